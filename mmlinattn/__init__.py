@@ -1,0 +1,17 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Linear-attention backbones for MMDetection, MMSegmentation and MMPretrain.
+
+``import mmlinattn`` registers everything in MMEngine's root registries. It needs torch, einops, numpy, mmengine and mmcv (or mmcv-lite) only.
+"""
+
+from mmengine.config.utils import MODULE2PACKAGE
+
+from . import backbones, engine
+from .checkpoints import schemes
+from .version import __version__
+
+# lets a config inherit ours: _base_ = 'mmlinattn::mmdet/ravlt_b_cascade_3x.py'
+MODULE2PACKAGE.setdefault('mmlinattn', 'mmlinattn')
+schemes.register()
+
+__all__ = ['__version__', 'backbones', 'engine']

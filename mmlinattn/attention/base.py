@@ -1,0 +1,263 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The interface between token mixers and hosts.
+
+A **mixer** turns projected tokens into mixed tokens. It never sees an image, a window or a host: it gets
+``(q, k, v)`` as ``(B, N, width)`` tensors, the grids the tokens live on, and which of them are real.
+:class:`Attention` owns everything that is the same for all mixers: the projections, the gate, the
+depth-wise term on the values, masking and the output projection. Hosts arrange tokens (whole maps, windows, stripes,
+reduced keys, a class token) around an :class:`Attention` and name no method.
+"""
+
+from typing import NamedTuple, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from mmengine.model import BaseModule
+from mmengine.registry import Registry
+from torch import Tensor, nn
+
+TOKEN_MIXERS = Registry('token mixer', scope='mmlinattn')
+
+
+class Grid(NamedTuple):
+    """Where a sequence of tokens lives: ``prefix`` class tokens, then ``height * width`` patch tokens, row by row."""
+
+    height: int
+    width: int
+    prefix: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prefix + self.height * self.width
+
+
+class TokenMixer(BaseModule):
+    """Base class of every attention: ``(q, k, v) -> mixed values``.
+
+    Args:
+        dim (int): Width C of the tokens.
+        num_heads (int): Number of heads; has to divide ``dim``.
+        grid (tuple[int, int], optional): The grid (height, width) that tables over token positions are stored for.
+            Only mixers with ``position_table`` read it.
+
+    Class attributes describe what a mixer wants from its surroundings:
+
+    - ``quadratic``: the cost grows with N^2, so a windowed host gives it small windows and shifts them.
+    - ``gate``: how the output is gated by the block's input: None, ``'projection'``, ``'identity'`` or ``'tanh'``
+      (see :class:`Attention`).
+    - ``rotary``: understands ``rotary``, the encoding of :func:`mmlinattn.layers.rotary_table`.
+    - ``bias``: understands an additive ``bias`` on its attention map (relative position bias).
+    - ``context``: wants the mean input token.
+    - ``position_table``: needs ``grid`` at construction.
+    """
+
+    quadratic = False
+    gate: Optional[str] = None
+    rotary = False
+    bias = False
+    context = False
+    position_table = False
+
+    def __init__(self, dim: int, num_heads: int, grid: Optional[Tuple[int, int]] = None, init_cfg=None) -> None:
+        super().__init__(init_cfg)
+        if num_heads < 1 or dim % num_heads:
+            raise ValueError(f'num_heads={num_heads} has to divide the width {dim}')
+        self.dim = dim
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        self.grid = grid
+
+    @property
+    def widths(self) -> Tuple[int, int, int]:
+        """Projection widths (q, k, v) the mixer wants."""
+        return self.dim, self.dim, self.dim
+
+    def split_heads(self, x: Tensor) -> Tensor:
+        """(B, N, heads * d) -> (B, heads, N, d), a view."""
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    @staticmethod
+    def merge_heads(x: Tensor) -> Tensor:
+        """(B, heads, N, d) -> (B, N, heads * d)."""
+        return x.transpose(1, 2).flatten(2)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: Grid,
+        key_grid: Grid,
+        mask: Optional[Tensor] = None,
+        rotary: Optional[Tensor] = None,
+        bias: Optional[Tensor] = None,
+        context: Optional[Tensor] = None,
+    ) -> Tensor:
+        """Mix the values.
+
+        Args:
+            q (Tensor): Queries, (B, N, widths[0]), before the split into heads.
+            k (Tensor): Keys, (B, M, widths[1]).
+            v (Tensor): Values, (B, M, widths[2]); zero where ``mask`` is False.
+            grid (Grid): The grid of the queries, ``grid.num_tokens == N``.
+            key_grid (Grid): The grid of keys and values, ``key_grid.num_tokens == M``.
+            mask (Tensor, optional): (B, M) bool, True for real tokens, None when all are real.
+            rotary (Tensor, optional): (N, head_dim / 2, 2), see :func:`mmlinattn.layers.rotary_table`.
+            bias (Tensor, optional): Additive, broadcastable to (B, heads, N, M).
+            context (Tensor, optional): Mean input token, (B, C).
+
+        Returns:
+            Tensor: (B, N, widths[2]).
+        """
+        raise NotImplementedError
+
+
+def get_mixer(spec: Union[str, dict]) -> Tuple[type, dict]:
+    """Class and options of an attention named as in ``stage_attns``.
+
+    Args:
+        spec (str | dict): A registered name, or ``dict(type=name, **options)``.
+
+    Raises:
+        ValueError: For an unknown name; lists the known ones.
+    """
+    options = dict(type=spec) if isinstance(spec, str) else dict(spec)
+    name = options.pop('type', None)
+    mixer = TOKEN_MIXERS.module_dict.get(name)
+    if mixer is None:
+        raise ValueError(f'stage_attns: unknown attention {name!r}; known are {sorted(TOKEN_MIXERS.module_dict)}')
+    return mixer, options
+
+
+class Attention(BaseModule):
+    """Projections around a token mixer: ``out = W_o((mix(q, k, v) + DWConv(v)) * gate)``.
+
+    Args:
+        dim (int): Width C of the tokens.
+        num_heads (int): Number of heads.
+        mixer (str | dict): The attention, see :func:`get_mixer`.
+        grid (tuple[int, int], optional): Trained grid of position tables.
+        gate (str, optional): Gate for a mixer that has no opinion of its own: ``'projection'`` multiplies the output with a
+            linear projection of the input (RALA Eq. 6), ``'identity'`` with the input, ``'tanh'`` with its tanh.
+        local_kernel (int, optional): Size of the depth-wise convolution of the values that is added to the mixed
+            values; None for none.
+        qkv_bias (bool): Bias of the input projection.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mixer: Union[str, dict],
+        grid: Optional[Tuple[int, int]] = None,
+        gate: Optional[str] = None,
+        local_kernel: Optional[int] = None,
+        qkv_bias: bool = True,
+        init_cfg=None,
+    ) -> None:
+        super().__init__(init_cfg)
+        mixer_type, options = get_mixer(mixer)
+        self.mixer = mixer_type(dim, num_heads, grid=grid, **options)
+        self.gate = gate if mixer_type.gate is None else self.mixer.gate
+        if self.gate not in (None, 'projection', 'identity', 'tanh'):
+            raise ValueError(f"gate={self.gate!r} has to be None, 'projection', 'identity' or 'tanh'")
+        widths: Sequence[int] = self.mixer.widths
+        if self.gate == 'projection':
+            widths = (*widths, dim)
+        self.widths = tuple(widths)
+        # one matrix for all: a single pass over the tokens where queries and keys come from the same ones
+        self.qkv = nn.Linear(dim, sum(widths), bias=qkv_bias)
+        self.local = None
+        if local_kernel:
+            v_dim = widths[2]
+            self.local = nn.Conv2d(v_dim, v_dim, local_kernel, padding=local_kernel // 2, groups=v_dim)
+        self.proj = nn.Linear(widths[2], dim)
+
+    def project(self, x: Tensor, kv: Optional[Tensor]) -> Tuple[Tensor, ...]:
+        if kv is None:
+            return self.qkv(x).split(self.widths, dim=-1)
+        q, k, v = self.widths[:3]
+        weight, bias = self.qkv.weight, self.qkv.bias
+        rows = weight.split((q, k + v, sum(self.widths[3:])))
+        biases = (None,) * 3 if bias is None else bias.split((q, k + v, sum(self.widths[3:])))
+        projected = (F.linear(x, rows[0], biases[0]), *F.linear(kv, rows[1], biases[1]).split((k, v), dim=-1))
+        return projected if self.gate != 'projection' else (*projected, F.linear(x, rows[2], biases[2]))
+
+    def forward(
+        self,
+        x: Tensor,
+        grid: Grid,
+        mask: Optional[Tensor] = None,
+        kv: Optional[Tensor] = None,
+        key_grid: Optional[Grid] = None,
+        rotary: Optional[Tensor] = None,
+        bias: Optional[Tensor] = None,
+        source: Optional[Tensor] = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x (Tensor): Tokens, (B, N, C).
+            grid (Grid): The grid they live on.
+            mask (Tensor, optional): (B, M) bool, True for real (key) tokens.
+            kv (Tensor, optional): Tokens of keys and values, (B, M, C), when they are not ``x`` (reduced keys).
+            key_grid (Grid, optional): The grid of ``kv``.
+            rotary, bias: See :meth:`TokenMixer.forward`.
+            source (Tensor, optional): Tokens (B, N', C) whose mean is the mixer's context, ``x`` by default.
+
+        Returns:
+            Tensor: (B, N, C).
+        """
+        q, k, v, *gate = self.project(x, kv)
+        key_grid = key_grid or grid
+        if mask is not None:
+            v = v * mask.unsqueeze(-1).to(v.dtype)
+        context = None
+        if self.mixer.context:
+            context = mean_token(x if source is None else source, mask if kv is None else None)
+        out = self.mixer(
+            q,
+            k,
+            v,
+            grid,
+            key_grid,
+            mask=mask,
+            rotary=rotary if self.mixer.rotary else None,
+            bias=bias if self.mixer.bias else None,
+            context=context,
+        )
+        if self.local is not None:
+            out = add_local(out, v, self.local, grid)
+        if self.gate == 'projection':
+            out = out * gate[0]
+        elif self.gate is not None:
+            out = out * (x if self.gate == 'identity' else x.tanh())
+        return self.proj(out)
+
+
+def mean_token(x: Tensor, mask: Optional[Tensor]) -> Tensor:
+    """Mean of the real tokens: (B, N, C), (B, N) -> (B, C), accumulated in float32 or better."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    if mask is None:
+        return x.mean(dim=1, dtype=dtype).to(x.dtype)
+    weight = mask.to(dtype)
+    total = (x * weight.unsqueeze(-1)).sum(dim=1)
+    return (total / weight.sum(dim=1, keepdim=True)).to(x.dtype)
+
+
+def to_map(x: Tensor, grid: Grid) -> Tensor:
+    """Patch tokens (B, prefix + h * w, C) as an (B, C, h, w) view in channels-last memory."""
+    return x[:, grid.prefix :].unflatten(1, (grid.height, grid.width)).permute(0, 3, 1, 2)
+
+
+def to_tokens(x: Tensor) -> Tensor:
+    """(B, C, h, w) -> (B, h * w, C); a view when the memory is channels-last."""
+    return x.permute(0, 2, 3, 1).flatten(1, 2)
+
+
+def add_local(out: Tensor, v: Tensor, conv: nn.Module, grid: Grid) -> Tensor:
+    """Add ``conv`` of the value map to the patch tokens of ``out``; class tokens have no neighbours."""
+    local = to_tokens(conv(to_map(v, grid)))
+    if grid.prefix:
+        local = F.pad(local, (0, 0, grid.prefix, 0))
+    return out + local

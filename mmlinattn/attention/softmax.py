@@ -1,0 +1,28 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import torch.nn.functional as F
+
+from .base import TOKEN_MIXERS, TokenMixer
+from .functional import rotate
+
+
+@TOKEN_MIXERS.register_module('softmax')
+class SoftmaxMixer(TokenMixer):
+    """Scaled dot-product attention, ``softmax(q k^T / sqrt(d)) v``; no N x N map is built by hand.
+
+    Source: Vaswani et al. 2017, Eq. 1; the baseline of all four papers and stages 3-4 of the released RAVLT.
+    """
+
+    quadratic = True
+    rotary = True
+    bias = True
+
+    def forward(self, q, k, v, grid, key_grid, mask=None, rotary=None, bias=None, context=None):
+        q, k, v = self.split_heads(q), self.split_heads(k), self.split_heads(v)
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
+        if mask is not None:
+            mask = mask[:, None, None, :]
+            bias = mask if bias is None else bias.masked_fill(~mask, float('-inf'))
+        if bias is not None and bias.is_floating_point():
+            bias = bias.to(q.dtype)
+        return self.merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=bias))

@@ -1,0 +1,217 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What all hosts share: OpenMMLab arguments, checks, stage bookkeeping, freezing, checkpoints."""
+
+from copy import deepcopy
+from typing import Dict, List, Optional, Sequence, Tuple, Union
+
+import torch
+from mmcv.cnn import build_norm_layer
+from mmengine.model import BaseModule, ModuleList
+from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..attention import get_mixer
+from ..checkpoints.loading import load_pretrained
+
+Spec = Union[str, dict]
+
+
+class PyramidBackbone(BaseModule):
+    """Base class of the four-stage hosts.
+
+    A host fills :attr:`arch_zoo`, and builds its stages in ``__init__`` after ``super().__init__`` into ``self.patch_embeds`` (one module
+    a stage: image or (B, H, W, C) map to the stage's map) and ``self.stages`` (lists of blocks), and calls :meth:`finish_init` last.
+
+    Args:
+        arch (str | dict): A name of :attr:`arch_zoo`, or a dict with the keys of its entries.
+        in_channels (int): Channels of the input image.
+        out_indices (Sequence[int]): Stages whose maps are returned, ascending. Stages after the last one are not built.
+        out_norm (bool): A LayerNorm on each output; False returns raw stage outputs.
+        frozen_stages (int): Stem and first stages that are frozen: -1 none, 0 the stem, i the stem and stages 1..i.
+        norm_eval (bool): Keep batch norms in eval mode while training (their running statistics stay).
+        with_cp (bool): Recompute blocks in the backward pass to save memory.
+        drop_path_rate (float, optional): Largest stochastic depth rate, linear over depth; None takes the arch's.
+        stage_attns (Sequence, optional): One attention a stage: a registered name, ``dict(type=name, **options)``, or a list of
+            these with one entry a block. None takes the arch's.
+        init_cfg (dict, optional): ``dict(type='Pretrained', checkpoint=...)`` takes released files, own checkpoints and
+            ``mmlinattn://NAME``.
+
+    Raises:
+        ValueError: For an unknown ``arch`` or attention, a wrong number of ``stage_attns``, ``out_indices`` or
+            ``frozen_stages`` out of range, a head count that does not divide its width.
+
+    Attributes:
+        feature_info (list[dict]): ``stage``, ``channels`` and ``stride`` of each output.
+
+    Shape: (B, in_channels, H, W) with H, W >= 32 -> tuple of (B, C_i, ceil(H / 4 / 2^i), ceil(W / 4 / 2^i)).
+    """
+
+    arch_zoo: Dict[str, dict] = {}
+    out_norm_cfg = dict(type='LN', eps=1e-6)
+    default_init_cfg = [
+        dict(type='TruncNormal', layer='Linear', std=0.02, bias=0.0),
+        dict(type='Constant', layer=['LayerNorm', '_BatchNorm'], val=1.0, bias=0.0),
+    ]
+
+    def __init__(
+        self,
+        arch: Spec,
+        in_channels: int = 3,
+        out_indices: Sequence[int] = (0, 1, 2, 3),
+        out_norm: bool = True,
+        frozen_stages: int = -1,
+        norm_eval: bool = False,
+        with_cp: bool = False,
+        drop_path_rate: Optional[float] = None,
+        stage_attns: Optional[Sequence] = None,
+        init_cfg=None,
+    ) -> None:
+        super().__init__(init_cfg or deepcopy(self.default_init_cfg))
+        self.arch = self.resolve_arch(arch)
+        self.in_channels = in_channels
+        self.depths: Tuple[int, ...] = tuple(self.arch['depths'])
+        self.embed_dims: Tuple[int, ...] = tuple(self.arch['embed_dims'])
+        num_stages = len(self.depths)
+        self.out_indices = self._check_out_indices(out_indices, num_stages)
+        if not -1 <= frozen_stages <= num_stages:
+            raise ValueError(f'frozen_stages={frozen_stages} has to lie in [-1, {num_stages}]')
+        self.frozen_stages = frozen_stages
+        self.norm_eval = norm_eval
+        self.with_cp = with_cp
+        self.out_norm = out_norm
+        self.num_stages = self.out_indices[-1] + 1
+        self.block_attns = self._block_attns(self.arch['stage_attns'] if stage_attns is None else stage_attns)
+        for dim, heads in zip(self.embed_dims, self.arch['num_heads']):
+            if dim % heads:
+                raise ValueError(f'num_heads={heads} has to divide the width {dim} (arch {self.arch})')
+        rate = self.arch.get('drop_path_rate', 0.0) if drop_path_rate is None else drop_path_rate
+        if not 0 <= rate < 1:
+            raise ValueError(f'drop_path_rate={rate} has to lie in [0, 1)')
+        rates = torch.linspace(0, rate, sum(self.depths)).tolist()
+        self.drop_paths: List[List[float]] = [[rates.pop(0) for _ in range(depth)] for depth in self.depths]
+        self.patch_embeds = ModuleList()
+        self.stages = ModuleList()
+
+    def finish_init(self) -> None:
+        """Build the output norms and freeze; hosts call it at the end of ``__init__``."""
+        if self.out_norm:
+            self.out_norms = nn.ModuleDict(
+                {str(i): build_norm_layer(self.out_norm_cfg, self.embed_dims[i])[1] for i in self.out_indices}
+            )
+        self._freeze()
+
+    @classmethod
+    def resolve_arch(cls, arch: Spec) -> dict:
+        if isinstance(arch, str):
+            if arch not in cls.arch_zoo:
+                raise ValueError(f'arch={arch!r} of {cls.__name__} has to be one of {list(cls.arch_zoo)} or a dict')
+            return deepcopy(cls.arch_zoo[arch])
+        template = next(iter(cls.arch_zoo.values()))
+        unknown = sorted(set(arch) - set(template) - {'stage_attns', 'drop_path_rate'})
+        needed = {'embed_dims', 'depths', 'num_heads'}
+        if unknown or not needed <= set(arch):
+            raise ValueError(
+                f'arch of {cls.__name__}: needs the keys {sorted(needed)} and may have {sorted(set(template) - needed)}; '
+                f'unknown: {unknown}, missing: {sorted(needed - set(arch))}'
+            )
+        arch = {**{k: v for k, v in template.items() if k not in needed and not _per_stage_width(k)}, **arch}
+        lengths = {key: len(arch[key]) for key in needed}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f'arch of {cls.__name__}: embed_dims, depths and num_heads differ in length: {lengths}')
+        return deepcopy(arch)
+
+    @staticmethod
+    def _check_out_indices(out_indices: Sequence[int], num_stages: int) -> Tuple[int, ...]:
+        indices = tuple(out_indices)
+        if not indices or list(indices) != sorted(set(indices)) or not 0 <= indices[0] <= indices[-1] < num_stages:
+            raise ValueError(f'out_indices={indices} have to be ascending and lie in [0, {num_stages - 1}]')
+        return indices
+
+    def _block_attns(self, stage_attns: Sequence) -> List[List[Spec]]:
+        if isinstance(stage_attns, (str, dict)) or len(stage_attns) != len(self.depths):
+            raise ValueError(f'stage_attns={stage_attns!r} has to have one entry for each of the {len(self.depths)} stages')
+        blocks = []
+        for i, (entry, depth) in enumerate(zip(stage_attns, self.depths)):
+            specs = [entry] * depth if isinstance(entry, (str, dict)) else list(entry)
+            if len(specs) != depth:
+                raise ValueError(f'stage_attns[{i}] names {len(specs)} attentions, stage {i} has {depth} blocks')
+            for spec in specs:
+                get_mixer(spec)
+            blocks.append(specs)
+        return blocks
+
+    @property
+    def feature_info(self) -> List[dict]:
+        return [dict(stage=i, channels=self.embed_dims[i], stride=4 * 2**i) for i in self.out_indices]
+
+    def check_input(self, x: Tensor) -> None:
+        if x.dim() != 4 or x.shape[1] != self.in_channels or x.shape[2] < 32 or x.shape[3] < 32:
+            raise ValueError(
+                f'x has the shape {tuple(x.shape)}; allowed is (B, {self.in_channels}, H, W) with H >= 32 and W >= 32'
+            )
+
+    def shared(self, stage: int, x: Tensor) -> dict:
+        """Keyword arguments that all blocks of a stage get, computed once a forward pass."""
+        return {}
+
+    def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
+        self.check_input(x)
+        outs = []
+        for i in range(self.num_stages):
+            x = self.patch_embeds[i](x)
+            shared = self.shared(i, x)
+            for block in self.stages[i]:
+                if self.with_cp and x.requires_grad:
+                    x = checkpoint(block, x, use_reentrant=False, **shared)
+                else:
+                    x = block(x, **shared)
+            if i in self.out_indices:
+                out = self.out_norms[str(i)](x) if self.out_norm else x
+                outs.append(out.permute(0, 3, 1, 2).contiguous())
+        return tuple(outs)
+
+    def _freeze(self) -> None:
+        if self.frozen_stages < 0:
+            return
+        frozen = [self.patch_embeds[0], *self.stages[: self.frozen_stages], *self.patch_embeds[1 : self.frozen_stages]]
+        if self.out_norm:
+            frozen += [self.out_norms[str(i)] for i in self.out_indices if i < self.frozen_stages]
+        for module in frozen:
+            module.eval()
+            for parameter in module.parameters():
+                parameter.requires_grad = False
+
+    def train(self, mode: bool = True):
+        super().train(mode)
+        self._freeze()
+        if mode and self.norm_eval:
+            for module in self.modules():
+                if isinstance(module, _BatchNorm):
+                    module.eval()
+        return self
+
+    def init_weights(self) -> None:
+        configs = self.init_cfg if isinstance(self.init_cfg, (list, tuple)) else [self.init_cfg]
+        pretrained = [cfg for cfg in configs if cfg.get('type') == 'Pretrained']
+        if self.is_init or not pretrained:
+            super().init_weights()
+            return
+        # what the checkpoint lacks starts as in training from scratch; MMEngine's own initialiser knows no released layouts
+        given, self.init_cfg = self.init_cfg, deepcopy(self.default_init_cfg)
+        super().init_weights()
+        self.init_cfg = given
+        for cfg in pretrained:
+            load_pretrained(self, cfg['checkpoint'], prefix=cfg.get('prefix'))
+
+    def ignorable_keys(self, key: str) -> bool:
+        """Whether a checkpoint's key belongs to a part this model was configured not to have (stages after the last
+        output, norms of other outputs)."""
+        parts = key.split('.')
+        if parts[0] == 'out_norms':
+            return not self.out_norm or int(parts[1]) not in self.out_indices
+        return parts[0] in ('patch_embeds', 'stages') and int(parts[1]) >= self.num_stages
+
+
+def _per_stage_width(key: str) -> bool:
+    return key in ('layer_scales',)

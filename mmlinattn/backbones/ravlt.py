@@ -1,0 +1,161 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from typing import Optional
+
+import torch
+from mmengine.model import ModuleList
+from mmengine.registry import MODELS
+from torch import Tensor, nn
+
+from ..layers import Block, ConvDownsample, ConvFFN, ConvStem, GlobalAttention, ResidualDWConv, rotary_table
+from .base import PyramidBackbone
+
+HYBRID = ('rala', 'rala', 'softmax', 'softmax')
+
+
+@MODELS.register_module()
+class RAVLT(PyramidBackbone):
+    """Rank-Augmented Vision Linear Transformer (RALA, Tab. 1 and the released code).
+
+    The released models are hybrid: RALA in stages 1-2, softmax attention in stages 3-4, which ``stage_attns`` defaults to.
+    ``stage_attns=('rala',) * 4`` is the fully linear model that the paper describes; ``rotary=False, local_kernel=None``
+    is the paper's plain form of the attention.
+
+    Args:
+        arch (str | dict): ``'tiny'``, ``'small'``, ``'base'``, ``'large'``, or a dict with ``embed_dims``, ``depths``,
+            ``num_heads`` and optionally ``mlp_ratios``, ``layer_scales``, ``stage_attns``, ``drop_path_rate``.
+        norm_cfg (dict): Batch norm of stem and down-sampling; the released detectors trained ``SyncBN``.
+        rotary (bool): Rotary position encoding of queries and keys (release).
+        local_kernel (int, optional): Size of the depth-wise convolution of the values added to the attention (release: 5).
+        cpe (bool): Conditional position encoding ``x + DWConv3x3(x)`` before each block (RALA Tab. 9).
+        deploy (bool): Build the model as :meth:`switch_to_deploy` leaves it, to load a folded checkpoint.
+        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, init_cfg: See
+            :class:`~mmlinattn.backbones.base.PyramidBackbone`.
+
+    Examples:
+        >>> import torch
+        >>> from mmlinattn.backbones import RAVLT
+        >>> model = RAVLT('tiny').eval()
+        >>> [tuple(out.shape) for out in model(torch.rand(1, 3, 64, 96))]
+        [(1, 64, 16, 24), (1, 128, 8, 12), (1, 256, 4, 6), (1, 512, 2, 3)]
+    """
+
+    arch_zoo = {
+        'tiny': dict(
+            embed_dims=(64, 128, 256, 512),
+            depths=(2, 2, 6, 2),
+            num_heads=(1, 2, 4, 8),
+            mlp_ratios=(3.5, 3.5, 3.5, 3.5),
+            layer_scales=(1.0, 1.0, 1.0, 1.0),
+            drop_path_rate=0.1,
+            stage_attns=HYBRID,
+        ),
+        'small': dict(
+            embed_dims=(64, 128, 320, 512),
+            depths=(3, 5, 9, 3),
+            num_heads=(1, 2, 5, 8),
+            mlp_ratios=(3.5, 3.5, 3.5, 3.5),
+            layer_scales=(1.0, 1.0, 1.0, 1.0),
+            drop_path_rate=0.15,
+            stage_attns=HYBRID,
+        ),
+        'base': dict(
+            embed_dims=(96, 192, 384, 512),
+            depths=(4, 6, 12, 6),
+            num_heads=(1, 2, 6, 8),
+            mlp_ratios=(3.5, 3.5, 3.5, 3.5),
+            layer_scales=(1.0, 1.0, 1e-6, 1e-6),
+            drop_path_rate=0.4,
+            stage_attns=HYBRID,
+        ),
+        'large': dict(
+            embed_dims=(96, 192, 448, 640),
+            depths=(4, 7, 19, 8),
+            num_heads=(1, 2, 7, 10),
+            mlp_ratios=(3.5, 3.5, 3.5, 3.5),
+            layer_scales=(1e-6, 1e-6, 1e-6, 1e-6),
+            drop_path_rate=0.55,
+            stage_attns=HYBRID,
+        ),
+    }
+
+    def __init__(
+        self,
+        arch='tiny',
+        *args,
+        norm_cfg: Optional[dict] = None,
+        rotary: bool = True,
+        local_kernel: Optional[int] = 5,
+        cpe: bool = True,
+        deploy: bool = False,
+        **kwargs,
+    ) -> None:
+        super().__init__(arch, *args, **kwargs)
+        norm_cfg = norm_cfg or dict(type='BN')
+        self.rotary = rotary
+        self.head_dims = [dim // heads for dim, heads in zip(self.embed_dims, self.arch['num_heads'])]
+        for i in range(self.num_stages):
+            dim = self.embed_dims[i]
+            if i == 0:
+                self.patch_embeds.append(ConvStem(self.in_channels, dim, norm_cfg))
+            else:
+                self.patch_embeds.append(ConvDownsample(self.embed_dims[i - 1], dim, norm_cfg))
+            self.stages.append(
+                ModuleList(
+                    Block(
+                        dim,
+                        GlobalAttention(dim, self.arch['num_heads'][i], spec, gate='projection', local_kernel=local_kernel),
+                        ConvFFN(dim, int(dim * self.arch['mlp_ratios'][i])),
+                        norm_cfg=dict(type='LN', eps=1e-6),
+                        drop_path=rate,
+                        layer_scale=self.arch['layer_scales'][i],
+                        position=ResidualDWConv(dim) if cpe else None,
+                    )
+                    for spec, rate in zip(self.block_attns[i], self.drop_paths[i])
+                )
+            )
+        self.finish_init()
+        if rotary:
+            for head_dim in self.head_dims[: self.num_stages]:
+                rotary_table(1, 1, head_dim)  # raises here rather than in the first forward pass
+        if deploy:
+            self.switch_to_deploy()
+
+    def shared(self, stage: int, x: Tensor) -> dict:
+        if not self.rotary:
+            return {}
+        # angles in float32 even where the map is half: indices above 256 are not exact in bfloat16
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return dict(rotary=rotary_table(x.shape[1], x.shape[2], self.head_dims[stage], x.device, dtype))
+
+    @torch.no_grad()
+    def switch_to_deploy(self) -> 'RAVLT':
+        """Fold batch norms into convolutions and layer scales into projections, in place, for inference.
+
+        Returns:
+            RAVLT: The model itself, in eval mode. Its ``state_dict`` loads into ``RAVLT(..., deploy=True)``.
+        """
+        for embed in self.patch_embeds:
+            embed.layers = fold_batch_norms(embed.layers)
+        for stage in self.stages:
+            for block in stage:
+                for linear, name in ((block.attn.proj, 'gamma1'), (block.ffn.fc2, 'gamma2')):
+                    gamma = getattr(block, name)
+                    if gamma is not None:
+                        linear.weight.mul_(gamma[:, None])
+                        linear.bias.mul_(gamma)
+                        setattr(block, name, None)
+        return self.eval()
+
+
+def fold_batch_norms(layers: nn.Sequential) -> nn.Sequential:
+    """``conv, norm`` pairs become one convolution; other layers stay."""
+    folded = []
+    for layer in layers:
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+            conv = folded[-1]
+            scale = layer.weight / (layer.running_var + layer.eps).sqrt()
+            conv.weight.mul_(scale[:, None, None, None])
+            conv.bias.sub_(layer.running_mean).mul_(scale).add_(layer.bias)
+        else:
+            folded.append(layer)
+    return nn.Sequential(*folded)

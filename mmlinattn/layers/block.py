@@ -1,0 +1,67 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from typing import Optional
+
+import torch
+from mmcv.cnn import build_norm_layer
+from mmcv.cnn.bricks import DropPath
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+
+from ..attention import Attention, Grid
+
+
+class GlobalAttention(Attention):
+    """:class:`~mmlinattn.attention.Attention` over a whole (B, H, W, C) map."""
+
+    def forward(self, x: Tensor, **shared) -> Tensor:
+        grid = Grid(*x.shape[1:3])
+        return super().forward(x.flatten(1, 2), grid, **shared).unflatten(1, grid[:2])
+
+
+class Block(BaseModule):
+    """Pre-norm transformer block with what any host may want of it.
+
+    ``x = position(x); x = x + gamma1 * attn(norm1(x)); x = x + gamma2 * ffn(norm2(x))``, each branch under stochastic depth.
+
+    Args:
+        dim (int): Width C.
+        attn (nn.Module): Takes and gives maps (or tokens) of width C; gets the stage's shared keyword arguments.
+        ffn (nn.Module): Takes and gives maps of width C.
+        norm_cfg (dict): Both norms, over the last axis.
+        drop_path (float): Rate of stochastic depth.
+        layer_scale (float, optional): Initial value of gamma; None for no layer scale.
+        position (nn.Module, optional): Position encoding that includes its own residual connection.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        attn: nn.Module,
+        ffn: nn.Module,
+        norm_cfg: dict,
+        drop_path: float = 0.0,
+        layer_scale: Optional[float] = None,
+        position: Optional[nn.Module] = None,
+        init_cfg=None,
+    ) -> None:
+        super().__init__(init_cfg)
+        self.position = position
+        self.norm1 = build_norm_layer(norm_cfg, dim)[1]
+        self.attn = attn
+        self.norm2 = build_norm_layer(norm_cfg, dim)[1]
+        self.ffn = ffn
+        self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
+        scaled = layer_scale is not None
+        self.gamma1 = nn.Parameter(torch.full((dim,), float(layer_scale))) if scaled else None
+        self.gamma2 = nn.Parameter(torch.full((dim,), float(layer_scale))) if scaled else None
+
+    def residual(self, x: Tensor, branch: Tensor, gamma: Optional[Tensor]) -> Tensor:
+        if gamma is not None and not self.training:
+            return torch.addcmul(x, branch, gamma.to(branch.dtype)) if x.dtype == branch.dtype else x + branch * gamma
+        return x + self.drop_path(branch if gamma is None else branch * gamma)
+
+    def forward(self, x: Tensor, **shared) -> Tensor:
+        if self.position is not None:
+            x = self.position(x)
+        x = self.residual(x, self.attn(self.norm1(x), **shared), self.gamma1)
+        return self.residual(x, self.ffn(self.norm2(x)), self.gamma2)
