@@ -6,12 +6,13 @@
 
 from mmengine.config.utils import MODULE2PACKAGE
 
-from . import backbones, engine
+from . import backbones, engine, heads
 from .checkpoints import schemes
 from .version import __version__
 
 # lets a config inherit ours: _base_ = 'mmlinattn::mmdet/ravlt_b_cascade_3x.py'
-MODULE2PACKAGE.setdefault('mmlinattn', 'mmlinattn')
+# 'mmlinattn.version' is no distribution, so MMEngine looks the package up by import: right for wheels and editable installs
+MODULE2PACKAGE.setdefault('mmlinattn', 'mmlinattn.version')
 schemes.register()
 
-__all__ = ['__version__', 'backbones', 'engine']
+__all__ = ['__version__', 'backbones', 'engine', 'heads']

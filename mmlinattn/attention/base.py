@@ -8,7 +8,7 @@ depth-wise term on the values, masking and the output projection. Hosts arrange 
 reduced keys, a class token) around an :class:`Attention` and name no method.
 """
 
-from typing import NamedTuple, Optional, Sequence, Tuple, Union
+from typing import NamedTuple, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -129,19 +129,15 @@ def get_mixer(spec: Union[str, dict]) -> Tuple[type, dict]:
     return mixer, options
 
 
-class Attention(BaseModule):
-    """Projections around a token mixer: ``out = W_o((mix(q, k, v) + DWConv(v)) * gate)``.
+class Mixing(BaseModule):
+    """A token mixer and the depth-wise convolution of the values that is added to what it gives.
 
     Args:
         dim (int): Width C of the tokens.
         num_heads (int): Number of heads.
         mixer (str | dict): The attention, see :func:`get_mixer`.
         grid (tuple[int, int], optional): Trained grid of position tables.
-        gate (str, optional): Gate for a mixer that has no opinion of its own: ``'projection'`` multiplies the output with a
-            linear projection of the input (RALA Eq. 6), ``'identity'`` with the input, ``'tanh'`` with its tanh.
-        local_kernel (int, optional): Size of the depth-wise convolution of the values that is added to the mixed
-            values; None for none.
-        qkv_bias (bool): Bias of the input projection.
+        local_kernel (int, optional): Size of the convolution; None for none.
     """
 
     def __init__(
@@ -150,71 +146,33 @@ class Attention(BaseModule):
         num_heads: int,
         mixer: Union[str, dict],
         grid: Optional[Tuple[int, int]] = None,
-        gate: Optional[str] = None,
         local_kernel: Optional[int] = None,
-        qkv_bias: bool = True,
         init_cfg=None,
     ) -> None:
         super().__init__(init_cfg)
         mixer_type, options = get_mixer(mixer)
         self.mixer = mixer_type(dim, num_heads, grid=grid, **options)
-        self.gate = gate if mixer_type.gate is None else self.mixer.gate
-        if self.gate not in (None, 'projection', 'identity', 'tanh'):
-            raise ValueError(f"gate={self.gate!r} has to be None, 'projection', 'identity' or 'tanh'")
-        widths: Sequence[int] = self.mixer.widths
-        if self.gate == 'projection':
-            widths = (*widths, dim)
-        self.widths = tuple(widths)
-        # one matrix for all: a single pass over the tokens where queries and keys come from the same ones
-        self.qkv = nn.Linear(dim, sum(widths), bias=qkv_bias)
         self.local = None
         if local_kernel:
-            v_dim = widths[2]
+            v_dim = self.mixer.widths[2]
             self.local = nn.Conv2d(v_dim, v_dim, local_kernel, padding=local_kernel // 2, groups=v_dim)
-        self.proj = nn.Linear(widths[2], dim)
 
-    def project(self, x: Tensor, kv: Optional[Tensor]) -> Tuple[Tensor, ...]:
-        if kv is None:
-            return self.qkv(x).split(self.widths, dim=-1)
-        q, k, v = self.widths[:3]
-        weight, bias = self.qkv.weight, self.qkv.bias
-        rows = weight.split((q, k + v, sum(self.widths[3:])))
-        biases = (None,) * 3 if bias is None else bias.split((q, k + v, sum(self.widths[3:])))
-        projected = (F.linear(x, rows[0], biases[0]), *F.linear(kv, rows[1], biases[1]).split((k, v), dim=-1))
-        return projected if self.gate != 'projection' else (*projected, F.linear(x, rows[2], biases[2]))
-
-    def forward(
+    def mix(
         self,
-        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
         grid: Grid,
-        mask: Optional[Tensor] = None,
-        kv: Optional[Tensor] = None,
         key_grid: Optional[Grid] = None,
+        mask: Optional[Tensor] = None,
         rotary: Optional[Tensor] = None,
         bias: Optional[Tensor] = None,
         source: Optional[Tensor] = None,
     ) -> Tensor:
-        """Attend.
-
-        Args:
-            x (Tensor): Tokens, (B, N, C).
-            grid (Grid): The grid they live on.
-            mask (Tensor, optional): (B, M) bool, True for real (key) tokens.
-            kv (Tensor, optional): Tokens of keys and values, (B, M, C), when they are not ``x`` (reduced keys).
-            key_grid (Grid, optional): The grid of ``kv``.
-            rotary, bias: See :meth:`TokenMixer.forward`.
-            source (Tensor, optional): Tokens (B, N', C) whose mean is the mixer's context, ``x`` by default.
-
-        Returns:
-            Tensor: (B, N, C).
-        """
-        q, k, v, *gate = self.project(x, kv)
+        """Mixed values, (B, N, widths[2]); arguments as in :meth:`TokenMixer.forward`, ``source`` as in :class:`Attention`."""
         key_grid = key_grid or grid
         if mask is not None:
             v = v * mask.unsqueeze(-1).to(v.dtype)
-        context = None
-        if self.mixer.context:
-            context = mean_token(x if source is None else source, mask if kv is None else None)
         out = self.mixer(
             q,
             k,
@@ -224,15 +182,76 @@ class Attention(BaseModule):
             mask=mask,
             rotary=rotary if self.mixer.rotary else None,
             bias=bias if self.mixer.bias else None,
-            context=context,
+            context=mean_token(source, mask) if self.mixer.context else None,
         )
-        if self.local is not None:
-            out = add_local(out, v, self.local, grid)
+        return out if self.local is None else add_local(out, v, self.local, grid)
+
+
+class Attention(Mixing):
+    """Projections around a token mixer: ``out = W_o((mix(q, k, v) + DWConv(v)) * gate)``.
+
+    Args:
+        dim, num_heads, mixer, grid, local_kernel: See :class:`Mixing`.
+        gate (str, optional): Gate for a mixer that has no opinion of its own: ``'projection'`` multiplies the output with a
+            linear projection of the input (RALA Eq. 6), ``'identity'`` with the input, ``'tanh'`` with its tanh.
+        qkv_bias (bool): Bias of the input projection.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mixer: Union[str, dict],
+        grid: Optional[Tuple[int, int]] = None,
+        local_kernel: Optional[int] = None,
+        gate: Optional[str] = None,
+        qkv_bias: bool = True,
+        init_cfg=None,
+    ) -> None:
+        super().__init__(dim, num_heads, mixer, grid, local_kernel, init_cfg)
+        self.gate = self.mixer.gate or (gate if type(self.mixer).gate is None else None)
+        if self.gate not in (None, 'projection', 'identity', 'tanh'):
+            raise ValueError(f"gate={self.gate!r} has to be None, 'projection', 'identity' or 'tanh'")
+        self.widths = (*self.mixer.widths, dim) if self.gate == 'projection' else self.mixer.widths
+        # one matrix for all: a single pass over the tokens where queries and keys come from the same ones
+        self.qkv = nn.Linear(dim, sum(self.widths), bias=qkv_bias)
+        self.proj = nn.Linear(self.widths[2], dim)
+
+    def project(self, x: Tensor, kv: Optional[Tensor]) -> Tuple[Tensor, ...]:
+        """Queries, keys, values and, where there is one, the projected gate."""
+        if kv is None:
+            return self.qkv(x).split(self.widths, dim=-1)
+        q, k, v, *gate = self.widths
+        rows = (q, k + v, *gate)
+        weights = self.qkv.weight.split(rows)
+        biases = (None,) * len(rows) if self.qkv.bias is None else self.qkv.bias.split(rows)
+        sources = (x, kv, x)[: len(rows)]
+        q, kv, *gate = (F.linear(source, w, b) for source, w, b in zip(sources, weights, biases))
+        return (q, *kv.split((k, v), dim=-1), *gate)
+
+    def forward(self, x: Tensor, grid: Grid, kv: Optional[Tensor] = None, source: Optional[Tensor] = None, **kwargs):
+        """Attend.
+
+        Args:
+            x (Tensor): Tokens, (B, N, C).
+            grid (Grid): The grid they live on.
+            kv (Tensor, optional): Tokens of keys and values, (B, M, C), when they are not ``x`` (reduced keys).
+            source (Tensor, optional): Tokens (B, N', C) whose mean is the mixer's context, ``x`` by default.
+            key_grid, mask, rotary, bias: See :meth:`TokenMixer.forward`.
+
+        Returns:
+            Tensor: (B, N, C).
+        """
+        q, k, v, *gate = self.project(x, kv)
+        out = self.mix(q, k, v, grid, source=x if source is None else source, **kwargs)
+        return self.proj(self.apply_gate(out, x, *gate))
+
+    def apply_gate(self, out: Tensor, x: Tensor, projected: Optional[Tensor] = None) -> Tensor:
+        if self.gate is None:
+            return out
         if self.gate == 'projection':
-            out = out * gate[0]
-        elif self.gate is not None:
-            out = out * (x if self.gate == 'identity' else x.tanh())
-        return self.proj(out)
+            return out * projected
+        return out * (x if self.gate == 'identity' else x.tanh())
 
 
 def mean_token(x: Tensor, mask: Optional[Tensor]) -> Tensor:

@@ -90,3 +90,90 @@ def rala(
     if rotary is not None:
         q, k = rotate(q, rotary), rotate(k, rotary)
     return ((q @ (k.transpose(-1, -2) @ v)) / normaliser).to(v.dtype)
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None, eps: float = 1e-6) -> Tensor:
+    """Linear attention with division: ``out_i = q_i (1/N sum_j k_j v_j^T) / (q_i . mean_j(k_j) + eps)``, O(N d^2).
+
+    Source: Katharopoulos et al. 2020, Eq. 5; FLatten Eq. 4; InLine Eq. 2.
+
+    Args:
+        q, k (Tensor): Mapped queries (B, heads, N, d) and keys (B, heads, M, d).
+        v (Tensor): Values, (B, heads, M, e); zero where ``mask`` is False.
+        mask (Tensor, optional): (B, M) bool, True for real tokens.
+        eps (float): Added to the normaliser.
+
+    Returns:
+        Tensor: (B, heads, N, e), in the dtype of ``v``.
+    """
+    wide = accumulation_dtype(q)
+    if mask is None:
+        count = q.new_tensor(k.shape[2], dtype=wide)
+    else:
+        k = k * mask[:, None, :, None].to(k.dtype)
+        count = mask.sum(dim=1, dtype=wide).clamp(min=1)[:, None, None, None]
+    key_mean = k.sum(dim=2, keepdim=True, dtype=wide) / count
+    normaliser = (q @ key_mean.to(q.dtype).transpose(-1, -2)).to(wide) + eps
+    if wide == q.dtype:
+        state = k.transpose(-1, -2) @ v / count
+    else:
+        root = count.rsqrt()  # 1/N leaves the range of float16; its root on each factor does not
+        state = (k * root).to(q.dtype).transpose(-1, -2) @ (v * root).to(q.dtype)
+    return ((q @ state) / normaliser).to(v.dtype)
+
+
+def inline_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Optional[Tensor] = None) -> Tensor:
+    """Injective linear attention (InLine Eq. 3-5), O(N d^2).
+
+    The weights ``(scale q_i . (k_j - mean(k)) + 1) / N`` sum to 1 without a division, so
+    ``out_i = mean(v) + scale q_i cov(k, v)``: one small state, one pass over the queries.
+
+    Args:
+        q, k (Tensor): Mapped queries (B, heads, N, d) and keys (B, heads, M, d).
+        v (Tensor): Values, (B, heads, M, e); zero where ``mask`` is False.
+        scale (float): ``d ** -0.5`` in the release.
+        mask (Tensor, optional): (B, M) bool, True for real tokens.
+
+    Returns:
+        Tensor: (B, heads, N, e), in the dtype of ``v``.
+    """
+    wide = accumulation_dtype(q)
+    if mask is None:
+        count = q.new_tensor(k.shape[2], dtype=wide)
+    else:
+        k = k * mask[:, None, :, None].to(k.dtype)
+        count = mask.sum(dim=1, dtype=wide).clamp(min=1)[:, None, None, None]
+    key_mean = k.sum(dim=2, keepdim=True, dtype=wide) / count
+    value_mean = v.sum(dim=2, keepdim=True, dtype=wide) / count
+    if wide == q.dtype:
+        covariance = k.transpose(-1, -2) @ (v * (scale / count)) - key_mean.transpose(-1, -2) * (value_mean * scale)
+    else:
+        # centred before the product: the difference of two rounded products would lose what half precision has left
+        root = count.rsqrt()
+        centred = ((k - key_mean) * root).to(q.dtype)
+        covariance = centred.transpose(-1, -2) @ (v * (root * scale)).to(q.dtype)
+    return (q @ covariance.to(q.dtype) + value_mean.to(q.dtype)).to(v.dtype)
+
+
+def focused_map(x: Tensor, inverse_scale: Tensor, power: float, eps: float = 1e-6) -> Tensor:
+    """Focused feature map ``phi_p(x) = |r| / |r^p| r^p``, ``r = (ReLU(x) + eps) * inverse_scale`` (FLatten Eq. 7-8).
+
+    Norms are over the last axis: all channels, before the split into heads. The maths runs in float32 or better, ``r^3``
+    overflows float16.
+
+    Args:
+        x (Tensor): (..., C).
+        inverse_scale (Tensor): (C,), ``1 / softplus(scale)``.
+        power (float): Focusing factor p.
+        eps (float): Keeps directions of dead tokens defined.
+
+    Returns:
+        Tensor: As ``x``.
+    """
+    wide = accumulation_dtype(x)
+    r = (F.relu(x.to(wide)) + eps) * inverse_scale.to(wide)
+    norm = r.norm(dim=-1, keepdim=True)
+    # the map is homogeneous of degree one, so its argument may be scaled: large powers then stay below one
+    base = r / r.amax(dim=-1, keepdim=True) if power > 4 else r
+    focused = base**power
+    return (focused * (norm / focused.norm(dim=-1, keepdim=True))).to(x.dtype)

@@ -1,8 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import torch
 import torch.nn.functional as F
 
 from .base import TOKEN_MIXERS, TokenMixer
 from .functional import rotate
+
+
+def masked_logit(dtype: torch.dtype) -> float:
+    """What hides a key: exp of it is 0 beside any real key, and a row of hidden keys only (all padding) stays finite."""
+    return torch.finfo(dtype).min / 4
 
 
 @TOKEN_MIXERS.register_module('softmax')
@@ -21,8 +27,9 @@ class SoftmaxMixer(TokenMixer):
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         if mask is not None:
-            mask = mask[:, None, None, :]
-            bias = mask if bias is None else bias.masked_fill(~mask, float('-inf'))
-        if bias is not None and bias.is_floating_point():
+            hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
+            hidden = hidden.masked_fill(~mask, masked_logit(q.dtype))[:, None, None, :]
+            bias = hidden if bias is None else bias.to(q.dtype) + hidden
+        if bias is not None:
             bias = bias.to(q.dtype)
         return self.merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=bias))

@@ -1,4 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from .pvt import LinearPVT
+from .pvt_v2 import LinearPVTv2
 from .ravlt import RAVLT
+from .swin import LinearSwin
 
-__all__ = ['RAVLT']
+__all__ = ['RAVLT', 'LinearPVT', 'LinearPVTv2', 'LinearSwin']

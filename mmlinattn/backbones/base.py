@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..attention import get_mixer
 from ..checkpoints.loading import load_pretrained
+from ..layers import PositionTable
 
 Spec = Union[str, dict]
 
@@ -20,8 +21,8 @@ Spec = Union[str, dict]
 class PyramidBackbone(BaseModule):
     """Base class of the four-stage hosts.
 
-    A host fills :attr:`arch_zoo`, and builds its stages in ``__init__`` after ``super().__init__`` into ``self.patch_embeds`` (one module
-    a stage: image or (B, H, W, C) map to the stage's map) and ``self.stages`` (lists of blocks), and calls :meth:`finish_init` last.
+    A host fills :attr:`arch_zoo` (published sizes) and :attr:`arch_defaults` (what sizes have in common), and builds its stages in ``__init__`` after ``super().__init__`` into ``self.patch_embeds`` (one module
+    a stage: the (B, H, W, C) image or map before to the stage's map) and ``self.stages`` (lists of blocks), and calls :meth:`finish_init` last.
 
     Args:
         arch (str | dict): A name of :attr:`arch_zoo`, or a dict with the keys of its entries.
@@ -48,7 +49,9 @@ class PyramidBackbone(BaseModule):
     """
 
     arch_zoo: Dict[str, dict] = {}
+    arch_defaults: dict = dict(drop_path_rate=0.0)
     out_norm_cfg = dict(type='LN', eps=1e-6)
+    norms_feed_on = False  # whether a stage's norm is part of the network, feeding the next stage
     default_init_cfg = [
         dict(type='TruncNormal', layer='Linear', std=0.02, bias=0.0),
         dict(type='Constant', layer=['LayerNorm', '_BatchNorm'], val=1.0, bias=0.0),
@@ -83,9 +86,9 @@ class PyramidBackbone(BaseModule):
         self.num_stages = self.out_indices[-1] + 1
         self.block_attns = self._block_attns(self.arch['stage_attns'] if stage_attns is None else stage_attns)
         for dim, heads in zip(self.embed_dims, self.arch['num_heads']):
-            if dim % heads:
+            if heads < 1 or dim % heads:
                 raise ValueError(f'num_heads={heads} has to divide the width {dim} (arch {self.arch})')
-        rate = self.arch.get('drop_path_rate', 0.0) if drop_path_rate is None else drop_path_rate
+        rate = self.arch['drop_path_rate'] if drop_path_rate is None else drop_path_rate
         if not 0 <= rate < 1:
             raise ValueError(f'drop_path_rate={rate} has to lie in [0, 1)')
         rates = torch.linspace(0, rate, sum(self.depths)).tolist()
@@ -95,31 +98,41 @@ class PyramidBackbone(BaseModule):
 
     def finish_init(self) -> None:
         """Build the output norms and freeze; hosts call it at the end of ``__init__``."""
-        if self.out_norm:
-            self.out_norms = nn.ModuleDict(
-                {str(i): build_norm_layer(self.out_norm_cfg, self.embed_dims[i])[1] for i in self.out_indices}
-            )
+        normed = set(self.out_indices) if self.out_norm else set()
+        if self.norms_feed_on:
+            normed |= set(range(self.num_stages - 1))
+        self.out_norms = nn.ModuleDict(
+            {str(i): build_norm_layer(self.out_norm_cfg, self.embed_dims[i])[1] for i in sorted(normed)}
+        )
         self._freeze()
 
     @classmethod
     def resolve_arch(cls, arch: Spec) -> dict:
+        """The arch as a dict with all keys: a zoo name's, or the given dict over :attr:`arch_defaults`."""
         if isinstance(arch, str):
             if arch not in cls.arch_zoo:
                 raise ValueError(f'arch={arch!r} of {cls.__name__} has to be one of {list(cls.arch_zoo)} or a dict')
-            return deepcopy(cls.arch_zoo[arch])
-        template = next(iter(cls.arch_zoo.values()))
-        unknown = sorted(set(arch) - set(template) - {'stage_attns', 'drop_path_rate'})
+            return deepcopy({**cls.arch_defaults, **cls.arch_zoo[arch]})
         needed = {'embed_dims', 'depths', 'num_heads'}
-        if unknown or not needed <= set(arch):
+        unknown = sorted(set(arch) - needed - set(cls.arch_defaults))
+        missing = sorted(needed - set(arch))
+        if unknown or missing:
             raise ValueError(
-                f'arch of {cls.__name__}: needs the keys {sorted(needed)} and may have {sorted(set(template) - needed)}; '
-                f'unknown: {unknown}, missing: {sorted(needed - set(arch))}'
+                f'arch of {cls.__name__} needs the keys {sorted(needed)} and may have {sorted(cls.arch_defaults)}; '
+                f'unknown: {unknown}, missing: {missing}'
             )
-        arch = {**{k: v for k, v in template.items() if k not in needed and not _per_stage_width(k)}, **arch}
-        lengths = {key: len(arch[key]) for key in needed}
+        lengths = {key: len(arch[key]) for key in sorted(needed)}
         if len(set(lengths.values())) != 1:
             raise ValueError(f'arch of {cls.__name__}: embed_dims, depths and num_heads differ in length: {lengths}')
-        return deepcopy(arch)
+        return deepcopy({**cls.arch_defaults, **arch})
+
+    def per_stage(self, key: str) -> tuple:
+        """An arch value for every stage; a single one stands for all."""
+        value = self.arch[key]
+        values = tuple(value) if isinstance(value, (list, tuple)) else (value,) * len(self.depths)
+        if len(values) != len(self.depths):
+            raise ValueError(f'arch: {key}={value} has to have one entry for each of the {len(self.depths)} stages')
+        return values
 
     @staticmethod
     def _check_out_indices(out_indices: Sequence[int], num_stages: int) -> Tuple[int, ...]:
@@ -151,32 +164,47 @@ class PyramidBackbone(BaseModule):
                 f'x has the shape {tuple(x.shape)}; allowed is (B, {self.in_channels}, H, W) with H >= 32 and W >= 32'
             )
 
+    @staticmethod
+    def zoo(sizes: Dict[str, dict], methods: Dict[str, dict], **common) -> Dict[str, dict]:
+        """Every size with every method: ``{'method-size': arch}``."""
+        return {
+            f'{method}-{size}': {**common, **arch, **attns}
+            for method, attns in methods.items()
+            for size, arch in sizes.items()
+        }
+
+    def embed(self, stage: int, x: Tensor) -> Tensor:
+        """The map that enters the blocks of a stage."""
+        return self.patch_embeds[stage](x)
+
     def shared(self, stage: int, x: Tensor) -> dict:
         """Keyword arguments that all blocks of a stage get, computed once a forward pass."""
         return {}
 
     def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
         self.check_input(x)
+        x = x.permute(0, 2, 3, 1).contiguous()
         outs = []
         for i in range(self.num_stages):
-            x = self.patch_embeds[i](x)
+            x = self.embed(i, x)
             shared = self.shared(i, x)
             for block in self.stages[i]:
                 if self.with_cp and x.requires_grad:
                     x = checkpoint(block, x, use_reentrant=False, **shared)
                 else:
                     x = block(x, **shared)
+            out = self.out_norms[str(i)](x) if str(i) in self.out_norms else x
             if i in self.out_indices:
-                out = self.out_norms[str(i)](x) if self.out_norm else x
-                outs.append(out.permute(0, 3, 1, 2).contiguous())
+                outs.append((out if self.out_norm else x).permute(0, 3, 1, 2).contiguous())
+            if self.norms_feed_on:
+                x = out
         return tuple(outs)
 
     def _freeze(self) -> None:
         if self.frozen_stages < 0:
             return
         frozen = [self.patch_embeds[0], *self.stages[: self.frozen_stages], *self.patch_embeds[1 : self.frozen_stages]]
-        if self.out_norm:
-            frozen += [self.out_norms[str(i)] for i in self.out_indices if i < self.frozen_stages]
+        frozen += [norm for i, norm in self.out_norms.items() if int(i) < self.frozen_stages]
         for module in frozen:
             module.eval()
             for parameter in module.parameters():
@@ -204,14 +232,20 @@ class PyramidBackbone(BaseModule):
         for cfg in pretrained:
             load_pretrained(self, cfg['checkpoint'], prefix=cfg.get('prefix'))
 
+    def adapt_state_dict(self, state_dict: dict) -> dict:
+        """Resize position tables of another (square) grid to this model's, e.g. from 224x224 to 384x384 images."""
+        state_dict = dict(state_dict)
+        for name, module in self.named_modules():
+            key = f'{name}.weight'
+            if isinstance(module, PositionTable) and key in state_dict:
+                state_dict[key] = module.fit(state_dict[key])
+        return state_dict
+
     def ignorable_keys(self, key: str) -> bool:
         """Whether a checkpoint's key belongs to a part this model was configured not to have (stages after the last
         output, norms of other outputs)."""
         parts = key.split('.')
         if parts[0] == 'out_norms':
-            return not self.out_norm or int(parts[1]) not in self.out_indices
+            return parts[1] not in self.out_norms
         return parts[0] in ('patch_embeds', 'stages') and int(parts[1]) >= self.num_stages
 
-
-def _per_stage_width(key: str) -> bool:
-    return key in ('layer_scales',)

@@ -6,7 +6,8 @@ from mmengine.model import ModuleList
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
-from ..layers import Block, ConvDownsample, ConvFFN, ConvStem, GlobalAttention, ResidualDWConv, rotary_table
+from ..attention import GlobalAttention
+from ..layers import Block, ConvDownsample, ConvFFN, ConvStem, ResidualDWConv, rotary_table
 from .base import PyramidBackbone
 
 HYBRID = ('rala', 'rala', 'softmax', 'softmax')
@@ -39,42 +40,32 @@ class RAVLT(PyramidBackbone):
         [(1, 64, 16, 24), (1, 128, 8, 12), (1, 256, 4, 6), (1, 512, 2, 3)]
     """
 
+    arch_defaults = dict(mlp_ratios=3.5, layer_scales=1.0, drop_path_rate=0.1, stage_attns=HYBRID)
     arch_zoo = {
         'tiny': dict(
             embed_dims=(64, 128, 256, 512),
             depths=(2, 2, 6, 2),
             num_heads=(1, 2, 4, 8),
-            mlp_ratios=(3.5, 3.5, 3.5, 3.5),
-            layer_scales=(1.0, 1.0, 1.0, 1.0),
-            drop_path_rate=0.1,
-            stage_attns=HYBRID,
         ),
         'small': dict(
             embed_dims=(64, 128, 320, 512),
             depths=(3, 5, 9, 3),
             num_heads=(1, 2, 5, 8),
-            mlp_ratios=(3.5, 3.5, 3.5, 3.5),
-            layer_scales=(1.0, 1.0, 1.0, 1.0),
             drop_path_rate=0.15,
-            stage_attns=HYBRID,
         ),
         'base': dict(
             embed_dims=(96, 192, 384, 512),
             depths=(4, 6, 12, 6),
             num_heads=(1, 2, 6, 8),
-            mlp_ratios=(3.5, 3.5, 3.5, 3.5),
             layer_scales=(1.0, 1.0, 1e-6, 1e-6),
             drop_path_rate=0.4,
-            stage_attns=HYBRID,
         ),
         'large': dict(
             embed_dims=(96, 192, 448, 640),
             depths=(4, 7, 19, 8),
             num_heads=(1, 2, 7, 10),
-            mlp_ratios=(3.5, 3.5, 3.5, 3.5),
-            layer_scales=(1e-6, 1e-6, 1e-6, 1e-6),
+            layer_scales=1e-6,
             drop_path_rate=0.55,
-            stage_attns=HYBRID,
         ),
     }
 
@@ -92,6 +83,7 @@ class RAVLT(PyramidBackbone):
         super().__init__(arch, *args, **kwargs)
         norm_cfg = norm_cfg or dict(type='BN')
         self.rotary = rotary
+        mlp_ratios, layer_scales = self.per_stage('mlp_ratios'), self.per_stage('layer_scales')
         self.head_dims = [dim // heads for dim, heads in zip(self.embed_dims, self.arch['num_heads'])]
         for i in range(self.num_stages):
             dim = self.embed_dims[i]
@@ -104,10 +96,10 @@ class RAVLT(PyramidBackbone):
                     Block(
                         dim,
                         GlobalAttention(dim, self.arch['num_heads'][i], spec, gate='projection', local_kernel=local_kernel),
-                        ConvFFN(dim, int(dim * self.arch['mlp_ratios'][i])),
+                        ConvFFN(dim, int(dim * mlp_ratios[i])),
                         norm_cfg=dict(type='LN', eps=1e-6),
                         drop_path=rate,
-                        layer_scale=self.arch['layer_scales'][i],
+                        layer_scale=layer_scales[i],
                         position=ResidualDWConv(dim) if cpe else None,
                     )
                     for spec, rate in zip(self.block_attns[i], self.drop_paths[i])

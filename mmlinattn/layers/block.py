@@ -7,16 +7,6 @@ from mmcv.cnn.bricks import DropPath
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from ..attention import Attention, Grid
-
-
-class GlobalAttention(Attention):
-    """:class:`~mmlinattn.attention.Attention` over a whole (B, H, W, C) map."""
-
-    def forward(self, x: Tensor, **shared) -> Tensor:
-        grid = Grid(*x.shape[1:3])
-        return super().forward(x.flatten(1, 2), grid, **shared).unflatten(1, grid[:2])
-
 
 class Block(BaseModule):
     """Pre-norm transformer block with what any host may want of it.
@@ -25,7 +15,8 @@ class Block(BaseModule):
 
     Args:
         dim (int): Width C.
-        attn (nn.Module): Takes and gives maps (or tokens) of width C; gets the stage's shared keyword arguments.
+        attn (nn.Module): Takes and gives maps (or tokens) of width C; gets the stage's shared keyword arguments and, where
+            its ``wants_input`` is true, the block's input before the norm as ``source``.
         ffn (nn.Module): Takes and gives maps of width C.
         norm_cfg (dict): Both norms, over the last axis.
         drop_path (float): Rate of stochastic depth.
@@ -63,5 +54,7 @@ class Block(BaseModule):
     def forward(self, x: Tensor, **shared) -> Tensor:
         if self.position is not None:
             x = self.position(x)
+        if getattr(self.attn, 'wants_input', False):
+            shared['source'] = x
         x = self.residual(x, self.attn(self.norm1(x), **shared), self.gamma1)
         return self.residual(x, self.ffn(self.norm2(x)), self.gamma2)

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from .position import ResidualDWConv
 
 
-class ConvFFN(BaseModule):
-    """RAVLT's feed-forward network on (B, H, W, C): linear, GELU, ``h + DWConv3x3(h)``, linear.
+class MLP(BaseModule):
+    """Feed-forward network on (..., C): linear, GELU, linear.
 
     Args:
         dim (int): Width C.
@@ -17,8 +17,30 @@ class ConvFFN(BaseModule):
     def __init__(self, dim: int, hidden_dim: int, init_cfg=None) -> None:
         super().__init__(init_cfg)
         self.fc1 = nn.Linear(dim, hidden_dim)
-        self.dwconv = ResidualDWConv(hidden_dim)
         self.fc2 = nn.Linear(hidden_dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+class ConvFFN(MLP):
+    """RAVLT's feed-forward network on (B, H, W, C): linear, GELU, ``h + DWConv3x3(h)``, linear. Arguments as :class:`MLP`."""
+
+    def __init__(self, dim: int, hidden_dim: int, init_cfg=None) -> None:
+        super().__init__(dim, hidden_dim, init_cfg)
+        self.dwconv = ResidualDWConv(hidden_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
         return self.fc2(self.dwconv(F.gelu(self.fc1(x))))
+
+
+class DWConvFFN(MLP):
+    """PVTv2's feed-forward network on (B, H, W, C): linear, DWConv3x3, GELU, linear. Arguments as :class:`MLP`."""
+
+    def __init__(self, dim: int, hidden_dim: int, init_cfg=None) -> None:
+        super().__init__(dim, hidden_dim, init_cfg)
+        self.dwconv = nn.Conv2d(hidden_dim, hidden_dim, 3, padding=1, groups=hidden_dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.dwconv(self.fc1(x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        return self.fc2(F.gelu(hidden))

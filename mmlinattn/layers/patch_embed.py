@@ -1,7 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """From images to maps, and from a map to the next coarser one. Maps are (B, H, W, C)."""
 
+from typing import Optional
+
 import torch
+import torch.nn.functional as F
 from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule
 from torch import Tensor, nn
@@ -15,7 +18,7 @@ class ConvStem(BaseModule):
         dim (int): Width C, even.
         norm_cfg (dict): Norm after each convolution.
 
-    Shape: (B, in_channels, H, W) -> (B, ceil(H / 4), ceil(W / 4), C).
+    Shape: (B, H, W, in_channels) -> (B, ceil(H / 4), ceil(W / 4), C).
     """
 
     def __init__(self, in_channels: int, dim: int, norm_cfg: dict, init_cfg=None) -> None:
@@ -30,8 +33,8 @@ class ConvStem(BaseModule):
             ]
         self.layers = nn.Sequential(*layers[:-1])
 
-    def forward(self, image: Tensor) -> Tensor:
-        return self.layers(image.contiguous(memory_format=torch.channels_last)).permute(0, 2, 3, 1)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
 
 class ConvDownsample(BaseModule):
@@ -43,3 +46,54 @@ class ConvDownsample(BaseModule):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
+class PatchEmbed(BaseModule):
+    """A strided convolution and a norm over channels, on maps zero-padded at the bottom and right to whole strides.
+
+    Args:
+        in_dim (int): Channels of the map.
+        dim (int): Width C of the result.
+        kernel_size, stride, padding (int): Of the convolution; ``kernel_size - 2 * padding`` may not exceed the stride.
+        norm_cfg (dict, optional): Norm over channels; None for none.
+
+    Shape: (B, H, W, in_dim) -> (B, ceil(H / stride), ceil(W / stride), C).
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        dim: int,
+        kernel_size: int,
+        stride: int,
+        padding: int = 0,
+        norm_cfg: Optional[dict] = None,
+        init_cfg=None,
+    ) -> None:
+        super().__init__(init_cfg)
+        self.stride = stride
+        self.proj = nn.Conv2d(in_dim, dim, kernel_size, stride, padding)
+        self.norm = None if norm_cfg is None else build_norm_layer(norm_cfg, dim)[1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(x, (0, 0, 0, -x.shape[2] % self.stride, 0, -x.shape[1] % self.stride))
+        x = self.proj(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        return x if self.norm is None else self.norm(x)
+
+
+class PatchMerging(BaseModule):
+    """Swin's down-sampling: four neighbours side by side, norm, linear without bias. Odd maps are zero-padded.
+
+    Shape: (B, H, W, C) -> (B, ceil(H / 2), ceil(W / 2), C').
+    """
+
+    def __init__(self, in_dim: int, dim: int, norm_cfg: dict, init_cfg=None) -> None:
+        super().__init__(init_cfg)
+        self.norm = build_norm_layer(norm_cfg, 4 * in_dim)[1]
+        self.reduction = nn.Linear(4 * in_dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
+        # order of the neighbours: down first, then right
+        x = torch.cat([x[:, i::2, j::2] for j in range(2) for i in range(2)], dim=-1)
+        return self.reduction(self.norm(x))

@@ -1,4 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from typing import Optional, Tuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -58,3 +60,68 @@ class ResidualDWConv(nn.Conv2d):
             out = self._conv_forward(image, self.weight + self.identity, self.bias)
             return out.permute(0, 2, 3, 1)
         return x + F.conv2d(image, self.weight, self.bias, 1, self.padding, 1, self.groups).permute(0, 2, 3, 1)
+
+
+def resize_table(table: Tensor, grid: Tuple[int, int], size: Tuple[int, int], prefix: int = 0) -> Tensor:
+    """(1, prefix + grid, C) -> (1, prefix + size, C), bilinear with ``align_corners=False``; class tokens stay."""
+    image = table[:, prefix:].unflatten(1, tuple(grid)).permute(0, 3, 1, 2)
+    # in float32: neither CPU nor CUDA interpolates every half type
+    wide = torch.promote_types(image.dtype, torch.float32)
+    image = F.interpolate(image.to(wide), size=tuple(size), mode='bilinear', align_corners=False).to(table.dtype)
+    return torch.cat((table[:, :prefix], image.flatten(2).transpose(1, 2)), dim=1)
+
+
+class PositionTable(nn.Module):
+    """A learned vector for every token of a grid, resized bilinearly to other grids.
+
+    Args:
+        dim (int): Width C.
+        grid (tuple[int, int]): Height and width of the stored table.
+        prefix (int): Class tokens in front, whose vectors are never resized.
+
+    At the stored grid the table is added as it is. In inference a resized table is kept until size, weights, dtype or
+    device change, so that a sequence of equal images resizes it once.
+    """
+
+    def __init__(self, dim: int, grid: Tuple[int, int], prefix: int = 0) -> None:
+        super().__init__()
+        self.grid = tuple(grid)
+        self.prefix = prefix
+        self.weight = nn.Parameter(torch.zeros(1, prefix + self.grid[0] * self.grid[1], dim))
+        nn.init.trunc_normal_(self.weight, std=0.02)
+        self._resized: Optional[Tuple[tuple, Tensor]] = None
+
+    def resized(self, height: int, width: int) -> Tensor:
+        """The table for a grid of ``height`` x ``width``, (1, prefix + height * width, C)."""
+        if (height, width) == self.grid:
+            return self.weight
+        weight = self.weight
+        keep = not (torch.is_grad_enabled() and weight.requires_grad) and not torch.compiler.is_compiling()
+        key = (height, width, weight._version, weight.data_ptr(), weight.dtype, weight.device) if keep else None
+        if keep and self._resized is not None and self._resized[0] == key:
+            return self._resized[1]
+        table = resize_table(weight, self.grid, (height, width), self.prefix)
+        if keep:
+            self._resized = (key, table)
+        return table
+
+    def fit(self, weight: Tensor) -> Tensor:
+        """A checkpoint's table, (1, prefix + n * n, C), for this grid; of another form it stays as it is, for the report."""
+        side = round(max(weight.shape[1] - self.prefix, 0) ** 0.5)
+        if weight.shape == self.weight.shape or weight.dim() != 3 or side**2 + self.prefix != weight.shape[1]:
+            return weight
+        return resize_table(weight, (side, side), self.grid, self.prefix)
+
+    def add_to(self, x: Tensor, grid) -> Tensor:
+        """``x`` (B, prefix + height * width, C) plus the table of its :class:`~mmlinattn.attention.Grid`.
+
+        A table without class tokens leaves those of ``x`` alone.
+        """
+        table = self.resized(grid.height, grid.width).to(x.dtype)
+        if grid.prefix > self.prefix:
+            table = F.pad(table, (0, 0, grid.prefix - self.prefix, 0))
+        return x + table
+
+    def __getstate__(self):
+        # the kept table may belong to a graph or an inference tensor: copies and pickles go without
+        return {**self.__dict__, '_resized': None}

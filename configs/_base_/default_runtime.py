@@ -1,0 +1,12 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+# Goes beside the default_runtime.py of MMDetection, MMSegmentation or MMPretrain. It holds only
+# keys that theirs leave free, as MMEngine lets one base file set a key. To add hooks of your own:
+# custom_hooks = [*_base_.custom_hooks, dict(...)]
+custom_imports = dict(imports=['mmlinattn'], allow_failed_imports=False)
+
+custom_hooks = [
+    dict(type='DataCheckHook'),  # missing images: before the first iteration
+    dict(type='FiniteLossHook'),  # NaN or Inf: stop, naming the images
+    dict(type='CheckpointGuardHook'),  # a full disk leaves the last checkpoint intact
+    dict(type='ExactResumeHook'),  # --resume continues the same loss curve
+]

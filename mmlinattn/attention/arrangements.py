@@ -1,0 +1,182 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""How hosts lay tokens around an attention. All take and give (B, H, W, C) maps; none knows a method."""
+
+from typing import Dict, Optional, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from mmcv.cnn import build_norm_layer
+from mmengine.model import BaseModule, ModuleList
+from torch import Tensor, nn
+
+from .base import Attention, Grid, Mixing
+from .softmax import masked_logit
+from .windows import Windows
+
+
+class GlobalAttention(Attention):
+    """:class:`Attention` over the whole map."""
+
+    def forward(self, x: Tensor, **shared) -> Tensor:
+        grid = Grid(*x.shape[1:3])
+        return super().forward(x.flatten(1, 2), grid, **shared).unflatten(1, grid[:2])
+
+
+class ReducedAttention(Attention):
+    """Global attention whose keys and values live on a map reduced by a strided convolution and a norm (PVT Eq. 2-3).
+
+    Args:
+        dim, num_heads, mixer, kwargs: See :class:`Attention`.
+        ratio (int): Reduction of height and width; the map is zero-padded to a multiple of it.
+        norm_cfg (dict): Norm of the reduced map.
+    """
+
+    def __init__(self, dim: int, num_heads: int, mixer, ratio: int, norm_cfg: dict, **kwargs) -> None:
+        super().__init__(dim, num_heads, mixer, **kwargs)
+        self.ratio = ratio
+        self.sr = nn.Conv2d(dim, dim, ratio, ratio)
+        self.norm = build_norm_layer(norm_cfg, dim)[1]
+
+    def forward(self, x: Tensor, **shared) -> Tensor:
+        height, width = x.shape[1:3]
+        image = F.pad(x, (0, 0, 0, -width % self.ratio, 0, -height % self.ratio)).permute(0, 3, 1, 2)
+        reduced = self.norm(self.sr(image).permute(0, 2, 3, 1))
+        grid, key_grid = Grid(height, width), Grid(*reduced.shape[1:3])
+        out = super().forward(x.flatten(1, 2), grid, kv=reduced.flatten(1, 2), key_grid=key_grid, **shared)
+        return out.unflatten(1, grid[:2])
+
+
+class Cuts:
+    """The windows of one map with their masks, made once a forward pass and shared by the blocks of a stage."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.batch, self.height, self.width = x.shape[:3]
+        self.device, self.dtype = x.device, x.dtype
+        self._made: Dict[tuple, Tuple[Windows, Optional[Tensor], Optional[Tensor]]] = {}
+
+    def get(self, window, shift: bool) -> Tuple[Windows, Optional[Tensor], Optional[Tensor]]:
+        """Windows, mask of real tokens (B * windows, N) and additive mask of foreign regions (windows, 1, N, N)."""
+        key = (window, shift)
+        if key not in self._made:
+            windows = Windows.fit(self.height, self.width, window, shift)
+            same = windows.same_region(self.device)
+            if same is not None:
+                same = torch.zeros(same.shape, dtype=self.dtype, device=self.device).masked_fill(
+                    ~same, masked_logit(self.dtype)
+                )[:, None]
+            self._made[key] = windows, windows.real(self.batch, self.device), same
+        return self._made[key]
+
+
+class RelativePositionBias(nn.Module):
+    """Swin's bias of the attention map: a learned value for each head and offset within a window.
+
+    Args:
+        window (tuple[int, int]): Largest window; smaller ones use the offsets they have.
+        num_heads (int): Number of heads.
+    """
+
+    def __init__(self, window: Tuple[int, int], num_heads: int) -> None:
+        super().__init__()
+        rows, columns = window
+        self.table = nn.Parameter(torch.zeros((2 * rows - 1) * (2 * columns - 1), num_heads))
+        nn.init.trunc_normal_(self.table, std=0.02)
+        row = torch.arange(rows)[:, None] - torch.arange(rows) + rows - 1
+        column = torch.arange(columns)[:, None] - torch.arange(columns) + columns - 1
+        index = row[:, None, :, None] * (2 * columns - 1) + column[None, :, None, :]  # (rows, columns, rows, columns)
+        self.register_buffer('index', index, persistent=False)
+
+    def forward(self, height: int, width: int) -> Tensor:
+        """(heads, N, N) for a window of ``height`` x ``width``."""
+        index = self.index[:height, :width, :height, :width].flatten(2).flatten(0, 1)
+        return self.table[index.flatten()].unflatten(0, index.shape).permute(2, 0, 1)
+
+
+class WindowAttention(Attention):
+    """Attention within windows, shifted or not; padding never changes the output of a real token.
+
+    Args:
+        dim, num_heads, mixer, kwargs: See :class:`Attention`.
+        window (tuple[int, int], optional): Largest window; None for the whole map.
+        shift (bool): Shift the windows by half, as every second block of Swin.
+        relative_bias (bool): Swin's relative position bias, for mixers that take a bias.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        mixer,
+        window: Optional[Tuple[int, int]],
+        shift: bool = False,
+        relative_bias: bool = False,
+        **kwargs,
+    ) -> None:
+        super().__init__(dim, num_heads, mixer, **kwargs)
+        self.window = window
+        self.shift = shift
+        has_bias = relative_bias and self.mixer.bias and window is not None
+        self.relative_bias = RelativePositionBias(window, num_heads) if has_bias else None
+
+    def forward(self, x: Tensor, cuts: Optional[Cuts] = None, **shared) -> Tensor:
+        windows, real, regions = (cuts or Cuts(x)).get(self.window, self.shift)
+        bias = None if self.relative_bias is None else self.relative_bias(*windows.window)
+        if regions is not None and self.mixer.bias:
+            bias = regions if bias is None else bias + regions
+            bias = bias.repeat(x.shape[0], 1, 1, 1)
+        if 'source' in shared:
+            shared['source'] = windows.partition(shared['source'])
+        tokens = windows.partition(x)
+        return windows.merge(super().forward(tokens, Grid(*windows.window), mask=real, bias=bias, **shared))
+
+
+class StripeAttention(BaseModule):
+    """Cross-shaped windows: half of the heads mix within vertical, half within horizontal stripes (CSWin Eq. 3-5).
+
+    Args:
+        dim (int): Width C, a multiple of ``2 * num_heads / 2``.
+        num_heads (int): Number of heads, even.
+        mixer (str | dict): The attention of both halves.
+        stripe (int): Width of a stripe; its length follows the map.
+        local_kernel (int, optional): Size of the locally-enhanced position encoding of the values.
+
+    Raises:
+        ValueError: For an odd ``num_heads``.
+    """
+
+    def __init__(
+        self, dim: int, num_heads: int, mixer: Union[str, dict], stripe: int, local_kernel: Optional[int] = 3, init_cfg=None
+    ) -> None:
+        super().__init__(init_cfg)
+        if num_heads % 2:
+            raise ValueError(f'num_heads={num_heads} has to be even to be split over two directions of stripes')
+        self.stripe = stripe
+        self.branches = ModuleList(Mixing(dim // 2, num_heads // 2, mixer, None, local_kernel) for _ in range(2))
+        mixer_module = self.branches[0].mixer
+        if mixer_module.gate not in (None, 'projection'):
+            raise ValueError(f'gate={mixer_module.gate!r} of {mixer!r} is not available in stripes')
+        widths = mixer_module.widths
+        if mixer_module.gate:
+            widths = (*widths, dim // 2)
+        self.widths = tuple(widths)
+        self.qkv = nn.Linear(dim, 2 * sum(widths))
+        self.proj = nn.Linear(2 * widths[2], dim)
+
+    @property
+    def wants_input(self) -> bool:
+        return self.branches[0].mixer.context
+
+    def forward(self, x: Tensor, cuts: Optional[Cuts] = None, source: Optional[Tensor] = None, **shared) -> Tensor:
+        height, width = x.shape[1:3]
+        cuts = cuts or Cuts(x)
+        # (B, H, W, 2, w) for each of q, k, v (and gate): the halves of the channels belong to the two directions
+        parts = [part.unflatten(-1, (2, -1)) for part in self.qkv(x).split([2 * w for w in self.widths], dim=-1)]
+        outs = []
+        for i, window in enumerate(((height, self.stripe), (self.stripe, width))):
+            windows, real, _ = cuts.get(window, False)
+            stripes = windows.partition(torch.cat([part[..., i, :] for part in parts], dim=-1))
+            q, k, v, *gate = stripes.split(self.widths, dim=-1)
+            context = None if source is None else windows.partition(source.chunk(2, dim=-1)[i])
+            out = self.branches[i].mix(q, k, v, Grid(*windows.window), mask=real, source=context, **shared)
+            outs.append(windows.merge(out * gate[0] if gate else out))
+        return self.proj(torch.cat(outs, dim=-1))

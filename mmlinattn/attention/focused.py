@@ -1,0 +1,63 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..layers.position import PositionTable
+from .base import TOKEN_MIXERS, Grid, TokenMixer, add_local
+from .functional import focused_map, linear_attention
+
+
+@TOKEN_MIXERS.register_module('focused')
+class FocusedMixer(TokenMixer):
+    """Focused linear attention (FLatten Eq. 5-12).
+
+    Args:
+        dim (int): Width C.
+        num_heads (int): Number of heads.
+        grid (tuple[int, int]): Grid (height, width) of the stored position table of the keys; other grids resize it.
+        power (float): Focusing factor p, in [1, 32].
+        local_kernel (int, optional): Size of the depth-wise convolution of the values, its weights shared by the heads
+            (Eq. 12); None for none (Tab. 4).
+        focus (bool): False is plain ReLU linear attention (Tab. 4).
+
+    Raises:
+        ValueError: For a power out of range.
+    """
+
+    position_table = True
+
+    def __init__(
+        self, dim: int, num_heads: int, grid=None, power: float = 3, local_kernel=5, focus: bool = True, init_cfg=None
+    ) -> None:
+        super().__init__(dim, num_heads, grid, init_cfg)
+        if not 1 <= power <= 32:
+            raise ValueError(f'power={power} (focusing factor) has to lie in [1, 32]')
+        self.power = power
+        self.focus = focus
+        self.position = PositionTable(dim, grid) if grid is not None else None
+        self.scale = nn.Parameter(torch.zeros(dim)) if focus else None
+        self.local = None
+        if local_kernel:
+            self.local = nn.Conv2d(
+                self.head_dim, self.head_dim, local_kernel, padding=local_kernel // 2, groups=self.head_dim
+            )
+
+    def phi(self, x, inverse_scale):
+        if not self.focus:
+            return F.relu(x) + 1e-6
+        return focused_map(x, inverse_scale, self.power)
+
+    def shared_conv(self, image):
+        """The depth-wise convolution with each head's copy of the same weights."""
+        weight = self.local.weight.repeat(self.num_heads, 1, 1, 1)
+        bias = self.local.bias.repeat(self.num_heads)
+        return F.conv2d(image, weight, bias, padding=self.local.padding, groups=image.shape[1])
+
+    def forward(self, q, k, v, grid: Grid, key_grid: Grid, mask=None, rotary=None, bias=None, context=None):
+        if self.position is not None:
+            k = self.position.add_to(k, key_grid)
+        inverse_scale = 1 / F.softplus(self.scale) if self.focus else None
+        queries, keys = self.split_heads(self.phi(q, inverse_scale)), self.split_heads(self.phi(k, inverse_scale))
+        out = self.merge_heads(linear_attention(queries, keys, self.split_heads(v), mask))
+        return out if self.local is None else add_local(out, v, self.shared_conv, key_grid)

@@ -1,0 +1,90 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from mmengine.model import ModuleList
+from mmengine.registry import MODELS
+from torch import Tensor
+
+from ..attention import Grid, GlobalAttention, ReducedAttention, get_mixer
+from ..layers import MLP, Block, PatchEmbed, PositionTable
+from .base import PyramidBackbone
+
+NORM = dict(type='LN', eps=1e-6)
+
+
+def spatial_attention(dim: int, num_heads: int, spec, ratio: int, norm_cfg: dict, **kwargs):
+    """Attention over the whole map; one whose cost is quadratic gets its keys from a map reduced by ``ratio``."""
+    if ratio > 1 and get_mixer(spec)[0].quadratic:
+        return ReducedAttention(dim, num_heads, spec, ratio, norm_cfg, **kwargs)
+    return GlobalAttention(dim, num_heads, spec, **kwargs)
+
+
+@MODELS.register_module()
+class LinearPVT(PyramidBackbone):
+    """Pyramid Vision Transformer with any attention (Wang et al. 2021; InLine Tab. 15, FLatten supplement).
+
+    Position tables, one a stage, are added to the patch embedding and resized to the map. Linear attentions see the whole map, quadratic ones keys
+    reduced by the stage's ``sr_ratios``.
+
+    Args:
+        arch (str | dict): ``{inline,flatten,softmax}-{tiny,small,medium,large}``, or a dict with ``embed_dims``, ``depths``, ``num_heads`` and
+            optionally ``mlp_ratios``, ``sr_ratios``, ``grids`` (trained sizes of the maps), ``stage_attns``, ``drop_path_rate``.
+        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, init_cfg: See
+            :class:`~mmlinattn.backbones.base.PyramidBackbone`.
+
+    Examples:
+        >>> import torch
+        >>> from mmlinattn.backbones import LinearPVT
+        >>> model = LinearPVT('inline-tiny').eval()
+        >>> [tuple(out.shape) for out in model(torch.rand(1, 3, 64, 90))]
+        [(1, 64, 16, 23), (1, 128, 8, 12), (1, 320, 4, 6), (1, 512, 2, 3)]
+    """
+
+    arch_defaults = dict(
+        mlp_ratios=(8, 8, 4, 4),
+        sr_ratios=(8, 4, 2, 1),
+        grids=(56, 28, 14, 7),
+        drop_path_rate=0.1,
+        stage_attns=('softmax',) * 4,
+    )
+    sizes = {
+        'tiny': dict(depths=(2, 2, 2, 2)),
+        'small': dict(depths=(3, 4, 6, 3)),
+        'medium': dict(depths=(3, 4, 18, 3), drop_path_rate=0.3),
+        'large': dict(depths=(3, 8, 27, 3), drop_path_rate=0.3),
+    }
+    methods = {
+        # heads as released; InLine Tab. 15 prints 1 2 5 8
+        'inline': dict(num_heads=(2, 4, 10, 16), stage_attns=('inline',) * 4),
+        'flatten': dict(num_heads=(1, 2, 5, 8), stage_attns=('focused',) * 4),
+        'softmax': dict(num_heads=(1, 2, 5, 8), stage_attns=('softmax',) * 4),
+    }
+    arch_zoo = PyramidBackbone.zoo(sizes, methods, embed_dims=(64, 128, 320, 512))
+
+    def __init__(self, arch='inline-tiny', *args, **kwargs) -> None:
+        super().__init__(arch, *args, **kwargs)
+        mlp_ratios, sr_ratios, grids = (self.per_stage(key) for key in ('mlp_ratios', 'sr_ratios', 'grids'))
+        self.position_tables = ModuleList()
+        for i in range(self.num_stages):
+            dim, grid = self.embed_dims[i], (grids[i], grids[i])
+            in_dim, stride = (self.in_channels, 4) if i == 0 else (self.embed_dims[i - 1], 2)
+            self.patch_embeds.append(PatchEmbed(in_dim, dim, stride, stride, norm_cfg=dict(type='LN', eps=1e-5)))
+            self.position_tables.append(PositionTable(dim, grid))
+            self.stages.append(
+                ModuleList(
+                    Block(
+                        dim,
+                        spatial_attention(
+                            dim, self.arch['num_heads'][i], spec, sr_ratios[i], dict(type='LN', eps=1e-5), grid=grid
+                        ),
+                        MLP(dim, dim * mlp_ratios[i]),
+                        norm_cfg=NORM,
+                        drop_path=rate,
+                    )
+                    for spec, rate in zip(self.block_attns[i], self.drop_paths[i])
+                )
+            )
+        self.finish_init()
+
+    def embed(self, stage: int, x: Tensor) -> Tensor:
+        x = super().embed(stage, x)
+        grid = Grid(*x.shape[1:3])
+        return self.position_tables[stage].add_to(x.flatten(1, 2), grid).unflatten(1, grid[:2])

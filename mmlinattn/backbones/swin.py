@@ -1,0 +1,115 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from typing import Sequence, Union
+
+from mmengine.model import ModuleList
+from mmengine.registry import MODELS
+from torch import Tensor
+
+from ..attention import Cuts, WindowAttention, get_mixer
+from ..layers import MLP, Block, PatchEmbed, PatchMerging
+from .base import PyramidBackbone
+
+NORM = dict(type='LN', eps=1e-5)
+
+
+@MODELS.register_module()
+class LinearSwin(PyramidBackbone):
+    """Swin Transformer with any attention (Liu et al. 2021; InLine Tab. 16-17, FLatten supplement).
+
+    Blocks with a linear attention look at windows of the size of the stage in training, without shift and relative bias; blocks with
+    a quadratic one at ordinary shifted windows with relative position bias. Maps are padded to whole windows and padding is masked.
+
+    Args:
+        arch (str | dict): ``{inline,flatten}-{tiny,small,base,base-384}``, ``softmax-{tiny,small,base,base-384}``, or a dict with
+            ``embed_dims``, ``depths``, ``num_heads`` and optionally ``mlp_ratios``, ``window`` (of quadratic attentions), ``linear_windows`` (of linear
+            ones), ``stage_attns``, ``drop_path_rate``.
+        window_size (str | int | Sequence | None): ``'trained'`` takes the arch's windows. None makes the stages with a linear attention
+            global (quadratic ones keep their windows), an int is the window of all stages, a sequence has one such entry a stage.
+        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, init_cfg: See
+            :class:`~mmlinattn.backbones.base.PyramidBackbone`.
+
+    Raises:
+        ValueError: For a ``window_size`` of another form, or below 1.
+
+    Examples:
+        >>> import torch
+        >>> from mmlinattn.backbones import LinearSwin
+        >>> model = LinearSwin('inline-tiny', window_size=None).eval()
+        >>> [tuple(out.shape) for out in model(torch.rand(1, 3, 64, 90))]
+        [(1, 96, 16, 23), (1, 192, 8, 12), (1, 384, 4, 6), (1, 768, 2, 3)]
+    """
+
+    out_norm_cfg = NORM
+    arch_defaults = dict(
+        mlp_ratios=4,
+        window=7,
+        linear_windows=(56, 28, 14, 7),
+        drop_path_rate=0.2,
+        stage_attns=('softmax',) * 4,
+    )
+    sizes = {
+        'tiny': dict(embed_dims=(96, 192, 384, 768), depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24)),
+        'small': dict(embed_dims=(96, 192, 384, 768), depths=(2, 2, 18, 2), num_heads=(3, 6, 12, 24), drop_path_rate=0.3),
+        'base': dict(embed_dims=(128, 256, 512, 1024), depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32), drop_path_rate=0.5),
+    }
+    sizes['base-384'] = dict(sizes['base'], window=12, linear_windows=(96, 48, 24, 12))
+    methods = {
+        'flatten': dict(stage_attns=('focused', 'focused', 'softmax', 'softmax')),
+        'softmax': dict(stage_attns=('softmax',) * 4),
+    }
+    # InLine's stages as released, by size; InLine Tab. 17 prints stages 1-2 for all
+    _inline_base = ('inline', 'inline', ['inline'] * 2 + ['softmax'] * 16, 'softmax')
+    arch_zoo = {
+        **PyramidBackbone.zoo(sizes, methods),
+        'inline-tiny': dict(sizes['tiny'], stage_attns=('inline', 'inline', 'inline', 'softmax')),
+        'inline-small': dict(sizes['small'], stage_attns=('inline', 'inline', 'softmax', 'softmax')),
+        'inline-base': dict(sizes['base'], stage_attns=_inline_base),
+        'inline-base-384': dict(sizes['base-384'], stage_attns=_inline_base),
+    }
+
+    def __init__(
+        self, arch='inline-tiny', *args, window_size: Union[str, int, Sequence, None] = 'trained', **kwargs
+    ) -> None:
+        super().__init__(arch, *args, **kwargs)
+        mlp_ratios, trained = self.per_stage('mlp_ratios'), self.per_stage('linear_windows')
+        window_sizes = self._window_sizes(window_size)
+        for i in range(self.num_stages):
+            dim = self.embed_dims[i]
+            if i == 0:
+                self.patch_embeds.append(PatchEmbed(self.in_channels, dim, 4, 4, norm_cfg=NORM))
+            else:
+                self.patch_embeds.append(PatchMerging(self.embed_dims[i - 1], dim, NORM))
+            blocks = ModuleList()
+            for j, (spec, rate) in enumerate(zip(self.block_attns[i], self.drop_paths[i])):
+                quadratic = get_mixer(spec)[0].quadratic
+                window = self.arch['window'] if quadratic else trained[i]
+                grid = window  # of position tables: the trained window, also where the block is made global
+                if isinstance(window_sizes[i], int):
+                    window = grid = window_sizes[i]
+                elif window_sizes[i] is None and not quadratic:
+                    window = None
+                attn = WindowAttention(
+                    dim,
+                    self.arch['num_heads'][i],
+                    spec,
+                    window=window and (window, window),
+                    shift=quadratic and j % 2 == 1,
+                    relative_bias=True,
+                    grid=(grid, grid),
+                )
+                blocks.append(Block(dim, attn, MLP(dim, int(dim * mlp_ratios[i])), norm_cfg=NORM, drop_path=rate))
+            self.stages.append(blocks)
+        self.finish_init()
+
+    def _window_sizes(self, window_size) -> list:
+        num = len(self.depths)
+        sizes = list(window_size) if isinstance(window_size, (list, tuple)) else [window_size] * num
+        valid = all(size in ('trained', None) or (isinstance(size, int) and size >= 1) for size in sizes)
+        if len(sizes) != num or not valid:
+            raise ValueError(
+                f"window_size={window_size!r} has to be 'trained', None, an int >= 1, or a sequence of {num} of these"
+            )
+        return sizes
+
+    def shared(self, stage: int, x: Tensor) -> dict:
+        return dict(cuts=Cuts(x))

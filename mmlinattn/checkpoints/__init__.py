@@ -1,0 +1,19 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Checkpoints: safe reading, the published files, and loading them into our models."""
+
+from .loading import load_pretrained
+from .released import find_released, released_checkpoints
+from .safe import CheckpointError, CheckpointNotFoundError, load_file
+from .schemes import register
+from .states import LoadReport
+
+__all__ = [
+    'CheckpointError',
+    'CheckpointNotFoundError',
+    'LoadReport',
+    'find_released',
+    'load_file',
+    'load_pretrained',
+    'register',
+    'released_checkpoints',
+]

@@ -1,0 +1,63 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Renaming by rules, and the rules for what hosts have in common."""
+
+import re
+from typing import Mapping, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+# buffers that the model derives by itself
+DERIVED = re.compile(r'(relative_position_index|attn_mask|RoPE\.angle)$')
+
+# the parts of InLine's and FLatten's attention, alike in all their hosts
+ATTENTION = [
+    (r'attn\.residual\.0\.', 'attn.mixer.residual.fc1.'),
+    (r'attn\.residual\.2\.', 'attn.mixer.residual.fc2.'),
+    (r'attn\.positional_encoding$', 'attn.mixer.position.weight'),
+    (r'attn\.scale$', 'attn.mixer.scale'),
+    (r'attn\.dwc\.', 'attn.mixer.local.'),
+    (r'attn\.relative_position_bias_table$', 'attn.relative_bias.table'),
+    (r'\.mlp\.dwconv\.dwconv\.', '.ffn.dwconv.'),
+    (r'\.mlp\.', '.ffn.'),
+    (r'^head\.', 'head.fc.'),
+]
+
+
+def down(match: 're.Match') -> int:
+    """The first group, counted from 1 in the release, counted from 0."""
+    return int(match[1]) - 1
+
+
+def convert(state: Mapping[str, Tensor], rules: Sequence[tuple]) -> Tuple[dict, dict, list]:
+    """Apply every rule, in order, to every key.
+
+    Args:
+        state (Mapping[str, Tensor]): A released state dict.
+        rules (Sequence): (pattern, replacement) pairs as :func:`re.sub` takes them.
+
+    Returns:
+        tuple[dict, dict, list]: Backbone, head (``neck.`` and ``head.``), dropped keys.
+    """
+    backbone, head, dropped = {}, {}, []
+    for key, value in state.items():
+        if DERIVED.search(key):
+            dropped.append(key)
+            continue
+        for pattern, replacement in rules:
+            key = re.sub(pattern, replacement, key)
+        if key.endswith('mixer.scale'):
+            value = value.flatten()
+        (head if key.startswith(('neck.', 'head.')) else backbone)[key] = value
+    return backbone, head, dropped
+
+
+def join_qkv(state: dict) -> dict:
+    """``attn.q`` and ``attn.kv`` become one ``attn.qkv``."""
+    joined = {}
+    for key, value in state.items():
+        if '.attn.q.' in key and key.replace('.q.', '.kv.') in state:
+            joined[key.replace('.q.', '.qkv.')] = torch.cat((value, state[key.replace('.q.', '.kv.')]))
+        elif '.attn.kv.' not in key or key.replace('.kv.', '.q.') not in state:
+            joined[key] = value
+    return joined

@@ -1,0 +1,234 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Reading checkpoint files without running anything that is in them.
+
+A checkpoint is a pickle, and a pickle can run any code. Everything here goes through PyTorch's
+``weights_only`` loader, which builds only what is on a list. The list is extended by the few
+harmless types that training frameworks leave in their checkpoints next to the weights.
+"""
+
+import argparse
+import codecs
+import functools
+import os
+import pathlib
+import pickle
+import re
+import types
+import warnings
+import zipfile
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import numpy as np
+import torch
+from mmengine.logging import HistoryBuffer
+from mmengine.optim.scheduler import param_scheduler
+from mmengine.utils import digit_version
+from torch import _weights_only_unpickler as torch_unpickler
+
+_ZIP_START = b'PK\x03\x04'
+_LEGACY_START = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
+# Older versions have no list to extend (or one that takes no (object, name) pairs).
+_TORCH_HAS_ALLOW_LIST = digit_version(torch.__version__) >= digit_version('2.6.0')
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be found, read, trusted, recognised or fetched."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """The named checkpoint does not exist; a FileNotFoundError too, as MMEngine raises."""
+
+
+class _OneCycleOwner:
+    """Stands in for MMEngine's one-cycle schedulers, of which checkpoints hold a static method."""
+
+
+def _known_attribute(owner: Any, name: str) -> Any:
+    """What ``getattr`` may answer inside a checkpoint: six functions of MMEngine, nothing else.
+
+    Protocol 2 pickles a function defined inside a class as ``getattr(class, name)``, and every
+    checkpoint of MMEngine holds four of them (the statistics of its HistoryBuffer). ``getattr``
+    itself would open every attribute of every listed type, so it never is on the list.
+    """
+    if owner is HistoryBuffer and name in ('min', 'max', 'mean', 'current'):
+        return getattr(HistoryBuffer, name)
+    if owner is _OneCycleOwner and name in ('_annealing_cos', '_annealing_linear'):
+        return getattr(param_scheduler.OneCycleParamScheduler, name)
+    raise pickle.UnpicklingError('Unsupported global: GLOBAL builtins.getattr')
+
+
+def _numeric(dtype: np.dtype) -> np.dtype:
+    if dtype.kind not in 'biufc':
+        raise pickle.UnpicklingError(f'Unsupported global: GLOBAL numpy.dtype[{dtype}]')
+    return dtype
+
+
+def _numpy_dtype(name: str, *flags: bool) -> np.dtype:
+    return _numeric(np.dtype(name, *flags))
+
+
+def _numpy_scalar(dtype: np.dtype, data: bytes) -> np.generic:
+    return np.frombuffer(data, _numeric(dtype), count=1)[0]
+
+
+def _numpy_array(*_: Any) -> np.ndarray:
+    """An empty array, which the unpickler then fills through ``__setstate__``."""
+    return np.ndarray((0,), np.int8)
+
+
+@functools.cache
+def safe_globals() -> tuple[tuple[Any, str], ...]:
+    """The harmless types, each with the name under which a checkpoint asks for it.
+
+    Where the named object does more than hold data, or its package is usually not installed, an
+    inert object answers to its name.
+    """
+    numeric_types = {type(np.dtype(code)) for code in '?bhilqBHILQefdgFDG'}
+    one_cycle = ('OneCycleParamScheduler', 'OneCycleLR')
+    config_types = (
+        'yacs.config.CfgNode',
+        'addict.addict.Dict',
+        'mmcv.utils.config.ConfigDict',
+        'mmengine.config.config.ConfigDict',
+    )
+    return (
+        (HistoryBuffer, 'mmengine.logging.history_buffer.HistoryBuffer'),
+        (_known_attribute, 'builtins.getattr'),
+        *((_OneCycleOwner, f'{param_scheduler.__name__}.{name}') for name in one_cycle),
+        (np.ndarray, 'numpy.ndarray'),
+        (_numpy_dtype, 'numpy.dtype'),
+        *((kind, f'{kind.__module__}.{kind.__qualname__}') for kind in numeric_types),
+        # NumPy 2 moved numpy.core to numpy._core; files of both ages are read by both.
+        *((_numpy_array, f'numpy.{core}.multiarray._reconstruct') for core in ('core', '_core')),
+        *((_numpy_scalar, f'numpy.{core}.multiarray.scalar') for core in ('core', '_core')),
+        (argparse.Namespace, 'argparse.Namespace'),
+        *((pathlib.PurePosixPath, f'{mod}.PosixPath') for mod in ('pathlib', 'pathlib._local')),
+        # Dicts with attribute access; the unpickler fills exact dict types only.
+        *((OrderedDict, name) for name in config_types),
+    )
+
+
+def allow_safe_globals() -> None:
+    """Let every ``torch.load`` of this process build :func:`safe_globals`, MMEngine's included.
+
+    Where PyTorch has no such list (before 2.6) this does nothing, and :func:`load_file` brings its
+    own unpickler.
+    """
+    if _TORCH_HAS_ALLOW_LIST:
+        torch.serialization.add_safe_globals(list(safe_globals()))
+
+
+class _ListedUnpickler(pickle.Unpickler):
+    """The same list for PyTorch before 2.6, whose own safe loader builds tensors only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        # Python 2 names, which protocol 2 writes; reading them back is the base class's business.
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+        listed = {
+            **torch_unpickler._get_allowed_globals(),
+            # What PyTorch's own list has gained since.
+            '_codecs.encode': codecs.encode,
+            'collections.Counter': Counter,
+        }
+        listed.update((path, thing) for thing, path in safe_globals())
+        if f'{module}.{name}' not in listed:
+            raise pickle.UnpicklingError(f'Unsupported global: GLOBAL {module}.{name}')
+        return listed[f'{module}.{name}']
+
+
+_LISTED_PICKLE = types.SimpleNamespace(
+    __name__=__name__,
+    Unpickler=_ListedUnpickler,
+    UnpicklingError=pickle.UnpicklingError,
+    load=lambda file, **kwargs: _ListedUnpickler(file, **kwargs).load(),
+)
+
+
+def _torch_load(path: Path, map_location: Any) -> Any:
+    if not _TORCH_HAS_ALLOW_LIST:
+        return torch.load(
+            path, map_location=map_location, pickle_module=_LISTED_PICKLE, weights_only=False
+        )
+    allow_safe_globals()
+    return torch.load(path, map_location=map_location, weights_only=True)
+
+
+def _why_not_a_checkpoint(path: Path) -> Optional[str]:
+    """What the file is if ``torch.save`` cannot have written it, by its first bytes."""
+    with open(path, 'rb') as file:
+        head = file.read(256)
+    text = head.lstrip().lower()
+    if not head:
+        return 'is empty'
+    if text.startswith(b'version https://git-lfs'):
+        return 'is a git-lfs pointer, not the file itself (run "git lfs pull")'
+    if text.startswith((b'<!doctype', b'<html', b'<head', b'<?xml')):
+        return 'is a web page, not a checkpoint'
+    if head.startswith(_ZIP_START):
+        if not zipfile.is_zipfile(path):
+            return 'is cut short: the end of the file is missing'
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+        if any(name.endswith('/constants.pkl') for name in names):
+            return 'is a TorchScript program, not a checkpoint'
+        if not any(name.endswith('data.pkl') for name in names):
+            return 'is a zip archive, but not a checkpoint'
+        return None
+    if len(head) < len(_LEGACY_START) and _LEGACY_START.startswith(head):
+        return 'is cut short: the end of the file is missing'
+    if not head.startswith(_LEGACY_START):
+        return 'is not a checkpoint written by torch.save (it was not opened)'
+    return None
+
+
+def _refused_global(error: BaseException) -> Optional[str]:
+    match = re.search(r'(?:unsupported global:?|unsupported) GLOBAL (\S+)', str(error), re.I)
+    return match and match.group(1)
+
+
+def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu') -> Any:
+    """Read a checkpoint file; nothing in it is run.
+
+    Args:
+        path: a file written by ``torch.save``, in its zip or its older format.
+        map_location: as in :func:`torch.load`. Defaults to ``'cpu'``.
+
+    Returns:
+        The saved object: tensors, plain Python data, and the types of :func:`safe_globals`.
+
+    Raises:
+        CheckpointError: in one line that names the file: it does not exist (then a
+            :class:`CheckpointNotFoundError`), is no checkpoint, is cut short or damaged, or asks
+            for something that is not known to be harmless.
+    """
+    path = Path(path).expanduser()
+    if path.is_dir():
+        raise CheckpointError(f'checkpoint {path} is a folder, not a file')
+    if not path.exists():
+        raise CheckpointNotFoundError(f'checkpoint {path} does not exist')
+    try:
+        reason = _why_not_a_checkpoint(path)
+        if reason:
+            raise CheckpointError(f'{path} {reason}')
+        with warnings.catch_warnings():
+            # A pickle of another protocol is refused below or loads; either way no news.
+            warnings.filterwarnings('ignore', message='Detected pickle protocol')
+            return _torch_load(path, map_location)
+    except (CheckpointError, MemoryError):
+        raise
+    except Exception as error:
+        refused = _refused_global(error)
+        if refused:
+            raise CheckpointError(
+                f'{path} was refused: it asks for {refused}, which is not known to be harmless '
+                '(a checkpoint can hide code); nothing of it was run'
+            ) from None
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        detail = next((li for li in lines if 'WeightsUnpickler error' in li), (lines or [''])[0])
+        raise CheckpointError(
+            f'{path} cannot be read ({type(error).__name__}: {detail[:200]}); '
+            'the file may be cut short or damaged'
+        ) from error

@@ -1,0 +1,178 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""State dicts of any accepted kind, in the names of this project."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, Optional
+
+from torch import Tensor, nn
+
+from .layouts import find_layout
+from .safe import CheckpointError
+
+_STATE_KEYS = ('state_dict', 'model', 'model_ema', 'state_dict_ema')
+# Parts of OpenMMLab models beside the backbone. A key of one of them in a bare file is a head.
+_HEADS = tuple(
+    f'{part}.'
+    for part in (
+        'head neck rpn_head roi_head bbox_head mask_head decode_head auxiliary_head '
+        'data_preprocessor'
+    ).split()
+)
+
+
+class LoadReport(NamedTuple):
+    """How a state dict fits a model, in lists of keys.
+
+    Attributes:
+        loaded: keys of the model that the state dict has.
+        missing: keys of the model that it lacks.
+        unexpected: keys that the model lacks.
+        mismatched: keys of both whose tensors differ in shape, with both shapes.
+        ignored: keys of parts that the model was configured not to have.
+    """
+
+    loaded: list[str]
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: list[str]
+    ignored: list[str]
+
+
+def state_dict_of(checkpoint: Any, source: str) -> dict[str, Tensor]:
+    """The tensors of a loaded checkpoint by name, ``module.`` prefixes removed.
+
+    Args:
+        checkpoint: a state dict, or a dict that holds one under ``state_dict``, ``model``,
+            ``model_ema`` or ``state_dict_ema`` (the first one present).
+        source: where it came from, for messages.
+
+    Raises:
+        CheckpointError: it holds no tensors.
+    """
+    state = checkpoint
+    for key in _STATE_KEYS:
+        if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
+            state = state[key]
+            break
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f'{source} holds a {type(state).__name__}, not a state dict')
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise CheckpointError(f'{source} holds no weights; it has {some(state)}')
+    while all(key.startswith('module.') for key in tensors):
+        tensors = {key[len('module.') :]: value for key, value in tensors.items()}
+    return tensors
+
+
+def strip_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The entries of ``state`` under ``prefix`` (``'backbone'`` or ``'backbone.'``), without it."""
+    prefix = prefix if prefix.endswith('.') else f'{prefix}.'
+    return {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
+
+
+def backbone_state(
+    checkpoint: Any, source: str, prefix: Optional[str] = None
+) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
+    """Our backbone keys, classifier head keys and deliberately dropped keys of a checkpoint.
+
+    Args:
+        checkpoint: what was loaded: a released file of a known layout or one of ours, a backbone
+            alone or a whole model with a ``backbone.`` part.
+        source: where it came from, for messages.
+        prefix: the part to take. Defaults to ``backbone.`` where there is one.
+
+    Raises:
+        CheckpointError: there are no tensors, or none under ``prefix``.
+    """
+    state = state_dict_of(checkpoint, source)
+    part = strip_prefix(state, prefix or 'backbone')
+    # A bare backbone has no prefix to take away, so asking for 'backbone.' is not held against it.
+    if not part and prefix and prefix.rstrip('.') != 'backbone':
+        raise CheckpointError(
+            f'{source} holds nothing under prefix {prefix!r}; its keys are like {some(state)}'
+        )
+    state = part or state
+    layout = find_layout(state)
+    if layout is not None:
+        backbone, head, dropped = layout.convert(state)
+        return dict(backbone), dict(head), list(dropped)
+    head = {key: value for key, value in state.items() if key.startswith(_HEADS)}
+    return {key: value for key, value in state.items() if key not in head}, head, []
+
+
+def model_state(checkpoint: Any, source: str) -> tuple[dict[str, Tensor], list[str]]:
+    """The whole model of a checkpoint under MMDetection's, MMSegmentation's or MMPretrain's names.
+
+    Heads and necks of MMDetection 2.x and MMSegmentation 0.x have the names they have today (FPN,
+    RPN, RoI, RetinaNet, Semantic FPN, UperNet and FCN heads), so only the backbone changes.
+
+    Returns:
+        The state dict, and the keys deliberately dropped.
+
+    Raises:
+        CheckpointError: there are no tensors.
+    """
+    state = state_dict_of(checkpoint, source)
+    backbone, head, dropped = backbone_state(state, source)
+    whole = {f'backbone.{key}': value for key, value in backbone.items()}
+    if strip_prefix(state, 'backbone'):
+        dropped = [f'backbone.{key}' for key in dropped]
+        whole.update((k, v) for k, v in state.items() if not k.startswith('backbone.'))
+    whole.update(head)
+    return whole, dropped
+
+
+def fit_state(
+    own: Mapping[str, Tensor],
+    state: Mapping[str, Tensor],
+    ignorable: Callable[[str], bool] = lambda key: False,
+) -> tuple[dict[str, Tensor], LoadReport]:
+    """The part of ``state`` that fits a model, and the report on all of it.
+
+    Args:
+        own: the state dict of the model.
+        state: what is to be loaded, in the same names.
+        ignorable: whether a key may be missing or left over in silence.
+    """
+    fits = {key: v for key, v in state.items() if key in own and v.shape == own[key].shape}
+    left_over = [key for key in state if key not in own]
+    return fits, LoadReport(
+        loaded=list(fits),
+        # Batch counters are not weights: files converted from elsewhere lack them.
+        missing=[
+            key
+            for key in own
+            if key not in state and not key.endswith('num_batches_tracked') and not ignorable(key)
+        ],
+        unexpected=[key for key in left_over if not ignorable(key)],
+        mismatched=[
+            f'{key} ({_shape(state[key])} in the file, {_shape(own[key])} in the model)'
+            for key in state
+            if key in own and state[key].shape != own[key].shape
+        ],
+        ignored=[key for key in left_over if ignorable(key)],
+    )
+
+
+def fit_backbone(
+    backbone: nn.Module, state: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], LoadReport]:
+    """:func:`fit_state` for a backbone, which may take part.
+
+    Its ``adapt_state_dict(state)`` rewrites the state (position tables of another size); its
+    ``ignorable_keys(key)`` names the keys of parts it was configured not to have.
+    """
+    if hasattr(backbone, 'adapt_state_dict'):
+        state = backbone.adapt_state_dict(dict(state))
+    ignorable = getattr(backbone, 'ignorable_keys', lambda key: False)
+    return fit_state(backbone.state_dict(), state, ignorable)
+
+
+def _shape(tensor: Tensor) -> str:
+    return 'x'.join(map(str, tensor.shape)) or 'scalar'
+
+
+def some(keys: Iterable[object], limit: int = 3) -> str:
+    """The first few of ``keys``, for a message."""
+    keys = [str(key) for key in keys]
+    return (', '.join(keys[:limit]) + (', ...' if len(keys) > limit else '')) or 'nothing'

@@ -1,0 +1,26 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What happens around the training step: checks, checkpoints, resuming, processes.
+
+Importing this registers the hooks, the CPU model wrapper and the atomic storage backend with
+MMEngine.
+"""
+
+from .checkpointing import AtomicLocalBackend, CheckpointGuardHook, SafeCheckpointHook
+from .data_check import DataCheckHook, check_data_config
+from .distributed import CPUDistributedDataParallel, prepare_distributed
+from .errors import RunError
+from .finite import FiniteLossHook
+from .resuming import ExactResumeHook
+
+__all__ = [
+    'AtomicLocalBackend',
+    'CPUDistributedDataParallel',
+    'CheckpointGuardHook',
+    'DataCheckHook',
+    'ExactResumeHook',
+    'FiniteLossHook',
+    'RunError',
+    'SafeCheckpointHook',
+    'check_data_config',
+    'prepare_distributed',
+]

@@ -1,0 +1,237 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What ``tools/train.py`` and ``tools/test.py`` share: arguments, configs, and errors of one
+line."""
+
+import argparse
+import os
+import os.path as osp
+import sys
+import tempfile
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Optional
+
+from mmengine.config import Config, ConfigDict, DictAction
+from mmengine.device import get_device
+from mmengine.registry import RUNNERS
+from mmengine.runner import Runner, find_latest_checkpoint
+from mmengine.runner.checkpoint import CheckpointLoader
+
+from .distributed import prepare_distributed
+from .errors import RunError
+
+# default_scope -> the distributions that provide it, as pip is told
+PIP_NAMES = {
+    'mmdet': '"mmdet>=3.3,<3.4"',
+    'mmseg': '"mmsegmentation>=1.2.2,<1.3" ftfy regex',
+    'mmpretrain': '"mmpretrain>=1.2,<1.3"',
+}
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the tools of MMDetection, MMSegmentation and MMPretrain all have."""
+    parser.add_argument('--work-dir', help='folder for logs and checkpoints [work_dirs/CONFIG]')
+    parser.add_argument(
+        '--data-root',
+        help='folder of the data set, in place of the one in the config: sets data_root of every '
+        'data set and the annotation files of the evaluators',
+    )
+    parser.add_argument(
+        '--cfg-options',
+        nargs='+',
+        action=DictAction,
+        metavar='KEY=VALUE',
+        help='override settings of the config, e.g. train_dataloader.batch_size=4 or '
+        'model.backbone.init_cfg=None; lists as key="[a,b]" or key=a,b',
+    )
+    parser.add_argument('--no-pin-memory', action='store_true', help='do not pin loader memory')
+    parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none')
+    # torch.distributed.launch passes it; everything here reads the environment
+    parser.add_argument('--local_rank', '--local-rank', type=int, default=0)
+
+
+@contextmanager
+def one_line_errors():
+    """Print a :class:`RunError` as one line, without traceback, and exit with status 1."""
+    try:
+        yield
+    except RunError as error:
+        message = ' '.join(str(error).split())
+        sys.stdout.flush()
+        print(f'error: {message}', file=sys.stderr, flush=True)
+        # Not sys.exit: waiting for data-loader workers and process groups could hang here.
+        raise SystemExit(1) from None
+
+
+def notice(message: str) -> None:
+    """One line on stderr, from one process per machine."""
+    if int(os.environ.get('LOCAL_RANK', 0)) == 0:
+        print(f'notice: {message}', file=sys.stderr, flush=True)
+
+
+def load_config(args: argparse.Namespace) -> Config:
+    """Read the config, apply the arguments of :func:`add_common_arguments`, make the work dir.
+
+    Raises:
+        RunError: The config is missing or not readable, the package of its ``default_scope`` is not
+            installed, or the work dir cannot be written.
+    """
+    os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
+    cfg = _read(args.config)
+    scope = cfg.get('default_scope')
+    if scope in PIP_NAMES and find_spec(scope) is None:
+        raise RunError(_not_installed(scope, args.config))
+    cfg.launcher = args.launcher
+    if scope == 'mmpretrain':
+        _set_mmpretrain_loader_defaults(cfg)
+    if args.data_root:
+        _set_data_root(cfg, args.data_root)
+    if args.cfg_options:
+        cfg.merge_from_dict(args.cfg_options)
+    if args.no_pin_memory:
+        for stage in ('train', 'val', 'test'):
+            if cfg.get(f'{stage}_dataloader'):
+                cfg[f'{stage}_dataloader'].pin_memory = False
+    stem = osp.splitext(osp.basename(args.config))[0]
+    cfg.work_dir = args.work_dir or cfg.get('work_dir') or osp.join('work_dirs', stem)
+    _check_writable(cfg.work_dir)
+    return cfg
+
+
+def _not_installed(scope: str, config: str) -> str:
+    return (
+        f'{config} needs {scope}, which is not installed in {sys.executable}: '
+        f'pip install {PIP_NAMES[scope]}'
+    )
+
+
+def _read(path: str) -> Config:
+    if not osp.isfile(path):
+        raise RunError(f'config {path!r}: no such file.')
+    try:
+        return Config.fromfile(path)
+    except ModuleNotFoundError as error:
+        # MMEngine's message begins with the distribution; Python's own has it in `name`.
+        missing = error.name or str(error).split()[0]
+        for scope, pip_names in PIP_NAMES.items():
+            if missing == scope or missing in pip_names.replace('"', '').split('>')[0]:
+                raise RunError(_not_installed(scope, path)) from error
+        raise RunError(f'config {path!r} cannot be read: {error}') from error
+    except Exception as error:
+        # A config is a program: anything may be raised by one with a mistake in it.
+        raise RunError(
+            f'config {path!r} cannot be read: {type(error).__name__}: {error}'
+        ) from error
+
+
+def _set_mmpretrain_loader_defaults(cfg: Config) -> None:
+    """Loader settings that MMPretrain's own tools fill in and its configs rely on."""
+    for stage in ('train', 'val', 'test'):
+        loader = cfg.get(f'{stage}_dataloader')
+        if loader:
+            loader.setdefault('collate_fn', dict(type='default_collate'))
+            loader.setdefault('pin_memory', get_device() != 'cpu')
+            if loader.get('num_workers', 0) > 0:
+                loader.setdefault('persistent_workers', True)
+
+
+def _set_data_root(cfg: Config, root: str) -> None:
+    old_roots = set()
+
+    def visit(node):
+        if isinstance(node, dict):
+            if 'data_root' in node and 'type' in node:
+                old_roots.add(node['data_root'])
+                node['data_root'] = root
+            for child in node.values():
+                visit(child)
+        elif isinstance(node, (list, tuple)):
+            for child in node:
+                visit(child)
+
+    for stage in ('train', 'val', 'test'):
+        visit(cfg.get(f'{stage}_dataloader'))
+        evaluators = cfg.get(f'{stage}_evaluator') or []
+        for evaluator in [evaluators] if isinstance(evaluators, dict) else evaluators:
+            for key, value in evaluator.items():
+                for old in old_roots:
+                    if old and isinstance(value, str) and value.startswith(old):
+                        evaluator[key] = osp.join(root, value[len(old) :].lstrip('/'))
+                        break
+
+
+def _check_writable(work_dir: str) -> None:
+    try:
+        os.makedirs(work_dir, exist_ok=True)
+        with tempfile.TemporaryFile(dir=work_dir) as probe:
+            probe.write(b'x')
+    except OSError as error:
+        raise RunError(f'work dir {work_dir!r} cannot be written: {error.strerror}.') from error
+
+
+def check_checkpoint(path: str, name: str) -> str:
+    """Check that a checkpoint argument is a file, or an address MMEngine has a loader for.
+
+    Raises:
+        RunError: ``path`` is local and there is no such file.
+    """
+    is_address = '://' in path and any(
+        path.startswith(prefix) for prefix in CheckpointLoader._schemes if prefix
+    )
+    if not is_address and not osp.isfile(osp.expanduser(path)):
+        raise RunError(f'{name} {path!r}: no such file.')
+    return path
+
+
+def resume_point(work_dir: str) -> Optional[str]:
+    """The checkpoint ``--resume`` continues from, or None to begin from the start.
+
+    ``last_checkpoint`` holds a path that is relative to where the run was started, and wrong once
+    the folder is moved. The file of that name in the work dir itself is as good.
+
+    Raises:
+        RunError: ``last_checkpoint`` is there but the file it names is not.
+    """
+    latest = find_latest_checkpoint(work_dir)
+    if latest is None:
+        return None
+    for candidate in (latest, osp.join(work_dir, osp.basename(latest))):
+        if osp.isfile(candidate):
+            return candidate
+    raise RunError(
+        f'{osp.join(work_dir, "last_checkpoint")} names {latest!r}, which is not there. '
+        'Give a checkpoint with --resume PATH, or delete that file to begin from the start.'
+    )
+
+
+def drop_amp_on_cpu(cfg: Config, is_asked: bool) -> None:
+    """Mixed precision where there is an accelerator; fp32 and a notice where there is none."""
+    wrapper = cfg.get('optim_wrapper')
+    if not wrapper:
+        return
+    kind = wrapper.get('type', 'OptimWrapper')
+    if get_device() == 'cpu':
+        if kind == 'AmpOptimWrapper' or is_asked:
+            notice('no accelerator: mixed precision is off, training in fp32.')
+        if kind == 'AmpOptimWrapper':
+            wrapper.type = 'OptimWrapper'
+            for key in ('loss_scale', 'dtype', 'use_fsdp'):
+                wrapper.pop(key, None)
+    elif is_asked and kind != 'AmpOptimWrapper':
+        if kind != 'OptimWrapper':
+            raise RunError(
+                f"--amp: optim_wrapper.type is {kind!r}; only 'OptimWrapper' can be switched."
+            )
+        wrapper.type = 'AmpOptimWrapper'
+        wrapper.setdefault('loss_scale', 'dynamic')
+
+
+def build_runner(cfg: Config) -> Runner:
+    """Join the processes where there are several, and build the Runner (or ``runner_type``)."""
+    prepare_distributed(cfg)
+    return RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
+
+
+def as_config(value: dict) -> ConfigDict:
+    """A plain dict as what ``Config`` holds inside, for attribute access."""
+    return ConfigDict(value)

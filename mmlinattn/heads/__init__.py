@@ -1,0 +1,6 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Parts between a backbone and an upstream head."""
+
+from .projection import ConvProjectionNeck
+
+__all__ = ['ConvProjectionNeck']

@@ -1,0 +1,109 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import os
+import re
+import shutil
+from pathlib import Path
+
+from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+# What mim and MMEngine look for inside an installed OpenMMLab package.
+MIM_CONTENT = ('configs', 'tools', 'model-index.yml')
+
+
+def read_version() -> str:
+    """The version without importing the package, which would need torch at build time."""
+    text = (ROOT / 'mmlinattn' / 'version.py').read_text(encoding='utf-8')
+    match = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
+    if match is None:
+        raise RuntimeError("mmlinattn/version.py has no line like __version__ = '1.2.3'")
+    return match.group(1)
+
+
+def read_requirements(name: str) -> list:
+    """Requirement lines of ``requirements/{name}.txt``, without comments."""
+    lines = (ROOT / 'requirements' / f'{name}.txt').read_text(encoding='utf-8').splitlines()
+    return [line.strip() for line in lines if line.strip() and not line.startswith('#')]
+
+
+def remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def copy(source: Path, target: Path) -> None:
+    if source.is_dir():
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns('__pycache__', '*.py[cod]'))
+    else:
+        shutil.copy2(source, target)
+
+
+class BuildWithMim(build_py):
+    """Puts configs, tools and model index under ``mmlinattn/.mim``.
+
+    A wheel gets copies. An editable install gets links, so that an edited config is the one in use.
+    """
+
+    def run(self) -> None:
+        super().run()
+        editable = getattr(self, 'editable_mode', False)
+        package = ROOT / 'mmlinattn' if editable else Path(self.build_lib) / 'mmlinattn'
+        mim = package / '.mim'
+        mim.mkdir(parents=True, exist_ok=True)
+        for name in MIM_CONTENT:
+            source, target = ROOT / name, mim / name
+            # A build folder left over from an earlier build must not bring deleted configs back.
+            remove(target)
+            if not source.exists():
+                continue
+            if editable:
+                try:
+                    target.symlink_to(os.path.relpath(source, mim), source.is_dir())
+                    continue
+                except OSError:  # Windows without the right to make links
+                    pass
+            copy(source, target)
+
+
+setup(
+    name='mmlinattn',
+    version=read_version(),
+    description='Linear-attention backbones for MMDetection, MMSegmentation and MMPretrain',
+    long_description=(
+        (ROOT / 'README.md').read_text(encoding='utf-8') if (ROOT / 'README.md').exists() else ''
+    ),
+    long_description_content_type='text/markdown',
+    author='The mmlinattn authors',
+    license='Apache-2.0',
+    keywords='computer vision, linear attention, object detection, semantic segmentation',
+    classifiers=[
+        'Development Status :: 4 - Beta',
+        'Intended Audience :: Science/Research',
+        'License :: OSI Approved :: Apache Software License',
+        'Operating System :: OS Independent',
+        'Programming Language :: Python :: 3',
+        'Programming Language :: Python :: 3 :: Only',
+        'Programming Language :: Python :: 3.9',
+        'Programming Language :: Python :: 3.10',
+        'Programming Language :: Python :: 3.11',
+        'Programming Language :: Python :: 3.12',
+        'Topic :: Scientific/Engineering :: Artificial Intelligence',
+        'Topic :: Scientific/Engineering :: Image Recognition',
+    ],
+    packages=find_packages(include=['mmlinattn', 'mmlinattn.*']),
+    package_data={'mmlinattn': ['*.csv', '*.json', '**/*.csv', '**/*.json']},
+    # Links that an editable install left in the checkout are not data of their own.
+    exclude_package_data={'mmlinattn': ['.mim/*']},
+    python_requires='>=3.9',
+    install_requires=read_requirements('runtime'),
+    extras_require={
+        'mim': read_requirements('mminstall'),
+        'tests': read_requirements('tests'),
+        'all': read_requirements('mminstall') + read_requirements('tests'),
+    },
+    cmdclass={'build_py': BuildWithMim},
+    zip_safe=False,
+)

@@ -1,0 +1,13 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Convert a published checkpoint into one that the model of CONFIG loads key by key.
+
+``python tools/convert_checkpoint.py SRC DST --config CONFIG``
+"""
+
+import sys
+
+import mmlinattn  # noqa: F401, registers the backbones
+from mmlinattn.checkpoints.convert import main
+
+if __name__ == '__main__':
+    sys.exit(main())

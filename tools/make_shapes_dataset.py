@@ -1,0 +1,98 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Write a synthetic data set of shapes in the layout of COCO, ADE20K or ImageNet.
+
+Example: ``python tools/make_shapes_dataset.py data/shapes --format coco --num-train 800
+--num-val 100``, then any config with ``data_root='data/shapes/'``.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the usage is one --help away."""
+
+    def error(self, message):
+        self.exit(2, f'{self.prog}: error: {message}\n')
+
+
+def parse_args(argv):
+    parser = _Parser(
+        description='Write a synthetic data set of shapes, whole or not at all.',
+        epilog='An existing data set with the same settings is kept; one with other settings, '
+        'made by this tool, is replaced.',
+    )
+    parser.add_argument('out', type=Path, metavar='OUT', help='folder to write: the data_root')
+    parser.add_argument('--format', required=True, choices=('coco', 'ade', 'imagenet'))
+    parser.add_argument('--num-train', required=True, type=int, help='pictures for training')
+    parser.add_argument('--num-val', required=True, type=int, help='pictures for validation')
+    parser.add_argument('--seed', type=int, default=0, help='default: %(default)s')
+    parser.add_argument(
+        '--size',
+        type=int,
+        nargs=2,
+        default=(160, 160),
+        metavar=('W', 'H'),
+        help='width and height in pixels (default: 160 160)',
+    )
+    parser.add_argument(
+        '--size-jitter',
+        type=float,
+        default=0.0,
+        metavar='F',
+        help='shorten each side by a random fraction of up to F <= 0.5 (default: 0, equal sizes)',
+    )
+    parser.add_argument(
+        '--workers', type=int, default=1, help='processes; the result does not depend on them'
+    )
+    parser.add_argument(
+        '--overwrite',
+        action='store_true',
+        help="replace the layout's files and folders in OUT even if this tool did not make them",
+    )
+    return parser, parser.parse_args(argv)
+
+
+def main(argv=None) -> int:
+    parser, args = parse_args(argv)
+
+    # After the arguments are parsed: these take seconds.
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from mmlinattn.datasets import CLASSES, DatasetSpec, write_dataset
+
+    try:
+        spec = DatasetSpec(
+            args.format, args.num_train, args.num_val, args.seed, tuple(args.size), args.size_jitter
+        )
+        with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+            task = progress.add_task(f'{args.format} shapes', total=args.num_train + args.num_val)
+            written = write_dataset(
+                args.out,
+                spec,
+                workers=args.workers,
+                overwrite=args.overwrite,
+                on_picture=lambda: progress.advance(task),
+            )
+    except ValueError as error:
+        name, _, rest = str(error).partition(' ')  # these messages start with the argument's name
+        parser.error(f'argument --{name.replace("_", "-")}: {rest}')
+    except FileExistsError as error:
+        hint = 'choose another folder or give --overwrite'
+        parser.error(f'argument OUT: {args.out} is not overwritten: {error}; {hint}')
+    except OSError as error:
+        parser.error(f'argument OUT: cannot write {args.out}: {error}')
+    except KeyboardInterrupt:
+        print(f'interrupted: nothing written to {args.out}', file=sys.stderr)
+        return 130
+    state = 'wrote' if written else 'already there, unchanged:'
+    counts = f'{args.num_train} training and {args.num_val} validation pictures'
+    print(f'{state} {args.out} ({args.format}, {counts}, seed {args.seed})')
+    print(f'classes: {CLASSES[args.format]}')
+    return 0
+
+
+if __name__ == '__main__':
+    sys.exit(main())

@@ -1,0 +1,106 @@
+#!/usr/bin/env bash
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+# From nothing to a trained detector: environment, data set, training, test, pictures.
+#   bash tools/quickstart.sh [arguments of tools/setup_env.sh]
+# Done steps are skipped when it runs again; a training that was cut off continues.
+# Environment: DATA (data/shapes_coco), WORK_DIR (work_dirs/quickstart): where things go.
+set -euo pipefail
+
+cd "$(dirname "$0")/.."
+CONFIG=configs/mmdet/ravlt_shapes_quickstart.py
+DATA=${DATA:-data/shapes_coco}
+WORK_DIR=${WORK_DIR:-work_dirs/quickstart}
+SHOW_DIR=$WORK_DIR/predictions
+SHEET=$WORK_DIR/contact_sheet.png
+METRICS=$WORK_DIR/metrics.json
+LOG=$WORK_DIR/quickstart.log
+
+step() { echo "== $*" >&2; }
+
+# A step is done when its stamp holds what the step was made from: another config, data set or
+# tool makes it, and with it all that follow, run again.
+is_done() { [ -f "$WORK_DIR/.$1.done" ] && [ "$(cat "$WORK_DIR/.$1.done")" = "$2" ]; }
+done_with() { echo "$2" >"$WORK_DIR/.$1.done"; }
+fingerprint() { cksum "$@" | cksum | cut -d' ' -f1; }
+
+# Progress on the screen, everything in the log; a failure names the log.
+logged() {
+    "$@" >>"$LOG" 2>&1 || {
+        tail -n 20 "$LOG" >&2
+        echo "error: '$*' failed; the whole log is in $LOG" >&2
+        exit 1
+    }
+}
+
+step '1/5 environment'
+PY=$(bash tools/setup_env.sh "$@" | tail -n 1)
+mkdir -p "$WORK_DIR"
+started=$SECONDS
+
+step "2/5 data set: $DATA"
+# The tool itself keeps a data set that has these settings and replaces another.
+logged "$PY" tools/make_shapes_dataset.py "$DATA" --format coco --num-train 400 --num-val 60
+
+made_from=$(fingerprint "$CONFIG" "$DATA"/annotations/*.json)-$DATA
+if is_done train "$made_from"; then
+    step '3/5 training: done before'
+else
+    resume=()
+    if is_done begin "$made_from"; then
+        resume=(--resume)
+    else # checkpoints of another config or data set are no use
+        rm -f "$WORK_DIR"/epoch_*.pth "$WORK_DIR"/last_checkpoint "$WORK_DIR"/.*.done
+        done_with begin "$made_from"
+    fi
+    step "3/5 training, 300 iterations (some minutes; log: $LOG)"
+    "$PY" tools/train.py "$CONFIG" --data-root "$DATA" --work-dir "$WORK_DIR" \
+        --no-validate "${resume[@]}" 2>&1 | tee -a "$LOG" | grep --line-buffered -E \
+        'Epoch\(train\)|^(error|notice):' | sed -u -E 's/.*(Epoch.train.).*(\[[0-9]+\]\[ *[0-9]+\/[0-9]+\]).*(eta: [^ ]+).* (loss: [0-9.]+).*/   \2  \3  \4/' >&2 || {
+        tail -n 20 "$LOG" >&2
+        echo "error: the training failed; the whole log is in $LOG" >&2
+        exit 1
+    }
+    done_with train "$made_from"
+fi
+
+if is_done test "$made_from"; then
+    step '4/5 test: done before'
+else
+    step '4/5 test on held-out pictures'
+    rm -rf "$SHOW_DIR"
+    logged "$PY" tools/test.py "$CONFIG" "$(cat "$WORK_DIR/last_checkpoint")" --data-root "$DATA" \
+        --work-dir "$WORK_DIR" --show-dir "$SHOW_DIR" --out "$METRICS" --out-item metrics
+    done_with test "$made_from"
+fi
+
+if is_done sheet "$made_from" && [ -f "$SHEET" ]; then
+    step '5/5 pictures: done before'
+else
+    step '5/5 pictures'
+    logged "$PY" tools/analysis_tools/contact_sheet.py "$SHOW_DIR" "$SHEET"
+    done_with sheet "$made_from"
+fi
+
+"$PY" - "$METRICS" "$SHEET" $((SECONDS - started)) <<'PY'
+import json
+import os
+import sys
+
+metrics, sheet, seconds = json.load(open(sys.argv[1])), os.path.abspath(sys.argv[2]), sys.argv[3]
+names = ('mAP', 'mAP_50', 'mAP_75', 'mAP_s', 'mAP_m', 'mAP_l')
+print('\n       ' + ''.join(f'{name.replace("mAP_", "AP ").replace("mAP", "AP"):>8}' for name in names))
+for kind, label in (('bbox', 'boxes'), ('segm', 'masks')):
+    values = [metrics.get(f'coco/{kind}_{name}', -1) for name in names]
+    print(f'{label:7}' + ''.join(f'{value:8.3f}' if value >= 0 else f'{"-":>8}' for value in values))
+print(f'\ntime after set-up: {seconds} s')
+print(f'ground truth beside predictions: {sheet}')
+goals = (('bbox', 0.8), ('segm', 0.75))
+missed = [
+    f'{kind} AP50 is {metrics.get(f"coco/{kind}_mAP_50", 0):.3f}, below {goal}'
+    for kind, goal in goals
+    if metrics.get(f'coco/{kind}_mAP_50', 0) < goal
+]
+if missed:
+    sys.exit('MISSED: ' + '; '.join(missed))
+print('OK: bbox AP50 >= 0.8 and mask AP50 >= 0.75')
+PY

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Sets up the environment, then lint, the fast tests and the slow ones. `--help` explains.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+usage() {
+  cat <<'USAGE'
+usage: tools/run_tests.sh [--with-onedl] [--use-existing] [pytest arguments]
+
+Without pytest arguments: ruff, the fast tests, then the slow ones, stopping at the first of these
+that fails. With --with-onedl, or where CI is set, one train -> resume -> test round on the onedl-*
+distributions follows. With pytest arguments: one pytest run with just these.
+
+  --use-existing   in the active Python instead of .venv (so does MMLINATTN_USE_EXISTING_ENV=1)
+USAGE
+}
+
+onedl=${CI:-} arguments=()
+for argument in "$@"; do
+  case $argument in
+    --with-onedl) onedl=1 ;;
+    --use-existing) export MMLINATTN_USE_EXISTING_ENV=1 ;;
+    -h | --help) usage && exit 0 ;;
+    *) arguments+=("$argument") ;;
+  esac
+done
+
+py=$(tools/setup_env.sh)
+"$py" -c 'import pytest, ruff' 2>/dev/null || {
+  echo "run_tests: $py lacks pytest or ruff: $py -m pip install -r requirements/tests.txt" >&2
+  exit 1
+}
+
+# pytest says 5 when a selection holds no test.
+pytest_if_any() {
+  local status=0
+  "$@" || status=$?
+  [ "$status" = 5 ] || return "$status"
+}
+
+if [ ${#arguments[@]} -gt 0 ]; then
+  exec "$py" -m pytest "${arguments[@]}"
+fi
+
+"$py" -m ruff check .
+"$py" -m ruff format --check .
+"$py" -m pytest -m 'not slow'
+pytest_if_any "$py" -m pytest -m slow
+
+# Not beside the tests above: MMCV compiles on all cores, and some tests measure time.
+case $onedl in '' | 0 | false) exit 0 ;; esac
+round=tests/test_cli_roundtrip.py
+if [ ! -f "$round" ]; then
+  echo "run_tests: no $round, so no round on the onedl distributions" >&2
+  exit 0
+fi
+py=$(MMLINATTN_USE_EXISTING_ENV='' tools/setup_env.sh --stack onedl)
+pytest_if_any "$py" -m pytest -m roundtrip "$round"

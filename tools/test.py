@@ -1,0 +1,135 @@
+#!/usr/bin/env python
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Test a detector, segmentor or classifier: the config's ``default_scope`` says which."""
+
+import argparse
+import itertools
+import os.path as osp
+
+import mmengine
+from mmengine.evaluator import DumpResults
+
+from mmlinattn.engine import RunError, check_data_config
+from mmlinattn.engine.cli import (
+    add_common_arguments,
+    as_config,
+    build_runner,
+    check_checkpoint,
+    load_config,
+    notice,
+    one_line_errors,
+)
+from mmlinattn.engine.data_check import explained_empty_data
+
+VISUALIZATION_HOOKS = dict(
+    mmdet='DetVisualizationHook', mmseg='SegVisualizationHook', mmpretrain='VisualizationHook'
+)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('config', help='config file')
+    parser.add_argument('checkpoint', help='checkpoint file, URL or mmlinattn://NAME')
+    parser.add_argument('--out', help='write the predictions to this .pkl file')
+    parser.add_argument(
+        '--out-item',
+        choices=['metrics', 'pred'],
+        default='pred',
+        help='what --out writes; metrics also to .json [pred]',
+    )
+    parser.add_argument('--show', action='store_true', help='show predictions in a window')
+    parser.add_argument('--show-dir', help='draw predictions into this folder')
+    parser.add_argument('--interval', type=int, default=1, help='draw every n-th image [1]')
+    parser.add_argument('--wait-time', type=float, default=2, help='seconds --show waits [2]')
+    parser.add_argument('--tta', action='store_true', help='test-time augmentation of the config')
+    parser.add_argument('--amp', action='store_true', help='mixed precision')
+    add_common_arguments(parser)
+    return parser.parse_args()
+
+
+def configure(args: argparse.Namespace):
+    """The config as it will run, with everything checked that can be checked before."""
+    suffixes = ('.pkl', '.pickle') + ('.json',) * (args.out_item == 'metrics')
+    if args.out and not args.out.endswith(suffixes):
+        raise RunError(f'--out {args.out!r} has to end with {" or ".join(suffixes)}.')
+    if args.interval < 1:
+        raise RunError(f'--interval {args.interval} has to be at least 1.')
+    cfg = load_config(args)
+    cfg.load_from = check_checkpoint(args.checkpoint, 'checkpoint')
+    cfg.resume = False
+    check_data_config(cfg, ['test'])
+    if args.amp:
+        cfg.test_cfg.fp16 = True
+    if args.show or args.show_dir:
+        draw_predictions(cfg, args)
+    if args.tta:
+        missing = [key for key in ('tta_model', 'tta_pipeline') if not cfg.get(key)]
+        if missing:
+            raise RunError(f'--tta: {args.config} has no {" and no ".join(missing)}.')
+        cfg.model = as_config(dict(cfg.tta_model, module=cfg.model))
+        cfg.test_dataloader.dataset.pipeline = cfg.tta_pipeline
+    return cfg
+
+
+def draw_predictions(cfg, args: argparse.Namespace) -> None:
+    """Turn on the visualisation hook of the task; each of the three spells it its own way."""
+    scope = cfg.get('default_scope')
+    hooks = cfg.setdefault('default_hooks', as_config({}))
+    hook = hooks.setdefault('visualization', as_config(dict(type=VISUALIZATION_HOOKS.get(scope))))
+    show_dir = osp.abspath(args.show_dir) if args.show_dir else None
+    hook.show = args.show
+    hook.wait_time = args.wait_time
+    if scope == 'mmpretrain':
+        hook.enable = True
+        hook.out_dir = show_dir
+        hook.interval = args.interval
+        return
+    hook.draw = True
+    hook.interval = 1  # every_nth below: MMDetection ignores it, MMSegmentation counts batches
+    if scope == 'mmdet':
+        hook.test_out_dir = show_dir
+    elif show_dir:
+        cfg.visualizer.save_dir = show_dir
+
+
+def every_nth(runner, interval: int) -> None:
+    """Let the visualisation hooks of MMDetection and MMSegmentation see every n-th image only."""
+    for hook in runner.hooks:
+        if type(hook).__name__ in ('DetVisualizationHook', 'SegVisualizationHook'):
+            draw, counter = hook.after_test_iter, itertools.count()
+
+            def draw_some(runner, batch_idx, data_batch, outputs, draw=draw, counter=counter):
+                chosen = [output for output in outputs if next(counter) % interval == 0]
+                draw(runner, batch_idx=batch_idx, data_batch=data_batch, outputs=chosen)
+
+            hook.after_test_iter = draw_some
+
+
+def dump_metric(cfg, path: str):
+    """The metric that only writes predictions down, in the form of the task."""
+    if cfg.get('default_scope') == 'mmdet':
+        from mmdet.evaluation import DumpDetResults  # keeps masks encoded
+
+        return DumpDetResults(out_file_path=path)
+    return DumpResults(out_file_path=path)
+
+
+def main() -> None:
+    args = parse_args()
+    with one_line_errors():
+        cfg = configure(args)
+        runner = build_runner(cfg)
+        if args.interval > 1:
+            every_nth(runner, args.interval)
+        with explained_empty_data(cfg, ['test']):
+            if args.out and args.out_item == 'pred':
+                runner.test_evaluator.metrics.append(dump_metric(cfg, args.out))
+            metrics = runner.test()
+        if args.out and args.out_item == 'metrics' and runner.rank == 0:
+            mmengine.dump(metrics, args.out)
+        if args.show_dir:
+            notice(f'pictures are in {osp.abspath(args.show_dir)}')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,90 @@
+#!/usr/bin/env python
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Train a detector, segmentor or classifier: the config's ``default_scope`` says which."""
+
+import argparse
+
+from mmlinattn.engine import RunError, check_data_config
+from mmlinattn.engine.cli import (
+    add_common_arguments,
+    build_runner,
+    check_checkpoint,
+    drop_amp_on_cpu,
+    load_config,
+    notice,
+    one_line_errors,
+    resume_point,
+)
+from mmlinattn.engine.data_check import explained_empty_data
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('config', help='config file')
+    parser.add_argument(
+        '--resume',
+        nargs='?',
+        const='auto',
+        metavar='CHECKPOINT',
+        help='continue from CHECKPOINT, or without one from the last in the work dir',
+    )
+    parser.add_argument(
+        '--amp', action='store_true', help='mixed precision (fp32 where there is no accelerator)'
+    )
+    parser.add_argument(
+        '--auto-scale-lr',
+        action='store_true',
+        help='scale the learning rate by actual batch size / auto_scale_lr.base_batch_size',
+    )
+    parser.add_argument('--no-validate', action='store_true', help='do not evaluate while training')
+    parser.add_argument(
+        '--no-persistent-workers', action='store_true', help='restart loader workers every epoch'
+    )
+    add_common_arguments(parser)
+    return parser.parse_args()
+
+
+def configure(args: argparse.Namespace):
+    """The config as it will run, with everything checked that can be checked before."""
+    cfg = load_config(args)
+    if args.no_validate:
+        cfg.val_cfg = cfg.val_dataloader = cfg.val_evaluator = None
+    if args.no_persistent_workers:
+        for loader in (cfg.train_dataloader, cfg.get('val_dataloader')):
+            if loader:
+                loader.persistent_workers = False
+    drop_amp_on_cpu(cfg, is_asked=args.amp)
+    if args.auto_scale_lr:
+        if 'base_batch_size' not in (cfg.get('auto_scale_lr') or {}):
+            raise RunError('--auto-scale-lr: the config has no auto_scale_lr.base_batch_size.')
+        cfg.auto_scale_lr.enable = True
+
+    resume = args.resume or ('auto' if cfg.get('resume') and not cfg.get('load_from') else None)
+    if resume == 'auto':
+        cfg.resume, cfg.load_from = True, resume_point(cfg.work_dir)
+        if cfg.load_from is None:
+            cfg.resume = False
+            notice(f'no checkpoint to resume from in {cfg.work_dir!r}: beginning from the start.')
+    elif resume is not None:
+        cfg.resume, cfg.load_from = True, check_checkpoint(resume, '--resume')
+    elif cfg.get('load_from'):
+        check_checkpoint(cfg.load_from, 'load_from')
+    check_data_config(cfg, stages(cfg))
+    return cfg
+
+
+def stages(cfg):
+    return ['train', 'val'] if cfg.get('val_dataloader') else ['train']
+
+
+def main() -> None:
+    args = parse_args()
+    with one_line_errors():
+        cfg = configure(args)
+        runner = build_runner(cfg)
+        with explained_empty_data(cfg, stages(cfg)):
+            runner.train()
+
+
+if __name__ == '__main__':
+    main()
