@@ -1,7 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Linear-attention backbones for MMDetection, MMSegmentation and MMPretrain.
 
-``import mmlinattn`` registers everything in MMEngine's root registries. It needs torch, einops, numpy, mmengine and mmcv (or mmcv-lite) only.
+``import mmlinattn`` registers everything in MMEngine's root registries. It needs torch, einops, numpy, mmengine and
+mmcv (or mmcv-lite) only.
 """
 
 from mmengine.config.utils import MODULE2PACKAGE
@@ -11,7 +12,8 @@ from .checkpoints import schemes
 from .version import __version__
 
 # lets a config inherit ours: _base_ = 'mmlinattn::mmdet/ravlt_b_cascade_3x.py'
-# 'mmlinattn.version' is no distribution, so MMEngine looks the package up by import: right for wheels and editable installs
+# 'mmlinattn.version' is no distribution, so MMEngine looks the package up by import: right for wheels and editable
+# installs
 MODULE2PACKAGE.setdefault('mmlinattn', 'mmlinattn.version')
 schemes.register()
 

@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """How hosts lay tokens around an attention. All take and give (B, H, W, C) maps; none knows a method."""
 
-from typing import Dict, Optional, Tuple, Union
+from typing import Optional, Union
 
 import torch
 import torch.nn.functional as F
@@ -52,9 +52,9 @@ class Cuts:
     def __init__(self, x: Tensor) -> None:
         self.batch, self.height, self.width = x.shape[:3]
         self.device, self.dtype = x.device, x.dtype
-        self._made: Dict[tuple, Tuple[Windows, Optional[Tensor], Optional[Tensor]]] = {}
+        self._made: dict[tuple, tuple[Windows, Optional[Tensor], Optional[Tensor]]] = {}
 
-    def get(self, window, shift: bool) -> Tuple[Windows, Optional[Tensor], Optional[Tensor]]:
+    def get(self, window, shift: bool) -> tuple[Windows, Optional[Tensor], Optional[Tensor]]:
         """Windows, mask of real tokens (B * windows, N) and additive mask of foreign regions (windows, 1, N, N)."""
         key = (window, shift)
         if key not in self._made:
@@ -76,7 +76,7 @@ class RelativePositionBias(nn.Module):
         num_heads (int): Number of heads.
     """
 
-    def __init__(self, window: Tuple[int, int], num_heads: int) -> None:
+    def __init__(self, window: tuple[int, int], num_heads: int) -> None:
         super().__init__()
         rows, columns = window
         self.table = nn.Parameter(torch.zeros((2 * rows - 1) * (2 * columns - 1), num_heads))
@@ -107,7 +107,7 @@ class WindowAttention(Attention):
         dim: int,
         num_heads: int,
         mixer,
-        window: Optional[Tuple[int, int]],
+        window: Optional[tuple[int, int]],
         shift: bool = False,
         relative_bias: bool = False,
         **kwargs,
@@ -145,7 +145,13 @@ class StripeAttention(BaseModule):
     """
 
     def __init__(
-        self, dim: int, num_heads: int, mixer: Union[str, dict], stripe: int, local_kernel: Optional[int] = 3, init_cfg=None
+        self,
+        dim: int,
+        num_heads: int,
+        mixer: Union[str, dict],
+        stripe: int,
+        local_kernel: Optional[int] = 3,
+        init_cfg=None,
     ) -> None:
         super().__init__(init_cfg)
         if num_heads % 2:

@@ -8,7 +8,7 @@ depth-wise term on the values, masking and the output projection. Hosts arrange 
 reduced keys, a class token) around an :class:`Attention` and name no method.
 """
 
-from typing import NamedTuple, Optional, Tuple, Union
+from typing import NamedTuple, Optional, Union
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,7 @@ class TokenMixer(BaseModule):
     context = False
     position_table = False
 
-    def __init__(self, dim: int, num_heads: int, grid: Optional[Tuple[int, int]] = None, init_cfg=None) -> None:
+    def __init__(self, dim: int, num_heads: int, grid: Optional[tuple[int, int]] = None, init_cfg=None) -> None:
         super().__init__(init_cfg)
         if num_heads < 1 or dim % num_heads:
             raise ValueError(f'num_heads={num_heads} has to divide the width {dim}')
@@ -68,7 +68,7 @@ class TokenMixer(BaseModule):
         self.grid = grid
 
     @property
-    def widths(self) -> Tuple[int, int, int]:
+    def widths(self) -> tuple[int, int, int]:
         """Projection widths (q, k, v) the mixer wants."""
         return self.dim, self.dim, self.dim
 
@@ -112,7 +112,7 @@ class TokenMixer(BaseModule):
         raise NotImplementedError
 
 
-def get_mixer(spec: Union[str, dict]) -> Tuple[type, dict]:
+def get_mixer(spec: Union[str, dict]) -> tuple[type, dict]:
     """Class and options of an attention named as in ``stage_attns``.
 
     Args:
@@ -145,7 +145,7 @@ class Mixing(BaseModule):
         dim: int,
         num_heads: int,
         mixer: Union[str, dict],
-        grid: Optional[Tuple[int, int]] = None,
+        grid: Optional[tuple[int, int]] = None,
         local_kernel: Optional[int] = None,
         init_cfg=None,
     ) -> None:
@@ -169,7 +169,8 @@ class Mixing(BaseModule):
         bias: Optional[Tensor] = None,
         source: Optional[Tensor] = None,
     ) -> Tensor:
-        """Mixed values, (B, N, widths[2]); arguments as in :meth:`TokenMixer.forward`, ``source`` as in :class:`Attention`."""
+        """Mixed values, (B, N, widths[2]); arguments as in :meth:`TokenMixer.forward`, ``source`` as in
+        :class:`Attention`."""
         key_grid = key_grid or grid
         if mask is not None:
             v = v * mask.unsqueeze(-1).to(v.dtype)
@@ -192,8 +193,8 @@ class Attention(Mixing):
 
     Args:
         dim, num_heads, mixer, grid, local_kernel: See :class:`Mixing`.
-        gate (str, optional): Gate for a mixer that has no opinion of its own: ``'projection'`` multiplies the output with a
-            linear projection of the input (RALA Eq. 6), ``'identity'`` with the input, ``'tanh'`` with its tanh.
+        gate (str, optional): Gate for a mixer that has no opinion of its own: ``'projection'`` multiplies the output
+            with a linear projection of the input (RALA Eq. 6), ``'identity'`` with the input, ``'tanh'`` with its tanh.
         qkv_bias (bool): Bias of the input projection.
     """
 
@@ -202,7 +203,7 @@ class Attention(Mixing):
         dim: int,
         num_heads: int,
         mixer: Union[str, dict],
-        grid: Optional[Tuple[int, int]] = None,
+        grid: Optional[tuple[int, int]] = None,
         local_kernel: Optional[int] = None,
         gate: Optional[str] = None,
         qkv_bias: bool = True,
@@ -217,7 +218,7 @@ class Attention(Mixing):
         self.qkv = nn.Linear(dim, sum(self.widths), bias=qkv_bias)
         self.proj = nn.Linear(self.widths[2], dim)
 
-    def project(self, x: Tensor, kv: Optional[Tensor]) -> Tuple[Tensor, ...]:
+    def project(self, x: Tensor, kv: Optional[Tensor]) -> tuple[Tensor, ...]:
         """Queries, keys, values and, where there is one, the projected gate."""
         if kv is None:
             return self.qkv(x).split(self.widths, dim=-1)

@@ -29,7 +29,8 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     """
     pairs = x.unflatten(-1, (-1, 2))
     if x.dtype == rotary.dtype and not torch.compiler.is_compiling():
-        # a product of complex numbers is one pass over the memory; compilers fuse the plain form and know no complex types
+        # a product of complex numbers is one pass over the memory; compilers fuse the plain form and know no complex
+        # types
         return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotary)).flatten(-2)
     cos, sin = rotary.unbind(-1)
     first, second = pairs.unbind(-1)
@@ -37,7 +38,8 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
 
 
 def kernel_map(x: Tensor, kernel: str) -> Tensor:
-    """The kernel function kappa of RALA (RALA Tab. 9): ``'elu'`` (ELU + 1), ``'relu'`` or ``'softmax'`` (over channels)."""
+    """The kernel function kappa of RALA (RALA Tab. 9): ``'elu'`` (ELU + 1), ``'relu'`` or ``'softmax'`` (over
+    channels)."""
     if kernel == 'elu':
         return F.elu(x).add_(1)  # the backward pass of ELU reads its input, not its output
     return F.relu(x) if kernel == 'relu' else x.softmax(dim=-1)
@@ -55,7 +57,8 @@ def rala(
     """Rank-augmented linear attention on mapped queries and keys (RALA Eq. 2-4), O(N d^2).
 
     The context-aware weights ``a = N softmax_tokens(mean(q) k^T * weight_scale)`` multiply the keys (Eq. 3, 4); then
-    ``out_i = q_i (1/N sum_j a_j k_j v_j^T) / (q_i . mean_j(a_j k_j) + eps)``. The rotary encoding enters the numerator only.
+    ``out_i = q_i (1/N sum_j a_j k_j v_j^T) / (q_i . mean_j(a_j k_j) + eps)``. The rotary encoding enters the numerator
+    only.
 
     Args:
         q, k (Tensor): Mapped (non-negative) queries and keys, (B, heads, N, d).
@@ -158,8 +161,8 @@ def inline_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Option
 def focused_map(x: Tensor, inverse_scale: Tensor, power: float, eps: float = 1e-6) -> Tensor:
     """Focused feature map ``phi_p(x) = |r| / |r^p| r^p``, ``r = (ReLU(x) + eps) * inverse_scale`` (FLatten Eq. 7-8).
 
-    Norms are over the last axis: all channels, before the split into heads. The maths runs in float32 or better, ``r^3``
-    overflows float16.
+    Norms are over the last axis: all channels, before the split into heads. The maths runs in float32 or better,
+    ``r^3`` overflows float16.
 
     Args:
         x (Tensor): (..., C).

@@ -7,7 +7,8 @@ from .functional import rotate
 
 
 def masked_logit(dtype: torch.dtype) -> float:
-    """What hides a key: exp of it is 0 beside any real key, and a row of hidden keys only (all padding) stays finite."""
+    """What hides a key: exp of it is 0 beside any real key, and a row of hidden keys only (all padding) stays
+    finite."""
     return torch.finfo(dtype).min / 4
 
 

@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Windows over (B, H, W, C) maps: pad to whole windows, shift, partition, and back."""
 
-from typing import NamedTuple, Optional, Tuple
+from typing import NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -19,11 +19,11 @@ class Windows(NamedTuple):
 
     height: int
     width: int
-    window: Tuple[int, int]
-    shift: Tuple[int, int] = (0, 0)
+    window: tuple[int, int]
+    shift: tuple[int, int] = (0, 0)
 
     @classmethod
-    def fit(cls, height: int, width: int, window: Optional[Tuple[int, int]], shift: bool = False) -> 'Windows':
+    def fit(cls, height: int, width: int, window: Optional[tuple[int, int]], shift: bool = False) -> 'Windows':
         """Windows of at most ``window`` (the whole map where None), clipped to the map; no shift along an axis that
         holds a single window."""
         rows, columns = (height, width) if window is None else (min(window[0], height), min(window[1], width))
@@ -31,12 +31,12 @@ class Windows(NamedTuple):
         return cls(height, width, (rows, columns), steps)
 
     @property
-    def padded(self) -> Tuple[int, int]:
+    def padded(self) -> tuple[int, int]:
         rows, columns = self.window
         return -(-self.height // rows) * rows, -(-self.width // columns) * columns
 
     @property
-    def counts(self) -> Tuple[int, int]:
+    def counts(self) -> tuple[int, int]:
         return self.padded[0] // self.window[0], self.padded[1] // self.window[1]
 
     @property
@@ -76,15 +76,17 @@ class Windows(NamedTuple):
     def same_region(self, device) -> Optional[Tensor]:
         """Which pairs of tokens of a shifted window were neighbours before the shift: (windows, N, N) bool.
 
-        A rolled map brings the opposite borders together in the last windows of an axis; attention has to keep them apart (Swin, Fig. 4).
-        None without a shift.
+        A rolled map brings the opposite borders together in the last windows of an axis; attention has to keep them
+        apart (Swin, Fig. 4). None without a shift.
         """
         if not any(self.shift):
             return None
         axes = []
         for size, window, shift in zip(self.padded, self.window, self.shift):
             position = torch.arange(size, device=device)
-            axes.append((position >= size - window).long() + (position >= size - shift).long() if shift else position * 0)
+            axes.append(
+                (position >= size - window).long() + (position >= size - shift).long() if shift else position * 0
+            )
         region = (axes[0][:, None] * 3 + axes[1])[None, ..., None]
         region = self._replace(height=self.padded[0], width=self.padded[1], shift=(0, 0)).partition(region)[..., 0]
         return region[:, :, None] == region[:, None, :]

@@ -1,7 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from .cswin import LinearCSWin
+from .deit import LinearDeiT
 from .pvt import LinearPVT
 from .pvt_v2 import LinearPVTv2
 from .ravlt import RAVLT
 from .swin import LinearSwin
 
-__all__ = ['RAVLT', 'LinearPVT', 'LinearPVTv2', 'LinearSwin']
+__all__ = ['RAVLT', 'LinearCSWin', 'LinearDeiT', 'LinearPVT', 'LinearPVTv2', 'LinearSwin']

@@ -1,10 +1,12 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """What all hosts share: OpenMMLab arguments, checks, stage bookkeeping, freezing, checkpoints."""
 
+from collections.abc import Sequence
 from copy import deepcopy
-from typing import Dict, List, Optional, Sequence, Tuple, Union
+from itertools import islice
+from typing import Optional, Union
 
-import torch
+import numpy as np
 from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule, ModuleList
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
@@ -18,40 +20,33 @@ from ..layers import PositionTable
 Spec = Union[str, dict]
 
 
-class PyramidBackbone(BaseModule):
-    """Base class of the four-stage hosts.
+class Backbone(BaseModule):
+    """What pyramids and plain backbones share.
 
-    A host fills :attr:`arch_zoo` (published sizes) and :attr:`arch_defaults` (what sizes have in common), and builds its stages in ``__init__`` after ``super().__init__`` into ``self.patch_embeds`` (one module
-    a stage: the (B, H, W, C) image or map before to the stage's map) and ``self.stages`` (lists of blocks), and calls :meth:`finish_init` last.
+    Subclasses fill :attr:`arch_zoo` (published sizes) and :attr:`arch_defaults` (what sizes have in common).
 
     Args:
-        arch (str | dict): A name of :attr:`arch_zoo`, or a dict with the keys of its entries.
+        arch (str | dict): A name of :attr:`arch_zoo`, or a dict with ``embed_dims``, ``depths``, ``num_heads`` (one
+            entry a stage) and keys of :attr:`arch_defaults`.
         in_channels (int): Channels of the input image.
-        out_indices (Sequence[int]): Stages whose maps are returned, ascending. Stages after the last one are not built.
-        out_norm (bool): A LayerNorm on each output; False returns raw stage outputs.
         frozen_stages (int): Stem and first stages that are frozen: -1 none, 0 the stem, i the stem and stages 1..i.
         norm_eval (bool): Keep batch norms in eval mode while training (their running statistics stay).
         with_cp (bool): Recompute blocks in the backward pass to save memory.
         drop_path_rate (float, optional): Largest stochastic depth rate, linear over depth; None takes the arch's.
-        stage_attns (Sequence, optional): One attention a stage: a registered name, ``dict(type=name, **options)``, or a list of
-            these with one entry a block. None takes the arch's.
+        stage_attns (Sequence, optional): One attention a stage: a registered name, ``dict(type=name, **options)``, or a
+            list of these with one entry a block. None takes the arch's.
         init_cfg (dict, optional): ``dict(type='Pretrained', checkpoint=...)`` takes released files, own checkpoints and
             ``mmlinattn://NAME``.
 
     Raises:
-        ValueError: For an unknown ``arch`` or attention, a wrong number of ``stage_attns``, ``out_indices`` or
-            ``frozen_stages`` out of range, a head count that does not divide its width.
-
-    Attributes:
-        feature_info (list[dict]): ``stage``, ``channels`` and ``stride`` of each output.
-
-    Shape: (B, in_channels, H, W) with H, W >= 32 -> tuple of (B, C_i, ceil(H / 4 / 2^i), ceil(W / 4 / 2^i)).
+        ValueError: For an unknown ``arch`` or attention, a wrong number of ``stage_attns``, a head count that does not
+        divide its
+            width, a ``drop_path_rate`` out of range.
     """
 
-    arch_zoo: Dict[str, dict] = {}
+    arch_zoo: dict[str, dict] = {}
     arch_defaults: dict = dict(drop_path_rate=0.0)
     out_norm_cfg = dict(type='LN', eps=1e-6)
-    norms_feed_on = False  # whether a stage's norm is part of the network, feeding the next stage
     default_init_cfg = [
         dict(type='TruncNormal', layer='Linear', std=0.02, bias=0.0),
         dict(type='Constant', layer=['LayerNorm', '_BatchNorm'], val=1.0, bias=0.0),
@@ -61,8 +56,6 @@ class PyramidBackbone(BaseModule):
         self,
         arch: Spec,
         in_channels: int = 3,
-        out_indices: Sequence[int] = (0, 1, 2, 3),
-        out_norm: bool = True,
         frozen_stages: int = -1,
         norm_eval: bool = False,
         with_cp: bool = False,
@@ -73,17 +66,11 @@ class PyramidBackbone(BaseModule):
         super().__init__(init_cfg or deepcopy(self.default_init_cfg))
         self.arch = self.resolve_arch(arch)
         self.in_channels = in_channels
-        self.depths: Tuple[int, ...] = tuple(self.arch['depths'])
-        self.embed_dims: Tuple[int, ...] = tuple(self.arch['embed_dims'])
-        num_stages = len(self.depths)
-        self.out_indices = self._check_out_indices(out_indices, num_stages)
-        if not -1 <= frozen_stages <= num_stages:
-            raise ValueError(f'frozen_stages={frozen_stages} has to lie in [-1, {num_stages}]')
         self.frozen_stages = frozen_stages
         self.norm_eval = norm_eval
         self.with_cp = with_cp
-        self.out_norm = out_norm
-        self.num_stages = self.out_indices[-1] + 1
+        self.depths: tuple[int, ...] = tuple(self.arch['depths'])
+        self.embed_dims: tuple[int, ...] = tuple(self.arch['embed_dims'])
         self.block_attns = self._block_attns(self.arch['stage_attns'] if stage_attns is None else stage_attns)
         for dim, heads in zip(self.embed_dims, self.arch['num_heads']):
             if heads < 1 or dim % heads:
@@ -91,20 +78,8 @@ class PyramidBackbone(BaseModule):
         rate = self.arch['drop_path_rate'] if drop_path_rate is None else drop_path_rate
         if not 0 <= rate < 1:
             raise ValueError(f'drop_path_rate={rate} has to lie in [0, 1)')
-        rates = torch.linspace(0, rate, sum(self.depths)).tolist()
-        self.drop_paths: List[List[float]] = [[rates.pop(0) for _ in range(depth)] for depth in self.depths]
-        self.patch_embeds = ModuleList()
-        self.stages = ModuleList()
-
-    def finish_init(self) -> None:
-        """Build the output norms and freeze; hosts call it at the end of ``__init__``."""
-        normed = set(self.out_indices) if self.out_norm else set()
-        if self.norms_feed_on:
-            normed |= set(range(self.num_stages - 1))
-        self.out_norms = nn.ModuleDict(
-            {str(i): build_norm_layer(self.out_norm_cfg, self.embed_dims[i])[1] for i in sorted(normed)}
-        )
-        self._freeze()
+        rates = iter(np.linspace(0, rate, sum(self.depths)).tolist())
+        self.drop_paths: list[list[float]] = [list(islice(rates, depth)) for depth in self.depths]
 
     @classmethod
     def resolve_arch(cls, arch: Spec) -> dict:
@@ -135,15 +110,17 @@ class PyramidBackbone(BaseModule):
         return values
 
     @staticmethod
-    def _check_out_indices(out_indices: Sequence[int], num_stages: int) -> Tuple[int, ...]:
+    def check_out_indices(out_indices: Sequence[int], num_stages: int) -> tuple[int, ...]:
         indices = tuple(out_indices)
         if not indices or list(indices) != sorted(set(indices)) or not 0 <= indices[0] <= indices[-1] < num_stages:
             raise ValueError(f'out_indices={indices} have to be ascending and lie in [0, {num_stages - 1}]')
         return indices
 
-    def _block_attns(self, stage_attns: Sequence) -> List[List[Spec]]:
+    def _block_attns(self, stage_attns: Sequence) -> list[list[Spec]]:
         if isinstance(stage_attns, (str, dict)) or len(stage_attns) != len(self.depths):
-            raise ValueError(f'stage_attns={stage_attns!r} has to have one entry for each of the {len(self.depths)} stages')
+            raise ValueError(
+                f'stage_attns={stage_attns!r} has to have one entry for each of the {len(self.depths)} stages'
+            )
         blocks = []
         for i, (entry, depth) in enumerate(zip(stage_attns, self.depths)):
             specs = [entry] * depth if isinstance(entry, (str, dict)) else list(entry)
@@ -154,18 +131,8 @@ class PyramidBackbone(BaseModule):
             blocks.append(specs)
         return blocks
 
-    @property
-    def feature_info(self) -> List[dict]:
-        return [dict(stage=i, channels=self.embed_dims[i], stride=4 * 2**i) for i in self.out_indices]
-
-    def check_input(self, x: Tensor) -> None:
-        if x.dim() != 4 or x.shape[1] != self.in_channels or x.shape[2] < 32 or x.shape[3] < 32:
-            raise ValueError(
-                f'x has the shape {tuple(x.shape)}; allowed is (B, {self.in_channels}, H, W) with H >= 32 and W >= 32'
-            )
-
     @staticmethod
-    def zoo(sizes: Dict[str, dict], methods: Dict[str, dict], **common) -> Dict[str, dict]:
+    def zoo(sizes: dict[str, dict], methods: dict[str, dict], **common) -> dict[str, dict]:
         """Every size with every method: ``{'method-size': arch}``."""
         return {
             f'{method}-{size}': {**common, **arch, **attns}
@@ -173,46 +140,34 @@ class PyramidBackbone(BaseModule):
             for size, arch in sizes.items()
         }
 
-    def embed(self, stage: int, x: Tensor) -> Tensor:
-        """The map that enters the blocks of a stage."""
-        return self.patch_embeds[stage](x)
+    def check_input(self, x: Tensor) -> None:
+        if x.dim() != 4 or x.shape[1] != self.in_channels or x.shape[2] < 32 or x.shape[3] < 32:
+            raise ValueError(
+                f'x has the shape {tuple(x.shape)}; allowed is (B, {self.in_channels}, H, W) with H >= 32 and W >= 32'
+            )
 
-    def shared(self, stage: int, x: Tensor) -> dict:
-        """Keyword arguments that all blocks of a stage get, computed once a forward pass."""
-        return {}
+    def frozen_modules(self) -> list:
+        """The stem and the first ``frozen_stages`` stages, with what belongs to them."""
+        raise NotImplementedError
 
-    def forward(self, x: Tensor) -> Tuple[Tensor, ...]:
-        self.check_input(x)
-        x = x.permute(0, 2, 3, 1).contiguous()
-        outs = []
-        for i in range(self.num_stages):
-            x = self.embed(i, x)
-            shared = self.shared(i, x)
-            for block in self.stages[i]:
-                if self.with_cp and x.requires_grad:
-                    x = checkpoint(block, x, use_reentrant=False, **shared)
-                else:
-                    x = block(x, **shared)
-            out = self.out_norms[str(i)](x) if str(i) in self.out_norms else x
-            if i in self.out_indices:
-                outs.append((out if self.out_norm else x).permute(0, 3, 1, 2).contiguous())
-            if self.norms_feed_on:
-                x = out
-        return tuple(outs)
-
-    def _freeze(self) -> None:
+    def freeze(self) -> None:
+        """Freeze what ``frozen_stages`` names; subclasses call it at the end of ``__init__``."""
         if self.frozen_stages < 0:
             return
-        frozen = [self.patch_embeds[0], *self.stages[: self.frozen_stages], *self.patch_embeds[1 : self.frozen_stages]]
-        frozen += [norm for i, norm in self.out_norms.items() if int(i) < self.frozen_stages]
-        for module in frozen:
+        for module in self.frozen_modules():
             module.eval()
             for parameter in module.parameters():
                 parameter.requires_grad = False
 
+    def run_block(self, block, x: Tensor, shared: dict) -> Tensor:
+        """One block, recomputed in the backward pass under ``with_cp``."""
+        if self.with_cp and x.requires_grad:
+            return checkpoint(block, x, use_reentrant=False, **shared)
+        return block(x, **shared)
+
     def train(self, mode: bool = True):
         super().train(mode)
-        self._freeze()
+        self.freeze()
         if mode and self.norm_eval:
             for module in self.modules():
                 if isinstance(module, _BatchNorm):
@@ -225,7 +180,8 @@ class PyramidBackbone(BaseModule):
         if self.is_init or not pretrained:
             super().init_weights()
             return
-        # what the checkpoint lacks starts as in training from scratch; MMEngine's own initialiser knows no released layouts
+        # what the checkpoint lacks starts as in training from scratch; MMEngine's own initialiser knows no released
+        # layouts
         given, self.init_cfg = self.init_cfg, deepcopy(self.default_init_cfg)
         super().init_weights()
         self.init_cfg = given
@@ -241,11 +197,91 @@ class PyramidBackbone(BaseModule):
                 state_dict[key] = module.fit(state_dict[key])
         return state_dict
 
+
+class PyramidBackbone(Backbone):
+    """Base class of the four-stage hosts.
+
+    A host builds its stages in ``__init__``, after ``super().__init__``, into ``self.patch_embeds`` (one module a
+    stage: from the (B, H, W, C) image, or map before, to the stage's map) and ``self.stages`` (lists of blocks), and
+    calls :meth:`finish_init` last.
+
+    Args:
+        arch, in_channels, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, init_cfg: See
+            :class:`Backbone`.
+        out_indices (Sequence[int]): Stages whose maps are returned, ascending. Stages after the last one are not built.
+        out_norm (bool): A LayerNorm on each output; False returns raw stage outputs.
+
+    Raises:
+        ValueError: As :class:`Backbone`, and for ``out_indices`` or ``frozen_stages`` out of range.
+
+    Attributes:
+        feature_info (list[dict]): ``stage``, ``channels`` and ``stride`` of each output.
+
+    Shape: (B, in_channels, H, W) with H, W >= 32 -> tuple of (B, C_i, ceil(H / 4 / 2^i), ceil(W / 4 / 2^i)).
+    """
+
+    norms_feed_on = False  # whether a stage's norm is part of the network, feeding the next stage
+
+    def __init__(
+        self, arch: Spec, *, out_indices: Sequence[int] = (0, 1, 2, 3), out_norm: bool = True, **kwargs
+    ) -> None:
+        super().__init__(arch, **kwargs)
+        num_stages = len(self.depths)
+        self.out_indices = self.check_out_indices(out_indices, num_stages)
+        self.num_stages = self.out_indices[-1] + 1
+        if not -1 <= self.frozen_stages <= num_stages:
+            raise ValueError(f'frozen_stages={self.frozen_stages} has to lie in [-1, {num_stages}]')
+        self.out_norm = out_norm
+        self.patch_embeds = ModuleList()
+        self.stages = ModuleList()
+
+    def finish_init(self) -> None:
+        """Build the output norms and freeze; hosts call it at the end of ``__init__``."""
+        normed = set(self.out_indices) if self.out_norm else set()
+        if self.norms_feed_on:
+            normed |= set(range(self.num_stages - 1))
+        self.out_norms = nn.ModuleDict(
+            {str(i): build_norm_layer(self.out_norm_cfg, self.embed_dims[i])[1] for i in sorted(normed)}
+        )
+        self.freeze()
+
+    @property
+    def feature_info(self) -> list[dict]:
+        return [dict(stage=i, channels=self.embed_dims[i], stride=4 * 2**i) for i in self.out_indices]
+
+    def embed(self, stage: int, x: Tensor) -> Tensor:
+        """The map that enters the blocks of a stage."""
+        return self.patch_embeds[stage](x)
+
+    def shared(self, stage: int, x: Tensor) -> dict:
+        """Keyword arguments that all blocks of a stage get, computed once a forward pass."""
+        return {}
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        self.check_input(x)
+        x = x.permute(0, 2, 3, 1).contiguous()
+        outs = []
+        for i in range(self.num_stages):
+            x = self.embed(i, x)
+            shared = self.shared(i, x)
+            for block in self.stages[i]:
+                x = self.run_block(block, x, shared)
+            out = self.out_norms[str(i)](x) if str(i) in self.out_norms else x
+            if i in self.out_indices:
+                outs.append((out if self.out_norm else x).permute(0, 3, 1, 2).contiguous())
+            if self.norms_feed_on:
+                x = out
+        return tuple(outs)
+
+    def frozen_modules(self) -> list:
+        k = self.frozen_stages
+        norms = [norm for i, norm in self.out_norms.items() if int(i) < k]
+        return [self.patch_embeds[0], *self.patch_embeds[1:k], *self.stages[:k], *norms]
+
     def ignorable_keys(self, key: str) -> bool:
         """Whether a checkpoint's key belongs to a part this model was configured not to have (stages after the last
         output, norms of other outputs)."""
         parts = key.split('.')
         if parts[0] == 'out_norms':
             return parts[1] not in self.out_norms
-        return parts[0] in ('patch_embeds', 'stages') and int(parts[1]) >= self.num_stages
-
+        return parts[0] in ('patch_embeds', 'stages') and parts[1].isdigit() and int(parts[1]) >= self.num_stages

@@ -3,7 +3,7 @@ from mmengine.model import ModuleList
 from mmengine.registry import MODELS
 from torch import Tensor
 
-from ..attention import Grid, GlobalAttention, ReducedAttention, get_mixer
+from ..attention import GlobalAttention, Grid, ReducedAttention, get_mixer
 from ..layers import MLP, Block, PatchEmbed, PositionTable
 from .base import PyramidBackbone
 
@@ -21,14 +21,15 @@ def spatial_attention(dim: int, num_heads: int, spec, ratio: int, norm_cfg: dict
 class LinearPVT(PyramidBackbone):
     """Pyramid Vision Transformer with any attention (Wang et al. 2021; InLine Tab. 15, FLatten supplement).
 
-    Position tables, one a stage, are added to the patch embedding and resized to the map. Linear attentions see the whole map, quadratic ones keys
-    reduced by the stage's ``sr_ratios``.
+    Position tables, one a stage, are added to the patch embedding and resized to the map. Linear attentions see the
+    whole map, quadratic ones keys reduced by the stage's ``sr_ratios``.
 
     Args:
-        arch (str | dict): ``{inline,flatten,softmax}-{tiny,small,medium,large}``, or a dict with ``embed_dims``, ``depths``, ``num_heads`` and
-            optionally ``mlp_ratios``, ``sr_ratios``, ``grids`` (trained sizes of the maps), ``stage_attns``, ``drop_path_rate``.
-        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, init_cfg: See
-            :class:`~mmlinattn.backbones.base.PyramidBackbone`.
+        arch (str | dict): ``{inline,flatten,softmax}-{tiny,small,medium,large}``, or a dict with ``embed_dims``,
+            ``depths``, ``num_heads`` and optionally ``mlp_ratios``, ``sr_ratios``, ``grids`` (trained sizes of the
+            maps), ``stage_attns``, ``drop_path_rate``.
+        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, init_cfg:
+            See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
 
     Examples:
         >>> import torch
@@ -59,8 +60,8 @@ class LinearPVT(PyramidBackbone):
     }
     arch_zoo = PyramidBackbone.zoo(sizes, methods, embed_dims=(64, 128, 320, 512))
 
-    def __init__(self, arch='inline-tiny', *args, **kwargs) -> None:
-        super().__init__(arch, *args, **kwargs)
+    def __init__(self, arch='inline-tiny', **kwargs) -> None:
+        super().__init__(arch, **kwargs)
         mlp_ratios, sr_ratios, grids = (self.per_stage(key) for key in ('mlp_ratios', 'sr_ratios', 'grids'))
         self.position_tables = ModuleList()
         for i in range(self.num_stages):
@@ -88,3 +89,10 @@ class LinearPVT(PyramidBackbone):
         x = super().embed(stage, x)
         grid = Grid(*x.shape[1:3])
         return self.position_tables[stage].add_to(x.flatten(1, 2), grid).unflatten(1, grid[:2])
+
+    def frozen_modules(self) -> list:
+        return super().frozen_modules() + list(self.position_tables[: max(self.frozen_stages, 1)])
+
+    def ignorable_keys(self, key: str) -> bool:
+        parts = key.split('.')
+        return super().ignorable_keys(key) or (parts[0] == 'position_tables' and int(parts[1]) >= self.num_stages)

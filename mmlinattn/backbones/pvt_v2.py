@@ -9,15 +9,17 @@ from .pvt import NORM, spatial_attention
 
 @MODELS.register_module()
 class LinearPVTv2(PyramidBackbone):
-    """PVT v2 with any attention (Wang et al. 2022, Tab. 1; FLatten supplement): overlapping patch embedding, convolutional FFN.
+    """PVT v2 with any attention (Wang et al. 2022, Tab. 1; FLatten supplement): overlapping patch embedding,
+    convolutional FFN.
 
     Each stage ends in a LayerNorm that also feeds the next stage; it is the output norm of ``out_norm=True``.
 
     Args:
-        arch (str | dict): ``{flatten,softmax}-{b0,b1,b2,b3,b4}``, or a dict with ``embed_dims``, ``depths``, ``num_heads`` and optionally
-            ``mlp_ratios``, ``sr_ratios``, ``grids`` (trained sizes of the maps), ``stage_attns``, ``drop_path_rate``.
-        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, init_cfg: See
-            :class:`~mmlinattn.backbones.base.PyramidBackbone`.
+        arch (str | dict): ``{flatten,softmax}-{b0,b1,b2,b3,b4}``, or a dict with ``embed_dims``, ``depths``,
+            ``num_heads`` and optionally ``mlp_ratios``, ``sr_ratios``, ``grids`` (trained sizes of the maps),
+            ``stage_attns``, ``drop_path_rate``.
+        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, init_cfg:
+            See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
     """
 
     norms_feed_on = True
@@ -41,8 +43,8 @@ class LinearPVTv2(PyramidBackbone):
     }
     arch_zoo = PyramidBackbone.zoo(sizes, methods, embed_dims=(64, 128, 320, 512), num_heads=(1, 2, 5, 8))
 
-    def __init__(self, arch='flatten-b1', *args, **kwargs) -> None:
-        super().__init__(arch, *args, **kwargs)
+    def __init__(self, arch='flatten-b1', **kwargs) -> None:
+        super().__init__(arch, **kwargs)
         mlp_ratios, sr_ratios, grids = (self.per_stage(key) for key in ('mlp_ratios', 'sr_ratios', 'grids'))
         norm_cfg = dict(type='LN', eps=1e-5)
         for i in range(self.num_stages):

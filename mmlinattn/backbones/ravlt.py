@@ -17,20 +17,21 @@ HYBRID = ('rala', 'rala', 'softmax', 'softmax')
 class RAVLT(PyramidBackbone):
     """Rank-Augmented Vision Linear Transformer (RALA, Tab. 1 and the released code).
 
-    The released models are hybrid: RALA in stages 1-2, softmax attention in stages 3-4, which ``stage_attns`` defaults to.
-    ``stage_attns=('rala',) * 4`` is the fully linear model that the paper describes; ``rotary=False, local_kernel=None``
-    is the paper's plain form of the attention.
+    The released models are hybrid: RALA in stages 1-2, softmax attention in stages 3-4, which ``stage_attns`` defaults
+    to. ``stage_attns=('rala',) * 4`` is the fully linear model that the paper describes; ``rotary=False,
+    local_kernel=None`` is the paper's plain form of the attention.
 
     Args:
         arch (str | dict): ``'tiny'``, ``'small'``, ``'base'``, ``'large'``, or a dict with ``embed_dims``, ``depths``,
             ``num_heads`` and optionally ``mlp_ratios``, ``layer_scales``, ``stage_attns``, ``drop_path_rate``.
         norm_cfg (dict): Batch norm of stem and down-sampling; the released detectors trained ``SyncBN``.
         rotary (bool): Rotary position encoding of queries and keys (release).
-        local_kernel (int, optional): Size of the depth-wise convolution of the values added to the attention (release: 5).
+        local_kernel (int, optional): Size of the depth-wise convolution of the values added to the attention (release:
+            5).
         cpe (bool): Conditional position encoding ``x + DWConv3x3(x)`` before each block (RALA Tab. 9).
         deploy (bool): Build the model as :meth:`switch_to_deploy` leaves it, to load a folded checkpoint.
-        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, init_cfg: See
-            :class:`~mmlinattn.backbones.base.PyramidBackbone`.
+        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, init_cfg:
+            See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
 
     Examples:
         >>> import torch
@@ -72,7 +73,7 @@ class RAVLT(PyramidBackbone):
     def __init__(
         self,
         arch='tiny',
-        *args,
+        *,
         norm_cfg: Optional[dict] = None,
         rotary: bool = True,
         local_kernel: Optional[int] = 5,
@@ -80,7 +81,7 @@ class RAVLT(PyramidBackbone):
         deploy: bool = False,
         **kwargs,
     ) -> None:
-        super().__init__(arch, *args, **kwargs)
+        super().__init__(arch, **kwargs)
         norm_cfg = norm_cfg or dict(type='BN')
         self.rotary = rotary
         mlp_ratios, layer_scales = self.per_stage('mlp_ratios'), self.per_stage('layer_scales')
@@ -95,7 +96,9 @@ class RAVLT(PyramidBackbone):
                 ModuleList(
                     Block(
                         dim,
-                        GlobalAttention(dim, self.arch['num_heads'][i], spec, gate='projection', local_kernel=local_kernel),
+                        GlobalAttention(
+                            dim, self.arch['num_heads'][i], spec, gate='projection', local_kernel=local_kernel
+                        ),
                         ConvFFN(dim, int(dim * mlp_ratios[i])),
                         norm_cfg=dict(type='LN', eps=1e-6),
                         drop_path=rate,

@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Sequence, Union
+from collections.abc import Sequence
+from typing import Union
 
 from mmengine.model import ModuleList
 from mmengine.registry import MODELS
@@ -16,17 +17,19 @@ NORM = dict(type='LN', eps=1e-5)
 class LinearSwin(PyramidBackbone):
     """Swin Transformer with any attention (Liu et al. 2021; InLine Tab. 16-17, FLatten supplement).
 
-    Blocks with a linear attention look at windows of the size of the stage in training, without shift and relative bias; blocks with
-    a quadratic one at ordinary shifted windows with relative position bias. Maps are padded to whole windows and padding is masked.
+    Blocks with a linear attention look at windows of the size of the stage in training, without shift and relative
+    bias; blocks with a quadratic one at ordinary shifted windows with relative position bias. Maps are padded to whole
+    windows and padding is masked.
 
     Args:
-        arch (str | dict): ``{inline,flatten}-{tiny,small,base,base-384}``, ``softmax-{tiny,small,base,base-384}``, or a dict with
-            ``embed_dims``, ``depths``, ``num_heads`` and optionally ``mlp_ratios``, ``window`` (of quadratic attentions), ``linear_windows`` (of linear
-            ones), ``stage_attns``, ``drop_path_rate``.
-        window_size (str | int | Sequence | None): ``'trained'`` takes the arch's windows. None makes the stages with a linear attention
-            global (quadratic ones keep their windows), an int is the window of all stages, a sequence has one such entry a stage.
-        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, init_cfg: See
-            :class:`~mmlinattn.backbones.base.PyramidBackbone`.
+        arch (str | dict): ``{inline,flatten}-{tiny,small,base,base-384}``, ``softmax-{tiny,small,base,base-384}``, or a
+            dict with ``embed_dims``, ``depths``, ``num_heads`` and optionally ``mlp_ratios``, ``window`` (of quadratic
+            attentions), ``linear_windows`` (of linear ones), ``stage_attns``, ``drop_path_rate``.
+        window_size (str | int | Sequence | None): ``'trained'`` takes the arch's windows. None makes the stages with a
+            linear attention global (quadratic ones keep their windows), an int is the window of all stages, a sequence
+            has one such entry a stage.
+        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, init_cfg:
+            See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
 
     Raises:
         ValueError: For a ``window_size`` of another form, or below 1.
@@ -49,8 +52,12 @@ class LinearSwin(PyramidBackbone):
     )
     sizes = {
         'tiny': dict(embed_dims=(96, 192, 384, 768), depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24)),
-        'small': dict(embed_dims=(96, 192, 384, 768), depths=(2, 2, 18, 2), num_heads=(3, 6, 12, 24), drop_path_rate=0.3),
-        'base': dict(embed_dims=(128, 256, 512, 1024), depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32), drop_path_rate=0.5),
+        'small': dict(
+            embed_dims=(96, 192, 384, 768), depths=(2, 2, 18, 2), num_heads=(3, 6, 12, 24), drop_path_rate=0.3
+        ),
+        'base': dict(
+            embed_dims=(128, 256, 512, 1024), depths=(2, 2, 18, 2), num_heads=(4, 8, 16, 32), drop_path_rate=0.5
+        ),
     }
     sizes['base-384'] = dict(sizes['base'], window=12, linear_windows=(96, 48, 24, 12))
     methods = {
@@ -68,9 +75,9 @@ class LinearSwin(PyramidBackbone):
     }
 
     def __init__(
-        self, arch='inline-tiny', *args, window_size: Union[str, int, Sequence, None] = 'trained', **kwargs
+        self, arch='inline-tiny', *, window_size: Union[str, int, Sequence, None] = 'trained', **kwargs
     ) -> None:
-        super().__init__(arch, *args, **kwargs)
+        super().__init__(arch, **kwargs)
         mlp_ratios, trained = self.per_stage('mlp_ratios'), self.per_stage('linear_windows')
         window_sizes = self._window_sizes(window_size)
         for i in range(self.num_stages):

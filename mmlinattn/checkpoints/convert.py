@@ -79,9 +79,7 @@ def convert_state(checkpoint: Any, source: str, model: nn.Module) -> Conversion:
     of_backbone, report = fit_backbone(model.backbone, strip_prefix(state, 'backbone'))
     of_rest, rest_report = fit_state(_rest(model.state_dict()), _rest(state))
     fits = {**{f'backbone.{key}': value for key, value in of_backbone.items()}, **of_rest}
-    report = LoadReport(
-        *([f'backbone.{key}' for key in keys] + rest for keys, rest in zip(report, rest_report))
-    )
+    report = LoadReport(*([f'backbone.{key}' for key in keys] + rest for keys, rest in zip(report, rest_report)))
     # Batch counters are the one thing a file may lack: PyTorch's own strict loading wants them.
     for key, value in model.state_dict().items():
         if key.endswith('num_batches_tracked'):

@@ -111,9 +111,7 @@ def _download_with_retries(link: str, file: BinaryIO, path: Path, progress: bool
                     f'cannot download {link} ({error}); check the connection, or fetch the file '
                     f'by other means and put it at {path}'
                 ) from error
-            print_log(
-                f'{link}: {error}; trying again in {wait:g} s', 'current', level=logging.WARNING
-            )
+            print_log(f'{link}: {error}; trying again in {wait:g} s', 'current', level=logging.WARNING)
         time.sleep(wait)
 
 

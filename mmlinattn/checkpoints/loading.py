@@ -66,8 +66,7 @@ def load_pretrained(
     ]
     if problems:
         print_log(
-            f'{checkpoint} and {type(backbone).__name__} do not match exactly. '
-            + '; '.join(problems),
+            f'{checkpoint} and {type(backbone).__name__} do not match exactly. ' + '; '.join(problems),
             logger=logger,
             level=logging.WARNING,
         )

@@ -64,10 +64,7 @@ def released_checkpoints() -> dict[str, Released]:
             backbone = _backbone_name(row['model'])
             stem = f'{backbone}_{_TASK_SUFFIX[row["trained_for"]]}'
             is_classifier = row['trained_for'] == 'ImageNet-1K'
-            file_name = (
-                os.path.basename(urlsplit(row['link']).path)
-                or f'{backbone if is_classifier else stem}.pth'
-            )
+            file_name = os.path.basename(urlsplit(row['link']).path) or f'{backbone if is_classifier else stem}.pth'
             for name in (backbone, stem) if is_classifier else (stem,):
                 table[name] = Released(name, row['link'], file_name, bare=name == backbone)
     return table
@@ -84,6 +81,4 @@ def find_released(name: str) -> Released:
         return table[name]
     close = difflib.get_close_matches(name, table, n=5, cutoff=0.5)
     known = close + [other for other in table if other not in close]
-    raise CheckpointError(
-        f'no published checkpoint is called {name!r}; known names: {", ".join(known)}'
-    )
+    raise CheckpointError(f'no published checkpoint is called {name!r}; known names: {", ".join(known)}')

@@ -149,9 +149,7 @@ _LISTED_PICKLE = types.SimpleNamespace(
 
 def _torch_load(path: Path, map_location: Any) -> Any:
     if not _TORCH_HAS_ALLOW_LIST:
-        return torch.load(
-            path, map_location=map_location, pickle_module=_LISTED_PICKLE, weights_only=False
-        )
+        return torch.load(path, map_location=map_location, pickle_module=_LISTED_PICKLE, weights_only=False)
     allow_safe_globals()
     return torch.load(path, map_location=map_location, weights_only=True)
 
@@ -229,6 +227,5 @@ def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu') -> Any:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         detail = next((li for li in lines if 'WeightsUnpickler error' in li), (lines or [''])[0])
         raise CheckpointError(
-            f'{path} cannot be read ({type(error).__name__}: {detail[:200]}); '
-            'the file may be cut short or damaged'
+            f'{path} cannot be read ({type(error).__name__}: {detail[:200]}); the file may be cut short or damaged'
         ) from error

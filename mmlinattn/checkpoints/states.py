@@ -13,10 +13,7 @@ _STATE_KEYS = ('state_dict', 'model', 'model_ema', 'state_dict_ema')
 # Parts of OpenMMLab models beside the backbone. A key of one of them in a bare file is a head.
 _HEADS = tuple(
     f'{part}.'
-    for part in (
-        'head neck rpn_head roi_head bbox_head mask_head decode_head auxiliary_head '
-        'data_preprocessor'
-    ).split()
+    for part in ('head neck rpn_head roi_head bbox_head mask_head decode_head auxiliary_head data_preprocessor').split()
 )
 
 
@@ -88,9 +85,7 @@ def backbone_state(
     part = strip_prefix(state, prefix or 'backbone')
     # A bare backbone has no prefix to take away, so asking for 'backbone.' is not held against it.
     if not part and prefix and prefix.rstrip('.') != 'backbone':
-        raise CheckpointError(
-            f'{source} holds nothing under prefix {prefix!r}; its keys are like {some(state)}'
-        )
+        raise CheckpointError(f'{source} holds nothing under prefix {prefix!r}; its keys are like {some(state)}')
     state = part or state
     layout = find_layout(state)
     if layout is not None:
@@ -140,9 +135,7 @@ def fit_state(
         loaded=list(fits),
         # Batch counters are not weights: files converted from elsewhere lack them.
         missing=[
-            key
-            for key in own
-            if key not in state and not key.endswith('num_batches_tracked') and not ignorable(key)
+            key for key in own if key not in state and not key.endswith('num_batches_tracked') and not ignorable(key)
         ],
         unexpected=[key for key in left_over if not ignorable(key)],
         mismatched=[
@@ -154,9 +147,7 @@ def fit_state(
     )
 
 
-def fit_backbone(
-    backbone: nn.Module, state: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor], LoadReport]:
+def fit_backbone(backbone: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LoadReport]:
     """:func:`fit_state` for a backbone, which may take part.
 
     Its ``adapt_state_dict(state)`` rewrites the state (position tables of another size); its

@@ -21,9 +21,7 @@ FOLDERS = tuple(f'{kind}/{split}' for kind in TOP_LEVEL[:2] for split in _SPLITS
 _KINDS = (*SHAPES, UNLABELLED_SHAPE)
 
 
-def write_picture(
-    root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]
-) -> dict:
+def write_picture(root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> dict:
     """Write the ``number``-th picture (from 1) of ``split`` with its map; return its statistics."""
     scene = draw_scene(rng, size, num_shapes=0 if is_empty(number) else None, kinds=_KINDS)
     values = [ADE_CLASSES.index(kind) + 1 for kind in SHAPES] + [0]

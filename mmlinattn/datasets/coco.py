@@ -17,9 +17,7 @@ FOLDERS = TOP_LEVEL
 _FILLS = ('plain', 'plain', 'plain', 'striped')  # mostly plain: a small model learns it in minutes
 
 
-def write_picture(
-    root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]
-) -> dict:
+def write_picture(root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> dict:
     """Write the ``number``-th picture (from 1) of ``split``; return its part of the annotations."""
     num_shapes = 0 if is_empty(number) else None
     scene = draw_scene(rng, size, num_shapes=num_shapes, fills=_FILLS)
@@ -42,9 +40,7 @@ def write_picture(
 
 def write_index(root: Path, records: dict[str, list[dict]]) -> None:
     """Write ``annotations/instances_{train,val}2017.json``."""
-    categories = [
-        dict(id=i, name=name, supercategory='shape') for i, name in enumerate(COCO_CLASSES, start=1)
-    ]
+    categories = [dict(id=i, name=name, supercategory='shape') for i, name in enumerate(COCO_CLASSES, start=1)]
     for split, pictures in records.items():
         instances = [instance for picture in pictures for instance in picture['instances']]
         content = dict(

@@ -19,9 +19,7 @@ WNIDS = tuple(f'n9{label:07d}' for label in range(len(IMAGENET_CLASSES)))  # sor
 FOLDERS = (*(f'{split}/{wnid}' for split in ('train', 'val') for wnid in WNIDS), 'meta')
 
 
-def write_picture(
-    root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]
-) -> str:
+def write_picture(root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> str:
     """Write the ``number``-th picture (from 1) of ``split``; return its line of the list."""
     label = (number - 1) % len(IMAGENET_CLASSES)  # equally many of each class
     shape, fill = divmod(label, len(FILLS))

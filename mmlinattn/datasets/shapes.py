@@ -136,9 +136,7 @@ def draw_scene(
 
 def _check(size, num_shapes, kinds, fills, diameters, min_visible) -> None:
     if len(size) != 2 or not all(MIN_SIDE <= side <= MAX_SIDE for side in size):
-        raise ValueError(
-            f'size must be a width and a height from {MIN_SIDE} to {MAX_SIDE} pixels, got {size}'
-        )
+        raise ValueError(f'size must be a width and a height from {MIN_SIDE} to {MAX_SIDE} pixels, got {size}')
     if num_shapes is not None and not 0 <= num_shapes <= 255:
         raise ValueError(f'num_shapes must be from 0 to 255, got {num_shapes}')
     for name, given, known in (('kinds', kinds, tuple(_FORMS)), ('fills', fills, FILLS)):
@@ -163,9 +161,7 @@ def _place(rng: np.random.Generator, size: tuple[int, int], side: int, centred: 
     x, y = (width // 2, height // 2) if centred else rng.integers(0, size)
     left, top = int(x) - side // 2, int(y) - side // 2
     x0, x1, y0, y1 = max(left, 0), min(left + side, width), max(top, 0), min(top + side, height)
-    return _Place(
-        (slice(y0, y1), slice(x0, x1)), (slice(y0 - top, y1 - top), slice(x0 - left, x1 - left))
-    )
+    return _Place((slice(y0, y1), slice(x0, x1)), (slice(y0 - top, y1 - top), slice(x0 - left, x1 - left)))
 
 
 def _coverage(rng: np.random.Generator, kind: str, diameter: float) -> np.ndarray:

@@ -20,9 +20,7 @@ FOREGROUND_CONTRAST = 110.0
 NEIGHBOUR_CONTRAST = 75.0
 
 
-def draw_background(
-    rng: np.random.Generator, size: tuple[int, int], kind: str
-) -> tuple[np.ndarray, np.ndarray]:
+def draw_background(rng: np.random.Generator, size: tuple[int, int], kind: str) -> tuple[np.ndarray, np.ndarray]:
     """Draw one background.
 
     Args:
@@ -91,9 +89,7 @@ def _soft_square_wave(distance: np.ndarray, period: float) -> np.ndarray:
     return np.clip((phase - 0.25) * period + 0.5, 0, 1)
 
 
-def contrasting_colour(
-    rng: np.random.Generator, background: np.ndarray, neighbours: list[np.ndarray]
-) -> np.ndarray:
+def contrasting_colour(rng: np.random.Generator, background: np.ndarray, neighbours: list[np.ndarray]) -> np.ndarray:
     """A random colour that stands out from the background's colours and from the neighbours'.
 
     Args:
@@ -117,9 +113,7 @@ def _distances(one: np.ndarray, two: np.ndarray) -> np.ndarray:
     return np.linalg.norm(one[:, None] - two[None], axis=-1)
 
 
-def draw_fill(
-    rng: np.random.Generator, side: int, colour: np.ndarray, fill: str, diameter: float
-) -> np.ndarray:
+def draw_fill(rng: np.random.Generator, side: int, colour: np.ndarray, fill: str, diameter: float) -> np.ndarray:
     """Surface of one shape: lightly shaded, with darker or lighter bands where ``striped``.
 
     Args:

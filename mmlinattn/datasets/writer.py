@@ -57,10 +57,7 @@ class DatasetSpec:
             if getattr(self, name) < least:
                 raise ValueError(f'{name} must be at least {least}, got {getattr(self, name)}')
         if len(self.size) != 2 or not all(MIN_SIDE <= side <= MAX_SIDE for side in self.size):
-            raise ValueError(
-                f'size must be a width and a height from {MIN_SIDE} to {MAX_SIDE} pixels, '
-                f'got {self.size}'
-            )
+            raise ValueError(f'size must be a width and a height from {MIN_SIDE} to {MAX_SIDE} pixels, got {self.size}')
         if not 0 <= self.size_jitter <= 0.5:
             raise ValueError(f'size_jitter must be from 0 to 0.5, got {self.size_jitter}')
 

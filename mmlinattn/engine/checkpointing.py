@@ -113,14 +113,10 @@ class SafeCheckpointHook(CheckpointHook):
                 **self.args,
             )
             if is_main_process():
-                AtomicLocalBackend().put_text(
-                    self.last_ckpt, osp.join(runner.work_dir, 'last_checkpoint')
-                )
+                AtomicLocalBackend().put_text(self.last_ckpt, osp.join(runner.work_dir, 'last_checkpoint'))
         if is_main_process():
             for old_step in outdated:
-                self._remove(
-                    self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(old_step))
-                )
+                self._remove(self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(old_step)))
 
     def _save_best_checkpoint(self, runner, metrics) -> None:
         backend = self.file_backend

@@ -77,10 +77,8 @@ def load_config(args: argparse.Namespace) -> Config:
             installed, or the work dir cannot be written.
     """
     os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
-    cfg = _read(args.config)
+    cfg = read_config(args.config)
     scope = cfg.get('default_scope')
-    if scope in PIP_NAMES and find_spec(scope) is None:
-        raise RunError(_not_installed(scope, args.config))
     cfg.launcher = args.launcher
     if scope == 'mmpretrain':
         _set_mmpretrain_loader_defaults(cfg)
@@ -99,13 +97,24 @@ def load_config(args: argparse.Namespace) -> Config:
 
 
 def _not_installed(scope: str, config: str) -> str:
-    return (
-        f'{config} needs {scope}, which is not installed in {sys.executable}: '
-        f'pip install {PIP_NAMES[scope]}'
-    )
+    return f'{config} needs {scope}, which is not installed in {sys.executable}: pip install {PIP_NAMES[scope]}'
 
 
-def _read(path: str) -> Config:
+def read_config(path: str) -> Config:
+    """Read a config whose task can run here.
+
+    Raises:
+        RunError: It is missing or not readable, or the package of its ``default_scope`` is not
+            installed.
+    """
+    cfg = _parse(path)
+    scope = cfg.get('default_scope')
+    if scope in PIP_NAMES and find_spec(scope) is None:
+        raise RunError(_not_installed(scope, path))
+    return cfg
+
+
+def _parse(path: str) -> Config:
     if not osp.isfile(path):
         raise RunError(f'config {path!r}: no such file.')
     try:
@@ -119,9 +128,7 @@ def _read(path: str) -> Config:
         raise RunError(f'config {path!r} cannot be read: {error}') from error
     except Exception as error:
         # A config is a program: anything may be raised by one with a mistake in it.
-        raise RunError(
-            f'config {path!r} cannot be read: {type(error).__name__}: {error}'
-        ) from error
+        raise RunError(f'config {path!r} cannot be read: {type(error).__name__}: {error}') from error
 
 
 def _set_mmpretrain_loader_defaults(cfg: Config) -> None:
@@ -175,9 +182,7 @@ def check_checkpoint(path: str, name: str) -> str:
     Raises:
         RunError: ``path`` is local and there is no such file.
     """
-    is_address = '://' in path and any(
-        path.startswith(prefix) for prefix in CheckpointLoader._schemes if prefix
-    )
+    is_address = '://' in path and any(path.startswith(prefix) for prefix in CheckpointLoader._schemes if prefix)
     if not is_address and not osp.isfile(osp.expanduser(path)):
         raise RunError(f'{name} {path!r}: no such file.')
     return path
@@ -219,9 +224,7 @@ def drop_amp_on_cpu(cfg: Config, is_asked: bool) -> None:
                 wrapper.pop(key, None)
     elif is_asked and kind != 'AmpOptimWrapper':
         if kind != 'OptimWrapper':
-            raise RunError(
-                f"--amp: optim_wrapper.type is {kind!r}; only 'OptimWrapper' can be switched."
-            )
+            raise RunError(f"--amp: optim_wrapper.type is {kind!r}; only 'OptimWrapper' can be switched.")
         wrapper.type = 'AmpOptimWrapper'
         wrapper.setdefault('loss_scale', 'dynamic')
 

@@ -42,9 +42,7 @@ class CPUDistributedDataParallel(MMDistributedDataParallel):
 
 def _slurm_master() -> str:
     nodes = os.environ['SLURM_NODELIST']
-    found = subprocess.run(
-        ['scontrol', 'show', 'hostnames', nodes], capture_output=True, text=True, check=True
-    )
+    found = subprocess.run(['scontrol', 'show', 'hostnames', nodes], capture_output=True, text=True, check=True)
     return found.stdout.split()[0]
 
 
@@ -94,9 +92,7 @@ def prepare_distributed(cfg: Config) -> None:
     wrapper = dict(cfg.get('model_wrapper_cfg') or {})
     kind = wrapper.get('type', 'MMDistributedDataParallel')
     if kind not in ('MMDistributedDataParallel', CPUDistributedDataParallel.__name__):
-        raise RunError(
-            f'model_wrapper_cfg.type = {kind!r} needs an accelerator, and there is none.'
-        )
+        raise RunError(f'model_wrapper_cfg.type = {kind!r} needs an accelerator, and there is none.')
     wrapper.setdefault('broadcast_buffers', False)  # MMEngine's defaults without a wrapper config
     wrapper.setdefault('find_unused_parameters', cfg.get('find_unused_parameters', False))
     wrapper['type'] = CPUDistributedDataParallel.__name__

@@ -46,9 +46,7 @@ class FiniteLossHook(Hook):
     # Before the checkpoint hook (VERY_LOW) and before the logger averages the value away.
     priority = 'VERY_HIGH'
 
-    def after_train_iter(
-        self, runner, batch_idx: int, data_batch=None, outputs: Optional[dict] = None
-    ) -> None:
+    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: Optional[dict] = None) -> None:
         """Look at the summed loss of this iteration on every process."""
         loss = (outputs or {}).get('loss')
         if not isinstance(loss, torch.Tensor):
@@ -82,9 +80,7 @@ class FiniteLossHook(Hook):
         broken = [
             name
             for name, value in checkpoint.get('state_dict', {}).items()
-            if isinstance(value, torch.Tensor)
-            and value.is_floating_point()
-            and not torch.isfinite(value).all()
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and not torch.isfinite(value).all()
         ]
         if broken:
             raise RunError(

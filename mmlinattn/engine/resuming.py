@@ -174,9 +174,7 @@ class ExactResumeHook(Hook):
 
     def _rebuild(self, loader: DataLoader, config: dict) -> DataLoader:
         dataset = loader.dataset
-        sampler = DATA_SAMPLERS.build(
-            dict(config['sampler']), default_args=dict(dataset=dataset, seed=self.seed)
-        )
+        sampler = DATA_SAMPLERS.build(dict(config['sampler']), default_args=dict(dataset=dataset, seed=self.seed))
         if config.get('batch_sampler') is None:
             batch_sampler = BatchSampler(sampler, loader.batch_size, loader.drop_last)
         else:

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 class Block(BaseModule):
     """Pre-norm transformer block with what any host may want of it.
 
-    ``x = position(x); x = x + gamma1 * attn(norm1(x)); x = x + gamma2 * ffn(norm2(x))``, each branch under stochastic depth.
+    ``x = position(x); x = x + gamma1 * attn(norm1(x)); x = x + gamma2 * ffn(norm2(x))``, each branch under stochastic
+    depth.
 
     Args:
         dim (int): Width C.
-        attn (nn.Module): Takes and gives maps (or tokens) of width C; gets the stage's shared keyword arguments and, where
-            its ``wants_input`` is true, the block's input before the norm as ``source``.
+        attn (nn.Module): Takes and gives maps (or tokens) of width C; gets the stage's shared keyword arguments and,
+            where its ``wants_input`` is true, the block's input before the norm as ``source``.
         ffn (nn.Module): Takes and gives maps of width C.
         norm_cfg (dict): Both norms, over the last axis.
         drop_path (float): Rate of stochastic depth.

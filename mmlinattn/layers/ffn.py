@@ -24,7 +24,8 @@ class MLP(BaseModule):
 
 
 class ConvFFN(MLP):
-    """RAVLT's feed-forward network on (B, H, W, C): linear, GELU, ``h + DWConv3x3(h)``, linear. Arguments as :class:`MLP`."""
+    """RAVLT's feed-forward network on (B, H, W, C): linear, GELU, ``h + DWConv3x3(h)``, linear. Arguments as
+    :class:`MLP`."""
 
     def __init__(self, dim: int, hidden_dim: int, init_cfg=None) -> None:
         super().__init__(dim, hidden_dim, init_cfg)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Optional, Tuple
+from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,8 @@ def rotary_table(
 ) -> Tensor:
     """Two-dimensional rotary position encoding of the released RAVLT.
 
-    The first half of a head turns with the row, the second half with the column, by ``1 / base ** linspace(0, 1, head_dim / 4)``
-    radians a token, index 0 at the top left. Channel pairs are interleaved: (0, 1), (2, 3), ...
+    The first half of a head turns with the row, the second half with the column, by ``1 / base ** linspace(0, 1,
+    head_dim / 4)`` radians a token, index 0 at the top left. Channel pairs are interleaved: (0, 1), (2, 3), ...
 
     Args:
         height, width (int): Grid.
@@ -27,7 +27,9 @@ def rotary_table(
         ValueError: If ``head_dim`` is no multiple of 4.
     """
     if head_dim % 4:
-        raise ValueError(f'rotary encoding: head_dim={head_dim} has to be a multiple of 4 (change num_heads or rotary=False)')
+        raise ValueError(
+            f'rotary encoding: head_dim={head_dim} has to be a multiple of 4 (change num_heads or rotary=False)'
+        )
     speed = base ** -torch.linspace(0, 1, head_dim // 4, device=device, dtype=dtype)
     rows = torch.arange(height, device=device, dtype=dtype)[:, None] * speed
     columns = torch.arange(width, device=device, dtype=dtype)[:, None] * speed
@@ -62,7 +64,7 @@ class ResidualDWConv(nn.Conv2d):
         return x + F.conv2d(image, self.weight, self.bias, 1, self.padding, 1, self.groups).permute(0, 2, 3, 1)
 
 
-def resize_table(table: Tensor, grid: Tuple[int, int], size: Tuple[int, int], prefix: int = 0) -> Tensor:
+def resize_table(table: Tensor, grid: tuple[int, int], size: tuple[int, int], prefix: int = 0) -> Tensor:
     """(1, prefix + grid, C) -> (1, prefix + size, C), bilinear with ``align_corners=False``; class tokens stay."""
     image = table[:, prefix:].unflatten(1, tuple(grid)).permute(0, 3, 1, 2)
     # in float32: neither CPU nor CUDA interpolates every half type
@@ -83,13 +85,13 @@ class PositionTable(nn.Module):
     device change, so that a sequence of equal images resizes it once.
     """
 
-    def __init__(self, dim: int, grid: Tuple[int, int], prefix: int = 0) -> None:
+    def __init__(self, dim: int, grid: tuple[int, int], prefix: int = 0) -> None:
         super().__init__()
         self.grid = tuple(grid)
         self.prefix = prefix
         self.weight = nn.Parameter(torch.zeros(1, prefix + self.grid[0] * self.grid[1], dim))
         nn.init.trunc_normal_(self.weight, std=0.02)
-        self._resized: Optional[Tuple[tuple, Tensor]] = None
+        self._resized: Optional[tuple[tuple, Tensor]] = None
 
     def resized(self, height: int, width: int) -> Tensor:
         """The table for a grid of ``height`` x ``width``, (1, prefix + height * width, C)."""
@@ -106,7 +108,8 @@ class PositionTable(nn.Module):
         return table
 
     def fit(self, weight: Tensor) -> Tensor:
-        """A checkpoint's table, (1, prefix + n * n, C), for this grid; of another form it stays as it is, for the report."""
+        """A checkpoint's table, (1, prefix + n * n, C), for this grid; of another form it stays as it is, for the
+        report."""
         side = round(max(weight.shape[1] - self.prefix, 0) ** 0.5)
         if weight.shape == self.weight.shape or weight.dim() != 3 or side**2 + self.prefix != weight.shape[1]:
             return weight

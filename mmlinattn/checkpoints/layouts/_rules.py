@@ -2,7 +2,7 @@
 """Renaming by rules, and the rules for what hosts have in common."""
 
 import re
-from typing import Mapping, Sequence, Tuple
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ def down(match: 're.Match') -> int:
     return int(match[1]) - 1
 
 
-def convert(state: Mapping[str, Tensor], rules: Sequence[tuple]) -> Tuple[dict, dict, list]:
+def convert(state: Mapping[str, Tensor], rules: Sequence[tuple]) -> tuple[dict, dict, list]:
     """Apply every rule, in order, to every key.
 
     Args:

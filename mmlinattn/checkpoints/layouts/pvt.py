@@ -19,7 +19,9 @@ def matches(keys) -> bool:
 
 def convert(state) -> tuple:
     # FLatten-PVT carries a final norm that its forward pass never applies
-    unused = [key for key in ('norm.weight', 'norm.bias') if key in state and 'block1.0.attn.positional_encoding' in state]
+    unused = [
+        key for key in ('norm.weight', 'norm.bias') if key in state and 'block1.0.attn.positional_encoding' in state
+    ]
     backbone, head, dropped = _rules.convert({k: v for k, v in state.items() if k not in unused}, _RULES)
     dropped += unused
     return _rules.join_qkv(backbone), head, dropped

@@ -1,0 +1,96 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from mmengine.model import ModuleList
+from mmengine.registry import MODELS
+from torch import Tensor
+
+from ..attention import Cuts, StripeAttention, WindowAttention, get_mixer
+from ..layers import MLP, Block, PatchEmbed
+from .base import PyramidBackbone
+
+NORM = dict(type='LN', eps=1e-5)
+LEPE = 3
+
+
+class WholeMapAttention(WindowAttention):
+    """CSWin's single branch: the whole map, LePE on the values, context from the block's input before its norm."""
+
+    def __init__(self, dim: int, num_heads: int, spec, grid: int) -> None:
+        super().__init__(dim, num_heads, spec, window=None, grid=(grid, grid), local_kernel=LEPE)
+        self.wants_input = self.mixer.context
+
+
+@MODELS.register_module()
+class LinearCSWin(PyramidBackbone):
+    """CSWin Transformer with any attention (Dong et al. 2022; InLine Tab. 18, FLatten supplement).
+
+    Blocks with a quadratic attention look at cross-shaped windows, half of the heads in vertical and half in horizontal
+    stripes whose length follows the map; those of the last stage and blocks with a linear attention at the whole map.
+    Each branch adds a locally-enhanced position encoding (LePE, depth-wise 3x3 convolution of the values).
+
+    Args:
+        arch (str | dict): ``{inline,flatten}-{tiny,small,base,base-384}``, ``softmax-{tiny,small,base,base-384}``, or a
+            dict with ``embed_dims``, ``depths``, ``num_heads`` and optionally ``mlp_ratios``, ``stripes`` (widths of
+            the stripes, None for the whole map), ``grids`` (trained sizes of the maps), ``stage_attns``,
+            ``drop_path_rate``.
+        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, init_cfg:
+            See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
+
+    Examples:
+        >>> import torch
+        >>> from mmlinattn.backbones import LinearCSWin
+        >>> model = LinearCSWin('inline-tiny').eval()
+        >>> [tuple(out.shape) for out in model(torch.rand(1, 3, 64, 90))]
+        [(1, 64, 16, 23), (1, 128, 8, 12), (1, 256, 4, 6), (1, 512, 2, 3)]
+    """
+
+    out_norm_cfg = NORM
+    arch_defaults = dict(
+        mlp_ratios=4,
+        stripes=(1, 2, 7, None),
+        grids=(56, 28, 14, 7),
+        drop_path_rate=0.2,
+        stage_attns=('softmax',) * 4,
+    )
+    _narrow = dict(embed_dims=(64, 128, 256, 512), num_heads=(2, 4, 8, 16))
+    _wide = dict(embed_dims=(96, 192, 384, 768), num_heads=(4, 8, 16, 32), drop_path_rate=0.5)
+    _at_384 = dict(stripes=(1, 2, 12, None), grids=(96, 48, 24, 12))
+    _inline = dict(stage_attns=('inline', 'inline', 'softmax', 'softmax'))
+    _flatten = dict(stage_attns=('focused', 'focused', 'softmax', 'softmax'))
+    arch_zoo = {
+        'inline-tiny': dict(_narrow, **_inline, depths=(2, 4, 18, 1)),
+        'inline-small': dict(_narrow, **_inline, depths=(3, 6, 29, 2), drop_path_rate=0.4),
+        'inline-base': dict(_wide, **_inline, depths=(3, 6, 29, 2)),
+        'inline-base-384': dict(_wide, **_inline, **_at_384, depths=(3, 6, 29, 2)),
+        'flatten-tiny': dict(_narrow, **_flatten, depths=(2, 4, 18, 1)),
+        'flatten-small': dict(_narrow, **_flatten, depths=(2, 4, 32, 2), drop_path_rate=0.4),
+        'flatten-base': dict(_wide, **_flatten, depths=(3, 6, 29, 2)),
+        'flatten-base-384': dict(_wide, **_flatten, **_at_384, depths=(3, 6, 29, 2)),
+        # the published CSWin (CSWin Tab. 1)
+        'softmax-tiny': dict(_narrow, depths=(1, 2, 21, 1)),
+        'softmax-small': dict(_narrow, depths=(2, 4, 32, 2), drop_path_rate=0.4),
+        'softmax-base': dict(_wide, depths=(2, 4, 32, 2)),
+        'softmax-base-384': dict(_wide, **_at_384, depths=(2, 4, 32, 2)),
+    }
+
+    def __init__(self, arch='inline-tiny', **kwargs) -> None:
+        super().__init__(arch, **kwargs)
+        mlp_ratios, stripes, grids = (self.per_stage(key) for key in ('mlp_ratios', 'stripes', 'grids'))
+        for i in range(self.num_stages):
+            dim, heads = self.embed_dims[i], self.arch['num_heads'][i]
+            if i == 0:
+                # padded to a multiple of 4 first, so that odd sizes round up
+                self.patch_embeds.append(PatchEmbed(self.in_channels, dim, 7, 4, 2, norm_cfg=NORM))
+            else:
+                self.patch_embeds.append(PatchEmbed(self.embed_dims[i - 1], dim, 3, 2, 1, norm_cfg=NORM))
+            blocks = ModuleList()
+            for spec, rate in zip(self.block_attns[i], self.drop_paths[i]):
+                if stripes[i] is not None and get_mixer(spec)[0].quadratic:
+                    attn = StripeAttention(dim, heads, spec, stripes[i], local_kernel=LEPE)
+                else:
+                    attn = WholeMapAttention(dim, heads, spec, grids[i])
+                blocks.append(Block(dim, attn, MLP(dim, int(dim * mlp_ratios[i])), norm_cfg=NORM, drop_path=rate))
+            self.stages.append(blocks)
+        self.finish_init()
+
+    def shared(self, stage: int, x: Tensor) -> dict:
+        return dict(cuts=Cuts(x))

@@ -1,0 +1,146 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from collections.abc import Sequence
+from typing import Union
+
+import torch
+from mmcv.cnn import build_norm_layer
+from mmengine.model import ModuleList
+from mmengine.registry import MODELS
+from torch import Tensor, nn
+
+from ..attention import Attention, Grid
+from ..attention.base import to_map
+from ..layers import MLP, Block, PatchEmbed, PositionTable
+from .base import Backbone
+
+NORM = dict(type='LN', eps=1e-6)
+OUT_TYPES = ('raw', 'cls_token', 'featmap', 'avg_featmap')
+
+
+@MODELS.register_module()
+class LinearDeiT(Backbone):
+    """DeiT with any attention (Touvron et al. 2021; InLine Tab. 14, FLatten Fig. 6).
+
+    One stage of equal blocks over 16x16 patches, class token in front. Attention is global; terms over the grid (local
+    residual, depth-wise convolution) act on the patch tokens.
+
+    Args:
+        arch (str | dict): ``inline-{tiny,small,base}``, ``flatten-tiny``, ``softmax-{tiny,small,base}``, or a dict with
+            ``embed_dims``, ``depths``, ``num_heads`` (sequences of length one) and optionally ``mlp_ratios``, ``grid``
+            (patches a side in training), ``stage_attns``, ``drop_path_rate``.
+        out_indices (Sequence[int] | int): Blocks whose tokens are returned; negative ones count from the last.
+        out_type (str): As MMPretrain's ``VisionTransformer``: ``'cls_token'`` (B, C), ``'featmap'`` (B, C, ceil(H /
+            16), ceil(W / 16)), ``'avg_featmap'`` (B, C), the mean of the patch tokens, ``'raw'`` (B, 1 + N, C).
+        out_norm (bool): The final LayerNorm on each output.
+        stage_attns (Sequence, optional): One entry: an attention, or a list of one a block.
+        in_channels, frozen_stages, norm_eval, with_cp, drop_path_rate, init_cfg: See
+            :class:`~mmlinattn.backbones.base.Backbone`; ``frozen_stages`` counts blocks.
+
+    Raises:
+        ValueError: For an unknown ``out_type``.
+
+    Shape: (B, in_channels, H, W), H, W >= 32, any size -> tuple with one tensor an output, see ``out_type``.
+
+    Examples:
+        >>> import torch
+        >>> from mmlinattn.backbones import LinearDeiT
+        >>> LinearDeiT('inline-tiny', out_type='featmap').eval()(torch.rand(1, 3, 64, 90))[0].shape
+        torch.Size([1, 192, 4, 6])
+    """
+
+    out_norm_cfg = NORM
+    arch_defaults = dict(
+        mlp_ratios=4, grid=14, qkv_bias=True, absolute_position=True, drop_path_rate=0.1, stage_attns=('softmax',)
+    )
+    sizes = {
+        'tiny': dict(embed_dims=(192,), depths=(12,), num_heads=(3,)),
+        'small': dict(embed_dims=(384,), depths=(12,), num_heads=(6,)),
+        'base': dict(embed_dims=(768,), depths=(12,), num_heads=(12,)),
+    }
+    arch_zoo = {
+        # InLine Tab. 14: width, heads and resolution are its own
+        'inline-tiny': dict(embed_dims=(192,), depths=(12,), num_heads=(6,), stage_attns=('inline',)),
+        'inline-small': dict(embed_dims=(320,), depths=(12,), num_heads=(10,), grid=18, stage_attns=('inline',)),
+        'inline-base': dict(embed_dims=(384,), depths=(12,), num_heads=(12,), grid=28, stage_attns=('inline',)),
+        # no code was released; of the plausible forms this one has the 6.1 M of FLatten Fig. 6 (6.19 M with both): each
+        # block's attention has a position table of its own
+        'flatten-tiny': dict(sizes['tiny'], stage_attns=('focused',), qkv_bias=False, absolute_position=False),
+        'softmax-tiny': sizes['tiny'],
+        'softmax-small': sizes['small'],
+        'softmax-base': sizes['base'],
+    }
+
+    def __init__(
+        self,
+        arch='inline-tiny',
+        out_type: str = 'cls_token',
+        out_indices: Union[int, Sequence[int]] = -1,
+        out_norm: bool = True,
+        **kwargs,
+    ) -> None:
+        super().__init__(arch, **kwargs)
+        if out_type not in OUT_TYPES:
+            raise ValueError(f'out_type={out_type!r} has to be one of {OUT_TYPES}')
+        self.out_type = out_type
+        depth, dim, side = self.depths[0], self.embed_dims[0], self.arch['grid']
+        indices = [out_indices] if isinstance(out_indices, int) else list(out_indices)
+        self.out_indices = self.check_out_indices([i + depth if i < 0 else i for i in indices], depth)
+        self.num_blocks = self.out_indices[-1] + 1
+        if not -1 <= self.frozen_stages <= depth:
+            raise ValueError(f'frozen_stages={self.frozen_stages} has to lie in [-1, {depth}]')
+        self.patch_embeds = ModuleList([PatchEmbed(self.in_channels, dim, 16, 16)])
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
+        nn.init.trunc_normal_(self.cls_token, std=0.02)
+        self.position_table = PositionTable(dim, (side, side), prefix=1) if self.arch['absolute_position'] else None
+        self.blocks = ModuleList(
+            Block(
+                dim,
+                Attention(dim, self.arch['num_heads'][0], spec, grid=(side, side), qkv_bias=self.arch['qkv_bias']),
+                MLP(dim, int(dim * self.arch['mlp_ratios'])),
+                norm_cfg=NORM,
+                drop_path=rate,
+            )
+            for spec, rate in list(zip(self.block_attns[0], self.drop_paths[0]))[: self.num_blocks]
+        )
+        self.out_norm = build_norm_layer(self.out_norm_cfg, dim)[1] if out_norm else None
+        self.freeze()
+
+    @property
+    def feature_info(self) -> list[dict]:
+        return [dict(stage=i, channels=self.embed_dims[0], stride=16) for i in self.out_indices]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        self.check_input(x)
+        x = self.patch_embeds[0](x.permute(0, 2, 3, 1).contiguous())
+        grid = Grid(x.shape[1], x.shape[2], prefix=1)
+        x = torch.cat((self.cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x.flatten(1, 2)), dim=1)
+        if self.position_table is not None:
+            x = self.position_table.add_to(x, grid)
+        outs = []
+        for i, block in enumerate(self.blocks):
+            x = self.run_block(block, x, dict(grid=grid))
+            if i in self.out_indices:
+                outs.append(self.output(x if self.out_norm is None else self.out_norm(x), grid))
+        return tuple(outs)
+
+    def output(self, x: Tensor, grid: Grid) -> Tensor:
+        if self.out_type == 'raw':
+            return x
+        if self.out_type == 'cls_token':
+            return x[:, 0]
+        return to_map(x, grid).contiguous() if self.out_type == 'featmap' else x[:, 1:].mean(dim=1)
+
+    def frozen_modules(self) -> list:
+        stem = [self.patch_embeds] if self.position_table is None else [self.patch_embeds, self.position_table]
+        return [*stem, *self.blocks[: self.frozen_stages]]
+
+    def freeze(self) -> None:
+        super().freeze()
+        if self.frozen_stages >= 0:
+            self.cls_token.requires_grad = False
+
+    def ignorable_keys(self, key: str) -> bool:
+        parts = key.split('.')
+        if parts[0] == 'out_norm':
+            return self.out_norm is None
+        return parts[0] == 'blocks' and len(parts) > 1 and parts[1].isdigit() and int(parts[1]) >= self.num_blocks

@@ -1,0 +1,19 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Released DeiT files: InLine-DeiT and the softmax baseline."""
+
+from . import _rules
+
+_RULES = [
+    (r'^pos_embed$', 'position_table.weight'),
+    (r'^patch_embed\.', 'patch_embeds.0.'),
+    (r'^norm\.', 'out_norm.'),
+    *_rules.ATTENTION,
+]
+
+
+def matches(keys) -> bool:
+    return 'pos_embed' in keys and 'blocks.0.attn.qkv.weight' in keys
+
+
+def convert(state) -> tuple:
+    return _rules.convert(state, _RULES)
