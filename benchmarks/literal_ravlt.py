@@ -2,7 +2,8 @@
 """RAVLT as the equations are written: the yardstick of the benchmarks, and a twin in the tests.
 
 Plain NCHW maps with permutes around each LayerNorm and attention, 1x1 convolutions, an explicit N x N softmax map, each
-factor of RALA Eq. 2-6 a tensor of its own. It reads the weights of a :class:`mmlinattn.backbones.RAVLT`, so both compute the same function.
+factor of RALA Eq. 2-6 a tensor of its own. It reads the weights of a :class:`mmlinattn.backbones.RAVLT`, so both
+compute the same function.
 """
 
 import torch

@@ -21,9 +21,7 @@ from mmlinattn.engine.cli import (
 )
 from mmlinattn.engine.data_check import explained_empty_data
 
-VISUALIZATION_HOOKS = dict(
-    mmdet='DetVisualizationHook', mmseg='SegVisualizationHook', mmpretrain='VisualizationHook'
-)
+VISUALIZATION_HOOKS = dict(mmdet='DetVisualizationHook', mmseg='SegVisualizationHook', mmpretrain='VisualizationHook')
 
 
 def parse_args() -> argparse.Namespace:

@@ -28,18 +28,14 @@ def parse_args() -> argparse.Namespace:
         metavar='CHECKPOINT',
         help='continue from CHECKPOINT, or without one from the last in the work dir',
     )
-    parser.add_argument(
-        '--amp', action='store_true', help='mixed precision (fp32 where there is no accelerator)'
-    )
+    parser.add_argument('--amp', action='store_true', help='mixed precision (fp32 where there is no accelerator)')
     parser.add_argument(
         '--auto-scale-lr',
         action='store_true',
         help='scale the learning rate by actual batch size / auto_scale_lr.base_batch_size',
     )
     parser.add_argument('--no-validate', action='store_true', help='do not evaluate while training')
-    parser.add_argument(
-        '--no-persistent-workers', action='store_true', help='restart loader workers every epoch'
-    )
+    parser.add_argument('--no-persistent-workers', action='store_true', help='restart loader workers every epoch')
     add_common_arguments(parser)
     return parser.parse_args()
 

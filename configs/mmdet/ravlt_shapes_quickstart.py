@@ -27,9 +27,7 @@ model = dict(
         bbox_roi_extractor=dict(out_channels=width),
         bbox_head=dict(in_channels=width, fc_out_channels=256, num_classes=num_classes),
         mask_roi_extractor=dict(out_channels=width),
-        mask_head=dict(
-            num_convs=2, in_channels=width, conv_out_channels=width, num_classes=num_classes
-        ),
+        mask_head=dict(num_convs=2, in_channels=width, conv_out_channels=width, num_classes=num_classes),
     ),
     train_cfg=dict(
         rpn_proposal=dict(nms_pre=256, max_per_img=256),

@@ -1,0 +1,169 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Time, peak memory and work of a callable; nothing in here knows a model."""
+
+import gc
+import multiprocessing
+import platform
+import resource
+import statistics
+import time
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Callable, Optional
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+MIB = 2**20
+
+
+def interleaved_times(calls: dict[str, Callable], repeats: int, device: str = 'cpu') -> dict[str, float]:
+    """Median seconds of each call; one after the other in each round, so that a busy spell of
+    the machine hits all of them."""
+    seconds = defaultdict(list)
+    for call in calls.values():
+        call()  # warm-up: kernels chosen, memory mapped
+    for _ in range(repeats):
+        for name, call in calls.items():
+            synchronise(device)
+            start = time.perf_counter()
+            call()
+            synchronise(device)
+            seconds[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def synchronise(device: str) -> None:
+    if device == 'cuda':
+        torch.cuda.synchronize()
+
+
+def matmul_call(device: str, dtype: torch.dtype, size: Optional[int] = None):
+    """A large matrix product, and its multiply-adds: the yardstick for what the machine can do."""
+    size = size or (8192 if device == 'cuda' else 1536)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    return (lambda: a @ b), size**3
+
+
+# --- memory -----------------------------------------------------------------------------------
+
+
+def _status(field: str) -> int:
+    """A field of /proc/self/status in bytes."""
+    for line in Path('/proc/self/status').read_text().splitlines():
+        if line.startswith(field + ':'):
+            return int(line.split()[1]) * 1024
+    raise KeyError(field)
+
+
+def _reset_high_water() -> bool:
+    """Forget the largest resident size so far (Linux); False where that is not allowed."""
+    try:
+        Path('/proc/self/clear_refs').write_text('5')
+    except OSError:
+        return False
+    return True
+
+
+def _rss_growth(prepare: Callable, arguments: tuple, threads: int) -> int:
+    torch.set_num_threads(threads)
+    small, large = prepare(*arguments)
+    small()  # libraries and thread pools are loaded and started at a size that needs little memory
+    gc.collect()
+    if _reset_high_water():
+        before = _status('VmRSS')
+        large()
+        return _status('VmHWM') - before
+    unit = 1 if platform.system() == 'Darwin' else 1024
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    large()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit - before
+
+
+def peak_rss(prepare: Callable, arguments: tuple, threads: int) -> int:
+    """Largest growth of the resident memory during a call, in bytes, measured in a fresh process.
+
+    Args:
+        prepare: a function of a module, called with ``arguments`` in the new process; returns a
+            call of small size to warm up with, and the call to measure.
+        arguments: picklable.
+        threads: of torch.
+
+    Weights, inputs, code and thread stacks are there before and do not count; whatever the call
+    allocates does: outputs, temporaries, caches of re-ordered weights, gradients.
+    """
+    spawn = multiprocessing.get_context('spawn')  # a fork would start with our freed pages
+    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+        return pool.submit(_rss_growth, prepare, arguments, threads).result()
+
+
+def peak_cuda(call: Callable) -> int:
+    """Largest growth of allocated CUDA memory during a call, in bytes."""
+    call()
+    gc.collect()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+# --- work -------------------------------------------------------------------------------------
+
+
+def multiply_adds(build: Callable[[], torch.nn.Module], *shape: int) -> int:
+    """Multiply-adds of matrix products, convolutions and attention in a forward pass.
+
+    Nothing is computed: only shapes pass through the model that ``build`` returns.
+    """
+    # the plain form of softmax attention consists of operations that the counter knows
+    with FakeTensorMode(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        model = build().eval()
+        with FlopCounterMode(display=False) as counter:
+            model(torch.empty(shape))
+    return counter.get_total_flops() // 2
+
+
+# the first hit counts, in this order
+GROUPS = {
+    'softmax attention': ('scaled_dot_product', 'flash_attention', 'efficient_attention'),
+    'matrix products': ('::mm', '::addmm', '::bmm', '::baddbmm', '::linear', 'mkldnn_linear'),
+    'convolutions': ('conv',),
+    'norms': ('_norm', 'batch_norm', 'layer_norm'),
+    'copies': ('copy', 'clone', 'cat', 'stack', 'contiguous', '::pad', '::_to', '::to', 'fill_'),
+}
+
+
+def group_of(name: str, shapes: Optional[list]) -> str:
+    for group, parts in GROUPS.items():
+        if any(part in name for part in parts):
+            if group == 'convolutions':
+                weights = [s for s in shapes or [] if len(s) == 4]
+                depthwise = any(s[1] == 1 and s[0] > 1 and s[2] > 1 for s in weights)
+                return 'depth-wise convolutions' if depthwise else 'dense convolutions'
+            return group
+    return 'element-wise and reductions'
+
+
+def breakdown(call: Callable, device: str = 'cpu') -> dict[str, float]:
+    """Share of the time of each group of operations, largest first."""
+    activities = [ProfilerActivity.CPU]
+    if device == 'cuda':
+        activities.append(ProfilerActivity.CUDA)
+    call()
+    with profile(activities=activities, record_shapes=True) as profiler:
+        call()
+        synchronise(device)
+    total = defaultdict(float)
+    field = 'self_device_time_total' if device == 'cuda' else 'self_cpu_time_total'
+    for event in profiler.key_averages(group_by_input_shape=True):
+        # on CUDA the operator that launched a kernel carries its time; kernels are listed besides
+        if event.key.startswith('aten::') or device == 'cpu':
+            total[group_of(event.key, event.input_shapes)] += getattr(event, field)
+    whole = sum(total.values()) or 1.0
+    return {g: t / whole for g, t in sorted(total.items(), key=lambda item: -item[1])}

@@ -1,0 +1,18 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+_base_ = [
+    'mmdet::_base_/models/mask-rcnn_r50_fpn.py',
+    'mmdet::_base_/datasets/coco_instance.py',
+    '../_base_/schedules/adamw_pvt_1x.py',
+    'mmdet::_base_/default_runtime.py',
+    '../_base_/default_runtime.py',
+]
+
+model = dict(
+    backbone=dict(
+        _delete_=True,
+        type='LinearPVT',
+        arch='inline-tiny',
+        init_cfg=dict(type='Pretrained', checkpoint='mmlinattn://inline_pvt_t'),
+    ),
+    neck=dict(in_channels=[64, 128, 320, 512]),
+)

@@ -1,0 +1,20 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+# No row of a paper: the recipe is Swin's.
+_base_ = [
+    '../_base_/models/upernet_ade20k.py',
+    '../_base_/datasets/ade20k_8xb2.py',
+    '../_base_/schedules/adamw_swin_upernet_160k.py',
+    'mmseg::_base_/default_runtime.py',
+    '../_base_/default_runtime.py',
+]
+
+model = dict(
+    backbone=dict(
+        _delete_=True,
+        type='LinearCSWin',
+        arch='inline-tiny',
+        init_cfg=dict(type='Pretrained', checkpoint='mmlinattn://inline_cswin_t'),
+    ),
+    decode_head=dict(in_channels=[64, 128, 256, 512]),
+    auxiliary_head=dict(in_channels=256),
+)

@@ -1,0 +1,6 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+_base_ = './inline_pvt_t_fpn_80k.py'
+
+model = dict(
+    backbone=dict(arch='inline-medium', init_cfg=dict(checkpoint='mmlinattn://inline_pvt_m')),
+)

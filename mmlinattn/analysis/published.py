@@ -1,0 +1,108 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The papers' tables, row by row, with the name of the config that each row has here."""
+
+import csv
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+from ..checkpoints.released import _backbone_name as backbone_name
+from ..checkpoints.released import released_checkpoints
+
+TABLES = Path(__file__).parents[1] / 'tables'
+_METHODS = {
+    'Mask R-CNN': 'maskrcnn',
+    'Cascade Mask R-CNN': 'cascade',
+    'RetinaNet': 'retinanet',
+    'Semantic FPN': 'fpn',
+    'UperNet': 'upernet',
+}
+_FLOPS = {'mmdet': 'flops_G_1280x800', 'mmseg': 'flops_G_512x2048', 'mmpretrain': 'flops_G'}
+_METRICS = {
+    'mmdet': {
+        'AP_b': 'box AP',
+        'AP50_b': 'box AP50',
+        'AP75_b': 'box AP75',
+        'AP_m': 'mask AP',
+        'AP50_m': 'mask AP50',
+        'AP75_m': 'mask AP75',
+    },
+    'mmseg': {'mIoU': 'mIoU', 'mAcc': 'mAcc'},
+    'mmpretrain': {'top1': 'Top 1 Accuracy'},
+}
+
+
+class Row(NamedTuple):
+    """One row of a paper's table.
+
+    Attributes:
+        task: ``mmdet``, ``mmseg`` or ``mmpretrain``.
+        model: the backbone as the paper calls it.
+        recipe: method and schedule, or the resolution of a classifier.
+        source: paper and table.
+        params: millions of parameters as printed, '' where the table has none.
+        released_params: the same of the released code, to 0.01 M, or ''.
+        flops: G of the paper's operations as printed, or ''.
+        metrics: metric -> figure, of those printed.
+        resolution: side of the classifier's image, else None.
+    """
+
+    task: str
+    model: str
+    recipe: str
+    source: str
+    params: str
+    released_params: str
+    flops: str
+    metrics: dict
+    resolution: Optional[int]
+
+    @property
+    def stem(self) -> str:
+        """Stem of the row's config."""
+        if self.task == 'mmpretrain':
+            return f'{backbone_name(self.model)}_in1k'
+        method, _, schedule = self.recipe.rpartition(' ')
+        return f'{backbone_name(self.model)}_{_METHODS[method]}_{schedule.replace("+MS", "")}'
+
+    @property
+    def name(self) -> str:
+        """Config of the row without suffix, ``task/stem``."""
+        return f'{self.task}/{self.stem}'
+
+    @property
+    def paper(self) -> str:
+        """First word of the source: the paper that has the row."""
+        return self.source.split()[0]
+
+    @property
+    def link(self) -> Optional[str]:
+        """The authors' checkpoint of the whole model."""
+        released = released_checkpoints().get(self.stem)
+        return released and released.link
+
+
+def read_rows(task: str) -> list[Row]:
+    """The rows of a task's table, in its order.
+
+    Args:
+        task: ``mmdet``, ``mmseg`` or ``mmpretrain``.
+    """
+    table = {'mmdet': 'detection', 'mmseg': 'segmentation', 'mmpretrain': 'classification'}[task]
+    rows = []
+    with open(TABLES / f'{table}.csv', newline='', encoding='utf-8') as file:
+        for line in csv.DictReader(file):
+            is_classifier = task == 'mmpretrain'
+            rows.append(
+                Row(
+                    task=task,
+                    model=line['model'] if is_classifier else line['backbone'],
+                    recipe=line['resolution'] if is_classifier else f'{line["method"]} {line["schedule"]}',
+                    source=line['source'],
+                    params=line['params_M'],
+                    released_params=line.get('released_params_M', ''),
+                    flops=line[_FLOPS[task]],
+                    metrics={name: float(line[key]) for key, name in _METRICS[task].items() if line[key]},
+                    resolution=int(line['resolution']) if is_classifier else None,
+                )
+            )
+    return rows

@@ -1,0 +1,63 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What the tests of configs share: loading without waiting, models without random weights."""
+
+import contextlib
+import functools
+from pathlib import Path
+from unittest import mock
+
+import mmengine.config.utils as config_utils
+import torch
+from mmengine.config import Config
+from mmengine.registry import MODELS, init_default_scope
+from torch import nn
+
+ROOT = Path(__file__).parents[1]
+CONFIG_DIR = ROOT / 'configs'
+CASCADE = 'mmdet/ravlt_b_cascade_3x'
+# No row of a paper: the small detector of tools/quickstart.sh
+UNPUBLISHED = {'mmdet/ravlt_shapes_quickstart'}
+CONFIGS = sorted(
+    name
+    for path in CONFIG_DIR.glob('mm*/*.py')
+    if (name := f'{path.parent.name}/{path.stem}') not in UNPUBLISHED
+)
+
+# MMEngine reads a project's whole model index, over a second, for each upstream base.
+_read_once = functools.cache(config_utils.load)
+_INITIALISERS = (
+    'kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ uniform_ normal_'.split()
+)
+
+
+def configs_of(prefix: str) -> list[str]:
+    """Names (``task/stem``) that begin so."""
+    return [name for name in CONFIGS if name.startswith(prefix)]
+
+
+@functools.cache
+def load(name: str) -> Config:
+    """A config by its name; not to be changed."""
+    with mock.patch.object(config_utils, 'load', _read_once):
+        return Config.fromfile(CONFIG_DIR / f'{name}.py')
+
+
+def build(name: str, random_init: bool = True, **options) -> tuple[nn.Module, Config]:
+    """The model of a config and the config, made to train from scratch as a user would.
+
+    Args:
+        name: ``task/stem``.
+        random_init: False leaves memory as it is, which builds 100 M parameters in no time.
+        options: as after ``--cfg-options``, with ``__`` for dots.
+    """
+    cfg = load(name).copy()
+    cfg.merge_from_dict({'model.backbone.init_cfg': None})
+    cfg.merge_from_dict({key.replace('__', '.'): value for key, value in options.items()})
+    init_default_scope(cfg.default_scope)
+    # as the Runner does; MMPretrain keeps it outside the model
+    cfg.model.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
+    with contextlib.ExitStack() as stack:
+        for initialiser in () if random_init else _INITIALISERS:
+            keep = mock.patch.object(torch.nn.init, initialiser, lambda tensor, *_, **__: tensor)
+            stack.enter_context(keep)
+        return MODELS.build(cfg.model), cfg

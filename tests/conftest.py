@@ -1,0 +1,22 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What all tests share. Helpers next to the tests are imported by name (``import goldens``)."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+# the benchmarks' literal model is a twin of the fast one in the tests
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / 'benchmarks'))
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """Each test draws the same random numbers, alone or in any order."""
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items):
+    """Slow tests run last: a broken equation shows within seconds."""
+    items.sort(key=lambda item: item.get_closest_marker('slow') is not None)

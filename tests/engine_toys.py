@@ -1,0 +1,95 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The smallest Runner that trains: a linear model on random vectors, with random augmentation."""
+
+import random
+
+import numpy as np
+import torch
+from mmengine.dataset import BaseDataset
+from mmengine.evaluator import BaseMetric
+from mmengine.model import BaseModel
+from mmengine.registry import DATASETS, MODELS
+from mmengine.runner import Runner
+from mmengine.structures import BaseDataElement
+from torch import nn
+
+
+@DATASETS.register_module(force=True)
+class ToyDataset(BaseDataset):
+    """Vectors of width 4, jittered by every generator an augmentation may use."""
+
+    def __init__(self, size=12, **kwargs):
+        self.size = size
+        super().__init__(serialize_data=size > 0, **kwargs)
+
+    def load_data_list(self):
+        return [dict(img_path=f'folder/{i}.jpg') for i in range(self.size)]
+
+    def __getitem__(self, index):
+        jitter = random.random() + np.random.rand() + torch.rand(()).item()
+        inputs = torch.full((4,), float(index)) / self.size + jitter
+        return dict(inputs=inputs, data_samples=BaseDataElement(metainfo=self.get_data_info(index)))
+
+
+@MODELS.register_module(force=True)
+class ToyModel(BaseModel):
+    """One linear layer behind dropout; the loss is not finite once ``bad_at`` steps were done."""
+
+    def __init__(self, bad_at=None, break_weights=False):
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.dropout = nn.Dropout(0.5)
+        self.bad_at = bad_at
+        self.break_weights = break_weights
+        self.steps = 0
+
+    def forward(self, inputs, data_samples=None, mode='loss'):
+        x = torch.stack(list(inputs))
+        if mode != 'loss':
+            return data_samples
+        self.steps += 1
+        loss = self.layer(self.dropout(x)).square().mean()
+        if self.bad_at is not None and self.steps > self.bad_at:
+            if self.break_weights:  # a finite loss whose step leaves broken weights behind
+                self.layer.weight.register_hook(lambda grad: grad * float('nan'))
+            else:
+                loss = loss * float('nan')
+        return dict(loss=loss)
+
+
+class Count(BaseMetric):
+    """A metric that counts, and grows with every evaluation."""
+
+    calls = 0
+
+    def process(self, data_batch, data_samples):
+        self.results.append(len(data_samples))
+
+    def compute_metrics(self, results):
+        Count.calls += 1
+        return dict(acc=float(Count.calls))
+
+
+def make_runner(work_dir, hooks, train_cfg=None, loader=None, model=None, name='toy', **kwargs):
+    """A Runner of 2 epochs of 3 batches of 4 samples, ready for ``train()``."""
+    train_dataloader = dict(
+        dataset=dict(type='ToyDataset'),
+        sampler=dict(type='DefaultSampler', shuffle=True),
+        batch_size=4,
+        num_workers=0,
+    )
+    train_dataloader.update(loader or {})
+    default_hooks = dict(logger=dict(type='LoggerHook', interval=1), **kwargs.pop('default_hooks', {}))
+    return Runner(
+        model=dict(type='ToyModel', **(model or {})),
+        work_dir=str(work_dir),
+        train_dataloader=train_dataloader,
+        train_cfg=train_cfg or dict(by_epoch=True, max_epochs=2),
+        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)),
+        custom_hooks=hooks,
+        default_hooks=default_hooks,
+        log_level='ERROR',
+        experiment_name=f'{name}_{work_dir}_{random.random()}',
+        default_scope='mmengine',
+        **kwargs,
+    )

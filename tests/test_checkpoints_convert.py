@@ -1,0 +1,217 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_helpers import ARCH, released_ravlt, with_package
+from mmengine.runner import load_checkpoint
+
+from mmlinattn.checkpoints import CheckpointError, load_file
+from mmlinattn.checkpoints.convert import build_model, convert_checkpoint, main
+
+TOOL = Path(__file__).parents[1] / 'tools' / 'convert_checkpoint.py'
+HEADER = "custom_imports = dict(imports=['mmlinattn'], allow_failed_imports=False)\n"
+# Nothing may be fetched to build a model: this name is nobody's.
+BACKBONE = (
+    f"dict(_delete_=True, type='RAVLT', arch={ARCH}, "
+    "init_cfg=dict(type='Pretrained', checkpoint='mmlinattn://nobody'))"
+)
+MODELS = {
+    'mmdet mask-rcnn': (
+        'mmdet',
+        'mask-rcnn_r50_fpn.py',
+        f'backbone={BACKBONE}, neck=dict(in_channels={list(ARCH["embed_dims"])})',
+    ),
+    'mmdet cascade': (
+        'mmdet',
+        'cascade-mask-rcnn_r50_fpn.py',
+        f'backbone={BACKBONE}, neck=dict(in_channels={list(ARCH["embed_dims"])})',
+    ),
+    'mmdet retinanet': (
+        'mmdet',
+        'retinanet_r50_fpn.py',
+        f'backbone={BACKBONE}, neck=dict(in_channels={list(ARCH["embed_dims"])})',
+    ),
+    'mmseg fpn': (
+        'mmseg',
+        'fpn_r50.py',
+        f'backbone={BACKBONE}, neck=dict(in_channels={list(ARCH["embed_dims"])}), pretrained=None',
+    ),
+    'mmseg upernet': (
+        'mmseg',
+        'upernet_r50.py',
+        f'backbone={BACKBONE}, decode_head=dict(in_channels={list(ARCH["embed_dims"])}), '
+        "auxiliary_head=dict(in_channels=24), pretrained='mmlinattn://nobody'",
+    ),
+}
+
+
+def write_config(folder, name='mmdet mask-rcnn', extra='') -> Path:
+    scope, base, model = MODELS[name]
+    pytest.importorskip(scope)
+    path = folder / 'config.py'
+    path.write_text(
+        f"_base_ = '{scope}::_base_/models/{base}'\ndefault_scope = '{scope}'\n"
+        f'{HEADER}model = dict({model}{extra})\n'
+    )
+    return path
+
+
+def released_model(config) -> dict:
+    """The file its authors would have published: old backbone names, today's head names."""
+    state = build_model(config).state_dict()
+    state = {key: v for key, v in state.items() if not key.startswith('backbone.')}
+    state.update({f'backbone.{key}': v for key, v in released_ravlt(dense=True).items()})
+    return {'state_dict': state, 'meta': {'CLASSES': ('cat', 'dog'), 'epoch': 12}, 'optimizer': {}}
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_a_released_model_loads_strictly(tmp_path, name):
+    config = write_config(tmp_path, name)
+    source, target = tmp_path / 'released.pth', tmp_path / 'ours.pth'
+    released = released_model(config)
+    torch.save(released, source)
+    conversion = convert_checkpoint(source, target, config)
+    assert conversion.complete
+    model = build_model(config)
+    load_checkpoint(model, str(target), strict=True)
+    model.load_state_dict(load_file(target)['state_dict'], strict=True)
+    stem = model.state_dict()['backbone.patch_embeds.0.layers.0.weight']
+    assert torch.equal(stem, released['state_dict']['backbone.patch_embed.proj.0.weight'])
+
+
+def test_the_written_file_says_where_it_comes_from(tmp_path):
+    config = write_config(tmp_path)
+    torch.save(released_model(config), tmp_path / 'released.pth')
+    convert_checkpoint(tmp_path / 'released.pth', tmp_path / 'ours.pth', config)
+    meta = load_file(tmp_path / 'ours.pth')['meta']
+    assert meta['source'] == 'released.pth' and meta['mmlinattn_version']
+    assert meta['dataset_meta'] == {'classes': ('cat', 'dog')}
+
+
+def test_norms_of_outputs_the_model_does_not_use_are_dropped_with_a_note(tmp_path, capsys):
+    config = write_config(tmp_path)
+    torch.save(released_model(config), tmp_path / 'released.pth')
+    text = config.read_text().replace("type='RAVLT'", "type='RAVLT', out_indices=(1, 2, 3)")
+    widths = list(ARCH['embed_dims'])
+    text = text.replace(f'in_channels={widths}', f'in_channels={widths[1:]}, num_outs=4')
+    config.write_text(text)
+    # The neck has a level less, so that part of the file is left over: only the norm is dropped.
+    status = main(
+        [str(tmp_path / 'released.pth'), str(tmp_path / 'ours.pth'), '--config', str(config)]
+    )
+    out, err = capsys.readouterr()
+    assert status == 1 and 'backbone.out_norms.0.weight' in out
+    assert 'out_norms' not in err and 'neck.lateral_convs.3.conv.weight' in err
+
+
+@pytest.mark.parametrize('dense', [False, True])
+def test_a_backbone_alone_does_not_make_a_detector(tmp_path, capsys, dense):
+    config = write_config(tmp_path)
+    source, target = tmp_path / 'RAVLT_B.pth', tmp_path / 'ours.pth'
+    torch.save({'model': released_ravlt(dense)}, source)
+    assert main([str(source), str(target), '--config', str(config)]) == 1
+    listed = capsys.readouterr().err.splitlines()
+    assert not target.exists()
+    assert '  neck.fpn_convs.0.conv.weight' in listed
+    assert '  roi_head.bbox_head.fc_cls.weight' in listed
+    assert ('  backbone.out_norms.0.weight' in listed) != dense
+    assert ('  head.fc.weight' in listed) != dense  # left over from the classifier
+    assert listed[-1].startswith('Hint') and str(source) in listed[-1]
+
+
+def test_the_tool_writes_a_file(tmp_path):
+    config = write_config(tmp_path)
+    source, target = tmp_path / 'released.pth', tmp_path / 'ours.pth'
+    torch.save(released_model(config), source)
+    done = subprocess.run(
+        [sys.executable, TOOL, source, target, '--config', config],
+        capture_output=True,
+        text=True,
+        env=with_package(),
+    )
+    assert done.returncode == 0, done.stderr
+    assert 'dropped' in done.stdout and 'RoPE.angle' in done.stdout
+    load_checkpoint(build_model(config), str(target), strict=True)
+
+
+def test_the_tool_exits_non_zero_in_one_line(tmp_path):
+    source = tmp_path / 'page.pth'
+    source.write_text('<html>Please log in</html>')
+    done = subprocess.run(
+        [sys.executable, TOOL, source, tmp_path / 'ours.pth', '--config', 'config.py'],
+        capture_output=True,
+        text=True,
+        env=with_package(),
+    )
+    assert done.returncode != 0 and 'Traceback' not in done.stderr
+    assert done.stderr.splitlines()[-1] == f'error: {source} is a web page, not a checkpoint'
+
+
+@pytest.mark.parametrize(
+    'spoil, listed',
+    [
+        (lambda s: s.pop('rpn_head.rpn_cls.weight'), '  rpn_head.rpn_cls.weight'),
+        (lambda s: s.update({'backbone.odd': torch.ones(1)}), '  backbone.odd'),
+        (lambda s: s.update({'odd.weight': torch.ones(1)}), '  odd.weight'),
+        (
+            lambda s: s.update({'roi_head.bbox_head.fc_cls.bias': torch.ones(4)}),
+            '  roi_head.bbox_head.fc_cls.bias (4 in the file, 81 in the model)',
+        ),
+    ],
+)
+def test_any_key_that_does_not_fit_is_listed_and_nothing_written(tmp_path, capsys, spoil, listed):
+    config = write_config(tmp_path)
+    released = released_model(config)
+    spoil(released['state_dict'])
+    source, target = tmp_path / 'released.pth', tmp_path / 'ours.pth'
+    torch.save(released, source)
+    assert main([str(source), str(target), '--config', str(config)]) == 1
+    assert listed in capsys.readouterr().err.splitlines()
+    assert not target.exists()
+
+
+def test_a_converted_file_converts_to_itself(tmp_path):
+    config = write_config(tmp_path)
+    paths = [tmp_path / f'{i}.pth' for i in range(3)]
+    torch.save(released_model(config), paths[0])
+    for source, target in zip(paths, paths[1:]):
+        assert convert_checkpoint(source, target, config).complete
+    first, second = (load_file(path)['state_dict'] for path in paths[1:])
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_bad_targets_are_refused_before_any_work(tmp_path, capsys):
+    source = tmp_path / 'released.pth'
+    torch.save({'state_dict': {'w': torch.ones(1)}}, source)
+    before = source.read_bytes()
+    (tmp_path / 'link.pth').symlink_to(source)
+    for target in (source, tmp_path / 'link.pth', tmp_path, tmp_path / 'nowhere' / 'ours.pth'):
+        with pytest.raises(CheckpointError, match=str(target)):
+            convert_checkpoint(source, target, 'there_is_no_such_config.py')
+    assert source.read_bytes() == before
+    assert main([str(tmp_path / 'missing.pth'), str(tmp_path / 'a'), '--config', 'b.py']) == 1
+    assert 'missing.pth does not exist' in capsys.readouterr().err
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
+    config = write_config(tmp_path)
+    source, target = tmp_path / 'released.pth', tmp_path / 'ours.pth'
+    torch.save(released_model(config), source)
+    target.write_text('yesterday')
+
+    def full(*args):
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr('mmlinattn.checkpoints.convert.os.fsync', full)
+    with pytest.raises(CheckpointError, match='No space left'):
+        convert_checkpoint(source, target, config)
+    assert target.read_text() == 'yesterday'
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        'config.py',
+        'ours.pth',
+        'released.pth',
+    ]

@@ -1,0 +1,184 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import logging
+
+import pytest
+import torch
+from checkpoint_helpers import ARCH, released_ravlt
+from mmengine.logging import MMLogger
+from torch import nn
+
+from mmlinattn.backbones import RAVLT
+from mmlinattn.checkpoints import CheckpointError, load_pretrained
+
+
+def model(**kwargs) -> RAVLT:
+    return RAVLT(ARCH, **kwargs)
+
+
+def save(path, thing) -> str:
+    torch.save(thing, path)
+    return str(path)
+
+
+@pytest.fixture
+def warnings_of(caplog):
+    """The warnings that loading logs."""
+    logger = MMLogger.get_instance('checkpoint-tests', log_level='INFO')
+    logger.addHandler(caplog.handler)
+
+    def run(*args, **kwargs):
+        caplog.clear()
+        report = load_pretrained(*args, logger=logger, **kwargs)
+        found = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+        return report, found
+
+    yield run
+    logger.removeHandler(caplog.handler)
+
+
+WRAPPINGS = {
+    'bare': lambda state: state,
+    'model': lambda state: {'model': state, 'epoch': 299},
+    'state_dict': lambda state: {'state_dict': state, 'meta': {}},
+    'module': lambda state: {'model': {f'module.{key}': v for key, v in state.items()}},
+}
+
+
+@pytest.mark.parametrize('wrapping', WRAPPINGS)
+@pytest.mark.parametrize('dense', [False, True])
+def test_released_files_however_wrapped(tmp_path, warnings_of, wrapping, dense):
+    released = released_ravlt(dense)
+    path = save(tmp_path / 'released.pth', WRAPPINGS[wrapping](released))
+    backbone = model(out_norm=dense)
+    report, warned = warnings_of(backbone, path)
+    assert warned == [] and set(report.loaded) == set(backbone.state_dict())
+    # Each tensor arrived: 1x1 convolutions as linear layers, the rest as it was.
+    ours = sorted(float(v.double().sum()) for v in backbone.state_dict().values())
+    classifier = ('proj.', 'norm.', 'head.')
+    theirs = sorted(
+        float(v.double().sum())
+        for key, v in released.items()
+        if 'RoPE' not in key and not key.startswith(classifier)
+    )
+    assert ours == pytest.approx(theirs)
+
+
+def test_a_whole_released_detector_gives_its_backbone(tmp_path, warnings_of):
+    state = {f'backbone.{key}': v for key, v in released_ravlt(dense=True).items()}
+    state.update({'neck.w': torch.ones(1), 'rpn_head.w': torch.ones(1), 'head.fc': torch.ones(1)})
+    for prefix in (None, 'backbone', 'backbone.'):
+        backbone = model()
+        report, warned = warnings_of(
+            backbone, save(tmp_path / 'detector.pth', {'state_dict': state}), prefix=prefix
+        )
+        assert warned == [] and len(report.loaded) == len(backbone.state_dict())
+
+
+@pytest.mark.parametrize('prefix', ['', 'backbone.', 'module.backbone.'])
+def test_our_own_files(tmp_path, warnings_of, prefix):
+    source, target = model(), model()
+    for parameter in source.parameters():
+        nn.init.normal_(parameter)
+    state = {f'{prefix}{key}': value for key, value in source.state_dict().items()}
+    if prefix:
+        state[prefix.replace('backbone.', '') + 'head.fc.weight'] = torch.ones(1)
+    _, warned = warnings_of(target, save(tmp_path / 'own.pth', {'state_dict': state}))
+    assert warned == []
+    for key, value in source.state_dict().items():
+        assert torch.equal(target.state_dict()[key], value), key
+
+
+def test_what_does_not_fit_is_listed_in_one_warning(tmp_path, warnings_of):
+    state = model().state_dict()
+    state['mystery.weight'] = torch.ones(1)
+    state['out_norms.1.weight'] = torch.full((5,), 3.0)
+    del state['patch_embeds.0.layers.0.weight']
+    target = model()
+    path = save(tmp_path / 'own.pth', state)
+    report, warned = warnings_of(target, path)
+    assert report.missing == ['patch_embeds.0.layers.0.weight']
+    assert report.unexpected == ['mystery.weight']
+    (warning,) = warned
+    assert path in warning
+    for part in (*report.missing, *report.unexpected, 'out_norms.1.weight (5 in the file, 16'):
+        assert part in warning
+    assert target.state_dict()['out_norms.1.weight'].shape == (16,)
+
+
+def test_parts_the_model_was_configured_without_are_no_news(tmp_path, warnings_of):
+    path = save(tmp_path / 'dense.pth', {'state_dict': released_ravlt(dense=True)})
+    report, warned = warnings_of(model(out_indices=(1, 2)), path)
+    assert warned == [] and 'out_norms.0.weight' in report.ignored
+    report, warned = warnings_of(model(out_norm=False), path)
+    assert warned == [] and len(report.ignored) == 8
+
+
+def test_norms_that_a_classifier_lacks_are_news(tmp_path, warnings_of):
+    report, warned = warnings_of(model(), save(tmp_path / 'cls.pth', {'model': released_ravlt()}))
+    assert len(warned) == 1 and len(report.missing) == 8
+    assert all(key.startswith('out_norms.') for key in report.missing)
+
+
+@pytest.mark.parametrize(
+    'alien',
+    [{'layer1.0.conv1.weight': torch.ones(1)}, {'patch_embeds.0.layers.0.bias': torch.ones(99)}],
+)
+def test_nothing_loaded_at_all_is_an_error(tmp_path, alien):
+    path = save(tmp_path / 'resnet.pth', {'state_dict': alien})
+    backbone = model()
+    before = {key: value.clone() for key, value in backbone.state_dict().items()}
+    with pytest.raises(CheckpointError) as caught:
+        load_pretrained(backbone, path)
+    message = str(caught.value)
+    assert path in message and next(iter(alien)) in message and 'patch_embeds.0' in message
+    assert all(torch.equal(before[key], v) for key, v in backbone.state_dict().items())
+
+
+@pytest.mark.parametrize('thing', [{'epoch': 3}, {}, [torch.ones(1)], {'model': {'a': 1}}])
+def test_a_file_without_weights_is_an_error(tmp_path, thing):
+    path = save(tmp_path / 'log.pth', thing)
+    with pytest.raises(CheckpointError, match='log.pth'):
+        load_pretrained(model(), path)
+
+
+def test_a_wrong_prefix_is_an_error(tmp_path):
+    path = save(tmp_path / 'own.pth', model().state_dict())
+    with pytest.raises(CheckpointError, match="prefix 'encoder.'"):
+        load_pretrained(model(), path, prefix='encoder.')
+    assert load_pretrained(model(), path, prefix='backbone.').missing == []
+
+
+def test_batch_counters_may_be_missing(tmp_path, warnings_of):
+    state = {k: v for k, v in model().state_dict().items() if 'num_batches' not in k}
+    assert warnings_of(model(), save(tmp_path / 'own.pth', state))[1] == []
+
+
+class Table(nn.Module):
+    """A backbone with a table of its own size, as position encodings are."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(size))
+        self.late = nn.Linear(1, 1)
+
+    def adapt_state_dict(self, state):
+        return {**state, 'table': state['table'][: len(self.table)]}
+
+    def ignorable_keys(self, key):
+        return key.startswith('late.')
+
+
+def test_a_backbone_takes_part_through_its_two_hooks(tmp_path, warnings_of):
+    path = save(tmp_path / 'table.pth', {'table': torch.arange(5.0)})
+    backbone = Table(3)
+    report, warned = warnings_of(backbone, path)
+    assert backbone.table.tolist() == [0, 1, 2] and warned == [] and report.missing == []
+
+
+def test_init_weights_reads_a_released_file(tmp_path):
+    released = released_ravlt()
+    path = save(tmp_path / 'RAVLT.pth', {'model': released})
+    backbone = model(init_cfg=dict(type='Pretrained', checkpoint=path))
+    backbone.init_weights()
+    stem = backbone.patch_embeds[0].layers[0].weight
+    assert torch.equal(stem, released['patch_embed.proj.0.weight'])

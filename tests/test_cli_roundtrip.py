@@ -1,0 +1,175 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Train, checkpoint, resume and test a small detector through the command lines, as users do."""
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+mmdet = pytest.importorskip('mmdet')
+pytestmark = [pytest.mark.slow, pytest.mark.roundtrip]
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOLS = ROOT / 'tools'
+UPSTREAM_TOOLS = Path(mmdet.__file__).parent / '.mim' / 'tools'
+NUM_ITERS = 9  # 3 epochs of 3 batches
+CONFIG = """
+_base_ = {base!r}
+max_epochs = 3
+data_root = {data!r}
+train_cfg = dict(max_epochs=max_epochs, val_interval=max_epochs)
+train_dataloader = dict(batch_size=4, num_workers=1, dataset=dict(data_root=data_root))
+val_dataloader = dict(num_workers=1, dataset=dict(data_root=data_root))
+test_dataloader = val_dataloader
+val_evaluator = dict(ann_file=data_root + '/annotations/instances_val2017.json')
+test_evaluator = val_evaluator
+default_hooks = dict(logger=dict(interval=1))
+log_processor = dict(window_size=1)
+"""
+
+
+def environment():
+    """PYTHONPATH lets the tools of other packages find this checkout too."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
+    return dict(
+        os.environ,
+        PYTHONPATH=path,
+        OMP_NUM_THREADS='1',
+        CUDA_VISIBLE_DEVICES='',
+        PYTHON=sys.executable,
+    )
+
+
+def run(*command, cwd, status=0, **env):
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=dict(environment(), **env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == status, done.stdout[-3000:]
+    return done.stdout
+
+
+def python(script, *args, **kwargs):
+    return run(sys.executable, script, *args, **kwargs)
+
+
+def losses(work_dir):
+    """Loss by iteration over all the runs in a work dir, the later run winning."""
+    found = {}
+    for log in sorted(work_dir.glob('*/vis_data/scalars.json')):
+        for line in log.read_text().splitlines():
+            record = json.loads(line)
+            if 'loss' in record:
+                found[record['step']] = record['loss']
+    return found
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(('127.0.0.1', 0))
+        return str(listener.getsockname()[1])
+
+
+@pytest.fixture(scope='module')
+def place(tmp_path_factory):
+    """A folder with a tiny data set and a config for it."""
+    folder = tmp_path_factory.mktemp('roundtrip')
+    run(
+        *[sys.executable, TOOLS / 'make_shapes_dataset.py', folder / 'shapes', '--format', 'coco'],
+        *['--num-train', 12, '--num-val', 4, '--size', 96, 96],
+        cwd=folder,
+    )
+    base = str(ROOT / 'configs' / 'mmdet' / 'ravlt_shapes_quickstart.py')
+    text = CONFIG.format(base=base, data=str(folder / 'shapes'))
+    (folder / 'config.py').write_text(text)
+    return folder
+
+
+@pytest.fixture(scope='module')
+def trained(place):
+    """The uninterrupted run that the others are compared with."""
+    out = python(TOOLS / 'train.py', 'config.py', '--work-dir', 'whole', '--amp', cwd=place)
+    assert 'notice: no accelerator: mixed precision is off' in out
+    assert len(losses(place / 'whole')) == NUM_ITERS
+    return place / 'whole'
+
+
+@pytest.mark.skipif(os.name != 'posix', reason='kills a process group')
+def test_killed_training_resumes_with_the_same_losses(place, trained):
+    cut = place / 'cut'
+    process = subprocess.Popen(
+        [sys.executable, str(TOOLS / 'train.py'), 'config.py', '--work-dir', 'cut'],
+        cwd=place,
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + 200
+    while len(losses(cut)) < 4:  # in the middle of the second epoch
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert (cut / 'last_checkpoint').read_text().endswith('epoch_1.pth')
+
+    out = python(TOOLS / 'train.py', 'config.py', '--work-dir', 'cut', '--resume', cwd=place)
+    assert 'resumed epoch: 1, iter: 3' in out
+    assert losses(cut) == losses(trained)
+
+
+def test_tests_a_checkpoint(place, trained):
+    checkpoint = trained / 'epoch_3.pth'
+    args = ['config.py', checkpoint, '--show-dir', 'shown', '--interval', 2, '--work-dir', 'tested']
+    out = python(TOOLS / 'test.py', *args, '--out', 'predictions.pkl', cwd=place)
+    assert f'pictures are in {place / "shown"}' in out
+    assert len(list((place / 'shown').iterdir())) == 2  # every second of four
+    predictions = pickle.loads((place / 'predictions.pkl').read_bytes())
+    assert len(predictions) == 4
+    assert {'bboxes', 'scores', 'labels', 'masks'} <= set(predictions[0]['pred_instances'])
+
+
+def test_two_processes_on_the_cpu(place):
+    """SyncBN in the config, each process half of the data, then both tools over gloo."""
+    sync_bn = ['--cfg-options', 'model.backbone.norm_cfg.type=SyncBN', 'train_cfg.max_epochs=1']
+    train = ['bash', TOOLS / 'dist_train.sh', 'config.py', 2, '--work-dir', 'two', *sync_bn]
+    out = run(*train, cwd=place, PORT=free_port())
+    assert 'no GPU here, 2 processes on the CPU' in out
+    assert out.count('SyncBatchNorm layers are trained as BatchNorm') == 1
+    assert sorted(losses(place / 'two')) == [1, 2]  # 12 images, 2 processes, batches of 4
+    test = ['bash', TOOLS / 'dist_test.sh', 'config.py', 'two/epoch_1.pth', 2]
+    out = run(*test, '--work-dir', 'two_tested', cwd=place, PORT=free_port())
+    assert 'Epoch(test) [1/1]' in out
+
+
+@pytest.mark.skipif(not UPSTREAM_TOOLS.is_dir(), reason='mmdet is installed without its tools')
+def test_through_the_tools_of_mmdet(place, trained):
+    train = [UPSTREAM_TOOLS / 'train.py', 'config.py', '--work-dir', 'upstream']
+    python(*train, '--cfg-options', 'train_cfg.max_epochs=1', cwd=place)
+    out = python(*train, '--resume', cwd=place)
+    assert 'resumed epoch: 1, iter: 3' in out
+    # The scheduler of the first part was built for one epoch, so only that the rest was trained.
+    assert sorted(losses(place / 'upstream')) == list(range(1, NUM_ITERS + 1))
+    checkpoint = trained / 'epoch_3.pth'
+    out = python(UPSTREAM_TOOLS / 'test.py', 'config.py', checkpoint, cwd=place)
+    assert 'Load checkpoint from' in out and 'Epoch(test) [1/1]' in out
+
+
+def test_class_names_that_match_nothing(place):
+    options = ['--cfg-options', "train_dataloader.dataset.metainfo.classes=('person','car')"]
+    out = python(TOOLS / 'train.py', 'config.py', *options, cwd=place, status=1)
+    error = out.strip().splitlines()[-1]
+    assert error.startswith('error: train_dataloader.dataset: none of the 12 images')
+    assert "metainfo.classes = ('person', 'car')" in error

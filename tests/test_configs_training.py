@@ -1,0 +1,78 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""One training step of each family of configs."""
+
+import numpy as np
+import pytest
+import torch
+from config_helpers import build
+from mmengine.structures import InstanceData, PixelData
+
+import mmlinattn  # noqa: F401
+
+for project in ('mmdet', 'mmseg', 'mmpretrain'):
+    pytest.importorskip(project)
+
+
+def training_batch(task: str) -> dict:
+    """Two 64x64 pictures with what the task's data sets give."""
+    pictures = [torch.randint(0, 255, (3, 64, 64), dtype=torch.uint8) for _ in range(2)]
+    samples = []
+    for label in range(2):
+        if task == 'mmdet':
+            from mmdet.structures import DetDataSample
+            from mmdet.structures.mask import BitmapMasks
+
+            sample = DetDataSample(metainfo=dict(img_shape=(64, 64), pad_shape=(64, 64)))
+            masks = np.zeros((1, 64, 64), np.uint8)
+            masks[0, 8:50, 8:50] = 1
+            sample.gt_instances = InstanceData(
+                bboxes=torch.tensor([[8.0, 8, 50, 50]]),
+                labels=torch.tensor([label]),
+                masks=BitmapMasks(masks, 64, 64),
+            )
+        elif task == 'mmseg':
+            from mmseg.structures import SegDataSample
+
+            sample = SegDataSample(metainfo=dict(img_shape=(64, 64)))
+            sample.gt_sem_seg = PixelData(data=torch.full((1, 64, 64), label))
+        else:
+            from mmpretrain.structures import DataSample
+
+            sample = DataSample().set_gt_label(label)
+        samples.append(sample)
+    return dict(inputs=pictures, data_samples=samples)
+
+
+# Full heads on fewer regions, and no padding to 512x512
+SMALL = {
+    'mmdet/ravlt_t_maskrcnn_1x': dict(model__train_cfg__rcnn__sampler__num=16),
+    'mmdet/ravlt_s_cascade_3x': {
+        f'model__train_cfg__rcnn__{i}__sampler__num': 16 for i in range(3)
+    },
+    'mmseg/ravlt_t_fpn_80k': dict(model__data_preprocessor__size=(64, 64)),
+    'mmseg/ravlt_t_upernet_160k': dict(model__data_preprocessor__size=(64, 64)),
+}
+
+
+@pytest.mark.parametrize(
+    'name',
+    [
+        'mmdet/ravlt_t_maskrcnn_1x',
+        'mmdet/ravlt_s_cascade_3x',
+        'mmdet/ravlt_t_retinanet_1x',
+        'mmseg/ravlt_t_fpn_80k',
+        'mmseg/ravlt_t_upernet_160k',
+        'mmpretrain/ravlt_t_in1k',
+    ],
+)
+def test_every_parameter_gets_a_gradient(name):
+    """Without which DistributedDataParallel stops (find_unused_parameters is off)."""
+    torch.manual_seed(0)
+    model, cfg = build(name, **SMALL.get(name, {}))
+    model.init_weights()
+    model.train()
+    batch = model.data_preprocessor(training_batch(cfg.default_scope), training=True)
+    loss, _ = model.parse_losses(model(**batch, mode='loss'))
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert [key for key, p in model.named_parameters() if p.grad is None] == []

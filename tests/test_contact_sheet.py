@@ -1,0 +1,110 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+TOOL = Path(__file__).parents[1] / 'tools' / 'analysis_tools' / 'contact_sheet.py'
+COLOURS = [(200, 0, 0), (0, 200, 0), (0, 0, 200), (200, 200, 0), (0, 200, 200)]
+
+
+def run_tool(*args):
+    return runpy.run_path(str(TOOL))['main']([str(arg) for arg in args])
+
+
+@pytest.fixture
+def show_dir(tmp_path):
+    """Five one-coloured pictures, as mmdet (.jpg) and mmseg (.png in sub-folders) name them."""
+    folder = tmp_path / 'show'
+    (folder / 'vis_data' / 'vis_image').mkdir(parents=True)
+    for i, colour in enumerate(COLOURS[:3]):
+        Image.new('RGB', (320, 160), colour).save(folder / f'{i:012d}.jpg')
+    for i, colour in enumerate(COLOURS[3:]):
+        Image.new('RGB', (320, 160), colour).save(
+            folder / 'vis_data' / 'vis_image' / f'test_ADE_val_{i}.png'
+        )
+    return folder
+
+
+def shown(sheet):
+    """Indices of the colours found on the sheet, by their place from the top left."""
+    pixels = np.asarray(Image.open(sheet).convert('RGB')).astype(int)
+    places = {}
+    for i, colour in enumerate(COLOURS):
+        ys, xs = np.nonzero(np.abs(pixels - colour).max(axis=-1) < 12)
+        if len(ys) > 1000:
+            places[i] = (ys.min(), xs.min())
+    return sorted(places, key=places.get)
+
+
+def test_all_pictures_in_order(show_dir, tmp_path, capsys):
+    sheet = tmp_path / 'new' / 'sheet.png'
+    assert run_tool(show_dir, sheet, '--width', 200) == 0
+    assert shown(sheet) == [0, 1, 2, 3, 4]
+    picture = Image.open(sheet)
+    assert picture.format == 'PNG'
+    assert 2 * 200 < picture.width < 2 * 260 and 3 * 100 < picture.height < 3 * 170
+    assert '5 of 5 pictures' in capsys.readouterr().out
+
+
+def test_columns_and_spread(show_dir, tmp_path):
+    sheet = tmp_path / 'sheet.png'
+    assert run_tool(show_dir, sheet, '--num', 3, '--cols', 3, '--width', 100) == 0
+    assert shown(sheet) == [0, 2, 4]
+    assert Image.open(sheet).width > 300
+    assert run_tool(show_dir, sheet, '--num', 1, '--cols', 3, '--width', 100) == 0
+    assert shown(sheet) == [0] and Image.open(sheet).width < 200
+
+
+def test_labels_are_written(show_dir, tmp_path):
+    def ink(sheet, *args):
+        assert run_tool(show_dir, sheet, '--num', 1, '--width', 300, *args) == 0
+        pixels = np.asarray(Image.open(sheet).convert('L'))[:56]  # above the picture
+        left, right = np.array_split(pixels < 128, 2, axis=1)
+        return left.sum(), right.sum()
+
+    bare_left, bare_right = ink(tmp_path / 'bare.png', '--heads')
+    left, right = ink(tmp_path / 'sheet.png')
+    assert bare_left > 50 and bare_right == 0  # the file's name only
+    assert left > bare_left + 50 and right > 50
+
+
+def test_sheet_in_show_dir_is_not_collected_again(show_dir):
+    sheet = show_dir / 'a_sheet.png'
+    assert run_tool(show_dir, sheet) == 0
+    first = sheet.read_bytes()
+    assert run_tool(show_dir, sheet) == 0
+    assert sheet.read_bytes() == first
+    assert not list(show_dir.glob('.*'))
+
+
+def test_broken_picture_is_named_and_left_out(show_dir, tmp_path, capsys):
+    (show_dir / '000000000001.jpg').write_bytes(b'no picture')
+    assert run_tool(show_dir, tmp_path / 'sheet.png') == 0
+    assert '000000000001.jpg' in capsys.readouterr().err
+    assert shown(tmp_path / 'sheet.png') == [0, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    'args, message',
+    [
+        (['{tmp}/none', '{tmp}/sheet.png'], 'argument SHOW_DIR: no such folder'),
+        (['{tmp}/empty', '{tmp}/sheet.png'], 'argument SHOW_DIR: no pictures'),
+        (['{tmp}/broken', '{tmp}/sheet.png'], 'argument SHOW_DIR: none of the pictures'),
+        (['{tmp}/show', '{tmp}/sheet.jpg'], 'argument OUT.png: must end in .png'),
+        (['{tmp}/show', '{tmp}/show/000000000000.jpg/sheet.png'], 'argument OUT.png: cannot write'),
+        (['{tmp}/show', '{tmp}/sheet.png', '--num', '0'], 'argument --num: must be at least 1'),
+        (['{tmp}/show', '{tmp}/sheet.png', '--cols', '-2'], 'argument --cols: must be at least 1'),
+    ],
+)
+def test_bad_arguments(show_dir, tmp_path, capsys, args, message):
+    (tmp_path / 'empty').mkdir()
+    (tmp_path / 'broken').mkdir()
+    (tmp_path / 'broken' / 'a.png').write_bytes(b'')
+    with pytest.raises(SystemExit) as stopped:
+        run_tool(*(arg.format(tmp=tmp_path) for arg in args))
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / 'sheet.png').exists()

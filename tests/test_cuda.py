@@ -1,0 +1,90 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What only a GPU can show; skipped without one. Needs torch, mmengine and mmcv-lite alone."""
+
+import pytest
+import torch
+from mmengine.registry import MODELS
+
+import mmlinattn  # noqa: F401
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
+
+TINY = [
+    dict(type='RAVLT', arch='tiny'),
+    dict(type='RAVLT', arch='tiny', stage_attns=('rala',) * 4),
+    dict(type='LinearPVT', arch='inline-tiny'),
+    dict(type='LinearPVT', arch='flatten-tiny'),
+    dict(type='LinearPVTv2', arch='flatten-b1'),
+    dict(type='LinearSwin', arch='inline-tiny'),
+    dict(type='LinearSwin', arch='flatten-tiny'),
+    dict(type='LinearSwin', arch='softmax-tiny'),
+    dict(type='LinearCSWin', arch='inline-tiny'),
+    dict(type='LinearCSWin', arch='flatten-tiny'),
+    dict(type='LinearDeiT', arch='inline-tiny', out_type='featmap'),
+]
+
+
+def name(cfg: dict) -> str:
+    return f'{cfg["type"]}-{cfg["arch"]}' + ('-linear' if 'stage_attns' in cfg else '')
+
+
+def build(cfg: dict):
+    torch.manual_seed(0)
+    model = MODELS.build(cfg)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:  # weights that give the branches something to say
+            torch.nn.init.normal_(parameter, std=0.05)
+    return model
+
+
+def relative(a, b) -> float:
+    return ((a - b).abs().max() / b.std()).item()
+
+
+@pytest.mark.parametrize('cfg', TINY, ids=name)
+def test_cuda_equals_cpu(cfg):
+    model = build(cfg).eval()
+    image = torch.randn(2, 3, 200, 270)
+    with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
+        expected = model(image)
+        outs = model.cuda()(image.cuda())
+    for out, reference in zip(outs, expected):
+        assert relative(out.cpu(), reference) < 1e-3
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('cfg', TINY, ids=name)
+def test_autocast_is_finite_at_detection_size(cfg, dtype):
+    model = build(cfg).cuda().train()
+    with torch.autocast('cuda', dtype):
+        outs = model(torch.randn(1, 3, 800, 1333, device='cuda'))
+        loss = sum(out.float().mean() for out in outs)
+    loss.backward()
+    assert all(out.isfinite().all() for out in outs)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('cfg', TINY, ids=name)
+def test_autocast_follows_float32(cfg, dtype):
+    model = build(cfg).cuda().eval()
+    image = torch.randn(1, 3, 416, 608, device='cuda')
+    with torch.no_grad():
+        expected = model(image)
+        with torch.autocast('cuda', dtype):
+            outs = model(image)
+    for out, reference in zip(outs, expected):
+        error = (out.float() - reference).norm() / reference.norm()
+        assert error < (0.02 if dtype == torch.float16 else 0.12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('cfg', TINY, ids=name)
+def test_compiles_whole(cfg):
+    torch._dynamo.reset()
+    model = build(cfg).cuda().eval()
+    image = torch.randn(1, 3, 224, 320, device='cuda')
+    with torch.no_grad():
+        outs, expected = torch.compile(model, fullgraph=True)(image), model(image)
+    for out, reference in zip(outs, expected):
+        assert relative(out, reference) < 1e-2

@@ -1,0 +1,142 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import itertools
+import json
+import multiprocessing
+
+import pytest
+from engine_toys import make_runner
+from mmengine.dataset import DefaultSampler, InfiniteSampler
+from torch.utils.data import BatchSampler
+
+from mmlinattn.engine.resuming import _NumberedBatches
+
+HOOKS = [dict(type='ExactResumeHook')]
+EPOCHS = dict(by_epoch=True, max_epochs=4)
+ITERS = dict(by_epoch=False, max_iters=10)
+
+
+def losses(work_dir):
+    """Loss by iteration, over all the runs logged in a work dir; the later run wins."""
+    found = {}
+    for log in sorted(work_dir.glob('*/vis_data/scalars.json'), key=lambda p: p.stat().st_mtime):
+        for line in log.read_text().splitlines():
+            record = json.loads(line)
+            if 'loss' in record:
+                found[record['step']] = record['loss']
+    return found
+
+
+def train(work_dir, train_cfg, hooks=HOOKS, seed=1, until=None, **kwargs):
+    """Train; ``until`` breaks the run off before that iteration as a kill would."""
+    interval = dict(checkpoint=dict(type='CheckpointHook', interval=3, by_epoch=False))
+    runner = make_runner(
+        work_dir,
+        hooks,
+        train_cfg=dict(train_cfg),
+        randomness=dict(seed=seed),
+        log_processor=dict(window_size=1, by_epoch=train_cfg['by_epoch']),
+        default_hooks={} if train_cfg['by_epoch'] else interval,
+        **kwargs,
+    )
+    if until is not None:
+        step = runner.model.train_step
+
+        def train_step(*args, **kwargs):
+            if runner.iter == until:
+                raise KeyboardInterrupt
+            return step(*args, **kwargs)
+
+        runner.model.train_step = train_step
+        with pytest.raises(KeyboardInterrupt):
+            runner.train()
+    else:
+        runner.train()
+    for worker in multiprocessing.active_children():  # PyTorch would wait 5 s for each
+        worker.terminate()
+    return losses(work_dir)
+
+
+SAMPLERS = dict(default='DefaultSampler', infinite='InfiniteSampler')
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+@pytest.mark.parametrize('seed', [1, None])
+@pytest.mark.parametrize(
+    'loop, sampler, until',
+    [(EPOCHS, 'default', 7), (ITERS, 'infinite', 7), (ITERS, 'default', 8)],
+    ids=['epochs', 'iterations', 'iterations over a finite sampler'],
+)
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path, loop, sampler, until, seed, workers):
+    """Without a seed in the config, the uninterrupted run is the one that went on to the end."""
+    loader = dict(
+        num_workers=workers,
+        persistent_workers=workers > 0,
+        sampler=dict(type=SAMPLERS[sampler], shuffle=True),
+    )
+    first = train(tmp_path / 'cut', loop, seed=seed, until=until, loader=loader)
+    assert len(first) == until
+    both = train(tmp_path / 'cut', loop, seed=seed, loader=loader, resume=True)
+    if seed is None:  # the iterations done twice have to agree
+        again = {step: both[step] for step in first}
+        assert again == first
+        assert len(both) > len(first)
+    else:
+        assert both == train(tmp_path / 'whole', loop, seed=seed, loader=loader)
+    assert len(set(both.values())) == len(both)
+
+
+def test_upstream_alone_does_not_resume_the_same_losses(tmp_path):
+    """If this fails, MMEngine has learnt it and the hook can go."""
+    whole = train(tmp_path / 'whole', EPOCHS, hooks=[])
+    train(tmp_path / 'cut', EPOCHS, hooks=[], until=7)
+    assert train(tmp_path / 'cut', EPOCHS, hooks=[], resume=True) != whole
+
+
+def test_the_number_of_workers_does_not_change_the_data(tmp_path):
+    runs = [train(tmp_path / str(workers), EPOCHS, loader=dict(num_workers=workers)) for workers in (0, 1, 3)]
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_every_epoch_sees_other_augmentations(tmp_path):
+    """One sample in order, no shuffling: only augmentation and dropout can differ."""
+    loader = dict(
+        dataset=dict(type='ToyDataset', size=1),
+        sampler=dict(type='DefaultSampler', shuffle=False),
+        batch_size=1,
+        num_workers=1,
+    )
+    seen = []
+
+    def note(runner, batch_idx, data_batch=None):
+        seen.append(float(data_batch['inputs'][0][0]))
+
+    runner = make_runner(tmp_path, HOOKS, train_cfg=dict(EPOCHS), loader=loader)
+    runner.hooks[-1].before_train_iter = note
+    runner.train()
+    assert len(set(seen)) == 4
+
+
+@pytest.mark.parametrize('count', [0, 3, 4, 11])
+@pytest.mark.parametrize('kind', [DefaultSampler, InfiniteSampler])
+def test_skipping_batches_gives_those_that_follow(kind, count):
+    def make():
+        return _NumberedBatches(BatchSampler(kind(range(12), seed=3), 3, False))
+
+    def endless(batches):
+        while True:
+            yield from ((batch.epoch, batch.number, list(batch)) for batch in batches)
+            batches.set_epoch(batches.epoch + 1)
+
+    expected = list(itertools.islice(endless(make()), count + 6))[count:]
+    skipped = make()
+    skipped.skip(count)
+    assert list(itertools.islice(endless(skipped), 6)) == expected
+
+
+def test_a_loader_it_cannot_rebuild_is_left_alone(tmp_path):
+    runner = make_runner(tmp_path, HOOKS)
+    loader = runner.build_dataloader(runner._train_dataloader, seed=0)
+    runner._train_dataloader = loader
+    runner._train_loop = dict(by_epoch=True, max_epochs=1)
+    runner.train()
+    assert runner.train_dataloader is loader

@@ -1,0 +1,234 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""tools/setup_env.sh: what it refuses at once, what it installs, and when it has nothing to do.
+
+The long way is walked with a stand-in Python that writes down every pip call instead of obeying it.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+COMMANDS = ('bash', 'cat', 'dirname', 'flock', 'gcc', 'grep', 'ls', 'mktemp', 'nproc', 'rm', 'sed')
+COMMANDS += ('tail', 'tee', 'env')
+FAKE_PYTHON = """#!{python} -SE
+import os, pathlib, shutil, subprocess, sys
+args, state = sys.argv[1:], pathlib.Path({state!r})
+calls = state / 'calls'
+with calls.open('a') as file:
+    file.write(' '.join(args).replace('\\n', ';') + '\\n')
+if args[:2] == ['-m', 'venv']:
+    (pathlib.Path(args[-1]) / 'bin').mkdir(parents=True)
+    shutil.copy(__file__, os.path.join(args[-1], 'bin', 'python'))
+    open(os.path.join(args[-1], 'pyvenv.cfg'), 'w').close()
+elif args[0] == '-' and args[1] in ('openmmlab', 'onedl') or 'sysconfig' in args[1]:
+    sys.exit(subprocess.call([{python!r}, *args]))
+elif args[0] == '-' and 'mmcv.ops' in args and (state / 'stale-mmcv').exists():
+    print('undefined symbol: _ZN5torch', file=sys.stderr)
+    sys.exit(1)
+elif '--no-cache-dir' in args and 'mmcv' in args and not (state / 'hopeless').exists():
+    (state / 'stale-mmcv').unlink()
+elif 'importlib.metadata' in args[1]:
+    sys.exit(not (state / 'holds-other-stack').exists())
+elif args[:3] == ['-m', 'pip', 'config']:
+    sys.exit(1)
+"""
+
+pytestmark = [
+    pytest.mark.skipif(sys.version_info < (3, 11), reason='the tested versions need Python 3.11'),
+    pytest.mark.skipif(os.name == 'nt', reason='a bash script'),
+]
+
+
+def setup_env(*arguments, root=ROOT, **environment):
+    """Runs the script without the pip settings of this machine; ``environment`` adds to it."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith('PIP_')}
+    kept.pop('MMLINATTN_USE_EXISTING_ENV', None)
+    kept.update(PIP_CONFIG_FILE=os.devnull, **environment)
+    command = ['bash', str(root / 'tools' / 'setup_env.sh'), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=kept, timeout=120)
+
+
+def refused(done) -> str:
+    """The error line of a run that has to fail with exactly one and print no path."""
+    assert done.returncode != 0
+    assert done.stdout == ''
+    (line,) = [line for line in done.stderr.splitlines() if 'ERROR' in line]
+    return line
+
+
+class Machine:
+    """A checkout of its own, a stand-in Python, and what became of them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.state, self.venv = folder / 'root', folder / 'state', folder / 'venv'
+        self.state.mkdir()
+        (self.root / 'tools').mkdir(parents=True)
+        shutil.copy(ROOT / 'tools' / 'setup_env.sh', self.root / 'tools')
+        shutil.copytree(ROOT / 'requirements', self.root / 'requirements')
+        self.python = folder / 'python'
+        self.python.write_text(FAKE_PYTHON.format(python=sys.executable, state=str(self.state)))
+        self.python.chmod(0o755)
+
+    def setup(self, *arguments, **environment):
+        python = ('--python', self.python, '--venv', self.venv)
+        return setup_env(*python, *arguments, root=self.root, **environment)
+
+    def calls(self) -> list:
+        """Calls of the stand-in since the last time this was asked for."""
+        lines = (self.state / 'calls').read_text().splitlines()
+        (self.state / 'calls').unlink()
+        return lines
+
+    def installs(self) -> list:
+        marker = '-m pip install '
+        return [line[len(marker) :] for line in self.calls() if line.startswith(marker)]
+
+
+@pytest.fixture
+def machine(tmp_path):
+    if not all(map(shutil.which, ('gcc', 'g++'))):
+        pytest.skip('needs gcc and g++')
+    return Machine(tmp_path)
+
+
+def test_installs_the_locked_stack_and_prints_only_the_path(machine):
+    done = machine.setup()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f'{machine.venv}/bin/python\n'
+    assert '6 to 8 minutes' in done.stderr
+    installs = machine.installs()
+    # Every call is bound to the lock, whatever else the user's pip settings offer.
+    lock = machine.root / 'requirements' / 'lock.txt'
+    assert all(f'-c {lock}' in line for line in installs)
+    order = ['torch torchvision', ' mmcv', f'-r {lock}', f'--no-deps -e {machine.root}']
+    assert [text in line for text, line in zip(order, installs)] == [True] * 4
+    assert len(installs) == 4
+
+
+def test_second_run_installs_nothing_and_a_new_lock_does(machine):
+    machine.setup()
+    machine.calls()
+    done = machine.setup('--quiet')
+    assert done.stdout == f'{machine.venv}/bin/python\n' and done.stderr == ''
+    assert not [line for line in machine.calls() if 'pip' in line]
+    with (machine.root / 'requirements' / 'lock.txt').open('a') as file:
+        file.write('# changed\n')
+    assert machine.setup().returncode == 0
+    assert len(machine.installs()) == 4
+
+
+def test_mmcv_built_for_another_torch_is_compiled_anew(machine):
+    (machine.state / 'stale-mmcv').touch()
+    done = machine.setup()
+    assert done.returncode == 0, done.stderr
+    assert 'compiling it anew' in done.stderr
+    (again,) = [line for line in machine.installs() if '--no-cache-dir' in line]
+    assert again.endswith('--force-reinstall --no-deps mmcv')
+
+
+def test_mmcv_that_cannot_be_mended_is_an_error_and_never_ready(machine):
+    (machine.state / 'stale-mmcv').touch()
+    (machine.state / 'hopeless').touch()
+    assert 'MMCV was compiled and still does not work' in refused(machine.setup())
+    assert refused(machine.setup())
+
+
+def test_the_other_stack_is_never_put_beside_the_first(machine):
+    machine.setup()
+    (machine.state / 'holds-other-stack').touch()
+    machine.calls()
+    assert "already holds 'mmcv'" in refused(machine.setup('--stack', 'onedl'))
+    assert machine.installs() == []
+
+
+def test_onedl_stack_installs_its_own_lock(machine):
+    assert machine.setup('--stack=onedl').returncode == 0
+    installs = machine.installs()
+    assert installs[1].endswith(' onedl-mmcv')
+    assert all('lock-onedl.txt' in line for line in installs)
+
+
+def test_missing_compiler_is_found_before_anything_is_made(machine, tmp_path):
+    bin_folder = tmp_path / 'bin'
+    bin_folder.mkdir()
+    for name in COMMANDS:
+        if shutil.which(name):
+            (bin_folder / name).symlink_to(shutil.which(name))
+    line = refused(machine.setup(PATH=str(bin_folder)))
+    assert "compiler 'g++' not found" in line and 'build-essential' in line
+    assert not machine.venv.exists()
+
+
+def test_compiler_without_python_headers_is_found_before_anything_is_made(machine, tmp_path):
+    broken = tmp_path / 'broken-cxx'
+    broken.write_text('#!/bin/sh\nexit 1\n')
+    broken.chmod(0o755)
+    assert 'headers in /' in refused(machine.setup(CXX=str(broken)))
+    assert not machine.venv.exists()
+
+
+def test_unreachable_index_is_one_line_without_the_password(tmp_path):
+    index = 'http://user:secret@127.0.0.1:9/simple'
+    done = setup_env('--venv', tmp_path / 'venv', '--python', sys.executable, PIP_INDEX_URL=index)
+    assert 'package index http://127.0.0.1:9/simple' in refused(done)
+    assert 'secret' not in done.stderr
+    assert not (tmp_path / 'venv').exists()
+
+
+def test_old_python_is_refused(tmp_path):
+    old = tmp_path / 'python3.8'
+    old.write_text('#!/bin/sh\nexit 1\n')
+    old.chmod(0o755)
+    assert 'older than Python 3.11' in refused(setup_env('--venv', tmp_path / 'v', '--python', old))
+
+
+def test_folder_of_other_work_is_left_alone(machine):
+    machine.venv.mkdir()
+    (machine.venv / 'thesis.tex').touch()
+    assert 'is no virtual environment' in refused(machine.setup())
+    assert [path.name for path in machine.venv.iterdir()] == ['thesis.tex']
+
+
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        (['--stack', 'mmlab'], "--stack is 'mmlab', allowed are: openmmlab, onedl"),
+        (['--stack'], '--stack needs a value'),
+        (['--venev', 'x'], "unknown argument '--venev'"),
+    ],
+)
+def test_wrong_arguments(arguments, message):
+    assert message in refused(setup_env(*arguments))
+
+
+@pytest.mark.parametrize('how', ['argument', 'environment'])
+def test_existing_environment_is_told_what_it_lacks(tmp_path, how):
+    bare = tmp_path / 'bare'
+    subprocess.run([sys.executable, '-m', 'venv', '--without-pip', str(bare)], check=True)
+    before = sorted(path for path in bare.rglob('*') if '__pycache__' not in path.parts)
+    path = f'{bare}/bin{os.pathsep}{os.environ["PATH"]}'
+    if how == 'argument':
+        done = setup_env('--use-existing', PATH=path)
+    else:
+        done = setup_env(PATH=path, MMLINATTN_USE_EXISTING_ENV='1')
+    assert 'nothing was installed' in refused(done)
+    assert 'torch does not work: No module named' in done.stderr
+    assert "mim install 'mmcv>=2.0.0,<2.2.0'" in done.stderr
+    assert f'-e {ROOT}' in done.stderr
+    assert before == sorted(path for path in bare.rglob('*') if '__pycache__' not in path.parts)
+
+
+@pytest.mark.slow
+def test_existing_environment_that_has_all_is_used():
+    for module in ('mmdet', 'mmseg', 'mmpretrain', 'ftfy', 'regex'):
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f'this environment lacks {module}')
+    done = setup_env('--use-existing', '--python', sys.executable)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f'{sys.executable}\n'
