@@ -5,6 +5,8 @@
 mmcv (or mmcv-lite) only.
 """
 
+from importlib.metadata import PackageNotFoundError, distribution
+
 from mmengine.config.utils import MODULE2PACKAGE
 
 from . import backbones, engine, heads
@@ -15,6 +17,11 @@ from .version import __version__
 # 'mmlinattn.version' is no distribution, so MMEngine looks the package up by import: right for wheels and editable
 # installs
 MODULE2PACKAGE.setdefault('mmlinattn', 'mmlinattn.version')
+# MMEngine knows mmseg by the name of its original distribution; where another one provides it, by the module's own
+try:
+    distribution(MODULE2PACKAGE['mmseg'])
+except PackageNotFoundError:
+    MODULE2PACKAGE['mmseg'] = 'mmseg'
 schemes.register()
 
 __all__ = ['__version__', 'backbones', 'engine', 'heads']

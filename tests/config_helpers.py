@@ -2,6 +2,7 @@
 """What the tests of configs share: loading without waiting, models without random weights."""
 
 import contextlib
+import copy
 import functools
 from pathlib import Path
 from unittest import mock
@@ -9,7 +10,8 @@ from unittest import mock
 import mmengine.config.utils as config_utils
 import torch
 from mmengine.config import Config
-from mmengine.registry import MODELS, init_default_scope
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import MODELS, TRANSFORMS, init_default_scope
 from torch import nn
 
 ROOT = Path(__file__).parents[1]
@@ -18,16 +20,12 @@ CASCADE = 'mmdet/ravlt_b_cascade_3x'
 # No row of a paper: the small detector of tools/quickstart.sh
 UNPUBLISHED = {'mmdet/ravlt_shapes_quickstart'}
 CONFIGS = sorted(
-    name
-    for path in CONFIG_DIR.glob('mm*/*.py')
-    if (name := f'{path.parent.name}/{path.stem}') not in UNPUBLISHED
+    name for path in CONFIG_DIR.glob('mm*/*.py') if (name := f'{path.parent.name}/{path.stem}') not in UNPUBLISHED
 )
 
 # MMEngine reads a project's whole model index, over a second, for each upstream base.
 _read_once = functools.cache(config_utils.load)
-_INITIALISERS = (
-    'kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ uniform_ normal_'.split()
-)
+_INITIALISERS = 'kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ uniform_ normal_'.split()
 
 
 def configs_of(prefix: str) -> list[str]:
@@ -61,3 +59,36 @@ def build(name: str, random_init: bool = True, **options) -> tuple[nn.Module, Co
             keep = mock.patch.object(torch.nn.init, initialiser, lambda tensor, *_, **__: tensor)
             stack.enter_context(keep)
         return MODELS.build(cfg.model), cfg
+
+
+def decayed(name: str) -> tuple:
+    """Parameter name -> weight decay, as the Runner would build the optimizer; the model."""
+    model, cfg = build(name, random_init=False)
+    optimizer = build_optim_wrapper(model, cfg.optim_wrapper).optimizer
+    of_parameter = {
+        id(parameter): group['weight_decay'] for group in optimizer.param_groups for parameter in group['params']
+    }
+    return {key: of_parameter[id(p)] for key, p in model.named_parameters()}, model
+
+
+def norms_of(model) -> set:
+    """Names of the weights and biases of a model's norms."""
+    kinds = (torch.nn.LayerNorm, torch.nn.modules.batchnorm._BatchNorm)
+    return {
+        f'{prefix}.{leaf}'
+        for prefix, module in model.named_modules()
+        if isinstance(module, kinds)
+        for leaf in ('weight', 'bias')
+    }
+
+
+def run_pipeline(name: str, sample: dict, times: int, loader: str = 'train_dataloader'):
+    """What the pipeline of a config's loader makes of a sample, ``times`` times."""
+    cfg = load(name)
+    init_default_scope(cfg.default_scope)
+    pipeline = [TRANSFORMS.build(dict(t)) for t in cfg[loader].dataset.pipeline]
+    for _ in range(times):
+        result = copy.deepcopy(sample)
+        for transform in pipeline:
+            result = transform(result)
+        yield result

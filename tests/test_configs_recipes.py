@@ -1,16 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Recipes, against the released ones: optimisers, schedules, augmentation."""
 
-import copy
-
 import cv2
 import numpy as np
 import pytest
-import torch
-from config_helpers import CASCADE, build, configs_of, load
+from config_helpers import CASCADE, configs_of, decayed, load, norms_of, run_pipeline
 from mmengine.config import Config
-from mmengine.optim import build_optim_wrapper
-from mmengine.registry import TRANSFORMS, init_default_scope
 
 import mmlinattn  # noqa: F401
 
@@ -58,35 +53,11 @@ def test_cascade_heads():
     assert stds == [0.1, 0.05, 0.033]
 
 
-def decayed(name: str) -> tuple:
-    """Parameter name -> weight decay, as the Runner would build the optimizer; the model."""
-    model, cfg = build(name, random_init=False)
-    optimizer = build_optim_wrapper(model, cfg.optim_wrapper).optimizer
-    of_parameter = {
-        id(parameter): group['weight_decay']
-        for group in optimizer.param_groups
-        for parameter in group['params']
-    }
-    return {key: of_parameter[id(p)] for key, p in model.named_parameters()}, model
-
-
-def norms_of(model) -> set:
-    kinds = (torch.nn.LayerNorm, torch.nn.modules.batchnorm._BatchNorm)
-    return {
-        f'{prefix}.{leaf}'
-        for prefix, module in model.named_modules()
-        if isinstance(module, kinds)
-        for leaf in ('weight', 'bias')
-    }
-
-
 @pytest.mark.parametrize('name', ['mmdet/ravlt_t_maskrcnn_1x', 'mmdet/ravlt_s_cascade_3x'])
 def test_keys_with_norm_do_not_decay_in_detection(name):
     decay, model = decayed(name)
     # norms without 'norm' in the release's names: those of the stem and of the box heads
-    named_otherwise = {
-        key for key in norms_of(model) if 'patch_embeds.0' in key or '.shared_convs.' in key
-    }
+    named_otherwise = {key for key in norms_of(model) if 'patch_embeds.0' in key or '.shared_convs.' in key}
     assert {k for k, value in decay.items() if value == 0} == norms_of(model) - named_otherwise
     assert set(decay.values()) == {0, 0.05}
 
@@ -122,9 +93,7 @@ def test_segmentation_recipe_of_ravlt(name):
     *warm_up, poly = cfg.param_scheduler
     assert (poly.type, poly.power, poly.eta_min) == ('PolyLR', 0.9 if is_fpn else 1.0, 0.0)
     assert (poly.begin, poly.end) == (0 if is_fpn else 1500, iterations)
-    assert [(s.type, s.start_factor, s.end) for s in warm_up] == (
-        [] if is_fpn else [('LinearLR', 1e-6, 1500)]
-    )
+    assert [(s.type, s.start_factor, s.end) for s in warm_up] == ([] if is_fpn else [('LinearLR', 1e-6, 1500)])
     assert not any(scheduler.by_epoch for scheduler in cfg.param_scheduler)
     resize = [t for t in cfg.test_dataloader.dataset.pipeline if t.type == 'Resize']
     assert [(t.scale, t.keep_ratio) for t in resize] == [((2048, 512), True)]
@@ -159,17 +128,6 @@ def test_classification_recipe_of_ravlt(name):
 # ---- data: the training pipelines, run on a picture
 
 
-def run_pipeline(name: str, sample: dict, times: int):
-    cfg = load(name)
-    init_default_scope(cfg.default_scope)
-    pipeline = [TRANSFORMS.build(dict(t)) for t in cfg.train_dataloader.dataset.pipeline]
-    for _ in range(times):
-        result = copy.deepcopy(sample)
-        for transform in pipeline:
-            result = transform(result)
-        yield result
-
-
 @pytest.fixture
 def picture(tmp_path):
     path = str(tmp_path / 'picture.png')
@@ -194,9 +152,7 @@ def test_multi_scale_crop(picture):
 def test_crops_of_segmentation(picture, tmp_path):
     labels = str(tmp_path / 'labels.png')
     cv2.imwrite(labels, np.random.RandomState(1).randint(0, 151, (427, 640), np.uint8))
-    sample = dict(
-        img_path=picture, seg_map_path=labels, seg_fields=[], label_map=None, reduce_zero_label=True
-    )
+    sample = dict(img_path=picture, seg_map_path=labels, seg_fields=[], label_map=None, reduce_zero_label=True)
     for result in run_pipeline('mmseg/ravlt_t_upernet_160k', sample, 3):
         # smaller where the picture is; the preprocessor fills up to 512x512
         assert max(result['inputs'].shape[1:]) <= 512

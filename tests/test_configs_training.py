@@ -1,10 +1,12 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """One training step of each family of configs."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
-from config_helpers import build
+from config_helpers import build, configs_of
 from mmengine.structures import InstanceData, PixelData
 
 import mmlinattn  # noqa: F401
@@ -43,15 +45,13 @@ def training_batch(task: str) -> dict:
     return dict(inputs=pictures, data_samples=samples)
 
 
-# Full heads on fewer regions, and no padding to 512x512
-SMALL = {
-    'mmdet/ravlt_t_maskrcnn_1x': dict(model__train_cfg__rcnn__sampler__num=16),
-    'mmdet/ravlt_s_cascade_3x': {
-        f'model__train_cfg__rcnn__{i}__sampler__num': 16 for i in range(3)
-    },
-    'mmseg/ravlt_t_fpn_80k': dict(model__data_preprocessor__size=(64, 64)),
-    'mmseg/ravlt_t_upernet_160k': dict(model__data_preprocessor__size=(64, 64)),
-}
+def small_heads(name: str) -> dict:
+    """Options for full heads on fewer regions, and no padding to 512x512."""
+    if 'cascade' in name:
+        return {f'model__train_cfg__rcnn__{i}__sampler__num': 16 for i in range(3)}
+    if 'maskrcnn' in name:
+        return dict(model__train_cfg__rcnn__sampler__num=16)
+    return dict(model__data_preprocessor__size=(64, 64)) if name.startswith('mmseg') else {}
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,22 @@ SMALL = {
         'mmseg/ravlt_t_fpn_80k',
         'mmseg/ravlt_t_upernet_160k',
         'mmpretrain/ravlt_t_in1k',
+        'mmdet/inline_pvt_t_maskrcnn_1x',
+        'mmdet/inline_swin_t_cascade_3x',
+        'mmdet/inline_cswin_t_maskrcnn_1x',
+        'mmdet/inline_deit_t_maskrcnn_1x',
+        'mmdet/flatten_pvt_t_maskrcnn_1x',
+        'mmdet/flatten_pvt_v2_b1_retinanet_1x',
+        'mmdet/flatten_swin_t_maskrcnn_1x',
+        'mmdet/flatten_cswin_t_maskrcnn_1x',
+        *(name for name in configs_of('mmseg') if re.search('/(inline|flatten)_.*_(t|b1)_', name)),
+        *(name for name in configs_of('mmpretrain') if re.search('/(inline|flatten)_.*_(t|b1)_', name)),
     ],
 )
 def test_every_parameter_gets_a_gradient(name):
     """Without which DistributedDataParallel stops (find_unused_parameters is off)."""
     torch.manual_seed(0)
-    model, cfg = build(name, **SMALL.get(name, {}))
+    model, cfg = build(name, **small_heads(name))
     model.init_weights()
     model.train()
     batch = model.data_preprocessor(training_batch(cfg.default_scope), training=True)

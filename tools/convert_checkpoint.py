@@ -5,6 +5,9 @@
 """
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
 import mmlinattn  # noqa: F401, registers the backbones
 from mmlinattn.checkpoints.convert import main

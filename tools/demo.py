@@ -1,13 +1,22 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Draw what a model finds in pictures: a detector, segmentor or classifier, as the config says."""
+"""Draw what a model finds in a picture, or in each picture of a folder. The config's ``default_scope`` says whether it
+is a detector, segmentor or classifier."""
 
 import argparse
-import glob
 import os.path as osp
+import shutil
+import sys
+import tempfile
+from pathlib import Path
 
+import mmcv
 from mmengine.device import get_device
+from mmengine.registry import init_default_scope
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
+
+from mmlinattn.checkpoints.safe import CheckpointError
 from mmlinattn.engine import RunError
 from mmlinattn.engine.cli import check_checkpoint, notice, one_line_errors, read_config
 
@@ -16,56 +25,131 @@ SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('image', help='picture, or folder of pictures')
     parser.add_argument('config', help='config file')
     parser.add_argument('checkpoint', help='checkpoint file, URL or mmlinattn://NAME')
-    parser.add_argument('inputs', nargs='+', help='pictures, or folders of pictures')
-    parser.add_argument('--out-dir', default='outputs', help='folder for the drawings [outputs]')
-    parser.add_argument('--score-thr', type=float, default=0.3, help='lowest score drawn [0.3]')
+    parser.add_argument('--out', required=True, help='picture to write; for a folder of pictures, a folder')
+    parser.add_argument('--score-thr', type=float, default=0.3, help='lowest score drawn, detectors only [0.3]')
+    parser.add_argument('--classes', nargs='+', metavar='NAME', help="class names [the checkpoint's or data set's]")
     parser.add_argument('--device', default=get_device(), help='cpu, cuda:0, ... [the best here]')
     return parser.parse_args()
 
 
-def find_pictures(inputs) -> list:
-    """The pictures named, and those directly inside the folders named."""
-    found = []
-    for path in inputs:
-        if osp.isdir(path):
-            inside = sorted(glob.glob(osp.join(glob.escape(path), '*')))
-            pictures = [name for name in inside if name.lower().endswith(SUFFIXES)]
-            if not pictures:
-                raise RunError(f'input {path!r}: no picture ({" ".join(SUFFIXES)}) in this folder.')
-            found += pictures
-        elif osp.isfile(path):
-            found.append(path)
-        else:
-            raise RunError(f'input {path!r}: no such file or folder.')
-    return found
+def find_pictures(path: str) -> list:
+    """The picture named, or those directly inside the folder named."""
+    if osp.isfile(path):
+        return [path]
+    if not osp.isdir(path):
+        raise RunError(f'image {path!r}: no such file or folder.')
+    pictures = sorted(str(file) for file in Path(path).iterdir() if file.suffix.lower() in SUFFIXES)
+    if not pictures:
+        raise RunError(f'image {path!r}: no picture ({" ".join(SUFFIXES)}) in this folder.')
+    return pictures
+
+
+def check_pictures(pictures: list) -> None:
+    """Raise a RunError for a file that is no picture, before the model is built."""
+    for path in pictures:
+        try:
+            readable = mmcv.imread(path) is not None
+        except Exception:  # what a decoder raises depends on the decoder
+            readable = False
+        if not readable:
+            raise RunError(f'image {path!r} cannot be read as a picture.')
+
+
+def check_out(out: str, is_folder: bool) -> Path:
+    out = Path(out)
+    if is_folder and out.is_file():
+        raise RunError(f'--out {str(out)!r} is a file; for a folder of pictures it has to be a folder.')
+    if not is_folder and out.suffix.lower() not in SUFFIXES:
+        raise RunError(f'--out {str(out)!r} has to end in one of {" ".join(SUFFIXES)}.')
+    try:
+        (out if is_folder else out.parent).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(f'--out {str(out)!r} cannot be written: {error.strerror}.') from error
+    return out
+
+
+def num_classes(cfg) -> int:
+    """Classes of the head that decides, 0 where the config does not say."""
+    model = cfg.model
+    head = model.get('bbox_head') or model.get('decode_head') or model.get('head')
+    if model.get('roi_head'):
+        head = model.roi_head.bbox_head
+    head = head[-1] if isinstance(head, (list, tuple)) else head
+    return (head or {}).get('num_classes', 0)
+
+
+def name_classes(cfg, inferencer, classes) -> None:
+    expected = num_classes(cfg)
+    if expected and len(classes) != expected:
+        raise RunError(f'--classes: {len(classes)} names given, the model has {expected} classes.')
+    meta = dict(getattr(inferencer.model, 'dataset_meta', None) or {}, classes=tuple(classes))
+    if len(meta.get('palette', ())) != len(classes) or isinstance(meta['palette'], str):
+        from mmdet.visualization import get_palette
+
+        meta['palette'] = get_palette('random', len(classes))
+    inferencer.model.dataset_meta = meta
+    inferencer.visualizer.dataset_meta = meta
+
+
+def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> None:
+    """Write the drawings somewhere below ``folder``, one a picture, in any format."""
+    scope = cfg.get('default_scope')
+    init_default_scope(scope)
+    if scope == 'mmdet':
+        from mmdet.apis import DetInferencer
+
+        inferencer = DetInferencer(args.config, args.checkpoint, args.device, show_progress=len(pictures) > 1)
+        if args.classes:
+            name_classes(cfg, inferencer, args.classes)
+        inferencer(pictures, out_dir=folder, pred_score_thr=args.score_thr, no_save_pred=True)
+    elif scope == 'mmseg':
+        from mmseg.apis import MMSegInferencer
+
+        inferencer = MMSegInferencer(args.config, args.checkpoint, device=args.device)
+        if args.classes:
+            name_classes(cfg, inferencer, args.classes)
+        inferencer.show_progress = len(pictures) > 1
+        inferencer(pictures, out_dir=folder)
+    elif scope == 'mmpretrain':
+        from mmpretrain import ImageClassificationInferencer
+
+        if args.classes and num_classes(cfg) not in (0, len(args.classes)):
+            raise RunError(f'--classes: {len(args.classes)} names given, the model has {num_classes(cfg)} classes.')
+        inferencer = ImageClassificationInferencer(
+            args.config, args.checkpoint, device=args.device, classes=args.classes
+        )
+        for picture, found in zip(pictures, inferencer(pictures, show_dir=folder)):
+            label = found.get('pred_class', found['pred_label'])
+            print(f'{picture}: {label} ({found["pred_score"]:.3f})')
+    else:
+        raise RunError(f'{args.config}: default_scope = {scope!r} is none of mmdet, mmseg, mmpretrain.')
 
 
 def main() -> None:
     args = parse_args()
     with one_line_errors():
-        scope = read_config(args.config).get('default_scope')
-        weights = check_checkpoint(args.checkpoint, 'checkpoint')
-        pictures = find_pictures(args.inputs)
-        if scope == 'mmdet':
-            from mmdet.apis import DetInferencer
-
-            infer = DetInferencer(args.config, weights, args.device)
-            infer(pictures, out_dir=args.out_dir, pred_score_thr=args.score_thr)
-        elif scope == 'mmseg':
-            from mmseg.apis import MMSegInferencer
-
-            infer = MMSegInferencer(args.config, weights, device=args.device)
-            infer(pictures, out_dir=args.out_dir)
-        elif scope == 'mmpretrain':
-            from mmpretrain import ImageClassificationInferencer
-
-            infer = ImageClassificationInferencer(args.config, weights, device=args.device)
-            infer(pictures, show_dir=args.out_dir)
-        else:
-            raise RunError(f'{args.config}: default_scope = {scope!r} is none of mmdet, mmseg, mmpretrain.')
-        notice(f'pictures are in {osp.abspath(args.out_dir)}')
+        cfg = read_config(args.config)
+        args.checkpoint = check_checkpoint(args.checkpoint, 'checkpoint')
+        pictures = find_pictures(args.image)
+        check_pictures(pictures)
+        is_folder = osp.isdir(args.image)
+        out = check_out(args.out, is_folder)
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                draw(args, cfg, pictures, folder)
+            except CheckpointError as error:
+                raise RunError(str(error)) from error
+            vis = Path(folder, 'vis')  # where MMDetection and MMSegmentation put drawings, beside raw predictions
+            drawn = sorted(vis.iterdir() if vis.is_dir() else Path(folder).iterdir())
+            if is_folder:
+                for path in drawn:
+                    shutil.copy2(path, out / path.name)
+            else:
+                mmcv.imwrite(mmcv.imread(str(drawn[0])), str(out))
+        notice(f'{len(drawn)} picture(s) in {osp.abspath(out)}')
 
 
 if __name__ == '__main__':

@@ -9,6 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
+
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line; the usage is one --help away."""
@@ -43,9 +45,7 @@ def parse_args(argv):
         metavar='F',
         help='shorten each side by a random fraction of up to F <= 0.5 (default: 0, equal sizes)',
     )
-    parser.add_argument(
-        '--workers', type=int, default=1, help='processes; the result does not depend on them'
-    )
+    parser.add_argument('--workers', type=int, default=1, help='processes; the result does not depend on them')
     parser.add_argument(
         '--overwrite',
         action='store_true',
@@ -64,9 +64,7 @@ def main(argv=None) -> int:
     from mmlinattn.datasets import CLASSES, DatasetSpec, write_dataset
 
     try:
-        spec = DatasetSpec(
-            args.format, args.num_train, args.num_val, args.seed, tuple(args.size), args.size_jitter
-        )
+        spec = DatasetSpec(args.format, args.num_train, args.num_val, args.seed, tuple(args.size), args.size_jitter)
         with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
             task = progress.add_task(f'{args.format} shapes', total=args.num_train + args.num_val)
             written = write_dataset(

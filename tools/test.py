@@ -5,6 +5,10 @@
 import argparse
 import itertools
 import os.path as osp
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
 import mmengine
 from mmengine.evaluator import DumpResults

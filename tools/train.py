@@ -3,6 +3,10 @@
 """Train a detector, segmentor or classifier: the config's ``default_scope`` says which."""
 
 import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
 from mmlinattn.engine import RunError, check_data_config
 from mmlinattn.engine.cli import (

@@ -19,6 +19,6 @@ model = dict(
     ),
     head=dict(
         in_channels=1024,
-        init_cfg=dict(type='Pretrained', checkpoint='mmlinattn://inline_swin_b_in1k', prefix='head.'),
+        init_cfg=dict(_delete_=True, type='Pretrained', checkpoint='mmlinattn://inline_swin_b_in1k', prefix='head.'),
     ),
 )

@@ -78,13 +78,24 @@ class RelativePositionBias(nn.Module):
 
     def __init__(self, window: tuple[int, int], num_heads: int) -> None:
         super().__init__()
-        rows, columns = window
+        self.window = rows, columns = tuple(window)
         self.table = nn.Parameter(torch.zeros((2 * rows - 1) * (2 * columns - 1), num_heads))
         nn.init.trunc_normal_(self.table, std=0.02)
         row = torch.arange(rows)[:, None] - torch.arange(rows) + rows - 1
         column = torch.arange(columns)[:, None] - torch.arange(columns) + columns - 1
         index = row[:, None, :, None] * (2 * columns - 1) + column[None, :, None, :]  # (rows, columns, rows, columns)
         self.register_buffer('index', index, persistent=False)
+
+    def fit(self, table: Tensor) -> Tensor:
+        """A checkpoint's table of another square window, ((2n - 1)^2, heads), resized bicubically as Swin's
+        fine-tuning does; of another form it stays as it is, for the report."""
+        side = round(table.shape[0] ** 0.5)
+        if table.shape == self.table.shape or table.dim() != 2 or side**2 != table.shape[0]:
+            return table
+        size = tuple(2 * length - 1 for length in self.window)
+        image = table.T.unflatten(1, (side, side))[None].float()
+        image = F.interpolate(image, size=size, mode='bicubic', align_corners=False)
+        return image[0].flatten(1).T.contiguous().to(table.dtype)
 
     def forward(self, height: int, width: int) -> Tensor:
         """(heads, N, N) for a window of ``height`` x ``width``."""

@@ -5,7 +5,7 @@ from torch import nn
 
 from ..layers.position import PositionTable
 from .base import TOKEN_MIXERS, Grid, TokenMixer, add_local
-from .functional import focused_map, linear_attention
+from .functional import accumulation_dtype, focused_map, linear_attention
 
 
 @TOKEN_MIXERS.register_module('focused')
@@ -45,7 +45,7 @@ class FocusedMixer(TokenMixer):
 
     def phi(self, x, inverse_scale):
         if not self.focus:
-            return F.relu(x) + 1e-6
+            return F.relu(x).to(accumulation_dtype(x)) + 1e-6
         return focused_map(x, inverse_scale, self.power)
 
     def shared_conv(self, image):
@@ -59,5 +59,12 @@ class FocusedMixer(TokenMixer):
             k = self.position.add_to(k, key_grid)
         inverse_scale = 1 / F.softplus(self.scale) if self.focus else None
         queries, keys = self.split_heads(self.phi(q, inverse_scale)), self.split_heads(self.phi(k, inverse_scale))
-        out = self.merge_heads(linear_attention(queries, keys, self.split_heads(v), mask))
+        values = self.split_heads(v)
+        if queries.dtype == v.dtype:
+            out = linear_attention(queries, keys, values, mask)
+        else:
+            # the map makes small entries smaller: in float16 gradients of the division by them overflow
+            with torch.autocast(v.device.type, enabled=False):
+                out = linear_attention(queries, keys, values.to(queries.dtype), mask).to(v.dtype)
+        out = self.merge_heads(out)
         return out if self.local is None else add_local(out, v, self.shared_conv, key_grid)

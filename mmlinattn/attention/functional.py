@@ -85,6 +85,7 @@ def rala(
         weight = (q.new_ones(1, 1, q.shape[2], 1, dtype=wide) if real is None else real) / count
     key_mean = (k.transpose(-1, -2).to(wide) @ weight).to(q.dtype)  # sum_j a_j k_j / N, (B, heads, d, 1)
     normaliser = (q @ key_mean).to(wide) + eps
+    q = (q / normaliser).to(q.dtype)  # dividing the result instead would keep one map more for the backward pass
     if wide == q.dtype:
         v = v * weight
     else:
@@ -92,7 +93,18 @@ def rala(
         k, v = (k * count.rsqrt()).to(q.dtype), (v * (weight * count.sqrt())).to(q.dtype)
     if rotary is not None:
         q, k = rotate(q, rotary), rotate(k, rotary)
-    return ((q @ (k.transpose(-1, -2) @ v)) / normaliser).to(v.dtype)
+    return q @ (k.transpose(-1, -2) @ v)
+
+
+def token_means(mask: Optional[Tensor], like: Tensor, *tensors: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Number of real tokens, and means over them: (B, heads, M, d) -> (B, heads, 1, d), in float32 or better."""
+    wide = accumulation_dtype(like)
+    if mask is None:
+        count = like.new_tensor(like.shape[2], dtype=wide)
+        return count, [t.sum(dim=2, keepdim=True, dtype=wide) / count for t in tensors]
+    real = mask[:, None, None].to(wide)  # (B, 1, 1, M): a product with it is a masked sum without a masked copy
+    count = real.sum(dim=-1, keepdim=True).clamp(min=1)
+    return count, [(real @ t.to(wide)) / count for t in tensors]
 
 
 def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None, eps: float = 1e-6) -> Tensor:
@@ -109,20 +121,16 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = N
     Returns:
         Tensor: (B, heads, N, e), in the dtype of ``v``.
     """
-    wide = accumulation_dtype(q)
-    if mask is None:
-        count = q.new_tensor(k.shape[2], dtype=wide)
-    else:
-        k = k * mask[:, None, :, None].to(k.dtype)
-        count = mask.sum(dim=1, dtype=wide).clamp(min=1)[:, None, None, None]
-    key_mean = k.sum(dim=2, keepdim=True, dtype=wide) / count
-    normaliser = (q @ key_mean.to(q.dtype).transpose(-1, -2)).to(wide) + eps
-    if wide == q.dtype:
-        state = k.transpose(-1, -2) @ v / count
+    count, (key_mean,) = token_means(mask, k, k)
+    normaliser = (q @ key_mean.to(q.dtype).transpose(-1, -2)).to(count.dtype) + eps
+    if count.dtype == q.dtype:
+        state = (k.transpose(-1, -2) @ v) / count  # padded values are zero, so padded keys do not matter
     else:
         root = count.rsqrt()  # 1/N leaves the range of float16; its root on each factor does not
         state = (k * root).to(q.dtype).transpose(-1, -2) @ (v * root).to(q.dtype)
-    return ((q @ state) / normaliser).to(v.dtype)
+    out = q @ state
+    # the backward pass of a division reads what was divided; in inference it is overwritten
+    return (out / normaliser if out.requires_grad else out.div_(normaliser)).to(v.dtype)
 
 
 def inline_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Optional[Tensor] = None) -> Tensor:
@@ -140,22 +148,15 @@ def inline_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Option
     Returns:
         Tensor: (B, heads, N, e), in the dtype of ``v``.
     """
-    wide = accumulation_dtype(q)
-    if mask is None:
-        count = q.new_tensor(k.shape[2], dtype=wide)
-    else:
-        k = k * mask[:, None, :, None].to(k.dtype)
-        count = mask.sum(dim=1, dtype=wide).clamp(min=1)[:, None, None, None]
-    key_mean = k.sum(dim=2, keepdim=True, dtype=wide) / count
-    value_mean = v.sum(dim=2, keepdim=True, dtype=wide) / count
-    if wide == q.dtype:
-        covariance = k.transpose(-1, -2) @ (v * (scale / count)) - key_mean.transpose(-1, -2) * (value_mean * scale)
+    count, (key_mean, value_mean) = token_means(mask, k, k, v)
+    if count.dtype == q.dtype:
+        covariance = (k.transpose(-1, -2) @ v) * (scale / count) - key_mean.transpose(-1, -2) * (value_mean * scale)
     else:
         # centred before the product: the difference of two rounded products would lose what half precision has left
         root = count.rsqrt()
         centred = ((k - key_mean) * root).to(q.dtype)
         covariance = centred.transpose(-1, -2) @ (v * (root * scale)).to(q.dtype)
-    return (q @ covariance.to(q.dtype) + value_mean.to(q.dtype)).to(v.dtype)
+    return (q @ covariance.to(q.dtype)).add_(value_mean.to(q.dtype)).to(v.dtype)
 
 
 def focused_map(x: Tensor, inverse_scale: Tensor, power: float, eps: float = 1e-6) -> Tensor:
@@ -171,12 +172,74 @@ def focused_map(x: Tensor, inverse_scale: Tensor, power: float, eps: float = 1e-
         eps (float): Keeps directions of dead tokens defined.
 
     Returns:
-        Tensor: As ``x``.
+        Tensor: As ``x``, in float32 for half precision: gradients grow with the inverse cube of small entries.
     """
+    if not torch.compiler.is_compiling():
+        return _FocusedMap.apply(x, inverse_scale, power, eps)
+    # compilers fuse the plain form
     wide = accumulation_dtype(x)
-    r = (F.relu(x.to(wide)) + eps) * inverse_scale.to(wide)
-    norm = r.norm(dim=-1, keepdim=True)
-    # the map is homogeneous of degree one, so its argument may be scaled: large powers then stay below one
-    base = r / r.amax(dim=-1, keepdim=True) if power > 4 else r
-    focused = base**power
-    return (focused * (norm / focused.norm(dim=-1, keepdim=True))).to(x.dtype)
+    r = (F.relu(x).to(wide) + eps) * inverse_scale.to(wide)
+    # homogeneous of degree one: a token may be scaled so that its powers neither over- nor underflow
+    powered = (r / r.amax(dim=-1, keepdim=True).detach()) ** power
+    lengths = [torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (r, powered)]
+    return powered * (lengths[0] / lengths[1])
+
+
+class _FocusedMap(torch.autograd.Function):
+    """:func:`focused_map` in one pass over the memory each way, saving nothing but its input.
+
+    A dozen operations make the map. On CPUs they run on blocks of tokens that stay in the cache from the first to the
+    last; in one go, each would fetch and write the whole tensor.
+    """
+
+    @staticmethod
+    def blocks(*tensors: Tensor):
+        """Rows of (..., C) tensors, some at a time."""
+        rows = [t.flatten(0, -2) for t in tensors]
+        size = max(len(rows[0]), 1)
+        if tensors[0].device.type == 'cpu':
+            # 2^15 elements a thread: below it PyTorch uses one thread only, far above it they leave the cache
+            size = max(1, (torch.get_num_threads() << 15) // tensors[0].shape[-1])
+        return zip(*(t.split(size) for t in rows))
+
+    @staticmethod
+    def focus(x: Tensor, inverse_scale: Tensor, power: float, eps: float, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the map of some tokens to ``out``; return r and |r|."""
+        r = torch.addcmul(inverse_scale * eps, F.relu(x).to(out.dtype), inverse_scale)
+        norm = torch.linalg.vector_norm(r, dim=-1, keepdim=True)
+        # homogeneous of degree one: a token may be scaled so that its powers neither over- nor underflow. Its norm is
+        # at hand; the largest component of a unit vector is at least C ** -0.5, too little for high powers
+        size = norm if power <= 6 else r.amax(dim=-1, keepdim=True)
+        torch.mul(r, size.reciprocal(), out=out).pow_(power)
+        out.mul_(norm / torch.linalg.vector_norm(out, dim=-1, keepdim=True))
+        return r, norm
+
+    @staticmethod
+    def forward(ctx, x, inverse_scale, power, eps):
+        ctx.save_for_backward(x, inverse_scale)
+        ctx.power, ctx.eps = power, eps
+        wide = accumulation_dtype(x)
+        scale = inverse_scale.to(wide)
+        result = torch.empty(x.shape, dtype=wide, device=x.device)
+        for part, target in _FocusedMap.blocks(x, result):
+            _FocusedMap.focus(part, scale, power, eps, target)
+        return result
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        # y = |r| / |r^p| r^p:  dL/dr = (g.y) r / |r|^2 + p y / r (g - (g.y) y / |r|^2)
+        x, inverse_scale = ctx.saved_tensors
+        wide = accumulation_dtype(x)
+        scale = inverse_scale.to(wide)
+        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        grad_scale = torch.zeros_like(scale)
+        for part, g, target in _FocusedMap.blocks(x, grad, grad_x):
+            y = torch.empty_like(part, dtype=wide, memory_format=torch.contiguous_format)
+            r, norm = _FocusedMap.focus(part, scale, ctx.power, ctx.eps, y)
+            along = torch.linalg.vecdot(g, y).unsqueeze(-1) / norm.square()
+            inner = torch.addcmul(g, along, y, value=-1)
+            grad_r = y.div_(r).mul_(inner).mul_(ctx.power).addcmul_(along, r)
+            grad_scale += r.mul_(grad_r).sum(dim=0)
+            target.copy_(grad_r.mul_(scale).masked_fill_(part <= 0, 0))
+        return grad_x, (grad_scale / scale).to(inverse_scale.dtype), None, None

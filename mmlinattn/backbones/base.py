@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..attention import get_mixer
+from ..attention.arrangements import RelativePositionBias
 from ..checkpoints.loading import load_pretrained
 from ..layers import PositionTable
 
@@ -189,11 +190,12 @@ class Backbone(BaseModule):
             load_pretrained(self, cfg['checkpoint'], prefix=cfg.get('prefix'))
 
     def adapt_state_dict(self, state_dict: dict) -> dict:
-        """Resize position tables of another (square) grid to this model's, e.g. from 224x224 to 384x384 images."""
+        """Resize position and relative bias tables of another (square) grid to this model's, e.g. from 224 to 384 pixels."""
         state_dict = dict(state_dict)
         for name, module in self.named_modules():
-            key = f'{name}.weight'
-            if isinstance(module, PositionTable) and key in state_dict:
+            tables = {PositionTable: 'weight', RelativePositionBias: 'table'}
+            key = f'{name}.{tables.get(type(module))}'
+            if key in state_dict and type(module) in tables:
                 state_dict[key] = module.fit(state_dict[key])
         return state_dict
 

@@ -1,4 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from collections import OrderedDict
 from typing import Optional
 
 import torch
@@ -143,14 +144,14 @@ class RAVLT(PyramidBackbone):
 
 
 def fold_batch_norms(layers: nn.Sequential) -> nn.Sequential:
-    """``conv, norm`` pairs become one convolution; other layers stay."""
-    folded = []
-    for layer in layers:
+    """``conv, norm`` pairs become one convolution; other layers stay, with their names."""
+    folded = OrderedDict()
+    for name, layer in layers.named_children():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-            conv = folded[-1]
+            conv = next(reversed(folded.values()))
             scale = layer.weight / (layer.running_var + layer.eps).sqrt()
             conv.weight.mul_(scale[:, None, None, None])
             conv.bias.sub_(layer.running_mean).mul_(scale).add_(layer.bias)
         else:
-            folded.append(layer)
-    return nn.Sequential(*folded)
+            folded[name] = layer
+    return nn.Sequential(folded)

@@ -33,6 +33,8 @@ MAX_SHAPES = 6
 DIAMETERS = (0.1, 0.5)  # of the shorter side of the picture
 MIN_DIAMETER = 12.0  # pixels; below it the forms cannot be told apart
 MIN_VISIBLE = 0.6  # of a shape's area, after clipping at the border and occlusion
+MAX_TURN = 0.5  # radians; with full turns a square is a diamond, and minutes of training tell fewer forms apart
+TINTED = 0.8
 MIN_SIDE, MAX_SIDE = 64, 8192
 
 _SUPERSAMPLING = 8
@@ -64,6 +66,8 @@ def draw_scene(
     fills: Sequence[str] = FILLS,
     diameters: tuple[float, float] = DIAMETERS,
     min_visible: float = MIN_VISIBLE,
+    max_turn: float = MAX_TURN,
+    tinted: float = TINTED,
 ) -> Scene:
     """Draw a picture of shapes, each of which covers those drawn before it.
 
@@ -79,6 +83,8 @@ def draw_scene(
         fills: Surfaces to choose from, of ``FILLS``; repeat one to see it more often.
         diameters: Smallest and largest diameter, as a fraction of the picture's shorter side.
         min_visible: Least visible fraction of a shape's area.
+        max_turn: Largest turn from upright, in radians.
+        tinted: Fraction of the shapes that have a colour typical of their form; the others have any colour.
 
     Returns:
         The picture with its ground truth.
@@ -92,6 +98,9 @@ def draw_scene(
         ((120, 160, 3), dtype('uint8'))
     """
     _check(size, num_shapes, kinds, fills, diameters, min_visible)
+    for name, value, most in (('max_turn', max_turn, np.pi), ('tinted', tinted, 1)):
+        if not 0 <= value <= most:
+            raise ValueError(f'{name} must be from 0 to {most:g}, got {value}')
     width, height = size
     background = BACKGROUNDS[rng.integers(len(BACKGROUNDS))]
     canvas, ends = draw_background(rng, size, background)
@@ -106,7 +115,7 @@ def draw_scene(
         for tries_left in reversed(range(_PLACEMENT_TRIES)):
             label = int(rng.integers(len(kinds)))
             diameter = max(MIN_DIAMETER, rng.uniform(*diameters) * min(size))
-            coverage = _coverage(rng, kinds[label], diameter)
+            coverage = _coverage(rng, kinds[label], diameter, max_turn)
             centred = not labels and not tries_left  # where a shape is wholly visible
             place = _place(rng, size, coverage.shape[0], centred)
             clipped = coverage[place.patch] / np.float32(255)
@@ -122,7 +131,8 @@ def draw_scene(
         visible, needed = np.append(left, seen), np.append(needed, min_visible * full)
         labels.append(label)
         owner[place.picture][mask] = len(labels)
-        colours.append(contrasting_colour(rng, ends, colours))
+        hue = tuple(_FORMS).index(kinds[label]) / len(_FORMS) if rng.random() < tinted else None
+        colours.append(contrasting_colour(rng, ends, colours, hue))
         fill = fills[rng.integers(len(fills))]
         surface = draw_fill(rng, coverage.shape[0], colours[-1], fill, diameter)[place.patch]
         target = canvas[place.picture]
@@ -164,9 +174,9 @@ def _place(rng: np.random.Generator, size: tuple[int, int], side: int, centred: 
     return _Place((slice(y0, y1), slice(x0, x1)), (slice(y0 - top, y1 - top), slice(x0 - left, x1 - left)))
 
 
-def _coverage(rng: np.random.Generator, kind: str, diameter: float) -> np.ndarray:
+def _coverage(rng: np.random.Generator, kind: str, diameter: float, max_turn: float) -> np.ndarray:
     """Draw a turned and slightly stretched form; (side, side) float32, 255 = pixel all covered."""
-    angle = rng.uniform(0, 2 * np.pi)
+    angle = rng.uniform(-max_turn, max_turn)
     stretch = np.exp(rng.uniform(-0.12, 0.12))
     scale = np.diag([stretch, 1 / stretch]) if stretch < 1 else np.diag([1, 1 / stretch])
     turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
@@ -213,7 +223,7 @@ def _heart() -> np.ndarray:
 # Outlines within the unit circle; more than one outline per form makes holes.
 _FORMS = {
     'disc': (_circle(1.0, 72),),
-    'square': (_circle(1.0, 4),),
+    'square': (_circle(1.0, 8)[1::2],),  # every second of eight points: sides level, not corners
     'triangle': (_circle(1.0, 3),),
     'star': (_star(5, 0.42),),
     'cross': (_cross(0.3),),

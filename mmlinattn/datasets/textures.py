@@ -7,6 +7,8 @@ that a shape which contrasts with its two end colours contrasts with all of it.
 
 from __future__ import annotations
 
+import colorsys
+
 import cv2
 import numpy as np
 
@@ -89,24 +91,34 @@ def _soft_square_wave(distance: np.ndarray, period: float) -> np.ndarray:
     return np.clip((phase - 0.25) * period + 0.5, 0, 1)
 
 
-def contrasting_colour(rng: np.random.Generator, background: np.ndarray, neighbours: list[np.ndarray]) -> np.ndarray:
+def contrasting_colour(
+    rng: np.random.Generator, background: np.ndarray, neighbours: list[np.ndarray], hue: float | None = None
+) -> np.ndarray:
     """A random colour that stands out from the background's colours and from the neighbours'.
 
     Args:
         rng: Source of randomness.
         background: ``(K, 3)`` colours to keep ``FOREGROUND_CONTRAST`` from.
         neighbours: Colours to keep ``NEIGHBOUR_CONTRAST`` from.
+        hue: Typical hue in [0, 1), which colours scatter around; any colour where None.
 
     Returns:
         ``(3,)`` RGB; the best candidate where none of them keeps both distances.
     """
-    candidates = rng.uniform(0, 255, (24, 3))
+    candidates = rng.uniform(0, 255, (24, 3)) if hue is None else _of_hue(rng, hue, 24)
     margin = _distances(candidates, background).min(axis=1) / FOREGROUND_CONTRAST
     if neighbours:
         near = _distances(candidates, np.stack(neighbours)).min(axis=1) / NEIGHBOUR_CONTRAST
         margin = np.minimum(margin, near)
     good = np.flatnonzero(margin >= 1)
     return candidates[good[0] if len(good) else int(margin.argmax())]
+
+
+def _of_hue(rng: np.random.Generator, hue: float, count: int) -> np.ndarray:
+    """Saturated colours around a hue, ``(count, 3)`` RGB; neighbouring hues a sixth apart overlap a little."""
+    hues = (hue + rng.normal(0, 0.05, count)) % 1
+    saturation, value = rng.uniform(0.6, 1, count), rng.uniform(0.35, 1, count)
+    return np.array([colorsys.hsv_to_rgb(*hsv) for hsv in zip(hues, saturation, value)]) * 255
 
 
 def _distances(one: np.ndarray, two: np.ndarray) -> np.ndarray:

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Parts between a backbone and an upstream head."""
 
+from .feature_pyramid import SimpleFeaturePyramid
 from .projection import ConvProjectionNeck
 
-__all__ = ['ConvProjectionNeck']
+__all__ = ['ConvProjectionNeck', 'SimpleFeaturePyramid']

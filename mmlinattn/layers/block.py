@@ -48,9 +48,11 @@ class Block(BaseModule):
         self.gamma2 = nn.Parameter(torch.full((dim,), float(layer_scale))) if scaled else None
 
     def residual(self, x: Tensor, branch: Tensor, gamma: Optional[Tensor]) -> Tensor:
-        if gamma is not None and not self.training:
-            return torch.addcmul(x, branch, gamma.to(branch.dtype)) if x.dtype == branch.dtype else x + branch * gamma
-        return x + self.drop_path(branch if gamma is None else branch * gamma)
+        if gamma is None:
+            return x + self.drop_path(branch)
+        # paths are dropped in the small tensor of scales, which saves passes over the map
+        scale = self.drop_path(gamma.expand(x.shape[0], *(1,) * (x.dim() - 2), -1))
+        return torch.addcmul(x, branch, scale.to(x.dtype)) if x.dtype == branch.dtype else x + branch * scale
 
     def forward(self, x: Tensor, **shared) -> Tensor:
         if self.position is not None:

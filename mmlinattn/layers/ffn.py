@@ -32,7 +32,7 @@ class ConvFFN(MLP):
         self.dwconv = ResidualDWConv(hidden_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.dwconv(F.gelu(self.fc1(x))))
+        return self.fc2(self.dwconv.of_gelu(self.fc1(x)))
 
 
 class DWConvFFN(MLP):

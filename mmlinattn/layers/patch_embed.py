@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """From images to maps, and from a map to the next coarser one. Maps are (B, H, W, C)."""
 
+from collections import OrderedDict
 from typing import Optional
 
 import torch
@@ -42,7 +43,8 @@ class ConvDownsample(BaseModule):
 
     def __init__(self, in_dim: int, dim: int, norm_cfg: dict, init_cfg=None) -> None:
         super().__init__(init_cfg)
-        self.layers = nn.Sequential(nn.Conv2d(in_dim, dim, 3, 2, 1), build_norm_layer(norm_cfg, dim)[1])
+        conv, norm = nn.Conv2d(in_dim, dim, 3, 2, 1), build_norm_layer(norm_cfg, dim)[1]
+        self.layers = nn.Sequential(OrderedDict(conv=conv, norm=norm))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)

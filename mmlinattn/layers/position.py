@@ -55,13 +55,65 @@ class ResidualDWConv(nn.Conv2d):
         self.register_buffer('identity', identity, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        image = x.permute(0, 3, 1, 2)
+        weight, outside = self._residual(x)
+        out = F.conv2d(x.permute(0, 3, 1, 2), weight, self.bias, 1, self.padding, 1, self.groups).permute(0, 2, 3, 1)
+        return x + out if outside else out
+
+    def of_gelu(self, x: Tensor) -> Tensor:
+        """``forward(gelu(x))``, without keeping ``gelu(x)`` for the backward pass."""
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return self(F.gelu(x))
+        weight, outside = self._residual(x)
+        return _DWConvOfGELU.apply(x, weight.to(x.dtype), self.bias.to(x.dtype), outside)
+
+    def _residual(self, x: Tensor) -> tuple[Tensor, bool]:
+        """The kernel, and whether ``x`` is left to be added to the convolution."""
         if x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type):
             # the identity is a tap of the kernel: one pass over the map less. In half precision the tap would round the
             # residual stream, so there the sum stays outside.
-            out = self._conv_forward(image, self.weight + self.identity, self.bias)
-            return out.permute(0, 2, 3, 1)
-        return x + F.conv2d(image, self.weight, self.bias, 1, self.padding, 1, self.groups).permute(0, 2, 3, 1)
+            return self.weight + self.identity, False
+        return self.weight, True
+
+
+class _DWConvOfGELU(torch.autograd.Function):
+    """Depth-wise convolution of ``gelu(x)``, (B, H, W, C), plus ``gelu(x)`` itself where ``residual``.
+
+    Keeps ``x`` alone. In the hidden layer of RAVLT's FFN, ``gelu(x)`` would be a tenth of what the whole model keeps, and
+    it is cheap to compute again.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, residual):
+        ctx.save_for_backward(x, weight)
+        ctx.residual = residual
+        hidden = F.gelu(x)
+        padding = weight.shape[-1] // 2
+        out = F.conv2d(hidden.permute(0, 3, 1, 2), weight, bias, 1, padding, 1, len(weight)).permute(0, 2, 3, 1)
+        return out + hidden if residual else out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        channels, padding = len(weight), [weight.shape[-1] // 2] * 2
+        grad_hidden, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
+            grad.permute(0, 3, 1, 2),
+            F.gelu(x).permute(0, 3, 1, 2),
+            weight,
+            [channels],
+            [1, 1],
+            padding,
+            [1, 1],
+            False,
+            [0, 0],
+            channels,
+            ctx.needs_input_grad[:3],
+        )
+        grad_x = None
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden.permute(0, 2, 3, 1)
+            grad_x = torch.ops.aten.gelu_backward(grad_hidden + grad if ctx.residual else grad_hidden, x)
+        return grad_x, grad_weight, grad_bias, None
 
 
 def resize_table(table: Tensor, grid: tuple[int, int], size: tuple[int, int], prefix: int = 0) -> Tensor:
@@ -91,20 +143,23 @@ class PositionTable(nn.Module):
         self.prefix = prefix
         self.weight = nn.Parameter(torch.zeros(1, prefix + self.grid[0] * self.grid[1], dim))
         nn.init.trunc_normal_(self.weight, std=0.02)
-        self._resized: Optional[tuple[tuple, Tensor]] = None
+        self._resized: Optional[tuple[tuple, Tensor, Tensor]] = None
 
     def resized(self, height: int, width: int) -> Tensor:
         """The table for a grid of ``height`` x ``width``, (1, prefix + height * width, C)."""
         if (height, width) == self.grid:
             return self.weight
         weight = self.weight
-        keep = not (torch.is_grad_enabled() and weight.requires_grad) and not torch.compiler.is_compiling()
+        learning = torch.is_grad_enabled() and weight.requires_grad
+        # tensors of inference mode do not count their changes
+        keep = not (learning or torch.compiler.is_compiling() or weight.is_inference())
         key = (height, width, weight._version, weight.data_ptr(), weight.dtype, weight.device) if keep else None
         if keep and self._resized is not None and self._resized[0] == key:
             return self._resized[1]
         table = resize_table(weight, self.grid, (height, width), self.prefix)
         if keep:
-            self._resized = (key, table)
+            # holding the weight keeps its address from being given to another
+            self._resized = (key, table, weight.detach())
         return table
 
     def fit(self, weight: Tensor) -> Tensor:

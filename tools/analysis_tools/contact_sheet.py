@@ -29,17 +29,11 @@ def parse_args(argv):
         description="Collect pictures that mmdet's or mmseg's visualiser wrote with --show-dir "
         '(ground truth beside prediction) into one labelled sheet.'
     )
-    parser.add_argument(
-        'show_dir', type=Path, metavar='SHOW_DIR', help='searched with its sub-folders'
-    )
+    parser.add_argument('show_dir', type=Path, metavar='SHOW_DIR', help='searched with its sub-folders')
     parser.add_argument('out', type=Path, metavar='OUT.png', help='the sheet to write')
-    parser.add_argument(
-        '--num', type=int, default=8, help='pictures, evenly spread over all (default: 8)'
-    )
+    parser.add_argument('--num', type=int, default=8, help='pictures, evenly spread over all (default: 8)')
     parser.add_argument('--cols', type=int, default=2, help='columns (default: 2)')
-    parser.add_argument(
-        '--width', type=int, default=640, help='width of a picture in pixels (default: 640)'
-    )
+    parser.add_argument('--width', type=int, default=640, help='width of a picture in pixels (default: 640)')
     parser.add_argument(
         '--heads',
         nargs='*',

@@ -7,8 +7,6 @@ train_cfg = dict(max_epochs=max_epochs)
 optim_wrapper = dict(optimizer=dict(lr=2e-5, weight_decay=1e-8))
 param_scheduler = [
     dict(type='LinearLR', start_factor=1e-3, by_epoch=True, begin=0, end=5, convert_to_iter_based=True),
-    dict(
-        type='CosineAnnealingLR', T_max=max_epochs - 5, eta_min=2e-7, by_epoch=True, begin=5, end=max_epochs
-    ),
+    dict(type='CosineAnnealingLR', T_max=max_epochs - 5, eta_min=2e-7, by_epoch=True, begin=5, end=max_epochs),
 ]
 auto_scale_lr = dict(base_batch_size=512)

@@ -26,7 +26,7 @@ def matches(keys) -> bool:
 def rename(key: str) -> str:
     down = re.match(r'layers\.(\d+)\.downsample\.(reduction|norm)\.(.*)', key)
     if down:
-        return f'patch_embeds.{int(down[1]) + 1}.layers.{int(down[2] == "norm")}.{down[3]}'
+        return f'patch_embeds.{int(down[1]) + 1}.layers.{"norm" if down[2] == "norm" else "conv"}.{down[3]}'
     for pattern, replacement in _RULES:
         new, hits = re.subn('^' + pattern, replacement, key)
         if hits:

@@ -1,0 +1,133 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Multiply-adds and live memory of whatever runs, counted operation by operation.
+
+Works on real and on meta tensors; on the latter nothing is computed and nothing allocated.
+"""
+
+import contextlib
+import weakref
+from collections import Counter
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+CONV, LINEAR, PRODUCT = KINDS = ('convolution', 'linear', 'attention product')
+_aten = torch.ops.aten
+# Linear layers multiply by one matrix; products of batches of matrices are those inside attentions.
+_KIND_OF = {
+    _aten.convolution: CONV,
+    _aten._convolution: CONV,
+    _aten.mm: LINEAR,
+    _aten.addmm: LINEAR,
+}
+# Operations per element that fvcore counts for norms with affine parameters, at test time
+_NORM_COST = {
+    _aten.native_layer_norm: 5,
+    _aten.native_group_norm: 5,
+    _aten.native_batch_norm: 2,
+    _aten._native_batch_norm_legit_no_training: 2,
+    _aten._batch_norm_impl_index: 2,
+}
+
+
+class Count(TorchDispatchMode):
+    """Counts while it is entered; attributes to the modules of ``model`` by name.
+
+    Args:
+        model (nn.Module): Its sub-modules' names are what operations are counted under.
+
+    Attributes:
+        macs (Counter): ``(module name, kind)`` -> multiply-adds, ``kind`` one of :data:`KINDS`.
+        norm_ops (int): Operations of layer, group and batch norms as fvcore counts them; not part of ``macs``.
+        peak_bytes (int): Largest sum of tensors alive at one time that were made while counting: activations, not
+            weights. Temporaries inside an operation (a convolution's workspace) are not seen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.macs = Counter()
+        self.norm_ops = 0
+        self.peak_bytes = 0
+        self._live_bytes = 0
+        self._seen = set()
+        self._names = ['']
+        self._stack = None
+
+    def __enter__(self):
+        self._stack = contextlib.ExitStack()
+        for name, module in self.model.named_modules():
+            enter = module.register_forward_pre_hook(lambda *_, name=name: self._names.append(name))
+            leave = module.register_forward_hook(self._leave, always_call=True)
+            self._stack.callback(enter.remove)
+            self._stack.callback(leave.remove)
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            self._seen.add(tensor.untyped_storage()._cdata)
+        self._stack.enter_context(_WholeAttention(self))
+        # PyTorch has no autocast state for the meta device and raises when asked
+        self._stack.enter_context(mock.patch('torch.is_autocast_enabled', lambda *_: False))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        return self._stack.__exit__(*error)
+
+    def _leave(self, *_) -> None:
+        self._names.pop()
+
+    def add(self, kind: str, macs: int) -> None:
+        self.macs[self._names[-1], kind] += macs
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            # the library counts a multiply-add as two operations
+            self.add(_KIND_OF.get(packet, PRODUCT), flop_registry[packet](*args, **kwargs, out_val=out) // 2)
+        self.norm_ops += _NORM_COST.get(packet, 0) * (args[0].numel() if packet in _NORM_COST else 0)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._track(tensor)
+        return out
+
+    def _track(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self._live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        weakref.finalize(storage, self._release, key, size)
+
+    def _release(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self._live_bytes -= size
+
+
+class _WholeAttention(TorchFunctionMode):
+    """Counts ``scaled_dot_product_attention`` as the fused kernel of real devices: two products, no N x N map.
+
+    On meta tensors PyTorch would take its plain form apart instead, map and all.
+    """
+
+    def __init__(self, count: Count) -> None:
+        super().__init__()
+        self.count = count
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        q, k, v = args[:3]
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        pairs = q.shape[:-1].numel() * k.shape[-2]
+        self.count.add(PRODUCT, pairs * (q.shape[-1] + v.shape[-1]))
+        return out

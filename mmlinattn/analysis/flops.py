@@ -1,0 +1,143 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Parameters, multiply-adds and activation memory of the model of a config, without running it."""
+
+import re
+from collections import Counter
+from typing import NamedTuple, Optional
+
+import torch
+from mmengine.config import Config
+from mmengine.model import revert_sync_batchnorm
+from mmengine.registry import MODELS, init_default_scope
+from torch import nn
+
+from ..engine import RunError
+from .counting import CONV, KINDS, LINEAR, Count
+
+SHAPES = {'mmdet': (800, 1280), 'mmseg': (512, 2048), 'mmpretrain': (224, 224)}
+MASK_ROIS = 100  # as in the forward pass that MMDetection's get_flops counts
+
+
+class Cost(NamedTuple):
+    """What one forward pass of a model costs, batch size 1.
+
+    Attributes:
+        shape: (height, width) of the image.
+        params: parameters of each part, in the order in which they run.
+        macs: ``(part, kind)`` -> multiply-adds, kinds as in :data:`~mmlinattn.analysis.counting.KINDS`.
+        norm_ops: operations of the norms as fvcore counts them: 5 an element of a layer norm, 2 of a batch norm.
+        peak_bytes: activations alive at one time, float32, as an estimate.
+        notes: what was counted how.
+    """
+
+    shape: tuple
+    params: dict
+    macs: Counter
+    norm_ops: int
+    peak_bytes: int
+    notes: list
+
+    @property
+    def total_params(self) -> int:
+        return sum(self.params.values())
+
+    def total_macs(self, *kinds: str) -> int:
+        """Multiply-adds of the kinds given, of all without."""
+        return sum(macs for (_, kind), macs in self.macs.items() if kind in (kinds or KINDS))
+
+    @property
+    def layer_macs(self) -> int:
+        """Multiply-adds of convolutions and linear layers: what a counter that hooks layers sees."""
+        return self.total_macs(CONV, LINEAR)
+
+
+def part_of(name: str) -> str:
+    """Part of a model that a module's (or parameter's) name belongs to: ``backbone.stage1``, ``neck``, ..."""
+    stage = re.match(r'backbone\.(?:stages|patch_embeds|position_tables|out_norms)\.(\d+)', name)
+    if stage:
+        return f'backbone.stage{int(stage[1]) + 1}'
+    residual = re.match(r'backbone\.layer(\d+)', name)
+    if residual:
+        return f'backbone.stage{residual[1]}'
+    head = re.match(r'roi_head\.(\w+)', name)
+    return head[0] if head else name.partition('.')[0] or 'model'
+
+
+def build_model(cfg: Config) -> nn.Module:
+    """The model of a config on the meta device: shapes without memory. Nothing is initialised or downloaded."""
+    init_default_scope(cfg.get('default_scope', 'mmengine'))
+    model_cfg = cfg.model.copy()
+    model_cfg.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
+    with torch.device('meta'):
+        return revert_sync_batchnorm(MODELS.build(model_cfg).eval())
+
+
+def image_shape(cfg: Config) -> tuple:
+    """(height, width) a model is usually counted at: 800x1280 for detectors, 512x2048 for segmentors, and the crop of
+    a classifier's own test pipeline."""
+    scope = cfg.get('default_scope')
+    if scope == 'mmpretrain':
+        for transform in reversed(cfg.get('test_dataloader', {}).get('dataset', {}).get('pipeline', [])):
+            size = transform.get('crop_size') or transform.get('scale')
+            if size:
+                return (size, size) if isinstance(size, int) else tuple(size)
+    return SHAPES.get(scope, SHAPES['mmpretrain'])
+
+
+def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
+    """Count a config's model.
+
+    Args:
+        cfg (Config): Config of a detector, segmentor or classifier.
+        shape (tuple[int, int], optional): (height, width) of the image, both >= 32; :func:`image_shape` by default.
+
+    Raises:
+        RunError: For a shape below 32x32, or a model whose forward pass depends on values (only RPN detectors are taken
+            apart).
+    """
+    shape = tuple(shape or image_shape(cfg))
+    if min(shape) < 32:
+        raise RunError(f'shape {shape[0]} {shape[1]}: height and width have to be at least 32.')
+    model = build_model(cfg)
+    image = torch.empty(1, 3, *shape, device='meta')
+    notes = ['one multiply-add is one operation; norms, activations, pooling and resizing are not counted']
+    count = Count(model)
+    try:
+        with torch.no_grad(), count:
+            if hasattr(model, 'roi_head'):
+                notes += run_two_stage(model, image)
+            else:
+                model(image, mode='tensor')
+    except (NotImplementedError, RuntimeError) as error:
+        raise RunError(f'{type(model).__name__} cannot be counted without running it: {error}') from error
+    params = Counter()
+    for name, parameter in model.named_parameters():
+        params[part_of(name)] += parameter.numel()
+    macs = Counter()
+    for (name, kind), number in count.macs.items():
+        macs[part_of(name), kind] += number
+    if getattr(model, 'auxiliary_head', None) is not None:
+        notes.append('the auxiliary head has parameters but does not run at test time')
+    return Cost(shape, dict(params), macs, count.norm_ops, count.peak_bytes, notes)
+
+
+def run_two_stage(model: nn.Module, image: torch.Tensor) -> list:
+    """A two-stage detector up to its last scores. Which proposals there are depends on values, so their number is the
+    largest the config allows, and features of that many regions of interest stand in for the pooled ones."""
+    features = model.extract_feat(image)
+    model.rpn_head(features)
+    roi_head = model.roi_head
+    num_rois = model.test_cfg.rpn.max_per_img
+    notes = [f'RoI heads: {num_rois} proposals for boxes (test_cfg.rpn.max_per_img), {MASK_ROIS} for masks, each stage']
+    run_heads(roi_head.bbox_head, roi_head.bbox_roi_extractor, num_rois, features)
+    if roi_head.with_mask:
+        run_heads(roi_head.mask_head, roi_head.mask_roi_extractor or roi_head.bbox_roi_extractor, MASK_ROIS, features)
+    return notes
+
+
+def run_heads(heads, extractors, num_rois: int, features) -> None:
+    heads = heads if isinstance(heads, nn.ModuleList) else [heads]
+    extractors = extractors if isinstance(extractors, nn.ModuleList) else [extractors] * len(heads)
+    for head, extractor in zip(heads, extractors):
+        size = extractor.roi_layers[0].output_size
+        head(features[0].new_empty(num_rois, extractor.out_channels, *size))

@@ -1,0 +1,120 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Optional, Union
+
+import torch.nn.functional as F
+from mmengine.model import BaseModule, ModuleList
+from mmengine.registry import MODELS
+from torch import Tensor, nn
+
+STRIDES = (4, 8, 16, 32)
+
+
+class MapNorm(nn.LayerNorm):
+    """LayerNorm over the channels of (B, C, H, W)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+def resample(dim: int, stride: int) -> tuple[nn.Module, int]:
+    """From a map of stride 16 to one of ``stride``, and its width: halved for each doubling of the size."""
+    if stride == 4:
+        layers = dict(
+            up1=nn.ConvTranspose2d(dim, dim // 2, 2, 2),
+            norm=MapNorm(dim // 2, eps=1e-6),
+            act=nn.GELU(),
+            up2=nn.ConvTranspose2d(dim // 2, dim // 4, 2, 2),
+        )
+        return nn.Sequential(OrderedDict(layers)), dim // 4
+    if stride == 8:
+        return nn.ConvTranspose2d(dim, dim // 2, 2, 2), dim // 2
+    # an odd map rounds up, as a pyramid of strided convolutions and the anchors of the heads do
+    return (nn.Identity() if stride == 16 else nn.MaxPool2d(2, 2, ceil_mode=True)), dim
+
+
+@MODELS.register_module()
+class SimpleFeaturePyramid(BaseModule):
+    """The simple feature pyramid of ViTDet (Li et al. 2022, Fig. 2): maps of strides 4, 8, 16 and 32 from the last map
+    of a plain backbone, in parallel.
+
+    Args:
+        in_channels (int): Width of the map of stride 16, a multiple of 4.
+        out_channels (int): Width of all outputs.
+        num_outs (int): 4, or 5 with a map of stride 64 for the RPN, every second position of the last one.
+        init_cfg (dict, optional): MMEngine's initialisation. None takes uniform Xavier for convolutions, as
+            MMDetection's FPN.
+
+    Raises:
+        ValueError: For ``num_outs`` other than 4 and 5, an ``in_channels`` that is no multiple of 4, a map of another
+            width.
+
+    Shape: the last map of a sequence, or one map, (B, in_channels, h, w) of stride 16 -> tuple of ``num_outs`` maps
+    (B, out_channels, ., .) of sizes (4h, 4w), (2h, 2w), (h, w), (ceil(h / 2), ceil(w / 2)), (ceil(h / 4), ceil(w / 4)).
+
+    Examples:
+        >>> import torch
+        >>> neck = SimpleFeaturePyramid(192).eval()
+        >>> [tuple(out.shape[2:]) for out in neck(torch.rand(1, 192, 5, 6))]
+        [(20, 24), (10, 12), (5, 6), (3, 3), (2, 2)]
+        >>> [tuple(out.shape[2:]) for out in neck(torch.rand(1, 192, 5, 6), image_size=(70, 90))]
+        [(18, 23), (9, 12), (5, 6), (3, 3), (2, 2)]
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int = 256, num_outs: int = 5, init_cfg: Optional[dict] = None
+    ) -> None:
+        super().__init__(init_cfg or dict(type='Xavier', layer='Conv2d', distribution='uniform'))
+        if num_outs not in (4, 5):
+            raise ValueError(f'num_outs={num_outs} has to be 4 or 5')
+        if in_channels < 4 or in_channels % 4:
+            raise ValueError(f'in_channels={in_channels} has to be a multiple of 4')
+        self.in_channels = in_channels
+        self.num_outs = num_outs
+        self.levels = ModuleList()
+        for stride in STRIDES:
+            scale, width = resample(in_channels, stride)
+            # named, as optimisers leave keys with 'norm' out of weight decay
+            layers = dict(
+                scale=scale,
+                lateral=nn.Conv2d(width, out_channels, 1, bias=False),
+                norm1=MapNorm(out_channels, eps=1e-6),
+                smooth=nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False),
+                norm2=MapNorm(out_channels, eps=1e-6),
+            )
+            self.levels.append(nn.Sequential(OrderedDict(layers)))
+
+    def forward(
+        self, feats: Union[Tensor, Sequence[Tensor]], image_size: Optional[tuple[int, int]] = None
+    ) -> tuple[Tensor, ...]:
+        """The pyramid.
+
+        Args:
+            feats (Tensor | Sequence[Tensor]): See above.
+            image_size (tuple[int, int], optional): Height and width of the image in pixels. Given, a level of stride s
+                has exactly ceil(size / s) rows and columns, also where the image is no multiple of 16 (the preprocessor
+                of MMDetection's configs pads to one of 32, which needs nothing).
+
+        Raises:
+            ValueError: For a map of another width, and an ``image_size`` that does not have 16x16 patches of its size.
+        """
+        x = feats if isinstance(feats, Tensor) else feats[-1]
+        if x.dim() != 4 or x.shape[1] != self.in_channels:
+            raise ValueError(
+                f'feats: the map has the shape {tuple(x.shape)}; '
+                f'in_channels={self.in_channels} allows (B, {self.in_channels}, H, W)'
+            )
+        if image_size is not None and tuple(-(-side // 16) for side in image_size) != tuple(x.shape[2:]):
+            raise ValueError(f'image_size={tuple(image_size)} does not have a map of {tuple(x.shape[2:])} at stride 16')
+        outs = [level(x) for level in self.levels]
+        if image_size is not None:
+            # The backbone pads to whole patches at the bottom and right, so what is beyond the image is cut off there:
+            # resizing would move every other position off the pixels that its anchors and RoIs belong to.
+            outs = [
+                out[..., : -(-image_size[0] // stride), : -(-image_size[1] // stride)]
+                for out, stride in zip(outs, STRIDES)
+            ]
+        if self.num_outs == 5:
+            outs.append(F.max_pool2d(outs[-1], 1, stride=2))
+        return tuple(outs)

@@ -1,0 +1,135 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Quadratic twins of ``mmlinattn.attention.functional``, written from the papers' equations.
+
+Each builds its N x N map A literally, (B, heads, N, N) with ``out = A v``. Everything takes
+(B, heads, N, d) tensors; use float64.
+"""
+
+import math
+
+import torch
+
+
+def turn(x, height, width, base=10000.0):
+    """The released rotary encoding, spelled out with complex numbers.
+
+    Channel pair c of d / 2 is the complex number ``x[2c] + i x[2c + 1]``. The first half of the
+    pairs turns with the row, the second with the column, pair c of a half by
+    ``base ** -(c / (d / 4 - 1))`` radians a token. Returns complex (B, heads, N, d / 2).
+    """
+    quarter = x.shape[-1] // 4
+    angles = torch.zeros(height * width, 2 * quarter, dtype=x.dtype)
+    for token in range(height * width):
+        row, column = divmod(token, width)
+        for c in range(quarter):
+            speed = base ** -(c / (quarter - 1)) if quarter > 1 else 1.0
+            angles[token, c] = row * speed
+            angles[token, quarter + c] = column * speed
+    return torch.complex(x[..., 0::2], x[..., 1::2]) * torch.polar(torch.ones_like(angles), angles)
+
+
+def similarity(q, k, size=None):
+    """``q_i . k_j`` (B, heads, N, N); of turned tokens where ``size`` = (height, width)."""
+    if size is None:
+        return torch.einsum('bhid,bhjd->bhij', q, k)
+    # the dot product of two vectors of pairs is the real part of one with the other's conjugate
+    return torch.einsum('bhic,bhjc->bhij', turn(q, *size), turn(k, *size).conj()).real
+
+
+def kernel(x, name):
+    """kappa of RALA Tab. 9."""
+    if name == 'relu':
+        return x.clamp(min=0)
+    if name == 'softmax':
+        return x.exp() / x.exp().sum(dim=-1, keepdim=True)
+    return torch.where(x > 0, x, x.exp() - 1) + 1  # ELU + 1
+
+
+def rala_map(q, k, size=None, weight_scale=1.0, eps=1e-6):
+    """Attention map of RALA, Eq. 2-4.
+
+    ``A_ij = a_j (R_i q_i) . (R_j k_j) / N / (q_i . mean_j(a_j k_j) + eps)``, where
+    ``a_j = N exp(q_g . k_j s) / sum_m exp(q_g . k_m s)`` with the global query
+    ``q_g = mean_i q_i``; all a_j are one for ``s = None``.
+    """
+    tokens = q.shape[2]
+    if weight_scale is None:
+        a = torch.ones_like(k[..., 0])
+    else:
+        global_query = sum(q[:, :, i] for i in range(tokens)) / tokens
+        score = torch.einsum('bhd,bhjd->bhj', global_query, k).mul(weight_scale).exp()
+        a = tokens * score / score.sum(dim=-1, keepdim=True)
+    keys = a[..., None] * k
+    normaliser = similarity(q, keys).mean(dim=-1, keepdim=True) + eps
+    return similarity(q, keys, size) / tokens / normaliser
+
+
+def softmax_map(q, k, size=None, bias=None):
+    """``A_ij = exp(s_ij) / sum_m exp(s_im)``, ``s_ij = (R_i q_i) . (R_j k_j) / sqrt(d) + b_ij``."""
+    score = similarity(q, k, size) / math.sqrt(q.shape[-1])
+    score = (score if bias is None else score + bias).exp()
+    return score / score.sum(dim=-1, keepdim=True)
+
+
+def local_term(v, weight, bias, height, width):
+    """Depth-wise convolution of the values (B, N, C) over the grid, tap by tap; zero padding."""
+    kernel_size = weight.shape[-1]
+    reach = kernel_size // 2
+    rows = v.unflatten(1, (height, width))
+    out = torch.zeros_like(rows) + bias
+    for i in range(kernel_size):
+        for j in range(kernel_size):
+            for y in range(height):
+                for x in range(width):
+                    sy, sx = y + i - reach, x + j - reach
+                    if 0 <= sy < height and 0 <= sx < width:
+                        tap = torch.zeros_like(out)
+                        tap[:, y, x] = 1
+                        out = out + tap * (rows[:, sy : sy + 1, sx : sx + 1] * weight[:, 0, i, j])
+    return out.flatten(1, 2)
+
+
+def inline_map(q, k, scale):
+    """Attention map of InLine, Eq. 3-5, on mapped queries and keys.
+
+    ``A_ij = s q_i . k_j / N - mean_m(s q_i . k_m) / N + 1 / N``: rows sum to one without a division.
+    """
+    score = similarity(q, k) * scale / k.shape[2]
+    return score - score.mean(dim=-1, keepdim=True) + 1 / k.shape[2]
+
+
+def linear_map(q, k, eps=1e-6):
+    """Plain linear attention on mapped queries and keys (InLine Eq. 2): ``A_ij = q_i . k_j / sum_m(q_i . k_m)``,
+    ``eps`` added to the mean over the keys."""
+    score = similarity(q, k)
+    return score / k.shape[2] / (score.mean(dim=-1, keepdim=True) + eps)
+
+
+def inline_kernel(x, name):
+    """phi of InLine."""
+    if name == 'relu':
+        return x.clamp(min=0)
+    if name == 'leakyrelu':
+        return torch.where(x > 0, x, 0.01 * x)
+    return (0.2 * x).exp() if name == 'exp' else x
+
+
+def focused(x, scale, power, eps=1e-6):
+    """phi_p of FLatten, Eq. 7-8, over all channels of (..., C)."""
+    r = (x.clamp(min=0) + eps) / torch.log1p(scale.exp())
+    powered = torch.stack([r[..., i] ** power for i in range(r.shape[-1])], dim=-1)
+    length = r.square().sum(dim=-1, keepdim=True).sqrt()
+    return length / powered.square().sum(dim=-1, keepdim=True).sqrt() * powered
+
+
+def predicted_kernels(mean, fc1, fc2, heads):
+    """3x3 kernels (B, C, 1, 3, 3) of InLine Eq. 6, head by head from the mean token (B, C)."""
+    parts = []
+    for head, token in enumerate(mean.chunk(heads, dim=1)):
+        first, second = (
+            (layer.weight.chunk(heads)[head][..., 0], layer.bias.chunk(heads)[head]) for layer in (fc1, fc2)
+        )
+        hidden = token @ first[0].T + first[1]
+        hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2  # GELU
+        parts.append((hidden @ second[0].T + second[1]).reshape(len(mean), -1, 3, 3))
+    return torch.cat(parts, dim=1).unsqueeze(2)

@@ -1,0 +1,238 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Whole maps, reduced keys, windows and stripes against loops over their parts."""
+
+import itertools
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from mmlinattn.attention import (
+    Attention,
+    Cuts,
+    GlobalAttention,
+    Grid,
+    ReducedAttention,
+    StripeAttention,
+    WindowAttention,
+    windows,
+)
+
+DIM, HEADS = 16, 2
+MIXERS = ['softmax', 'rala', 'inline', 'focused']
+LINEAR = ['rala', 'inline', 'focused', dict(type='inline', injective=False, kernel='exp')]
+SIZES = [(6, 8), (7, 9), (1, 9), (9, 1), (3, 2), (1, 1)]
+
+
+def filled(module):
+    module = module.double()
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return module
+
+
+def feature_map(height, width, batch=2):
+    return torch.randn(batch, height, width, DIM, dtype=torch.float64, requires_grad=True)
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """Padding of windows holds large values in place of zeros."""
+
+    def poison(value):
+        def fill(x, widths):
+            return pad(x, widths, value=value if x.is_floating_point() else 0)  # the mask itself stays
+
+        monkeypatch.setattr(windows, 'F', SimpleNamespace(pad=fill))
+
+    return poison
+
+
+# --- whole maps and reduced keys ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize('mixer', MIXERS)
+def test_the_whole_map_is_its_tokens_row_by_row(mixer):
+    attention, x = filled(GlobalAttention(DIM, HEADS, mixer)), feature_map(3, 5)
+    tokens = Attention.forward(attention, x.flatten(1, 2), Grid(3, 5))
+    torch.testing.assert_close(attention(x).flatten(1, 2), tokens)
+
+
+@pytest.mark.parametrize('mixer', ['softmax', 'focused', 'inline'])
+@pytest.mark.parametrize('size', [(4, 6), (5, 7), (1, 3)], ids=str)
+def test_reduced_keys(size, mixer):
+    """Keys and values: a strided convolution of the zero-padded map, and a norm."""
+    mixer = dict(type=mixer, local_kernel=None) if mixer == 'focused' else mixer
+    mixer = dict(type=mixer, local_residual=False) if mixer == 'inline' else mixer
+    attention = filled(ReducedAttention(DIM, HEADS, mixer, 2, dict(type='LN')))
+    x = feature_map(*size)
+    rows, columns = math.ceil(size[0] / 2), math.ceil(size[1] / 2)
+    padded = torch.zeros(2, 2 * rows, 2 * columns, DIM, dtype=torch.float64)
+    padded[:, : size[0], : size[1]] = x
+    reduced = torch.zeros(2, rows, columns, DIM, dtype=torch.float64) + attention.sr.bias
+    for i, j in itertools.product(range(2), range(2)):
+        reduced = reduced + padded[:, i::2, j::2] @ attention.sr.weight[:, :, i, j].T
+    reduced = attention.norm(reduced).flatten(1, 2)
+    expected = Attention.forward(
+        attention, x.flatten(1, 2), Grid(*size), kv=reduced, key_grid=Grid(rows, columns)
+    ).unflatten(1, size)
+    torch.testing.assert_close(attention(x), expected)
+
+
+# --- windows -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('window', [(3, 3), (4, 2), None], ids=str)
+@pytest.mark.parametrize('size', SIZES, ids=str)
+@pytest.mark.parametrize('mixer', [m for m in LINEAR if m != 'focused'], ids=str)
+def test_linear_attention_in_windows_is_that_of_each_window_cropped(mixer, size, window):
+    """The last row and column of windows hold fewer tokens: sums, means, N and the local residual are theirs."""
+    attention, x = filled(WindowAttention(DIM, HEADS, mixer, window)), feature_map(*size)
+    out = attention(x)
+    rows, columns = window or size
+    for y, x0 in itertools.product(range(0, size[0], rows), range(0, size[1], columns)):
+        crop = x[:, y : y + rows, x0 : x0 + columns]
+        grid = Grid(*crop.shape[1:3])
+        expected = Attention.forward(attention, crop.flatten(1, 2), grid).unflatten(1, grid[:2])
+        torch.testing.assert_close(out[:, y : y + rows, x0 : x0 + columns], expected)
+
+
+@pytest.mark.parametrize('size', SIZES, ids=str)
+def test_focused_attention_in_windows_is_that_of_each_window_cropped(size):
+    """A partial window meets the upper left part of the position table."""
+    window = tuple(min(3, side) for side in size)
+    attention, x = filled(WindowAttention(DIM, HEADS, 'focused', (3, 3), grid=(3, 3))), feature_map(*size)
+    out = attention(x)
+    table = attention.mixer.position.resized(*window).unflatten(1, window)
+    for y, x0 in itertools.product(range(0, size[0], window[0]), range(0, size[1], window[1])):
+        crop = x[:, y : y + window[0], x0 : x0 + window[1]]
+        height, width = crop.shape[1:3]
+        part = filled(Attention(DIM, HEADS, 'focused', grid=(height, width)))
+        state = attention.state_dict()
+        state['mixer.position.weight'] = table[:, :height, :width].flatten(1, 2)
+        part.load_state_dict(state)
+        expected = part(crop.flatten(1, 2), Grid(height, width)).unflatten(1, (height, width))
+        torch.testing.assert_close(out[:, y : y + window[0], x0 : x0 + window[1]], expected)
+
+
+def literal_softmax_window(attention, x, window, shift):
+    """Token by token: who is in the same window, and on the same side of the seam that the roll made."""
+    _, height, width, _ = x.shape
+    cut = windows.Windows.fit(height, width, window, shift)
+    rolled = {
+        (y, x): ((y - cut.shift[0]) % cut.padded[0], (x - cut.shift[1]) % cut.padded[1])
+        for y, x in itertools.product(range(height), range(width))
+    }
+    q, k, v = (t.unflatten(-1, (HEADS, -1)) for t in attention.qkv(x).chunk(3, dim=-1))
+    rows, columns = window
+    out = torch.empty_like(v)
+    for (y, x0), (ry, rx) in rolled.items():
+        scores, values = [], []
+        for (ky, kx), (sy, sx) in rolled.items():
+            same_window = ry // cut.window[0] == sy // cut.window[0] and rx // cut.window[1] == sx // cut.window[1]
+            if not same_window or (ky - y, kx - x0) != (sy - ry, sx - rx):
+                continue
+            offset = (y - ky + rows - 1) * (2 * columns - 1) + x0 - kx + columns - 1
+            bias = attention.relative_bias.table[offset]
+            scores.append((q[:, y, x0] * k[:, ky, kx]).sum(-1) / math.sqrt(DIM // HEADS) + bias)
+            values.append(v[:, ky, kx])
+        weight = torch.stack(scores).exp()
+        out[:, y, x0] = ((weight / weight.sum(0))[..., None] * torch.stack(values)).sum(0)
+    return attention.proj(out.flatten(-2))
+
+
+@pytest.mark.parametrize('shift', [False, True], ids=['', 'shifted'])
+@pytest.mark.parametrize('size', SIZES, ids=str)
+def test_softmax_in_shifted_windows_equals_a_loop_over_pairs(size, shift):
+    """Relative positions and the seam included, padding excluded."""
+    attention = filled(WindowAttention(DIM, HEADS, 'softmax', (4, 4), shift=shift, relative_bias=True))
+    x = feature_map(*size)
+    fast = attention(x)
+    slow = literal_softmax_window(attention, x, (4, 4), shift)
+    torch.testing.assert_close(fast, slow)
+    probe = torch.randn_like(slow)
+    leaves = [x, attention.relative_bias.table, attention.qkv.weight]
+    ours = torch.autograd.grad((fast * probe).sum(), leaves)
+    for mine, other in zip(ours, torch.autograd.grad((slow * probe).sum(), leaves)):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize('shift', [False, True], ids=['', 'shifted'])
+@pytest.mark.parametrize('size', [(7, 9), (1, 9), (5, 4)], ids=str)
+@pytest.mark.parametrize('mixer', MIXERS)
+def test_what_the_padding_of_a_window_holds_has_no_influence(mixer, size, shift, poisoned):
+    attention = filled(
+        WindowAttention(
+            DIM, HEADS, mixer, (4, 4), shift=shift and mixer == 'softmax', relative_bias=True, grid=(4, 4), local_kernel=3
+        )
+    )
+    x = feature_map(*size)
+    expected = attention(x)
+    probe = torch.randn_like(expected)
+    leaves = [x, *attention.parameters()]
+    gradients = torch.autograd.grad((expected * probe).sum(), leaves)
+    for value in (5.0, -300.0):
+        poisoned(value)
+        out = attention(x)
+        torch.testing.assert_close(out, expected)
+        for mine, other in zip(torch.autograd.grad((out * probe).sum(), leaves), gradients):
+            torch.testing.assert_close(mine, other)
+
+
+def test_the_cuts_of_a_map_are_made_once_for_all_blocks():
+    x = feature_map(7, 9)
+    cuts = Cuts(x)
+    assert cuts.get((4, 4), True) is cuts.get((4, 4), True)
+    attention = filled(WindowAttention(DIM, HEADS, 'softmax', (4, 4), shift=True, relative_bias=True))
+    torch.testing.assert_close(attention(x, cuts=cuts), attention(x))
+
+
+@pytest.mark.parametrize('shift', [False, True], ids=['', 'shifted'])
+def test_windows_of_an_item_do_not_see_those_of_another(shift):
+    attention = filled(WindowAttention(DIM, HEADS, 'softmax', (4, 4), shift=shift, relative_bias=True))
+    x = feature_map(7, 9, batch=3)
+    together = attention(x)
+    for i in range(3):
+        torch.testing.assert_close(attention(x[i : i + 1]), together[i : i + 1])
+
+
+# --- stripes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('mixer', MIXERS)
+@pytest.mark.parametrize('size', SIZES, ids=str)
+def test_stripes_are_two_halves_of_windows(mixer, size):
+    """Half of the channels in vertical, half in horizontal stripes of width 2, each the size of what there is."""
+    attention, x = filled(StripeAttention(DIM, HEADS, mixer, 2)), feature_map(*size)
+    out = attention(x, source=x)
+    parts = [part.chunk(2, dim=-1) for part in attention.qkv(x).split([2 * w for w in attention.widths], dim=-1)]
+    halves = []
+    for i, (rows, columns) in enumerate(((size[0], 2), (2, size[1]))):
+        half = torch.empty_like(parts[2][i])
+        for y, x0 in itertools.product(range(0, size[0], rows), range(0, size[1], columns)):
+            where = (slice(None), slice(y, y + rows), slice(x0, x0 + columns))
+            crops = [part[i][where] for part in parts]
+            grid = Grid(*crops[0].shape[1:3])
+            q, k, v, *gate = (crop.flatten(1, 2) for crop in crops)
+            source = x.chunk(2, dim=-1)[i][where].flatten(1, 2)
+            mixed = attention.branches[i].mix(q, k, v, grid, source=source)
+            half[where] = (mixed * gate[0] if gate else mixed).unflatten(1, grid[:2])
+        halves.append(half)
+    torch.testing.assert_close(out, attention.proj(torch.cat(halves, dim=-1)))
+
+
+@pytest.mark.parametrize('mixer', MIXERS)
+def test_what_the_padding_of_a_stripe_holds_has_no_influence(mixer, poisoned):
+    attention, x = filled(StripeAttention(DIM, HEADS, mixer, 4)), feature_map(7, 9)
+    expected = attention(x, source=x)
+    for value in (5.0, -300.0):
+        poisoned(value)
+        torch.testing.assert_close(attention(x, source=x), expected)
+
+
+def test_stripes_need_an_even_number_of_heads():
+    with pytest.raises(ValueError, match='num_heads=3 has to be even'):
+        StripeAttention(24, 3, 'softmax', 2)

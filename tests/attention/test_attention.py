@@ -1,0 +1,240 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Attention as a whole, projections, gate and local term included, against the equations."""
+
+import pytest
+import reference
+import torch
+from torch import nn
+
+from mmlinattn.attention import TOKEN_MIXERS, Attention, Grid, RALAMixer, TokenMixer, get_mixer
+from mmlinattn.layers import rotary_table
+
+DIM, HEADS, HEIGHT, WIDTH = 16, 2, 3, 5
+HEAD_DIM = DIM // HEADS
+GRID = Grid(HEIGHT, WIDTH)
+
+
+def build(mixer, **options):
+    attention = Attention(DIM, HEADS, mixer, **options).double()
+    for parameter in attention.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return attention
+
+
+def literal(attention, x, size, attention_map, gate):
+    """``W_o ((A v + DWConv(v)) * gate)`` with A = ``attention_map(q, k)`` of every head."""
+    q, k, v = (x @ attention.qkv.weight[i * DIM : (i + 1) * DIM].T for i in range(3))
+    if attention.qkv.bias is not None:
+        q, k, v = (t + attention.qkv.bias[i * DIM : (i + 1) * DIM] for i, t in enumerate((q, k, v)))
+    heads = [t.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for t in (q, k, v)]
+    out = (attention_map(heads[0], heads[1]) @ heads[2]).transpose(1, 2).flatten(2)
+    if attention.local is not None:
+        out = out + reference.local_term(v, attention.local.weight, attention.local.bias, *size)
+    gates = {
+        None: lambda: 1.0,
+        'projection': lambda: x @ attention.qkv.weight[3 * DIM :].T + attention.qkv.bias[3 * DIM :],
+        'identity': lambda: x,
+        'tanh': lambda: torch.sinh(x) / torch.cosh(x),
+    }
+    return (out * gates[gate]()) @ attention.proj.weight.T + attention.proj.bias
+
+
+def check(attention, attention_map, gate, rotary):
+    x = torch.randn(2, HEIGHT * WIDTH, DIM, dtype=torch.float64, requires_grad=True)
+    table = rotary_table(HEIGHT, WIDTH, HEAD_DIM, dtype=torch.float64) if rotary else None
+    fast = attention(x, GRID, rotary=table)
+    slow = literal(attention, x, (HEIGHT, WIDTH), attention_map, gate)
+    torch.testing.assert_close(fast, slow)
+    probe = torch.randn_like(fast)
+    leaves = [x, *attention.parameters()]
+    ours = torch.autograd.grad((fast * probe).sum(), leaves)
+    for mine, other in zip(ours, torch.autograd.grad((slow * probe).sum(), leaves)):
+        torch.testing.assert_close(mine, other)
+
+
+ABLATIONS = {
+    'release': dict(),
+    'paper': dict(scale_weights=False),
+    'without KV augmentation': dict(augment_kv=False),
+    'without output augmentation': dict(output_gate=None),
+    'identity gate': dict(output_gate='identity'),
+    'tanh gate': dict(output_gate='tanh'),
+    'relu kernel': dict(kernel='relu'),
+    'softmax kernel': dict(kernel='softmax'),
+}
+
+
+@pytest.mark.parametrize('local_kernel', [None, 5], ids=['', 'local'])
+@pytest.mark.parametrize('rotary', [False, True], ids=['', 'rotary'])
+@pytest.mark.parametrize('options', ABLATIONS.values(), ids=ABLATIONS)
+def test_rala_and_its_ablations(options, rotary, local_kernel):
+    attention = build(dict(type='rala', **options), local_kernel=local_kernel)
+    name = options.get('kernel', 'elu')
+    scale = 1.0 if not options.get('scale_weights', True) else HEAD_DIM**-0.5
+    if not options.get('augment_kv', True):
+        scale = None
+
+    def attention_map(q, k):
+        q, k = reference.kernel(q, name), reference.kernel(k, name)
+        return reference.rala_map(q, k, (HEIGHT, WIDTH) if rotary else None, scale)
+
+    check(attention, attention_map, options.get('output_gate', 'projection'), rotary)
+
+
+@pytest.mark.parametrize('gate', [None, 'projection'])
+@pytest.mark.parametrize('rotary', [False, True], ids=['', 'rotary'])
+def test_softmax(rotary, gate):
+    """The gate is the host's wish here: stages 3-4 of RAVLT have one."""
+    attention = build('softmax', gate=gate, local_kernel=3)
+    size = (HEIGHT, WIDTH) if rotary else None
+    check(attention, lambda q, k: reference.softmax_map(q, k, size), gate, rotary)
+
+
+@pytest.mark.parametrize('masked', [False, True])
+def test_softmax_with_a_bias(masked):
+    """Relative position tables of windows, with the padding of the window masked out."""
+    attention = build('softmax')
+    x = torch.randn(2, GRID.num_tokens, DIM, dtype=torch.float64)
+    bias = torch.randn(1, HEADS, GRID.num_tokens, GRID.num_tokens, dtype=torch.float64)
+    mask = torch.rand(2, GRID.num_tokens) > 0.4
+    minus_infinity = torch.zeros(2, 1, 1, GRID.num_tokens, dtype=torch.float64)
+    minus_infinity[~mask[:, None, None]] = float('-inf')
+    expected_bias = bias + minus_infinity if masked else bias
+    expected = literal(attention, x, None, lambda q, k: reference.softmax_map(q, k, bias=expected_bias), None)
+    out = attention(x, GRID, mask=mask if masked else None, bias=bias)
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize('mixer', ['rala', 'softmax'])
+def test_padding_changes_nothing_for_the_real_tokens(mixer):
+    """A 3x5 map inside a 4x7 one, whatever the padding holds."""
+    attention = build(mixer, local_kernel=5)
+    x = torch.randn(2, HEIGHT, WIDTH, DIM, dtype=torch.float64)
+    alone = attention(x.flatten(1, 2), GRID, rotary=rotary_table(HEIGHT, WIDTH, HEAD_DIM, dtype=torch.float64))
+    mask = torch.zeros(2, 4, 7, dtype=torch.bool)
+    mask[:, :HEIGHT, :WIDTH] = True
+    table = rotary_table(4, 7, HEAD_DIM, dtype=torch.float64)
+    for padding in (0.0, 3.0, 1e3):
+        padded = torch.full((2, 4, 7, DIM), padding, dtype=torch.float64)
+        padded[:, :HEIGHT, :WIDTH] = x
+        out = attention(padded.flatten(1, 2), Grid(4, 7), mask=mask.flatten(1), rotary=table)
+        torch.testing.assert_close(out[mask.flatten(1)].unflatten(0, (2, -1)), alone)
+
+
+@pytest.mark.parametrize('mixer', ['rala', 'softmax'])
+def test_only_the_encodings_see_positions(mixer):
+    """The paper's plain form permutes its outputs with its tokens."""
+    x = torch.randn(2, GRID.num_tokens, DIM, dtype=torch.float64)
+    order = torch.randperm(GRID.num_tokens)
+    rotary = rotary_table(HEIGHT, WIDTH, HEAD_DIM, dtype=torch.float64)
+    plain, local = build(mixer), build(mixer, local_kernel=3)
+    torch.testing.assert_close(plain(x[:, order], GRID), plain(x, GRID)[:, order])
+    for attention, table in ((plain, rotary), (local, None)):
+        permuted = attention(x[:, order], GRID, rotary=table)
+        assert (permuted - attention(x, GRID, rotary=table)[:, order]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize('mixer', ['rala', 'softmax'])
+def test_keys_of_other_tokens(mixer):
+    """Keys and values of the tokens themselves, given as others, change nothing."""
+    attention = build(mixer)
+    x = torch.randn(2, GRID.num_tokens, DIM, dtype=torch.float64)
+    torch.testing.assert_close(attention(x, GRID, kv=x, key_grid=GRID), attention(x, GRID))
+
+
+def test_softmax_over_reduced_keys():
+    """PVT's reduced keys: fewer of them than queries."""
+    attention = build('softmax')
+    x, reduced = (torch.randn(2, n, DIM, dtype=torch.float64) for n in (GRID.num_tokens, 4))
+    out = attention(x, GRID, kv=reduced, key_grid=Grid(2, 2))
+    both = torch.cat((reduced, x), dim=1)  # the reduced tokens as the only real ones of a longer sequence
+    mask = torch.arange(both.shape[1]).expand(2, -1) < 4
+    expected = attention(both, Grid(1, both.shape[1]), mask=mask)[:, 4:]
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize('mixer', ['rala', 'softmax'])
+def test_a_class_token_has_no_neighbours(mixer):
+    """It takes part in the attention, but the local term neither reads nor writes it."""
+    attention = build(mixer, local_kernel=3)
+    grid = Grid(HEIGHT, WIDTH, prefix=1)
+    x = torch.randn(2, grid.num_tokens, DIM, dtype=torch.float64)
+    out = attention(x, grid)
+    kernel, attention.local = attention.local, None
+    q, k, v, *gate = attention.project(x, None)
+    without = attention(x, grid)
+    local = reference.local_term(v[:, 1:], kernel.weight, kernel.bias, HEIGHT, WIDTH)
+    if gate:
+        local = local * gate[0][:, 1:]
+    torch.testing.assert_close(out[:, 0], without[:, 0])
+    torch.testing.assert_close(out[:, 1:] - without[:, 1:], local @ attention.proj.weight.T)
+
+
+def test_no_map_of_all_pairs_is_built():
+    """4 x the tokens: the largest tensor of RALA grows 4-fold, not 16-fold."""
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor):
+                self.size = max(self.size, out.numel())
+            return out
+
+    attention = Attention(DIM, HEADS, 'rala', local_kernel=5)
+    sizes = []
+    for side in (16, 32):
+        with Largest() as largest, torch.no_grad():
+            rotary = rotary_table(side, side, HEAD_DIM)
+            attention(torch.randn(1, side * side, DIM), Grid(side, side), rotary=rotary)
+        sizes.append(largest.size)
+    assert sizes[1] == 4 * sizes[0] == 4 * 16 * 16 * 4 * DIM  # q, k, v and the gate
+
+
+def test_a_new_attention_is_one_class():
+    """Registered under a name, it works wherever the others do."""
+
+    @TOKEN_MIXERS.register_module('mean of the values', force=True)
+    class Mean(TokenMixer):
+        @property
+        def widths(self):
+            return 0, 0, self.dim
+
+        def forward(self, q, k, v, grid, key_grid, **_):
+            return v.mean(dim=1, keepdim=True).expand_as(v)
+
+    try:
+        attention = build('mean of the values')
+        out = attention(torch.randn(2, GRID.num_tokens, DIM, dtype=torch.float64), GRID)
+        assert attention.qkv.weight.shape == (DIM, DIM)
+        torch.testing.assert_close(out[:, :1].expand_as(out), out)
+    finally:
+        TOKEN_MIXERS._module_dict.pop('mean of the values')
+
+
+def test_unknown_attention_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"unknown attention 'ralla'; known are .*'rala'.*'softmax'"):
+        get_mixer('ralla')
+    with pytest.raises(ValueError, match='unknown attention None'):
+        get_mixer(dict(kernel='elu'))
+
+
+@pytest.mark.parametrize('heads', [3, 0, -1])
+def test_heads_have_to_divide_the_width(heads):
+    with pytest.raises(ValueError, match=f'num_heads={heads} has to divide the width 16'):
+        Attention(DIM, heads, 'rala')
+
+
+def test_unknown_kernel():
+    with pytest.raises(ValueError, match=r"kernel='gelu' has to be 'elu', 'relu' or 'softmax'"):
+        RALAMixer(DIM, HEADS, kernel='gelu')
+
+
+@pytest.mark.parametrize(
+    'options',
+    [dict(mixer=dict(type='rala', output_gate='sigmoid')), dict(mixer='softmax', gate='sigmoid')],
+)
+def test_unknown_gate(options):
+    with pytest.raises(ValueError, match=r"gate='sigmoid' has to be None, 'projection', 'identity' or 'tanh'"):
+        Attention(DIM, HEADS, **options)

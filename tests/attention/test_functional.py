@@ -1,0 +1,140 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The linear-cost forms against their quadratic twins: values and gradients, in float64."""
+
+import pytest
+import reference
+import torch
+
+from mmlinattn.attention.functional import kernel_map, rala, rotate
+from mmlinattn.layers import rotary_table
+
+HEIGHT, WIDTH, HEADS, DIM = 3, 5, 2, 8
+SIZE = (HEIGHT, WIDTH)
+GRIDS = {'rotary': SIZE, 'plain': None}
+
+
+def tokens(*, values=DIM, batch=2):
+    shapes = (DIM, DIM, values)
+    return [torch.randn(batch, HEADS, HEIGHT * WIDTH, d, dtype=torch.float64, requires_grad=True) for d in shapes]
+
+
+def table(size):
+    return None if size is None else rotary_table(*size, DIM, dtype=torch.float64)
+
+
+def assert_twins(fast, literal, leaves):
+    """Equal values, and equal gradients of a generic function of them."""
+    torch.testing.assert_close(fast, literal, rtol=1e-9, atol=1e-11)
+    probe = torch.randn_like(fast)
+    ours = torch.autograd.grad((fast * probe).sum(), leaves, retain_graph=True)
+    theirs = torch.autograd.grad((literal * probe).sum(), leaves, retain_graph=True)
+    for mine, other in zip(ours, theirs):
+        assert other.abs().max() > 1e-3  # a gradient that vanishes would compare nothing
+        torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize('size', GRIDS.values(), ids=GRIDS)
+@pytest.mark.parametrize('weight_scale', [None, 1.0, DIM**-0.5], ids='plain paper release'.split())
+@pytest.mark.parametrize('kernel', ['elu', 'relu', 'softmax'])
+def test_rala_equals_its_quadratic_twin(kernel, weight_scale, size):
+    q, k, v = tokens(values=6)
+    fast = rala(kernel_map(q, kernel), kernel_map(k, kernel), v, table(size), None, weight_scale)
+    attention = reference.rala_map(reference.kernel(q, kernel), reference.kernel(k, kernel), size, weight_scale)
+    assert_twins(fast, attention @ v, (q, k, v))
+
+
+@pytest.mark.parametrize('weight_scale', [None, 0.5])
+@pytest.mark.parametrize('size', GRIDS.values(), ids=GRIDS)
+def test_rala_with_a_mask_is_rala_on_the_real_tokens_alone(size, weight_scale):
+    """The last columns of the first item and the last row of the second are padding."""
+    leaves = tokens()
+    q, k, v = (kernel_map(leaves[0], 'elu'), kernel_map(leaves[1], 'elu'), leaves[2])
+    mask = torch.ones(2, HEIGHT, WIDTH, dtype=torch.bool)
+    mask[0, :, 3:] = False
+    mask[1, 2] = False
+    masked = (v.transpose(1, 2) * mask.flatten(1)[..., None, None]).transpose(1, 2)
+    fast = rala(q, k, masked, table(size), mask.flatten(1), weight_scale)
+    for item, (height, width) in enumerate(((HEIGHT, 3), (2, WIDTH))):
+        real = mask[item].flatten()
+        part = [t[item : item + 1, :, real] for t in (q, k, v)]
+        grid = None if size is None else (height, width)
+        literal = reference.rala_map(part[0], part[1], grid, weight_scale) @ part[2]
+        assert_twins(fast[item : item + 1, :, real], literal, leaves)
+
+
+def test_rows_of_the_plain_map_sum_to_one():
+    """Without rotary encoding RALA averages values: constant values come back (up to eps)."""
+    q, k, _ = tokens()
+    ones = torch.ones(2, HEADS, HEIGHT * WIDTH, 3, dtype=torch.float64)
+    out = rala(kernel_map(q, 'elu'), kernel_map(k, 'elu'), ones)
+    torch.testing.assert_close(out, ones, rtol=1e-5, atol=0)
+
+
+def test_relu_queries_of_zero_give_zero_not_nan():
+    """A dead query has a normaliser of eps alone."""
+    q, k, v = tokens()
+    out = rala(torch.zeros_like(q), kernel_map(k, 'relu'), v)
+    assert (out == 0).all()
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize('autocast', [False, True], ids=['half', 'autocast'])
+@pytest.mark.parametrize('size', [1.0, 1e-3], ids=['', 'small values'])
+def test_rala_in_half_precision_on_a_detection_map(dtype, autocast, size):
+    """Stage 1 at 1333x800: N = 66,800 exceeds float16, 1/N is below its normal numbers."""
+    height, width = 200, 334
+    q, k, v = (torch.randn(1, 1, height * width, 16) for _ in range(3))
+    q, k, v = (t.to(dtype).requires_grad_() for t in (q, k, size * v))
+    rotary = rotary_table(height, width, 16)
+    with torch.autocast('cpu', dtype, enabled=autocast):
+        out = rala(kernel_map(q, 'elu'), kernel_map(k, 'elu'), v, rotary, weight_scale=0.25)
+    assert out.dtype == dtype
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    exact = rala(
+        kernel_map(wide[0], 'elu'),
+        kernel_map(wide[1], 'elu'),
+        wide[2],
+        rotary.double(),
+        weight_scale=0.25,
+    )
+    resolution = torch.finfo(dtype).eps
+    assert (out - exact).abs().max() < 16 * resolution * exact.abs().max()
+    # a sum over the tokens, as scaled losses give it: gradients of queries do not fall with N
+    probe = torch.randn_like(exact) / size
+    ours = torch.autograd.grad((out.double() * probe).sum(), (q, k, v))
+    theirs = torch.autograd.grad((exact * probe).sum(), wide)
+    for mine, other in zip(ours, theirs):
+        assert mine.isfinite().all()
+        assert (mine - other).norm() < 16 * resolution * other.norm()
+
+
+def test_rotate_turns_pairs_by_the_angles_of_the_release():
+    x = torch.randn(2, HEADS, HEIGHT * WIDTH, DIM, dtype=torch.float64)
+    turned = reference.turn(x, *SIZE)
+    expected = torch.view_as_real(turned).flatten(-2)
+    torch.testing.assert_close(rotate(x, table(SIZE)), expected)
+
+
+def test_rotate_in_half_precision_uses_the_angles_of_float32():
+    """Column 333 is no number of bfloat16; its angle has to be."""
+    x = torch.ones(1, 1, 334, DIM, dtype=torch.bfloat16)
+    turned = rotate(x, rotary_table(1, 334, DIM))
+    exact = rotate(x.double(), rotary_table(1, 334, DIM, dtype=torch.float64))
+    assert turned.dtype == torch.bfloat16
+    assert (turned - exact).abs().max() < 0.01
+
+
+def test_rotated_products_depend_on_the_offset_only():
+    """What makes it a relative encoding: shifting both tokens leaves their product."""
+    q, k = torch.randn(2, DIM, dtype=torch.float64)
+    fill = rotate(q.expand(1, 1, HEIGHT * WIDTH, DIM), table(SIZE))[0, 0].unflatten(0, SIZE)
+    keys = rotate(k.expand(1, 1, HEIGHT * WIDTH, DIM), table(SIZE))[0, 0].unflatten(0, SIZE)
+    here = (fill[0, 1] * keys[1, 3]).sum()
+    torch.testing.assert_close((fill[1, 2] * keys[2, 4]).sum(), here)
+    assert abs((fill[1, 2] * keys[2, 3]).sum() - here) > 1e-3
+
+
+@pytest.mark.parametrize('head_dim', [2, 6, 30])
+def test_rotary_needs_a_head_width_that_is_a_multiple_of_four(head_dim):
+    with pytest.raises(ValueError, match=f'head_dim={head_dim} has to be a multiple of 4'):
+        rotary_table(2, 2, head_dim)

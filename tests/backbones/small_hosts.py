@@ -1,0 +1,40 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Small models of the hosts of InLine and FLatten, for the tests of what all of them promise."""
+
+import copy
+
+import goldens
+import torch
+from mmengine.registry import MODELS
+
+import mmlinattn  # noqa: F401  registers the hosts
+
+ATTNS = ('inline', 'focused', 'softmax', 'rala')
+_PYRAMID = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 2, 1), num_heads=(1, 2, 3, 4))
+ARCHS = {
+    # small tables and windows, so that images of 64 pixels resize, pad and shift
+    'LinearPVT': dict(_PYRAMID, grids=(10, 5, 3, 2)),
+    'LinearPVTv2': dict(_PYRAMID, grids=(10, 5, 3, 2)),
+    'LinearSwin': dict(_PYRAMID, window=3, linear_windows=(7, 4, 3, 2)),
+    'LinearCSWin': dict(_PYRAMID, num_heads=(2, 2, 2, 4), grids=(10, 5, 3, 2), stripes=(1, 2, 3, None)),
+    'LinearDeiT': dict(embed_dims=(16,), depths=(2,), num_heads=(2,), grid=3),
+}
+PYRAMIDS = [host for host in ARCHS if host != 'LinearDeiT']
+
+
+def build(host, attn=None, **options):
+    """A small model with weights that hide no term, ``attn`` in all stages."""
+    options = {'arch': copy.deepcopy(ARCHS[host]), **options}
+    if attn is not None:
+        options.setdefault('stage_attns', (attn,) * len(ARCHS[host]['depths']))
+    if host == 'LinearDeiT':
+        options = {'out_type': 'featmap', **options}
+    return goldens.fill(MODELS.build(dict(type=host, **options)))
+
+
+def image(batch=2, height=64, width=96, channels=3):
+    return torch.randn(batch, channels, height, width)
+
+
+def loss(outs):
+    return sum(out.float().square().mean() for out in outs)

@@ -1,0 +1,101 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Bad input of the hosts: the argument, its value and what is allowed, before any work is lost."""
+
+import re
+
+import pytest
+import small_hosts
+import torch
+from small_hosts import ARCHS, PYRAMIDS
+
+from mmlinattn.backbones import LinearCSWin, LinearDeiT, LinearSwin
+
+
+@pytest.mark.parametrize('shape', [(1, 3, 31, 64), (1, 3, 64, 31), (1, 4, 64, 64), (3, 64, 64)], ids=str)
+@pytest.mark.parametrize('host', ARCHS)
+def test_wrong_images(host, shape):
+    with pytest.raises(ValueError) as error:
+        small_hosts.build(host)(torch.rand(shape))
+    assert str(shape) in str(error.value) and '(B, 3, H, W) with H >= 32 and W >= 32' in str(error.value)
+
+
+@pytest.mark.parametrize('host', ARCHS)
+def test_unknown_arch_lists_the_known_ones(host):
+    with pytest.raises(ValueError, match=rf"arch='huge' of {host} has to be one of \['.*softmax-.*'\] or a dict"):
+        small_hosts.build(host, arch='huge')
+
+
+@pytest.mark.parametrize('host', ARCHS)
+def test_unknown_and_missing_keys_of_an_arch(host):
+    arch = dict(ARCHS[host], widths=3)
+    del arch['depths']
+    with pytest.raises(ValueError, match=r"unknown: \['widths'\], missing: \['depths'\]"):
+        small_hosts.build(host, arch=arch)
+
+
+@pytest.mark.parametrize('host', PYRAMIDS)
+def test_lists_of_an_arch_have_one_entry_a_stage(host):
+    keys = [key for key in ('grids', 'sr_ratios', 'linear_windows', 'stripes') if key in ARCHS[host]]
+    for key in ['mlp_ratios', *keys]:
+        with pytest.raises(ValueError, match=rf'{key}=\(1, 2\) has to have one entry for each of the 4 stages'):
+            small_hosts.build(host, arch=dict(ARCHS[host], **{key: (1, 2)}))
+
+
+@pytest.mark.parametrize('host', ARCHS)
+@pytest.mark.parametrize('heads', [5, 0, -1])
+def test_heads_that_do_not_divide_the_width(host, heads):
+    arch = dict(ARCHS[host])
+    arch['num_heads'] = (heads, *arch['num_heads'][1:])
+    width = arch['embed_dims'][0]
+    with pytest.raises(ValueError, match=rf'num_heads={heads} has to divide the width {width}'):
+        small_hosts.build(host, 'inline', arch=arch)
+
+
+@pytest.mark.parametrize('host', ARCHS)
+def test_unknown_attention(host):
+    with pytest.raises(ValueError, match=r"unknown attention 'inlime'; known are .*'inline'"):
+        small_hosts.build(host, 'inlime')
+    with pytest.raises(ValueError, match='one entry for each of the'):
+        small_hosts.build(host, stage_attns=('inline',) * 7)
+
+
+@pytest.mark.parametrize('host', ARCHS)
+def test_options_of_an_attention(host):
+    with pytest.raises(ValueError, match=r"kernel='elu' has to be one of \['identity'"):
+        small_hosts.build(host, dict(type='inline', kernel='elu'))
+    with pytest.raises(ValueError, match=r'power=64 \(focusing factor\) has to lie in \[1, 32\]'):
+        small_hosts.build(host, dict(type='focused', power=64))
+
+
+@pytest.mark.parametrize('host', ARCHS)
+def test_out_indices_and_frozen_stages_out_of_range(host):
+    for options in (dict(out_indices=(7,)), dict(out_indices=()), dict(out_indices=(1, 0)), dict(frozen_stages=9)):
+        ((key, value),) = options.items()
+        with pytest.raises(ValueError, match=re.escape(f'{key}={value}')):
+            small_hosts.build(host, **options)
+
+
+@pytest.mark.parametrize(
+    'window_size', [0, -7, 'whole', 7.5, (7, 7), (7, 7, 7, 0), (7, 7, 7, 'x')], ids=str
+)
+def test_window_sizes_of_another_form(window_size):
+    with pytest.raises(ValueError) as error:
+        small_hosts.build('LinearSwin', window_size=window_size)
+    message = str(error.value)
+    assert repr(window_size) in message
+    assert "has to be 'trained', None, an int >= 1, or a sequence of 4 of these" in message
+
+
+def test_stripes_need_an_even_number_of_heads():
+    with pytest.raises(ValueError, match='num_heads=3 has to be even'):
+        LinearCSWin(dict(ARCHS['LinearCSWin'], num_heads=(2, 2, 3, 4)), stage_attns=('softmax',) * 4)
+
+
+def test_unknown_out_type():
+    with pytest.raises(ValueError, match=r"out_type='tokens' has to be one of \('raw', 'cls_token', 'featmap'"):
+        LinearDeiT(out_type='tokens')
+
+
+def test_a_boolean_is_no_window():
+    with pytest.raises(ValueError, match='window_size=True'):
+        LinearSwin(ARCHS['LinearSwin'], window_size=True)

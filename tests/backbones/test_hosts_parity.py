@@ -1,0 +1,181 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The hosts against the authors' released code, and their sizes against the papers."""
+
+import csv
+import math
+from pathlib import Path
+
+import goldens
+import pytest
+import torch
+from mmengine.registry import MODELS
+from torch import nn
+
+import mmlinattn
+from mmlinattn.backbones import LinearCSWin, LinearDeiT, LinearPVT, LinearPVTv2, LinearSwin
+
+HOSTS = dict(pvt=LinearPVT, pvt_v2=LinearPVTv2, swin=LinearSwin, cswin=LinearCSWin, deit=LinearDeiT)
+SIZES = dict(t='tiny', s='small', m='medium', l='large', b='base')
+CASES = goldens.cases('inline') + goldens.cases('flatten')
+
+
+def host_and_arch(name):
+    """``flatten_pvt_v2_b1`` -> (LinearPVTv2, 'flatten-b1')."""
+    method, rest = name.split('_', 1)
+    host, size = rest.rsplit('_', 1)
+    return HOSTS[host], f'{method}-{SIZES.get(size, size)}'
+
+
+def released(name, tmp_path, **options):
+    """A model that has loaded a file as the authors published it, as a config does."""
+    checkpoint = tmp_path / 'released.pth'
+    torch.save({'model': goldens.state_dict(name)}, checkpoint)
+    host, arch = host_and_arch(name)
+    init_cfg = dict(type='Pretrained', checkpoint=str(checkpoint))
+    model = MODELS.build(dict(type=host.__name__, arch=arch, init_cfg=init_cfg, **options))
+    model.init_weights()
+    return model.double().eval()
+
+
+def classify(name, model, features):
+    """The released classifier on the last output."""
+    state = goldens.state_dict(name)
+    pooled = features[-1] if features[-1].dim() == 2 else features[-1].mean(dim=(2, 3))
+    return pooled @ state['head.weight'].double().T + state['head.bias'].double()
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_released_weights_give_the_released_outputs(name, tmp_path):
+    stored, image = goldens.outputs(name), goldens.image(name).double()
+    if 'deit' not in name:
+        # PVTv2's norms are part of the network: its maps were recorded behind them
+        raw = released(name, tmp_path, out_norm='pvt_v2' in name)
+        with torch.no_grad():
+            for i, (out, feature) in enumerate(zip(raw(image), goldens.info(name)['features'])):
+                assert list(out.shape) == feature['shape']
+                assert goldens.error(out, stored[f'feat{i}']) < 1e-5
+    # PVT's classifiers stand on the last stage itself
+    options = {} if 'deit' in name else dict(out_indices=(3,), out_norm='pvt_t' not in name)
+    normed = released(name, tmp_path, **options)
+    with torch.no_grad():
+        logits = classify(name, normed, normed(image))
+    expected = torch.from_numpy(stored['logits']).double()
+    assert (logits - expected).abs().max() < 1e-5 * expected.std()
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_parameter_counts_of_the_released_models(name):
+    host, arch = host_and_arch(name)
+    assert round(millions(host, arch) * 1e6) == goldens.info(name)['params']
+
+
+def millions(host, arch):
+    """Backbone, last norm and a linear classifier, in millions."""
+    with torch.device('meta'):
+        options = {} if host is LinearDeiT else dict(out_indices=(3,))
+        # InLine-PVT has no last norm; FLatten-PVT carries one that its forward pass never applies
+        model = host(arch, out_norm=host is not LinearPVT or 'inline' not in arch, **options)
+        head = nn.Linear(model.embed_dims[-1], 1000)
+    return sum(p.numel() for module in (model, head) for p in module.parameters()) / 1e6
+
+
+def table():
+    """Rows of the papers' table: (model, host, arch, row)."""
+    path = Path(mmlinattn.__file__).parent / 'tables' / 'classification.csv'
+    for row in csv.DictReader(path.open()):
+        method, *name, size = row['model'].lower().removesuffix('-384').split('-')
+        name, rest = '-'.join(name), ['384'] if row['model'].endswith('-384') else []
+        host = HOSTS.get(name.replace('pvtv2', 'pvt_v2'))
+        arch = '-'.join((method, SIZES.get(size, size), *rest))
+        if host is not None and arch in host.arch_zoo:
+            yield pytest.param(host, arch, row, id=row['model'])
+
+
+TABLE = list(table())
+
+
+def test_the_table_has_all_sizes_of_inline_and_flatten():
+    assert len([p for p in TABLE if p.id.startswith(('InLine', 'FLatten'))]) == 33
+
+
+@pytest.mark.parametrize(('host', 'arch', 'row'), TABLE)
+def test_sizes_of_the_papers(host, arch, row):
+    size = millions(host, arch)
+    if row['released_params_M']:
+        assert size == pytest.approx(float(row['released_params_M']), abs=0.0051)
+    elif row['params_M']:
+        digits = len(row['params_M'].partition('.')[2])
+        assert size == pytest.approx(float(row['params_M']), abs=0.51 * 10**-digits)
+
+
+PUBLISHED = [
+    *[(LinearPVT, size, [value]) for size, value in zip(('tiny', 'small', 'medium', 'large'), (13.2, 24.5, 44.2, 61.4))],
+    # b0 to b4; the paper and its released code differ in the third digit
+    (LinearPVTv2, 'b0', [3.4, 3.7]),
+    (LinearPVTv2, 'b1', [13.1, 14.0]),
+    (LinearPVTv2, 'b2', [25.4]),
+    (LinearPVTv2, 'b3', [45.2]),
+    (LinearPVTv2, 'b4', [62.6]),
+    *[(LinearSwin, size, [value]) for size, value in zip(('tiny', 'small', 'base'), (28.3, 49.6, 87.8))],
+    *[(LinearCSWin, size, [value]) for size, value in zip(('tiny', 'small', 'base'), (23, 35, 78))],
+    *[(LinearDeiT, size, [value]) for size, value in zip(('tiny', 'small', 'base'), (5.7, 22.1, 86.6))],
+]
+
+
+@pytest.mark.parametrize(('host', 'size', 'published'), PUBLISHED, ids=[f'{h.__name__} {s}' for h, s, _ in PUBLISHED])
+def test_softmax_baselines_have_their_papers_sizes(host, size, published):
+    count = millions(host, f'softmax-{size}')
+    if isinstance(published[0], int):  # CSWin's are rounded up
+        assert math.ceil(count) == published[0]
+    else:
+        assert any(count == pytest.approx(value, abs=0.051) for value in published), count
+
+
+@pytest.mark.parametrize(
+    ('host', 'arch'),
+    [(LinearSwin, 'flatten-base'), (LinearSwin, 'inline-base'), (LinearCSWin, 'flatten-base'), (LinearCSWin, 'inline-base')],
+    ids=str,
+)
+def test_files_of_224_load_into_models_of_384(host, arch, tmp_path, caplog):
+    """As the papers fine-tune: position tables are resized, all else is taken over."""
+    sizes = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), num_heads=(2, 2, 2, 4))
+    small, large = ({**host.arch_zoo[f'{arch}{suffix}'], **sizes} for suffix in ('', '-384'))
+    attns = [[spec] if isinstance(spec, str) else spec[:1] for spec in small['stage_attns']]
+    source = goldens.fill(host(small, stage_attns=attns))
+    torch.save(dict(state_dict=source.state_dict()), tmp_path / '224.pth')
+    init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / '224.pth'))
+    target = host(large, stage_attns=attns, init_cfg=init_cfg)
+    target.init_weights()
+    state = target.state_dict()
+    for key, value in source.state_dict().items():
+        if value.shape == state[key].shape:
+            assert torch.equal(state[key], value), key
+        elif 'position' in key:
+            side, wide = (round(t.shape[1] ** 0.5) for t in (value, state[key]))
+            assert (side, wide) in ((56, 96), (28, 48), (14, 24), (7, 12))
+            image = value.unflatten(1, (side, side)).permute(0, 3, 1, 2)
+            expected = nn.functional.interpolate(image, (wide, wide), mode='bilinear', align_corners=False)
+            torch.testing.assert_close(state[key], expected.flatten(2).transpose(1, 2))
+        else:
+            assert 'relative_bias' in key, key  # of 7x7 and 12x12 windows
+            assert host is LinearSwin
+    assert all(out.isfinite().all() for out in target.eval()(torch.randn(1, 3, 64, 96)))
+
+
+@pytest.mark.parametrize('name', ['inline_pvt_t', 'flatten_pvt_t'])
+def test_another_input_size_is_that_of_a_model_with_resized_tables(name, tmp_path):
+    """Nothing but the tables depends on the size: a model whose tables are of that size computes the same."""
+    model = released(name, tmp_path, out_norm=False)
+    x = torch.randn(1, 3, 96, 160, dtype=torch.float64)
+    sizes = [(24, 40), (12, 20), (6, 10), (3, 5)]
+    with torch.no_grad():
+        expected = model(x)
+        for i, size in enumerate(sizes):
+            tables = [model.position_tables[i]]
+            tables += [block.attn.mixer.position for block in model.stages[i] if hasattr(block.attn.mixer, 'position')]
+            for table in tables:
+                image = table.weight.unflatten(1, table.grid).permute(0, 3, 1, 2)
+                image = nn.functional.interpolate(image, size, mode='bilinear', align_corners=False)
+                table.grid, table.weight = size, nn.Parameter(image.flatten(2).transpose(1, 2))
+        for out, other in zip(model(x), expected):
+            torch.testing.assert_close(out, other)

@@ -1,0 +1,348 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What the hosts of InLine and FLatten promise, each with every attention."""
+
+import copy
+import math
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import small_hosts
+import torch
+from small_hosts import ARCHS, ATTNS, PYRAMIDS, image, loss
+
+# what test_base.py asks of RAVLT, asked of these hosts through the fixture ``build`` below
+from test_base import (  # noqa: F401
+    test_copies_and_pickles_are_the_same_model_and_independent,
+    test_feature_info_tells_channels_and_strides,
+    test_frozen_parts_carry_no_graph,
+    test_no_stochastic_depth_no_chance,
+    test_other_channel_counts,
+    test_out_indices_builds_what_they_need_and_all_of_it_trains,
+    test_outputs_of_a_subset_are_those_of_the_whole,
+    test_state_dict_keys_are_the_same_each_time_and_survive_a_forward_pass,
+    test_stochastic_depth_grows_linearly_and_acts_in_training_only,
+    test_with_cp_gives_the_same_gradients_and_recomputes_blocks,
+)
+from torch.nn.functional import pad
+
+from mmlinattn.attention import windows
+from mmlinattn.backbones import LinearCSWin, LinearDeiT, LinearPVT, LinearPVTv2, LinearSwin
+
+HALF = [torch.float16, torch.bfloat16]
+MIXED = ('inline', 'focused', ['softmax', 'rala'], 'softmax')  # every attention once
+
+every_host = pytest.mark.parametrize('host', ARCHS)
+every_pyramid = pytest.mark.parametrize('host', PYRAMIDS)
+every_attention = pytest.mark.parametrize('attn', ATTNS)
+
+
+@pytest.fixture(params=PYRAMIDS)
+def build(request):
+    return lambda **options: small_hosts.build(request.param, **{'stage_attns': MIXED, **options})
+
+
+# --- any size ---------------------------------------------------------------------------------
+
+
+def shapes(host, height, width):
+    if host == 'LinearDeiT':
+        return [(math.ceil(height / 16), math.ceil(width / 16))]
+    return [(math.ceil(height / 4 / 2**i), math.ceil(width / 4 / 2**i)) for i in range(4)]
+
+
+@pytest.mark.parametrize('size', [(32, 32), (33, 47), (37, 160), (32, 250), (129, 65)], ids=str)
+@every_attention
+@every_host
+def test_any_size(host, attn, size):
+    """32 pixels leave one token in the last stage; 32x250 a map one pixel high there."""
+    model = small_hosts.build(host, attn).train()
+    outs = model(image(2, *size))
+    assert [tuple(out.shape[2:]) for out in outs] == shapes(host, *size)
+    loss(outs).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize('size', [(1, 30), (30, 1), (1, 1), (2, 3)], ids=str)
+@every_attention
+@every_host
+def test_blocks_take_stripes_of_one_pixel(host, attn, size):
+    """Maps that no image leads to, through the blocks of the first stage."""
+    if host == 'LinearDeiT':
+        pytest.skip('its sequences have a class token in front, see test_any_size')
+    model = small_hosts.build(host, attn)
+    x = torch.randn(2, *size, 8)
+    out = model.stages[0][0](x, **model.shared(0, x))
+    assert out.shape == x.shape and out.isfinite().all()
+
+
+@every_attention
+@every_host
+def test_an_item_alone_gets_the_output_it_has_in_a_batch(host, attn):
+    model = small_hosts.build(host, attn).double().eval()
+    batch = image(3, 40, 56).double() * torch.tensor([1.0, 30.0, 0.01]).double().view(3, 1, 1, 1)
+    together = model(batch)
+    for i in range(3):
+        for out, alone in zip(together, model(batch[i : i + 1])):
+            torch.testing.assert_close(out[i : i + 1], alone)
+
+
+@pytest.mark.parametrize('size', [(84, 84), (100, 72), (33, 150)], ids=str)
+@every_attention
+@pytest.mark.parametrize('host', ['LinearSwin', 'LinearCSWin'])
+def test_what_the_padding_of_windows_holds_has_no_influence(host, attn, size, monkeypatch):
+    """84: whole windows of 7 in the first stage, partial ones after it."""
+    model = small_hosts.build(host, attn).double().eval()
+    x = image(2, *size).double()
+    expected = model(x)
+    poisoned = []
+
+    def fill(tensor, widths):
+        value = 100.0 if tensor.is_floating_point() else 0  # the mask itself stays
+        poisoned.append(value)
+        return pad(tensor, widths, value=value)
+
+    monkeypatch.setattr(windows, 'F', SimpleNamespace(pad=fill))
+    for out, other in zip(model(x), expected):
+        torch.testing.assert_close(out, other)
+    assert 100.0 in poisoned or (host == 'LinearCSWin' and attn != 'softmax')  # linear CSWin sees the whole map
+
+
+@every_attention
+@every_host
+def test_the_layout_of_the_image_in_memory_does_not_matter(host, attn):
+    model, x = small_hosts.build(host, attn).eval(), image()
+    for out, other in zip(model(x), model(x.to(memory_format=torch.channels_last))):
+        torch.testing.assert_close(out, other)
+
+
+# --- precision --------------------------------------------------------------------------------
+
+
+def assert_trains(model, x, dtype, loss_scale=2**10):
+    with torch.autocast('cpu', dtype):
+        outs = model(x)
+    assert all(out.isfinite().all() for out in outs)
+    (loss(outs) * loss_scale).backward()
+    bad = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+    assert not bad
+
+
+@pytest.mark.parametrize('dtype', HALF, ids=str)
+@every_attention
+@every_host
+def test_autocast_is_finite_and_close_to_float32(host, attn, dtype):
+    model = small_hosts.build(host, attn)
+    assert_trains(model.train(), image(2, 64, 80), dtype)
+    model.eval()
+    x = image(1, 64, 80)
+    with torch.no_grad():
+        exact = model(x)
+        with torch.autocast('cpu', dtype):
+            outs = model(x)
+    for out, expected in zip(outs, exact):
+        assert (out - expected).norm() < 16 * torch.finfo(dtype).eps * expected.norm()
+
+
+@pytest.mark.parametrize('dtype', HALF, ids=str)
+@every_host
+def test_large_activations(host, dtype):
+    """Inputs 100 times their usual size, as a badly scaled fine-tuning run has them."""
+    for attn in ('inline', 'focused'):
+        assert_trains(small_hosts.build(host, attn).train(), 100 * image(2, 64, 64), dtype, loss_scale=1)
+
+
+DETECTION = [
+    (LinearPVT, 'inline-tiny'),
+    (LinearPVT, 'flatten-tiny'),
+    (LinearPVTv2, 'flatten-b1'),
+    (LinearSwin, 'inline-tiny'),
+    (LinearSwin, 'flatten-tiny'),
+    (LinearCSWin, 'inline-tiny'),
+    (LinearCSWin, 'flatten-tiny'),
+    (LinearDeiT, 'inline-tiny'),
+    (LinearDeiT, 'flatten-tiny'),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('host', 'arch'), DETECTION, ids=str)
+def test_autocast_is_finite_at_the_size_of_a_detector(host, arch):
+    model = host(arch, with_cp=True, **(dict(out_type='featmap') if host is LinearDeiT else {}))
+    assert_trains(model.train(), torch.randn(1, 3, 800, 1333), torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('attn', ['inline', 'focused'])
+@every_host
+def test_float16_is_finite_at_the_size_of_a_detector(host, attn):
+    """Thin models: CPUs compute float16 slowly, and the number of tokens is what counts."""
+    assert_trains(small_hosts.build(host, attn).train(), torch.randn(1, 3, 800, 1333), torch.float16)
+
+
+# --- freezing, saving memory, outputs -----------------------------------------------------------
+
+
+@pytest.mark.parametrize('frozen_stages', [-1, 0, 1, 2, 4])
+@every_pyramid
+def test_frozen_stages(host, frozen_stages):
+    """0 the stem, i the stem and stages 1..i with their tables and output norms."""
+
+    def should_freeze(name):
+        part, index = name.split('.')[:2]
+        stem = part in ('patch_embeds', 'position_tables')
+        return frozen_stages >= 0 and int(index) < (max(frozen_stages, 1) if stem else frozen_stages)
+
+    model = small_hosts.build(host, frozen_stages=frozen_stages, stage_attns=MIXED).train()
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad != should_freeze(name), name
+    if frozen_stages == 4:
+        return
+    loss(model(image())).backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is None) == should_freeze(name), name
+
+
+@pytest.mark.parametrize('frozen_stages', [-1, 0, 1, 2])
+@every_attention
+def test_frozen_blocks_of_deit(frozen_stages, attn):
+    model = small_hosts.build('LinearDeiT', attn, frozen_stages=frozen_stages).train()
+    frozen = {name.rsplit('.', 1)[0].split('.')[0] for name, p in model.named_parameters() if not p.requires_grad}
+    assert ('cls_token' in frozen) == ('patch_embeds' in frozen) == ('position_table' in frozen) == (frozen_stages >= 0)
+    for i, block in enumerate(model.blocks):
+        assert all(p.requires_grad != (i < frozen_stages) for p in block.parameters())
+
+
+@every_attention
+@every_host
+def test_with_cp_gives_the_same_gradients(host, attn):
+    plain, saving = (small_hosts.build(host, attn, drop_path_rate=0.3, with_cp=cp).train() for cp in (False, True))
+    x = image()
+    for model in (plain, saving):
+        torch.manual_seed(3)  # the dropped paths are drawn again in the recomputation
+        loss(model(x)).backward()
+    for (name, mine), (_, other) in zip(plain.named_parameters(), saving.named_parameters()):
+        torch.testing.assert_close(mine.grad, other.grad, msg=name)
+
+
+@pytest.mark.parametrize('out_type', ['raw', 'cls_token', 'featmap', 'avg_featmap'])
+def test_outputs_of_deit(out_type):
+    model = small_hosts.build('LinearDeiT', 'inline', out_type=out_type).eval()
+    raw = small_hosts.build('LinearDeiT', 'inline', out_type='raw').eval()
+    x = image()
+    ((out,), (tokens,)) = model(x), raw(x)
+    assert tokens.shape == (2, 1 + 4 * 6, 16)
+    patches = tokens[:, 1:]
+    expected = dict(
+        raw=tokens,
+        cls_token=tokens[:, 0],
+        featmap=patches.transpose(1, 2).unflatten(2, (4, 6)),
+        avg_featmap=patches.mean(dim=1),
+    )
+    torch.testing.assert_close(out, expected[out_type])
+
+
+@pytest.mark.parametrize('out_indices', [-1, 0, (0, 1), (-2,), (-2, -1)], ids=str)
+@pytest.mark.parametrize('out_norm', [True, False])
+def test_out_indices_of_deit(out_indices, out_norm):
+    model = small_hosts.build('LinearDeiT', 'focused', out_indices=out_indices, out_norm=out_norm).train()
+    outs = model(image())
+    assert len(outs) == (1 if isinstance(out_indices, int) else len(out_indices))
+    loss(outs).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert [info['stride'] for info in model.feature_info] == [16] * len(outs)
+
+
+@every_pyramid
+def test_out_norm_is_a_norm_of_each_raw_output(host):
+    model, raw_model = (small_hosts.build(host, 'inline', out_norm=norm).eval() for norm in (True, False))
+    x = image()
+    for i, (out, raw) in enumerate(zip(model(x), raw_model(x))):
+        norm = model.out_norms[str(i)]
+        expected = norm(raw.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+# --- windows of Swin ----------------------------------------------------------------------------
+
+
+def window_of(model):
+    return [[block.attn.window for block in stage] for stage in model.stages]
+
+
+def test_window_size():
+    def built(window_size):
+        attns = ('inline', 'inline', ['inline', 'softmax'], 'softmax')
+        return window_of(small_hosts.build('LinearSwin', window_size=window_size, stage_attns=attns))
+
+    trained = [[(7, 7)], [(4, 4)], [(3, 3), (3, 3)], [(3, 3)]]
+    assert built('trained') == trained
+    assert built(None) == [[None], [None], [None, (3, 3)], [(3, 3)]]
+    assert built(5) == [[(5, 5)], [(5, 5)], [(5, 5)] * 2, [(5, 5)]]
+    assert built((9, None, 'trained', 2)) == [[(9, 9)], [None], [(3, 3)] * 2, [(2, 2)]]
+    assert built([9, None, 'trained', 2]) == built((9, None, 'trained', 2))
+
+
+@every_attention
+def test_windows_larger_than_the_map_are_the_map(attn):
+    """At the trained size and below, InLine-Swin and its global form are one model."""
+    large, whole = (small_hosts.build('LinearSwin', attn, window_size=size).eval() for size in (200, None))
+    if attn == 'softmax':
+        pytest.skip('keeps its windows')
+    state = whole.state_dict()
+    large.load_state_dict({k: state[k] if v.shape == state[k].shape else v for k, v in large.state_dict().items()})
+    if attn == 'focused':
+        pytest.skip('the tables belong to windows of different size')
+    x = image()
+    for out, expected in zip(large(x), whole(x)):
+        torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize('window_size', ['trained', None, 5, (5, None, 3, 2)], ids=str)
+@pytest.mark.parametrize('attn', ['inline', 'focused', 'rala'])
+def test_every_window_size_trains_at_odd_sizes(attn, window_size):
+    model = small_hosts.build('LinearSwin', attn, window_size=window_size).train()
+    loss(model(image(2, 75, 101))).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+# --- what tools do with a model ----------------------------------------------------------------
+
+
+@every_attention
+@every_host
+def test_export(host, attn):
+    model, x = small_hosts.build(host, attn).eval(), image(1, 64, 80)
+    with torch.no_grad():
+        exported = torch.export.export(model, (x,)).module()
+        for out, expected in zip(exported(x), model(x)):
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('attn', ['inline', 'focused', 'softmax'])
+@every_host
+def test_compiled(host, attn):
+    model, x = small_hosts.build(host, attn).eval(), image(1, 64, 80)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        for out, expected in zip(compiled(x), model(x)):
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@every_attention
+@every_host
+def test_copies_after_a_forward_pass(host, attn):
+    """Resized tables that a model keeps do not follow its copies around."""
+    model, x = small_hosts.build(host, attn).eval(), image()
+    with torch.no_grad():
+        expected = model(x)[-1]
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(twin(x)[-1], expected)
+            for parameter in twin.parameters():
+                parameter.mul_(1.1)
+            assert not torch.allclose(twin(x)[-1], expected)
+            assert torch.equal(model(x)[-1], expected)

@@ -1,0 +1,186 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""RAVLT against the authors' released code, and against its equations written plainly."""
+
+import goldens
+import literal_ravlt
+import pytest
+import torch
+from mmengine.registry import MODELS
+from torch import nn
+
+from mmlinattn.backbones import RAVLT
+
+ARCH = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 2, 1), num_heads=(1, 2, 3, 4))
+ARCHS = {'ravlt_t': 'tiny', 'ravlt_s': 'small', 'ravlt_det_t': 'tiny', 'ravlt_det_s': 'small'}
+
+
+def image(batch=2, height=64, width=96):
+    return torch.randn(batch, 3, height, width)
+
+
+@pytest.mark.parametrize('name', goldens.cases('ravlt'))
+def test_released_weights_give_the_released_outputs(name, tmp_path):
+    """A file as the authors published it, loaded as a config does."""
+    checkpoint = tmp_path / 'released.pth'
+    torch.save({'model': goldens.state_dict(name)}, checkpoint)
+    arch = ARCHS['_'.join(part for part in name.split('_') if 'x' not in part)]
+    model = MODELS.build(
+        dict(
+            type='RAVLT',
+            arch=arch,
+            out_norm='det' in name,
+            init_cfg=dict(type='Pretrained', checkpoint=str(checkpoint)),
+        )
+    )
+    model.init_weights()
+    model.double().eval()
+    with torch.no_grad():
+        outs = model(goldens.image(name).double())
+    expected = goldens.outputs(name)
+    for i, (out, feature) in enumerate(zip(outs, goldens.info(name)['features'])):
+        assert list(out.shape) == feature['shape']
+        assert goldens.error(out, expected[f'feat{i}']) < 1e-4
+
+
+def with_classifier(backbone):
+    """Parameters of the released classifier: 1x1 conv to 1024, BN, 1x1 conv to 1000 classes."""
+    width = backbone.embed_dims[-1]
+    classifier = nn.Sequential(nn.Linear(width, 1024), nn.BatchNorm1d(1024), nn.Linear(1024, 1000))
+    return sum(p.numel() for module in (backbone, classifier) for p in module.parameters())
+
+
+@pytest.mark.parametrize(('arch', 'millions'), [('tiny', 14.90), ('small', 25.59), ('base', 48.24), ('large', 95.24)])
+def test_sizes_of_the_released_models(arch, millions):
+    assert round(with_classifier(RAVLT(arch, out_norm=False)) / 1e6, 2) == millions
+
+
+@pytest.mark.parametrize('name', goldens.cases('ravlt'))
+def test_parameter_counts_of_the_released_models(name):
+    arch = ARCHS['_'.join(part for part in name.split('_') if 'x' not in part)]
+    model = RAVLT(arch, out_norm='det' in name)
+    count = sum(p.numel() for p in model.parameters()) if 'det' in name else with_classifier(model)
+    assert count == goldens.info(name)['params']
+
+
+def test_stochastic_depth_and_layer_scales_of_the_release():
+    rates = {arch: RAVLT(arch, out_indices=(0,)).drop_paths[-1][-1] for arch in RAVLT.arch_zoo}
+    assert rates == pytest.approx(dict(tiny=0.1, small=0.15, base=0.4, large=0.55))
+    base = RAVLT('base')
+    scales = [stage[0].gamma1.unique().tolist() for stage in base.stages]
+    assert scales == [pytest.approx([s]) for s in (1, 1, 1e-6, 1e-6)]
+
+
+@pytest.mark.parametrize('linear', [False, True], ids=['hybrid', 'linear'])
+@pytest.mark.parametrize('training', [False, True], ids=['eval', 'train'])
+def test_equals_the_equations_written_plainly(linear, training):
+    """Values and the gradient of every parameter, with stored and with batch statistics."""
+    attns = ('rala',) * 4 if linear else None
+    model = goldens.fill(RAVLT(ARCH, stage_attns=attns, drop_path_rate=0.0)).double().train(training)
+    x = image().double()
+    outs, literal = model(x), literal_ravlt.forward(model, x)
+    for out, expected in zip(outs, literal):
+        torch.testing.assert_close(out, expected)
+    probes = [torch.randn_like(out) for out in outs]
+    parameters = list(model.parameters())
+    ours = torch.autograd.grad(outs, parameters, probes)
+    for mine, other in zip(ours, torch.autograd.grad(literal, parameters, probes)):
+        torch.testing.assert_close(mine, other, atol=1e-8, rtol=1e-6)
+
+
+ABLATIONS = {
+    'without KV augmentation': dict(stage_attns=(dict(type='rala', augment_kv=False),) * 4),
+    'without output augmentation': dict(stage_attns=(dict(type='rala', output_gate=None),) * 4),
+    'identity': dict(stage_attns=(dict(type='rala', output_gate='identity'),) * 4),
+    'tanh': dict(stage_attns=(dict(type='rala', output_gate='tanh'),) * 4),
+    'relu': dict(stage_attns=(dict(type='rala', kernel='relu'),) * 4),
+    'softmax': dict(stage_attns=(dict(type='rala', kernel='softmax'),) * 4),
+    'without CPE': dict(cpe=False),
+    'without rotary encoding': dict(rotary=False),
+    'without local term': dict(local_kernel=None),
+    'scale of the paper': dict(stage_attns=(dict(type='rala', scale_weights=False),) * 4),
+}
+
+
+@pytest.mark.parametrize('options', ABLATIONS.values(), ids=ABLATIONS)
+def test_ablations_of_the_paper_are_arguments(options):
+    """Each is another function than the default, and trains as a whole."""
+    linear = dict(stage_attns=('rala',) * 4) if 'stage_attns' in options else {}
+    default, model = goldens.fill(RAVLT(ARCH, **linear)), RAVLT(ARCH, **options)
+    state = default.state_dict()
+    shapes = {key: value.shape for key, value in model.state_dict().items()}
+    # the gate's rows are the last of the projection's
+    model.load_state_dict({k: state[k][: s[0]] if s else state[k] for k, s in shapes.items()})
+    model.norm_eval = default.norm_eval = True
+    x = image()
+    outs = model.train()(x)
+    sum(out.square().mean() for out in outs).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    difference = (model.eval()(x)[-1] - default.eval()(x)[-1]).abs().max()
+    assert difference > 1e-3
+
+
+def test_the_plain_form_of_the_paper_has_no_rotary_and_no_local_weights():
+    model = RAVLT(ARCH, rotary=False, local_kernel=None, cpe=False, stage_attns=('rala',) * 4)
+    keys = ' '.join(model.state_dict())
+    assert '.local.' not in keys and '.position.' not in keys
+    assert model.shared(0, torch.zeros(1, 8, 8, 8)) == {}
+
+
+def test_sync_bn_has_the_weights_of_bn():
+    plain, synced = RAVLT(ARCH), RAVLT(ARCH, norm_cfg=dict(type='SyncBN'))
+    assert any(isinstance(m, nn.SyncBatchNorm) for m in synced.modules())
+    synced.load_state_dict(plain.state_dict())
+    x = image()
+    for out, expected in zip(synced.eval()(x), plain.eval()(x)):
+        torch.testing.assert_close(out, expected)
+
+
+def test_frozen_batch_norm_through_norm_cfg():
+    model = RAVLT(ARCH, norm_cfg=dict(type='BN', requires_grad=False))
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    assert norms and not any(p.requires_grad for m in norms for p in m.parameters())
+
+
+@pytest.mark.parametrize('size', [(32, 32), (33, 65), (64, 32)], ids=str)
+def test_a_single_token_in_the_last_stage_trains(size):
+    """32 pixels leave one row there: softmax and RALA over one token, a map one pixel high."""
+    for attns in (('rala',) * 4, None):
+        model = goldens.fill(RAVLT(ARCH, stage_attns=attns)).train()
+        outs = model(image(2, *size))
+        sum(out.square().mean() for out in outs).backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize('arch', [dict(ARCH, num_heads=(1, 2, 3, 16)), dict(ARCH, num_heads=(4, 2, 3, 4))], ids=str)
+def test_rotary_needs_head_widths_that_are_multiples_of_four(arch):
+    with pytest.raises(ValueError, match='head_dim=2 has to be a multiple of 4'):
+        RAVLT(arch)
+    assert len(RAVLT(arch, rotary=False).eval()(image())) == 4
+
+
+@pytest.mark.parametrize('key', ['mlp_ratios', 'layer_scales'])
+def test_lists_of_an_arch_have_one_entry_a_stage(key):
+    with pytest.raises(ValueError, match=rf'{key}=\(1, 2\) has to have one entry for each of the 4 stages'):
+        RAVLT(dict(ARCH, **{key: (1, 2)}))
+
+
+def test_an_arch_needs_widths_depths_and_heads_only():
+    model = RAVLT(ARCH)
+    assert model.stages[0][0].ffn.fc1.out_features == 28  # ratio 3.5
+    assert (model.stages[3][0].gamma2 == 1).all()
+
+
+@pytest.mark.parametrize(
+    ('option', 'message'),
+    [
+        (dict(kernel='gelu'), r"kernel='gelu' has to be 'elu', 'relu' or 'softmax'"),
+        (
+            dict(output_gate='sigmoid'),
+            r"gate='sigmoid' has to be None, 'projection', 'identity' or 'tanh'",
+        ),
+    ],
+    ids=['kernel', 'gate'],
+)
+def test_unknown_options_of_an_attention(option, message):
+    with pytest.raises(ValueError, match=message):
+        RAVLT(ARCH, stage_attns=(dict(type='rala', **option),) * 4)

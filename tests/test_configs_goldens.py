@@ -1,0 +1,68 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The classifiers of the configs, under released files."""
+
+import goldens
+import numpy as np
+import pytest
+import torch
+from config_helpers import build
+
+import mmlinattn  # noqa: F401
+from mmlinattn.backbones import LinearSwin
+from mmlinattn.checkpoints.convert import convert_state
+
+pytest.importorskip('mmpretrain')
+
+CLASSIFIERS = [name for name in goldens.cases() if '_det_' not in name]
+FAST = {'ravlt_t', 'inline_pvt_t', 'inline_deit_t', 'flatten_pvt_t'}
+
+
+def config_of(case: str) -> str:
+    """``ravlt_t_288x416`` -> ``mmpretrain/ravlt_t_in1k``."""
+    return f'mmpretrain/{"_".join(part for part in case.split("_") if not part[0].isdigit())}_in1k'
+
+
+@pytest.mark.parametrize(
+    'case', [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CLASSIFIERS]
+)
+def test_released_classifier(case):
+    """Converted as tools/convert_checkpoint.py does, it loads key by key and gives the released logits."""
+    model, _ = build(config_of(case), random_init=False)
+    released = {'model': goldens.state_dict(case)}
+    conversion = convert_state(released, case, model)
+    assert conversion.complete, conversion.report
+    model.load_state_dict(conversion.state_dict, strict=True)
+    model.double().eval()
+    with torch.no_grad():
+        logits = model(goldens.image(case).double(), mode='tensor').numpy()
+    expected = goldens.outputs(case)['logits']
+    assert np.abs(logits - expected).max() < 1e-4 * expected.std()
+
+
+def test_fine_tuning_at_384_starts_from_the_224_classifier(tmp_path, monkeypatch):
+    """Head and backbone of the published file, position tables resized (on the tiny model, for speed)."""
+    monkeypatch.setattr(torch.hub, 'get_dir', lambda: str(tmp_path))
+    cache = tmp_path / 'checkpoints' / 'mmlinattn'
+    cache.mkdir(parents=True)
+    released = goldens.state_dict('flatten_swin_t')
+    torch.save({'model': released}, cache / 'flatten_swin_t.pth')
+    arch = dict(LinearSwin.arch_zoo['flatten-tiny'], _delete_=True, window=12, linear_windows=(96, 48, 24, 12))
+    model, _ = build(
+        'mmpretrain/flatten_swin_b_384_in1k',
+        model__backbone__arch=arch,
+        model__backbone__init_cfg=dict(_delete_=True, type='Pretrained', checkpoint='mmlinattn://flatten_swin_t'),
+        model__head__in_channels=768,
+        model__head__init_cfg__checkpoint='mmlinattn://flatten_swin_t_in1k',
+    )
+    model.init_weights()
+    torch.testing.assert_close(model.head.fc.weight, released['head.weight'])
+    torch.testing.assert_close(model.head.fc.bias, released['head.bias'])
+    block = model.backbone.stages[0][1]
+    torch.testing.assert_close(block.ffn.fc1.weight, released['layers.0.blocks.1.mlp.fc1.weight'])
+    table = block.attn.mixer.position.weight
+    assert table.shape == (1, 96 * 96, 96)
+    # pixel 12 k of 96 has its centre 5/24 of a step before pixel 7 k of 56
+    before = released['layers.0.blocks.1.attn.positional_encoding'].unflatten(1, (56, 56))
+    rows = before[:, 7::7] * 19 / 24 + before[:, 6:-1:7] * 5 / 24
+    expected = rows[:, :, 7::7] * 19 / 24 + rows[:, :, 6:-1:7] * 5 / 24
+    torch.testing.assert_close(table.detach().unflatten(1, (96, 96))[:, 12::12, 12::12], expected)

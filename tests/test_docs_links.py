@@ -1,0 +1,93 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The documentation: links lead somewhere, named commands and files exist, and its examples run."""
+
+import ast
+import re
+
+import pytest
+from config_helpers import ROOT
+
+PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'docs').rglob('*.md')])
+IDS = [path.relative_to(ROOT).as_posix() for path in PAGES]
+
+
+def blocks(text: str, language: str) -> list:
+    return re.findall(rf'^```{language}\n(.*?)^```', text, re.M | re.S)
+
+
+def prose(path) -> str:
+    """A page without its code blocks."""
+    return re.sub(r'^```.*?^```', '', path.read_text(encoding='utf-8'), flags=re.M | re.S)
+
+
+def anchors(path) -> set:
+    """Anchors of a page's headings, as GitHub makes them."""
+    found = set()
+    for heading in re.findall(r'^#+ (.+)$', prose(path), re.M):
+        plain = re.sub(r'\[([^]]*)\]\([^)]*\)', r'\1', heading).strip().lower()
+        found.add(re.sub(r'[^\w\- ]', '', plain).replace(' ', '-'))
+    return found
+
+
+def broken_links(path) -> list:
+    broken = []
+    text = prose(path)
+    for link in re.findall(r'\[[^]]*\]\(([^)\s]+)[^)]*\)', text) + re.findall(r'src="([^"]+)"', text):
+        if re.match(r'[a-z]+:', link):
+            continue
+        target, _, anchor = link.partition('#')
+        file = (path.parent / target).resolve() if target else path
+        if not file.exists() or (anchor and file.suffix == '.md' and anchor not in anchors(file)):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize('path', PAGES, ids=IDS)
+def test_links_lead_somewhere(path):
+    assert broken_links(path) == []
+
+
+def test_broken_links_are_found(tmp_path):
+    (tmp_path / 'there.md').write_text('# Some heading, here\n')
+    page = tmp_path / 'page.md'
+    page.write_text('[a](there.md#some-heading-here) [b](gone.md) [c](there.md#gone) [d](https://x.y) [e](#gone)')
+    assert broken_links(page) == ['gone.md', 'there.md#gone', '#gone']
+
+
+@pytest.mark.parametrize('path', PAGES, ids=IDS)
+def test_named_files_exist(path):
+    named = re.findall(
+        r'(?<![\w/.])((?:tools|configs|docs|tests|benchmarks)/[\w/.-]+\.(?:py|sh|md|csv))\b', path.read_text()
+    )
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@pytest.mark.parametrize('path', PAGES, ids=IDS)
+def test_python_is_python(path):
+    for block in blocks(path.read_text(encoding='utf-8'), 'python'):
+        ast.parse(block)
+
+
+@pytest.mark.parametrize('name', ['add_an_attention', 'add_a_host'])
+def test_example_runs(name, monkeypatch):
+    from mmengine.registry import MODELS
+
+    from mmlinattn.attention import TOKEN_MIXERS
+
+    for registry in (MODELS, TOKEN_MIXERS):  # the example's classes leave with the test
+        monkeypatch.setattr(registry, '_module_dict', dict(registry.module_dict))
+    code = '\n'.join(blocks((ROOT / 'docs' / f'{name}.md').read_text(encoding='utf-8'), 'python'))
+    assert 'assert' in code
+    exec(compile(code, f'{name}.md', 'exec'), {})
+
+
+def test_every_page_is_reached_from_get_started():
+    reached, todo = set(), [ROOT / 'docs' / 'get_started.md']
+    while todo:
+        page = todo.pop()
+        if page not in reached:
+            reached.add(page)
+            links = re.findall(r'\]\(([^)#\s]+\.md)', prose(page))
+            todo += [(page.parent / link).resolve() for link in links if '://' not in link]
+    missed = {path for path in (ROOT / 'docs').glob('*.md')} - reached - {ROOT / 'docs' / 'design.md'}
+    assert not missed

@@ -1,0 +1,112 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The downstream example of the docs, in a project outside the repository, on data of its own."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from config_helpers import ROOT
+
+EXAMPLE = ROOT / 'docs' / 'examples' / 'downstream' / 'fruit_detector.py'
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A folder with the example, two pictures a split, and mmlinattn as an installation lays it out."""
+    mmcv = pytest.importorskip('mmcv')
+    package = tmp_path / 'site' / 'mmlinattn'
+    package.parent.mkdir()
+    shutil.copytree(ROOT / 'mmlinattn', package, ignore=shutil.ignore_patterns('__pycache__', '.mim'))
+    (package / '.mim').mkdir()
+    for name in ('configs', 'model-index.yml'):
+        (package / '.mim' / name).symlink_to(ROOT / name)
+    # copies: tools look for the package they belong to beside them
+    shutil.copytree(ROOT / 'tools', package / '.mim' / 'tools', ignore=shutil.ignore_patterns('__pycache__'))
+    folder = tmp_path / 'project'
+    data = folder / 'data' / 'fruit'
+    (data / 'annotations').mkdir(parents=True)
+    for split in ('train', 'val'):
+        images, annotations = [], []
+        for i in range(2):
+            picture = np.full((64, 96, 3), 200, np.uint8)
+            picture[10:40, 20:60] = (40, 40, 220) if i else (40, 200, 120)
+            mmcv.imwrite(picture, str(data / 'images' / split / f'{i}.png'))
+            images.append(dict(id=i, file_name=f'{i}.png', height=64, width=96))
+            polygon = [20, 10, 60, 10, 60, 40, 20, 40]
+            box = dict(bbox=[20, 10, 40, 30], area=1200, iscrowd=0, segmentation=[polygon])
+            annotations.append(dict(box, id=i + 1, image_id=i, category_id=i + 1))
+        categories = [dict(id=1, name='apple'), dict(id=2, name='pear')]
+        content = dict(images=images, annotations=annotations, categories=categories)
+        (data / 'annotations' / f'{split}.json').write_text(json.dumps(content))
+    shutil.copy2(EXAMPLE, folder)
+    return folder
+
+
+def run(project, *command) -> str:
+    paths = [str(project.parent / 'site'), os.environ.get('PYTHONPATH', '')]
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, paths)), 'OMP_NUM_THREADS': '1'}
+    done = subprocess.run([sys.executable, *command], cwd=project, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+    return done.stdout
+
+
+def test_inherits_by_package_name_and_builds(project):
+    code = """
+import json, mmlinattn
+from mmengine.config import Config
+from mmengine.registry import MODELS, init_default_scope
+cfg = Config.fromfile('fruit_detector.py')
+init_default_scope(cfg.default_scope)
+cfg.model.backbone.init_cfg = None
+model = MODELS.build(cfg.model)
+print(json.dumps(dict(
+    package=mmlinattn.__file__,
+    neck=type(model.neck).__name__,
+    classes=[model.roi_head.bbox_head.num_classes, model.roi_head.mask_head.num_classes],
+    frozen=[any(p.requires_grad for p in stage.parameters()) for stage in model.backbone.stages],
+    evaluator=cfg.test_evaluator.ann_file,
+    prefix=cfg.train_dataloader.dataset.data_prefix.img,
+    epochs=cfg.train_cfg.max_epochs,
+    imports=cfg.custom_imports['imports'],
+)))
+"""
+    found = json.loads(run(project, '-c', code).splitlines()[-1])
+    assert found == dict(
+        package=str(project.parent / 'site' / 'mmlinattn' / '__init__.py'),
+        neck='PAFPN',
+        classes=[2, 2],
+        frozen=[False, True, True, True],
+        evaluator='data/fruit/annotations/val.json',
+        prefix='images/train/',
+        epochs=12,
+        imports=['mmlinattn'],
+    )
+
+
+@pytest.mark.slow
+def test_trains_and_tests(project):
+    # small pictures and one epoch; everything else as the example has it
+    size = '(96,64)'
+    options = [
+        'model.backbone.init_cfg=None',
+        'train_cfg.max_epochs=1',
+        f'train_dataloader.dataset.pipeline.2.scale={size}',
+        f'val_dataloader.dataset.pipeline.1.scale={size}',
+        f'test_dataloader.dataset.pipeline.1.scale={size}',
+        *(f'{stage}_dataloader.num_workers=0' for stage in ('train', 'val', 'test')),
+        *(f'{stage}_dataloader.persistent_workers=False' for stage in ('train', 'val', 'test')),
+        'model.test_cfg.rpn.max_per_img=20',
+        'model.train_cfg.rpn_proposal.max_per_img=20',
+        'default_hooks.logger.interval=1',
+    ]
+    tools = project.parent / 'site' / 'mmlinattn' / '.mim' / 'tools'
+    train, test, plot = (str(tools / name) for name in ('train.py', 'test.py', 'analysis_tools/plot_log.py'))
+    run(project, train, 'fruit_detector.py', '--work-dir', 'work', '--cfg-options', *options)
+    out = run(project, test, 'fruit_detector.py', 'work/epoch_1.pth', '--work-dir', 'tested', '--cfg-options', *options)
+    assert 'coco/bbox_mAP' in out
+    run(project, plot, 'work', '--out', 'curves.png')
+    assert (project / 'curves.png').stat().st_size > 5000

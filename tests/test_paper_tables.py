@@ -1,0 +1,62 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The papers' tables: every row is in the page, and the differences are what they say."""
+
+import csv
+import re
+
+import pytest
+from config_helpers import CONFIG_DIR, CONFIGS, ROOT
+
+import mmlinattn  # noqa: F401
+from mmlinattn.analysis.paper_tables import cells, far_rows, in_conventions, measure, nearest_convention, page
+from mmlinattn.analysis.published import TABLES, read_rows
+
+for project in ('mmdet', 'mmseg', 'mmpretrain'):
+    pytest.importorskip(project)
+ROWS = {row.name: row for task in ('mmdet', 'mmseg', 'mmpretrain') for row in read_rows(task)}
+
+
+def test_rows_are_those_of_the_tables():
+    count = 0
+    for path in TABLES.glob('*.csv'):
+        with open(path, newline='') as file:
+            count += sum(1 for _ in csv.DictReader(file))
+    assert len(ROWS) == count  # names are unique, none is lost
+    assert set(CONFIGS) <= set(ROWS)
+
+
+def test_nearest_convention():
+    assert nearest_convention(2.4, dict(layers=2.41, products=2.61)) == 'layers'
+    assert nearest_convention(2.6, dict(layers=2.41, products=2.61)) == 'products'
+
+
+@pytest.mark.parametrize('name', ['mmdet/ravlt_t_retinanet_1x', 'mmseg/ravlt_t_fpn_80k', 'mmpretrain/ravlt_t_in1k'])
+def test_ravlt_figures_leave_attention_products_out(name):
+    row = ROWS[name]
+    cost = measure(row, CONFIG_DIR)
+    counted = in_conventions(cost)
+    assert nearest_convention(float(row.flops), counted) == 'layers'
+    assert counted['layers'] == pytest.approx(float(row.flops), rel=0.01)
+    assert not far_rows([(row, cost)]) and far_rows([(row._replace(flops='1000'), cost)])
+    line = cells(row, cost)
+    assert float(line[4]) == pytest.approx(cost.total_params / 1e6 - float(row.released_params or row.params), abs=0.01)
+
+
+def test_row_without_config_is_not_built(tmp_path):
+    row = ROWS['mmpretrain/ravlt_t_in1k']
+    assert measure(row, tmp_path) is None
+    assert 'not built' in cells(row, None)
+    assert '| RAVLT-T | 224 | 14.90 | not built |' in page([(row, None)])
+
+
+def test_committed_page_has_every_row():
+    text = (ROOT / 'docs' / 'tables.md').read_text(encoding='utf-8')
+    lines = [re.split(r' *\| *', line)[1:3] for line in text.splitlines() if line.startswith('| ')]
+    for row in ROWS.values():
+        assert [row.model, row.recipe] in lines
+    for name in CONFIGS:
+        row = ROWS[name]
+        pattern = rf'^\| {re.escape(row.model)} \| {re.escape(row.recipe)} \|.*not built'
+        assert not re.search(pattern, text, re.M), (
+            f'{name}: run tools/analysis_tools/paper_tables.py --out docs/tables.md'
+        )

@@ -1,0 +1,72 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Curves of a work dir's log."""
+
+import json
+import runpy
+import sys
+
+import pytest
+from config_helpers import ROOT
+
+TOOL = ROOT / 'tools' / 'analysis_tools' / 'plot_log.py'
+
+
+@pytest.fixture
+def work_dir(tmp_path):
+    """Two runs, the second resumed from before the end of the first."""
+    runs = {
+        '20250101_000000': [dict(loss=3.0, lr=0.1, step=10), dict(loss=2.0, lr=0.1, step=20)],
+        '20250101_010000': [dict(loss=1.5, lr=0.1, step=20), {'coco/bbox_mAP': 0.25, 'step': 2}],
+    }
+    for name, records in runs.items():
+        log = tmp_path / 'work' / name / 'vis_data' / 'scalars.json'
+        log.parent.mkdir(parents=True)
+        log.write_text('\n'.join(map(json.dumps, records)) + '\n')
+    return tmp_path / 'work'
+
+
+def run(monkeypatch, *args):
+    monkeypatch.setattr(sys, 'argv', ['plot_log.py', *map(str, args)])
+    runpy.run_path(str(TOOL), run_name='__main__')
+
+
+def test_resumed_run_replaces_what_it_ran_again(work_dir):
+    tool = runpy.run_path(str(TOOL))
+    curves = tool['read_curves'](tool['find_logs'](work_dir))
+    assert curves['loss'] == {10: 3.0, 20: 1.5}
+    assert curves['coco/bbox_mAP'] == {2: 0.25}
+    assert tool['choose'](curves, None) == ['loss', 'coco/bbox_mAP']
+    assert tool['choose'](curves, ['bbox_mAP']) == ['coco/bbox_mAP']
+
+
+@pytest.mark.parametrize('keys', [[], ['--keys', 'loss', 'bbox_mAP']])
+def test_draws_a_panel_for_each_key(work_dir, tmp_path, monkeypatch, keys):
+    mmcv = pytest.importorskip('mmcv')
+    run(monkeypatch, work_dir, *keys, '--out', tmp_path / 'two.png')
+    run(monkeypatch, work_dir, '--keys', 'loss', '--out', tmp_path / 'one.png')
+    two, one = (mmcv.imread(str(tmp_path / f'{name}.png')) for name in ('two', 'one'))
+    assert two.shape[0] == pytest.approx(2 * one.shape[0], abs=2)
+    assert len({tuple(pixel) for pixel in two.reshape(-1, 3)}) > 10  # more than an empty page
+
+
+@pytest.mark.parametrize(
+    'make_args, message',
+    [
+        (lambda path: [path / 'nowhere', '--out', path / 'a.png'], 'vis_data/scalars.json'),
+        (lambda path: [path / 'work', '--keys', 'bbox_AP', '--out', path / 'a.png'], 'coco/bbox_mAP, loss, lr'),
+        (lambda path: [path / 'work', '--out', path / 'a.nopicture'], 'nopicture'),
+    ],
+)
+def test_bad_input_is_one_line(work_dir, tmp_path, monkeypatch, capsys, make_args, message):
+    with pytest.raises(SystemExit) as stop:
+        run(monkeypatch, *make_args(tmp_path))
+    error = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 1 and len(error) == 1 and error[0].startswith('error:') and message in error[0]
+
+
+def test_broken_line_is_named(work_dir, tmp_path, monkeypatch, capsys):
+    log = next(work_dir.rglob('scalars.json'))
+    log.write_text('{"loss": 1.0, "step": 1}\n{"loss": 0.\n')
+    with pytest.raises(SystemExit):
+        run(monkeypatch, work_dir, '--out', tmp_path / 'a.png')
+    assert 'line 2' in capsys.readouterr().err

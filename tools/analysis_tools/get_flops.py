@@ -1,0 +1,64 @@
+#!/usr/bin/env python
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Parameters, multiply-adds by part and kind, and activation memory of a config's model; nothing is downloaded."""
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+
+from mmengine.config import DictAction
+from mmengine.logging import MMLogger
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
+
+from mmlinattn.analysis.counting import KINDS
+from mmlinattn.analysis.flops import Cost, count_model
+from mmlinattn.engine.cli import one_line_errors, read_config
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('config', help='config file of a detector, segmentor or classifier')
+    parser.add_argument(
+        '--shape',
+        nargs=2,
+        type=int,
+        metavar=('H', 'W'),
+        help='height and width [800 1280 for detectors, 512 2048 for segmentors, the test crop for classifiers]',
+    )
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, metavar='KEY=VALUE', help='override settings')
+    return parser.parse_args()
+
+
+def report(cost: Cost) -> str:
+    """The cost as a table in text: parameters in M, multiply-adds in G."""
+    columns = ('part', 'params M', *(f'{kind} G' for kind in KINDS), 'all G')
+    lines = []
+    for part in cost.params:
+        macs = [cost.macs[part, kind] / 1e9 for kind in KINDS]
+        lines.append((part, cost.params[part] / 1e6, *macs, sum(macs)))
+    totals = [cost.total_macs(kind) / 1e9 for kind in KINDS]
+    lines.append(('total', cost.total_params / 1e6, *totals, sum(totals)))
+    width = max(len(line[0]) for line in lines) + 2
+    text = [f'image {cost.shape[0]} x {cost.shape[1]} (height x width), batch 1']
+    text.append(columns[0].ljust(width) + ''.join(column.rjust(21) for column in columns[1:]))
+    text += [line[0].ljust(width) + ''.join(f'{value:21.3f}' for value in line[1:]) for line in lines]
+    text.append(f'norms, as fvcore counts them, not in the table: {cost.norm_ops / 1e9:.3f} G operations')
+    text.append(f'peak activation memory (float32, inference, estimate): {cost.peak_bytes / 2**20:.0f} MiB')
+    return '\n'.join([*text, *(f'note: {note}' for note in cost.notes)])
+
+
+def main() -> None:
+    args = parse_args()
+    warnings.simplefilter('ignore')  # of model constructors
+    MMLogger.get_instance('mmengine', log_level='ERROR')
+    with one_line_errors():
+        cfg = read_config(args.config)
+        if args.cfg_options:
+            cfg.merge_from_dict(args.cfg_options)
+        print(report(count_model(cfg, args.shape)))
+
+
+if __name__ == '__main__':
+    main()

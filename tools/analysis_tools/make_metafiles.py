@@ -1,0 +1,141 @@
+#!/usr/bin/env python
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Write ``model-index.yml`` and ``configs/FAMILY/metafile.yml`` from the configs, the papers' tables and the list of
+released checkpoints. Run it after adding a config."""
+
+import argparse
+import sys
+from pathlib import Path
+
+import yaml
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
+
+from mmlinattn.analysis.published import Row, read_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+TASKS = {'mmdet': 'COCO', 'mmseg': 'ADE20K', 'mmpretrain': 'ImageNet-1K'}
+COMPARED = 'Linear attentions compared in the papers'
+PAPERS = {
+    'RALA': (
+        'https://arxiv.org/abs/2411.07635',
+        'Breaking the Low-Rank Dilemma of Linear Attention',
+        'https://github.com/qhfan/RALA',
+    ),
+    'InLine': (
+        'https://arxiv.org/abs/2412.06590',
+        'Bridging the Divide: Reconsidering Softmax and Linear Attention',
+        'https://github.com/LeapLabTHU/InLine',
+    ),
+    'FLatten': (
+        'https://arxiv.org/abs/2308.00442',
+        'FLatten Transformer: Vision Transformer using Focused Linear Attention',
+        'https://github.com/LeapLabTHU/FLatten-Transformer',
+    ),
+}
+# first word of a config's name -> folder of its metafile, collection
+FAMILIES = {
+    'ravlt': ('ravlt', 'RALA'),
+    'rala': ('ravlt', 'RALA'),
+    'inline': ('inline', 'InLine'),
+    'flatten': ('flatten', 'FLatten'),
+    'hmhsa': ('hmhsa', 'hMHSA'),
+    **{name: ('compared', COMPARED) for name in ('hydra', 'efficient', 'angular', 'enhanced')},
+}
+
+
+def find_configs(root: Path) -> list:
+    """Every config as ``task/stem``."""
+    return [f'{task}/{path.stem}' for task in TASKS for path in sorted((root / 'configs' / task).glob('*.py'))]
+
+
+def results(row: Row) -> list:
+    """The published metrics, by task as upstream metafiles have them."""
+    dataset = TASKS[row.task]
+    if row.task != 'mmdet':
+        task = 'Semantic Segmentation' if row.task == 'mmseg' else 'Image Classification'
+        return [dict(Task=task, Dataset=dataset, Metrics=row.metrics)] if row.metrics else []
+    entries = []
+    for task, kind in (('Object Detection', 'box'), ('Instance Segmentation', 'mask')):
+        metrics = {name: value for name, value in row.metrics.items() if name.startswith(kind)}
+        if metrics:
+            entries.append(dict(Task=task, Dataset=dataset, Metrics=metrics))
+    return entries
+
+
+def entry(name: str, collection: str, row: Row = None) -> dict:
+    """The entry of a config under ``Models``; without a row, the config is no published model."""
+    task, stem = name.split('/')
+    model = {'Name': stem, 'In Collection': collection, 'Config': f'configs/{name}.py'}
+    if row is None:
+        return {**model, 'Metadata': {'Training Data': 'synthetic shapes'}}
+    metadata = {'Training Data': TASKS[task], 'Metrics Source': f'published in {row.source}; not retrained here'}
+    params = row.released_params or row.params
+    if params:
+        metadata['Parameters'] = round(float(params) * 1e6)
+    if row.flops:
+        metadata['FLOPs'] = round(float(row.flops) * 1e9)
+    model['Metadata'] = metadata
+    if results(row):
+        model['Results'] = results(row)
+    if row.link:
+        # MMEngine reads the first and converts the layout; the second is where the file is
+        model['Weights'] = f'mmlinattn://{stem}'
+        model['Converted From'] = {'Weights': row.link}
+        if row.paper in PAPERS:
+            model['Converted From']['Code'] = PAPERS[row.paper][2]
+    return model
+
+
+def collection_entry(collection: str) -> dict:
+    described = {'Name': collection, 'Metadata': {'Architecture': ['Linear attention']}}
+    if collection in PAPERS:
+        url, title, code = PAPERS[collection]
+        described.update(Paper=dict(URL=url, Title=title), Code=dict(URL=code))
+    return described
+
+
+def make_files(root: Path = ROOT) -> dict:
+    """Text of every file by its path relative to ``root``."""
+    rows = {row.name: row for task in TASKS for row in read_rows(task)}
+    models, collections = {}, {}
+    for name in find_configs(root):
+        family = name.split('/')[1].split('_')[0]
+        if family not in FAMILIES:
+            raise SystemExit(f'error: config {name!r} begins with {family!r}; known families: {", ".join(FAMILIES)}')
+        folder, collection = FAMILIES[family]
+        collections[folder] = collection
+        models.setdefault(folder, []).append(entry(name, collection, rows.get(name)))
+    head = '# Written by tools/analysis_tools/make_metafiles.py\n'
+    paths = {folder: f'configs/{folder}/metafile.yml' for folder in models}
+    files = {
+        path: head + dump(dict(Collections=[collection_entry(collections[folder])], Models=models[folder]))
+        for folder, path in paths.items()
+    }
+    files['model-index.yml'] = head + dump(dict(Import=sorted(paths.values())))
+    return files
+
+
+def dump(content: dict) -> str:
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=200)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument('--check', action='store_true', help='write nothing; exit 1 where a file would change')
+    args = parser.parse_args()
+    stale = []
+    for path, text in make_files().items():
+        target = ROOT / path
+        if not target.is_file() or target.read_text(encoding='utf-8') != text:
+            stale.append(path)
+            if not args.check:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_text(text, encoding='utf-8')
+    print(f'{"out of date" if args.check else "written"}: {", ".join(stale) or "nothing"}')
+    if args.check and stale:
+        sys.exit(1)
+
+
+if __name__ == '__main__':
+    main()
