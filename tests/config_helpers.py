@@ -17,8 +17,8 @@ from torch import nn
 ROOT = Path(__file__).parents[1]
 CONFIG_DIR = ROOT / 'configs'
 CASCADE = 'mmdet/ravlt_b_cascade_3x'
-# No row of a paper: the small detector of tools/quickstart.sh
-UNPUBLISHED = {'mmdet/ravlt_shapes_quickstart'}
+# No rows of a paper: the small models for the shapes data sets
+UNPUBLISHED = {f'{task}/ravlt_shapes_quickstart' for task in ('mmdet', 'mmseg', 'mmpretrain')}
 CONFIGS = sorted(
     name for path in CONFIG_DIR.glob('mm*/*.py') if (name := f'{path.parent.name}/{path.stem}') not in UNPUBLISHED
 )

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import mmcv
+import numpy as np
 from mmengine.device import get_device
 from mmengine.registry import init_default_scope
 
@@ -87,9 +88,8 @@ def name_classes(cfg, inferencer, classes) -> None:
         raise RunError(f'--classes: {len(classes)} names given, the model has {expected} classes.')
     meta = dict(getattr(inferencer.model, 'dataset_meta', None) or {}, classes=tuple(classes))
     if len(meta.get('palette', ())) != len(classes) or isinstance(meta['palette'], str):
-        from mmdet.visualization import get_palette
-
-        meta['palette'] = get_palette('random', len(classes))
+        colors = np.random.default_rng(0).integers(0, 256, (len(classes), 3)).tolist()
+        meta['palette'] = [tuple(color) for color in colors]
     inferencer.model.dataset_meta = meta
     inferencer.visualizer.dataset_meta = meta
 

@@ -15,7 +15,7 @@ from ..engine import RunError
 from .counting import CONV, KINDS, LINEAR, Count
 
 SHAPES = {'mmdet': (800, 1280), 'mmseg': (512, 2048), 'mmpretrain': (224, 224)}
-MASK_ROIS = 100  # as in the forward pass that MMDetection's get_flops counts
+MASK_ROIS = 100  # of MMDetection 2.x's get_flops, which the papers used; 3.x agrees but for cascades
 
 
 class Cost(NamedTuple):

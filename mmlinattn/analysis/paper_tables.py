@@ -138,8 +138,10 @@ def page(measured: list) -> str:
         '\n'.join(f'- **{name}**: {meaning}' for name, meaning in CONVENTIONS.items()),
         "The models are those of the configs; where a config differs from the model of a paper's table (hybrid "
         'RAVLT, heads as released), so does its count. Detectors: backbone, neck and RPN on all levels, box heads on '
-        'as many proposals as `test_cfg.rpn.max_per_img` (1000), mask heads on 100, each stage of a cascade; these are '
-        "the numbers of MMDetection's own forward pass for counting. Segmentors: without the auxiliary head.",
+        'as many proposals as `test_cfg.rpn.max_per_img` (1000), mask heads on 100, each stage of a cascade, the '
+        'convention of MMDetection 2.x (3.x feeds all proposals to the mask heads of a cascade; the published figures '
+        'fit 100). '
+        'Segmentors: without the auxiliary head.',
         "The RALA paper's figures are **layers** in all three tables: the softmax and linear attention of the hybrid "
         'model are not in them. Those of the InLine and FLatten papers include the **products**; whether norms are in '
         'is below the rounding of most rows. The convention a figure is nearest to, by paper, and the median '

@@ -131,7 +131,8 @@ class WindowAttention(Attention):
 
     def forward(self, x: Tensor, cuts: Optional[Cuts] = None, **shared) -> Tensor:
         windows, real, regions = (cuts or Cuts(x)).get(self.window, self.shift)
-        bias = None if self.relative_bias is None else self.relative_bias(*windows.window)
+        # four dimensions: with three, PyTorch leaves its fused attention
+        bias = None if self.relative_bias is None else self.relative_bias(*windows.window)[None]
         if regions is not None and self.mixer.bias:
             bias = regions if bias is None else bias + regions
             bias = bias.repeat(x.shape[0], 1, 1, 1)

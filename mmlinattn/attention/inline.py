@@ -26,9 +26,15 @@ class PredictedConv(nn.Module):
         self.fc1 = nn.Conv1d(dim, dim, 1, groups=num_heads)
         self.fc2 = nn.Conv1d(dim, dim * kernel_size**2, 1, groups=num_heads)
 
+    @staticmethod
+    def by_head(layer: nn.Conv1d, x: Tensor) -> Tensor:
+        """The grouped 1x1 convolution on vectors (B, C): one batched product instead of a convolution a group."""
+        weight = layer.weight.squeeze(-1).unflatten(0, (layer.groups, -1))
+        return torch.einsum('bgi,goi->bgo', x.unflatten(-1, (layer.groups, -1)), weight).flatten(1) + layer.bias
+
     def forward(self, image: Tensor, context: Tensor) -> Tensor:
         """Convolve ``image`` (B, C, h, w) with the kernels of ``context`` (B, C)."""
-        kernel = self.fc2(F.gelu(self.fc1(context.unsqueeze(-1))))
+        kernel = self.by_head(self.fc2, F.gelu(self.by_head(self.fc1, context)))
         batch, dim, height, width = image.shape
         kernel = kernel.reshape(batch * dim, 1, self.kernel_size, self.kernel_size).to(image.dtype)
         out = F.conv2d(

@@ -166,7 +166,14 @@ def test_softmax_in_shifted_windows_equals_a_loop_over_pairs(size, shift):
 def test_what_the_padding_of_a_window_holds_has_no_influence(mixer, size, shift, poisoned):
     attention = filled(
         WindowAttention(
-            DIM, HEADS, mixer, (4, 4), shift=shift and mixer == 'softmax', relative_bias=True, grid=(4, 4), local_kernel=3
+            DIM,
+            HEADS,
+            mixer,
+            (4, 4),
+            shift=shift and mixer == 'softmax',
+            relative_bias=True,
+            grid=(4, 4),
+            local_kernel=3,
         )
     )
     x = feature_map(*size)

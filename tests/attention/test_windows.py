@@ -10,9 +10,7 @@ from mmlinattn.attention import Windows
 
 SIZES = [(4, 6), (5, 7), (1, 9), (9, 1), (8, 8), (3, 3), (13, 16), (1, 1)]
 WINDOWS = [None, (4, 4), (3, 5), (1, 1), (2, 7), (20, 20), (7, 1)]
-CUTS = [
-    Windows.fit(*size, window, shift) for size, window, shift in itertools.product(SIZES, WINDOWS, (False, True))
-]
+CUTS = [Windows.fit(*size, window, shift) for size, window, shift in itertools.product(SIZES, WINDOWS, (False, True))]
 
 
 def ids(windows):

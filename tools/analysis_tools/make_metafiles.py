@@ -5,6 +5,7 @@ released checkpoints. Run it after adding a config."""
 
 import argparse
 import sys
+from collections import Counter
 from pathlib import Path
 
 import yaml
@@ -68,7 +69,8 @@ def entry(name: str, collection: str, row: Row = None) -> dict:
     task, stem = name.split('/')
     model = {'Name': stem, 'In Collection': collection, 'Config': f'configs/{name}.py'}
     if row is None:
-        return {**model, 'Metadata': {'Training Data': 'synthetic shapes'}}
+        data = 'synthetic shapes' if 'shapes' in stem else TASKS[task]
+        return {**model, 'Metadata': {'Training Data': data}}
     metadata = {'Training Data': TASKS[task], 'Metrics Source': f'published in {row.source}; not retrained here'}
     params = row.released_params or row.params
     if params:
@@ -106,6 +108,10 @@ def make_files(root: Path = ROOT) -> dict:
         folder, collection = FAMILIES[family]
         collections[folder] = collection
         models.setdefault(folder, []).append(entry(name, collection, rows.get(name)))
+    number = Counter(model['Name'] for entries in models.values() for model in entries)
+    for model in (model for entries in models.values() for model in entries):
+        if number[model['Name']] > 1:  # the same config for several tasks
+            model['Name'] += '_' + model['Config'].split('/')[1]
     head = '# Written by tools/analysis_tools/make_metafiles.py\n'
     paths = {folder: f'configs/{folder}/metafile.yml' for folder in models}
     files = {

@@ -1,0 +1,175 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Speed and memory of InLine and focused linear attention, and of Swin with them.
+
+    python benchmarks/run_linear.py --out linear_cpu.md
+    python benchmarks/run_linear.py --only attention --tokens 16384
+
+Attentions against their equations written plainly (``literal_attention.py``), Swin with a linear attention against
+Swin with softmax in 7x7 windows. All ratios are of one run, medians of interleaved repeats. See README.md in this
+folder.
+"""
+
+import argparse
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
+
+import literal_attention  # noqa: E402
+import measure  # noqa: E402
+from run_ravlt import Report, Target, compare, machine, mib, ms  # noqa: E402
+
+from mmlinattn.attention.functional import focused_map, inline_attention, linear_attention  # noqa: E402
+from mmlinattn.backbones import LinearSwin  # noqa: E402
+
+HEAD_DIM, POWER = 32, 3
+MODELS = {
+    'Swin-T (softmax 7x7)': dict(arch='softmax-tiny'),
+    'InLine-Swin-T, global': dict(arch='inline-tiny', window_size=None),
+    'FLatten-Swin-T': dict(arch='flatten-tiny'),
+}
+
+
+def split(x, heads):
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def inline(q, k, v, heads, literal):
+    call = literal_attention.inline if literal else inline_attention
+    return call(*(split(t, heads) for t in (q, k, v)), HEAD_DIM**-0.5).transpose(1, 2).flatten(2)
+
+
+def focused(q, k, v, heads, literal):
+    scale = q.new_zeros(q.shape[-1])
+    if literal:
+        return literal_attention.focused(q, k, v, scale, POWER, heads)
+    q, k = (focused_map(t, 1 / F.softplus(scale), POWER) for t in (q, k))
+    return linear_attention(*(split(t, heads) for t in (q, k, v))).transpose(1, 2).flatten(2)
+
+
+ATTENTIONS = dict(inline=inline, focused=focused)
+
+
+def attention_calls(name, literal, train, tokens, heads):
+    """The attention on a few tokens, and on ``tokens``; q, k and v are slices of one projection."""
+
+    def at(tokens):
+        qkv = torch.randn(1, tokens, 3 * heads * HEAD_DIM, requires_grad=train)
+        probe = torch.randn(1, tokens, heads * HEAD_DIM)
+
+        def call():
+            with torch.set_grad_enabled(train):
+                out = ATTENTIONS[name](*qkv.chunk(3, dim=-1), heads, literal)
+            if train:
+                qkv.grad = None
+                out.backward(probe)
+
+        return call
+
+    return at(256), at(tokens)
+
+
+def run_attention(args, report):
+    report.add('', f'### Attention, N = {args.tokens}, d = {HEAD_DIM}, {args.heads} heads, batch 1')
+    report.table('', 'ours', 'literal', 'ratio', 'target', 'met')
+    for name in ATTENTIONS:
+        for train in (False, True):
+            title = f'{name}, ' + ('forward + backward' if train else 'forward')
+            cases = [(name, literal, train, args.tokens, args.heads) for literal in (False, True)]
+            times = measure.interleaved_times(
+                {str(i): attention_calls(*case)[1] for i, case in enumerate(cases)}, args.repeats
+            )
+            compare(report, f'time, {title}', times['0'], times['1'], ms, Target(1.5, True))
+            ours, literal = (measure.peak_rss(attention_calls, case, args.threads) for case in cases)
+            compare(report, f'peak extra memory, {title}', ours, literal, mib, Target(0.5, False))
+
+
+def run_map(args, report):
+    """How close the focused map of q and k is to reading each once and writing each once."""
+    width = args.heads * HEAD_DIM
+    x = torch.randn(1, args.map_tokens, 3 * width)[..., :width]
+    scale = torch.ones(width)
+    with torch.no_grad():
+        times = measure.interleaved_times(
+            {
+                'copy (one read, one write: the ideal)': lambda: x.contiguous(),
+                'focused map': lambda: focused_map(x, scale, POWER),
+                'literal': lambda: literal_attention.focused_map(x, scale, POWER),
+            },
+            args.repeats,
+        )
+    moved = 2 * args.map_tokens * width * x.element_size()
+    report.add('', f'### Focused map of {args.map_tokens} x {width}: {mib(moved)} read and written at least')
+    report.table('', 'time', 'rate at one read and one write', 'against the copy')
+    ideal = next(iter(times.values()))
+    for name, seconds in times.items():
+        report.row(name, ms(seconds), f'{moved / seconds / 1e9:.1f} GB/s', f'{seconds / ideal:.2f}x')
+
+
+def model_call(name, size):
+    torch.manual_seed(0)
+    model, x = LinearSwin(**MODELS[name]).eval(), torch.randn(1, 3, *size)
+
+    def call():
+        with torch.no_grad():
+            model(x)
+
+    return call
+
+
+def run_models(args, report):
+    size = tuple(args.size)
+    report.add('', f'### Swin-T at {size[0]}x{size[1]}, forward, batch 1')
+    report.table('', 'multiply-adds', 'time', 'against softmax (at least 1)', 'where the time goes')
+    runs = {name: model_call(name, size) for name in MODELS}
+    times = measure.interleaved_times(runs, args.repeats)
+    softmax = next(iter(times.values()))
+    for name, seconds in times.items():
+        macs = measure.multiply_adds(partial(LinearSwin, **MODELS[name]), 1, 3, *size)
+        shares = measure.breakdown(runs[name])
+        where = ', '.join(f'{group} {share:.0%}' for group, share in shares.items() if share >= 0.02)
+        report.row(name, f'{macs / 1e9:.2f} G', ms(seconds), f'{softmax / seconds:.2f}x', where)
+
+
+def run_growth(args, report):
+    name = 'InLine-Swin-T, global'
+    runs = {side: model_call(name, (side, side)) for side in args.sides}
+    times = measure.interleaved_times(runs, args.repeats)
+    report.add('', f'### {name}, time a pixel')
+    report.table('side', 'time', 'ns a pixel', 'against the smallest (within 10 %)')
+    first = times[args.sides[0]] / args.sides[0] ** 2
+    for side, seconds in times.items():
+        each = seconds / side**2
+        report.row(side, ms(seconds), f'{each * 1e9:.0f}', f'{each / first:.3f}')
+
+
+PARTS = dict(attention=run_attention, map=run_map, models=run_models, growth=run_growth)
+
+
+def main(argv=None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--only', nargs='+', choices=tuple(PARTS), default=list(PARTS))
+    parser.add_argument('--threads', type=int, default=2, help='CPU threads of torch')
+    parser.add_argument('--repeats', type=int, default=5, help='timed rounds')
+    parser.add_argument('--tokens', type=int, default=16384, help='N of the attentions')
+    parser.add_argument('--heads', type=int, default=8)
+    parser.add_argument('--map-tokens', type=int, default=200 * 304, help='N of the focused map')
+    parser.add_argument('--size', nargs=2, type=int, default=(800, 1216), metavar=('H', 'W'))
+    parser.add_argument('--sides', nargs='+', type=int, default=[448, 896, 1344], help='square images, ascending')
+    parser.add_argument('--out', type=Path, help='write the tables to this markdown file as well')
+    args = parser.parse_args(argv)
+    torch.set_num_threads(args.threads)
+    report = Report()
+    report.add(f'InLine and focused linear attention, {machine("cpu", args.threads)}')
+    for part in args.only:
+        PARTS[part](args, report)
+    if args.out:
+        args.out.write_text('\n'.join(report.lines) + '\n')
+
+
+if __name__ == '__main__':
+    main()
