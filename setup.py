@@ -72,9 +72,7 @@ setup(
     name='mmlinattn',
     version=read_version(),
     description='Linear-attention backbones for MMDetection, MMSegmentation and MMPretrain',
-    long_description=(
-        (ROOT / 'README.md').read_text(encoding='utf-8') if (ROOT / 'README.md').exists() else ''
-    ),
+    long_description=((ROOT / 'README.md').read_text(encoding='utf-8') if (ROOT / 'README.md').exists() else ''),
     long_description_content_type='text/markdown',
     author='The mmlinattn authors',
     license='Apache-2.0',

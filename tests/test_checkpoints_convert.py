@@ -15,8 +15,7 @@ TOOL = Path(__file__).parents[1] / 'tools' / 'convert_checkpoint.py'
 HEADER = "custom_imports = dict(imports=['mmlinattn'], allow_failed_imports=False)\n"
 # Nothing may be fetched to build a model: this name is nobody's.
 BACKBONE = (
-    f"dict(_delete_=True, type='RAVLT', arch={ARCH}, "
-    "init_cfg=dict(type='Pretrained', checkpoint='mmlinattn://nobody'))"
+    f"dict(_delete_=True, type='RAVLT', arch={ARCH}, init_cfg=dict(type='Pretrained', checkpoint='mmlinattn://nobody'))"
 )
 MODELS = {
     'mmdet mask-rcnn': (
@@ -53,8 +52,7 @@ def write_config(folder, name='mmdet mask-rcnn', extra='') -> Path:
     pytest.importorskip(scope)
     path = folder / 'config.py'
     path.write_text(
-        f"_base_ = '{scope}::_base_/models/{base}'\ndefault_scope = '{scope}'\n"
-        f'{HEADER}model = dict({model}{extra})\n'
+        f"_base_ = '{scope}::_base_/models/{base}'\ndefault_scope = '{scope}'\n{HEADER}model = dict({model}{extra})\n"
     )
     return path
 
@@ -99,9 +97,7 @@ def test_norms_of_outputs_the_model_does_not_use_are_dropped_with_a_note(tmp_pat
     text = text.replace(f'in_channels={widths}', f'in_channels={widths[1:]}, num_outs=4')
     config.write_text(text)
     # The neck has a level less, so that part of the file is left over: only the norm is dropped.
-    status = main(
-        [str(tmp_path / 'released.pth'), str(tmp_path / 'ours.pth'), '--config', str(config)]
-    )
+    status = main([str(tmp_path / 'released.pth'), str(tmp_path / 'ours.pth'), '--config', str(config)])
     out, err = capsys.readouterr()
     assert status == 1 and 'backbone.out_norms.0.weight' in out
     assert 'out_norms' not in err and 'neck.lateral_convs.3.conv.weight' in err

@@ -36,8 +36,7 @@ def server(monkeypatch, tmp_path):
     monkeypatch.setenv('TORCH_HOME', str(tmp_path / 'torch'))
     monkeypatch.setattr(download, 'RETRY_WAITS', (0.01, 0.01))
     table = {
-        name: entry._replace(link=f'{server.root}/{entry.name}/?dl=1')
-        for name, entry in released_checkpoints().items()
+        name: entry._replace(link=f'{server.root}/{entry.name}/?dl=1') for name, entry in released_checkpoints().items()
     }
     monkeypatch.setattr(released, 'released_checkpoints', lambda: table)
     server.cache = tmp_path / 'torch' / 'hub' / 'checkpoints'

@@ -56,9 +56,7 @@ def test_released_files_however_wrapped(tmp_path, warnings_of, wrapping, dense):
     ours = sorted(float(v.double().sum()) for v in backbone.state_dict().values())
     classifier = ('proj.', 'norm.', 'head.')
     theirs = sorted(
-        float(v.double().sum())
-        for key, v in released.items()
-        if 'RoPE' not in key and not key.startswith(classifier)
+        float(v.double().sum()) for key, v in released.items() if 'RoPE' not in key and not key.startswith(classifier)
     )
     assert ours == pytest.approx(theirs)
 
@@ -68,9 +66,7 @@ def test_a_whole_released_detector_gives_its_backbone(tmp_path, warnings_of):
     state.update({'neck.w': torch.ones(1), 'rpn_head.w': torch.ones(1), 'head.fc': torch.ones(1)})
     for prefix in (None, 'backbone', 'backbone.'):
         backbone = model()
-        report, warned = warnings_of(
-            backbone, save(tmp_path / 'detector.pth', {'state_dict': state}), prefix=prefix
-        )
+        report, warned = warnings_of(backbone, save(tmp_path / 'detector.pth', {'state_dict': state}), prefix=prefix)
         assert warned == [] and len(report.loaded) == len(backbone.state_dict())
 
 

@@ -70,9 +70,7 @@ def test_numpy_data_of_numpy_1_and_2(loader, tmp_path, core):
             for name in old.namelist():
                 data = old.read(name)
                 for other in (b'core', b'_core'):
-                    data = data.replace(
-                        b'numpy.%s.multiarray' % other, b'numpy.%s.multiarray' % core.encode()
-                    )
+                    data = data.replace(b'numpy.%s.multiarray' % other, b'numpy.%s.multiarray' % core.encode())
                 new.writestr(name, data)
     loaded = loader(tmp_path / 'renamed.pth')
     assert np.array_equal(loaded['array'], thing['array'])
@@ -203,9 +201,7 @@ def test_a_missing_file_and_a_folder(loader, tmp_path):
         loader(tmp_path)
 
 
-@pytest.mark.parametrize(
-    'map_location', [None, 'cpu', torch.device('cpu'), lambda storage, _: storage]
-)
+@pytest.mark.parametrize('map_location', [None, 'cpu', torch.device('cpu'), lambda storage, _: storage])
 def test_map_location(loader, save, map_location):
     loaded = loader(save({'w': torch.ones(3)}), map_location)
     assert torch.equal(loaded['w'], torch.ones(3))

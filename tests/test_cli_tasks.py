@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Segmentation and classification on shapes: train, checkpoint, test and pictures, through these tools and upstream's."""
+"""Segmentation and classification on shapes: train, test and pictures, through these tools and upstream's."""
 
 import re
 from importlib import import_module

@@ -22,9 +22,7 @@ def show_dir(tmp_path):
     for i, colour in enumerate(COLOURS[:3]):
         Image.new('RGB', (320, 160), colour).save(folder / f'{i:012d}.jpg')
     for i, colour in enumerate(COLOURS[3:]):
-        Image.new('RGB', (320, 160), colour).save(
-            folder / 'vis_data' / 'vis_image' / f'test_ADE_val_{i}.png'
-        )
+        Image.new('RGB', (320, 160), colour).save(folder / 'vis_data' / 'vis_image' / f'test_ADE_val_{i}.png')
     return folder
 
 

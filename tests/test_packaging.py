@@ -108,9 +108,7 @@ def test_wheel(wheel, checkout, tmp_path):
     site = tmp_path / 'site'
     pip = (sys.executable, '-m', 'pip', 'install', '--no-deps', '--target', str(site))
     run(*pip, str(wheel), cwd=tmp_path)
-    found = inherit(
-        sys.executable, tmp_path / 'project', env={**os.environ, 'PYTHONPATH': str(site)}
-    )
+    found = inherit(sys.executable, tmp_path / 'project', env={**os.environ, 'PYTHONPATH': str(site)})
     assert found == {'package': str(site / 'mmlinattn' / '__init__.py'), 'answer': 42}
 
 

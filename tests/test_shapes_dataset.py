@@ -40,9 +40,7 @@ def run_tool(*args):
 def digest(folder):
     """Content of every file, by path."""
     files = sorted(path for path in Path(folder).rglob('*') if path.is_file())
-    return {
-        str(path.relative_to(folder)): hashlib.sha1(path.read_bytes()).hexdigest() for path in files
-    }
+    return {str(path.relative_to(folder)): hashlib.sha1(path.read_bytes()).hexdigest() for path in files}
 
 
 def rasterise(polygons, shape):
@@ -383,9 +381,7 @@ def test_imagenet_layout(imagenet_root):
     assert [line.split(' ', 1)[1] for line in names] == list(IMAGENET_CLASSES)
 
 
-@pytest.mark.parametrize(
-    'classes, with_lists', [(None, True), (IMAGENET_CLASSES, True), (IMAGENET_CLASSES, False)]
-)
+@pytest.mark.parametrize('classes, with_lists', [(None, True), (IMAGENET_CLASSES, True), (IMAGENET_CLASSES, False)])
 def test_mmpretrain_reads_it(imagenet_root, tmp_path, classes, with_lists):
     datasets = pytest.importorskip('mmpretrain.datasets')
     root = imagenet_root
@@ -529,9 +525,7 @@ def test_killed_run_is_not_mistaken_for_a_data_set(tmp_path):
     out = tmp_path / 'out'
     command = [sys.executable, TOOL, out, '--format', 'imagenet']
     environment = {**os.environ, 'PYTHONPATH': str(TOOL.parents[1])}
-    process = subprocess.Popen(
-        [*map(str, command), '--num-train', '100000', '--num-val', '2'], env=environment
-    )
+    process = subprocess.Popen([*map(str, command), '--num-train', '100000', '--num-val', '2'], env=environment)
     deadline = time.time() + 120
     while not any(out.glob('.partial/train/*/*.JPEG')):
         assert process.poll() is None and time.time() < deadline

@@ -220,17 +220,32 @@ class Attention(Mixing):
 
     def project(self, x: Tensor, kv: Optional[Tensor]) -> tuple[Tensor, ...]:
         """Queries, keys, values and, where there is one, the projected gate."""
-        if kv is None:
+        if kv is None and (not torch.is_grad_enabled() or type(self.qkv) is not nn.Linear):
             return self.qkv(x).split(self.widths, dim=-1)
         q, k, v, *gate = self.widths
-        rows = (q, k + v, *gate)
+        if kv is None:
+            # two results, since autograd keeps all of one or nothing: mixers that map or rotate queries and keys need
+            # the values and the gate in the backward pass, but not what they mapped
+            parts = [(x, (q, k)), (x, (v, *gate))]
+        else:
+            parts = [(x, (q,)), (kv, (k, v)), (x, tuple(gate))][: 3 if gate else 2]
+        rows = [sum(widths) for _, widths in parts]
         weights = self.qkv.weight.split(rows)
-        biases = (None,) * len(rows) if self.qkv.bias is None else self.qkv.bias.split(rows)
-        sources = (x, kv, x)[: len(rows)]
-        q, kv, *gate = (F.linear(source, w, b) for source, w, b in zip(sources, weights, biases))
-        return (q, *kv.split((k, v), dim=-1), *gate)
+        biases = [None] * len(rows) if self.qkv.bias is None else self.qkv.bias.split(rows)
+        projected = []
+        for (source, widths), weight, bias in zip(parts, weights, biases):
+            projected += F.linear(source, weight, bias).split(widths, dim=-1)
+        return tuple(projected)
 
-    def forward(self, x: Tensor, grid: Grid, kv: Optional[Tensor] = None, source: Optional[Tensor] = None, **kwargs):
+    def forward(
+        self,
+        x: Tensor,
+        grid: Grid,
+        kv: Optional[Tensor] = None,
+        source: Optional[Tensor] = None,
+        out_scale: Optional[Tensor] = None,
+        **kwargs,
+    ) -> Tensor:
         """Attend.
 
         Args:
@@ -238,6 +253,7 @@ class Attention(Mixing):
             grid (Grid): The grid they live on.
             kv (Tensor, optional): Tokens of keys and values, (B, M, C), when they are not ``x`` (reduced keys).
             source (Tensor, optional): Tokens (B, N', C) whose mean is the mixer's context, ``x`` by default.
+            out_scale (Tensor, optional): Layer scale, (C,), see :func:`scaled_linear`.
             key_grid, mask, rotary, bias: See :meth:`TokenMixer.forward`.
 
         Returns:
@@ -245,7 +261,7 @@ class Attention(Mixing):
         """
         q, k, v, *gate = self.project(x, kv)
         out = self.mix(q, k, v, grid, source=x if source is None else source, **kwargs)
-        return self.proj(self.apply_gate(out, x, *gate))
+        return scaled_linear(self.proj, self.apply_gate(out, x, *gate), out_scale)
 
     def apply_gate(self, out: Tensor, x: Tensor, projected: Optional[Tensor] = None) -> Tensor:
         if self.gate is None:
@@ -253,6 +269,18 @@ class Attention(Mixing):
         if self.gate == 'projection':
             return out * projected
         return out * (x if self.gate == 'identity' else x.tanh())
+
+
+def scaled_linear(linear: nn.Module, x: Tensor, scale: Optional[Tensor]) -> Tensor:
+    """``linear(x) * scale`` with the scale (C,) in the matrix: no pass over the map, and no map kept for its gradient.
+
+    Not for half precision: there, small scales would underflow.
+    """
+    if scale is None:
+        return linear(x)
+    if type(linear) is not nn.Linear:  # an adapter in its place
+        return linear(x) * scale
+    return F.linear(x, linear.weight * scale[:, None], linear.bias * scale)
 
 
 def mean_token(x: Tensor, mask: Optional[Tensor]) -> Tensor:

@@ -41,8 +41,26 @@ def kernel_map(x: Tensor, kernel: str) -> Tensor:
     """The kernel function kappa of RALA (RALA Tab. 9): ``'elu'`` (ELU + 1), ``'relu'`` or ``'softmax'`` (over
     channels)."""
     if kernel == 'elu':
-        return F.elu(x).add_(1)  # the backward pass of ELU reads its input, not its output
+        if x.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling():
+            return _ELUPlusOne.apply(x)
+        return F.elu(x) + 1
     return F.relu(x) if kernel == 'relu' else x.softmax(dim=-1)
+
+
+class _ELUPlusOne(torch.autograd.Function):
+    """ELU + 1, whose derivative is the smaller of the result and 1: what it maps need not be kept."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = F.elu(x).add_(1)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return y.clamp(max=1).mul_(grad)
 
 
 def rala(

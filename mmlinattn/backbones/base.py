@@ -190,7 +190,8 @@ class Backbone(BaseModule):
             load_pretrained(self, cfg['checkpoint'], prefix=cfg.get('prefix'))
 
     def adapt_state_dict(self, state_dict: dict) -> dict:
-        """Resize position and relative bias tables of another (square) grid to this model's, e.g. from 224 to 384 pixels."""
+        """Resize position and relative bias tables of another (square) grid to this model's, e.g. from 224 to 384
+        pixels."""
         state_dict = dict(state_dict)
         for name, module in self.named_modules():
             tables = {PositionTable: 'weight', RelativePositionBias: 'table'}

@@ -21,7 +21,8 @@ class Block(BaseModule):
         ffn (nn.Module): Takes and gives maps of width C.
         norm_cfg (dict): Both norms, over the last axis.
         drop_path (float): Rate of stochastic depth.
-        layer_scale (float, optional): Initial value of gamma; None for no layer scale.
+        layer_scale (float, optional): Initial value of gamma; None for no layer scale. With it, ``attn`` and ``ffn``
+            take an ``out_scale``, see :func:`~mmlinattn.attention.base.scaled_linear`.
         position (nn.Module, optional): Position encoding that includes its own residual connection.
     """
 
@@ -47,17 +48,23 @@ class Block(BaseModule):
         self.gamma1 = nn.Parameter(torch.full((dim,), float(layer_scale))) if scaled else None
         self.gamma2 = nn.Parameter(torch.full((dim,), float(layer_scale))) if scaled else None
 
-    def residual(self, x: Tensor, branch: Tensor, gamma: Optional[Tensor]) -> Tensor:
-        if gamma is None:
-            return x + self.drop_path(branch)
-        # paths are dropped in the small tensor of scales, which saves passes over the map
-        scale = self.drop_path(gamma.expand(x.shape[0], *(1,) * (x.dim() - 2), -1))
-        return torch.addcmul(x, branch, scale.to(x.dtype)) if x.dtype == branch.dtype else x + branch * scale
+    def add_branch(self, x: Tensor, norm: nn.Module, branch: nn.Module, gamma: Optional[Tensor], **shared) -> Tensor:
+        if gamma is not None and x.dtype in (torch.float32, torch.float64):
+            if not torch.is_autocast_enabled(x.device.type):
+                shared['out_scale'], gamma = gamma, None
+        out = branch(norm(x), **shared)
+        if gamma is None and not (self.training and isinstance(self.drop_path, DropPath)):
+            return x + out
+        # paths are dropped in a small tensor of scales, which saves passes over the map
+        scale = x.new_ones(1) if gamma is None else gamma
+        scale = self.drop_path(scale.expand(x.shape[0], *(1,) * (x.dim() - 2), len(scale)))
+        return torch.addcmul(x, out, scale.to(x.dtype)) if x.dtype == out.dtype else x + out * scale
 
     def forward(self, x: Tensor, **shared) -> Tensor:
         if self.position is not None:
             x = self.position(x)
         if getattr(self.attn, 'wants_input', False):
-            shared['source'] = x
-        x = self.residual(x, self.attn(self.norm1(x), **shared), self.gamma1)
-        return self.residual(x, self.ffn(self.norm2(x)), self.gamma2)
+            x = self.add_branch(x, self.norm1, self.attn, self.gamma1, source=x, **shared)
+        else:
+            x = self.add_branch(x, self.norm1, self.attn, self.gamma1, **shared)
+        return self.add_branch(x, self.norm2, self.ffn, self.gamma2)

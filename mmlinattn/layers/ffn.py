@@ -1,8 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from typing import Optional
+
 import torch.nn.functional as F
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from ..attention.base import scaled_linear
 from .position import ResidualDWConv
 
 
@@ -31,8 +34,9 @@ class ConvFFN(MLP):
         super().__init__(dim, hidden_dim, init_cfg)
         self.dwconv = ResidualDWConv(hidden_dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(self.dwconv.of_gelu(self.fc1(x)))
+    def forward(self, x: Tensor, out_scale: Optional[Tensor] = None) -> Tensor:
+        """``out_scale``: see :func:`~mmlinattn.attention.base.scaled_linear`."""
+        return scaled_linear(self.fc2, self.dwconv(self.fc1(x), of_gelu=True), out_scale)
 
 
 class DWConvFFN(MLP):

@@ -10,6 +10,8 @@ from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from .conv_of_gelu import conv_of_gelu
+
 
 class ConvStem(BaseModule):
     """RAVLT's stem: four 3x3 convolutions (strides 2 1 1 2, widths C/2 C/2 C/2 C), a norm after each, GELU between.
@@ -35,7 +37,15 @@ class ConvStem(BaseModule):
         self.layers = nn.Sequential(*layers[:-1])
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        x = x.permute(0, 3, 1, 2)
+        previous = None
+        for layer in self.layers:
+            if isinstance(previous, nn.GELU):
+                x = conv_of_gelu(x, layer.weight, layer.bias, layer.stride[0])
+            elif not isinstance(layer, nn.GELU):
+                x = layer(x)
+            previous = layer
+        return x.permute(0, 2, 3, 1)
 
 
 class ConvDownsample(BaseModule):

@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .conv_of_gelu import conv_of_gelu
+
 
 def rotary_table(
     height: int, width: int, head_dim: int, device=None, dtype: torch.dtype = torch.float32, base: float = 10000.0
@@ -54,66 +56,17 @@ class ResidualDWConv(nn.Conv2d):
         identity[..., kernel_size // 2, kernel_size // 2] = 1
         self.register_buffer('identity', identity, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        weight, outside = self._residual(x)
-        out = F.conv2d(x.permute(0, 3, 1, 2), weight, self.bias, 1, self.padding, 1, self.groups).permute(0, 2, 3, 1)
-        return x + out if outside else out
-
-    def of_gelu(self, x: Tensor) -> Tensor:
-        """``forward(gelu(x))``, without keeping ``gelu(x)`` for the backward pass."""
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return self(F.gelu(x))
-        weight, outside = self._residual(x)
-        return _DWConvOfGELU.apply(x, weight.to(x.dtype), self.bias.to(x.dtype), outside)
-
-    def _residual(self, x: Tensor) -> tuple[Tensor, bool]:
-        """The kernel, and whether ``x`` is left to be added to the convolution."""
+    def forward(self, x: Tensor, of_gelu: bool = False) -> Tensor:
+        """``y + DWConv(y)`` of ``y = x``, or of ``y = gelu(x)``, which is then computed again in the backward pass."""
+        image, weight, residual = x.permute(0, 3, 1, 2), self.weight, True
         if x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type):
             # the identity is a tap of the kernel: one pass over the map less. In half precision the tap would round the
             # residual stream, so there the sum stays outside.
-            return self.weight + self.identity, False
-        return self.weight, True
-
-
-class _DWConvOfGELU(torch.autograd.Function):
-    """Depth-wise convolution of ``gelu(x)``, (B, H, W, C), plus ``gelu(x)`` itself where ``residual``.
-
-    Keeps ``x`` alone. In the hidden layer of RAVLT's FFN, ``gelu(x)`` would be a tenth of what the whole model keeps, and
-    it is cheap to compute again.
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, residual):
-        ctx.save_for_backward(x, weight)
-        ctx.residual = residual
-        hidden = F.gelu(x)
-        padding = weight.shape[-1] // 2
-        out = F.conv2d(hidden.permute(0, 3, 1, 2), weight, bias, 1, padding, 1, len(weight)).permute(0, 2, 3, 1)
-        return out + hidden if residual else out
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        channels, padding = len(weight), [weight.shape[-1] // 2] * 2
-        grad_hidden, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
-            grad.permute(0, 3, 1, 2),
-            F.gelu(x).permute(0, 3, 1, 2),
-            weight,
-            [channels],
-            [1, 1],
-            padding,
-            [1, 1],
-            False,
-            [0, 0],
-            channels,
-            ctx.needs_input_grad[:3],
-        )
-        grad_x = None
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden.permute(0, 2, 3, 1)
-            grad_x = torch.ops.aten.gelu_backward(grad_hidden + grad if ctx.residual else grad_hidden, x)
-        return grad_x, grad_weight, grad_bias, None
+            weight, residual = weight + self.identity, False
+        if of_gelu:
+            return conv_of_gelu(image, weight, self.bias, 1, self.groups, residual).permute(0, 2, 3, 1)
+        out = F.conv2d(image, weight, self.bias, 1, self.padding, 1, self.groups).permute(0, 2, 3, 1)
+        return x + out if residual else out
 
 
 def resize_table(table: Tensor, grid: tuple[int, int], size: tuple[int, int], prefix: int = 0) -> Tensor:
