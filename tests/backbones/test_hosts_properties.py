@@ -316,18 +316,6 @@ def test_export(host, attn):
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('attn', ['inline', 'focused', 'softmax'])
-@every_host
-def test_compiled(host, attn):
-    model, x = small_hosts.build(host, attn).eval(), image(1, 64, 80)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True)
-    with torch.no_grad():
-        for out, expected in zip(compiled(x), model(x)):
-            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-
-
 @every_attention
 @every_host
 def test_copies_after_a_forward_pass(host, attn):
