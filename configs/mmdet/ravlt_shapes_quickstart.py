@@ -107,6 +107,7 @@ param_scheduler = [
 ]
 default_hooks = dict(
     logger=dict(interval=10),
+    visualization=dict(score_thr=0.5),
     checkpoint=dict(interval=1, max_keep_ckpts=2),
 )
 randomness = dict(seed=0)
