@@ -290,7 +290,7 @@ def mean_token(x: Tensor, mask: Optional[Tensor]) -> Tensor:
         return x.mean(dim=1, dtype=dtype).to(x.dtype)
     weight = mask.to(dtype)
     total = (x * weight.unsqueeze(-1)).sum(dim=1)
-    return (total / weight.sum(dim=1, keepdim=True)).to(x.dtype)
+    return (total / weight.sum(dim=1, keepdim=True).clamp(min=1)).to(x.dtype)
 
 
 def to_map(x: Tensor, grid: Grid) -> Tensor:

@@ -111,7 +111,7 @@ class LinearSwin(PyramidBackbone):
     def _window_sizes(self, window_size) -> list:
         num = len(self.depths)
         sizes = list(window_size) if isinstance(window_size, (list, tuple)) else [window_size] * num
-        valid = all(size in ('trained', None) or (isinstance(size, int) and size >= 1) for size in sizes)
+        valid = all(size in ('trained', None) or (type(size) is int and size >= 1) for size in sizes)
         if len(sizes) != num or not valid:
             raise ValueError(
                 f"window_size={window_size!r} has to be 'trained', None, an int >= 1, or a sequence of {num} of these"

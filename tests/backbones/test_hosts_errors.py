@@ -94,7 +94,6 @@ def test_unknown_out_type():
         LinearDeiT(out_type='tokens')
 
 
-@pytest.mark.xfail(strict=True, reason='a bool is an int')
 def test_a_boolean_is_no_window():
     with pytest.raises(ValueError, match='window_size=True'):
         LinearSwin(ARCHS['LinearSwin'], window_size=True)
