@@ -19,7 +19,8 @@ from torch.utils.flop_counter import flop_registry
 
 CONV, LINEAR, PRODUCT = KINDS = ('convolution', 'linear', 'attention product')
 _aten = torch.ops.aten
-# Linear layers multiply by one matrix; products of batches of matrices are those inside attentions.
+# Linear layers multiply by one matrix; products of batches of matrices are those inside attentions, except for those
+# that _Functions sees: PyTorch hands maps whose rows are not contiguous to the batched product.
 _KIND_OF = {
     _aten.convolution: CONV,
     _aten._convolution: CONV,
@@ -55,6 +56,7 @@ class Count(TorchDispatchMode):
         self.macs = Counter()
         self.norm_ops = 0
         self.peak_bytes = 0
+        self.kind_of_product = PRODUCT
         self._live_bytes = 0
         self._seen = set()
         self._names = ['']
@@ -69,7 +71,7 @@ class Count(TorchDispatchMode):
             self._stack.callback(leave.remove)
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             self._seen.add(tensor.untyped_storage()._cdata)
-        self._stack.enter_context(_WholeAttention(self))
+        self._stack.enter_context(_Functions(self))
         # PyTorch has no autocast state for the meta device and raises when asked
         self._stack.enter_context(mock.patch('torch.is_autocast_enabled', lambda *_: False))
         return super().__enter__()
@@ -90,7 +92,7 @@ class Count(TorchDispatchMode):
         packet = func._overloadpacket
         if packet in flop_registry:
             # the library counts a multiply-add as two operations
-            self.add(_KIND_OF.get(packet, PRODUCT), flop_registry[packet](*args, **kwargs, out_val=out) // 2)
+            self.add(_KIND_OF.get(packet, self.kind_of_product), flop_registry[packet](*args, **kwargs, out_val=out) // 2)
         self.norm_ops += _NORM_COST.get(packet, 0) * (args[0].numel() if packet in _NORM_COST else 0)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
@@ -112,10 +114,12 @@ class Count(TorchDispatchMode):
         self._live_bytes -= size
 
 
-class _WholeAttention(TorchFunctionMode):
-    """Counts ``scaled_dot_product_attention`` as the fused kernel of real devices: two products, no N x N map.
+class _Functions(TorchFunctionMode):
+    """What the operations alone do not tell.
 
-    On meta tensors PyTorch would take its plain form apart instead, map and all.
+    All products of ``linear`` are of that kind, and ``scaled_dot_product_attention`` is counted as the fused kernel of
+    real devices: two products, no N x N map. On meta tensors PyTorch would take its plain form apart instead, map and
+    all.
     """
 
     def __init__(self, count: Count) -> None:
@@ -124,6 +128,9 @@ class _WholeAttention(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is F.linear:
+            with mock.patch.object(self.count, 'kind_of_product', LINEAR):
+                return func(*args, **kwargs)
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         q, k, v = args[:3]
