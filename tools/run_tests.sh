@@ -26,8 +26,8 @@ for argument in "$@"; do
 done
 
 py=$(tools/setup_env.sh)
-"$py" -c 'import pytest, ruff' 2>/dev/null || {
-  echo "run_tests: $py lacks pytest or ruff: $py -m pip install -r requirements/tests.txt" >&2
+"$py" -c 'import pytest, ruff, xdist' 2>/dev/null || {
+  echo "run_tests: $py lacks pytest, pytest-xdist or ruff: $py -m pip install -r requirements/tests.txt" >&2
   exit 1
 }
 
@@ -44,8 +44,13 @@ fi
 
 "$py" -m ruff check .
 "$py" -m ruff format --check .
-"$py" -m pytest -m 'not slow'
-pytest_if_any "$py" -m pytest -m slow
+
+# One single-threaded process a core: the tensors of the tests are too small to be shared by threads. The slow tests of
+# a file stay together, since they share what they train.
+cores=$(nproc 2>/dev/null || echo 2)
+workers=$((cores < 8 ? cores : 8))
+OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow'
+OMP_NUM_THREADS=1 pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile -m slow
 
 # Not beside the tests above: MMCV compiles on all cores, and some tests measure time.
 case $onedl in '' | 0 | false) exit 0 ;; esac

@@ -72,8 +72,6 @@ class Count(TorchDispatchMode):
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             self._seen.add(tensor.untyped_storage()._cdata)
         self._stack.enter_context(_Functions(self))
-        # PyTorch has no autocast state for the meta device and raises when asked
-        self._stack.enter_context(mock.patch('torch.is_autocast_enabled', lambda *_: False))
         return super().__enter__()
 
     def __exit__(self, *error):
@@ -91,8 +89,8 @@ class Count(TorchDispatchMode):
         out = func(*args, **kwargs)
         packet = func._overloadpacket
         if packet in flop_registry:
-            # the library counts a multiply-add as two operations
-            self.add(_KIND_OF.get(packet, self.kind_of_product), flop_registry[packet](*args, **kwargs, out_val=out) // 2)
+            operations = flop_registry[packet](*args, **kwargs, out_val=out)  # two a multiply-add
+            self.add(_KIND_OF.get(packet, self.kind_of_product), operations // 2)
         self.norm_ops += _NORM_COST.get(packet, 0) * (args[0].numel() if packet in _NORM_COST else 0)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):

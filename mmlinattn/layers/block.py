@@ -7,6 +7,8 @@ from mmcv.cnn.bricks import DropPath
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from .autocast import autocasts
+
 
 class Block(BaseModule):
     """Pre-norm transformer block with what any host may want of it.
@@ -50,7 +52,7 @@ class Block(BaseModule):
 
     def add_branch(self, x: Tensor, norm: nn.Module, branch: nn.Module, gamma: Optional[Tensor], **shared) -> Tensor:
         if gamma is not None and x.dtype in (torch.float32, torch.float64):
-            if not torch.is_autocast_enabled(x.device.type):
+            if not autocasts(x):
                 shared['out_scale'], gamma = gamma, None
         out = branch(norm(x), **shared)
         if gamma is None and not (self.training and isinstance(self.drop_path, DropPath)):

@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .autocast import autocasts
+
 
 def conv_of_gelu(
     x: Tensor, weight: Tensor, bias: Optional[Tensor], stride: int = 1, groups: int = 1, residual: bool = False
@@ -26,7 +28,7 @@ def conv_of_gelu(
         Tensor: (B, C', ceil(H / stride), ceil(W / stride)).
     """
     # compilers decide by themselves what to compute again; autocast would change the type of float32 maps on the way
-    casts = x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
+    casts = x.dtype == torch.float32 and autocasts(x)
     if casts or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         hidden = F.gelu(x)
         out = F.conv2d(hidden, weight, bias, stride, weight.shape[-1] // 2, 1, groups)

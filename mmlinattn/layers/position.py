@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .autocast import autocasts
 from .conv_of_gelu import conv_of_gelu
 
 
@@ -59,7 +60,7 @@ class ResidualDWConv(nn.Conv2d):
     def forward(self, x: Tensor, of_gelu: bool = False) -> Tensor:
         """``y + DWConv(y)`` of ``y = x``, or of ``y = gelu(x)``, which is then computed again in the backward pass."""
         image, weight, residual = x.permute(0, 3, 1, 2), self.weight, True
-        if x.dtype in (torch.float32, torch.float64) and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype in (torch.float32, torch.float64) and not autocasts(x):
             # the identity is a tap of the kernel: one pass over the map less. In half precision the tap would round the
             # residual stream, so there the sum stays outside.
             weight, residual = weight + self.identity, False
