@@ -23,7 +23,9 @@ import literal_attention  # noqa: E402
 import measure  # noqa: E402
 from run_ravlt import Report, Target, compare, machine, mib, ms  # noqa: E402
 
-from mmlinattn.attention.functional import focused_map, inline_attention, linear_attention  # noqa: E402
+from mmlinattn.attention.blockwise import focused_attention  # noqa: E402
+from mmlinattn.attention.functional import inline_attention  # noqa: E402
+from mmlinattn.attention.slices import split  # noqa: E402
 from mmlinattn.backbones import LinearSwin  # noqa: E402
 
 HEAD_DIM, POWER = 32, 3
@@ -34,21 +36,20 @@ MODELS = {
 }
 
 
-def split(x, heads):
+def by_head(x, heads):
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def inline(q, k, v, heads, literal):
     call = literal_attention.inline if literal else inline_attention
-    return call(*(split(t, heads) for t in (q, k, v)), HEAD_DIM**-0.5).transpose(1, 2).flatten(2)
+    return call(*(by_head(t, heads) for t in (q, k, v)), HEAD_DIM**-0.5).transpose(1, 2).flatten(2)
 
 
 def focused(q, k, v, heads, literal):
     scale = q.new_zeros(q.shape[-1])
     if literal:
         return literal_attention.focused(q, k, v, scale, POWER, heads)
-    q, k = (focused_map(t, 1 / F.softplus(scale), POWER) for t in (q, k))
-    return linear_attention(*(split(t, heads) for t in (q, k, v))).transpose(1, 2).flatten(2)
+    return focused_attention(q, k, v, 1 / F.softplus(scale), POWER, heads)
 
 
 ATTENTIONS = dict(inline=inline, focused=focused)
@@ -63,7 +64,8 @@ def attention_calls(name, literal, train, tokens, heads):
 
         def call():
             with torch.set_grad_enabled(train):
-                out = ATTENTIONS[name](*qkv.chunk(3, dim=-1), heads, literal)
+                parts = qkv.chunk(3, dim=-1) if literal else split(qkv, [heads * HEAD_DIM] * 3)
+                out = ATTENTIONS[name](*parts, heads, literal)
             if train:
                 qkv.grad = None
                 out.backward(probe)
@@ -88,23 +90,22 @@ def run_attention(args, report):
             compare(report, f'peak extra memory, {title}', ours, literal, mib, Target(0.5, False))
 
 
-def run_map(args, report):
-    """How close the focused map of q and k is to reading each once and writing each once."""
+def run_traffic(args, report):
+    """How close focused attention, maps of q and k and all, is to reading q, k and v once and writing the result."""
     width = args.heads * HEAD_DIM
-    x = torch.randn(1, args.map_tokens, 3 * width)[..., :width]
-    scale = torch.ones(width)
+    qkv = torch.randn(1, args.map_tokens, 3 * width).chunk(3, dim=-1)
     with torch.no_grad():
         times = measure.interleaved_times(
             {
-                'copy (one read, one write: the ideal)': lambda: x.contiguous(),
-                'focused map': lambda: focused_map(x, scale, POWER),
-                'literal': lambda: literal_attention.focused_map(x, scale, POWER),
+                'q + k * v (three reads, one write: the ideal)': lambda: torch.addcmul(*qkv),
+                'ours': lambda: focused(*qkv, args.heads, literal=False),
+                'literal': lambda: focused(*qkv, args.heads, literal=True),
             },
             args.repeats,
         )
-    moved = 2 * args.map_tokens * width * x.element_size()
-    report.add('', f'### Focused map of {args.map_tokens} x {width}: {mib(moved)} read and written at least')
-    report.table('', 'time', 'rate at one read and one write', 'against the copy')
+    moved = 4 * args.map_tokens * width * qkv[0].element_size()
+    report.add('', f'### Focused attention of {args.map_tokens} x {width}: {mib(moved)} read and written at least')
+    report.table('', 'time', 'rate if nothing else were moved', 'against the ideal')
     ideal = next(iter(times.values()))
     for name, seconds in times.items():
         report.row(name, ms(seconds), f'{moved / seconds / 1e9:.1f} GB/s', f'{seconds / ideal:.2f}x')
@@ -147,7 +148,7 @@ def run_growth(args, report):
         report.row(side, ms(seconds), f'{each * 1e9:.0f}', f'{each / first:.3f}')
 
 
-PARTS = dict(attention=run_attention, map=run_map, models=run_models, growth=run_growth)
+PARTS = dict(attention=run_attention, traffic=run_traffic, models=run_models, growth=run_growth)
 
 
 def main(argv=None) -> None:
@@ -157,7 +158,7 @@ def main(argv=None) -> None:
     parser.add_argument('--repeats', type=int, default=5, help='timed rounds')
     parser.add_argument('--tokens', type=int, default=16384, help='N of the attentions')
     parser.add_argument('--heads', type=int, default=8)
-    parser.add_argument('--map-tokens', type=int, default=200 * 304, help='N of the focused map')
+    parser.add_argument('--map-tokens', type=int, default=200 * 304, help='N of the traffic part')
     parser.add_argument('--size', nargs=2, type=int, default=(800, 1216), metavar=('H', 'W'))
     parser.add_argument('--sides', nargs='+', type=int, default=[448, 896, 1344], help='square images, ascending')
     parser.add_argument('--out', type=Path, help='write the tables to this markdown file as well')

@@ -1,7 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from .arrangements import Cuts, GlobalAttention, ReducedAttention, StripeAttention, WindowAttention
-from .base import TOKEN_MIXERS, Attention, Grid, TokenMixer, get_mixer
+from .base import TOKEN_MIXERS, Attention, TokenMixer, get_mixer
 from .focused import FocusedMixer
+from .grid import Grid
 from .inline import InLineMixer
 from .rala import RALAMixer
 from .softmax import SoftmaxMixer

@@ -74,11 +74,22 @@ class RelativePositionBias(nn.Module):
     Args:
         window (tuple[int, int]): Largest window; smaller ones use the offsets they have.
         num_heads (int): Number of heads.
+
+    Raises:
+        ValueError: For a window of more than :attr:`max_tokens` tokens.
     """
+
+    # N tokens have N^2 pairs: at 8192, 512 MiB of index a block, and 256 MiB of bias a head and block in each pass
+    max_tokens = 8192
 
     def __init__(self, window: tuple[int, int], num_heads: int) -> None:
         super().__init__()
         self.window = rows, columns = tuple(window)
+        if rows * columns > self.max_tokens:
+            raise ValueError(
+                f'window_size={self.window}: a window with relative position bias may have {self.max_tokens} tokens at '
+                f'most (90 x 90), not {rows * columns}; a linear attention takes larger ones'
+            )
         self.table = nn.Parameter(torch.zeros((2 * rows - 1) * (2 * columns - 1), num_heads))
         nn.init.trunc_normal_(self.table, std=0.02)
         row = torch.arange(rows)[:, None] - torch.arange(rows) + rows - 1

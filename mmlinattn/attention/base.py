@@ -8,7 +8,7 @@ depth-wise term on the values, masking and the output projection. Hosts arrange 
 reduced keys, a class token) around an :class:`Attention` and name no method.
 """
 
-from typing import NamedTuple, Optional, Union
+from typing import Optional, Union
 
 import torch
 import torch.nn.functional as F
@@ -16,19 +16,11 @@ from mmengine.model import BaseModule
 from mmengine.registry import Registry
 from torch import Tensor, nn
 
+from ..layers.scaled_linear import scaled_linear
+from .grid import DepthwiseConv2d, Grid, add_local
+from .slices import split
+
 TOKEN_MIXERS = Registry('token mixer', scope='mmlinattn')
-
-
-class Grid(NamedTuple):
-    """Where a sequence of tokens lives: ``prefix`` class tokens, then ``height * width`` patch tokens, row by row."""
-
-    height: int
-    width: int
-    prefix: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return self.prefix + self.height * self.width
 
 
 class TokenMixer(BaseModule):
@@ -95,6 +87,8 @@ class TokenMixer(BaseModule):
     ) -> Tensor:
         """Mix the values.
 
+        The result is new memory or that of ``q`` or ``k``, which a mixer may overwrite where no gradients are recorded.
+
         Args:
             q (Tensor): Queries, (B, N, widths[0]), before the split into heads.
             k (Tensor): Keys, (B, M, widths[1]).
@@ -155,7 +149,7 @@ class Mixing(BaseModule):
         self.local = None
         if local_kernel:
             v_dim = self.mixer.widths[2]
-            self.local = nn.Conv2d(v_dim, v_dim, local_kernel, padding=local_kernel // 2, groups=v_dim)
+            self.local = DepthwiseConv2d(v_dim, local_kernel)
 
     def mix(
         self,
@@ -234,7 +228,7 @@ class Attention(Mixing):
         biases = [None] * len(rows) if self.qkv.bias is None else self.qkv.bias.split(rows)
         projected = []
         for (source, widths), weight, bias in zip(parts, weights, biases):
-            projected += F.linear(source, weight, bias).split(widths, dim=-1)
+            projected += split(F.linear(source, weight, bias), widths)
         return tuple(projected)
 
     def forward(
@@ -253,7 +247,7 @@ class Attention(Mixing):
             grid (Grid): The grid they live on.
             kv (Tensor, optional): Tokens of keys and values, (B, M, C), when they are not ``x`` (reduced keys).
             source (Tensor, optional): Tokens (B, N', C) whose mean is the mixer's context, ``x`` by default.
-            out_scale (Tensor, optional): Layer scale, (C,), see :func:`scaled_linear`.
+            out_scale (Tensor, optional): Layer scale, (C,), see :func:`~mmlinattn.layers.scaled_linear.scaled_linear`.
             key_grid, mask, rotary, bias: See :meth:`TokenMixer.forward`.
 
         Returns:
@@ -266,21 +260,8 @@ class Attention(Mixing):
     def apply_gate(self, out: Tensor, x: Tensor, projected: Optional[Tensor] = None) -> Tensor:
         if self.gate is None:
             return out
-        if self.gate == 'projection':
-            return out * projected
-        return out * (x if self.gate == 'identity' else x.tanh())
-
-
-def scaled_linear(linear: nn.Module, x: Tensor, scale: Optional[Tensor]) -> Tensor:
-    """``linear(x) * scale`` with the scale (C,) in the matrix: no pass over the map, and no map kept for its gradient.
-
-    Not for half precision: there, small scales would underflow.
-    """
-    if scale is None:
-        return linear(x)
-    if type(linear) is not nn.Linear:  # an adapter in its place
-        return linear(x) * scale
-    return F.linear(x, linear.weight * scale[:, None], linear.bias * scale)
+        gate = projected if self.gate == 'projection' else x if self.gate == 'identity' else x.tanh()
+        return out * gate if torch.is_grad_enabled() or out.dtype != gate.dtype else out.mul_(gate)
 
 
 def mean_token(x: Tensor, mask: Optional[Tensor]) -> Tensor:
@@ -291,21 +272,3 @@ def mean_token(x: Tensor, mask: Optional[Tensor]) -> Tensor:
     weight = mask.to(dtype)
     total = (x * weight.unsqueeze(-1)).sum(dim=1)
     return (total / weight.sum(dim=1, keepdim=True).clamp(min=1)).to(x.dtype)
-
-
-def to_map(x: Tensor, grid: Grid) -> Tensor:
-    """Patch tokens (B, prefix + h * w, C) as an (B, C, h, w) view in channels-last memory."""
-    return x[:, grid.prefix :].unflatten(1, (grid.height, grid.width)).permute(0, 3, 1, 2)
-
-
-def to_tokens(x: Tensor) -> Tensor:
-    """(B, C, h, w) -> (B, h * w, C); a view when the memory is channels-last."""
-    return x.permute(0, 2, 3, 1).flatten(1, 2)
-
-
-def add_local(out: Tensor, v: Tensor, conv: nn.Module, grid: Grid) -> Tensor:
-    """Add ``conv`` of the value map to the patch tokens of ``out``; class tokens have no neighbours."""
-    local = to_tokens(conv(to_map(v, grid)))
-    if grid.prefix:
-        local = F.pad(local, (0, 0, grid.prefix, 0))
-    return out + local

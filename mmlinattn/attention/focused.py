@@ -4,8 +4,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..layers.position import PositionTable
-from .base import TOKEN_MIXERS, Grid, TokenMixer, add_local
-from .functional import accumulation_dtype, focused_map, linear_attention
+from .base import TOKEN_MIXERS, TokenMixer
+from .blockwise import focused_attention
+from .functional import linear_attention
+from .grid import Grid, add_local, depthwise_conv2d
 
 
 @TOKEN_MIXERS.register_module('focused')
@@ -43,28 +45,17 @@ class FocusedMixer(TokenMixer):
                 self.head_dim, self.head_dim, local_kernel, padding=local_kernel // 2, groups=self.head_dim
             )
 
-    def phi(self, x, inverse_scale):
-        if not self.focus:
-            return F.relu(x).to(accumulation_dtype(x)) + 1e-6
-        return focused_map(x, inverse_scale, self.power)
-
     def shared_conv(self, image):
         """The depth-wise convolution with each head's copy of the same weights."""
         weight = self.local.weight.repeat(self.num_heads, 1, 1, 1)
-        bias = self.local.bias.repeat(self.num_heads)
-        return F.conv2d(image, weight, bias, padding=self.local.padding, groups=image.shape[1])
+        return depthwise_conv2d(image, weight, self.local.bias.repeat(self.num_heads))
 
     def forward(self, q, k, v, grid: Grid, key_grid: Grid, mask=None, rotary=None, bias=None, context=None):
         if self.position is not None:
             k = self.position.add_to(k, key_grid)
-        inverse_scale = 1 / F.softplus(self.scale) if self.focus else None
-        queries, keys = self.split_heads(self.phi(q, inverse_scale)), self.split_heads(self.phi(k, inverse_scale))
-        values = self.split_heads(v)
-        if queries.dtype == v.dtype:
-            out = linear_attention(queries, keys, values, mask)
+        if self.focus:
+            out = focused_attention(q, k, v, 1 / F.softplus(self.scale), self.power, self.num_heads, mask)
         else:
-            # the map makes small entries smaller: in float16 gradients of the division by them overflow
-            with torch.autocast(v.device.type, enabled=False):
-                out = linear_attention(queries, keys, values.to(queries.dtype), mask).to(v.dtype)
-        out = self.merge_heads(out)
+            queries, keys, values = (self.split_heads(t) for t in (q.relu() + 1e-6, k.relu() + 1e-6, v))
+            out = self.merge_heads(linear_attention(queries, keys, values, mask))
         return out if self.local is None else add_local(out, v, self.shared_conv, key_grid)

@@ -11,18 +11,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..layers.autocast import without_autocast
+from .slices import gradients_like
+
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
     """float32 for half precision, the dtype itself otherwise."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+def overwrites() -> bool:
+    """Whether mixers overwrite their queries and keys: in inference, unless a compiler decides on the memory."""
+    return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def rotate(x: Tensor, rotary: Tensor, inplace: bool = False) -> Tensor:
     """Rotate interleaved channel pairs: ``(x0, x1) -> (x0 cos - x1 sin, x1 cos + x0 sin)``.
 
     Args:
         x (Tensor): (B, heads, N, d).
         rotary (Tensor): (N, d / 2, 2), cos and sin of each pair's angle, see :func:`mmlinattn.layers.rotary_table`.
+        inplace (bool): ``x`` may be overwritten.
 
     Returns:
         Tensor: As ``x``.
@@ -31,16 +40,19 @@ def rotate(x: Tensor, rotary: Tensor) -> Tensor:
     if x.dtype == rotary.dtype and not torch.compiler.is_compiling():
         # a product of complex numbers is one pass over the memory; compilers fuse the plain form and know no complex
         # types
-        return torch.view_as_real(torch.view_as_complex(pairs) * torch.view_as_complex(rotary)).flatten(-2)
+        x, turn = torch.view_as_complex(pairs), torch.view_as_complex(rotary)
+        return torch.view_as_real(x.mul_(turn) if inplace else x * turn).flatten(-2)
     cos, sin = rotary.unbind(-1)
     first, second = pairs.unbind(-1)
     return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2).to(x.dtype)
 
 
-def kernel_map(x: Tensor, kernel: str) -> Tensor:
+def kernel_map(x: Tensor, kernel: str, inplace: bool = False) -> Tensor:
     """The kernel function kappa of RALA (RALA Tab. 9): ``'elu'`` (ELU + 1), ``'relu'`` or ``'softmax'`` (over
-    channels)."""
+    channels). ``inplace``: ``x`` may be overwritten."""
     if kernel == 'elu':
+        if inplace:
+            return F.elu(x, inplace=True).add_(1)
         if x.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling():
             return _ELUPlusOne.apply(x)
         return F.elu(x).add_(1)  # the backward pass of ELU reads its input, not its output
@@ -71,6 +83,7 @@ def rala(
     mask: Optional[Tensor] = None,
     weight_scale: Optional[float] = 1.0,
     eps: float = 1e-6,
+    inplace: bool = False,
 ) -> Tensor:
     """Rank-augmented linear attention on mapped queries and keys (RALA Eq. 2-4), O(N d^2).
 
@@ -86,32 +99,69 @@ def rala(
         weight_scale (float, optional): Scale of the weights' logits (1 in the paper, ``d ** -0.5`` in the release);
             None weighs all tokens alike.
         eps (float): Added to the normaliser.
+        inplace (bool): ``q`` and ``k`` may be overwritten.
 
     Returns:
         Tensor: (B, heads, N, e), in the dtype of ``v``.
     """
     wide = accumulation_dtype(q)
     real = None if mask is None else mask[:, None, :, None].to(wide)  # (B, 1, N, 1)
-    count = q.new_tensor(q.shape[2], dtype=wide) if real is None else real.sum(dim=2, keepdim=True)
+    count = q.new_tensor(q.shape[2], dtype=wide) if real is None else real.sum(dim=2, keepdim=True).clamp(min=1)
     if weight_scale is not None:
         query = (q if real is None else q * real).sum(dim=2, keepdim=True, dtype=wide) / count
         logits = (k @ query.to(k.dtype).transpose(-1, -2)).to(wide) * weight_scale  # (B, heads, N, 1)
         if mask is not None:
-            logits = logits.masked_fill(~mask[:, None, :, None], float('-inf'))
+            # not minus infinity: where all tokens are padding, the weights and their gradients would be NaN
+            logits = logits.masked_fill(~mask[:, None, :, None], torch.finfo(wide).min)
         weight = logits.softmax(dim=2)
     else:
         weight = (q.new_ones(1, 1, q.shape[2], 1, dtype=wide) if real is None else real) / count
     key_mean = (k.transpose(-1, -2).to(wide) @ weight).to(q.dtype)  # sum_j a_j k_j / N, (B, heads, d, 1)
+    if mask is not None:
+        # where all tokens are padding, the values are zero: anything does that keeps the queries finite
+        eps = eps + (~mask.any(dim=1))[:, None, None, None].to(wide)
     normaliser = (q @ key_mean).to(wide) + eps
-    q = (q / normaliser).to(q.dtype)  # dividing the result instead would keep one map more for the backward pass
-    if wide == q.dtype:
-        v = v * weight
+    if inplace and wide == q.dtype:
+        q.div_(normaliser)
+        k.mul_(weight)
     else:
-        # 1/N leaves the range of float16; its root on each factor does not
-        k, v = (k * count.rsqrt()).to(q.dtype), (v * (weight * count.sqrt())).to(q.dtype)
+        q = (q / normaliser).to(q.dtype)  # dividing the result instead would keep one map more for the backward pass
+        if wide == q.dtype:
+            v = v * weight
+        else:
+            # 1/N leaves the range of float16; its root on each factor does not
+            k, v = (k * count.rsqrt()).to(q.dtype), (v * (weight * count.sqrt())).to(q.dtype)
     if rotary is not None:
-        q, k = rotate(q, rotary), rotate(k, rotary)
-    return q @ (k.transpose(-1, -2) @ v)
+        q, k = rotate(q, rotary, inplace), rotate(k, rotary, inplace)
+    state = k.transpose(-1, -2) @ v
+    if not inplace or k.dtype != v.dtype:
+        return q @ state
+    return product(q, state, out=k if k.shape == v.shape else None)  # the keys have done their work
+
+
+def product(x: Tensor, matrix: Tensor, shift: Optional[Tensor] = None, out: Optional[Tensor] = None) -> Tensor:
+    """``x @ matrix + shift`` in memory where the heads of a token lie side by side; not recorded by autograd.
+
+    Args:
+        x (Tensor): (B, heads, N, d).
+        matrix (Tensor): (B, heads, d, e).
+        shift (Tensor, optional): (B, heads, 1, e).
+        out (Tensor, optional): Memory to write to, (B, heads, N, e).
+
+    Returns:
+        Tensor: (B, heads, N, e); merging its heads is free.
+    """
+    batch, heads, tokens = x.shape[:3]
+    if out is None:
+        out = x.new_empty(batch, tokens, heads, matrix.shape[-1]).transpose(1, 2)
+    if batch > 32:  # many small products are better made at once, and copied
+        return out.copy_(x @ matrix if shift is None else (x @ matrix).add_(shift))
+    for i in range(batch):
+        if shift is None:
+            torch.bmm(x[i], matrix[i], out=out[i])
+        else:
+            torch.baddbmm(shift[i], x[i], matrix[i], out=out[i])
+    return out
 
 
 def token_means(mask: Optional[Tensor], like: Tensor, *tensors: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -151,7 +201,9 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = N
     return (out / normaliser if out.requires_grad else out.div_(normaliser)).to(v.dtype)
 
 
-def inline_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Optional[Tensor] = None) -> Tensor:
+def inline_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Optional[Tensor] = None, inplace: bool = False
+) -> Tensor:
     """Injective linear attention (InLine Eq. 3-5), O(N d^2).
 
     The weights ``(scale q_i . (k_j - mean(k)) + 1) / N`` sum to 1 without a division, so
@@ -162,19 +214,47 @@ def inline_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Option
         v (Tensor): Values, (B, heads, M, e); zero where ``mask`` is False.
         scale (float): ``d ** -0.5`` in the release.
         mask (Tensor, optional): (B, M) bool, True for real tokens.
+        inplace (bool): ``k`` may be overwritten, where no gradients are recorded.
 
     Returns:
         Tensor: (B, heads, N, e), in the dtype of ``v``.
     """
+    if q.dtype == accumulation_dtype(q) == v.dtype and not torch.compiler.is_compiling():
+        with without_autocast(q):
+            return _InLineAttention.apply(q, k, v, scale, mask, inplace)
     count, (key_mean, value_mean) = token_means(mask, k, k, v)
-    if count.dtype == q.dtype:
+    # centred before the product: the difference of two rounded products would lose what half precision has left
+    root = count.rsqrt()
+    centred = ((k - key_mean) * root).to(q.dtype)
+    covariance = centred.transpose(-1, -2) @ (v * (root * scale)).to(q.dtype)
+    return (q @ covariance + value_mean.to(q.dtype)).to(v.dtype)
+
+
+class _InLineAttention(torch.autograd.Function):
+    """Each way one product a tensor, straight into memory where the heads of a token lie side by side."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale, mask, inplace):
+        count, (key_mean, value_mean) = token_means(mask, k, k, v)
         covariance = (k.transpose(-1, -2) @ v) * (scale / count) - key_mean.transpose(-1, -2) * (value_mean * scale)
-    else:
-        # centred before the product: the difference of two rounded products would lose what half precision has left
-        root = count.rsqrt()
-        centred = ((k - key_mean) * root).to(q.dtype)
-        covariance = centred.transpose(-1, -2) @ (v * (root * scale)).to(q.dtype)
-    return (q @ covariance.to(q.dtype)).add_(value_mean.to(q.dtype)).to(v.dtype)
+        ctx.save_for_backward(q, k, v, covariance, key_mean, value_mean, count, mask)
+        ctx.scale = scale
+        return product(q, covariance, value_mean, out=k if inplace and k.shape == v.shape == q.shape else None)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        q, k, v, covariance, key_mean, value_mean, count, mask = ctx.saved_tensors
+        each = grad.sum(dim=2, keepdim=True) / count  # of the value mean's share in every token
+        inner = (q.transpose(-1, -2) @ grad) * (ctx.scale / count)
+        grads = grad_q, grad_k, grad_v = gradients_like(q, k, v)
+        product(grad, covariance.transpose(-1, -2), out=grad_q)
+        product(v, inner.transpose(-1, -2), -value_mean @ inner.transpose(-1, -2), out=grad_k)
+        product(k, inner, each - key_mean @ inner, out=grad_v)
+        if mask is not None:
+            for part in (grad_k, grad_v):
+                part.mul_(mask[:, None, :, None])
+        return *grads, None, None, None
 
 
 def focused_map(x: Tensor, inverse_scale: Tensor, power: float, eps: float = 1e-6) -> Tensor:
@@ -192,72 +272,9 @@ def focused_map(x: Tensor, inverse_scale: Tensor, power: float, eps: float = 1e-
     Returns:
         Tensor: As ``x``, in float32 for half precision: gradients grow with the inverse cube of small entries.
     """
-    if not torch.compiler.is_compiling():
-        return _FocusedMap.apply(x, inverse_scale, power, eps)
-    # compilers fuse the plain form
     wide = accumulation_dtype(x)
     r = (F.relu(x).to(wide) + eps) * inverse_scale.to(wide)
     # homogeneous of degree one: a token may be scaled so that its powers neither over- nor underflow
     powered = (r / r.amax(dim=-1, keepdim=True).detach()) ** power
     lengths = [torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (r, powered)]
     return powered * (lengths[0] / lengths[1])
-
-
-class _FocusedMap(torch.autograd.Function):
-    """:func:`focused_map` in one pass over the memory each way, saving nothing but its input.
-
-    A dozen operations make the map. On CPUs they run on blocks of tokens that stay in the cache from the first to the
-    last; in one go, each would fetch and write the whole tensor.
-    """
-
-    @staticmethod
-    def blocks(*tensors: Tensor):
-        """Rows of (..., C) tensors, some at a time."""
-        rows = [t.flatten(0, -2) for t in tensors]
-        size = max(len(rows[0]), 1)
-        if tensors[0].device.type == 'cpu':
-            # 2^15 elements a thread: below it PyTorch uses one thread only, far above it they leave the cache
-            size = max(1, (torch.get_num_threads() << 15) // tensors[0].shape[-1])
-        return zip(*(t.split(size) for t in rows))
-
-    @staticmethod
-    def focus(x: Tensor, inverse_scale: Tensor, power: float, eps: float, out: Tensor) -> tuple[Tensor, Tensor]:
-        """Write the map of some tokens to ``out``; return r and |r|."""
-        r = torch.addcmul(inverse_scale * eps, F.relu(x).to(out.dtype), inverse_scale)
-        norm = torch.linalg.vector_norm(r, dim=-1, keepdim=True)
-        # homogeneous of degree one: a token may be scaled so that its powers neither over- nor underflow. Its norm is
-        # at hand; the largest component of a unit vector is at least C ** -0.5, too little for high powers
-        size = norm if power <= 6 else r.amax(dim=-1, keepdim=True)
-        torch.mul(r, size.reciprocal(), out=out).pow_(power)
-        out.mul_(norm / torch.linalg.vector_norm(out, dim=-1, keepdim=True))
-        return r, norm
-
-    @staticmethod
-    def forward(ctx, x, inverse_scale, power, eps):
-        ctx.save_for_backward(x, inverse_scale)
-        ctx.power, ctx.eps = power, eps
-        wide = accumulation_dtype(x)
-        scale = inverse_scale.to(wide)
-        result = torch.empty(x.shape, dtype=wide, device=x.device)
-        for part, target in _FocusedMap.blocks(x, result):
-            _FocusedMap.focus(part, scale, power, eps, target)
-        return result
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
-        # y = |r| / |r^p| r^p:  dL/dr = (g.y) r / |r|^2 + p y / r (g - (g.y) y / |r|^2)
-        x, inverse_scale = ctx.saved_tensors
-        wide = accumulation_dtype(x)
-        scale = inverse_scale.to(wide)
-        grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        grad_scale = torch.zeros_like(scale)
-        for part, g, target in _FocusedMap.blocks(x, grad, grad_x):
-            y = torch.empty_like(part, dtype=wide, memory_format=torch.contiguous_format)
-            r, norm = _FocusedMap.focus(part, scale, ctx.power, ctx.eps, y)
-            along = torch.linalg.vecdot(g, y).unsqueeze(-1) / norm.square()
-            inner = torch.addcmul(g, along, y, value=-1)
-            grad_r = y.div_(r).mul_(inner).mul_(ctx.power).addcmul_(along, r)
-            grad_scale += r.mul_(grad_r).sum(dim=0)
-            target.copy_(grad_r.mul_(scale).masked_fill_(part <= 0, 0))
-        return grad_x, (grad_scale / scale).to(inverse_scale.dtype), None, None

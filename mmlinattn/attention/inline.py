@@ -3,8 +3,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .base import TOKEN_MIXERS, Grid, TokenMixer, add_local
-from .functional import inline_attention, linear_attention
+from .base import TOKEN_MIXERS, TokenMixer
+from .functional import inline_attention, linear_attention, overwrites
+from .grid import Grid, add_local
 
 KERNELS = {
     'identity': lambda x: x,
@@ -80,7 +81,7 @@ class InLineMixer(TokenMixer):
         phi = KERNELS[self.kernel]
         queries, keys, values = phi(self.split_heads(q)), phi(self.split_heads(k)), self.split_heads(v)
         if self.injective:
-            out = inline_attention(queries, keys, values, self.head_dim**-0.5, mask)
+            out = inline_attention(queries, keys, values, self.head_dim**-0.5, mask, inplace=overwrites())
         else:
             out = linear_attention(queries, keys, values, mask)
         out = self.merge_heads(out)

@@ -2,7 +2,7 @@
 from typing import Optional
 
 from .base import TOKEN_MIXERS, TokenMixer
-from .functional import kernel_map, rala
+from .functional import kernel_map, overwrites, rala
 
 
 @TOKEN_MIXERS.register_module('rala')
@@ -45,6 +45,8 @@ class RALAMixer(TokenMixer):
         self.weight_scale = None if not augment_kv else self.head_dim**-0.5 if scale_weights else 1.0
 
     def forward(self, q, k, v, grid, key_grid, mask=None, rotary=None, bias=None, context=None):
-        q = kernel_map(self.split_heads(q), self.kernel)
-        k = kernel_map(self.split_heads(k), self.kernel)
-        return self.merge_heads(rala(q, k, self.split_heads(v), rotary, mask, self.weight_scale))
+        inplace = overwrites()
+        q = kernel_map(self.split_heads(q), self.kernel, inplace)
+        k = kernel_map(self.split_heads(k), self.kernel, inplace)
+        v = self.split_heads(v)
+        return self.merge_heads(rala(q, k, v, rotary, mask, self.weight_scale, inplace=inplace))

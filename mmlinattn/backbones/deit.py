@@ -9,7 +9,7 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from ..attention import Attention, Grid
-from ..attention.base import to_map
+from ..attention.grid import to_map
 from ..layers import MLP, Block, PatchEmbed, PositionTable
 from .base import Backbone
 

@@ -106,22 +106,6 @@ def test_softmax_with_a_bias(masked):
 
 
 @pytest.mark.parametrize('mixer', ['rala', 'softmax'])
-def test_padding_changes_nothing_for_the_real_tokens(mixer):
-    """A 3x5 map inside a 4x7 one, whatever the padding holds."""
-    attention = build(mixer, local_kernel=5)
-    x = torch.randn(2, HEIGHT, WIDTH, DIM, dtype=torch.float64)
-    alone = attention(x.flatten(1, 2), GRID, rotary=rotary_table(HEIGHT, WIDTH, HEAD_DIM, dtype=torch.float64))
-    mask = torch.zeros(2, 4, 7, dtype=torch.bool)
-    mask[:, :HEIGHT, :WIDTH] = True
-    table = rotary_table(4, 7, HEAD_DIM, dtype=torch.float64)
-    for padding in (0.0, 3.0, 1e3):
-        padded = torch.full((2, 4, 7, DIM), padding, dtype=torch.float64)
-        padded[:, :HEIGHT, :WIDTH] = x
-        out = attention(padded.flatten(1, 2), Grid(4, 7), mask=mask.flatten(1), rotary=table)
-        torch.testing.assert_close(out[mask.flatten(1)].unflatten(0, (2, -1)), alone)
-
-
-@pytest.mark.parametrize('mixer', ['rala', 'softmax'])
 def test_only_the_encodings_see_positions(mixer):
     """The paper's plain form permutes its outputs with its tokens."""
     x = torch.randn(2, GRID.num_tokens, DIM, dtype=torch.float64)

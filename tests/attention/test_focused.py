@@ -197,30 +197,6 @@ def test_the_local_weights_are_shared_by_the_heads():
     torch.testing.assert_close(mixer.shared_conv(image), expected)
 
 
-@pytest.mark.parametrize('focus', [False, True])
-@pytest.mark.parametrize('padding', [0.0, 3.0, 1e3])
-def test_padding_changes_nothing_for_the_real_tokens(padding, focus):
-    attention = build(None, focus=focus)
-    x = torch.randn(2, HEIGHT, WIDTH, DIM, dtype=torch.float64)
-    padded = torch.full((2, 4, 7, DIM), padding, dtype=torch.float64)
-    padded[:, :HEIGHT, :WIDTH] = x
-    mask = torch.zeros(2, 4, 7, dtype=torch.bool)
-    mask[:, :HEIGHT, :WIDTH] = True
-    out = attention(padded.flatten(1, 2), Grid(4, 7), mask=mask.flatten(1))
-    torch.testing.assert_close(out[mask.flatten(1)].unflatten(0, (2, -1)), attention(x.flatten(1, 2), GRID))
-
-
-def test_a_window_of_padding_only_has_finite_outputs_and_gradients():
-    attention, x = build(), image_tokens()
-    mask = torch.ones(2, GRID.num_tokens, dtype=torch.bool)
-    mask[1] = False
-    out = attention(x, GRID, mask=mask)
-    assert out.isfinite().all()
-    out[0].sum().backward()
-    assert all(p.grad.isfinite().all() for p in attention.parameters())
-    assert x.grad.isfinite().all() and not x.grad[1].any()
-
-
 def test_a_class_token_has_neither_position_nor_neighbours():
     attention = build()
     x = image_tokens(GRID.num_tokens + 1)

@@ -115,33 +115,6 @@ def test_masked_tokens_count_neither_in_sums_nor_means_nor_n(injective):
         assert_twins(out[item : item + 1, :, mask[item]], attention_map @ part[2], (q, k, v))
 
 
-@pytest.mark.parametrize('kernel', KERNELS)
-@pytest.mark.parametrize('padding', [0.0, 3.0, 1e3])
-def test_padding_changes_nothing_for_the_real_tokens(padding, kernel):
-    """A 3x5 map inside a 4x7 one: attention, mean token and local residual."""
-    attention = build(kernel=kernel)
-    padding = min(padding, 30.0) if kernel == 'exp' else padding
-    x = torch.randn(2, HEIGHT, WIDTH, DIM, dtype=torch.float64)
-    padded = torch.full((2, 4, 7, DIM), padding, dtype=torch.float64)
-    padded[:, :HEIGHT, :WIDTH] = x
-    mask = torch.zeros(2, 4, 7, dtype=torch.bool)
-    mask[:, :HEIGHT, :WIDTH] = True
-    out = attention(padded.flatten(1, 2), Grid(4, 7), mask=mask.flatten(1))
-    alone = attention(x.flatten(1, 2), GRID)
-    torch.testing.assert_close(out[mask.flatten(1)].unflatten(0, (2, -1)), alone)
-
-
-def test_a_window_of_padding_only_has_finite_outputs_and_gradients():
-    attention, x = build(), image_tokens()
-    mask = torch.ones(2, GRID.num_tokens, dtype=torch.bool)
-    mask[1] = False
-    out = attention(x, GRID, mask=mask)
-    assert out.isfinite().all()
-    out[0].sum().backward()
-    assert all(p.grad.isfinite().all() for p in attention.parameters())
-    assert x.grad.isfinite().all() and not x.grad[1].any()
-
-
 def test_a_class_token_mixes_with_the_others_and_has_no_neighbours():
     """DeiT: the kernels come from the mean of all tokens, the class token's included."""
     attention = build()

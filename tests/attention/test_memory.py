@@ -1,0 +1,146 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What is done to move less memory changes no value and no gradient: slices, blocks, overwriting, large kernels."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_masks import DIM, HEADS, build, every_mixer
+
+from mmlinattn.attention import Grid, blockwise, grid
+from mmlinattn.attention.blockwise import focused_attention
+from mmlinattn.attention.functional import focused_map, inline_attention, linear_attention, product
+from mmlinattn.attention.slices import gradients_like, split
+from mmlinattn.layers import rotary_table
+
+
+def by_head(x):
+    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+
+
+class Fill(torch.autograd.Function):
+    """Gradients 1, 2, ... in memory made for them."""
+
+    @staticmethod
+    def forward(ctx, *parts):
+        ctx.save_for_backward(*parts)
+        return sum(part.sum() for part in parts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grads = gradients_like(*ctx.saved_tensors)
+        for value, part in enumerate(grads, 1):
+            part.fill_(value)
+        return tuple(grads)
+
+
+@pytest.mark.parametrize('shape', [(2, 3, 7), (1, 1, 7), (4, 7)], ids=str)
+def test_gradients_of_slices_become_one_without_a_copy(shape):
+    x = torch.randn(shape, requires_grad=True)
+    hidden = x * 1
+    seen = []
+    hidden.register_hook(seen.append)
+    parts = split(hidden, (2, 4, 1))
+    parts[0].register_hook(seen.append)
+    Fill.apply(*parts).backward()
+    torch.testing.assert_close(x.grad, torch.tensor([1.0, 1, 2, 2, 2, 2, 3]).expand(shape))
+    part, whole = seen
+    assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize('order', [(0, 1, 2), (2, 0, 1)], ids=str)
+@pytest.mark.parametrize('used', [(0, 1, 2), (0, 2), (1,)], ids=str)
+def test_gradients_of_slices_made_by_anybody(used, order):
+    """Unused slices, gradients of other memory, and those of another order."""
+    widths = (3, 3, 3)
+    results = []
+    for cut in (split, lambda x, widths: x.split(widths, dim=-1)):
+        x = torch.randn(2, 5, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        parts = cut(x * 1, widths)
+        sum((parts[order[i]] ** (i + 2)).sum() for i in used).backward()
+        results.append(x.grad)
+    torch.testing.assert_close(*results)
+    swapped = split(x * 1, widths)
+    (grad,) = torch.autograd.grad(Fill.apply(*(swapped[i] for i in order)), x)
+    expected = [1.0 + order.index(i) for i in range(3)]
+    torch.testing.assert_close(grad, torch.tensor(expected, dtype=x.dtype).repeat_interleave(3).expand(2, 5, 9))
+
+
+def test_gradients_of_tensors_that_are_no_slices():
+    x = torch.randn(2, 3, 8)
+    overlapping = gradients_like(x[..., :5], x[..., 2:])
+    assert overlapping[0].untyped_storage().data_ptr() != overlapping[1].untyped_storage().data_ptr()
+    expanded, same, other = torch.randn(2, 1, 3).expand(2, 4, 3), x, torch.randn(3)
+    for made, tensor in zip(gradients_like(expanded, same, other), (expanded, same, other)):
+        assert made.shape == tensor.shape
+        made.fill_(1)
+        assert made.sum() == tensor.numel()  # expanded memory would be written over
+
+
+@pytest.mark.parametrize('batch', [1, 3, 40])
+@pytest.mark.parametrize('shifted', [True, False])
+def test_product_lays_heads_side_by_side(batch, shifted):
+    x, matrix, shift = torch.randn(batch, 2, 5, 3), torch.randn(batch, 2, 3, 4), torch.randn(batch, 2, 1, 4)
+    out = product(x, matrix, shift if shifted else None)
+    torch.testing.assert_close(out, x @ matrix + (shift if shifted else 0))
+    assert out.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize('batch', [1, 2, 40])
+@every_mixer
+def test_inference_that_overwrites_gives_what_training_gives(mixer, batch):
+    attention = build(mixer, local_kernel=5)
+    x, rotary = torch.randn(batch, 6, DIM, dtype=torch.float64), rotary_table(2, 3, DIM // HEADS, dtype=torch.float64)
+    before = x.clone()
+    expected = attention(x, Grid(2, 3), rotary=rotary)
+    with torch.no_grad():
+        torch.testing.assert_close(attention(x, Grid(2, 3), rotary=rotary), expected)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize('masked', [True, False])
+@pytest.mark.parametrize('numel', [1, 40, 2 * 7 * DIM, 5000], ids='{}'.format)
+def test_focused_attention_in_blocks_of_any_size(monkeypatch, numel, masked):
+    monkeypatch.setattr(blockwise, 'BLOCK_NUMEL', numel)
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: 1)
+    leaves = [torch.randn(3, n, DIM, dtype=torch.float64, requires_grad=True) for n in (5, 7, 7)]
+    scale = torch.rand(DIM, dtype=torch.float64).add_(0.5).requires_grad_()
+    q, k, v = leaves
+    mask = None
+    if masked:
+        mask = torch.rand(3, 7) > 0.4
+        v = v * mask[..., None]
+    fast = focused_attention(q, k, v, scale, 3, HEADS, mask)
+    slow = linear_attention(*(by_head(t) for t in (focused_map(q, scale, 3), focused_map(k, scale, 3), v)), mask)
+    slow = slow.transpose(1, 2).flatten(2)
+    torch.testing.assert_close(fast, slow)
+    probe = torch.randn_like(slow)
+    loss, expected, leaves = (fast * probe).sum(), (slow * probe).sum(), (*leaves, scale)
+    gradients = torch.autograd.grad(loss, leaves, retain_graph=True)
+    for ours, theirs in zip(gradients, torch.autograd.grad(expected, leaves)):
+        assert theirs.abs().max() > 1e-3
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_products_with_a_state_keep_nothing_of_their_own():
+    """Extra memory of the training step: the result, and one gradient as large as the projection."""
+    tokens, made = 4096, []
+    qkv = torch.randn(1, tokens, 3 * DIM, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: made.append(t) or t, lambda t: t):
+        inline_attention(*(by_head(t) for t in split(qkv, [DIM] * 3)), 1.0)
+        focused_attention(*split(qkv, [DIM] * 3), torch.ones(DIM), 3, HEADS)
+    large = [t for t in made if t.numel() >= tokens]
+    assert len(large) == 6
+    assert all(t.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr() for t in large)
+
+
+@pytest.mark.parametrize('size', [(9, 11), (1, 6), (2, 2)], ids=str)
+@pytest.mark.parametrize('kernel', [3, 5, 7])
+def test_depthwise_gradients_put_together(kernel, size):
+    x = torch.randn(2, 4, *size, dtype=torch.float64).contiguous(memory_format=torch.channels_last).requires_grad_()
+    conv = grid.DepthwiseConv2d(4, kernel).double()
+    leaves = (x, conv.weight, conv.bias)
+    outs = conv(x), F.conv2d(x, conv.weight, conv.bias, padding=kernel // 2, groups=4)
+    torch.testing.assert_close(*outs)
+    probe = torch.randn_like(outs[0])
+    for ours, theirs in zip(*(torch.autograd.grad((out * probe).sum(), leaves) for out in outs)):
+        torch.testing.assert_close(ours, theirs)
