@@ -17,6 +17,7 @@ from mmengine.registry import Registry
 from torch import Tensor, nn
 
 from ..layers.scaled_linear import scaled_linear
+from .functional import overwrites
 from .grid import DepthwiseConv2d, Grid, add_local
 from .slices import split
 
@@ -167,7 +168,8 @@ class Mixing(BaseModule):
         :class:`Attention`."""
         key_grid = key_grid or grid
         if mask is not None:
-            v = v * mask.unsqueeze(-1).to(v.dtype)
+            real = mask.unsqueeze(-1).to(v.dtype)
+            v = v.mul_(real) if overwrites() else v * real
         out = self.mixer(
             q,
             k,
@@ -214,15 +216,16 @@ class Attention(Mixing):
 
     def project(self, x: Tensor, kv: Optional[Tensor]) -> tuple[Tensor, ...]:
         """Queries, keys, values and, where there is one, the projected gate."""
-        if kv is None and (not torch.is_grad_enabled() or type(self.qkv) is not nn.Linear):
+        adapted = type(self.qkv) is not nn.Linear
+        plain = self.mixer.quadratic and self.local is None and not torch.is_grad_enabled()
+        if kv is None and (adapted or plain):
             return self.qkv(x).split(self.widths, dim=-1)
         q, k, v, *gate = self.widths
-        if kv is None:
-            # two results, since autograd keeps all of one or nothing: mixers that map or rotate queries and keys need
-            # the values and the gate in the backward pass, but not what they mapped
-            parts = [(x, (q, k)), (x, (v, *gate))]
-        else:
-            parts = [(x, (q,)), (kv, (k, v)), (x, tuple(gate))][: 3 if gate else 2]
+        # several results: convolutions would copy values that lie among other things, and autograd keeps all of one or
+        # nothing, but mixers that map or rotate queries and keys do not need what they mapped
+        parts = [(x, (q, k)), (x, (v,))] if kv is None else [(x, (q,)), (kv, (k, v))]
+        if gate:
+            parts.append((x, gate))
         rows = [sum(widths) for _, widths in parts]
         weights = self.qkv.weight.split(rows)
         biases = [None] * len(rows) if self.qkv.bias is None else self.qkv.bias.split(rows)

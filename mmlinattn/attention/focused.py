@@ -6,7 +6,7 @@ from torch import nn
 from ..layers.position import PositionTable
 from .base import TOKEN_MIXERS, TokenMixer
 from .blockwise import focused_attention
-from .functional import linear_attention
+from .functional import linear_attention, overwrites
 from .grid import Grid, add_local, depthwise_conv2d
 
 
@@ -52,7 +52,7 @@ class FocusedMixer(TokenMixer):
 
     def forward(self, q, k, v, grid: Grid, key_grid: Grid, mask=None, rotary=None, bias=None, context=None):
         if self.position is not None:
-            k = self.position.add_to(k, key_grid)
+            k = self.position.add_to(k, key_grid, inplace=overwrites())
         if self.focus:
             out = focused_attention(q, k, v, 1 / F.softplus(self.scale), self.power, self.num_heads, mask)
         else:

@@ -21,7 +21,7 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 
 
 def overwrites() -> bool:
-    """Whether mixers overwrite their queries and keys: in inference, unless a compiler decides on the memory."""
+    """Whether queries, keys and values may be overwritten: in inference, unless a compiler decides on the memory."""
     return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 

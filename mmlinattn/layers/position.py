@@ -124,15 +124,15 @@ class PositionTable(nn.Module):
             return weight
         return resize_table(weight, (side, side), self.grid, self.prefix)
 
-    def add_to(self, x: Tensor, grid) -> Tensor:
+    def add_to(self, x: Tensor, grid, inplace: bool = False) -> Tensor:
         """``x`` (B, prefix + height * width, C) plus the table of its :class:`~mmlinattn.attention.Grid`.
 
-        A table without class tokens leaves those of ``x`` alone.
+        A table without class tokens leaves those of ``x`` alone. ``inplace``: ``x`` may be overwritten.
         """
         table = self.resized(grid.height, grid.width).to(x.dtype)
         if grid.prefix > self.prefix:
             table = F.pad(table, (0, 0, grid.prefix - self.prefix, 0))
-        return x + table
+        return x.add_(table) if inplace else x + table
 
     def __getstate__(self):
         # the kept table may belong to a graph or an inference tensor: copies and pickles go without

@@ -173,7 +173,7 @@ def test_no_map_of_all_pairs_is_built():
             rotary = rotary_table(side, side, HEAD_DIM)
             attention(torch.randn(1, side * side, DIM), Grid(side, side), rotary=rotary)
         sizes.append(largest.size)
-    assert sizes[1] == 4 * sizes[0] == 4 * 16 * 16 * 4 * DIM  # q, k, v and the gate
+    assert sizes[1] == 4 * sizes[0] == 4 * 16 * 16 * 2 * DIM  # q and k
 
 
 def test_a_new_attention_is_one_class():
