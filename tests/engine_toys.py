@@ -81,7 +81,7 @@ def make_runner(work_dir, hooks, train_cfg=None, loader=None, model=None, name='
     train_dataloader.update(loader or {})
     default_hooks = dict(logger=dict(type='LoggerHook', interval=1), **kwargs.pop('default_hooks', {}))
     return Runner(
-        model=dict(type='ToyModel', **(model or {})),
+        model={'type': 'ToyModel', **(model or {})},
         work_dir=str(work_dir),
         train_dataloader=train_dataloader,
         train_cfg=train_cfg or dict(by_epoch=True, max_epochs=2),

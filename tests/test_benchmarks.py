@@ -70,3 +70,18 @@ def test_a_gpu_that_is_not_there(capsys):
     with pytest.raises(SystemExit):
         run_ravlt.parse(['--device', 'cuda'])
     assert 'sees no GPU' in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_overhead_of_hooks(tmp_path, capsys):
+    pytest.importorskip('mmpretrain')
+    import run_overhead
+
+    (config,) = (path for path in run_overhead.QUICKSTARTS if path.parent.name == 'mmpretrain')
+    small = ['--iters', '2', '--batch', '2', '--size', '64', '64', '--num-pictures', '4', '--threads', '1']
+    run_overhead.main([str(config), *small, '--out', str(tmp_path / 'table.md')])
+    *_, row = (tmp_path / 'table.md').read_text().splitlines()
+    name, bare, with_hooks, ratio, *_, inside = (cell.strip() for cell in row.strip('|').split('|'))
+    assert name == 'mmpretrain/ravlt_shapes_quickstart'
+    assert bare.endswith(' ms') and with_hooks.endswith(' ms') and float(ratio) > 0
+    assert float(inside.split()[0]) > 0

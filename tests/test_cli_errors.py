@@ -6,7 +6,10 @@ import runpy
 import sys
 from pathlib import Path
 
+import mmcv
 import pytest
+import torch
+from mmengine.registry import MODELS, init_default_scope
 
 from mmlinattn.engine import cli
 
@@ -178,3 +181,46 @@ def test_data_root_reaches_every_place():
     assert cfg.train_dataloader.dataset.dataset.data_root == 'mine'
     assert cfg.val_dataloader.dataset.data_root == 'mine'
     assert cfg.val_evaluator[0].ann_file == 'mine/a.json'
+
+
+def shapes(task, scope):
+    """A data set of three pictures beside the test, and the arguments to train on it."""
+    pytest.importorskip(scope)
+    from mmlinattn.datasets import DatasetSpec, write_dataset
+
+    write_dataset('data', DatasetSpec(task, 3, 1, size=(64, 64)))
+    config = TOOLS.parent / 'configs' / scope / 'ravlt_shapes_quickstart.py'
+    return [str(config), '--data-root', 'data', '--work-dir', 'work']
+
+
+def test_labels_that_the_head_does_not_have(fails):
+    args = shapes('ade', 'mmseg')
+    line = fails('train.py', *args, '--cfg-options', 'model.decode_head.num_classes=3')
+    assert 'train_dataloader (BaseSegDataset' in line and '3 of 3 samples read' in line
+    assert 'annotations/training/' in line and 'has labels 3, ' in line and 'allowed are 0 to 2' in line
+
+
+def test_map_of_another_size(fails):
+    args = shapes('ade', 'mmseg')
+    file = sorted(Path('data/annotations/training').iterdir())[1]
+    mmcv.imwrite(mmcv.imread(str(file), 'unchanged')[:-4], str(file))
+    line = fails('train.py', *args)
+    assert f'{file} has 60x64 pixels' in line and f'{file.stem}.jpg has 64x64' in line
+
+
+def test_unreadable_picture_of_a_folder(fails):
+    args = shapes('imagenet', 'mmpretrain')
+    file = sorted(Path('data/train').rglob('*.*'))[1]
+    file.write_bytes(b'')
+    line = fails('train.py', *args)
+    assert '1 of 3 samples read' in line and f'{file} cannot be read' in line
+
+
+def test_checkpoint_of_other_classes(fails):
+    args = shapes('imagenet', 'mmpretrain')
+    cfg = cli.read_config(args[0])
+    init_default_scope('mmpretrain')
+    torch.save(dict(state_dict=MODELS.build(cfg.model).state_dict()), 'twelve.pth')
+    line = fails('test.py', args[0], 'twelve.pth', *args[1:], '--cfg-options', 'model.head.num_classes=5')
+    assert 'head.fc.weight (12x256 in the file, 5x256 in the model)' in line
+    assert line.endswith('--cfg-options custom_hooks.4.left_out=head.fc')

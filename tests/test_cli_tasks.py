@@ -11,17 +11,34 @@ from test_cli_roundtrip import ROOT, TOOLS, python
 
 pytestmark = pytest.mark.slow
 
-# task: data set format, pictures, overrides for a quick run, metric
+# task: data set format, pictures, overrides for a quick run, those for a still shorter one, metric
 TASKS = {
     'mmseg': (
         'ade',
         (24, 8),
         ['train_cfg.max_iters=12', 'train_cfg.val_interval=12', 'default_hooks.checkpoint.interval=6'],
+        ['train_cfg.max_iters=2', 'train_cfg.val_interval=2', 'default_hooks.checkpoint.interval=2'],
         'mIoU',
     ),
-    'mmpretrain': ('imagenet', (96, 48), ['train_cfg.max_epochs=2', 'train_cfg.val_interval=1'], 'accuracy/top1'),
+    'mmpretrain': (
+        'imagenet',
+        (96, 48),
+        ['train_cfg.max_epochs=2', 'train_cfg.val_interval=1'],
+        ['train_cfg.max_epochs=1'],
+        'accuracy/top1',
+    ),
 }
 SMALL = ['--size', 96, 96]
+LOGS = ['default_hooks.logger.interval=1']
+TENSORBOARD = ['visualizer.vis_backends.0.type=TensorboardVisBackend']
+
+
+def losses(out: str) -> list[str]:
+    return re.findall(r'  loss: ([\d.]+)', out)
+
+
+def upstream_tool(task: str, name: str) -> Path:
+    return Path(import_module(task).__file__).parent / '.mim' / 'tools' / name
 
 
 def metric(out: str, name: str) -> float:
@@ -40,7 +57,7 @@ def trained(request, tmp_path_factory):
     python(TOOLS / 'make_shapes_dataset.py', folder / 'data', '--format', form, *pictures, *SMALL, cwd=folder)
     config = ROOT / 'configs' / task / 'ravlt_shapes_quickstart.py'
     common = ['--data-root', folder / 'data', '--work-dir', 'work']
-    options = ['--cfg-options', *overrides]
+    options = ['--cfg-options', *overrides, *LOGS, *(TENSORBOARD if find_spec('tensorboard') else [])]
     out = python(TOOLS / 'train.py', config, *common, *options, cwd=folder)
     return task, folder, config, out
 
@@ -55,12 +72,34 @@ def test_tests_a_checkpoint_and_shows_pictures(trained):
     assert any(path.suffix in ('.png', '.jpg') for path in (folder / 'shown').rglob('*'))
 
 
+def test_tensorboard_has_the_loss(trained):
+    events = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
+    task, folder, _, out = trained
+    (file,) = (folder / 'work').glob('*/vis_data/events.out.tfevents.*')
+    written = events.EventAccumulator(str(file)).Reload()
+    values = [scalar.value for scalar in written.Scalars('loss')]
+    assert values == pytest.approx([float(loss) for loss in losses(out)], abs=1e-4)
+    assert [scalar.step for scalar in written.Scalars('loss')] == list(range(1, len(values) + 1))
+
+
+def test_upstream_tools_train(trained):
+    """With the same hooks, hence the same losses."""
+    task, folder, _, out = trained
+    dumped = next((folder / 'work').glob('*.py'))  # the config as it ran: the data set is found without --data-root
+    shorter = TASKS[task][-2]
+    args = [dumped, '--work-dir', 'upstream_train', '--cfg-options', *shorter]
+    upstream = python(upstream_tool(task, 'train.py'), *args, cwd=folder)
+    found = losses(upstream)
+    assert 2 <= len(found) < len(losses(out))
+    assert found == losses(out)[: len(found)]
+    assert metric(upstream, TASKS[task][-1]) >= 0
+    assert Path(folder / 'upstream_train' / 'last_checkpoint').exists()
+
+
 def test_upstream_tools_test_the_checkpoint(trained):
     task, folder, _, out = trained
-    upstream = Path(import_module(task).__file__).parent / '.mim' / 'tools' / 'test.py'
-    # the config as it ran, so that the data set is found without --data-root
     dumped = next((folder / 'work').glob('*.py'))
     checkpoint = (folder / 'work' / 'last_checkpoint').read_text()
-    tested = python(upstream, dumped, checkpoint, '--work-dir', 'upstream', cwd=folder)
+    tested = python(upstream_tool(task, 'test.py'), dumped, checkpoint, '--work-dir', 'upstream', cwd=folder)
     name = TASKS[task][-1]
     assert metric(tested, name) == pytest.approx(metric(out, name), abs=0.02)

@@ -5,8 +5,9 @@
 custom_imports = dict(imports=['mmlinattn'], allow_failed_imports=False)
 
 custom_hooks = [
-    dict(type='DataCheckHook'),  # missing images: before the first iteration
+    dict(type='DataCheckHook'),  # missing or unreadable files, wrong labels: early, and by name
     dict(type='FiniteLossHook'),  # NaN or Inf: stop, naming the images
     dict(type='CheckpointGuardHook'),  # a full disk leaves the last checkpoint intact
     dict(type='ExactResumeHook'),  # --resume continues the same loss curve
+    dict(type='CheckpointMatchHook'),  # a checkpoint of other classes: what is left out of it
 ]

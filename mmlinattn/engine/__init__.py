@@ -5,6 +5,7 @@ Importing this registers the hooks, the CPU model wrapper and the atomic storage
 MMEngine.
 """
 
+from .checkpoint_match import CheckpointMatchHook
 from .checkpointing import AtomicLocalBackend, CheckpointGuardHook, SafeCheckpointHook
 from .data_check import DataCheckHook, check_data_config
 from .distributed import CPUDistributedDataParallel, prepare_distributed
@@ -16,6 +17,7 @@ __all__ = [
     'AtomicLocalBackend',
     'CPUDistributedDataParallel',
     'CheckpointGuardHook',
+    'CheckpointMatchHook',
     'DataCheckHook',
     'ExactResumeHook',
     'FiniteLossHook',

@@ -1,17 +1,22 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import logging
 import os
 import os.path as osp
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Optional
 
 from mmengine.config import Config
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
+from mmengine.logging import print_log
 from mmengine.registry import DATASETS, HOOKS
+from mmengine.runner import IterBasedTrainLoop
 from mmengine.runner.base_loop import BaseLoop
 
 from .errors import RunError
+from .loading_check import Unreadable, allowed_labels, read_samples, watch_loading
 
 __all__ = ['DataCheckHook', 'check_data_config', 'explained_empty_data', 'find_missing_files']
 
@@ -146,8 +151,9 @@ def _leaf_datasets(dataset) -> Iterator:
 
 def _reads_segmentation(dataset) -> bool:
     return any(
-        type(transform).__name__ == 'LoadAnnotations' and getattr(transform, 'with_seg', True)
+        type(loading).__name__ == 'LoadAnnotations' and getattr(loading, 'with_seg', True)
         for transform in getattr(getattr(dataset, 'pipeline', None), 'transforms', ())
+        for loading in [getattr(transform, 'loading', transform)]  # inside of a CheckedLoading
     )
 
 
@@ -179,45 +185,130 @@ def find_missing_files(dataset) -> list[str]:
     return missing
 
 
+class _LateStart:
+    """Batches without end whose loader starts its workers at the first of them."""
+
+    def __init__(self, endless: type, loader):
+        self.endless = endless
+        self.loader = loader
+        self.iterator = None
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if self.iterator is None:
+            self.iterator = self.endless(self.loader)
+        return next(self.iterator)
+
+
 @HOOKS.register_module(force=True)
 class DataCheckHook(Hook):
-    """Look for missing images before the first iteration instead of in a worker hours later.
+    """Find bad data before the first iteration where that is quick, and else by name when it is met.
 
-    Only the main process looks; the others wait for it where the model is first synchronised.
+    Before the run, the main process looks whether all image and label files are there, and reads those of some
+    samples; the others wait for it where the model is first synchronised. While the run goes on, each file is checked
+    as it is read, in the processes that read it: that it can be decoded; that a segmentation map has the size of its
+    image and labels of the model's ``num_classes`` only.
 
     Args:
-        max_listed: How many missing files the message names.
+        max_listed: How many files a message names.
+        num_read: How many samples of each data set are read ahead, spread evenly over it. 100 take about a second.
+            None reads all.
+        unreadable: ``'stop'`` or ``'skip'``: what happens in training at an image or segmentation map that cannot be
+            decoded. In place of a skipped sample the data set draws another one; each skipped file is named in a
+            warning, counted, and listed in ``unreadable_files.txt`` beside the log. Validation and test always stop:
+            their figures would be of other data.
 
     Raises:
-        RunError: Annotations name files that are not there, or a data set holds no image.
+        ValueError: An argument is out of range.
+        RunError: Annotations name files that are not there, a data set holds no image, a file cannot be read, or a
+            segmentation map does not fit its image or the model.
     """
 
     priority = 'VERY_HIGH'
 
-    def __init__(self, max_listed: int = 5):
+    def __init__(self, max_listed: int = 5, num_read: Optional[int] = 100, unreadable: str = 'stop'):
+        if unreadable not in ('stop', 'skip'):
+            raise ValueError(f"DataCheckHook: unreadable={unreadable!r} has to be 'stop' or 'skip'")
+        if num_read is not None and num_read < 0:
+            raise ValueError(f'DataCheckHook: num_read={num_read!r} has to be at least 0, or None for all samples')
         self.max_listed = max_listed
+        self.num_read = num_read
+        self.unreadable = unreadable
+        self.skipped_list = None
+        self._skipped: set[str] = set()
+        self._list_size = 0
 
     def before_run(self, runner) -> None:
-        """Check the data sets of all loops that will run."""
-        if not is_main_process():
-            return
+        """Check the data sets of all loops that will run, and have their files checked from here on."""
+        if self.unreadable == 'skip':
+            self.skipped_list = osp.join(runner.log_dir, 'unreadable_files.txt')
         for stage in ('train', 'val', 'test'):
             loop = getattr(runner, f'_{stage}_loop')
             if not isinstance(loop, BaseLoop):  # not built: this run does not use it
                 continue
+            may_skip = stage == 'train' and self.unreadable == 'skip'
             for dataset in _leaf_datasets(loop.dataloader.dataset):
-                self._check(dataset, f'{stage}_dataloader')
+                is_main = is_main_process()
+                if is_main:
+                    self._check_presence(dataset, f'{stage}_dataloader')
+                watch_loading(dataset, allowed_labels(runner.model), self.skipped_list if may_skip else None)
+                if is_main:
+                    self._check_samples(dataset, f'{stage}_dataloader', may_skip)
+            if isinstance(loop, IterBasedTrainLoop) and loop.dataloader.num_workers > 0:
+                # MMEngine has started workers by now, whose copies of the data set are not watched.
+                loop.dataloader._iterator = None  # those that persist
+                loop.dataloader_iterator = _LateStart(type(loop.dataloader_iterator), loop.dataloader)
 
-    def _check(self, dataset, key: str) -> None:
-        name = f'{key} ({type(dataset).__name__}, ann_file {getattr(dataset, "ann_file", "")!r})'
+    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
+        """Name the files that were skipped since the last iteration."""
+        if self.skipped_list is None or not is_main_process() or not osp.exists(self.skipped_list):
+            return
+        size = osp.getsize(self.skipped_list)
+        if size == self._list_size:
+            return
+        self._list_size = size
+        with open(self.skipped_list) as stream:
+            found = dict.fromkeys(stream.read().splitlines())
+        new = [line for line in found if line not in self._skipped]
+        self._skipped.update(new)
+        if new:
+            runner.logger.warning(
+                f'{len(self._skipped)} unreadable files skipped so far, all listed in {self.skipped_list}; '
+                f'new: {self._listed(new)}'
+            )
+
+    def _listed(self, items: Sequence, separator: str = ', ') -> str:
+        more = len(items) - self.max_listed
+        listed = separator.join(str(item).rstrip('.') for item in items[: self.max_listed])
+        return listed + (f' and {more} more.' if more > 0 else '.')
+
+    @staticmethod
+    def _name(dataset, key: str) -> str:
+        return f'{key} ({type(dataset).__name__}, ann_file {getattr(dataset, "ann_file", "")!r})'
+
+    def _check_presence(self, dataset, key: str) -> None:
+        name = self._name(dataset, key)
         if len(dataset) == 0:
             raise RunError(f'{name} holds no image.')
         missing = find_missing_files(dataset)
         if missing:
-            listed = ', '.join(missing[: self.max_listed])
-            more = len(missing) - self.max_listed
             raise RunError(
                 f'{name}: {len(missing)} of the files its {len(dataset)} samples name are missing: '
-                + listed
-                + (f' and {more} more.' if more > 0 else '.')
+                + self._listed(missing)
             )
+
+    def _check_samples(self, dataset, key: str, may_skip: bool) -> None:
+        num_read, errors = read_samples(dataset, self.num_read)
+        if not errors:
+            return
+        name = self._name(dataset, key)
+        counted = f'{len(errors)} of {num_read} samples read (of {len(dataset)}) cannot be used: '
+        if may_skip and len(errors) < num_read and all(isinstance(error, Unreadable) for error in errors):
+            print_log(f'{name}: {counted}{self._listed(errors, "; ")} They are skipped.', 'current', logging.WARNING)
+            return
+        hint = '' if num_read == len(dataset) else ' DataCheckHook(num_read=None) reads and counts all.'
+        if all(isinstance(error, Unreadable) for error in errors) and key == 'train_dataloader' and not may_skip:
+            hint += " DataCheckHook(unreadable='skip') trains without them."
+        raise RunError(f'{name}: {counted}{self._listed(errors, "; ")}{hint}')

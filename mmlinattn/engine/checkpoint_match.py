@@ -1,0 +1,99 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import re
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Union
+
+from mmengine.hooks import Hook
+from mmengine.model import BaseTTAModel, is_model_wrapper
+from mmengine.registry import HOOKS
+from mmengine.runner.base_loop import BaseLoop
+from torch import Tensor, nn
+
+from mmlinattn.checkpoints.states import fit_state, some
+
+from .errors import RunError
+
+__all__ = ['CheckpointMatchHook']
+
+UNUSED_IN_TESTS = ('auxiliary_head',)
+
+
+def _state_dict(checkpoint: dict) -> OrderedDict:
+    """What MMEngine will load of a checkpoint."""
+    state = checkpoint.get('state_dict', checkpoint)
+    tensors = OrderedDict((re.sub(r'^module\.', '', key), v) for key, v in state.items() if isinstance(v, Tensor))
+    tensors._metadata = getattr(state, '_metadata', OrderedDict())
+    return tensors
+
+
+def _not_loaded(model: nn.Module, state: dict) -> tuple[list[str], list[str]]:
+    """Keys of another shape (with both shapes) and missing parameters, after conversions that modules do on loading."""
+    _, report = fit_state(model.state_dict(), state)
+    if not report.mismatched and not report.missing:
+        return [], []
+    # Modules may rename or resize on loading (position tables, say), so that only loading tells.
+    try:
+        missing = model.load_state_dict(state, strict=False).missing_keys
+        mismatched = []
+    except RuntimeError as error:
+        refused = [line for line in report.mismatched if f'size mismatch for {line.split()[0]}:' in str(error)]
+        mismatched = refused or report.mismatched
+        missing = report.missing
+    parameters = dict(model.named_parameters())
+    return mismatched, [key for key in missing if key in parameters]
+
+
+@HOOKS.register_module(force=True)
+class CheckpointMatchHook(Hook):
+    """Say which weights of a checkpoint do not fit the model, above all those of a head for other classes.
+
+    MMEngine loads what fits and lists the rest in its log. That is what one wants of ``load_from`` in training, so here
+    this is one warning with both shapes of each weight. A model that is tested or that resumes with some of its weights
+    as they were initialised is a mistake, and stops.
+
+    Args:
+        left_out: Beginnings of the keys that may stay as they are initialised, e.g. ``'decode_head.conv_seg'``: no
+            warning and no error for these.
+
+    Raises:
+        RunError: In test, validation or resuming, weights of the checkpoint have another shape than the model's, or
+            parameters of the model are missing (auxiliary heads, which only train, aside).
+    """
+
+    priority = 'VERY_HIGH'
+
+    def __init__(self, left_out: Union[str, Sequence[str]] = ()):
+        self.left_out = (left_out,) if isinstance(left_out, str) else tuple(left_out)
+
+    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
+        """Compare before MMEngine loads."""
+        model = runner.model
+        while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
+            model = model.module
+        mismatched, missing = _not_loaded(model, _state_dict(checkpoint))
+        is_training = isinstance(runner._train_loop, BaseLoop)
+        known = self.left_out if is_training else self.left_out + UNUSED_IN_TESTS
+        mismatched, missing = ([key for key in keys if not key.startswith(known)] for keys in (mismatched, missing))
+        is_fatal = not is_training or runner._resume
+        if not mismatched and not (missing and is_fatal):
+            return
+        parts = [f'left out for its shape: {", ".join(mismatched)}'] * bool(mismatched)
+        parts += [f'{len(missing)} parameters not in the file: {some(missing)}'] * bool(missing)
+        what = f'the checkpoint does not fit the model; {"; ".join(parts)}. '
+        prefixes = dict.fromkeys(key.split()[0].rpartition('.')[0] for key in mismatched or missing)
+        option = f'{self._option(runner)}={",".join(list(prefixes)[:5])}'
+        if is_fatal:
+            raise RunError(
+                f'{what}These would be used as initialised. The config has to be the one of the checkpoint, its class '
+                f'count included. If it is meant: --cfg-options {option}'
+            )
+        runner.logger.warning(
+            f'{what}These train from their initial values, as is usual for other classes than those of the checkpoint. '
+            f'To say that it is meant: --cfg-options {option}'
+        )
+
+    def _option(self, runner) -> str:
+        hooks = runner.cfg.get('custom_hooks') or []
+        index = next((i for i, hook in enumerate(hooks) if hook.get('type') == type(self).__name__), 'N')
+        return f'custom_hooks.{index}.left_out'
