@@ -152,7 +152,7 @@ def multiply_adds(build: Callable[[], torch.nn.Module], *shape: int) -> int:
 # the first hit counts, in this order
 GROUPS = {
     'softmax attention': ('scaled_dot_product', 'flash_attention', 'efficient_attention'),
-    'matrix products': ('::mm', '::addmm', '::bmm', '::baddbmm', '::linear', 'mkldnn_linear'),
+    'matrix products': ('::mm', '::addmm', '::bmm', '::baddbmm', '::linear', '_linear_pointwise'),
     'convolutions': ('conv',),
     'norms': ('_norm', 'batch_norm', 'layer_norm'),
     'copies': ('copy', 'clone', 'cat', 'stack', 'contiguous', '::pad', '::_to', '::to', 'fill_'),

@@ -6,15 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from mmengine.registry import DefaultScope
 
 # the benchmarks' literal model is a twin of the fast one in the tests
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / 'benchmarks'))
 
 
 @pytest.fixture(autouse=True)
-def seeded():
-    """Each test draws the same random numbers, alone or in any order."""
+def independent():
+    """Each test draws the same random numbers and starts without a default scope, alone or in any order."""
     torch.manual_seed(0)
+    yield
+    DefaultScope._instance_dict.clear()
 
 
 def pytest_collection_modifyitems(items):

@@ -131,6 +131,43 @@ def test_background_has_its_texture(kind):
     assert extreme > 0.5 if kind in ('stripes', 'checker') else extreme < 0.2
 
 
+def told_apart(colours):
+    """Share of colours, ``(kinds, N, 3)``, that are nearest to the mean of their own kind."""
+    distances = np.linalg.norm(colours[:, :, None] - colours.mean(axis=1), axis=-1)
+    return np.mean(distances.argmin(axis=-1) == np.arange(len(colours))[:, None])
+
+
+def test_muted_background_has_the_colour_of_its_kind():
+    def mean_colours(**kwargs):
+        pictures = [
+            [draw_background(np.random.default_rng(seed), (64, 64), kind, **kwargs)[0] for seed in range(40)]
+            for kind in BACKGROUNDS
+        ]
+        return np.mean(pictures, axis=(2, 3))
+
+    assert told_apart(mean_colours(muted=True)) > 0.8
+    assert told_apart(mean_colours()) < 0.5  # chance is 0.25
+
+
+@pytest.mark.parametrize('backgrounds', [('clouds',), ('gradient', 'checker')])
+def test_backgrounds_are_those_asked_for(backgrounds):
+    scenes = [draw_scene(np.random.default_rng(seed), (64, 64), backgrounds=backgrounds) for seed in range(20)]
+    assert {scene.background for scene in scenes} == set(backgrounds)
+
+
+def test_strong_bands_tell_the_fills_apart():
+    def spread(seed, fill, **kwargs):
+        """Of the brightness within one large disc."""
+        options = dict(num_shapes=1, kinds=['disc'], diameters=(0.6, 0.9), fills=[fill], **kwargs)
+        scene = draw_scene(np.random.default_rng(seed), (96, 96), **options)
+        return scene.image[scene.masks[0]].mean(axis=-1).std()
+
+    plain, usual = (np.array([spread(seed, fill) for seed in range(30)]) for fill in ('plain', 'striped'))
+    strong = np.array([spread(seed, 'striped', band_strength=0.9) for seed in range(30)])
+    assert strong.min() > 1.5 * plain.max()
+    assert (strong > 1.5 * usual).all()
+
+
 @pytest.mark.parametrize(
     'kwargs, name',
     [
@@ -140,6 +177,11 @@ def test_background_has_its_texture(kind):
         (dict(kinds=['disk']), 'kinds'),
         (dict(kinds=[]), 'kinds'),
         (dict(fills=['dotted']), 'fills'),
+        (dict(backgrounds=['sky']), 'backgrounds'),
+        (dict(backgrounds=()), 'backgrounds'),
+        (dict(tinted=-0.1), 'tinted'),
+        (dict(max_turn=4), 'max_turn'),
+        (dict(band_strength=1.5), 'band_strength'),
         (dict(diameters=(0.5, 0.2)), 'diameters'),
         (dict(min_visible=0), 'min_visible'),
     ],

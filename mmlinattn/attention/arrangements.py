@@ -9,6 +9,7 @@ from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
+from ..layers.linear import apply_linear
 from .base import Attention, Grid, Mixing
 from .softmax import masked_logit
 from .windows import Windows
@@ -199,7 +200,8 @@ class StripeAttention(BaseModule):
         height, width = x.shape[1:3]
         cuts = cuts or Cuts(x)
         # (B, H, W, 2, w) for each of q, k, v (and gate): the halves of the channels belong to the two directions
-        parts = [part.unflatten(-1, (2, -1)) for part in self.qkv(x).split([2 * w for w in self.widths], dim=-1)]
+        parts = apply_linear(self.qkv, x).split([2 * width for width in self.widths], dim=-1)
+        parts = [part.unflatten(-1, (2, -1)) for part in parts]
         outs = []
         for i, window in enumerate(((height, self.stripe), (self.stripe, width))):
             windows, real, _ = cuts.get(window, False)
@@ -208,4 +210,4 @@ class StripeAttention(BaseModule):
             context = None if source is None else windows.partition(source.chunk(2, dim=-1)[i])
             out = self.branches[i].mix(q, k, v, Grid(*windows.window), mask=real, source=context, **shared)
             outs.append(windows.merge(out * gate[0] if gate else out))
-        return self.proj(torch.cat(outs, dim=-1))
+        return apply_linear(self.proj, torch.cat(outs, dim=-1))

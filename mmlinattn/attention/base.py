@@ -11,12 +11,11 @@ reduced keys, a class token) around an :class:`Attention` and name no method.
 from typing import Optional, Union
 
 import torch
-import torch.nn.functional as F
 from mmengine.model import BaseModule
 from mmengine.registry import Registry
 from torch import Tensor, nn
 
-from ..layers.scaled_linear import scaled_linear
+from ..layers.linear import apply_linear, linear
 from .functional import overwrites
 from .grid import DepthwiseConv2d, Grid, add_local
 from .slices import split
@@ -219,7 +218,7 @@ class Attention(Mixing):
         adapted = type(self.qkv) is not nn.Linear
         plain = self.mixer.quadratic and self.local is None and not torch.is_grad_enabled()
         if kv is None and (adapted or plain):
-            return self.qkv(x).split(self.widths, dim=-1)
+            return apply_linear(self.qkv, x).split(self.widths, dim=-1)
         q, k, v, *gate = self.widths
         # several results: convolutions would copy values that lie among other things, and autograd keeps all of one or
         # nothing, but mixers that map or rotate queries and keys do not need what they mapped
@@ -231,7 +230,7 @@ class Attention(Mixing):
         biases = [None] * len(rows) if self.qkv.bias is None else self.qkv.bias.split(rows)
         projected = []
         for (source, widths), weight, bias in zip(parts, weights, biases):
-            projected += split(F.linear(source, weight, bias), widths)
+            projected += split(linear(source, weight, bias), widths)
         return tuple(projected)
 
     def forward(
@@ -250,7 +249,7 @@ class Attention(Mixing):
             grid (Grid): The grid they live on.
             kv (Tensor, optional): Tokens of keys and values, (B, M, C), when they are not ``x`` (reduced keys).
             source (Tensor, optional): Tokens (B, N', C) whose mean is the mixer's context, ``x`` by default.
-            out_scale (Tensor, optional): Layer scale, (C,), see :func:`~mmlinattn.layers.scaled_linear.scaled_linear`.
+            out_scale (Tensor, optional): Layer scale, (C,), see :func:`~mmlinattn.layers.linear.apply_linear`.
             key_grid, mask, rotary, bias: See :meth:`TokenMixer.forward`.
 
         Returns:
@@ -258,7 +257,7 @@ class Attention(Mixing):
         """
         q, k, v, *gate = self.project(x, kv)
         out = self.mix(q, k, v, grid, source=x if source is None else source, **kwargs)
-        return scaled_linear(self.proj, self.apply_gate(out, x, *gate), out_scale)
+        return apply_linear(self.proj, self.apply_gate(out, x, *gate), out_scale)
 
     def apply_gate(self, out: Tensor, x: Tensor, projected: Optional[Tensor] = None) -> Tensor:
         if self.gate is None:

@@ -1,9 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Focused linear attention that maps its queries and keys on the way, some tokens at a time.
+"""Linear attentions some tokens at a time.
 
-A dozen operations make the focused map. On CPUs they run on blocks of tokens that stay in the cache from the first of
-them to the product with the state; in one go, each would fetch and write the whole tensor. Neither way keeps mapped
-tokens for the backward pass.
+A dozen operations lie between a projected query or key and its product with the state. On CPUs they run on blocks of
+tokens that stay in the cache from the first of them to the last; in one go, each would fetch and write the whole
+tensor.
 """
 
 from typing import Optional
@@ -12,11 +12,67 @@ import torch
 from torch import Tensor
 
 from ..layers.autocast import without_autocast
-from .functional import accumulation_dtype, focused_map, linear_attention, product
+from .functional import accumulation_dtype, focused_map, kernel_map, linear_attention, padded_eps, product, rotate
 from .slices import gradients_like
 
 # elements a thread: with fewer the calls of the operations cost, with many more the blocks leave the cache
 BLOCK_NUMEL = 2**17
+
+
+def rala_inplace(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kernel: str,
+    rotary: Optional[Tensor] = None,
+    mask: Optional[Tensor] = None,
+    weight_scale: Optional[float] = 1.0,
+    eps: float = 1e-6,
+) -> Tensor:
+    """:func:`~mmlinattn.attention.functional.rala` of queries and keys before their map, for inference in float32 or
+    float64: ``q`` and ``k`` are overwritten, ``k`` with the result where it has the shape of ``v``.
+
+    Args:
+        q, k (Tensor): Queries and keys, (B, heads, N, d).
+        kernel (str): See :func:`~mmlinattn.attention.functional.kernel_map`.
+        v, rotary, mask, weight_scale, eps: See :func:`~mmlinattn.attention.functional.rala`.
+
+    Returns:
+        Tensor: (B, heads, N, e).
+    """
+    batch, _, tokens, _ = q.shape
+    real = None if mask is None else mask[:, None, :, None].to(q.dtype)  # (B, 1, N, 1)
+    count = q.new_tensor(tokens) if real is None else real.sum(dim=2, keepdim=True).clamp(min=1)
+    blocks = [rows for images, rows in _blocks(q.transpose(1, 2).flatten(2), together=True)]
+    total = 0
+    for rows in blocks:
+        part = kernel_map(q[:, :, rows], kernel, inplace=True)
+        total = total + (part if real is None else part * real[:, :, rows]).sum(dim=2, keepdim=True)
+    query = (total / count).transpose(-1, -2)
+    logits = [kernel_map(k[:, :, rows], kernel, inplace=True) @ query for rows in blocks]  # maps all keys as well
+    if weight_scale is None:
+        weight = (q.new_ones(1, 1, tokens, 1) if real is None else real) / count
+    else:
+        logits = torch.cat(logits, dim=2).mul_(weight_scale)
+        if mask is not None:
+            logits.masked_fill_(~mask[:, None, :, None], torch.finfo(q.dtype).min)
+        weight = logits.softmax(dim=2)
+    key_mean, state = 0, 0
+    for rows in blocks:
+        part = k[:, :, rows].mul_(weight[:, :, rows])
+        key_mean = key_mean + part.sum(dim=2, keepdim=True)
+        if rotary is not None:
+            part = rotate(part, rotary[rows], inplace=True)
+        state = state + part.transpose(-1, -2) @ v[:, :, rows]
+    out = k if k.shape == v.shape else torch.empty_like(v)
+    eps = padded_eps(eps, mask, q.dtype)
+    for rows in blocks:
+        part, target = q[:, :, rows], out[:, :, rows]
+        normaliser = torch.linalg.vecdot(part, key_mean).unsqueeze(-1) + eps
+        if rotary is not None:
+            part = rotate(part, rotary[rows], inplace=True)
+        product(part, state, out=target).div_(normaliser)
+    return out
 
 
 def focused_attention(
@@ -59,20 +115,21 @@ def _by_head(x: Tensor, num_heads: int) -> Tensor:
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
-def _normaliser(x: Tensor, key_mean: Tensor, eps: float) -> Tensor:
-    """``x`` (B, N, C) by the mean key (B, 1, heads, d) of each head, (B, N, heads, 1)."""
+def _normaliser(x: Tensor, key_mean: Tensor, floor: Tensor) -> Tensor:
+    """``x`` (B, N, C) by the mean key (B, 1, heads, d) of each head plus ``floor`` (B, 1, 1, 1), (B, N, heads, 1)."""
     # a product of matrices would be one with a vector for each head, the slowest of all
-    return torch.linalg.vecdot(x.unflatten(-1, key_mean.shape[2:]), key_mean).add_(eps).unsqueeze(-1)
+    return torch.linalg.vecdot(x.unflatten(-1, key_mean.shape[2:]), key_mean).unsqueeze(-1).add_(floor)
 
 
-def _blocks(x: Tensor):
-    """Slices of images and tokens of (B, N, C) that make blocks of a size for the cache."""
+def _blocks(x: Tensor, together: bool = False):
+    """Slices of images and tokens of (B, N, C) that make blocks of a size for the cache; ``together``: all images."""
     batch, tokens, width = x.shape
     if x.device.type != 'cpu':
         yield slice(None), slice(None)
         return
     size = max(1, torch.get_num_threads() * BLOCK_NUMEL // width)
-    images = max(1, size // max(tokens, 1))
+    images = batch if together else max(1, size // max(tokens, 1))
+    size = max(1, size // batch) if together else size
     for first in range(0, batch, images):
         for start in range(0, tokens, size):
             yield slice(first, first + images), slice(start, start + size)
@@ -118,6 +175,7 @@ class _FocusedAttention(torch.autograd.Function):
                 key_mean[images] += mask[images, None, rows].to(wide) @ keys
         state /= count[:, None, None, None]
         key_mean = (key_mean / count[:, None, None]).unflatten(-1, (num_heads, -1))  # (B, 1, heads, d)
+        floor = scale.new_zeros(batch, 1, 1, 1) + padded_eps(eps, mask, wide)
         out = torch.empty(*q.shape[:2], v.shape[-1], dtype=v.dtype, device=v.device)
         for images, rows in _blocks(q):
             queries, *_ = _focus(q[images, rows], scale, power, eps)
@@ -125,15 +183,16 @@ class _FocusedAttention(torch.autograd.Function):
             mixed = target if target.dtype == wide else torch.empty_like(target, dtype=wide)
             product(_by_head(queries, num_heads), state[images], out=_by_head(mixed, num_heads))
             mixed = mixed.unflatten(-1, (num_heads, -1))
-            torch.div(mixed, _normaliser(queries, key_mean[images], eps), out=target.unflatten(-1, (num_heads, -1)))
-        ctx.save_for_backward(q, k, v, inverse_scale, mask, state, key_mean, count)
+            normaliser = _normaliser(queries, key_mean[images], floor[images])
+            torch.div(mixed, normaliser, out=target.unflatten(-1, (num_heads, -1)))
+        ctx.save_for_backward(q, k, v, inverse_scale, mask, state, key_mean, count, floor)
         ctx.options = power, num_heads, eps
         return out
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        q, k, v, inverse_scale, mask, state, key_mean, count = ctx.saved_tensors
+        q, k, v, inverse_scale, mask, state, key_mean, count, floor = ctx.saved_tensors
         power, num_heads, eps = ctx.options
         scale = inverse_scale.to(state.dtype)
         grad_q, grad_k, grad_v = gradients_like(q, k, v)
@@ -142,11 +201,12 @@ class _FocusedAttention(torch.autograd.Function):
             part = q[images, rows]
             y, r, norm = _focus(part, scale, power, eps)
             queries, means = y.unflatten(-1, (num_heads, -1)), key_mean[images]
+            normaliser = _normaliser(y, means, floor[images])
             # of the numerator, heads side by side
-            g = grad[images, rows].to(scale.dtype).unflatten(-1, (num_heads, -1)) / _normaliser(y, means, eps)
+            g = grad[images, rows].to(scale.dtype).unflatten(-1, (num_heads, -1)) / normaliser
             inner = product(g.transpose(1, 2), state[images].transpose(-1, -2)).transpose(1, 2)
             # g . out = queries . (state g): the numerator itself is not needed
-            grad_normaliser = torch.linalg.vecdot(queries, inner).unsqueeze(-1).div_(-_normaliser(y, means, eps))
+            grad_normaliser = -torch.linalg.vecdot(queries, inner).unsqueeze(-1) / normaliser
             grad_state[images] += queries.permute(0, 2, 3, 1) @ g.transpose(1, 2)
             grad_mean[images] += (queries * grad_normaliser).sum(dim=1, keepdim=True)
             inner = inner.addcmul_(grad_normaliser, means).flatten(2)

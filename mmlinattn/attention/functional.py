@@ -5,7 +5,7 @@ Each has a quadratic twin in ``tests/attention/reference.py`` that builds the N 
 are accumulated in float32 or better, whatever the dtype of the inputs.
 """
 
-from typing import Optional
+from typing import Optional, Union
 
 import torch
 import torch.nn.functional as F
@@ -52,11 +52,13 @@ def kernel_map(x: Tensor, kernel: str, inplace: bool = False) -> Tensor:
     channels). ``inplace``: ``x`` may be overwritten."""
     if kernel == 'elu':
         if inplace:
-            return F.elu(x, inplace=True).add_(1)
+            return F.elu_(x).add_(1)
         if x.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling():
             return _ELUPlusOne.apply(x)
         return F.elu(x).add_(1)  # the backward pass of ELU reads its input, not its output
-    return F.relu(x) if kernel == 'relu' else x.softmax(dim=-1)
+    if kernel == 'relu':
+        return F.relu(x, inplace=inplace)
+    return x.copy_(x.softmax(dim=-1)) if inplace else x.softmax(dim=-1)
 
 
 class _ELUPlusOne(torch.autograd.Function):
@@ -83,7 +85,6 @@ def rala(
     mask: Optional[Tensor] = None,
     weight_scale: Optional[float] = 1.0,
     eps: float = 1e-6,
-    inplace: bool = False,
 ) -> Tensor:
     """Rank-augmented linear attention on mapped queries and keys (RALA Eq. 2-4), O(N d^2).
 
@@ -99,7 +100,6 @@ def rala(
         weight_scale (float, optional): Scale of the weights' logits (1 in the paper, ``d ** -0.5`` in the release);
             None weighs all tokens alike.
         eps (float): Added to the normaliser.
-        inplace (bool): ``q`` and ``k`` may be overwritten.
 
     Returns:
         Tensor: (B, heads, N, e), in the dtype of ``v``.
@@ -117,26 +117,22 @@ def rala(
     else:
         weight = (q.new_ones(1, 1, q.shape[2], 1, dtype=wide) if real is None else real) / count
     key_mean = (k.transpose(-1, -2).to(wide) @ weight).to(q.dtype)  # sum_j a_j k_j / N, (B, heads, d, 1)
-    if mask is not None:
-        # where all tokens are padding, the values are zero: anything does that keeps the queries finite
-        eps = eps + (~mask.any(dim=1))[:, None, None, None].to(wide)
-    normaliser = (q @ key_mean).to(wide) + eps
-    if inplace and wide == q.dtype:
-        q.div_(normaliser)
-        k.mul_(weight)
+    normaliser = (q @ key_mean).to(wide) + padded_eps(eps, mask, wide)
+    q = (q / normaliser).to(q.dtype)  # dividing the result instead would keep one map more for the backward pass
+    if wide == q.dtype:
+        v = v * weight
     else:
-        q = (q / normaliser).to(q.dtype)  # dividing the result instead would keep one map more for the backward pass
-        if wide == q.dtype:
-            v = v * weight
-        else:
-            # 1/N leaves the range of float16; its root on each factor does not
-            k, v = (k * count.rsqrt()).to(q.dtype), (v * (weight * count.sqrt())).to(q.dtype)
+        # 1/N leaves the range of float16; its root on each factor does not
+        k, v = (k * count.rsqrt()).to(q.dtype), (v * (weight * count.sqrt())).to(q.dtype)
     if rotary is not None:
-        q, k = rotate(q, rotary, inplace), rotate(k, rotary, inplace)
-    state = k.transpose(-1, -2) @ v
-    if not inplace or k.dtype != v.dtype:
-        return q @ state
-    return product(q, state, out=k if k.shape == v.shape else None)  # the keys have done their work
+        q, k = rotate(q, rotary), rotate(k, rotary)
+    return q @ (k.transpose(-1, -2) @ v)
+
+
+def padded_eps(eps: float, mask: Optional[Tensor], dtype: torch.dtype) -> Union[float, Tensor]:
+    """``eps``, or (B, 1, 1, 1) with 1 more where all tokens are padding: the values are zero there, and anything does
+    that keeps queries and gradients in range."""
+    return eps if mask is None else eps + (~mask.any(dim=1))[:, None, None, None].to(dtype)
 
 
 def product(x: Tensor, matrix: Tensor, shift: Optional[Tensor] = None, out: Optional[Tensor] = None) -> Tensor:
@@ -190,7 +186,7 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = N
         Tensor: (B, heads, N, e), in the dtype of ``v``.
     """
     count, (key_mean,) = token_means(mask, k, k)
-    normaliser = (q @ key_mean.to(q.dtype).transpose(-1, -2)).to(count.dtype) + eps
+    normaliser = (q @ key_mean.to(q.dtype).transpose(-1, -2)).to(count.dtype) + padded_eps(eps, mask, count.dtype)
     if count.dtype == q.dtype:
         state = (k.transpose(-1, -2) @ v) / count  # padded values are zero, so padded keys do not matter
     else:

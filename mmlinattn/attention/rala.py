@@ -1,8 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from typing import Optional
 
+from ..layers.autocast import without_autocast
 from .base import TOKEN_MIXERS, TokenMixer
-from .functional import kernel_map, overwrites, rala
+from .blockwise import rala_inplace
+from .functional import accumulation_dtype, kernel_map, overwrites, rala
 
 
 @TOKEN_MIXERS.register_module('rala')
@@ -45,8 +47,9 @@ class RALAMixer(TokenMixer):
         self.weight_scale = None if not augment_kv else self.head_dim**-0.5 if scale_weights else 1.0
 
     def forward(self, q, k, v, grid, key_grid, mask=None, rotary=None, bias=None, context=None):
-        inplace = overwrites()
-        q = kernel_map(self.split_heads(q), self.kernel, inplace)
-        k = kernel_map(self.split_heads(k), self.kernel, inplace)
-        v = self.split_heads(v)
-        return self.merge_heads(rala(q, k, v, rotary, mask, self.weight_scale, inplace=inplace))
+        q, k, v = self.split_heads(q), self.split_heads(k), self.split_heads(v)
+        if overwrites() and q.dtype == accumulation_dtype(q) == v.dtype:
+            with without_autocast(q):
+                return self.merge_heads(rala_inplace(q, k, v, self.kernel, rotary, mask, self.weight_scale))
+        q, k = kernel_map(q, self.kernel), kernel_map(k, self.kernel)
+        return self.merge_heads(rala(q, k, v, rotary, mask, self.weight_scale))

@@ -41,8 +41,7 @@ class Backbone(BaseModule):
 
     Raises:
         ValueError: For an unknown ``arch`` or attention, a wrong number of ``stage_attns``, a head count that does not
-        divide its
-            width, a ``drop_path_rate`` out of range.
+            divide its width, windows, grids, stripes or reductions below 1, a ``drop_path_rate`` out of range.
     """
 
     arch_zoo: dict[str, dict] = {}
@@ -76,6 +75,7 @@ class Backbone(BaseModule):
         for dim, heads in zip(self.embed_dims, self.arch['num_heads']):
             if heads < 1 or dim % heads:
                 raise ValueError(f'num_heads={heads} has to divide the width {dim} (arch {self.arch})')
+        self._check_sizes()
         rate = self.arch['drop_path_rate'] if drop_path_rate is None else drop_path_rate
         if not 0 <= rate < 1:
             raise ValueError(f'drop_path_rate={rate} has to lie in [0, 1)')
@@ -109,6 +109,14 @@ class Backbone(BaseModule):
         if len(values) != len(self.depths):
             raise ValueError(f'arch: {key}={value} has to have one entry for each of the {len(self.depths)} stages')
         return values
+
+    def _check_sizes(self) -> None:
+        """What counts tokens, where the host has it."""
+        for key in ('grid', 'grids', 'linear_windows', 'sr_ratios', 'stripes', 'window'):
+            allowed = 'ints >= 1' + (' or None' if key == 'stripes' else '')
+            for value in self.per_stage(key) if key in self.arch else ():
+                if not (type(value) is int and value >= 1) and not (value is None and key == 'stripes'):
+                    raise ValueError(f'arch: {key}={self.arch[key]} has to consist of {allowed}')
 
     @staticmethod
     def check_out_indices(out_indices: Sequence[int], num_stages: int) -> tuple[int, ...]:

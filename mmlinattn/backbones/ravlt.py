@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..attention import GlobalAttention
 from ..layers import Block, ConvDownsample, ConvFFN, ConvStem, ResidualDWConv, rotary_table
+from ..layers.patch_embed import fold_batch_norm
 from .base import PyramidBackbone
 
 HYBRID = ('rala', 'rala', 'softmax', 'softmax')
@@ -149,9 +150,7 @@ def fold_batch_norms(layers: nn.Sequential) -> nn.Sequential:
     for name, layer in layers.named_children():
         if isinstance(layer, nn.modules.batchnorm._BatchNorm):
             conv = next(reversed(folded.values()))
-            scale = layer.weight / (layer.running_var + layer.eps).sqrt()
-            conv.weight.mul_(scale[:, None, None, None])
-            conv.bias.sub_(layer.running_mean).mul_(scale).add_(layer.bias)
+            conv.weight.data, conv.bias.data = fold_batch_norm(conv, layer)
         else:
             folded[name] = layer
     return nn.Sequential(folded)

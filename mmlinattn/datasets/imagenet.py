@@ -16,6 +16,7 @@ from .shapes import FILLS, IMAGENET_CLASSES, SHAPES, draw_scene
 
 TOP_LEVEL = ('train', 'val', 'meta', 'LOC_synset_mapping.txt')
 WNIDS = tuple(f'n9{label:07d}' for label in range(len(IMAGENET_CLASSES)))  # sort as the labels do
+QUIET_BACKGROUNDS = ('gradient', 'clouds')  # the others have bands themselves, as the striped shapes do
 FOLDERS = (*(f'{split}/{wnid}' for split in ('train', 'val') for wnid in WNIDS), 'meta')
 
 
@@ -31,6 +32,9 @@ def write_picture(root: Path, split: str, number: int, rng: np.random.Generator,
         fills=(FILLS[fill],),
         diameters=(0.45, 0.9),
         min_visible=0.9,
+        backgrounds=QUIET_BACKGROUNDS,
+        muted=True,
+        band_strength=0.9,
     )
     wnid = WNIDS[label]
     name = f'{wnid}_{number}' if split == 'train' else f'ILSVRC2012_val_{number:08d}'

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from .textures import BACKGROUNDS, FILLS, contrasting_colour, draw_background, draw_fill
+from .textures import BACKGROUNDS, BAND_STRENGTH, FILLS, contrasting_colour, draw_background, draw_fill
 
 SHAPES = ('disc', 'square', 'triangle', 'star', 'cross', 'heart')
 UNLABELLED_SHAPE = 'ring'
@@ -68,6 +68,9 @@ def draw_scene(
     min_visible: float = MIN_VISIBLE,
     max_turn: float = MAX_TURN,
     tinted: float = TINTED,
+    backgrounds: Sequence[str] = BACKGROUNDS,
+    muted: bool = False,
+    band_strength: float = BAND_STRENGTH,
 ) -> Scene:
     """Draw a picture of shapes, each of which covers those drawn before it.
 
@@ -85,6 +88,9 @@ def draw_scene(
         min_visible: Least visible fraction of a shape's area.
         max_turn: Largest turn from upright, in radians.
         tinted: Fraction of the shapes that have a colour typical of their form; the others have any colour.
+        backgrounds: Backgrounds to choose from, of ``BACKGROUNDS``.
+        muted: Backgrounds are pale and have a colour typical of their kind, in place of any colour.
+        band_strength: How far the bands of a striped fill go towards black or white.
 
     Returns:
         The picture with its ground truth.
@@ -97,13 +103,17 @@ def draw_scene(
         >>> scene.image.shape, scene.image.dtype
         ((120, 160, 3), dtype('uint8'))
     """
-    _check(size, num_shapes, kinds, fills, diameters, min_visible)
-    for name, value, most in (('max_turn', max_turn, np.pi), ('tinted', tinted, 1)):
+    _check(size, num_shapes, kinds, fills, backgrounds, diameters, min_visible)
+    for name, value, most in (
+        ('max_turn', max_turn, np.pi),
+        ('tinted', tinted, 1),
+        ('band_strength', band_strength, 1),
+    ):
         if not 0 <= value <= most:
             raise ValueError(f'{name} must be from 0 to {most:g}, got {value}')
     width, height = size
-    background = BACKGROUNDS[rng.integers(len(BACKGROUNDS))]
-    canvas, ends = draw_background(rng, size, background)
+    background = backgrounds[rng.integers(len(backgrounds))]
+    canvas, ends = draw_background(rng, size, background, muted)
     if num_shapes is None:
         num_shapes = int(rng.integers(1, MAX_SHAPES + 1))
 
@@ -134,7 +144,7 @@ def draw_scene(
         hue = tuple(_FORMS).index(kinds[label]) / len(_FORMS) if rng.random() < tinted else None
         colours.append(contrasting_colour(rng, ends, colours, hue))
         fill = fills[rng.integers(len(fills))]
-        surface = draw_fill(rng, coverage.shape[0], colours[-1], fill, diameter)[place.patch]
+        surface = draw_fill(rng, coverage.shape[0], colours[-1], fill, diameter, band_strength)[place.patch]
         target = canvas[place.picture]
         target += (surface - target) * clipped[..., None]
 
@@ -144,12 +154,17 @@ def draw_scene(
     return Scene(image, masks, np.array(labels, np.int64), background)
 
 
-def _check(size, num_shapes, kinds, fills, diameters, min_visible) -> None:
+def _check(size, num_shapes, kinds, fills, backgrounds, diameters, min_visible) -> None:
     if len(size) != 2 or not all(MIN_SIDE <= side <= MAX_SIDE for side in size):
         raise ValueError(f'size must be a width and a height from {MIN_SIDE} to {MAX_SIDE} pixels, got {size}')
     if num_shapes is not None and not 0 <= num_shapes <= 255:
         raise ValueError(f'num_shapes must be from 0 to 255, got {num_shapes}')
-    for name, given, known in (('kinds', kinds, tuple(_FORMS)), ('fills', fills, FILLS)):
+    choices = (
+        ('kinds', kinds, tuple(_FORMS)),
+        ('fills', fills, FILLS),
+        ('backgrounds', backgrounds, BACKGROUNDS),
+    )
+    for name, given, known in choices:
         if not given or not set(given) <= set(known):
             raise ValueError(f'{name} must be one or more of {known}, got {given}')
     if not 0 < diameters[0] <= diameters[1] <= 1:

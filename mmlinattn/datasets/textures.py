@@ -20,27 +20,39 @@ FILLS = ('plain', 'striped')
 BACKGROUND_SPREAD = (25.0, 65.0)
 FOREGROUND_CONTRAST = 110.0
 NEIGHBOUR_CONTRAST = 75.0
+BAND_STRENGTH = 0.45  # of a striped fill's bands: 0 would not show, 1 is black or white
 
 
-def draw_background(rng: np.random.Generator, size: tuple[int, int], kind: str) -> tuple[np.ndarray, np.ndarray]:
+def draw_background(
+    rng: np.random.Generator, size: tuple[int, int], kind: str, muted: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
     """Draw one background.
 
     Args:
         rng: Source of randomness.
         size: Width and height in pixels.
         kind: One of ``BACKGROUNDS``.
+        muted: Pale, and of a colour typical of the kind, in place of any colour. The mean colour of a picture is by
+            far its strongest signal: where it is random, small models spend their first hundreds of iterations on
+            not heeding it.
 
     Returns:
         The picture, ``(H, W, 3)`` float32, and its two end colours, ``(2, 3)``.
     """
     width, height = size
-    first = rng.uniform(20, 235, 3)
+    first = _pale(rng, kind) if muted else rng.uniform(20, 235, 3)
     direction = rng.normal(size=3)
     step = direction / np.linalg.norm(direction) * rng.uniform(*BACKGROUND_SPREAD)
     second = np.clip(first + step, 0, 255)
     mix = _MIXES[kind](rng, width, height).astype(np.float32)[..., None]
     picture = first.astype(np.float32) * (1 - mix) + second.astype(np.float32) * mix
     return picture, np.stack([first, second])
+
+
+def _pale(rng: np.random.Generator, kind: str) -> np.ndarray:
+    """An unsaturated colour typical of a background, ``(3,)`` RGB; the hues lie between those of the first shapes."""
+    hue = (BACKGROUNDS.index(kind) + 0.3) / len(BACKGROUNDS) + rng.normal(0, 0.03)
+    return np.array(colorsys.hsv_to_rgb(hue % 1, rng.uniform(0.2, 0.45), rng.uniform(0.5, 0.9))) * 255
 
 
 def _ramp(rng: np.random.Generator, width: int, height: int) -> np.ndarray:
@@ -125,7 +137,14 @@ def _distances(one: np.ndarray, two: np.ndarray) -> np.ndarray:
     return np.linalg.norm(one[:, None] - two[None], axis=-1)
 
 
-def draw_fill(rng: np.random.Generator, side: int, colour: np.ndarray, fill: str, diameter: float) -> np.ndarray:
+def draw_fill(
+    rng: np.random.Generator,
+    side: int,
+    colour: np.ndarray,
+    fill: str,
+    diameter: float,
+    band_strength: float = BAND_STRENGTH,
+) -> np.ndarray:
     """Surface of one shape: lightly shaded, with darker or lighter bands where ``striped``.
 
     Args:
@@ -134,6 +153,7 @@ def draw_fill(rng: np.random.Generator, side: int, colour: np.ndarray, fill: str
         colour: ``(3,)`` RGB.
         fill: One of ``FILLS``.
         diameter: Size of the shape in pixels; the bands scale with it.
+        band_strength: How far the bands go towards black or white, from 0 to 1.
 
     Returns:
         ``(side, side, 3)`` float32.
@@ -144,5 +164,5 @@ def draw_fill(rng: np.random.Generator, side: int, colour: np.ndarray, fill: str
         # Bands go towards whichever of black and white is further away, so they always show.
         target = np.float32(0 if colour.mean() > 127 else 255)
         bands = _soft_square_wave(_ramp(rng, side, side), diameter * rng.uniform(0.16, 0.24))
-        patch += (target - patch) * (0.45 * bands[..., None])
+        patch += (target - patch) * (band_strength * bands[..., None])
     return patch

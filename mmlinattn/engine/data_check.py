@@ -128,11 +128,12 @@ def explained_empty_data(cfg: Config, stages: Sequence[str]):
     try:
         yield
     except ValueError:
+        error = None
         with suppress(Exception):  # what went wrong first is what counts
             reason = _explain_empty_data(cfg, stages)
             if reason:
                 error = RunError(reason)
-        if isinstance(error, RunError):
+        if error is not None:
             raise error from None
         raise
 

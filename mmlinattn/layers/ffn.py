@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
+from .linear import apply_linear
 from .position import ResidualDWConv
-from .scaled_linear import scaled_linear
 
 
 class MLP(BaseModule):
@@ -31,23 +31,26 @@ class MLP(BaseModule):
 
     def hidden(self, x: Tensor) -> Tensor:
         """The hidden map of ``x``."""
-        return F.gelu(self.fc1(x))
+        return apply_linear(self.fc1, x, gelu=True)
 
     def forward(self, x: Tensor, out_scale: Optional[Tensor] = None) -> Tensor:
-        """``out_scale``: see :func:`~mmlinattn.layers.scaled_linear.scaled_linear`."""
+        """``out_scale``: see :func:`~mmlinattn.layers.linear.apply_linear`."""
         height, row_numel = x.shape[1], x[0, 0].numel() // x.shape[-1] * self.fc1.out_features
         whole = torch.is_grad_enabled() or x.device.type != 'cpu' or torch.compiler.is_compiling()
         if whole or x.shape[0] * height * row_numel <= 2 * self.strip_numel:
-            return scaled_linear(self.fc2, self.hidden(x), out_scale)
+            return apply_linear(self.fc2, self.hidden(x), out_scale)
         rows = max(self.strip_numel // row_numel, 8 * self.halo, 1)
-        strips = []
-        for image in x.split(1):
+        out = None
+        for i, image in enumerate(x.split(1)):
             for top in range(0, height, rows):
                 bottom = min(top + rows, height)
                 first, last = max(top - self.halo, 0), min(bottom + self.halo, height)
-                hidden = self.hidden(image[:, first:last])[0, top - first : bottom - first]
-                strips.append(scaled_linear(self.fc2, hidden, out_scale))
-        return torch.cat(strips).unflatten(0, (-1, height))
+                hidden = self.hidden(image[:, first:last])[:, top - first : bottom - first]
+                strip = apply_linear(self.fc2, hidden, out_scale)
+                if out is None:
+                    out = strip.new_empty(*x.shape[:-1], strip.shape[-1])
+                out[i, top:bottom] = strip[0]
+        return out
 
 
 class ConvFFN(MLP):
@@ -61,7 +64,9 @@ class ConvFFN(MLP):
         self.dwconv = ResidualDWConv(hidden_dim)
 
     def hidden(self, x: Tensor) -> Tensor:
-        return self.dwconv(self.fc1(x), of_gelu=True)
+        if torch.is_grad_enabled():  # GELU is computed again in the backward pass, with the convolution's
+            return self.dwconv(self.fc1(x), of_gelu=True)
+        return self.dwconv(apply_linear(self.fc1, x, gelu=True))
 
 
 class DWConvFFN(MLP):
@@ -74,4 +79,4 @@ class DWConvFFN(MLP):
         self.dwconv = nn.Conv2d(hidden_dim, hidden_dim, 3, padding=1, groups=hidden_dim)
 
     def hidden(self, x: Tensor) -> Tensor:
-        return F.gelu(self.dwconv(self.fc1(x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+        return F.gelu(self.dwconv(apply_linear(self.fc1, x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1))

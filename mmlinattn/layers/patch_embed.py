@@ -11,6 +11,28 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from .conv_of_gelu import conv_of_gelu
+from .linear import apply_linear
+
+
+def fold_batch_norm(conv: nn.Conv2d, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """Weight and bias of the convolution that gives what ``conv`` and then ``norm``, in eval mode, give."""
+    wide = torch.promote_types(conv.weight.dtype, torch.float32)
+    scale = (norm.weight.to(wide) / (norm.running_var.to(wide) + norm.eps).sqrt()).to(wide)
+    bias = -norm.running_mean if conv.bias is None else conv.bias - norm.running_mean
+    weight, bias = conv.weight * scale[:, None, None, None], bias * scale + norm.bias
+    return weight.to(conv.weight.dtype), bias.to(conv.weight.dtype)
+
+
+def conv_norm(x: Tensor, conv: nn.Conv2d, norm: Optional[nn.Module], of_gelu: bool = False) -> Tensor:
+    """``norm(conv(x))`` on (B, C, H, W), or of ``gelu(x)``; in inference, batch norms go into the convolution."""
+    weight, bias = conv.weight, conv.bias
+    fixed = isinstance(norm, nn.modules.batchnorm._BatchNorm) and not norm.training and norm.running_var is not None
+    if fixed and norm.affine and not torch.is_grad_enabled() and not x.is_meta:  # counters are to see the norms
+        weight, bias = fold_batch_norm(conv, norm)
+        norm = None
+    stride = conv.stride[0]
+    x = conv_of_gelu(x, weight, bias, stride) if of_gelu else F.conv2d(x, weight, bias, stride, conv.padding)
+    return x if norm is None else norm(x)
 
 
 class ConvStem(BaseModule):
@@ -38,13 +60,13 @@ class ConvStem(BaseModule):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.permute(0, 3, 1, 2)
-        previous = None
-        for layer in self.layers:
-            if isinstance(previous, nn.GELU):
-                x = conv_of_gelu(x, layer.weight, layer.bias, layer.stride[0])
-            elif not isinstance(layer, nn.GELU):
-                x = layer(x)
-            previous = layer
+        layers = [layer for layer in self.layers if not isinstance(layer, nn.GELU)]
+        first = True
+        while layers:
+            conv = layers.pop(0)
+            norm = layers.pop(0) if layers and not isinstance(layers[0], nn.Conv2d) else None  # folded for deployment
+            x = conv_norm(x, conv, norm, of_gelu=not first)
+            first = False
         return x.permute(0, 2, 3, 1)
 
 
@@ -57,7 +79,8 @@ class ConvDownsample(BaseModule):
         self.layers = nn.Sequential(OrderedDict(conv=conv, norm=norm))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        norm = getattr(self.layers, 'norm', None)  # None where it was folded for deployment
+        return conv_norm(x.permute(0, 3, 1, 2), self.layers.conv, norm).permute(0, 2, 3, 1)
 
 
 class PatchEmbed(BaseModule):
@@ -108,4 +131,4 @@ class PatchMerging(BaseModule):
         x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
         # order of the neighbours: down first, then right
         x = torch.cat([x[:, i::2, j::2] for j in range(2) for i in range(2)], dim=-1)
-        return self.reduction(self.norm(x))
+        return apply_linear(self.reduction, self.norm(x))

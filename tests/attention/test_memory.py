@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from test_masks import DIM, HEADS, build, every_mixer
 
 from mmlinattn.attention import Grid, blockwise, grid
-from mmlinattn.attention.blockwise import focused_attention
-from mmlinattn.attention.functional import focused_map, inline_attention, linear_attention, product
+from mmlinattn.attention.blockwise import focused_attention, rala_inplace
+from mmlinattn.attention.functional import focused_map, inline_attention, kernel_map, linear_attention, product, rala
 from mmlinattn.attention.slices import gradients_like, split
 from mmlinattn.layers import rotary_table
 
@@ -95,6 +95,22 @@ def test_inference_that_overwrites_gives_what_training_gives(mixer, batch):
     with torch.no_grad():
         torch.testing.assert_close(attention(x, Grid(2, 3), rotary=rotary), expected)
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize('masked', [True, False])
+@pytest.mark.parametrize('weight_scale', [None, 0.5])
+@pytest.mark.parametrize('kernel', ['elu', 'relu', 'softmax'])
+@pytest.mark.parametrize('numel', [1, 2 * DIM, 5000], ids='{}'.format)
+def test_rala_in_blocks_of_any_size(monkeypatch, numel, kernel, weight_scale, masked):
+    monkeypatch.setattr(blockwise, 'BLOCK_NUMEL', numel)
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: 1)
+    q, k, v = (by_head(t) for t in torch.randn(3, 6, 3 * DIM, dtype=torch.float64).split(DIM, dim=-1))
+    rotary, mask = rotary_table(2, 3, DIM // HEADS, dtype=torch.float64), None
+    if masked:
+        mask = torch.rand(3, 6) > 0.4
+        v = v * mask[:, None, :, None]
+    expected = rala(kernel_map(q, kernel), kernel_map(k, kernel), v, rotary, mask, weight_scale)
+    torch.testing.assert_close(rala_inplace(q, k, v, kernel, rotary, mask, weight_scale), expected)
 
 
 @pytest.mark.parametrize('masked', [True, False])

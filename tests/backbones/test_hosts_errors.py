@@ -84,6 +84,25 @@ def test_window_sizes_of_another_form(window_size):
     assert "has to be 'trained', None, an int >= 1, or a sequence of 4 of these" in message
 
 
+@pytest.mark.parametrize(
+    ('host', 'key', 'value'),
+    [
+        ('LinearPVT', 'grids', 0),
+        ('LinearPVT', 'sr_ratios', (8, 4, 2, 0)),
+        ('LinearPVTv2', 'grids', (56, 28, 14, -7)),
+        ('LinearSwin', 'window', 0),
+        ('LinearSwin', 'window', None),
+        ('LinearSwin', 'linear_windows', (7, 4, 3.5, 2)),
+        ('LinearCSWin', 'stripes', (0, 2, 3, None)),
+        ('LinearDeiT', 'grid', 0),
+    ],
+)
+def test_sizes_of_an_arch_that_hold_no_token(host, key, value):
+    message = rf'arch: {key}={re.escape(str(value))} has to consist of ints >= 1{" or None" * (key == "stripes")}$'
+    with pytest.raises(ValueError, match=message):
+        small_hosts.build(host, arch=dict(ARCHS[host], **{key: value}))
+
+
 def test_stripes_need_an_even_number_of_heads():
     with pytest.raises(ValueError, match='num_heads=3 has to be even'):
         LinearCSWin(dict(ARCHS['LinearCSWin'], num_heads=(2, 2, 3, 4)), stage_attns=('softmax',) * 4)
@@ -92,6 +111,18 @@ def test_stripes_need_an_even_number_of_heads():
 def test_unknown_out_type():
     with pytest.raises(ValueError, match=r"out_type='tokens' has to be one of \('raw', 'cls_token', 'featmap'"):
         LinearDeiT(out_type='tokens')
+
+
+@pytest.mark.parametrize(('window_size', 'tokens'), [(91, 8281), (2**20, 2**40)])
+def test_softmax_windows_whose_bias_would_not_fit_in_memory(window_size, tokens):
+    """Named before anything of their size is built; stages of other attentions take such windows."""
+    window = rf'window_size=\({window_size}, {window_size}\): a window .*'
+    message = rf'{window} may have 8192 tokens at most .* not {tokens};'
+    with pytest.raises(ValueError, match=message):
+        small_hosts.build('LinearSwin', 'softmax', window_size=window_size)
+    with pytest.raises(ValueError, match=message):
+        small_hosts.build('LinearSwin', 'softmax', arch=dict(ARCHS['LinearSwin'], window=window_size))
+    small_hosts.build('LinearSwin', 'rala', window_size=window_size)
 
 
 def test_a_boolean_is_no_window():

@@ -25,8 +25,9 @@ from test_base import (  # noqa: F401
     test_with_cp_gives_the_same_gradients_and_recomputes_blocks,
 )
 from torch.nn.functional import pad
+from torch.nn.parallel import DistributedDataParallel
 
-from mmlinattn.attention import windows
+from mmlinattn.attention import Grid, windows
 from mmlinattn.backbones import LinearCSWin, LinearDeiT, LinearPVT, LinearPVTv2, LinearSwin
 
 HALF = [torch.float16, torch.bfloat16]
@@ -69,13 +70,29 @@ def test_any_size(host, attn, size):
 @every_attention
 @every_host
 def test_blocks_take_stripes_of_one_pixel(host, attn, size):
-    """Maps that no image leads to, through the blocks of the first stage."""
-    if host == 'LinearDeiT':
-        pytest.skip('its sequences have a class token in front, see test_any_size')
-    model = small_hosts.build(host, attn)
-    x = torch.randn(2, *size, 8)
-    out = model.stages[0][0](x, **model.shared(0, x))
-    assert out.shape == x.shape and out.isfinite().all()
+    """Maps that no image leads to, through the blocks of every stage, forward and backward."""
+    model = small_hosts.build(host, attn).eval()
+    grid = Grid(*size, prefix=1)
+    for i, blocks in enumerate([model.blocks] if host == 'LinearDeiT' else model.stages):
+        for block in blocks:
+            shape = (grid.num_tokens,) if host == 'LinearDeiT' else size
+            x = torch.randn(2, *shape, model.embed_dims[i], requires_grad=True)
+            out = block(x, **(dict(grid=grid) if host == 'LinearDeiT' else model.shared(i, x)))
+            assert out.shape == x.shape and out.isfinite().all()
+            assert torch.autograd.grad(out.square().sum(), x)[0].isfinite().all()
+
+
+@pytest.mark.parametrize('size', [(33, 47), (50, 129)], ids=str)
+@every_attention
+@every_host
+def test_an_image_is_padded_with_zeros_to_whole_patches(host, attn, size):
+    """At the bottom and on the right, and no further: tokens without a pixel of the image would mix with the others."""
+    model = small_hosts.build(host, attn).double().eval()
+    x = image(2, *size).double()
+    patch = 16 if host == 'LinearDeiT' else 4
+    padded = pad(x, (0, -size[1] % patch, 0, -size[0] % patch))
+    for out, expected in zip(model(x), model(padded)):
+        torch.testing.assert_close(out, expected)
 
 
 @every_attention
@@ -314,6 +331,39 @@ def test_export(host, attn):
         exported = torch.export.export(model, (x,)).module()
         for out, expected in zip(exported(x), model(x)):
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@every_host
+def test_dynamo_captures_one_graph(host):
+    """Whole, in inference, at a size that resizes tables and pads windows."""
+    attns = (['inline', 'focused'],) if host == 'LinearDeiT' else MIXED
+    model, x = small_hosts.build(host, stage_attns=attns).eval(), image(1, 75, 101)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend='eager')
+    with torch.no_grad():
+        for out, expected in zip(compiled(x), model(x)):
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope='module')
+def process_group(tmp_path_factory):
+    """A group of this process alone: DistributedDataParallel minds unused parameters all the same."""
+    store = tmp_path_factory.mktemp('group') / 'store'
+    torch.distributed.init_process_group('gloo', init_method=f'file://{store}', rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize('with_cp', [False, True])
+@every_attention
+@every_host
+def test_trains_in_parallel_without_find_unused_parameters(process_group, host, attn, with_cp):
+    model = small_hosts.build(host, attn, drop_path_rate=0.5, with_cp=with_cp).train()
+    parallel = DistributedDataParallel(model)
+    for _ in range(2):  # what the first step left unused is an error in the second
+        loss(parallel(image())).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 @every_attention

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from mmlinattn.attention.base import scaled_linear
 from mmlinattn.layers import Block
+from mmlinattn.layers.linear import apply_linear
 
 LN = dict(type='LN', eps=1e-6)
 
@@ -19,7 +19,7 @@ class Branch(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x, out_scale=None):
-        return scaled_linear(self.linear, x, out_scale)
+        return apply_linear(self.linear, x, out_scale)
 
 
 def block(layer_scale, drop_path=0.0):
@@ -92,4 +92,4 @@ def test_an_adapter_in_place_of_a_linear_layer_is_called():
             return x + 1
 
     x, scale = torch.randn(2, 4), torch.randn(4)
-    torch.testing.assert_close(scaled_linear(Adapter(), x, scale), (x + 1) * scale)
+    torch.testing.assert_close(apply_linear(Adapter(), x, scale), (x + 1) * scale)

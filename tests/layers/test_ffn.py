@@ -1,8 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import pytest
 import torch
+from torch import nn
 
 from mmlinattn.layers import MLP, ConvFFN, DWConvFFN
+from mmlinattn.layers.linear import apply_linear, linear
 
 
 @pytest.mark.parametrize('ffn', [MLP, ConvFFN, DWConvFFN])
@@ -28,3 +30,27 @@ def test_strips_of_tokens(monkeypatch):
     monkeypatch.setattr(MLP, 'strip_numel', 70)
     with torch.no_grad():
         torch.testing.assert_close(module(x), whole)
+
+
+@pytest.mark.parametrize('bias', [True, False])
+@pytest.mark.parametrize('gelu', [True, False])
+@pytest.mark.parametrize('shape', [(7, 6), (2, 3, 5, 6), (0, 6)], ids=str)
+def test_inference_multiplies_as_training_does(shape, gelu, bias):
+    layer, x = nn.Linear(6, 10, bias=bias), torch.randn(shape)
+    expected = apply_linear(layer, x, gelu=gelu)
+    with torch.no_grad():
+        torch.testing.assert_close(apply_linear(layer, x, gelu=gelu), expected)
+        strided = torch.randn(*shape[:-1], 18)[..., 6:12]
+        torch.testing.assert_close(
+            linear(strided, layer.weight, layer.bias), nn.functional.linear(strided, layer.weight, layer.bias)
+        )
+
+
+def test_hooks_and_adapters_are_called():
+    layer, x, seen = nn.Linear(3, 4), torch.randn(2, 3), []
+    handle = layer.register_forward_hook(lambda *args: seen.append(args))
+    with torch.no_grad():
+        hooked = apply_linear(layer, x, torch.ones(4), gelu=True)
+        handle.remove()
+        torch.testing.assert_close(apply_linear(layer, x, gelu=True), hooked)
+    assert len(seen) == 1

@@ -1,0 +1,218 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Published configs of every host and method through both tools, on shapes: their backbones made small, a few
+iterations of training, and a test of the checkpoint that has to predict what the model in memory did.
+
+One process trains and tests all configs of a task. ``MMLINATTN_ALL_ROUNDS=1`` takes every host with every method;
+without it each host goes through each task with one of its methods.
+"""
+
+import functools
+import json
+import os
+import pickle
+import re
+import subprocess
+from importlib.util import find_spec
+from pathlib import Path
+from pprint import pformat
+
+import numpy as np
+import pytest
+import torch
+from config_helpers import CONFIG_DIR, load
+from mmengine.registry import MODELS
+from test_cli_roundtrip import TOOLS, losses, python
+
+import mmlinattn  # noqa: F401  registers the hosts
+
+pytestmark = pytest.mark.slow
+
+# Rounds that always run come first. `a@b` is the backbone of config a in config b: DeiT has no segmentor of its own.
+ROUNDS = {
+    'mmdet': (
+        'flatten_pvt_t_maskrcnn_1x inline_swin_t_cascade_3x flatten_cswin_t_maskrcnn_1x inline_deit_t_maskrcnn_1x '
+        'flatten_pvt_v2_b1_retinanet_1x',
+        'inline_pvt_t_maskrcnn_1x flatten_swin_t_maskrcnn_1x inline_cswin_t_maskrcnn_1x '
+        'flatten_deit_t@inline_deit_t_maskrcnn_1x',
+    ),
+    'mmseg': (
+        'inline_pvt_t_fpn_80k flatten_swin_t_upernet_160k inline_cswin_t_upernet_160k flatten_pvt_v2_b1_fpn_80k '
+        'flatten_deit_t@inline_pvt_t_fpn_80k',
+        'flatten_pvt_t_fpn_80k inline_swin_t_upernet_160k flatten_cswin_t_upernet_160k '
+        'inline_deit_t@inline_pvt_t_fpn_80k',
+    ),
+    'mmpretrain': (
+        'flatten_pvt_t_in1k flatten_swin_t_in1k inline_cswin_t_in1k inline_deit_t_in1k flatten_pvt_v2_b1_in1k',
+        'inline_pvt_t_in1k inline_swin_t_in1k flatten_cswin_t_in1k flatten_deit_t_in1k',
+    ),
+}
+ALL = os.environ.get('MMLINATTN_ALL_ROUNDS', '0') != '0'
+CASES = [
+    (task, name)
+    for task, (always, others) in ROUNDS.items()
+    for name in (always + ' ' + others if ALL else always).split()
+]
+DATA = dict(mmdet=('coco', 4, 2), mmseg=('ade', 4, 2), mmpretrain=('imagenet', 24, 12))  # layout, pictures
+DUMP = dict(mmdet='DumpDetResults', mmseg='DumpResults', mmpretrain='DumpResults')
+CLASSES = ('disc', 'square', 'triangle', 'star', 'cross', 'heart')
+PYRAMID = dict(embed_dims=(16, 32, 48, 64), depths=(1, 1, 2, 1), num_heads=(2, 2, 2, 4))
+PLAIN = dict(embed_dims=(32,), depths=(2,), num_heads=(2,))
+STEPS = dict(
+    Resize=dict(scale=(150, 110)),
+    RandomChoice=dict(type='Resize', scale=(150, 110), keep_ratio=True),  # of many scales
+    RandomResize=dict(scale=(150, 110)),
+    RandomCrop=dict(crop_size=(64, 64)),
+    RandomResizedCrop=dict(scale=64),
+    ResizeEdge=dict(scale=72),
+    CenterCrop=dict(crop_size=64),
+)
+
+
+def small_pipeline(loader) -> list:
+    """The published steps at small sizes."""
+    steps = [dict(step) for step in loader.dataset.pipeline]
+    return [
+        STEPS['RandomChoice'] if step['type'] == 'RandomChoice' else {**step, **STEPS.get(step['type'], {})}
+        for step in steps
+    ]
+
+
+def small_model(cfg, backbone) -> dict:
+    """Few narrow blocks in place of the published ones; necks and heads get their widths."""
+    zoo = MODELS.get(backbone.type).arch_zoo[backbone.arch]
+    is_plain = backbone.type == 'LinearDeiT'
+    arch = dict(zoo, **(PLAIN if is_plain else PYRAMID))
+    width_of = dict(zip(zoo['embed_dims'], arch['embed_dims']))
+    model = dict(backbone=dict(arch=dict(_delete_=True, **arch)))
+    for part in ('neck', 'decode_head', 'auxiliary_head', 'head'):
+        widths = (cfg.model.get(part) or {}).get('in_channels')
+        if isinstance(widths, int) and widths in width_of:
+            model[part] = dict(in_channels=width_of[widths])
+        elif not isinstance(widths, int) and set(widths or [0]) <= set(width_of):
+            model[part] = dict(in_channels=[width_of[width] for width in widths])
+    if backbone is not cfg.model.backbone:
+        model['backbone'] = dict(_delete_=True, type=backbone.type, arch=arch)
+    if is_plain and cfg.default_scope != 'mmpretrain':
+        model['backbone']['out_type'] = 'featmap'
+        model['neck'] = dict(_delete_=True, type='SimpleFeaturePyramid', in_channels=32)
+        model['neck']['num_outs'] = 4 if cfg.default_scope == 'mmseg' else 5
+    if cfg.default_scope == 'mmseg':
+        model['data_preprocessor'] = dict(size=(64, 64))
+        for head in ('decode_head', 'auxiliary_head'):
+            if head in cfg.model:
+                model[head] = dict(model.get(head, {}), channels=32)
+    if cfg.default_scope == 'mmdet':
+        model.update(heads_of_shapes(cfg.model))
+    return model
+
+
+def heads_of_shapes(model) -> dict:
+    """As many classes as there are shapes; few regions for the heads, which are not what is tested here."""
+    number = dict(num_classes=len(CLASSES))
+    if 'roi_head' not in model:
+        return dict(bbox_head=number)
+
+    def each(parts, changes):  # a cascade has a list of heads
+        return [dict(part, **changes) for part in parts] if isinstance(parts, (list, tuple)) else changes
+
+    boxes = each(model.roi_head.bbox_head, dict(number, fc_out_channels=64))
+    sampler = dict(type='RandomSampler', num=16, pos_fraction=0.25, neg_pos_ub=-1, add_gt_as_proposals=True)
+    return dict(
+        roi_head=dict(bbox_head=boxes, mask_head=number),
+        train_cfg=dict(rpn_proposal=dict(max_per_img=50), rcnn=each(model.train_cfg.rcnn, dict(sampler=sampler))),
+        test_cfg=dict(rpn=dict(max_per_img=50), rcnn=dict(max_per_img=10)),
+    )
+
+
+def derived(task: str, name: str) -> str:
+    """A config for the shapes as users write theirs: on a published one, with what differs."""
+    taken, _, stem = name.rpartition('@')
+    cfg = load(f'{task}/{stem}')
+    backbone = load(f'mmpretrain/{taken}_in1k').model.backbone if taken else cfg.model.backbone
+    metainfo = dict(metainfo=dict(classes=CLASSES)) if task == 'mmdet' else {}
+    changes = dict(model=small_model(cfg, backbone))
+    for part in ('train', 'val', 'test'):
+        loader = cfg[f'{part}_dataloader']
+        dataset = dict(metainfo, pipeline=small_pipeline(loader))
+        changes[f'{part}_dataloader'] = dict(num_workers=0, persistent_workers=False, dataset=dataset)
+    changes['train_dataloader']['batch_size'] = 8 if task == 'mmpretrain' else 2
+    lines = [f'_base_ = {str(CONFIG_DIR / task / stem) + ".py"!r}']
+    lines += [f'{key} = {pformat(value, sort_dicts=False)}' for key, value in changes.items()]
+    lines.append(f"val_evaluator = [_base_.val_evaluator, dict(type='{DUMP[task]}', out_file_path='{name}.val.pkl')]")
+    return '\n'.join(lines)
+
+
+def commands(task: str, name: str) -> list[list[str]]:
+    options = [
+        'model.backbone.init_cfg=None',
+        'default_hooks.logger.interval=1',
+        'default_hooks.checkpoint.save_optimizer=False',
+    ]
+    if task == 'mmseg':
+        options += ['train_cfg.max_iters=3', 'train_cfg.val_interval=3', 'default_hooks.checkpoint.interval=3']
+    else:
+        options += ['train_cfg.max_epochs=1', 'train_cfg.val_interval=1']
+    if task == 'mmpretrain':  # its warm-up is longer
+        options += ['param_scheduler.0.end=1', 'param_scheduler.1.begin=0']
+    common = ['--data-root', 'data/', '--cfg-options', *options]
+    config, work = f'{name}.py', f'work/{name}'
+    checkpoint = f'{work}/{"iter_3" if task == "mmseg" else "epoch_1"}.pth'
+    test = [str(TOOLS / 'test.py'), config, checkpoint, '--work-dir', f'{work}/tested', '--out', f'{name}.test.pkl']
+    return [[str(TOOLS / 'train.py'), config, '--work-dir', work, *common], [*test, *common]]
+
+
+def run_rounds(task, folder) -> tuple[dict, dict]:
+    """All rounds of a task in ``folder``: what the tools printed and the errors, by name."""
+    form, num_train, num_val = DATA[task]
+    numbers = ['--num-train', num_train, '--num-val', num_val, '--size', 128, 96]
+    python(TOOLS / 'make_shapes_dataset.py', 'data', '--format', form, *numbers, cwd=folder)
+    names = [name for other, name in CASES if other == task]
+    for name in names:
+        (folder / f'{name}.py').write_text(derived(task, name))
+    (folder / 'jobs.json').write_text(json.dumps({name: commands(task, name) for name in names}))
+    errors = dict.fromkeys(names, 'not reached')
+    try:
+        out = python(Path(__file__).with_name('run_tools.py'), 'jobs.json', 'errors.json', cwd=folder)
+    except (AssertionError, subprocess.TimeoutExpired) as error:  # not again for each name
+        return dict.fromkeys(names, str(error)), errors
+    printed = dict(zip(names, re.split(r'^=== .*\n', out, flags=re.MULTILINE)[1:]))
+    return printed, {**errors, **json.loads((folder / 'errors.json').read_text())}
+
+
+@pytest.fixture(scope='module')
+def rounds(tmp_path_factory):
+    @functools.cache
+    def once(task):
+        folder = tmp_path_factory.mktemp(task)
+        return folder, *run_rounds(task, folder)
+
+    return once
+
+
+def arrays(prediction):
+    """All numbers of a dumped prediction, in order."""
+    if isinstance(prediction, dict):
+        return [array for key in sorted(prediction) for array in arrays(prediction[key])]
+    if isinstance(prediction, (list, tuple)):
+        return [array for item in prediction for array in arrays(item)]
+    return (
+        [torch.as_tensor(np.asarray(prediction))] if isinstance(prediction, (torch.Tensor, np.ndarray, float)) else []
+    )
+
+
+@pytest.mark.parametrize(('task', 'name'), CASES)
+def test_trains_and_tests(rounds, task, name):
+    if find_spec(task) is None:
+        pytest.skip(f'needs {task}')
+    folder, printed, errors = rounds(task)
+    assert not errors[name], printed[name][-3000:]
+    found = losses(folder / 'work' / name)
+    assert sorted(found) == list(range(1, 3 if task == 'mmdet' else 4))
+    assert np.isfinite(list(found.values())).all()
+    assert not re.search('missing keys|unexpected key|size mismatch', printed[name])
+    in_memory, tested = (pickle.loads((folder / f'{name}.{kind}.pkl').read_bytes()) for kind in ('val', 'test'))
+    assert len(in_memory) == len(tested) == DATA[task][2]
+    mine, other = arrays(in_memory), arrays(tested)
+    assert mine and sum(array.numel() for array in mine)
+    for a, b in zip(mine, other):
+        torch.testing.assert_close(a, b)
