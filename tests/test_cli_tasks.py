@@ -11,21 +11,24 @@ from test_cli_roundtrip import ROOT, TOOLS, python
 
 pytestmark = pytest.mark.slow
 
-# task: data set format, pictures, overrides for a quick run, those for a still shorter one, metric
+# task: data set format, pictures, overrides for a quick run, those for a still shorter one, and what the quick run
+# reaches on pictures it has not seen (by chance: 8 % of the pictures, an IoU of about 4): metric and its least value
 TASKS = {
     'mmseg': (
         'ade',
-        (24, 8),
-        ['train_cfg.max_iters=12', 'train_cfg.val_interval=12', 'default_hooks.checkpoint.interval=6'],
+        (200, 24),
+        ['train_cfg.max_iters=100', 'train_cfg.val_interval=100', 'param_scheduler.1.end=100'],
         ['train_cfg.max_iters=2', 'train_cfg.val_interval=2', 'default_hooks.checkpoint.interval=2'],
         'mIoU',
+        20,
     ),
     'mmpretrain': (
         'imagenet',
-        (96, 48),
-        ['train_cfg.max_epochs=2', 'train_cfg.val_interval=1'],
-        ['train_cfg.max_epochs=1'],
+        (480, 96),
+        ['train_cfg.max_epochs=5', 'train_cfg.val_interval=5'],
+        ['train_cfg.max_epochs=1', 'train_cfg.val_interval=1'],
         'accuracy/top1',
+        45,
     ),
 }
 SMALL = ['--size', 96, 96]
@@ -62,12 +65,18 @@ def trained(request, tmp_path_factory):
     return task, folder, config, out
 
 
+def test_learns_what_it_has_not_seen(trained):
+    task, _, _, out = trained
+    *_, name, least = TASKS[task]
+    assert metric(out, name) > least
+
+
 def test_tests_a_checkpoint_and_shows_pictures(trained):
     task, folder, config, out = trained
     checkpoint = (folder / 'work' / 'last_checkpoint').read_text()
     args = ['--data-root', folder / 'data', '--work-dir', 'tested', '--show-dir', 'shown']
     tested = python(TOOLS / 'test.py', config, checkpoint, *args, cwd=folder)
-    name = TASKS[task][-1]
+    name = TASKS[task][-2]
     assert metric(tested, name) == pytest.approx(metric(out, name), abs=0.02)
     assert any(path.suffix in ('.png', '.jpg') for path in (folder / 'shown').rglob('*'))
 
@@ -86,13 +95,13 @@ def test_upstream_tools_train(trained):
     """With the same hooks, hence the same losses."""
     task, folder, _, out = trained
     dumped = next((folder / 'work').glob('*.py'))  # the config as it ran: the data set is found without --data-root
-    shorter = TASKS[task][-2]
+    shorter = TASKS[task][-3]
     args = [dumped, '--work-dir', 'upstream_train', '--cfg-options', *shorter]
     upstream = python(upstream_tool(task, 'train.py'), *args, cwd=folder)
     found = losses(upstream)
     assert 2 <= len(found) < len(losses(out))
     assert found == losses(out)[: len(found)]
-    assert metric(upstream, TASKS[task][-1]) >= 0
+    assert metric(upstream, TASKS[task][-2]) >= 0
     assert Path(folder / 'upstream_train' / 'last_checkpoint').exists()
 
 
@@ -101,5 +110,5 @@ def test_upstream_tools_test_the_checkpoint(trained):
     dumped = next((folder / 'work').glob('*.py'))
     checkpoint = (folder / 'work' / 'last_checkpoint').read_text()
     tested = python(upstream_tool(task, 'test.py'), dumped, checkpoint, '--work-dir', 'upstream', cwd=folder)
-    name = TASKS[task][-1]
+    name = TASKS[task][-2]
     assert metric(tested, name) == pytest.approx(metric(out, name), abs=0.02)

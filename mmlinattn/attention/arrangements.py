@@ -9,7 +9,7 @@ from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
-from ..layers.linear import apply_linear
+from ..layers.fused import apply_linear
 from .base import Attention, Grid, Mixing
 from .softmax import masked_logit
 from .windows import Windows

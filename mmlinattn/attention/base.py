@@ -15,7 +15,7 @@ from mmengine.model import BaseModule
 from mmengine.registry import Registry
 from torch import Tensor, nn
 
-from ..layers.linear import apply_linear, linear
+from ..layers.fused import apply_linear, linear
 from .functional import overwrites
 from .grid import DepthwiseConv2d, Grid, add_local
 from .slices import split
@@ -249,7 +249,7 @@ class Attention(Mixing):
             grid (Grid): The grid they live on.
             kv (Tensor, optional): Tokens of keys and values, (B, M, C), when they are not ``x`` (reduced keys).
             source (Tensor, optional): Tokens (B, N', C) whose mean is the mixer's context, ``x`` by default.
-            out_scale (Tensor, optional): Layer scale, (C,), see :func:`~mmlinattn.layers.linear.apply_linear`.
+            out_scale (Tensor, optional): Layer scale, (C,), see :func:`~mmlinattn.layers.fused.apply_linear`.
             key_grid, mask, rotary, bias: See :meth:`TokenMixer.forward`.
 
         Returns:

@@ -24,7 +24,7 @@ class Block(BaseModule):
         norm_cfg (dict): Both norms, over the last axis.
         drop_path (float): Rate of stochastic depth.
         layer_scale (float, optional): Initial value of gamma; None for no layer scale. With it, ``attn`` and ``ffn``
-            take an ``out_scale``, see :func:`~mmlinattn.layers.linear.apply_linear`.
+            take an ``out_scale``, see :func:`~mmlinattn.layers.fused.apply_linear`.
         position (nn.Module, optional): Position encoding that includes its own residual connection.
     """
 

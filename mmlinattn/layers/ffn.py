@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from .linear import apply_linear
+from .fused import apply_linear
 from .position import ResidualDWConv
 
 
@@ -34,7 +34,7 @@ class MLP(BaseModule):
         return apply_linear(self.fc1, x, gelu=True)
 
     def forward(self, x: Tensor, out_scale: Optional[Tensor] = None) -> Tensor:
-        """``out_scale``: see :func:`~mmlinattn.layers.linear.apply_linear`."""
+        """``out_scale``: see :func:`~mmlinattn.layers.fused.apply_linear`."""
         height, row_numel = x.shape[1], x[0, 0].numel() // x.shape[-1] * self.fc1.out_features
         whole = torch.is_grad_enabled() or x.device.type != 'cpu' or torch.compiler.is_compiling()
         if whole or x.shape[0] * height * row_numel <= 2 * self.strip_numel:
@@ -65,7 +65,7 @@ class ConvFFN(MLP):
 
     def hidden(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled():  # GELU is computed again in the backward pass, with the convolution's
-            return self.dwconv(self.fc1(x), of_gelu=True)
+            return self.dwconv(apply_linear(self.fc1, x), of_gelu=True)
         return self.dwconv(apply_linear(self.fc1, x, gelu=True))
 
 

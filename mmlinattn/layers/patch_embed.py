@@ -11,7 +11,7 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from .conv_of_gelu import conv_of_gelu
-from .linear import apply_linear
+from .fused import apply_linear, conv_gelu
 
 
 def fold_batch_norm(conv: nn.Conv2d, norm: nn.Module) -> tuple[Tensor, Tensor]:
@@ -23,16 +23,24 @@ def fold_batch_norm(conv: nn.Conv2d, norm: nn.Module) -> tuple[Tensor, Tensor]:
     return weight.to(conv.weight.dtype), bias.to(conv.weight.dtype)
 
 
-def conv_norm(x: Tensor, conv: nn.Conv2d, norm: Optional[nn.Module], of_gelu: bool = False) -> Tensor:
-    """``norm(conv(x))`` on (B, C, H, W), or of ``gelu(x)``; in inference, batch norms go into the convolution."""
+def conv_norm(
+    x: Tensor, conv: nn.Conv2d, norm: Optional[nn.Module], of_gelu: bool = False, gelu: bool = False
+) -> Tensor:
+    """``norm(conv(x))`` on (B, C, H, W), of ``gelu(x)`` with ``of_gelu``, and GELU of it with ``gelu`` (for inference).
+
+    In inference, batch norms go into the convolution.
+    """
     weight, bias = conv.weight, conv.bias
     fixed = isinstance(norm, nn.modules.batchnorm._BatchNorm) and not norm.training and norm.running_var is not None
     if fixed and norm.affine and not torch.is_grad_enabled() and not x.is_meta:  # counters are to see the norms
         weight, bias = fold_batch_norm(conv, norm)
         norm = None
     stride = conv.stride[0]
+    if gelu and norm is None:
+        return conv_gelu(x, weight, bias, stride)
     x = conv_of_gelu(x, weight, bias, stride) if of_gelu else F.conv2d(x, weight, bias, stride, conv.padding)
-    return x if norm is None else norm(x)
+    x = x if norm is None else norm(x)
+    return F.gelu(x) if gelu else x
 
 
 class ConvStem(BaseModule):
@@ -61,11 +69,12 @@ class ConvStem(BaseModule):
     def forward(self, x: Tensor) -> Tensor:
         x = x.permute(0, 3, 1, 2)
         layers = [layer for layer in self.layers if not isinstance(layer, nn.GELU)]
+        after = torch.is_grad_enabled()  # GELU is computed again in the backward pass, with the convolution after it
         first = True
         while layers:
             conv = layers.pop(0)
             norm = layers.pop(0) if layers and not isinstance(layers[0], nn.Conv2d) else None  # folded for deployment
-            x = conv_norm(x, conv, norm, of_gelu=not first)
+            x = conv_norm(x, conv, norm, of_gelu=after and not first, gelu=not after and bool(layers))
             first = False
         return x.permute(0, 2, 3, 1)
 

@@ -3,8 +3,8 @@ import pytest
 import torch
 from torch import nn
 
-from mmlinattn.layers import MLP, ConvFFN, DWConvFFN
-from mmlinattn.layers.linear import apply_linear, linear
+from mmlinattn.layers import MLP, ConvFFN, ConvStem, DWConvFFN
+from mmlinattn.layers.fused import apply_linear, linear
 
 
 @pytest.mark.parametrize('ffn', [MLP, ConvFFN, DWConvFFN])
@@ -54,3 +54,35 @@ def test_hooks_and_adapters_are_called():
         handle.remove()
         torch.testing.assert_close(apply_linear(layer, x, gelu=True), hooked)
     assert len(seen) == 1
+
+
+@pytest.mark.parametrize('needed', [(True, True, True), (False, True, True), (True, False, False)], ids=str)
+def test_gradients_of_large_products(needed):
+    leaves = [torch.randn(2, 700, 96), torch.randn(80, 96), torch.randn(80)]
+    for leaf, wanted in zip(leaves, needed):
+        leaf.requires_grad_(wanted)
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    outs = linear(*leaves), nn.functional.linear(*leaves)
+    probe = torch.randn_like(outs[0])
+    torch.testing.assert_close(*outs)
+    for ours, theirs in zip(*(torch.autograd.grad((out * probe).sum(), wanted) for out in outs)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize('norm', ['BN', 'GN', None])
+@pytest.mark.parametrize('training', [True, False])
+def test_stem_without_gradients_gives_what_it_gives_with_them(norm, training):
+    """Norms folded and GELU in the convolution; statistics of a batch are not folded."""
+    cfg = dict(type='BN') if norm is None else dict(type=norm, **(dict(num_groups=2) if norm == 'GN' else {}))
+    stem = ConvStem(3, 8, cfg)
+    for module in stem.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            for buffer in (module.running_mean, module.running_var, module.weight, module.bias):
+                nn.init.uniform_(buffer, 0.5, 1.5)
+    if norm is None:  # as a model folded for deployment
+        stem.layers = nn.Sequential(*(layer for layer in stem.layers if not isinstance(layer, nn.BatchNorm2d)))
+    stem.train(training)
+    x = torch.randn(2, 21, 30, 3)
+    expected = stem(x)
+    with torch.no_grad():
+        torch.testing.assert_close(stem(x), expected, rtol=1e-4, atol=1e-5)
