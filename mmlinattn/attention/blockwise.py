@@ -16,7 +16,7 @@ from .functional import accumulation_dtype, focused_map, kernel_map, linear_atte
 from .slices import gradients_like
 
 # elements a thread: with fewer the calls of the operations cost, with many more the blocks leave the cache
-BLOCK_NUMEL = 2**17
+BLOCK_NUMEL = 2**18
 
 
 def rala_inplace(
@@ -116,7 +116,7 @@ def _by_head(x: Tensor, num_heads: int) -> Tensor:
 
 
 def _normaliser(x: Tensor, key_mean: Tensor, floor: Tensor) -> Tensor:
-    """``x`` (B, N, C) by the mean key (B, 1, heads, d) of each head plus ``floor`` (B, 1, 1, 1), (B, N, heads, 1)."""
+    """``x`` (B, N, C) by the mean key (B, 1, heads, d) of each head plus ``floor``, (B, N, heads, 1)."""
     # a product of matrices would be one with a vector for each head, the slowest of all
     return torch.linalg.vecdot(x.unflatten(-1, key_mean.shape[2:]), key_mean).unsqueeze(-1).add_(floor)
 
@@ -135,15 +135,22 @@ def _blocks(x: Tensor, together: bool = False):
             yield slice(first, first + images), slice(start, start + size)
 
 
-def _focus(x: Tensor, inverse_scale: Tensor, power: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The map of some tokens, r and |r| of :func:`~mmlinattn.attention.functional.focused_map`."""
+def _powers(x: Tensor, inverse_scale: Tensor, power: float, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """A multiple of the map of some tokens, what each is to be multiplied with, r and |r| of
+    :func:`~mmlinattn.attention.functional.focused_map`."""
     r = torch.addcmul(inverse_scale * eps, x.relu().to(inverse_scale.dtype), inverse_scale)
     norm = torch.linalg.vector_norm(r, dim=-1, keepdim=True)
     # homogeneous of degree one: a token may be scaled so that its powers neither over- nor underflow. Its norm is
     # at hand; the largest component of a unit vector is at least C ** -0.5, too little for high powers
     size = norm if power <= 6 else r.amax(dim=-1, keepdim=True)
     y = (r * size.reciprocal()).pow_(power)
-    return y.mul_(norm / torch.linalg.vector_norm(y, dim=-1, keepdim=True)), r, norm
+    return y, norm / torch.linalg.vector_norm(y, dim=-1, keepdim=True), r, norm
+
+
+def _focus(x: Tensor, inverse_scale: Tensor, power: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The map of some tokens, r and |r|."""
+    y, factor, r, norm = _powers(x, inverse_scale, power, eps)
+    return y.mul_(factor), r, norm
 
 
 def _focus_backward(x, grad, y, r, norm, inverse_scale, power) -> tuple[Tensor, Tensor]:
@@ -178,12 +185,13 @@ class _FocusedAttention(torch.autograd.Function):
         floor = scale.new_zeros(batch, 1, 1, 1) + padded_eps(eps, mask, wide)
         out = torch.empty(*q.shape[:2], v.shape[-1], dtype=v.dtype, device=v.device)
         for images, rows in _blocks(q):
-            queries, *_ = _focus(q[images, rows], scale, power, eps)
+            # a factor of the query is one of numerator and denominator
+            queries, factor, *_ = _powers(q[images, rows], scale, power, eps)
             target = out[images, rows]
             mixed = target if target.dtype == wide else torch.empty_like(target, dtype=wide)
             product(_by_head(queries, num_heads), state[images], out=_by_head(mixed, num_heads))
             mixed = mixed.unflatten(-1, (num_heads, -1))
-            normaliser = _normaliser(queries, key_mean[images], floor[images])
+            normaliser = _normaliser(queries, key_mean[images], floor[images] / factor.unsqueeze(-1))
             torch.div(mixed, normaliser, out=target.unflatten(-1, (num_heads, -1)))
         ctx.save_for_backward(q, k, v, inverse_scale, mask, state, key_mean, count, floor)
         ctx.options = power, num_heads, eps
