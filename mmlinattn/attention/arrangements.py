@@ -142,6 +142,9 @@ class WindowAttention(Attention):
         self.relative_bias = RelativePositionBias(window, num_heads) if has_bias else None
 
     def forward(self, x: Tensor, cuts: Optional[Cuts] = None, **shared) -> Tensor:
+        windows = Windows.fit(*x.shape[1:3], self.window, self.shift)
+        if not (self.mixer.quadratic or windows.is_whole or any(windows.shift) or torch.compiler.is_compiling()):
+            return self.in_regions(x, windows, **shared)
         windows, real, regions = (cuts or Cuts(x)).get(self.window, self.shift)
         # four dimensions: with three, PyTorch leaves its fused attention
         bias = None if self.relative_bias is None else self.relative_bias(*windows.window)[None]
@@ -152,6 +155,21 @@ class WindowAttention(Attention):
             shared['source'] = windows.partition(shared['source'])
         tokens = windows.partition(x)
         return windows.merge(super().forward(tokens, Grid(*windows.window), mask=real, bias=bias, **shared))
+
+    def in_regions(self, x: Tensor, windows: Windows, source: Optional[Tensor] = None, **shared) -> Tensor:
+        """Windows that end where the map does, instead of padding: windows of a linear attention are large."""
+        out, bands = None, {}
+        for rows, columns, part in windows.regions():
+            if source is not None:
+                shared['source'] = part.partition(source[:, rows, columns])
+            tokens, grid = part.partition(x[:, rows, columns]), Grid(*part.window, within=windows.window)
+            mixed = part.merge(super().forward(tokens, grid, **shared))
+            if torch.is_grad_enabled():
+                bands.setdefault(rows.start, []).append(mixed)
+            else:
+                out = mixed.new_empty(x.shape) if out is None else out
+                out[:, rows, columns] = mixed
+        return torch.cat([torch.cat(band, dim=2) for band in bands.values()], dim=1) if bands else out
 
 
 class StripeAttention(BaseModule):

@@ -216,15 +216,18 @@ class Attention(Mixing):
     def project(self, x: Tensor, kv: Optional[Tensor]) -> tuple[Tensor, ...]:
         """Queries, keys, values and, where there is one, the projected gate."""
         adapted = type(self.qkv) is not nn.Linear
-        plain = self.mixer.quadratic and self.local is None and not torch.is_grad_enabled()
+        plain = x.device.type != 'cpu' or (self.mixer.quadratic and self.local is None)
+        plain = plain and not torch.is_grad_enabled()
         if kv is None and (adapted or plain):
             return apply_linear(self.qkv, x).split(self.widths, dim=-1)
         q, k, v, *gate = self.widths
-        # several results: convolutions would copy values that lie among other things, and autograd keeps all of one or
-        # nothing, but mixers that map or rotate queries and keys do not need what they mapped
-        parts = [(x, (q, k)), (x, (v,))] if kv is None else [(x, (q,)), (kv, (k, v))]
-        if gate:
-            parts.append((x, gate))
+        # several results: autograd keeps all of one or nothing, but mixers that map or rotate queries and keys do not
+        # need what they mapped, and convolutions on CPUs would copy values that lie among other things
+        if kv is None and x.device.type != 'cpu':
+            parts = [(x, (q, k)), (x, (v, *gate))]
+        else:
+            parts = [(x, (q, k)), (x, (v,))] if kv is None else [(x, (q,)), (kv, (k, v))]
+            parts += [(x, gate)] if gate else []
         rows = [sum(widths) for _, widths in parts]
         weights = self.qkv.weight.split(rows)
         biases = [None] * len(rows) if self.qkv.bias is None else self.qkv.bias.split(rows)

@@ -11,11 +11,15 @@ from ..layers.autocast import autocasts
 
 
 class Grid(NamedTuple):
-    """Where a sequence of tokens lives: ``prefix`` class tokens, then ``height * width`` patch tokens, row by row."""
+    """Where a sequence of tokens lives: ``prefix`` class tokens, then ``height * width`` patch tokens, row by row.
+
+    ``within``: height and width of the window that this grid is the top left of, where the map ended.
+    """
 
     height: int
     width: int
     prefix: int = 0
+    within: Optional[tuple[int, int]] = None
 
     @property
     def num_tokens(self) -> int:

@@ -66,6 +66,19 @@ class Windows(NamedTuple):
             x = x.roll(self.shift, dims=(1, 2))
         return x[:, : self.height, : self.width]
 
+    def regions(self) -> list[tuple[slice, slice, 'Windows']]:
+        """Rows and columns of the map (without shift) whose windows are of one size, and those windows: the whole ones,
+        and what is left of windows at the right and at the bottom. None pads."""
+        axes = []
+        for size, window in zip((self.height, self.width), self.window):
+            whole = size - size % window
+            axes.append([(0, whole, window)] + [(whole, size, size - whole)] * (whole < size))
+        return [
+            (slice(top, bottom), slice(left, right), Windows(bottom - top, right - left, (rows, columns)))
+            for top, bottom, rows in axes[0]
+            for left, right, columns in axes[1]
+        ]
+
     def real(self, batch: int, device) -> Optional[Tensor]:
         """Which tokens of which window are no padding: (B * windows, h * w) bool, None if all are real."""
         if self.padded == (self.height, self.width):

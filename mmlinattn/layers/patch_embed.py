@@ -74,7 +74,7 @@ class ConvStem(BaseModule):
         while layers:
             conv = layers.pop(0)
             norm = layers.pop(0) if layers and not isinstance(layers[0], nn.Conv2d) else None  # folded for deployment
-            x = conv_norm(x, conv, norm, of_gelu=after and not first, gelu=not after and bool(layers))
+            x = conv_norm(x, conv, norm, of_gelu=after and not first, gelu=not after and len(layers) > 0)
             first = False
         return x.permute(0, 2, 3, 1)
 

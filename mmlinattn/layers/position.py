@@ -129,7 +129,9 @@ class PositionTable(nn.Module):
 
         A table without class tokens leaves those of ``x`` alone. ``inplace``: ``x`` may be overwritten.
         """
-        table = self.resized(grid.height, grid.width).to(x.dtype)
+        table = self.resized(*(grid.within or grid[:2])).to(x.dtype)
+        if grid.within:
+            table = table.unflatten(1, grid.within)[:, : grid.height, : grid.width].flatten(1, 2)
         if grid.prefix > self.prefix:
             table = F.pad(table, (0, 0, grid.prefix - self.prefix, 0))
         return x.add_(table) if inplace else x + table
