@@ -10,6 +10,7 @@ from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
 from ..layers.fused import apply_linear
+from ..layers.tracing import is_traced
 from .base import Attention, Grid, Mixing
 from .softmax import masked_logit
 from .windows import Windows
@@ -143,7 +144,7 @@ class WindowAttention(Attention):
 
     def forward(self, x: Tensor, cuts: Optional[Cuts] = None, **shared) -> Tensor:
         windows = Windows.fit(*x.shape[1:3], self.window, self.shift)
-        if not (self.mixer.quadratic or windows.is_whole or any(windows.shift) or torch.compiler.is_compiling()):
+        if not (self.mixer.quadratic or windows.is_whole or any(windows.shift) or is_traced()):
             return self.in_regions(x, windows, **shared)
         windows, real, regions = (cuts or Cuts(x)).get(self.window, self.shift)
         # four dimensions: with three, PyTorch leaves its fused attention

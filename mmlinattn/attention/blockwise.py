@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..layers.autocast import without_autocast
+from ..layers.tracing import is_traced
 from .functional import accumulation_dtype, focused_map, kernel_map, linear_attention, padded_eps, product, rotate
 from .slices import gradients_like
 
@@ -102,7 +103,7 @@ def focused_attention(
     """
     # in half precision the gradients of small entries, which the map makes smaller, would overflow
     with without_autocast(v):
-        if not torch.compiler.is_compiling():
+        if not is_traced():
             return _FocusedAttention.apply(q, k, v, inverse_scale, power, num_heads, mask, eps)
         # compilers fuse the plain form
         queries, keys = (focused_map(t, inverse_scale, power, eps) for t in (q, k))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..layers.autocast import without_autocast
+from ..layers.tracing import is_traced
 from .slices import gradients_like
 
 
@@ -22,7 +23,7 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 
 def overwrites() -> bool:
     """Whether queries, keys and values may be overwritten: in inference, unless a compiler decides on the memory."""
-    return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return not torch.is_grad_enabled() and not is_traced()
 
 
 def rotate(x: Tensor, rotary: Tensor, inplace: bool = False) -> Tensor:
@@ -37,7 +38,7 @@ def rotate(x: Tensor, rotary: Tensor, inplace: bool = False) -> Tensor:
         Tensor: As ``x``.
     """
     pairs = x.unflatten(-1, (-1, 2))
-    if x.dtype == rotary.dtype and not torch.compiler.is_compiling():
+    if x.dtype == rotary.dtype and not is_traced():
         # a product of complex numbers is one pass over the memory; compilers fuse the plain form and know no complex
         # types
         x, turn = torch.view_as_complex(pairs), torch.view_as_complex(rotary)
@@ -53,7 +54,7 @@ def kernel_map(x: Tensor, kernel: str, inplace: bool = False) -> Tensor:
     if kernel == 'elu':
         if inplace:
             return F.elu_(x).add_(1)
-        if x.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling():
+        if x.dtype in (torch.float32, torch.float64) and not is_traced():
             return _ELUPlusOne.apply(x)
         return F.elu(x).add_(1)  # the backward pass of ELU reads its input, not its output
     if kernel == 'relu':
@@ -215,7 +216,7 @@ def inline_attention(
     Returns:
         Tensor: (B, heads, N, e), in the dtype of ``v``.
     """
-    if q.dtype == accumulation_dtype(q) == v.dtype and not torch.compiler.is_compiling():
+    if q.dtype == accumulation_dtype(q) == v.dtype and not is_traced():
         with without_autocast(q):
             return _InLineAttention.apply(q, k, v, scale, mask, inplace)
     count, (key_mean, value_mean) = token_means(mask, k, k, v)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.autocast import autocasts
+from ..layers.tracing import is_traced
 
 
 class Grid(NamedTuple):
@@ -57,7 +58,7 @@ def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tenso
     """
     padding, groups = weight.shape[-1] // 2, len(weight)
     learns = torch.is_grad_enabled() and weight.requires_grad
-    plain = x.device.type != 'cpu' or weight.shape[-1] <= 3 or torch.compiler.is_compiling() or autocasts(x)
+    plain = x.device.type != 'cpu' or weight.shape[-1] <= 3 or is_traced() or autocasts(x)
     if plain or not learns or x.dtype != weight.dtype:
         return F.conv2d(x, weight, bias, 1, padding, 1, groups)
     return _LargeDepthwise.apply(x, weight, bias)

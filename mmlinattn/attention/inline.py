@@ -3,6 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..layers.tracing import is_traced
 from .base import TOKEN_MIXERS, TokenMixer
 from .functional import inline_attention, linear_attention, overwrites
 from .grid import Grid, add_local
@@ -39,7 +40,7 @@ class PredictedConv(nn.Module):
         batch, dim, height, width = image.shape
         kernel = kernel.reshape(batch * dim, 1, self.kernel_size, self.kernel_size).to(image.dtype)
         padding = self.kernel_size // 2
-        if image.device.type != 'cpu' or torch.compiler.is_compiling():
+        if image.device.type != 'cpu' or is_traced():
             # all images as channels of one
             image = image.reshape(1, batch * dim, height, width)
             return F.conv2d(image, kernel, padding=padding, groups=batch * dim).reshape(batch, dim, height, width)

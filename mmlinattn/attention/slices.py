@@ -11,12 +11,14 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from ..layers.tracing import is_traced
+
 
 def split(x: Tensor, widths) -> tuple[Tensor, ...]:
     """``x.split(widths, dim=-1)`` of a contiguous ``x``."""
     learns = torch.is_grad_enabled() and x.requires_grad
     # elsewhere than on CPUs, copies cost less than Python in the backward pass
-    if not learns or not x.is_contiguous() or x.device.type != 'cpu' or torch.compiler.is_compiling():
+    if not learns or not x.is_contiguous() or x.device.type != 'cpu' or is_traced():
         return x.split(widths, dim=-1)
     return _Split.apply(x, *widths)
 

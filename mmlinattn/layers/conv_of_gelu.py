@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .autocast import autocasts
+from .tracing import is_traced
 
 
 def conv_of_gelu(
@@ -29,7 +30,7 @@ def conv_of_gelu(
     """
     # compilers decide by themselves what to compute again; autocast would change the type of float32 maps on the way
     casts = x.dtype == torch.float32 and autocasts(x)
-    if casts or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if casts or not torch.is_grad_enabled() or is_traced():
         hidden = F.gelu(x)
         out = F.conv2d(hidden, weight, bias, stride, weight.shape[-1] // 2, 1, groups)
         return hidden + out if residual else out

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from .fused import apply_linear
 from .position import ResidualDWConv
+from .tracing import is_traced
 
 
 class MLP(BaseModule):
@@ -36,7 +37,7 @@ class MLP(BaseModule):
     def forward(self, x: Tensor, out_scale: Optional[Tensor] = None) -> Tensor:
         """``out_scale``: see :func:`~mmlinattn.layers.fused.apply_linear`."""
         height, row_numel = x.shape[1], x[0, 0].numel() // x.shape[-1] * self.fc1.out_features
-        whole = torch.is_grad_enabled() or x.device.type != 'cpu' or torch.compiler.is_compiling()
+        whole = torch.is_grad_enabled() or x.device.type != 'cpu' or is_traced()
         if whole or x.shape[0] * height * row_numel <= 2 * self.strip_numel:
             return apply_linear(self.fc2, self.hidden(x), out_scale)
         rows = max(self.strip_numel // row_numel, 8 * self.halo, 1)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .autocast import autocasts
+from .tracing import is_traced
 
 # oneDNN's kernels, with bias and GELU in the same pass, which torch.compile uses on CPUs. PyTorch's own product writes
 # the bias to the result first, and takes up to a quarter longer. Not every build has them.
@@ -15,7 +16,7 @@ _MIN_TRAINED_MACS = 2**23  # below, calling Python in the backward pass costs wh
 
 
 def _fuses(x: Tensor, weight: Tensor) -> bool:
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or _LINEAR is None or _CONV is None:
+    if is_traced() or _LINEAR is None or _CONV is None:
         return False
     # not for tensors that only stand for others (fake, traced, counted)
     if type(x) is not Tensor or x.device.type != 'cpu' or autocasts(x):

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .autocast import autocasts
 from .conv_of_gelu import conv_of_gelu
+from .tracing import is_traced
 
 
 def rotary_table(
@@ -106,7 +107,7 @@ class PositionTable(nn.Module):
         weight = self.weight
         learning = torch.is_grad_enabled() and weight.requires_grad
         # tensors of inference mode do not count their changes
-        keep = not (learning or torch.compiler.is_compiling() or weight.is_inference())
+        keep = not (learning or is_traced() or weight.is_inference())
         key = (height, width, weight._version, weight.data_ptr(), weight.dtype, weight.device) if keep else None
         if keep and self._resized is not None and self._resized[0] == key:
             return self._resized[1]
