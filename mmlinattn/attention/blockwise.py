@@ -44,13 +44,17 @@ def rala_inplace(
     batch, _, tokens, _ = q.shape
     real = None if mask is None else mask[:, None, :, None].to(q.dtype)  # (B, 1, N, 1)
     count = q.new_tensor(tokens) if real is None else real.sum(dim=2, keepdim=True).clamp(min=1)
-    blocks = [rows for images, rows in _blocks(q.transpose(1, 2).flatten(2), together=True)]
+    blocks = list(_token_blocks(q.numel() // tokens, tokens, q.device))
     total = 0
     for rows in blocks:
         part = kernel_map(q[:, :, rows], kernel, inplace=True)
         total = total + (part if real is None else part * real[:, :, rows]).sum(dim=2, keepdim=True)
     query = (total / count).transpose(-1, -2)
-    logits = [kernel_map(k[:, :, rows], kernel, inplace=True) @ query for rows in blocks]  # maps all keys as well
+    logits = []
+    for rows in blocks:
+        part = kernel_map(k[:, :, rows], kernel, inplace=True)
+        if weight_scale is not None:
+            logits.append(part @ query)
     if weight_scale is None:
         weight = (q.new_ones(1, 1, tokens, 1) if real is None else real) / count
     else:
@@ -122,18 +126,21 @@ def _normaliser(x: Tensor, key_mean: Tensor, floor: Tensor) -> Tensor:
     return torch.linalg.vecdot(x.unflatten(-1, key_mean.shape[2:]), key_mean).unsqueeze(-1).add_(floor)
 
 
-def _blocks(x: Tensor, together: bool = False):
-    """Slices of images and tokens of (B, N, C) that make blocks of a size for the cache; ``together``: all images."""
+def _token_blocks(width: int, tokens: int, device: torch.device):
+    """Slices of ``tokens`` of ``width`` numbers each that make blocks of a size for the cache; all at once on GPUs."""
+    size = max(1, torch.get_num_threads() * BLOCK_NUMEL // width) if device.type == 'cpu' else max(1, tokens)
+    for start in range(0, tokens, size):
+        yield slice(start, start + size)
+
+
+def _blocks(x: Tensor):
+    """Slices of images and tokens of (B, N, C) for :func:`_token_blocks`, of several images where they are small."""
     batch, tokens, width = x.shape
-    if x.device.type != 'cpu':
-        yield slice(None), slice(None)
-        return
-    size = max(1, torch.get_num_threads() * BLOCK_NUMEL // width)
-    images = batch if together else max(1, size // max(tokens, 1))
-    size = max(1, size // batch) if together else size
-    for first in range(0, batch, images):
-        for start in range(0, tokens, size):
-            yield slice(first, first + images), slice(start, start + size)
+    blocks = list(_token_blocks(width, tokens, x.device))
+    # an image of several blocks is more than a block: one at a time then
+    for images in _token_blocks(tokens * width, batch, x.device):
+        for rows in blocks:
+            yield images, rows
 
 
 def _powers(x: Tensor, inverse_scale: Tensor, power: float, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:

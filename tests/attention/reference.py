@@ -133,3 +133,14 @@ def predicted_kernels(mean, fc1, fc2, heads):
         hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2  # GELU
         parts.append((hidden @ second[0].T + second[1]).reshape(len(mean), -1, 3, 3))
     return torch.cat(parts, dim=1).unsqueeze(2)
+
+
+def assert_twins(fast, literal, leaves):
+    """Equal values, and equal gradients of a generic function of them."""
+    torch.testing.assert_close(fast, literal, rtol=1e-9, atol=1e-11)
+    probe = torch.randn_like(literal)
+    ours = torch.autograd.grad((fast * probe).sum(), leaves, retain_graph=True)
+    theirs = torch.autograd.grad((literal * probe).sum(), leaves, retain_graph=True)
+    for mine, other in zip(ours, theirs):
+        assert other.abs().max() > 1e-3  # a gradient that vanishes would compare nothing
+        torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-10)

@@ -48,16 +48,6 @@ def literal(attention, x, power=3, focus=True, table=None):
     return out @ attention.proj.weight.T + attention.proj.bias
 
 
-def assert_twins(fast, slow, leaves):
-    torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-10)
-    probe = torch.randn_like(slow)
-    ours = torch.autograd.grad((fast * probe).sum(), leaves, retain_graph=True)
-    theirs = torch.autograd.grad((slow * probe).sum(), leaves, retain_graph=True)
-    for mine, other in zip(ours, theirs):
-        assert other.abs().max() > 1e-3  # a gradient that vanishes would compare nothing
-        torch.testing.assert_close(mine, other, rtol=1e-7, atol=1e-8)
-
-
 # --- the feature map --------------------------------------------------------------------------
 
 
@@ -66,7 +56,7 @@ def test_the_map_is_that_of_the_paper_with_gradients(power):
     x = torch.randn(2, 40, DIM, dtype=torch.float64, requires_grad=True)
     scale = torch.randn(DIM, dtype=torch.float64, requires_grad=True)
     fast = focused_map(x, 1 / nn.functional.softplus(scale), power)
-    assert_twins(fast, reference.focused(x, scale, power), [x, scale])
+    reference.assert_twins(fast, reference.focused(x, scale, power), [x, scale])
 
 
 def test_gradients_of_the_map_are_those_of_finite_differences():
@@ -186,7 +176,7 @@ def test_every_form_equals_its_quadratic_twin(options, grid):
     assert len(list(attention.mixer.parameters())) == sum(
         (grid is not None, options.get('focus', True), 2 * bool(options.get('local_kernel', 5)))
     )
-    assert_twins(attention(x, GRID), slow, leaves)
+    reference.assert_twins(attention(x, GRID), slow, leaves)
 
 
 def test_the_local_weights_are_shared_by_the_heads():

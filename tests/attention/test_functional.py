@@ -22,17 +22,6 @@ def table(size):
     return None if size is None else rotary_table(*size, DIM, dtype=torch.float64)
 
 
-def assert_twins(fast, literal, leaves):
-    """Equal values, and equal gradients of a generic function of them."""
-    torch.testing.assert_close(fast, literal, rtol=1e-9, atol=1e-11)
-    probe = torch.randn_like(fast)
-    ours = torch.autograd.grad((fast * probe).sum(), leaves, retain_graph=True)
-    theirs = torch.autograd.grad((literal * probe).sum(), leaves, retain_graph=True)
-    for mine, other in zip(ours, theirs):
-        assert other.abs().max() > 1e-3  # a gradient that vanishes would compare nothing
-        torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-10)
-
-
 @pytest.mark.parametrize('size', GRIDS.values(), ids=GRIDS)
 @pytest.mark.parametrize('weight_scale', [None, 1.0, DIM**-0.5], ids='plain paper release'.split())
 @pytest.mark.parametrize('kernel', ['elu', 'relu', 'softmax'])
@@ -40,7 +29,7 @@ def test_rala_equals_its_quadratic_twin(kernel, weight_scale, size):
     q, k, v = tokens(values=6)
     fast = rala(kernel_map(q, kernel), kernel_map(k, kernel), v, table(size), None, weight_scale)
     attention = reference.rala_map(reference.kernel(q, kernel), reference.kernel(k, kernel), size, weight_scale)
-    assert_twins(fast, attention @ v, (q, k, v))
+    reference.assert_twins(fast, attention @ v, (q, k, v))
 
 
 @pytest.mark.parametrize('weight_scale', [None, 0.5])
@@ -59,7 +48,7 @@ def test_rala_with_a_mask_is_rala_on_the_real_tokens_alone(size, weight_scale):
         part = [t[item : item + 1, :, real] for t in (q, k, v)]
         grid = None if size is None else (height, width)
         literal = reference.rala_map(part[0], part[1], grid, weight_scale) @ part[2]
-        assert_twins(fast[item : item + 1, :, real], literal, leaves)
+        reference.assert_twins(fast[item : item + 1, :, real], literal, leaves)
 
 
 def test_rows_of_the_plain_map_sum_to_one():

@@ -50,16 +50,6 @@ def literal(attention, x, kernel='identity', injective=True, residual=True, sour
     return out @ attention.proj.weight.T + attention.proj.bias
 
 
-def assert_twins(fast, slow, leaves):
-    torch.testing.assert_close(fast, slow, rtol=1e-9, atol=1e-10)
-    probe = torch.randn_like(slow)
-    ours = torch.autograd.grad((fast * probe).sum(), leaves, retain_graph=True)
-    theirs = torch.autograd.grad((slow * probe).sum(), leaves, retain_graph=True)
-    for mine, other in zip(ours, theirs):
-        assert other.abs().max() > 1e-3  # a gradient that vanishes would compare nothing
-        torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-9)
-
-
 @pytest.mark.parametrize('residual', [False, True], ids=['', 'residual'])
 @pytest.mark.parametrize('injective', [False, True], ids=['division', 'injective'])
 @pytest.mark.parametrize('kernel', KERNELS)
@@ -69,14 +59,14 @@ def test_every_form_equals_its_quadratic_twin(kernel, injective, residual):
     attention = build(kernel=kernel, injective=injective, local_residual=residual)
     x = image_tokens()
     fast = attention(x, GRID)
-    assert_twins(fast, literal(attention, x, kernel, injective, residual), [x, attention.qkv.weight])
+    reference.assert_twins(fast, literal(attention, x, kernel, injective, residual), [x, attention.qkv.weight])
 
 
 def test_the_local_residual_is_predicted_with_gradients():
     attention, x = build(), image_tokens()
     residual = attention.mixer.residual
     leaves = [x, *residual.parameters()]
-    assert_twins(attention(x, GRID), literal(attention, x), leaves)
+    reference.assert_twins(attention(x, GRID), literal(attention, x), leaves)
 
 
 def test_weights_of_a_row_sum_to_one_without_a_division():
@@ -112,7 +102,7 @@ def test_masked_tokens_count_neither_in_sums_nor_means_nor_n(injective):
     for item in range(2):
         part = [t[item : item + 1, :, mask[item]] for t in (q, k, v)]
         attention_map = reference.inline_map(*part[:2], SCALE) if injective else reference.linear_map(*part[:2])
-        assert_twins(out[item : item + 1, :, mask[item]], attention_map @ part[2], (q, k, v))
+        reference.assert_twins(out[item : item + 1, :, mask[item]], attention_map @ part[2], (q, k, v))
 
 
 def test_a_class_token_mixes_with_the_others_and_has_no_neighbours():
@@ -120,13 +110,13 @@ def test_a_class_token_mixes_with_the_others_and_has_no_neighbours():
     attention = build()
     x = image_tokens(GRID.num_tokens + 1)
     fast = attention(x, Grid(HEIGHT, WIDTH, prefix=1))
-    assert_twins(fast, literal(attention, x, prefix=1), [x])
+    reference.assert_twins(fast, literal(attention, x, prefix=1), [x])
 
 
 def test_the_kernels_may_come_from_other_tokens():
     """CSWin: from the block's input before its norm."""
     attention, x, source = build(), image_tokens(), image_tokens()
-    assert_twins(attention(x, GRID, source=source), literal(attention, x, source=source), [x, source])
+    reference.assert_twins(attention(x, GRID, source=source), literal(attention, x, source=source), [x, source])
 
 
 @pytest.mark.parametrize('size', [(1, 15), (15, 1), (1, 1), (2, 2)], ids=str)
