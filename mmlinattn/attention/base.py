@@ -215,15 +215,18 @@ class Attention(Mixing):
 
     def project(self, x: Tensor, kv: Optional[Tensor]) -> tuple[Tensor, ...]:
         """Queries, keys, values and, where there is one, the projected gate."""
-        adapted = type(self.qkv) is not nn.Linear
-        plain = x.device.type != 'cpu' or (self.mixer.quadratic and self.local is None)
-        plain = plain and not torch.is_grad_enabled()
-        if kv is None and (adapted or plain):
-            return apply_linear(self.qkv, x).split(self.widths, dim=-1)
+        on_cpu = x.device.type == 'cpu'
+        convolves = not self.mixer.quadratic or self.local is not None  # the values
+        at_once = not torch.is_grad_enabled() and not (on_cpu and convolves)
+        if type(self.qkv) is not nn.Linear or (at_once and kv is None):
+            q, k, v, *gate = apply_linear(self.qkv, x).split(self.widths, dim=-1)
+            if kv is not None:  # the matrix of an adapter cannot be cut
+                _, k, v, *_ = self.qkv(kv).split(self.widths, dim=-1)
+            return q, k, v, *gate
         q, k, v, *gate = self.widths
         # several results: autograd keeps all of one or nothing, but mixers that map or rotate queries and keys do not
         # need what they mapped, and convolutions on CPUs would copy values that lie among other things
-        if kv is None and x.device.type != 'cpu':
+        if kv is None and not on_cpu:
             parts = [(x, (q, k)), (x, (v, *gate))]
         else:
             parts = [(x, (q, k)), (x, (v,))] if kv is None else [(x, (q,)), (kv, (k, v))]

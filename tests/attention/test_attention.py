@@ -222,3 +222,23 @@ def test_unknown_kernel():
 def test_unknown_gate(options):
     with pytest.raises(ValueError, match=r"gate='sigmoid' has to be None, 'projection', 'identity' or 'tanh'"):
         Attention(DIM, HEADS, **options)
+
+
+@pytest.mark.parametrize('reduced', [False, True])
+def test_an_adapter_in_place_of_the_projection_is_called(reduced):
+    """One that keeps the layer's weight under its name, which alone would leave the adapter out."""
+
+    class Adapter(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    attention = Attention(DIM, HEADS, 'softmax')
+    plain, x = attention.qkv, torch.randn(2, 12, DIM)
+    kv = x[:, ::2] if reduced else None
+    attention.qkv = Adapter(DIM, plain.out_features)
+    attention.qkv.load_state_dict(plain.state_dict())
+    shared = dict(kv=kv, key_grid=Grid(2, 3)) if reduced else {}
+    adapted = attention(x, Grid(3, 4), **shared)
+    attention.qkv = plain
+    plain.bias.data += 1
+    torch.testing.assert_close(adapted, attention(x, Grid(3, 4), **shared))
