@@ -1,0 +1,129 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Which form of an op runs. The only place that asks for the device, grad mode, autocast, tracing and tensor types.
+
+An op is a folder: ``reference.py`` holds its equation in plain PyTorch, ``cpu.py`` and ``triton.py``, where they exist,
+faster forms of the same function. :func:`pick` gives the module to call.
+"""
+
+import contextlib
+import functools
+import importlib
+import importlib.util
+import os
+from types import ModuleType
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+VARIABLE = 'MMLINATTN_OPS'
+CHOICES = ('auto', 'reference')
+
+
+def _checked(form: str, argument: str) -> str:
+    if form not in CHOICES:
+        raise ValueError(f'{argument}={form!r} has to be one of {CHOICES}')
+    return form
+
+
+_choice = _checked(os.environ.get(VARIABLE, '') or 'auto', VARIABLE)
+
+
+@contextlib.contextmanager
+def use(form: str):
+    """A context in which every op runs in the named form.
+
+    Args:
+        form (str): ``'reference'`` for the plain equations, ``'auto'`` for the fastest form there is. Outside of any
+            context the environment variable ``MMLINATTN_OPS`` says which, ``'auto'`` by default.
+
+    Raises:
+        ValueError: For another name.
+    """
+    global _choice  # not a context variable: the backward pass of checkpointed blocks runs in threads of its own
+    before, _choice = _choice, _checked(form, 'form')
+    try:
+        yield
+    finally:
+        _choice = before
+
+
+def is_traced() -> bool:
+    """Whether a graph is being recorded (``torch.compile``, ``torch.export``, ``torch.jit.trace``).
+
+    It is to hold the plain forms: compilers fuse them, and they are right at sizes other than the traced one.
+    """
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def is_plain(*tensors: Optional[Tensor]) -> bool:
+    """Whether the call has to stay with plain differentiable operations on the given tensors.
+
+    So it is where something watches or transforms them: a recorded graph, meta and fake tensors, other subclasses,
+    ``torch.func`` transforms, forward-mode derivatives, dispatch modes that count or record.
+    """
+    if _choice == 'reference' or is_traced():
+        return True
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    if forward_ad._current_level >= 0:
+        return True
+    return any(t is not None and (type(t) not in (Tensor, nn.Parameter) or t.is_meta) for t in tensors)
+
+
+def pick(op: str, *tensors: Optional[Tensor]) -> ModuleType:
+    """The module that holds the form of an op to run.
+
+    Args:
+        op (str): ``__name__`` of the op's package.
+        tensors (Tensor | None): What the op works on; the first one's device counts.
+
+    Returns:
+        module: ``triton`` on GPUs and ``cpu`` on CPUs where the op has such a form, else ``reference``.
+    """
+    if is_plain(*tensors):
+        return _module(op, 'reference')
+    device = tensors[0].device.type
+    if device == 'cpu':
+        return _module(op, 'cpu')
+    if device == 'cuda' and _has_triton(tensors[0].device):
+        return _module(op, 'triton')
+    return _module(op, 'reference')
+
+
+@functools.lru_cache(maxsize=None)
+def _module(op: str, form: str) -> ModuleType:
+    name = f'{op}.{form}'
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if form == 'reference' or error.name != name:
+            raise
+        return importlib.import_module(f'{op}.reference')  # the form is one more file, and this op has none
+
+
+@functools.lru_cache(maxsize=None)
+def _has_triton(device: torch.device) -> bool:
+    """Whether Triton is installed and compiles for this GPU (compute capability 8.0 or newer)."""
+    return importlib.util.find_spec('triton') is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def records() -> bool:
+    """Whether gradients are recorded. Where they are not, an op may write over queries and keys."""
+    return torch.is_grad_enabled()
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for the device of ``x``; the meta device has none and PyTorch raises when asked for it."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def without_autocast(x: Tensor):
+    """A context in which operations on the device of ``x`` keep the types they are given."""
+    return torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext()
+
+
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    """The type that sums over tokens are made in: float32 for half precision, the type of ``x`` otherwise."""
+    return torch.promote_types(x.dtype, torch.float32)
