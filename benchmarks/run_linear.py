@@ -23,10 +23,9 @@ import literal_attention  # noqa: E402
 import measure  # noqa: E402
 from run_ravlt import Report, Target, compare, machine, mib, ms  # noqa: E402
 
-from mmlinattn.attention.blockwise import focused_attention  # noqa: E402
-from mmlinattn.attention.functional import inline_attention  # noqa: E402
-from mmlinattn.attention.slices import split  # noqa: E402
+from mmlinattn import ops  # noqa: E402
 from mmlinattn.backbones import LinearSwin  # noqa: E402
+from mmlinattn.ops.memory import split  # noqa: E402
 
 HEAD_DIM, POWER = 32, 3
 MODELS = {
@@ -41,15 +40,17 @@ def by_head(x, heads):
 
 
 def inline(q, k, v, heads, literal):
-    call = literal_attention.inline if literal else inline_attention
-    return call(*(by_head(t, heads) for t in (q, k, v)), HEAD_DIM**-0.5).transpose(1, 2).flatten(2)
+    if not literal:
+        return ops.inline_attention(q, k, v, heads, HEAD_DIM**-0.5)
+    parts = (by_head(t, heads) for t in (q, k, v))
+    return literal_attention.inline(*parts, HEAD_DIM**-0.5).transpose(1, 2).flatten(2)
 
 
 def focused(q, k, v, heads, literal):
     scale = q.new_zeros(q.shape[-1])
     if literal:
         return literal_attention.focused(q, k, v, scale, POWER, heads)
-    return focused_attention(q, k, v, 1 / F.softplus(scale), POWER, heads)
+    return ops.focused_attention(q, k, v, heads, 1 / F.softplus(scale), POWER)
 
 
 ATTENTIONS = dict(inline=inline, focused=focused)

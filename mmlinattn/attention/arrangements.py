@@ -9,10 +9,10 @@ from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
-from ..layers.fused import apply_linear
-from ..layers.tracing import is_traced
+from ..ops import apply_linear, forms
+from ..ops.memory import assemble
+from ..ops.softmax_attention import masked_logit
 from .base import Attention, Grid, Mixing
-from .softmax import masked_logit
 from .windows import Windows
 
 
@@ -94,10 +94,6 @@ class RelativePositionBias(nn.Module):
             )
         self.table = nn.Parameter(torch.zeros((2 * rows - 1) * (2 * columns - 1), num_heads))
         nn.init.trunc_normal_(self.table, std=0.02)
-        row = torch.arange(rows)[:, None] - torch.arange(rows) + rows - 1
-        column = torch.arange(columns)[:, None] - torch.arange(columns) + columns - 1
-        index = row[:, None, :, None] * (2 * columns - 1) + column[None, :, None, :]  # (rows, columns, rows, columns)
-        self.register_buffer('index', index, persistent=False)
 
     def fit(self, table: Tensor) -> Tensor:
         """A checkpoint's table of another square window, ((2n - 1)^2, heads), resized bicubically as Swin's
@@ -112,8 +108,18 @@ class RelativePositionBias(nn.Module):
 
     def forward(self, height: int, width: int) -> Tensor:
         """(heads, N, N) for a window of ``height`` x ``width``."""
-        index = self.index[:height, :width, :height, :width].flatten(2).flatten(0, 1)
+        index = self.index(height, width)
         return self.table[index.flatten()].unflatten(0, index.shape).permute(2, 0, 1)
+
+    def index(self, height: int, width: int) -> Tensor:
+        """Row of the table for each pair of tokens of a window, (N, N)."""
+        # Made anew: a buffer that no checkpoint holds is lost where models are built without memory (``torch.device(
+        # 'meta')``) and then given their weights.
+        rows, columns = (torch.arange(size, device=self.table.device) for size in (height, width))
+        row = rows[:, None] - rows + self.window[0] - 1
+        column = columns[:, None] - columns + self.window[1] - 1
+        index = row[:, None, :, None] * (2 * self.window[1] - 1) + column[None, :, None, :]  # (h, w, h, w)
+        return index.flatten(2).flatten(0, 1)
 
 
 class WindowAttention(Attention):
@@ -144,7 +150,8 @@ class WindowAttention(Attention):
 
     def forward(self, x: Tensor, cuts: Optional[Cuts] = None, **shared) -> Tensor:
         windows = Windows.fit(*x.shape[1:3], self.window, self.shift)
-        if not (self.mixer.quadratic or windows.is_whole or any(windows.shift) or is_traced()):
+        # a recorded graph has to hold as many windows at any size
+        if not (self.mixer.quadratic or windows.is_whole or any(windows.shift) or forms.is_traced()):
             return self.in_regions(x, windows, **shared)
         windows, real, regions = (cuts or Cuts(x)).get(self.window, self.shift)
         # four dimensions: with three, PyTorch leaves its fused attention
@@ -159,18 +166,15 @@ class WindowAttention(Attention):
 
     def in_regions(self, x: Tensor, windows: Windows, source: Optional[Tensor] = None, **shared) -> Tensor:
         """Windows that end where the map does, instead of padding: windows of a linear attention are large."""
-        out, bands = None, {}
-        for rows, columns, part in windows.regions():
-            if source is not None:
-                shared['source'] = part.partition(source[:, rows, columns])
-            tokens, grid = part.partition(x[:, rows, columns]), Grid(*part.window, within=windows.window)
-            mixed = part.merge(super().forward(tokens, grid, **shared))
-            if torch.is_grad_enabled():
-                bands.setdefault(rows.start, []).append(mixed)
-            else:
-                out = mixed.new_empty(x.shape) if out is None else out
-                out[:, rows, columns] = mixed
-        return torch.cat([torch.cat(band, dim=2) for band in bands.values()], dim=1) if bands else out
+
+        def mixed_regions():
+            for rows, columns, part in windows.regions():
+                if source is not None:
+                    shared['source'] = part.partition(source[:, rows, columns])
+                tokens, grid = part.partition(x[:, rows, columns]), Grid(*part.window, within=windows.window)
+                yield rows, columns, part.merge(super(WindowAttention, self).forward(tokens, grid, **shared))
+
+        return assemble(x.shape, mixed_regions())
 
 
 class StripeAttention(BaseModule):

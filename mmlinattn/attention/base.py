@@ -10,15 +10,14 @@ reduced keys, a class token) around an :class:`Attention` and name no method.
 
 from typing import Optional, Union
 
-import torch
 from mmengine.model import BaseModule
 from mmengine.registry import Registry
 from torch import Tensor, nn
 
-from ..layers.fused import apply_linear, linear
-from .functional import overwrites
+from .. import ops
+from ..ops import memory
+from ..ops.forms import accumulation_dtype
 from .grid import DepthwiseConv2d, Grid, add_local
-from .slices import split
 
 TOKEN_MIXERS = Registry('token mixer', scope='mmlinattn')
 
@@ -64,15 +63,6 @@ class TokenMixer(BaseModule):
         """Projection widths (q, k, v) the mixer wants."""
         return self.dim, self.dim, self.dim
 
-    def split_heads(self, x: Tensor) -> Tensor:
-        """(B, N, heads * d) -> (B, heads, N, d), a view."""
-        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-
-    @staticmethod
-    def merge_heads(x: Tensor) -> Tensor:
-        """(B, heads, N, d) -> (B, N, heads * d)."""
-        return x.transpose(1, 2).flatten(2)
-
     def forward(
         self,
         q: Tensor,
@@ -87,7 +77,7 @@ class TokenMixer(BaseModule):
     ) -> Tensor:
         """Mix the values.
 
-        The result is new memory or that of ``q`` or ``k``, which a mixer may overwrite where no gradients are recorded.
+        In inference, ``q`` and ``k`` are scratch memory of the mixer, ``v`` is not, and the result may be written over.
 
         Args:
             q (Tensor): Queries, (B, N, widths[0]), before the split into heads.
@@ -167,9 +157,9 @@ class Mixing(BaseModule):
         :class:`Attention`."""
         key_grid = key_grid or grid
         if mask is not None:
-            real = mask.unsqueeze(-1).to(v.dtype)
-            v = v.mul_(real) if overwrites() else v * real
-        out = self.mixer(
+            v = ops.multiply(v, mask.unsqueeze(-1).to(v.dtype))
+        out = memory.call(
+            self.mixer,
             q,
             k,
             v,
@@ -215,29 +205,8 @@ class Attention(Mixing):
 
     def project(self, x: Tensor, kv: Optional[Tensor]) -> tuple[Tensor, ...]:
         """Queries, keys, values and, where there is one, the projected gate."""
-        on_cpu = x.device.type == 'cpu'
-        convolves = not self.mixer.quadratic or self.local is not None  # the values
-        at_once = not torch.is_grad_enabled() and not (on_cpu and convolves)
-        if type(self.qkv) is not nn.Linear or (at_once and kv is None):
-            q, k, v, *gate = apply_linear(self.qkv, x).split(self.widths, dim=-1)
-            if kv is not None:  # the matrix of an adapter cannot be cut
-                _, k, v, *_ = self.qkv(kv).split(self.widths, dim=-1)
-            return q, k, v, *gate
-        q, k, v, *gate = self.widths
-        # several results: autograd keeps all of one or nothing, but mixers that map or rotate queries and keys do not
-        # need what they mapped, and convolutions on CPUs would copy values that lie among other things
-        if kv is None and not on_cpu:
-            parts = [(x, (q, k)), (x, (v, *gate))]
-        else:
-            parts = [(x, (q, k)), (x, (v,))] if kv is None else [(x, (q,)), (kv, (k, v))]
-            parts += [(x, gate)] if gate else []
-        rows = [sum(widths) for _, widths in parts]
-        weights = self.qkv.weight.split(rows)
-        biases = [None] * len(rows) if self.qkv.bias is None else self.qkv.bias.split(rows)
-        projected = []
-        for (source, widths), weight, bias in zip(parts, weights, biases):
-            projected += split(linear(source, weight, bias), widths)
-        return tuple(projected)
+        convolves = not self.mixer.quadratic or self.local is not None
+        return ops.project(self.qkv, x, self.widths, kv, convolves)
 
     def forward(
         self,
@@ -255,7 +224,7 @@ class Attention(Mixing):
             grid (Grid): The grid they live on.
             kv (Tensor, optional): Tokens of keys and values, (B, M, C), when they are not ``x`` (reduced keys).
             source (Tensor, optional): Tokens (B, N', C) whose mean is the mixer's context, ``x`` by default.
-            out_scale (Tensor, optional): Layer scale, (C,), see :func:`~mmlinattn.layers.fused.apply_linear`.
+            out_scale (Tensor, optional): Layer scale, (C,), see :func:`~mmlinattn.ops.apply_linear`.
             key_grid, mask, rotary, bias: See :meth:`TokenMixer.forward`.
 
         Returns:
@@ -263,18 +232,18 @@ class Attention(Mixing):
         """
         q, k, v, *gate = self.project(x, kv)
         out = self.mix(q, k, v, grid, source=x if source is None else source, **kwargs)
-        return apply_linear(self.proj, self.apply_gate(out, x, *gate), out_scale)
+        return ops.apply_linear(self.proj, self.apply_gate(out, x, *gate), out_scale)
 
     def apply_gate(self, out: Tensor, x: Tensor, projected: Optional[Tensor] = None) -> Tensor:
         if self.gate is None:
             return out
         gate = projected if self.gate == 'projection' else x if self.gate == 'identity' else x.tanh()
-        return out * gate if torch.is_grad_enabled() or out.dtype != gate.dtype else out.mul_(gate)
+        return ops.multiply(out, gate)
 
 
 def mean_token(x: Tensor, mask: Optional[Tensor]) -> Tensor:
     """Mean of the real tokens: (B, N, C), (B, N) -> (B, C), accumulated in float32 or better."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = accumulation_dtype(x)
     if mask is None:
         return x.mean(dim=1, dtype=dtype).to(x.dtype)
     weight = mask.to(dtype)

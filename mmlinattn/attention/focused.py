@@ -1,13 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from typing import Optional
+
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
+from .. import ops
 from ..layers.position import PositionTable
 from .base import TOKEN_MIXERS, TokenMixer
-from .blockwise import focused_attention
-from .functional import linear_attention, overwrites
-from .grid import Grid, add_local, depthwise_conv2d
+from .grid import Grid, add_local
 
 
 @TOKEN_MIXERS.register_module('focused')
@@ -45,17 +46,28 @@ class FocusedMixer(TokenMixer):
                 self.head_dim, self.head_dim, local_kernel, padding=local_kernel // 2, groups=self.head_dim
             )
 
-    def shared_conv(self, image):
-        """The depth-wise convolution with each head's copy of the same weights."""
+    def shared_conv(self, image: Tensor) -> Tensor:
+        """The depth-wise convolution of (B, C, h, w), each head with the same weights."""
         weight = self.local.weight.repeat(self.num_heads, 1, 1, 1)
-        return depthwise_conv2d(image, weight, self.local.bias.repeat(self.num_heads))
+        return ops.depthwise_conv2d(image, weight, self.local.bias.repeat(self.num_heads))
 
-    def forward(self, q, k, v, grid: Grid, key_grid: Grid, mask=None, rotary=None, bias=None, context=None):
-        if self.position is not None:
-            k = self.position.add_to(k, key_grid, inplace=overwrites())
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: Grid,
+        key_grid: Grid,
+        mask: Optional[Tensor] = None,
+        rotary: Optional[Tensor] = None,
+        bias: Optional[Tensor] = None,
+        context: Optional[Tensor] = None,
+    ) -> Tensor:
+        offset = None if self.position is None else self.position.on(key_grid)
         if self.focus:
-            out = focused_attention(q, k, v, 1 / F.softplus(self.scale), self.power, self.num_heads, mask)
+            inverse_scale = 1 / F.softplus(self.scale)
+            out = ops.focused_attention(q, k, v, self.num_heads, inverse_scale, self.power, offset, mask)
         else:
-            queries, keys, values = (self.split_heads(t) for t in (q.relu() + 1e-6, k.relu() + 1e-6, v))
-            out = self.merge_heads(linear_attention(queries, keys, values, mask))
+            k = k if offset is None else k + offset.to(k.dtype)
+            out = ops.linear_attention(q.relu() + 1e-6, k.relu() + 1e-6, v, self.num_heads, mask=mask)
         return out if self.local is None else add_local(out, v, self.shared_conv, key_grid)

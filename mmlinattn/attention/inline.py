@@ -1,19 +1,15 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from typing import Optional
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..layers.tracing import is_traced
+from .. import ops
+from ..ops import memory
+from ..ops.kernels import check_kernel
 from .base import TOKEN_MIXERS, TokenMixer
-from .functional import inline_attention, linear_attention, overwrites
 from .grid import Grid, add_local
-
-KERNELS = {
-    'identity': lambda x: x,
-    'relu': F.relu,
-    'leakyrelu': F.leaky_relu,
-    'exp': lambda x: torch.exp(0.2 * x),
-}
 
 
 class PredictedConv(nn.Module):
@@ -34,20 +30,14 @@ class PredictedConv(nn.Module):
         weight = layer.weight.squeeze(-1).unflatten(0, (layer.groups, -1))
         return torch.einsum('bgi,goi->bgo', x.unflatten(-1, (layer.groups, -1)), weight).flatten(1) + layer.bias
 
+    def kernels(self, context: Tensor) -> Tensor:
+        """The kernels (B, C, k, k) of the mean tokens ``context`` (B, C)."""
+        kernels = self.by_head(self.fc2, F.gelu(self.by_head(self.fc1, context)))
+        return kernels.unflatten(1, (-1, self.kernel_size, self.kernel_size))
+
     def forward(self, image: Tensor, context: Tensor) -> Tensor:
         """Convolve ``image`` (B, C, h, w) with the kernels of ``context`` (B, C)."""
-        kernel = self.by_head(self.fc2, F.gelu(self.by_head(self.fc1, context)))
-        batch, dim, height, width = image.shape
-        kernel = kernel.reshape(batch * dim, 1, self.kernel_size, self.kernel_size).to(image.dtype)
-        padding = self.kernel_size // 2
-        if image.device.type != 'cpu' or is_traced():
-            # all images as channels of one
-            image = image.reshape(1, batch * dim, height, width)
-            return F.conv2d(image, kernel, padding=padding, groups=batch * dim).reshape(batch, dim, height, width)
-        # one by one they stay in channels-last memory, in which CPUs convolve several times as fast
-        parts = zip(image.split(1), kernel.split(dim))
-        parts = [F.conv2d(one, weight, padding=padding, groups=dim) for one, weight in parts]
-        return parts[0] if batch == 1 else torch.cat(parts)
+        return ops.predicted_conv2d(image, self.kernels(context).to(image.dtype))
 
 
 @TOKEN_MIXERS.register_module('inline')
@@ -76,21 +66,27 @@ class InLineMixer(TokenMixer):
         init_cfg=None,
     ) -> None:
         super().__init__(dim, num_heads, grid, init_cfg)
-        if kernel not in KERNELS:
-            raise ValueError(f'kernel={kernel!r} has to be one of {list(KERNELS)}')
-        self.kernel = kernel
+        self.kernel = check_kernel(kernel, ('identity', 'relu', 'leakyrelu', 'exp'))
         self.injective = injective
         self.context = local_residual
         self.residual = PredictedConv(dim, num_heads) if local_residual else None
 
-    def forward(self, q, k, v, grid: Grid, key_grid: Grid, mask=None, rotary=None, bias=None, context=None):
-        phi = KERNELS[self.kernel]
-        queries, keys, values = phi(self.split_heads(q)), phi(self.split_heads(k)), self.split_heads(v)
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: Grid,
+        key_grid: Grid,
+        mask: Optional[Tensor] = None,
+        rotary: Optional[Tensor] = None,
+        bias: Optional[Tensor] = None,
+        context: Optional[Tensor] = None,
+    ) -> Tensor:
         if self.injective:
-            out = inline_attention(queries, keys, values, self.head_dim**-0.5, mask, inplace=overwrites())
+            out = ops.inline_attention(q, k, v, self.num_heads, self.head_dim**-0.5, self.kernel, mask)
         else:
-            out = linear_attention(queries, keys, values, mask)
-        out = self.merge_heads(out)
-        if self.residual is not None:
-            out = add_local(out, v, lambda image: self.residual(image, context), grid)
-        return out
+            out = ops.linear_attention(q, k, v, self.num_heads, self.kernel, mask)
+        if self.residual is None:
+            return out
+        return add_local(out, v, lambda image: memory.call(self.residual, image, context), grid)

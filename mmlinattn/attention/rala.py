@@ -1,10 +1,12 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from typing import Optional
 
-from ..layers.autocast import without_autocast
+from torch import Tensor
+
+from .. import ops
+from ..ops.kernels import check_kernel
 from .base import TOKEN_MIXERS, TokenMixer
-from .blockwise import rala_inplace
-from .functional import accumulation_dtype, kernel_map, overwrites, rala
+from .grid import Grid
 
 
 @TOKEN_MIXERS.register_module('rala')
@@ -40,16 +42,22 @@ class RALAMixer(TokenMixer):
         init_cfg=None,
     ) -> None:
         super().__init__(dim, num_heads, grid, init_cfg)
-        if kernel not in ('elu', 'relu', 'softmax'):
-            raise ValueError(f"kernel={kernel!r} has to be 'elu', 'relu' or 'softmax'")
-        self.kernel = kernel
+        self.kernel = check_kernel(kernel, ('elu', 'relu', 'softmax'))
         self.gate = output_gate
         self.weight_scale = None if not augment_kv else self.head_dim**-0.5 if scale_weights else 1.0
 
-    def forward(self, q, k, v, grid, key_grid, mask=None, rotary=None, bias=None, context=None):
-        q, k, v = self.split_heads(q), self.split_heads(k), self.split_heads(v)
-        if overwrites() and q.dtype == accumulation_dtype(q) == v.dtype:
-            with without_autocast(q):
-                return self.merge_heads(rala_inplace(q, k, v, self.kernel, rotary, mask, self.weight_scale))
-        q, k = kernel_map(q, self.kernel), kernel_map(k, self.kernel)
-        return self.merge_heads(rala(q, k, v, rotary, mask, self.weight_scale))
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: Grid,
+        key_grid: Grid,
+        mask: Optional[Tensor] = None,
+        rotary: Optional[Tensor] = None,
+        bias: Optional[Tensor] = None,
+        context: Optional[Tensor] = None,
+    ) -> Tensor:
+        return ops.rala(
+            q, k, v, self.num_heads, kernel=self.kernel, rotary=rotary, mask=mask, weight_scale=self.weight_scale
+        )

@@ -1,15 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-import torch
-import torch.nn.functional as F
+from typing import Optional
 
+from torch import Tensor
+
+from .. import ops
 from .base import TOKEN_MIXERS, TokenMixer
-from .functional import rotate
-
-
-def masked_logit(dtype: torch.dtype) -> float:
-    """What hides a key: exp of it is 0 beside any real key, and a row of hidden keys only (all padding) stays
-    finite."""
-    return torch.finfo(dtype).min / 4
+from .grid import Grid
 
 
 @TOKEN_MIXERS.register_module('softmax')
@@ -23,14 +19,16 @@ class SoftmaxMixer(TokenMixer):
     rotary = True
     bias = True
 
-    def forward(self, q, k, v, grid, key_grid, mask=None, rotary=None, bias=None, context=None):
-        q, k, v = self.split_heads(q), self.split_heads(k), self.split_heads(v)
-        if rotary is not None:
-            q, k = rotate(q, rotary), rotate(k, rotary)
-        if mask is not None:
-            hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
-            hidden = hidden.masked_fill(~mask, masked_logit(q.dtype))[:, None, None, :]
-            bias = hidden if bias is None else bias.to(q.dtype) + hidden
-        if bias is not None:
-            bias = bias.to(q.dtype)
-        return self.merge_heads(F.scaled_dot_product_attention(q, k, v, attn_mask=bias))
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: Grid,
+        key_grid: Grid,
+        mask: Optional[Tensor] = None,
+        rotary: Optional[Tensor] = None,
+        bias: Optional[Tensor] = None,
+        context: Optional[Tensor] = None,
+    ) -> Tensor:
+        return ops.softmax_attention(q, k, v, self.num_heads, rotary, mask, bias)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..attention import GlobalAttention
 from ..layers import Block, ConvDownsample, ConvFFN, ConvStem, ResidualDWConv, rotary_table
-from ..layers.patch_embed import fold_batch_norm
+from ..ops.conv_norms.folding import fold_batch_norm
 from .base import PyramidBackbone
 
 HYBRID = ('rala', 'rala', 'softmax', 'softmax')

@@ -7,7 +7,8 @@ from mmcv.cnn.bricks import DropPath
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from .autocast import autocasts
+from .. import ops
+from ..ops import memory
 
 
 class Block(BaseModule):
@@ -24,7 +25,7 @@ class Block(BaseModule):
         norm_cfg (dict): Both norms, over the last axis.
         drop_path (float): Rate of stochastic depth.
         layer_scale (float, optional): Initial value of gamma; None for no layer scale. With it, ``attn`` and ``ffn``
-            take an ``out_scale``, see :func:`~mmlinattn.layers.fused.apply_linear`.
+            take an ``out_scale``, see :func:`~mmlinattn.ops.apply_linear`.
         position (nn.Module, optional): Position encoding that includes its own residual connection.
     """
 
@@ -51,11 +52,11 @@ class Block(BaseModule):
         self.gamma2 = nn.Parameter(torch.full((dim,), float(layer_scale))) if scaled else None
 
     def add_branch(self, x: Tensor, norm: nn.Module, branch: nn.Module, gamma: Optional[Tensor], **shared) -> Tensor:
-        if gamma is not None and x.dtype in (torch.float32, torch.float64) and not autocasts(x):
+        if gamma is not None and ops.takes_scale(x):
             shared['out_scale'], gamma = gamma, None
-        out = branch(norm(x), **shared)
+        out = memory.call(branch, norm(x), **shared)
         if gamma is None and not (self.training and isinstance(self.drop_path, DropPath)):
-            return x + out if torch.is_grad_enabled() or x.dtype != out.dtype else out.add_(x)
+            return ops.add(x, out)
         # paths are dropped in a small tensor of scales, which saves passes over the map
         scale = x.new_ones(1) if gamma is None else gamma
         scale = self.drop_path(scale.expand(x.shape[0], *(1,) * (x.dim() - 2), len(scale)))

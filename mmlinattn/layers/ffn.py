@@ -1,21 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from typing import Optional
 
-import torch
 import torch.nn.functional as F
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from .fused import apply_linear
+from .. import ops
 from .position import ResidualDWConv
-from .tracing import is_traced
 
 
 class MLP(BaseModule):
     """Feed-forward network on (B, H, W, C) maps or (B, N, C) tokens: linear, GELU, linear.
-
-    In inference on CPUs, large maps pass through in strips of rows: the hidden map, several times as wide as its input,
-    then stays in the cache and is never allocated whole.
 
     Args:
         dim (int): Width C.
@@ -23,7 +18,6 @@ class MLP(BaseModule):
     """
 
     halo = 0  # rows above and below that a row of the hidden map depends on
-    strip_numel = 2**21  # of the hidden map: 8 MiB in float32
 
     def __init__(self, dim: int, hidden_dim: int, init_cfg=None) -> None:
         super().__init__(init_cfg)
@@ -32,26 +26,11 @@ class MLP(BaseModule):
 
     def hidden(self, x: Tensor) -> Tensor:
         """The hidden map of ``x``."""
-        return apply_linear(self.fc1, x, gelu=True)
+        return ops.apply_linear(self.fc1, x, gelu=True)
 
     def forward(self, x: Tensor, out_scale: Optional[Tensor] = None) -> Tensor:
-        """``out_scale``: see :func:`~mmlinattn.layers.fused.apply_linear`."""
-        height, row_numel = x.shape[1], x[0, 0].numel() // x.shape[-1] * self.fc1.out_features
-        whole = torch.is_grad_enabled() or x.device.type != 'cpu' or is_traced()
-        if whole or x.shape[0] * height * row_numel <= 2 * self.strip_numel:
-            return apply_linear(self.fc2, self.hidden(x), out_scale)
-        rows = max(self.strip_numel // row_numel, 8 * self.halo, 1)
-        out = None
-        for i, image in enumerate(x.split(1)):
-            for top in range(0, height, rows):
-                bottom = min(top + rows, height)
-                first, last = max(top - self.halo, 0), min(bottom + self.halo, height)
-                hidden = self.hidden(image[:, first:last])[:, top - first : bottom - first]
-                strip = apply_linear(self.fc2, hidden, out_scale)
-                if out is None:
-                    out = strip.new_empty(*x.shape[:-1], strip.shape[-1])
-                out[i, top:bottom] = strip[0]
-        return out
+        """``out_scale``: see :func:`~mmlinattn.ops.apply_linear`."""
+        return ops.feed_forward(x, self.hidden, self.fc2, out_scale, self.halo)
 
 
 class ConvFFN(MLP):
@@ -65,9 +44,7 @@ class ConvFFN(MLP):
         self.dwconv = ResidualDWConv(hidden_dim)
 
     def hidden(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled():  # GELU is computed again in the backward pass, with the convolution's
-            return self.dwconv(apply_linear(self.fc1, x), of_gelu=True)
-        return self.dwconv(apply_linear(self.fc1, x, gelu=True))
+        return ops.hidden_conv(x, self.fc1, self.dwconv)
 
 
 class DWConvFFN(MLP):
@@ -80,4 +57,4 @@ class DWConvFFN(MLP):
         self.dwconv = nn.Conv2d(hidden_dim, hidden_dim, 3, padding=1, groups=hidden_dim)
 
     def hidden(self, x: Tensor) -> Tensor:
-        return F.gelu(self.dwconv(apply_linear(self.fc1, x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+        return F.gelu(self.dwconv(ops.apply_linear(self.fc1, x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1))

@@ -10,37 +10,7 @@ from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from .conv_of_gelu import conv_of_gelu
-from .fused import apply_linear, conv_gelu
-
-
-def fold_batch_norm(conv: nn.Conv2d, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """Weight and bias of the convolution that gives what ``conv`` and then ``norm``, in eval mode, give."""
-    wide = torch.promote_types(conv.weight.dtype, torch.float32)
-    scale = (norm.weight.to(wide) / (norm.running_var.to(wide) + norm.eps).sqrt()).to(wide)
-    bias = -norm.running_mean if conv.bias is None else conv.bias - norm.running_mean
-    weight, bias = conv.weight * scale[:, None, None, None], bias * scale + norm.bias
-    return weight.to(conv.weight.dtype), bias.to(conv.weight.dtype)
-
-
-def conv_norm(
-    x: Tensor, conv: nn.Conv2d, norm: Optional[nn.Module], of_gelu: bool = False, gelu: bool = False
-) -> Tensor:
-    """``norm(conv(x))`` on (B, C, H, W), of ``gelu(x)`` with ``of_gelu``, and GELU of it with ``gelu`` (for inference).
-
-    In inference, batch norms go into the convolution.
-    """
-    weight, bias = conv.weight, conv.bias
-    fixed = isinstance(norm, nn.modules.batchnorm._BatchNorm) and not norm.training and norm.running_var is not None
-    if fixed and norm.affine and not torch.is_grad_enabled() and not x.is_meta:  # counters are to see the norms
-        weight, bias = fold_batch_norm(conv, norm)
-        norm = None
-    stride = conv.stride[0]
-    if gelu and norm is None:
-        return conv_gelu(x, weight, bias, stride)
-    x = conv_of_gelu(x, weight, bias, stride) if of_gelu else F.conv2d(x, weight, bias, stride, conv.padding)
-    x = x if norm is None else norm(x)
-    return F.gelu(x) if gelu else x
+from .. import ops
 
 
 class ConvStem(BaseModule):
@@ -67,16 +37,14 @@ class ConvStem(BaseModule):
         self.layers = nn.Sequential(*layers[:-1])
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.permute(0, 3, 1, 2)
-        layers = [layer for layer in self.layers if not isinstance(layer, nn.GELU)]
-        after = torch.is_grad_enabled()  # GELU is computed again in the backward pass, with the convolution after it
-        first = True
-        while layers:
-            conv = layers.pop(0)
-            norm = layers.pop(0) if layers and not isinstance(layers[0], nn.Conv2d) else None  # folded for deployment
-            x = conv_norm(x, conv, norm, of_gelu=after and not first, gelu=not after and len(layers) > 0)
-            first = False
-        return x.permute(0, 2, 3, 1)
+        pairs, norm = [], None
+        for layer in reversed(self.layers):  # norms are missing where they were folded for deployment
+            if isinstance(layer, nn.Conv2d):
+                pairs.insert(0, (layer, norm))
+                norm = None
+            elif not isinstance(layer, nn.GELU):
+                norm = layer
+        return ops.conv_norms(x.permute(0, 3, 1, 2), pairs).permute(0, 2, 3, 1)
 
 
 class ConvDownsample(BaseModule):
@@ -89,7 +57,7 @@ class ConvDownsample(BaseModule):
 
     def forward(self, x: Tensor) -> Tensor:
         norm = getattr(self.layers, 'norm', None)  # None where it was folded for deployment
-        return conv_norm(x.permute(0, 3, 1, 2), self.layers.conv, norm).permute(0, 2, 3, 1)
+        return ops.conv_norms(x.permute(0, 3, 1, 2), [(self.layers.conv, norm)]).permute(0, 2, 3, 1)
 
 
 class PatchEmbed(BaseModule):
@@ -140,4 +108,4 @@ class PatchMerging(BaseModule):
         x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
         # order of the neighbours: down first, then right
         x = torch.cat([x[:, i::2, j::2] for j in range(2) for i in range(2)], dim=-1)
-        return apply_linear(self.reduction, self.norm(x))
+        return ops.apply_linear(self.reduction, self.norm(x))

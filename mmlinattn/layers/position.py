@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .autocast import autocasts
-from .conv_of_gelu import conv_of_gelu
-from .tracing import is_traced
+from .. import ops
+from ..ops import forms
 
 
 def rotary_table(
@@ -54,21 +53,11 @@ class ResidualDWConv(nn.Conv2d):
 
     def __init__(self, dim: int, kernel_size: int = 3) -> None:
         super().__init__(dim, dim, kernel_size, padding=kernel_size // 2, groups=dim)
-        identity = torch.zeros(1, 1, kernel_size, kernel_size)
-        identity[..., kernel_size // 2, kernel_size // 2] = 1
-        self.register_buffer('identity', identity, persistent=False)
 
     def forward(self, x: Tensor, of_gelu: bool = False) -> Tensor:
-        """``y + DWConv(y)`` of ``y = x``, or of ``y = gelu(x)``, which is then computed again in the backward pass."""
-        image, weight, residual = x.permute(0, 3, 1, 2), self.weight, True
-        if x.dtype in (torch.float32, torch.float64) and not autocasts(x):
-            # the identity is a tap of the kernel: one pass over the map less. In half precision the tap would round the
-            # residual stream, so there the sum stays outside.
-            weight, residual = weight + self.identity, False
-        if of_gelu:
-            return conv_of_gelu(image, weight, self.bias, 1, self.groups, residual).permute(0, 2, 3, 1)
-        out = F.conv2d(image, weight, self.bias, 1, self.padding, 1, self.groups).permute(0, 2, 3, 1)
-        return x + out if residual else out
+        """``y + DWConv(y)`` of ``y = x``, or of ``y = gelu(x)``."""
+        image = x.permute(0, 3, 1, 2)
+        return ops.residual_depthwise_conv2d(image, self.weight, self.bias, of_gelu).permute(0, 2, 3, 1)
 
 
 def resize_table(table: Tensor, grid: tuple[int, int], size: tuple[int, int], prefix: int = 0) -> Tensor:
@@ -105,9 +94,9 @@ class PositionTable(nn.Module):
         if (height, width) == self.grid:
             return self.weight
         weight = self.weight
-        learning = torch.is_grad_enabled() and weight.requires_grad
+        learning = forms.records() and weight.requires_grad
         # tensors of inference mode do not count their changes
-        keep = not (learning or is_traced() or weight.is_inference())
+        keep = not (learning or forms.is_plain(weight) or weight.is_inference())
         key = (height, width, weight._version, weight.data_ptr(), weight.dtype, weight.device) if keep else None
         if keep and self._resized is not None and self._resized[0] == key:
             return self._resized[1]
@@ -125,17 +114,19 @@ class PositionTable(nn.Module):
             return weight
         return resize_table(weight, (side, side), self.grid, self.prefix)
 
-    def add_to(self, x: Tensor, grid, inplace: bool = False) -> Tensor:
-        """``x`` (B, prefix + height * width, C) plus the table of its :class:`~mmlinattn.attention.Grid`.
-
-        A table without class tokens leaves those of ``x`` alone. ``inplace``: ``x`` may be overwritten.
-        """
-        table = self.resized(*(grid.within or grid[:2])).to(x.dtype)
+    def on(self, grid) -> Tensor:
+        """The table for the tokens of a :class:`~mmlinattn.attention.Grid`, (1, prefix + height * width, C); zero for
+        class tokens that the table has no vectors for."""
+        table = self.resized(*(grid.within or grid[:2]))
         if grid.within:
             table = table.unflatten(1, grid.within)[:, : grid.height, : grid.width].flatten(1, 2)
         if grid.prefix > self.prefix:
             table = F.pad(table, (0, 0, grid.prefix - self.prefix, 0))
-        return x.add_(table) if inplace else x + table
+        return table
+
+    def add_to(self, x: Tensor, grid) -> Tensor:
+        """``x`` (B, prefix + height * width, C) plus the table of its :class:`~mmlinattn.attention.Grid`."""
+        return x + self.on(grid).to(x.dtype)
 
     def __getstate__(self):
         # the kept table may belong to a graph or an inference tensor: copies and pickles go without

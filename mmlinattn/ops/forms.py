@@ -1,8 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Which form of an op runs. The only place that asks for the device, grad mode, autocast, tracing and tensor types.
 
-An op is a folder: ``reference.py`` holds its equation in plain PyTorch, ``cpu.py`` and ``triton.py``, where they exist,
-faster forms of the same function. :func:`pick` gives the module to call.
+An op is a folder. ``reference.py`` holds its equation in plain PyTorch. Faster forms of the same function lie beside
+it, where they exist: ``cpu.py``, ``triton.py`` for GPUs, and ``eager.py`` for any device, which overwrites memory and
+brings gradients of its own with PyTorch's operators. :func:`pick` gives the module to call.
 """
 
 import contextlib
@@ -57,6 +58,11 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
+def is_transformed() -> bool:
+    """Whether ``torch.func`` transforms the call or forward-mode derivatives are taken."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
 def is_plain(*tensors: Optional[Tensor]) -> bool:
     """Whether the call has to stay with plain differentiable operations on the given tensors.
 
@@ -65,45 +71,42 @@ def is_plain(*tensors: Optional[Tensor]) -> bool:
     """
     if _choice == 'reference' or is_traced():
         return True
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return True
-    if forward_ad._current_level >= 0:
+    if torch._C._len_torch_dispatch_stack() or is_transformed():
         return True
     return any(t is not None and (type(t) not in (Tensor, nn.Parameter) or t.is_meta) for t in tensors)
 
 
-def pick(op: str, *tensors: Optional[Tensor]) -> ModuleType:
+def pick(reference: ModuleType, *tensors: Optional[Tensor]) -> ModuleType:
     """The module that holds the form of an op to run.
 
     Args:
-        op (str): ``__name__`` of the op's package.
+        reference (module): The op's plain form; the others lie beside it.
         tensors (Tensor | None): What the op works on; the first one's device counts.
 
     Returns:
-        module: ``triton`` on GPUs and ``cpu`` on CPUs where the op has such a form, else ``reference``.
+        module: ``triton`` on GPUs, ``cpu`` on CPUs, else ``eager``, else the reference: the first that the op has.
     """
     if is_plain(*tensors):
-        return _module(op, 'reference')
-    device = tensors[0].device.type
-    if device == 'cpu':
-        return _module(op, 'cpu')
-    if device == 'cuda' and _has_triton(tensors[0].device):
-        return _module(op, 'triton')
-    return _module(op, 'reference')
+        return reference
+    device = tensors[0].device
+    if device.type == 'cpu':
+        return _first(reference, 'cpu', 'eager')
+    if device.type == 'cuda' and _has_triton(device):
+        return _first(reference, 'triton', 'eager')
+    return _first(reference, 'eager')
 
 
-@functools.lru_cache(maxsize=None)
-def _module(op: str, form: str) -> ModuleType:
-    name = f'{op}.{form}'
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if form == 'reference' or error.name != name:
-            raise
-        return importlib.import_module(f'{op}.reference')  # the form is one more file, and this op has none
+@functools.cache
+def _first(reference: ModuleType, *forms: str) -> ModuleType:
+    """The first of the forms that the op has a file for."""
+    for form in forms:
+        name = f'{reference.__package__}.{form}'
+        if importlib.util.find_spec(name) is not None:
+            return importlib.import_module(name)
+    return reference
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _has_triton(device: torch.device) -> bool:
     """Whether Triton is installed and compiles for this GPU (compute capability 8.0 or newer)."""
     return importlib.util.find_spec('triton') is not None and torch.cuda.get_device_capability(device) >= (8, 0)

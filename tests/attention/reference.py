@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Quadratic twins of ``mmlinattn.attention.functional``, written from the papers' equations.
+"""Quadratic twins of the attentions in ``mmlinattn.ops``, written from the papers' equations.
 
 Each builds its N x N map A literally, (B, heads, N, N) with ``out = A v``. Everything takes
 (B, heads, N, d) tensors; use float64.
@@ -8,6 +8,22 @@ Each builds its N x N map A literally, (B, heads, N, N) with ``out = A v``. Ever
 import math
 
 import torch
+
+
+def side_by_side(x):
+    """(B, heads, N, d) -> (B, N, heads * d), as the ops take it."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def by_head(x, heads):
+    """(B, N, heads * d) -> (B, heads, N, d)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def call_by_head(op, q, k, v, *args, **kwargs):
+    """An attention of ``mmlinattn.ops`` on (B, heads, N, d) tensors."""
+    heads = q.shape[1]
+    return by_head(op(*(side_by_side(t) for t in (q, k, v)), heads, *args, **kwargs), heads)
 
 
 def turn(x, height, width, base=10000.0):

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.functional import cosine_similarity
 
 from mmlinattn.attention import Attention, FocusedMixer, Grid
-from mmlinattn.attention.functional import focused_map
 from mmlinattn.layers import PositionTable
+from mmlinattn.ops.focused_attention.reference import focused_map
 
 DIM, HEADS, HEIGHT, WIDTH = 16, 2, 3, 5
 HEAD_DIM = DIM // HEADS

@@ -6,14 +6,22 @@ import reference
 import torch
 from torch import nn
 
+from mmlinattn import ops
 from mmlinattn.attention import Attention, Grid, InLineMixer
-from mmlinattn.attention.functional import inline_attention, linear_attention
 
 DIM, HEADS, HEIGHT, WIDTH = 16, 2, 3, 5
 HEAD_DIM = DIM // HEADS
 GRID = Grid(HEIGHT, WIDTH)
 SCALE = HEAD_DIM**-0.5
 KERNELS = ['identity', 'relu', 'leakyrelu', 'exp']
+
+
+def inline_attention(q, k, v, scale, mask=None):
+    return reference.call_by_head(ops.inline_attention, q, k, v, scale, mask=mask)
+
+
+def linear_attention(q, k, v, mask=None, eps=1e-6):
+    return reference.call_by_head(ops.linear_attention, q, k, v, mask=mask, eps=eps)
 
 
 def build(**options):

@@ -6,15 +6,11 @@ import torch
 import torch.nn.functional as F
 from test_masks import DIM, HEADS, build, every_mixer
 
-from mmlinattn.attention import Grid, blockwise, grid
-from mmlinattn.attention.blockwise import focused_attention, rala_inplace
-from mmlinattn.attention.functional import focused_map, inline_attention, kernel_map, linear_attention, product, rala
-from mmlinattn.attention.slices import gradients_like, split
+from mmlinattn import ops
+from mmlinattn.attention import Grid, grid
 from mmlinattn.layers import rotary_table
-
-
-def by_head(x):
-    return x.unflatten(-1, (HEADS, -1)).transpose(1, 2)
+from mmlinattn.ops import memory
+from mmlinattn.ops.memory import gradients_like, product, split
 
 
 class Fill(torch.autograd.Function):
@@ -97,44 +93,71 @@ def test_inference_that_overwrites_gives_what_training_gives(mixer, batch):
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize('masked', [True, False])
-@pytest.mark.parametrize('weight_scale', [None, 0.5])
-@pytest.mark.parametrize('kernel', ['elu', 'relu', 'softmax'])
-@pytest.mark.parametrize('numel', [1, 2 * DIM, 5000], ids='{}'.format)
-def test_rala_in_blocks_of_any_size(monkeypatch, numel, kernel, weight_scale, masked):
-    monkeypatch.setattr(blockwise, 'BLOCK_NUMEL', numel)
+@pytest.fixture(params=[1, 40, 2 * 7 * DIM, 5000], ids='{} numbers a block'.format)
+def blocks(request, monkeypatch):
+    monkeypatch.setattr(memory, 'BLOCK_NUMEL', request.param)
     monkeypatch.setattr(torch, 'get_num_threads', lambda: 1)
-    q, k, v = (by_head(t) for t in torch.randn(3, 6, 3 * DIM, dtype=torch.float64).split(DIM, dim=-1))
-    rotary, mask = rotary_table(2, 3, DIM // HEADS, dtype=torch.float64), None
-    if masked:
-        mask = torch.rand(3, 6) > 0.4
-        v = v * mask[:, None, :, None]
-    expected = rala(kernel_map(q, kernel), kernel_map(k, kernel), v, rotary, mask, weight_scale)
-    torch.testing.assert_close(rala_inplace(q, k, v, kernel, rotary, mask, weight_scale), expected)
 
 
-@pytest.mark.parametrize('masked', [True, False])
-@pytest.mark.parametrize('numel', [1, 40, 2 * 7 * DIM, 5000], ids='{}'.format)
-def test_focused_attention_in_blocks_of_any_size(monkeypatch, numel, masked):
-    monkeypatch.setattr(blockwise, 'BLOCK_NUMEL', numel)
-    monkeypatch.setattr(torch, 'get_num_threads', lambda: 1)
-    leaves = [torch.randn(3, n, DIM, dtype=torch.float64, requires_grad=True) for n in (5, 7, 7)]
-    scale = torch.rand(DIM, dtype=torch.float64).add_(0.5).requires_grad_()
-    q, k, v = leaves
-    mask = None
-    if masked:
-        mask = torch.rand(3, 7) > 0.4
-        v = v * mask[..., None]
-    fast = focused_attention(q, k, v, scale, 3, HEADS, mask)
-    slow = linear_attention(*(by_head(t) for t in (focused_map(q, scale, 3), focused_map(k, scale, 3), v)), mask)
-    slow = slow.transpose(1, 2).flatten(2)
+def compare_forms(op, leaves, **options):
+    """Values and gradients of the fast form, with and without autograd, are those of the reference."""
+    with ops.use('reference'):
+        slow = op(*leaves, **options)
+        wanted = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        probe = torch.randn_like(slow)
+        expected = torch.autograd.grad((slow * probe).sum(), wanted, retain_graph=True)
+    fast = op(*leaves, **options)
+    assert fast.is_contiguous()
     torch.testing.assert_close(fast, slow)
-    probe = torch.randn_like(slow)
-    loss, expected, leaves = (fast * probe).sum(), (slow * probe).sum(), (*leaves, scale)
-    gradients = torch.autograd.grad(loss, leaves, retain_graph=True)
-    for ours, theirs in zip(gradients, torch.autograd.grad(expected, leaves)):
+    for ours, theirs in zip(torch.autograd.grad((fast * probe).sum(), wanted, retain_graph=True), expected):
         assert theirs.abs().max() > 1e-3
         torch.testing.assert_close(ours, theirs)
+    v = leaves[2].clone()
+    with torch.no_grad():
+        scratch = [leaf.clone() if i < 2 else leaf for i, leaf in enumerate(leaves)]
+        torch.testing.assert_close(op(*scratch, **options), slow)
+    assert torch.equal(v, leaves[2])
+
+
+def leaves_and_mask(masked, *lengths):
+    """Slices of one projection where the lengths agree."""
+    if len(set(lengths)) == 1:
+        leaves = torch.randn(3, lengths[0], 3 * DIM, dtype=torch.float64).requires_grad_().split(DIM, dim=-1)
+    else:
+        leaves = [torch.randn(3, n, DIM, dtype=torch.float64, requires_grad=True) for n in lengths]
+    if not masked:
+        return list(leaves), None
+    mask = torch.rand(3, lengths[1]) > 0.4
+    mask[2] = False  # an item of padding alone
+    # padded values are zero, and what reaches them goes no further
+    values = (leaves[2] * mask[..., None]).detach().requires_grad_()
+    values.register_hook(lambda grad: grad * mask[..., None])
+    return [*leaves[:2], values], mask
+
+
+@pytest.mark.parametrize('masked', [True, False], ids=['masked', ''])
+@pytest.mark.parametrize('weight_scale', [None, 0.5])
+@pytest.mark.parametrize('rotary', [True, False], ids=['rotary', ''])
+@pytest.mark.parametrize('kernel', ['elu', 'relu', 'softmax'])
+def test_rala_in_blocks_of_any_size(blocks, kernel, rotary, weight_scale, masked):
+    leaves, mask = leaves_and_mask(masked, 6, 6, 6)
+    table = rotary_table(2, 3, DIM // HEADS, dtype=torch.float64) if rotary else None
+    compare_forms(ops.rala, [*leaves, HEADS, kernel, table, mask, weight_scale])
+
+
+@pytest.mark.parametrize('masked', [True, False], ids=['masked', ''])
+@pytest.mark.parametrize('power', [1, 3, 4.5, 32])
+def test_focused_attention_in_blocks_of_any_size(blocks, power, masked):
+    leaves, mask = leaves_and_mask(masked, 5, 7, 7)
+    scale = torch.rand(DIM, dtype=torch.float64).add_(0.5).requires_grad_()
+    compare_forms(ops.focused_attention, [*leaves, HEADS, scale, power], mask=mask)
+
+
+@pytest.mark.parametrize('masked', [True, False], ids=['masked', ''])
+@pytest.mark.parametrize('kernel', ['identity', 'relu', 'exp'])
+def test_inline_attention(kernel, masked):
+    leaves, mask = leaves_and_mask(masked, 5, 7, 7)
+    compare_forms(ops.inline_attention, [*leaves, HEADS, 0.3, kernel, mask])
 
 
 def test_products_with_a_state_keep_nothing_of_their_own():
@@ -142,10 +165,11 @@ def test_products_with_a_state_keep_nothing_of_their_own():
     tokens, made = 4096, []
     qkv = torch.randn(1, tokens, 3 * DIM, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: made.append(t) or t, lambda t: t):
-        inline_attention(*(by_head(t) for t in split(qkv, [DIM] * 3)), 1.0)
-        focused_attention(*split(qkv, [DIM] * 3), torch.ones(DIM), 3, HEADS)
-    large = [t for t in made if t.numel() >= tokens]
-    assert len(large) == 6
+        ops.inline_attention(*split(qkv, [DIM] * 3), HEADS, 1.0)
+        ops.focused_attention(*split(qkv, [DIM] * 3), HEADS, torch.ones(DIM), 3)
+        ops.rala(*split(qkv, [DIM] * 3), HEADS)
+    large = [t for t in made if t.numel() > tokens * HEADS]
+    assert len(large) == 9
     assert all(t.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr() for t in large)
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from mmlinattn.layers import Block, ConvFFN, ResidualDWConv
-from mmlinattn.layers.autocast import autocasts
+from mmlinattn.ops.forms import autocasts
 
 
 def ask(x):

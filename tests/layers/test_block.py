@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mmlinattn.layers import Block
-from mmlinattn.layers.fused import apply_linear
+from mmlinattn.ops import apply_linear
 
 LN = dict(type='LN', eps=1e-6)
 

@@ -4,7 +4,8 @@ import torch
 from torch import nn
 
 from mmlinattn.layers import MLP, ConvFFN, ConvStem, DWConvFFN
-from mmlinattn.layers.fused import apply_linear, linear
+from mmlinattn.ops import apply_linear, linear
+from mmlinattn.ops.feed_forward import cpu as strips
 
 
 @pytest.mark.parametrize('ffn', [MLP, ConvFFN, DWConvFFN])
@@ -18,7 +19,7 @@ def test_strips_change_nothing(ffn, height, scaled, monkeypatch):
     calls = []
     hidden = module.hidden
     monkeypatch.setattr(module, 'hidden', lambda x: calls.append(x.shape[1]) or hidden(x))
-    monkeypatch.setattr(MLP, 'strip_numel', 3 * 10 * 8)
+    monkeypatch.setattr(strips, 'STRIP_NUMEL', 3 * 10 * 8)
     with torch.no_grad():
         torch.testing.assert_close(module(x, scale), whole)
     assert len(calls) == 2 * -(-height // 8) and max(calls) <= 8 + 2 * ffn.halo
@@ -27,7 +28,7 @@ def test_strips_change_nothing(ffn, height, scaled, monkeypatch):
 def test_strips_of_tokens(monkeypatch):
     module, x = MLP(4, 10), torch.randn(3, 50, 4)
     whole = module(x)
-    monkeypatch.setattr(MLP, 'strip_numel', 70)
+    monkeypatch.setattr(strips, 'STRIP_NUMEL', 70)
     with torch.no_grad():
         torch.testing.assert_close(module(x), whole)
 

@@ -5,12 +5,17 @@ import pytest
 import reference
 import torch
 
-from mmlinattn.attention.functional import kernel_map, rala, rotate
+from mmlinattn import ops
 from mmlinattn.layers import rotary_table
+from mmlinattn.ops import rotate
 
 HEIGHT, WIDTH, HEADS, DIM = 3, 5, 2, 8
 SIZE = (HEIGHT, WIDTH)
 GRIDS = {'rotary': SIZE, 'plain': None}
+
+
+def rala(q, k, v, kernel='elu', rotary=None, mask=None, weight_scale=1.0):
+    return reference.call_by_head(ops.rala, q, k, v, kernel, rotary, mask, weight_scale)
 
 
 def tokens(*, values=DIM, batch=2):
@@ -27,7 +32,7 @@ def table(size):
 @pytest.mark.parametrize('kernel', ['elu', 'relu', 'softmax'])
 def test_rala_equals_its_quadratic_twin(kernel, weight_scale, size):
     q, k, v = tokens(values=6)
-    fast = rala(kernel_map(q, kernel), kernel_map(k, kernel), v, table(size), None, weight_scale)
+    fast = rala(q, k, v, kernel, table(size), None, weight_scale)
     attention = reference.rala_map(reference.kernel(q, kernel), reference.kernel(k, kernel), size, weight_scale)
     reference.assert_twins(fast, attention @ v, (q, k, v))
 
@@ -37,15 +42,15 @@ def test_rala_equals_its_quadratic_twin(kernel, weight_scale, size):
 def test_rala_with_a_mask_is_rala_on_the_real_tokens_alone(size, weight_scale):
     """The last columns of the first item and the last row of the second are padding."""
     leaves = tokens()
-    q, k, v = (kernel_map(leaves[0], 'elu'), kernel_map(leaves[1], 'elu'), leaves[2])
+    q, k, v = leaves
     mask = torch.ones(2, HEIGHT, WIDTH, dtype=torch.bool)
     mask[0, :, 3:] = False
     mask[1, 2] = False
     masked = (v.transpose(1, 2) * mask.flatten(1)[..., None, None]).transpose(1, 2)
-    fast = rala(q, k, masked, table(size), mask.flatten(1), weight_scale)
+    fast = rala(q, k, masked, 'elu', table(size), mask.flatten(1), weight_scale)
     for item, (height, width) in enumerate(((HEIGHT, 3), (2, WIDTH))):
         real = mask[item].flatten()
-        part = [t[item : item + 1, :, real] for t in (q, k, v)]
+        part = [t[item : item + 1, :, real] for t in (reference.kernel(q, 'elu'), reference.kernel(k, 'elu'), v)]
         grid = None if size is None else (height, width)
         literal = reference.rala_map(part[0], part[1], grid, weight_scale) @ part[2]
         reference.assert_twins(fast[item : item + 1, :, real], literal, leaves)
@@ -55,14 +60,14 @@ def test_rows_of_the_plain_map_sum_to_one():
     """Without rotary encoding RALA averages values: constant values come back (up to eps)."""
     q, k, _ = tokens()
     ones = torch.ones(2, HEADS, HEIGHT * WIDTH, 3, dtype=torch.float64)
-    out = rala(kernel_map(q, 'elu'), kernel_map(k, 'elu'), ones)
+    out = rala(q, k, ones)
     torch.testing.assert_close(out, ones, rtol=1e-5, atol=0)
 
 
 def test_relu_queries_of_zero_give_zero_not_nan():
     """A dead query has a normaliser of eps alone."""
     q, k, v = tokens()
-    out = rala(torch.zeros_like(q), kernel_map(k, 'relu'), v)
+    out = rala(-q.abs(), k, v, 'relu')
     assert (out == 0).all()
 
 
@@ -76,16 +81,10 @@ def test_rala_in_half_precision_on_a_detection_map(dtype, autocast, size):
     q, k, v = (t.to(dtype).requires_grad_() for t in (q, k, size * v))
     rotary = rotary_table(height, width, 16)
     with torch.autocast('cpu', dtype, enabled=autocast):
-        out = rala(kernel_map(q, 'elu'), kernel_map(k, 'elu'), v, rotary, weight_scale=0.25)
+        out = rala(q, k, v, 'elu', rotary, weight_scale=0.25)
     assert out.dtype == dtype
     wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    exact = rala(
-        kernel_map(wide[0], 'elu'),
-        kernel_map(wide[1], 'elu'),
-        wide[2],
-        rotary.double(),
-        weight_scale=0.25,
-    )
+    exact = rala(*wide, 'elu', rotary.double(), weight_scale=0.25)
     resolution = torch.finfo(dtype).eps
     assert (out - exact).abs().max() < 16 * resolution * exact.abs().max()
     # a sum over the tokens, as scaled losses give it: gradients of queries do not fall with N

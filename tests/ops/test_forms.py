@@ -1,0 +1,268 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Which form of an op runs, and that whatever transforms, watches or records a model gets one that stands it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jvp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrizations, prune, weight_norm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmlinattn import ops
+from mmlinattn.attention import TOKEN_MIXERS, Attention, Grid, TokenMixer
+from mmlinattn.layers import rotary_table
+from mmlinattn.ops import forms
+from mmlinattn.ops.rala import reference
+
+DIM, HEADS, GRID = 16, 2, Grid(3, 4)
+MIXERS = sorted(name for name in TOKEN_MIXERS.module_dict if name.isidentifier())
+every_mixer = pytest.mark.parametrize('mixer', MIXERS)
+
+
+def build(mixer, dtype=torch.float64, **options):
+    module = TOKEN_MIXERS.get(mixer)
+    grid = GRID[:2] if module.position_table else None
+    attention = Attention(DIM, HEADS, mixer, grid=grid, local_kernel=5, **options).to(dtype)
+    for parameter in attention.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return attention
+
+
+def tokens(dtype=torch.float64, batch=2):
+    return torch.randn(batch, GRID.num_tokens, DIM, dtype=dtype)
+
+
+def table(dtype=torch.float64):
+    return rotary_table(*GRID[:2], DIM // HEADS, dtype=dtype)
+
+
+def picked(*tensors):
+    return forms.pick(reference, *tensors).__name__.rpartition('.')[2]
+
+
+def test_the_form_is_that_of_the_device_unless_another_is_asked_for():
+    x = torch.zeros(2)
+    assert picked(x) == 'cpu' == picked(nn.Parameter(x))
+    with ops.use('reference'):
+        assert picked(x) == 'reference'
+        with ops.use('auto'):
+            assert picked(x) == 'cpu'
+        assert picked(x) == 'reference'
+    assert picked(x) == 'cpu'
+    with pytest.raises(ValueError, match=r"form='fast' has to be one of \('auto', 'reference'\)"):
+        with ops.use('fast'):
+            pass
+
+
+def test_an_error_inside_the_context_gives_the_form_back():
+    with pytest.raises(KeyError), ops.use('reference'):
+        raise KeyError
+    assert picked(torch.zeros(2)) == 'cpu'
+
+
+@pytest.mark.parametrize('value, form', [('reference', 'reference'), ('', 'cpu'), ('auto', 'cpu'), ('Reference', None)])
+def test_the_environment_says_which_form_runs(value, form):
+    code = 'import torch; from mmlinattn.ops.rala import forms, reference; print(forms.pick(reference, torch.zeros(2)))'
+    done = subprocess.run(
+        [sys.executable, '-c', code], env={**os.environ, 'MMLINATTN_OPS': value}, capture_output=True, text=True
+    )
+    if form is None:
+        assert done.returncode and "MMLINATTN_OPS='Reference' has to be one of" in done.stderr
+    else:
+        assert f'rala.{form}' in done.stdout
+
+
+def test_what_only_stands_for_a_tensor_gets_the_reference():
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    class Subclass(torch.Tensor):
+        pass
+
+    x = torch.zeros(2)
+    seen = [picked(x.to('meta')), picked(x.as_subclass(Subclass)), picked(x, None, x.to('meta'))]
+    with Watching():
+        seen.append(picked(x))
+    with forward_ad.dual_level():
+        seen.append(picked(x))
+    vmap(lambda row: seen.append(picked(x)) or row)(torch.zeros(3))
+    torch.jit.trace(lambda row: seen.append(picked(x)) or row + 1, x, check_trace=False)
+    assert seen == ['reference'] * 7
+    assert picked(x) == 'cpu'
+
+
+# --- transforms and derivatives of derivatives ------------------------------------------------------------------------
+
+
+@every_mixer
+def test_transforms_of_functions(mixer):
+    attention, x = build(mixer), tokens()
+    options = dict(rotary=table())
+    direction = torch.randn_like(x)
+
+    def loss(x):
+        return attention(x, GRID, **options).square().sum()
+
+    leaf = x.clone().requires_grad_()
+    expected = torch.autograd.grad(loss(leaf), leaf)[0]
+    torch.testing.assert_close(grad(loss)(x), expected)
+    along = (expected * direction).sum()
+    torch.testing.assert_close(jvp(loss, (x,), (direction,))[1], along)
+    with forward_ad.dual_level():
+        dual = loss(forward_ad.make_dual(x, direction))
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, along)
+    each = vmap(lambda item: attention(item[None], GRID, **options)[0])(x)
+    torch.testing.assert_close(each, attention(x, GRID, **options))
+    parameters = dict(attention.named_parameters())
+    gradients = grad(lambda p: functional_call(attention, p, (x, GRID), options).sum())(parameters)
+    attention(x, GRID, **options).sum().backward()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+@every_mixer
+def test_gradients_of_gradients(mixer):
+    attention, x = build(mixer), tokens(batch=1).requires_grad_()
+    leaves = [x, *attention.parameters()]
+    results = []
+    for form in ('auto', 'reference'):
+        # PyTorch's own fused attention has no second derivatives
+        with ops.use(form), sdpa_kernel([SDPBackend.FLASH_ATTENTION] * (form == 'auto') + [SDPBackend.MATH]):
+            out = attention(x, GRID, rotary=table())
+            first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+            results.append(torch.autograd.grad(sum(g.square().sum() for g in first), leaves, allow_unused=True))
+    assert sum(g is not None and g.abs().max() > 1e-3 for g in results[1]) >= 2
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs)
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+@every_mixer
+@pytest.mark.parametrize('dynamic', [False, True], ids=['static', 'dynamic'])
+def test_a_training_step_compiles(mixer, dynamic):
+    torch._dynamo.reset()
+    attention = build(mixer, torch.float32)
+    compiled = torch.compile(attention, backend='aot_eager', fullgraph=True, dynamic=dynamic)
+    grids = [GRID, Grid(5, 4)] if dynamic else [GRID]
+    for grid in grids:
+        x = torch.randn(2, grid.num_tokens, DIM)
+        rotary = rotary_table(*grid[:2], DIM // HEADS)
+        results = []
+        for module in (attention, compiled):
+            leaf = x.clone().requires_grad_()
+            attention.zero_grad()
+            out = module(leaf, grid, rotary=rotary)
+            out.square().mean().backward()
+            results.append([out.detach(), leaf.grad, *(p.grad for p in attention.parameters())])
+        for ours, theirs in zip(*results):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_training_step_compiles_with_inductor():
+    torch._dynamo.reset()
+    attention, x = build('rala', torch.float32), tokens(torch.float32)
+    results = []
+    for module in (attention, torch.compile(attention, fullgraph=True)):
+        attention.zero_grad()
+        out = module(x, GRID, rotary=table(torch.float32))
+        out.square().mean().backward()
+        results.append([out.detach(), *(p.grad for p in attention.parameters())])
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@every_mixer
+def test_traced_graphs_write_over_nothing(mixer):
+    attention = build(mixer, torch.float32).eval()
+    with torch.no_grad():
+        attention.requires_grad_(False)
+        traced = torch.jit.trace(lambda x: attention(x, GRID, rotary=table(torch.float32)), tokens(torch.float32))
+    names = {node.kind() for node in traced.graph.nodes()}
+    assert not [name for name in names if name.endswith('_') and not name.endswith('__')]
+
+
+# --- hooks, adapters, parametrised weights ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('layer', ['qkv', 'proj'])
+@pytest.mark.parametrize('mixer', ['rala', 'softmax'])
+def test_forward_hooks_run_in_training_and_inference(mixer, layer):
+    attention, x, calls = build(mixer), tokens(), []
+    module = getattr(attention, layer)
+    expected = attention(x, GRID)
+    handle = module.register_forward_hook(lambda *args: calls.append(1))
+    torch.testing.assert_close(attention(x, GRID), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(attention(x, GRID), expected)
+    handle.remove()
+    module.register_forward_pre_hook(lambda *args: calls.append(1))
+    attention(x, GRID)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize('reduced', [False, True], ids=['', 'reduced keys'])
+@pytest.mark.parametrize('change', [weight_norm, parametrizations.weight_norm, 'prune', 'forward'])
+def test_changed_weights_train(change, reduced):
+    """Two steps: what is taken out of the layer has to be made anew for the second."""
+    attention, x = build('softmax'), tokens()
+    attention.local = None
+    if change == 'prune':
+        prune.l1_unstructured(attention.qkv, 'weight', amount=0.5)
+    elif change == 'forward':
+        original = attention.qkv.forward
+        attention.qkv.forward = lambda x: 2 * original(x)
+    else:
+        change(attention.qkv)
+    options = dict(kv=x[:, ::2], key_grid=Grid(2, 3)) if reduced else {}
+    optimizer = torch.optim.SGD(attention.parameters(), lr=0.1)
+    outs = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        out = attention(x, GRID, **options)
+        out.square().mean().backward()
+        optimizer.step()
+        outs.append(out.detach())
+    assert (outs[0] - outs[1]).abs().max() > 1e-6
+
+
+def test_what_a_hook_has_seen_stays_as_it_was():
+    """In inference results are written over; not those that somebody keeps."""
+    from mmlinattn.layers import MLP, Block
+
+    attention = Attention(DIM, HEADS, 'rala', local_kernel=5)
+    block = Block(DIM, attention, MLP(DIM, 32), dict(type='LN'))
+    seen = {}
+    for name, module in block.named_modules():
+        module.register_forward_hook(lambda m, i, out, name=name: seen.setdefault(name, []).append((out, out.clone())))
+    with torch.no_grad():
+        block(tokens(torch.float32), grid=GRID)
+    assert len(seen) > 6
+    for name, pairs in seen.items():
+        for kept, copy in pairs:
+            assert torch.equal(kept, copy), name
+
+
+@pytest.mark.parametrize('gate', ['identity', 'projection', None])
+def test_a_mixer_may_return_a_view_of_shared_memory(gate):
+    @TOKEN_MIXERS.register_module('expanded mean', force=True)
+    class Mean(TokenMixer):
+        def forward(self, q, k, v, grid, key_grid, **_):
+            return v.mean(dim=1, keepdim=True).expand_as(v)
+
+    try:
+        attention, x = build('expanded mean', gate=gate), tokens()
+        expected = attention(x, GRID)
+        with torch.no_grad():
+            torch.testing.assert_close(attention(x, GRID), expected)
+    finally:
+        TOKEN_MIXERS._module_dict.pop('expanded mean')
