@@ -6,8 +6,11 @@ the test tools' argument and the inferencers, all of which go through MMEngine's
 read local files and downloads with :func:`~mmlinattn.checkpoints.safe.load_file`.
 """
 
+import functools
 import hashlib
 import os
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any, Optional
 from urllib.parse import urlsplit
@@ -16,6 +19,7 @@ import torch
 from mmengine.runner import checkpoint as mmengine_checkpoint
 
 from . import download, released
+from .inert import make_inert
 from .safe import allow_safe_globals, load_file
 from .states import backbone_state, model_state
 
@@ -74,9 +78,47 @@ def load_from_mmlinattn(filename: str, map_location: Any = None) -> dict:
     return dict(state_dict=state, meta=dict(meta, source=entry.name, link=entry.link))
 
 
+def _load_any(file: Any, map_location: Any = None, **_: Any) -> Any:
+    """``load_file`` for a path or an open file."""
+    if not hasattr(file, 'read'):
+        return load_file(file, map_location)
+    with tempfile.NamedTemporaryFile(suffix='.pth') as copy:
+        shutil.copyfileobj(file, copy)
+        copy.flush()
+        return load_file(copy.name, map_location)
+
+
+class _SafeTorch:
+    """The ``torch`` of MMEngine's loaders of other addresses (s3, pavi, ...), which may unpickle anything."""
+
+    load = staticmethod(_load_any)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _guard_loader() -> None:
+    """Let everything MMEngine loads, from any address, go through :func:`~mmlinattn.checkpoints.inert.make_inert`."""
+    loader = mmengine_checkpoint.CheckpointLoader
+    original = loader.__dict__['load_checkpoint'].__func__
+    if getattr(original, 'is_guarded', False):
+        return
+
+    @functools.wraps(original)
+    def load_checkpoint(cls, filename, *args, **kwargs):
+        return make_inert(original(cls, filename, *args, **kwargs), str(filename))
+
+    load_checkpoint.is_guarded = True
+    loader.load_checkpoint = classmethod(load_checkpoint)
+
+
 def register() -> None:
     """Make MMEngine's checkpoint loading safe in this process; calling it again does no harm."""
     allow_safe_globals()
+    _guard_loader()
+    mmengine_checkpoint.torch = _SafeTorch()
+    if hasattr(mmengine_checkpoint, '_safe_torch_load'):  # onedl-mmengine; it unpickles anything where torch refuses
+        mmengine_checkpoint._safe_torch_load = _load_any
     scheme = mmengine_checkpoint.CheckpointLoader.register_scheme
     scheme('', load_from_local, force=True)
     scheme(('http://', 'https://'), load_from_http, force=True)

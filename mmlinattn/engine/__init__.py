@@ -11,6 +11,7 @@ from .data_check import DataCheckHook, check_data_config
 from .distributed import CPUDistributedDataParallel, prepare_distributed
 from .errors import RunError
 from .finite import FiniteLossHook
+from .resume_guard import guard
 from .resuming import ExactResumeHook
 
 __all__ = [
@@ -24,5 +25,6 @@ __all__ = [
     'RunError',
     'SafeCheckpointHook',
     'check_data_config',
+    'guard',
     'prepare_distributed',
 ]
