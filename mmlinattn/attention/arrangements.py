@@ -81,6 +81,7 @@ class RelativePositionBias(nn.Module):
         ValueError: For a window of more than :attr:`max_tokens` tokens.
     """
 
+    resizable = 'table'  # what checkpoints of another window have in another size, see :meth:`fit`
     # N tokens have N^2 pairs: at 8192, 512 MiB of index a block, and 256 MiB of bias a head and block in each pass
     max_tokens = 8192
 

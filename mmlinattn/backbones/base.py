@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Optional, Union
 
 import numpy as np
+import torch
 from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule, ModuleList
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
@@ -14,11 +15,33 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..attention import get_mixer
-from ..attention.arrangements import RelativePositionBias
 from ..checkpoints.loading import load_pretrained
-from ..layers import PositionTable
+from ..ops import forms
 
 Spec = Union[str, dict]
+
+
+def check_type(name: str, value, allowed):
+    """``value`` itself.
+
+    Raises:
+        ValueError: If it is not of the type ``allowed``, or one of these types.
+    """
+    types = allowed if isinstance(allowed, tuple) else (allowed,)
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        raise ValueError(f'{name}={value!r} has to be of type {" or ".join(t.__name__ for t in types)}')
+    return value
+
+
+def check_count(name: str, value: int) -> int:
+    """``value`` itself.
+
+    Raises:
+        ValueError: If it is no int of at least 1.
+    """
+    if type(value) is not int or value < 1:
+        raise ValueError(f'{name}={value!r} has to be an int >= 1')
+    return value
 
 
 class Backbone(BaseModule):
@@ -41,11 +64,14 @@ class Backbone(BaseModule):
 
     Raises:
         ValueError: For an unknown ``arch`` or attention, a wrong number of ``stage_attns``, a head count that does not
-            divide its width, windows, grids, stripes or reductions below 1, a ``drop_path_rate`` out of range.
+            divide its width, depths, widths, windows, grids, stripes or reductions below 1, a ``drop_path_rate`` out of
+            range, arguments of other types than these.
     """
 
     arch_zoo: dict[str, dict] = {}
     arch_defaults: dict = dict(drop_path_rate=0.0)
+    arch_counts: tuple[str, ...] = ()  # keys of the arch that hold numbers of tokens, pixels or patches
+    arch_optional_counts: tuple[str, ...] = ()  # those of them that may hold None
     out_norm_cfg = dict(type='LN', eps=1e-6)
     default_init_cfg = [
         dict(type='TruncNormal', layer='Linear', std=0.02, bias=0.0),
@@ -65,20 +91,20 @@ class Backbone(BaseModule):
     ) -> None:
         super().__init__(init_cfg or deepcopy(self.default_init_cfg))
         self.arch = self.resolve_arch(arch)
-        self.in_channels = in_channels
-        self.frozen_stages = frozen_stages
-        self.norm_eval = norm_eval
-        self.with_cp = with_cp
+        self.in_channels = check_count('in_channels', in_channels)
+        self.frozen_stages = check_type('frozen_stages', frozen_stages, int)
+        self.norm_eval = check_type('norm_eval', norm_eval, bool)
+        self.with_cp = check_type('with_cp', with_cp, bool)
         self.depths: tuple[int, ...] = tuple(self.arch['depths'])
         self.embed_dims: tuple[int, ...] = tuple(self.arch['embed_dims'])
+        self._check_sizes()
         self.block_attns = self._block_attns(self.arch['stage_attns'] if stage_attns is None else stage_attns)
         for dim, heads in zip(self.embed_dims, self.arch['num_heads']):
-            if heads < 1 or dim % heads:
+            if type(heads) is not int or heads < 1 or dim % heads:
                 raise ValueError(f'num_heads={heads} has to divide the width {dim} (arch {self.arch})')
-        self._check_sizes()
         rate = self.arch['drop_path_rate'] if drop_path_rate is None else drop_path_rate
-        if not 0 <= rate < 1:
-            raise ValueError(f'drop_path_rate={rate} has to lie in [0, 1)')
+        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 <= rate < 1:
+            raise ValueError(f'drop_path_rate={rate!r} has to be a number in [0, 1)')
         rates = iter(np.linspace(0, rate, sum(self.depths)).tolist())
         self.drop_paths: list[list[float]] = [list(islice(rates, depth)) for depth in self.depths]
 
@@ -89,6 +115,8 @@ class Backbone(BaseModule):
             if arch not in cls.arch_zoo:
                 raise ValueError(f'arch={arch!r} of {cls.__name__} has to be one of {list(cls.arch_zoo)} or a dict')
             return deepcopy({**cls.arch_defaults, **cls.arch_zoo[arch]})
+        if not isinstance(arch, dict):
+            raise ValueError(f'arch={arch!r} of {cls.__name__} has to be one of {list(cls.arch_zoo)} or a dict')
         needed = {'embed_dims', 'depths', 'num_heads'}
         unknown = sorted(set(arch) - needed - set(cls.arch_defaults))
         missing = sorted(needed - set(arch))
@@ -97,6 +125,8 @@ class Backbone(BaseModule):
                 f'arch of {cls.__name__} needs the keys {sorted(needed)} and may have {sorted(cls.arch_defaults)}; '
                 f'unknown: {unknown}, missing: {missing}'
             )
+        for key in sorted(needed):
+            check_type(f'arch: {key}', arch[key], (list, tuple))
         lengths = {key: len(arch[key]) for key in sorted(needed)}
         if len(set(lengths.values())) != 1:
             raise ValueError(f'arch of {cls.__name__}: embed_dims, depths and num_heads differ in length: {lengths}')
@@ -111,17 +141,19 @@ class Backbone(BaseModule):
         return values
 
     def _check_sizes(self) -> None:
-        """What counts tokens, where the host has it."""
-        for key in ('grid', 'grids', 'linear_windows', 'sr_ratios', 'stripes', 'window'):
-            allowed = 'ints >= 1' + (' or None' if key == 'stripes' else '')
-            for value in self.per_stage(key) if key in self.arch else ():
-                if not (type(value) is int and value >= 1) and not (value is None and key == 'stripes'):
+        """Sizes of the arch: its depths and widths, and those of :attr:`arch_counts`."""
+        for key in ('depths', 'embed_dims', *self.arch_counts):
+            optional = key in self.arch_optional_counts
+            for value in self.per_stage(key):
+                if not (type(value) is int and value >= 1) and not (value is None and optional):
+                    allowed = 'ints >= 1' + (' or None' if optional else '')
                     raise ValueError(f'arch: {key}={self.arch[key]} has to consist of {allowed}')
 
     @staticmethod
     def check_out_indices(out_indices: Sequence[int], num_stages: int) -> tuple[int, ...]:
-        indices = tuple(out_indices)
-        if not indices or list(indices) != sorted(set(indices)) or not 0 <= indices[0] <= indices[-1] < num_stages:
+        indices = tuple(check_type('out_indices', out_indices, (list, tuple)))
+        valid = indices and all(type(index) is int and 0 <= index < num_stages for index in indices)
+        if not valid or list(indices) != sorted(set(indices)):
             raise ValueError(f'out_indices={indices} have to be ascending and lie in [0, {num_stages - 1}]')
         return indices
 
@@ -154,6 +186,11 @@ class Backbone(BaseModule):
             raise ValueError(
                 f'x has the shape {tuple(x.shape)}; allowed is (B, {self.in_channels}, H, W) with H >= 32 and W >= 32'
             )
+        dtype = next(self.parameters()).dtype
+        # autocast turns any of its types into any other, but leaves float64 alone
+        casts = forms.autocasts(x) and torch.float64 not in (x.dtype, dtype)
+        if not x.is_floating_point() or (x.dtype != dtype and not casts):
+            raise ValueError(f'x has the type {x.dtype}; the model is in {dtype} and takes images of that type')
 
     def frozen_modules(self) -> list:
         """The stem and the first ``frozen_stages`` stages, with what belongs to them."""
@@ -198,13 +235,12 @@ class Backbone(BaseModule):
             load_pretrained(self, cfg['checkpoint'], prefix=cfg.get('prefix'))
 
     def adapt_state_dict(self, state_dict: dict) -> dict:
-        """Resize position and relative bias tables of another (square) grid to this model's, e.g. from 224 to 384
-        pixels."""
+        """Resize tables of another (square) grid to this model's, e.g. from 224 to 384 pixels: the parameter that a
+        module names as ``resizable``, by its ``fit``."""
         state_dict = dict(state_dict)
         for name, module in self.named_modules():
-            tables = {PositionTable: 'weight', RelativePositionBias: 'table'}
-            key = f'{name}.{tables.get(type(module))}'
-            if key in state_dict and type(module) in tables:
+            key = f'{name}.{getattr(module, "resizable", None)}'
+            if key in state_dict:
                 state_dict[key] = module.fit(state_dict[key])
         return state_dict
 
@@ -242,7 +278,7 @@ class PyramidBackbone(Backbone):
         self.num_stages = self.out_indices[-1] + 1
         if not -1 <= self.frozen_stages <= num_stages:
             raise ValueError(f'frozen_stages={self.frozen_stages} has to lie in [-1, {num_stages}]')
-        self.out_norm = out_norm
+        self.out_norm = check_type('out_norm', out_norm, bool)
         self.patch_embeds = ModuleList()
         self.stages = ModuleList()
 

@@ -44,6 +44,8 @@ class LinearCSWin(PyramidBackbone):
     """
 
     out_norm_cfg = NORM
+    arch_counts = ('stripes', 'grids')
+    arch_optional_counts = ('stripes',)
     arch_defaults = dict(
         mlp_ratios=4,
         stripes=(1, 2, 7, None),

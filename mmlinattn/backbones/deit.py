@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..attention import Attention, Grid
 from ..attention.grid import to_map
 from ..layers import MLP, Block, PatchEmbed, PositionTable
-from .base import Backbone
+from .base import Backbone, check_type
 
 NORM = dict(type='LN', eps=1e-6)
 OUT_TYPES = ('raw', 'cls_token', 'featmap', 'avg_featmap')
@@ -49,6 +49,7 @@ class LinearDeiT(Backbone):
     """
 
     out_norm_cfg = NORM
+    arch_counts = ('grid',)
     arch_defaults = dict(
         mlp_ratios=4, grid=14, qkv_bias=True, absolute_position=True, drop_path_rate=0.1, stage_attns=('softmax',)
     )
@@ -83,8 +84,10 @@ class LinearDeiT(Backbone):
             raise ValueError(f'out_type={out_type!r} has to be one of {OUT_TYPES}')
         self.out_type = out_type
         depth, dim, side = self.depths[0], self.embed_dims[0], self.arch['grid']
-        indices = [out_indices] if isinstance(out_indices, int) else list(out_indices)
-        self.out_indices = self.check_out_indices([i + depth if i < 0 else i for i in indices], depth)
+        indices = [out_indices] if type(out_indices) is int else check_type('out_indices', out_indices, (list, tuple))
+        self.out_indices = self.check_out_indices(
+            [i + depth if type(i) is int and i < 0 else i for i in indices], depth
+        )
         self.num_blocks = self.out_indices[-1] + 1
         if not -1 <= self.frozen_stages <= depth:
             raise ValueError(f'frozen_stages={self.frozen_stages} has to lie in [-1, {depth}]')
@@ -102,7 +105,7 @@ class LinearDeiT(Backbone):
             )
             for spec, rate in list(zip(self.block_attns[0], self.drop_paths[0]))[: self.num_blocks]
         )
-        self.out_norm = build_norm_layer(self.out_norm_cfg, dim)[1] if out_norm else None
+        self.out_norm = build_norm_layer(self.out_norm_cfg, dim)[1] if check_type('out_norm', out_norm, bool) else None
         self.freeze()
 
     @property

@@ -39,6 +39,7 @@ class LinearPVT(PyramidBackbone):
         [(1, 64, 16, 23), (1, 128, 8, 12), (1, 320, 4, 6), (1, 512, 2, 3)]
     """
 
+    arch_counts = ('sr_ratios', 'grids')
     arch_defaults = dict(
         mlp_ratios=(8, 8, 4, 4),
         sr_ratios=(8, 4, 2, 1),

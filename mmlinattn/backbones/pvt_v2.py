@@ -23,6 +23,7 @@ class LinearPVTv2(PyramidBackbone):
     """
 
     norms_feed_on = True
+    arch_counts = ('sr_ratios', 'grids')
     arch_defaults = dict(
         mlp_ratios=(8, 8, 4, 4),
         sr_ratios=(8, 4, 2, 1),

@@ -13,6 +13,18 @@ from torch import Tensor, nn
 from .. import ops
 
 
+def build_map_norm(norm_cfg: dict, dim: int) -> nn.Module:
+    """A norm of (B, C, H, W) maps.
+
+    Raises:
+        ValueError: For one over the last axis.
+    """
+    norm = build_norm_layer(norm_cfg, dim)[1]
+    if type(norm) is nn.LayerNorm:
+        raise ValueError(f"norm_cfg={norm_cfg} has to be a norm of (B, C, H, W) maps, as 'BN', 'SyncBN' or 'GN'")
+    return norm
+
+
 class ConvStem(BaseModule):
     """RAVLT's stem: four 3x3 convolutions (strides 2 1 1 2, widths C/2 C/2 C/2 C), a norm after each, GELU between.
 
@@ -31,7 +43,7 @@ class ConvStem(BaseModule):
         for i, stride in enumerate((2, 1, 1, 2)):
             layers += [
                 nn.Conv2d(widths[i], widths[i + 1], 3, stride, 1),
-                build_norm_layer(norm_cfg, widths[i + 1])[1],
+                build_map_norm(norm_cfg, widths[i + 1]),
                 nn.GELU(),
             ]
         self.layers = nn.Sequential(*layers[:-1])
@@ -52,7 +64,7 @@ class ConvDownsample(BaseModule):
 
     def __init__(self, in_dim: int, dim: int, norm_cfg: dict, init_cfg=None) -> None:
         super().__init__(init_cfg)
-        conv, norm = nn.Conv2d(in_dim, dim, 3, 2, 1), build_norm_layer(norm_cfg, dim)[1]
+        conv, norm = nn.Conv2d(in_dim, dim, 3, 2, 1), build_map_norm(norm_cfg, dim)
         self.layers = nn.Sequential(OrderedDict(conv=conv, norm=norm))
 
     def forward(self, x: Tensor) -> Tensor:

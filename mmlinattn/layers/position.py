@@ -81,6 +81,8 @@ class PositionTable(nn.Module):
     device change, so that a sequence of equal images resizes it once.
     """
 
+    resizable = 'weight'  # what checkpoints of another grid have in another size, see :meth:`fit`
+
     def __init__(self, dim: int, grid: tuple[int, int], prefix: int = 0) -> None:
         super().__init__()
         self.grid = tuple(grid)

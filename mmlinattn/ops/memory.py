@@ -53,8 +53,11 @@ def has_hooks(layer: nn.Module) -> bool:
 
 
 def call(module: Callable, *args, **kwargs) -> Tensor:
-    """``module(...)`` of a module or function, whose result may then be written over: whoever watches the module with a hook keeps what it saw,
-    and views of shared memory (expanded tensors) become tensors of their own."""
+    """``module(...)`` of a module or function, in memory that may be written over.
+
+    Whoever watches the module with a hook keeps what it saw, and views of shared memory (expanded tensors) become
+    tensors of their own.
+    """
     out = module(*args, **kwargs)
     if forms.records():
         return out

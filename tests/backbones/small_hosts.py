@@ -22,14 +22,19 @@ ARCHS = {
 PYRAMIDS = [host for host in ARCHS if host != 'LinearDeiT']
 
 
-def build(host, attn=None, **options):
-    """A small model with weights that hide no term, ``attn`` in all stages."""
+def config(host, attn=None, **options):
+    """A small model, ``attn`` in all stages."""
     options = {'arch': copy.deepcopy(ARCHS[host]), **options}
     if attn is not None:
         options.setdefault('stage_attns', (attn,) * len(ARCHS[host]['depths']))
     if host == 'LinearDeiT':
         options = {'out_type': 'featmap', **options}
-    return goldens.fill(MODELS.build(dict(type=host, **options)))
+    return dict(type=host, **options)
+
+
+def build(host, attn=None, **options):
+    """:func:`config` with weights that hide no term."""
+    return goldens.fill(MODELS.build(config(host, attn, **options)))
 
 
 def image(batch=2, height=64, width=96, channels=3):

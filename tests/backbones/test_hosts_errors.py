@@ -1,11 +1,13 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Bad input of the hosts: the argument, its value and what is allowed, before any work is lost."""
 
+import copy
 import re
 
 import pytest
 import small_hosts
 import torch
+from mmengine.registry import MODELS
 from small_hosts import ARCHS, PYRAMIDS
 
 from mmlinattn.backbones import LinearCSWin, LinearDeiT, LinearSwin
@@ -128,3 +130,66 @@ def test_softmax_windows_whose_bias_would_not_fit_in_memory(window_size, tokens)
 def test_a_boolean_is_no_window():
     with pytest.raises(ValueError, match='window_size=True'):
         LinearSwin(ARCHS['LinearSwin'], window_size=True)
+
+
+WRONG = {
+    'in_channels': [0, -3, 3.0, None],
+    'with_cp': ['no', 1],
+    'norm_eval': ['yes'],
+    'frozen_stages': ['1', 0.5, None],
+    'drop_path_rate': ['0.1', -0.1, 1.0, True],
+    'out_indices': ['0', None, [0.0], {0: 1}],
+    'out_norm': ['LN', None],
+}
+
+
+@pytest.mark.parametrize('host', [*ARCHS, 'RAVLT'])
+@pytest.mark.parametrize('name', WRONG)
+def test_arguments_of_other_types_and_values(host, name):
+    arch = 'tiny' if host == 'RAVLT' else ARCHS[host]
+    for value in WRONG[name]:
+        with pytest.raises(ValueError) as error:
+            MODELS.build(dict(type=host, arch=arch, **{name: value}))
+        assert str(error.value).startswith(name) and repr(value).strip('[]{}') in str(error.value), value
+
+
+@pytest.mark.parametrize('host', [*ARCHS, 'RAVLT'])
+@pytest.mark.parametrize('arch', [None, 3, ('tiny',)])
+def test_an_arch_is_a_name_or_a_dict(host, arch):
+    with pytest.raises(ValueError, match=rf'arch=.* of {host} has to be one of \['):
+        MODELS.build(dict(type=host, arch=arch))
+
+
+@pytest.mark.parametrize('host', ARCHS)
+@pytest.mark.parametrize('key', ['depths', 'embed_dims'])
+@pytest.mark.parametrize('value', [0, -1, 1.5])
+def test_depths_and_widths_are_counts(host, key, value):
+    arch = copy.deepcopy(ARCHS[host])
+    arch[key] = (value, *arch[key][1:])
+    with pytest.raises(ValueError, match=rf'arch: {key}=.* has to consist of ints >= 1|num_heads=.* has to divide'):
+        MODELS.build(dict(type=host, arch=arch))
+
+
+def test_one_out_index_is_no_sequence_but_for_deit():
+    with pytest.raises(ValueError, match='out_indices=3 has to be of type list or tuple'):
+        MODELS.build(dict(type='RAVLT', arch='tiny', out_indices=3))
+
+
+def test_a_stem_normalises_maps():
+    with pytest.raises(ValueError, match=r"norm_cfg=\{'type': 'LN'\} has to be a norm of \(B, C, H, W\) maps"):
+        MODELS.build(dict(type='RAVLT', arch='tiny', norm_cfg=dict(type='LN')))
+
+
+@pytest.mark.parametrize('host', [*ARCHS, 'RAVLT'])
+def test_images_of_another_type(host):
+    arch = dict(embed_dims=(8,) * 4, depths=(1,) * 4, num_heads=(1,) * 4) if host == 'RAVLT' else ARCHS[host]
+    model = MODELS.build(dict(type=host, arch=arch)).eval()
+    x = torch.rand(1, 3, 32, 32)
+    for wrong in (x.double(), (255 * x).byte(), x.half()):
+        with pytest.raises(ValueError, match=f'x has the type {wrong.dtype}; the model is in torch.float32'):
+            model(wrong)
+    with torch.autocast('cpu', torch.bfloat16):
+        model(x), model(x.bfloat16())
+        with pytest.raises(ValueError, match='x has the type torch.float64'):
+            model(x.double())
+    model.double()(x.double())

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import small_hosts
 import torch
+from mmengine.registry import MODELS
 from small_hosts import ARCHS, ATTNS, PYRAMIDS, image, loss
 
 # what test_base.py asks of RAVLT, asked of these hosts through the fixture ``build`` below
@@ -402,3 +403,30 @@ def test_copies_after_a_forward_pass(host, attn):
                 parameter.mul_(1.1)
             assert not torch.allclose(twin(x)[-1], expected)
             assert torch.equal(model(x)[-1], expected)
+
+
+@every_attention
+@pytest.mark.parametrize('host', ARCHS)
+@pytest.mark.parametrize('training', [False, True], ids=['inference', 'training'])
+def test_a_batch_of_no_images_gives_empty_maps(host, attn, training):
+    """What an image source that ran dry, or a filter before the model, leaves."""
+    model = small_hosts.build(host, attn).train(training)
+    with torch.set_grad_enabled(training):
+        outs, empty = model(small_hosts.image(1)), model(small_hosts.image(0))
+    assert [out.shape[1:] for out in empty] == [out.shape[1:] for out in outs]
+    assert all(out.shape[0] == 0 for out in empty)
+    if training:
+        sum(out.sum() for out in empty).backward()
+        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+@every_attention
+@pytest.mark.parametrize('host', ARCHS)
+def test_models_built_without_memory_and_then_given_their_weights(host, attn):
+    """``torch.device('meta')`` and ``load_state_dict(assign=True)``: all that a model needs is in its weights."""
+    source, x = small_hosts.build(host, attn).eval(), small_hosts.image(1)
+    with torch.device('meta'):
+        model = MODELS.build(small_hosts.config(host, attn)).eval()
+    model.load_state_dict(source.state_dict(), assign=True)
+    for ours, theirs in zip(model(x), source(x)):
+        torch.testing.assert_close(ours, theirs)

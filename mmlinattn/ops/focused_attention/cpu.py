@@ -11,7 +11,7 @@ from ..forms import accumulation_dtype
 from ..masks import padded_eps
 from ..memory import blocks, differentiable, gradients_like, product, split_heads
 from . import reference
-from .reference import power_range
+from .reference import smallest_base
 
 
 def focused_attention(
@@ -41,8 +41,7 @@ def _powers(x: Tensor, inverse_scale: Tensor, power: float, eps: float) -> tuple
     """For some tokens (b, n, C): the map but for its length, that missing factor (b, n, 1), r and |r| (b, n, 1)."""
     r = torch.addcmul(inverse_scale * eps, x.relu().to(inverse_scale.dtype), inverse_scale)
     norm = torch.linalg.vector_norm(r, dim=-1, keepdim=True)
-    peak, floor = power_range(r.dtype, power)
-    y = (r * (peak / r.amax(dim=-1, keepdim=True))).clamp_(min=floor).pow_(power)
+    y = (r * r.amax(dim=-1, keepdim=True).reciprocal_()).clamp_(min=smallest_base(r.dtype, power)).pow_(power)
     return y, norm / torch.linalg.vector_norm(y, dim=-1, keepdim=True), r, norm
 
 

@@ -29,20 +29,17 @@ def focused_map(x: Tensor, inverse_scale: Tensor, power: float, eps: float = 1e-
     """``phi_p`` of (..., C) tokens, in float32 for half precision."""
     wide = accumulation_dtype(x)
     r = (F.relu(x).to(wide) + eps) * inverse_scale.to(wide)
-    peak, floor = power_range(wide, power)
-    powered = (r * (peak / r.amax(dim=-1, keepdim=True).detach())).clamp(min=floor) ** power
+    # Homogeneous of degree one: a token may be scaled at will, and its largest component becomes 1.
+    powered = (r / r.amax(dim=-1, keepdim=True).detach()).clamp(min=smallest_base(wide, power)) ** power
     lengths = [torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (r, powered)]
     return powered * (lengths[0] / lengths[1])
 
 
-def power_range(dtype: torch.dtype, power: float) -> tuple[float, float]:
-    """Between which numbers the components of a token lie before the power is taken.
+def smallest_base(dtype: torch.dtype, power: float) -> float:
+    """What components of a token stop at before the power is taken, as a part of its largest one.
 
-    The map is homogeneous of degree one, so a token may be scaled at will: its largest component becomes the first
-    number returned. Smaller ones stop at the second, whose power is 1e-24 of the largest in float32 (1e-150 in
-    float64), far below what rounding leaves of a sum with it. Then neither the powers, nor their squares, nor the
-    products of such queries and keys overflow, or come to lie where numbers lose digits (denormal ones), with which
-    many CPUs compute a hundred times more slowly.
+    The power of it is 1e-15 in float32 (1e-75 in float64), far below what rounding leaves of a sum with 1. Then neither
+    the powers nor their squares, nor the products of such queries with such keys or gradients, come to lie where
+    numbers lose digits (denormal ones), with which many CPUs compute a hundred times more slowly.
     """
-    reach = 75.0 if dtype == torch.float64 else 12.0
-    return 10 ** (reach / power), 10 ** (-reach / power)
+    return 10 ** ((-75.0 if dtype == torch.float64 else -15.0) / power)

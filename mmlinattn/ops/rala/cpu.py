@@ -11,13 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..forms import accumulation_dtype, records
+from ..kernels import kernel_map
 from ..masks import count_tokens, padded_eps
 from ..memory import differentiable, gradients_like, merge_heads, product, split_heads, token_blocks
 from ..rotary.eager import rotate
 from . import reference
-
-# Weights this far below the others add nothing that rounding leaves, and their products with keys would be denormal.
-_SMALLEST_WEIGHT = 1e-20
 
 
 def rala(
@@ -45,7 +43,7 @@ _MAPS = {
     'elu': (lambda x: F.elu_(x).add_(1), lambda y, d_y: d_y.mul_(y.clamp(max=1))),
     'relu': (F.relu_, lambda y, d_y: d_y.mul_(y > 0)),
     'softmax': (
-        lambda x: x.copy_(x.softmax(dim=-1)),
+        lambda x: x.copy_(kernel_map(x, 'softmax')),
         lambda y, d_y: d_y.sub_(torch.linalg.vecdot(y, d_y).unsqueeze(-1)).mul_(y),
     ),
 }
@@ -70,10 +68,7 @@ def _forward(q, k, v, kernel, rotary, mask, weight_scale, eps):
     if weight_scale is None:
         weight = (q.new_ones(1, 1, tokens, 1) if real is None else real) / count
     else:
-        logits = torch.cat(logits, dim=2).mul_(weight_scale)
-        if mask is not None:
-            logits.masked_fill_(~mask[:, None, :, None], torch.finfo(q.dtype).min)
-        weight = F.threshold_(logits.softmax(dim=2), _SMALLEST_WEIGHT, 0.0)
+        weight = reference.token_weights(torch.cat(logits, dim=2).mul_(weight_scale), mask)
     key_mean, state = 0, 0
     for rows in rows_of:
         part = k[:, :, rows].mul_(weight[:, :, rows])

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ..forms import accumulation_dtype
-from ..kernels import kernel_map
+from ..kernels import LOWEST_EXPONENT, kernel_map
 from ..masks import count_tokens, divisor, padded_eps
 from ..memory import merge_heads, split_heads
 from ..rotary.reference import rotate
@@ -30,10 +30,7 @@ def rala(
     if weight_scale is not None:
         mean_query = (q if real is None else q * real).sum(dim=2, keepdim=True, dtype=wide) / count
         logits = (k @ mean_query.to(k.dtype).transpose(-1, -2)).to(wide) * weight_scale  # (B, heads, N, 1)
-        if real is not None:
-            # not minus infinity: where all tokens are padding, the weights and their gradients would be NaN
-            logits = logits.masked_fill(~real, torch.finfo(wide).min)
-        weight = logits.softmax(dim=2)  # a / N
+        weight = token_weights(logits, mask)  # a / N
     else:
         weight = (torch.ones_like(k[:1, :1, :, :1]) if real is None else real).to(wide) / count
     key_mean = (k.transpose(-1, -2).to(wide) @ weight).to(q.dtype)  # mean_j(a_j k_j), (B, heads, d, 1)
@@ -47,3 +44,16 @@ def rala(
     if rotary is not None:
         q, k = rotate(q, rotary), rotate(k, rotary)
     return merge_heads(q @ (k.transpose(-1, -2) @ v))
+
+
+def token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
+    """Softmax over the real tokens of (B, heads, N, 1); none of the weights is a denormal number."""
+    hidden = None if mask is None else ~mask[:, None, :, None]
+    # not minus infinity: where all tokens are padding, the weights and their gradients would be NaN
+    lowest = torch.finfo(logits.dtype).min
+    if hidden is not None:
+        logits = logits.masked_fill(hidden, lowest)
+    logits = torch.maximum(logits, logits.amax(dim=2, keepdim=True) + LOWEST_EXPONENT)
+    if hidden is not None:
+        logits = logits.masked_fill(hidden, lowest)
+    return logits.softmax(dim=2)

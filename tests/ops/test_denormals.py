@@ -1,0 +1,94 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""No op computes with denormal numbers, with which many CPUs are a hundred times slower: counted, not timed."""
+
+import re
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmlinattn import ops
+from mmlinattn.ops import forms
+
+VIEWS = r'aten.(empty|new_empty|as_strided|alias|view|_unsafe_view|transpose|permute|select|slice|expand|detach)'
+DIM, HEADS, TOKENS = 64, 2, 200
+
+
+class Denormals(TorchDispatchMode):
+    """Counts the denormal numbers in the results of all operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float32:
+                small = (tensor != 0) & (tensor.abs() < torch.finfo(torch.float32).tiny)
+                # memory that was only reserved, and views of it, hold anything
+                if small.any() and not re.search(VIEWS, str(func)):
+                    self.found[str(func)] = self.found.get(str(func), 0) + int(small.sum())
+        return out
+
+
+def inputs(dead=True):
+    """As trained networks have them: a channel that no token uses, tokens without a positive channel, large ones."""
+    q, k, v = torch.randn(3, 2, TOKENS, DIM)
+    if dead:
+        q[..., :5] = k[..., 2:9] = -1
+        q[:, 3] = k[:, 4] = -2
+        q[:, 5] *= 100
+        k[:, 6] *= 100
+    return [t.contiguous().requires_grad_() for t in (q, k, v)]
+
+
+def steps(op, form, monkeypatch):
+    """Forward and backward pass of training, and inference, of one form, under the count."""
+    if form == 'fast':  # what counts operations gets the plain form otherwise
+        monkeypatch.setattr(forms, 'is_plain', lambda *tensors: False)
+    leaves = inputs()
+    with Denormals() as denormals:
+        out = op(*leaves)
+        out.backward(torch.randn_like(out))
+        if form == 'fast':
+            with torch.no_grad():
+                op(*(leaf.clone() for leaf in leaves))
+    assert out.isfinite().all()
+    return denormals.found
+
+
+@pytest.mark.parametrize('form', ['fast', 'reference'])
+@pytest.mark.parametrize('power', [1, 1.5, 2, 3, 4, 5.5, 8, 16, 32])
+def test_focused_attention(power, form, monkeypatch):
+    inverse_scale = torch.rand(DIM).add_(0.5).requires_grad_()
+    found = steps(lambda *t: ops.focused_attention(*t, HEADS, inverse_scale, power), form, monkeypatch)
+    assert not found
+
+
+@pytest.mark.parametrize('form', ['fast', 'reference'])
+@pytest.mark.parametrize('kernel', ['elu', 'relu', 'softmax'])
+def test_rala(kernel, form, monkeypatch):
+    assert not steps(lambda *t: ops.rala(*t, HEADS, kernel, weight_scale=0.2), form, monkeypatch)
+
+
+@pytest.mark.parametrize('form', ['fast', 'reference'])
+@pytest.mark.parametrize('kernel', ['identity', 'exp'])
+def test_inline_attention(kernel, form, monkeypatch):
+    assert not steps(lambda *t: ops.inline_attention(*t, HEADS, 0.2, kernel), form, monkeypatch)
+
+
+@pytest.mark.parametrize('form', ['fast', 'reference'])
+@pytest.mark.parametrize('kernel', ['relu', 'elu'])
+def test_linear_attention(kernel, form, monkeypatch):
+    assert not steps(lambda *t: ops.linear_attention(*t, HEADS, kernel), form, monkeypatch)
+
+
+def test_the_count_sees_denormal_numbers(monkeypatch):
+    """The form of before: unit vectors to the third power, squared in a norm."""
+
+    def tiny(q, k, v):
+        powered = ((q.relu() + 1e-6) / q.norm(dim=-1, keepdim=True)) ** 3
+        return v * (powered * powered).sum(dim=-1, keepdim=True).sqrt()
+
+    assert steps(tiny, 'reference', monkeypatch)
