@@ -10,6 +10,8 @@ from mmengine.registry import DefaultScope
 
 # the benchmarks' literal model is a twin of the fast one in the tests
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / 'benchmarks'))
+# the quadratic twins
+sys.path.insert(0, str(Path(__file__).resolve().parent / 'attention'))
 
 
 @pytest.fixture(autouse=True)

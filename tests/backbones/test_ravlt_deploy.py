@@ -7,6 +7,7 @@ import pytest
 import torch
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 
+from mmlinattn import ops
 from mmlinattn.backbones import RAVLT
 
 ARCH = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 2, 1), num_heads=(1, 2, 3, 4))
@@ -39,11 +40,13 @@ def test_the_folded_model_computes_the_same(options):
     model = trained(**options)
     x = torch.randn(2, 3, 64, 96)
     with torch.no_grad():
-        expected = model(x)
+        with ops.use('reference'):  # the fast form of stems folds by itself
+            expected = model(x)
         folded = copy.deepcopy(model).switch_to_deploy()
         assert all(relative_error(*pair) < 1e-5 for pair in zip(folded(x), expected))
         folded_64 = copy.deepcopy(model).double().switch_to_deploy()
-        exact = model.double()(x.double())
+        with ops.use('reference'):
+            exact = model.double()(x.double())
         assert all(relative_error(*pair) < 1e-12 for pair in zip(folded_64(x.double()), exact))
 
 
@@ -85,5 +88,6 @@ def test_a_norm_without_running_statistics_stays():
     model = trained(norm_cfg=dict(type='GN', num_groups=2))
     x = torch.randn(1, 3, 64, 96)
     with torch.no_grad():
-        expected = model(x)
+        with ops.use('reference'):
+            expected = model(x)
         assert all(relative_error(*pair) < 1e-5 for pair in zip(model.switch_to_deploy()(x), expected))

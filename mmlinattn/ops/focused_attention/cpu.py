@@ -4,6 +4,7 @@
 from typing import Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .. import forms
@@ -41,7 +42,8 @@ def _powers(x: Tensor, inverse_scale: Tensor, power: float, eps: float) -> tuple
     """For some tokens (b, n, C): the map but for its length, that missing factor (b, n, 1), r and |r| (b, n, 1)."""
     r = torch.addcmul(inverse_scale * eps, x.relu().to(inverse_scale.dtype), inverse_scale)
     norm = torch.linalg.vector_norm(r, dim=-1, keepdim=True)
-    y = (r * r.amax(dim=-1, keepdim=True).reciprocal_()).clamp_(min=smallest_base(r.dtype, power)).pow_(power)
+    part = r * r.amax(dim=-1, keepdim=True).reciprocal_()
+    y = F.threshold_(part, smallest_base(r.dtype, power), 0.0).pow_(power)
     return y, norm / torch.linalg.vector_norm(y, dim=-1, keepdim=True), r, norm
 
 

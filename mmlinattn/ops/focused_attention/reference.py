@@ -30,16 +30,17 @@ def focused_map(x: Tensor, inverse_scale: Tensor, power: float, eps: float = 1e-
     wide = accumulation_dtype(x)
     r = (F.relu(x).to(wide) + eps) * inverse_scale.to(wide)
     # Homogeneous of degree one: a token may be scaled at will, and its largest component becomes 1.
-    powered = (r / r.amax(dim=-1, keepdim=True).detach()).clamp(min=smallest_base(wide, power)) ** power
+    part = r / r.amax(dim=-1, keepdim=True).detach()
+    powered = F.threshold(part, smallest_base(wide, power), 0.0) ** power
     lengths = [torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (r, powered)]
     return powered * (lengths[0] / lengths[1])
 
 
 def smallest_base(dtype: torch.dtype, power: float) -> float:
-    """What components of a token stop at before the power is taken, as a part of its largest one.
+    """Which part of its largest component a component of a token has to exceed; the power of smaller ones counts as 0.
 
-    The power of it is 1e-15 in float32 (1e-75 in float64), far below what rounding leaves of a sum with 1. Then neither
-    the powers nor their squares, nor the products of such queries with such keys or gradients, come to lie where
-    numbers lose digits (denormal ones), with which many CPUs compute a hundred times more slowly.
+    That power is 1e-15 in float32 (1e-75 in float64), far below what rounding leaves of a sum with 1. Without the bound
+    the powers, their squares, or their products with each other and with gradients would come to lie where numbers lose
+    digits (denormal ones), with which many CPUs compute a hundred times more slowly.
     """
     return 10 ** ((-75.0 if dtype == torch.float64 else -15.0) / power)

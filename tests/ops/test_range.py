@@ -1,0 +1,93 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Every form of every attention at the ends of its numbers: long sums in half precision, dead and huge tokens."""
+
+import pytest
+import reference
+import torch
+from torch import nn
+
+from mmlinattn import ops
+from mmlinattn.attention.base import mean_token
+
+HALF = [torch.float16, torch.bfloat16]
+every_form = pytest.mark.parametrize('form', ['auto', 'reference'])
+ATTENTIONS = {
+    'rala': lambda q, k, v, mask=None: ops.rala(q, k, v, 1, mask=mask, weight_scale=0.25),
+    'rala without weights': lambda q, k, v, mask=None: ops.rala(q, k, v, 1, mask=mask, weight_scale=None),
+    'inline': lambda q, k, v, mask=None: ops.inline_attention(q, k, v, 1, 0.25, mask=mask),
+    'linear': lambda q, k, v, mask=None: ops.linear_attention(q, k, v, 1, mask=mask),
+    'focused': lambda q, k, v, mask=None: ops.focused_attention(
+        q, k, v, 1, torch.ones(q.shape[-1], dtype=q.dtype), 3, mask=mask
+    ),
+}
+
+
+@every_form
+@pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
+@pytest.mark.parametrize('dtype', HALF, ids=str)
+@pytest.mark.parametrize('name', ATTENTIONS)
+def test_sums_over_the_tokens_of_a_detection_map(name, dtype, masked, form):
+    """66,800 tokens of mean 1.2: their sum is no number of float16, and bfloat16 stops counting at 256."""
+    q, k, v = (1.2 + 0.3 * torch.randn(1, 200 * 334, 8) for _ in range(3))
+    mask = None
+    if masked:
+        mask = torch.rand(1, q.shape[1]) > 0.1
+        v = v * mask[..., None]
+    with ops.use(form):
+        out = ATTENTIONS[name](q.to(dtype), k.to(dtype), v.to(dtype), mask)
+        exact = ATTENTIONS[name](*(t.to(dtype).double() for t in (q, k, v)), mask)
+    assert out.dtype == dtype and out.isfinite().all()
+    assert (out - exact).abs().max() < 16 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+@pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
+@pytest.mark.parametrize('dtype', HALF, ids=str)
+def test_the_mean_token_of_a_detection_map(dtype, masked):
+    x = (1.2 + 0.3 * torch.randn(2, 66800, 4)).to(dtype)
+    mask = torch.rand(2, 66800) > 0.1 if masked else None
+    real = torch.ones(2, 66800, dtype=torch.bool) if mask is None else mask
+    exact = torch.stack([item[rows].double().mean(dim=0) for item, rows in zip(x, real)])
+    torch.testing.assert_close(mean_token(x, mask).double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+POWERS = [1, 1.5, 2, 3, 4, 5.5, 6, 8, 16, 32]
+
+
+@every_form
+@pytest.mark.parametrize('width', [16, 64, 1024])
+@pytest.mark.parametrize('power', POWERS)
+def test_every_power_with_dead_and_huge_tokens(power, width, form):
+    """One token of 1e4, one without a positive channel, one flat, one with a single positive channel."""
+    q, k, v = torch.randn(3, 1, 12, width)
+    for t in (q, k):
+        t[:, 0] *= 1e4
+        t[:, 1] = -1
+        t[:, 2] = 0.7
+        t[:, 3] = -1
+        t[:, 3, 5] = 3.0
+        t[:, 4] *= 1e-6
+    scale = torch.linspace(-4, 8, width)
+    leaves = [t.requires_grad_() for t in (q, k, v, scale)]
+    with ops.use(form):
+        out = ops.focused_attention(*leaves[:3], 4, 1 / nn.functional.softplus(scale), power)
+    assert out.isfinite().all()
+    gradients = torch.autograd.grad(out.sum(), leaves)
+    assert all(g.isfinite().all() for g in gradients)
+    q, k, v, scale = (t.detach().double() for t in leaves)
+    q, k = (reference.by_head(reference.focused(t, scale, power), 4) for t in (q, k))
+    exact = reference.side_by_side(reference.linear_map(q, k) @ reference.by_head(v, 4))
+    if power <= 16:  # the literal powers of the twin underflow beyond
+        # beside tokens of 1e4, what is 1e-15 of their largest component is not quite nothing
+        torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
+
+
+@every_form
+def test_weights_far_apart(form):
+    """One key that outweighs all others by more than float32 tells apart: they get nothing, and nothing is NaN."""
+    q, k, v = torch.randn(3, 1, 20, 8)
+    k[:, 7] = 500.0
+    leaves = [t.requires_grad_() for t in (q.abs(), k, v)]
+    with ops.use(form):
+        out = ops.rala(*leaves, 1)
+    torch.testing.assert_close(out, v[:, 7:8].expand_as(out), rtol=1e-3, atol=1e-3)
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), leaves))
