@@ -8,6 +8,8 @@ import pytest
 import torch
 from mmengine.registry import DefaultScope
 
+from mmlinattn import ops
+
 # the benchmarks' literal model is a twin of the fast one in the tests
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / 'benchmarks'))
 # the quadratic twins
@@ -20,6 +22,13 @@ def independent():
     torch.manual_seed(0)
     yield
     DefaultScope._instance_dict.clear()
+
+
+@pytest.fixture
+def fast_forms():
+    """For tests of the fast forms themselves: they run also where ``MMLINATTN_OPS=reference``."""
+    with ops.use('auto'):
+        yield
 
 
 def pytest_collection_modifyitems(items):

@@ -245,6 +245,7 @@ def test_at_the_trained_grid_the_table_is_added_as_it_is():
     assert table.resized(4, 5) is table.weight
 
 
+@pytest.mark.usefixtures('fast_forms')
 def test_inference_resizes_once_and_notices_changes():
     table = PositionTable(DIM, (4, 5))
     with torch.no_grad():

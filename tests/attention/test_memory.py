@@ -12,6 +12,8 @@ from mmlinattn.layers import rotary_table
 from mmlinattn.ops import memory
 from mmlinattn.ops.memory import gradients_like, product, split
 
+pytestmark = pytest.mark.usefixtures('fast_forms')
+
 
 class Fill(torch.autograd.Function):
     """Gradients 1, 2, ... in memory made for them."""

@@ -413,5 +413,5 @@ def test_frozen_stages_out_of_range(build, frozen_stages):
 
 @pytest.mark.parametrize('rate', [-0.1, 1.0, 2])
 def test_drop_path_rate_out_of_range(build, rate):
-    with pytest.raises(ValueError, match=rf'drop_path_rate={rate} has to lie in \[0, 1\)'):
+    with pytest.raises(ValueError, match=rf'drop_path_rate={rate} has to be a number in \[0, 1\)'):
         build(drop_path_rate=rate)

@@ -50,6 +50,7 @@ def test_autocast_computes_in_the_type_it_would_have(dtype):
         torch.testing.assert_close(mine, other, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.usefixtures('fast_forms')
 def test_only_the_input_is_kept():
     kept = set()
     leaves = tensors(1)

@@ -8,6 +8,7 @@ from mmlinattn.ops import apply_linear, linear
 from mmlinattn.ops.feed_forward import cpu as strips
 
 
+@pytest.mark.usefixtures('fast_forms')
 @pytest.mark.parametrize('ffn', [MLP, ConvFFN, DWConvFFN])
 @pytest.mark.parametrize('height', [20, 17, 41])
 @pytest.mark.parametrize('scaled', [True, False])

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmlinattn import ops
 from mmlinattn.ops import forms
 
+pytestmark = pytest.mark.usefixtures('fast_forms')
 VIEWS = r'aten.(empty|new_empty|as_strided|alias|view|_unsafe_view|transpose|permute|select|slice|expand|detach)'
 DIM, HEADS, TOKENS = 64, 2, 200
 

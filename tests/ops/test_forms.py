@@ -20,6 +20,7 @@ from mmlinattn.layers import rotary_table
 from mmlinattn.ops import forms
 from mmlinattn.ops.rala import reference
 
+pytestmark = pytest.mark.usefixtures('fast_forms')
 DIM, HEADS, GRID = 16, 2, Grid(3, 4)
 MIXERS = sorted(name for name in TOKEN_MIXERS.module_dict if name.isidentifier())
 every_mixer = pytest.mark.parametrize('mixer', MIXERS)

@@ -9,6 +9,7 @@ from torch import nn
 from mmlinattn import ops
 from mmlinattn.attention.base import mean_token
 
+pytestmark = pytest.mark.usefixtures('fast_forms')
 HALF = [torch.float16, torch.bfloat16]
 every_form = pytest.mark.parametrize('form', ['auto', 'reference'])
 ATTENTIONS = {
