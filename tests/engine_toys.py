@@ -35,12 +35,13 @@ class ToyDataset(BaseDataset):
 class ToyModel(BaseModel):
     """One linear layer behind dropout; the loss is not finite once ``bad_at`` steps were done."""
 
-    def __init__(self, bad_at=None, break_weights=False):
+    def __init__(self, bad_at=None, break_weights=False, bad=float('nan')):
         super().__init__()
         self.layer = nn.Linear(4, 1)
         self.dropout = nn.Dropout(0.5)
         self.bad_at = bad_at
         self.break_weights = break_weights
+        self.bad = bad
         self.steps = 0
 
     def forward(self, inputs, data_samples=None, mode='loss'):
@@ -51,9 +52,9 @@ class ToyModel(BaseModel):
         loss = self.layer(self.dropout(x)).square().mean()
         if self.bad_at is not None and self.steps > self.bad_at:
             if self.break_weights:  # a finite loss whose step leaves broken weights behind
-                self.layer.weight.register_hook(lambda grad: grad * float('nan'))
+                self.layer.weight.register_hook(lambda grad: grad * self.bad)
             else:
-                loss = loss * float('nan')
+                loss = loss * self.bad
         return dict(loss=loss)
 
 

@@ -10,15 +10,19 @@ from mmlinattn.engine.finite import batch_file_names
 HOOKS = [dict(type='FiniteLossHook'), dict(type='CheckpointGuardHook')]
 
 
-def test_stops_at_a_loss_that_is_not_finite(tmp_path):
+BAD = pytest.mark.parametrize('bad', [float('nan'), float('inf'), -float('inf')], ids=str)
+
+
+@BAD
+def test_stops_at_a_loss_that_is_not_finite(tmp_path, bad):
     """Step 5 is the second batch of epoch 2 (3 batches an epoch)."""
     runner = make_runner(
         tmp_path,
         HOOKS,
-        model=dict(bad_at=4),
+        model=dict(bad_at=4, bad=bad),
         loader=dict(sampler=dict(type='DefaultSampler', shuffle=False)),
     )
-    with pytest.raises(RunError, match=r'iteration 5 \(epoch 2\).*loss=nan') as caught:
+    with pytest.raises(RunError, match=r'iteration 5 \(epoch 2\).*loss=(nan|-?inf)') as caught:
         runner.train()
     assert all(f'folder/{index}.jpg' in str(caught.value) for index in (4, 5, 6, 7))
     assert 'folder/3.jpg' not in str(caught.value)
@@ -34,8 +38,9 @@ def test_no_checkpoint_after_the_last_loss_of_an_epoch_broke(tmp_path):
     assert not (tmp_path / 'epoch_2.pth').exists()
 
 
-def test_weights_broken_under_a_finite_loss_are_not_saved(tmp_path):
-    runner = make_runner(tmp_path, HOOKS, model=dict(bad_at=5, break_weights=True))
+@BAD
+def test_weights_broken_under_a_finite_loss_are_not_saved(tmp_path, bad):
+    runner = make_runner(tmp_path, HOOKS, model=dict(bad_at=5, break_weights=True, bad=bad))
     with pytest.raises(RunError, match='layer.weight: this checkpoint is not written'):
         runner.train()
     assert not torch.isfinite(runner.model.layer.weight).all()

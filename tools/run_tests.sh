@@ -7,8 +7,8 @@ usage() {
   cat <<'USAGE'
 usage: tools/run_tests.sh [--with-onedl] [--use-existing] [pytest arguments]
 
-Without pytest arguments: ruff, the fast tests, then the slow ones, stopping at the first of these
-that fails. With --with-onedl, or where CI is set, one train -> resume -> test round on the onedl-*
+Without pytest arguments: ruff, the fast tests, those of attentions, layers and backbones once more in
+the plain forms of the ops, then the slow tests, stopping at the first of these that fails. With --with-onedl, or where CI is set, one train -> resume -> test round on the onedl-*
 distributions follows. With pytest arguments: one pytest run with just these.
 
   --use-existing   in the active Python instead of .venv (so does MMLINATTN_USE_EXISTING_ENV=1)
@@ -50,6 +50,9 @@ fi
 cores=$(nproc 2>/dev/null || echo 2)
 workers=$((cores < 8 ? cores : 8))
 OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow'
+# the plain forms of the ops, which compilers, exporters and unknown devices get
+MMLINATTN_OPS=reference OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow' \
+  tests/attention tests/layers tests/ops tests/backbones
 OMP_NUM_THREADS=1 pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile -m slow
 
 # Not beside the tests above: MMCV compiles on all cores, and some tests measure time.

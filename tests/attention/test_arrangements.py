@@ -20,6 +20,7 @@ from mmlinattn.attention import (
     WindowAttention,
     windows,
 )
+from mmlinattn.attention.arrangements import RelativePositionBias
 
 DIM, HEADS = 16, 2
 MIXERS = ['softmax', 'rala', 'inline', 'focused']
@@ -243,3 +244,26 @@ def test_what_the_padding_of_a_stripe_holds_has_no_influence(mixer, poisoned):
 def test_stripes_need_an_even_number_of_heads():
     with pytest.raises(ValueError, match='num_heads=3 has to be even'):
         StripeAttention(24, 3, 'softmax', 2)
+
+
+def cubic(t, a=-0.75):
+    """Keys' cubic convolution kernel as PyTorch has it."""
+    t = abs(t)
+    if t <= 1:
+        return (a + 2) * t**3 - (a + 3) * t**2 + 1
+    return a * t**3 - 5 * a * t**2 + 8 * a * t - 4 * a if t < 2 else 0.0
+
+
+@pytest.mark.parametrize('source, window', [(3, 5), (6, 3), (4, 4)])
+def test_bias_tables_of_another_window_are_resized_bicubically(source, window):
+    """Swin's fine-tuning at 384; spelled out: pixel centres at i + 1/2, borders repeated."""
+    bias = RelativePositionBias((window, window), 2).double()
+    n, m = 2 * source - 1, 2 * window - 1
+    table = torch.randn(n * n, 2, dtype=torch.float64)
+    rows = torch.zeros(m, n, dtype=torch.float64)
+    for i in range(m):
+        position = (i + 0.5) * n / m - 0.5
+        for j in range(math.floor(position) - 1, math.floor(position) + 3):
+            rows[i, min(max(j, 0), n - 1)] += cubic(position - j)
+    expected = torch.einsum('ai,bj,ijh->abh', rows, rows, table.unflatten(0, (n, n))).flatten(0, 1)
+    torch.testing.assert_close(bias.fit(table), expected, rtol=1e-5, atol=1e-6)

@@ -63,6 +63,32 @@ def test_gradients_of_slices_made_by_anybody(used, order):
     torch.testing.assert_close(grad, torch.tensor(expected, dtype=x.dtype).repeat_interleave(3).expand(2, 5, 9))
 
 
+@pytest.mark.parametrize('moved', range(3))
+def test_gradients_of_which_one_lies_elsewhere_are_copied(moved):
+    """All but one are slices of one memory, which looks like the whole from its first slice."""
+
+    class Scattered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *parts):
+            ctx.save_for_backward(*parts)
+            return sum(part.sum() for part in parts)
+
+        @staticmethod
+        def backward(ctx, grad):
+            grads = gradients_like(*ctx.saved_tensors)
+            for value, part in enumerate(grads, 1):
+                part.fill_(value)
+            whole = grads[moved].clone()
+            grads[moved].fill_(99)
+            grads[moved] = whole
+            return tuple(grads)
+
+    x = torch.randn(2, 5, 9, requires_grad=True)
+    Scattered.apply(*split(x * 1, (3, 3, 3))).backward()
+    expected = torch.tensor([1.0, 2, 3]).repeat_interleave(3)
+    torch.testing.assert_close(x.grad, expected.expand(2, 5, 9))
+
+
 def test_gradients_of_tensors_that_are_no_slices():
     x = torch.randn(2, 3, 8)
     overlapping = gradients_like(x[..., :5], x[..., 2:])
