@@ -266,4 +266,4 @@ def test_bias_tables_of_another_window_are_resized_bicubically(source, window):
         for j in range(math.floor(position) - 1, math.floor(position) + 3):
             rows[i, min(max(j, 0), n - 1)] += cubic(position - j)
     expected = torch.einsum('ai,bj,ijh->abh', rows, rows, table.unflatten(0, (n, n))).flatten(0, 1)
-    torch.testing.assert_close(bias.fit(table), expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(bias.fit(table), expected, rtol=1e-4, atol=1e-5)  # in float32
