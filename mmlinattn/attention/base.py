@@ -18,6 +18,7 @@ from .. import ops
 from ..ops import memory
 from ..ops.forms import accumulation_dtype
 from .grid import DepthwiseConv2d, Grid, add_local
+from .weights import Factors, Rows, mixer_weights
 
 TOKEN_MIXERS = Registry('token mixer', scope='mmlinattn')
 
@@ -94,6 +95,62 @@ class TokenMixer(BaseModule):
             Tensor: (B, N, widths[2]).
         """
         raise NotImplementedError
+
+    def factors(
+        self,
+        q: Tensor,
+        k: Tensor,
+        grid: Grid,
+        key_grid: Grid,
+        mask: Optional[Tensor] = None,
+        rotary: Optional[Tensor] = None,
+    ) -> Optional[Factors]:
+        """The two factors of the weights of a linear attention, from which follow :meth:`weights` and the state.
+
+        Args:
+            q, k (Tensor): As in :meth:`forward`, in float32 or better.
+            grid, key_grid, mask, rotary: As in :meth:`forward`.
+
+        Returns:
+            Factors | None: None for a mixer without a state, as softmax attention.
+        """
+        return None
+
+    def local_kernels(self, context: Optional[Tensor] = None) -> Optional[Tensor]:
+        """Kernels (B or 1, widths[2], k, k) of the depth-wise convolution of the values that the mixer adds, None if it
+        adds none. See :func:`mmlinattn.attention.weights.local_weights`."""
+        return None
+
+    def weights(
+        self,
+        q: Tensor,
+        k: Tensor,
+        grid: Grid,
+        key_grid: Grid,
+        mask: Optional[Tensor] = None,
+        rotary: Optional[Tensor] = None,
+        bias: Optional[Tensor] = None,
+        rows: Rows = None,
+    ) -> Tensor:
+        """The attention map that the mixer amounts to, for looking inside: O(N M) memory, never used in a forward pass.
+
+        ``weights @ v``, head by head, is what :meth:`forward` gives without :meth:`local_kernels`; normalisers and
+        signs are part of it. A mixer that has neither ``factors`` nor a method of its own is asked for its answers to
+        unit values, in as many passes as a head's width goes into M.
+
+        Args:
+            q, k, grid, key_grid, mask, rotary, bias: As in :meth:`forward`; nothing is overwritten.
+            rows (Sequence[int] | Tensor, optional): The queries wanted, all by default. Ask for a few at a time where
+                N is large.
+
+        Returns:
+            Tensor: (B, heads, N or len(rows), M), in float32 or better; zero at masked keys.
+
+        Raises:
+            ValueError: For ``rows`` out of range.
+            NotImplementedError: For a mixer that is no such map.
+        """
+        return mixer_weights(self, q, k, grid, key_grid, mask, rotary, bias, rows)
 
 
 def get_mixer(spec: Union[str, dict]) -> tuple[type, dict]:

@@ -7,9 +7,10 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops import memory
-from ..ops.kernels import check_kernel
+from ..ops.kernels import check_kernel, kernel_map
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid, add_local
+from .weights import inline_factors, linear_factors
 
 
 class PredictedConv(nn.Module):
@@ -90,3 +91,10 @@ class InLineMixer(TokenMixer):
         if self.residual is None:
             return out
         return add_local(out, v, lambda image: memory.call(self.residual, image, context), grid)
+
+    def factors(self, q, k, grid, key_grid, mask=None, rotary=None):
+        q, k = (kernel_map(memory.split_heads(t, self.num_heads), self.kernel) for t in (q, k))
+        return inline_factors(q, k, self.head_dim**-0.5, mask) if self.injective else linear_factors(q, k, mask)
+
+    def local_kernels(self, context=None):
+        return None if self.residual is None else self.residual.kernels(context)

@@ -4,9 +4,11 @@ from typing import Optional
 from torch import Tensor
 
 from .. import ops
-from ..ops.kernels import check_kernel
+from ..ops import memory
+from ..ops.kernels import check_kernel, kernel_map
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid
+from .weights import rala_factors
 
 
 @TOKEN_MIXERS.register_module('rala')
@@ -61,3 +63,7 @@ class RALAMixer(TokenMixer):
         return ops.rala(
             q, k, v, self.num_heads, kernel=self.kernel, rotary=rotary, mask=mask, weight_scale=self.weight_scale
         )
+
+    def factors(self, q, k, grid, key_grid, mask=None, rotary=None):
+        q, k = (kernel_map(memory.split_heads(t, self.num_heads), self.kernel) for t in (q, k))
+        return rala_factors(q, k, rotary, mask, self.weight_scale)
