@@ -1,0 +1,295 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What the attentions of a running model see, block by block, through hooks: no second copy of any model."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Callable, NamedTuple, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..attention import Grid, StripeAttention, TokenMixer, WindowAttention, Windows
+from ..attention.base import Mixing
+from ..attention.grid import add_local
+from ..attention.weights import local_weights
+
+PADDING, CLASS_TOKEN = -1, -2
+
+
+class MixerCall(NamedTuple):
+    """One call of a mixer, of a block's single image; its batch are windows.
+
+    Attributes:
+        mixer (TokenMixer): The mixer.
+        given (dict): Its arguments ``q, k, v, grid, key_grid, mask, rotary, bias, context``, untouched by what it does.
+        out (Tensor): What it gave, (windows, N, E).
+        local (nn.Module, optional): Depth-wise convolution of the values that is added around the mixer.
+        queries (Tensor): Where each query lies in the block's map, (windows, N): ``row * width + column``,
+            :data:`PADDING` or :data:`CLASS_TOKEN`.
+        keys (Tensor): Where each key lies in the map of the keys, (windows, M), likewise.
+    """
+
+    mixer: TokenMixer
+    given: dict
+    out: Tensor
+    local: Optional[nn.Module]
+    queries: Tensor
+    keys: Tensor
+
+    def weights(self, window: int, rows: Tensor, local: bool = False) -> Tensor:
+        """Weights of some queries of a window, (heads, len(rows), M).
+
+        ``local``: with the convolutions of the values, as the mean over the channels of each head.
+        """
+        given, one = self.given, slice(window, window + 1)
+        mask, bias = given['mask'], given['bias']
+        if bias is not None and bias.dim() == 4 and bias.shape[0] > 1:
+            bias = bias[one]
+        weights = self.mixer.weights(
+            given['q'][one],
+            given['k'][one],
+            given['grid'],
+            given['key_grid'],
+            mask=None if mask is None else mask[one],
+            rotary=given['rotary'],
+            bias=bias,
+            rows=rows,
+        )[0]
+        if not local:
+            return weights
+        for kernels in self.local_kernels():
+            kernels = kernels[one] if len(kernels) > 1 else kernels
+            kernels = kernels.to(weights.dtype).unflatten(1, (len(weights), -1)).mean(dim=2)
+            weights = weights + local_weights(kernels, given['grid'], rows)[0]
+        return weights
+
+    def local_kernels(self) -> list[Tensor]:
+        """Kernels (windows or 1, E, k, k) of the convolutions of the values, of the mixer's own and that around it."""
+        kernels = [] if self.local is None else [self.local.weight.detach()[None, :, 0]]
+        own = self.mixer.local_kernels(self.given['context'])
+        return kernels if own is None else [own.detach(), *kernels]
+
+    def state(self, window: int) -> Optional[Tensor]:
+        """The buffer of keys and values, (heads, d, e); None for an attention without one."""
+        given, one = self.given, slice(window, window + 1)
+        q, k, v = (given[name][one].float() for name in 'qkv')
+        mask = None if given['mask'] is None else given['mask'][one]
+        factors = self.mixer.factors(q, k, given['grid'], given['key_grid'], mask, given['rotary'])
+        if factors is None:
+            return None
+        values = v.unflatten(-1, (factors.keys.shape[1], -1)).transpose(1, 2)
+        return (factors.keys.transpose(-1, -2) @ values)[0]
+
+    def error(self, window: int, rows: Tensor, weights: Tensor) -> float:
+        """How far ``weights @ v`` is from what the mixer gave, relative; its own convolution taken off, whose bias is
+        no weight."""
+        heads = len(weights)
+        values = self.given['v'][window].to(weights.dtype).unflatten(-1, (heads, -1)).transpose(0, 1)
+        mixed = (weights @ values).transpose(0, 1).flatten(1)
+        out = self.out[window, rows].to(weights.dtype)
+        own = self.mixer.local_kernels(self.given['context'])
+        if own is not None:
+            grid, v = self.given['grid'], self.given['v'][window : window + 1].to(weights.dtype)
+            kernel = own[window if len(own) > 1 else 0][:, None].to(weights.dtype)
+            zeros, padding = torch.zeros_like(v), kernel.shape[-1] // 2
+            term = add_local(zeros, v, lambda image: F.conv2d(image, kernel, None, 1, padding, 1, len(kernel)), grid)
+            rest = out - mixed - term[0, rows]
+            return float((rest - rest.mean(dim=0)).norm() / out.norm().clamp(min=1e-30))
+        return float((out - mixed).norm() / out.norm().clamp(min=1e-30))
+
+
+class BlockCall(NamedTuple):
+    """What one block's attention saw of an image.
+
+    Attributes:
+        name (str): Of the block within the model, ``backbone.stages.0.1``.
+        attention (nn.Module): The arrangement: whole map, reduced keys, windows or stripes.
+        calls (list[MixerCall]): One for each group of windows of one size, and each direction of stripes.
+        size (tuple[int, int]): Height and width of the map of the queries.
+        key_size (tuple[int, int]): Those of the map of the keys.
+        x (Tensor): What the arrangement was given.
+    """
+
+    name: str
+    attention: nn.Module
+    calls: list[MixerCall]
+    size: tuple[int, int]
+    key_size: tuple[int, int]
+    x: Tensor
+
+    @property
+    def branches(self) -> list[list[MixerCall]]:
+        """Calls by mixer: one group for all heads, or one for each direction of stripes."""
+        groups: dict[int, list[MixerCall]] = {}
+        for call in self.calls:
+            groups.setdefault(id(call.mixer), []).append(call)
+        return list(groups.values())
+
+    @property
+    def mixer_name(self) -> str:
+        """Name of the attention as in ``stage_attns``."""
+        from ..attention import TOKEN_MIXERS
+
+        kind = type(self.calls[0].mixer)
+        names = [name for name, known in TOKEN_MIXERS.module_dict.items() if known is kind]
+        return names[0] if names else kind.__name__
+
+    def features(self) -> list[tuple[Tensor, Tensor]]:
+        """Of each branch the output of the mixer, and that with convolution and gate as it enters the output
+        projection: (heads, tokens of the map, d) both."""
+        gates = self._gates()
+        found = []
+        for branch, gate in zip(self.branches, gates):
+            mixed, whole = (
+                branch[0].out.new_zeros(self.size[0] * self.size[1], branch[0].out.shape[-1]) for _ in range(2)
+            )
+            for call in branch:
+                real = call.queries >= 0
+                mixed[call.queries[real]] = call.out[real]
+                out = call.out
+                if call.local is not None:
+                    out = add_local(out.clone(), call.given['v'], call.local, call.given['grid'])
+                whole[call.queries[real]] = out[real]
+            if gate is not None:
+                whole = whole * gate
+            heads = branch[0].mixer.num_heads
+            found.append(tuple(t.float().unflatten(-1, (heads, -1)).transpose(0, 1) for t in (mixed, whole)))
+        return found
+
+    def _gates(self) -> list[Optional[Tensor]]:
+        """What multiplies the output of each branch, (tokens of the map, E) or None."""
+        attention, tokens = self.attention, self.size[0] * self.size[1]
+        if isinstance(attention, StripeAttention):
+            if len(attention.widths) == 3:
+                return [None, None]
+            gate = attention.qkv(self.x)[..., -2 * attention.widths[3] :].unflatten(-1, (2, -1))
+            return [gate[0, ..., i, :].flatten(0, 1) for i in range(2)]
+        kind = getattr(attention, 'gate', None)
+        if kind is None:
+            return [None] * len(self.branches)
+        gate = {
+            'projection': lambda: attention.qkv(self.x)[..., -attention.widths[-1] :],
+            'identity': lambda: self.x,
+            'tanh': lambda: self.x.tanh(),
+        }[kind]()
+        return [gate[0].flatten(0, -2)[-tokens:]]  # class tokens come first
+
+
+def arrangements(model: nn.Module) -> dict[str, nn.Module]:
+    """The attentions of a model, whatever lays tokens around its mixers, in the order in which they were built."""
+    found = {}
+    for name, module in model.named_modules():
+        inner = any(name == known or name.startswith(f'{known}.') for known in found)
+        if isinstance(module, (Mixing, StripeAttention)) and not inner:
+            found[name] = module
+    return found
+
+
+@contextmanager
+def watched(model: nn.Module, on_block: Callable[[BlockCall], None]) -> Iterator[None]:
+    """A context in which each block's attention is shown to ``on_block`` as soon as it has run on one image.
+
+    Args:
+        model (nn.Module): A backbone, or any model that has one.
+        on_block (Callable): Called with each :class:`BlockCall`; what it does not keep is freed.
+
+    Raises:
+        ValueError: For a model without attentions of this project, or a batch of several images.
+    """
+    attentions = arrangements(model)
+    if not attentions:
+        raise ValueError(f'{type(model).__name__} has no attention of mmlinattn to look into')
+    handles = [handle for name, module in attentions.items() for handle in _watch(name, module, on_block)]
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def arguments_of(mixer: TokenMixer, args: tuple, kwargs: dict) -> dict:
+    """What a mixer is called with, by the names of :meth:`mmlinattn.attention.TokenMixer.forward`. Tokens are copied: a
+    mixer may overwrite its queries and keys, and what follows the values."""
+    given = inspect.signature(TokenMixer.forward).bind(mixer, *args, **kwargs)
+    given.apply_defaults()
+    given = {key: t.clone() if key in ('q', 'k', 'v') else t for key, t in given.arguments.items() if key != 'self'}
+    return {**given, 'key_grid': given['key_grid'] or given['grid']}
+
+
+def _watch(name: str, attention: nn.Module, on_block: Callable) -> list:
+    calls: list[tuple] = []
+    block = name[: -len('.attn')] if name.endswith('.attn') else name
+    locals_ = {id(m.mixer): m.local for m in attention.modules() if isinstance(m, Mixing)}
+
+    def before(mixer, args, kwargs):
+        calls.append((mixer, arguments_of(mixer, args, kwargs), []))
+
+    def after(mixer, args, out):
+        calls[-1][2].append(out.clone())
+
+    def finish(module, args, kwargs, out):
+        if not calls:
+            return
+        x = args[0] if args else kwargs['x']
+        if x.shape[0] != 1:
+            raise ValueError(f'attentions are looked into one image at a time, not {x.shape[0]}')
+        size, key_size, layout = token_layout(attention, x, [given for _, given, _ in calls])
+        made = [
+            MixerCall(mixer, given, outs[0], locals_.get(id(mixer)), queries, keys)
+            for (mixer, given, outs), (queries, keys) in zip(calls, layout)
+        ]
+        calls.clear()
+        on_block(BlockCall(block, attention, made, size, key_size, x))
+
+    handles = [attention.register_forward_hook(finish, with_kwargs=True)]
+    for module in attention.modules():
+        if isinstance(module, TokenMixer):
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(after))
+    return handles
+
+
+def token_layout(attention: nn.Module, x: Tensor, given: list[dict]) -> tuple[tuple, tuple, list]:
+    """Size of the map, size of the map of the keys, and for each call of a mixer where its queries and keys lie.
+
+    Args:
+        attention (nn.Module): The arrangement.
+        x (Tensor): What it was given: (1, H, W, C) or, with class tokens, (1, N, C).
+        given (list[dict]): Arguments of the calls, in their order.
+
+    Raises:
+        NotImplementedError: For an arrangement that is none of ours and no whole map.
+    """
+    grid, key_grid = given[0]['grid'], given[0]['key_grid']
+    size = tuple(x.shape[1:3]) if x.dim() == 4 else tuple(grid[:2])
+    index = torch.arange(1, size[0] * size[1] + 1, device=x.device).view(1, *size, 1)  # partitions pad with 0
+
+    def windowed(windows: Windows, part: Tensor = index) -> tuple[Tensor, Tensor]:
+        where = windows.partition(part)[..., 0] - 1
+        return where, where
+
+    candidates = []
+    if isinstance(attention, StripeAttention):
+        stripes = ((size[0], attention.stripe), (attention.stripe, size[1]))
+        candidates.append([windowed(Windows.fit(*size, window)) for window in stripes])
+    elif isinstance(attention, WindowAttention):
+        windows = Windows.fit(*size, attention.window, attention.shift)
+        candidates.append([windowed(windows)])
+        candidates.append([windowed(part, index[:, rows, columns]) for rows, columns, part in windows.regions()])
+    if (grid.height, grid.width) == size:
+        candidates.append([(_whole(grid, x.device), _whole(key_grid, x.device))])
+    for layout in candidates:
+        shapes = [(queries.shape, keys.shape) for queries, keys in layout]
+        if shapes == [(call['q'].shape[:2], call['k'].shape[:2]) for call in given]:
+            reduced = layout[0][0].shape != layout[0][1].shape
+            return size, tuple(key_grid[:2]) if reduced else size, layout
+    raise NotImplementedError(f'{type(attention).__name__} lays its tokens in a way that the analysis does not know')
+
+
+def _whole(grid: Grid, device) -> Tensor:
+    """Positions of the tokens of a whole map, class tokens first: (1, N)."""
+    patches = torch.arange(grid.height * grid.width, device=device)
+    return torch.cat((patches.new_full((grid.prefix,), CLASS_TOKEN), patches))[None]

@@ -1,0 +1,233 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The model of a config with its weights, and pictures as its test pipeline makes them, for the analysis tools."""
+
+import copy
+from typing import NamedTuple, Optional
+
+import cv2
+import mmcv
+import numpy as np
+import torch
+from mmcv.transforms import Compose
+from mmengine.config import Config, ConfigDict
+from mmengine.model import revert_sync_batchnorm
+from mmengine.registry import MODELS, init_default_scope
+from mmengine.runner.checkpoint import CheckpointLoader
+from torch import Tensor, nn
+
+from ..checkpoints.safe import CheckpointError
+from ..checkpoints.schemes import register
+from ..checkpoints.states import fit_backbone, fit_state, model_state, some, strip_prefix
+from ..engine import RunError
+
+
+class Picture(NamedTuple):
+    """A picture as the network sees it.
+
+    Attributes:
+        name (str): File name without suffix.
+        shown (ndarray): (h, w, 3) uint8 RGB, after resizing and cropping, before padding and normalisation.
+        inputs (Tensor): (1, 3, H, W), what the backbone is given; H >= h and W >= w.
+        sample: The data sample of the pipeline.
+        axes (tuple): For width and height (scale, offset): a pixel of ``shown`` is at ``scale * pixel + offset`` in the
+            picture as given.
+        size (tuple[int, int]): Width and height of the picture as given.
+    """
+
+    name: str
+    shown: np.ndarray
+    inputs: Tensor
+    sample: object
+    axes: tuple
+    size: tuple
+
+    def to_shown(self, x: float, y: float) -> tuple[int, int]:
+        """Column and row in ``shown`` of a pixel of the picture as given.
+
+        Raises:
+            RunError: The pixel is outside of the picture, or of what the pipeline keeps of it.
+        """
+        if not (0 <= x < self.size[0] and 0 <= y < self.size[1]):
+            raise RunError(f'query {x:g} {y:g} is outside of {self.name} ({self.size[0]} x {self.size[1]} pixels).')
+        at = [round((value - offset) / scale) for value, (scale, offset) in zip((x, y), self.axes)]
+        height, width = self.shown.shape[:2]
+        if not (-1 <= at[0] <= width and -1 <= at[1] <= height):
+            raise RunError(f'query {x:g} {y:g} of {self.name} is cropped away by the test pipeline; try --shape H W.')
+        return min(max(at[0], 0), width - 1), min(max(at[1], 0), height - 1)
+
+
+def token_at(column: int, row: int, inputs: Tensor, size: tuple[int, int]) -> tuple[int, int]:
+    """Row and column, in a map of ``size``, of the token that a pixel of the network's input belongs to."""
+    at = []
+    for pixel, length, tokens in zip((row, column), inputs.shape[-2:], size):
+        strides = [2**i for i in range(8) if -(-length // 2**i) == tokens]
+        at.append(min(int(pixel / (strides[0] if strides else length / tokens)), tokens - 1))
+    return at[0], at[1]
+
+
+def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', backbone: Optional[dict] = None) -> nn.Module:
+    """The model of a config in eval mode.
+
+    Args:
+        cfg (Config): Of a detector, segmentor or classifier.
+        checkpoint (str): A file, URL or ``mmlinattn://NAME``; ``'none'`` initialises the weights at random, without any
+            download.
+        device (str): Where to.
+        backbone (dict, optional): Settings of the backbone to change; weights that no longer fit then start at random.
+
+    Raises:
+        RunError: The model cannot be built, or the checkpoint lacks weights of its backbone.
+    """
+    init_default_scope(cfg.get('default_scope', 'mmengine'))
+    model_cfg = ConfigDict(_without_pretrained(copy.deepcopy(cfg.model.to_dict())))
+    if 'backbone' not in model_cfg:
+        raise RunError('the config has no model.backbone to look into.')
+    model_cfg['backbone'].update(backbone or {})
+    model_cfg.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
+    try:
+        model = revert_sync_batchnorm(MODELS.build(model_cfg))
+    except (ValueError, TypeError, KeyError) as error:
+        raise RunError(f'the model of the config cannot be built: {error}') from error
+    model.init_weights()
+    if checkpoint.lower() != 'none':
+        try:
+            _load(model, checkpoint, partly=backbone is not None)
+        except CheckpointError as error:
+            raise RunError(str(error)) from error
+    return model.to(device).eval()
+
+
+def _without_pretrained(node):
+    """The config without weights to fetch: they come from the checkpoint, or not at all."""
+    if isinstance(node, dict):
+        node = {key: _without_pretrained(value) for key, value in node.items()}
+        given = node.get('init_cfg')
+        several = given if isinstance(given, list) else [given]
+        if any(isinstance(one, dict) and one.get('type') == 'Pretrained' for one in several):
+            node['init_cfg'] = None
+        return node
+    return [_without_pretrained(value) for value in node] if isinstance(node, list) else node
+
+
+def _load(model: nn.Module, path: str, partly: bool) -> None:
+    register()
+    state, _ = model_state(CheckpointLoader.load_checkpoint(path, 'cpu', None), path)
+    fits, report = fit_backbone(model.backbone, strip_prefix(state, 'backbone'))
+    lacking = report.missing + report.mismatched
+    if not fits or (lacking and not partly):
+        raise RunError(f'{path} does not fit the backbone of the config; missing or of another shape: {some(lacking)}')
+    model.backbone.load_state_dict(fits, strict=False)
+    rest = {key: value for key, value in state.items() if not key.startswith('backbone.')}
+    model.load_state_dict(fit_state(model.state_dict(), rest)[0], strict=False)
+
+
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def read_picture(path: str) -> np.ndarray:
+    """(H, W, 3) uint8 BGR.
+
+    Raises:
+        RunError: The file is no picture.
+    """
+    try:
+        image = mmcv.imread(path)
+    except Exception:  # what a decoder raises depends on the decoder
+        image = None
+    if image is None:
+        raise RunError(f'image {str(path)!r} cannot be read as a picture.')
+    return image
+
+
+def test_pipeline(cfg: Config) -> list:
+    """The transforms of a config's test data that do without a file and annotations.
+
+    Raises:
+        RunError: The config has no test pipeline.
+    """
+    dataset = (cfg.get('test_dataloader') or {}).get('dataset') or {}
+    while dataset and 'pipeline' not in dataset:
+        dataset = dataset.get('dataset') or (dataset.get('datasets') or [{}])[0]
+    if not dataset:
+        raise RunError('the config has no test_dataloader.dataset.pipeline; give --shape H W.')
+    kinds = [(step['type'] if isinstance(step['type'], str) else step['type'].__name__) for step in dataset.pipeline]
+    skipped = ('Annotations', 'LoadImageFromFile', 'LoadImageFromNDArray')
+    return [step for step, kind in zip(dataset.pipeline, kinds) if not kind.endswith(skipped)]
+
+
+def prepare(
+    cfg: Config, model: nn.Module, image: np.ndarray, name: str, shape: Optional[tuple[int, int]] = None
+) -> Picture:
+    """A picture as the test pipeline makes it, or resized to ``shape``.
+
+    Args:
+        cfg (Config): Of the model.
+        model (nn.Module): Its data preprocessor pads and normalises.
+        image (ndarray): (H, W, 3) uint8 BGR.
+        name (str): Of the picture.
+        shape (tuple[int, int], optional): Height and width to resize to instead of what the pipeline does.
+
+    Raises:
+        RunError: The pipeline turns pictures, or makes several of one.
+    """
+    height, width = image.shape[:2]
+    steps = test_pipeline(cfg) if shape is None else [dict(type='Resize', scale=(shape[1], shape[0]), keep_ratio=False)]
+    if shape is not None:
+        packers = dict(mmdet='PackDetInputs', mmseg='PackSegInputs', mmpretrain='PackInputs')
+        pack = dict(type=packers[cfg.default_scope])
+        if cfg.default_scope == 'mmpretrain':
+            steps[0].pop('keep_ratio')
+        steps.append(pack)
+    init_default_scope(cfg.get('default_scope', 'mmengine'))
+    run = Compose([dict(step) for step in steps])
+
+    def through(pixels):
+        known = dict(img_path=name, img_id=0, img_shape=(height, width), ori_shape=(height, width), seg_fields=[])
+        packed = run(dict(img=pixels, **known))
+        if not isinstance(packed.get('inputs'), Tensor) or packed['inputs'].dim() != 3:
+            raise RunError('the test pipeline makes several pictures of one; give --shape H W.')
+        return packed
+
+    packed = through(image)
+    ramp = np.full((height, width, 3), 255, np.uint8)
+    ramp[..., 0] = np.linspace(0, 255, width)[None].round()
+    ramp[..., 1] = np.linspace(0, 255, height)[:, None].round()
+    axes = _axes(through(ramp)['inputs'].numpy(), (width, height))
+    shown = np.ascontiguousarray(packed['inputs'].permute(1, 2, 0).numpy()[..., ::-1]).clip(0, 255).astype(np.uint8)
+    samples = [packed['data_samples']]
+    data = model.data_preprocessor(dict(inputs=[packed['inputs']], data_samples=samples), False)
+    inputs = data['inputs'][0][None] if isinstance(data['inputs'], list) else data['inputs']
+    if min(inputs.shape[-2:]) < 32:
+        raise RunError(f'{name} is {inputs.shape[-1]} x {inputs.shape[-2]} pixels for the network; 32 are the least.')
+    return Picture(name, shown, inputs, data['data_samples'][0], axes, (width, height))
+
+
+def _axes(ramp: np.ndarray, size: tuple[int, int]) -> tuple:
+    """Scale and offset from pixels of the pipeline's output to those of the picture, by what it makes of a picture of
+    its own coordinates: (3, h, w)."""
+    real = ramp[2] >= 250
+    axes = []
+    for axis, length in enumerate(size):
+        inside = real.any(axis=axis)
+        values = (ramp[axis] * real).sum(axis=axis) / np.maximum(real.sum(axis=axis), 1)
+        at = np.flatnonzero(inside)
+        steady = at[(values[at] > 1) & (values[at] < 254)]
+        at = steady if len(steady) > 2 else at
+        scale, offset = np.polyfit(at, values[at] * (length - 1) / 255, 1) if len(at) > 1 else (1.0, 0.0)
+        off = np.abs(scale * at + offset - values[at] * (length - 1) / 255).max()
+        if scale <= 0 or off > 2 + length / 100:
+            raise RunError('the test pipeline turns or mirrors pictures; give --shape H W.')
+        axes.append((float(scale), float(offset)))
+    return tuple(axes)
+
+
+def resized(image: np.ndarray, longest: int) -> np.ndarray:
+    """A picture whose longer side is at most ``longest``."""
+    scale = longest / max(image.shape[:2])
+    return image if scale >= 1 else cv2.resize(image, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA)
+
+
+@torch.no_grad()
+def run_backbone(model: nn.Module, inputs: Tensor) -> None:
+    """One forward pass of the backbone alone."""
+    model.backbone(inputs)

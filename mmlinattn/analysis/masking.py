@@ -1,0 +1,142 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The masking experiment of InLine (Tab. 2): what a trained model loses without its local, or some other, weights."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Callable, Optional
+
+import torch
+from torch import Tensor, nn
+
+from ..attention import Grid, TokenMixer
+from ..engine import RunError
+from .capture import arguments_of
+from .measures import neighbours
+
+BLOCK_NUMEL = 2**24  # weights built at a time
+
+
+def masked_weights(
+    weights: Tensor, near: Tensor, others: Optional[int] = None, generator: Optional[torch.Generator] = None
+) -> Tensor:
+    """Weights with some set to zero and the rest divided by their sum.
+
+    Args:
+        weights (Tensor): (B, heads, n, M).
+        near (Tensor): (n, M) bool, the neighbourhood of each query.
+        others (int, optional): Mask so many random keys outside of the neighbourhood instead of the keys in it.
+        generator (torch.Generator, optional): Of the random keys.
+
+    Returns:
+        Tensor: As ``weights``; rows sum to one.
+    """
+    hidden = near
+    if others is not None:
+        order = torch.rand(near.shape, generator=generator).to(near.device).masked_fill(near, -1)
+        count = min(others, near.shape[-1])
+        hidden = torch.zeros_like(near).scatter_(-1, order.topk(count, dim=-1).indices, True) & ~near
+    weights = weights.masked_fill(hidden, 0)
+    total = weights.sum(dim=-1, keepdim=True)
+    return weights / total.where(total.abs() > 1e-6, torch.full_like(total, 1e-6).copysign(total))
+
+
+@contextlib.contextmanager
+def masked(model: nn.Module, window: int, others: bool = False, seed: int = 0) -> Iterator[None]:
+    """A context in which every attention of a model ignores the ``window`` x ``window`` keys around each query, or as
+    many random other ones. Convolutions beside the attention stay.
+
+    Args:
+        model (nn.Module): Any model with attentions of this project, for inference.
+        window (int): Odd side of the neighbourhood; on reduced keys, in cells of the reduced map.
+        others (bool): Mask ``window ** 2`` random keys outside of it instead.
+        seed (int): Of the random keys.
+
+    Raises:
+        ValueError: For a window that is even or below 1.
+    """
+    if window < 1 or window % 2 == 0:
+        raise ValueError(f'window={window} has to be odd and at least 1')
+    generator, kept, handles = torch.Generator().manual_seed(seed), {}, []
+
+    def before(mixer, args, kwargs):
+        kept[mixer] = arguments_of(mixer, args, kwargs)
+
+    def after(mixer, args, out):
+        given = kept.pop(mixer)
+        q, k, v = given['q'], given['k'], given['v']
+        grid, key_grid = given['grid'], given['key_grid']
+        key_places, places = token_places(key_grid, v.device, -1), token_places(grid, v.device, 1)
+        if key_grid[:2] != grid[:2]:
+            scale = torch.tensor([-(-grid[i] // key_grid[i]) for i in range(2)], device=v.device)
+            places = torch.div(places, scale, rounding_mode='floor')
+        size = max(1, BLOCK_NUMEL // (q.shape[0] * mixer.num_heads * k.shape[1]))
+        changes = []
+        for rows in torch.arange(q.shape[1], device=v.device).split(size):
+            shared = dict(mask=given['mask'], rotary=given['rotary'], bias=given['bias'], rows=rows)
+            weights = mixer.weights(q, k, grid, key_grid, **shared)
+            near = neighbours(places[rows], key_places, window // 2)
+            change = masked_weights(weights, near, window**2 if others else None, generator) - weights
+            values = v.to(weights.dtype).unflatten(-1, (weights.shape[1], -1)).transpose(1, 2)
+            changes.append((change @ values).transpose(1, 2).flatten(2))
+        return out + torch.cat(changes, dim=1).to(out.dtype)
+
+    for module in model.modules():
+        if isinstance(module, TokenMixer):
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(after))
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def token_places(grid: Grid, device, side: int) -> Tensor:
+    """Row and column of each token, (N, 2); class tokens far away, on opposite sides as queries and as keys: they are
+    in no neighbourhood."""
+    index = torch.arange(grid.height * grid.width, device=device)
+    patches = torch.stack((index // grid.width, index % grid.width), dim=-1)
+    return torch.cat((patches.new_full((grid.prefix, 2), side * 10**6), patches))
+
+
+def masking_accuracies(
+    model: nn.Module, loader, num_pictures: int, on_pictures: Callable = lambda n, total: None
+) -> dict:
+    """Top-1 of a classifier of MMPretrain as it is and with masked weights, on the first pictures of a data set.
+
+    Args:
+        model (nn.Module): An MMPretrain classifier in eval mode.
+        loader (dict): Config of the data loader.
+        num_pictures (int): How many, at least 1; fewer where the data set has fewer.
+        on_pictures (Callable): Called with the pictures just done and their number in all.
+
+    Returns:
+        dict: ``pictures`` and ``accuracy``, in percent: ``none`` masked, ``3x3``, ``9 others``, ...
+
+    Raises:
+        RunError: The data set cannot be read.
+    """
+    from mmengine.dataset import pseudo_collate
+    from mmengine.registry import DATASETS
+
+    try:
+        data = DATASETS.build(loader['dataset'])
+        count = min(num_pictures, len(data))
+        samples = [data[i] for i in range(count)]
+    except (OSError, ValueError, KeyError, AssertionError) as error:
+        raise RunError(f'the test data cannot be read: {error}; --data-root names its folder.') from error
+    variants: list[tuple[str, Optional[tuple[int, bool]]]] = [('none', None)]
+    for window in (3, 5, 7):
+        variants += [(f'{window}x{window}', (window, False)), (f'{window**2} others', (window, True))]
+    found = {}
+    for name, variant in variants:
+        right = 0
+        for start in range(0, count, 16):
+            batch = pseudo_collate(samples[start : start + 16])
+            with torch.no_grad(), contextlib.nullcontext() if variant is None else masked(model, *variant):
+                results = model.test_step(batch)
+            right += sum(int(result.pred_label.item() in result.gt_label.tolist()) for result in results)
+            on_pictures(len(results), count * len(variants))
+        found[name] = 100 * right / count
+    return dict(pictures=count, accuracy=found)

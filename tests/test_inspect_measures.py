@@ -1,0 +1,311 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What is measured of attentions, on maps whose answers are known, and on what hosts do with their tokens."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mmlinattn.analysis import measures
+from mmlinattn.analysis.capture import arrangements, watched
+from mmlinattn.analysis.inspecting import averaged, full_map, measure_block, query_map
+from mmlinattn.analysis.masking import masked, masked_weights
+from mmlinattn.attention import Attention, GlobalAttention, Grid, TokenMixer, get_mixer
+from mmlinattn.attention.grid import add_local
+from mmlinattn.backbones import RAVLT, LinearCSWin, LinearDeiT, LinearPVT, LinearSwin
+from mmlinattn.ops.memory import merge_heads, split_heads
+
+SMALL = dict(embed_dims=(16, 32, 32, 32), depths=(1, 1, 2, 1), num_heads=(2, 2, 4, 4))
+
+
+# --- known answers ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('rank', [1, 3, 8])
+@pytest.mark.parametrize('shape', [(8, 8), (200, 8), (8, 200)])
+def test_a_state_of_rank_r_has_rank_r(rank, shape):
+    matrix = torch.randn(2, shape[0], rank) @ torch.randn(2, rank, shape[1])
+    found = measures.ranks(matrix)
+    assert found['rank'] == [rank] * 2
+    assert all(1 - 1e-6 <= value <= rank + 1e-6 for value in found['effective'])
+
+
+def test_effective_rank_and_threshold():
+    values = torch.tensor([[4.0, 4.0, 4.0, 0.0], [1.0, 0.02, 0.005, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    assert measures.effective_rank(values)[0] == pytest.approx(3)
+    assert measures.rank_above(values).tolist() == [3, 2, 0]
+    assert measures.effective_rank(values)[2] == 0
+    orthogonal = torch.linalg.qr(torch.randn(16, 16))[0]
+    assert measures.ranks(orthogonal[None])['effective'] == pytest.approx([16])
+
+
+def test_collinear_queries_confuse_linear_attention_and_not_inline():
+    """InLine Prop. 1: what differs in length only is one query to a kernel that is divided by its sum."""
+    q = torch.cat((torch.rand(1, 1, 4), 3 * torch.rand(1, 1, 4), torch.rand(1, 1, 4)), dim=1)
+    q = torch.cat((q, 2 * q[:, :1]), dim=1).repeat(1, 1, 2)  # 0 and 3 are collinear
+    k, grid = torch.randn(1, 9, 8) * 3, Grid(3, 3)
+    relu, options = get_mixer(dict(type='inline', kernel='relu', injective=False, local_residual=False))
+    linear = relu(8, 2, **options).weights(q, k, Grid(2, 2), grid)[0]
+    distances = measures.pair_distances(linear)[0]
+    assert distances[2] < 1e-4 and (distances[[0, 1, 3, 4, 5]] > 1e-3).all()  # pairs 01 02 03 12 13 23
+    assert measures.confusion(linear).tolist() == pytest.approx([1 / 6] * 2)
+    kind, options = get_mixer(dict(type='inline', kernel='relu', local_residual=False))
+    injective = kind(8, 2, **options).weights(q, k, Grid(2, 2), grid)[0]
+    assert measures.confusion(injective).tolist() == [0, 0]
+
+
+def test_distances_of_equal_and_orthogonal_rows():
+    weights = torch.eye(3)[[0, 1, 0]][None]
+    assert measures.pair_distances(weights)[0].tolist() == pytest.approx([math.sqrt(2), 0, math.sqrt(2)], abs=1e-7)
+
+
+def places(height, width):
+    index = torch.arange(height * width)
+    return torch.stack((index // width, index % width), dim=-1)
+
+
+def test_identity_maps_are_local_and_sharp():
+    at = places(5, 7)
+    near = measures.neighbours(at, at)
+    total, share = measures.inside(torch.eye(35).expand(2, 35, 35), near)
+    assert total.tolist() == share.tolist() == [1, 1]
+    assert measures.entropy(torch.eye(35)) == 0
+    assert measures.top_mass(torch.eye(35), 1) == 1
+
+
+def test_uniform_maps_are_neither():
+    at = places(5, 7)
+    near = measures.neighbours(at, at)
+    uniform = torch.full((1, 35, 35), 1 / 35)
+    total, share = measures.inside(uniform, near)
+    assert total.item() == pytest.approx(near.sum().item() / 35 / 35)  # 9 / N but for the border
+    assert share.item() == pytest.approx(total.item())
+    assert measures.entropy(uniform).item() == pytest.approx(math.log(35))
+    assert measures.top_mass(uniform, 7).item() == pytest.approx(0.2)
+    assert near[17].sum() == 9 and near[0].sum() == 4
+
+
+def test_negative_weights_count_by_magnitude():
+    weights = torch.tensor([[[0.5, -0.5, 1.0]]])
+    near = torch.tensor([[True, True, False]])
+    total, share = measures.inside(weights, near)
+    assert (total.item(), share.item()) == (0.0, 0.5)
+    assert measures.top_mass(weights, 1).item() == 0.5
+
+
+def test_similarity_of_heads():
+    one, other = torch.rand(2, 6, 9).unbind()
+    assert measures.cross_head_similarity(torch.stack((one, 2 * one, one))) == pytest.approx(1)
+    disjoint = torch.zeros(2, 1, 4)
+    disjoint[0, 0, :2], disjoint[1, 0, 2:] = 1, 1
+    assert measures.cross_head_similarity(disjoint) == 0
+    pairs = [
+        (a.flatten() @ b.flatten() / a.norm() / b.norm()).item() for a, b in ((one, other), (one, one), (other, one))
+    ]
+    expected = sum(pairs) / 3
+    assert measures.cross_head_similarity(torch.stack((one, other, one))) == pytest.approx(expected)
+    assert math.isnan(measures.cross_head_similarity(one[None]))
+
+
+def test_means_of_entries():
+    entries = [(dict(a=1.0, b=[1, 2], c=dict(d=4)), 1), (dict(a=2.0, b=[3, 2], c=dict(d=4), e=1), 3)]
+    assert averaged(entries) == dict(a=1.75, b=[2.5, 2], c=dict(d=4))
+
+
+# --- a whole map that is known ----------------------------------------------------------------------------------------
+
+
+class Fixed(TokenMixer):
+    """Weights that are given: the identity, or the mean of the left and right neighbour."""
+
+    shift = 0
+
+    def forward(self, q, k, v, grid, key_grid, mask=None, rotary=None, bias=None, context=None):
+        return self.weights(q, k, grid, key_grid)[:, 0].to(v.dtype) @ v
+
+    def weights(self, q, k, grid, key_grid, mask=None, rotary=None, bias=None, rows=None):
+        eye = torch.eye(k.shape[1]).roll(self.shift, dims=1).expand(len(q), self.num_heads, -1, -1)
+        return eye if rows is None else eye[:, :, rows]
+
+
+class Wrapped(nn.Module):
+    def __init__(self, attention):
+        super().__init__()
+        self.attn = attention
+
+    def forward(self, x):
+        return self.attn(x)
+
+
+def fixed(shift):
+    model = Wrapped(GlobalAttention(8, 2, 'softmax'))
+    model.attn.mixer = Fixed(8, 2)
+    model.attn.mixer.shift = shift
+    return model.eval()
+
+
+def measured(model, x, what=('rank', 'confusion', 'locality', 'sharpness', 'ccs'), **options):
+    entries = []
+    with watched(model, lambda block: entries.append(measure_block(block, what, **options))):
+        model(x)
+    return entries
+
+
+def test_measures_of_a_known_attention():
+    (entry,) = measured(fixed(0), torch.randn(1, 6, 8, 8))
+    assert entry['locality']['sum'] == [1, 1] and entry['locality']['chance'] == pytest.approx(9 / 48)
+    assert entry['sharpness']['top_1'] == [1, 1] and entry['sharpness']['entropy'] == [0, 0]
+    assert entry['confusion']['share'] == [0, 0] and entry['ccs'] == pytest.approx(1)
+    assert entry['rank']['weights']['rank'] == [48, 48] and entry['forward_error'] < 1e-6
+    (entry,) = measured(fixed(4), torch.randn(1, 6, 8, 8))
+    assert entry['locality']['sum'] == [0, 0] and entry['sharpness']['top_1'] == [1, 1]
+
+
+# --- every arrangement ------------------------------------------------------------------------------------------------
+
+HOSTS = {
+    'whole map, gate, 5x5, rotary': lambda: RAVLT(SMALL),
+    'windows, cut and shifted': lambda: LinearSwin(
+        dict(SMALL, stage_attns=('inline', 'focused', 'softmax', 'rala'), linear_windows=(13, 7, 7, 7), window=4)
+    ),
+    'reduced keys': lambda: LinearPVT(dict(SMALL, stage_attns=('inline', 'softmax', 'softmax', 'focused'))),
+    'stripes': lambda: LinearCSWin(
+        dict(SMALL, stage_attns=('inline', 'softmax', 'rala', 'softmax'), stripes=(1, 2, 3, None))
+    ),
+    'class token': lambda: LinearDeiT(
+        dict(embed_dims=(32,), depths=(3,), num_heads=(2,), stage_attns=(['inline', 'softmax', 'focused'],))
+    ),
+}
+
+
+@pytest.mark.parametrize('host', HOSTS.values(), ids=HOSTS)
+def test_weights_in_hosts_are_those_of_the_forward_pass(host):
+    """100 x 130 pixels: nothing divides, so windows pad, are cut at the border and are shifted."""
+    model = host().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    x = torch.randn(1, 3, 100, 130)
+    with torch.no_grad():
+        expected = model(x)
+    blocks, maps = [], []
+
+    def look(block):
+        blocks.append(measure_block(block, num_queries=32))
+        row, column = block.size[0] // 2, block.size[1] - 1
+        weights, classes = query_map(block, row, column)
+        full = full_map(block, side=10**6)
+        token = row * block.size[1] + column
+        maps.append((block, weights, classes, full[:, token]))
+
+    with watched(model, look):
+        out = model(x)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)  # looking changes nothing
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert len(blocks) == len(arrangements(model)) == sum(model.depths)
+    assert len({entry['block'] for entry in blocks}) == len(blocks)
+    for entry, (_, weights, classes, row) in zip(blocks, maps):
+        assert entry['forward_error'] < 1e-5, entry
+        assert len(weights) == entry['heads'] == len(entry['locality']['sum'])
+        torch.testing.assert_close(weights.flatten(1), row, equal_nan=True)
+        if entry['mixer'] in ('softmax', 'inline'):  # rows that sum to one
+            total = weights.nan_to_num().sum(dim=(1, 2)) + classes
+            torch.testing.assert_close(total, torch.ones_like(total), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize('gate', [None, 'projection', 'tanh'])
+def test_features_are_what_the_output_projection_sees(gate):
+    attention = GlobalAttention(8, 2, dict(type='rala', output_gate=gate), local_kernel=3).eval()
+    nn.init.normal_(attention.qkv.weight)
+    found = []
+    x = torch.randn(1, 5, 6, 8)
+    with watched(Wrapped(attention), lambda block: found.extend(block.features())):
+        out = attention(x)
+    ((mixed, projected),) = found
+    assert mixed.shape == projected.shape == (2, 30, 4)
+    merged = projected.transpose(0, 1).flatten(1)
+    torch.testing.assert_close(attention.proj(merged).unflatten(0, (5, 6))[None], out)
+
+
+def test_only_one_image_at_a_time_and_only_own_attentions():
+    with pytest.raises(ValueError, match='one image at a time, not 2'), watched(fixed(0), print):
+        fixed_model = fixed(0)
+        with watched(fixed_model, print):
+            fixed_model(torch.randn(2, 4, 4, 8))
+    with pytest.raises(ValueError, match='Linear has no attention'), watched(nn.Linear(2, 2), print):
+        pass
+
+
+def test_queries_are_sampled_and_the_whole_map_never_built():
+    """64 rows of 16384 keys at a time, where the map of one head would take a gigabyte."""
+    asked = []
+    model = Wrapped(GlobalAttention(8, 2, 'inline')).eval()
+    weights = type(model.attn.mixer).weights
+
+    def watched_weights(self, *args, **kwargs):
+        asked.append(len(kwargs['rows']))
+        return weights(self, *args, **kwargs)
+
+    model.attn.mixer.weights = watched_weights.__get__(model.attn.mixer)
+    (entry,) = measured(model, torch.randn(1, 128, 128, 8), num_queries=64)
+    assert entry['sampled_queries'] == 64 and entry['keys_a_window'] == 16384 and max(asked) <= 64
+
+
+# --- masking ----------------------------------------------------------------------------------------------------------
+
+
+def test_masked_weights_sum_to_one():
+    weights = torch.rand(2, 3, 12, 12).softmax(-1)
+    at = places(3, 4)
+    near = measures.neighbours(at, at)
+    local = masked_weights(weights, near)
+    assert not local.masked_select(near).any()
+    torch.testing.assert_close(local.sum(-1), torch.ones(2, 3, 12))
+    others = masked_weights(weights, near, 2, torch.Generator().manual_seed(0))
+    assert (others == 0).sum(-1).unique().tolist() == [2]
+    assert (others.masked_select(near) > 0).all()
+
+
+@pytest.mark.parametrize('mixer', ['softmax', 'inline', 'rala'])
+def test_masked_attention_against_the_map(mixer):
+    """Also with a class token, which has no neighbourhood, and several images."""
+    attention = Attention(8, 2, mixer, grid=(4, 5)).eval()
+    grid = Grid(4, 5, prefix=0 if mixer == 'rala' else 1)
+    x = torch.randn(2, grid.num_tokens, 8)
+    q, k, v, *gate = attention.project(x, None)
+    with torch.no_grad():
+        weights = attention.mixer.weights(q, k, grid, grid)
+        at = places(4, 5)
+        near = torch.zeros(grid.num_tokens, grid.num_tokens, dtype=torch.bool)
+        near[grid.prefix :, grid.prefix :] = measures.neighbours(at, at)
+        mixed = masked_weights(weights, near) @ split_heads(v, 2)
+        expected = merge_heads(mixed)
+        if attention.mixer.context:
+            kernels = attention.mixer.local_kernels(x.mean(1))
+            term = torch.stack(
+                [
+                    add_local(
+                        torch.zeros_like(v[i : i + 1]),
+                        v[i : i + 1],
+                        lambda image, i=i: nn.functional.conv2d(image, kernels[i][:, None], padding=1, groups=8),
+                        grid,
+                    )[0]
+                    for i in range(2)
+                ]
+            )
+            expected = expected + term
+        expected = attention.proj(attention.apply_gate(expected, x, *gate))
+    plain = attention(x, grid)
+    with masked(attention, 3):
+        out = attention(x, grid)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+    assert (out - plain).abs().max() > 1e-4
+    torch.testing.assert_close(attention(x, grid), plain)
+    with masked(attention, 3, others=True):
+        assert (attention(x, grid) - out).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize('window', [0, 2, -1])
+def test_windows_that_have_no_middle(window):
+    with pytest.raises(ValueError, match='has to be odd and at least 1'), masked(nn.Identity(), window):
+        pass

@@ -1,0 +1,213 @@
+#!/usr/bin/env python
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Look into the attentions of a detector, segmentor or classifier: what the papers measure, on your model and pictures.
+
+    python tools/analysis_tools/inspect_attention.py CONFIG CHECKPOINT photo.jpg --out inspected --query 120 80
+
+Writes summary.json, one entry a block, and plots. CHECKPOINT may be none: weights at random. See docs/inspect.md.
+"""
+
+import argparse
+import json
+import os.path as osp
+import sys
+from pathlib import Path
+
+import torch
+from mmengine.config import Config, DictAction
+from mmengine.logging import MMLogger
+from rich.console import Console
+from rich.progress import Progress
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
+
+from mmlinattn import __version__
+from mmlinattn.analysis import loading, pictures
+from mmlinattn.analysis.capture import arrangements, watched
+from mmlinattn.analysis.inspecting import NUM_QUERIES, WHAT, averaged, measure_block
+from mmlinattn.analysis.masking import masking_accuracies
+from mmlinattn.analysis.measures import CONFUSION_DISTANCE
+from mmlinattn.engine import RunError
+from mmlinattn.engine.cli import check_checkpoint, one_line_errors, read_config
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('config', help='config file')
+    parser.add_argument('checkpoint', help='checkpoint file, URL, mmlinattn://NAME, or none for random weights')
+    parser.add_argument('images', nargs='+', metavar='IMAGE', help='pictures; numbers are means over them')
+    parser.add_argument('--out', type=Path, required=True, help='folder for summary.json and the plots')
+    parser.add_argument('--what', nargs='+', choices=WHAT, default=list(WHAT), help='what to measure [all]')
+    parser.add_argument(
+        '--query',
+        nargs=2,
+        type=float,
+        metavar=('X', 'Y'),
+        help='pixel of the pictures whose weights are drawn [middle]',
+    )
+    parser.add_argument(
+        '--shape', nargs=2, type=int, metavar=('H', 'W'), help='resize to this instead of as the test pipeline does'
+    )
+    parser.add_argument(
+        '--num-queries',
+        type=int,
+        default=NUM_QUERIES,
+        help=f'queries sampled for what needs their weights; never more rows of the map are built [{NUM_QUERIES}]',
+    )
+    parser.add_argument(
+        '--masking',
+        type=int,
+        default=0,
+        metavar='PICTURES',
+        help='classifiers: accuracy on so many pictures of the test data with masked weights (InLine Tab. 2)',
+    )
+    parser.add_argument('--data-root', help='folder of the data set for --masking, in place of the one in the config')
+    parser.add_argument('--device', default='cpu', help='cpu, cuda:0, ... [cpu]')
+    parser.add_argument('--cfg-options', nargs='+', action=DictAction, metavar='KEY=VALUE', help='override settings')
+    return parser.parse_args()
+
+
+def checked(args: argparse.Namespace) -> Config:
+    """The config, with everything checked that can be checked before the model is built."""
+    cfg = read_config(args.config)
+    if args.checkpoint.lower() != 'none':
+        args.checkpoint = check_checkpoint(args.checkpoint, 'checkpoint')
+    if cfg.get('default_scope') not in ('mmdet', 'mmseg', 'mmpretrain'):
+        raise RunError(f'{args.config}: default_scope is none of mmdet, mmseg, mmpretrain.')
+    if args.num_queries < 2:
+        raise RunError(f'--num-queries {args.num_queries} has to be at least 2.')
+    if args.shape and min(args.shape) < 32:
+        raise RunError(f'--shape {args.shape[0]} {args.shape[1]}: height and width have to be at least 32.')
+    if args.masking < 0 or (args.masking and cfg.default_scope != 'mmpretrain'):
+        raise RunError(f'--masking {args.masking}: a number of pictures, and the config has to be of a classifier.')
+    for path in args.images:
+        if not osp.isfile(path):
+            raise RunError(f'image {path!r}: no such file.')
+    try:
+        torch.empty(0, device=args.device)
+        args.out.mkdir(parents=True, exist_ok=True)
+    except RuntimeError as error:
+        raise RunError(f'--device {args.device}: {str(error).splitlines()[0]}') from error
+    except OSError as error:
+        raise RunError(f'--out {str(args.out)!r} cannot be written: {error.strerror}.') from error
+    if args.cfg_options:
+        cfg.merge_from_dict(args.cfg_options)
+    return cfg
+
+
+def inspect_picture(model, picture, args, progress, query) -> list:
+    """The measures of each block on a picture; draws its maps."""
+    entries, maps, local_maps, full = [], [], [], []
+    generator = torch.Generator().manual_seed(0)
+    numbers = [name for name in args.what if name != 'maps']
+
+    def look(block):
+        entries.append(measure_block(block, numbers, args.num_queries, generator))
+        if 'maps' in args.what:
+            maps.append(pictures.collect_query(block, picture, *query))
+            if any(call.local_kernels() for call in block.calls):
+                local_maps.append(pictures.collect_query(block, picture, *query, local=True))
+            full.append((block.name, block.mixer_name, pictures.collect_full(block)))
+        progress()
+
+    with watched(model, look):
+        loading.run_backbone(model, picture.inputs.to(args.device))
+    if 'maps' in args.what:
+        stem = args.out / 'maps' / picture.name
+        where = f'query_{query[0]}_{query[1]}'
+        pictures.plot_query(maps, picture, *query, stem.with_name(f'{picture.name}_{where}.png'))
+        if local_maps:
+            path = stem.with_name(f'{picture.name}_{where}_with_local.png')
+            pictures.plot_query(local_maps, picture, *query, path, local=True)
+        pictures.plot_full(full, picture.name, stem.with_name(f'{picture.name}_full.png'))
+    return entries
+
+
+def merged(per_image: list[list[dict]]) -> list[dict]:
+    """Blocks with their numbers averaged over the pictures; sizes that differ become lists."""
+    by_block: dict = {}
+    for entries in per_image:
+        for entry in entries:
+            by_block.setdefault(entry['block'], []).append((entry, 1.0))
+    fixed = ('map', 'key_map')
+    blocks = []
+    for entries in by_block.values():
+        sizes = {}
+        for key in fixed:
+            values = [entry[key] for entry, _ in entries]
+            sizes[key] = values[0] if all(value == values[0] for value in values) else values
+        blocks.append({**averaged(entries), **sizes})
+    return blocks
+
+
+def main() -> None:
+    args = parse_args()
+    MMLogger.get_instance('mmengine', log_level='ERROR')
+    with one_line_errors():
+        cfg = checked(args)
+        images = [(path, loading.read_picture(path)) for path in args.images]
+        model = loading.load_model(cfg, args.checkpoint, args.device)
+        try:
+            number = len(arrangements(model))
+            if not number:
+                kind = type(model.backbone).__name__
+                raise RunError(f'{args.config}: its backbone {kind} has no attention of mmlinattn.')
+            per_image, asked = [], []
+            console = Console(stderr=True)
+            with Progress(console=console, disable=not sys.stderr.isatty()) as bar:
+                task = bar.add_task('blocks', total=number * len(images))
+                for i, (path, image) in enumerate(images):
+                    name = f'{i}_{Path(path).stem}' if len(images) > 1 else Path(path).stem
+                    picture = loading.prepare(cfg, model, image, name, args.shape)
+                    at = args.query or (image.shape[1] / 2, image.shape[0] / 2)
+                    query = picture.to_shown(*at) if args.query or args.shape else _middle(picture)
+                    asked.append(dict(image=str(path), shown=list(picture.shown.shape[:2]), query=list(query)))
+                    per_image.append(inspect_picture(model, picture, args, lambda: bar.advance(task), query))
+        except NotImplementedError as error:
+            raise RunError(str(error)) from error
+        blocks = merged(per_image)
+        title = f'{Path(args.config).stem}' + (' (random weights)' if args.checkpoint.lower() == 'none' else '')
+        summary = dict(
+            version=__version__,
+            config=args.config,
+            checkpoint=args.checkpoint,
+            images=asked,
+            settings=dict(
+                num_queries=args.num_queries,
+                confusion_distance=CONFUSION_DISTANCE,
+                rank='singular values above max(rows, columns) * eps(float32) * the largest',
+                above_1_percent='singular values above 1 % of the largest',
+                effective='exp of the entropy of the singular values as a distribution',
+            ),
+            blocks=blocks,
+        )
+        made = pictures.plot_measures(blocks, args.what, args.out, title)
+        if args.masking:
+            summary['masking'] = run_masking(cfg, model, args)
+            pictures.plot_masking(summary['masking']['accuracy'], args.out / 'masking.png', title)
+        (args.out / 'summary.json').write_text(json.dumps(summary, indent=1), encoding='utf-8')
+        worst = max(blocks, key=lambda block: block['forward_error'])
+        print(f'{len(blocks)} blocks; weights @ v against the forward pass: {worst["forward_error"]:.1e} at most')
+        print(f'{args.out / "summary.json"} and {len(made)} plot(s)' + (', maps/' if 'maps' in args.what else ''))
+
+
+def _middle(picture) -> tuple:
+    height, width = picture.shown.shape[:2]
+    return width // 2, height // 2
+
+
+def run_masking(cfg: Config, model, args: argparse.Namespace) -> dict:
+    """The masking experiment on the config's test data, with a progress bar over its pictures."""
+    if args.data_root:
+        cfg.test_dataloader.dataset.data_root = args.data_root
+    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task('masking', total=None)
+
+        def done(number, total):
+            bar.update(task, advance=number, total=total)
+
+        return masking_accuracies(model, cfg.test_dataloader, args.masking, done)
+
+
+if __name__ == '__main__':
+    main()
