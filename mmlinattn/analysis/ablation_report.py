@@ -1,0 +1,169 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Tables and plots of a study: what was found beside what a paper prints. Numbers that were not run are left out."""
+
+import statistics
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+
+from .ablation import STUDIES, Study, write_atomically
+
+matplotlib.use('Agg')
+
+from matplotlib import pyplot  # noqa: E402
+
+
+def by_arm(results: dict) -> dict[str, list[dict]]:
+    """Runs of each arm, seeds ascending; arms in the order of the study."""
+    runs: dict[str, list[dict]] = {arm: [] for arm in STUDIES[results['study']]().arms}
+    for run in sorted(results['runs'], key=lambda run: run['seed']):
+        runs.setdefault(run['arm'], []).append(run)
+    return {arm: found for arm, found in runs.items() if found}
+
+
+def spread(values: list[float]) -> str:
+    """Mean and standard deviation over seeds."""
+    mean = statistics.fmean(values)
+    return f'{mean:.1f} ± {statistics.stdev(values):.1f}' if len(values) > 1 else f'{mean:.1f}'
+
+
+def verdict(better: list[float], worse: list[float]) -> str:
+    """Whether an ordering was found: ``holds`` or ``reversed`` where the ranges of the seeds do not touch, ``within the
+    spread`` otherwise, ``one seed`` where there is no spread to speak of."""
+    if min(len(better), len(worse)) < 2:
+        return 'one seed'
+    if min(better) > max(worse):
+        return 'holds'
+    return 'reversed' if max(better) < min(worse) else 'within the spread'
+
+
+def attention_of(run: dict) -> dict[str, float]:
+    """Means over the blocks of a run of what was measured of its trained attention, where they have it."""
+    blocks = run['attention']
+
+    def mean(*keys):
+        values = []
+        for block in blocks:
+            value = block
+            for key in keys:
+                value = value.get(key) if isinstance(value, dict) else None
+            if value is not None:
+                values.append(value)
+        return statistics.fmean(values) if values else None
+
+    found = {
+        'state': (mean('rank', 'state', 'effective'), mean('rank', 'state', 'at_most')),
+        'output': (mean('rank', 'output', 'effective'), mean('rank', 'output', 'at_most')),
+        'projected': (mean('rank', 'projected', 'effective'), mean('rank', 'projected', 'at_most')),
+        'confused': (mean('confusion', 'share'), None),
+        'local': (mean('locality', 'share'), mean('locality', 'if_uniform') or mean('locality', 'chance')),
+    }
+    return {key: value for key, value in found.items() if value[0] is not None}
+
+
+def _cell(runs: list[dict], key: str, form: str) -> str:
+    values = [attention_of(run).get(key) for run in runs]
+    if any(value is None for value in values):
+        return ''
+    mean = statistics.fmean(value[0] for value in values)
+    most = statistics.fmean(value[1] for value in values) if values[0][1] is not None else None
+    return form.format(mean, most)
+
+
+def _paper_difference(study: Study, better: str, worse: str, metric) -> str:
+    if metric is None:
+        return 'not in our tables'
+    if isinstance(metric, str):
+        pair = study.arms[better].paper[metric] - study.arms[worse].paper[metric]
+        return f'{pair:+.1f} ({metric})'
+    return f'{metric:+.1f} (ImageNet)'
+
+
+def table(results: dict) -> str:
+    """The study as markdown."""
+    study, runs = STUDIES[results['study']](), by_arm(results)
+    settings = results['settings']
+    lines = [
+        f'Study `{results["study"]}` ({study.source}): {settings["iterations"]} steps of {settings["batch"]} pictures '
+        f'of {settings["size"]} x {settings["size"]} for every arm, {settings["num_val"]} pictures to test on, chance '
+        '16.7 %. Accuracy in percent, mean and standard deviation over seeds.',
+        '',
+        '| arm | seeds | parameters | accuracy | paper | effective rank of the state | of the output | as projected '
+        '| confused pairs | weight in 3x3 (if uniform) |',
+        '| --- ' * 10 + '|',
+    ]
+    for arm, found in runs.items():
+        paper = study.arms[arm].paper if arm in study.arms else {}
+        cells = [
+            arm,
+            str(len(found)),
+            f'{found[0]["params"] / 1e3:.0f} k',
+            spread([run['accuracy'] for run in found]),
+            ', '.join(f'{value} {name}' for name, value in paper.items()),
+            _cell(found, 'state', '{:.1f} of {:.0f}'),
+            _cell(found, 'output', '{:.1f} of {:.0f}'),
+            _cell(found, 'projected', '{:.1f} of {:.0f}'),
+            _cell(found, 'confused', '{:.2%}'),
+            _cell(found, 'local', '{:.3f} ({:.3f})'),
+        ]
+        lines.append('| ' + ' | '.join(cells) + ' |')
+    pairs = [pair for pair in study.pairs if pair[0] in runs and pair[1] in runs]
+    if pairs:
+        lines += ['', '| better in the paper | than | paper | here | ordering |', '| --- ' * 5 + '|']
+    for better, worse, metric in pairs:
+        ours = [[run['accuracy'] for run in runs[arm]] for arm in (better, worse)]
+        difference = statistics.fmean(ours[0]) - statistics.fmean(ours[1])
+        printed = _paper_difference(study, better, worse, metric)
+        lines.append(f'| {better} | {worse} | {printed} | {difference:+.1f} | {verdict(*ours)} |')
+    masked = {arm: [run for run in found if run.get('masked')] for arm, found in runs.items()}
+    masked = {arm: found for arm, found in masked.items() if found}
+    if masked:
+        names = list(next(iter(masked.values()))[0]['masked'])
+        lines += [
+            '',
+            f'| accuracy with masked weights | none | {" | ".join(names)} |',
+            '| --- ' * (len(names) + 2) + '|',
+        ]
+        for arm, found in masked.items():
+            cells = [spread([run['accuracy'] for run in found])]
+            cells += [spread([run['masked'][name] for run in found]) for name in names]
+            lines.append(f'| {arm} | {" | ".join(cells)} |')
+    return '\n'.join(lines) + '\n'
+
+
+def plot(results: dict, path: Path) -> None:
+    """Accuracy of each run by arm, and the mean curve of each arm."""
+    runs = by_arm(results)
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(12, 0.42 * len(runs) + 2.6), width_ratios=(3, 2), layout='constrained'
+    )
+    colours = pyplot.get_cmap('tab10' if len(runs) <= 10 else 'tab20').colors
+    for i, found in enumerate(runs.values()):
+        colour, values = colours[i % len(colours)], [run['accuracy'] for run in found]
+        left.plot(values, [i] * len(values), 'o', color=colour, alpha=0.6)
+        left.plot([statistics.fmean(values)] * 2, [i - 0.3, i + 0.3], color=colour, linewidth=2)
+        curves = np.array([[point[1] for point in run['curve']] for run in found])
+        steps = [point[0] for point in found[0]['curve']]
+        right.plot(steps, curves.mean(axis=0), color=colour, marker='.')
+        right.fill_between(steps, curves.min(axis=0), curves.max(axis=0), color=colour, alpha=0.1)
+    left.set_yticks(range(len(runs)), [f'{arm} ({len(found)})' for arm, found in runs.items()], fontsize=8)
+    left.invert_yaxis()
+    left.grid(axis='x', alpha=0.3)
+    left.set_xlabel('accuracy, %: dots are seeds, the line is their mean')
+    right.set_xlabel('training steps')
+    right.set_ylabel('accuracy, % (band: lowest and highest seed)')
+    right.grid(alpha=0.3)
+    figure.suptitle(f'study {results["study"]}: arms (number of seeds), same pictures and steps for all', fontsize=10)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def write(results: dict, out: Path) -> list[Path]:
+    """``table.md`` and ``plot.png`` beside ``results.json``; the paths of all three."""
+    paths = [out / 'results.json', out / 'table.md', out / 'plot.png']
+    if not results['runs']:
+        return []
+    write_atomically(paths[1], table(results))
+    plot(results, paths[2])
+    return paths

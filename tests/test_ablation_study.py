@@ -1,0 +1,150 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""tools/analysis_tools/ablation_study.py: arms that differ in one thing, results that survive, honest tables."""
+
+import json
+import runpy
+import sys
+
+import pytest
+import torch
+from config_helpers import ROOT
+from mmengine.registry import MODELS
+
+from mmlinattn.analysis import ablation, ablation_report
+from mmlinattn.engine import RunError
+
+TOOL = ROOT / 'tools' / 'analysis_tools' / 'ablation_study.py'
+SMALL = ablation.Settings(iterations=4, batch=4, num_train=8, num_val=8)
+QUICK = '--iterations', 2, '--batch', 4, '--num-train', 8, '--num-val', 8
+
+
+def run(monkeypatch, *args):
+    monkeypatch.setattr(sys, 'argv', ['ablation_study.py', *map(str, args)])
+    runpy.run_path(str(TOOL), run_name='__main__')
+
+
+@pytest.mark.parametrize('name', ablation.STUDIES)
+def test_every_arm_builds_and_pairs_name_arms(name):
+    study = ablation.STUDIES[name]()
+    for arm in study.arms.values():
+        model = MODELS.build(dict(arm.backbone)).eval()
+        assert model(torch.zeros(1, 3, 64, 64))[-1].isfinite().all()
+    for better, worse, metric in study.pairs:
+        assert better in study.arms and worse in study.arms
+        assert not isinstance(metric, str) or {metric} <= set(study.arms[better].paper) & set(study.arms[worse].paper)
+
+
+def test_arms_have_the_same_size_but_for_what_they_lack():
+    """The wider feed-forward network of the arms without a gate makes up for it (RALA Tab. 9)."""
+    arms = ablation.STUDIES['rala']().arms
+    sizes = {name: sum(p.numel() for p in MODELS.build(dict(arm.backbone)).parameters()) for name, arm in arms.items()}
+    assert all(abs(size / sizes['full'] - 1) < 0.02 for size in sizes.values()), sizes
+
+
+def test_pictures_are_named_by_their_largest_shape():
+    images, labels = ablation.draw_pictures(12, 64, 3, 0.5)
+    assert images.shape == (12, 3, 64, 64) and images.dtype == torch.uint8
+    assert set(labels.tolist()) <= set(range(6)) and len(set(labels.tolist())) > 1
+    again = ablation.draw_pictures(12, 64, 3, 0.5)
+    assert torch.equal(images, again[0]) and torch.equal(labels, again[1])
+    assert not torch.equal(images, ablation.draw_pictures(12, 64, 4, 0.5)[0])
+
+
+@pytest.mark.slow
+def test_training_learns_and_repeats():
+    torch.set_num_threads(1)
+    settings = ablation.Settings(iterations=40, batch=8, num_train=8, num_val=8)
+    data = ablation.draw_pictures(8, 64, 1, 1.0)
+    arm = ablation.STUDIES['inline']().arms['identity, injective']
+    found = [ablation.train_arm(arm, 0, settings, data, data) for _ in range(2)]
+    assert found[0]['loss'] < 1.2 and found[0]['accuracy'] > 60  # by heart; chance is 1.79 and 17
+    assert found[0]['loss'] == found[1]['loss'] and found[0]['accuracy'] == found[1]['accuracy']
+    assert len(found[0]['attention']) == 5 and [step for step, _ in found[0]['curve']] == [10, 20, 30, 40]
+    assert set(found[0]['masked']) == {'3x3', '9 others', '5x5', '25 others', '7x7', '49 others'}
+
+
+def test_a_study_resumes_where_it_was(tmp_path, monkeypatch, capsys):
+    """Stopped by an error in the third of four runs, the next call does the two that are missing, and only these."""
+    arms = '--arms', 'full', 'without CPE'
+    args = '--study', 'rala', '--out', tmp_path, '--seeds', 2, *QUICK, *arms
+    trained, real = [], ablation.train_arm
+
+    def breaks(arm, seed, *rest):
+        if len(trained) == 2:
+            raise KeyboardInterrupt
+        trained.append(seed)
+        return real(arm, seed, *rest)
+
+    monkeypatch.setattr(ablation, 'train_arm', breaks)
+    with pytest.raises(KeyboardInterrupt):
+        run(monkeypatch, *args)
+    kept = json.loads((tmp_path / 'results.json').read_text())
+    assert [(r['arm'], r['seed']) for r in kept['runs']] == [('full', 0), ('without CPE', 0)]
+    trained.clear()
+    monkeypatch.setattr(ablation, 'train_arm', lambda *a: trained.append(a[1]) or real(*a))
+    run(monkeypatch, *args)
+    results = json.loads((tmp_path / 'results.json').read_text())
+    assert trained == [1, 1] and len(results['runs']) == 4 and results['runs'][:2] == kept['runs']
+    assert {'results.json', 'table.md', 'plot.png'} == {path.name for path in tmp_path.iterdir()}
+    text = (tmp_path / 'table.md').read_text()
+    assert '| full | 2 |' in text and 'without KV augmentation' not in text  # what was not run is left out
+    trained.clear()
+    run(monkeypatch, *args)
+    assert trained == []
+
+
+def test_time_is_kept(tmp_path, monkeypatch, capsys):
+    """By the slowest run so far, the next one would end too late."""
+    now = [0.0]
+    monkeypatch.setattr(ablation.time, 'monotonic', lambda: now[0])
+
+    def slow(arm, seed, *rest):
+        now[0] += 100
+        return dict(accuracy=50.0, curve=[[1, 50.0]], loss=1.0, params=1, attention=[], seconds=100.0)
+
+    monkeypatch.setattr(ablation, 'train_arm', slow)
+    results = ablation.run_study('flatten', tmp_path, 3, SMALL, max_minutes=6)
+    assert len(results['runs']) == 3 and now[0] <= 360
+
+
+@pytest.mark.parametrize(
+    'args, message',
+    [
+        (['--arms', 'fulll'], "--arms ['fulll']: study 'rala' has"),
+        (['--seeds', '0'], '--seeds 0 has to be at least 1'),
+        (['--max-minutes', '0'], '--max-minutes 0.0 has to be above 0'),
+        (['--size', '32'], '--size 32 has to be at least 64'),
+        (['--num-train', '4', '--batch', '8'], '--num-train 4 has to be at least 8'),
+        (['--device', 'abacus'], '--device abacus'),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, args, message):
+    with pytest.raises(SystemExit) as stop:
+        run(monkeypatch, '--study', 'rala', '--out', tmp_path / 'out', *args)
+    error = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 1 and error[-1].startswith('error:') and message in error[-1]
+
+
+@pytest.mark.parametrize('text', ['{', '[]', '{"study": "rala"}', json.dumps(dict(study='rala', settings={}, runs=[]))])
+def test_results_of_something_else_are_not_overwritten(tmp_path, text):
+    (tmp_path / 'results.json').write_text(text)
+    with pytest.raises(RunError, match='results.json is (no results file|of study)'):
+        ablation.run_study('rala', tmp_path, 1, SMALL)
+    assert (tmp_path / 'results.json').read_text() == text
+
+
+def result(arm, seed, accuracy):
+    block = dict(rank=dict(state=dict(effective=3.0, at_most=32)), confusion=dict(share=0.25))
+    return dict(arm=arm, seed=seed, accuracy=accuracy, params=1000, curve=[[1, accuracy]], attention=[block, {}])
+
+
+def test_verdicts_and_table():
+    assert ablation_report.verdict([3, 4], [1, 2]) == 'holds'
+    assert ablation_report.verdict([1, 2], [3, 4]) == 'reversed'
+    assert ablation_report.verdict([1, 3], [2, 4]) == 'within the spread'
+    assert ablation_report.verdict([3], [1]) == 'one seed'
+    runs = [result('full', 0, 60.0), result('full', 1, 62.0), result('without CPE', 0, 50.0)]
+    text = ablation_report.table(dict(study='rala', settings=SMALL._asdict(), runs=runs))
+    assert '| full | 2 | 1 k | 61.0 ± 1.4 | 82.8 ImageNet, 47.3 COCO box AP, 47.9 ADE20K mIoU | 3.0 of 32 |' in text
+    assert '25.00%' in text
+    assert '| full | without CPE | +0.1 (ImageNet) | +11.0 | one seed |' in text

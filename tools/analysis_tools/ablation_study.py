@@ -1,0 +1,81 @@
+#!/usr/bin/env python
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Train the arms of a paper's ablation, small, on pictures drawn in memory, and put the papers' differences beside
+those found. Results are kept after each run; run again, the study continues.
+
+    python tools/analysis_tools/ablation_study.py --study rala --out work_dirs/study_rala --max-minutes 25
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from mmengine.logging import MMLogger
+from rich.console import Console
+from rich.progress import Progress
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
+
+from mmlinattn.analysis import ablation, ablation_report
+from mmlinattn.engine import RunError
+from mmlinattn.engine.cli import one_line_errors
+
+
+def parse_args() -> argparse.Namespace:
+    defaults = ablation.Settings()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--study', required=True, choices=list(ablation.STUDIES))
+    parser.add_argument('--out', type=Path, required=True, help='folder for results.json, table.md and the plots')
+    parser.add_argument('--seeds', type=int, default=3, help='runs of each arm [3]')
+    parser.add_argument('--max-minutes', type=float, help='begin no run that would end later [no limit]')
+    parser.add_argument('--arms', nargs='+', metavar='NAME', help='only these arms [all of the study]')
+    for name, value in defaults._asdict().items():
+        flag = '--' + name.replace('_', '-')
+        parser.add_argument(flag, type=type(value), default=value, help=f'see mmlinattn/analysis/ablation.py [{value}]')
+    parser.add_argument('--device', default='cpu', help='cpu, cuda, ... [cpu]')
+    return parser.parse_args()
+
+
+def checked_settings(args: argparse.Namespace) -> ablation.Settings:
+    settings = ablation.Settings(*(getattr(args, name) for name in ablation.Settings._fields))
+    least = dict(iterations=1, batch=2, num_train=settings.batch, num_val=4, size=64)
+    for name, value in least.items():
+        if getattr(settings, name) < value:
+            raise RunError(f'--{name.replace("_", "-")} {getattr(settings, name)} has to be at least {value}.')
+    if args.seeds < 1:
+        raise RunError(f'--seeds {args.seeds} has to be at least 1.')
+    if not 0 <= settings.tinted <= 1 or settings.lr <= 0:
+        raise RunError(f'--tinted {settings.tinted} has to lie in [0, 1] and --lr {settings.lr} above 0.')
+    if args.max_minutes is not None and args.max_minutes <= 0:
+        raise RunError(f'--max-minutes {args.max_minutes} has to be above 0.')
+    try:
+        torch.empty(0, device=args.device)
+        args.out.mkdir(parents=True, exist_ok=True)
+    except RuntimeError as error:
+        raise RunError(f'--device {args.device}: {str(error).splitlines()[0]}') from error
+    except OSError as error:
+        raise RunError(f'--out {str(args.out)!r} cannot be written: {error.strerror}.') from error
+    return settings
+
+
+def main() -> None:
+    args = parse_args()
+    MMLogger.get_instance('mmengine', log_level='ERROR')  # a line for each parameter that is initialised
+    with one_line_errors():
+        settings = checked_settings(args)
+        with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+            task = bar.add_task('steps of a run', total=settings.iterations)
+
+            def finished(message):
+                print(message, flush=True)
+                bar.reset(task)
+
+            arguments = args.study, args.out, args.seeds, settings, args.max_minutes, args.arms, args.device
+            results = ablation.run_study(*arguments, finished, lambda: bar.advance(task))
+        for path in ablation_report.write(results, args.out):
+            print(path)
+
+
+if __name__ == '__main__':
+    main()
