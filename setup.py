@@ -100,6 +100,7 @@ setup(
     extras_require={
         'mim': read_requirements('mminstall'),
         'tests': read_requirements('tests'),
+        'app': read_requirements('app'),
         'all': read_requirements('mminstall') + read_requirements('tests'),
     },
     cmdclass={'build_py': BuildWithMim},

@@ -85,3 +85,25 @@ def test_overhead_of_hooks(tmp_path, capsys):
     assert name == 'mmpretrain/ravlt_shapes_quickstart'
     assert bare.endswith(' ms') and with_hooks.endswith(' ms') and float(ratio) > 0
     assert float(inside.split()[0]) > 0
+
+
+def test_what_a_larger_image_will_take():
+    from run_resolution import Point, next_cost
+
+    assert next_cost([], 512, 'bytes') is None
+    assert next_cost([Point(512, None, 100)], 1024, 'bytes') == 1600  # nothing known: quadratic in pixels
+    assert next_cost([Point(512, None, 100), Point(1024, None, 400)], 2048, 'bytes') == pytest.approx(1600)
+    assert next_cost([Point(512, 1.0, None), Point(1024, 8.0, None)], 2048, 'seconds') == pytest.approx(64)
+
+
+@pytest.mark.slow
+def test_sizes_that_would_take_too_much_are_left_out(tmp_path, capsys):
+    import run_resolution
+
+    name = 'RAVLT-T, fully linear'
+    options = ['--models', name, '--only', 'memory', '--sides', '64', '256', '2048', '--threads', '1']
+    out, plot = tmp_path / 'table.md', tmp_path / 'new' / 'plot.png'
+    run_resolution.main([*options, '--max-gib', '0.3', '--out', str(out), '--plot', str(plot)])
+    text = out.read_text()
+    assert f'| {name} | 256 |' in text and f'| {name} | 2048 |' not in text
+    assert f'Left out: {name}, 2048: about' in text and plot.stat().st_size > 5000

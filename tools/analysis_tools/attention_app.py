@@ -1,0 +1,113 @@
+#!/usr/bin/env python
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""A page to click on: drop a picture, click a pixel, see where that token looks, block by block and head by head.
+
+    pip install "mmlinattn[app]"
+    python tools/analysis_tools/attention_app.py CONFIG CHECKPOINT
+
+CHECKPOINT may be none: weights at random. The page is served to this machine only, unless --host says otherwise.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from mmengine.logging import MMLogger
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
+
+from mmlinattn.analysis.looking import COLUMNS, Looker, describe
+from mmlinattn.engine import RunError
+from mmlinattn.engine.cli import check_checkpoint, one_line_errors, read_config
+
+MAX_UPLOAD = '20mb'
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('config', help='config file')
+    parser.add_argument('checkpoint', help='checkpoint file, URL, mmlinattn://NAME, or none for random weights')
+    parser.add_argument('--port', type=int, default=7860, help='[7860]')
+    parser.add_argument('--host', default='127.0.0.1', help='address to listen on [127.0.0.1: this machine only]')
+    parser.add_argument('--device', default='cpu', help='cpu, cuda:0, ... [cpu]')
+    return parser.parse_args()
+
+
+def build_page(looker: Looker, title: str):
+    """The page, as gradio blocks."""
+    import gradio as gr
+
+    def show(image, click, stage, mixer, local):
+        """Everything of the page for a picture and a clicked pixel."""
+        if image is None:
+            return None, '', None, None, None, '', None
+        x, y = click or (image.shape[1] / 2, image.shape[0] / 2)
+        try:
+            seen = looker.look(image)
+            maps = looker.maps(seen, x, y, local)
+            index, name = describe(stage, mixer)
+            if not name:
+                return seen.drawn, seen.found, maps, seen.rows, None, '', None
+            other = looker.look(image, index, name)
+            switched = looker.maps(other, x, y, local)
+        except RunError as error:
+            raise gr.Error(str(error)) from error
+        return seen.drawn, seen.found, maps, seen.rows, switched, other.found, other.rows
+
+    def clicked(event: gr.SelectData):
+        return tuple(event.index)
+
+    with gr.Blocks(title=title) as page:
+        gr.Markdown(
+            f'## {title}\nDrop a picture and click on it. Red: positive weight, blue: negative, dark: cannot look.'
+        )
+        click = gr.State(None)
+        with gr.Row():
+            image = gr.Image(type='numpy', image_mode='RGB', sources=['upload', 'clipboard'], label='picture: click it')
+            drawn = gr.Image(label='what the model finds', interactive=False)
+        found = gr.Textbox(label='found', interactive=False, elem_id='found')
+        local = gr.Checkbox(label='with the convolutions of the values (mean over channels)')
+        maps = gr.Image(label='where the clicked token looks', interactive=False, elem_id='maps')
+        table = gr.Dataframe(headers=list(COLUMNS), label='effective ranks, locality, sharpness', interactive=False)
+        with gr.Row():
+            stage = gr.Dropdown([None, *looker.stages], label='switch the attention of', elem_id='stage')
+            mixer = gr.Dropdown([None, *looker.mixers], label='to', elem_id='mixer')
+        gr.Markdown('Weights that another attention does not have start at random.')
+        switched = gr.Image(label='where it looks then', interactive=False, elem_id='switched')
+        found_then = gr.Textbox(label='found then', interactive=False)
+        table_then = gr.Dataframe(headers=list(COLUMNS), label='measures then', interactive=False)
+        inputs = [image, click, stage, mixer, local]
+        outputs = [drawn, found, maps, table, switched, found_then, table_then]
+        private = dict(api_name=False, show_progress='minimal')
+        image.upload(lambda: None, None, click, api_name=False).then(show, inputs, outputs, **private)
+        image.select(clicked, None, click, api_name=False).then(show, inputs, outputs, **private)
+        for control in (stage, mixer, local):
+            control.change(show, inputs, outputs, **private)
+    return page
+
+
+def main() -> None:
+    args = parse_args()
+    MMLogger.get_instance('mmengine', log_level='ERROR')
+    os.environ.setdefault('GRADIO_ANALYTICS_ENABLED', 'False')  # nothing leaves this machine
+    with one_line_errors():
+        cfg = read_config(args.config)
+        if args.checkpoint.lower() != 'none':
+            args.checkpoint = check_checkpoint(args.checkpoint, 'checkpoint')
+        try:
+            import gradio  # noqa: F401
+        except ImportError as error:
+            raise RunError('the page needs gradio: pip install "mmlinattn[app]" or pip install gradio') from error
+        looker = Looker(cfg, args.checkpoint, args.device)
+        page = build_page(looker, f'Attention of {Path(args.config).stem}')
+        try:
+            page.launch(
+                server_name=args.host, server_port=args.port, share=False, max_file_size=MAX_UPLOAD, inbrowser=False
+            )
+        except OSError as error:
+            raise RunError(f'--port {args.port}: {error}') from error
+
+
+if __name__ == '__main__':
+    main()
