@@ -3,7 +3,6 @@
 
 import contextlib
 import importlib.util
-import os
 import re
 import shutil
 import socket
@@ -116,17 +115,16 @@ def served():
 @pytest.mark.skipif(not importlib.util.find_spec('playwright'), reason='playwright is not installed')
 @pytest.mark.skipif(not BROWSER, reason='no Chromium is installed')
 def test_clicking_in_a_browser(tmp_path):
-    """Upload, click, switch; where $MMLINATTN_SCREENSHOT is set, the page is kept there as a picture."""
+    """Upload, click, switch the attention of a stage."""
     from playwright.sync_api import sync_playwright
 
     photo = tmp_path / 'photo.png'
     cv2.imwrite(str(photo), np.kron(picture(12, 18), np.ones((20, 20, 1), np.uint8)))
-    photo = os.environ.get('MMLINATTN_APP_PICTURE', str(photo))
     with served() as address, sync_playwright() as play:
         browser = play.chromium.launch(executable_path=BROWSER, args=['--no-sandbox'])
         page = browser.new_page(viewport=dict(width=1300, height=1500))
         page.goto(address)
-        page.set_input_files('input[type=file]', photo)
+        page.set_input_files('input[type=file]', str(photo))
         page.wait_for_selector('#maps img', timeout=60_000)
         first = page.get_attribute('#maps img', 'src')
         assert 'class' in page.input_value('#found textarea')
@@ -140,6 +138,4 @@ def test_clicking_in_a_browser(tmp_path):
         page.wait_for_selector('#switched img', timeout=60_000)
         text = page.inner_text('body')
         assert 'rala' in text and 'effective ranks' in text
-        if os.environ.get('MMLINATTN_SCREENSHOT'):
-            page.screenshot(path=os.environ['MMLINATTN_SCREENSHOT'], full_page=True)
         browser.close()

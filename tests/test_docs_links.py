@@ -68,7 +68,7 @@ def test_python_is_python(path):
         ast.parse(block)
 
 
-@pytest.mark.parametrize('name', ['add_an_attention', 'add_a_host'])
+@pytest.mark.parametrize('name', ['add_an_attention', 'add_a_host', 'inspect'])
 def test_example_runs(name, monkeypatch):
     from mmengine.registry import MODELS
 

@@ -111,7 +111,7 @@ def _without_pretrained(node):
 
 def _load(model: nn.Module, path: str, partly: bool) -> None:
     register()
-    state, _ = model_state(CheckpointLoader.load_checkpoint(path, 'cpu', None), path)
+    state, _ = model_state(CheckpointLoader.load_checkpoint(path, 'cpu', 'silent'), path)
     fits, report = fit_backbone(model.backbone, strip_prefix(state, 'backbone'))
     lacking = report.missing + report.mismatched
     if not fits or (lacking and not partly):

@@ -148,15 +148,16 @@ def mosaic(found: list, picture: loading.Picture, x: int, y: int) -> np.ndarray:
     """Maps of all blocks and heads side by side, (h, w, 3) uint8 RGB. OpenCV: a page waits for it."""
     columns = 1 + max(min(len(maps.maps), MAX_HEADS) for maps in found)
     height = max(24, round(THUMB * picture.shown.shape[0] / picture.shown.shape[1]))
-    label, head_line, gap = 150, 16, 4
-    canvas = np.full((len(found) * (height + head_line + gap), label + columns * (THUMB + gap), 3), 255, np.uint8)
+    label, head_line, gap, above = 150, 16, 4, 22  # the page writes its title over the top
+    rows = above + len(found) * (height + head_line + gap)
+    canvas = np.full((rows, label + columns * (THUMB + gap), 3), 255, np.uint8)
 
     def write(text, at, colour=(30, 30, 30)):
         cv2.putText(canvas, text, at, cv2.FONT_HERSHEY_SIMPLEX, 0.38, colour, 1, cv2.LINE_AA)
 
     mark = round(x * THUMB / picture.shown.shape[1]), round(y * height / picture.shown.shape[0])
     for i, maps in enumerate(found):
-        top = i * (height + head_line + gap) + head_line
+        top = above + i * (height + head_line + gap) + head_line
         write(maps.block.removeprefix('backbone.')[:22], (4, top + 14))
         write(f'{maps.mixer}, {maps.size[0]} x {maps.size[1]}', (4, top + 32))
         heads = picked(len(maps.maps), MAX_HEADS)
