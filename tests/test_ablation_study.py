@@ -63,6 +63,7 @@ def test_training_learns_and_repeats():
     assert set(found[0]['masked']) == {'3x3', '9 others', '5x5', '25 others', '7x7', '49 others'}
 
 
+@pytest.mark.slow
 def test_a_study_resumes_where_it_was(tmp_path, monkeypatch, capsys):
     """Stopped by an error in the third of four runs, the next call does the two that are missing, and only these."""
     arms = '--arms', 'full', 'without CPE'

@@ -9,9 +9,9 @@ from torch import nn
 
 from mmlinattn.analysis import measures
 from mmlinattn.analysis.capture import arrangements, watched
-from mmlinattn.analysis.inspecting import averaged, full_map, measure_block, query_map
+from mmlinattn.analysis.inspecting import averaged, coordinates, full_map, measure_block, query_map
 from mmlinattn.analysis.masking import masked, masked_weights
-from mmlinattn.attention import Attention, GlobalAttention, Grid, TokenMixer, get_mixer
+from mmlinattn.attention import Attention, GlobalAttention, Grid, ReducedAttention, TokenMixer, get_mixer
 from mmlinattn.attention.grid import add_local
 from mmlinattn.backbones import RAVLT, LinearCSWin, LinearDeiT, LinearPVT, LinearSwin
 from mmlinattn.ops.memory import merge_heads, split_heads
@@ -211,6 +211,40 @@ def test_weights_in_hosts_are_those_of_the_forward_pass(host):
         if entry['mixer'] in ('softmax', 'inline'):  # rows that sum to one
             total = weights.nan_to_num().sum(dim=(1, 2)) + classes
             torch.testing.assert_close(total, torch.ones_like(total), rtol=1e-4, atol=1e-4)
+
+
+class Averaged(ReducedAttention):
+    """Keys that are averages over the sequence, as in the released Next-ViT."""
+
+    reduction = 'sequence'
+
+    def forward(self, x, **shared):
+        tokens = x.flatten(1, 2)
+        keys = tokens.unflatten(1, (-1, 4)).mean(dim=2)
+        grid = Grid(*x.shape[1:3])
+        return Attention.forward(self, tokens, grid, kv=keys, key_grid=Grid(1, keys.shape[1])).unflatten(1, grid[:2])
+
+
+def test_keys_without_a_map_have_no_neighbourhood():
+    model = Wrapped(Averaged(8, 2, 'softmax', 2, dict(type='LN'))).eval()
+    (entry,) = measured(model, torch.randn(1, 6, 8, 8))
+    assert entry['keys_a_window'] == 12 and 'locality' not in entry and entry['forward_error'] < 1e-5
+    with pytest.raises(ValueError, match='lie on no map'), watched(model, lambda block: query_map(block, 0, 0)):
+        model(torch.randn(1, 6, 8, 8))
+    with pytest.raises(ValueError, match='have no neighbourhood'), masked(model, 3):
+        pass
+
+
+def test_neighbourhood_on_reduced_keys():
+    """13 x 20 queries, keys of 8 x 8 patches of the padded map: 2 x 3. The query at (12, 7) lies in the cell (1, 0)."""
+    found = []
+    model = Wrapped(ReducedAttention(8, 2, 'softmax', 8, dict(type='LN'))).eval()
+    with watched(model, found.append):
+        model(torch.randn(1, 13, 20, 8))
+    (block,) = found
+    assert block.size == (13, 20) and block.key_size == (2, 3)
+    queries, keys = coordinates(block, block.calls[0], 0, torch.tensor([12 * 20 + 7, 8, 16]))
+    assert queries.tolist() == [[1, 0], [0, 1], [0, 2]] and keys.tolist() == places(2, 3).tolist()
 
 
 @pytest.mark.parametrize('gate', [None, 'projection', 'tanh'])

@@ -110,6 +110,7 @@ class BlockCall(NamedTuple):
         size (tuple[int, int]): Height and width of the map of the queries.
         key_size (tuple[int, int]): Those of the map of the keys.
         x (Tensor): What the arrangement was given.
+        ratio (int): Reduction of the keys' map; 0 for keys that lie on no map (averages over the token sequence).
     """
 
     name: str
@@ -118,6 +119,7 @@ class BlockCall(NamedTuple):
     size: tuple[int, int]
     key_size: tuple[int, int]
     x: Tensor
+    ratio: int = 1
 
     @property
     def branches(self) -> list[list[MixerCall]]:
@@ -210,6 +212,12 @@ def watched(model: nn.Module, on_block: Callable[[BlockCall], None]) -> Iterator
             handle.remove()
 
 
+def reduction_of(attention: nn.Module) -> int:
+    """By how much an arrangement reduces the map of its keys; 0 where they are averages over the sequence of tokens,
+    which lie on no map."""
+    return 0 if getattr(attention, 'reduction', 'grid') == 'sequence' else getattr(attention, 'ratio', 1)
+
+
 def arguments_of(mixer: TokenMixer, args: tuple, kwargs: dict) -> dict:
     """What a mixer is called with, by the names of :meth:`mmlinattn.attention.TokenMixer.forward`. Tokens are copied: a
     mixer may overwrite its queries and keys, and what follows the values."""
@@ -242,7 +250,7 @@ def _watch(name: str, attention: nn.Module, on_block: Callable) -> list:
             for (mixer, given, outs), (queries, keys) in zip(calls, layout)
         ]
         calls.clear()
-        on_block(BlockCall(block, attention, made, size, key_size, x))
+        on_block(BlockCall(block, attention, made, size, key_size, x, reduction_of(attention)))
 
     handles = [attention.register_forward_hook(finish, with_kwargs=True)]
     for module in attention.modules():

@@ -80,7 +80,7 @@ def _measure_branch(block: BlockCall, branch: list[MixerCall], what, num_queries
                 mean_norm=weights.norm(dim=-1).mean(dim=-1).tolist(),
             )
         num_keys = int((call.keys[window] != PADDING).sum())
-        if 'locality' in what:
+        if 'locality' in what and block.ratio:
             near = measures.neighbours(*coordinates(block, call, window, rows))
             uniform = float(near.sum(dim=-1).double().mean()) / num_keys  # fewer than 9 neighbours at the border
             result['locality'] = dict(chance=9 / num_keys, if_uniform=uniform)
@@ -140,9 +140,7 @@ def coordinates(block: BlockCall, call: MixerCall, window: int, rows: Tensor) ->
     where = torch.stack((keys // block.key_size[1], keys % block.key_size[1]), dim=-1)
     queries = call.queries[window, rows]
     at = torch.stack((queries // block.size[1], queries % block.size[1]), dim=-1)
-    if block.key_size != block.size:  # the cell of the reduced map that a query lies in
-        scale = [-(-a // b) for a, b in zip(block.size, block.key_size)]
-        at = torch.stack([at[:, i] // scale[i] for i in range(2)], dim=-1)
+    at = at // block.ratio  # the cell of the reduced map that a query lies in
     return at, where.where((keys >= 0)[:, None], torch.full_like(where, _FAR))
 
 
@@ -152,7 +150,14 @@ def query_map(block: BlockCall, row: int, column: int, local: bool = False) -> t
     Returns:
         tuple[Tensor, Tensor]: The weights over the map of the keys, (heads, h, w), NaN where it cannot look (outside of
         its window), and the weight of the class tokens, (heads,).
+
+    Raises:
+        ValueError: For a token outside of the map, or keys that lie on no map.
     """
+    if not block.ratio:
+        raise ValueError(f'the keys of {block.name} are averages over the sequence of tokens and lie on no map')
+    if not (0 <= row < block.size[0] and 0 <= column < block.size[1]):
+        raise ValueError(f'row={row}, column={column} is outside of the map of {block.name}, {block.size}')
     token, height, width = row * block.size[1] + column, *block.key_size
     maps, classes = [], []
     for branch in block.branches:

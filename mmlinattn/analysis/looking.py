@@ -120,7 +120,9 @@ class Looker:
         """
         column, row = seen.picture.to_shown(x * seen.scale, y * seen.scale)
         with torch.no_grad():
-            found = [collect_query(block, seen.picture, column, row, local) for block in seen.blocks]
+            found = [collect_query(block, seen.picture, column, row, local) for block in seen.blocks if block.ratio]
+        if not found:
+            raise RunError('the keys of this model lie on no map.')
         return mosaic(found, seen.picture, column, row)
 
 
@@ -130,7 +132,7 @@ def numbers(entry: dict) -> list:
     def mean(values):
         return sum(values) / len(values)
 
-    rank, near, sharp = entry['rank'], entry['locality'], entry['sharpness']
+    rank, near, sharp = entry['rank'], entry.get('locality'), entry['sharpness']
     state = rank.get('state')
     return [
         entry['block'].removeprefix('backbone.'),
@@ -138,8 +140,8 @@ def numbers(entry: dict) -> list:
         '{} x {}'.format(*entry['map']),
         '' if state is None else f'{mean(state["effective"]):.1f} of {state["at_most"]:.0f}',
         f'{mean(rank["output"]["effective"]):.1f} of {rank["output"]["at_most"]}',
-        f'{mean(near["share"]):.3f}',
-        f'{near["if_uniform"]:.3f}',
+        '' if near is None else f'{mean(near["share"]):.3f}',
+        '' if near is None else f'{near["if_uniform"]:.3f}',
         f'{mean(sharp["entropy"]) / max(sharp["entropy_if_uniform"], 1e-9):.3f}',
     ]
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..attention import Grid, TokenMixer
 from ..engine import RunError
-from .capture import arguments_of
+from .capture import arguments_of, arrangements, reduction_of
 from .measures import neighbours
 
 BLOCK_NUMEL = 2**24  # weights built at a time
@@ -52,11 +52,18 @@ def masked(model: nn.Module, window: int, others: bool = False, seed: int = 0) -
         seed (int): Of the random keys.
 
     Raises:
-        ValueError: For a window that is even or below 1.
+        ValueError: For a window that is even or below 1, or keys that lie on no map.
     """
     if window < 1 or window % 2 == 0:
         raise ValueError(f'window={window} has to be odd and at least 1')
     generator, kept, handles = torch.Generator().manual_seed(seed), {}, []
+    ratios = {}
+    for name, attention in arrangements(model).items():
+        ratios.update(
+            {mixer: reduction_of(attention) for mixer in attention.modules() if isinstance(mixer, TokenMixer)}
+        )
+        if not reduction_of(attention):
+            raise ValueError(f'the keys of {name} are averages over the sequence of tokens: they have no neighbourhood')
 
     def before(mixer, args, kwargs):
         kept[mixer] = arguments_of(mixer, args, kwargs)
@@ -66,9 +73,7 @@ def masked(model: nn.Module, window: int, others: bool = False, seed: int = 0) -
         q, k, v = given['q'], given['k'], given['v']
         grid, key_grid = given['grid'], given['key_grid']
         key_places, places = token_places(key_grid, v.device, -1), token_places(grid, v.device, 1)
-        if key_grid[:2] != grid[:2]:
-            scale = torch.tensor([-(-grid[i] // key_grid[i]) for i in range(2)], device=v.device)
-            places = torch.div(places, scale, rounding_mode='floor')
+        places = torch.div(places, ratios.get(mixer, 1), rounding_mode='floor')
         size = max(1, BLOCK_NUMEL // (q.shape[0] * mixer.num_heads * k.shape[1]))
         changes = []
         for rows in torch.arange(q.shape[1], device=v.device).split(size):

@@ -104,9 +104,10 @@ def inspect_picture(model, picture, args, progress, query) -> list:
     def look(block):
         entries.append(measure_block(block, numbers, args.num_queries, generator))
         if 'maps' in args.what:
-            maps.append(pictures.collect_query(block, picture, *query))
-            if any(call.local_kernels() for call in block.calls):
-                local_maps.append(pictures.collect_query(block, picture, *query, local=True))
+            if block.ratio:  # keys that lie on no map are in the full maps only
+                maps.append(pictures.collect_query(block, picture, *query))
+                if any(call.local_kernels() for call in block.calls):
+                    local_maps.append(pictures.collect_query(block, picture, *query, local=True))
             full.append((block.name, block.mixer_name, pictures.collect_full(block)))
         progress()
 
@@ -115,7 +116,8 @@ def inspect_picture(model, picture, args, progress, query) -> list:
     if 'maps' in args.what:
         stem = args.out / 'maps' / picture.name
         where = f'query_{query[0]}_{query[1]}'
-        pictures.plot_query(maps, picture, *query, stem.with_name(f'{picture.name}_{where}.png'))
+        if maps:
+            pictures.plot_query(maps, picture, *query, stem.with_name(f'{picture.name}_{where}.png'))
         if local_maps:
             path = stem.with_name(f'{picture.name}_{where}_with_local.png')
             pictures.plot_query(local_maps, picture, *query, path, local=True)
@@ -163,7 +165,7 @@ def main() -> None:
                     query = picture.to_shown(*at) if args.query or args.shape else _middle(picture)
                     asked.append(dict(image=str(path), shown=list(picture.shown.shape[:2]), query=list(query)))
                     per_image.append(inspect_picture(model, picture, args, lambda: bar.advance(task), query))
-        except NotImplementedError as error:
+        except (NotImplementedError, ValueError) as error:
             raise RunError(str(error)) from error
         blocks = merged(per_image)
         title = f'{Path(args.config).stem}' + (' (random weights)' if args.checkpoint.lower() == 'none' else '')
