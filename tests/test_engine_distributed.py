@@ -19,6 +19,7 @@ from engine_toys import make_runner
 from mmengine.config import Config
 
 from mmlinattn.engine import CPUDistributedDataParallel, prepare_distributed
+from mmlinattn.engine.distributed import leave_process_group
 
 if __name__ == '__main__':
     work_dir, bad_rank = sys.argv[1:]
@@ -46,6 +47,10 @@ if __name__ == '__main__':
     torch.distributed.all_gather(weights, runner.model.module.layer.weight.detach().flatten())
     if message == 'trained':
         assert torch.equal(*weights)
+    del runner
+    leave_process_group()  # as at the interpreter's end, which threads of the group must not see
+    names = [path.read_text() for path in Path('/proc/self/task').glob('*/comm')]
+    assert not any('gloo' in name for name in names), names
 """
 
 

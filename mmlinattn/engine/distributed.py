@@ -1,6 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import atexit
+import gc
 import os
 import subprocess
+import sys
+from contextlib import suppress
+from typing import Optional
 
 import torch
 import torch.distributed
@@ -13,7 +18,7 @@ from torch import nn
 
 from .errors import RunError
 
-__all__ = ['CPUDistributedDataParallel', 'prepare_distributed']
+__all__ = ['CPUDistributedDataParallel', 'leave_process_group', 'prepare_distributed']
 
 _SYNC_BN = ('SyncBatchNorm', 'NaiveSyncBatchNorm')
 
@@ -100,3 +105,32 @@ def prepare_distributed(cfg: Config) -> None:
     _export_rank(cfg.launcher)
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group('gloo')
+
+
+def leave_process_group(failed: Optional[bool] = None) -> None:
+    """Destroy the process group if there is one; does nothing the second time.
+
+    A group that outlives the interpreter has threads which ask for it once more, and the process aborts after its
+    last line (``terminate called without an active exception``, exit status -6). It happens on busy machines only.
+
+    Args:
+        failed: Whether the run ended by an error or a signal. Then the group is aborted: to destroy it would wait for
+            what was begun with processes that may be gone. None asks Python whether an exception ended the program.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    if failed is None:
+        failed = hasattr(sys, 'last_value')
+    if failed:
+        abort = getattr(torch.distributed.distributed_c10d, '_abort_process_group', None)  # since torch 2.6
+        if abort is not None:
+            with suppress(Exception):  # the error that ended the run is the one to be seen
+                abort()
+        return
+    torch.distributed.destroy_process_group()
+    gc.collect()  # the threads of gloo end with the last model that holds the group
+
+
+# Registered here and not where a group is made, as with an accelerator it is MMEngine that makes it, also in the tools
+# of MMDetection, MMSegmentation and MMPretrain.
+atexit.register(leave_process_group)
