@@ -71,7 +71,7 @@ class Count(BaseMetric):
         return dict(acc=float(Count.calls))
 
 
-def make_runner(work_dir, hooks, train_cfg=None, loader=None, model=None, name='toy', **kwargs):
+def make_runner(work_dir, hooks, train_cfg=None, loader=None, model=None, optim=None, name='toy', **kwargs):
     """A Runner of 2 epochs of 3 batches of 4 samples, ready for ``train()``."""
     train_dataloader = dict(
         dataset=dict(type='ToyDataset'),
@@ -86,7 +86,7 @@ def make_runner(work_dir, hooks, train_cfg=None, loader=None, model=None, name='
         work_dir=str(work_dir),
         train_dataloader=train_dataloader,
         train_cfg=train_cfg or dict(by_epoch=True, max_epochs=2),
-        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01)),
+        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01, momentum=0.9), **(optim or {})),
         custom_hooks=hooks,
         default_hooks=default_hooks,
         log_level='ERROR',

@@ -2,7 +2,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 # Train on several GPUs, or on several CPU processes where there is no GPU.
 #   bash tools/dist_train.sh CONFIG GPUS [arguments of tools/train.py]
-# Environment: NNODES NODE_RANK MASTER_ADDR PORT (several machines), PYTHON (the interpreter).
+# Environment: NNODES NODE_RANK MASTER_ADDR PORT (several machines), PYTHON (the interpreter), MAX_RESTARTS (how often a
+# run goes on from its last checkpoint by itself after one of its processes died; 0).
 set -euo pipefail
 
 if [ $# -lt 2 ]; then

@@ -8,6 +8,10 @@ launch() { # PROCESSES SCRIPT [arguments]
         echo "error: GPUS = '$processes' has to be a number from 1 up." >&2
         exit 2
     fi
+    if ! [[ ${MAX_RESTARTS:-0} =~ ^[0-9]+$ ]]; then
+        echo "error: MAX_RESTARTS = '$MAX_RESTARTS' has to be a number from 0 up." >&2
+        exit 2
+    fi
     local gpus
     gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
     if [ "$gpus" -eq 0 ]; then
@@ -16,11 +20,26 @@ launch() { # PROCESSES SCRIPT [arguments]
         echo "error: $processes GPUs asked for, and this machine has $gpus." >&2
         exit 1
     fi
-    PYTHONPATH="$HERE/..${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m torch.distributed.run \
+    # With torchrun's default rendezvous, a restart waits for the addresses of the processes that died. The other one can
+    # begin with an empty store each time, but does not let the machines choose their ranks.
+    local rendezvous=(
+        --node_rank="${NODE_RANK:-0}"
+        --master_addr="${MASTER_ADDR:-127.0.0.1}"
+        --master_port="${PORT:-29500}"
+    )
+    if [ "${MAX_RESTARTS:-0}" -gt 0 ]; then
+        export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+        rendezvous=(
+            --max_restarts="$MAX_RESTARTS"
+            --rdzv_backend=c10d
+            --rdzv_endpoint="${MASTER_ADDR:-127.0.0.1}:${PORT:-29500}"
+            --rdzv_conf="is_host=$((${NODE_RANK:-0} == 0))"
+        )
+        if [ "${NNODES:-1}" -eq 1 ]; then rendezvous+=(--local_addr=127.0.0.1); fi
+    fi
+    PYTHONPATH="$HERE/..${PYTHONPATH:+:$PYTHONPATH}" exec "$python" "$HERE/launch.py" \
         --nnodes="${NNODES:-1}" \
-        --node_rank="${NODE_RANK:-0}" \
-        --master_addr="${MASTER_ADDR:-127.0.0.1}" \
-        --master_port="${PORT:-29500}" \
         --nproc_per_node="$processes" \
+        "${rendezvous[@]}" \
         "${@:2}"
 }

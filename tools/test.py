@@ -24,6 +24,7 @@ from mmlinattn.engine.cli import (
     one_line_errors,
 )
 from mmlinattn.engine.data_check import explained_empty_data
+from mmlinattn.engine.stopping import clean_end
 
 VISUALIZATION_HOOKS = dict(mmdet='DetVisualizationHook', mmseg='SegVisualizationHook', mmpretrain='VisualizationHook')
 
@@ -118,7 +119,7 @@ def dump_metric(cfg, path: str):
 
 def main() -> None:
     args = parse_args()
-    with one_line_errors():
+    with clean_end(), one_line_errors():
         cfg = configure(args)
         runner = build_runner(cfg)
         if args.interval > 1:

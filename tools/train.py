@@ -18,8 +18,10 @@ from mmlinattn.engine.cli import (
     notice,
     one_line_errors,
     resume_point,
+    was_restarted,
 )
 from mmlinattn.engine.data_check import explained_empty_data
+from mmlinattn.engine.stopping import clean_end
 
 
 def parse_args() -> argparse.Namespace:
@@ -60,6 +62,8 @@ def configure(args: argparse.Namespace):
         cfg.auto_scale_lr.enable = True
 
     resume = args.resume or ('auto' if cfg.get('resume') and not cfg.get('load_from') else None)
+    if was_restarted(cfg.work_dir):
+        resume = 'auto'
     if resume == 'auto':
         cfg.resume, cfg.load_from = True, resume_point(cfg.work_dir)
         if cfg.load_from is None:
@@ -79,8 +83,9 @@ def stages(cfg):
 
 def main() -> None:
     args = parse_args()
-    with one_line_errors():
+    with clean_end() as run, one_line_errors():
         cfg = configure(args)
+        run.work_dir, run.is_resumed = cfg.work_dir, cfg.get('resume', False)
         runner = build_runner(cfg)
         with explained_empty_data(cfg, stages(cfg)):
             runner.train()

@@ -13,6 +13,7 @@ from .errors import RunError
 from .finite import FiniteLossHook
 from .resume_guard import guard
 from .resuming import ExactResumeHook
+from .stopping import StopHook
 
 __all__ = [
     'AtomicLocalBackend',
@@ -24,6 +25,7 @@ __all__ = [
     'FiniteLossHook',
     'RunError',
     'SafeCheckpointHook',
+    'StopHook',
     'check_data_config',
     'guard',
     'prepare_distributed',

@@ -209,6 +209,18 @@ def resume_point(work_dir: str) -> Optional[str]:
     )
 
 
+def was_restarted(work_dir: str) -> bool:
+    """Whether torchrun started this process anew and the run before has left a checkpoint to go on from.
+
+    One that was there when ``tools/launch.py`` began belongs to another run: what began without ``--resume`` begins
+    anew. Without ``tools/launch.py`` nothing tells the two apart, and the answer is no.
+    """
+    if int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)) == 0 or 'MMLINATTN_LAUNCHED' not in os.environ:
+        return False
+    pointer = osp.join(work_dir, 'last_checkpoint')
+    return osp.isfile(pointer) and osp.getmtime(pointer) >= float(os.environ['MMLINATTN_LAUNCHED']) - 1
+
+
 def drop_amp_on_cpu(cfg: Config, is_asked: bool) -> None:
     """Mixed precision where there is an accelerator; fp32 and a notice where there is none."""
     wrapper = cfg.get('optim_wrapper')

@@ -203,6 +203,13 @@ class _LateStart:
         return next(self.iterator)
 
 
+def start_workers_late(loop: IterBasedTrainLoop) -> None:
+    """Put off to the first iteration what MMEngine does when it builds the loop: starting the loader's workers."""
+    if loop.dataloader.num_workers > 0 and not isinstance(loop.dataloader_iterator, _LateStart):
+        loop.dataloader._iterator = None  # those that persist
+        loop.dataloader_iterator = _LateStart(type(loop.dataloader_iterator), loop.dataloader)
+
+
 @HOOKS.register_module(force=True)
 class DataCheckHook(Hook):
     """Find bad data before the first iteration where that is quick, and else by name when it is met.
@@ -257,10 +264,8 @@ class DataCheckHook(Hook):
                 watch_loading(dataset, allowed_labels(runner.model), self.skipped_list if may_skip else None)
                 if is_main:
                     self._check_samples(dataset, f'{stage}_dataloader', may_skip)
-            if isinstance(loop, IterBasedTrainLoop) and loop.dataloader.num_workers > 0:
-                # MMEngine has started workers by now, whose copies of the data set are not watched.
-                loop.dataloader._iterator = None  # those that persist
-                loop.dataloader_iterator = _LateStart(type(loop.dataloader_iterator), loop.dataloader)
+            if isinstance(loop, IterBasedTrainLoop):
+                start_workers_late(loop)  # those started by now have copies of the data set that are not watched
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
         """Name the files that were skipped since the last iteration."""

@@ -10,6 +10,8 @@ from mmengine.registry import DATA_SAMPLERS, HOOKS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch.utils.data import BatchSampler, DataLoader
 
+from .errors import RunError
+
 __all__ = ['ExactResumeHook', 'seed_everything']
 
 _STEP, _BATCH = 0, 1  # separate streams for the model and for the data
@@ -121,6 +123,21 @@ class _Batches:
         return batch
 
 
+def _batches_done(stopped, num_batches: int) -> int:
+    """How far into its epoch a checkpoint of ``StopHook`` is, checked against the epochs of this run."""
+    values = [stopped.get(key) for key in ('batch', 'num_batches')] if isinstance(stopped, dict) else [None]
+    if any(type(value) is not int for value in values) or not 0 <= values[0] <= values[1]:
+        raise RunError(f'the checkpoint does not say where in its epoch it was saved: meta.stopped = {stopped!r}.')
+    done, saved_num = values
+    if done and saved_num != num_batches:
+        raise RunError(
+            f'the checkpoint was saved after {done} of the {saved_num} batches of an epoch, and here an epoch has '
+            f'{num_batches}. Resume with the same data set, batch size and number of processes, or from the checkpoint '
+            'of an epoch.'
+        )
+    return done
+
+
 @HOOKS.register_module(force=True)
 class ExactResumeHook(Hook):
     """Make a resumed run see the data and the random numbers the uninterrupted one sees.
@@ -134,10 +151,10 @@ class ExactResumeHook(Hook):
       worker loads it, so that the number of workers does not matter either;
     - samplers are built again with the seed that a resumed run takes over from its checkpoint.
 
-    Epoch-based runs continue at an epoch boundary, iteration-based ones at any iteration; these no
-    longer load all the data they had trained on just to drop it. On CPU the losses are equal bit by
-    bit. On a GPU they are as equal as two runs of the same program are there (see
-    ``randomness.deterministic`` in MMEngine).
+    Runs continue at any iteration that a checkpoint was saved at: iteration-based ones always did, and no longer load
+    all the data they had trained on just to drop it; of epoch-based ones MMEngine saves epochs only, and
+    :class:`StopHook` what a run was stopped in the middle of. On CPU the losses are equal bit by bit. On a GPU they are
+    as equal as two runs of the same program are there (see ``randomness.deterministic`` in MMEngine).
 
     It needs ``train_dataloader`` as a config; a ready-made ``DataLoader``, and train loops other
     than MMEngine's two, keep MMEngine's behaviour, and the log says so.
@@ -145,11 +162,19 @@ class ExactResumeHook(Hook):
 
     priority = 'VERY_HIGH'
 
+    def __init__(self):
+        self.batches = None
+        self._meta: dict = {}
+        self._num_done = 0  # batches of the first epoch that an earlier run trained on
+
+    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
+        """Keep where in its epoch it was saved. Only when the run resumes from it, the loop will be there too."""
+        self._meta = checkpoint.get('meta') or {}
+
     def before_train(self, runner) -> None:
         """Put the seeded loader in place; the epoch and iteration to resume at are known by now."""
         self.seed = self._common_seed(runner)
         self.rank = get_rank()
-        self.batches = None
         loop, config = runner.train_loop, runner._train_dataloader
         known_loop = type(loop) in (EpochBasedTrainLoop, IterBasedTrainLoop)
         if not known_loop or not isinstance(config, dict):
@@ -162,11 +187,26 @@ class ExactResumeHook(Hook):
         self.batches = loop.dataloader.batch_sampler
         if isinstance(loop, IterBasedTrainLoop):
             loop.dataloader_iterator = _Batches(loop.dataloader, loop.iter)
+        elif self._meta.get('stopped') and (self._meta.get('epoch'), self._meta.get('iter')) == (loop.epoch, loop.iter):
+            self._num_done = _batches_done(self._meta['stopped'], len(loop.dataloader))
 
     def before_train_epoch(self, runner) -> None:
-        """Number the batches of this epoch."""
-        if self.batches is not None and isinstance(runner.train_loop, EpochBasedTrainLoop):
-            self.batches.set_epoch(runner.epoch)
+        """Number the batches of this epoch, and leave out those that were trained on before the run was stopped."""
+        loop = runner.train_loop
+        if self.batches is None or not isinstance(loop, EpochBasedTrainLoop):
+            return
+        self.batches.set_epoch(runner.epoch)
+        if self._num_done:
+            self.batches.skip(self._num_done)
+            run_iter, num_done = loop.run_iter, self._num_done
+            # hooks see the batch's number in the epoch, and the loop counts from 0
+            loop.run_iter = lambda index, data_batch: run_iter(index + num_done, data_batch)
+
+    def after_train_epoch(self, runner) -> None:
+        """The epochs that follow are whole."""
+        if self._num_done:
+            self._num_done = 0
+            del runner.train_loop.run_iter
 
     def before_train_iter(self, runner, batch_idx: int, data_batch=None) -> None:
         """Seed what the model draws in this iteration."""

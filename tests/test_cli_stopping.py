@@ -1,0 +1,183 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Runs of the tools that are stopped, killed or spread over machines: they end cleanly, and go on as if undisturbed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_cli_roundtrip import environment, free_port, losses, run
+
+pytest.importorskip('mmpretrain')
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name != 'posix', reason='signals')]
+
+ROOT = Path(__file__).resolve().parents[1]
+TOOLS = ROOT / 'tools'
+NUM_ITERS = 12  # of two processes: 3 epochs of 4 batches
+CONFIG = """
+_base_ = {base!r}
+model = dict(backbone=dict(arch=dict(embed_dims=(16, 16, 32, 32), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2))),
+             neck=dict(in_channels=32))
+train_cfg = dict(max_epochs=3, val_interval=3)
+train_dataloader = dict(batch_size=3, num_workers=1, dataset=dict(data_root={data!r}))
+val_dataloader = dict(batch_size=6, num_workers=1, dataset=dict(data_root={data!r}))
+test_dataloader = val_dataloader
+default_hooks = dict(logger=dict(interval=1))
+log_processor = dict(window_size=1)
+custom_imports = dict(imports=['mmlinattn', 'slowly'], allow_failed_imports=False)
+custom_hooks = [*_base_.custom_hooks, dict(type='Slowly')]
+"""
+# Time to send a signal in: some iterations wait, by what they count from the start of the process.
+SLOWLY = """
+import os, time
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+
+@HOOKS.register_module()
+class Slowly(Hook):
+    def after_train_iter(self, runner, **kwargs):
+        time.sleep(float(os.environ.get('SLOWLY', 0)))
+"""
+
+
+@pytest.fixture(scope='module')
+def place(tmp_path_factory):
+    """A folder with a tiny data set and a config for it."""
+    from mmlinattn.datasets import DatasetSpec, write_dataset
+
+    folder = tmp_path_factory.mktemp('stopping')
+    write_dataset(str(folder / 'shapes'), DatasetSpec('imagenet', 24, 12, size=(64, 64)))
+    base = str(ROOT / 'configs' / 'mmpretrain' / 'ravlt_shapes_quickstart.py')
+    (folder / 'config.py').write_text(CONFIG.format(base=base, data=str(folder / 'shapes')))
+    (folder / 'slowly.py').write_text(SLOWLY)
+    return folder
+
+
+def env(place, **more):
+    paths = os.pathsep.join([str(place), environment()['PYTHONPATH']])
+    more = dict(dict(PORT=free_port()), **more)
+    return dict(environment(), PYTHONPATH=paths, **{key: str(value) for key, value in more.items()})
+
+
+def train(place, *words):
+    """Two processes, to the end."""
+    return run('bash', TOOLS / 'dist_train.sh', 'config.py', 2, *words, cwd=place, **env(place))
+
+
+def start(place, *command, **more):
+    """The same as a process at work, in a group of its own."""
+    return subprocess.Popen(
+        [str(word) for word in command],
+        cwd=place,
+        env=env(place, **more),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def wait_for(process, condition, seconds=200):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stdout.read()[-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def descendants(pid):
+    listed = subprocess.run(['ps', '-eo', 'pid=,ppid=,args='], capture_output=True, text=True).stdout
+    rows = [line.split(maxsplit=2) for line in listed.splitlines()]
+    found, new = {}, {pid}
+    while new:
+        children = {int(row[0]): row[2] for row in rows if int(row[1]) in new}
+        found.update(children)
+        new = set(children)
+    return found
+
+
+def assert_gone(pids):
+    deadline = time.monotonic() + 10
+    while any(Path(f'/proc/{pid}').exists() for pid in pids):
+        assert time.monotonic() < deadline, [pid for pid in pids if Path(f'/proc/{pid}').exists()]
+        time.sleep(0.05)
+
+
+def weights(path):
+    return torch.load(path, weights_only=False)['state_dict']
+
+
+@pytest.fixture(scope='module')
+def whole(place):
+    """The undisturbed run of two processes."""
+    out = train(place, '--work-dir', 'whole')
+    assert sorted(losses(place / 'whole')) == list(range(1, NUM_ITERS + 1)), out[-2000:]
+    return place / 'whole'
+
+
+def test_ctrl_c_is_one_line(place):
+    command = [sys.executable, TOOLS / 'train.py', 'config.py', '--work-dir', 'key']
+    process = start(place, *command, SLOWLY=0.3)
+    wait_for(process, lambda: len(losses(place / 'key')) >= 9)  # of one process: 8 an epoch
+    running = descendants(process.pid)
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert 'Traceback' not in out
+    how = 'the same command with --resume goes on from there.'
+    last = place.joinpath('key/last_checkpoint').read_text()
+    assert last.endswith('key/epoch_1.pth')
+    assert out.splitlines()[-1] == f'interrupted: the last checkpoint is {last!r}; {how}'
+    assert time.monotonic() - began < 2
+    assert_gone(running)
+
+
+def test_sigterm_to_two_processes_saves_in_the_middle_of_an_epoch(place, whole):
+    command = ['bash', TOOLS / 'dist_train.sh', 'config.py', 2, '--work-dir', 'term']
+    process = start(place, *command, SLOWLY=0.3)
+    wait_for(process, lambda: len(losses(place / 'term')) >= 5)  # in the second of three epochs
+    running = descendants(process.pid)
+    process.terminate()  # the launcher hands it on
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 143, out[-3000:]
+    assert 'Traceback' not in out
+    assert out.count('is saved in') == 1
+    assert_gone(running)
+    assert (place / 'term' / 'last_checkpoint').read_text().endswith('stopped.pth')
+
+    train(place, '--work-dir', 'term', '--resume')
+    assert losses(place / 'term') == losses(whole)
+    ours, theirs = weights(place / 'term' / 'epoch_3.pth'), weights(whole / 'epoch_3.pth')
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_a_worker_that_dies_does_not_end_the_run(place, whole):
+    (place / 'died').mkdir()
+    (place / 'died' / 'last_checkpoint').write_text('of/another/run.pth')
+    os.utime(place / 'died' / 'last_checkpoint', (1, 1))
+    command = ['bash', TOOLS / 'dist_train.sh', 'config.py', 2, '--work-dir', 'died']
+    process = start(place, *command, SLOWLY=0.3, MAX_RESTARTS=3)
+    wait_for(process, lambda: len(losses(place / 'died')) >= 6)
+    ranks = [pid for pid, line in descendants(process.pid).items() if 'train.py' in line and 'launch.py' not in line]
+    os.kill(min(ranks), signal.SIGKILL)
+    out, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, out[-3000:]
+    assert 'resumed epoch: 1, iter: 4' in out
+    assert losses(place / 'died') == losses(whole)
+
+
+def test_two_machines_train_what_two_processes_of_one_do(place, whole):
+    port = free_port()
+    command = ['bash', str(TOOLS / 'dist_train.sh'), 'config.py', '1', '--work-dir', 'nodes']
+    nodes = [start(place, *command, NNODES=2, NODE_RANK=rank, MASTER_ADDR='127.0.0.1', PORT=port) for rank in (1, 0)]
+    outs = [node.communicate(timeout=300)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], outs
+    ours, theirs = weights(place / 'nodes' / 'epoch_3.pth'), weights(whole / 'epoch_3.pth')
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert losses(place / 'nodes') == losses(whole)

@@ -1,0 +1,251 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Ctrl-C and SIGTERM, for a toy run; the tools are in test_cli_stopping.py."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from engine_toys import Count, make_runner
+from mmengine.hooks import Hook
+from test_engine_resuming import losses
+
+from mmlinattn.engine import RunError, StopHook
+from mmlinattn.engine.resuming import _batches_done
+
+pytestmark = pytest.mark.skipif(os.name != 'posix', reason='signals')
+TESTS = Path(__file__).resolve().parent
+EPOCHS = dict(by_epoch=True, max_epochs=3)  # of 3 batches
+ITERS = dict(by_epoch=False, max_iters=9)
+VALIDATION = dict(
+    val_cfg=dict(),
+    val_evaluator=dict(type=Count),
+    val_dataloader=dict(
+        dataset=dict(type='ToyDataset', size=4), sampler=dict(type='DefaultSampler'), batch_size=2, num_workers=0
+    ),
+)
+
+
+class SigtermAt(Hook):
+    """Send the signal where a run is, at a stage such as ``before_train_iter``."""
+
+    def __init__(self, stage, iteration):
+        self.stage, self.iteration = stage, iteration
+        setattr(self, stage, self.send)
+
+    def send(self, runner, *args, **kwargs):
+        if runner.iter == self.iteration:
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL  # else it would end the tests
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train(work_dir, loop, stage=None, at=None, hooks=(), stop=None, **kwargs):
+    """Train, up to a SIGTERM where ``stage`` and ``at`` name a place for it; returns the Runner."""
+    assert threading.current_thread() is threading.main_thread()
+    found = signal.getsignal(signal.SIGTERM)
+    names = ['CheckpointGuardHook', 'ExactResumeHook']
+    runner = make_runner(
+        work_dir,
+        [*[dict(type=name) for name in names], dict(type='StopHook', **(stop or {})), *hooks],
+        train_cfg=dict(loop),
+        randomness=dict(seed=1),
+        log_processor=dict(window_size=1, by_epoch=loop['by_epoch']),
+        param_scheduler=[
+            dict(type='StepLR', step_size=1, gamma=0.7, by_epoch=loop['by_epoch']),
+            dict(type='MultiStepLR', milestones=[5], by_epoch=False),
+        ],
+        **kwargs,
+    )
+    try:
+        if stage is None:
+            runner.train()
+        else:
+            runner.register_hook(SigtermAt(stage, at))
+            with pytest.raises(SystemExit) as ended:
+                runner.train()
+            assert ended.value.code == 143
+    finally:
+        signal.signal(signal.SIGTERM, found)
+    return runner
+
+
+def weights(runner):
+    return [p.detach().clone() for p in runner.model.parameters()]
+
+
+@pytest.mark.parametrize(
+    'loop, stage, at, workers',
+    [
+        (EPOCHS, 'before_train_iter', 4, 0),  # in the middle of an epoch
+        (EPOCHS, 'before_train_iter', 4, 2),
+        (EPOCHS, 'before_train_iter', 5, 0),  # its last batch
+        (EPOCHS, 'after_train_epoch', 6, 0),  # between two
+        (ITERS, 'before_train_iter', 4, 2),
+    ],
+)
+def test_a_run_that_was_terminated_resumes_with_equal_losses_and_weights(tmp_path, loop, stage, at, workers):
+    loader = dict(num_workers=workers, persistent_workers=workers > 0)
+    whole = train(tmp_path / 'whole', loop, loader=loader)
+    train(tmp_path / 'cut', loop, stage, at, loader=loader)
+    cut = tmp_path / 'cut'
+    assert max(losses(cut)) == at + 1  # the iteration was finished
+    assert (cut / 'last_checkpoint').read_text() == str(cut / 'stopped.pth')
+    resumed = train(cut, loop, loader=loader, resume=True)
+    assert losses(cut) == losses(tmp_path / 'whole')
+    assert all(map(torch.equal, weights(whole), weights(resumed)))
+
+
+@pytest.mark.parametrize('loop', [EPOCHS, ITERS], ids=['epochs', 'iterations'])
+@pytest.mark.parametrize('stage, at', [('before_val_iter', 6), ('before_train_iter', 5)])
+def test_a_validation_that_was_cut_off_is_made_up_for(tmp_path, monkeypatch, loop, stage, at):
+    """Averaged weights are in the model's place then, and are not what is saved as the model's."""
+    loop = dict(loop, val_interval=2 if loop['by_epoch'] else 6)
+    kwargs = dict(VALIDATION, hooks=[dict(type='EMAHook', momentum=0.3)])
+    monkeypatch.setattr(Count, 'calls', 0)
+    whole = train(tmp_path / 'whole', loop, **kwargs)
+    assert Count.calls == 2
+    Count.calls = 0
+    train(tmp_path / 'cut', loop, stage, at, **kwargs)
+    assert Count.calls == 0
+    resumed = train(tmp_path / 'cut', loop, **kwargs, resume=True)
+    assert Count.calls == 2
+    assert losses(tmp_path / 'cut') == losses(tmp_path / 'whole')
+    assert all(map(torch.equal, weights(whole), weights(resumed)))
+
+
+def test_stops_where_summed_gradients_were_used(tmp_path):
+    hooks = [dict(type='LoggerHook')]
+    train(tmp_path, ITERS, 'before_train_iter', 3, hooks=hooks, optim=dict(accumulative_counts=3))
+    assert torch.load(tmp_path / 'stopped.pth', weights_only=False)['meta']['iter'] == 6
+
+
+def test_opt_out(tmp_path):
+    seen = []
+
+    class Look(Hook):
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    found = signal.getsignal(signal.SIGTERM)
+    train(tmp_path, EPOCHS, hooks=[Look()], stop=dict(save_on_sigterm=False))
+    assert set(seen) == {found}
+    with pytest.raises(ValueError, match="save_on_sigterm='no' has to be True or False"):
+        StopHook(save_on_sigterm='no')
+
+
+def test_the_handler_of_others_stays(tmp_path):
+    mine, found = (lambda *_: None), signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, mine)
+    try:
+        train(tmp_path, EPOCHS)
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, found)
+
+
+def test_fine_tuning_from_a_stopped_run_begins_with_a_whole_epoch(tmp_path):
+    train(tmp_path / 'cut', EPOCHS, 'before_train_iter', 4)
+    runner = train(tmp_path / 'tuned', EPOCHS, load_from=str(tmp_path / 'cut' / 'stopped.pth'))
+    assert runner.iter == 9
+
+
+def test_other_epochs_cannot_be_continued(tmp_path):
+    train(tmp_path, EPOCHS, 'before_train_iter', 4)
+    with pytest.raises(RunError, match='after 2 of the 3 batches of an epoch, and here an epoch has 6'):
+        train(tmp_path, EPOCHS, loader=dict(batch_size=2), resume=True)
+
+
+@pytest.mark.parametrize('stopped', [[1], dict(batch=1), dict(batch='1', num_batches=3), dict(batch=4, num_batches=3)])
+def test_a_place_in_the_epoch_that_is_none(stopped):
+    with pytest.raises(RunError, match='meta.stopped = '):
+        _batches_done(stopped, 3)
+
+
+SCRIPT = """
+import ctypes, signal, sys, time
+from pathlib import Path
+
+import torch
+from engine_toys import ToyDataset, make_runner
+from mmengine.hooks import Hook
+
+from mmlinattn.engine.stopping import clean_end
+
+kind, work_dir = sys.argv[1:]
+
+
+class Stall(Hook):
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        if runner.iter < 4:
+            return
+        print('here', flush=True)
+        if kind == 'in C':  # where Python's handler has to wait
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            ctypes.CDLL(None).sleep(20)
+        while True:
+            try:
+                time.sleep(20)
+            except KeyboardInterrupt:
+                if kind != 'deaf':
+                    raise
+
+
+if __name__ == '__main__':
+    with clean_end() as run:
+        run.work_dir = work_dir
+        loader = dict(num_workers=2, persistent_workers=True)
+        make_runner(Path(work_dir), [dict(type='StopHook'), Stall()], loader=loader).train()
+"""
+
+
+def children(pid):
+    listed = subprocess.run(['ps', '-o', 'pid=', '--ppid', str(pid)], capture_output=True, text=True)
+    return [int(word) for word in listed.stdout.split()]
+
+
+def is_alive(pid):
+    try:
+        return Path(f'/proc/{pid}/stat').read_text().rpartition(')')[2].split()[0] != 'Z'
+    except OSError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path('/proc/self').exists(), reason='looks for processes in /proc')
+@pytest.mark.parametrize('kind', ['idle', 'in C', 'deaf', 'deaf twice'])
+def test_ctrl_c(tmp_path, kind):
+    script = tmp_path / 'script.py'
+    script.write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, str(script), kind.split(' twice')[0], str(tmp_path / 'work')],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ, PYTHONPATH=f'{TESTS}:{TESTS.parent}'),
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert process.stdout.readline() == 'here\n'
+    workers = children(process.pid)
+    assert len(workers) == 2
+    began = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    if kind == 'deaf twice':
+        time.sleep(0.6)
+        os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    seconds = time.monotonic() - began
+    assert process.returncode == 130
+    lines = [line for line in errors.splitlines() if 'interrupted' in line or 'Traceback' in line]
+    path = str(tmp_path / 'work' / 'epoch_1.pth')
+    assert lines == [
+        f"interrupted: the last checkpoint is '{path}'; the same command with --resume goes on from there."
+    ]
+    assert errors.splitlines()[-1] == lines[0]
+    assert not any(is_alive(worker) for worker in workers)
+    assert seconds < (1.2 if kind == 'deaf twice' else 2), seconds
