@@ -15,6 +15,8 @@ from mmengine.registry import DATASETS, HOOKS
 from mmengine.runner import IterBasedTrainLoop
 from mmengine.runner.base_loop import BaseLoop
 
+from .annotations import check_annotations, describe_extreme, listed
+from .cli import notice
 from .errors import RunError
 from .loading_check import Unreadable, allowed_labels, read_samples, watch_loading
 
@@ -79,7 +81,8 @@ def check_data_config(cfg: Config, stages: Sequence[str]) -> None:
         stages: Those of ``'train'``, ``'val'`` and ``'test'`` that will run.
 
     Raises:
-        RunError: One is missing. The message has the config key, its value and what belongs there.
+        RunError: One is missing, or annotations in COCO's format cannot be used. The message has the config key, its
+            value and what belongs there.
     """
     for stage in stages:
         loader = cfg.get(f'{stage}_dataloader')
@@ -94,6 +97,20 @@ def check_data_config(cfg: Config, stages: Sequence[str]) -> None:
                     f'{stage}_evaluator.ann_file = {path!r}: no such file. It has to be the '
                     f'annotation file of {stage}_dataloader, and is not relative to data_root.'
                 )
+    if cfg.get('default_scope') != 'mmdet' or int(os.environ.get('RANK', os.environ.get('SLURM_PROCID', 0))) != 0:
+        return
+    for stage in stages:
+        for key, leaf in _leaf_configs(cfg.get(f'{stage}_dataloader'), f'{stage}_dataloader'):
+            path = osp.join(leaf.get('data_root') or '', leaf.get('ann_file') or '')
+            if leaf.get('type') and leaf.get('ann_file') and _is_local(path, leaf):
+                loadings = [step for step in leaf.get('pipeline') or [] if _loads_annotations(step.get('type'))]
+                with_masks = any(step.get('with_mask') for step in loadings)
+                for line in check_annotations(leaf['type'], path, f'{key}.ann_file', with_masks, stage == 'train'):
+                    notice(line)
+
+
+def _loads_annotations(kind) -> bool:
+    return getattr(kind, '__name__', str(kind)).rpartition('.')[2] == 'LoadAnnotations'
 
 
 def _explain_empty_data(cfg: Config, stages: Sequence[str]) -> str:
@@ -214,10 +231,11 @@ def start_workers_late(loop: IterBasedTrainLoop) -> None:
 class DataCheckHook(Hook):
     """Find bad data before the first iteration where that is quick, and else by name when it is met.
 
-    Before the run, the main process looks whether all image and label files are there, and reads those of some
-    samples; the others wait for it where the model is first synchronised. While the run goes on, each file is checked
-    as it is read, in the processes that read it: that it can be decoded; that a segmentation map has the size of its
-    image and labels of the model's ``num_classes`` only.
+    Before the run, the main process looks whether all image and label files are there, checks annotation files of
+    COCO's format, and reads the files of some samples; the others wait for it where the model is first synchronised.
+    While the run goes on, each file is checked as it is read, in the processes that read it: that it can be decoded;
+    that a picture has the size its annotations declare; that a segmentation map has the size of its image and labels of
+    the model's ``num_classes`` only.
 
     Args:
         max_listed: How many files a message names.
@@ -261,6 +279,7 @@ class DataCheckHook(Hook):
                 is_main = is_main_process()
                 if is_main:
                     self._check_presence(dataset, f'{stage}_dataloader')
+                    self._check_annotations(runner, dataset, stage)
                 watch_loading(dataset, allowed_labels(runner.model), self.skipped_list if may_skip else None)
                 if is_main:
                     self._check_samples(dataset, f'{stage}_dataloader', may_skip)
@@ -286,9 +305,7 @@ class DataCheckHook(Hook):
             )
 
     def _listed(self, items: Sequence, separator: str = ', ') -> str:
-        more = len(items) - self.max_listed
-        listed = separator.join(str(item).rstrip('.') for item in items[: self.max_listed])
-        return listed + (f' and {more} more.' if more > 0 else '.')
+        return listed(list(items), self.max_listed, separator)
 
     @staticmethod
     def _name(dataset, key: str) -> str:
@@ -305,8 +322,22 @@ class DataCheckHook(Hook):
                 + self._listed(missing)
             )
 
+    @staticmethod
+    def _check_annotations(runner, dataset, stage: str) -> None:
+        # Where tools/train.py runs, this was done before MMDetection read the file.
+        path, backend = getattr(dataset, 'ann_file', None), getattr(dataset, 'backend_args', None)
+        if runner.cfg.get('default_scope') != 'mmdet' or not isinstance(path, str) or not osp.isfile(path):
+            return
+        loadings = getattr(getattr(dataset, 'pipeline', None), 'transforms', ())
+        with_masks = any(getattr(loading, 'with_mask', False) for loading in loadings)
+        key = f'{stage}_dataloader.dataset.ann_file'
+        for line in check_annotations(type(dataset), path, key, with_masks, stage == 'train', backend):
+            runner.logger.warning(line)
+
     def _check_samples(self, dataset, key: str, may_skip: bool) -> None:
-        num_read, errors = read_samples(dataset, self.num_read)
+        num_read, errors, extreme = read_samples(dataset, self.num_read)
+        if extreme:
+            print_log(f'{self._name(dataset, key)}: {describe_extreme(extreme)}', 'current', logging.WARNING)
         if not errors:
             return
         name = self._name(dataset, key)

@@ -11,6 +11,7 @@ from mmcv.transforms import LoadAnnotations, LoadImageFromFile
 from mmengine.fileio import get as read_bytes
 from mmengine.model import BaseTTAModel, is_model_wrapper
 
+from .annotations import MIN_SIDE, is_extreme
 from .errors import RunError
 
 __all__ = ['AllowedLabels', 'CheckedLoading', 'SegMapCheck', 'allowed_labels', 'read_samples', 'watch_loading']
@@ -68,13 +69,22 @@ class CheckedLoading:
 
     def read(self, results: dict) -> Optional[dict]:
         """The sample with what was read, whatever ``skipped_list`` says."""
+        declared = results.get('height'), results.get('width')
         try:
-            return self.loading(results)
+            loaded = self.loading(results)
         except MemoryError:
             raise
         except Exception as error:  # what a decoder raises depends on the decoder
             reason = ' '.join(f'{type(error).__name__}: {error}'.split())
             raise Unreadable(f'{results.get(self.key, self.key)} cannot be read ({reason})') from error
+        if self.key == 'img_path' and loaded is not None and None not in declared:
+            size = tuple(loaded.get('ori_shape', declared))[:2]
+            if size != declared:
+                raise RunError(
+                    f'{results["img_path"]} has {size[0]}x{size[1]} pixels (height x width), its annotation file says '
+                    f'{declared[0]}x{declared[1]}: boxes and masks would not fit.'
+                )
+        return loaded
 
     def __call__(self, results: dict) -> Optional[dict]:
         try:
@@ -160,22 +170,24 @@ def watch_loading(dataset, allowed: Optional[AllowedLabels] = None, skipped_list
     transforms[:] = watched
 
 
-def read_samples(dataset, count: Optional[int] = None) -> tuple[int, list[RunError]]:
+def read_samples(dataset, count: Optional[int] = None) -> tuple[int, list[RunError], list[tuple]]:
     """Read the files of samples spread evenly over a data set that :func:`watch_loading` has seen.
 
     Args:
         count: How many samples; None for all.
 
     Returns:
-        How many were read, and an error for each that cannot be used (:class:`Unreadable`, or of :class:`SegMapCheck`).
+        How many were read, an error for each that cannot be used (:class:`Unreadable`, or of :class:`SegMapCheck`), and
+        pictures so small or long that little is left of them, as (file, width, height). Where annotations declare
+        sizes, these were looked at for all pictures before.
     """
     transforms = getattr(getattr(dataset, 'pipeline', None), 'transforms', ())
     checks = [transform for transform in transforms if isinstance(transform, (CheckedLoading, SegMapCheck))]
     if not checks:
-        return 0, []
+        return 0, [], []
     size = len(dataset)
     indices = range(size) if count is None or count >= size else np.linspace(0, size - 1, count, dtype=int)
-    errors = []
+    errors, extreme = [], []
     for index in indices:
         results = dataset.get_data_info(int(index))
         try:
@@ -186,8 +198,11 @@ def read_samples(dataset, count: Optional[int] = None) -> tuple[int, list[RunErr
                 results = check.read(results)
                 if results is None:  # `ignore_empty` of the loading transform
                     break
+                height, width = results['ori_shape'][:2] if 'ori_shape' in results else (MIN_SIDE, MIN_SIDE)
+                if check.key == 'img_path' and 'height' not in results and is_extreme(width, height):
+                    extreme.append((results['img_path'], width, height))
                 if check.key == 'seg_map_path' and type(check.loading).__module__.startswith('mmseg.'):
                     _check_depth(check.loading, results)
         except RunError as error:
             errors.append(error)
-    return len(indices), errors
+    return len(indices), errors, extreme
