@@ -5,20 +5,25 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage() {
   cat <<'USAGE'
-usage: tools/run_tests.sh [--with-onedl] [--use-existing] [pytest arguments]
+usage: tools/run_tests.sh [--with-onedl] [--with-slurm] [--use-existing] [pytest arguments]
 
 Without pytest arguments: ruff, the fast tests, those of attentions, layers and backbones once more in
-the plain forms of the ops, then the slow tests, stopping at the first of these that fails. With --with-onedl, or where CI is set, one train -> resume -> test round on the onedl-*
-distributions follows. With pytest arguments: one pytest run with just these.
+the plain forms of the ops, then the slow tests, stopping at the first of these that fails. With
+--with-onedl, or where CI is set, one train -> resume -> test round on the onedl-* distributions
+follows, and with --with-slurm, or in CI where Slurm is installed, a run under a Slurm of one node that
+is started in a folder of its own. With pytest arguments: one pytest run with just these.
 
   --use-existing   in the active Python instead of .venv (so does MMLINATTN_USE_EXISTING_ENV=1)
 USAGE
 }
 
-onedl=${CI:-} arguments=()
+ci=${CI:-}
+case $ci in 0 | false) ci='' ;; esac
+onedl=$ci slurm='' arguments=()
 for argument in "$@"; do
   case $argument in
     --with-onedl) onedl=1 ;;
+    --with-slurm) slurm=1 ;;
     --use-existing) export MMLINATTN_USE_EXISTING_ENV=1 ;;
     -h | --help) usage && exit 0 ;;
     *) arguments+=("$argument") ;;
@@ -53,10 +58,19 @@ OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow'
 # the plain forms of the ops, which compilers, exporters and unknown devices get
 MMLINATTN_OPS=reference OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow' \
   tests/attention tests/layers tests/ops tests/backbones
-OMP_NUM_THREADS=1 pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile -m slow
+OMP_NUM_THREADS=1 pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile -m 'slow and not slurm'
+
+if PATH=$PATH:/usr/sbin:/sbin command -v slurmctld >/dev/null; then
+  [ -z "$slurm$ci" ] || OMP_NUM_THREADS=1 "$py" -m pytest -m slurm tests/slurm
+elif [ -n "$slurm" ]; then
+  echo 'run_tests: --with-slurm: Slurm is not installed (Debian: apt-get install slurm-wlm munge)' >&2
+  exit 1
+elif [ -n "$ci" ]; then
+  echo 'run_tests: Slurm is not installed here: its test was not run' >&2
+fi
 
 # Not beside the tests above: MMCV compiles on all cores, and some tests measure time.
-case $onedl in '' | 0 | false) exit 0 ;; esac
+[ -n "$onedl" ] || exit 0
 round=tests/test_cli_roundtrip.py
 if [ ! -f "$round" ]; then
   echo "run_tests: no $round, so no round on the onedl distributions" >&2
