@@ -35,10 +35,17 @@ HOW_TO_GO_ON = 'the same command with --resume goes on from there'
 
 def end_workers() -> None:
     """Kill the data-loader workers of this process; PyTorch would wait up to 5 s for each."""
-    if threading.current_thread() is threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGCHLD)
+    if is_main:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises an error for each that ends
-    for child in multiprocessing.active_children():
+    children = multiprocessing.active_children()
+    for child in children:
         child.kill()
+    for child in children:
+        child.join(0.5)
+    if is_main and handler is not None:
+        signal.signal(signal.SIGCHLD, handler)
 
 
 def _end_at_the_parents_word() -> None:
@@ -218,15 +225,20 @@ def clean_end():
             os._exit(status)
         raise SystemExit(status) from None
     finally:
-        if signal.getsignal(signal.SIGTERM) is _leave_at_sigterm:
+        found = signal.getsignal(signal.SIGTERM)
+        if found is _leave_at_sigterm or _hook_of(found) is not None:
             signal.signal(signal.SIGTERM, handler)
 
 
-_active: Optional['StopHook'] = None
+def _hook_of(handler) -> Optional['StopHook']:
+    """The hook whose handler it is, also of a run that has ended by an error."""
+    owner = getattr(handler, '__self__', None)
+    return owner if isinstance(owner, StopHook) else None
 
 
 def _asked_to_stop() -> bool:
-    return _active is not None and _active.is_asked
+    hook = _hook_of(signal.getsignal(signal.SIGTERM))
+    return hook is not None and hook.is_asked
 
 
 class _ValidationEnds(Hook):
@@ -286,11 +298,12 @@ class StopHook(Hook):
 
     def before_train(self, runner) -> None:
         """Listen from here on, and make up for the validation at which the run was stopped."""
-        global _active
         if self.save_on_sigterm and threading.current_thread() is threading.main_thread():
             found = signal.getsignal(signal.SIGTERM)
+            before = _hook_of(found)
+            found = before._found if before is not None else found
             if found in (signal.SIG_DFL, signal.SIG_IGN) or found is _leave_at_sigterm:
-                self._found, self._runner, _active = found, runner, self
+                self._found, self._runner = found, runner
                 signal.signal(signal.SIGTERM, self._on_sigterm)
             else:
                 runner.logger.warning('StopHook: SIGTERM has a handler already, which stays: no checkpoint is saved.')
@@ -318,10 +331,9 @@ class StopHook(Hook):
 
     def after_train(self, runner) -> None:
         """Stop listening."""
-        global _active
         if self._runner is not None:
             signal.signal(signal.SIGTERM, self._found)
-            self._runner = _active = None
+            self._runner = None
 
     def _is_before_a_validation(self, runner) -> bool:
         loop, stopped = runner.train_loop, self._meta.get('stopped')
