@@ -17,6 +17,7 @@ from test_engine_resuming import losses
 
 from mmlinattn.engine import RunError, StopHook
 from mmlinattn.engine.resuming import _batches_done
+from mmlinattn.engine.stopping import clean_end
 
 pytestmark = pytest.mark.skipif(os.name != 'posix', reason='signals')
 TESTS = Path(__file__).resolve().parent
@@ -146,6 +147,29 @@ def test_the_handler_of_others_stays(tmp_path):
         assert signal.getsignal(signal.SIGTERM) is mine
     finally:
         signal.signal(signal.SIGTERM, found)
+
+
+def test_no_room_for_the_checkpoint_is_an_error(tmp_path):
+    """The exit status 143 says that it was saved."""
+
+    class FullDisk(Hook):
+        def before_save_checkpoint(self, runner, checkpoint):
+            raise OSError(28, 'No space left on device')
+
+    with pytest.raises(RunError, match='stopped.pth could not be written: No space left on device'):
+        train(tmp_path, ITERS, 'before_train_iter', 4, hooks=[FullDisk()])
+
+
+@pytest.mark.parametrize('error, status', [(SystemExit(1), 1), (SystemExit(143), 143), (RuntimeError(), 143)])
+def test_exit_status_after_sigterm(error, status):
+    """A lost connection to a process that ended before is no error then."""
+    found, hook = signal.getsignal(signal.SIGTERM), StopHook()
+    with pytest.raises(SystemExit) as ended, clean_end():
+        signal.signal(signal.SIGTERM, hook._on_sigterm)
+        hook.is_asked = True
+        raise error
+    assert ended.value.code == status
+    assert signal.getsignal(signal.SIGTERM) == found
 
 
 def test_fine_tuning_from_a_stopped_run_begins_with_a_whole_epoch(tmp_path):

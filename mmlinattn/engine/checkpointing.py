@@ -3,6 +3,7 @@ import os
 import os.path as osp
 from collections import deque
 from contextlib import contextmanager, suppress
+from typing import Optional
 
 from mmengine.dist import is_main_process
 from mmengine.fileio import LocalBackend, get_file_backend, register_backend
@@ -47,6 +48,18 @@ class AtomicLocalBackend(LocalBackend):
 
 
 register_backend(ATOMIC_BACKEND, AtomicLocalBackend, force=True)
+
+
+@contextmanager
+def explained_write_errors(target: str, previous: Optional[str]):
+    """Turn what a full disk raises while ``target`` is written into a :class:`RunError` that names ``previous``."""
+    try:
+        yield
+    except OSError as error:
+        kept = f'The previous checkpoint {previous} is intact. ' if previous else ''
+        raise RunError(
+            f'{target} could not be written: {error.strerror or error}. {kept}Make room and start again with --resume.'
+        ) from error
 
 
 class _DeferRemoval:
@@ -100,7 +113,7 @@ class SafeCheckpointHook(CheckpointHook):
         previous = self.last_ckpt
         self.last_ckpt = self.file_backend.join_path(self.out_dir, filename)
         runner.message_hub.update_info('last_ckpt', self.last_ckpt)
-        with self._explained(self.last_ckpt, previous):
+        with explained_write_errors(self.last_ckpt, previous):
             runner.save_checkpoint(
                 self.out_dir,
                 filename,
@@ -122,7 +135,7 @@ class SafeCheckpointHook(CheckpointHook):
         backend = self.file_backend
         self.file_backend = _DeferRemoval(backend)
         try:
-            with self._explained('the best checkpoint', getattr(self, 'best_ckpt_path', None)):
+            with explained_write_errors('the best checkpoint', getattr(self, 'best_ckpt_path', None)):
                 super()._save_best_checkpoint(runner, metrics)
             outdated = self.file_backend.outdated
         finally:
@@ -139,17 +152,6 @@ class SafeCheckpointHook(CheckpointHook):
             self.file_backend.remove(path)
         elif self.file_backend.isdir(path):  # DeepSpeed writes folders
             self.file_backend.rmtree(path)
-
-    @contextmanager
-    def _explained(self, target, previous):
-        try:
-            yield
-        except OSError as error:
-            kept = f'The previous checkpoint {previous} is intact. ' if previous else ''
-            raise RunError(
-                f'{target} could not be written: {error.strerror or error}. {kept}'
-                'Make room and start again with --resume.'
-            ) from error
 
 
 @HOOKS.register_module(force=True)

@@ -21,7 +21,7 @@ from mmengine.registry import HOOKS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch.utils.data import DataLoader
 
-from .checkpointing import ATOMIC_BACKEND, AtomicLocalBackend
+from .checkpointing import ATOMIC_BACKEND, AtomicLocalBackend, explained_write_errors
 from .data_check import start_workers_late
 from .distributed import leave_process_group
 from .resuming import ExactResumeHook
@@ -79,6 +79,11 @@ def shield_workers(loader: DataLoader) -> None:
         loader.worker_init_fn = _Shielded(loader.worker_init_fn)
 
 
+def _rank() -> int:
+    """Of this process in its run, also before the processes have joined."""
+    return int(os.environ.get('RANK', os.environ.get('SLURM_PROCID', 0)))
+
+
 class ToolRun:
     """What :func:`clean_end` tells the user about: set ``work_dir`` once it is known.
 
@@ -105,7 +110,7 @@ class ToolRun:
 
     def say_interrupted(self) -> None:
         """The one line after Ctrl-C, from one process of the run."""
-        if not self._said.acquire(blocking=False) or int(os.environ.get('RANK', 0)) != 0:
+        if not self._said.acquire(blocking=False) or _rank() != 0:
             return
         line = 'interrupted.'
         if self.work_dir is not None:
@@ -204,11 +209,10 @@ def clean_end():
             yield run
         leave_process_group(failed=False)
     except BaseException as error:
-        asked = _asked_to_stop()
         if isinstance(error, KeyboardInterrupt) or run.is_interrupted:
             status = INTERRUPTED
-        elif asked or isinstance(error, SystemExit) and error.code == TERMINATED:
-            # also where another process of the run was faster, and this one lost its connection
+        elif error.code == TERMINATED if isinstance(error, SystemExit) else _asked_to_stop():
+            # the latter where another process of the run was faster, and this one lost its connection
             status = TERMINATED
         was_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         end_workers()
@@ -377,17 +381,18 @@ class StopHook(Hook):
         if backend is None and '://' not in folder:
             backend = dict(backend=ATOMIC_BACKEND)
         meta['stopped'] = dict(batch=batch, num_batches=len(runner.train_dataloader))
-        runner.save_checkpoint(
-            folder,
-            CHECKPOINT_NAME,
-            save_param_scheduler=runner.param_schedulers is not None,
-            meta=meta,
-            by_epoch=False,
-            backend_args=backend,
-        )
         path = f'{folder.rstrip("/")}/{CHECKPOINT_NAME}'
-        if is_main_process():
-            AtomicLocalBackend().put_text(path, osp.join(runner.work_dir, 'last_checkpoint'))
+        with explained_write_errors(path, getattr(hook, 'last_ckpt', None)):
+            runner.save_checkpoint(
+                folder,
+                CHECKPOINT_NAME,
+                save_param_scheduler=runner.param_schedulers is not None,
+                meta=meta,
+                by_epoch=False,
+                backend_args=backend,
+            )
+            if is_main_process():
+                AtomicLocalBackend().put_text(path, osp.join(runner.work_dir, 'last_checkpoint'))
         return path
 
 
