@@ -120,22 +120,28 @@ def whole(place):
     return place / 'whole'
 
 
-def test_ctrl_c_is_one_line(place):
-    command = [sys.executable, TOOLS / 'train.py', 'config.py', '--work-dir', 'key']
-    process = start(place, *command, SLOWLY=0.3)
-    wait_for(process, lambda: len(losses(place / 'key')) >= 9)  # of one process: 8 an epoch
+@pytest.mark.parametrize('processes', [1, 2])
+def test_ctrl_c_is_one_line(place, processes):
+    command = [sys.executable, TOOLS / 'train.py', 'config.py']
+    if processes > 1:
+        command = ['bash', TOOLS / 'dist_train.sh', 'config.py', processes]
+    name = f'key{processes}'
+    process = start(place, *command, '--work-dir', name, SLOWLY=0.3)
+    wait_for(process, lambda: len(losses(place / name)) >= 1 + 8 // processes)  # in the second epoch
     running = descendants(process.pid)
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
+    seconds = time.monotonic() - began
+    assert process.returncode == 130, out[-3000:]
     assert 'Traceback' not in out
     how = 'the same command with --resume goes on from there.'
-    last = place.joinpath('key/last_checkpoint').read_text()
-    assert last.endswith('key/epoch_1.pth')
-    assert out.splitlines()[-1] == f'interrupted: the last checkpoint is {last!r}; {how}'
-    assert time.monotonic() - began < 2
+    last = (place / name / 'last_checkpoint').read_text()
+    assert last.endswith(f'{name}/epoch_1.pth')
+    lines = [line for line in out.splitlines() if 'interrupted' in line]
+    assert lines == [f'interrupted: the last checkpoint is {last!r}; {how}']
     assert_gone(running)
+    assert seconds < 2 * processes  # torchrun comes on top
 
 
 def test_sigterm_to_two_processes_saves_in_the_middle_of_an_epoch(place, whole):
