@@ -380,7 +380,7 @@ class StopHook(Hook):
         backend = getattr(hook, 'backend_args', None)
         if backend is None and '://' not in folder:
             backend = dict(backend=ATOMIC_BACKEND)
-        meta['stopped'] = dict(batch=batch, num_batches=len(runner.train_dataloader))
+        meta['stopped'] = dict(batch=batch, num_batches=len(runner.train_dataloader) if batch else 0)
         path = f'{folder.rstrip("/")}/{CHECKPOINT_NAME}'
         with explained_write_errors(path, getattr(hook, 'last_ckpt', None)):
             runner.save_checkpoint(
