@@ -14,6 +14,7 @@ from torch import nn
 import mmlinattn  # noqa: F401
 from mmlinattn.analysis.counting import CONV, LINEAR, PRODUCT, Count
 from mmlinattn.analysis.flops import count_model, part_of
+from mmlinattn.attention import Grid, HallucinatedMixer
 from mmlinattn.engine import RunError
 
 # RAVLT t s b l, G multiply-adds at 224x224: convolutions and linear layers; all with norms, hybrid and fully linear
@@ -46,6 +47,18 @@ def test_counts_by_kind_and_module(device):
         ('linear', LINEAR): tokens * 8 * 6,
         ('', PRODUCT): tokens * 6 * 6 + 2 * tokens * 35 * 6,
     }
+
+
+@pytest.mark.parametrize('device', ['cpu', 'meta'])
+def test_hallucinated_attention_counts_as_its_paper_counts(device):
+    """Maps of all heads with their values, a 3x3 over half of them and their mixture; no map is seen in memory."""
+    with torch.device(device):
+        mixer = HallucinatedMixer(24, 3)
+        q, k, v = torch.zeros(2, 30, 12), torch.zeros(2, 20, 12), torch.zeros(2, 20, 24)
+    with torch.no_grad(), Count(mixer) as count:
+        assert mixer(q, k, v, Grid(5, 6), Grid(4, 5)).shape == (2, 30, 24)
+    assert count.macs == {('', PRODUCT): 2 * 30 * 20 * (12 + 24 + 9 * 3 + 3 * 3)}
+    assert count.peak_bytes < 2 * 4 * 30 * 24 * 4
 
 
 def test_peak_memory_is_what_is_alive_at_one_time():

@@ -17,6 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from ..ops import hallucinated_attention
+
 CONV, LINEAR, PRODUCT = KINDS = ('convolution', 'linear', 'attention product')
 _aten = torch.ops.aten
 # Linear layers multiply by one matrix; products of batches of matrices are those inside attentions, except for those
@@ -64,11 +66,7 @@ class Count(TorchDispatchMode):
 
     def __enter__(self):
         self._stack = contextlib.ExitStack()
-        for name, module in self.model.named_modules():
-            enter = module.register_forward_pre_hook(lambda *_, name=name: self._names.append(name))
-            leave = module.register_forward_hook(self._leave, always_call=True)
-            self._stack.callback(enter.remove)
-            self._stack.callback(leave.remove)
+        self._stack.enter_context(mock.patch.object(nn.Module, '__call__', self._called_by_name()))
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             self._seen.add(tensor.untyped_storage()._cdata)
         self._stack.enter_context(_Functions(self))
@@ -78,8 +76,22 @@ class Count(TorchDispatchMode):
         super().__exit__(*error)
         return self._stack.__exit__(*error)
 
-    def _leave(self, *_) -> None:
-        self._names.pop()
+    def _called_by_name(self):
+        """``nn.Module.__call__`` that keeps account of whose call it is. Not by hooks: layers with hooks are called as
+        they are, where others may be cut to what is needed of them."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        call = nn.Module.__call__
+
+        def named(module, *args, **kwargs):
+            if id(module) not in names:
+                return call(module, *args, **kwargs)
+            self._names.append(names[id(module)])
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self._names.pop()
+
+        return named
 
     def add(self, kind: str, macs: int) -> None:
         self.macs[self._names[-1], kind] += macs
@@ -117,7 +129,8 @@ class _Functions(TorchFunctionMode):
 
     All products of ``linear`` are of that kind, and ``scaled_dot_product_attention`` is counted as the fused kernel of
     real devices: two products, no N x N map. On meta tensors PyTorch would take its plain form apart instead, map and
-    all.
+    all. Hallucinated attention counts as its paper counts it, as if maps were built: two products, a 3x3 convolution
+    of half of the maps and their mixture, whatever form runs.
     """
 
     def __init__(self, count: Count) -> None:
@@ -129,10 +142,14 @@ class _Functions(TorchFunctionMode):
         if func is F.linear:
             with mock.patch.object(self.count, 'kind_of_product', LINEAR):
                 return func(*args, **kwargs)
-        if func is not F.scaled_dot_product_attention:
+        if func not in (F.scaled_dot_product_attention, hallucinated_attention):
             return func(*args, **kwargs)
         q, k, v = args[:3]
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         pairs = q.shape[:-1].numel() * k.shape[-2]
+        if func is hallucinated_attention:
+            half = args[3] // 2
+            taps = 9 * half * (kwargs['intra'] is not None) + half**2 * (kwargs['cross'] is not None)
+            self.count.add(PRODUCT, pairs * taps)
         self.count.add(PRODUCT, pairs * (q.shape[-1] + v.shape[-1]))
         return out

@@ -1,8 +1,13 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from .angular import AngularMixer
 from .arrangements import Cuts, GlobalAttention, ReducedAttention, StripeAttention, WindowAttention
 from .base import TOKEN_MIXERS, Attention, TokenMixer, get_mixer
+from .efficient import EfficientMixer
+from .enhanced import EnhancedMixer
 from .focused import FocusedMixer
 from .grid import Grid
+from .hallucinated import HallucinatedMixer
+from .hydra import HydraMixer
 from .inline import InLineMixer
 from .rala import RALAMixer
 from .softmax import SoftmaxMixer
@@ -10,11 +15,16 @@ from .windows import Windows
 
 __all__ = [
     'TOKEN_MIXERS',
+    'AngularMixer',
     'Attention',
     'Cuts',
+    'EfficientMixer',
+    'EnhancedMixer',
     'FocusedMixer',
     'GlobalAttention',
     'Grid',
+    'HallucinatedMixer',
+    'HydraMixer',
     'InLineMixer',
     'RALAMixer',
     'ReducedAttention',

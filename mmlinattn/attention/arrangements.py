@@ -123,6 +123,14 @@ class RelativePositionBias(nn.Module):
         return index.flatten(2).flatten(0, 1)
 
 
+def check_order(mixer, spec) -> None:
+    """Raises:
+    ValueError: For a mixer that reads tokens in an order that windows do not keep.
+    """
+    if mixer.sequential:
+        raise ValueError(f'attention {spec!r} goes over the sequence of all tokens, which windows and stripes cut')
+
+
 class WindowAttention(Attention):
     """Attention within windows, shifted or not; padding never changes the output of a real token.
 
@@ -144,10 +152,12 @@ class WindowAttention(Attention):
         **kwargs,
     ) -> None:
         super().__init__(dim, num_heads, mixer, **kwargs)
+        if window is not None:
+            check_order(self.mixer, mixer)
         self.window = window
         self.shift = shift
         has_bias = relative_bias and self.mixer.bias and window is not None
-        self.relative_bias = RelativePositionBias(window, num_heads) if has_bias else None
+        self.relative_bias = RelativePositionBias(window, self.mixer.num_heads) if has_bias else None
 
     def forward(self, x: Tensor, cuts: Optional[Cuts] = None, **shared) -> Tensor:
         windows = Windows.fit(*x.shape[1:3], self.window, self.shift)
@@ -162,8 +172,10 @@ class WindowAttention(Attention):
             bias = bias.repeat(x.shape[0], 1, 1, 1)
         if 'source' in shared:
             shared['source'] = windows.partition(shared['source'])
-        tokens = windows.partition(x)
-        return windows.merge(super().forward(tokens, Grid(*windows.window), mask=real, bias=bias, **shared))
+        tokens, grid = windows.partition(x), Grid(*windows.window)
+        if self.mixer.local_keys:
+            grid = grid._replace(regions=windows.region_index(x.device))
+        return windows.merge(super().forward(tokens, grid, mask=real, bias=bias, **shared))
 
     def in_regions(self, x: Tensor, windows: Windows, source: Optional[Tensor] = None, **shared) -> Tensor:
         """Windows that end where the map does, instead of padding: windows of a linear attention are large."""
@@ -207,6 +219,7 @@ class StripeAttention(BaseModule):
         self.stripe = stripe
         self.branches = ModuleList(Mixing(dim // 2, num_heads // 2, mixer, None, local_kernel) for _ in range(2))
         mixer_module = self.branches[0].mixer
+        check_order(mixer_module, mixer)
         if mixer_module.gate not in (None, 'projection'):
             raise ValueError(f'gate={mixer_module.gate!r} of {mixer!r} is not available in stripes')
         widths = mixer_module.widths

@@ -39,6 +39,8 @@ class TokenMixer(BaseModule):
       (see :class:`Attention`).
     - ``rotary``: understands ``rotary``, the encoding of :func:`mmlinattn.layers.rotary_table`.
     - ``bias``: understands an additive ``bias`` on its attention map (relative position bias).
+    - ``local_keys``: looks at the neighbours of a key, so that it needs ``regions`` of its grid.
+    - ``sequential``: reads the tokens in their order, which windows and stripes do not keep.
     - ``context``: wants the mean input token.
     - ``position_table``: needs ``grid`` at construction.
     """
@@ -47,6 +49,8 @@ class TokenMixer(BaseModule):
     gate: Optional[str] = None
     rotary = False
     bias = False
+    local_keys = False
+    sequential = False
     context = False
     position_table = False
 

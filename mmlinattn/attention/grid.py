@@ -15,12 +15,14 @@ class Grid(NamedTuple):
 
     ``within``: height and width of the window whose top left part this grid is. Windows at the right and lower border
     of a map end where the map does; position tables are those of the whole window.
+    ``regions``: (windows, N), below 4, for the windows of a rolled map: tokens of different regions are no neighbours.
     """
 
     height: int
     width: int
     prefix: int = 0
     within: Optional[tuple[int, int]] = None
+    regions: Optional[Tensor] = None
 
     @property
     def num_tokens(self) -> int:

@@ -94,6 +94,18 @@ class Windows(NamedTuple):
         """
         if not any(self.shift):
             return None
+        region = self._region_of_tokens(device)
+        return region[:, :, None] == region[:, None, :]
+
+    def region_index(self, device) -> Optional[Tensor]:
+        """Which of the up to four regions of its window a token belongs to, (windows, N) int64; None without a
+        shift."""
+        if not any(self.shift):
+            return None
+        region = self._region_of_tokens(device)
+        return region // 3 // 2 * 2 + region % 3 // 2  # 0 and 1 along an axis are windows apart
+
+    def _region_of_tokens(self, device) -> Tensor:
         axes = []
         for size, window, shift in zip(self.padded, self.window, self.shift):
             position = torch.arange(size, device=device)
@@ -101,5 +113,4 @@ class Windows(NamedTuple):
                 (position >= size - window).long() + (position >= size - shift).long() if shift else position * 0
             )
         region = (axes[0][:, None] * 3 + axes[1])[None, ..., None]
-        region = self._replace(height=self.padded[0], width=self.padded[1], shift=(0, 0)).partition(region)[..., 0]
-        return region[:, :, None] == region[:, None, :]
+        return self._replace(height=self.padded[0], width=self.padded[1], shift=(0, 0)).partition(region)[..., 0]

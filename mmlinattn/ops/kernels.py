@@ -43,3 +43,9 @@ def check_kernel(kernel: str, allowed: tuple[str, ...]) -> str:
     if kernel not in allowed:
         raise ValueError(f'kernel={kernel!r} has to be one of {list(allowed)}')
     return kernel
+
+
+def unit(x: Tensor) -> Tensor:
+    """``x / |x|`` over the last axis. Vectors of zeros stay so, with gradients of the size of the result's."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / torch.where(length > 0, length, 1)

@@ -151,6 +151,44 @@ def predicted_kernels(mean, fc1, fc2, heads):
     return torch.cat(parts, dim=1).unsqueeze(2)
 
 
+def hallucinated_maps(real, steps, size, prefix=0, mask=None, regions=None):
+    """Logits of the hallucinated heads (hMHSA Eq. 2) from those of the real ones, literally.
+
+    ``steps`` are pairs of ``'ihh'`` or ``'chh'`` and the convolution (weight, bias). IHH goes over the keys' grid,
+    ``size``, tap by tap: a tap adds where it meets a real key of the same region. Keys of class tokens have no
+    neighbours. Biases are added to all keys.
+    """
+    height, width = size
+    maps = real
+    for name, (weight, bias) in steps:
+        if name == 'chh':
+            maps = torch.einsum('mi,binj->bmnj', weight[:, :, 0, 0], maps)
+            maps = maps if bias is None else maps + bias[:, None, None]
+            continue
+        out = torch.zeros_like(maps)
+        out[..., :prefix] = maps[..., :prefix]
+        for y in range(height):
+            for x in range(width):
+                here = prefix + y * width + x
+                for i in range(3):
+                    for j in range(3):
+                        sy, sx = y + i - 1, x + j - 1
+                        if not (0 <= sy < height and 0 <= sx < width):
+                            continue
+                        there = prefix + sy * width + sx
+                        reaches = torch.ones(len(maps), dtype=maps.dtype)
+                        if mask is not None:
+                            reaches = reaches * mask[:, there]
+                        if regions is not None:
+                            reaches = reaches * (regions[:, there] == regions[:, here])
+                        tap = torch.zeros(maps.shape[-1], dtype=maps.dtype)
+                        tap[here] = 1
+                        value = maps[..., there] * weight[:, 0, i, j, None] * reaches[:, None, None]
+                        out = out + tap * value[..., None]
+        maps = out + bias[:, None, None]
+    return maps
+
+
 def assert_twins(fast, literal, leaves):
     """Equal values, and equal gradients of a generic function of them."""
     torch.testing.assert_close(fast, literal, rtol=1e-9, atol=1e-11)

@@ -21,6 +21,13 @@ MIXERS = {
     'inline, division': dict(type='inline', kernel='exp', injective=False),
     'focused': dict(type='focused'),
     'focused, relu': dict(type='focused', focus=False),
+    'hallucinated': dict(type='hallucinated'),
+    'hallucinated, chh first': dict(type='hallucinated', steps=('chh', 'ihh')),
+    'hydra': dict(type='hydra'),
+    'efficient': dict(type='efficient'),
+    'angular': dict(type='angular'),
+    'angular, paper': dict(type='angular', form='paper'),
+    'enhanced': dict(type='enhanced'),
 }
 every_mixer = pytest.mark.parametrize('mixer', MIXERS.values(), ids=MIXERS)
 

@@ -1,0 +1,74 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from typing import Optional
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops
+from .base import TOKEN_MIXERS, TokenMixer
+from .grid import Grid, add_local
+
+CONVS = ('grid', 'sequence', None)
+
+
+@TOKEN_MIXERS.register_module('angular')
+class AngularMixer(TokenMixer):
+    """Linear angular attention of Castling-ViT (You et al. 2023, Eq. 4-6) plus a depth-wise convolution of the values.
+
+    The auxiliary softmax branch of the released training code, which builds N x N maps, is left out; so it is in the
+    released inference code.
+
+    Args:
+        dim (int): Width C.
+        num_heads (int): Number of heads.
+        grid (tuple[int, int], optional): Not used.
+        form (str): ``'released'``: half of the token's own value, and outputs of norm 1 within the head; ``'paper'``:
+            weights ``1/2 + q . k / pi`` that sum to 1.
+        conv (str, optional): The convolution, one kernel a head, no bias: ``'grid'``, 3x3 over the map; ``'sequence'``,
+            9x1 over the token sequence, class token included (release; not for windows); None for none.
+
+    Raises:
+        ValueError: For an unknown ``form`` or ``conv``.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        grid=None,
+        form: str = 'released',
+        conv: Optional[str] = 'grid',
+        init_cfg=None,
+    ) -> None:
+        super().__init__(dim, num_heads, grid, init_cfg)
+        if form not in ('released', 'paper'):
+            raise ValueError(f"form={form!r} has to be 'released' or 'paper'")
+        if conv not in CONVS:
+            raise ValueError(f'conv={conv!r} has to be one of {CONVS}')
+        self.form, self.conv, self.sequential = form, conv, conv == 'sequence'
+        kernel, padding = dict(grid=((3, 3), (1, 1)), sequence=((9, 1), (4, 0))).get(conv, (None, None))
+        self.dconv = None
+        if conv is not None:
+            self.dconv = nn.Conv2d(num_heads, num_heads, kernel, padding=padding, groups=num_heads, bias=False)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: Grid,
+        key_grid: Grid,
+        mask: Optional[Tensor] = None,
+        rotary: Optional[Tensor] = None,
+        bias: Optional[Tensor] = None,
+        context: Optional[Tensor] = None,
+    ) -> Tensor:
+        out = ops.angular_attention(q, k, v, self.num_heads, mask, released=self.form == 'released')
+        if self.conv == 'grid':
+            return add_local(out, v, self.convolved, key_grid)
+        return out if self.conv is None else out + self.convolved(v.transpose(1, 2).unsqueeze(-1))[..., 0].mT
+
+    def convolved(self, image: Tensor) -> Tensor:
+        """(B, C, h, w), all channels of a head by its kernel."""
+        weight = self.dconv.weight.repeat_interleave(self.head_dim, dim=0)
+        return F.conv2d(image, weight, padding=self.dconv.padding, groups=self.dim)

@@ -1,0 +1,28 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from typing import Optional
+
+from torch import Tensor
+
+from .. import ops
+from .base import TOKEN_MIXERS, TokenMixer
+from .grid import Grid
+
+
+@TOKEN_MIXERS.register_module('efficient')
+class EfficientMixer(TokenMixer):
+    """Efficient attention: softmax over the channels of queries and over the tokens of keys (Shen et al. 2021,
+    Eq. 4-6)."""
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: Grid,
+        key_grid: Grid,
+        mask: Optional[Tensor] = None,
+        rotary: Optional[Tensor] = None,
+        bias: Optional[Tensor] = None,
+        context: Optional[Tensor] = None,
+    ) -> Tensor:
+        return ops.efficient_attention(q, k, v, self.num_heads, mask)

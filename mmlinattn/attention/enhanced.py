@@ -1,0 +1,30 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from typing import Optional
+
+from torch import Tensor
+
+from .. import ops
+from .base import TOKEN_MIXERS, TokenMixer
+from .grid import Grid
+
+
+@TOKEN_MIXERS.register_module('enhanced')
+class EnhancedMixer(TokenMixer):
+    """Enhanced linear attention of EfficientViT (Cai et al. 2022, Sec. 3.2): linear attention with the ReLU kernel.
+
+    What enhances it is the depth-wise 3x3 convolution in the feed-forward network, ``ffn='dwconv'`` in the arch.
+    """
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: Grid,
+        key_grid: Grid,
+        mask: Optional[Tensor] = None,
+        rotary: Optional[Tensor] = None,
+        bias: Optional[Tensor] = None,
+        context: Optional[Tensor] = None,
+    ) -> Tensor:
+        return ops.linear_attention(q, k, v, self.num_heads, kernel='relu', mask=mask)

@@ -1,0 +1,87 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from collections.abc import Sequence
+from typing import Optional
+
+from torch import Tensor, nn
+
+from .. import ops
+from .base import TOKEN_MIXERS, TokenMixer
+from .grid import Grid
+
+STEPS = ('ihh', 'chh')
+
+
+@TOKEN_MIXERS.register_module('hallucinated')
+class HallucinatedMixer(TokenMixer):
+    """Hallucinated multi-head self-attention, hMHSA (Xu et al. 2023, Eq. 2); no N x N map is built.
+
+    It has twice the heads of the host, half as wide. Queries and keys exist for the first half of them only; the maps
+    of the others are derived from theirs, before the softmax, by
+
+    - IHH (intra-head hallucination): a 3x3 convolution of each map over the grid of the keys, one kernel a head;
+    - CHH (cross-head hallucination): a 1x1 convolution over the heads.
+
+    Args:
+        dim (int): Width C, a multiple of ``2 * num_heads``.
+        num_heads (int): Heads of the host.
+        grid (tuple[int, int], optional): Not used.
+        steps (Sequence[str]): Steps of the hallucination in their order, of ``'ihh'`` and ``'chh'``: ``('ihh', 'chh')``
+            is the published form; ``('ihh',)``, ``('chh',)``, ``('chh', 'ihh')`` and ``()``, which copies the real
+            maps, are its ablations (Tab. 2, 3).
+
+    Raises:
+        ValueError: For heads that cannot be halved, or other ``steps``.
+    """
+
+    quadratic = True
+    bias = True
+    local_keys = True
+
+    def __init__(
+        self, dim: int, num_heads: int, grid=None, steps: Sequence[str] = STEPS, init_cfg: Optional[dict] = None
+    ) -> None:
+        super().__init__(dim, num_heads, grid, init_cfg)
+        if self.head_dim % 2:
+            raise ValueError(
+                f'num_heads={num_heads}: hallucinated attention halves the width of a head, {self.head_dim}, which '
+                f'has to be even'
+            )
+        self.num_heads, self.head_dim = 2 * num_heads, self.head_dim // 2
+        known = isinstance(steps, (list, tuple)) and all(step in STEPS for step in steps)
+        if not known or len(set(steps)) != len(steps):
+            raise ValueError(f"steps={steps!r} have to be some of 'ihh' and 'chh', each once at most, in any order")
+        self.steps = tuple(steps)
+        self.ihh = nn.Conv2d(num_heads, num_heads, 3, padding=1, groups=num_heads) if 'ihh' in steps else None
+        # a bias before IHH would be convolved, and no longer be the same for all keys
+        self.chh_first = self.steps == ('chh', 'ihh')
+        self.chh = nn.Conv2d(num_heads, num_heads, 1, bias=not self.chh_first) if 'chh' in steps else None
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        return self.dim // 2, self.dim // 2, self.dim
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: Grid,
+        key_grid: Grid,
+        mask: Optional[Tensor] = None,
+        rotary: Optional[Tensor] = None,
+        bias: Optional[Tensor] = None,
+        context: Optional[Tensor] = None,
+    ) -> Tensor:
+        intra, cross = self.kernels()
+        return ops.hallucinated_attention(q, k, v, self.num_heads, key_grid, intra, cross, self.chh_first, mask, bias)
+
+    def kernels(self) -> tuple[Optional[Tensor], Optional[Tensor]]:
+        """Weights of IHH (h/2, 3, 3) and CHH (h/2, h/2)."""
+        intra = None if self.ihh is None else _weight(self.ihh)[:, 0]
+        return intra, None if self.chh is None else _weight(self.chh)[:, :, 0, 0]
+
+
+def _weight(conv: nn.Conv2d) -> Tensor:
+    """Its weight. The bias adds the same to all logits of a query, which softmax ignores: its gradient is zero, but
+    distributed training wants it to exist."""
+    return conv.weight if conv.bias is None else conv.weight + 0 * conv.bias.sum()

@@ -1,0 +1,32 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from typing import Optional
+
+from torch import Tensor
+
+from .. import ops
+from .base import TOKEN_MIXERS, TokenMixer
+from .grid import Grid
+
+
+@TOKEN_MIXERS.register_module('hydra')
+class HydraMixer(TokenMixer):
+    """Hydra attention: as many heads as channels (Bolya et al. 2022, Eq. 5-7). The host's number of heads has no
+    influence."""
+
+    def __init__(self, dim: int, num_heads: int, grid=None, init_cfg=None) -> None:
+        super().__init__(dim, num_heads, grid, init_cfg)
+        self.num_heads, self.head_dim = dim, 1
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: Grid,
+        key_grid: Grid,
+        mask: Optional[Tensor] = None,
+        rotary: Optional[Tensor] = None,
+        bias: Optional[Tensor] = None,
+        context: Optional[Tensor] = None,
+    ) -> Tensor:
+        return ops.hydra_attention(q, k, v, mask)
