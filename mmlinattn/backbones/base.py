@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..attention import get_mixer
 from ..checkpoints.loading import load_pretrained
+from ..layers import FactorisedLinear, build_ffn
 from ..ops import forms
 
 Spec = Union[str, dict]
@@ -47,7 +48,9 @@ def check_count(name: str, value: int) -> int:
 class Backbone(BaseModule):
     """What pyramids and plain backbones share.
 
-    Subclasses fill :attr:`arch_zoo` (published sizes) and :attr:`arch_defaults` (what sizes have in common).
+    Subclasses fill :attr:`arch_zoo` (published sizes) and :attr:`arch_defaults` (what sizes have in common). The
+    arch of every host may name a feed-forward network under ``ffn``, for all stages or for each, see
+    :func:`~mmlinattn.layers.build_ffn`.
 
     Args:
         arch (str | dict): A name of :attr:`arch_zoo`, or a dict with ``embed_dims``, ``depths``, ``num_heads`` (one
@@ -59,6 +62,7 @@ class Backbone(BaseModule):
         drop_path_rate (float, optional): Largest stochastic depth rate, linear over depth; None takes the arch's.
         stage_attns (Sequence, optional): One attention a stage: a registered name, ``dict(type=name, **options)``, or a
             list of these with one entry a block. None takes the arch's.
+        deploy (bool): Build the model as :meth:`switch_to_deploy` leaves it, to load a merged checkpoint.
         init_cfg (dict, optional): ``dict(type='Pretrained', checkpoint=...)`` takes released files, own checkpoints and
             ``mmlinattn://NAME``.
 
@@ -87,6 +91,7 @@ class Backbone(BaseModule):
         with_cp: bool = False,
         drop_path_rate: Optional[float] = None,
         stage_attns: Optional[Sequence] = None,
+        deploy: bool = False,
         init_cfg=None,
     ) -> None:
         super().__init__(init_cfg or deepcopy(self.default_init_cfg))
@@ -95,6 +100,7 @@ class Backbone(BaseModule):
         self.frozen_stages = check_type('frozen_stages', frozen_stages, int)
         self.norm_eval = check_type('norm_eval', norm_eval, bool)
         self.with_cp = check_type('with_cp', with_cp, bool)
+        self.deploy = check_type('deploy', deploy, bool)
         self.depths: tuple[int, ...] = tuple(self.arch['depths'])
         self.embed_dims: tuple[int, ...] = tuple(self.arch['embed_dims'])
         self._check_sizes()
@@ -111,18 +117,19 @@ class Backbone(BaseModule):
     @classmethod
     def resolve_arch(cls, arch: Spec) -> dict:
         """The arch as a dict with all keys: a zoo name's, or the given dict over :attr:`arch_defaults`."""
+        defaults = dict(ffn=None, **cls.arch_defaults)
         if isinstance(arch, str):
             if arch not in cls.arch_zoo:
                 raise ValueError(f'arch={arch!r} of {cls.__name__} has to be one of {list(cls.arch_zoo)} or a dict')
-            return deepcopy({**cls.arch_defaults, **cls.arch_zoo[arch]})
+            return deepcopy({**defaults, **cls.arch_zoo[arch]})
         if not isinstance(arch, dict):
             raise ValueError(f'arch={arch!r} of {cls.__name__} has to be one of {list(cls.arch_zoo)} or a dict')
         needed = {'embed_dims', 'depths', 'num_heads'}
-        unknown = sorted(set(arch) - needed - set(cls.arch_defaults))
+        unknown = sorted(set(arch) - needed - set(defaults))
         missing = sorted(needed - set(arch))
         if unknown or missing:
             raise ValueError(
-                f'arch of {cls.__name__} needs the keys {sorted(needed)} and may have {sorted(cls.arch_defaults)}; '
+                f'arch of {cls.__name__} needs the keys {sorted(needed)} and may have {sorted(defaults)}; '
                 f'unknown: {unknown}, missing: {missing}'
             )
         for key in sorted(needed):
@@ -130,7 +137,7 @@ class Backbone(BaseModule):
         lengths = {key: len(arch[key]) for key in sorted(needed)}
         if len(set(lengths.values())) != 1:
             raise ValueError(f'arch of {cls.__name__}: embed_dims, depths and num_heads differ in length: {lengths}')
-        return deepcopy({**cls.arch_defaults, **arch})
+        return deepcopy({**defaults, **arch})
 
     def per_stage(self, key: str) -> tuple:
         """An arch value for every stage; a single one stands for all."""
@@ -139,6 +146,10 @@ class Backbone(BaseModule):
         if len(values) != len(self.depths):
             raise ValueError(f'arch: {key}={value} has to have one entry for each of the {len(self.depths)} stages')
         return values
+
+    def build_ffn(self, stage: int, default: type, dim: int, hidden_dim: int):
+        """Feed-forward network of a block: the arch's, or ``default``."""
+        return build_ffn(self.per_stage('ffn')[stage], default, dim, hidden_dim)
 
     def _check_sizes(self) -> None:
         """Sizes of the arch: its depths and widths, and those of :attr:`arch_counts`."""
@@ -205,6 +216,18 @@ class Backbone(BaseModule):
             for parameter in module.parameters():
                 parameter.requires_grad = False
 
+    @torch.no_grad()
+    def switch_to_deploy(self) -> 'Backbone':
+        """Merge what is several layers for training only, in place, for inference: the branches of compact FFNs.
+
+        Returns:
+            Backbone: The model itself, in eval mode. Its ``state_dict`` loads into one built with ``deploy=True``.
+        """
+        for module in self.modules():
+            if isinstance(module, FactorisedLinear):
+                module.switch_to_deploy()
+        return self.eval()
+
     def run_block(self, block, x: Tensor, shared: dict) -> Tensor:
         """One block, recomputed in the backward pass under ``with_cp``."""
         if self.with_cp and x.requires_grad:
@@ -253,7 +276,7 @@ class PyramidBackbone(Backbone):
     calls :meth:`finish_init` last.
 
     Args:
-        arch, in_channels, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, init_cfg: See
+        arch, in_channels, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, deploy, init_cfg: See
             :class:`Backbone`.
         out_indices (Sequence[int]): Stages whose maps are returned, ascending. Stages after the last one are not built.
         out_norm (bool): A LayerNorm on each output; False returns raw stage outputs.
@@ -291,6 +314,8 @@ class PyramidBackbone(Backbone):
             {str(i): build_norm_layer(self.out_norm_cfg, self.embed_dims[i])[1] for i in sorted(normed)}
         )
         self.freeze()
+        if self.deploy:
+            self.switch_to_deploy()
 
     @property
     def feature_info(self) -> list[dict]:

@@ -32,8 +32,8 @@ class LinearCSWin(PyramidBackbone):
             dict with ``embed_dims``, ``depths``, ``num_heads`` and optionally ``mlp_ratios``, ``stripes`` (widths of
             the stripes, None for the whole map), ``grids`` (trained sizes of the maps), ``stage_attns``,
             ``drop_path_rate``.
-        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, init_cfg:
-            See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
+        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, deploy,
+            init_cfg: See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
 
     Examples:
         >>> import torch
@@ -90,7 +90,8 @@ class LinearCSWin(PyramidBackbone):
                     attn = StripeAttention(dim, heads, spec, stripes[i], local_kernel=LEPE)
                 else:
                     attn = WholeMapAttention(dim, heads, spec, grids[i])
-                blocks.append(Block(dim, attn, MLP(dim, int(dim * mlp_ratios[i])), norm_cfg=NORM, drop_path=rate))
+                ffn = self.build_ffn(i, MLP, dim, int(dim * mlp_ratios[i]))
+                blocks.append(Block(dim, attn, ffn, norm_cfg=NORM, drop_path=rate))
             self.stages.append(blocks)
         self.finish_init()
 

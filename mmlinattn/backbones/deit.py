@@ -25,15 +25,16 @@ class LinearDeiT(Backbone):
     residual, depth-wise convolution) act on the patch tokens.
 
     Args:
-        arch (str | dict): ``inline-{tiny,small,base}``, ``flatten-tiny``, ``softmax-{tiny,small,base}``, or a dict with
-            ``embed_dims``, ``depths``, ``num_heads`` (sequences of length one) and optionally ``mlp_ratios``, ``grid``
+        arch (str | dict): ``inline-{tiny,small,base}``, ``flatten-tiny``, ``rala-tiny``, ``hmhsa-{tiny,small}``,
+            ``{hydra,efficient,angular,enhanced}-tiny``, ``softmax-{tiny,small,base}``, or a dict with ``embed_dims``,
+            ``depths``, ``num_heads`` (sequences of length one) and optionally ``mlp_ratios``, ``ffn``, ``grid``
             (patches a side in training), ``stage_attns``, ``drop_path_rate``.
         out_indices (Sequence[int] | int): Blocks whose tokens are returned; negative ones count from the last.
         out_type (str): As MMPretrain's ``VisionTransformer``: ``'cls_token'`` (B, C), ``'featmap'`` (B, C, ceil(H /
             16), ceil(W / 16)), ``'avg_featmap'`` (B, C), the mean of the patch tokens, ``'raw'`` (B, 1 + N, C).
         out_norm (bool): The final LayerNorm on each output.
         stage_attns (Sequence, optional): One entry: an attention, or a list of one a block.
-        in_channels, frozen_stages, norm_eval, with_cp, drop_path_rate, init_cfg: See
+        in_channels, frozen_stages, norm_eval, with_cp, drop_path_rate, deploy, init_cfg: See
             :class:`~mmlinattn.backbones.base.Backbone`; ``frozen_stages`` counts blocks.
 
     Raises:
@@ -66,6 +67,14 @@ class LinearDeiT(Backbone):
         # no code was released; of the plausible forms this one has the 6.1 M of FLatten Fig. 6 (6.19 M with both): each
         # block's attention has a position table of its own
         'flatten-tiny': dict(sizes['tiny'], stage_attns=('focused',), qkv_bias=False, absolute_position=False),
+        'hmhsa-tiny': dict(sizes['tiny'], stage_attns=('hallucinated',), ffn=dict(type='compact')),
+        'hmhsa-small': dict(sizes['small'], stage_attns=('hallucinated',), ffn=dict(type='compact')),
+        # RALA Tab. 8 and FLatten Tab. 3
+        'rala-tiny': dict(sizes['tiny'], stage_attns=('rala',)),
+        'hydra-tiny': dict(sizes['tiny'], stage_attns=('hydra',)),
+        'efficient-tiny': dict(sizes['tiny'], stage_attns=('efficient',)),
+        'angular-tiny': dict(sizes['tiny'], stage_attns=(dict(type='angular', conv='sequence'),)),
+        'enhanced-tiny': dict(sizes['tiny'], stage_attns=('enhanced',), ffn='dwconv'),
         'softmax-tiny': sizes['tiny'],
         'softmax-small': sizes['small'],
         'softmax-base': sizes['base'],
@@ -99,7 +108,7 @@ class LinearDeiT(Backbone):
             Block(
                 dim,
                 Attention(dim, self.arch['num_heads'][0], spec, grid=(side, side), qkv_bias=self.arch['qkv_bias']),
-                MLP(dim, int(dim * self.arch['mlp_ratios'])),
+                self.build_ffn(0, MLP, dim, int(dim * self.arch['mlp_ratios'])),
                 norm_cfg=NORM,
                 drop_path=rate,
             )
@@ -107,6 +116,8 @@ class LinearDeiT(Backbone):
         )
         self.out_norm = build_norm_layer(self.out_norm_cfg, dim)[1] if check_type('out_norm', out_norm, bool) else None
         self.freeze()
+        if self.deploy:
+            self.switch_to_deploy()
 
     @property
     def feature_info(self) -> list[dict]:

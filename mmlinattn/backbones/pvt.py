@@ -28,8 +28,8 @@ class LinearPVT(PyramidBackbone):
         arch (str | dict): ``{inline,flatten,softmax}-{tiny,small,medium,large}``, or a dict with ``embed_dims``,
             ``depths``, ``num_heads`` and optionally ``mlp_ratios``, ``sr_ratios``, ``grids`` (trained sizes of the
             maps), ``stage_attns``, ``drop_path_rate``.
-        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, init_cfg:
-            See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
+        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, deploy,
+            init_cfg: See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
 
     Examples:
         >>> import torch
@@ -77,7 +77,7 @@ class LinearPVT(PyramidBackbone):
                         spatial_attention(
                             dim, self.arch['num_heads'][i], spec, sr_ratios[i], dict(type='LN', eps=1e-5), grid=grid
                         ),
-                        MLP(dim, dim * mlp_ratios[i]),
+                        self.build_ffn(i, MLP, dim, dim * mlp_ratios[i]),
                         norm_cfg=NORM,
                         drop_path=rate,
                     )

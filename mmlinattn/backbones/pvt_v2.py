@@ -15,11 +15,11 @@ class LinearPVTv2(PyramidBackbone):
     Each stage ends in a LayerNorm that also feeds the next stage; it is the output norm of ``out_norm=True``.
 
     Args:
-        arch (str | dict): ``{flatten,softmax}-{b0,b1,b2,b3,b4}``, or a dict with ``embed_dims``, ``depths``,
-            ``num_heads`` and optionally ``mlp_ratios``, ``sr_ratios``, ``grids`` (trained sizes of the maps),
-            ``stage_attns``, ``drop_path_rate``.
-        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, init_cfg:
-            See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
+        arch (str | dict): ``{flatten,softmax}-{b0,b1,b2,b3,b4}``, ``hmhsa-b1``, or a dict with ``embed_dims``,
+            ``depths``, ``num_heads`` and optionally ``mlp_ratios``, ``ffn``, ``sr_ratios``, ``grids`` (trained sizes of
+            the maps), ``stage_attns``, ``drop_path_rate``.
+        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, deploy,
+            init_cfg: See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
     """
 
     norms_feed_on = True
@@ -43,6 +43,7 @@ class LinearPVTv2(PyramidBackbone):
         'softmax': dict(stage_attns=('softmax',) * 4),
     }
     arch_zoo = PyramidBackbone.zoo(sizes, methods, embed_dims=(64, 128, 320, 512), num_heads=(1, 2, 5, 8))
+    arch_zoo['hmhsa-b1'] = dict(arch_zoo['softmax-b1'], stage_attns=('hallucinated',) * 4, ffn=dict(type='compact'))
 
     def __init__(self, arch='flatten-b1', **kwargs) -> None:
         super().__init__(arch, **kwargs)
@@ -60,7 +61,7 @@ class LinearPVTv2(PyramidBackbone):
                     Block(
                         dim,
                         spatial_attention(dim, self.arch['num_heads'][i], spec, sr_ratios[i], norm_cfg, grid=grid),
-                        DWConvFFN(dim, dim * mlp_ratios[i]),
+                        self.build_ffn(i, DWConvFFN, dim, dim * mlp_ratios[i]),
                         norm_cfg=NORM,
                         drop_path=rate,
                     )

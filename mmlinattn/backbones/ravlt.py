@@ -8,7 +8,7 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from ..attention import GlobalAttention
-from ..layers import Block, ConvDownsample, ConvFFN, ConvStem, ResidualDWConv, rotary_table
+from ..layers import Block, ConvDownsample, ConvFFN, ConvStem, FactorisedLinear, ResidualDWConv, rotary_table
 from ..ops.conv_norms.folding import fold_batch_norm
 from .base import PyramidBackbone
 
@@ -31,9 +31,8 @@ class RAVLT(PyramidBackbone):
         local_kernel (int, optional): Size of the depth-wise convolution of the values added to the attention (release:
             5).
         cpe (bool): Conditional position encoding ``x + DWConv3x3(x)`` before each block (RALA Tab. 9).
-        deploy (bool): Build the model as :meth:`switch_to_deploy` leaves it, to load a folded checkpoint.
-        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, init_cfg:
-            See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
+        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, deploy,
+            init_cfg: See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
 
     Examples:
         >>> import torch
@@ -80,7 +79,6 @@ class RAVLT(PyramidBackbone):
         rotary: bool = True,
         local_kernel: Optional[int] = 5,
         cpe: bool = True,
-        deploy: bool = False,
         **kwargs,
     ) -> None:
         super().__init__(arch, **kwargs)
@@ -101,7 +99,7 @@ class RAVLT(PyramidBackbone):
                         GlobalAttention(
                             dim, self.arch['num_heads'][i], spec, gate='projection', local_kernel=local_kernel
                         ),
-                        ConvFFN(dim, int(dim * mlp_ratios[i])),
+                        self.build_ffn(i, ConvFFN, dim, int(dim * mlp_ratios[i])),
                         norm_cfg=dict(type='LN', eps=1e-6),
                         drop_path=rate,
                         layer_scale=layer_scales[i],
@@ -114,8 +112,6 @@ class RAVLT(PyramidBackbone):
         if rotary:
             for head_dim in self.head_dims[: self.num_stages]:
                 rotary_table(1, 1, head_dim)  # raises here rather than in the first forward pass
-        if deploy:
-            self.switch_to_deploy()
 
     def shared(self, stage: int, x: Tensor) -> dict:
         if not self.rotary:
@@ -131,17 +127,22 @@ class RAVLT(PyramidBackbone):
         Returns:
             RAVLT: The model itself, in eval mode. Its ``state_dict`` loads into ``RAVLT(..., deploy=True)``.
         """
+        super().switch_to_deploy()
         for embed in self.patch_embeds:
             embed.layers = fold_batch_norms(embed.layers)
         for stage in self.stages:
             for block in stage:
-                for linear, name in ((block.attn.proj, 'gamma1'), (block.ffn.fc2, 'gamma2')):
+                for linear, name in ((block.attn.proj, 'gamma1'), (last_linear(block.ffn.fc2), 'gamma2')):
                     gamma = getattr(block, name)
                     if gamma is not None:
                         linear.weight.mul_(gamma[:, None])
                         linear.bias.mul_(gamma)
                         setattr(block, name, None)
         return self.eval()
+
+
+def last_linear(layer: nn.Module) -> nn.Linear:
+    return layer.up if isinstance(layer, FactorisedLinear) else layer
 
 
 def fold_batch_norms(layers: nn.Sequential) -> nn.Sequential:

@@ -22,14 +22,15 @@ class LinearSwin(PyramidBackbone):
     windows and padding is masked.
 
     Args:
-        arch (str | dict): ``{inline,flatten}-{tiny,small,base,base-384}``, ``softmax-{tiny,small,base,base-384}``, or a
-            dict with ``embed_dims``, ``depths``, ``num_heads`` and optionally ``mlp_ratios``, ``window`` (of quadratic
-            attentions), ``linear_windows`` (of linear ones), ``stage_attns``, ``drop_path_rate``.
+        arch (str | dict): ``{inline,flatten,softmax}-{tiny,small,base,base-384}``, ``rala-{tiny,small}``,
+            ``{hydra,efficient,angular,enhanced}-tiny``, or a dict with ``embed_dims``, ``depths``, ``num_heads`` and
+            optionally ``mlp_ratios``, ``ffn``, ``window`` (of quadratic attentions), ``linear_windows`` (of linear
+            ones), ``stage_attns``, ``drop_path_rate``.
         window_size (str | int | Sequence | None): ``'trained'`` takes the arch's windows. None makes the stages with a
             linear attention global (quadratic ones keep their windows), an int is the window of all stages, a sequence
             has one such entry a stage.
-        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, init_cfg:
-            See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
+        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, deploy,
+            init_cfg: See :class:`~mmlinattn.backbones.base.PyramidBackbone`.
 
     Raises:
         ValueError: For a ``window_size`` of another form, or below 1.
@@ -65,10 +66,19 @@ class LinearSwin(PyramidBackbone):
         'flatten': dict(stage_attns=('focused', 'focused', 'softmax', 'softmax')),
         'softmax': dict(stage_attns=('softmax',) * 4),
     }
+    # RALA Tab. 8, FLatten Tab. 3: sizes and costs as printed allow a linear attention in stages 1-2 only
+    compared = {
+        name: dict(stage_attns=(name, name, 'softmax', 'softmax')) for name in ('rala', 'hydra', 'efficient', 'angular')
+    }
+    compared['enhanced'] = dict(
+        stage_attns=('enhanced', 'enhanced', 'softmax', 'softmax'), ffn=('dwconv', 'dwconv', None, None)
+    )
     # InLine's stages as released, by size; InLine Tab. 17 prints stages 1-2 for all
     _inline_base = ('inline', 'inline', ['inline'] * 2 + ['softmax'] * 16, 'softmax')
     arch_zoo = {
         **PyramidBackbone.zoo(sizes, methods),
+        **PyramidBackbone.zoo(dict(tiny=sizes['tiny']), compared),
+        'rala-small': dict(sizes['small'], **compared['rala']),
         'inline-tiny': dict(sizes['tiny'], stage_attns=('inline', 'inline', 'inline', 'softmax')),
         'inline-small': dict(sizes['small'], stage_attns=('inline', 'inline', 'softmax', 'softmax')),
         'inline-base': dict(sizes['base'], stage_attns=_inline_base),
@@ -105,7 +115,8 @@ class LinearSwin(PyramidBackbone):
                     relative_bias=True,
                     grid=(grid, grid),
                 )
-                blocks.append(Block(dim, attn, MLP(dim, int(dim * mlp_ratios[i])), norm_cfg=NORM, drop_path=rate))
+                ffn = self.build_ffn(i, MLP, dim, int(dim * mlp_ratios[i]))
+                blocks.append(Block(dim, attn, ffn, norm_cfg=NORM, drop_path=rate))
             self.stages.append(blocks)
         self.finish_init()
 

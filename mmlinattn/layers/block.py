@@ -1,4 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import functools
 from typing import Optional
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops import memory
+from .ffn import over_tokens
 
 
 class Block(BaseModule):
@@ -69,4 +71,7 @@ class Block(BaseModule):
             x = self.add_branch(x, self.norm1, self.attn, self.gamma1, source=x, **shared)
         else:
             x = self.add_branch(x, self.norm1, self.attn, self.gamma1, **shared)
-        return self.add_branch(x, self.norm2, self.ffn, self.gamma2)
+        ffn = self.ffn
+        if 'grid' in shared and getattr(ffn, 'halo', 0):  # tokens, and a convolution that needs their map
+            ffn = functools.partial(over_tokens, ffn, grid=shared['grid'])
+        return self.add_branch(x, self.norm2, ffn, self.gamma2)

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from typing import Optional
 
+import torch
 import torch.nn.functional as F
 from mmengine.model import BaseModule
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ class MLP(BaseModule):
     """
 
     halo = 0  # rows above and below that a row of the hidden map depends on
+    takes_statistics = False  # over the whole map, while training: batch norms of a compact FFN
 
     def __init__(self, dim: int, hidden_dim: int, init_cfg=None) -> None:
         super().__init__(init_cfg)
@@ -30,6 +32,8 @@ class MLP(BaseModule):
 
     def forward(self, x: Tensor, out_scale: Optional[Tensor] = None) -> Tensor:
         """``out_scale``: see :func:`~mmlinattn.ops.apply_linear`."""
+        if self.takes_statistics and self.training:
+            return ops.apply_linear(self.fc2, self.hidden(x), out_scale)
         return ops.feed_forward(x, self.hidden, self.fc2, out_scale, self.halo)
 
 
@@ -58,3 +62,13 @@ class DWConvFFN(MLP):
 
     def hidden(self, x: Tensor) -> Tensor:
         return F.gelu(self.dwconv(ops.apply_linear(self.fc1, x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+
+
+def over_tokens(ffn: MLP, x: Tensor, grid, **kwargs) -> Tensor:
+    """A feed-forward network of maps on tokens (B, N, C) with class tokens, each of which is a map of one pixel."""
+    prefix = grid.prefix
+    image = ffn(x[:, prefix:].unflatten(1, (grid.height, grid.width)), **kwargs).flatten(1, 2)
+    if not prefix:
+        return image
+    alone = ffn(x[:, :prefix].flatten(0, 1)[:, None, None], **kwargs).reshape(x.shape[0], prefix, -1)
+    return torch.cat((alone, image), dim=1)

@@ -8,8 +8,11 @@ import torch
 from mmengine.registry import MODELS
 
 import mmlinattn  # noqa: F401  registers the hosts
+from mmlinattn.attention import TOKEN_MIXERS
 
+# for tests of what hosts do: a mixer of each kind. The square of all is test_square.py
 ATTNS = ('inline', 'focused', 'softmax', 'rala')
+EVERY_ATTN = tuple(sorted(TOKEN_MIXERS.module_dict))
 _PYRAMID = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 2, 1), num_heads=(1, 2, 3, 4))
 ARCHS = {
     # small tables and windows, so that images of 64 pixels resize, pad and shift

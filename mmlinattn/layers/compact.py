@@ -1,0 +1,154 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Feed-forward networks with a factorised matrix (cFFN), and the choice of a feed-forward network by name."""
+
+from typing import Optional, Union
+
+import torch
+from mmcv.cnn import build_norm_layer
+from mmengine.model import BaseModule, ModuleList
+from torch import Tensor, nn
+
+from .. import ops
+from .ffn import MLP, ConvFFN, DWConvFFN
+
+FFNS = {'mlp': MLP, 'conv': ConvFFN, 'dwconv': DWConvFFN}
+MATRICES = {'M1': 'fc1', 'M2': 'fc2'}
+
+
+class BranchedLinear(BaseModule):
+    """Parallel linear layers, each with a batch norm over the tokens, summed: one matrix to all but the optimiser.
+
+    Where the batch norms are fixed (evaluation, ``norm_eval``) it computes with that matrix. A block that is computed
+    again in the backward pass (``with_cp``) updates their statistics twice a step, as batch norms in such blocks do.
+
+    Args:
+        in_features, out_features (int): Widths.
+        branches (int): Number of branches.
+        norm_cfg (dict): Batch norm of (rows, channels): ``BN1d`` or ``SyncBN``.
+
+    Raises:
+        ValueError: For another norm.
+    """
+
+    def __init__(self, in_features: int, out_features: int, branches: int, norm_cfg: dict, init_cfg=None) -> None:
+        super().__init__(init_cfg)
+        self.in_features, self.out_features = in_features, out_features
+        self.linears = ModuleList(nn.Linear(in_features, out_features, bias=False) for _ in range(branches))
+        self.norms = ModuleList(build_norm_layer(norm_cfg, out_features)[1] for _ in range(branches))
+        if not isinstance(self.norms[0], (nn.BatchNorm1d, nn.SyncBatchNorm)):
+            raise ValueError(f"norm_cfg={norm_cfg} of a compact FFN has to be of type 'BN1d' or 'SyncBN'")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not any(norm.training for norm in self.norms):
+            return ops.linear(x, *self.merged_weights())
+        rows = x.flatten(0, -2)
+        return sum(norm(layer(rows)) for layer, norm in zip(self.linears, self.norms)).unflatten(0, x.shape[:-1])
+
+    def merged_weights(self) -> tuple[Tensor, Tensor]:
+        """Weight and bias of the one layer that the branches are where their batch norms are fixed."""
+        weight = bias = 0
+        for layer, norm in zip(self.linears, self.norms):
+            scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
+            weight = weight + scale[:, None] * layer.weight
+            bias = bias + norm.bias - scale * norm.running_mean
+        return weight, bias
+
+    @torch.no_grad()
+    def merged(self) -> nn.Linear:
+        weight, bias = self.merged_weights()
+        layer = nn.Linear(self.in_features, self.out_features, device=weight.device, dtype=weight.dtype)
+        layer.weight.copy_(weight)
+        layer.bias.copy_(bias)
+        return layer.requires_grad_(self.linears[0].weight.requires_grad)
+
+
+class FactorisedLinear(BaseModule):
+    """A linear layer through a narrow middle: two factors, each of parallel branches while training.
+
+    Args:
+        in_features, out_features (int): Widths.
+        rank (int): Width k of the middle.
+        branches (int): Branches r of each factor.
+        norm_cfg (dict, optional): Batch norm of the branches, ``dict(type='BN1d')`` by default.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int,
+        branches: int = 2,
+        norm_cfg: Optional[dict] = None,
+        init_cfg=None,
+    ) -> None:
+        super().__init__(init_cfg)
+        self.in_features, self.out_features = in_features, out_features
+        norm_cfg = norm_cfg or dict(type='BN1d')
+        self.down = BranchedLinear(in_features, rank, branches, norm_cfg)
+        self.up = BranchedLinear(rank, out_features, branches, norm_cfg)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.apply_linear(self.up, ops.apply_linear(self.down, x))
+
+    def switch_to_deploy(self) -> None:
+        """Merge the branches of each factor, in place."""
+        if isinstance(self.down, BranchedLinear):
+            self.down, self.up = self.down.merged(), self.up.merged()
+
+
+def compact(
+    ffn: MLP,
+    t: float = 2 / 3,
+    r: int = 2,
+    matrix: str = 'M2',
+    norm_cfg: Optional[dict] = None,
+) -> MLP:
+    """Compact feed-forward network, cFFN (Xu et al. 2023, Sec. 3.3): one matrix of ``ffn`` is factorised, in place.
+
+    Its rank ``k = t m C / (m + 1)``, m the ratio of hidden width and width C, leaves the share t of its parameters.
+
+    Args:
+        ffn (MLP): Any feed-forward network of the hosts; its depth-wise convolution stays.
+        t (float): Share of parameters, in (0, 1] (Tab. 6).
+        r (int): Parallel branches of each factor while training (Tab. 5).
+        matrix (str): ``'M1'``, input to hidden, or ``'M2'``, hidden to output (Tab. 7).
+        norm_cfg (dict, optional): Batch norm of the branches, ``BN1d`` (default) or ``SyncBN``.
+
+    Raises:
+        ValueError: For values out of range.
+    """
+    if not 0 < t <= 1:
+        raise ValueError(f't={t} of a compact FFN has to lie in (0, 1]')
+    if type(r) is not int or r < 1:
+        raise ValueError(f'r={r} of a compact FFN has to be an int >= 1')
+    if matrix not in MATRICES:
+        raise ValueError(f"matrix={matrix!r} of a compact FFN has to be 'M1' or 'M2'")
+    layer = getattr(ffn, MATRICES[matrix])
+    widths = layer.in_features, layer.out_features
+    rank = max(int(t * widths[0] * widths[1] / sum(widths) + 1e-6), 1)
+    setattr(ffn, MATRICES[matrix], FactorisedLinear(*widths, rank, r, norm_cfg))
+    ffn.takes_statistics = True
+    return ffn
+
+
+def build_ffn(spec: Union[None, str, dict], default: type, dim: int, hidden_dim: int) -> nn.Module:
+    """The feed-forward network that an arch names under ``ffn``.
+
+    Args:
+        spec (str | dict, optional): None for the host's own; ``'mlp'``, ``'conv'`` (RAVLT's), ``'dwconv'`` (PVTv2's);
+            or ``dict(type='compact', ffn=None, **options)``: one of these, the host's own by default, made
+            :func:`compact`.
+        default (type): The host's own.
+        dim, hidden_dim (int): Widths.
+
+    Raises:
+        ValueError: For an unknown name.
+    """
+    options = dict(spec) if isinstance(spec, dict) else {}
+    if options.pop('type', None) == 'compact':
+        return compact(build_ffn(options.pop('ffn', None), default, dim, hidden_dim), **options)
+    if spec is None:
+        return default(dim, hidden_dim)
+    if not isinstance(spec, str) or spec not in FFNS:
+        raise ValueError(f"arch: ffn={spec!r} has to be None, one of {list(FFNS)}, or dict(type='compact', ...)")
+    return FFNS[spec](dim, hidden_dim)

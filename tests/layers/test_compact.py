@@ -1,0 +1,158 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from mmlinattn.attention import Grid
+from mmlinattn.backbones import RAVLT, LinearDeiT, LinearPVTv2
+from mmlinattn.layers import MLP, ConvFFN, DWConvFFN, FactorisedLinear, build_ffn, compact
+from mmlinattn.layers.ffn import over_tokens
+from mmlinattn.ops.feed_forward import cpu
+
+every_ffn = pytest.mark.parametrize('ffn', [MLP, ConvFFN, DWConvFFN])
+
+
+def unsettled(module):
+    """Norms as after some training: statistics and parameters that hide no term."""
+    for norm in module.modules():
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm):
+            nn.init.uniform_(norm.running_mean, -1, 1)
+            nn.init.uniform_(norm.running_var, 0.3, 2)
+            nn.init.uniform_(norm.weight, 0.5, 2)
+            nn.init.normal_(norm.bias)
+    return module
+
+
+@pytest.mark.parametrize('branches', [1, 2, 3])
+def test_branches_are_parallel_convolutions_with_a_batch_norm_each(branches):
+    layer = unsettled(FactorisedLinear(12, 8, 5, branches)).double().train()
+    x = torch.randn(2, 3, 4, 12, dtype=torch.float64)
+    expected = x.permute(0, 3, 1, 2)
+    for factor in (layer.down, layer.up):
+        total = 0
+        for linear, norm in zip(factor.linears, factor.norms):
+            out = torch.einsum('oi,bihw->bohw', linear.weight, expected)
+            mean, var = out.mean((0, 2, 3), keepdim=True), out.var((0, 2, 3), keepdim=True, unbiased=False)
+            out = (out - mean) / (var + norm.eps).sqrt()
+            total = total + out * norm.weight[:, None, None] + norm.bias[:, None, None]
+        expected = total
+    torch.testing.assert_close(layer(x), expected.permute(0, 2, 3, 1))
+
+
+@pytest.mark.parametrize('matrix', ['M1', 'M2'])
+@every_ffn
+def test_merging_changes_nothing(ffn, matrix):
+    """Against the branches one by one, in single precision and for gradients of the input."""
+    module = unsettled(compact(ffn(16, 64), matrix=matrix)).eval()
+    factors = module.fc1 if matrix == 'M1' else module.fc2
+    x = torch.randn(2, 9, 7, 16, requires_grad=True)
+
+    def branch_by_branch(factor, y):
+        return sum(norm(linear(y).flatten(0, -2)) for linear, norm in zip(factor.linears, factor.norms)).unflatten(
+            0, y.shape[:-1]
+        )
+
+    fused = module(x)
+    plain = copy.deepcopy(module)
+    layer = plain.fc1 if matrix == 'M1' else plain.fc2
+    for factor in (layer.down, layer.up):
+        factor.forward = lambda y, factor=factor: branch_by_branch(factor, y)
+    expected = plain(x)
+    torch.testing.assert_close(fused, expected, rtol=1e-5, atol=1e-5)
+    factors.switch_to_deploy()
+    merged = module(x)
+    torch.testing.assert_close(merged, expected, rtol=1e-5, atol=1e-5)
+    probe = torch.randn_like(merged)
+    grads = [torch.autograd.grad((out * probe).sum(), x)[0] for out in (merged, expected)]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
+    assert not any(isinstance(m, nn.BatchNorm1d) for m in module.modules())
+
+
+@pytest.mark.parametrize(('t', 'ratio', 'rank'), [(2 / 3, 4, 102), (1 / 2, 4, 76), (3 / 4, 4, 115), (1, 8, 170)])
+def test_rank(t, ratio, rank):
+    """k = t m C / (m + 1), C = 192."""
+    module = compact(MLP(192, ratio * 192), t=t)
+    assert module.fc2.down.out_features == module.fc2.up.in_features == rank
+
+
+@pytest.mark.parametrize('matrix', ['M1', 'M2'])
+@every_ffn
+def test_statistics_are_those_of_the_whole_map(ffn, matrix, monkeypatch):
+    """Training mode without gradients, as statistics are estimated anew: no strips."""
+    monkeypatch.setattr(cpu, 'STRIP_NUMEL', 64)
+    modules = [compact(ffn(4, 8), matrix=matrix).train()]
+    modules.append(copy.deepcopy(modules[0]))
+    x = torch.randn(2, 40, 5, 4)
+    with torch.no_grad():
+        modules[0](x)
+    modules[1](x)
+    for mine, other in zip(modules[0].buffers(), modules[1].buffers()):
+        torch.testing.assert_close(mine, other)
+
+
+@every_ffn
+def test_class_tokens_are_maps_of_one_pixel(ffn):
+    module = ffn(4, 8)
+    x, grid = torch.randn(2, 1 + 12, 4), Grid(3, 4, prefix=1)
+    out = over_tokens(module, x, grid)
+    torch.testing.assert_close(out[:, 1:], module(x[:, 1:].unflatten(1, (3, 4))).flatten(1, 2))
+    torch.testing.assert_close(out[:, 0], module(x[:, :1, None])[:, 0, 0])
+
+
+MODELS = {
+    'deit': lambda **kwargs: LinearDeiT(
+        dict(embed_dims=(16,), depths=(2,), num_heads=(2,), grid=2, ffn=dict(type='compact')), **kwargs
+    ),
+    'pvt v2': lambda **kwargs: LinearPVTv2(
+        dict(embed_dims=(8, 16, 24, 32), depths=(1,) * 4, num_heads=(1, 2, 3, 4), ffn=dict(type='compact')), **kwargs
+    ),
+    'ravlt': lambda **kwargs: RAVLT(
+        dict(embed_dims=(8, 16, 24, 32), depths=(1,) * 4, num_heads=(1, 2, 3, 4), ffn=dict(type='compact')),
+        **kwargs,
+    ),
+}
+
+
+@pytest.mark.parametrize('build', MODELS.values(), ids=MODELS)
+def test_models_switch_to_deploy(build):
+    model = unsettled(build()).eval()
+    x = torch.randn(2, 3, 40, 56)
+    expected = model(x)
+    num_trained = sum(p.numel() for p in model.parameters())
+    assert model.switch_to_deploy() is model
+    for out, other in zip(model(x), expected):
+        torch.testing.assert_close(out, other, rtol=1e-4, atol=1e-5)
+    deployed = build(deploy=True)
+    deployed.load_state_dict(model.state_dict())
+    for out, other in zip(deployed(x), expected):
+        torch.testing.assert_close(out, other, rtol=1e-4, atol=1e-5)
+    assert sum(p.numel() for p in deployed.parameters()) < num_trained
+    assert not deployed.training
+
+
+@pytest.mark.parametrize(
+    ('spec', 'message'),
+    [
+        ('compact', "ffn='compact' has to be None, one of .*'dwconv'.*, or dict"),
+        (dict(type='dwconv'), 'has to be None, one of'),
+        (dict(type='compact', t=0), r't=0 of a compact FFN has to lie in \(0, 1\]'),
+        (dict(type='compact', r=0), 'r=0 of a compact FFN has to be an int >= 1'),
+        (dict(type='compact', matrix='M3'), "matrix='M3' of a compact FFN has to be 'M1' or 'M2'"),
+        (dict(type='compact', norm_cfg=dict(type='BN')), "has to be of type 'BN1d' or 'SyncBN'"),
+    ],
+)
+def test_what_it_refuses(spec, message):
+    with pytest.raises(ValueError, match=message):
+        build_ffn(spec, MLP, 8, 32)
+
+
+def test_one_ffn_a_stage():
+    arch = dict(embed_dims=(8, 16, 24, 32), depths=(1,) * 4, num_heads=(1, 2, 3, 4))
+    model = LinearPVTv2(dict(arch, ffn=(None, 'mlp', dict(type='compact', ffn='mlp'), 'conv')))
+    ffns = [stage[0].ffn for stage in model.stages]
+    assert [type(ffn) for ffn in ffns] == [DWConvFFN, MLP, MLP, ConvFFN]
+    assert isinstance(ffns[2].fc2, FactorisedLinear)
+    with pytest.raises(ValueError, match='ffn=.* has to have one entry for each of the 4 stages'):
+        LinearPVTv2(dict(arch, ffn=('mlp', 'mlp')))
