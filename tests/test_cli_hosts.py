@@ -33,17 +33,20 @@ ROUNDS = {
         'flatten_pvt_t_maskrcnn_1x inline_swin_t_cascade_3x flatten_cswin_t_maskrcnn_1x inline_deit_t_maskrcnn_1x '
         'flatten_pvt_v2_b1_retinanet_1x',
         'inline_pvt_t_maskrcnn_1x flatten_swin_t_maskrcnn_1x inline_cswin_t_maskrcnn_1x '
-        'flatten_deit_t@inline_deit_t_maskrcnn_1x',
+        'flatten_deit_t@inline_deit_t_maskrcnn_1x hmhsa_pvt_v2_b1_maskrcnn_1x hmhsa_pvt_v2_b1_retinanet_1x '
+        'rala_swin_t_retinanet_1x',
     ),
     'mmseg': (
         'inline_pvt_t_fpn_80k flatten_swin_t_upernet_160k inline_cswin_t_upernet_160k flatten_pvt_v2_b1_fpn_80k '
         'flatten_deit_t@inline_pvt_t_fpn_80k',
         'flatten_pvt_t_fpn_80k inline_swin_t_upernet_160k flatten_cswin_t_upernet_160k '
-        'inline_deit_t@inline_pvt_t_fpn_80k',
+        'inline_deit_t@inline_pvt_t_fpn_80k hmhsa_pvt_v2_b1_fpn_80k rala_swin_t_fpn_80k',
     ),
     'mmpretrain': (
-        'flatten_pvt_t_in1k flatten_swin_t_in1k inline_cswin_t_in1k inline_deit_t_in1k flatten_pvt_v2_b1_in1k',
-        'inline_pvt_t_in1k inline_swin_t_in1k flatten_cswin_t_in1k flatten_deit_t_in1k',
+        'flatten_pvt_t_in1k flatten_swin_t_in1k inline_cswin_t_in1k inline_deit_t_in1k flatten_pvt_v2_b1_in1k '
+        'hmhsa_pvt_v2_b1_in1k',
+        'inline_pvt_t_in1k inline_swin_t_in1k flatten_cswin_t_in1k flatten_deit_t_in1k hmhsa_deit_t_in1k '
+        'rala_swin_t_in1k enhanced_deit_t_in1k angular_swin_t_in1k',
     ),
 }
 ALL = os.environ.get('MMLINATTN_ALL_ROUNDS', '0') != '0'

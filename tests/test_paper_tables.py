@@ -41,6 +41,14 @@ def test_ravlt_figures_leave_attention_products_out(name):
     assert float(line[4]) == pytest.approx(cost.total_params / 1e6 - float(row.released_params or row.params), abs=0.01)
 
 
+@pytest.mark.parametrize('name', ['mmpretrain/hmhsa_deit_t_in1k', 'mmpretrain/hmhsa_pvt_v2_b1_in1k'])
+def test_hmhsa_figures_are_of_merged_models_and_built_maps(name):
+    row = ROWS[name]
+    cost = measure(row, CONFIG_DIR)
+    assert f'{cost.total_params / 1e6:.2f}' == row.params
+    assert f'{in_conventions(cost)["products"]:.2f}' == row.flops
+
+
 def test_row_without_config_is_not_built(tmp_path):
     row = ROWS['mmpretrain/ravlt_t_in1k']
     assert measure(row, tmp_path) is None

@@ -24,6 +24,7 @@ CONVENTIONS = {
     'products': 'and the products inside attentions (q k^T, k^T v, ...)',
     'norms': 'and norms as fvcore counts them, 5 operations an element of a layer norm and 2 of a batch norm',
 }
+MERGED = 'hMHSA/cFFN'  # the paper that prints sizes of merged models
 HEADER = (
     'model',
     'recipe',
@@ -60,7 +61,7 @@ def measure(row: Row, configs: Path) -> Optional[Cost]:
     """Count the model of a row; None where its config does not exist.
 
     Args:
-        row (Row): Row of a table.
+        row (Row): Row of a table. The hMHSA paper's models are counted as they are deployed, its compact FFNs merged.
         configs (Path): The folder ``configs``.
     """
     path = configs / f'{row.name}.py'
@@ -68,6 +69,8 @@ def measure(row: Row, configs: Path) -> Optional[Cost]:
         return None
     with mock.patch.object(config_utils, 'load', _load_once):
         cfg = Config.fromfile(path)
+    if row.paper == MERGED:
+        cfg.model.backbone.deploy = True
     shape = (row.resolution, row.resolution) if row.resolution else SHAPES[row.task]
     return count_model(cfg, shape)
 
@@ -142,6 +145,8 @@ def page(measured: list) -> str:
         'convention of MMDetection 2.x (3.x feeds all proposals to the mask heads of a cascade; the published figures '
         'fit 100). '
         'Segmentors: without the auxiliary head.',
+        'The models of the hMHSA paper are counted as deployed, the branches of their compact FFNs merged, and their '
+        'attention as the paper counts it: as if its maps were built and convolved.',
         "The RALA paper's figures are **layers** in all three tables: the softmax and linear attention of the hybrid "
         'model are not in them. Those of the InLine and FLatten papers include the **products**; whether norms are in '
         'is below the rounding of most rows. The convention a figure is nearest to, by paper, and the median '

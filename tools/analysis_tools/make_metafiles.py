@@ -33,6 +33,11 @@ PAPERS = {
         'FLatten Transformer: Vision Transformer using Focused Linear Attention',
         'https://github.com/LeapLabTHU/FLatten-Transformer',
     ),
+    'hMHSA': (
+        'https://arxiv.org/abs/2306.10875',
+        'Vision Transformer with Attention Map Hallucination and FFN Compaction',
+        None,
+    ),
 }
 # first word of a config's name -> folder of its metafile, collection
 FAMILIES = {
@@ -90,10 +95,13 @@ def entry(name: str, collection: str, row: Row = None) -> dict:
 
 
 def collection_entry(collection: str) -> dict:
-    described = {'Name': collection, 'Metadata': {'Architecture': ['Linear attention']}}
+    kind = 'Hallucinated attention' if collection == 'hMHSA' else 'Linear attention'
+    described = {'Name': collection, 'Metadata': {'Architecture': [kind]}}
     if collection in PAPERS:
         url, title, code = PAPERS[collection]
-        described.update(Paper=dict(URL=url, Title=title), Code=dict(URL=code))
+        described['Paper'] = dict(URL=url, Title=title)
+        if code:
+            described['Code'] = dict(URL=code)
     return described
 
 

@@ -1,0 +1,15 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+# No row of the paper: the recipe is PVTv2's.
+# The authors published no weights of this size: it starts from none.
+_base_ = [
+    'mmdet::_base_/models/mask-rcnn_r50_fpn.py',
+    'mmdet::_base_/datasets/coco_instance.py',
+    '../_base_/schedules/adamw_pvt_1x.py',
+    'mmdet::_base_/default_runtime.py',
+    '../_base_/default_runtime.py',
+]
+
+model = dict(
+    backbone=dict(_delete_=True, type='LinearPVTv2', arch='hmhsa-b1'),
+    neck=dict(in_channels=[64, 128, 320, 512]),
+)
