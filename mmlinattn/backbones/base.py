@@ -2,8 +2,9 @@
 """What all hosts share: OpenMMLab arguments, checks, stage bookkeeping, freezing, checkpoints."""
 
 from collections.abc import Sequence
+from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from itertools import islice
+from itertools import compress, islice
 from typing import Optional, Union
 
 import numpy as np
@@ -43,6 +44,20 @@ def check_count(name: str, value: int) -> int:
     if type(value) is not int or value < 1:
         raise ValueError(f'{name}={value!r} has to be an int >= 1')
     return value
+
+
+@contextmanager
+def statistics_kept(module: nn.Module):
+    """A context in which the running statistics of batch norms stay: recomputed blocks have been counted."""
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training]
+    buffers = [dict(norm._buffers) for norm in norms]
+    try:
+        for norm, kept in zip(norms, buffers):
+            norm._buffers.update({name: None if value is None else value.clone() for name, value in kept.items()})
+        yield
+    finally:
+        for norm, kept in zip(norms, buffers):
+            norm._buffers.update(kept)
 
 
 class Backbone(BaseModule):
@@ -105,7 +120,7 @@ class Backbone(BaseModule):
         self.embed_dims: tuple[int, ...] = tuple(self.arch['embed_dims'])
         self._check_sizes()
         self.block_attns = self._block_attns(self.arch['stage_attns'] if stage_attns is None else stage_attns)
-        for dim, heads in zip(self.embed_dims, self.arch['num_heads']):
+        for dim, heads in zip(self.attn_dims, self.arch['num_heads']):
             if type(heads) is not int or heads < 1 or dim % heads:
                 raise ValueError(f'num_heads={heads} has to divide the width {dim} (arch {self.arch})')
         rate = self.arch['drop_path_rate'] if drop_path_rate is None else drop_path_rate
@@ -151,6 +166,16 @@ class Backbone(BaseModule):
         """Feed-forward network of a block: the arch's, or ``default``."""
         return build_ffn(self.per_stage('ffn')[stage], default, dim, hidden_dim)
 
+    @property
+    def attn_blocks(self) -> list[list[bool]]:
+        """Which blocks of each stage have an attention: all, but in hosts that also have others."""
+        return [[True] * depth for depth in self.depths]
+
+    @property
+    def attn_dims(self) -> tuple[int, ...]:
+        """Width of the attentions of each stage, which ``num_heads`` have to divide."""
+        return self.embed_dims
+
     def _check_sizes(self) -> None:
         """Sizes of the arch: its depths and widths, and those of :attr:`arch_counts`."""
         for key in ('depths', 'embed_dims', *self.arch_counts):
@@ -168,18 +193,21 @@ class Backbone(BaseModule):
             raise ValueError(f'out_indices={indices} have to be ascending and lie in [0, {num_stages - 1}]')
         return indices
 
-    def _block_attns(self, stage_attns: Sequence) -> list[list[Spec]]:
+    def _block_attns(self, stage_attns: Sequence) -> list[list[Optional[Spec]]]:
+        """One entry a block, None for those without an attention."""
         if isinstance(stage_attns, (str, dict)) or len(stage_attns) != len(self.depths):
             raise ValueError(
                 f'stage_attns={stage_attns!r} has to have one entry for each of the {len(self.depths)} stages'
             )
         blocks = []
-        for i, (entry, depth) in enumerate(zip(stage_attns, self.depths)):
-            specs = [entry] * depth if isinstance(entry, (str, dict)) else list(entry)
+        for i, (entry, attends) in enumerate(zip(stage_attns, self.attn_blocks)):
+            depth = len(attends)
+            specs = [entry] * depth if entry is None or isinstance(entry, (str, dict)) else list(entry)
             if len(specs) != depth:
                 raise ValueError(f'stage_attns[{i}] names {len(specs)} attentions, stage {i} has {depth} blocks')
-            for spec in specs:
-                get_mixer(spec)
+            specs = [spec if attends[j] else None for j, spec in enumerate(specs)]
+            for spec in compress(specs, attends):
+                get_mixer(dict(type=None) if spec is None else spec)
             blocks.append(specs)
         return blocks
 
@@ -231,7 +259,10 @@ class Backbone(BaseModule):
     def run_block(self, block, x: Tensor, shared: dict) -> Tensor:
         """One block, recomputed in the backward pass under ``with_cp``."""
         if self.with_cp and x.requires_grad:
-            return checkpoint(block, x, use_reentrant=False, **shared)
+            contexts = {}
+            if not torch.compiler.is_compiling():  # which takes no contexts
+                contexts['context_fn'] = lambda: (nullcontext(), statistics_kept(block))
+            return checkpoint(block, x, use_reentrant=False, **contexts, **shared)
         return block(x, **shared)
 
     def train(self, mode: bool = True):
@@ -329,6 +360,10 @@ class PyramidBackbone(Backbone):
         """Keyword arguments that all blocks of a stage get, computed once a forward pass."""
         return {}
 
+    def norm_output(self, stage: int, x: Tensor) -> Tensor:
+        """The norm of a stage's map, (B, H, W, C) -> (B, H, W, C)."""
+        return self.out_norms[str(stage)](x)
+
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         self.check_input(x)
         x = x.permute(0, 2, 3, 1).contiguous()
@@ -338,7 +373,7 @@ class PyramidBackbone(Backbone):
             shared = self.shared(i, x)
             for block in self.stages[i]:
                 x = self.run_block(block, x, shared)
-            out = self.out_norms[str(i)](x) if str(i) in self.out_norms else x
+            out = self.norm_output(i, x) if str(i) in self.out_norms else x
             if i in self.out_indices:
                 outs.append((out if self.out_norm else x).permute(0, 3, 1, 2).contiguous())
             if self.norms_feed_on:

@@ -12,9 +12,11 @@ from mmengine.registry import MODELS
 from torch import nn
 
 import mmlinattn
-from mmlinattn.backbones import LinearCSWin, LinearDeiT, LinearPVT, LinearPVTv2, LinearSwin
+from mmlinattn.backbones import LinearCSWin, LinearDeiT, LinearNextViT, LinearPVT, LinearPVTv2, LinearSwin
 
-HOSTS = dict(pvt=LinearPVT, pvt_v2=LinearPVTv2, swin=LinearSwin, cswin=LinearCSWin, deit=LinearDeiT)
+HOSTS = dict(
+    pvt=LinearPVT, pvt_v2=LinearPVTv2, swin=LinearSwin, cswin=LinearCSWin, deit=LinearDeiT, nextvit=LinearNextViT
+)
 SIZES = dict(t='tiny', s='small', m='medium', l='large', b='base')
 CASES = goldens.cases('inline') + goldens.cases('flatten')
 
@@ -63,7 +65,7 @@ def test_released_weights_give_the_released_outputs(name, tmp_path):
     assert (logits - expected).abs().max() < 1e-5 * expected.std()
 
 
-@pytest.mark.parametrize('name', CASES)
+@pytest.mark.parametrize('name', [*CASES, 'softmax_nextvit_s'])
 def test_parameter_counts_of_the_released_models(name):
     host, arch = host_and_arch(name)
     assert round(millions(host, arch) * 1e6) == goldens.info(name)['params']

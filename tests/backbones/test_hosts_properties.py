@@ -29,13 +29,15 @@ from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from mmlinattn.attention import Grid, windows
-from mmlinattn.backbones import LinearCSWin, LinearDeiT, LinearPVT, LinearPVTv2, LinearSwin
+from mmlinattn.backbones import LinearCSWin, LinearDeiT, LinearNextViT, LinearPVT, LinearPVTv2, LinearSwin
 
 HALF = [torch.float16, torch.bfloat16]
 MIXED = ('inline', 'focused', ['softmax', 'rala'], 'softmax')  # every attention once
 
 every_host = pytest.mark.parametrize('host', ARCHS)
 every_pyramid = pytest.mark.parametrize('host', PYRAMIDS)
+# Next-ViT: its stem is of convolutions, its blocks change the width, and its norms feed on (tests in test_nextvit.py)
+plain_hosts = pytest.mark.parametrize('host', [host for host in ARCHS if host != 'LinearNextViT'])
 every_attention = pytest.mark.parametrize('attn', ATTNS)
 
 
@@ -69,7 +71,7 @@ def test_any_size(host, attn, size):
 
 @pytest.mark.parametrize('size', [(1, 30), (30, 1), (1, 1), (2, 3)], ids=str)
 @every_attention
-@every_host
+@plain_hosts
 def test_blocks_take_stripes_of_one_pixel(host, attn, size):
     """Maps that no image leads to, through the blocks of every stage, forward and backward."""
     model = small_hosts.build(host, attn).eval()
@@ -85,7 +87,7 @@ def test_blocks_take_stripes_of_one_pixel(host, attn, size):
 
 @pytest.mark.parametrize('size', [(33, 47), (50, 129)], ids=str)
 @every_attention
-@every_host
+@plain_hosts
 def test_an_image_is_padded_with_zeros_to_whole_patches(host, attn, size):
     """At the bottom and on the right, and no further: tokens without a pixel of the image would mix with the others."""
     model = small_hosts.build(host, attn).double().eval()
@@ -205,6 +207,7 @@ DETECTION = [
     (LinearCSWin, 'flatten-tiny'),
     (LinearDeiT, 'inline-tiny'),
     (LinearDeiT, 'flatten-tiny'),
+    (LinearNextViT, 'softmax-small'),
 ]
 
 
@@ -296,7 +299,7 @@ def test_out_indices_of_deit(out_indices, out_norm):
     assert [info['stride'] for info in model.feature_info] == [16] * len(outs)
 
 
-@every_pyramid
+@pytest.mark.parametrize('host', [host for host in PYRAMIDS if host != 'LinearNextViT'])
 def test_out_norm_is_a_norm_of_each_raw_output(host):
     model, raw_model = (small_hosts.build(host, 'inline', out_norm=norm).eval() for norm in (True, False))
     x = image()

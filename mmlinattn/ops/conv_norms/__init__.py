@@ -13,7 +13,8 @@ def conv_norms(x: Tensor, layers: Sequence[tuple[nn.Conv2d, Optional[nn.Module]]
 
     Args:
         x (Tensor): (B, C, H, W).
-        layers (Sequence): Pairs of a convolution (odd kernel, padding ``k // 2``, no groups) and its norm, or None.
+        layers (Sequence): Pairs of a convolution (odd kernel, padding ``k // 2``, groups in a single one only) and its
+            norm, or None.
 
     Returns:
         Tensor: (B, C', H', W').

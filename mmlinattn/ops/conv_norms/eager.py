@@ -41,7 +41,7 @@ def _infer(x: Tensor, layers) -> Tensor:
         if gelu and norm is None:
             x = _conv_gelu(x, weight, bias, conv)
             continue
-        x = F.conv2d(x, weight, bias, conv.stride, conv.padding)
+        x = F.conv2d(x, weight, bias, conv.stride, conv.padding, 1, conv.groups)
         x = x if norm is None else norm(x)
         x = F.gelu(x) if gelu else x
     return x

@@ -1,0 +1,72 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Released Next-ViT files: classifiers, and detection and segmentation backbones."""
+
+import re
+
+import torch
+
+from . import _rules
+
+# convolutions of 1x1 without a norm are linear layers here
+_RULES = [
+    (r'\.mhca\.group_conv3x3\.', '.conv.conv.conv.'),
+    (r'\.mhca\.norm\.', '.conv.conv.norm.'),
+    (r'\.mhca\.projection\.', '.conv.proj.'),
+    (r'\.projection\.(conv|norm)\.', r'.narrow.\1.'),
+    (r'\.mlp\.conv([12])\.', r'.ffn.fc\1.'),
+    (r'\.e_mhsa\.', '.attn.'),
+    (r'^proj_head\.0\.', 'head.fc.'),
+    (r'^norm\.', 'out_norms.3.'),
+    (r'^extra_norm_list\.', 'out_norms.'),
+]
+_FLAT = re.compile(r'(conv\.proj|ffn\.fc[12])\.weight$')
+
+
+def matches(keys) -> bool:
+    return 'stem.0.conv.weight' in keys and any('.mhca.group_conv3x3.' in key for key in keys)
+
+
+def convert(state) -> tuple:
+    # the release's forward pass norms its last stage with `norm`, and leaves this one unused beside it
+    unused = [key for key in state if key.startswith('extra_norm_list.3.') and 'norm.weight' in state]
+    renamed = {key: value for key, value in _by_stage(state).items() if key not in unused}
+    backbone, head, dropped = _rules.convert(_join_qkv(renamed), _RULES)
+    backbone = {key: value.flatten(1) if _FLAT.search(key) else value for key, value in backbone.items()}
+    return backbone, head, dropped + unused
+
+
+def _by_stage(state) -> dict:
+    """``stem`` and ``features.N`` in the places of our stages. A stage begins with a block that widens the map for its
+    convolutions; within a stage, blocks only return to that width."""
+    places, stage, index, width = {}, -1, 0, 0
+    blocks = {int(key.split('.')[1]) for key in state if key.startswith('features.')}
+    for block in sorted(blocks):
+        entry = state.get(f'features.{block}.patch_embed.conv.weight')
+        begins = entry is not None and len(entry) > width
+        if begins:
+            stage, index, width = stage + 1, 0, len(entry)
+        embed = f'patch_embeds.{stage}' + ('.1' if stage == 0 else '') if begins else f'stages.{stage}.{index}.embed'
+        places[f'features.{block}.patch_embed.'] = f'{embed}.'
+        places[f'features.{block}.'] = f'stages.{stage}.{index}.'
+        index += 1
+    renamed = {}
+    for key, value in state.items():
+        place = re.match(r'features\.\d+\.(patch_embed\.)?', key)
+        if place:
+            key = places[place[0]] + key[place.end() :]
+        renamed[re.sub(r'^stem\.', 'patch_embeds.0.0.', key)] = value
+    return renamed
+
+
+def _join_qkv(state) -> dict:
+    """``e_mhsa.q``, ``.k`` and ``.v`` become one ``e_mhsa.qkv``."""
+    joined = {}
+    for key, value in state.items():
+        part = re.search(r'\.e_mhsa\.([qkv])\.', key)
+        parts = [key.replace(part[0], f'.e_mhsa.{name}.') for name in 'qkv'] if part else []
+        if part and all(name in state for name in parts):
+            if part[1] == 'q':
+                joined[key.replace(part[0], '.e_mhsa.qkv.')] = torch.cat([state[name] for name in parts])
+        else:
+            joined[key] = value
+    return joined

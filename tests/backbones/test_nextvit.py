@@ -1,0 +1,341 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Next-ViT: the released files, its averaged keys, its blocks, and norms that feed the next stage."""
+
+import copy
+import functools
+import re
+
+import goldens
+import pytest
+import small_hosts
+import torch
+from mmengine.registry import MODELS
+from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
+from small_hosts import image, loss
+from torch import nn
+from torch.nn import functional as F
+
+from mmlinattn.backbones import LinearNextViT
+from mmlinattn.backbones.nextvit import AveragedKeysAttention, PooledEmbed
+from mmlinattn.checkpoints.loading import load_pretrained
+from mmlinattn.checkpoints.states import backbone_state, fit_backbone
+
+NAME = 'softmax_nextvit_s'
+ARCH = small_hosts.ARCHS['LinearNextViT']
+BN = dict(type='BN', eps=1e-5)
+
+
+@functools.cache
+def file():
+    return goldens.state_dict(NAME)
+
+
+def released(tmp_path, state=None, **options):
+    """A model that has loaded a file as the authors published it, and the report."""
+    path = tmp_path / 'released.pth'
+    torch.save({'model': file() if state is None else state}, path)
+    model = LinearNextViT('softmax-small', **options)
+    report = load_pretrained(model, str(path), logger='silent')
+    return model.double().eval(), report
+
+
+def report_of(state, **options):
+    """How a file fits a model, without the memory for one."""
+    with torch.device('meta'):
+        model = LinearNextViT('softmax-small', **options)
+    return fit_backbone(model, backbone_state(state, 'file')[0])[1]
+
+
+def test_released_weights_give_the_released_outputs(tmp_path):
+    stored, state = goldens.outputs(NAME), file()
+    raw, report = released(tmp_path, out_norm=False)
+    # nothing is missing; left over is the norm of the output that was switched off
+    assert not report.missing and not report.unexpected and not report.mismatched
+    with torch.no_grad():
+        outs = raw(goldens.image(NAME).double())
+    for i, (out, feature) in enumerate(zip(outs, goldens.info(NAME)['features'])):
+        assert list(out.shape) == feature['shape']
+        assert goldens.error(out, stored[f'feat{i}']) < 1e-9
+    classifier, report = released(tmp_path, out_indices=(3,))
+    assert not report.missing and not report.unexpected and not report.ignored
+    pooled = classifier.out_norms['3'](outs[3]).mean(dim=(2, 3))
+    logits = pooled @ state['proj_head.0.weight'].double().T + state['proj_head.0.bias'].double()
+    expected = torch.from_numpy(stored['logits']).double()
+    assert (logits - expected).abs().max() < 1e-6 * expected.std()  # stored in single precision
+
+
+def test_norms_that_a_file_lacks_start_as_the_identity(tmp_path):
+    """A classifier's file in a dense backbone: its own features, until the norms are trained."""
+    dense, report = released(tmp_path)
+    assert {key.split('.')[1] for key in report.missing} == {'0', '1', '2'}
+    raw, _ = released(tmp_path, out_norm=False)
+    x = torch.randn(1, 3, 64, 64, dtype=torch.float64)
+    with torch.no_grad():
+        for i, (out, feature) in enumerate(zip(dense(x), raw(x))):
+            feature = dense.out_norms['3'](feature) if i == 3 else feature
+            assert (out - feature).abs().max() < 1e-5 * feature.std()
+
+
+def dense_state():
+    """A segmentation backbone's file: a norm a stage; the fourth of the list lies unused beside ``norm``."""
+    state = {key: value for key, value in file().items() if not key.startswith('proj_head')}
+    for i, dim in enumerate((96, 256, 512, 1024)):
+        for role in ('weight', 'bias', 'running_mean', 'running_var'):
+            key = f'extra_norm_list.{i}.{role}'
+            state[key] = goldens.weight(key, (dim,))
+    return state
+
+
+def test_released_dense_backbones(tmp_path):
+    state = dense_state()
+    model, report = released(tmp_path, state)
+    assert not report.missing and not report.unexpected and not report.mismatched and not report.ignored
+    x = torch.randn(1, 3, 70, 99, dtype=torch.float64)
+    with torch.no_grad():
+        outs = model(x)
+        # stage by stage: the result of a norm is an output, and what the next stage gets
+        x = x.permute(0, 2, 3, 1)
+        for i, out in enumerate(outs):
+            x = model.patch_embeds[i](x)
+            for block in model.stages[i]:
+                x = block(x)
+            key = 'norm' if i == 3 else f'extra_norm_list.{i}'
+            mean, var, weight, bias = (
+                state[f'{key}.{role}'].double() for role in ('running_mean', 'running_var', 'weight', 'bias')
+            )
+            x = (x - mean) / (var + 1e-5).sqrt() * weight + bias
+            torch.testing.assert_close(out, x.permute(0, 3, 1, 2))
+    # a file that has its last norm in the list
+    state = {key: value for key, value in state.items() if not key.startswith('norm.')}
+    report = report_of(state)
+    assert not report.missing and not report.unexpected
+    assert torch.equal(backbone_state(state, 'file')[0]['out_norms.3.weight'], state['extra_norm_list.3.weight'])
+
+
+def test_norms_of_a_dense_file_are_not_left_out_in_silence():
+    """Without them the stages after it would compute something else."""
+    for options in (dict(out_norm=False), dict(out_indices=(3,))):
+        lost = {key for key in report_of(dense_state(), **options).unexpected if key.endswith('weight')}
+        assert lost == {f'out_norms.{i}.weight' for i in range(3)}
+    for options in (dict(out_indices=(3,)), dict(out_indices=(1, 2)), dict(out_norm=False)):
+        report = report_of(dense_state(), stage_norms=True, **options)
+        assert not report.missing and not report.unexpected
+
+
+@pytest.mark.parametrize(('size', 'params'), [('small', 31.7), ('base', 44.8), ('large', 57.8)])
+def test_files_of_every_size_load(size, params):
+    """Blocks of the third stage come in groups of five; the file counts blocks from the first to the last stage."""
+    with torch.device('meta'):
+        model = LinearNextViT(f'softmax-{size}', out_indices=(3,))
+    own = {key: value.shape for key, value in model.state_dict().items() if not key.endswith('num_batches_tracked')}
+    # published with their second digit cut off; a linear classifier has 1.025 M
+    assert params <= sum(p.numel() for p in model.parameters()) / 1e6 + 1.025 < params + 0.1
+    # the small model's keys, with its second group of the third stage repeated
+    middle, state = 12, {}
+    more = model.depths[2] - 10
+    for key, value in file().items():
+        block = re.match(r'features\.(\d+)\.', key)
+        for shift in range(0, more + 1, 5) if block and middle <= int(block[1]) < middle + 5 else (more,):
+            number = int(block[1]) + shift * (int(block[1]) >= middle) if block else 0
+            state[re.sub(r'^features\.\d+', f'features.{number}', key)] = value
+    backbone, head, dropped = backbone_state(state, 'file')
+    found = {key: value.shape for key, value in backbone.items() if not key.endswith('num_batches_tracked')}
+    assert found == own
+    assert set(head) == {'head.fc.weight', 'head.fc.bias'} and not dropped
+
+
+# --- averaged keys ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('size', [(8, 8), (7, 9), (5, 13), (9, 4)], ids=str)
+def test_keys_of_sequences_are_those_of_the_release(size):
+    """Averages of r^2 tokens that follow each other; the rest at the end is dropped."""
+    attn = goldens.fill(AveragedKeysAttention(8, 2, 'softmax', 2, 'sequence', BN)).double().eval()
+    x = torch.randn(2, *size, 8, dtype=torch.float64)
+    tokens = x.flatten(1, 2)
+    q, k, v = attn.qkv.weight.chunk(3)
+    bq, bk, bv = attn.qkv.bias.chunk(3)
+    keys = attn.norm(F.avg_pool1d(tokens.transpose(1, 2), 4, 4)[..., None])[..., 0].transpose(1, 2)
+    assert keys.shape[1] == size[0] * size[1] // 4
+    heads = [
+        (part @ w.T + b).unflatten(2, (2, 4)).transpose(1, 2)
+        for part, w, b in ((tokens, q, bq), (keys, k, bk), (keys, v, bv))
+    ]
+    weights = (heads[0] @ heads[1].transpose(2, 3) / 2).softmax(dim=-1)
+    expected = attn.proj((weights @ heads[2]).transpose(1, 2).flatten(2)).unflatten(1, size)
+    torch.testing.assert_close(attn(x), expected)
+
+
+@pytest.mark.parametrize('size', [(8, 8), (7, 10), (1, 5), (2, 2)], ids=str)
+def test_keys_of_grids_are_means_of_the_tokens_of_a_patch(size):
+    attn = AveragedKeysAttention(4, 2, 'softmax', 3, 'grid', BN).eval()
+    x = torch.randn(1, *size, 4)
+    reduced = attn.reduce(x)
+    for i in range(-(-size[0] // 3)):
+        for j in range(-(-size[1] // 3)):
+            torch.testing.assert_close(reduced[0, :, i, j], x[0, 3 * i : 3 * i + 3, 3 * j : 3 * j + 3].mean(dim=(0, 1)))
+    assert reduced.shape[2:] == (-(-size[0] // 3), -(-size[1] // 3))
+
+
+def test_which_keys_are_averaged_how():
+    def kinds(**options):
+        model = small_hosts.build('LinearNextViT', **options)
+        found = [module for module in model.modules() if isinstance(module, AveragedKeysAttention)]
+        return [(module.reduction, module.ratio) for module in found]
+
+    assert kinds() == [('grid', 3), ('grid', 2)]
+    assert kinds(key_reduction='sequence') == [('sequence', 3), ('sequence', 2)]
+    assert kinds(stage_attns=('softmax', 'inline', [None, 'softmax'], 'softmax')) == [('grid', 2)]
+    with torch.device('meta'):
+        attns = [m for m in LinearNextViT('softmax-small').modules() if isinstance(m, AveragedKeysAttention)]
+    assert [(attn.reduction, attn.ratio) for attn in attns] == [('sequence', 4), ('sequence', 2), ('sequence', 2)]
+    with pytest.raises(ValueError, match=r"key_reduction='rows' has to be one of \('grid', 'sequence'\)"):
+        small_hosts.build('LinearNextViT', key_reduction='rows')
+
+
+@pytest.mark.parametrize('size', [(32, 32), (33, 47), (37, 160), (129, 65)], ids=str)
+def test_the_released_reduction_takes_any_size(size):
+    arch = dict(ARCH, sr_ratios=(8, 4, 2, 1))
+    model = small_hosts.build('LinearNextViT', 'softmax', arch=arch, key_reduction='sequence').train()
+    loss(model(image(2, *size))).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+# --- blocks -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('size', [(4, 6), (5, 7), (1, 1), (1, 4)], ids=str)
+def test_down_sampling_averages_the_pixels_that_are_there(size):
+    embed = goldens.fill(PooledEmbed(3, 5, BN)).double().eval()
+    x = torch.randn(2, *size, 3, dtype=torch.float64)
+    rows, columns = (-(-side // 2) for side in size)
+    means = torch.stack(
+        [
+            torch.stack([x[:, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].mean(dim=(1, 2)) for j in range(columns)], dim=1)
+            for i in range(rows)
+        ],
+        dim=1,
+    )
+    norm = embed.norm
+    expected = means @ embed.conv.weight[:, :, 0, 0].T
+    expected = (expected - norm.running_mean) / (norm.running_var + 1e-5).sqrt() * norm.weight + norm.bias
+    torch.testing.assert_close(embed(x), expected)
+    with torch.no_grad():  # the norm is then part of the convolution
+        torch.testing.assert_close(embed(x), expected)
+
+
+@pytest.mark.parametrize('attn', small_hosts.ATTNS)
+@pytest.mark.parametrize('size', [(1, 30), (30, 1), (1, 1), (2, 3)], ids=str)
+def test_blocks_take_stripes_of_one_pixel(size, attn):
+    model = small_hosts.build('LinearNextViT', attn).eval()
+    for i, blocks in enumerate(model.stages):
+        start = x = torch.randn(2, *size, model.attn_dims[i], requires_grad=True)
+        for block in blocks:
+            x = block(x)
+        assert x.shape == (2, *size, model.embed_dims[i])
+        assert torch.autograd.grad(x.square().sum(), start)[0].isfinite().all()
+
+
+def test_which_blocks_have_an_attention():
+    def pattern(*args, **options):
+        with torch.device('meta'):
+            model = LinearNextViT(*args, **options)
+        return [''.join('.A'[hasattr(block, 'attn')] for block in stage) for stage in model.stages]
+
+    assert pattern('softmax-small') == ['...', '...A', '....A....A', '..A']
+    assert pattern('softmax-base') == ['...', '...A', '....A' * 4, '..A']
+    assert pattern(dict(ARCH, depths=(2, 2, 5, 2), attn_every=(0, 1, 3, 7))) == ['..', 'AA', '..A.A', '.A']
+
+
+def test_stage_attns_name_the_attentions_of_transformer_blocks():
+    def mixers(*stage_attns):
+        model = small_hosts.build('LinearNextViT', stage_attns=stage_attns)
+        return [
+            block.attn.mixer._get_name()[:-5] for stage in model.stages for block in stage if hasattr(block, 'attn')
+        ]
+
+    assert mixers('softmax', 'inline', 'rala', 'focused') == ['InLine', 'RALA', 'Focused']
+    assert mixers(None, ['inline'], [None, 'rala'], 'focused') == ['InLine', 'RALA', 'Focused']
+    assert mixers(['softmax'], 'inline', ['softmax', 'rala'], 'focused') == ['InLine', 'RALA', 'Focused']
+    with pytest.raises(ValueError, match='unknown attention None'):
+        mixers(None, 'inline', ['rala', None], 'focused')
+    with pytest.raises(ValueError, match=r'stage_attns\[2\] names 1 attentions, stage 2 has 2 blocks'):
+        mixers(None, 'inline', ['rala'], 'focused')
+
+
+@pytest.mark.parametrize(
+    ('changes', 'message'),
+    [
+        (dict(attn_every=(0, 1, -2, 1)), r'attn_every=\(0, 1, -2, 1\) has to consist of ints >= 0'),
+        (dict(group_dim=0), 'group_dim=0 has to consist of ints >= 1'),
+        (dict(stem_dims=(8, 4)), r'stem_dims=\(8, 4\) has to have three entries'),
+        (dict(stem_dims=(8, 0, 8)), r'stem_dims=\(8, 0, 8\) has to consist of ints >= 1'),
+        (dict(group_dim=3), r'embed_dims=\(8, 16, 24, 32\) have to be multiples of group_dim=3'),
+        (dict(group_dim=8, embed_dims=(8, 8, 8, 8)), 'at least twice that where a stage has attentions'),
+    ],
+)
+def test_archs_that_cannot_be(changes, message):
+    with pytest.raises(ValueError, match=message):
+        small_hosts.build('LinearNextViT', arch=dict(ARCH, **changes))
+
+
+# --- norms --------------------------------------------------------------------------------------
+
+
+def test_norms_of_stages_are_outputs_and_feed_the_next_stage():
+    model = small_hosts.build('LinearNextViT', 'rala').eval()
+    raw = small_hosts.build('LinearNextViT', 'rala', out_norm=False, stage_norms=True).eval()
+    raw.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith('out_norms.3')})
+    x = image()
+    for i, (out, unnormed) in enumerate(zip(model(x), raw(x))):
+        norm = model.out_norms[str(i)]
+        torch.testing.assert_close(out, norm(unnormed))
+
+
+def test_norms_by_option():
+    def norms(**options):
+        return list(small_hosts.build('LinearNextViT', 'rala', **options).out_norms)
+
+    assert norms() == ['0', '1', '2', '3']
+    assert norms(out_indices=(1, 2)) == ['0', '1', '2']  # a detector's pyramid may start at the second map
+    assert norms(out_indices=(3,)) == ['3']  # a classifier
+    assert norms(out_norm=False) == []
+    assert norms(out_norm=False, stage_norms=True) == ['0', '1', '2']
+    assert norms(stage_norms=False) == ['0', '1', '2', '3']
+    assert norms(out_indices=(3,), stage_norms=True) == ['0', '1', '2', '3']
+
+
+def test_without_stage_norms_outputs_are_normed_and_stages_are_not():
+    model = small_hosts.build('LinearNextViT', 'rala', stage_norms=False).eval()
+    raw = small_hosts.build('LinearNextViT', 'rala', out_norm=False).eval()
+    raw.load_state_dict({k: v for k, v in model.state_dict().items() if not k.startswith('out_norms')})
+    x = image()
+    for i, (out, unnormed) in enumerate(zip(model(x), raw(x))):
+        torch.testing.assert_close(out, model.out_norms[str(i)](unnormed))
+
+
+def test_synchronised_norms_replace_all_and_have_the_same_keys():
+    plain, synced = (small_hosts.build('LinearNextViT', norm_cfg=cfg) for cfg in (None, dict(type='SyncBN')))
+    assert plain.state_dict().keys() == synced.state_dict().keys()
+    assert all(isinstance(m, nn.SyncBatchNorm) for m in synced.modules() if isinstance(m, _BatchNorm))
+    assert {m.eps for m in synced.modules() if isinstance(m, nn.SyncBatchNorm)} == {1e-5}
+
+
+def test_frozen_stages_keep_their_statistics():
+    model = small_hosts.build('LinearNextViT', 'rala', frozen_stages=2).train()
+    before = copy.deepcopy(model.state_dict())
+    loss(model(image())).backward()
+    for key, value in model.state_dict().items():
+        if key.endswith('running_mean'):
+            part, index = key.split('.')[:2]
+            assert torch.equal(value, before[key]) == (int(index) < 2), key
+
+
+def test_weights_start_as_in_the_release():
+    model = MODELS.build(
+        dict(type='LinearNextViT', arch=dict(ARCH, embed_dims=(32, 64, 96, 128)), stage_attns=('rala',) * 4)
+    )
+    model.init_weights()
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Conv2d)) and module.weight.numel() > 1000:
+            assert module.weight.detach().std() == pytest.approx(0.02, rel=0.1), name
