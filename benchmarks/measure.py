@@ -38,6 +38,31 @@ def interleaved_times(calls: dict[str, Callable], repeats: int, device: str = 'c
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
+def interleaved_minima(
+    cases: dict[str, tuple[Callable, Callable]], repeats: int, max_seconds: float
+) -> dict[str, float]:
+    """Shortest seconds of each call, for machines that others use too: what interrupts a call only makes it longer.
+
+    Args:
+        cases: What makes the argument of a call, which is not timed, and the call.
+        repeats: Rounds in which the calls take turns, after one to warm up.
+        max_seconds: No further round of a case that has taken this long in all.
+    """
+    shortest, total = {}, dict.fromkeys(cases, 0.0)
+    for i in range(repeats + 1):
+        for name, (prepare, call) in cases.items():
+            if i > 1 and total[name] > max_seconds:
+                continue
+            argument = prepare()
+            start = time.perf_counter()
+            call(argument)
+            seconds = time.perf_counter() - start
+            total[name] += seconds
+            # the first is the warm-up: kernels chosen, memory mapped
+            shortest[name] = min(seconds, shortest.get(name, seconds)) if i != 1 else seconds
+    return shortest
+
+
 def synchronise(device: str) -> None:
     if device == 'cuda':
         torch.cuda.synchronize()

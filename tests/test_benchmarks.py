@@ -3,9 +3,11 @@
 
 import measure
 import pytest
+import run_attentions
 import run_ravlt
 import torch
 
+from mmlinattn.attention import TOKEN_MIXERS
 from mmlinattn.backbones import RAVLT
 
 
@@ -37,6 +39,57 @@ def test_times_are_of_the_named_calls():
     times = measure.interleaved_times(calls, 3)
     assert list(times) == ['slow', 'fast']
     assert times['slow'] > 3 * times['fast']
+
+
+def test_shortest_times_leave_out_what_prepares_a_call():
+    import time
+
+    waits = iter([0.0, 0.05, 0.01, 0.05])  # the first call warms up
+    cases = {'slow': (lambda: time.sleep(0.1), lambda _: time.sleep(0.03)), 'uneven': (lambda: next(waits), time.sleep)}
+    shortest = measure.interleaved_minima(cases, 3, 60)
+    assert 0.03 <= shortest['slow'] < 0.1
+    assert 0.01 <= shortest['uneven'] < 0.03
+
+
+def test_no_further_rounds_of_what_has_taken_long():
+    calls = []
+    measure.interleaved_minima({'a': (lambda: None, calls.append)}, 7, max_seconds=-1.0)
+    assert len(calls) == 2  # to warm up, and one
+
+
+def test_attentions_by_tokens(tmp_path, capsys):
+    """Every registered attention has a row; sizes that would take too long a dash."""
+    out, plot = tmp_path / 'table.md', tmp_path / 'plot.png'
+    sizes = ['--sides', '3', '6', '--dim', '16', '--heads', '2', '--repeats', '1', '--no-memory']
+    run_attentions.main([*sizes, '--out', str(out), '--plot', str(plot)])
+    text = out.read_text()
+    assert text.strip() == capsys.readouterr().out.strip()
+    for name in TOKEN_MIXERS.module_dict:
+        assert len([line for line in text.splitlines() if line.startswith(f'| {name} |')]) == 2
+    assert plot.read_bytes().startswith(b'\x89PNG')
+    run_attentions.main([*sizes, '--only', 'softmax', 'rala', '--modes', 'forward', '--max-seconds', '0'])
+    rows = [
+        line.split(' | ') for line in capsys.readouterr().out.splitlines() if line.startswith(('| softmax', '| rala'))
+    ]
+    assert [row[2] for row in rows] == ['-', '-']
+
+
+def test_growth_a_token():
+    values = {('a', 2): 5.0, ('a', 4): 17.0, ('b', 4): 1.0}
+    assert run_attentions.growth(values, 'a', (1, 2, 4, 8)) == 1.0  # 12 more for 12 more tokens
+    assert run_attentions.growth(values, 'b', (1, 2, 4, 8)) is None
+
+
+@pytest.mark.slow
+def test_memory_of_attentions(capsys):
+    """That of softmax grows with N too: its map is never whole."""
+    run_attentions.main(
+        ['--only', 'softmax', 'rala', '--sides', '16', '32', '64', '--modes', 'forward', '--repeats', '1']
+    )
+    rows = [
+        line.split(' | ') for line in capsys.readouterr().out.splitlines() if line.startswith(('| softmax', '| rala'))
+    ]
+    assert all(0 < float(row[-1].split()[0]) < 8 for row in rows)
 
 
 def test_breakdown_names_the_groups():
