@@ -9,6 +9,7 @@ from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
 from .. import ops
+from ..ops.memory import is_plain_linear
 from .ffn import MLP, ConvFFN, DWConvFFN
 
 FFNS = {'mlp': MLP, 'conv': ConvFFN, 'dwconv': DWConvFFN}
@@ -63,7 +64,10 @@ class BranchedLinear(BaseModule):
 
 
 class FactorisedLinear(BaseModule):
-    """A linear layer through a narrow middle: two factors, each of parallel branches while training.
+    """A linear layer through a narrow middle: two factors, each of parallel branches while training, and a bias.
+
+    The bias stays beside those of the merged factors: the paper does not speak of it, but with it the printed sizes of
+    all four models (4.68, 17.91, 12.15 and 27.26 M) come out.
 
     Args:
         in_features, out_features (int): Widths.
@@ -86,9 +90,13 @@ class FactorisedLinear(BaseModule):
         norm_cfg = norm_cfg or dict(type='BN1d')
         self.down = BranchedLinear(in_features, rank, branches, norm_cfg)
         self.up = BranchedLinear(rank, out_features, branches, norm_cfg)
+        self.bias = nn.Parameter(torch.zeros(out_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.apply_linear(self.up, ops.apply_linear(self.down, x))
+        x = ops.apply_linear(self.down, x)
+        if is_plain_linear(self.up):
+            return ops.linear(x, self.up.weight, self.up.bias + self.bias)
+        return ops.apply_linear(self.up, x) + self.bias
 
     def switch_to_deploy(self) -> None:
         """Merge the branches of each factor, in place."""
