@@ -31,20 +31,20 @@ pytestmark = pytest.mark.slow
 ROUNDS = {
     'mmdet': (
         'flatten_pvt_t_maskrcnn_1x inline_swin_t_cascade_3x flatten_cswin_t_maskrcnn_1x inline_deit_t_maskrcnn_1x '
-        'flatten_pvt_v2_b1_retinanet_1x',
+        'flatten_pvt_v2_b1_retinanet_1x hmhsa_nextvit_s_maskrcnn_1x',
         'inline_pvt_t_maskrcnn_1x flatten_swin_t_maskrcnn_1x inline_cswin_t_maskrcnn_1x '
         'flatten_deit_t@inline_deit_t_maskrcnn_1x hmhsa_pvt_v2_b1_maskrcnn_1x hmhsa_pvt_v2_b1_retinanet_1x '
         'rala_swin_t_retinanet_1x',
     ),
     'mmseg': (
         'inline_pvt_t_fpn_80k flatten_swin_t_upernet_160k inline_cswin_t_upernet_160k flatten_pvt_v2_b1_fpn_80k '
-        'flatten_deit_t@inline_pvt_t_fpn_80k',
+        'flatten_deit_t@inline_pvt_t_fpn_80k hmhsa_nextvit_s_fpn_80k',
         'flatten_pvt_t_fpn_80k inline_swin_t_upernet_160k flatten_cswin_t_upernet_160k '
         'inline_deit_t@inline_pvt_t_fpn_80k hmhsa_pvt_v2_b1_fpn_80k rala_swin_t_fpn_80k',
     ),
     'mmpretrain': (
         'flatten_pvt_t_in1k flatten_swin_t_in1k inline_cswin_t_in1k inline_deit_t_in1k flatten_pvt_v2_b1_in1k '
-        'hmhsa_pvt_v2_b1_in1k',
+        'hmhsa_pvt_v2_b1_in1k hmhsa_nextvit_s_in1k',
         'inline_pvt_t_in1k inline_swin_t_in1k flatten_cswin_t_in1k flatten_deit_t_in1k hmhsa_deit_t_in1k '
         'rala_swin_t_in1k enhanced_deit_t_in1k angular_swin_t_in1k',
     ),
@@ -59,6 +59,7 @@ DATA = dict(mmdet=('coco', 4, 2), mmseg=('ade', 4, 2), mmpretrain=('imagenet', 2
 DUMP = dict(mmdet='DumpDetResults', mmseg='DumpResults', mmpretrain='DumpResults')
 CLASSES = ('disc', 'square', 'triangle', 'star', 'cross', 'heart')
 PYRAMID = dict(embed_dims=(16, 32, 48, 64), depths=(1, 1, 2, 1), num_heads=(2, 2, 2, 4))
+HYBRID = dict(PYRAMID, attn_every=(0, 1, 2, 1), group_dim=4, stem_dims=(8, 4, 8))
 PLAIN = dict(embed_dims=(32,), depths=(2,), num_heads=(2,))
 STEPS = dict(
     Resize=dict(scale=(150, 110)),
@@ -84,7 +85,8 @@ def small_model(cfg, backbone) -> dict:
     """Few narrow blocks in place of the published ones; necks and heads get their widths."""
     zoo = MODELS.get(backbone.type).arch_zoo[backbone.arch]
     is_plain = backbone.type == 'LinearDeiT'
-    arch = dict(zoo, **(PLAIN if is_plain else PYRAMID))
+    small = dict(LinearDeiT=PLAIN, LinearNextViT=HYBRID).get(backbone.type, PYRAMID)
+    arch = dict(zoo, **small)
     width_of = dict(zip(zoo['embed_dims'], arch['embed_dims']))
     model = dict(backbone=dict(arch=dict(_delete_=True, **arch)))
     for part in ('neck', 'decode_head', 'auxiliary_head', 'head'):

@@ -96,12 +96,13 @@ MISPRINTED = {
     'mmpretrain/efficient_swin_t_in1k': 28.285,
     'mmpretrain/angular_swin_t_in1k': 28.285,
     'mmpretrain/enhanced_swin_t_in1k': 28.308,
-    'mmpretrain/hmhsa_deit_s_in1k': 17.903,  # printed 17.91; a rank of 205 would give 17.926
 }
 # Configs that no paper has a row for.
 WITHOUT_ROW = {
     'mmdet/flatten_cswin_t_maskrcnn_1x',
     'mmdet/flatten_pvt_v2_b1_retinanet_1x',
+    'mmdet/hmhsa_nextvit_s_maskrcnn_1x',
+    'mmdet/hmhsa_nextvit_s_retinanet_1x',
     'mmdet/hmhsa_pvt_v2_b1_maskrcnn_1x',
     'mmdet/hmhsa_pvt_v2_b1_retinanet_1x',
     'mmdet/inline_cswin_t_maskrcnn_1x',
@@ -113,6 +114,7 @@ WITHOUT_ROW = {
     'mmdet/rala_swin_t_retinanet_1x',
     'mmseg/flatten_cswin_t_upernet_160k',
     'mmseg/flatten_pvt_v2_b1_fpn_80k',
+    'mmseg/hmhsa_nextvit_s_fpn_80k',
     'mmseg/hmhsa_pvt_v2_b1_fpn_80k',
     'mmseg/inline_cswin_t_upernet_160k',
     'mmseg/rala_swin_s_fpn_80k',

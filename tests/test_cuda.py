@@ -21,6 +21,8 @@ TINY = [
     dict(type='LinearCSWin', arch='inline-tiny'),
     dict(type='LinearCSWin', arch='flatten-tiny'),
     dict(type='LinearDeiT', arch='inline-tiny', out_type='featmap'),
+    dict(type='LinearNextViT', arch='softmax-small'),
+    dict(type='LinearNextViT', arch='hmhsa-small'),
 ]
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..attention import Attention, GlobalAttention, Grid, get_mixer
-from ..layers import MLP
+from ..layers import MLP, build_ffn
 from ..ops import memory
-from .base import PyramidBackbone
+from .base import PyramidBackbone, check_count, check_type
 
 SHARE = 0.75  # of a transformer block's channels, and of its stochastic depth, that belong to the attention
 REDUCTIONS = ('grid', 'sequence')
@@ -228,26 +228,27 @@ class LinearNextViT(PyramidBackbone):
     whole map, quadratic ones keys averaged over the stage's ``sr_ratios``.
 
     Args:
-        arch (str | dict): ``softmax-{small,base,large}``, or a dict with ``embed_dims`` (width of a stage's result),
-            ``depths``, ``num_heads`` (of the attentions, on three quarters of the width) and optionally ``attn_every``
-            (every n-th block and the last one have an attention; 0 for none), ``mlp_ratios`` (of convolution blocks),
-            ``attn_mlp_ratios`` (of transformer blocks), ``sr_ratios``, ``key_reduction``, ``group_dim`` (channels of a
-            group of the convolutions), ``stem_dims`` (widths of the first three convolutions), ``grids`` (trained
-            sizes of the maps), ``stage_attns``, ``drop_path_rate``.
-        stage_attns (Sequence, optional): As in :class:`~mmlinattn.backbones.base.Backbone`; entries
-            of convolution blocks (None, or any) have no effect.
+        arch (str | dict): ``hmhsa-small``, ``softmax-{small,base,large}``, or a dict with ``embed_dims`` (width of a
+            stage's result), ``depths``, ``num_heads`` (of the attentions, on three quarters of the width) and
+            optionally ``attn_every`` (every n-th block and the last one have an attention; 0 for none), ``mlp_ratios``
+            (of convolution blocks), ``attn_mlp_ratios`` (of transformer blocks), ``sr_ratios``, ``key_reduction``,
+            ``group_dim`` (channels of a group of the convolutions), ``stem_dims`` (widths of the first three
+            convolutions), ``grids`` (trained sizes of the maps), ``ffn``, ``stage_attns``, ``drop_path_rate``.
+        stage_attns (Sequence, optional): As in :class:`~mmlinattn.backbones.base.Backbone`; entries of convolution
+            blocks (None, or any) have no effect.
         key_reduction (str, optional): How quadratic attentions average keys: ``'grid'`` or ``'sequence'``, see
             :class:`AveragedKeysAttention`. None takes the arch's: the release's ``'sequence'`` for ``softmax-*``, else
-            ``'grid'``.
+            ``'grid'``, and ``'grid'`` where an attention looks at the neighbours of keys (``'hallucinated'``).
         stage_norms (bool, optional): Whether each stage ends in a batch norm that feeds the next one too, as in the
             released segmentation backbones. None: where several outputs are normalised. Without it, norms act on the
             outputs alone: the classifier has one, on the last stage.
         norm_cfg (dict, optional): All norms, batch norms with eps 1e-5 by default.
-        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, init_cfg:
+        in_channels, out_indices, out_norm, frozen_stages, norm_eval, with_cp, drop_path_rate, deploy, init_cfg:
             See :class:`~mmlinattn.backbones.base.PyramidBackbone`; the output norms are batch norms.
 
     Raises:
-        ValueError: For an unknown ``key_reduction``, widths that groups do not divide, an ``attn_every`` below 0.
+        ValueError: For a ``key_reduction`` that is unknown or leaves an attention without the grid it needs, widths
+            that groups do not divide, an ``attn_every`` below 0.
 
     Examples:
         >>> import torch
@@ -261,6 +262,7 @@ class LinearNextViT(PyramidBackbone):
         *PyramidBackbone.default_init_cfg,
         dict(type='TruncNormal', layer='Conv2d', std=0.02, bias=0.0),
     ]
+    arch_counts = ('sr_ratios', 'grids')
     arch_defaults = dict(
         attn_every=(0, 5, 5, 5),
         mlp_ratios=3,
@@ -278,11 +280,12 @@ class LinearNextViT(PyramidBackbone):
         'base': dict(depths=(3, 4, 20, 3), drop_path_rate=0.2),
         'large': dict(depths=(3, 4, 30, 3), drop_path_rate=0.2),
     }
-    methods = {
-        'softmax': dict(key_reduction='sequence'),
+    # heads of 32 channels: those of attentions are of three quarters of the width
+    _widths = dict(embed_dims=(96, 256, 512, 1024), num_heads=(3, 6, 12, 24))
+    arch_zoo = {
+        'hmhsa-small': dict(_widths, **sizes['small'], stage_attns=('hallucinated',) * 4, ffn=dict(type='compact')),
+        **PyramidBackbone.zoo(sizes, {'softmax': dict(key_reduction='sequence')}, **_widths),
     }
-    # heads of 32 channels, those of attentions: three quarters of the width
-    arch_zoo = PyramidBackbone.zoo(sizes, methods, embed_dims=(96, 256, 512, 1024), num_heads=(3, 6, 12, 24))
 
     def __init__(
         self,
@@ -296,11 +299,13 @@ class LinearNextViT(PyramidBackbone):
         super().__init__(arch, **kwargs)
         norm_cfg = {'eps': 1e-5, **(norm_cfg or dict(type='BN'))}
         self.out_norm_cfg = norm_cfg
-        self.norms_feed_on = self.out_norm and len(self.out_indices) > 1 if stage_norms is None else stage_norms
+        if stage_norms is None:
+            stage_norms = self.out_norm and len(self.out_indices) > 1
+        self.norms_feed_on = check_type('stage_norms', stage_norms, bool)
         self.key_reduction = key_reduction
-        reduction = self.arch['key_reduction'] if key_reduction is None else key_reduction
-        if reduction not in REDUCTIONS:
-            raise ValueError(f'key_reduction={reduction!r} has to be one of {REDUCTIONS}')
+        for reduction in (self.arch['key_reduction'], *([] if key_reduction is None else [key_reduction])):
+            if reduction not in REDUCTIONS:
+                raise ValueError(f'key_reduction={reduction!r} has to be one of {REDUCTIONS}')
         keys = ('mlp_ratios', 'attn_mlp_ratios', 'sr_ratios', 'grids')
         ratios, attn_ratios, sr_ratios, grids = (self.per_stage(key) for key in keys)
         group_dim = self.arch['group_dim']
@@ -315,18 +320,12 @@ class LinearNextViT(PyramidBackbone):
             blocks, width = ModuleList(), attn_dim
             for spec, rate in zip(self.block_attns[i], self.drop_paths[i]):
                 if spec is None:
-                    ffn = ReLUMLP(attn_dim, int(attn_dim * ratios[i]))
+                    ffn = self.build_ffn(i, ReLUMLP, attn_dim, int(attn_dim * ratios[i]))
                     blocks.append(ConvBlock(width, attn_dim, group_dim, ffn, norm_cfg, rate))
                     width = attn_dim
                 else:
-                    grid = (grids[i], grids[i])
-                    if sr_ratios[i] > 1 and get_mixer(spec)[0].quadratic:
-                        attn = AveragedKeysAttention(
-                            attn_dim, heads, spec, sr_ratios[i], reduction, norm_cfg, grid=grid
-                        )
-                    else:
-                        attn = GlobalAttention(attn_dim, heads, spec, grid=grid)
-                    ffn = ReLUMLP(dim, int(dim * attn_ratios[i]))
+                    attn = self._attention(i, spec, attn_dim, heads, sr_ratios[i], (grids[i], grids[i]), norm_cfg)
+                    ffn = self.build_ffn(i, ReLUMLP, dim, int(dim * attn_ratios[i]))
                     blocks.append(TransformerBlock(width, attn, attn_dim, dim, group_dim, ffn, norm_cfg, rate))
                     width = dim
             self.stages.append(blocks)
@@ -335,6 +334,28 @@ class LinearNextViT(PyramidBackbone):
             if getattr(norm, 'running_var', None) is not None:
                 # the identity, to the last digit: a classifier's file, which lacks them, gives its own features
                 norm.running_var.fill_(1 - norm.eps)
+
+    def _attention(self, stage, spec, dim, heads, ratio, grid, norm_cfg):
+        mixer = get_mixer(spec)[0]
+        if not (mixer.quadratic and ratio > 1):
+            return GlobalAttention(dim, heads, spec, grid=grid)
+        reduction = self.key_reduction
+        if mixer.local_keys and reduction == 'sequence':
+            raise ValueError(
+                f"key_reduction='sequence' leaves the keys without a grid, which the attention {spec!r} of stage "
+                f"{stage} needs; allowed is 'grid'"
+            )
+        if reduction is None:
+            reduction = 'grid' if mixer.local_keys else self.arch['key_reduction']
+        return AveragedKeysAttention(dim, heads, spec, ratio, reduction, norm_cfg, grid=grid)
+
+    def build_ffn(self, stage: int, default: type, dim: int, hidden_dim: int):
+        """As in the base class; the branches of compact FFNs have the host's kind of batch norm."""
+        spec, norm_cfg = self.per_stage('ffn')[stage], dict(self.out_norm_cfg)
+        if isinstance(spec, dict) and spec.get('type') == 'compact':
+            norm_cfg['type'] = 'BN1d' if norm_cfg['type'] == 'BN' else norm_cfg['type']
+            spec = dict(norm_cfg=norm_cfg, **spec) if 'norm_cfg' not in spec else spec
+        return build_ffn(spec, default, dim, hidden_dim)
 
     @property
     def attn_blocks(self) -> list[list[bool]]:
@@ -355,7 +376,8 @@ class LinearNextViT(PyramidBackbone):
 
     def _check_sizes(self) -> None:
         super()._check_sizes()
-        for key, least in dict(attn_every=0, group_dim=1, stem_dims=1).items():
+        check_count('arch: group_dim', self.arch['group_dim'])
+        for key, least in dict(attn_every=0, stem_dims=1).items():
             values = self.arch[key] if isinstance(self.arch[key], (list, tuple)) else [self.arch[key]]
             if not all(type(value) is int and value >= least for value in values):
                 raise ValueError(f'arch: {key}={self.arch[key]} has to consist of ints >= {least}')

@@ -189,6 +189,14 @@ def test_which_keys_are_averaged_how():
     with torch.device('meta'):
         attns = [m for m in LinearNextViT('softmax-small').modules() if isinstance(m, AveragedKeysAttention)]
     assert [(attn.reduction, attn.ratio) for attn in attns] == [('sequence', 4), ('sequence', 2), ('sequence', 2)]
+    # hallucinated attention convolves over the keys' grid
+    arch = dict(ARCH, key_reduction='sequence')
+    assert kinds(arch=arch, stage_attns=('softmax', 'hallucinated', 'softmax', 'softmax')) == [
+        ('grid', 3),
+        ('sequence', 2),
+    ]
+    with pytest.raises(ValueError, match="attention 'hallucinated' of stage 1 needs; allowed is 'grid'"):
+        kinds(stage_attns=('softmax', 'hallucinated', 'softmax', 'softmax'), key_reduction='sequence')
     with pytest.raises(ValueError, match=r"key_reduction='rows' has to be one of \('grid', 'sequence'\)"):
         small_hosts.build('LinearNextViT', key_reduction='rows')
 
@@ -267,7 +275,7 @@ def test_stage_attns_name_the_attentions_of_transformer_blocks():
     ('changes', 'message'),
     [
         (dict(attn_every=(0, 1, -2, 1)), r'attn_every=\(0, 1, -2, 1\) has to consist of ints >= 0'),
-        (dict(group_dim=0), 'group_dim=0 has to consist of ints >= 1'),
+        (dict(group_dim=0), 'arch: group_dim=0 has to be an int >= 1'),
         (dict(stem_dims=(8, 4)), r'stem_dims=\(8, 4\) has to have three entries'),
         (dict(stem_dims=(8, 0, 8)), r'stem_dims=\(8, 0, 8\) has to consist of ints >= 1'),
         (dict(group_dim=3), r'embed_dims=\(8, 16, 24, 32\) have to be multiples of group_dim=3'),
@@ -339,3 +347,48 @@ def test_weights_start_as_in_the_release():
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Conv2d)) and module.weight.numel() > 1000:
             assert module.weight.detach().std() == pytest.approx(0.02, rel=0.1), name
+
+
+# --- hallucinated attention and compact feed-forward networks -------------------------------------
+
+COMPACT = dict(ARCH, ffn=dict(type='compact'), stage_attns=('hallucinated',) * 4)
+
+
+def test_size_of_the_published_model():
+    with torch.device('meta'):
+        model = LinearNextViT('hmhsa-small', out_indices=(3,), deploy=True)
+    assert sum(p.numel() for p in model.parameters()) / 1e6 + 1.025 == pytest.approx(27.26, abs=0.0051)
+    assert all(m.reduction == 'grid' for m in model.modules() if isinstance(m, AveragedKeysAttention))
+
+
+@pytest.mark.parametrize('norm', ['BN', 'SyncBN'])
+def test_merged_branches_compute_the_same(norm):
+    options = dict(arch=COMPACT, norm_cfg=dict(type=norm))
+    model = small_hosts.build('LinearNextViT', **options).double()
+    if norm == 'BN':
+        loss(model.train()(image(2, 64, 64).double())).backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+    kinds = {type(m).__name__ for m in model.modules() if isinstance(m, _BatchNorm)}
+    assert kinds == ({'BatchNorm2d', 'BatchNorm1d'} if norm == 'BN' else {'SyncBatchNorm'})
+    model.eval()
+    x = image(2, 70, 99).double()
+    expected = model(x)
+    merged = model.switch_to_deploy()
+    again = small_hosts.build('LinearNextViT', deploy=True, **options).double().eval()
+    again.load_state_dict(merged.state_dict())
+    for out, other, loaded in zip(expected, merged(x), again(x)):
+        torch.testing.assert_close(out, other)
+        assert torch.equal(other, loaded)
+
+
+def test_recomputed_blocks_count_their_statistics_once():
+    """Also those of the branches of compact feed-forward networks."""
+    plain, saving = (
+        small_hosts.build('LinearNextViT', arch=COMPACT, with_cp=cp, drop_path_rate=0.0).train() for cp in (False, True)
+    )
+    x = image()
+    for model in (plain, saving):
+        loss(model(x)).backward()
+    for (name, mine), (_, other) in zip(plain.named_buffers(), saving.named_buffers()):
+        torch.testing.assert_close(mine, other, msg=name)
+    assert any(name.endswith('num_batches_tracked') and value == 1 for name, value in saving.named_buffers())
