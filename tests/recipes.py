@@ -209,6 +209,7 @@ SIDES = {
     ('cswin', 384): dict(stripes=[1, 2, 12, None], grids=[96, 48, 24, 12]),
     ('pvt', 224): dict(sr_ratios=[8, 4, 2, 1], grids=[56, 28, 14, 7]),
     ('pvt_v2', 224): dict(sr_ratios=[8, 4, 2, 1], grids=[56, 28, 14, 7]),
+    ('nextvit', 224): dict(sr_ratios=[8, 4, 2, 1], grids=[56, 28, 14, 7]),
     ('deit', 224): dict(grid=14),
     ('deit', 288): dict(grid=18),
     ('deit', 448): dict(grid=28),
@@ -238,7 +239,7 @@ def published(name: str) -> dict:
     expected = dict(drop_path=DROP_PATHS[host][size], **SIDES.get((host, pixels), {}))
     if task == 'mmdet':
         head, schedule = recipe.split('_')
-        rates = (0.0002, 0.0001) if host == 'pvt' else (0.0001, 0.05)
+        rates = (0.0002, 0.0001) if host in ('pvt', 'pvt_v2') else (0.0001, 0.05)
         rates = (0.0001, 0.0001) if head == 'retinanet' else rates
         return dict(DETECTION, **SCHEDULES[schedule], **expected, optimizer=ADAMW.format(*rates))
     if task == 'mmseg':
