@@ -100,6 +100,8 @@ def read_config_text(text: Any, source: str) -> ConfigDict:
         raise CheckpointError(
             f'the config inside {source} was refused: {reason}; nothing of it was run. Give the config as a file'
         ) from None
+    if 'model' not in settings:
+        raise CheckpointError(f'the config inside {source} has no model. Give the config as a file')
     settings.pop('custom_imports', None)
     _check_names(settings, source)
     try:

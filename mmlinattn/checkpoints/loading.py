@@ -11,7 +11,7 @@ from torch import nn
 
 from .safe import CheckpointError
 from .schemes import register
-from .states import LoadReport, backbone_state, fit_backbone, some, state_dict_of
+from .states import LoadReport, backbone_state, fit_backbone, not_finite, some, state_dict_of
 
 
 def load_pretrained(
@@ -50,7 +50,7 @@ def load_pretrained(
             f'nothing in {checkpoint} fits {type(backbone).__name__}: the file has '
             f'{some(state or state_dict_of(loaded, checkpoint))}; the model has '
             f'{some(backbone.state_dict())}'
-            + (f'; of another shape: {report.mismatched[0]}' if report.mismatched else '')
+            + (f'; of another shape or kind: {report.mismatched[0]}' if report.mismatched else '')
         )
     backbone.load_state_dict(fits, strict=False)
     if hasattr(backbone, '_params_init_info'):  # MMEngine's log of where each weight comes from
@@ -60,7 +60,8 @@ def load_pretrained(
         for title, keys in (
             ('missing in the file', report.missing),
             ('unexpected in the file', report.unexpected),
-            ('of another shape, not loaded', report.mismatched),
+            ('of another shape or kind, not loaded', report.mismatched),
+            ('NaN or infinite', not_finite(fits, fits)),
         )
         if keys
     ]

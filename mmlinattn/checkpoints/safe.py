@@ -9,6 +9,7 @@ harmless types that training frameworks leave in their checkpoints next to the w
 import argparse
 import codecs
 import functools
+import mmap
 import os
 import pathlib
 import pickle
@@ -28,14 +29,33 @@ from mmengine.optim.scheduler import param_scheduler
 from mmengine.utils import digit_version
 from torch import _weights_only_unpickler as torch_unpickler
 
+from .limits import MAX_EXPANSION, why_too_large
+
 _ZIP_START = b'PK\x03\x04'
 _LEGACY_START = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
+# PyTorch's list has bytearray, which takes a length: ten bytes of pickle that fill the memory with zeros.
+_BYTE_ARRAY = b'\nbytearray\n'
+_ASKS_FOR_MEMORY = 'was refused: it asks for bytearray, which no checkpoint needs'
 # Older versions have no list to extend (or one that takes no (object, name) pairs).
 _TORCH_HAS_ALLOW_LIST = digit_version(torch.__version__) >= digit_version('2.6.0')
 
 
+_MAX_MESSAGE = 8000  # characters
+
+
+def printable(text: object) -> str:
+    """``text`` in one line without control characters, which would reach the terminal from inside a file."""
+    line = ' '.join(str(text).split())
+    line = ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in line)
+    half = _MAX_MESSAGE // 2
+    return line if len(line) <= _MAX_MESSAGE else f'{line[:half]} ... {line[-half:]}'
+
+
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be found, read, trusted, recognised or fetched."""
+    """A checkpoint cannot be found, read, trusted, recognised or fetched; its message is one printable line."""
+
+    def __init__(self, message: str):
+        super().__init__(printable(message))
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
@@ -53,11 +73,29 @@ def _known_attribute(owner: Any, name: str) -> Any:
     checkpoint of MMEngine holds four of them (the statistics of its HistoryBuffer). ``getattr``
     itself would open every attribute of every listed type, so it never is on the list.
     """
-    if owner is HistoryBuffer and name in ('min', 'max', 'mean', 'current'):
+    if owner in (HistoryBuffer, _ReadHistoryBuffer) and name in ('min', 'max', 'mean', 'current'):
         return getattr(HistoryBuffer, name)
     if owner is _OneCycleOwner and name in ('_annealing_cos', '_annealing_linear'):
         return getattr(param_scheduler.OneCycleParamScheduler, name)
     raise pickle.UnpicklingError('Unsupported global: GLOBAL builtins.getattr')
+
+
+class _ReadHistoryBuffer(HistoryBuffer):
+    """MMEngine's log buffer as it is read: its own ``__setstate__`` takes any attribute, and functions for all buffers.
+
+    Once read it is a plain HistoryBuffer.
+    """
+
+    def __setstate__(self, state: Any) -> None:
+        arrays = [state.get(f'_{kind}_history') for kind in ('log', 'count')] if isinstance(state, dict) else [None]
+        max_length = state.get('max_length', 0) if isinstance(state, dict) else 0
+        is_history = all(isinstance(array, np.ndarray) and array.ndim == 1 for array in arrays)
+        if not is_history or type(max_length) is not int or not len(arrays[0]) == len(arrays[1]) <= max_length:
+            raise pickle.UnpicklingError('a log buffer (HistoryBuffer) without a log in it')
+        self._log_history, self._count_history = arrays
+        self.max_length = max_length
+        self._set_default_statistics()
+        self.__class__ = HistoryBuffer
 
 
 def _numeric(dtype: np.dtype) -> np.dtype:
@@ -95,7 +133,7 @@ def safe_globals() -> tuple[tuple[Any, str], ...]:
         'mmengine.config.config.ConfigDict',
     )
     return (
-        (HistoryBuffer, 'mmengine.logging.history_buffer.HistoryBuffer'),
+        (_ReadHistoryBuffer, 'mmengine.logging.history_buffer.HistoryBuffer'),
         (_known_attribute, 'builtins.getattr'),
         *((_OneCycleOwner, f'{param_scheduler.__name__}.{name}') for name in one_cycle),
         (np.ndarray, 'numpy.ndarray'),
@@ -118,6 +156,10 @@ def allow_safe_globals() -> None:
     own unpickler.
     """
     if _TORCH_HAS_ALLOW_LIST:
+        allowed = torch.serialization.get_safe_globals()
+        if getattr in allowed:  # advice against MMEngine's error on PyTorch 2.6; it opens every attribute
+            torch.serialization.clear_safe_globals()
+            torch.serialization.add_safe_globals([thing for thing in allowed if thing is not getattr])
         torch.serialization.add_safe_globals(list(safe_globals()))
 
 
@@ -170,16 +212,24 @@ def _why_not_a_checkpoint(path: Path) -> Optional[str]:
             return 'is cut short: the end of the file is missing'
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-        if any(name.endswith('/constants.pkl') for name in names):
-            return 'is a TorchScript program, not a checkpoint'
-        if not any(name.endswith('data.pkl') for name in names):
-            return 'is a zip archive, but not a checkpoint'
+            size = sum(entry.file_size for entry in archive.infolist())
+            if size > MAX_EXPANSION * max(path.stat().st_size, 1 << 16):
+                return f'declares {size} bytes of contents in a file of {path.stat().st_size}'
+            if len(set(names)) < len(names):
+                return 'is a zip archive with two entries of one name, of which readers take either'
+            if any(name.endswith('/constants.pkl') for name in names):
+                return 'is a TorchScript program, not a checkpoint'
+            if not any(name.endswith('data.pkl') for name in names):
+                return 'is a zip archive, but not a checkpoint'
+            if any(_BYTE_ARRAY in archive.read(name) for name in names if name.endswith('data.pkl')):
+                return _ASKS_FOR_MEMORY
         return None
     if len(head) < len(_LEGACY_START) and _LEGACY_START.startswith(head):
         return 'is cut short: the end of the file is missing'
     if not head.startswith(_LEGACY_START):
         return 'is not a checkpoint written by torch.save (it was not opened)'
-    return None
+    with open(path, 'rb') as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return _ASKS_FOR_MEMORY if content.find(_BYTE_ARRAY) >= 0 else None
 
 
 def _refused_global(error: BaseException) -> Optional[str]:
@@ -207,6 +257,8 @@ def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu') -> Any:
         raise CheckpointError(f'checkpoint {path} is a folder, not a file')
     if not path.exists():
         raise CheckpointNotFoundError(f'checkpoint {path} does not exist')
+    if not path.is_file():
+        raise CheckpointError(f'checkpoint {path} is a pipe, a socket or a device, not a file')
     try:
         reason = _why_not_a_checkpoint(path)
         if reason:
@@ -214,9 +266,15 @@ def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu') -> Any:
         with warnings.catch_warnings():
             # A pickle of another protocol is refused below or loads; either way no news.
             warnings.filterwarnings('ignore', message='Detected pickle protocol')
-            return _torch_load(path, map_location)
-    except (CheckpointError, MemoryError):
+            loaded = _torch_load(path, map_location)
+        reason = why_too_large(loaded, path.stat().st_size)
+        if reason:
+            raise CheckpointError(f'{path} {reason}')
+        return loaded
+    except CheckpointError:
         raise
+    except MemoryError as error:
+        raise CheckpointError(f'{path} does not fit into memory, or declares more than it holds') from error
     except Exception as error:
         refused = _refused_global(error)
         if refused:
@@ -224,8 +282,9 @@ def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu') -> Any:
                 f'{path} was refused: it asks for {refused}, which is not known to be harmless '
                 '(a checkpoint can hide code); nothing of it was run'
             ) from None
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        detail = next((li for li in lines if 'WeightsUnpickler error' in li), (lines or [''])[0])
+        # What PyTorch's loader says of the file comes last, after advice on its own list.
+        lines = [line.strip() for line in str(error).rpartition('WeightsUnpickler error:')[2].splitlines()]
+        detail = next(filter(None, lines), '')
         raise CheckpointError(
             f'{path} cannot be read ({type(error).__name__}: {detail[:200]}); the file may be cut short or damaged'
         ) from error

@@ -4,6 +4,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Optional
 
+import torch
 from torch import Tensor, nn
 
 from .layouts import find_layout
@@ -24,7 +25,7 @@ class LoadReport(NamedTuple):
         loaded: keys of the model that the state dict has.
         missing: keys of the model that it lacks.
         unexpected: keys that the model lacks.
-        mismatched: keys of both whose tensors differ in shape, with both shapes.
+        mismatched: keys of both whose tensors differ in shape or kind, with both.
         ignored: keys of parts that the model was configured not to have.
     """
 
@@ -56,7 +57,7 @@ def state_dict_of(checkpoint: Any, source: str) -> dict[str, Tensor]:
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
         raise CheckpointError(f'{source} holds no weights; it has {some(state)}')
-    while all(key.startswith('module.') for key in tensors):
+    while all(str(key).startswith('module.') for key in tensors):
         tensors = {key[len('module.') :]: value for key, value in tensors.items()}
     return tensors
 
@@ -129,7 +130,7 @@ def fit_state(
         state: what is to be loaded, in the same names.
         ignorable: whether a key may be missing or left over in silence.
     """
-    fits = {key: v for key, v in state.items() if key in own and v.shape == own[key].shape}
+    fits = {key: v for key, v in state.items() if key in own and not _difference(v, own[key])}
     left_over = [key for key in state if key not in own]
     return fits, LoadReport(
         loaded=list(fits),
@@ -139,9 +140,9 @@ def fit_state(
         ],
         unexpected=[key for key in left_over if not ignorable(key)],
         mismatched=[
-            f'{key} ({_shape(state[key])} in the file, {_shape(own[key])} in the model)'
+            f'{key} ({_difference(state[key], own[key])})'
             for key in state
-            if key in own and state[key].shape != own[key].shape
+            if key in own and _difference(state[key], own[key])
         ],
         ignored=[key for key in left_over if ignorable(key)],
     )
@@ -157,6 +158,32 @@ def fit_backbone(backbone: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict
         state = backbone.adapt_state_dict(dict(state))
     ignorable = getattr(backbone, 'ignorable_keys', lambda key: False)
     return fit_state(backbone.state_dict(), state, ignorable)
+
+
+def kind_of(tensor: Tensor) -> str:
+    """``'real'`` for a tensor of floating-point numbers in memory, else what it is instead."""
+    if tensor.is_meta:
+        return 'meta'
+    if tensor.is_quantized or tensor.is_nested:
+        return 'quantized' if tensor.is_quantized else 'nested'
+    if tensor.layout is not torch.strided:
+        return str(tensor.layout).replace('torch.', '')
+    return 'real' if tensor.is_floating_point() else str(tensor.dtype).replace('torch.', '')
+
+
+def not_finite(state: Mapping[str, Tensor], keys: Iterable[str]) -> list[str]:
+    """Those of ``keys`` whose tensors hold NaN or infinite values."""
+    real = [key for key in keys if key in state and kind_of(state[key]) == 'real']
+    return [key for key in real if not state[key].float().isfinite().all()]
+
+
+def _difference(value: Tensor, own: Tensor) -> str:
+    """Shapes or kinds of a file's and a model's tensor where the one cannot stand for the other, else ''."""
+    theirs, ours = _shape(value), _shape(own)
+    # PyTorch would round integers in silence, drop imaginary parts with a warning, and fail on the rest.
+    if theirs == ours and kind_of(own) == 'real':
+        theirs, ours = kind_of(value), kind_of(own)
+    return f'{theirs} in the file, {ours} in the model' if theirs != ours else ''
 
 
 def _shape(tensor: Tensor) -> str:
