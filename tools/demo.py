@@ -14,12 +14,13 @@ import mmcv
 import numpy as np
 from mmengine.device import get_device
 from mmengine.registry import init_default_scope
+from mmengine.runner.checkpoint import CheckpointLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
-from mmlinattn.checkpoints.safe import CheckpointError
 from mmlinattn.engine import RunError
-from mmlinattn.engine.cli import check_checkpoint, notice, one_line_errors, read_config
+from mmlinattn.engine.checkpoint_match import check_weights
+from mmlinattn.engine.cli import check_checkpoint, explained_setup, notice, one_line_errors, read_config, require
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
 
@@ -94,38 +95,47 @@ def name_classes(cfg, inferencer, classes) -> None:
     inferencer.visualizer.dataset_meta = meta
 
 
-def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> None:
-    """Write the drawings somewhere below ``folder``, one a picture, in any format."""
+def build_inferencer(args: argparse.Namespace, cfg, num_pictures: int):
+    """The task's own inferencer."""
     scope = cfg.get('default_scope')
     init_default_scope(scope)
     if scope == 'mmdet':
         from mmdet.apis import DetInferencer
 
-        inferencer = DetInferencer(args.config, args.checkpoint, args.device, show_progress=len(pictures) > 1)
-        if args.classes:
-            name_classes(cfg, inferencer, args.classes)
-        inferencer(pictures, out_dir=folder, pred_score_thr=args.score_thr, no_save_pred=True)
-    elif scope == 'mmseg':
+        return DetInferencer(args.config, args.checkpoint, args.device, show_progress=num_pictures > 1)
+    if scope == 'mmseg':
         from mmseg.apis import MMSegInferencer
 
         inferencer = MMSegInferencer(args.config, args.checkpoint, device=args.device)
-        if args.classes:
-            name_classes(cfg, inferencer, args.classes)
-        inferencer.show_progress = len(pictures) > 1
-        inferencer(pictures, out_dir=folder)
-    elif scope == 'mmpretrain':
-        from mmpretrain import ImageClassificationInferencer
+        inferencer.show_progress = num_pictures > 1
+        return inferencer
+    from mmpretrain import ImageClassificationInferencer
 
-        if args.classes and num_classes(cfg) not in (0, len(args.classes)):
-            raise RunError(f'--classes: {len(args.classes)} names given, the model has {num_classes(cfg)} classes.')
-        inferencer = ImageClassificationInferencer(
-            args.config, args.checkpoint, device=args.device, classes=args.classes
-        )
+    if args.classes and num_classes(cfg) not in (0, len(args.classes)):
+        raise RunError(f'--classes: {len(args.classes)} names given, the model has {num_classes(cfg)} classes.')
+    return ImageClassificationInferencer(args.config, args.checkpoint, device=args.device, classes=args.classes)
+
+
+def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> None:
+    """Write the drawings somewhere below ``folder``, one a picture, in any format."""
+    scope = cfg.get('default_scope')
+    if scope not in ('mmdet', 'mmseg', 'mmpretrain'):
+        raise RunError(f'{args.config}: default_scope = {scope!r} is none of mmdet, mmseg, mmpretrain.')
+    require(cfg, args.config, 'model', 'test_dataloader')
+    with explained_setup(args.config):
+        inferencer = build_inferencer(args, cfg, len(pictures))
+    # Inferencers load what fits and draw with the rest as it was initialised.
+    check_weights(inferencer.model, CheckpointLoader.load_checkpoint(args.checkpoint, 'cpu', logger='silent'))
+    if args.classes and scope != 'mmpretrain':
+        name_classes(cfg, inferencer, args.classes)
+    if scope == 'mmdet':
+        inferencer(pictures, out_dir=folder, pred_score_thr=args.score_thr, no_save_pred=True)
+    elif scope == 'mmseg':
+        inferencer(pictures, out_dir=folder)
+    else:
         for picture, found in zip(pictures, inferencer(pictures, show_dir=folder)):
             label = found.get('pred_class', found['pred_label'])
             print(f'{picture}: {label} ({found["pred_score"]:.3f})')
-    else:
-        raise RunError(f'{args.config}: default_scope = {scope!r} is none of mmdet, mmseg, mmpretrain.')
 
 
 def main() -> None:
@@ -138,10 +148,7 @@ def main() -> None:
         is_folder = osp.isdir(args.image)
         out = check_out(args.out, is_folder)
         with tempfile.TemporaryDirectory() as folder:
-            try:
-                draw(args, cfg, pictures, folder)
-            except CheckpointError as error:
-                raise RunError(str(error)) from error
+            draw(args, cfg, pictures, folder)
             vis = Path(folder, 'vis')  # where MMDetection and MMSegmentation put drawings, beside raw predictions
             drawn = sorted(vis.iterdir() if vis.is_dir() else Path(folder).iterdir())
             if is_folder:

@@ -1,6 +1,21 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 # Sourced by dist_train.sh and dist_test.sh.
 
+check_port() { # PYTHON: ends with one line where the port of the first process cannot be had
+    "$1" - "${PORT:-29500}" <<'END'
+import socket
+import sys
+
+port = sys.argv[1]
+try:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(('', int(port)))
+except (OSError, OverflowError, ValueError) as error:
+    sys.exit(f'error: PORT = {port} cannot be used ({error}). Set another one in the environment, e.g. PORT=29501.')
+END
+}
+
 launch() { # PROCESSES SCRIPT [arguments]
     local processes=$1
     local python=${PYTHON:-python}
@@ -12,6 +27,7 @@ launch() { # PROCESSES SCRIPT [arguments]
         echo "error: MAX_RESTARTS = '$MAX_RESTARTS' has to be a number from 0 up." >&2
         exit 2
     fi
+    if [ "${NODE_RANK:-0}" = 0 ]; then check_port "$python" || exit 1; fi
     local gpus
     gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
     if [ "$gpus" -eq 0 ]; then

@@ -19,9 +19,12 @@ from mmlinattn.engine.cli import (
     as_config,
     build_runner,
     check_checkpoint,
+    check_match,
+    explained_setup,
     load_config,
     notice,
     one_line_errors,
+    require,
 )
 from mmlinattn.engine.data_check import explained_empty_data
 from mmlinattn.engine.stopping import clean_end
@@ -58,6 +61,8 @@ def configure(args: argparse.Namespace):
     if args.interval < 1:
         raise RunError(f'--interval {args.interval} has to be at least 1.')
     cfg = load_config(args)
+    require(cfg, args.config, 'model', 'test_dataloader', 'test_cfg', 'test_evaluator')
+    check_match(cfg)
     cfg.load_from = check_checkpoint(args.checkpoint, 'checkpoint')
     cfg.resume = False
     check_data_config(cfg, ['test'])
@@ -121,10 +126,11 @@ def main() -> None:
     args = parse_args()
     with clean_end(), one_line_errors():
         cfg = configure(args)
-        runner = build_runner(cfg)
-        if args.interval > 1:
-            every_nth(runner, args.interval)
-        with explained_empty_data(cfg, ['test']):
+        with explained_setup(args.config) as watch, explained_empty_data(cfg, ['test']):
+            runner = build_runner(cfg)
+            watch(runner)
+            if args.interval > 1:
+                every_nth(runner, args.interval)
             if args.out and args.out_item == 'pred':
                 runner.test_evaluator.metrics.append(dump_metric(cfg, args.out))
             metrics = runner.test()

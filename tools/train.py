@@ -13,10 +13,13 @@ from mmlinattn.engine.cli import (
     add_common_arguments,
     build_runner,
     check_checkpoint,
+    check_match,
     drop_amp_on_cpu,
+    explained_setup,
     load_config,
     notice,
     one_line_errors,
+    require,
     resume_point,
     was_restarted,
 )
@@ -49,6 +52,8 @@ def parse_args() -> argparse.Namespace:
 def configure(args: argparse.Namespace):
     """The config as it will run, with everything checked that can be checked before."""
     cfg = load_config(args)
+    require(cfg, args.config, 'model', 'train_dataloader', 'train_cfg', 'optim_wrapper')
+    check_match(cfg)
     if args.no_validate:
         cfg.val_cfg = cfg.val_dataloader = cfg.val_evaluator = None
     if args.no_persistent_workers:
@@ -86,8 +91,9 @@ def main() -> None:
     with clean_end() as run, one_line_errors():
         cfg = configure(args)
         run.work_dir, run.is_resumed = cfg.work_dir, cfg.get('resume', False)
-        runner = build_runner(cfg)
-        with explained_empty_data(cfg, stages(cfg)):
+        with explained_setup(args.config) as watch, explained_empty_data(cfg, stages(cfg)):
+            runner = build_runner(cfg)
+            watch(runner)
             runner.train()
 
 

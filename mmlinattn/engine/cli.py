@@ -13,12 +13,19 @@ from typing import Optional
 
 from mmengine.config import Config, ConfigDict, DictAction
 from mmengine.device import get_device
+from mmengine.hooks import Hook
 from mmengine.registry import RUNNERS
-from mmengine.runner import Runner, find_latest_checkpoint
+from mmengine.runner import Runner
 from mmengine.runner.checkpoint import CheckpointLoader
 
+from ..checkpoints.released import find_released
+from ..checkpoints.safe import CheckpointError, printable
+from ..checkpoints.schemes import PREFIX
+from .checkpoint_match import CheckpointMatchHook
 from .distributed import prepare_distributed
 from .errors import RunError
+from .label_check import check_labels
+from .resume_guard import find_latest_checkpoint
 
 # default_scope -> the distributions that provide it, as pip is told
 PIP_NAMES = {
@@ -52,13 +59,12 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 @contextmanager
 def one_line_errors():
-    """Print a :class:`RunError` as one line, without traceback, and exit with status 1."""
+    """Print a RunError or CheckpointError as one line, without traceback, and exit with status 1."""
     try:
         yield
-    except RunError as error:
-        message = ' '.join(str(error).split())
+    except (RunError, CheckpointError) as error:
         sys.stdout.flush()
-        print(f'error: {message}', file=sys.stderr, flush=True)
+        print(f'error: {printable(error)}', file=sys.stderr, flush=True)
         # Not sys.exit: waiting for data-loader workers and process groups could hang here.
         raise SystemExit(1) from None
 
@@ -126,7 +132,7 @@ def _parse(path: str) -> Config:
             if missing == scope or missing in pip_names.replace('"', '').split('>')[0]:
                 raise RunError(_not_installed(scope, path)) from error
         raise RunError(f'config {path!r} cannot be read: {error}') from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         # A config is a program: anything may be raised by one with a mistake in it.
         raise RunError(f'config {path!r} cannot be read: {type(error).__name__}: {error}') from error
 
@@ -183,30 +189,82 @@ def check_checkpoint(path: str, name: str) -> str:
         RunError: ``path`` is local and there is no such file.
     """
     is_address = '://' in path and any(path.startswith(prefix) for prefix in CheckpointLoader._schemes if prefix)
-    if not is_address and not osp.isfile(osp.expanduser(path)):
-        raise RunError(f'{name} {path!r}: no such file.')
+    local = osp.expanduser(path)
+    if not is_address and not osp.isfile(local):
+        what = 'no such file' if not osp.exists(local) else 'a folder' if osp.isdir(local) else 'a pipe or a device'
+        raise RunError(f'{name} {path!r}: {what}{"" if what == "no such file" else ", not a file"}.')
+    if path.startswith(PREFIX):
+        find_released(path[len(PREFIX) :])
     return path
 
 
-def resume_point(work_dir: str) -> Optional[str]:
-    """The checkpoint ``--resume`` continues from, or None to begin from the start.
+class _Begin(Hook):
+    """Notes that a run has been set up, and looks at labels once the data is there."""
 
-    ``last_checkpoint`` holds a path that is relative to where the run was started, and wrong once
-    the folder is moved. The file of that name in the work dir itself is as good.
+    priority = 'VERY_HIGH'
+    has_begun = False
+
+    def before_train(self, runner) -> None:
+        check_labels(runner.train_dataloader.dataset, runner.model)
+
+    def _before_iter(self, *args, **kwargs) -> None:
+        self.has_begun = True
+
+
+@contextmanager
+def explained_setup(config: str):
+    """Give an error of the setting up of a run in one line; what happens from the first batch on keeps its traceback.
+
+    A wrong argument of a model, data set, optimizer or hook shows when MMEngine builds it, in errors of any kind.
+
+    Args:
+        config: the config file, for messages.
+
+    Yields:
+        A function that takes the runner, to know when the first batch comes.
 
     Raises:
-        RunError: ``last_checkpoint`` is there but the file it names is not.
+        RunError: with the class that failed and why. ``MMLINATTN_TRACEBACK=1`` keeps the error as it is.
     """
-    latest = find_latest_checkpoint(work_dir)
-    if latest is None:
-        return None
-    for candidate in (latest, osp.join(work_dir, osp.basename(latest))):
-        if osp.isfile(candidate):
-            return candidate
-    raise RunError(
-        f'{osp.join(work_dir, "last_checkpoint")} names {latest!r}, which is not there. '
-        'Give a checkpoint with --resume PATH, or delete that file to begin from the start.'
-    )
+    begin = _Begin()
+    try:
+        yield lambda runner: runner.register_hook(begin)
+    except (RunError, CheckpointError):
+        raise
+    except Exception as error:
+        if begin.has_begun or os.environ.get('MMLINATTN_TRACEBACK') == '1':
+            raise
+        reason = error.args[0] if isinstance(error, KeyError) and error.args else error
+        raise RunError(
+            f'{config} cannot be run: {type(error).__name__}: {reason} (MMLINATTN_TRACEBACK=1 shows where)'
+        ) from error
+
+
+def require(cfg: Config, config: str, *keys: str) -> None:
+    """Check that a config has the settings a tool works with, and that batches are not empty.
+
+    Raises:
+        RunError: One is missing, or a batch size is no positive integer.
+    """
+    missing = [key for key in keys if cfg.get(key) is None]
+    if missing:
+        raise RunError(f'{config} has no {", no ".join(missing)}.')
+    for key in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
+        size = (cfg.get(key) or {}).get('batch_size', 1)
+        if type(size) is not int or size < 1:
+            raise RunError(f'{key}.batch_size = {size!r} has to be an integer from 1 up.')
+
+
+def check_match(cfg: Config) -> None:
+    """See to it that weights are compared with the model, in configs of others too."""
+    hooks = cfg.get('custom_hooks') or []
+    if not any(hook.get('type') == CheckpointMatchHook.__name__ for hook in hooks):
+        cfg.custom_hooks = [*hooks, dict(type=CheckpointMatchHook.__name__)]
+
+
+def resume_point(work_dir: str) -> Optional[str]:
+    """The checkpoint ``--resume`` continues from, or None to begin from the start."""
+    return find_latest_checkpoint(work_dir)
 
 
 def was_restarted(work_dir: str) -> bool:

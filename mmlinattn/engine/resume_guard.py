@@ -9,16 +9,28 @@ import functools
 import os
 import os.path as osp
 from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any, Optional
 
+import mmengine.runner
+import torch
 from mmengine.hooks import CheckpointHook
 from mmengine.infer import BaseInferencer
+from mmengine.logging import print_log
 from mmengine.runner import Runner
+from mmengine.runner import _flexible_runner as flexible_runner_module
+from mmengine.runner import checkpoint as checkpoint_module
+from mmengine.runner import runner as runner_module
 from mmengine.runner.checkpoint import CheckpointLoader
 
 from ..checkpoints.config_text import read_config_text
+from ..checkpoints.safe import CheckpointError
+from .errors import RunError
+from .resumable import check_optimizers, check_resumable
 
-__all__ = ['guard', 'keep_own_files']
+__all__ = ['find_latest_checkpoint', 'guard', 'keep_own_files']
+
+_MAX_PATH = 4096  # bytes
 
 
 def _out_dirs(runner) -> list[str]:
@@ -78,20 +90,43 @@ def keep_own_files(runner, runtime_info: dict) -> None:
         )
 
 
-def _load_checkpoint(original: Callable, runner, *args: Any, **kwargs: Any) -> dict:
-    checkpoint = original(runner, *args, **kwargs)
-    hub = checkpoint.get('message_hub') if isinstance(checkpoint, dict) else None
-    info = hub.get('runtime_info') if isinstance(hub, dict) else None
-    if isinstance(info, dict):
-        names = set(info)
+@contextmanager
+def _explained(filename: Any, verb: str):
+    """One line in place of whatever MMEngine stumbles over in a file of another form than it expects."""
+    try:
+        yield
+    except (RunError, CheckpointError, OSError, MemoryError, torch.cuda.OutOfMemoryError):
+        raise
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).splitlines() or ['']
+        raise CheckpointError(f'{filename} cannot be {verb} ({type(error).__name__}: {reason[0]})') from error
+
+
+def _load_checkpoint(original: Callable, runner, filename: str, *args: Any, **kwargs: Any) -> dict:
+    with _explained(filename, 'loaded'):
+        checkpoint = original(runner, filename, *args, **kwargs)
+    if getattr(runner, 'is_resuming', False):
+        check_resumable(runner, checkpoint, filename)
+    hub = checkpoint.get('message_hub')
+    if isinstance(hub, dict) and isinstance(hub.get('runtime_info'), dict):
+        info, names = hub['runtime_info'], set(hub['runtime_info'])
         # Those of the run that resumes are newer; the text would be handed on from file to file.
         for key in ('cfg', 'experiment_name'):
             info.pop(key, None)
         keep_own_files(runner, info)
-        if isinstance(hub.get('resumed_keys'), dict):
-            for key in names - set(info):
-                hub['resumed_keys'].pop(key, None)
+        for key in names - set(info):
+            (hub.get('resumed_keys') or {}).pop(key, None)
     return checkpoint
+
+
+def _resume(original: Callable, runner, filename: str, *args: Any, **kwargs: Any) -> None:
+    runner.is_resuming = True
+    try:
+        with _explained(filename, 'resumed from'):
+            original(runner, filename, *args, **kwargs)
+        check_optimizers(runner, filename)
+    finally:
+        del runner.is_resuming
 
 
 def _before_train(original: Callable, hook: CheckpointHook, runner) -> None:
@@ -118,6 +153,51 @@ def _config_text(checkpoint: Any) -> Any:
     return None
 
 
+def find_latest_checkpoint(path: str) -> Optional[str]:
+    """MMEngine's function of this name, for a ``last_checkpoint`` that may hold anything.
+
+    The file counts if it names a checkpoint in the work dir itself or in a folder of the work dir's name, as
+    CheckpointHook makes them with ``out_dir``. What it holds is relative to where the run was started and wrong once
+    the folder was moved; the file of that name in the work dir is as good.
+
+    Args:
+        path: the work dir.
+
+    Returns:
+        The checkpoint to resume from; None where there is no ``last_checkpoint``.
+
+    Raises:
+        CheckpointError: ``last_checkpoint`` is no short line of text, or what it names is not there or elsewhere.
+    """
+    pointer = osp.join(path, 'last_checkpoint')
+    if not osp.lexists(pointer):
+        print_log('Did not find last_checkpoint to be resumed.')
+        return None
+    advice = 'Name a checkpoint to resume from, or delete that file to begin from the start.'
+    if not osp.isfile(pointer):
+        raise CheckpointError(f'{pointer} is not a file. {advice}')
+    with open(pointer, 'rb') as file:
+        content = file.read(_MAX_PATH + 1)
+    try:
+        latest = content.decode().strip()
+    except UnicodeDecodeError:
+        latest = ''
+    if not latest or not latest.isprintable() or len(content) > _MAX_PATH:
+        raise CheckpointError(f'{pointer} names no checkpoint: it holds {content[:40]!r}. {advice}')
+    folder, name = osp.split(latest)
+    is_address = '://' in latest
+    is_own = osp.basename(folder) == osp.basename(osp.abspath(path))
+    if is_address and is_own and not latest.startswith(('http://', 'https://')):
+        return latest
+    is_own = is_own or osp.realpath(folder) == osp.realpath(path)
+    for candidate in (latest, osp.join(path, name)) if name else ():
+        # DeepSpeed writes folders.
+        if (candidate != latest or is_own and not is_address) and (osp.isfile(candidate) or osp.isdir(candidate)):
+            return candidate
+    where = 'elsewhere' if osp.exists(latest) or is_address else 'not there'
+    raise CheckpointError(f'{pointer} names {latest!r}, which is {where}. {advice}')
+
+
 def _wrap(owner: type, name: str, wrapper: Callable) -> None:
     original = getattr(owner, name)
     if getattr(original, 'is_guarded', False):
@@ -134,8 +214,11 @@ def _wrap(owner: type, name: str, wrapper: Callable) -> None:
 def guard() -> None:
     """Put the checks in place; calling it again does no harm."""
     _wrap(Runner, 'load_checkpoint', _load_checkpoint)
+    _wrap(Runner, 'resume', _resume)
     _wrap(CheckpointHook, 'before_train', _before_train)
     _wrap(BaseInferencer, '_init_model', _init_model)
+    for module in (mmengine.runner, runner_module, flexible_runner_module, checkpoint_module):
+        module.find_latest_checkpoint = find_latest_checkpoint
 
 
 guard()
