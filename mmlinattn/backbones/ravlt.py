@@ -135,6 +135,8 @@ class RAVLT(PyramidBackbone):
                 for linear, name in ((block.attn.proj, 'gamma1'), (last_linear(block.ffn.fc2), 'gamma2')):
                     gamma = getattr(block, name)
                     if gamma is not None:
+                        if isinstance(block.ffn.fc2, FactorisedLinear) and name == 'gamma2':
+                            block.ffn.fc2.bias.mul_(gamma)
                         linear.weight.mul_(gamma[:, None])
                         linear.bias.mul_(gamma)
                         setattr(block, name, None)

@@ -19,8 +19,7 @@ MATRICES = {'M1': 'fc1', 'M2': 'fc2'}
 class BranchedLinear(BaseModule):
     """Parallel linear layers, each with a batch norm over the tokens, summed: one matrix to all but the optimiser.
 
-    Where the batch norms are fixed (evaluation, ``norm_eval``) it computes with that matrix. A block that is computed
-    again in the backward pass (``with_cp``) updates their statistics twice a step, as batch norms in such blocks do.
+    Where the batch norms are fixed (evaluation, ``norm_eval``) it computes with that matrix.
 
     Args:
         in_features, out_features (int): Widths.

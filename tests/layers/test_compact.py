@@ -15,8 +15,10 @@ every_ffn = pytest.mark.parametrize('ffn', [MLP, ConvFFN, DWConvFFN])
 
 
 def unsettled(module):
-    """Norms as after some training: statistics and parameters that hide no term."""
+    """As after some training: statistics and parameters that hide no term."""
     for norm in module.modules():
+        if isinstance(norm, FactorisedLinear):
+            nn.init.normal_(norm.bias)
         if isinstance(norm, nn.modules.batchnorm._BatchNorm):
             nn.init.uniform_(norm.running_mean, -1, 1)
             nn.init.uniform_(norm.running_var, 0.3, 2)
@@ -38,6 +40,7 @@ def test_branches_are_parallel_convolutions_with_a_batch_norm_each(branches):
             out = (out - mean) / (var + norm.eps).sqrt()
             total = total + out * norm.weight[:, None, None] + norm.bias[:, None, None]
         expected = total
+    expected = expected + layer.bias[:, None, None]
     torch.testing.assert_close(layer(x), expected.permute(0, 2, 3, 1))
 
 
@@ -109,7 +112,13 @@ MODELS = {
         dict(embed_dims=(8, 16, 24, 32), depths=(1,) * 4, num_heads=(1, 2, 3, 4), ffn=dict(type='compact')), **kwargs
     ),
     'ravlt': lambda **kwargs: RAVLT(
-        dict(embed_dims=(8, 16, 24, 32), depths=(1,) * 4, num_heads=(1, 2, 3, 4), ffn=dict(type='compact')),
+        dict(
+            embed_dims=(8, 16, 24, 32),
+            depths=(1,) * 4,
+            num_heads=(1, 2, 3, 4),
+            layer_scales=0.5,
+            ffn=dict(type='compact'),
+        ),
         **kwargs,
     ),
 }
