@@ -47,16 +47,23 @@ class MixerCall(NamedTuple):
         mask, bias = given['mask'], given['bias']
         if bias is not None and bias.dim() == 4 and bias.shape[0] > 1:
             bias = bias[one]
+        grids = [given['grid'], given['key_grid']]
+        for i, grid in enumerate(grids):  # windows of a rolled map hold regions that are no neighbours
+            regions = getattr(grid, 'regions', None)
+            if regions is not None:
+                grids[i] = grid._replace(regions=regions[[window % len(regions)]])
         weights = self.mixer.weights(
             given['q'][one],
             given['k'][one],
-            given['grid'],
-            given['key_grid'],
+            *grids,
             mask=None if mask is None else mask[one],
             rotary=given['rotary'],
             bias=bias,
             rows=rows,
         )[0]
+        if self.mixer.unit_output:
+            norm = (weights @ self._values(window, len(weights)).to(weights.dtype)).norm(dim=-1, keepdim=True)
+            weights = weights / norm.clamp(min=1e-12)
         if not local:
             return weights
         for kernels in self.local_kernels():
@@ -64,6 +71,10 @@ class MixerCall(NamedTuple):
             kernels = kernels.to(weights.dtype).unflatten(1, (len(weights), -1)).mean(dim=2)
             weights = weights + local_weights(kernels, given['grid'], rows)[0]
         return weights
+
+    def _values(self, window: int, heads: int) -> Tensor:
+        """Values of a window by head, (heads, M, e)."""
+        return self.given['v'][window].unflatten(-1, (heads, -1)).transpose(0, 1)
 
     def local_kernels(self) -> list[Tensor]:
         """Kernels (windows or 1, E, k, k) of the convolutions of the values, of the mixer's own and that around it."""
@@ -85,15 +96,16 @@ class MixerCall(NamedTuple):
     def error(self, window: int, rows: Tensor, weights: Tensor) -> float:
         """How far ``weights @ v`` is from what the mixer gave, relative; its own convolution taken off, whose bias is
         no weight."""
-        heads = len(weights)
-        values = self.given['v'][window].to(weights.dtype).unflatten(-1, (heads, -1)).transpose(0, 1)
-        mixed = (weights @ values).transpose(0, 1).flatten(1)
+        mixed = (weights @ self._values(window, len(weights)).to(weights.dtype)).transpose(0, 1).flatten(1)
         out = self.out[window, rows].to(weights.dtype)
         own = self.mixer.local_kernels(self.given['context'])
         if own is not None:
             grid, v = self.given['grid'], self.given['v'][window : window + 1].to(weights.dtype)
             kernel = own[window if len(own) > 1 else 0][:, None].to(weights.dtype)
-            zeros, padding = torch.zeros_like(v), kernel.shape[-1] // 2
+            padding = tuple(size // 2 for size in kernel.shape[-2:])
+            if kernel.shape[-1] < kernel.shape[-2]:
+                grid = Grid(grid.num_tokens, 1)  # over the sequence
+            zeros = torch.zeros_like(v)
             term = add_local(zeros, v, lambda image: F.conv2d(image, kernel, None, 1, padding, 1, len(kernel)), grid)
             rest = out - mixed - term[0, rows]
             return float((rest - rest.mean(dim=0)).norm() / out.norm().clamp(min=1e-30))

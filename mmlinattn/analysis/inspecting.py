@@ -13,6 +13,7 @@ from .capture import PADDING, BlockCall, MixerCall
 WHAT = ('rank', 'confusion', 'locality', 'sharpness', 'ccs', 'maps')
 NUM_QUERIES = 196  # tokens of a DeiT at 224, which the papers measure
 MAX_WINDOWS = 8
+NUMEL = 2**25  # weights built at a time: 128 MiB
 _FAR = -(10**6)
 
 
@@ -118,6 +119,8 @@ def _weight_ranks(call: MixerCall, window: int, weights: Tensor, both: Optional[
 
 def sample(branch: list[MixerCall], num_queries: int, generator=None) -> list[tuple[MixerCall, int, Tensor]]:
     """Windows and rows of queries to look at, spread over the image; no class tokens, no padding."""
+    most = NUMEL // (branch[0].mixer.num_heads * max(call.keys.shape[1] for call in branch))
+    num_queries = max(2, min(num_queries, most))  # an attention may have as many heads as channels
     windows = [(call, i) for call in branch for i in range(len(call.queries))]
     if len(windows) > MAX_WINDOWS:
         order = torch.randperm(len(windows), generator=generator)[:MAX_WINDOWS].sort().values
@@ -192,7 +195,8 @@ def full_map(block: BlockCall, side: int = 128, local: bool = False) -> Tensor:
                 columns = torch.isin(call.keys[window], keys).nonzero()[:, 0]
                 if not len(rows) or not len(columns):
                     continue
-                weights = call.weights(window, rows, local)[:, :, columns]
+                size = max(1, NUMEL // (call.mixer.num_heads * call.keys.shape[1]))
+                weights = torch.cat([call.weights(window, r, local)[:, :, columns] for r in rows.split(size)], dim=1)
                 if out is None:
                     out = weights.new_full((len(weights), len(queries), len(keys)), math.nan)
                 at = torch.searchsorted(queries, call.queries[window, rows])

@@ -43,6 +43,7 @@ class TokenMixer(BaseModule):
     - ``sequential``: reads the tokens in their order, which windows and stripes do not keep.
     - ``context``: wants the mean input token.
     - ``position_table``: needs ``grid`` at construction.
+    - ``unit_output``: divides the output of each token by its norm within the head; :meth:`weights` leave that out.
     """
 
     quadratic = False
@@ -53,6 +54,7 @@ class TokenMixer(BaseModule):
     sequential = False
     context = False
     position_table = False
+    unit_output = False
 
     def __init__(self, dim: int, num_heads: int, grid: Optional[tuple[int, int]] = None, init_cfg=None) -> None:
         super().__init__(init_cfg)

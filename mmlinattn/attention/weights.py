@@ -5,6 +5,7 @@ Plain functions in float32 or better. A linear attention is a product of mapped 
 order of the products is turned round, which gives the (B, heads, N, M) weights of the same result.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Optional, Union
 
@@ -28,16 +29,21 @@ class Factors(NamedTuple):
         queries: (B, heads, N, d), already divided by the normaliser where the attention has one.
         keys: (B, heads, M, d), zero where masked.
         constant: Broadcastable to (B, heads, N, M): the part of the weights that does not go through the state.
+        own: (B or 1, 1, 1, M): what each token's weight of itself has more, where queries and keys are the same tokens.
     """
 
     queries: Tensor
     keys: Tensor
     constant: Optional[Tensor] = None
+    own: Optional[Tensor] = None
 
     def weights(self, rows: Optional[Tensor] = None) -> Tensor:
         """(B, heads, N or len(rows), M)."""
-        queries = self.queries if rows is None else self.queries[:, :, rows]
-        weights = queries @ self.keys.transpose(-1, -2)
+        rows = torch.arange(self.queries.shape[2], device=self.queries.device) if rows is None else rows
+        weights = self.queries[:, :, rows] @ self.keys.transpose(-1, -2)
+        if self.own is not None:
+            itself = torch.arange(weights.shape[-1], device=rows.device) == rows[:, None]
+            weights = weights + self.own * itself.to(weights.dtype)
         return weights if self.constant is None else weights + self.constant
 
 
@@ -100,6 +106,52 @@ def inline_factors(q: Tensor, k: Tensor, scale: float, mask: Optional[Tensor] = 
     return Factors(q, (k - mean) * real * (scale / count), (real / count).transpose(-1, -2))
 
 
+def hydra_factors(q: Tensor, k: Tensor, mask: Optional[Tensor] = None) -> Factors:
+    """Of Hydra attention, ``q_ic k_jc`` of tokens of length one: a map for each channel c (Bolya et al. 2022, Eq. 7).
+
+    Args:
+        q, k (Tensor): Queries (B, N, C) and keys (B, M, C).
+        mask (Tensor, optional): (B, M) bool, True for real keys.
+    """
+    q, k = (torch.nn.functional.normalize(t, dim=-1) for t in (q, k))
+    k = k if mask is None else k * mask.unsqueeze(-1).to(k.dtype)
+    return Factors(*(t.transpose(1, 2).unsqueeze(-1) for t in (q, k)))
+
+
+def efficient_factors(q: Tensor, k: Tensor, mask: Optional[Tensor] = None) -> Factors:
+    """Of Efficient attention, softmax over the channels of queries and over the tokens of keys (Shen et al. 2021,
+    Eq. 5); arguments by head as in :func:`linear_factors`."""
+    _, real = _real(mask, k)
+    if real is None:
+        return Factors(q.softmax(dim=-1), k.softmax(dim=2))
+    return Factors(q.softmax(dim=-1), k.masked_fill(real == 0, torch.finfo(k.dtype).min / 4).softmax(dim=2) * real)
+
+
+def angular_factors(q: Tensor, k: Tensor, mask: Optional[Tensor] = None, released: bool = True) -> Factors:
+    """Of linear angular attention on tokens of length one (You et al. 2023, Eq. 6).
+
+    The released form is ``q_i . k_j / pi``, and 1/2 more of the token's own value; outputs are divided by their norm
+    afterwards, which depends on the values and is no part of the weights. The paper's is ``1/2 + q_i . k_j / pi``,
+    divided by its sum; the 1/2 is one more channel of queries and keys.
+
+    Args:
+        q, k, mask: By head as in :func:`linear_factors`.
+        released (bool): Which form.
+    """
+    _, real = _real(mask, k)
+    q, k = (torch.nn.functional.normalize(t, dim=-1) for t in (q, k))
+    if released:
+        if real is None:
+            real = k.new_ones(1, 1, k.shape[2], 1)
+        return Factors(q / math.pi, k * real, own=real.transpose(-1, -2) / 2)
+    q = torch.cat((q / math.pi, torch.full_like(q[..., :1], 0.5)), dim=-1)
+    k = torch.cat((k, torch.ones_like(k[..., :1])), dim=-1)
+    k = k if real is None else k * real
+    total = q @ k.sum(dim=2, keepdim=True).transpose(-1, -2)
+    # an item of padding alone has no weights to divide
+    return Factors(q / total.where(total != 0, torch.ones_like(total)), k)
+
+
 def rala_factors(
     q: Tensor,
     k: Tensor,
@@ -136,6 +188,19 @@ def rala_factors(
     return Factors(q, k)
 
 
+def softmax_of_logits(logits: Tensor, mask: Optional[Tensor], bias: Optional[Tensor], rows: Optional[Tensor]) -> Tensor:
+    """Softmax of (B, heads, n, M) over the real keys, zero at the others; ``bias`` of all queries, of which ``rows``
+    count."""
+    if bias is not None:
+        if rows is not None and bias.dim() > 1 and bias.shape[-2] > 1:
+            bias = bias.index_select(-2, rows)
+        logits = logits + bias.to(logits.dtype)
+    if mask is None:
+        return logits.softmax(dim=-1)
+    real = mask[:, None, None, :]
+    return logits.masked_fill(~real, torch.finfo(logits.dtype).min / 4).softmax(dim=-1) * real.to(logits.dtype)
+
+
 def softmax_weights(
     q: Tensor,
     k: Tensor,
@@ -162,17 +227,45 @@ def softmax_weights(
         if rotary is not None:
             rotary = rotary.to(wide)
             q, k = rotate(q, rotary), rotate(k, rotary)
-        if rows is not None:
-            if bias is not None and bias.dim() > 1 and bias.shape[-2] > 1:
-                bias = bias.index_select(-2, rows)
-            q = q[:, :, rows]
-        logits = (q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5
-        if bias is not None:
-            logits = logits + bias.to(wide)
-        if mask is None:
-            return logits.softmax(dim=-1)
-        real = mask[:, None, None, :]
-        return logits.masked_fill(~real, torch.finfo(wide).min / 4).softmax(dim=-1) * real.to(wide)
+        q = q if rows is None else q[:, :, rows]
+        return softmax_of_logits((q @ k.transpose(-1, -2)) * q.shape[-1] ** -0.5, mask, bias, rows)
+
+
+def hallucinated_weights(
+    q: Tensor,
+    k: Tensor,
+    copies: Tensor,
+    cross: Optional[Tensor] = None,
+    mask: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+    rows: Rows = None,
+) -> Tensor:
+    """Real maps and those derived from them, after the softmax (hMHSA Eq. 2).
+
+    Args:
+        q, k (Tensor): Queries (B, h/2, N, d) and keys (B, h/2, M, d) of the real heads.
+        copies (Tensor): Keys after IHH, (B, 1, h/2, M, d) or (B, h/2, h/2, M, d): those that each hallucinated head
+            mixes, where each has its own.
+        cross (Tensor, optional): c of CHH, (h/2, h/2); without it the i-th hallucinated head is of the i-th real one.
+        mask, bias, rows: As in :func:`softmax_weights`.
+
+    Returns:
+        Tensor: (B, h, N or len(rows), M), real heads first.
+    """
+    with without_autocast(q):
+        wide = accumulation_dtype(q)
+        q, k, copies, rows = q.to(wide), k.to(wide), copies.to(wide), checked_rows(rows, q.shape[2], q.device)
+        q = q if rows is None else q[:, :, rows]
+        scale = q.shape[-1] ** -0.5
+        real = (q @ k.transpose(-1, -2)) * scale
+        if cross is None:
+            hallucinated = (q @ copies[:, 0].transpose(-1, -2)) * scale
+        else:
+            # of each hallucinated head the mixed queries, (B, h/2, h/2, N, d): one product of width C/2
+            mixed = q.unsqueeze(1) * (cross.to(wide) * scale)[:, :, None, None]
+            mixed, copies = (t.transpose(2, 3).flatten(3) for t in (mixed, copies))
+            hallucinated = mixed @ copies.transpose(-1, -2)
+        return softmax_of_logits(torch.cat((real, hallucinated), dim=1), mask, bias, rows)
 
 
 def mixer_weights(
@@ -236,20 +329,23 @@ def local_weights(kernels: Tensor, grid: Grid, rows: Rows = None) -> Tensor:
     """A depth-wise convolution of the values as the matrix it is; its bias is no weight.
 
     Args:
-        kernels (Tensor): (B or 1, C, k, k), k odd, for each channel.
+        kernels (Tensor): (B or 1, C, k, k), k odd, for each channel; (B or 1, C, k, 1) goes over the sequence of all
+            tokens instead of their grid.
         grid (Grid): Of the tokens; class tokens have no neighbours.
         rows (Sequence[int] | Tensor, optional): The queries wanted, all by default.
 
     Returns:
         Tensor: (B or 1, C, N or len(rows), N).
     """
-    tokens, reach = grid.num_tokens, kernels.shape[-1] // 2
+    if kernels.shape[-1] < kernels.shape[-2]:
+        grid = Grid(grid.num_tokens, 1)
+    tokens, (high, wide) = grid.num_tokens, (size // 2 for size in kernels.shape[-2:])
     rows = checked_rows(rows, tokens, kernels.device)
     rows = torch.arange(tokens, device=kernels.device) if rows is None else rows
     patch, key = rows - grid.prefix, torch.arange(grid.height * grid.width, device=kernels.device)
     dy = key // grid.width - torch.div(patch, grid.width, rounding_mode='floor')[:, None]  # (rows, M)
     dx = key % grid.width - patch[:, None] % grid.width
-    inside = (dy.abs() <= reach) & (dx.abs() <= reach) & (patch[:, None] >= 0)
-    tap = ((dy + reach) * kernels.shape[-1] + dx + reach).where(inside, dy.new_zeros(()))
+    inside = (dy.abs() <= high) & (dx.abs() <= wide) & (patch[:, None] >= 0)
+    tap = ((dy + high) * kernels.shape[-1] + dx + wide).where(inside, dy.new_zeros(()))
     weights = kernels.flatten(2)[..., tap] * inside.to(kernels.dtype)
     return torch.nn.functional.pad(weights, (grid.prefix, 0))
