@@ -101,11 +101,11 @@ def available_gib() -> float:
 
 
 def next_cost(points: list[Point], side: int, field: str) -> Optional[float]:
-    """What a size will take at most, by the growth so far; quadratic in pixels where nothing is known of it."""
+    """What a size will take by the growth so far; proportional to the pixels where a single size is known."""
     known = [(point.side**2, getattr(point, field)) for point in points if getattr(point, field)]
     if not known:
         return None
-    power = 2.0
+    power = 1.0
     if len(known) > 1:
         (a, first), (b, last) = known[-2:]
         power = max(1.0, torch.log(torch.tensor(last / first)).item() / torch.log(torch.tensor(b / a)).item())

@@ -144,7 +144,7 @@ def test_what_a_larger_image_will_take():
     from run_resolution import Point, next_cost
 
     assert next_cost([], 512, 'bytes') is None
-    assert next_cost([Point(512, None, 100)], 1024, 'bytes') == 1600  # nothing known: quadratic in pixels
+    assert next_cost([Point(512, None, 100)], 1024, 'bytes') == 400  # nothing known of the growth
     assert next_cost([Point(512, None, 100), Point(1024, None, 400)], 2048, 'bytes') == pytest.approx(1600)
     assert next_cost([Point(512, 1.0, None), Point(1024, 8.0, None)], 2048, 'seconds') == pytest.approx(64)
 

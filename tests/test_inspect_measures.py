@@ -164,7 +164,17 @@ def test_measures_of_a_known_attention():
 
 # --- every arrangement ------------------------------------------------------------------------------------------------
 
+COMPARED = (['hallucinated', 'angular'], ['hydra', 'efficient'], 'enhanced', 'hallucinated')
 HOSTS = {
+    'the others in windows': lambda: LinearSwin(dict(SMALL, depths=(2, 2, 2, 2), stage_attns=COMPARED, window=4)),
+    'the others, class token': lambda: LinearDeiT(
+        dict(
+            embed_dims=(32,),
+            depths=(4,),
+            num_heads=(2,),
+            stage_attns=(['hallucinated', dict(type='angular', conv='sequence'), 'hydra', 'efficient'],),
+        )
+    ),
     'whole map, gate, 5x5, rotary': lambda: RAVLT(SMALL),
     'windows, cut and shifted': lambda: LinearSwin(
         dict(SMALL, stage_attns=('inline', 'focused', 'softmax', 'rala'), linear_windows=(13, 7, 7, 7), window=4)

@@ -180,13 +180,36 @@ def _flatten_study() -> Study:
     return Study('FLatten Tab. 4 and 5', arms, pairs)
 
 
+def _hallucinated_study() -> Study:
+    def printed(value):
+        return {'Tiny-ImageNet': value}
+
+    def steps(*names):
+        return dict(type='hallucinated', steps=names)
+
+    arms = {
+        'plain': Arm(_pvt('softmax'), printed(69.3)),
+        'copies': Arm(_pvt(steps()), printed(68.8)),
+        'IHH': Arm(_pvt(steps('ihh')), printed(69.4)),
+        'CHH': Arm(_pvt(steps('chh')), printed(69.2)),
+        'IHH, CHH': Arm(_pvt(steps('ihh', 'chh')), printed(69.7)),
+        'CHH, IHH': Arm(_pvt(steps('chh', 'ihh')), printed(69.3)),
+    }
+    pairs = [('IHH, CHH', arm, 'Tiny-ImageNet') for arm in arms if arm != 'IHH, CHH']
+    return Study('hMHSA Tab. 2 and 3', arms, pairs)
+
+
 def _attentions_study() -> Study:
-    named = {name: name for name in TOKEN_MIXERS.module_dict if name != 'confused_softmax'}
+    named = {name: name for name in sorted(TOKEN_MIXERS.module_dict) if name != 'confused_softmax'}
     return Study('every attention in one host', {name: Arm(_pvt(mixer)) for name, mixer in named.items()}, [])
 
 
 STUDIES: dict[str, Callable[[], Study]] = dict(
-    rala=_rala_study, inline=_inline_study, flatten=_flatten_study, attentions=_attentions_study
+    rala=_rala_study,
+    inline=_inline_study,
+    flatten=_flatten_study,
+    hallucinated=_hallucinated_study,
+    attentions=_attentions_study,
 )
 
 

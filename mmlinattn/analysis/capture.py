@@ -49,9 +49,8 @@ class MixerCall(NamedTuple):
             bias = bias[one]
         grids = [given['grid'], given['key_grid']]
         for i, grid in enumerate(grids):  # windows of a rolled map hold regions that are no neighbours
-            regions = getattr(grid, 'regions', None)
-            if regions is not None:
-                grids[i] = grid._replace(regions=regions[[window % len(regions)]])
+            if grid.regions is not None:
+                grids[i] = grid._replace(regions=grid.regions[[window % len(grid.regions)]])
         weights = self.mixer.weights(
             given['q'][one],
             given['k'][one],

@@ -5,8 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
+from ..ops import memory
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid, add_local
+from .weights import angular_factors
 
 CONVS = ('grid', 'sequence', None)
 
@@ -72,3 +74,17 @@ class AngularMixer(TokenMixer):
         """(B, C, h, w), all channels of a head by its kernel."""
         weight = self.dconv.weight.repeat_interleave(self.head_dim, dim=0)
         return F.conv2d(image, weight, padding=self.dconv.padding, groups=self.dim)
+
+    @property
+    def unit_output(self) -> bool:
+        """Whether the output of each token is divided by its norm within the head, which the weights leave out."""
+        return self.form == 'released'
+
+    def factors(self, q, k, grid, key_grid, mask=None, rotary=None):
+        q, k = (memory.split_heads(t, self.num_heads) for t in (q, k))
+        return angular_factors(q, k, mask, self.form == 'released')
+
+    def local_kernels(self, context=None):
+        return (
+            None if self.dconv is None else self.dconv.weight.repeat_interleave(self.head_dim, dim=0).squeeze(1)[None]
+        )

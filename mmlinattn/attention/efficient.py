@@ -4,8 +4,10 @@ from typing import Optional
 from torch import Tensor
 
 from .. import ops
+from ..ops import memory
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid
+from .weights import efficient_factors
 
 
 @TOKEN_MIXERS.register_module('efficient')
@@ -26,3 +28,6 @@ class EfficientMixer(TokenMixer):
         context: Optional[Tensor] = None,
     ) -> Tensor:
         return ops.efficient_attention(q, k, v, self.num_heads, mask)
+
+    def factors(self, q, k, grid, key_grid, mask=None, rotary=None):
+        return efficient_factors(*(memory.split_heads(t, self.num_heads) for t in (q, k)), mask)

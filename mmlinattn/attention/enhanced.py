@@ -4,8 +4,10 @@ from typing import Optional
 from torch import Tensor
 
 from .. import ops
+from ..ops import memory
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid
+from .weights import linear_factors
 
 
 @TOKEN_MIXERS.register_module('enhanced')
@@ -28,3 +30,6 @@ class EnhancedMixer(TokenMixer):
         context: Optional[Tensor] = None,
     ) -> Tensor:
         return ops.linear_attention(q, k, v, self.num_heads, kernel='relu', mask=mask)
+
+    def factors(self, q, k, grid, key_grid, mask=None, rotary=None):
+        return linear_factors(*(memory.split_heads(t.relu(), self.num_heads) for t in (q, k)), mask)

@@ -6,6 +6,7 @@ from torch import Tensor
 from .. import ops
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid
+from .weights import hydra_factors
 
 
 @TOKEN_MIXERS.register_module('hydra')
@@ -30,3 +31,6 @@ class HydraMixer(TokenMixer):
         context: Optional[Tensor] = None,
     ) -> Tensor:
         return ops.hydra_attention(q, k, v, mask)
+
+    def factors(self, q, k, grid, key_grid, mask=None, rotary=None):
+        return hydra_factors(q, k, mask)

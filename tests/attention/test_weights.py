@@ -14,12 +14,17 @@ from mmlinattn.ops.memory import merge_heads, split_heads
 
 DIM, HEADS, GRID = 16, 2, Grid(3, 5)
 # the maps alone: what a mixer adds from the neighbourhood is looked at by itself below
-PLAIN = {'inline': dict(local_residual=False), 'focused': dict(local_kernel=None)}
+PLAIN = {'inline': dict(local_residual=False), 'focused': dict(local_kernel=None), 'angular': dict(conv=None)}
 OPTIONS = {
     **MIXERS,
     'rala, paper': dict(type='rala', scale_weights=False),
     'rala, softmax': dict(type='rala', kernel='softmax'),
     'focused, p = 4.5': dict(type='focused', power=4.5),
+    'hallucinated, chh first': dict(type='hallucinated', steps=('chh', 'ihh')),
+    'hallucinated, ihh': dict(type='hallucinated', steps=('ihh',)),
+    'hallucinated, chh': dict(type='hallucinated', steps=('chh',)),
+    'hallucinated, copies': dict(type='hallucinated', steps=()),
+    'angular, paper': dict(type='angular', form='paper'),
 }
 
 
@@ -30,7 +35,7 @@ def build(options, grid=(3, 5), dtype=torch.float64, plain=True):
     mixer = kind(DIM, HEADS, grid=grid, **options).to(dtype)
     for parameter in mixer.parameters():
         nn.init.normal_(parameter, std=0.4)
-    return mixer
+    return mixer.eval()
 
 
 def tokens(mixer, num_queries, num_keys, mask=None, dtype=torch.float64, batch=2):
@@ -42,8 +47,8 @@ def tokens(mixer, num_queries, num_keys, mask=None, dtype=torch.float64, batch=2
 
 
 def by_head(mixer, weights, v):
-    heads = weights.shape[1]
-    return (weights @ v.unflatten(-1, (heads, -1)).transpose(1, 2).to(weights.dtype)).transpose(1, 2).flatten(2)
+    mixed = weights @ split_heads(v, weights.shape[1]).to(weights.dtype)
+    return merge_heads(nn.functional.normalize(mixed, dim=-1) if mixer.unit_output else mixed)
 
 
 @pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
@@ -83,14 +88,14 @@ def test_weights_times_values_are_the_output(options, dtype, masked):
     torch.testing.assert_close(few, weights[:, :, rows])
 
 
-@pytest.mark.parametrize('name', ['softmax', 'inline', 'focused'])
+@pytest.mark.parametrize('name', ['softmax', 'inline', 'focused', 'hallucinated', 'hydra', 'efficient', 'enhanced'])
 def test_reduced_keys_and_class_tokens(name):
     """Queries 1 + 6x4, keys 1 + 3x2 as of a reduced map; the position table is resized to the keys."""
     mixer = build(name)
     grid, key_grid = Grid(6, 4, prefix=1), Grid(3, 2, prefix=1)
     q, k, v = tokens(mixer, grid.num_tokens, key_grid.num_tokens)
     weights = mixer.weights(q, k, grid, key_grid)
-    assert weights.shape == (2, HEADS, 25, 7)
+    assert weights.shape == (2, mixer.num_heads, 25, 7)
     torch.testing.assert_close(by_head(mixer, weights, v), mixer(q, k, v, grid, key_grid))
 
 
@@ -117,7 +122,15 @@ def test_half_precision_is_widened_and_autocast_heeded_not():
     torch.testing.assert_close(weights, expected)
 
 
-@pytest.mark.parametrize('options', ['inline', 'focused'])
+LOCAL = {
+    'inline': 'inline',
+    'focused': 'focused',
+    'angular': dict(type='angular', form='paper'),
+    'angular, sequence': dict(type='angular', form='paper', conv='sequence'),
+}
+
+
+@pytest.mark.parametrize('options', LOCAL.values(), ids=LOCAL)
 @pytest.mark.parametrize('prefix', [0, 1])
 def test_the_local_term_as_a_matrix(options, prefix):
     """Its weights and those of the attention together, channel by channel, are the whole output."""
@@ -128,7 +141,7 @@ def test_the_local_term_as_a_matrix(options, prefix):
     kernels = mixer.local_kernels(context)
     local = local_weights(kernels, grid)  # (B or 1, C, N, N)
     assert local.shape[1:] == (DIM, grid.num_tokens, grid.num_tokens)
-    if mixer.context is False:
+    if options == 'focused':
         nn.init.zeros_(mixer.local.bias)  # no weight: a constant
     whole = mixer.weights(q, k, grid, grid).repeat_interleave(DIM // HEADS, dim=1) + local
     mixed = torch.einsum('bcnm,bmc->bnc', whole, v)
