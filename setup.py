@@ -99,9 +99,10 @@ setup(
     install_requires=read_requirements('runtime'),
     extras_require={
         'mim': read_requirements('mminstall'),
-        'tests': read_requirements('tests'),
+        'export': read_requirements('export'),
         'app': read_requirements('app'),
-        'all': read_requirements('mminstall') + read_requirements('tests'),
+        'tests': read_requirements('tests') + read_requirements('export'),
+        'all': read_requirements('mminstall') + read_requirements('tests') + read_requirements('export'),
     },
     cmdclass={'build_py': BuildWithMim},
     zip_safe=False,

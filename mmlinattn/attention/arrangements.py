@@ -9,11 +9,13 @@ from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
+from ..layers.patch_embed import pad_for
 from ..ops import apply_linear, forms
 from ..ops.memory import assemble
+from ..ops.sizes import to_image
 from ..ops.softmax_attention import masked_logit
 from .base import Attention, Grid, Mixing
-from .windows import Windows
+from .windows import OpenWindows, Windows
 
 
 class GlobalAttention(Attention):
@@ -41,8 +43,7 @@ class ReducedAttention(Attention):
 
     def forward(self, x: Tensor, **shared) -> Tensor:
         height, width = x.shape[1:3]
-        image = F.pad(x, (0, 0, 0, -width % self.ratio, 0, -height % self.ratio)).permute(0, 3, 1, 2)
-        reduced = self.norm(self.sr(image).permute(0, 2, 3, 1))
+        reduced = self.norm(self.sr(to_image(pad_for(self.sr, x))).permute(0, 2, 3, 1))
         grid, key_grid = Grid(height, width), Grid(*reduced.shape[1:3])
         out = super().forward(x.flatten(1, 2), grid, kv=reduced.flatten(1, 2), key_grid=key_grid, **shared)
         return out.unflatten(1, grid[:2])
@@ -52,21 +53,19 @@ class Cuts:
     """The windows of one map with their masks, made once a forward pass and shared by the blocks of a stage."""
 
     def __init__(self, x: Tensor) -> None:
-        self.batch, self.height, self.width = x.shape[:3]
-        self.device, self.dtype = x.device, x.dtype
-        self._made: dict[tuple, tuple[Windows, Optional[Tensor], Optional[Tensor]]] = {}
+        self.map = x
+        self._made: dict[tuple, tuple] = {}
 
-    def get(self, window, shift: bool) -> tuple[Windows, Optional[Tensor], Optional[Tensor]]:
+    def get(self, window, shift: bool) -> tuple[Union[Windows, OpenWindows], Optional[Tensor], Optional[Tensor]]:
         """Windows, mask of real tokens (B * windows, N) and additive mask of foreign regions (windows, 1, N, N)."""
         key = (window, shift)
         if key not in self._made:
-            windows = Windows.fit(self.height, self.width, window, shift)
-            same = windows.same_region(self.device)
+            windows = Windows.fit(*self.map.shape[1:3], window, shift)
+            same = windows.same_region(self.map)
             if same is not None:
-                same = torch.zeros(same.shape, dtype=self.dtype, device=self.device).masked_fill(
-                    ~same, masked_logit(self.dtype)
-                )[:, None]
-            self._made[key] = windows, windows.real(self.batch, self.device), same
+                hidden = torch.zeros_like(same, dtype=self.map.dtype)
+                same = hidden.masked_fill(~same, masked_logit(self.map.dtype))[:, None]
+            self._made[key] = windows, windows.real(self.map), same
         return self._made[key]
 
 
@@ -162,7 +161,8 @@ class WindowAttention(Attention):
     def forward(self, x: Tensor, cuts: Optional[Cuts] = None, **shared) -> Tensor:
         windows = Windows.fit(*x.shape[1:3], self.window, self.shift)
         # a recorded graph has to hold as many windows at any size
-        if not (self.mixer.quadratic or windows.is_whole or any(windows.shift) or forms.is_traced()):
+        is_cut_alike = self.mixer.quadratic or forms.is_traced() or isinstance(windows, OpenWindows)
+        if not (is_cut_alike or windows.is_whole or any(windows.shift)):
             return self.in_regions(x, windows, **shared)
         windows, real, regions = (cuts or Cuts(x)).get(self.window, self.shift)
         # four dimensions: with three, PyTorch leaves its fused attention
@@ -172,9 +172,9 @@ class WindowAttention(Attention):
             bias = bias.repeat(x.shape[0], 1, 1, 1)
         if 'source' in shared:
             shared['source'] = windows.partition(shared['source'])
-        tokens, grid = windows.partition(x), Grid(*windows.window)
+        tokens, grid = windows.partition(x), windows.grid(x)
         if self.mixer.local_keys:
-            grid = grid._replace(regions=windows.region_index(x.device))
+            grid = grid._replace(regions=windows.region_index(x))
         return windows.merge(super().forward(tokens, grid, mask=real, bias=bias, **shared))
 
     def in_regions(self, x: Tensor, windows: Windows, source: Optional[Tensor] = None, **shared) -> Tensor:
@@ -234,17 +234,16 @@ class StripeAttention(BaseModule):
         return self.branches[0].mixer.context
 
     def forward(self, x: Tensor, cuts: Optional[Cuts] = None, source: Optional[Tensor] = None, **shared) -> Tensor:
-        height, width = x.shape[1:3]
         cuts = cuts or Cuts(x)
         # (B, H, W, 2, w) for each of q, k, v (and gate): the halves of the channels belong to the two directions
         parts = apply_linear(self.qkv, x).split([2 * width for width in self.widths], dim=-1)
         parts = [part.unflatten(-1, (2, -1)) for part in parts]
         outs = []
-        for i, window in enumerate(((height, self.stripe), (self.stripe, width))):
+        for i, window in enumerate(((None, self.stripe), (self.stripe, None))):
             windows, real, _ = cuts.get(window, False)
             stripes = windows.partition(torch.cat([part[..., i, :] for part in parts], dim=-1))
             q, k, v, *gate = stripes.split(self.widths, dim=-1)
             context = None if source is None else windows.partition(source.chunk(2, dim=-1)[i])
-            out = self.branches[i].mix(q, k, v, Grid(*windows.window), mask=real, source=context, **shared)
+            out = self.branches[i].mix(q, k, v, windows.grid(x), mask=real, source=context, **shared)
             outs.append(windows.merge(out * gate[0] if gate else out))
         return apply_linear(self.proj, torch.cat(outs, dim=-1))

@@ -8,13 +8,15 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops import memory
+from ..ops.sizes import to_image
 
 
 class Grid(NamedTuple):
     """Where a sequence of tokens lives: ``prefix`` class tokens, then ``height * width`` patch tokens, row by row.
 
     ``within``: height and width of the window whose top left part this grid is. Windows at the right and lower border
-    of a map end where the map does; position tables are those of the whole window.
+    of a map end where the map does; position tables are those of the whole window. In graphs that leave
+    sizes open, it is the grid that goes beyond, with padding; ``within`` is what tables are resized to either way.
     ``regions``: (windows, N), below 4, for the windows of a rolled map: tokens of different regions are no neighbours.
     """
 
@@ -31,7 +33,7 @@ class Grid(NamedTuple):
 
 def to_map(x: Tensor, grid: Grid) -> Tensor:
     """Patch tokens (B, prefix + h * w, C) as an (B, C, h, w) view in channels-last memory."""
-    return x[:, grid.prefix :].unflatten(1, (grid.height, grid.width)).permute(0, 3, 1, 2)
+    return to_image(x[:, grid.prefix :].unflatten(1, (grid.height, grid.width)))
 
 
 def to_tokens(x: Tensor) -> Tensor:

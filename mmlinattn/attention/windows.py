@@ -1,11 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Windows over (B, H, W, C) maps: pad to whole windows, shift, partition, and back."""
 
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Union
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ..ops.sizes import as_tensor, is_known, round_up, settled
+from .grid import Grid
 
 
 class Windows(NamedTuple):
@@ -23,17 +26,22 @@ class Windows(NamedTuple):
     shift: tuple[int, int] = (0, 0)
 
     @classmethod
-    def fit(cls, height: int, width: int, window: Optional[tuple[int, int]], shift: bool = False) -> 'Windows':
-        """Windows of at most ``window`` (the whole map where None), clipped to the map; no shift along an axis that
-        holds a single window."""
-        rows, columns = (height, width) if window is None else (min(window[0], height), min(window[1], width))
+    def fit(
+        cls, height: int, width: int, window: Optional[tuple[Optional[int], Optional[int]]], shift: bool = False
+    ) -> Union['Windows', 'OpenWindows']:
+        """Windows of at most ``window`` (the whole map, or axis, where None), clipped to the map; no shift along an
+        axis that holds a single window."""
+        window = window or (None, None)
+        if not is_known(height, width):
+            return OpenWindows(height, width, window, shift)
+        rows, columns = (size if length is None else min(length, size) for length, size in zip(window, (height, width)))
         steps = (rows // 2 if rows < height else 0, columns // 2 if columns < width else 0) if shift else (0, 0)
         return cls(height, width, (rows, columns), steps)
 
     @property
     def padded(self) -> tuple[int, int]:
         rows, columns = self.window
-        return -(-self.height // rows) * rows, -(-self.width // columns) * columns
+        return round_up(self.height, rows), round_up(self.width, columns)
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -43,6 +51,10 @@ class Windows(NamedTuple):
     def is_whole(self) -> bool:
         """One window that is the map itself."""
         return self.window == (self.height, self.width)
+
+    def grid(self, x: Tensor) -> Grid:
+        """The grid of a window's tokens."""
+        return Grid(*self.window)
 
     def partition(self, x: Tensor) -> Tensor:
         """(B, H, W, C) -> (B * windows, h * w, C), the windows of an image row by row."""
@@ -79,14 +91,15 @@ class Windows(NamedTuple):
             for left, right, columns in axes[1]
         ]
 
-    def real(self, batch: int, device) -> Optional[Tensor]:
-        """Which tokens of which window are no padding: (B * windows, h * w) bool, None if all are real."""
+    def real(self, x: Tensor) -> Optional[Tensor]:
+        """Which tokens of which window of ``x`` (B, H, W, C) are no padding: (B * windows, h * w) bool, None if all
+        are real."""
         if self.padded == (self.height, self.width):
             return None
-        real = torch.ones(1, self.height, self.width, 1, dtype=torch.bool, device=device)
-        return self.partition(real)[..., 0].repeat(batch, 1)
+        real = torch.ones(1, self.height, self.width, 1, dtype=torch.bool, device=x.device)
+        return self.partition(real)[..., 0].repeat(x.shape[0], 1)
 
-    def same_region(self, device) -> Optional[Tensor]:
+    def same_region(self, x: Tensor) -> Optional[Tensor]:
         """Which pairs of tokens of a shifted window were neighbours before the shift: (windows, N, N) bool.
 
         A rolled map brings the opposite borders together in the last windows of an axis; attention has to keep them
@@ -94,23 +107,148 @@ class Windows(NamedTuple):
         """
         if not any(self.shift):
             return None
-        region = self._region_of_tokens(device)
+        region = self._region_of_tokens(x)
         return region[:, :, None] == region[:, None, :]
 
-    def region_index(self, device) -> Optional[Tensor]:
+    def region_index(self, x: Tensor) -> Optional[Tensor]:
         """Which of the up to four regions of its window a token belongs to, (windows, N) int64; None without a
         shift."""
         if not any(self.shift):
             return None
-        region = self._region_of_tokens(device)
+        region = self._region_of_tokens(x)
         return region // 3 // 2 * 2 + region % 3 // 2  # 0 and 1 along an axis are windows apart
 
-    def _region_of_tokens(self, device) -> Tensor:
+    def _region_of_tokens(self, x: Tensor) -> Tensor:
         axes = []
         for size, window, shift in zip(self.padded, self.window, self.shift):
-            position = torch.arange(size, device=device)
+            position = torch.arange(size, device=x.device)
             axes.append(
                 (position >= size - window).long() + (position >= size - shift).long() if shift else position * 0
             )
         region = (axes[0][:, None] * 3 + axes[1])[None, ..., None]
         return self._replace(height=self.padded[0], width=self.padded[1], shift=(0, 0)).partition(region)[..., 0]
+
+
+class OpenWindows:
+    """:class:`Windows` of a map whose size a graph leaves open: one course of action for all sizes.
+
+    Windows larger than the map are padded, not clipped, every window is masked, and the shift, 0 along an axis that
+    holds one window, is a number the graph computes.
+
+    Args:
+        height, width: The map, symbols or tensors.
+        window: Height and width of a window; None for the whole axis.
+        shift (bool): Shift by half a window.
+    """
+
+    def __init__(self, height, width, window: tuple[Optional[int], Optional[int]], shift: bool = False) -> None:
+        self.height, self.width = height, width
+        self.axes = [Axis(size, length, shift) for size, length in zip((height, width), window)]
+
+    @property
+    def has_windows(self) -> bool:
+        return any(axis.has_windows for axis in self.axes)
+
+    @property
+    def window(self) -> tuple:
+        return tuple(axis.window for axis in self.axes)
+
+    @property
+    def counts(self) -> tuple:
+        return tuple(axis.count for axis in self.axes)
+
+    def grid(self, x: Tensor) -> Grid:
+        """The grid of a window's tokens."""
+        return Grid(*self.window, within=tuple(axis.clipped(x) for axis in self.axes))
+
+    def partition(self, x: Tensor) -> Tensor:
+        """(B, H, W, C) -> (B * windows, h * w, C), the windows of an image row by row."""
+        rows, columns = self.axes
+        if not self.has_windows:
+            return x.flatten(1, 2)
+        x = F.pad(x, (0, 0, 0, columns.padded - columns.size, 0, rows.padded - rows.size))
+        for dim, axis in enumerate(self.axes, 1):
+            if axis.shifts:
+                x = x.index_select(dim, axis.turned(1, x))
+        x = x.unflatten(2, (columns.count, columns.window)).unflatten(1, (rows.count, rows.window))
+        return settled(x.transpose(2, 3)).flatten(0, 2).flatten(1, 2)
+
+    def merge(self, x: Tensor) -> Tensor:
+        """(B * windows, h * w, C) -> (B, H, W, C), the inverse of :meth:`partition`."""
+        if not self.has_windows:
+            return x.unflatten(1, self.window)
+        x = settled(x.unflatten(1, self.window).unflatten(0, (-1, *self.counts)).transpose(2, 3))
+        x = x.flatten(3, 4).flatten(1, 2)
+        for dim, axis in enumerate(self.axes, 1):
+            if axis.has_windows:
+                # of a slice, exporters would have to prove that it is not longer than what it is cut from
+                x = x.index_select(dim, axis.turned(-1, x))
+        return x
+
+    def real(self, x: Tensor) -> Optional[Tensor]:
+        """Which tokens of which window of ``x`` (B, H, W, C) are no padding: (B * windows, h * w) bool, None where no
+        size pads."""
+        if not self.has_windows:
+            return None
+        rows, columns = ((axis.turned(1, x, by_window=True) < axis.size) for axis in self.axes)
+        real = rows[:, None, :, None] & columns[None, :, None, :]
+        return real.flatten(2).flatten(0, 1).repeat(x.shape[0], 1)
+
+    def same_region(self, x: Tensor) -> Optional[Tensor]:
+        """As :meth:`Windows.same_region`, (windows, N, N) bool; None where nothing shifts at any size."""
+        if not any(axis.shifts for axis in self.axes):
+            return None
+        region = self._region_of_tokens(x)
+        return region[:, :, None] == region[:, None, :]
+
+    def region_index(self, x: Tensor) -> Optional[Tensor]:
+        """As :meth:`Windows.region_index`, (windows, N) int64; None where nothing shifts at any size."""
+        if not any(axis.shifts for axis in self.axes):
+            return None
+        region = self._region_of_tokens(x)
+        return region // 3 // 2 * 2 + region % 3 // 2
+
+    def _region_of_tokens(self, x: Tensor) -> Tensor:
+        rows, columns = (axis.region(x) for axis in self.axes)
+        return (rows[:, None, :, None] * 3 + columns[None, :, None, :]).flatten(2).flatten(0, 1)
+
+
+class Axis:
+    """Rows or columns of :class:`OpenWindows`: ``size`` of them in windows of ``window`` (None: one, of all)."""
+
+    def __init__(self, size, window: Optional[int], shift: bool) -> None:
+        self.size = size
+        self.has_windows = window is not None
+        self.shifts = shift and self.has_windows
+        self.window = window if self.has_windows else size
+        self.padded = round_up(size, window) if self.has_windows else size
+        self.count = self.padded // window if self.has_windows else 1
+
+    def clipped(self, x: Tensor):
+        """The window, or what it has of a map that is smaller."""
+        return as_tensor(self.size, x, torch.long).clamp(max=self.window) if self.has_windows else self.size
+
+    def shift(self, x: Tensor) -> Tensor:
+        is_several = as_tensor(self.size, x, torch.long) > self.window
+        return is_several.long() * (self.window // 2)
+
+    def positions(self, x: Tensor) -> Tensor:
+        """The padded positions, (windows, length of a window)."""
+        first = torch.arange(self.count, device=x.device) * self.window
+        return first[:, None] + torch.arange(self.window, device=x.device)
+
+    def turned(self, direction: int, x: Tensor, by_window: bool = False) -> Tensor:
+        """Positions before the shift (1) of the padded positions, or after it (-1) of those of the map."""
+        length = self.padded if direction == 1 else self.size
+        position = self.positions(x) if by_window else torch.arange(length, device=x.device)
+        if not self.shifts:
+            return position
+        moved = position + direction * self.shift(x)
+        return moved + self.padded * ((moved < 0).long() - (moved >= self.padded).long())  # not every exporter knows %
+
+    def region(self, x: Tensor) -> Tensor:
+        """Which of up to three runs of neighbours in the shifted map a padded position belongs to, as positions."""
+        position = self.positions(x)
+        if not self.shifts:
+            return position * 0
+        return (position >= self.padded - self.window).long() + (position >= self.padded - self.shift(x)).long()

@@ -19,6 +19,7 @@ from ..attention import get_mixer
 from ..checkpoints.loading import load_pretrained
 from ..layers import FactorisedLinear, build_ffn
 from ..ops import forms
+from ..ops.sizes import serves_ones, to_image
 
 Spec = Union[str, dict]
 
@@ -231,6 +232,17 @@ class Backbone(BaseModule):
         if not x.is_floating_point() or (x.dtype != dtype and not casts):
             raise ValueError(f'x has the type {x.dtype}; the model is in {dtype} and takes images of that type')
 
+    def __prepare_scriptable__(self):
+        """Asked by ``torch.jit.script`` before anything else.
+
+        Raises:
+            NotImplementedError: Always; what scripting would complain of instead depends on the host.
+        """
+        raise NotImplementedError(
+            f'torch.jit.script does not take {type(self).__name__}; torch.jit.trace and torch.export do, and their '
+            'graphs serve every size (docs/deploy.md)'
+        )
+
     def frozen_modules(self) -> list:
         """The stem and the first ``frozen_stages`` stages, with what belongs to them."""
         raise NotImplementedError
@@ -364,6 +376,7 @@ class PyramidBackbone(Backbone):
         """The norm of a stage's map, (B, H, W, C) -> (B, H, W, C)."""
         return self.out_norms[str(stage)](x)
 
+    @serves_ones
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         self.check_input(x)
         x = x.permute(0, 2, 3, 1).contiguous()
@@ -375,7 +388,7 @@ class PyramidBackbone(Backbone):
                 x = self.run_block(block, x, shared)
             out = self.norm_output(i, x) if str(i) in self.out_norms else x
             if i in self.out_indices:
-                outs.append((out if self.out_norm else x).permute(0, 3, 1, 2).contiguous())
+                outs.append(to_image(out if self.out_norm else x).contiguous())
             if self.norms_feed_on:
                 x = out
         return tuple(outs)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..attention import Attention, Grid
 from ..attention.grid import to_map
 from ..layers import MLP, Block, PatchEmbed, PositionTable
+from ..ops.sizes import serves_ones
 from .base import Backbone, check_type
 
 NORM = dict(type='LN', eps=1e-6)
@@ -123,6 +124,7 @@ class LinearDeiT(Backbone):
     def feature_info(self) -> list[dict]:
         return [dict(stage=i, channels=self.embed_dims[0], stride=16) for i in self.out_indices]
 
+    @serves_ones
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         self.check_input(x)
         x = self.patch_embeds[0](x.permute(0, 2, 3, 1).contiguous())

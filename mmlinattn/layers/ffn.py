@@ -7,6 +7,7 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from .. import ops
+from ..ops.sizes import to_image
 from .position import ResidualDWConv
 
 
@@ -61,7 +62,7 @@ class DWConvFFN(MLP):
         self.dwconv = nn.Conv2d(hidden_dim, hidden_dim, 3, padding=1, groups=hidden_dim)
 
     def hidden(self, x: Tensor) -> Tensor:
-        return F.gelu(self.dwconv(ops.apply_linear(self.fc1, x).permute(0, 3, 1, 2)).permute(0, 2, 3, 1))
+        return F.gelu(self.dwconv(to_image(ops.apply_linear(self.fc1, x))).permute(0, 2, 3, 1))
 
 
 def over_tokens(ffn: MLP, x: Tensor, grid, **kwargs) -> Tensor:

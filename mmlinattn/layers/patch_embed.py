@@ -11,6 +11,7 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from .. import ops
+from ..ops.sizes import to_image
 
 
 def build_map_norm(norm_cfg: dict, dim: int) -> nn.Module:
@@ -56,7 +57,7 @@ class ConvStem(BaseModule):
                 norm = None
             elif not isinstance(layer, nn.GELU):
                 norm = layer
-        return ops.conv_norms(x.permute(0, 3, 1, 2), pairs).permute(0, 2, 3, 1)
+        return ops.conv_norms(to_image(x), pairs).permute(0, 2, 3, 1)
 
 
 class ConvDownsample(BaseModule):
@@ -69,7 +70,17 @@ class ConvDownsample(BaseModule):
 
     def forward(self, x: Tensor) -> Tensor:
         norm = getattr(self.layers, 'norm', None)  # None where it was folded for deployment
-        return ops.conv_norms(x.permute(0, 3, 1, 2), [(self.layers.conv, norm)]).permute(0, 2, 3, 1)
+        return ops.conv_norms(to_image(x), [(self.layers.conv, norm)]).permute(0, 2, 3, 1)
+
+
+def pad_for(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """Zero-pad (B, H, W, C) at the bottom and right so that ``conv`` gives ceil(H / stride) x ceil(W / stride).
+
+    By the same number at every size: where whole strides need fewer, the convolution does not read the rest. So graphs
+    hold for sizes other than their own.
+    """
+    beyond = conv.kernel_size[0] - 2 * conv.padding[0] - 1
+    return F.pad(x, (0, 0, 0, beyond, 0, beyond)) if beyond else x
 
 
 class PatchEmbed(BaseModule):
@@ -78,7 +89,8 @@ class PatchEmbed(BaseModule):
     Args:
         in_dim (int): Channels of the map.
         dim (int): Width C of the result.
-        kernel_size, stride, padding (int): Of the convolution; ``kernel_size - 2 * padding`` may not exceed the stride.
+        kernel_size, stride, padding (int): Of the convolution; ``kernel_size - 2 * padding`` has to
+            be positive and may not exceed the stride.
         norm_cfg (dict, optional): Norm over channels; None for none.
 
     Shape: (B, H, W, in_dim) -> (B, ceil(H / stride), ceil(W / stride), C).
@@ -95,13 +107,11 @@ class PatchEmbed(BaseModule):
         init_cfg=None,
     ) -> None:
         super().__init__(init_cfg)
-        self.stride = stride
         self.proj = nn.Conv2d(in_dim, dim, kernel_size, stride, padding)
         self.norm = None if norm_cfg is None else build_norm_layer(norm_cfg, dim)[1]
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.pad(x, (0, 0, 0, -x.shape[2] % self.stride, 0, -x.shape[1] % self.stride))
-        x = self.proj(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+        x = self.proj(to_image(pad_for(self.proj, x))).permute(0, 2, 3, 1)
         return x if self.norm is None else self.norm(x)
 
 
@@ -117,7 +127,8 @@ class PatchMerging(BaseModule):
         self.reduction = nn.Linear(4 * in_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.pad(x, (0, 0, 0, x.shape[2] % 2, 0, x.shape[1] % 2))
+        x = F.pad(x, (0, 0, 0, 1, 0, 1))
+        first_and_second = (slice(0, -1, 2), slice(1, None, 2))  # of two neighbours; the padding is of use to odd maps
         # order of the neighbours: down first, then right
-        x = torch.cat([x[:, i::2, j::2] for j in range(2) for i in range(2)], dim=-1)
+        x = torch.cat([x[:, rows, columns] for columns in first_and_second for rows in first_and_second], dim=-1)
         return ops.apply_linear(self.reduction, self.norm(x))

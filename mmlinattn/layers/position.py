@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops import forms
+from ..ops.sizes import as_tensor, is_known, to_image
 
 
 def rotary_table(
@@ -56,8 +57,7 @@ class ResidualDWConv(nn.Conv2d):
 
     def forward(self, x: Tensor, of_gelu: bool = False) -> Tensor:
         """``y + DWConv(y)`` of ``y = x``, or of ``y = gelu(x)``."""
-        image = x.permute(0, 3, 1, 2)
-        return ops.residual_depthwise_conv2d(image, self.weight, self.bias, of_gelu).permute(0, 2, 3, 1)
+        return ops.residual_depthwise_conv2d(to_image(x), self.weight, self.bias, of_gelu).permute(0, 2, 3, 1)
 
 
 def resize_table(table: Tensor, grid: tuple[int, int], size: tuple[int, int], prefix: int = 0) -> Tensor:
@@ -67,6 +67,18 @@ def resize_table(table: Tensor, grid: tuple[int, int], size: tuple[int, int], pr
     wide = torch.promote_types(image.dtype, torch.float32)
     image = F.interpolate(image.to(wide), size=tuple(size), mode='bilinear', align_corners=False).to(table.dtype)
     return torch.cat((table[:, :prefix], image.flatten(2).transpose(1, 2)), dim=1)
+
+
+def bilinear_weights(length: int, count, size, like: Tensor) -> Tensor:
+    """Matrix (count, length) that resizes ``length`` values to ``size``, as :func:`resize_table` does along an axis.
+
+    Positions from ``size`` on, where ``count`` is larger, get the last value. ``count`` and ``size`` may be open sizes
+    of a graph (:mod:`mmlinattn.ops.sizes`).
+    """
+    wide = torch.promote_types(like.dtype, torch.float32)
+    centres = torch.arange(count, dtype=wide, device=like.device) + 0.5
+    source = (centres * (length / as_tensor(size, like, wide)) - 0.5).clamp(0, length - 1)
+    return (1 - (source[:, None] - torch.arange(length, dtype=wide, device=like.device)).abs()).clamp(min=0)
 
 
 class PositionTable(nn.Module):
@@ -108,6 +120,15 @@ class PositionTable(nn.Module):
             self._resized = (key, table, weight.detach())
         return table
 
+    def resized_in_graph(self, grid) -> Tensor:
+        """The table for a grid of open size, (1, prefix + height * width, C): resized at every size, also at that of
+        the table, where nothing changes."""
+        sizes = grid.within or grid[:2]
+        rows, columns = (bilinear_weights(*axis, self.weight) for axis in zip(self.grid, grid[:2], sizes))
+        image = self.weight[0, self.prefix :].unflatten(0, self.grid).to(rows.dtype)
+        image = torch.einsum('hi,wj,ijc->hwc', rows, columns, image).flatten(0, 1).to(self.weight.dtype)
+        return torch.cat((self.weight[:, : self.prefix], image[None]), dim=1)
+
     def fit(self, weight: Tensor) -> Tensor:
         """A checkpoint's table, (1, prefix + n * n, C), for this grid; of another form it stays as it is, for the
         report."""
@@ -119,9 +140,12 @@ class PositionTable(nn.Module):
     def on(self, grid) -> Tensor:
         """The table for the tokens of a :class:`~mmlinattn.attention.Grid`, (1, prefix + height * width, C); zero for
         class tokens that the table has no vectors for."""
-        table = self.resized(*(grid.within or grid[:2]))
-        if grid.within:
-            table = table.unflatten(1, grid.within)[:, : grid.height, : grid.width].flatten(1, 2)
+        if not is_known(*grid[:2], *(grid.within or ())):
+            table = self.resized_in_graph(grid)
+        else:
+            table = self.resized(*(grid.within or grid[:2]))
+            if grid.within:
+                table = table.unflatten(1, grid.within)[:, : grid.height, : grid.width].flatten(1, 2)
         if grid.prefix > self.prefix:
             table = F.pad(table, (0, 0, grid.prefix - self.prefix, 0))
         return table

@@ -58,6 +58,12 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
+def is_exported() -> bool:
+    """Whether ``torch.export`` runs the model's Python code itself. Under ``strict=True`` it does not, nor does
+    ``torch.compile``: both read it."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
 def is_transformed() -> bool:
     """Whether ``torch.func`` transforms the call or forward-mode derivatives are taken."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
 from . import forms
+from .sizes import settled
 
 # Elements that a block has for each thread. The calls of a dozen operations cost more than they do on much smaller
 # blocks; much larger ones leave the cache.
@@ -32,7 +33,7 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 
 def merge_heads(x: Tensor) -> Tensor:
     """(B, heads, N, d) -> (B, N, heads * d); a view where the heads of a token lie side by side."""
-    return x.transpose(1, 2).flatten(2)
+    return settled(x.transpose(1, 2)).flatten(2)
 
 
 # --- who else may see a tensor ----------------------------------------------------------------------------------------
@@ -59,7 +60,7 @@ def call(module: Callable, *args, **kwargs) -> Tensor:
     tensors of their own.
     """
     out = module(*args, **kwargs)
-    if forms.records():
+    if forms.records() or forms.is_traced():  # graphs are not to hold an answer for one size
         return out
     shared = any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape))
     watched = isinstance(module, nn.Module) and has_hooks(module)

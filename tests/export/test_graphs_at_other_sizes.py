@@ -1,0 +1,174 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""A graph gives the model's numbers at sizes it was not made at."""
+
+import importlib.util
+import warnings
+
+import graphs
+import pytest
+import torch
+from graphs import ATTNS, HOSTS, TRACED_AT
+from torch._dynamo.testing import CompileCounter
+from torch.export import Dim
+
+from mmlinattn.attention.windows import OpenWindows, Windows
+from mmlinattn.layers.position import PositionTable, bilinear_weights
+
+MIXES = [ATTNS[i:] + ATTNS[:i] for i in range(4)]  # every attention in every stage
+every_host = pytest.mark.parametrize('host', HOSTS)
+every_mix = pytest.mark.parametrize('attns', MIXES, ids='-'.join)
+
+
+def one_mix_a_host(first):
+    return [pytest.param(host, MIXES[(first + i) % 4], id=host) for i, host in enumerate(HOSTS)]
+
+
+# Exporters take seconds for a graph. Two stages of one host for each way to arrange tokens are tried at once: whole
+# maps, windows, stripes, a class token; all stages of all hosts with the slow tests.
+HALVES = [
+    ('RAVLT', ('rala', 'softmax')),
+    ('LinearSwin', ('focused', 'softmax')),
+    ('LinearCSWin', ('inline', 'softmax')),
+    ('LinearDeiT', ('focused',)),
+]
+halves_and_wholes = pytest.mark.parametrize(
+    ('host', 'attns'),
+    [pytest.param(*half, id='-'.join((half[0], *half[1]))) for half in HALVES]
+    + [pytest.param(*whole.values, id=whole.id, marks=pytest.mark.slow) for whole in one_mix_a_host(0)],
+)
+
+
+def needs(*packages):
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f'not installed: {missing}')
+
+
+def named():
+    return ({0: Dim('batch'), 2: Dim('height', min=32), 3: Dim('width', min=32)},)
+
+
+def automatic():
+    return ({0: Dim.AUTO, 2: Dim.AUTO, 3: Dim.AUTO},)
+
+
+def trace(model, shape):
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter('ignore', torch.jit.TracerWarning)
+        return torch.jit.trace(model, graphs.image(shape), check_trace=False)
+
+
+@every_mix
+@every_host
+def test_torch_jit_trace(host, attns):
+    """Traced at a size of maps smaller than windows, and of such that are larger."""
+    model = graphs.build(host, attns)
+    traced_at = [TRACED_AT, (1, 353, 481)][MIXES.index(attns) % 2]
+    graphs.check(trace(model, traced_at), model)
+
+
+@every_host
+def test_torch_jit_trace_of_one_pixel_maps(host):
+    model = graphs.build(host, MIXES[0])
+    graphs.check(trace(model, (2, 32, 32)), model, graphs.SHAPES[:2])
+
+
+@halves_and_wholes
+def test_torch_export(host, attns):
+    model = graphs.build(host, attns)
+    with torch.no_grad():
+        program = torch.export.export(model, (graphs.image(TRACED_AT),), dynamic_shapes=named())
+    graph = program.module()
+    graphs.check(graph, model)
+    for shape in ((1, 3, 24, 64), (1, 4, 64, 64)):
+        with pytest.raises((AssertionError, RuntimeError)):
+            graph(torch.randn(shape))
+
+
+@pytest.mark.parametrize('host', ['RAVLT', pytest.param('LinearSwin', marks=pytest.mark.slow)])
+def test_torch_export_finds_the_open_sizes_by_itself_and_keeps_gradients(host):
+    model = graphs.build(host, MIXES[3])
+    graph = torch.export.export(model, (graphs.image(TRACED_AT),), dynamic_shapes=automatic()).module()
+    graphs.check(graph, model)
+    x = graphs.image((1, 70, 90)).requires_grad_()
+    sum(out.square().mean() for out in graph(x)).backward()
+    gradient, x.grad = x.grad, None
+    sum(out.square().mean() for out in model(x)).backward()
+    torch.testing.assert_close(gradient, x.grad, rtol=1e-3, atol=1e-4 * x.grad.abs().max().item())
+
+
+@pytest.mark.slow
+@needs('onnx', 'onnxscript', 'onnxruntime')
+@pytest.mark.parametrize(('host', 'attns'), one_mix_a_host(1))
+def test_onnx(host, attns, tmp_path):
+    import onnxruntime
+
+    model = graphs.build(host, attns)
+    path = str(tmp_path / 'model.onnx')
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        x = graphs.image(TRACED_AT)
+        torch.onnx.export(model, (x,), path, dynamo=True, dynamic_shapes=named(), input_names=['x'], verbose=False)
+    session = onnxruntime.InferenceSession(path, providers=['CPUExecutionProvider'])
+    graphs.check(lambda x: [torch.from_numpy(out) for out in session.run(None, {'x': x.numpy()})], model)
+
+
+@needs('openvino')
+@halves_and_wholes
+def test_openvino(host, attns):
+    import openvino
+
+    model = graphs.build(host, attns)
+    graph = trace(model, TRACED_AT)
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        shape = openvino.PartialShape([-1, 3, -1, -1])
+        converted = openvino.convert_model(graph, example_input=graphs.image(TRACED_AT), input=[shape])
+    compiled = openvino.compile_model(converted, 'CPU', {'INFERENCE_PRECISION_HINT': 'f32'})
+    graphs.check(lambda x: [torch.from_numpy(out.copy()) for out in compiled(x.numpy()).values()], model)
+
+
+@halves_and_wholes
+def test_torch_compile_makes_one_graph_for_many_sizes(host, attns):
+    """Of maps of more than one window and one pixel: of those of one, PyTorch makes graphs of their own."""
+    torch._dynamo.reset()
+    model, counter = graphs.build(host, attns), CompileCounter()
+    compiled = torch.compile(model, dynamic=True, fullgraph=True, backend=counter)
+    graphs.check(compiled, model, [(2, 150, 213), (3, 224, 320), (2, 353, 481)])
+    assert counter.frame_count == 1
+
+
+@every_host
+def test_torch_jit_script_is_refused(host):
+    with pytest.raises(NotImplementedError, match=f'does not take {host}; torch.jit.trace and torch.export do'):
+        torch.jit.script(graphs.build(host, 'inline'))
+
+
+@pytest.mark.parametrize('size', [(1, 1), (3, 5), (7, 7), (8, 7), (14, 13), (20, 30)], ids=str)
+@pytest.mark.parametrize('shift', [False, True])
+@pytest.mark.parametrize('window', [(7, 7), (None, 4), (4, None), (5, 3)], ids=str)
+def test_open_windows_hold_what_those_of_known_size_hold(window, size, shift):
+    """The same neighbours see each other: what is not padding, in the windows, regions and places of the map."""
+    if shift and None in window:
+        pytest.skip('stripes do not shift')
+    x = torch.arange(size[0] * size[1]).reshape(1, *size, 1) + 1
+    sees = []
+    for windows in (Windows.fit(*size, window, shift), OpenWindows(*size, window, shift)):
+        tokens, real, region = windows.partition(x)[..., 0], windows.real(x), windows.same_region(x)
+        torch.testing.assert_close(windows.merge(windows.partition(x)), x)
+        matrix = torch.zeros(x.numel() + 1, x.numel() + 1, dtype=torch.bool)
+        for i, row in enumerate(tokens):
+            alike = torch.ones(len(row), len(row), dtype=torch.bool) if region is None else region[i]
+            kept = torch.ones_like(row, dtype=torch.bool) if real is None else real[i]
+            a, b = (alike & kept[:, None] & kept).nonzero().T
+            matrix[row[a], row[b]] = True
+        sees.append(matrix)
+    assert torch.equal(*sees)
+
+
+@pytest.mark.parametrize('size', [(5, 3), (4, 9), (1, 1), (13, 6)], ids=str)
+def test_weights_of_a_resized_table_are_those_of_interpolate(size):
+    table = PositionTable(4, (5, 6)).double()
+    rows, columns = (bilinear_weights(n, m, m, table.weight) for n, m in zip((5, 6), size))
+    image = table.weight.unflatten(1, (5, 6))[0]
+    expected = table.resized(*size)[0].unflatten(0, size)
+    torch.testing.assert_close(torch.einsum('hi,wj,ijc->hwc', rows, columns, image), expected)
