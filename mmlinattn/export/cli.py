@@ -1,0 +1,92 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The command line of ``tools/export.py``."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any, Optional
+
+from mmengine.runner.checkpoint import CheckpointLoader
+from torch import nn
+
+from ..checkpoints.convert import build_model, convert_state
+from ..checkpoints.safe import CheckpointError
+from ..engine.cli import check_checkpoint, one_line_errors, read_config
+from ..engine.errors import RunError
+from .formats import FORMATS
+from .models import SMALLEST, Sizes, default_shape, export_model
+
+
+def parse_args(args: Optional[list[str]] = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description='Write a classifier or segmentor, or the backbone and neck of a detector, as a graph, and check '
+        'the file against the model.'
+    )
+    parser.add_argument('config', help='config file')
+    parser.add_argument('checkpoint', help='checkpoint file, URL, mmlinattn://NAME, or none for random weights')
+    parser.add_argument('--format', required=True, choices=list(FORMATS))
+    parser.add_argument('--out', required=True, metavar='FILE', help='file to write')
+    parser.add_argument(
+        '--shape', nargs=2, type=int, metavar=('H', 'W'), help='size of the image [what the config tests at]'
+    )
+    parser.add_argument('--batch', type=int, default=1, help='images at a time [1]')
+    parser.add_argument(
+        '--dynamic', action='store_true', help=f'serve any batch and size from {SMALLEST}x{SMALLEST} on'
+    )
+    return parser.parse_args(args)
+
+
+def load(model: nn.Module, source: str, config: str) -> dict:
+    """Load a checkpoint of this project or a published one; returns its ``meta``.
+
+    Raises:
+        RunError: It cannot be read, or does not fit the model key by key.
+    """
+    try:
+        checkpoint: Any = CheckpointLoader.load_checkpoint(source, 'cpu', logger='silent')
+        conversion = convert_state(checkpoint, source, model)
+    except (CheckpointError, OSError) as error:
+        raise RunError(str(error)) from error
+    if not conversion.complete:
+        report = conversion.report
+        counts = dict(missing=report.missing, unexpected=report.unexpected, mismatched=report.mismatched)
+        listed = '; '.join(f'{len(keys)} {kind}, e.g. {keys[0]}' for kind, keys in counts.items() if keys)
+        raise RunError(f'checkpoint {source!r} does not fit the model of {config}: {listed}.')
+    model.load_state_dict(conversion.state_dict)
+    return (checkpoint.get('meta') if isinstance(checkpoint, dict) else None) or {}
+
+
+def main(args: Optional[list[str]] = None) -> None:
+    """Export as the arguments say; exits with status 1 and one line where that fails."""
+    options = parse_args(args)
+    with one_line_errors():
+        target = Path(options.out).expanduser()
+        form = FORMATS[options.format]
+        if options.format == 'openvino' and target.suffix != form.suffix:  # the weights lie beside it, in a .bin
+            raise RunError(f'--out {options.out!r} has to end with {form.suffix} for --format {options.format}.')
+        if target.is_dir():
+            raise RunError(f'--out {options.out!r} is a folder; name a file in it.')
+        if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+            raise RunError(f'--out {options.out!r}: its folder does not exist or cannot be written to.')
+        form.check_installed()
+        cfg = read_config(options.config)
+        height, width = options.shape or default_shape(cfg)
+        if options.batch < 1:
+            raise RunError(f'--batch {options.batch} has to be at least 1.')
+        if min(height, width) < SMALLEST:  # before a model is built and a checkpoint loaded
+            raise RunError(f'--shape {height} {width}: a side has {SMALLEST} pixels at least.')
+        try:
+            model = build_model(options.config)
+        except CheckpointError as error:
+            raise RunError(str(error)) from error
+        meta = None
+        if options.checkpoint != 'none':
+            meta = load(model, check_checkpoint(options.checkpoint, 'checkpoint'), options.config)
+        sizes = Sizes(options.batch, height, width, options.dynamic)
+        export = export_model(model, cfg, target, options.format, sizes, meta)
+        size = sum(path.stat().st_size for path in export.files)
+        files, outputs = ' and '.join(map(str, export.files)), ', '.join(export.metadata['outputs'])
+        print(f'wrote {files}: {options.format}, {size / 2**20:.1f} MiB, outputs {outputs}')
+        print(f'serves {export.metadata["serves"]}')
+        for shape, error in export.errors.items():
+            print(f'deviation at {"x".join(map(str, shape))}: {error:.1e} standard deviations')

@@ -1,0 +1,222 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The formats a model can be written in: how each is written, and run again."""
+
+import importlib
+import json
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Callable, NamedTuple, Optional
+
+import torch
+from torch import Tensor, nn
+
+from ..engine.errors import RunError
+
+METADATA = 'metadata.json'  # name of the metadata inside the files of PyTorch
+INSTALL = 'pip install "mmlinattn[export]"'
+
+
+class Format(NamedTuple):
+    """``write(model, example, path, smallest, metadata)``, with ``smallest`` the pixels a side from which on the graph
+    is to serve every size, None for one size; ``load(path)`` giving a function of an image; ``read_metadata(path)``;
+    the usual ``suffix`` of the file, and the packages that the format ``needs``.
+
+    ``smallest_of_pyramids``: of models with a head or neck on maps of up to stride 64.
+    """
+
+    write: Callable
+    load: Callable
+    read_metadata: Callable
+    suffix: str
+    needs: tuple[str, ...] = ()
+    smallest_of_pyramids: int = 32
+
+    def check_installed(self) -> None:
+        """
+        Raises:
+            RunError: A package the format needs is missing.
+        """
+        for name in self.needs:
+            try:
+                importlib.import_module(name)
+            except ImportError as error:
+                raise RunError(f'this format needs the package {name}, which is not installed: {INSTALL}') from error
+
+
+@contextmanager
+def quiet():
+    """Exporters warn of their own deprecations, and tracers of every check of a size."""
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        yield
+
+
+def open_dimensions(smallest: Optional[int]):
+    """The ``dynamic_shapes`` of PyTorch's exporters, one entry for the image; None for a graph of fixed size."""
+    if smallest is None:
+        return None
+    Dim = torch.export.Dim
+    return ({0: Dim('batch', min=1), 2: Dim('height', min=smallest), 3: Dim('width', min=smallest)},)
+
+
+def several(example: Tensor, smallest: Optional[int]) -> Tensor:
+    """The example in a batch of two at least: exporters take a batch of one for a number that never changes."""
+    return example if smallest is None or len(example) > 1 else example.expand(2, -1, -1, -1).contiguous()
+
+
+# --- torch.export -----------------------------------------------------------------------------
+
+
+def exported_program(model: nn.Module, example: Tensor, smallest: Optional[int]):
+    with quiet():
+        return torch.export.export(model, (several(example, smallest),), dynamic_shapes=open_dimensions(smallest))
+
+
+def write_torch_export(model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
+    program = exported_program(model, example, smallest)
+    with open(path, 'wb') as file:  # a file of any name; a path has to end with .pt2
+        torch.export.save(program, file, extra_files={METADATA: json.dumps(metadata)})
+
+
+def load_torch_export(path: Path) -> Callable:
+    with quiet(), open(path, 'rb') as file:
+        return torch.export.load(file).module()
+
+
+def read_torch_export(path: Path) -> dict:
+    files = {METADATA: ''}
+    with quiet(), open(path, 'rb') as file:
+        torch.export.load(file, extra_files=files)
+    return json.loads(files[METADATA])
+
+
+# --- TorchScript ------------------------------------------------------------------------------
+
+
+class Checked(nn.Module):
+    """A traced graph that refuses images of sizes it was not made for.
+
+    Args:
+        graph (ScriptModule): The graph.
+        shape (list[int]): Of the traced image.
+        smallest (int, optional): Pixels a side from which on every size is served; None for that shape alone.
+    """
+
+    def __init__(self, graph: torch.jit.ScriptModule, shape: list[int], smallest: Optional[int]) -> None:
+        super().__init__()
+        self.graph = graph
+        self.shape = shape
+        self.smallest = smallest or 0
+
+    def forward(self, image: Tensor):
+        shape = list(image.shape)
+        if self.smallest > 0:
+            if len(shape) != 4 or shape[1] != self.shape[1] or min(shape[2], shape[3]) < self.smallest:
+                raise ValueError(
+                    f'image has the shape {shape}; allowed is (B, {self.shape[1]}, H, W), H and W >= {self.smallest}'
+                )
+        elif shape != self.shape:
+            raise ValueError(f'image has the shape {shape}; the graph was traced for {self.shape} and serves no other')
+        return self.graph(image)
+
+
+def write_torchscript(model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
+    with quiet():
+        graph = torch.jit.trace(model, example, check_trace=False)
+        graph = torch.jit.script(Checked(graph, list(example.shape), smallest))
+        torch.jit.save(torch.jit.freeze(graph.eval()), str(path), _extra_files={METADATA: json.dumps(metadata)})
+
+
+def load_torchscript(path: Path) -> Callable:
+    with quiet():
+        return torch.jit.load(str(path))
+
+
+def read_torchscript(path: Path) -> dict:
+    files = {METADATA: ''}
+    with quiet():
+        torch.jit.load(str(path), _extra_files=files)
+    return json.loads(files[METADATA])
+
+
+# --- ONNX -------------------------------------------------------------------------------------
+
+
+def write_onnx(model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
+    with quiet():
+        program = torch.onnx.export(
+            model,
+            (several(example, smallest),),
+            dynamo=True,
+            dynamic_shapes=open_dimensions(smallest),
+            input_names=['image'],
+            output_names=metadata['outputs'],
+            verbose=False,
+        )
+    for key, value in metadata.items():
+        program.model.metadata_props[key] = value if isinstance(value, str) else json.dumps(value)
+    program.save(str(path))
+
+
+def load_onnx(path: Path) -> Callable:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=['CPUExecutionProvider'])
+    return lambda image: [torch.from_numpy(out) for out in session.run(None, {'image': image.numpy()})]
+
+
+def read_onnx(path: Path) -> dict:
+    import onnx
+
+    model = onnx.load(str(path), load_external_data=False)
+    return {prop.key: _parsed(prop.value) for prop in model.metadata_props}
+
+
+def _parsed(text: str):
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+# --- OpenVINO ---------------------------------------------------------------------------------
+
+
+def write_openvino(model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
+    import openvino
+
+    shape = list(example.shape) if smallest is None else [-1, example.shape[1], -1, -1]
+    with quiet():
+        graph = torch.jit.trace(model, example, check_trace=False)
+        converted = openvino.convert_model(graph, example_input=example, input=[openvino.PartialShape(shape)])
+    converted.inputs[0].set_names({'image'})
+    for output, name in zip(converted.outputs, metadata['outputs']):
+        output.set_names({name})
+    converted.set_rt_info(json.dumps(metadata), ['mmlinattn'])
+    openvino.save_model(converted, str(path), compress_to_fp16=False)
+
+
+def load_openvino(path: Path) -> Callable:
+    import openvino
+
+    # by default CPUs with bfloat16 or float16 units round to it
+    compiled = openvino.compile_model(str(path), 'CPU', {'INFERENCE_PRECISION_HINT': 'f32'})
+    return lambda image: [torch.from_numpy(out.copy()) for out in compiled(image.numpy()).values()]
+
+
+def read_openvino(path: Path) -> dict:
+    import openvino
+
+    return json.loads(openvino.Core().read_model(str(path)).get_rt_info(['mmlinattn']).astype(str))
+
+
+FORMATS = {
+    'onnx': Format(write_onnx, load_onnx, read_onnx, '.onnx', ('onnx', 'onnxscript', 'onnxruntime')),
+    # of a map of one pixel, convolutions in upstream heads and necks ask whether it is
+    'torch-export': Format(write_torch_export, load_torch_export, read_torch_export, '.pt2', smallest_of_pyramids=65),
+    'torchscript': Format(write_torchscript, load_torchscript, read_torchscript, '.pt'),
+    'openvino': Format(write_openvino, load_openvino, read_openvino, '.xml', ('openvino',)),
+}

@@ -1,0 +1,217 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What of a model becomes a graph, in which form, and whether the graph gives the model's numbers."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+import torch
+import torch.nn.functional as F
+from mmengine.config import Config
+from mmengine.registry import DATASETS
+from torch import Tensor, nn
+
+from ..engine.errors import RunError
+from ..ops.sizes import serves_ones
+from .formats import FORMATS
+from .replacements import replace_modules
+
+SMALLEST = 32  # pixels a side, as the backbones take them
+TOLERANCE = 1e-3  # largest deviation from the model, in standard deviations of an output
+
+
+class Sizes(NamedTuple):
+    """Images a graph is exported with, whether it is to serve others, and from how many pixels a side on."""
+
+    batch: int
+    height: int
+    width: int
+    dynamic: bool = False
+    smallest: int = SMALLEST
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.batch, 3, self.height, self.width
+
+    def others(self) -> list[tuple[int, int, int, int]]:
+        """Two more shapes to check a dynamic graph at: a larger one, alone in its batch, and a smaller one."""
+        if not self.dynamic:
+            return []
+        smaller = [max(self.smallest + 1, side * 5 // 8 + 1) for side in (self.height, self.width)]
+        return [(1, 3, self.height + 37, self.width + 18), (self.batch + 1, 3, *smaller)]
+
+    def describe(self) -> str:
+        """What the graph serves, in words."""
+        if self.dynamic:
+            return f'image (batch, 3, height, width), batch >= 1, height and width >= {self.smallest}'
+        return f'image {self.shape}, no other size'
+
+
+class ExportableModel(nn.Module):
+    """The part of a model between a normalised image and its head's logits, or a detector's neck.
+
+    Args:
+        model (nn.Module): Of MMPretrain, MMSegmentation or MMDetection, with a backbone; is changed in place: put in
+            eval mode, folded (``switch_to_deploy``), its adaptive pools replaced by such that hold at every size.
+
+    Attributes:
+        task (str): ``'classifier'``, ``'segmentor'`` or ``'detector'``.
+
+    Shape: (B, 3, H, W) -> (B, classes) logits of a classifier, (B, classes, H, W) of a segmentor, the maps of a
+    detector's neck (of its backbone, where it has none).
+
+    Raises:
+        RunError: For a model of another kind.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        if hasattr(model, 'decode_head') and hasattr(model, 'encode_decode'):
+            self.task = 'segmentor'
+        elif getattr(model, 'with_head', False) and hasattr(model, 'extract_feat') and hasattr(model, 'head'):
+            self.task = 'classifier'
+        elif hasattr(model, 'extract_feat') and hasattr(model, 'backbone'):
+            self.task = 'detector'
+        else:
+            raise RunError(f'{type(model).__name__} is no classifier, segmentor or detector with a backbone.')
+        model.eval().requires_grad_(False)
+        if hasattr(model.backbone, 'switch_to_deploy'):
+            model.backbone.switch_to_deploy()
+        replace_modules(model)
+        self.model = model
+
+    @serves_ones
+    def forward(self, image: Tensor):
+        if self.task == 'detector':
+            return tuple(self.model.extract_feat(image))
+        logits = self.model(image, mode='tensor')
+        if self.task == 'classifier':
+            return logits
+        align = self.model.decode_head.align_corners
+        return F.interpolate(logits, image.shape[2:], mode='bilinear', align_corners=align)
+
+    def output_names(self, outputs) -> list[str]:
+        return ['logits'] if isinstance(outputs, Tensor) else [f'feat{i}' for i in range(len(outputs))]
+
+
+def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dict], names: list[str]) -> dict:
+    """What an application has to know to use the graph, fit for JSON.
+
+    Returns:
+        dict: ``task``, ``serves``, ``outputs``, ``input_range`` (of pixels before normalisation), ``channel_order``,
+        ``mean``, ``std``, ``pad_size_divisor`` and ``classes`` (None where neither checkpoint nor data set names them).
+    """
+    from .. import __version__
+
+    given = cfg.model.get('data_preprocessor') or cfg.get('data_preprocessor') or {}
+    is_rgb = given.get('bgr_to_rgb') or given.get('to_rgb')
+    classes = ((checkpoint_meta or {}).get('dataset_meta') or {}).get('classes') or class_names(cfg)
+    return dict(
+        mmlinattn=__version__,
+        task=task,
+        serves=sizes.describe(),
+        outputs=names,
+        input_range=[0, 255],
+        channel_order='RGB' if is_rgb else 'BGR',
+        mean=list(given.get('mean') or [0.0] * 3),
+        std=list(given.get('std') or [1.0] * 3),
+        pad_size_divisor=given.get('pad_size_divisor', 1),
+        classes=None if classes is None else list(classes),
+    )
+
+
+def class_names(cfg: Config) -> Optional[list[str]]:
+    """The names that the config, or the class of its test data set, has for the labels."""
+    dataset = (cfg.get('test_dataloader') or {}).get('dataset') or {}
+    while 'dataset' in dataset:  # wrappers
+        dataset = dataset['dataset']
+    given = dataset.get('metainfo') or {}
+    known = getattr(DATASETS.get(dataset['type']), 'METAINFO', {}) if dataset.get('type') else {}
+    return given.get('classes') or (known or {}).get('classes')
+
+
+def default_shape(cfg: Config) -> tuple[int, int]:
+    """Height and width that the config tests at: the crop of a classifier or segmentor, 800x1216 for detectors."""
+    size = None
+    if cfg.get('default_scope') == 'mmpretrain':
+        crops = [t.get('crop_size') for t in cfg.get('test_pipeline') or [] if t.get('type') == 'CenterCrop']
+        size = crops[-1] if crops else 224
+    elif cfg.get('default_scope') == 'mmseg':
+        size = cfg.get('crop_size') or 512
+    if size is None:
+        return 800, 1216
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def deviation(outputs, expected) -> float:
+    """Largest deviation of any output in units of the standard deviation of what is expected; infinite for other
+    shapes."""
+    outputs, expected = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, expected))
+    if [tuple(t.shape) for t in outputs] != [tuple(t.shape) for t in expected]:
+        return float('inf')
+    parts = [((a.double() - b.double()).abs().max() / b.double().std()).item() for a, b in zip(outputs, expected)]
+    return float('inf') if any(part != part for part in parts) else max(parts)
+
+
+class Export(NamedTuple):
+    """What was written: the ``files``, their ``metadata``, and ``errors``, the deviation at each shape they were run
+    at."""
+
+    files: list[Path]
+    metadata: dict
+    errors: dict[tuple, float]
+
+
+@torch.no_grad()
+def export_model(
+    model: nn.Module, cfg: Config, target: Path, form: str, sizes: Sizes, checkpoint_meta: Optional[dict] = None
+) -> Export:
+    """Write a model as a graph and run what was written beside the model.
+
+    ``target`` appears whole, and only when every deviation is at most :data:`TOLERANCE`.
+
+    Args:
+        model, cfg: As of :func:`mmlinattn.checkpoints.convert.build_model`; see :class:`ExportableModel`.
+        target (Path): File to write.
+        form (str): One of :data:`~mmlinattn.export.formats.FORMATS`.
+        sizes (Sizes): What to export with.
+        checkpoint_meta (dict, optional): ``meta`` of the checkpoint, for the names of the classes.
+
+    Raises:
+        RunError: The model cannot be exported, or the file does not give the model's numbers.
+    """
+    exportable = ExportableModel(model)
+    backend = FORMATS[form]
+    if sizes.dynamic and exportable.task != 'classifier':
+        sizes = sizes._replace(smallest=backend.smallest_of_pyramids)
+    if min(sizes.height, sizes.width) < sizes.smallest:
+        raise RunError(f'--shape {sizes.height} {sizes.width}: a side has {sizes.smallest} pixels at least.')
+    example = torch.randn(sizes.shape)
+    expected = exportable(example)
+    names = exportable.output_names(expected)
+    meta = metadata(cfg, exportable.task, sizes, checkpoint_meta, names)
+    target = Path(target)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix='.export-') as folder:
+        part = Path(folder) / target.name
+        try:
+            backend.write(exportable, example, part, sizes.smallest if sizes.dynamic else None, meta)
+        except Exception as error:  # each exporter has its own
+            reason = ' '.join(str(error).split())[:400]
+            raise RunError(f'{form} cannot express this model: {type(error).__name__}: {reason}') from error
+        run = backend.load(part)
+        errors = {sizes.shape: deviation(run(example), expected)}
+        for shape in sizes.others():
+            image = torch.randn(shape)
+            errors[shape] = deviation(run(image), exportable(image))
+        del run
+        if max(errors.values()) > TOLERANCE:
+            listed = ', '.join(f'{"x".join(map(str, shape))}: {error:.1e}' for shape, error in errors.items())
+            raise RunError(
+                f'the {form} graph deviates from the model by more than {TOLERANCE} standard deviations of an output '
+                f'({listed}); {target} was not written.'
+            )
+        files = sorted(Path(folder).iterdir())
+        for path in files:
+            os.replace(path, target.parent / path.name)
+    return Export([target.parent / path.name for path in files], meta, errors)

@@ -1,0 +1,177 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""``tools/export.py``: what it writes, checks and refuses. Whole models, one a format, are slow."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.registry import MODELS, init_default_scope
+from torch import nn
+
+from mmlinattn.engine import RunError
+from mmlinattn.export import FORMATS, ExportableModel, Sizes, export_model, models
+from mmlinattn.export.cli import main
+from mmlinattn.export.formats import Checked
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 4))
+CLASSIFIER = f"""
+default_scope = 'mmpretrain'
+custom_imports = dict(imports=['mmlinattn'], allow_failed_imports=False)
+model = dict(
+    type='ImageClassifier',
+    data_preprocessor=dict(num_classes=3, mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0], to_rgb=True),
+    backbone=dict(type='RAVLT', arch=dict({SMALL}), out_indices=(3,)),
+    neck=dict(type='GlobalAveragePooling'),
+    head=dict(type='LinearClsHead', num_classes=3, in_channels=32),
+)
+test_dataloader = dict(dataset=dict(type='CustomDataset', metainfo=dict(classes=('circle', 'square', 'star'))))
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    pytest.importorskip('mmpretrain')
+    path = tmp_path / 'classifier.py'
+    path.write_text(CLASSIFIER)
+    return path
+
+
+def options(config, out, *more, form='torchscript', checkpoint='none'):
+    return [str(config), str(checkpoint), '--format', form, '--out', str(out), '--shape', '64', '80', *more]
+
+
+def test_a_dynamic_graph_is_written_checked_and_described(config, tmp_path, capsys):
+    out = tmp_path / 'graph.pt'
+    main(options(config, out, '--dynamic', '--batch', '2'))
+    said = capsys.readouterr().out
+    assert 'outputs logits' in said and 'batch >= 1, height and width >= 32' in said
+    assert said.count('deviation at') == 3 and 'deviation at 2x3x64x80' in said
+    graph = torch.jit.load(str(out))
+    for shape in ((1, 3, 100, 50), (3, 3, 33, 200)):
+        assert graph(torch.randn(shape)).shape == (shape[0], 3)
+    with pytest.raises(Exception, match=r'image has the shape \[1, 3, 31, 64\]; allowed is'):
+        graph(torch.randn(1, 3, 31, 64))
+    meta = FORMATS['torchscript'].read_metadata(out)
+    assert meta['classes'] == ['circle', 'square', 'star'] and meta['task'] == 'classifier'
+    assert (meta['mean'], meta['std'], meta['channel_order']) == ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0], 'RGB')
+    assert meta['input_range'] == [0, 255] and meta['outputs'] == ['logits']
+    assert [path.name for path in tmp_path.glob('*graph*')] == ['graph.pt']
+
+
+def test_a_static_graph_names_the_size_it_was_traced_for(config, tmp_path):
+    out = tmp_path / 'graph.pt'
+    main(options(config, out))
+    graph = torch.jit.load(str(out))
+    assert graph(torch.randn(1, 3, 64, 80)).shape == (1, 3)
+    with pytest.raises(Exception, match=r'traced for \[1, 3, 64, 80\] and serves no other'):
+        graph(torch.randn(1, 3, 80, 64))
+
+
+def test_weights_and_names_of_a_checkpoint_are_in_the_graph(config, tmp_path):
+    cfg = Config.fromfile(config)
+    init_default_scope('mmpretrain')
+    model = MODELS.build(cfg.model).eval()
+    checkpoint = tmp_path / 'weights.pth'
+    meta = dict(dataset_meta=dict(classes=('one', 'two', 'three')))
+    torch.save(dict(state_dict=model.state_dict(), meta=meta), checkpoint)
+    out = tmp_path / 'graph.pt'
+    main(options(config, out, checkpoint=checkpoint))
+    x = torch.randn(1, 3, 64, 80)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.jit.load(str(out))(x), model(x), rtol=1e-3, atol=1e-4)
+    assert FORMATS['torchscript'].read_metadata(out)['classes'] == ['one', 'two', 'three']
+
+
+@pytest.mark.parametrize(
+    ('more', 'said'),
+    [
+        (['--shape', '31', '64'], '--shape 31 64: a side has 32 pixels at least'),
+        (['--batch', '0'], '--batch 0 has to be at least 1'),
+        (['--out', 'graph.ir', '--format', 'openvino'], "--out 'graph.ir' has to end with .xml for --format openvino"),
+        (['--out', '.'], "--out '.' is a folder"),
+        (['--out', 'no/such/folder/graph.pt'], 'its folder does not exist'),
+    ],
+    ids=['shape', 'batch', 'suffix', 'is-folder', 'no-folder'],
+)
+def test_bad_arguments_are_named_in_one_line(config, tmp_path, capsys, more, said):
+    with pytest.raises(SystemExit) as end:
+        main(options(config, tmp_path / 'graph.pt', *more))
+    error = capsys.readouterr().err
+    assert end.value.code == 1 and said in error and error.count('\n') == 1
+
+
+def test_a_checkpoint_of_another_model_is_refused(config, tmp_path, capsys):
+    checkpoint = tmp_path / 'weights.pth'
+    torch.save(dict(state_dict={'backbone.nothing': torch.zeros(1)}), checkpoint)
+    with pytest.raises(SystemExit):
+        main(options(config, tmp_path / 'graph.pt', checkpoint=checkpoint))
+    assert 'does not fit the model of' in capsys.readouterr().err
+    assert not (tmp_path / 'graph.pt').exists()
+
+
+def test_a_graph_of_other_numbers_is_not_written(config, tmp_path, monkeypatch):
+    class FixedScale(nn.Module):
+        """What tracers make of a size in Python: a number for ever."""
+
+        def forward(self, x):
+            return x * int(x.shape[-1])
+
+    cfg = Config.fromfile(config)
+    init_default_scope('mmpretrain')
+    model = MODELS.build(cfg.model)
+    model.backbone = nn.Sequential(FixedScale(), model.backbone)
+    with pytest.raises(RunError, match='the torchscript graph deviates from the model'):
+        export_model(model, cfg, tmp_path / 'graph.pt', 'torchscript', Sizes(1, 64, 80, dynamic=True))
+    assert not list(tmp_path.glob('*.pt'))
+
+
+def test_only_classifiers_segmentors_and_detectors_are_exported():
+    with pytest.raises(RunError, match='Linear is no classifier, segmentor or detector'):
+        ExportableModel(nn.Linear(2, 2))
+
+
+def test_deviation_sees_shapes_and_nan():
+    x = torch.randn(3, 4)
+    assert models.deviation(x, x) == 0
+    assert models.deviation([x], [x[:2]]) == float('inf')
+    assert models.deviation([x * float('nan')], [x]) == float('inf')
+
+
+def test_a_checked_graph_of_fixed_size_also_checks_the_batch():
+    graph = torch.jit.script(Checked(torch.jit.trace(nn.Identity(), torch.ones(2, 3, 32, 32)), [2, 3, 32, 32], None))
+    with pytest.raises(Exception, match='serves no other'):
+        graph(torch.ones(1, 3, 32, 32))
+
+
+# --- whole models -----------------------------------------------------------------------------
+
+WHOLE = {
+    'onnx': 'mmpretrain/ravlt_t_in1k.py',
+    'torch-export': 'mmseg/ravlt_t_upernet_160k.py',
+    'torchscript': 'mmdet/ravlt_t_maskrcnn_1x.py',
+    'openvino': 'mmseg/flatten_pvt_v2_b1_fpn_80k.py',
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('form', WHOLE)
+def test_a_published_model_is_exported_at_every_size(form, tmp_path):
+    out = tmp_path / f'model{FORMATS[form].suffix}'
+    config = ROOT / 'configs' / WHOLE[form]
+    command = [sys.executable, str(ROOT / 'tools' / 'export.py'), str(config), 'none', '--format', form]
+    command += ['--out', str(out), '--shape', '96', '128', '--dynamic']
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count('deviation at') == 3
+    meta = FORMATS[form].read_metadata(out)
+    assert json.loads(json.dumps(meta)) == meta and meta['mean'] == [123.675, 116.28, 103.53]
+    outputs = FORMATS[form].load(out)(torch.randn(1, 3, 70, 100))
+    assert meta['task'] in ('classifier', 'segmentor', 'detector')
+    if meta['task'] == 'segmentor':
+        outputs = outputs if torch.is_tensor(outputs) else outputs[0]
+        assert outputs.shape == (1, 150, 70, 100) and len(meta['classes']) == 150

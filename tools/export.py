@@ -1,0 +1,17 @@
+#!/usr/bin/env python
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Write a model as a graph and check the file: ``python tools/export.py CONFIG CHECKPOINT --format FORMAT --out FILE``.
+
+Classifiers and segmentors become graphs as a whole, detectors up to their neck. See docs/deploy.md.
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
+
+import mmlinattn  # noqa: F401, registers the backbones
+from mmlinattn.export.cli import main
+
+if __name__ == '__main__':
+    main()
