@@ -14,6 +14,7 @@ from .. import ops
 from ..attention import Attention, GlobalAttention, Grid, get_mixer
 from ..layers import MLP, build_ffn
 from ..ops import memory
+from ..ops.sizes import is_known, to_image
 from .base import PyramidBackbone, check_count, check_type
 
 SHARE = 0.75  # of a transformer block's channels, and of its stochastic depth, that belong to the attention
@@ -22,7 +23,7 @@ REDUCTIONS = ('grid', 'sequence')
 
 def norm_map(norm: nn.Module, x: Tensor) -> Tensor:
     """A batch norm of a (B, H, W, C) map."""
-    return norm(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+    return norm(to_image(x)).permute(0, 2, 3, 1)
 
 
 class ConvNorm(BaseModule):
@@ -53,8 +54,20 @@ class ConvNorm(BaseModule):
         self.relu = relu
 
     def forward(self, x: Tensor) -> Tensor:
-        x = ops.conv_norms(x.permute(0, 3, 1, 2), [(self.conv, self.norm)]).permute(0, 2, 3, 1)
+        x = ops.conv_norms(to_image(x), [(self.conv, self.norm)]).permute(0, 2, 3, 1)
         return F.relu(x) if self.relu else x
+
+
+def mean_pool(x: Tensor, size: int) -> Tensor:
+    """Means of patches of ``size`` x ``size`` pixels, at odd borders of the pixels that are there: (B, H, W, C) ->
+    (B, C, ceil(H / size), ceil(W / size))."""
+    image = to_image(x)
+    if is_known(*x.shape[1:3]):
+        return F.avg_pool2d(image, size, ceil_mode=True, count_include_pad=False)
+    # whether the last patch is a whole one, a graph that leaves the size open cannot ask
+    beyond = [0, size - 1, 0, size - 1]
+    shares = F.avg_pool2d(F.pad(torch.ones_like(image[:1, :1]), beyond), size)
+    return F.avg_pool2d(F.pad(image, beyond), size) / shares
 
 
 class PooledEmbed(ConvNorm):
@@ -64,8 +77,7 @@ class PooledEmbed(ConvNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.avg_pool2d(x.permute(0, 3, 1, 2), 2, ceil_mode=True, count_include_pad=False)
-        return super().forward(x.permute(0, 2, 3, 1))
+        return super().forward(mean_pool(x, 2).permute(0, 2, 3, 1))
 
 
 class Stem(nn.Sequential):
@@ -133,7 +145,7 @@ class AveragedKeysAttention(Attention):
     def reduce(self, x: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, C, h, w); of sequences, h is 1."""
         if self.reduction == 'grid':
-            return F.avg_pool2d(x.permute(0, 3, 1, 2), self.ratio, ceil_mode=True, count_include_pad=False)
+            return mean_pool(x, self.ratio)
         return F.avg_pool2d(x.flatten(1, 2)[:, None].permute(0, 3, 1, 2), (1, self.ratio**2))
 
     def forward(self, x: Tensor, **shared) -> Tensor:

@@ -14,28 +14,30 @@ from torch.export import Dim
 from mmlinattn.attention.windows import OpenWindows, Windows
 from mmlinattn.layers.position import PositionTable, bilinear_weights
 
-MIXES = [ATTNS[i:] + ATTNS[:i] for i in range(4)]  # every attention in every stage
+MIXES = [ATTNS[i:] + ATTNS[:i] for i in range(4)]  # each of these in every stage
+MIXES += [('hallucinated', 'efficient', 'hydra', 'enhanced'), ('angular', 'enhanced', 'hallucinated', 'efficient')]
 every_host = pytest.mark.parametrize('host', HOSTS)
-every_mix = pytest.mark.parametrize('attns', MIXES, ids='-'.join)
 
-
-def one_mix_a_host(first):
-    return [pytest.param(host, MIXES[(first + i) % 4], id=host) for i, host in enumerate(HOSTS)]
-
-
-# Exporters take seconds for a graph. Two stages of one host for each way to arrange tokens are tried at once: whole
-# maps, windows, stripes, a class token; all stages of all hosts with the slow tests.
+# Exporters take seconds for a graph: two stages of a host. At once one host for each way to arrange tokens: whole maps,
+# windows, stripes, a class token.
 HALVES = [
     ('RAVLT', ('rala', 'softmax')),
     ('LinearSwin', ('focused', 'softmax')),
     ('LinearCSWin', ('inline', 'softmax')),
     ('LinearDeiT', ('focused',)),
 ]
-halves_and_wholes = pytest.mark.parametrize(
-    ('host', 'attns'),
-    [pytest.param(*half, id='-'.join((half[0], *half[1]))) for half in HALVES]
-    + [pytest.param(*whole.values, id=whole.id, marks=pytest.mark.slow) for whole in one_mix_a_host(0)],
-)
+MORE_HALVES = [
+    ('LinearPVT', ('focused', 'softmax')),
+    ('LinearPVTv2', ('angular', 'enhanced')),
+    ('LinearNextViT', ('hydra', 'hallucinated')),
+]
+
+
+def halves(some, *marks):
+    return [pytest.param(*half, id='-'.join((half[0], *half[1])), marks=marks) for half in some]
+
+
+some_stages = pytest.mark.parametrize(('host', 'attns'), halves(HALVES) + halves(MORE_HALVES, pytest.mark.slow))
 
 
 def needs(*packages):
@@ -57,22 +59,30 @@ def trace(model, shape):
         return torch.jit.trace(model, graphs.image(shape), check_trace=False)
 
 
-@every_mix
-@every_host
+def mixes():
+    """All hosts with two mixes, one of a host at once."""
+    for i, host in enumerate(HOSTS):
+        for j, attns in enumerate(MIXES):
+            if j in (i % len(MIXES), (i + 4) % len(MIXES)):
+                marks = [] if j == i % len(MIXES) else pytest.mark.slow
+                yield pytest.param(host, attns, id=f'{host}-{"-".join(attns)}', marks=marks)
+
+
+@pytest.mark.parametrize(('host', 'attns'), mixes())
 def test_torch_jit_trace(host, attns):
-    """Traced at a size of maps smaller than windows, and of such that are larger."""
+    """Traced at a size of maps smaller than windows, or of such that are larger."""
     model = graphs.build(host, attns)
     traced_at = [TRACED_AT, (1, 353, 481)][MIXES.index(attns) % 2]
     graphs.check(trace(model, traced_at), model)
 
 
-@every_host
+@pytest.mark.parametrize('host', ['LinearSwin', 'LinearCSWin'])
 def test_torch_jit_trace_of_one_pixel_maps(host):
     model = graphs.build(host, MIXES[0])
     graphs.check(trace(model, (2, 32, 32)), model, graphs.SHAPES[:2])
 
 
-@halves_and_wholes
+@some_stages
 def test_torch_export(host, attns):
     model = graphs.build(host, attns)
     with torch.no_grad():
@@ -84,9 +94,8 @@ def test_torch_export(host, attns):
             graph(torch.randn(shape))
 
 
-@pytest.mark.parametrize('host', ['RAVLT', pytest.param('LinearSwin', marks=pytest.mark.slow)])
-def test_torch_export_finds_the_open_sizes_by_itself_and_keeps_gradients(host):
-    model = graphs.build(host, MIXES[3])
+def test_torch_export_finds_the_open_sizes_by_itself_and_keeps_gradients():
+    model = graphs.build('LinearPVT', ('inline',))
     graph = torch.export.export(model, (graphs.image(TRACED_AT),), dynamic_shapes=automatic()).module()
     graphs.check(graph, model)
     x = graphs.image((1, 70, 90)).requires_grad_()
@@ -98,7 +107,7 @@ def test_torch_export_finds_the_open_sizes_by_itself_and_keeps_gradients(host):
 
 @pytest.mark.slow
 @needs('onnx', 'onnxscript', 'onnxruntime')
-@pytest.mark.parametrize(('host', 'attns'), one_mix_a_host(1))
+@pytest.mark.parametrize(('host', 'attns'), halves(HALVES[1:2] + MORE_HALVES[2:]))
 def test_onnx(host, attns, tmp_path):
     import onnxruntime
 
@@ -113,7 +122,7 @@ def test_onnx(host, attns, tmp_path):
 
 
 @needs('openvino')
-@halves_and_wholes
+@some_stages
 def test_openvino(host, attns):
     import openvino
 
@@ -127,7 +136,7 @@ def test_openvino(host, attns):
     graphs.check(lambda x: [torch.from_numpy(out.copy()) for out in compiled(x.numpy()).values()], model)
 
 
-@halves_and_wholes
+@some_stages
 def test_torch_compile_makes_one_graph_for_many_sizes(host, attns):
     """Of maps of more than one window and one pixel: of those of one, PyTorch makes graphs of their own."""
     torch._dynamo.reset()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .. import forms
 from ..memory import split_heads
+from ..sizes import to_image
 from ..softmax_attention import masked_logit
 from ..softmax_attention import reference as softmax
 
@@ -94,7 +95,7 @@ def local_keys(k: Tensor, grid, intra: Tensor, mask: Optional[Tensor], copies: i
 
 
 def _convolved(k: Tensor, grid, weight: Tensor) -> Tensor:
-    image = k[:, grid.prefix :].unflatten(1, (grid.height, grid.width)).permute(0, 3, 1, 2)
+    image = to_image(k[:, grid.prefix :].unflatten(1, (grid.height, grid.width)))
     local = F.conv2d(image, weight, padding=1, groups=len(weight)).permute(0, 2, 3, 1).flatten(1, 2)
     return torch.cat((k[:, : grid.prefix].to(local.dtype), local), dim=1) if grid.prefix else local
 
