@@ -101,6 +101,29 @@ def test_what_does_not_fit_is_listed_in_one_warning(tmp_path, warnings_of):
     assert target.state_dict()['out_norms.1.weight'].shape == (16,)
 
 
+@pytest.mark.parametrize('statistic', ['running_mean', 'running_var'])
+def test_missing_statistics_of_a_batch_norm_are_news(tmp_path, warnings_of, statistic):
+    """Only the counter beside them may be missing: without its mean a norm gives other numbers."""
+    state = model().state_dict()
+    keys = [key for key in state if key.endswith(statistic)]
+    assert keys
+    del state[keys[0]]
+    report, (warning,) = warnings_of(model(), save(tmp_path / 'own.pth', state))
+    assert report.missing == [keys[0]] and keys[0] in warning
+
+
+@pytest.mark.parametrize('first, second', [('model', 'model_ema'), ('state_dict', 'state_dict_ema')])
+def test_the_weights_of_training_go_before_their_average(tmp_path, warnings_of, first, second):
+    """Files of both kinds name the trained weights first; which are taken must not depend on the file's order."""
+    trained, averaged = (
+        {key: torch.full_like(value, number) for key, value in model().state_dict().items()} for number in (1.0, 2.0)
+    )
+    for i, checkpoint in enumerate(({second: averaged, first: trained}, {first: trained, second: averaged})):
+        target = model()
+        warnings_of(target, save(tmp_path / f'{i}.pth', checkpoint))
+        assert (target.state_dict()['out_norms.1.weight'] == 1).all()
+
+
 def test_parts_the_model_was_configured_without_are_no_news(tmp_path, warnings_of):
     path = save(tmp_path / 'dense.pth', {'state_dict': released_ravlt(dense=True)})
     report, warned = warnings_of(model(out_indices=(1, 2)), path)
