@@ -54,7 +54,7 @@ class Point(NamedTuple):
         side: of the square image.
         seconds: median of the repeats, None where not asked for.
         bytes: largest growth of the resident memory, None where not asked for.
-        spent: seconds that measuring memory took, start of the process included; says when to stop.
+        spent: seconds of the pass whose memory was measured, which malloc slows down; says when to stop.
     """
 
     side: int
@@ -89,6 +89,23 @@ def seconds_of(name: str, side: int, repeats: int, threads: int) -> float:
     start = time.perf_counter()
     large()
     return time.perf_counter() - start
+
+
+def bytes_of(name: str, side: int, threads: int) -> tuple[int, float]:
+    """Growth of the resident memory during a pass, and the seconds of that pass."""
+    spent = []
+
+    def prepare(*case):
+        small, large = calls(*case)
+
+        def timed():
+            start = time.perf_counter()
+            large()
+            spent.append(time.perf_counter() - start)
+
+        return small, timed
+
+    return measure._rss_growth(prepare, (name, side), threads), spent[0]
 
 
 def available_gib() -> float:
@@ -127,10 +144,10 @@ def run_model(name: str, args, report: Report) -> tuple[list[Point], Optional[st
         if late is not None and late > args.max_seconds:
             return points, f'{side}: about {late:.0f} s, more than the {args.max_seconds:g} s allowed'
         seconds = size = None
-        started = time.perf_counter()
+        spent = None
         if 'memory' in args.only:
-            size = measure.peak_rss(calls, (name, side), args.threads)
-        spent = time.perf_counter() - started
+            arguments = bytes_of, name, side, args.threads
+            size, spent = measure.in_fresh_process(*arguments, environment=measure.RETURN_MEMORY)
         if 'time' in args.only:
             repeats = args.repeats if late is None or late < args.max_seconds / args.repeats else 1
             seconds = measure.in_fresh_process(seconds_of, name, side, repeats, args.threads)
