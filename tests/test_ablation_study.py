@@ -106,6 +106,8 @@ def test_time_is_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ablation, 'train_arm', slow)
     results = ablation.run_study('flatten', tmp_path, 3, SMALL, max_minutes=6)
     assert len(results['runs']) == 3 and now[0] <= 360
+    results = ablation.run_study('flatten', tmp_path, 3, SMALL, max_minutes=0.1)
+    assert len(results['runs']) == 4  # each call gets further
 
 
 @pytest.mark.parametrize(

@@ -394,7 +394,7 @@ def run_study(
     """Run what is missing of a study: every arm with seed 0, then with seed 1, and so on.
 
     Each result is in ``results.json`` before the next arm begins. With ``max_minutes`` no arm is begun that would, by
-    the slowest so far, end later.
+    the slowest so far, end later; the first one that is missing always runs, so that every call gets further.
 
     Returns:
         dict: The results, those of earlier runs included.
@@ -418,7 +418,7 @@ def run_study(
     val = draw_pictures(settings.num_val, settings.size, 2, settings.tinted)
     for number, (arm, seed) in enumerate(todo, 1):
         begun = time.monotonic()
-        if max_minutes is not None and begun - started + slowest > 60 * max_minutes:
+        if max_minutes is not None and number > 1 and begun - started + slowest > 60 * max_minutes:
             progress(f'{len(todo) - number + 1} of {len(todo)} runs left for next time (--max-minutes)')
             break
         result = train_arm(study.arms[arm], seed, settings, train, val, device, on_step)

@@ -28,7 +28,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--study', required=True, choices=list(ablation.STUDIES))
     parser.add_argument('--out', type=Path, required=True, help='folder for results.json, table.md and the plots')
     parser.add_argument('--seeds', type=int, default=3, help='runs of each arm [3]')
-    parser.add_argument('--max-minutes', type=float, help='begin no run that would end later [no limit]')
+    parser.add_argument('--max-minutes', type=float, help='begin no further run that would end later [no limit]')
     parser.add_argument('--arms', nargs='+', metavar='NAME', help='only these arms [all of the study]')
     for name, value in defaults._asdict().items():
         flag = '--' + name.replace('_', '-')
