@@ -70,12 +70,11 @@ def test_sizes_precision_and_graphs(host, stage_attns):
     x = image(1, 75, 101)
     with torch.no_grad():
         expected = model(x)
-        torch._dynamo.reset()
-        for graph in (
-            torch.export.export(model, (x,)).module(),
-            torch.jit.trace(model, x, check_trace=False),
-            torch.compile(model, fullgraph=True, backend='eager'),
-        ):
+        graphs = [torch.export.export(model, (x,)).module(), torch.jit.trace(model, x, check_trace=False)]
+        if stage_attns in (MIXED[0], *PLAIN):  # slow, and the same for all
+            torch._dynamo.reset()
+            graphs.append(torch.compile(model, fullgraph=True, backend='eager'))
+        for graph in graphs:
             for out, other in zip(graph(x), expected):
                 torch.testing.assert_close(out, other, rtol=1e-4, atol=1e-4)
 
