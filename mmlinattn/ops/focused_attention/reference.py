@@ -31,7 +31,8 @@ def focused_map(x: Tensor, inverse_scale: Tensor, power: float, eps: float = 1e-
     r = (F.relu(x).to(wide) + eps) * inverse_scale.to(wide)
     # Homogeneous of degree one: a token may be scaled at will, and its largest component becomes 1.
     part = r / r.amax(dim=-1, keepdim=True).detach()
-    powered = F.threshold(part, smallest_base(wide, power), 0.0) ** power
+    # F.threshold, which exporters do not all know
+    powered = part.masked_fill(part <= smallest_base(wide, power), 0.0) ** power
     lengths = [torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (r, powered)]
     return powered * (lengths[0] / lengths[1])
 
