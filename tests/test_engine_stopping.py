@@ -273,3 +273,36 @@ def test_ctrl_c(tmp_path, kind):
     assert errors.splitlines()[-1] == lines[0]
     assert not any(is_alive(worker) for worker in workers)
     assert seconds < (1.2 if kind == 'deaf twice' else 2), seconds
+
+
+@pytest.mark.slow
+def test_sigterm_outside_of_training_ends_a_process_that_does_not_hear():
+    """What a signal handler raises is lost where Python calls back, as in ``__del__``."""
+    script = """
+import time
+
+from mmlinattn.engine.stopping import clean_end
+
+
+class Deaf:
+    def __del__(self):
+        print('here', flush=True)
+        time.sleep(20)
+
+
+with clean_end():
+    Deaf()
+    time.sleep(20)
+"""
+    process = subprocess.Popen(
+        [sys.executable, '-c', script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=dict(os.environ, PYTHONPATH=str(TESTS.parent)),
+    )
+    assert process.stdout.readline() == 'here\n'
+    began = time.monotonic()
+    process.terminate()
+    assert process.wait(timeout=30) == 143
+    assert time.monotonic() - began < 10

@@ -126,13 +126,14 @@ class ToolRun:
 
 
 class _InterruptWatch:
-    """A thread that ends the process at Ctrl-C where the main thread does not.
+    """A thread that ends the process at Ctrl-C, or at a SIGTERM outside of training, where the main thread does not.
 
-    Python's own handler waits until the main thread is back from what it computes, or waits for. The thread learns of
-    the signal at once. It gives the main thread ``patience`` seconds to end, and none after a second Ctrl-C.
+    Python's own handlers wait until the main thread is back from what it computes, or waits for, and what they raise is
+    lost in callbacks. The thread learns of the signal at once. It gives the main thread ``patience`` seconds to end,
+    and none after a second Ctrl-C.
     """
 
-    patience = 1.0
+    patience = {signal.SIGINT: 1.0, signal.SIGTERM: 3.0}
     one_key_press = 0.5  # torchrun hands on the Ctrl-C that its processes had from the terminal as well
 
     def __init__(self, run: ToolRun):
@@ -162,24 +163,29 @@ class _InterruptWatch:
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
-        first = None
+        first, end, status = None, None, INTERRUPTED
         while True:
-            left = None if first is None else max(0.0, first + self.patience - time.monotonic())
+            left = None if end is None else max(0.0, end - time.monotonic())
             if not select.select([self.reader], [], [], left)[0]:
                 break
             signals = os.read(self.reader, 64)
             if not signals:
                 os.close(self.reader)
                 return
-            if signal.SIGINT not in signals:
-                continue
-            if first is None:
-                first, self.run.is_interrupted = time.monotonic(), True
-            elif time.monotonic() > first + self.one_key_press:
-                break
-        self.run.say_interrupted()
+            now = time.monotonic()
+            if signal.SIGINT in signals:
+                if first is not None and now > first + self.one_key_press:
+                    break
+                if first is None:
+                    first, self.run.is_interrupted = now, True
+                    end, status = now + self.patience[signal.SIGINT], INTERRUPTED
+            elif signal.SIGTERM in signals and end is None and signal.getsignal(signal.SIGTERM) is _leave_at_sigterm:
+                end, status = now + self.patience[signal.SIGTERM], TERMINATED
+        self.has_raised = True  # the main thread may wake up as its workers end, and is not to be disturbed then
+        if status == INTERRUPTED:
+            self.run.say_interrupted()
         end_workers()
-        os._exit(INTERRUPTED)
+        os._exit(status)
 
 
 def _leave_at_sigterm(signum, frame) -> None:
@@ -203,12 +209,13 @@ def clean_end():
     handler = signal.getsignal(signal.SIGTERM)
     if handler == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _leave_at_sigterm)
-    status = None
+    status, watch = None, _InterruptWatch(run)
     try:
-        with _InterruptWatch(run):
+        with watch:
             yield run
         leave_process_group(failed=False)
     except BaseException as error:
+        watch.has_raised = True
         if isinstance(error, KeyboardInterrupt) or run.is_interrupted:
             status = INTERRUPTED
         elif error.code == TERMINATED if isinstance(error, SystemExit) else _asked_to_stop():
