@@ -306,3 +306,34 @@ with clean_end():
     process.terminate()
     assert process.wait(timeout=30) == 143
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path('/proc/self').exists(), reason='looks for processes in /proc')
+def test_workers_end_with_a_main_process_that_was_killed():
+    script = """
+import os, time
+
+from mmlinattn.engine.stopping import _Shielded
+
+if os.fork() == 0:
+    _Shielded(None)(0)
+    print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+    process = subprocess.Popen(
+        [sys.executable, '-c', script],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ, PYTHONPATH=str(TESTS.parent)),
+    )
+    worker = int(process.stdout.readline())
+    os.kill(worker, signal.SIGTERM)  # not from its parent
+    time.sleep(0.5)
+    assert is_alive(worker)
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 20
+    while is_alive(worker):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)

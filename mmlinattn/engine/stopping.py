@@ -48,10 +48,13 @@ def end_workers() -> None:
         signal.signal(signal.SIGCHLD, handler)
 
 
-def _end_at_the_parents_word() -> None:
-    while True:
-        if signal.sigwaitinfo({signal.SIGTERM}).si_pid == os.getppid():
-            os._exit(0)
+def _end_with_parent(parent: int) -> None:
+    """End this worker when its parent says so, or is gone: after a kill -9, PyTorch's workers can wait for ever."""
+    while os.getppid() == parent:
+        received = signal.sigtimedwait({signal.SIGTERM}, 1.0)
+        if received is not None and received.si_pid == parent:
+            break
+    os._exit(0)
 
 
 class _Shielded:
@@ -63,7 +66,7 @@ class _Shielded:
     def __call__(self, worker_id: int) -> None:
         signal.set_wakeup_fd(-1)  # that of the main process, when forked
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        threading.Thread(target=_end_at_the_parents_word, daemon=True).start()
+        threading.Thread(target=_end_with_parent, args=[os.getppid()], daemon=True).start()
         if self.init_fn is not None:
             self.init_fn(worker_id)
 
@@ -74,7 +77,7 @@ def shield_workers(loader: DataLoader) -> None:
     Terminals send Ctrl-C, and Slurm SIGTERM, to all processes of a run. The main process needs its workers for the
     rest of the iteration, and would take their end for an error.
     """
-    can_shield = hasattr(signal, 'sigwaitinfo') and getattr(loader, 'num_workers', 0) > 0
+    can_shield = hasattr(signal, 'sigtimedwait') and getattr(loader, 'num_workers', 0) > 0
     if can_shield and not isinstance(loader.worker_init_fn, _Shielded):
         loader.worker_init_fn = _Shielded(loader.worker_init_fn)
 
