@@ -300,6 +300,25 @@ class Backbone(BaseModule):
         for cfg in pretrained:
             load_pretrained(self, cfg['checkpoint'], prefix=cfg.get('prefix'))
 
+    def get_layer_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:
+        """Where a parameter lies between image and head, for learning rates that decay layer by layer.
+
+        What is before the first block has depth 0, block i (counted over all stages) depth i + 1. What leads from a
+        stage to the next has the depth of the last block before it, as in MMPretrain's Swin, and so have norms between
+        stages. Output norms and what is not of the backbone have the largest depth.
+
+        Args:
+            param_name (str): Name of the parameter.
+            prefix (str): What names of this backbone's parameters begin with, e.g. ``'backbone.'``.
+
+        Returns:
+            tuple[int, int]: The depth, and the number of depths: blocks + 2.
+
+        Raises:
+            ValueError: The backbone has no such part.
+        """
+        raise NotImplementedError
+
     def adapt_state_dict(self, state_dict: dict) -> dict:
         """Resize tables of another (square) grid to this model's, e.g. from 224 to 384 pixels: the parameter that a
         module names as ``resizable``, by its ``fit``."""
@@ -397,6 +416,22 @@ class PyramidBackbone(Backbone):
         k = self.frozen_stages
         norms = [norm for i, norm in self.out_norms.items() if int(i) < k]
         return [self.patch_embeds[0], *self.patch_embeds[1:k], *self.stages[:k], *norms]
+
+    def get_layer_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:
+        depths = self.depths[: self.num_stages]
+        num_layers = sum(depths) + 2
+        if not param_name.startswith(prefix):
+            return num_layers - 1, num_layers
+        part, *rest = param_name[len(prefix) :].split('.')
+        if not rest or not rest[0].isdigit():
+            raise ValueError(f'param_name={param_name!r} is no parameter of a stage of {type(self).__name__}')
+        stage = int(rest[0])
+        if part == 'stages':
+            return sum(depths[:stage]) + int(rest[1]) + 1, num_layers
+        if part == 'out_norms':
+            feeds_on = self.norms_feed_on and stage < self.num_stages - 1
+            return (sum(depths[: stage + 1]) if feeds_on else num_layers - 1), num_layers
+        return sum(depths[:stage]), num_layers  # patch embeddings and position tables, one a stage
 
     def ignorable_keys(self, key: str) -> bool:
         """Whether a checkpoint's key belongs to a part this model was configured not to have (stages after the last

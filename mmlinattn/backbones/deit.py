@@ -155,6 +155,15 @@ class LinearDeiT(Backbone):
         if self.frozen_stages >= 0:
             self.cls_token.requires_grad = False
 
+    def get_layer_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:
+        num_layers = self.num_blocks + 2
+        if not param_name.startswith(prefix):
+            return num_layers - 1, num_layers
+        part, *rest = param_name[len(prefix) :].split('.')
+        if part == 'blocks':
+            return int(rest[0]) + 1, num_layers
+        return (num_layers - 1 if part == 'out_norm' else 0), num_layers
+
     def ignorable_keys(self, key: str) -> bool:
         parts = key.split('.')
         if parts[0] == 'out_norm':

@@ -11,12 +11,15 @@ from .data_check import DataCheckHook, check_data_config
 from .distributed import CPUDistributedDataParallel, prepare_distributed
 from .errors import RunError
 from .finite import FiniteLossHook
+from .gradients import UnusedParametersHook
+from .layer_decay import BackboneLayerDecayOptimWrapperConstructor
 from .resume_guard import guard
 from .resuming import ExactResumeHook
 from .stopping import StopHook
 
 __all__ = [
     'AtomicLocalBackend',
+    'BackboneLayerDecayOptimWrapperConstructor',
     'CPUDistributedDataParallel',
     'CheckpointGuardHook',
     'CheckpointMatchHook',
@@ -26,6 +29,7 @@ __all__ = [
     'RunError',
     'SafeCheckpointHook',
     'StopHook',
+    'UnusedParametersHook',
     'check_data_config',
     'guard',
     'prepare_distributed',

@@ -1,0 +1,91 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from typing import Optional
+
+from mmengine.logging import print_log
+from mmengine.optim import DefaultOptimWrapperConstructor
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
+from torch import nn
+
+__all__ = ['BackboneLayerDecayOptimWrapperConstructor']
+
+# Learned tables and scales of the backbones, which no recipe decays
+_TABLES = ('relative_bias.table', 'position_table', 'cls_token', 'mixer.position', 'mixer.scale')
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class BackboneLayerDecayOptimWrapperConstructor(DefaultOptimWrapperConstructor):
+    """Learning rates that fall from the head to the stem, for detectors and segmentors (BEiT, Bao et al. 2022).
+
+    A parameter of depth i (:meth:`~mmlinattn.backbones.base.Backbone.get_layer_depth`) of L blocks gets the learning
+    rate times ``layer_decay_rate ** (L + 1 - i)``: the head all of it, the last block one power less, the stem L + 1
+    powers less. MMPretrain has a constructor of the kind for classifiers,
+    ``LearningRateDecayOptimWrapperConstructor``, which works with these backbones as well.
+
+    Norms, biases, other vectors, position tables and class tokens do not decay (``weight_decay``), unless
+    ``paramwise_cfg`` says otherwise.
+
+    Args:
+        optim_wrapper_cfg (dict): As MMEngine's; the optimizer needs a learning rate.
+        paramwise_cfg (dict): ``layer_decay_rate`` in (0, 1], and what
+            :class:`~mmengine.optim.DefaultOptimWrapperConstructor` takes: ``custom_keys``, ``norm_decay_mult`` and so
+            on, whose factors come on top.
+
+    Raises:
+        ValueError: ``layer_decay_rate`` is missing or out of range, the optimizer has no ``lr``, or no module called
+            ``backbone`` has a ``get_layer_depth``.
+
+    Examples:
+        >>> optim_wrapper = dict(
+        ...     constructor='BackboneLayerDecayOptimWrapperConstructor',
+        ...     optimizer=dict(type='AdamW', lr=1e-4, weight_decay=0.05),
+        ...     paramwise_cfg=dict(layer_decay_rate=0.75),
+        ... )
+    """
+
+    def __init__(self, optim_wrapper_cfg: dict, paramwise_cfg: Optional[dict] = None) -> None:
+        given = dict(paramwise_cfg or {})
+        rate = given.pop('layer_decay_rate', None)
+        if not isinstance(rate, (int, float)) or not 0 < rate <= 1:
+            raise ValueError(f'paramwise_cfg.layer_decay_rate={rate!r} has to be a number in (0, 1]')
+        optimizer = optim_wrapper_cfg.get('optimizer') or {}
+        if optimizer.get('lr') is None:
+            raise ValueError('optim_wrapper.optimizer.lr is missing: layer_decay_rate is a factor of it')
+        if optimizer.get('weight_decay') is not None:
+            no_decay = {key: dict(decay_mult=0.0) for key in _TABLES}
+            defaults = dict(norm_decay_mult=0.0, bias_decay_mult=0.0, flat_decay_mult=0.0)
+            given = {**defaults, **given, 'custom_keys': {**no_decay, **(given.get('custom_keys') or {})}}
+        super().__init__(optim_wrapper_cfg, given)
+        self.layer_decay_rate = float(rate)
+
+    def add_params(self, params: list, module: nn.Module, prefix: str = '', **kwargs) -> None:
+        """Groups of one parameter each, as MMEngine's, with their rates scaled by depth."""
+        super().add_params(params, module, prefix=prefix, **kwargs)
+        if prefix == '':
+            self._scale(params, module)
+
+    def _scale(self, params: list, model: nn.Module) -> None:
+        found = [
+            (f'{name}.', module)
+            for name, module in model.named_modules()
+            if name.rpartition('.')[2] == 'backbone' and hasattr(module, 'get_layer_depth')
+        ]
+        if not found:
+            raise ValueError(
+                f'layer_decay_rate: no module of {type(model).__name__} called backbone has a get_layer_depth'
+            )
+        scales = {}
+        for prefix, backbone in found:
+            for name, parameter in backbone.named_parameters():
+                depth, num_depths = backbone.get_layer_depth(prefix + name, prefix)
+                scales[parameter] = self.layer_decay_rate ** (num_depths - 1 - depth)
+        for group in params:
+            (parameter,) = group['params']
+            scale = scales.get(parameter, 1.0)
+            group['lr'] = group.get('lr', self.base_lr) * scale
+            group['lr_scale'] = scale
+        of_depth = sorted(set(scales.values()))
+        print_log(
+            f'learning rates of {", ".join(prefix[:-1] for prefix, _ in found)}: {len(of_depth)} depths, '
+            f'{self.base_lr * of_depth[0]:.3g} to {self.base_lr * of_depth[-1]:.3g}; of the rest {self.base_lr:.3g}',
+            'current',
+        )

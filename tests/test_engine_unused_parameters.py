@@ -1,0 +1,127 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The hook that names parameters without gradient."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from engine_toys import make_runner
+from mmengine.model import BaseModel
+from mmengine.registry import MODELS
+from torch import nn
+
+from mmlinattn.engine.gradients import read_outputs
+
+TESTS = Path(__file__).resolve().parent
+
+
+@MODELS.register_module(force=True)
+class SkippingModel(BaseModel):
+    """Like a detector whose neck skips the first map of its backbone."""
+
+    def __init__(self, skips=True):
+        super().__init__()
+        self.backbone = nn.Module()
+        self.backbone.out_indices = (0, 1, 3)
+        self.backbone.stem = nn.Linear(4, 4)
+        self.backbone.out_norms = nn.ModuleDict({str(i): nn.LayerNorm(4) for i in (0, 1, 3)})
+        self.skips = skips
+
+    def forward(self, inputs, data_samples=None, mode='loss'):
+        x = self.backbone.stem(torch.stack(list(inputs)))
+        norms = list(self.backbone.out_norms.values())[self.skips :]
+        return dict(loss=sum(norm(x).square().sum() for norm in norms) + 0 * x.sum())
+
+
+def warnings_of(tmp_path, model):
+    runner = make_runner(tmp_path, [dict(type='UnusedParametersHook')], model=model, name='skips')
+    with mock.patch.object(runner.logger, 'warning') as warning:
+        runner.train()
+    return [call.args[0] for call in warning.call_args_list if 'gradient' in call.args[0]]
+
+
+def test_names_parameters_and_outputs_once(tmp_path):
+    (message,) = warnings_of(tmp_path, dict(type='SkippingModel'))
+    assert message.startswith('2 parameters got no gradient in the first iteration: backbone.out_norms.0.weight, ')
+    assert 'model.backbone.out_indices=(1, 3)' in message
+
+
+def test_says_nothing_where_all_are_trained(tmp_path):
+    assert warnings_of(tmp_path, dict(type='SkippingModel', skips=False)) == []
+    assert warnings_of(tmp_path / 'toy', dict(type='ToyModel')) == []
+
+
+def test_frozen_parameters_are_meant(tmp_path):
+    runner = make_runner(tmp_path, [dict(type='UnusedParametersHook')], model=dict(type='SkippingModel'), name='frozen')
+    for parameter in runner.model.backbone.out_norms['0'].parameters():
+        parameter.requires_grad = False
+    with mock.patch.object(runner.logger, 'warning') as warning:
+        runner.train()
+    assert not any('gradient' in call.args[0] for call in warning.call_args_list)
+
+
+def test_outputs_that_are_read():
+    model = SkippingModel()
+    assert read_outputs(model, ['backbone.out_norms.3.bias', 'head.weight']) == (0, 1)
+    assert read_outputs(model, ['head.weight']) is None
+    detector = nn.Module()
+    detector.detector = model
+    assert read_outputs(detector, ['detector.backbone.out_norms.0.bias']) == (1, 3)
+    assert read_outputs(model, [f'backbone.out_norms.{i}.bias' for i in (0, 1, 3)]) is None
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+import torch.distributed
+from engine_toys import make_runner
+from mmengine.config import Config
+from test_engine_unused_parameters import SkippingModel
+
+from mmlinattn.engine import prepare_distributed
+
+if __name__ == '__main__':
+    cfg = Config(dict(launcher='pytorch', find_unused_parameters=sys.argv[2] == 'True'))
+    prepare_distributed(cfg)
+    runner = make_runner(
+        Path(sys.argv[1]),
+        [dict(type='UnusedParametersHook')],
+        launcher=cfg.launcher,
+        cfg=dict(model_wrapper_cfg=cfg.model_wrapper_cfg.to_dict()),
+        model=dict(type='SkippingModel'),
+        loader=dict(batch_size=2),
+    )
+    try:
+        runner.train()
+        message = 'trained'
+    except RuntimeError as error:
+        message = f'{type(error).__name__}: {error}'
+    Path(sys.argv[1], f'rank{torch.distributed.get_rank()}.txt').write_text(message)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('find_unused', [False, True])
+def test_distributed_training_stops_before_the_puzzle(tmp_path, find_unused):
+    (tmp_path / 'script.py').write_text(SCRIPT)
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
+    env = {**os.environ, 'PYTHONPATH': f'{TESTS}:{TESTS.parent}', 'OMP_NUM_THREADS': '1'}
+    work = tmp_path / 'work'
+    done = subprocess.run(
+        [*command, str(tmp_path / 'script.py'), str(work), str(find_unused)],
+        capture_output=True,
+        text=True,
+        env=env,
+    )
+    messages = [(work / f'rank{rank}.txt').read_text() for rank in range(2)]
+    for message in messages:
+        if find_unused:
+            assert message == 'trained', done.stderr[-2000:]
+        else:
+            assert message.startswith('RunError: 2 parameters got no gradient')
+            assert 'out_indices=(1, 3)' in message

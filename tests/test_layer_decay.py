@@ -1,0 +1,172 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Learning rates that decay layer by layer: MMPretrain's constructor, and ours for detectors and segmentors."""
+
+import inspect
+
+import pytest
+import torch
+from config_helpers import build
+from mmengine.config import ConfigDict
+from mmengine.model import BaseModel
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import MODELS, init_default_scope
+from torch import nn
+
+import mmlinattn.backbones as backbones
+from mmlinattn.backbones.base import Backbone, PyramidBackbone
+
+RATE = 0.5
+# Every host, the next one that is written included
+HOSTS = sorted(
+    name
+    for name, host in vars(backbones).items()
+    if inspect.isclass(host) and issubclass(host, Backbone) and host.arch_zoo
+)
+
+
+class Detector(BaseModel):
+    """A backbone and a linear head."""
+
+    def __init__(self, backbone):
+        super().__init__()
+        self.backbone = backbone
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, inputs, data_samples=None, mode='loss'):
+        return {}
+
+
+def smallest(host, **options):
+    """The first size of a host's zoo, without random weights."""
+    with torch.device('meta'):
+        return MODELS.build(dict(type=host, arch=next(iter(MODELS.get(host).arch_zoo)), **options))
+
+
+def blocks_of(model) -> list:
+    """Every block of a backbone, shallow to deep."""
+    return list(model.blocks) if hasattr(model, 'blocks') else [block for stage in model.stages for block in stage]
+
+
+@pytest.mark.parametrize('host', HOSTS)
+def test_depths_are_those_of_the_blocks(host):
+    model = smallest(host)
+    blocks = blocks_of(model)
+    of_block = {id(p): i + 1 for i, block in enumerate(blocks) for p in block.parameters()}
+    depths = {name: model.get_layer_depth(f'backbone.{name}', 'backbone.') for name, _ in model.named_parameters()}
+    assert {number for _, number in depths.values()} == {len(blocks) + 2}
+    for name, parameter in model.named_parameters():
+        depth = depths[name][0]
+        if id(parameter) in of_block:
+            assert depth == of_block[id(parameter)], name
+        else:
+            assert 0 <= depth <= len(blocks) + 1, name
+    assert depths[next(iter(depths))][0] == 0 or model.get_layer_depth('patch_embeds.0.x')[0] == 0
+    assert model.get_layer_depth('head.weight', 'backbone.') == (len(blocks) + 1, len(blocks) + 2)
+
+
+@pytest.mark.parametrize('host', [host for host in HOSTS if issubclass(getattr(backbones, host), PyramidBackbone)])
+def test_what_is_between_stages_lies_between_their_blocks(host):
+    model = smallest(host)
+    ends = [0]
+    for stage in model.stages:
+        ends.append(ends[-1] + len(stage))
+    for i in range(len(model.stages)):
+        for name, _ in model.patch_embeds[i].named_parameters():
+            assert model.get_layer_depth(f'patch_embeds.{i}.{name}')[0] == ends[i]
+    feeds_on = ends[1] if model.norms_feed_on else ends[-1] + 1
+    assert model.get_layer_depth('out_norms.0.weight')[0] == feeds_on
+    assert model.get_layer_depth('out_norms.3.weight')[0] == ends[-1] + 1
+
+
+def test_stages_that_are_not_built_do_not_count():
+    assert smallest('RAVLT', out_indices=(1,)).get_layer_depth('stages.0.0.x') == (1, 2 + 2 + 2)
+
+
+def test_unknown_parts_are_refused():
+    with pytest.raises(ValueError, match='nonsense'):
+        smallest('RAVLT').get_layer_depth('nonsense.weight')
+
+
+def rates(model, constructor, **paramwise):
+    """Parameter name -> learning rate and weight decay, over those of the optimizer."""
+    wrapper = build_optim_wrapper(
+        model,
+        ConfigDict(
+            type='OptimWrapper',
+            constructor=constructor,
+            optimizer=dict(type='AdamW', lr=2.0, weight_decay=0.1),
+            paramwise_cfg=dict(layer_decay_rate=RATE, **paramwise),
+        ),
+    )
+    groups = wrapper.optimizer.param_groups
+    found = {id(p): (group['lr'] / 2.0, group['weight_decay'] / 0.1) for group in groups for p in group['params']}
+    return {name: found[id(p)] for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize('scope', ['mmdet', 'mmseg'])
+@pytest.mark.parametrize('host', HOSTS)
+def test_detectors_and_segmentors(host, scope):
+    pytest.importorskip(scope)
+    init_default_scope(scope)
+    model = Detector(smallest(host))
+    found = rates(model, 'BackboneLayerDecayOptimWrapperConstructor')
+    blocks = blocks_of(model.backbone)
+    assert found['head.weight'] == (1.0, 1.0)
+    assert found['head.bias'] == (1.0, 0.0)
+    names = {id(p): name for name, p in model.named_parameters()}
+    for i, block in enumerate(blocks):
+        for parameter in block.parameters():
+            assert found[names[id(parameter)]][0] == pytest.approx(RATE ** (len(blocks) - i))
+    stem = next(name for name in found if name.startswith('backbone.patch_embeds.0'))
+    assert found[stem][0] == pytest.approx(RATE ** (len(blocks) + 1))
+    for name, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            is_table = name.endswith(('relative_bias', 'position_table')) or 'mixer' in name and parameter.dim() < 4
+            vector = parameter.dim() == 1 or leaf in ('bias', 'cls_token') or is_table
+            if vector and not isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv1d)) or leaf == 'bias':
+                assert found[f'{name}.{leaf}'.lstrip('.')][1] == 0, (name, leaf)
+            elif isinstance(module, (nn.Linear, nn.Conv2d)):
+                assert found[f'{name}.{leaf}'.lstrip('.')][1] == 1, (name, leaf)
+
+
+def test_other_factors_come_on_top():
+    found = rates(
+        Detector(smallest('RAVLT')),
+        'BackboneLayerDecayOptimWrapperConstructor',
+        custom_keys={'head': dict(lr_mult=10.0)},
+        norm_decay_mult=0.5,
+    )
+    assert found['head.weight'] == (10.0, 1.0)
+    assert found['backbone.stages.0.0.norm1.weight'][1] == 0.5
+
+
+@pytest.mark.parametrize(
+    'wrapper, match',
+    [
+        (dict(paramwise_cfg=dict(layer_decay_rate=1.5)), 'layer_decay_rate=1.5'),
+        (dict(paramwise_cfg=dict(norm_decay_mult=0.0)), 'layer_decay_rate=None'),
+        (dict(paramwise_cfg=dict(layer_decay_rate=0.5), optimizer=dict(type='Adadelta')), 'lr is missing'),
+    ],
+)
+def test_mistakes_have_one_line(wrapper, match):
+    given = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=1.0))
+    constructor = 'BackboneLayerDecayOptimWrapperConstructor'
+    with pytest.raises(ValueError, match=match):
+        build_optim_wrapper(Detector(smallest('RAVLT')), ConfigDict({**given, 'constructor': constructor, **wrapper}))
+
+
+def test_a_model_without_such_a_backbone_is_refused():
+    with pytest.raises(ValueError, match='Detector called backbone has a get_layer_depth'):
+        rates(Detector(nn.Linear(2, 2)), 'BackboneLayerDecayOptimWrapperConstructor')
+
+
+@pytest.mark.parametrize('name', ['ravlt_t_in1k', 'inline_deit_t_in1k', 'flatten_pvt_v2_b1_in1k'])
+def test_classifiers_by_mmpretrain(name):
+    pytest.importorskip('mmpretrain')
+    model, _ = build(f'mmpretrain/{name}', random_init=False)
+    found = rates(model, 'LearningRateDecayOptimWrapperConstructor')
+    blocks = blocks_of(model.backbone)
+    names = {id(p): key for key, p in model.named_parameters()}
+    for i, block in enumerate(blocks):
+        assert {found[names[id(p)]][0] for p in block.parameters()} == {RATE ** (len(blocks) - i)}
+    assert {rate for key, (rate, _) in found.items() if key.startswith('head')} == {1.0}
