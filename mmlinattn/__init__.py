@@ -5,9 +5,15 @@
 mmcv (or mmcv-lite) only.
 """
 
+import warnings
 from importlib.metadata import PackageNotFoundError, distribution
 
 from mmengine.config.utils import MODULE2PACKAGE
+
+with warnings.catch_warnings():
+    # mmengine.model imports parts of torch.distributed that PyTorch still writes in TorchScript: nothing of ours
+    warnings.filterwarnings('ignore', message='`torch.jit', category=DeprecationWarning)
+    import mmengine.model  # noqa: F401
 
 from . import backbones, engine, heads
 from .checkpoints import schemes

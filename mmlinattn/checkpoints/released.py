@@ -11,7 +11,7 @@ import difflib
 import functools
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 from urllib.parse import urlsplit
 
 import torch
@@ -82,3 +82,19 @@ def find_released(name: str) -> Released:
     close = difflib.get_close_matches(name, table, n=5, cutoff=0.5)
     known = close + [other for other in table if other not in close]
     raise CheckpointError(f'no published checkpoint is called {name!r}; known names: {", ".join(known)}')
+
+
+def link_with_name(entry: Released) -> str:
+    """The link, with a fragment that names the file where the link's own path does not (``.../?dl=1``).
+
+    Downloaders that take what is behind the last slash for the name (``mim download``) then do not give all files the
+    same one. Servers are not sent fragments.
+    """
+    has_name = os.path.basename(urlsplit(entry.link).path)
+    return entry.link if has_name else f'{entry.link}#/{entry.file_name}'
+
+
+def find_link(link: str) -> Optional[Released]:
+    """The published checkpoint, whole, that is behind a link with or without fragment; None for other links."""
+    plain = link.partition('#')[0]
+    return next((entry for entry in released_checkpoints().values() if entry.link == plain and not entry.bare), None)

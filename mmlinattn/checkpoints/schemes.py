@@ -39,8 +39,12 @@ def load_from_http(
 ) -> Any:
     """MMEngine's loader of http(s) links: same arguments and cache, safe reading.
 
-    A link without a file name in it is kept under a name made from the link.
+    A link without a file name in it is kept under a name made from the link. One of a published checkpoint, as in our
+    metafiles, is ``mmlinattn://NAME`` of that checkpoint: its layout is converted.
     """
+    entry = released.find_link(filename)
+    if entry is not None:
+        return load_from_mmlinattn(PREFIX + entry.name, map_location)
     folder = Path(model_dir or os.path.join(torch.hub.get_dir(), 'checkpoints')).expanduser()
     path = folder / _file_name(filename)
     download.fetch(filename, path, progress)

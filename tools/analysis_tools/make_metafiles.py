@@ -13,6 +13,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
 
 from mmlinattn.analysis.published import Row, read_rows
+from mmlinattn.checkpoints.released import find_released, link_with_name
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = {'mmdet': 'COCO', 'mmseg': 'ADE20K', 'mmpretrain': 'ImageNet-1K'}
@@ -86,8 +87,8 @@ def entry(name: str, collection: str, row: Row = None) -> dict:
     if results(row):
         model['Results'] = results(row)
     if row.link:
-        # MMEngine reads the first and converts the layout; the second is where the file is
-        model['Weights'] = f'mmlinattn://{stem}'
+        # a link, as `mim download` knows no other scheme; mmlinattn.checkpoints.schemes knows it, and converts
+        model['Weights'] = link_with_name(find_released(stem))
         model['Converted From'] = {'Weights': row.link}
         if row.paper in PAPERS:
             model['Converted From']['Code'] = PAPERS[row.paper][2]

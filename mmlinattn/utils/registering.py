@@ -1,0 +1,34 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import importlib
+from importlib.util import find_spec
+
+from .files import project_files
+
+__all__ = ['register_all_modules']
+
+
+def register_all_modules() -> None:
+    """Register everything of this package, and its classifiers with MMPretrain's hub by their names.
+
+    MMEngine's ``mmengine.hub.get_model('mmlinattn::...')`` calls it. Afterwards MMPretrain's ``list_models``,
+    ``get_model`` and ``ImageClassificationInferencer`` know the classifiers by the names of the metafiles
+    (``ravlt_t_in1k``). Calling it again does no harm; without MMPretrain it registers the modules only.
+    """
+    importlib.import_module('mmlinattn')  # registers on import
+    if find_spec('mmpretrain') is not None:
+        _register_classifiers()
+
+
+def _register_classifiers() -> None:
+    from mmpretrain.apis import ModelHub
+    from modelindex.load_model_index import load
+
+    index = project_files('model-index.yml')
+    known = ModelHub._models_dict
+    loaded = load(str(index))
+    loaded.build_models_with_collections()
+    for model in loaded.models:
+        # detectors and segmentors are none of MMPretrain's models
+        if model.name.lower() not in known and str(model.config).startswith('configs/mmpretrain/'):
+            model.config = str(index.parent / model.config)
+            known[model.name.lower()] = model

@@ -1,0 +1,89 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Models by their names, through MMEngine's hub and MMPretrain's."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from config_helpers import ROOT
+
+import mmlinattn
+from mmlinattn.checkpoints import schemes
+from mmlinattn.checkpoints.released import find_link, find_released, link_with_name
+from mmlinattn.utils import project_files, register_all_modules
+
+
+def test_project_files_are_found():
+    assert project_files('configs').samefile(ROOT / 'configs')
+    with pytest.raises(FileNotFoundError, match='nothing.yml is neither in'):
+        project_files('nothing.yml')
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """MMPretrain's list of models without its own (reading its index takes seconds)."""
+    models = pytest.importorskip('mmpretrain.apis').ModelHub
+    monkeypatch.setattr(models, '_models_dict', {})
+    monkeypatch.setattr(models, '_ModelHub__mmpretrain_registered', True)
+    return models
+
+
+def test_classifiers_are_known_by_name(hub):
+    from mmpretrain import get_model, list_models
+
+    assert list_models() == []
+    register_all_modules()
+    register_all_modules()
+    assert {'ravlt_t_in1k', 'ravlt_s_in1k'} <= set(list_models('*ravlt*'))
+    assert 'inline_deit_t_in1k' in list_models(task='Image Classification')
+    assert not any('maskrcnn' in name or 'fpn' in name for name in list_models())
+    model = get_model('ravlt_t_in1k', head=dict(num_classes=7))
+    assert model(torch.rand(1, 3, 64, 64)).shape == (1, 7)
+
+
+def test_inferencer_by_name(hub):
+    from mmpretrain import ImageClassificationInferencer
+
+    register_all_modules()
+    inferencer = ImageClassificationInferencer('flatten_pvt_v2_b0_in1k', pretrained=False)
+    (result,) = inferencer(np.zeros((64, 96, 3), np.uint8))
+    assert 0 <= result['pred_label'] < 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'name, head',
+    [
+        ('mmdet/ravlt_t_maskrcnn_1x', 'roi_head'),
+        ('mmseg/inline_pvt_t_fpn_80k', 'decode_head'),
+        ('mmpretrain/flatten_pvt_v2_b0_in1k', 'head'),
+    ],
+)
+def test_mmengine_builds_any_config_by_name(name, head, hub):
+    pytest.importorskip(name.partition('/')[0])
+    from mmengine.hub import get_config, get_model
+
+    if not (ROOT / 'mmlinattn' / '.mim').is_dir():
+        pytest.skip('mmlinattn is not installed')
+    model = get_model(f'mmlinattn::{name}.py')
+    assert isinstance(model.backbone, mmlinattn.backbones.base.Backbone)
+    assert hasattr(model, head)
+    assert get_config(f'mmlinattn::{name}.py').default_scope == name.partition('/')[0]
+
+
+def test_links_of_the_metafiles_are_converted(monkeypatch):
+    """A link that is in the table is the checkpoint of that name, not a file in somebody else's layout."""
+    monkeypatch.setattr(schemes, 'load_from_mmlinattn', lambda name, map_location: (name, map_location))
+    for name in ('ravlt_t_maskrcnn_1x', 'inline_swin_t_in1k'):
+        link = link_with_name(find_released(name))
+        assert link.split('/')[-1].endswith('.pth')
+        assert schemes.load_from_http(link, 'cpu') == (f'mmlinattn://{name}', 'cpu')
+    assert find_link('https://example.org/RAVLT_T.pth') is None
+
+
+def test_importing_the_package_leaves_upstream_alone():
+    code = "import sys, mmlinattn; print([m for m in ('mmdet', 'mmseg', 'mmpretrain', 'pandas') if m in sys.modules])"
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == '[]', done.stdout + done.stderr
