@@ -1,2 +1,2 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-__version__ = '0.1.0'
+__version__ = '0.2.0'
