@@ -1,7 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Parts between a backbone and an upstream head."""
 
+from .adapter import MapAdapter
 from .feature_pyramid import SimpleFeaturePyramid
 from .projection import ConvProjectionNeck
 
-__all__ = ['ConvProjectionNeck', 'SimpleFeaturePyramid']
+__all__ = ['ConvProjectionNeck', 'MapAdapter', 'SimpleFeaturePyramid']

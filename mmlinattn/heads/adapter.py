@@ -1,0 +1,81 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from collections.abc import Sequence
+from typing import Optional, Union
+
+import torch.nn.functional as F
+from mmengine.model import BaseModule, ModuleList
+from mmengine.registry import MODELS
+from torch import Tensor, nn
+
+
+@MODELS.register_module()
+class MapAdapter(BaseModule):
+    """Maps of the widths and strides that a network expects, for one whose next part cannot be told other ones.
+
+    Each output is a 1x1 convolution of one input, resized (bilinear) where the strides differ.
+
+    Args:
+        in_channels (Sequence[int]): Widths of the inputs.
+        out_channels (Sequence[int]): Widths of the outputs.
+        sources (Sequence[int | None], optional): The input that each output is made of. None takes the input at the
+            same place. An entry None is an output that nobody reads: zeros, at one position.
+        scales (Sequence[float], optional): Rows of an output a row of its input. None takes 1.
+        init_cfg (dict, optional): MMEngine's initialisation. None takes uniform Xavier for convolutions.
+
+    Raises:
+        ValueError: The arguments have different numbers of outputs, or name an input that is not there, or an input has
+            another width.
+
+    Shape: sequence of (B, in_channels[i], h_i, w_i) -> tuple of (B, out_channels[j], ceil(h * scales[j]), ceil(w *
+    scales[j])) with h, w of input ``sources[j]``.
+
+    Examples:
+        >>> import torch
+        >>> neck = MapAdapter([64, 128], [512, 1024], scales=[1, 2])
+        >>> [tuple(out.shape) for out in neck((torch.rand(1, 64, 8, 8), torch.rand(1, 128, 4, 4)))]
+        [(1, 512, 8, 8), (1, 1024, 8, 8)]
+    """
+
+    def __init__(
+        self,
+        in_channels: Sequence[int],
+        out_channels: Sequence[int],
+        sources: Optional[Sequence[Optional[int]]] = None,
+        scales: Optional[Sequence[float]] = None,
+        init_cfg: Optional[dict] = None,
+    ) -> None:
+        super().__init__(init_cfg or dict(type='Xavier', layer='Conv2d', distribution='uniform'))
+        num = len(out_channels)
+        sources = range(num) if sources is None else sources
+        scales = [1.0] * num if scales is None else scales
+        if not len(sources) == len(scales) == num or not all(i is None or 0 <= i < len(in_channels) for i in sources):
+            raise ValueError(
+                f'sources={tuple(sources)} and scales={tuple(scales)} have to have one entry for each of the {num} '
+                f'out_channels, and sources have to lie in [0, {len(in_channels) - 1}]'
+            )
+        self.in_channels = tuple(in_channels)
+        self.sources = tuple(sources)
+        self.scales = tuple(float(scale) for scale in scales)
+        self.out_channels = tuple(out_channels)
+        self.convs = ModuleList(
+            nn.Identity() if i is None else nn.Conv2d(in_channels[i], dim, 1)
+            for i, dim in zip(self.sources, out_channels)
+        )
+
+    def forward(self, feats: Union[Tensor, Sequence[Tensor]]) -> tuple[Tensor, ...]:
+        feats = (feats,) if isinstance(feats, Tensor) else tuple(feats)
+        widths = tuple(feat.shape[1] for feat in feats)
+        if widths != self.in_channels:
+            raise ValueError(f'feats have the widths {widths}, in_channels={self.in_channels}')
+        outs = []
+        for i, scale, width, conv in zip(self.sources, self.scales, self.out_channels, self.convs):
+            if i is None:
+                outs.append(feats[0].new_zeros(len(feats[0]), width, 1, 1))
+                continue
+            out = conv(feats[i])
+            if scale != 1:
+                # rounded up, as strided convolutions round
+                size = [-int(-side * scale // 1) for side in out.shape[2:]]
+                out = F.interpolate(out, size=size, mode='bilinear', align_corners=False)
+            outs.append(out)
+        return tuple(outs)

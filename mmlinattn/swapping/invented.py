@@ -1,0 +1,128 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Batches of two pictures with what each task's data sets give, for a step of any upstream model."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from mmengine.structures import InstanceData, PixelData
+from torch import nn
+
+Batch = dict[str, Any]
+
+
+def _pictures(size: tuple[int, int], count: int = 2, channels: int = 3) -> list[torch.Tensor]:
+    return [torch.randint(0, 255, (channels, *size), dtype=torch.uint8) for _ in range(count)]
+
+
+def detection_batch(size: tuple[int, int], masks: bool = True, proposals: bool = False) -> Batch:
+    """Boxes, masks, a semantic map, perhaps proposals: two objects a picture, of the first class."""
+    from mmdet.structures import DetDataSample
+    from mmdet.structures.mask import BitmapMasks
+
+    height, width = size
+    samples = []
+    for number in range(2):
+        meta = dict(
+            img_id=number,
+            img_path=f'{number}.jpg',
+            img_shape=size,
+            ori_shape=size,
+            pad_shape=size,
+            batch_input_shape=size,
+            scale_factor=(1.0, 1.0),
+            flip=False,
+            border=np.array([0, height, 0, width], np.float32),  # of CenterNet's padding: none
+            flip_direction=None,
+            text='thing .',
+            custom_entities=False,
+        )
+        sample = DetDataSample(metainfo=meta)
+        corners = [(0.1, 0.1, 0.6, 0.7), (0.4, 0.3, 0.9, 0.95)]
+        boxes = torch.tensor([[x * width, y * height, u * width, v * height] for x, y, u, v in corners])
+        sample.gt_instances = InstanceData(bboxes=boxes, labels=torch.zeros(2, dtype=torch.long))
+        if masks:  # the assigner of RTMDet takes them into account where there are any
+            bitmaps = np.zeros((2, height, width), np.uint8)
+            for bitmap, (left, top, right, bottom) in zip(bitmaps, boxes.int().tolist()):
+                bitmap[top:bottom, left:right] = 1
+            sample.gt_instances.masks = BitmapMasks(bitmaps, height, width)
+        sample.ignored_instances = InstanceData(bboxes=torch.zeros(0, 4), labels=torch.zeros(0, dtype=torch.long))
+        if proposals:
+            sample.proposals = InstanceData(bboxes=torch.cat((boxes, boxes + 4)), scores=torch.ones(4))
+        # panoptic heads count things from 0 and stuff after them
+        sample.gt_sem_seg = PixelData(sem_seg=torch.zeros(1, height, width, dtype=torch.long))
+        samples.append(sample)
+    return dict(inputs=_pictures(size), data_samples=samples)
+
+
+def segmentation_batch(size: tuple[int, int]) -> Batch:
+    """Two classes, half of a picture each, their edge, and depths."""
+    from mmseg.structures import SegDataSample
+
+    height, width = size
+    samples = []
+    for _ in range(2):
+        sample = SegDataSample(metainfo=dict(img_shape=size, ori_shape=size, pad_shape=size, scale_factor=(1.0, 1.0)))
+        labels = torch.zeros(1, height, width, dtype=torch.long)
+        labels[..., width // 2 :] = 1
+        sample.gt_sem_seg = PixelData(data=labels)
+        edges = torch.zeros(1, height, width, dtype=torch.long)
+        edges[..., width // 2 - 1 : width // 2 + 1] = 1
+        sample.gt_edge_map = PixelData(data=edges)
+        sample.gt_depth_map = PixelData(data=torch.rand(1, height, width) + 0.5)
+        samples.append(sample)
+    return dict(inputs=_pictures(size), data_samples=samples)
+
+
+def classification_batch(size: tuple[int, int], num_classes: int, channels: int = 3) -> Batch:
+    """Labels 0 and 1, as numbers and as scores of several labels."""
+    from mmpretrain.structures import DataSample
+
+    samples = []
+    for label in range(2):
+        sample = DataSample(metainfo=dict(img_shape=size, ori_shape=size, sample_idx=label))
+        sample.set_gt_label(label)
+        sample.set_gt_score(torch.eye(max(num_classes, 2))[label])
+        samples.append(sample)
+    return dict(inputs=_pictures(size, channels=channels), data_samples=samples)
+
+
+def views_batch(size: tuple[int, int], views: int) -> Batch:
+    """Several views of each picture, as self-supervised training takes them."""
+    from mmpretrain.structures import DataSample
+
+    samples = [DataSample(metainfo=dict(sample_idx=i)) for i in range(2)]
+    return dict(inputs=[torch.stack(_pictures(size)) for _ in range(views)], data_samples=samples)
+
+
+def batch_for(model: nn.Module, task: str, cfg: dict, size: tuple[int, int], masks: bool = True) -> Batch:
+    """A batch for a model's data preprocessor.
+
+    Args:
+        model: The built network.
+        task: ``mmdet``, ``mmseg`` or ``mmpretrain``.
+        cfg: Its config.
+        size: Height and width of the pictures.
+        masks: Whether the data set of a detector has masks.
+    """
+    if task == 'mmdet':
+        # of detectors in two stages, those without the first read them from the data set
+        return detection_batch(size, masks, proposals='roi_head' in cfg and not cfg.get('rpn_head'))
+    if task == 'mmseg':
+        return segmentation_batch(size)
+    if is_self_supervised(model):
+        crops = (cfg.get('head') or {}).get('loss', {}).get('num_crops') if isinstance(cfg.get('head'), dict) else None
+        return views_batch(size, sum(crops) if isinstance(crops, (list, tuple)) else 2)
+    head = cfg.get('head')
+    num_classes = head.get('num_classes') if isinstance(head, dict) else None
+    channels = (cfg.get('backbone') or {}).get('in_channels', 3)
+    return classification_batch(
+        size, num_classes if isinstance(num_classes, int) else 2, channels if isinstance(channels, int) else 3
+    )
+
+
+def is_self_supervised(model: nn.Module) -> bool:
+    """Whether a model of MMPretrain trains without labels."""
+    from mmpretrain.models.selfsup.base import BaseSelfSupervisor
+
+    return isinstance(model, BaseSelfSupervisor)

@@ -1,0 +1,240 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""An upstream config: where its backbone is, and which maps that gives."""
+
+import difflib
+import inspect
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import torch
+from mmengine.config import Config, ConfigDict
+from mmengine.registry import MODELS, init_default_scope
+from mmengine.utils import get_installed_path
+
+from ..engine.cli import PIP_NAMES
+from ..engine.errors import RunError
+from .zoo import FeatureMap, plain_dict
+
+# Backbones that only their own heads understand, and why
+_OWN_HEADS = {
+    'HourglassNet': 'an hourglass gives equal maps of one stride, each supervised by a head of its own',
+    'TridentResNet': 'its head reads three branches of shared weights, which only TridentResNet has',
+    'DetectoRS_ResNet': 'its recursive pyramid feeds the maps of the neck back into this backbone',
+    'DetectoRS_ResNeXt': 'its recursive pyramid feeds the maps of the neck back into this backbone',
+}
+
+
+class NoPlace(RunError):
+    """A network that has no place for a pyramid of maps; the message says why."""
+
+
+class Upstream(NamedTuple):
+    """An upstream config.
+
+    Attributes:
+        base: What a config inherits it by: ``mmdet::...`` or an absolute path.
+        cfg: As inherited.
+        task: ``mmdet``, ``mmseg`` or ``mmpretrain``.
+        path: Keys from ``model`` to the network that holds ``backbone``: () or, of trackers and semi-supervised
+            training, ('detector',).
+    """
+
+    base: str
+    cfg: Config
+    task: str
+    path: tuple[str, ...]
+
+    @property
+    def model(self) -> dict:
+        """The model as Python's own dicts, a copy."""
+        model = plain_dict(self.cfg.model)
+        preprocessor = self.cfg.get('data_preprocessor')
+        if preprocessor is not None and not model.get('data_preprocessor'):
+            model['data_preprocessor'] = plain_dict(preprocessor)
+        return model
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether the training data has masks."""
+        return _holds(self.cfg.get('train_dataloader'), 'with_mask', True)
+
+    def network(self, model: dict) -> dict:
+        """The part of a model that holds the backbone."""
+        for key in self.path:
+            model = model[key]
+        return model
+
+
+def _holds(node: Any, key: str, value: Any) -> bool:
+    if isinstance(node, dict):
+        return node.get(key) == value or any(_holds(item, key, value) for item in node.values())
+    return isinstance(node, (list, tuple)) and any(_holds(item, key, value) for item in node)
+
+
+def read_upstream(spec: str) -> Upstream:
+    """Read an upstream config.
+
+    Args:
+        spec: ``mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py`` or a path.
+
+    Raises:
+        RunError: It is not there, not readable, or of another project.
+        NoPlace: Its model has no backbone that gives maps.
+    """
+    base = _base(spec)
+    try:
+        cfg = inherit(base)
+    except Exception as error:  # a config is a program
+        raise RunError(f'{spec} cannot be read: {type(error).__name__}: {error}') from error
+    task = cfg.get('default_scope') or spec.partition('::')[0]
+    if task not in PIP_NAMES:
+        raise RunError(f'{spec} has default_scope {task!r}; allowed are: {", ".join(PIP_NAMES)}')
+    model = cfg.get('model')
+    if not isinstance(model, dict):
+        raise RunError(f'{spec} has no model: it is a part that other configs inherit')
+    for path in ((), ('detector',)):
+        network: Any = model
+        for key in path:
+            network = network.get(key)
+        if isinstance(network, dict) and isinstance(network.get('backbone'), dict):
+            kind = str(network['backbone'].get('type')).rpartition('.')[2]
+            if kind in _OWN_HEADS:
+                raise NoPlace(f'{spec} has no place for a pyramid: {_OWN_HEADS[kind]}')
+            init_default_scope(task)
+            return Upstream(base, cfg, task, path)
+    kinds = [str(key) for key in model if 'encoder' in key or 'backbone' in key or 'language' in key]
+    raise NoPlace(
+        f'{spec} has no place for a pyramid: {model.get("type")} has no backbone of its own'
+        + (f' (it has {", ".join(kinds)})' if kinds else '')
+    )
+
+
+def inherit(base: str) -> Config:
+    """What a config that only inherits ``base`` holds."""
+    with tempfile.TemporaryDirectory() as folder:
+        child = Path(folder, 'child.py')
+        child.write_text(f'_base_ = {base!r}\n', encoding='utf-8')
+        return Config.fromfile(str(child))
+
+
+def _base(spec: str) -> str:
+    if '::' not in spec:
+        path = Path(spec).expanduser()
+        if not path.is_file():
+            raise RunError(f'UPSTREAM is {spec!r}: no such file (of an installed project: mmdet::FOLDER/CONFIG.py)')
+        base = str(path.resolve())
+    else:
+        scope, _, name = spec.partition('::')
+        if scope not in PIP_NAMES:
+            raise RunError(f'UPSTREAM is {spec!r}; allowed before :: are: {", ".join(PIP_NAMES)}')
+        try:
+            root = Path(get_installed_path(scope if scope != 'mmseg' else 'mmseg'), '.mim', 'configs')
+        except Exception as error:
+            raise RunError(f'{spec} needs {scope}, which is not installed: pip install {PIP_NAMES[scope]}') from error
+        if not (root / name).is_file():
+            there = [path.relative_to(root).as_posix() for path in root.glob('*/*.py')]
+            close = difflib.get_close_matches(name, there, n=3, cutoff=0.5)
+            hint = f'; did you mean {" or ".join(f"{scope}::{other}" for other in close)}?' if close else ''
+            raise RunError(f'UPSTREAM is {spec!r}, and {scope} has no such config{hint}')
+        base = spec
+    file = base if '::' not in spec else str(root / name)
+    if Config._is_lazy_import(file):
+        raise RunError(
+            f'{spec} is written in pure Python, which MMEngine does not inherit by name: use its text config'
+        )
+    return base
+
+
+def without_weights(node: Any) -> Any:
+    """A config of a model that loads nothing."""
+    if isinstance(node, dict):
+        return {
+            key: without_weights(value)
+            for key, value in node.items()
+            if not (key == 'init_cfg' and _is_pretrained(value))
+            and not (key == 'pretrained' and isinstance(value, str))
+        }
+    if isinstance(node, (list, tuple)):
+        return type(node)(without_weights(item) for item in node)
+    return node
+
+
+def _is_pretrained(init_cfg: Any) -> bool:
+    entries = init_cfg if isinstance(init_cfg, (list, tuple)) else [init_cfg]
+    return any(isinstance(entry, dict) and entry.get('type') == 'Pretrained' for entry in entries)
+
+
+def measure(upstream: Upstream) -> list[FeatureMap]:
+    """Channels and stride of what the upstream backbone returns, found by running it on noise.
+
+    Raises:
+        NoPlace: It is one of masked image modelling, or gives neither maps nor tokens.
+        RunError: It cannot be built or run here.
+    """
+    network = upstream.network(upstream.model)
+    cfg = without_weights(network['backbone'])
+    init_default_scope(upstream.task)
+    with MODELS.switch_scope_and_registry(None) as registry:  # that of the default scope
+        kind = registry.get(cfg['type'])
+    if kind is not None and {'mask', 'masks', 'ids_restore'} & set(inspect.signature(kind.forward).parameters):
+        raise NoPlace(
+            f'{upstream.base} has no place for a pyramid: masked image modelling hides tokens from {cfg["type"]}'
+        )
+    try:
+        backbone = MODELS.build(ConfigDict(cfg))
+    except Exception as error:
+        guessed = _guess(network)
+        if guessed:
+            return guessed
+        why = ' '.join(f'{type(error).__name__}: {error}'.split())
+        raise RunError(f'the backbone of {upstream.base} cannot be built here: {why[:300]}') from error
+    backbone.eval()
+    channels = cfg.get('in_channels', 3) if isinstance(cfg.get('in_channels', 3), int) else 3
+    size = cfg.get('img_size') or cfg.get('pretrain_img_size')
+    size = size if isinstance(size, (list, tuple)) else (size, size)
+    reason: Optional[Exception] = None
+    for sides in ((256, 256), size, (224, 224), (512, 512), (32, 32)):
+        if not all(isinstance(side, int) for side in sides):
+            continue
+        try:
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter('ignore')
+                outs = backbone(torch.rand(2, channels, *sides))
+        except Exception as error:
+            reason = reason or error
+            continue
+        found = _maps(outs, sides[0])
+        if found:
+            return found
+        raise NoPlace(f'{upstream.base} has no place for a pyramid: {cfg["type"]} returns no maps or tokens')
+    text = ' '.join(f'{type(reason).__name__}: {reason}'.split())
+    raise RunError(f'the backbone of {upstream.base} does not run here: {text[:300]}')
+
+
+def _maps(outs: Any, side: int) -> list[FeatureMap]:
+    outs = outs if isinstance(outs, (list, tuple)) else [outs]
+    found = []
+    for out in outs:
+        if isinstance(out, (list, tuple)) and out and isinstance(out[0], torch.Tensor):
+            out = out[0]  # a map and its class token
+        if not isinstance(out, torch.Tensor):
+            return []
+        if out.dim() == 4:
+            found.append(FeatureMap(out.shape[1], max(1, round(side / out.shape[2]))))
+        elif out.dim() in (2, 3):
+            found.append(FeatureMap(out.shape[-1], None))
+        else:
+            return []
+    return found
+
+
+def _guess(network: dict) -> list[FeatureMap]:
+    """Maps of a backbone that cannot be built (its package is missing), from what the neck reads: up to stride 32."""
+    neck = network.get('neck')
+    neck = neck[0] if isinstance(neck, (list, tuple)) and neck else neck
+    channels = neck.get('in_channels') if isinstance(neck, dict) else None
+    if not isinstance(channels, (list, tuple)) or not 1 <= len(channels) <= 4:
+        return []
+    return [FeatureMap(dim, 32 // 2 ** (len(channels) - 1 - i)) for i, dim in enumerate(channels)]

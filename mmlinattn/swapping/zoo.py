@@ -1,0 +1,138 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The backbones of our configs by name: how they are built, where their weights are, how the paper trained them."""
+
+import difflib
+import functools
+import re
+from typing import NamedTuple, Optional
+
+import torch
+from mmengine.config import Config
+from mmengine.registry import MODELS
+
+from ..backbones.base import PyramidBackbone
+from ..checkpoints.released import released_checkpoints
+from ..engine.errors import RunError
+from ..utils.files import project_files
+
+_RECIPE = re.compile(r'(.+?)_(in1k|(?:maskrcnn|cascade|retinanet)_[13]x|fpn_80k|upernet_160k)')
+# the recipes of a task, the one that stands for it first
+_ORDER = dict(
+    mmdet=('maskrcnn_1x', 'cascade_3x', 'retinanet_1x', 'maskrcnn_3x'),
+    mmseg=('upernet_160k', 'fpn_80k'),
+    mmpretrain=('in1k',),
+)
+# of a config's backbone, what belongs to its task and not to the network
+_OF_THE_TASK = ('out_indices', 'out_norm', 'out_type', 'frozen_stages', 'init_cfg', 'deploy')
+
+
+class FeatureMap(NamedTuple):
+    """What a backbone gives: channels, and pixels of the image a position. ``stride`` None stands for tokens (B, C)."""
+
+    channels: int
+    stride: Optional[int]
+
+
+class ZooBackbone(NamedTuple):
+    """A backbone of our configs.
+
+    Attributes:
+        name: Stem of its configs, e.g. ``inline_swin_s``.
+        cfg: ``dict(type=..., arch=..., ...)``, without what depends on the task.
+        checkpoint: ``mmlinattn://NAME`` of the released ImageNet weights, or None.
+        stages: The maps it can return, by stage.
+        plain: Whether it is one stage of blocks at stride 16.
+    """
+
+    name: str
+    cfg: dict
+    checkpoint: Optional[str]
+    stages: tuple[FeatureMap, ...]
+    plain: bool
+
+
+@functools.cache
+def _recipes() -> dict[str, dict[str, dict[str, str]]]:
+    """Backbone -> task -> recipe -> path of the config."""
+    table: dict[str, dict[str, dict[str, str]]] = {}
+    for path in sorted(project_files('configs').glob('mm*/*.py')):
+        found = _RECIPE.fullmatch(path.stem)
+        if found:
+            tasks = table.setdefault(found[1], {})
+            tasks.setdefault(path.parent.name, {})[found[2]] = str(path)
+    return table
+
+
+def backbone_names() -> list[str]:
+    """Every name that :func:`find_backbone` takes."""
+    return sorted(_recipes())
+
+
+def _pick(of_task: dict[str, str], task: str, preferred: Optional[str]) -> str:
+    order = (preferred, *_ORDER[task])
+    return next((of_task[recipe] for recipe in order if recipe in of_task), next(iter(of_task.values())))
+
+
+def find_backbone(name: str, task: str) -> ZooBackbone:
+    """A backbone by the stem of its configs.
+
+    Args:
+        name: E.g. ``ravlt_t``, ``inline_swin_s``, ``flatten_pvt_v2_b1``.
+        task: ``mmdet``, ``mmseg`` or ``mmpretrain``: whose config says how it is built (batch norms are synchronised in
+            detectors).
+
+    Raises:
+        RunError: There is no such backbone; the message lists those that are.
+    """
+    table = _recipes()
+    if name not in table:
+        close = difflib.get_close_matches(name, table, n=3, cutoff=0.4)
+        hint = f'did you mean {" or ".join(close)}? ' if close else ''
+        raise RunError(f'BACKBONE is {name!r}; {hint}Allowed are: {", ".join(backbone_names())}')
+    order = dict.fromkeys((task, 'mmdet', 'mmseg', 'mmpretrain'))
+    source = next(other for other in order if other in table[name])
+    config = Config.fromfile(_pick(table[name][source], source, None))
+    cfg = {key: value for key, value in plain_dict(config.model.backbone).items() if key not in _OF_THE_TASK}
+    cfg.pop('_scope_', None)
+    checkpoint = f'mmlinattn://{name}' if name in released_checkpoints() else None
+    if checkpoint is None:  # a size for larger pictures starts from the weights of the smaller ones
+        given = [config] + [Config.fromfile(path) for path in table[name].get('mmpretrain', {}).values()]
+        checkpoint = next(filter(None, (_checkpoint(each.model.backbone) for each in given)), None)
+    plain = not issubclass(MODELS.get(cfg['type']), PyramidBackbone)
+    with torch.device('meta'):  # no memory and no random numbers
+        info = MODELS.build(dict(cfg)).feature_info
+    return ZooBackbone(name, cfg, checkpoint, tuple(FeatureMap(out['channels'], out['stride']) for out in info), plain)
+
+
+def _checkpoint(backbone: dict) -> Optional[str]:
+    init_cfg = backbone.get('init_cfg')
+    return init_cfg.get('checkpoint') if isinstance(init_cfg, dict) else None
+
+
+def recipe(name: str, task: str, preferred: Optional[str] = None) -> Config:
+    """The config whose optimizer the backbone was trained with for a task.
+
+    Where the paper has no such row for this size, it is that of another size of the same host, and failing that of
+    RAVLT.
+
+    Args:
+        preferred: A recipe, e.g. ``fpn_80k``, where the task has several.
+    """
+    table = _recipes()
+    family = [name]
+    while '_' in family[-1]:
+        family.append(family[-1].rpartition('_')[0])
+    for prefix in [*family, 'ravlt']:
+        for other, tasks in table.items():
+            if task in tasks and (other == prefix or other.startswith(f'{prefix}_')):
+                return Config.fromfile(_pick(tasks[task], task, preferred))
+    raise RunError(f'no config in {project_files("configs")} trains a backbone for {task}')
+
+
+def plain_dict(value):
+    """MMEngine's config types as Python's own."""
+    if isinstance(value, dict):
+        return {key: plain_dict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain_dict(item) for item in value)
+    return value

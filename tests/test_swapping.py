@@ -1,0 +1,349 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Any backbone in any upstream config: what is rewired, and that the written file trains."""
+
+import subprocess
+import sys
+from unittest import mock
+
+import mmengine.config.utils as config_utils
+import pytest
+import torch
+from config_helpers import ROOT, _read_once
+from mmengine.config import Config
+from mmengine.registry import MODELS, init_default_scope
+from test_configs_training import training_batch
+
+from mmlinattn.engine import RunError
+from mmlinattn.heads import MapAdapter
+from mmlinattn.swapping import NoPlace, backbone_names, swap_backbone
+from mmlinattn.swapping.rewiring import Wiring, assign_stages
+from mmlinattn.swapping.upstream import without_weights
+from mmlinattn.swapping.writing import as_text, changes, difference
+from mmlinattn.swapping.zoo import FeatureMap, find_backbone, recipe
+
+for project in ('mmdet', 'mmseg', 'mmpretrain'):
+    pytest.importorskip(project)
+
+RESNET = [FeatureMap(256 * 2**i, 4 * 2**i) for i in range(4)]
+DILATED = [FeatureMap(256, 4), FeatureMap(512, 8), FeatureMap(1024, 8), FeatureMap(2048, 8)]
+TINY = [FeatureMap(64 * 2**i, 4 * 2**i) for i in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def index_is_read_once(monkeypatch):
+    """MMEngine reads a project's whole model index, over a second, for each upstream base."""
+    monkeypatch.setattr(config_utils, 'load', _read_once)
+
+
+@pytest.fixture
+def swap(tmp_path):
+    def run(upstream, backbone, **kwargs):
+        out = tmp_path / 'swapped.py'
+        swapped = swap_backbone(upstream, backbone, out, **kwargs)
+        assert swapped.trial.without_gradient == ()
+        return swapped, Config.fromfile(out)
+
+    return run
+
+
+def train_a_step(cfg):
+    """Independent of the library's own trial: the file's model with the data of the other tests of configs."""
+    init_default_scope(cfg.default_scope)
+    if cfg.default_scope == 'mmseg':
+        cfg.model.data_preprocessor.size = (64, 64)
+    cfg.model.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
+    model = MODELS.build(cfg.model)
+    model.train()
+    data = model.data_preprocessor(training_batch(cfg.default_scope), training=True)
+    loss, _ = model.parse_losses(model(**data, mode='loss'))
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert [name for name, p in model.backbone.named_parameters() if p.grad is None] == []
+
+
+# The pieces
+
+
+@pytest.mark.parametrize(
+    'old, deepest_last, chosen',
+    [
+        (RESNET, False, (0, 1, 2, 3)),
+        (RESNET[1:], False, (1, 2, 3)),
+        (DILATED, True, (0, 1, 2, 3)),
+        ([FeatureMap(2048, 32)], False, (3,)),
+        ([FeatureMap(1024, 16)], False, (2,)),  # a detector's C4
+        ([FeatureMap(384, 16)], True, (3,)),  # a segmentor's last map
+        ([FeatureMap(16, 2), FeatureMap(24, 4), FeatureMap(960, 8)], True, (0, 1, 3)),
+        ([FeatureMap(768, 16)] * 4, True, (0, 1, 2, 3)),
+        (RESNET[::-1], True, None),
+        ([FeatureMap(8, 4 * 2**i) for i in range(5)], True, None),
+    ],
+)
+def test_stages_stand_in_by_stride(old, deepest_last, chosen):
+    assert assign_stages(old, TINY, deepest_last) == chosen
+
+
+@pytest.mark.parametrize(
+    'node, keep, expected',
+    [
+        (dict(in_channels=[256, 512, 1024, 2048]), None, dict(in_channels=[64, 128, 256, 512])),
+        (dict(in_channels=[2048, 1024, 512, 256]), None, dict(in_channels=[512, 256, 128, 64])),
+        (
+            dict(in_channels=[256, 512, 1024, 2048], start_level=1, num_outs=5),
+            [1, 2, 3],
+            dict(in_channels=[128, 256, 512], start_level=0, num_outs=5),
+        ),
+        (dict(in_channels=2048, in_index=3, channels=512), None, dict(in_channels=512, in_index=3, channels=512)),
+        (dict(in_channels=1024, in_index=2), [2, 3], dict(in_channels=256, in_index=0)),
+        (dict(in_channels=2048, in_index=-1), [2, 3], dict(in_channels=512, in_index=-1)),
+        (
+            dict(in_channels=[1024, 2048], in_index=[2, 3]),
+            [2, 3],
+            dict(in_channels=[256, 512], in_index=[0, 1]),
+        ),
+        (
+            dict(in_channels=2048, in_index=3, c1_in_channels=256),
+            [0, 3],
+            dict(in_channels=512, in_index=1, c1_in_channels=64),
+        ),
+        (dict(in_channels=3840), None, dict(in_channels=960)),  # all maps, concatenated
+        (dict(in_channels=[256, 512, 1024, 2048], strides=[4, 8, 16, 32]), [3], dict(in_channels=[512], strides=[32])),
+        (
+            dict(inner=dict(in_channels=77), loss=dict(weight=256)),
+            None,
+            dict(inner=dict(in_channels=77), loss=dict(weight=256)),
+        ),
+    ],
+)
+def test_values_are_rewired(node, keep, expected):
+    assert Wiring(RESNET, TINY, keep)(node) == expected
+
+
+def test_numbers_deep_inside_may_be_left_alone():
+    node = dict(in_channels=[256, 512, 1024, 2048], update=dict(in_channels=512))
+    assert Wiring(RESNET, TINY)(node)['update'] == dict(in_channels=128)
+    assert Wiring(RESNET, TINY, ints_below=0)(node) == dict(
+        in_channels=[64, 128, 256, 512], update=dict(in_channels=512)
+    )
+
+
+def test_adapter_makes_the_maps_that_are_expected():
+    neck = MapAdapter([4, 8], [6, 16, 3], sources=[0, 1, None], scales=[1, 2, 1])
+    first, second = torch.rand(2, 4, 5, 7), torch.rand(2, 8, 3, 4)
+    outs = neck((first, second))
+    assert [tuple(out.shape) for out in outs] == [(2, 6, 5, 7), (2, 16, 6, 8), (2, 3, 1, 1)]
+    torch.testing.assert_close(outs[0], neck.convs[0](first))
+    with pytest.raises(ValueError, match='widths'):
+        neck((first, first))
+    with pytest.raises(ValueError, match='sources'):
+        MapAdapter([4], [6], sources=[1])
+
+
+def test_difference_is_what_the_child_has_to_say(tmp_path):
+    old = dict(a=1, neck=dict(type='FPN', x=1, y=2), head=None, many=[dict(z=1)], same=dict(deep=[1]))
+    new = dict(a=1, neck=dict(type='FPN', x=3), head=dict(type='H'), many=[dict(z=2)], same=dict(deep=[1]))
+    assert difference(old, new) == dict(
+        neck=dict(_delete_=True, type='FPN', x=3), head=dict(_delete_=True, type='H'), many=[dict(z=2)]
+    )
+    (tmp_path / 'base.py').write_text(f'model = {as_text(old)}\n')
+    (tmp_path / 'child.py').write_text(f"_base_ = 'base.py'\nmodel = {as_text(difference(old, new), 0, 8)}\n")
+    assert Config.fromfile(tmp_path / 'child.py').model == new
+    assert changes(old, new)[0] == 'neck.x: 1 -> 3'
+
+
+def test_long_values_are_broken_into_lines():
+    value = dict(names=['a' * 30] * 5, plain=(1,), keys={'a.b': dict(c=None)}, numbers=list(range(60)))
+    text = as_text(value)
+    assert eval(text) == value
+    assert max(map(len, text.splitlines())) <= 120 and len(text.splitlines()) > 5
+
+
+@pytest.mark.slow
+def test_every_backbone_of_the_zoo_is_known():
+    names = ['ravlt_t', 'inline_pvt_t', 'flatten_pvt_v2_b1', 'inline_swin_t', 'flatten_cswin_t', 'inline_deit_t']
+    assert {*names, 'inline_swin_s', 'inline_swin_b_384'} <= set(backbone_names())
+    for name in names:
+        backbone = find_backbone(name, 'mmdet')
+        assert backbone.stages[-1].stride == (16 if backbone.plain else 32)
+        assert not {'out_indices', 'init_cfg', 'out_type'} & set(backbone.cfg)
+    assert find_backbone('inline_swin_b_384', 'mmseg').checkpoint == 'mmlinattn://inline_swin_b'
+    assert find_backbone('ravlt_b', 'mmdet').cfg['norm_cfg'] == dict(type='SyncBN')
+
+
+def test_recipes_are_those_of_the_papers():
+    assert recipe('ravlt_t', 'mmdet').optim_wrapper.optimizer.lr == 1e-4
+    assert recipe('inline_pvt_s', 'mmdet').optim_wrapper.optimizer.lr == 2e-4
+    assert recipe('ravlt_s', 'mmseg', 'fpn_80k').optim_wrapper.optimizer.weight_decay == 1e-4
+    assert recipe('inline_deit_b', 'mmseg').optim_wrapper.optimizer.lr == 6e-5  # no row: RAVLT's
+
+
+@pytest.mark.parametrize(
+    'upstream, backbone, message',
+    [
+        ('mmdet::dino/dino-4scale_r50.py', 'ravlt_t', 'did you mean mmdet::dino/dino-4scale_r50_8xb2-'),
+        ('mmpose::a/b.py', 'ravlt_t', 'allowed before :: are: mmdet, mmseg, mmpretrain'),
+        ('nowhere.py', 'ravlt_t', 'no such file'),
+        ('mmdet::_base_/datasets/coco_detection.py', 'ravlt_t', 'has no model'),
+        ('mmdet::detr/detr_r50_8xb2-150e_coco.py', 'ravlt_x', 'did you mean ravlt_'),
+    ],
+)
+def test_mistakes_have_one_line(upstream, backbone, message):
+    with pytest.raises(RunError) as error:
+        swap_backbone(upstream, backbone)
+    assert message in str(error.value) and '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    'upstream, reason',
+    [
+        ('mmdet::cornernet/cornernet_hourglass104_8xb6-210e-mstest_coco.py', 'hourglass'),
+        ('mmdet::tridentnet/tridentnet_r50-caffe_1x_coco.py', 'three branches'),
+        ('mmpretrain::mae/mae_vit-base-p16_8xb512-amp-coslr-300e_in1k.py', 'masked image modelling'),
+        ('mmpretrain::clip/clip_vit-base-p16_zeroshot-cls_in1k.py', 'no backbone of its own'),
+    ],
+)
+def test_no_place_has_one_line(upstream, reason):
+    with pytest.raises(NoPlace) as error:
+        swap_backbone(upstream, 'ravlt_t')
+    assert reason in str(error.value) and '\n' not in str(error.value)
+
+
+# The families
+
+
+def test_classifier(swap):
+    swapped, cfg = swap('mmpretrain::resnet/resnet18_8xb16_cifar10.py', 'flatten_pvt_v2_b0')
+    assert cfg.model.backbone.type == 'LinearPVTv2' and cfg.model.backbone.out_indices == (3,)
+    assert cfg.model.backbone.init_cfg.checkpoint == 'mmlinattn://flatten_pvt_v2_b0'
+    assert cfg.model.head.in_channels == 256 and cfg.model.head.num_classes == 10
+    assert cfg.data_preprocessor.mean == [123.675, 116.28, 103.53]
+    assert cfg.data_preprocessor.to_rgb is False  # this data set's pictures are RGB as they come
+    assert cfg.optim_wrapper.optimizer.type == 'AdamW'
+    assert 'optimizer: SGD lr=0.1 weight_decay=0.0001 -> AdamW lr=0.001 weight_decay=0.05' in swapped.changes
+    hooks = [hook.type for hook in cfg.custom_hooks]
+    assert 'UnusedParametersHook' in hooks and 'mmlinattn' in cfg.custom_imports['imports']
+    train_a_step(without_weights_in(cfg))
+
+
+def without_weights_in(cfg):
+    cfg.model = Config(dict(model=without_weights(cfg.model))).model
+    return cfg
+
+
+@pytest.mark.slow
+def test_maps_that_a_neck_skips_are_not_returned(swap):
+    _, cfg = swap('mmdet::retinanet/retinanet_r18_fpn_1x_coco.py', 'ravlt_t')
+    assert cfg.model.backbone.out_indices == (1, 2, 3)
+    assert cfg.model.neck.in_channels == [128, 256, 512] and cfg.model.neck.start_level == 0
+    assert cfg.optim_wrapper.optimizer.weight_decay == 1e-4  # as RetinaNet was trained
+    train_a_step(without_weights_in(cfg))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'upstream, backbone, expected',
+    [
+        # two stages; a path; the fork in colours
+        (
+            'mmdet::faster_rcnn/faster-rcnn_r50-caffe_fpn_1x_coco.py',
+            'inline_swin_t',
+            {'neck.in_channels': [96, 192, 384, 768], 'data_preprocessor.bgr_to_rgb': True},
+        ),
+        # query-based, several scales and one
+        (
+            'mmdet::deformable_detr/deformable-detr_r50_16xb2-50e_coco.py',
+            'ravlt_t',
+            {'backbone.out_indices': (1, 2, 3), 'neck.in_channels': [128, 256, 512]},
+        ),
+        ('mmdet::detr/detr_r50_8xb2-150e_coco.py', 'flatten_cswin_t', {'neck.in_channels': [512]}),
+        # real time
+        (
+            'mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py',
+            'flatten_pvt_v2_b0',
+            {'neck.in_channels': [64, 160, 256], 'data_preprocessor.bgr_to_rgb': True},
+        ),
+        ('mmdet::yolox/yolox_tiny_8xb8-300e_coco.py', 'inline_pvt_t', {'neck.in_channels': [128, 320, 512]}),
+        # a backbone with a decoder of its own
+        (
+            'mmseg::bisenetv2/bisenetv2_fcn_4xb4-160k_cityscapes-1024x1024.py',
+            'ravlt_t',
+            {'neck.type': 'MapAdapter', 'neck.out_channels': [128, 16, 32, 64, 128], 'decode_head.in_channels': 128},
+        ),
+        # a plain backbone in a network for pyramids
+        (
+            'mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py',
+            'inline_deit_t',
+            {'neck.type': 'SimpleFeaturePyramid', 'backbone.out_type': 'featmap'},
+        ),
+        # dilated, without a pyramid
+        (
+            'mmseg::pspnet/pspnet_r18-d8_4xb2-80k_cityscapes-512x1024.py',
+            'ravlt_t',
+            {'backbone.out_indices': (2, 3), 'decode_head.in_channels': 512, 'auxiliary_head.in_index': 0},
+        ),
+        (
+            'mmseg::deeplabv3plus/deeplabv3plus_r18-d8_4xb2-80k_cityscapes-512x1024.py',
+            'flatten_pvt_v2_b0',
+            {'decode_head.c1_in_channels': 32, 'decode_head.in_index': 2, 'backbone.out_indices': (0, 2, 3)},
+        ),
+        # the neck made a pyramid of plain maps
+        (
+            'mmseg::vit/vit_deit-s16_mln_upernet_8xb2-160k_ade20k-512x512.py',
+            'ravlt_t',
+            {'neck': None, 'decode_head.in_channels': [64, 128, 256, 512], 'auxiliary_head.in_channels': 512},
+        ),
+        # masks by queries
+        (
+            'mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py',
+            'ravlt_t',
+            {'decode_head.in_channels': [64, 128, 256, 512], 'decode_head.strides': [4, 8, 16, 32]},
+        ),
+        # heads that read tokens
+        (
+            'mmpretrain::vision_transformer/vit-base-p16_32xb128-mae_in1k.py',
+            'ravlt_t',
+            {'neck.type': 'GlobalAveragePooling', 'head.in_channels': 512},
+        ),
+        (
+            'mmpretrain::deit/deit-tiny_4xb256_in1k.py',
+            'inline_deit_t',
+            {'neck': None, 'backbone.out_type': 'cls_token'},
+        ),
+        # without labels
+        ('mmpretrain::mocov2/mocov2_resnet50_8xb32-coslr-200e_in1k.py', 'ravlt_t', {'neck.in_channels': 512}),
+    ],
+)
+def test_families(swap, upstream, backbone, expected):
+    _, cfg = swap(upstream, backbone)
+    for key, value in expected.items():
+        found = cfg.model
+        for part in key.split('.'):
+            found = found.get(part)
+        assert found == value, key
+
+
+@pytest.mark.slow
+def test_upstreams_optimizer_may_stay(swap, tmp_path):
+    with mock.patch('mmlinattn.swapping.swap.try_model', wraps=None) as trial:
+        trial.return_value = mock.Mock(read=(True,) * 4, without_gradient=(), stops='', loss=0.0)
+        _, cfg = swap('mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py', 'ravlt_t', keep_optimizer=True)
+        assert cfg.optim_wrapper.optimizer.lr == 0.004
+        _, cfg = swap('mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py', 'ravlt_t')
+    assert cfg.optim_wrapper.optimizer.lr == 1e-4
+    # a schedule that ends at a rate of its own ends in proportion
+    (cosine,) = (each for each in cfg.param_scheduler if each.type == 'CosineAnnealingLR')
+    assert cosine.eta_min == pytest.approx(0.0002 * 1e-4 / 0.004)
+    assert cfg.auto_scale_lr.base_batch_size == 16
+
+
+@pytest.mark.slow
+def test_tool_says_what_it_changed(tmp_path):
+    upstream = tmp_path / 'mine.py'
+    upstream.write_text("_base_ = 'mmpretrain::resnet/resnet18_8xb16_cifar10.py'\n")
+    out = tmp_path / 'made' / 'swapped.py'
+    tool = [sys.executable, str(ROOT / 'tools' / 'swap_backbone.py'), str(upstream), 'ravlt_t', '--out', str(out)]
+    done = subprocess.run(tool, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert 'backbone: ResNet_CIFAR -> RAVLT tiny' in done.stdout
+    assert 'every parameter of the backbone has a gradient' in done.stdout
+    assert Config.fromfile(out).model.head.in_channels == 512

@@ -1,0 +1,154 @@
+#!/usr/bin/env python
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Swap a backbone into one config of every folder of the installed upstream projects, and write what came of it.
+
+    python tools/analysis_tools/sweep_upstream.py --out docs/upstream.md
+
+Each config is tried in a process of its own, with a time limit. Results are kept beside the page (JSON lines) and not
+tried again; ``--fresh`` forgets them. It takes an hour or two on one core.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
+
+from mmengine.utils import get_installed_path
+
+from mmlinattn.engine import RunError
+
+PROJECTS = ('mmdet', 'mmseg', 'mmpretrain')
+# which config stands for a folder: the first name with the first of these words in it
+USUAL = ('r50', 'resnet50', 'small', 'tiny', '_s_', 'base', 'b0', '')
+
+
+def pick(folder: Path) -> list[Path]:
+    """The config that stands for a folder; none where it holds no config of a model."""
+    files = sorted(path for path in folder.glob('*.py') if '_base_' not in path.parts)
+    for word in USUAL:
+        found = [path for path in files if word in path.stem]
+        if found:
+            return found[:1]
+    return []
+
+
+def sample(projects: list[str]) -> list[str]:
+    """``mmdet::FOLDER/CONFIG.py`` of every folder."""
+    names = []
+    for project in projects:
+        root = Path(get_installed_path(project), '.mim', 'configs')
+        for folder in sorted(root.iterdir()):
+            if folder.is_dir() and folder.name != '_base_':
+                names += [f'{project}::{path.relative_to(root).as_posix()}' for path in pick(folder)]
+    return names
+
+
+def attempt(name: str, backbone: str, send) -> None:
+    """In a process of its own: swap, and send ``(outcome, what is to be said)``."""
+    sys.stdout = sys.stderr = open(os.devnull, 'w')
+    from mmlinattn.swapping import NoPlace, swap_backbone
+
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            swapped = swap_backbone(name, backbone, Path(folder, 'swapped.py'))
+        send.send(
+            ('works', '; '.join(remark for remark in swapped.remarks if 'MapAdapter' in remark or 'goes' in remark))
+        )
+    except NoPlace as error:
+        send.send(('no place', str(error)))
+    except RunError as error:
+        send.send(('upstream fails too', str(error)))
+    except Exception as error:
+        send.send(('error', f'{type(error).__name__}: {error}'))
+
+
+def outcome(name: str, backbone: str, seconds: float) -> tuple:
+    receive, send = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.Process(target=attempt, args=(name, backbone, send))
+    process.start()
+    send.close()
+    try:
+        found = receive.recv() if receive.poll(seconds) else ('time', f'no result within {seconds:g} s')
+    except EOFError:
+        found = ('error', 'the process died')
+    process.terminate()
+    process.join()
+    return found
+
+
+def page(results: list[dict], backbone: str, total: int) -> str:
+    """The Markdown page."""
+    counted = Counter(result['outcome'] for result in results)
+    folders = {result['config'].rpartition('/')[0] for result in results}
+    lines = [
+        '# Upstream configs with another backbone',
+        '',
+        f'`python tools/swap_backbone.py UPSTREAM {backbone}`, tried on configs of the upstream projects:',
+        'built, trained for a step, asked for a prediction, every parameter of the backbone with a gradient.',
+        'This page is written by `tools/analysis_tools/sweep_upstream.py`.',
+        '',
+        f'Tried: {len(results)} configs of {len(folders)} of the {total} folders; '
+        + ', '.join(f'{number} {kind}' for kind, number in counted.most_common())
+        + '.',
+        '',
+    ]
+    for project in PROJECTS:
+        rows = [result for result in results if result['config'].startswith(f'{project}::')]
+        if rows:
+            lines += [f'## {project}', '', '| family | config | outcome | why |', '| --- | --- | --- | --- |']
+            for row in rows:
+                family, _, config = row['config'].partition('::')[2].partition('/')
+                why = row['why'].replace(row['config'], 'it').replace('|', '/').replace('<', '&lt;')
+                lines.append(f'| {family} | {config[:-3]} | {row["outcome"]} | {why[:200]} |')
+            lines.append('')
+    return '\n'.join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--out', help='Markdown page to write')
+    parser.add_argument('--results', default='work_dirs/upstream.jsonl', help='where results are kept [%(default)s]')
+    parser.add_argument('--backbone', default='ravlt_t')
+    parser.add_argument('--projects', nargs='+', choices=PROJECTS, default=list(PROJECTS))
+    parser.add_argument('--configs', nargs='+', help='these configs in place of one a folder')
+    parser.add_argument('--seconds', type=float, default=180, help='time limit of a config [%(default)s]')
+    parser.add_argument('--max-minutes', type=float, default=1e9, help='stop beginning new ones after this time')
+    parser.add_argument('--fresh', action='store_true', help='forget earlier results')
+    args = parser.parse_args()
+    kept = Path(args.results)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    if args.fresh:
+        kept.unlink(missing_ok=True)
+    results = {}
+    if kept.is_file():
+        results = {row['config']: row for row in map(json.loads, kept.read_text().splitlines())}
+    names = args.configs or sample(args.projects)
+    for project in PROJECTS:  # once, not in every process
+        __import__(f'{project}.models')
+    __import__('mmlinattn.swapping')
+    begin = time.monotonic()
+    for name in names:
+        if name in results or time.monotonic() - begin > args.max_minutes * 60:
+            continue
+        before = time.monotonic()
+        kind, why = outcome(name, args.backbone, args.seconds)
+        results[name] = dict(config=name, outcome=kind, why=why)
+        print(f'{kind:18} {time.monotonic() - before:5.0f} s  {name}  {why}', flush=True)
+        with kept.open('a') as file:
+            file.write(json.dumps(results[name]) + '\n')
+    if args.out:
+        rows = [
+            results[name] for name in sorted(results, key=lambda name: (PROJECTS.index(name.partition('::')[0]), name))
+        ]
+        Path(args.out).write_text(page(rows, args.backbone, len(sample(args.projects))), encoding='utf-8')
+
+
+if __name__ == '__main__':
+    main()

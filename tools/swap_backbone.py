@@ -1,0 +1,50 @@
+#!/usr/bin/env python
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Put a backbone into any config of MMDetection, MMSegmentation or MMPretrain.
+
+    python tools/swap_backbone.py mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py ravlt_t --out dino_ravlt_t.py
+
+The written config inherits the upstream one and says only what differs: the backbone with its released ImageNet
+weights, the channels that necks and heads read, which maps are returned, this package's hooks, and the optimizer that
+the paper trained the backbone with. The result is built, trained for a step and asked for a prediction before.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
+
+from mmlinattn.engine.cli import one_line_errors
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('upstream', help='config: mmdet::FOLDER/CONFIG.py, mmseg::..., mmpretrain::..., or a path')
+    parser.add_argument('backbone', help="stem of this project's configs: ravlt_t, inline_swin_s, flatten_pvt_v2_b1")
+    parser.add_argument('--out', required=True, help='config file to write')
+    parser.add_argument(
+        '--keep-optimizer', action='store_true', help="leave upstream's optimizer in place of the backbone's"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    with one_line_errors():
+        from mmlinattn.swapping import swap_backbone
+
+        swapped = swap_backbone(args.upstream, args.backbone, args.out, args.keep_optimizer)
+        for line in swapped.changes:
+            print(f'  {line}')
+        for remark in swapped.remarks:
+            print(f'note: {remark}')
+        predicted = '' if swapped.trial.stops else ' and predicted'
+        print(
+            f'{args.out}: trained one step (loss {swapped.trial.loss:.4g}){predicted}; every parameter of the backbone '
+            'has a gradient'
+        )
+
+
+if __name__ == '__main__':
+    main()
