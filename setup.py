@@ -102,6 +102,7 @@ setup(
         'mim': read_requirements('mminstall'),
         'export': read_requirements('export'),
         'app': read_requirements('app'),
+        'docs': read_requirements('docs'),
         'tests': read_requirements('tests') + read_requirements('export'),
         'all': read_requirements('mminstall') + read_requirements('tests') + read_requirements('export'),
     },

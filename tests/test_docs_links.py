@@ -89,5 +89,9 @@ def test_every_page_is_reached_from_get_started():
             reached.add(page)
             links = re.findall(r'\]\(([^)#\s]+\.md)', prose(page))
             todo += [(page.parent / link).resolve() for link in links if '://' not in link]
-    missed = {path for path in (ROOT / 'docs').glob('*.md')} - reached - {ROOT / 'docs' / 'design.md'}
+    missed = (
+        {path for path in (ROOT / 'docs').glob('*.md')}
+        - reached
+        - {ROOT / 'docs' / 'design.md', ROOT / 'docs' / 'index.md'}
+    )
     assert not missed

@@ -7,7 +7,7 @@ usage() {
   cat <<'USAGE'
 usage: tools/run_tests.sh [--with-onedl] [--with-slurm] [--use-existing] [pytest arguments]
 
-Without pytest arguments: ruff, the fast tests, those of attentions, layers and backbones once more in
+Without pytest arguments: ruff, mypy, the fast tests, those of attentions, layers and backbones once more in
 the plain forms of the ops, then the slow tests, stopping at the first of these that fails. With
 --with-onedl, or where CI is set, one train -> resume -> test round on the onedl-* distributions
 follows, and with --with-slurm, or in CI where Slurm is installed, a run under a Slurm of one node that
@@ -31,8 +31,8 @@ for argument in "$@"; do
 done
 
 py=$(tools/setup_env.sh)
-"$py" -c 'import pytest, ruff, xdist' 2>/dev/null || {
-  echo "run_tests: $py lacks pytest, pytest-xdist or ruff: $py -m pip install -r requirements/tests.txt" >&2
+"$py" -c 'import mypy, pytest, ruff, xdist' 2>/dev/null || {
+  echo "run_tests: $py lacks mypy, pytest, pytest-xdist or ruff: $py -m pip install -r requirements/tests.txt" >&2
   exit 1
 }
 
@@ -49,6 +49,7 @@ fi
 
 "$py" -m ruff check .
 "$py" -m ruff format --check .
+"$py" -m mypy
 
 # One single-threaded process a core: the tensors of the tests are too small to be shared by threads. The slow tests of
 # a file stay together, since they share what they train.

@@ -10,6 +10,6 @@ custom_hooks = [
     dict(type='CheckpointGuardHook'),  # a full disk leaves the last checkpoint intact
     dict(type='ExactResumeHook'),  # --resume continues the same loss curve
     dict(type='CheckpointMatchHook'),  # a checkpoint of other classes: what is left out of it
-    dict(type='UnusedParametersHook'),  # maps that nothing reads: named after the first iteration
     dict(type='StopHook'),  # SIGTERM: save a checkpoint, then end
+    dict(type='UnusedParametersHook'),  # maps that nothing reads: named after the first iteration
 ]

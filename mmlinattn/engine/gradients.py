@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import re
-from typing import Optional
+from typing import Any, Optional
 
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
@@ -101,6 +101,7 @@ class UnusedParametersHook(Hook):
 
 
 def _inner(model: nn.Module) -> nn.Module:
-    while is_model_wrapper(model):
-        model = model.module
-    return model
+    inner: Any = model
+    while is_model_wrapper(inner):
+        inner = inner.module
+    return inner
