@@ -66,8 +66,15 @@ def mean_pool(x: Tensor, size: int) -> Tensor:
         return F.avg_pool2d(image, size, ceil_mode=True, count_include_pad=False)
     # whether the last patch is a whole one, a graph that leaves the size open cannot ask
     beyond = [0, size - 1, 0, size - 1]
-    shares = F.avg_pool2d(F.pad(torch.ones_like(image[:1, :1]), beyond), size)
-    return F.avg_pool2d(F.pad(image, beyond), size) / shares
+    shares = conv_mean(F.pad(torch.ones_like(image[:1, :1]), beyond), (size, size))
+    return conv_mean(F.pad(image, beyond), (size, size)) / shares
+
+
+def conv_mean(image: Tensor, size: tuple[int, int]) -> Tensor:
+    """``F.avg_pool2d(image, size)`` by a convolution: of the pool, ``torch.export`` asks whether the size divides the
+    map."""
+    weight = image.new_full((image.shape[1], 1, *size), 1 / (size[0] * size[1]))
+    return F.conv2d(image, weight, stride=size, groups=image.shape[1])
 
 
 class PooledEmbed(ConvNorm):
@@ -146,7 +153,9 @@ class AveragedKeysAttention(Attention):
         """(B, H, W, C) -> (B, C, h, w); of sequences, h is 1."""
         if self.reduction == 'grid':
             return mean_pool(x, self.ratio)
-        return F.avg_pool2d(x.flatten(1, 2)[:, None].permute(0, 3, 1, 2), (1, self.ratio**2))
+        sequence = to_image(x.flatten(1, 2)[:, None])
+        mean = F.avg_pool2d if is_known(*x.shape[1:3]) else conv_mean
+        return mean(sequence, (1, self.ratio**2))
 
     def forward(self, x: Tensor, **shared) -> Tensor:
         grid = Grid(*x.shape[1:3])
