@@ -75,6 +75,8 @@ def millions(host, arch):
     """Backbone, last norm and a linear classifier, in millions."""
     with torch.device('meta'):
         options = {} if host is LinearDeiT else dict(out_indices=(3,))
+        if 'hmhsa' in arch:  # printed of the merged form
+            options['deploy'] = True
         # InLine-PVT has no last norm; FLatten-PVT carries one that its forward pass never applies
         model = host(arch, out_norm=host is not LinearPVT or 'inline' not in arch, **options)
         head = nn.Linear(model.embed_dims[-1], 1000)
@@ -107,7 +109,9 @@ def test_sizes_of_the_papers(host, arch, row):
         assert size == pytest.approx(float(row['released_params_M']), abs=0.0051)
     elif row['params_M']:
         digits = len(row['params_M'].partition('.')[2])
-        assert size == pytest.approx(float(row['params_M']), abs=0.51 * 10**-digits)
+        # Swin-T has 28.29 M, which the Swin paper prints as 29, and others after it
+        slack = 1.0 if (host, row['params_M']) == (LinearSwin, '29') else 0.51
+        assert size == pytest.approx(float(row['params_M']), abs=slack * 10**-digits)
 
 
 PUBLISHED = [
