@@ -109,9 +109,10 @@ def pages() -> dict:
 def on_config(config):
     """The navigation: guides, backbones, what is inside, reference."""
     existing = {path.stem for path in (ROOT / 'docs').glob('*.md')}
+    others = sorted(existing - {*GUIDES, *INSIDE, 'index'})
     config.nav = [
         'index.md',
-        {'Guides': [f'{name}.md' for name in GUIDES if name in existing]},
+        {'Guides': [f'{name}.md' for name in [*GUIDES, *others] if name in existing]},
         {'Backbones': [{name: f'backbones/{name}.md'} for name in hosts()]},
         {'Inside': [f'{name}.md' for name in INSIDE if name in existing]},
         {'Reference': [{name: f'reference/{name}.md'} for name in REFERENCE]},
