@@ -134,7 +134,7 @@ def draw(path: Path, args, seconds: dict) -> None:
             )
         panel.set(xscale='log', yscale='log', xlabel='tokens', ylabel='ms', title=MODES[mode])
         panel.grid(which='major', alpha=0.3)
-    panels[0][0].legend()
+    panels[0][-1].legend(loc='lower right')
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
