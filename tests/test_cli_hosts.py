@@ -90,6 +90,8 @@ def small_model(cfg, backbone) -> dict:
     width_of = dict(zip(zoo['embed_dims'], arch['embed_dims']))
     model = dict(backbone=dict(arch=dict(_delete_=True, **arch)))
     for part in ('neck', 'decode_head', 'auxiliary_head', 'head'):
+        if part.endswith('_head') and cfg.model.get('neck'):
+            continue  # it stands on the neck, whose width may be one of the backbone's
         widths = (cfg.model.get(part) or {}).get('in_channels')
         if isinstance(widths, int) and widths in width_of:
             model[part] = dict(in_channels=width_of[widths])
