@@ -11,6 +11,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import warnings
 from types import ModuleType
 from typing import Optional
 
@@ -114,8 +115,15 @@ def _first(reference: ModuleType, *forms: str) -> ModuleType:
 
 @functools.cache
 def _has_triton(device: torch.device) -> bool:
-    """Whether Triton is installed and compiles for this GPU (compute capability 8.0 or newer)."""
-    return importlib.util.find_spec('triton') is not None and torch.cuda.get_device_capability(device) >= (8, 0)
+    """Whether Triton is installed and compiles for this GPU (compute capability 8.0 or newer); warns where not."""
+    if importlib.util.find_spec('triton') is None:
+        reason = 'Triton is not installed'
+    elif torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
+        reason = f'{torch.cuda.get_device_name(device)} is older than the kernels (compute capability 8.0)'
+    else:
+        return True
+    warnings.warn(f'mmlinattn: no GPU kernels, plain PyTorch in their place: {reason}', stacklevel=2)
+    return False
 
 
 def records() -> bool:

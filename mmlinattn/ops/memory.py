@@ -24,6 +24,8 @@ from .sizes import settled
 # Elements that a block has for each thread. The calls of a dozen operations cost more than they do on much smaller
 # blocks; much larger ones leave the cache.
 BLOCK_NUMEL = 2**18
+# On GPUs, copies of fewer elements take less time than Python does in the backward pass (counted, not measured).
+GPU_COPY_NUMEL = 2**24
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -156,8 +158,9 @@ def differentiable(backward):
 
 def split(x: Tensor, widths) -> tuple[Tensor, ...]:
     """``x.split(widths, dim=-1)``; gradients that lie as the slices do become that of ``x`` without a copy."""
-    # elsewhere than on CPUs, copies cost less than Python in the backward pass
-    if forms.is_plain(x) or not (forms.records() and x.requires_grad and x.is_contiguous()) or x.device.type != 'cpu':
+    learns = forms.records() and x.requires_grad and x.is_contiguous()
+    worth_it = x.device.type == 'cpu' or x.numel() >= GPU_COPY_NUMEL
+    if forms.is_plain(x) or not (learns and worth_it):
         return x.split(widths, dim=-1)
     return _Split.apply(x, *widths)
 

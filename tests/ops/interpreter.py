@@ -1,0 +1,15 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Makes Triton's interpreter work with recent NumPy; import it where ``TRITON_INTERPRET=1``, before kernels run."""
+
+from triton.runtime import interpreter
+
+patch = interpreter._patch_lang_tensor
+
+
+def patch_with_index(tensor, scope):
+    """Bounds of loops come as arrays of one element, of which NumPy 2.4 makes no number."""
+    patch(tensor, scope)
+    scope.set_attr(tensor, '__index__', lambda self: int(self.handle.data.item()))
+
+
+interpreter._patch_lang_tensor = patch_with_index

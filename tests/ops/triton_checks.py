@@ -1,0 +1,378 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What holds for the GPU kernels: on a GPU compiled (``pytest tests/ops/triton_checks.py``), without one in Triton's
+interpreter, for which ``test_triton.py`` starts a process with ``TRITON_INTERPRET=1``."""
+
+# ruff: noqa: E402
+import importlib.util
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+triton = pytest.importorskip('triton')
+
+if triton.knobs.runtime.interpret:
+    DEVICE = 'cpu'
+    import interpreter  # noqa: F401
+elif torch.cuda.is_available():
+    DEVICE = 'cuda'
+else:
+    pytest.skip('needs a GPU or TRITON_INTERPRET=1', allow_module_level=True)
+
+from mmlinattn.ops.focused_attention import reference as focused_reference
+from mmlinattn.ops.focused_attention import triton as focused_kernels
+from mmlinattn.ops.inline_attention import reference as inline_reference
+from mmlinattn.ops.inline_attention import triton as inline_kernels
+from mmlinattn.ops.linear_attention import reference as linear_reference
+from mmlinattn.ops.linear_attention import triton as linear_kernels
+from mmlinattn.ops.linear_attention import triton_launch as launch
+from mmlinattn.ops.linear_attention import triton_op
+from mmlinattn.ops.rala import reference as rala_reference
+from mmlinattn.ops.rala import triton as rala_kernels
+
+OPS = {
+    'rala': (rala_kernels.rala, rala_reference.rala, dict(weight_scale=0.3)),
+    'inline_attention': (inline_kernels.inline_attention, inline_reference.inline_attention, dict(scale=0.3)),
+    'linear_attention': (linear_kernels.linear_attention, linear_reference.linear_attention, dict(kernel='elu')),
+    'focused_attention': (focused_kernels.focused_attention, focused_reference.focused_attention, dict(power=3)),
+}
+# relative to the norm; the interpreter cuts bfloat16 off where a GPU rounds
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2.5e-2}
+every_op = pytest.mark.parametrize('name', list(OPS))
+# the interpreter is slow: between them, two ops pass through every line of the kernels
+some_ops = pytest.mark.parametrize(
+    'name', ['rala', 'focused_attention', *(pytest.param(name, marks=pytest.mark.slow) for name in list(OPS)[1:3])]
+)
+
+
+def twins():
+    path = Path(__file__).resolve().parent.parent / 'attention' / 'reference.py'
+    spec = importlib.util.spec_from_file_location('quadratic_twins', path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def table(tokens, d):
+    angle = torch.rand(tokens, d // 2, device=DEVICE) * 6
+    return torch.stack((angle.cos(), angle.sin()), dim=-1)
+
+
+def normal(*shape, dtype=torch.float32):
+    return torch.randn(*shape, device=DEVICE).to(dtype)
+
+
+def inputs(name, batch=2, tokens=37, keys=None, heads=1, d=16, e=None, dtype=torch.float32, mask=False, **options):
+    """Leaves and arguments of an op; slices of one projection where all have one size."""
+    keys, e = keys or tokens, e or d
+    if keys == tokens and e == d:
+        leaves = [normal(batch, tokens, 3 * heads * d, dtype=dtype)]
+    else:
+        leaves = [normal(batch, n, heads * w, dtype=dtype) for n, w in ((tokens, d), (keys, d), (keys, e))]
+    options = {**OPS[name][2], **options}
+    if mask:
+        mask = torch.rand(batch, keys, device=DEVICE) > 0.3
+        mask[0, 0], mask[-1] = True, batch == 1  # the last of several images is all padding
+        options['mask'] = mask
+    if name == 'focused_attention':
+        leaves.append(torch.rand(heads * d, device=DEVICE) + 0.5)
+        if options.pop('offset', False):
+            leaves.append(normal(1, keys, heads * d) * 0.3)
+    if options.pop('rotary', None):
+        options['rotary'] = table(tokens, d)
+    return [leaf.requires_grad_() for leaf in leaves], dict(num_heads=heads, **options)
+
+
+def run(op, leaves, options):
+    options = dict(options)
+    tokens, more = (leaves[:1], leaves[1:]) if leaves[1:2] == [] or leaves[1].dim() == 1 else (leaves[:3], leaves[3:])
+    q, k, v = tokens[0].chunk(3, dim=-1) if len(tokens) == 1 else tokens
+    if more:
+        options.update(zip(('inverse_scale', 'offset'), more))
+    if options.get('mask') is not None:
+        v = v * options['mask'].unsqueeze(-1).to(v.dtype)
+    return op(q, k, v, **options)
+
+
+def wide(leaves, options):
+    leaves = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    return leaves, {
+        key: x.double() if torch.is_tensor(x) and x.is_floating_point() else x for key, x in options.items()
+    }
+
+
+def distance(a, b):
+    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+
+
+def assert_follows_reference(name, **options):
+    kernels, reference, _ = OPS[name]
+    leaves, options = inputs(name, **options)
+    out = run(kernels, leaves, options)
+    assert out.is_contiguous() and out.dtype == leaves[0].dtype and 'mmlinattn' in str(out.grad_fn)
+    wide_leaves, wide_options = wide(leaves, options)
+    expected = run(reference, wide_leaves, wide_options)
+    probe = normal(*out.shape, dtype=out.dtype)
+    grads = torch.autograd.grad(out, leaves, probe)
+    expected_grads = torch.autograd.grad(expected, wide_leaves, probe.double())
+    tolerance = TOLERANCE[out.dtype]
+    assert distance(out, expected) < tolerance
+    for leaf, grad, expected_grad in zip(leaves, grads, expected_grads):
+        assert grad.shape == leaf.shape and grad.dtype == leaf.dtype
+        # some vanish but for eps: those of queries, of one token
+        error = (grad.double() - expected_grad).norm()
+        assert error < tolerance * (expected_grad.norm() + 0.1 * grad.numel() ** 0.5)
+
+
+# --- values and gradients ---------------------------------------------------------------------------------------------
+
+CASES = {
+    'slices of a projection': dict(batch=1, heads=2),
+    'padding, heads of 12': dict(d=12, mask=True),
+    'several splits': dict(batch=1, tokens=300, heads=1),
+}
+
+
+@pytest.mark.parametrize('case', list(CASES))
+@every_op
+def test_float32(name, case):
+    options = dict(CASES[case])
+    if name == 'rala':
+        options.update(rotary=True)
+    if name == 'focused_attention':
+        options.update(offset=True)
+    assert_follows_reference(name, **options)
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
+@some_ops
+def test_half_precision(name, dtype):
+    assert_follows_reference(
+        name, batch=1, tokens=70, heads=1, dtype=dtype, **dict(rotary=True if name == 'rala' else None)
+    )
+
+
+@pytest.mark.parametrize(
+    'options',
+    [
+        dict(name='inline_attention', kernel='exp'),
+        dict(name='inline_attention', kernel='leakyrelu'),
+        dict(name='linear_attention', kernel='softmax', d=20),
+        dict(name='linear_attention', kernel='identity', eps=100.0),
+        dict(name='rala', kernel='relu'),
+        dict(name='rala', weight_scale=None, rotary=True, mask=True),
+        dict(name='focused_attention', power=4.5),
+    ],
+    ids=lambda options: ' '.join(f'{key}={value}' for key, value in options.items()),
+)
+def test_maps(options):
+    assert_follows_reference(batch=1, heads=1, **options)
+
+
+@pytest.mark.parametrize('name', ['inline_attention', 'linear_attention', 'focused_attention'])
+def test_reduced_keys_and_wide_values(name):
+    assert_follows_reference(name, batch=1, tokens=20, keys=67, d=16, e=40, mask=True)
+
+
+@every_op
+def test_one_token(name):
+    assert_follows_reference(name, tokens=1, heads=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('d', [24, 32, 48, 64, 96, 128])
+@every_op
+def test_head_widths(name, d):
+    dtype = torch.float32 if d <= 64 else torch.float16
+    assert_follows_reference(name, batch=1, tokens=71, heads=1, d=d, dtype=dtype, mask=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+@every_op
+def test_many_images_and_splits(name, dtype):
+    assert_follows_reference(name, batch=64, tokens=9, heads=1, dtype=dtype)
+    assert_follows_reference(name, batch=1, tokens=1031, heads=1, dtype=dtype, mask=True)
+
+
+def test_quadratic_twins():
+    """The maps of N x N weights, written from the papers' equations."""
+    literal = twins()
+    q, k, v = (torch.randn(1, 12, 32, device=DEVICE) for _ in range(3))
+    by_head = [t.double().cpu().unflatten(-1, (2, 16)).transpose(1, 2) for t in (q, k, v)]
+
+    def merged(weights):
+        return (weights @ by_head[2]).transpose(1, 2).flatten(2)
+
+    from mmlinattn.layers import rotary_table
+
+    elu = [literal.kernel(t, 'elu') for t in by_head[:2]]
+    rotary = rotary_table(3, 4, 16, device=DEVICE)
+    scale = torch.rand(32, dtype=torch.float64)
+    focus = [literal.focused(t.double().cpu(), scale, 3).unflatten(-1, (2, 16)).transpose(1, 2) for t in (q, k)]
+    inverse = (1 / torch.nn.functional.softplus(scale)).float().to(DEVICE)
+    pairs = [
+        (rala_kernels.rala(q, k, v, 2, rotary=rotary), literal.rala_map(*elu, size=(3, 4))),
+        (inline_kernels.inline_attention(q, k, v, 2, 0.25), literal.inline_map(*by_head[:2], 0.25)),
+        (linear_kernels.linear_attention(q, k, v, 2, 'elu'), literal.linear_map(*elu)),
+        (focused_kernels.focused_attention(q, k, v, 2, inverse, 3), literal.linear_map(*focus)),
+    ]
+    for out, weights in pairs:
+        assert distance(out.cpu(), merged(weights)) < 1e-5
+
+
+def test_dead_queries_in_float16():
+    """A query of zeros is divided by eps alone; its gradients stay finite even with a large loss scale."""
+    leaves, options = inputs('linear_attention', dtype=torch.float16, kernel='relu')
+    with torch.no_grad():
+        leaves[0][:, ::3, :16] = -1
+    out = run(linear_kernels.linear_attention, leaves, options)
+    grad = torch.autograd.grad(out, leaves, torch.full_like(out, 1000.0))[0]
+    assert out.isfinite().all() and grad[..., 16:].isfinite().all()
+    assert grad[:, ::3, :16].count_nonzero() == 0
+
+
+def test_padding_changes_nothing():
+    """Keys that are hidden may hold anything, an image of padding alone gives zeros."""
+    for name, (kernels, _, _) in OPS.items():
+        leaves, options = inputs(name, mask=True)
+        with torch.no_grad():
+            out = run(kernels, leaves, options)
+            hidden = ~options['mask']
+            leaves[0][..., 16:32][hidden] = 1e4
+            if name != 'rala':  # whose hidden queries share the key's token
+                leaves[0][..., :16][hidden] = 0
+                out[hidden] = 0
+            changed = run(kernels, leaves, options)
+            if name != 'rala':
+                changed[hidden] = 0
+        torch.testing.assert_close(changed, out)
+        assert out[-1].count_nonzero() == 0
+
+
+def test_addresses_beyond_32_bits():
+    memory = torch.empty(2**31 + 4096, dtype=torch.float16, device=DEVICE)  # pages that are not touched cost nothing
+    x = memory.as_strided((2, 20, 48), (2**31, 48, 1))
+    x.copy_(torch.randn(2, 20, 48))
+    q, k, v = x.chunk(3, dim=-1)
+    near = [t.clone() for t in (q, k, v)]
+    assert torch.equal(rala_kernels.rala(q, k, v, 1), rala_kernels.rala(*near, 1))
+
+
+# --- how it fits ------------------------------------------------------------------------------------------------------
+
+
+@some_ops
+def test_two_runs_are_equal_bit_by_bit(name):
+    results = []
+    leaves, options = inputs(name, batch=1, tokens=300, heads=1)
+    for _ in range(2):
+        out = run(OPS[name][0], leaves, options)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_gradients_of_slices_lie_as_the_slices_do():
+    x = normal(2, 20, 3 * 32).requires_grad_()
+    q, k, v = x.chunk(3, dim=-1)
+    out = inline_kernels.inline_attention(q, k, v, 2, 0.3)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    starts = [grad.storage_offset() for grad in grads]
+    assert starts == [0, 32, 64] and len({grad.untyped_storage().data_ptr() for grad in grads}) == 1
+    out = inline_kernels.inline_attention(q, k, v.contiguous(), 2, 0.3)
+    grads = torch.autograd.grad(out.sum(), (q, k))
+    assert [grad.stride() for grad in grads] == [(20 * 64, 64, 1)] * 2
+
+
+@some_ops
+def test_registration(name):
+    run_op = {'rala': rala_kernels, 'inline_attention': inline_kernels, 'linear_attention': linear_kernels}
+    module = run_op.get(name, focused_kernels)
+    q, k, v = (normal(2, 5, 16).requires_grad_() for _ in range(3))
+    mask = torch.tensor([[True] * 4 + [False]] * 2, device=DEVICE)
+    focused = name == 'focused_attention'
+    rotary = table(5, 16) if name == 'rala' else None
+    extra = (normal(1, 5, 16).expand(2, 5, 16), torch.rand(16, device=DEVICE) + 0.5) if focused else (None, None)
+    options = (1, 'focused' if focused else 'elu', name == 'inline_attention', name == 'rala', 0.3, 1e-6, 3.0)
+    torch.library.opcheck(module._run.op, (q, k, v, rotary, mask, *extra, *options))
+    with torch.no_grad():
+        saved = module._run.op(q, k, v, rotary, mask, *extra, *options)
+    grad = normal(2, 5, 16)
+    tensors = [t.detach() for t in (q, k, v)]
+    for together in (1, 2, 3):
+        args = (grad, *tensors, rotary, mask, *extra, *saved[1:], *options, together)
+        torch.library.opcheck(module._run.op_backward, args, test_utils=('test_schema', 'test_faketensor'))
+
+
+@every_op
+def test_second_derivatives(name):
+    kernels, reference, _ = OPS[name]
+    leaves, options = inputs(name, batch=1, tokens=9, heads=1)
+    results = []
+    for op in (kernels, reference):
+        (grad,) = torch.autograd.grad(run(op, leaves, options).square().sum(), leaves[:1], create_graph=True)
+        results.append(torch.autograd.grad(grad.square().sum(), leaves[0])[0])
+    assert distance(*results) < 1e-4
+
+
+def test_checkpoint_autocast_and_frozen_inputs():
+    leaves, options = inputs('rala', batch=1, tokens=9, heads=1)
+    expected = torch.autograd.grad(run(rala_kernels.rala, leaves, options).sum(), leaves)[0]
+    out = checkpoint(lambda x: run(rala_kernels.rala, [x], options), leaves[0], use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(out.sum(), leaves)[0], expected)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = run(rala_kernels.rala, leaves, options)
+    assert out.dtype == torch.float32
+    assert torch.equal(torch.autograd.grad(out.sum(), leaves)[0], expected)
+    q, k, v = leaves[0].detach().chunk(3, dim=-1)
+    v = v.clone().requires_grad_()
+    out = rala_kernels.rala(q, k, v, **options)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), v)[0], expected[..., 32:])
+
+
+def test_compiled_whole():
+    torch._dynamo.reset()
+    x = normal(1, 9, 48).requires_grad_()
+
+    def attend(x):
+        q, k, v = x.chunk(3, dim=-1)
+        return rala_kernels._run(launch.Attention(1, 'elu', weighted=True), q, k, v)
+
+    compiled = torch.compile(attend, fullgraph=True, backend='aot_eager')
+    out, expected = compiled(x), attend(x)
+    torch.testing.assert_close(out, expected)
+    grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (out, expected)]
+    torch.testing.assert_close(*grads)
+
+
+def test_what_has_no_kernel_runs_in_the_plain_form():
+    for x in (normal(1, 9, 48).double(), normal(1, 9, 3 * 80)):
+        q, k, v = x.chunk(3, dim=-1)
+        torch.testing.assert_close(rala_kernels.rala(q, k, v, 1), rala_reference.rala(q, k, v, 1))
+    with pytest.raises(KeyError):
+        rala_kernels.rala(q, k, v, 1, kernel='unheard of')
+
+
+@pytest.mark.parametrize('where', ['forward', 'backward'])
+def test_a_kernel_that_does_not_compile_warns_once(where, monkeypatch):
+    x = normal(1, 9, 48).requires_grad_()
+
+    def grad(op):
+        q, k, v = x.chunk(3, dim=-1)
+        return torch.autograd.grad(op(q, k, v, 1).square().sum(), x)[0]
+
+    def fails(*args, **kwargs):
+        raise launch.NoKernel('sum_keys: PTXASError: no such register')
+
+    monkeypatch.setattr(triton_op, '_failed', set())
+    monkeypatch.setattr(launch, where, fails)
+    with pytest.warns(UserWarning, match='plain PyTorch for rala .*float32, heads of 16 channels.*PTXASError'):
+        first = grad(rala_kernels.rala)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        second = grad(rala_kernels.rala)
+    expected = grad(rala_reference.rala)
+    torch.testing.assert_close(first, expected)
+    torch.testing.assert_close(second, expected)
