@@ -26,7 +26,7 @@ def run_checks(checks: str, *arguments: str, **environment: str) -> None:
 
 
 INTERPRETED = dict(TRITON_INTERPRET='1', OMP_NUM_THREADS='1')
-every_file = pytest.mark.parametrize('checks', ['triton_checks.py'])
+every_file = pytest.mark.parametrize('checks', ['triton_checks.py', 'triton_conv_checks.py'])
 
 
 @every_file

@@ -1,0 +1,93 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Depth-wise convolutions by GPU kernels; run as ``triton_checks.py`` is."""
+
+import pytest
+import torch
+from triton_checks import DEVICE, TOLERANCE, distance
+
+from mmlinattn.ops.depthwise import reference
+from mmlinattn.ops.depthwise import triton as kernels
+from mmlinattn.ops.depthwise.triton_op import op, op_backward
+from mmlinattn.ops.predicted_conv import reference as predicted_reference
+from mmlinattn.ops.predicted_conv import triton as predicted_kernels
+
+
+def image(batch, channels, height, width, dtype=torch.float32, of_slice=False):
+    """A channels-last map, or a slice of a projection seen as one."""
+    x = torch.randn(batch, height, width, channels * (3 if of_slice else 1), device=DEVICE).to(dtype)
+    return x[..., channels : 2 * channels].detach().permute(0, 3, 1, 2) if of_slice else x.permute(0, 3, 1, 2)
+
+
+def assert_follows(ours, theirs, leaves, same_kernel=True):
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    out, expected = ours(*leaves), theirs(*wide)
+    assert out.shape == expected.shape and out.permute(0, 2, 3, 1).is_contiguous()
+    assert ('mmlinattn' in str(out.grad_fn)) == same_kernel
+    probe = torch.randn_like(out)
+    grads = torch.autograd.grad(out, leaves, probe)
+    expected_grads = torch.autograd.grad(expected, wide, probe.double())
+    tolerance = TOLERANCE[out.dtype]
+    assert distance(out, expected) < tolerance
+    for grad, expected_grad, leaf in zip(grads, expected_grads, leaves):
+        assert grad.dtype == leaf.dtype and distance(grad, expected_grad) < tolerance
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('size', [3, pytest.param(5, marks=pytest.mark.slow)])
+def test_depthwise(size, dtype):
+    weight, bias = torch.randn(20, 1, size, size, device=DEVICE).to(dtype), torch.randn(20, device=DEVICE).to(dtype)
+    x = image(2, 20, 5, 11, dtype, of_slice=size == 5)
+    assert_follows(kernels.depthwise_conv2d, reference.depthwise_conv2d, [x, weight, bias])
+
+
+@pytest.mark.parametrize('of_gelu', [False, True])
+def test_with_its_input_added(of_gelu):
+    weight, bias = torch.randn(70, 1, 3, 3, device=DEVICE), torch.randn(70, device=DEVICE)
+
+    def both(form):
+        return lambda *tensors: form.residual_depthwise_conv2d(*tensors, of_gelu=of_gelu)
+
+    assert_follows(both(kernels), both(reference), [image(1, 70, 9, 2), weight, bias])
+
+
+@pytest.mark.parametrize(
+    'batch, height, width', [(3, 6, 7), (1, 1, 1), pytest.param(1, 23, 24, marks=pytest.mark.slow)]
+)
+def test_kernels_of_each_image(batch, height, width):
+    tensors = [image(batch, 8, height, width), torch.randn(batch, 8, 3, 3, device=DEVICE)]
+    assert_follows(predicted_kernels.predicted_conv2d, predicted_reference.predicted_conv2d, tensors)
+
+
+def test_other_sizes_stay_with_pytorch():
+    tensors = [image(1, 4, 9, 9), torch.randn(4, 1, 7, 7, device=DEVICE), torch.randn(4, device=DEVICE)]
+    assert_follows(kernels.depthwise_conv2d, reference.depthwise_conv2d, tensors, same_kernel=False)
+
+
+def test_autocast():
+    x, weight, bias = image(1, 8, 6, 6), torch.randn(8, 1, 3, 3, device=DEVICE), torch.randn(8, device=DEVICE)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert kernels.depthwise_conv2d(x, weight, bias).dtype == torch.bfloat16
+        added = kernels.residual_depthwise_conv2d(x, weight, bias)
+    assert added.dtype == torch.float32
+    assert distance(added, reference.residual_depthwise_conv2d(x, weight, bias)) < 2e-2
+
+
+@pytest.mark.slow
+def test_registration():
+    weight = torch.randn(1, 8, 3, 3, device=DEVICE).requires_grad_()
+    x, bias = image(2, 8, 4, 5).requires_grad_(), torch.randn(8, device=DEVICE).requires_grad_()
+    for options in ((False, False), (True, True)):
+        torch.library.opcheck(op, (x, weight, bias, *options))
+        args = (torch.randn_like(x), x.detach(), weight.detach(), *options)
+        torch.library.opcheck(op_backward, args, test_utils=('test_schema', 'test_faketensor'))
+
+
+def test_second_derivatives():
+    x, weight, bias = image(2, 4, 4, 5), torch.randn(4, 1, 3, 3, device=DEVICE), torch.randn(4, device=DEVICE)
+    results = []
+    for form in (kernels, reference):
+        leaf = x.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(form.depthwise_conv2d(leaf, weight, bias).square().sum(), leaf, create_graph=True)
+        results.append(torch.autograd.grad(grad.square().sum(), leaf)[0])
+    assert distance(*results) < 1e-4
