@@ -20,7 +20,7 @@ from ..ops.forms import accumulation_dtype
 from .grid import DepthwiseConv2d, Grid, add_local
 from .weights import Factors, Rows, mixer_weights
 
-TOKEN_MIXERS = Registry('token mixer', scope='mmlinattn')
+TOKEN_MIXERS = Registry('token mixer', scope='mmlinattn', locations=['mmlinattn.attention'])
 
 
 class TokenMixer(BaseModule):
