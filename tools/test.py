@@ -127,7 +127,7 @@ def main() -> None:
     with clean_end(), one_line_errors():
         cfg = configure(args)
         with explained_setup(args.config) as watch, explained_empty_data(cfg, ['test']):
-            runner = build_runner(cfg)
+            runner = build_runner(cfg, compiles=args.compile)
             watch(runner)
             if args.interval > 1:
                 every_nth(runner, args.interval)

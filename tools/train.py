@@ -92,7 +92,7 @@ def main() -> None:
         cfg = configure(args)
         run.work_dir, run.is_resumed = cfg.work_dir, cfg.get('resume', False)
         with explained_setup(args.config) as watch, explained_empty_data(cfg, stages(cfg)):
-            runner = build_runner(cfg)
+            runner = build_runner(cfg, compiles=args.compile)
             watch(runner)
             runner.train()
 

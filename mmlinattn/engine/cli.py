@@ -51,6 +51,11 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         help='override settings of the config, e.g. train_dataloader.batch_size=4 or '
         'model.backbone.init_cfg=None; lists as key="[a,b]" or key=a,b',
     )
+    parser.add_argument(
+        '--compile',
+        action='store_true',
+        help='compile the blocks of the backbone (torch.compile): the first iterations take minutes longer',
+    )
     parser.add_argument('--no-pin-memory', action='store_true', help='do not pin loader memory')
     parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none')
     # torch.distributed.launch passes it; everything here reads the environment
@@ -299,10 +304,23 @@ def drop_amp_on_cpu(cfg: Config, is_asked: bool) -> None:
         wrapper.setdefault('loss_scale', 'dynamic')
 
 
-def build_runner(cfg: Config) -> Runner:
-    """Join the processes where there are several, and build the Runner (or ``runner_type``)."""
+def build_runner(cfg: Config, compiles: bool = False) -> Runner:
+    """Join the processes where there are several, and build the Runner (or ``runner_type``).
+
+    Args:
+        cfg (Config): The config as it will run.
+        compiles (bool): Compile the blocks of the backbone.
+
+    Raises:
+        RunError: ``compiles``, and the model has no backbone of this package.
+    """
     prepare_distributed(cfg)
-    return RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
+    runner = RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
+    if compiles:
+        from .compiling import compile_blocks  # tools that do not compile start without the compiler
+
+        notice(f'--compile: {compile_blocks(runner.model)} kinds of blocks are compiled as they are first used.')
+    return runner
 
 
 def as_config(value: dict) -> ConfigDict:

@@ -1,0 +1,117 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""``--compile``: each kind of block a bounded number of times, with the gradients of the eager model."""
+
+import copy
+
+import pytest
+import torch
+from engine_toys import make_runner
+from mmcv.cnn.bricks import DropPath
+from mmengine.config import Config
+from torch import nn
+from torch._dynamo.utils import counters
+
+from mmlinattn.backbones import RAVLT, LinearSwin
+from mmlinattn.engine import RunError, cli
+from mmlinattn.engine.compiling import SharedDropPath, compile_blocks
+
+SIZES = [(64, 64), (64, 96), (80, 112), (96, 64), (72, 100)]
+SMALL = dict(embed_dims=(16, 32, 32, 32), depths=(3, 2, 1, 1), num_heads=(1, 2, 2, 2), mlp_ratios=(2,) * 4)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def ravlt(drop_path_rate=0.0, **options):
+    arch = dict(SMALL, stage_attns=('rala', 'softmax', 'rala', 'rala'), layer_scales=None)
+    return RAVLT(arch, out_indices=(0, 1), drop_path_rate=drop_path_rate, **options).double()
+
+
+def gradients(model, size):
+    torch.manual_seed(1)
+    outs = model(torch.randn(2, 3, *size, dtype=torch.float64))
+    model.zero_grad()
+    sum((out * torch.randn_like(out)).sum() for out in outs).backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_equal_gradients(compiled, eager, size):
+    for (name, ours), theirs in zip(gradients(compiled, size).items(), gradients(eager, size).values()):
+        assert (ours - theirs).norm() <= 1e-6 * theirs.norm() + 1e-9, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('with_cp', [False, True])
+def test_five_image_sizes_and_at_most_two_compilations_a_kind(with_cp):
+    eager = ravlt(with_cp=with_cp)
+    compiled = copy.deepcopy(eager)
+    kinds = compile_blocks(compiled, backend='aot_eager')
+    assert kinds == 2  # three blocks of one kind, two of another
+    for size in SIZES:
+        assert_equal_gradients(compiled, eager, size)
+    assert 2 <= counters['stats']['unique_graphs'] <= 2 * kinds
+    assert not counters['graph_break']
+
+
+@pytest.mark.slow
+def test_rates_of_stochastic_depth_share_what_is_compiled():
+    model = ravlt(drop_path_rate=0.3)
+    rates = [module.drop_prob for module in model.modules() if isinstance(module, DropPath) and module.drop_prob]
+    assert len(set(rates)) > 2
+    keys = list(model.state_dict())
+    kinds = compile_blocks(model, backend='aot_eager')
+    assert list(model.state_dict()) == keys
+    gradients(model, SIZES[0])
+    assert counters['stats']['unique_graphs'] <= kinds + 1  # the first block has no stochastic depth
+
+
+def test_stochastic_depth_with_a_rate_in_a_tensor():
+    model = ravlt(drop_path_rate=0.5)
+    compile_blocks(model, backend='eager')
+    paths = [module for module in model.modules() if isinstance(module, SharedDropPath)]
+    path = paths[-1].train()
+    kept = path(torch.ones(4000, 1, 1, dtype=torch.float64))
+    values = kept.unique().tolist()
+    keep = path.keep_rate.item()
+    assert values == pytest.approx([0, 1 / keep]) and kept.mean().item() == pytest.approx(1, abs=0.1)
+    assert torch.equal(path.eval()(kept), kept)
+
+
+def test_copies_and_files_know_nothing_of_it():
+    model = ravlt()
+    compile_blocks(model, backend='eager')
+    blocks = [block for stage in model.stages for block in stage]
+    assert all(block._compiled_call_impl is not None for block in blocks)
+    assert all(block._compiled_call_impl is None for stage in copy.deepcopy(model).stages for block in stage)
+
+
+def test_a_model_of_others_is_refused():
+    with pytest.raises(RunError, match='--compile: the model has no backbone of mmlinattn'):
+        compile_blocks(nn.Linear(2, 2))
+
+
+def test_the_tools_compile_what_they_have_built(tmp_path, monkeypatch, capsys):
+    runner = make_runner(tmp_path, [])
+    monkeypatch.setattr(cli.Runner, 'from_cfg', lambda cfg: runner)
+    monkeypatch.setattr(cli, 'prepare_distributed', lambda cfg: None)
+    assert cli.build_runner(Config()) is runner
+    with pytest.raises(RunError, match='no backbone of mmlinattn'):
+        cli.build_runner(Config(), compiles=True)
+    runner.model.backbone = ravlt()
+    assert cli.build_runner(Config(), compiles=True) is runner
+    assert '--compile: 2 kinds of blocks' in capsys.readouterr().err
+    assert runner.model.backbone.stages[0][0]._compiled_call_impl is not None
+
+
+@pytest.mark.slow
+def test_windows():
+    arch = dict(SMALL, depths=(2, 1, 1, 1), window=7, linear_windows=(14, 14, 7, 7), stage_attns=('softmax',) * 4)
+    eager = LinearSwin(arch, out_indices=(0,), drop_path_rate=0.0).double()
+    compiled = copy.deepcopy(eager)
+    kinds = compile_blocks(compiled, backend='aot_eager')
+    assert kinds == 2  # one of two blocks shifts its windows
+    for size in SIZES[:2]:
+        assert_equal_gradients(compiled, eager, size)
