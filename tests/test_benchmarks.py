@@ -1,6 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The benchmarks measure what they say; what they find is for a quiet machine."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import measure
 import pytest
 import run_attentions
@@ -160,3 +165,49 @@ def test_sizes_that_would_take_too_much_are_left_out(tmp_path, capsys):
     text = out.read_text()
     assert f'| {name} | 256 |' in text and f'| {name} | 2048 |' not in text
     assert f'Left out: {name}, 2048: about' in text and plot.stat().st_size > 5000
+
+
+GPU_BENCHMARK = """
+import sys
+sys.path[:0] = ['tests/ops', 'benchmarks']
+import interpreter, run_gpu
+tiny = '--device cpu --dtype float32 --batch 1 --heads 1 --head-dim 16 --tokens 40 --crossing 16 --images 1'.split()
+tiny += '--forward-size 32 32 --train-size 32 32 --tiny --repeats 1'.split()
+run_gpu.main([*tiny, *sys.argv[1:]])
+"""
+
+
+@pytest.mark.slow
+def test_the_gpu_benchmark_runs_in_the_interpreter(tmp_path):
+    pytest.importorskip('triton')
+    out = tmp_path / 'gpu.md'
+    arguments = ['--only', 'attention', 'crossing', 'models', 'profile', '--out', str(out)]
+    done = subprocess.run(
+        [sys.executable, '-c', GPU_BENCHMARK, *arguments],
+        env={**os.environ, 'TRITON_INTERPRET': '1', 'OMP_NUM_THREADS': '1'},
+        cwd=Path(__file__).resolve().parent.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = out.read_text()
+    for row in (
+        'rala, backward',
+        'focused, first call',
+        '| 16 |',
+        'train, fully linear / softmax twin',
+        'FLatten-Swin-T',
+    ):
+        assert row in report
+
+
+def test_traffic_is_counted_without_a_gpu(capsys):
+    pytest.importorskip('triton')
+    import count_traffic
+
+    count_traffic.main([])
+    rows = [line.strip('| ').split(' | ') for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(rows) == 8
+    for _, _, ideal, plain_kernels, plain, kernels, tensors in rows:
+        assert float(ideal) <= float(tensors) < 2 * float(ideal) < float(plain)
+        assert int(kernels) <= 6 < int(plain_kernels)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from mmengine.registry import MODELS
 
-import mmlinattn  # noqa: F401
+import mmlinattn
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
 
@@ -90,3 +90,81 @@ def test_compiles_whole(cfg):
         outs, expected = torch.compile(model, fullgraph=True)(image), model(image)
     for out, reference in zip(outs, expected):
         assert relative(out, reference) < 1e-2
+
+
+# --- kernels at sizes that only a GPU stands --------------------------------------------------------------------------
+
+
+def kernel_of(name, tokens, heads, d):
+    """Kernels, plain form and options of an attention."""
+    from mmlinattn import ops
+
+    pytest.importorskip('triton')
+    angle = torch.rand(tokens, d // 2, device='cuda')
+    options = {
+        'rala': dict(rotary=torch.stack((angle.cos(), angle.sin()), dim=-1), weight_scale=d**-0.5),
+        'inline_attention': dict(scale=d**-0.5),
+        'linear_attention': dict(kernel='elu'),
+        'focused_attention': dict(inverse_scale=torch.rand(heads * d, device='cuda') + 0.5, power=3),
+    }[name]
+    return getattr(ops, name), options
+
+
+@pytest.mark.parametrize(
+    'batch, tokens, heads, d, dtype',
+    [
+        (1, 2**20, 4, 32, torch.bfloat16),  # 4096 x 4096 pixels in a first stage
+        (64, 3136, 3, 32, torch.float16),
+        (2, 16387, 16, 64, torch.bfloat16),
+        (8, 1021, 4, 48, torch.float32),
+        (3, 777, 2, 128, torch.bfloat16),
+        (1, 2**20 + 1, 16, 48, torch.bfloat16),  # 2^31 numbers and more
+    ],
+)
+@pytest.mark.parametrize('name', ['rala', 'inline_attention', 'linear_attention', 'focused_attention'])
+def test_kernels_at_large_sizes(name, batch, tokens, heads, d, dtype):
+    op, options = kernel_of(name, tokens, heads, d)
+    x = torch.randn(batch, tokens, 3 * heads * d, device='cuda', dtype=dtype).requires_grad_()
+    out = op(*x.chunk(3, dim=-1), heads, **options)
+    assert f'mmlinattn_{name}' in str(out.grad_fn)
+    probe = torch.randn_like(out)
+    (grad,) = torch.autograd.grad(out, x, probe)
+    first = range(0, heads, max(1, heads // 2))  # the plain form, in float32, takes a multiple of the memory
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    if name == 'focused_attention' and batch * tokens * heads * d > 2**28:
+        assert out.isfinite().all() and grad.isfinite().all()
+        return
+    for head in [range(heads)] if name == 'focused_attention' else [range(i, i + 1) for i in first]:
+        channels = slice(head[0] * d, (head[-1] + 1) * d)
+        parts = [t[..., channels].detach().float().requires_grad_() for t in x.chunk(3, dim=-1)]
+        with mmlinattn.ops.use('reference'):
+            expected = op(*parts, len(head), **options)
+        expected_grads = torch.autograd.grad(expected, parts, probe[..., channels].float())
+        assert relative_norm(out[..., channels], expected) < tolerance
+        for ours, theirs in zip(grad.chunk(3, dim=-1), expected_grads):
+            assert relative_norm(ours[..., channels], theirs) < tolerance
+
+
+def relative_norm(a, b) -> float:
+    return ((a.float() - b).norm() / b.norm()).item()
+
+
+@pytest.mark.parametrize('size', [3, 5])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+def test_depthwise_kernels_at_large_sizes(size, dtype):
+    from mmlinattn import ops
+
+    pytest.importorskip('triton')
+    image = torch.randn(8, 201, 303, 96, device='cuda', dtype=dtype).permute(0, 3, 1, 2).requires_grad_()
+    weight, bias = torch.randn(96, 1, size, size, device='cuda'), torch.randn(96, device='cuda')
+    leaves = [image, weight.to(dtype).requires_grad_(), bias.to(dtype).requires_grad_()]
+    wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
+    out = ops.depthwise_conv2d(*leaves)
+    assert 'mmlinattn' in str(out.grad_fn)
+    with mmlinattn.ops.use('reference'), torch.backends.cudnn.flags(allow_tf32=False):
+        expected = ops.depthwise_conv2d(*wide)
+    probe = torch.randn_like(out)
+    pairs = zip(torch.autograd.grad(out, leaves, probe), torch.autograd.grad(expected, wide, probe.float()))
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    assert relative_norm(out, expected) < tolerance
+    assert all(relative_norm(ours, theirs) < tolerance for ours, theirs in pairs)

@@ -1,0 +1,139 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Kernels and memory traffic of linear attentions on a GPU, counted without one.
+
+    python benchmarks/count_traffic.py
+
+The plain form: every operation that autograd runs is one kernel, reads its inputs and writes its outputs. The GPU
+kernels: what they are started with. Nothing is computed; caches may serve what is read twice. In units of one tensor of
+all tokens, (B, N, C).
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
+
+from mmlinattn.ops.focused_attention import reference as focused  # noqa: E402
+from mmlinattn.ops.inline_attention import reference as inline  # noqa: E402
+from mmlinattn.ops.linear_attention import reference as linear  # noqa: E402
+from mmlinattn.ops.linear_attention import triton_launch as launch  # noqa: E402
+from mmlinattn.ops.rala import reference as augmented  # noqa: E402
+
+VIEWS = (
+    'view',
+    'expand',
+    'slice',
+    'select',
+    'transpose',
+    'permute',
+    'unsqueeze',
+    'squeeze',
+    'split',
+    'detach',
+    't.',
+    '_unsafe_view',
+    '_reshape',
+)
+# the fewest tensors of all tokens: q, k, v and the result; those, the gradients of all four
+IDEAL = dict(forward=4, backward=7)
+
+
+def touched(tensors) -> int:
+    """Bytes of tensors, each stretch of memory once; what is expanded lies in memory once."""
+    seen = {}
+    for t in tensors:
+        if isinstance(t, Tensor):
+            sizes = [n for n, stride in zip(t.shape, t.stride()) if stride]
+            seen[id(t)] = torch.Size(sizes).numel() * t.element_size()
+    return sum(seen.values())
+
+
+class Operations(TorchDispatchMode):
+    """Counts kernels and bytes of all operations that are not views or allocations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func.name().removeprefix('aten::') + '.'
+        if not func.is_view and not name.startswith(VIEWS) and not name.startswith(('empty', 'new_empty')):
+            self.kernels += 1
+            self.bytes += touched(tree_leaves((args, kwargs))) + touched(tree_leaves(out))
+        return out
+
+
+def plain(op, q: Tensor, k: Tensor, v: Tensor, options: dict) -> dict[str, tuple[int, int]]:
+    with Operations() as forward:
+        out = op(q, k, v, **options)
+    with Operations() as backward:
+        torch.autograd.grad(out, (q, k, v), torch.empty_like(out))
+    return dict(forward=(forward.kernels, forward.bytes), backward=(backward.kernels, backward.bytes))
+
+
+def kernels(spec, q: Tensor, k: Tensor, v: Tensor, tensors: dict) -> dict[str, tuple[int, int]]:
+    counts = []
+
+    def count(kernel, grid, device, *args, **settings):
+        counts.append(touched(args))
+
+    with mock.patch.object(launch, 'launch', count):
+        out, saved = launch.forward(spec, q, k, v, **tensors)
+        forward, counts[:] = list(counts), []
+        grads = torch.empty(*q.shape[:2], 3 * q.shape[2], dtype=q.dtype, device=q.device).chunk(3, dim=-1)
+        launch.backward(spec, out, q, k, v, saved, grads, **tensors)
+    return dict(forward=(len(forward), sum(forward)), backward=(len(counts), sum(counts)))
+
+
+def cases(batch: int, heads: int, tokens: int, d: int, dtype: torch.dtype):
+    """Name, plain form with its options, kernels with theirs."""
+    rotary = torch.empty(tokens, d // 2, 2, device='meta')
+    scale = torch.empty(heads * d, device='meta')
+    table = torch.empty(1, tokens, heads * d, dtype=dtype, device='meta')
+    shared = table.expand(batch, -1, -1)
+    attention = launch.Attention
+    yield 'RALA', augmented.rala, dict(rotary=rotary), attention(heads, 'elu', weighted=True), dict(rotary=rotary)
+    yield 'InLine', inline.inline_attention, dict(scale=1.0), attention(heads, 'identity', centred=True), {}
+    yield (
+        'focused',
+        focused.focused_attention,
+        dict(inverse_scale=scale, power=3, offset=table),
+        attention(heads, 'focused', power=3.0),
+        dict(scale=scale, offset=shared),
+    )
+    yield 'linear, ELU + 1', linear.linear_attention, dict(kernel='elu'), attention(heads, 'elu'), {}
+
+
+def main(argv=None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--batch', type=int, default=8)
+    parser.add_argument('--heads', type=int, default=16)
+    parser.add_argument('--tokens', type=int, default=16384)
+    parser.add_argument('--head-dim', type=int, default=64)
+    parser.add_argument('--dtype', default='bfloat16', choices=['float32', 'float16', 'bfloat16'])
+    args = parser.parse_args(argv)
+    dtype = getattr(torch, args.dtype)
+    print('| attention | pass | ideal, tensors | plain form: kernels | tensors | GPU kernels: kernels | tensors |')
+    print('| --- | --- | --- | --- | --- | --- | --- |')
+    for name, op, options, spec, tensors in cases(args.batch, args.heads, args.tokens, args.head_dim, dtype):
+        x = torch.empty(args.batch, args.tokens, 3 * args.heads * args.head_dim, dtype=dtype, device='meta')
+        q, k, v = x.requires_grad_().chunk(3, dim=-1)
+        options = dict(num_heads=args.heads, **options)
+        unit = touched([q])
+        before = plain(op, q, k, v, options)
+        after = kernels(spec, *(t.detach() for t in (q, k, v)), tensors)
+        for part, ideal in IDEAL.items():
+            cells = [f'{count} | {size / unit:.1f}' for count, size in (before[part], after[part])]
+            print(f'| {name} | {part} | {ideal} | {" | ".join(cells)} |')
+
+
+if __name__ == '__main__':
+    main()
