@@ -219,7 +219,7 @@ def test_existing_environment_is_told_what_it_lacks(tmp_path, how):
         done = setup_env(PATH=path, MMLINATTN_USE_EXISTING_ENV='1')
     assert 'nothing was installed' in refused(done)
     assert 'torch does not work: No module named' in done.stderr
-    assert "mim install 'mmcv>=2.0.0,<2.2.0'" in done.stderr
+    assert "mim install 'mmcv>=2.1.0,<2.2.0'" in done.stderr
     assert f'-e {ROOT}' in done.stderr
     assert before == sorted(path for path in bare.rglob('*') if '__pycache__' not in path.parts)
 

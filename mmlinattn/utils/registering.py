@@ -7,12 +7,16 @@ from .files import project_files
 __all__ = ['register_all_modules']
 
 
-def register_all_modules() -> None:
+def register_all_modules(init_default_scope: bool = True) -> None:
     """Register everything of this package, and its classifiers with MMPretrain's hub by their names.
 
     MMEngine's ``mmengine.hub.get_model('mmlinattn::...')`` calls it. Afterwards MMPretrain's ``list_models``,
     ``get_model`` and ``ImageClassificationInferencer`` know the classifiers by the names of the metafiles
     (``ravlt_t_in1k``). Calling it again does no harm; without MMPretrain it registers the modules only.
+
+    Args:
+        init_default_scope (bool): What MMEngine's registries pass; without effect, since the scope of a config is that
+            of the task's package.
     """
     importlib.import_module('mmlinattn')  # registers on import
     if find_spec('mmpretrain') is not None:
