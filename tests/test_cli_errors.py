@@ -67,6 +67,12 @@ def test_package_of_a_base_config_not_installed(fails, tmp_path, monkeypatch):
     assert 'pip install "mmdet>=' in fails('train.py', 'config.py')
 
 
+def test_options_that_do_not_fit_the_config(fails):
+    """``custom_hooks`` is a list."""
+    line = fails('train.py', CONFIG, '--cfg-options', 'custom_hooks.interval=3')
+    assert line.startswith("error: --cfg-options {'custom_hooks.interval': 3} does not fit the config: ")
+
+
 def test_work_dir_is_a_file(fails, checkpoint):
     assert "work dir 'checkpoint.pth' cannot be written" in fails('train.py', CONFIG, '--work-dir', 'checkpoint.pth')
 

@@ -96,7 +96,10 @@ def load_config(args: argparse.Namespace) -> Config:
     if args.data_root:
         _set_data_root(cfg, args.data_root)
     if args.cfg_options:
-        cfg.merge_from_dict(args.cfg_options)
+        try:
+            cfg.merge_from_dict(args.cfg_options)
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            raise RunError(f'--cfg-options {args.cfg_options} does not fit the config: {error}') from error
     if args.no_pin_memory:
         for stage in ('train', 'val', 'test'):
             if cfg.get(f'{stage}_dataloader'):

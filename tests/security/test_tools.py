@@ -55,16 +55,23 @@ def fails(folder, monkeypatch, capfd):
     return run
 
 
+def pretrained_by(file) -> str:
+    config = Path('pretrained.py')
+    config.write_text(
+        f'_base_ = {str(CONFIG)!r}\n'
+        f"init_cfg = dict(_delete_=True, type='Pretrained', checkpoint={str(file)!r})\n"
+        'model = dict(backbone=dict(init_cfg=init_cfg))\n'
+    )
+    return str(config)
+
+
 DATA = ['--data-root', 'data', '--work-dir', 'work']
 PATHS = {
     'train --resume': lambda file: ('train.py', CONFIG, '--resume', file, *DATA),
     'train load_from': lambda file: ('train.py', CONFIG, *DATA, '--cfg-options', f'load_from={file}'),
-    'train init_cfg': lambda file: (
-        'train.py', CONFIG, *DATA, '--cfg-options', 'model.backbone.init_cfg.type=Pretrained',
-        f'model.backbone.init_cfg.checkpoint={file}',
-    ),
+    'train init_cfg': lambda file: ('train.py', pretrained_by(file), *DATA),
     'test': lambda file: ('test.py', CONFIG, file, *DATA),
-    'demo': lambda file: ('demo.py', next(Path('data').rglob('*.jpg'), 'none'), CONFIG, file, '--out', 'out.jpg'),
+    'demo': lambda file: ('demo.py', next(Path('data').rglob('*.JPEG')), CONFIG, file, '--out', 'out.jpg'),
 }  # fmt: skip
 FILES = {
     'os.system in anything': 'is not known to be harmless',
