@@ -11,6 +11,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serve
 
 import mmlinattn  # noqa: F401, registers the backbones
 from mmlinattn.checkpoints.convert import main
+from mmlinattn.engine.stopping import clean_end
 
 if __name__ == '__main__':
-    sys.exit(main())
+    with clean_end():
+        status = main()
+    sys.exit(status)

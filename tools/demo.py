@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serve
 from mmlinattn.engine import RunError
 from mmlinattn.engine.checkpoint_match import check_weights
 from mmlinattn.engine.cli import check_checkpoint, explained_setup, notice, one_line_errors, read_config, require
+from mmlinattn.engine.stopping import clean_end
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
 
@@ -140,7 +141,7 @@ def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> None:
 
 def main() -> None:
     args = parse_args()
-    with one_line_errors():
+    with clean_end(), one_line_errors():
         cfg = read_config(args.config)
         args.checkpoint = check_checkpoint(args.checkpoint, 'checkpoint')
         pictures = find_pictures(args.image)
