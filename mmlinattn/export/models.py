@@ -122,13 +122,20 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
 
 
 def class_names(cfg: Config) -> Optional[list[str]]:
-    """The names that the config, or the class of its test data set, has for the labels."""
+    """The names that the config, or the class of its test data set, has for the labels of the head."""
     dataset = (cfg.get('test_dataloader') or {}).get('dataset') or {}
     while 'dataset' in dataset:  # wrappers
         dataset = dataset['dataset']
     given = dataset.get('metainfo') or {}
-    known = getattr(DATASETS.get(dataset['type']), 'METAINFO', {}) if dataset.get('type') else {}
-    return given.get('classes') or (known or {}).get('classes')
+    known = {}
+    if dataset.get('type'):
+        with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry:
+            known = getattr(registry.get(dataset['type']), 'METAINFO', {})
+    classes = given.get('classes') or known.get('classes')
+    # a data set in the layout of another has the names of that one
+    head = cfg.model.get('decode_head') or cfg.model.get('head') or {}
+    number = None if isinstance(head, (list, tuple)) else head.get('num_classes')
+    return None if classes is not None and number not in (None, len(classes)) else classes
 
 
 def default_shape(cfg: Config) -> tuple[int, int]:
