@@ -8,7 +8,7 @@ from config_helpers import ROOT
 
 import mmlinattn  # noqa: F401  registers the hosts
 from mmlinattn import backbones
-from mmlinattn.analysis import attentions
+from mmlinattn.analysis import ablation, attentions  # noqa: F401  a study adds no attention to the registry
 from mmlinattn.attention import TOKEN_MIXERS
 
 PAGE = ROOT / 'docs' / 'attentions.md'

@@ -77,7 +77,6 @@ class Study(NamedTuple):
     pairs: list
 
 
-@TOKEN_MIXERS.register_module('confused_softmax')
 class ConfusedSoftmaxMixer(SoftmaxMixer):
     """Softmax attention with ``q := ReLU(q) / |ReLU(q)|`` by head: queries of one direction become one (InLine Tab. 1).
     Only for the study."""
@@ -146,7 +145,7 @@ def _inline_study() -> Study:
 
     arms = {
         'softmax': Arm(_pvt('softmax'), printed(72.2), masks=True),
-        'softmax, confused': Arm(_pvt('confused_softmax'), printed(70.6)),
+        'softmax, confused': Arm(_pvt(dict(type=ConfusedSoftmaxMixer)), printed(70.6)),
         'relu, linear': Arm(_pvt(_inline(kernel='relu', injective=False))),
         'relu, injective': Arm(_pvt(_inline(kernel='relu'))),
         'exp, linear': Arm(_pvt(_inline(kernel='exp', injective=False))),
@@ -200,8 +199,8 @@ def _hallucinated_study() -> Study:
 
 
 def _attentions_study() -> Study:
-    named = {name: name for name in sorted(TOKEN_MIXERS.module_dict) if name != 'confused_softmax'}
-    return Study('every attention in one host', {name: Arm(_pvt(mixer)) for name, mixer in named.items()}, [])
+    arms = {name: Arm(_pvt(name)) for name in sorted(TOKEN_MIXERS.module_dict)}
+    return Study('every attention in one host', arms, [])
 
 
 STUDIES: dict[str, Callable[[], Study]] = dict(

@@ -163,13 +163,16 @@ def get_mixer(spec: Union[str, dict]) -> tuple[type, dict]:
     """Class and options of an attention named as in ``stage_attns``.
 
     Args:
-        spec (str | dict): A registered name, or ``dict(type=name, **options)``.
+        spec (str | dict): A registered name, or ``dict(type=name, **options)``; as in MMEngine, a class may stand for
+            its name in the dict.
 
     Raises:
         ValueError: For an unknown name; lists the known ones.
     """
     options = dict(type=spec) if isinstance(spec, str) else dict(spec)
     name = options.pop('type', None)
+    if isinstance(name, type) and issubclass(name, TokenMixer):
+        return name, options
     mixer = TOKEN_MIXERS.module_dict.get(name)
     if mixer is None:
         raise ValueError(f'stage_attns: unknown attention {name!r}; known are {sorted(TOKEN_MIXERS.module_dict)}')

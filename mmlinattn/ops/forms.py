@@ -66,7 +66,10 @@ def is_exported() -> bool:
 
 
 def is_transformed() -> bool:
-    """Whether ``torch.func`` transforms the call or forward-mode derivatives are taken."""
+    """Whether ``torch.func`` transforms the call or forward-mode derivatives are taken; False in ``torch.compile``,
+    whose tracer answers such questions about itself."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 

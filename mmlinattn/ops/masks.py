@@ -13,9 +13,9 @@ Count = Union[int, Tensor]
 
 
 def count_tokens(x: Tensor, mask: Optional[Tensor]) -> Count:
-    """Number of real tokens of (B, heads, N, d): N, or (B, 1, 1, 1) with a mask, at least 1."""
+    """Number of real tokens of (..., B, heads, N, d): N, or (B, 1, 1, 1) with a mask, at least 1."""
     if mask is None:
-        return x.shape[2]
+        return x.shape[-2]
     return mask.sum(dim=1)[:, None, None, None].clamp(min=1).to(accumulation_dtype(x))
 
 
@@ -25,10 +25,10 @@ def divisor(count: Count) -> Union[float, Tensor]:
 
 
 def token_mean(x: Tensor, mask: Optional[Tensor], count: Count) -> Tensor:
-    """Mean over the real tokens, (B, heads, N, d) -> (B, heads, 1, d), in float32 or better."""
+    """Mean over the real tokens, (..., B, heads, N, d) -> (..., B, heads, 1, d), in float32 or better."""
     wide = accumulation_dtype(x)
     if mask is None:
-        return x.sum(dim=2, keepdim=True, dtype=wide) / count
+        return x.sum(dim=-2, keepdim=True, dtype=wide) / count
     # a product with the mask is a masked sum without a masked copy
     return (mask[:, None, None].to(wide) @ x.to(wide)) / count
 

@@ -38,6 +38,23 @@ def merge_heads(x: Tensor) -> Tensor:
     return settled(x.transpose(1, 2)).flatten(2)
 
 
+def heads_of(x: Tensor, num_heads: int) -> Tensor:
+    """(B, N, heads * d) -> (1, B, heads, N, d), a view: :func:`split_heads` for the plain forms, which compilers get.
+
+    Of five axes, since Inductor keeps every tensor of four channels-last in models with convolutions: heads come to lie
+    innermost. That copies each map, and its C++ code for sums in that order writes past the end of their memory where
+    the number of heads is no multiple of the vector's length (PyTorch 2.11, pytorch/pytorch#196681).
+    """
+    batch, tokens, channels = x.shape
+    return x.reshape(1, batch, tokens, num_heads, channels // num_heads).transpose(2, 3)
+
+
+def tokens_of(x: Tensor) -> Tensor:
+    """(1, B, heads, N, d) -> (B, N, heads * d), back from :func:`heads_of`."""
+    _, batch, heads, tokens, width = x.shape
+    return settled(x.transpose(2, 3)).reshape(batch, tokens, heads * width)
+
+
 # --- who else may see a tensor ----------------------------------------------------------------------------------------
 
 

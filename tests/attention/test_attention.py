@@ -210,6 +210,10 @@ def test_unknown_attention_lists_the_known_ones():
         get_mixer(dict(kernel='elu'))
 
 
+def test_a_class_may_stand_for_its_name():
+    assert get_mixer(dict(type=RALAMixer, kernel='elu')) == (RALAMixer, dict(kernel='elu'))
+
+
 @pytest.mark.parametrize('heads', [3, 0, -1])
 def test_heads_have_to_divide_the_width(heads):
     with pytest.raises(ValueError, match=f'num_heads={heads} has to divide the width 16'):

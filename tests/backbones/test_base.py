@@ -322,9 +322,6 @@ def test_dynamo_captures_one_graph(build):
 
 
 @pytest.mark.slow
-@pytest.mark.skip(
-    reason='open: what Inductor of PyTorch 2.11 makes of RAVLT for CPUs corrupts its memory, cause not found'
-)
 def test_compiled(build):
     """Inductor builds C++ code; minutes where the machine is busy."""
     model, x = build(drop_path_rate=0.0).eval(), image(1)

@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -166,6 +167,48 @@ def test_a_training_step_compiles(mixer, dynamic):
             results.append([out.detach(), leaf.grad, *(p.grad for p in attention.parameters())])
         for ours, theirs in zip(*results):
             torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def compiled_nodes(function, *inputs):
+    """(operator, float result of it) of the graph that ``torch.compile`` hands to its code generator."""
+    nodes = []
+
+    def keep(graph, _):
+        nodes.extend((str(node.target), node.meta['val']) for node in graph.graph.nodes if node.op == 'call_function')
+        return graph
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(function, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(*inputs)
+    first = [(op, value[0] if isinstance(value, (tuple, list)) else value) for op, value in nodes]
+    return [(op, value) for op, value in first if value.is_floating_point()]
+
+
+@pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
+@pytest.mark.parametrize('op', ['rala', 'linear_attention', 'inline_attention', 'efficient_attention', 'angular'])
+def test_compiled_heads_are_no_axis_of_channels_last_maps(op, masked):
+    """Code that Inductor makes for sums in that order writes past their end (pytorch/pytorch#196681)."""
+    options = dict(
+        rala=dict(num_heads=HEADS, kernel='softmax', rotary=table(torch.float32)),
+        linear_attention=dict(num_heads=HEADS, kernel='elu'),
+        inline_attention=dict(num_heads=HEADS, scale=1.0, kernel='softmax'),
+        efficient_attention=dict(num_heads=HEADS),
+        angular=dict(num_heads=HEADS, released=False),
+    )[op]
+    function = getattr(ops, 'angular_attention' if op == 'angular' else op)
+    mask = torch.arange(GRID.num_tokens).expand(2, -1) < 9 if masked else None
+    inputs = [tokens(torch.float32) for _ in range(3)]
+    nodes = compiled_nodes(lambda q, k, v: function(q, k, v, mask=mask, **options), *inputs)
+    assert [op for op, value in nodes if 'bmm' in op]
+    assert [op for op, value in nodes if value.dim() == 4 and value.shape[1] == HEADS] == []
+
+
+def test_compiled_softmax_attention_is_fused():
+    """The map of all pairs is in no graph; Dynamo answers for itself when asked whether torch.func is at work."""
+    inputs = [tokens(torch.float32) for _ in range(3)]
+    nodes = compiled_nodes(lambda q, k, v: ops.softmax_attention(q, k, v, HEADS), *inputs)
+    assert [op for op, _ in nodes if 'scaled_dot_product' in op]
+    assert not [op for op, value in nodes if value.shape[-2:] == (GRID.num_tokens,) * 2]
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from torch import Tensor
 from ..forms import accumulation_dtype
 from ..kernels import unit
 from ..masks import count_tokens
-from ..memory import merge_heads, split_heads
+from ..memory import heads_of, tokens_of
 
 
 def angular_attention(
@@ -15,13 +15,13 @@ def angular_attention(
 ) -> Tensor:
     wide, dtype = accumulation_dtype(q), v.dtype
     # sums over tokens of the released form are not divided by their number, which float16 would not hold
-    q, k, v = (split_heads(t.to(wide), num_heads) for t in (q, k, v))
+    q, k, v = (heads_of(t.to(wide), num_heads) for t in (q, k, v))
     q, k = unit(q), unit(k)
     if released:
         out = unit(v / 2 + q @ (k.transpose(-1, -2) @ v) / math.pi)
-        return merge_heads(out.to(dtype))
+        return tokens_of(out.to(dtype))
     count = count_tokens(k, mask)
     k = k if mask is None else k * mask[:, None, :, None].to(wide)
-    numerator = v.sum(dim=2, keepdim=True) / 2 + q @ (k.transpose(-1, -2) @ v) / math.pi
-    weight = count / 2 + q @ k.sum(dim=2, keepdim=True).transpose(-1, -2) / math.pi
-    return merge_heads((numerator / weight).to(dtype))
+    numerator = v.sum(dim=-2, keepdim=True) / 2 + q @ (k.transpose(-1, -2) @ v) / math.pi
+    weight = count / 2 + q @ k.sum(dim=-2, keepdim=True).transpose(-1, -2) / math.pi
+    return tokens_of((numerator / weight).to(dtype))

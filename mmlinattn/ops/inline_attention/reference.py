@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..kernels import kernel_map
 from ..masks import count_tokens, divisor, token_mean
-from ..memory import merge_heads, split_heads
+from ..memory import heads_of, tokens_of
 
 
 def inline_attention(
@@ -17,8 +17,8 @@ def inline_attention(
     kernel: str = 'identity',
     mask: Optional[Tensor] = None,
 ) -> Tensor:
-    q, k, v = (split_heads(t, num_heads) for t in (q, k, v))
-    return merge_heads(attend(kernel_map(q, kernel), kernel_map(k, kernel), v, scale, mask))
+    q, k, v = (heads_of(t, num_heads) for t in (q, k, v))
+    return tokens_of(attend(kernel_map(q, kernel), kernel_map(k, kernel), v, scale, mask))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Optional[Tensor]) -> Tensor:

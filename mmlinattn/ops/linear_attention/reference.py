@@ -6,7 +6,7 @@ from torch import Tensor
 from ..forms import accumulation_dtype
 from ..kernels import kernel_map
 from ..masks import count_tokens, divisor, padded_eps, token_mean
-from ..memory import merge_heads, split_heads
+from ..memory import heads_of, tokens_of
 
 
 def linear_attention(
@@ -18,8 +18,8 @@ def linear_attention(
     mask: Optional[Tensor] = None,
     eps: float = 1e-6,
 ) -> Tensor:
-    q, k, v = (split_heads(t, num_heads) for t in (q, k, v))
-    return merge_heads(attend(kernel_map(q, kernel), kernel_map(k, kernel), v, mask, eps))
+    q, k, v = (heads_of(t, num_heads) for t in (q, k, v))
+    return tokens_of(attend(kernel_map(q, kernel), kernel_map(k, kernel), v, mask, eps))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], eps: float) -> Tensor:

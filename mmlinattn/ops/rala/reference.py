@@ -7,7 +7,7 @@ from torch import Tensor
 from ..forms import accumulation_dtype
 from ..kernels import LOWEST_EXPONENT, kernel_map
 from ..masks import count_tokens, divisor, padded_eps
-from ..memory import merge_heads, split_heads
+from ..memory import heads_of, tokens_of
 from ..rotary.reference import rotate
 
 
@@ -22,17 +22,17 @@ def rala(
     weight_scale: Optional[float] = 1.0,
     eps: float = 1e-6,
 ) -> Tensor:
-    q, k, v = (split_heads(t, num_heads) for t in (q, k, v))
+    q, k, v = (heads_of(t, num_heads) for t in (q, k, v))
     q, k = kernel_map(q, kernel), kernel_map(k, kernel)
     wide = accumulation_dtype(q)
     count = count_tokens(k, mask)  # N, or (B, 1, 1, 1)
     real = None if mask is None else mask[:, None, :, None]  # (B, 1, N, 1)
     if weight_scale is not None:
-        mean_query = (q if real is None else q * real).sum(dim=2, keepdim=True, dtype=wide) / count
+        mean_query = (q if real is None else q * real).sum(dim=-2, keepdim=True, dtype=wide) / count
         logits = (k @ mean_query.to(k.dtype).transpose(-1, -2)).to(wide) * weight_scale  # (B, heads, N, 1)
         weight = token_weights(logits, mask)  # a / N
     else:
-        weight = (torch.ones_like(k[:1, :1, :, :1]) if real is None else real).to(wide) / count
+        weight = (torch.ones_like(k[:, :1, :1, :, :1]) if real is None else real).to(wide) / count
     key_mean = (k.transpose(-1, -2).to(wide) @ weight).to(q.dtype)  # mean_j(a_j k_j), (B, heads, d, 1)
     normaliser = (q @ key_mean).to(wide) + padded_eps(eps, mask, wide)
     q = (q / normaliser).to(q.dtype)  # dividing the result instead would keep one map more for the backward pass
@@ -43,7 +43,7 @@ def rala(
         k, v = (k * divisor(count)).to(q.dtype), (v * (weight / divisor(count))).to(q.dtype)
     if rotary is not None:
         q, k = rotate(q, rotary), rotate(k, rotary)
-    return merge_heads(q @ (k.transpose(-1, -2) @ v))
+    return tokens_of(q @ (k.transpose(-1, -2) @ v))
 
 
 def token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
@@ -53,7 +53,7 @@ def token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
     lowest = torch.finfo(logits.dtype).min
     if hidden is not None:
         logits = logits.masked_fill(hidden, lowest)
-    logits = torch.maximum(logits, logits.amax(dim=2, keepdim=True) + LOWEST_EXPONENT)
+    logits = torch.maximum(logits, logits.amax(dim=-2, keepdim=True) + LOWEST_EXPONENT)
     if hidden is not None:
         logits = logits.masked_fill(hidden, lowest)
-    return logits.softmax(dim=2)
+    return logits.softmax(dim=-2)
