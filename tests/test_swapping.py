@@ -14,7 +14,7 @@ from mmengine.registry import MODELS, init_default_scope
 from test_configs_training import training_batch
 
 from mmlinattn.engine import RunError
-from mmlinattn.heads import MapAdapter
+from mmlinattn.necks import MapAdapter
 from mmlinattn.swapping import NoPlace, backbone_names, swap_backbone
 from mmlinattn.swapping.rewiring import Wiring, assign_stages
 from mmlinattn.swapping.upstream import without_weights

@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from .angular import AngularMixer
-from .arrangements import Cuts, GlobalAttention, ReducedAttention, StripeAttention, WindowAttention
+from .arrangements import GlobalAttention, MapWindows, ReducedAttention, StripeAttention, WindowAttention
 from .base import TOKEN_MIXERS, Attention, TokenMixer, get_mixer
 from .efficient import EfficientMixer
 from .enhanced import EnhancedMixer
@@ -17,7 +17,7 @@ __all__ = [
     'TOKEN_MIXERS',
     'AngularMixer',
     'Attention',
-    'Cuts',
+    'MapWindows',
     'EfficientMixer',
     'EnhancedMixer',
     'FocusedMixer',

@@ -49,7 +49,7 @@ class ReducedAttention(Attention):
         return out.unflatten(1, grid[:2])
 
 
-class Cuts:
+class MapWindows:
     """The windows of one map with their masks, made once a forward pass and shared by the blocks of a stage."""
 
     def __init__(self, x: Tensor) -> None:
@@ -158,32 +158,32 @@ class WindowAttention(Attention):
         has_bias = relative_bias and self.mixer.bias and window is not None
         self.relative_bias = RelativePositionBias(window, self.mixer.num_heads) if has_bias else None
 
-    def forward(self, x: Tensor, cuts: Optional[Cuts] = None, **shared) -> Tensor:
+    def forward(self, x: Tensor, map_windows: Optional[MapWindows] = None, **shared) -> Tensor:
         windows = Windows.fit(*x.shape[1:3], self.window, self.shift)
         # a recorded graph has to hold as many windows at any size
         is_cut_alike = self.mixer.quadratic or forms.is_traced() or isinstance(windows, OpenWindows)
         if not (is_cut_alike or windows.is_whole or any(windows.shift)):
             return self.in_regions(x, windows, **shared)
-        windows, real, regions = (cuts or Cuts(x)).get(self.window, self.shift)
+        windows, real, regions = (map_windows or MapWindows(x)).get(self.window, self.shift)
         # four dimensions: with three, PyTorch leaves its fused attention
         bias = None if self.relative_bias is None else self.relative_bias(*windows.window)[None]
         if regions is not None and self.mixer.bias:
             bias = regions if bias is None else bias + regions
             bias = bias.repeat(x.shape[0], 1, 1, 1)
-        if 'source' in shared:
-            shared['source'] = windows.partition(shared['source'])
+        if 'context_tokens' in shared:
+            shared['context_tokens'] = windows.partition(shared['context_tokens'])
         tokens, grid = windows.partition(x), windows.grid(x)
         if self.mixer.local_keys:
             grid = grid._replace(regions=windows.region_index(x))
         return windows.merge(super().forward(tokens, grid, mask=real, bias=bias, **shared))
 
-    def in_regions(self, x: Tensor, windows: Windows, source: Optional[Tensor] = None, **shared) -> Tensor:
+    def in_regions(self, x: Tensor, windows: Windows, context_tokens: Optional[Tensor] = None, **shared) -> Tensor:
         """Windows that end where the map does, instead of padding: windows of a linear attention are large."""
 
         def mixed_regions():
             for rows, columns, part in windows.regions():
-                if source is not None:
-                    shared['source'] = part.partition(source[:, rows, columns])
+                if context_tokens is not None:
+                    shared['context_tokens'] = part.partition(context_tokens[:, rows, columns])
                 tokens, grid = part.partition(x[:, rows, columns]), Grid(*part.window, within=windows.window)
                 yield rows, columns, part.merge(super(WindowAttention, self).forward(tokens, grid, **shared))
 
@@ -233,17 +233,19 @@ class StripeAttention(BaseModule):
     def wants_input(self) -> bool:
         return self.branches[0].mixer.context
 
-    def forward(self, x: Tensor, cuts: Optional[Cuts] = None, source: Optional[Tensor] = None, **shared) -> Tensor:
-        cuts = cuts or Cuts(x)
+    def forward(
+        self, x: Tensor, map_windows: Optional[MapWindows] = None, context_tokens: Optional[Tensor] = None, **shared
+    ) -> Tensor:
+        map_windows = map_windows or MapWindows(x)
         # (B, H, W, 2, w) for each of q, k, v (and gate): the halves of the channels belong to the two directions
         parts = apply_linear(self.qkv, x).split([2 * width for width in self.widths], dim=-1)
         parts = [part.unflatten(-1, (2, -1)) for part in parts]
         outs = []
         for i, window in enumerate(((None, self.stripe), (self.stripe, None))):
-            windows, real, _ = cuts.get(window, False)
+            windows, real, _ = map_windows.get(window, False)
             stripes = windows.partition(torch.cat([part[..., i, :] for part in parts], dim=-1))
             q, k, v, *gate = stripes.split(self.widths, dim=-1)
-            context = None if source is None else windows.partition(source.chunk(2, dim=-1)[i])
-            out = self.branches[i].mix(q, k, v, windows.grid(x), mask=real, source=context, **shared)
+            context = None if context_tokens is None else windows.partition(context_tokens.chunk(2, dim=-1)[i])
+            out = self.branches[i].mix(q, k, v, windows.grid(x), mask=real, context_tokens=context, **shared)
             outs.append(windows.merge(out * gate[0] if gate else out))
         return apply_linear(self.proj, torch.cat(outs, dim=-1))

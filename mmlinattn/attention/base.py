@@ -217,9 +217,9 @@ class Mixing(BaseModule):
         mask: Optional[Tensor] = None,
         rotary: Optional[Tensor] = None,
         bias: Optional[Tensor] = None,
-        source: Optional[Tensor] = None,
+        context_tokens: Optional[Tensor] = None,
     ) -> Tensor:
-        """Mixed values, (B, N, widths[2]); arguments as in :meth:`TokenMixer.forward`, ``source`` as in
+        """Mixed values, (B, N, widths[2]); arguments as in :meth:`TokenMixer.forward`, ``context_tokens`` as in
         :class:`Attention`."""
         key_grid = key_grid or grid
         if mask is not None:
@@ -234,7 +234,7 @@ class Mixing(BaseModule):
             mask=mask,
             rotary=rotary if self.mixer.rotary else None,
             bias=bias if self.mixer.bias else None,
-            context=mean_token(source, mask) if self.mixer.context else None,
+            context=mean_token(context_tokens, mask) if self.mixer.context else None,
         )
         return out if self.local is None else add_local(out, v, self.local, grid)
 
@@ -279,7 +279,7 @@ class Attention(Mixing):
         x: Tensor,
         grid: Grid,
         kv: Optional[Tensor] = None,
-        source: Optional[Tensor] = None,
+        context_tokens: Optional[Tensor] = None,
         out_scale: Optional[Tensor] = None,
         **kwargs,
     ) -> Tensor:
@@ -289,7 +289,7 @@ class Attention(Mixing):
             x (Tensor): Tokens, (B, N, C).
             grid (Grid): The grid they live on.
             kv (Tensor, optional): Tokens of keys and values, (B, M, C), when they are not ``x`` (reduced keys).
-            source (Tensor, optional): Tokens (B, N', C) whose mean is the mixer's context, ``x`` by default.
+            context_tokens (Tensor, optional): Tokens (B, N', C) whose mean is the mixer's context, ``x`` by default.
             out_scale (Tensor, optional): Layer scale, (C,), see :func:`~mmlinattn.ops.apply_linear`.
             key_grid, mask, rotary, bias: See :meth:`TokenMixer.forward`.
 
@@ -297,7 +297,7 @@ class Attention(Mixing):
             Tensor: (B, N, C).
         """
         q, k, v, *gate = self.project(x, kv)
-        out = self.mix(q, k, v, grid, source=x if source is None else source, **kwargs)
+        out = self.mix(q, k, v, grid, context_tokens=x if context_tokens is None else context_tokens, **kwargs)
         return ops.apply_linear(self.proj, self.apply_gate(out, x, *gate), out_scale)
 
     def apply_gate(self, out: Tensor, x: Tensor, projected: Optional[Tensor] = None) -> Tensor:

@@ -3,7 +3,7 @@ from mmengine.model import ModuleList
 from mmengine.registry import MODELS
 from torch import Tensor
 
-from ..attention import Cuts, StripeAttention, WindowAttention, get_mixer
+from ..attention import MapWindows, StripeAttention, WindowAttention, get_mixer
 from ..layers import MLP, Block, PatchEmbed
 from .base import PyramidBackbone
 
@@ -96,4 +96,4 @@ class LinearCSWin(PyramidBackbone):
         self.finish_init()
 
     def shared(self, stage: int, x: Tensor) -> dict:
-        return dict(cuts=Cuts(x))
+        return dict(map_windows=MapWindows(x))

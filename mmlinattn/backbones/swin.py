@@ -6,7 +6,7 @@ from mmengine.model import ModuleList
 from mmengine.registry import MODELS
 from torch import Tensor
 
-from ..attention import Cuts, WindowAttention, get_mixer
+from ..attention import MapWindows, WindowAttention, get_mixer
 from ..layers import MLP, Block, PatchEmbed, PatchMerging
 from .base import PyramidBackbone
 
@@ -131,4 +131,4 @@ class LinearSwin(PyramidBackbone):
         return sizes
 
     def shared(self, stage: int, x: Tensor) -> dict:
-        return dict(cuts=Cuts(x))
+        return dict(map_windows=MapWindows(x))

@@ -22,7 +22,7 @@ class Block(BaseModule):
     Args:
         dim (int): Width C.
         attn (nn.Module): Takes and gives maps (or tokens) of width C; gets the stage's shared keyword arguments and,
-            where its ``wants_input`` is true, the block's input before the norm as ``source``.
+            where its ``wants_input`` is true, the block's input before the norm as ``context_tokens``.
         ffn (nn.Module): Takes and gives maps of width C.
         norm_cfg (dict): Both norms, over the last axis.
         drop_path (float): Rate of stochastic depth.
@@ -68,7 +68,7 @@ class Block(BaseModule):
         if self.position is not None:
             x = self.position(x)
         if getattr(self.attn, 'wants_input', False):
-            x = self.add_branch(x, self.norm1, self.attn, self.gamma1, source=x, **shared)
+            x = self.add_branch(x, self.norm1, self.attn, self.gamma1, context_tokens=x, **shared)
         else:
             x = self.add_branch(x, self.norm1, self.attn, self.gamma1, **shared)
         ffn = self.ffn

@@ -249,7 +249,7 @@ def with_outputs(backbone: ZooBackbone, stages: Sequence[int]) -> dict:
 
 
 def adapter(sources: Sequence[FeatureMap], old: Sequence[FeatureMap], taken: Sequence[int], resize: bool) -> dict:
-    """A :class:`~mmlinattn.heads.MapAdapter`: maps like ``old``, ``old[i]`` made of ``sources[taken[i]]``."""
+    """A :class:`~mmlinattn.necks.MapAdapter`: maps like ``old``, ``old[i]`` made of ``sources[taken[i]]``."""
     cfg = dict(
         type='MapAdapter',
         in_channels=[source.channels for source in sources],
@@ -303,7 +303,7 @@ def _fused(network: dict, backbone: ZooBackbone, old: Sequence[FeatureMap]) -> P
 
 
 def without_unread(plan: Plan, read: Sequence[bool]) -> Optional[Plan]:
-    """A plan with a :class:`~mmlinattn.heads.MapAdapter`, without the maps of the backbone that are not read."""
+    """A plan with a :class:`~mmlinattn.necks.MapAdapter`, without the maps of the backbone that are not read."""
     network = copy.deepcopy(plan.network)
     neck = network['neck']
     cfg = neck[0] if isinstance(neck, list) else neck

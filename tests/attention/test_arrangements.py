@@ -12,9 +12,9 @@ from torch.nn.functional import pad
 
 from mmlinattn.attention import (
     Attention,
-    Cuts,
     GlobalAttention,
     Grid,
+    MapWindows,
     ReducedAttention,
     StripeAttention,
     WindowAttention,
@@ -192,10 +192,10 @@ def test_what_the_padding_of_a_window_holds_has_no_influence(mixer, size, shift,
 
 def test_the_cuts_of_a_map_are_made_once_for_all_blocks():
     x = feature_map(7, 9)
-    cuts = Cuts(x)
-    assert cuts.get((4, 4), True) is cuts.get((4, 4), True)
+    map_windows = MapWindows(x)
+    assert map_windows.get((4, 4), True) is map_windows.get((4, 4), True)
     attention = filled(WindowAttention(DIM, HEADS, 'softmax', (4, 4), shift=True, relative_bias=True))
-    torch.testing.assert_close(attention(x, cuts=cuts), attention(x))
+    torch.testing.assert_close(attention(x, map_windows=map_windows), attention(x))
 
 
 @pytest.mark.parametrize('shift', [False, True], ids=['', 'shifted'])
@@ -215,7 +215,7 @@ def test_windows_of_an_item_do_not_see_those_of_another(shift):
 def test_stripes_are_two_halves_of_windows(mixer, size):
     """Half of the channels in vertical, half in horizontal stripes of width 2, each the size of what there is."""
     attention, x = filled(StripeAttention(DIM, HEADS, mixer, 2)), feature_map(*size)
-    out = attention(x, source=x)
+    out = attention(x, context_tokens=x)
     parts = [part.chunk(2, dim=-1) for part in attention.qkv(x).split([2 * w for w in attention.widths], dim=-1)]
     halves = []
     for i, (rows, columns) in enumerate(((size[0], 2), (2, size[1]))):
@@ -226,7 +226,7 @@ def test_stripes_are_two_halves_of_windows(mixer, size):
             grid = Grid(*crops[0].shape[1:3])
             q, k, v, *gate = (crop.flatten(1, 2) for crop in crops)
             source = x.chunk(2, dim=-1)[i][where].flatten(1, 2)
-            mixed = attention.branches[i].mix(q, k, v, grid, source=source)
+            mixed = attention.branches[i].mix(q, k, v, grid, context_tokens=source)
             half[where] = (mixed * gate[0] if gate else mixed).unflatten(1, grid[:2])
         halves.append(half)
     torch.testing.assert_close(out, attention.proj(torch.cat(halves, dim=-1)))
@@ -235,10 +235,10 @@ def test_stripes_are_two_halves_of_windows(mixer, size):
 @pytest.mark.parametrize('mixer', MIXERS)
 def test_what_the_padding_of_a_stripe_holds_has_no_influence(mixer, poisoned):
     attention, x = filled(StripeAttention(DIM, HEADS, mixer, 4)), feature_map(7, 9)
-    expected = attention(x, source=x)
+    expected = attention(x, context_tokens=x)
     for value in (5.0, -300.0):
         poisoned(value)
-        torch.testing.assert_close(attention(x, source=x), expected)
+        torch.testing.assert_close(attention(x, context_tokens=x), expected)
 
 
 def test_stripes_need_an_even_number_of_heads():

@@ -124,7 +124,7 @@ def test_a_class_token_mixes_with_the_others_and_has_no_neighbours():
 def test_the_kernels_may_come_from_other_tokens():
     """CSWin: from the block's input before its norm."""
     attention, x, source = build(), image_tokens(), image_tokens()
-    reference.assert_twins(attention(x, GRID, source=source), literal(attention, x, source=source), [x, source])
+    reference.assert_twins(attention(x, GRID, context_tokens=source), literal(attention, x, source=source), [x, source])
 
 
 @pytest.mark.parametrize('size', [(1, 15), (15, 1), (1, 1), (2, 2)], ids=str)

@@ -4,7 +4,7 @@ import torch
 from mmengine.registry import MODELS
 from torch.nn import functional as F
 
-from mmlinattn.heads import ConvProjectionNeck
+from mmlinattn.necks import ConvProjectionNeck
 
 
 def test_is_the_classifier_of_the_release():
