@@ -7,7 +7,6 @@ compare places of the picture. Pictures are drawn in memory.
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,6 +23,7 @@ from ..attention import TOKEN_MIXERS, SoftmaxMixer
 from ..datasets.shapes import SHAPES, draw_scene
 from ..engine import RunError
 from ..ops.memory import merge_heads, split_heads
+from ..utils import written_whole
 from .capture import watched
 from .inspecting import averaged, measure_block
 from .masking import masked
@@ -371,12 +371,8 @@ def load_results(path: Path, name: str, settings: Settings) -> dict:
 
 def write_atomically(path: Path, text: str) -> None:
     """Whole or not at all, also when the machine stops."""
-    part = path.with_name(f'.{path.name}.{os.getpid()}')
-    with open(part, 'w', encoding='utf-8') as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, path)
+    with written_whole(path) as file:
+        file.write(text.encode('utf-8'))
 
 
 def run_study(

@@ -14,6 +14,7 @@ from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor, nn
 
+from ..utils import written_whole
 from ..version import __version__
 from .safe import CheckpointError
 from .schemes import register
@@ -145,17 +146,11 @@ def _check_target(source: PathLike, target: Path) -> None:
 
 
 def _save(checkpoint: dict, target: Path) -> None:
-    part = target.with_name(f'.{target.name}.{os.getpid()}.part')
     try:
-        with open(part, 'wb') as file:
+        with written_whole(target) as file:
             torch.save(checkpoint, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, target)
     except (OSError, RuntimeError) as error:  # PyTorch reports a full disk as RuntimeError
         raise CheckpointError(f'cannot write {target}: {str(error).splitlines()[0]}') from error
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _explain(conversion: Conversion, source: str, config: str) -> str:

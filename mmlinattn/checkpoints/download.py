@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Optional
 from mmengine.logging import print_log
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
+from ..utils import written_whole
 from ..version import __version__
 from .safe import CheckpointError, load_file
 
@@ -78,25 +79,18 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _fetch(link: str, path: Path, progress: bool) -> None:
     print_log(f'Downloading {link} to {path}', logger='current')
-    # Without a working lock (Windows, some network drives) two processes may get here.
-    part = path.with_name(f'.{path.name}.{os.getpid()}.part')
-    try:
-        with open(part, 'wb') as file:
-            _download_with_retries(link, file, path, progress)
-            file.flush()
-            os.fsync(file.fileno())
+    # Without a working lock (Windows, some network drives) two processes may get here: each has a part file of its own.
+    with written_whole(path) as file:
+        _download_with_retries(link, file, path, progress)
+        file.flush()
         try:
-            load_file(part)
+            load_file(file.name)
         except CheckpointError as error:
-            reason = str(error).replace(str(part), 'what it sent')
+            reason = str(error).replace(file.name, 'what it sent')
             raise CheckpointError(
                 f'{link} did not send a usable checkpoint: {reason}; nothing was kept. '
                 f'Fetch the file by other means and put it at {path}'
             ) from error
-        os.replace(part, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(part)
 
 
 def _download_with_retries(link: str, file: BinaryIO, path: Path, progress: bool) -> None:

@@ -2,7 +2,7 @@
 import os
 import os.path as osp
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Optional
 
 from mmengine.dist import is_main_process
@@ -10,6 +10,7 @@ from mmengine.fileio import LocalBackend, get_file_backend, register_backend
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
 
+from ..utils import written_whole
 from .errors import RunError
 
 __all__ = ['AtomicLocalBackend', 'CheckpointGuardHook', 'SafeCheckpointHook']
@@ -29,18 +30,9 @@ class AtomicLocalBackend(LocalBackend):
     def put(self, obj: bytes, filepath) -> None:
         """Write bytes to ``filepath``, making its folder where needed."""
         filepath = os.fspath(filepath)
-        part = filepath + '.part'
         os.makedirs(osp.dirname(filepath) or '.', exist_ok=True)
-        try:
-            with open(part, 'wb') as stream:
-                stream.write(obj)
-                stream.flush()
-                os.fsync(stream.fileno())
-            os.replace(part, filepath)
-        except BaseException:
-            with suppress(OSError):
-                os.remove(part)
-            raise
+        with written_whole(filepath, part=filepath + '.part') as stream:
+            stream.write(obj)
 
     def put_text(self, obj: str, filepath, encoding: str = 'utf-8') -> None:
         """Write text to ``filepath``, making its folder where needed."""

@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """What MMEngine's hub looks for in a package: ``register_all_modules``."""
 
-from .files import project_files
+from .files import project_files, written_whole
 from .registering import register_all_modules
 
-__all__ = ['project_files', 'register_all_modules']
+__all__ = ['project_files', 'register_all_modules', 'written_whole']

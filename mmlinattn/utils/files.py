@@ -1,5 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO, Optional, Union
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -16,3 +20,33 @@ def project_files(name: str) -> Path:
     raise FileNotFoundError(
         f'{name} is neither in {PACKAGE / ".mim"} nor in {PACKAGE.parent}: install mmlinattn with pip'
     )
+
+
+@contextlib.contextmanager
+def written_whole(
+    path: Union[str, 'os.PathLike[str]'], part: Optional[Union[str, 'os.PathLike[str]']] = None
+) -> Iterator[BinaryIO]:
+    """A file to write that gets its name when it is whole and on the disk, or not at all.
+
+    On any error what was written is removed, and what stood under the name before is untouched.
+
+    Args:
+        path: The file.
+        part: Where it is written, beside it; by default a hidden name of this process's own. With a name that is always
+            the same, a process killed while writing leaves one such file at most, which the next write reuses.
+
+    Yields:
+        BinaryIO: The file, open for writing bytes.
+    """
+    target = Path(path)
+    part = target.with_name(f'.{target.name}.{os.getpid()}.part') if part is None else part
+    try:
+        with open(part, 'wb') as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(part)
+        raise
