@@ -1,12 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 # adamw_1x as Swin and its successors use it: position tables and learned scales do not decay either.
-_base_ = './adamw_1x.py'
+_base_ = ['./adamw_1x.py', './swin_no_decay.py']
 
-optim_wrapper = dict(
-    paramwise_cfg=dict(
-        custom_keys={
-            key: dict(decay_mult=0.0)
-            for key in ('relative_bias.table', 'position_table', 'cls_token', 'mixer.position', 'mixer.scale')
-        }
-    )
-)
+optim_wrapper = dict(paramwise_cfg=dict(custom_keys=_base_.no_decay))
