@@ -22,19 +22,21 @@ from torch.utils.flop_counter import FlopCounterMode
 MIB = 2**20
 
 
-def interleaved_times(calls: dict[str, Callable], repeats: int, device: str = 'cpu') -> dict[str, float]:
+def interleaved_times(
+    calls: dict[str, Callable], repeats: int, device: str = 'cpu', clock: Callable = time.perf_counter
+) -> dict[str, float]:
     """Median seconds of each call; one after the other in each round, so that a busy spell of
-    the machine hits all of them."""
+    the machine hits all of them. ``clock=time.process_time`` leaves out what others use (for one thread)."""
     seconds = defaultdict(list)
     for call in calls.values():
         call()  # warm-up: kernels chosen, memory mapped
     for _ in range(repeats):
         for name, call in calls.items():
             synchronise(device)
-            start = time.perf_counter()
+            start = clock()
             call()
             synchronise(device)
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 

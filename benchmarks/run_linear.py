@@ -3,14 +3,17 @@
 
     python benchmarks/run_linear.py --out linear_cpu.md
     python benchmarks/run_linear.py --only attention --tokens 16384
+    python benchmarks/run_linear.py --only training hosts --threads 1 --clock cpu  # where others use the machine too
 
 Attentions against their equations written plainly (``literal_attention.py``), Swin with a linear attention against
-Swin with softmax in 7x7 windows. All ratios are of one run, medians of interleaved repeats. See README.md in this
-folder.
+Swin with softmax in 7x7 windows, training steps against MMDetection's own Swin-T, and every host of the papers against
+itself in the plain forms of the ops (``MMLINATTN_OPS=reference``: one PyTorch operator after the other). All ratios are
+of one run, medians of interleaved repeats. See README.md in this folder.
 """
 
 import argparse
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +27,7 @@ import measure  # noqa: E402
 from run_ravlt import Report, Target, compare, machine, mib, ms  # noqa: E402
 
 from mmlinattn import ops  # noqa: E402
-from mmlinattn.backbones import LinearSwin  # noqa: E402
+from mmlinattn.backbones import LinearCSWin, LinearPVT, LinearPVTv2, LinearSwin  # noqa: E402
 from mmlinattn.ops.memory import split  # noqa: E402
 
 HEAD_DIM, POWER = 32, 3
@@ -33,6 +36,16 @@ MODELS = {
     'InLine-Swin-T, global': dict(arch='inline-tiny', window_size=None),
     'FLatten-Swin-T': dict(arch='flatten-tiny'),
 }
+HOSTS = {
+    'InLine-Swin-T': (LinearSwin, 'inline-tiny'),
+    'InLine-PVT-T': (LinearPVT, 'inline-tiny'),
+    'InLine-CSWin-T': (LinearCSWin, 'inline-tiny'),
+    'FLatten-Swin-T': (LinearSwin, 'flatten-tiny'),
+    'FLatten-PVT-T': (LinearPVT, 'flatten-tiny'),
+    'FLatten-PVTv2-B1': (LinearPVTv2, 'flatten-b1'),
+    'FLatten-CSWin-T': (LinearCSWin, 'flatten-tiny'),
+}
+CLOCKS = dict(wall=time.perf_counter, cpu=time.process_time)
 
 
 def by_head(x, heads):
@@ -137,6 +150,72 @@ def run_models(args, report):
         report.row(name, f'{macs / 1e9:.2f} G', ms(seconds), f'{softmax / seconds:.2f}x', where)
 
 
+def training_step(model, x):
+    """Forward and backward, gradients freed before."""
+    model.train()
+
+    def call():
+        for parameter in model.parameters():
+            parameter.grad = None
+        sum(out.mean() for out in model(x)).backward()
+
+    return call
+
+
+def run_training(args, report):
+    from mmdet.models.backbones.swin import SwinTransformer
+
+    side = args.train_side
+    report.add('', f'### Training step of backbones at {side}x{side}, batch 1')
+    report.table('', 'time', 'against MMDetection (at most 1)')
+    torch.manual_seed(0)
+    x, kept = torch.randn(1, 3, side, side), dict(drop_path_rate=0.0)
+    models = {
+        "MMDetection's Swin-T": SwinTransformer(**kept),
+        'InLine-Swin-T, windows of the release': LinearSwin('inline-tiny', **kept),
+        'InLine-Swin-T, global': LinearSwin('inline-tiny', window_size=None, **kept),
+        'FLatten-Swin-T': LinearSwin('flatten-tiny', **kept),
+    }
+    calls = {name: training_step(model, x) for name, model in models.items()}
+    times = measure.interleaved_times(calls, args.repeats, clock=CLOCKS[args.clock])
+    theirs = next(iter(times.values()))
+    for name, seconds in times.items():
+        report.row(name, ms(seconds), f'{seconds / theirs:.2f}x')
+
+
+def run_hosts(args, report):
+    """Each host in its fast forms against itself in the plain ones, weights and all."""
+    batch, side = args.batch, args.host_side
+    report.add('', f'### Hosts at {batch} x {side}x{side} against their plain forms')
+    report.table('', 'forward', 'plain', 'ratio (goal 1.5)', 'forward + backward', 'plain', 'ratio (goal 1.3)')
+    x = torch.randn(batch, 3, side, side)
+    for name, (host, arch) in HOSTS.items():
+        torch.manual_seed(0)
+        model = host(arch, drop_path_rate=0.0)
+        cells = []
+        for step in (inference, training_step):
+            call = step(model, x)
+            runs = {form: partial(in_form, form, call) for form in ('auto', 'reference')}
+            times = measure.interleaved_times(runs, args.repeats, clock=CLOCKS[args.clock])
+            cells += [ms(times['auto']), ms(times['reference']), f'{times["reference"] / times["auto"]:.2f}']
+        report.row(name, *cells)
+
+
+def inference(model, x):
+    model.eval()
+
+    def call():
+        with torch.no_grad():
+            model(x)
+
+    return call
+
+
+def in_form(form, call):
+    with ops.use(form):
+        call()
+
+
 def run_growth(args, report):
     name = 'InLine-Swin-T, global'
     runs = {side: model_call(name, (side, side)) for side in args.sides}
@@ -149,7 +228,14 @@ def run_growth(args, report):
         report.row(side, ms(seconds), f'{each * 1e9:.0f}', f'{each / first:.3f}')
 
 
-PARTS = dict(attention=run_attention, traffic=run_traffic, models=run_models, growth=run_growth)
+PARTS = dict(
+    attention=run_attention,
+    traffic=run_traffic,
+    models=run_models,
+    growth=run_growth,
+    training=run_training,
+    hosts=run_hosts,
+)
 
 
 def main(argv=None) -> None:
@@ -162,6 +248,12 @@ def main(argv=None) -> None:
     parser.add_argument('--map-tokens', type=int, default=200 * 304, help='N of the traffic part')
     parser.add_argument('--size', nargs=2, type=int, default=(800, 1216), metavar=('H', 'W'))
     parser.add_argument('--sides', nargs='+', type=int, default=[448, 896, 1344], help='square images, ascending')
+    parser.add_argument('--train-side', type=int, default=640, help='image of the training part')
+    parser.add_argument('--host-side', type=int, default=224, help='image of the hosts part')
+    parser.add_argument('--batch', type=int, default=8, help='images of the hosts part')
+    parser.add_argument(
+        '--clock', choices=tuple(CLOCKS), default='wall', help='of training and hosts; cpu for a busy machine'
+    )
     parser.add_argument('--out', type=Path, help='write the tables to this markdown file as well')
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)

@@ -122,6 +122,21 @@ def test_the_command_line(tmp_path, capsys):
         assert row in text
 
 
+@pytest.mark.slow
+def test_linear_attentions_and_their_hosts(tmp_path, capsys):
+    pytest.importorskip('mmdet')
+    import run_linear
+
+    out = tmp_path / 'table.md'
+    sizes = ['--tokens', '64', '--map-tokens', '64', '--size', '64', '96', '--sides', '32', '64', '--train-side', '64']
+    run_linear.main(
+        [*sizes, '--host-side', '64', '--batch', '1', '--repeats', '1', '--clock', 'cpu', '--out', str(out)]
+    )
+    text = out.read_text()
+    for row in ('time, focused, forward + backward', "MMDetection's Swin-T | ", *run_linear.HOSTS):
+        assert f'| {row}' in text
+
+
 def test_a_gpu_that_is_not_there(capsys):
     if torch.cuda.is_available():
         pytest.skip('there is one')
