@@ -191,7 +191,8 @@ class Round:
 
     def unreadable_image(self) -> None:
         """It is named before anything is trained."""
-        pictures = sorted(path for path in (self.task.folder / 'data').rglob('*.jpg') if 'val' not in str(path))
+        files = (self.task.folder / 'data').rglob('*')
+        pictures = sorted(path for path in files if path.suffix in ('.jpg', '.JPEG') and 'val' not in str(path))
         picture = self.chance.choice(pictures)
         content = picture.read_bytes()
         picture.write_bytes(content[:20])

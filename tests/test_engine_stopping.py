@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Ctrl-C and SIGTERM, for a toy run; the tools are in test_cli_stopping.py."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -170,6 +171,30 @@ def test_exit_status_after_sigterm(error, status):
         raise error
     assert ended.value.code == status
     assert signal.getsignal(signal.SIGTERM) == found
+
+
+def _answer_with_an_error(number, output):
+    """As MMEngine's Config.pretty_text does, before any other thread has its turn."""
+    sys.stderr = open(output, 'w')
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.setswitchinterval(30)
+    with clean_end():
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(20)
+        except:  # noqa: E722
+            raise SyntaxError('Failed to format the config file')  # noqa: B904
+
+
+@pytest.mark.parametrize('name, status', [('SIGINT', 130), ('SIGTERM', 143)])
+def test_a_signal_that_comes_out_as_another_error(tmp_path, name, status):
+    output = tmp_path / 'output.txt'
+    number = getattr(signal, name)
+    process = multiprocessing.get_context('fork').Process(target=_answer_with_an_error, args=(number, output))
+    process.start()
+    process.join(30)
+    assert process.exitcode == status
+    assert output.read_text() == ('interrupted.\n' if name == 'SIGINT' else '')
 
 
 def test_fine_tuning_from_a_stopped_run_begins_with_a_whole_epoch(tmp_path):

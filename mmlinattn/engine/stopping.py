@@ -99,6 +99,7 @@ class ToolRun:
         self.work_dir: Optional[str] = None
         self.is_resumed = False
         self.is_interrupted = False
+        self.is_terminated = False
         self._began = time.time()
         self._said = threading.Lock()
 
@@ -162,7 +163,9 @@ class _InterruptWatch:
 
     def _raise_once(self, signum, frame) -> None:
         if not self.has_raised:  # a second one would end in a traceback out of what ends the run
-            self.has_raised = True
+            # not left to the thread: some code answers whatever is raised in it with an error of its own (MMEngine's
+            # Config.pretty_text), which can get to the end of the run before the thread has its turn
+            self.has_raised = self.run.is_interrupted = True
             raise KeyboardInterrupt
 
     def _watch(self) -> None:
@@ -182,7 +185,7 @@ class _InterruptWatch:
                 if first is None:
                     first, self.run.is_interrupted = now, True
                     end, status = now + self.patience[signal.SIGINT], INTERRUPTED
-            elif signal.SIGTERM in signals and end is None and signal.getsignal(signal.SIGTERM) is _leave_at_sigterm:
+            elif signal.SIGTERM in signals and end is None and _leaves(signal.getsignal(signal.SIGTERM)):
                 end, status = now + self.patience[signal.SIGTERM], TERMINATED
         self.has_raised = True  # the main thread may wake up as its workers end, and is not to be disturbed then
         if status == INTERRUPTED:
@@ -191,8 +194,19 @@ class _InterruptWatch:
         os._exit(status)
 
 
-def _leave_at_sigterm(signum, frame) -> None:
-    raise SystemExit(TERMINATED)
+class _LeaveAtSigterm:
+    """The handler outside of training."""
+
+    def __init__(self, run: ToolRun):
+        self.run = run
+
+    def __call__(self, signum, frame) -> None:
+        self.run.is_terminated = True
+        raise SystemExit(TERMINATED)
+
+
+def _leaves(handler) -> bool:
+    return isinstance(handler, _LeaveAtSigterm)
 
 
 @contextmanager
@@ -211,7 +225,7 @@ def clean_end():
         return
     handler = signal.getsignal(signal.SIGTERM)
     if handler == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _leave_at_sigterm)
+        signal.signal(signal.SIGTERM, _LeaveAtSigterm(run))
     status, watch = None, _InterruptWatch(run)
     try:
         with watch:
@@ -221,8 +235,8 @@ def clean_end():
         watch.has_raised = True
         if isinstance(error, KeyboardInterrupt) or run.is_interrupted:
             status = INTERRUPTED
-        elif error.code == TERMINATED if isinstance(error, SystemExit) else _asked_to_stop():
-            # the latter where another process of the run was faster, and this one lost its connection
+        elif error.code == TERMINATED if isinstance(error, SystemExit) else run.is_terminated or _asked_to_stop():
+            # the last where another process of the run was faster, and this one lost its connection
             status = TERMINATED
         was_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         end_workers()
@@ -240,7 +254,7 @@ def clean_end():
         raise SystemExit(status) from None
     finally:
         found = signal.getsignal(signal.SIGTERM)
-        if found is _leave_at_sigterm or _hook_of(found) is not None:
+        if _leaves(found) or _hook_of(found) is not None:
             signal.signal(signal.SIGTERM, handler)
 
 
@@ -316,7 +330,7 @@ class StopHook(Hook):
             found = signal.getsignal(signal.SIGTERM)
             before = _hook_of(found)
             found = before._found if before is not None else found
-            if found in (signal.SIG_DFL, signal.SIG_IGN) or found is _leave_at_sigterm:
+            if found in (signal.SIG_DFL, signal.SIG_IGN) or _leaves(found):
                 self._found, self._runner = found, runner
                 signal.signal(signal.SIGTERM, self._on_sigterm)
             else:
