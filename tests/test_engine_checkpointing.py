@@ -103,6 +103,18 @@ def test_full_disk_leaves_the_previous_best_checkpoint(tmp_path, monkeypatch):
     assert [name for name in files(tmp_path) if 'best' in name] == ['best_acc_epoch_3.pth']
 
 
+def test_a_best_checkpoint_whose_name_comes_again_stays(tmp_path, monkeypatch):
+    """As where a validation is made up for: what takes the place of the best is not the old one that goes."""
+    monkeypatch.setattr(Count, 'calls', 0)
+    loader = dict(dataset=dict(type='ToyDataset'), sampler=dict(type='DefaultSampler'), batch_size=4)
+    evaluation = dict(val_dataloader=loader, val_cfg={}, val_evaluator=[Count()])
+    runner = make_runner(tmp_path, GUARD, **checkpoint_cfg(save_best='acc'), **evaluation)
+    runner.train()
+    runner.val_loop.run()
+    assert runner.message_hub.get_info('best_score') == Count.calls == 3
+    assert [name for name in files(tmp_path) if 'best' in name] == ['best_acc_epoch_2.pth']
+
+
 def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
     backend, target = AtomicLocalBackend(), tmp_path / 'new' / 'file.bin'
     backend.put(b'old', target)
