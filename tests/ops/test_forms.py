@@ -1,9 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Which form of an op runs, and that whatever transforms, watches or records a model gets one that stands it."""
 
-import os
-import subprocess
-import sys
+import importlib.util
 
 import pytest
 import torch
@@ -69,15 +67,17 @@ def test_an_error_inside_the_context_gives_the_form_back():
 
 
 @pytest.mark.parametrize('value, form', [('reference', 'reference'), ('', 'cpu'), ('auto', 'cpu'), ('Reference', None)])
-def test_the_environment_says_which_form_runs(value, form):
-    code = 'import torch; from mmlinattn.ops.rala import forms, reference; print(forms.pick(reference, torch.zeros(2)))'
-    done = subprocess.run(
-        [sys.executable, '-c', code], env={**os.environ, 'MMLINATTN_OPS': value}, capture_output=True, text=True
-    )
+def test_the_environment_says_which_form_runs(value, form, monkeypatch):
+    """It is read once, at import: here by a second copy of the module."""
+    monkeypatch.setenv('MMLINATTN_OPS', value)
+    spec = importlib.util.spec_from_file_location('mmlinattn.ops.forms_again', forms.__file__)
+    again = importlib.util.module_from_spec(spec)
     if form is None:
-        assert done.returncode and "MMLINATTN_OPS='Reference' has to be one of" in done.stderr
+        with pytest.raises(ValueError, match="MMLINATTN_OPS='Reference' has to be one of"):
+            spec.loader.exec_module(again)
     else:
-        assert f'rala.{form}' in done.stdout
+        spec.loader.exec_module(again)
+        assert again.pick(reference, torch.zeros(2)).__name__.endswith(f'.rala.{form}')
 
 
 def test_what_only_stands_for_a_tensor_gets_the_reference():
