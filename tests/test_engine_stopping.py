@@ -4,10 +4,12 @@
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from multiprocessing import resource_sharer
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from test_engine_resuming import losses
 
 from mmlinattn.engine import RunError, StopHook
 from mmlinattn.engine.resuming import _batches_done
-from mmlinattn.engine.stopping import clean_end
+from mmlinattn.engine.stopping import _Shielded, clean_end
 
 pytestmark = pytest.mark.skipif(os.name != 'posix', reason='signals')
 TESTS = Path(__file__).resolve().parent
@@ -195,6 +197,27 @@ def test_a_signal_that_comes_out_as_another_error(tmp_path, name, status):
     process.join(30)
     assert process.exitcode == status
     assert output.read_text() == ('interrupted.\n' if name == 'SIGINT' else '')
+
+
+def _lose_a_connection(output):
+    """A worker hands over a tensor, and the main process goes away in the middle."""
+    sys.stderr = open(output, 'w')
+    _Shielded(None)(0)
+    handed_over = resource_sharer.DupFd(1)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(handed_over._id[0])
+    connection.close()
+    time.sleep(0.5)
+    sys.excepthook(ValueError, ValueError('of the data set'), None)
+
+
+def test_workers_say_nothing_of_connections_that_the_main_process_closed(tmp_path):
+    output = tmp_path / 'output.txt'
+    process = multiprocessing.get_context('fork').Process(target=_lose_a_connection, args=(output,))
+    process.start()
+    process.join(30)
+    assert process.exitcode == 0
+    assert output.read_text() == 'ValueError: of the data set\n'
 
 
 def test_fine_tuning_from_a_stopped_run_begins_with_a_whole_epoch(tmp_path):

@@ -57,6 +57,17 @@ def _end_with_parent(parent: int) -> None:
     os._exit(0)
 
 
+def _hears_no_lost_connections(hook):
+    """An ``excepthook`` for workers: the thread that hands tensors over (``multiprocessing.resource_sharer``) reports
+    through it that the main process, which is ending, has closed the connection. That is no news after Ctrl-C."""
+
+    def excepthook(kind, error, trace):
+        if not isinstance(error, (ConnectionError, EOFError)):
+            hook(kind, error, trace)
+
+    return excepthook
+
+
 class _Shielded:
     """A ``worker_init_fn`` that leaves Ctrl-C and SIGTERM to the main process, then calls another."""
 
@@ -66,6 +77,7 @@ class _Shielded:
     def __call__(self, worker_id: int) -> None:
         signal.set_wakeup_fd(-1)  # that of the main process, when forked
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        sys.excepthook = _hears_no_lost_connections(sys.excepthook)
         threading.Thread(target=_end_with_parent, args=[os.getppid()], daemon=True).start()
         if self.init_fn is not None:
             self.init_fn(worker_id)
