@@ -2,6 +2,7 @@
 """The page of tools/analysis_tools/attention_app.py: what it shows, and the page itself in a browser where one is."""
 
 import contextlib
+import copy
 import importlib.util
 import re
 import shutil
@@ -14,9 +15,14 @@ import urllib.request
 import cv2
 import numpy as np
 import pytest
+import torch
 from config_helpers import ROOT, load
+from mmengine.structures import BaseDataElement, InstanceData, PixelData
+from torch import nn
 
+from mmlinattn.datasets.shapes import COCO_CLASSES, IMAGENET_CLASSES
 from mmlinattn.engine import RunError
+from mmlinattn.engine.class_names import class_names
 
 pytest.importorskip('mmpretrain')
 TOOL = ROOT / 'tools' / 'analysis_tools' / 'attention_app.py'
@@ -41,11 +47,80 @@ def test_numbers_and_maps_of_a_click(looker):
     seen = looker.look(picture())
     assert [row[1] for row in seen.rows] == ['rala', 'rala', 'softmax', 'softmax', 'softmax']
     assert all(len(row) == len(COLUMNS) for row in seen.rows)
-    assert re.match(r'class \d+: 0\.\d\d, class', seen.found) and seen.drawn.shape == (90, 140, 3)
+    assert re.match(r'(plain|striped) [a-z]+: 0\.\d\d, (plain|striped) ', seen.found)
+    assert seen.drawn.shape == (90, 140, 3)
     first, other = looker.maps(seen, 20, 20), looker.maps(seen, 120, 80)
     assert first.dtype == np.uint8 and first.shape == other.shape and (first != other).any()
     assert (looker.maps(seen, 20, 20, local=True) != first).any()
     assert looker.look(picture()) is seen  # remembered
+
+
+class Says(nn.Module):
+    """A model that finds what it is told to."""
+
+    def __init__(self, sample, classes) -> None:
+        super().__init__()
+        self.weight, self.sample, self.dataset_meta = nn.Parameter(torch.zeros(1)), sample, dict(classes=classes)
+
+    def forward(self, inputs, samples, mode):
+        return [self.sample]
+
+
+def said(sample, classes):
+    from mmlinattn.analysis.loading import Picture
+    from mmlinattn.analysis.looking import predict
+
+    image = picture(60, 80)
+    words, drawn = predict(Says(sample, classes), Picture('', image, torch.zeros(1), None, (), (80, 60)), image)
+    assert drawn.shape == image.shape and (drawn != image).any()
+    return words
+
+
+def test_detections_have_the_names_of_their_classes():
+    boxes = torch.tensor([[5.0, 5.0, 30.0, 30.0], [40.0, 30.0, 79.0, 59.0], [0.0, 0.0, 9.0, 9.0]])
+    found = InstanceData(bboxes=boxes, labels=torch.tensor([1, 0, 1]), scores=torch.tensor([0.9, 0.4, 0.1]))
+    sample = BaseDataElement(pred_instances=found)
+    assert said(sample, ['disc', 'grüße']) == '2 found with a score of 0.3 or more. grüße: 0.90, disc: 0.40'
+    assert said(sample, None).endswith('class 1: 0.90, class 0: 0.40')
+
+
+def test_segments_have_the_names_of_their_classes():
+    labels = torch.zeros(1, 60, 80, dtype=torch.long)
+    labels[..., 20:] = 2
+    sample = BaseDataElement(pred_sem_seg=PixelData(data=labels))
+    assert said(sample, ['sky', 'sea', 'sand']) == 'sand: 75% of the pixels, sky: 25% of the pixels'
+
+
+@pytest.mark.parametrize(
+    ('meta', 'expected'),
+    [
+        (dict(dataset_meta=dict(classes=tuple('abcdef'))), list('abcdef')),  # the checkpoint's own come first
+        (dict(dataset_meta=dict(CLASSES=tuple('abcdef'))), list('abcdef')),
+        (dict(CLASSES=tuple('abcdef')), list('abcdef')),  # MMDetection 2.x
+        (dict(dataset_meta=dict(classes=tuple('abc'))), None),  # of another head: those of the config
+        (dict(dataset_meta=None), None),
+        (None, None),
+    ],
+)
+def test_where_class_names_come_from(meta, expected):
+    pytest.importorskip('mmdet')
+    cfg = copy.deepcopy(load('mmdet/ravlt_shapes_quickstart'))
+    assert class_names(cfg, meta) == (expected or list(COCO_CLASSES))
+    del cfg.test_dataloader.dataset['metainfo']
+    assert class_names(cfg, meta) == expected  # COCO's 80 names are not of these six
+    cfg.model.roi_head.bbox_head.num_classes = 80
+    assert class_names(cfg)[:2] == ['person', 'bicycle']
+
+
+def test_the_model_keeps_the_names_of_its_checkpoint(tmp_path):
+    from mmlinattn.analysis.loading import load_model
+
+    cfg = load(CONFIG)
+    model = load_model(cfg, 'none')
+    assert model.dataset_meta['classes'] == list(IMAGENET_CLASSES)
+    names = tuple(f'name {i}' for i in range(12))
+    torch.save(dict(state_dict=model.state_dict(), meta=dict(dataset_meta=dict(classes=names))), tmp_path / 'own.pth')
+    assert load_model(cfg, str(tmp_path / 'own.pth')).dataset_meta['classes'] == list(names)
 
 
 def test_switching_the_attention_of_a_stage(looker):
@@ -127,7 +202,7 @@ def test_clicking_in_a_browser(tmp_path):
         page.set_input_files('input[type=file]', str(photo))
         page.wait_for_selector('#maps img', timeout=60_000)
         first = page.get_attribute('#maps img', 'src')
-        assert 'class' in page.input_value('#found textarea')
+        assert re.match('plain|striped', page.input_value('#found textarea'))
         started = time.monotonic()
         page.locator('img').first.click(position=dict(x=40, y=40))
         page.wait_for_function('old => document.querySelector("#maps img").src != old', arg=first, timeout=60_000)

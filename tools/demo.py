@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serve
 
 from mmlinattn.engine import RunError
 from mmlinattn.engine.checkpoint_match import check_weights
+from mmlinattn.engine.class_names import num_classes
 from mmlinattn.engine.cli import check_checkpoint, explained_setup, notice, one_line_errors, read_config, require
 from mmlinattn.engine.stopping import clean_end
 
@@ -72,16 +73,6 @@ def check_out(out: str, is_folder: bool) -> Path:
     except OSError as error:
         raise RunError(f'--out {str(out)!r} cannot be written: {error.strerror}.') from error
     return out
-
-
-def num_classes(cfg) -> int:
-    """Classes of the head that decides, 0 where the config does not say."""
-    model = cfg.model
-    head = model.get('bbox_head') or model.get('decode_head') or model.get('head')
-    if model.get('roi_head'):
-        head = model.roi_head.bbox_head
-    head = head[-1] if isinstance(head, (list, tuple)) else head
-    return (head or {}).get('num_classes', 0)
 
 
 def name_classes(cfg, inferencer, classes) -> None:

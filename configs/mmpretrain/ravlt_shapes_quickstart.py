@@ -8,7 +8,17 @@ _base_ = [
 ]
 
 data_root = 'data/shapes_imagenet'
-num_classes = 12
+metainfo = dict(
+    classes=(
+        'plain disc', 'striped disc',
+        'plain square', 'striped square',
+        'plain triangle', 'striped triangle',
+        'plain star', 'striped star',
+        'plain cross', 'striped cross',
+        'plain heart', 'striped heart',
+    )
+)  # fmt: skip
+num_classes = len(metainfo['classes'])
 size = 64  # the shape is half of the picture or more
 
 model = dict(
@@ -42,8 +52,8 @@ test_pipeline = [
     dict(type='Resize', scale=(size, size)),
     dict(type='PackInputs'),
 ]
-train_dataloader = dict(num_workers=1, dataset=dict(data_root=data_root, pipeline=train_pipeline))
-val_dataloader = dict(num_workers=1, dataset=dict(data_root=data_root, pipeline=test_pipeline))
+train_dataloader = dict(num_workers=1, dataset=dict(data_root=data_root, metainfo=metainfo, pipeline=train_pipeline))
+val_dataloader = dict(num_workers=1, dataset=dict(data_root=data_root, metainfo=metainfo, pipeline=test_pipeline))
 test_dataloader = val_dataloader
 val_evaluator = dict(type='Accuracy', topk=(1,))
 test_evaluator = val_evaluator

@@ -19,6 +19,7 @@ from ..checkpoints.safe import CheckpointError
 from ..checkpoints.schemes import register
 from ..checkpoints.states import fit_backbone, fit_state, model_state, some, strip_prefix
 from ..engine import RunError
+from ..engine.class_names import class_names
 
 
 class Picture(NamedTuple):
@@ -75,6 +76,9 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', backbone: Opti
         device (str): Where to.
         backbone (dict, optional): Settings of the backbone to change; weights that no longer fit then start at random.
 
+    Returns:
+        nn.Module: With ``dataset_meta``, as upstream's inferencers have it: ``classes``, None where nobody names them.
+
     Raises:
         RunError: The model cannot be built, or the checkpoint lacks weights of its backbone.
     """
@@ -89,11 +93,13 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', backbone: Opti
     except (ValueError, TypeError, KeyError) as error:
         raise RunError(f'the model of the config cannot be built: {error}') from error
     model.init_weights()
+    meta = None
     if checkpoint.lower() != 'none':
         try:
-            _load(model, checkpoint, partly=backbone is not None)
+            meta = _load(model, checkpoint, partly=backbone is not None)
         except CheckpointError as error:
             raise RunError(str(error)) from error
+    model.dataset_meta = dict(classes=class_names(cfg, meta))
     return model.to(device).eval()
 
 
@@ -109,9 +115,11 @@ def _without_pretrained(node):
     return [_without_pretrained(value) for value in node] if isinstance(node, list) else node
 
 
-def _load(model: nn.Module, path: str, partly: bool) -> None:
+def _load(model: nn.Module, path: str, partly: bool) -> Optional[dict]:
+    """Load what fits; the checkpoint's ``meta``, where it has one."""
     register()
-    state, _ = model_state(CheckpointLoader.load_checkpoint(path, 'cpu', 'silent'), path)
+    checkpoint = CheckpointLoader.load_checkpoint(path, 'cpu', 'silent')
+    state, _ = model_state(checkpoint, path)
     fits, report = fit_backbone(model.backbone, strip_prefix(state, 'backbone'))
     lacking = report.missing + report.mismatched
     if not fits or (lacking and not partly):
@@ -119,6 +127,7 @@ def _load(model: nn.Module, path: str, partly: bool) -> None:
     model.backbone.load_state_dict(fits, strict=False)
     rest = {key: value for key, value in state.items() if not key.startswith('backbone.')}
     model.load_state_dict(fit_state(model.state_dict(), rest)[0], strict=False)
+    return checkpoint.get('meta') if isinstance(checkpoint, dict) else None
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------

@@ -175,28 +175,57 @@ def mosaic(found: list, picture: loading.Picture, x: int, y: int) -> np.ndarray:
 
 @torch.no_grad()
 def predict(model, picture: loading.Picture, image: np.ndarray) -> tuple[str, np.ndarray]:
-    """What the model finds, in words and drawn on the picture (H, W, 3) uint8 RGB."""
+    """What the model finds, in words and drawn on the picture (H, W, 3) uint8 RGB.
+
+    Labels have the names of ``model.dataset_meta``, or are ``class 3`` where there are none.
+    """
     device = next(model.parameters()).device
     (result,) = model(picture.inputs.to(device), [picture.sample], mode='predict')
+    names = (getattr(model, 'dataset_meta', None) or {}).get('classes') or ()
     drawn = image.copy()
+
+    def name(label: int) -> str:
+        return names[label] if label < len(names) else f'class {label}'
+
     if 'pred_score' in result:
         scores = result.pred_score.float().cpu()
         best = scores.topk(min(3, len(scores)))
-        return ', '.join(f'class {i}: {s:.2f}' for s, i in zip(best.values.tolist(), best.indices.tolist())), drawn
+        return ', '.join(f'{name(i)}: {s:.2f}' for s, i in zip(best.values.tolist(), best.indices.tolist())), drawn
     if 'pred_instances' in result:
         found = result.pred_instances
         found = found[found.scores >= 0.3]
-        for box in found.bboxes.round().int().tolist():
+        said = [f'{name(i)}: {s:.2f}' for i, s in zip(found.labels.tolist(), found.scores.tolist())]
+        boxes = found.bboxes.round().int().tolist()
+        for box in boxes:
             cv2.rectangle(drawn, box[:2], box[2:], (255, 60, 0), 2)
-        labels = ', '.join(f'class {i}: {s:.2f}' for i, s in zip(found.labels.tolist(), found.scores.tolist()))
-        return f'{len(found.scores)} found with a score of 0.3 or more. {labels}', drawn
+        for box, words in zip(boxes, said):  # over all boxes
+            _label(drawn, words, (box[0], box[1]))
+        return f'{len(said)} found with a score of 0.3 or more. {", ".join(said)}', drawn
     if 'pred_sem_seg' in result:
         labels = result.pred_sem_seg.data[0].cpu().numpy()
         colours = np.random.default_rng(1).integers(40, 256, (labels.max() + 1, 3))
         labels = cv2.resize(labels.astype(np.int32), drawn.shape[1::-1], interpolation=cv2.INTER_NEAREST_EXACT)
         drawn = (drawn * 0.5 + colours[labels] * 0.5).astype(np.uint8)
-        return f'{len(np.unique(labels))} classes', drawn
+        kinds, counts = np.unique(labels, return_counts=True)
+        shares = sorted(zip((counts / labels.size).tolist(), kinds.tolist()), reverse=True)
+        for share, kind in shares:
+            if share >= 0.01:
+                rows, columns = np.nonzero(labels == kind)
+                inside = np.argmin(np.hypot(rows - np.median(rows), columns - np.median(columns)))
+                _label(drawn, name(kind), (int(columns[inside]), int(rows[inside])))
+        return ', '.join(f'{name(kind)}: {share:.0%} of the pixels' for share, kind in shares), drawn
     return '', drawn
+
+
+def _label(image: np.ndarray, words: str, at: tuple[int, int]) -> None:
+    """Write white on black into a picture, whole where it fits. OpenCV's letters are ASCII, others become ``?``."""
+    words = words.encode('ascii', 'replace').decode()
+    scale = min(max(image.shape[1] / 800, 0.3), 0.6)
+    (width, height), below = cv2.getTextSize(words, cv2.FONT_HERSHEY_SIMPLEX, scale, 1)
+    x = max(0, min(at[0], image.shape[1] - width))
+    y = max(height, min(at[1], image.shape[0] - below))
+    cv2.rectangle(image, (x, y - height), (x + width, y + below), (0, 0, 0), -1)
+    cv2.putText(image, words, (x, y), cv2.FONT_HERSHEY_SIMPLEX, scale, (255, 255, 255), 1, cv2.LINE_AA)
 
 
 def describe(stage: Optional[str], mixer: Optional[str]) -> tuple[int, str]:

@@ -9,9 +9,9 @@ from typing import NamedTuple, Optional
 import torch
 import torch.nn.functional as F
 from mmengine.config import Config
-from mmengine.registry import DATASETS
 from torch import Tensor, nn
 
+from ..engine.class_names import class_names
 from ..engine.errors import RunError
 from ..ops.sizes import serves_ones
 from .formats import FORMATS
@@ -106,7 +106,6 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
 
     given = cfg.model.get('data_preprocessor') or cfg.get('data_preprocessor') or {}
     is_rgb = given.get('bgr_to_rgb') or given.get('to_rgb')
-    classes = ((checkpoint_meta or {}).get('dataset_meta') or {}).get('classes') or class_names(cfg)
     return dict(
         mmlinattn=__version__,
         task=task,
@@ -117,25 +116,8 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
         mean=list(given.get('mean') or [0.0] * 3),
         std=list(given.get('std') or [1.0] * 3),
         pad_size_divisor=given.get('pad_size_divisor', 1),
-        classes=None if classes is None else list(classes),
+        classes=class_names(cfg, checkpoint_meta),
     )
-
-
-def class_names(cfg: Config) -> Optional[list[str]]:
-    """The names that the config, or the class of its test data set, has for the labels of the head."""
-    dataset = (cfg.get('test_dataloader') or {}).get('dataset') or {}
-    while 'dataset' in dataset:  # wrappers
-        dataset = dataset['dataset']
-    given = dataset.get('metainfo') or {}
-    known = {}
-    if dataset.get('type'):
-        with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry:
-            known = getattr(registry.get(dataset['type']), 'METAINFO', {})
-    classes = given.get('classes') or known.get('classes')
-    # a data set in the layout of another has the names of that one
-    head = cfg.model.get('decode_head') or cfg.model.get('head') or {}
-    number = None if isinstance(head, (list, tuple)) else head.get('num_classes')
-    return None if classes is not None and number not in (None, len(classes)) else classes
 
 
 def default_shape(cfg: Config) -> tuple[int, int]:

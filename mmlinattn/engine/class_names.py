@@ -1,0 +1,51 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What the labels of a config's model are called."""
+
+from typing import Optional
+
+from mmengine.config import Config
+from mmengine.registry import DATASETS
+
+__all__ = ['class_names', 'num_classes']
+
+
+def num_classes(cfg: Config) -> int:
+    """Classes of the head that decides, 0 where the config does not say."""
+    model = cfg.model
+    head = model.get('bbox_head') or model.get('decode_head') or model.get('head')
+    if model.get('roi_head'):
+        head = model.roi_head.bbox_head
+    head = head[-1] if isinstance(head, (list, tuple)) else head
+    return (head or {}).get('num_classes', 0)
+
+
+def class_names(cfg: Config, checkpoint_meta: Optional[dict] = None) -> Optional[list[str]]:
+    """Names of the labels: of the checkpoint, else of the config's test data set, else of that data set's class.
+
+    Args:
+        cfg (Config): Of a detector, segmentor or classifier.
+        checkpoint_meta (dict, optional): ``meta`` of its checkpoint, as MMEngine or MMCV 1.x (``CLASSES``) saves it.
+
+    Returns:
+        list[str] | None: One name a class. None where nobody names them, or only as many as the head does not have: a
+        data set in the layout of another has the names of that one.
+    """
+    expected = num_classes(cfg)
+    meta = checkpoint_meta if isinstance(checkpoint_meta, dict) else {}
+    dataset_meta = meta.get('dataset_meta') if isinstance(meta.get('dataset_meta'), dict) else {}
+    for names in (dataset_meta.get('classes'), dataset_meta.get('CLASSES'), meta.get('CLASSES'), *_of_data(cfg)):
+        if isinstance(names, (list, tuple)) and names and expected in (0, len(names)):
+            return [str(name) for name in names]
+    return None
+
+
+def _of_data(cfg: Config) -> tuple:
+    dataset = (cfg.get('test_dataloader') or {}).get('dataset') or {}
+    while 'dataset' in dataset or 'datasets' in dataset:  # wrappers
+        dataset = dataset.get('dataset') or (dataset['datasets'] or [{}])[0]
+    known = {}
+    if dataset.get('type'):
+        with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry:
+            kind = dataset['type']
+            known = getattr(registry.get(kind) if isinstance(kind, str) else kind, 'METAINFO', {})
+    return (dataset.get('metainfo') or {}).get('classes'), known.get('classes')
