@@ -49,9 +49,9 @@ def test_everything_of_a_classifier_without_checkpoint(picture, tmp_path, monkey
         assert len(block['confusion']['share']) == block['heads']
     assert blocks[0]['ccs'] is None and -1 <= blocks[1]['ccs'] <= 1
     # the picture is 140 wide and 90 high, the network sees 64 x 64
-    assert summary['images'][0]['query'] == [32, 21]
+    assert summary['images'][0]['query'] == [70, 30] and summary['images'][0]['query_shown'] == [32, 21]
     names = {'rank', 'confusion', 'locality', 'sharpness', 'ccs'}
-    maps = {f'maps/photo_{rest}.png' for rest in ('full', 'query_32_21', 'query_32_21_with_local')}
+    maps = {f'maps/photo_{rest}.png' for rest in ('full', 'query_70_30', 'query_70_30_with_local')}
     assert written(out) == {'summary.json', *(f'{name}.png' for name in names), *maps}
     assert '5 blocks; weights @ v against the forward pass' in capsys.readouterr().out
 

@@ -56,6 +56,10 @@ class Picture(NamedTuple):
             raise RunError(f'query {x:g} {y:g} of {self.name} is cropped away by the test pipeline; try --shape H W.')
         return min(max(at[0], 0), width - 1), min(max(at[1], 0), height - 1)
 
+    def to_given(self, column: int, row: int) -> tuple[int, int]:
+        """Pixel (x, y) of the picture as given that lies at a pixel of ``shown``."""
+        return tuple(round(scale * at + offset) for at, (scale, offset) in zip((column, row), self.axes))
+
 
 def token_at(column: int, row: int, inputs: Tensor, size: tuple[int, int]) -> tuple[int, int]:
     """Row and column, in a map of ``size``, of the token that a pixel of the network's input belongs to."""

@@ -87,8 +87,19 @@ def picked(number: int, most: int) -> list[int]:
     return sorted({round(i) for i in np.linspace(0, number - 1, min(number, most))})
 
 
-def plot_query(found: list[QueryMaps], picture: Picture, x: int, y: int, path: Path, local: bool = False) -> None:
-    """A row for each block, a column for each head."""
+def plot_query(
+    found: list[QueryMaps], picture: Picture, query: tuple, pixel: tuple, path: Path, local: bool = False
+) -> None:
+    """A row for each block, a column for each head.
+
+    Args:
+        found (list[QueryMaps]): One a block.
+        picture (Picture): What they are drawn over.
+        query (tuple[int, int]): Column and row of the token's mark in the picture as shown.
+        pixel (tuple[int, int]): The same place in the picture as given, for the title.
+        path (Path): Of the drawing.
+        local (bool): Whether the convolutions of the values are in the weights, for the title.
+    """
     found = [found[i] for i in picked(len(found), SHOWN_BLOCKS)]
     columns = 2 + max(min(len(maps.maps), MAX_HEADS) for maps in found)
     ratio = picture.shown.shape[0] / picture.shown.shape[1]
@@ -106,19 +117,19 @@ def plot_query(found: list[QueryMaps], picture: Picture, x: int, y: int, path: P
         row[0].imshow(picture.shown)
         row[0].set_visible(True)
         row[0].set_title('picture and query', fontsize=6.5, pad=2)
-        row[0].plot(x, y, marker='+', color='lime', markersize=7, markeredgewidth=1.6)
+        row[0].plot(*query, marker='+', color='lime', markersize=7, markeredgewidth=1.6)
         for axis, head in zip(row[1:], [None, *heads]):
             weights = mean if head is None else maps.maps[head]
             drawn, peak = overlay(weights, picture)
             axis.set_visible(True)
             axis.imshow(drawn, interpolation='nearest')
-            axis.plot(x, y, marker='+', color='lime', markersize=7, markeredgewidth=1.6)
+            axis.plot(*query, marker='+', color='lime', markersize=7, markeredgewidth=1.6)
             title = f'head {head}' if head is not None else 'mean of heads'
             axis.set_title(f'{title}, max {peak:.2g}', fontsize=6.5, pad=2)
         row[0].set_ylabel(f'{maps.block}\n{maps.mixer}, {maps.size[0]}x{maps.size[1]}', fontsize=7)
     title = 'with the convolutions of the values (mean over channels)' if local else 'attention weights'
     figure.suptitle(
-        f'{picture.name}: where the token at ({x}, {y}) [+] looks, {title}\n'
+        f'{picture.name}: where the token at pixel {pixel[0]:g}, {pixel[1]:g} [+] looks, {title}\n'
         'red: positive, blue: negative; full colour is the largest magnitude of the panel; dark: outside of its window',
         fontsize=8,
     )

@@ -95,8 +95,8 @@ def checked(args: argparse.Namespace) -> Config:
     return cfg
 
 
-def inspect_picture(model, picture, args, progress, query) -> list:
-    """The measures of each block on a picture; draws its maps."""
+def inspect_picture(model, picture, args, progress, query, pixel) -> list:
+    """The measures of each block on a picture; draws the maps of the query, ``pixel`` of the picture as given."""
     entries, maps, local_maps, full = [], [], [], []
     generator = torch.Generator().manual_seed(0)
     numbers = [name for name in args.what if name != 'maps']
@@ -115,12 +115,12 @@ def inspect_picture(model, picture, args, progress, query) -> list:
         loading.run_backbone(model, picture.inputs.to(args.device))
     if 'maps' in args.what:
         stem = args.out / 'maps' / picture.name
-        where = f'query_{query[0]}_{query[1]}'
+        where = f'query_{pixel[0]:g}_{pixel[1]:g}'
         if maps:
-            pictures.plot_query(maps, picture, *query, stem.with_name(f'{picture.name}_{where}.png'))
+            pictures.plot_query(maps, picture, query, pixel, stem.with_name(f'{picture.name}_{where}.png'))
         if local_maps:
             path = stem.with_name(f'{picture.name}_{where}_with_local.png')
-            pictures.plot_query(local_maps, picture, *query, path, local=True)
+            pictures.plot_query(local_maps, picture, query, pixel, path, local=True)
         pictures.plot_full(full, picture.name, stem.with_name(f'{picture.name}_full.png'))
     return entries
 
@@ -163,8 +163,10 @@ def main() -> None:
                     picture = loading.prepare(cfg, model, image, name, args.shape)
                     at = args.query or (image.shape[1] / 2, image.shape[0] / 2)
                     query = picture.to_shown(*at) if args.query or args.shape else _middle(picture)
-                    asked.append(dict(image=str(path), shown=list(picture.shown.shape[:2]), query=list(query)))
-                    per_image.append(inspect_picture(model, picture, args, lambda: bar.advance(task), query))
+                    pixel = tuple(args.query or picture.to_given(*query))
+                    shown = dict(shown=list(picture.shown.shape[:2]), query_shown=list(query))
+                    asked.append(dict(image=str(path), query=list(pixel), **shown))
+                    per_image.append(inspect_picture(model, picture, args, lambda: bar.advance(task), query, pixel))
         except (NotImplementedError, ValueError) as error:
             raise RunError(str(error)) from error
         blocks = merged(per_image)
