@@ -9,7 +9,9 @@ import resource
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Callable, Optional
 
@@ -84,17 +86,30 @@ KEEP_MEMORY = dict(MALLOC_MMAP_THRESHOLD_=str(2**33), MALLOC_TRIM_THRESHOLD_=str
 RETURN_MEMORY = dict(MALLOC_MMAP_THRESHOLD_=str(2**16), MALLOC_TRIM_THRESHOLD_=str(2**16), MALLOC_ARENA_MAX='1')
 
 
+@contextmanager
+def fresh_process(environment: Optional[dict] = None) -> Iterator[Callable]:
+    """A new process with more environment variables; yields what calls a module's function in it, and waits."""
+    # a fork would inherit our memory, and malloc as it was configured
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context('spawn')) as pool:
+
+        def call(function: Callable, *arguments):
+            # the process starts with the first call and takes the variables that are set then
+            before = dict(os.environ)
+            os.environ.update(environment or {})
+            try:
+                future = pool.submit(function, *arguments)
+            finally:
+                os.environ.clear()
+                os.environ.update(before)
+            return future.result()
+
+        yield call
+
+
 def in_fresh_process(function: Callable, *arguments, environment: Optional[dict] = None):
     """Result of a module's function, called in a new process with more environment variables."""
-    before = dict(os.environ)
-    os.environ.update(environment or {})
-    try:
-        # a fork would inherit our memory, and malloc as it was configured
-        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context('spawn')) as pool:
-            return pool.submit(function, *arguments).result()
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
+    with fresh_process(environment) as call:
+        return call(function, *arguments)
 
 
 # --- memory -------------------------------------------------------------------------------------

@@ -1,19 +1,22 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Latency and peak memory of backbones by the size of the image, batch 1, inference.
+"""Latency and peak memory of backbones by the size of the image, batch 1, inference, one CPU thread.
 
-    python benchmarks/run_resolution.py --out resolution.md --plot docs/images/resolution.png
+    python benchmarks/run_resolution.py --results work_dirs/resolution.json --out resolution.md --plot resolution.png
     python benchmarks/run_resolution.py --only memory --models 'RAVLT-T, fully linear' --sides 4096
 
-A size is left out where, by the growth from the sizes before, it would take more than ``--max-gib`` or
-``--max-seconds``, and so are all larger ones. Memory does not care for other work on the machine, times do. See
+Times are CPU seconds of the process: with one thread that is the latency on a quiet machine, and other programs add
+little to it. A size is left out where, by the growth from the sizes before, it would take more than ``--max-gib`` or
+``--max-seconds``, and so are all larger ones. With ``--results`` a run that was interrupted goes on where it was. See
 README.md in this folder.
 """
 
 import argparse
+import json
+import math
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Callable, NamedTuple, Optional
 
 import torch
 
@@ -25,6 +28,10 @@ from run_ravlt import Report, machine, mib, ms  # noqa: E402
 from mmlinattn.backbones import RAVLT, LinearPVT, LinearSwin  # noqa: E402
 
 WARM_UP = 64
+# above so many seconds, time and memory are of one pass: malloc gives back only blocks that are large at such sizes, as
+# it does by default, which neither adds to the time nor leaves much out of the memory
+ONE_PASS = 4.0
+RETURN_BLOCKS = dict(MALLOC_MMAP_THRESHOLD_=str(2**23))
 
 
 def resnet50():
@@ -35,15 +42,32 @@ def resnet50():
     return model
 
 
+class Model(NamedTuple):
+    """A backbone, and how its curve is drawn.
+
+    Attributes:
+        build: Makes it.
+        colour: One for a host.
+        line: Solid for linear attention, dashed for softmax over whole maps, dotted for what softmax models do instead.
+    """
+
+    build: Callable
+    colour: str
+    line: str
+
+
 MODELS = {
-    'RAVLT-T, hybrid (as released)': lambda: RAVLT('tiny'),
-    'RAVLT-T, fully linear': lambda: RAVLT('tiny', stage_attns=('rala',) * 4),
-    'RAVLT-T, softmax': lambda: RAVLT('tiny', stage_attns=('softmax',) * 4),
-    'InLine-Swin-T, global': lambda: LinearSwin('inline-tiny', window_size=None),
-    'Swin-T (softmax, 7x7 windows)': lambda: LinearSwin('softmax-tiny'),
-    'FLatten-PVT-T': lambda: LinearPVT('flatten-tiny'),
-    'PVT-T (softmax, reduced keys)': lambda: LinearPVT('softmax-tiny'),
-    'ResNet-50': resnet50,
+    'RAVLT-T, hybrid (as released)': Model(lambda: RAVLT('tiny'), 'tab:cyan', '-'),
+    'RAVLT-T, fully linear': Model(lambda: RAVLT('tiny', stage_attns=('rala',) * 4), 'tab:blue', '-'),
+    'RAVLT-T, softmax': Model(lambda: RAVLT('tiny', stage_attns=('softmax',) * 4), 'tab:blue', '--'),
+    'InLine-Swin-T, global': Model(lambda: LinearSwin('inline-tiny', window_size=None), 'tab:red', '-'),
+    'Swin-T (softmax, 7x7 windows)': Model(lambda: LinearSwin('softmax-tiny'), 'tab:red', ':'),
+    'FLatten-PVT-T': Model(lambda: LinearPVT('flatten-tiny'), 'tab:green', '-'),
+    'PVT-T, softmax over whole maps': Model(
+        lambda: LinearPVT(dict(LinearPVT.arch_zoo['softmax-tiny'], sr_ratios=1)), 'tab:green', '--'
+    ),
+    'PVT-T (softmax, reduced keys)': Model(lambda: LinearPVT('softmax-tiny'), 'tab:green', ':'),
+    'ResNet-50': Model(resnet50, 'black', '-.'),
 }
 
 
@@ -52,21 +76,21 @@ class Point(NamedTuple):
 
     Attributes:
         side: of the square image.
-        seconds: median of the repeats, None where not asked for.
+        seconds: CPU time, the shortest of the repeats; None where not asked for.
         bytes: largest growth of the resident memory, None where not asked for.
-        spent: seconds of the pass whose memory was measured, which malloc slows down; says when to stop.
+        spent: CPU seconds of the pass whose memory was measured, which malloc slows down; says when to stop.
     """
 
     side: int
-    seconds: Optional[float]
-    bytes: Optional[int]
+    seconds: Optional[float] = None
+    bytes: Optional[int] = None
     spent: Optional[float] = None
 
 
 def calls(name: str, side: int):
     """The model on a small image, and on the one to measure."""
     torch.manual_seed(0)
-    model = MODELS[name]().eval()
+    model = MODELS[name].build().eval()
 
     def at(size):
         x = torch.randn(1, 3, size, size)
@@ -80,32 +104,32 @@ def calls(name: str, side: int):
     return at(WARM_UP), at(side)
 
 
-def seconds_of(name: str, side: int, repeats: int, threads: int) -> float:
-    torch.set_num_threads(threads)
+def seconds_of(name: str, side: int, repeats: int) -> float:
     small, large = calls(name, side)
     small()
-    if repeats > 1:
-        return measure.interleaved_times({name: large}, repeats)[name]
-    start = time.perf_counter()
-    large()
-    return time.perf_counter() - start
+    found = []
+    for _ in range(repeats):
+        start = time.process_time()
+        large()
+        found.append(time.process_time() - start)
+    return min(found)
 
 
-def bytes_of(name: str, side: int, threads: int) -> tuple[int, float]:
-    """Growth of the resident memory during a pass, and the seconds of that pass."""
+def bytes_of(name: str, side: int) -> tuple[int, float]:
+    """Growth of the resident memory during a pass, and the CPU seconds of that pass."""
     spent = []
 
     def prepare(*case):
         small, large = calls(*case)
 
         def timed():
-            start = time.perf_counter()
+            start = time.process_time()
             large()
-            spent.append(time.perf_counter() - start)
+            spent.append(time.process_time() - start)
 
         return small, timed
 
-    return measure._rss_growth(prepare, (name, side), threads), spent[0]
+    return measure._rss_growth(prepare, (name, side), threads=1), spent[0]
 
 
 def available_gib() -> float:
@@ -125,35 +149,105 @@ def next_cost(points: list[Point], side: int, field: str) -> Optional[float]:
     power = 1.0
     if len(known) > 1:
         (a, first), (b, last) = known[-2:]
-        power = max(1.0, torch.log(torch.tensor(last / first)).item() / torch.log(torch.tensor(b / a)).item())
+        power = max(1.0, math.log(last / first) / math.log(b / a))
     pixels, cost = known[-1]
     return cost * (side**2 / pixels) ** min(power, 2.0)
 
 
-def run_model(name: str, args, report: Report) -> tuple[list[Point], Optional[str]]:
-    """Points of one model, ascending, and why it ends before the largest size."""
-    points: list[Point] = []
+def too_much(points: list[Point], side: int, args) -> Optional[str]:
+    """Why a size is left out, None where it is not."""
+    memory = next_cost(points, side, 'bytes')
+    late = next_cost(points, side, 'seconds' if 'time' in args.only else 'spent')
+    limit = min(args.max_gib, available_gib() - 2)
+    if memory is not None and memory > limit * 2**30:
+        return f'about {memory / 2**30:.0f} GiB, more than the {limit:.0f} GiB there are for it'
+    if late is not None and late > args.max_seconds:
+        return f'about {late:.0f} s, more than the {args.max_seconds:g} s allowed'
+    return None
+
+
+def measured(name: str, point: Point, late: Optional[float], args, in_process: Callable) -> Point:
+    """The point with what is asked for and not known yet; memory is that of another process, which outlives the point:
+    its malloc gives back what is freed, and its largest size is forgotten before each pass."""
+    if len(args.only) == 2 and point == Point(point.side) and late is not None and late > ONE_PASS:
+        size, seconds = measure.in_fresh_process(bytes_of, name, point.side, environment=RETURN_BLOCKS)
+        return Point(point.side, seconds, size, seconds)
+    if 'memory' in args.only and point.bytes is None:
+        size, spent = in_process(bytes_of, name, point.side)
+        point = point._replace(bytes=size, spent=spent)
+    if 'time' in args.only and point.seconds is None:
+        expected = late or point.spent or 1.0
+        repeats = max(1, min(args.repeats, int(30 / expected)))
+        point = point._replace(seconds=seconds_of(name, point.side, repeats))
+    return point
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def load(path: Optional[Path]) -> dict[str, list[Point]]:
+    """Points of earlier runs by model, sides ascending."""
+    if path is None or not path.exists():
+        return {}
+    kept = json.loads(path.read_text(encoding='utf-8'))
+    return {name: sorted(Point(**point) for point in points) for name, points in kept.items()}
+
+
+def save(path: Optional[Path], found: dict[str, list[Point]]) -> None:
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix('.part')
+    part.write_text(
+        json.dumps({name: [point._asdict() for point in points] for name, points in found.items()}, indent=1)
+    )
+    part.replace(path)
+
+
+def run(args, in_process: Callable) -> tuple[dict[str, list[Point]], dict[str, tuple[int, str]]]:
+    """Points of each model, and the size at which it ends with the reason, where it ends early.
+
+    All models at one size, then at the next: what is interrupted has something of every model.
+    """
+    found, ends = load(args.results), {}
     for side in sorted(args.sides):
-        memory, late = (
-            next_cost(points, side, 'bytes'),
-            next_cost(points, side, 'seconds' if 'time' in args.only else 'spent'),
-        )
-        limit = min(args.max_gib, available_gib() - 2)
-        if memory is not None and memory > limit * 2**30:
-            return points, f'{side}: about {memory / 2**30:.0f} GiB, more than the {limit:.0f} GiB there are for it'
-        if late is not None and late > args.max_seconds:
-            return points, f'{side}: about {late:.0f} s, more than the {args.max_seconds:g} s allowed'
-        seconds = size = None
-        spent = None
-        if 'memory' in args.only:
-            arguments = bytes_of, name, side, args.threads
-            size, spent = measure.in_fresh_process(*arguments, environment=measure.RETURN_MEMORY)
-        if 'time' in args.only:
-            repeats = args.repeats if late is None or late < args.max_seconds / args.repeats else 1
-            seconds = measure.in_fresh_process(seconds_of, name, side, repeats, args.threads)
-        points.append(Point(side, seconds, size, spent))
-        report.row(name, side, '' if seconds is None else ms(seconds), '' if size is None else mib(size))
-    return points, None
+        for name in args.models:
+            if name in ends:
+                continue
+            points = found.setdefault(name, [])
+            known = next((point for point in points if point.side == side), Point(side))
+            smaller = [point for point in points if point.side < side]
+            if known.side not in [point.side for point in points] and (reason := too_much(smaller, side, args)):
+                ends[name] = side, reason
+                continue
+            point = measured(name, known, next_cost(smaller, side, 'seconds'), args, in_process)
+            if point != known:
+                found[name] = sorted([other for other in points if other.side != side] + [point])
+                save(args.results, found)
+                print(f'{name}, {side}: {cells(point)}', file=sys.stderr, flush=True)
+    return {name: [point for point in found[name] if point.side in args.sides] for name in args.models}, ends
+
+
+def cells(point: Point) -> str:
+    values = [] if point.seconds is None else [ms(point.seconds)]
+    return ', '.join(values + ([] if point.bytes is None else [mib(point.bytes)]))
+
+
+def tables(found: dict[str, list[Point]], ends: dict, args) -> Report:
+    report = Report()
+    report.add(f'Forward pass, batch 1, {machine("cpu", 1)}')
+    sides = sorted(args.sides)
+    report.table('backbone: ' + ', '.join(WORDS[what] for what in args.only), *(f'{side} x {side}' for side in sides))
+    for name, points in found.items():
+        by_side = {point.side: cells(point) for point in points}
+        report.row(name, *(by_side.get(side, '-') for side in sides))
+    if ends:
+        left = '; '.join(f'{name} at {side}: {reason}' for name, (side, reason) in ends.items())
+        report.add('', f'Left out: {left}.')
+    return report
+
+
+WORDS = dict(time='time', memory='peak memory')
 
 
 def plot(found: dict[str, list[Point]], path: Path, what: list[str]) -> None:
@@ -161,31 +255,40 @@ def plot(found: dict[str, list[Point]], path: Path, what: list[str]) -> None:
 
     matplotlib.use('Agg')
     from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter
 
-    panels = [('seconds', 'seconds a picture', 1)] if 'time' in what else []
+    panels = [('seconds', 'time of a picture, CPU seconds on one core', 1)] if 'time' in what else []
     panels += [('bytes', 'peak memory of the forward pass, GiB', 2**30)] if 'memory' in what else []
-    figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(6.5 * len(panels), 4.6), squeeze=False, layout='constrained'
-    )
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(6.2 * len(panels), 6.4), squeeze=False)
+    sides = sorted({point.side for points in found.values() for point in points})
     for axis, (field, label, unit) in zip(axes[0], panels):
+        lowest = []
         for name, points in found.items():
-            style = dict(linestyle='--') if 'softmax' in name or 'ResNet' in name else {}
+            model = MODELS[name]
             known = [(point.side, getattr(point, field) / unit) for point in points if getattr(point, field)]
             if known:
-                axis.plot(*zip(*known), marker='o', label=name, **style)
-        sides = sorted({point.side for points in found.values() for point in points})
+                lowest.append(known[0][1])
+                axis.plot(*zip(*known), model.line, color=model.colour, marker='o', markersize=4, label=name)
+        guide = [min(lowest) * 0.6 * (side / sides[0]) ** 2 for side in sides]
+        axis.plot(sides, guide, color='0.6', linewidth=5, alpha=0.4, label='slope of what grows with the pixels')
         axis.set_xscale('log', base=2)
         axis.set_yscale('log')
-        axis.set_xticks(sides, [f'{side}²' for side in sides])
+        axis.set_xticks(sides, [f'{side} x {side}' for side in sides])
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f'{value:g}'))
         axis.set_xlabel('image, pixels')
-        axis.set_ylabel(label)
+        axis.set_title(label, fontsize=11)
         axis.grid(alpha=0.3, which='both')
-    axes[0, 0].legend(fontsize=7.5)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc='lower center', ncols=3 if len(panels) > 1 else 1, fontsize=9, frameon=False)
     figure.suptitle(
-        'Backbones by the size of the image, batch 1, float32 (solid: linear attention, dashed: others)', fontsize=10
+        'Cost of a forward pass by the size of the image, batch 1, float32\n'
+        'solid: linear attention, dashed: softmax over whole maps, dotted: softmax in windows or on reduced keys',
+        fontsize=11,
     )
+    figure.tight_layout(rect=(0, 0.16, 1, 1))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
+    pyplot.close(figure)
 
 
 def main(argv=None) -> None:
@@ -193,25 +296,19 @@ def main(argv=None) -> None:
     parser.add_argument('--models', nargs='+', choices=list(MODELS), default=list(MODELS), metavar='NAME')
     parser.add_argument('--sides', nargs='+', type=int, default=[512, 1024, 2048, 4096], help='of square images')
     parser.add_argument('--only', nargs='+', choices=('time', 'memory'), default=['time', 'memory'])
-    parser.add_argument('--threads', type=int, default=2, help='CPU threads of torch')
-    parser.add_argument('--repeats', type=int, default=5, help='timed passes; one where a pass is slow')
-    parser.add_argument('--max-gib', type=float, default=16, help='expected memory above which a size is left out')
-    parser.add_argument('--max-seconds', type=float, default=120, help='expected time above which a size is left out')
+    parser.add_argument('--repeats', type=int, default=5, help='timed passes; fewer where a pass is slow [5]')
+    parser.add_argument('--max-gib', type=float, default=16, help='expected memory above which a size is left out [16]')
+    parser.add_argument('--max-seconds', type=float, default=120, help='expected time above which it is [120]')
+    parser.add_argument('--results', type=Path, help='JSON file to keep every point in, and to go on from')
     parser.add_argument('--out', type=Path, help='write the table to this markdown file as well')
     parser.add_argument('--plot', type=Path, help='draw the curves into this picture')
     args = parser.parse_args(argv)
     if min(args.sides) < 32:
         parser.error(f'--sides {min(args.sides)}: images have to be 32 pixels at least')
-    torch.set_num_threads(args.threads)
-    report, found, ends = Report(), {}, []
-    report.add(f'Forward pass, batch 1, {machine("cpu", args.threads)}')
-    report.table('backbone', 'side', 'time', 'peak extra memory')
-    for name in args.models:
-        found[name], end = run_model(name, args, report)
-        if end:
-            ends.append(f'{name}, {end}')
-    if ends:
-        report.add('', 'Left out: ' + '; '.join(ends) + '.')
+    torch.set_num_threads(1)
+    with measure.fresh_process(measure.RETURN_MEMORY) as in_process:
+        found, ends = run(args, in_process)
+    report = tables(found, ends, args)
     if args.out:
         args.out.write_text('\n'.join(report.lines) + '\n')
     if args.plot:
