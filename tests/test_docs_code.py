@@ -1,0 +1,338 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Code blocks of README and docs are run, or say why not.
+
+A comment before a block of ``bash``, ``shell`` or ``python`` says what the block is:
+
+- none: run, in a temporary folder with the tools and configs of the checkout; the Python blocks of a page share names;
+- ``<!-- slow -->``: run by a slow test;
+- ``<!-- config of mmdet::FOLDER/CONFIG.py -->``: the body of a config that inherits this one (a block with ``_base_``
+  of its own needs no comment): loaded, its model and optimizer built, its backbone and neck run;
+- ``<!-- tested in tests/FILE.py::FUNCTION -->``: by that test, with the models that it wants;
+- ``<!-- needs: data, weights -->`` and other ``NEEDS``: not run. Options are still those of the tools, configs are
+  there, and checkpoints are known by these names.
+"""
+
+import argparse
+import ast
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import mmengine.config.utils as config_utils
+import pytest
+import torch
+from config_helpers import _INITIALISERS, ROOT, _read_once
+from mmengine.config import Config
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import MODELS, VISBACKENDS, init_default_scope
+
+PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'benchmarks').glob('*.md'), *(ROOT / 'docs').rglob('*.md')])
+NEEDS = {'data', 'weights', 'GPU', 'network', 'minutes', 'several machines'}
+# what is no code: a tree of folders, an equation, a diagram
+PROSE = {'text', 'mermaid'}
+
+
+@dataclass
+class Block:
+    """A fenced block, with the comment before it."""
+
+    page: str
+    line: int
+    language: str
+    note: str
+    text: str
+
+    def __str__(self) -> str:
+        return f'{self.page}:{self.line}'
+
+    @property
+    def kind(self) -> str:
+        """The first word of the comment; ``config`` of a Python block that inherits one; else ``run``."""
+        if self.note:
+            return re.split(r'[\s:]', self.note)[0]
+        return 'config' if self.language == 'python' and '_base_ =' in self.text else 'run'
+
+
+def blocks_of(path: Path, text: str) -> list[Block]:
+    fences = re.finditer(r'(?:^<!-- ([^\n]*?) -->\n\s*)?^```([^\n]*)\n(.*?)^```', text, re.M | re.S)
+    name = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
+    return [
+        Block(name, text[: found.start()].count('\n') + 1, found[2].strip(), found[1] or '', found[3])
+        for found in fences
+    ]
+
+
+BLOCKS = [block for path in PAGES for block in blocks_of(path, path.read_text(encoding='utf-8'))]
+SHELL = [block for block in BLOCKS if block.language in ('bash', 'shell')]
+
+
+def these(blocks: list) -> dict:
+    return dict(argvalues=blocks, ids=list(map(str, blocks)))
+
+
+def slow_where(is_slow: bool, value, name: str):
+    return pytest.param(value, id=name, marks=[pytest.mark.slow] if is_slow else [])
+
+
+@pytest.mark.parametrize('block', **these(BLOCKS))
+def test_every_block_says_what_it_is(block):
+    assert block.language in {'python', 'bash', 'shell', *PROSE}, f'{block}: which language?'
+    assert block.language not in PROSE or not block.note
+    if block.language == 'python':
+        ast.parse(block.text)
+    elif block.language in ('bash', 'shell'):
+        subprocess.run(['bash', '-n'], input=block.text, text=True, check=True)
+    if block.kind == 'needs':
+        assert set(re.split(r', ', block.note.partition(': ')[2])) <= NEEDS
+    elif block.kind == 'tested':
+        file, _, function = block.note.removeprefix('tested in ').partition('::')
+        assert f'def {function}(' in (ROOT / file).read_text(encoding='utf-8')
+    elif block.kind == 'config':
+        assert '_base_ =' in block.text or block.note.startswith('config of mm')
+    else:
+        assert block.kind in ('run', 'slow')
+
+
+# ---- commands ----
+
+
+class Parsed(Exception):
+    """Raised in place of parsing a command line: holds the parser."""
+
+
+def parser_of(tool: str) -> argparse.ArgumentParser:
+    """The parser of a tool, which is run up to where it reads its arguments."""
+
+    def stop(self, *_, **__):
+        raise Parsed(self)
+
+    with mock.patch.object(argparse.ArgumentParser, 'parse_args', stop):
+        with mock.patch.object(sys, 'argv', [tool]), pytest.raises(Parsed) as parsed:
+            runpy.run_path(str(ROOT / tool), run_name='__main__')
+    return parsed.value.args[0]
+
+
+def commands(text: str) -> list[list]:
+    """The words of each command of a shell block, without variables before it and comments behind it."""
+    found = []
+    for line in text.replace('\\\n', ' ').splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.match(r'\w+=', words[0]):
+            words = words[1:]
+        if words:
+            found.append(words)
+    return found
+
+
+def as_tool(words: list) -> list:
+    """``[tool, argument, ...]`` of a command; the launchers' as those of the tools that they start. Empty: no tool."""
+    if words[0] in ('python', 'bash'):
+        words = words[1:]
+    tool = words[0] if words else ''
+    if tool.startswith('tools/dist_'):
+        places = 2 if tool == 'tools/dist_test.sh' else 1  # arguments before the number of processes
+        name = tool[len('tools/dist_') : -len('.sh')]
+        return [f'tools/{name}.py', *words[1 : 1 + places], *words[2 + places :]]
+    if tool == 'tools/slurm_train.sh':
+        return ['tools/train.py', words[3], '--work-dir', *words[4:]]
+    return words if tool.startswith(('tools/', 'benchmarks/')) else []
+
+
+def check_command(words: list) -> None:
+    for name in re.findall(r'mmlinattn://(\w+)', ' '.join(words)):
+        from mmlinattn.checkpoints.released import find_released
+
+        find_released(name)
+    for name in re.findall(r'\b(?:configs|tools|benchmarks)/[\w/.-]+\.(?:py|sh)\b', ' '.join(words)):
+        assert (ROOT / name).is_file(), name
+    tool = as_tool(words)
+    if tool and tool[0].endswith('.py'):
+        parser_of(tool[0]).parse_args(tool[1:])
+
+
+@pytest.mark.parametrize('block', **these([block for block in SHELL if block.kind == 'needs']))
+def test_commands_that_are_not_run_have_options_of_the_tools(block):
+    for words in commands(block.text):
+        check_command(words)
+
+
+@pytest.mark.parametrize(
+    'words, message',
+    [
+        ('python tools/train.py CONFIG --no-such-option', 'unrecognized arguments: --no-such-option'),
+        ('bash tools/dist_train.sh CONFIG 8 --ampp', 'unrecognized arguments: --ampp'),
+        ('python tools/train.py configs/mmdet/gone.py', 'configs/mmdet/gone.py'),
+        ('python tools/test.py CONFIG mmlinattn://gone', 'gone'),
+    ],
+)
+def test_commands_that_are_wrong_are_found(words, message, capsys):
+    with pytest.raises((SystemExit, AssertionError, Exception)) as error:
+        check_command(shlex.split(words))
+    assert message in str(error.value) + capsys.readouterr().err
+
+
+def spoken(path: Path) -> list[list]:
+    """Commands within sentences and tables, as words: `python tools/TOOL.py ...`."""
+    text = re.sub(r'^```.*?^```', '', path.read_text(encoding='utf-8'), flags=re.M | re.S)
+    spans = re.findall(r'`((?:python |bash )?(?:tools|benchmarks)/[^`]+ [^`]+)`', text)
+    return [shlex.split(re.sub(r'[\[\]]', '', ' '.join(span.split()))) for span in spans]
+
+
+@pytest.mark.parametrize('path', PAGES, ids=[path.relative_to(ROOT).as_posix() for path in PAGES])
+def test_commands_in_sentences_have_options_of_the_tools(path):
+    for words in spoken(path):
+        tool = as_tool(words)
+        assert (ROOT / tool[0]).is_file(), words
+        options = {word.partition('=')[0] for word in tool[1:] if word.startswith('--')}
+        if tool[0].endswith('.py') and options:
+            assert options <= set(parser_of(tool[0])._option_string_actions), words
+        else:
+            assert all(option in (ROOT / tool[0]).read_text() for option in options), words
+
+
+def checkout_in(folder: Path) -> dict:
+    """Lets commands run in a folder as in a checkout; the environment for them."""
+    for name in ('tools', 'configs', 'benchmarks'):
+        (folder / name).symlink_to(ROOT / name)
+    path = f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
+    return dict(os.environ, PATH=path, PYTHONPATH=str(ROOT), PYTHON=sys.executable, MPLBACKEND='Agg')
+
+
+# one command on several pages is run once
+ONCE = {block.text: block for block in SHELL if block.kind in ('run', 'slow')}.values()
+
+
+@pytest.mark.parametrize('block', [slow_where(block.kind == 'slow', block, str(block)) for block in ONCE])
+def test_commands_run(block, tmp_path):
+    done = subprocess.run(
+        ['bash', '-euo', 'pipefail', '-c', block.text],
+        cwd=tmp_path,
+        env=checkout_in(tmp_path),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
+
+
+# ---- Python ----
+
+
+def scripts() -> dict:
+    """Page -> its Python blocks that are run."""
+    found = {}
+    for block in BLOCKS:
+        if block.language == 'python' and block.kind in ('run', 'slow'):
+            found.setdefault(block.page, []).append(block)
+    return found
+
+
+@pytest.mark.parametrize(
+    'blocks',
+    [slow_where(any(block.kind == 'slow' for block in found), found, page) for page, found in scripts().items()],
+)
+def test_python_runs(blocks, tmp_path, monkeypatch):
+    """All blocks of a page in one file; slow pages in a process of their own: they fill upstream's registries."""
+    code = '\n'.join(block.text for block in blocks)
+    if any(block.kind == 'slow' for block in blocks):
+        command = [sys.executable, '-c', code]
+        done = subprocess.run(command, cwd=tmp_path, env=checkout_in(tmp_path), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return
+    from mmlinattn.attention import TOKEN_MIXERS
+
+    monkeypatch.chdir(tmp_path)
+    for registry in (MODELS, TOKEN_MIXERS):  # the example's classes leave with the test
+        monkeypatch.setattr(registry, '_module_dict', dict(registry.module_dict))
+    exec(compile(code, blocks[0].page, 'exec'), {'__name__': '__main__'})
+
+
+PYTHON = [block for block in BLOCKS if block.language == 'python']
+CONFIGS = [block for block in PYTHON if '_base_ =' in block.text or block.kind == 'config']
+
+
+def load(block: Block, path: Path) -> Config:
+    inherited = '' if '_base_ =' in block.text else f'_base_ = {block.note.removeprefix("config of ")!r}\n'
+    path.write_text(inherited + block.text)
+    with mock.patch.object(config_utils, 'load', _read_once):
+        return Config.fromfile(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('block', **these(CONFIGS))
+def test_configs_load_and_build(block, tmp_path, monkeypatch):
+    import mmlinattn  # noqa: F401  (the scheme mmlinattn::)
+
+    cfg = load(block, tmp_path / 'config.py')
+    if block.kind == 'needs':
+        return
+    init_default_scope(cfg.default_scope)
+    for initialiser in _INITIALISERS:  # random weights take seconds
+        monkeypatch.setattr(torch.nn.init, initialiser, lambda tensor, *_, **__: tensor)
+    cfg.model.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
+    model = MODELS.build(cfg.model).eval()
+    assert 'mmlinattn' in type(model.backbone).__module__
+    with torch.no_grad():
+        model.extract_feat(torch.zeros(1, 3, 64, 64))  # a neck stops where its channels are not those of the maps
+    assert build_optim_wrapper(model, cfg.optim_wrapper).optimizer.param_groups
+    for backend in cfg.get('visualizer', {}).get('vis_backends', ()):
+        assert VISBACKENDS.get(backend['type'])
+
+
+@pytest.mark.slow
+def test_channels_that_do_not_fit_are_found(tmp_path, monkeypatch):
+    text = "model = dict(backbone=dict(_delete_=True, type='RAVLT', arch='tiny'), neck=dict(in_channels=[9, 9, 9, 9]))"
+    block = Block('page.md', 1, 'python', 'config of mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py', text)
+    with pytest.raises(RuntimeError, match='channels'):
+        test_configs_load_and_build(block, tmp_path, monkeypatch)
+
+
+def test_comments_belong_to_the_block_below(tmp_path):
+    page = tmp_path / 'page.md'
+    text = '<!-- needs: data -->\n\n```bash\na\n```\ntext\n```python\nb\n```\n'
+    first, second = blocks_of(page, text)
+    assert (first.kind, first.text, second.kind, second.language) == ('needs', 'a\n', 'run', 'python')
+
+
+SMALL = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 4))
+CLASSIFIER = f"""
+default_scope = 'mmpretrain'
+model = dict(
+    type='ImageClassifier',
+    data_preprocessor=dict(num_classes=3, mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0], to_rgb=True),
+    backbone=dict(type='RAVLT', arch=dict({SMALL}), out_indices=(3,)),
+    neck=dict(type='GlobalAveragePooling'),
+    head=dict(type='LinearClsHead', num_classes=3, in_channels=32),
+)
+test_dataloader = dict(dataset=dict(type='CustomDataset', metainfo=dict(classes=('circle', 'square', 'star'))))
+"""
+
+
+@pytest.mark.slow
+def test_page_on_deployment(tmp_path, monkeypatch, capsys):
+    """Its Python with a small model in place of RAVLT-T: the application, and graphs of one's own."""
+    for package in ('mmpretrain', 'onnx', 'onnxscript', 'onnxruntime'):
+        pytest.importorskip(package)
+    from mmlinattn.backbones import RAVLT
+    from mmlinattn.export.cli import main
+
+    application, graphs = (block.text for block in PYTHON if block.note.endswith('::test_page_on_deployment'))
+    monkeypatch.chdir(tmp_path)
+    Path('small.py').write_text(CLASSIFIER)
+    main('small.py none --format onnx --out ravlt_t.onnx --shape 64 80'.split())
+    capsys.readouterr()
+    exec(application, {'pixels': torch.randint(0, 256, (64, 80, 3)).numpy()})
+    assert capsys.readouterr().out.strip() in ('circle', 'square', 'star')
+
+    names = {'torch': torch, 'model': RAVLT(arch=SMALL).eval()}
+    exec(graphs, names)
+    image = torch.rand(1, 3, 96, 130)
+    with torch.no_grad():
+        expected = names['model'](image)
+        for graph in (names['program'].module(), names['graph']):
+            torch.testing.assert_close(tuple(graph(image)), tuple(expected), rtol=1e-3, atol=1e-4)
