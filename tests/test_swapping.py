@@ -135,6 +135,11 @@ def test_adapter_makes_the_maps_that_are_expected():
     torch.testing.assert_close(outs[0], neck.convs[0](first))
     with pytest.raises(ValueError, match='widths'):
         neck((first, first))
+    neck.inference_output = 1
+    torch.testing.assert_close(neck.eval()((first, second)), outs[1])
+    assert len(neck.train()((first, second))) == 3
+    with pytest.raises(ValueError, match='inference_output=3'):
+        MapAdapter([4], [6], inference_output=3)
     with pytest.raises(ValueError, match='sources'):
         MapAdapter([4], [6], sources=[1])
 
@@ -199,6 +204,9 @@ def test_mistakes_have_one_line(upstream, backbone, message):
         ('mmdet::cornernet/cornernet_hourglass104_8xb6-210e-mstest_coco.py', 'hourglass'),
         ('mmdet::tridentnet/tridentnet_r50-caffe_1x_coco.py', 'three branches'),
         ('mmpretrain::mae/mae_vit-base-p16_8xb512-amp-coslr-300e_in1k.py', 'masked image modelling'),
+        ('mmpretrain::spark/spark_sparse-resnet50_8xb512-amp-coslr-800e_in1k.py', 'masked image modelling'),
+        ('mmpretrain::dinov2/vit-small-p14_dinov2-pre_headless.py', 'it has no head'),
+        ('mmseg::dpt/dpt_vit-b16_8xb2-160k_ade20k-512x512.py', 'a class token beside each map'),
         ('mmpretrain::clip/clip_vit-base-p16_zeroshot-cls_in1k.py', 'no backbone of its own'),
     ],
 )
@@ -268,6 +276,12 @@ def test_maps_that_a_neck_skips_are_not_returned(swap):
             'mmseg::bisenetv2/bisenetv2_fcn_4xb4-160k_cityscapes-1024x1024.py',
             'ravlt_t',
             {'neck.type': 'MapAdapter', 'neck.out_channels': [128, 16, 32, 64, 128], 'decode_head.in_channels': 128},
+        ),
+        # branches in training, one of them in inference
+        (
+            'mmseg::ddrnet/ddrnet_23-slim_in1k-pre_2xb6-120k_cityscapes-1024x1024.py',
+            'ravlt_t',
+            {'neck.out_channels': [64, 128], 'neck.inference_output': 1, 'backbone.out_indices': (1, 3)},
         ),
         # a plain backbone in a network for pyramids
         (

@@ -20,11 +20,13 @@ class MapAdapter(BaseModule):
         sources (Sequence[int | None], optional): The input that each output is made of. None takes the input at the
             same place. An entry None is an output that nobody reads: zeros, at one position.
         scales (Sequence[float], optional): Rows of an output a row of its input. None takes 1.
+        inference_output (int, optional): In inference the output at this place alone, and not in a tuple: heads of
+            networks with branches (DDRNet, PIDNet) read one branch then. None gives all outputs.
         init_cfg (dict, optional): MMEngine's initialisation. None takes uniform Xavier for convolutions.
 
     Raises:
-        ValueError: The arguments have different numbers of outputs, or name an input that is not there, or an input has
-            another width.
+        ValueError: The arguments have different numbers of outputs, or name an input or output that is not there, or
+            an input has another width.
 
     Shape: sequence of (B, in_channels[i], h_i, w_i) -> tuple of (B, out_channels[j], ceil(h * scales[j]), ceil(w *
     scales[j])) with h, w of input ``sources[j]``.
@@ -42,6 +44,7 @@ class MapAdapter(BaseModule):
         out_channels: Sequence[int],
         sources: Optional[Sequence[Optional[int]]] = None,
         scales: Optional[Sequence[float]] = None,
+        inference_output: Optional[int] = None,
         init_cfg: Optional[dict] = None,
     ) -> None:
         super().__init__(init_cfg or dict(type='Xavier', layer='Conv2d', distribution='uniform'))
@@ -53,7 +56,10 @@ class MapAdapter(BaseModule):
                 f'sources={tuple(sources)} and scales={tuple(scales)} have to have one entry for each of the {num} '
                 f'out_channels, and sources have to lie in [0, {len(in_channels) - 1}]'
             )
+        if inference_output is not None and not 0 <= inference_output < num:
+            raise ValueError(f'inference_output={inference_output} has to lie in [0, {num - 1}]')
         self.in_channels = tuple(in_channels)
+        self.inference_output = inference_output
         self.sources = tuple(sources)
         self.scales = tuple(float(scale) for scale in scales)
         self.out_channels = tuple(out_channels)
@@ -62,13 +68,16 @@ class MapAdapter(BaseModule):
             for i, dim in zip(self.sources, out_channels)
         )
 
-    def forward(self, feats: Union[Tensor, Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    def forward(self, feats: Union[Tensor, Sequence[Tensor]]) -> Union[Tensor, tuple[Tensor, ...]]:
         feats = (feats,) if isinstance(feats, Tensor) else tuple(feats)
         widths = tuple(feat.shape[1] for feat in feats)
         if widths != self.in_channels:
             raise ValueError(f'feats have the widths {widths}, in_channels={self.in_channels}')
         outs = []
-        for i, scale, width, conv in zip(self.sources, self.scales, self.out_channels, self.convs):
+        alone = None if self.training else self.inference_output
+        for place, (i, scale, width, conv) in enumerate(zip(self.sources, self.scales, self.out_channels, self.convs)):
+            if alone not in (None, place):
+                continue
             if i is None:
                 outs.append(feats[0].new_zeros(len(feats[0]), width, 1, 1))
                 continue
@@ -78,4 +87,4 @@ class MapAdapter(BaseModule):
                 size = [-int(-side * scale // 1) for side in out.shape[2:]]
                 out = F.interpolate(out, size=size, mode='bilinear', align_corners=False)
             outs.append(out)
-        return tuple(outs)
+        return tuple(outs) if alone is None else outs[0]

@@ -160,7 +160,9 @@ def _is_numbers(value: Any) -> bool:
     return all(type(item) is int for item in value) if is_list else type(value) is int
 
 
-def plans(network: dict, old: list[FeatureMap], backbone: ZooBackbone, task: str) -> Iterator[Plan]:
+def plans(
+    network: dict, old: list[FeatureMap], backbone: ZooBackbone, task: str, alone: Optional[int] = None
+) -> Iterator[Plan]:
     """Ways to put a backbone into a network, the plainest first.
 
     Args:
@@ -168,12 +170,16 @@ def plans(network: dict, old: list[FeatureMap], backbone: ZooBackbone, task: str
         old: The maps of its backbone.
         backbone: What is put in.
         task: ``mmdet``, ``mmseg`` or ``mmpretrain``.
+        alone: Position of the map that the upstream backbone gives alone in inference; None for all.
     """
     network = copy.deepcopy(network)
     if task == 'mmpretrain':
         yield from _classifier_plans(network, old, backbone)
         return
     if not all(out.stride for out in old):
+        return
+    if alone is not None:
+        yield _fused(network, backbone, old, alone)
         return
     if backbone.plain:
         yield from _plain_plans(network, old, backbone)
@@ -283,19 +289,22 @@ def _adapted(
     return Plan(result, 'what follows takes maps of fixed widths only: 1x1 convolutions (MapAdapter) make them', None)
 
 
-def _fused(network: dict, backbone: ZooBackbone, old: Sequence[FeatureMap]) -> Plan:
+def _fused(network: dict, backbone: ZooBackbone, old: Sequence[FeatureMap], alone: Optional[int] = None) -> Plan:
     """For backbones that come up again to a fine map: maps by their strides, that of the prediction the deepest."""
     stages = backbone.stages
     head = network.get('decode_head')
     head = head[-1] if isinstance(head, (list, tuple)) else head
     main = head.get('in_index', -1) if isinstance(head, dict) else -1
     main = main % len(old) if isinstance(main, int) else None
+    main = main if alone is None else alone
     taken = []
     for position, out in enumerate(old):
         nearest = min(range(len(stages)), key=lambda i: abs(math.log2((out.stride or 32) / (stages[i].stride or 32))))
         taken.append(len(stages) - 1 if position == main else nearest)
     used = sorted(set(taken))
     first = adapter([stages[i] for i in used], old, [used.index(i) for i in taken], resize=True)
+    if alone is not None:
+        first['inference_output'] = alone
     result = _with_first_neck({**network, 'backbone': with_outputs(backbone, used)}, first)
     kind = network['backbone'].get('type')
     said = f'{kind} holds a decoder of its own, which goes with it; the head reads the deepest stage (MapAdapter)'

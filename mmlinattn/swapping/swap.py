@@ -11,9 +11,9 @@ from ..engine.errors import RunError
 from ..utils.files import project_files
 from .rewiring import Plan, direct, plans, without_unread
 from .trial import Trial, TrialError, try_model
-from .upstream import NoPlace, Upstream, measure, read_upstream
+from .upstream import Measured, NoPlace, Upstream, measure, read_upstream
 from .writing import Code, as_text, changes, difference
-from .zoo import FeatureMap, ZooBackbone, find_backbone, plain_dict, recipe
+from .zoo import ZooBackbone, find_backbone, plain_dict, recipe
 
 # What the released weights were trained with: ImageNet's, RGB
 MEAN, STD = [123.675, 116.28, 103.53], [58.395, 57.12, 57.375]
@@ -94,15 +94,13 @@ def _named(optimizer: dict) -> str:
     )
 
 
-def _wire(
-    source: Upstream, new: ZooBackbone, old: list[FeatureMap], optim_wrapper: Optional[dict]
-) -> tuple[Plan, Trial, str]:
+def _wire(source: Upstream, new: ZooBackbone, old: Measured, optim_wrapper: Optional[dict]) -> tuple[Plan, Trial, str]:
     """The first way that trains every parameter of the backbone and predicts, and what is to be said of it."""
     network = _trainable(source)
     errors: list[str] = []
     upstream: Optional[str] = None  # what stops the upstream model
     tried: list[dict] = []
-    for plan in plans(network, old, new, source.task):
+    for plan in plans(network, old.maps, new, source.task, old.alone):
         if plan.network in tried:
             continue
         tried.append(plan.network)

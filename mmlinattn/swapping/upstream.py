@@ -166,7 +166,19 @@ def _is_pretrained(init_cfg: Any) -> bool:
     return any(isinstance(entry, dict) and entry.get('type') == 'Pretrained' for entry in entries)
 
 
-def measure(upstream: Upstream) -> list[FeatureMap]:
+class Measured(NamedTuple):
+    """What an upstream backbone returns.
+
+    Attributes:
+        maps: Channels and strides.
+        alone: Position of the only map that it returns in inference, not in a tuple; None where both are alike.
+    """
+
+    maps: list[FeatureMap]
+    alone: Optional[int] = None
+
+
+def measure(upstream: Upstream) -> Measured:
     """Channels and stride of what the upstream backbone returns, found by running it on noise.
 
     Raises:
@@ -175,10 +187,15 @@ def measure(upstream: Upstream) -> list[FeatureMap]:
     """
     network = upstream.network(upstream.model)
     cfg = without_weights(network['backbone'])
+    if cfg.get('output_cls_token'):
+        raise NoPlace(f'{upstream.base} has no place for a pyramid: its head reads a class token beside each map')
+    if upstream.task == 'mmpretrain' and network.get('type') == 'ImageClassifier' and not network.get('head'):
+        raise NoPlace(f'{upstream.base} has no place for another backbone: it has no head, so that nothing trains')
     init_default_scope(upstream.task)
     with MODELS.switch_scope_and_registry(None) as registry:  # that of the default scope
         kind = registry.get(cfg['type'])
-    if kind is not None and {'mask', 'masks', 'ids_restore'} & set(inspect.signature(kind.forward).parameters):
+    hides = {'mask', 'masks', 'ids_restore'} & set(inspect.signature(kind.forward).parameters) if kind else False
+    if hides or network.get('type') == 'SparK':
         raise NoPlace(
             f'{upstream.base} has no place for a pyramid: masked image modelling hides tokens from {cfg["type"]}'
         )
@@ -187,7 +204,7 @@ def measure(upstream: Upstream) -> list[FeatureMap]:
     except Exception as error:
         guessed = _guess(network)
         if guessed:
-            return guessed
+            return Measured(guessed)
         why = ' '.join(f'{type(error).__name__}: {error}'.split())
         raise RunError(f'the backbone of {upstream.base} cannot be built here: {why[:300]}') from error
     backbone.eval()
@@ -207,10 +224,23 @@ def measure(upstream: Upstream) -> list[FeatureMap]:
             continue
         found = _maps(outs, sides[0])
         if found:
-            return found
+            branches = _branches(backbone, torch.rand(2, channels, *sides)) if isinstance(outs, torch.Tensor) else []
+            alike = [i for i, branch in enumerate(branches) if branch == found[0]]
+            return Measured(branches, alike[0]) if len(alike) == 1 and len(branches) > 1 else Measured(found)
         raise NoPlace(f'{upstream.base} has no place for a pyramid: {cfg["type"]} returns no maps or tokens')
     text = ' '.join(f'{type(reason).__name__}: {reason}'.split())
     raise RunError(f'the backbone of {upstream.base} does not run here: {text[:300]}')
+
+
+def _branches(backbone: torch.nn.Module, image: torch.Tensor) -> list[FeatureMap]:
+    """The maps in training of a backbone that gives a single one in inference; none where it does not run so."""
+    backbone.train()
+    try:
+        with torch.no_grad():
+            outs = backbone(image)
+    except Exception:  # batch norms of one pixel and the like: it is taken for what it is in inference
+        return []
+    return _maps(outs, image.shape[2]) if isinstance(outs, (list, tuple)) else []
 
 
 def _maps(outs: Any, side: int) -> list[FeatureMap]:
