@@ -13,7 +13,7 @@ from ..checkpoints.convert import build_model, convert_state
 from ..checkpoints.safe import CheckpointError
 from ..engine.cli import check_checkpoint, one_line_errors, read_config
 from ..engine.errors import RunError
-from .formats import FORMATS
+from .formats import DTYPES, FORMATS
 from .models import SMALLEST, Sizes, default_shape, export_model
 
 
@@ -32,6 +32,12 @@ def parse_args(args: Optional[list[str]] = None) -> argparse.Namespace:
     parser.add_argument('--batch', type=int, default=1, help='images at a time [1]')
     parser.add_argument(
         '--dynamic', action='store_true', help=f'serve any batch and size from {SMALLEST}x{SMALLEST} on'
+    )
+    parser.add_argument(
+        '--dtype',
+        default='float32',
+        choices=DTYPES,
+        help='type of weights and computations; int8: weights of linear layers, for ONNX [float32]',
     )
     return parser.parse_args(args)
 
@@ -68,6 +74,7 @@ def main(args: Optional[list[str]] = None) -> None:
             raise RunError(f'--out {options.out!r} is a folder; name a file in it.')
         if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
             raise RunError(f'--out {options.out!r}: its folder does not exist or cannot be written to.')
+        form.check_takes(options.dtype)
         form.check_installed()
         cfg = read_config(options.config)
         height, width = options.shape or default_shape(cfg)
@@ -83,10 +90,11 @@ def main(args: Optional[list[str]] = None) -> None:
         if options.checkpoint != 'none':
             meta = load(model, check_checkpoint(options.checkpoint, 'checkpoint'), options.config)
         sizes = Sizes(options.batch, height, width, options.dynamic)
-        export = export_model(model, cfg, target, options.format, sizes, meta)
+        export = export_model(model, cfg, target, options.format, sizes, meta, options.dtype)
         size = sum(path.stat().st_size for path in export.files)
         files, outputs = ' and '.join(map(str, export.files)), ', '.join(export.metadata['outputs'])
-        print(f'wrote {files}: {options.format}, {size / 2**20:.1f} MiB, outputs {outputs}')
+        print(f'wrote {files}: {options.format}, {options.dtype}, {size / 2**20:.1f} MiB, outputs {outputs}')
         print(f'serves {export.metadata["serves"]}')
         for shape, error in export.errors.items():
-            print(f'deviation at {"x".join(map(str, shape))}: {error:.1e} standard deviations')
+            shown, largest = 'x'.join(map(str, shape)), f'{error.largest:.1e} standard deviations'
+            print(f'deviation at {shown}: {largest}, {error.mean:.1e} in the mean')

@@ -3,6 +3,7 @@
 
 import importlib
 import json
+import tempfile
 import warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,12 +18,18 @@ METADATA = 'metadata.json'  # name of the metadata inside the files of PyTorch
 INSTALL = 'pip install "mmlinattn[export]"'
 
 
+DTYPES = ('float32', 'float16', 'bfloat16', 'int8')
+
+
 class Format(NamedTuple):
     """``write(model, example, path, smallest, metadata)``, with ``smallest`` the pixels a side from which on the graph
     is to serve every size, None for one size; ``load(path)`` giving a function of an image; ``read_metadata(path)``;
     the usual ``suffix`` of the file, and the packages that the format ``needs``.
 
     ``smallest_of_pyramids``: of models with a head or neck on maps of up to stride 64.
+    ``refused``: the types of :data:`DTYPES` that the format does not take, and why.
+    ``casts``: whether a graph of a half type is recorded from a model of that type; else ``write`` sees to the type,
+    as it does to int8.
     """
 
     write: Callable
@@ -31,6 +38,8 @@ class Format(NamedTuple):
     suffix: str
     needs: tuple[str, ...] = ()
     smallest_of_pyramids: int = 32
+    refused: dict[str, str] = {}
+    casts: bool = True
 
     def check_installed(self) -> None:
         """
@@ -42,6 +51,17 @@ class Format(NamedTuple):
                 importlib.import_module(name)
             except ImportError as error:
                 raise RunError(f'this format needs the package {name}, which is not installed: {INSTALL}') from error
+
+    def check_takes(self, dtype: str) -> None:
+        """
+        Raises:
+            RunError: Files of this format cannot have the type.
+        """
+        if dtype not in DTYPES:
+            raise RunError(f'--dtype {dtype} has to be one of {", ".join(DTYPES)}.')
+        if dtype in self.refused:
+            taken = ', '.join(name for name in DTYPES if name not in self.refused)
+            raise RunError(f'--dtype {dtype}: {self.refused[dtype]}; this format takes {taken}.')
 
 
 @contextmanager
@@ -156,7 +176,42 @@ def write_onnx(model: nn.Module, example: Tensor, path: Path, smallest: Optional
         )
     for key, value in metadata.items():
         program.model.metadata_props[key] = value if isinstance(value, str) else json.dumps(value)
-    program.save(str(path))
+    if metadata['dtype'] != 'int8':
+        program.save(str(path))
+        return
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        whole = Path(folder) / 'float32.onnx'
+        program.save(str(whole))
+        quantise_linear_layers(whole, path)
+
+
+def quantise_linear_layers(source: Path, target: Path) -> None:
+    """Weights of linear layers in 8-bit integers, a scale for each output channel; what they multiply is rounded to 8
+    bits while the graph runs, by a scale of each tensor.
+
+    The integers keep to 7 bits: on CPUs with AVX2 or AVX-512 that lack VNNI, ONNX Runtime's products of 8-bit numbers
+    saturate, and give other numbers.
+
+    Raises:
+        RunError: The graph has no product with a constant matrix.
+    """
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    # folds the transposes of weights, which hide them from the quantiser
+    folded = source.with_name('folded.onnx')
+    quant_pre_process(str(source), str(folded), skip_symbolic_shape=True)
+    quantize_dynamic(
+        str(folded),
+        str(target),
+        op_types_to_quantize=['MatMul', 'Gemm'],
+        per_channel=True,
+        reduce_range=True,
+        weight_type=QuantType.QInt8,
+    )
+    if not any('MatMulInteger' in node.op_type for node in onnx.load(str(target)).graph.node):
+        raise RunError('no linear layer was found to quantise')
 
 
 def load_onnx(path: Path) -> Callable:
@@ -196,7 +251,7 @@ def write_openvino(model: nn.Module, example: Tensor, path: Path, smallest: Opti
     for output, name in zip(converted.outputs, metadata['outputs']):
         output.set_names({name})
     converted.set_rt_info(json.dumps(metadata), ['mmlinattn'])
-    openvino.save_model(converted, str(path), compress_to_fp16=False)
+    openvino.save_model(converted, str(path), compress_to_fp16=metadata['dtype'] == 'float16')
 
 
 def load_openvino(path: Path) -> Callable:
@@ -213,10 +268,36 @@ def read_openvino(path: Path) -> dict:
     return json.loads(openvino.Core().read_model(str(path)).get_rt_info(['mmlinattn']).astype(str))
 
 
+_ONLY_ONNX = 'weights are quantised by ONNX Runtime, for --format onnx'
 FORMATS = {
-    'onnx': Format(write_onnx, load_onnx, read_onnx, '.onnx', ('onnx', 'onnxscript', 'onnxruntime')),
-    # of a map of one pixel, convolutions in upstream heads and necks ask whether it is
-    'torch-export': Format(write_torch_export, load_torch_export, read_torch_export, '.pt2', smallest_of_pyramids=65),
-    'torchscript': Format(write_torchscript, load_torchscript, read_torchscript, '.pt'),
-    'openvino': Format(write_openvino, load_openvino, read_openvino, '.xml', ('openvino',)),
+    'onnx': Format(
+        write_onnx,
+        load_onnx,
+        read_onnx,
+        '.onnx',
+        ('onnx', 'onnxscript', 'onnxruntime'),
+        refused=dict(bfloat16='ONNX Runtime has no kernels for it on CPUs, so that the file could not be checked'),
+    ),
+    'torch-export': Format(
+        write_torch_export,
+        load_torch_export,
+        read_torch_export,
+        '.pt2',
+        # of a map of one pixel, convolutions in upstream heads and necks ask whether it is
+        smallest_of_pyramids=65,
+        refused=dict(int8=_ONLY_ONNX),
+    ),
+    'torchscript': Format(write_torchscript, load_torchscript, read_torchscript, '.pt', refused=dict(int8=_ONLY_ONNX)),
+    'openvino': Format(
+        write_openvino,
+        load_openvino,
+        read_openvino,
+        '.xml',
+        ('openvino',),
+        refused=dict(
+            bfloat16='OpenVINO takes it as a setting of whoever runs the file (INFERENCE_PRECISION_HINT)',
+            int8=_ONLY_ONNX,
+        ),
+        casts=False,
+    ),
 }

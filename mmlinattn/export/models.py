@@ -19,6 +19,12 @@ from .replacements import replace_modules
 
 SMALLEST = 32  # pixels a side, as the backbones take them
 TOLERANCE = 1e-3  # largest deviation from the model, in standard deviations of an output
+# Of other types, rounding errors of single values have no bound worth the name; their mean has one. A graph that is
+# wrong at a size is off by 0.3 and more.
+RMS_TOLERANCES = dict(float16=0.01, bfloat16=0.08, int8=0.2)
+
+
+HALF_TYPES = dict(float16=torch.float16, bfloat16=torch.bfloat16)
 
 
 class Sizes(NamedTuple):
@@ -57,6 +63,7 @@ class ExportableModel(nn.Module):
 
     Attributes:
         task (str): ``'classifier'``, ``'segmentor'`` or ``'detector'``.
+        dtype (torch.dtype): Type that is computed in, see :meth:`cast`. Image and outputs are of float32 all the same.
 
     Shape: (B, 3, H, W) -> (B, classes) logits of a classifier, (B, classes, H, W) of a segmentor, the maps of a
     detector's neck (of its backbone, where it has none).
@@ -80,12 +87,19 @@ class ExportableModel(nn.Module):
             model.backbone.switch_to_deploy()
         replace_modules(model)
         self.model = model
+        self.dtype = torch.float32
+
+    def cast(self, dtype: torch.dtype) -> None:
+        """Have parameters, buffers and computations in ``dtype`` from now on."""
+        self.model.to(dtype)
+        self.dtype = dtype
 
     @serves_ones
     def forward(self, image: Tensor):
+        x = image if self.dtype == torch.float32 else image.to(self.dtype)
         if self.task == 'detector':
-            return tuple(self.model.extract_feat(image))
-        logits = self.model(image, mode='tensor')
+            return tuple(out.float() for out in self.model.extract_feat(x))
+        logits = self.model(x, mode='tensor').float()
         if self.task == 'classifier':
             return logits
         align = self.model.decode_head.align_corners
@@ -95,12 +109,15 @@ class ExportableModel(nn.Module):
         return ['logits'] if isinstance(outputs, Tensor) else [f'feat{i}' for i in range(len(outputs))]
 
 
-def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dict], names: list[str]) -> dict:
+def metadata(
+    cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dict], names: list[str], dtype: str
+) -> dict:
     """What an application has to know to use the graph, fit for JSON.
 
     Returns:
-        dict: ``task``, ``serves``, ``outputs``, ``input_range`` (of pixels before normalisation), ``channel_order``,
-        ``mean``, ``std``, ``pad_size_divisor`` and ``classes`` (None where neither checkpoint nor data set names them).
+        dict: ``task``, ``serves``, ``dtype`` (of weights and computations; image and outputs are of float32),
+        ``outputs``, ``input_range`` (of pixels before normalisation), ``channel_order``, ``mean``, ``std``,
+        ``pad_size_divisor`` and ``classes`` (None where neither checkpoint nor data set names them).
     """
     from .. import __version__
 
@@ -110,6 +127,7 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
         mmlinattn=__version__,
         task=task,
         serves=sizes.describe(),
+        dtype=dtype,
         outputs=names,
         input_range=[0, 255],
         channel_order='RGB' if is_rgb else 'BGR',
@@ -133,14 +151,28 @@ def default_shape(cfg: Config) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else tuple(size)
 
 
-def deviation(outputs, expected) -> float:
-    """Largest deviation of any output in units of the standard deviation of what is expected; infinite for other
-    shapes."""
+class Deviation(NamedTuple):
+    """Of outputs from what is expected, in units of the standard deviation of that, the worst of several outputs:
+    the ``largest`` of a value, and the root of the ``mean`` square."""
+
+    largest: float
+    mean: float
+
+    def within(self, dtype: str) -> bool:
+        """Whether it is what the type's rounding may do."""
+        return self.largest <= TOLERANCE if dtype == 'float32' else self.mean <= RMS_TOLERANCES[dtype]
+
+
+def deviation(outputs, expected) -> Deviation:
+    """Deviation of one or several outputs; infinite for other shapes, and for values that are not finite."""
     outputs, expected = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, expected))
     if [tuple(t.shape) for t in outputs] != [tuple(t.shape) for t in expected]:
-        return float('inf')
-    parts = [((a.double() - b.double()).abs().max() / b.double().std()).item() for a, b in zip(outputs, expected)]
-    return float('inf') if any(part != part for part in parts) else max(parts)
+        return Deviation(float('inf'), float('inf'))
+    errors = [(a.double() - b.double()) / b.double().std() for a, b in zip(outputs, expected)]
+    if not all(error.isfinite().all() for error in errors):
+        return Deviation(float('inf'), float('inf'))
+    largest = max(error.abs().max().item() for error in errors)
+    return Deviation(largest, max(error.square().mean().sqrt().item() for error in errors))
 
 
 class Export(NamedTuple):
@@ -149,16 +181,23 @@ class Export(NamedTuple):
 
     files: list[Path]
     metadata: dict
-    errors: dict[tuple, float]
+    errors: dict[tuple, Deviation]
 
 
 @torch.no_grad()
 def export_model(
-    model: nn.Module, cfg: Config, target: Path, form: str, sizes: Sizes, checkpoint_meta: Optional[dict] = None
+    model: nn.Module,
+    cfg: Config,
+    target: Path,
+    form: str,
+    sizes: Sizes,
+    checkpoint_meta: Optional[dict] = None,
+    dtype: str = 'float32',
 ) -> Export:
     """Write a model as a graph and run what was written beside the model.
 
-    ``target`` appears whole, and only when every deviation is at most :data:`TOLERANCE`.
+    ``target`` appears whole, and only when every deviation from the model in float32 is at most :data:`TOLERANCE`, of
+    other types in the mean at most :data:`RMS_TOLERANCES`.
 
     Args:
         model, cfg: As of :func:`mmlinattn.checkpoints.convert.build_model`; see :class:`ExportableModel`.
@@ -166,41 +205,50 @@ def export_model(
         form (str): One of :data:`~mmlinattn.export.formats.FORMATS`.
         sizes (Sizes): What to export with.
         checkpoint_meta (dict, optional): ``meta`` of the checkpoint, for the names of the classes.
+        dtype (str): One of :data:`~mmlinattn.export.formats.DTYPES`, of weights and computations; int8 for those of
+            linear layers alone.
 
     Raises:
         RunError: The model cannot be exported, or the file does not give the model's numbers.
     """
-    exportable = ExportableModel(model)
     backend = FORMATS[form]
+    backend.check_takes(dtype)
+    exportable = ExportableModel(model)
     if sizes.dynamic and exportable.task != 'classifier':
         sizes = sizes._replace(smallest=backend.smallest_of_pyramids)
     if min(sizes.height, sizes.width) < sizes.smallest:
         raise RunError(f'--shape {sizes.height} {sizes.width}: a side has {sizes.smallest} pixels at least.')
-    example = torch.randn(sizes.shape)
-    expected = exportable(example)
-    names = exportable.output_names(expected)
-    meta = metadata(cfg, exportable.task, sizes, checkpoint_meta, names)
+    images = [torch.randn(shape) for shape in (sizes.shape, *sizes.others())]
+    expected = [exportable(image) for image in images]
+    meta = metadata(cfg, exportable.task, sizes, checkpoint_meta, exportable.output_names(expected[0]), dtype)
+    if dtype in HALF_TYPES and backend.casts:
+        exportable.cast(HALF_TYPES[dtype])
     target = Path(target)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix='.export-') as folder:
         part = Path(folder) / target.name
         try:
-            backend.write(exportable, example, part, sizes.smallest if sizes.dynamic else None, meta)
-        except Exception as error:  # each exporter has its own
+            backend.write(exportable, images[0], part, sizes.smallest if sizes.dynamic else None, meta)
+            run = backend.load(part)
+            outputs = [run(image) for image in images]
+        except Exception as error:  # each exporter and runtime has its own
             reason = ' '.join(str(error).split())[:400]
             raise RunError(f'{form} cannot express this model: {type(error).__name__}: {reason}') from error
-        run = backend.load(part)
-        errors = {sizes.shape: deviation(run(example), expected)}
-        for shape in sizes.others():
-            image = torch.randn(shape)
-            errors[shape] = deviation(run(image), exportable(image))
+        errors = {tuple(image.shape): deviation(*pair) for image, *pair in zip(images, outputs, expected)}
         del run
-        if max(errors.values()) > TOLERANCE:
-            listed = ', '.join(f'{"x".join(map(str, shape))}: {error:.1e}' for shape, error in errors.items())
-            raise RunError(
-                f'the {form} graph deviates from the model by more than {TOLERANCE} standard deviations of an output '
-                f'({listed}); {target} was not written.'
-            )
+        if not all(error.within(dtype) for error in errors.values()):
+            raise RunError(f'{_complaint(form, dtype, errors)}; {target} was not written.')
         files = sorted(Path(folder).iterdir())
         for path in files:
             os.replace(path, target.parent / path.name)
     return Export([target.parent / path.name for path in files], meta, errors)
+
+
+def _complaint(form: str, dtype: str, errors: dict[tuple, Deviation]) -> str:
+    if dtype == 'float32':
+        bound, found = f'{TOLERANCE} standard deviations', {shape: error.largest for shape, error in errors.items()}
+    else:
+        bound = f'{RMS_TOLERANCES[dtype]} standard deviations in the mean'
+        found = {shape: error.mean for shape, error in errors.items()}
+    listed = ', '.join(f'{"x".join(map(str, shape))}: {error:.1e}' for shape, error in found.items())
+    hint = ', inf: values that are not finite' if dtype == 'float16' and float('inf') in found.values() else ''
+    return f'the {form} graph in {dtype} deviates from the model by more than {bound} of an output ({listed}{hint})'

@@ -93,10 +93,16 @@ def test_weights_and_names_of_a_checkpoint_are_in_the_graph(config, tmp_path):
         (['--shape', '31', '64'], '--shape 31 64: a side has 32 pixels at least'),
         (['--batch', '0'], '--batch 0 has to be at least 1'),
         (['--out', 'graph.ir', '--format', 'openvino'], "--out 'graph.ir' has to end with .xml for --format openvino"),
+        (
+            ['--dtype', 'int8'],
+            '--dtype int8: weights are quantised by ONNX Runtime, for --format onnx',
+        ),
+        (['--format', 'onnx', '--dtype', 'bfloat16'], '--dtype bfloat16: ONNX Runtime has no kernels for it on CPUs'),
+        (['--out', 'graph.xml', '--format', 'openvino', '--dtype', 'bfloat16'], 'INFERENCE_PRECISION_HINT'),
         (['--out', '.'], "--out '.' is a folder"),
         (['--out', 'no/such/folder/graph.pt'], 'its folder does not exist'),
     ],
-    ids=['shape', 'batch', 'suffix', 'is-folder', 'no-folder'],
+    ids=['shape', 'batch', 'suffix', 'int8', 'bfloat16-onnx', 'bfloat16-openvino', 'is-folder', 'no-folder'],
 )
 def test_bad_arguments_are_named_in_one_line(config, tmp_path, capsys, more, said):
     with pytest.raises(SystemExit) as end:
@@ -125,8 +131,39 @@ def test_a_graph_of_other_numbers_is_not_written(config, tmp_path, monkeypatch):
     init_default_scope('mmpretrain')
     model = MODELS.build(cfg.model)
     model.backbone = nn.Sequential(FixedScale(), model.backbone)
-    with pytest.raises(RunError, match='the torchscript graph deviates from the model'):
-        export_model(model, cfg, tmp_path / 'graph.pt', 'torchscript', Sizes(1, 64, 80, dynamic=True))
+    for dtype in ('float32', 'bfloat16'):
+        with pytest.raises(RunError, match=f'the torchscript graph in {dtype} deviates from the model'):
+            export_model(model, cfg, tmp_path / 'graph.pt', 'torchscript', Sizes(1, 64, 80, dynamic=True), dtype=dtype)
+    assert not list(tmp_path.glob('*.pt'))
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def test_a_half_graph_takes_and_gives_float32(config, tmp_path, capsys):
+    out = tmp_path / 'graph.pt'
+    main(options(config, out, '--dynamic', '--dtype', 'bfloat16'))
+    assert 'torchscript, bfloat16' in capsys.readouterr().out
+    meta = FORMATS['torchscript'].read_metadata(out)
+    assert meta['dtype'] == 'bfloat16'
+    logits = torch.jit.load(str(out))(torch.randn(1, 3, 100, 50))
+    assert logits.dtype == torch.float32 and logits.isfinite().all()
+    assert torch.equal(logits, logits.bfloat16().float())  # what was computed in it is representable in it
+
+
+def test_a_graph_that_leaves_the_range_of_float16_is_not_written(config, tmp_path):
+    cfg = Config.fromfile(config)
+    init_default_scope('mmpretrain')
+    model = MODELS.build(cfg.model)
+    model.backbone = nn.Sequential(Scaled(1e6), model.backbone)
+    with pytest.raises(RunError, match=r'in float16 deviates .* inf: values that are not finite'):
+        export_model(model, cfg, tmp_path / 'graph.pt', 'torchscript', Sizes(1, 64, 80), dtype='float16')
     assert not list(tmp_path.glob('*.pt'))
 
 
@@ -137,15 +174,64 @@ def test_only_classifiers_segmentors_and_detectors_are_exported():
 
 def test_deviation_sees_shapes_and_nan():
     x = torch.randn(3, 4)
-    assert models.deviation(x, x) == 0
-    assert models.deviation([x], [x[:2]]) == float('inf')
-    assert models.deviation([x * float('nan')], [x]) == float('inf')
+    assert models.deviation(x, x) == (0, 0)
+    for outs in ([x[:2]], [x * float('nan')], [x * float('inf')]):
+        assert models.deviation(outs, [x]) == (float('inf'), float('inf'))
+
+
+def test_deviation_is_that_of_the_worst_output_in_its_standard_deviations():
+    x, y = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([10.0, 20.0, 30.0, 40.0])
+    off = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    largest, mean = models.deviation([x + off, y + off], [x, y])
+    assert largest == pytest.approx(1 / x.std().item())
+    assert mean == pytest.approx(0.5 / x.std().item())
+
+
+def test_float32_is_bounded_at_its_worst_and_other_types_in_the_mean():
+    assert models.Deviation(9e-4, 1e-5).within('float32') and not models.Deviation(2e-3, 1e-5).within('float32')
+    for dtype, bound in models.RMS_TOLERANCES.items():
+        assert models.Deviation(10.0, 0.9 * bound).within(dtype) and not models.Deviation(0.0, 1.1 * bound).within(
+            dtype
+        )
 
 
 def test_a_checked_graph_of_fixed_size_also_checks_the_batch():
     graph = torch.jit.script(Checked(torch.jit.trace(nn.Identity(), torch.ones(2, 3, 32, 32)), [2, 3, 32, 32], None))
     with pytest.raises(Exception, match='serves no other'):
         graph(torch.ones(1, 3, 32, 32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('form', 'dtype'),
+    [
+        ('onnx', 'float16'),
+        ('onnx', 'int8'),
+        ('torch-export', 'float16'),
+        ('torch-export', 'bfloat16'),
+        ('openvino', 'float16'),
+    ],
+)
+def test_small_types_of_every_format(config, tmp_path, form, dtype):
+    """The file is smaller, its numbers those of the model but for rounding, at every size."""
+    FORMATS[form].check_installed()
+    weights = []
+    for name in ('float32', dtype):
+        out = tmp_path / f'{name}{FORMATS[form].suffix}'
+        main(options(config, out, '--dynamic', '--dtype', name, form=form))
+        files = [path for path in tmp_path.glob(f'{name}.*') if path.suffix != '.xml']
+        weights.append(sum(path.stat().st_size for path in files))
+    assert weights[1] < weights[0]
+    assert FORMATS[form].read_metadata(out)['dtype'] == dtype
+    outputs = FORMATS[form].load(out)(torch.randn(3, 3, 75, 90))
+    logits = outputs if torch.is_tensor(outputs) else outputs[0]
+    assert logits.dtype == torch.float32 and logits.shape == (3, 3) and logits.isfinite().all()
+    if dtype == 'int8':
+        import onnx
+
+        kinds = [node.op_type for node in onnx.load(str(out)).graph.node]
+        # three or more in each block: the projection of queries, keys and values, that of the output, two of the FFN
+        assert sum('MatMulInteger' in kind for kind in kinds) >= 12
 
 
 # --- whole models -----------------------------------------------------------------------------
