@@ -1,0 +1,126 @@
+#!/usr/bin/env python
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Latency of backbones in PyTorch, ONNX Runtime and OpenVINO side by side on a CPU: a table of docs/deploy.md.
+
+    python benchmarks/run_deploy.py --results deploy.jsonl --out deploy.md     # one thread, float32, batch 1
+
+Each backbone is exported at the size it is timed at. The runtimes take turns in one process, and the shortest time of
+each counts: what else runs on the machine only makes a call longer. What is in ``--results`` is not measured again.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from measure import interleaved_minima
+from mmengine.registry import MODELS
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import mmlinattn  # noqa: F401  registers the backbones
+from mmlinattn.export import FORMATS, ExportableModel
+from mmlinattn.export.models import deviation
+
+BACKBONES = {
+    'RAVLT-T': dict(type='RAVLT', arch='tiny'),
+    'InLine-Swin-T': dict(type='LinearSwin', arch='inline-tiny'),
+    'FLatten-PVTv2-B0': dict(type='LinearPVTv2', arch='flatten-b0'),
+}
+SIZES = ('512x512', '800x1216')
+RUNTIMES = ('PyTorch', 'ONNX Runtime', 'ONNX Runtime, int8', 'OpenVINO')
+
+
+class Pyramid(nn.Module):
+    """A backbone as the tool takes it: a detector without more."""
+
+    def __init__(self, backbone: nn.Module) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.extract_feat = backbone
+
+
+def onnx_session(path: Path, threads: int):
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(str(path), options, providers=['CPUExecutionProvider'])
+    return lambda image: [torch.from_numpy(out) for out in session.run(None, {'image': image.numpy()})]
+
+
+def openvino_model(path: Path, threads: int):
+    import openvino
+
+    # by default CPUs with bfloat16 or float16 units round to it
+    settings = {'INFERENCE_PRECISION_HINT': 'f32', 'INFERENCE_NUM_THREADS': threads, 'NUM_STREAMS': 1}
+    compiled = openvino.compile_model(str(path), 'CPU', settings)
+    return lambda image: [torch.from_numpy(out) for out in compiled(image.numpy()).values()]
+
+
+@torch.no_grad()
+def measure(name: str, size: str, threads: int, repeats: int, max_seconds: float) -> dict:
+    """Milliseconds of each runtime, and the mean deviation from PyTorch."""
+    torch.manual_seed(0)
+    height, width = map(int, size.split('x'))
+    model = ExportableModel(Pyramid(MODELS.build(BACKBONES[name])))
+    image = torch.randn(1, 3, height, width)
+    names = model.output_names(model(image))
+    with TemporaryDirectory() as folder:
+        calls = {'PyTorch': model}
+        for runtime, form, dtype, load in (
+            ('ONNX Runtime', 'onnx', 'float32', onnx_session),
+            ('ONNX Runtime, int8', 'onnx', 'int8', onnx_session),
+            ('OpenVINO', 'openvino', 'float32', openvino_model),
+        ):
+            path = Path(folder) / f'{dtype}{FORMATS[form].suffix}'
+            FORMATS[form].write(model, image, path, None, dict(outputs=names, dtype=dtype))
+            calls[runtime] = load(path, threads)
+        errors = {runtime: deviation(call(image), model(image)).mean for runtime, call in calls.items()}
+        cases = {runtime: (lambda: image, call) for runtime, call in calls.items()}
+        shortest = interleaved_minima(cases, repeats, max_seconds)
+    return dict(milliseconds={key: 1000 * value for key, value in shortest.items()}, errors=errors)
+
+
+def table(results: list[dict]) -> str:
+    lines = ['| backbone | size | ' + ' | '.join(RUNTIMES) + ' |', '| --- ' * (len(RUNTIMES) + 2) + '|']
+    for result in results:
+        took = result['milliseconds']
+        cells = [f'{took[runtime]:.0f} ms ({took["PyTorch"] / took[runtime]:.2f}x)' for runtime in RUNTIMES]
+        lines.append(f'| {result["backbone"]} | {result["size"]} | ' + ' | '.join(cells) + ' |')
+    return '\n'.join(lines) + '\n'
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--results', type=Path, required=True, help='measurements, a line each; is added to')
+    parser.add_argument('--out', type=Path, help='table to write')
+    parser.add_argument('--backbones', nargs='+', choices=list(BACKBONES), default=list(BACKBONES), metavar='NAME')
+    parser.add_argument('--sizes', nargs='+', default=SIZES, metavar='HxW')
+    parser.add_argument('--threads', type=int, default=1)
+    parser.add_argument('--repeats', type=int, default=10)
+    parser.add_argument('--max-seconds', type=float, default=60.0, help='of one runtime and case in all')
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    lines = options.results.read_text().splitlines() if options.results.exists() else []
+    results = [json.loads(line) for line in lines]
+    for name in options.backbones:
+        for size in options.sizes:
+            if any((result['backbone'], result['size']) == (name, size) for result in results):
+                continue
+            found = measure(name, size, options.threads, options.repeats, options.max_seconds)
+            results.append(dict(backbone=name, size=size, **found))
+            with open(options.results, 'a') as file:
+                file.write(json.dumps(results[-1]) + '\n')
+            print(json.dumps(results[-1]), flush=True)
+    print(table(results))
+    if options.out:
+        options.out.write_text(table(results))
+
+
+if __name__ == '__main__':
+    main()
