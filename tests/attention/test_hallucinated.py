@@ -99,15 +99,17 @@ def test_blocks_of_inference(monkeypatch, steps, prefix):
                     torch.testing.assert_close(mixer(q, k, values, grid, grid, mask=real, bias=bias), expected)
 
 
-def test_windows_of_a_rolled_map_have_no_neighbours_from_its_other_side():
-    """Four regions in the last window, two in others: neither attention nor IHH crosses their borders."""
+@pytest.mark.parametrize('height, width', [(7, 9), (8, 8)])
+def test_windows_of_a_rolled_map_have_no_neighbours_from_its_other_side(height, width):
+    """Four regions in the last window, two in others: neither attention nor IHH crosses their borders. Where windows
+    pad, the padding lies between the two sides; where they do not, only the regions keep the 3x3 of IHH apart."""
     attention = WindowAttention(DIM, HEADS, 'hallucinated', (4, 4), shift=True, relative_bias=True).double()
     for parameter in attention.parameters():
         nn.init.normal_(parameter, std=0.5)
-    x = torch.randn(2, 7, 9, DIM, dtype=torch.float64)
+    x = torch.randn(2, height, width, DIM, dtype=torch.float64)
     out = attention(x)
     # each part of the rolled map alone, cut as the shift of 2 cuts it
-    rows, columns = ((0, 2), (2, 6), (6, 7)), ((0, 2), (2, 6), (6, 9))
+    rows, columns = ((0, 2), (2, 6), (6, height)), ((0, 2), (2, 6), (6, width))
     for top, bottom in rows:
         for left, right in columns:
             part = x[:, top:bottom, left:right].flatten(1, 2)
