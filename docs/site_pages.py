@@ -13,7 +13,7 @@ from mmlinattn.backbones.base import Backbone
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDES = ['get_started', 'configs', 'checkpoints', 'distributed', 'tables', 'upstream']
-INSIDE = ['design', 'add_an_attention', 'add_a_host']
+INSIDE = ['design', 'add_an_attention', 'add_a_host', 'testing']
 REFERENCE = ['attention', 'layers', 'necks', 'engine', 'checkpoints', 'datasets', 'swapping', 'utils']
 
 
