@@ -27,6 +27,8 @@ ONEDL = {
     'mmsegmentation': 'onedl-mmsegmentation',
     'mmpretrain': 'onedl-mmpretrain',
 }
+# Of another checkout, which would come before what is installed.
+CLEAN = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
 # Loads a config that inherits one of ours by its package name, from wherever mmlinattn is found.
 INHERIT = """
 import json, mmlinattn
@@ -36,8 +38,8 @@ print(json.dumps(dict(package=mmlinattn.__file__, answer=config.answer)))
 """
 
 
-def run(*command, cwd, **kwargs) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, **kwargs)
+def run(*command, cwd, env=CLEAN) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -108,7 +110,7 @@ def test_wheel(wheel, checkout, tmp_path):
     site = tmp_path / 'site'
     pip = (sys.executable, '-m', 'pip', 'install', '--no-deps', '--target', str(site))
     run(*pip, str(wheel), cwd=tmp_path)
-    found = inherit(sys.executable, tmp_path / 'project', env={**os.environ, 'PYTHONPATH': str(site)})
+    found = inherit(sys.executable, tmp_path / 'project', env={**CLEAN, 'PYTHONPATH': str(site)})
     assert found == {'package': str(site / 'mmlinattn' / '__init__.py'), 'answer': 42}
 
 

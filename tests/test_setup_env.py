@@ -46,9 +46,10 @@ pytestmark = [
 
 
 def setup_env(*arguments, root=ROOT, **environment):
-    """Runs the script without the pip settings of this machine; ``environment`` adds to it."""
+    """Runs the script without the pip settings and the module path of this machine; ``environment`` adds to it."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith('PIP_')}
-    kept.pop('MMLINATTN_USE_EXISTING_ENV', None)
+    for name in ('MMLINATTN_USE_EXISTING_ENV', 'PYTHONPATH'):
+        kept.pop(name, None)
     kept.update(PIP_CONFIG_FILE=os.devnull, **environment)
     command = ['bash', str(root / 'tools' / 'setup_env.sh'), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=kept, timeout=120)
@@ -229,6 +230,8 @@ def test_existing_environment_that_has_all_is_used():
     for module in ('mmdet', 'mmseg', 'mmpretrain', 'ftfy', 'regex'):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f'this environment lacks {module}')
-    done = setup_env('--use-existing', '--python', sys.executable)
+    # a module path is a part of what is at hand: these tests may have all from there
+    paths = os.environ.get('PYTHONPATH', '')
+    done = setup_env('--use-existing', '--python', sys.executable, PYTHONPATH=paths)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f'{sys.executable}\n'
