@@ -1,9 +1,12 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """What all tests share. Helpers next to the tests are imported by name (``import goldens``)."""
 
+import functools
+import gc
 import sys
 from pathlib import Path
 
+import mmengine.runner.runner as runner_module
 import pytest
 import torch
 from mmengine.registry import DefaultScope
@@ -29,6 +32,16 @@ def fast_forms():
     """For tests of the fast forms themselves: they run also where ``MMLINATTN_OPS=reference``."""
     with ops.use('auto'):
         yield
+
+
+# each Runner asks compilers for their versions, in processes of their own
+runner_module.collect_env = functools.cache(runner_module.collect_env)
+
+
+def pytest_collection_finish(session):
+    """MMEngine collects garbage whenever it makes a data set, and would go through all that was imported each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items):
