@@ -212,7 +212,7 @@ def run(args, in_process: Callable) -> tuple[dict[str, list[Point]], dict[str, t
     found, ends = load(args.results), {}
     for side in sorted(args.sides):
         for name in args.models:
-            if name in ends:
+            if name in ends or args.draw:
                 continue
             points = found.setdefault(name, [])
             known = next((point for point in points if point.side == side), Point(side))
@@ -225,7 +225,7 @@ def run(args, in_process: Callable) -> tuple[dict[str, list[Point]], dict[str, t
                 found[name] = sorted([other for other in points if other.side != side] + [point])
                 save(args.results, found)
                 print(f'{name}, {side}: {cells(point)}', file=sys.stderr, flush=True)
-    return {name: [point for point in found[name] if point.side in args.sides] for name in args.models}, ends
+    return {name: [point for point in found.get(name, []) if point.side in args.sides] for name in args.models}, ends
 
 
 def cells(point: Point) -> str:
@@ -255,9 +255,9 @@ def plot(found: dict[str, list[Point]], path: Path, what: list[str]) -> None:
 
     matplotlib.use('Agg')
     from matplotlib import pyplot
-    from matplotlib.ticker import FuncFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    panels = [('seconds', 'time of a picture, CPU seconds on one core', 1)] if 'time' in what else []
+    panels = [('seconds', 'time of a forward pass, CPU seconds on one core', 1)] if 'time' in what else []
     panels += [('bytes', 'peak memory of the forward pass, GiB', 2**30)] if 'memory' in what else []
     figure, axes = pyplot.subplots(1, len(panels), figsize=(6.2 * len(panels), 6.4), squeeze=False)
     sides = sorted({point.side for points in found.values() for point in points})
@@ -274,12 +274,22 @@ def plot(found: dict[str, list[Point]], path: Path, what: list[str]) -> None:
         axis.set_xscale('log', base=2)
         axis.set_yscale('log')
         axis.set_xticks(sides, [f'{side} x {side}' for side in sides])
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f'{value:g}'))
+        axis.yaxis.set_minor_formatter(NullFormatter())
         axis.set_xlabel('image, pixels')
         axis.set_title(label, fontsize=11)
         axis.grid(alpha=0.3, which='both')
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc='lower center', ncols=3 if len(panels) > 1 else 1, fontsize=9, frameon=False)
+    figure.legend(
+        handles,
+        labels,
+        loc='lower center',
+        ncols=3 if len(panels) > 1 else 1,
+        fontsize=9,
+        frameon=False,
+        handlelength=4,
+    )
     figure.suptitle(
         'Cost of a forward pass by the size of the image, batch 1, float32\n'
         'solid: linear attention, dashed: softmax over whole maps, dotted: softmax in windows or on reduced keys',
@@ -300,11 +310,14 @@ def main(argv=None) -> None:
     parser.add_argument('--max-gib', type=float, default=16, help='expected memory above which a size is left out [16]')
     parser.add_argument('--max-seconds', type=float, default=120, help='expected time above which it is [120]')
     parser.add_argument('--results', type=Path, help='JSON file to keep every point in, and to go on from')
+    parser.add_argument('--draw', action='store_true', help='measure nothing: table and plot of what --results holds')
     parser.add_argument('--out', type=Path, help='write the table to this markdown file as well')
     parser.add_argument('--plot', type=Path, help='draw the curves into this picture')
     args = parser.parse_args(argv)
     if min(args.sides) < 32:
         parser.error(f'--sides {min(args.sides)}: images have to be 32 pixels at least')
+    if args.draw and not (args.results and args.results.exists()):
+        parser.error(f'--draw: --results {args.results} is no file; it has to hold the points to draw')
     torch.set_num_threads(1)
     with measure.fresh_process(measure.RETURN_MEMORY) as in_process:
         found, ends = run(args, in_process)
