@@ -150,7 +150,7 @@ def mosaic(found: list, picture: loading.Picture, x: int, y: int) -> np.ndarray:
     """Maps of all blocks and heads side by side, (h, w, 3) uint8 RGB. OpenCV: a page waits for it."""
     columns = 1 + max(min(len(maps.maps), MAX_HEADS) for maps in found)
     height = max(24, round(THUMB * picture.shown.shape[0] / picture.shown.shape[1]))
-    label, head_line, gap, above = 150, 16, 4, 22  # the page writes its title over the top
+    label, head_line, gap, above = 150, 16, 4, 40  # the page writes its title over the top
     rows = above + len(found) * (height + head_line + gap)
     canvas = np.full((rows, label + columns * (THUMB + gap), 3), 255, np.uint8)
 
@@ -198,7 +198,7 @@ def predict(model, picture: loading.Picture, image: np.ndarray) -> tuple[str, np
         boxes = found.bboxes.round().int().tolist()
         for box in boxes:
             cv2.rectangle(drawn, box[:2], box[2:], (255, 60, 0), 2)
-        for box, words in zip(boxes, said):  # over all boxes
+        for box, words in reversed(list(zip(boxes, said))):  # over all boxes, the surest ones over the others
             _label(drawn, words, (box[0], box[1]))
         return f'{len(said)} found with a score of 0.3 or more. {", ".join(said)}', drawn
     if 'pred_sem_seg' in result:
