@@ -8,6 +8,7 @@ from typing import Callable, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 from ..attention import Grid, StripeAttention, TokenMixer, WindowAttention, Windows
@@ -73,7 +74,7 @@ class MixerCall(NamedTuple):
 
     def _values(self, window: int, heads: int) -> Tensor:
         """Values of a window by head, (heads, M, e)."""
-        return self.given['v'][window].unflatten(-1, (heads, -1)).transpose(0, 1)
+        return rearrange(self.given['v'][window], 'm (heads e) -> heads m e', heads=heads)
 
     def local_kernels(self) -> list[Tensor]:
         """Kernels (windows or 1, E, k, k) of the convolutions of the values, of the mixer's own and that around it."""
@@ -89,13 +90,14 @@ class MixerCall(NamedTuple):
         factors = self.mixer.factors(q, k, given['grid'], given['key_grid'], mask, given['rotary'])
         if factors is None:
             return None
-        values = v.unflatten(-1, (factors.keys.shape[1], -1)).transpose(1, 2)
+        values = rearrange(v, 'b m (heads e) -> b heads m e', heads=factors.keys.shape[1])
         return (factors.keys.transpose(-1, -2) @ values)[0]
 
     def error(self, window: int, rows: Tensor, weights: Tensor) -> float:
         """How far ``weights @ v`` is from what the mixer gave, relative; its own convolution taken off, whose bias is
         no weight."""
-        mixed = (weights @ self._values(window, len(weights)).to(weights.dtype)).transpose(0, 1).flatten(1)
+        mixed = weights @ self._values(window, len(weights)).to(weights.dtype)
+        mixed = rearrange(mixed, 'heads n e -> n (heads e)')
         out = self.out[window, rows].to(weights.dtype)
         own = self.mixer.local_kernels(self.given['context'])
         if own is not None:
@@ -168,7 +170,7 @@ class BlockCall(NamedTuple):
             if gate is not None:
                 whole = whole * gate
             heads = branch[0].mixer.num_heads
-            found.append(tuple(t.float().unflatten(-1, (heads, -1)).transpose(0, 1) for t in (mixed, whole)))
+            found.append(tuple(rearrange(t.float(), 'n (heads e) -> heads n e', heads=heads) for t in (mixed, whole)))
         return found
 
     def _gates(self) -> list[Optional[Tensor]]:
@@ -177,8 +179,8 @@ class BlockCall(NamedTuple):
         if isinstance(attention, StripeAttention):
             if len(attention.widths) == 3:
                 return [None, None]
-            gate = attention.qkv(self.x)[..., -2 * attention.widths[3] :].unflatten(-1, (2, -1))
-            return [gate[0, ..., i, :].flatten(0, 1) for i in range(2)]
+            gate = attention.qkv(self.x)[:1, ..., -2 * attention.widths[3] :]
+            return list(rearrange(gate, '1 h w (branches c) -> branches (h w) c', branches=2))
         kind = getattr(attention, 'gate', None)
         if kind is None:
             return [None] * len(self.branches)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Callable, Optional
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from ..attention import Grid, TokenMixer
@@ -81,8 +82,8 @@ def masked(model: nn.Module, window: int, others: bool = False, seed: int = 0) -
             weights = mixer.weights(q, k, grid, key_grid, **shared)
             near = neighbours(places[rows], key_places, window // 2)
             change = masked_weights(weights, near, window**2 if others else None, generator) - weights
-            values = v.to(weights.dtype).unflatten(-1, (weights.shape[1], -1)).transpose(1, 2)
-            changes.append((change @ values).transpose(1, 2).flatten(2))
+            values = rearrange(v.to(weights.dtype), 'b m (heads e) -> b heads m e', heads=weights.shape[1])
+            changes.append(rearrange(change @ values, 'b heads n e -> b n (heads e)'))
         return out + torch.cat(changes, dim=1).to(out.dtype)
 
     for module in model.modules():
