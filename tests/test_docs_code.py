@@ -326,7 +326,7 @@ def test_page_on_deployment(tmp_path, monkeypatch, capsys):
     Path('small.py').write_text(CLASSIFIER)
     main('small.py none --format onnx --out ravlt_t.onnx --shape 64 80'.split())
     capsys.readouterr()
-    exec(application, {'pixels': torch.randint(0, 256, (64, 80, 3)).numpy()})
+    exec(application, {'pixels': torch.randint(0, 256, (64, 80, 3), dtype=torch.uint8).numpy()})
     assert capsys.readouterr().out.strip() in ('circle', 'square', 'star')
 
     names = {'torch': torch, 'model': RAVLT(arch=SMALL).eval()}
