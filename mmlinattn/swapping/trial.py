@@ -18,7 +18,7 @@ from ..engine.errors import RunError
 from .invented import batch_for, is_self_supervised
 from .upstream import without_weights
 
-SIZES = ((128, 128), (320, 320), (512, 512))  # pixels; the larger where maps of the smaller vanish
+SIZES = ((128, 128), (320, 320))  # pixels; the larger where maps of the smaller vanish
 
 
 class Trial(NamedTuple):
