@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Injective linear attention against its N x N map, values and gradients."""
 
+import importlib
+
 import pytest
 import reference
 import torch
@@ -168,3 +170,12 @@ def test_keys_with_a_large_common_offset():
 def test_unknown_kernel():
     with pytest.raises(ValueError, match=r"kernel='elu' has to be one of \['identity', 'relu', 'leakyrelu', 'exp'\]"):
         InLineMixer(DIM, HEADS, kernel='elu')
+
+
+@pytest.mark.parametrize('form', ['cpu', 'eager'])
+def test_kernels_of_each_image_are_the_same_in_every_plain_form(form):
+    """GPUs fall back to ``eager`` where their kernel does not serve: no other test on a CPU gets there."""
+    x, kernels = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 3, 3)
+    fast = importlib.import_module(f'mmlinattn.ops.predicted_conv.{form}')
+    plain = importlib.import_module('mmlinattn.ops.predicted_conv.reference')
+    torch.testing.assert_close(fast.predicted_conv2d(x, kernels), plain.predicted_conv2d(x, kernels))
