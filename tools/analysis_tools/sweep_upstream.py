@@ -31,7 +31,7 @@ USUAL = ('r50', 'resnet50', 'small', 'tiny', '_s_', 'base', 'b0', '')
 
 def pick(folder: Path) -> list[Path]:
     """The config that stands for a folder; none where it holds no config of a model."""
-    files = sorted(path for path in folder.glob('*.py') if '_base_' not in path.parts)
+    files = sorted(path for path in folder.glob('[!_]*.py') if '_base_' not in path.parts)
     for word in USUAL:
         found = [path for path in files if word in path.stem]
         if found:
