@@ -264,6 +264,8 @@ def test_maps_that_a_neck_skips_are_not_returned(swap):
             {'backbone.out_indices': (1, 2, 3), 'neck.in_channels': [128, 256, 512]},
         ),
         ('mmdet::detr/detr_r50_8xb2-150e_coco.py', 'flatten_cswin_t', {'neck.in_channels': [512]}),
+        # one stage, with a head that asks for the epoch
+        ('mmdet::tood/tood_r50_fpn_1x_coco.py', 'ravlt_t', {'neck.in_channels': [128, 256, 512]}),
         # real time
         (
             'mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py',

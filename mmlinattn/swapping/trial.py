@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 from mmengine.config import ConfigDict
-from mmengine.logging import MMLogger
+from mmengine.logging import MessageHub, MMLogger
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, init_default_scope
 from torch import Tensor
@@ -70,6 +70,9 @@ def try_model(network: dict, task: str, optim_wrapper: Optional[dict] = None, ma
         TrialError: Something of that does not work.
     """
     init_default_scope(task)
+    run = MessageHub.get_current_instance()
+    if run.get_info('epoch') is None:  # heads that change in the course of a run ask for it (TOOD)
+        run.update_info('epoch', 0)
     error: Optional[TrialError] = None
     with quiet():
         for size in SIZES:
@@ -86,7 +89,7 @@ def try_model(network: dict, task: str, optim_wrapper: Optional[dict] = None, ma
 def _is_about_size(error: TrialError) -> bool:
     text = str(error).lower()
     return 'training' in text and any(
-        word in text for word in ('size', 'shape', 'spatial', 'expected more than 1 value', 'out of range')
+        word in text for word in ('size', 'shape', 'smaller', 'spatial', 'expected more than 1 value', 'out of range')
     )
 
 
