@@ -202,6 +202,13 @@ def quantise_linear_layers(source: Path, target: Path) -> None:
     # folds the transposes of weights, which hide them from the quantiser
     folded = source.with_name('folded.onnx')
     quant_pre_process(str(source), str(folded), skip_symbolic_shape=True)
+    model = onnx.load(str(folded))
+    # the quantiser transposes weights of Gemm, but not what is noted down of their shapes
+    weights = {tensor.name for tensor in model.graph.initializer}
+    noted = [value for value in model.graph.value_info if value.name not in weights]
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(noted)
+    onnx.save(model, str(folded))
     quantize_dynamic(
         str(folded),
         str(target),
