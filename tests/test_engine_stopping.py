@@ -217,7 +217,8 @@ def test_workers_say_nothing_of_connections_that_the_main_process_closed(tmp_pat
     process.start()
     process.join(30)
     assert process.exitcode == 0
-    assert output.read_text() == 'ValueError: of the data set\n'
+    # '[rank0]: ' comes before it where an earlier test of this process made a process group: PyTorch's hook stays
+    assert output.read_text().removeprefix('[rank0]: ') == 'ValueError: of the data set\n'
 
 
 def test_fine_tuning_from_a_stopped_run_begins_with_a_whole_epoch(tmp_path):
