@@ -95,7 +95,13 @@ def make_copy(copy: Path) -> None:
     mim.mkdir()
     for name in ('configs', 'tools', 'model-index.yml'):
         (mim / name).symlink_to(Path('..', '..', name))
+    shutil.copytree(part / 'mmlinattn', copy.with_name('original'), symlinks=True, dirs_exist_ok=True)
     part.rename(copy)
+
+
+def links(folder: str, names: list[str]) -> list[str]:
+    """Those of a folder, which are there already."""
+    return [name for name in names if os.path.islink(os.path.join(folder, name))]
 
 
 class Map:
@@ -394,6 +400,8 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     if not (out / 'copy').exists():
         make_copy(out / 'copy')
+    # a run that was killed may have left its mutant behind
+    shutil.copytree(out / 'original', out / 'copy' / 'mmlinattn', symlinks=True, dirs_exist_ok=True, ignore=links)
     Session(out, args).run()
 
 
