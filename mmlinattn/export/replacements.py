@@ -1,10 +1,35 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Parts of upstream heads whose graphs would hold for one size only, and such that compute the same at all."""
 
+from contextlib import contextmanager
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.sizes import as_tensor
+
+
+@contextmanager
+def strided_pools():
+    """A context in which max pools of one pixel, the last levels of MMDetection's FPN, are slices.
+
+    The shape of a pool's result PyTorch's exporter works out by asking whether the size is divided by the stride, and
+    writes the answer into the graph.
+    """
+    pool = F.max_pool2d
+
+    def max_pool2d(x: Tensor, kernel_size, stride=None, *more, **options) -> Tensor:
+        if kernel_size not in (1, (1, 1)) or stride is None or more or options:
+            return pool(x, kernel_size, stride, *more, **options)
+        rows, columns = (stride, stride) if isinstance(stride, int) else stride
+        return x[..., ::rows, ::columns]
+
+    F.max_pool2d = max_pool2d
+    try:
+        yield
+    finally:
+        F.max_pool2d = pool
 
 
 class BinMeans(nn.Module):

@@ -1,9 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.export import Dim
 
-from mmlinattn.export.replacements import BinMeans, replace_modules
+from mmlinattn.export.replacements import BinMeans, replace_modules, strided_pools
 
 
 @pytest.mark.parametrize('bins', [(1, 1), (2, 2), (3, 3), (6, 6), (2, 5)], ids=str)
@@ -24,3 +26,27 @@ def test_only_pools_of_several_bins_are_replaced():
     replace_modules(model)
     kinds = [type(module) for module in (model[0], model[1][0], model[2])]
     assert kinds == [nn.AdaptiveAvgPool2d, BinMeans, nn.AvgPool2d]
+
+
+class LastLevel(nn.Module):
+    """As MMDetection's FPN makes it."""
+
+    def forward(self, x):
+        with strided_pools():
+            return F.max_pool2d(x, 1, stride=2)
+
+
+def test_pools_of_one_pixel_export_for_even_and_odd_sizes():
+    sizes = ({2: Dim('height', min=3), 3: Dim('width', min=3)},)
+    graph = torch.export.export(LastLevel(), (torch.randn(1, 2, 8, 10),), dynamic_shapes=sizes).module()
+    for size in ((8, 10), (7, 10), (9, 5)):
+        x = torch.randn(1, 2, *size)
+        assert torch.equal(graph(x), F.max_pool2d(x, 1, stride=2))
+
+
+def test_other_pools_stay_and_the_function_comes_back():
+    x, pool = torch.randn(1, 2, 9, 8), F.max_pool2d
+    expected = [pool(x, 3, 2), pool(x, 1), pool(x, 1, (3, 2)), nn.MaxPool2d(3, 2, 1)(x)]
+    with strided_pools():
+        found = [F.max_pool2d(x, 3, 2), F.max_pool2d(x, 1), F.max_pool2d(x, 1, (3, 2)), nn.MaxPool2d(3, 2, 1)(x)]
+    assert F.max_pool2d is pool and all(map(torch.equal, found, expected))
