@@ -9,6 +9,7 @@ from pathlib import Path
 import mmengine.runner.runner as runner_module
 import pytest
 import torch
+from mmengine.logging import MMLogger
 from mmengine.registry import DefaultScope
 
 from mmlinattn import ops
@@ -25,6 +26,8 @@ def independent():
     torch.manual_seed(0)
     yield
     DefaultScope._instance_dict.clear()
+    # a Runner of the same config in the same second would take this logger, and write to this test's closed output
+    MMLogger._instance_dict.clear()
 
 
 @pytest.fixture
