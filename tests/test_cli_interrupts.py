@@ -26,7 +26,12 @@ def test_ctrl_c_is_one_line(tool, tmp_path):
     )[tool]
     torch.save(dict(weight=torch.ones(2)), tmp_path / 'y.pth')
     process = subprocess.Popen(
-        [sys.executable, TOOLS / tool, *map(str, arguments)], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+        [sys.executable, TOOLS / tool, *map(str, arguments)],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        # what a shell starts in the background ignores it, and so would the tool
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     for _ in range(1200):
         if started.exists() or process.poll() is not None:
