@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..attention import GlobalAttention
 from ..layers import Block, ConvDownsample, ConvFFN, ConvStem, FactorisedLinear, ResidualDWConv, rotary_table
 from ..ops.conv_norms.folding import fold_batch_norm
+from ..ops.forms import accumulation_dtype
 from .base import PyramidBackbone
 
 HYBRID = ('rala', 'rala', 'softmax', 'softmax')
@@ -117,7 +118,7 @@ class RAVLT(PyramidBackbone):
         if not self.rotary:
             return {}
         # angles in float32 even where the map is half: indices above 256 are not exact in bfloat16
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = accumulation_dtype(x)
         return dict(rotary=rotary_table(x.shape[1], x.shape[2], self.head_dims[stage], x.device, dtype))
 
     @torch.no_grad()

@@ -64,7 +64,7 @@ def resize_table(table: Tensor, grid: tuple[int, int], size: tuple[int, int], pr
     """(1, prefix + grid, C) -> (1, prefix + size, C), bilinear with ``align_corners=False``; class tokens stay."""
     image = table[:, prefix:].unflatten(1, tuple(grid)).permute(0, 3, 1, 2)
     # in float32: neither CPU nor CUDA interpolates every half type
-    wide = torch.promote_types(image.dtype, torch.float32)
+    wide = forms.accumulation_dtype(image)
     image = F.interpolate(image.to(wide), size=tuple(size), mode='bilinear', align_corners=False).to(table.dtype)
     return torch.cat((table[:, :prefix], image.flatten(2).transpose(1, 2)), dim=1)
 
@@ -75,7 +75,7 @@ def bilinear_weights(length: int, count, size, like: Tensor) -> Tensor:
     Positions from ``size`` on, where ``count`` is larger, get the last value. ``count`` and ``size`` may be open sizes
     of a graph (:mod:`mmlinattn.ops.sizes`).
     """
-    wide = torch.promote_types(like.dtype, torch.float32)
+    wide = forms.accumulation_dtype(like)
     centres = torch.arange(count, dtype=wide, device=like.device) + 0.5
     source = (centres * (length / as_tensor(size, like, wide)) - 0.5).clamp(0, length - 1)
     return (1 - (source[:, None] - torch.arange(length, dtype=wide, device=like.device)).abs()).clamp(min=0)

@@ -145,5 +145,5 @@ def without_autocast(x: Tensor):
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """The type that sums over tokens are made in: float32 for half precision, the type of ``x`` otherwise."""
+    """The type of sums, angles and interpolation: float32 for half precision, the type of ``x`` otherwise."""
     return torch.promote_types(x.dtype, torch.float32)

@@ -1,11 +1,12 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-import torch
 from torch import Tensor, nn
+
+from ..forms import accumulation_dtype
 
 
 def fold_batch_norm(conv: nn.Conv2d, norm: nn.Module) -> tuple[Tensor, Tensor]:
     """Weight and bias of the convolution that gives what ``conv`` and then ``norm``, in eval mode, give."""
-    wide = torch.promote_types(conv.weight.dtype, torch.float32)
+    wide = accumulation_dtype(conv.weight)
     scale = (norm.weight.to(wide) / (norm.running_var.to(wide) + norm.eps).sqrt()).to(wide)
     bias = -norm.running_mean if conv.bias is None else conv.bias - norm.running_mean
     weight, bias = conv.weight * scale[:, None, None, None], bias * scale + norm.bias
