@@ -45,6 +45,8 @@ start() {
   munged --force --key-file="$folder/munge.key" --socket="$folder/munge.socket" --pid-file="$folder/munged.pid" \
     --log-file="$folder/munged.log" --seed-file="$folder/munged.seed" 2>"$folder/munged.err"
   # Two CPUs are said to be there whatever the machine has. Jobs are found by their processes, which needs no cgroups.
+  # A requeued job waits until its credential has run out, two minutes unless told otherwise (and set again when the old
+  # run's end is noted, which may come after a StartTime=now), and then for the scheduler's next round.
   cat >"$conf" <<CONF
 ClusterName=test
 SlurmctldHost=$(hostname -s)(127.0.0.1)
@@ -53,7 +55,8 @@ SlurmdPort=$(free_port)
 SlurmUser=$(id -un)
 SlurmdUser=$(id -un)
 AuthType=auth/munge
-AuthInfo=socket=$folder/munge.socket
+AuthInfo=socket=$folder/munge.socket,cred_expire=5
+SchedulerParameters=sched_interval=2,bf_interval=2
 StateSaveLocation=$folder/state
 SlurmdSpoolDir=$folder/spool
 SlurmctldPidFile=$folder/slurmctld.pid
