@@ -2,7 +2,6 @@
 from typing import Optional
 
 import torch
-import torch.nn.functional as F
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
@@ -62,7 +61,7 @@ class DWConvFFN(MLP):
         self.dwconv = nn.Conv2d(hidden_dim, hidden_dim, 3, padding=1, groups=hidden_dim)
 
     def hidden(self, x: Tensor) -> Tensor:
-        return F.gelu(self.dwconv(to_image(ops.apply_linear(self.fc1, x))).permute(0, 2, 3, 1))
+        return ops.gelu_of_conv(to_image(ops.apply_linear(self.fc1, x)), self.dwconv).permute(0, 2, 3, 1)
 
 
 def over_tokens(ffn: MLP, x: Tensor, grid, **kwargs) -> Tensor:

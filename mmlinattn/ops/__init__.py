@@ -10,6 +10,7 @@ from .elementwise import add, multiply
 from .feed_forward import feed_forward
 from .focused_attention import focused_attention
 from .forms import use
+from .gelu_of_conv import gelu_of_conv
 from .hallucinated_attention import hallucinated_attention
 from .hidden_conv import hidden_conv
 from .hydra_attention import hydra_attention
@@ -32,6 +33,7 @@ __all__ = [
     'efficient_attention',
     'feed_forward',
     'focused_attention',
+    'gelu_of_conv',
     'hallucinated_attention',
     'hidden_conv',
     'hydra_attention',

@@ -67,6 +67,12 @@ def is_plain_linear(layer: nn.Module) -> bool:
     return type(layer) is nn.Linear and 'forward' not in layer.__dict__ and not has_hooks(layer)
 
 
+def is_plain_conv(layer: nn.Module) -> bool:
+    """Whether ``layer`` is a zero-padded convolution and nothing else, as :func:`is_plain_linear` asks of products."""
+    plain = type(layer) is nn.Conv2d and 'forward' not in layer.__dict__ and not has_hooks(layer)
+    return plain and layer.padding_mode == 'zeros' and not isinstance(layer.padding, str)
+
+
 def has_hooks(layer: nn.Module) -> bool:
     own = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
     return bool(own) or global_hooks._has_any_global_hook()

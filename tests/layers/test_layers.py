@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from mmlinattn.layers import MLP, ConvFFN, ConvStem, DWConvFFN
-from mmlinattn.ops import apply_linear, linear
+from mmlinattn.ops import apply_linear, gelu_of_conv, linear
 from mmlinattn.ops.feed_forward import cpu as strips
 
 
@@ -58,17 +58,46 @@ def test_hooks_and_adapters_are_called():
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize('gelu', [True, False])
+@pytest.mark.parametrize('width', [70, 200])  # the narrower of input and output is copied for the weight's gradient
 @pytest.mark.parametrize('needed', [(True, True, True), (False, True, True), (True, False, False)], ids=str)
-def test_gradients_of_large_products(needed):
-    leaves = [torch.randn(2, 700, 96), torch.randn(80, 96), torch.randn(80)]
+def test_gradients_of_large_products(needed, width, gelu):
+    leaves = [torch.randn(2, 700, 96), torch.randn(width, 96), torch.randn(width)]
     for leaf, wanted in zip(leaves, needed):
         leaf.requires_grad_(wanted)
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    outs = linear(*leaves), nn.functional.linear(*leaves)
+    plain = nn.functional.linear(*leaves)
+    outs = linear(*leaves, gelu=gelu), nn.functional.gelu(plain) if gelu else plain
     probe = torch.randn_like(outs[0])
     torch.testing.assert_close(*outs)
     for ours, theirs in zip(*(torch.autograd.grad((out * probe).sum(), wanted) for out in outs)):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    'conv',
+    [
+        lambda: nn.Conv2d(6, 6, 3, padding=1, groups=6),
+        lambda: nn.Conv2d(6, 4, 5, stride=2, padding=1, dilation=2, groups=2, bias=False),
+        lambda: nn.Conv2d(6, 6, 3, padding='same'),
+        lambda: nn.Conv2d(6, 6, 3, padding=1, padding_mode='reflect'),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 6, 3, padding=1)),
+        lambda: nn.Sequential(nn.Conv2d(6, 6, 1), nn.ReLU()),
+    ],
+    ids=['depthwise', 'strided', 'same', 'reflect', 'weight norm', 'adapter'],
+)
+@pytest.mark.parametrize('memory_format', [torch.channels_last, torch.contiguous_format], ids=str)
+def test_gelu_of_conv(conv, memory_format):
+    conv, x = conv(), torch.randn(2, 6, 9, 12).contiguous(memory_format=memory_format)
+    expected = nn.functional.gelu(conv(x))
+    torch.testing.assert_close(gelu_of_conv(x, conv), expected)
+    seen = []
+    with torch.no_grad():
+        torch.testing.assert_close(gelu_of_conv(x, conv), expected)
+        torch.testing.assert_close(gelu_of_conv(x[:0], conv), expected[:0])
+        conv.register_forward_hook(lambda module, args, out: seen.append(out))
+        torch.testing.assert_close(gelu_of_conv(x, conv), expected)
+    assert len(seen) == 1
 
 
 @pytest.mark.parametrize('norm', ['BN', 'GN', None])

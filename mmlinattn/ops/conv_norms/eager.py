@@ -9,16 +9,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from .. import onednn
 from ..conv_of_gelu import conv_of_gelu
 from ..forms import records
-from ..memory import has_hooks
+from ..gelu_of_conv.eager import fused
+from ..memory import has_hooks, is_plain_conv
 from . import reference
 from .folding import fold_batch_norm
 
 
 def conv_norms(x: Tensor, layers: Sequence[tuple[nn.Conv2d, Optional[nn.Module]]]) -> Tensor:
-    if any(type(conv) is not nn.Conv2d or has_hooks(conv) for conv, _ in layers):
+    if not all(is_plain_conv(conv) for conv, _ in layers):
         return reference.conv_norms(x, layers)
     return _learn(x, layers) if records() else _infer(x, layers)
 
@@ -39,15 +39,9 @@ def _infer(x: Tensor, layers) -> Tensor:
             norm = None
         gelu = i < len(layers) - 1
         if gelu and norm is None:
-            x = _conv_gelu(x, weight, bias, conv)
+            x = fused(x, weight, bias, conv)
             continue
         x = F.conv2d(x, weight, bias, conv.stride, conv.padding, 1, conv.groups)
         x = x if norm is None else norm(x)
         x = F.gelu(x) if gelu else x
     return x
-
-
-def _conv_gelu(x: Tensor, weight: Tensor, bias: Optional[Tensor], conv: nn.Conv2d) -> Tensor:
-    if x.device.type == 'cpu' and onednn.takes(x, weight):
-        return onednn.CONV(x, weight, bias, list(conv.padding), list(conv.stride), [1, 1], 1, 'gelu', [], 'none')
-    return F.gelu(F.conv2d(x, weight, bias, conv.stride, conv.padding))
