@@ -8,7 +8,7 @@ from torch import nn
 
 from mmlinattn import ops
 from mmlinattn.attention import Attention, Grid, HallucinatedMixer, WindowAttention
-from mmlinattn.ops import forms
+from mmlinattn.ops import forms, memory
 from mmlinattn.ops.hallucinated_attention import cpu
 
 DIM, HEADS = 24, 3  # of the host: six heads of width 4, three of them real
@@ -166,7 +166,8 @@ def test_no_map_of_all_pairs_is_built(form, learns, monkeypatch):
             return out
 
     attention, sizes = Attention(DIM, HEADS, 'hallucinated'), []
-    monkeypatch.setattr(cpu, 'BLOCK_NUMEL', 1024)
+    for blocks in (cpu, memory):
+        monkeypatch.setattr(blocks, 'BLOCK_NUMEL', 1024)
     monkeypatch.setattr(forms, 'is_plain', lambda *_: form == 'reference')  # whoever watches sees the plain form
     for side in (24, 48):
         x = torch.randn(1, side * side, DIM, requires_grad=learns)

@@ -20,7 +20,7 @@ _MIN_TRAINED_MACS = 2**23  # below, calling Python in the backward pass costs wh
 
 
 def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, gelu: bool = False) -> Tensor:
-    if onednn.takes(x, weight):
+    if onednn.takes(x, weight) and weight.is_contiguous():
         if not records():
             return onednn.LINEAR(x, weight, bias, 'gelu' if gelu else 'none', [], 'none' if gelu else '')
         if x.numel() * len(weight) >= _MIN_TRAINED_MACS:
@@ -47,6 +47,7 @@ class _Linear(torch.autograd.Function):
 
 def _inner_product(a: Tensor, b: Tensor) -> Tensor:
     """``a.T @ b`` of (M, N) and (M, K). oneDNN copies the first factor, which is to be the narrower one."""
+    a, b = a.contiguous(), b.contiguous()  # with gaps in its second factor, oneDNN is a thousand times slower
     if a.shape[1] <= b.shape[1]:
         return onednn.LINEAR(a.T, b.T, None, 'none', [], '')
     return onednn.LINEAR(b.T, a.T, None, 'none', [], '').T.contiguous()
