@@ -12,7 +12,7 @@ from ..linear import apply_linear
 from ..memory import is_plain_linear
 from . import reference
 
-STRIP_NUMEL = 2**20  # of the hidden map: 4 MiB in float32
+STRIP_NUMEL = 2**19  # of the hidden map: 2 MiB in float32
 
 
 def feed_forward(
