@@ -25,7 +25,8 @@ def softmax_attention(
     mask: Optional[Tensor] = None,
     bias: Optional[Tensor] = None,
 ) -> Tensor:
-    """Scaled dot-product attention, ``softmax(q k^T / sqrt(d) + bias) v``, by PyTorch's fused kernels.
+    """Scaled dot-product attention, ``softmax(q k^T / sqrt(d) + bias) v``, by PyTorch's fused kernels; large maps on
+    CPUs in blocks of rows.
 
     O(N M d) operations for each head in O(N + M) memory.
 
