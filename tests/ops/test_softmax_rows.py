@@ -4,7 +4,8 @@
 import pytest
 import torch
 
-from mmlinattn.ops import memory, softmax_attention
+from mmlinattn.ops import linear, memory, softmax_attention
+from mmlinattn.ops.linear import cpu as linear_cpu
 from mmlinattn.ops.softmax_attention import cpu, reference
 
 pytestmark = [
@@ -92,3 +93,22 @@ def test_what_has_to_go_another_way(what, monkeypatch):
     monkeypatch.setattr(cpu, '_rows', None)
     out = cpu.attend(q, k, v, bias)
     torch.testing.assert_close(out, reference.equation(q, k, v, bias), rtol=1e-2, atol=1e-2)
+
+
+def test_onednn_is_given_no_matrix_with_gaps(monkeypatch):
+    """As second factor it takes a thousand times as long there: slices, and gradients that are one number expanded."""
+    product, calls = cpu.onednn.LINEAR, []
+
+    def watched(x, weight, *args):
+        calls.append(weight.is_contiguous() or weight.T.is_contiguous())
+        return product(x, weight, *args)
+
+    monkeypatch.setattr(cpu.onednn, 'LINEAR', watched)
+    monkeypatch.setattr(linear_cpu, '_MIN_TRAINED_MACS', 1)
+    cpu.attend(*heads(SIZES['self']), None).sum().backward()
+    for width in (8, 40):
+        x, weight = torch.randn(5, 60)[:, 20:40].requires_grad_(), torch.randn(width, 20).requires_grad_()
+        linear(x, weight).sum().backward()
+        linear(x, weight[:, ::2].repeat(1, 2)[:, :20]).sum().backward()
+        linear(x, torch.randn(20, width).T).sum().backward()
+    assert len(calls) > 20 and all(calls)
