@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Linear-attention backbones for MMDetection, MMSegmentation and MMPretrain.
 
-``import mmlinattn`` registers everything in MMEngine's root registries. It needs torch, einops, numpy, mmengine and
-mmcv (or mmcv-lite) only.
+``import mmlinattn`` registers everything in MMEngine's root registries. It needs torch, einops, filelock, numpy,
+mmengine and mmcv (or mmcv-lite) only.
 """
 
 import warnings

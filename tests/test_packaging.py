@@ -104,7 +104,7 @@ def test_wheel(wheel, checkout, tmp_path):
     assert {'mim', 'tests', 'all'} <= set(metadata.get_all('Provides-Extra'))
     required = [Requirement(line) for line in metadata.get_all('Requires-Dist')]
     always = {requirement.name for requirement in required if requirement.marker is None}
-    assert always == {'torch', 'einops', 'numpy'}
+    assert always == {'torch', 'einops', 'filelock', 'numpy'}
 
     # Installed elsewhere, its configs are found by name.
     site = tmp_path / 'site'

@@ -28,6 +28,7 @@ from mmlinattn.datasets import (
 from mmlinattn.datasets.pictures import save_jpeg
 from mmlinattn.datasets.polygons import mask_to_box, mask_to_polygons
 from mmlinattn.datasets.shapes import MIN_VISIBLE, SHAPES
+from mmlinattn.datasets.staging import LOCK
 from mmlinattn.datasets.textures import BACKGROUNDS, draw_background
 
 TOOL = Path(__file__).parents[1] / 'tools' / 'make_shapes_dataset.py'
@@ -576,7 +577,7 @@ def test_killed_run_is_not_mistaken_for_a_data_set(tmp_path):
         write_dataset(out, DatasetSpec('imagenet', 12, 12))
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert [path.name for path in out.iterdir()] == ['.partial']  # nothing that a loader finds
+    assert {path.name for path in out.iterdir()} == {'.partial', LOCK}  # nothing that a loader finds
     assert write_dataset(out, DatasetSpec('imagenet', 12, 12)) is True
     assert not (out / '.partial').exists()
     assert len(list((out / 'train').rglob('*.JPEG'))) == 12

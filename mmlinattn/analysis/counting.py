@@ -42,6 +42,9 @@ _NORM_COST = {
 class Count(TorchDispatchMode):
     """Counts while it is entered; attributes to the modules of ``model`` by name.
 
+    The formulas are those of ``torch.utils.flop_counter``. Its ``FlopCounterMode`` itself does not serve: it does not
+    tell linear layers from attention products, knows no memory, and puts hooks on modules (see ``_called_by_name``).
+
     Args:
         model (nn.Module): Its sub-modules' names are what operations are counted under.
 

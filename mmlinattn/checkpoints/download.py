@@ -1,7 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Fetching a checkpoint file once per machine, whole or not at all."""
 
-import contextlib
 import http.client
 import logging
 import os
@@ -9,21 +8,16 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, Optional
 
 from mmengine.logging import print_log
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
-from ..utils import written_whole
+from ..utils import locked, written_whole
 from ..version import __version__
 from .safe import CheckpointError, load_file
-
-try:
-    import fcntl
-except ImportError:  # Windows: without the lock two processes may both download
-    fcntl = None
 
 TIMEOUT = 30  # seconds without a byte from the server
 RETRY_WAITS = (1.0, 4.0)  # seconds before the second and the third attempt
@@ -58,28 +52,16 @@ def fetch(link: str, path: Path, progress: Optional[bool] = None) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path):
+        with locked(path.with_name(f'.{path.name}.lock'), f'downloads {path.name}'):
             if not path.exists():
                 _fetch(link, path, sys.stderr.isatty() if progress is None else progress)
     except OSError as error:
         raise CheckpointError(f'cannot save {link} as {path}: {error.strerror or error}') from error
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of ``path`` among the processes of this machine, launched together or not."""
-    lock = path.with_name(f'.{path.name}.lock')
-    with open(lock, 'w') as file:
-        if fcntl is not None:
-            with contextlib.suppress(OSError):  # a network drive without locks
-                fcntl.flock(file, fcntl.LOCK_EX)
-        # The lock file stays: removing it would let a process lock a file that is gone.
-        yield
-
-
 def _fetch(link: str, path: Path, progress: bool) -> None:
     print_log(f'Downloading {link} to {path}', logger='current')
-    # Without a working lock (Windows, some network drives) two processes may get here: each has a part file of its own.
+    # Without a working lock (some network drives) two processes may get here: each has a part file of its own.
     with written_whole(path) as file:
         _download_with_retries(link, file, path, progress)
         file.flush()

@@ -1,5 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Masks to COCO polygons that rasterise back to the very same mask."""
+"""Masks to COCO polygons that rasterise back to the very same mask.
+
+By hand because pycocotools only goes from polygons to masks, and OpenCV's contours run through the middles of pixels,
+which loses half a pixel on every side.
+"""
 
 from __future__ import annotations
 

@@ -3,19 +3,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-try:
-    import fcntl
-except ImportError:  # not a POSIX system
-    fcntl = None
+from ..utils import locked
 
 NOTE = '.shapes_dataset.json'
 STAGING = '.partial'
+LOCK = '.shapes_dataset.lock'
 COMMITTING = 'COMMITTING'
 
 
@@ -27,6 +26,7 @@ class StagedFolder:
 
     Use as a context manager: look at ``is_current``, ``claim``, write below ``staging``, then
     ``commit``. Without a commit nothing is left behind but what was there before.
+    ``is_current`` may be asked before entering, too: a folder that is as it should be may be read-only.
 
     Args:
         out: The folder; made when missing.
@@ -47,16 +47,19 @@ class StagedFolder:
             raise NotADirectoryError(f'{self.out} is a file, not a folder')
         self._made = not self.out.exists()
         self.out.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.out)
+        self._lock = contextlib.ExitStack()
+        self._lock.enter_context(locked(self.out / LOCK, 'is writing it', wait=False))
         return self
 
     def __exit__(self, *exc_info) -> None:
         if not self._half_moved:
             shutil.rmtree(self.staging, ignore_errors=True)
-            if self._made and not any(self.out.iterdir()):
-                self.out.rmdir()
-        if self._lock is not None:
-            os.close(self._lock)
+            with contextlib.suppress(OSError):  # Windows keeps a file that is open; somebody else may write here
+                if not (self.out / NOTE).exists():  # a folder that is not ours stays as it was
+                    (self.out / LOCK).unlink(missing_ok=True)
+                if self._made:
+                    self.out.rmdir()
+        self._lock.close()
 
     @property
     def _half_moved(self) -> bool:
@@ -90,7 +93,7 @@ class StagedFolder:
             return None
         found = self._read_note()
         if found is None:
-            strange = sorted({path.name for path in self.out.iterdir()} - {STAGING})
+            strange = sorted({path.name for path in self.out.iterdir()} - {STAGING, LOCK})
             return f'it has content of unknown origin: {strange[0]}' if strange else None
         strange = [name for name in names if (self.out / name).exists()]
         strange = [name for name in strange if name not in found['names']]
@@ -127,7 +130,7 @@ class StagedFolder:
         try:
             note = json.loads((self.out / NOTE).read_text())
             return note if note.keys() >= {'content', 'names', 'files'} else None
-        except (FileNotFoundError, ValueError, AttributeError):
+        except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
             return None
 
     def _count(self, note: dict) -> int:
@@ -143,18 +146,3 @@ class StagedFolder:
                 found = 0
             more, fewer = more + max(found - count, 0), fewer + max(count - found, 0)
         return more or -fewer
-
-
-def _lock(folder: Path) -> int | None:
-    """Lock a folder until the returned descriptor is closed; None where locks do not exist."""
-    if fcntl is None:
-        return None
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise BlockingIOError('another process is writing it now') from None
-    except OSError:
-        pass  # a file system without locks
-    return descriptor

@@ -97,8 +97,11 @@ def write_dataset(
     layout = LAYOUTS[spec.format]
     note = dict(made_by='mmlinattn', generator=GENERATOR_VERSION, **asdict(spec))
     note['size'] = list(spec.size)
-    with StagedFolder(Path(out), note) as folder:
-        if folder.is_current:
+    folder = StagedFolder(Path(out), note)
+    if folder.is_current:
+        return False
+    with folder:
+        if folder.is_current:  # written by another process since
             return False
         folder.claim(layout.TOP_LEVEL, overwrite)
         for name in layout.FOLDERS:

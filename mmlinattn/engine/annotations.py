@@ -160,7 +160,10 @@ def _is_dropped(entry: dict) -> bool:
 
 
 def _counts_of_rle(text: str) -> Optional[np.ndarray]:
-    """Run lengths of COCO's compressed form: 5 bits a character, differences from the third on. None for nonsense."""
+    """Run lengths of COCO's compressed form: 5 bits a character, differences from the third on. None for nonsense.
+
+    By hand because pycocotools takes some nonsense for a mask: ``'\\x00\\xff!'`` is decoded without an error.
+    """
     codes = np.frombuffer(text.encode('latin-1', 'replace'), np.uint8).astype(np.int64) - 48
     if codes.size == 0 or codes.min() < 0 or codes.max() > 63:
         return None

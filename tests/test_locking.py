@@ -1,0 +1,159 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""One process at a time, and nobody waits for the dead."""
+
+import errno
+import multiprocessing
+import os
+import threading
+import time
+
+import filelock
+import pytest
+
+from mmlinattn.checkpoints import download
+from mmlinattn.datasets import DatasetSpec, write_dataset
+from mmlinattn.datasets.staging import LOCK
+from mmlinattn.utils import locked, locking
+
+
+def hold(path, held):
+    with locked(path, 'holds it'):
+        held.set()
+        time.sleep(600)
+
+
+@pytest.fixture
+def holder():
+    """Holds a lock in another process, until it is killed."""
+    if 'fork' not in multiprocessing.get_all_start_methods():
+        pytest.skip('needs processes that are forked')
+    context, processes = multiprocessing.get_context('fork'), []
+
+    def start(path):
+        held = context.Event()
+        processes.append(context.Process(target=hold, args=(path, held), daemon=True))
+        processes[-1].start()
+        assert held.wait(60)
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What is logged, with an event for the first of it."""
+    lines, first = [], threading.Event()
+
+    def keep(message, *args, **kwargs):
+        lines.append(message)
+        first.set()
+
+    monkeypatch.setattr(locking, 'print_log', keep)
+    return lines, first
+
+
+def test_a_second_process_says_so_and_waits_until_the_first_is_killed(tmp_path, holder, said):
+    lines, first = said
+    path, done = tmp_path / 'x.lock', threading.Event()
+    process = holder(path)
+
+    def work():
+        with locked(path, 'downloads x'):
+            done.set()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert first.wait(60) and not done.wait(0.3)
+    assert lines == [f'another process downloads x now: waiting for it (its lock: {path})']
+    process.kill()
+    assert done.wait(60)
+    thread.join()
+
+
+def test_a_lock_that_nobody_is_to_wait_for(tmp_path, holder):
+    path = tmp_path / 'x.lock'
+    process = holder(path)
+    with pytest.raises(BlockingIOError, match='another process writes x now'), locked(path, 'writes x', wait=False):
+        raise AssertionError('two at once')
+    process.kill()
+    process.join()
+    with locked(path, 'writes x', wait=False):  # the killed one left no lock
+        pass
+    with locked(path, 'writes x', wait=False):  # nor this one
+        pass
+
+
+def test_an_error_inside_ends_the_lock_and_goes_on(tmp_path, said):
+    for _ in range(2):
+        with pytest.raises(OSError) as caught, locked(tmp_path / 'x.lock', 'writes x', wait=False):
+            raise OSError(errno.ENOSPC, 'disk full')  # not one of the lock's own
+        assert caught.value.errno == errno.ENOSPC
+    assert said[0] == []
+
+
+@pytest.mark.parametrize('error', [OSError(errno.ENOLCK, 'no locks'), NotImplementedError('no flock')])
+def test_a_drive_without_locks_is_worked_on_with_a_warning(tmp_path, monkeypatch, said, error):
+    def acquire(self, timeout=None):
+        raise error
+
+    monkeypatch.setattr(filelock.FileLock, 'acquire', acquire)
+    with locked(tmp_path / 'x.lock', 'writes x'):
+        pass
+    assert len(said[0]) == 1 and 'this drive has no locks' in said[0][0]
+
+
+def test_a_lock_file_that_cannot_be_made_is_an_error(tmp_path):
+    (tmp_path / 'file').touch()
+    with pytest.raises(OSError), locked(tmp_path / 'file' / 'x.lock', 'writes x'):
+        raise AssertionError('without a lock')
+
+
+def test_a_download_waits_for_the_file_of_another_process(tmp_path, holder, said):
+    """It is not fetched again: there is no server."""
+    path, failures = tmp_path / 'x.pth', []
+    process = holder(tmp_path / '.x.pth.lock')
+
+    def fetch():
+        try:
+            download.fetch('http://127.0.0.1:9/x.pth', path)
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=fetch)
+    thread.start()
+    assert said[1].wait(60)
+    path.write_bytes(b'whole')
+    process.kill()
+    thread.join(60)
+    assert not thread.is_alive() and not failures and path.read_bytes() == b'whole'
+
+
+def test_a_data_set_is_written_by_one_process(tmp_path, holder):
+    process = holder(tmp_path / LOCK)
+    with pytest.raises(BlockingIOError, match='another process is writing it now'):
+        write_dataset(tmp_path, DatasetSpec('ade', 2, 1))
+    process.kill()
+    process.join()
+    assert write_dataset(tmp_path, DatasetSpec('ade', 2, 1)) is True
+    # what is there is as it should be: looked at without a lock, as in a folder that one may only read
+    holder(tmp_path / LOCK)
+    assert write_dataset(tmp_path, DatasetSpec('ade', 2, 1)) is False
+
+
+def test_a_data_set_of_a_read_only_folder_is_taken_as_it_is(tmp_path, monkeypatch):
+    write_dataset(tmp_path, DatasetSpec('ade', 2, 1))
+    (tmp_path / LOCK).unlink()
+    os_open = os.open
+
+    def read_only(path, flags, *args, **kwargs):
+        if str(path).startswith(str(tmp_path)) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise PermissionError(errno.EACCES, 'read-only', str(path))
+        return os_open(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, 'open', read_only)  # root may write anywhere: modes do not serve
+    assert write_dataset(tmp_path, DatasetSpec('ade', 2, 1)) is False
+    with pytest.raises(PermissionError):
+        write_dataset(tmp_path, DatasetSpec('ade', 3, 1))
