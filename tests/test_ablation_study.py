@@ -3,6 +3,7 @@
 
 import json
 import runpy
+import subprocess
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ from config_helpers import ROOT
 from mmengine.registry import MODELS
 
 from mmlinattn.analysis import ablation, ablation_report
+from mmlinattn.attention import TokenMixer
 from mmlinattn.engine import RunError
 
 TOOL = ROOT / 'tools' / 'analysis_tools' / 'ablation_study.py'
@@ -86,7 +88,7 @@ def test_a_study_resumes_where_it_was(tmp_path, monkeypatch, capsys):
     run(monkeypatch, *args)
     results = json.loads((tmp_path / 'results.json').read_text())
     assert trained == [1, 1] and len(results['runs']) == 4 and results['runs'][:2] == kept['runs']
-    assert {'results.json', 'table.md', 'plot.png'} == {path.name for path in tmp_path.iterdir()}
+    assert {'results.json', 'table.md', 'plot.png', '.locks'} == {path.name for path in tmp_path.iterdir()}
     text = (tmp_path / 'table.md').read_text()
     assert '| full | 2 |' in text and 'without KV augmentation' not in text  # what was not run is left out
     trained.clear()
@@ -110,9 +112,95 @@ def test_time_is_kept(tmp_path, monkeypatch, capsys):
     assert len(results['runs']) == 4  # each call gets further
 
 
+def stand_in(monkeypatch, trained=None, accuracy=50.0):
+    """Instead of training."""
+
+    def train(arm, seed, *rest):
+        if trained is not None:
+            trained.append((arm, seed))
+        return dict(accuracy=accuracy, curve=[[1, 50.0]], loss=1.0, params=1, attention=[], seconds=0.0)
+
+    monkeypatch.setattr(ablation, 'train_arm', train)
+
+
+def test_processes_share_a_study(tmp_path, monkeypatch):
+    """A run that another process is at is left to it; what it was at is free again when it dies."""
+    claim = ablation._lock(tmp_path, ablation._claim_name('CHH, IHH', 1)).lock_file
+    code = """if True:
+        import sys, time, filelock
+        with filelock.FileLock(sys.argv[1]):
+            print("held", flush=True)
+            time.sleep(99)
+    """
+    other = subprocess.Popen([sys.executable, '-c', code, claim], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout.readline() == 'held\n'
+        stand_in(monkeypatch)
+        said = []
+        results = ablation.run_study('hallucinated', tmp_path, 2, SMALL, progress=said.append)
+        assert len(results['runs']) == 11 and '1 of 12 runs are left' in said[-1]
+    finally:
+        other.kill()
+        other.wait()
+    results = ablation.run_study('hallucinated', tmp_path, 2, SMALL)
+    assert len(results['runs']) == 12 and (results['runs'][-1]['arm'], results['runs'][-1]['seed']) == ('CHH, IHH', 1)
+
+
+def test_what_another_process_finished_meanwhile_is_kept(tmp_path, monkeypatch):
+    arms, trained = ['plain', 'IHH', 'CHH'], []
+    stand_in(monkeypatch, accuracy=10.0)
+
+    def train(arm, seed, *rest):  # while the first run is trained, another process does the second
+        trained.append(arm)
+        if len(trained) == 1:
+            other = dict(arm='IHH', seed=0, accuracy=90.0, attention=[], curve=[], params=1)
+            ablation._add('hallucinated', tmp_path, SMALL, [other])
+        return dict(accuracy=10.0, curve=[[1, 50.0]], loss=1.0, params=1, attention=[], seconds=0.0)
+
+    monkeypatch.setattr(ablation, 'train_arm', train)
+    results = ablation.run_study('hallucinated', tmp_path, 1, SMALL, arms=arms)
+    assert len(trained) == 2
+    assert {r['arm']: r['accuracy'] for r in results['runs']} == {'plain': 10.0, 'IHH': 90.0, 'CHH': 10.0}
+
+
+def test_runs_of_other_studies_are_reused_where_the_model_is_the_same(tmp_path, monkeypatch, capsys):
+    folders = {name: tmp_path / name for name in ('inline', 'flatten', 'attentions')}
+    for name, folder in folders.items():
+        folder.mkdir()
+        stand_in(monkeypatch, accuracy=40.0 if name == 'attentions' else 30.0)
+        ablation.run_study(name, folder, 1, SMALL)
+    trained = []
+    stand_in(monkeypatch, trained)
+    out = tmp_path / 'hallucinated'
+    out.mkdir()
+    added = ablation.reuse('hallucinated', out, SMALL, [folders['inline'], folders['attentions']])
+    assert [(run['arm'], run['seed'], run['accuracy']) for run in added] == [('plain', 0, 30.0), ('IHH, CHH', 0, 40.0)]
+    assert ablation.reuse('hallucinated', out, SMALL, [folders['attentions']]) == []  # first come, first kept
+    results = ablation.run_study('hallucinated', out, 1, SMALL)
+    assert len(trained) == 4 and len(results['runs']) == 6
+    others = json.loads((folders['attentions'] / 'results.json').read_text())
+    assert [run['arm'] for run in ablation.reusable_runs('flatten', others)] == ['focused, depth-wise']
+    # an arm that wants the accuracy with masked weights takes no run without it
+    assert ablation.reusable_runs('inline', others) == []
+
+
+def test_arms_that_take_an_attention_as_it_comes_are_what_they_are_called():
+    def mixers(study, arm):
+        model = MODELS.build(dict(ablation.STUDIES[study]().arms[arm].backbone))
+        return [m for m in model.modules() if isinstance(m, TokenMixer)]
+
+    for mixer in mixers('flatten', 'focused, depth-wise'):
+        assert mixer.focus and mixer.power == 3 and mixer.local.kernel_size == (5, 5)
+    for mixer in mixers('inline', 'identity, injective, local residual'):
+        assert mixer.kernel == 'identity' and mixer.injective and mixer.residual is not None
+    for mixer in mixers('hallucinated', 'IHH, CHH'):
+        assert mixer.steps == ('ihh', 'chh')
+
+
 @pytest.mark.parametrize(
     'args, message',
     [
+        (['--reuse', 'nowhere'], "--reuse 'nowhere' has no results.json"),
         (['--arms', 'fulll'], "--arms ['fulll']: study 'rala' has"),
         (['--seeds', '0'], '--seeds 0 has to be at least 1'),
         (['--max-minutes', '0'], '--max-minutes 0.0 has to be above 0'),

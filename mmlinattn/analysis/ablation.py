@@ -5,28 +5,29 @@ The task is to name the form of the *largest* of a few shapes in clutter, which 
 compare places of the picture. Pictures are drawn in memory.
 """
 
+import contextlib
 import json
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Callable, NamedTuple, Optional
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from filelock import BaseFileLock, FileLock, Timeout
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from .. import __version__
-from ..attention import TOKEN_MIXERS, SoftmaxMixer
 from ..datasets.shapes import SHAPES, draw_scene
 from ..engine import RunError
-from ..ops.memory import merge_heads, split_heads
 from ..utils import written_whole
 from .capture import watched
 from .inspecting import averaged, measure_block
 from .masking import masked
+from .studies import STUDIES, Arm
 
 
 class Settings(NamedTuple):
@@ -47,169 +48,6 @@ class Settings(NamedTuple):
     size: int = 64
     lr: float = 2e-3
     tinted: float = 0.5
-
-
-class Arm(NamedTuple):
-    """One variant of a study.
-
-    Attributes:
-        backbone (dict): Config of the backbone.
-        paper (dict): What the papers print for it, by data set.
-        masks (bool): Also measure the accuracy with masked weights (InLine Tab. 2).
-    """
-
-    backbone: dict
-    paper: dict = {}
-    masks: bool = False
-
-
-class Study(NamedTuple):
-    """Arms, and the pairs of them that a paper orders.
-
-    Attributes:
-        source (str): The paper's tables.
-        arms (dict[str, Arm]): By name.
-        pairs (list): (better, worse, metric of the paper); better as in the paper.
-    """
-
-    source: str
-    arms: dict
-    pairs: list
-
-
-class ConfusedSoftmaxMixer(SoftmaxMixer):
-    """Softmax attention with ``q := ReLU(q) / |ReLU(q)|`` by head: queries of one direction become one (InLine Tab. 1).
-    Only for the study."""
-
-    def _confuse(self, q: Tensor) -> Tensor:
-        return merge_heads(F.normalize(F.relu(split_heads(q, self.num_heads)), dim=-1))
-
-    def forward(self, q, k, v, grid, key_grid, **kwargs):
-        return super().forward(self._confuse(q), k, v, grid, key_grid, **kwargs)
-
-    def weights(self, q, k, grid, key_grid, **kwargs):
-        return super().weights(self._confuse(q), k, grid, key_grid, **kwargs)
-
-
-def _ravlt(mixer='rala', mlp_ratio: float = 2.0, **options) -> dict:
-    """RAVLT in the paper's form, without the release's 5x5 term and rotary encoding, all stages alike."""
-    arch = dict(embed_dims=(32, 64, 96), depths=(1, 2, 2), num_heads=(1, 2, 3), mlp_ratios=mlp_ratio)
-    arch['drop_path_rate'] = 0.0
-    plain = dict(rotary=False, local_kernel=None, out_indices=(2,))
-    return dict(type='RAVLT', arch=arch, stage_attns=(mixer,) * 3, **{**plain, **options})
-
-
-def _pvt(mixer) -> dict:
-    """PVT of two stages, whole maps: nothing but the attention mixes tokens."""
-    arch = dict(embed_dims=(48, 96), depths=(2, 3), num_heads=(3, 6), mlp_ratios=(2, 2), sr_ratios=1, grids=(16, 8))
-    arch['drop_path_rate'] = 0.0
-    return dict(type='LinearPVT', arch=arch, stage_attns=(mixer,) * 2, out_indices=(1,))
-
-
-def _rala(**options) -> dict:
-    return dict(type='rala', **options)
-
-
-def _inline(**options) -> dict:
-    return dict(type='inline', **{'local_residual': False, **options})
-
-
-def _focused(**options) -> dict:
-    return dict(type='focused', **{'local_kernel': None, **options})
-
-
-def _rala_study() -> Study:
-    names = ('ImageNet', 'COCO box AP', 'ADE20K mIoU')
-
-    def printed(*values):
-        return dict(zip(names, values))
-
-    arms = {
-        'full': Arm(_ravlt(), printed(82.8, 47.3, 47.9)),
-        'without KV augmentation': Arm(_ravlt(_rala(augment_kv=False)), printed(82.1, 43.7, 43.6)),
-        # the FFN is widened by what the gate's projection takes, as in the paper
-        'without output gate': Arm(_ravlt(_rala(output_gate=None), mlp_ratio=2.5), printed(82.5, 46.3, 47.0)),
-        'without CPE': Arm(_ravlt(cpe=False), printed(82.7, 47.0, 47.6)),
-        'gate: identity': Arm(_ravlt(_rala(output_gate='identity'), mlp_ratio=2.5), printed(82.8)),
-        'gate: tanh': Arm(_ravlt(_rala(output_gate='tanh'), mlp_ratio=2.5), printed(82.7)),
-        'kernel: relu': Arm(_ravlt(_rala(kernel='relu')), printed(82.8)),
-        'kernel: softmax': Arm(_ravlt(_rala(kernel='softmax')), printed(82.7)),
-    }
-    pairs = [('full', arm, 'ImageNet') for arm in ('without KV augmentation', 'without output gate', 'without CPE')]
-    return Study('RALA Tab. 9 and 10, Fig. 8', arms, pairs)
-
-
-def _inline_study() -> Study:
-    def printed(value):
-        return {'ImageNet': value}
-
-    arms = {
-        'softmax': Arm(_pvt('softmax'), printed(72.2), masks=True),
-        'softmax, confused': Arm(_pvt(dict(type=ConfusedSoftmaxMixer)), printed(70.6)),
-        'relu, linear': Arm(_pvt(_inline(kernel='relu', injective=False))),
-        'relu, injective': Arm(_pvt(_inline(kernel='relu'))),
-        'exp, linear': Arm(_pvt(_inline(kernel='exp', injective=False))),
-        'exp, injective': Arm(_pvt(_inline(kernel='exp'))),
-        'identity, injective': Arm(_pvt(_inline()), masks=True),
-        'identity, injective, local residual': Arm(_pvt(_inline(local_residual=True)), masks=True),
-    }
-    pairs = [
-        ('softmax', 'softmax, confused', 'ImageNet'),
-        # Tab. 3 prints the gain, not the two ends
-        ('relu, injective', 'relu, linear', 2.5),
-        ('exp, injective', 'exp, linear', None),
-        ('identity, injective, local residual', 'identity, injective', None),
-    ]
-    return Study('InLine Tab. 1-4', arms, pairs)
-
-
-def _flatten_study() -> Study:
-    arms = {
-        'relu linear': Arm(_pvt(_focused(focus=False))),
-        'relu linear, depth-wise': Arm(_pvt(_focused(focus=False, local_kernel=5))),
-        'focused': Arm(_pvt(_focused())),
-        'focused, depth-wise': Arm(_pvt(_focused(local_kernel=5))),
-        **{f'focused, depth-wise, p = {p}': Arm(_pvt(_focused(local_kernel=5, power=p))) for p in (2, 4, 8, 32)},
-    }
-    pairs = [
-        ('focused', 'relu linear', None),
-        ('relu linear, depth-wise', 'relu linear', None),
-        ('focused, depth-wise', 'focused', None),
-    ]
-    return Study('FLatten Tab. 4 and 5', arms, pairs)
-
-
-def _hallucinated_study() -> Study:
-    def printed(value):
-        return {'Tiny-ImageNet': value}
-
-    def steps(*names):
-        return dict(type='hallucinated', steps=names)
-
-    arms = {
-        'plain': Arm(_pvt('softmax'), printed(69.3)),
-        'copies': Arm(_pvt(steps()), printed(68.8)),
-        'IHH': Arm(_pvt(steps('ihh')), printed(69.4)),
-        'CHH': Arm(_pvt(steps('chh')), printed(69.2)),
-        'IHH, CHH': Arm(_pvt(steps('ihh', 'chh')), printed(69.7)),
-        'CHH, IHH': Arm(_pvt(steps('chh', 'ihh')), printed(69.3)),
-    }
-    pairs = [('IHH, CHH', arm, 'Tiny-ImageNet') for arm in arms if arm != 'IHH, CHH']
-    return Study('hMHSA Tab. 2 and 3', arms, pairs)
-
-
-def _attentions_study() -> Study:
-    arms = {name: Arm(_pvt(name)) for name in sorted(TOKEN_MIXERS.module_dict)}
-    return Study('every attention in one host', arms, [])
-
-
-STUDIES: dict[str, Callable[[], Study]] = dict(
-    rala=_rala_study,
-    inline=_inline_study,
-    flatten=_flatten_study,
-    hallucinated=_hallucinated_study,
-    attentions=_attentions_study,
-)
 
 
 # --- data -------------------------------------------------------------------------------------------------------------
@@ -346,8 +184,13 @@ def _over_heads(entry):
 # --- a study ----------------------------------------------------------------------------------------------------------
 
 
-def load_results(path: Path, name: str, settings: Settings) -> dict:
+def load_results(path: Path, name: Optional[str], settings: Settings) -> dict:
     """Results so far, or none.
+
+    Args:
+        path (Path): The file.
+        name (str, optional): The study; None takes any.
+        settings (Settings): What they have to have been made with.
 
     Raises:
         RunError: The file is not of this study, or was made with other settings.
@@ -357,14 +200,16 @@ def load_results(path: Path, name: str, settings: Settings) -> dict:
         return empty
     try:
         results = json.loads(path.read_text(encoding='utf-8'))
-        same = results['study'] == name and results['settings'] == settings._asdict()
+        known = results['study'] in STUDIES if name is None else results['study'] == name
+        same = known and results['settings'] == settings._asdict()
         runs = isinstance(results['runs'], list)
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f'{path} is no results file of a study: {error}') from error
     if not same or not runs:
+        wanted = 'a known study' if name is None else f'{name!r}, which needs another --out,'
         raise RunError(
-            f'{path} is of study {results["study"]!r} with {results["settings"]}; this one is {name!r} with '
-            f'{settings._asdict()}. Give another --out.'
+            f'{path} is of study {results["study"]!r} with {results["settings"]}, not of {wanted} with '
+            f'{settings._asdict()}.'
         )
     return results
 
@@ -373,6 +218,81 @@ def write_atomically(path: Path, text: str) -> None:
     """Whole or not at all, also when the machine stops."""
     with written_whole(path) as file:
         file.write(text.encode('utf-8'))
+
+
+def reusable_runs(name: str, results: dict) -> list[dict]:
+    """The runs of some study that are runs of the study ``name`` as well: of the same backbone, under its arm's name.
+
+    Studies share arms: ``plain`` of `hallucinated`, ``softmax`` of `inline` and of `attentions` are one model. What an
+    arm wants measured with masked weights has to have been.
+    """
+    source, found = STUDIES[results['study']]().arms, []
+    for arm_name, arm in STUDIES[name]().arms.items():
+        for run in results['runs']:
+            same = run['arm'] in source and source[run['arm']].backbone == arm.backbone
+            if same and ('masked' in run or not arm.masks):
+                found.append({**run, 'arm': arm_name})
+    return found
+
+
+def reuse(name: str, out: Path, settings: Settings, folders: Iterable[Path]) -> list[dict]:
+    """Add to the results in ``out`` the runs of other folders, other studies' or other machines', that it lacks.
+
+    Returns:
+        list[dict]: The runs that were added.
+
+    Raises:
+        RunError: A folder has no results, or of other settings; nothing is added then.
+    """
+    runs = []
+    for path in (folder / 'results.json' for folder in folders):
+        if not path.is_file():
+            raise RunError(f'--reuse {str(path.parent)!r} has no results.json.')
+        runs += reusable_runs(name, load_results(path, None, settings))
+    return _add(name, out, settings, runs)
+
+
+def _add(name: str, out: Path, settings: Settings, runs: list[dict]) -> list[dict]:
+    """Add runs to ``results.json``, which other processes may be adding to; not those that it has."""
+    path, added = out / 'results.json', []
+    with _lock(out, 'results'):
+        results = load_results(path, name, settings)
+        done = _done(results)
+        for run in runs:
+            if (run['arm'], run['seed']) not in done:
+                done.add((run['arm'], run['seed']))
+                added.append(run)
+        results['runs'] += added
+        if added:
+            write_atomically(path, json.dumps(results, indent=1))
+    return added
+
+
+def _done(results: dict) -> set[tuple[str, int]]:
+    return {(run['arm'], run['seed']) for run in results['runs']}
+
+
+@contextlib.contextmanager
+def _claimed(out: Path, arm: str, seed: int) -> Iterator[bool]:
+    """Whether the run is this process's to do. The system drops the claim of a process that dies."""
+    lock, ours = _lock(out, _claim_name(arm, seed)), True
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(lock.acquire(blocking=False))
+        except Timeout:
+            ours = False
+        yield ours
+
+
+def _claim_name(arm: str, seed: int) -> str:
+    return f'{"".join(c if c.isalnum() else "_" for c in arm)}-{seed}'
+
+
+def _lock(out: Path, name: str) -> BaseFileLock:
+    """One among the processes that work on ``out``; its file stays, since removing it could remove another's lock."""
+    folder = out / '.locks'
+    folder.mkdir(exist_ok=True)
+    return FileLock(folder / name)
 
 
 def run_study(
@@ -388,11 +308,12 @@ def run_study(
 ) -> dict:
     """Run what is missing of a study: every arm with seed 0, then with seed 1, and so on.
 
-    Each result is in ``results.json`` before the next arm begins. With ``max_minutes`` no arm is begun that would, by
-    the slowest so far, end later; the first one that is missing always runs, so that every call gets further.
+    Each result is in ``results.json`` before the next arm begins. Several processes may call this with the same
+    ``out``: what one is at, the others leave alone. With ``max_minutes`` no arm is begun that would, by the slowest so
+    far, end later; the first one that is missing always runs, so that every call gets further.
 
     Returns:
-        dict: The results, those of earlier runs included.
+        dict: The results, those of earlier runs and of other processes included.
 
     Raises:
         RunError: For unknown arms, or results of other settings in ``out``.
@@ -402,23 +323,30 @@ def run_study(
     if unknown:
         raise RunError(f'--arms {unknown}: study {name!r} has {list(study.arms)}.')
     path = out / 'results.json'
-    results = load_results(path, name, settings)
-    done = {(run['arm'], run['seed']) for run in results['runs']}
     chosen = list(arms or study.arms)
-    todo = [(arm, seed) for seed in range(seeds) for arm in chosen if (arm, seed) not in done]
-    if not todo:
-        return results
+    wanted = [(arm, seed) for seed in range(seeds) for arm in chosen]
+
+    def missing() -> list[tuple[str, int]]:
+        done = _done(load_results(path, name, settings))
+        return [run for run in wanted if run not in done]
+
+    todo = missing()
+    if todo:
+        train = draw_pictures(settings.num_train, settings.size, 1, settings.tinted)
+        val = draw_pictures(settings.num_val, settings.size, 2, settings.tinted)
     started, slowest = time.monotonic(), 0.0
-    train = draw_pictures(settings.num_train, settings.size, 1, settings.tinted)
-    val = draw_pictures(settings.num_val, settings.size, 2, settings.tinted)
-    for number, (arm, seed) in enumerate(todo, 1):
+    for arm, seed in todo:
         begun = time.monotonic()
-        if max_minutes is not None and number > 1 and begun - started + slowest > 60 * max_minutes:
-            progress(f'{len(todo) - number + 1} of {len(todo)} runs left for next time (--max-minutes)')
+        if max_minutes is not None and slowest and begun - started + slowest > 60 * max_minutes:
             break
-        result = train_arm(study.arms[arm], seed, settings, train, val, device, on_step)
-        results['runs'].append(dict(arm=arm, seed=seed, device=device, **result))
-        write_atomically(path, json.dumps(results, indent=1))
+        with _claimed(out, arm, seed) as ours:
+            if not ours or (arm, seed) not in missing():
+                continue
+            result = train_arm(study.arms[arm], seed, settings, train, val, device, on_step)
+            _add(name, out, settings, [dict(arm=arm, seed=seed, device=device, **result)])
         slowest = max(slowest, time.monotonic() - begun)
-        progress(f'[{number}/{len(todo)}] {arm}, seed {seed}: {result["accuracy"]:.1f} %  ({result["seconds"]:.0f} s)')
-    return results
+        count = f'[{len(wanted) - len(missing())}/{len(wanted)}]'
+        progress(f'{count} {arm}, seed {seed}: {result["accuracy"]:.1f} %  ({result["seconds"]:.0f} s)')
+    if left := len(missing()):
+        progress(f'{left} of {len(wanted)} runs are left: under way elsewhere, or for next time (--max-minutes)')
+    return load_results(path, name, settings)

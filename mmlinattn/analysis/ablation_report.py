@@ -7,7 +7,8 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
-from .ablation import STUDIES, Study, write_atomically
+from .ablation import write_atomically
+from .studies import STUDIES, Study
 
 matplotlib.use('Agg')
 

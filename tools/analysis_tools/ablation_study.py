@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Train the arms of a paper's ablation, small, on pictures drawn in memory, and put the papers' differences beside
-those found. Results are kept after each run; run again, the study continues.
+those found. Results are kept after each run; run again, the study continues. Run in several terminals at once, they
+share the work.
 
     python tools/analysis_tools/ablation_study.py --study rala --out work_dirs/study_rala --max-minutes 25
 """
@@ -30,6 +31,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--seeds', type=int, default=3, help='runs of each arm [3]')
     parser.add_argument('--max-minutes', type=float, help='begin no further run that would end later [no limit]')
     parser.add_argument('--arms', nargs='+', metavar='NAME', help='only these arms [all of the study]')
+    text = 'take runs of the same models and settings from these --out folders, of any study or machine'
+    parser.add_argument('--reuse', nargs='+', type=Path, default=[], metavar='FOLDER', help=text)
     for name, value in defaults._asdict().items():
         flag = '--' + name.replace('_', '-')
         parser.add_argument(flag, type=type(value), default=value, help=f'see mmlinattn/analysis/ablation.py [{value}]')
@@ -64,6 +67,8 @@ def main() -> None:
     MMLogger.get_instance('mmengine', log_level='ERROR')  # a line for each parameter that is initialised
     with one_line_errors():
         settings = checked_settings(args)
+        for run in ablation.reuse(args.study, args.out, settings, args.reuse):
+            print(f'{run["arm"]}, seed {run["seed"]}: {run["accuracy"]:.1f} %  (reused)')
         with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
             task = bar.add_task('steps of a run', total=settings.iterations)
 

@@ -1,0 +1,173 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The papers' ablations as small models: the arms of each study, and how a paper orders them."""
+
+from typing import Callable, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..attention import TOKEN_MIXERS, SoftmaxMixer
+from ..ops.memory import merge_heads, split_heads
+
+
+class Arm(NamedTuple):
+    """One variant of a study.
+
+    Attributes:
+        backbone (dict): Config of the backbone.
+        paper (dict): What the papers print for it, by data set.
+        masks (bool): Also measure the accuracy with masked weights (InLine Tab. 2).
+    """
+
+    backbone: dict
+    paper: dict = {}
+    masks: bool = False
+
+
+class Study(NamedTuple):
+    """Arms, and the pairs of them that a paper orders.
+
+    Attributes:
+        source (str): The paper's tables.
+        arms (dict[str, Arm]): By name.
+        pairs (list): (better, worse, metric of the paper); better as in the paper.
+    """
+
+    source: str
+    arms: dict
+    pairs: list
+
+
+class ConfusedSoftmaxMixer(SoftmaxMixer):
+    """Softmax attention with ``q := ReLU(q) / |ReLU(q)|`` by head: queries of one direction become one (InLine Tab. 1).
+    Only for the study."""
+
+    def _confuse(self, q: Tensor) -> Tensor:
+        return merge_heads(F.normalize(F.relu(split_heads(q, self.num_heads)), dim=-1))
+
+    def forward(self, q, k, v, grid, key_grid, **kwargs):
+        return super().forward(self._confuse(q), k, v, grid, key_grid, **kwargs)
+
+    def weights(self, q, k, grid, key_grid, **kwargs):
+        return super().weights(self._confuse(q), k, grid, key_grid, **kwargs)
+
+
+def _ravlt(mixer='rala', mlp_ratio: float = 2.0, **options) -> dict:
+    """RAVLT in the paper's form, without the release's 5x5 term and rotary encoding, all stages alike."""
+    arch = dict(embed_dims=(32, 64, 96), depths=(1, 2, 2), num_heads=(1, 2, 3), mlp_ratios=mlp_ratio)
+    arch['drop_path_rate'] = 0.0
+    plain = dict(rotary=False, local_kernel=None, out_indices=(2,))
+    return dict(type='RAVLT', arch=arch, stage_attns=(mixer,) * 3, **{**plain, **options})
+
+
+def _pvt(mixer) -> dict:
+    """PVT of two stages, whole maps: nothing but the attention mixes tokens."""
+    arch = dict(embed_dims=(48, 96), depths=(2, 3), num_heads=(3, 6), mlp_ratios=(2, 2), sr_ratios=1, grids=(16, 8))
+    arch['drop_path_rate'] = 0.0
+    return dict(type='LinearPVT', arch=arch, stage_attns=(mixer,) * 2, out_indices=(1,))
+
+
+def _rala(**options) -> dict:
+    return dict(type='rala', **options)
+
+
+def _inline(**options) -> dict:
+    return dict(type='inline', **{'local_residual': False, **options})
+
+
+def _focused(**options) -> dict:
+    return dict(type='focused', **{'local_kernel': None, **options})
+
+
+def _rala_study() -> Study:
+    names = ('ImageNet', 'COCO box AP', 'ADE20K mIoU')
+
+    def printed(*values):
+        return dict(zip(names, values))
+
+    arms = {
+        'full': Arm(_ravlt(), printed(82.8, 47.3, 47.9)),
+        'without KV augmentation': Arm(_ravlt(_rala(augment_kv=False)), printed(82.1, 43.7, 43.6)),
+        # the FFN is widened by what the gate's projection takes, as in the paper
+        'without output gate': Arm(_ravlt(_rala(output_gate=None), mlp_ratio=2.5), printed(82.5, 46.3, 47.0)),
+        'without CPE': Arm(_ravlt(cpe=False), printed(82.7, 47.0, 47.6)),
+        'gate: identity': Arm(_ravlt(_rala(output_gate='identity'), mlp_ratio=2.5), printed(82.8)),
+        'gate: tanh': Arm(_ravlt(_rala(output_gate='tanh'), mlp_ratio=2.5), printed(82.7)),
+        'kernel: relu': Arm(_ravlt(_rala(kernel='relu')), printed(82.8)),
+        'kernel: softmax': Arm(_ravlt(_rala(kernel='softmax')), printed(82.7)),
+    }
+    pairs = [('full', arm, 'ImageNet') for arm in ('without KV augmentation', 'without output gate', 'without CPE')]
+    return Study('RALA Tab. 9 and 10, Fig. 8', arms, pairs)
+
+
+def _inline_study() -> Study:
+    def printed(value):
+        return {'ImageNet': value}
+
+    arms = {
+        'softmax': Arm(_pvt('softmax'), printed(72.2), masks=True),
+        'softmax, confused': Arm(_pvt(dict(type=ConfusedSoftmaxMixer)), printed(70.6)),
+        'relu, linear': Arm(_pvt(_inline(kernel='relu', injective=False))),
+        'relu, injective': Arm(_pvt(_inline(kernel='relu'))),
+        'exp, linear': Arm(_pvt(_inline(kernel='exp', injective=False))),
+        'exp, injective': Arm(_pvt(_inline(kernel='exp'))),
+        'identity, injective': Arm(_pvt(_inline()), masks=True),
+        'identity, injective, local residual': Arm(_pvt('inline'), masks=True),
+    }
+    pairs = [
+        ('softmax', 'softmax, confused', 'ImageNet'),
+        # Tab. 3 prints the gain, not the two ends
+        ('relu, injective', 'relu, linear', 2.5),
+        ('exp, injective', 'exp, linear', None),
+        ('identity, injective, local residual', 'identity, injective', None),
+    ]
+    return Study('InLine Tab. 1-4', arms, pairs)
+
+
+def _flatten_study() -> Study:
+    arms = {
+        'relu linear': Arm(_pvt(_focused(focus=False))),
+        'relu linear, depth-wise': Arm(_pvt(_focused(focus=False, local_kernel=5))),
+        'focused': Arm(_pvt(_focused())),
+        'focused, depth-wise': Arm(_pvt('focused')),  # p = 3
+        **{f'focused, depth-wise, p = {p}': Arm(_pvt(_focused(local_kernel=5, power=p))) for p in (2, 4, 8, 32)},
+    }
+    pairs = [
+        ('focused', 'relu linear', None),
+        ('relu linear, depth-wise', 'relu linear', None),
+        ('focused, depth-wise', 'focused', None),
+    ]
+    return Study('FLatten Tab. 4 and 5', arms, pairs)
+
+
+def _hallucinated_study() -> Study:
+    def printed(value):
+        return {'Tiny-ImageNet': value}
+
+    def steps(*names):
+        return dict(type='hallucinated', steps=names)
+
+    arms = {
+        'plain': Arm(_pvt('softmax'), printed(69.3)),
+        'copies': Arm(_pvt(steps()), printed(68.8)),
+        'IHH': Arm(_pvt(steps('ihh')), printed(69.4)),
+        'CHH': Arm(_pvt(steps('chh')), printed(69.2)),
+        'IHH, CHH': Arm(_pvt('hallucinated'), printed(69.7)),
+        'CHH, IHH': Arm(_pvt(steps('chh', 'ihh')), printed(69.3)),
+    }
+    pairs = [('IHH, CHH', arm, 'Tiny-ImageNet') for arm in arms if arm != 'IHH, CHH']
+    return Study('hMHSA Tab. 2 and 3', arms, pairs)
+
+
+def _attentions_study() -> Study:
+    arms = {name: Arm(_pvt(name)) for name in sorted(TOKEN_MIXERS.module_dict)}
+    return Study('every attention in one host', arms, [])
+
+
+STUDIES: dict[str, Callable[[], Study]] = dict(
+    rala=_rala_study,
+    inline=_inline_study,
+    flatten=_flatten_study,
+    hallucinated=_hallucinated_study,
+    attentions=_attentions_study,
+)
