@@ -58,7 +58,7 @@ def attention_of(run: dict) -> dict[str, float]:
         'output': (mean('rank', 'output', 'effective'), mean('rank', 'output', 'at_most')),
         'projected': (mean('rank', 'projected', 'effective'), mean('rank', 'projected', 'at_most')),
         'confused': (mean('confusion', 'share'), None),
-        'local': (mean('locality', 'share'), mean('locality', 'if_uniform') or mean('locality', 'chance')),
+        'local': (mean('locality', 'share'), mean('locality', 'if_uniform')),
     }
     return {key: value for key, value in found.items() if value[0] is not None}
 

@@ -22,11 +22,23 @@ from mmlinattn.analysis import ablation, ablation_report
 from mmlinattn.engine import RunError
 from mmlinattn.engine.cli import one_line_errors
 
+SETTINGS = dict(
+    iterations='training steps of a run',
+    batch='pictures a step',
+    num_train='training pictures',
+    num_val='test pictures',
+    size='side of a picture in pixels, at least 64',
+    lr='peak learning rate of AdamW',
+    tinted='fraction of the shapes in a colour typical of their form; at 1, colours alone would do',
+)
+
 
 def parse_args() -> argparse.Namespace:
     defaults = ablation.Settings()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--study', required=True, choices=list(ablation.STUDIES))
+    names = {name: study().source for name, study in ablation.STUDIES.items()}
+    text = '; '.join(f'{name}: {source}' for name, source in names.items())
+    parser.add_argument('--study', required=True, choices=list(names), help=text)
     parser.add_argument('--out', type=Path, required=True, help='folder for results.json, table.md and the plots')
     parser.add_argument('--seeds', type=int, default=3, help='runs of each arm [3]')
     parser.add_argument('--max-minutes', type=float, help='begin no further run that would end later [no limit]')
@@ -35,7 +47,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--reuse', nargs='+', type=Path, default=[], metavar='FOLDER', help=text)
     for name, value in defaults._asdict().items():
         flag = '--' + name.replace('_', '-')
-        parser.add_argument(flag, type=type(value), default=value, help=f'see mmlinattn/analysis/ablation.py [{value}]')
+        parser.add_argument(flag, type=type(value), default=value, help=f'{SETTINGS[name]} [{value}]')
     parser.add_argument('--device', default='cpu', help='cpu, cuda, ... [cpu]')
     return parser.parse_args()
 
