@@ -67,6 +67,16 @@ def test_any_size_and_some_of_it(picture, tmp_path, monkeypatch):
     assert blocks[0]['locality']['chance'] == pytest.approx(9 / 19 / 26)
 
 
+def test_random_weights_are_the_same_on_every_call(picture, tmp_path, monkeypatch):
+    pytest.importorskip('mmpretrain')
+    found = []
+    for name in ('one', 'two'):
+        args = '--shape', 32, 32, '--what', 'sharpness', '--num-queries', 8
+        run(monkeypatch, CLASSIFIER, 'none', picture, '--out', tmp_path / name, *args)
+        found.append(json.loads((tmp_path / name / 'summary.json').read_text())['blocks'])
+    assert found[0] == found[1]
+
+
 TASKS = {
     'mmdet': ('mmdet/ravlt_shapes_quickstart', {}),
     'mmseg, windows': (

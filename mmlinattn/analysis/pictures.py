@@ -126,7 +126,9 @@ def plot_query(
             axis.plot(*query, marker='+', color='lime', markersize=7, markeredgewidth=1.6)
             title = f'head {head}' if head is not None else 'mean of heads'
             axis.set_title(f'{title}, max {peak:.2g}', fontsize=6.5, pad=2)
-        row[0].set_ylabel(f'{maps.block}\n{maps.mixer}, {maps.size[0]}x{maps.size[1]}', fontsize=7)
+        alike = 1 / max(np.isfinite(maps.maps[0]).sum(), 1)
+        label = f'{maps.block}\n{maps.mixer}, {maps.size[0]}x{maps.size[1]}\nall keys alike: {alike:.2g}'
+        row[0].set_ylabel(label, fontsize=7)
     title = 'with the convolutions of the values (mean over channels)' if local else 'attention weights'
     figure.suptitle(
         f'{picture.name}: where the token at pixel {pixel[0]:g}, {pixel[1]:g} [+] looks, {title}\n'
@@ -257,13 +259,14 @@ def _plot_confusion(entries, path, title) -> bool:
         {'value': [100 * v for v in entry['confusion']['share']]} if entry.get('confusion') else {} for entry in entries
     ]
     shown = _draw(axis, scaled, 'confused pairs within a window', 'value')
+    axis.set_ylim(bottom=0)  # also where there are none
     _finish(figure, axis, path) if shown else pyplot.close(figure)
     return shown
 
 
 def _plot_locality(entries, path, title) -> bool:
-    figure, axis = _axis(f'{title}: weight inside the 3x3 around the query\n{BAND}', 'sum of weights', entries)
-    shown = _draw(axis, entries, 'attention', 'locality', 'sum')
+    figure, axis = _axis(f'{title}: weight inside the 3x3 around the query\n{BAND}', 'weight', entries)
+    shown = _draw(axis, entries, 'sum of weights, attention', 'locality', 'sum')
     _draw(axis, entries, 'share of magnitudes, attention', 'locality', 'share', linestyle=':')
     _draw(
         axis, entries, 'share of magnitudes, with the convolutions of the values', 'locality', 'share_with_local',

@@ -148,6 +148,7 @@ def main() -> None:
     with one_line_errors():
         cfg = checked(args)
         images = [(path, loading.read_picture(path)) for path in args.images]
+        torch.manual_seed(0)  # weights that no checkpoint gives are the same on every call
         model = loading.load_model(cfg, args.checkpoint, args.device)
         try:
             number = len(arrangements(model))
