@@ -19,7 +19,8 @@ sizes = pytest.mark.parametrize('size', SIZES.values(), ids=SIZES)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(cpu, '_MIN_MACS', 1)
-    monkeypatch.setattr(memory, 'BLOCK_NUMEL', 200)
+    monkeypatch.setattr(cpu, 'BLOCK_NUMEL', 200)
+    monkeypatch.setattr(cpu, '_ROWS', 4)
 
 
 def heads(size, batch=2):
@@ -82,7 +83,7 @@ def test_sharp_attention_has_no_denormal_weights():
     assert 1e-16 < weights.min() < 1e-12
 
 
-@pytest.mark.parametrize('what', ['empty', 'half', 'bias', 'small'])
+@pytest.mark.parametrize('what', ['empty', 'half', 'bias', 'small', 'long'])
 def test_what_has_to_go_another_way(what, monkeypatch):
     q, k, v = heads(SIZES['self'], batch=0 if what == 'empty' else 2)
     bias = torch.randn(37, 37)[None, None] if what == 'bias' else None
@@ -90,6 +91,8 @@ def test_what_has_to_go_another_way(what, monkeypatch):
         q, k, v = (t.half() for t in (q, k, v))
     if what == 'small':
         monkeypatch.setattr(cpu, '_MIN_MACS', 2**20)
+    if what == 'long':
+        monkeypatch.setattr(cpu, '_MAX_KEYS', 36)
     monkeypatch.setattr(cpu, '_rows', None)
     out = cpu.attend(q, k, v, bias)
     torch.testing.assert_close(out, reference.equation(q, k, v, bias), rtol=1e-2, atol=1e-2)

@@ -16,12 +16,15 @@ from torch.nn.attention import SDPBackend
 from .. import onednn
 from ..forms import records
 from ..kernels import LOWEST_EXPONENT
-from ..memory import differentiable, gradients_like, token_blocks
+from ..memory import BLOCK_NUMEL, differentiable, gradients_like
 from .reference import equation
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _MIN_MACS = 2**22  # of a head's logits, for each thread; below, the calls cost more than the products gain
+# Of a block, for each thread: rows that make good use of the keys, which each block reads, and a bound on its memory.
+_ROWS, _MAX_NUMEL = 128, 2**22
+_MAX_KEYS = 2**16  # beyond, too few rows are left
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor]) -> Tensor:
@@ -52,7 +55,14 @@ class _Fused(torch.autograd.Function):
 
 def _in_rows(q: Tensor, k: Tensor, v: Tensor) -> bool:
     macs = q[0, 0].numel() * k.shape[2] if len(q) else 0
-    return macs >= torch.get_num_threads() * _MIN_MACS and onednn.takes(q, k) and v.dtype == q.dtype
+    large = macs >= torch.get_num_threads() * _MIN_MACS and k.shape[2] <= _MAX_KEYS
+    return large and onednn.takes(q, k) and v.dtype == q.dtype
+
+
+def _blocks(queries: int, keys: int) -> Iterator[slice]:
+    size = torch.get_num_threads() * max(BLOCK_NUMEL // keys, min(_ROWS, _MAX_NUMEL // keys))
+    for start in range(0, queries, size):
+        yield slice(start, start + size)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -78,7 +88,7 @@ def _rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out = q.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
     for query, key, value, result in _heads(q, k, v, out):
         key, value = key.contiguous(), value.contiguous()
-        for rows in token_blocks(len(key), tokens, q.device):
+        for rows in _blocks(tokens, len(key)):
             result[rows] = _product(_weights(query[rows], key), value.T)
     return out
 
@@ -98,7 +108,7 @@ class _Rows(torch.autograd.Function):
         for query, key, value, d_out, d_q, d_k, d_v in _heads(q, k, v, grad, *grads):
             key, value, d_out = key.contiguous(), value.contiguous(), d_out.contiguous()
             scaled_key, sum_k, sum_v = (key * scale).T, 0, 0
-            for rows in token_blocks(len(key), tokens, q.device):
+            for rows in _blocks(tokens, len(key)):
                 weights, d_weights = _weights(query[rows], key), _product(d_out[rows], value)
                 sum_v = sum_v + _product(d_out[rows].T, weights.T)
                 d_logits = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, q.dtype)
