@@ -68,10 +68,11 @@ def test_any_size_and_some_of_it(picture, tmp_path, monkeypatch):
 
 
 def test_random_weights_are_the_same_on_every_call(picture, tmp_path, monkeypatch):
+    """At the smallest size, where the last map is a single token."""
     pytest.importorskip('mmpretrain')
     found = []
     for name in ('one', 'two'):
-        args = '--shape', 32, 32, '--what', 'sharpness', '--num-queries', 8
+        args = '--shape', 32, 32, '--num-queries', 8, '--what', 'rank', 'confusion', 'locality', 'sharpness', 'ccs'
         run(monkeypatch, CLASSIFIER, 'none', picture, '--out', tmp_path / name, *args)
         found.append(json.loads((tmp_path / name / 'summary.json').read_text())['blocks'])
     assert found[0] == found[1]

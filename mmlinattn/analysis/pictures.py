@@ -283,7 +283,7 @@ def _plot_sharpness(entries, path, title) -> bool:
     figure, axis = _axis(f'{title}: how sharp the weights of a query are\n{BAND}', 'share', entries)
     scaled = [
         {'value': [v / entry['sharpness']['entropy_if_uniform'] for v in entry['sharpness']['entropy']]}
-        if entry.get('sharpness')
+        if entry.get('sharpness', {}).get('entropy_if_uniform')  # none of a single key, which says nothing
         else {}
         for entry in entries
     ]
