@@ -125,7 +125,7 @@ def stand_in(monkeypatch, trained=None, accuracy=50.0):
 
 def test_processes_share_a_study(tmp_path, monkeypatch):
     """A run that another process is at is left to it; what it was at is free again when it dies."""
-    claim = ablation._lock(tmp_path, ablation._claim_name('CHH, IHH', 1)).lock_file
+    claim = str(ablation._claim(tmp_path, 'CHH, IHH', 1))
     code = """if True:
         import sys, time, filelock
         with filelock.FileLock(sys.argv[1]):

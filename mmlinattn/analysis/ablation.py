@@ -16,14 +16,13 @@ from typing import Callable, NamedTuple, Optional
 import numpy as np
 import torch
 import torch.nn.functional as F
-from filelock import BaseFileLock, FileLock, Timeout
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from .. import __version__
 from ..datasets.shapes import SHAPES, draw_scene
 from ..engine import RunError
-from ..utils import written_whole
+from ..utils import locked, written_whole
 from .capture import watched
 from .inspecting import averaged, measure_block
 from .masking import masked
@@ -255,7 +254,7 @@ def reuse(name: str, out: Path, settings: Settings, folders: Iterable[Path]) -> 
 def _add(name: str, out: Path, settings: Settings, runs: list[dict]) -> list[dict]:
     """Add runs to ``results.json``, which other processes may be adding to; not those that it has."""
     path, added = out / 'results.json', []
-    with _lock(out, 'results'):
+    with locked(_lock(out, 'results'), f'writes {path}'):
         results = load_results(path, name, settings)
         done = _done(results)
         for run in runs:
@@ -275,24 +274,24 @@ def _done(results: dict) -> set[tuple[str, int]]:
 @contextlib.contextmanager
 def _claimed(out: Path, arm: str, seed: int) -> Iterator[bool]:
     """Whether the run is this process's to do. The system drops the claim of a process that dies."""
-    lock, ours = _lock(out, _claim_name(arm, seed)), True
+    ours = True
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(lock.acquire(blocking=False))
-        except Timeout:
+            held.enter_context(locked(_claim(out, arm, seed), f'trains {arm}, seed {seed}', wait=False))
+        except BlockingIOError:
             ours = False
         yield ours
 
 
-def _claim_name(arm: str, seed: int) -> str:
-    return f'{"".join(c if c.isalnum() else "_" for c in arm)}-{seed}'
+def _claim(out: Path, arm: str, seed: int) -> Path:
+    return _lock(out, f'{"".join(c if c.isalnum() else "_" for c in arm)}-{seed}')
 
 
-def _lock(out: Path, name: str) -> BaseFileLock:
-    """One among the processes that work on ``out``; its file stays, since removing it could remove another's lock."""
+def _lock(out: Path, name: str) -> Path:
+    """The file of a lock among the processes that work on ``out``."""
     folder = out / '.locks'
     folder.mkdir(exist_ok=True)
-    return FileLock(folder / name)
+    return folder / name
 
 
 def run_study(
