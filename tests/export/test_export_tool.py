@@ -13,6 +13,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
+from mmlinattn.backbones import RAVLT
 from mmlinattn.engine import RunError
 from mmlinattn.export import FORMATS, ExportableModel, Sizes, export_model, models
 from mmlinattn.export.cli import main
@@ -20,15 +21,19 @@ from mmlinattn.export.formats import Checked
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 4))
-CLASSIFIER = f"""
+
+
+def classifier(arch, stages=4):
+    """The text of a config; its model has the first ``stages`` of ``arch``."""
+    return f"""
 default_scope = 'mmpretrain'
 custom_imports = dict(imports=['mmlinattn'], allow_failed_imports=False)
 model = dict(
     type='ImageClassifier',
     data_preprocessor=dict(num_classes=3, mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0], to_rgb=True),
-    backbone=dict(type='RAVLT', arch=dict({SMALL}), out_indices=(3,)),
+    backbone=dict(type='RAVLT', arch={arch}, out_indices=({stages - 1},)),
     neck=dict(type='GlobalAveragePooling'),
-    head=dict(type='LinearClsHead', num_classes=3, in_channels=32),
+    head=dict(type='LinearClsHead', num_classes=3, in_channels={arch['embed_dims'][stages - 1]}),
 )
 test_dataloader = dict(dataset=dict(type='CustomDataset', metainfo=dict(classes=('circle', 'square', 'star'))))
 """
@@ -38,7 +43,7 @@ test_dataloader = dict(dataset=dict(type='CustomDataset', metainfo=dict(classes=
 def config(tmp_path):
     pytest.importorskip('mmpretrain')
     path = tmp_path / 'classifier.py'
-    path.write_text(CLASSIFIER)
+    path.write_text(classifier(SMALL))
     return path
 
 
@@ -208,14 +213,16 @@ def test_a_checked_graph_of_fixed_size_also_checks_the_batch():
     [
         ('onnx', 'float16'),
         ('onnx', 'int8'),
-        ('torch-export', 'float16'),
-        ('torch-export', 'bfloat16'),
+        ('torch-export', 'bfloat16'),  # float16 is the same path, and above another format's
         ('openvino', 'float16'),
     ],
 )
 def test_small_types_of_every_format(config, tmp_path, form, dtype):
-    """Weights are of that type, and the numbers those of the model but for rounding, at every size."""
+    """Weights are of that type, and the numbers those of the model but for rounding, at every size. Two stages of the
+    model, one of each attention: exporters take seconds for a block."""
     FORMATS[form].check_installed()
+    arch = dict(SMALL, embed_dims=(16, 16, 16, 16), stage_attns=('rala', 'softmax', 'softmax', 'softmax'))
+    config.write_text(classifier(arch, stages=2))
     out = tmp_path / f'graph{FORMATS[form].suffix}'
     main(options(config, out, '--dynamic', '--dtype', dtype, form=form))
     assert FORMATS[form].read_metadata(out)['dtype'] == dtype
@@ -228,7 +235,7 @@ def test_small_types_of_every_format(config, tmp_path, form, dtype):
         graph = onnx.load(str(out)).graph
         large = [t.data_type for t in graph.initializer if np.prod(t.dims) > 100]
         kept = {'float16': onnx.TensorProto.FLOAT16, 'int8': onnx.TensorProto.INT8}[dtype]
-        assert large.count(kept) >= 16  # four matrices in each of four blocks
+        assert large.count(kept) >= 8  # four matrices in each of two blocks
         assert dtype == 'int8' or onnx.TensorProto.FLOAT not in large
     elif form == 'torch-export':
         weights = [t for t in torch.export.load(out).state_dict.values() if t.is_floating_point()]
@@ -248,11 +255,20 @@ WHOLE = {
 }
 
 
+# Exporters that follow open sizes through each operation take minutes for twelve blocks.
+ONE_BLOCK_A_STAGE = (
+    f'model = dict(backbone=dict(arch=dict(_delete_=True, **{dict(RAVLT.arch_zoo["tiny"], depths=(1,) * 4)})))'
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('form', WHOLE)
 def test_a_published_model_is_exported_at_every_size(form, tmp_path):
     out = tmp_path / f'model{FORMATS[form].suffix}'
     config = ROOT / 'configs' / WHOLE[form]
+    if form in ('onnx', 'torch-export'):
+        base, config = config, tmp_path / 'config.py'
+        config.write_text(f'_base_ = {str(base)!r}\n{ONE_BLOCK_A_STAGE}\n')
     command = [sys.executable, str(ROOT / 'tools' / 'export.py'), str(config), 'none', '--format', form]
     command += ['--out', str(out), '--shape', '96', '128', '--dynamic']
     run = subprocess.run(command, capture_output=True, text=True)
