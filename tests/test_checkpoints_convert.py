@@ -80,6 +80,24 @@ def test_a_released_model_loads_strictly(tmp_path, name):
     assert torch.equal(stem, released['state_dict']['backbone.patch_embed.proj.0.weight'])
 
 
+def test_counters_of_batches_may_be_missing(tmp_path):
+    """Of old files, and of such that were written by hand; they are no weights."""
+    config = write_config(tmp_path)
+    released = released_model(config)
+    counters = [key for key in released['state_dict'] if key.endswith('num_batches_tracked')]
+    for key in counters:
+        del released['state_dict'][key]
+    torch.save(released, tmp_path / 'released.pth')
+    assert counters and convert_checkpoint(tmp_path / 'released.pth', tmp_path / 'ours.pth', config).complete
+    build_model(config).load_state_dict(load_file(tmp_path / 'ours.pth')['state_dict'], strict=True)
+
+
+def test_a_model_has_to_be_named(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([str(tmp_path / 'released.pth'), str(tmp_path / 'ours.pth')])
+    assert end.value.code == 2 and 'required: --config' in capsys.readouterr().err
+
+
 def test_the_written_file_says_where_it_comes_from(tmp_path):
     config = write_config(tmp_path)
     torch.save(released_model(config), tmp_path / 'released.pth')

@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import io
+import re
 import threading
 
 import pytest
@@ -163,10 +164,10 @@ def test_it_initialises_a_backbone_and_a_plain_load(server):
 # trouble on the way
 
 
-@pytest.mark.parametrize('status', [200, 503])
+@pytest.mark.parametrize('status', [200, 500, 503, 408, 429])
 def test_a_transfer_that_breaks_once_is_tried_again(server, status):
     whole = saved({'model': released_ravlt()})
-    broken = (200, whole[:-100], len(whole)) if status == 200 else (503, b'busy')
+    broken = (200, whole[:-100], len(whole)) if status == 200 else (status, b'busy')
     name = serve(server, 'ravlt_t', broken, (200, whole))
     assert LOAD(name, 'cpu')['state_dict']
     assert len(server.requests) == 2
@@ -272,11 +273,13 @@ def test_links_with_a_file_name_are_cached_where_mmengine_does(server):
 
 
 def test_links_without_a_file_name_do_not_share_one(server):
-    for i in range(2):
-        server.replies[f'/f/?id={i}'] = [(200, saved({'w': torch.full((1,), i)}))]
-    for i in range(2):
-        assert LOAD(f'{server.root}/f/?id={i}', 'cpu')['w'].item() == i
-    assert len(kept(server)) == 2 and all(name.endswith('.pth') for name in kept(server))
+    links = ['/f/?id=0', '/f/?id=1', '/?id=0']
+    for i, link in enumerate(links):
+        server.replies[link] = [(200, saved({'w': torch.full((1,), i)}))]
+    for i, link in enumerate(links):
+        assert LOAD(server.root + link, 'cpu')['w'].item() == i
+    names = [re.fullmatch(r'(\w+)-[0-9a-f]{8}\.pth', name)[1] for name in kept(server)]
+    assert names == ['checkpoint', 'f', 'f']
 
 
 def test_hostile_links_are_refused_also_through_the_model_zoos(server, tmp_path, monkeypatch):

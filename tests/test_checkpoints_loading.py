@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import logging
 
+import goldens
 import pytest
 import torch
 from checkpoint_helpers import ARCH, released_ravlt
@@ -9,6 +10,7 @@ from torch import nn
 
 from mmlinattn.backbones import RAVLT
 from mmlinattn.checkpoints import CheckpointError, load_pretrained
+from mmlinattn.checkpoints.layouts import all_layouts, find_layout
 
 
 def model(**kwargs) -> RAVLT:
@@ -201,3 +203,14 @@ def test_init_weights_reads_a_released_file(tmp_path):
     backbone.init_weights()
     stem = backbone.patch_embeds[0].layers[0].weight
     assert torch.equal(stem, released['patch_embed.proj.0.weight'])
+
+
+def test_a_released_file_is_of_one_layout_and_others_are_of_none():
+    found = set()
+    for case in goldens.cases():
+        keys = frozenset(goldens.info(case)['state'])
+        (layout,) = [layout.name for layout in all_layouts() if layout.matches(keys)]
+        found.add(layout)
+    assert found == {layout.name for layout in all_layouts()}
+    assert find_layout(model().state_dict()) is None
+    assert find_layout(['patch_embed.proj.weight', 'norm.weight']) is None

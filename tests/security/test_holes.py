@@ -290,6 +290,9 @@ def test_config_texts_read_as_they_run(tmp_path):
     assert read_config_text(text, 'x') == Config.fromstring(text, '.py')._cfg_dict
     lazy = f"model = dict(type='{ToyModel.__module__}.ToyModel')"
     assert read_config_text(lazy, 'x').model.type.endswith('ToyModel')
+    for nobody in (5, None, 'NoSuchModel'):
+        with pytest.raises(CheckpointError, match=f'it builds {nobody!r}, which is not registered'):
+            read_config_text(f'model = dict(type={nobody!r})', 'x')
 
 
 def test_checks_are_put_in_place_once():
