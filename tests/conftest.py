@@ -3,14 +3,15 @@
 
 import functools
 import gc
+import random
 import sys
 from pathlib import Path
 
 import mmengine.runner.runner as runner_module
+import numpy as np
 import pytest
 import torch
-from mmengine.logging import MMLogger
-from mmengine.registry import DefaultScope
+from mmengine.utils import ManagerMixin
 
 from mmlinattn import ops
 
@@ -20,14 +21,22 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / 'benchmarks'))
 sys.path.insert(0, str(Path(__file__).resolve().parent / 'attention'))
 
 
+def forget_instances(kind=ManagerMixin) -> None:
+    """What MMEngine keeps by name in a process: the default scope, loggers, message hubs, visualisers."""
+    for child in kind.__subclasses__():
+        child._instance_dict.clear()
+        forget_instances(child)
+
+
 @pytest.fixture(autouse=True)
 def independent():
     """Each test draws the same random numbers and starts without a default scope, alone or in any order."""
+    random.seed(0)
+    np.random.seed(0)
     torch.manual_seed(0)
     yield
-    DefaultScope._instance_dict.clear()
-    # a Runner of the same config in the same second would take this logger, and write to this test's closed output
-    MMLogger._instance_dict.clear()
+    # a Runner of the same config in the same second would take them for its own, with this test's closed output
+    forget_instances()
 
 
 @pytest.fixture
@@ -47,6 +56,15 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items):
-    """Slow tests run last: a broken equation shows within seconds."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Slow tests run last: a broken equation shows within seconds. Tests that share what a fixture of their file made
+    are one group, which ``--dist loadgroup`` gives to one process."""
     items.sort(key=lambda item: item.get_closest_marker('slow') is not None)
+    if not config.pluginmanager.hasplugin('xdist'):
+        return
+    for item in items:
+        fixtures = getattr(item, '_fixtureinfo', None)
+        definitions = fixtures.name2fixturedefs.values() if fixtures else ()
+        if any(definition.scope == 'module' for some in definitions for definition in some):
+            item.add_marker(pytest.mark.xdist_group(item.location[0]))

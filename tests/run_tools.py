@@ -15,20 +15,13 @@ from pathlib import Path
 
 import mmengine.config.config as config_module
 import mmengine.config.utils as config_utils
-from mmengine.utils import ManagerMixin
-
-
-def forget_instances(kind) -> None:
-    """MMEngine keeps the logger, visualiser and so on of a run by name, and upstream's configs name them alike."""
-    for child in kind.__subclasses__():
-        child._instance_dict.clear()
-        forget_instances(child)
+from conftest import forget_instances
 
 
 def run(commands) -> str:
     for command in commands:
         sys.argv = command
-        forget_instances(ManagerMixin)
+        forget_instances()  # upstream's configs name them alike
         try:
             runpy.run_path(command[0], run_name='__main__')
         except SystemExit as end:
