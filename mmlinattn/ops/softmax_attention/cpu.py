@@ -22,9 +22,8 @@ from .reference import equation
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 _MIN_MACS = 2**22  # of a head's logits, for each thread; below, the calls cost more than the products gain
-# Of a block, for each thread: rows that make good use of the keys, which each block reads, and a bound on its memory.
-_ROWS, _MAX_NUMEL = 128, 2**22
-_MAX_KEYS = 2**16  # beyond, too few rows are left
+_ROWS = 128  # of a block, for each thread, at least: each block reads all keys
+_MAX_KEYS = 2**13  # beyond, such a block leaves the cache, and the fused kernel's tiles do not
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor]) -> Tensor:
@@ -60,7 +59,7 @@ def _in_rows(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _blocks(queries: int, keys: int) -> Iterator[slice]:
-    size = torch.get_num_threads() * max(BLOCK_NUMEL // keys, min(_ROWS, _MAX_NUMEL // keys))
+    size = torch.get_num_threads() * max(BLOCK_NUMEL // keys, _ROWS)
     for start in range(0, queries, size):
         yield slice(start, start + size)
 
