@@ -235,7 +235,8 @@ def test_verdicts_and_table():
     assert ablation_report.verdict([1, 3], [2, 4]) == 'within the spread'
     assert ablation_report.verdict([3], [1]) == 'one seed'
     runs = [result('full', 0, 60.0), result('full', 1, 62.0), result('without CPE', 0, 50.0)]
+    assert ablation_report.differences(runs, [result('full', 1, 60.5), result('full', 2, 1.0)]) == '+1.5'
     text = ablation_report.table(dict(study='rala', settings=SMALL._asdict(), runs=runs))
     assert '| full | 2 | 1 k | 61.0 ± 1.4 | 82.8 ImageNet, 47.3 COCO box AP, 47.9 ADE20K mIoU | 3.0 of 32 |' in text
     assert '25.00%' in text
-    assert '| full | without CPE | +0.1 (ImageNet) | +11.0 | one seed |' in text
+    assert '| full | without CPE | +0.1 (ImageNet) | +11.0 | +10.0 | one seed |' in text

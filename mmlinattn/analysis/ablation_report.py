@@ -39,6 +39,12 @@ def verdict(better: list[float], worse: list[float]) -> str:
     return 'reversed' if max(better) < min(worse) else 'within the spread'
 
 
+def differences(better: list[dict], worse: list[dict]) -> str:
+    """Of each seed that both have, which shows them the same pictures in the same order."""
+    others = {run['seed']: run['accuracy'] for run in worse}
+    return ', '.join(f'{r["accuracy"] - others[r["seed"]]:+.1f}' for r in better if r['seed'] in others)
+
+
 def attention_of(run: dict) -> dict[str, float]:
     """Means over the blocks of a run of what was measured of its trained attention, where they have it."""
     blocks = run['attention']
@@ -111,12 +117,13 @@ def table(results: dict) -> str:
         lines.append('| ' + ' | '.join(cells) + ' |')
     pairs = [pair for pair in study.pairs if pair[0] in runs and pair[1] in runs]
     if pairs:
-        lines += ['', '| better in the paper | than | paper | here | ordering |', '| --- ' * 5 + '|']
+        lines += ['', '| better in the paper | than | paper | here | seed by seed | ordering |', '| --- ' * 6 + '|']
     for better, worse, metric in pairs:
         ours = [[run['accuracy'] for run in runs[arm]] for arm in (better, worse)]
         difference = statistics.fmean(ours[0]) - statistics.fmean(ours[1])
         printed = _paper_difference(study, better, worse, metric)
-        lines.append(f'| {better} | {worse} | {printed} | {difference:+.1f} | {verdict(*ours)} |')
+        each = differences(runs[better], runs[worse])
+        lines.append(f'| {better} | {worse} | {printed} | {difference:+.1f} | {each} | {verdict(*ours)} |')
     masked = {arm: [run for run in found if run.get('masked')] for arm, found in runs.items()}
     masked = {arm: found for arm, found in masked.items() if found}
     if masked:
@@ -152,7 +159,7 @@ def plot(results: dict, path: Path) -> None:
     left.invert_yaxis()
     left.grid(axis='x', alpha=0.3)
     left.set_xlabel('accuracy, %: dots are seeds, the line is their mean')
-    right.set_xlabel('training steps')
+    right.set_xlabel('training steps (colours as on the left)')
     right.set_ylabel('accuracy, % (band: lowest and highest seed)')
     right.grid(alpha=0.3)
     figure.suptitle(f'study {results["study"]}: arms (number of seeds), same pictures and steps for all', fontsize=10)
