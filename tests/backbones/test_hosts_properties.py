@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmlinattn.attention import Grid, windows
 from mmlinattn.backbones import LinearCSWin, LinearDeiT, LinearNextViT, LinearPVT, LinearPVTv2, LinearSwin
+from mmlinattn.checkpoints.states import fit_backbone
 
 HALF = [torch.float16, torch.bfloat16]
 MIXED = ('inline', 'focused', ['softmax', 'rala'], 'softmax')  # every attention once
@@ -427,6 +428,16 @@ def test_a_batch_of_no_images_gives_empty_maps(host, attn, training):
     if training:
         sum(out.sum() for out in empty).backward()
         assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+@every_host
+def test_weights_of_parts_that_are_not_built_are_left_out_in_silence(host):
+    whole, part = (small_hosts.build(host, 'inline', **options) for options in ({}, dict(out_indices=(0,))))
+    _, report = fit_backbone(part, {**whole.state_dict(), 'odd.weight': torch.ones(1)})
+    assert report.missing == report.mismatched == [] and report.unexpected == ['odd.weight']
+    assert set(report.loaded) == set(part.state_dict())
+    left_out = set(whole.state_dict()) - set(part.state_dict())
+    assert left_out and set(report.ignored) == left_out
 
 
 @every_attention
