@@ -17,7 +17,8 @@ from mmlinattn.engine import RunError
 from mmlinattn.necks import MapAdapter
 from mmlinattn.swapping import NoPlace, backbone_names, swap_backbone
 from mmlinattn.swapping.rewiring import Wiring, assign_stages
-from mmlinattn.swapping.upstream import without_weights
+from mmlinattn.swapping.swap import without_whole_weights
+from mmlinattn.swapping.upstream import read_upstream, without_weights
 from mmlinattn.swapping.writing import as_text, changes, difference
 from mmlinattn.swapping.zoo import FeatureMap, find_backbone, recipe
 
@@ -208,6 +209,7 @@ def test_mistakes_have_one_line(upstream, backbone, message):
         ('mmpretrain::dinov2/vit-small-p14_dinov2-pre_headless.py', 'it has no head'),
         ('mmseg::dpt/dpt_vit-b16_8xb2-160k_ade20k-512x512.py', 'a class token beside each map'),
         ('mmpretrain::clip/clip_vit-base-p16_zeroshot-cls_in1k.py', 'no backbone of its own'),
+        ('mmdet::misc/d2_faster-rcnn_r50-caffe_fpn_ms-90k_coco.py', 'Detectron2Wrapper'),
     ],
 )
 def test_no_place_has_one_line(upstream, reason):
@@ -247,10 +249,37 @@ def test_maps_that_a_neck_skips_are_not_returned(swap):
     train_a_step(without_weights_in(cfg))
 
 
+def test_folders_that_mmengine_does_not_take_are_inherited_all_the_same():
+    upstream = read_upstream('mmdet::gn+ws/faster-rcnn_r50_fpn_gn-ws-all_1x_coco.py')
+    assert upstream.base == 'mmdet::_base_/../gn+ws/faster-rcnn_r50_fpn_gn-ws-all_1x_coco.py'
+    assert upstream.model['backbone']['type'] == 'ResNet'
+
+
+def test_weights_of_the_whole_go_with_the_backbone(swap):
+    """MMSegmentation's configs name ResNet's beside the backbone, and hand them to it when it is built."""
+    _, cfg = swap('mmseg::sem_fpn/fpn_r50_4xb4-160k_ade20k-512x512.py', 'flatten_pvt_v2_b0')
+    assert cfg.model.pretrained is None
+    init_default_scope('mmseg')
+    model = MODELS.build(cfg.model)
+    assert model.backbone.init_cfg.checkpoint == 'mmlinattn://flatten_pvt_v2_b0'
+
+    weights = dict(type='Pretrained', checkpoint='detector.pth')
+    tracker = dict(init_cfg=weights, detector=dict(init_cfg=[weights], backbone=dict(init_cfg=weights)), reid=dict(x=1))
+    assert without_whole_weights(tracker, ('detector',)) == dict(
+        init_cfg=None, detector=dict(init_cfg=None, backbone=dict(init_cfg=weights)), reid=dict(x=1)
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     'upstream, backbone, expected',
     [
+        # videos
+        (
+            'mmdet::mask2former_vis/mask2former_r50_8xb2-8e_youtubevis2019.py',
+            'flatten_pvt_v2_b0',
+            {'track_head.in_channels': [32, 64, 160, 256]},
+        ),
         # two stages; a path; the fork in colours
         (
             'mmdet::faster_rcnn/faster-rcnn_r50-caffe_fpn_1x_coco.py',
@@ -336,6 +365,10 @@ def test_families(swap, upstream, backbone, expected):
         for part in key.split('.'):
             found = found.get(part)
         assert found == value, key
+    init_default_scope(cfg.default_scope)
+    cfg.model.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
+    with torch.device('meta'):
+        MODELS.build(cfg.model)  # as it stands in the file, with the weights that it names
 
 
 @pytest.mark.slow

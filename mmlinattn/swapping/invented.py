@@ -55,6 +55,18 @@ def detection_batch(size: tuple[int, int], masks: bool = True, proposals: bool =
     return dict(inputs=_pictures(size), data_samples=samples)
 
 
+def video_batch(size: tuple[int, int]) -> Batch:
+    """One video of two frames, the same two objects in both."""
+    from mmdet.structures import TrackDataSample
+
+    frames = detection_batch(size)
+    for sample in frames['data_samples']:
+        sample.gt_instances.instances_ids = torch.arange(2)
+    video = TrackDataSample()
+    video.video_data_samples = frames['data_samples']
+    return dict(inputs=[torch.stack(frames['inputs'])], data_samples=[video])
+
+
 def segmentation_batch(size: tuple[int, int]) -> Batch:
     """Two classes, half of a picture each, their edge, and depths."""
     from mmseg.structures import SegDataSample
@@ -106,6 +118,8 @@ def batch_for(model: nn.Module, task: str, cfg: dict, size: tuple[int, int], mas
         masks: Whether the data set of a detector has masks.
     """
     if task == 'mmdet':
+        if type(model.data_preprocessor).__name__ == 'TrackDataPreprocessor':
+            return video_batch(size)
         # of detectors in two stages, those without the first read them from the data set
         return detection_batch(size, masks, proposals='roi_head' in cfg and not cfg.get('rpn_head'))
     if task == 'mmseg':

@@ -11,7 +11,7 @@ from ..engine.errors import RunError
 from ..utils.files import project_files
 from .rewiring import Plan, direct, plans, without_unread
 from .trial import Trial, TrialError, try_model
-from .upstream import Measured, NoPlace, Upstream, measure, read_upstream
+from .upstream import Measured, NoPlace, Upstream, is_pretrained, measure, read_upstream
 from .writing import Code, as_text, changes, difference
 from .zoo import ZooBackbone, find_backbone, plain_dict, recipe
 
@@ -68,7 +68,7 @@ def swap_backbone(
         remarks.append(f'no weights of {backbone} are released: it starts from scratch')
     else:
         network['backbone']['init_cfg'] = dict(type='Pretrained', checkpoint=new.checkpoint)
-    model = _replaced(model, source.path, network)
+    model = without_whole_weights(_replaced(model, source.path, network), source.path)
     if new.checkpoint is not None:
         _normalise(model)
     remarks += [remark] if remark else []
@@ -207,6 +207,22 @@ def _replaced(model: dict, path: Sequence[str], network: dict) -> dict:
     inner = model[path[0]]
     kept = {key: value for key, value in network.items() if key in inner or key in ('backbone', 'neck')}
     return {**model, path[0]: _replaced(inner, path[1:], kept)}
+
+
+def without_whole_weights(model: dict, path: Sequence[str]) -> dict:
+    """A model without weights for the whole of it: they are another backbone's, and MMEngine, having loaded them, would
+    not ask the backbone for its own. MMSegmentation hands ``pretrained`` to the backbone, as an argument.
+
+    Args:
+        model: Its config.
+        path: Keys from it to the network that holds the backbone.
+    """
+    out = {key: None if key == 'pretrained' and isinstance(value, str) else value for key, value in model.items()}
+    if is_pretrained(out.get('init_cfg')):
+        out['init_cfg'] = None
+    if path:
+        out[path[0]] = without_whole_weights(out[path[0]], path[1:])
+    return out
 
 
 def _normalise(model: dict) -> None:

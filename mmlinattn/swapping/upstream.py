@@ -3,6 +3,7 @@
 
 import difflib
 import inspect
+import re
 import tempfile
 import warnings
 from pathlib import Path
@@ -100,6 +101,10 @@ def read_upstream(spec: str) -> Upstream:
             network = network.get(key)
         if isinstance(network, dict) and isinstance(network.get('backbone'), dict):
             kind = str(network['backbone'].get('type')).rpartition('.')[2]
+            if kind == 'None':
+                raise NoPlace(
+                    f'{spec} has no place for another backbone: {model.get("type")} does not build its own from a type'
+                )
             if kind in _OWN_HEADS:
                 raise NoPlace(f'{spec} has no place for a pyramid: {_OWN_HEADS[kind]}')
             init_default_scope(task)
@@ -138,7 +143,8 @@ def _base(spec: str) -> str:
             close = difflib.get_close_matches(name, there, n=3, cutoff=0.5)
             hint = f'; did you mean {" or ".join(f"{scope}::{other}" for other in close)}?' if close else ''
             raise RunError(f'UPSTREAM is {spec!r}, and {scope} has no such config{hint}')
-        base = spec
+        # MMEngine takes folders of plain letters only: gn+ws and legacy_1.x by way of one that is
+        base = spec if re.match(r'\w+::\w+/', spec) else f'{scope}::_base_/../{name}'
     file = base if '::' not in spec else str(root / name)
     if Config._is_lazy_import(file):
         raise RunError(
@@ -153,15 +159,15 @@ def without_weights(node: Any) -> Any:
         return {
             key: without_weights(value)
             for key, value in node.items()
-            if not (key == 'init_cfg' and _is_pretrained(value))
-            and not (key == 'pretrained' and isinstance(value, str))
+            if not (key == 'init_cfg' and is_pretrained(value)) and not (key == 'pretrained' and isinstance(value, str))
         }
     if isinstance(node, (list, tuple)):
         return type(node)(without_weights(item) for item in node)
     return node
 
 
-def _is_pretrained(init_cfg: Any) -> bool:
+def is_pretrained(init_cfg: Any) -> bool:
+    """Whether an ``init_cfg`` of MMEngine, or one of several, names a checkpoint."""
     entries = init_cfg if isinstance(init_cfg, (list, tuple)) else [init_cfg]
     return any(isinstance(entry, dict) and entry.get('type') == 'Pretrained' for entry in entries)
 

@@ -64,7 +64,8 @@ def attempt(name: str, backbone: str, send) -> None:
     except NoPlace as error:
         send.send(('no place', str(error)))
     except RunError as error:
-        send.send(('upstream fails too', str(error)))
+        is_part = 'has no model' in str(error)  # of configs that inherit it
+        send.send(('no model' if is_part else 'upstream fails too', str(error)))
     except Exception as error:
         send.send(('error', f'{type(error).__name__}: {error}'))
 
