@@ -13,6 +13,7 @@ from .. import forms
 from . import reference
 
 BLOCK_NUMEL = 2**18  # elements of the maps of a block, for each thread
+MIN_ROWS = 32  # queries of a block, which reads all keys
 
 
 def hallucinated_attention(
@@ -53,7 +54,7 @@ def mixed_maps(q: Tensor, k: Tensor, v: Tensor, cross: Tensor, bias: Optional[Te
 def _blocks(batch: int, queries: int, numel: int):
     """Images and queries of each block; ``numel`` logits a query."""
     budget = BLOCK_NUMEL * torch.get_num_threads()
-    rows = max(min(queries, budget // numel), 1)
+    rows = min(queries, max(budget // numel, MIN_ROWS))
     images = max(budget // (numel * queries), 1)  # several where their maps are small
     for first in range(0, batch, images):
         for top in range(0, queries, rows):
