@@ -354,6 +354,12 @@ def test_weights_of_the_whole_go_with_the_backbone(swap):
             'inline_deit_t',
             {'neck': None, 'backbone.out_type': 'cls_token'},
         ),
+        # grey pictures, and a backbone that holds the classifier
+        (
+            'mmpretrain::lenet/lenet5_mnist.py',
+            'flatten_pvt_v2_b0',
+            {'backbone.in_channels': 1, 'backbone.init_cfg': None, 'head.in_channels': 256, 'head.num_classes': 10},
+        ),
         # without labels
         ('mmpretrain::mocov2/mocov2_resnet50_8xb32-coslr-200e_in1k.py', 'ravlt_t', {'neck.in_channels': 512}),
     ],

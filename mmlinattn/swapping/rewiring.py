@@ -409,8 +409,13 @@ def _classifier_plans(network: dict, old: Sequence[FeatureMap], backbone: ZooBac
             if wiring.matched:
                 yield Plan(rewired, remark, wiring if len(before) > 1 else None)
     head = network.get('head')
-    if isinstance(head, dict) and isinstance(head.get('num_classes'), int):
-        linear = dict(type='LinearClsHead', num_classes=head['num_classes'], in_channels=deepest.channels)
+    if not isinstance(head, dict):
+        return
+    classes = head.get('num_classes')
+    if classes is None and head.get('type') == 'ClsHead':  # a loss; the backbone holds the classifier (LeNet, VGG)
+        classes = network['backbone'].get('num_classes')
+    if isinstance(classes, int):
+        linear = dict(type='LinearClsHead', num_classes=classes, in_channels=deepest.channels)
         linear.update({key: head[key] for key in ('loss', 'topk', 'cal_acc') if key in head})
         said = f'{head.get("type")} reads what only its backbone gives; global average and LinearClsHead take its place'
         yield Plan({**single, 'neck': pool, 'head': linear}, said, None)

@@ -57,6 +57,9 @@ def swap_backbone(
     source = read_upstream(upstream)
     new = find_backbone(backbone, source.task)
     old = measure(source)
+    is_grey = source.image_channels != 3
+    if is_grey:
+        new = new._replace(cfg={**new.cfg, 'in_channels': source.image_channels}, checkpoint=None)
     settings, remarks = _settings(source, new, keep_optimizer)
     plan, trial, remark = _wire(source, new, old, settings.get('optim_wrapper') or source.cfg.get('optim_wrapper'))
     model = source.model
@@ -65,7 +68,8 @@ def swap_backbone(
     if 'teacher_ckpt' in network:
         network['teacher_ckpt'] = source.network(source.model)['teacher_ckpt']
     if new.checkpoint is None:
-        remarks.append(f'no weights of {backbone} are released: it starts from scratch')
+        why = f'pictures of {source.image_channels} channel(s)' if is_grey else f'none of {backbone} are released'
+        remarks.append(f'it starts without ImageNet weights: {why}')
     else:
         network['backbone']['init_cfg'] = dict(type='Pretrained', checkpoint=new.checkpoint)
     model = without_whole_weights(_replaced(model, source.path, network), source.path)

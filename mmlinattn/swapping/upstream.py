@@ -61,6 +61,16 @@ class Upstream(NamedTuple):
         """Whether the training data has masks."""
         return _holds(self.cfg.get('train_dataloader'), 'with_mask', True)
 
+    @property
+    def image_channels(self) -> int:
+        """Of the pictures: 3, unless the backbone or the means of the preprocessor say otherwise (grey ones)."""
+        network = self.network(self.model)
+        given = network['backbone'].get('in_channels')
+        if isinstance(given, int):
+            return given
+        mean = (network.get('data_preprocessor') or {}).get('mean')
+        return 1 if isinstance(mean, (list, tuple)) and len(mean) == 1 else 3
+
     def network(self, model: dict) -> dict:
         """The part of a model that holds the backbone."""
         for key in self.path:
@@ -214,7 +224,7 @@ def measure(upstream: Upstream) -> Measured:
         why = ' '.join(f'{type(error).__name__}: {error}'.split())
         raise RunError(f'the backbone of {upstream.base} cannot be built here: {why[:300]}') from error
     backbone.eval()
-    channels = cfg.get('in_channels', 3) if isinstance(cfg.get('in_channels', 3), int) else 3
+    channels = upstream.image_channels
     size = cfg.get('img_size') or cfg.get('pretrain_img_size')
     size = size if isinstance(size, (list, tuple)) else (size, size)
     reason: Optional[Exception] = None
