@@ -224,6 +224,17 @@ def test_results_of_something_else_are_not_overwritten(tmp_path, text):
     assert (tmp_path / 'results.json').read_text() == text
 
 
+def test_the_runs_of_the_page_can_be_reused(tmp_path):
+    folders = sorted((ROOT / 'benchmarks' / 'studies').iterdir())
+    for folder in folders:
+        out = tmp_path / folder.name
+        out.mkdir()
+        kept = json.loads((folder / 'results.json').read_text())
+        added = ablation.reuse(folder.name, out, ablation.Settings(), folders)
+        assert {(r['arm'], r['seed']) for r in kept['runs']} <= {(r['arm'], r['seed']) for r in added}
+        assert f'| {added[0]["arm"]} |' in ablation_report.table(json.loads((out / 'results.json').read_text()))
+
+
 def result(arm, seed, accuracy):
     block = dict(rank=dict(state=dict(effective=3.0, at_most=32)), confusion=dict(share=0.25))
     return dict(arm=arm, seed=seed, accuracy=accuracy, params=1000, curve=[[1, accuracy]], attention=[block, {}])
@@ -235,8 +246,8 @@ def test_verdicts_and_table():
     assert ablation_report.verdict([1, 3], [2, 4]) == 'within the spread'
     assert ablation_report.verdict([3], [1]) == 'one seed'
     runs = [result('full', 0, 60.0), result('full', 1, 62.0), result('without CPE', 0, 50.0)]
-    assert ablation_report.differences(runs, [result('full', 1, 60.5), result('full', 2, 1.0)]) == '+1.5'
+    assert ablation_report.differences(runs, [result('full', 1, 60.5), result('full', 2, 1.0)]) == [1.5]
     text = ablation_report.table(dict(study='rala', settings=SMALL._asdict(), runs=runs))
     assert '| full | 2 | 1 k | 61.0 ± 1.4 | 82.8 ImageNet, 47.3 COCO box AP, 47.9 ADE20K mIoU | 3.0 of 32 |' in text
     assert '25.00%' in text
-    assert '| full | without CPE | +0.1 (ImageNet) | +11.0 | +10.0 | one seed |' in text
+    assert '| full | without CPE | +0.1 (ImageNet) | +10.0 | +10.0 | one seed |' in text

@@ -230,7 +230,8 @@ def reusable_runs(name: str, results: dict) -> list[dict]:
         for run in results['runs']:
             same = run['arm'] in source and source[run['arm']].backbone == arm.backbone
             if same and ('masked' in run or not arm.masks):
-                found.append({**run, 'arm': arm_name})
+                wanted = {key: value for key, value in run.items() if key != 'masked' or arm.masks}
+                found.append({**wanted, 'arm': arm_name})
     return found
 
 

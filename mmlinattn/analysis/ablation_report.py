@@ -39,10 +39,10 @@ def verdict(better: list[float], worse: list[float]) -> str:
     return 'reversed' if max(better) < min(worse) else 'within the spread'
 
 
-def differences(better: list[dict], worse: list[dict]) -> str:
+def differences(better: list[dict], worse: list[dict]) -> list[float]:
     """Of each seed that both have, which shows them the same pictures in the same order."""
     others = {run['seed']: run['accuracy'] for run in worse}
-    return ', '.join(f'{r["accuracy"] - others[r["seed"]]:+.1f}' for r in better if r['seed'] in others)
+    return [run['accuracy'] - others[run['seed']] for run in better if run['seed'] in others]
 
 
 def attention_of(run: dict) -> dict[str, float]:
@@ -120,10 +120,11 @@ def table(results: dict) -> str:
         lines += ['', '| better in the paper | than | paper | here | seed by seed | ordering |', '| --- ' * 6 + '|']
     for better, worse, metric in pairs:
         ours = [[run['accuracy'] for run in runs[arm]] for arm in (better, worse)]
-        difference = statistics.fmean(ours[0]) - statistics.fmean(ours[1])
-        printed = _paper_difference(study, better, worse, metric)
         each = differences(runs[better], runs[worse])
-        lines.append(f'| {better} | {worse} | {printed} | {difference:+.1f} | {each} | {verdict(*ours)} |')
+        mean = f'{statistics.fmean(each):+.1f}' if each else ''
+        by_seed = ', '.join(f'{value:+.1f}' for value in each)
+        printed = _paper_difference(study, better, worse, metric)
+        lines.append(f'| {better} | {worse} | {printed} | {mean} | {by_seed} | {verdict(*ours)} |')
     masked = {arm: [run for run in found if run.get('masked')] for arm, found in runs.items()}
     masked = {arm: found for arm, found in masked.items() if found}
     if masked:
