@@ -33,7 +33,7 @@ def test_ctrl_c_is_one_line(tool, tmp_path):
         # what a shell starts in the background ignores it, and so would the tool
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    for _ in range(1200):
+    for _ in range(4000):
         if started.exists() or process.poll() is not None:
             break
         time.sleep(0.05)

@@ -17,10 +17,11 @@ import torch
 from engine_toys import Count, make_runner
 from mmengine.hooks import Hook
 from test_engine_resuming import losses
+from torch.utils.data import DataLoader
 
 from mmlinattn.engine import RunError, StopHook
 from mmlinattn.engine.resuming import _batches_done
-from mmlinattn.engine.stopping import _Shielded, clean_end
+from mmlinattn.engine.stopping import _Shielded, clean_end, end_workers
 
 pytestmark = pytest.mark.skipif(os.name != 'posix', reason='signals')
 TESTS = Path(__file__).resolve().parent
@@ -194,7 +195,7 @@ def test_a_signal_that_comes_out_as_another_error(tmp_path, name, status):
     number = getattr(signal, name)
     process = multiprocessing.get_context('fork').Process(target=_answer_with_an_error, args=(number, output))
     process.start()
-    process.join(30)
+    process.join(60)
     assert process.exitcode == status
     assert output.read_text() == ('interrupted.\n' if name == 'SIGINT' else '')
 
@@ -219,6 +220,18 @@ def test_workers_say_nothing_of_connections_that_the_main_process_closed(tmp_pat
     assert process.exitcode == 0
     # '[rank0]: ' comes before it where an earlier test of this process made a process group: PyTorch's hook stays
     assert output.read_text().removeprefix('[rank0]: ') == 'ValueError: of the data set\n'
+
+
+def test_workers_that_take_their_time_to_end_are_no_error(monkeypatch):
+    """On a busy machine; PyTorch raises one in the main thread when a worker ends that it did not end itself."""
+    batches = iter(DataLoader(list(range(4)), num_workers=1, persistent_workers=True))
+    next(batches)
+    handler, process = signal.getsignal(signal.SIGCHLD), multiprocessing.process.BaseProcess
+    kill = process.kill
+    monkeypatch.setattr(process, 'kill', lambda child: threading.Timer(1, kill, [child]).start())
+    end_workers()
+    assert not multiprocessing.active_children()
+    assert signal.getsignal(signal.SIGCHLD) == handler
 
 
 def test_fine_tuning_from_a_stopped_run_begins_with_a_whole_epoch(tmp_path):
@@ -247,9 +260,11 @@ import torch
 from engine_toys import ToyDataset, make_runner
 from mmengine.hooks import Hook
 
-from mmlinattn.engine.stopping import clean_end
+from mmlinattn.engine import stopping
 
 kind, work_dir = sys.argv[1:]
+if kind == 'deaf twice':
+    stopping._InterruptWatch.patience[signal.SIGINT] = 20
 
 
 class Stall(Hook):
@@ -264,12 +279,12 @@ class Stall(Hook):
             try:
                 time.sleep(20)
             except KeyboardInterrupt:
-                if kind != 'deaf':
+                if not kind.startswith('deaf'):
                     raise
 
 
 if __name__ == '__main__':
-    with clean_end() as run:
+    with stopping.clean_end() as run:
         run.work_dir = work_dir
         loader = dict(num_workers=2, persistent_workers=True)
         make_runner(Path(work_dir), [dict(type='StopHook'), Stall()], loader=loader).train()
@@ -295,7 +310,7 @@ def test_ctrl_c(tmp_path, kind):
     script = tmp_path / 'script.py'
     script.write_text(SCRIPT)
     process = subprocess.Popen(
-        [sys.executable, str(script), kind.split(' twice')[0], str(tmp_path / 'work')],
+        [sys.executable, str(script), kind, str(tmp_path / 'work')],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -309,9 +324,9 @@ def test_ctrl_c(tmp_path, kind):
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     if kind == 'deaf twice':
-        time.sleep(0.6)
+        time.sleep(2)  # what comes within half a second is the same
         os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=60)
     seconds = time.monotonic() - began
     assert process.returncode == 130
     lines = [line for line in errors.splitlines() if 'interrupted' in line or 'Traceback' in line]
@@ -321,7 +336,7 @@ def test_ctrl_c(tmp_path, kind):
     ]
     assert errors.splitlines()[-1] == lines[0]
     assert not any(is_alive(worker) for worker in workers)
-    assert seconds < (1.2 if kind == 'deaf twice' else 2), seconds
+    assert seconds < 5, seconds  # for a worker PyTorch waits as long, the stalls and the patience above much longer
 
 
 @pytest.mark.slow

@@ -42,9 +42,10 @@ def end_workers() -> None:
     children = multiprocessing.active_children()
     for child in children:
         child.kill()
+    deadline = time.monotonic() + 5  # a busy machine takes its time to end what was killed
     for child in children:
-        child.join(0.5)
-    if is_main and handler is not None:
+        child.join(max(0.0, deadline - time.monotonic()))
+    if is_main and handler is not None and not any(child.is_alive() for child in children):
         signal.signal(signal.SIGCHLD, handler)
 
 
