@@ -22,7 +22,7 @@ ARCHS = {
     'LinearCSWin': dict(_PYRAMID, num_heads=(2, 2, 2, 4), grids=(10, 5, 3, 2), stripes=(1, 2, 3, None)),
     # convolution blocks in the first and third stage; keys of which some are averaged over fewer tokens
     'LinearNextViT': dict(
-        _PYRAMID, attn_every=(0, 1, 2, 1), grids=(10, 5, 3, 2), sr_ratios=(4, 3, 2, 1), group_dim=2, stem_dims=(8, 4, 8)
+        _PYRAMID, attn_every=(0, 1, 2, 1), grids=(10, 5, 3, 2), sr_ratios=(4, 3, 2, 1), group_dim=2, stem_dims=(8, 4, 6)
     ),
     'LinearDeiT': dict(embed_dims=(16,), depths=(2,), num_heads=(2,), grid=3),
 }
