@@ -89,7 +89,7 @@ def test_counters_of_batches_may_be_missing(tmp_path):
         del released['state_dict'][key]
     torch.save(released, tmp_path / 'released.pth')
     assert counters and convert_checkpoint(tmp_path / 'released.pth', tmp_path / 'ours.pth', config).complete
-    build_model(config).load_state_dict(load_file(tmp_path / 'ours.pth')['state_dict'], strict=True)
+    assert set(load_file(tmp_path / 'ours.pth')['state_dict']) == set(build_model(config).state_dict())
 
 
 def test_a_model_has_to_be_named(tmp_path, capsys):
