@@ -181,20 +181,28 @@ def test_one_token(name):
     assert_follows_reference(name, tokens=1, heads=1)
 
 
+# Each width with two ops, since all share the kernels; each op with a power of two, another, and one of two blocks.
+WIDTHS = {
+    'rala': (24, 64, 96),
+    'inline_attention': (32, 48, 128),
+    'linear_attention': (24, 32, 96),
+    'focused_attention': (48, 64, 128),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize('d', [24, 32, 48, 64, 96, 128])
-@every_op
+@pytest.mark.parametrize(('name', 'd'), [(name, d) for name in OPS for d in WIDTHS[name]])
 def test_head_widths(name, d):
     dtype = torch.float32 if d <= 64 else torch.float16
     assert_follows_reference(name, batch=1, tokens=71, heads=1, d=d, dtype=dtype, mask=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
 @every_op
-def test_many_images_and_splits(name, dtype):
-    assert_follows_reference(name, batch=64, tokens=9, heads=1, dtype=dtype)
-    assert_follows_reference(name, batch=1, tokens=1031, heads=1, dtype=dtype, mask=True)
+def test_many_images_and_splits(name):
+    """The splits in float32: a few tokens of a thousand left out are less than the rounding of bfloat16."""
+    assert_follows_reference(name, batch=64, tokens=9, heads=1, dtype=torch.bfloat16)
+    assert_follows_reference(name, batch=1, tokens=1031, heads=1, mask=True)
 
 
 def test_quadratic_twins():
