@@ -210,7 +210,8 @@ def measure(upstream: Upstream) -> Measured:
     init_default_scope(upstream.task)
     with MODELS.switch_scope_and_registry(None) as registry:  # that of the default scope
         kind = registry.get(cfg['type'])
-    hides = {'mask', 'masks', 'ids_restore'} & set(inspect.signature(kind.forward).parameters) if kind else False
+    hidden = {'mask', 'masks', 'ids_restore', 'importance'}
+    hides = hidden & set(inspect.signature(kind.forward).parameters) if kind else False
     if hides or network.get('type') == 'SparK':
         raise NoPlace(
             f'{upstream.base} has no place for a pyramid: masked image modelling hides tokens from {cfg["type"]}'
