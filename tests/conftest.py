@@ -56,15 +56,6 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config, items):
-    """Slow tests run last: a broken equation shows within seconds. Tests that share what a fixture of their file made
-    are one group, which ``--dist loadgroup`` gives to one process."""
+def pytest_collection_modifyitems(items):
+    """Slow tests run last: a broken equation shows within seconds."""
     items.sort(key=lambda item: item.get_closest_marker('slow') is not None)
-    if not config.pluginmanager.hasplugin('xdist'):
-        return
-    for item in items:
-        fixtures = getattr(item, '_fixtureinfo', None)
-        definitions = fixtures.name2fixturedefs.values() if fixtures else ()
-        if any(definition.scope == 'module' for some in definitions for definition in some):
-            item.add_marker(pytest.mark.xdist_group(item.location[0]))
