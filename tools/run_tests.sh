@@ -59,7 +59,7 @@ OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow'
 # the plain forms of the ops, which compilers, exporters and unknown devices get
 MMLINATTN_OPS=reference OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow' \
   tests/attention tests/layers tests/ops tests/backbones
-OMP_NUM_THREADS=1 pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile -m 'slow and not slurm'
+OMP_NUM_THREADS=1 pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile --durations=20 -m 'slow and not slurm'
 
 if PATH=$PATH:/usr/sbin:/sbin command -v slurmctld >/dev/null; then
   [ -z "$slurm$ci" ] || OMP_NUM_THREADS=1 "$py" -m pytest -m slurm tests/slurm
