@@ -4,6 +4,7 @@
 import json
 import os
 import pickle
+import random
 import signal
 import socket
 import subprocess
@@ -32,12 +33,14 @@ val_evaluator = dict(ann_file=data_root + '/annotations/instances_val2017.json')
 test_evaluator = val_evaluator
 default_hooks = dict(logger=dict(interval=1))
 log_processor = dict(window_size=1)
+custom_imports = dict(imports=['mmlinattn', 'hold'], allow_failed_imports=False)
+custom_hooks = [*_base_.custom_hooks, dict(type='HoldHook')]
 """
 
 
 def environment():
-    """PYTHONPATH lets the tools of other packages find this checkout too."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get('PYTHONPATH')]))
+    """PYTHONPATH lets the tools of other packages find this checkout too, and configs the hook that holds a run."""
+    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / 'tests'), os.environ.get('PYTHONPATH')]))
     return dict(
         os.environ,
         PYTHONPATH=path,
@@ -77,9 +80,16 @@ def losses(work_dir):
 
 
 def free_port():
-    with socket.socket() as listener:
-        listener.bind(('127.0.0.1', 0))
-        return str(listener.getsockname()[1])
+    """Not of those that a system hands out by itself (from 32768 up), of which another program may be given this one
+    before the run asks for it."""
+    for port in random.SystemRandom().sample(range(15000, 30000), 100):
+        with socket.socket() as listener:
+            try:
+                listener.bind(('', port))
+            except OSError:
+                continue
+            return str(port)
+    raise OSError('no free port in a hundred')
 
 
 @pytest.fixture(scope='module')
@@ -112,7 +122,7 @@ def test_killed_training_resumes_with_the_same_losses(place, trained):
     process = subprocess.Popen(
         [sys.executable, str(TOOLS / 'train.py'), 'config.py', '--work-dir', 'cut'],
         cwd=place,
-        env=environment(),
+        env=dict(environment(), HOLD='5'),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,

@@ -28,19 +28,8 @@ val_dataloader = dict(batch_size=6, num_workers=1, dataset=dict(data_root={data!
 test_dataloader = val_dataloader
 default_hooks = dict(logger=dict(interval=1))
 log_processor = dict(window_size=1)
-custom_imports = dict(imports=['mmlinattn', 'slowly'], allow_failed_imports=False)
-custom_hooks = [*_base_.custom_hooks, dict(type='Slowly')]
-"""
-# Time to send a signal in: some iterations wait, by what they count from the start of the process.
-SLOWLY = """
-import os, time
-from mmengine.hooks import Hook
-from mmengine.registry import HOOKS
-
-@HOOKS.register_module()
-class Slowly(Hook):
-    def after_train_iter(self, runner, **kwargs):
-        time.sleep(float(os.environ.get('SLOWLY', 0)))
+custom_imports = dict(imports=['mmlinattn', 'hold'], allow_failed_imports=False)
+custom_hooks = [*_base_.custom_hooks, dict(type='HoldHook')]
 """
 
 
@@ -53,27 +42,25 @@ def place(tmp_path_factory):
     write_dataset(str(folder / 'shapes'), DatasetSpec('imagenet', 24, 12, size=(64, 64)))
     base = str(ROOT / 'configs' / 'mmpretrain' / 'ravlt_shapes_quickstart.py')
     (folder / 'config.py').write_text(CONFIG.format(base=base, data=str(folder / 'shapes')))
-    (folder / 'slowly.py').write_text(SLOWLY)
     return folder
 
 
-def env(place, **more):
-    paths = os.pathsep.join([str(place), environment()['PYTHONPATH']])
+def env(**more):
     more = dict(dict(PORT=free_port()), **more)
-    return dict(environment(), PYTHONPATH=paths, **{key: str(value) for key, value in more.items()})
+    return dict(environment(), **{key: str(value) for key, value in more.items()})
 
 
 def train(place, *words):
     """Two processes, to the end."""
-    return run('bash', TOOLS / 'dist_train.sh', 'config.py', 2, *words, cwd=place, **env(place))
+    return run('bash', TOOLS / 'dist_train.sh', 'config.py', 2, *words, cwd=place, **env())
 
 
 def start(place, *command, **more):
-    """The same as a process at work, in a group of its own."""
+    """The same as a process at work, in a group of its own; held in the iteration ``HOLD``."""
     return subprocess.Popen(
         [str(word) for word in command],
         cwd=place,
-        env=env(place, **more),
+        env=env(**more),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -102,7 +89,7 @@ def descendants(pid):
 
 
 def assert_gone(pids):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while any(Path(f'/proc/{pid}').exists() for pid in pids):
         assert time.monotonic() < deadline, [pid for pid in pids if Path(f'/proc/{pid}').exists()]
         time.sleep(0.05)
@@ -126,8 +113,9 @@ def test_ctrl_c_is_one_line(place, processes):
     if processes > 1:
         command = ['bash', TOOLS / 'dist_train.sh', 'config.py', processes]
     name = f'key{processes}'
-    process = start(place, *command, '--work-dir', name, SLOWLY=0.3)
-    wait_for(process, lambda: len(losses(place / name)) >= 1 + 8 // processes)  # in the second epoch
+    at = 2 + 8 // processes  # in the second epoch
+    process = start(place, *command, '--work-dir', name, HOLD=at)
+    wait_for(process, lambda: len(losses(place / name)) == at - 1)
     running = descendants(process.pid)
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
@@ -141,13 +129,13 @@ def test_ctrl_c_is_one_line(place, processes):
     lines = [line for line in out.splitlines() if 'interrupted' in line]
     assert lines == [f'interrupted: the last checkpoint is {last!r}; {how}']
     assert_gone(running)
-    assert seconds < 2 * processes  # torchrun comes on top
+    assert seconds < 4.5 * processes  # PyTorch's loaders wait 5 s for a worker; torchrun comes on top
 
 
 def test_sigterm_to_two_processes_saves_in_the_middle_of_an_epoch(place, whole):
     command = ['bash', TOOLS / 'dist_train.sh', 'config.py', 2, '--work-dir', 'term']
-    process = start(place, *command, SLOWLY=0.3)
-    wait_for(process, lambda: len(losses(place / 'term')) >= 5)  # in the second of three epochs
+    process = start(place, *command, HOLD=6)  # in the second of three epochs
+    wait_for(process, lambda: len(losses(place / 'term')) == 5)
     running = descendants(process.pid)
     process.terminate()  # the launcher hands it on
     out, _ = process.communicate(timeout=60)
@@ -168,10 +156,11 @@ def test_a_worker_that_dies_does_not_end_the_run(place, whole):
     (place / 'died' / 'last_checkpoint').write_text('of/another/run.pth')
     os.utime(place / 'died' / 'last_checkpoint', (1, 1))
     command = ['bash', TOOLS / 'dist_train.sh', 'config.py', 2, '--work-dir', 'died']
-    process = start(place, *command, SLOWLY=0.3, MAX_RESTARTS=3)
-    wait_for(process, lambda: len(losses(place / 'died')) >= 6)
+    process = start(place, *command, HOLD=7, MAX_RESTARTS=3)
+    wait_for(process, lambda: len(losses(place / 'died')) == 6)
     ranks = [pid for pid, line in descendants(process.pid).items() if 'train.py' in line and 'launch.py' not in line]
     os.kill(min(ranks), signal.SIGKILL)
+    (place / 'died' / 'go_on').touch()  # for the processes that are started instead
     out, _ = process.communicate(timeout=200)
     assert process.returncode == 0, out[-3000:]
     assert 'resumed epoch: 1, iter: 4' in out

@@ -34,7 +34,7 @@ exit $status
 def slurm(tmp_path_factory, place):  # noqa: F811
     """Runs a command in the place, beside the daemons."""
     folder, script = tmp_path_factory.mktemp('slurm'), Path(__file__).with_name('cluster.sh')
-    variables = dict(env(place), PATH=PATH, SLURM_CONF=str(folder / 'slurm.conf'))
+    variables = dict(env(), PATH=PATH, SLURM_CONF=str(folder / 'slurm.conf'))
     variables.update(GPUS='2', GPUS_PER_NODE='0', CPUS_PER_TASK='1', MASTER_PORT=free_port())
 
     def run(*command, **more):
@@ -59,7 +59,7 @@ def test_terminated_job_is_requeued_and_ends_with_the_undisturbed_curve(slurm, p
     assert sorted(losses(place / 'under_slurm')) == list(range(1, NUM_ITERS + 1)), out[-3000:]
 
     (place / 'job.sh').write_text(JOB.format(tools=TOOLS))
-    number = slurm('sbatch', '--parsable', 'job.sh', SLOWLY='0.3').strip()
+    number = slurm('sbatch', '--parsable', 'job.sh', HOLD='6').strip()  # in the second of three epochs
     log, work = place / 'job.log', place / 'job'
 
     def wait_for(condition):
@@ -69,7 +69,7 @@ def test_terminated_job_is_requeued_and_ends_with_the_undisturbed_curve(slurm, p
             assert time.monotonic() < deadline, state + log.read_text()[-3000:]
             time.sleep(0.2)
 
-    wait_for(lambda: len(losses(work)) >= 5)  # in the second of three epochs
+    wait_for(lambda: len(losses(work)) == 5)
     slurm('scancel', '--signal=TERM', number)  # to all processes of the tasks, data-loader workers too
     wait_for(lambda: 'PENDING' in slurm('squeue', '-h', '-j', number, '-o', '%T'))
     text = log.read_text()
