@@ -221,7 +221,7 @@ def without_whole_weights(model: dict, path: Sequence[str]) -> dict:
         model: Its config.
         path: Keys from it to the network that holds the backbone.
     """
-    out = {key: None if key == 'pretrained' and isinstance(value, str) else value for key, value in model.items()}
+    out: dict = {key: None if key == 'pretrained' and isinstance(value, str) else value for key, value in model.items()}
     if is_pretrained(out.get('init_cfg')):
         out['init_cfg'] = None
     if path:
