@@ -108,8 +108,13 @@ def kept_for_backward(name: str, dim: int = 64, num_heads: int = 2, side: int = 
             kept[storage.data_ptr()] = storage.nbytes(), tensor
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        mixer(*tokens, grid, grid, context=context)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            mixer(*tokens, grid, grid, context=context)
+    finally:
+        torch.set_num_threads(threads)
     return sum(size for size, _ in kept.values()) / (4 * side * side * dim)
 
 
