@@ -95,9 +95,11 @@ def call(module: Callable, *args, **kwargs) -> Tensor:
 # --- blocks -----------------------------------------------------------------------------------------------------------
 
 
-def token_blocks(width: int, tokens: int, device: torch.device) -> Iterator[slice]:
-    """Slices of ``tokens`` tokens, ``width`` numbers each, of a size for the cache; on GPUs one slice of all."""
-    size = max(1, torch.get_num_threads() * BLOCK_NUMEL // width) if device.type == 'cpu' else max(1, tokens)
+def token_blocks(width: int, tokens: int, device: torch.device, least: int = 0) -> Iterator[slice]:
+    """Slices of ``tokens`` tokens, ``width`` numbers each, of a size for the cache, but of ``least`` tokens for each
+    thread; on GPUs one slice of all."""
+    threads = torch.get_num_threads()
+    size = max(1, threads * least, threads * BLOCK_NUMEL // width) if device.type == 'cpu' else max(1, tokens)
     for start in range(0, tokens, size):
         yield slice(start, start + size)
 

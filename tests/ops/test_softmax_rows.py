@@ -19,7 +19,7 @@ sizes = pytest.mark.parametrize('size', SIZES.values(), ids=SIZES)
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     monkeypatch.setattr(cpu, '_MIN_MACS', 1)
-    monkeypatch.setattr(cpu, 'BLOCK_NUMEL', 200)
+    monkeypatch.setattr(memory, 'BLOCK_NUMEL', 200)
     monkeypatch.setattr(cpu, '_ROWS', 4)
 
 

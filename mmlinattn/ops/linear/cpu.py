@@ -39,7 +39,7 @@ class _Linear(torch.autograd.Function):
     @differentiable
     def backward(ctx, grad):
         x, weight, _ = ctx.saved_tensors
-        grad_x = onednn.LINEAR(grad, weight.T, None, 'none', [], '') if ctx.needs_input_grad[0] else None
+        grad_x = onednn.product(grad, weight.T) if ctx.needs_input_grad[0] else None
         rows = grad.flatten(0, -2)
         grad_weight = _inner_product(rows, x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, rows.sum(dim=0) if ctx.needs_input_grad[2] else None
@@ -47,7 +47,6 @@ class _Linear(torch.autograd.Function):
 
 def _inner_product(a: Tensor, b: Tensor) -> Tensor:
     """``a.T @ b`` of (M, N) and (M, K). oneDNN copies the first factor, which is to be the narrower one."""
-    a, b = a.contiguous(), b.contiguous()  # with gaps in its second factor, oneDNN is a thousand times slower
     if a.shape[1] <= b.shape[1]:
-        return onednn.LINEAR(a.T, b.T, None, 'none', [], '')
-    return onednn.LINEAR(b.T, a.T, None, 'none', [], '').T.contiguous()
+        return onednn.product(a.T, b.T)
+    return onednn.product(b.T, a.T).T.contiguous()

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend
 from .. import onednn
 from ..forms import records
 from ..kernels import LOWEST_EXPONENT
-from ..memory import BLOCK_NUMEL, differentiable, gradients_like
+from ..memory import differentiable, gradients_like, token_blocks
 from .reference import equation
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -58,17 +58,6 @@ def _in_rows(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return large and onednn.takes(q, k) and v.dtype == q.dtype
 
 
-def _blocks(queries: int, keys: int) -> Iterator[slice]:
-    size = torch.get_num_threads() * max(BLOCK_NUMEL // keys, _ROWS)
-    for start in range(0, queries, size):
-        yield slice(start, start + size)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b.T``; ``b`` or its transpose has to be contiguous: with gaps, oneDNN is a thousand times slower."""
-    return onednn.LINEAR(a, b, None, 'none', [], '')
-
-
 def _heads(*tensors: Tensor) -> Iterator[list[Tensor]]:
     for batch in range(tensors[0].shape[0]):
         for head in range(tensors[0].shape[1]):
@@ -76,7 +65,7 @@ def _heads(*tensors: Tensor) -> Iterator[list[Tensor]]:
 
 
 def _weights(q: Tensor, k: Tensor) -> Tensor:
-    logits = _product(q * q.shape[-1] ** -0.5, k)
+    logits = onednn.product(q * q.shape[-1] ** -0.5, k)
     torch.maximum(logits, logits.amax(dim=-1, keepdim=True).add_(LOWEST_EXPONENT), out=logits)  # no denormal numbers
     return torch.softmax(logits, dim=-1, out=logits)
 
@@ -87,8 +76,8 @@ def _rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     out = q.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
     for query, key, value, result in _heads(q, k, v, out):
         key, value = key.contiguous(), value.contiguous()
-        for rows in _blocks(tokens, len(key)):
-            result[rows] = _product(_weights(query[rows], key), value.T)
+        for rows in token_blocks(len(key), tokens, q.device, _ROWS):
+            result[rows] = onednn.product(_weights(query[rows], key), value.T)
     return out
 
 
@@ -107,12 +96,12 @@ class _Rows(torch.autograd.Function):
         for query, key, value, d_out, d_q, d_k, d_v in _heads(q, k, v, grad, *grads):
             key, value, d_out = key.contiguous(), value.contiguous(), d_out.contiguous()
             scaled_key, sum_k, sum_v = (key * scale).T, 0, 0
-            for rows in _blocks(tokens, len(key)):
-                weights, d_weights = _weights(query[rows], key), _product(d_out[rows], value)
-                sum_v = sum_v + _product(d_out[rows].T, weights.T)
+            for rows in token_blocks(len(key), tokens, q.device, _ROWS):
+                weights, d_weights = _weights(query[rows], key), onednn.product(d_out[rows], value)
+                sum_v = sum_v + onednn.product(d_out[rows].T, weights.T)
                 d_logits = torch.ops.aten._softmax_backward_data(d_weights, weights, -1, q.dtype)
-                d_q[rows] = _product(d_logits, scaled_key)
-                sum_k = sum_k + _product(query[rows].T * scale, d_logits.T)
+                d_q[rows] = onednn.product(d_logits, scaled_key)
+                sum_k = sum_k + onednn.product(query[rows].T * scale, d_logits.T)
             d_k.copy_(sum_k.T)
             d_v.copy_(sum_v.T)
         return tuple(grads)
