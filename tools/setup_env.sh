@@ -13,7 +13,7 @@ usage: tools/setup_env.sh [--venv DIR] [--stack openmmlab|onedl] [--python PY] [
 Makes a virtual environment with the tested versions of PyTorch, MMCV, MMDetection,
 MMSegmentation and MMPretrain, installs this checkout into it (editable), and prints the path of
 its Python. Needs Python 3.11 or newer, gcc, g++ and a package index. The first time takes about
-10 minutes (MMCV's operators are compiled); after that only a few seconds.
+5 minutes (MMCV's operators are compiled); after that only a few seconds.
 
   --venv DIR       where to make it (default: .venv, or .venv-onedl for the onedl stack)
   --stack NAME     openmmlab: the original distributions (default)
@@ -195,9 +195,10 @@ check_index() {
   rm -rf "$folder"
 }
 
+# Files are compiled to byte code when they are first imported, most of them never: pip would compile all, one after another.
 # Of pip's output only what shows that a long build is alive; all of it goes to the log.
 install() {
-  "$vpy" -m pip install --no-build-isolation -c "$lock" "$@" 2>&1 | tee -a "$log" |
+  "$vpy" -m pip install --no-build-isolation --no-compile -c "$lock" "$@" 2>&1 | tee -a "$log" |
     sed -un 's/^ *\(Building wheel.*\)/\1/p' | while IFS= read -r line; do say "  $line"; done || {
     grep -E '(error|Error|ERROR)\b' "$log" | tail -n 5 >&2 || true
     die "pip failed; all of its output: $log"
@@ -256,15 +257,32 @@ say '1/4 PyTorch and build tools (about a minute)'
 install setuptools wheel ninja psutil torch torchvision
 probe "$vpy" torch torchvision || die 'torch and torchvision do not work together, see above'
 
-say "2/4 MMCV: compiling takes 6 to 8 minutes on 2 cores, unless pip still has it from an earlier time"
-# With a GPU in sight MMCV's build asks for the CUDA toolkit, which is rarely there in torch's version.
+# With a GPU in sight MMCV's own build asks for the CUDA toolkit, which is rarely there in torch's version.
 [ "${FORCE_CUDA:-0}" = 1 ] || export CUDA_VISIBLE_DEVICES=''
 export CFLAGS='-O1 -g0' MMCV_WITH_OPS=1 MAX_JOBS=${MAX_JOBS:-$(nproc 2>/dev/null || echo 2)}
-install "$mmcv"
+
+# The wheels that build_mmcv.py makes stay in pip's cache folder, for the next environment.
+joined_mmcv() {
+  local wheels
+  [ "${FORCE_CUDA:-0}" != 1 ] || return 1
+  wheels=$("$vpy" -m pip cache dir 2>/dev/null) && [ -n "$wheels" ] || wheels=$venv
+  "$vpy" "$ROOT/tools/build_mmcv.py" "$mmcv==$(pin "$mmcv")" --wheels "$wheels" 2>>"$log"
+}
+
+say '2/4 MMCV: compiling takes about 2 minutes on 2 cores, unless it was built here before'
+if wheel=$(joined_mmcv); then
+  # Of another build, for another PyTorch, nothing is kept.
+  install --force-reinstall --no-deps "$wheel"
+  install "$mmcv"
+else
+  say "  MMCV is built in its own way, which takes 6 to 8 minutes, unless pip still has it from an earlier time"
+  install "$mmcv"
+fi
 mend_opencv
 # pip keeps built wheels without knowing for which torch.
 if ! probe "$vpy" mmcv.ops 2>>"$log"; then
-  say "  the MMCV that pip had at hand was built for another PyTorch: compiling it anew"
+  say "  the MMCV that was at hand does not work with this PyTorch: compiling it anew"
+  [ -z "$wheel" ] || rm -f "$wheel"
   install --no-cache-dir --force-reinstall --no-deps "$mmcv"
   probe "$vpy" mmcv.ops || die "MMCV was compiled and still does not work, see above and $log"
 fi
