@@ -4,6 +4,7 @@
 The long way is walked with a stand-in Python that writes down every pip call instead of obeying it.
 """
 
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -12,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ('bash', 'cat', 'dirname', 'flock', 'gcc', 'grep', 'ls', 'mktemp', 'nproc', 'rm', 'sed')
@@ -257,3 +259,22 @@ def test_existing_environment_that_has_all_is_used():
     done = setup_env('--use-existing', '--python', sys.executable, PYTHONPATH=paths)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f'{sys.executable}\n'
+
+
+@pytest.mark.parametrize('lock', ['lock.txt', 'lock-onedl.txt'])
+def test_every_locked_version_installs_on_the_first_python_3_11(lock):
+    """Debian 12 has 3.11.2; a version that asks for a later 3.11 ends the set-up there."""
+    lines = (ROOT / 'requirements' / lock).read_text().splitlines()
+    pins = dict(line.split('==', 1) for line in lines if line and not line.startswith('#'))
+    seen = 0
+    for name, version in pins.items():
+        try:
+            installed = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        # What an environment of another stack has is another version.
+        if installed.version.partition('+')[0] == version.lstrip('='):
+            seen += 1
+            asked = installed.metadata['Requires-Python'] or ''
+            assert SpecifierSet(asked).contains('3.11.0'), f'{name} {version} asks for Python {asked}'
+    assert seen > 10
