@@ -77,7 +77,7 @@ class LinearPVT(PyramidBackbone):
                         spatial_attention(
                             dim, self.arch['num_heads'][i], spec, sr_ratios[i], dict(type='LN', eps=1e-5), grid=grid
                         ),
-                        self.build_ffn(i, MLP, dim, dim * mlp_ratios[i]),
+                        self.build_ffn(i, MLP, dim, int(dim * mlp_ratios[i])),
                         norm_cfg=NORM,
                         drop_path=rate,
                     )

@@ -61,7 +61,7 @@ class LinearPVTv2(PyramidBackbone):
                     Block(
                         dim,
                         spatial_attention(dim, self.arch['num_heads'][i], spec, sr_ratios[i], norm_cfg, grid=grid),
-                        self.build_ffn(i, DWConvFFN, dim, dim * mlp_ratios[i]),
+                        self.build_ffn(i, DWConvFFN, dim, int(dim * mlp_ratios[i])),
                         norm_cfg=NORM,
                         drop_path=rate,
                     )

@@ -450,3 +450,10 @@ def test_models_built_without_memory_and_then_given_their_weights(host, attn):
     model.load_state_dict(source.state_dict(), assign=True)
     for ours, theirs in zip(model(x), source(x)):
         torch.testing.assert_close(ours, theirs)
+
+
+@every_host
+def test_the_ratio_of_the_hidden_width_may_be_a_fraction(host):
+    arch = dict(copy.deepcopy(ARCHS[host]), mlp_ratios=2.5)
+    model = small_hosts.build(host, 'inline', arch=arch).eval()
+    assert all(out.isfinite().all() for out in model(image()))
