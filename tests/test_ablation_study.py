@@ -6,12 +6,14 @@ import runpy
 import subprocess
 import sys
 
+import cv2
 import pytest
 import torch
 from config_helpers import ROOT
 from mmengine.registry import MODELS
 
 from mmlinattn.analysis import ablation, ablation_report
+from mmlinattn.analysis.study_tasks import TASKS
 from mmlinattn.attention import TokenMixer
 from mmlinattn.engine import RunError
 
@@ -44,19 +46,143 @@ def test_arms_have_the_same_size_but_for_what_they_lack():
 
 
 def test_pictures_are_named_by_their_largest_shape():
-    images, labels = ablation.draw_pictures(12, 64, 3, 0.5)
+    task, settings = TASKS['largest'], ablation.Settings()
+    images, labels = task.draw(12, settings, 3)
     assert images.shape == (12, 3, 64, 64) and images.dtype == torch.uint8
     assert set(labels.tolist()) <= set(range(6)) and len(set(labels.tolist())) > 1
-    again = ablation.draw_pictures(12, 64, 3, 0.5)
+    again = task.draw(12, settings, 3)
     assert torch.equal(images, again[0]) and torch.equal(labels, again[1])
-    assert not torch.equal(images, ablation.draw_pictures(12, 64, 4, 0.5)[0])
+    assert not torch.equal(images, task.draw(12, settings, 4)[0])
+
+
+def test_recall_asks_for_the_spot_of_the_disc_in_the_same_colour():
+    """Seen again in the pictures: at each place a disc without a spot, and one more of its colour around the answer."""
+    task = TASKS['recall']
+    images, targets = task.draw(8, task.settings, 0)
+    palette = torch.tensor(task.palette).float()
+    assert targets.shape == (8, 4, 3)
+    for picture, points in zip(*task.mirrored(images, targets, torch.tensor([True, False] * 4))):
+        pixels = picture.permute(1, 2, 0).float()
+        rows, columns = torch.meshgrid(torch.arange(64) + 0.5, torch.arange(64) + 0.5, indexing='ij')
+        distance, colour = torch.cdist(pixels.flatten(0, 1), palette).view(64, 64, 6).min(dim=-1)
+        answers = []
+        for x, y, label in points.tolist():
+            away = ((rows - y) ** 2 + (columns - x) ** 2).sqrt()
+            own = colour[away < 5].mode().values
+            assert (colour[away < 5] == own).float().mean() > 0.95 and distance[away < 5].mean() < 40  # no spot
+            ring = (colour == own) & (distance < 40) & (away > 9)
+            around = [colour[int(v) - 1 : int(v) + 2, int(u) - 1 : int(u) + 2] for u, v in _middles(ring)]
+            assert int(label) in [patch.flatten().mode().values.item() for patch in around]
+            answers.append(int(label))
+        assert len(set(answers)) == 4
+
+
+def _middles(mask):
+    """Of the pieces of a mask that are as large as a disc, or its ring."""
+    _, _, boxes, _ = cv2.connectedComponentsWithStats(mask.numpy().astype('uint8'), connectivity=8)
+    return [(x + w / 2, y + h / 2) for x, y, w, h, _ in boxes[1:] if min(w, h) >= 10]
+
+
+@pytest.mark.slow
+def test_recall_is_learned_by_heart():
+    torch.set_num_threads(1)
+    task = TASKS['recall']
+    data = task.draw(4, task.settings, 1)
+    settings = task.settings._replace(iterations=60, batch=4, num_train=4, num_val=4)
+    found = ablation.train_arm(ablation.STUDIES['inline']().arms['softmax'], 0, settings, data, data, task='recall')
+    assert found['accuracy'] > 60
+
+
+def test_boxes_enclose_what_is_drawn_and_turn_with_the_picture():
+    task = TASKS['detection']
+    images, targets = task.draw(6, task.settings, 0)
+    assert images.shape == (6, 3, 96, 96) and targets.shape == (6, 5, 5)
+    real = targets[targets[..., 4] >= 0]
+    assert (real[:, :2] >= 0).all() and (real[:, 2:4] <= 96).all() and (real[:, 2:4] - real[:, :2] >= 6).all()
+    turned, boxes = task.mirrored(images, targets, torch.tensor([True, False] * 3))
+    assert torch.equal(turned[0], images[0].flip(-1)) and torch.equal(turned[1], images[1])
+    assert torch.equal(boxes[1::2], targets[1::2])
+    x0, y0, x1, y1, label = targets[0, 0].tolist()
+    assert boxes[0, 0].tolist() == [96 - x1, y0, 96 - x0, y1, label]
+    none = targets[0, :, 4] < 0
+    assert torch.equal(boxes[0][none], targets[0][none])
+
+
+class Perfect(torch.nn.Module):
+    """A detector that finds what it was told, shifted."""
+
+    def __init__(self, targets, shift=0.0):
+        super().__init__()
+        self.weight, self.targets, self.shift = torch.nn.Parameter(torch.zeros(1)), targets, shift
+        self.detector = self
+
+    def predict(self, images, samples, rescale):
+        for sample in samples:
+            truth = sample.gt_instances
+            scores = torch.ones(len(truth.bboxes))
+            sample.pred_instances = type(truth)(bboxes=truth.bboxes + self.shift, labels=truth.labels, scores=scores)
+        return samples
+
+
+def test_box_ap_is_cocos():
+    """All of it for the boxes themselves, none for boxes elsewhere, part of the IoUs for shifted ones."""
+    pytest.importorskip('mmdet')
+    task = TASKS['detection']
+    images, targets = task.draw(6, task.settings, 0)
+    assert task.score(Perfect(targets), images, targets) == pytest.approx(100)
+    assert task.score(Perfect(targets, 90.0), images, targets) == 0
+    assert 10 < task.score(Perfect(targets, 3.0), images, targets) < 90
+
+
+@pytest.mark.slow
+def test_detection_is_a_task_of_every_study(tmp_path, monkeypatch, capsys):
+    """Trained, measured and written; a host of two stages, too. Results of one task are not mixed with another's."""
+    pytest.importorskip('mmdet')
+    quick = '--iterations', 2, '--batch', 2, '--num-train', 4, '--num-val', 4, '--seeds', 1
+    for study, arm in (('rala', 'without CPE'), ('hallucinated', 'cFFN, r = 2')):
+        out = tmp_path / study
+        run(monkeypatch, '--study', study, '--task', 'detection', '--arms', arm, '--out', out, *quick)
+        results = json.loads((out / 'results.json').read_text())
+        assert results['task'] == 'detection' and results['settings']['size'] == 96
+        (found,) = results['runs']
+        assert found['box_AP'] >= 0 and len(found['attention']) == 5 and found['loss'] > 0
+    text = (tmp_path / 'rala' / 'table.md').read_text()
+    assert '| box AP |' in text and '| 47.0 COCO box AP |' in text and 'chance' not in text
+    with pytest.raises(SystemExit):
+        run(monkeypatch, '--study', 'rala', '--out', tmp_path / 'rala', '--size', 96, *quick)
+    assert "task 'detection'" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_detector_learns_by_heart():
+    pytest.importorskip('mmdet')
+    torch.set_num_threads(1)
+    task = TASKS['detection']
+    settings = task.settings._replace(iterations=60, batch=4, num_train=4, num_val=4, lr=2e-3)
+    data = task.draw(4, settings, 1)
+    arm = ablation.STUDIES['rala']().arms['full']
+    found = ablation.train_arm(arm, 0, settings, data, data, task='detection')
+    assert found['box_AP'] > 25, found
+
+
+def test_sizes_are_those_of_merged_branches():
+    """hMHSA Tab. 5: more branches while training, the same model after; the smaller ratio has as many parameters."""
+    arms = ablation.STUDIES['hallucinated']().arms
+    sizes = {
+        name: ablation._parameters(MODELS.build(dict(arm.backbone)))
+        for name, arm in arms.items()
+        if 'FFN' in name or name == 'IHH, CHH'
+    }
+    assert sizes['cFFN, r = 1'] == sizes['cFFN, r = 2'] == sizes['cFFN, r = 3'] < sizes['IHH, CHH']
+    assert abs(sizes['smaller FFN ratio'] / sizes['cFFN, r = 2'] - 1) < 0.01, sizes
+    assert abs(sizes['cFFN of M1, r = 2'] / sizes['cFFN, r = 2'] - 1) < 0.01, sizes
 
 
 @pytest.mark.slow
 def test_training_learns_and_repeats():
     torch.set_num_threads(1)
     settings = ablation.Settings(iterations=40, batch=8, num_train=8, num_val=8)
-    data = ablation.draw_pictures(8, 64, 1, 1.0)
+    data = TASKS['largest'].draw(8, settings._replace(tinted=1.0), 1)
     arm = ablation.STUDIES['inline']().arms['identity, injective']
     found = [ablation.train_arm(arm, 0, settings, data, data) for _ in range(2)]
     assert found[0]['loss'] < 1.2 and found[0]['accuracy'] > 60  # by heart; chance is 1.79 and 17
@@ -88,7 +214,7 @@ def test_a_study_resumes_where_it_was(tmp_path, monkeypatch, capsys):
     run(monkeypatch, *args)
     results = json.loads((tmp_path / 'results.json').read_text())
     assert trained == [1, 1] and len(results['runs']) == 4 and results['runs'][:2] == kept['runs']
-    assert {'results.json', 'table.md', 'plot.png', '.locks'} == {path.name for path in tmp_path.iterdir()}
+    assert {'results.json', 'table.md', 'plot.png', 'ranks.png', '.locks'} == {path.name for path in tmp_path.iterdir()}
     text = (tmp_path / 'table.md').read_text()
     assert '| full | 2 |' in text and 'without KV augmentation' not in text  # what was not run is left out
     trained.clear()
@@ -138,12 +264,12 @@ def test_processes_share_a_study(tmp_path, monkeypatch):
         stand_in(monkeypatch)
         said = []
         results = ablation.run_study('hallucinated', tmp_path, 2, SMALL, progress=said.append)
-        assert len(results['runs']) == 11 and '1 of 12 runs are left' in said[-1]
+        assert len(results['runs']) == 21 and '1 of 22 runs are left' in said[-1]
     finally:
         other.kill()
         other.wait()
     results = ablation.run_study('hallucinated', tmp_path, 2, SMALL)
-    assert len(results['runs']) == 12 and (results['runs'][-1]['arm'], results['runs'][-1]['seed']) == ('CHH, IHH', 1)
+    assert len(results['runs']) == 22 and (results['runs'][-1]['arm'], results['runs'][-1]['seed']) == ('CHH, IHH', 1)
 
 
 def test_what_another_process_finished_meanwhile_is_kept(tmp_path, monkeypatch):
@@ -177,7 +303,7 @@ def test_runs_of_other_studies_are_reused_where_the_model_is_the_same(tmp_path, 
     assert [(run['arm'], run['seed'], run['accuracy']) for run in added] == [('plain', 0, 30.0), ('IHH, CHH', 0, 40.0)]
     assert ablation.reuse('hallucinated', out, SMALL, [folders['attentions']]) == []  # first come, first kept
     results = ablation.run_study('hallucinated', out, 1, SMALL)
-    assert len(trained) == 4 and len(results['runs']) == 6
+    assert len(trained) == 9 and len(results['runs']) == 11
     others = json.loads((folders['attentions'] / 'results.json').read_text())
     assert [run['arm'] for run in ablation.reusable_runs('flatten', others)] == ['focused, depth-wise']
     # an arm that wants the accuracy with masked weights takes no run without it
@@ -207,6 +333,7 @@ def test_arms_that_take_an_attention_as_it_comes_are_what_they_are_called():
         (['--size', '32'], '--size 32 has to be at least 64'),
         (['--num-train', '4', '--batch', '8'], '--num-train 4 has to be at least 8'),
         (['--device', 'abacus'], '--device abacus'),
+        (['--task', 'recall', '--tinted', '0.2'], "--tinted 0.2 has no meaning in task 'recall'"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, args, message):

@@ -7,12 +7,17 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
-from .ablation import write_atomically
+from .ablation import FIRST_TASK, write_atomically
 from .studies import STUDIES, Study
+from .study_tasks import TASKS, Task
 
 matplotlib.use('Agg')
 
 from matplotlib import pyplot  # noqa: E402
+
+
+def task_of(results: dict) -> Task:
+    return TASKS[results.get('task', FIRST_TASK)]
 
 
 def by_arm(results: dict) -> dict[str, list[dict]]:
@@ -39,10 +44,10 @@ def verdict(better: list[float], worse: list[float]) -> str:
     return 'reversed' if max(better) < min(worse) else 'within the spread'
 
 
-def differences(better: list[dict], worse: list[dict]) -> list[float]:
+def differences(better: list[dict], worse: list[dict], metric: str = 'accuracy') -> list[float]:
     """Of each seed that both have, which shows them the same pictures in the same order."""
-    others = {run['seed']: run['accuracy'] for run in worse}
-    return [run['accuracy'] - others[run['seed']] for run in better if run['seed'] in others]
+    others = {run['seed']: run[metric] for run in worse}
+    return [run[metric] - others[run['seed']] for run in better if run['seed'] in others]
 
 
 def attention_of(run: dict) -> dict[str, float]:
@@ -78,35 +83,40 @@ def _cell(runs: list[dict], key: str, form: str) -> str:
     return form.format(mean, most)
 
 
-def _paper_difference(study: Study, better: str, worse: str, metric) -> str:
+def _paper_difference(study: Study, better: str, worse: str, metric, task: Task) -> str:
+    printed = [study.arms[arm].paper for arm in (better, worse)]
+    if task.paper_metric is not None:
+        metric = task.paper_metric if all(task.paper_metric in paper for paper in printed) else None
     if metric is None:
         return 'not in our tables'
     if isinstance(metric, str):
-        pair = study.arms[better].paper[metric] - study.arms[worse].paper[metric]
-        return f'{pair:+.1f} ({metric})'
+        return f'{printed[0][metric] - printed[1][metric]:+.1f} ({metric})'
     return f'{metric:+.1f} (ImageNet)'
 
 
 def table(results: dict) -> str:
     """The study as markdown."""
-    study, runs = STUDIES[results['study']](), by_arm(results)
-    settings = results['settings']
+    study, runs, task = STUDIES[results['study']](), by_arm(results), task_of(results)
+    settings, key = results['settings'], task.metric
+    name, chance = task.unit.partition(',')[0], f', chance {task.chance:.1f} %' if task.chance else ''
     lines = [
-        f'Study `{results["study"]}` ({study.source}): {settings["iterations"]} steps of {settings["batch"]} pictures '
-        f'of {settings["size"]} x {settings["size"]} for every arm, {settings["num_val"]} pictures to test on, chance '
-        '16.7 %. Accuracy in percent, mean and standard deviation over seeds.',
+        f'Study `{results["study"]}` ({study.source}); task: {task.what}. {settings["iterations"]} steps of '
+        f'{settings["batch"]} pictures of {settings["size"]} x {settings["size"]} for every arm, '
+        f'{settings["num_val"]} pictures to test on{chance}. In percent, mean and standard deviation over seeds.',
         '',
-        '| arm | seeds | parameters | accuracy | paper | effective rank of the state | of the output | as projected '
+        f'| arm | seeds | parameters | {name} | paper | effective rank of the state | of the output | as projected '
         '| confused pairs | weight in 3x3 (if uniform) |',
         '| --- ' * 10 + '|',
     ]
     for arm, found in runs.items():
         paper = study.arms[arm].paper if arm in study.arms else {}
+        if task.paper_metric is not None:
+            paper = {name: value for name, value in paper.items() if name == task.paper_metric}
         cells = [
             arm,
             str(len(found)),
             f'{found[0]["params"] / 1e3:.0f} k',
-            spread([run['accuracy'] for run in found]),
+            spread([run[key] for run in found]),
             ', '.join(f'{value} {name}' for name, value in paper.items()),
             _cell(found, 'state', '{:.1f} of {:.0f}'),
             _cell(found, 'output', '{:.1f} of {:.0f}'),
@@ -119,11 +129,11 @@ def table(results: dict) -> str:
     if pairs:
         lines += ['', '| better in the paper | than | paper | here | seed by seed | ordering |', '| --- ' * 6 + '|']
     for better, worse, metric in pairs:
-        ours = [[run['accuracy'] for run in runs[arm]] for arm in (better, worse)]
-        each = differences(runs[better], runs[worse])
+        ours = [[run[key] for run in runs[arm]] for arm in (better, worse)]
+        each = differences(runs[better], runs[worse], key)
         mean = f'{statistics.fmean(each):+.1f}' if each else ''
         by_seed = ', '.join(f'{value:+.1f}' for value in each)
-        printed = _paper_difference(study, better, worse, metric)
+        printed = _paper_difference(study, better, worse, metric, task)
         lines.append(f'| {better} | {worse} | {printed} | {mean} | {by_seed} | {verdict(*ours)} |')
     masked = {arm: [run for run in found if run.get('masked')] for arm, found in runs.items()}
     masked = {arm: found for arm, found in masked.items() if found}
@@ -131,25 +141,24 @@ def table(results: dict) -> str:
         names = list(next(iter(masked.values()))[0]['masked'])
         lines += [
             '',
-            f'| accuracy with masked weights | none | {" | ".join(names)} |',
+            f'| {name} with masked weights | none | {" | ".join(names)} |',
             '| --- ' * (len(names) + 2) + '|',
         ]
         for arm, found in masked.items():
-            cells = [spread([run['accuracy'] for run in found])]
+            cells = [spread([run[key] for run in found])]
             cells += [spread([run['masked'][name] for run in found]) for name in names]
             lines.append(f'| {arm} | {" | ".join(cells)} |')
     return '\n'.join(lines) + '\n'
 
 
 def plot(results: dict, path: Path) -> None:
-    """Accuracy of each run by arm, and the mean curve of each arm."""
-    runs = by_arm(results)
+    """Score of each run by arm, and the mean curve of each arm."""
+    runs, task = by_arm(results), task_of(results)
     figure, (left, right) = pyplot.subplots(
         1, 2, figsize=(12, 0.42 * len(runs) + 2.6), width_ratios=(3, 2), layout='constrained'
     )
-    colours = pyplot.get_cmap('tab10' if len(runs) <= 10 else 'tab20').colors
-    for i, found in enumerate(runs.values()):
-        colour, values = colours[i % len(colours)], [run['accuracy'] for run in found]
+    for i, (colour, found) in enumerate(_coloured(runs)):
+        values = [run[task.metric] for run in found]
         left.plot(values, [i] * len(values), 'o', color=colour, alpha=0.6)
         left.plot([statistics.fmean(values)] * 2, [i - 0.3, i + 0.3], color=colour, linewidth=2)
         curves = np.array([[point[1] for point in run['curve']] for run in found])
@@ -159,20 +168,57 @@ def plot(results: dict, path: Path) -> None:
     left.set_yticks(range(len(runs)), [f'{arm} ({len(found)})' for arm, found in runs.items()], fontsize=8)
     left.invert_yaxis()
     left.grid(axis='x', alpha=0.3)
-    left.set_xlabel('accuracy, %: dots are seeds, the line is their mean')
+    left.set_xlabel(f'{task.unit}: dots are seeds, the line is their mean')
     right.set_xlabel('training steps (colours as on the left)')
-    right.set_ylabel('accuracy, % (band: lowest and highest seed)')
+    right.set_ylabel(f'{task.unit} (band: lowest and highest seed)')
     right.grid(alpha=0.3)
     figure.suptitle(f'study {results["study"]}: arms (number of seeds), same pictures and steps for all', fontsize=10)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
+def _coloured(runs: dict[str, list[dict]]) -> list[tuple]:
+    colours = pyplot.get_cmap('tab10' if len(runs) <= 10 else 'tab20').colors
+    return [(colours[i % len(colours)], found) for i, found in enumerate(runs.values())]
+
+
+RANKS = dict(state='state of keys and values', output="output of the attention's heads", projected='same with gate')
+
+
+def plot_ranks(results: dict, path: Path) -> bool:
+    """Score of each run over the ranks of its trained attention (RALA Fig. 8); False where no ranks were measured."""
+    runs, task = by_arm(results), task_of(results)
+    measured = [attention_of(run) for found in runs.values() for run in found]
+    names = [name for name in RANKS if any(name in found for found in measured)]
+    if not names:
+        return False
+    width = 3.6 * len(names) + 3
+    figure, axes = pyplot.subplots(1, len(names), figsize=(width, 4), sharey=True, squeeze=False, layout='constrained')
+    for name, axis in zip(names, axes[0]):
+        most = max(found[name][1] for found in measured if name in found)
+        for arm, (colour, found) in zip(runs, _coloured(runs)):
+            points = [(attention_of(run).get(name), run[task.metric]) for run in found]
+            points = [(rank[0], score) for rank, score in points if rank]
+            axis.plot(*zip(*points), 'o', color=colour, alpha=0.7, label=arm) if points else None
+        axis.set_title(RANKS[name], fontsize=10)
+        axis.set_xlabel(f'effective rank, mean over blocks (at most {most:.0f})')
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel(task.unit)
+    labels = {label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(labels.values(), labels.keys(), loc='outside right upper', fontsize=8)
+    figure.suptitle(f'study {results["study"]}: a dot a trained model, its ranks and its {task.unit.split(",")[0]}')
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return True
+
+
 def write(results: dict, out: Path) -> list[Path]:
-    """``table.md`` and ``plot.png`` beside ``results.json``; the paths of all three."""
+    """``table.md``, ``plot.png`` and, where ranks were measured, ``ranks.png`` beside ``results.json``; all paths."""
     paths = [out / 'results.json', out / 'table.md', out / 'plot.png']
     if not results['runs']:
         return []
     write_atomically(paths[1], table(results))
     plot(results, paths[2])
+    if plot_ranks(results, out / 'ranks.png'):
+        paths.append(out / 'ranks.png')
     return paths

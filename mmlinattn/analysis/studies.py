@@ -60,10 +60,10 @@ def _ravlt(mixer='rala', mlp_ratio: float = 2.0, **options) -> dict:
     return dict(type='RAVLT', arch=arch, stage_attns=(mixer,) * 3, **{**plain, **options})
 
 
-def _pvt(mixer) -> dict:
+def _pvt(mixer, **changed) -> dict:
     """PVT of two stages, whole maps: nothing but the attention mixes tokens."""
     arch = dict(embed_dims=(48, 96), depths=(2, 3), num_heads=(3, 6), mlp_ratios=(2, 2), sr_ratios=1, grids=(16, 8))
-    arch['drop_path_rate'] = 0.0
+    arch = {**arch, 'drop_path_rate': 0.0, **changed}
     return dict(type='LinearPVT', arch=arch, stage_attns=(mixer,) * 2, out_indices=(1,))
 
 
@@ -147,6 +147,9 @@ def _hallucinated_study() -> Study:
     def steps(*names):
         return dict(type='hallucinated', steps=names)
 
+    def compact(**options):
+        return _pvt('hallucinated', ffn=dict(type='compact', **options))
+
     arms = {
         'plain': Arm(_pvt('softmax'), printed(69.3)),
         'copies': Arm(_pvt(steps()), printed(68.8)),
@@ -156,7 +159,19 @@ def _hallucinated_study() -> Study:
         'CHH, IHH': Arm(_pvt(steps('chh', 'ihh')), printed(69.3)),
     }
     pairs = [('IHH, CHH', arm, 'Tiny-ImageNet') for arm in arms if arm != 'IHH, CHH']
-    return Study('hMHSA Tab. 2 and 3', arms, pairs)
+    arms.update(
+        {
+            # M2 factorised leaves (1 + t) / 2 of the two matrices: so does a ratio of 2 (1 + t) / 2 = 5/3
+            'smaller FFN ratio': Arm(_pvt('hallucinated', mlp_ratios=(5 / 3, 5 / 3)), printed(68.8)),
+            'cFFN, r = 1': Arm(compact(r=1), printed(69.1)),
+            'cFFN, r = 2': Arm(compact(), printed(70.2)),  # of M2, as released
+            'cFFN, r = 3': Arm(compact(r=3), printed(70.0)),
+            'cFFN of M1, r = 2': Arm(compact(matrix='M1'), printed(70.0)),
+        }
+    )
+    others = ('IHH, CHH', 'smaller FFN ratio', 'cFFN, r = 1', 'cFFN, r = 3', 'cFFN of M1, r = 2')
+    pairs += [('cFFN, r = 2', arm, 'Tiny-ImageNet') for arm in others]
+    return Study('hMHSA Tab. 2, 3, 5 and 7', arms, pairs)
 
 
 def _attentions_study() -> Study:

@@ -19,6 +19,7 @@ from rich.progress import Progress
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
 
 from mmlinattn.analysis import ablation, ablation_report
+from mmlinattn.analysis.study_tasks import TASKS
 from mmlinattn.engine import RunError
 from mmlinattn.engine.cli import one_line_errors
 
@@ -34,7 +35,6 @@ SETTINGS = dict(
 
 
 def parse_args() -> argparse.Namespace:
-    defaults = ablation.Settings()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = {name: study().source for name, study in ablation.STUDIES.items()}
     text = '; '.join(f'{name}: {source}' for name, source in names.items())
@@ -43,17 +43,26 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--seeds', type=int, default=3, help='runs of each arm [3]')
     parser.add_argument('--max-minutes', type=float, help='begin no further run that would end later [no limit]')
     parser.add_argument('--arms', nargs='+', metavar='NAME', help='only these arms [all of the study]')
-    text = 'take runs of the same models and settings from these --out folders, of any study or machine'
+    text = 'take runs of the same models, task and settings from these --out folders, of any study or machine'
     parser.add_argument('--reuse', nargs='+', type=Path, default=[], metavar='FOLDER', help=text)
-    for name, value in defaults._asdict().items():
-        flag = '--' + name.replace('_', '-')
-        parser.add_argument(flag, type=type(value), default=value, help=f'{SETTINGS[name]} [{value}]')
+    tasks = '; '.join(f'{name}: {task.what}' for name, task in TASKS.items())
+    text = f'what the arms learn [{ablation.FIRST_TASK}]. {tasks}'
+    parser.add_argument('--task', choices=list(TASKS), default=ablation.FIRST_TASK, help=text)
+    for name, value in ablation.Settings()._asdict().items():
+        uses = {key: task.settings for key, task in TASKS.items() if name not in task.unused}
+        text = ', '.join(f'{getattr(settings, name)} in {key}' for key, settings in uses.items())
+        parser.add_argument('--' + name.replace('_', '-'), type=type(value), help=f'{SETTINGS[name]} [{text}]')
     parser.add_argument('--device', default='cpu', help='cpu, cuda, ... [cpu]')
     return parser.parse_args()
 
 
 def checked_settings(args: argparse.Namespace) -> ablation.Settings:
-    settings = ablation.Settings(*(getattr(args, name) for name in ablation.Settings._fields))
+    task = TASKS[args.task]
+    given = {name: getattr(args, name) for name in ablation.Settings._fields if getattr(args, name) is not None}
+    for name in task.unused:
+        if name in given:
+            raise RunError(f'--{name.replace("_", "-")} {given[name]} has no meaning in task {args.task!r}.')
+    settings = task.settings._replace(**given)
     least = dict(iterations=1, batch=2, num_train=settings.batch, num_val=4, size=64)
     for name, value in least.items():
         if getattr(settings, name) < value:
@@ -79,17 +88,17 @@ def main() -> None:
     MMLogger.get_instance('mmengine', log_level='ERROR')  # a line for each parameter that is initialised
     with one_line_errors():
         settings = checked_settings(args)
-        for run in ablation.reuse(args.study, args.out, settings, args.reuse):
-            print(f'{run["arm"]}, seed {run["seed"]}: {run["accuracy"]:.1f} %  (reused)')
+        for run in ablation.reuse(args.study, args.out, settings, args.reuse, args.task):
+            print(f'{run["arm"]}, seed {run["seed"]}: {run[TASKS[args.task].metric]:.1f} %  (reused)')
         with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-            task = bar.add_task('steps of a run', total=settings.iterations)
+            steps = bar.add_task('steps of a run', total=settings.iterations)
 
             def finished(message):
                 print(message, flush=True)
-                bar.reset(task)
+                bar.reset(steps)
 
             arguments = args.study, args.out, args.seeds, settings, args.max_minutes, args.arms, args.device
-            results = ablation.run_study(*arguments, finished, lambda: bar.advance(task))
+            results = ablation.run_study(*arguments, finished, lambda: bar.advance(steps), args.task)
         for path in ablation_report.write(results, args.out):
             print(path)
 

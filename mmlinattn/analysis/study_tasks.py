@@ -1,0 +1,380 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What the small models of a study learn: pictures drawn in memory, a head, a loss and a score."""
+
+import contextlib
+import io
+from typing import NamedTuple, Optional
+
+import cv2
+import numpy as np
+import torch
+import torch.nn.functional as F
+from mmengine.config import ConfigDict
+from mmengine.logging import MMLogger
+from mmengine.registry import MODELS
+from torch import Tensor, nn
+
+from ..datasets.shapes import MAX_SHAPES, SHAPES, draw_scene
+from ..engine import RunError
+
+
+class Settings(NamedTuple):
+    """What all arms of a study have in common.
+
+    Attributes:
+        iterations, batch: Steps and pictures a step.
+        num_train, num_val: Pictures; the training ones are mirrored at random.
+        size: Side of a picture in pixels.
+        lr: Peak learning rate of AdamW (weight decay 0.05), after a warm-up over 5 % of the steps, then a cosine to 0.
+        tinted: Fraction of the shapes in a colour typical of their form; with all of them, colours alone would do.
+    """
+
+    iterations: int = 300
+    batch: int = 32
+    num_train: int = 4096
+    num_val: int = 512
+    size: int = 64
+    lr: float = 2e-3
+    tinted: float = 0.5
+
+
+class Task:
+    """Base of the tasks.
+
+    Attributes:
+        what (str): What is asked, for the help and the table.
+        metric (str): Key of the score in a run.
+        unit (str): Name of the score on axes and in tables.
+        chance (float, optional): Score of a guess.
+        paper_metric (str, optional): The papers' metric for the same task, where it is not that of the study's pairs.
+        settings (Settings): Defaults.
+        unused (tuple[str]): Settings without a meaning here.
+    """
+
+    what: str
+    metric = 'accuracy'
+    unit = 'accuracy, %'
+    chance: Optional[float] = None
+    paper_metric: Optional[str] = None
+    settings = Settings()
+    unused: tuple = ()
+
+    def draw(self, number: int, settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
+        """Pictures (number, 3, size, size) uint8 and targets (number, ...)."""
+        raise NotImplementedError
+
+    def mirrored(self, images: Tensor, targets: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
+        """The pictures where ``which`` (number,) is true mirrored, with their targets."""
+        return torch.where(which[:, None, None, None], images.flip(-1), images), targets
+
+    def build(self, backbone: dict) -> nn.Module:
+        """A model of pictures, (B, 3, size, size) uint8, with initial weights."""
+        raise NotImplementedError
+
+    def loss(self, model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def score(self, model: nn.Module, images: Tensor, targets: Tensor, batch: int = 128) -> float:
+        """In percent, of a model in eval mode."""
+        raise NotImplementedError
+
+
+# --- classification ---------------------------------------------------------------------------------------------------
+
+
+def _normalised(images: Tensor) -> Tensor:
+    return (images.float() - 127.5) / 64
+
+
+class Classifier(nn.Module):
+    """A backbone's last map, its mean, and a linear layer."""
+
+    def __init__(self, backbone: dict, num_classes: int) -> None:
+        super().__init__()
+        self.backbone = MODELS.build(dict(backbone))
+        self.backbone.init_weights()
+        self.head = nn.Linear(self.backbone.feature_info[-1]['channels'], num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.backbone(_normalised(images))[-1].mean(dim=(2, 3)))
+
+
+class Classification(Task):
+    num_classes: int
+
+    def build(self, backbone):
+        return Classifier(backbone, self.num_classes)
+
+    def loss(self, model, images, targets):
+        return F.cross_entropy(model(images), targets, label_smoothing=0.1)
+
+    @torch.no_grad()
+    def score(self, model, images, targets, batch=128):
+        """Top-1."""
+        device = next(model.parameters()).device
+        parts = zip(images.split(batch), targets.split(batch))
+        return 100 * float(sum((model(x.to(device)).argmax(1).cpu() == y).sum() for x, y in parts)) / len(targets)
+
+
+class Largest(Classification):
+    """Name the form of the largest of three to five shapes in clutter: tell forms apart, and compare places.
+
+    The largest one covers at least 1.3 times the pixels of the next.
+    """
+
+    what = 'name the form of the largest of three to five shapes in clutter'
+    num_classes = len(SHAPES)
+    chance = 100 / num_classes
+
+    def draw(self, number, settings, seed):
+        rng, size = np.random.default_rng(seed), settings.size
+        images = np.empty((number, size, size, 3), np.uint8)
+        labels = np.empty(number, np.int64)
+        done = 0
+        while done < number:
+            count = int(rng.integers(3, 6))
+            scene = draw_scene(rng, (size, size), num_shapes=count, diameters=(0.2, 0.55), tinted=settings.tinted)
+            areas = np.sort(scene.masks.sum(axis=(1, 2)))
+            if len(areas) > 1 and areas[-1] < 1.3 * areas[-2]:
+                continue
+            images[done] = scene.image
+            labels[done] = scene.labels[scene.masks.sum(axis=(1, 2)).argmax()]
+            done += 1
+        return _channels_first(images), torch.from_numpy(labels)
+
+
+class PointClassifier(nn.Module):
+    """A backbone's last map and a linear layer at each place: (B, classes, h, w)."""
+
+    def __init__(self, backbone: dict, num_classes: int) -> None:
+        super().__init__()
+        self.backbone = MODELS.build(dict(backbone))
+        self.backbone.init_weights()
+        self.head = nn.Conv2d(self.backbone.feature_info[-1]['channels'], num_classes, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.backbone(_normalised(images))[-1])
+
+
+class Recall(Task):
+    """Associative recall: four discs have a spot, four others have not; name, at each of these, the colour of the spot
+    of the disc that has its colour.
+
+    Colours of discs and of spots are drawn independently from the palette, four of each. Places are random: the answer
+    lies elsewhere in the picture, a different place for each of the four. A model that knows which spots there are, and
+    not which is whose, gets one in four right. Targets are (number, 4, 3): x, y and label.
+    """
+
+    what = 'four discs with and four without a spot: name at each of these the spot of the disc that has its colour'
+    palette = ((220, 40, 40), (40, 180, 60), (50, 80, 230), (235, 210, 40), (200, 60, 210), (50, 210, 220))
+    pairs = 4
+    chance = 100 / pairs
+    unused = ('tinted',)
+
+    def draw(self, number, settings, seed):
+        rng, size = np.random.default_rng(seed), settings.size
+        colours = np.array(self.palette)
+        images = np.empty((number, size, size, 3), np.uint8)
+        targets = np.empty((number, self.pairs, 3), np.float32)
+        radius = 0.1 * size
+        shift = 4  # OpenCV's circles in sixteenths of a pixel
+        for image, target in zip(images, targets):
+            canvas = np.full((size, size, 3), rng.integers(90, 150), np.int16)
+            outer, inner = (rng.permutation(len(colours))[: self.pairs] for _ in range(2))
+            places = _apart(rng, 2 * self.pairs, size, radius)
+            for i, place in enumerate(places):
+                at = tuple(int(round(value * 2**shift)) for value in place - 0.5)  # pixels' centres are whole numbers
+                discs = [(1.0, outer[i % self.pairs])] + ([(0.5, inner[i])] if i < self.pairs else [])
+                for scale, colour in discs:
+                    cv2.circle(canvas, at, int(scale * radius * 2**shift), colours[colour].tolist(), -1, shift=shift)
+            image[:] = np.clip(np.rint(canvas + rng.normal(0, 12, canvas.shape)), 0, 255)
+            target[:, :2], target[:, 2] = places[self.pairs :], inner
+        return _channels_first(images), torch.from_numpy(targets)
+
+    def mirrored(self, images, targets, which):
+        turned = torch.cat((images.shape[-1] - targets[..., :1], targets[..., 1:]), dim=-1)
+        return super().mirrored(images, targets, which)[0], torch.where(which[:, None, None], turned, targets)
+
+    def build(self, backbone):
+        return PointClassifier(backbone, len(self.palette))
+
+    def loss(self, model, images, targets):
+        logits = self._at(model(images), images, targets)
+        return F.cross_entropy(logits, targets[..., 2].flatten().long(), label_smoothing=0.1)
+
+    @torch.no_grad()
+    def score(self, model, images, targets, batch=128):
+        """Share of the discs without a spot that are named rightly."""
+        device, right = next(model.parameters()).device, 0
+        for x, y in zip(images.split(batch), targets.split(batch)):
+            found = self._at(model(x.to(device)), x, y.to(device)).argmax(1).cpu()
+            right += int((found == y[..., 2].flatten()).sum())
+        return 100 * right / (len(targets) * self.pairs)
+
+    @staticmethod
+    def _at(logits: Tensor, images: Tensor, targets: Tensor) -> Tensor:
+        """Logits of the cells that the points lie in, (B * points, classes)."""
+        height, width = logits.shape[-2:]
+        column = (targets[..., 0] * width / images.shape[-1]).long().clamp(0, width - 1)
+        row = (targets[..., 1] * height / images.shape[-2]).long().clamp(0, height - 1)
+        cells = (row * width + column)[:, None].expand(-1, logits.shape[1], -1)
+        return logits.flatten(2).gather(2, cells).transpose(1, 2).flatten(0, 1)
+
+
+def _apart(rng: np.random.Generator, number: int, size: int, radius: float) -> np.ndarray:
+    """Centres (number, 2) of discs in the picture that do not touch."""
+    places: list[np.ndarray] = []
+    while len(places) < number:
+        place = rng.uniform(radius + 1, size - radius - 1, 2)
+        if all(np.linalg.norm(place - other) > 2 * radius + 1 for other in places):
+            places.append(place)
+        elif rng.random() < 0.01:
+            places.clear()  # those so far may leave no room
+    return np.array(places)
+
+
+def _channels_first(images: np.ndarray) -> Tensor:
+    return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+
+
+# --- detection --------------------------------------------------------------------------------------------------------
+
+
+class Detector(nn.Module):
+    """MMDetection's RetinaNet, small, on the last two maps of a backbone; anchors from 20 to 64 pixels."""
+
+    smallest_anchor = 20
+
+    def __init__(self, backbone: dict, num_classes: int) -> None:
+        super().__init__()
+        try:
+            from mmdet.utils import register_all_modules
+        except ImportError as error:
+            raise RunError(f'detection needs MMDetection: {error}.') from error
+        register_all_modules(init_default_scope=False)
+        last = len(backbone['stage_attns']) - 1
+        backbone = {**backbone, 'out_indices': (last - 1, last)}
+        levels = MODELS.build(dict(backbone)).feature_info
+        strides = [level['stride'] for level in levels]
+        self.detector = MODELS.build(
+            ConfigDict(
+                type='mmdet.RetinaNet',
+                backbone=backbone,
+                neck=dict(
+                    type='mmdet.FPN', in_channels=[level['channels'] for level in levels], out_channels=64, num_outs=2
+                ),
+                bbox_head=dict(
+                    type='mmdet.RetinaHead',
+                    num_classes=num_classes,
+                    in_channels=64,
+                    feat_channels=64,
+                    stacked_convs=1,
+                    anchor_generator=dict(
+                        type='mmdet.AnchorGenerator',
+                        octave_base_scale=self.smallest_anchor / strides[0],
+                        scales_per_octave=3,
+                        ratios=[1.0],
+                        strides=strides,
+                    ),
+                ),
+                train_cfg=dict(
+                    assigner=dict(type='mmdet.MaxIoUAssigner', pos_iou_thr=0.5, neg_iou_thr=0.4, min_pos_iou=0),
+                    sampler=dict(type='mmdet.PseudoSampler'),
+                    allowed_border=-1,
+                    pos_weight=-1,
+                ),
+                test_cfg=dict(
+                    nms_pre=200,
+                    min_bbox_size=0,
+                    score_thr=0.02,
+                    nms=dict(type='nms', iou_threshold=0.5),
+                    max_per_img=20,
+                ),
+            )
+        )
+        self.detector.init_weights()
+
+    def forward(self, images: Tensor):
+        return self.detector(_normalised(images), mode='tensor')
+
+
+class Detection(Task):
+    """Box AP of one to five shapes in clutter, COCO's mean over IoU 0.5 to 0.95.
+
+    Targets are (number, MAX_SHAPES, 5): corners of each shape's visible pixels and its label, -1 where there is none.
+    """
+
+    what = 'find one to five shapes in clutter, box AP (IoU 0.5 to 0.95)'
+    metric = 'box_AP'
+    unit = 'box AP, %'
+    paper_metric = 'COCO box AP'
+    settings = Settings(iterations=400, batch=16, num_train=2048, num_val=256, size=96, lr=1e-3)
+
+    def draw(self, number, settings, seed):
+        rng, size = np.random.default_rng(seed), settings.size
+        images = np.empty((number, size, size, 3), np.uint8)
+        targets = np.full((number, MAX_SHAPES, 5), -1, np.float32)
+        for image, target in zip(images, targets):
+            scene = draw_scene(rng, (size, size), tinted=settings.tinted)
+            image[:] = scene.image
+            for row, mask, label in zip(target, scene.masks, scene.labels):
+                y, x = mask.nonzero()
+                row[:] = x.min(), y.min(), x.max() + 1, y.max() + 1, label
+        return _channels_first(images), torch.from_numpy(targets)
+
+    def mirrored(self, images, targets, which):
+        corners = images.shape[-1] - targets[..., [2, 0]]
+        turned = torch.stack((corners[..., 0], targets[..., 1], corners[..., 1], *targets[..., 3:].unbind(-1)), dim=-1)
+        turned = turned.where(targets[..., 4:] >= 0, targets)
+        return super().mirrored(images, targets, which)[0], torch.where(which[:, None, None], turned, targets)
+
+    def build(self, backbone):
+        return Detector(backbone, len(SHAPES))
+
+    def loss(self, model, images, targets):
+        losses = model.detector.loss(_normalised(images), _samples(images, targets))
+        return sum(sum(value) for name, value in losses.items() if 'loss' in name)
+
+    @torch.no_grad()
+    def score(self, model, images, targets, batch=64):
+        from mmdet.evaluation import CocoMetric
+
+        metric = CocoMetric(metric='bbox')
+        metric.dataset_meta = dict(classes=SHAPES)
+        device = next(model.parameters()).device
+        for first in range(0, len(images), batch):
+            x, boxes = images[first : first + batch].to(device), targets[first : first + batch]
+            found = model.detector.predict(_normalised(x), _samples(x, boxes.to(device)), rescale=False)
+            for i, (sample, rows) in enumerate(zip(found, boxes)):
+                instances = [
+                    dict(bbox=row[:4].tolist(), bbox_label=int(row[4]), ignore_flag=0) for row in rows if row[4] >= 0
+                ]
+                entry = dict(img_id=first + i, ori_shape=tuple(images.shape[-2:]), instances=instances)
+                metric.process({}, [dict(entry, pred_instances=sample.pred_instances.to_dict())])
+        logger = MMLogger.get_current_instance()
+        level = logger.level
+        logger.setLevel('CRITICAL')  # nothing found at all, as before training, is no error here
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its table
+                found = metric.evaluate(len(images))
+        finally:
+            logger.setLevel(level)
+        return 100 * float(found.get('coco/bbox_mAP', 0.0))
+
+
+def _samples(images: Tensor, targets: Tensor) -> list:
+    """What MMDetection wants to know of each picture."""
+    from mmdet.structures import DetDataSample
+    from mmengine.structures import InstanceData
+
+    shape, samples = tuple(images.shape[-2:]), []
+    for rows in targets:
+        rows = rows[rows[:, 4] >= 0]
+        info = dict(img_shape=shape, ori_shape=shape, pad_shape=shape, batch_input_shape=shape, scale_factor=(1.0, 1.0))
+        sample = DetDataSample(metainfo=info)
+        sample.gt_instances = InstanceData(bboxes=rows[:, :4], labels=rows[:, 4].long())
+        samples.append(sample)
+    return samples
+
+
+TASKS: dict[str, Task] = dict(largest=Largest(), detection=Detection(), recall=Recall())
