@@ -3,13 +3,15 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from mmlinattn.analysis import measures
+from mmlinattn.analysis import measures, pictures
 from mmlinattn.analysis.capture import arrangements, watched
 from mmlinattn.analysis.inspecting import averaged, coordinates, full_map, measure_block, query_map
+from mmlinattn.analysis.loading import Picture
 from mmlinattn.analysis.masking import masked, masked_weights
 from mmlinattn.attention import Attention, GlobalAttention, Grid, ReducedAttention, TokenMixer, get_mixer
 from mmlinattn.attention.grid import add_local
@@ -353,3 +355,43 @@ def test_masked_attention_against_the_map(mixer):
 def test_windows_that_have_no_middle(window):
     with pytest.raises(ValueError, match='has to be odd and at least 1'), masked(nn.Identity(), window):
         pass
+
+
+# --- plots ------------------------------------------------------------------------------------------------------------
+
+
+def query_maps(maps):
+    maps = np.array(maps)
+    return pictures.QueryMaps('backbone.stages.2.0', 'softmax', maps, (0, 0), maps.shape[1:], np.zeros(len(maps)))
+
+
+def test_the_mean_of_heads_that_see_different_keys():
+    """Of crossed stripes: what one of the two directions sees is part of it, half of it; dark is what none sees."""
+    nan = math.nan
+    mean = query_maps([[[0.5, nan], [0.5, nan]], [[0.25, 0.75], [nan, nan]]]).mean
+    np.testing.assert_allclose(mean, [[0.375, 0.375], [0.25, nan]])
+
+
+@pytest.mark.parametrize('heads', [1, 3])
+def test_titles_fit_on_the_plots(tmp_path, monkeypatch, heads):
+    """Of few and small maps, and of a config with a long name."""
+    kept = []
+    monkeypatch.setattr(pictures, '_save', lambda figure, path: kept.append(figure))
+    shown = np.zeros((96, 64, 3), np.uint8)
+    picture = Picture('photograph_0123', shown, torch.zeros(1, 3, 96, 64), None, ((1.0, 0.0),) * 2, (64, 96))
+    found = [query_maps(np.full((heads, 3, 2), 0.2))] * 2
+    pictures.plot_query(found, picture, (3, 4), (3, 4), tmp_path / 'q.png', local=True)
+    pictures.plot_full(
+        [('backbone.blocks.0', 'softmax', np.eye(6)[None].repeat(heads, 0))], 'photograph_0123', tmp_path
+    )
+    entry = dict(block='backbone.blocks.0', mixer='softmax', confusion=dict(share=[0.1] * heads))
+    title = 'hmhsa_pvt_v2_b1_cascade_maskrcnn_of_mine_on_shapes_3x (random weights)'
+    assert pictures.plot_measures([entry], ['confusion'], tmp_path, title)
+    assert len(kept) == 3
+    for figure in kept:
+        figure.canvas.draw()
+        text = figure._suptitle or figure.axes[0].title
+        assert text.get_text()
+        box = text.get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
+        pictures.pyplot.close(figure)

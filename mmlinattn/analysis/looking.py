@@ -164,7 +164,7 @@ def mosaic(found: list, picture: loading.Picture, x: int, y: int) -> np.ndarray:
         write(f'{maps.mixer}, {maps.size[0]} x {maps.size[1]}', (4, top + 32))
         heads = picked(len(maps.maps), MAX_HEADS)
         for j, head in enumerate([None, *heads]):
-            drawn, peak = overlay(maps.maps.mean(axis=0) if head is None else maps.maps[head], picture)
+            drawn, peak = overlay(maps.mean if head is None else maps.maps[head], picture)
             thumb = cv2.resize((drawn * 255).astype(np.uint8), (THUMB, height), interpolation=cv2.INTER_AREA)
             cv2.drawMarker(thumb, mark, (0, 200, 0), cv2.MARKER_CROSS, 9, 2)
             left = label + j * (THUMB + gap)

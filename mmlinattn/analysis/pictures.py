@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Plots of what was measured of the attentions of a model."""
 
+import textwrap
 from pathlib import Path
 from typing import NamedTuple, Optional
 
@@ -17,6 +18,7 @@ from matplotlib import colormaps, pyplot  # noqa: E402
 
 MAX_HEADS = 8
 SHOWN_BLOCKS = 12
+TITLE_WIDTH = 7.5  # inches that titles need
 
 
 class QueryMaps(NamedTuple):
@@ -37,6 +39,12 @@ class QueryMaps(NamedTuple):
     token: tuple[int, int]
     size: tuple[int, int]
     classes: np.ndarray
+
+    @property
+    def mean(self) -> np.ndarray:
+        """Mean of the heads, (h, w): a head that cannot look at a key gives it nothing; NaN where none can."""
+        blind = np.isnan(self.maps)
+        return np.where(blind.all(axis=0), np.nan, np.where(blind, 0, self.maps).mean(axis=0))
 
 
 def collect_query(block: BlockCall, picture: Picture, x: int, y: int, local: bool = False) -> QueryMaps:
@@ -104,22 +112,24 @@ def plot_query(
     columns = 2 + max(min(len(maps.maps), MAX_HEADS) for maps in found)
     ratio = picture.shown.shape[0] / picture.shown.shape[1]
     figure, axes = pyplot.subplots(
-        len(found), columns, figsize=(1.7 * columns + 0.5, (1.7 * ratio + 0.35) * len(found) + 0.9), squeeze=False,
+        len(found),
+        columns,
+        figsize=(max(1.7 * columns + 0.5, TITLE_WIDTH), (1.7 * ratio + 0.35) * len(found) + 0.9),
+        squeeze=False,
         layout='constrained',
-    )  # fmt: skip
+    )
     for row, maps in zip(axes, found):
         for axis in row:
             axis.set_xticks([])
             axis.set_yticks([])
             axis.set_visible(False)
         heads = picked(len(maps.maps), MAX_HEADS)
-        mean = maps.maps.mean(axis=0)
         row[0].imshow(picture.shown)
         row[0].set_visible(True)
         row[0].set_title('picture and query', fontsize=6.5, pad=2)
         row[0].plot(*query, marker='+', color='lime', markersize=7, markeredgewidth=1.6)
         for axis, head in zip(row[1:], [None, *heads]):
-            weights = mean if head is None else maps.maps[head]
+            weights = maps.mean if head is None else maps.maps[head]
             drawn, peak = overlay(weights, picture)
             axis.set_visible(True)
             axis.imshow(drawn, interpolation='nearest')
@@ -142,7 +152,7 @@ def plot_full(found: list[tuple[str, str, np.ndarray]], name: str, path: Path) -
     """The map of all queries by all keys, as in FLatten Fig. 3 and hMHSA: a row for each block, a column a head."""
     found = [found[i] for i in picked(len(found), SHOWN_BLOCKS)]
     columns = max(min(len(maps), MAX_HEADS) for _, _, maps in found)
-    size = (1.5 * columns + 1.0, 1.6 * len(found) + 0.9)
+    size = (max(1.5 * columns + 1.0, TITLE_WIDTH), 1.6 * len(found) + 0.9)
     figure, axes = pyplot.subplots(len(found), columns, figsize=size, squeeze=False, layout='constrained')
     for row, (block, mixer, maps) in zip(axes, found):
         for axis in row:
@@ -190,8 +200,10 @@ def _draw(axis, entries, label, *keys, **style) -> bool:
 
 
 def _axis(title: str, label: str, entries: list[dict]):
-    figure, axis = pyplot.subplots(figsize=(max(7.5, 0.42 * len(entries) + 2), 5.2), layout='constrained')
-    axis.set_title(title, fontsize=9)
+    width = max(7.5, 0.42 * len(entries) + 2)
+    figure, axis = pyplot.subplots(figsize=(width, 5.2), layout='constrained')
+    lines = [part for line in title.splitlines() for part in textwrap.wrap(line, int(12 * width))]
+    axis.set_title('\n'.join(lines), fontsize=9)
     axis.set_ylabel(label, fontsize=9)
     short = [entry['block'].removeprefix('backbone.').removeprefix('stages.') for entry in entries]
     names = [f'{name} {entry["mixer"]}' for name, entry in zip(short, entries)]
