@@ -318,6 +318,10 @@ def main(argv=None) -> None:
         parser.error(f'--sides {min(args.sides)}: images have to be 32 pixels at least')
     if args.draw and not (args.results and args.results.exists()):
         parser.error(f'--draw: --results {args.results} is no file; it has to hold the points to draw')
+    if args.draw:
+        kept = [point for name, points in load(args.results).items() if name in args.models for point in points]
+        if not any(point.side in args.sides for point in kept):
+            parser.error(f'--draw: --results {args.results} has no point of these --models and --sides')
     torch.set_num_threads(1)
     with measure.fresh_process(measure.RETURN_MEMORY) as in_process:
         found, ends = run(args, in_process)

@@ -16,6 +16,7 @@ from mmlinattn.analysis.masking import masked, masked_weights
 from mmlinattn.attention import Attention, GlobalAttention, Grid, ReducedAttention, TokenMixer, get_mixer
 from mmlinattn.attention.grid import add_local
 from mmlinattn.backbones import RAVLT, LinearCSWin, LinearDeiT, LinearPVT, LinearSwin
+from mmlinattn.engine import RunError
 from mmlinattn.ops.memory import merge_heads, split_heads
 
 SMALL = dict(embed_dims=(16, 32, 32, 32), depths=(1, 1, 2, 1), num_heads=(2, 2, 4, 4))
@@ -395,3 +396,13 @@ def test_titles_fit_on_the_plots(tmp_path, monkeypatch, heads):
         box = text.get_window_extent()
         assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
         pictures.pyplot.close(figure)
+
+
+def test_a_pixel_that_is_cropped_away_is_refused_with_what_is_kept():
+    """As of a page or a tool: 2 pixels of the picture to one of the 50 x 40 that are kept of it, from x 20 on."""
+    axes = (2.0, 20.0), (2.0, 0.0)
+    picture = Picture('photo', np.zeros((40, 50, 3), np.uint8), torch.zeros(1, 3, 40, 50), None, axes, (140, 80))
+    assert picture.to_shown(20, 0) == (0, 0) and picture.to_shown(118, 78) == (49, 39)
+    for x in (10, 130):
+        with pytest.raises(RunError, match='is cropped away by .*, which keeps x from 20 to 118 and y from 0 to 78.'):
+            picture.to_shown(x, 40)

@@ -53,7 +53,11 @@ class Picture(NamedTuple):
         at = [round((value - offset) / scale) for value, (scale, offset) in zip((x, y), self.axes)]
         height, width = self.shown.shape[:2]
         if not (-1 <= at[0] <= width and -1 <= at[1] <= height):
-            raise RunError(f'query {x:g} {y:g} of {self.name} is cropped away by the test pipeline; try --shape H W.')
+            (left, top), (right, bottom) = self.to_given(0, 0), self.to_given(width - 1, height - 1)
+            raise RunError(
+                f'query {x:g} {y:g} of {self.name} is cropped away by the test pipeline, which keeps x from {left} to '
+                f'{right} and y from {top} to {bottom}.'
+            )
         return min(max(at[0], 0), width - 1), min(max(at[1], 0), height - 1)
 
     def to_given(self, column: int, row: int) -> tuple[int, int]:

@@ -46,7 +46,11 @@ def parse_args() -> argparse.Namespace:
         help='pixel of the pictures whose weights are drawn [middle]',
     )
     parser.add_argument(
-        '--shape', nargs=2, type=int, metavar=('H', 'W'), help='resize to this instead of as the test pipeline does'
+        '--shape',
+        nargs=2,
+        type=int,
+        metavar=('H', 'W'),
+        help='resize to this instead of as the test pipeline does, which may crop',
     )
     parser.add_argument(
         '--num-queries',
