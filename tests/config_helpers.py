@@ -48,7 +48,7 @@ def build(name: str, random_init: bool = True, **options) -> tuple[nn.Module, Co
         random_init: False leaves memory as it is, which builds 100 M parameters in no time.
         options: as after ``--cfg-options``, with ``__`` for dots.
     """
-    cfg = load(name).copy()
+    cfg = copy.deepcopy(load(name))  # building cascades changes lists of their training settings
     cfg.merge_from_dict({'model.backbone.init_cfg': None})
     cfg.merge_from_dict({key.replace('__', '.'): value for key, value in options.items()})
     init_default_scope(cfg.default_scope)

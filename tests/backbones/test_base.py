@@ -14,7 +14,7 @@ from mmengine.registry import MODELS
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from torch import nn
 
-import mmlinattn  # noqa: F401  registers the hosts
+from mmlinattn.backbones import RAVLT, LinearDeiT, LinearPVT, LinearSwin
 
 HOSTS = {
     'RAVLT': dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 2, 1), num_heads=(1, 2, 3, 4)),
@@ -301,6 +301,34 @@ def test_init_weights_starts_as_documented(build):
             assert module.bias is None or not module.bias.any(), name
         elif isinstance(module, (nn.LayerNorm, _BatchNorm)):
             assert (module.weight == 1).all() and (module.bias == 0).all(), name
+
+
+@pytest.mark.parametrize('host', [LinearSwin, LinearPVT, LinearDeiT], ids=lambda host: host.__name__)
+def test_learned_tables_start_as_documented(host):
+    """Position tables, biases of windows and the class token: normal of deviation 0.02, truncated."""
+    model = host('softmax-tiny')
+    model.init_weights()
+    tables = {
+        name: parameter.detach()
+        for name, parameter in model.named_parameters()
+        if name.endswith(('relative_bias.table', 'cls_token')) or 'position_table' in name
+    }
+    assert tables
+    for name, table in tables.items():
+        assert table.std() == pytest.approx(0.02, rel=0.2), name
+        assert table.abs().max() < 0.15, name
+
+
+@pytest.mark.parametrize('norm_eval', [False, True])
+def test_norm_eval_is_of_every_kind_of_batch_norm(norm_eval):
+    """Those that are synchronised, and those of rows in compact feed-forward networks."""
+    arch = dict(
+        embed_dims=(8, 16), depths=(1, 1), num_heads=(1, 2), stage_attns=('rala',) * 2, ffn=dict(type='compact')
+    )
+    model = RAVLT(arch, out_indices=(0, 1), norm_cfg=dict(type='SyncBN'), norm_eval=norm_eval).train()
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    assert {isinstance(norm, nn.SyncBatchNorm) for norm in norms} == {True, False}
+    assert all(norm.training != norm_eval for norm in norms)
 
 
 def test_export(build):

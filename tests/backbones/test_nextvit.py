@@ -349,6 +349,23 @@ def test_weights_start_as_in_the_release():
             assert module.weight.detach().std() == pytest.approx(0.02, rel=0.1), name
 
 
+def test_stochastic_depth_is_shared_by_attention_and_convolution():
+    """Three quarters of a transformer block's rate for the attention, the rest for its convolution, all of it for the
+    feed-forward network; convolution blocks have one rate."""
+    depths = ARCH['depths']
+    model = MODELS.build(dict(type='LinearNextViT', arch=ARCH, drop_path_rate=0.4, stage_attns=('rala',) * 4))
+    expected = iter(torch.linspace(0, 0.4, sum(depths)).tolist())
+    found = []
+    for block in (block for stage in model.stages for block in stage):
+        rate = next(expected)
+        assert block.drop_path.drop_prob == pytest.approx(rate)
+        if hasattr(block, 'attn'):
+            found.append(rate)
+            assert block.attn_drop_path.drop_prob == pytest.approx(0.75 * rate)
+            assert block.conv_drop_path.drop_prob == pytest.approx(0.25 * rate)
+    assert max(found) == pytest.approx(0.4)
+
+
 # --- hallucinated attention and compact feed-forward networks -------------------------------------
 
 COMPACT = dict(ARCH, ffn=dict(type='compact'), stage_attns=('hallucinated',) * 4)

@@ -28,3 +28,16 @@ def test_layers_that_ask_run_on_the_meta_device():
     block.attn.forward = lambda x, out_scale: x
     x = torch.empty(2, 5, 6, 4, device='meta')
     assert block.to('meta')(x).shape == x.shape
+
+
+@pytest.mark.parametrize('of_gelu', [False, True])
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
+def test_the_residual_stream_is_not_rounded(dtype, of_gelu):
+    """The input is a tap of the kernel elsewhere; under autocast the convolution rounds it."""
+    layer, x = ResidualDWConv(4), 100 + torch.randn(1, 5, 6, 4)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    for grad in (True, False):
+        with torch.autocast('cpu', dtype), torch.set_grad_enabled(grad):
+            out = layer(x, of_gelu=of_gelu)
+        assert torch.equal(out, x)  # so is gelu(x), of such numbers

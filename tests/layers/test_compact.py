@@ -44,6 +44,14 @@ def test_branches_are_parallel_convolutions_with_a_batch_norm_each(branches):
     torch.testing.assert_close(layer(x), expected.permute(0, 2, 3, 1))
 
 
+def test_what_is_published_is_the_default():
+    """The second matrix, two branches a factor, two thirds of the parameters (rank 2/3 * 4 / 5 * C)."""
+    ffn = compact(MLP(30, 120))
+    assert type(ffn.fc1) is nn.Linear
+    for factor, widths in ((ffn.fc2.down, (120, 16)), (ffn.fc2.up, (16, 30))):
+        assert [(layer.in_features, layer.out_features) for layer in factor.linears] == [widths] * 2
+
+
 @pytest.mark.parametrize('matrix', ['M1', 'M2'])
 @every_ffn
 def test_merging_changes_nothing(ffn, matrix):

@@ -117,3 +117,15 @@ def test_stem_without_gradients_gives_what_it_gives_with_them(norm, training):
     expected = stem(x)
     with torch.no_grad():
         torch.testing.assert_close(stem(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_hooks_of_norms_are_called():
+    """In inference a batch norm goes into the convolution before it, but for one that somebody watches."""
+    stem, x, seen = ConvStem(3, 8, dict(type='BN')).eval(), torch.randn(1, 32, 32, 3), []
+    with torch.no_grad():
+        expected = stem(x)
+        for module in stem.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.register_forward_hook(lambda *args: seen.append(args))
+        torch.testing.assert_close(stem(x), expected)
+    assert len(seen) == 4

@@ -254,6 +254,16 @@ def test_forward_hooks_run_in_training_and_inference(mixer, layer):
     assert len(calls) == 3
 
 
+@pytest.mark.parametrize('layer', ['qkv', 'proj'])
+@pytest.mark.parametrize('kind', ['register_full_backward_hook', 'register_full_backward_pre_hook'])
+def test_backward_hooks_run(kind, layer):
+    """Who shards or watches gradients hangs on the layer, whose weight would otherwise be used without it."""
+    attention, calls = build('rala'), []
+    getattr(getattr(attention, layer), kind)(lambda *args: calls.append(1))
+    attention(tokens(), GRID).sum().backward()
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize('reduced', [False, True], ids=['', 'reduced keys'])
 @pytest.mark.parametrize('change', [weight_norm, parametrizations.weight_norm, 'prune', 'forward'])
 def test_changed_weights_train(change, reduced):

@@ -20,6 +20,11 @@ ATTENTIONS = {
     'focused': lambda q, k, v, mask=None: ops.focused_attention(
         q, k, v, 1, torch.ones(q.shape[-1], dtype=q.dtype), 3, mask=mask
     ),
+    'efficient': lambda q, k, v, mask=None: ops.efficient_attention(q, k, v, 1, mask),
+    'angular': lambda q, k, v, mask=None: ops.angular_attention(q, k, v, 1, mask),
+    'angular as in the paper': lambda q, k, v, mask=None: ops.angular_attention(q, k, v, 1, mask, released=False),
+    # keys that lie along one channel, queries that do not: the sum is above 65504, what comes of it is not
+    'hydra': lambda q, k, v, mask=None: ops.hydra_attention(q, k * (torch.arange(8) == 3), v, mask),
 }
 
 
