@@ -352,13 +352,17 @@ def test_results_of_something_else_are_not_overwritten(tmp_path, text):
 
 
 def test_the_runs_of_the_page_can_be_reused(tmp_path):
+    """With all folders named at once: those of other tasks are passed over."""
     folders = sorted((ROOT / 'benchmarks' / 'studies').iterdir())
     for folder in folders:
         out = tmp_path / folder.name
         out.mkdir()
         kept = json.loads((folder / 'results.json').read_text())
-        added = ablation.reuse(folder.name, out, ablation.Settings(), folders)
+        task = kept.get('task', ablation.FIRST_TASK)
+        assert folder.name == kept['study'] + ('' if task == ablation.FIRST_TASK else f'_{task}')
+        added = ablation.reuse(kept['study'], out, TASKS[task].settings, folders, task)
         assert {(r['arm'], r['seed']) for r in kept['runs']} <= {(r['arm'], r['seed']) for r in added}
+        assert all(TASKS[task].metric in run for run in added)
         assert f'| {added[0]["arm"]} |' in ablation_report.table(json.loads((out / 'results.json').read_text()))
 
 

@@ -172,9 +172,13 @@ def plot(results: dict, path: Path) -> None:
     right.set_xlabel('training steps (colours as on the left)')
     right.set_ylabel(f'{task.unit} (band: lowest and highest seed)')
     right.grid(alpha=0.3)
-    figure.suptitle(f'study {results["study"]}: arms (number of seeds), same pictures and steps for all', fontsize=10)
+    figure.suptitle(f'{_named(results)}: arms (number of seeds), same pictures and steps for all', fontsize=10)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
+
+
+def _named(results: dict) -> str:
+    return f'study {results["study"]}, task {results.get("task", FIRST_TASK)}'
 
 
 def _coloured(runs: dict[str, list[dict]]) -> list[tuple]:
@@ -182,7 +186,11 @@ def _coloured(runs: dict[str, list[dict]]) -> list[tuple]:
     return [(colours[i % len(colours)], found) for i, found in enumerate(runs.values())]
 
 
-RANKS = dict(state='state of keys and values', output="output of the attention's heads", projected='same with gate')
+RANKS = dict(
+    state='state of keys and values',
+    output='output of the heads',
+    projected='with convolution and gate, as projected',
+)
 
 
 def plot_ranks(results: dict, path: Path) -> bool:
@@ -206,7 +214,8 @@ def plot_ranks(results: dict, path: Path) -> bool:
     axes[0, 0].set_ylabel(task.unit)
     labels = {label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels())}
     figure.legend(labels.values(), labels.keys(), loc='outside right upper', fontsize=8)
-    figure.suptitle(f'study {results["study"]}: a dot a trained model, its ranks and its {task.unit.split(",")[0]}')
+    score = task.unit.partition(',')[0]
+    figure.suptitle(f'{_named(results)}: a dot a trained model, its ranks and its {score}', fontsize=10)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
     return True
