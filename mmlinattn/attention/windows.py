@@ -5,6 +5,7 @@ from typing import NamedTuple, Optional, Union
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from ..ops.sizes import as_tensor, is_known, round_up, settled
@@ -65,15 +66,16 @@ class Windows(NamedTuple):
             x = F.pad(x, (0, 0, 0, width - self.width, 0, height - self.height))
         if any(self.shift):
             x = x.roll((-self.shift[0], -self.shift[1]), dims=(1, 2))
-        x = x.unflatten(2, (-1, self.window[1])).unflatten(1, (-1, self.window[0]))
-        return x.transpose(2, 3).flatten(0, 2).flatten(1, 2)
+        h, w = self.window
+        return rearrange(x, 'b (rows h) (columns w) c -> (b rows columns) (h w) c', h=h, w=w)
 
     def merge(self, x: Tensor) -> Tensor:
         """(B * windows, h * w, C) -> (B, H, W, C), the inverse of :meth:`partition`."""
         if self.is_whole:
             return x.unflatten(1, self.window)
-        x = x.unflatten(1, self.window).unflatten(0, (-1, *self.counts)).transpose(2, 3)
-        x = x.flatten(3, 4).flatten(1, 2)
+        (rows, columns), (h, w) = self.counts, self.window
+        pattern = '(b rows columns) (h w) c -> b (rows h) (columns w) c'
+        x = rearrange(x, pattern, rows=rows, columns=columns, h=h, w=w)
         if any(self.shift):
             x = x.roll(self.shift, dims=(1, 2))
         return x[:, : self.height, : self.width]
@@ -170,6 +172,7 @@ class OpenWindows:
         for dim, axis in enumerate(self.axes, 1):
             if axis.shifts:
                 x = x.index_select(dim, axis.turned(1, x))
+        # not einops: what it permutes and flattens in one go has to be settled in between
         x = x.unflatten(2, (columns.count, columns.window)).unflatten(1, (rows.count, rows.window))
         return settled(x.transpose(2, 3)).flatten(0, 2).flatten(1, 2)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Optional
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
@@ -45,14 +46,12 @@ def heads_of(x: Tensor, num_heads: int) -> Tensor:
     innermost. That copies each map, and its C++ code for sums in that order writes past the end of their memory where
     the number of heads is no multiple of the vector's length (PyTorch 2.11, pytorch/pytorch#196681).
     """
-    batch, tokens, channels = x.shape
-    return x.reshape(1, batch, tokens, num_heads, channels // num_heads).transpose(2, 3)
+    return rearrange(x, 'b n (h d) -> 1 b h n d', h=num_heads)
 
 
 def tokens_of(x: Tensor) -> Tensor:
     """(1, B, heads, N, d) -> (B, N, heads * d), back from :func:`heads_of`."""
-    _, batch, heads, tokens, width = x.shape
-    return settled(x.transpose(2, 3)).reshape(batch, tokens, heads * width)
+    return rearrange(settled(x.transpose(2, 3)), '1 b n h d -> b n (h d)')
 
 
 # --- who else may see a tensor ----------------------------------------------------------------------------------------
