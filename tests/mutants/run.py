@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter, defaultdict
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +39,7 @@ COVERAGE = """
 [run]
 source = {copy}/mmlinattn
 omit = */triton*.py
-data_file = {out}/coverage/data
+data_file = {out}/data
 parallel = true
 context = ${{PYTEST_CURRENT_TEST-}}
 """
@@ -105,46 +106,76 @@ def links(folder: str, names: list[str]) -> list[str]:
 
 
 class Map:
-    """Which tests touch a line, from one run of them under coverage."""
+    """Which tests touch a line, from one run of each file of tests under coverage."""
 
     def __init__(self, out: Path, args):
         self.out, self.copy, self.folder = out, out / 'copy', out / 'coverage'
-        if not (self.folder / 'combined').exists():
-            self.make(args)
+        self.make(args)
         self.seconds = {}
-        for path in self.folder.glob('passed.*.jsonl'):
+        for path in self.folder.glob('*/passed.*.jsonl'):
             self.seconds.update(map(json.loads, path.read_text().splitlines()))
         self.data = coverage.CoverageData(str(self.folder / 'combined'))
         self.data.read()
         self.by_file = {}
 
     def make(self, args) -> None:
-        """Run the tests."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir()
-        config = self.folder / 'coveragerc'
-        config.write_text(COVERAGE.format(copy=self.copy, out=self.out))
-        command = [sys.executable, '-m', 'pytest', '-q', '-p', 'touched', '-p', 'no:cacheprovider']
-        command += [] if args.slow else ['-m', 'not slow']
-        command += ['-n', str(args.jobs), '--dist', 'worksteal'] if args.jobs > 1 else []
-        log(f'which test touches which line: {" ".join(command[2:])} (once; output in {self.folder / "output.txt"})')
-        began = time.monotonic()
-        more = dict(COVERAGE_PROCESS_START=str(config), MUTANTS_OUT=str(self.folder))
-        more.update(MUTANTS_SEED=str(args.seed), MUTANTS_CASES=str(args.cases))
-        with open(self.folder / 'output.txt', 'w') as stream:
-            done = subprocess.run(
-                command + args.tests, cwd=self.copy, env=environment(self.copy, **more), stdout=stream, stderr=stream
-            )
-        if done.returncode not in (0, 1):
-            raise SystemExit(f'pytest ended with {done.returncode}: see {self.folder / "output.txt"}')
-        combined = coverage.CoverageData(str(self.folder / 'combined.part'))
-        for path in self.folder.glob('data.*'):
-            part = coverage.CoverageData(str(path))
-            part.read()
-            combined.update(part)
-        combined.write()
-        (self.folder / 'combined.part').rename(self.folder / 'combined')
-        log(f'... {time.monotonic() - began:.0f} s')
+        """Run the files of tests that have not been run, as many at once as there are jobs, each in a fork."""
+        self.folder.mkdir(exist_ok=True)
+        done = {path.name for path in self.folder.iterdir() if path.is_dir() and path.suffix != '.part'}
+        waiting = [name for name in self.files(args.tests) if piece(name) not in done]
+        if waiting:
+            log(f'which test touches which line: {len(waiting)} files of tests ({self.folder}/*/output.txt)')
+            (self.folder / 'combined').unlink(missing_ok=True)
+        began, running = time.monotonic(), {}
+        while waiting or running:
+            while waiting and len(running) < args.jobs:
+                name = waiting.pop(0)
+                running[self.start(name, args)] = name
+            pid, status = os.wait()
+            name, code = running.pop(pid), os.waitstatus_to_exitcode(status)
+            part = self.folder / f'{piece(name)}.part'
+            if code not in (0, 1, 5):  # passed, failed, all of them slow
+                raise SystemExit(f'pytest ended with {code}: see {part / "output.txt"}')
+            part.rename(self.folder / piece(name))
+            log(f'{time.monotonic() - began:6.0f} s {name}')
+        if not (self.folder / 'combined').exists():
+            combined = coverage.CoverageData(str(self.folder / 'combined.part'))
+            combined.erase()
+            for path in sorted(self.folder.glob('*/data.*')):
+                part = coverage.CoverageData(str(path))
+                part.read()
+                combined.update(part)
+            combined.write()
+            if not combined.measured_contexts():
+                raise SystemExit(f'no line of the package was seen to run: {self.folder} has no data of coverage')
+            (self.folder / 'combined.part').rename(self.folder / 'combined')
+
+    def files(self, tests: list[str]) -> list[str]:
+        """Files of tests in the order given, those of folders by name."""
+        found = []
+        for name in tests or ['tests']:
+            path = self.copy / name
+            found += sorted(path.rglob('test_*.py')) if path.is_dir() else [path]
+        return [str(path.relative_to(self.copy)) for path in dict.fromkeys(found)]
+
+    def start(self, name: str, args) -> int:
+        """The process that runs a file of tests."""
+        part = self.folder / f'{piece(name)}.part'
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir()
+        (part / 'coveragerc').write_text(COVERAGE.format(copy=self.copy, out=part))
+
+        def run() -> int:
+            more = dict(COVERAGE_PROCESS_START=str(part / 'coveragerc'), MUTANTS_OUT=str(part))
+            os.environ.update(more, MUTANTS_SEED=str(args.seed), MUTANTS_CASES=str(args.cases))
+            coverage.process_startup()
+            status = pytest_here(['-p', 'touched', *([] if args.slow else ['-m', 'not slow']), name])
+            current = coverage.Coverage.current()
+            current.stop()
+            current.save()
+            return status
+
+        return fork(self.copy, part / 'output.txt', run)
 
     def lines(self, path: str) -> dict[int, set[str]]:
         """Tests by line of a file, those that passed only."""
@@ -187,46 +218,77 @@ class Map:
         for start, end, kind in spans:
             found = set().union(*(names for number, names in lines.items() if start <= number <= end), ())
             if found:
-                return sorted(found, key=lambda name: (self.breadth[name] * (0.1 + self.seconds[name]), name)), kind
+                return self.ordered(found), kind
             # a line of a function that runs in no test, though others of it do
             if kind == 'statement' and in_function and not any(start <= number <= end for number in lines):
                 break
         return [], 'nothing'
 
+    def of_file(self, path: str) -> list[str]:
+        """Tests that touch any line of a file, the most special and shortest first."""
+        return self.ordered(set().union(*self.lines(path).values(), ()))
 
-def environment(copy: Path, **more: str) -> dict:
+    def ordered(self, names: set[str]) -> list[str]:
+        """The most special and shortest first."""
+        return sorted(names, key=lambda name: (self.breadth[name] * (0.1 + self.seconds[name]), name))
+
+
+def environment(copy: Path) -> dict:
     """Children import the copy, write no bytecode (two mutants of a second would share it) and use one thread."""
     folders = [str(copy), str(copy / 'tests' / 'mutants')]
     names = dict(PYTHONPATH=os.pathsep.join(folders), PYTHONDONTWRITEBYTECODE='1', OMP_NUM_THREADS='1')
-    return {**os.environ, **names, 'CUDA_VISIBLE_DEVICES': '', **more}
+    return {**os.environ, **names, 'CUDA_VISIBLE_DEVICES': ''}
 
 
-def run_tests(copy: Path, names: list[str], seconds: float, output: Path) -> str:
-    """One pytest run in a fork of this process, which has the large libraries: ``passed``, ``failed``, ``broken`` (the
-    tests cannot be collected), ``missing`` (no such tests) or ``timeout``."""
+def piece(name: str) -> str:
+    """The folder of what is known of a file of tests."""
+    return name.replace('/', '-')
+
+
+def pytest_here(arguments: list[str]) -> int:
+    """pytest in this process; its status."""
+    import pytest
+
+    return pytest.main(['-q', '-p', 'no:cacheprovider', '--tb=short', *arguments])
+
+
+def fork(copy: Path, output: Path, run) -> int:
+    """``run`` in a fork of this process, which has the large libraries, and imports the package from the copy. Its id;
+    it ends with the status that ``run`` returns, or 70."""
     pid = os.fork()
-    if pid == 0:
-        os.setsid()
-        stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(stream, 1)
-        os.dup2(stream, 2)
-        os.chdir(copy)
-        os.environ.update(environment(copy))
-        sys.dont_write_bytecode = True
-        sys.path[:0] = [str(copy)]
+    if pid:
+        return pid
+    os.setsid()
+    stream = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    os.chdir(copy)
+    os.environ.update(environment(copy))
+    sys.dont_write_bytecode = True
+    sys.path[:0] = [str(copy), str(copy / 'tests' / 'mutants')]
+    status = 70
+    try:
+        status = run()
+        imported = getattr(sys.modules.get('mmlinattn'), '__file__', str(copy))
+        assert imported.startswith(str(copy)), f'{imported} was tested'
+    except BaseException:
+        traceback.print_exc()
         status = 70
-        try:
-            import pytest
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(status))
 
-            status = pytest.main(['-x', '-q', '-p', 'no:cacheprovider', '--tb=short', *names])
-            assert sys.modules['mmlinattn'].__file__.startswith(str(copy))
-        finally:
-            sys.stdout.flush()
-            os._exit(int(status))
+
+def outcome_of(pid: int, seconds: float) -> str:
+    """How a run of pytest ended, which is killed after so many seconds."""
     deadline, status = time.monotonic() + seconds, None
-    while status is None and time.monotonic() < deadline:
+    while status is None:
+        is_late = time.monotonic() >= deadline  # before the look: this process may have been stopped meanwhile
         done, code = os.waitpid(pid, os.WNOHANG)
         status = code if done else None
+        if is_late:
+            break
         time.sleep(0.05)
     try:
         os.killpg(pid, signal.SIGKILL)
@@ -244,6 +306,7 @@ class Session:
 
     def __init__(self, out: Path, args):
         self.out, self.copy, self.args = out, out / 'copy', args
+        import_large_libraries()
         self.map = Map(out, args)
 
     def draw(self) -> list[WorkItem]:
@@ -269,7 +332,6 @@ class Session:
 
     def run(self) -> None:
         """Mutant by mutant until the time is up."""
-        import_large_libraries()
         end = time.monotonic() + 60 * self.args.minutes
         with use_db(str(self.out / 'session.sqlite'), WorkDB.Mode.create) as db:
             if not db.num_work_items:
@@ -286,8 +348,8 @@ class Session:
             self.report(db)
 
     def try_out(self, item: WorkItem) -> WorkResult:
-        """Three runs: the most special tests; those others that the time allows; all cases of these tests, as far as
-        they come."""
+        """Three runs: the most special tests; those others that the time allows; all cases of these, and of tests that
+        touch other lines of the file, as far as they come."""
         change = item.mutations[0]
         path = str(change.module_path.relative_to(self.copy))
         tests, what = self.map.tests(path, change.start_pos[0])
@@ -296,33 +358,45 @@ class Session:
             diff = ''.join(unified(before, after or before, path))
             if after is None or not compiles(after):
                 return WorkResult(WorkerOutcome.SKIPPED, 'no mutant', None, diff)
-            if not tests:
-                return WorkResult(WorkerOutcome.NO_TEST, 'untouched: no fast test runs this line', None, diff)
             rounds, seconds = [tests[:FIRST], [], []], 0.0
             for name in tests[FIRST:]:
                 seconds += self.map.seconds[name]
                 if seconds < self.args.seconds:
                     rounds[1].append(name)
-            # the cases that the map has not seen: one of them may be the one that matters
-            for function in dict.fromkeys(name.partition('[')[0] for name in tests if '[' in name):
-                rounds[2].append(function)
+            # what the map has not seen: a case that it left out may be the one that matters, or runs the line
+            known = {*rounds[0], *rounds[1]}
+            for name in [*tests, *self.map.of_file(path)]:
+                function = name.partition('[')[0]
+                if function not in known:
+                    known.add(function)
+                    rounds[2].append(function)
             number = 0
             for names in filter(None, rounds):
                 is_last = names is rounds[2]
                 due = sum(self.map.seconds.get(name, 0) for name in names)
                 limit = 2 * self.args.seconds if is_last else 60 + 5 * due
-                outcome = run_tests(self.copy, names, limit, self.out / 'output.txt')
+                outcome = self.run_tests(names, limit)
                 if outcome == 'missing':  # the mutant changes the names of the cases
                     functions = sorted({name.partition('[')[0] for name in names})
-                    outcome = run_tests(self.copy, functions, 60 + 10 * due, self.out / 'output.txt')
+                    outcome = self.run_tests(functions, 60 + 10 * due)
                 number += 0 if is_last else len(names)
                 if outcome != 'passed' and not (is_last and outcome == 'timeout'):
                     tail = (self.out / 'output.txt').read_text(errors='replace')[-1500:]
                     return WorkResult(
                         WorkerOutcome.NORMAL, f'killed: {outcome} ({number} tests)\n{tail}', TestOutcome.KILLED, diff
                     )
+            if not tests:
+                text = 'untouched: no test that was mapped runs this line, nor fails'
+                return WorkResult(WorkerOutcome.NO_TEST, text, None, diff)
             text = f'survived {number} of the {len(tests)} tests that touch the {what}'
             return WorkResult(WorkerOutcome.NORMAL, text, TestOutcome.SURVIVED, diff)
+
+    def run_tests(self, names: list[str], seconds: float) -> str:
+        """One pytest run: ``passed``, ``failed``, ``broken`` (nothing can be collected), ``missing`` (no such tests) or
+        ``timeout``."""
+        output = self.out / 'output.txt'
+        chosen = [] if self.args.slow else ['-m', 'not slow']
+        return outcome_of(fork(self.copy, output, lambda: pytest_here(['-x', *chosen, *names])), seconds)
 
     def report(self, db: WorkDB) -> None:
         """``report.md``: the figures, and the diff of each survivor (``git apply`` takes it)."""
@@ -393,7 +467,9 @@ def main() -> None:
     parser.add_argument('--cases', type=int, default=4, help='of a parametrised test, to find the lines it touches [4]')
     parser.add_argument('--tests', nargs='+', default=[], help='files and folders of tests [all]')
     parser.add_argument('--slow', action='store_true', help='slow tests, too')
-    parser.add_argument('--jobs', type=int, default=os.cpu_count(), help='processes of the first run [all cores]')
+    parser.add_argument(
+        '--jobs', type=int, default=os.cpu_count(), help='files of tests at once in the first run [all cores]'
+    )
     parser.add_argument('--out', default='work_dirs/mutants', help='copy, results, report [work_dirs/mutants]')
     args = parser.parse_args()
     out = Path(args.out).resolve()
