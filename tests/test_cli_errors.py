@@ -96,8 +96,9 @@ def test_annotation_file_missing(fails, tmp_path):
     assert "no such file 'coco/annotations/instances_train2017.json'" in line
 
 
-def test_checkpoint_missing(fails):
-    assert "checkpoint 'no.pth': no such file" in fails('test.py', CONFIG, 'no.pth')
+def test_checkpoint_missing(fails, tmp_path):
+    assert fails('test.py', CONFIG, 'no.pth').endswith("checkpoint 'no.pth': no such file.")
+    assert fails('test.py', CONFIG, tmp_path).endswith(f"checkpoint '{tmp_path}': a folder, not a file.")
     assert "checkpoint 'typo://x': no such file" in fails('test.py', CONFIG, 'typo://x')
     assert "--resume 'no.pth': no such file" in fails('train.py', CONFIG, '--resume', 'no.pth')
     line = fails('train.py', CONFIG, '--cfg-options', 'load_from=no.pth')

@@ -12,6 +12,7 @@ from mmlinattn.engine import cli
 pytest.importorskip('mmdet')
 ROOT = Path(__file__).resolve().parents[1]
 DETECTOR = str(ROOT / 'configs' / 'mmdet' / 'ravlt_shapes_quickstart.py')
+CLASSIFIER = str(ROOT / 'configs' / 'mmpretrain' / 'ravlt_shapes_quickstart.py')
 
 
 @pytest.fixture
@@ -45,6 +46,25 @@ def test_learning_rates_are_scaled_when_asked_for(configured):
     options = ['--cfg-options', 'auto_scale_lr.base_batch_size=16']
     assert configured('train.py', DETECTOR, '--auto-scale-lr', *options).auto_scale_lr.enable is True
     assert not configured('train.py', DETECTOR, *options).auto_scale_lr.get('enable')
+
+
+def test_memory_is_not_pinned_where_that_is_asked_for(configured):
+    options = ['--cfg-options', *(f'{stage}_dataloader.pin_memory=True' for stage in ('train', 'val', 'test'))]
+    cfg = configured('train.py', DETECTOR, *options)
+    assert all(cfg[f'{stage}_dataloader'].pin_memory is True for stage in ('train', 'val', 'test'))
+    cfg = configured('train.py', DETECTOR, *options, '--no-pin-memory')
+    assert all(cfg[f'{stage}_dataloader'].pin_memory is False for stage in ('train', 'val', 'test'))
+
+
+def test_loaders_of_classifiers_have_the_settings_their_configs_rely_on(configured):
+    """MMPretrain's own tools fill them in."""
+    pytest.importorskip('mmpretrain')
+    cfg = configured('train.py', CLASSIFIER)
+    for loader in (cfg.train_dataloader, cfg.val_dataloader):
+        assert loader.collate_fn == dict(type='default_collate')
+        assert loader.pin_memory is False  # without an accelerator
+        assert loader.persistent_workers is (loader.num_workers > 0)
+    assert 'collate_fn' not in configured('train.py', DETECTOR).train_dataloader
 
 
 def test_augmentation_of_the_test_wraps_the_model_and_takes_its_pipeline(configured, tmp_path):

@@ -140,6 +140,7 @@ FAULTS = {
     'RLE below 0': (mask(dict(size=[48, 64], counts=[-10, 3082])), AT + 'run lengths .* do not fill'),
     'RLE without counts': (mask(dict(size=[48, 64])), AT + r'run lengths \(RLE\) None'),
     'RLE of nonsense': (mask(dict(size=[48, 64], counts='\x00\xff!')), AT + 'run lengths .* do not fill'),
+    'RLE of no counts': (mask(dict(size=[48, 64], counts='')), AT + 'run lengths .* do not fill'),
     'RLE cut off': (mask(dict(size=[48, 64], counts='PPP')), AT + 'run lengths .* do not fill'),
 }
 

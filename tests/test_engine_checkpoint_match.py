@@ -106,5 +106,5 @@ def test_resuming_with_another_head_stops(tmp_path, checkpoint):
 
 def test_what_the_model_resizes_fits(tmp_path, checkpoint):
     MODELS.register_module(module=Resizing, force=True)
-    torch.save(dict(Resizing().state_dict(), table=torch.ones(7)), checkpoint)
+    torch.save(dict(Resizing().state_dict(), table=torch.ones(7), of_another=torch.ones(1)), checkpoint)
     assert evaluating(tmp_path, checkpoint, model=dict(type='Resizing')).test()

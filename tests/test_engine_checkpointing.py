@@ -47,6 +47,7 @@ def test_guard_keeps_the_settings_of_the_checkpoint_hook(tmp_path):
     assert not hooks[0].save_optimizer
     assert files(tmp_path) == ['epoch_1.pth', 'epoch_2.pth', 'last_checkpoint']
     assert find_latest_checkpoint(str(tmp_path)) == str(tmp_path / 'epoch_2.pth')
+    assert runner.message_hub.get_info('last_ckpt') == str(tmp_path / 'epoch_2.pth')  # hooks of others read it
 
 
 def test_keeps_the_newest_checkpoints_also_across_a_resume(tmp_path):

@@ -1,4 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import json
 import os
 
 import pytest
@@ -7,7 +8,7 @@ from mmengine.config import Config
 from mmengine.dataset import ConcatDataset, RepeatDataset
 
 from mmlinattn.engine import RunError, check_data_config
-from mmlinattn.engine.data_check import find_missing_files
+from mmlinattn.engine.data_check import explained_empty_data, find_missing_files
 
 HOOKS = [dict(type='DataCheckHook', max_listed=2)]
 
@@ -131,3 +132,47 @@ def test_config_of_an_evaluator(coco_root):
 def test_config_of_remote_data_is_not_checked(coco_root, change):
     change = dict(dict(data_root='/no/such'), **change)
     check_data_config(coco_config(coco_root, **change), ['train'])
+
+
+def empty_config(names, image_ids=(1, 2)):
+    """A loader of two data sets: one that has images left, then one of the classes ``names``."""
+    pytest.importorskip('mmdet')
+    objects = [dict(id=i, image_id=i, category_id=1, bbox=[1, 1, 5, 5], area=25, iscrowd=0) for i in image_ids]
+    images = [dict(id=i, file_name=f'{i}.jpg', width=64, height=64) for i in image_ids]
+    with open('coco.json', 'w') as stream:
+        json.dump(dict(images=images, annotations=objects, categories=[dict(id=1, name='disc')]), stream)
+    leaf = dict(
+        type='mmdet.CocoDataset',
+        ann_file='coco.json',
+        data_prefix=dict(img='pictures'),
+        metainfo=dict(classes=('disc',)),
+        filter_cfg=dict(filter_empty_gt=True, min_size=32),
+    )
+    datasets = [leaf, dict(leaf, metainfo=dict(classes=names))]
+    return Config(dict(train_dataloader=dict(dataset=dict(type='ConcatDataset', datasets=datasets))))
+
+
+def test_why_a_data_set_is_empty(tmp_path, monkeypatch):
+    """MMEngine fails in NumPy."""
+    monkeypatch.chdir(tmp_path)
+    cfg = empty_config(('star',))
+    with pytest.raises(RunError) as found, explained_empty_data(cfg, ['train', 'val']):
+        raise ValueError('need at least one array to concatenate')
+    message = str(found.value)
+    assert message.startswith("train_dataloader.dataset.datasets.1: none of the 2 images of 'coco.json' is left after ")
+    assert "filter_cfg = {'filter_empty_gt': True, 'min_size': 32}" in message
+    assert "metainfo.classes = ('star',)" in message
+
+
+def test_an_error_over_data_that_is_there_stays(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for cfg, kind in [(empty_config(('disc',)), ValueError), (empty_config(('star',)), TypeError)]:
+        with pytest.raises(kind, match='of another kind'), explained_empty_data(cfg, ['train']):
+            raise kind('of another kind')
+
+
+def test_a_file_that_names_no_image(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RunError, match="datasets.0: 'coco.json' in data_root None names no image"):
+        with explained_empty_data(empty_config(('disc',), image_ids=()), ['train']):
+            raise ValueError

@@ -8,6 +8,12 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
+from mmengine.config import Config
+from torch import nn
+
+from mmlinattn.engine import CPUDistributedDataParallel, RunError, prepare_distributed
+from mmlinattn.engine.distributed import leave_process_group
 
 TESTS = Path(__file__).resolve().parent
 SCRIPT = """
@@ -68,6 +74,115 @@ def run(tmp_path, bad_rank):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [(tmp_path / 'work' / f'rank{rank}.txt').read_text() for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    'failed, last_error, expected',
+    [(False, None, 'destroyed'), (False, ValueError(), 'destroyed'), (True, None, 'aborted')]
+    + [(None, None, 'destroyed'), (None, ValueError(), 'aborted')],
+)
+def test_a_group_is_destroyed_after_a_good_end_and_aborted_after_an_error(monkeypatch, failed, last_error, expected):
+    """To destroy one waits for processes that may be gone."""
+    calls = []
+    monkeypatch.setattr('torch.distributed.is_initialized', lambda: True)
+    monkeypatch.setattr('torch.distributed.destroy_process_group', lambda: calls.append('destroyed'))
+    abort = 'torch.distributed.distributed_c10d._abort_process_group'
+    monkeypatch.setattr(abort, lambda: calls.append('aborted'), raising=False)
+    if last_error is not None:
+        monkeypatch.setattr(sys, 'last_value', last_error, raising=False)
+    else:
+        monkeypatch.delattr(sys, 'last_value', raising=False)
+    leave_process_group(failed)
+    assert calls == [expected]
+
+
+def test_nothing_is_left_where_nothing_was_joined(monkeypatch):
+    monkeypatch.setattr('torch.distributed.is_initialized', lambda: False)
+    monkeypatch.setattr('torch.distributed.destroy_process_group', None)
+    leave_process_group()
+
+
+LAUNCHERS = dict(
+    pytorch=('RANK', 'WORLD_SIZE', 'LOCAL_RANK'),
+    slurm=('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_LOCALID'),
+    mpi=('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE', 'OMPI_COMM_WORLD_LOCAL_RANK'),
+)
+OURS = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_PORT', 'MASTER_ADDR')
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """Backends that were asked for, on a machine without an accelerator and without the variables of a launcher."""
+    calls = []
+    for name in {*OURS, *sum(LAUNCHERS.values(), ())}:
+        monkeypatch.setenv(name, '')  # so that what is set is taken back
+        monkeypatch.delenv(name)
+    monkeypatch.setattr('mmlinattn.engine.distributed.get_device', lambda: 'cpu')
+    monkeypatch.setattr('torch.distributed.init_process_group', calls.append)
+    monkeypatch.setattr('torch.distributed.is_initialized', lambda: bool(calls))
+    return calls
+
+
+@pytest.mark.parametrize('launcher', LAUNCHERS)
+def test_processes_of_every_launcher_are_joined(joined, monkeypatch, tmp_path, launcher):
+    for name, value in zip(LAUNCHERS[launcher], '352'):
+        monkeypatch.setenv(name, value)
+    if launcher == 'slurm':
+        asked = '[ "$*" = "show hostnames node[7-8]" ]'
+        (tmp_path / 'scontrol').write_text(f'#!/bin/sh\n{asked} && echo node7 && echo node8\n')
+        (tmp_path / 'scontrol').chmod(0o755)
+        monkeypatch.setenv('PATH', f'{tmp_path}:{os.environ["PATH"]}')
+        monkeypatch.setenv('SLURM_NODELIST', 'node[7-8]')
+    cfg = Config(dict(launcher=launcher))
+    prepare_distributed(cfg)
+    first = 'node7' if launcher == 'slurm' else '127.0.0.1'
+    assert [os.environ.get(name) for name in OURS] == ['3', '5', '2', '29500', first]
+    assert joined == ['gloo']
+    assert cfg.model_wrapper_cfg == dict(
+        type='CPUDistributedDataParallel', broadcast_buffers=False, find_unused_parameters=False
+    )
+    prepare_distributed(cfg)
+    assert joined == ['gloo']
+
+
+def test_settings_of_the_user_stay(joined, monkeypatch):
+    for name, value in zip(OURS, ('0', '2', '0', '1234', 'elsewhere')):
+        monkeypatch.setenv(name, value)
+    wrapper = dict(type='MMDistributedDataParallel', broadcast_buffers=True, static_graph=True)
+    cfg = Config(dict(launcher='pytorch', find_unused_parameters=True, model_wrapper_cfg=wrapper))
+    prepare_distributed(cfg)
+    assert os.environ['MASTER_PORT'] == '1234' and os.environ['MASTER_ADDR'] == 'elsewhere'
+    assert cfg.model_wrapper_cfg == dict(
+        type='CPUDistributedDataParallel', broadcast_buffers=True, find_unused_parameters=True, static_graph=True
+    )
+
+
+def test_what_needs_an_accelerator(joined):
+    cfg = Config(dict(launcher='pytorch', model_wrapper_cfg=dict(type='MMFullyShardedDataParallel')))
+    with pytest.raises(RunError, match="model_wrapper_cfg.type = 'MMFullyShardedDataParallel' needs an accelerator"):
+        prepare_distributed(cfg)
+
+
+def test_one_process_is_left_alone(joined):
+    cfg = Config(dict(launcher='none'))
+    prepare_distributed(cfg)
+    assert joined == [] and 'model_wrapper_cfg' not in cfg
+
+
+def test_synchronised_norms_are_plain_ones_on_the_cpu(tmp_path):
+    """PyTorch trains SyncBatchNorm on GPUs only."""
+    torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SyncBatchNorm(4))
+        wrapped = CPUDistributedDataParallel(model, device_ids=[0])
+        assert type(wrapped.module[1]).__mro__[1] is nn.modules.batchnorm._BatchNorm
+        wrapped.train()(torch.randn(2, 3, 4, 4)).sum().backward()
+        assert wrapped.module[0].weight.grad is not None
+        plain = nn.Sequential(nn.Linear(2, 2))
+        assert CPUDistributedDataParallel(plain).module is plain
+    finally:
+        leave_process_group()
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from mmengine.structures import BaseDataElement
 from torch import nn
 
 from mmlinattn.engine import DataCheckHook, RunError
-from mmlinattn.engine.loading_check import AllowedLabels, allowed_labels
+from mmlinattn.engine.loading_check import AllowedLabels, SegMapCheck, allowed_labels
 
 SIZE = 12
 
@@ -214,6 +214,11 @@ def test_labels_of_more_than_a_byte():
     """As MMSegmentation reads them, 256 is 0."""
     write_map(2, np.full((4, 6), 256, np.uint16))
     assert '2_map.png has labels up to 256' in stops(segmenting(runner_of(dataset=dict(maps=True))))
+
+
+def test_sizes_with_channels_are_those_of_the_map():
+    """Some loading transforms give the shape of the array as the size of the picture."""
+    SegMapCheck()(dict(gt_seg_map=np.zeros((4, 6)), ori_shape=(4, 6, 3)))
 
 
 def test_allowed_labels_of_models():

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from mmlinattn.engine import RunError, StopHook
 from mmlinattn.engine.resuming import _batches_done
-from mmlinattn.engine.stopping import _Shielded, clean_end, end_workers
+from mmlinattn.engine.stopping import ToolRun, _Shielded, clean_end, end_workers, shield_workers
 
 pytestmark = pytest.mark.skipif(os.name != 'posix', reason='signals')
 TESTS = Path(__file__).resolve().parent
@@ -164,6 +164,55 @@ def test_no_room_for_the_checkpoint_is_an_error(tmp_path):
         train(tmp_path, ITERS, 'before_train_iter', 4, hooks=[FullDisk()])
 
 
+@pytest.mark.parametrize('loop', [EPOCHS, ITERS], ids=['epochs', 'iterations'])
+def test_an_iteration_after_a_validation_is_finished_as_any_other(tmp_path, loop):
+    loop = dict(loop, val_interval=1 if loop['by_epoch'] else 3)
+    train(tmp_path, loop, 'before_train_iter', 4, **VALIDATION)
+    meta = torch.load(tmp_path / 'stopped.pth', weights_only=False)['meta']
+    assert meta['iter'] == 5
+    assert meta['stopped']['batch'] == (2 if loop['by_epoch'] else 0)
+
+
+@pytest.mark.parametrize('is_listening', [True, False])
+def test_an_error_nobody_asked_for_comes_through(is_listening):
+    found = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ZeroDivisionError), clean_end():
+        if is_listening:
+            signal.signal(signal.SIGTERM, StopHook()._on_sigterm)
+        raise ZeroDivisionError
+    assert signal.getsignal(signal.SIGTERM) == found
+
+
+def test_what_listens_to_signals_ends_with_the_run():
+    before, wakeup = set(threading.enumerate()), signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup)
+    with clean_end():
+        (watch,) = set(threading.enumerate()) - before
+        assert signal.getsignal(signal.SIGINT) != signal.default_int_handler
+    watch.join(30)
+    assert not watch.is_alive()
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+    assert signal.set_wakeup_fd(wakeup) == wakeup
+
+
+def test_last_checkpoint_is_that_of_the_run_itself(tmp_path):
+    run = ToolRun()
+    assert run.last_checkpoint() is None
+    run.work_dir = str(tmp_path)
+    assert run.last_checkpoint() is None
+    pointer = tmp_path / 'last_checkpoint'
+    pointer.write_text('epoch_1.pth\n')
+    os.utime(pointer, times=(time.time() - 60,) * 2)
+    assert run.last_checkpoint() is None  # of a run before
+    run.is_resumed = True
+    assert run.last_checkpoint() == 'epoch_1.pth'
+    run.is_resumed = False
+    os.utime(pointer)
+    assert run.last_checkpoint() == 'epoch_1.pth'
+    pointer.write_text('')
+    assert run.last_checkpoint() is None
+
+
 @pytest.mark.parametrize('error, status', [(SystemExit(1), 1), (SystemExit(143), 143), (RuntimeError(), 143)])
 def test_exit_status_after_sigterm(error, status):
     """A lost connection to a process that ended before is no error then."""
@@ -220,6 +269,21 @@ def test_workers_say_nothing_of_connections_that_the_main_process_closed(tmp_pat
     assert process.exitcode == 0
     # '[rank0]: ' comes before it where an earlier test of this process made a process group: PyTorch's hook stays
     assert output.read_text().removeprefix('[rank0]: ') == 'ValueError: of the data set\n'
+
+
+def test_workers_are_shielded_once_and_only_where_there_are_some():
+    def mine(worker_id):
+        pass
+
+    loader = DataLoader(list(range(4)), num_workers=1, worker_init_fn=mine)
+    shield_workers(loader)
+    shielded = loader.worker_init_fn
+    assert isinstance(shielded, _Shielded) and shielded.init_fn is mine
+    shield_workers(loader)
+    assert loader.worker_init_fn is shielded
+    loader = DataLoader(list(range(4)), worker_init_fn=mine)
+    shield_workers(loader)
+    assert loader.worker_init_fn is mine
 
 
 def test_workers_that_take_their_time_to_end_are_no_error(monkeypatch):
