@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Optional
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.modules import module as global_hooks
 
@@ -44,14 +43,17 @@ def heads_of(x: Tensor, num_heads: int) -> Tensor:
 
     Of five axes, since Inductor keeps every tensor of four channels-last in models with convolutions: heads come to lie
     innermost. That copies each map, and its C++ code for sums in that order writes past the end of their memory where
-    the number of heads is no multiple of the vector's length (PyTorch 2.11, pytorch/pytorch#196681).
+    the number of heads is no multiple of the vector's length (PyTorch 2.11, pytorch/pytorch#196681). Not by
+    einops, which leaves out axes of one until the others are in order: Inductor would see four.
     """
-    return rearrange(x, 'b n (h d) -> 1 b h n d', h=num_heads)
+    batch, tokens, channels = x.shape
+    return x.reshape(1, batch, tokens, num_heads, channels // num_heads).transpose(2, 3)
 
 
 def tokens_of(x: Tensor) -> Tensor:
     """(1, B, heads, N, d) -> (B, N, heads * d), back from :func:`heads_of`."""
-    return rearrange(settled(x.transpose(2, 3)), '1 b n h d -> b n (h d)')
+    _, batch, heads, tokens, width = x.shape
+    return settled(x.transpose(2, 3)).reshape(batch, tokens, heads * width)
 
 
 # --- who else may see a tensor ----------------------------------------------------------------------------------------
