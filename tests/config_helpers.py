@@ -33,11 +33,16 @@ def configs_of(prefix: str) -> list[str]:
     return [name for name in CONFIGS if name.startswith(prefix)]
 
 
+def read(path) -> Config:
+    """A config from its file."""
+    with mock.patch.object(config_utils, 'load', _read_once):
+        return Config.fromfile(path)
+
+
 @functools.cache
 def load(name: str) -> Config:
     """A config by its name; not to be changed."""
-    with mock.patch.object(config_utils, 'load', _read_once):
-        return Config.fromfile(CONFIG_DIR / f'{name}.py')
+    return read(CONFIG_DIR / f'{name}.py')
 
 
 def build(name: str, random_init: bool = True, **options) -> tuple[nn.Module, Config]:
