@@ -248,3 +248,24 @@ def test_backbone_is_the_one_in_the_name(name):
         assert backbone.init_cfg.checkpoint == f'work_dirs/{weights}_in1k/epoch_300.pth'
     else:
         assert 'init_cfg' not in backbone
+
+
+@pytest.mark.parametrize('name', configs_of('mmpretrain/'))
+def test_what_a_classifier_reads(name):
+    """The class token of a plain backbone, RAVLT's projection of the last map as it is, the mean of the last map of all
+    others: PVT's as it is, as the release leaves its norm out."""
+    model, host = load(name).model, load(name).model.backbone.type
+    neck, backbone = (model.get('neck') or {}).get('type'), model.backbone
+    expected = dict(LinearDeiT=None, RAVLT='ConvProjectionNeck').get(host, 'GlobalAveragePooling')
+    assert neck == expected
+    assert backbone.get('out_indices') == (None if host == 'LinearDeiT' else (3,))
+    assert backbone.get('out_norm', True) is (host not in ('RAVLT', 'LinearPVT'))
+    assert backbone.get('out_type', 'cls_token') == 'cls_token'
+
+
+@pytest.mark.parametrize('name', configs_of('mmdet/') + configs_of('mmseg/'))
+def test_batch_norms_of_dense_backbones_are_synchronised(name):
+    """As the releases trained them, two images a GPU."""
+    backbone = load(name).model.backbone
+    has_batch_norms = backbone.type in ('RAVLT', 'LinearNextViT')
+    assert (backbone.get('norm_cfg') or {}).get('type') == ('SyncBN' if has_batch_norms else None)

@@ -155,6 +155,16 @@ def test_tool_prints_totals_and_downloads_nothing(monkeypatch, capsys):
     assert float(total[-1]) == pytest.approx(sum(map(float, total[2:5])), abs=0.002)
 
 
+def test_tool_counts_what_the_options_say(monkeypatch, capsys):
+    pytest.importorskip('mmpretrain')
+    sizes = []
+    for options in ([], ['--cfg-options', 'model.head.num_classes=10']):
+        run_tool(monkeypatch, ROOT / 'configs/mmpretrain/ravlt_t_in1k.py', '--shape', 32, 32, *options)
+        (head,) = (line.split() for line in capsys.readouterr().out.splitlines() if line.startswith('head'))
+        sizes.append(float(head[1]))
+    assert sizes == [1.025, 0.01]  # M: a matrix of 1024 x classes and a bias
+
+
 @pytest.mark.parametrize('args, message', [(['--shape', '16', '480'], 'shape 16 480'), ([], 'no such file')])
 def test_bad_input_is_one_line(monkeypatch, capsys, args, message):
     pytest.importorskip('mmdet')
