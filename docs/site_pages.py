@@ -2,6 +2,7 @@
 """Pages of the site that are made when it is built: one a backbone, the reference, and the navigation."""
 
 import inspect
+import re
 from pathlib import Path
 
 import yaml
@@ -12,7 +13,7 @@ from mmlinattn.attention import get_mixer
 from mmlinattn.backbones.base import Backbone
 
 ROOT = Path(__file__).resolve().parents[1]
-GUIDES = ['get_started', 'configs', 'checkpoints', 'distributed', 'tables', 'upstream']
+GUIDES = ['get_started', 'tutorial', 'configs', 'checkpoints', 'distributed', 'tables', 'upstream']
 INSIDE = ['design', 'add_an_attention', 'add_a_host', 'testing']
 REFERENCE = ['attention', 'layers', 'necks', 'engine', 'checkpoints', 'datasets', 'swapping', 'utils']
 
@@ -108,13 +109,13 @@ def pages() -> dict:
 
 def on_config(config):
     """The navigation: guides, backbones, what is inside, reference."""
-    existing = {path.stem for path in (ROOT / 'docs').glob('*.md')}
-    others = sorted(existing - {*GUIDES, *INSIDE, 'index'})
+    existing = {path.stem: path.name for kind in ('*.md', '*.ipynb') for path in (ROOT / 'docs').glob(kind)}
+    others = sorted(existing.keys() - {*GUIDES, *INSIDE, 'index'})
     config.nav = [
         'index.md',
-        {'Guides': [f'{name}.md' for name in [*GUIDES, *others] if name in existing]},
+        {'Guides': [existing[name] for name in [*GUIDES, *others] if name in existing]},
         {'Backbones': [{name: f'backbones/{name}.md'} for name in hosts()]},
-        {'Inside': [f'{name}.md' for name in INSIDE if name in existing]},
+        {'Inside': [existing[name] for name in INSIDE if name in existing]},
         {'Reference': [{name: f'reference/{name}.md'} for name in REFERENCE]},
     ]
     return config
@@ -125,3 +126,8 @@ def on_files(files: Files, config) -> Files:
     for path, text in pages().items():
         files.append(File.generated(config, path, content=text))
     return files
+
+
+def on_page_content(html: str, page, **kwargs) -> str:
+    """Links of notebooks to other pages, which MkDocs resolves in Markdown only."""
+    return re.sub(r'href="(\w+)\.md"', r'href="../\1/"', html) if page.file.src_uri.endswith('.ipynb') else html

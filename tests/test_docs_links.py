@@ -1,18 +1,23 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The documentation: links lead somewhere, named files exist. Code blocks: ``test_docs_code.py``."""
 
+import json
 import re
 
 import pytest
 from config_helpers import ROOT
 
-PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'docs').rglob('*.md')])
+PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'docs').rglob('*.md'), *(ROOT / 'docs').glob('*.ipynb')])
 IDS = [path.relative_to(ROOT).as_posix() for path in PAGES]
 
 
 def prose(path) -> str:
     """A page without its code blocks."""
-    return re.sub(r'^```.*?^```', '', path.read_text(encoding='utf-8'), flags=re.M | re.S)
+    text = path.read_text(encoding='utf-8')
+    if path.suffix == '.ipynb':
+        cells = json.loads(text)['cells']
+        text = '\n\n'.join(''.join(cell['source']) for cell in cells if cell['cell_type'] == 'markdown')
+    return re.sub(r'^```.*?^```', '', text, flags=re.M | re.S)
 
 
 def anchors(path) -> set:
@@ -63,10 +68,10 @@ def test_every_page_is_reached_from_get_started():
         page = todo.pop()
         if page not in reached:
             reached.add(page)
-            links = re.findall(r'\]\(([^)#\s]+\.md)', prose(page))
+            links = re.findall(r'\]\(([^)#\s]+\.(?:md|ipynb))', prose(page))
             todo += [(page.parent / link).resolve() for link in links if '://' not in link]
     missed = (
-        {path for path in (ROOT / 'docs').glob('*.md')}
+        {path for path in PAGES if path.parent == ROOT / 'docs'}
         - reached
         - {ROOT / 'docs' / 'design.md', ROOT / 'docs' / 'index.md'}
     )

@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The documentation as a site: builds without a warning, with a page a backbone and the reference."""
 
+import json
+import re
 import runpy
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from config_helpers import ROOT
 
 pytest.importorskip('mkdocs')
 pytest.importorskip('mkdocstrings')
+pytest.importorskip('mkdocs_jupyter')
 
 
 @pytest.mark.slow
@@ -20,6 +23,31 @@ def test_site_builds_without_warnings(tmp_path):
     page = (tmp_path / 'backbones' / 'RAVLT' / 'index.html').read_text(encoding='utf-8')
     assert 'ravlt_b_cascade_3x.py' in page and 'drop_path_rate' in page
     assert 'BackboneLayerDecayOptimWrapperConstructor' in (tmp_path / 'reference/engine/index.html').read_text('utf-8')
+    check_tutorial((tmp_path / 'tutorial' / 'index.html').read_text(encoding='utf-8'))
+
+
+def check_tutorial(page: str):
+    """The build has run the notebook: the numbers and the pictures of this very run are on its page."""
+    assert 'backbone: ResNetV1c -&gt; RAVLT tiny' in page
+    learned = float(re.search(r'mIoU on pictures that it was not trained on: ([\d.]+)', page)[1])
+    assert learned > 60, learned  # 25 if all were background
+    table = re.findall(r'^stages\.(\d\.\d)  (rala|softmax) +(\d+ x \d+)  (.*)$', page, re.M)
+    assert [row[:2] for row in table] == [
+        ('0.0', 'rala'),
+        ('1.0', 'rala'),
+        ('2.0', 'softmax'),
+        ('2.1', 'softmax'),
+        ('3.0', 'softmax'),
+    ]
+    assert table[0][2] == '24 x 24' and re.match(r'[\d.]+ of 24 +[\d.]+ of 24', table[0][3])
+    assert page.count('src="data:image/png;base64') == 5
+    assert 'href="../configs/"' in page
+
+
+def test_notebook_is_kept_without_what_it_printed():
+    cells = json.loads((ROOT / 'docs' / 'tutorial.ipynb').read_text(encoding='utf-8'))['cells']
+    code = [cell for cell in cells if cell['cell_type'] == 'code']
+    assert len(code) > 5 and not any(cell['outputs'] or cell['execution_count'] for cell in code)
 
 
 def test_pages_of_backbones_hold_sizes_and_configs():

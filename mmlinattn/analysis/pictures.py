@@ -5,20 +5,23 @@ import textwrap
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-import matplotlib
 import numpy as np
+from matplotlib import colormaps
+from matplotlib.figure import Figure
 
 from .capture import BlockCall
 from .inspecting import full_map, query_map
 from .loading import Picture, token_at
 
-matplotlib.use('Agg')
-
-from matplotlib import colormaps, pyplot  # noqa: E402
-
 MAX_HEADS = 8
 SHOWN_BLOCKS = 12
 TITLE_WIDTH = 7.5  # inches that titles need
+
+
+def subplots(rows: int = 1, columns: int = 1, *, squeeze: bool = True, **kwargs):
+    """As pyplot's, for files only: pyplot would keep the figure, and show it in a notebook or a window."""
+    figure = Figure(**kwargs)
+    return figure, figure.subplots(rows, columns, squeeze=squeeze)
 
 
 class QueryMaps(NamedTuple):
@@ -111,7 +114,7 @@ def plot_query(
     found = [found[i] for i in picked(len(found), SHOWN_BLOCKS)]
     columns = 2 + max(min(len(maps.maps), MAX_HEADS) for maps in found)
     ratio = picture.shown.shape[0] / picture.shown.shape[1]
-    figure, axes = pyplot.subplots(
+    figure, axes = subplots(
         len(found),
         columns,
         figsize=(max(1.7 * columns + 0.5, TITLE_WIDTH), (1.7 * ratio + 0.35) * len(found) + 0.9),
@@ -153,7 +156,7 @@ def plot_full(found: list[tuple[str, str, np.ndarray]], name: str, path: Path) -
     found = [found[i] for i in picked(len(found), SHOWN_BLOCKS)]
     columns = max(min(len(maps), MAX_HEADS) for _, _, maps in found)
     size = (max(1.5 * columns + 1.0, TITLE_WIDTH), 1.6 * len(found) + 0.9)
-    figure, axes = pyplot.subplots(len(found), columns, figsize=size, squeeze=False, layout='constrained')
+    figure, axes = subplots(len(found), columns, figsize=size, squeeze=False, layout='constrained')
     for row, (block, mixer, maps) in zip(axes, found):
         for axis in row:
             axis.set_xticks([])
@@ -201,7 +204,7 @@ def _draw(axis, entries, label, *keys, **style) -> bool:
 
 def _axis(title: str, label: str, entries: list[dict]):
     width = max(7.5, 0.42 * len(entries) + 2)
-    figure, axis = pyplot.subplots(figsize=(width, 5.2), layout='constrained')
+    figure, axis = subplots(figsize=(width, 5.2), layout='constrained')
     lines = [part for line in title.splitlines() for part in textwrap.wrap(line, int(12 * width))]
     axis.set_title('\n'.join(lines), fontsize=9)
     axis.set_ylabel(label, fontsize=9)
@@ -221,7 +224,6 @@ def _finish(figure, axis, path: Path) -> None:
 def _save(figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 BAND = 'lines: mean over heads, bands: lowest and highest head'
@@ -259,7 +261,8 @@ def _plot_rank(entries, path, title) -> bool:
         shown |= _draw(axis, scaled, label, 'value')
     axis.set_ylim(0, 1.05)
     axis.axhline(1, color='k', linestyle='--', linewidth=0.8, label='full rank')
-    _finish(figure, axis, path) if shown else pyplot.close(figure)
+    if shown:
+        _finish(figure, axis, path)
     return shown
 
 
@@ -272,7 +275,8 @@ def _plot_confusion(entries, path, title) -> bool:
     ]
     shown = _draw(axis, scaled, 'confused pairs within a window', 'value')
     axis.set_ylim(bottom=0)  # also where there are none
-    _finish(figure, axis, path) if shown else pyplot.close(figure)
+    if shown:
+        _finish(figure, axis, path)
     return shown
 
 
@@ -287,7 +291,8 @@ def _plot_locality(entries, path, title) -> bool:
     _draw(
         axis, entries, 'all keys alike (9 / number of keys, fewer at the border)', 'locality', 'if_uniform', color='k'
     )
-    _finish(figure, axis, path) if shown else pyplot.close(figure)
+    if shown:
+        _finish(figure, axis, path)
     return shown
 
 
@@ -304,7 +309,8 @@ def _plot_sharpness(entries, path, title) -> bool:
         _draw(axis, entries, f'mass of the {count} strongest key(s)', 'sharpness', f'top_{count}')
     _draw(axis, entries, 'negative share of the magnitude', 'sharpness', 'negative', linestyle='--')
     axis.set_ylim(-0.02, 1.05)
-    _finish(figure, axis, path) if shown else pyplot.close(figure)
+    if shown:
+        _finish(figure, axis, path)
     return shown
 
 
@@ -313,7 +319,8 @@ def _plot_ccs(entries, path, title) -> bool:
         f'{title}: similarity of the heads of a block (blocks with one head are left out)', 'cosine similarity', entries
     )
     shown = _draw(axis, entries, "mean over pairs of heads' maps", 'ccs')
-    _finish(figure, axis, path) if shown else pyplot.close(figure)
+    if shown:
+        _finish(figure, axis, path)
     return shown
 
 
@@ -324,7 +331,7 @@ PLOTS = dict(
 
 def plot_masking(accuracies: dict, path: Path, title: str, source: Optional[str] = 'InLine Tab. 2') -> None:
     """Bars: the accuracy as it is, without local weights, without as many others."""
-    figure, axis = pyplot.subplots(figsize=(6, 3.6), layout='constrained')
+    figure, axis = subplots(figsize=(6, 3.6), layout='constrained')
     names = list(accuracies)
     colours = ['0.4' if name == 'none' else 'tab:red' if 'x' in name else 'tab:blue' for name in names]
     bars = axis.bar(range(len(names)), list(accuracies.values()), color=colours)
