@@ -15,8 +15,8 @@ from test_configs_training import training_batch
 
 from mmlinattn.engine import RunError
 from mmlinattn.necks import MapAdapter
-from mmlinattn.swapping import NoPlace, backbone_names, swap_backbone
-from mmlinattn.swapping.rewiring import Wiring, assign_stages
+from mmlinattn.swapping import NoModel, NoPlace, backbone_names, swap_backbone
+from mmlinattn.swapping.rewiring import Wiring, assign_stages, plans
 from mmlinattn.swapping.swap import without_whole_weights
 from mmlinattn.swapping.upstream import read_upstream, without_weights
 from mmlinattn.swapping.writing import as_text, changes, difference
@@ -145,6 +145,49 @@ def test_adapter_makes_the_maps_that_are_expected():
         MapAdapter([4], [6], sources=[1])
 
 
+def test_maps_of_detectors_keep_their_strides():
+    """Anchors lie by them. A pyramid that is shifted by one level trains as well, and finds nothing where it is."""
+    old = [FeatureMap(256, 8), FeatureMap(512, 16), FeatureMap(768, 32), FeatureMap(1024, 64)]
+    neck = dict(type='CSPNeXtPAFPN', in_channels=[256, 512, 768, 1024])
+    network = dict(backbone=dict(type='CSPNeXt'), neck=neck, bbox_head=dict(strides=[8, 16, 32, 64]))
+    backbone = find_backbone('ravlt_t', 'mmdet')
+    (plan,) = plans(network, old, backbone, 'mmdet')
+    adapter, rest = plan.network['neck']
+    assert plan.network['backbone']['out_indices'] == (1, 2, 3) and rest == neck
+    assert adapter['in_channels'] == [128, 256, 512] and adapter['sources'] == [0, 1, 2, 2]
+    assert adapter['scales'] == [1, 1, 1, 0.5] and adapter['out_channels'] == neck['in_channels']
+    assert 'strides 8 16 32 64' in plan.remark
+    # segmentors resize what they predict
+    first = next(plans(dict(network, neck=None), old, backbone, 'mmseg'))
+    assert first.network['backbone'].get('out_indices', (0, 1, 2, 3)) == (0, 1, 2, 3)
+
+
+def test_last_of_all_a_segmentor_gets_maps_of_upstreams_strides():
+    """LR-ASPP pools windows of 49 x 49, which maps of stride 32 do not have."""
+    old = [FeatureMap(16, 2), FeatureMap(16, 4), FeatureMap(576, 8)]
+    network = dict(backbone=dict(type='MobileNetV3'), decode_head=dict(in_channels=[16, 16, 576], in_index=[0, 1, 2]))
+    *_, widths, both = plans(network, old, find_backbone('ravlt_t', 'mmseg'), 'mmseg')
+    assert widths.network['neck'] == dict(type='MapAdapter', in_channels=[64, 128, 512], out_channels=[16, 16, 576])
+    assert both.network['neck'] == dict(widths.network['neck'], scales=[2.0, 2.0, 4.0])
+    assert 'widths and strides' in both.remark and 'strides' not in widths.remark
+
+
+@pytest.mark.slow
+def test_norms_that_only_distributed_runs_have_are_tried_as_others(swap):
+    name = 'mask-rcnn_r50-caffe_fpn_rpn-2conv_4conv1fc_syncbn-all_amp-lsj-100e_coco.py'
+    _, cfg = swap(f'mmdet::strong_baselines/{name}', 'ravlt_t')
+    assert cfg.model.roi_head.mask_head.norm_cfg.type == 'MMSyncBN'  # as upstream has it
+
+
+def test_size_of_the_pictures_is_that_of_the_recipe():
+    sizes = {
+        'mmdet::reid/reid_r50_8xb32-6e_mot17train80_test-mot17val20.py': (256, 128),
+        'mmseg::mobilenet_v3/mobilenet-v3-d8-s_lraspp_4xb4-320k_cityscapes-512x1024.py': (512, 1024),
+        'mmdet::detr/detr_r50_8xb2-150e_coco.py': None,
+    }
+    assert {name: read_upstream(name).image_size for name in sizes} == sizes
+
+
 def test_difference_is_what_the_child_has_to_say(tmp_path):
     old = dict(a=1, neck=dict(type='FPN', x=1, y=2), head=None, many=[dict(z=1)], same=dict(deep=[1]))
     new = dict(a=1, neck=dict(type='FPN', x=3), head=dict(type='H'), many=[dict(z=2)], same=dict(deep=[1]))
@@ -197,6 +240,11 @@ def test_mistakes_have_one_line(upstream, backbone, message):
     with pytest.raises(RunError) as error:
         swap_backbone(upstream, backbone)
     assert message in str(error.value) and '\n' not in str(error.value)
+
+
+def test_parts_of_configs_are_told_by_the_type_of_the_error():
+    with pytest.raises(NoModel):
+        read_upstream('mmdet::_base_/datasets/coco_detection.py')
 
 
 @pytest.mark.parametrize(
@@ -361,8 +409,19 @@ def test_weights_of_the_whole_go_with_the_backbone(swap):
             'flatten_pvt_v2_b0',
             {'backbone.in_channels': 1, 'backbone.init_cfg': None, 'head.in_channels': 256, 'head.num_classes': 10},
         ),
+        # people to tell apart, in pictures of one size
+        (
+            'mmdet::reid/reid_r50_8xb32-6e_mot17train80_test-mot17val20.py',
+            'flatten_pvt_v2_b0',
+            {'head.in_channels': 256},
+        ),
         # without labels
         ('mmpretrain::mocov2/mocov2_resnet50_8xb32-coslr-200e_in1k.py', 'ravlt_t', {'neck.in_channels': 512}),
+        (
+            'mmpretrain::mocov3/mocov3_vit-small-p16_16xb256-amp-coslr-300e_in1k.py',
+            'flatten_pvt_v2_b0',
+            {'neck.in_channels': 256, 'neck.with_avg_pool': True},
+        ),
     ],
 )
 def test_families(swap, upstream, backbone, expected):

@@ -2,7 +2,7 @@
 """Another backbone in any config of MMDetection, MMSegmentation and MMPretrain."""
 
 from .swap import Swapped, swap_backbone
-from .upstream import NoPlace
+from .upstream import NoModel, NoPlace
 from .zoo import backbone_names
 
-__all__ = ['NoPlace', 'Swapped', 'backbone_names', 'swap_backbone']
+__all__ = ['NoModel', 'NoPlace', 'Swapped', 'backbone_names', 'swap_backbone']

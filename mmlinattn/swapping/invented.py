@@ -67,6 +67,18 @@ def video_batch(size: tuple[int, int]) -> Batch:
     return dict(inputs=[torch.stack(frames['inputs'])], data_samples=[video])
 
 
+def reid_batch(size: tuple[int, int]) -> Batch:
+    """Two people, two pictures of each, as a loss of triplets wants them."""
+    from mmdet.structures import ReIDDataSample
+
+    samples = []
+    for person in (0, 0, 1, 1):
+        sample = ReIDDataSample(metainfo=dict(img_shape=size, ori_shape=size))
+        sample.set_gt_label(person)
+        samples.append(sample)
+    return dict(inputs=_pictures(size, len(samples)), data_samples=samples)
+
+
 def segmentation_batch(size: tuple[int, int]) -> Batch:
     """Two classes, half of a picture each, their edge, and depths."""
     from mmseg.structures import SegDataSample
@@ -118,8 +130,11 @@ def batch_for(model: nn.Module, task: str, cfg: dict, size: tuple[int, int], mas
         masks: Whether the data set of a detector has masks.
     """
     if task == 'mmdet':
-        if type(model.data_preprocessor).__name__ == 'TrackDataPreprocessor':
+        kind = type(model.data_preprocessor).__name__
+        if kind == 'TrackDataPreprocessor':
             return video_batch(size)
+        if kind == 'ReIDDataPreprocessor':
+            return reid_batch(size)
         # of detectors in two stages, those without the first read them from the data set
         return detection_batch(size, masks, proposals='roi_head' in cfg and not cfg.get('rpn_head'))
     if task == 'mmseg':

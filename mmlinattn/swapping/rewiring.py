@@ -190,6 +190,12 @@ def plans(
         new = [backbone.stages[i] for i in chosen]
         if is_plain and network.get('neck'):
             yield from _without_neck(network, backbone)
+        if task == 'mmdet' and any(out.stride != stage.stride for out, stage in zip(old, new)):
+            # anchors and points lie by the strides that upstream's maps had; in segmentors all is resized anyway
+            strides = ' '.join(str(out.stride) for out in old)
+            said = f'the head counts on maps of strides {strides}: those that {backbone.name} lacks are resized ones'
+            yield _by_strides(network, backbone, old, None, f'{said} (MapAdapter)')
+            return
         for wiring in (
             dict(where='neck'),
             dict(where='auxiliary'),
@@ -201,7 +207,8 @@ def plans(
             plan = direct(network, backbone, chosen, old, new, **wiring)
             if plan is not None:
                 yield plan
-        yield _adapted(network, backbone, chosen, old, list(range(len(old))), resize=False)
+        for resize in (False, True):
+            yield _adapted(network, backbone, chosen, old, list(range(len(old))), resize)
         return
     yield _fused(network, backbone, old)
 
@@ -286,29 +293,39 @@ def _adapted(
     sources = [backbone.stages[chosen[i]] for i in keep]
     first = adapter(sources, [old[i] for i in keep], range(len(keep)), resize)
     result = _with_first_neck({**network, 'backbone': with_outputs(backbone, [chosen[i] for i in keep])}, first)
-    return Plan(result, 'what follows takes maps of fixed widths only: 1x1 convolutions (MapAdapter) make them', None)
+    fixed = 'widths and strides' if 'scales' in first else 'widths'
+    return Plan(result, f'what follows takes maps of fixed {fixed} only: 1x1 convolutions (MapAdapter) make them', None)
 
 
 def _fused(network: dict, backbone: ZooBackbone, old: Sequence[FeatureMap], alone: Optional[int] = None) -> Plan:
     """For backbones that come up again to a fine map: maps by their strides, that of the prediction the deepest."""
-    stages = backbone.stages
     head = network.get('decode_head')
     head = head[-1] if isinstance(head, (list, tuple)) else head
     main = head.get('in_index', -1) if isinstance(head, dict) else -1
     main = main % len(old) if isinstance(main, int) else None
     main = main if alone is None else alone
+    kind = network['backbone'].get('type')
+    said = f'{kind} holds a decoder of its own, which goes with it; the head reads the deepest stage (MapAdapter)'
+    plan = _by_strides(network, backbone, old, main, said)
+    if alone is not None:
+        neck = plan.network['neck']
+        (neck[0] if isinstance(neck, list) else neck)['inference_output'] = alone
+    return plan
+
+
+def _by_strides(
+    network: dict, backbone: ZooBackbone, old: Sequence[FeatureMap], deepest: Optional[int], said: str
+) -> Plan:
+    """Each upstream map made of the stage with the nearest stride and resized to its own; ``deepest``: position of the
+    one that is made of the last stage whatever its stride."""
+    stages = backbone.stages
     taken = []
     for position, out in enumerate(old):
         nearest = min(range(len(stages)), key=lambda i: abs(math.log2((out.stride or 32) / (stages[i].stride or 32))))
-        taken.append(len(stages) - 1 if position == main else nearest)
+        taken.append(len(stages) - 1 if position == deepest else nearest)
     used = sorted(set(taken))
     first = adapter([stages[i] for i in used], old, [used.index(i) for i in taken], resize=True)
-    if alone is not None:
-        first['inference_output'] = alone
-    result = _with_first_neck({**network, 'backbone': with_outputs(backbone, used)}, first)
-    kind = network['backbone'].get('type')
-    said = f'{kind} holds a decoder of its own, which goes with it; the head reads the deepest stage (MapAdapter)'
-    return Plan(result, said, None)
+    return Plan(_with_first_neck({**network, 'backbone': with_outputs(backbone, used)}, first), said, None)
 
 
 def without_unread(plan: Plan, read: Sequence[bool]) -> Optional[Plan]:
@@ -398,6 +415,10 @@ def _classifier_plans(network: dict, old: Sequence[FeatureMap], backbone: ZooBac
     if not network.get('neck'):
         said = 'the head read tokens; the mean of the last map takes their place' if gives_tokens else ''
         results.append(({**single, 'neck': pool}, [old[-1]], [deepest], [last], said))
+    neck = network.get('neck')
+    if gives_tokens and isinstance(neck, dict) and neck.get('with_avg_pool') is False:  # of self-supervised training
+        said = f'{neck["type"]} read tokens; the mean of the last map takes their place'
+        results.append(({**single, 'neck': {**neck, 'with_avg_pool': True}}, [old[-1]], [deepest], [last], said))
     for result, before, new, chosen, remark in results:
         for parts in (('neck', 'head'), ('neck',), ('head',)):
             wiring = Wiring(before, new)

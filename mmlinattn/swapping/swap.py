@@ -67,6 +67,12 @@ def swap_backbone(
     network = copy.deepcopy(plan.network)
     if 'teacher_ckpt' in network:
         network['teacher_ckpt'] = source.network(source.model)['teacher_ckpt']
+    frozen = source.network(source.model)['backbone'].get('frozen_stages')
+    if isinstance(frozen, int) and frozen >= len(new.stages) > 1:
+        remarks.append(
+            f'upstream trains nothing but what follows the backbone (frozen_stages={frozen}); here all of it trains, '
+            f'unless the config says backbone=dict(frozen_stages={len(new.stages)})'
+        )
     if new.checkpoint is None:
         why = f'pictures of {source.image_channels} channel(s)' if is_grey else f'none of {backbone} are released'
         remarks.append(f'it starts without ImageNet weights: {why}')
@@ -144,19 +150,19 @@ def _wire(source: Upstream, new: ZooBackbone, old: Measured, optim_wrapper: Opti
 
 def _attempt(network: dict, source: Upstream, optim_wrapper: Optional[dict]) -> Trial:
     try:
-        return try_model(network, source.task, optim_wrapper, source.has_masks)
+        return try_model(network, source.task, optim_wrapper, source.has_masks, source.image_size)
     except TrialError as error:
         # modules of the network share parameters
         if optim_wrapper is None or 'more than one parameter group' not in str(error):
             raise
         optim_wrapper.setdefault('paramwise_cfg', {})['bypass_duplicate'] = True
-        return try_model(network, source.task, optim_wrapper, source.has_masks)
+        return try_model(network, source.task, optim_wrapper, source.has_masks, source.image_size)
 
 
 def _what_stops(network: dict, source: Upstream) -> str:
     """Why the upstream model does not train or predict here; '' where it does."""
     try:
-        return try_model(network, source.task, masks=source.has_masks).stops
+        return try_model(network, source.task, masks=source.has_masks, image_size=source.image_size).stops
     except TrialError as error:
         return str(error)
 

@@ -57,7 +57,13 @@ def quiet() -> Iterator[None]:
                 logger.setLevel(level)
 
 
-def try_model(network: dict, task: str, optim_wrapper: Optional[dict] = None, masks: bool = True) -> Trial:
+def try_model(
+    network: dict,
+    task: str,
+    optim_wrapper: Optional[dict] = None,
+    masks: bool = True,
+    image_size: Optional[tuple[int, int]] = None,
+) -> Trial:
     """Build a network, train it for a step, let it predict.
 
     Args:
@@ -65,6 +71,7 @@ def try_model(network: dict, task: str, optim_wrapper: Optional[dict] = None, ma
         task: ``mmdet``, ``mmseg`` or ``mmpretrain``.
         optim_wrapper: Config of the optimizer; None takes plain SGD.
         masks: Whether a detector's data has masks.
+        image_size: Of the recipe's pictures, tried where smaller ones do not serve.
 
     Raises:
         TrialError: Something of that does not work.
@@ -75,9 +82,9 @@ def try_model(network: dict, task: str, optim_wrapper: Optional[dict] = None, ma
         run.update_info('epoch', 0)
     error: Optional[TrialError] = None
     with quiet():
-        for size in SIZES:
+        for size in dict.fromkeys((*SIZES, *([image_size] if image_size else []))):
             try:
-                return _try(_small(without_weights(network), size), task, optim_wrapper, size, masks)
+                return _try(_small(_alone(without_weights(network)), size), task, optim_wrapper, size, masks)
             except TrialError as failed:
                 error = failed
                 if not _is_about_size(failed):
@@ -91,6 +98,14 @@ def _is_about_size(error: TrialError) -> bool:
     return 'training' in text and any(
         word in text for word in ('size', 'shape', 'smaller', 'spatial', 'expected more than 1 value', 'out of range')
     )
+
+
+def _alone(node: Any) -> Any:
+    """With PyTorch's synchronised batch norm in place of MMCV's, which is built in distributed runs only."""
+    if isinstance(node, dict):
+        kind = 'SyncBN' if node.get('type') == 'MMSyncBN' else node.get('type')
+        return {key: kind if key == 'type' else _alone(value) for key, value in node.items()}
+    return type(node)(_alone(item) for item in node) if isinstance(node, (list, tuple)) else node
 
 
 def _small(cfg: Any, size: tuple[int, int]) -> Any:

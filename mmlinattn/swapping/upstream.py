@@ -31,6 +31,10 @@ class NoPlace(RunError):
     """A network that has no place for a pyramid of maps; the message says why."""
 
 
+class NoModel(RunError):
+    """A config that is a part of others: it holds no model."""
+
+
 class Upstream(NamedTuple):
     """An upstream config.
 
@@ -59,7 +63,7 @@ class Upstream(NamedTuple):
     @property
     def has_masks(self) -> bool:
         """Whether the training data has masks."""
-        return _holds(self.cfg.get('train_dataloader'), 'with_mask', True)
+        return _find(self.cfg.get('train_dataloader'), dict(with_mask=True)) is not None
 
     @property
     def image_channels(self) -> int:
@@ -71,6 +75,19 @@ class Upstream(NamedTuple):
         mean = (network.get('data_preprocessor') or {}).get('mean')
         return 1 if isinstance(mean, (list, tuple)) and len(mean) == 1 else 3
 
+    @property
+    def image_size(self) -> Optional[tuple[int, int]]:
+        """Height and width that the pictures have in training whatever they had before; None where the recipe leaves
+        them open."""
+        given = (self.network(self.model).get('data_preprocessor') or {}).get('size')
+        if not given:
+            resized = _find(self.cfg.get('train_dataloader'), dict(type='Resize', keep_ratio=False))
+            given = resized and resized.get('scale')
+            given = given[::-1] if isinstance(given, (list, tuple)) else None  # width first
+        if isinstance(given, (list, tuple)) and len(given) == 2 and all(isinstance(side, int) for side in given):
+            return (given[0], given[1])
+        return None
+
     def network(self, model: dict) -> dict:
         """The part of a model that holds the backbone."""
         for key in self.path:
@@ -78,10 +95,15 @@ class Upstream(NamedTuple):
         return model
 
 
-def _holds(node: Any, key: str, value: Any) -> bool:
+def _find(node: Any, wanted: dict) -> Optional[dict]:
+    """The first dict inside that has these values."""
     if isinstance(node, dict):
-        return node.get(key) == value or any(_holds(item, key, value) for item in node.values())
-    return isinstance(node, (list, tuple)) and any(_holds(item, key, value) for item in node)
+        if all(key in node and node[key] == value for key, value in wanted.items()):
+            return node
+        node = list(node.values())
+    if isinstance(node, (list, tuple)):
+        return next(filter(None, (_find(item, wanted) for item in node)), None)
+    return None
 
 
 def read_upstream(spec: str) -> Upstream:
@@ -92,6 +114,7 @@ def read_upstream(spec: str) -> Upstream:
 
     Raises:
         RunError: It is not there, not readable, or of another project.
+        NoModel: It is a part of others.
         NoPlace: Its model has no backbone that gives maps.
     """
     base = _base(spec)
@@ -104,7 +127,7 @@ def read_upstream(spec: str) -> Upstream:
         raise RunError(f'{spec} has default_scope {task!r}; allowed are: {", ".join(PIP_NAMES)}')
     model = cfg.get('model')
     if not isinstance(model, dict):
-        raise RunError(f'{spec} has no model: it is a part that other configs inherit')
+        raise NoModel(f'{spec} has no model: it is a part that other configs inherit')
     for path in ((), ('detector',)):
         network: Any = model
         for key in path:

@@ -53,7 +53,7 @@ def sample(projects: list[str]) -> list[str]:
 def attempt(name: str, backbone: str, send) -> None:
     """In a process of its own: swap, and send ``(outcome, what is to be said)``."""
     sys.stdout = sys.stderr = open(os.devnull, 'w')
-    from mmlinattn.swapping import NoPlace, swap_backbone
+    from mmlinattn.swapping import NoModel, NoPlace, swap_backbone
 
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -63,9 +63,10 @@ def attempt(name: str, backbone: str, send) -> None:
         )
     except NoPlace as error:
         send.send(('no place', str(error)))
+    except NoModel as error:
+        send.send(('no model', str(error)))
     except RunError as error:
-        is_part = 'has no model' in str(error)  # of configs that inherit it
-        send.send(('no model' if is_part else 'upstream fails too', str(error)))
+        send.send(('upstream fails too', str(error)))
     except Exception as error:
         send.send(('error', f'{type(error).__name__}: {error}'))
 
