@@ -136,6 +136,21 @@ def test_a_backbone_alone_does_not_make_a_detector(tmp_path, capsys, dense):
     assert listed[-1].startswith('Hint') and str(source) in listed[-1]
 
 
+def test_a_file_for_other_classes_gets_that_hint(tmp_path, capsys):
+    config, source = write_config(tmp_path), tmp_path / 'released.pth'
+    state = released_model(config)
+    torch.save(state, source)
+    write_config(tmp_path, extra=', roi_head=dict(bbox_head=dict(num_classes=3))')
+    hint = 'Hint: CONFIG has another number of classes or another size than SRC.'
+    assert main([str(source), str(tmp_path / 'ours.pth'), '--config', str(config)]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == hint
+    del state['state_dict']['neck.fpn_convs.0.conv.weight']  # no longer only that
+    torch.save(state, source)
+    assert main([str(source), str(tmp_path / 'ours.pth'), '--config', str(config)]) == 1
+    listed = capsys.readouterr().err.splitlines()
+    assert '  neck.fpn_convs.0.conv.weight' in listed and not any(line.startswith('Hint') for line in listed)
+
+
 def test_the_tool_writes_a_file(tmp_path):
     config = write_config(tmp_path)
     source, target = tmp_path / 'released.pth', tmp_path / 'ours.pth'

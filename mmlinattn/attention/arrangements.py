@@ -98,8 +98,8 @@ class RelativePositionBias(nn.Module):
     def fit(self, table: Tensor) -> Tensor:
         """A checkpoint's table of another square window, ((2n - 1)^2, heads), resized bicubically as Swin's
         fine-tuning does; of another form it stays as it is, for the report."""
-        side = round(table.shape[0] ** 0.5)
-        if table.shape == self.table.shape or table.dim() != 2 or side**2 != table.shape[0]:
+        side = round(table.shape[0] ** 0.5) if table.dim() == 2 else 0
+        if table.shape == self.table.shape or not side or side**2 != table.shape[0]:
             return table
         size = tuple(2 * length - 1 for length in self.window)
         image = table.T.unflatten(1, (side, side))[None].float()

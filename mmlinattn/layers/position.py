@@ -132,8 +132,8 @@ class PositionTable(nn.Module):
     def fit(self, weight: Tensor) -> Tensor:
         """A checkpoint's table, (1, prefix + n * n, C), for this grid; of another form it stays as it is, for the
         report."""
-        side = round(max(weight.shape[1] - self.prefix, 0) ** 0.5)
-        if weight.shape == self.weight.shape or weight.dim() != 3 or side**2 + self.prefix != weight.shape[1]:
+        side = round(max(weight.shape[1] - self.prefix, 0) ** 0.5) if weight.dim() == 3 else 0
+        if weight.shape == self.weight.shape or not side or side**2 + self.prefix != weight.shape[1]:
             return weight
         return resize_table(weight, (side, side), self.grid, self.prefix)
 

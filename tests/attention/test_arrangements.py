@@ -267,3 +267,10 @@ def test_bias_tables_of_another_window_are_resized_bicubically(source, window):
             rows[i, min(max(j, 0), n - 1)] += cubic(position - j)
     expected = torch.einsum('ai,bj,ijh->abh', rows, rows, table.unflatten(0, (n, n))).flatten(0, 1)
     torch.testing.assert_close(bias.fit(table), expected, rtol=1e-4, atol=1e-5)  # in float32
+
+
+@pytest.mark.parametrize('shape', [(), (9,), (10,), (3, 3, 2), (9, 1, 2), (10, 2), (0, 2)], ids=str)
+def test_bias_tables_of_another_form_stay(shape):
+    """What they are is for the report of the loading to say."""
+    table = torch.randn(shape)
+    assert RelativePositionBias((4, 4), 2).fit(table) is table

@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmlinattn.layers import MLP, ConvFFN, ConvStem, DWConvFFN
+from mmlinattn.layers import MLP, ConvFFN, ConvStem, DWConvFFN, PositionTable
 from mmlinattn.ops import apply_linear, gelu_of_conv, linear
 from mmlinattn.ops.feed_forward import cpu as strips
 
@@ -129,3 +129,18 @@ def test_hooks_of_norms_are_called():
                 module.register_forward_hook(lambda *args: seen.append(args))
         torch.testing.assert_close(stem(x), expected)
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize(
+    'shape', [(), (9,), (10, 6), (9, 6), (1, 1, 9, 6), (1, 11, 6), (1, 9, 6), (1, 1, 6), (1, 0, 6)], ids=str
+)
+def test_position_tables_of_another_form_stay(shape):
+    """What they are is for the report of the loading to say."""
+    weight = torch.randn(shape)
+    assert PositionTable(6, (4, 4), prefix=1).fit(weight) is weight
+
+
+def test_position_tables_of_another_grid_are_resized():
+    weight = torch.randn(1, 10, 6)
+    fitted = PositionTable(6, (4, 4), prefix=1).fit(weight)
+    assert fitted.shape == (1, 17, 6) and torch.equal(fitted[:, 0], weight[:, 0])
