@@ -394,6 +394,13 @@ def test_arch_with_missing_and_unknown_keys(build):
     assert "['depths', 'embed_dims', 'num_heads']" in message
 
 
+@pytest.mark.parametrize('key', ['embed_dims', 'depths', 'num_heads'])
+@pytest.mark.parametrize('value', [4, '4444', None], ids=repr)
+def test_arch_whose_lists_are_none(build, key, value):
+    with pytest.raises(ValueError, match=f'^arch: {key}={value!r} has to be of type list or tuple$'):
+        build(arch=small_arch(build, **{key: value}))
+
+
 def test_arch_with_lists_of_different_length(build):
     with pytest.raises(ValueError, match="differ in length: .*'depths': 3"):
         build(arch=small_arch(build, depths=(1, 1, 1)))

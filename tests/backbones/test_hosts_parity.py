@@ -140,6 +140,20 @@ def test_softmax_baselines_have_their_papers_sizes(host, size, published):
         assert any(count == pytest.approx(value, abs=0.051) for value in published), count
 
 
+LARGER_PICTURES = {
+    LinearSwin: dict(window=12, linear_windows=(96, 48, 24, 12)),
+    LinearCSWin: dict(stripes=(1, 2, 12, None), grids=(96, 48, 24, 12)),
+}
+
+
+@pytest.mark.parametrize('host', LARGER_PICTURES)
+def test_archs_for_384_differ_in_windows_and_tables_only(host):
+    names = [name for name in host.arch_zoo if name.endswith('-384')]
+    assert len(names) >= 3
+    for name in names:
+        assert host.arch_zoo[name] == {**host.arch_zoo[name.removesuffix('-384')], **LARGER_PICTURES[host]}, name
+
+
 @pytest.mark.parametrize(
     ('host', 'arch'),
     [
