@@ -107,6 +107,16 @@ def test_the_written_file_says_where_it_comes_from(tmp_path):
     assert meta['dataset_meta'] == {'classes': ('cat', 'dog')}
 
 
+@pytest.mark.parametrize('age', ['MMCV 1.x', 'MMEngine'])
+def test_names_and_colours_of_classes_come_along(tmp_path, age):
+    config, meta = write_config(tmp_path), dict(classes=('cat', 'dog'), palette=[(1, 2, 3), (4, 5, 6)])
+    old = dict(CLASSES=meta['classes'], PALETTE=meta['palette'])
+    released = dict(released_model(config), meta=old if age == 'MMCV 1.x' else dict(dataset_meta=meta))
+    torch.save(released, tmp_path / 'released.pth')
+    convert_checkpoint(tmp_path / 'released.pth', tmp_path / 'ours.pth', config)
+    assert load_file(tmp_path / 'ours.pth')['meta']['dataset_meta'] == meta
+
+
 def test_norms_of_outputs_the_model_does_not_use_are_dropped_with_a_note(tmp_path, capsys):
     config = write_config(tmp_path)
     torch.save(released_model(config), tmp_path / 'released.pth')

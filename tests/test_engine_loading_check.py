@@ -15,7 +15,7 @@ from mmengine.structures import BaseDataElement
 from torch import nn
 
 from mmlinattn.engine import DataCheckHook, RunError
-from mmlinattn.engine.loading_check import AllowedLabels, SegMapCheck, allowed_labels
+from mmlinattn.engine.loading_check import AllowedLabels, CheckedLoading, SegMapCheck, allowed_labels
 
 SIZE = 12
 
@@ -203,6 +203,18 @@ def test_map_of_another_size_than_its_image():
     write_map(2, np.zeros((6, 4), np.uint8))
     message = stops(segmenting(runner_of(dataset=dict(maps=True))))
     assert '2_map.png has 6x4 pixels (height x width), its image 2.png has 4x6' in message
+
+
+@pytest.mark.parametrize('declared', [(4, 6), (6, 4)], ids=str)
+def test_a_picture_that_lies_on_its_side(declared):
+    """As one whose camera noted down a turn that only some readers follow."""
+    loading = CheckedLoading(lambda results: dict(results, ori_shape=(4, 6)), 'img_path')
+    sample = dict(img_path='photo.jpg', height=declared[0], width=declared[1])
+    if declared == (4, 6):
+        assert loading(sample)['ori_shape'] == (4, 6)
+        return
+    with pytest.raises(RunError, match='photo.jpg has 4x6 pixels .* its annotation file says 6x4'):
+        loading(sample)
 
 
 def test_map_of_colours():

@@ -2,13 +2,17 @@
 import itertools
 import json
 import multiprocessing
+import random
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from engine_toys import make_runner
 from mmengine.dataset import DefaultSampler, InfiniteSampler
 from torch.utils.data import BatchSampler
 
-from mmlinattn.engine.resuming import _NumberedBatches
+from mmlinattn.engine.resuming import ExactResumeHook, _NumberedBatch, _NumberedBatches, _SeededFetch
 
 HOOKS = [dict(type='ExactResumeHook')]
 EPOCHS = dict(by_epoch=True, max_epochs=4)
@@ -114,6 +118,26 @@ def test_every_epoch_sees_other_augmentations(tmp_path):
     runner.hooks[-1].before_train_iter = note
     runner.train()
     assert len(set(seen)) == 4
+
+
+@pytest.mark.parametrize('part', ['the step', 'the data'])
+def test_processes_draw_numbers_of_their_own(part):
+    """Of one seed, alike in each run: other stochastic depth and augmentations on each process."""
+
+    def draw(rank, step):
+        if part == 'the data':
+            dataset = [None] * 8
+            _SeededFetch(dataset, 5, rank)(_NumberedBatch([0], 0, step))
+        else:
+            hook = ExactResumeHook()
+            hook.seed, hook.rank = 5, rank
+            hook.before_train_iter(SimpleNamespace(iter=step), 0)
+        return random.random(), float(np.random.random()), float(torch.rand(()))
+
+    drawn = {(rank, step): draw(rank, step) for rank in range(3) for step in range(3)}
+    for numbers in zip(*drawn.values()):
+        assert len(set(numbers)) == 9
+    assert drawn == {key: draw(*key) for key in drawn}
 
 
 @pytest.mark.parametrize('count', [0, 3, 4, 11])

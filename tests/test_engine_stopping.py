@@ -62,7 +62,7 @@ def train(work_dir, loop, stage=None, at=None, hooks=(), stop=None, **kwargs):
         log_processor=dict(window_size=1, by_epoch=loop['by_epoch']),
         param_scheduler=[
             dict(type='StepLR', step_size=1, gamma=0.7, by_epoch=loop['by_epoch']),
-            dict(type='MultiStepLR', milestones=[5], by_epoch=False),
+            dict(type='MultiStepLR', milestones=[5, 7], by_epoch=False),  # before and after where runs are stopped
         ],
         **kwargs,
     )
