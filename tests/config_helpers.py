@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the tests of configs share: loading without waiting, models without random weights."""
+"""What the tests of configs share: each loaded once, models without random weights."""
 
 import contextlib
 import copy
@@ -7,7 +7,6 @@ import functools
 from pathlib import Path
 from unittest import mock
 
-import mmengine.config.utils as config_utils
 import torch
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
@@ -23,8 +22,6 @@ CONFIGS = sorted(
     name for path in CONFIG_DIR.glob('mm*/*.py') if (name := f'{path.parent.name}/{path.stem}') not in UNPUBLISHED
 )
 
-# MMEngine reads a project's whole model index, over a second, for each upstream base.
-_read_once = functools.cache(config_utils.load)
 _INITIALISERS = 'kaiming_uniform_ kaiming_normal_ xavier_uniform_ xavier_normal_ uniform_ normal_'.split()
 
 
@@ -33,16 +30,10 @@ def configs_of(prefix: str) -> list[str]:
     return [name for name in CONFIGS if name.startswith(prefix)]
 
 
-def read(path) -> Config:
-    """A config from its file."""
-    with mock.patch.object(config_utils, 'load', _read_once):
-        return Config.fromfile(path)
-
-
 @functools.cache
 def load(name: str) -> Config:
     """A config by its name; not to be changed."""
-    return read(CONFIG_DIR / f'{name}.py')
+    return Config.fromfile(CONFIG_DIR / f'{name}.py')
 
 
 def build(name: str, random_init: bool = True, **options) -> tuple[nn.Module, Config]:

@@ -7,6 +7,8 @@ import random
 import sys
 from pathlib import Path
 
+import mmengine.config.config as config_module
+import mmengine.config.utils as config_utils
 import mmengine.runner.runner as runner_module
 import numpy as np
 import pytest
@@ -46,6 +48,10 @@ def fast_forms():
         yield
 
 
+# for each upstream base of a config MMEngine reads the project's whole model index, over a second, and imports
+# pkg_resources anew
+config_utils.load = functools.cache(config_utils.load)
+config_module.is_installed = functools.cache(config_module.is_installed)
 # each Runner asks compilers for their versions, in processes of their own
 runner_module.collect_env = functools.cache(runner_module.collect_env)
 

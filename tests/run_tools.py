@@ -35,6 +35,7 @@ def run(commands) -> str:
 if __name__ == '__main__':
     jobs, results = Path(sys.argv[1]), Path(sys.argv[2])
     config_utils.load = functools.cache(config_utils.load)
+    config_module.is_installed = functools.cache(config_module.is_installed)
     config_module.FormatCode = lambda text, **_: (text, False)
     errors = {}
     for name, commands in json.loads(jobs.read_text()).items():

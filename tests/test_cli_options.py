@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from config_helpers import read
 from mmengine.config import Config
 
 from mmlinattn.engine import cli
@@ -24,7 +23,7 @@ DETECTOR, SEGMENTOR, CLASSIFIER = (
 LOADERS = ('train_dataloader', 'val_dataloader', 'test_dataloader')
 
 
-read_once = functools.cache(read)
+read_once = functools.cache(Config.fromfile)
 
 
 @pytest.fixture

@@ -5,10 +5,9 @@ import subprocess
 import sys
 from unittest import mock
 
-import mmengine.config.utils as config_utils
 import pytest
 import torch
-from config_helpers import ROOT, _read_once
+from config_helpers import ROOT
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from test_configs_training import training_batch
@@ -28,12 +27,6 @@ for project in ('mmdet', 'mmseg', 'mmpretrain'):
 RESNET = [FeatureMap(256 * 2**i, 4 * 2**i) for i in range(4)]
 DILATED = [FeatureMap(256, 4), FeatureMap(512, 8), FeatureMap(1024, 8), FeatureMap(2048, 8)]
 TINY = [FeatureMap(64 * 2**i, 4 * 2**i) for i in range(4)]
-
-
-@pytest.fixture(autouse=True)
-def index_is_read_once(monkeypatch):
-    """MMEngine reads a project's whole model index, over a second, for each upstream base."""
-    monkeypatch.setattr(config_utils, 'load', _read_once)
 
 
 @pytest.fixture

@@ -320,7 +320,7 @@ def _probed_weights(mixer, q, k, grid, key_grid, mask, rotary, bias, rows) -> Te
     values = torch.rand(batch, tokens, width, generator=torch.Generator().manual_seed(0)).to(k)
     by_head = (values if real is None else values * real).unflatten(-1, (heads, each)).transpose(1, 2)
     error = (weights @ by_head - mixed(values)).abs().max()
-    if not error <= 1e-3 * max(1.0, float(weights.abs().sum(dim=-1).max())):
+    if not error <= 1e-3 * max(1.0, weights.abs().sum(dim=-1).max().item()):
         raise NotImplementedError(f'{refusal} (off by {float(error):.2g})')
     return weights
 
