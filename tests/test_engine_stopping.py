@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from mmlinattn.engine import RunError, StopHook
 from mmlinattn.engine.resuming import _batches_done
-from mmlinattn.engine.stopping import ToolRun, _Shielded, clean_end, end_workers, shield_workers
+from mmlinattn.engine.stopping import ToolRun, _InterruptWatch, _Shielded, clean_end, end_workers, shield_workers
 
 pytestmark = pytest.mark.skipif(os.name != 'posix', reason='signals')
 TESTS = Path(__file__).resolve().parent
@@ -243,6 +243,38 @@ def test_a_signal_that_comes_out_as_another_error(tmp_path, name, status):
     output = tmp_path / 'output.txt'
     number = getattr(signal, name)
     process = multiprocessing.get_context('fork').Process(target=_answer_with_an_error, args=(number, output))
+    process.start()
+    process.join(60)
+    assert process.exitcode == status
+    assert output.read_text() == ('interrupted.\n' if name == 'SIGINT' else '')
+
+
+def _hear_nothing(number, times, patience, output):
+    """What a handler raises is lost in callbacks, and a busy main thread does not come to it."""
+    sys.stderr = open(output, 'w')
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _InterruptWatch.patience = {signal.SIGINT: patience, signal.SIGTERM: patience}
+    _InterruptWatch.one_key_press = 0.1
+    with clean_end():
+        for _ in range(times):
+            try:
+                os.kill(os.getpid(), number)
+                time.sleep(1)
+            except BaseException:
+                time.sleep(0.3)
+        time.sleep(30)
+        os._exit(0)
+
+
+@pytest.mark.parametrize(
+    'name, times, patience, status', [('SIGINT', 1, 0.2, 130), ('SIGINT', 2, 60, 130), ('SIGTERM', 1, 0.2, 143)]
+)
+def test_a_main_thread_that_does_not_hear_is_ended(tmp_path, name, times, patience, status):
+    output = tmp_path / 'output.txt'
+    process = multiprocessing.get_context('fork').Process(
+        target=_hear_nothing, args=(getattr(signal, name), times, patience, output)
+    )
     process.start()
     process.join(60)
     assert process.exitcode == status

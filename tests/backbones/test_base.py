@@ -394,6 +394,15 @@ def test_arch_with_missing_and_unknown_keys(build):
     assert "['depths', 'embed_dims', 'num_heads']" in message
 
 
+def test_arch_with_missing_or_unknown_keys(build):
+    with pytest.raises(ValueError, match=r"unknown: \['width'\], missing: \[\]"):
+        build(arch=small_arch(build, width=8))
+    arch = small_arch(build)
+    del arch['depths']
+    with pytest.raises(ValueError, match=r"unknown: \[\], missing: \['depths'\]"):
+        build(arch=arch)
+
+
 @pytest.mark.parametrize('key', ['embed_dims', 'depths', 'num_heads'])
 @pytest.mark.parametrize('value', [4, '4444', None], ids=repr)
 def test_arch_whose_lists_are_none(build, key, value):
