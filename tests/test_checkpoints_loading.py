@@ -103,6 +103,17 @@ def test_what_does_not_fit_is_listed_in_one_warning(tmp_path, warnings_of):
     assert target.state_dict()['out_norms.1.weight'].shape == (16,)
 
 
+@pytest.mark.parametrize('dtype', [torch.int64, torch.int8, torch.bool, torch.complex64], ids=str)
+def test_weights_that_are_no_real_numbers_are_not_loaded(tmp_path, warnings_of, dtype):
+    """PyTorch would copy them, rounded or without their imaginary part, and say nothing."""
+    state, key = model().state_dict(), 'out_norms.1.weight'
+    state[key] = torch.full((16,), 3, dtype=dtype)
+    target = model()
+    report, (warning,) = warnings_of(target, save(tmp_path / 'own.pth', state))
+    assert report.mismatched == [f'{key} ({str(dtype)[6:]} in the file, real in the model)']
+    assert report.mismatched[0] in warning and (target.state_dict()[key] == 1).all()
+
+
 @pytest.mark.parametrize('statistic', ['running_mean', 'running_var'])
 def test_missing_statistics_of_a_batch_norm_are_news(tmp_path, warnings_of, statistic):
     """Only the counter beside them may be missing: without its mean a norm gives other numbers."""

@@ -240,6 +240,16 @@ def test_class_tokens_keep_their_vectors():
     torch.testing.assert_close(resized[:, 2:], bilinear(table.weight.data[:, 2:], (4, 5), (6, 7)))
 
 
+@pytest.mark.parametrize('prefix', [0, 1])
+def test_a_checkpoints_table_of_another_square_fits(prefix):
+    table, given = PositionTable(DIM, (6, 7), prefix), torch.randn(1, prefix + 16, DIM)
+    fitted = table.fit(given)
+    assert fitted.shape == table.weight.shape and torch.equal(fitted[:, :prefix], given[:, :prefix])
+    torch.testing.assert_close(fitted[:, prefix:], bilinear(given[:, prefix:], (4, 4), (6, 7)))
+    for other in (given[:, 1:], given[0], table.weight.data):  # no square, no table, and what fits as it is
+        assert table.fit(other) is other
+
+
 def test_at_the_trained_grid_the_table_is_added_as_it_is():
     table = PositionTable(DIM, (4, 5))
     assert table.resized(4, 5) is table.weight

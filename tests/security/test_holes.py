@@ -203,6 +203,15 @@ def test_a_hub_loaded_some_other_way_is_checked_too(files, tmp_path):
     assert all(file.read_text() == 'precious' for file in kept)
 
 
+@pytest.mark.parametrize('place', ['CLASSES', 'dataset_meta'])
+def test_names_of_classes_that_would_reach_the_terminal_are_made_printable(write, place):
+    names = ('cat', '\x1b[2J', 'a\x07')
+    path = write(meta={place: names if place == 'CLASSES' else dict(classes=names)})
+    found = CheckpointLoader.load_checkpoint(str(path), 'cpu', logger='silent')['meta'][place]
+    found = found if place == 'CLASSES' else found['classes']
+    assert found[0] == 'cat' and all(name.isprintable() for name in found)
+
+
 def test_the_resumed_run_writes_its_own_config_down(write, tmp_path):
     """The text of the older file would travel on to whoever loads the newer one."""
     path = write(info=dict(cfg='import os', experiment_name='theirs'))
