@@ -104,27 +104,29 @@ def table(results: dict) -> str:
         f'{settings["batch"]} pictures of {settings["size"]} x {settings["size"]} for every arm, '
         f'{settings["num_val"]} pictures to test on{chance}. In percent, mean and standard deviation over seeds.',
         '',
-        f'| arm | seeds | parameters | {name} | paper | effective rank of the state | of the output | as projected '
-        '| confused pairs | weight in 3x3 (if uniform) |',
-        '| --- ' * 10 + '|',
     ]
+    head = ['arm', 'seeds', 'parameters', name, 'paper', 'effective rank of the state', 'effective rank of the output']
+    rows = [[*head, 'as projected', 'confused pairs', 'weight in 3x3 (if uniform)']]
     for arm, found in runs.items():
         paper = study.arms[arm].paper if arm in study.arms else {}
         if task.paper_metric is not None:
-            paper = {name: value for name, value in paper.items() if name == task.paper_metric}
+            paper = {metric: value for metric, value in paper.items() if metric == task.paper_metric}
         cells = [
             arm,
             str(len(found)),
             f'{found[0]["params"] / 1e3:.0f} k',
             spread([run[key] for run in found]),
-            ', '.join(f'{value} {name}' for name, value in paper.items()),
+            ', '.join(f'{value} {metric}' for metric, value in paper.items()),
             _cell(found, 'state', '{:.1f} of {:.0f}'),
             _cell(found, 'output', '{:.1f} of {:.0f}'),
             _cell(found, 'projected', '{:.1f} of {:.0f}'),
             _cell(found, 'confused', '{:.2%}'),
             _cell(found, 'local', '{:.3f} ({:.3f})'),
         ]
-        lines.append('| ' + ' | '.join(cells) + ' |')
+        rows.append(cells)
+    known = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
+    rows.insert(1, ['---'] * len(rows[0]))
+    lines += ['| ' + ' | '.join(row[i] for i in known) + ' |' for row in rows]
     pairs = [pair for pair in study.pairs if pair[0] in runs and pair[1] in runs]
     if pairs:
         lines += ['', '| better in the paper | than | paper | here | seed by seed | ordering |', '| --- ' * 6 + '|']
