@@ -375,6 +375,8 @@ def test_verdicts_and_table():
     assert ablation_report.verdict([3, 4], [1, 2]) == 'holds'
     assert ablation_report.verdict([1, 2], [3, 4]) == 'reversed'
     assert ablation_report.verdict([1, 3], [2, 4]) == 'within the spread'
+    assert ablation_report.verdict([1, 9], [2, 3]) == ablation_report.verdict([2, 3], [1, 9]) == 'within the spread'
+    assert ablation_report.verdict([3, 4], [2, 3]) == 'within the spread'
     assert ablation_report.verdict([3], [1]) == 'one seed'
     runs = [result('full', 0, 60.0), result('full', 1, 62.0), result('without CPE', 0, 50.0)]
     assert ablation_report.differences(runs, [result('full', 1, 60.5), result('full', 2, 1.0)]) == [1.5]

@@ -13,7 +13,15 @@ from mmlinattn.analysis.capture import arrangements, watched
 from mmlinattn.analysis.inspecting import averaged, coordinates, full_map, measure_block, query_map
 from mmlinattn.analysis.loading import Picture
 from mmlinattn.analysis.masking import masked, masked_weights
-from mmlinattn.attention import Attention, GlobalAttention, Grid, ReducedAttention, TokenMixer, get_mixer
+from mmlinattn.attention import (
+    Attention,
+    GlobalAttention,
+    Grid,
+    ReducedAttention,
+    TokenMixer,
+    WindowAttention,
+    get_mixer,
+)
 from mmlinattn.attention.grid import add_local
 from mmlinattn.backbones import RAVLT, LinearCSWin, LinearDeiT, LinearPVT, LinearSwin
 from mmlinattn.engine import RunError
@@ -32,6 +40,15 @@ def test_a_state_of_rank_r_has_rank_r(rank, shape):
     found = measures.ranks(matrix)
     assert found['rank'] == [rank] * 2
     assert all(1 - 1e-6 <= value <= rank + 1e-6 for value in found['effective'])
+
+
+@pytest.mark.parametrize('shape', [(200, 8), (8, 200), (200, 100)])
+def test_tolerance_of_the_rank_is_that_of_the_longer_side(shape):
+    eps = torch.finfo(torch.float32).eps
+    for value, rank in ((150 * eps, 1), (250 * eps, 2)):
+        matrix = torch.zeros(1, *shape)
+        matrix[0, 0, 0], matrix[0, 1, 1] = 1, value
+        assert measures.ranks(matrix)['rank'] == [rank]
 
 
 def test_effective_rank_and_threshold():
@@ -226,6 +243,18 @@ def test_weights_in_hosts_are_those_of_the_forward_pass(host):
             torch.testing.assert_close(total, torch.ones_like(total), rtol=1e-4, atol=1e-4)
 
 
+def test_padding_of_windows_is_no_key():
+    """A map of 5 x 6 in windows of 4 x 4, of 16, 8, 4 and 2 tokens: what equal weights would be."""
+    model, found = nn.Sequential(WindowAttention(8, 2, 'softmax', (4, 4))).eval(), []
+    with watched(model, lambda block: found.append(measure_block(block, num_queries=1000))):
+        model(torch.randn(1, 5, 6, 8))
+    (entry,) = found
+    sizes = [16, 8, 4, 2]
+    assert entry['sampled_queries'] == 30
+    assert entry['locality']['chance'] == pytest.approx(sum(n * 9 / n for n in sizes) / 30)
+    assert entry['sharpness']['entropy_if_uniform'] == pytest.approx(sum(n * math.log(n) for n in sizes) / 30)
+
+
 class Averaged(ReducedAttention):
     """Keys that are averages over the sequence, as in the released Next-ViT."""
 
@@ -350,6 +379,23 @@ def test_masked_attention_against_the_map(mixer):
     torch.testing.assert_close(attention(x, grid), plain)
     with masked(attention, 3, others=True):
         assert (attention(x, grid) - out).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize('others', [False, True])
+@pytest.mark.parametrize('window', [1, 3, 5, 7])
+def test_which_keys_are_masked(window, others):
+    """Each in its neighbourhood, or as many as a whole one outside of it; values of one head that show the weights."""
+    grid, at = Grid(9, 10), places(9, 10)
+    mixer = get_mixer('softmax')[0](90, 1)
+    q, k, v = torch.randn(1, 90, 90), torch.randn(1, 90, 90), torch.eye(90)[None]
+    with masked(mixer, window, others):
+        hidden = mixer(q, k, v, grid, grid)[0] < 1e-7
+    near = measures.neighbours(at, at, window // 2)
+    if not others:
+        assert torch.equal(hidden, near)
+        return
+    assert not (hidden & near).any()
+    assert torch.equal(hidden.sum(dim=1), (90 - near.sum(dim=1)).clamp(max=window**2))
 
 
 @pytest.mark.parametrize('window', [0, 2, -1])
