@@ -441,7 +441,6 @@ def test_titles_fit_on_the_plots(tmp_path, monkeypatch, heads):
         assert text.get_text()
         box = text.get_window_extent()
         assert box.x0 >= 0 and box.x1 <= figure.bbox.x1
-        pictures.pyplot.close(figure)
 
 
 def test_a_pixel_that_is_cropped_away_is_refused_with_what_is_kept():
