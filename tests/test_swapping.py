@@ -19,7 +19,7 @@ from mmlinattn.swapping.rewiring import Wiring, assign_stages, plans
 from mmlinattn.swapping.swap import without_whole_weights
 from mmlinattn.swapping.upstream import read_upstream, without_weights
 from mmlinattn.swapping.writing import as_text, changes, difference
-from mmlinattn.swapping.zoo import FeatureMap, find_backbone, recipe
+from mmlinattn.swapping.zoo import FeatureMap, ZooBackbone, find_backbone, recipe
 
 for project in ('mmdet', 'mmseg', 'mmpretrain'):
     pytest.importorskip(project)
@@ -153,6 +153,26 @@ def test_maps_of_detectors_keep_their_strides():
     # segmentors resize what they predict
     first = next(plans(dict(network, neck=None), old, backbone, 'mmseg'))
     assert first.network['backbone'].get('out_indices', (0, 1, 2, 3)) == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    'neck, first',
+    [
+        (dict(type='FPN', num_outs=5), 'SimpleFeaturePyramid'),
+        (dict(type='mmdet.FPN', num_outs=4, start_level=0), 'SimpleFeaturePyramid'),
+        (dict(type='PAFPN', num_outs=5), 'MapAdapter'),
+        (dict(type='FPN', num_outs=5, add_extra_convs='on_output'), 'MapAdapter'),
+        (dict(type='FPN', num_outs=5, start_level=1), 'MapAdapter'),
+    ],
+)
+def test_plain_backbone_takes_the_place_of_a_plain_pyramid_only(neck, first):
+    """What a neck does beyond FPN is not to be lost in silence."""
+    neck = dict(neck, in_channels=[256, 512, 1024, 2048], out_channels=256)
+    backbone = ZooBackbone('plain', dict(type='LinearDeiT'), None, (FeatureMap(192, 16),), plain=True)
+    plan = next(plans(dict(backbone=dict(type='ResNet'), neck=neck), RESNET, backbone, 'mmdet'))
+    necks = plan.network['neck']
+    assert (necks[0] if isinstance(necks, list) else necks)['type'] == first
+    assert first != 'MapAdapter' or necks[1] == neck
 
 
 def test_last_of_all_a_segmentor_gets_maps_of_upstreams_strides():

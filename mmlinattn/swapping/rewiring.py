@@ -370,9 +370,11 @@ def _plain_plans(network: dict, old: Sequence[FeatureMap], backbone: ZooBackbone
                 if len(old) > 1:
                     plan.network['backbone']['out_indices'] = _even_blocks(backbone, len(old))
                 yield plan
-    if isinstance(neck, dict) and str(neck.get('type')).endswith('FPN') and neck.get('num_outs') in (4, 5):
+    # not PAFPN, NASFPN and the like, whose paths beyond FPN's are what they are chosen for
+    if isinstance(neck, dict) and str(neck.get('type')).rpartition('.')[2] == 'FPN' and neck.get('num_outs') in (4, 5):
         starts_at = neck.get('start_level', 0)
-        if isinstance(neck.get('out_channels'), int) and starts_at == 0 and old[0].stride == 4:
+        extra = neck.get('add_extra_convs')
+        if isinstance(neck.get('out_channels'), int) and not starts_at and not extra and old[0].stride == 4:
             pyramid = dict(
                 type='SimpleFeaturePyramid',
                 in_channels=single.channels,
