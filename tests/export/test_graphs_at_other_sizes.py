@@ -169,6 +169,12 @@ def test_open_windows_hold_what_those_of_known_size_hold(window, size, shift):
     for windows in (Windows.fit(*size, window, shift), OpenWindows(*size, window, shift)):
         tokens, real, region = windows.partition(x)[..., 0], windows.real(x), windows.same_region(x)
         torch.testing.assert_close(windows.merge(windows.partition(x)), x)
+        if region is None:
+            assert windows.region_index(x) is None
+        else:
+            index = windows.region_index(x)
+            assert int(index.min()) >= 0 and int(index.max()) < 4
+            assert torch.equal(index[:, :, None] == index[:, None, :], region)
         matrix = torch.zeros(x.numel() + 1, x.numel() + 1, dtype=torch.bool)
         for i, row in enumerate(tokens):
             alike = torch.ones(len(row), len(row), dtype=torch.bool) if region is None else region[i]
