@@ -11,6 +11,7 @@ from torch import nn
 from mmlinattn.backbones import RAVLT
 from mmlinattn.checkpoints import CheckpointError, load_pretrained
 from mmlinattn.checkpoints.layouts import all_layouts, find_layout
+from mmlinattn.checkpoints.states import state_dict_of
 
 
 def model(**kwargs) -> RAVLT:
@@ -135,6 +136,13 @@ def test_the_weights_of_training_go_before_their_average(tmp_path, warnings_of, 
         target = model()
         warnings_of(target, save(tmp_path / f'{i}.pth', checkpoint))
         assert (target.state_dict()['out_norms.1.weight'] == 1).all()
+
+
+def test_a_state_dict_is_looked_for_once():
+    """What lies deeper is of somebody else."""
+    weight, other = torch.zeros(1), torch.ones(1)
+    state = state_dict_of(dict(state_dict=dict(weight=weight, model=dict(weight=other))), 'a.pth')
+    assert list(state) == ['weight'] and state['weight'] is weight
 
 
 def test_parts_the_model_was_configured_without_are_no_news(tmp_path, warnings_of):
