@@ -21,6 +21,16 @@ CLASSIFIERS = configs_of('mmpretrain/inline') + configs_of('mmpretrain/flatten')
 FINE_TUNED = [name for name in CLASSIFIERS if '_384_' in name]
 
 
+@pytest.mark.parametrize('name', FINE_TUNED)
+def test_fine_tuning_begins_with_the_head_of_the_smaller_size(name):
+    """Of the same file as the backbone, of which MMEngine's own loading takes the part that is named."""
+    model = load(name).model
+    backbone, head = model.backbone.init_cfg.checkpoint, model.head.init_cfg
+    assert (head.type, head.prefix) == ('Pretrained', 'head.')
+    assert head.checkpoint == (f'{backbone}_in1k' if backbone.startswith('mmlinattn://') else backbone)
+    assert name.split('/')[1].replace('_384_in1k', '') in backbone
+
+
 @pytest.mark.parametrize('name', DETECTORS)
 def test_detection_recipe(name):
     cfg, like = load(name), load('mmdet/ravlt_b_maskrcnn_3x' if name.endswith('3x') else 'mmdet/ravlt_b_maskrcnn_1x')

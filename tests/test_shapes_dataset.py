@@ -336,6 +336,14 @@ def test_ade_layout(ade_root):
     info = (ade_root / 'objectInfo150.txt').read_text().splitlines()
     assert info[0].split('\t') == ['Idx', 'Ratio', 'Train', 'Val', 'Stuff', 'Name']
     assert [line.split('\t')[0] for line in info[1:]] == [str(i) for i in range(1, 11)]
+    maps = {
+        part: [cv2.imread(str(path), cv2.IMREAD_UNCHANGED) for path in (ade_root / 'annotations' / part).iterdir()]
+        for part in ('training', 'validation')
+    }
+    for value, line in enumerate(info[1:], 1):  # of the pixels in training; pictures of both parts
+        _, ratio, *pictures, _, _ = line.split('\t')
+        assert float(ratio) == pytest.approx(np.mean([labels == value for labels in maps['training']]), abs=6e-5)
+        assert pictures == [str(sum((labels == value).any() for labels in part)) for part in maps.values()]
     assert len((ade_root / 'sceneCategories.txt').read_text().splitlines()) == 48
 
 
@@ -499,6 +507,7 @@ def test_size_and_jitter(tmp_path):
     sizes = {(image['width'], image['height']) for image in images}
     assert len(sizes) > 6
     assert all(140 <= width <= 200 and 70 <= height <= 100 for width, height in sizes)
+    assert len({round(width / height, 1) for width, height in sizes}) > 3  # each side by a fraction of its own
     for image in images:
         picture = cv2.imread(str(tmp_path / 'train2017' / image['file_name']))
         assert picture.shape == (image['height'], image['width'], 3)
