@@ -178,6 +178,24 @@ def test_sizes_are_those_of_merged_branches():
     assert abs(sizes['cFFN of M1, r = 2'] / sizes['cFFN, r = 2'] - 1) < 0.01, sizes
 
 
+def test_rates_rise_and_fall_as_settings_say(monkeypatch):
+    """Over 5 % of the steps, then by a cosine, to a hundredth."""
+    rates, step = [], torch.optim.AdamW.step
+    monkeypatch.setattr(
+        torch.optim.AdamW, 'step', lambda self: rates.append({g['lr'] for g in self.param_groups}) or step(self)
+    )
+    monkeypatch.setattr(ablation, 'accuracy', lambda *_: 0.0)
+    monkeypatch.setattr(ablation, 'attention_measures', lambda *_: [])
+    settings = ablation.Settings(iterations=40, batch=2, num_train=4, num_val=2, lr=0.001)
+    data = torch.zeros(4, 3, 32, 32, dtype=torch.uint8), torch.arange(4)
+    backbone = dict(ablation.STUDIES['inline']().arms['softmax'].backbone, stage_attns=('rala',) * 2)
+    ablation.train_arm(ablation.Arm(backbone), 0, settings, data, data)
+    rates = [rate for (rate,) in rates]
+    assert len(rates) == 40 and rates[:3] == pytest.approx([1e-5, 5e-4, 1e-3])
+    assert rates[21] == pytest.approx(5e-4)  # in the middle of what follows the warm-up
+    assert rates[2:] == sorted(rates[2:], reverse=True) and rates[-1] == pytest.approx(1e-5)
+
+
 @pytest.mark.slow
 def test_training_learns_and_repeats():
     torch.set_num_threads(1)

@@ -65,6 +65,7 @@ def test_any_size_and_some_of_it(picture, tmp_path, monkeypatch):
     blocks = json.loads((tmp_path / 'out' / 'summary.json').read_text())['blocks']
     assert blocks[0]['map'] == [19, 26] and 'rank' not in blocks[0]
     assert blocks[0]['locality']['chance'] == pytest.approx(9 / 19 / 26)
+    assert blocks[0]['sampled_queries'] == 8
 
 
 def test_random_weights_are_the_same_on_every_call(picture, tmp_path, monkeypatch):
