@@ -205,6 +205,14 @@ def test_many_images_and_splits(name):
     assert_follows_reference(name, batch=1, tokens=1031, heads=1, mask=True)
 
 
+@pytest.mark.parametrize('name', ['rala', *(pytest.param(name, marks=pytest.mark.slow) for name in list(OPS)[1:])])
+def test_more_splits_than_are_added_up_at_once(name, monkeypatch):
+    """As maps of detectors have them, of fewer tokens each."""
+    monkeypatch.setattr(launch, 'FEWEST_TOKENS', 16)
+    assert launch._Plan(1, 600, 1, 16, 16, torch.float32).splits > 16
+    assert_follows_reference(name, batch=1, tokens=600, heads=1, mask=True)
+
+
 def test_quadratic_twins():
     """The maps of N x N weights, written from the papers' equations."""
     literal = twins()
