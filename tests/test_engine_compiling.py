@@ -75,8 +75,10 @@ def test_rates_of_stochastic_depth_share_what_is_compiled():
 
 def test_stochastic_depth_with_a_rate_in_a_tensor():
     model = ravlt(drop_path_rate=0.5)
+    rates = [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
     compile_blocks(model, backend='eager')
     paths = [module for module in model.modules() if isinstance(module, SharedDropPath)]
+    assert [path.keep_rate.item() for path in paths] == pytest.approx([1 - rate for rate in rates])
     path = paths[-1].train()
     kept = path(torch.ones(4000, 1, 1, dtype=torch.float64))
     values = kept.unique().tolist()
