@@ -3,6 +3,7 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -16,7 +17,7 @@ from mmlinattn.engine import RunError
 from mmlinattn.necks import MapAdapter
 from mmlinattn.swapping import NoModel, NoPlace, backbone_names, swap_backbone
 from mmlinattn.swapping.rewiring import Wiring, assign_stages, plans
-from mmlinattn.swapping.swap import without_whole_weights
+from mmlinattn.swapping.swap import _settings, without_whole_weights
 from mmlinattn.swapping.upstream import read_upstream, without_weights
 from mmlinattn.swapping.writing import as_text, changes, difference
 from mmlinattn.swapping.zoo import FeatureMap, ZooBackbone, find_backbone, recipe
@@ -289,12 +290,44 @@ def test_classifier(swap):
     assert cfg.model.backbone.init_cfg.checkpoint == 'mmlinattn://flatten_pvt_v2_b0'
     assert cfg.model.head.in_channels == 256 and cfg.model.head.num_classes == 10
     assert cfg.data_preprocessor.mean == [123.675, 116.28, 103.53]
+    assert cfg.data_preprocessor.std == [58.395, 57.12, 57.375]
     assert cfg.data_preprocessor.to_rgb is False  # this data set's pictures are RGB as they come
     assert cfg.optim_wrapper.optimizer.type == 'AdamW'
     assert 'optimizer: SGD lr=0.1 weight_decay=0.0001 -> AdamW lr=0.001 weight_decay=0.05' in swapped.changes
     hooks = [hook.type for hook in cfg.custom_hooks]
     assert 'UnusedParametersHook' in hooks and 'mmlinattn' in cfg.custom_imports['imports']
     train_a_step(without_weights_in(cfg))
+
+
+def test_settings_beside_the_model():
+    """Rates of upstream's heads stay, those of its backbone go; rates at which schedules end follow the new one;
+    weights of the whole go."""
+    keys = {'backbone': dict(lr_mult=0.1), 'backbone.norm': dict(decay_mult=0.0), 'query': dict(lr_mult=10.0)}
+    cfg = Config(
+        dict(
+            default_scope='mmdet',
+            optim_wrapper=dict(
+                type='AmpOptimWrapper',
+                optimizer=dict(type='SGD', lr=0.02),
+                paramwise_cfg=dict(custom_keys=keys),
+                clip_grad=dict(max_norm=0.1),
+            ),
+            param_scheduler=[dict(type='LinearLR', start_factor=0.1), dict(type='CosineAnnealingLR', eta_min=0.002)],
+            load_from='whole.pth',
+        )
+    )
+    source = SimpleNamespace(cfg=cfg, model=dict(type='DINO'), task='mmdet')
+    settings, remarks = _settings(source, find_backbone('ravlt_t', 'mmdet'), keep_optimizer=False)
+    wrapper = settings['optim_wrapper']
+    assert wrapper['type'] == 'OptimWrapper' and any('--amp' in remark for remark in remarks)
+    assert (wrapper['optimizer']['type'], wrapper['optimizer']['lr']) == ('AdamW', 1e-4)
+    found = wrapper['paramwise_cfg']['custom_keys']
+    assert found['query'] == dict(lr_mult=10.0) and not [key for key in found if key.startswith('backbone')]
+    assert wrapper['clip_grad'] == dict(max_norm=0.1)
+    assert [each.get('eta_min') for each in settings['param_scheduler']] == [None, 1e-5]
+    assert settings['load_from'] is None and settings['auto_scale_lr'] == dict(base_batch_size=16)
+    kept, _ = _settings(source, find_backbone('ravlt_t', 'mmdet'), keep_optimizer=True)
+    assert 'optim_wrapper' not in kept and 'param_scheduler' not in kept and kept['load_from'] is None
 
 
 def without_weights_in(cfg):
