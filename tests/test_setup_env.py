@@ -275,6 +275,6 @@ def test_every_locked_version_installs_on_the_first_python_3_11(lock):
         # What an environment of another stack has is another version.
         if installed.version.partition('+')[0] == version.lstrip('='):
             seen += 1
-            asked = installed.metadata['Requires-Python'] or ''
+            asked = installed.metadata.get('Requires-Python') or ''
             assert SpecifierSet(asked).contains('3.11.0'), f'{name} {version} asks for Python {asked}'
     assert seen > 10
