@@ -12,7 +12,7 @@ from .eager import in_parts
 
 
 def project(
-    layer: nn.Module, x: Tensor, widths: Sequence[int], kv: Optional[Tensor] = None, convolves: bool = False
+    layer: nn.Module, x: Tensor, widths: Sequence[int], kv: Optional[Tensor], convolves: bool
 ) -> tuple[Tensor, ...]:
     if not is_plain_linear(layer):
         return reference.project(layer, x, widths, kv, convolves)

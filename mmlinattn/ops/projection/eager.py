@@ -13,7 +13,7 @@ from . import reference
 
 
 def project(
-    layer: nn.Module, x: Tensor, widths: Sequence[int], kv: Optional[Tensor] = None, convolves: bool = False
+    layer: nn.Module, x: Tensor, widths: Sequence[int], kv: Optional[Tensor], convolves: bool
 ) -> tuple[Tensor, ...]:
     if not is_plain_linear(layer):
         return reference.project(layer, x, widths, kv, convolves)

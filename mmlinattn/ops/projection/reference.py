@@ -9,7 +9,7 @@ from ..memory import call, is_plain_linear
 
 
 def project(
-    layer: nn.Module, x: Tensor, widths: Sequence[int], kv: Optional[Tensor] = None, convolves: bool = False
+    layer: nn.Module, x: Tensor, widths: Sequence[int], kv: Optional[Tensor], convolves: bool
 ) -> tuple[Tensor, ...]:
     if kv is not None and is_plain_linear(layer):
         rows = [widths[0], widths[1] + widths[2], sum(widths[3:])]  # only what is needed of either
