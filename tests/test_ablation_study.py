@@ -184,12 +184,12 @@ def test_rates_rise_and_fall_as_settings_say(monkeypatch):
     monkeypatch.setattr(
         torch.optim.AdamW, 'step', lambda self: rates.append({g['lr'] for g in self.param_groups}) or step(self)
     )
-    monkeypatch.setattr(ablation, 'accuracy', lambda *_: 0.0)
+    monkeypatch.setattr(ablation.TASKS['largest'], 'score', lambda *_: 0.0)
     monkeypatch.setattr(ablation, 'attention_measures', lambda *_: [])
     settings = ablation.Settings(iterations=40, batch=2, num_train=4, num_val=2, lr=0.001)
     data = torch.zeros(4, 3, 32, 32, dtype=torch.uint8), torch.arange(4)
     backbone = dict(ablation.STUDIES['inline']().arms['softmax'].backbone, stage_attns=('rala',) * 2)
-    ablation.train_arm(ablation.Arm(backbone), 0, settings, data, data)
+    ablation.train_arm(ablation.Arm(backbone), 0, settings, data, data, task='largest')
     rates = [rate for (rate,) in rates]
     assert len(rates) == 40 and rates[:3] == pytest.approx([1e-5, 5e-4, 1e-3])
     assert rates[21] == pytest.approx(5e-4)  # in the middle of what follows the warm-up
