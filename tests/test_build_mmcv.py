@@ -65,6 +65,7 @@ def test_joins_what_chooses_and_leaves_what_computes(tool, monkeypatch, capsys, 
     assert others == {name: f'// {name}\n' for name in FILES if '/cpu/' in name}
     environment = tool.calls[-1][1]
     assert environment['MMCV_WITH_OPS'] == '1' and environment['CUDA_VISIBLE_DEVICES'] == ''
+    assert environment['FORCE_CUDA'] == '0'
 
 
 def test_builds_once_for_each_pytorch(tool, monkeypatch, capsys, tmp_path):
