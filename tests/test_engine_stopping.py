@@ -183,7 +183,15 @@ def test_an_error_nobody_asked_for_comes_through(is_listening):
     assert signal.getsignal(signal.SIGTERM) == found
 
 
-def test_what_listens_to_signals_ends_with_the_run():
+@pytest.fixture
+def interruptible():
+    """A process that Ctrl-C reaches: those started in the background of a script ignore it."""
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, found)
+
+
+def test_what_listens_to_signals_ends_with_the_run(interruptible):
     before, wakeup = set(threading.enumerate()), signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup)
     with clean_end():
