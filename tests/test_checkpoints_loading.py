@@ -115,6 +115,14 @@ def test_weights_that_are_no_real_numbers_are_not_loaded(tmp_path, warnings_of, 
     assert report.mismatched[0] in warning and (target.state_dict()[key] == 1).all()
 
 
+@pytest.mark.parametrize('value', [float('nan'), float('inf')])
+def test_weights_that_are_no_numbers_are_news(tmp_path, warnings_of, value):
+    state, key = model().state_dict(), 'out_norms.1.weight'
+    state[key][3] = value
+    _, (warning,) = warnings_of(model(), save(tmp_path / 'own.pth', state))
+    assert warning.endswith(f'NaN or infinite: {key}')
+
+
 @pytest.mark.parametrize('statistic', ['running_mean', 'running_var'])
 def test_missing_statistics_of_a_batch_norm_are_news(tmp_path, warnings_of, statistic):
     """Only the counter beside them may be missing: without its mean a norm gives other numbers."""

@@ -130,6 +130,8 @@ def test_adapter_makes_the_maps_that_are_expected():
     torch.testing.assert_close(outs[0], neck.convs[0](first))
     with pytest.raises(ValueError, match='widths'):
         neck((first, first))
+    halves = MapAdapter([4, 8], [6, 16], scales=[0.5, 1])((first, second))
+    assert [tuple(out.shape[2:]) for out in halves] == [(3, 4), (3, 4)]  # as strided convolutions round
     neck.inference_output = 1
     torch.testing.assert_close(neck.eval()((first, second)), outs[1])
     assert len(neck.train()((first, second))) == 3

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Which form of an op runs, and that whatever transforms, watches or records a model gets one that stands it."""
 
+import copy
 import importlib.util
 
 import pytest
@@ -287,6 +288,22 @@ def test_changed_weights_train(change, reduced):
         optimizer.step()
         outs.append(out.detach())
     assert (outs[0] - outs[1]).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize('layer', ['qkv', 'proj'])
+@pytest.mark.parametrize('mixer', ['rala', 'softmax'])
+def test_a_forward_of_an_instance_is_called(mixer, layer):
+    """Adapters and quantisers put one in place of the class's; here it doubles what comes out."""
+    attention, x = build(mixer), tokens()
+    twin = copy.deepcopy(attention)
+    for parameter in getattr(twin, layer).parameters():
+        parameter.data *= 2
+    module = getattr(attention, layer)
+    original = module.forward
+    module.forward = lambda x: 2 * original(x)
+    torch.testing.assert_close(attention(x, GRID), twin(x, GRID))
+    with torch.no_grad():
+        torch.testing.assert_close(attention(x, GRID), twin(x, GRID))
 
 
 def test_what_a_hook_has_seen_stays_as_it_was():
