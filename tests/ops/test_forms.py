@@ -319,8 +319,8 @@ def test_what_a_hook_has_seen_stays_as_it_was():
         block(tokens(torch.float32), grid=GRID)
     assert len(seen) > 6
     for name, pairs in seen.items():
-        for kept, copy in pairs:
-            assert torch.equal(kept, copy), name
+        for kept, copied in pairs:
+            assert torch.equal(kept, copied), name
 
 
 @pytest.mark.parametrize('gate', ['identity', 'projection', None])
