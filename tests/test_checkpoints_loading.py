@@ -115,6 +115,16 @@ def test_weights_that_are_no_real_numbers_are_not_loaded(tmp_path, warnings_of, 
     assert report.mismatched[0] in warning and (target.state_dict()[key] == 1).all()
 
 
+PARTS = 'head neck rpn_head roi_head bbox_head mask_head decode_head auxiliary_head data_preprocessor'
+
+
+@pytest.mark.parametrize('part', PARTS.split())
+def test_what_a_bare_backbone_has_beside_it_is_no_news(tmp_path, warnings_of, part):
+    state = {**model().state_dict(), f'{part}.weight': torch.ones(1)}
+    report, warned = warnings_of(model(), save(tmp_path / 'own.pth', state))
+    assert warned == [] and report.unexpected == []
+
+
 @pytest.mark.parametrize('value', [float('nan'), float('inf')])
 def test_weights_that_are_no_numbers_are_news(tmp_path, warnings_of, value):
     state, key = model().state_dict(), 'out_norms.1.weight'

@@ -163,7 +163,4 @@ class _RALA(torch.autograd.Function):
             if d_logits is not None:
                 target.add_(d_query / count if real is None else d_query / count * real[:, :, rows])
             undo_map(mapped(q, rows), target)
-        if mask is not None:
-            # padding has no values: it may have weight only in an item of padding alone
-            grads[1].mul_(mask.unsqueeze(-1))
         return *grads, *(None,) * 6
