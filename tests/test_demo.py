@@ -5,11 +5,14 @@ import copy
 import re
 import runpy
 import sys
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from config_helpers import ROOT, build
+from mmengine.config import Config
 
 mmcv = pytest.importorskip('mmcv')
 TOOL = ROOT / 'tools' / 'demo.py'
@@ -74,6 +77,35 @@ def pictures(tmp_path):
 def run(monkeypatch, *args):
     monkeypatch.setattr(sys, 'argv', ['demo.py', *map(str, args), '--device', 'cpu'])
     runpy.run_path(str(TOOL), run_name='__main__')
+
+
+INFERENCERS = dict(mmdet='mmdet.apis.DetInferencer', mmseg='mmseg.apis.MMSegInferencer')
+INFERENCERS.update(mmpretrain='mmpretrain.ImageClassificationInferencer')
+
+
+@pytest.mark.parametrize('task', TASKS)
+def test_options_reach_the_inferencer(monkeypatch, task):
+    pytest.importorskip(task)
+    inferencer, loaded = mock.MagicMock(model=SimpleNamespace(), visualizer=SimpleNamespace()), []
+    inferencer.side_effect = lambda pictures, **_: [dict(pred_label=0, pred_score=1.0) for _ in pictures]
+    build_one = mock.Mock(return_value=inferencer)
+    monkeypatch.setattr(INFERENCERS[task], build_one)
+    functions = runpy.run_path(str(TOOL), run_name='demo')
+    monkeypatch.setitem(functions['draw'].__globals__, 'CheckpointLoader', mock.Mock())
+    monkeypatch.setitem(functions['draw'].__globals__, 'check_weights', lambda *args: loaded.append(args))
+    classes = ('moon', 'star')
+    args = SimpleNamespace(config='c.py', checkpoint='c.pth', device='cuda:7', score_thr=0.7, classes=classes)
+    functions['draw'](args, Config(dict(default_scope=task, model={}, test_dataloader={})), ['one.jpg'], 'out')
+    (given,) = build_one.call_args_list
+    assert 'cuda:7' in (*given.args, given.kwargs.get('device'))
+    assert len(loaded) == 1 and loaded[0][0] is inferencer.model
+    if task == 'mmdet':
+        assert inferencer.call_args.kwargs['pred_score_thr'] == 0.7
+    if task == 'mmpretrain':
+        assert given.kwargs['classes'] == classes
+    else:
+        assert inferencer.model.dataset_meta['classes'] == classes
+        assert inferencer.visualizer.dataset_meta['classes'] == classes
 
 
 @pytest.mark.slow
