@@ -90,15 +90,16 @@ def test_reduced_keys(size, mixer):
 @pytest.mark.parametrize('size', SIZES, ids=str)
 @pytest.mark.parametrize('mixer', [m for m in LINEAR if m != 'focused'], ids=str)
 def test_linear_attention_in_windows_is_that_of_each_window_cropped(mixer, size, window):
-    """The last row and column of windows hold fewer tokens: sums, means, N and the local residual are theirs."""
-    attention, x = filled(WindowAttention(DIM, HEADS, mixer, window)), feature_map(*size)
-    out = attention(x)
+    """The last row and column of windows hold fewer tokens: sums, means, N and the local residual are theirs,
+    and the mean of the tokens that they are told of."""
+    attention, x, context = filled(WindowAttention(DIM, HEADS, mixer, window)), feature_map(*size), feature_map(*size)
+    out = attention(x, context_tokens=context)
     rows, columns = window or size
     for y, x0 in itertools.product(range(0, size[0], rows), range(0, size[1], columns)):
-        crop = x[:, y : y + rows, x0 : x0 + columns]
-        grid = Grid(*crop.shape[1:3])
-        expected = Attention.forward(attention, crop.flatten(1, 2), grid).unflatten(1, grid[:2])
-        torch.testing.assert_close(out[:, y : y + rows, x0 : x0 + columns], expected)
+        crop, source = (values[:, y : y + rows, x0 : x0 + columns] for values in (x, context))
+        grid, tokens = Grid(*crop.shape[1:3]), crop.flatten(1, 2)
+        expected = Attention.forward(attention, tokens, grid, context_tokens=source.flatten(1, 2))
+        torch.testing.assert_close(out[:, y : y + rows, x0 : x0 + columns], expected.unflatten(1, grid[:2]))
 
 
 @pytest.mark.parametrize('size', SIZES, ids=str)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from mmlinattn.layers import MLP, ConvFFN, ConvStem, DWConvFFN, PositionTable
-from mmlinattn.ops import apply_linear, gelu_of_conv, linear
+from mmlinattn.ops import apply_linear, gelu_of_conv, linear, takes_scale
 from mmlinattn.ops.feed_forward import cpu as strips
 
 
@@ -46,6 +46,22 @@ def test_inference_multiplies_as_training_does(shape, gelu, bias):
         torch.testing.assert_close(
             linear(strided, layer.weight, layer.bias), nn.functional.linear(strided, layer.weight, layer.bias)
         )
+
+
+def test_products_under_autocast_are_of_its_type():
+    """Also where a faster product in float32 is at hand, which `torch.autocast` was asked to leave."""
+    layer, x = nn.Linear(64, 64), torch.randn(2, 40, 64)
+    stem, image = ConvStem(3, 8, dict(type='BN')).eval(), torch.randn(1, 32, 32, 3)
+    with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
+        assert apply_linear(layer, x).dtype == layer(x).dtype == torch.bfloat16
+        assert apply_linear(layer, x, gelu=True).dtype == torch.bfloat16
+        assert stem(image).dtype == torch.bfloat16
+
+
+def test_a_layer_scale_that_half_precision_cannot_hold_is_applied_after_the_product():
+    assert takes_scale(torch.zeros(1)) and not takes_scale(torch.zeros(1, dtype=torch.float16))
+    with torch.autocast('cpu', torch.float16):
+        assert not takes_scale(torch.zeros(1))
 
 
 def test_hooks_and_adapters_are_called():
