@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections import Counter, defaultdict
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -30,20 +31,24 @@ from cosmic_ray.commands.init import _all_work_items
 from cosmic_ray.mutating import use_mutation
 from cosmic_ray.operators.operator import Operator
 from cosmic_ray.work_db import WorkDB, use_db
-from cosmic_ray.work_item import TestOutcome, WorkerOutcome, WorkItem, WorkResult
+from cosmic_ray.work_item import MutationSpec, TestOutcome, WorkerOutcome, WorkItem, WorkResult
 from parso.python.tree import Keyword
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = [f'mmlinattn/{name}' for name in ('ops', 'attention', 'layers', 'backbones', 'checkpoints', 'engine')]
 COVERAGE = """
 [run]
-source = {copy}/mmlinattn
+source =
+    {copy}/mmlinattn
+    {copy}/tools
 omit = */triton*.py
 data_file = {out}/data
 parallel = true
 context = ${{PYTEST_CURRENT_TEST-}}
 """
+CHANGED = ('mmlinattn', 'tools')  # folders of the copy that mutants are written to
 FIRST = 12  # tests of the first, short run
+WRITTEN = 'defects/Replace'  # changes that were written by hand, in place of an operator's name
 
 
 class RemoveStatement(Operator):
@@ -74,6 +79,44 @@ class RemoveStatement(Operator):
 plugins.OPERATOR_PROVIDERS['more'] = {'RemoveStatement': RemoveStatement}
 
 
+def read_defects(path: Path, copy: Path) -> list[WorkItem]:
+    """Changes written by hand, one JSON object a line: ``file``, ``old`` (found there once), ``new``, ``id``."""
+    items = []
+    for number, line in enumerate(path.read_text().splitlines()):
+        defect = json.loads(line)
+        text, old, new = (copy / defect['file']).read_text(), defect['old'], defect['new']
+        name = defect.get('id', f'{number:05d}')
+        if text.count(old) != 1 or old == new:
+            raise SystemExit(
+                f'{path}:{number + 1}: `old` occurs {text.count(old)} times in {defect["file"]}, or is `new`'
+            )
+        same = len(os.path.commonprefix([old, new]))
+        before = text[: text.index(old) + same]
+        start = (before.count('\n') + 1, 0)
+        texts = {'old': old, 'new': new}
+        items.append(
+            WorkItem.single(name, MutationSpec(copy / defect['file'], WRITTEN, 0, start, (start[0], 1), texts))
+        )
+    return items
+
+
+@contextmanager
+def changed(change: MutationSpec):
+    """The file with the change, which is taken back in the end; its text before and after (None: not a change)."""
+    if change.operator_name != WRITTEN:
+        operator = plugins.get_operator(change.operator_name)(**change.operator_args)
+        with use_mutation(change.module_path, operator, change.occurrence) as texts:
+            yield texts
+        return
+    before = change.module_path.read_text()
+    after = before.replace(change.operator_args['old'], change.operator_args['new'])
+    try:
+        change.module_path.write_text(after)
+        yield before, after
+    finally:
+        change.module_path.write_text(before)
+
+
 def log(text: str) -> None:
     print(text, flush=True)
 
@@ -96,7 +139,8 @@ def make_copy(copy: Path) -> None:
     mim.mkdir()
     for name in ('configs', 'tools', 'model-index.yml'):
         (mim / name).symlink_to(Path('..', '..', name))
-    shutil.copytree(part / 'mmlinattn', copy.with_name('original'), symlinks=True, dirs_exist_ok=True)
+    for name in CHANGED:
+        shutil.copytree(part / name, copy.with_name('original') / name, symlinks=True, dirs_exist_ok=True)
     part.rename(copy)
 
 
@@ -335,7 +379,8 @@ class Session:
         end = time.monotonic() + 60 * self.args.minutes
         with use_db(str(self.out / 'session.sqlite'), WorkDB.Mode.create) as db:
             if not db.num_work_items:
-                db.add_work_items(self.draw())
+                defects = self.args.defects
+                db.add_work_items(read_defects(Path(defects), self.copy) if defects else self.draw())
             pending = sorted(db.pending_work_items, key=lambda item: item.job_id)
             for item in pending:
                 if time.monotonic() > end:
@@ -353,8 +398,7 @@ class Session:
         change = item.mutations[0]
         path = str(change.module_path.relative_to(self.copy))
         tests, what = self.map.tests(path, change.start_pos[0])
-        operator = plugins.get_operator(change.operator_name)(**change.operator_args)
-        with use_mutation(change.module_path, operator, change.occurrence) as (before, after):
+        with changed(change) as (before, after):
             diff = ''.join(unified(before, after or before, path))
             if after is None or not compiles(after):
                 return WorkResult(WorkerOutcome.SKIPPED, 'no mutant', None, diff)
@@ -409,7 +453,8 @@ class Session:
                 parts += [f'## {job}: {first}', '', '```diff', result.diff.strip(), '```', '']
         killed = sum(number for kind, number in counts.items() if kind.startswith('killed'))
         tried = killed + counts['survived'] + counts['untouched']
-        lines = [f'# Mutants, seed {self.args.seed}: {killed} of {tried} killed', '']
+        drawn = f'of {self.args.defects}' if self.args.defects else f'seed {self.args.seed}'
+        lines = [f'# Mutants, {drawn}: {killed} of {tried} killed', '']
         lines += [f'- {kind}: {number}' for kind, number in sorted(counts.items())]
         (self.out / 'report.md').write_text('\n'.join([*lines, '', *parts]))
         log('\n'.join([*lines, f'({db.num_work_items - sum(counts.values())} still to try; {self.out / "report.md"})']))
@@ -462,6 +507,9 @@ def main() -> None:
     parser.add_argument('--seed', type=int, default=0, help='of the sample [0]')
     parser.add_argument('--sample', type=int, default=100, help='number of mutants [100]')
     parser.add_argument(
+        '--defects', help='in place of a sample: changes written by hand, a JSON object a line: file, old, new, id'
+    )
+    parser.add_argument(
         '--seconds', type=float, default=60, help='of tests for a mutant that the first pass lets go [60]'
     )
     parser.add_argument('--cases', type=int, default=4, help='of a parametrised test, to find the lines it touches [4]')
@@ -477,7 +525,7 @@ def main() -> None:
     if not (out / 'copy').exists():
         make_copy(out / 'copy')
     # a run that was killed may have left its mutant behind
-    shutil.copytree(out / 'original', out / 'copy' / 'mmlinattn', symlinks=True, dirs_exist_ok=True, ignore=links)
+    shutil.copytree(out / 'original', out / 'copy', symlinks=True, dirs_exist_ok=True, ignore=links)
     Session(out, args).run()
 
 
