@@ -196,12 +196,12 @@ def reuse(name: str, out: Path, settings: Settings, folders: Iterable[Path], tas
     for path in (folder / 'results.json' for folder in folders):
         if not path.is_file():
             raise RunError(f'--reuse {str(path.parent)!r} has no results.json.')
-        if task_of(path) == task:
+        if _task_in(path) == task:
             runs += reusable_runs(name, load_results(path, None, settings, task))
     return _add(name, out, settings, runs, task)
 
 
-def task_of(path: Path) -> str:
+def _task_in(path: Path) -> str:
     """The task of a results file; the first one for what is no results file, which :func:`load_results` speaks of."""
     try:
         return json.loads(path.read_text(encoding='utf-8')).get('task', FIRST_TASK)

@@ -4,19 +4,16 @@
 import statistics
 from pathlib import Path
 
-import matplotlib
 import numpy as np
+from matplotlib import colormaps
+from matplotlib.figure import Figure
 
 from .ablation import FIRST_TASK, write_atomically
 from .studies import STUDIES, Study
 from .study_tasks import TASKS, Task
 
-matplotlib.use('Agg')
 
-from matplotlib import pyplot  # noqa: E402
-
-
-def task_of(results: dict) -> Task:
+def _task_of(results: dict) -> Task:
     return TASKS[results.get('task', FIRST_TASK)]
 
 
@@ -96,7 +93,7 @@ def _paper_difference(study: Study, better: str, worse: str, metric, task: Task)
 
 def table(results: dict) -> str:
     """The study as markdown."""
-    study, runs, task = STUDIES[results['study']](), by_arm(results), task_of(results)
+    study, runs, task = STUDIES[results['study']](), by_arm(results), _task_of(results)
     settings, key = results['settings'], task.metric
     name, chance = task.unit.partition(',')[0], f', chance {task.chance:.1f} %' if task.chance else ''
     lines = [
@@ -155,10 +152,9 @@ def table(results: dict) -> str:
 
 def plot(results: dict, path: Path) -> None:
     """Score of each run by arm, and the mean curve of each arm."""
-    runs, task = by_arm(results), task_of(results)
-    figure, (left, right) = pyplot.subplots(
-        1, 2, figsize=(12, 0.42 * len(runs) + 2.6), width_ratios=(3, 2), layout='constrained'
-    )
+    runs, task = by_arm(results), _task_of(results)
+    figure = Figure(figsize=(12, 0.42 * len(runs) + 2.6), layout='constrained')
+    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     for i, (colour, found) in enumerate(_coloured(runs)):
         values = [run[task.metric] for run in found]
         left.plot(values, [i] * len(values), 'o', color=colour, alpha=0.6)
@@ -176,7 +172,6 @@ def plot(results: dict, path: Path) -> None:
     right.grid(alpha=0.3)
     figure.suptitle(f'{_named(results)}: arms (number of seeds), same pictures and steps for all', fontsize=10)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def _named(results: dict) -> str:
@@ -184,7 +179,7 @@ def _named(results: dict) -> str:
 
 
 def _coloured(runs: dict[str, list[dict]]) -> list[tuple]:
-    colours = pyplot.get_cmap('tab10' if len(runs) <= 10 else 'tab20').colors
+    colours = colormaps['tab10' if len(runs) <= 10 else 'tab20'].colors
     return [(colours[i % len(colours)], found) for i, found in enumerate(runs.values())]
 
 
@@ -197,13 +192,13 @@ RANKS = dict(
 
 def plot_ranks(results: dict, path: Path) -> bool:
     """Score of each run over the ranks of its trained attention (RALA Fig. 8); False where no ranks were measured."""
-    runs, task = by_arm(results), task_of(results)
+    runs, task = by_arm(results), _task_of(results)
     measured = [attention_of(run) for found in runs.values() for run in found]
     names = [name for name in RANKS if any(name in found for found in measured)]
     if not names:
         return False
-    width = 3.6 * len(names) + 3
-    figure, axes = pyplot.subplots(1, len(names), figsize=(width, 4), sharey=True, squeeze=False, layout='constrained')
+    figure = Figure(figsize=(3.6 * len(names) + 3, 4), layout='constrained')
+    axes = figure.subplots(1, len(names), sharey=True, squeeze=False)
     for name, axis in zip(names, axes[0]):
         most = max(found[name][1] for found in measured if name in found)
         for arm, (colour, found) in zip(runs, _coloured(runs)):
@@ -219,7 +214,6 @@ def plot_ranks(results: dict, path: Path) -> bool:
     score = task.unit.partition(',')[0]
     figure.suptitle(f'{_named(results)}: a dot a trained model, its ranks and its {score}', fontsize=10)
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
     return True
 
 
