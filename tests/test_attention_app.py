@@ -92,6 +92,23 @@ def test_segments_have_the_names_of_their_classes():
 
 
 @pytest.mark.parametrize(
+    ('scores', 'expected'),
+    [
+        ([0.2, 0.8], 'b: 0.80, a: 0.20'),
+        ([0.1, 0.4, 0.2, 0.0, 0.3], 'b: 0.40, e: 0.30, c: 0.20'),
+    ],
+)
+def test_labels_are_the_three_surest_or_all_there_are(scores, expected):
+    from mmlinattn.analysis.loading import Picture
+    from mmlinattn.analysis.looking import predict
+
+    image = picture(60, 80)
+    model = Says(BaseDataElement(pred_score=torch.tensor(scores)), tuple('abcde'))
+    words, drawn = predict(model, Picture('', image, torch.zeros(1), None, (), (80, 60)), image)
+    assert words == expected and (drawn == image).all()
+
+
+@pytest.mark.parametrize(
     ('meta', 'expected'),
     [
         (dict(dataset_meta=dict(classes=tuple('abcdef'))), list('abcdef')),  # the checkpoint's own come first

@@ -2,6 +2,7 @@
 """Bad input to tools/train.py and tools/test.py: one line that says what to change, status 1."""
 
 import os
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from mmengine.registry import MODELS, init_default_scope
 
-from mmlinattn.engine import cli
+from mmlinattn.engine import RunError, cli
 
 pytest.importorskip('mmdet')
 TOOLS = Path(__file__).resolve().parents[1] / 'tools'
@@ -41,6 +42,12 @@ def checkpoint(tmp_path):
     path = tmp_path / 'checkpoint.pth'
     path.touch()
     return path
+
+
+def test_an_error_of_several_lines_is_one_line(capsys):
+    with pytest.raises(SystemExit, match='1'), cli.one_line_errors():
+        raise RunError('of another library:\n\x1b[31mtwo lines\r')
+    assert re.fullmatch(r'error: of another library:[^\n\r\x1b]+two lines[^\n\r\x1b]*\n', capsys.readouterr().err)
 
 
 def test_config_missing(fails, checkpoint):

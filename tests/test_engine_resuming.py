@@ -2,6 +2,7 @@
 import itertools
 import json
 import multiprocessing
+import pickle
 import random
 from types import SimpleNamespace
 
@@ -155,6 +156,15 @@ def test_skipping_batches_gives_those_that_follow(kind, count):
     skipped = make()
     skipped.skip(count)
     assert list(itertools.islice(endless(skipped), 6)) == expected
+
+
+def test_numbered_batches_can_be_pickled():
+    """As whatever is handed to processes that are spawned."""
+    handed_over = pickle.loads(pickle.dumps(_NumberedBatches(BatchSampler(range(6), 3, False))))
+    assert [(batch.number, list(batch)) for batch in handed_over] == [(0, [0, 1, 2]), (1, [3, 4, 5])]
+    assert handed_over.batch_size == 3
+    with pytest.raises(AttributeError, match='no_such_name'):
+        _ = handed_over.no_such_name
 
 
 def test_a_loader_it_cannot_rebuild_is_left_alone(tmp_path):

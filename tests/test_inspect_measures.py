@@ -398,6 +398,18 @@ def test_which_keys_are_masked(window, others):
     assert torch.equal(hidden.sum(dim=1), (90 - near.sum(dim=1)).clamp(max=window**2))
 
 
+def test_masked_weights_have_the_bias_and_the_mask_of_the_model():
+    grid, at = Grid(4, 5), places(4, 5)
+    mixer = get_mixer('softmax')[0](20, 1)
+    q, k, v, bias = torch.randn(1, 20, 20), torch.randn(1, 20, 20), torch.eye(20)[None], torch.randn(1, 20, 20)
+    mask = (torch.arange(20) != 7)[None]
+    with masked(mixer, 3):
+        out = mixer(q, k, v, grid, grid, bias=bias, mask=mask)[0]
+    scores = (q @ k.transpose(1, 2) * 20**-0.5 + bias)[0]
+    hidden = measures.neighbours(at, at, 1) | ~mask
+    torch.testing.assert_close(out, scores.masked_fill(hidden, -torch.inf).softmax(dim=-1), rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize('window', [0, 2, -1])
 def test_windows_that_have_no_middle(window):
     with pytest.raises(ValueError, match='has to be odd and at least 1'), masked(nn.Identity(), window):

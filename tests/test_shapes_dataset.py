@@ -29,7 +29,7 @@ from mmlinattn.datasets.pictures import save_jpeg
 from mmlinattn.datasets.polygons import mask_to_box, mask_to_polygons
 from mmlinattn.datasets.shapes import MIN_VISIBLE, SHAPES
 from mmlinattn.datasets.staging import LOCK
-from mmlinattn.datasets.textures import BACKGROUNDS, draw_background
+from mmlinattn.datasets.textures import BACKGROUNDS, contrasting_colour, draw_background
 
 TOOL = Path(__file__).parents[1] / 'tools' / 'make_shapes_dataset.py'
 
@@ -96,6 +96,23 @@ def test_the_mask_is_where_the_colour_is():
         assert np.count_nonzero(drawn ^ mask) <= 0.2 * edge
         checked += 1
     assert checked >= 8
+
+
+def test_a_ring_has_a_hole():
+    scene = draw_scene(np.random.default_rng(0), (64, 64), num_shapes=1, kinds=['ring'], diameters=(0.5, 0.5))
+    number, _ = cv2.connectedComponents((~scene.masks[0]).astype(np.uint8), connectivity=4)
+    assert number == 3  # the ring, what lies around it and what lies in it
+
+
+@pytest.mark.parametrize('hue', [None, 0.3])
+def test_a_shape_stands_out_from_its_background_and_from_its_neighbours(hue):
+    """A distance in RGB of 110 and of 75: each of some colours has to be kept, where a colour is at hand that does."""
+    rng = np.random.default_rng(0)
+    background, neighbour = np.array([[255.0, 255, 255], [90, 90, 90]]), np.array([0.0, 200, 60])
+    for _ in range(30):
+        colour = contrasting_colour(rng, background, [neighbour], hue)
+        assert np.linalg.norm(background - colour, axis=1).min() >= 110
+        assert np.linalg.norm(neighbour - colour) >= 75
 
 
 def test_mostly_hidden_shapes_are_not_drawn():

@@ -117,6 +117,13 @@ def test_bad_arguments_are_named_in_one_line(config, tmp_path, capsys, more, sai
     assert end.value.code == 1 and said in error and error.count('\n') == 1
 
 
+@pytest.mark.parametrize('shape', [['64'], ['64', '64', '64'], ['64', 'x']])
+def test_a_size_is_two_numbers(config, tmp_path, capsys, shape):
+    with pytest.raises(SystemExit) as end:
+        main(options(config, tmp_path / 'graph.pt', '--shape', *shape))
+    assert end.value.code == 2 and 'usage' in capsys.readouterr().err
+
+
 def test_a_checkpoint_of_another_model_is_refused(config, tmp_path, capsys):
     checkpoint = tmp_path / 'weights.pth'
     torch.save(dict(state_dict={'backbone.nothing': torch.zeros(1)}), checkpoint)

@@ -3,6 +3,7 @@
 
 import copy
 import importlib.util
+import re
 
 import pytest
 import torch
@@ -337,3 +338,26 @@ def test_a_mixer_may_return_a_view_of_shared_memory(gate):
             torch.testing.assert_close(attention(x, GRID), expected)
     finally:
         TOKEN_MIXERS._module_dict.pop('expanded mean')
+
+
+@pytest.mark.parametrize(
+    ('capability', 'triton', 'cuda', 'reason'),
+    [
+        ((8, 0), True, '12.4', None),
+        ((9, 0), True, '12.4', None),
+        ((7, 5), True, '12.4', 'T4 is older than the kernels (compute capability 8.0)'),
+        ((9, 0), True, None, 'T4 is older'),  # ROCm
+        ((9, 0), False, '12.4', 'Triton is not installed'),
+    ],
+)
+def test_which_gpus_get_kernels(monkeypatch, capability, triton, cuda, reason):
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: triton or None)
+    monkeypatch.setattr(torch.version, 'cuda', cuda)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: capability)
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'T4')
+    has_triton = forms._has_triton.__wrapped__
+    if reason is None:
+        assert has_triton(torch.device('cuda', 0))
+        return
+    with pytest.warns(UserWarning, match='no GPU kernels, plain PyTorch in their place: ' + re.escape(reason)):
+        assert not has_triton(torch.device('cuda', 0))
