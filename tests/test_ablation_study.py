@@ -402,3 +402,9 @@ def test_verdicts_and_table():
     assert '| full | 2 | 1 k | 61.0 ± 1.4 | 82.8 ImageNet, 47.3 COCO box AP, 47.9 ADE20K mIoU | 3.0 of 32 |' in text
     assert '25.00%' in text and 'as projected' not in text  # columns that nothing is known of are left out
     assert '| full | without CPE | +0.1 (ImageNet) | +10.0 | +10.0 | one seed |' in text
+    # of one arm the paper says nothing, of another nobody measured ranks
+    runs = [result('relu, linear', 0, 60.0), {**result('softmax', 0, 62.0), 'attention': [{}]}]
+    lines = ablation_report.table(dict(study='inline', settings=SMALL._asdict(), runs=runs)).splitlines()
+    assert '| arm | seeds | parameters | accuracy | paper | effective rank of the state | confused pairs |' in lines
+    assert '| relu, linear | 1 | 1 k | 60.0 |  | 3.0 of 32 | 25.00% |' in lines
+    assert '| softmax | 1 | 1 k | 62.0 | 72.2 ImageNet |  |  |' in lines

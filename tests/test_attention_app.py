@@ -140,6 +140,18 @@ def test_the_model_keeps_the_names_of_its_checkpoint(tmp_path):
     assert load_model(cfg, str(tmp_path / 'own.pth')).dataset_meta['classes'] == list(names)
 
 
+@pytest.mark.parametrize(
+    'changed',
+    [dict(type='NoSuchBackbone'), dict(arch='no such size'), dict(no_such_argument=1)],
+    ids=['KeyError', 'ValueError', 'TypeError'],
+)
+def test_a_model_that_cannot_be_built_is_said_in_one_error(changed):
+    from mmlinattn.analysis.loading import load_model
+
+    with pytest.raises(RunError, match='the model of the config cannot be built: .*[Nn]o[_ ]?[Ss]uch'):
+        load_model(load(CONFIG), 'none', backbone=changed)
+
+
 def test_switching_the_attention_of_a_stage(looker):
     from mmlinattn.analysis.looking import describe
 

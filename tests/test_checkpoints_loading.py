@@ -242,6 +242,20 @@ def test_init_weights_reads_a_released_file(tmp_path):
     assert torch.equal(stem, released['patch_embed.proj.0.weight'])
 
 
+def test_init_weights_takes_the_part_that_is_asked_for(tmp_path):
+    """Of a file of two: without ``prefix``, that under ``backbone.``."""
+    parts = {
+        f'{prefix}{key}': torch.full_like(value, number)
+        for number, prefix in ((1, 'backbone.'), (2, 'teacher.'))
+        for key, value in model().state_dict().items()
+    }
+    path = save(tmp_path / 'both.pth', {'state_dict': parts})
+    for expected, options in ((1, {}), (2, dict(prefix='teacher.'))):
+        backbone = model(init_cfg=dict(type='Pretrained', checkpoint=path, **options))
+        backbone.init_weights()
+        assert all((value == expected).all() for value in backbone.state_dict().values())
+
+
 def test_a_released_file_is_of_one_layout_and_others_are_of_none():
     found = set()
     for case in goldens.cases():

@@ -44,7 +44,7 @@ def test_all_pictures_in_order(show_dir, tmp_path, capsys):
     picture = Image.open(sheet)
     assert picture.format == 'PNG'
     assert 2 * 200 < picture.width < 2 * 260 and 3 * 100 < picture.height < 3 * 170
-    assert '5 of 5 pictures' in capsys.readouterr().out
+    assert capsys.readouterr().out == f'{sheet}: 5 of 5 pictures in 3 rows\n'
 
 
 def test_columns_and_spread(show_dir, tmp_path):

@@ -3,6 +3,7 @@
 
 import runpy
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from mmengine.config import Config
 from torch import nn
 
 import mmlinattn  # noqa: F401
-from mmlinattn.analysis.counting import CONV, LINEAR, PRODUCT, Count
-from mmlinattn.analysis.flops import count_model, part_of
+from mmlinattn.analysis.counting import CONV, KINDS, LINEAR, PRODUCT, Count
+from mmlinattn.analysis.flops import Cost, count_model, part_of
 from mmlinattn.attention import Grid, HallucinatedMixer
 from mmlinattn.engine import RunError
 
@@ -153,6 +154,22 @@ def test_tool_prints_totals_and_downloads_nothing(monkeypatch, capsys):
     (total,) = (line.split() for line in out.splitlines() if line.startswith('total'))
     assert float(total[1]) == pytest.approx(33.50, abs=0.01)
     assert float(total[-1]) == pytest.approx(sum(map(float, total[2:5])), abs=0.002)
+
+
+def test_the_report_is_in_millions_billions_and_mebibytes():
+    report = runpy.run_path(str(ROOT / 'tools/analysis_tools/get_flops.py'))['report']
+    first, second, *others = KINDS
+    macs = Counter({('backbone', first): 2_000_000_000, ('head', second): 500_000_000})
+    params = dict(backbone=3_000_000, head=1_600)
+    cost = Cost((64, 96), params, macs, 4_000_000_000, 100 * 2**20, ['of something'])
+    lines = [line.split() for line in report(cost).splitlines()]
+    empty = ['0.000'] * len(others)
+    assert lines[0] == 'image 64 x 96 (height x width), batch 1'.split()
+    assert lines[2] == ['backbone', '3.000', '2.000', '0.000', *empty, '2.000']
+    assert lines[3] == ['head', '0.002', '0.000', '0.500', *empty, '0.500']
+    assert lines[4] == ['total', '3.002', '2.000', '0.500', *empty, '2.500']
+    assert lines[5][-3:] == ['4.000', 'G', 'operations'] and lines[6][-2:] == ['100', 'MiB']
+    assert lines[7] == ['note:', 'of', 'something']
 
 
 def test_tool_counts_what_the_options_say(monkeypatch, capsys):

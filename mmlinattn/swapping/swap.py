@@ -169,7 +169,7 @@ def _what_stops(network: dict, source: Upstream) -> str:
 
 def _trainable(source: Upstream) -> dict:
     """The part that holds the backbone, as a model of its own."""
-    network = copy.deepcopy(source.network(source.model))
+    network = source.network(source.model)
     if source.path and not isinstance(network.get('data_preprocessor'), dict):
         network['data_preprocessor'] = dict(type='DetDataPreprocessor', pad_mask=True, pad_size_divisor=32)
     for key in ('teacher_config', 'teacher_ckpt'):

@@ -223,3 +223,12 @@ def test_factors_give_the_state(options):
         out = out + factors.constant @ values
     torch.testing.assert_close(merge_heads(out), mixer(q, k, v, GRID, GRID))
     assert build('softmax').factors(q, k, GRID, GRID) is None
+
+
+@pytest.mark.parametrize('options', OPTIONS.values(), ids=OPTIONS)
+def test_an_item_of_padding_alone_has_no_weights(options):
+    mixer = build(options)
+    q, k, v = tokens(mixer, 15, 15)
+    mask = torch.tensor([[True], [False]]).expand(2, 15)
+    weights = mixer.weights(q, k, GRID, GRID, mask=mask)
+    assert not weights[1].any() and weights[0].any(dim=-1).all() and weights.isfinite().all()

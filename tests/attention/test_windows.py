@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mmlinattn.attention import Windows
+from mmlinattn.ops.sizes import as_tensor
 
 SIZES = [(4, 6), (5, 7), (1, 9), (9, 1), (8, 8), (3, 3), (13, 16), (1, 1)]
 WINDOWS = [None, (4, 4), (3, 5), (1, 1), (2, 7), (20, 20), (7, 1)]
@@ -94,3 +95,10 @@ def test_one_window_is_the_map_without_a_copy():
     windows = Windows.fit(5, 9, (56, 56))
     assert windows.is_whole
     assert windows.partition(x).data_ptr() == windows.merge(windows.partition(x)).data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize('size', [7, torch.tensor(7)])
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.int64])
+def test_a_size_is_a_tensor_of_the_type_asked_for(size, dtype):
+    found = as_tensor(size, torch.empty(2, 2), dtype)
+    assert found.dtype == dtype and found.shape == () and found == 7
