@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mmlinattn.attention import Grid
-from mmlinattn.backbones import RAVLT, LinearDeiT, LinearPVTv2
+from mmlinattn.backbones import RAVLT, LinearDeiT, LinearPVT, LinearPVTv2
 from mmlinattn.layers import MLP, ConvFFN, DWConvFFN, FactorisedLinear, build_ffn, compact
 from mmlinattn.layers.ffn import over_tokens
 from mmlinattn.ops.feed_forward import cpu
@@ -50,6 +50,23 @@ def test_what_is_published_is_the_default():
     assert type(ffn.fc1) is nn.Linear
     for factor, widths in ((ffn.fc2.down, (120, 16)), (ffn.fc2.up, (16, 30))):
         assert [(layer.in_features, layer.out_features) for layer in factor.linears] == [widths] * 2
+
+
+@pytest.mark.parametrize('matrix', ['M1', 'M2'])
+def test_a_residual_branch_starts_at_nothing_and_trains(matrix):
+    """M2 ends it; M1 is in its middle, and starts as batch norms do."""
+    arch = dict(embed_dims=(16,), depths=(1,), num_heads=(2,), mlp_ratios=2, sr_ratios=1, grids=(4,))
+    arch = dict(arch, drop_path_rate=0.0, ffn=dict(type='compact', matrix=matrix))
+    model = LinearPVT(arch, stage_attns=('hallucinated',), out_indices=(0,)).train()
+    model.init_weights()
+    (ffn,) = (module for module in model.modules() if isinstance(module, MLP))
+    x, target = torch.randn(2, 2, 12, 16)
+    out = ffn(x)
+    assert (out == 0).all() if matrix == 'M2' else out.std() > 0.01
+    up = (ffn.fc1 if matrix == 'M1' else ffn.fc2).up
+    assert {norm.weight.unique().item() for norm in up.norms} == {1.0 if matrix == 'M1' else 0.0}
+    torch.nn.functional.mse_loss(out, target).backward()
+    assert all(norm.weight.grad.abs().max() > 1e-5 for norm in up.norms)
 
 
 @pytest.mark.parametrize('matrix', ['M1', 'M2'])
