@@ -5,6 +5,7 @@ import copy
 import re
 import runpy
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,6 +14,9 @@ import pytest
 import torch
 from config_helpers import ROOT, build
 from mmengine.config import Config
+from mmengine.device import get_device
+
+from mmlinattn.engine import RunError
 
 mmcv = pytest.importorskip('mmcv')
 TOOL = ROOT / 'tools' / 'demo.py'
@@ -106,6 +110,164 @@ def test_options_reach_the_inferencer(monkeypatch, task):
     else:
         assert inferencer.model.dataset_meta['classes'] == classes
         assert inferencer.visualizer.dataset_meta['classes'] == classes
+
+
+@pytest.mark.parametrize('task', TASKS)
+def test_what_inferencers_are_asked_for(monkeypatch, capsys, task):
+    """Drawings below the folder given, a bar for several pictures, without names the model's own."""
+    pytest.importorskip(task)
+    kept = SimpleNamespace(dataset_meta='kept')
+    inferencer = mock.MagicMock(model=kept, visualizer=SimpleNamespace())
+    found = [dict(pred_label=2, pred_score=0.25), dict(pred_label=1, pred_class='moon', pred_score=0.5)]
+    inferencer.side_effect = lambda pictures, **_: found[: len(pictures)]
+    build_one = mock.Mock(return_value=inferencer)
+    monkeypatch.setattr(INFERENCERS[task], build_one)
+    functions = runpy.run_path(str(TOOL), run_name='demo')
+    loader = mock.Mock()
+    monkeypatch.setitem(functions['draw'].__globals__, 'CheckpointLoader', loader)
+    monkeypatch.setitem(functions['draw'].__globals__, 'check_weights', lambda *_: None)
+    args = SimpleNamespace(config='c.py', checkpoint='c.pth', device='cpu', score_thr=0.3, classes=None)
+    cfg = Config(dict(default_scope=task, model={}, test_dataloader={}))
+    for pictures in (['one.jpg'], ['one.jpg', 'two.jpg']):
+        functions['draw'](args, cfg, pictures, 'out')
+        assert inferencer.call_args.args == (pictures,)
+        given = build_one.call_args
+        assert given.args[:2] == ('c.py', 'c.pth')
+        if task != 'mmpretrain':
+            shown = given.kwargs['show_progress'] if task == 'mmdet' else inferencer.show_progress
+            assert shown == (len(pictures) > 1)
+    assert (
+        inferencer.call_args.kwargs
+        == dict(
+            mmdet=dict(out_dir='out', pred_score_thr=0.3, no_save_pred=True),
+            mmseg=dict(out_dir='out'),
+            mmpretrain=dict(show_dir='out'),
+        )[task]
+    )
+    assert kept.dataset_meta == 'kept' and loader.load_checkpoint.call_args.args[0] == 'c.pth'
+    if task == 'mmpretrain':
+        assert capsys.readouterr().out.splitlines()[-2:] == ['one.jpg: 2 (0.250)', 'two.jpg: moon (0.500)']
+        assert given.kwargs['classes'] is None
+
+
+@pytest.fixture
+def main(pictures, tmp_path, monkeypatch):
+    """The tool with a stand-in for the model: what is asked for, and what is said at the end."""
+    names = runpy.run_path(str(TOOL), run_name='demo')['main'].__globals__
+    seen = SimpleNamespace(drawn=[], said=[], classifier=False)
+
+    def draw(args, cfg, given, folder):
+        seen.drawn.append((args, given))
+        target = Path(folder) if seen.classifier else Path(folder, 'vis')
+        target.mkdir(exist_ok=True)
+        Path(folder, 'preds').mkdir() if not seen.classifier else None
+        for path in given:
+            mmcv.imwrite(255 - mmcv.imread(path), str(target / Path(path).with_suffix('.png').name))
+
+    def run(*args, classifier=False):
+        seen.classifier = classifier
+        monkeypatch.setattr(sys, 'argv', ['demo.py', *map(str, args)])
+        names['main']()
+
+    monkeypatch.setitem(names, 'draw', draw)
+    monkeypatch.setitem(names, 'notice', seen.said.append)
+    monkeypatch.setitem(names, 'read_config', lambda path: Config(dict(path=path)))
+    monkeypatch.setitem(names, 'check_checkpoint', lambda path, name: f'checked {path}')
+    seen.run = run
+    return seen
+
+
+@pytest.mark.parametrize('classifier', [False, True])
+def test_drawings_go_where_out_says(main, pictures, tmp_path, classifier):
+    """In the format of its suffix; of folders under their names, by their names; temporary files are gone."""
+    out = tmp_path / 'new' / 'found.bmp'
+    main.run(pictures / 'two.png', 'c.py', 'c.pth', '--out', out, classifier=classifier)
+    (args, given), *_ = main.drawn
+    assert given == [str(pictures / 'two.png')] and args.checkpoint == 'checked c.pth'
+    assert args.score_thr == 0.3 and args.classes is None and args.device == get_device()
+    assert np.array_equal(mmcv.imread(str(out)), 255 - mmcv.imread(given[0])) and out.read_bytes()[:2] == b'BM'
+    assert main.said == [f'1 picture(s) in {out}'] and [path.name for path in out.parent.iterdir()] == ['found.bmp']
+    folder = tmp_path / 'deep' / 'folder'
+    more = '--score-thr', 0.5, '--classes', 'a', 'b', '--device', 'cuda:3'
+    main.run(pictures, 'c.py', 'c.pth', '--out', folder, *more, classifier=classifier)
+    args, given = main.drawn[1]
+    assert given == [str(pictures / name) for name in ('one.jpg', 'two.png')]  # no text
+    assert (args.score_thr, args.classes, args.device) == (0.5, ['a', 'b'], 'cuda:3')
+    assert sorted(path.name for path in folder.iterdir()) == ['one.png', 'two.png']
+    assert main.said[1] == f'2 picture(s) in {folder}'
+
+
+def test_which_pictures_of_a_folder(tmp_path):
+    find = runpy.run_path(str(TOOL), run_name='demo')['find_pictures']
+    names = ['b.TIFF', 'a.webp', 'c.jpeg', 'd.bmp', 'e.tif', 'f.JPG', 'g.png']
+    for name in (*names, 'h.gif', 'jpg'):
+        (tmp_path / name).touch()
+    (tmp_path / 'below').mkdir()
+    (tmp_path / 'below' / 'a.png').touch()
+    assert find(str(tmp_path)) == [str(tmp_path / name) for name in sorted(names)]
+    empty = tmp_path / 'empty'
+    empty.mkdir()
+    with pytest.raises(RunError, match=f"image '{empty}': no picture .*in this folder"):
+        find(str(empty))
+
+
+def test_an_out_that_cannot_be_written_is_named(tmp_path):
+    check = runpy.run_path(str(TOOL), run_name='demo')['check_out']
+    (tmp_path / 'file').touch()
+    for out, folder in (('file/a.png', False), ('file/a', True)):
+        with pytest.raises(RunError, match='--out .*file/a.*cannot be written: '):
+            check(str(tmp_path / out), folder)
+    for name in ('a.JPG', 'new/b.webp'):
+        assert check(str(tmp_path / name), False) == tmp_path / name and (tmp_path / name).parent.is_dir()
+
+
+def test_names_need_colours():
+    """A palette is kept where it has a colour a class, else made, the same each time."""
+    functions = runpy.run_path(str(TOOL), run_name='demo')
+
+    def named(meta, names, classes=2):
+        model, visualizer = SimpleNamespace(dataset_meta=meta), SimpleNamespace()
+        cfg = Config(dict(model=dict(bbox_head=dict(num_classes=classes))))
+        functions['name_classes'](cfg, SimpleNamespace(model=model, visualizer=visualizer), names)
+        assert visualizer.dataset_meta == model.dataset_meta and model.dataset_meta['classes'] == ('a', 'b')
+        return model.dataset_meta
+
+    own = [(1, 2, 3), (4, 5, 6)]
+    assert named(dict(palette=own, classes=('x', 'y'), more=1), ['a', 'b']) == dict(
+        palette=own, classes=('a', 'b'), more=1
+    )
+    for meta in (dict(palette=own[:1]), dict(palette='ab'), {}, None):
+        palette = named(meta, ['a', 'b'])['palette']
+        assert len(set(palette)) == 2 and all(len(c) == 3 and 0 <= min(c) <= max(c) < 256 for c in palette)
+        assert palette == named({}, ['a', 'b'])['palette']
+    with pytest.raises(RunError, match='--classes: 2 names given, the model has 5 classes'):
+        named({}, ['a', 'b'], classes=5)
+
+
+def test_a_classifier_has_as_many_names_as_classes(monkeypatch):
+    pytest.importorskip('mmpretrain')
+    monkeypatch.setattr(INFERENCERS['mmpretrain'], mock.Mock())
+    build_inferencer = runpy.run_path(str(TOOL), run_name='demo')['build_inferencer']
+    args = SimpleNamespace(config='c.py', checkpoint='c.pth', device='cpu', classes=['a', 'b'])
+    cfg = Config(dict(default_scope='mmpretrain', model=dict(head=dict(num_classes=3))))
+    with pytest.raises(RunError, match='--classes: 2 names given, the model has 3 classes'):
+        build_inferencer(args, cfg, 1)
+    args.classes.append('c')
+    build_inferencer(args, cfg, 1)
+
+
+@pytest.mark.parametrize(
+    ('settings', 'message'),
+    [
+        (dict(default_scope='mmaction'), "c.py: default_scope = 'mmaction' is none of mmdet, mmseg, mmpretrain"),
+        ({}, 'c.py: default_scope = None is none of'),
+        (dict(default_scope='mmdet', model={}), 'test_dataloader'),
+    ],
+)
+def test_configs_that_cannot_be_drawn_with(settings, message):
+    draw = runpy.run_path(str(TOOL), run_name='demo')['draw']
+    with pytest.raises(RunError, match=re.escape(message)):
+        draw(SimpleNamespace(config='c.py', checkpoint='c.pth'), Config(settings), [], 'out')
 
 
 @pytest.mark.slow

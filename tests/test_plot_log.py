@@ -49,6 +49,36 @@ def test_draws_a_panel_for_each_key(work_dir, tmp_path, monkeypatch, keys):
     assert len({tuple(pixel) for pixel in two.reshape(-1, 3)}) > 10  # more than an empty page
 
 
+def test_what_is_a_curve(tmp_path):
+    """Not the bookkeeping, not words; what has no step is counted by its line."""
+    tool, log = runpy.run_path(str(TOOL)), tmp_path / 'scalars.json'
+    words = dict(step=5, epoch=1, iter=5, time=0.1, data_time=0.1, memory=100, loss_cls=1, note='hello', lr=0.5)
+    log.write_text('\n'.join(map(json.dumps, [words, {'a/AP': 0.5}, {'b/AP': 0.25, 'step': 9}])))
+    curves = tool['read_curves'](tool['find_logs'](log))
+    assert curves == {'loss_cls': {5: 1}, 'lr': {5: 0.5}, 'a/AP': {2: 0.5}, 'b/AP': {9: 0.25}}
+    assert tool['choose'](curves, []) == ['a/AP', 'b/AP']  # no loss of a name of its own
+    assert tool['choose'](curves, ['AP', 'lr']) == ['a/AP', 'b/AP', 'lr']
+    assert tool['choose'](curves, ['b/AP']) == ['b/AP']
+
+
+def test_panels_show_the_curves(tmp_path, monkeypatch):
+    from matplotlib.figure import Figure
+
+    saved = []
+    monkeypatch.setattr(Figure, 'savefig', lambda self, path, **_: saved.append((self, path)))
+    plot, out = runpy.run_path(str(TOOL))['plot'], tmp_path / 'new' / 'a.svg'
+    many = {step: 1 / (1 + step) for step in range(30)}
+    plot({'loss': {20: 1.0, 10: 3.0}, 'lr': {}, 'coco/bbox_mAP': many}, ['loss', 'coco/bbox_mAP'], out)
+    ((figure, path),) = saved
+    first, second = figure.axes
+    assert path == out and out.parent.is_dir()
+    assert first.lines[0].get_xydata().tolist() == [[10, 3], [20, 1]]
+    assert (first.get_ylabel(), second.get_ylabel()) == ('loss', 'coco/bbox_mAP')
+    assert first.lines[0].get_marker() == '.' and second.lines[0].get_marker() == 'None'
+    assert second.lines[0].get_ydata().tolist() == list(many.values())
+    assert first.get_xlabel() == '' and second.get_xlabel().startswith('step (iterations;')
+
+
 @pytest.mark.parametrize(
     'make_args, message',
     [
@@ -62,6 +92,14 @@ def test_bad_input_is_one_line(work_dir, tmp_path, monkeypatch, capsys, make_arg
         run(monkeypatch, *make_args(tmp_path))
     error = capsys.readouterr().err.strip().splitlines()
     assert stop.value.code == 1 and len(error) == 1 and error[0].startswith('error:') and message in error[0]
+
+
+def test_a_log_without_curves_is_named(work_dir, tmp_path, monkeypatch, capsys):
+    for log in work_dir.rglob('scalars.json'):
+        log.write_text('{"lr": 0.1, "step": 1}')
+    with pytest.raises(SystemExit):
+        run(monkeypatch, work_dir, '--out', tmp_path / 'a.png')
+    assert "work'" in (error := capsys.readouterr().err) and 'neither a loss nor a metric in its log' in error
 
 
 def test_broken_line_is_named(work_dir, tmp_path, monkeypatch, capsys):
