@@ -14,6 +14,7 @@ from torch import nn
 
 import mmlinattn.backbones as backbones
 from mmlinattn.backbones.base import Backbone, PyramidBackbone
+from mmlinattn.engine import layer_decay
 
 RATE = 0.5
 # Every host, the next one that is written included
@@ -170,3 +171,81 @@ def test_classifiers_by_mmpretrain(name):
     for i, block in enumerate(blocks):
         assert {found[names[id(p)]][0] for p in block.parameters()} == {RATE ** (len(blocks) - i)}
     assert {rate for key, (rate, _) in found.items() if key.startswith('head')} == {1.0}
+
+
+class Layers(nn.Module):
+    """A backbone of two blocks, with what no recipe decays."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.block = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 2))
+        self.block.mixer = nn.Module()
+        self.block.mixer.scale, self.block.mixer.position = (nn.Parameter(torch.zeros(2, 2)) for _ in range(2))
+        self.position_table = nn.Parameter(torch.zeros(2, 2))
+        self.relative_bias = nn.Module()
+        self.relative_bias.table = nn.Parameter(torch.zeros(2, 2))
+
+    def get_layer_depth(self, name, prefix):
+        assert name.startswith(prefix)
+        return int(name[len(prefix) :].startswith('block')), 3
+
+
+def groups_of(rate=0.5, optimizer=None, model=None, **paramwise):
+    model = Detector(Layers()) if model is None else model
+    wrapper = build_optim_wrapper(
+        model,
+        ConfigDict(
+            type='OptimWrapper',
+            constructor='BackboneLayerDecayOptimWrapperConstructor',
+            optimizer=optimizer or dict(type='AdamW', lr=8.0, weight_decay=0.1),
+            paramwise_cfg=dict(layer_decay_rate=rate, **paramwise),
+        ),
+    )
+    names = {id(p): name for name, p in model.named_parameters()}
+    return {names[id(group['params'][0])]: group for group in wrapper.optimizer.param_groups}
+
+
+def test_rates_scales_and_decay_of_every_parameter(monkeypatch):
+    lines = []
+    monkeypatch.setattr(layer_decay, 'print_log', lambda *args: lines.append(args))
+    found = {name: (group['lr'], group['lr_scale'], group['weight_decay']) for name, group in groups_of().items()}
+    stem, block, rest = (2.0, 0.25), (4.0, 0.5), (8.0, 1.0)
+    assert found == {
+        'backbone.cls_token': (*stem, 0),
+        'backbone.position_table': (*stem, 0),
+        'backbone.stem.weight': (*stem, 0.1),
+        'backbone.stem.bias': (*stem, 0),
+        'backbone.block.weight': (*block, 0.1),
+        'backbone.block.bias': (*block, 0),
+        'backbone.block.mixer.scale': (*block, 0),
+        'backbone.block.mixer.position': (*block, 0),
+        'backbone.relative_bias.table': (*stem, 0),
+        'head.weight': (*rest, 0.1),
+        'head.bias': (*rest, 0),
+    }
+    assert lines == [('learning rates of backbone: 2 depths, 2 to 4; of the rest 8', 'current')]
+
+
+def test_two_backbones_and_the_user_s_own_factors(monkeypatch):
+    lines = []
+    monkeypatch.setattr(layer_decay, 'print_log', lambda line, _: lines.append(line))
+    model = nn.ModuleDict(dict(student=Detector(Layers()), teacher=Detector(Layers())))
+    keys = {'cls_token': dict(decay_mult=1.0, lr_mult=0.5), 'teacher': dict(lr_mult=2.0)}
+    groups = groups_of(0.1, model=model, custom_keys=keys, bias_decay_mult=0.5)
+    assert groups['student.backbone.cls_token']['lr'] == pytest.approx(8 * 0.01 * 0.5)
+    assert groups['student.backbone.cls_token']['weight_decay'] == 0.1
+    assert groups['student.backbone.position_table']['weight_decay'] == 0
+    assert groups['student.head.bias']['weight_decay'] == pytest.approx(0.05)
+    assert groups['teacher.backbone.block.weight']['lr'] == pytest.approx(8 * 0.1 * 2)
+    assert lines == ['learning rates of student.backbone, teacher.backbone: 2 depths, 0.08 to 0.8; of the rest 8']
+
+
+def test_the_ends_of_the_range():
+    assert {group['lr'] for group in groups_of(1).values()} == {8.0}
+    sgd = groups_of(0.5, dict(type='SGD', lr=8.0))
+    assert {group['weight_decay'] for group in sgd.values()} == {0} and sgd['backbone.stem.weight']['lr'] == 2.0
+    for rate in (0, -0.5, 1.01, '0.5', None):
+        with pytest.raises(ValueError) as found:
+            groups_of(rate)
+        assert str(found.value) == f'paramwise_cfg.layer_decay_rate={rate!r} has to be a number in (0, 1]'

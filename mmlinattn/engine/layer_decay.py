@@ -54,6 +54,8 @@ class BackboneLayerDecayOptimWrapperConstructor(DefaultOptimWrapperConstructor):
             no_decay = {key: dict(decay_mult=0.0) for key in _TABLES}
             defaults = dict(norm_decay_mult=0.0, bias_decay_mult=0.0, flat_decay_mult=0.0)
             given = {**defaults, **given, 'custom_keys': {**no_decay, **(given.get('custom_keys') or {})}}
+        else:  # with nothing at all in it MMEngine would not call `add_params`
+            given.setdefault('custom_keys', {})
         super().__init__(optim_wrapper_cfg, given)
         self.layer_decay_rate = float(rate)
 
