@@ -4,16 +4,19 @@
 import copy
 import functools
 import json
+import os
 import pickle
 import runpy
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from mmengine.config import Config
 
-from mmlinattn.engine import cli
+from mmlinattn.checkpoints import CheckpointError
+from mmlinattn.engine import RunError, cli
 
 pytest.importorskip('mmdet')
 ROOT = Path(__file__).resolve().parents[1]
@@ -237,3 +240,290 @@ def test_what_is_written_out(tool, tmp_path, monkeypatch):
     (metric,) = runner.test_evaluator.metrics
     assert type(metric).__name__ == 'DumpDetResults' and metric.out_file_path == str(tmp_path / 'p.pkl')
     assert not (tmp_path / 'p.pkl').exists()
+
+
+def test_figures_are_written_by_one_process_and_said_to_be_drawn(tool, tmp_path, monkeypatch, capsys):
+    runner = FakeRunner([])
+    runner.rank = 1
+    out = tmp_path / 'm.json'
+    functions = tool('test.py', SEGMENTOR, 'some.pth', '--out', out, '--out-item', 'metrics', '--show-dir', 'shown')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(functions, 'build_runner', lambda cfg, compiles: runner)
+    functions['main']()
+    assert not out.exists()
+    assert capsys.readouterr().err == f'notice: pictures are in {tmp_path / "shown"}\n'
+    functions = tool('test.py', SEGMENTOR, 'some.pth', '--out', tmp_path / 'p.pkl')
+    monkeypatch.setitem(functions, 'build_runner', lambda cfg, compiles: runner)
+    functions['main']()
+    (metric,) = runner.test_evaluator.metrics
+    assert type(metric).__name__ == 'DumpResults' and metric.out_file_path == str(tmp_path / 'p.pkl')
+    assert capsys.readouterr().err == ''
+
+
+@pytest.mark.parametrize(
+    'options, line',
+    [
+        (['--out', 'x.txt'], "--out 'x.txt' has to end with .pkl or .pickle."),
+        (['--out', 'x.json'], "--out 'x.json' has to end with .pkl or .pickle."),
+        (['--out', 'x', '--out-item', 'metrics'], "--out 'x' has to end with .pkl or .pickle or .json."),
+        (['--interval', -1], '--interval -1 has to be at least 1.'),
+        (['--tta', '--cfg-options', 'tta_model.type=TTA'], f'--tta: {DETECTOR} has no tta_pipeline.'),
+    ],
+)
+def test_options_of_the_test_that_cannot_be(configured, options, line):
+    with pytest.raises(RunError) as found:
+        configured('test.py', DETECTOR, 'some.pth', *options)
+    assert str(found.value) == line
+
+
+def test_a_test_loads_its_checkpoint_and_resumes_nothing(configured):
+    options = ['--cfg-options', 'resume=True', 'load_from=other.pth']
+    cfg = configured('test.py', DETECTOR, 'some.pth', '--out', 'x.pickle', *options)
+    assert (cfg.resume, cfg.load_from) == (False, 'some.pth')
+
+
+@pytest.mark.parametrize(
+    'scope, kind',
+    [('mmdet', 'DetVisualizationHook'), ('mmseg', 'SegVisualizationHook'), ('mmpretrain', 'VisualizationHook')],
+)
+def test_drawings_of_a_config_without_a_hook_for_them(tool, scope, kind):
+    draw = tool('test.py', DETECTOR, 'some.pth')['draw_predictions']
+    cfg = Config(dict(default_scope=scope, visualizer=dict(type='Any')))
+    draw(cfg, SimpleNamespace(show=True, show_dir=None, interval=2, wait_time=1.5))
+    hook = cfg.default_hooks.visualization
+    assert (hook.type, hook.show, hook.wait_time) == (kind, True, 1.5)
+    assert hook.get('test_out_dir') is None and hook.get('out_dir') is None and cfg.visualizer == dict(type='Any')
+
+
+def test_what_the_tools_write_in_their_help(tool):
+    """Defaults of both, of which the rest of these tests sees only some."""
+    args = tool('test.py', DETECTOR, 'some.pth')['parse_args']()
+    found = {key: value for key, value in vars(args).items() if key not in ('config', 'checkpoint', 'work_dir')}
+    common = dict(data_root=None, cfg_options=None, compile=False, no_pin_memory=False, launcher='none', local_rank=0)
+    testing = dict(out=None, out_item='pred', show=False, show_dir=None, interval=1, wait_time=2, tta=False, amp=False)
+    assert found == {**common, **testing}
+    args = tool('train.py', DETECTOR)['parse_args']()
+    found = {key: value for key, value in vars(args).items() if key not in ('config', 'work_dir')}
+    names = ('amp', 'auto_scale_lr', 'no_validate', 'no_persistent_workers')
+    assert found == {**common, **dict.fromkeys(names, False), 'resume': None}
+    for launcher in ('pytorch', 'slurm', 'mpi'):
+        assert tool('train.py', DETECTOR, '--launcher', launcher)['parse_args']().launcher == launcher
+
+
+class Steps:
+    """Stands in for what the main function of a tool goes through, and notes down what it is given."""
+
+    def __init__(self, monkeypatch, functions):
+        self.seen, self.run = [], SimpleNamespace(work_dir=None, is_resumed=None)
+        self.cfg = None
+        for name, value in dict(
+            clean_end=self.context('clean_end', lambda: self.run),
+            explained_setup=self.context('explained_setup', lambda: lambda runner: self.note('watch', runner is self)),
+            explained_empty_data=self.context('explained_empty_data', lambda: None),
+            check_data_config=lambda cfg, stages: self.note('check_data_config', stages),
+            build_runner=self.build,
+        ).items():
+            monkeypatch.setitem(functions, name, value)
+
+    def note(self, *what):
+        self.seen.append(what)
+
+    def context(self, name, value):
+        @contextmanager
+        def manager(*args):
+            self.note(name, *[arg for arg in args if not isinstance(arg, Config)])
+            yield value()
+            self.note(f'{name} ends')
+
+        return manager
+
+    def build(self, cfg, compiles):
+        self.cfg = cfg
+        self.note('build_runner', compiles)
+        return self
+
+    def train(self):
+        self.note('train', self.run.work_dir, self.run.is_resumed)
+
+    def test(self):
+        self.note('test')
+
+
+@pytest.mark.parametrize('validates', [True, False])
+def test_the_steps_of_a_training(tool, tmp_path, monkeypatch, validates):
+    options = ['--compile', '--resume', 'epoch_3.pth'] if validates else ['--no-validate']
+    functions = tool('train.py', DETECTOR, *options)
+    steps = Steps(monkeypatch, functions)
+    functions['main']()
+    stages = ['train', 'val'] if validates else ['train']
+    assert steps.seen == [
+        ('clean_end',),
+        ('check_data_config', stages),
+        ('explained_setup', DETECTOR),
+        ('explained_empty_data', stages),
+        ('build_runner', validates),
+        ('watch', True),
+        ('train', str(tmp_path / 'work'), validates),
+        ('explained_empty_data ends',),
+        ('explained_setup ends',),
+        ('clean_end ends',),
+    ]
+
+
+def test_the_steps_of_a_test(tool, monkeypatch):
+    functions = tool('test.py', DETECTOR, 'some.pth', '--compile')
+    steps = Steps(monkeypatch, functions)
+    functions['main']()
+    assert steps.seen == [
+        ('clean_end',),
+        ('check_data_config', ['test']),
+        ('explained_setup', DETECTOR),
+        ('explained_empty_data', ['test']),
+        ('build_runner', True),
+        ('watch', True),
+        ('test',),
+        ('explained_empty_data ends',),
+        ('explained_setup ends',),
+        ('clean_end ends',),
+    ]
+
+
+def test_a_config_may_ask_for_resuming(configured, tool, tmp_path, monkeypatch, capsys):
+    """As may torchrun, which started the process anew."""
+    work, options = str(tmp_path / 'work'), ['--cfg-options', 'resume=True']
+    cfg = configured('train.py', DETECTOR, *options)
+    assert (cfg.resume, cfg.load_from) == (False, None)
+    line = f'notice: no checkpoint to resume from in {work!r}: beginning from the start.\n'
+    assert capsys.readouterr().err == line
+    last = tmp_path / 'work' / 'epoch_1.pth'
+    last.touch()
+    (last.parent / 'last_checkpoint').write_text(str(last))
+    cfg = configured('train.py', DETECTOR, *options)
+    assert (cfg.resume, cfg.load_from) == (True, str(last))
+    cfg = configured('train.py', DETECTOR, *options, 'load_from=mine.pth')
+    assert (cfg.resume, cfg.load_from) == (True, 'mine.pth')
+    assert capsys.readouterr().err == ''
+    for is_new, expected in ((True, (True, str(last))), (False, (False, None))):
+        functions = tool('train.py', DETECTOR)
+        monkeypatch.setitem(functions, 'was_restarted', lambda folder, is_new=is_new: is_new and folder == work)
+        cfg = functions['configure'](functions['parse_args']())
+        assert (cfg.get('resume', False), cfg.get('load_from')) == expected
+
+
+def test_options_have_the_last_word(configured, monkeypatch):
+    monkeypatch.setenv('LOCAL_RANK', '')
+    monkeypatch.delenv('LOCAL_RANK')
+    own = ['--cfg-options', 'val_dataloader.dataset.data_root=mine']
+    cfg = configured('train.py', DETECTOR, '--data-root', 'given', '--launcher', 'mpi', '--local_rank', 3, *own)
+    assert (cfg.train_dataloader.dataset.data_root, cfg.val_dataloader.dataset.data_root) == ('given', 'mine')
+    assert cfg.launcher == 'mpi' and os.environ['LOCAL_RANK'] == '3'
+    configured('train.py', DETECTOR, '--local-rank', 4)
+    assert os.environ['LOCAL_RANK'] == '3'  # of the launcher
+
+
+def test_settings_of_a_classifier_s_own_stay():
+    own = dict(collate_fn=dict(type='pseudo_collate'), pin_memory='mine', num_workers=2, persistent_workers=False)
+    cfg = Config(dict(train_dataloader=own, test_dataloader=dict(num_workers=0)))
+    cli._set_mmpretrain_loader_defaults(cfg)
+    assert cfg.train_dataloader == own
+    assert 'persistent_workers' not in cfg.test_dataloader  # PyTorch refuses it without workers
+    assert cfg.test_dataloader.collate_fn == dict(type='default_collate')
+
+
+def test_data_roots_of_wrapped_data_and_of_evaluators():
+    leaf = dict(type='CocoDataset', data_root='data/coco')
+    other = dict(type='CocoDataset', data_root='data/')
+    cfg = Config(
+        dict(
+            test_dataloader=dict(dataset=dict(type='ConcatDataset', datasets=[leaf, other, dict(leaf, data_root='')])),
+            test_evaluator=[
+                dict(type='A', ann_file='data/coco/a.json', proposals='data/a.pkl', metric='bbox', count=3),
+                dict(type='B', ann_file='data/coco_2/a.json', format='elsewhere/data/coco/a.json'),
+            ],
+            val_dataloader=dict(dataset=dict(leaf, settings=dict(data_root='no data set'))),
+            val_evaluator=dict(type='C', ann_file='data/coco/a.json'),
+        )
+    )
+    cli._set_data_root(cfg, 'mine')
+    assert [child.data_root for child in cfg.test_dataloader.dataset.datasets] == ['mine'] * 3
+    assert cfg.val_dataloader.dataset.settings.data_root == 'no data set'
+    assert cfg.test_evaluator[0] == dict(
+        type='A', ann_file='mine/a.json', proposals='mine/a.pkl', metric='bbox', count=3
+    )
+    # a folder beside the root, of which only the shorter one is part
+    assert cfg.test_evaluator[1] == dict(type='B', ann_file='mine/coco_2/a.json', format='elsewhere/data/coco/a.json')
+    assert cfg.val_evaluator.ann_file == 'mine/a.json'
+
+
+def test_checkpoints_by_path_and_by_address(tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    (tmp_path / 'a.pth').touch()
+    os.mkfifo(tmp_path / 'pipe')
+    for path in ('~/a.pth', str(tmp_path / 'a.pth'), 'https://example.org/a.pth', 'mmlinattn://ravlt_t'):
+        assert cli.check_checkpoint(path, '--resume') == path
+    with pytest.raises(RunError) as found:
+        cli.check_checkpoint('~/pipe', '--resume')
+    assert str(found.value) == "--resume '~/pipe': a pipe or a device, not a file."
+    with pytest.raises(CheckpointError, match='no published checkpoint is called'):
+        cli.check_checkpoint('mmlinattn://ravlt', 'checkpoint')
+
+
+def test_mixed_precision_that_the_config_has_already(monkeypatch, capsys):
+    monkeypatch.setattr(cli, 'get_device', lambda: 'cuda')
+    amp = dict(type='AmpOptimWrapper', dtype='bfloat16')
+    cfg = Config(dict(optim_wrapper=amp))
+    for is_asked in (True, False):
+        cli.drop_amp_on_cpu(cfg, is_asked)
+        assert cfg.optim_wrapper == amp
+    cfg = Config(dict(optim_wrapper=dict(type='OptimWrapper', loss_scale=512.0)))
+    cli.drop_amp_on_cpu(cfg, is_asked=False)
+    assert cfg.optim_wrapper.type == 'OptimWrapper'
+    cli.drop_amp_on_cpu(cfg, is_asked=True)
+    assert cfg.optim_wrapper == dict(type='AmpOptimWrapper', loss_scale=512.0)
+    assert capsys.readouterr().err == ''
+
+
+def test_processes_join_before_the_runner_is_built(monkeypatch):
+    calls, cfg = [], Config(dict(launcher='none'))
+    monkeypatch.setattr(cli, 'prepare_distributed', lambda given: calls.append(('join', given is cfg)))
+    monkeypatch.setattr(cli.Runner, 'from_cfg', lambda given: calls.append(('build', given is cfg)))
+    cli.build_runner(cfg)
+    assert calls == [('join', True), ('build', True)]
+    assert type(cli.as_config(dict(a=dict(b=1))).a).__name__ == 'ConfigDict'
+
+
+PIP = dict(
+    mmdet='"mmdet>=3.3,<3.4"',
+    mmseg='"mmsegmentation>=1.2.2,<1.3" ftfy regex',  # which it needs and does not install
+    mmpretrain='"mmpretrain>=1.2,<1.3"',
+)
+
+
+@pytest.mark.parametrize('scope', PIP)
+@pytest.mark.parametrize('how', ['scope', 'module', 'distribution'])
+def test_what_is_missing_is_named_as_pip_knows_it(tmp_path, monkeypatch, scope, how):
+    config = str(tmp_path / 'config.py')
+    Path(config).write_text(f"default_scope = '{scope}'\n")
+    if how == 'scope':
+        monkeypatch.setattr(cli, 'find_spec', lambda name: None)
+    else:
+        distribution = PIP[scope].split('>')[0].strip('"')
+        error = ModuleNotFoundError(name=scope) if how == 'module' else ModuleNotFoundError(f'{distribution} is away')
+
+        def fails(path):
+            raise error
+
+        monkeypatch.setattr(cli.Config, 'fromfile', fails)
+    with pytest.raises(RunError) as found:
+        cli.read_config(config)
+    assert str(found.value) == (
+        f'{config} needs {scope}, which is not installed in {sys.executable}: pip install {PIP[scope]}'
+    )
+
+
+def test_other_modules_that_a_config_lacks(tmp_path):
+    config = tmp_path / 'config.py'
+    config.write_text("__import__('nobody_has_this')\n")
+    with pytest.raises(RunError) as found:
+        cli.read_config(str(config))
+    assert str(found.value) == f"config {str(config)!r} cannot be read: No module named 'nobody_has_this'"

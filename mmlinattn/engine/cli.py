@@ -175,8 +175,9 @@ def _set_data_root(cfg: Config, root: str) -> None:
         evaluators = cfg.get(f'{stage}_evaluator') or []
         for evaluator in [evaluators] if isinstance(evaluators, dict) else evaluators:
             for key, value in evaluator.items():
-                for old in old_roots:
-                    if old and isinstance(value, str) and value.startswith(old):
+                # the longest first, as one root may lie in another; whole names, as data/coco is no part of data/coco_2
+                for old in sorted(filter(None, old_roots), key=len, reverse=True):
+                    if isinstance(value, str) and value.startswith(osp.join(old, '')):
                         evaluator[key] = osp.join(root, value[len(old) :].lstrip('/'))
                         break
 
