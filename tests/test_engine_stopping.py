@@ -11,15 +11,20 @@ import threading
 import time
 from multiprocessing import resource_sharer
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from engine_toys import Count, make_runner
 from mmengine.hooks import Hook
+from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from test_engine_resuming import losses
+from torch import nn
 from torch.utils.data import DataLoader
 
-from mmlinattn.engine import RunError, StopHook
+from mmlinattn.engine import ExactResumeHook, RunError, StopHook, stopping
+from mmlinattn.engine.data_check import _LateStart
 from mmlinattn.engine.resuming import _batches_done
 from mmlinattn.engine.stopping import ToolRun, _InterruptWatch, _Shielded, clean_end, end_workers, shield_workers
 
@@ -355,6 +360,343 @@ def test_other_epochs_cannot_be_continued(tmp_path):
 def test_a_place_in_the_epoch_that_is_none(stopped):
     with pytest.raises(RunError, match='meta.stopped = '):
         _batches_done(stopped, 3)
+
+
+def test_a_whole_epoch_needs_no_place_in_it():
+    assert _batches_done(dict(batch=0, num_batches=0), 3) == 0
+    assert _batches_done(dict(batch=0, num_batches=5), 3) == 0
+    assert _batches_done(dict(batch=3, num_batches=3), 3) == 3
+
+
+@pytest.mark.parametrize('rank', ['RANK', 'SLURM_PROCID'])
+def test_the_line_after_ctrl_c(tmp_path, monkeypatch, capsys, rank):
+    for name in ('RANK', 'SLURM_PROCID'):
+        monkeypatch.delenv(name, raising=False)
+
+    def said(work_dir):
+        run = ToolRun()
+        run.work_dir = work_dir
+        run.say_interrupted()
+        run.say_interrupted()  # by the thread, and by the main thread
+        return capsys.readouterr().err
+
+    assert said(None) == 'interrupted.\n'
+    work = str(tmp_path)
+    began = f'interrupted: no checkpoint was written to {work!r} yet; the same command begins anew.\n'
+    assert said(work) == began
+    (tmp_path / 'last_checkpoint').write_text('work/epoch_1.pth')
+    goes_on = (
+        "interrupted: the last checkpoint is 'work/epoch_1.pth'; the same command with --resume goes on from there.\n"
+    )
+    assert said(work) == goes_on
+    os.utime(tmp_path / 'last_checkpoint', times=(time.time() - 0.8,) * 2)
+    assert said(work) == goes_on  # file systems may round to a second
+    monkeypatch.setenv(rank, '1')
+    assert said(work) == ''
+    monkeypatch.setenv(rank, '0')
+    assert said(work) == goes_on
+
+
+def test_workers_end_when_their_parent_says_so(monkeypatch):
+    """Not at a SIGTERM of others, and not while nothing comes."""
+    received = iter([None, SimpleNamespace(si_pid=8), SimpleNamespace(si_pid=7), SimpleNamespace(si_pid=7)])
+    asked = []
+    monkeypatch.setattr(os, 'getppid', lambda: 7)
+    monkeypatch.setattr(os, '_exit', lambda status: asked.append(status))
+    monkeypatch.setattr(signal, 'sigtimedwait', lambda signals, seconds: asked.append(set(signals)) or next(received))
+    stopping._end_with_parent(7)
+    assert asked == [{signal.SIGTERM}] * 3 + [0]
+    asked.clear()
+    stopping._end_with_parent(6)  # it is gone
+    assert asked == [0]
+
+
+def _start_as_a_worker(pipe):
+    def init_fn(worker_id):
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        pipe.send((worker_id, {signal.SIGINT, signal.SIGTERM} <= blocked, signal.set_wakeup_fd(-1)))
+
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer)
+    _Shielded(None)(2)
+    _Shielded(init_fn)(3)
+
+
+def test_a_worker_leaves_signals_to_the_main_process_and_is_set_up_as_ever():
+    context = multiprocessing.get_context('fork')
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_start_as_a_worker, args=(theirs,))
+    process.start()
+    assert ours.poll(60) and ours.recv() == (3, True, -1)
+    process.join(60)
+
+
+def test_how_the_tools_leave(monkeypatch):
+    """After a good end the group of processes is destroyed; after an error workers end first, and it is aborted."""
+    calls = []
+    monkeypatch.setattr(stopping, 'end_workers', lambda: calls.append('workers'))
+    monkeypatch.setattr(stopping, 'leave_process_group', lambda failed: calls.append(failed))
+    with clean_end() as run:
+        assert isinstance(run, ToolRun) and calls == []
+    assert calls == [False]
+    calls.clear()
+    with pytest.raises(SystemExit) as ended, clean_end():
+        raise SystemExit(3)
+    assert ended.value.code == 3 and calls == ['workers', True]
+
+
+def test_tools_in_a_thread_are_left_without_signals():
+    found, watched = (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)), []
+
+    def run():
+        before = threading.active_count()
+        with clean_end() as run:
+            watched.append((type(run), threading.active_count() - before))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(30)
+    assert watched == [(ToolRun, 0)]
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == found
+
+
+@pytest.mark.parametrize('handler', [signal.SIG_IGN, lambda *_: None], ids=['ignored', 'of others'])
+def test_tools_leave_a_handler_of_others_in_its_place(handler):
+    found = signal.signal(signal.SIGTERM, handler)
+    try:
+        with clean_end():
+            assert signal.getsignal(signal.SIGTERM) is handler
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, found)
+
+
+def _press_once(output):
+    """torchrun hands on what the terminal has sent as well."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _InterruptWatch.patience = {signal.SIGINT: 30.0, signal.SIGTERM: 30.0}
+    with clean_end():
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(20)
+        except KeyboardInterrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+            Path(output).write_text('went on to its end')
+            raise
+
+
+def test_one_key_press_may_come_twice(tmp_path):
+    output = tmp_path / 'output.txt'
+    process = multiprocessing.get_context('fork').Process(target=_press_once, args=(str(output),))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 130 and output.exists()
+    assert (
+        _InterruptWatch.patience == {signal.SIGINT: 1.0, signal.SIGTERM: 3.0} and _InterruptWatch.one_key_press == 0.5
+    )
+
+
+def test_a_run_that_cannot_be_continued_ends_without_a_checkpoint(tmp_path):
+    """In the middle of an epoch only ExactResumeHook finds the place."""
+    lines = []
+
+    class Listen(Hook):
+        def before_run(self, runner):
+            runner.logger.warning = lines.append
+
+    found = signal.getsignal(signal.SIGTERM)
+    runner = make_runner(tmp_path, [dict(type='StopHook'), Listen(), SigtermAt('before_train_iter', 4)])
+    try:
+        with pytest.raises(SystemExit) as ended:
+            runner.train()
+    finally:
+        signal.signal(signal.SIGTERM, found)
+    assert ended.value.code == 143 and runner.iter == 4
+    assert not list(tmp_path.glob('stopped*'))
+    assert lines[-1] == 'SIGTERM: this kind of run cannot be continued here, so nothing is saved.'
+
+
+def test_what_is_saved_and_said_at_sigterm(tmp_path):
+    """In the folder of the other checkpoints; without schedules; where the disk is full, too."""
+    lines, kept, found = [], f'{tmp_path}/kept/work', signal.getsignal(signal.SIGTERM)
+
+    class Watch(Hook):
+        def __init__(self, is_full):
+            self.is_full = is_full
+
+        def before_train(self, runner):
+            runner.logger.warning = lines.append
+
+        def before_save_checkpoint(self, runner, checkpoint):
+            if self.is_full and runner.iter == 4:
+                raise OSError(28, 'No space left on device')
+
+    def run(is_full):
+        runner = make_runner(
+            tmp_path / 'work',
+            [*[dict(type=name) for name in ('CheckpointGuardHook', 'ExactResumeHook', 'StopHook')], Watch(is_full)],
+            default_hooks=dict(checkpoint=dict(type='CheckpointHook', interval=1, out_dir=f'{tmp_path}/kept/')),
+        )
+        runner.register_hook(SigtermAt('before_train_iter', 4))
+        runner.train()
+
+    try:
+        with pytest.raises(SystemExit):
+            run(is_full=False)
+        # MMEngine's own words on schedules that are not there are of the epoch's checkpoint
+        assert ['save_param_scheduler' in line for line in lines] == [True, False]
+        assert lines[1:] == [
+            f"SIGTERM: iteration 5 is saved in '{kept}/stopped.pth'; the same command with --resume goes on from there."
+        ]
+        assert (tmp_path / 'work' / 'last_checkpoint').read_text() == f'{kept}/stopped.pth'
+        assert not list((tmp_path / 'work').glob('*.pth'))
+        meta = torch.load(f'{kept}/stopped.pth', weights_only=False)['meta']
+        assert (meta['epoch'], meta['iter'], meta['stopped']) == (1, 5, dict(batch=2, num_batches=3))
+        with pytest.raises(RunError) as full:
+            run(is_full=True)
+        assert str(full.value) == (
+            f'{kept}/stopped.pth could not be written: No space left on device. The previous checkpoint '
+            f'{kept}/epoch_1.pth is intact. Make room and start again with --resume.'
+        )
+    finally:
+        signal.signal(signal.SIGTERM, found)
+
+
+def listening(monkeypatch, **attributes):
+    """A hook in a run whose ``_end`` notes down what it is given."""
+    hook, ended = StopHook(), []
+    monkeypatch.setattr(hook, '_end', lambda runner, *where: ended.append(where))
+    loop = EpochBasedTrainLoop.__new__(EpochBasedTrainLoop)
+    hook._runner = SimpleNamespace(train_loop=loop, epoch=2, iter=7, optim_wrapper=SimpleNamespace(), **attributes)
+    return hook, ended
+
+
+def test_all_processes_stop_where_one_was_asked_to(monkeypatch):
+    hook, ended = listening(monkeypatch)
+    hook.after_train_iter(hook._runner, 3)
+    assert ended == []
+    monkeypatch.setattr(stopping, 'get_world_size', lambda: 2)
+    reduced = []
+    monkeypatch.setattr(stopping, 'all_reduce', lambda tensor, op: reduced.append(op) or tensor.fill_(1))
+    hook.after_train_iter(hook._runner, 3)
+    assert reduced == ['max'] and ended == [(2, 8, 4)] and hook.is_asked
+    hook._runner.train_loop = IterBasedTrainLoop.__new__(IterBasedTrainLoop)
+    hook.after_train_iter(hook._runner, 3)
+    assert ended[1:] == [(2, 8, 0)]
+    runner, hook._runner = hook._runner, None  # not listening
+    hook.after_train_iter(runner, 3)
+    assert len(ended) == 2
+
+
+def test_a_validation_ends_at_once_in_the_main_process(monkeypatch):
+    hook, ended = listening(monkeypatch, hooks=[])
+    hook.before_val_iter(hook._runner, 0)
+    assert ended == [] and hook.is_validating
+    hook._on_sigterm(signal.SIGTERM, None)
+    hook._on_sigterm(signal.SIGTERM, None)
+    assert ended == [(2, 7, 0)]
+    hook.before_val_iter(hook._runner, 1)  # asked for in the iteration before
+    assert len(ended) == 2
+    monkeypatch.setattr(stopping, 'is_main_process', lambda: False)
+    hook.before_val_iter(hook._runner, 1)
+    assert len(ended) == 2
+
+
+def test_weights_of_several_optimizers_are_updated_together(monkeypatch):
+    one, other = (
+        OptimWrapper(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1), accumulative_counts=2) for _ in range(2)
+    )
+    runner = SimpleNamespace(optim_wrapper=OptimWrapperDict(one=one, other=other))
+    monkeypatch.setattr(one, 'should_update', lambda: True)
+    for is_due in (True, False):
+        monkeypatch.setattr(other, 'should_update', lambda is_due=is_due: is_due)
+        assert stopping._weights_are_updated(runner) is is_due
+    assert stopping._weights_are_updated(SimpleNamespace(optim_wrapper=other)) is False
+
+
+@pytest.mark.parametrize('kind, unit', [(EpochBasedTrainLoop, 'epoch'), (IterBasedTrainLoop, 'iter')])
+def test_when_a_validation_is_due(kind, unit):
+    def is_due(done, begin=4, val_loop=True, milestones=(0,), intervals=(3,)):
+        loop = kind.__new__(kind)
+        values = dict(_epoch=1, _iter=1, _max_epochs=99, _max_iters=99)  # nothing is due by the other unit
+        values.update({f'_{unit}': done, f'_max_{unit}s': 10})
+        vars(loop).update(values, val_begin=begin, dynamic_milestones=milestones, dynamic_intervals=intervals)
+        return stopping._validation_is_due(SimpleNamespace(train_loop=loop, val_loop=val_loop or None))
+
+    assert [done for done in range(1, 11) if is_due(done)] == [6, 9, 10]
+    assert [done for done in range(1, 11) if is_due(done, begin=6, intervals=[2])] == [6, 8, 10]
+    # from the eighth on after each
+    assert [done for done in range(1, 11) if is_due(done, milestones=[0, 8], intervals=[4, 1])] == [4, 7, 8, 9, 10]
+    assert not is_due(6, val_loop=False)
+
+
+def test_listening_ends_with_the_training(tmp_path):
+    """Of a handler that was there, of one that ignores the signal, and of an earlier run that ended by an error."""
+    found, seen = signal.getsignal(signal.SIGTERM), []
+
+    class Look(Hook):
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    def run(name):
+        seen.clear()
+        hook = StopHook()
+        make_runner(tmp_path / name, [hook, Look()], train_cfg=dict(by_epoch=True, max_epochs=1)).train()
+        assert seen == [hook._on_sigterm] * 3 and hook._runner is None
+        return signal.getsignal(signal.SIGTERM)
+
+    try:
+        for before in (signal.SIG_DFL, signal.SIG_IGN):
+            signal.signal(signal.SIGTERM, before)
+            assert run(f'after {before!r}') == before
+        failed = StopHook()
+        failed._found = signal.SIG_DFL
+        signal.signal(signal.SIGTERM, failed._on_sigterm)
+        assert run('after an error') == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, found)
+
+
+def test_workers_of_all_loops_are_shielded(monkeypatch):
+    loaders = {stage: DataLoader(list(range(4)), num_workers=1) for stage in ('train', 'val', 'test')}
+    runner = SimpleNamespace(hooks=[], _hooks=[Count], **{f'_{key}_loop': {} for key in loaders})
+    for stage, loader in loaders.items():
+        setattr(runner, f'_{stage}_loop', SimpleNamespace(dataloader=loader))
+    hook = StopHook()
+    hook.before_run(runner)
+    assert all(isinstance(loader.worker_init_fn, _Shielded) for loader in loaders.values())
+    assert type(runner._hooks[0]).__name__ == '_ValidationEnds' and runner._hooks[1:] == [Count]
+    hook.is_validating = True
+    runner._hooks[0].after_val_epoch(runner)
+    assert not hook.is_validating
+    runner.hooks = runner._hooks
+    hook.before_run(runner)
+    assert len(runner._hooks) == 2
+    # MMEngine has started the workers of such a loop when it was built: without the shield
+    loop = IterBasedTrainLoop.__new__(IterBasedTrainLoop)
+    loop.dataloader = loaders['train']
+    loop.dataloader_iterator = iter(())
+    runner._train_loop = loop
+    hook.before_run(runner)
+    assert isinstance(loop.dataloader_iterator, _LateStart)
+    quiet = SimpleNamespace(hooks=[], _hooks=[], _train_loop=None, _val_loop=None, _test_loop=None)
+    StopHook(save_on_sigterm=False).before_run(quiet)
+    assert quiet._hooks == []
+
+
+def test_which_runs_can_be_continued():
+    def run(kind, *hooks):
+        return stopping._can_resume(SimpleNamespace(train_loop=kind.__new__(kind), hooks=hooks))
+
+    class Other(IterBasedTrainLoop):
+        pass
+
+    resumes, leaves = ExactResumeHook(), ExactResumeHook()
+    resumes.batches = object()
+    assert run(EpochBasedTrainLoop, StopHook(), resumes) and run(IterBasedTrainLoop)
+    assert not run(EpochBasedTrainLoop, leaves) and not run(EpochBasedTrainLoop) and not run(Other, resumes)
 
 
 SCRIPT = """
