@@ -1,13 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import json
 import os
+from types import SimpleNamespace
 
 import pytest
 from engine_toys import ToyDataset, make_runner
 from mmengine.config import Config
 from mmengine.dataset import ConcatDataset, RepeatDataset
 
-from mmlinattn.engine import RunError, check_data_config
+from mmlinattn.engine import DataCheckHook, RunError, annotations, check_data_config, data_check
 from mmlinattn.engine.data_check import explained_empty_data, find_missing_files
 
 HOOKS = [dict(type='DataCheckHook', max_listed=2)]
@@ -176,3 +177,185 @@ def test_a_file_that_names_no_image(tmp_path, monkeypatch):
     with pytest.raises(RunError, match="datasets.0: 'coco.json' in data_root None names no image"):
         with explained_empty_data(empty_config(('disc',), image_ids=()), ['train']):
             raise ValueError
+
+
+@pytest.mark.parametrize(
+    'change, line',
+    [
+        (
+            dict(data_root='/no/such'),
+            "data_root = '/no/such': no such folder. It has to be the root of the data set, holding "
+            "'annotations/train.json', 'train/'.",
+        ),
+        (
+            dict(data_root='/no/such', ann_file='', data_prefix=''),
+            "data_root = '/no/such': no such folder. It has to be the root of the data set.",
+        ),
+        (
+            dict(ann_file='a.json'),
+            "ann_file = 'a.json': no such file '{root}/a.json'. The path is relative to data_root unless it is "
+            'absolute.',
+        ),
+        (
+            dict(data_prefix=dict(img='train/', seg='x/')),
+            "data_prefix.seg = 'x/': no such folder '{root}/x/'. The path is relative to data_root unless it is "
+            'absolute.',
+        ),
+        (
+            dict(data_prefix='x'),
+            "data_prefix = 'x': no such folder '{root}/x'. The path is relative to data_root unless it is absolute.",
+        ),
+        (
+            dict(data_prefix=None, split='x'),  # of MMPretrain's ImageNet
+            "data_prefix = 'x': no such folder '{root}/x'. The path is relative to data_root unless it is absolute.",
+        ),
+    ],
+)
+def test_whole_lines_about_a_config(coco_root, change, line):
+    cfg = coco_config(coco_root, **change)
+    with pytest.raises(RunError) as found:
+        check_data_config(cfg, ['val'])
+    assert str(found.value) == f'val_dataloader.dataset.{line.format(root=coco_root)}'
+    check_data_config(cfg, ['test'])  # which is not there
+
+
+def test_paths_that_are_absolute_or_elsewhere(coco_root):
+    path = f'{coco_root}/annotations/train.json'
+    check_data_config(coco_config(coco_root, ann_file=path, data_prefix=dict(img=f'{coco_root}/train')), ['train'])
+    check_data_config(coco_config(coco_root, ann_file='s3://a/b.json', data_prefix=dict(img='s3://a/')), ['train'])
+    cfg = coco_config(coco_root)
+    cfg.val_evaluator = [dict(type='A'), dict(type='B', ann_file=path), dict(type='C', ann_file='no.json')]
+    with pytest.raises(RunError) as found:
+        check_data_config(cfg, ['val'])
+    assert str(found.value) == (
+        "val_evaluator.ann_file = 'no.json': no such file. It has to be the annotation file of val_dataloader, and is "
+        'not relative to data_root.'
+    )
+    cfg.val_evaluator[2].backend_args = dict(backend='petrel')
+    check_data_config(cfg, ['val'])
+
+
+@pytest.mark.parametrize('rank', [None, 'RANK', 'SLURM_PROCID'])
+def test_annotations_are_read_by_one_process(coco_root, monkeypatch, capsys, rank):
+    for name in ('RANK', 'SLURM_PROCID', 'LOCAL_RANK'):
+        monkeypatch.delenv(name, raising=False)
+    if rank:
+        monkeypatch.setenv(rank, '1')
+    read = []
+    monkeypatch.setattr(data_check, 'check_annotations', lambda *args: read.append(args) or ['is odd', 'is old'])
+    masks, boxes = (dict(type=kind, with_mask=kind == 'LoadAnnotations') for kind in ('LoadAnnotations', 'Resize'))
+    cfg = coco_config(coco_root, pipeline=[boxes, masks])
+    cfg.val_dataloader.dataset.pipeline = [dict(type='mmdet.LoadAnnotations'), dict(type='Pack', with_mask=True)]
+    check_data_config(cfg, ['train', 'val'])
+    assert read == []  # not MMDetection's
+    cfg.default_scope = 'mmdet'
+    check_data_config(cfg, ['train', 'val'])
+    path = f'{coco_root}/annotations/train.json'
+    expected = [
+        ('CocoDataset', path, 'train_dataloader.dataset.dataset.ann_file', True, True),
+        ('CocoDataset', path, 'val_dataloader.dataset.ann_file', False, False),
+    ]
+    assert read == ([] if rank else expected)
+    assert capsys.readouterr().err == ('' if rank else 2 * 'notice: is odd\nnotice: is old\n')
+
+
+def test_what_the_hook_does_unless_told_otherwise():
+    """As in its documentation."""
+    hook = DataCheckHook()
+    assert (hook.max_listed, hook.num_read, hook.unreadable) == (5, 100, 'stop')
+    assert DataCheckHook(num_read=None).num_read is None and DataCheckHook(num_read=0).num_read == 0
+    assert hook._listed('abcdef') == 'a, b, c, d, e and 1 more.' and hook._listed('abcde') == 'a, b, c, d, e.'
+    with pytest.raises(ValueError, match=r"^DataCheckHook: unreadable='no' has to be 'stop' or 'skip'$"):
+        DataCheckHook(unreadable='no')
+    with pytest.raises(ValueError, match=r'^DataCheckHook: num_read=-1 has to be at least 0, or None for all samples$'):
+        DataCheckHook(num_read=-1)
+
+
+def test_the_hook_looks_at_annotations_where_no_tool_did(coco_root, monkeypatch):
+    read, warnings = [], []
+    monkeypatch.setattr(data_check, 'check_annotations', lambda *args: read.append(args) or ['is odd'])
+    path = str(coco_root / 'annotations' / 'train.json')
+
+    class Coco:
+        backend_args = dict(backend='local')
+        pipeline = SimpleNamespace(transforms=[SimpleNamespace(with_mask=False), SimpleNamespace(with_mask=True)])
+        ann_file = path
+
+    runner = SimpleNamespace(
+        cfg=Config(dict(default_scope='mmdet')), logger=SimpleNamespace(warning=lambda line: warnings.append(line))
+    )
+    for stage in ('train', 'test'):
+        DataCheckHook._check_annotations(runner, Coco(), stage)
+    key, backend = '{}_dataloader.dataset.ann_file', dict(backend='local')
+    assert read == [
+        (Coco, path, key.format('train'), True, True, backend),
+        (Coco, path, key.format('test'), True, False, backend),
+    ]
+    assert warnings == ['is odd'] * 2
+    Coco.ann_file = 's3://bucket/train.json'
+    DataCheckHook._check_annotations(runner, Coco(), 'train')
+    Coco.ann_file, runner.cfg.default_scope = path, 'mmseg'
+    DataCheckHook._check_annotations(runner, Coco(), 'train')
+    assert len(read) == 2
+
+
+def test_the_hook_reads_annotations_of_each_data_set(pictures, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        DataCheckHook,
+        '_check_annotations',
+        staticmethod(lambda runner, dataset, stage: seen.append((len(dataset), stage))),
+    )
+    runner = make_runner(tmp_path / 'work', HOOKS)
+    both = ConcatDataset([ToyDataset(size=2), ToyDataset(size=3)])
+    runner._train_loop = runner.build_train_loop(runner._train_loop)
+    runner.train_loop.dataloader = runner.build_dataloader(
+        dict(dataset=both, sampler=dict(type='DefaultSampler'), batch_size=4)
+    )
+    loop = type(runner.train_loop)
+    runner._test_loop = loop(runner, runner.build_dataloader(runner._train_dataloader), max_epochs=1)
+    runner.call_hook('before_run')
+    assert seen == [(2, 'train'), (3, 'train'), (12, 'test')]
+    (pictures / '11.jpg').unlink()
+    monkeypatch.setattr(data_check, 'is_main_process', lambda: False)
+    runner.call_hook('before_run')  # others leave it to the main process
+    monkeypatch.setattr(data_check, 'is_main_process', lambda: True)
+    with pytest.raises(
+        RunError, match=r'^test_dataloader \(ToyDataset.* 1 of the files its 12 samples name are missing'
+    ):
+        runner.call_hook('before_run')
+
+
+def test_label_files_are_looked_for_where_they_are_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'folder').mkdir()
+    (tmp_path / '0.png').touch()
+
+    class LoadAnnotations:
+        def __init__(self, **attributes):
+            vars(self).update(attributes)
+
+    def missing(*transforms, **attributes):
+        class Maps(list):
+            pipeline = SimpleNamespace(transforms=transforms)
+
+            def get_data_info(self, index):
+                return self[index]
+
+        made = Maps([dict(img_path='0.png', seg_map_path='folder/0_map.png'), dict(img_path='s3://b/1.png')])
+        vars(made).update(attributes)
+        return find_missing_files(made)
+
+    seen = ['folder/0_map.png']
+    assert missing(LoadAnnotations(with_seg=True)) == missing(LoadAnnotations()) == seen
+    assert missing(SimpleNamespace(loading=LoadAnnotations(with_seg=True))) == seen  # as the hook leaves it behind
+    assert missing(LoadAnnotations(with_seg=False)) == missing() == []
+    assert missing(LoadAnnotations(), backend_args=dict(backend='petrel')) == []
+    assert find_missing_files([1]) == []
+
+
+def test_what_a_file_is_listed_as():
+    assert annotations.listed(['a.', 'b'], separator='; ') == 'a; b.'
+    assert annotations.listed(list(range(8)), max_listed=3) == '0, 1, 2 and 5 more.'
+    quoted = annotations._quoted('x' * 100)
+    assert quoted == "'" + 'x' * 79 + '...' and annotations._quoted('x' * 78) == repr('x' * 78)

@@ -2,20 +2,29 @@
 """Files that are there and cannot be used: unreadable images, segmentation maps that do not fit."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
 import pytest
 import torch
 from engine_toys import make_runner
-from mmcv.transforms import LoadImageFromFile
+from mmcv.transforms import LoadAnnotations, LoadImageFromFile
 from mmengine.dataset import BaseDataset
 from mmengine.registry import DATASETS
 from mmengine.structures import BaseDataElement
 from torch import nn
 
-from mmlinattn.engine import DataCheckHook, RunError
-from mmlinattn.engine.loading_check import AllowedLabels, CheckedLoading, SegMapCheck, allowed_labels
+from mmlinattn.engine import DataCheckHook, RunError, data_check
+from mmlinattn.engine.loading_check import (
+    AllowedLabels,
+    CheckedLoading,
+    SegMapCheck,
+    Unreadable,
+    allowed_labels,
+    read_samples,
+    watch_loading,
+)
 
 SIZE = 12
 
@@ -240,3 +249,161 @@ def test_allowed_labels_of_models():
     model.decode_head = nn.ModuleList([nn.Identity(), nn.Identity()])
     model.decode_head[-1].ignore_index = 250
     assert allowed_labels(model) == AllowedLabels(7, 250)
+
+
+def test_what_is_watched_is_watched_once():
+    allowed = AllowedLabels(3, 255)
+    boxes, maps = LoadAnnotations(with_seg=False), LoadAnnotations(with_seg=True)
+    dataset = SimpleNamespace(pipeline=SimpleNamespace(transforms=[LoadImageFromFile(), boxes, maps, pack]))
+    watch_loading(dataset, allowed, 'skipped.txt')
+    image, same, labels, check, last = found = list(dataset.pipeline.transforms)
+    assert (image.key, image.skipped_list) == ('img_path', 'skipped.txt')
+    assert (labels.key, labels.skipped_list, labels.loading) == ('seg_map_path', 'skipped.txt', maps)
+    assert same is boxes and last is pack and isinstance(check, SegMapCheck) and check.allowed is allowed
+    watch_loading(dataset, None, None)
+    assert dataset.pipeline.transforms == found
+    watch_loading([1, 2])  # no pipeline
+    assert repr(labels) == repr(maps) and labels.with_seg
+
+
+def test_the_line_about_a_file_that_cannot_be_read(tmp_path):
+    def fails(results):
+        raise ValueError('bad\n  magic')
+
+    reason = '0.png cannot be read (ValueError: bad magic)'
+    with pytest.raises(RunError) as found:
+        CheckedLoading(fails, 'img_path')(dict(img_path='0.png'))
+    assert str(found.value) == (
+        f'{reason}. Mend the file or take it out of the data set. DataCheckHook(num_read=None) reads every file '
+        "before training, DataCheckHook(unreadable='skip') trains without such files."
+    )
+    listing = tmp_path / 'new' / 'skipped.txt'
+    skipping = CheckedLoading(fails, 'img_path', str(listing))
+    assert skipping(dict(img_path='0.png')) is skipping(dict(img_path='0.png')) is None
+    assert listing.read_text() == f'{reason}\n{reason}\n'
+    with pytest.raises(Unreadable):
+        skipping.read(dict(img_path='0.png'))
+
+    def full(results):
+        raise MemoryError
+
+    with pytest.raises(MemoryError):  # no fault of the file
+        CheckedLoading(full, 'img_path', str(listing))(dict(img_path='0.png'))
+
+
+def test_only_whole_sizes_of_pictures_are_compared():
+    def load(results):
+        return dict(results, ori_shape=(4, 6))
+
+    for sample in (dict(height=4), dict(width=4), dict()):
+        assert CheckedLoading(load, 'img_path')(dict(sample, img_path='a'))
+    assert CheckedLoading(load, 'seg_map_path')(dict(height=1, width=1))
+    assert CheckedLoading(lambda results: results, 'img_path')(dict(height=1, width=1))  # it does not say
+    assert CheckedLoading(lambda results: None, 'img_path')(dict(height=1, width=1)) is None
+
+
+def test_the_lines_about_labels():
+    maps = dict(seg_map_path='m.png', img_path='i.png')
+
+    def line(labels, **results):
+        with pytest.raises(RunError) as found:
+            SegMapCheck(AllowedLabels(2, 9))(dict(maps, gt_seg_map=np.asarray(labels), **results))
+        return str(found.value)
+
+    allowed = 'allowed are 0 to 1, as the decode head has num_classes=2, and ignore_index=9.'
+    assert line([[0, 1, 9, 2, -1]]) == f'm.png has labels -1, 2 in 2 pixels; {allowed}'
+    many = ', '.join(map(str, range(10, 20)))
+    assert line([list(range(10, 21))]) == f'm.png has labels {many}, ... in 11 pixels; {allowed}'
+    assert line([list(range(10, 20))], reduce_zero_label=True) == (
+        f'm.png has labels {many} in 10 pixels (as in the file less 1, for reduce_zero_label=True); {allowed}'
+    )
+    assert line([[[0, 0, 0]]]) == (
+        'm.png has shape (1, 1, 3): a segmentation map has one channel, of labels and not of colours.'
+    )
+    assert line([[0, 0, 0]], ori_shape=(3, 1)) == (
+        'm.png has 1x3 pixels (height x width), its image i.png has 3x1: they have to be of one size.'
+    )
+    SegMapCheck(AllowedLabels(2, 9))(dict(maps))  # a test without labels
+    SegMapCheck()(dict(maps, gt_seg_map=np.full((2, 2), 77)))
+
+
+def test_pictures_of_which_little_is_left_are_said_once(monkeypatch):
+    cv2.imwrite('3.png', np.zeros((4, 300, 3), np.uint8))
+    for i in range(SIZE):
+        if i != 3:
+            cv2.imwrite(f'{i}.png', np.zeros((8, 8, 3), np.uint8))
+    lines = []
+    monkeypatch.setattr(data_check, 'print_log', lambda *args: lines.append(args))
+    runner = runner_of()
+    runner.train()
+    ((line, logger, level),) = lines
+    assert line.startswith(
+        "train_dataloader (PictureDataset, ann_file ''): 1 pictures have a side below 8 pixels or are "
+    )
+    assert line.endswith('little of them: 3.png (300x4).') and (logger, level) == ('current', 30)
+    dataset = runner.train_dataloader.dataset
+    info = dataset.get_data_info
+    # sizes that the annotations declare were looked at before
+    monkeypatch.setattr(
+        dataset, 'get_data_info', lambda i: dict(info(i), height=(8, 4)[i == 3], width=(8, 300)[i == 3])
+    )
+    assert read_samples(dataset) == (12, [], [])
+
+
+@pytest.mark.parametrize('num_read, hint', [(12, ''), (4, ' DataCheckHook(num_read=None) reads and counts all.')])
+def test_how_unreadable_pictures_end_a_run(num_read, hint):
+    for i in (0, 11):
+        break_picture(i)
+    message = stops(runner_of(num_read=num_read))
+    assert f': 2 of {num_read} samples read (of 12) cannot be used: 0.png cannot be read (' in message
+    assert message.endswith(f".{hint} DataCheckHook(unreadable='skip') trains without them.")
+
+
+def test_what_can_be_skipped_is_a_warning(monkeypatch):
+    """No hint where it is done already, nor at maps that do not fit."""
+    break_picture(0)
+    lines = []
+    monkeypatch.setattr(data_check, 'print_log', lambda *args: lines.append(args))
+    hook, dataset = DataCheckHook(unreadable='skip'), PictureDataset(maps=True)
+    watch_loading(dataset, AllowedLabels(3, 255))
+    hook._check_samples(dataset, 'train_dataloader', may_skip=True)
+    line = lines[-1][0]
+    assert line.startswith(
+        "train_dataloader (PictureDataset, ann_file ''): 1 of 12 samples read (of 12) cannot be used: "
+    )
+    assert line.endswith(' They are skipped.') and lines[-1][2] == 30
+    with pytest.raises(RunError) as found:
+        hook._check_samples(dataset, 'val_dataloader', may_skip=False)
+    assert 'skip' not in str(found.value)
+    write_map(5, np.full((4, 6), 7, np.uint8))
+    with pytest.raises(RunError, match='2 of 12 samples') as found:
+        hook._check_samples(dataset, 'train_dataloader', may_skip=True)
+    assert 'skip' not in str(found.value)
+
+
+def test_skipped_files_are_said_as_they_are_met(tmp_path, monkeypatch):
+    hook, lines = DataCheckHook(unreadable='skip', max_listed=1), []
+    runner = SimpleNamespace(logger=SimpleNamespace(warning=lines.append))
+    hook.skipped_list = path = str(tmp_path / 'skipped.txt')
+    hook.after_train_iter(runner, 0)
+    for text in ('a\na\n', 'a\na\n', 'a\na\nb\nc\n', 'a\na\nb\nc\nb\n'):
+        Path(path).write_text(text)
+        hook.after_train_iter(runner, 0)
+    assert lines == [
+        f'1 unreadable files skipped so far, all listed in {path}; new: a.',
+        f'3 unreadable files skipped so far, all listed in {path}; new: b and 1 more.',
+    ]
+    monkeypatch.setattr(data_check, 'is_main_process', lambda: False)
+    Path(path).write_text('a\nb\nc\nd\ne\n')
+    hook.after_train_iter(runner, 0)
+    assert len(lines) == 2
+
+
+def test_samples_without_a_file_to_load_and_data_without_loading():
+    dataset = PictureDataset(maps=True)
+    watch_loading(dataset, AllowedLabels(3, 255))
+    (loading, labels, *_) = dataset.pipeline.transforms
+    labels.loading = lambda results: None  # `ignore_empty`
+    assert read_samples(dataset, 5)[:2] == (5, [])
+    assert read_samples(dataset, 100)[0] == SIZE and read_samples(dataset, 0) == (0, [], [])
+    assert read_samples([1, 2, 3]) == (0, [], [])
