@@ -1,13 +1,19 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """A checkpoint whose head is of other classes than the model's."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from engine_toys import Count, ToyModel, make_runner
+from mmengine.config import Config
+from mmengine.model import BaseTTAModel, MMDistributedDataParallel
 from mmengine.registry import MODELS
+from mmengine.runner import EpochBasedTrainLoop
 from torch import nn
 
-from mmlinattn.engine import RunError
+from mmlinattn.engine import CheckpointMatchHook, RunError
+from mmlinattn.engine.checkpoint_match import check_weights
 
 
 @MODELS.register_module(force=True)
@@ -108,3 +114,132 @@ def test_what_the_model_resizes_fits(tmp_path, checkpoint):
     MODELS.register_module(module=Resizing, force=True)
     torch.save(dict(Resizing().state_dict(), table=torch.ones(7), of_another=torch.ones(1)), checkpoint)
     assert evaluating(tmp_path, checkpoint, model=dict(type='Resizing')).test()
+
+
+SAME = 'The config has to be the one of the checkpoint.'
+
+
+def test_the_lines_about_weights_for_a_model():
+    model = ToyClassifier()
+    five, whole = ToyClassifier(num_classes=5).state_dict(), model.state_dict()
+    check_weights(model, dict(state_dict={f'module.{key}': value for key, value in whole.items()}))
+    check_weights(model, {key: value for key, value in whole.items() if not key.startswith('auxiliary_head')})
+
+    def line(state, **kwargs):
+        with pytest.raises(RunError) as found:
+            check_weights(model, dict(state_dict=state), **kwargs)
+        return str(found.value)
+
+    fits = 'the checkpoint does not fit the model; '
+    shapes = (
+        'decode_head.conv_seg.weight (5x4 in the file, 3x4 in the model), '
+        'decode_head.conv_seg.bias (5 in the file, 3 in the model)'
+    )
+    assert line(five) == f'{fits}left out for its shape: {shapes}. {SAME}'
+    del five['layer.bias']
+    missing = '1 parameters not in the file: layer.bias'
+    assert line(five) == f'{fits}left out for its shape: {shapes}; {missing}. {SAME}'
+    assert line(dict(whole, **{'layer.weight': torch.ones(1, 4, dtype=torch.int64)})) == (
+        f'{fits}no real numbers in memory: layer.weight (int64).'
+    )
+    broken = dict(whole, **{'layer.weight': torch.tensor([[1, 1, float('inf'), 1]]), 'count': torch.tensor(0 / 1)})
+    broken['layer.bias'] = torch.tensor([float('nan')])
+    assert line(broken) == (
+        '2 weights of the checkpoint are NaN or infinite: layer.weight, layer.bias. It was saved by a run that had '
+        'failed; take an earlier one.'
+    )
+    broken['count'] = torch.tensor(float('inf'))  # a buffer that is no running statistic
+    check_weights(model, dict(state_dict=broken), allow_nonfinite=True)
+
+
+def test_statistics_that_are_not_finite():
+    model, statistic = nn.Sequential(nn.BatchNorm1d(2)), torch.tensor([1.0, float('inf')])
+    for name in ('0.running_mean', '0.running_var'):
+        with pytest.raises(RunError, match=f'1 weights of the checkpoint are NaN or infinite: {name}'):
+            check_weights(model, dict(model.state_dict(), **{name: statistic}))
+
+
+def match(state, left_out=(), trains=True, resumes=False, model=None, cfg=None, **kwargs):
+    """What the hook logs of a checkpoint, with a runner of no more than it looks at."""
+    lines = []
+    loop = EpochBasedTrainLoop.__new__(EpochBasedTrainLoop) if trains else None
+    runner = SimpleNamespace(
+        model=model or ToyClassifier(),
+        _train_loop=loop,
+        _resume=resumes,
+        cfg=Config(cfg or dict(custom_hooks=[dict(type='EMAHook'), dict(type='CheckpointMatchHook')])),
+        logger=SimpleNamespace(warning=lines.append),
+    )
+    CheckpointMatchHook(left_out, **kwargs).after_load_checkpoint(runner, dict(state_dict=state))
+    return lines
+
+
+def test_the_whole_lines_of_the_hook():
+    five = ToyClassifier(num_classes=5).state_dict()
+    del five['auxiliary_head.weight'], five['auxiliary_head.bias'], five['layer.bias']
+    fits = (
+        'the checkpoint does not fit the model; left out for its shape: decode_head.conv_seg.weight (5x4 in the file, '
+        '3x4 in the model), decode_head.conv_seg.bias (5 in the file, 3 in the model); '
+    )
+    (line,) = match(five)
+    assert line == (
+        f'{fits}3 parameters not in the file: layer.bias, auxiliary_head.weight, auxiliary_head.bias. These train '
+        'from their initial values, as is usual for other classes than those of the checkpoint. To say that it is '
+        'meant: --cfg-options custom_hooks.1.left_out=decode_head.conv_seg'
+    )
+    for case in (dict(trains=False), dict(trains=False, resumes=True)):
+        with pytest.raises(RunError) as found:
+            match(five, **case)
+        assert str(found.value) == (
+            f'{fits}1 parameters not in the file: layer.bias. These would be used as initialised. The config has to '
+            'be the one of the checkpoint, its class count included. If it is meant: --cfg-options '
+            'custom_hooks.1.left_out=decode_head.conv_seg'
+        )
+    with pytest.raises(RunError, match='3 parameters not in the file'):  # auxiliary heads train on
+        match(five, resumes=True)
+    missing = {key: value for key, value in ToyClassifier().state_dict().items() if not key.startswith('layer')}
+    assert match(missing) == []  # a backbone alone is what one fine-tunes from
+    with pytest.raises(RunError, match='custom_hooks.N.left_out=layer$'):
+        match(missing, trains=False, cfg=dict(custom_hooks=None))
+    assert match(missing, trains=False, left_out='layer') == match(missing, trains=False, left_out=['x', 'layer']) == []
+
+
+def test_nothing_that_fits():
+    with pytest.raises(RunError) as found:
+        match({f'other.{i}': torch.ones(1) for i in range(4)})
+    assert str(found.value) == ('nothing in the checkpoint fits the model; it has other.0, other.1, other.2, ....')
+
+
+def test_weights_that_are_not_finite_may_be_trained_from():
+    state = ToyClassifier().state_dict()
+    state['layer.bias'] = torch.tensor([float('nan')])
+    assert match(state) == match(state, trains=False, allow_nonfinite=True) == []
+    for case in (dict(trains=False), dict(resumes=True)):
+        with pytest.raises(RunError) as found:
+            match(state, **case)
+        assert str(found.value) == (
+            '1 weights of the checkpoint are NaN or infinite: layer.bias. It was saved by a run that had failed; take '
+            'an earlier one. If it is meant: --cfg-options custom_hooks.1.allow_nonfinite=True'
+        )
+    state['layer.bias'] = torch.ones(1, dtype=torch.complex64)
+    with pytest.raises(RunError, match=r'no real numbers in memory: layer.bias \(complex64\)'):
+        match(state)
+
+
+class Wrapped(MMDistributedDataParallel):
+    """What processes put around a model, without them."""
+
+    def __init__(self, module):
+        nn.Module.__init__(self)
+        self.module = module
+
+
+class Augmented(BaseTTAModel):
+    def merge_preds(self, data_samples_list):
+        return data_samples_list
+
+
+def test_models_in_wrappers():
+    state = ToyClassifier().state_dict()
+    for model in (Wrapped(ToyClassifier()), Augmented(ToyClassifier()), Wrapped(Augmented(ToyClassifier()))):
+        assert match(state, trains=False, model=model) == []

@@ -4,14 +4,17 @@ import os
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
 from engine_toys import Count, make_runner
+from mmengine.fileio import LocalBackend
 from mmengine.hooks import CheckpointHook
 from mmengine.runner import find_latest_checkpoint
 
-from mmlinattn.engine import AtomicLocalBackend, RunError, SafeCheckpointHook
+from mmlinattn.engine import AtomicLocalBackend, CheckpointGuardHook, RunError, SafeCheckpointHook
+from mmlinattn.engine.checkpointing import ATOMIC_BACKEND, _DeferRemoval, explained_write_errors
 
 GUARD = [dict(type='CheckpointGuardHook')]
 
@@ -152,3 +155,111 @@ def test_checkpoints_stay_loadable_by_the_safe_loader(tmp_path):
     make_runner(tmp_path, GUARD).train()
     checkpoint = torch.load(tmp_path / 'epoch_2.pth', weights_only=True)
     assert checkpoint['meta']['epoch'] == 2
+
+
+def test_the_line_about_a_disk():
+    again = 'Make room and start again with --resume.'
+    with pytest.raises(RunError) as found, explained_write_errors('b.pth', 'a.pth'):
+        raise OSError(errno.ENOSPC, 'No space')
+    assert str(found.value) == f'b.pth could not be written: No space. The previous checkpoint a.pth is intact. {again}'
+    with pytest.raises(RunError) as found, explained_write_errors('b.pth', None):
+        raise OSError('of a network')
+    assert str(found.value) == f'b.pth could not be written: of a network. {again}'
+    with pytest.raises(ValueError), explained_write_errors('b.pth', None):
+        raise ValueError
+
+
+def test_files_of_the_backend(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    backend, opened = AtomicLocalBackend(), []
+    replace = os.replace
+    monkeypatch.setattr(os, 'replace', lambda part, path: opened.append(str(part)) or replace(part, path))
+    backend.put(b'whole', 'plain.bin')
+    backend.put_text('Größe', tmp_path / 'a' / 'b' / 'text')
+    backend.put_text('ß', 'latin', encoding='latin-1')
+    assert (tmp_path / 'plain.bin').read_bytes() == b'whole'
+    assert (tmp_path / 'a' / 'b' / 'text').read_bytes() == 'Größe'.encode() and (
+        tmp_path / 'latin'
+    ).read_bytes() == b'\xdf'
+    # one name a target: a process that is killed leaves one file at most
+    assert opened == ['plain.bin.part', f'{tmp_path}/a/b/text.part', 'latin.part']
+
+
+def test_only_the_plain_hook_is_swapped_and_keeps_its_place():
+    class Own(CheckpointHook):
+        pass
+
+    plain, own = CheckpointHook(interval=7, filename_tmpl='x_{}.pth'), Own()
+    plain.priority = 'LOW'
+    runner = SimpleNamespace(_hooks=[own, plain, SafeCheckpointHook()])
+    CheckpointGuardHook().before_run(runner)
+    assert runner._hooks[0] is own and [type(hook) for hook in runner._hooks[1:]] == [SafeCheckpointHook] * 2
+    safe = runner._hooks[1]
+    assert (safe.interval, safe.filename_tmpl, safe.priority) == (7, 'x_{}.pth', 'LOW')
+
+
+@pytest.mark.parametrize('backend_args', [None, dict(backend='local')])
+def test_a_storage_that_the_config_chose_stays(tmp_path, backend_args):
+    hook = SafeCheckpointHook(interval=1, backend_args=backend_args)
+    make_runner(tmp_path, [], default_hooks=dict(checkpoint=hook)).train()
+    kind = AtomicLocalBackend if backend_args is None else LocalBackend
+    assert type(hook.file_backend) is kind
+    assert hook.backend_args == (backend_args or dict(backend=ATOMIC_BACKEND))
+
+
+def test_how_a_checkpoint_is_saved(tmp_path, monkeypatch):
+    """Every setting of the hook reaches MMEngine; by_epoch adds one to the count that is saved."""
+    settings = dict(
+        interval=2, by_epoch=False, save_optimizer=False, save_param_scheduler=False, filename_tmpl='at_{}.pth'
+    )
+    hook = SafeCheckpointHook(**settings, out_dir=str(tmp_path / 'out'), max_keep_ckpts=2, extra='given')
+    calls = []
+    runner = make_runner(tmp_path / 'work', [], dict(by_epoch=False, max_iters=6), default_hooks=dict(checkpoint=hook))
+    save = runner.save_checkpoint
+    monkeypatch.setattr(
+        runner,
+        'save_checkpoint',
+        lambda out_dir, name, *args, extra, **kwargs: (
+            calls.append((name, extra, kwargs)) or save(out_dir, name, **kwargs)
+        ),
+    )
+    runner.train()
+    assert [(name, extra) for name, extra, _ in calls] == [(f'at_{i}.pth', 'given') for i in (2, 4, 6)]
+    for _, _, kwargs in calls:
+        del kwargs['meta']
+        assert kwargs == dict(
+            save_optimizer=False,
+            save_param_scheduler=False,
+            by_epoch=False,
+            backend_args=dict(backend=ATOMIC_BACKEND),
+        )
+    assert files(tmp_path / 'out' / 'work') == ['at_4.pth', 'at_6.pth']
+    last = f'{tmp_path}/out/work/at_6.pth'
+    assert (tmp_path / 'work' / 'last_checkpoint').read_text() == last == hook.last_ckpt
+    assert runner.message_hub.get_info('keep_ckpt_ids') == [4, 6]
+    saved = torch.load(tmp_path / 'out' / 'work' / 'at_6.pth', weights_only=True)
+    assert saved['meta']['iter'] == 6 and 'optimizer' not in saved
+    # what a run that resumes is told
+    assert saved['message_hub']['runtime_info']['keep_ckpt_ids'] == [4, 6]
+    assert saved['message_hub']['runtime_info']['last_ckpt'] == last
+
+
+def test_folders_that_were_checkpoints_go_too(tmp_path):
+    """DeepSpeed writes them."""
+    hook = SafeCheckpointHook()
+    hook.file_backend = LocalBackend()
+    (tmp_path / 'folder').mkdir()
+    (tmp_path / 'folder' / 'x').touch()
+    (tmp_path / 'file').touch()
+    deferred = _DeferRemoval(hook.file_backend)
+    deferred.remove(str(tmp_path / 'file'))
+    deferred.rmtree(str(tmp_path / 'folder'))
+    assert deferred.isfile(str(tmp_path / 'file')) and deferred.isdir(str(tmp_path / 'folder'))
+    for remove, path in deferred.outdated:
+        remove(path)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / 'folder').mkdir()
+    (tmp_path / 'file').touch()
+    for name in ('folder', 'file', 'nothing'):
+        hook._remove(str(tmp_path / name))
+    assert not list(tmp_path.iterdir())

@@ -1,10 +1,12 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from types import SimpleNamespace
+
 import pytest
 import torch
 from engine_toys import make_runner
 from mmengine.structures import BaseDataElement
 
-from mmlinattn.engine import RunError
+from mmlinattn.engine import FiniteLossHook, RunError, finite
 from mmlinattn.engine.finite import batch_file_names
 
 HOOKS = [dict(type='FiniteLossHook'), dict(type='CheckpointGuardHook')]
@@ -69,3 +71,55 @@ def test_file_names_of_a_batch(batch):
 def test_file_names_of_a_batch_without_any():
     assert batch_file_names(dict(inputs=torch.zeros(2))) == []
     assert batch_file_names([torch.zeros(2)]) == []
+
+
+RUNNER = SimpleNamespace(iter=9, epoch=1)
+ADVICE = (
+    'No checkpoint was written after it. Resume from the last checkpoint with a lower learning rate or gradient '
+    'clipping, or look at these images.'
+)
+
+
+def test_the_line_about_a_loss(monkeypatch):
+    batch = [dict(data_samples=BaseDataElement(metainfo=dict(img_path=name))) for name in ('a.jpg', 'b.jpg')]
+    outputs = dict(loss=torch.tensor(float('nan')), loss_cls=torch.tensor(0.25), note='text')
+
+    def line(batch):
+        with pytest.raises(RunError) as found:
+            FiniteLossHook().after_train_iter(RUNNER, 0, batch, outputs)
+        return str(found.value)
+
+    begin, terms = 'the loss is not finite at iteration 10 (epoch 2): process', 'loss=nan, loss_cls=0.25 on images'
+    assert line(batch) == f'{begin} 0: {terms} a.jpg, b.jpg. {ADVICE}'
+    assert line(None) == f'{begin} 0: {terms} (the data samples carry no img_path). {ADVICE}'
+    # of several processes those are named whose loss it was; the others stop with them
+    monkeypatch.setattr(finite, 'get_world_size', lambda: 2)
+    monkeypatch.setattr(finite, 'get_rank', lambda: 1)
+    reduced = []
+    monkeypatch.setattr(finite, 'all_reduce', lambda tensor, op: reduced.append(op) or tensor.fill_(1))
+    monkeypatch.setattr(finite, 'all_gather_object', lambda mine: [None, mine, (3, dict(loss=float('inf')), ['c.jpg'])])
+    assert line(batch[:1]) == f'{begin} 1: {terms} a.jpg; process 3: loss=inf on images c.jpg. {ADVICE}'
+    outputs['loss'] = torch.tensor(1.0)
+    assert line(batch) == f'{begin} 3: loss=inf on images c.jpg. {ADVICE}'
+    assert reduced == ['max'] * 2
+    monkeypatch.setattr(finite, 'all_reduce', lambda tensor, op: tensor)
+    for good in (outputs, None, {}, dict(loss=float('nan'))):
+        FiniteLossHook().after_train_iter(RUNNER, 0, batch, good)
+
+
+def test_the_line_about_weights():
+    bad = torch.tensor([1.0, float('inf')])
+    state = {**{f'w{i}': bad for i in range(4)}, 'good': torch.ones(1), 'count': torch.tensor(3), 'name': 'text'}
+    with pytest.raises(RunError) as found:
+        FiniteLossHook().before_save_checkpoint(RUNNER, dict(state_dict=state))
+    assert str(found.value) == (
+        '4 tensors of the model are not finite at iteration 10, among them w0, w1, w2: this checkpoint is not written '
+        'and the previous one stays the last.'
+    )
+    FiniteLossHook().before_save_checkpoint(RUNNER, {})
+
+
+def test_one_sample_alone_and_samples_of_other_kinds():
+    sample = BaseDataElement(metainfo=dict(img_path='a.jpg'))
+    assert batch_file_names(dict(data_samples=sample)) == ['a.jpg']
+    assert batch_file_names(dict(data_samples=(sample, None, sample))) == ['a.jpg', 'a.jpg']

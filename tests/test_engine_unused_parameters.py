@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -14,6 +15,8 @@ from mmengine.model import BaseModel
 from mmengine.registry import MODELS
 from torch import nn
 
+from mmlinattn.engine import CPUDistributedDataParallel, RunError, UnusedParametersHook
+from mmlinattn.engine.distributed import leave_process_group
 from mmlinattn.engine.gradients import read_outputs
 
 TESTS = Path(__file__).resolve().parent
@@ -72,6 +75,57 @@ def test_outputs_that_are_read():
     detector.detector = model
     assert read_outputs(detector, ['detector.backbone.out_norms.0.bias']) == (1, 3)
     assert read_outputs(model, [f'backbone.out_norms.{i}.bias' for i in (0, 1, 3)]) is None
+
+
+READ = (
+    'What follows the backbone does not read all of its maps: set model.backbone.out_indices=(1, 3), the in_channels '
+    'of the neck or heads to these maps, and start_level=0 or in_index to match. '
+)
+NAMES = '2 parameters got no gradient in the first iteration: backbone.out_norms.0.weight, backbone.out_norms.0.bias. '
+
+
+def one_iteration(hook, model, times=1):
+    """What the hook warns of."""
+    lines = []
+    runner = SimpleNamespace(model=model, logger=SimpleNamespace(warning=lines.append))
+    hook.before_train(runner)
+    for _ in range(times):
+        model([torch.ones(4)], mode='loss')['loss'].backward()
+        hook.after_train_iter(runner, 0)
+    return lines
+
+
+def test_the_line_of_one_process():
+    hook, model = UnusedParametersHook(), SkippingModel()
+    expected = f'{NAMES}{READ}They are not trained, and distributed training would stop here.'
+    assert one_iteration(hook, model, times=2) == [expected]
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+    assert one_iteration(hook, model) == [expected]  # a second training with the same hook
+    model.skips, model.unread = False, nn.Linear(1, 1)
+    (line,) = one_iteration(hook, model)
+    assert line == (
+        '2 parameters got no gradient in the first iteration: unread.weight, unread.bias. They are not trained, and '
+        'distributed training would stop here.'
+    )
+
+
+def test_distributed_training_stops_or_is_told_to_search(tmp_path):
+    """In one process: what several of them do is a slow test."""
+    torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
+    try:
+        with pytest.raises(RunError) as found:
+            one_iteration(UnusedParametersHook(), CPUDistributedDataParallel(SkippingModel()))
+        assert str(found.value) == (
+            f'{NAMES}{READ}Distributed training stops at such parameters; find_unused_parameters=True lets them be, '
+            'at the price of a search in each iteration.'
+        )
+        assert one_iteration(UnusedParametersHook(), CPUDistributedDataParallel(SkippingModel(skips=False))) == []
+        model = CPUDistributedDataParallel(SkippingModel(), find_unused_parameters=True)
+        assert one_iteration(UnusedParametersHook(), model) == [
+            f'{NAMES}{READ}They are not trained, and distributed training would stop here.'
+        ]
+    finally:
+        leave_process_group()
 
 
 SCRIPT = """
