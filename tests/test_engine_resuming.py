@@ -11,8 +11,10 @@ import pytest
 import torch
 from engine_toys import make_runner
 from mmengine.dataset import DefaultSampler, InfiniteSampler
-from torch.utils.data import BatchSampler
+from mmengine.runner import IterBasedTrainLoop
+from torch.utils.data import BatchSampler, DataLoader
 
+from mmlinattn.engine import resuming
 from mmlinattn.engine.resuming import ExactResumeHook, _NumberedBatch, _NumberedBatches, _SeededFetch
 
 HOOKS = [dict(type='ExactResumeHook')]
@@ -174,3 +176,107 @@ def test_a_loader_it_cannot_rebuild_is_left_alone(tmp_path):
     runner._train_loop = dict(by_epoch=True, max_epochs=1)
     runner.train()
     assert runner.train_dataloader is loader
+
+
+def rebuilt(monkeypatch, config, **options):
+    """The loader that the hook puts in the place of one with these options."""
+    hook = ExactResumeHook()
+    hook.seed, hook.rank = 5, 0
+    monkeypatch.setattr(resuming.DATA_SAMPLERS, 'build', lambda cfg, default_args: (cfg, default_args))
+    loader = DataLoader(Listed(range(12)), **options)
+    made = []
+    monkeypatch.setattr(resuming, 'BatchSampler', lambda *args: made.append(args) or BatchSampler(range(12), 5, True))
+    monkeypatch.setattr(
+        resuming, '_NumberedBatches', lambda sampler: made.append(sampler) or BatchSampler([], 1, False)
+    )
+    return loader, hook._rebuild(loader, config), made
+
+
+class Listed(list):
+    """Data that takes attributes."""
+
+
+def test_the_rebuilt_loader_has_all_settings_of_the_first(monkeypatch):
+    options = dict(
+        batch_size=5,
+        drop_last=True,
+        num_workers=2,
+        collate_fn=print,
+        pin_memory=True,
+        timeout=7,
+        worker_init_fn=repr,
+        multiprocessing_context='spawn',
+        prefetch_factor=3,
+        persistent_workers=True,
+    )
+    sampler = dict(type='DefaultSampler', shuffle=True)
+    first, second, (built, _) = rebuilt(monkeypatch, dict(sampler=sampler, batch_size=5), **options)
+    given = dict(dataset=first.dataset, seed=5)
+    assert built == ((sampler, given), 5, True)
+    for name in options:
+        if name not in ('batch_size', 'drop_last'):  # which the batches have
+            assert getattr(second, name) == getattr(first, name), name
+    assert second.dataset is first.dataset
+
+
+def test_batches_of_the_config_are_sampled_as_it_says(monkeypatch):
+    config = dict(sampler=dict(type='DefaultSampler'), batch_sampler=dict(type='Pairs', drop_last=True), batch_size=4)
+    first, _, (built,) = rebuilt(monkeypatch, config, batch_size=4)
+    sampler = (dict(type='DefaultSampler'), dict(dataset=first.dataset, seed=5))
+    assert built == (dict(type='Pairs', drop_last=True), dict(sampler=sampler, batch_size=4))
+    assert config['sampler'] == dict(type='DefaultSampler')
+
+
+def test_all_processes_take_one_seed(monkeypatch):
+    monkeypatch.setattr(resuming, 'broadcast', lambda tensor: tensor.fill_(11))
+    assert ExactResumeHook._common_seed(SimpleNamespace(seed=2**32 - 1)) == 11
+    monkeypatch.undo()
+    assert ExactResumeHook._common_seed(SimpleNamespace(seed=2**32 - 1)) == 2**32 - 1
+
+
+def test_other_loops_keep_what_they_have():
+    class Other(IterBasedTrainLoop):
+        pass
+
+    lines, loop = [], Other.__new__(Other)
+    loop.dataloader = 'mine'
+    logger = SimpleNamespace(warning=lines.append)
+    hook = ExactResumeHook()
+    hook.before_train(SimpleNamespace(seed=1, train_loop=loop, _train_dataloader={}, logger=logger))
+    assert lines == [
+        'ExactResumeHook leaves the data of Other alone: a resumed run will see other augmentations than an '
+        'uninterrupted one.'
+    ]
+    assert loop.dataloader == 'mine' and hook.batches is None
+    hook.before_train_epoch(SimpleNamespace(train_loop=loop))
+
+
+def test_batches_are_numbered_on_after_a_stop(monkeypatch):
+    """Hooks see the place in the epoch, up to its end; the loop counts from 0."""
+    seen = []
+    hook, loop = ExactResumeHook(), resuming.EpochBasedTrainLoop.__new__(resuming.EpochBasedTrainLoop)
+    monkeypatch.setattr(type(loop), 'run_iter', lambda self, index, batch: seen.append((index, batch)))
+    hook.batches = _NumberedBatches(BatchSampler(DefaultSampler(range(12), shuffle=False), 3, False))
+    hook._num_done = 2
+    runner = SimpleNamespace(train_loop=loop, epoch=4)
+    hook.before_train_epoch(runner)
+    for index, batch in enumerate(hook.batches):
+        loop.run_iter(index, (batch.epoch, batch.number, list(batch)))
+    hook.after_train_epoch(runner)
+    assert seen == [(2, (4, 2, [6, 7, 8])), (3, (4, 3, [9, 10, 11]))]
+    runner.epoch = 5
+    hook.before_train_epoch(runner)
+    loop.run_iter(0, next(iter(hook.batches)).epoch)
+    hook.after_train_epoch(runner)
+    assert seen[2:] == [(0, 5)]
+
+
+def test_numbers_travel_to_workers():
+    batch = pickle.loads(pickle.dumps(_NumberedBatch([3, 1], 4, 2)))
+    assert (type(batch), list(batch), batch.epoch, batch.number) == (_NumberedBatch, [3, 1], 4, 2)
+    numbered = _NumberedBatches(BatchSampler(range(10), 4, False))
+    assert (len(numbered), numbered.batch_size, numbered.drop_last) == (3, 4, False)
+    numbered.set_epoch(3)  # of a sampler that knows of none
+    assert numbered.epoch == 3
+    copied = pickle.loads(pickle.dumps(numbered))
+    assert [list(batch) for batch in copied][-1] == [8, 9]

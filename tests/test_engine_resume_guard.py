@@ -1,0 +1,181 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What a run takes over from a checkpoint's runtime information and from ``last_checkpoint``; hostile ones are in
+tests/security."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+from mmengine.hooks import CheckpointHook
+
+from mmlinattn.checkpoints import CheckpointError
+from mmlinattn.engine import RunError, resume_guard
+from mmlinattn.engine.resume_guard import find_latest_checkpoint, keep_own_files
+
+
+def run_in(work_dir, *out_dirs):
+    lines = []
+    hooks = [object(), *(CheckpointHook(out_dir=folder) for folder in out_dirs)]
+    runner = SimpleNamespace(work_dir=str(work_dir), hooks=hooks, logger=SimpleNamespace(warning=lines.append))
+    return runner, lines
+
+
+def test_names_of_other_files_are_dropped_with_one_line(tmp_path):
+    runner, lines = run_in(tmp_path / 'work')
+    own = {
+        'best_ckpt': f'{tmp_path}/work/best_acc_epoch_1.pth',
+        'best_ckpt_loss': f'{tmp_path}/elsewhere/../work/best_loss_epoch_1.pth',
+        'best_ckpt_none': None,
+        'keep_ckpt_ids': [0, 3],
+        'best_score': 0.5,
+        7: 'best_ckpt',
+    }
+    info = dict(own)
+    keep_own_files(runner, info)
+    assert info == own and lines == []
+    others = {
+        'best_ckpt': f'{tmp_path}/best_acc_epoch_1.pth',
+        'best_ckpt_acc': f'{tmp_path}/work/epoch_1.pth',
+        'best_ckpt_long': 300 * 'x',
+        'keep_ckpt_ids': (1, True),
+    }
+    info = dict(own, **others)
+    keep_own_files(runner, info)
+    assert info == {key: value for key, value in own.items() if key not in others}
+    assert lines == [
+        f'the checkpoint names files that are not checkpoints of this run in {tmp_path}/work: '
+        f"best_ckpt = '{tmp_path}/best_acc_epoch_1.pth', keep_ckpt_ids = '(1, True)', "
+        f"best_ckpt_acc = '{tmp_path}/work/epoch_1.pth', best_ckpt_long = '{200 * 'x'}'. They are left alone."
+    ]
+
+
+@pytest.mark.parametrize(
+    'path, is_own',
+    [
+        ('s3://bucket/out/best_a.pth', True),
+        ('s3://bucket/out/work/best_a.pth', True),
+        ('s3://bucket/best_a.pth', False),
+        ('s3://bucket/out/work/more/best_a.pth', False),
+        ('{tmp}/out/best_a.pth', True),  # the hook's folder before it has that of the run
+        ('{tmp}/out/work/best_a.pth', True),
+        ('{tmp}/work/best_a.pth', True),
+        ('{tmp}/out/other/best_a.pth', False),
+        ('{tmp}/work/a_best_.pth', False),
+    ],
+)
+def test_folders_of_a_run(tmp_path, path, is_own):
+    runner, lines = run_in(f'{tmp_path}/work/', f'{tmp_path}/out', 's3://bucket/out/')
+    info = dict(best_ckpt=path.format(tmp=tmp_path))
+    keep_own_files(runner, info)
+    assert bool(info) is is_own and len(lines) == (not is_own)
+
+
+def test_what_a_loaded_checkpoint_hands_on(tmp_path, monkeypatch):
+    """The run that resumes has a config and a name of its own."""
+    runner, _ = run_in(tmp_path)
+    info = dict(cfg='theirs', experiment_name='theirs', best_ckpt='/etc/best_x', epoch=3)
+    hub = dict(runtime_info=info, resumed_keys=dict.fromkeys([*info, 'other'], True))
+    checked, hubs = [], [hub]
+    monkeypatch.setattr(resume_guard, 'check_resumable', lambda *args: checked.append(args))
+
+    def load(runner, filename, *args, **kwargs):
+        return dict(message_hub=hubs[-1], given=(filename, args, kwargs))
+
+    loaded = resume_guard._load_checkpoint(load, runner, 'a.pth', 'cpu', strict=True)
+    assert loaded['given'] == ('a.pth', ('cpu',), dict(strict=True))
+    assert info == dict(epoch=3) and hub['resumed_keys'] == dict(epoch=True, other=True) and checked == []
+    runner.is_resuming = True
+    loaded = resume_guard._load_checkpoint(load, runner, 'a.pth')
+    assert checked == [(runner, loaded, 'a.pth')]
+    for other in (None, [], dict(runtime_info=[]), dict(runtime_info=dict(cfg='x'), resumed_keys=None)):
+        hubs.append(other)
+        resume_guard._load_checkpoint(load, runner, 'a.pth')
+
+
+@pytest.mark.parametrize('function, verb', [('_load_checkpoint', 'loaded'), ('_resume', 'resumed from')])
+def test_what_mmengine_stumbles_over_is_one_line(monkeypatch, function, verb):
+    def call(error):
+        def fails(runner, filename):
+            raise error
+
+        runner = SimpleNamespace()
+        try:
+            getattr(resume_guard, function)(fails, runner, 'a.pth')
+        finally:
+            assert not hasattr(runner, 'is_resuming')
+
+    for error, reason in (
+        (KeyError('optimizer'), "KeyError: 'optimizer'"),
+        (ValueError('first\nsecond'), 'ValueError: first'),
+        (AssertionError(), 'AssertionError: '),
+        (ZeroDivisionError('x'), 'ZeroDivisionError: x'),
+    ):
+        with pytest.raises(CheckpointError) as found:
+            call(error)
+        assert str(found.value) == f'a.pth cannot be {verb} ({reason})'
+    for error in (RunError('ours'), CheckpointError('ours'), OSError(28, 'full'), MemoryError(), KeyboardInterrupt()):
+        with pytest.raises(type(error)) as found:
+            call(error)
+        assert found.value is error
+
+
+def test_resuming_checks_the_optimizer_afterwards(monkeypatch):
+    calls = []
+    monkeypatch.setattr(resume_guard, 'check_optimizers', lambda *args: calls.append(args))
+    runner = SimpleNamespace()
+    resume_guard._resume(
+        lambda runner, *args, **kwargs: calls.append((runner.is_resuming, args, kwargs)), runner, 'a', 1, b=2
+    )
+    assert calls == [(True, ('a', 1), dict(b=2)), (runner, 'a')] and not hasattr(runner, 'is_resuming')
+
+
+def test_a_config_text_is_looked_for_in_both_places():
+    inner, outer = dict(runtime_info=dict(cfg='in the hub')), dict(cfg='in meta')
+    assert resume_guard._config_text(dict(message_hub=inner, meta=outer)) == 'in the hub'
+    assert resume_guard._config_text(dict(message_hub=dict(runtime_info=None), meta=outer)) == 'in meta'
+    assert resume_guard._config_text(torch.ones(1)) is None
+
+
+def test_the_checkpoint_that_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    work, pointer = tmp_path / 'work', tmp_path / 'work' / 'last_checkpoint'
+    advice = 'Name a checkpoint to resume from, or delete that file to begin from the start.'
+    (tmp_path / 'out' / 'work').mkdir(parents=True)
+    (tmp_path / 'other').mkdir()
+    work.mkdir()
+    for path in ('work/epoch_1.pth', 'out/work/epoch_2.pth', 'other/epoch_3.pth'):
+        (tmp_path / path).touch()
+    (work / 'of_deepspeed').mkdir()
+    assert find_latest_checkpoint('work') is None
+
+    def found(text):
+        pointer.write_text(text)
+        return find_latest_checkpoint('work')
+
+    assert found('work/epoch_1.pth\n') == 'work/epoch_1.pth'
+    assert found(f'{work}/of_deepspeed') == f'{work}/of_deepspeed'
+    assert found('out/work/epoch_2.pth') == 'out/work/epoch_2.pth'
+    assert found('was/here/epoch_1.pth') == os.path.join('work', 'epoch_1.pth')
+    assert found('s3://bucket/work/epoch_9.pth') == 's3://bucket/work/epoch_9.pth'
+    for text, where in (
+        ('other/epoch_3.pth', 'elsewhere'),
+        ('work/epoch_7.pth', 'not there'),
+        ('s3://bucket/other/epoch_9.pth', 'elsewhere'),
+        ('http://host/work/epoch_9.pth', 'elsewhere'),
+        ('https://host/work/epoch_9.pth', 'elsewhere'),
+        ('work/', 'elsewhere'),
+    ):
+        with pytest.raises(CheckpointError) as error:
+            found(text)
+        assert str(error.value) == f'work/last_checkpoint names {text!r}, which is {where}. {advice}'
+    for content in (b'', b' \n', b'\xff', b'a\x00b', 5000 * b'x'):
+        pointer.write_bytes(content)
+        with pytest.raises(CheckpointError) as error:
+            find_latest_checkpoint('work')
+        assert str(error.value) == (f'work/last_checkpoint names no checkpoint: it holds {content[:40]!r}. {advice}')
+    pointer.unlink()
+    pointer.mkdir()
+    with pytest.raises(CheckpointError) as error:
+        find_latest_checkpoint('work')
+    assert str(error.value) == f'work/last_checkpoint is not a file. {advice}'
