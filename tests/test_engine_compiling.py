@@ -12,9 +12,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.fx.experimental import _config as shape_config
 
-from mmlinattn.backbones import RAVLT, LinearSwin
+from mmlinattn.backbones import RAVLT, LinearDeiT, LinearSwin
 from mmlinattn.engine import RunError, cli
-from mmlinattn.engine.compiling import SharedDropPath, compile_blocks
+from mmlinattn.engine.compiling import SharedDropPath, _call_with_code_of_its_own, compile_blocks
 
 SIZES = [(64, 64), (64, 96), (80, 112), (96, 64), (72, 100)]
 SMALL = dict(embed_dims=(16, 32, 32, 32), depths=(3, 2, 1, 1), num_heads=(1, 2, 2, 2), mlp_ratios=(2,) * 4)
@@ -111,6 +111,44 @@ def test_the_tools_compile_what_they_have_built(tmp_path, monkeypatch, capsys):
     assert cli.build_runner(Config(), compiles=True) is runner
     assert '--compile: 2 kinds of blocks' in capsys.readouterr().err
     assert runner.model.backbone.stages[0][0]._compiled_call_impl is not None
+
+
+def test_what_is_asked_of_the_compiler(monkeypatch):
+    """Dynamic sizes, of which equal ones are not one, and no search for a memory format, which fails on them."""
+    calls = []
+    monkeypatch.setattr(torch, 'compile', lambda function, **options: calls.append(options) or function)
+    shape_config.use_duck_shape = True
+    assert compile_blocks(nn.ModuleList([ravlt(), ravlt()])) == 2  # of two backbones alike
+    assert calls == 2 * [dict(dynamic=True, options=dict(layout_optimization=False))]
+    assert shape_config.use_duck_shape is False
+    compile_blocks(ravlt(), backend='eager', fullgraph=True)
+    assert calls[2:] == 2 * [dict(dynamic=True, backend='eager', fullgraph=True)]
+
+
+def test_what_makes_blocks_of_another_kind(monkeypatch):
+    monkeypatch.setattr(torch, 'compile', lambda function, **_: function)
+    stage = dict(out_indices=(0,))
+    assert compile_blocks(ravlt(**stage)) == 1
+    frozen = ravlt(**stage)
+    frozen.stages[0][0].requires_grad_(False)
+    assert compile_blocks(frozen) == 2
+    other = ravlt(**stage)
+    other.stages[0][1].norm1.eps = 1e-3
+    assert compile_blocks(other) == 2
+    other = ravlt(**stage)
+    other.stages[0][1].norm1.weight = nn.Parameter(torch.ones(1, 16, dtype=torch.float64))
+    other.stages[0][2].norm1.bias = nn.Parameter(torch.ones(16))
+    assert compile_blocks(other) == 3
+    plain = LinearDeiT(
+        dict(embed_dims=(16,), depths=(2,), num_heads=(2,), stage_attns=('softmax',)), drop_path_rate=0.0
+    )
+    assert compile_blocks(plain) == 1 and all(block._compiled_call_impl for block in plain.blocks)
+    one, other = (_call_with_code_of_its_own() for _ in range(2))
+    assert one.__code__ is not other.__code__  # PyTorch counts compilations by it
+    x = torch.rand(1, 8, 8, 16, dtype=torch.float64)
+    block = ravlt(**stage).eval().stages[0][0]
+    block._call_impl = lambda *args, **kwargs: (args, kwargs)
+    assert one(block, x, a=1) == ((x,), dict(a=1))
 
 
 @pytest.mark.slow

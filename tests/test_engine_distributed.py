@@ -145,6 +145,32 @@ def test_processes_of_every_launcher_are_joined(joined, monkeypatch, tmp_path, l
     assert joined == ['gloo']
 
 
+def test_the_line_about_variables_that_a_launcher_sets(joined, monkeypatch):
+    monkeypatch.setenv('OMPI_COMM_WORLD_SIZE', '2')
+    with pytest.raises(RunError) as found:
+        prepare_distributed(Config(dict(launcher='mpi')))
+    assert str(found.value) == (
+        '--launcher mpi: OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_LOCAL_RANK not set in the environment. Start through '
+        'tools/dist_train.sh, tools/slurm_train.sh or mpirun, or leave --launcher away for a single process.'
+    )
+    assert joined == []
+
+
+def test_with_an_accelerator_processes_are_mmengine_s_business(joined, monkeypatch):
+    monkeypatch.setattr('mmlinattn.engine.distributed.get_device', lambda: 'cuda')
+    monkeypatch.setattr('torch.cuda.is_available', lambda: True)
+    monkeypatch.setattr('torch.cuda.device_count', lambda: 1)
+    cfg = Config(dict(launcher='pytorch'))
+    prepare_distributed(cfg)
+    assert joined == [] and 'model_wrapper_cfg' not in cfg
+    monkeypatch.setenv('LOCAL_RANK', '1')
+    with pytest.raises(RunError) as found:
+        prepare_distributed(cfg)
+    assert str(found.value) == (
+        'process 2 of this machine has no GPU: there are 1. Start at most that many processes per machine.'
+    )
+
+
 def test_settings_of_the_user_stay(joined, monkeypatch):
     for name, value in zip(OURS, ('0', '2', '0', '1234', 'elsewhere')):
         monkeypatch.setenv(name, value)
@@ -169,8 +195,10 @@ def test_one_process_is_left_alone(joined):
     assert joined == [] and 'model_wrapper_cfg' not in cfg
 
 
-def test_synchronised_norms_are_plain_ones_on_the_cpu(tmp_path):
+def test_synchronised_norms_are_plain_ones_on_the_cpu(tmp_path, monkeypatch):
     """PyTorch trains SyncBatchNorm on GPUs only."""
+    lines = []
+    monkeypatch.setattr('mmlinattn.engine.distributed.print_log', lambda line, logger: lines.append(line))
     torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
     try:
         model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SyncBatchNorm(4))
@@ -180,6 +208,9 @@ def test_synchronised_norms_are_plain_ones_on_the_cpu(tmp_path):
         assert wrapped.module[0].weight.grad is not None
         plain = nn.Sequential(nn.Linear(2, 2))
         assert CPUDistributedDataParallel(plain).module is plain
+        assert lines == [
+            'On CPU 1 SyncBatchNorm layers are trained as BatchNorm: statistics are those of each process alone.'
+        ]
     finally:
         leave_process_group()
     assert not torch.distributed.is_initialized()
