@@ -8,8 +8,9 @@ import torch
 from checkpoint_helpers import ARCH, released_ravlt, with_package
 from mmengine.runner import load_checkpoint
 
-from mmlinattn.checkpoints import CheckpointError, load_file
-from mmlinattn.checkpoints.convert import build_model, convert_checkpoint, main
+from mmlinattn import __version__
+from mmlinattn.checkpoints import CheckpointError, LoadReport, convert, load_file
+from mmlinattn.checkpoints.convert import Conversion, build_model, convert_checkpoint, main
 
 TOOL = Path(__file__).parents[1] / 'tools' / 'convert_checkpoint.py'
 HEADER = "custom_imports = dict(imports=['mmlinattn'], allow_failed_imports=False)\n"
@@ -253,4 +254,136 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
         'config.py',
         'ours.pth',
         'released.pth',
+    ]
+
+
+def report(loaded=(), missing=(), unexpected=(), mismatched=(), ignored=()):
+    return LoadReport(list(loaded), list(missing), list(unexpected), list(mismatched), list(ignored))
+
+
+@pytest.mark.parametrize(
+    'fits, is_complete, lines',
+    [
+        (dict(loaded=['neck.w'], ignored=['x']), True, []),
+        (
+            dict(loaded=['backbone.w', 'neck.w'], missing=['a', 'b'], unexpected=['c'], mismatched=['d (1)', 'e (2)']),
+            False,
+            [
+                '2 missing in SRC:',
+                '  a',
+                '  b',
+                '1 left over from SRC:',
+                '  c',
+                '2 of another shape:',
+                '  d (1)',
+                '  e (2)',
+            ],
+        ),
+        (
+            dict(loaded=['neck.w', 'backbone.w'], mismatched=['d']),
+            False,
+            ['1 of another shape:', '  d', 'Hint: CONFIG has another number of classes or another size than SRC.'],
+        ),
+        (
+            dict(loaded=['backbone.w', 'backbone.v'], missing=['a']),
+            False,
+            [
+                '1 missing in SRC:',
+                '  a',
+                'Hint: of this model SRC holds the backbone alone. To train from it nothing needs to be converted: '
+                "--cfg-options model.backbone.init_cfg.checkpoint='a.pth'",
+            ],
+        ),
+    ],
+)
+def test_what_the_tool_prints(tmp_path, monkeypatch, capsys, fits, is_complete, lines):
+    conversion = Conversion({key: torch.ones(1) for key in ('v', 'w')}, report(**fits), ['x', 'y'])
+    assert conversion.complete is is_complete
+    given = []
+    monkeypatch.setattr(convert, 'convert_checkpoint', lambda *args: given.append(args) or conversion)
+    assert main(['a.pth', 'b.pth', '--config', 'c.py']) == int(not is_complete)
+    out, err = capsys.readouterr()
+    assert given == [('a.pth', 'b.pth', 'c.py')]
+    written = 'wrote b.pth: 2 tensors\n' if is_complete else ''
+    dropped = 'dropped (the model derives it or has no such part)'
+    assert out == f'{dropped}: x\n{dropped}: y\n{written}'
+    first = 'a.pth was not converted: it does not match the model of c.py key by key.'
+    assert err.splitlines() == ([] if is_complete else [first, *lines])
+
+
+@pytest.mark.parametrize('error', [CheckpointError('of the file'), FileNotFoundError('of the file')])
+def test_errors_of_the_tool_are_one_line(monkeypatch, capsys, error):
+    def fails(*args):
+        raise error
+
+    monkeypatch.setattr(convert, 'convert_checkpoint', fails)
+    assert main(['a.pth', 'b.pth', '--config', 'c.py']) == 1
+    assert capsys.readouterr().err == 'error: of the file\n'
+
+
+def test_configs_there_is_nothing_to_convert_for(tmp_path):
+    config = tmp_path / 'config.py'
+    config.write_text('a = 1\n')
+    with pytest.raises(CheckpointError) as found:
+        build_model(config)
+    assert str(found.value) == f'config {config} has no model'
+    config.write_text("model = dict(type='ImgDataPreprocessor')\n")
+    with pytest.raises(CheckpointError) as found:
+        build_model(config)
+    assert str(found.value) == f'the model of {config} has no backbone to convert a file for'
+
+
+def test_nothing_is_fetched_to_build_a_model():
+    config = dict(a=[dict(init_cfg=1, b=2), (dict(pretrained=3), 'init_cfg')], pretrained=None, keep=dict(c=4))
+    assert convert._without_init(config) == dict(a=[dict(b=2), ({}, 'init_cfg')], keep=dict(c=4))
+
+
+def test_lines_about_bad_targets(tmp_path):
+    source = tmp_path / 'a.pth'
+    source.touch()
+    for target, line in (
+        (tmp_path, f'DST {tmp_path} is a folder; name a file in it'),
+        (source, f'DST {source} is SRC itself, which is never overwritten'),
+        (tmp_path / 'no' / 'b.pth', f'the folder of DST {tmp_path}/no/b.pth does not exist'),
+    ):
+        with pytest.raises(CheckpointError) as found:
+            convert_checkpoint(source, target, 'no_such_config.py')
+        assert str(found.value) == line
+    convert._check_target('mmlinattn://ravlt_t', source)  # a file that is there may be replaced
+
+
+@pytest.mark.parametrize(
+    'meta, expected',
+    [
+        (None, None),
+        ([1], None),
+        (dict(epoch=3), None),
+        (dict(dataset_meta=dict(classes=('a',)), CLASSES=('b',)), dict(classes=('a',))),
+        (dict(dataset_meta=None, CLASSES=('b',), PALETTE=None), dict(classes=('b',))),
+        (dict(PALETTE=[(1, 2, 3)]), dict(palette=[(1, 2, 3)])),
+    ],
+)
+def test_names_of_classes_of_any_age(meta, expected):
+    assert convert._dataset_meta(meta) == expected
+
+
+def test_what_is_written_beside_the_weights(tmp_path, monkeypatch):
+    """Without names of classes the file has no entry for them; a short path is one of the user's home."""
+    monkeypatch.setenv('HOME', str(tmp_path))
+    model = torch.nn.Module()
+    model.backbone = torch.nn.BatchNorm1d(2)
+    model.head = torch.nn.Linear(2, 1)
+    monkeypatch.setattr(convert, 'build_model', lambda config: model)
+    state = {key: torch.full_like(value, 3) for key, value in model.state_dict().items()}
+    del state['backbone.num_batches_tracked']
+    torch.save(dict(state_dict=state, meta=dict(epoch=3)), tmp_path / 'a.pth')
+    conversion = convert_checkpoint(tmp_path / 'a.pth', '~/b.pth', 'configs/c.py')
+    assert conversion.complete and conversion.dropped == []
+    written = load_file(tmp_path / 'b.pth')
+    assert written['meta'] == dict(source='a.pth', mmlinattn_version=__version__, config='c.py')
+    assert list(written) == ['state_dict', 'meta'] and set(written['state_dict']) == set(model.state_dict())
+    assert (written['state_dict']['head.weight'] == 3).all() and (model.backbone.weight == 3).all()
+    assert conversion.report.loaded == [key for key in state if key.startswith('backbone')] + [
+        'head.weight',
+        'head.bias',
     ]

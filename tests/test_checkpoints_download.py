@@ -1,7 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import http.client
 import io
+import logging
 import re
 import threading
+import urllib.error
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +13,7 @@ from checkpoint_helpers import FileServer, released_ravlt, touch_when_loaded
 from mmengine.runner import load_checkpoint
 from mmengine.runner.checkpoint import CheckpointLoader
 
+from mmlinattn import __version__
 from mmlinattn.backbones import RAVLT
 from mmlinattn.checkpoints import (
     CheckpointError,
@@ -291,3 +296,157 @@ def test_hostile_links_are_refused_also_through_the_model_zoos(server, tmp_path,
     for name in (link, 'torchvision://resnet', 'open-mmlab://resnet', 'mmcls://resnet'):
         assert 'refused' in error_line(name)
     assert not marker.exists() and kept(server) == []
+
+
+def test_how_often_and_how_long_a_server_is_asked(monkeypatch, tmp_path):
+    """Three times, after 1 and 4 seconds, 30 seconds each; the temporary file begins anew each time."""
+    asked, waits, lines = [], [], []
+
+    def urlopen(request, timeout):
+        asked.append((request.full_url, request.get_header('User-agent'), timeout))
+        raise OSError('away')
+
+    monkeypatch.setattr(download.urllib.request, 'urlopen', urlopen)
+    monkeypatch.setattr(download.time, 'sleep', waits.append)
+    monkeypatch.setattr(download, 'print_log', lambda line, *args, **kwargs: lines.append((line, kwargs.get('level'))))
+    link, path = 'http://host/a.pth', tmp_path / 'new' / 'a.pth'
+    with pytest.raises(CheckpointError) as found:
+        download.fetch(link, path)
+    assert str(found.value) == (
+        f'cannot download {link} (away); check the connection, or fetch the file by other means and put it at {path}'
+    )
+    assert asked == 3 * [(link, f'mmlinattn/{__version__}', 30)] and waits == [1.0, 4.0]
+    assert lines == [
+        (f'Downloading {link} to {path}', None),
+        (f'{link}: away; trying again in 1 s', logging.WARNING),
+        (f'{link}: away; trying again in 4 s', logging.WARNING),
+    ]
+    assert [file.name for file in path.parent.iterdir()] in (['.a.pth.lock'], [])
+
+
+def raising(error):
+    def call():
+        raise error
+
+    return call
+
+
+def http_error(code):
+    return urllib.error.HTTPError('http://host', code, 'Reason', {}, None)
+
+
+@pytest.mark.parametrize(
+    'error, reason, may_pass',
+    [
+        *((http_error(code), f'HTTP {code} Reason', True) for code in (408, 429, 500, 503, 599)),
+        *((http_error(code), f'HTTP {code} Reason', False) for code in (400, 403, 404, 409, 428, 499)),
+        (urllib.error.URLError('no such host'), 'no such host', True),
+        (OSError('reset'), 'reset', True),
+        (TimeoutError(), 'TimeoutError', True),
+        (http.client.IncompleteRead(b'x'), 'IncompleteRead(1 bytes read)', True),
+        (ValueError('unknown url type'), 'unknown url type', False),
+    ],
+    ids=repr,
+)
+def test_which_errors_may_pass(error, reason, may_pass):
+    with pytest.raises(download._LinkError) as found:
+        download._network(raising(error))
+    assert (str(found.value), found.value.may_pass) == (reason, may_pass)
+    assert download._network(max, 3, 4) == 4
+
+
+@pytest.mark.parametrize('length', [None, 'chunked', '6', '7'])
+def test_what_was_announced_has_to_come(monkeypatch, length):
+    """A server that announces nothing is believed: the file is read afterwards."""
+    pieces, file, asked = [b'abc', b'def', b''], io.BytesIO(), []
+
+    class Response:
+        headers = {} if length is None else {'Content-Length': length}
+
+        def read(self, size):
+            asked.append(size)
+            return pieces[len(asked) - 1]
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            asked.append('closed')
+
+    monkeypatch.setattr(download, '_open', lambda link: Response())
+    if length == '7':
+        with pytest.raises(download._LinkError, match='^the transfer broke off after 6 of 7 bytes$'):
+            download._download('http://host/a.pth', file, False)
+    else:
+        download._download('http://host/a.pth', file, False)
+    assert file.getvalue() == b'abcdef' and asked[-1] == 'closed'
+
+
+def test_lines_about_what_was_sent(server, monkeypatch):
+    entry = released.find_released('ravlt_t')
+    name = serve(server, 'ravlt_t', (200, b'<html>'))
+    assert error_line(name) == (
+        f'{entry.link} did not send a usable checkpoint: what it sent is a web page, not a checkpoint; nothing was '
+        f'kept. Fetch the file by other means and put it at {entry.path}'
+    )
+    assert len(server.requests) == 1
+
+    def full(*args):
+        raise OSError(28, 'No space left on device')
+
+    monkeypatch.setattr(download, '_fetch', full)
+    assert error_line(name) == f'cannot save {entry.link} as {entry.path}: No space left on device'
+
+
+@pytest.mark.parametrize('is_terminal', [True, False])
+def test_a_bar_for_a_terminal_only(monkeypatch, tmp_path, is_terminal):
+    shown = []
+    monkeypatch.setattr(download, '_fetch', lambda link, path, progress: shown.append(progress))
+    monkeypatch.setattr(download.sys, 'stderr', SimpleNamespace(isatty=lambda: is_terminal))
+    for progress in (None, True, False):
+        download.fetch('http://host/a.pth', tmp_path / 'a.pth', progress)
+    assert shown == [is_terminal, True, False]
+
+
+def test_links_go_to_the_folder_and_the_bar_that_are_asked_for(monkeypatch, tmp_path):
+    from mmlinattn.checkpoints import schemes
+
+    fetched, loaded = [], []
+    monkeypatch.setattr(schemes.download, 'fetch', lambda *args: fetched.append(args))
+    monkeypatch.setattr(schemes, 'load_file', lambda *args: loaded.append(args) or 'loaded')
+    monkeypatch.setenv('HOME', str(tmp_path))
+    link, path = 'http://host/zoo/r50.pth?raw=1', tmp_path / 'mine' / 'r50.pth'
+    assert schemes.load_from_http(link, 'cuda', '~/mine', False) == 'loaded'
+    assert fetched == [(link, path, False)] and loaded == [(path, 'cuda')]
+    monkeypatch.setenv('TORCH_HOME', str(tmp_path / 'torch'))
+    schemes.load_from_http(link)
+    assert fetched[1:] == [(link, tmp_path / 'torch' / 'hub' / 'checkpoints' / 'r50.pth', None)]
+    assert loaded[1][1] is None
+    for other, begin in (
+        ('http://host/a/b/', 'b-'),
+        ('http://host', 'checkpoint-'),
+        ('http://host/?id=1', 'checkpoint-'),
+    ):
+        assert re.fullmatch(begin + r'[0-9a-f]{8}\.pth', schemes._file_name(other))
+
+
+def test_what_a_published_checkpoint_says_of_itself(monkeypatch, tmp_path):
+    from mmlinattn.checkpoints import schemes
+
+    monkeypatch.setattr(schemes.download, 'fetch', lambda link, path: None)
+    link = released_checkpoints()['ravlt_t'].link
+    for meta, expected in ((dict(epoch=3, link='old'), dict(epoch=3)), ([1], {}), (None, {})):
+        saved = dict(state_dict=released_ravlt(), meta=meta)
+        monkeypatch.setattr(schemes, 'load_file', lambda path, location, saved=saved: saved)
+        loaded = schemes.load_from_mmlinattn('mmlinattn://ravlt_t')
+        assert loaded['meta'] == dict(expected, source='ravlt_t', link=link)
+
+
+def test_links_of_others_and_links_with_a_name():
+    entry = released_checkpoints()['inline_deit_t_in1k']
+    assert released.link_with_name(entry) == f'{entry.link}#/inline_deit_t.pth'
+    assert released.find_link(f'{entry.link}#/inline_deit_t.pth') == released.find_link(entry.link) == entry
+    plain = released_checkpoints()['ravlt_b']
+    assert released.link_with_name(plain) == plain.link
+    assert released.find_link(plain.link).name == 'ravlt_b_in1k'  # whole, with its classifier
+    assert released.find_link('http://host/a.pth') is None

@@ -11,7 +11,16 @@ from torch import nn
 from mmlinattn.backbones import RAVLT
 from mmlinattn.checkpoints import CheckpointError, load_pretrained
 from mmlinattn.checkpoints.layouts import all_layouts, find_layout
-from mmlinattn.checkpoints.states import state_dict_of
+from mmlinattn.checkpoints.states import (
+    backbone_state,
+    fit_state,
+    kind_of,
+    model_state,
+    not_finite,
+    some,
+    state_dict_of,
+    strip_prefix,
+)
 
 
 def model(**kwargs) -> RAVLT:
@@ -265,3 +274,118 @@ def test_a_released_file_is_of_one_layout_and_others_are_of_none():
     assert found == {layout.name for layout in all_layouts()}
     assert find_layout(model().state_dict()) is None
     assert find_layout(['patch_embed.proj.weight', 'norm.weight']) is None
+
+
+def test_the_first_few_of_many():
+    assert [some('abcd'[:n]) for n in range(5)] == ['nothing', 'a', 'a, b', 'a, b, c', 'a, b, c, ...']
+    assert some([1, 2], limit=1) == '1, ...'
+
+
+def test_prefixes():
+    state = {'a.b': 1, 'a.a.c': 2, 'ab.c': 3}
+    assert strip_prefix(state, 'a') == strip_prefix(state, 'a.') == {'b': 1, 'a.c': 2}
+    weight = torch.ones(1)
+    assert list(state_dict_of({'module.module.a': weight, 'module.module.b': weight}, 'x')) == ['a', 'b']
+    assert list(state_dict_of({'module.a': weight, 'b': weight}, 'x')) == ['module.a', 'b']  # a part of that name
+    assert list(state_dict_of({'a': weight, 'epoch': 3}, 'x')) == ['a']
+
+
+@pytest.mark.parametrize(
+    'checkpoint, line',
+    [
+        (3, 'a.pth holds a int, not a state dict'),
+        (dict(epoch=1, lr=2, args=3, x=4), 'a.pth holds no weights; it has epoch, lr, args, ...'),
+        (dict(model={}), 'a.pth holds no weights; it has nothing'),
+    ],
+)
+def test_lines_about_files_without_weights(checkpoint, line):
+    with pytest.raises(CheckpointError) as found:
+        state_dict_of(checkpoint, 'a.pth')
+    assert str(found.value) == line
+
+
+def test_parts_of_a_file():
+    """What of a bare file is a head, what of a whole one is its backbone, and what is asked for by its prefix."""
+    a, b, c, d = (torch.full((1,), float(i)) for i in range(4))
+    bare = {'stem.w': a, 'head.w': b, 'neck.w': c, 'header.w': d}
+    assert backbone_state(bare, 'x') == ({'stem.w': a, 'header.w': d}, {'head.w': b, 'neck.w': c}, [])
+    whole = {'backbone.stem.w': a, 'neck.w': b, 'teacher.backbone.stem.w': c}
+    assert backbone_state(whole, 'x') == ({'stem.w': a}, {}, [])
+    assert backbone_state(whole, 'x', 'teacher.backbone') == ({'stem.w': c}, {}, [])
+    assert backbone_state(whole, 'x', 'teacher.') == ({'backbone.stem.w': c}, {}, [])
+    with pytest.raises(CheckpointError) as found:
+        backbone_state(whole, 'x.pth', 'student.')
+    assert str(found.value) == (
+        "x.pth holds nothing under prefix 'student.'; its keys are like backbone.stem.w, neck.w, "
+        'teacher.backbone.stem.w'
+    )
+    assert model_state(whole, 'x') == (whole, [])
+    assert model_state(bare, 'x') == (
+        {'backbone.stem.w': a, 'backbone.header.w': d, 'head.w': b, 'neck.w': c},
+        [],
+    )
+
+
+def test_what_of_a_whole_file_was_dropped_has_its_whole_name():
+    dense = released_ravlt(dense=True)
+    _, dropped = model_state({f'backbone.{key}': value for key, value in dense.items()}, 'x')
+    assert dropped == [f'backbone.layers.{i}.RoPE.angle' for i in range(4)]
+    _, dropped = model_state(dense, 'x')
+    assert dropped == [f'layers.{i}.RoPE.angle' for i in range(4)]
+
+
+def test_the_report_of_a_fit():
+    one, two, whole = torch.ones(1), torch.ones(2, 3), torch.ones(2, dtype=torch.int64)
+    own = dict(same=one, shape=two, kind=one, absent=one, late=one, count=whole[0], num_batches_tracked=whole[0])
+    state = dict(same=one, shape=one, kind=whole[:1], extra=one, later=one, count=one[0])
+    fits, report = fit_state(own, state, lambda key: key.startswith('late'))
+    assert fits == dict(same=one, count=one[0]) and report == (
+        ['same', 'count'],
+        ['absent'],
+        ['extra'],
+        ['shape (1 in the file, 2x3 in the model)', 'kind (int64 in the file, real in the model)'],
+        ['later'],
+    )
+    _, report = fit_state(own, dict(count=two))
+    assert report.mismatched == ['count (2x3 in the file, scalar in the model)']
+    assert report.missing == ['same', 'shape', 'kind', 'absent', 'late'] and report.ignored == []
+
+
+def test_kinds_of_tensors():
+    kinds = dict(
+        real=torch.ones(1, dtype=torch.bfloat16),
+        meta=torch.ones(1, device='meta'),
+        quantized=torch.quantize_per_tensor(torch.ones(1), 0.1, 0, torch.qint8),
+        nested=torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
+        sparse_coo=torch.ones(1).to_sparse(),
+        int8=torch.ones(1, dtype=torch.int8),
+        complex64=torch.ones(1, dtype=torch.complex64),
+    )
+    assert {name: kind_of(tensor) for name, tensor in kinds.items()} == {name: name for name in kinds}
+    broken = dict(kinds, bad=torch.tensor([1, -float('inf')]), half=torch.tensor(float('nan')).half())
+    assert not_finite(broken, [*broken, 'not there']) == ['bad', 'half'] and not_finite(broken, ['bad']) == ['bad']
+
+
+def test_the_lines_of_loading(tmp_path, warnings_of):
+    path = save(tmp_path / 'a.pth', {'x.w': torch.ones(1), 'x.v': torch.ones(1)})
+    with pytest.raises(CheckpointError) as found:
+        load_pretrained(nn.Linear(1, 1), path)
+    assert str(found.value) == f'nothing in {path} fits Linear: the file has x.w, x.v; the model has weight, bias'
+    path = save(tmp_path / 'b.pth', {'weight': torch.ones(3)})
+    with pytest.raises(CheckpointError) as found:
+        load_pretrained(nn.Linear(1, 1), path)
+    assert str(found.value) == (
+        f'nothing in {path} fits Linear: the file has weight; the model has weight, bias; of another shape or kind: '
+        'weight (3 in the file, 1x1 in the model)'
+    )
+    state = dict(weight=torch.full((2, 2), float('nan')), x=torch.ones(1), y=torch.ones(1))
+    state['0.w'] = torch.ones(1)
+    path, model = save(tmp_path / 'c.pth', state), nn.Linear(2, 2)
+    _, (line,) = warnings_of(model, path)
+    assert line == (
+        f'{path} and Linear do not match exactly. missing in the file: bias; unexpected in the file: x, y, 0.w; '
+        'NaN or infinite: weight'
+    )
+    assert model.weight.isnan().all()
+    _, (line,) = warnings_of(model, save(tmp_path / 'c.pth', dict(weight=torch.ones(2, 2), bias=torch.ones(3))))
+    assert line.endswith('exactly. of another shape or kind, not loaded: bias (3 in the file, 2 in the model)')

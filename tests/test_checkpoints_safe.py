@@ -6,6 +6,7 @@ import pickle
 import sys
 import types
 import zipfile
+from collections import OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,9 @@ from mmengine.logging import HistoryBuffer
 from mmengine.optim.scheduler import OneCycleLR
 from torch import nn
 
-from mmlinattn.checkpoints import CheckpointError, load_file, safe
+from mmlinattn.checkpoints import CheckpointError, CheckpointNotFoundError, limits, load_file, safe
+from mmlinattn.checkpoints.config_text import read_config_text
+from mmlinattn.checkpoints.inert import make_inert
 
 
 @pytest.fixture(params=['torch list', 'own unpickler'])
@@ -205,3 +208,185 @@ def test_a_missing_file_and_a_folder(loader, tmp_path):
 def test_map_location(loader, save, map_location):
     loaded = loader(save({'w': torch.ones(3)}), map_location)
     assert torch.equal(loaded['w'], torch.ones(3))
+
+
+def test_lines_that_reach_the_terminal():
+    assert safe.printable('  a\n\tb \x1b[2J\x07 ü ') == 'a b \\x1b[2J\\x07 ü'
+    assert safe.printable(8000 * 'x') == 8000 * 'x'
+    assert safe.printable('a' + 8000 * 'x' + 'b') == f'a{3999 * "x"} ... {3999 * "x"}b'
+    assert str(CheckpointError('a\nb')) == str(CheckpointNotFoundError('a\nb')) == 'a b'
+
+
+def nested(depth):
+    node = 1
+    for _ in range(depth):
+        node = [node]
+    return node
+
+
+def test_bounds_of_what_a_file_may_hold(monkeypatch):
+    deep = 'is nested more than 100 levels deep, or contains itself'
+    assert limits.why_too_large(nested(100), 1) is None and limits.why_too_large(nested(101), 1) == deep
+    assert limits.why_too_large(dict(a=nested(100)), 1) == deep
+    # dicts count keys and values; what occurs twice counts twice
+    shared = [1, 2]
+    monkeypatch.setattr(limits, '_MAX_ENTRIES', 9)
+    assert limits.why_too_large([shared, shared, 5], 1) is None  # 1 + 2 * 3 + 1
+    assert limits.why_too_large([shared, shared, (shared,)], 1) == 'repeats its contents to more than 9 entries'
+    assert limits.why_too_large({1: 2, 3: 4, 5: 6, 7: 8}, 1) is None
+    assert limits.why_too_large({1: 2, 3: 4, 5: 6, 7: 8, 9: 0}, 1) == 'repeats its contents to more than 9 entries'
+
+
+@pytest.mark.parametrize('make', [torch.ones, np.ones], ids=['torch', 'numpy'])
+def test_arrays_may_be_larger_than_their_file_within_bounds(make):
+    """64 MiB in any file, 20 times its size in a larger one: tensors share memory, and zip files may be compressed."""
+    small, mebi = make(1), 1 << 20
+
+    def array(size):
+        data = small.expand(size // 4) if make is torch.ones else np.broadcast_to(np.float32(1), (size // 4,))
+        return dict(state_dict=[data])
+
+    assert limits.why_too_large(array(64 * mebi), 1) is None
+    size = 64 * mebi + 4
+    assert limits.why_too_large(array(size), 1) == f'declares an array of {size} bytes, more than the file can hold'
+    assert limits.why_too_large(array(200 * mebi), 10 * mebi) is None
+    assert 'declares' in limits.why_too_large(array(200 * mebi + 4), 10 * mebi)
+
+
+@pytest.mark.parametrize(
+    'text, value',
+    [
+        ('x = [1, (2.5, None), {"a": True}]', [1, (2.5, None), dict(a=True)]),
+        ('x = {1, -2}', {1, -2}),
+        ('x = dict([("a", 1)], b=-2.5)', dict(a=1, b=-2.5)),
+        ('x = dict()', {}),
+        ('x = range(1, 4)', range(1, 4)),
+        ('x = [inf, -inf]', [float('inf'), -float('inf')]),
+        ('x = 1\nx = "later"', 'later'),
+    ],
+)
+def test_values_of_a_config_text(text, value):
+    config = read_config_text(f"custom_imports = dict(imports=['a'])\nmodel = None\n{text}", 'a.pth')
+    assert config == dict(model=None, x=value) and type(config.x).__name__ in (type(value).__name__, 'ConfigDict')
+
+
+NOT_PLAIN = 'is not a plain value'
+
+
+@pytest.mark.parametrize(
+    'text, reason',
+    [
+        ('x = 1 + 2', f'line 2 {NOT_PLAIN}'),
+        ('\nx = [\nnames]', f'line 4 {NOT_PLAIN}'),
+        ('x = {**model}', f'line 2 {NOT_PLAIN}'),
+        ('x = dict(**model)', f'line 2 {NOT_PLAIN}'),
+        ('x = dict([], [])', f'line 2 {NOT_PLAIN}'),
+        ('x = range(1.5)', f'line 2 {NOT_PLAIN}'),
+        ('x = list([1])', f'line 2 {NOT_PLAIN}'),
+        ('x = -"a"', f'line 2 {NOT_PLAIN}'),
+        ('x = -True', f'line 2 {NOT_PLAIN}'),
+        ('x = not 1', f'line 2 {NOT_PLAIN}'),
+        ('x = y = 1', 'line 2 is more than "name = value"'),
+        ('x.y = 1', 'line 2 is more than "name = value"'),
+        ('x: int = 1', 'line 2 is more than "name = value"'),
+        ('_base_ = "a"', 'line 2 is more than "name = value"'),
+        ('import os', 'line 2 is more than "name = value"'),
+        ('x = {[]}', 'TypeError'),
+        ('x = [', 'SyntaxError'),
+    ],
+)
+def test_config_texts_that_compute(text, reason):
+    with pytest.raises(CheckpointError) as found:
+        read_config_text(f'model = None\n{text}', 'a.pth')
+    assert str(found.value) == (
+        f'the config inside a.pth was refused: {reason}; nothing of it was run. Give the config as a file'
+    )
+
+
+@pytest.mark.parametrize(
+    'text, line',
+    [
+        ('x = 1', 'has no model'),
+        (
+            "model = [dict(type='NoSuch')]",
+            "was refused: it builds 'NoSuch', which is not registered with MMEngine (import its package first)",
+        ),
+        ("model = ({'a': dict(_scope_='mine')},)", "was refused: its _scope_ = 'mine' is unknown"),
+        ("model = None\ndefault_scope = 'mine'", "was refused: its default_scope = 'mine' is unknown"),
+        ("model = dict(teacher='a.py')", "was refused: its teacher = 'a.py' is a program"),
+        ("model = dict(teacher='a.pyc')", "was refused: its teacher = 'a.pyc' is a program"),
+    ],
+)
+def test_config_texts_that_build_what_is_not_known(text, line):
+    with pytest.raises(CheckpointError) as found:
+        read_config_text(text, 'a.pth')
+    assert str(found.value) == f'the config inside a.pth {line}. Give the config as a file'
+
+
+@pytest.mark.parametrize('scope', [None, 'mmengine', 'mmdet', 'mmseg', 'mmpretrain', 'mmlinattn'])
+def test_scopes_of_config_texts(scope):
+    assert read_config_text(f'model = dict(_scope_={scope!r})\ndefault_scope = {scope!r}', 'a').default_scope == scope
+
+
+@pytest.mark.parametrize(
+    'text', [None, 7, b'model = 1', 'model = "' + 4_000_000 * 'x' + '"'], ids=['none', 'number', 'bytes', 'long']
+)
+def test_config_texts_that_are_none(text):
+    with pytest.raises(CheckpointError, match='refused: it is no text of a usual length; nothing of it was run'):
+        read_config_text(text, 'a.pth')
+
+
+def with_attribute():
+    made = OrderedDict(w=torch.ones(1))
+    made.get = print
+    return made
+
+
+LONG = 1001 * 'k'
+
+
+@pytest.mark.parametrize(
+    'checkpoint, line',
+    [
+        ([1], 'a.pth holds a list, not a state dict'),
+        (dict(state_dict=[1]), 'state_dict of a.pth is a list, not a dict'),
+        (dict(meta=[1]), 'meta of a.pth is a list, not a dict'),
+        ({1: torch.ones(1)}, 'the top level of a.pth has a key that is no string: int 1'),
+        (dict(model={1: torch.ones(1)}), 'model of a.pth has a key that is no string: int 1'),
+        (dict(model_ema={LONG: 1}), f'model_ema of a.pth has a key of 1001 characters: {80 * "k"}...'),
+        (dict(state_dict_ema={'a\n': 1}), "state_dict_ema of a.pth has a key with control characters: 'a\\n'"),
+        (dict(ema_state_dict={None: 1}), 'ema_state_dict of a.pth has a key that is no string: NoneType None'),
+        (dict(state_dict=with_attribute()), 'state_dict of a.pth has attributes, which no state dict has'),
+        (with_attribute(), 'the top level of a.pth has attributes, which no state dict has'),
+        *(
+            (dict(message_hub={name: {2: 1}}), f'message_hub.{name} of a.pth has a key that is no string: int 2')
+            for name in ('log_scalars', 'runtime_info', 'resumed_keys')
+        ),
+    ],
+)
+def test_forms_that_no_checkpoint_has(checkpoint, line):
+    with pytest.raises(CheckpointError) as found:
+        make_inert(checkpoint, 'a.pth')
+    assert str(found.value) == line
+
+
+def test_what_is_made_of_a_checkpoint():
+    meta = dict(
+        config='gpu_ids = range(0, 3)',
+        CLASSES=('a', 'b\x07'),
+        dataset_meta=dict(classes=['c\x1b'], palette=[(1, 2)], names={'d\x07'}),
+        name='\x07',
+    )
+    state = OrderedDict({1000 * 'k': torch.ones(1)})
+    state._metadata = {}
+    found = make_inert(dict(state_dict=state, meta=meta, message_hub=[1]), 'a.pth')
+    assert found['meta'] == dict(
+        config='gpu_ids = range(3)',
+        config_text='gpu_ids = range(0, 3)',
+        CLASSES=('a', 'b\\x07'),
+        dataset_meta=dict(classes=['c\\x1b'], palette=[(1, 2)], names={'d\\x07'}),
+        name='\x07',  # which nobody prints
+    )
+    assert make_inert(dict(meta=dict(config='x = 1')), 'a')['meta'] == dict(config_text='x = 1')
+    for data in (torch.ones(1), np.ones(1), {3: 'no weight'}, dict(meta=None)):
+        assert make_inert(data, 'a') is data
