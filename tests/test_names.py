@@ -1,8 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Models by their names, through MMEngine's hub and MMPretrain's."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,13 +15,65 @@ from config_helpers import ROOT
 import mmlinattn
 from mmlinattn.checkpoints import schemes
 from mmlinattn.checkpoints.released import find_link, find_released, link_with_name
-from mmlinattn.utils import project_files, register_all_modules
+from mmlinattn.utils import files, project_files, register_all_modules, registering, written_whole
 
 
 def test_project_files_are_found():
     assert project_files('configs').samefile(ROOT / 'configs')
     with pytest.raises(FileNotFoundError, match='nothing.yml is neither in'):
         project_files('nothing.yml')
+
+
+def test_files_of_an_installation_come_first(tmp_path, monkeypatch):
+    package = tmp_path / 'site' / 'mmlinattn'
+    monkeypatch.setattr(files, 'PACKAGE', package)
+    with pytest.raises(FileNotFoundError) as found:
+        project_files('tools')
+    assert str(found.value) == (
+        f'tools is neither in {package}/.mim nor in {tmp_path}/site: install mmlinattn with pip'
+    )
+    (tmp_path / 'site' / 'tools').mkdir(parents=True)
+    assert project_files('tools') == tmp_path / 'site' / 'tools'
+    (package / '.mim' / 'tools').mkdir(parents=True)
+    assert project_files('tools') == package / '.mim' / 'tools'
+
+
+@pytest.mark.parametrize('part', [None, 'mine.part'])
+def test_a_file_gets_its_name_when_it_is_on_the_disk(tmp_path, monkeypatch, part):
+    target, steps = tmp_path / 'a.bin', []
+    part = part and tmp_path / part
+    written = part or tmp_path / f'.a.bin.{os.getpid()}.part'
+    replace = os.replace
+    monkeypatch.setattr(os, 'fsync', lambda fd: steps.append(Path(f'/proc/self/fd/{fd}').read_bytes()))
+    monkeypatch.setattr(os, 'replace', lambda *paths: steps.append(tuple(map(str, paths))) or replace(*paths))
+    with written_whole(target, part) as file:
+        file.write(b'whole')
+        assert written.exists() and not target.exists()
+    assert steps == [b'whole', (str(written), str(target))] and target.read_bytes() == b'whole'
+    for error in (ValueError, KeyboardInterrupt):
+        with pytest.raises(error), written_whole(target, part) as file:
+            file.write(b'broken')
+            raise error
+        assert target.read_bytes() == b'whole' and os.listdir(tmp_path) == ['a.bin']
+    with pytest.raises(OSError), written_whole(tmp_path / 'no' / 'a.bin', part and tmp_path / 'no' / 'part'):
+        raise AssertionError
+
+
+def test_names_that_mmpretrain_knows_stay_and_paths_are_whole(hub, monkeypatch):
+    steps = []
+    models = {name: f'configs/{name}.py' for name in ('mmpretrain/Known', 'mmpretrain/New', 'mmdet/detector')}
+    models = [SimpleNamespace(name=name.split('/')[1], config=path) for name, path in models.items()]
+    loaded = SimpleNamespace(models=models, build_models_with_collections=lambda: steps.append('built'))
+    monkeypatch.setattr('modelindex.load_model_index.load', lambda path: steps.append(path) or loaded)
+    hub._models_dict['known'] = theirs = object()
+    monkeypatch.setattr(registering, 'find_spec', lambda name: None)
+    register_all_modules()
+    assert list(hub._models_dict) == ['known'] and steps == []  # without MMPretrain the modules only
+    monkeypatch.setattr(registering, 'find_spec', lambda name: name == 'mmpretrain')
+    register_all_modules(init_default_scope=False)
+    index = project_files('model-index.yml')
+    assert steps == [str(index), 'built'] and hub._models_dict == dict(known=theirs, new=models[1])
+    assert models[1].config == str(index.parent / 'configs/mmpretrain/New.py')
 
 
 @pytest.fixture
