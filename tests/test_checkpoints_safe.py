@@ -390,3 +390,148 @@ def test_what_is_made_of_a_checkpoint():
     assert make_inert(dict(meta=dict(config='x = 1')), 'a')['meta'] == dict(config_text='x = 1')
     for data in (torch.ones(1), np.ones(1), {3: 'no weight'}, dict(meta=None)):
         assert make_inert(data, 'a') is data
+
+
+@pytest.mark.parametrize(
+    'content, reason',
+    [
+        (b'', 'is empty'),
+        (b'version https://git-lfs', 'is a git-lfs pointer, not the file itself (run "git lfs pull")'),
+        *((start, 'is a web page, not a checkpoint') for start in (b'<!DOCTYPE', b' <html', b'<head', b'\n<?XML')),
+        (b'PK\x03\x04', 'is cut short: the end of the file is missing'),
+        (safe._LEGACY_START[:5], 'is cut short: the end of the file is missing'),
+        (b'text', 'is not a checkpoint written by torch.save (it was not opened)'),
+    ],
+)
+def test_lines_about_files_that_are_none(tmp_path, content, reason):
+    path = tmp_path / 'a.pth'
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError) as found:
+        load_file(path)
+    assert str(found.value) == f'{path} {reason}'
+
+
+@pytest.mark.parametrize(
+    'entries, reason',
+    [
+        ({'a/data.pkl': b'', 'a/constants.pkl': b''}, 'is a TorchScript program, not a checkpoint'),
+        ({'a/data.txt': b''}, 'is a zip archive, but not a checkpoint'),
+        (
+            {'a/data.pkl': b'c__builtin__\nbytearray\n'},
+            'was refused: it asks for bytearray, which no checkpoint needs',
+        ),
+        ({'a/data.pkl': bytes(20 * (1 << 16) + 1)}, 'declares 1310721 bytes of contents in a file of {size}'),
+    ],
+)
+def test_lines_about_archives_that_are_none(tmp_path, entries, reason):
+    path = tmp_path / 'a.pth'
+    with zipfile.ZipFile(path, 'w', zipfile.ZIP_DEFLATED) as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+    with pytest.raises(CheckpointError) as found:
+        load_file(path)
+    assert str(found.value) == f'{path} {reason.format(size=path.stat().st_size)}'
+
+
+def test_archives_within_bounds_are_read_on(tmp_path):
+    with zipfile.ZipFile(tmp_path / 'a.pth', 'w', zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr('a/data.pkl', bytes(20 * (1 << 16)))
+    assert safe._why_not_a_checkpoint(tmp_path / 'a.pth') is None
+
+
+def test_lines_about_what_cannot_be_opened(tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    os.mkfifo(tmp_path / 'pipe')
+    for path, kind, line in (
+        ('~/nothing', CheckpointNotFoundError, f'checkpoint {tmp_path}/nothing does not exist'),
+        ('~', CheckpointError, f'checkpoint {tmp_path} is a folder, not a file'),
+        ('~/pipe', CheckpointError, f'checkpoint {tmp_path}/pipe is a pipe, a socket or a device, not a file'),
+    ):
+        with pytest.raises(kind) as found:
+            load_file(path)
+        assert str(found.value) == line
+
+
+@pytest.mark.parametrize(
+    'error, line',
+    [
+        (MemoryError(), 'does not fit into memory, or declares more than it holds'),
+        (
+            RuntimeError('Advice.\nWeightsUnpickler error: \n' + 300 * 'x' + '\nmore'),
+            f'cannot be read (RuntimeError: {200 * "x"}); the file may be cut short or damaged',
+        ),
+        (EOFError(), 'cannot be read (EOFError: ); the file may be cut short or damaged'),
+        (
+            pickle.UnpicklingError('Unsupported global: GLOBAL os.system was not allowed'),
+            'was refused: it asks for os.system, which is not known to be harmless (a checkpoint can hide code); '
+            'nothing of it was run',
+        ),
+        (CheckpointError('of ours'), None),
+    ],
+    ids=repr,
+)
+def test_lines_about_files_that_cannot_be_read(tmp_path, monkeypatch, error, line):
+    torch.save({}, tmp_path / 'a.pth')
+
+    def fails(*args):
+        raise error
+
+    monkeypatch.setattr(safe, '_torch_load', fails)
+    with pytest.raises(CheckpointError) as found:
+        load_file(tmp_path / 'a.pth')
+    assert str(found.value) == (f'{tmp_path}/a.pth {line}' if line else 'of ours')
+
+
+@pytest.mark.parametrize(
+    'state',
+    [
+        [1],
+        {},
+        dict(_log_history=np.ones(2), _count_history=np.ones(1), max_length=5),
+        dict(_log_history=np.ones(2), _count_history=np.ones(2), max_length=1),
+        dict(_log_history=np.ones(2), _count_history=np.ones(2), max_length=5.0),
+        dict(_log_history=np.ones((2, 1)), _count_history=np.ones((2, 1)), max_length=5),
+        dict(_log_history=[1.0], _count_history=[1], max_length=5),
+    ],
+    ids=str,
+)
+def test_log_buffers_without_a_log(state):
+    with pytest.raises(pickle.UnpicklingError, match='without a log in it'):
+        safe._ReadHistoryBuffer.__new__(safe._ReadHistoryBuffer).__setstate__(state)
+
+
+def test_log_buffers_are_plain_ones_once_read():
+    buffer = safe._ReadHistoryBuffer.__new__(safe._ReadHistoryBuffer)
+    history = dict(_log_history=np.ones(2), _count_history=np.ones(2), max_length=2)
+    buffer.__setstate__(dict(history, _statistics_methods=dict(mean=print), other=1))
+    assert type(buffer) is HistoryBuffer and not hasattr(buffer, 'other') and buffer.mean() == 1
+    assert (len(buffer.data[0]), buffer.max_length) == (2, 2)
+
+
+@pytest.mark.parametrize('kind', ['?', 'i1', 'u8', 'f2', 'c16'])
+def test_numbers_of_numpy_are_data(kind):
+    assert safe._numpy_dtype(kind, False, True) == np.dtype(kind)
+
+
+@pytest.mark.parametrize('kind', ['O', 'U3', 'S3', 'V8', 'M8[s]', 'm8[s]'])
+def test_other_types_of_numpy_are_refused(kind):
+    with pytest.raises(pickle.UnpicklingError, match='Unsupported global: GLOBAL numpy.dtype'):
+        safe._numpy_dtype(kind)
+    with pytest.raises(pickle.UnpicklingError, match='Unsupported global: GLOBAL numpy.dtype'):
+        safe._numpy_scalar(np.dtype(kind), bytes(16))
+
+
+def test_getattr_is_taken_off_pytorch_s_list():
+    """Advice against MMEngine's error, which opens every attribute of every listed type; what else is there stays."""
+    if not safe._TORCH_HAS_ALLOW_LIST:
+        pytest.skip('this PyTorch has no list to extend')
+    before = torch.serialization.get_safe_globals()
+    try:
+        torch.serialization.add_safe_globals([getattr, argparse.ArgumentParser])
+        safe.allow_safe_globals()
+        allowed = torch.serialization.get_safe_globals()
+        assert getattr not in allowed and argparse.ArgumentParser in allowed
+        assert set(safe.safe_globals()) <= {thing for thing in allowed if isinstance(thing, tuple)}
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """MMEngine's own ways to load a checkpoint, after ``import mmlinattn`` and nothing else."""
 
+import io
 import subprocess
 import sys
 import textwrap
@@ -10,10 +11,11 @@ import torch
 from checkpoint_helpers import touch_when_loaded, with_package
 from mmengine.model import BaseModel, BaseModule
 from mmengine.runner import Runner, load_checkpoint
+from mmengine.runner import checkpoint as mmengine_checkpoint
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import nn
 
-from mmlinattn.checkpoints import CheckpointError, register
+from mmlinattn.checkpoints import CheckpointError, register, schemes
 
 
 class OneLayer(BaseModel):
@@ -129,3 +131,35 @@ def test_a_plain_import_is_all_an_upstream_tool_needs(tmp_path):
         env=with_package(),
     )
     assert done.stdout.splitlines()[-1:] == ['1 True'], done.stderr
+
+
+def test_loaders_of_other_addresses_read_safely_too(tmp_path, monkeypatch):
+    """Those of s3 and the like open a file and hand it to ``torch.load``."""
+    marker = tmp_path / 'was_run'
+    good, bad = io.BytesIO(), io.BytesIO()
+    torch.save(dict(weight=torch.ones(2)), good)
+    torch.save(touch_when_loaded(marker), bad)
+    good.seek(0)
+    bad.seek(0)
+    theirs = mmengine_checkpoint.torch
+    assert torch.equal(theirs.load(good, map_location='cpu')['weight'], torch.ones(2))
+    with pytest.raises(CheckpointError, match='refused'):
+        theirs.load(bad, 'cpu', weights_only=False)
+    assert not marker.exists() and theirs.nn is nn
+    asked = []
+    monkeypatch.setattr(schemes, 'load_file', lambda *args: asked.append(args))
+    theirs.load('a.pth', 'cuda')
+    schemes.load_from_local('b.pth')
+    assert asked == [('a.pth', 'cuda'), ('b.pth', None)]
+
+
+def test_what_registering_puts_in_place(monkeypatch):
+    monkeypatch.setattr(mmengine_checkpoint, '_safe_torch_load', None, raising=False)  # of onedl-mmengine
+    for prefix in ('', 'http://', 'https://'):
+        monkeypatch.setitem(CheckpointLoader._schemes, prefix, None)
+    register()
+    assert mmengine_checkpoint._safe_torch_load is schemes._load_any
+    assert mmengine_checkpoint.load_from_http is schemes.load_from_http
+    expected = {'': 'local', 'http://': 'http', 'https://': 'http', 'mmlinattn://': 'mmlinattn'}
+    found = {prefix: CheckpointLoader._schemes[prefix].__name__ for prefix in expected}
+    assert found == {prefix: f'load_from_{name}' for prefix, name in expected.items()}

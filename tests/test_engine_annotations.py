@@ -12,8 +12,16 @@ import numpy as np
 import pytest
 from mmengine.config import Config
 
-from mmlinattn.engine import RunError, check_data_config
-from mmlinattn.engine.annotations import _checked, _counts_of_rle, check_coco, is_extreme
+from mmlinattn.engine import RunError, annotations, check_data_config
+from mmlinattn.engine.annotations import (
+    _checked,
+    _counts_of_rle,
+    check_annotations,
+    check_coco,
+    describe_extreme,
+    is_extreme,
+    read_coco,
+)
 
 pytest.importorskip('mmdet')
 TOOLS = Path(__file__).resolve().parents[1] / 'tools'
@@ -255,6 +263,102 @@ def test_large_files_take_seconds(place):
 def test_extreme_sizes():
     assert is_extreme(1, 1) and is_extreme(20000, 20) and is_extreme(20, 20000)
     assert not is_extreme(8, 8) and not is_extreme(400, 8)
+
+
+def test_the_bounds_of_extreme_sizes():
+    found = [(7, 7), (7, 100), (100, 7), (401, 8), (8, 401)]
+    assert all(is_extreme(*size) for size in found)
+    assert not is_extreme(8, 400) and not is_extreme(8, 9)
+    line = describe_extreme([(f'{i}.png', 7, i) for i in range(7)])
+    assert line == (
+        '7 pictures have a side below 8 pixels or are over 50 times as long as wide, so that resizing leaves little of '
+        'them: 0.png (7x0), 1.png (7x1), 2.png (7x2), 3.png (7x3), 4.png (7x4) and 2 more.'
+    )
+
+
+BAD_MASK = [[1, 2]]
+
+
+@pytest.mark.parametrize(
+    'values, faults, clipped',
+    [
+        # bounds of what is outside, of what is far larger, and of what reaches out; pictures are 64x48
+        (dict(bbox=[-20, 8, 20, 20]), 0, 1),
+        (dict(bbox=[64, 8, 20, 20]), 0, 1),
+        (dict(bbox=[8, -20, 20, 20]), 0, 1),
+        (dict(bbox=[8, 48, 20, 20]), 0, 1),
+        (dict(bbox=[-32, -24, 128, 96]), 0, 1),
+        (dict(bbox=[-33, 8, 60, 20]), 1, 0),
+        (dict(bbox=[8, -25, 20, 60]), 1, 0),
+        (dict(bbox=[8, 8, 89, 20]), 1, 0),
+        (dict(bbox=[8, 8, 20, 65]), 1, 0),
+        (dict(bbox=[-1, -1, 66, 50]), 0, 0),
+        (dict(bbox=[-1.5, 8, 20, 20]), 0, 1),
+        (dict(bbox=[8, -1.5, 20, 20]), 0, 1),
+        (dict(bbox=[8, 8, 58, 20]), 0, 1),
+        (dict(bbox=[8, 8, 20, 42]), 0, 1),
+        # masks of what MMDetection leaves out are not looked at
+        (dict(segmentation=BAD_MASK), 1, 0),
+        (dict(segmentation=BAD_MASK, bbox=[8, 8, 1, 1], area=0.1), 1, 0),
+        (dict(segmentation=BAD_MASK, bbox=[8, 8, 0.5, 20]), 0, 0),
+        (dict(segmentation=BAD_MASK, bbox=[8, 8, 20, 0.5]), 0, 0),
+        (dict(segmentation=BAD_MASK, area=0), 0, 0),
+        # of a box that is wrong nothing else is said
+        (dict(segmentation=BAD_MASK, bbox=[8, 8, -1, 20], area=None), 1, 0),
+        (dict(category_id=9, bbox=[1]), 2, 0),
+        (dict(bbox=[8, 8, 20, True]), 1, 0),
+        (dict(area=float('nan')), 1, 0),
+        (dict(ignore=True, bbox=None, area=None), 0, 0),
+        (dict(id=True), 1, 0),
+        (dict(image_id=[1]), 0, None),
+    ],
+    ids=str,
+)
+def test_the_bounds_of_an_object(values, faults, clipped):
+    data = whole()
+    data['annotations'][1].update(values)
+    found = check_coco(data, with_masks=True)
+    assert len(found.faults) == faults
+    notice = f'{clipped} boxes reach out of their image and are clipped.'
+    orphan = '1 annotations are of images that the file lacks, and are left out.'
+    assert found.notices == ([orphan] if clipped is None else [notice] * clipped)
+
+
+def test_objects_of_a_picture_without_a_size_are_not_compared_with_it():
+    data = rewritten('images', width=None)()
+    data['annotations'][0].update(bbox=[1e9, 0, 1, 1], category_id=9)
+    first, second = check_coco(data, with_masks=True).faults
+    assert first == "image id 1 ('1.png') has width None, not a number of pixels"
+    assert second == "annotation id 10 of '1.png' (image id 1) has category_id 9; categories has [5, 6]"
+
+
+def test_which_files_are_checked_and_how_often(place, monkeypatch):
+    calls = []
+    FILE.write_text(json.dumps(box(50, 8, 20, 20)()))
+    monkeypatch.setattr(
+        annotations, 'read_coco', lambda *args, **kwargs: calls.append((args, kwargs)) or read_coco(*args, **kwargs)
+    )
+    path, backend = str(FILE), dict(backend='local')
+
+    def check_as(kind, with_masks=False, is_training=True):
+        return check_annotations(kind, path, 'key', with_masks, is_training, backend)
+
+    for kind in ('CocoPanopticDataset', 'VOCDataset', 'NoSuchDataset', dict):
+        assert check_as(kind) == [] and not calls
+    line = f'{path}: 1 boxes reach out of their image and are clipped.'
+    assert check_as('CocoDataset', is_training=False) == [line]
+    assert check_as('mmdet.CocoDataset') == []
+    assert check_as('CocoDataset', with_masks=True) == [line]  # which were not looked at before
+    assert calls == [((path, backend), dict(need_annotations=needed)) for needed in (False, True)]
+    FILE.write_text(json.dumps(box(1)()))
+    _checked.clear()
+    for _ in range(2):  # a file with faults is not forgotten
+        with pytest.raises(RunError) as found:
+            check_as('CocoDataset')
+        assert str(found.value) == (
+            f"key = {path!r}: annotation id 11 of '1.png' (image id 1) has bbox [1] of 1 values; it has to be "
+            '[x, y, width, height].'
+        )
 
 
 @pytest.fixture

@@ -359,3 +359,41 @@ def test_what_a_file_is_listed_as():
     assert annotations.listed(list(range(8)), max_listed=3) == '0, 1, 2 and 5 more.'
     quoted = annotations._quoted('x' * 100)
     assert quoted == "'" + 'x' * 79 + '...' and annotations._quoted('x' * 78) == repr('x' * 78)
+
+
+def test_an_error_that_cannot_be_explained_stays():
+    cfg = Config(dict(train_dataloader=dict(dataset=dict(type='NoSuchDataset'))))
+    with pytest.raises(ValueError, match='^of another kind$'), explained_empty_data(cfg, ['train']):
+        raise ValueError('of another kind')
+
+
+def test_workers_start_with_the_first_batch():
+    def loop(num_workers):
+        loader = SimpleNamespace(num_workers=num_workers, _iterator='of a worker')
+        return SimpleNamespace(dataloader=loader, dataloader_iterator=Endless(loader))
+
+    class Endless:
+        made = 0
+
+        def __init__(self, loader):
+            Endless.made += 1
+            self.loader = loader
+
+        def __next__(self):
+            return self.loader
+
+    late = loop(2)
+    data_check.start_workers_late(late)
+    first = late.dataloader_iterator
+    data_check.start_workers_late(late)
+    assert late.dataloader_iterator is first and late.dataloader._iterator is None and Endless.made == 1
+    assert iter(first) is first and next(first) is next(first) is late.dataloader and Endless.made == 2
+    same = loop(0)
+    data_check.start_workers_late(same)
+    assert isinstance(same.dataloader_iterator, Endless) and same.dataloader._iterator == 'of a worker'
+
+
+def test_data_sets_in_wrappers_of_others():
+    inner, other = ToyDataset(size=1), ToyDataset(size=2)
+    wrapped = SimpleNamespace(datasets=[SimpleNamespace(_dataset=inner), SimpleNamespace(dataset=other)])
+    assert list(data_check._leaf_datasets(wrapped)) == [inner, other]

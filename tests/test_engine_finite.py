@@ -4,9 +4,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_toys import make_runner
+from mmengine.registry import HOOKS as HOOK_REGISTRY
+from mmengine.registry import MODEL_WRAPPERS
 from mmengine.structures import BaseDataElement
 
-from mmlinattn.engine import FiniteLossHook, RunError, finite
+from mmlinattn.engine import CPUDistributedDataParallel, FiniteLossHook, RunError, finite
 from mmlinattn.engine.finite import batch_file_names
 
 HOOKS = [dict(type='FiniteLossHook'), dict(type='CheckpointGuardHook')]
@@ -123,3 +125,16 @@ def test_one_sample_alone_and_samples_of_other_kinds():
     sample = BaseDataElement(metainfo=dict(img_path='a.jpg'))
     assert batch_file_names(dict(data_samples=sample)) == ['a.jpg']
     assert batch_file_names(dict(data_samples=(sample, None, sample))) == ['a.jpg', 'a.jpg']
+
+
+def test_hooks_have_their_names_and_their_turn(tmp_path):
+    """Checks come before anything is logged or written; what stops a run comes last, after rates and checkpoints."""
+    first = (
+        'CheckpointGuardHook CheckpointMatchHook DataCheckHook ExactResumeHook FiniteLossHook UnusedParametersHook'
+    ).split()
+    runner = make_runner(tmp_path, [dict(type=name) for name in ('StopHook', *first)])
+    order = [type(hook).__name__ for hook in runner.hooks]
+    assert set(order[: len(first) + 1]) == {*first, 'RuntimeInfoHook'}
+    assert order[-2:] == ['CheckpointHook', 'StopHook']
+    assert HOOK_REGISTRY.get('SafeCheckpointHook').priority == 'VERY_LOW'
+    assert MODEL_WRAPPERS.get('CPUDistributedDataParallel') is CPUDistributedDataParallel

@@ -699,6 +699,34 @@ def test_which_runs_can_be_continued():
     assert not run(EpochBasedTrainLoop, leaves) and not run(EpochBasedTrainLoop) and not run(Other, resumes)
 
 
+def test_lost_connections_are_no_news():
+    heard = []
+    hook = stopping._hears_no_lost_connections(lambda *what: heard.append(what))
+    for error in (ConnectionResetError(), BrokenPipeError(), EOFError(), ValueError()):
+        hook(type(error), error, 'trace')
+    ((kind, _, trace),) = heard
+    assert (kind, trace) == (ValueError, 'trace')
+
+
+def _train_on(output):
+    """With a handler that finishes the iteration, as in training."""
+    _InterruptWatch.patience = {signal.SIGINT: 0.1, signal.SIGTERM: 0.1}
+    with clean_end():
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.3)
+        Path(output).write_text('went on')
+    os._exit(0)
+
+
+def test_sigterm_in_training_is_left_to_the_training(tmp_path):
+    output = tmp_path / 'output.txt'
+    process = multiprocessing.get_context('fork').Process(target=_train_on, args=(str(output),))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0 and output.exists()
+
+
 SCRIPT = """
 import ctypes, signal, sys, time
 from pathlib import Path
