@@ -66,6 +66,7 @@ def parts(network, old, backbone, task, **kwargs):
         (dict(in_channels=[], strides=[4, 8]), None, None),
         (dict(feature_strides=(4, 8, 16, 32)), [2, 3], dict(feature_strides=(16, 32))),
         (dict(start_level=2, end_level=3), [1, 2, 3], dict(start_level=1, end_level=2)),
+        (dict(start_level=1), [2, 3], dict(start_level=0)),
         (dict(start_level=0, end_level=-1), [1, 2, 3], None),
         (
             dict(bbox_roi_extractor=dict(out_channels=1024, featmap_strides=[4, 8, 16, 32])),
