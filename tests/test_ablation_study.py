@@ -134,6 +134,15 @@ def test_box_ap_is_cocos():
     assert 10 < task.score(Perfect(targets, 3.0), images, targets) < 90
 
 
+def test_results_that_name_no_task_are_of_the_first(tmp_path):
+    """As those of the first version."""
+    path, settings = tmp_path / 'results.json', ablation.Settings()
+    path.write_text(json.dumps(dict(study='rala', version='0.1', settings=settings._asdict(), runs=[])))
+    assert ablation.load_results(path, 'rala', settings, 'largest')['task'] == 'largest'
+    with pytest.raises(RunError, match="task 'largest' with .*, not of 'rala', .* task 'recall'"):
+        ablation.load_results(path, 'rala', settings, 'recall')
+
+
 @pytest.mark.slow
 def test_detection_is_a_task_of_every_study(tmp_path, monkeypatch, capsys):
     """Trained, measured and written; a host of two stages, too. Results of one task are not mixed with another's."""

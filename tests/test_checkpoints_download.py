@@ -380,6 +380,17 @@ def test_what_was_announced_has_to_come(monkeypatch, length):
     else:
         download._download('http://host/a.pth', file, False)
     assert file.getvalue() == b'abcdef' and asked[-1] == 'closed'
+    pieces[:], asked[:] = [b'abc'], []
+
+    def breaks_off(self, size):
+        if asked:
+            raise ConnectionResetError('reset')
+        asked.append(size)
+        return pieces[0]
+
+    monkeypatch.setattr(Response, 'read', breaks_off)
+    with pytest.raises(download._LinkError, match='reset'):  # the link's error, which is tried again, not the disk's
+        download._download('http://host/a.pth', file, False)
 
 
 def test_lines_about_what_was_sent(server, monkeypatch):

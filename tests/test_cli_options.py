@@ -166,9 +166,10 @@ def test_mixed_precision_leaves_nothing_behind_on_a_cpu(monkeypatch):
     assert cfg.optim_wrapper == dict(type='OptimWrapper', clip_grad=None)
 
 
-def test_drawings_of_each_task(configured, tmp_path):
-    """Each of the three projects spells it its own way."""
-    options = ['--show-dir', tmp_path / 'shown', '--interval', 3, '--wait-time', 0.5]
+def test_drawings_of_each_task(configured, tmp_path, monkeypatch):
+    """Each of the three projects spells it its own way, and MMDetection puts relative folders into the work_dir."""
+    options = ['--show-dir', 'shown', '--interval', 3, '--wait-time', 0.5]
+    monkeypatch.chdir(tmp_path)
     for config in (DETECTOR, SEGMENTOR, CLASSIFIER):
         cfg = configured('test.py', config, 'some.pth', *options)
         hook, folder = cfg.default_hooks.visualization, str(tmp_path / 'shown')

@@ -5,6 +5,7 @@ import copy
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from mmengine.logging import HistoryBuffer
@@ -23,7 +24,9 @@ GOOD = dict(
     meta=dict(epoch=2, iter=6, seed=2**32 - 1),
     message_hub=dict(
         log_scalars=dict(loss=HistoryBuffer([1.0], [1]), other='of another kind'),
-        runtime_info=dict(best_score=0.5, best_score_acc=torch.tensor(0.5), name='anything'),
+        runtime_info=dict(
+            best_score=0.5, best_score_acc=torch.tensor(0.5), best_score_loss=np.float32(0.7), name='anything'
+        ),
         resumed_keys=dict(loss=True, other=False),
     ),
     param_schedulers=[SCHEDULE, dict(best=math.inf, rule_worse=-math.inf, name=None)],

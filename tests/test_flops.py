@@ -50,6 +50,22 @@ def test_counts_by_kind_and_module(device):
     }
 
 
+class Unregistered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = [nn.Linear(3, 5, bias=False)]
+
+    def forward(self, x):
+        return self.layers[0](x)
+
+
+def test_modules_without_a_name_count_as_part_of_those_that_call_them():
+    model = nn.Sequential(Unregistered(), nn.Linear(5, 2))
+    with torch.no_grad(), Count(model) as count:
+        model(torch.zeros(7, 3))
+    assert count.macs == {('0', LINEAR): 7 * 3 * 5, ('1', LINEAR): 7 * 5 * 2}
+
+
 @pytest.mark.parametrize('device', ['cpu', 'meta'])
 def test_hallucinated_attention_counts_as_its_paper_counts(device):
     """Maps of all heads with their values, a 3x3 over half of them and their mixture; no map is seen in memory."""

@@ -183,6 +183,10 @@ def test_a_graph_that_leaves_the_range_of_float16_is_not_written(config, tmp_pat
 def test_only_classifiers_segmentors_and_detectors_are_exported():
     with pytest.raises(RunError, match='Linear is no classifier, segmentor or detector'):
         ExportableModel(nn.Linear(2, 2))
+    model = nn.Linear(2, 2)
+    model.extract_feat = model.forward
+    with pytest.raises(RunError, match='Linear is no classifier, segmentor or detector with a backbone'):
+        ExportableModel(model)
 
 
 def test_deviation_sees_shapes_and_nan():
