@@ -66,6 +66,26 @@ def test_modules_without_a_name_count_as_part_of_those_that_call_them():
     assert count.macs == {('0', LINEAR): 7 * 3 * 5, ('1', LINEAR): 7 * 5 * 2}
 
 
+class Turned(nn.Module):
+    """A linear layer over a map whose rows are not contiguous, which without gradients is a batched product."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 6).requires_grad_(False)
+
+    def forward(self, x):
+        return self.linear(x.permute(0, 2, 3, 1))
+
+
+@pytest.mark.parametrize('device', ['cpu', 'meta'])
+def test_linear_layers_are_linear_layers_however_pytorch_computes_them(device):
+    with torch.device(device):
+        model, x = Turned(), torch.zeros(2, 8, 5, 7)
+    with torch.no_grad(), Count(model) as count:
+        model(x)
+    assert count.macs == {('linear', LINEAR): 2 * 5 * 7 * 8 * 6}
+
+
 @pytest.mark.parametrize('device', ['cpu', 'meta'])
 def test_hallucinated_attention_counts_as_its_paper_counts(device):
     """Maps of all heads with their values, a 3x3 over half of them and their mixture; no map is seen in memory."""

@@ -115,3 +115,18 @@ def test_onednn_is_given_no_matrix_with_gaps(monkeypatch):
         linear(x, weight[:, ::2].repeat(1, 2)[:, :20]).sum().backward()
         linear(x, torch.randn(20, width).T).sum().backward()
     assert len(calls) > 20 and all(calls)
+
+
+@pytest.mark.parametrize('widths', [(20, 20), (20, 8), (8, 20)])
+def test_gradients_of_trained_linear_layers(widths, monkeypatch):
+    """As the equations have them: whichever factor is the wider, or neither."""
+    monkeypatch.setattr(linear_cpu, '_MIN_TRAINED_MACS', 1)
+    x, weight, bias = torch.randn(3, 5, widths[0]), torch.randn(widths[::-1]), torch.randn(widths[1])
+    inputs = [tensor.requires_grad_() for tensor in (x, weight, bias)]
+    grad = torch.randn(3, 5, widths[1])
+    out = linear(*inputs)
+    found = torch.autograd.grad(out, inputs, grad)
+    torch.testing.assert_close(out, torch.einsum('bmi,oi->bmo', x, weight) + bias)
+    torch.testing.assert_close(found[0], torch.einsum('bmo,oi->bmi', grad, weight))
+    torch.testing.assert_close(found[1], torch.einsum('bmo,bmi->oi', grad, x))
+    torch.testing.assert_close(found[2], grad.sum(dim=(0, 1)))
