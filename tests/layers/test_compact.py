@@ -69,6 +69,13 @@ def test_a_residual_branch_starts_at_nothing_and_trains(matrix):
     assert all(norm.weight.grad.abs().max() > 1e-5 for norm in up.norms)
 
 
+@pytest.mark.parametrize('frozen', [False, True])
+def test_frozen_factors_stay_frozen_when_merged(frozen):
+    layer = FactorisedLinear(12, 8, 5).requires_grad_(not frozen)
+    layer.switch_to_deploy()
+    assert all(parameter.requires_grad is not frozen for parameter in layer.parameters())
+
+
 @pytest.mark.parametrize('matrix', ['M1', 'M2'])
 @every_ffn
 def test_merging_changes_nothing(ffn, matrix):
