@@ -73,8 +73,7 @@ class FactorisedLinear(BaseModule):
         rank (int): Width k of the middle.
         branches (int): Branches r of each factor.
         norm_cfg (dict, optional): Batch norm of the branches, ``dict(type='BN1d')`` by default.
-        zero_init (bool): ``init_weights`` sets the gains of the last batch norms to zero, for the end of a residual
-            branch. At one, as batch norms start, it would drown what it is added to.
+        gain (float): What ``init_weights`` sets the gains of the last batch norms to.
     """
 
     def __init__(
@@ -84,13 +83,13 @@ class FactorisedLinear(BaseModule):
         rank: int,
         branches: int = 2,
         norm_cfg: Optional[dict] = None,
-        zero_init: bool = False,
+        gain: float = 1.0,
         init_cfg=None,
     ) -> None:
         super().__init__(init_cfg)
         self.in_features, self.out_features = in_features, out_features
         norm_cfg = norm_cfg or dict(type='BN1d')
-        last = dict(type='Constant', layer='_BatchNorm', val=0.0, bias=0.0) if zero_init else None
+        last = dict(type='Constant', layer='_BatchNorm', val=gain, bias=0.0)
         self.down = BranchedLinear(in_features, rank, branches, norm_cfg)
         self.up = BranchedLinear(rank, out_features, branches, norm_cfg, last)
         self.bias = nn.Parameter(torch.zeros(out_features))
@@ -117,8 +116,10 @@ def compact(
     """Compact feed-forward network, cFFN (Xu et al. 2023, Sec. 3.3): one matrix of ``ffn`` is factorised, in place.
 
     Its rank ``k = t m C / (m + 1)``, m the ratio of hidden width and width C, leaves the share t of its parameters.
-    Trained from scratch, M2 starts at zero, as the last batch norms of ResNet's blocks do (Goyal et al. 2017, Sec.
-    5.1): the paper does not say how it starts, and with gains of one small models learned far less (docs/studies.md).
+    The paper does not say how it starts. With gains of one, as batch norms do, the network drowns what it is added to,
+    and small models learned far less (docs/studies.md). So M2, which ends the residual branch, starts at zero, as the
+    last batch norms of ResNet's blocks do (Goyal et al. 2017, Sec. 5.1), and M1 with the variance of the linear layer
+    in its place, of weights of deviation 0.02, for tokens of unit variance.
 
     Args:
         ffn (MLP): Any feed-forward network of the hosts; its depth-wise convolution stays.
@@ -139,7 +140,8 @@ def compact(
     layer = getattr(ffn, MATRICES[matrix])
     widths = layer.in_features, layer.out_features
     rank = max(int(t * widths[0] * widths[1] / sum(widths) + 1e-6), 1)
-    setattr(ffn, MATRICES[matrix], FactorisedLinear(*widths, rank, r, norm_cfg, zero_init=matrix == 'M2'))
+    gain = 0.0 if matrix == 'M2' else 0.02 * (widths[0] / r) ** 0.5
+    setattr(ffn, MATRICES[matrix], FactorisedLinear(*widths, rank, r, norm_cfg, gain))
     ffn.takes_statistics = True
     return ffn
 
