@@ -1,0 +1,647 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""How a run of a study is trained and measured, what its tasks ask for, and what its arms are."""
+
+import contextlib
+import json
+import math
+import runpy
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from config_helpers import ROOT
+from torch import nn
+
+from mmlinattn.analysis import ablation, study_tasks
+from mmlinattn.analysis.study_tasks import TASKS, Settings
+from mmlinattn.attention import GlobalAttention, Grid
+from mmlinattn.engine import RunError
+
+# --- one run ----------------------------------------------------------------------------------------------------------
+
+
+class Toy(study_tasks.Task):
+    """A matrix and a vector for a model; keeps what it is asked for."""
+
+    metric = 'points'
+
+    def __init__(self):
+        self.steps, self.scored, self.losses, self.built, self.masks = [], [], iter(()), [], []
+
+    def build(self, backbone):
+        self.built.append((backbone, torch.rand(1).item()))
+        model = nn.Linear(3, 2)
+        model.backbone = backbone
+        return model
+
+    def mirrored(self, images, targets, which):
+        self.steps.append((images.flatten().tolist(), targets.tolist(), which.tolist()))
+        return images, targets
+
+    def loss(self, model, images, targets):
+        assert model.training
+        total = model.weight.sum() + model.bias.sum()
+        return next(self.losses, 1.0) + 1000 * (total - total.detach())  # gradients of 1000
+
+    def score(self, model, images, targets, batch=128):
+        assert not model.training
+        self.scored.append((images, targets, self.masks[:]))
+        return 10.0 * len(self.scored)
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    task = Toy()
+    monkeypatch.setitem(TASKS, 'toy', task)
+    monkeypatch.setattr(ablation, 'attention_measures', lambda model, images: [images.tolist()])
+    return task
+
+
+def train(toy, settings=None, seed=3, masks=False, **options):
+    settings = settings or Settings(iterations=10, batch=4, num_train=10, num_val=6, lr=0.01)
+    data = torch.arange(10), torch.arange(10) * 2
+    val = torch.arange(6), torch.arange(6)
+    return ablation.train_arm(
+        ablation.Arm({'type': 'toy'}, {}, masks), seed, settings, data, val, task='toy', **options
+    )
+
+
+def test_every_arm_sees_the_same_pictures(toy):
+    """All of them before one comes again but for what is left of a batch; half of them mirrored; by the seed alone."""
+    train(toy)
+    steps, toy.steps = toy.steps, []
+    torch.rand(7)  # weights of another size take other random numbers
+    train(toy)
+    assert toy.steps == steps and toy.built[0] == toy.built[1]
+    assert all(targets == [2 * i for i in images] and len(images) == 4 for images, targets, _ in steps)
+    for first, second in zip(steps[::2], steps[1::2]):
+        assert len({*first[0], *second[0]}) == 8
+    assert steps[0][0] != steps[2][0]
+    mirrored = [which for _, _, one in steps for which in one]
+    assert 8 < sum(mirrored) < 32
+    toy.steps = []
+    train(toy, seed=4)
+    assert toy.steps != steps and toy.built[2][1] != toy.built[0][1]
+
+
+def test_what_is_kept_of_a_run(toy):
+    steps = []
+    toy.losses = iter(map(float, range(30)))
+    settings = Settings(iterations=30, batch=2, num_train=10, num_val=6, lr=0.01)
+    found = train(toy, settings, on_step=lambda: steps.append(1))
+    assert found['curve'] == [[7, 10], [14, 20], [21, 30], [28, 40]] and found['points'] == 50
+    assert found['loss'] == pytest.approx(sum(range(10, 30)) / 20, abs=1e-3)  # of the last twenty steps
+    assert found['params'] == 8 and found['attention'] == [[0, 1, 2, 3]] and len(steps) == 30
+    assert found['seconds'] > 0 and 'masked' not in found and 'accuracy' not in found
+    assert all(images.tolist() == targets.tolist() == [0, 1, 2, 3, 4, 5] for images, targets, _ in toy.scored)
+    found = train(toy, settings._replace(iterations=2))
+    assert [step for step, _ in found['curve']] == [1, 2]
+
+
+def test_a_loss_that_is_no_number_ends_the_run(toy):
+    toy.losses = iter((1.0, 1.0, math.inf))
+    with pytest.raises(RunError, match='seed 3: the loss is inf at step 2.'):
+        train(toy)
+
+
+def test_how_weights_are_changed(toy, monkeypatch):
+    """AdamW, matrices decayed by 0.05 and vectors not at all, gradients no longer than 5."""
+    seen, norms, step = [], [], torch.optim.AdamW.step
+
+    def watched(self):
+        seen.append([(group['weight_decay'], [p.dim() for p in group['params']]) for group in self.param_groups])
+        norms.append(math.hypot(*(p.grad.norm().item() for g in self.param_groups for p in g['params'])))
+        return step(self)
+
+    monkeypatch.setattr(torch.optim.AdamW, 'step', watched)
+    train(toy)
+    assert len(seen) == 10 and seen[0] == [(0.05, [2]), (0.0, [1])]
+    assert norms == pytest.approx([5] * 10, rel=1e-3)
+
+
+def test_what_is_masked_of_an_arm(toy, monkeypatch):
+    @contextlib.contextmanager
+    def masked(model, window, others):
+        toy.masks.append((window, others))
+        yield
+        toy.masks.pop()
+
+    monkeypatch.setattr(ablation, 'masked', masked)
+    found = train(toy, masks=True)['masked']
+    names = ['3x3', '9 others', '5x5', '25 others', '7x7', '49 others']
+    assert list(found) == names and list(found.values()) == [70, 80, 90, 100, 110, 120]
+    variants = [(window, others) for window in (3, 5, 7) for others in (False, True)]
+    assert [masks for _, _, masks in toy.scored[-7:]] == [[], *([variant] for variant in variants)]
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = (GlobalAttention(8, heads, 'inline') for heads in (2, 1))
+
+    def forward(self, x):
+        return self.two(self.one(x))
+
+
+def test_measures_are_means_over_pictures_and_heads():
+    model, images = Blocks().eval(), torch.randn(3, 4, 5, 8)
+    found = ablation.attention_measures(model, images)
+    each = [ablation.attention_measures(model, image[None]) for image in images]
+    assert [entry['block'] for entry in found] == ['one', 'two'] and [entry['heads'] for entry in found] == [2, 1]
+    for i in (0, 1):
+        assert {'rank', 'confusion', 'locality', 'sharpness'} < set(found[i]) and 'ccs' not in found[i]
+        for key, part in (('rank', 'state'), ('rank', 'output')):
+            expected = sum(one[i][key][part]['effective'] for one in each) / 3
+            assert found[i][key][part]['effective'] == pytest.approx(expected)
+        expected = sum(one[i]['locality']['share'] for one in each) / 3
+        assert found[i]['locality']['share'] == pytest.approx(expected)
+
+
+# --- a study ----------------------------------------------------------------------------------------------------------
+
+SMALL = Settings(iterations=4, batch=4, num_train=8, num_val=8)
+
+
+@pytest.fixture
+def trained(toy, monkeypatch):
+    """What was trained in place of training."""
+    found = []
+
+    def train(arm, seed, settings, train, val, device, on_step, task):
+        found.append((arm, seed, settings, train, val, device, on_step, task))
+        return dict(points=40.0 + seed, curve=[], attention=[], params=1, seconds=6.5)
+
+    monkeypatch.setattr(ablation, 'train_arm', train)
+    toy.draw = lambda number, settings, seed: ('drawn', number, settings, seed)
+    return found
+
+
+def test_a_study_goes_seed_by_seed(trained, tmp_path):
+    said, arms = [], ['without CPE', 'full']
+    options = dict(arms=arms, device='cuda:1', progress=said.append, on_step='on_step', task='toy')
+    results = ablation.run_study('rala', tmp_path, 2, SMALL, **options)
+    study = ablation.STUDIES['rala']().arms
+    assert [(arm, seed) for arm, seed, *_ in trained] == [(study[arm], seed) for seed in (0, 1) for arm in arms]
+    train, val = ('drawn', 8, SMALL, 1), ('drawn', 8, SMALL, 2)
+    assert all(rest == [SMALL, train, val, 'cuda:1', 'on_step', 'toy'] for _, _, *rest in trained)
+    assert said == [
+        *('[1/4] without CPE, seed 0: 40.0 %  (6 s)', '[2/4] full, seed 0: 40.0 %  (6 s)'),
+        *('[3/4] without CPE, seed 1: 41.0 %  (6 s)', '[4/4] full, seed 1: 41.0 %  (6 s)'),
+    ]
+    kept = json.loads((tmp_path / 'results.json').read_text())
+    assert kept == results and (kept['study'], kept['task'], kept['settings']) == ('rala', 'toy', SMALL._asdict())
+    more = dict(points=40.0, curve=[], attention=[], params=1, seconds=6.5)
+    assert kept['runs'][0] == dict(arm='without CPE', seed=0, device='cuda:1', **more)
+    # more seeds later, of all arms
+    results = ablation.run_study('rala', tmp_path, 1, SMALL, task='toy')
+    assert [(run['arm'], run['seed']) for run in results['runs'][4:]] == [(a, 0) for a in study if a not in arms]
+    assert ablation.run_study('rala', tmp_path, 1, SMALL, task='toy') == results and len(trained) == 10
+
+
+def test_a_study_says_what_is_left(trained, tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(ablation.time, 'monotonic', lambda: now.__setitem__(0, now[0] + 30) or now[0])
+    said = []
+    ablation.run_study('rala', tmp_path, 1, SMALL, max_minutes=1, progress=said.append, task='toy')
+    assert len(trained) == 1
+    assert said[-1] == '7 of 8 runs are left: under way elsewhere, or for next time (--max-minutes)'
+
+
+def test_arms_that_a_study_does_not_have(tmp_path):
+    known = list(ablation.STUDIES['rala']().arms)
+    with pytest.raises(RunError) as error:
+        ablation.run_study('rala', tmp_path, 1, SMALL, arms=['full', 'fulll', 'a'])
+    assert str(error.value) == f"--arms ['a', 'fulll']: study 'rala' has {known}."
+
+
+def results(study='inline', task='largest', settings=SMALL, runs=()):
+    return dict(study=study, task=task, settings=settings._asdict(), runs=list(runs))
+
+
+def test_results_of_another_study_task_or_settings(tmp_path):
+    path = tmp_path / 'results.json'
+    empty = ablation.load_results(path, 'rala', SMALL, 'recall')
+    assert (empty['study'], empty['task'], empty['runs']) == ('rala', 'recall', []) and empty['version']
+    assert empty['settings'] == SMALL._asdict()
+
+    def loaded(kept, *wanted):
+        path.write_text(json.dumps(kept))
+        return ablation.load_results(path, *wanted)
+
+    kept = results()
+    assert loaded(kept, 'inline', SMALL) == loaded(kept, None, SMALL) == kept
+    old = {key: value for key, value in kept.items() if key != 'task'}  # before there were tasks
+    assert loaded(old, 'inline', SMALL) == kept
+    other = SMALL._replace(lr=0.5)
+    for wanted, words in (
+        (('rala', SMALL), "'rala', which needs another --out, task 'largest' with {'iterations': 4"),
+        (('inline', SMALL, 'recall'), "'inline', which needs another --out, task 'recall' with"),
+        (('inline', other), "'lr': 0.5"),
+        ((None, other), "a known study task 'largest' with {'iterations': 4"),
+    ):
+        with pytest.raises(RunError) as error:
+            loaded(kept, *wanted)
+        assert str(error.value).startswith(f"{path} is of study 'inline', task 'largest' with {{'iterations': 4")
+        assert words in str(error.value).partition('not of')[2]
+    for broken in (dict(kept, runs={}), results('unknown')):
+        with pytest.raises(RunError, match='results.json is of study'):
+            loaded(broken, None if broken['study'] == 'unknown' else 'inline', SMALL)
+
+
+def test_what_is_reused(tmp_path):
+    """Measured weights where an arm wants them, and only there; nothing of other tasks, nothing where one is wrong."""
+    runs = [dict(arm=arm, seed=seed, masked={'3x3': 1}) for arm in ('softmax', 'relu, linear') for seed in (0, 1)]
+    kept = results(runs=[*runs, dict(arm='softmax', seed=2), dict(arm='forgotten', seed=0)])
+    softmax = [dict(arm='softmax', seed=seed, masked={'3x3': 1}) for seed in (0, 1)]
+    linear = [dict(arm='relu, linear', seed=seed) for seed in (0, 1)]
+    assert ablation.reusable_runs('inline', kept) == [*softmax, *linear]
+    assert ablation.reusable_runs('hallucinated', kept) == [dict(arm='plain', seed=seed) for seed in (0, 1, 2)]
+    folders = [tmp_path / name for name in ('a', 'recall', 'b')]
+    for folder, content in zip(folders, (kept, results(task='recall', runs=softmax), results(settings=Settings()))):
+        folder.mkdir()
+        (folder / 'results.json').write_text(json.dumps(content))
+    out = tmp_path / 'out'
+    out.mkdir()
+    assert len(ablation.reuse('hallucinated', out, SMALL, folders[:2])) == 3
+    assert ablation.reuse('hallucinated', out, SMALL, folders[:2]) == []
+    for wrong, message in (
+        (folders[2], 'b/results.json is of study'),
+        (tmp_path / 'none', "none' has no results.json"),
+    ):
+        new = tmp_path / f'new {wrong.name}'
+        new.mkdir()
+        with pytest.raises(RunError, match=message):
+            ablation.reuse('hallucinated', new, SMALL, [folders[0], wrong])
+        assert not (new / 'results.json').exists()
+
+
+# --- the tool ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tool(monkeypatch, tmp_path):
+    """The tool with what it calls replaced: what that was given."""
+    names = runpy.run_path(str(ROOT / 'tools' / 'analysis_tools' / 'ablation_study.py'), run_name='tool')[
+        'main'
+    ].__globals__
+    seen = SimpleNamespace(reused=[], ran=[], written=[])
+
+    def reuse(*args):
+        seen.reused.append(args)
+        return [dict(arm='full', seed=2, accuracy=41.25, box_AP=3.0)]
+
+    def run_study(*args):
+        seen.ran.append(args)
+        args[7]('a message')
+        args[8]()
+        return 'results'
+
+    def write(*args):
+        seen.written.append(args)
+        return [tmp_path / 'table.md']
+
+    monkeypatch.setattr(ablation, 'reuse', reuse)
+    monkeypatch.setattr(ablation, 'run_study', run_study)
+    monkeypatch.setitem(names, 'ablation_report', SimpleNamespace(write=write))
+
+    def run(*args):
+        monkeypatch.setattr(sys, 'argv', ['ablation_study.py', '--out', str(tmp_path / 'out'), *map(str, args)])
+        names['main']()
+        return seen
+
+    return run
+
+
+def test_defaults_of_the_tool(tool, tmp_path, capsys):
+    """Those of docs/studies.md."""
+    seen = tool('--study', 'rala')
+    out = tmp_path / 'out'
+    settings = Settings(iterations=300, batch=32, num_train=4096, num_val=512, size=64, lr=0.002, tinted=0.5)
+    assert seen.ran[0][:7] == ('rala', out, 3, settings, None, None, 'cpu') and seen.ran[0][9] == 'largest'
+    assert seen.reused == [('rala', out, settings, [], 'largest')] and seen.written == [('results', out)]
+    said = capsys.readouterr().out.splitlines()
+    assert said == ['full, seed 2: 41.2 %  (reused)', 'a message', str(tmp_path / 'table.md')] and out.is_dir()
+    tool('--study', 'rala', '--task', 'detection')
+    settings = Settings(iterations=400, batch=16, num_train=2048, num_val=256, size=96, lr=0.001, tinted=0.5)
+    assert seen.ran[1][3] == settings and seen.ran[1][9] == 'detection'
+    assert capsys.readouterr().out.startswith('full, seed 2: 3.0 %')
+
+
+def test_options_of_the_tool(tool, tmp_path):
+    settings = Settings(iterations=5, batch=6, num_train=7, num_val=8, size=90, lr=0.1, tinted=1.0)
+    options = [f'--{name.replace("_", "-")}={value}' for name, value in settings._asdict().items()]
+    more = '--seeds', 4, '--max-minutes', 2.5, '--arms', 'plain', 'CHH, IHH', '--device', 'meta', '--reuse', 'a', 'b'
+    seen = tool('--study', 'hallucinated', *options, *more)
+    out = tmp_path / 'out'
+    assert seen.ran[0][:7] == ('hallucinated', out, 4, settings, 2.5, ['plain', 'CHH, IHH'], 'meta')
+    assert [str(folder) for folder in seen.reused[0][3]] == ['a', 'b'] and seen.reused[0][2] == settings
+
+
+@pytest.mark.parametrize(
+    ('option', 'least', 'message'),
+    [
+        ('--iterations', 1, '--iterations 0 has to be at least 1.'),
+        ('--batch', 2, '--batch 1 has to be at least 2.'),
+        ('--num-train', 32, '--num-train 31 has to be at least 32.'),
+        ('--num-val', 4, '--num-val 3 has to be at least 4.'),
+        ('--size', 64, '--size 63 has to be at least 64.'),
+        ('--seeds', 1, '--seeds 0 has to be at least 1.'),
+    ],
+)
+def test_least_values(tool, capsys, option, least, message):
+    assert tool('--study', 'rala', option, least).ran
+    with pytest.raises(SystemExit):
+        tool('--study', 'rala', option, least - 1)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('option', ['--tinted=-0.1', '--tinted=1.1', '--lr=0', '--lr=-1', '--max-minutes=-1'])
+def test_numbers_out_of_their_range(tool, capsys, option):
+    with pytest.raises(SystemExit):
+        tool('--study', 'rala', option)
+    name, _, value = option.partition('=')
+    assert capsys.readouterr().err.startswith(f'error: {name} {float(value)} has to ')
+    assert tool('--study', 'rala', '--tinted=0').ran
+
+
+def test_an_out_that_cannot_be_written(tool, tmp_path, capsys):
+    (tmp_path / 'out').touch()
+    with pytest.raises(SystemExit):
+        tool('--study', 'rala')
+    assert "out' cannot be written: File exists." in ' '.join(capsys.readouterr().err.split())
+
+
+# --- arms -------------------------------------------------------------------------------------------------------------
+
+RALA = dict(  # RALA Tab. 9 and 10: ImageNet, COCO box AP, ADE20K
+    {
+        'full': (dict(mixer='rala'), 82.8, 47.3, 47.9),
+        'without KV augmentation': (dict(mixer=dict(type='rala', augment_kv=False)), 82.1, 43.7, 43.6),
+        'without output gate': (dict(mixer=dict(type='rala', output_gate=None), mlp_ratio=2.5), 82.5, 46.3, 47.0),
+        'without CPE': (dict(cpe=False), 82.7, 47.0, 47.6),
+        'gate: identity': (dict(mixer=dict(type='rala', output_gate='identity'), mlp_ratio=2.5), 82.8),
+        'gate: tanh': (dict(mixer=dict(type='rala', output_gate='tanh'), mlp_ratio=2.5), 82.7),
+        'kernel: relu': (dict(mixer=dict(type='rala', kernel='relu')), 82.8),
+        'kernel: softmax': (dict(mixer=dict(type='rala', kernel='softmax')), 82.7),
+    }
+)
+
+
+def test_arms_of_rala():
+    study = ablation.STUDIES['rala']()
+    assert list(study.arms) == list(RALA)
+    for name, (what, *printed) in RALA.items():
+        arm = study.arms[name]
+        assert arm.paper == dict(zip(('ImageNet', 'COCO box AP', 'ADE20K mIoU'), printed)), name
+        backbone = dict(arm.backbone)
+        assert backbone['type'] == 'RAVLT' and backbone['stage_attns'] == (what.get('mixer', 'rala'),) * 3
+        assert backbone.get('cpe', True) == what.get('cpe', True) and not backbone['rotary'] and not arm.masks
+        assert backbone['local_kernel'] is None and backbone['arch']['mlp_ratios'] == what.get('mlp_ratio', 2.0)
+    worse = ['without KV augmentation', 'without output gate', 'without CPE']
+    assert study.pairs == [('full', arm, 'ImageNet') for arm in worse]
+    assert study.source == 'RALA Tab. 9 and 10, Fig. 8'
+
+
+def inline(**options):
+    return dict(type='inline', **{'local_residual': False, **options})
+
+
+def focused(**options):
+    return dict(type='focused', **{'local_kernel': None, **options})
+
+
+def steps(*names):
+    return dict(type='hallucinated', steps=names)
+
+
+PVT = dict(  # attention and what is printed of it
+    inline={
+        'softmax': ('softmax', {'ImageNet': 72.2}),
+        'relu, linear': (inline(kernel='relu', injective=False), {}),
+        'relu, injective': (inline(kernel='relu'), {}),
+        'exp, linear': (inline(kernel='exp', injective=False), {}),
+        'exp, injective': (inline(kernel='exp'), {}),
+        'identity, injective': (inline(), {}),
+        'identity, injective, local residual': ('inline', {}),
+    },
+    flatten={
+        'relu linear': (focused(focus=False), {}),
+        'relu linear, depth-wise': (focused(focus=False, local_kernel=5), {}),
+        'focused': (focused(), {}),
+        'focused, depth-wise': ('focused', {}),
+        **{f'focused, depth-wise, p = {p}': (focused(local_kernel=5, power=p), {}) for p in (2, 4, 8, 32)},
+    },
+    hallucinated={
+        'plain': ('softmax', {'Tiny-ImageNet': 69.3}),
+        'copies': (steps(), {'Tiny-ImageNet': 68.8}),
+        'IHH': (steps('ihh'), {'Tiny-ImageNet': 69.4}),
+        'CHH': (steps('chh'), {'Tiny-ImageNet': 69.2}),
+        'IHH, CHH': ('hallucinated', {'Tiny-ImageNet': 69.7}),
+        'CHH, IHH': (steps('chh', 'ihh'), {'Tiny-ImageNet': 69.3}),
+        'smaller FFN ratio': ('hallucinated', {'Tiny-ImageNet': 68.8}),
+        'cFFN, r = 1': ('hallucinated', {'Tiny-ImageNet': 69.1}),
+        'cFFN, r = 2': ('hallucinated', {'Tiny-ImageNet': 70.2}),
+        'cFFN, r = 3': ('hallucinated', {'Tiny-ImageNet': 70.0}),
+        'cFFN of M1, r = 2': ('hallucinated', {'Tiny-ImageNet': 70.0}),
+    },
+)
+FFNS = {
+    'cFFN, r = 1': dict(type='compact', r=1),
+    'cFFN, r = 2': dict(type='compact'),
+    'cFFN, r = 3': dict(type='compact', r=3),
+    'cFFN of M1, r = 2': dict(type='compact', matrix='M1'),
+}
+PAIRS = dict(
+    inline=[
+        ('softmax', 'softmax, confused', 'ImageNet'),
+        ('relu, injective', 'relu, linear', 2.5),
+        ('exp, injective', 'exp, linear', None),
+        ('identity, injective, local residual', 'identity, injective', None),
+    ],
+    flatten=[
+        ('focused', 'relu linear', None),
+        ('relu linear, depth-wise', 'relu linear', None),
+        ('focused, depth-wise', 'focused', None),
+    ],
+    hallucinated=[
+        *(('IHH, CHH', arm, 'Tiny-ImageNet') for arm in ('plain', 'copies', 'IHH', 'CHH', 'CHH, IHH')),
+        *(
+            ('cFFN, r = 2', arm, 'Tiny-ImageNet')
+            for arm in ('IHH, CHH', 'smaller FFN ratio', 'cFFN, r = 1', 'cFFN, r = 3', 'cFFN of M1, r = 2')
+        ),
+    ],
+)
+
+
+@pytest.mark.parametrize('name', PVT)
+def test_arms_in_pvt(name):
+    study = ablation.STUDIES[name]()
+    arms = {key: arm for key, arm in study.arms.items() if key != 'softmax, confused'}
+    assert list(arms) == list(PVT[name])
+    for key, (mixer, printed) in PVT[name].items():
+        backbone = arms[key].backbone
+        assert backbone['type'] == 'LinearPVT' and backbone['stage_attns'] == (mixer,) * 2, key
+        assert arms[key].paper == printed, key
+        arch = backbone['arch']
+        assert arch['sr_ratios'] == 1 and arch['drop_path_rate'] == 0 and arch.get('ffn') == FFNS.get(key)
+        assert arch['mlp_ratios'] == ((5 / 3, 5 / 3) if key == 'smaller FFN ratio' else (2, 2))
+    masks = {key for key, arm in arms.items() if arm.masks}
+    wanted = {'softmax', 'identity, injective', 'identity, injective, local residual'}
+    assert masks == (wanted if name == 'inline' else set()) and study.pairs == PAIRS[name]
+
+
+def test_every_attention_is_an_arm():
+    from mmlinattn.attention import TOKEN_MIXERS
+
+    study = ablation.STUDIES['attentions']()
+    assert {name: arm.backbone['stage_attns'] for name, arm in study.arms.items()} == {
+        name: (name, name) for name in TOKEN_MIXERS.module_dict
+    }
+    assert study.pairs == [] and not any(arm.paper or arm.masks for arm in study.arms.values())
+
+
+def test_confused_softmax():
+    """InLine Tab. 1: by head, queries of one direction are one, and what is negative is nothing."""
+    arm = ablation.STUDIES['inline']().arms['softmax, confused']
+    kind = arm.backbone['stage_attns'][0]['type']
+    assert arm.paper == {'ImageNet': 70.6} and not arm.masks
+    mixer, grid = kind(8, 2), Grid(1, 5)
+    q, k, v = torch.randn(3, 1, 5, 8)
+    q[0, 1] = torch.cat((3 * q[0, 0, :4], 0.5 * q[0, 0, 4:]))
+    q[0, 2] = -q[0, 2].abs()
+    unit = [F.normalize(head.relu(), dim=-1) for head in q.split(4, dim=-1)]
+    expected = [(u @ key.mT / 2).softmax(-1) for u, key in zip(unit, k.split(4, dim=-1))]
+    weights = mixer.weights(q.clone(), k.clone(), grid, grid)[0]
+    torch.testing.assert_close(weights, torch.cat(expected))
+    torch.testing.assert_close(weights[:, 0], weights[:, 1])
+    torch.testing.assert_close(weights[:, 2], torch.full((2, 5), 0.2))
+    out = mixer(q.clone(), k.clone(), v, grid, grid)
+    torch.testing.assert_close(out, torch.cat([e @ value for e, value in zip(expected, v.split(4, dim=-1))], dim=-1))
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+
+class Asked(nn.Module):
+    """Gives logits that were prepared, batch by batch; keeps what it was given."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.weight, self.logits, self.sizes = nn.Parameter(torch.zeros(1)), logits, []
+
+    def forward(self, images):
+        first = sum(self.sizes)
+        self.sizes.append(len(images))
+        return self.logits[first : first + len(images)]
+
+
+def test_scores_of_classification():
+    task = TASKS['largest']
+    labels = torch.tensor([0, 1, 2, 3, 4])
+    logits = F.one_hot(torch.tensor([0, 1, 5, 3, 0]), 6).float()
+    model = Asked(logits)
+    assert task.score(model, torch.zeros(5, 3, 8, 8), labels, batch=2) == 60 and model.sizes == [2, 2, 1]
+    loss = task.loss(lambda images: logits, None, labels)
+    assert loss.item() == pytest.approx(F.cross_entropy(logits, labels, label_smoothing=0.1).item())
+    assert task.chance == pytest.approx(100 / 6) and task.num_classes == 6 and task.paper_metric is None
+
+
+def test_the_largest_is_larger_by_a_third(monkeypatch):
+    """Scenes in which it is not are drawn anew; the others are named by it, of three to five shapes."""
+    asked, task = [], TASKS['largest']
+    sizes = [[10, 13, 4], [10, 12, 4], [50, 13, 4], [7]]
+    scenes = iter(sizes * 20)
+
+    def draw_scene(rng, size, num_shapes, diameters, tinted):
+        asked.append((size, num_shapes, diameters, tinted))
+        masks = np.zeros((len(areas := next(scenes)), 64), bool).reshape(-1, 8, 8)
+        for mask, area in zip(masks, areas):
+            mask.flat[:area] = True
+        return SimpleNamespace(
+            image=np.full((*size, 3), areas[0], np.uint8), masks=masks, labels=np.arange(5)[: len(areas)]
+        )
+
+    monkeypatch.setattr(study_tasks, 'draw_scene', draw_scene)
+    images, labels = task.draw(30, Settings(size=8, tinted=0.25), 0)
+    assert labels.tolist() == [1, 0, 0] * 10 and images[:, 0, 0, 0].tolist() == [10, 50, 7] * 10
+    assert images.shape == (30, 3, 8, 8) and images.is_contiguous()
+    assert {num for _, num, _, _ in asked} == {3, 4, 5}
+    assert {(size, diameters, tinted) for size, _, diameters, tinted in asked} == {((8, 8), (0.2, 0.55), 0.25)}
+
+
+def test_models_see_normalised_pictures():
+    images = torch.tensor([0, 127, 255], dtype=torch.uint8)
+    expected = [-127.5 / 64, -0.5 / 64, 127.5 / 64]
+    assert study_tasks._normalised(images).tolist() == pytest.approx(expected)
+    which = torch.tensor([True, False])
+    pictures = torch.arange(12).view(2, 1, 2, 3)
+    turned, targets = TASKS['largest'].mirrored(pictures, torch.tensor([1, 2]), which)
+    assert torch.equal(turned, torch.stack((pictures[0].flip(-1), pictures[1]))) and targets.tolist() == [1, 2]
+
+
+def test_scores_and_losses_at_points():
+    """Maps of 2 x 4 cells of pictures of 16 x 16: 4 pixels wide and 8 high; points on the border are inside."""
+    task = TASKS['recall']
+    points = torch.tensor([[[3.9, 7.9, 0], [4.0, 8.0, 1], [16.0, 0.0, 2], [0.0, 16.0, 3]]]).repeat(3, 1, 1)
+    logits = torch.zeros(3, 6, 2, 4)
+    for row, column, label in ((0, 0, 0), (1, 1, 1), (0, 3, 2), (1, 0, 3)):
+        logits[:, label, row, column] = 1
+    logits[2] = 0
+    logits[2, 3] = 1  # one in four right
+    model = Asked(logits)
+    assert task.score(model, torch.zeros(3, 3, 16, 16), points, batch=2) == 75 and model.sizes == [2, 1]
+    loss = task.loss(lambda images: logits[:2], torch.zeros(2, 3, 16, 16), points[:2])
+    right = F.cross_entropy(torch.eye(6)[:4], torch.arange(4), label_smoothing=0.1)
+    assert loss.item() == pytest.approx(right.item())
+    assert task.chance == 25 and task.unused == ('tinted',)
+
+
+def test_discs_are_apart():
+    """And inside of the picture."""
+    for number, size, radius in ((8, 64, 6.4), (3, 40, 6.0)):
+        rng = np.random.default_rng(0)
+        for _ in range(4):
+            places = study_tasks._apart(rng, number, size, radius)
+            assert places.shape == (number, 2) and places.min() >= radius + 1 and places.max() <= size - radius - 1
+            distances = np.linalg.norm(places[:, None] - places[None], axis=-1) + 99 * np.eye(number)
+            assert distances.min() > 2 * radius + 1
+
+
+def test_boxes_of_scenes(monkeypatch):
+    """Corners of visible pixels, the right and lower ones beyond the last pixel; no shape, no box."""
+    masks = np.zeros((2, 12, 12), bool)
+    masks[0, 2:5, 3:9], masks[1, 11, 0] = True, True
+    scene = SimpleNamespace(image=np.full((12, 12, 3), 7, np.uint8), masks=masks, labels=np.array([4, 2]))
+    asked = []
+    monkeypatch.setattr(study_tasks, 'draw_scene', lambda rng, size, **options: asked.append((size, options)) or scene)
+    images, targets = TASKS['detection'].draw(2, Settings(size=12, tinted=0.75), 0)
+    boxes = [[3, 2, 9, 5, 4], [0, 11, 1, 12, 2]]
+    assert targets.tolist() == [boxes + [[-1] * 5] * 3] * 2 and (images == 7).all() and images.shape == (2, 3, 12, 12)
+    assert asked == [((12, 12), dict(tinted=0.75))] * 2
+
+
+def test_what_detectors_are_told():
+    """Of each picture its own boxes and labels; losses that it gives are added up, other numbers are not."""
+    pytest.importorskip('mmdet')
+    task, asked = TASKS['detection'], []
+    targets = torch.full((2, 5, 5), -1.0)
+    targets[0, 0] = torch.tensor([1.0, 2, 5, 7, 3])
+    images = torch.full((2, 3, 16, 24), 255, dtype=torch.uint8)
+
+    class Detector:
+        def loss(self, x, samples):
+            asked.append((x, samples))
+            return dict(
+                loss_cls=[torch.tensor(1.0), torch.tensor(2.0)], loss_bbox=[torch.tensor(4.0)], acc=[torch.tensor(8.0)]
+            )
+
+    assert task.loss(SimpleNamespace(detector=Detector()), images, targets).item() == 7
+    ((x, samples),) = asked
+    assert (x == 127.5 / 64).all() and len(samples) == 2
+    assert samples[0].gt_instances.bboxes.tolist() == [[1, 2, 5, 7]] and samples[0].gt_instances.labels.tolist() == [3]
+    assert samples[1].gt_instances.bboxes.shape == (0, 4)
+    for name in ('img_shape', 'ori_shape', 'pad_shape', 'batch_input_shape'):
+        assert getattr(samples[0], name) == (16, 24)
