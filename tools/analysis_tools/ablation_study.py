@@ -69,8 +69,10 @@ def checked_settings(args: argparse.Namespace) -> ablation.Settings:
             raise RunError(f'--{name.replace("_", "-")} {getattr(settings, name)} has to be at least {value}.')
     if args.seeds < 1:
         raise RunError(f'--seeds {args.seeds} has to be at least 1.')
-    if not 0 <= settings.tinted <= 1 or settings.lr <= 0:
-        raise RunError(f'--tinted {settings.tinted} has to lie in [0, 1] and --lr {settings.lr} above 0.')
+    if not 0 <= settings.tinted <= 1:
+        raise RunError(f'--tinted {settings.tinted} has to lie in [0, 1].')
+    if settings.lr <= 0:
+        raise RunError(f'--lr {settings.lr} has to be above 0.')
     if args.max_minutes is not None and args.max_minutes <= 0:
         raise RunError(f'--max-minutes {args.max_minutes} has to be above 0.')
     try:
