@@ -1,0 +1,372 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What inspect_attention.py does around a model: what it asks for, puts together, writes and says."""
+
+import contextlib
+import json
+import math
+import runpy
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from config_helpers import ROOT
+from mmengine.config import Config
+from mmengine.registry import DATASETS
+from torch import nn
+
+from mmlinattn.analysis import inspecting, loading, masking, pictures
+from mmlinattn.analysis.capture import CLASS_TOKEN, PADDING, watched
+from mmlinattn.analysis.masking import masked, masked_weights, masking_accuracies, token_places
+from mmlinattn.attention import GlobalAttention, Grid, WindowAttention, get_mixer
+from mmlinattn.engine import RunError
+
+TOOL = ROOT / 'tools' / 'analysis_tools' / 'inspect_attention.py'
+
+
+class Model(nn.Module):
+    """Two blocks; a picture is its tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Module()
+        self.backbone.one, self.backbone.two = GlobalAttention(8, 2, 'inline'), GlobalAttention(8, 1, 'softmax')
+        self.backbone.forward = lambda x: self.backbone.two(self.backbone.one(x))
+
+
+@pytest.fixture
+def tool(monkeypatch, tmp_path):
+    """The tool on a small model, with plots that are only asked for."""
+    names = runpy.run_path(str(TOOL), run_name='tool')['main'].__globals__
+    seen = SimpleNamespace(plots=[], loaded=[], model=Model().eval(), names=names)
+    sizes = iter(((5, 6), (4, 4)))
+
+    def prepare(cfg, model, image, name, shape):
+        height, width = image.shape[:2]
+        inputs = torch.randn(1, *next(sizes), 8)
+        picture = loading.Picture(name, image[::2, ::2], inputs, None, ((2.0, 0.0),) * 2, (width, height))
+        seen.shape = shape
+        return picture
+
+    monkeypatch.setattr(loading, 'read_picture', lambda path: np.zeros((40, 60, 3), np.uint8))
+    monkeypatch.setattr(
+        loading, 'load_model', lambda *args: seen.loaded.append((args, torch.rand(1).item())) or seen.model
+    )
+    monkeypatch.setattr(loading, 'prepare', prepare)
+    monkeypatch.setattr(pictures, 'token_at', lambda *_: (1, 2))
+    for kind in ('plot_query', 'plot_full', 'plot_masking'):
+        keep = lambda *args, kind=kind, **more: seen.plots.append((kind, args, more))  # noqa: E731
+        monkeypatch.setattr(pictures, kind, keep)
+    monkeypatch.setattr(
+        pictures, 'plot_measures', lambda *args: seen.plots.append(('measures', args, {})) or ['a', 'b']
+    )
+    monkeypatch.setitem(names, 'read_config', lambda path: Config(dict(default_scope='mmpretrain', a=dict(b=1))))
+    monkeypatch.setitem(names, 'check_checkpoint', lambda path, name: f'{name} {path}')
+    for name in ('one.jpg', 'two.png'):
+        (tmp_path / name).touch()
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args):
+        monkeypatch.setattr(sys, 'argv', ['inspect_attention.py', 'folder/mine.py', *map(str, args)])
+        names['main']()
+        return json.loads((tmp_path / 'out' / 'summary.json').read_text()), seen
+
+    return run
+
+
+def test_several_pictures(tool, tmp_path, capsys):
+    """Numbers are means over them; each has its drawings, by its number and name, about its middle."""
+    summary, seen = tool('none', 'one.jpg', 'two.png', '--out', 'out', '--num-queries', 7)
+    assert summary['images'] == [
+        dict(image=name, query=[30, 20], shown=[20, 30], query_shown=[15, 10]) for name in ('one.jpg', 'two.png')
+    ]
+    assert (summary['config'], summary['checkpoint'], len(summary['blocks'])) == ('folder/mine.py', 'none', 2)
+    settings = summary['settings']
+    assert settings['num_queries'] == 7 and settings['confusion_distance'] == 1e-3 and summary['version']
+    one, two = summary['blocks']
+    assert (one['block'], one['mixer'], two['block'], two['mixer']) == (
+        'backbone.one',
+        'inline',
+        'backbone.two',
+        'softmax',
+    )
+    assert one['map'] == one['key_map'] == [[5, 6], [4, 4]] and one['sampled_queries'] == 7
+    assert one['keys_a_window'] == (30 + 16) / 2 and len(one['locality']['sum']) == 2
+    assert seen.shape is None and seen.loaded[0][0][1:] == ('none', 'cpu')
+    (measures,) = (args for kind, args, _ in seen.plots if kind == 'measures')
+    everything = ['rank', 'confusion', 'locality', 'sharpness', 'ccs', 'maps']
+    assert measures == (summary['blocks'], everything, Path('out'), 'mine (random weights)')
+    drawn = [(kind, args, more) for kind, args, more in seen.plots if kind != 'measures']
+    assert [(kind, str(args[-1]), more) for kind, args, more in drawn] == [
+        (kind, f'out/maps/{i}_{name}_{rest}.png', more)
+        for i, name in enumerate(('one', 'two'))
+        for kind, rest, more in (
+            ('plot_query', 'query_30_20', {}),
+            ('plot_query', 'query_30_20_with_local', dict(local=True)),
+            ('plot_full', 'full', {}),
+        )
+    ]
+    query, local, full = (args for _, args, _ in drawn[:3])
+    assert [maps.block for maps in query[0]] == ['backbone.one', 'backbone.two']
+    assert [maps.block for maps in local[0]] == ['backbone.one']  # the other has no convolution of the values
+    assert query[1].name == '0_one' and query[2:4] == ((15, 10), (30, 20))
+    assert not np.allclose(query[0][0].maps, local[0][0].maps) and query[0][0].token == (1, 2)
+    assert [(block, mixer, maps.shape) for block, mixer, maps in full[0]] == [
+        ('backbone.one', 'inline', (2, 30, 30)),
+        ('backbone.two', 'softmax', (1, 30, 30)),
+    ]
+    assert full[1] == '0_one'
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith('2 blocks; weights @ v against the forward pass: ') and said[0].endswith(' at most')
+    worst = max(block['forward_error'] for block in summary['blocks'])
+    assert f'{worst:.1e}' in said[0] and said[1] == 'out/summary.json and 2 plot(s), maps/'
+
+
+def test_a_query_and_a_shape(tool, capsys):
+    args = '--query', 10, 30.5, '--shape', 64, 96, '--what', 'ccs', 'rank', '--device', 'cpu'
+    summary, seen = tool('file.pth', 'one.jpg', '--out', 'out', *args, '--cfg-options', 'a.b=2')
+    assert summary['images'] == [dict(image='one.jpg', query=[10, 30.5], shown=[20, 30], query_shown=[5, 15])]
+    assert seen.shape == [64, 96] and seen.loaded[0][0][1:] == ('checkpoint file.pth', 'cpu')
+    assert seen.loaded[0][0][0].a.b == 2 and summary['checkpoint'] == 'checkpoint file.pth'
+    ((kind, args, _),) = seen.plots  # no maps were asked for
+    assert kind == 'measures' and args[1] == ['ccs', 'rank'] and args[3] == 'mine'
+    assert {'ccs', 'rank'} < set(summary['blocks'][0]) and 'locality' not in summary['blocks'][0]
+    assert capsys.readouterr().out.splitlines()[1] == 'out/summary.json and 2 plot(s)'
+
+
+def test_random_weights_do_not_depend_on_what_was_drawn_before(tool):
+    torch.rand(5)
+    _, seen = tool('none', 'one.jpg', '--out', 'out', '--what', 'ccs')
+    torch.manual_seed(0)
+    assert seen.loaded[0][1] == torch.rand(1).item()
+
+
+def test_masking_is_put_into_the_summary(tool, monkeypatch):
+    asked = []
+
+    def masking_accuracies(model, loader, number, done):
+        done(1, 2)
+        asked.append((model, loader, number))
+        return dict(pictures=4, accuracy=dict(none=50.0))
+
+    cfg = Config(dict(default_scope='mmpretrain', test_dataloader=dict(dataset=dict(data_root='old'))))
+    _, seen = tool('none', 'one.jpg', '--out', 'out', '--what', 'ccs')
+    assert 'masking' not in _
+    monkeypatch.setitem(seen.names, 'masking_accuracies', masking_accuracies)
+    for args, root in ((['--data-root', 'new'], 'new'), ([], 'old')):
+        monkeypatch.setitem(seen.names, 'read_config', lambda path: Config(cfg.to_dict()))
+        monkeypatch.setattr(loading, 'prepare', lambda cfg, model, image, name, shape: SMALL_PICTURE)
+        summary, _ = tool('none', 'one.jpg', '--out', 'out', '--what', 'ccs', '--masking', 9, *args)
+        assert summary['masking'] == dict(pictures=4, accuracy=dict(none=50.0))
+        assert asked[-1][0] is seen.model and asked[-1][2] == 9 and asked[-1][1]['dataset']['data_root'] == root
+        kind, args, _ = seen.plots[-1]
+        assert kind == 'plot_masking' and args[0] == dict(none=50.0) and str(args[1]) == 'out/masking.png'
+        assert args[2] == 'mine (random weights)'
+
+
+SMALL_PICTURE = loading.Picture(
+    'p', np.zeros((8, 8, 3), np.uint8), torch.zeros(1, 4, 4, 8), None, ((1.0, 0),) * 2, (8, 8)
+)
+
+
+@pytest.mark.parametrize(
+    ('scope', 'args', 'message'),
+    [
+        ('mmaction', [], 'folder/mine.py: default_scope is none of mmdet, mmseg, mmpretrain.'),
+        (None, [], 'folder/mine.py: default_scope is none of'),
+        ('mmdet', ['--masking', 3], '--masking 3: a number of pictures, and the config has to be of a classifier.'),
+        ('mmdet', ['--shape', 64, 31], '--shape 64 31: height and width have to be at least 32.'),
+        ('mmseg', ['gone.jpg'], "image 'gone.jpg': no such file."),
+        ('mmseg', ['--out', 'one.jpg'], "--out 'one.jpg' cannot be written: File exists."),
+    ],
+)
+def test_what_is_refused_before_a_model_is_built(tool, monkeypatch, capsys, scope, args, message):
+    _, seen = tool('none', 'one.jpg', '--out', 'out', '--what', 'ccs')
+    monkeypatch.setitem(seen.names, 'read_config', lambda path: Config(dict(default_scope=scope)))
+    with pytest.raises(SystemExit):
+        tool('none', 'one.jpg', *args, *([] if '--out' in args else ['--out', 'out']))
+    assert message in ' '.join(capsys.readouterr().err.split()) and len(seen.loaded) == 1
+
+
+def test_models_and_arrangements_that_are_not_known(tool, monkeypatch, capsys):
+    _, seen = tool('none', 'one.jpg', '--out', 'out', '--what', 'ccs')
+    seen.model = SimpleNamespace(backbone=nn.Linear(1, 1), named_modules=nn.Linear(1, 1).named_modules)
+    with pytest.raises(SystemExit):
+        tool('none', 'one.jpg', '--out', 'out')
+    assert 'folder/mine.py: its backbone Linear has no attention of mmlinattn.' in ' '.join(
+        capsys.readouterr().err.split()
+    )
+
+
+# --- samples and means ------------------------------------------------------------------------------------------------
+
+
+def calls_of(model, x):
+    found = []
+    with watched(nn.Sequential(model), found.append):
+        model(x)
+    (block,) = found
+    return block
+
+
+def test_queries_are_spread_over_at_most_eight_windows():
+    """Sixteen windows of 4 x 4: half of them, and of each its part of the queries."""
+    block = calls_of(WindowAttention(8, 2, 'softmax', (4, 4)).eval(), torch.randn(1, 16, 16, 8))
+    found = inspecting.sample(block.branches[0], 40, torch.Generator().manual_seed(0))
+    assert len(found) == 8 and all(len(rows) == 5 for _, _, rows in found)
+    windows = [window for _, window, _ in found]
+    assert windows == sorted(set(windows)) and all(rows.tolist() == sorted(set(rows.tolist())) for _, _, rows in found)
+    other = inspecting.sample(block.branches[0], 40, torch.Generator().manual_seed(1))
+    assert [window for _, window, _ in other] != windows
+    assert all(len(rows) == 2 for _, _, rows in inspecting.sample(block.branches[0], 2))  # pairs are compared
+    assert all(len(rows) == 16 for _, _, rows in inspecting.sample(block.branches[0], 1000))
+
+
+def test_class_tokens_are_not_sampled():
+    attention = GlobalAttention(8, 2, 'softmax').eval()
+    block = calls_of(attention, torch.randn(1, 3, 4, 8))
+    (call,) = block.calls
+    call = call._replace(queries=torch.tensor([[CLASS_TOKEN, PADDING, *range(10)]]))
+    ((_, _, rows),) = inspecting.sample([call], 1000)
+    assert rows.tolist() == list(range(2, 12))
+    assert inspecting.sample([call._replace(queries=torch.full((1, 12), PADDING))], 1000) == []
+
+
+def test_numbers_of_windows_and_pairs():
+    """All queries alike: all pairs are confused, in each of six windows of sixteen tokens."""
+    attention = WindowAttention(8, 2, 'softmax', (4, 4)).eval()
+    nn.init.zeros_(attention.qkv.weight)
+    found = []
+    with watched(nn.Sequential(attention), lambda block: found.append(inspecting.measure_block(block, num_queries=96))):
+        attention(torch.randn(1, 8, 12, 8))
+    (entry,) = found
+    assert (entry['block'], entry['mixer'], entry['heads']) == ('0', 'softmax', 2)
+    assert (entry['windows'], entry['queries_a_window'], entry['keys_a_window']) == (6, 16, 16)
+    assert entry['map'] == entry['key_map'] == [8, 12] and entry['sampled_queries'] == 96
+    confusion = entry['confusion']
+    assert set(confusion) == {'share', 'pairs_an_image', 'median_distance', 'mean_norm'}
+    assert confusion['share'] == [1, 1] and confusion['pairs_an_image'] == [6 * 120] * 2
+    assert confusion['median_distance'] == [0, 0] and confusion['mean_norm'] == pytest.approx([0.25] * 2)
+    sharp = entry['sharpness']
+    assert sharp['entropy'] == pytest.approx([math.log(16)] * 2) and sharp['negative'] == [0, 0]
+    assert [sharp[f'top_{n}'][0] for n in (1, 9, 25)] == pytest.approx([1 / 16, 9 / 16, 1])
+    assert entry['ccs'] == pytest.approx(1) and entry['locality']['chance'] == pytest.approx(9 / 16)
+    assert entry['locality']['sum'] == pytest.approx([entry['locality']['if_uniform']] * 2)
+    rank = entry['rank']
+    assert rank['weights']['rank'] == [1, 1] and rank['weights']['at_most'] == 16
+    assert rank['output']['at_most'] == rank['projected']['at_most'] == 4 and 'state' not in rank
+
+
+def test_directions_of_stripes_become_one_entry():
+    one = dict(sampled_queries=3, error=1.0, share=[1.0], part=dict(rank=[1, 2], at_most=4))
+    other = dict(sampled_queries=5, error=2.0, share=[2.0], part=dict(rank=[3], at_most=6))
+    assert inspecting._joined([one]) is one
+    assert inspecting._joined([one, other]) == dict(
+        sampled_queries=8, error=1.5, share=[1, 2], part=dict(rank=[1, 2, 3], at_most=5)
+    )
+    assert inspecting.averaged([]) == {}
+    names = [(dict(block='a', on=True, gone=1, kind='x'), 1), (dict(block='a', on=True, kind='y'), 1)]
+    assert inspecting.averaged(names) == dict(block='a', on=True, kind=['x', 'y'])
+
+
+def test_tokens_outside_of_a_map_and_fewer_of_a_full_one():
+    block = calls_of(GlobalAttention(8, 2, 'softmax').eval(), torch.randn(1, 6, 7, 8))
+    for row, column in ((6, 0), (0, 7), (-1, 0), (0, -1)):
+        with pytest.raises(ValueError, match=rf'row={row}, column={column} is outside of the map of 0, \(6, 7\)'):
+            inspecting.query_map(block, row, column)
+    whole, some = inspecting.full_map(block, 42), inspecting.full_map(block, 20)
+    assert whole.shape == (2, 42, 42) and some.shape == (2, 14, 14)  # every third: the fewest that are no more
+    torch.testing.assert_close(some, whole[:, ::3, ::3])
+    assert inspecting.full_map(block).shape == (2, 42, 42)
+
+
+# --- masking ----------------------------------------------------------------------------------------------------------
+
+
+def test_places_of_tokens():
+    """Class tokens have no neighbours, not even each other: as keys they are as far away on the other side."""
+    grid = Grid(2, 3, prefix=1)
+    places = token_places(grid, 'cpu', 1)
+    assert places[1:].tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
+    assert (places[0] > 10**5).all() and (token_places(grid, 'cpu', -1)[0] < -(10**5)).all()
+
+
+def test_the_rest_of_the_weights_is_scaled():
+    weights = torch.tensor([[[[0.5, 0.25, 0.25], [1.0, 0.0, 0.0], [-0.25, 0.5, 0.75]]]])
+    near = torch.tensor([[True, False, False]] * 3)
+    assert masked_weights(weights, near)[0, 0].tolist() == [[0, 0.5, 0.5], [0, 0, 0], pytest.approx([0, 0.4, 0.6])]
+    # more others than there are: all but the neighbourhood
+    others = masked_weights(weights, near, 9, torch.Generator().manual_seed(0))
+    assert others[0, 0].tolist() == [[1, 0, 0]] * 3 or others[0, 0, 2].tolist() == pytest.approx([1, 0, 0])
+
+
+def test_random_keys_are_those_of_the_seed():
+    grid, (q, k, v) = Grid(6, 6), torch.randn(3, 1, 36, 8)
+    mixer = get_mixer('softmax')[0](8, 2)
+
+    def out(seed):
+        with masked(mixer, 3, others=True, seed=seed):
+            return [mixer(q.clone(), k.clone(), v, grid, grid) for _ in range(2)]
+
+    first, again, other = out(0), out(0), out(1)
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    assert not torch.allclose(first[0], other[0]) and not torch.allclose(first[0], first[1])  # anew for each call
+    with pytest.raises(RuntimeError, match='left'), masked(mixer, 3):
+        raise RuntimeError('left')
+    assert not mixer._forward_hooks and not mixer._forward_pre_hooks
+
+
+class Numbers:
+    def __init__(self, number, gone=False):
+        if gone:
+            raise FileNotFoundError('gone')
+        self.number = number
+
+    def __len__(self):
+        return self.number
+
+    def __getitem__(self, i):
+        return dict(inputs=torch.tensor([float(i)]), data_samples=i)
+
+
+class Guesses(nn.Module):
+    """Right about every picture whose number is no multiple of its divisor; what is masked changes that."""
+
+    def __init__(self, variant):
+        super().__init__()
+        self.variant, self.batches = variant, []
+
+    def test_step(self, batch):
+        divisor = {(): 100, ((3, False),): 2, ((3, True),): 5}.get(tuple(self.variant), 3)
+        self.batches.append([int(i) for i in batch['data_samples']])
+        return [
+            SimpleNamespace(pred_label=torch.tensor(i), gt_label=torch.tensor([i + (i % divisor == 0), 99]))
+            for i in batch['data_samples']
+        ]
+
+
+def test_accuracies_with_masked_weights(monkeypatch):
+    monkeypatch.setitem(DATASETS._module_dict, 'Numbers', Numbers)
+    variant, done = [], []
+
+    @contextlib.contextmanager
+    def masked(model, window, others):
+        variant.append((window, others))
+        yield
+        variant.pop()
+
+    monkeypatch.setattr(masking, 'masked', masked)
+    model, loader = Guesses(variant), dict(dataset=dict(type='Numbers', number=40))
+    found = masking_accuracies(model, loader, 20, lambda *args: done.append(args))
+    assert found['pictures'] == 20 and list(found['accuracy'].items()) == [
+        *(('none', 95), ('3x3', 50), ('9 others', 80)),
+        *((name, 65) for name in ('5x5', '25 others', '7x7', '49 others')),
+    ]
+    assert model.batches[:2] == [list(range(16)), list(range(16, 20))]
+    assert done[:3] == [(16, 140), (4, 140), (16, 140)] and sum(n for n, _ in done) == 140
+    assert masking_accuracies(model, loader, 50)['pictures'] == 40
+    loader['dataset']['gone'] = True
+    with pytest.raises(RunError, match='the test data cannot be read: gone; --data-root names its folder.'):
+        masking_accuracies(model, loader, 20)
