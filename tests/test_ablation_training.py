@@ -645,3 +645,19 @@ def test_what_detectors_are_told():
     assert samples[1].gt_instances.bboxes.shape == (0, 4)
     for name in ('img_shape', 'ori_shape', 'pad_shape', 'batch_input_shape'):
         assert getattr(samples[0], name) == (16, 24)
+
+
+@pytest.mark.parametrize(('study', 'arm', 'strides'), [('rala', 'full', (8, 16)), ('flatten', 'focused', (4, 8))])
+def test_the_small_detector(study, arm, strides):
+    """The last two maps of a backbone, anchors from 20 to 64 pixels, three an octave."""
+    pytest.importorskip('mmdet')
+    backbone = ablation.STUDIES[study]().arms[arm].backbone
+    model = TASKS['detection'].build(backbone)
+    head = model.detector.bbox_head
+    sides = [(boxes[:, 2] - boxes[:, 0]).tolist() for boxes in head.prior_generator.base_anchors]
+    assert sides == [pytest.approx([side * 2 ** (i / 3) for i in range(3)], rel=1e-4) for side in (20, 40)]
+    assert [stride[0] for stride in head.prior_generator.strides] == list(strides) and head.num_classes == 6
+    last = len(backbone['stage_attns']) - 1
+    assert model.detector.backbone.out_indices == (last - 1, last) and backbone['out_indices'] == (last,)
+    test_cfg = model.detector.test_cfg
+    assert (test_cfg.score_thr, test_cfg.max_per_img, test_cfg.nms.iou_threshold) == (0.02, 20, 0.5)

@@ -143,7 +143,7 @@ def test_labels_stay_inside_of_the_picture():
     for at, (left, top) in {
         (50, 40): (50, 40 - height),
         (-5, -5): (0, 0),
-        (199, 99): (200 - width, 100 - below - height),
+        (250, 150): (200 - width, 100 - below - height),
     }.items():
         image = np.full((100, 200, 3), 128, np.uint8)
         looking._label(image, 'ab: 0.90', at)

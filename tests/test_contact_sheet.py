@@ -56,6 +56,36 @@ def test_columns_and_spread(show_dir, tmp_path):
     assert shown(sheet) == [0] and Image.open(sheet).width < 200
 
 
+def test_where_pictures_lie(show_dir, tmp_path):
+    """A margin of 12, captions and labels 44 high, rows as high as their highest picture."""
+    Image.new('RGB', (320, 320), COLOURS[0]).save(show_dir / '000000000000.jpg')
+    sheet = tmp_path / 'sheet.png'
+    assert run_tool(show_dir, sheet, '--width', 100) == 0
+    with Image.open(sheet) as picture:
+        assert picture.size == (12 + 2 * 112, 12 + (100 + 56) + 2 * (50 + 56))
+        for i, (left, top, height) in enumerate(
+            [(12, 56, 100), (124, 56, 50), (12, 212, 50), (124, 212, 50), (12, 318, 50)]
+        ):
+            for x, y in ((left + 1, top + 1), (left + 98, top + height - 2)):
+                assert max(abs(a - b) for a, b in zip(picture.getpixel((x, y)), COLOURS[i])) < 12
+            assert picture.getpixel((left - 2, top + 5)) == picture.getpixel((left + 5, top + height + 2)) == (255,) * 3
+
+
+def test_defaults_are_those_of_the_help(tmp_path, capsys):
+    """Eight pictures, evenly spread, in two columns of 640 pixels; suffixes in any case, nothing that is no picture."""
+    for i in range(10):
+        Image.new('RGB', (64, 2), (25 * i, 0, 0)).save(tmp_path / f'{i}.PNG')
+    (tmp_path / 'text.txt').touch()
+    sheet = tmp_path / 'out' / 'sheet.png'
+    assert run_tool(tmp_path, sheet) == 0
+    assert capsys.readouterr().out == f'{sheet}: 8 of 10 pictures in 4 rows\n'
+    with Image.open(sheet) as picture:
+        assert picture.size == (12 + 2 * 652, 12 + 4 * (20 + 56))
+        reds = [picture.getpixel((332 + 652 * col, 66 + 76 * row))[0] for row in range(4) for col in range(2)]
+    assert reds == [25 * i for i in (0, 1, 3, 4, 5, 6, 8, 9)]
+    assert [path.name for path in sheet.parent.iterdir()] == ['sheet.png']  # nothing half written
+
+
 def test_labels_are_written(show_dir, tmp_path):
     def ink(sheet, *args):
         assert run_tool(show_dir, sheet, '--num', 1, '--width', 300, *args) == 0
@@ -94,7 +124,8 @@ def test_broken_picture_is_named_and_left_out(show_dir, tmp_path, capsys):
         (['{tmp}/show', '{tmp}/sheet.jpg'], 'argument OUT.png: must end in .png'),
         (['{tmp}/show', '{tmp}/show/000000000000.jpg/sheet.png'], 'argument OUT.png: cannot write'),
         (['{tmp}/show', '{tmp}/sheet.png', '--num', '0'], 'argument --num: must be at least 1'),
-        (['{tmp}/show', '{tmp}/sheet.png', '--cols', '-2'], 'argument --cols: must be at least 1'),
+        (['{tmp}/show', '{tmp}/sheet.png', '--cols', '-2'], 'argument --cols: must be at least 1, got -2'),
+        (['{tmp}/show', '{tmp}/sheet.png', '--width', '31'], 'argument --width: must be at least 32, got 31'),
     ],
 )
 def test_bad_arguments(show_dir, tmp_path, capsys, args, message):

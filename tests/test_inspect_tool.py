@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from config_helpers import ROOT
 from mmengine.config import Config
 from mmengine.registry import DATASETS
@@ -20,7 +21,7 @@ from torch import nn
 from mmlinattn.analysis import inspecting, loading, masking, pictures
 from mmlinattn.analysis.capture import CLASS_TOKEN, PADDING, watched
 from mmlinattn.analysis.masking import masked, masked_weights, masking_accuracies, token_places
-from mmlinattn.attention import GlobalAttention, Grid, WindowAttention, get_mixer
+from mmlinattn.attention import GlobalAttention, Grid, ReducedAttention, WindowAttention, get_mixer
 from mmlinattn.engine import RunError
 
 TOOL = ROOT / 'tools' / 'analysis_tools' / 'inspect_attention.py'
@@ -316,6 +317,40 @@ def test_random_keys_are_those_of_the_seed():
     with pytest.raises(RuntimeError, match='left'), masked(mixer, 3):
         raise RuntimeError('left')
     assert not mixer._forward_hooks and not mixer._forward_pre_hooks
+
+
+def test_maps_are_built_in_parts(monkeypatch):
+    """However few weights fit at a time, they are the same."""
+    attention, x = GlobalAttention(8, 2, 'inline').eval(), torch.randn(1, 4, 5, 8)
+
+    def found():
+        block = calls_of(attention, x)
+        with masked(attention, 3):
+            return inspecting.full_map(block, 20), attention(x)
+
+    whole = found()
+    monkeypatch.setattr(inspecting, 'NUMEL', 3 * 2 * 20)
+    monkeypatch.setattr(masking, 'BLOCK_NUMEL', 3 * 2 * 20)
+    for one, other in zip(whole, found()):
+        torch.testing.assert_close(one, other)
+    block = calls_of(attention, x)
+    assert [len(rows) for _, _, rows in inspecting.sample(block.branches[0], 10)] == [3]
+
+
+def test_neighbourhoods_on_reduced_keys_are_of_cells():
+    """4 x 6 queries, keys of 2 x 2 cells: without the cell of the query itself, five are left."""
+    attention = ReducedAttention(8, 2, 'softmax', 2, dict(type='LN')).eval()
+    x = torch.randn(1, 4, 6, 8)
+    block = calls_of(attention, x)
+    (call,) = block.calls
+    weights = call.mixer.weights(*(call.given[name] for name in ('q', 'k', 'grid', 'key_grid')))
+    index = torch.arange(24)
+    own = F.one_hot(index // 6 // 2 * 3 + index % 6 // 2, 6).bool()
+    values = call.given['v'].unflatten(-1, (2, 4)).transpose(1, 2)
+    expected = (masked_weights(weights, own) @ values).transpose(1, 2).flatten(2)
+    with masked(attention, 1):
+        out = attention(x)
+    torch.testing.assert_close(out, attention.proj(expected).view_as(x), rtol=1e-4, atol=1e-5)
 
 
 class Numbers:

@@ -89,6 +89,21 @@ def test_check_reports_what_is_out_of_date(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / 'model-index.yml').exists()
 
 
+def test_files_are_written_where_they_differ(tmp_path, monkeypatch, capsys):
+    names = TOOL['main'].__globals__
+    monkeypatch.setitem(names, 'ROOT', tmp_path)
+    monkeypatch.setitem(names, 'make_files', lambda: {'new/a.yml': 'a', 'b.yml': 'b'})
+    (tmp_path / 'b.yml').write_text('b')
+
+    def run(*args):
+        monkeypatch.setattr('sys.argv', ['make_metafiles.py', *args])
+        TOOL['main']()
+        return capsys.readouterr().out
+
+    assert run() == 'written: new/a.yml\n' and (tmp_path / 'new' / 'a.yml').read_text() == 'a'
+    assert run() == 'written: nothing\n' and run('--check') == 'out of date: nothing\n'
+
+
 def installed(tmp_path):
     """A package folder as an installation has it."""
     package = tmp_path / 'mmlinattn'
