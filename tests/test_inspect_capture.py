@@ -1,0 +1,111 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What is caught of attentions while they run: features of every arrangement, hooks that go away, words for others."""
+
+import pytest
+import torch
+from torch import nn
+
+from mmlinattn.analysis.capture import arguments_of, arrangements, reduction_of, token_layout, watched
+from mmlinattn.attention import GlobalAttention, Grid, ReducedAttention, StripeAttention, TokenMixer, WindowAttention
+from mmlinattn.attention.arrangements import Attention
+
+ARRANGEMENTS = {
+    'windows, cut at the border': (lambda: WindowAttention(8, 2, 'rala', (4, 4)), 1, 2),
+    'windows, shifted': (lambda: WindowAttention(8, 2, 'softmax', (4, 4), shift=True), 1, 2),
+    'reduced keys': (lambda: ReducedAttention(8, 2, 'softmax', 2, dict(type='LN')), 1, 2),
+    'stripes': (lambda: StripeAttention(8, 2, 'softmax', 2), 2, 1),
+    'stripes, gate': (lambda: StripeAttention(8, 4, 'rala', 2), 2, 2),
+    'the input for a gate': (lambda: GlobalAttention(8, 2, dict(type='rala', output_gate='identity')), 1, 2),
+}
+
+
+@pytest.mark.parametrize(('make', 'branches', 'heads'), ARRANGEMENTS.values(), ids=ARRANGEMENTS)
+def test_features_are_what_the_output_projection_sees(make, branches, heads):
+    """With convolution and gate, token by token of a map of 5 x 6, heads of each branch in their order."""
+    attention, found = make().eval(), []
+    for parameter in attention.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(1, 5, 6, 8)
+    model = nn.ModuleDict(dict(block=nn.ModuleDict(dict(attn=attention))))
+    with watched(model, lambda block: found.append((block, block.features()))):
+        out = attention(x)
+    ((block, features),) = found
+    assert block.name == 'block' and block.size == (5, 6) and len(features) == len(block.branches) == branches
+    assert all(mixed.shape == whole.shape == (heads, 30, 8 // branches // heads) for mixed, whole in features)
+    merged = torch.cat([whole.transpose(0, 1).flatten(1) for _, whole in features], dim=-1)
+    torch.testing.assert_close(attention.proj(merged).unflatten(0, (5, 6))[None], out, rtol=1e-4, atol=1e-5)
+
+
+def test_attentions_are_found_once_and_in_order():
+    stripes = StripeAttention(8, 2, 'softmax', 2)
+    model = nn.ModuleDict(
+        dict(a=nn.ModuleDict(dict(attn=stripes)), b=nn.Linear(1, 1), a2=GlobalAttention(8, 2, 'rala'))
+    )
+    assert arrangements(model) == {'a.attn': stripes, 'a2': model['a2']}  # not the two directions of stripes
+    assert reduction_of(stripes) == reduction_of(model['a2']) == 1
+    assert reduction_of(ReducedAttention(8, 2, 'softmax', 4, dict(type='LN'))) == 4
+    assert reduction_of(type('Averages', (nn.Module,), dict(reduction='sequence', ratio=4))()) == 0
+
+
+def test_nothing_stays_behind():
+    """Hooks go also where something fails; no gradients meanwhile; each image is a call of its own."""
+    model, found = nn.Sequential(GlobalAttention(8, 2, 'softmax')).eval(), []
+    with pytest.raises(KeyError), watched(model, found.append):
+        assert not model(torch.randn(1, 3, 4, 8)).requires_grad
+        model(torch.randn(1, 4, 4, 8))
+        raise KeyError
+    assert [(block.size, len(block.calls)) for block in found] == [((3, 4), 1), ((4, 4), 1)]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert model(torch.randn(1, 3, 4, 8)).requires_grad and len(found) == 2
+
+
+def test_arguments_are_copies_by_their_names():
+    mixer, (q, k, v) = GlobalAttention(8, 2, 'softmax').mixer, torch.randn(3, 1, 6, 8)
+    given = arguments_of(mixer, (q, k, v, Grid(2, 3), None), dict(rotary='r'))
+    assert all(torch.equal(given[name], t) and given[name] is not t for name, t in zip('qkv', (q, k, v)))
+    assert given['grid'] == given['key_grid'] == Grid(2, 3) and given['rotary'] == 'r'
+    assert given['mask'] is given['bias'] is given['context'] is None and 'self' not in given
+    assert arguments_of(mixer, (q, k, v, Grid(2, 3), Grid(1, 6)), {})['key_grid'] == Grid(1, 6)
+
+
+class Halves(Attention):
+    """Tokens in an order that nobody else has."""
+
+    def forward(self, x, **shared):
+        tokens = x.flatten(1, 2).unflatten(1, (2, -1))[0]
+        return super().forward(tokens, Grid(1, tokens.shape[1])).flatten(0, 1).view_as(x)
+
+
+def test_an_arrangement_that_is_not_known_is_named():
+    attention = Halves(8, 2, 'softmax').eval()
+    with pytest.raises(NotImplementedError, match='Halves lays its tokens in a way that the analysis does not know'):
+        with watched(nn.Sequential(attention), print):
+            attention(torch.randn(1, 4, 4, 8))
+
+
+def test_names_of_attentions():
+    class Own(TokenMixer):
+        def forward(self, q, k, v, grid, key_grid, mask=None, rotary=None, bias=None, context=None):
+            return v
+
+    names = []
+    for mixer in ('hydra', dict(type=Own)):
+        attention = GlobalAttention(8, 2, mixer).eval()
+        with watched(nn.Sequential(attention), lambda block: names.append(block.mixer_name)):
+            attention(torch.randn(1, 2, 2, 8))
+    assert names == ['hydra', 'Own']
+
+
+def test_where_tokens_lie():
+    """Class tokens first; windows of 2 x 2 on a map of 3 x 2, whose padding is -1."""
+    attention = GlobalAttention(8, 2, 'softmax')
+    q = torch.zeros(1, 7, 8)
+    given = [dict(q=q, k=q, grid=Grid(2, 3, prefix=1), key_grid=Grid(2, 3, prefix=1))]
+    size, key_size, ((queries, keys),) = token_layout(attention, q, given)
+    assert size == key_size == (2, 3) and queries.tolist() == keys.tolist() == [[-2, 0, 1, 2, 3, 4, 5]]
+    found = []
+    windows = WindowAttention(8, 2, 'softmax', (2, 2)).eval()
+    with watched(nn.Sequential(windows), found.append):
+        windows(torch.randn(1, 3, 2, 8))
+    places = torch.cat([call.queries.flatten() for call in found[0].calls]).tolist()
+    assert sorted(place for place in places if place >= 0) == list(range(6)) and set(places) <= {-1, *range(6)}
