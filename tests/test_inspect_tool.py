@@ -401,7 +401,8 @@ def test_accuracies_with_masked_weights(monkeypatch):
     ]
     assert model.batches[:2] == [list(range(16)), list(range(16, 20))]
     assert done[:3] == [(16, 140), (4, 140), (16, 140)] and sum(n for n, _ in done) == 140
-    assert masking_accuracies(model, loader, 50)['pictures'] == 40
+    found = masking_accuracies(model, loader, 50)
+    assert found['pictures'] == 40 and found['accuracy']['none'] == 97.5  # all there are
     loader['dataset']['gone'] = True
     with pytest.raises(RunError, match='the test data cannot be read: gone; --data-root names its folder.'):
         masking_accuracies(model, loader, 20)
