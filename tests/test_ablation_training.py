@@ -661,3 +661,36 @@ def test_the_small_detector(study, arm, strides):
     assert model.detector.backbone.out_indices == (last - 1, last) and backbone['out_indices'] == (last,)
     test_cfg = model.detector.test_cfg
     assert (test_cfg.score_thr, test_cfg.max_per_img, test_cfg.nms.iou_threshold) == (0.02, 20, 0.5)
+
+
+class Finds(nn.Module):
+    """A detector that finds all boxes, or none."""
+
+    def __init__(self, all_of_them):
+        super().__init__()
+        self.weight, self.all, self.sizes = nn.Parameter(torch.zeros(1)), all_of_them, []
+        self.detector = self
+
+    def predict(self, images, samples, rescale):
+        assert not rescale and not torch.is_grad_enabled()
+        self.sizes.append(len(images))
+        for sample in samples:
+            truth = sample.gt_instances if self.all else sample.gt_instances[:0]
+            scores = torch.ones(len(truth.bboxes))
+            sample.pred_instances = type(truth)(bboxes=truth.bboxes, labels=truth.labels, scores=scores)
+        return samples
+
+
+def test_box_ap_of_several_batches_and_of_nothing(capsys):
+    """In silence; the logger is as loud as before."""
+    pytest.importorskip('mmdet')
+    from mmengine.logging import MMLogger
+
+    task = TASKS['detection']
+    images, targets = task.draw(5, task.settings, 0)
+    level = MMLogger.get_current_instance().level
+    model = Finds(True)
+    assert task.score(model, images, targets, batch=2) == pytest.approx(100) and model.sizes == [2, 2, 1]
+    assert task.score(Finds(False), images, targets) == 0
+    assert MMLogger.get_current_instance().level == level and capsys.readouterr().out == ''
+    assert TASKS['recall'].settings == TASKS['largest'].settings == Settings()

@@ -47,3 +47,15 @@ def test_what_is_kept_for_the_backward_pass():
     for name in ('efficient', 'hallucinated'):
         small, large = (attentions.kept_for_backward(name, side=side) for side in (16, 32))
         assert 2.9 < large <= small < 8
+
+
+def test_the_page_says_what_is_measured():
+    """But for the costs of all pairs, which take long: those of one attention in every host."""
+    found = rows(PAGE.read_text(encoding='utf-8'))
+    for name, about in attentions.ABOUT.items():
+        described, counted = (row for row in found if row[0] == f'`{name}`')
+        kept, gate = f'{attentions.kept_for_backward(name):.1f}', attentions.gate_of(name)
+        assert described[1:] == [about.source, about.equation, about.complexity, kept, gate, about.position]
+        if name == 'hydra':
+            costs = [attentions.cost_in(host, name) for host in attentions.HOSTS]
+            assert counted[1:] == [f'{params:.2f}, {macs:.2f}' for params, macs in costs]

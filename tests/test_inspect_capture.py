@@ -109,3 +109,61 @@ def test_where_tokens_lie():
         windows(torch.randn(1, 3, 2, 8))
     places = torch.cat([call.queries.flatten() for call in found[0].calls]).tolist()
     assert sorted(place for place in places if place >= 0) == list(range(6)) and set(places) <= {-1, *range(6)}
+
+
+@pytest.mark.parametrize('mixer', ['softmax', 'inline', 'focused'])
+def test_weights_with_convolutions_are_the_whole_of_what_is_mixed(mixer):
+    """Where all channels of a head have one kernel, their mean is no loss: of the mixer's own and that around it."""
+    attention, found = GlobalAttention(8, 2, mixer, local_kernel=3).eval(), []
+    nn.init.normal_(attention.qkv.weight)
+    with torch.no_grad():
+        for convolution in (attention.local, getattr(attention.mixer, 'local', None)):
+            if convolution is not None:
+                size, width = convolution.kernel_size[0], len(convolution.weight)
+                one = torch.randn(width // 4, 1, size, size).repeat_interleave(4, dim=0)
+                convolution.weight.copy_(one)
+                convolution.bias.zero_()
+    with watched(nn.Sequential(attention), found.append):
+        attention(torch.randn(1, 4, 5, 8))
+    (block,) = found
+    (call,) = block.calls
+    rows, v = torch.tensor([0, 7, 19]), call.given['v'][0].unflatten(-1, (2, 4)).transpose(0, 1)
+    if mixer == 'inline':  # kernels that are predicted differ by channel: their mean is what is added
+        own, around = call.local_kernels()
+        assert own.shape == around.shape == (1, 8, 3, 3)
+        added = (call.weights(0, rows, local=True) - call.weights(0, rows))[:, 1].unflatten(-1, (4, 5))
+        mean = (own + around)[0].unflatten(0, (2, 4)).mean(dim=1)
+        torch.testing.assert_close(added[:, :3, 1:4], mean)  # around the token in row 1, column 2
+        assert not added[:, 3].any() and not added[:, :, 0].any() and not added[:, :, 4].any()
+        return
+    ((_, whole),) = block.features()
+    torch.testing.assert_close(call.weights(0, rows, local=True) @ v, whole[:, rows], rtol=1e-4, atol=1e-5)
+    assert len(call.local_kernels()) == (1 if mixer == 'softmax' else 2)
+
+
+@pytest.mark.parametrize('mixer', ['softmax', 'rala', 'angular'])
+def test_wrong_weights_have_an_error(mixer):
+    """Twice the weights: as far away as there is weight."""
+    attention, found = GlobalAttention(8, 2, mixer).eval(), []
+    with watched(nn.Sequential(attention), found.append):
+        attention(torch.randn(1, 4, 5, 8))
+    (call,), rows = found[0].calls, torch.arange(20)
+    weights = call.weights(0, rows)
+    assert call.error(0, rows, weights) < 1e-5
+    wrong = call.error(0, rows, 2 * weights)
+    assert wrong == pytest.approx(1, abs=1e-5) if mixer != 'angular' else wrong > 0.1
+
+
+def test_states():
+    """Sums of keys and values of each head; none for softmax attention."""
+    states = []
+    for mixer in ('softmax', 'enhanced'):
+        attention = GlobalAttention(8, 2, mixer).eval()
+        with watched(nn.Sequential(attention), lambda block: states.append((block.calls[0].state(0), block.calls[0]))):
+            attention(torch.randn(1, 4, 5, 8))
+    assert states[0][0] is None
+    state, call = states[1]
+    k, v = (call.given[name][0].unflatten(-1, (2, 4)).transpose(0, 1) for name in 'kv')
+    torch.testing.assert_close(
+        state / state.norm(), (nn.functional.relu(k).mT @ v) / (nn.functional.relu(k).mT @ v).norm()
+    )
