@@ -183,15 +183,6 @@ def test_what_is_no_picture(looker, shape):
         looker.look(np.zeros(shape, np.uint8))
 
 
-def test_without_gradio_it_says_how_to_get_it():
-    if importlib.util.find_spec('gradio'):
-        pytest.skip('gradio is installed')
-    command = [sys.executable, str(TOOL), str(ROOT / 'configs' / f'{CONFIG}.py'), 'none']
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert done.stderr.strip().splitlines()[-1].startswith('error: the page needs gradio: pip install "mmlinattn[app]"')
-
-
 @contextlib.contextmanager
 def served():
     """The page on a free port, in a process of its own."""

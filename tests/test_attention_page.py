@@ -377,3 +377,16 @@ def test_the_page_is_served_to_this_machine_only(gradio, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         run('none', '--port', '1')
     assert 'error: --port 1: taken' in capsys.readouterr().err
+
+
+def test_without_gradio_it_says_how_to_get_it(monkeypatch, capsys):
+    """Before the model is built."""
+    names = runpy.run_path(str(TOOL), run_name='app')['main'].__globals__
+    monkeypatch.setitem(sys.modules, 'gradio', None)
+    monkeypatch.setitem(names, 'read_config', lambda path: Config())
+    monkeypatch.setitem(names, 'Looker', lambda *_: pytest.fail('a model was built'))
+    monkeypatch.setattr(sys, 'argv', ['attention_app.py', 'mine.py', 'none'])
+    with pytest.raises(SystemExit) as stop:
+        names['main']()
+    message = 'error: the page needs gradio: pip install "mmlinattn[app]" or pip install gradio\n'
+    assert stop.value.code == 1 and capsys.readouterr().err == message
