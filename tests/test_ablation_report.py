@@ -188,6 +188,12 @@ def test_means_of_blocks():
     assert ablation._over_heads(entry) == expected
 
 
+def test_ranges_that_touch_and_arms_of_before():
+    assert ablation_report.verdict([1, 2], [2, 3]) == ablation_report.verdict([2, 3], [1, 2]) == 'within the spread'
+    lines = ablation_report.table(of('flatten', [run('of before', 0, 30.0), run('focused', 0, 31.0)])).splitlines()
+    assert lines[4:6] == ['| focused | 1 | 13 k | 31.0 |', '| of before | 1 | 13 k | 30.0 |']
+
+
 def test_spread():
     assert ablation_report.spread([40.0]) == '40.0'
     assert ablation_report.spread([40.0, 43.0]) == f'41.5 ± {math.sqrt(4.5):.1f}'  # of a sample: n - 1

@@ -210,6 +210,19 @@ def test_a_study_says_what_is_left(trained, tmp_path, monkeypatch):
     assert said[-1] == '7 of 8 runs are left: under way elsewhere, or for next time (--max-minutes)'
 
 
+def test_the_slowest_run_says_how_long_the_next_may_take(trained, tmp_path, monkeypatch):
+    now, lasts, train = [0.0], iter((100, 10, 10, 10)), ablation.train_arm
+    monkeypatch.setattr(ablation.time, 'monotonic', lambda: now[0])
+
+    def slow(*args):
+        now[0] += next(lasts)
+        return train(*args)
+
+    monkeypatch.setattr(ablation, 'train_arm', slow)
+    ablation.run_study('rala', tmp_path, 1, SMALL, max_minutes=3.4, task='toy')  # 204 s, a run of 100 s among them
+    assert len(trained) == 2
+
+
 def test_arms_that_a_study_does_not_have(tmp_path):
     known = list(ablation.STUDIES['rala']().arms)
     with pytest.raises(RunError) as error:
@@ -267,6 +280,9 @@ def test_what_is_reused(tmp_path):
     out.mkdir()
     assert len(ablation.reuse('hallucinated', out, SMALL, folders[:2])) == 3
     assert ablation.reuse('hallucinated', out, SMALL, folders[:2]) == []
+    twice = tmp_path / 'twice'
+    twice.mkdir()
+    assert len(ablation.reuse('hallucinated', twice, SMALL, folders[:1] * 2)) == 3
     for wrong, message in (
         (folders[2], 'b/results.json is of study'),
         (tmp_path / 'none', "none' has no results.json"),

@@ -51,14 +51,14 @@ def test_maps_side_by_side(monkeypatch):
     """A row a block and a column a head, eight at most; what stands over which panel, and the mark in each."""
     written, marks = [], []
     monkeypatch.setattr(cv2, 'putText', lambda image, text, at, *_: written.append((text, at)))
-    monkeypatch.setattr(cv2, 'drawMarker', lambda image, at, colour, *_: marks.append((at, colour)))
+    monkeypatch.setattr(cv2, 'drawMarker', lambda image, at, colour, *_: marks.append((image.shape, at, colour)))
     maps = np.zeros((10, 2, 4))
     maps[:, 0, 0] = np.arange(10)
     many = pictures.QueryMaps('backbone.stages.0.0', 'rala', maps, (0, 0), (2, 4), np.zeros(10))
     one = pictures.QueryMaps('backbone.stages.1.0', 'hydra', maps[:1], (0, 0), (1, 2), np.zeros(1))
     canvas = looking.mosaic([many, one], shown(64, 128), 96, 16)
     assert canvas.shape == (40 + 2 * (66 + 16 + 4), 150 + 9 * (132 + 4), 3) and canvas.dtype == np.uint8
-    assert marks == [((99, 16), (0, 200, 0))] * 11  # 96 * 132 / 128, 16 * 66 / 64
+    assert marks == [((66, 132, 3), (99, 16), (0, 200, 0))] * 11  # 96 * 132 / 128, 16 * 66 / 64
     heads = [0, 1, 3, 4, 5, 6, 8, 9]
     titles = ['mean, max 4.5', *(f'head {i}, max {i}' for i in heads)]
     assert [text for text, _ in written] == [

@@ -240,6 +240,7 @@ def test_names_need_colours():
         palette = named(meta, ['a', 'b'])['palette']
         assert len(set(palette)) == 2 and all(len(c) == 3 and 0 <= min(c) <= max(c) < 256 for c in palette)
         assert palette == named({}, ['a', 'b'])['palette']
+    named({}, ['a', 'b'], classes=0)  # nobody knows how many
     with pytest.raises(RunError, match='--classes: 2 names given, the model has 5 classes'):
         named({}, ['a', 'b'], classes=5)
 

@@ -119,6 +119,8 @@ def test_maps_of_a_query(figures, tmp_path):
     title = figure._suptitle.get_text()
     assert title.startswith('photo: where the token at pixel 10, 6.5 [+] looks, attention weights\n')
     assert 'red: positive, blue: negative' in title
+    pictures.plot_query(maps[::-1], picture, (5, 3), (10, 6.5), tmp_path / 'turned.png')
+    assert len(figures['turned.png'].axes) == 8
     pictures.plot_query(maps, picture, (5, 3), (10, 6.5), tmp_path / 'local.png', local=True)
     title = figures['local.png']._suptitle.get_text().splitlines()[0]
     assert title.endswith('looks, with the convolutions of the values (mean over channels)')

@@ -18,7 +18,7 @@ from mmengine.config import Config
 from mmengine.registry import DATASETS
 from torch import nn
 
-from mmlinattn.analysis import inspecting, loading, masking, pictures
+from mmlinattn.analysis import inspecting, loading, masking, measures, pictures
 from mmlinattn.analysis.capture import CLASS_TOKEN, PADDING, watched
 from mmlinattn.analysis.masking import masked, masked_weights, masking_accuracies, token_places
 from mmlinattn.attention import GlobalAttention, Grid, ReducedAttention, WindowAttention, get_mixer
@@ -258,6 +258,14 @@ def test_numbers_of_windows_and_pairs():
     rank = entry['rank']
     assert rank['weights']['rank'] == [1, 1] and rank['weights']['at_most'] == 16
     assert rank['output']['at_most'] == rank['projected']['at_most'] == 4 and 'state' not in rank
+
+
+def test_ranks_of_outputs_before_and_after_the_gate():
+    block = calls_of(GlobalAttention(8, 2, 'rala').eval(), torch.randn(1, 4, 5, 8))
+    entry = inspecting.measure_block(block, ('rank',))
+    for name, features in zip(('output', 'projected'), block.features()[0]):
+        assert entry['rank'][name] == {**measures.ranks(features), 'at_most': 4}
+    assert entry['rank']['output'] != entry['rank']['projected']
 
 
 def test_directions_of_stripes_become_one_entry():
