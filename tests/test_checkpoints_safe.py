@@ -535,3 +535,27 @@ def test_getattr_is_taken_off_pytorch_s_list():
     finally:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(before)
+
+
+@pytest.mark.parametrize(
+    'name, is_known',
+    [
+        ('ToyModel', True),
+        ('mmengine.ToyModel', True),
+        ('engine_toys.ToyModel', True),
+        ('engine_toys.make_runner', False),
+        ('mmdet.ToyModel', False),
+        ('no_such_module.ToyModel', False),
+        ('os.system', False),
+    ],
+)
+def test_what_a_config_text_may_build(name, is_known):
+    """What is registered with MMEngine, by its name, its scope or its module."""
+    from engine_toys import ToyModel
+
+    text = f'model = dict(type={name!r}, parts=[dict(type={ToyModel.__name__!r})])'
+    if is_known:
+        assert read_config_text(text, 'a').model.type == name
+    else:
+        with pytest.raises(CheckpointError, match=f"it builds '{name}', which is not registered"):
+            read_config_text(text, 'a')

@@ -243,3 +243,30 @@ def test_class_names_fit_the_head_or_are_not_given():
     cfg.test_dataloader = None
     assert class_names(cfg) is None
     assert class_names(cfg, dict(CLASSES=torch.zeros(4))) is None
+
+
+def test_errors_of_the_tools_are_one_printable_line(capsys):
+    for error in (RunError('first\nsecond\x07'), CheckpointError('first\nsecond\x07')):
+        with pytest.raises(SystemExit) as ended, cli.one_line_errors():
+            raise error
+        assert ended.value.code == 1
+        assert capsys.readouterr() == ('', 'error: first second\\x07\n')
+    with pytest.raises(ValueError), cli.one_line_errors():
+        raise ValueError
+
+
+def test_an_error_of_a_worker_is_the_line_that_it_had():
+    trace = (
+        'Original Traceback (most recent call last):\n  errors.RunError: another\nmmlinattn.engine.errors.RunError: '
+    )
+    assert str(RunError(f'Caught RunError in DataLoader worker process 0.\n{trace}the line\n')) == 'the line'
+    assert str(RunError(f'of the main process: {trace}')) == f'of the main process: {trace}'
+
+
+def test_names_of_data_sets_that_hold_none():
+    cfg = Config(dict(default_scope='mmengine', model=dict(head=dict(num_classes=2))))
+    for dataset in (dict(datasets=[]), dict(type='NoSuchDataset'), dict(metainfo=None), None):
+        cfg.test_dataloader = dict(dataset=dataset)
+        assert class_names(cfg) is None
+    assert class_names(cfg, dict(dataset_meta=dict(classes=(7, 'x')))) == ['7', 'x']
+    assert class_names(cfg, dict(dataset_meta=dict(classes=[]), CLASSES=('a', 'b'))) == ['a', 'b']

@@ -118,6 +118,9 @@ FAULTS = {
     'category of a list': (rewritten('annotations', 1, category_id=[5]), AT + r'category_id \[5\]'),
     # pictures
     'no file name': (rewritten('images', 0, file_name=None), 'image id 1 has file_name None'),
+    'empty file name': (rewritten('images', 0, file_name=''), "image id 1 has file_name '', not the name of a file"),
+    'file name of a number': (rewritten('images', 0, file_name=3), 'image id 1 has file_name 3, not the name'),
+    'width below one': (rewritten('images', 0, width=0.5), r"image id 1 \('1.png'\) has width 0.5, not a number of"),
     'no width': (rewritten('images', 0, width=None), r"image id 1 \('1.png'\) has width None"),
     'height of 0': (rewritten('images', 0, height=0), r"image id 1 \('1.png'\) has height 0"),
     'height in words': (rewritten('images', 0, height='48'), "has height '48', not a number of pixels"),

@@ -243,3 +243,13 @@ def test_models_in_wrappers():
     state = ToyClassifier().state_dict()
     for model in (Wrapped(ToyClassifier()), Augmented(ToyClassifier()), Wrapped(Augmented(ToyClassifier()))):
         assert match(state, trains=False, model=model) == []
+
+
+def test_of_what_is_resized_only_what_stays_too_large_is_named():
+    state = dict(Resizing().state_dict(), table=torch.ones(7), **{'layer.weight': torch.ones(2, 4)})
+    with pytest.raises(RunError) as found:
+        match(state, trains=False, model=Resizing())
+    assert 'left out for its shape: layer.weight (2x4 in the file, 1x4 in the model). These' in str(found.value)
+    del state['layer.bias']
+    with pytest.raises(RunError, match='1x4 in the model\\); 1 parameters not in the file: layer.bias'):
+        match(state, trains=False, model=Resizing())

@@ -263,3 +263,30 @@ def test_folders_that_were_checkpoints_go_too(tmp_path):
     for name in ('folder', 'file', 'nothing'):
         hook._remove(str(tmp_path / name))
     assert not list(tmp_path.iterdir())
+
+
+def test_what_has_become_the_best_again_is_not_removed(monkeypatch):
+    """Of several metrics as well; after an error nothing is removed, and the storage is the hook's own again."""
+    removed, fails = [], []
+    hook = SafeCheckpointHook()
+    hook.file_backend = backend = SimpleNamespace(remove=removed.append, rmtree=lambda path: removed.append([path]))
+
+    def save(self, runner, metrics):
+        for name in 'abcd':
+            self.file_backend.remove(name)
+        self.file_backend.rmtree('e')
+        if fails:
+            raise OSError(28, 'No space left on device')
+        self.best_ckpt_path_dict, self.best_ckpt_path = dict(acc='a', loss='c'), 'd'
+
+    monkeypatch.setattr(CheckpointHook, '_save_best_checkpoint', save)
+    hook._save_best_checkpoint(None, {})
+    assert removed == ['b', ['e']] and hook.file_backend is backend
+    fails.append(True)
+    with pytest.raises(RunError) as found:
+        hook._save_best_checkpoint(None, {})
+    assert str(found.value) == (
+        'the best checkpoint could not be written: No space left on device. The previous checkpoint d is intact. Make '
+        'room and start again with --resume.'
+    )
+    assert removed == ['b', ['e']] and hook.file_backend is backend

@@ -217,10 +217,12 @@ def test_last_checkpoint_is_that_of_the_run_itself(tmp_path):
     pointer.write_text('epoch_1.pth\n')
     os.utime(pointer, times=(time.time() - 60,) * 2)
     assert run.last_checkpoint() is None  # of a run before
+    os.utime(pointer, times=(run._began - 1.1,) * 2)
+    assert run.last_checkpoint() is None
     run.is_resumed = True
     assert run.last_checkpoint() == 'epoch_1.pth'
     run.is_resumed = False
-    os.utime(pointer)
+    os.utime(pointer, times=(run._began - 0.9,) * 2)  # file systems may round to a second
     assert run.last_checkpoint() == 'epoch_1.pth'
     pointer.write_text('')
     assert run.last_checkpoint() is None
@@ -390,13 +392,13 @@ def test_the_line_after_ctrl_c(tmp_path, monkeypatch, capsys, rank):
     work = str(tmp_path)
     began = f'interrupted: no checkpoint was written to {work!r} yet; the same command begins anew.\n'
     assert said(work) == began
-    (tmp_path / 'last_checkpoint').write_text('work/epoch_1.pth')
+    pointer = tmp_path / 'last_checkpoint'
+    pointer.write_text('work/epoch_1.pth')
+    os.utime(pointer, times=(time.time() + 60,) * 2)  # on a busy machine a run may begin late
     goes_on = (
         "interrupted: the last checkpoint is 'work/epoch_1.pth'; the same command with --resume goes on from there.\n"
     )
     assert said(work) == goes_on
-    os.utime(tmp_path / 'last_checkpoint', times=(time.time() - 0.8,) * 2)
-    assert said(work) == goes_on  # file systems may round to a second
     monkeypatch.setenv(rank, '1')
     assert said(work) == ''
     monkeypatch.setenv(rank, '0')
@@ -481,12 +483,13 @@ def test_tools_leave_a_handler_of_others_in_its_place(handler):
 def _press_once(output):
     """torchrun hands on what the terminal has sent as well."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _InterruptWatch.patience = {signal.SIGINT: 30.0, signal.SIGTERM: 30.0}
+    _InterruptWatch.patience, _InterruptWatch.one_key_press = {signal.SIGINT: 30.0, signal.SIGTERM: 30.0}, 10.0
     with clean_end():
         try:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(20)
         except KeyboardInterrupt:
+            time.sleep(0.1)  # until the first was seen
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.2)
             Path(output).write_text('went on to its end')
