@@ -137,7 +137,7 @@ def _parse(path: str) -> Config:
         # MMEngine's message begins with the distribution; Python's own has it in `name`.
         missing = error.name or str(error).split()[0]
         for scope, pip_names in PIP_NAMES.items():
-            if missing == scope or missing in pip_names.replace('"', '').split('>')[0]:
+            if missing in (scope, pip_names.replace('"', '').split('>')[0]):
                 raise RunError(_not_installed(scope, path)) from error
         raise RunError(f'config {path!r} cannot be read: {error}') from error
     except (Exception, SystemExit) as error:
