@@ -65,6 +65,7 @@ def parts(network, old, backbone, task, **kwargs):
         (dict(in_channels=True, in_channels_scale=256, out_channels=256), None, None),
         (dict(in_channels=[], strides=[4, 8]), None, None),
         (dict(feature_strides=(4, 8, 16, 32)), [2, 3], dict(feature_strides=(16, 32))),
+        (dict(strides=[8, 16, 32, 64]), None, None),
         (dict(start_level=2, end_level=3), [1, 2, 3], dict(start_level=1, end_level=2)),
         (dict(start_level=1), [2, 3], dict(start_level=0)),
         (dict(start_level=0, end_level=-1), [1, 2, 3], None),
@@ -597,6 +598,7 @@ def test_what_changed_line_by_line():
     ]
     assert changes(dict(a=dict(b=1)), dict(a=2)) == ['a: dict -> 2']
     assert changes(dict(a=0), dict(a=False)) == ['a: 0 -> False']
+    assert changes(dict(a=[dict(b=1)]), dict(a=[dict(b=1), 2])) == ["a: [{'b': 1}] -> [{'b': 1}, 2]"]
 
 
 def test_differences_of_types_and_of_dicts_that_lose_a_key():

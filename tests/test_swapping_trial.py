@@ -51,6 +51,16 @@ class ToyModel(BaseModel):
         self.backbone, self.data_preprocessor = ToyBackbone(), ToyPreprocessor()
         self.fails, self.needs, self.scale, self.stops = fails, needs, scale, stops
         self.log.append(dict(settings, sizes=[]))
+        if 'cannot_be_built' in settings:
+            raise ValueError(settings['cannot_be_built'])
+
+    def init_weights(self):
+        super().init_weights()
+        self.log[-1]['initialised'] = True
+        if 'freezes' in self.log[-1]:
+            self.backbone.requires_grad_(False)
+            self.extra = nn.Parameter(torch.ones(()))
+            self.scale = self.extra
 
     def forward(self, inputs, data_samples, mode):
         self.log[-1]['sizes'].append((mode, self.training, torch.is_grad_enabled(), tuple(inputs.shape)))
@@ -131,6 +141,14 @@ def test_larger_pictures_where_small_ones_vanish(log, network, sizes, message):
         with pytest.raises(TrialError, match=f'^{message}'):
             try_model(network, 'mmseg', image_size=(640, 96))
     assert [each['sizes'][0][3][2] for each in log] == sizes
+
+
+def test_models_are_built_and_initialised_once(log):
+    with pytest.raises(TrialError, match='^it cannot be built: ValueError: a wrong size$'):
+        try_model(dict(type='ToyModel', cannot_be_built='a wrong size'), 'mmseg')
+    assert len(log) == 1  # another size of the pictures would not help
+    found = try_model(dict(type='ToyModel', freezes=True), 'mmseg')
+    assert log[-1]['initialised'] and found.read == () and found.without_gradient == ()
 
 
 def test_a_prediction_that_stops_is_said_and_no_error(log):

@@ -1,0 +1,475 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The synthetic pictures part by part, and what the tool hands on."""
+
+import json
+import runpy
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+import mmlinattn.datasets as datasets
+from mmlinattn.datasets import ADE_CLASSES, COCO_CLASSES, DatasetSpec, ade, coco, draw_scene, imagenet, write_dataset
+from mmlinattn.datasets import shapes as shapes_module
+from mmlinattn.datasets.pictures import is_empty, save_jpeg, save_png
+from mmlinattn.datasets.shapes import UNLABELLED_SHAPE, _coverage, _place
+from mmlinattn.datasets.staging import NOTE, StagedFolder
+from mmlinattn.datasets.textures import (
+    BACKGROUNDS,
+    FILLS,
+    _of_hue,
+    _pale,
+    _soft_square_wave,
+    contrasting_colour,
+    draw_background,
+    draw_fill,
+)
+from mmlinattn.datasets.writer import GENERATOR_VERSION
+
+TOOL = Path(__file__).parents[1] / 'tools' / 'make_shapes_dataset.py'
+
+# Of DatasetSpec(format, 4, 2, seed=11, size=(128, 96), size_jitter=0.3), in generator version 5: width, height, mean of
+# red, green and blue, standard deviation, mean step from pixel to pixel; training pictures, then those for validation.
+SIZES = [(113, 92), (113, 77), (97, 94), (102, 89), (97, 90), (119, 77)]
+PICTURES = dict(
+    coco=[
+        (168.3, 105.6, 109.0, 42.8, 3.77),
+        (86.5, 53.9, 116.8, 49.6, 7.81),
+        (63.5, 142.5, 110.5, 34.2, 3.21),
+        (23.1, 169.8, 225.0, 85.4, 3.88),
+        (200.0, 210.5, 230.5, 33.7, 8.45),
+        (68.8, 106.3, 34.7, 39.1, 7.84),
+    ],
+    ade=[
+        (90.3, 125.8, 170.0, 43.2, 4.13),
+        (152.9, 177.3, 121.1, 42.7, 7.23),
+        (107.7, 178.0, 127.8, 44.9, 4.88),
+        (220.9, 189.9, 143.3, 32.4, 3.93),
+        (150.0, 169.2, 229.6, 40.7, 8.82),
+        (136.4, 112.7, 126.2, 21.7, 6.5),
+    ],
+    imagenet=[
+        (94.9, 138.2, 102.2, 43.1, 2.28),
+        (202.3, 179.9, 123.7, 39.3, 5.75),
+        (158.3, 161.1, 103.7, 36.2, 5.37),
+        (204.5, 174.6, 117.8, 62.5, 9.47),
+        (162.1, 143.4, 108.2, 61.5, 6.77),
+        (112.0, 150.8, 102.2, 41.4, 8.27),
+    ],
+)
+# picture, category, box, area
+INSTANCES = [
+    (1, 3, 19, 38, 30, 22, 379),
+    (1, 4, 79, 0, 28, 24, 307),
+    (1, 6, 24, 24, 20, 21, 259),
+    (1, 3, 70, 25, 18, 15, 143),
+    (1, 3, 71, 78, 12, 11, 79),
+    (2, 3, 5, 2, 16, 14, 120),
+    (2, 6, 0, 27, 24, 31, 488),
+    (2, 5, 58, 2, 35, 29, 542),
+    (2, 1, 45, 52, 25, 25, 501),
+    (2, 5, 58, 24, 25, 23, 301),
+    (3, 5, 60, 77, 17, 17, 162),
+    (3, 2, 37, 58, 13, 13, 152),
+]
+
+
+@pytest.mark.parametrize('form', PICTURES)
+def test_the_same_arguments_give_the_same_pictures_until_the_version_is_raised(tmp_path, form):
+    """A data set that was written is kept as long as its note says the same: whoever changes what is drawn has to
+    raise ``GENERATOR_VERSION``, and the numbers here with it."""
+    write_dataset(tmp_path, DatasetSpec(form, 4, 2, seed=11, size=(128, 96), size_jitter=0.3))
+    assert json.loads((tmp_path / NOTE).read_text())['content'] == dict(
+        made_by='mmlinattn',
+        generator=GENERATOR_VERSION,
+        format=form,
+        num_train=4,
+        num_val=2,
+        seed=11,
+        size=[128, 96],
+        size_jitter=0.3,
+    )
+    assert GENERATOR_VERSION == 5
+    images = [cv2.imread(str(path)) for path in sorted(tmp_path.rglob('*.[jJ][pP]*'))]
+    images = [image[..., ::-1].astype(float) for image in images]
+    assert [image.shape[1::-1] for image in images] == SIZES
+    found = [(*im.mean((0, 1)), im.std(), np.abs(np.diff(im, axis=1)).mean()) for im in images]
+    np.testing.assert_allclose(found, PICTURES[form], atol=0.4)  # decoders of JPEG differ
+    if form == 'coco':
+        content = json.loads((tmp_path / 'annotations' / 'instances_train2017.json').read_text())
+        found = [(a['image_id'], a['category_id'], *a['bbox'], a['area']) for a in content['annotations']]
+        assert found == INSTANCES
+        assert content['info'] == dict(description='Synthetic shapes, mmlinattn', version='1.0', year=2017)
+        assert content['licenses'] == [dict(id=1, name='Apache-2.0', url='')]
+        assert {image['license'] for image in content['images']} == {1}
+        assert {each['supercategory'] for each in content['categories']} == {'shape'}
+    if form == 'ade':
+        labels = [cv2.imread(str(path), -1) for path in sorted(tmp_path.rglob('*.png'))]
+        seen = [np.bincount(each.ravel(), minlength=11).nonzero()[0].tolist() for each in labels]
+        assert seen == [[0, 3, 8], [2, 5, 7, 8], [2, 10], [1], [0, 3, 8], [0, 4, 6, 9]]
+        # stuff are the backgrounds; names as ADE20K's, then ours
+        info = (tmp_path / 'objectInfo150.txt').read_text().splitlines()
+        assert info[1].split('\t')[2:] == ['1', '0', '1', 'wall, gradient']
+        assert info[8].split('\t')[2:] == ['2', '1', '0', 'bed, star']
+
+
+def spied(monkeypatch, layout, tmp_path, **kwargs):
+    asked = []
+
+    def spy(rng, size, **options):
+        asked.append((size, options))
+        return draw_scene(rng, size, **options)
+
+    monkeypatch.setattr(layout, 'draw_scene', spy)
+    for name in layout.FOLDERS:
+        (tmp_path / name).mkdir(parents=True)
+    records = [
+        layout.write_picture(tmp_path, 'train', number, np.random.default_rng(number), (96, 64)) for number in (1, 4)
+    ]
+    assert [size for size, _ in asked] == [(96, 64)] * 2
+    return records, [options for _, options in asked]
+
+
+def test_what_coco_asks_for(monkeypatch, tmp_path):
+    (first, empty), (options, of_empty) = spied(monkeypatch, coco, tmp_path)
+    assert options == dict(num_shapes=None, fills=('plain', 'plain', 'plain', 'striped'))
+    assert of_empty['num_shapes'] == 0 and empty['instances'] == [] and first['instances']
+    assert first['image'] == dict(id=1, file_name='000000000001.jpg', width=96, height=64, license=1)
+
+
+def test_what_ade_asks_for(monkeypatch, tmp_path):
+    (first, empty), (options, of_empty) = spied(monkeypatch, ade, tmp_path)
+    assert options == dict(num_shapes=None, kinds=(*COCO_CLASSES, UNLABELLED_SHAPE), muted=True)
+    assert of_empty['num_shapes'] == 0 and first['name'] == 'ADE_train_00000001'
+    assert first['pixels'].sum() == 96 * 64 and len(first['pixels']) == 11
+    assert empty['pixels'][ADE_CLASSES.index(empty['scene']) + 1] == 96 * 64
+
+
+def test_what_imagenet_asks_for(monkeypatch, tmp_path):
+    """One large shape of the class, hardly hidden, before a background without bands of its own."""
+    (first, fourth), (options, of_fourth) = spied(monkeypatch, imagenet, tmp_path)
+    assert options == dict(
+        num_shapes=1,
+        kinds=('disc',),
+        fills=('plain',),
+        diameters=(0.45, 0.9),
+        min_visible=0.9,
+        backgrounds=('gradient', 'clouds'),
+        muted=True,
+        band_strength=0.9,
+    )
+    assert (of_fourth['kinds'], of_fourth['fills']) == (('square',), ('striped',))
+    assert first == 'n90000000/n90000000_1.JPEG 0' and fourth == 'n90000003/n90000003_4.JPEG 3'
+    rng = np.random.default_rng(0)
+    assert imagenet.write_picture(tmp_path, 'val', 13, rng, (64, 64)) == 'n90000000/ILSVRC2012_val_00000013.JPEG 0'
+    assert imagenet.IMAGENET_CLASSES[:3] == ('plain disc', 'striped disc', 'plain square')
+
+
+def test_which_pictures_are_empty():
+    assert [number for number in range(1, 70) if is_empty(number)] == [4, 24, 44, 64]
+
+
+def test_files_of_pictures(tmp_path):
+    labels = np.arange(12, dtype=np.uint8).reshape(3, 4)
+    save_png(tmp_path / 'labels.png', labels)
+    assert (cv2.imread(str(tmp_path / 'labels.png'), cv2.IMREAD_UNCHANGED) == labels).all()
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    save_jpeg(tmp_path / 'noise.jpg', noise)
+    at_95 = cv2.imencode('.jpg', noise[..., ::-1], [cv2.IMWRITE_JPEG_QUALITY, 95])[1]
+    assert (tmp_path / 'noise.jpg').read_bytes() == at_95.tobytes()
+
+
+# --------------------------------------------------------------------------------------- forms
+
+
+AREAS = dict(  # of the circle around it, by geometry
+    disc=1.0,
+    square=2 / np.pi,
+    triangle=3 * np.sqrt(3) / 4 / np.pi,
+    star=5 * 0.42 * np.sin(np.pi / 5) / np.pi,
+    cross=(8 * 0.3 * np.sqrt(1 - 0.3**2) - 4 * 0.3**2) / np.pi,
+    ring=1 - 0.6**2,
+)
+
+
+@pytest.mark.parametrize('kind', AREAS)
+def test_areas_of_forms(kind):
+    """Stretched by at most exp(0.12) along an axis."""
+    for seed in range(6):
+        patch = _coverage(np.random.default_rng(seed), kind, 60.0, max_turn=0.5)
+        assert patch.shape == (63, 63) and patch.max() == 255 and patch.min() == 0
+        share = patch.sum() / 255 / (np.pi * 30**2) / AREAS[kind]
+        assert 0.985 * np.exp(-0.12) < share < 1.015
+
+
+def test_forms_stand_upright():
+    def upright(kind):
+        return _coverage(np.random.default_rng(3), kind, 80.0, max_turn=0.0) > 127
+
+    widths = {kind: upright(kind).sum(axis=1) for kind in (*COCO_CLASSES, 'ring')}
+    middle = 41
+    triangle = widths['triangle'][widths['triangle'] > 0]
+    assert triangle[0] < 6 and triangle[-1] == triangle.max()
+    assert widths['heart'].argmax() < middle and widths['heart'][widths['heart'] > 0][-1] < 8
+    assert widths['star'].argmax() < middle  # two points up beside the one on top
+    square = upright('square')
+    top, left = (np.flatnonzero(square.any(axis=axis))[0] for axis in (1, 0))
+    assert square[top + 1, left + 1]  # its sides are level
+    assert not upright('ring')[middle, middle] and upright('disc')[middle, middle]
+    for kind in COCO_CLASSES:
+        mask = upright(kind)
+        assert np.mean(mask != mask[:, ::-1]) < 0.03  # alike on both sides
+    turned = _coverage(np.random.default_rng(3), 'triangle', 80.0, max_turn=0.5) > 127
+    assert np.mean(turned != turned[:, ::-1]) > 0.03
+
+
+def test_places_keep_the_centre_in_the_picture():
+    rng = np.random.default_rng(0)
+    centres = []
+    for _ in range(300):
+        (rows, columns), (patch_rows, patch_columns) = _place(rng, (100, 50), 21, centred=False)
+        assert rows.stop - rows.start == patch_rows.stop - patch_rows.start > 0
+        assert columns.stop - columns.start == patch_columns.stop - patch_columns.start > 0
+        assert 0 <= rows.start and rows.stop <= 50 and 0 <= columns.start and columns.stop <= 100
+        centres.append((columns.start - patch_columns.start + 10, rows.start - patch_rows.start + 10))
+    x, y = np.array(centres).T
+    assert x.min() >= 0 and x.max() <= 99 and y.min() >= 0 and y.max() <= 49
+    assert x.max() > 90 and y.max() > 45 and x.min() < 10 and y.min() < 5
+    (rows, columns), (patch_rows, patch_columns) = _place(rng, (100, 50), 21, centred=True)
+    assert (rows, columns) == (slice(15, 36), slice(40, 61)) and patch_rows == patch_columns == slice(0, 21)
+
+
+def test_the_first_shape_always_finds_a_place():
+    """It is put in the middle at last, where even one as large as the picture is wholly visible."""
+    for seed in range(5):
+        scene = draw_scene(
+            np.random.default_rng(seed), (64, 64), num_shapes=2, kinds=['square'], diameters=(0.9, 0.9), min_visible=1
+        )
+        assert len(scene.labels) == 1
+        rows, columns = np.nonzero(scene.masks[0])
+        assert abs(rows.mean() - 32) < 7 and abs(columns.mean() - 32) < 7
+
+
+def test_sizes_of_shapes_follow_the_shorter_side():
+    for diameters, size, expected in (((0.5, 0.5), (200, 80), 40), ((0.05, 0.05), (200, 80), 12)):
+        scene = draw_scene(
+            np.random.default_rng(0), size, num_shapes=1, kinds=['disc'], diameters=diameters, min_visible=1, max_turn=0
+        )
+        rows, columns = np.nonzero(scene.masks[0])
+        assert 0.88 * expected - 1 <= max(np.ptp(rows), np.ptp(columns)) + 1 <= expected + 3
+    diameters = [
+        np.sqrt(
+            4 / np.pi * draw_scene(np.random.default_rng(seed), (100, 100), num_shapes=1, kinds=['disc']).masks.sum()
+        )
+        for seed in range(60)
+    ]
+    assert 13 < min(diameters) < 26 and 40 < max(diameters) < 50.5  # 0.18 to 0.5 of it
+
+
+def test_typical_colours_of_forms():
+    """Forms share the circle of hues in their order; ``tinted`` is the share of those that keep to it."""
+
+    def hues(kind, tinted):
+        found = []
+        for seed in range(14):
+            options = dict(num_shapes=1, kinds=[kind], fills=['plain'], tinted=tinted, muted=True)
+            scene = draw_scene(np.random.default_rng(seed), (64, 64), **options)
+            colour = np.median(scene.image[scene.masks[0]], axis=0).astype(np.uint8)
+            found.append(cv2.cvtColor(colour[None, None], cv2.COLOR_RGB2HSV)[0, 0, 0] / 180)
+        return np.array(found)
+
+    for place, kind in enumerate((*COCO_CLASSES, UNLABELLED_SHAPE)):
+        off = (hues(kind, 1) - place / 7 + 0.5) % 1 - 0.5
+        assert np.abs(off).mean() < 0.08 and np.abs(off).max() < 0.25
+    assert np.abs((hues('disc', 0) + 0.5) % 1 - 0.5).mean() > 0.12
+    assert shapes_module.TINTED == 0.95
+
+
+# ------------------------------------------------------------------------------------- surfaces
+
+
+def test_colours_of_backgrounds_lie_close_together():
+    for seed in range(40):
+        for kind in BACKGROUNDS:
+            picture, (first, second) = draw_background(np.random.default_rng(seed), (64, 72), kind)
+            assert picture.shape == (72, 64, 3) and picture.dtype == np.float32
+            assert 20 <= first.min() and first.max() <= 235 and 0 <= second.min() and second.max() <= 255
+            distance = np.linalg.norm(second - first)
+            assert distance <= 65 and (distance >= 25 or second.min() == 0 or second.max() == 255)
+
+
+def test_pale_colours():
+    for place, kind in enumerate(BACKGROUNDS):
+        colours = np.array([_pale(np.random.default_rng(seed), kind) for seed in range(60)]) / 255
+        value = colours.max(axis=1)
+        saturation = 1 - colours.min(axis=1) / value
+        assert 0.5 <= value.min() < 0.56 and 0.84 < value.max() <= 0.9
+        assert 0.2 <= saturation.min() < 0.25 and 0.4 < saturation.max() <= 0.4501
+        hsv = cv2.cvtColor(colours.astype(np.float32)[None], cv2.COLOR_RGB2HSV)[0]
+        off = (hsv[:, 0] / 360 - (place + 0.3) / 4 + 0.5) % 1 - 0.5
+        assert abs(off.mean()) < 0.015 and 0.02 < off.std() < 0.04
+
+
+def test_bands_have_half_a_period_and_an_edge_of_a_pixel():
+    wave = _soft_square_wave(np.arange(200, dtype=np.float32), 20.0)
+    assert wave.mean() == pytest.approx(0.5, abs=0.01) and set(np.unique(wave)) == {0.0, 0.5, 1.0}
+    assert np.flatnonzero(wave == 0.5).tolist() == list(range(5, 200, 10))
+    assert wave[0] == 1 and wave[10] == 0
+
+
+def test_shapes_stand_out():
+    """110 from both colours behind and 75 from neighbours where a candidate does; else the best there is."""
+    rng = np.random.default_rng(0)
+    background = np.array([[100.0, 100, 100], [140, 120, 100]])
+    neighbours = [np.array([255.0, 0, 0]), np.array([0.0, 0, 255])]
+    for hue in (None, 0.33):
+        for _ in range(100):
+            colour = contrasting_colour(rng, background, neighbours, hue)
+            assert 0 <= colour.min() and colour.max() <= 255
+            if hue is None:
+                assert np.linalg.norm(colour - background, axis=1).min() >= 110
+                assert min(np.linalg.norm(colour - other) for other in neighbours) >= 75
+    everywhere = np.stack(np.meshgrid(*[[0.0, 85, 170, 255]] * 3), -1).reshape(-1, 3)
+    colour = contrasting_colour(rng, everywhere, [])
+    assert np.linalg.norm(colour - everywhere, axis=1).min() > 45  # nothing is 110 away; 73 is the most there is
+    near = np.linalg.norm(contrasting_colour(rng, background, [], None) - background, axis=1)
+    assert near.min() >= 110
+
+
+def test_saturated_colours():
+    colours = _of_hue(np.random.default_rng(0), 0.99, 400) / 255
+    value, lowest = colours.max(axis=1), colours.min(axis=1)
+    saturation = 1 - lowest / value
+    assert 0.35 <= value.min() < 0.37 and 0.98 < value.max() <= 1
+    assert 0.599 <= saturation.min() < 0.62 and 0.98 < saturation.max() <= 1
+    hues = cv2.cvtColor(colours.astype(np.float32)[None], cv2.COLOR_RGB2HSV)[0, :, 0] / 360
+    off = (hues - 0.99 + 0.5) % 1 - 0.5  # around the circle
+    assert abs(off.mean()) < 0.01 and 0.04 < off.std() < 0.06
+
+
+@pytest.mark.parametrize(('colour', 'bands_are_darker'), [((200.0, 180, 60), True), ((40.0, 90, 200), False)])
+def test_fills(colour, bands_are_darker):
+    """Shaded by up to 12 %; bands of 8 to 12 % of the diameter, towards what is further of black and white."""
+    colour = np.array(colour)
+    for seed in range(20):
+        plain = draw_fill(np.random.default_rng(seed), 50, colour, 'plain', 50.0)
+        assert plain.shape == (50, 50, 3) and plain.dtype == np.float32
+        shade = plain / colour
+        assert 0.83 < shade.min() <= 1 <= shade.max() < 1.18
+        striped = draw_fill(np.random.default_rng(seed), 50, colour, 'striped', 50.0, 0.5)
+        share = (striped - plain) / ((0 if bands_are_darker else 255) - plain)
+        assert share.min() == 0 and share.max() == pytest.approx(0.5) and 0.2 < share.mean() < 0.3
+        usual = draw_fill(np.random.default_rng(seed), 50, colour, 'striped', 50.0)
+        np.testing.assert_allclose(usual - plain, (striped - plain) * 0.9, atol=1e-3)
+    assert np.ptp([draw_fill(np.random.default_rng(s), 9, colour, 'plain', 9.0).std() for s in range(9)]) > 1
+    assert FILLS == ('plain', 'striped')
+
+
+# ------------------------------------------------------------------------------------ the folder
+
+
+def test_a_data_set_that_lost_a_file_at_the_top_is_written_again(tmp_path):
+    spec = DatasetSpec('ade', 1, 1, size=(64, 64))
+    write_dataset(tmp_path, spec)
+    (tmp_path / 'objectInfo150.txt').unlink()
+    assert write_dataset(tmp_path, spec) is True and (tmp_path / 'objectInfo150.txt').is_file()
+    (tmp_path / NOTE).write_text('[]')  # no note of ours
+    with pytest.raises(FileExistsError, match=f'^it has content of unknown origin: {NOTE}$'):
+        write_dataset(tmp_path, spec)
+    (tmp_path / NOTE).write_text('{')
+    with pytest.raises(FileExistsError, match=f'^it has content of unknown origin: {NOTE}$'):
+        write_dataset(tmp_path, spec)
+
+
+def test_what_is_beside_our_data_set_is_not_replaced(tmp_path):
+    write_dataset(tmp_path, DatasetSpec('ade', 1, 1, size=(64, 64)))
+    (tmp_path / 'val2017').mkdir()
+    with pytest.raises(FileExistsError, match='^val2017 in it is of unknown origin$'):
+        write_dataset(tmp_path, DatasetSpec('coco', 1, 1, size=(64, 64)))
+    assert (tmp_path / 'images').exists()
+    write_dataset(tmp_path, DatasetSpec('coco', 1, 1, size=(64, 64)), overwrite=True)
+    assert not (tmp_path / 'images').exists() and list((tmp_path / 'val2017').iterdir())
+
+
+def test_what_a_link_leads_to_stays(tmp_path):
+    elsewhere = tmp_path / 'elsewhere'
+    elsewhere.mkdir()
+    (elsewhere / 'mine.jpg').write_text('precious')
+    out = tmp_path / 'out'
+    out.mkdir()
+    (out / 'train2017').symlink_to(elsewhere)
+    write_dataset(out, DatasetSpec('coco', 1, 1, size=(64, 64)), overwrite=True)
+    assert not (out / 'train2017').is_symlink() and [path.name for path in elsewhere.iterdir()] == ['mine.jpg']
+
+
+def test_folders_know_whether_they_are_current(tmp_path):
+    out = tmp_path / 'out'
+    folder = StagedFolder(out, dict(a=1))
+    assert not folder.is_current and not out.exists()
+    with folder:
+        folder.claim(['x'], overwrite=False)
+        (folder.staging / 'x').mkdir()
+        (folder.staging / 'x' / 'file').touch()
+        folder.commit(['x'])
+    assert folder.is_current and not StagedFolder(out, dict(a=2)).is_current
+    assert json.loads((out / NOTE).read_text()) == dict(content=dict(a=1), names=['x'], files=dict(x=1))
+    (tmp_path / 'file').touch()
+    with pytest.raises(NotADirectoryError, match='file is a file, not a folder$'), StagedFolder(tmp_path / 'file', {}):
+        pass
+
+
+@pytest.mark.parametrize(
+    ('change', 'said'),
+    [
+        (dict(format='voc'), "format must be one of coco, ade, imagenet, got 'voc'"),
+        (dict(num_train=0), 'num_train must be at least 1, got 0'),
+        (dict(num_val=0), 'num_val must be at least 1, got 0'),
+        (dict(seed=-1), 'seed must be at least 0, got -1'),
+        (dict(size=(64, 63)), 'size must be a width and a height from 64 to 8192 pixels, got (64, 63)'),
+        (dict(size=(64,)), 'size must be a width and a height from 64 to 8192 pixels, got (64,)'),
+        (dict(size_jitter=0.51), 'size_jitter must be from 0 to 0.5, got 0.51'),
+        (dict(size_jitter=-0.1), 'size_jitter must be from 0 to 0.5, got -0.1'),
+    ],
+)
+def test_what_a_data_set_may_be(change, said):
+    allowed = dict(format='coco', num_train=1, num_val=1, seed=0, size=(64, 8192), size_jitter=0.5)
+    DatasetSpec(**allowed)
+    with pytest.raises(ValueError) as error:
+        DatasetSpec(**dict(allowed, **change))
+    assert str(error.value) == said
+    assert DatasetSpec('coco', 1, 1) == DatasetSpec('coco', 1, 1, 0, (160, 160), 0.0)
+
+
+# -------------------------------------------------------------------------------------- the tool
+
+
+def test_the_tool_hands_its_options_on(tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def write(out, spec, *, workers, overwrite, on_picture):
+        asked.append((out, spec, workers, overwrite))
+        on_picture()
+        return len(asked) == 1
+
+    monkeypatch.setattr(datasets, 'write_dataset', write)
+    main = runpy.run_path(str(TOOL))['main']
+    out = str(tmp_path / 'out')
+    required = [out, '--format', 'ade', '--num-train', '3', '--num-val', '2']
+    more = ['--seed', '5', '--size', '96', '64', '--size-jitter', '0.25', '--workers', '4', '--overwrite']
+    assert main(required + more) == 0 and main(required) == 0
+    assert asked == [
+        (Path(out), DatasetSpec('ade', 3, 2, 5, (96, 64), 0.25), 4, True),
+        (Path(out), DatasetSpec('ade', 3, 2), 1, False),
+    ]
+    assert capsys.readouterr().out == (
+        f'wrote {out} (ade, 3 training and 2 validation pictures, seed 5)\nclasses: {ADE_CLASSES}\n'
+        f'already there, unchanged: {out} (ade, 3 training and 2 validation pictures, seed 0)\nclasses: {ADE_CLASSES}\n'
+    )
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(datasets, 'write_dataset', interrupted)
+    assert main(required) == 130
+    assert capsys.readouterr().err == f'interrupted: nothing written to {out}\n'
