@@ -4,7 +4,7 @@ import torch
 from mmengine.registry import MODELS
 from torch.nn import functional as F
 
-from mmlinattn.necks import ConvProjectionNeck
+from mmlinattn.necks import ConvProjectionNeck, MapAdapter, SimpleFeaturePyramid
 
 
 def test_is_the_classifier_of_the_release():
@@ -106,3 +106,85 @@ def test_another_map_is_named():
         pyramid()(torch.rand(1, 4, 2, 2))
     with pytest.raises(ValueError, match=r'image_size=\(70, 64\)'):
         pyramid()(torch.rand(1, 8, 4, 4), image_size=(70, 64))
+
+
+# ---- what is not said
+
+
+def test_defaults_are_those_of_the_documentation():
+    """Widths, and uniform Xavier for convolutions: bounded by sqrt(6 / (fan in + fan out))."""
+    assert ConvProjectionNeck(6).proj.out_channels == 1024
+    assert type(ConvProjectionNeck(6).norm) is torch.nn.BatchNorm2d
+    assert type(ConvProjectionNeck(6, 4, norm_cfg=dict(type='GN', num_groups=2)).norm) is torch.nn.GroupNorm
+    assert [tuple(out.shape) for out in SimpleFeaturePyramid(8)(torch.rand(1, 8, 3, 3))] == [
+        (1, 256, side, side) for side in (12, 6, 3, 2, 1)
+    ]
+    for neck, conv, fans in (
+        (MapAdapter([24], [40]), lambda neck: neck.convs[0], 64),
+        (SimpleFeaturePyramid(24, 40), lambda neck: neck.levels[2].lateral, 64),
+    ):
+        neck.init_weights()
+        weight = conv(neck).weight.detach()
+        bound = (6 / fans) ** 0.5
+        assert 0.95 * bound < weight.abs().max() <= bound
+        assert weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.1)
+    mine = dict(type='Constant', layer='Conv2d', val=2.0)
+    for neck in (MapAdapter([2], [3], init_cfg=mine), SimpleFeaturePyramid(4, 3, init_cfg=mine)):
+        neck.init_weights()
+        convs = [module for module in neck.modules() if type(module) is torch.nn.Conv2d]
+        assert convs and all((module.weight == 2).all() for module in convs)
+
+
+def test_adapters_resize_bilinearly_by_the_areas_of_pixels():
+    """A column of 0 and 4, twice as high: 0 1 3 4, as pixels' centres lie."""
+    neck = MapAdapter([1], [1, 1, 3], sources=[0, 0, None], scales=[2, 0.5, 1])
+    with torch.no_grad():
+        for conv in neck.convs[:2]:
+            conv.weight.fill_(1)
+            conv.bias.fill_(0.5)
+    column = torch.tensor([0.0, 4.0]).view(1, 1, 2, 1)
+    doubled, halved, nobody = neck([column])
+    assert doubled[0, 0, :, 0].tolist() == [0.5, 1.5, 3.5, 4.5] and doubled.shape == (1, 1, 4, 2)
+    assert halved.flatten().tolist() == [2.5] and not nobody.any() and nobody.shape == (1, 3, 1, 1)
+    assert torch.equal(neck(column)[0], doubled)  # a map alone
+
+
+@pytest.mark.parametrize(
+    ('build', 'message'),
+    [
+        (
+            lambda: MapAdapter([4, 8], [6], sources=[0, 1]),
+            'sources=(0, 1) and scales=(1.0,) have to have one entry for each of the 1 out_channels, and sources have '
+            'to lie in [0, 1]',
+        ),
+        (
+            lambda: MapAdapter([4], [6, 6], scales=[1], sources=[0, -1]),
+            'sources=(0, -1) and scales=(1,) have to have one entry for each of the 2 out_channels, and sources have '
+            'to lie in [0, 0]',
+        ),
+        (lambda: MapAdapter([4], [6], inference_output=-1), 'inference_output=-1 has to lie in [0, 0]'),
+        (lambda: MapAdapter([4, 8], [6, 6])(torch.rand(1, 4, 2, 2)), 'feats have the widths (4,), in_channels=(4, 8)'),
+        (lambda: SimpleFeaturePyramid(8, 6, 3), 'num_outs=3 has to be 4 or 5'),
+        (lambda: SimpleFeaturePyramid(0), 'in_channels=0 has to be a multiple of 4'),
+        (
+            lambda: SimpleFeaturePyramid(8)(torch.rand(1, 4, 2, 2)),
+            'feats: the map has the shape (1, 4, 2, 2); in_channels=8 allows (B, 8, H, W)',
+        ),
+        (
+            lambda: SimpleFeaturePyramid(8)(torch.rand(1, 8, 4)),
+            'feats: the map has the shape (1, 8, 4); in_channels=8 allows (B, 8, H, W)',
+        ),
+        (
+            lambda: SimpleFeaturePyramid(8)(torch.rand(1, 8, 2, 2), image_size=[32, 33]),
+            'image_size=(32, 33) does not have a map of (2, 2) at stride 16',
+        ),
+        (
+            lambda: ConvProjectionNeck(6)(torch.rand(1, 6)),
+            'feats: the map has the shape (1, 6); in_channels=6 allows (B, 6, H, W)',
+        ),
+    ],
+)
+def test_messages_name_the_argument_its_value_and_what_is_allowed(build, message):
+    with pytest.raises(ValueError) as error:
+        build()
+    assert str(error.value) == message

@@ -91,6 +91,8 @@ def test_whether_anything_was_about_the_backbone():
     assert single(dict(in_channels=77)) == dict(in_channels=5) and single.matched
     # of equal maps the deepest
     assert Wiring([FeatureMap(9, 16)] * 2, OURS[:2])(dict(in_channels=9)) == dict(in_channels=128)
+    plain = Wiring([FeatureMap(768, 16)] * 4, OURS)
+    assert plain(dict(in_channels=[768] * 4)) == dict(in_channels=NEW)  # the same list from either end
     # which of two equal maps one number means, its index says
     assert Wiring([FeatureMap(9, 16)] * 2, OURS[:2])(dict(in_channels=9, in_index=0))['in_channels'] == 64
 
