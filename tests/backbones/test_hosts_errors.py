@@ -77,6 +77,24 @@ def test_out_indices_and_frozen_stages_out_of_range(host):
             small_hosts.build(host, **options)
 
 
+@pytest.mark.parametrize('host', ARCHS)
+def test_bounds_of_frozen_stages_and_outputs(host):
+    """Stages of pyramids, blocks of a plain backbone."""
+    depths = ARCHS[host]['depths']
+    count = len(depths) if host in PYRAMIDS else depths[0]
+    for value in (-2, count + 1):
+        with pytest.raises(ValueError) as error:
+            small_hosts.build(host, frozen_stages=value)
+        assert str(error.value) == f'frozen_stages={value} has to lie in [-1, {count}]'
+    for indices in ((count,), (0, 0), (1, 0)):
+        with pytest.raises(ValueError) as error:
+            small_hosts.build(host, out_indices=indices)
+        said = f'have to be ascending and lie in [0, {count - 1}]'
+        assert str(error.value) == f'out_indices={indices} {said}'
+    frozen = small_hosts.build(host, frozen_stages=count, out_norm=False).train()
+    assert [name for name, parameter in frozen.named_parameters() if parameter.requires_grad] == []
+
+
 @pytest.mark.parametrize('window_size', [0, -7, 'whole', 7.5, (7, 7), (7, 7, 7, 0), (7, 7, 7, 'x')], ids=str)
 def test_window_sizes_of_another_form(window_size):
     with pytest.raises(ValueError) as error:
@@ -133,10 +151,10 @@ def test_a_boolean_is_no_window():
 
 
 WRONG = {
-    'in_channels': [0, -3, 3.0, None],
+    'in_channels': [0, -3, 3.0, None, True],
     'with_cp': ['no', 1],
     'norm_eval': ['yes'],
-    'frozen_stages': ['1', 0.5, None],
+    'frozen_stages': ['1', 0.5, None, True],
     'drop_path_rate': ['0.1', -0.1, 1.0, True],
     'out_indices': ['0', None, [0.0], {0: 1}],
     'out_norm': ['LN', None],
