@@ -262,6 +262,23 @@ def test_stage_attns_are_read_from_a_config_as_lists(build):
     assert mixers(build(stage_attns=attns))[2] == ['RALAMixer', 'SoftmaxMixer']
 
 
+def test_what_a_model_is_built_from_is_a_copy():
+    """Who changes the arch or the initialisation of a model changes no other one, nor the tables of the class."""
+    inner = LinearSwin.resolve_arch('inline-base')['stage_attns'][2]
+    assert inner == ['inline'] * 2 + ['softmax'] * 16
+    inner.clear()
+    assert len(LinearSwin.resolve_arch('inline-base')['stage_attns'][2]) == 18
+    given = dict(HOSTS['RAVLT'], depths=[1, 1, 2, 1], ffn=[None, 'mlp', None, None])
+    model = RAVLT(given)
+    model.arch['depths'].clear(), model.arch['ffn'].clear()
+    assert given['depths'] == [1, 1, 2, 1] and given['ffn'] == [None, 'mlp', None, None]
+    model.init_cfg.clear()
+    assert RAVLT(given).init_cfg == [
+        dict(type='TruncNormal', layer='Linear', std=0.02, bias=0.0),
+        dict(type='Constant', layer=['LayerNorm', '_BatchNorm'], val=1.0, bias=0.0),
+    ]
+
+
 # --- what tools do with a model ----------------------------------------------------------------
 
 
