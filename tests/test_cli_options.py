@@ -442,7 +442,7 @@ def test_data_roots_of_wrapped_data_and_of_evaluators():
                 dict(type='B', ann_file='data/coco_2/a.json', format='elsewhere/data/coco/a.json'),
             ],
             val_dataloader=dict(dataset=dict(leaf, settings=dict(data_root='no data set'))),
-            val_evaluator=dict(type='C', ann_file='data/coco/a.json'),
+            val_evaluator=dict(type='C', ann_file='data/coco/a.json', seg_prefix='data/coco', gt_prefix='data/coco/'),
         )
     )
     cli._set_data_root(cfg, 'mine')
@@ -453,7 +453,7 @@ def test_data_roots_of_wrapped_data_and_of_evaluators():
     )
     # a folder beside the root, of which only the shorter one is part
     assert cfg.test_evaluator[1] == dict(type='B', ann_file='mine/coco_2/a.json', format='elsewhere/data/coco/a.json')
-    assert cfg.val_evaluator.ann_file == 'mine/a.json'
+    assert cfg.val_evaluator == dict(type='C', ann_file='mine/a.json', seg_prefix='mine/', gt_prefix='mine/')
 
 
 def test_checkpoints_by_path_and_by_address(tmp_path, monkeypatch):

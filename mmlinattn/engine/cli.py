@@ -177,7 +177,7 @@ def _set_data_root(cfg: Config, root: str) -> None:
             for key, value in evaluator.items():
                 # the longest first, as one root may lie in another; whole names, as data/coco is no part of data/coco_2
                 for old in sorted(filter(None, old_roots), key=len, reverse=True):
-                    if isinstance(value, str) and value.startswith(osp.join(old, '')):
+                    if isinstance(value, str) and osp.join(value, '').startswith(osp.join(old, '')):
                         evaluator[key] = osp.join(root, value[len(old) :].lstrip('/'))
                         break
 
