@@ -22,7 +22,7 @@ for project in ('mmdet', 'mmseg', 'mmpretrain'):
     pytest.importorskip(project)
 
 
-class ToyBackbone(nn.Module):
+class TrialBackbone(nn.Module):
     """Two maps; ``unused`` has no part in them, ``frozen`` is not trained."""
 
     def __init__(self, fails=None):
@@ -35,20 +35,20 @@ class ToyBackbone(nn.Module):
         return first, self.second(first)
 
 
-class ToyPreprocessor(nn.Module):
+class TrialPreprocessor(nn.Module):
     def forward(self, data, training):
         self.training_asked = training
         return dict(inputs=torch.stack(data['inputs']).float(), data_samples=data['data_samples'])
 
 
-class ToyModel(BaseModel):
+class TrialModel(BaseModel):
     """Notes what it was asked; ``fails`` with this error where pictures are smaller than ``needs``."""
 
     log = []
 
     def __init__(self, fails='', needs=0, scale=1.0, stops='', data_preprocessor=None, init_cfg=None, **settings):
         super().__init__(init_cfg=init_cfg)
-        self.backbone, self.data_preprocessor = ToyBackbone(), ToyPreprocessor()
+        self.backbone, self.data_preprocessor = TrialBackbone(), TrialPreprocessor()
         self.fails, self.needs, self.scale, self.stops = fails, needs, scale, stops
         self.log.append(dict(settings, sizes=[]))
         if 'cannot_be_built' in settings:
@@ -75,18 +75,18 @@ class ToyModel(BaseModel):
         return dict(loss=second.mean() * self.scale, acc=torch.tensor(50.0))
 
 
-for kind in (ToyModel, ToyPreprocessor):
-    MODELS.register_module(module=kind, force=True)
+for kind in (TrialModel, TrialPreprocessor):
+    MODELS.register_module(module=kind)
 
 
 @pytest.fixture
 def log():
-    ToyModel.log.clear()
-    return ToyModel.log
+    TrialModel.log.clear()
+    return TrialModel.log
 
 
 def test_what_a_step_shows(log):
-    found = try_model(dict(type='ToyModel'), 'mmseg', dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=1.0)))
+    found = try_model(dict(type='TrialModel'), 'mmseg', dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=1.0)))
     assert np.isfinite(found.loss) and found.stops == ''
     # the second map is read, the first through it only as a part of the backbone itself
     assert found.read == (True, True)
@@ -97,18 +97,18 @@ def test_what_a_step_shows(log):
 
 
 def test_outputs_that_nobody_reads(log):
-    class Second(ToyBackbone):
+    class Second(TrialBackbone):
         def forward(self, x):
             return [self.first(x), self.second(self.first(x)), 'no map']
 
-    original = ToyModel.__init__
+    original = TrialModel.__init__
 
     def build(self, *args, **kwargs):
         original(self, *args, **kwargs)
         self.backbone = Second()
         self.backbone.forward_hooks_before = len(self.backbone._forward_hooks)
 
-    model = ToyModel.__new__(ToyModel)
+    model = TrialModel.__new__(TrialModel)
     build(model)
     model.forward = lambda inputs, data_samples, mode: dict(loss=model.backbone(inputs)[1].mean())
     optimizer = trial.build_optim_wrapper(model, dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=100.0)))
@@ -134,7 +134,7 @@ def test_outputs_that_nobody_reads(log):
 )
 def test_larger_pictures_where_small_ones_vanish(log, network, sizes, message):
     """128, 320, then the recipe's size; only what is about sizes is tried again."""
-    network = dict(dict(type='ToyModel'), **network)
+    network = dict(dict(type='TrialModel'), **network)
     if message is None:
         assert try_model(network, 'mmseg', image_size=(640, 96)).stops == ''
     else:
@@ -145,21 +145,21 @@ def test_larger_pictures_where_small_ones_vanish(log, network, sizes, message):
 
 def test_models_are_built_and_initialised_once(log):
     with pytest.raises(TrialError, match='^it cannot be built: ValueError: a wrong size$'):
-        try_model(dict(type='ToyModel', cannot_be_built='a wrong size'), 'mmseg')
+        try_model(dict(type='TrialModel', cannot_be_built='a wrong size'), 'mmseg')
     assert len(log) == 1  # another size of the pictures would not help
-    found = try_model(dict(type='ToyModel', freezes=True), 'mmseg')
+    found = try_model(dict(type='TrialModel', freezes=True), 'mmseg')
     assert log[-1]['initialised'] and found.read == () and found.without_gradient == ()
 
 
 def test_a_prediction_that_stops_is_said_and_no_error(log):
-    found = try_model(dict(type='ToyModel', stops='meta'), 'mmseg')
+    found = try_model(dict(type='TrialModel', stops='meta'), 'mmseg')
     assert found.stops == "prediction stops: KeyError: 'meta'" and np.isfinite(found.loss)
 
 
 def test_weights_are_not_loaded_and_loggers_left_as_they_were(log, tmp_path):
     levels = MMLogger.get_current_instance().level, logging.getLogger().level
     weights = dict(type='Pretrained', checkpoint=str(tmp_path / 'none.pth'))
-    try_model(dict(type='ToyModel', init_cfg=weights, pretrained='x.pth', other=dict(init_cfg=[weights])), 'mmseg')
+    try_model(dict(type='TrialModel', init_cfg=weights, pretrained='x.pth', other=dict(init_cfg=[weights])), 'mmseg')
     assert log[-1].get('pretrained') is None and log[-1]['other'] == {}
     assert (MMLogger.get_current_instance().level, logging.getLogger().level) == levels
     with pytest.raises(KeyError), trial.quiet():
@@ -257,7 +257,7 @@ def test_batches_suit_the_model():
     from mmdet.models.data_preprocessors.reid_data_preprocessor import ReIDDataPreprocessor
     from mmpretrain.models import MoCo
 
-    model = ToyModel()
+    model = TrialModel()
     for cfg, expected in (
         (dict(roi_head={}), True),
         (dict(roi_head={}, rpn_head=None), True),
@@ -418,7 +418,7 @@ class Masked(Measurable):
 
 
 for kind in (Measurable, Masked):
-    MODELS.register_module(module=kind, force=True)
+    MODELS.register_module(module=kind)
 
 
 @pytest.mark.parametrize(
