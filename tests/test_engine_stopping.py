@@ -403,6 +403,9 @@ def test_the_line_after_ctrl_c(tmp_path, monkeypatch, capsys, rank):
     assert said(work) == ''
     monkeypatch.setenv(rank, '0')
     assert said(work) == goes_on
+    other = 'RANK' if rank == 'SLURM_PROCID' else 'SLURM_PROCID'
+    monkeypatch.setenv(other, '1')  # torchrun in one task of Slurm's: the rank is torchrun's
+    assert said(work) == (goes_on if rank == 'RANK' else '')
 
 
 def test_workers_end_when_their_parent_says_so(monkeypatch):

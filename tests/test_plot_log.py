@@ -49,6 +49,15 @@ def test_draws_a_panel_for_each_key(work_dir, tmp_path, monkeypatch, keys):
     assert len({tuple(pixel) for pixel in two.reshape(-1, 3)}) > 10  # more than an empty page
 
 
+def test_curves_are_of_all_runs_of_the_folder(work_dir, tmp_path, monkeypatch):
+    for i, log in enumerate(sorted(work_dir.rglob('scalars.json'))):
+        with open(log, 'a') as file:
+            file.write(json.dumps({f'of run {i}': 1.0, 'step': 5}) + '\n')
+    for i in range(2):
+        run(monkeypatch, work_dir, '--keys', f'of run {i}', '--out', tmp_path / f'{i}.png')
+        assert (tmp_path / f'{i}.png').exists()
+
+
 def test_what_is_a_curve(tmp_path):
     """Not the bookkeeping, not words; what has no step is counted by its line."""
     tool, log = runpy.run_path(str(TOOL)), tmp_path / 'scalars.json'

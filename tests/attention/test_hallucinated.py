@@ -87,6 +87,7 @@ def test_blocks_of_inference(monkeypatch, steps, prefix):
     """One query a block, several, the queries of several images; mask, and biases of few and of all images."""
     mixer, grid = build(steps), Grid(4, 5, prefix)
     n = grid.num_tokens
+    monkeypatch.setattr(cpu, 'MIN_ROWS', 3)
     q, k, v = tokens(n, n, batch=3)
     mask = torch.rand(3, n) > 0.3
     full = torch.randn(3, 6, n, n, dtype=torch.float64)

@@ -3,7 +3,9 @@ import pytest
 import torch
 from torch import nn
 
+from mmlinattn.attention import Grid
 from mmlinattn.layers import MLP, ConvFFN, ConvStem, DWConvFFN, PositionTable
+from mmlinattn.layers.position import resize_table
 from mmlinattn.ops import apply_linear, gelu_of_conv, linear, takes_scale
 from mmlinattn.ops.feed_forward import cpu as strips
 
@@ -160,3 +162,16 @@ def test_position_tables_of_another_grid_are_resized():
     weight = torch.randn(1, 10, 6)
     fitted = PositionTable(6, (4, 4), prefix=1).fit(weight)
     assert fitted.shape == (1, 17, 6) and torch.equal(fitted[:, 0], weight[:, 0])
+
+
+@pytest.mark.parametrize('part', [(3, 5), (2, 4), (3, 2)])
+def test_tables_of_part_of_a_window_are_those_of_the_window(part):
+    """In graphs, whose sizes are open, as in eager runs; only there the grid may go beyond."""
+    table = PositionTable(6, (4, 6)).double()
+    whole = resize_table(table.weight, (4, 6), (3, 5)).unflatten(1, (3, 5))
+    grid = Grid(*part, within=(3, 5))
+    expected = whole[:, : part[0], : part[1]].flatten(1, 2)
+    torch.testing.assert_close(table.on(grid), expected)
+    torch.testing.assert_close(table.resized_in_graph(grid), expected)
+    beyond = table.resized_in_graph(Grid(4, 7, within=(3, 5))).unflatten(1, (4, 7))
+    torch.testing.assert_close(beyond[:, :3, :5], whole)
