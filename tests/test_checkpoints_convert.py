@@ -7,10 +7,11 @@ import pytest
 import torch
 from checkpoint_helpers import ARCH, released_ravlt, with_package
 from mmengine.runner import load_checkpoint
+from torch import nn
 
 from mmlinattn import __version__
 from mmlinattn.checkpoints import CheckpointError, LoadReport, convert, load_file
-from mmlinattn.checkpoints.convert import Conversion, build_model, convert_checkpoint, main
+from mmlinattn.checkpoints.convert import Conversion, build_model, convert_checkpoint, convert_state, main
 
 TOOL = Path(__file__).parents[1] / 'tools' / 'convert_checkpoint.py'
 HEADER = "custom_imports = dict(imports=['mmlinattn'], allow_failed_imports=False)\n"
@@ -91,6 +92,18 @@ def test_counters_of_batches_may_be_missing(tmp_path):
     torch.save(released, tmp_path / 'released.pth')
     assert counters and convert_checkpoint(tmp_path / 'released.pth', tmp_path / 'ours.pth', config).complete
     assert set(load_file(tmp_path / 'ours.pth')['state_dict']) == set(build_model(config).state_dict())
+
+
+def test_counters_of_batches_that_a_file_has_are_kept():
+    """In the backbone and beside it; one that it lacks is at zero."""
+    model = nn.Module()
+    model.backbone, model.neck, model.head = (nn.Sequential(nn.BatchNorm2d(4)) for _ in range(3))
+    state = {key: torch.full_like(value, 7) for key, value in model.state_dict().items()}
+    del state['head.0.num_batches_tracked']
+    converted = convert_state(dict(state_dict=state), 'a.pth', model)
+    found = {key: int(value) for key, value in converted.state_dict.items() if key.endswith('num_batches_tracked')}
+    assert found == {f'{part}.0.num_batches_tracked': n for part, n in (('backbone', 7), ('neck', 7), ('head', 0))}
+    assert converted.complete
 
 
 def test_a_model_has_to_be_named(tmp_path, capsys):

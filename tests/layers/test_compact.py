@@ -138,6 +138,8 @@ def test_class_tokens_are_maps_of_one_pixel(ffn):
     out = over_tokens(module, x, grid)
     torch.testing.assert_close(out[:, 1:], module(x[:, 1:].unflatten(1, (3, 4))).flatten(1, 2))
     torch.testing.assert_close(out[:, 0], module(x[:, :1, None])[:, 0, 0])
+    scale = torch.rand(4) + 0.5  # of the layer, for class tokens as for the others
+    torch.testing.assert_close(over_tokens(module, x, grid, out_scale=scale), out * scale)
 
 
 MODELS = {
