@@ -141,6 +141,21 @@ def test_weights_with_convolutions_are_the_whole_of_what_is_mixed(mixer):
     assert len(call.local_kernels()) == (1 if mixer == 'softmax' else 2)
 
 
+def test_each_window_has_the_kernels_that_were_predicted_for_it():
+    attention, found = WindowAttention(8, 2, 'inline', (4, 4)).eval(), []
+    nn.init.normal_(attention.qkv.weight)
+    with watched(nn.Sequential(attention), found.append), torch.no_grad():
+        attention(torch.randn(1, 8, 8, 8))
+    (call,) = found[0].calls
+    (kernels,) = call.local_kernels()
+    assert kernels.shape == (4, 8, 3, 3) and (kernels[0] - kernels[3]).abs().max() > 0.1
+    rows = torch.tensor([5])  # row 1, column 1 of the window
+    for window in range(4):
+        added = call.weights(window, rows, local=True) - call.weights(window, rows)
+        expected = kernels[window].unflatten(0, (2, 4)).mean(dim=1)
+        torch.testing.assert_close(added[:, 0].unflatten(-1, (4, 4))[:, :3, :3], expected)
+
+
 @pytest.mark.parametrize('mixer', ['softmax', 'rala', 'angular'])
 def test_wrong_weights_have_an_error(mixer):
     """Twice the weights: as far away as there is weight."""

@@ -2,13 +2,16 @@
 """Folding batch norms and layer scales for inference."""
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
+from torch import nn
 
 from mmlinattn import ops
 from mmlinattn.backbones import RAVLT
+from mmlinattn.backbones.ravlt import fold_batch_norms
 
 ARCH = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 2, 1), num_heads=(1, 2, 3, 4))
 
@@ -91,3 +94,19 @@ def test_a_norm_without_running_statistics_stays():
         with ops.use('reference'):
             expected = model(x)
         assert all(relative_error(*pair) < 1e-5 for pair in zip(model.switch_to_deploy()(x), expected))
+
+
+@pytest.mark.parametrize('kind', [nn.BatchNorm2d, nn.SyncBatchNorm])
+def test_every_kind_of_batch_norm_is_folded(kind):
+    norm = kind(5).eval()
+    for value in (norm.weight, norm.running_var):
+        nn.init.uniform_(value, 0.5, 2)
+    for value in (norm.bias, norm.running_mean):
+        nn.init.normal_(value)
+    layers = nn.Sequential(OrderedDict(conv=nn.Conv2d(3, 5, 3), norm=norm, act=nn.GELU()))
+    x = torch.randn(2, 3, 6, 7)
+    image = layers.conv(x) - norm.running_mean[:, None, None]
+    image = image * (norm.weight * (norm.running_var + norm.eps) ** -0.5)[:, None, None] + norm.bias[:, None, None]
+    folded = fold_batch_norms(layers)
+    assert [name for name, _ in folded.named_children()] == ['conv', 'act']
+    torch.testing.assert_close(folded(x), nn.functional.gelu(image), rtol=1e-4, atol=1e-5)

@@ -6,7 +6,7 @@ from torch import nn
 from mmlinattn.attention import Grid
 from mmlinattn.layers import MLP, ConvFFN, ConvStem, DWConvFFN, PositionTable
 from mmlinattn.layers.position import resize_table
-from mmlinattn.ops import apply_linear, gelu_of_conv, linear, takes_scale
+from mmlinattn.ops import apply_linear, conv_norms, gelu_of_conv, linear, takes_scale
 from mmlinattn.ops.feed_forward import cpu as strips
 
 
@@ -175,3 +175,20 @@ def test_tables_of_part_of_a_window_are_those_of_the_window(part):
     torch.testing.assert_close(table.resized_in_graph(grid), expected)
     beyond = table.resized_in_graph(Grid(4, 7, within=(3, 5))).unflatten(1, (4, 7))
     torch.testing.assert_close(beyond[:, :3, :5], whole)
+
+
+@pytest.mark.parametrize('training', [False, True])
+def test_norms_that_train_use_their_batch_without_gradients_too(training):
+    conv, norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+    nn.init.uniform_(norm.running_var, 2, 3)
+    nn.init.uniform_(norm.running_mean, 2, 3)
+    norm.train(training)
+    before, x = norm.running_mean.clone(), torch.randn(2, 3, 8, 9)
+    with torch.no_grad():
+        image = conv(x)
+        mean, var = (
+            (image.mean((0, 2, 3)), image.var((0, 2, 3), unbiased=False)) if training else (before, norm.running_var)
+        )
+        expected = (image - mean[:, None, None]) / (var + norm.eps).sqrt()[:, None, None]
+        torch.testing.assert_close(conv_norms(x, [(conv, norm)]), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(norm.running_mean, before) is not training

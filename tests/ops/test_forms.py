@@ -361,3 +361,17 @@ def test_which_gpus_get_kernels(monkeypatch, capability, triton, cuda, reason):
         return
     with pytest.warns(UserWarning, match='no GPU kernels, plain PyTorch in their place: ' + re.escape(reason)):
         assert not has_triton(torch.device('cuda', 0))
+
+
+class SaysWhetherItIsTraced(nn.Module):
+    def forward(self, x):
+        return x + 1 if forms.is_traced() else x
+
+
+@pytest.mark.parametrize('strict', [False, True])
+def test_graphs_of_every_kind_are_told(strict):
+    model, x = SaysWhetherItIsTraced(), torch.zeros(3)
+    assert not model(x).any()
+    assert torch.export.export(model, (x,), strict=strict).module()(x).all()
+    assert torch.jit.trace(model, x)(x).all()
+    assert torch.compile(model, backend='eager')(x).all()
