@@ -240,6 +240,14 @@ def test_exit_status_after_sigterm(error, status):
     assert signal.getsignal(signal.SIGTERM) == found
 
 
+def status_of_fork(target, *args, seconds=60):
+    """How a process ends that calls ``target``; None where it takes longer."""
+    process = multiprocessing.get_context('fork').Process(target=target, args=args)
+    process.start()
+    process.join(seconds)
+    return process.exitcode
+
+
 def _answer_with_an_error(number, output):
     """As MMEngine's Config.pretty_text does, before any other thread has its turn."""
     sys.stderr = open(output, 'w')
@@ -257,10 +265,7 @@ def _answer_with_an_error(number, output):
 def test_a_signal_that_comes_out_as_another_error(tmp_path, name, status):
     output = tmp_path / 'output.txt'
     number = getattr(signal, name)
-    process = multiprocessing.get_context('fork').Process(target=_answer_with_an_error, args=(number, output))
-    process.start()
-    process.join(60)
-    assert process.exitcode == status
+    assert status_of_fork(_answer_with_an_error, number, output) == status
     assert output.read_text() == ('interrupted.\n' if name == 'SIGINT' else '')
 
 
@@ -295,10 +300,7 @@ def _hear_nothing(numbers, patience, output):
 def test_a_main_thread_that_does_not_hear_is_ended(tmp_path, names, patience, status):
     output = tmp_path / 'output.txt'
     numbers = [getattr(signal, name) for name in names]
-    process = multiprocessing.get_context('fork').Process(target=_hear_nothing, args=(numbers, patience, output))
-    process.start()
-    process.join(60)
-    assert process.exitcode == status
+    assert status_of_fork(_hear_nothing, numbers, patience, output) == status
     assert output.read_text() == ('interrupted.\n' if names[0] == 'SIGINT' else '')
 
 
@@ -318,10 +320,7 @@ def _lose_a_connection(output):
 
 def test_workers_say_nothing_of_connections_that_the_main_process_closed(tmp_path):
     output = tmp_path / 'output.txt'
-    process = multiprocessing.get_context('fork').Process(target=_lose_a_connection, args=(output,))
-    process.start()
-    process.join(30)
-    assert process.exitcode == 0
+    assert status_of_fork(_lose_a_connection, output, seconds=30) == 0
     assert output.read_text() == 'ValueError: of the data set\n'
 
 
@@ -501,10 +500,7 @@ def _press_once(output):
 
 def test_one_key_press_may_come_twice(tmp_path):
     output = tmp_path / 'output.txt'
-    process = multiprocessing.get_context('fork').Process(target=_press_once, args=(str(output),))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 130 and output.exists()
+    assert status_of_fork(_press_once, str(output)) == 130 and output.exists()
     assert (
         _InterruptWatch.patience == {signal.SIGINT: 1.0, signal.SIGTERM: 3.0} and _InterruptWatch.one_key_press == 0.5
     )
@@ -733,10 +729,7 @@ def _train_on(output):
 
 def test_sigterm_in_training_is_left_to_the_training(tmp_path):
     output = tmp_path / 'output.txt'
-    process = multiprocessing.get_context('fork').Process(target=_train_on, args=(str(output),))
-    process.start()
-    process.join(60)
-    assert process.exitcode == 0 and output.exists()
+    assert status_of_fork(_train_on, str(output)) == 0 and output.exists()
 
 
 SCRIPT = """

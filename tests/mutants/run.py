@@ -84,6 +84,8 @@ def read_defects(path: Path, copy: Path) -> list[WorkItem]:
     items = []
     for number, line in enumerate(path.read_text().splitlines()):
         defect = json.loads(line)
+        if not defect['file'].startswith(tuple(f'{name}/' for name in CHANGED)):
+            raise SystemExit(f'{path}:{number + 1}: file {defect["file"]!r} is in none of {", ".join(CHANGED)}')
         text, old, new = (copy / defect['file']).read_text(), defect['old'], defect['new']
         name = defect.get('id', f'{number:05d}')
         if text.count(old) != 1 or old == new:
