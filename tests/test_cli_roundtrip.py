@@ -40,7 +40,8 @@ custom_hooks = [*_base_.custom_hooks, dict(type='HoldHook')]
 
 def environment():
     """PYTHONPATH lets the tools of other packages find this checkout too, and configs the hook that holds a run."""
-    path = os.pathsep.join(filter(None, [str(ROOT), str(ROOT / 'tests'), os.environ.get('PYTHONPATH')]))
+    folders = [str(ROOT), str(ROOT / 'tests'), str(ROOT / 'tests' / 'without_layout'), os.environ.get('PYTHONPATH')]
+    path = os.pathsep.join(filter(None, folders))
     return dict(
         os.environ,
         PYTHONPATH=path,
@@ -109,8 +110,9 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def trained(place):
-    """The uninterrupted run that the others are compared with."""
-    out = python(TOOLS / 'train.py', 'config.py', '--work-dir', 'whole', '--amp', cwd=place)
+    """The uninterrupted run that the others are compared with, and the one whose config YAPF lays out."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / 'tests')])
+    out = python(TOOLS / 'train.py', 'config.py', '--work-dir', 'whole', '--amp', cwd=place, PYTHONPATH=path)
     assert 'notice: no accelerator: mixed precision is off' in out
     assert len(losses(place / 'whole')) == NUM_ITERS
     return place / 'whole'
