@@ -2,8 +2,12 @@
 """Which form of an op runs, and that whatever transforms, watches or records a model gets one that stands it."""
 
 import copy
+import importlib
 import importlib.util
 import re
+import threading
+import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmlinattn import ops
 from mmlinattn.attention import TOKEN_MIXERS, Attention, Grid, TokenMixer
-from mmlinattn.layers import rotary_table
+from mmlinattn.layers import MLP, Block, ConvStem, rotary_table
 from mmlinattn.ops import forms
+from mmlinattn.ops.linear import cpu as linear_cpu
 from mmlinattn.ops.rala import reference
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
@@ -66,6 +71,46 @@ def test_an_error_inside_the_context_gives_the_form_back():
     with pytest.raises(KeyError), ops.use('reference'):
         raise KeyError
     assert picked(torch.zeros(2)) == 'cpu'
+
+
+def test_the_form_holds_for_all_threads():
+    """The backward pass of checkpointed blocks runs in threads of its own."""
+    found = []
+    with ops.use('reference'):
+        thread = threading.Thread(target=lambda: found.append(picked(torch.zeros(2))))
+        thread.start()
+        thread.join()
+    assert found == ['reference']
+
+
+FORMS = [
+    ('cpu', True, 'rala', 'cpu'),
+    ('cpu', True, 'depthwise', 'cpu'),  # which has one for any device, too
+    ('cpu', True, 'rotary', 'eager'),
+    ('cpu', True, 'hydra_attention', 'reference'),
+    ('cuda', True, 'rala', 'triton'),
+    ('cuda', True, 'depthwise', 'triton'),
+    ('cuda', True, 'projection', 'eager'),
+    ('cuda', True, 'softmax_attention', 'reference'),
+    ('cuda', False, 'rala', 'reference'),
+    ('cuda', False, 'depthwise', 'eager'),
+    ('xpu', True, 'rala', 'reference'),
+    ('xpu', True, 'depthwise', 'eager'),
+]
+
+
+@pytest.mark.parametrize(('device', 'kernels', 'op', 'form'), FORMS)
+def test_each_device_gets_the_first_form_that_there_is(device, kernels, op, form, monkeypatch):
+    """The first tensor says which device; ``kernels``: whether Triton serves the GPU."""
+    if form == 'triton':
+        pytest.importorskip('triton')
+    asked = []
+    monkeypatch.setattr(forms, 'is_plain', lambda *tensors: False)
+    monkeypatch.setattr(forms, '_has_triton', lambda gpu: asked.append(gpu) or kernels)
+    first, second = (SimpleNamespace(device=torch.device(*place)) for place in ((device, 1), ('cpu',)))
+    module = forms.pick(importlib.import_module(f'mmlinattn.ops.{op}.reference'), first, None, second)
+    assert module.__name__ == f'mmlinattn.ops.{op}.{form}'
+    assert asked == ([torch.device('cuda', 1)] if device == 'cuda' else [])
 
 
 @pytest.mark.parametrize('value, form', [('reference', 'reference'), ('', 'cpu'), ('auto', 'cpu'), ('Reference', None)])
@@ -145,6 +190,46 @@ def test_gradients_of_gradients(mixer):
     assert sum(g is not None and g.abs().max() > 1e-3 for g in results[1]) >= 2
     for ours, theirs in zip(*results):
         torch.testing.assert_close(ours, theirs)
+
+
+DEPTHWISE = dict(x=(2, 4, 6, 5), weight=(4, 1, 5, 5), bias=(4,))
+TOKENS = dict(q=(2, 6, 8), k=(2, 6, 8), v=(2, 6, 8))
+MASK = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
+SECOND = {
+    'rala': (lambda q, k, v: ops.rala(q, k, v * MASK[..., None], 2, mask=MASK, weight_scale=0.5), TOKENS),
+    'inline': (lambda q, k, v: ops.inline_attention(q, k, v * MASK[..., None], 2, 0.3, 'exp', MASK), TOKENS),
+    'focused': (
+        lambda q, k, v, scale: ops.focused_attention(q, k, v * MASK[..., None], 2, scale.abs() + 0.5, 2.5, mask=MASK),
+        dict(TOKENS, scale=(8,)),
+    ),
+    'softmax': (lambda q, k, v: ops.softmax_attention(q, k, v, 2, mask=MASK), TOKENS),
+    'linear': (ops.linear, dict(x=(3, 5), weight=(4, 5), bias=(4,))),
+    'strided conv of gelu': (
+        lambda x, w, b: ops.conv_of_gelu(x, w, b, 2, 2),
+        dict(x=(2, 4, 6, 5), weight=(6, 2, 3, 3), bias=(6,)),
+    ),
+    'residual conv of gelu': (lambda x, w, b: ops.conv_of_gelu(x, w, b, 1, 4, True), DEPTHWISE),
+    'depthwise': (ops.depthwise_conv2d, DEPTHWISE),
+}
+
+
+@pytest.mark.parametrize(('name', 'frozen'), [(name, i) for name, (_, shapes) in SECOND.items() for i in range(len(shapes))])
+def test_gradients_of_gradients_where_one_input_has_none(name, frozen, monkeypatch):
+    """Of each input that is left, those of the plain form."""
+    function, shapes = SECOND[name]
+    monkeypatch.setattr(linear_cpu, '_MIN_TRAINED_MACS', 1)
+    dtype = torch.float32 if name == 'linear' else torch.float64
+    tensors = [torch.randn(shape, dtype=dtype) for shape in shapes.values()]
+    wanted = [tensor.requires_grad_() for i, tensor in enumerate(tensors) if i != frozen]
+    results = []
+    for form in ('auto', 'reference'):
+        with ops.use(form), sdpa_kernel([SDPBackend.FLASH_ATTENTION] * (form == 'auto') + [SDPBackend.MATH]):
+            first = torch.autograd.grad(function(*tensors).sin().sum(), wanted, create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in first), wanted)
+            results.append([*first, *second])
+    assert all(g.abs().max() > 1e-6 for g in results[1])
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 if name == 'linear' else 1e-8)
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------
@@ -309,8 +394,6 @@ def test_a_forward_of_an_instance_is_called(mixer, layer):
 
 def test_what_a_hook_has_seen_stays_as_it_was():
     """In inference results are written over; not those that somebody keeps."""
-    from mmlinattn.layers import MLP, Block
-
     attention = Attention(DIM, HEADS, 'rala', local_kernel=5)
     block = Block(DIM, attention, MLP(DIM, 32), dict(type='LN'))
     seen = {}
@@ -322,6 +405,23 @@ def test_what_a_hook_has_seen_stays_as_it_was():
     for name, pairs in seen.items():
         for kept, copied in pairs:
             assert torch.equal(kept, copied), name
+
+
+@pytest.mark.parametrize('training', [False, True])
+def test_hooks_of_all_modules_run(training):
+    """Profilers and feature extractors hang one on everything at once."""
+    seen = []
+    block = Block(DIM, Attention(DIM, HEADS, 'rala', local_kernel=5), MLP(DIM, 32), dict(type='LN')).train(training)
+    stem, x, image = ConvStem(3, 8, dict(type='BN')).eval(), tokens(torch.float32), torch.randn(1, 16, 16, 3)
+    with torch.set_grad_enabled(training):
+        expected = block(x, grid=GRID), stem(image)
+        handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module)))
+        try:
+            found = block(x, grid=GRID), stem(image)
+        finally:
+            handle.remove()
+    torch.testing.assert_close(found, expected)
+    assert [seen.count(kind) for kind in (nn.Linear, nn.Conv2d, nn.BatchNorm2d)] == [4, 4, 4]
 
 
 @pytest.mark.parametrize('gate', ['identity', 'projection', None])
@@ -363,9 +463,36 @@ def test_which_gpus_get_kernels(monkeypatch, capability, triton, cuda, reason):
         assert not has_triton(torch.device('cuda', 0))
 
 
+def test_missing_kernels_are_told_once_for_a_gpu(monkeypatch):
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: None)
+    forms._has_triton.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match='Triton is not installed'):
+            assert not forms._has_triton(torch.device('cuda', 0))
+        with warnings.catch_warnings():
+            warnings.simplefilter('error')
+            assert not forms._has_triton(torch.device('cuda', 0))
+    finally:
+        forms._has_triton.cache_clear()
+
+
 class SaysWhetherItIsTraced(nn.Module):
     def forward(self, x):
         return x + 1 if forms.is_traced() else x
+
+
+class SaysWhetherItIsExported(nn.Module):
+    def forward(self, x):
+        return x + 1 if forms.is_exported() else x
+
+
+def test_only_what_runs_python_code_is_told_of_an_export():
+    """The tracers of ``torch.compile`` and of the strict export read it instead."""
+    model, x = SaysWhetherItIsExported(), torch.zeros(3)
+    told = {strict: torch.export.export(model, (x,), strict=strict).module()(x).all() for strict in (False, True)}
+    assert told == {False: True, True: False}
+    assert not model(x).any() and not torch.compile(model, backend='eager')(x).any()
+    assert not torch.jit.trace(model, x)(x).any()
 
 
 @pytest.mark.parametrize('strict', [False, True])

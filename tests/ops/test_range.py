@@ -97,3 +97,63 @@ def test_weights_far_apart(form):
         out = ops.rala(*leaves, 1)
     torch.testing.assert_close(out, v[:, 7:8].expand_as(out), rtol=1e-3, atol=1e-3)
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), leaves))
+
+
+@every_form
+@pytest.mark.parametrize('name', ATTENTIONS)
+def test_float32_stays_float32_under_autocast(name, form):
+    """Sums over tokens are no products that autocast may round."""
+    q, k, v = torch.rand(3, 2, 30, 8) + 0.2
+    with ops.use(form):
+        expected = ATTENTIONS[name](q, k, v)
+        with torch.autocast('cpu', torch.bfloat16):
+            out = ATTENTIONS[name](q, k, v)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, expected)
+
+
+@every_form
+@pytest.mark.parametrize('learns', [False, True])
+@pytest.mark.parametrize('name', ATTENTIONS)
+def test_no_images(name, learns, form):
+    q, k, v = (torch.zeros(0, 6, 8, requires_grad=learns) for _ in range(3))
+    with ops.use(form), torch.set_grad_enabled(learns):
+        out = ATTENTIONS[name](q, k, v)
+        assert out.shape == (0, 6, 8)
+        if learns:
+            out.sum().backward()
+
+
+EPS = {
+    'rala': (lambda *qkv: ops.rala(*qkv, 2, eps=0.5), lambda q, k: reference.rala_map(q, k, eps=0.5)),
+    'linear': (
+        lambda *qkv: ops.linear_attention(*qkv, 2, 'elu', eps=0.5),
+        lambda q, k: reference.linear_map(q, k, eps=0.5),
+    ),
+}
+
+
+@every_form
+@pytest.mark.parametrize('name', EPS)
+def test_what_is_added_to_the_normaliser(name, form):
+    """No rounding guard here: as large as the normaliser itself."""
+    op, weights = EPS[name]
+    q, k, v = torch.randn(3, 2, 7, 8, dtype=torch.float64)
+    heads = [reference.by_head(t, 2) for t in (q, k, v)]
+    mapped = [reference.kernel(t, 'elu') for t in heads[:2]]
+    with ops.use(form):
+        torch.testing.assert_close(op(q, k, v), reference.side_by_side(weights(*mapped) @ heads[2]))
+
+
+@every_form
+def test_the_floor_of_the_focused_map_and_its_normaliser(form):
+    """One number is both: what is added to ReLU's results, and to the normaliser."""
+    q, k, v = torch.randn(3, 2, 7, 8, dtype=torch.float64)
+    scale, offset = torch.randn(8, dtype=torch.float64), torch.randn(1, 7, 8, dtype=torch.float64)
+    mapped = [reference.by_head(reference.focused(t, scale, 2, eps=0.3), 2) for t in (q, k + offset)]
+    expected = reference.side_by_side(reference.linear_map(*mapped, eps=0.3) @ reference.by_head(v, 2))
+    for learns in (True, False):  # in inference the offset is added in place
+        with ops.use(form), torch.set_grad_enabled(learns):
+            inverse = 1 / nn.functional.softplus(scale)
+            out = ops.focused_attention(q.clone(), k.clone(), v, 2, inverse, 2, offset=offset, eps=0.3)
+        torch.testing.assert_close(out, expected)
