@@ -6,6 +6,7 @@ import importlib
 import pytest
 import reference
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from mmlinattn import ops
@@ -175,7 +176,11 @@ def test_unknown_kernel():
 @pytest.mark.parametrize('form', ['cpu', 'eager'])
 def test_kernels_of_each_image_are_the_same_in_every_plain_form(form):
     """GPUs fall back to ``eager`` where their kernel does not serve: no other test on a CPU gets there."""
-    x, kernels = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 3, 3)
     fast = importlib.import_module(f'mmlinattn.ops.predicted_conv.{form}')
     plain = importlib.import_module('mmlinattn.ops.predicted_conv.reference')
-    torch.testing.assert_close(fast.predicted_conv2d(x, kernels), plain.predicted_conv2d(x, kernels))
+    for batch, size in ((2, 3), (3, 5), (1, 3), (0, 3)):
+        x, kernels = torch.randn(batch, 3, 5, 4), torch.randn(batch, 3, size, size)
+        each = [F.conv2d(x[i : i + 1], kernels[i, :, None], padding=size // 2, groups=3) for i in range(batch)]
+        out = torch.cat(each) if each else x
+        torch.testing.assert_close(fast.predicted_conv2d(x, kernels), out)
+        torch.testing.assert_close(plain.predicted_conv2d(x, kernels), out)
