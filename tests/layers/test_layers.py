@@ -1,12 +1,26 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import nn
 
 from mmlinattn.attention import Grid
-from mmlinattn.layers import MLP, ConvFFN, ConvStem, DWConvFFN, PositionTable
+from mmlinattn.layers import (
+    MLP,
+    ConvDownsample,
+    ConvFFN,
+    ConvStem,
+    DWConvFFN,
+    PatchEmbed,
+    PatchMerging,
+    PositionTable,
+    ResidualDWConv,
+)
 from mmlinattn.layers.position import resize_table
-from mmlinattn.ops import apply_linear, conv_norms, gelu_of_conv, linear, takes_scale
+from mmlinattn.ops import apply_linear, conv_norms, feed_forward, gelu_of_conv, linear, takes_scale
+from mmlinattn.ops.conv_norms.folding import fold_batch_norm
 from mmlinattn.ops.feed_forward import cpu as strips
 
 
@@ -34,6 +48,35 @@ def test_strips_of_tokens(monkeypatch):
     monkeypatch.setattr(strips, 'STRIP_NUMEL', 70)
     with torch.no_grad():
         torch.testing.assert_close(module(x), whole)
+
+
+@pytest.mark.usefixtures('fast_forms')
+def test_strips_are_for_layers_that_nobody_watches(monkeypatch):
+    """And give maps of another width where the layer does."""
+    monkeypatch.setattr(strips, 'STRIP_NUMEL', 70)
+    layer, x, seen = nn.Linear(10, 7), torch.randn(3, 50, 2, 4), []
+    weight = torch.randn(4, 10)
+    with torch.no_grad():
+        expected = layer((x @ weight).relu())
+        parts = []
+        out = feed_forward(x, lambda part: parts.append(len(part)) or (part @ weight).relu(), layer)
+        torch.testing.assert_close(out, expected)
+        assert len(parts) > 3
+        layer.register_forward_hook(lambda module, inputs, out: seen.append(inputs[0].shape))
+        torch.testing.assert_close(feed_forward(x, lambda part: (part @ weight).relu(), layer), expected)
+        assert feed_forward(x[:0], lambda part: (part @ weight).relu(), nn.Linear(10, 7)).shape == (0, 50, 2, 7)
+    assert seen == [(3, 50, 2, 10)]
+
+
+@pytest.mark.parametrize('bias', [True, False])
+@pytest.mark.parametrize('scale', [True, False])
+def test_a_scale_goes_into_the_matrix(scale, bias):
+    layer, x, factor = nn.Linear(6, 4, bias=bias), torch.randn(2, 3, 6), torch.randn(4) if scale else None
+    expected = nn.functional.linear(x, layer.weight, layer.bias) * (factor if scale else 1)
+    for learns in (True, False):
+        with torch.set_grad_enabled(learns):
+            torch.testing.assert_close(apply_linear(layer, x, factor), expected)
+            torch.testing.assert_close(apply_linear(nn.Sequential(layer), x, factor), expected)
 
 
 @pytest.mark.parametrize('bias', [True, False])
@@ -92,6 +135,13 @@ def test_gradients_of_large_products(needed, width, gelu):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
 
 
+def doubled(module):
+    """With a ``forward`` of its own, as some put one on an instance."""
+    original = module.forward
+    module.forward = lambda x: 2 * original(x)
+    return module
+
+
 @pytest.mark.parametrize(
     'conv',
     [
@@ -101,8 +151,9 @@ def test_gradients_of_large_products(needed, width, gelu):
         lambda: nn.Conv2d(6, 6, 3, padding=1, padding_mode='reflect'),
         lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 6, 3, padding=1)),
         lambda: nn.Sequential(nn.Conv2d(6, 6, 1), nn.ReLU()),
+        lambda: doubled(nn.Conv2d(6, 6, 3, padding=1)),
     ],
-    ids=['depthwise', 'strided', 'same', 'reflect', 'weight norm', 'adapter'],
+    ids=['depthwise', 'strided', 'same', 'reflect', 'weight norm', 'adapter', 'forward'],
 )
 @pytest.mark.parametrize('memory_format', [torch.channels_last, torch.contiguous_format], ids=str)
 def test_gelu_of_conv(conv, memory_format):
@@ -137,6 +188,66 @@ def test_stem_without_gradients_gives_what_it_gives_with_them(norm, training):
         torch.testing.assert_close(stem(x), expected, rtol=1e-4, atol=1e-5)
 
 
+class Shifted(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+NORMS = {
+    'batch norm': nn.BatchNorm2d,
+    'without weights': lambda dim: nn.BatchNorm2d(dim, affine=False),
+    'without statistics': lambda dim: nn.BatchNorm2d(dim, track_running_stats=False),
+    'one of images': lambda dim: nn.InstanceNorm2d(dim, affine=True),
+    'with a forward of its own': lambda dim: doubled(nn.BatchNorm2d(dim)),
+    'of a class with one': lambda dim: Shifted(dim),
+}
+
+
+@pytest.mark.parametrize('norm', NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize('training', [False, True])
+def test_convolutions_and_norms_of_every_kind(training, norm):
+    """As they are one after the other, with gradients and without; kernels of several sizes, and groups in one."""
+    convs = nn.Conv2d(4, 6, 3, 2, 1, bias=False), nn.Conv2d(6, 8, 1), nn.Conv2d(8, 8, 5, 1, 2)
+    layers = [(conv, norm(conv.out_channels)) for conv in convs]
+    for _, module in layers:
+        for tensor in (module.running_mean, module.running_var, module.weight, module.bias):
+            if tensor is not None:
+                nn.init.uniform_(tensor, 0.5, 1.5)
+        module.train(training)
+    x, grouped = torch.randn(2, 4, 9, 7), nn.Conv2d(4, 6, 3, 2, 1, groups=2)
+    expected = x
+    for conv, module in layers:
+        expected = nn.functional.gelu(expected) if conv is not convs[0] else expected
+        expected = module(conv(expected))
+    alone = layers[0][1](grouped(x))
+    for learns in (True, False):
+        with torch.set_grad_enabled(learns):
+            found, of_groups = conv_norms(x, layers), conv_norms(x, [(grouped, layers[0][1])])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(of_groups, alone, rtol=1e-4, atol=1e-5)
+        if learns:
+            leaves = [parameter for conv in convs for parameter in conv.parameters()]
+            for ours, theirs in zip(*(torch.autograd.grad(out.sin().sum(), leaves) for out in (found, expected))):
+                torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(('bias', 'shift'), [(True, -17.5), (False, -23.5)])
+def test_a_batch_norm_in_a_convolution(bias, shift):
+    """3 (2 x + 1 - 4) / sqrt(0.21 + 0.04) + 0.5 by hand; in the type of the convolution."""
+    conv, norm = nn.Conv2d(1, 2, 1, bias=bias), nn.BatchNorm2d(2, eps=0.04)
+    values = [(conv.weight, 2), (norm.weight, 3), (norm.bias, 0.5), (norm.running_mean, 4), (norm.running_var, 0.21)]
+    for tensor, value in [*values, *([(conv.bias, 1)] if bias else [])]:
+        nn.init.constant_(tensor, value)
+    norm.weight.data[1] = 0
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        folded = fold_batch_norm(conv.to(dtype), norm)
+        expected = torch.tensor([[[[12.0]]], [[[0]]]]), torch.tensor([shift, 0.5])
+        for tensor, other in zip(folded, expected):
+            torch.testing.assert_close(
+                tensor.detach(), other.to(dtype), rtol=0.01 if dtype == torch.bfloat16 else 1e-5, atol=0
+            )
+
+
 def test_hooks_of_norms_are_called():
     """In inference a batch norm goes into the convolution before it, but for one that somebody watches."""
     stem, x, seen = ConvStem(3, 8, dict(type='BN')).eval(), torch.randn(1, 32, 32, 3), []
@@ -147,6 +258,129 @@ def test_hooks_of_norms_are_called():
                 module.register_forward_hook(lambda *args: seen.append(args))
         torch.testing.assert_close(stem(x), expected)
     assert len(seen) == 4
+
+
+def padded(x, multiple):
+    """A map with zeros at the bottom and right, of whole strides."""
+    out = x.new_zeros(len(x), *(-(-side // multiple) * multiple for side in x.shape[1:3]), x.shape[-1])
+    out[:, : x.shape[1], : x.shape[2]] = x
+    return out
+
+
+@pytest.mark.parametrize('size', [(8, 8), (7, 9), (1, 2), (5, 1)], ids=str)
+def test_patches_of_maps_of_any_size(size):
+    """Those at the border are filled up with zeros; four neighbours of Swin's: down first, then right."""
+    x = torch.randn(2, *size, 3)
+    for kernel, stride, padding in ((4, 4, 0), (2, 2, 0), (7, 4, 3), (3, 2, 1), (4, 4, 1)):
+        embed = PatchEmbed(3, 5, kernel, stride, padding, dict(type='LN', eps=0.5))
+        conv = embed.proj
+        image = nn.functional.pad(padded(x, stride).permute(0, 3, 1, 2), [padding, kernel, padding, kernel])
+        height, width = (-(-side // stride) for side in size)
+        expected = nn.functional.conv2d(image, conv.weight, conv.bias, stride)[..., :height, :width].permute(0, 2, 3, 1)
+        torch.testing.assert_close(embed(x), nn.functional.layer_norm(expected, (5,), eps=0.5))
+        embed.norm = None
+        torch.testing.assert_close(embed(x), expected)
+    assert PatchEmbed(3, 5, 4, 4).norm is None
+    merging = PatchMerging(3, 5, dict(type='LN', eps=0.5))
+    assert merging.reduction.bias is None
+    even = padded(x, 2)
+    neighbours = [even[:, i::2, j::2] for j in (0, 1) for i in (0, 1)]
+    expected = nn.functional.layer_norm(torch.cat(neighbours, dim=-1), (12,), eps=0.5) @ merging.reduction.weight.T
+    torch.testing.assert_close(merging(x), expected)
+
+
+@pytest.mark.parametrize('size', [(8, 8), (7, 9), (1, 2)], ids=str)
+def test_stem_and_downsampling_are_their_convolutions(size):
+    stem, down = ConvStem(3, 8, dict(type='BN')), ConvDownsample(3, 5, dict(type='BN'))
+    convs = [layer for layer in stem.layers if isinstance(layer, nn.Conv2d)]
+    assert [(conv.in_channels, conv.out_channels) for conv in convs] == [(3, 4), (4, 4), (4, 4), (4, 8)]
+    x = torch.randn(2, *size, 3)
+    image = x.permute(0, 3, 1, 2)
+    coarse = nn.functional.conv2d(image, down.layers.conv.weight, down.layers.conv.bias, 2, 1)
+    for i, (conv, stride) in enumerate(zip(convs, (2, 1, 1, 2))):
+        image = nn.functional.gelu(image) if i else image
+        image = nn.functional.conv2d(image, conv.weight, conv.bias, stride, 1)
+        if i < 3:
+            image = nn.functional.batch_norm(image, None, None, training=True)
+    if size != (1, 2):  # batch statistics of one pixel
+        torch.testing.assert_close(
+            stem(x).permute(0, 3, 1, 2),
+            nn.functional.batch_norm(image, None, None, training=True),
+            rtol=1e-3,
+            atol=1e-4,
+        )
+    stem.eval(), down.eval()
+    assert stem(x).shape == (2, -(-size[0] // 4), -(-size[1] // 4), 8)
+    expected = coarse.permute(0, 2, 3, 1) / (1 + 1e-5) ** 0.5
+    torch.testing.assert_close(down(x), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(down(x), expected)
+    del down.layers.norm  # folded for deployment
+    torch.testing.assert_close(down(x), coarse.permute(0, 2, 3, 1))
+
+
+@pytest.mark.parametrize('ffn', [MLP, ConvFFN, DWConvFFN])
+def test_feed_forward_networks_are_their_equations(ffn):
+    module, x = ffn(4, 6), torch.randn(2, 3, 5, 4)
+    gelu = nn.functional.gelu
+    hidden = nn.functional.linear(x, module.fc1.weight, module.fc1.bias)
+
+    def conv(y):
+        image = y.permute(0, 3, 1, 2)
+        kernel = module.dwconv.weight, module.dwconv.bias
+        return nn.functional.conv2d(image, *kernel, padding=1, groups=6).permute(0, 2, 3, 1)
+
+    hidden = gelu(conv(hidden)) if ffn is DWConvFFN else gelu(hidden)
+    hidden = hidden + conv(hidden) if ffn is ConvFFN else hidden
+    expected = nn.functional.linear(hidden, module.fc2.weight, module.fc2.bias)
+    for learns in (True, False):
+        with torch.set_grad_enabled(learns):
+            torch.testing.assert_close(module(x), expected)
+
+
+@pytest.mark.parametrize('size', [3, 5])
+@pytest.mark.parametrize('of_gelu', [False, True])
+def test_a_convolution_beside_what_it_convolves(of_gelu, size):
+    layer, x = ResidualDWConv(4, size), torch.randn(2, 3, 5, 4)
+    image = (nn.functional.gelu(x) if of_gelu else x).permute(0, 3, 1, 2)
+    expected = image + nn.functional.conv2d(image, layer.weight, layer.bias, padding=size // 2, groups=4)
+    for learns in (True, False):
+        with torch.set_grad_enabled(learns):
+            torch.testing.assert_close(layer(x, of_gelu), expected.permute(0, 2, 3, 1))
+    assert ResidualDWConv(4).weight.shape == (4, 1, 3, 3)
+
+
+def test_position_tables_are_added_in_the_type_of_the_tokens():
+    """Class tokens that the table has no vectors for get none; those that it has, as they are."""
+    table = PositionTable(6, (2, 3), prefix=1)
+    patches = table.weight[:, 1:]
+    x = torch.randn(2, 7, 6)
+    torch.testing.assert_close(table.add_to(x, Grid(2, 3, prefix=1)), x + table.weight)
+    half = x.bfloat16()
+    torch.testing.assert_close(table.add_to(half, Grid(2, 3, prefix=1)), half + table.weight.bfloat16())
+    found = PositionTable.on(table, Grid(2, 3, prefix=3))
+    assert not found[:, :2].any()
+    torch.testing.assert_close(found[:, 2:], table.weight)
+    assert found[:, 3:].shape == patches.shape
+    halved = copy.deepcopy(table).half()
+    resized = halved.resized(4, 5)
+    assert resized.dtype == torch.float16 and torch.equal(resized[:, :1], halved.weight[:, :1])
+    torch.testing.assert_close(resized.float(), table.resized(4, 5), rtol=0.01, atol=1e-4)
+
+
+@pytest.mark.usefixtures('fast_forms')
+def test_copies_of_position_tables_go_without_what_was_kept():
+    """It may belong to a graph, or to inference, of which copies and pickles know nothing."""
+    table = PositionTable(6, (2, 3))
+    with torch.no_grad():
+        kept = table.resized(4, 5)
+    assert table._resized is not None
+    for copied in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
+        assert copied._resized is None and torch.equal(copied.weight, table.weight)
+        with torch.no_grad():
+            torch.testing.assert_close(copied.resized(4, 5), kept)
+    with torch.no_grad():
+        assert table.resized(4, 5) is kept
 
 
 @pytest.mark.parametrize(

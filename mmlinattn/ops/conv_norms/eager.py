@@ -7,7 +7,7 @@ from typing import Optional
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from ..conv_of_gelu import conv_of_gelu
 from ..forms import records
@@ -30,11 +30,19 @@ def _learn(x: Tensor, layers) -> Tensor:
     return x
 
 
+def _is_fixed(norm: nn.Module) -> bool:
+    """Whether it is a batch norm in eval mode and nothing else, whose statistics and weights say all."""
+    if not isinstance(norm, _BatchNorm) or norm.training or norm.running_var is None or not norm.affine:
+        return False
+    # subclasses and instances may have a forward of their own
+    plain = getattr(norm.forward, '__func__', None) in (_BatchNorm.forward, SyncBatchNorm.forward)
+    return plain and not has_hooks(norm)
+
+
 def _infer(x: Tensor, layers) -> Tensor:
     for i, (conv, norm) in enumerate(layers):
         weight, bias = conv.weight, conv.bias
-        fixed = isinstance(norm, _BatchNorm) and not norm.training and norm.running_var is not None and norm.affine
-        if fixed and not has_hooks(norm):
+        if norm is not None and _is_fixed(norm):
             weight, bias = fold_batch_norm(conv, norm)
             norm = None
         gelu = i < len(layers) - 1
