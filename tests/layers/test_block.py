@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from mmlinattn.layers import Block
+from mmlinattn.attention import Grid
+from mmlinattn.layers import MLP, Block, ConvFFN
 from mmlinattn.ops import apply_linear
 
 LN = dict(type='LN', eps=1e-6)
@@ -54,6 +55,60 @@ def test_a_block_is_its_equation(layer_scale, training, shape):
         torch.testing.assert_close(mine, other)
 
 
+@pytest.mark.parametrize('layer_scale', [None, 0.0, 1e-6, 1])
+def test_what_a_block_starts_with(layer_scale):
+    """A scale of zero is one; paths that are never dropped ask for no random numbers."""
+    model = Block(4, Branch(), Branch(), dict(type='LN', eps=0.25), layer_scale=layer_scale)
+    for gamma in (model.gamma1, model.gamma2):
+        if layer_scale is None:
+            assert gamma is None
+        else:
+            torch.testing.assert_close(gamma.detach(), torch.full((4,), float(layer_scale)))
+    assert type(model.drop_path) is nn.Identity
+    assert [(norm.normalized_shape, norm.eps) for norm in (model.norm1, model.norm2)] == [((4,), 0.25)] * 2
+    assert Block(4, Branch(), Branch(), LN, drop_path=0.3).drop_path.drop_prob == 0.3
+
+
+class Recorder(Branch):
+    def forward(self, x, **kwargs):
+        self.seen = x, kwargs
+        return super().forward(x, kwargs.get('out_scale'))
+
+
+@pytest.mark.parametrize('wants_input', [False, True])
+def test_what_a_block_hands_to_its_branches(wants_input):
+    """Position encoding comes first; the attention gets what the stage shares, the feed-forward network does not."""
+    model = Block(4, Recorder(), Recorder(), LN, position=nn.Linear(4, 4))
+    model.attn.wants_input = wants_input
+    x = torch.randn(2, 7, 4)
+    out = model(x, mask=1, rotary=2)
+    placed = model.position(x)
+    tokens, shared = model.attn.seen
+    torch.testing.assert_close(tokens, model.norm1(placed))
+    context = shared.pop('context_tokens', None)
+    assert shared == dict(mask=1, rotary=2) and (context is not None) is wants_input
+    if wants_input:
+        torch.testing.assert_close(context, placed)
+    assert model.ffn.seen[1] == {}
+    torch.testing.assert_close(out, equation(model, placed))
+
+
+@pytest.mark.parametrize('layer_scale', [None, 0.5])
+@pytest.mark.parametrize('prefix', [0, 1, 2])
+@pytest.mark.parametrize('ffn', [MLP, ConvFFN])
+def test_feed_forward_networks_of_maps_take_tokens(ffn, prefix, layer_scale):
+    """Those with a convolution know their map by the grid; class tokens have no neighbours."""
+    grid = Grid(2, 3, prefix=prefix)
+    model = Block(4, nn.Identity(), ffn(4, 8), LN, layer_scale=layer_scale)
+    model.attn.forward = lambda x, grid, out_scale=None: torch.zeros_like(x)
+    x = torch.randn(2, grid.num_tokens, 4)
+    hidden = model.norm2(x)
+    patches = model.ffn(hidden[:, prefix:].unflatten(1, (2, 3))).flatten(1, 2)
+    alone = [model.ffn(hidden[:, i, None, None])[:, 0] for i in range(prefix)]
+    expected = torch.cat((*alone, patches), dim=1)
+    torch.testing.assert_close(model(x, grid=grid), x + expected * (1 if layer_scale is None else 0.5))
+
+
 @pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16], ids=['', 'half'])
 @pytest.mark.parametrize('layer_scale', [None, 1.0])
 def test_stochastic_depth_drops_whole_items_and_keeps_the_mean(layer_scale, dtype):
@@ -69,6 +124,23 @@ def test_stochastic_depth_drops_whole_items_and_keeps_the_mean(layer_scale, dtyp
     whole = equation(model, x[:1]) - x[:1]
     tolerance = 1e-9 if dtype == torch.float64 else 0.1
     torch.testing.assert_close(kept[:1] * 0.75, whole, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize('layer_scale', [None, 1.0])
+def test_stochastic_depth_under_autocast(layer_scale):
+    """Branches in half precision, a residual stream in float32."""
+    model = block(layer_scale, drop_path=0.25).train()
+    nn.init.zeros_(model.ffn.linear.weight)
+    nn.init.zeros_(model.ffn.linear.bias)
+    x = (100 + torch.randn(1, 3, 4)).expand(400, -1, -1)
+    with torch.autocast('cpu', torch.bfloat16):
+        out = model(x)
+    assert out.dtype == torch.float32
+    change = out - x
+    dropped = (change == 0).flatten(1).all(dim=1)
+    assert 0.15 < dropped.float().mean() < 0.35
+    whole = equation(model, x[:1]) - x[:1]
+    torch.testing.assert_close(change[~dropped][:1] * 0.75, whole, rtol=0.05, atol=0.02)
 
 
 def test_small_layer_scales_train_under_float16():

@@ -73,6 +73,38 @@ def test_a_residual_branch_starts_small_and_trains(matrix):
     assert all(norm.weight.grad.abs().max() > 1e-5 for norm in up.norms)
 
 
+@pytest.mark.parametrize(('matrix', 'r', 'gain'), [('M2', 3, 0.0), ('M1', 1, 0.08), ('M1', 4, 0.04)])
+def test_gains_to_begin_with(matrix, r, gain):
+    """M1: r branches, each of deviation gain, together 0.02 * sqrt(16); factors before it as batch norms are."""
+    ffn = compact(MLP(16, 48), r=r, matrix=matrix, norm_cfg=dict(type='BN1d', eps=0.25))
+    ffn.init_weights()
+    layer = ffn.fc1 if matrix == 'M1' else ffn.fc2
+    for factor, value in ((layer.down, 1.0), (layer.up, gain)):
+        assert len(factor.linears) == len(factor.norms) == r
+        for norm in factor.norms:
+            torch.testing.assert_close(norm.weight.detach(), torch.full_like(norm.weight, value))
+            assert not norm.bias.any() and norm.eps == 0.25
+    assert not layer.bias.any() and layer.bias.shape == (layer.out_features,)
+
+
+def test_merged_factors_keep_type_and_bias_and_merge_once():
+    layer = unsettled(FactorisedLinear(12, 8, 5)).double().eval()
+    x = torch.randn(3, 12, dtype=torch.float64)
+    expected = layer(x)
+    layer.switch_to_deploy()
+    down, up, bias = layer.down, layer.up, layer.bias
+    layer.switch_to_deploy()
+    assert layer.down is down and layer.up is up and layer.bias is bias
+    assert [(type(part), part.weight.shape, part.weight.dtype) for part in (down, up)] == [
+        (nn.Linear, shape, torch.float64) for shape in ((5, 12), (8, 5))
+    ]
+    torch.testing.assert_close(layer(x), expected)
+    seen = []
+    up.register_forward_hook(lambda *args: seen.append(1))  # nor is the bias lost where somebody watches
+    torch.testing.assert_close(layer(x), expected)
+    assert seen
+
+
 @pytest.mark.parametrize('frozen', [False, True])
 def test_frozen_factors_stay_frozen_when_merged(frozen):
     layer = FactorisedLinear(12, 8, 5).requires_grad_(not frozen)
@@ -185,6 +217,10 @@ def test_models_switch_to_deploy(build):
         ('compact', "ffn='compact' has to be None, one of .*'dwconv'.*, or dict"),
         (dict(type='dwconv'), 'has to be None, one of'),
         (dict(type='compact', t=0), r't=0 of a compact FFN has to lie in \(0, 1\]'),
+        (dict(type='compact', t=1.5), r't=1.5 of a compact FFN has to lie in \(0, 1\]'),
+        (dict(type='compact', r=True), 'r=True of a compact FFN has to be an int >= 1'),
+        (dict(type='compact', r=1.5), 'r=1.5 of a compact FFN has to be an int >= 1'),
+        (dict(type='compact', ffn='swiglu'), "ffn='swiglu' has to be None, one of"),
         (dict(type='compact', r=0), 'r=0 of a compact FFN has to be an int >= 1'),
         (dict(type='compact', matrix='M3'), "matrix='M3' of a compact FFN has to be 'M1' or 'M2'"),
         (dict(type='compact', norm_cfg=dict(type='BN')), "has to be of type 'BN1d' or 'SyncBN'"),
@@ -193,6 +229,23 @@ def test_models_switch_to_deploy(build):
 def test_what_it_refuses(spec, message):
     with pytest.raises(ValueError, match=message):
         build_ffn(spec, MLP, 8, 32)
+
+
+@pytest.mark.parametrize(('spec', 'kind'), [(None, DWConvFFN), ('mlp', MLP), ('conv', ConvFFN), ('dwconv', DWConvFFN)])
+def test_feed_forward_networks_by_name(spec, kind):
+    """Alone and compact; options are the arch's, which names one for every block."""
+    ffn = build_ffn(spec, DWConvFFN, 10, 30)
+    assert type(ffn) is kind and (ffn.fc1.in_features, ffn.fc1.out_features, ffn.fc2.out_features) == (10, 30, 10)
+    assert ffn.takes_statistics is False and ffn.halo == (0 if kind is MLP else 1)
+    arch = dict(type='compact', ffn=spec, t=0.8, r=3, matrix='M1', norm_cfg=dict(type='SyncBN', eps=0.5))
+    kept = copy.deepcopy(arch)
+    for _ in range(2):
+        ffn = build_ffn(arch, DWConvFFN, 10, 30)
+        assert type(ffn) is kind and ffn.takes_statistics and type(ffn.fc2) is nn.Linear
+        assert (ffn.fc1.down.out_features, len(ffn.fc1.up.linears)) == (6, 3)  # 0.8 * 3 * 10 / 4
+        assert all(isinstance(norm, nn.SyncBatchNorm) and norm.eps == 0.5 for norm in ffn.fc1.down.norms)
+    assert arch == kept
+    assert compact(MLP(2, 1), t=0.1).fc2.down.out_features == 1  # not 0
 
 
 def test_one_ffn_a_stage():

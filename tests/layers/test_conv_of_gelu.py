@@ -35,6 +35,21 @@ def test_values_and_gradients_are_those_of_the_plain_form(stride, groups, residu
         torch.testing.assert_close(mine, other)
 
 
+@pytest.mark.parametrize(('size', 'batch'), [(1, 2), (5, 2), (3, 0)])
+@pytest.mark.parametrize('biased', [False, True])
+def test_kernels_of_other_sizes(size, batch, biased):
+    """With a bias and without; the padding keeps the size of the map. Also of no images."""
+    x, weight, bias = torch.randn(batch, 4, 7, 6), torch.randn(4, 1, size, size), torch.randn(4) if biased else None
+    leaves = [t.double().requires_grad_() for t in (x, weight, bias) if t is not None]
+    arguments = (*leaves, None)[:3]
+    ours, expected = (f(*arguments, 1, 4, True) for f in (conv_of_gelu, plain))
+    assert ours.shape == x.shape
+    torch.testing.assert_close(ours, expected)
+    probe = torch.randn_like(ours)
+    for mine, other in zip(*(torch.autograd.grad(out, leaves, probe) for out in (ours, expected))):
+        torch.testing.assert_close(mine, other)
+
+
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
 def test_autocast_computes_in_the_type_it_would_have(dtype):
     """Weights in float32 as always; maps in half, or still in float32."""
