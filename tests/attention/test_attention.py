@@ -6,6 +6,7 @@ import reference
 import torch
 from torch import nn
 
+from mmlinattn import ops
 from mmlinattn.attention import TOKEN_MIXERS, Attention, Grid, RALAMixer, TokenMixer, get_mixer
 from mmlinattn.layers import rotary_table
 from mmlinattn.ops import forms
@@ -104,6 +105,27 @@ def test_softmax_with_a_bias(masked):
     expected = literal(attention, x, None, lambda q, k: reference.softmax_map(q, k, bias=expected_bias), None)
     out = attention(x, GRID, mask=mask if masked else None, bias=bias)
     torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize('form', ['auto', 'reference'])
+def test_softmax_with_all_its_options_at_once(form):
+    """Values of another width than keys; an item whose keys are all hidden takes the mean of all, for nobody."""
+    q, k, v = (torch.randn(3, HEADS, 15, d, dtype=torch.float64, requires_grad=True) for d in (8, 8, 6))
+    bias = torch.randn(1, HEADS, 15, 15, requires_grad=True)  # float32, as tables are
+    mask = torch.rand(3, 15) > 0.4
+    mask[2] = False
+    hidden = torch.zeros(3, 1, 1, 15, dtype=torch.float64).masked_fill(~mask[:, None, None], float('-inf'))
+    table = rotary_table(3, 5, 8, dtype=torch.float64)
+    with ops.use(form):
+        out = reference.call_by_head(ops.softmax_attention, q, k, v, table, mask, bias)
+    weights = reference.softmax_map(q[:2], k[:2], (3, 5), bias.double() + hidden[:2])
+    torch.testing.assert_close(out[:2], weights @ v[:2])
+    assert out.isfinite().all()
+    leaves = [q, k, v, bias]
+    probe = torch.randn_like(out[:2])
+    grads = [torch.autograd.grad(result, leaves, probe) for result in (out[:2], weights @ v[:2])]
+    for ours, theirs in zip(*grads):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize('mixer', ['rala', 'softmax'])

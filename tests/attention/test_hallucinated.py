@@ -181,6 +181,32 @@ def test_no_map_of_all_pairs_is_built(form, learns, monkeypatch):
     assert sizes[1] == 4 * sizes[0]
 
 
+def test_who_stands_for_tensors_sees_it_whole():
+    """Counters read the cost of the maps off its arguments, and call it in their turn."""
+    seen = []
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is not ops.hallucinated_attention:
+                return super().__torch_function__(func, types, args, kwargs)
+            seen.append((args, kwargs))
+            return func(*(t.as_subclass(torch.Tensor) if isinstance(t, Watched) else t for t in args), **kwargs)
+
+    mixer, grid = build(('chh', 'ihh')), Grid(3, 4)
+    q, k, v = tokens(12, 12)
+    bias, mask = torch.randn(1, 6, 12, 12, dtype=torch.float64), torch.arange(12).expand(2, -1) < 9
+    v = v * mask[..., None]
+    options = dict(bias=bias, mask=mask)
+    expected = mixer(q, k, v, grid, grid, **options)
+    found = mixer(q, k.as_subclass(Watched), v, grid, grid, **options)
+    torch.testing.assert_close(found, expected)
+    ((args, kwargs),) = seen
+    assert args[0] is q and args[2] is v and args[3:] == (6, grid)
+    assert kwargs['bias'] is bias and kwargs['mask'] is mask and kwargs['cross_first'] is True
+    assert kwargs['intra'].shape == kwargs['cross'].shape[:1] + (3, 3)
+
+
 @pytest.mark.parametrize('steps', ['ihh', None, ('ihh', 'ihh'), ('dhh',)], ids=str)
 def test_unknown_steps(steps):
     with pytest.raises(ValueError, match=r"steps=.* have to be some of 'ihh' and 'chh'"):

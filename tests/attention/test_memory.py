@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """What is done to move less memory changes no value and no gradient: slices, blocks, overwriting, large kernels."""
 
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from test_masks import DIM, HEADS, build, every_mixer
 from mmlinattn import ops
 from mmlinattn.attention import Grid, grid
 from mmlinattn.layers import rotary_table
-from mmlinattn.ops import memory
+from mmlinattn.ops import memory, onednn
 from mmlinattn.ops.memory import gradients_like, product, split
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
@@ -121,6 +123,137 @@ def test_inference_that_overwrites_gives_what_training_gives(mixer, batch):
     assert torch.equal(x, before)
 
 
+def test_a_block_has_so_many_numbers_for_each_thread(monkeypatch):
+    monkeypatch.setattr(memory, 'BLOCK_NUMEL', 100)
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: 2)
+
+    def lengths(width, tokens, device, **options):
+        return [
+            len(range(tokens)[part]) for part in memory.token_blocks(width, tokens, torch.device(device), **options)
+        ]
+
+    assert lengths(10, 45, 'cpu') == [20, 20, 5] and lengths(10, 40, 'cpu') == [20, 20]
+    assert lengths(10, 45, 'cpu', least=15) == [30, 15]
+    assert lengths(1000, 3, 'cpu') == [1, 1, 1]
+    assert lengths(1000, 45, 'cuda') == [45]
+    assert lengths(10, 0, 'cpu') == lengths(10, 0, 'cuda') == []
+
+    def parts(*shape):
+        return [
+            (len(range(shape[0])[images]), len(range(shape[1])[rows]))
+            for images, rows in memory.blocks(torch.empty(shape))
+        ]
+
+    assert parts(3, 7, 10) == [(2, 7), (1, 7)]  # several small images
+    assert parts(2, 45, 10) == [(1, 20), (1, 20), (1, 5)] * 2  # parts of one
+
+
+@pytest.mark.parametrize('learns', [False, True])
+def test_a_map_is_assembled_from_its_regions(learns):
+    """Row by row; in inference each is in its place before the next is made, so that all may use one memory."""
+    x = torch.arange(48.0).reshape(2, 4, 6, 1).requires_grad_(learns)
+
+    def regions():
+        for rows in (slice(0, 3), slice(3, 4)):
+            for columns in (slice(0, 4), slice(4, 6)):
+                part = x[:, rows, columns].clone()
+                yield rows, columns, part
+                if not learns:
+                    part.fill_(-1)
+
+    with torch.set_grad_enabled(learns):
+        out = memory.assemble(x.shape, regions())
+    torch.testing.assert_close(out, x)
+    if learns:
+        out.sum().backward()
+        assert (x.grad == 1).all()
+
+
+@pytest.mark.parametrize('learns', [False, True])
+def test_sums_and_products_are_made_in_place_in_inference_only(learns):
+    """And only where the memory holds the type of the result; never in what is not theirs."""
+    x, out, factor = (torch.full((2, 3), value) for value in (1.0, 2.0, 3.0))
+    with torch.set_grad_enabled(learns):
+        added = ops.add(x, out)
+        assert (added is out) is not learns and (added == 3).all() and (x == 1).all()
+        assert learns is (out == 2).all().item()
+        out = torch.full((2, 3), 2.0)
+        product = ops.multiply(out, factor[:, :1])
+        assert (product is out) is not learns and (product == 6).all() and (factor == 3).all()
+        half = torch.full((2, 3), 2.0, dtype=torch.bfloat16)
+        for result in (ops.add(x, half), ops.multiply(half, factor)):
+            assert result.dtype == torch.float32 and (half == 2).all()
+
+
+@pytest.mark.parametrize('gated', [False, True])
+@pytest.mark.parametrize('reduced', [False, True])
+@pytest.mark.parametrize('bias', [False, True])
+@pytest.mark.parametrize('form', ['reference', 'eager', 'cpu'])
+def test_projections_of_every_form(form, bias, reduced, gated):
+    """GPUs get ``eager``: no other test on a CPU does. Rows of the weight: queries, keys, values, gate."""
+    widths = (3, 4, 5, 6)[: 3 + gated]
+    layer, x = torch.nn.Linear(7, sum(widths), bias=bias), torch.randn(2, 6, 7)
+    kv = torch.randn(2, 4, 7) if reduced else None
+    sources = (x, kv, kv, x) if reduced else (x,) * 4
+    rows = ((0, 3), (3, 7), (7, 12), (12, 18))
+    expected = [
+        source @ layer.weight[a:b].T + (layer.bias[a:b] if bias else 0)
+        for source, (a, b) in zip(sources, rows[: len(widths)])
+    ]
+    project = importlib.import_module(f'mmlinattn.ops.projection.{form}').project
+    adapter = torch.nn.Sequential(layer)
+    for learns in (True, False):
+        for convolves in (True, False):
+            for module in (layer, adapter):
+                with torch.set_grad_enabled(learns):
+                    found = project(module, x, widths, kv, convolves)
+                torch.testing.assert_close(list(found), expected)
+
+
+def memories(tensors):
+    """Which of the tensors are slices of one memory, as numbers from 0."""
+    starts = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    return [sorted(set(starts), key=starts.index).index(start) for start in starts]
+
+
+@pytest.mark.parametrize(
+    ('form', 'learns', 'convolves', 'reduced', 'shared'),
+    [
+        ('cpu', True, True, False, [0, 0, 1, 2]),
+        ('cpu', False, True, False, [0, 0, 1, 2]),
+        ('cpu', False, False, False, [0, 0, 0, 0]),
+        ('cpu', True, True, True, [0, 1, 1, 2]),
+        ('eager', True, True, False, [0, 0, 1, 1]),
+        ('eager', False, False, False, [0, 0, 0, 0]),
+        ('eager', False, True, True, [0, 1, 1, 2]),
+    ],
+)
+def test_what_lies_in_one_memory(form, learns, convolves, reduced, shared):
+    """Values that are convolved lie alone on CPUs; what attentions map lies apart from what autograd keeps."""
+    layer, x = torch.nn.Linear(8, 32), torch.randn(2, 6, 8)
+    project = importlib.import_module(f'mmlinattn.ops.projection.{form}').project
+    with torch.set_grad_enabled(learns):
+        parts = project(layer, x, (8, 8, 8, 8), x[:, ::2] if reduced else None, convolves)
+    assert memories(parts) == shared
+
+
+@pytest.mark.parametrize('missing', ['operator', 'backend'])
+def test_builds_without_the_fused_operators(missing, monkeypatch):
+    """They are private to PyTorch, and can be switched off."""
+    x, layer, conv = torch.randn(2, 5, 6), torch.nn.Linear(6, 4), torch.nn.Conv2d(5, 4, 1)
+    inputs = x, layer.weight, layer.bias
+    with torch.no_grad():
+        assert onednn.LINEAR is None or onednn.takes(x, layer.weight)
+        assert not onednn.takes(x.double(), layer.weight) and not onednn.takes(x, layer.weight.double())
+        expected = ops.linear(*inputs, gelu=True), ops.gelu_of_conv(x[..., None], conv)
+        if missing == 'operator':
+            monkeypatch.setattr(onednn, 'LINEAR', None)
+            monkeypatch.setattr(onednn, 'CONV', None)
+        with torch.backends.mkldnn.flags(enabled=missing != 'backend'):
+            assert not onednn.takes(x, layer.weight)
+            torch.testing.assert_close((ops.linear(*inputs, gelu=True), ops.gelu_of_conv(x[..., None], conv)), expected)
+
+
 @pytest.fixture(params=[1, 40, 2 * 7 * DIM, 5000], ids='{} numbers a block'.format)
 def blocks(request, monkeypatch):
     monkeypatch.setattr(memory, 'BLOCK_NUMEL', request.param)
@@ -199,6 +332,33 @@ def test_products_with_a_state_keep_nothing_of_their_own():
     large = [t for t in made if t.numel() > tokens * HEADS]
     assert len(large) == 9
     assert all(t.untyped_storage().data_ptr() == qkv.untyped_storage().data_ptr() for t in large)
+
+
+@pytest.mark.parametrize('frozen', [(), (0,), (1,), (2,), (0, 2)], ids=str)
+@pytest.mark.parametrize('bias', [False, True])
+@pytest.mark.parametrize('kernel', [5, 9])
+def test_depthwise_gradients_that_are_wanted(kernel, bias, frozen):
+    leaves = [torch.randn(2, 3, 6, 7), torch.randn(3, 1, kernel, kernel), torch.randn(3) if bias else None]
+    leaves = [t if t is None else t.double().requires_grad_(i not in frozen) for i, t in enumerate(leaves)]
+    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    outs = ops.depthwise_conv2d(*leaves), F.conv2d(*leaves, padding=kernel // 2, groups=3)
+    torch.testing.assert_close(*outs)
+    probe = torch.randn_like(outs[0])
+    for ours, theirs in zip(*(torch.autograd.grad(out, wanted, probe) for out in outs)):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize('form', ['cpu', 'eager', 'reference'])
+def test_half_precision_adds_the_input_after_the_convolution(form):
+    """As a tap of the kernel, 1 + 2^-8 is 1 in bfloat16. Here the right neighbour takes the 1 away again."""
+    module = importlib.import_module(f'mmlinattn.ops.depthwise.{form}')
+    weight = torch.zeros(2, 1, 3, 3, dtype=torch.bfloat16)
+    weight[:, 0, 1, 1:] = torch.tensor([2**-8, -1])
+    x, bias = torch.ones(1, 2, 1, 2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16)
+    for learns in (True, False):
+        with torch.set_grad_enabled(learns):
+            out = module.residual_depthwise_conv2d(x, weight, bias)
+        assert out.dtype == torch.bfloat16 and (out[..., 0] == 2**-8).all()
 
 
 @pytest.mark.parametrize('size', [(9, 11), (1, 6), (2, 2)], ids=str)

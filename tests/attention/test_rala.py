@@ -122,6 +122,21 @@ def test_rotated_products_depend_on_the_offset_only():
     assert abs((fill[1, 2] * keys[2, 3]).sum() - here) > 1e-3
 
 
+def test_the_table_of_angles():
+    """Rows turn the first half of the pairs, columns the second; the last of a half by ``1 / base`` a token."""
+    table = rotary_table(2, 3, 8, dtype=torch.float64, base=100.0)
+    assert table.shape == (6, 4, 2) and table.dtype == torch.float64
+    angles = torch.tensor(
+        [[row, row / 100, column, column / 100] for row in range(2) for column in range(3)], dtype=torch.float64
+    )
+    torch.testing.assert_close(table, torch.stack((angles.cos(), angles.sin()), dim=-1))
+    default = rotary_table(2, 1, 8)
+    assert default.dtype == torch.float32
+    torch.testing.assert_close(default[1, :, 1], torch.tensor([1, 1e-4, 0, 0]).sin())
+    narrow = rotary_table(1, 3, 4)  # one angle for each axis
+    torch.testing.assert_close(narrow[2, :, 0], torch.tensor([0.0, 2]).cos())
+
+
 @pytest.mark.parametrize('head_dim', [2, 6, 30])
 def test_rotary_needs_a_head_width_that_is_a_multiple_of_four(head_dim):
     with pytest.raises(ValueError, match=f'head_dim={head_dim} has to be a multiple of 4'):
