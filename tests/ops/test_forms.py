@@ -213,7 +213,9 @@ SECOND = {
 }
 
 
-@pytest.mark.parametrize(('name', 'frozen'), [(name, i) for name, (_, shapes) in SECOND.items() for i in range(len(shapes))])
+@pytest.mark.parametrize(
+    ('name', 'frozen'), [(name, i) for name, (_, shapes) in SECOND.items() for i in range(len(shapes))]
+)
 def test_gradients_of_gradients_where_one_input_has_none(name, frozen, monkeypatch):
     """Of each input that is left, those of the plain form."""
     function, shapes = SECOND[name]
