@@ -199,6 +199,47 @@ def test_the_cuts_of_a_map_are_made_once_for_all_blocks():
     torch.testing.assert_close(attention(x, map_windows=map_windows), attention(x))
 
 
+def test_cuts_of_one_map_by_different_blocks_are_kept_apart():
+    """Blocks of a stage may differ in windows, in their shift, and in the direction of their stripes."""
+    map_windows = MapWindows(feature_map(7, 9))
+    found = {}
+    for _ in range(2):  # made, and kept
+        for window, shift in [((4, 4), False), ((4, 4), True), ((2, 3), False), ((None, 4), False), ((4, None), False)]:
+            cut, real, foreign = map_windows.get(window, shift)
+            shapes = [None if mask is None else tuple(mask.shape) for mask in (real, foreign)]
+            found[window, shift] = cut.window, cut.shift, *shapes
+    assert found == {
+        ((4, 4), False): ((4, 4), (0, 0), (2 * 6, 16), None),
+        ((4, 4), True): ((4, 4), (2, 2), (2 * 6, 16), (6, 1, 16, 16)),
+        ((2, 3), False): ((2, 3), (0, 0), (2 * 12, 6), None),
+        ((None, 4), False): ((7, 4), (0, 0), (2 * 3, 28), None),
+        ((4, None), False): ((4, 9), (0, 0), (2 * 2, 36), None),
+    }
+
+
+def test_which_blocks_have_a_relative_position_bias():
+    """Those that ask for one, of an attention that takes one, in windows: of whole maps it would not be bounded."""
+
+    def bias(mixer, window, relative_bias=True):
+        return WindowAttention(DIM, HEADS, mixer, window, relative_bias=relative_bias).relative_bias
+
+    assert bias('softmax', (3, 4)).table.shape == (5 * 7, HEADS)
+    assert bias('hallucinated', (3, 4)).table.shape == (5 * 7, 2 * HEADS)
+    assert bias('rala', (3, 4)) is bias('softmax', None) is bias('softmax', (3, 4), False) is None
+
+
+def test_attentions_that_read_a_sequence_take_whole_maps_only():
+    sequence = dict(type='angular', conv='sequence')
+    attention, x = filled(WindowAttention(DIM, HEADS, sequence, None)), feature_map(3, 5)
+    tokens = Attention.forward(attention, x.flatten(1, 2), Grid(3, 5))
+    torch.testing.assert_close(attention(x).flatten(1, 2), tokens)
+    message = f'attention {sequence!r} goes over the sequence of all tokens, which windows and stripes cut'
+    for build in (lambda: WindowAttention(DIM, HEADS, sequence, (3, 5)), lambda: StripeAttention(16, 2, sequence, 3)):
+        with pytest.raises(ValueError) as error:
+            build()
+        assert str(error.value) == message
+
+
 @pytest.mark.parametrize('shift', [False, True], ids=['', 'shifted'])
 def test_windows_of_an_item_do_not_see_those_of_another(shift):
     attention = filled(WindowAttention(DIM, HEADS, 'softmax', (4, 4), shift=shift, relative_bias=True))
@@ -247,6 +288,24 @@ def test_stripes_need_an_even_number_of_heads():
         StripeAttention(24, 3, 'softmax', 2)
 
 
+def test_gates_of_stripes():
+    """Projections alone: the halves of an input of another width than the values' are no gate."""
+    mixer = dict(type='rala', output_gate='tanh')
+    with pytest.raises(ValueError) as error:
+        StripeAttention(DIM, HEADS, mixer, 2)
+    assert str(error.value) == f"gate='tanh' of {mixer!r} is not available in stripes"
+    assert StripeAttention(DIM, HEADS, 'rala', 2).qkv.out_features == 4 * DIM
+    assert StripeAttention(DIM, HEADS, dict(type='rala', output_gate=None), 2).qkv.out_features == 3 * DIM
+
+
+def test_what_stripes_tell_their_block_and_add_by_default():
+    assert [StripeAttention(DIM, HEADS, mixer, 2).wants_input for mixer in ('softmax', 'inline')] == [False, True]
+    local = [branch.local for branch in StripeAttention(DIM, HEADS, 'softmax', 2).branches]
+    assert [(conv.weight.shape, conv.padding) for conv in local] == [((DIM // 2, 1, 3, 3), (1, 1))] * 2
+    without = StripeAttention(DIM, HEADS, 'softmax', 2, local_kernel=None)
+    assert [branch.local for branch in without.branches] == [None, None]
+
+
 def cubic(t, a=-0.75):
     """Keys' cubic convolution kernel as PyTorch has it."""
     t = abs(t)
@@ -268,6 +327,31 @@ def test_bias_tables_of_another_window_are_resized_bicubically(source, window):
             rows[i, min(max(j, 0), n - 1)] += cubic(position - j)
     expected = torch.einsum('ai,bj,ijh->abh', rows, rows, table.unflatten(0, (n, n))).flatten(0, 1)
     torch.testing.assert_close(bias.fit(table), expected, rtol=1e-4, atol=1e-5)  # in float32
+
+
+def test_bias_tables_of_windows_that_are_no_square():
+    """The rows of the table go over the columns of a window first; types stay as they were."""
+    bias = RelativePositionBias((2, 3), 1)
+    assert bias.table.shape == (3 * 5, 1)
+    ramp = torch.arange(9.0).view(3, 3).flatten()[:, None]  # three times the row and the column
+    for dtype in (torch.float32, torch.float16):
+        fitted = bias.fit(ramp.to(dtype))
+        assert fitted.shape == (15, 1) and fitted.dtype == dtype
+        image = fitted.float().view(3, 5)
+        torch.testing.assert_close(image[1:] - image[:-1], torch.full((2, 5), 3.0), rtol=0, atol=0.01)
+        assert (image[:, 1:] > image[:, :-1]).all() and abs(image[1, 2] - 4) < 0.01
+
+
+def test_how_many_tokens_a_window_with_a_bias_may_have():
+    """8192, whatever its sides."""
+    with torch.device('meta'):
+        assert RelativePositionBias((64, 128), 1).table.shape == (127 * 255, 1)
+    with pytest.raises(ValueError) as error:
+        RelativePositionBias([1, 8193], 1)
+    assert str(error.value) == (
+        'window_size=(1, 8193): a window with relative position bias may have 8192 tokens at most (90 x 90), not 8193; '
+        'a linear attention takes larger ones'
+    )
 
 
 @pytest.mark.parametrize('shape', [(), (9,), (10,), (3, 3, 2), (9, 1, 2), (10, 2), (0, 2)], ids=str)

@@ -234,6 +234,16 @@ def test_unknown_attention_lists_the_known_ones():
 
 def test_a_class_may_stand_for_its_name():
     assert get_mixer(dict(type=RALAMixer, kernel='elu')) == (RALAMixer, dict(kernel='elu'))
+    with pytest.raises(ValueError, match="unknown attention <class 'torch.nn.modules.linear.Linear'>; known are"):
+        get_mixer(dict(type=nn.Linear))
+
+
+def test_the_options_of_an_attention_stay_what_they_are():
+    """One dict of a config may name the attention of many blocks."""
+    given = dict(type='rala', kernel='relu')
+    assert get_mixer(given) == (RALAMixer, dict(kernel='relu'))
+    assert given == dict(type='rala', kernel='relu')
+    assert get_mixer('rala') == (RALAMixer, {})
 
 
 @pytest.mark.parametrize('heads', [3, 0, -1])

@@ -207,6 +207,13 @@ def test_who_stands_for_tensors_sees_it_whole():
     assert kwargs['intra'].shape == kwargs['cross'].shape[:1] + (3, 3)
 
 
+def test_steps_may_be_a_list():
+    """As of a config."""
+    mixer = HallucinatedMixer(DIM, HEADS, steps=['chh', 'ihh'])
+    assert mixer.steps == ('chh', 'ihh') and mixer.chh_first and mixer.chh.bias is None and mixer.ihh.bias is not None
+    assert HallucinatedMixer(DIM, HEADS).steps == ('ihh', 'chh')
+
+
 @pytest.mark.parametrize('steps', ['ihh', None, ('ihh', 'ihh'), ('dhh',)], ids=str)
 def test_unknown_steps(steps):
     with pytest.raises(ValueError, match=r"steps=.* have to be some of 'ihh' and 'chh'"):

@@ -184,19 +184,36 @@ def test_a_mixer_that_says_nothing_is_asked_for_unit_values(masked):
     torch.testing.assert_close(by_head(mixer, weights, v), mixer(q, k, v, GRID, GRID, mask=mask))
 
 
-def test_what_is_no_map_is_refused():
-    mixer = WithNeighbours(DIM, HEADS)
+class NotANumber(Squared):
+    def forward(self, q, k, v, *args, **kwargs):
+        return super().forward(q, k, v, *args, **kwargs) * float('nan')
+
+
+class OfContext(Squared):
+    context = True
+
+
+class WideHeads(Squared):
+    widths = DIM, DIM, DIM + 1
+
+
+@pytest.mark.parametrize('kind', [WithNeighbours, NotANumber, OfContext, WideHeads])
+def test_what_is_no_map_is_refused(kind):
+    mixer = kind(DIM, HEADS)
     q, k, _ = tokens(mixer, 15, 15)
-    with pytest.raises(NotImplementedError, match='WithNeighbours has no weights.*not one matrix a head'):
+    off = {WithNeighbours: r' \(off by [\d.e+]+\)', NotANumber: r' \(off by nan\)'}.get(kind, '')
+    said = rf'^{kind.__name__} has no weights\(\): what it gives is not one matrix a head times the values{off}$'
+    with pytest.raises(NotImplementedError, match=said):
         mixer.weights(q, k, GRID, GRID)
 
 
 @pytest.mark.parametrize(
     'rows, message',
     [
-        ([15], r'rows from 15 to 15 have to lie in \[0, 14\]'),
-        ([-1, 3], r'rows from -1 to 3'),
-        ([0.5], 'sequence of indices'),
+        ([15], r'^rows from 15 to 15 have to lie in \[0, 14\], the queries of this grid$'),
+        ([3, -1], r'^rows from -1 to 3 have to lie in \[0, 14\], the queries of this grid$'),
+        ([0.5], r'^rows=\[0.5\] have to be a sequence of indices of queries$'),
+        ([1j], 'sequence of indices'),
         ([[0, 1]], 'sequence of indices'),
         ([True, False], 'sequence of indices'),
     ],
@@ -207,6 +224,18 @@ def test_rows_out_of_range(name, rows, message):
     q, k, _ = tokens(mixer, 15, 15)
     with pytest.raises(ValueError, match=message):
         mixer.weights(q, k, GRID, GRID, rows=rows)
+    if name == 'inline':
+        with pytest.raises(ValueError, match=message):
+            local_weights(torch.ones(1, 2, 3, 3), GRID, rows=rows)
+
+
+@pytest.mark.parametrize('name', ['softmax', 'inline', 'hallucinated'])
+def test_rows_of_nobody(name):
+    mixer = build(name)
+    q, k, _ = tokens(mixer, 15, 15)
+    bias = torch.zeros(1, mixer.num_heads, 15, 15) if mixer.bias else None
+    for rows in ([], (), torch.zeros(0, dtype=torch.long)):
+        assert mixer.weights(q, k, GRID, GRID, bias=bias, rows=rows).shape == (2, mixer.num_heads, 0, 15)
 
 
 @pytest.mark.parametrize('options', ['rala', 'inline', 'focused', dict(type='inline', kernel='relu', injective=False)])
