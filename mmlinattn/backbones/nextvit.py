@@ -408,8 +408,8 @@ class LinearNextViT(PyramidBackbone):
         for dim, attn_dim, blocks in zip(self.embed_dims, self.attn_dims, self.attn_blocks):
             if dim % group or (any(blocks) and not 0 < attn_dim < dim):
                 raise ValueError(
-                    f'arch: embed_dims={self.embed_dims} have to be multiples of group_dim={group}, and at least twice '
-                    'that where a stage has attentions'
+                    f'arch: embed_dims={self.embed_dims} have to be multiples of group_dim={group}, and at least three '
+                    'times that where a stage has attentions'
                 )
 
     def norm_output(self, stage: int, x: Tensor) -> Tensor:

@@ -279,12 +279,26 @@ def test_stage_attns_name_the_attentions_of_transformer_blocks():
         (dict(stem_dims=(8, 4)), r'stem_dims=\(8, 4\) has to have three entries'),
         (dict(stem_dims=(8, 0, 8)), r'stem_dims=\(8, 0, 8\) has to consist of ints >= 1'),
         (dict(group_dim=3), r'embed_dims=\(8, 16, 24, 32\) have to be multiples of group_dim=3'),
-        (dict(group_dim=8, embed_dims=(8, 8, 8, 8)), 'at least twice that where a stage has attentions'),
+        (dict(group_dim=8, embed_dims=(8, 8, 8, 8)), 'at least three times that where a stage has attentions'),
+        (dict(group_dim=8, embed_dims=(8, 16, 24, 24)), 'at least three times that where a stage has attentions'),
     ],
 )
 def test_archs_that_cannot_be(changes, message):
     with pytest.raises(ValueError, match=message):
         small_hosts.build('LinearNextViT', arch=dict(ARCH, **changes))
+
+
+def test_widths_of_attentions_are_three_quarters_in_whole_groups():
+    """Rounded to the nearest; stages without attentions keep their width."""
+    arch = dict(ARCH, group_dim=8, embed_dims=(8, 24, 40, 56), num_heads=(1, 1, 1, 1))
+    model = small_hosts.build('LinearNextViT', arch=arch)
+    assert model.attn_dims == (8, 16, 32, 40)  # 18, 30 and 42
+    blocks = [stage[-1] for stage in model.stages[1:]]
+    assert [(block.attn.qkv.in_features, block.narrow.conv.out_channels) for block in blocks] == [
+        (16, 8),
+        (32, 8),
+        (40, 16),
+    ]
 
 
 # --- norms --------------------------------------------------------------------------------------
