@@ -79,6 +79,22 @@ def test_what_is_between_stages_lies_between_their_blocks(host):
     assert model.get_layer_depth('out_norms.3.weight')[0] == ends[-1] + 1
 
 
+def test_what_comes_before_the_blocks_of_a_stage_has_the_depth_of_the_block_before():
+    """Position tables of PVT, one a stage of two blocks; all that DeiT has before its first block, and its norm."""
+    pvt = smallest('LinearPVT')
+    assert [pvt.get_layer_depth(f'position_tables.{i}.weight') for i in range(4)] == [(2 * i, 10) for i in range(4)]
+    deit = smallest('LinearDeiT', out_indices=(4,))
+    parts = {name.split('.')[0] for name, _ in deit.named_parameters()} - {'blocks'}
+    assert {part: deit.get_layer_depth(f'x.{part}.weight', 'x.') for part in parts} == {
+        'patch_embeds': (0, 7),
+        'cls_token': (0, 7),
+        'position_table': (0, 7),
+        'out_norm': (6, 7),
+    }
+    assert deit.get_layer_depth('x.blocks.4.norm1.weight', 'x.') == (5, 7)
+    assert deit.get_layer_depth('head.weight', 'x.') == (6, 7)
+
+
 def test_stages_that_are_not_built_do_not_count():
     assert smallest('RAVLT', out_indices=(1,)).get_layer_depth('stages.0.0.x') == (1, 2 + 2 + 2)
 

@@ -15,6 +15,7 @@ from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from torch import nn
 
 from mmlinattn.backbones import RAVLT, LinearDeiT, LinearPVT, LinearSwin
+from mmlinattn.backbones.base import statistics_kept
 
 HOSTS = {
     'RAVLT': dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 2, 1), num_heads=(1, 2, 3, 4)),
@@ -219,6 +220,50 @@ def test_with_cp_gives_the_same_gradients_and_recomputes_blocks(build):
         torch.testing.assert_close(mine.grad, other.grad, msg=name)
     for (name, mine), (_, other) in zip(plain.named_buffers(), saving.named_buffers()):
         torch.testing.assert_close(mine, other, msg=name)  # batch statistics are counted once
+
+
+@pytest.mark.parametrize('fails', [False, True])
+def test_statistics_are_kept_while_a_block_is_recomputed(fails):
+    """Those of norms that train, whatever comes in between; they stay the buffers they were."""
+    norms = nn.ModuleList([nn.BatchNorm2d(2), nn.BatchNorm2d(2).eval(), nn.BatchNorm2d(2, track_running_stats=False)])
+    kept, before = dict(norms.named_buffers()), copy.deepcopy(norms.state_dict())
+    try:
+        with statistics_kept(norms):
+            for norm in norms:
+                norm(torch.randn(4, 2, 3, 3) + 1)
+            assert norms[0].num_batches_tracked == 1
+            if fails:
+                raise RuntimeError
+    except RuntimeError:
+        pass
+    assert {name: id(value) for name, value in norms.named_buffers()} == {
+        name: id(value) for name, value in kept.items()
+    }
+    assert all(torch.equal(value, before[name]) for name, value in norms.state_dict().items())
+    norms[0](torch.randn(4, 2, 3, 3) + 1)
+    assert norms[0].num_batches_tracked == 1 and norms[0].running_mean.any()
+
+
+def test_what_a_file_lacks_starts_as_without_one_and_only_once(build, tmp_path):
+    """As from scratch, not by what the config says beside the file; a second ``init_weights`` changes nothing."""
+    source = build()
+    state = {key: value for key, value in source.state_dict().items() if key.startswith('patch_embeds')}
+    torch.save(dict(state_dict=state), tmp_path / 'stem.pth')
+    given = dict(type='Pretrained', checkpoint=str(tmp_path / 'stem.pth'))
+    model = build(init_cfg=[dict(type='Constant', layer='Linear', val=3.0), given])
+    model.init_weights()
+    assert model.init_cfg == [dict(type='Constant', layer='Linear', val=3.0), given]
+    for name, value in model.state_dict().items():
+        if name.startswith('patch_embeds'):
+            assert torch.equal(value, state[name]), name
+    for module in model.stages.modules():
+        if isinstance(module, nn.Linear):
+            assert module.weight.detach().std() == pytest.approx(0.02, rel=0.5) and not module.bias.any()
+        elif isinstance(module, nn.LayerNorm):
+            assert (module.weight == 1).all() and not module.bias.any()
+    nn.init.ones_(model.patch_embeds[0].layers[0].weight)
+    model.init_weights()
+    assert (model.patch_embeds[0].layers[0].weight == 1).all()
 
 
 # --- attentions -------------------------------------------------------------------------------

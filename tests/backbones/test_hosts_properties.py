@@ -303,7 +303,33 @@ def test_out_indices_of_deit(out_indices, out_norm):
     assert len(outs) == (1 if isinstance(out_indices, int) else len(out_indices))
     loss(outs).backward()
     assert all(p.grad is not None for p in model.parameters())
-    assert [info['stride'] for info in model.feature_info] == [16] * len(outs)
+    blocks = {-1: [1], 0: [0], (0, 1): [0, 1], (-2,): [0], (-2, -1): [0, 1]}[out_indices]
+    assert model.feature_info == [dict(stage=i, channels=16, stride=16) for i in blocks]
+
+
+def test_stochastic_depth_of_deit():
+    """Linear over all blocks, those that are not built included; 0 is none, where the arch has some."""
+    arch = dict(ARCHS['LinearDeiT'], depths=(5,), drop_path_rate=0.2)
+    whole, last = range(5), [0.0, 0.05, 0.1, 0.15, 0.2]
+    for options, expected in (
+        ({}, last),
+        (dict(drop_path_rate=0.4), [2 * rate for rate in last]),
+        (dict(drop_path_rate=0), [0.0] * 5),
+        (dict(out_indices=(0, 2)), last[:3]),
+    ):
+        model = small_hosts.build('LinearDeiT', 'softmax', arch=arch, **options)
+        found = [getattr(model.blocks[i].drop_path, 'drop_prob', 0.0) for i in whole[: len(model.blocks)]]
+        assert found == pytest.approx(expected), options
+
+
+def test_deit_without_position_table_is_frozen_as_with_one():
+    arch = dict(ARCHS['LinearDeiT'], absolute_position=False)
+    model = small_hosts.build('LinearDeiT', 'softmax', arch=arch, frozen_stages=1).train()
+    frozen = {name.split('.')[0] for name, p in model.named_parameters() if not p.requires_grad}
+    assert model.position_table is None and frozen == {'patch_embeds', 'cls_token', 'blocks'}
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
+        name for name, _ in model.named_parameters() if name.startswith(('blocks.1.', 'out_norm.'))
+    }
 
 
 @pytest.mark.parametrize('host', [host for host in PYRAMIDS if host != 'LinearNextViT'])
@@ -334,6 +360,31 @@ def test_window_size():
     assert built(5) == [[(5, 5)], [(5, 5)], [(5, 5)] * 2, [(5, 5)]]
     assert built((9, None, 'trained', 2)) == [[(9, 9)], [None], [(3, 3)] * 2, [(2, 2)]]
     assert built([9, None, 'trained', 2]) == built((9, None, 'trained', 2))
+
+
+def test_position_tables_are_of_the_window_or_of_the_trained_one_where_there_is_none():
+    def tables(window_size):
+        model = small_hosts.build('LinearSwin', 'focused', window_size=window_size)
+        return [stage[0].attn.mixer.position.grid for stage in model.stages]
+
+    trained = [(7, 7), (4, 4), (3, 3), (2, 2)]
+    assert tables('trained') == tables(None) == trained
+    assert tables(5) == [(5, 5)] * 4
+    assert tables((9, None, 'trained', 1)) == [(9, 9), (4, 4), (3, 3), (1, 1)]
+
+
+def test_blocks_of_swin_shift_in_turn_where_windows_are_small():
+    arch = dict(ARCHS['LinearSwin'], depths=(2, 3, 2, 1))
+    attns = ('softmax', 'hallucinated', ['inline', 'rala'], 'rala')
+    model = small_hosts.build('LinearSwin', arch=arch, stage_attns=attns)
+    assert [[block.attn.shift for block in stage] for stage in model.stages] == [
+        [False, True],
+        [False, True, False],
+        [False, False],
+        [False],
+    ]
+    biased = [[block.attn.relative_bias is not None for block in stage] for stage in model.stages]
+    assert biased == [[True] * 2, [True] * 3, [False] * 2, [False]]
 
 
 @pytest.mark.parametrize('attn', ['inline', 'rala'])
@@ -438,6 +489,19 @@ def test_weights_of_parts_that_are_not_built_are_left_out_in_silence(host):
     assert set(report.loaded) == set(part.state_dict())
     left_out = set(whole.state_dict()) - set(part.state_dict())
     assert left_out and set(report.ignored) == left_out
+
+
+@plain_hosts
+def test_norms_of_outputs_that_are_given_raw_are_left_out_in_silence(host):
+    whole, part = (small_hosts.build(host, 'inline', out_norm=norm) for norm in (True, False))
+    norms = {key for key in whole.state_dict() if key.startswith('out_norm')}
+    built = {key for key in part.state_dict() if key.startswith('out_norm')}  # those that feed the next stage
+    _, report = fit_backbone(part, whole.state_dict())
+    assert report.missing == report.mismatched == report.unexpected == []
+    assert set(report.ignored) == norms - built and len(built) == (6 if host == 'LinearPVTv2' else 0)
+    odd = 'out_norm.odd' if host == 'LinearDeiT' else 'out_norms.0.odd'
+    _, report = fit_backbone(whole, {**whole.state_dict(), odd: torch.ones(1)})
+    assert report.unexpected == [odd] and report.ignored == []
 
 
 @every_attention

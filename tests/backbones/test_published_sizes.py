@@ -1,7 +1,13 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What a published size has that no count of parameters shows: heads and stochastic depth, as printed or released."""
+"""What a published size has that no count of parameters shows: heads, stochastic depth, windows, norms, as printed or
+released; and what hosts are by default."""
 
 import pytest
+import small_hosts
+import torch
+from mmengine.registry import MODELS
+from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
+from torch import nn
 
 from mmlinattn.backbones import RAVLT, LinearCSWin, LinearDeiT, LinearNextViT, LinearPVT, LinearPVTv2, LinearSwin
 
@@ -65,3 +71,66 @@ def test_initial_layer_scales():
     """Of RAVLT, by stage, as released."""
     scales = {name: RAVLT.resolve_arch(name)['layer_scales'] for name in RAVLT.arch_zoo}
     assert scales == dict(tiny=1.0, small=1.0, base=(1.0, 1.0, 1e-6, 1e-6), large=1e-6)
+
+
+def test_windows_stripes_and_reductions():
+    """Of images of 224 pixels, no output at that size shows some of these; all sizes but those of 384 have them."""
+    shared = {
+        LinearSwin: dict(window=7, linear_windows=(56, 28, 14, 7)),  # InLine Tab. 16
+        LinearCSWin: dict(stripes=(1, 2, 7, None), grids=(56, 28, 14, 7)),  # CSWin Sec. 3.3; the last map as a whole
+        LinearPVT: dict(sr_ratios=(8, 4, 2, 1), grids=(56, 28, 14, 7), mlp_ratios=(8, 8, 4, 4)),
+        LinearPVTv2: dict(sr_ratios=(8, 4, 2, 1), grids=(56, 28, 14, 7), mlp_ratios=(8, 8, 4, 4)),
+        LinearNextViT: dict(sr_ratios=(8, 4, 2, 1), grids=(56, 28, 14, 7), attn_every=(0, 5, 5, 5), group_dim=32),
+    }
+    for host, expected in shared.items():
+        for name in host.arch_zoo:
+            arch = host.resolve_arch(name)
+            if not name.endswith('-384'):
+                assert {key: arch[key] for key in expected} == expected, name
+    grids = {name: LinearDeiT.resolve_arch(name)['grid'] for name in LinearDeiT.arch_zoo}
+    # InLine Tab. 14: images of 288 and 448 pixels
+    assert {name: grid for name, grid in grids.items() if grid != 14} == {'inline-small': 18, 'inline-base': 28}
+
+
+# LayerNorms of the released code: PyTorch's default but where the host sets its own, of a patch embedding and of
+# reduced keys apart; batch norms have 1e-5 everywhere
+EPS = {
+    'RAVLT': dict(blocks=1e-6, out_norms=1e-6),
+    'LinearPVT': dict(patch_embeds=1e-5, keys=1e-5, blocks=1e-6, out_norms=1e-6),
+    'LinearPVTv2': dict(patch_embeds=1e-5, keys=1e-5, blocks=1e-6, out_norms=1e-6),
+    'LinearSwin': dict(patch_embeds=1e-5, blocks=1e-5, out_norms=1e-5),
+    'LinearCSWin': dict(patch_embeds=1e-5, blocks=1e-5, out_norms=1e-5),
+    'LinearDeiT': dict(blocks=1e-6, out_norm=1e-6),
+    'LinearNextViT': {},
+}
+
+
+@pytest.mark.parametrize('host', EPS)
+def test_what_norms_add_to_the_variance(host):
+    arch = small_hosts.ARCHS.get(host) or dict(embed_dims=(8,) * 4, depths=(1,) * 4, num_heads=(1,) * 4)
+    model = MODELS.build(dict(type=host, arch=arch, stage_attns=('softmax',) * len(arch['depths'])))
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.LayerNorm):
+            part = 'keys' if name.endswith('attn.norm') else name.split('.')[0].replace('stages', 'blocks')
+            found.setdefault(part, set()).add(module.eps)
+        elif isinstance(module, _BatchNorm):
+            assert module.eps == 1e-5, name
+    assert found == {part: {eps} for part, eps in EPS[host].items()}
+
+
+@pytest.mark.parametrize('host', [RAVLT, *list(PUBLISHED)[1:]], ids=lambda host: host.__name__)
+def test_what_hosts_are_unless_told_otherwise(host):
+    """OpenMMLab's usual meaning: nothing frozen, batch norms train, nothing is computed twice, all maps are normed."""
+    with torch.device('meta'):
+        model = host()
+    names = ('in_channels', 'frozen_stages', 'norm_eval', 'with_cp', 'deploy')
+    assert {name: getattr(model, name) for name in names} == dict(
+        in_channels=3, frozen_stages=-1, norm_eval=False, with_cp=False, deploy=False
+    )
+    assert all(p.requires_grad for p in model.parameters())
+    if host is LinearDeiT:
+        assert (model.out_indices, model.out_type) == ((11,), 'cls_token') and model.out_norm is not None
+    else:
+        assert model.out_indices == (0, 1, 2, 3) and list(model.out_norms) == ['0', '1', '2', '3']
+    assert model.drop_paths[-1][-1] == pytest.approx(model.arch['drop_path_rate']) and model.drop_paths[0][0] == 0

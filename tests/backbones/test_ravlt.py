@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """RAVLT against the authors' released code, and against its equations written plainly."""
 
+import math
+
 import goldens
 import literal_ravlt
 import pytest
@@ -124,6 +126,22 @@ def test_the_plain_form_of_the_paper_has_no_rotary_and_no_local_weights():
     keys = ' '.join(model.state_dict())
     assert '.local.' not in keys and '.position.' not in keys
     assert model.shared(0, torch.zeros(1, 8, 8, 8)) == {}
+
+
+@pytest.mark.parametrize(
+    ('dtype', 'angles'),
+    [(torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float64,) * 2],
+    ids=str,
+)
+def test_angles_of_long_maps_are_exact_in_half_precision(dtype, angles):
+    """bfloat16 counts to 256: the columns after it would share their angles."""
+    model = RAVLT(ARCH)
+    table = model.shared(1, torch.zeros(1, 2, 300, 16, dtype=dtype))['rotary']
+    assert table.dtype == angles and table.shape == (600, 4, 2)
+    # of a head of 8 channels, the third pair turns by one radian a column
+    for column in (1, 255, 257, 299):
+        expected = torch.tensor([math.cos(column), math.sin(column)])
+        torch.testing.assert_close(table[column, 2].float(), expected, rtol=0, atol=1e-4)
 
 
 def test_sync_bn_has_the_weights_of_bn():
