@@ -4,6 +4,7 @@
 import json
 import sys
 import types
+import warnings
 from pathlib import Path
 from unittest import mock
 
@@ -350,6 +351,92 @@ def test_onnxs_settings(tmp_path):
     assert read == meta and formats._parsed('a: b') == 'a: b'
 
 
+def test_onnx_in_eight_bits_is_made_of_a_file_that_does_not_stay(tmp_path):
+    program = mock.MagicMock()
+    program.model.metadata_props = {}
+    program.save.side_effect = lambda path: Path(path).write_text('whole')
+    made = []
+
+    def quantise(source, target):
+        made.append((source.read_text(), source.parent.parent, target))
+        target.write_text('small')
+
+    with (
+        mock.patch('torch.onnx.export', return_value=program),
+        mock.patch.object(formats, 'quantise_linear_layers', quantise),
+    ):
+        meta = dict(outputs=['logits'], dtype='int8')
+        formats.write_onnx(nn.Identity(), torch.randn(1, 3, 4, 4), tmp_path / 'a.onnx', None, meta)
+    assert made == [('whole', tmp_path, tmp_path / 'a.onnx')]
+    assert [path.name for path in tmp_path.iterdir()] == ['a.onnx'] and (tmp_path / 'a.onnx').read_text() == 'small'
+
+
+def test_what_onnx_files_say_is_read_without_their_weights(tmp_path):
+    onnx = pytest.importorskip('onnx')
+    graph = onnx.helper.make_graph([], 'g', [], [])
+    model = onnx.helper.make_model(graph)
+    onnx.helper.set_model_props(model, dict(task='classifier', mean='[1.0, 2.0]', classes='null'))
+    onnx.save(model, str(tmp_path / 'a.onnx'))
+    with mock.patch.object(onnx, 'load', wraps=onnx.load) as load:
+        assert FORMATS['onnx'].read_metadata(tmp_path / 'a.onnx') == dict(
+            task='classifier', mean=[1.0, 2.0], classes=None
+        )
+    assert load.call_args.kwargs == dict(load_external_data=False)
+
+
+class Means(nn.Module):
+    """Two outputs of any size, cheap to record."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+
+    def forward(self, image):
+        means = image.mean((2, 3))
+        return means * self.weight, means + 1
+
+
+@pytest.mark.parametrize('name', ['torch-export', 'openvino'])
+@pytest.mark.parametrize('smallest', [None, 40])
+@torch.no_grad()
+def test_files_give_what_was_written(tmp_path, name, smallest):
+    """Outputs in their order, at every size from the smallest on or at one; and what they say of themselves."""
+    form = FORMATS[name]
+    for package in form.needs:
+        pytest.importorskip(package)
+    # a file of PyTorch may have any name
+    path, model = tmp_path / ('graph.xml' if name == 'openvino' else 'graph'), Means().requires_grad_(False)
+    meta = dict(outputs=['feat0', 'feat1'], dtype='float32', classes=['a', 'b'], mean=[1.5], pad=None)
+    form.write(model, torch.randn(1, 3, 48, 64), path, smallest, meta)
+    assert form.read_metadata(path) == meta
+    run = form.load(path)
+    for shape in [(1, 3, 48, 64)] if smallest is None else [(1, 3, 48, 64), (1, 3, 40, 100), (3, 3, 65, 41)]:
+        image = torch.randn(shape)
+        outs, expected = run(image), model(image)
+        assert len(outs) == 2
+        for out, truth in zip(outs, expected):
+            torch.testing.assert_close(out, truth, rtol=1e-4, atol=1e-5)
+    refused = [(2, 3, 48, 64), (1, 3, 64, 64)] if smallest is None else [(1, 4, 48, 64)]
+    refused += [(1, 3, 39, 64)] if name == 'torch-export' else []
+    for shape in refused:
+        with pytest.raises(Exception, match=r'(?i)shape|size|guard|dimension|expected'):
+            run(torch.randn(shape))
+    if name == 'openvino':
+        import openvino
+
+        graph = openvino.Core().read_model(str(path))
+        assert [port.get_any_name() for port in (*graph.inputs, *graph.outputs)] == ['image', 'feat0', 'feat1']
+
+
+def test_exporters_are_quiet_and_others_are_heard():
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter('always')
+        with formats.quiet():
+            warnings.warn('of an exporter', stacklevel=1)
+        warnings.warn('of somebody else', stacklevel=1)
+    assert [str(warning.message) for warning in heard] == ['of somebody else']
+
+
 def test_linear_layers_keep_to_seven_bits(tmp_path):
     """A scale a channel; a graph without linear layers is refused, and nothing but the target is left."""
     onnx = pytest.importorskip('onnx')
@@ -444,8 +531,43 @@ def test_the_tool_hands_its_options_on_and_says_what_came_of_it(tmp_path, monkey
         'deviation at 2x3x96x128: 1.2e-05 standard deviations, 2.0e-06 in the mean\n'
         'deviation at 1x3x40x50: 2.0e-05 standard deviations, 3.0e-06 in the mean\n'
     )
+    monkeypatch.setenv('HOME', str(tmp_path))
+    out = '~/g.pt'
     cli.main(['c.py', 'none', '--format', 'torchscript', '--out', out, '--shape', '64', '32', '--dtype', 'float16'])
-    assert asked[1][3:] == (Sizes(1, 64, 32, False), None, 'float16')
+    assert asked[1][1:] == (Path(tmp_path) / 'g.pt', 'torchscript', Sizes(1, 64, 32, False), None, 'float16')
+
+
+def test_what_can_be_said_before_a_model_is_built(tmp_path, monkeypatch, capsys):
+    """One line each, and nothing is built; what is wrong with the config comes from the builder."""
+
+    def said(*options):
+        with pytest.raises(SystemExit) as end:
+            cli.main(['c.py', 'none', '--format', 'torchscript', '--out', str(tmp_path / 'g.pt'), *options])
+        assert end.value.code == 1
+        return capsys.readouterr().err
+
+    built = []
+
+    def build(path):
+        built.append(path)
+        raise cli.CheckpointError(f'{path} has no model')
+
+    monkeypatch.setattr(cli, 'read_config', lambda path: Config(dict(default_scope='mmseg')))
+    monkeypatch.setattr(cli, 'build_model', build)
+    here = str(tmp_path)
+    assert said('--out', here) == f'error: --out {here!r} is a folder; name a file in it.\n'
+    absent = str(tmp_path / 'no' / 'g.pt')
+    no_place = 'its folder does not exist or cannot be written to.\n'
+    assert said('--out', absent) == f'error: --out {absent!r}: {no_place}'
+    with mock.patch.object(cli.os, 'access', side_effect=lambda path, mode: (path, mode) != (tmp_path, cli.os.W_OK)):
+        assert said() == f'error: --out {str(tmp_path / "g.pt")!r}: {no_place}'
+    assert said('--batch', '-1') == 'error: --batch -1 has to be at least 1.\n'
+    assert said('--shape', '64', '31') == 'error: --shape 64 31: a side has 32 pixels at least.\n'
+    needy = FORMATS['torchscript']._replace(needs=('no_such_package',))
+    with mock.patch.dict(FORMATS, torchscript=needy):
+        assert said().startswith('error: this format needs the package no_such_package, which is not installed: pip ')
+    assert built == []
+    assert said('--shape', '32', '32') == 'error: c.py has no model\n' and built == ['c.py']
 
 
 def test_keys_that_do_not_fit_are_counted(tmp_path, monkeypatch):

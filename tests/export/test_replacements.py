@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.export import Dim
 
-from mmlinattn.export.replacements import BinMeans, replace_modules, strided_pools
+from mmlinattn.export.replacements import BinMeans, replace_modules, replacement, strided_pools
 
 
 @pytest.mark.parametrize('bins', [(1, 1), (2, 2), (3, 3), (6, 6), (2, 5)], ids=str)
@@ -26,6 +26,34 @@ def test_only_pools_of_several_bins_are_replaced():
     replace_modules(model)
     kinds = [type(module) for module in (model[0], model[1][0], model[2])]
     assert kinds == [nn.AdaptiveAvgPool2d, BinMeans, nn.AvgPool2d]
+
+
+def test_pools_that_keep_a_side_or_are_of_another_class_stay():
+    class Pool(nn.AdaptiveAvgPool2d):
+        pass
+
+    for module in (nn.AdaptiveAvgPool2d((None, 2)), nn.AdaptiveAvgPool2d((1, 1)), Pool(2), nn.AdaptiveMaxPool2d(2)):
+        assert replacement(module) is None
+    assert replacement(nn.AdaptiveAvgPool2d(3)).bins == (3, 3)
+    assert replacement(nn.AdaptiveAvgPool2d((1, 2))).bins == (1, 2)
+
+
+def upsample(module='mmseg.models.utils.wrappers', size=None, name='Upsample'):
+    found = type(name, (nn.Module,), dict(__module__=module))()
+    found.size, found.scale_factor, found.mode, found.align_corners = size, 2.0, 'bilinear', False
+    return found
+
+
+def test_upsampling_of_mmsegmentation_by_a_factor_is_pytorchs():
+    model = nn.Sequential(
+        nn.Sequential(upsample()), upsample(size=(4, 5)), upsample('mmdet.models'), upsample(name='U')
+    )
+    kept = list(model)[1:]
+    replace_modules(model)
+    assert list(model)[1:] == kept
+    new = model[0][0]
+    assert type(new) is nn.Upsample
+    assert (new.size, new.scale_factor, new.mode, new.align_corners) == (None, 2.0, 'bilinear', False)
 
 
 class LastLevel(nn.Module):
@@ -50,3 +78,19 @@ def test_other_pools_stay_and_the_function_comes_back():
     with strided_pools():
         found = [F.max_pool2d(x, 3, 2), F.max_pool2d(x, 1), F.max_pool2d(x, 1, (3, 2)), nn.MaxPool2d(3, 2, 1)(x)]
     assert F.max_pool2d is pool and all(map(torch.equal, found, expected))
+
+
+def test_slices_are_of_pools_of_one_pixel_alone_and_end_with_the_context():
+    x, pool = torch.randn(1, 2, 9, 8), F.max_pool2d
+    calls = [((1, 3), {}), (((1, 1), (2, 3)), {}), ((1, 2, 1), dict(ceil_mode=True)), ((1, 3), dict(ceil_mode=True))]
+    expected = [pool(x, *args, **options) for args, options in calls[:2]]
+    with pytest.raises(ValueError, match='of the model'), strided_pools():
+        for (args, options), truth in zip(calls, expected):
+            assert torch.equal(F.max_pool2d(x, *args, **options), truth)
+        assert F.max_pool2d(x, 1, 3, ceil_mode=True).shape == pool(x, 1, 3, ceil_mode=True).shape
+        values, places = F.max_pool2d(x, 1, 2, return_indices=True)
+        assert torch.equal(values, x[..., ::2, ::2]) and places.shape == values.shape
+        with pytest.raises(RuntimeError):  # padding above half of the kernel: PyTorch's to refuse
+            F.max_pool2d(x, 1, 2, 1)
+        raise ValueError('of the model')
+    assert F.max_pool2d is pool
