@@ -100,8 +100,11 @@ def test_stages_that_are_not_built_do_not_count():
 
 
 def test_unknown_parts_are_refused():
-    with pytest.raises(ValueError, match='nonsense'):
-        smallest('RAVLT').get_layer_depth('nonsense.weight')
+    model = smallest('RAVLT')
+    for name in ('nonsense.weight', 'stages.norm.weight', 'stages'):
+        with pytest.raises(ValueError) as error:
+            model.get_layer_depth(f'backbone.{name}', 'backbone.')
+        assert str(error.value) == f"param_name='backbone.{name}' is no parameter of a stage of RAVLT"
 
 
 def rates(model, constructor, **paramwise):

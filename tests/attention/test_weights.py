@@ -112,12 +112,18 @@ def test_rows_of_a_bias_for_each_window():
     torch.testing.assert_close(by_head(mixer, mixer.weights(q, k, GRID, GRID, bias=bias), v), out)
 
 
-def test_half_precision_is_widened_and_autocast_heeded_not():
-    mixer = build('inline', dtype=torch.float32)
+@pytest.mark.parametrize('options', OPTIONS.values(), ids=OPTIONS)
+def test_half_precision_is_widened_and_autocast_heeded_not(options):
+    mixer = build(options, dtype=torch.float32)
     q, k, _ = tokens(mixer, 15, 15, dtype=torch.float32)
-    expected = mixer.weights(q.bfloat16().float(), k.bfloat16().float(), GRID, GRID)
+    shared = {}
+    if mixer.rotary:
+        shared['rotary'] = rotary_table(3, 5, mixer.head_dim)
+    if mixer.bias:
+        shared['bias'] = torch.randn(1, mixer.num_heads, 15, 15).bfloat16()
+    expected = mixer.weights(q.bfloat16().float(), k.bfloat16().float(), GRID, GRID, **shared)
     with torch.autocast('cpu', torch.bfloat16):
-        weights = mixer.weights(q.bfloat16(), k.bfloat16(), GRID, GRID)
+        weights = mixer.weights(q.bfloat16(), k.bfloat16(), GRID, GRID, **shared)
     assert weights.dtype == torch.float32
     torch.testing.assert_close(weights, expected)
 

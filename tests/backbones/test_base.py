@@ -139,6 +139,8 @@ def test_frozen_stages(build, frozen_stages):
         return int(index) < frozen_stages
 
     model = build(frozen_stages=frozen_stages, drop_path_rate=0.0)
+    for name, parameter in model.named_parameters():  # optimizers are built before the first call of train()
+        assert parameter.requires_grad != should_freeze(name), name
     model.train()
     model.eval()
     model.train()  # a frozen part stays frozen when a validation is over
@@ -454,6 +456,29 @@ def test_arch_with_missing_and_unknown_keys(build):
     message = str(error.value)
     assert "unknown: ['width']" in message and "missing: ['depths']" in message
     assert "['depths', 'embed_dims', 'num_heads']" in message
+
+
+def test_what_is_said_of_an_arch_as_a_whole():
+    arch = dict(HOSTS['RAVLT'], width=8)
+    del arch['depths']
+    with pytest.raises(ValueError) as error:
+        RAVLT(arch)
+    assert str(error.value) == (
+        "arch of RAVLT needs the keys ['depths', 'embed_dims', 'num_heads'] and may have ['drop_path_rate', 'ffn', "
+        "'layer_scales', 'mlp_ratios', 'stage_attns']; unknown: ['width'], missing: ['depths']"
+    )
+    with pytest.raises(ValueError) as error:
+        RAVLT(dict(HOSTS['RAVLT'], num_heads=(1, 2)))
+    assert str(error.value) == (
+        'arch of RAVLT: embed_dims, depths and num_heads differ in length: '
+        "{'depths': 4, 'embed_dims': 4, 'num_heads': 2}"
+    )
+    with pytest.raises(ValueError) as error:
+        RAVLT('huge')
+    assert str(error.value) == "arch='huge' of RAVLT has to be one of ['tiny', 'small', 'base', 'large'] or a dict"
+    with pytest.raises(ValueError) as error:
+        RAVLT(dict(HOSTS['RAVLT'], ffn=(None, 'mlp')))
+    assert str(error.value) == "arch: ffn=(None, 'mlp') has to have one entry for each of the 4 stages"
 
 
 def test_arch_with_missing_or_unknown_keys(build):

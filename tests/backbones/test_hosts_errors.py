@@ -44,7 +44,7 @@ def test_lists_of_an_arch_have_one_entry_a_stage(host):
 
 
 @pytest.mark.parametrize('host', ARCHS)
-@pytest.mark.parametrize('heads', [5, 0, -1])
+@pytest.mark.parametrize('heads', [5, 0, -1, 1.0, True])
 def test_heads_that_do_not_divide_the_width(host, heads):
     arch = dict(ARCHS[host])
     arch['num_heads'] = (heads, *arch['num_heads'][1:])
@@ -154,6 +154,7 @@ WRONG = {
     'in_channels': [0, -3, 3.0, None, True],
     'with_cp': ['no', 1],
     'norm_eval': ['yes'],
+    'deploy': ['yes', 1],
     'frozen_stages': ['1', 0.5, None, True],
     'drop_path_rate': ['0.1', -0.1, 1.0, True],
     'out_indices': ['0', None, [0.0], {0: 1}],
@@ -171,6 +172,31 @@ def test_arguments_of_other_types_and_values(host, name):
         assert str(error.value).startswith(name) and repr(value).strip('[]{}') in str(error.value), value
 
 
+@pytest.mark.parametrize(
+    ('host', 'options', 'said'),
+    [
+        ('RAVLT', dict(with_cp='no'), "with_cp='no' has to be of type bool"),
+        ('RAVLT', dict(frozen_stages=True), 'frozen_stages=True has to be of type int'),
+        ('RAVLT', dict(out_indices='0'), "out_indices='0' has to be of type list or tuple"),
+        ('RAVLT', dict(in_channels=0), 'in_channels=0 has to be an int >= 1'),
+        ('RAVLT', dict(drop_path_rate='0.1'), "drop_path_rate='0.1' has to be a number in [0, 1)"),
+        ('LinearDeiT', dict(out_indices=None), 'out_indices=None has to be of type list or tuple'),
+        ('LinearDeiT', dict(out_norm='LN'), "out_norm='LN' has to be of type bool"),
+        ('LinearNextViT', dict(stage_norms='yes'), "stage_norms='yes' has to be of type bool"),
+        (
+            'LinearNextViT',
+            dict(arch=dict(ARCHS['LinearNextViT'], stem_dims=8)),
+            'arch: stem_dims=8 has to have three entries',
+        ),
+    ],
+)
+def test_what_is_said_of_arguments(host, options, said):
+    arch = 'tiny' if host == 'RAVLT' else ARCHS[host]
+    with pytest.raises(ValueError) as error:
+        MODELS.build(dict(dict(type=host, arch=arch), **options))
+    assert str(error.value) == said
+
+
 @pytest.mark.parametrize('host', [*ARCHS, 'RAVLT'])
 @pytest.mark.parametrize('arch', [None, 3, ('tiny',)])
 def test_an_arch_is_a_name_or_a_dict(host, arch):
@@ -180,7 +206,7 @@ def test_an_arch_is_a_name_or_a_dict(host, arch):
 
 @pytest.mark.parametrize('host', ARCHS)
 @pytest.mark.parametrize('key', ['depths', 'embed_dims'])
-@pytest.mark.parametrize('value', [0, -1, 1.5])
+@pytest.mark.parametrize('value', [0, -1, 1.5, True])
 def test_depths_and_widths_are_counts(host, key, value):
     arch = copy.deepcopy(ARCHS[host])
     arch[key] = (value, *arch[key][1:])
@@ -208,6 +234,10 @@ def test_images_of_another_type(host):
             model(wrong)
     with torch.autocast('cpu', torch.bfloat16):
         model(x), model(x.bfloat16())
-        with pytest.raises(ValueError, match='x has the type torch.float64'):
-            model(x.double())
-    model.double()(x.double())
+        for wrong in (x.double(), (255 * x).byte()):
+            with pytest.raises(ValueError, match=f'x has the type {wrong.dtype}; the model is in torch.float32'):
+                model(wrong)
+        model.double()(x.double())
+        with pytest.raises(ValueError, match='x has the type torch.float32; the model is in torch.float64'):
+            model(x)
+    model(x.double())

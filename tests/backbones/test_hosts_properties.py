@@ -246,9 +246,11 @@ def test_frozen_stages(host, frozen_stages):
         stem = part in ('patch_embeds', 'position_tables')
         return frozen_stages >= 0 and int(index) < (max(frozen_stages, 1) if stem else frozen_stages)
 
-    model = small_hosts.build(host, frozen_stages=frozen_stages, stage_attns=MIXED).train()
-    for name, parameter in model.named_parameters():
-        assert parameter.requires_grad != should_freeze(name), name
+    model = small_hosts.build(host, frozen_stages=frozen_stages, stage_attns=MIXED)
+    for _ in range(2):
+        for name, parameter in model.named_parameters():
+            assert parameter.requires_grad != should_freeze(name), name
+        model.train()
     if frozen_stages == 4:
         return
     loss(model(image())).backward()
@@ -259,11 +261,15 @@ def test_frozen_stages(host, frozen_stages):
 @pytest.mark.parametrize('frozen_stages', [-1, 0, 1, 2])
 @every_attention
 def test_frozen_blocks_of_deit(frozen_stages, attn):
-    model = small_hosts.build('LinearDeiT', attn, frozen_stages=frozen_stages).train()
+    model = small_hosts.build('LinearDeiT', attn, frozen_stages=frozen_stages)
     frozen = {name.rsplit('.', 1)[0].split('.')[0] for name, p in model.named_parameters() if not p.requires_grad}
     assert ('cls_token' in frozen) == ('patch_embeds' in frozen) == ('position_table' in frozen) == (frozen_stages >= 0)
     for i, block in enumerate(model.blocks):
         assert all(p.requires_grad != (i < frozen_stages) for p in block.parameters())
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    model.eval().train()
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == before
+    assert [block.training for block in model.blocks] == [i >= frozen_stages for i in range(2)]
 
 
 @every_attention

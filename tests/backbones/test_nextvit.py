@@ -343,6 +343,32 @@ def test_synchronised_norms_replace_all_and_have_the_same_keys():
     assert {m.eps for m in synced.modules() if isinstance(m, nn.SyncBatchNorm)} == {1e-5}
 
 
+def test_norm_cfg_is_of_all_norms():
+    """What it says of eps and momentum holds, also of the outputs' norms and of compact networks' branches; these may
+    have a norm of their own."""
+    norm_cfg = dict(type='BN', eps=1e-3, momentum=0.2)
+    model = small_hosts.build('LinearNextViT', arch=COMPACT, norm_cfg=norm_cfg)
+    assert norm_cfg == dict(type='BN', eps=1e-3, momentum=0.2)
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    assert {type(m) for m in norms} == {nn.BatchNorm2d, nn.BatchNorm1d}
+    assert {(m.eps, m.momentum) for m in norms} == {(1e-3, 0.2)}
+    arch = dict(COMPACT, ffn=dict(type='compact', norm_cfg=dict(type='SyncBN')))
+    model = small_hosts.build('LinearNextViT', arch=arch)
+    branches = [m for name, m in model.named_modules() if '.fc2.' in name and isinstance(m, _BatchNorm)]
+    assert branches and all(isinstance(m, nn.SyncBatchNorm) for m in branches)
+    assert type(model.out_norms['3']) is nn.BatchNorm2d
+
+
+def test_norms_without_statistics():
+    model = small_hosts.build('LinearNextViT', 'rala', norm_cfg=dict(type='GN', num_groups=2)).eval()
+    assert not [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    norm = model.out_norms['3']
+    out = (model(image())[3] - norm.bias[:, None, None]) / norm.weight[:, None, None]
+    groups = out.unflatten(1, (2, -1)).flatten(2)
+    torch.testing.assert_close(groups.mean(dim=2), torch.zeros(2, 2), rtol=0, atol=1e-5)
+    torch.testing.assert_close(groups.square().mean(dim=2), torch.ones(2, 2), rtol=1e-3, atol=0)
+
+
 def test_frozen_stages_keep_their_statistics():
     model = small_hosts.build('LinearNextViT', 'rala', frozen_stages=2).train()
     before = copy.deepcopy(model.state_dict())

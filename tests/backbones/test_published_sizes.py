@@ -92,6 +92,55 @@ def test_windows_stripes_and_reductions():
     assert {name: grid for name, grid in grids.items() if grid != 14} == {'inline-small': 18, 'inline-base': 28}
 
 
+METHODS = dict(inline='inline', flatten='focused', hmhsa='hallucinated')  # the others are named as their attention
+FIRST_TWO = 'XXss'
+STAGES = {
+    RAVLT: {name: FIRST_TWO for name in RAVLT.arch_zoo},
+    LinearSwin: {
+        **{name: FIRST_TWO for name in LinearSwin.arch_zoo},
+        'inline-tiny': 'XXXs',
+        # and in two blocks of the third, as released
+        'inline-base': ['X', 'X', 'XX' + 16 * 's', 's'],
+        'inline-base-384': ['X', 'X', 'XX' + 16 * 's', 's'],
+    },
+    LinearCSWin: {name: FIRST_TWO for name in LinearCSWin.arch_zoo},
+}
+
+
+@pytest.mark.parametrize('host', PUBLISHED, ids=lambda host: host.__name__)
+def test_which_stages_have_the_attention_of_the_method(host):
+    """X is the method's, s softmax: of RAVLT, Swin and CSWin in some stages, of the others in all."""
+    for name in host.arch_zoo:
+        arch, method = host.resolve_arch(name), 'rala' if host is RAVLT else name.partition('-')[0]
+        letters = {METHODS.get(method, method): 'X', **(dict(softmax='s') if method != 'softmax' else {})}
+        found = []
+        for entry in arch['stage_attns']:
+            specs = entry if isinstance(entry, list) else [entry]
+            found.append(''.join(letters[spec['type'] if isinstance(spec, dict) else spec] for spec in specs))
+        expected = STAGES.get(host, {}).get(name, 'X' * len(arch['depths']))
+        assert found == (['X'] * 4 if method == 'softmax' and host is not LinearDeiT else list(expected)), name
+
+
+def test_what_goes_with_an_attention():
+    """Castling's convolution over the sequence as released for DeiT, and what enhances EfficientViT's attention."""
+    assert LinearDeiT.resolve_arch('angular-tiny')['stage_attns'] == (dict(type='angular', conv='sequence'),)
+    assert LinearSwin.resolve_arch('angular-tiny')['stage_attns'][:2] == ('angular', 'angular')
+    assert LinearDeiT.resolve_arch('enhanced-tiny')['ffn'] == 'dwconv'
+    assert LinearSwin.resolve_arch('enhanced-tiny')['ffn'] == ('dwconv', 'dwconv', None, None)
+    compact = {
+        host: [n for n in host.arch_zoo if host.resolve_arch(n)['ffn'] == dict(type='compact')] for host in PUBLISHED
+    }
+    assert {host: names for host, names in compact.items() if names} == {
+        LinearPVTv2: ['hmhsa-b1'],
+        LinearDeiT: ['hmhsa-tiny', 'hmhsa-small'],
+        LinearNextViT: ['hmhsa-small'],
+    }
+    flatten = LinearDeiT.resolve_arch('flatten-tiny')  # docs/design.md
+    assert (flatten['qkv_bias'], flatten['absolute_position']) == (False, False)
+    released = [LinearNextViT.resolve_arch(name)['key_reduction'] for name in LinearNextViT.arch_zoo]
+    assert released == ['grid', 'sequence', 'sequence', 'sequence']
+
+
 # LayerNorms of the released code: PyTorch's default but where the host sets its own, of a patch embedding and of
 # reduced keys apart; batch norms have 1e-5 everywhere
 EPS = {
