@@ -19,9 +19,9 @@ from mmengine.registry import DATASETS
 from torch import nn
 
 from mmlinattn.analysis import inspecting, loading, masking, measures, pictures
-from mmlinattn.analysis.capture import CLASS_TOKEN, PADDING, watched
+from mmlinattn.analysis.capture import CLASS_TOKEN, PADDING, MixerCall, watched
 from mmlinattn.analysis.masking import masked, masked_weights, masking_accuracies, token_places
-from mmlinattn.attention import GlobalAttention, Grid, ReducedAttention, WindowAttention, get_mixer
+from mmlinattn.attention import GlobalAttention, Grid, ReducedAttention, StripeAttention, WindowAttention, get_mixer
 from mmlinattn.engine import RunError
 
 TOOL = ROOT / 'tools' / 'analysis_tools' / 'inspect_attention.py'
@@ -172,6 +172,75 @@ SMALL_PICTURE = loading.Picture(
 )
 
 
+def test_settings_and_seeds(tool, monkeypatch):
+    """As docs/inspect.md has them: 196 queries, drawn alike for every picture; no checkpoint in any case of letters."""
+    _, seen = tool('none', 'one.jpg', '--out', 'out', '--what', 'ccs')
+    seeds, measure = [], seen.names['measure_block']
+
+    def measured(block, what, number, generator):
+        seeds.append((number, generator.initial_seed(), generator.get_state().tolist()))
+        return measure(block, what, number, generator)
+
+    monkeypatch.setitem(seen.names, 'measure_block', measured)
+    monkeypatch.setattr(loading, 'prepare', lambda *_: SMALL_PICTURE)
+    summary, _ = tool('NONE', 'one.jpg', 'two.png', '--out', 'out', '--what', 'sharpness')
+    assert summary['settings'] == dict(
+        num_queries=196,
+        confusion_distance=1e-3,
+        rank='singular values above max(rows, columns) * eps(float32) * the largest',
+        above_1_percent='singular values above 1 % of the largest',
+        effective='exp of the entropy of the singular values as a distribution',
+    )
+    assert len(seeds) == 4 and {seed[:2] for seed in seeds} == {(196, 0)} and seeds[0] == seeds[2]
+    assert seen.loaded[1][0][1] == summary['checkpoint'] == 'NONE' and seen.plots[-1][1][3] == 'mine (random weights)'
+
+
+class Averages(GlobalAttention):
+    """Keys that lie on no map."""
+
+    reduction = 'sequence'
+
+
+class Turned(GlobalAttention):
+    """Tokens in an order that nobody else has."""
+
+    def forward(self, x, **shared):
+        return super().forward(x.reshape(1, 2, -1, x.shape[-1])).view_as(x)
+
+
+def test_keys_that_lie_on_no_map_are_in_full_maps_only(tool):
+    _, seen = tool('none', 'one.jpg', '--out', 'out', '--what', 'ccs')
+    seen.model.backbone.one = Averages(8, 2, 'softmax').eval()
+    tool('none', 'one.jpg', '--out', 'out', '--what', 'maps')
+    (query, found), (full, both) = ((kind, args[0]) for kind, args, _ in seen.plots[-3:-1])
+    assert (query, full) == ('plot_query', 'plot_full')
+    assert [maps.block for maps in found] == ['backbone.two']
+    assert [name for name, *_ in both] == ['backbone.one', 'backbone.two']
+
+
+def test_no_map_of_a_query_where_no_key_lies_on_one(tool, monkeypatch):
+    _, seen = tool('none', 'one.jpg', '--out', 'out', '--what', 'ccs')
+    seen.model.backbone.one = seen.model.backbone.two = Averages(8, 2, 'softmax').eval()
+    seen.plots.clear()
+    tool('none', 'one.jpg', '--out', 'out', '--what', 'maps')
+    assert [kind for kind, *_ in seen.plots] == ['plot_full', 'measures']
+
+
+@pytest.mark.parametrize('wrong', ['arrangement', 'pictures'])
+def test_what_cannot_be_looked_into_is_one_line(tool, monkeypatch, capsys, wrong):
+    _, seen = tool('none', 'one.jpg', '--out', 'out', '--what', 'ccs')
+    if wrong == 'arrangement':
+        seen.model.backbone.one = Turned(8, 2, 'softmax').eval()
+        message = 'Turned lays its tokens in a way that the analysis does not know'
+    else:
+        two = SMALL_PICTURE._replace(inputs=torch.zeros(2, 4, 4, 8))
+        monkeypatch.setattr(loading, 'prepare', lambda *_: two)
+        message = 'attentions are looked into one image at a time, not 2'
+    with pytest.raises(SystemExit):
+        tool('none', 'one.jpg', '--out', 'out')
+    assert ' '.join(capsys.readouterr().err.split()) == f'error: {message}'
+
+
 @pytest.mark.parametrize(
     ('scope', 'args', 'message'),
     [
@@ -221,6 +290,8 @@ def test_queries_are_spread_over_at_most_eight_windows():
     assert windows == sorted(set(windows)) and all(rows.tolist() == sorted(set(rows.tolist())) for _, _, rows in found)
     other = inspecting.sample(block.branches[0], 40, torch.Generator().manual_seed(1))
     assert [window for _, window, _ in other] != windows
+    again = inspecting.sample(block.branches[0], 40, torch.Generator().manual_seed(0))
+    assert [(window, rows.tolist()) for _, window, rows in again] == [(i, rows.tolist()) for _, i, rows in found]
     assert all(len(rows) == 2 for _, _, rows in inspecting.sample(block.branches[0], 2))  # pairs are compared
     assert all(len(rows) == 16 for _, _, rows in inspecting.sample(block.branches[0], 1000))
 
@@ -260,6 +331,58 @@ def test_numbers_of_windows_and_pairs():
     assert rank['output']['at_most'] == rank['projected']['at_most'] == 4 and 'state' not in rank
 
 
+def test_every_number_of_a_block(monkeypatch):
+    """Worked out by hand, of four tokens in a row: two look alike, the last looks back, once with a negative weight."""
+    rows_of = {
+        False: torch.tensor([[[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [1.2, -1.6, 0, 0]]]),
+        True: torch.eye(4),
+    }
+    monkeypatch.setattr(
+        MixerCall, 'weights', lambda self, window, rows, local=False: rows_of[local].view(1, 4, 4)[:, rows]
+    )
+    monkeypatch.setattr(MixerCall, 'local_kernels', lambda self: ['one'])
+    monkeypatch.setattr(MixerCall, 'error', lambda self, window, rows, weights: float(weights[0, 3, 1]))
+    entry = inspecting.measure_block(calls_of(GlobalAttention(8, 1, 'softmax').eval(), torch.randn(1, 1, 4, 8)))
+    assert entry['forward_error'] == pytest.approx(-1.6) and entry['sampled_queries'] == 4 and entry['ccs'] is None
+    confusion = dict(share=[1 / 6], pairs_an_image=[1], median_distance=[2**0.5], mean_norm=[5 / 4])
+    assert entry['confusion'] == {key: pytest.approx(value) for key, value in confusion.items()}
+    locality = dict(
+        chance=9 / 4, if_uniform=10 / 16, sum=[3 / 4], share=[3 / 4], sum_with_local=[1], share_with_local=[1]
+    )
+    assert entry['locality'] == {key: pytest.approx(value) for key, value in locality.items()}
+    last = -(3 / 7 * math.log(3 / 7) + 4 / 7 * math.log(4 / 7))
+    sharpness = dict(entropy=[last / 4], entropy_if_uniform=math.log(4), negative=[4 / 7 / 4])
+    sharpness.update(top_1=[(3 + 4 / 7) / 4], top_9=[1], top_25=[1])
+    assert entry['sharpness'] == {key: pytest.approx(value) for key, value in sharpness.items()}
+    assert set(entry['rank']) == {'weights', 'weights_with_local', 'output', 'projected'}
+    for name, number in (('weights', 2), ('weights_with_local', 4)):
+        found = entry['rank'][name]
+        assert found['rank'] == found['above_1_percent'] == [number] and found['at_most'] == 4
+    assert entry['rank']['weights_with_local']['effective'] == pytest.approx([4])
+
+
+@pytest.mark.parametrize(('size', 'pairs'), [((5, 6), 120 + 28 + 6 + 1), ((5, 5), 120 + 6 + 6), ((4, 5), 120 + 6)])
+def test_confused_pairs_of_windows_of_several_sizes(size, pairs):
+    """All of them, where all queries look alike; of a window of one token there is none."""
+    attention, found = WindowAttention(8, 2, 'softmax', (4, 4)).eval(), []
+    nn.init.zeros_(attention.qkv.weight)
+    with watched(nn.Sequential(attention), lambda block: found.append(inspecting.measure_block(block, ('confusion',)))):
+        attention(torch.randn(1, *size, 8))
+    confusion = found[0]['confusion']
+    assert confusion['pairs_an_image'] == pytest.approx([pairs] * 2) and confusion['share'] == [1, 1]
+
+
+def test_stripes_of_two_lengths():
+    """A map of 4 x 10: stripes of 8 tokens and of 20. Heads that see different keys are compared on the whole map."""
+    block = calls_of(StripeAttention(8, 4, 'softmax', 2).eval(), torch.randn(1, 4, 10, 8))
+    whole = inspecting.full_map(block, 40).nan_to_num()
+    for number, step in ((40, 1), (10, 4)):
+        entry = inspecting.measure_block(block, ('ccs',), number)
+        assert entry['ccs'] == pytest.approx(measures.cross_head_similarity(whole[:, ::step]))
+    assert (entry['windows'], entry['queries_a_window'], entry['keys_a_window']) == (5 + 2, 20, 20)
+    assert entry['heads'] == 4 and entry['map'] == [4, 10]
+
+
 def test_ranks_of_outputs_before_and_after_the_gate():
     block = calls_of(GlobalAttention(8, 2, 'rala').eval(), torch.randn(1, 4, 5, 8))
     entry = inspecting.measure_block(block, ('rank',))
@@ -272,6 +395,7 @@ def test_directions_of_stripes_become_one_entry():
     one = dict(sampled_queries=3, error=1.0, share=[1.0], part=dict(rank=[1, 2], at_most=4))
     other = dict(sampled_queries=5, error=2.0, share=[2.0], part=dict(rank=[3], at_most=6))
     assert inspecting._joined([one]) is one
+    assert inspecting._joined([dict(a=1.0, b=[1]), dict(b=[2])]) == dict(b=[1, 2])  # what both have
     assert inspecting._joined([one, other]) == dict(
         sampled_queries=8, error=1.5, share=[1, 2], part=dict(rank=[1, 2, 3], at_most=5)
     )
@@ -289,6 +413,10 @@ def test_tokens_outside_of_a_map_and_fewer_of_a_full_one():
     assert whole.shape == (2, 42, 42) and some.shape == (2, 14, 14)  # every third: the fewest that are no more
     torch.testing.assert_close(some, whole[:, ::3, ::3])
     assert inspecting.full_map(block).shape == (2, 42, 42)
+    block = calls_of(GlobalAttention(8, 2, 'inline').eval(), torch.randn(1, 3, 4, 8))
+    whole = block.calls[0].weights(0, torch.arange(12), local=True)
+    torch.testing.assert_close(inspecting.full_map(block, 12, local=True), whole)
+    assert not torch.allclose(inspecting.full_map(block, 12), whole)
 
 
 # --- masking ----------------------------------------------------------------------------------------------------------
@@ -306,6 +434,9 @@ def test_the_rest_of_the_weights_is_scaled():
     weights = torch.tensor([[[[0.5, 0.25, 0.25], [1.0, 0.0, 0.0], [-0.25, 0.5, 0.75]]]])
     near = torch.tensor([[True, False, False]] * 3)
     assert masked_weights(weights, near)[0, 0].tolist() == [[0, 0.5, 0.5], [0, 0, 0], pytest.approx([0, 0.4, 0.6])]
+    # what is left is next to nothing: its sign stays
+    rest = masked_weights(torch.tensor([[[[1.0, -1e-7], [1.0, 1e-7]]]]), torch.tensor([[True, False]] * 2))
+    assert rest[0, 0, :, 1].tolist() == pytest.approx([0.1, 0.1])
     # more others than there are: all but the neighbourhood
     others = masked_weights(weights, near, 9, torch.Generator().manual_seed(0))
     assert others[0, 0].tolist() == [[1, 0, 0]] * 3 or others[0, 0, 2].tolist() == pytest.approx([1, 0, 0])
@@ -362,9 +493,9 @@ def test_neighbourhoods_on_reduced_keys_are_of_cells():
 
 
 class Numbers:
-    def __init__(self, number, gone=False):
+    def __init__(self, number, gone=None):
         if gone:
-            raise FileNotFoundError('gone')
+            raise gone('gone')
         self.number = number
 
     def __len__(self):
@@ -411,6 +542,7 @@ def test_accuracies_with_masked_weights(monkeypatch):
     assert done[:3] == [(16, 140), (4, 140), (16, 140)] and sum(n for n, _ in done) == 140
     found = masking_accuracies(model, loader, 50)
     assert found['pictures'] == 40 and found['accuracy']['none'] == 97.5  # all there are
-    loader['dataset']['gone'] = True
-    with pytest.raises(RunError, match='the test data cannot be read: gone; --data-root names its folder.'):
-        masking_accuracies(model, loader, 20)
+    for kind in (FileNotFoundError, ValueError, KeyError, AssertionError):
+        loader['dataset']['gone'] = kind
+        with pytest.raises(RunError, match="the test data cannot be read: '?gone'?; --data-root names its folder."):
+            masking_accuracies(model, loader, 20)

@@ -99,11 +99,14 @@ def _measure_branch(block: BlockCall, branch: list[MixerCall], what, num_queries
                 **{f'top_{n}': measures.top_mass(weights, n).tolist() for n in (1, 9, 25)},
             )
         found.append((result, len(rows)))
+    # a window of one token has no pairs, and takes none from the others
+    confused = [(entry.pop('confusion'), number) for entry, number in found if 'confusion' in entry]
     result = averaged(found)
-    if 'confusion' in result:
+    if confused:
         windows = sum(len(call.queries) for call in branch)
-        each = result['confusion'].pop('pairs_a_window')
-        result['confusion']['pairs_an_image'] = [value * windows for value in each]
+        each = zip(*(entry.pop('pairs_a_window') for entry, _ in confused))
+        result['confusion'] = averaged(confused)
+        result['confusion']['pairs_an_image'] = [windows * sum(pairs) / len(samples) for pairs in each]
     return {'sampled_queries': sum(len(rows) for _, _, rows in samples), **result}
 
 
@@ -254,6 +257,8 @@ def _joined(branches: list[dict]) -> dict:
         return branches[0]
     result = {}
     for key, first in branches[0].items():
+        if not all(key in branch for branch in branches):
+            continue
         values = [branch[key] for branch in branches]
         if isinstance(first, dict):
             result[key] = _joined(values)
