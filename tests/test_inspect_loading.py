@@ -9,10 +9,10 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from mmcv.transforms import CenterCrop, LoadImageFromFile, RandomFlip, Resize
+from mmcv.transforms import CenterCrop, LoadImageFromFile, Pad, RandomFlip, Resize
 from mmengine.config import Config
 from mmengine.model import ImgDataPreprocessor
-from mmengine.registry import MODELS
+from mmengine.registry import MODELS, DefaultScope
 from torch import nn
 
 from mmlinattn.analysis import loading
@@ -87,6 +87,48 @@ def test_mirrored_pictures_are_refused(direction):
         loading.prepare(cfg, model(), photo(64, 64), 'photo')
 
 
+class Turn:
+    def __init__(self, degrees):
+        self.degrees = degrees
+
+    def __call__(self, results):
+        height, width = results['img'].shape[:2]
+        turn = cv2.getRotationMatrix2D(((width - 1) / 2, (height - 1) / 2), self.degrees, 1)
+        return {**results, 'img': cv2.warpAffine(results['img'], turn, (width, height))}
+
+
+@pytest.mark.parametrize('degrees', [15, 90, 180])
+def test_turned_pictures_are_refused(degrees):
+    with pytest.raises(RunError, match='the test pipeline turns or mirrors pictures; give --shape H W.'):
+        loading.prepare(config(dict(type=Turn, degrees=degrees)), model(), photo(64, 64), 'photo')
+
+
+def test_padding_by_the_pipeline_moves_no_pixel():
+    """50 x 40 pixels in the upper left of 64 x 64."""
+    picture = loading.prepare(config(dict(type=Pad, size=(64, 64))), model(), photo(40, 50), 'photo')
+    assert picture.shown.shape == (64, 64, 3) and not picture.shown[40:].any()
+    for scale, offset in picture.axes:
+        assert scale == pytest.approx(1, abs=0.03) and offset == pytest.approx(0, abs=1)
+    assert picture.to_shown(49, 39) == (49, 39)
+
+
+def test_what_a_preprocessor_gives(monkeypatch):
+    """A list of one picture as well as a batch of it, and its own sample; sizes are height and width."""
+    given = []
+
+    def preprocessor(data, training):
+        given.append((data, training))
+        return dict(inputs=[data['inputs'][0].float()], data_samples=['prepared'])
+
+    image = photo(40, 50)
+    picture = loading.prepare(config(), SimpleNamespace(data_preprocessor=preprocessor), image, 'photo')
+    assert picture.inputs.shape == (1, 3, 40, 50) and picture.sample == 'prepared'
+    ((data, training),) = given
+    (sample,) = data['data_samples']
+    assert training is False and sample.img_shape == sample.ori_shape == (40, 50)
+    assert np.array_equal(picture.inputs[0].permute(1, 2, 0).numpy(), image)
+
+
 def test_pictures_that_the_network_cannot_see_are_refused():
     with pytest.raises(RunError, match='makes several pictures of one; give --shape H W.'):
         loading.prepare(config(times=2), model(), photo(64, 64), 'photo')
@@ -106,6 +148,7 @@ def test_pictures_that_the_network_cannot_see_are_refused():
 )
 def test_a_shape_takes_the_place_of_the_pipeline(monkeypatch, scope, resize, pack):
     def stop(steps):
+        assert DefaultScope.get_current_instance().scope_name == scope  # names of transforms are looked up there
         raise KeyError(steps)
 
     monkeypatch.setattr(loading, 'Compose', stop)
@@ -208,6 +251,10 @@ def test_a_model_without_a_checkpoint_fetches_nothing(cfg):
     assert model.given['data_preprocessor'] == dict(mean=[1])
     assert model.dataset_meta == dict(classes=['x', 'y', 'z'])
     assert cfg.model.to_dict() == before
+    assert DefaultScope.get_current_instance().scope_name == 'mmengine'
+    own = copy.deepcopy(cfg)
+    own.model.data_preprocessor = dict(mean=[2])
+    assert loading.load_model(own, 'none').given['data_preprocessor'] == dict(mean=[2])
     changed = loading.load_model(cfg, 'none', 'cpu', dict(stage_attns=('hydra',) * 4))
     assert [list(blocks) for blocks in changed.backbone.block_attns] == [['hydra']] * 4
     assert loading.load_model(cfg, 'none', 'meta').head.weight.is_meta
@@ -231,6 +278,12 @@ def test_what_of_a_checkpoint_is_loaded(cfg, tmp_path):
     assert torch.equal(switched.head.weight, own.head.weight)
     name = 'stages.0.0.norm1.weight'
     assert torch.equal(switched.backbone.state_dict()[name], own.backbone.state_dict()[name])
+    # a head of as many classes as it had: this one starts at random
+    state = {**own.state_dict(), 'head.weight': torch.ones(7, 4), 'norm.weight': torch.full((4,), 5.0)}
+    torch.save(dict(state_dict=state), tmp_path / 'seven.pth')
+    other = loading.load_model(cfg, str(tmp_path / 'seven.pth'))
+    assert other.head.weight.shape == (3, 4) and other.norm.weight.tolist() == [5] * 4
+    assert torch.equal(other.backbone.state_dict()[name], own.backbone.state_dict()[name])
     # nothing of a backbone is not a part of it
     torch.save(dict(state_dict={'head.weight': own.head.weight}), tmp_path / 'head.pth')
     with pytest.raises(RunError, match='head.pth does not fit the backbone'):

@@ -231,7 +231,9 @@ def _axes(ramp: np.ndarray, size: tuple[int, int]) -> tuple:
         steady = at[(values[at] > 1) & (values[at] < 254)]
         at = steady if len(steady) > 2 else at
         scale, offset = np.polyfit(at, values[at] * (length - 1) / 255, 1) if len(at) > 1 else (1.0, 0.0)
-        off = np.abs(scale * at + offset - values[at] * (length - 1) / 255).max()
+        lines, known = (ramp[axis].T, real.T) if axis else (ramp[axis], real)
+        # of every line, not of their mean, which says nothing where the picture is turned
+        off = np.abs(scale * at + offset - lines[:, at] * ((length - 1) / 255))[known[:, at]].max()
         if scale <= 0 or off > 2 + length / 100:
             raise RunError('the test pipeline turns or mirrors pictures; give --shape H W.')
         axes.append((float(scale), float(offset)))
