@@ -1,13 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """What is caught of attentions while they run: features of every arrangement, hooks that go away, words for others."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from mmlinattn.analysis.capture import arguments_of, arrangements, reduction_of, token_layout, watched
+from mmlinattn.analysis.capture import MixerCall, arguments_of, arrangements, reduction_of, token_layout, watched
 from mmlinattn.attention import GlobalAttention, Grid, ReducedAttention, StripeAttention, TokenMixer, WindowAttention
 from mmlinattn.attention.arrangements import Attention
+from mmlinattn.backbones import LinearDeiT
 
 ARRANGEMENTS = {
     'windows, cut at the border': (lambda: WindowAttention(8, 2, 'rala', (4, 4)), 1, 2),
@@ -182,3 +185,59 @@ def test_states():
     torch.testing.assert_close(
         state / state.norm(), (nn.functional.relu(k).mT @ v) / (nn.functional.relu(k).mT @ v).norm()
     )
+
+
+def test_what_a_state_is_made_of():
+    """The keys and values of its window in float32, with the window's mask and the rotary encoding."""
+    asked, (q, k, v) = [], torch.randn(3, 2, 6, 8).half()
+    keys = torch.randn(1, 2, 6, 3)
+
+    class Mixer:
+        def factors(self, *args):
+            asked.append(args)
+            return SimpleNamespace(keys=keys)
+
+    mask = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
+    grid, key_grid = Grid(2, 3), Grid(3, 2)
+    given = dict(q=q, k=k, v=v, grid=grid, key_grid=key_grid, mask=mask, rotary='rotary')
+    state = MixerCall(Mixer(), given, None, None, None, None).state(1)
+    ((q_seen, k_seen, *others),) = asked
+    assert q_seen.dtype == torch.float32 and torch.equal(q_seen, q[1:].float()) and torch.equal(k_seen, k[1:].float())
+    assert others[:2] == [grid, key_grid] and torch.equal(others[2], mask[1:]) and others[3] == 'rotary'
+    torch.testing.assert_close(state, keys[0].mT @ v[1].float().unflatten(-1, (2, 4)).transpose(0, 1))
+
+
+def test_padding_of_stripes_is_in_no_state():
+    """A map of 5 rows in stripes of 2: the last one has a row of tokens that are none."""
+    attention, found = StripeAttention(8, 2, 'enhanced', 2).eval(), []
+    nn.init.ones_(attention.qkv.bias)
+    with watched(nn.Sequential(attention), found.append):
+        attention(torch.randn(1, 5, 6, 8))
+    (block,) = found
+    _, wide = block.calls
+    real = wide.queries[-1] >= 0
+    assert real.sum() == 6 and len(real) == 12
+    k, v = wide.given['k'][-1, real].relu(), wide.given['v'][-1, real]
+    state = wide.state(len(wide.queries) - 1)[0]
+    torch.testing.assert_close(state / state.norm(), (k.mT @ v) / (k.mT @ v).norm())
+
+
+def test_gates_of_patches_beside_a_class_token():
+    """What enters the output projection, token by token; the class token is no feature of the map."""
+    arch = dict(embed_dims=(32,), depths=(1,), num_heads=(2,), stage_attns=('rala',))
+    model, found, outs = LinearDeiT(arch).eval(), [], []
+    (attention,) = arrangements(model).values()
+    attention.register_forward_hook(lambda module, args, out: outs.append(out[0]))
+    with watched(model, lambda block: found.append((block.size, block.features()))):
+        model(torch.randn(1, 3, 64, 96))
+    ((size, ((_, whole),)),) = found
+    assert size == (4, 6) and len(outs[0]) == 1 + 24
+    torch.testing.assert_close(attention.proj(whole.transpose(0, 1).flatten(1)), outs[0][1:], rtol=1e-4, atol=1e-5)
+
+
+def test_inputs_by_their_name():
+    attention, found = WindowAttention(8, 2, 'softmax', (2, 2)).eval(), []
+    x = torch.randn(1, 4, 6, 8)
+    with watched(nn.Sequential(attention), found.append):
+        attention(x=x)
+    assert found[0].size == (4, 6) and found[0].x is x

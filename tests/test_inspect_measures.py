@@ -114,6 +114,23 @@ def test_negative_weights_count_by_magnitude():
     assert measures.top_mass(weights, 1).item() == 0.5
 
 
+def test_weights_that_are_all_zero():
+    """No rank, no entropy and no share rather than numbers that are none."""
+    weights = torch.zeros(1, 3, 5)
+    assert measures.ranks(weights) == dict(rank=[0], above_1_percent=[0], effective=[0])
+    near = torch.ones(3, 5, dtype=torch.bool)
+    assert [value.tolist() for value in measures.inside(weights, near)] == [[0], [0]]
+    assert measures.entropy(weights).tolist() == measures.top_mass(weights, 2).tolist() == [0]
+    assert measures.confusion(weights).tolist() == [1]
+
+
+def test_small_distances_are_not_lost():
+    """A tenth of what counts as confused, between rows of length ten."""
+    one = torch.tensor([10.0, 0, 0])
+    weights = torch.stack((one, one + torch.tensor([0, 1e-4, 0])))[None]
+    assert measures.pair_distances(weights).item() == pytest.approx(1e-4, rel=1e-3)
+
+
 def test_similarity_of_heads():
     one, other = torch.rand(2, 6, 9).unbind()
     assert measures.cross_head_similarity(torch.stack((one, 2 * one, one))) == pytest.approx(1)

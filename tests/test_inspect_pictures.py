@@ -6,9 +6,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from mmlinattn.analysis import pictures
+from mmlinattn.analysis.capture import watched
+from mmlinattn.analysis.inspecting import query_map
 from mmlinattn.analysis.loading import Picture, token_at
+from mmlinattn.attention import ReducedAttention
 
 NAN = math.nan
 
@@ -52,12 +56,24 @@ def test_colours_of_weights():
         np.testing.assert_allclose(drawn, level, atol=0.01)
 
 
+def test_colours_by_number():
+    """Of full magnitude 85 % colour, the ends of the scale; below it the mean of the channels, made paler."""
+    shown = np.broadcast_to(np.array([60, 90, 150], np.uint8), (4, 8, 3))
+    drawn, _ = pictures.overlay(np.array([[2.0, -2.0]]), of_size((4, 8))._replace(shown=shown))
+    grey, ends = 0.6 * 100 / 255 + 0.35, np.array([[103, 0, 31], [5, 48, 97]]) / 255
+    np.testing.assert_allclose(drawn[0, [0, 7]], 0.15 * grey + 0.85 * ends, atol=1e-6)
+
+
 def test_weights_lie_over_their_pixels():
     """10 x 14 pixels of 4 x 4 a token, of which the last are cut; then 9 x 13 of them shown, the rest is padding."""
     map_ = np.arange(12.0).reshape(3, 4)
     expected = map_.repeat(4, axis=0).repeat(4, axis=1)
     assert np.array_equal(pictures._over_image(map_, of_size((10, 14))), expected[:10, :14])
     assert np.array_equal(pictures._over_image(map_, of_size((9, 13), (10, 14))), expected[:9, :13])
+    # two tokens, of 32 or 128 pixels, whose last is cut
+    for length, stride in ((40, 32), (130, 128)):
+        halves = pictures._over_image(np.array([[0.0, 1.0]]), of_size((8, length)))
+        assert np.flatnonzero(halves[0])[0] == stride
     # keys of a padded map, 2 x 2 cells of 3 x 3 tokens: no stride of 2 fits, the pixels are shared out
     thirds = pictures._over_image(np.arange(3.0)[None].repeat(3, 0), of_size((12, 12)))
     assert np.array_equal(thirds[0], np.arange(3).repeat(4))
@@ -74,6 +90,8 @@ def test_weights_lie_over_their_pixels():
         ((10, 10), (11, 11), (5, 5), (4, 4)),  # no stride fits: shared out
         ((2, 3), (11, 11), (5, 5), (1, 0)),
         ((31, 0), (32, 32), (1, 1), (0, 0)),
+        ((31, 32), (40, 40), (2, 2), (1, 0)),
+        ((127, 128), (130, 130), (2, 2), (1, 0)),
     ],
 )
 def test_the_token_of_a_pixel(pixel, shape, size, token):
@@ -87,6 +105,23 @@ def test_which_are_shown_of_many():
 
 
 # --- maps -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_collected_of_a_block():
+    """144 queries on 6 x 6 keys: where the token of a pixel lies and looks; of a whole map at most 128 a side."""
+    found = []
+    attention = nn.ModuleDict(dict(attn=ReducedAttention(8, 2, 'softmax', 2, dict(type='LN')))).eval()
+    with watched(attention, found.append):
+        attention['attn'](torch.randn(1, 12, 12, 8))
+    (block,) = found
+    maps = pictures.collect_query(block, of_size((48, 48)), 47, 5)
+    assert (maps.block, maps.mixer, maps.token, maps.size) == (block.name, 'softmax', (1, 11), (12, 12))
+    weights, classes = query_map(block, 1, 11)
+    np.testing.assert_array_equal(maps.maps, weights.numpy())
+    np.testing.assert_array_equal(maps.classes, classes.numpy())
+    assert maps.maps.shape == (2, 6, 6) and maps.classes.shape == (2,)
+    assert pictures.collect_full(block).shape == (2, 72, 36)  # every second query, every key
+    assert pictures.collect_full(block, 12).shape == (2, 12, 12)
 
 
 def texts(axes):
@@ -119,6 +154,11 @@ def test_maps_of_a_query(figures, tmp_path):
     title = figure._suptitle.get_text()
     assert title.startswith('photo: where the token at pixel 10, 6.5 [+] looks, attention weights\n')
     assert 'red: positive, blue: negative' in title
+    assert all(axis.images[0].get_interpolation() == 'nearest' for axis in first[1:])
+    # panels of 1.7 inches, as high as the picture is; no narrower than its title
+    assert figure.get_size_inches() == pytest.approx((7.5, 2 * (1.7 / 2 + 0.35) + 0.9))
+    pictures.plot_query(maps[1:], of_size((16, 8)), (5, 3), (10, 6.5), tmp_path / 'high.png')
+    assert figures['high.png'].get_size_inches() == pytest.approx((7.5, 1.7 * 2 + 0.35 + 0.9))
     pictures.plot_query(maps[::-1], picture, (5, 3), (10, 6.5), tmp_path / 'turned.png')
     assert len(figures['turned.png'].axes) == 8
     pictures.plot_query(maps, picture, (5, 3), (10, 6.5), tmp_path / 'local.png', local=True)
@@ -278,6 +318,24 @@ def test_lines_of_every_measure(figures, tmp_path):
     assert figures['sharpness.png'].axes[0].get_ylim() == (-0.02, 1.05)
 
 
+def test_lines_are_told_apart(figures, tmp_path):
+    """Full for sums of the attention, dotted for its shares, dashed for what is not of it alone; black: all alike."""
+    pictures.plot_measures(ENTRIES, list(DRAWN), tmp_path, 'mine')
+    for name, styles in dict(rank='-----', confusion='-', locality='- : -- -', sharpness='- - - - --', ccs='-').items():
+        drawn = [line for line in figures[f'{name}.png'].axes[0].lines if line.get_label() != 'full rank']
+        styles = styles.split() if ' ' in styles else list(styles)
+        assert [line.get_linestyle() for line in drawn] == styles, name
+    alike = figures['locality.png'].axes[0].lines[3]
+    assert pictures_colour(alike) == (0, 0, 0)
+    labels = {text.get_text() for text in figures['rank.png'].legends[0].get_texts()}
+    assert labels == {*DRAWN['rank'], 'full rank'}
+
+
+def test_many_blocks_have_room(figures, tmp_path):
+    pictures.plot_measures(ENTRIES[:1] * 30, ['ccs'], tmp_path, 'mine')
+    assert figures['ccs.png'].get_size_inches()[0] == pytest.approx(30 * 0.42 + 2)
+
+
 def pictures_colour(line):
     from matplotlib.colors import to_rgb
 
@@ -305,6 +363,8 @@ def test_bars_of_masked_accuracies(figures, tmp_path):
     assert len(set(grey)) == 1 and red[0] > max(red[1:]) and blue[2] > max(blue[:2])
     assert axis.get_ylabel() == 'top-1 accuracy, %' and 'red: around it, blue: random others' in axis.get_xlabel()
     assert axis.get_title() == 'mine: accuracy with masked attention weights (InLine Tab. 2)'
+    pictures.plot_masking(accuracies, tmp_path / 'm.png', 'mine', source='elsewhere')
+    assert figures['m.png'].axes[0].get_title() == 'mine: accuracy with masked attention weights (elsewhere)'
 
 
 def test_files_are_written_into_new_folders(tmp_path):
