@@ -10,11 +10,14 @@ import cv2
 import pytest
 import torch
 from config_helpers import ROOT
+from mmengine.model import BaseModule
 from mmengine.registry import MODELS
 
 from mmlinattn.analysis import ablation, ablation_report
+from mmlinattn.analysis.inspecting import measure_block
 from mmlinattn.analysis.study_tasks import TASKS
 from mmlinattn.attention import TokenMixer
+from mmlinattn.backbones import LinearPVT
 from mmlinattn.engine import RunError
 
 TOOL = ROOT / 'tools' / 'analysis_tools' / 'ablation_study.py'
@@ -391,6 +394,56 @@ def test_the_runs_of_the_page_can_be_reused(tmp_path):
         assert {(r['arm'], r['seed']) for r in kept['runs']} <= {(r['arm'], r['seed']) for r in added}
         assert all(TASKS[task].metric in run for run in added)
         assert f'| {added[0]["arm"]} |' in ablation_report.table(json.loads((out / 'results.json').read_text()))
+
+
+def test_the_models_are_those_of_the_page(monkeypatch):
+    """Those of the runs that are kept: parameters of every arm; blocks, heads, maps and sampled queries of one."""
+    # what takes most of the time, and changes no size
+    monkeypatch.setattr(BaseModule, 'init_weights', lambda self: None)
+    monkeypatch.setattr(ablation, 'measure_block', lambda block, what, number: measure_block(block, (), number))
+    for folder in sorted((ROOT / 'benchmarks' / 'studies').iterdir()):
+        kept = json.loads((folder / 'results.json').read_text())
+        name = kept.get('task', ablation.FIRST_TASK)
+        if name == 'detection':
+            pytest.importorskip('mmdet')
+        task, arms = TASKS[name], ablation.STUDIES[kept['study']]().arms
+        for run in {run['arm']: run for run in kept['runs']}.values():
+            with torch.device('meta'):
+                size = ablation._parameters(task.build(arms[run['arm']].backbone))
+            assert size == run['params'], f'{folder.name}: {run["arm"]}'
+        if folder.name not in ('rala', 'rala_detection', 'inline'):
+            continue
+        model = task.build(arms[run['arm']].backbone).eval()
+        images = torch.randint(256, (1, 3, kept['settings']['size'], kept['settings']['size']), dtype=torch.uint8)
+        parts = ('block', 'mixer', 'heads', 'map', 'key_map', 'sampled_queries')
+        seen = [[block[part] for part in parts] for block in ablation.attention_measures(model, images)]
+        assert seen == [[block[part] for part in parts] for block in run['attention']], folder.name
+
+
+def test_counting_leaves_the_branches_of_a_model_as_they_are():
+    model = MODELS.build(dict(ablation.STUDIES['hallucinated']().arms['cFFN, r = 2'].backbone)).eval()
+    before = model.state_dict()
+    assert ablation._parameters(model) < sum(p.numel() for p in model.parameters())
+    assert model.state_dict().keys() == before.keys()
+
+
+@pytest.mark.parametrize(('study', 'arm'), [('rala', 'full'), ('inline', 'softmax')])
+def test_arms_drop_no_paths(study, arm):
+    """In training, the same answer twice."""
+    model = MODELS.build(dict(ablation.STUDIES[study]().arms[arm].backbone))
+    images = torch.rand(4, 3, 32, 32)
+    with torch.no_grad():
+        one, other = (model.train()(images)[0] for _ in range(2))
+    assert torch.equal(one, other) and model.training
+
+
+def test_models_start_as_their_backbones_do(monkeypatch):
+    """Not with PyTorch's own initial weights."""
+    started = []
+    monkeypatch.setattr(LinearPVT, 'init_weights', lambda self: started.append(self))
+    backbone = ablation.STUDIES['inline']().arms['softmax'].backbone
+    models = [TASKS[name].build(backbone) for name in ('largest', 'recall')]
+    assert [id(one) for one in started] == [id(model.backbone) for model in models]
 
 
 def result(arm, seed, accuracy):

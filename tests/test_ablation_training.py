@@ -2,6 +2,7 @@
 """How a run of a study is trained and measured, what its tasks ask for, and what its arms are."""
 
 import contextlib
+import itertools
 import json
 import math
 import runpy
@@ -122,6 +123,19 @@ def test_how_weights_are_changed(toy, monkeypatch):
     assert norms == pytest.approx([5] * 10, rel=1e-3)
 
 
+def test_each_step_has_the_gradients_of_its_own_pictures(toy, monkeypatch):
+    """Which point up and down in turn."""
+    signs, seen, step = itertools.cycle((1, -1)), [], torch.optim.AdamW.step
+    toy.loss = lambda model, images, targets: next(signs) * (model.weight.sum() + model.bias.sum())
+    monkeypatch.setattr(
+        torch.optim.AdamW,
+        'step',
+        lambda self: seen.append(self.param_groups[0]['params'][0].grad[0, 0].item()) or step(self),
+    )
+    train(toy)
+    assert seen == [1, -1] * 5
+
+
 def test_what_is_masked_of_an_arm(toy, monkeypatch):
     @contextlib.contextmanager
     def masked(model, window, others):
@@ -230,6 +244,37 @@ def test_arms_that_a_study_does_not_have(tmp_path):
     assert str(error.value) == f"--arms ['a', 'fulll']: study 'rala' has {known}."
 
 
+def test_results_are_added_one_process_at_a_time_and_whole(tmp_path, monkeypatch):
+    """Read and written while the others wait, who are told for what; a file that cannot be written stays as it was."""
+    held = []
+
+    @contextlib.contextmanager
+    def locked(path, work):
+        held.append((path, work))
+        yield
+        held.append(json.loads((tmp_path / 'results.json').read_text())['runs'])
+
+    monkeypatch.setattr(ablation, 'locked', locked)
+    run = dict(arm='full', seed=0)
+    assert ablation._add('rala', tmp_path, SMALL, [run]) == [run]
+    assert held == [(tmp_path / '.locks' / 'results', f'writes {tmp_path / "results.json"}'), [run]]
+    before = (tmp_path / 'results.json').read_bytes()
+
+    def broken(fd):
+        raise OSError('no space left')
+
+    monkeypatch.setattr('os.fsync', broken)
+    with pytest.raises(OSError, match='no space left'):
+        ablation._add('rala', tmp_path, SMALL, [dict(arm='full', seed=1)])
+    assert (tmp_path / 'results.json').read_bytes() == before
+
+
+def test_every_run_of_a_study_has_a_claim_of_its_own(tmp_path):
+    for name, study in ablation.STUDIES.items():
+        runs = [(arm, seed) for arm in study().arms for seed in range(11)]
+        assert len({ablation._claim(tmp_path, *run) for run in runs}) == len(runs), name
+
+
 def results(study='inline', task='largest', settings=SMALL, runs=()):
     return dict(study=study, task=task, settings=settings._asdict(), runs=list(runs))
 
@@ -283,9 +328,13 @@ def test_what_is_reused(tmp_path):
     twice = tmp_path / 'twice'
     twice.mkdir()
     assert len(ablation.reuse('hallucinated', twice, SMALL, folders[:1] * 2)) == 3
+    other = tmp_path / 'other'
+    other.mkdir()
+    (other / 'results.json').write_text('[]')
     for wrong, message in (
         (folders[2], 'b/results.json is of study'),
         (tmp_path / 'none', "none' has no results.json"),
+        (other, 'other/results.json is no results file of a study'),
     ):
         new = tmp_path / f'new {wrong.name}'
         new.mkdir()
