@@ -74,6 +74,15 @@ def test_maps_side_by_side(monkeypatch):
     assert (canvas[142:208, 286:418] < 250).all() and (canvas[142:208, 422:] == 255).all()  # one head, then nothing
 
 
+def test_flat_pictures_and_long_names_have_room(monkeypatch):
+    """Panels are 24 pixels high at least; of a name as much as fits beside them."""
+    written = []
+    monkeypatch.setattr(cv2, 'putText', lambda image, text, at, *_: written.append(text))
+    maps = pictures.QueryMaps('backbone.' + 'abcdefghij' * 3, 'rala', np.zeros((1, 1, 8)), (0, 0), (1, 8), np.zeros(1))
+    canvas = looking.mosaic([maps], shown(8, 800), 0, 0)
+    assert canvas.shape == (40 + 24 + 16 + 4, 150 + 2 * 136, 3) and written[0] == 'abcdefghijabcdefghijab'
+
+
 class Says(nn.Module):
     def __init__(self, classes=None, **found) -> None:
         super().__init__()
@@ -136,6 +145,15 @@ def test_segments_are_coloured_and_named_inside(monkeypatch):
         assert low <= x < high and abs(y - 20) <= 1 and abs(x - (low + high) / 2) <= 1
     assert (drawn[10:, :59] == drawn[10, 0]).all() and (drawn[:, 61:] == drawn[0, 79]).all()
     assert (drawn[10, 0] != drawn[10, 70]).any() and (drawn >= 100 + 20).all()  # half of 200, half of 40 or more
+
+
+def test_a_hundredth_of_the_picture_has_a_name_on_it(monkeypatch):
+    labels = []
+    monkeypatch.setattr(looking, '_label', lambda image, words, at: labels.append((words, at)))
+    data = torch.zeros(1, 10, 10, dtype=torch.long)
+    data[0, 2, 7] = 1
+    words, _ = predicted(Says('ab', pred_sem_seg=PixelData(data=data)), np.zeros((10, 10, 3), np.uint8))
+    assert words == 'a: 99% of the pixels, b: 1% of the pixels' and labels[1] == ('b', (7, 2))
 
 
 def test_labels_stay_inside_of_the_picture():
@@ -233,6 +251,12 @@ def test_what_was_looked_at_is_remembered(looker, monkeypatch):
     assert looker.look(image, 0, 'hydra') is not other
     small = looker.look(image[:, :8])
     assert small.scale == 1 and small.drawn.shape == (8, 8, 3)
+    # the same bytes in another shape are another picture
+    assert looker.look(np.zeros((8, 16, 3), np.uint8)).drawn.shape == (8, 16, 3)
+    assert looker.look(np.zeros((16, 8, 3), np.uint8)).drawn.shape == (16, 8, 3)
+    for shape in ((7, 100, 3), (100, 7, 3)):
+        with pytest.raises(RunError, match='has to be in colour and at least 8 pixels wide and high.'):
+            looker.look(np.zeros(shape, np.uint8))
 
 
 def test_maps_of_keys_that_lie_on_no_map(looker, monkeypatch):

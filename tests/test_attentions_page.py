@@ -4,6 +4,7 @@
 import re
 
 import pytest
+import torch
 from config_helpers import ROOT
 
 import mmlinattn  # noqa: F401  registers the hosts
@@ -47,6 +48,19 @@ def test_what_is_kept_for_the_backward_pass():
     for name in ('efficient', 'hallucinated'):
         small, large = (attentions.kept_for_backward(name, side=side) for side in (16, 32))
         assert 2.9 < large <= small < 8
+
+
+def test_measuring_leaves_threads_as_they_were(monkeypatch):
+    """It takes one, for numbers that are the same everywhere; also where it fails."""
+    asked = []
+    monkeypatch.setattr(torch, 'get_num_threads', lambda: 7)
+    monkeypatch.setattr(torch, 'set_num_threads', asked.append)
+    attentions.kept_for_backward('hydra', side=4)
+    assert asked == [1, 7]
+    monkeypatch.setattr(TOKEN_MIXERS.get('hydra'), 'forward', lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        attentions.kept_for_backward('hydra', side=4)
+    assert asked == [1, 7] * 2
 
 
 def test_the_page_says_what_is_measured():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw
 
 TOOL = Path(__file__).parents[1] / 'tools' / 'analysis_tools' / 'contact_sheet.py'
 COLOURS = [(200, 0, 0), (0, 200, 0), (0, 0, 200), (200, 200, 0), (0, 200, 200)]
@@ -97,6 +97,57 @@ def test_labels_are_written(show_dir, tmp_path):
     left, right = ink(tmp_path / 'sheet.png')
     assert bare_left > 50 and bare_right == 0  # the file's name only
     assert left > bare_left + 50 and right > 50
+
+
+def test_what_is_written_where(show_dir, tmp_path, monkeypatch):
+    """The file's name at the left above each picture; labels in the middle of its equal parts, in their order."""
+    written, line = [], ImageDraw.ImageDraw.text
+
+    def text(self, at, words, colour, font, **more):
+        written.append((at, words, more.get('anchor')))
+        line(self, at, words, colour, font, **more)
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, 'text', text)
+    options = '--num', 3, '--width', 120, '--heads', 'image', 'truth', 'found'
+    assert run_tool(show_dir, tmp_path / 'sheet.png', *options) == 0
+    middles = [(20, 'image'), (60, 'truth'), (100, 'found')]
+    places = [(12, 12, '000000000000.jpg'), (144, 12, '000000000002.jpg'), (12, 128, 'test_ADE_val_1.png')]
+    assert written == [
+        entry
+        for left, top, name in places
+        for entry in [((left, top), name, None), *(((left + x, top + 40), head, 'ms') for x, head in middles)]
+    ]
+
+
+def test_pictures_of_any_kind(tmp_path):
+    """With a palette, in grey, see-through, and so flat that a picture of that width has no row."""
+    for name, mode, size in (
+        ('a', 'P', (64, 64)),
+        ('b', 'L', (64, 64)),
+        ('c', 'RGBA', (64, 64)),
+        ('d', 'RGB', (500, 1)),
+    ):
+        Image.new(mode, size, 0).save(tmp_path / f'{name}.png')
+    sheet = tmp_path / 'out' / 'sheet.png'
+    assert run_tool(tmp_path, sheet, '--width', 64) == 0
+    with Image.open(sheet) as picture:
+        assert picture.mode == 'RGB' and picture.size == (12 + 2 * 76, 12 + (64 + 56) * 2)
+        assert picture.getpixel((20, 200)) == picture.getpixel((96, 60)) == (0, 0, 0) == picture.getpixel((96, 176))
+
+
+def test_a_sheet_that_cannot_be_written_leaves_nothing(show_dir, tmp_path, monkeypatch, capsys):
+    def save(self, path, format):
+        Path(path).write_bytes(b'half of it')
+        raise OSError('no space left')
+
+    sheet = tmp_path / 'out' / 'sheet.png'
+    sheet.parent.mkdir()
+    sheet.write_bytes(b'of before')
+    monkeypatch.setattr(Image.Image, 'save', save)
+    with pytest.raises(SystemExit):
+        run_tool(show_dir, sheet)
+    assert f'argument OUT.png: cannot write {sheet}: no space left' in capsys.readouterr().err
+    assert [path.name for path in sheet.parent.iterdir()] == ['sheet.png'] and sheet.read_bytes() == b'of before'
 
 
 def test_sheet_in_show_dir_is_not_collected_again(show_dir):

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """How costs are put together and written down: get_flops, the papers' tables, the page of attentions."""
 
+import contextlib
 import runpy
 import sys
 from collections import Counter
@@ -8,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from config_helpers import ROOT
 from mmengine.config import Config
 from mmengine.registry import MODELS
@@ -17,6 +19,7 @@ from mmlinattn import backbones
 from mmlinattn.analysis import attentions, flops, paper_tables, published
 from mmlinattn.analysis.counting import CONV, LINEAR, PRODUCT, Count
 from mmlinattn.analysis.published import Row
+from mmlinattn.attention import Grid, HallucinatedMixer
 
 TOOLS = ROOT / 'tools' / 'analysis_tools'
 COST = flops.Cost(
@@ -200,6 +203,71 @@ def test_whose_operations_they_are():
     with torch.no_grad(), Count(model) as again:
         model[0](x, stranger)
     assert again.macs == count.macs  # anew
+
+
+@pytest.mark.parametrize(
+    ('steps', 'taps'), [((), 0), (('ihh',), 9 * 3), (('chh',), 3 * 3), (('chh', 'ihh'), 9 * 3 + 3 * 3)]
+)
+def test_hallucinated_attention_counts_the_steps_that_it_has(steps, taps):
+    """A 3x3 for each of three maps, and their mixture to three others."""
+    with torch.device('meta'):
+        mixer = HallucinatedMixer(24, 3, steps=steps)
+        q, k, v = torch.zeros(1, 30, 12), torch.zeros(1, 20, 12), torch.zeros(1, 20, 24)
+    with torch.no_grad(), Count(mixer) as count:
+        mixer(q, k, v, Grid(5, 6), Grid(4, 5))
+    assert count.macs[('', PRODUCT)] == 30 * 20 * (12 + 24 + taps)
+
+
+def test_fused_attention_with_wider_values():
+    q, v = torch.zeros(2, 1, 7, 4, device='meta'), torch.zeros(2, 1, 9, 6, device='meta')
+    with Count(nn.Identity()) as count:
+        assert F.scaled_dot_product_attention(q, v[..., :4], v).shape == (2, 1, 7, 6)
+    assert count.macs == {('', PRODUCT): 2 * 7 * 9 * (4 + 6)}
+
+
+def test_memory_that_is_used_again_counts_again():
+    """Each map with the one before it, which is freed when the next one is there."""
+    with Count(nn.Identity()) as count:
+        for length in range(1, 8):
+            x = torch.zeros(1000 * length, device='meta')
+    assert count.peak_bytes == 4 * (6000 + 7000) and len(x) == 7000
+
+
+def test_buffers_are_no_activations():
+    model = nn.BatchNorm1d(50, affine=False, device='meta').eval()
+    with Count(model) as count:
+        kept = model.running_mean.view(5, 10).mT
+    assert count.peak_bytes == 0 and kept.shape == (10, 5)
+
+
+def test_a_layer_that_fails_is_left_again():
+    """What is tried and given up does not take what comes after."""
+
+    class Tries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wrong, self.right = nn.Linear(5, 4), nn.Linear(3, 4)
+
+        def forward(self, x):
+            with contextlib.suppress(RuntimeError):
+                self.wrong(x)
+            return torch.addmm(torch.zeros(4), x, torch.zeros(3, 4)) + self.right(x)
+
+    model = Tries()
+    with torch.no_grad(), Count(model) as count:
+        model(torch.zeros(2, 3))
+    assert count.macs == {('', LINEAR): 2 * 3 * 4, ('right', LINEAR): 2 * 3 * 4}
+
+
+@pytest.mark.parametrize('error', [NotImplementedError, RuntimeError])
+def test_a_model_that_cannot_be_counted_says_why(monkeypatch, error):
+    class Fails(nn.Module):
+        def forward(self, image, mode):
+            raise error('because')
+
+    monkeypatch.setattr(flops, 'build_model', lambda cfg: Fails())
+    with pytest.raises(flops.RunError, match='Fails cannot be counted without running it: because'):
+        flops.count_model(Config(dict()))
 
 
 def test_weights_are_no_activations():

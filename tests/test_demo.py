@@ -15,6 +15,7 @@ import torch
 from config_helpers import ROOT, build
 from mmengine.config import Config
 from mmengine.device import get_device
+from mmengine.registry import DefaultScope
 
 from mmlinattn.engine import RunError
 
@@ -148,6 +149,22 @@ def test_what_inferencers_are_asked_for(monkeypatch, capsys, task):
     if task == 'mmpretrain':
         assert capsys.readouterr().out.splitlines()[-2:] == ['one.jpg: 2 (0.250)', 'two.jpg: moon (0.500)']
         assert given.kwargs['classes'] is None
+
+
+def test_a_model_that_cannot_be_built_is_said_in_one_error(monkeypatch):
+    pytest.importorskip('mmdet')
+    scopes = []
+
+    def fails(*_, **__):
+        scopes.append(DefaultScope.get_current_instance().scope_name)
+        raise KeyError('Nowhere is not in the mmdet::model registry')
+
+    monkeypatch.setattr(INFERENCERS['mmdet'], fails)
+    draw = runpy.run_path(str(TOOL), run_name='demo')['draw']
+    args = SimpleNamespace(config='c.py', checkpoint='c.pth', device='cpu', score_thr=0.3, classes=None)
+    with pytest.raises(RunError, match='Nowhere is not in the mmdet::model registry'):
+        draw(args, Config(dict(default_scope='mmdet', model={}, test_dataloader={})), ['one.jpg'], 'out')
+    assert scopes == ['mmdet']
 
 
 @pytest.fixture

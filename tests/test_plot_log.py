@@ -71,6 +71,7 @@ def test_what_is_a_curve(tmp_path):
 
 
 def test_panels_show_the_curves(tmp_path, monkeypatch):
+    from matplotlib import pyplot
     from matplotlib.figure import Figure
 
     saved = []
@@ -85,6 +86,10 @@ def test_panels_show_the_curves(tmp_path, monkeypatch):
     assert (first.get_ylabel(), second.get_ylabel()) == ('loss', 'coco/bbox_mAP')
     assert first.lines[0].get_marker() == '.' and second.lines[0].get_marker() == 'None'
     assert second.lines[0].get_ydata().tolist() == list(many.values())
+    assert figure.get_size_inches().tolist() == [7, 4.8]  # 2.4 a panel
+    assert not pyplot.get_fignums()  # none stays open
+    plot({'loss': dict(list(many.items())[:29])}, ['loss'], out)
+    assert saved[1][0].axes[0].lines[0].get_marker() == '.'
     assert first.get_xlabel() == '' and second.get_xlabel().startswith('step (iterations;')
 
 

@@ -3,6 +3,7 @@
 
 import json
 import multiprocessing
+import os
 import runpy
 import sys
 import time
@@ -23,6 +24,12 @@ TOOL = runpy.run_path(str(ROOT / 'tools' / 'analysis_tools' / 'sweep_upstream.py
         (['a_swin.py', 'b_r101.py', 'c_r50.py', 'd_r50.py'], 'c_r50.py'),
         (['a_base.py', 'b_tiny.py', 'c_small.py'], 'c_small.py'),
         (['z_x.py', 'b_y.py', '_r50.py'], 'b_y.py'),  # names with an underscore in front are parts of others
+        # the most usual first, whatever comes first by name
+        (['a_small.py', 'b_resnet50.py'], 'b_resnet50.py'),
+        (['a_s_x.py', 'b_tiny.py'], 'b_tiny.py'),
+        (['a_base.py', 'b_s_x.py'], 'b_s_x.py'),
+        (['a_b0.py', 'b_base.py'], 'b_base.py'),
+        (['a_large.py', 'b_b0.py'], 'b_b0.py'),
         (['metafile.yml'], None),
     ],
 )
@@ -73,6 +80,7 @@ def test_how_a_config_ends(monkeypatch, ends, found):
     monkeypatch.setattr(sys, 'stderr', sys.stderr)
     TOOL['attempt']('mmdet::a/a.py', 'ravlt_s', SimpleNamespace(send=sent.append))
     assert sent == [found]
+    assert sys.stdout is sys.stderr and sys.stdout.name == os.devnull
     assert asked[0][:2] == ('mmdet::a/a.py', 'ravlt_s') and asked[0][2].suffix == '.py'
 
 
@@ -151,12 +159,17 @@ def test_results_are_kept_and_not_tried_again(tmp_path, monkeypatch, capsys):
 
     assert run('--projects', 'mmseg') == [row('mmseg::a/a.py', 'works', 'fine')] and not out.exists()
     assert tried == [('mmseg::a/a.py', 'ravlt_t', 180)]
-    assert capsys.readouterr().out.split()[0] == 'works'
+    assert capsys.readouterr().out == 'works                  0 s  mmseg::a/a.py  fine\n'
     assert len(run('--backbone', 'ravlt_s', '--seconds', '7', '--out', str(out))) == 3
     assert tried[1:] == [('mmdet::a/a.py', 'ravlt_s', 7), ('mmpretrain::a/a.py', 'ravlt_s', 7)]
     text = out.read_text()
     assert text.index('## mmdet') < text.index('## mmseg') < text.index('## mmpretrain')
     assert 'ravlt_s' in text and 'Tried: 3 configs of 3 of the 3 folders' in text
+    # where the help says
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, 'argv', ['sweep_upstream.py', '--configs', 'mmdet::a/a.py'])
+    TOOL['main']()
+    assert json.loads((tmp_path / 'work_dirs' / 'upstream.jsonl').read_text()) == row('mmdet::a/a.py', 'works', 'fine')
     tried.clear()
     assert len(run('--configs', 'mmdet::b/b.py', 'mmdet::a/a.py')) == 4 and len(tried) == 1
     assert len(run('--configs', 'mmdet::c/c.py', '--max-minutes', '0')) == 4 and len(tried) == 1
