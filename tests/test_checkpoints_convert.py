@@ -1,4 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -351,7 +352,7 @@ def test_nothing_is_fetched_to_build_a_model():
     assert convert._without_init(config) == dict(a=[dict(b=2), ({}, 'init_cfg')], keep=dict(c=4))
 
 
-def test_lines_about_bad_targets(tmp_path):
+def test_lines_about_bad_targets(tmp_path, monkeypatch):
     source = tmp_path / 'a.pth'
     source.touch()
     for target, line in (
@@ -363,6 +364,25 @@ def test_lines_about_bad_targets(tmp_path):
             convert_checkpoint(source, target, 'no_such_config.py')
         assert str(found.value) == line
     convert._check_target('mmlinattn://ravlt_t', source)  # a file that is there may be replaced
+    asked = []
+    monkeypatch.setattr(convert.os, 'access', lambda *args: asked.append(args))
+    with pytest.raises(CheckpointError) as found:
+        convert_checkpoint(source, tmp_path / 'b.pth', 'no_such_config.py')
+    assert str(found.value) == f'the folder of DST {tmp_path}/b.pth cannot be written to'
+    assert asked == [(tmp_path, os.W_OK)]
+
+
+@pytest.mark.parametrize('error', [OSError('disk\nfull'), RuntimeError('disk\nfull')], ids=repr)
+def test_what_a_disk_does_is_one_line(tmp_path, monkeypatch, error):
+    """PyTorch reports a full one in an error of its own."""
+
+    def fails(*args):
+        raise error
+
+    monkeypatch.setattr(convert.torch, 'save', fails)
+    with pytest.raises(CheckpointError) as found:
+        convert._save({}, tmp_path / 'b.pth')
+    assert str(found.value) == f'cannot write {tmp_path}/b.pth: disk' and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

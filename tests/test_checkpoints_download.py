@@ -178,6 +178,15 @@ def test_a_transfer_that_breaks_once_is_tried_again(server, status):
     assert len(server.requests) == 2
 
 
+def test_of_a_transfer_that_broke_nothing_is_left_in_the_file(server):
+    """A first answer that was longer than the file, as of a server that fell over."""
+    whole = saved({'w': torch.ones(2)})
+    link, path = f'{server.root}/a.pth', server.cache / 'a.pth'
+    server.replies['/a.pth'] = [(200, 9 * whole, 10 * len(whole)), (200, whole)]
+    download.fetch(link, path)
+    assert path.read_bytes() == whole and len(server.requests) == 2
+
+
 def test_a_broken_transfer_is_never_kept(server):
     whole = saved({'model': released_ravlt()})
     name = serve(server, 'ravlt_t', (200, whole[:-100], len(whole)))
@@ -261,9 +270,42 @@ def test_progress_bar_only_where_it_is_seen(server, capsys):
     body = saved({'w': torch.ones(1)})
     server.replies = {'/a.pth': [(200, body)], '/b.pth': [(200, body)]}
     download.fetch(f'{server.root}/a.pth', server.cache / 'a.pth', progress=True)
-    assert 'a.pth' in capsys.readouterr().out
+    assert '━━━' in capsys.readouterr().out
     download.fetch(f'{server.root}/b.pth', server.cache / 'b.pth', progress=False)
-    assert '100%' not in capsys.readouterr().out
+    assert '━' not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize('length, total', [('6', 6), (None, None)])
+def test_what_the_bar_shows(monkeypatch, length, total):
+    shown = []
+
+    class Bar:
+        def __init__(self, *columns, disable):
+            shown.append(disable)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            shown.append('closed')
+
+        def add_task(self, name, total):
+            shown.append((name, total))
+            return 7
+
+        def update(self, task, completed):
+            shown.append((task, completed))
+
+    class Response(io.BytesIO):
+        headers = {'Content-Length': length} if length else {}
+
+    monkeypatch.setattr(download, 'Progress', Bar)
+    monkeypatch.setattr(download, '_CHUNK', 4)
+    for progress in (True, False):
+        monkeypatch.setattr(download, '_open', lambda link: Response(b'abcdef'))
+        download._download('http://host/zoo/a.pth', io.BytesIO(), progress)
+        assert shown == [not progress, ('a.pth', total), (7, 4), (7, 6), 'closed']
+        shown.clear()
 
 
 # http://
@@ -446,11 +488,30 @@ def test_what_a_published_checkpoint_says_of_itself(monkeypatch, tmp_path):
 
     monkeypatch.setattr(schemes.download, 'fetch', lambda link, path: None)
     link = released_checkpoints()['ravlt_t'].link
+    read = []
     for meta, expected in ((dict(epoch=3, link='old'), dict(epoch=3)), ([1], {}), (None, {})):
         saved = dict(state_dict=released_ravlt(), meta=meta)
-        monkeypatch.setattr(schemes, 'load_file', lambda path, location, saved=saved: saved)
-        loaded = schemes.load_from_mmlinattn('mmlinattn://ravlt_t')
+        monkeypatch.setattr(
+            schemes, 'load_file', lambda path, location, saved=saved: read.append((path.name, location)) or saved
+        )
+        loaded = schemes.load_from_mmlinattn('mmlinattn://ravlt_t', 'meta')
         assert loaded['meta'] == dict(expected, source='ravlt_t', link=link)
+    bare = schemes.load_from_mmlinattn('mmlinattn://ravlt_t')
+    assert read == 3 * [('RAVLT_T.pth', 'meta')] + [('RAVLT_T.pth', None)]
+    # of a published link, which metafiles have: the whole model, whatever name it has behind its fragment
+    whole = schemes.load_from_http(f'{link}#/other.pth', 'cuda')
+    assert read[4:] == [('RAVLT_T.pth', 'cuda')] and whole['meta']['source'] == 'ravlt_t_in1k'
+    assert {f'backbone.{key}' for key in bare['state_dict']} < set(whole['state_dict'])
+
+
+def test_errors_of_the_disk_without_a_reason(monkeypatch, tmp_path):
+    def full(*args):
+        raise OSError('of a network drive')
+
+    monkeypatch.setattr(download, '_fetch', full)
+    with pytest.raises(CheckpointError) as found:
+        download.fetch('http://host/a.pth', tmp_path / 'a.pth')
+    assert str(found.value) == f'cannot save http://host/a.pth as {tmp_path}/a.pth: of a network drive'
 
 
 def test_links_of_others_and_links_with_a_name():

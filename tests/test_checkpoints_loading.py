@@ -6,10 +6,11 @@ import pytest
 import torch
 from checkpoint_helpers import ARCH, released_ravlt
 from mmengine.logging import MMLogger
+from mmengine.runner.checkpoint import CheckpointLoader
 from torch import nn
 
 from mmlinattn.backbones import RAVLT
-from mmlinattn.checkpoints import CheckpointError, load_pretrained
+from mmlinattn.checkpoints import CheckpointError, load_pretrained, loading
 from mmlinattn.checkpoints.layouts import all_layouts, find_layout
 from mmlinattn.checkpoints.states import (
     backbone_state,
@@ -96,6 +97,25 @@ def test_our_own_files(tmp_path, warnings_of, prefix):
         assert torch.equal(target.state_dict()[key], value), key
 
 
+def test_what_loading_hands_on(monkeypatch):
+    """Where and how the file is read, and MMEngine's log of where each weight comes from."""
+    asked, backbone = [], model()
+    monkeypatch.setattr(
+        CheckpointLoader, 'load_checkpoint', classmethod(lambda _, *args: asked.append(args) or model().state_dict())
+    )
+    load_pretrained(backbone, 'a.pth')
+    backbone.init_weights()
+    load_pretrained(backbone, 'b.pth', 'meta', 'silent')
+    assert asked == [('a.pth', 'cpu', 'current'), ('b.pth', 'meta', 'silent')]
+    noted = []
+    monkeypatch.setattr(loading, 'update_init_info', lambda *args: noted.append(args))
+    load_pretrained(backbone, 'c.pth')
+    assert noted == []  # it is kept while weights are initialised
+    backbone._params_init_info = {}
+    load_pretrained(backbone, 'c.pth')
+    assert noted == [(backbone, 'load_pretrained: from c.pth')]
+
+
 def test_what_does_not_fit_is_listed_in_one_warning(tmp_path, warnings_of):
     state = model().state_dict()
     state['mystery.weight'] = torch.ones(1)
@@ -163,6 +183,16 @@ def test_the_weights_of_training_go_before_their_average(tmp_path, warnings_of, 
         target = model()
         warnings_of(target, save(tmp_path / f'{i}.pth', checkpoint))
         assert (target.state_dict()['out_norms.1.weight'] == 1).all()
+
+
+def test_the_first_state_dict_of_a_file_counts():
+    """In the order of the documentation; what is no dict is passed over, as the name of a model is."""
+    names = ['state_dict', 'model', 'model_ema', 'state_dict_ema']
+    for first in range(4):
+        parts = {name: dict(w=torch.tensor(float(i))) for i, name in enumerate(names) if i >= first}
+        others = {name: 'resnet' for name in names[:first]}
+        for checkpoint in ({**others, **parts}, dict(reversed([*others.items(), *parts.items()]))):
+            assert state_dict_of(checkpoint, 'a.pth') == parts[names[first]]
 
 
 def test_a_state_dict_is_looked_for_once():
@@ -393,6 +423,29 @@ def test_the_lines_of_loading(tmp_path, warnings_of):
 
 # keys of released files, with shapes, in the names of this project: of the backbone, of the head, or dropped
 RELEASED = {
+    'ravlt': {
+        'patch_embed.proj.10.running_mean': ('patch_embeds.0.layers.10.running_mean', (4,)),
+        'layers.0.RoPE.angle': (None, (2,)),
+        'layers.0.blocks.1.gamma_1': ('stages.0.1.gamma1', (1, 4, 1, 1), (4,)),
+        'layers.0.blocks.1.gamma_2': ('stages.0.1.gamma2', (1, 4, 1, 1), (4,)),
+        'layers.0.blocks.1.norm1.norm.weight': ('stages.0.1.norm1.weight', (4,)),
+        'layers.0.blocks.1.norm2.norm.bias': ('stages.0.1.norm2.bias', (4,)),
+        'layers.2.blocks.11.attn.qkvo.weight': ('stages.2.11.attn.qkv.weight', (16, 4, 1, 1), (16, 4)),
+        'layers.2.blocks.11.attn.qkvo.bias': ('stages.2.11.attn.qkv.bias', (16,)),
+        'layers.2.blocks.11.attn.proj.weight': ('stages.2.11.attn.proj.weight', (4, 4, 1, 1), (4, 4)),
+        'layers.2.blocks.11.attn.lepe.weight': ('stages.2.11.attn.local.weight', (4, 1, 5, 5)),
+        'layers.2.blocks.11.ffn.fc1.weight': ('stages.2.11.ffn.fc1.weight', (8, 4, 1, 1), (8, 4)),
+        'layers.2.blocks.11.ffn.fc2.weight': ('stages.2.11.ffn.fc2.weight', (4, 8, 1, 1), (4, 8)),
+        'layers.2.blocks.11.ffn.dwconv.weight': ('stages.2.11.ffn.dwconv.weight', (8, 1, 3, 3)),
+        'layers.2.blocks.11.pos.weight': ('stages.2.11.position.weight', (4, 1, 3, 3)),
+        'layers.2.downsample.reduction.weight': ('patch_embeds.3.layers.conv.weight', (8, 4, 3, 3)),
+        'layers.0.downsample.norm.running_var': ('patch_embeds.1.layers.norm.running_var', (8,)),
+        'extra_norms.2.norm.weight': ('out_norms.2.weight', (4,)),
+        'proj.weight': ('neck.proj.weight', (16, 4, 1, 1)),
+        'norm.num_batches_tracked': ('neck.norm.num_batches_tracked', ()),
+        'head.weight': ('head.fc.weight', (10, 16, 1, 1), (10, 16)),
+        'head.bias': ('head.fc.bias', (10,)),
+    },
     'deit': {
         'pos_embed': ('position_table.weight', (1, 5, 4)),
         'cls_token': ('cls_token', (1, 1, 4)),
@@ -439,6 +492,11 @@ RELEASED = {
         'norm.weight': (None, (4,)),  # which the release has and does not use
         'norm.bias': (None, (4,)),
     },
+    'pvt of which a part is gone': {
+        'patch_embed1.proj.weight': ('patch_embeds.0.proj.weight', (4, 3, 4, 4)),
+        'block1.0.attn.q.weight': ('stages.0.0.attn.q.weight', (4, 4)),  # to be listed as unexpected
+        'block2.0.attn.kv.weight': ('stages.1.0.attn.kv.weight', (8, 4)),
+    },
     'cswin': {
         'stage1_conv_embed.0.weight': ('patch_embeds.0.proj.weight', (4, 3, 7, 7)),
         'stage1_conv_embed.2.weight': ('patch_embeds.0.norm.weight', (4,)),
@@ -472,6 +530,13 @@ RELEASED = {
         'norm.weight': ('out_norms.3.weight', (8,)),
         'proj_head.0.weight': ('head.fc.weight', (10, 8)),
     },
+    'nextvit without its last norm': {
+        'stem.3.conv.weight': ('patch_embeds.0.0.3.conv.weight', (4, 3, 3, 3)),
+        'stem.0.conv.weight': ('patch_embeds.0.0.0.conv.weight', (4, 3, 3, 3)),
+        'features.0.patch_embed.conv.weight': ('patch_embeds.0.1.conv.weight', (4, 4, 1, 1)),
+        'features.0.mhca.group_conv3x3.weight': ('stages.0.0.conv.conv.conv.weight', (4, 4, 3, 3)),
+        'extra_norm_list.3.weight': ('out_norms.3.weight', (8,)),
+    },
 }
 
 
@@ -484,8 +549,12 @@ def test_names_and_shapes_of_released_files(layout):
     assert dropped == [key for key, row in rows.items() if row[0] is None]
     expected = {row[0]: row[-1] for row in rows.values() if isinstance(row[0], str)}
     assert {key: tuple(value.shape) for key, value in {**backbone, **head}.items()} == expected
-    assert set(head) == {key for key in expected if key.startswith('head.')}
+    assert set(head) == {key for key in expected if key.startswith(('neck.', 'head.'))}
     for key, row in rows.items():
-        if isinstance(row[0], str):  # the first of joined ones begins the whole
-            value = {**backbone, **head}[row[0]].flatten()
-            assert torch.equal(value[: state[key].numel()], state[key].flatten())
+        if isinstance(row[0], str):  # the first of joined ones begins the whole, and the others follow
+            name, start = row[0], 0
+        elif row[0] is None:
+            continue
+        value, end = {**backbone, **head}[name].flatten(), start + state[key].numel()
+        assert torch.equal(value[start:end], state[key].flatten())
+        start = end

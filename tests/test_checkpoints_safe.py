@@ -6,7 +6,7 @@ import pickle
 import sys
 import types
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 
 import numpy as np
@@ -63,6 +63,31 @@ def test_one_cycle_scheduler_state_survives(loader, save):
     assert state['anneal_func'](0.0, 1.0, 1.0) == scheduler.anneal_func(0.0, 1.0, 1.0)
 
 
+@pytest.mark.parametrize('strategy', ['cos', 'linear'])
+def test_both_ways_of_one_cycle_schedules_survive(loader, save, strategy):
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1, momentum=0.9)
+    scheduler = OneCycleLR(optimizer, eta_max=0.2, total_steps=5, anneal_strategy=strategy)
+    found = loader(save(scheduler.state_dict()))['anneal_func']
+    assert found is scheduler.anneal_func and found.__name__ == f'_annealing_{strategy}'
+
+
+def test_data_of_every_kind_survives(loader, save):
+    """Numbers of each of NumPy's types, a schedule's milestones, and what PyTorch itself allows."""
+    arrays = {code: np.arange(3).astype(code) for code in '?bhilqBHILQefdgFDG'}
+    scalars = {code: array[1] for code, array in arrays.items() if code not in 'gG'}
+    others = dict(
+        milestones=Counter([3, 3, 5]), names={'a', 'b'}, size=torch.Size([2, 3]), bytes=b'\x00\xff', none=None
+    )
+    found = loader(save(dict(arrays=arrays, scalars=scalars, **others)))
+    for code, array in arrays.items():
+        assert found['arrays'][code].dtype == array.dtype and (found['arrays'][code] == array).all()
+    assert found['scalars'] == scalars
+    assert {code: number.dtype for code, number in found['scalars'].items()} == {
+        code: array.dtype for code, array in arrays.items() if code in scalars
+    }
+    assert {key: found[key] for key in others} == others and type(found['milestones']) is Counter
+
+
 @pytest.mark.parametrize('core', ['core', '_core'])
 def test_numpy_data_of_numpy_1_and_2(loader, tmp_path, core):
     """NumPy 2 renamed the modules that a pickle names; both kinds of file are about."""
@@ -90,6 +115,31 @@ def test_argparse_and_config_leftovers(loader, save):
     loaded = loader(path)
     assert loaded['args'].lr == 0.1 and str(loaded['args'].output_dir) == 'runs'
     assert loaded['config']['model']['depth'] == 2
+
+
+@pytest.mark.parametrize(
+    'name', ['yacs.config.CfgNode', 'addict.addict.Dict', 'mmcv.utils.config.ConfigDict', 'pathlib._local.PosixPath']
+)
+def test_types_of_packages_that_are_not_there(loader, save, monkeypatch, name):
+    """Swin-type files hold a yacs node, MMCV 1.x a ConfigDict; the newest Python names its paths otherwise."""
+    path, _, kind = name.rpartition('.')
+    module = types.ModuleType(path)
+    made = type(kind, (dict,), {'__reduce__': lambda self: (getattr(module, kind), tuple(self.items())[0])})
+    made.__module__ = path
+    setattr(module, kind, made)
+    packages = path.split('.')
+    for end in range(1, len(packages)):
+        monkeypatch.setitem(sys.modules, '.'.join(packages[:end]), types.ModuleType('.'.join(packages[:end])))
+    monkeypatch.setitem(sys.modules, path, module)
+    if kind == 'PosixPath':
+        file = save({'value': made({'a': 'b'})})
+    else:
+        made.__reduce__ = dict.__reduce__
+        made.__reduce_ex__ = lambda self, protocol: (made, (), None, None, iter(self.items()))
+        file = save({'value': made({'a': 'b'})})
+    monkeypatch.undo()
+    found = loader(file)['value']
+    assert str(found) == 'a/b' if kind == 'PosixPath' else found == {'a': 'b'} and type(found) is OrderedDict
 
 
 def test_yacs_config_without_yacs(loader, save, monkeypatch):
@@ -268,6 +318,15 @@ def test_arrays_may_be_larger_than_their_file_within_bounds(make):
 def test_values_of_a_config_text(text, value):
     config = read_config_text(f"custom_imports = dict(imports=['a'])\nmodel = None\n{text}", 'a.pth')
     assert config == dict(model=None, x=value) and type(config.x).__name__ in (type(value).__name__, 'ConfigDict')
+
+
+def test_numbers_and_names_of_a_config_text():
+    nan, inf = read_config_text('model = None\nx = (nan, inf)', 'a.pth').x
+    assert np.isnan(nan) and inf == float('inf')
+    for name in ('filename', 'text', 'pretty_text'):  # which Config keeps for itself
+        with pytest.raises(CheckpointError) as found:
+            read_config_text(f'model = None\n{name} = 1', 'a.pth')
+        assert str(found.value) == f'the config inside a.pth was refused: {name} is reserved for config file'
 
 
 NOT_PLAIN = 'is not a plain value'

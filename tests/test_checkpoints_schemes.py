@@ -5,6 +5,7 @@ import io
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
@@ -151,6 +152,8 @@ def test_loaders_of_other_addresses_read_safely_too(tmp_path, monkeypatch):
     theirs.load('a.pth', 'cuda')
     schemes.load_from_local('b.pth')
     assert asked == [('a.pth', 'cuda'), ('b.pth', None)]
+    theirs.load(good, 'cuda')
+    assert asked[2][0].endswith('.pth') and asked[2][1] == 'cuda' and not Path(asked[2][0]).exists()
 
 
 def test_what_registering_puts_in_place(monkeypatch):

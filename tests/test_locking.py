@@ -94,7 +94,14 @@ def test_an_error_inside_ends_the_lock_and_goes_on(tmp_path, said):
     assert said[0] == []
 
 
-@pytest.mark.parametrize('error', [OSError(errno.ENOLCK, 'no locks'), NotImplementedError('no flock')])
+@pytest.mark.parametrize(
+    'error',
+    [
+        *(OSError(number, 'no locks') for number in (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)),
+        NotImplementedError('no flock'),
+    ],
+    ids=repr,
+)
 def test_a_drive_without_locks_is_worked_on_with_a_warning(tmp_path, monkeypatch, said, error):
     def acquire(self, timeout=None):
         raise error
