@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Any backbone in any upstream config: what is rewired, and that the written file trains."""
 
+import runpy
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -497,6 +498,27 @@ def test_upstreams_optimizer_may_stay(swap, tmp_path):
     (cosine,) = (each for each in cfg.param_scheduler if each.type == 'CosineAnnealingLR')
     assert cosine.eta_min == pytest.approx(0.0002 * 1e-4 / 0.004)
     assert cfg.auto_scale_lr.base_batch_size == 16
+
+
+def test_what_the_tool_prints(monkeypatch, capsys):
+    asked, trial = [], SimpleNamespace(loss=1.23456, stops='')
+    made = SimpleNamespace(changes=['a: 1 -> 2', 'b: 3 -> 4'], remarks=['first', 'second'], trial=trial)
+    monkeypatch.setattr('mmlinattn.swapping.swap_backbone', lambda *args: asked.append(args) or made)
+    main = runpy.run_path(str(ROOT / 'tools' / 'swap_backbone.py'), run_name='tool')['main']
+    options = ['mmdet::a/b.py', 'ravlt_t', '--out', 'o.py']
+    for more, predicted in (([], ' and predicted'), (['--keep-optimizer'], '')):
+        monkeypatch.setattr(sys, 'argv', ['swap_backbone.py', *options, *more])
+        main()
+        assert capsys.readouterr().out == (
+            '  a: 1 -> 2\n  b: 3 -> 4\nnote: first\nnote: second\n'
+            f'o.py: trained one step (loss 1.235){predicted}; every parameter of the backbone has a gradient\n'
+        )
+        trial.stops = 'prediction stops: x'
+    assert asked == [('mmdet::a/b.py', 'ravlt_t', 'o.py', keeps) for keeps in (False, True)]
+    monkeypatch.setattr('mmlinattn.swapping.swap_backbone', mock.Mock(side_effect=NoPlace('no place\nfor it')))
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 1 and capsys.readouterr().err == 'error: no place for it\n'
 
 
 @pytest.mark.slow

@@ -424,6 +424,90 @@ def test_modules_that_share_parameters_are_taken_once():
     assert 'paramwise_cfg' not in wrapper
 
 
+# ------------------------------------------------------------------------------------- all of it
+
+
+BGR = dict(type='P', mean=[103.53, 116.28, 123.675], std=[1.0, 1.0, 1.0], bgr_to_rgb=False)
+SGD = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.02))
+
+
+@pytest.fixture
+def swapped(monkeypatch, tmp_path):
+    """What :func:`swap_backbone` makes of a network whose only way is known, and what its steps were asked."""
+    seen = SimpleNamespace()
+
+    def run(new, backbone, out=None, remark='', keep_optimizer=False, **model):
+        model = dict(dict(type='KD', backbone=backbone, neck=FPN, data_preprocessor=BGR), **model)
+        source = upstream_of(model, optim_wrapper=SGD, load_from='whole.pth')
+        seen.source, seen.checked, trial = source, [], GOOD._replace(loss=2.0)
+
+        def wire(source, new, old, wrapper):
+            seen.wired = (source, new, old, wrapper)
+            network = dict(model, backbone=dict(new.cfg), neck=dict(FPN, in_channels=NEW))
+            network.update({key: None for key in model if key == 'teacher_ckpt'})
+            return Plan(network, remark, None), trial, remark
+
+        monkeypatch.setattr(swap, 'read_upstream', lambda spec: source if spec == 'spec' else None)
+        monkeypatch.setattr(
+            swap, 'find_backbone', lambda name, task: new if (name, task) == ('ours', 'mmdet') else None
+        )
+        monkeypatch.setattr(swap, 'measure', lambda given: Measured(RESNET) if given is source else None)
+        monkeypatch.setattr(swap, '_wire', wire)
+        monkeypatch.setattr(swap, '_check_file', lambda *args: seen.checked.append(args))
+        found = swap.swap_backbone('spec', 'ours', out, keep_optimizer)
+        assert found.trial is trial
+        return found
+
+    return run, seen
+
+
+def test_a_backbone_with_weights_takes_a_place(swapped, tmp_path):
+    """In the file: it and its weights, the pictures that it knows, the optimizer; a teacher keeps its own weights."""
+    run, seen = swapped
+    new = PYRAMID._replace(name='ravlt_t', checkpoint='mmlinattn://ours')
+    out, whole = tmp_path / 'new' / 'swapped.py', dict(type='Pretrained', checkpoint='whole.pth')
+    old = dict(type='ResNet', frozen_stages=4)
+    found = run(new, old, out, 'said', teacher_ckpt='t.pth', init_cfg=whole)
+    assert found.changes == [
+        'backbone: ResNet -> RAVLT tiny',
+        f'neck.in_channels: {OLD} -> {NEW}',
+        'data_preprocessor.mean: [103.53, 116.28, 123.675] -> [123.675, 116.28, 103.53]',
+        'data_preprocessor.std: [1.0, 1.0, 1.0] -> [58.395, 57.12, 57.375]',
+        'data_preprocessor.bgr_to_rgb: False -> True',
+        'init_cfg: Pretrained -> None',
+        'optimizer: SGD lr=0.02 -> AdamW lr=0.0001 weight_decay=0.05',
+        'load_from: whole.pth -> None',
+    ]
+    assert found.remarks == [
+        'the learning rate is for 16 pictures a step (--auto-scale-lr scales it)',
+        'upstream trains nothing but what follows the backbone (frozen_stages=4); here all of it trains, unless the '
+        'config says backbone=dict(frozen_stages=4)',
+        'said',
+    ]
+    assert seen.wired[:3] == (seen.source, new, Measured(RESNET)) and seen.wired[3]['optimizer']['type'] == 'AdamW'
+    assert out.read_text() == found.text and "checkpoint='mmlinattn://ours'" in found.text
+    ((path, source, model),) = seen.checked
+    assert (path, source) == (out, seen.source) and model['teacher_ckpt'] == 't.pth'
+    assert model['backbone'] == dict(PYRAMID.cfg, init_cfg=dict(type='Pretrained', checkpoint='mmlinattn://ours'))
+
+
+def test_a_backbone_without_weights_takes_a_place(swapped):
+    run, seen = swapped
+    new = PYRAMID._replace(name='ravlt_t')
+    found = run(new, dict(type='ResNet', frozen_stages=3), keep_optimizer=True)
+    assert found.changes == [
+        'backbone: ResNet -> RAVLT tiny',
+        f'neck.in_channels: {OLD} -> {NEW}',  # pictures are those of upstream
+        'load_from: whole.pth -> None',
+    ]
+    assert found.remarks == ['it starts without ImageNet weights: none of ours are released'] and seen.checked == []
+    assert seen.wired[3] == SGD and 'init_cfg' not in found.text
+    released = new._replace(checkpoint='mmlinattn://ours')
+    found = run(released, dict(type='ResNet', in_channels=1), keep_optimizer=True)
+    assert found.remarks == ['it starts without ImageNet weights: pictures of 1 channel(s)']
+    assert seen.wired[1].cfg == dict(PYRAMID.cfg, in_channels=1) and 'mmlinattn://' not in found.text
+
+
 # --------------------------------------------------------------------------- the model and its file
 
 

@@ -13,7 +13,7 @@ from mmengine.registry import MODELS
 from torch import nn
 
 from mmlinattn.engine import RunError
-from mmlinattn.swapping import NoModel, NoPlace, invented, trial
+from mmlinattn.swapping import NoModel, NoPlace, invented, trial, upstream
 from mmlinattn.swapping.trial import Trial, TrialError, try_model
 from mmlinattn.swapping.upstream import Measured, Upstream, inherit, is_pretrained, measure, read_upstream
 from mmlinattn.swapping.zoo import FeatureMap
@@ -377,6 +377,39 @@ def test_configs_in_pure_python_are_refused(tmp_path):
         read(tmp_path, 'from mmengine.config import read_base\nwith read_base():\n    pass\n')
     with pytest.raises(RunError, match="^UPSTREAM is 'mmdet::%%/%%', and mmdet has no such config$"):
         read_upstream('mmdet::%%/%%')
+
+
+def test_lines_about_upstream_s_names(tmp_path, monkeypatch):
+    folder = tmp_path / '.mim' / 'configs' / 'dino'
+    folder.mkdir(parents=True)
+    for name in ('dino_r50.py', 'dino_r101.py'):
+        (folder / name).write_text("default_scope = 'mmdet'\nmodel = dict(backbone=dict(type='R'))\n")
+    monkeypatch.setattr(
+        upstream, 'get_installed_path', lambda scope: str(tmp_path / ('' if scope == 'mmdet' else scope))
+    )
+    assert upstream._base('mmdet::dino/dino_r50.py') == 'mmdet::dino/dino_r50.py'
+    for spec, line in (
+        (
+            'mmdet::dino/dino_r500.py',
+            ', and mmdet has no such config; did you mean mmdet::dino/dino_r50.py or mmdet::dino/dino_r101.py?',
+        ),
+        ('mmdet::%%', ', and mmdet has no such config'),
+        ('mmpose::dino/dino_r50.py', '; allowed before :: are: mmdet, mmseg, mmpretrain'),
+        ('dino_r50.py', ': no such file (of an installed project: mmdet::FOLDER/CONFIG.py)'),
+    ):
+        with pytest.raises(RunError) as error:
+            upstream._base(spec)
+        assert str(error.value) == f'UPSTREAM is {spec!r}{line}'
+
+    def fails(scope):
+        raise ValueError(scope)
+
+    monkeypatch.setattr(upstream, 'get_installed_path', fails)
+    with pytest.raises(RunError) as error:
+        upstream._base('mmseg::a/b.py')
+    assert str(error.value) == (
+        'mmseg::a/b.py needs mmseg, which is not installed: pip install "mmsegmentation>=1.2.2,<1.3" ftfy regex'
+    )
 
 
 def test_which_init_cfgs_name_weights():
