@@ -108,7 +108,15 @@ FAULTS = {
     'no annotations': (without('annotations'), "'annotations' is missing; it has to be a list"),
     'images no list': (lambda: dict(whole(), images=dict()), "'images' is a dict; it has to be a list"),
     'an image is a text': (lambda: dict(whole(), images=['1.png']), r"images\[0\] is '1.png'; it has to be a dict"),
+    'a later one is a number': (
+        lambda: dict(whole(), annotations=[*whole()['annotations'], 7]),
+        r'annotations\[3\] is 7; it has to be a dictionary',
+    ),
+    'a category is a text': (lambda: dict(whole(), categories=[dict(id=1), 'disc']), r"categories\[1\] is 'disc'; it"),
     # ids
+    'no annotation id': (rewritten('annotations', 1, id=None), 'annotation image id 1 has id None, not a number'),
+    'category id of a list': (rewritten('categories', 1, id=[6]), r"category 'square' has id \[6\], not a number"),
+    'image id of a switch': (rewritten('images', 2, id=True), "image '3.png' has id True, not a number"),
     'image ids': (rewritten('images', 1, id=1), r"image id 1 is there twice \('1.png' and '2.png'\)"),
     'annotation ids': (rewritten('annotations', 1, id=10), r'annotation id 10 is there twice \(image id 1 and'),
     'category ids': (rewritten('categories', 1, id=5), r"category id 5 is there twice \('disc' and 'square'\)"),
@@ -157,6 +165,17 @@ FAULTS = {
     'RLE below 0': (mask(dict(size=[48, 64], counts=[-10, 3082])), AT + 'run lengths .* do not fill'),
     'RLE without counts': (mask(dict(size=[48, 64])), AT + r'run lengths \(RLE\) None'),
     'RLE of nonsense': (mask(dict(size=[48, 64], counts='\x00\xff!')), AT + 'run lengths .* do not fill'),
+    'RLE without a size': (
+        mask(dict(counts=[3072])),
+        AT + r'run lengths \(RLE\) of size None; its image has \[48, 64\]\.$',
+    ),
+    'RLE of fractions': (
+        mask(dict(size=[48, 64], counts=[3072.0])),
+        AT + r'run lengths \(RLE\) \[3072.0\] that do not',
+    ),
+    'RLE of nothing': (mask(dict(size=[48, 64], counts=[])), AT + r'run lengths \(RLE\) \[\] that do not fill'),
+    'RLE of a number': (mask(dict(size=[48, 64], counts=3072)), AT + r'run lengths \(RLE\) 3072 that do not fill'),
+    'mask in words': (mask('all'), AT + "segmentation 'all'; it has to be a list of polygons, or run lengths"),
     'RLE of no counts': (mask(dict(size=[48, 64], counts='')), AT + 'run lengths .* do not fill'),
     'RLE cut off': (mask(dict(size=[48, 64], counts='PPP')), AT + 'run lengths .* do not fill'),
 }
@@ -250,6 +269,39 @@ def test_run_lengths_are_those_of_pycocotools():
         assert coco_mask.frPyObjects(dict(size=[48, 64], counts=counts.tolist()), 48, 64)['counts'] == encoded['counts']
         data = mask(dict(size=[48, 64], counts=encoded['counts'].decode()))()
         assert check_coco(data, with_masks=True).faults == []
+
+
+@pytest.mark.parametrize(
+    'text, counts',
+    [
+        ('o0', [31]),  # 31 and a 6th bit that is not set, in two characters
+        ('oo0', [1023]),
+        ('n1', [62]),
+        ('O', [-1]),  # the 5th bit is the sign
+        ('1111', [1, 1, 1, 2]),  # from the third on, what differs from the last but one
+        ('PPPPPP0', [0]),  # 35 bits
+        ('PPPPPPP0', None),
+        ('p', None),  # beyond 6 bits
+        ('/', None),
+        ('P', None),
+        ('', None),
+    ],
+)
+def test_run_lengths_by_hand(text, counts):
+    found = _counts_of_rle(text)
+    assert found is counts is None or found.tolist() == counts
+
+
+def test_files_are_read_where_they_are(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        annotations, 'read_bytes', lambda *args, **kwargs: asked.append((args, kwargs)) or json.dumps(whole()).encode()
+    )
+    assert read_coco('s3://a.json', dict(backend='petrel')) == read_coco('a.json') == whole()
+    assert asked == [
+        (('s3://a.json',), dict(backend_args=dict(backend='petrel'))),
+        (('a.json',), dict(backend_args=None)),
+    ]
 
 
 def test_large_files_take_seconds(place):

@@ -253,3 +253,18 @@ def test_of_what_is_resized_only_what_stays_too_large_is_named():
     del state['layer.bias']
     with pytest.raises(RunError, match='1x4 in the model\\); 1 parameters not in the file: layer.bias'):
         match(state, trains=False, model=Resizing())
+
+
+def test_of_many_weights_the_first_parts_are_named():
+    """All shapes, three names of what is missing, five parts for the option."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(7)))
+    state = {f'{i}.weight': torch.ones(3, 2) for i in range(7)}
+    shapes = ', '.join(f'{i}.weight (3x2 in the file, 2x2 in the model)' for i in range(7))
+    missing = '7 parameters not in the file: 0.bias, 1.bias, 2.bias, ...'
+    (line,) = match(state, model=model)
+    assert f'left out for its shape: {shapes}; {missing}. These train' in line
+    assert line.endswith('--cfg-options custom_hooks.1.left_out=0,1,2,3,4')
+    with pytest.raises(RunError) as found:
+        match({'0.weight': torch.ones(2, 2)}, trains=False, model=model)
+    assert '13 parameters not in the file: 0.bias, 1.weight, 1.bias, ....' in str(found.value)
+    assert str(found.value).endswith('custom_hooks.1.left_out=0,1,2,3,4')

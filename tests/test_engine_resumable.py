@@ -182,6 +182,48 @@ def test_state_of_an_optimizer(by_name, change, message):
         check_optimizers(in_runner(optimizer, by_name), 'a.pth')
 
 
+@pytest.mark.parametrize(
+    'name', 'momentum_buffer exp_avg exp_avg_sq max_exp_avg_sq square_avg sum acc_delta of_others'.split()
+)
+def test_shapes_of_what_optimizers_keep(name):
+    optimizer = stepped()
+    weight, bias = optimizer.param_groups[0]['params']
+    optimizer.state[weight][name], optimizer.state[bias][name] = torch.zeros(2, 3), torch.zeros(2)
+    check_optimizers(in_runner(optimizer), 'a.pth')
+    optimizer.state[weight][name] = torch.zeros(3, 2)
+    if name == 'of_others':
+        check_optimizers(in_runner(optimizer), 'a.pth')
+    else:
+        with pytest.raises(CheckpointError) as found:
+            check_optimizers(in_runner(optimizer), 'a.pth')
+        assert str(found.value) == (
+            f"a.pth cannot be resumed from: the optimizer's {name} of parameter 0 has shape (3, 2), not (2, 3)"
+        )
+    optimizer.state[weight][name] = torch.zeros(2, 3, device='meta')
+    with pytest.raises(CheckpointError, match=f"the optimizer's {name} of parameter 0 is not finite"):
+        check_optimizers(in_runner(optimizer), 'a.pth')
+
+
+def test_settings_in_words_and_entries_without_a_name():
+    optimizer = stepped()
+    optimizer.defaults['mode'] = optimizer.param_groups[0]['mode'] = 'fast'
+    check_optimizers(in_runner(optimizer), 'a.pth')
+    for value in (None, 3):
+        optimizer.param_groups[0]['mode'] = value
+        with pytest.raises(CheckpointError, match=f'the optimizer has mode = {value}$'):
+            check_optimizers(in_runner(optimizer), 'a.pth')
+    del optimizer.param_groups[0]['mode'], optimizer.param_groups[0]['lr']
+    with pytest.raises(CheckpointError, match='the optimizer has lr = None$'):
+        check_optimizers(in_runner(optimizer), 'a.pth')
+    checkpoint = copy.deepcopy(GOOD)
+    checkpoint['param_schedulers'].append({3: 1})
+    with pytest.raises(CheckpointError, match='param_schedulers has an entry 3. It can be'):
+        check_resumable(runner(), checkpoint, 'a.pth')
+    checkpoint = changed('message_hub.runtime_info.best_score', torch.ones((), device='meta'))
+    with pytest.raises(CheckpointError, match='message_hub.runtime_info.best_score = .* is no number'):
+        check_resumable(runner(), checkpoint, 'a.pth')
+
+
 @pytest.mark.parametrize('change', [dict(amsgrad=None), dict(foreach=True), dict(betas=[0.5, 0.9]), dict(lr=1)])
 def test_settings_that_may_stand_for_each_other(change):
     optimizer = stepped()

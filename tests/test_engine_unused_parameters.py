@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from engine_toys import make_runner
-from mmengine.model import BaseModel
+from mmengine.model import BaseModel, MMFullyShardedDataParallel
 from mmengine.registry import MODELS
 from torch import nn
 
@@ -107,6 +107,19 @@ def test_the_line_of_one_process():
         '2 parameters got no gradient in the first iteration: unread.weight, unread.bias. They are not trained, and '
         'distributed training would stop here.'
     )
+
+
+def test_wrappers_that_flatten_parameters_are_left_alone():
+    class Sharded(MMFullyShardedDataParallel):
+        def __init__(self, module):
+            nn.Module.__init__(self)
+            self._fsdp_wrapped_module = module
+
+    hook, model = UnusedParametersHook(), SkippingModel()
+    runner = SimpleNamespace(model=Sharded(model))
+    hook.before_train(runner)
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
+    hook.after_train_iter(runner, 0)  # without a word
 
 
 def test_distributed_training_stops_or_is_told_to_search(tmp_path):
