@@ -16,9 +16,10 @@ from checkpoint_helpers import Hostile, touch_when_loaded
 from mmengine.config import ConfigDict
 from mmengine.logging import HistoryBuffer
 from mmengine.optim.scheduler import OneCycleLR
+from mmengine.registry import DATASETS, HOOKS, MODELS
 from torch import nn
 
-from mmlinattn.checkpoints import CheckpointError, CheckpointNotFoundError, limits, load_file, safe
+from mmlinattn.checkpoints import CheckpointError, CheckpointNotFoundError, config_text, limits, load_file, safe
 from mmlinattn.checkpoints.config_text import read_config_text
 from mmlinattn.checkpoints.inert import make_inert
 
@@ -618,3 +619,32 @@ def test_what_a_config_text_may_build(name, is_known):
     else:
         with pytest.raises(CheckpointError, match=f"it builds '{name}', which is not registered"):
             read_config_text(text, 'a')
+
+
+def test_types_of_every_registry_count_once_their_package_is_asked_for(monkeypatch):
+    """Those of projects too, whose classes are registered as they are first needed."""
+    registry = types.SimpleNamespace(scope='toys', module_dict={})
+    registry.import_from_location = lambda: registry.module_dict.update(Late=object)
+    monkeypatch.setattr(config_text, '_registries', lambda: [registry])
+    for name in ('Late', 'toys.Late'):
+        registry.module_dict.clear()
+        text = f'model = dict(type={name!r})\ndefault_scope = "toys"'
+        assert read_config_text(text, 'a').model.type == name
+    with pytest.raises(CheckpointError, match="it builds 'mmdet.Late', which is not registered"):
+        read_config_text("model = dict(type='mmdet.Late')", 'a')
+    monkeypatch.undo()
+    found = list(config_text._registries())
+    for registry in (MODELS, *MODELS.children.values(), DATASETS, HOOKS):
+        assert registry in found
+
+
+def test_the_longest_known_module_of_a_name_counts(monkeypatch):
+    """A class that is registered under its own name, named by where it is."""
+    inner = types.ModuleType('outer.inner')
+    inner.ToyModel, inner.other = MODELS.module_dict['ToyModel'], types.SimpleNamespace(ToyModel=int)
+    monkeypatch.setitem(sys.modules, 'outer', types.ModuleType('outer'))  # without an attribute of that name
+    monkeypatch.setitem(sys.modules, 'outer.inner', inner)
+    assert read_config_text("model = dict(type='outer.inner.ToyModel')", 'a').model
+    for name in ('outer.ToyModel', 'outer.inner.other.ToyModel', 'outer.inner'):
+        with pytest.raises(CheckpointError, match=f"it builds '{name}', which is not registered"):
+            read_config_text(f'model = dict(type={name!r})', 'a')
