@@ -131,7 +131,7 @@ def test_wheels_that_are_there(tool, monkeypatch, capsys, tmp_path):
     tag = f'cp{sys.version_info.major}{sys.version_info.minor}'
     for name in (f'onedl_mmcv-2.3.6-{tag}-{tag}-linux_x86_64.whl', f'onedl_mmcv-2.3.6-{tag}-{tag}-a.whl'):
         (kept / name).touch()
-    for other in ('onedl_mmcv-2.3.6-cp27-cp27-z.whl', f'mmcv-2.3.6-{tag}-z.whl', f'onedl_mmcv-2.3.7-{tag}-z.whl'):
+    for other in ('onedl_mmcv-2.3.6-cp99-cp99-z.whl', f'mmcv-2.3.6-{tag}-z.whl', f'onedl_mmcv-2.3.7-{tag}-z.whl'):
         (kept / other).touch()
     found = run(tool, monkeypatch, capsys, 'onedl-mmcv==2.3.6')
     assert found == kept / f'onedl_mmcv-2.3.6-{tag}-{tag}-linux_x86_64.whl' and asked == [('cache', 'dir')]

@@ -3,6 +3,7 @@
 
 import json
 import runpy
+import signal
 from pathlib import Path
 
 import cv2
@@ -10,7 +11,17 @@ import numpy as np
 import pytest
 
 import mmlinattn.datasets as datasets
-from mmlinattn.datasets import ADE_CLASSES, COCO_CLASSES, DatasetSpec, ade, coco, draw_scene, imagenet, write_dataset
+from mmlinattn.datasets import (
+    ADE_CLASSES,
+    COCO_CLASSES,
+    DatasetSpec,
+    ade,
+    coco,
+    draw_scene,
+    imagenet,
+    write_dataset,
+    writer,
+)
 from mmlinattn.datasets import shapes as shapes_module
 from mmlinattn.datasets.pictures import is_empty, save_jpeg, save_png
 from mmlinattn.datasets.shapes import UNLABELLED_SHAPE, _coverage, _place
@@ -473,3 +484,49 @@ def test_the_tool_hands_its_options_on(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(datasets, 'write_dataset', interrupted)
     assert main(required) == 130
     assert capsys.readouterr().err == f'interrupted: nothing written to {out}\n'
+
+
+def test_several_processes_draw(tmp_path, monkeypatch):
+    """Started anew, as threads do not survive a fork; all of the pool ends with whoever asked for it."""
+    pools = []
+
+    class Pool:
+        def __init__(self, workers, context, initialise):
+            pools.append([workers, context.get_start_method(), initialise])
+
+        def map(self, draw, tasks, chunksize):
+            pools[-1].append((list(tasks), chunksize))
+            return map(draw, tasks)
+
+        def shutdown(self, **options):
+            pools[-1].append(options)
+
+    monkeypatch.setattr(writer, 'ProcessPoolExecutor', Pool)
+    spec, drawn = DatasetSpec('coco', 2, 1, size=(64, 64)), []
+    assert write_dataset(tmp_path / 'one', spec, on_picture=lambda: drawn.append(1)) and not pools and len(drawn) == 3
+    assert write_dataset(tmp_path / 'three', spec, workers=3)
+    tasks = [('train', 1), ('train', 2), ('val', 1)]
+    assert pools == [[3, 'spawn', writer._init_worker, (tasks, 16), dict(cancel_futures=True)]]
+    for name in ('train2017/000000000002.jpg', 'annotations/instances_val2017.json', NOTE):
+        assert (tmp_path / 'one' / name).read_bytes() == (tmp_path / 'three' / name).read_bytes()
+
+    def fails():
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        write_dataset(tmp_path / 'none', spec, workers=2, on_picture=fails)
+    assert pools[1][-1] == dict(cancel_futures=True)
+    calls = []
+    monkeypatch.setattr(writer.signal, 'signal', lambda *args: calls.append(args))
+    monkeypatch.setattr(writer.cv2, 'setNumThreads', calls.append)
+    writer._init_worker()
+    assert calls == [(signal.SIGINT, signal.SIG_IGN), 1]
+    with pytest.raises(ValueError, match='^workers must be at least 1, got 0$'):
+        write_dataset(tmp_path / 'none', spec, workers=0)
+
+
+def test_what_another_process_has_written_meanwhile_is_not_written_again(tmp_path, monkeypatch):
+    answers = [False, True]
+    monkeypatch.setattr(StagedFolder, 'is_current', property(lambda self: answers.pop(0)))
+    monkeypatch.setattr(StagedFolder, 'claim', None)
+    assert write_dataset(tmp_path, DatasetSpec('coco', 1, 1)) is False and answers == []

@@ -465,7 +465,7 @@ def test_a_backbone_with_weights_takes_a_place(swapped, tmp_path):
     """In the file: it and its weights, the pictures that it knows, the optimizer; a teacher keeps its own weights."""
     run, seen = swapped
     new = PYRAMID._replace(name='ravlt_t', checkpoint='mmlinattn://ours')
-    out, whole = tmp_path / 'new' / 'swapped.py', dict(type='Pretrained', checkpoint='whole.pth')
+    out, whole = tmp_path / 'new' / 'deep' / 'swapped.py', dict(type='Pretrained', checkpoint='whole.pth')
     old = dict(type='ResNet', frozen_stages=4)
     found = run(new, old, out, 'said', teacher_ckpt='t.pth', init_cfg=whole)
     assert found.changes == [

@@ -529,3 +529,74 @@ def test_backbones_that_cannot_be_built_are_guessed_from_their_neck():
 
 def test_trials_are_fine_unless_they_say_otherwise():
     assert Trial(1.0, (), ()).stops == ''
+
+
+def test_how_models_are_asked_for_a_prediction():
+    """MMPretrain's self-supervised ones and retrievers for features, of the first of several views."""
+    asked = []
+
+    def made(name, module, gives, *bases):
+        def call(self, *args, **kwargs):
+            asked.append((args, kwargs, torch.is_grad_enabled()))
+
+        parts = dict(
+            __module__=module,
+            __call__=call,
+            loss=None,
+            eval=lambda self: asked.append('eval'),
+            data_preprocessor=lambda self, batch, training: asked.append((batch, training)) or gives,
+        )
+        kind = type(name, bases, parts)
+        return kind.__new__(kind)
+
+    from mmpretrain.models.selfsup.base import BaseSelfSupervisor
+
+    views, first = dict(inputs=['a', 'b'], data_samples=3), dict(inputs='a', data_samples=3)
+    for model, expected in (
+        (made('ImageToImageRetriever', 'mmpretrain.models', views), ((), dict(first, mode='tensor'))),
+        (made('MoCo', 'mmpretrain.models', views, BaseSelfSupervisor), ((), dict(first, mode='tensor'))),
+        (made('ImageToImageRetriever', 'mmpretrain.models', dict(inputs='c')), ((), dict(inputs='c', mode='tensor'))),
+        (made('ImageClassifier', 'mmpretrain.models', views), ((), dict(views, mode='predict'))),
+        (made('Retriever', 'mmdet.models', views), ((), dict(views, mode='predict'))),
+        (made('Detector', 'mmdet.models', ('c', 'd')), (('c', 'd'), dict(mode='predict'))),
+    ):
+        asked.clear()
+        trial._predict(model, 'batch')
+        assert asked == ['eval', ('batch', False), (*expected, False)]
+    assert views == dict(inputs=['a', 'b'], data_samples=3)
+
+
+@pytest.mark.parametrize(
+    ('text', 'expected'),
+    [
+        *((f'training stops: ValueError: {word} 3', True) for word in ('Size', 'shape', 'smaller', 'spatial')),
+        ('training stops: ValueError: Expected more than 1 value per channel', True),
+        ('training stops: IndexError: index 7 is out of range', True),
+        ('training stops: ValueError: labels', False),
+        ('it cannot be built: ValueError: size', False),
+    ],
+)
+def test_which_errors_larger_pictures_may_mend(text, expected):
+    assert trial._is_about_size(TrialError(text)) is expected
+
+
+def test_a_run_that_has_an_epoch_keeps_it(log):
+    hub = MessageHub.get_current_instance()
+    hub.update_info('epoch', 7)
+    asked = []
+
+    def tried(cfg, task, optim_wrapper, size, masks):
+        asked.append((cfg['type'], task, optim_wrapper, size, masks))
+        raise TrialError('training stops: size')
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, '_try', tried)
+        for masks, image_size in ((True, None), (False, (320, 320)), (False, (64, 96))):
+            with pytest.raises(TrialError):
+                try_model(dict(type='TrialModel'), 'mmdet', dict(type='W'), masks, image_size)
+    sizes = [(128, 128), (320, 320)]  # none twice
+    assert asked == [
+        *(('TrialModel', 'mmdet', dict(type='W'), size, True) for size in sizes),
+        *(('TrialModel', 'mmdet', dict(type='W'), size, False) for size in (*sizes, *sizes, (64, 96))),
+    ]
+    assert hub.get_info('epoch') == 7
