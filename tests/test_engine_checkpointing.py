@@ -13,7 +13,7 @@ from mmengine.fileio import LocalBackend
 from mmengine.hooks import CheckpointHook
 from mmengine.runner import find_latest_checkpoint
 
-from mmlinattn.engine import AtomicLocalBackend, CheckpointGuardHook, RunError, SafeCheckpointHook
+from mmlinattn.engine import AtomicLocalBackend, CheckpointGuardHook, RunError, SafeCheckpointHook, checkpointing
 from mmlinattn.engine.checkpointing import ATOMIC_BACKEND, _DeferRemoval, explained_write_errors
 
 GUARD = [dict(type='CheckpointGuardHook')]
@@ -290,3 +290,12 @@ def test_what_has_become_the_best_again_is_not_removed(monkeypatch):
         'room and start again with --resume.'
     )
     assert removed == ['b', ['e']] and hook.file_backend is backend
+
+
+def test_one_process_names_and_removes_checkpoints(tmp_path, monkeypatch):
+    """MMEngine sees to it that one writes them."""
+    monkeypatch.setattr(checkpointing, 'is_main_process', lambda: False)
+    runner = make_runner(tmp_path, GUARD, **checkpoint_cfg(max_keep_ckpts=1))
+    runner.train()
+    assert files(tmp_path) == ['epoch_1.pth', 'epoch_2.pth']
+    assert runner.message_hub.get_info('keep_ckpt_ids') == [2]  # what all of them save

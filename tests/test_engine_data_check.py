@@ -7,6 +7,7 @@ import pytest
 from engine_toys import ToyDataset, make_runner
 from mmengine.config import Config
 from mmengine.dataset import ConcatDataset, RepeatDataset
+from mmengine.runner import IterBasedTrainLoop
 
 from mmlinattn.engine import DataCheckHook, RunError, annotations, check_data_config, data_check
 from mmlinattn.engine.data_check import explained_empty_data, find_missing_files
@@ -43,7 +44,10 @@ def test_a_missing_folder_is_all_its_images(pictures):
     for path in pictures.iterdir():
         path.unlink()
     pictures.rmdir()
-    assert len(find_missing_files(ToyDataset())) == 12
+    expected = [f'folder/{i}.jpg' for i in range(12)]
+    assert find_missing_files(ToyDataset()) == expected
+    pictures.touch()  # a file of that name
+    assert find_missing_files(ToyDataset()) == expected
 
 
 @pytest.mark.parametrize('wrap', [lambda d: RepeatDataset(d, 2), lambda d: ConcatDataset([ToyDataset(size=2), d])])
@@ -258,6 +262,17 @@ def test_annotations_are_read_by_one_process(coco_root, monkeypatch, capsys, ran
     assert read == ([] if rank else expected)
     assert capsys.readouterr().err == ('' if rank else 2 * 'notice: is odd\nnotice: is old\n')
 
+    class LoadAnnotations:  # a type in place of its name, as configs in pure Python have it
+        pass
+
+    cfg.val_dataloader.dataset.pipeline = [dict(type=LoadAnnotations, with_mask=True)]
+    cfg.val_dataloader.dataset.backend_args = dict(backend='petrel')
+    check_data_config(cfg, ['val'])
+    assert len(read) == len(expected) * (not rank)  # files elsewhere are not read
+    del cfg.val_dataloader.dataset.backend_args
+    check_data_config(cfg, ['val'])
+    assert read[2:] == ([] if rank else [(*expected[1][:3], True, False)])
+
 
 def test_what_the_hook_does_unless_told_otherwise():
     """As in its documentation."""
@@ -397,3 +412,37 @@ def test_data_sets_in_wrappers_of_others():
     inner, other = ToyDataset(size=1), ToyDataset(size=2)
     wrapped = SimpleNamespace(datasets=[SimpleNamespace(_dataset=inner), SimpleNamespace(dataset=other)])
     assert list(data_check._leaf_datasets(wrapped)) == [inner, other]
+
+
+@pytest.mark.parametrize('stage, may_skip', [('train', True), ('val', False), ('test', False)])
+def test_what_is_done_with_each_data_set(pictures, tmp_path, monkeypatch, stage, may_skip):
+    """Its files and annotations are looked for, it is watched, and samples are read, in this order."""
+    seen, hook = [], DataCheckHook(unreadable='skip')
+    for name in ('_check_presence', '_check_annotations', '_check_samples'):
+        monkeypatch.setattr(hook, name, lambda *args, name=name: seen.append((name, *args)))
+    monkeypatch.setattr(data_check, 'watch_loading', lambda *args: seen.append(('watch', *args)))
+    monkeypatch.setattr(data_check, 'allowed_labels', lambda model: f'labels of {model}')
+    loop = IterBasedTrainLoop.__new__(IterBasedTrainLoop)
+    data = ToyDataset()
+    loop.dataloader, started = SimpleNamespace(dataset=data), []
+    monkeypatch.setattr(data_check, 'start_workers_late', started.append)
+    loops = {f'_{name}_loop': loop if name == stage else dict() for name in ('train', 'val', 'test')}
+    runner = SimpleNamespace(log_dir='logs', model='a model', **loops)
+    hook.before_run(runner)
+    key, listing = f'{stage}_dataloader', os.path.join('logs', 'unreadable_files.txt')
+    assert hook.skipped_list == listing and started == [loop]
+    watched = ('watch', data, 'labels of a model', listing if may_skip else None)
+    assert seen == [
+        ('_check_presence', data, key),
+        ('_check_annotations', runner, data, stage),
+        watched,
+        ('_check_samples', data, key, may_skip),
+    ]
+    seen.clear()
+    monkeypatch.setattr(data_check, 'is_main_process', lambda: False)
+    hook.before_run(runner)
+    assert seen == [watched]
+    stopping = DataCheckHook()
+    monkeypatch.setattr(data_check, 'watch_loading', lambda *args: seen.append(args[2]))
+    stopping.before_run(runner)
+    assert stopping.skipped_list is None and seen[1:] == [None]

@@ -96,6 +96,24 @@ def test_a_group_is_destroyed_after_a_good_end_and_aborted_after_an_error(monkey
     assert calls == [expected]
 
 
+def test_an_abort_that_fails_or_is_not_there_is_no_error(monkeypatch):
+    """The error that ended the run is the one to be seen; PyTorch before 2.6 has none."""
+
+    def fails():
+        calls.append('aborted')
+        raise RuntimeError('of gloo')
+
+    calls = []
+    monkeypatch.setattr('torch.distributed.is_initialized', lambda: True)
+    monkeypatch.setattr('torch.distributed.destroy_process_group', lambda: calls.append('destroyed'))
+    abort = 'torch.distributed.distributed_c10d._abort_process_group'
+    monkeypatch.setattr(abort, fails, raising=False)
+    leave_process_group(failed=True)
+    monkeypatch.delattr(abort)
+    leave_process_group(failed=True)
+    assert calls == ['aborted']
+
+
 def test_nothing_is_left_where_nothing_was_joined(monkeypatch):
     monkeypatch.setattr('torch.distributed.is_initialized', lambda: False)
     monkeypatch.setattr('torch.distributed.destroy_process_group', None)

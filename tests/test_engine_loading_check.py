@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Files that are there and cannot be used: unreadable images, segmentation maps that do not fit."""
 
+import copy
+import pickle
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +17,7 @@ from mmengine.registry import DATASETS
 from mmengine.structures import BaseDataElement
 from torch import nn
 
-from mmlinattn.engine import DataCheckHook, RunError, data_check
+from mmlinattn.engine import DataCheckHook, RunError, data_check, loading_check
 from mmlinattn.engine.loading_check import (
     AllowedLabels,
     CheckedLoading,
@@ -407,3 +409,40 @@ def test_samples_without_a_file_to_load_and_data_without_loading():
     assert read_samples(dataset, 5)[:2] == (5, [])
     assert read_samples(dataset, 100)[0] == SIZE and read_samples(dataset, 0) == (0, [], [])
     assert read_samples([1, 2, 3]) == (0, [], [])
+
+
+def test_checked_loadings_travel_to_processes():
+    """As they are pickled for those that are spawned, and copied with their data set."""
+    loading = CheckedLoading(LoadImageFromFile(color_type='grayscale'), 'img_path', 'skipped.txt')
+    found = pickle.loads(pickle.dumps(copy.deepcopy(loading)))
+    assert (found.key, found.skipped_list, found.color_type) == ('img_path', 'skipped.txt', 'grayscale')
+    with pytest.raises(AttributeError, match='no_such_name'):
+        _ = found.no_such_name
+
+
+def test_only_mmsegmentation_reads_a_byte_a_label():
+    """MMCV's own transform keeps what is in the file."""
+    write_map(2, np.full((4, 6), 300, np.uint16))
+    maps = LoadAnnotations(with_bbox=False, with_label=False, with_seg=True, imdecode_backend='cv2')
+    dataset = PictureDataset()
+    dataset.pipeline.transforms[1:1] = [maps]
+    watch_loading(dataset, AllowedLabels(301, 255))
+    assert read_samples(dataset)[:2] == (SIZE, [])
+
+
+def test_the_depth_of_a_map_is_looked_at_as_it_is_read(monkeypatch):
+    read, decoded = [], []
+    loading = SimpleNamespace(backend_args=dict(backend='petrel'), imdecode_backend='tifffile')
+    monkeypatch.setattr(loading_check, 'read_bytes', lambda *args, **kwargs: read.append((args, kwargs)) or b'content')
+    for largest in (255, 256):
+        stored = np.array([[0, largest]])
+        monkeypatch.setattr(
+            loading_check.mmcv, 'imfrombytes', lambda *a, stored=stored, **k: decoded.append((a, k)) or stored
+        )
+        if largest == 255:
+            loading_check._check_depth(loading, dict(seg_map_path='m.png'))
+    with pytest.raises(RunError) as found:
+        loading_check._check_depth(loading, dict(seg_map_path='m.png'))
+    assert str(found.value) == 'm.png has labels up to 256; MMSegmentation reads labels of 0 to 255.'
+    assert read == 2 * [(('m.png',), dict(backend_args=dict(backend='petrel')))]
+    assert decoded == 2 * [((b'content',), dict(flag='unchanged', backend='tifffile'))]

@@ -179,3 +179,41 @@ def test_the_checkpoint_that_is_named(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError) as error:
         find_latest_checkpoint('work')
     assert str(error.value) == f'work/last_checkpoint is not a file. {advice}'
+
+
+def test_every_place_that_looks_for_the_last_checkpoint_is_guarded():
+    """Of MMEngine's modules, each of which has the function by a name of its own."""
+    from mmengine import runner as package
+    from mmengine.runner import _flexible_runner, checkpoint, runner
+
+    for module in (package, _flexible_runner, checkpoint, runner):
+        assert module.find_latest_checkpoint is find_latest_checkpoint
+    for owner, name in (
+        (runner.Runner, 'load_checkpoint'),
+        (runner.Runner, 'resume'),
+        (CheckpointHook, 'before_train'),
+    ):
+        guarded = getattr(owner, name)
+        assert (
+            guarded.is_guarded and guarded.__wrapped__.__module__.startswith('mmengine.') and guarded.__name__ == name
+        )
+
+
+def test_an_inferencer_reads_the_config_of_its_weights_only_where_it_has_none(monkeypatch):
+    asked, text = [], 'model = None'
+    checkpoint = dict(meta=dict(cfg=text))
+    monkeypatch.setattr(
+        resume_guard.CheckpointLoader, 'load_checkpoint', lambda *args: asked.append(('load', *args)) or checkpoint
+    )
+    monkeypatch.setattr(
+        resume_guard, 'read_config_text', lambda *args: asked.append(('read', *args)) or dict(model='read')
+    )
+
+    def init(inferencer, cfg, weights, *args, **kwargs):
+        return inferencer, dict(cfg), weights, args, kwargs
+
+    for cfg, weights, expected in (({}, 'a.pth', dict(model='read')), (dict(b=1), 'a.pth', dict(b=1)), ({}, None, {})):
+        asked.clear()
+        found = resume_guard._init_model(init, 'inferencer', cfg, weights, 'cpu', x=1)
+        assert found == ('inferencer', expected, weights, ('cpu',), dict(x=1))
+        assert asked == ([('load', 'a.pth', 'cpu'), ('read', text, 'a.pth')] if 'model' in expected else [])

@@ -15,7 +15,7 @@ from mmengine.runner import IterBasedTrainLoop
 from torch.utils.data import BatchSampler, DataLoader
 
 from mmlinattn.engine import resuming
-from mmlinattn.engine.resuming import ExactResumeHook, _NumberedBatch, _NumberedBatches, _SeededFetch
+from mmlinattn.engine.resuming import ExactResumeHook, _NumberedBatch, _NumberedBatches, _SeededFetch, seed_everything
 
 HOOKS = [dict(type='ExactResumeHook')]
 EPOCHS = dict(by_epoch=True, max_epochs=4)
@@ -181,7 +181,7 @@ def test_a_loader_it_cannot_rebuild_is_left_alone(tmp_path):
 def rebuilt(monkeypatch, config, **options):
     """The loader that the hook puts in the place of one with these options."""
     hook = ExactResumeHook()
-    hook.seed, hook.rank = 5, 0
+    hook.seed, hook.rank = 5, 2
     monkeypatch.setattr(resuming.DATA_SAMPLERS, 'build', lambda cfg, default_args: (cfg, default_args))
     loader = DataLoader(Listed(range(12)), **options)
     made = []
@@ -217,6 +217,8 @@ def test_the_rebuilt_loader_has_all_settings_of_the_first(monkeypatch):
         if name not in ('batch_size', 'drop_last'):  # which the batches have
             assert getattr(second, name) == getattr(first, name), name
     assert second.dataset is first.dataset
+    fetch = second.dataset.__getitems__
+    assert (fetch.dataset, fetch.seed, fetch.rank) == (first.dataset, 5, 2)
 
 
 def test_batches_of_the_config_are_sampled_as_it_says(monkeypatch):
@@ -232,6 +234,32 @@ def test_all_processes_take_one_seed(monkeypatch):
     assert ExactResumeHook._common_seed(SimpleNamespace(seed=2**32 - 1)) == 11
     monkeypatch.undo()
     assert ExactResumeHook._common_seed(SimpleNamespace(seed=2**32 - 1)) == 2**32 - 1
+
+
+def test_a_process_knows_its_rank_and_the_seed_of_all(monkeypatch):
+    monkeypatch.setattr(resuming, 'get_rank', lambda: 3)
+    monkeypatch.setattr(resuming, 'broadcast', lambda tensor: tensor.fill_(11))
+    hook, logger = ExactResumeHook(), SimpleNamespace(warning=lambda line: None)
+    hook.before_train(SimpleNamespace(seed=1, train_loop=None, _train_dataloader={}, logger=logger))
+    assert (hook.seed, hook.rank) == (11, 3)
+
+
+def test_every_generator_has_a_stream_of_its_own():
+    """By all entries of the key; PyTorch's seed is one of 64 bits."""
+
+    def draw(*key):
+        seed_everything(*key)
+        return random.random(), float(np.random.random()), float(torch.rand(())), torch.initial_seed()
+
+    keys = [(1, 2), (2, 1), (1, 2, 0, 1), (1, 3), (2**32 - 1, 2)]
+    drawn = {key: draw(*key) for key in keys}
+    assert drawn == {key: draw(*key) for key in keys}
+    for numbers in zip(*drawn.values()):
+        assert len(set(numbers)) == len(keys)
+    words = np.random.SeedSequence((1, 2)).generate_state(4).tolist()
+    assert drawn[1, 2][3] == words[2] * 2**32 + words[3]
+    assert drawn[1, 2][0] == random.Random(words[0]).random()
+    assert drawn[1, 2][1] == np.random.RandomState(words[1]).random_sample()
 
 
 def test_other_loops_keep_what_they_have():

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine_toys import Count, make_runner
-from mmengine.hooks import Hook
+from mmengine.hooks import CheckpointHook, EMAHook, Hook
 from mmengine.optim import OptimWrapper, OptimWrapperDict
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from test_engine_resuming import losses
@@ -610,6 +610,68 @@ def test_a_validation_ends_at_once_in_the_main_process(monkeypatch):
     monkeypatch.setattr(stopping, 'is_main_process', lambda: False)
     hook.before_val_iter(hook._runner, 1)
     assert len(ended) == 2
+
+
+def test_averaged_weights_are_put_back_before_a_validation_ends(monkeypatch):
+    """Those of the model stand aside while the average is validated."""
+    average = EMAHook.__new__(EMAHook)
+    hook, ended = listening(monkeypatch, hooks=[Hook(), average])
+    average.after_val_epoch = lambda runner: ended.append(('put back', runner is hook._runner))
+    hook.before_val_iter(hook._runner, 0)
+    hook._on_sigterm(signal.SIGTERM, None)
+    assert ended == [('put back', True), (2, 7, 0)]
+
+
+@pytest.mark.parametrize('is_validating', [False, True])
+@pytest.mark.parametrize('can_resume', [False, True])
+def test_how_a_run_ends(monkeypatch, is_validating, can_resume):
+    """Other processes are waited for, as launchers kill them when one ends; not in a validation, where some are not."""
+    steps, lines, hook = [], [], StopHook()
+    for name in ('barrier', 'end_workers'):
+        monkeypatch.setattr(stopping, name, lambda name=name: steps.append(name))
+    monkeypatch.setattr(stopping, '_can_resume', lambda runner: can_resume)
+    monkeypatch.setattr(hook, '_save', lambda runner, meta, batch: steps.append((meta, batch)) or 'a.pth')
+    hook.is_validating = is_validating
+    with pytest.raises(SystemExit) as ended:
+        hook._end(SimpleNamespace(logger=SimpleNamespace(warning=lines.append)), 1, 5, 2)
+    saved = [(dict(epoch=1, iter=5), 2)] if can_resume else []
+    assert ended.value.code == 143 and steps == [*saved, *['barrier'] * (not is_validating), 'end_workers']
+    assert lines == (
+        ["SIGTERM: iteration 5 is saved in 'a.pth'; the same command with --resume goes on from there."]
+        if can_resume
+        else ['SIGTERM: this kind of run cannot be continued here, so nothing is saved.']
+    )
+
+
+@pytest.mark.parametrize('is_main', [True, False])
+def test_where_and_how_it_is_saved(tmp_path, monkeypatch, is_main):
+    monkeypatch.setattr(stopping, 'is_main_process', lambda: is_main)
+    saved, pointer = [], tmp_path / 'last_checkpoint'
+    runner = SimpleNamespace(
+        hooks=[Hook()],
+        work_dir=str(tmp_path),
+        train_dataloader=[1, 2, 3],
+        param_schedulers=None,
+        save_checkpoint=lambda *args, **kwargs: saved.append((args, kwargs)),
+    )
+    atomic = dict(backend='mmlinattn.atomic_local')
+    for hooks, schedulers, batch, folder, backend in (
+        ([], None, 2, str(tmp_path), atomic),
+        ([CheckpointHook(out_dir=f'{tmp_path}/out/')], [], 0, f'{tmp_path}/out', atomic),
+        ([CheckpointHook(out_dir='s3://bucket/out/')], [], 1, 's3://bucket/out', None),
+        ([CheckpointHook(backend_args=dict(backend='local'))], [], 1, str(tmp_path), dict(backend='local')),
+    ):
+        runner.hooks[1:], runner.param_schedulers = hooks, schedulers
+        path = StopHook()._save(runner, dict(epoch=4, iter=7), batch)
+        ((where, name), kwargs) = saved.pop()
+        assert (where.rstrip('/'), name, path) == (folder, 'stopped.pth', f'{folder}/stopped.pth')
+        assert kwargs == dict(
+            save_param_scheduler=schedulers is not None,
+            meta=dict(epoch=4, iter=7, stopped=dict(batch=batch, num_batches=3 if batch else 0)),
+            by_epoch=False,
+            backend_args=backend,
+        )
+        assert pointer.exists() is is_main and (not is_main or pointer.read_text() == path)
 
 
 def test_weights_of_several_optimizers_are_updated_together(monkeypatch):
