@@ -101,9 +101,7 @@ def test_growth_a_token():
 @pytest.mark.slow
 def test_memory_of_attentions(capsys):
     """That of softmax grows with N too: its map is never whole."""
-    run_attentions.main(
-        ['--only', 'softmax', 'rala', '--sides', '16', '64', '--modes', 'forward', '--repeats', '1']
-    )
+    run_attentions.main(['--only', 'softmax', 'rala', '--sides', '16', '64', '--modes', 'forward', '--repeats', '1'])
     rows = [
         line.split(' | ') for line in capsys.readouterr().out.splitlines() if line.startswith(('| softmax', '| rala'))
     ]
