@@ -22,7 +22,8 @@ def image(batch=2, height=64, width=96):
 
 @pytest.mark.parametrize('name', goldens.cases('ravlt'))
 def test_released_weights_give_the_released_outputs(name, tmp_path):
-    """A file as the authors published it, loaded as a config does."""
+    """A file as the authors published it, loaded as a config does; one in float64, which is exact and slow."""
+    dtype, tolerance = (torch.float64, 1e-5) if name == 'ravlt_t' else (torch.float32, 5e-5)
     checkpoint = tmp_path / 'released.pth'
     torch.save({'model': goldens.state_dict(name)}, checkpoint)
     arch = ARCHS['_'.join(part for part in name.split('_') if 'x' not in part)]
@@ -35,13 +36,13 @@ def test_released_weights_give_the_released_outputs(name, tmp_path):
         )
     )
     model.init_weights()
-    model.double().eval()
+    model.to(dtype).eval()
     with torch.no_grad():
-        outs = model(goldens.image(name).double())
+        outs = model(goldens.image(name).to(dtype))
     expected = goldens.outputs(name)
     for i, (out, feature) in enumerate(zip(outs, goldens.info(name)['features'])):
         assert list(out.shape) == feature['shape']
-        assert goldens.error(out, expected[f'feat{i}']) < 1e-4
+        assert goldens.error(out, expected[f'feat{i}']) < tolerance
 
 
 def with_classifier(backbone):
