@@ -297,15 +297,18 @@ def test_comments_belong_to_the_block_below(tmp_path):
     assert (first.kind, first.text, second.kind, second.language) == ('needs', 'a\n', 'run', 'python')
 
 
-SMALL = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 4))
+# of two stages, one with each attention: exporters take seconds for a block
+SMALL = dict(
+    embed_dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 4), stage_attns=('rala', *['softmax'] * 3)
+)
 CLASSIFIER = f"""
 default_scope = 'mmpretrain'
 model = dict(
     type='ImageClassifier',
     data_preprocessor=dict(num_classes=3, mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0], to_rgb=True),
-    backbone=dict(type='RAVLT', arch=dict({SMALL}), out_indices=(3,)),
+    backbone=dict(type='RAVLT', arch=dict({SMALL}), out_indices=(1,)),
     neck=dict(type='GlobalAveragePooling'),
-    head=dict(type='LinearClsHead', num_classes=3, in_channels=32),
+    head=dict(type='LinearClsHead', num_classes=3, in_channels=16),
 )
 test_dataloader = dict(dataset=dict(type='CustomDataset', metainfo=dict(classes=('circle', 'square', 'star'))))
 """
@@ -327,7 +330,7 @@ def test_page_on_deployment(tmp_path, monkeypatch, capsys):
     exec(application, {'pixels': torch.randint(0, 256, (64, 80, 3), dtype=torch.uint8).numpy()})
     assert capsys.readouterr().out.strip() in ('circle', 'square', 'star')
 
-    names = {'torch': torch, 'model': RAVLT(arch=SMALL).eval()}
+    names = {'torch': torch, 'model': RAVLT(arch=SMALL, out_indices=(0, 1)).eval()}
     exec(graphs, names)
     image = torch.rand(1, 3, 96, 130)
     with torch.no_grad():

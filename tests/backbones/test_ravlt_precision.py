@@ -62,9 +62,9 @@ def test_a_model_all_in_half_precision(dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('arch', ARCHS)
+@pytest.mark.parametrize('arch', [ARCHS[0], ARCHS[-1]])
 def test_autocast_is_finite_at_the_size_of_a_detector(arch):
-    """Of published widths; all blocks at a small size, above, and on a GPU."""
+    """Of the narrowest and the widest; all blocks of all at a small size, above, and on a GPU."""
     assert_trains(small_hosts.shallow(RAVLT, arch).train(), torch.randn(1, 3, 800, 1333), torch.bfloat16)
 
 
