@@ -53,7 +53,9 @@ def test_the_mean_token_of_a_detection_map(dtype, masked):
     mask = torch.rand(2, 66800) > 0.1 if masked else None
     real = torch.ones(2, 66800, dtype=torch.bool) if mask is None else mask
     exact = torch.stack([item[rows].double().mean(dim=0) for item, rows in zip(x, real)])
-    torch.testing.assert_close(mean_token(x, mask).double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    mean = mean_token(x, mask)
+    assert mean.dtype == dtype
+    torch.testing.assert_close(mean.double(), exact, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 
 POWERS = [1, 1.5, 2, 3, 4, 5.5, 6, 8, 16, 32]
