@@ -16,9 +16,12 @@ pytest.importorskip('triton')
 HERE = Path(__file__).resolve().parent
 
 
-def run_checks(checks: str, *arguments: str, **environment: str) -> None:
+CHECKS = [str(HERE / name) for name in ('triton_checks.py', 'triton_conv_checks.py')]
+
+
+def run_checks(*arguments: str, **environment: str) -> None:
     done = subprocess.run(
-        [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', str(HERE / checks), *arguments],
+        [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', *CHECKS, *arguments],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -29,24 +32,20 @@ def run_checks(checks: str, *arguments: str, **environment: str) -> None:
 
 
 INTERPRETED = dict(TRITON_INTERPRET='1', OMP_NUM_THREADS='1')
-every_file = pytest.mark.parametrize('checks', ['triton_checks.py', 'triton_conv_checks.py'])
 
 
-@every_file
-def test_kernels(checks):
-    run_checks(checks, '-m', 'not slow', **INTERPRETED)
+def test_kernels():
+    run_checks('-m', 'not slow', **INTERPRETED)
 
 
 @pytest.mark.slow
-@every_file
-def test_kernels_at_more_sizes(checks):
-    run_checks(checks, '-m', 'slow', **INTERPRETED)
+def test_kernels_at_more_sizes():
+    run_checks('-m', 'slow', **INTERPRETED)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
-@every_file
-def test_kernels_on_the_gpu(checks):
-    run_checks(checks)
+def test_kernels_on_the_gpu():
+    run_checks()
 
 
 @pytest.mark.slow

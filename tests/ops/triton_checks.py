@@ -302,7 +302,7 @@ def test_gradients_of_slices_lie_as_the_slices_do():
     assert [grad.stride() for grad in grads] == [(20 * 64, 64, 1)] * 2
 
 
-@some_ops
+@pytest.mark.parametrize('name', ['rala', *(pytest.param(name, marks=pytest.mark.slow) for name in list(OPS)[1:])])
 def test_registration(name):
     run_op = {'rala': rala_kernels, 'inline_attention': inline_kernels, 'linear_attention': linear_kernels}
     module = run_op.get(name, focused_kernels)
