@@ -411,6 +411,26 @@ def test_tables_of_part_of_a_window_are_those_of_the_window(part):
     torch.testing.assert_close(beyond[:, :3, :5], whole)
 
 
+@pytest.mark.parametrize('prefix', [0, 2])
+def test_tables_in_graphs_keep_the_vectors_of_class_tokens(prefix):
+    table = PositionTable(6, (4, 6), prefix).double()
+    for size in ((3, 5), (4, 6), (7, 1)):
+        expected = resize_table(table.weight, (4, 6), size, prefix)
+        torch.testing.assert_close(table.resized_in_graph(Grid(*size, prefix=prefix)), expected)
+        torch.testing.assert_close(table.on(Grid(*size, prefix=prefix)), expected)
+    assert table.half().resized_in_graph(Grid(3, 5)).dtype == torch.float16
+
+
+@pytest.mark.usefixtures('fast_forms')
+@pytest.mark.parametrize('kind', ['BN', 'SyncBN'])
+def test_fixed_batch_norms_take_no_pass_of_their_own(kind, monkeypatch):
+    """In inference they are part of the convolution before them."""
+    stem, x = ConvStem(3, 8, dict(type=kind)).eval(), torch.randn(1, 16, 16, 3)
+    monkeypatch.setattr(nn.functional, 'batch_norm', None)
+    with torch.no_grad():
+        assert stem(x).shape == (1, 4, 4, 8)
+
+
 @pytest.mark.parametrize('training', [False, True])
 def test_norms_that_train_use_their_batch_without_gradients_too(training):
     conv, norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)

@@ -1,0 +1,61 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Arithmetic of sizes; that graphs stay open by it is in ``tests/export/test_graphs_at_other_sizes.py``."""
+
+import pytest
+import torch
+
+from mmlinattn.ops import sizes
+
+
+@pytest.mark.parametrize('old', [False, True])
+def test_numbers_are_known_and_tensors_are_not(old, monkeypatch):
+    """Also by PyTorch before 2.5, which is asked for the type of each."""
+    if old:
+        monkeypatch.setattr(sizes, '_has_static_value', None)
+    assert sizes.is_known() and sizes.is_known(3) and sizes.is_known(3, 4)
+    for unknown in ((torch.tensor(3),), (3, torch.tensor(4)), (torch.tensor(4), 3)):
+        assert not sizes.is_known(*unknown)
+
+
+@pytest.mark.parametrize(('size', 'step', 'expected'), [(1, 7, 7), (7, 7, 7), (8, 7, 14), (25, 14, 28), (5, 1, 5)])
+def test_the_next_multiple(size, step, expected):
+    assert sizes.round_up(size, step) == expected
+    assert sizes.round_up(torch.tensor(size), step).item() == expected
+
+
+def test_sizes_as_tensors():
+    like = torch.zeros(2, dtype=torch.float64)
+    for size in (5, torch.tensor(5)):
+        tensor = sizes.as_tensor(size, like, torch.float32)
+        assert tensor.dtype == torch.float32 and tensor.shape == () and tensor.item() == 5
+
+
+def test_known_sizes_leave_maps_where_they_are():
+    x = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
+    assert sizes.settled(x) is x
+    image = sizes.to_image(x)
+    assert image.shape == (2, 5, 3, 4) and image.data_ptr() == x.data_ptr()
+    assert image.is_contiguous(memory_format=torch.channels_last)
+    assert image[1, 2, 0, 3] == x[1, 0, 3, 2]
+
+
+@pytest.mark.parametrize('exported', [False, True])
+def test_a_forward_that_serves_ones(exported, monkeypatch):
+    """PyTorch's setting is another one during an export only, and comes back after an error, too."""
+    if not sizes._CAN_SERVE_ONES:
+        pytest.skip('this PyTorch has no such setting')
+    monkeypatch.setattr(sizes.forms, 'is_exported', lambda: exported)
+    before, seen = sizes._config.backed_size_oblivious, []
+
+    @sizes.serves_ones
+    def forward(x, *others, scale=1):
+        """What it gives."""
+        seen.append(sizes._config.backed_size_oblivious)
+        return x * scale, others
+
+    assert forward(2, 5, scale=3) == (6, (5,))
+    assert forward.__name__ == 'forward' and forward.__doc__ == 'What it gives.'
+    with pytest.raises(TypeError):
+        forward(None, scale=3)
+    assert seen == [True if exported else before] * 2
+    assert sizes._config.backed_size_oblivious is before is False
