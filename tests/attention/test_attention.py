@@ -119,7 +119,9 @@ def test_softmax_with_all_its_options_at_once(form):
     with ops.use(form):
         out = reference.call_by_head(ops.softmax_attention, q, k, v, table, mask, bias)
         unmasked = reference.call_by_head(ops.softmax_attention, q, k, v, table, None, bias)
+        rounded = reference.call_by_head(ops.softmax_attention, q, k, v, table, None, bias.half())
     torch.testing.assert_close(unmasked, reference.softmax_map(q, k, (3, 5), bias.double()) @ v)
+    torch.testing.assert_close(rounded, reference.softmax_map(q, k, (3, 5), bias.half().double()) @ v)
     weights = reference.softmax_map(q[:2], k[:2], (3, 5), bias.double() + hidden[:2])
     torch.testing.assert_close(out[:2], weights @ v[:2])
     assert out.isfinite().all()

@@ -173,6 +173,7 @@ def test_a_dead_token_is_finite():
     """Vectors without a direction: zero queries, keys and values."""
     for name in ('hydra', 'angular', 'efficient', 'enhanced'):
         attention = Attention(DIM, HEADS, name)
+        nn.init.zeros_(attention.qkv.bias)
         x = torch.zeros(1, 12, DIM, requires_grad=True)
         out = attention(x, Grid(3, 4))
         out.sum().backward()

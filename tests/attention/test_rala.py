@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The linear-cost forms against their quadratic twins: values and gradients, in float64."""
 
+import math
+
 import pytest
 import reference
 import torch
@@ -130,6 +132,9 @@ def test_the_table_of_angles():
         [[row, row / 100, column, column / 100] for row in range(2) for column in range(3)], dtype=torch.float64
     )
     torch.testing.assert_close(table, torch.stack((angles.cos(), angles.sin()), dim=-1))
+    turned = rotary_table(50, 1, 16, dtype=torch.float64, base=100.0)[49, :4, 1]
+    expected = [math.sin(49 * 100 ** (-i / 3)) for i in range(4)]  # float32 would not hold them
+    torch.testing.assert_close(turned, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
     default = rotary_table(2, 1, 8)
     assert default.dtype == torch.float32
     torch.testing.assert_close(default[1, :, 1], torch.tensor([1, 1e-4, 0, 0]).sin())

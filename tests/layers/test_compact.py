@@ -237,7 +237,8 @@ def test_feed_forward_networks_by_name(spec, kind):
     ffn = build_ffn(spec, DWConvFFN, 10, 30)
     assert type(ffn) is kind and (ffn.fc1.in_features, ffn.fc1.out_features, ffn.fc2.out_features) == (10, 30, 10)
     assert ffn.takes_statistics is False and ffn.halo == (0 if kind is MLP else 1)
-    arch = dict(type='compact', ffn=spec, t=0.8, r=3, matrix='M1', norm_cfg=dict(type='SyncBN', eps=0.5))
+    inner = {} if spec is None else dict(ffn=spec)
+    arch = dict(type='compact', t=0.8, r=3, matrix='M1', norm_cfg=dict(type='SyncBN', eps=0.5), **inner)
     kept = copy.deepcopy(arch)
     for _ in range(2):
         ffn = build_ffn(arch, DWConvFFN, 10, 30)
