@@ -379,6 +379,20 @@ def test_position_tables_are_of_the_window_or_of_the_trained_one_where_there_is_
     assert tables((9, None, 'trained', 1)) == [(9, 9), (4, 4), (3, 3), (1, 1)]
 
 
+@pytest.mark.parametrize('host', [host for host in PYRAMIDS if 'grids' in ARCHS[host]])
+def test_tables_of_whole_maps_are_of_the_grids_that_were_trained(host):
+    model = small_hosts.build(host, 'focused')
+    grids = [(side, side) for side in ARCHS[host]['grids']]
+    found = {
+        int(name.split('.')[1]): module.position.grid
+        for name, module in model.named_modules()
+        if name.endswith('.mixer') and name.startswith('stages')
+    }
+    assert found == {i: grid for i, grid in enumerate(grids) if host != 'LinearNextViT' or i}  # its first has none
+    if host == 'LinearPVT':
+        assert [table.grid for table in model.position_tables] == grids
+
+
 def test_blocks_of_swin_shift_in_turn_where_windows_are_small():
     arch = dict(ARCHS['LinearSwin'], depths=(2, 3, 2, 1))
     attns = ('softmax', 'hallucinated', ['inline', 'rala'], 'rala')

@@ -277,6 +277,24 @@ def test_what_each_format_takes():
         'torchscript': ('.pt', (), ['int8']),
         'openvino': ('.xml', ('openvino',), ['bfloat16', 'int8']),
     }
+    # docs/deploy.md
+    assert {name: form.smallest_of_pyramids for name, form in FORMATS.items()} == {
+        'onnx': 32,
+        'torch-export': 65,
+        'torchscript': 32,
+        'openvino': 32,
+    }
+    # OpenVINO compresses to float16 what is written in float32
+    assert [name for name, form in FORMATS.items() if not form.casts] == ['openvino']
+    assert models.RMS_TOLERANCES == dict(float16=0.02, bfloat16=0.08, int8=0.2)
+    only_onnx = 'weights are quantised by ONNX Runtime, for --format onnx; this format takes float32, float16'
+    for name, taken in (('torch-export', ', bfloat16.'), ('torchscript', ', bfloat16.'), ('openvino', '.')):
+        with pytest.raises(RunError) as error:
+            FORMATS[name].check_takes('int8')
+        assert str(error.value) == f'--dtype int8: {only_onnx}{taken}'
+    for form in FORMATS.values():
+        for dtype in set(formats.DTYPES) - set(form.refused):
+            form.check_takes(dtype)
     with pytest.raises(RunError, match='^--dtype float64 has to be one of float32, float16, bfloat16, int8.$'):
         FORMATS['onnx'].check_takes('float64')
     missing = FORMATS['onnx']._replace(needs=('json', 'no_such_package'))
