@@ -84,14 +84,15 @@ class Backbone(BaseModule):
 
     Raises:
         ValueError: For an unknown ``arch`` or attention, a wrong number of ``stage_attns``, a head count that does not
-            divide its width, depths, widths, windows, grids, stripes or reductions below 1, a ``drop_path_rate`` out of
-            range, arguments of other types than these.
+            divide its width, depths, widths, windows, grids, stripes or reductions below 1, ratios that are no positive
+            numbers, a ``drop_path_rate`` out of range, arguments of other types than these.
     """
 
     arch_zoo: dict[str, dict] = {}
     arch_defaults: dict = dict(drop_path_rate=0.0)
     arch_counts: tuple[str, ...] = ()  # keys of the arch that hold numbers of tokens, pixels or patches
     arch_optional_counts: tuple[str, ...] = ()  # those of them that may hold None
+    arch_ratios: tuple[str, ...] = ('mlp_ratios', 'attn_mlp_ratios')  # keys of the arch that widths are multiplied with
     out_norm_cfg = dict(type='LN', eps=1e-6)
     default_init_cfg = [
         dict(type='TruncNormal', layer='Linear', std=0.02, bias=0.0),
@@ -178,13 +179,17 @@ class Backbone(BaseModule):
         return self.embed_dims
 
     def _check_sizes(self) -> None:
-        """Sizes of the arch: its depths and widths, and those of :attr:`arch_counts`."""
+        """Sizes of the arch: its depths and widths, and those of :attr:`arch_counts` and :attr:`arch_ratios`."""
         for key in ('depths', 'embed_dims', *self.arch_counts):
             optional = key in self.arch_optional_counts
             for value in self.per_stage(key):
                 if not (type(value) is int and value >= 1) and not (value is None and optional):
                     allowed = 'ints >= 1' + (' or None' if optional else '')
                     raise ValueError(f'arch: {key}={self.arch[key]} has to consist of {allowed}')
+        for key in self.arch_ratios:
+            for value in self.per_stage(key) if key in self.arch else ():
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float('inf'):
+                    raise ValueError(f'arch: {key}={self.arch[key]!r} has to consist of numbers above 0')
 
     @staticmethod
     def check_out_indices(out_indices: Sequence[int], num_stages: int) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ class LinearDeiT(Backbone):
             :class:`~mmlinattn.backbones.base.Backbone`; ``frozen_stages`` counts blocks.
 
     Raises:
-        ValueError: For an unknown ``out_type``.
+        ValueError: For an unknown ``out_type``, and for an arch of more stages than one.
 
     Shape: (B, in_channels, H, W), H, W >= 32, any size -> tuple with one tensor an output, see ``out_type``.
 
@@ -92,8 +92,11 @@ class LinearDeiT(Backbone):
         super().__init__(arch, **kwargs)
         if out_type not in OUT_TYPES:
             raise ValueError(f'out_type={out_type!r} has to be one of {OUT_TYPES}')
+        if len(self.depths) != 1:
+            raise ValueError(f'arch: depths={self.depths} of {type(self).__name__} has to have one entry, the blocks')
         self.out_type = out_type
-        depth, dim, side = self.depths[0], self.embed_dims[0], self.arch['grid']
+        depth, dim, side = self.depths[0], self.embed_dims[0], self.per_stage('grid')[0]
+        hidden_dim = int(dim * self.per_stage('mlp_ratios')[0])
         indices = [out_indices] if type(out_indices) is int else check_type('out_indices', out_indices, (list, tuple))
         self.out_indices = self.check_out_indices(
             [i + depth if type(i) is int and i < 0 else i for i in indices], depth
@@ -109,7 +112,7 @@ class LinearDeiT(Backbone):
             Block(
                 dim,
                 Attention(dim, self.arch['num_heads'][0], spec, grid=(side, side), qkv_bias=self.arch['qkv_bias']),
-                self.build_ffn(0, MLP, dim, int(dim * self.arch['mlp_ratios'])),
+                self.build_ffn(0, MLP, dim, hidden_dim),
                 norm_cfg=NORM,
                 drop_path=rate,
             )

@@ -172,6 +172,27 @@ def test_arguments_of_other_types_and_values(host, name):
         assert str(error.value).startswith(name) and repr(value).strip('[]{}') in str(error.value), value
 
 
+@pytest.mark.parametrize('value', [0, -1, '4', None, True, float('nan'), float('inf'), (4, 4, 0, 4)], ids=str)
+@pytest.mark.parametrize('host', [*ARCHS, 'RAVLT'])
+def test_ratios_of_hidden_widths_are_numbers_above_0(host, value):
+    arch = dict(embed_dims=(8,) * 4, depths=(1,) * 4, num_heads=(1,) * 4) if host == 'RAVLT' else ARCHS[host]
+    value = value[2:3] if isinstance(value, tuple) and host == 'LinearDeiT' else value
+    for key in ('mlp_ratios', 'attn_mlp_ratios') if host == 'LinearNextViT' else ('mlp_ratios',):
+        with pytest.raises(ValueError) as error:
+            MODELS.build(dict(type=host, arch=dict(arch, **{key: value})))
+        assert str(error.value) == f'arch: {key}={value!r} has to consist of numbers above 0'
+
+
+def test_deit_is_of_one_stage():
+    arch = dict(embed_dims=(16, 32), depths=(2, 3), num_heads=(2, 2), grid=3)
+    with pytest.raises(ValueError) as error:
+        LinearDeiT(arch, stage_attns=('softmax', 'softmax'))
+    assert str(error.value) == 'arch: depths=(2, 3) of LinearDeiT has to have one entry, the blocks'
+    lists = dict(ARCHS['LinearDeiT'], grid=(3,), mlp_ratios=[2.5])
+    (block, _) = LinearDeiT(lists, stage_attns=('focused',)).blocks
+    assert block.ffn.fc1.out_features == 40 and block.attn.mixer.position.grid == (3, 3)
+
+
 @pytest.mark.parametrize(
     ('host', 'options', 'said'),
     [
