@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops import memory
 from ..ops.forms import accumulation_dtype
-from .grid import DepthwiseConv2d, Grid, add_local
+from .grid import DepthwiseConv2d, Grid, add_local, check_local_kernel
 from .weights import Factors, Rows, mixer_weights
 
 TOKEN_MIXERS = Registry('token mixer', scope='mmlinattn', locations=['mmlinattn.attention'])
@@ -187,7 +187,10 @@ class Mixing(BaseModule):
         num_heads (int): Number of heads.
         mixer (str | dict): The attention, see :func:`get_mixer`.
         grid (tuple[int, int], optional): Trained grid of position tables.
-        local_kernel (int, optional): Size of the convolution; None for none.
+        local_kernel (int, optional): Size of the convolution, odd; None for none.
+
+    Raises:
+        ValueError: For another ``local_kernel``.
     """
 
     def __init__(
@@ -203,7 +206,7 @@ class Mixing(BaseModule):
         mixer_type, options = get_mixer(mixer)
         self.mixer = mixer_type(dim, num_heads, grid=grid, **options)
         self.local = None
-        if local_kernel:
+        if check_local_kernel(local_kernel):
             v_dim = self.mixer.widths[2]
             self.local = DepthwiseConv2d(v_dim, local_kernel)
 

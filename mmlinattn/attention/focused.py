@@ -10,7 +10,7 @@ from ..layers.position import PositionTable
 from ..ops import memory
 from ..ops.focused_attention.reference import focused_map
 from .base import TOKEN_MIXERS, TokenMixer
-from .grid import Grid, add_local
+from .grid import Grid, add_local, check_local_kernel
 from .weights import linear_factors
 
 
@@ -28,7 +28,7 @@ class FocusedMixer(TokenMixer):
         focus (bool): False is plain ReLU linear attention (Tab. 4).
 
     Raises:
-        ValueError: For a power out of range.
+        ValueError: For a power out of range, or a ``local_kernel`` that is not odd.
     """
 
     position_table = True
@@ -44,7 +44,7 @@ class FocusedMixer(TokenMixer):
         self.position = PositionTable(dim, grid) if grid is not None else None
         self.scale = nn.Parameter(torch.zeros(dim)) if focus else None
         self.local = None
-        if local_kernel:
+        if check_local_kernel(local_kernel):
             self.local = nn.Conv2d(
                 self.head_dim, self.head_dim, local_kernel, padding=local_kernel // 2, groups=self.head_dim
             )

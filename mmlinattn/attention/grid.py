@@ -49,6 +49,17 @@ def add_local(out: Tensor, v: Tensor, conv, grid: Grid) -> Tensor:
     return ops.add(out, local)
 
 
+def check_local_kernel(size: Optional[int]) -> Optional[int]:
+    """``size`` itself, of a convolution that keeps the size of its map, or None for none.
+
+    Raises:
+        ValueError: For another one.
+    """
+    if size is not None and (type(size) is not int or size < 1 or size % 2 == 0):
+        raise ValueError(f'local_kernel={size!r} has to be None or an odd int >= 1')
+    return size
+
+
 class DepthwiseConv2d(nn.Conv2d):
     """:func:`~mmlinattn.ops.depthwise_conv2d` with its weights.
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mmlinattn import ops
-from mmlinattn.attention import TOKEN_MIXERS, Attention, Grid, RALAMixer, TokenMixer, get_mixer
+from mmlinattn.attention import TOKEN_MIXERS, Attention, FocusedMixer, Grid, RALAMixer, TokenMixer, get_mixer
 from mmlinattn.layers import rotary_table
 from mmlinattn.ops import forms
 
@@ -254,6 +254,19 @@ def test_the_options_of_an_attention_stay_what_they_are():
 def test_heads_have_to_divide_the_width(heads):
     with pytest.raises(ValueError, match=f'num_heads={heads} has to divide the width 16'):
         Attention(DIM, heads, 'rala')
+
+
+@pytest.mark.parametrize('size', [4, 0, -3, 3.0, True])
+def test_sizes_of_the_local_term(size):
+    """Odd ones, which keep the size of the map."""
+    for build_one in (
+        lambda local_kernel: Attention(DIM, HEADS, 'rala', local_kernel=local_kernel).local,
+        lambda local_kernel: FocusedMixer(DIM, HEADS, local_kernel=local_kernel).local,
+    ):
+        assert build_one(1).kernel_size == (1, 1) and build_one(None) is None
+        with pytest.raises(ValueError) as error:
+            build_one(size)
+        assert str(error.value) == f'local_kernel={size!r} has to be None or an odd int >= 1'
 
 
 def test_unknown_kernel():
