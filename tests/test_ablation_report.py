@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from mmlinattn.analysis import ablation, ablation_report
@@ -135,6 +136,8 @@ def test_dots_and_curves(saved, tmp_path):
     assert right.get_ylabel() == 'accuracy, % (band: lowest and highest seed)'
     assert [line.get_color() for line in dots] == [line.get_color() for line in right.lines]
     assert len({line.get_color() for line in dots}) == 5
+    assert [tuple(band.get_facecolor()[0, :3]) for band in right.collections] == [line.get_color() for line in dots]
+    assert [to_hex(line.get_color()) for line in dots[:2]] == ['#1f77b4', '#ff7f0e']  # blue, orange
     title = saved['plot.png']._suptitle.get_text()
     assert title == 'study inline, task largest: arms (number of seeds), same pictures and steps for all'
 
@@ -160,12 +163,29 @@ def test_scores_over_ranks(saved, tmp_path):
     most = [axis.get_xlabel() for axis in figure.axes]
     assert most == [f'effective rank, mean over blocks (at most {most})' for most in (16, 20, 24)]
     assert state.get_ylabel() == 'accuracy, %'
+    assert state.get_ylim() == output.get_ylim() == projected.get_ylim()
     (legend,) = figure.legends
     assert sorted(text.get_text() for text in legend.get_texts()) == sorted(arms)
     title = figure._suptitle.get_text()
     assert title == 'study inline, task largest: a dot a trained model, its ranks and its accuracy'
     without = of('inline', [run('softmax', 0, 40.0)])
     assert not ablation_report.plot_ranks(without, tmp_path / 'none.png') and 'none.png' not in saved
+
+
+def test_the_largest_rank_there_may_be_is_that_of_all_arms(saved, tmp_path):
+    larger = dict(rank=dict(state=dict(effective=5.0, at_most=32)))
+    runs = [run('softmax', 0, 40.0, attention=BLOCKS), run('relu, linear', 0, 30.0, attention=[larger])]
+    for name, mixed in (('one.png', runs), ('other.png', [dict(r, arm=a['arm']) for r, a in zip(runs, runs[::-1])])):
+        ablation_report.plot_ranks(of('inline', mixed), tmp_path / name)
+        assert saved[name].axes[0].get_xlabel() == 'effective rank, mean over blocks (at most 32)'
+
+
+@pytest.mark.parametrize('seed', [0, 1])
+def test_masked_scores_stand_beside_those_of_the_same_runs(seed):
+    """Of two runs one, the first or the second, was measured with masked weights."""
+    runs = [run('softmax', i, 40.0 + i, **(dict(masked=MASKED) if i == seed else {})) for i in (0, 1)]
+    lines = ablation_report.table(of('inline', runs)).splitlines()
+    assert lines[-1] == f'| softmax | {40 + seed}.0 | 20.0 | 40.0 |'
 
 
 def test_what_is_written(saved, tmp_path):

@@ -268,6 +268,19 @@ def test_time_is_kept(tmp_path, monkeypatch, capsys):
     assert len(results['runs']) == 4  # each call gets further
 
 
+def test_a_run_may_end_when_the_time_does(tmp_path, monkeypatch):
+    """Two of half a minute in one minute."""
+    now = [0.0]
+    monkeypatch.setattr(ablation.time, 'monotonic', lambda: now[0])
+
+    def slow(arm, seed, *rest):
+        now[0] += 30
+        return dict(accuracy=50.0, curve=[[1, 50.0]], loss=1.0, params=1, attention=[], seconds=30.0)
+
+    monkeypatch.setattr(ablation, 'train_arm', slow)
+    assert len(ablation.run_study('flatten', tmp_path, 1, SMALL, max_minutes=1)['runs']) == 2
+
+
 def stand_in(monkeypatch, trained=None, accuracy=50.0):
     """Instead of training."""
 
@@ -444,6 +457,8 @@ def test_models_start_as_their_backbones_do(monkeypatch):
     backbone = ablation.STUDIES['inline']().arms['softmax'].backbone
     models = [TASKS[name].build(backbone) for name in ('largest', 'recall')]
     assert [id(one) for one in started] == [id(model.backbone) for model in models]
+    pytest.importorskip('mmdet')
+    assert TASKS['detection'].build(backbone).detector.backbone is started[2]
 
 
 def result(arm, seed, accuracy):

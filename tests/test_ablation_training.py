@@ -558,6 +558,17 @@ def test_arms_in_pvt(name):
     assert masks == (wanted if name == 'inline' else set()) and study.pairs == PAIRS[name]
 
 
+def test_which_tables_the_studies_are_of():
+    """Those that docs/studies.md names."""
+    assert {name: study().source for name, study in ablation.STUDIES.items()} == dict(
+        rala='RALA Tab. 9 and 10, Fig. 8',
+        inline='InLine Tab. 1-4',
+        flatten='FLatten Tab. 4 and 5',
+        hallucinated='hMHSA Tab. 2, 3, 5 and 7',
+        attentions='every attention in one host',
+    )
+
+
 def test_every_attention_is_an_arm():
     from mmlinattn.attention import TOKEN_MIXERS
 
@@ -647,6 +658,62 @@ def test_models_see_normalised_pictures():
     assert torch.equal(turned, torch.stack((pictures[0].flip(-1), pictures[1]))) and targets.tolist() == [1, 2]
 
 
+class Maps(nn.Module):
+    """A backbone that gives two maps of what it is given."""
+
+    def forward(self, x):
+        self.given = x
+        return torch.zeros(len(x), 96, 4, 4), torch.arange(96.0 * 6).view(1, 96, 2, 3).repeat(len(x), 1, 1, 1) / 100
+
+
+@pytest.mark.parametrize('name', ['largest', 'recall'])
+def test_heads_see_the_last_map(name):
+    """Its mean where a picture has one label, each place where points have one; of normalised pictures."""
+    model = TASKS[name].build(ablation.STUDIES['inline']().arms['softmax'].backbone)
+    model.backbone = Maps()
+    images = torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8)
+    out = model(images)
+    torch.testing.assert_close(model.backbone.given, (images.float() - 127.5) / 64)
+    last = torch.arange(96.0 * 6).view(96, 6) / 100
+    weight, bias = model.head.weight.flatten(1), model.head.bias
+    if name == 'largest':
+        expected = (weight @ last.mean(dim=1) + bias).expand(2, -1)
+    else:
+        expected = (weight @ last + bias[:, None]).view(1, -1, 2, 3).expand(2, -1, -1, -1)
+    torch.testing.assert_close(out, expected)
+
+
+def test_discs_and_spots(monkeypatch):
+    """Eight discs, each a fifth of the picture wide; the first four have a spot half as wide, and the others their
+    colours. What is asked for is where the others lie, and the spots' colours, which do not follow from the discs'."""
+    drawn, task = [], TASKS['recall']
+
+    def circle(canvas, at, radius, colour, thickness, shift):
+        drawn.append((at, radius / 2**shift, tuple(colour)))
+        assert thickness == -1 and shift == 4
+
+    monkeypatch.setattr(study_tasks.cv2, 'circle', circle)
+    images, targets = task.draw(12, Settings(size=100), 0)
+    assert len(drawn) == 12 * 12
+    pairs = []
+    for i, points in enumerate(targets):
+        circles = drawn[12 * i : 12 * (i + 1)]
+        with_spot, others = circles[:8], circles[8:]
+        assert [radius for _, radius, _ in circles] == [10, 5] * 4 + [10] * 4
+        discs, spots = with_spot[::2], with_spot[1::2]
+        assert [at for at, *_ in discs] == [at for at, *_ in spots]
+        assert [colour for *_, colour in discs] == [colour for *_, colour in others]
+        assert [colour for *_, colour in spots] == [task.palette[int(label)] for label in points[:, 2]]
+        for ((x, y), *_), point in zip(others, points.tolist()):  # OpenCV's (0, 0) is the middle of the first pixel
+            assert (x / 16 + 0.5, y / 16 + 0.5) == pytest.approx(point[:2], abs=1 / 16)
+        pairs += [(one[2], other[2]) for one, other in zip(discs, spots)]
+    assert len(set(pairs)) > 18  # of 36
+    # nothing was drawn: greys that differ by picture, and noise
+    greys = images.float().mean(dim=(1, 2, 3))
+    assert 89 < greys.min() < 110 < 130 < greys.max() < 150
+    assert images.float().std(dim=(1, 2, 3)).tolist() == pytest.approx([12] * 12, abs=0.5)
+
+
 def test_scores_and_losses_at_points():
     """Maps of 2 x 4 cells of pictures of 16 x 16: 4 pixels wide and 8 high; points on the border are inside."""
     task = TASKS['recall']
@@ -724,6 +791,15 @@ def test_the_small_detector(study, arm, strides):
     assert [stride[0] for stride in head.prior_generator.strides] == list(strides) and head.num_classes == 6
     last = len(backbone['stage_attns']) - 1
     assert model.detector.backbone.out_indices == (last - 1, last) and backbone['out_indices'] == (last,)
+    # RetinaNet's: found from an IoU of 0.5 on, background below 0.4, each box its best anchor
+    assigner = head.assigner
+    assert (assigner.pos_iou_thr, assigner.neg_iou_thr, assigner.min_pos_iou) == (0.5, 0.4, 0)
+    images = torch.randint(256, (1, 3, 96, 96), dtype=torch.uint8)
+    with torch.no_grad():
+        out, same = model.eval()(images), model.detector((images.float() - 127.5) / 64, mode='tensor')
+    assert [tuple(map_.shape) for map_ in out[0]] == [(1, 3 * 6, 96 // stride, 96 // stride) for stride in strides]
+    for map_, other in zip(out[0] + out[1], same[0] + same[1]):
+        torch.testing.assert_close(map_, other)
     test_cfg = model.detector.test_cfg
     assert (test_cfg.score_thr, test_cfg.max_per_img, test_cfg.nms.iou_threshold) == (0.02, 20, 0.5)
 
@@ -738,6 +814,7 @@ class Finds(nn.Module):
 
     def predict(self, images, samples, rescale):
         assert not rescale and not torch.is_grad_enabled()
+        assert images.is_floating_point() and -2 < images.min() < images.max() < 2
         self.sizes.append(len(images))
         for sample in samples:
             truth = sample.gt_instances if self.all else sample.gt_instances[:0]
@@ -746,7 +823,7 @@ class Finds(nn.Module):
         return samples
 
 
-def test_box_ap_of_several_batches_and_of_nothing(capsys):
+def test_box_ap_of_several_batches_and_of_nothing(capsys, monkeypatch):
     """In silence; the logger is as loud as before."""
     pytest.importorskip('mmdet')
     from mmengine.logging import MMLogger
@@ -759,3 +836,14 @@ def test_box_ap_of_several_batches_and_of_nothing(capsys):
     assert task.score(Finds(False), images, targets) == 0
     assert MMLogger.get_current_instance().level == level and capsys.readouterr().out == ''
     assert TASKS['recall'].settings == TASKS['largest'].settings == Settings()
+    # loud again also where the evaluation fails
+    monkeypatch.setattr('mmdet.evaluation.CocoMetric.evaluate', lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        task.score(Finds(True), images, targets)
+    assert MMLogger.get_current_instance().level == level
+
+
+def test_detection_without_mmdetection_says_what_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'mmdet.utils', None)
+    with pytest.raises(RunError, match='detection needs MMDetection: '):
+        TASKS['detection'].build(ablation.STUDIES['rala']().arms['full'].backbone)

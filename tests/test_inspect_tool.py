@@ -328,7 +328,10 @@ def test_numbers_of_windows_and_pairs():
     assert entry['locality']['sum'] == pytest.approx([entry['locality']['if_uniform']] * 2)
     rank = entry['rank']
     assert rank['weights']['rank'] == [1, 1] and rank['weights']['at_most'] == 16
-    assert rank['output']['at_most'] == rank['projected']['at_most'] == 4 and 'state' not in rank
+    assert rank['output']['at_most'] == rank['projected']['at_most'] == 4
+    # no state, and no convolution of the values
+    assert set(rank) == {'weights', 'output', 'projected'}
+    assert set(entry['locality']) == {'chance', 'if_uniform', 'sum', 'share'}
 
 
 def test_every_number_of_a_block(monkeypatch):
@@ -474,6 +477,17 @@ def test_maps_are_built_in_parts(monkeypatch):
         torch.testing.assert_close(one, other)
     block = calls_of(attention, x)
     assert [len(rows) for _, _, rows in inspecting.sample(block.branches[0], 10)] == [3]
+
+
+def test_so_many_masked_weights_are_built_at_a_time(monkeypatch):
+    """Of all pictures of a batch and all heads."""
+    monkeypatch.setattr(masking, 'BLOCK_NUMEL', 3 * 2 * 2 * 20)
+    attention, asked = GlobalAttention(8, 2, 'inline').eval(), []
+    weights = attention.mixer.weights
+    attention.mixer.weights = lambda *args, **more: asked.append(more['rows'].tolist()) or weights(*args, **more)
+    with masked(attention, 3):
+        attention(torch.randn(2, 4, 5, 8))
+    assert [len(rows) for rows in asked] == [3] * 6 + [2] and sum(asked, []) == list(range(20))
 
 
 def test_neighbourhoods_on_reduced_keys_are_of_cells():
