@@ -449,3 +449,8 @@ def test_the_tool_of_attentions(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, 'argv', ['attention_table.py', '--out', str(out)])
     names['main']()
     assert out.read_text(encoding='utf-8') == 'φ' and capsys.readouterr().out.strip() == str(out)
+    (tmp_path / 'docs').mkdir()
+    monkeypatch.setitem(names, 'ROOT', tmp_path)
+    monkeypatch.setattr(sys, 'argv', ['attention_table.py'])
+    names['main']()
+    assert (tmp_path / 'docs' / 'attentions.md').read_text(encoding='utf-8') == 'φ'

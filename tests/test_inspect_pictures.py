@@ -183,6 +183,10 @@ def test_full_maps(figures, tmp_path):
     assert first.get_ylabel() == 'stages.0.0\nrala\nqueries ↓  keys →'
     assert third.get_ylabel() == 'stages.1.0\nhydra\nqueries ↓  keys →'
     assert first.get_facecolor() == (0.85, 0.85, 0.85, 1)
+    assert figure.get_size_inches() == pytest.approx((7.5, 2 * 1.6 + 0.9))
+    many = [(f'stages.0.{i}', 'rala', np.zeros((8, 3, 3))) for i in range(3)]
+    pictures.plot_full(many, 'photo', tmp_path / 'many')
+    assert figures['many'].get_size_inches() == pytest.approx((8 * 1.5 + 1, 3 * 1.6 + 0.9))
     title = figure._suptitle.get_text()
     assert title.startswith('photo: weights of every query (rows) on every key (columns)') and 'blue: neg' in title
 

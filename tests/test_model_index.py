@@ -83,9 +83,11 @@ def test_unknown_family_is_named(tmp_path):
 def test_check_reports_what_is_out_of_date(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(TOOL['main'].__globals__, 'ROOT', tmp_path)
     monkeypatch.setattr('sys.argv', ['make_metafiles.py', '--check'])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as stop:
         TOOL['main']()
-    assert 'model-index.yml' in capsys.readouterr().out
+    assert stop.value.code == 1  # as its help says
+    said = capsys.readouterr().out
+    assert said.startswith('out of date: configs/') and 'model-index.yml' in said
     assert not (tmp_path / 'model-index.yml').exists()
 
 
