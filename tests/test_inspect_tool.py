@@ -192,8 +192,8 @@ def test_settings_and_seeds(tool, monkeypatch):
         effective='exp of the entropy of the singular values as a distribution',
     )
     assert len(seeds) == 4 and {seed[:2] for seed in seeds} == {(196, 0)} and seeds[0] == seeds[2]
-    assert tool('none', 'one.jpg', '--out', 'out', '--num-queries', 2)[0]['settings']['num_queries'] == 2  # the least
     assert seen.loaded[1][0][1] == summary['checkpoint'] == 'NONE' and seen.plots[-1][1][3] == 'mine (random weights)'
+    assert tool('none', 'one.jpg', '--out', 'out', '--num-queries', 2)[0]['settings']['num_queries'] == 2  # the least
 
 
 class Averages(GlobalAttention):
