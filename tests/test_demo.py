@@ -238,6 +238,46 @@ def test_an_out_that_cannot_be_written_is_named(tmp_path):
         assert check(str(tmp_path / name), False) == tmp_path / name and (tmp_path / name).parent.is_dir()
 
 
+def test_the_lines_of_the_demo(tmp_path, monkeypatch):
+    functions = runpy.run_path(str(TOOL), run_name='demo')
+    suffixes = '.jpg .jpeg .png .bmp .tif .tiff .webp'
+    (tmp_path / 'folder').mkdir()
+    (tmp_path / 'file.gif').touch()
+
+    def line(name, *args):
+        with pytest.raises(RunError) as found:
+            functions[name](*args)
+        return str(found.value)
+
+    folder, file = str(tmp_path / 'folder'), str(tmp_path / 'file.gif')
+    assert line('find_pictures', 'gone') == "image 'gone': no such file or folder."
+    assert line('find_pictures', folder) == f'image {folder!r}: no picture ({suffixes}) in this folder.'
+    assert functions['find_pictures'](file) == [file]  # what is named is tried
+    assert line('check_out', file, False) == f'--out {file!r} has to end in one of {suffixes}.'
+    assert line('check_out', file, True) == f'--out {file!r} is a file; for a folder of pictures it has to be a folder.'
+    below = f'{file}/a'
+    assert line('check_out', below, True) == f'--out {below!r} cannot be written: Not a directory.'
+
+    def read(path):
+        if path == 'broken':
+            raise ValueError('of a decoder')
+        return None if path == 'none' else np.zeros((1, 1, 3))
+
+    monkeypatch.setitem(functions['check_pictures'].__globals__, 'mmcv', SimpleNamespace(imread=read))
+    functions['check_pictures'](['a', 'b'])
+    for path in ('broken', 'none'):
+        assert line('check_pictures', ['a', path, 'b']) == f'image {path!r} cannot be read as a picture.'
+
+    def fails(*args):
+        raise TypeError(f'of {len(args)} arguments')
+
+    monkeypatch.setitem(functions['draw'].__globals__, 'build_inferencer', fails)
+    cfg = Config(dict(default_scope='mmseg', model={}, test_dataloader={}))
+    assert line('draw', SimpleNamespace(config='c.py'), cfg, [], 'out') == (
+        'c.py cannot be run: TypeError: of 3 arguments (MMLINATTN_TRACEBACK=1 shows where)'
+    )
+
+
 def test_names_need_colours():
     """A palette is kept where it has a colour a class, else made, the same each time."""
     functions = runpy.run_path(str(TOOL), run_name='demo')

@@ -2,6 +2,7 @@
 """One process at a time, and nobody waits for the dead."""
 
 import errno
+import logging
 import multiprocessing
 import os
 import threading
@@ -44,19 +45,20 @@ def holder():
 
 @pytest.fixture
 def said(monkeypatch):
-    """What is logged, with an event for the first of it."""
-    lines, first = [], threading.Event()
+    """What is logged, with an event for the first of it, and where and how loud."""
+    lines, first, how = [], threading.Event(), []
 
     def keep(message, *args, **kwargs):
         lines.append(message)
+        how.append((*args, *kwargs.values()))
         first.set()
 
     monkeypatch.setattr(locking, 'print_log', keep)
-    return lines, first
+    return lines, first, how
 
 
 def test_a_second_process_says_so_and_waits_until_the_first_is_killed(tmp_path, holder, said):
-    lines, first = said
+    lines, first, _ = said
     path, done = tmp_path / 'x.lock', threading.Event()
     process = holder(path)
 
@@ -110,6 +112,7 @@ def test_a_drive_without_locks_is_worked_on_with_a_warning(tmp_path, monkeypatch
     with locked(tmp_path / 'x.lock', 'writes x'):
         pass
     assert said[0] == [f'{tmp_path}/x.lock: this drive has no locks: run one at a time']
+    assert said[2] == [('current', logging.WARNING)]
 
 
 def test_a_lock_file_that_cannot_be_made_is_an_error(tmp_path):
@@ -136,6 +139,7 @@ def test_a_download_waits_for_the_file_of_another_process(tmp_path, holder, said
     process.kill()
     thread.join(60)
     assert not thread.is_alive() and not failures and path.read_bytes() == b'whole'
+    assert said[0] == [f'another process downloads x.pth now: waiting for it (its lock: {tmp_path}/.x.pth.lock)']
 
 
 def test_a_data_set_is_written_by_one_process(tmp_path, holder):
