@@ -335,8 +335,9 @@ def test_errors_of_the_tool_are_one_line(monkeypatch, capsys, error):
     assert capsys.readouterr().err == 'error: of the file\n'
 
 
-def test_configs_there_is_nothing_to_convert_for(tmp_path):
-    config = tmp_path / 'config.py'
+def test_configs_there_is_nothing_to_convert_for(tmp_path, monkeypatch):
+    config, scopes = tmp_path / 'config.py', []
+    monkeypatch.setattr(convert, 'init_default_scope', scopes.append)
     config.write_text('a = 1\n')
     with pytest.raises(CheckpointError) as found:
         build_model(config)
@@ -345,6 +346,10 @@ def test_configs_there_is_nothing_to_convert_for(tmp_path):
     with pytest.raises(CheckpointError) as found:
         build_model(config)
     assert str(found.value) == f'the model of {config} has no backbone to convert a file for'
+    config.write_text("model = dict(type='ImgDataPreprocessor')\ndefault_scope = 'mmseg'\n")
+    with pytest.raises(CheckpointError):
+        build_model(config)
+    assert scopes == ['mmengine', 'mmseg']  # where types are looked for
 
 
 def test_nothing_is_fetched_to_build_a_model():

@@ -299,3 +299,22 @@ def test_one_process_names_and_removes_checkpoints(tmp_path, monkeypatch):
     runner.train()
     assert files(tmp_path) == ['epoch_1.pth', 'epoch_2.pth']
     assert runner.message_hub.get_info('keep_ckpt_ids') == [2]  # what all of them save
+
+
+def test_a_step_that_is_saved_again_counts_once(tmp_path):
+    """As by a run that resumes before it; what was first kept goes first, step 0 included."""
+    hook, told, saved = SafeCheckpointHook(filename_tmpl='x_{}.pth', max_keep_ckpts=2), {}, []
+    hook.out_dir, hook.file_backend, hook.file_client_args = str(tmp_path), LocalBackend(), 'given'
+    hook.last_ckpt, hook.keep_ckpt_ids = None, [0, 1]
+    runner = SimpleNamespace(
+        work_dir=str(tmp_path),
+        message_hub=SimpleNamespace(update_info=told.__setitem__),
+        save_checkpoint=lambda *args, meta, **_: saved.append((args, meta)) or (tmp_path / args[1]).touch(),
+    )
+    (tmp_path / 'x_0.pth').touch()
+    for step, kept in ((1, [0, 1]), (2, [1, 2]), (1, [2, 1])):
+        hook._save_checkpoint_with_step(runner, step, dict(step=step))
+        assert list(hook.keep_ckpt_ids) == told['keep_ckpt_ids'] == kept
+        assert files(tmp_path) == ['last_checkpoint', *(f'x_{i}.pth' for i in sorted(kept))]
+        assert saved.pop() == ((str(tmp_path), f'x_{step}.pth', 'given'), dict(step=step))
+    assert told['last_ckpt'] == str(tmp_path / 'x_1.pth')
