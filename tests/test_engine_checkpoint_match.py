@@ -159,7 +159,7 @@ def test_statistics_that_are_not_finite():
             check_weights(model, dict(model.state_dict(), **{name: statistic}))
 
 
-def match(state, left_out=(), trains=True, resumes=False, model=None, cfg=None, **kwargs):
+def match(state, left_out=(), trains=True, resumes=False, model=None, cfg=None, attributes=None, **kwargs):
     """What the hook logs of a checkpoint, with a runner of no more than it looks at."""
     lines = []
     loop = EpochBasedTrainLoop.__new__(EpochBasedTrainLoop) if trains else None
@@ -169,6 +169,7 @@ def match(state, left_out=(), trains=True, resumes=False, model=None, cfg=None, 
         _resume=resumes,
         cfg=Config(cfg or dict(custom_hooks=[dict(type='EMAHook'), dict(type='CheckpointMatchHook')])),
         logger=SimpleNamespace(warning=lines.append),
+        **(attributes or {}),
     )
     CheckpointMatchHook(left_out, **kwargs).after_load_checkpoint(runner, dict(state_dict=state))
     return lines
@@ -195,8 +196,10 @@ def test_the_whole_lines_of_the_hook():
             'be the one of the checkpoint, its class count included. If it is meant: --cfg-options '
             'custom_hooks.1.left_out=decode_head.conv_seg'
         )
-    with pytest.raises(RunError, match='3 parameters not in the file'):  # auxiliary heads train on
-        match(five, resumes=True)
+    for case in (dict(resumes=True), dict(attributes=dict(is_resuming=True))):  # the latter by runner.resume(FILE)
+        with pytest.raises(RunError, match='3 parameters not in the file'):  # auxiliary heads train on
+            match(five, **case)
+    assert len(match(five, attributes=dict(is_resuming=False))) == 1
     missing = {key: value for key, value in ToyClassifier().state_dict().items() if not key.startswith('layer')}
     assert match(missing) == []  # a backbone alone is what one fine-tunes from
     with pytest.raises(RunError, match='custom_hooks.N.left_out=layer$'):
@@ -208,6 +211,10 @@ def test_nothing_that_fits():
     with pytest.raises(RunError) as found:
         match({f'other.{i}': torch.ones(1) for i in range(4)})
     assert str(found.value) == ('nothing in the checkpoint fits the model; it has other.0, other.1, other.2, ....')
+    with pytest.raises(
+        RunError, match='4 parameters not in the file: layer.weight, layer.bias, .* used as initialised'
+    ):
+        match({'other.0': torch.ones(1)}, trains=False)  # auxiliary heads aside
 
 
 def test_weights_that_are_not_finite_may_be_trained_from():

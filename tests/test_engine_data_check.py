@@ -446,3 +446,36 @@ def test_what_is_done_with_each_data_set(pictures, tmp_path, monkeypatch, stage,
     monkeypatch.setattr(data_check, 'watch_loading', lambda *args: seen.append(args[2]))
     stopping.before_run(runner)
     assert stopping.skipped_list is None and seen[1:] == [None]
+
+
+def test_whole_lines_about_empty_data(monkeypatch):
+    """Data are built without their pictures, then without the filter; what is not empty is passed over."""
+    built, sizes = [], {}
+
+    def build(cfg):
+        built.append(cfg)
+        made = ToyDataset(size=0)
+        made._metainfo = dict(classes=('a',))
+        monkeypatch.setattr(type(made), '__len__', lambda self: sizes[built[-1]['name'], 'filter_cfg' in built[-1]])
+        return made
+
+    monkeypatch.setattr(data_check, 'DATASETS', SimpleNamespace(build=build))
+    leaves = [dict(name=name, data_prefix='p', data_root='r', pipeline=[1]) for name in ('full', 'empty')]
+    cfg = Config(dict(val_dataloader=dict(dataset=dict(datasets=leaves))))
+    sizes.update({('full', False): 1, ('empty', False): 0, ('empty', True): 3})
+    key = 'val_dataloader.dataset.datasets.1'
+    for everything, line in (
+        (
+            3,
+            f"{key}: none of the 3 images of 'p' is left after filter_cfg = {{}}. The class names searched for are "
+            "metainfo.classes = ('a',); they have to be the category names of the annotation file.",
+        ),
+        (0, f"{key}: 'p' in data_root 'r' names no image."),
+    ):
+        built.clear()
+        sizes['empty', True] = everything
+        with pytest.raises(RunError) as found, explained_empty_data(cfg, ['train', 'val']):
+            raise ValueError
+        assert str(found.value) == line
+        bare = [dict(leaf, serialize_data=False, pipeline=[]) for leaf in leaves]
+        assert built == [*bare, dict(bare[1], filter_cfg=None)]

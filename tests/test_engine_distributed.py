@@ -216,7 +216,7 @@ def test_one_process_is_left_alone(joined):
 def test_synchronised_norms_are_plain_ones_on_the_cpu(tmp_path, monkeypatch):
     """PyTorch trains SyncBatchNorm on GPUs only."""
     lines = []
-    monkeypatch.setattr('mmlinattn.engine.distributed.print_log', lambda line, logger: lines.append(line))
+    monkeypatch.setattr('mmlinattn.engine.distributed.print_log', lambda *args, **kwargs: lines.append((args, kwargs)))
     torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
     try:
         model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SyncBatchNorm(4))
@@ -226,9 +226,8 @@ def test_synchronised_norms_are_plain_ones_on_the_cpu(tmp_path, monkeypatch):
         assert wrapped.module[0].weight.grad is not None
         plain = nn.Sequential(nn.Linear(2, 2))
         assert CPUDistributedDataParallel(plain).module is plain
-        assert lines == [
-            'On CPU 1 SyncBatchNorm layers are trained as BatchNorm: statistics are those of each process alone.'
-        ]
+        said = 'On CPU 1 SyncBatchNorm layers are trained as BatchNorm: statistics are those of each process alone.'
+        assert lines == [((said,), dict(logger='current'))]
     finally:
         leave_process_group()
     assert not torch.distributed.is_initialized()

@@ -154,6 +154,8 @@ def test_the_checkpoint_that_is_named(tmp_path, monkeypatch):
         return find_latest_checkpoint('work')
 
     assert found('work/epoch_1.pth\n') == 'work/epoch_1.pth'
+    (tmp_path / 'link').symlink_to(work)
+    assert find_latest_checkpoint('link') == 'work/epoch_1.pth'  # the same folder by another name
     assert found(f'{work}/of_deepspeed') == f'{work}/of_deepspeed'
     assert found('out/work/epoch_2.pth') == 'out/work/epoch_2.pth'
     assert found('was/here/epoch_1.pth') == os.path.join('work', 'epoch_1.pth')

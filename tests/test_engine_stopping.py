@@ -158,6 +158,53 @@ def test_the_handler_of_others_stays(tmp_path):
         signal.signal(signal.SIGTERM, found)
 
 
+def test_what_is_done_before_the_training(monkeypatch):
+    """A handler of others is said to stay; a validation is made up for, with or without a handler."""
+    lines, handled = [], []
+    runs = SimpleNamespace(run=lambda: handled.append('validated'))
+    runner = SimpleNamespace(logger=SimpleNamespace(warning=lines.append), val_loop=runs)
+    monkeypatch.setattr(signal, 'signal', lambda *args: handled.append(args))
+
+    def prepared(found, is_due, **options):
+        handled.clear()
+        hook = StopHook(**options)
+        monkeypatch.setattr(signal, 'getsignal', lambda number: found)
+        monkeypatch.setattr(hook, '_is_before_a_validation', lambda given: is_due and given is runner)
+        hook.before_train(runner)
+        return hook
+
+    hook = prepared(signal.SIG_DFL, False)
+    assert handled == [(signal.SIGTERM, hook._on_sigterm)] and (hook._found, hook._runner) == (signal.SIG_DFL, runner)
+    assert prepared(signal.SIG_DFL, True, save_on_sigterm=False)._runner is None and handled == ['validated']
+    assert lines == []
+    assert prepared(print, True)._runner is None and handled == ['validated']
+    assert lines == ['StopHook: SIGTERM has a handler already, which stays: no checkpoint is saved.']
+
+
+@pytest.mark.parametrize(
+    'meta, can_resume, is_due, expected',
+    [
+        (dict(stopped=dict(batch=0)), True, True, True),
+        (dict(stopped=dict(batch=0), epoch=1), True, True, False),  # of another place in the training
+        (dict(stopped=dict(batch=0), iter=5), True, True, False),
+        (dict(stopped=dict(batch=1)), True, True, False),  # in the middle of an epoch
+        (dict(stopped=[0]), True, True, False),
+        (dict(stopped=None), True, True, False),
+        (dict(stopped=dict(batch=0)), False, True, False),
+        (dict(stopped=dict(batch=0)), True, False, False),
+    ],
+)
+def test_whether_a_validation_is_to_be_made_up_for(monkeypatch, meta, can_resume, is_due, expected):
+    hook = StopHook()
+    hook.after_load_checkpoint(None, dict(meta={'epoch': 2, 'iter': 6, **meta}))
+    monkeypatch.setattr(stopping, '_can_resume', lambda runner: can_resume)
+    monkeypatch.setattr(stopping, '_validation_is_due', lambda runner: is_due)
+    runner = SimpleNamespace(train_loop=SimpleNamespace(epoch=2, iter=6))
+    assert hook._is_before_a_validation(runner) is expected
+    hook.after_load_checkpoint(None, {})  # a bare state dict
+    assert not hook._is_before_a_validation(runner)
+
+
 def test_no_room_for_the_checkpoint_is_an_error(tmp_path):
     """The exit status 143 says that it was saved."""
 
@@ -365,8 +412,20 @@ def test_other_epochs_cannot_be_continued(tmp_path):
 
 @pytest.mark.parametrize('stopped', [[1], dict(batch=1), dict(batch='1', num_batches=3), dict(batch=4, num_batches=3)])
 def test_a_place_in_the_epoch_that_is_none(stopped):
-    with pytest.raises(RunError, match='meta.stopped = '):
+    with pytest.raises(RunError) as found:
         _batches_done(stopped, 3)
+    assert str(found.value) == (
+        f'the checkpoint does not say where in its epoch it was saved: meta.stopped = {stopped!r}.'
+    )
+
+
+def test_the_line_about_epochs_of_another_length():
+    with pytest.raises(RunError) as found:
+        _batches_done(dict(batch=2, num_batches=3), 6)
+    assert str(found.value) == (
+        'the checkpoint was saved after 2 of the 3 batches of an epoch, and here an epoch has 6. Resume with the same '
+        'data set, batch size and number of processes, or from the checkpoint of an epoch.'
+    )
 
 
 def test_a_whole_epoch_needs_no_place_in_it():
