@@ -76,7 +76,9 @@ def test_rates_of_stochastic_depth_share_what_is_compiled():
 def test_stochastic_depth_with_a_rate_in_a_tensor():
     model = ravlt(drop_path_rate=0.5)
     rates = [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
+    keys = list(model.state_dict())
     compile_blocks(model, backend='eager')
+    assert list(model.state_dict()) == keys
     paths = [module for module in model.modules() if isinstance(module, SharedDropPath)]
     assert [path.keep_rate.item() for path in paths] == pytest.approx([1 - rate for rate in rates])
     path = paths[-1].train()
@@ -85,6 +87,9 @@ def test_stochastic_depth_with_a_rate_in_a_tensor():
     keep = path.keep_rate.item()
     assert values == pytest.approx([0, 1 / keep]) and kept.mean().item() == pytest.approx(1, abs=0.1)
     assert torch.equal(path.eval()(kept), kept)
+    elsewhere = ravlt(drop_path_rate=0.5).to('meta')  # rates lie where the weights do
+    compile_blocks(elsewhere, backend='eager')
+    assert {m.keep_rate.device.type for m in elsewhere.modules() if isinstance(m, SharedDropPath)} == {'meta'}
 
 
 def test_copies_and_files_know_nothing_of_it():

@@ -416,6 +416,9 @@ def test_which_init_cfgs_name_weights():
     weights = dict(type='Pretrained', checkpoint='x')
     assert is_pretrained(weights) and is_pretrained([dict(type='Xavier'), weights])
     assert not is_pretrained(dict(type='Xavier')) and not is_pretrained(None) and not is_pretrained('x')
+    kept = dict(a=dict(init_cfg=dict(type='Xavier')), pretrained=None, other=weights, d=(dict(pretrained=dict(x=1)), 3))
+    named = dict(kept, b=[dict(init_cfg=weights, c=1), dict(pretrained='x.pth', init_cfg=[weights])])
+    assert upstream.without_weights(named) == dict(kept, b=[dict(c=1), {}])
 
 
 class Measurable(nn.Module):
