@@ -350,7 +350,9 @@ def test_how_often_and_how_long_a_server_is_asked(monkeypatch, tmp_path):
 
     monkeypatch.setattr(download.urllib.request, 'urlopen', urlopen)
     monkeypatch.setattr(download.time, 'sleep', waits.append)
-    monkeypatch.setattr(download, 'print_log', lambda line, *args, **kwargs: lines.append((line, kwargs.get('level'))))
+    monkeypatch.setattr(
+        download, 'print_log', lambda line, logger=None, level=None: lines.append((line, logger, level))
+    )
     link, path = 'http://host/a.pth', tmp_path / 'new' / 'a.pth'
     with pytest.raises(CheckpointError) as found:
         download.fetch(link, path)
@@ -359,9 +361,9 @@ def test_how_often_and_how_long_a_server_is_asked(monkeypatch, tmp_path):
     )
     assert asked == 3 * [(link, f'mmlinattn/{__version__}', 30)] and waits == [1.0, 4.0]
     assert lines == [
-        (f'Downloading {link} to {path}', None),
-        (f'{link}: away; trying again in 1 s', logging.WARNING),
-        (f'{link}: away; trying again in 4 s', logging.WARNING),
+        (f'Downloading {link} to {path}', 'current', None),
+        (f'{link}: away; trying again in 1 s', 'current', logging.WARNING),
+        (f'{link}: away; trying again in 4 s', 'current', logging.WARNING),
     ]
     assert [file.name for file in path.parent.iterdir()] in (['.a.pth.lock'], [])
 

@@ -27,6 +27,7 @@ from mmlinattn.datasets.pictures import is_empty, save_jpeg, save_png
 from mmlinattn.datasets.shapes import UNLABELLED_SHAPE, _coverage, _place
 from mmlinattn.datasets.staging import NOTE, StagedFolder
 from mmlinattn.datasets.textures import (
+    _MIXES,
     BACKGROUNDS,
     FILLS,
     _of_hue,
@@ -308,6 +309,29 @@ def test_colours_of_backgrounds_lie_close_together():
             assert 20 <= first.min() and first.max() <= 235 and 0 <= second.min() and second.max() <= 255
             distance = np.linalg.norm(second - first)
             assert distance <= 65 and (distance >= 25 or second.min() == 0 or second.max() == 255)
+
+
+def test_patterns_of_backgrounds():
+    """A ramp from end to end; noise of which 2 % are cut off on either side; bands with edges of a pixel, of 5 to 15 %
+    of the shorter side, and squares of 10 to 25 %."""
+    periods = dict(stripes=[], checker=[])
+    for seed in range(40):
+        mixes = {kind: _MIXES[kind](np.random.default_rng(seed), 120, 80) for kind in BACKGROUNDS}
+        for mix in mixes.values():
+            assert mix.shape == (80, 120) and mix.min() == 0 and mix.max() == pytest.approx(1, abs=1e-4)
+        ramp = mixes['gradient']
+        for axis in (0, 1):
+            assert np.abs(np.diff(ramp, 2, axis=axis)).max() < 1e-5
+        assert ramp[::79, ::119].min() == 0 and ramp[::79, ::119].max() == ramp.max()  # from corner to corner
+        clouds = mixes['clouds']
+        assert np.mean(clouds == 0) == pytest.approx(0.02, abs=0.002)
+        assert np.mean(clouds > 0.9999) == pytest.approx(0.02, abs=0.002)
+        assert np.abs(np.diff(clouds, axis=1)).max() < 0.25
+        for kind, edges in (('stripes', 2), ('checker', 4)):  # a period
+            assert mixes[kind].mean() == pytest.approx(0.5, abs=0.02)
+            periods[kind].append(edges / np.mean((mixes[kind] > 0) & (mixes[kind] < 1)))
+    assert 4 <= min(periods['stripes']) < 4.5 and 11.3 < max(periods['stripes']) <= 12.1
+    assert 8 <= min(periods['checker']) < 10 and 19.5 < max(periods['checker']) < 21.5  # edges cross
 
 
 def test_pale_colours():
