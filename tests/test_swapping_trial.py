@@ -114,8 +114,8 @@ def test_outputs_that_nobody_reads(log):
     optimizer = trial.build_optim_wrapper(model, dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=100.0)))
     before = model.backbone.second.weight.detach().clone()
     batch = invented.segmentation_batch((8, 8))
-    found = trial._train(model, batch, optimizer)
-    assert found.read == (False, True) and not model.backbone._forward_hooks
+    found = trial._train(model.eval(), batch, optimizer)
+    assert model.training and found.read == (False, True) and not model.backbone._forward_hooks
     assert not torch.equal(before, model.backbone.second.weight)  # the optimizer took its step
 
 
@@ -249,6 +249,32 @@ def test_batches_of_other_tasks():
     assert (one.gt_label.item(), two.gt_label.item()) == (0, 1)
     assert one.gt_score.tolist() == [1, 0, 0, 0] and two.gt_score.tolist() == [0, 1, 0, 0]
     assert len(invented.classification_batch((8, 8), 1)['data_samples'][0].gt_score) == 2
+
+
+def test_what_samples_say_of_their_pictures():
+    """All that heads and visualisers of upstream ask for; pictures are neither scaled nor padded nor flipped."""
+    size, whole = (32, 64), (1.0, 1.0)
+
+    def metas(batch):
+        return [sample.metainfo for sample in batch['data_samples']]
+
+    detection = metas(invented.detection_batch(size))
+    assert [meta.pop('border').tolist() for meta in detection] == [[0, 32, 0, 64]] * 2
+    shapes = dict.fromkeys(('img_shape', 'ori_shape', 'pad_shape', 'batch_input_shape'), size)
+    said = dict(shapes, scale_factor=whole, flip=False, flip_direction=None, text='thing .', custom_entities=False)
+    assert detection == [dict(said, img_id=i, img_path=f'{i}.jpg') for i in range(2)]
+    both = dict(img_shape=size, ori_shape=size)
+    segmentation = metas(invented.segmentation_batch(size))
+    assert segmentation == [dict(both, pad_shape=size, scale_factor=whole)] * 2
+    people = metas(invented.reid_batch(size))
+    assert [{key: meta[key] for key in both} for meta in people] == [both] * 4
+    for i, meta in enumerate(metas(invented.classification_batch(size, 3))):
+        assert {key: meta[key] for key in ('img_shape', 'ori_shape', 'sample_idx')} == dict(both, sample_idx=i)
+    assert [meta['sample_idx'] for meta in metas(invented.views_batch(size, 2))] == [0, 1]
+    ignored = invented.detection_batch(size)['data_samples'][0].ignored_instances
+    assert (tuple(ignored.bboxes.shape), tuple(ignored.labels.shape)) == ((0, 4), (0,))
+    noise = torch.stack(invented._pictures((64, 64), 3, 2))
+    assert noise.shape == (3, 2, 64, 64) and noise.min() < 3 and 251 < noise.max() < 255 and len(noise.unique()) > 240
 
 
 def test_batches_suit_the_model():
