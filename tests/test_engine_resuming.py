@@ -160,6 +160,20 @@ def test_skipping_batches_gives_those_that_follow(kind, count):
     assert list(itertools.islice(endless(skipped), 6)) == expected
 
 
+def test_samplers_are_told_of_the_epoch():
+    """Each has an order of its own; a run that resumes in the middle of one has that one's."""
+    sampler, fresh = (DefaultSampler(range(12), seed=3) for _ in range(2))
+    batches = _NumberedBatches(BatchSampler(sampler, 4, False))
+    batches.set_epoch(7)
+    assert (batches.epoch, sampler.epoch) == (7, 7)
+    batches.set_epoch(0)
+    batches.skip(5)  # the three of the first epoch, two of the second
+    fresh.set_epoch(1)
+    *_, last = BatchSampler(fresh, 4, False)
+    ((epoch, number, indices),) = [(batch.epoch, batch.number, list(batch)) for batch in batches]
+    assert (epoch, number, indices) == (1, 2, last)
+
+
 def test_numbered_batches_can_be_pickled():
     """As whatever is handed to processes that are spawned."""
     handed_over = pickle.loads(pickle.dumps(_NumberedBatches(BatchSampler(range(6), 3, False))))

@@ -414,6 +414,38 @@ def test_no_way_says_what_stopped_the_first():
             swap._wire(upstream_of(dict(backbone=dict(type='ResNet'))), PYRAMID, Measured([FeatureMap(9, None)]), None)
 
 
+def test_networks_are_tried_with_the_data_of_the_config(monkeypatch):
+    """With masks or without, in pictures of its size; of the upstream network only whether it runs counts."""
+    asked, answers = [], []
+
+    def try_model(network, task, optim_wrapper=None, masks=True, image_size=None):
+        asked.append((network, task, optim_wrapper, masks, image_size))
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(swap, 'try_model', try_model)
+    pipeline = [dict(type='LoadAnnotations', with_mask=True), dict(type='Resize', scale=(96, 64), keep_ratio=False)]
+    loader = dict(dataset=dict(pipeline=pipeline))
+    model, wrapper = dict(backbone=dict(type='ResNet')), dict(type='OptimWrapper')
+    twice = TrialError('training stops: some parameters appear in more than one parameter group')
+    for source, data in (
+        (upstream_of(model, train_dataloader=loader), (True, (64, 96))),
+        (upstream_of(model, task='mmseg'), (False, None)),
+    ):
+        answers[:] = [twice, GOOD, GOOD._replace(stops='prediction stops: x'), TrialError('it cannot be built: y')]
+        assert swap._attempt('network', source, wrapper) is GOOD
+        assert swap._what_stops('theirs', source) == 'prediction stops: x'
+        assert swap._what_stops('theirs', source) == 'it cannot be built: y'
+        first = ('network', source.task, wrapper, *data)
+        assert asked == [first, first, *[('theirs', source.task, None, *data)] * 2]
+        asked.clear()
+    answers[:] = [twice]
+    with pytest.raises(TrialError):  # without an optimizer to set it in
+        swap._attempt('network', source, None)
+
+
 def test_modules_that_share_parameters_are_taken_once():
     wrapper = dict(type='OptimWrapper')
     shared = ValueError('some parameters appear in more than one parameter group')
