@@ -52,6 +52,10 @@ def parts(network, old, backbone, task, **kwargs):
     ('node', 'keep', 'expected'),
     [
         (dict(in_channels=(256, 512)), None, dict(in_channels=(64, 128))),  # the type stays
+        (dict(in_channels=[512, 1024]), None, dict(in_channels=[128, 256])),  # some that follow one another
+        (dict(in_channels=[256, 512, 1024]), None, dict(in_channels=[64, 128, 256])),
+        (dict(in_channels=[2048, 256]), None, None),
+        (dict(in_channels=[256, 1024]), None, None),
         (dict(in_channels=[1024, 2048]), [1, 3], dict(in_channels=[512])),
         (dict(in_channels=OLD[::-1]), [1, 3], dict(in_channels=[512, 128])),
         (dict(in_channels=[256, 1024], in_index=(0, 2)), [0, 2], dict(in_channels=[64, 256], in_index=(0, 1))),
@@ -95,6 +99,13 @@ def test_whether_anything_was_about_the_backbone():
     assert plain(dict(in_channels=[768] * 4)) == dict(in_channels=NEW)  # the same list from either end
     # which of two equal maps one number means, its index says
     assert Wiring([FeatureMap(9, 16)] * 2, OURS[:2])(dict(in_channels=9, in_index=0))['in_channels'] == 64
+
+
+@pytest.mark.parametrize(('ints_below', 'inner'), [(None, 256), (2, 256), (1, 256), (0, 1024)])
+def test_numbers_of_extractors_count_by_their_depth(ints_below, inner):
+    node = dict(bbox_roi_extractor=dict(out_channels=1024), other=dict(out_channels=1024))
+    found = Wiring(RESNET, OURS, ints_below=ints_below)(node)
+    assert found == dict(bbox_roi_extractor=dict(out_channels=inner), other=dict(out_channels=1024))
 
 
 def test_outputs_of_the_backbone():
