@@ -302,6 +302,7 @@ def test_typical_colours_of_forms():
 
 
 def test_colours_of_backgrounds_lie_close_together():
+    seconds = []
     for seed in range(40):
         for kind in BACKGROUNDS:
             picture, (first, second) = draw_background(np.random.default_rng(seed), (64, 72), kind)
@@ -309,6 +310,8 @@ def test_colours_of_backgrounds_lie_close_together():
             assert 20 <= first.min() and first.max() <= 235 and 0 <= second.min() and second.max() <= 255
             distance = np.linalg.norm(second - first)
             assert distance <= 65 and (distance >= 25 or second.min() == 0 or second.max() == 255)
+            seconds.append(second)
+    assert np.min(seconds) == 0 and np.max(seconds) == 255  # the ends of the range are taken
 
 
 def test_patterns_of_backgrounds():
