@@ -257,6 +257,27 @@ def test_small_types_of_every_format(config, tmp_path, form, dtype):
         assert out.with_suffix('.bin').stat().st_size < 2.5 * number
 
 
+class Pyramid(nn.Module):
+    """What MMDetection's detectors have around their maps: levels that are pooled from the last one."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Conv2d(3, 4, 32, 32)
+        self.neck = MODELS.build(dict(type='mmdet.FPN', in_channels=[4], out_channels=4, num_outs=3))
+
+    def extract_feat(self, x):
+        return self.neck([self.backbone(x)])
+
+
+def test_a_graph_of_a_detector_serves_sizes_whose_last_levels_are_odd(tmp_path):
+    pytest.importorskip('mmdet.models')
+    sizes = Sizes(1, 128, 160, dynamic=True)
+    export = export_model(Pyramid(), Config(dict(model=dict())), tmp_path / 'graph.pt2', 'torch-export', sizes)
+    assert list(export.errors) == [(1, 3, 128, 160), (1, 3, 165, 178), (2, 3, 81, 101)]
+    graph = FORMATS['torch-export'].load(tmp_path / 'graph.pt2')
+    assert [out.shape[2:] for out in graph(torch.randn(1, 3, 96, 170))] == [(3, 5), (2, 3), (1, 2)]
+
+
 # --- whole models -----------------------------------------------------------------------------
 
 WHOLE = {
