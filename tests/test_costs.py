@@ -327,6 +327,8 @@ def test_conventions_of_papers():
         '| RALA | mmdet | 3 | layers 2, products 1 | -1.0 % | +2.7 % | +10.0 % |',
         '| InLine | mmseg | 1 | products 1 | -20.0 % | -10.0 % | +20.0 % |',
     ]
+    # the most frequent first, whatever comes first in the table
+    assert '| layers 2, products 1 |' in paper_tables.which_convention([measured[1], measured[0], measured[2]])
     far = measured[3][0]
     assert paper_tables.far_rows(measured) == f'`{far.name}` (50 published, 45.0 counted)'
     assert paper_tables.far_rows(measured, 0.4).startswith(
