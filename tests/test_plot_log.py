@@ -4,6 +4,7 @@
 import json
 import runpy
 import sys
+from pathlib import Path
 
 import pytest
 from config_helpers import ROOT
@@ -39,6 +40,14 @@ def test_resumed_run_replaces_what_it_ran_again(work_dir):
     assert tool['choose'](curves, ['bbox_mAP']) == ['coco/bbox_mAP']
 
 
+def test_logs_are_read_oldest_first(work_dir, monkeypatch):
+    """In whatever order a drive has them."""
+    find_logs, logs = runpy.run_path(str(TOOL))['find_logs'], sorted(work_dir.rglob('scalars.json'))
+    for order in (logs, logs[::-1]):
+        monkeypatch.setattr(Path, 'rglob', lambda self, pattern, order=order: iter(order))
+        assert find_logs(work_dir) == logs
+
+
 @pytest.mark.parametrize('keys', [[], ['--keys', 'loss', 'bbox_mAP']])
 def test_draws_a_panel_for_each_key(work_dir, tmp_path, monkeypatch, keys):
     mmcv = pytest.importorskip('mmcv')
@@ -46,6 +55,7 @@ def test_draws_a_panel_for_each_key(work_dir, tmp_path, monkeypatch, keys):
     run(monkeypatch, work_dir, '--keys', 'loss', '--out', tmp_path / 'one.png')
     two, one = (mmcv.imread(str(tmp_path / f'{name}.png')) for name in ('two', 'one'))
     assert two.shape[0] == pytest.approx(2 * one.shape[0], abs=2)
+    assert one.shape == (288, 840, 3)  # 7 x 2.4 inches, 120 dots each
     assert len({tuple(pixel) for pixel in two.reshape(-1, 3)}) > 10  # more than an empty page
 
 
