@@ -560,12 +560,14 @@ def test_log_buffers_without_a_log(state):
         safe._ReadHistoryBuffer.__new__(safe._ReadHistoryBuffer).__setstate__(state)
 
 
-def test_log_buffers_are_plain_ones_once_read():
+def test_log_buffers_are_plain_ones_once_read(monkeypatch):
+    monkeypatch.setattr(HistoryBuffer, '_statistics_methods', OrderedDict())  # of a process that has made none
     buffer = safe._ReadHistoryBuffer.__new__(safe._ReadHistoryBuffer)
     history = dict(_log_history=np.ones(2), _count_history=np.ones(2), max_length=2)
     buffer.__setstate__(dict(history, _statistics_methods=dict(mean=print), other=1))
     assert type(buffer) is HistoryBuffer and not hasattr(buffer, 'other') and buffer.mean() == 1
     assert (len(buffer.data[0]), buffer.max_length) == (2, 2)
+    assert buffer.statistics('mean') == 1 and set(buffer._statistics_methods) == {'min', 'max', 'current', 'mean'}
 
 
 @pytest.mark.parametrize('kind', ['?', 'i1', 'u8', 'f2', 'c16'])
