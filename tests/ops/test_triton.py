@@ -206,6 +206,7 @@ def test_which_gradients_lie_in_one_tensor():
     q, k, v = x.split(16, dim=-1)
     alone = torch.randn(2, 5, 16)
     cases = [((q, k, v), 3), ((q, k, alone), 2), ((q, alone, v), 1), ((alone, k, v), 1), ((k, q, v), 1), ((q, v, k), 1)]
+    cases += [((q, x.as_strided((2, 5, 16), (240, 40, 1), 16), v), 1)]  # other steps from token to token
     cases += [((x[..., :8], x[..., 16:24], v), 1), ((q, k, k), 2), ((q[:, :3], k, v), 1)]
     for tensors, together in cases:
         assert triton_op._slices_of_one(*tensors) == together
