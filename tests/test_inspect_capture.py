@@ -45,6 +45,8 @@ def test_attentions_are_found_once_and_in_order():
         dict(a=nn.ModuleDict(dict(attn=stripes)), b=nn.Linear(1, 1), a2=GlobalAttention(8, 2, 'rala'))
     )
     assert arrangements(model) == {'a.attn': stripes, 'a2': model['a2']}  # not the two directions of stripes
+    model['a']['attn2'] = GlobalAttention(8, 2, 'rala')  # a name that begins alike is another one
+    assert list(arrangements(model)) == ['a.attn', 'a.attn2', 'a2']
     assert reduction_of(stripes) == reduction_of(model['a2']) == 1
     assert reduction_of(ReducedAttention(8, 2, 'softmax', 4, dict(type='LN'))) == 4
     assert reduction_of(type('Averages', (nn.Module,), dict(reduction='sequence', ratio=4))()) == 0

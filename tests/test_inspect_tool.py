@@ -365,8 +365,11 @@ def test_every_number_of_a_block(monkeypatch):
     assert entry['rank']['weights_with_local']['effective'] == pytest.approx([4])
 
 
-@pytest.mark.parametrize(('size', 'pairs'), [((5, 6), 120 + 28 + 6 + 1), ((5, 5), 120 + 6 + 6), ((4, 5), 120 + 6)])
-def test_confused_pairs_of_windows_of_several_sizes(size, pairs):
+@pytest.mark.parametrize(
+    ('size', 'pairs', 'tokens'),
+    [((5, 6), 120 + 28 + 6 + 1, (16, 8, 4, 2)), ((5, 5), 120 + 6 + 6, (16, 4, 4)), ((4, 5), 120 + 6, (16, 4))],
+)
+def test_confused_pairs_of_windows_of_several_sizes(size, pairs, tokens):
     """All of them, where all queries look alike; of a window of one token there is none."""
     attention, found = WindowAttention(8, 2, 'softmax', (4, 4)).eval(), []
     nn.init.zeros_(attention.qkv.weight)
@@ -374,6 +377,8 @@ def test_confused_pairs_of_windows_of_several_sizes(size, pairs):
         attention(torch.randn(1, *size, 8))
     confusion = found[0]['confusion']
     assert confusion['pairs_an_image'] == pytest.approx([pairs] * 2) and confusion['share'] == [1, 1]
+    norm = sum(number**0.5 for number in tokens) / sum(tokens)  # of n weights alike, 1 / sqrt(n); mean of the queries
+    assert confusion['mean_norm'] == pytest.approx([norm] * 2)
 
 
 def test_stripes_of_two_lengths():
