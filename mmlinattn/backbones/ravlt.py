@@ -6,10 +6,11 @@ import torch
 from mmengine.model import ModuleList
 from mmengine.registry import MODELS
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..attention import GlobalAttention
 from ..layers import Block, ConvDownsample, ConvFFN, ConvStem, FactorisedLinear, ResidualDWConv, rotary_table
-from ..ops.conv_norms.folding import fold_batch_norm
+from ..ops.conv_norms.folding import fold_batch_norm, is_foldable
 from ..ops.forms import accumulation_dtype
 from .base import PyramidBackbone
 
@@ -127,7 +128,16 @@ class RAVLT(PyramidBackbone):
 
         Returns:
             RAVLT: The model itself, in eval mode. Its ``state_dict`` loads into ``RAVLT(..., deploy=True)``.
+
+        Raises:
+            ValueError: For a batch norm that cannot be folded, before anything is changed.
         """
+        for norm in (layer for embed in self.patch_embeds for layer in embed.layers if isinstance(layer, _BatchNorm)):
+            if not is_foldable(norm):
+                raise ValueError(
+                    f'switch_to_deploy: {type(norm).__name__} cannot be folded into a convolution; allowed are batch '
+                    "norms with weights, running statistics and PyTorch's own forward"
+                )
         super().switch_to_deploy()
         for embed in self.patch_embeds:
             embed.layers = fold_batch_norms(embed.layers)
@@ -152,7 +162,7 @@ def fold_batch_norms(layers: nn.Sequential) -> nn.Sequential:
     """``conv, norm`` pairs become one convolution; other layers stay, with their names."""
     folded = OrderedDict()
     for name, layer in layers.named_children():
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm):
+        if isinstance(layer, _BatchNorm):
             conv = next(reversed(folded.values()))
             conv.weight.data, conv.bias.data = fold_batch_norm(conv, layer)
         else:

@@ -96,6 +96,18 @@ def test_a_norm_without_running_statistics_stays():
         assert all(relative_error(*pair) < 1e-5 for pair in zip(model.switch_to_deploy()(x), expected))
 
 
+@pytest.mark.parametrize('change', [('forward', lambda x: x + 1), ('running_var', None)], ids=lambda c: c[0])
+def test_a_batch_norm_that_cannot_be_folded_is_refused_before_anything_is_changed(change):
+    model = trained()
+    norm = [layer for layer in model.patch_embeds[-1].layers if isinstance(layer, nn.BatchNorm2d)][-1]
+    setattr(norm, *change)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match='switch_to_deploy: BatchNorm2d cannot be folded into a convolution; allowed'):
+        model.switch_to_deploy()
+    found = model.state_dict()
+    assert found.keys() == state.keys() and all(torch.equal(found[key], state[key]) for key in state)
+
+
 @pytest.mark.parametrize('kind', [nn.BatchNorm2d, nn.SyncBatchNorm])
 def test_every_kind_of_batch_norm_is_folded(kind):
     norm = kind(5).eval()

@@ -7,14 +7,13 @@ from typing import Optional
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from ..conv_of_gelu import conv_of_gelu
 from ..forms import records
 from ..gelu_of_conv.eager import fused
 from ..memory import has_hooks, is_plain_conv
 from . import reference
-from .folding import fold_batch_norm
+from .folding import fold_batch_norm, is_foldable
 
 
 def conv_norms(x: Tensor, layers: Sequence[tuple[nn.Conv2d, Optional[nn.Module]]]) -> Tensor:
@@ -30,19 +29,10 @@ def _learn(x: Tensor, layers) -> Tensor:
     return x
 
 
-def _is_fixed(norm: nn.Module) -> bool:
-    """Whether it is a batch norm in eval mode and nothing else, whose statistics and weights say all."""
-    if not isinstance(norm, _BatchNorm) or norm.training or norm.running_var is None or not norm.affine:
-        return False
-    # subclasses and instances may have a forward of their own
-    plain = getattr(norm.forward, '__func__', None) in (_BatchNorm.forward, SyncBatchNorm.forward)
-    return plain and not has_hooks(norm)
-
-
 def _infer(x: Tensor, layers) -> Tensor:
     for i, (conv, norm) in enumerate(layers):
         weight, bias = conv.weight, conv.bias
-        if norm is not None and _is_fixed(norm):
+        if norm is not None and not norm.training and is_foldable(norm) and not has_hooks(norm):
             weight, bias = fold_batch_norm(conv, norm)
             norm = None
         gelu = i < len(layers) - 1

@@ -1,7 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from ..forms import accumulation_dtype
+
+
+def is_foldable(norm: nn.Module) -> bool:
+    """Whether statistics and weights say all that a batch norm does in eval mode: subclasses and instances may have a
+    ``forward`` of their own."""
+    if not isinstance(norm, _BatchNorm) or norm.running_var is None or not norm.affine:
+        return False
+    return getattr(norm.forward, '__func__', None) in (_BatchNorm.forward, SyncBatchNorm.forward)
 
 
 def fold_batch_norm(conv: nn.Conv2d, norm: nn.Module) -> tuple[Tensor, Tensor]:
