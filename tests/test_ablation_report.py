@@ -204,6 +204,9 @@ def test_means_of_blocks():
     found = ablation_report.attention_of(dict(attention=[BLOCKS[0], block(None, 5.0, 8.0, 0.5, 0.5, 0.5), {}]))
     assert found == dict(state=(2, 16), output=(4, 20), projected=(6, 24), confused=(0.375, None), local=(0.5, 0.3125))
     assert ablation_report.attention_of(dict(attention=[])) == {}
+    none = [dict(confusion=dict(share=share)) for share in (0.0, 0.5)]  # a share of zero is a number
+    assert ablation_report.attention_of(dict(attention=none)) == dict(confused=(0.25, None))
+    assert ablation_report.attention_of(dict(attention=none[:1])) == dict(confused=(0.0, None))
     entry = dict(block='a', heads=2, share=[0.25, 0.75], map=dict(rank=[1, 3], empty=[]), names=['a', 'b'])
     expected = dict(block='a', heads=2, share=0.5, map=dict(rank=2, empty=[]), names=['a', 'b'])
     assert ablation._over_heads(entry) == expected

@@ -411,6 +411,7 @@ LONG = 1001 * 'k'
         ([1], 'a.pth holds a list, not a state dict'),
         (dict(state_dict=[1]), 'state_dict of a.pth is a list, not a dict'),
         (dict(meta=[1]), 'meta of a.pth is a list, not a dict'),
+        (dict(meta=''), 'meta of a.pth is a str, not a dict'),
         ({1: torch.ones(1)}, 'the top level of a.pth has a key that is no string: int 1'),
         (dict(model={1: torch.ones(1)}), 'model of a.pth has a key that is no string: int 1'),
         (dict(model_ema={LONG: 1}), f'model_ema of a.pth has a key of 1001 characters: {80 * "k"}...'),
@@ -434,7 +435,7 @@ def test_what_is_made_of_a_checkpoint():
     meta = dict(
         config='gpu_ids = range(0, 3)',
         CLASSES=('a', 'b\x07'),
-        dataset_meta=dict(classes=['c\x1b'], palette=[(1, 2)], names={'d\x07'}),
+        dataset_meta=dict(classes=['c\x1b'], palette=[(1, 2)], names={'d\x07'}, ids={'e\x1b': 1}),
         name='\x07',
     )
     state = OrderedDict({1000 * 'k': torch.ones(1)})
@@ -444,7 +445,7 @@ def test_what_is_made_of_a_checkpoint():
         config='gpu_ids = range(3)',
         config_text='gpu_ids = range(0, 3)',
         CLASSES=('a', 'b\\x07'),
-        dataset_meta=dict(classes=['c\\x1b'], palette=[(1, 2)], names={'d\\x07'}),
+        dataset_meta=dict(classes=['c\\x1b'], palette=[(1, 2)], names={'d\\x07'}, ids={'e\\x1b': 1}),
         name='\x07',  # which nobody prints
     )
     assert make_inert(dict(meta=dict(config='x = 1')), 'a')['meta'] == dict(config_text='x = 1')

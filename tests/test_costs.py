@@ -329,6 +329,9 @@ def test_conventions_of_papers():
     ]
     # the most frequent first, whatever comes first in the table
     assert '| layers 2, products 1 |' in paper_tables.which_convention([measured[1], measured[0], measured[2]])
+    # a median of what is too much and too little, not of sizes
+    around = [(ROW._replace(flops='100'), cost(1, counted, 200, 300)) for counted in (95, 102, 101)]
+    assert paper_tables.which_convention(around).splitlines()[2].split(' | ')[4] == '+1.0 %'
     far = measured[3][0]
     assert paper_tables.far_rows(measured) == f'`{far.name}` (50 published, 45.0 counted)'
     assert paper_tables.far_rows(measured, 0.4).startswith(

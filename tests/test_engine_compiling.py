@@ -142,6 +142,9 @@ def test_what_makes_blocks_of_another_kind(monkeypatch):
     other.stages[0][1].norm1.eps = 1e-3
     assert compile_blocks(other) == 2
     other = ravlt(**stage)
+    other.stages[0][1].position.dilation = (1, 2)
+    assert compile_blocks(other) == 2
+    other = ravlt(**stage)
     other.stages[0][1].norm1.weight = nn.Parameter(torch.ones(1, 16, dtype=torch.float64))
     other.stages[0][2].norm1.bias = nn.Parameter(torch.ones(16))
     assert compile_blocks(other) == 3

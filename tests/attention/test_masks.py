@@ -7,6 +7,7 @@ from torch import nn
 
 from mmlinattn.attention import Attention, Grid
 from mmlinattn.layers import rotary_table
+from mmlinattn.ops import softmax_attention
 
 DIM, HEADS, HEIGHT, WIDTH = 16, 2, 3, 5
 MIXERS = {
@@ -75,3 +76,12 @@ def test_a_window_of_padding_only_has_no_values_and_finite_gradients(mixer, dtyp
     out.float().sum().backward()
     assert all(p.grad.isfinite().all() for p in attention.parameters())
     assert x.grad.isfinite().all()
+
+
+def test_softmax_over_hidden_keys_alone_is_their_mean():
+    """No NaN, whatever PyTorch's kernels make of rows without a key; callers set such values to zero."""
+    q, k, v = (torch.randn(2, 5, DIM, dtype=torch.float64) for _ in range(3))
+    mask = torch.tensor([[True] * 5, [False] * 5])
+    out = softmax_attention(q, k, v, HEADS, mask=mask)
+    torch.testing.assert_close(out[:1], softmax_attention(q[:1], k[:1], v[:1], HEADS))
+    torch.testing.assert_close(out[1], v[1].mean(dim=0).expand(5, -1))

@@ -236,6 +236,16 @@ def test_float16_is_finite_at_the_size_of_a_detector(host, attn):
 # --- freezing, saving memory, outputs -----------------------------------------------------------
 
 
+def test_norms_of_outputs_leave_the_tokens_of_later_blocks_alone():
+    plain = small_hosts.build('LinearDeiT', 'softmax', out_norm=False, out_indices=(0, 1), out_type='raw').eval()
+    normed = small_hosts.build('LinearDeiT', 'softmax', out_norm=True, out_indices=(0, 1), out_type='raw').eval()
+    normed.load_state_dict(plain.state_dict(), strict=False)
+    torch.nn.init.uniform_(normed.out_norm.weight, 2, 3)
+    with torch.no_grad():
+        for out, raw in zip(normed(x := image(1)), plain(x), strict=True):
+            torch.testing.assert_close(out, normed.out_norm(raw))
+
+
 @pytest.mark.parametrize('frozen_stages', [-1, 0, 1, 2, 4])
 @every_pyramid
 def test_frozen_stages(host, frozen_stages):

@@ -257,3 +257,14 @@ def test_one_ffn_a_stage():
     assert isinstance(ffns[2].fc2, FactorisedLinear)
     with pytest.raises(ValueError, match='ffn=.* has to have one entry for each of the 4 stages'):
         LinearPVTv2(dict(arch, ffn=('mlp', 'mlp')))
+
+
+def test_scales_of_the_output_where_statistics_are_taken():
+    """As in a pass without gradients in training mode, which renews the statistics of batch norms."""
+    ffn, scale = compact(MLP(6, 12), r=2).train(), torch.rand(6) + 0.5
+    nn.init.normal_(ffn.fc2.up.linears[0].weight)
+    x = torch.randn(2, 5, 6)
+    with torch.no_grad():
+        expected = ffn(x) * scale
+        torch.testing.assert_close(ffn(x, out_scale=scale), expected)
+    assert expected.abs().max() > 0.1

@@ -184,6 +184,7 @@ def test_stem_without_gradients_gives_what_it_gives_with_them(norm, training):
     stem.train(training)
     x = torch.randn(2, 21, 30, 3)
     expected = stem(x)
+    torch.testing.assert_close(stem.layers(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1), expected, rtol=1e-4, atol=1e-5)
     with torch.no_grad():
         torch.testing.assert_close(stem(x), expected, rtol=1e-4, atol=1e-5)
 
