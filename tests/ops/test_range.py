@@ -46,6 +46,19 @@ def test_sums_over_the_tokens_of_a_detection_map(name, dtype, masked, form):
     assert (out - exact).abs().max() < 16 * torch.finfo(dtype).eps * exact.abs().max()
 
 
+@every_form
+@pytest.mark.parametrize('name', ATTENTIONS)
+def test_results_have_the_type_of_the_values(name, form):
+    """Where queries and keys have another one."""
+    q, k, v = (torch.rand(2, 9, 8) + 0.5 for _ in range(3))
+    expected = ATTENTIONS[name](q, k, v)
+    for queries, values in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+        with ops.use(form):
+            out = ATTENTIONS[name](q.to(queries), k.to(queries), v.to(values))
+        assert out.dtype == values and out.is_contiguous()
+        torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05 * expected.abs().max().item())
+
+
 @pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
 @pytest.mark.parametrize('dtype', HALF, ids=str)
 def test_the_mean_token_of_a_detection_map(dtype, masked):

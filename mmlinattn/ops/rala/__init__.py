@@ -43,4 +43,5 @@ def rala(
         Tensor: (B, N, E), contiguous, in the dtype of ``v``.
     """
     with forms.without_autocast(q):
-        return forms.pick(reference, q, k, v).rala(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps)
+        out = forms.pick(reference, q, k, v).rala(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps)
+        return out if out.dtype == v.dtype else out.to(v.dtype)
