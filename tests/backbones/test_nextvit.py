@@ -15,8 +15,9 @@ from small_hosts import image, loss
 from torch import nn
 from torch.nn import functional as F
 
+from mmlinattn.attention import GlobalAttention
 from mmlinattn.backbones import LinearNextViT
-from mmlinattn.backbones.nextvit import AveragedKeysAttention, PooledEmbed
+from mmlinattn.backbones.nextvit import AveragedKeysAttention, ConvBlock, PooledEmbed, ReLUMLP, TransformerBlock
 from mmlinattn.checkpoints.loading import load_pretrained
 from mmlinattn.checkpoints.states import backbone_state, fit_backbone
 
@@ -404,6 +405,41 @@ def test_stochastic_depth_is_shared_by_attention_and_convolution():
             assert block.attn_drop_path.drop_prob == pytest.approx(0.75 * rate)
             assert block.conv_drop_path.drop_prob == pytest.approx(0.25 * rate)
     assert max(found) == pytest.approx(0.4)
+
+
+class Factor(nn.Module):
+    """Stands for stochastic depth: each path has a factor of its own."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return self.factor * x
+
+
+@pytest.mark.parametrize('widens', [False, True])
+def test_each_branch_of_a_block_has_its_own_stochastic_depth(widens):
+    """Eq. 2 and 6 with 2, 3 and 5 in place of what is dropped: attention, convolution, feed-forward network."""
+    x, in_dim = torch.randn(2, 3, 5, 4 if widens else 8), 4 if widens else 8
+
+    def norm(module, values):
+        return module(values.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+    block = goldens.fill(ConvBlock(in_dim, 8, 4, ReLUMLP(8, 12), BN, 0.5)).eval()
+    block.drop_path = Factor(5)
+    y = block.embed(x) if widens else x
+    y = y + 5 * block.conv(y)
+    torch.testing.assert_close(block(x), y + 5 * block.ffn(norm(block.norm, y)))
+
+    attn = GlobalAttention(8, 2, 'softmax')
+    block = goldens.fill(TransformerBlock(in_dim, attn, 8, 12, 4, ReLUMLP(12, 6), BN, 0.5)).eval()
+    block.attn_drop_path, block.conv_drop_path, block.drop_path = Factor(2), Factor(3), Factor(5)
+    y = block.embed(x) if widens else x
+    y = y + 2 * block.attn(norm(block.norm1, y))
+    z = block.narrow(y)
+    y = torch.cat((y, z + 3 * block.conv(z)), dim=-1)
+    torch.testing.assert_close(block(x), y + 5 * block.ffn(norm(block.norm2, y)))
 
 
 # --- hallucinated attention and compact feed-forward networks -------------------------------------
