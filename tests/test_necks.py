@@ -86,6 +86,12 @@ def test_levels_are_those_of_vitdet():
         torch.testing.assert_close(out, truth)
 
 
+def test_a_pyramid_is_of_the_last_of_several_maps():
+    neck, x = pyramid(), torch.randn(1, 8, 3, 4)
+    for out, expected in zip(neck([torch.zeros(1, 5, 3, 4), torch.zeros(1, 8, 3, 4), x]), neck(x), strict=True):
+        assert torch.equal(out, expected)
+
+
 def test_cutting_keeps_positions():
     """A level of an odd image is the corner of the level of the padded one."""
     neck, x = pyramid(), torch.randn(1, 8, 3, 4)
@@ -129,7 +135,12 @@ def test_defaults_are_those_of_the_documentation():
         assert 0.95 * bound < weight.abs().max() <= bound
         assert weight.std().item() == pytest.approx(bound / 3**0.5, rel=0.1)
     mine = dict(type='Constant', layer='Conv2d', val=2.0)
-    for neck in (MapAdapter([2], [3], init_cfg=mine), SimpleFeaturePyramid(4, 3, init_cfg=mine)):
+    necks = [
+        MapAdapter([2], [3], init_cfg=mine),
+        SimpleFeaturePyramid(4, 3, init_cfg=mine),
+        ConvProjectionNeck(6, init_cfg=mine),
+    ]
+    for neck in necks:
         neck.init_weights()
         convs = [module for module in neck.modules() if type(module) is torch.nn.Conv2d]
         assert convs and all((module.weight == 2).all() for module in convs)
@@ -147,6 +158,19 @@ def test_adapters_resize_bilinearly_by_the_areas_of_pixels():
     assert doubled[0, 0, :, 0].tolist() == [0.5, 1.5, 3.5, 4.5] and doubled.shape == (1, 1, 4, 2)
     assert halved.flatten().tolist() == [2.5] and not nobody.any() and nobody.shape == (1, 3, 1, 1)
     assert torch.equal(neck(column)[0], doubled)  # a map alone
+    assert neck(column.expand(3, -1, -1, -1))[2].shape == (3, 3, 1, 1)
+
+
+def test_heads_read_one_output_in_inference_alone():
+    """The first as well as any other; in training all are there."""
+    x = torch.randn(2, 4, 3, 3)
+    for place in (0, 1, 2):
+        neck = MapAdapter([4], [5, 6, 7], sources=[0, 0, None], inference_output=place)
+        outs = neck.train()([x])
+        assert [out.shape[1] for out in outs] == [5, 6, 7]
+        assert torch.equal(neck.eval()([x]), outs[place])
+    with pytest.raises(ValueError, match=r'^inference_output=3 has to lie in \[0, 2\]$'):
+        MapAdapter([4], [5, 6, 7], sources=[0, 0, None], inference_output=3)
 
 
 @pytest.mark.parametrize(
