@@ -44,6 +44,20 @@ def test_branches_are_parallel_convolutions_with_a_batch_norm_each(branches):
     torch.testing.assert_close(layer(x), expected.permute(0, 2, 3, 1))
 
 
+def test_branches_of_which_one_is_fixed_are_not_one_matrix():
+    """The statistics of the other go on."""
+    layer = unsettled(FactorisedLinear(12, 8, 5)).train()
+    for factor in (layer.down, layer.up):
+        factor.norms[0].eval()
+    twin, x = copy.deepcopy(layer), torch.randn(6, 12)
+    expected = x
+    for factor in (twin.down, twin.up):
+        expected = sum(norm(linear(expected)) for linear, norm in zip(factor.linears, factor.norms))
+    torch.testing.assert_close(layer(x), expected + layer.bias)
+    for factor in (layer.down, layer.up):
+        assert [norm.num_batches_tracked.item() for norm in factor.norms] == [0, 1]
+
+
 def test_what_is_published_is_the_default():
     """The second matrix, two branches a factor, two thirds of the parameters (rank 2/3 * 4 / 5 * C)."""
     ffn = compact(MLP(30, 120))
