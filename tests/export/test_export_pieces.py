@@ -588,6 +588,25 @@ def test_what_can_be_said_before_a_model_is_built(tmp_path, monkeypatch, capsys)
     assert said('--shape', '32', '32') == 'error: c.py has no model\n' and built == ['c.py']
 
 
+def test_how_a_checkpoint_is_read(monkeypatch):
+    """Onto the CPU, wherever it was saved, without a line in the log; its layout may depend on its name."""
+    model, asked = nn.Linear(2, 2), []
+    checkpoint = dict(state_dict={}, meta=None)
+
+    def convert(*args):
+        asked.append(args)
+        return types.SimpleNamespace(complete=True, state_dict=dict(weight=torch.ones(2, 2), bias=torch.ones(2)))
+
+    def read(*args, **options):
+        asked.append((args, options))
+        return checkpoint
+
+    monkeypatch.setattr(cli, 'CheckpointLoader', types.SimpleNamespace(load_checkpoint=read))
+    monkeypatch.setattr(cli, 'convert_state', convert)
+    assert cli.load(model, 'a.pth', 'c.py') == {} and (model.weight == 1).all()
+    assert asked == [(('a.pth', 'cpu'), dict(logger='silent')), (checkpoint, 'a.pth', model)]
+
+
 def test_keys_that_do_not_fit_are_counted(tmp_path, monkeypatch):
     checkpoint = tmp_path / 'weights.pth'
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)

@@ -195,14 +195,17 @@ def test_deviation_sees_shapes_and_nan():
     assert models.deviation(x, x) == (0, 0)
     for outs in ([x[:2]], [x * float('nan')], [x * float('inf')]):
         assert models.deviation(outs, [x]) == (float('inf'), float('inf'))
+        assert models.deviation([x, *outs], [x, x]) == (float('inf'), float('inf'))
+    assert models.deviation([x], [x, x]) == (float('inf'), float('inf'))
 
 
 def test_deviation_is_that_of_the_worst_output_in_its_standard_deviations():
     x, y = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([10.0, 20.0, 30.0, 40.0])
     off = torch.tensor([0.0, 0.0, 0.0, 1.0])
-    largest, mean = models.deviation([x + off, y + off], [x, y])
-    assert largest == pytest.approx(1 / x.std().item())
-    assert mean == pytest.approx(0.5 / x.std().item())
+    for outs, expected in (([x + off, y + off], [x, y]), ([y + off, x - off], [y, x])):
+        largest, mean = models.deviation(outs, expected)
+        assert largest == pytest.approx(1 / x.std().item())
+        assert mean == pytest.approx(0.5 / x.std().item())
 
 
 def test_float32_is_bounded_at_its_worst_and_other_types_in_the_mean():
