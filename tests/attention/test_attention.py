@@ -8,6 +8,7 @@ from torch import nn
 
 from mmlinattn import ops
 from mmlinattn.attention import TOKEN_MIXERS, Attention, FocusedMixer, Grid, RALAMixer, TokenMixer, get_mixer
+from mmlinattn.attention.base import mean_token
 from mmlinattn.layers import rotary_table
 from mmlinattn.ops import forms
 
@@ -206,6 +207,19 @@ def test_no_map_of_all_pairs_is_built(form, monkeypatch):
     assert sizes[1] == 4 * sizes[0]
     # the projection of everything, or of queries and keys
     assert sizes[0] == 16 * 16 * DIM * (4 if form == 'reference' else 2)
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_the_mean_token_is_that_of_real_tokens(dtype):
+    """Sums may leave the range of a half type; of padding alone the mean is zero."""
+    x = (torch.rand(3, 6, 4) * 100 + 60000).to(dtype)
+    mask = torch.tensor([[True, True, False, True, False, False], [False] * 6, [True] * 6])
+    found = mean_token(x, mask)
+    assert found.dtype == mean_token(x, None).dtype == dtype
+    wide = x.double()
+    expected = torch.stack((wide[0, [0, 1, 3]].mean(0), torch.zeros(4, dtype=torch.double), wide[2].mean(0)))
+    torch.testing.assert_close(found.double(), expected, rtol=0.01, atol=0)
+    torch.testing.assert_close(mean_token(x, None).double(), wide.mean(1), rtol=0.01, atol=0)
 
 
 def test_a_new_attention_is_one_class():

@@ -268,6 +268,31 @@ def test_what_a_file_lacks_starts_as_without_one_and_only_once(build, tmp_path):
     assert (model.patch_embeds[0].layers[0].weight == 1).all()
 
 
+def test_weights_may_come_from_several_files(build, tmp_path):
+    source, given = build().state_dict(), []
+    for part in ('patch_embeds', 'stages', 'out_norms'):
+        path = tmp_path / f'{part}.pth'
+        torch.save({key: value for key, value in source.items() if key.startswith(part)}, path)
+        given.append(dict(type='Pretrained', checkpoint=str(path)))
+    model = build(init_cfg=given)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    model.init_weights()
+    assert all(torch.equal(value, source[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize('listed', [False, True])
+def test_an_init_cfg_takes_the_place_of_the_hosts_own(build, listed):
+    given = dict(type='Constant', layer='Linear', val=0.25, bias=2.0)
+    model = build(init_cfg=[given] if listed else given)
+    kept = {name: value.clone() for name, value in model.state_dict().items() if 'norm' in name}
+    model.init_weights()
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            assert (module.weight == 0.25).all() and (module.bias == 2).all()
+    assert kept and all(torch.equal(model.state_dict()[name], value) for name, value in kept.items())
+
+
 # --- attentions -------------------------------------------------------------------------------
 
 

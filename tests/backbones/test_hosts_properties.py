@@ -348,6 +348,13 @@ def test_deit_without_position_table_is_frozen_as_with_one():
     }
 
 
+@pytest.mark.parametrize('bias', [True, False])
+def test_the_bias_of_projections_is_the_archs(bias):
+    model = small_hosts.build('LinearDeiT', 'rala', arch=dict(ARCHS['LinearDeiT'], qkv_bias=bias))
+    assert [block.attn.qkv.bias is not None for block in model.blocks] == [bias, bias]
+    assert all(block.attn.proj.bias is not None for block in model.blocks)
+
+
 @pytest.mark.parametrize('host', [host for host in PYRAMIDS if host != 'LinearNextViT'])
 def test_out_norm_is_a_norm_of_each_raw_output(host):
     model, raw_model = (small_hosts.build(host, 'inline', out_norm=norm).eval() for norm in (True, False))
@@ -513,6 +520,17 @@ def test_a_batch_of_no_images_gives_empty_maps(host, attn, training):
     if training:
         sum(out.sum() for out in empty).backward()
         assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+def test_tables_of_another_grid_are_resized_in_a_copy():
+    """A file may go into several models."""
+    model = small_hosts.build('LinearPVT', 'inline')
+    state = {**model.state_dict(), 'position_tables.0.weight': torch.randn(1, 6 * 6, 8)}
+    given = dict(state)
+    fitted = model.adapt_state_dict(state)
+    assert fitted.pop('position_tables.0.weight').shape == (1, 10 * 10, 8)
+    assert state.keys() == given.keys() and all(state[key] is value for key, value in given.items())
+    assert all(value is given[key] for key, value in fitted.items()) and len(fitted) == len(given) - 1
 
 
 @every_host
