@@ -802,6 +802,9 @@ def test_the_small_detector(study, arm, strides):
         torch.testing.assert_close(map_, other)
     test_cfg = model.detector.test_cfg
     assert (test_cfg.score_thr, test_cfg.max_per_img, test_cfg.nms.iou_threshold) == (0.02, 20, 0.5)
+    assert (test_cfg.nms_pre, test_cfg.min_bbox_size, test_cfg.nms.type) == (200, 0, 'nms')
+    train_cfg = model.detector.train_cfg  # no anchor is left out at the border, none counts more than another
+    assert (train_cfg.allowed_border, train_cfg.pos_weight) == (-1, -1)
 
 
 class Finds(nn.Module):

@@ -117,18 +117,21 @@ def test_what_is_written_where(show_dir, tmp_path, monkeypatch):
         for left, top, name in places
         for entry in [((left, top), name, None), *(((left + x, top + 40), head, 'ms') for x, head in middles)]
     ]
+    written.clear()  # as the visualisers draw them: the truth is on the left
+    assert run_tool(show_dir, tmp_path / 'sheet.png', '--num', 1, '--width', 120) == 0
+    assert written[1:] == [((42, 52), 'ground truth', 'ms'), ((102, 52), 'prediction', 'ms')]
 
 
 def test_pictures_of_any_kind(tmp_path):
     """With a palette, in grey, see-through, and so flat that a picture of that width has no row."""
     for name, mode, size in (
-        ('a', 'P', (64, 64)),
-        ('b', 'L', (64, 64)),
-        ('c', 'RGBA', (64, 64)),
-        ('d', 'RGB', (500, 1)),
+        ('a.bmp', 'P', (64, 64)),
+        ('b.jpeg', 'L', (64, 64)),
+        ('c.png', 'RGBA', (64, 64)),
+        ('d.png', 'RGB', (500, 1)),
     ):
-        Image.new(mode, size, 0).save(tmp_path / f'{name}.png')
-    sheet = tmp_path / 'out' / 'sheet.png'
+        Image.new(mode, size, 0).save(tmp_path / name)
+    sheet = tmp_path / 'out' / 'sheet.PNG'
     assert run_tool(tmp_path, sheet, '--width', 64) == 0
     with Image.open(sheet) as picture:
         assert picture.mode == 'RGB' and picture.size == (12 + 2 * 76, 12 + (64 + 56) * 2)
@@ -150,19 +153,25 @@ def test_a_sheet_that_cannot_be_written_leaves_nothing(show_dir, tmp_path, monke
     assert [path.name for path in sheet.parent.iterdir()] == ['sheet.png'] and sheet.read_bytes() == b'of before'
 
 
-def test_sheet_in_show_dir_is_not_collected_again(show_dir):
+def test_sheet_in_show_dir_is_not_collected_again(show_dir, monkeypatch):
+    """Under whatever name for the same file."""
     sheet = show_dir / 'a_sheet.png'
+    monkeypatch.chdir(show_dir)
     assert run_tool(show_dir, sheet) == 0
     first = sheet.read_bytes()
-    assert run_tool(show_dir, sheet) == 0
-    assert sheet.read_bytes() == first
+    for again in (sheet, 'a_sheet.png', show_dir / 'vis_data' / '..' / 'a_sheet.png'):
+        assert run_tool(show_dir, again) == 0
+        assert sheet.read_bytes() == first
     assert not list(show_dir.glob('.*'))
 
 
 def test_broken_picture_is_named_and_left_out(show_dir, tmp_path, capsys):
     (show_dir / '000000000001.jpg').write_bytes(b'no picture')
     assert run_tool(show_dir, tmp_path / 'sheet.png') == 0
-    assert '000000000001.jpg' in capsys.readouterr().err
+    said = capsys.readouterr()
+    broken = show_dir / '000000000001.jpg'
+    assert said.err.startswith(f'warning: left out, cannot be read: {broken}: ') and said.err.count('\n') == 1
+    assert said.out == f'{tmp_path / "sheet.png"}: 4 of 5 pictures in 2 rows\n'
     assert shown(tmp_path / 'sheet.png') == [0, 2, 3, 4]
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from config_helpers import ROOT
 from mmengine.config import Config
-from mmengine.registry import MODELS
+from mmengine.registry import MODELS, DefaultScope
 from torch import nn
 
 from mmlinattn import backbones
@@ -76,6 +76,7 @@ def test_the_size_that_models_are_counted_at():
     assert shape('mmdet', dict(scale=(1, 2))) == (800, 1280) and shape('mmseg') == (512, 2048)
     assert shape('mmpretrain', dict(scale=256), dict(crop_size=288), dict(type='Pack')) == (288, 288)
     assert shape('mmpretrain', dict(crop_size=256), dict(scale=(96, 128))) == (96, 128)
+    assert shape('mmpretrain', dict(crop_size=224, scale=(0.08, 1.0))) == (224, 224)  # a crop of that part
     assert shape('mmpretrain', dict(type='Pack')) == flops.image_shape(Config(dict())) == (224, 224)
     assert flops.image_shape(Config(dict(default_scope='mmpretrain'))) == (224, 224)
 
@@ -170,6 +171,9 @@ def test_a_model_is_counted_without_memory(monkeypatch, auxiliary):
     assert cost.norm_ops == 2 * 4 * pixels and cost.peak_bytes >= 2 * 4 * 4 * pixels
     assert cost.params == dict(backbone=112, norm=8, **(dict(auxiliary_head=20) if auxiliary else {}))
     notes = ['one multiply-add is one operation; norms, activations, pooling and resizing are not counted']
+    cfg.model.data_preprocessor = dict(a=2)  # a model's own comes first
+    assert flops.build_model(cfg).given == dict(a=2) and 'data_preprocessor' in cfg.model
+    assert DefaultScope.get_current_instance().scope_name == 'mmengine'
     assert cost.notes == notes + ['the auxiliary head has parameters but does not run at test time'] * auxiliary
     assert flops.count_model(cfg).shape == (224, 224)
     for shape in ((31, 64), (64, 31)):

@@ -112,6 +112,24 @@ def test_padding_by_the_pipeline_moves_no_pixel():
     assert picture.to_shown(49, 39) == (49, 39)
 
 
+class Brighten:
+    """Gives what is no byte any more."""
+
+    def __call__(self, results):
+        return {**results, 'img': results['img'].astype(np.float32) * 1.5 - 20}
+
+
+def test_what_is_shown_of_pictures_that_are_no_bytes():
+    """As bright and as dark as a picture can be; the network sees the numbers themselves."""
+    image = photo(40, 50)
+    picture = loading.prepare(config(dict(type=Brighten)), model(), image, 'photo')
+    bright = (image.astype(np.float32) * 1.5 - 20)[..., ::-1]
+    assert bright.min() < -10 and bright.max() > 300 and picture.shown.dtype == np.uint8
+    assert np.array_equal(picture.shown, bright.clip(0, 255).astype(np.uint8))
+    seen = picture.inputs[0, :, :40, :50].permute(1, 2, 0).numpy() * [2, 4, 8] + [10, 20, 30]
+    np.testing.assert_allclose(seen, bright, atol=1e-3)
+
+
 def test_what_a_preprocessor_gives(monkeypatch):
     """A list of one picture as well as a batch of it, and its own sample; sizes are height and width."""
     given = []
@@ -233,7 +251,10 @@ def cfg(monkeypatch):
             model=dict(
                 type='SmallModel',
                 backbone=dict(type='RAVLT', arch=SMALL, init_cfg=dict(type='Pretrained', checkpoint='gone.pth')),
-                extra=[dict(init_cfg=[dict(type='Pretrained', checkpoint='gone')]), dict(init_cfg=dict(type='Normal'))],
+                extra=[
+                    dict(init_cfg=[dict(type='Normal'), dict(type='Pretrained', checkpoint='gone')]),
+                    dict(init_cfg=dict(type='Normal')),
+                ],
                 head=dict(num_classes=3),
             ),
             data_preprocessor=dict(mean=[1]),

@@ -60,6 +60,16 @@ def test_effective_rank_and_threshold():
     assert measures.ranks(orthogonal[None])['effective'] == pytest.approx([16])
 
 
+def test_thresholds_are_those_that_are_given():
+    """What lies on a threshold is neither above it nor closer."""
+    values = torch.tensor([[1.0, 0.5, 0.25]])
+    for threshold, rank in ((0.2, 3), (0.25, 2), (0.4, 2), (0.6, 1)):
+        assert measures.rank_above(values, threshold).tolist() == [rank]
+    weights = torch.tensor([[[0.0, 0.0], [1.0, 0.0], [1.0, 2.0]]])  # 1, 2 and the root of 5 apart
+    for distance, share in ((1.0, 0), (1.5, 1 / 3), (2.0, 1 / 3), (2.1, 2 / 3), (3.0, 1)):
+        assert measures.confusion(weights, distance).tolist() == pytest.approx([share])
+
+
 def test_collinear_queries_confuse_linear_attention_and_not_inline():
     """InLine Prop. 1: what differs in length only is one query to a kernel that is divided by its sum."""
     q = torch.cat((torch.rand(1, 1, 4), 3 * torch.rand(1, 1, 4), torch.rand(1, 1, 4)), dim=1)

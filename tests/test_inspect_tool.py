@@ -21,7 +21,16 @@ from torch import nn
 from mmlinattn.analysis import inspecting, loading, masking, measures, pictures
 from mmlinattn.analysis.capture import CLASS_TOKEN, PADDING, MixerCall, watched
 from mmlinattn.analysis.masking import masked, masked_weights, masking_accuracies, token_places
-from mmlinattn.attention import GlobalAttention, Grid, ReducedAttention, StripeAttention, WindowAttention, get_mixer
+from mmlinattn.attention import (
+    GlobalAttention,
+    Grid,
+    ReducedAttention,
+    StripeAttention,
+    TokenMixer,
+    WindowAttention,
+    get_mixer,
+)
+from mmlinattn.backbones import LinearDeiT
 from mmlinattn.engine import RunError
 
 TOOL = ROOT / 'tools' / 'analysis_tools' / 'inspect_attention.py'
@@ -282,6 +291,88 @@ def calls_of(model, x):
     return block
 
 
+def test_a_class_token_is_a_key_and_no_query():
+    """24 patches of a map of 4 x 6, and a token that all of them see."""
+    model = LinearDeiT(dict(embed_dims=(8,), depths=(1,), num_heads=(2,), stage_attns=('softmax',))).eval()
+    found = []
+    with watched(model, lambda block: found.append((block, inspecting.measure_block(block)))):
+        model(torch.randn(1, 3, 64, 96))
+    ((block, entry),) = found
+    assert (entry['map'], entry['key_map'], entry['sampled_queries']) == ([4, 6], [4, 6], 24)
+    assert entry['queries_a_window'] == entry['keys_a_window'] == 25 and entry['windows'] == 1
+    assert entry['locality']['chance'] == pytest.approx(9 / 25)
+    # of 4 corners 4 keys, of 12 tokens at the border 6, of 8 others 9
+    assert entry['locality']['if_uniform'] == pytest.approx((4 * 4 + 12 * 6 + 8 * 9) / 24 / 25)
+    assert entry['sharpness']['entropy_if_uniform'] == pytest.approx(math.log(25))
+    pairs = 24 * 23 / 2
+    share = entry['confusion']['share']
+    assert entry['confusion']['pairs_an_image'] == pytest.approx([pairs * one for one in share])
+    assert entry['rank']['output']['at_most'] == 4
+    weights, classes = inspecting.query_map(block, 1, 2)
+    torch.testing.assert_close(weights.sum(dim=(1, 2)) + classes, torch.ones(2))
+    whole = block.calls[0].weights(0, torch.tensor([1 + 1 * 6 + 2]))[:, 0]
+    torch.testing.assert_close(torch.cat((classes[:, None], weights.flatten(1)), dim=1), whole)
+
+
+def test_no_rank_is_larger_than_there_are_rows_or_columns():
+    """Of 5 sampled queries of 20 keys; of a state of 4 x 4; of two tokens of 4 channels."""
+    block = calls_of(GlobalAttention(8, 2, 'inline').eval(), torch.randn(1, 4, 5, 8))
+    rank = inspecting.measure_block(block, ('rank',), 5)['rank']
+    assert {name: part['at_most'] for name, part in rank.items()} == dict(
+        weights=5, weights_with_local=5, state=4, output=4, projected=4
+    )
+    block = calls_of(GlobalAttention(8, 2, 'softmax').eval(), torch.randn(1, 1, 2, 8))
+    rank = inspecting.measure_block(block, ('rank',))['rank']
+    assert {name: part['at_most'] for name, part in rank.items()} == dict(weights=2, output=2, projected=2)
+
+
+class Asked(TokenMixer):
+    """Looks at all keys alike; keeps what it is asked for."""
+
+    def forward(self, q, k, v, grid, key_grid, mask=None, rotary=None, bias=None, context=None):
+        return v.half()
+
+    def weights(self, q, k, grid, key_grid, **given):
+        self.asked = dict(q=q, k=k, grid=grid, key_grid=key_grid, **given)
+        return torch.full((len(q), self.num_heads, len(given['rows']), k.shape[1]), 1 / k.shape[1])
+
+
+def test_each_window_is_asked_for_with_what_is_its_own():
+    """Of three windows, or of six that have two maps of regions in turn; what all share stays whole."""
+    mixer, rows = Asked(4, 2), torch.tensor([1])
+    q, k, v = torch.randn(3, 6, 4, 4)
+    regions, mask = torch.tensor([[0, 0, 1, 1], [2, 3, 2, 3]]), torch.rand(6, 4) < 0.5
+    own, shared, plain = torch.randn(6, 2, 4, 4), torch.randn(1, 2, 4, 4), torch.randn(2, 4, 4)
+    grids = dict(grid=Grid(2, 2, regions=regions), key_grid=Grid(2, 2, regions=regions.flip(0)))
+    for window in range(6):
+        for bias, expected in ((own, own[window : window + 1]), (shared, shared), (plain, plain), (None, None)):
+            given = dict(q=q, k=k, v=v, **grids, mask=mask, rotary='rotary', bias=bias, context=None)
+            MixerCall(mixer, given, v, None, None, None).weights(window, rows)
+            asked = mixer.asked
+            assert bias is None and asked['bias'] is None or torch.equal(asked['bias'], expected)
+        assert torch.equal(asked['q'], q[window : window + 1]) and torch.equal(asked['k'], k[window : window + 1])
+        assert torch.equal(asked['mask'], mask[window : window + 1]) and asked['rotary'] == 'rotary'
+        assert asked['grid'].regions.tolist() == [regions[window % 2].tolist()] and asked['rows'] is rows
+        assert asked['key_grid'].regions.tolist() == [regions[1 - window % 2].tolist()]
+    given.update(mask=None)
+    MixerCall(mixer, given, v, None, None, None).weights(0, rows)
+    assert mixer.asked['mask'] is None
+
+
+def test_masking_asks_for_the_weights_of_the_forward_pass():
+    """All that a mixer was given; the output keeps its type, and its context does not matter."""
+    mixer, grid, key_grid = Asked(4, 2), Grid(2, 3), Grid(1, 6)
+    q, k, v = torch.randn(3, 2, 6, 4)
+    given = dict(mask='mask', rotary='rotary', bias='bias')
+    with masked(mixer, 1):
+        out = mixer(q, k, v, grid, key_grid, **given, context='context')
+    assert out.dtype == torch.float16 and not torch.equal(out, v.half())
+    asked = mixer.asked
+    assert {name: asked[name] for name in given} == given and 'context' not in asked
+    assert torch.equal(asked['q'], q) and torch.equal(asked['k'], k) and asked['rows'].tolist() == list(range(6))
+    assert (asked['grid'], asked['key_grid']) == (grid, key_grid)
+
+
 def test_queries_are_spread_over_at_most_eight_windows():
     """Sixteen windows of 4 x 4: half of them, and of each its part of the queries."""
     block = calls_of(WindowAttention(8, 2, 'softmax', (4, 4)).eval(), torch.randn(1, 16, 16, 8))
@@ -483,6 +574,9 @@ def test_maps_are_built_in_parts(monkeypatch):
         torch.testing.assert_close(one, other)
     block = calls_of(attention, x)
     assert [len(rows) for _, _, rows in inspecting.sample(block.branches[0], 10)] == [3]
+    monkeypatch.setattr(inspecting, 'NUMEL', 1)
+    assert [len(rows) for _, _, rows in inspecting.sample(block.branches[0], 10)] == [2]  # pairs are compared
+    torch.testing.assert_close(inspecting.full_map(block, 20), whole[0])
 
 
 def test_so_many_masked_weights_are_built_at_a_time(monkeypatch):
@@ -536,7 +630,7 @@ class Guesses(nn.Module):
         divisor = {(): 100, ((3, False),): 2, ((3, True),): 5}.get(tuple(self.variant), 3)
         self.batches.append([int(i) for i in batch['data_samples']])
         return [
-            SimpleNamespace(pred_label=torch.tensor(i), gt_label=torch.tensor([i + (i % divisor == 0), 99]))
+            SimpleNamespace(pred_label=torch.tensor(i), gt_label=torch.tensor([99, i + (i % divisor == 0)]))
             for i in batch['data_samples']
         ]
 

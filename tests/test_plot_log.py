@@ -49,10 +49,11 @@ def test_logs_are_read_oldest_first(work_dir, monkeypatch):
 
 
 @pytest.mark.parametrize('keys', [[], ['--keys', 'loss', 'bbox_mAP']])
-def test_draws_a_panel_for_each_key(work_dir, tmp_path, monkeypatch, keys):
+def test_draws_a_panel_for_each_key(work_dir, tmp_path, monkeypatch, capsys, keys):
     mmcv = pytest.importorskip('mmcv')
     run(monkeypatch, work_dir, *keys, '--out', tmp_path / 'two.png')
     run(monkeypatch, work_dir, '--keys', 'loss', '--out', tmp_path / 'one.png')
+    assert capsys.readouterr().out.splitlines() == [str(tmp_path / 'two.png'), str(tmp_path / 'one.png')]
     two, one = (mmcv.imread(str(tmp_path / f'{name}.png')) for name in ('two', 'one'))
     assert two.shape[0] == pytest.approx(2 * one.shape[0], abs=2)
     assert one.shape == (288, 840, 3)  # 7 x 2.4 inches, 120 dots each
@@ -123,7 +124,12 @@ def test_a_log_without_curves_is_named(work_dir, tmp_path, monkeypatch, capsys):
         log.write_text('{"lr": 0.1, "step": 1}')
     with pytest.raises(SystemExit):
         run(monkeypatch, work_dir, '--out', tmp_path / 'a.png')
-    assert "work'" in (error := capsys.readouterr().err) and 'neither a loss nor a metric in its log' in error
+    error = ' '.join(capsys.readouterr().err.split())
+    assert error == f'error: work_dir {str(work_dir)!r}: neither a loss nor a metric in its log.'
+    with pytest.raises(SystemExit):
+        run(monkeypatch, work_dir, '--keys', 'lr', 'loss', 'AP', '--out', tmp_path / 'a.png')
+    error = ' '.join(capsys.readouterr().err.split())
+    assert error == 'error: --keys loss: not in the log; it has lr.' and not (tmp_path / 'a.png').exists()
 
 
 def test_broken_line_is_named(work_dir, tmp_path, monkeypatch, capsys):
@@ -131,4 +137,4 @@ def test_broken_line_is_named(work_dir, tmp_path, monkeypatch, capsys):
     log.write_text('{"loss": 1.0, "step": 1}\n{"loss": 0.\n')
     with pytest.raises(SystemExit):
         run(monkeypatch, work_dir, '--out', tmp_path / 'a.png')
-    assert 'line 2' in capsys.readouterr().err
+    assert ' '.join(capsys.readouterr().err.split()) == f'error: {log}: line 2 is not JSON.'
