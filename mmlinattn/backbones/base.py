@@ -47,6 +47,14 @@ def check_count(name: str, value: int) -> int:
     return value
 
 
+def numbered(key: str) -> tuple[str, Optional[int]]:
+    """The part of a model that a key belongs to, and which of several: ``('stages', 2)`` of ``'stages.2.0.ffn'``, None
+    where the key does not say."""
+    part, _, rest = key.partition('.')
+    number = rest.partition('.')[0]
+    return part, int(number) if number.isdecimal() else None
+
+
 @contextmanager
 def statistics_kept(module: nn.Module):
     """A context in which the running statistics of batch norms stay: recomputed blocks have been counted."""
@@ -441,7 +449,9 @@ class PyramidBackbone(Backbone):
     def ignorable_keys(self, key: str) -> bool:
         """Whether a checkpoint's key belongs to a part this model was configured not to have (stages after the last
         output, norms of other outputs)."""
-        parts = key.split('.')
-        if parts[0] == 'out_norms':
-            return parts[1] not in self.out_norms
-        return parts[0] in ('patch_embeds', 'stages') and parts[1].isdigit() and int(parts[1]) >= self.num_stages
+        part, number = numbered(key)
+        if number is None:
+            return False
+        if part == 'out_norms':
+            return str(number) not in self.out_norms
+        return part in ('patch_embeds', 'stages') and number >= self.num_stages

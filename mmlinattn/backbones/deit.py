@@ -12,7 +12,7 @@ from ..attention import Attention, Grid
 from ..attention.grid import to_map
 from ..layers import MLP, Block, PatchEmbed, PositionTable
 from ..ops.sizes import serves_ones
-from .base import Backbone, check_type
+from .base import Backbone, check_type, numbered
 
 NORM = dict(type='LN', eps=1e-6)
 OUT_TYPES = ('raw', 'cls_token', 'featmap', 'avg_featmap')
@@ -168,7 +168,7 @@ class LinearDeiT(Backbone):
         return (num_layers - 1 if part == 'out_norm' else 0), num_layers
 
     def ignorable_keys(self, key: str) -> bool:
-        parts = key.split('.')
-        if parts[0] == 'out_norm':
+        part, number = numbered(key)
+        if part == 'out_norm':
             return self.out_norm is None
-        return parts[0] == 'blocks' and len(parts) > 1 and parts[1].isdigit() and int(parts[1]) >= self.num_blocks
+        return part == 'blocks' and number is not None and number >= self.num_blocks

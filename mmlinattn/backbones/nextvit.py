@@ -15,7 +15,7 @@ from ..attention import Attention, GlobalAttention, Grid, get_mixer
 from ..layers import MLP, build_ffn
 from ..ops import memory
 from ..ops.sizes import is_known, to_image
-from .base import PyramidBackbone, check_count, check_type
+from .base import PyramidBackbone, check_count, check_type, numbered
 
 SHARE = 0.75  # of a transformer block's channels, and of its stochastic depth, that belong to the attention
 REDUCTIONS = ('grid', 'sequence')
@@ -416,7 +416,7 @@ class LinearNextViT(PyramidBackbone):
         return norm_map(self.out_norms[str(stage)], x)
 
     def ignorable_keys(self, key: str) -> bool:
-        parts = key.split('.')
-        if parts[0] == 'out_norms' and int(parts[1]) < self.num_stages - 1:
+        part, number = numbered(key)
+        if part == 'out_norms' and number is not None and number < self.num_stages - 1:
             return False  # it would feed the next stage: another network
         return super().ignorable_keys(key)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..attention import GlobalAttention, Grid, ReducedAttention, get_mixer
 from ..layers import MLP, Block, PatchEmbed, PositionTable
-from .base import PyramidBackbone
+from .base import PyramidBackbone, numbered
 
 NORM = dict(type='LN', eps=1e-6)
 
@@ -95,5 +95,6 @@ class LinearPVT(PyramidBackbone):
         return super().frozen_modules() + list(self.position_tables[: max(self.frozen_stages, 1)])
 
     def ignorable_keys(self, key: str) -> bool:
-        parts = key.split('.')
-        return super().ignorable_keys(key) or (parts[0] == 'position_tables' and int(parts[1]) >= self.num_stages)
+        part, number = numbered(key)
+        is_unused_table = part == 'position_tables' and number is not None and number >= self.num_stages
+        return super().ignorable_keys(key) or is_unused_table

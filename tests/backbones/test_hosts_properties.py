@@ -543,6 +543,16 @@ def test_weights_of_parts_that_are_not_built_are_left_out_in_silence(host):
     assert left_out and set(report.ignored) == left_out
 
 
+@every_host
+def test_keys_that_only_look_like_parts_that_are_not_built_are_reported(host):
+    """Of a file of somebody else: without a number, or with a name in its place."""
+    part = small_hosts.build(host, 'inline', out_indices=(0,))
+    names = 'stages', 'blocks', 'patch_embeds', 'position_tables', 'out_norms'
+    odd = [key for name in names for key in (name, f'{name}.norm.weight', f'{name}.weight')]
+    _, report = fit_backbone(part, {**part.state_dict(), **{key: torch.ones(1) for key in odd}})
+    assert sorted(report.unexpected) == sorted(odd) and report.ignored == []
+
+
 @plain_hosts
 def test_norms_of_outputs_that_are_given_raw_are_left_out_in_silence(host):
     whole, part = (small_hosts.build(host, 'inline', out_norm=norm) for norm in (True, False))
