@@ -299,7 +299,8 @@ def test_gates_of_stripes():
 
 
 def test_what_stripes_tell_their_block_and_add_by_default():
-    assert [StripeAttention(DIM, HEADS, mixer, 2).wants_input for mixer in ('softmax', 'inline')] == [False, True]
+    mixers = 'softmax', 'inline', dict(type='inline', local_residual=False)
+    assert [StripeAttention(DIM, HEADS, mixer, 2).wants_input for mixer in mixers] == [False, True, False]
     local = [branch.local for branch in StripeAttention(DIM, HEADS, 'softmax', 2).branches]
     assert [(conv.weight.shape, conv.padding) for conv in local] == [((DIM // 2, 1, 3, 3), (1, 1))] * 2
     without = StripeAttention(DIM, HEADS, 'softmax', 2, local_kernel=None)

@@ -243,6 +243,28 @@ def test_a_new_attention_is_one_class():
         TOKEN_MIXERS._module_dict.pop('mean of the values')
 
 
+@pytest.mark.parametrize('gate', [None, 'projection'])
+def test_an_attention_may_want_any_widths(gate):
+    """Of queries, keys and values, which its local term and the last projection then have; a gate has the values'
+    only where they are as wide as the tokens."""
+
+    class Narrow(TokenMixer):
+        widths = 2, 3, 6 if gate is None else DIM
+
+        def forward(self, q, k, v, grid, key_grid, **_):
+            assert (q.shape[-1], k.shape[-1], v.shape[-1]) == self.widths
+            return 2 * v + q.sum(-1, keepdim=True) - k.sum(-1, keepdim=True)
+
+    attention = build(dict(type=Narrow), gate=gate, local_kernel=3)
+    x = torch.randn(2, GRID.num_tokens, DIM, dtype=torch.float64)
+    q, k, v, *gates = attention.qkv(x).split([*Narrow.widths, *([DIM] if gate else [])], dim=-1)
+    out = 2 * v + q.sum(-1, keepdim=True) - k.sum(-1, keepdim=True)
+    out = out + reference.local_term(v, attention.local.weight, attention.local.bias, HEIGHT, WIDTH)
+    expected = attention.proj(out * gates[0] if gate else out)
+    assert expected.shape == x.shape
+    torch.testing.assert_close(attention(x, GRID), expected)
+
+
 def test_unknown_attention_lists_the_known_ones():
     with pytest.raises(ValueError, match=r"unknown attention 'ralla'; known are .*'rala'.*'softmax'"):
         get_mixer('ralla')

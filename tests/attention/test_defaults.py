@@ -6,16 +6,18 @@ import reference
 import torch
 
 from mmlinattn import ops
-from mmlinattn.attention import AngularMixer, Attention, FocusedMixer
+from mmlinattn.attention import AngularMixer, Attention, FocusedMixer, HydraMixer
 
 
 def test_released_forms_are_the_defaults():
     angular = AngularMixer(8, 2)
     assert (angular.form, angular.conv, angular.sequential) == ('released', 'grid', False)
     assert angular.dconv.weight.shape == (2, 1, 3, 3) and angular.dconv.bias is None
+    assert [AngularMixer(8, 2, conv=conv).sequential for conv in ('sequence', None)] == [True, False]
     focused = FocusedMixer(8, 2, grid=(3, 4))
     assert focused.power == 3 and focused.local.weight.shape == (4, 1, 5, 5)
     assert focused.scale.shape == (8,) and not focused.scale.any()  # softplus(0) to begin with
+    assert (HydraMixer(8, 2).num_heads, HydraMixer(8, 2).head_dim) == (8, 1)  # as many heads as channels
 
 
 def test_a_host_gates_those_that_have_no_opinion():

@@ -160,6 +160,7 @@ def test_rank(t, ratio, rank):
     """k = t m C / (m + 1), C = 192."""
     module = compact(MLP(192, ratio * 192), t=t)
     assert module.fc2.down.out_features == module.fc2.up.in_features == rank
+    assert compact(MLP(45, 90), t=0.7).fc2.down.out_features == 21  # 0.7 * 2 * 45 / 3, rounding errors or not
 
 
 @pytest.mark.parametrize('matrix', ['M1', 'M2'])
