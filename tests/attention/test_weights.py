@@ -84,8 +84,9 @@ def test_weights_times_values_are_the_output(options, dtype, masked):
     assert (mixed - out).norm() <= tolerance * out.norm()
     rows = [7, 0, 14, 7]
     torch.testing.assert_close(mixer.weights(q, k, GRID, GRID, **shared, rows=rows), weights[:, :, rows])
-    few = mixer.weights(q, k, GRID, GRID, **shared, rows=torch.tensor(rows))
-    torch.testing.assert_close(few, weights[:, :, rows])
+    for kind in (torch.int64, torch.int32, torch.uint8):  # indices all; PyTorch takes bytes for masks
+        few = mixer.weights(q, k, GRID, GRID, **shared, rows=torch.tensor(rows, dtype=kind))
+        torch.testing.assert_close(few, weights[:, :, rows])
 
 
 @pytest.mark.parametrize('name', ['softmax', 'inline', 'focused', 'hallucinated', 'hydra', 'efficient', 'enhanced'])
@@ -188,6 +189,36 @@ def test_a_mixer_that_says_nothing_is_asked_for_unit_values(masked):
     weights = mixer.weights(q, k, GRID, GRID, mask=mask)
     torch.testing.assert_close(mixer.weights(q, k, GRID, GRID, mask=mask, rows=[2, 11]), weights[:, :, [2, 11]])
     torch.testing.assert_close(by_head(mixer, weights, v), mixer(q, k, v, GRID, GRID, mask=mask))
+
+
+class Heeding(TokenMixer):
+    """Heeds all it is given, leaves the mask to the values, and gives large numbers."""
+
+    bias = rotary = True
+
+    def forward(self, q, k, v, grid, key_grid, mask=None, rotary=None, bias=None, context=None):
+        q, k = split_heads(q.mul_(3e6), self.num_heads), split_heads(k.add_(1), self.num_heads)
+        weights = q @ k.transpose(-1, -2) + bias + rotary[:, :1, 0] * rotary[:, 1:2, 1]
+        out = weights * (grid.width + 3 * key_grid.height) @ split_heads(v, self.num_heads)
+        return merge_heads(out / 3 * 3)  # with rounding errors
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32], ids=str)
+def test_a_mixer_that_says_nothing_is_given_all_that_there_is(dtype):
+    """Values are zero where tokens are not real; tokens and the state of PyTorch's random numbers stay as they are."""
+    mixer, grid, key_grid = Heeding(DIM, HEADS), Grid(3, 5), Grid(2, 3)
+    mask = torch.tensor([[True] * 6, [True, False] * 3])
+    q, k, v = tokens(mixer, 15, 6, mask, dtype)
+    shared = dict(mask=mask, bias=torch.randn(1, HEADS, 15, 6, dtype=dtype), rotary=torch.randn(15, 4, 2, dtype=dtype))
+    given, state = (q.clone(), k.clone()), torch.get_rng_state()
+    weights = mixer.weights(q, k, grid, key_grid, **shared)
+    assert torch.equal(q, given[0]) and torch.equal(k, given[1])
+    assert torch.equal(torch.get_rng_state(), state)
+    heads = [split_heads(t, HEADS) for t in (3e6 * q, k + 1)]
+    expected = heads[0] @ heads[1].transpose(-1, -2) + shared['bias']
+    expected = 11 * (expected + shared['rotary'][:, :1, 0] * shared['rotary'][:, 1:2, 1])
+    expected = expected * mask[:, None, None]
+    torch.testing.assert_close(weights / 1e8, expected / 1e8, rtol=1e-4, atol=1e-6)
 
 
 class NotANumber(Squared):
