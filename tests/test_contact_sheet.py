@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageFont
 
 TOOL = Path(__file__).parents[1] / 'tools' / 'analysis_tools' / 'contact_sheet.py'
 COLOURS = [(200, 0, 0), (0, 200, 0), (0, 0, 200), (200, 200, 0), (0, 200, 200)]
@@ -120,6 +120,26 @@ def test_what_is_written_where(show_dir, tmp_path, monkeypatch):
     written.clear()  # as the visualisers draw them: the truth is on the left
     assert run_tool(show_dir, tmp_path / 'sheet.png', '--num', 1, '--width', 120) == 0
     assert written[1:] == [((42, 52), 'ground truth', 'ms'), ((102, 52), 'prediction', 'ms')]
+
+
+@pytest.mark.parametrize('error', [TypeError, ImportError, OSError])
+def test_labels_without_fonts_of_any_size(show_dir, tmp_path, monkeypatch, error):
+    """An old Pillow, or one without FreeType: small letters, whole, in the middle above their part."""
+
+    def load_default(*size):
+        if size:
+            raise error
+        return ImageFont.load_default_imagefont()
+
+    monkeypatch.setattr(ImageFont, 'load_default', load_default)
+    assert run_tool(show_dir, tmp_path / 'sheet.png', '--num', 1, '--width', 200) == 0
+    with Image.open(tmp_path / 'sheet.png') as sheet:
+        ink = np.asarray(sheet.convert('L')) < 128
+    assert ink[12:24, 12:100].any()  # the file's name
+    for middle in (62, 162):
+        rows, columns = np.nonzero(ink[30:56, middle - 50 : middle + 50])
+        assert rows.min() > 0 and rows.max() < 24 and rows.max() - rows.min() >= 6
+        assert abs((columns.min() + columns.max()) / 2 - 50) < 4
 
 
 def test_pictures_of_any_kind(tmp_path):

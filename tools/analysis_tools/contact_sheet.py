@@ -75,8 +75,17 @@ def load(path: Path, width: int) -> Image.Image:
 def font(size: int):
     try:
         return ImageFont.load_default(size)
-    except (TypeError, OSError):  # Pillow < 10.1, or built without FreeType: one small bitmap font
+    except (TypeError, OSError, ImportError):  # Pillow < 10.1, or built without FreeType: one small bitmap font
         return ImageFont.load_default()
+
+
+def write_above(draw: ImageDraw.ImageDraw, at: tuple[float, float], words: str, font) -> None:
+    """Write with the middle of the base line at ``at``."""
+    if isinstance(font, ImageFont.FreeTypeFont):
+        draw.text(at, words, INK, font, anchor='ms')
+    else:  # bitmap fonts know no anchor
+        _, _, width, height = font.getbbox(words)
+        draw.text((at[0] - width / 2, at[1] - height), words, INK, font)
 
 
 def make_sheet(pictures: list[tuple[str, Image.Image]], cols: int, heads: list[str]) -> Image.Image:
@@ -104,7 +113,7 @@ def make_sheet(pictures: list[tuple[str, Image.Image]], cols: int, heads: list[s
             draw.text((left, top), caption, INK, font(15))
             for i, head in enumerate(heads):
                 centre = left + width * (2 * i + 1) / (2 * len(heads))
-                draw.text((centre, top + HEADER - 4), head, INK, font(16), anchor='ms')
+                write_above(draw, (centre, top + HEADER - 4), head, font(16))
             sheet.paste(picture, (left, top + HEADER))
         top += height + MARGIN
     return sheet
