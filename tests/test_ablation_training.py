@@ -61,9 +61,9 @@ def toy(monkeypatch):
     return task
 
 
-def train(toy, settings=None, seed=3, masks=False, **options):
-    settings = settings or Settings(iterations=10, batch=4, num_train=10, num_val=6, lr=0.01)
-    data = torch.arange(10), torch.arange(10) * 2
+def train(toy, settings=None, seed=3, masks=False, number=10, **options):
+    settings = settings or Settings(iterations=10, batch=4, num_train=number, num_val=6, lr=0.01)
+    data = torch.arange(number), torch.arange(number) * 2
     val = torch.arange(6), torch.arange(6)
     return ablation.train_arm(
         ablation.Arm({'type': 'toy'}, {}, masks), seed, settings, data, val, task='toy', **options
@@ -86,6 +86,9 @@ def test_every_arm_sees_the_same_pictures(toy):
     toy.steps = []
     train(toy, seed=4)
     assert toy.steps != steps and toy.built[2][1] != toy.built[0][1]
+    toy.steps = []
+    train(toy, number=8)  # in which batches fit twice, to the last one
+    assert all({*one[0], *two[0]} == set(range(8)) for one, two in zip(toy.steps[::2], toy.steps[1::2]))
 
 
 def test_what_is_kept_of_a_run(toy):
@@ -395,6 +398,28 @@ def test_defaults_of_the_tool(tool, tmp_path, capsys):
     assert capsys.readouterr().out.startswith('full, seed 2: 3.0 %')
 
 
+def test_the_help_has_the_defaults_of_each_task(tool, monkeypatch, capsys):
+    """Of the tasks that have such a setting; and what each study is of."""
+    monkeypatch.setenv('COLUMNS', '9999')  # no word is broken
+    with pytest.raises(SystemExit) as stop:
+        tool('--help')
+    said = ' '.join(capsys.readouterr().out.split())
+    assert stop.value.code == 0
+    for words in (
+        'training steps of a run [300 in largest, 400 in detection, 300 in recall]',
+        'pictures a step [32 in largest, 16 in detection, 32 in recall]',
+        'training pictures [4096 in largest, 2048 in detection, 4096 in recall]',
+        'test pictures [512 in largest, 256 in detection, 512 in recall]',
+        'side of a picture in pixels, at least 64 [64 in largest, 96 in detection, 64 in recall]',
+        'peak learning rate of AdamW [0.002 in largest, 0.001 in detection, 0.002 in recall]',
+        'at 1, colours alone would do [0.5 in largest, 0.5 in detection]',
+        'what the arms learn [largest]. largest: name the form of the largest of three to five shapes in clutter; '
+        'detection: find one to five shapes in clutter, box AP (IoU 0.5 to 0.95); recall: four discs',
+        'rala: RALA Tab. 9 and 10, Fig. 8; inline: InLine Tab. 1-4; flatten: FLatten Tab. 4 and 5;',
+    ):
+        assert words in said
+
+
 def test_options_of_the_tool(tool, tmp_path):
     settings = Settings(iterations=5, batch=6, num_train=7, num_val=8, size=90, lr=0.1, tinted=1.0)
     options = [f'--{name.replace("_", "-")}={value}' for name, value in settings._asdict().items()]
@@ -612,6 +637,20 @@ class Asked(nn.Module):
         first = sum(self.sizes)
         self.sizes.append(len(images))
         return self.logits[first : first + len(images)]
+
+
+@pytest.mark.parametrize('name', TASKS)
+def test_pictures_are_those_of_the_seed(name):
+    """Those to test on are others than those to train on; what else is drawn does not matter."""
+    task = TASKS[name]
+    images, targets = task.draw(3, task.settings, 1)
+    assert images.dtype == torch.uint8 and images.shape == (3, 3, task.settings.size, task.settings.size)
+    np.random.rand(3), torch.rand(3)
+    again, other = task.draw(3, task.settings, 1), task.draw(3, task.settings, 2)
+    assert torch.equal(images, again[0]) and torch.equal(targets, again[1])
+    assert all(not torch.equal(one, two) for one in images for two in other[0])
+    more = task.draw(4, task.settings, 1)  # and how many there are
+    assert torch.equal(images, more[0][:3]) and torch.equal(targets, more[1][:3])
 
 
 def test_scores_of_classification():

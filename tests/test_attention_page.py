@@ -395,9 +395,11 @@ def test_the_page_is_served_to_this_machine_only(gradio, monkeypatch, capsys):
     assert built[1] == ('looker', 'Attention of mine')
     page = dict(share=False, max_file_size='20mb', inbrowser=False)
     assert launched == [dict(server_name='127.0.0.1', server_port=7860, **page)]
+    monkeypatch.setenv('GRADIO_ANALYTICS_ENABLED', 'True')  # who asks for it has it
     run('file.pth', '--port', '99', '--host', '0.0.0.0', '--device', 'cuda:1')
     assert built[2][1:] == ('checked file.pth', 'cuda:1')
     assert launched[1] == dict(server_name='0.0.0.0', server_port=99, **page)
+    assert names['os'].environ['GRADIO_ANALYTICS_ENABLED'] == 'True'
     with pytest.raises(SystemExit):
         run('none', '--port', '1')
     assert 'error: --port 1: taken' in capsys.readouterr().err

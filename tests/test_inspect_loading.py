@@ -314,6 +314,20 @@ def test_what_of_a_checkpoint_is_loaded(cfg, tmp_path):
         loading.load_model(cfg, str(tmp_path / 'text.pth'))
 
 
+def test_checkpoints_are_read_into_memory_and_in_silence(cfg, monkeypatch):
+    """Wherever the model runs; under the names of this project, too."""
+    asked, own = [], loading.load_model(cfg, 'none')
+
+    def load_checkpoint(path, map_location, logger):
+        asked.append((path, map_location, logger))
+        return dict(state_dict=own.state_dict())
+
+    monkeypatch.setattr(loading, 'CheckpointLoader', SimpleNamespace(load_checkpoint=load_checkpoint))
+    monkeypatch.setattr(loading, 'register', lambda: asked.append('register'))
+    loading.load_model(cfg, 'mmlinattn://ravlt_t', 'meta')
+    assert asked == ['register', ('mmlinattn://ravlt_t', 'cpu', 'silent')]
+
+
 def test_models_that_cannot_be_looked_into(cfg):
     with pytest.raises(RunError, match='the config has no model.backbone to look into.'):
         loading.load_model(Config(dict(model=dict(type='SmallModel'))), 'none')

@@ -174,3 +174,27 @@ def test_results_are_kept_and_not_tried_again(tmp_path, monkeypatch, capsys):
     assert len(run('--configs', 'mmdet::b/b.py', 'mmdet::a/a.py')) == 4 and len(tried) == 1
     assert len(run('--configs', 'mmdet::c/c.py', '--max-minutes', '0')) == 4 and len(tried) == 1
     assert run('--fresh', '--configs', 'mmdet::d/d.py') == [row('mmdet::d/d.py', 'works', 'fine')]
+
+
+def test_none_is_begun_after_the_time(tmp_path, monkeypatch, capsys):
+    """Of 25 seconds each, those that begin within a minute: three."""
+    for project in ('mmdet', 'mmseg', 'mmpretrain'):
+        monkeypatch.setitem(sys.modules, f'{project}.models', SimpleNamespace())
+    names, now = TOOL['main'].__globals__, [100.0]
+
+    def outcome(*_):
+        now[0] += 25
+        return 'time', 'late'
+
+    monkeypatch.setitem(names, 'outcome', outcome)
+    monkeypatch.setitem(names, 'time', SimpleNamespace(monotonic=lambda: now[0]))
+    kept, configs = tmp_path / 'kept.jsonl', [f'mmdet::{i}/a.py' for i in range(5)]
+    monkeypatch.setattr(
+        sys, 'argv', ['sweep_upstream.py', '--results', str(kept), '--max-minutes', '1', '--configs', *configs]
+    )
+    TOOL['main']()
+    assert [json.loads(line) for line in kept.read_text().splitlines()] == [
+        row(name, 'time', 'late') for name in configs[:3]
+    ]
+    said = capsys.readouterr().out.splitlines()
+    assert said == [f'time                  25 s  {name}  late' for name in configs[:3]]
