@@ -164,6 +164,7 @@ def test_a_model_is_counted_without_memory(monkeypatch, auxiliary):
     monkeypatch.setitem(MODELS._module_dict, 'CountedToy', Segmentor)
     cfg = Config(dict(model=dict(type='CountedToy', auxiliary=auxiliary), data_preprocessor=dict(a=1)))
     model = flops.build_model(cfg)
+    assert 'data_preprocessor' not in cfg.model  # the config stays as it is
     assert model.given == dict(a=1) and model.backbone.weight.is_meta and type(model.norm) is not nn.SyncBatchNorm
     cost = flops.count_model(cfg, (32, 40))
     pixels = 32 * 40

@@ -304,14 +304,18 @@ def test_a_class_token_is_a_key_and_no_query():
     # of 4 corners 4 keys, of 12 tokens at the border 6, of 8 others 9
     assert entry['locality']['if_uniform'] == pytest.approx((4 * 4 + 12 * 6 + 8 * 9) / 24 / 25)
     assert entry['sharpness']['entropy_if_uniform'] == pytest.approx(math.log(25))
-    pairs = 24 * 23 / 2
-    share = entry['confusion']['share']
-    assert entry['confusion']['pairs_an_image'] == pytest.approx([pairs * one for one in share])
-    assert entry['rank']['output']['at_most'] == 4
+    assert entry['confusion']['share'] == [0, 0] and entry['rank']['output']['at_most'] == 4
     weights, classes = inspecting.query_map(block, 1, 2)
     torch.testing.assert_close(weights.sum(dim=(1, 2)) + classes, torch.ones(2))
     whole = block.calls[0].weights(0, torch.tensor([1 + 1 * 6 + 2]))[:, 0]
     torch.testing.assert_close(torch.cat((classes[:, None], weights.flatten(1)), dim=1), whole)
+    # all patches alike: their pairs, none with the class token
+    for parameter in block.attention.qkv.parameters():
+        nn.init.zeros_(parameter)
+    with watched(model, lambda block: found.append(inspecting.measure_block(block, ('confusion',)))):
+        model(torch.randn(1, 3, 64, 96))
+    assert found[1]['confusion']['share'] == [1, 1]
+    assert found[1]['confusion']['pairs_an_image'] == pytest.approx([24 * 23 / 2] * 2)
 
 
 def test_no_rank_is_larger_than_there_are_rows_or_columns():
@@ -546,12 +550,13 @@ def test_random_keys_are_those_of_the_seed():
     grid, (q, k, v) = Grid(6, 6), torch.randn(3, 1, 36, 8)
     mixer = get_mixer('softmax')[0](8, 2)
 
-    def out(seed):
-        with masked(mixer, 3, others=True, seed=seed):
+    def out(*seed):
+        with masked(mixer, 3, True, *seed):
             return [mixer(q.clone(), k.clone(), v, grid, grid) for _ in range(2)]
 
     first, again, other = out(0), out(0), out(1)
     assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    assert torch.equal(first[0], out()[0])
     assert not torch.allclose(first[0], other[0]) and not torch.allclose(first[0], first[1])  # anew for each call
     with pytest.raises(RuntimeError, match='left'), masked(mixer, 3):
         raise RuntimeError('left')
