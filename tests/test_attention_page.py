@@ -79,7 +79,10 @@ def test_flat_pictures_and_long_names_have_room(monkeypatch):
     written = []
     monkeypatch.setattr(cv2, 'putText', lambda image, text, at, *_: written.append(text))
     maps = pictures.QueryMaps('backbone.' + 'abcdefghij' * 3, 'rala', np.zeros((1, 1, 8)), (0, 0), (1, 8), np.zeros(1))
-    canvas = looking.mosaic([maps], shown(8, 800), 0, 0)
+    marks = []
+    monkeypatch.setattr(cv2, 'drawMarker', lambda image, at, *_: marks.append(at))
+    canvas = looking.mosaic([maps], shown(8, 800), 400, 4)
+    assert marks == [(66, 12)] * 2  # in the middle, of panels that are stretched
     assert canvas.shape == (40 + 24 + 16 + 4, 150 + 2 * 136, 3) and written[0] == 'abcdefghijabcdefghijab'
 
 
@@ -226,21 +229,30 @@ def test_a_backbone_of_others_is_refused(monkeypatch):
 
 def test_what_was_looked_at_is_remembered(looker, monkeypatch):
     """The last two, by picture, stage and attention."""
-    ran = []
+    ran, moved, measured = [], [], []
+
+    @contextlib.contextmanager
+    def watched(model, keep):
+        yield
+        keep('block')
 
     def prepare(cfg, model, image, name):
         ran.append((model.number, image))
         return SimpleNamespace(inputs=torch.zeros(1))
 
     monkeypatch.setattr(looking.loading, 'prepare', prepare)
-    monkeypatch.setattr(looking, 'watched', lambda model, keep: contextlib.nullcontext())
-    monkeypatch.setattr(torch.Tensor, 'to', lambda self, *_: self)
+    monkeypatch.setattr(looking, 'watched', watched)
+    monkeypatch.setattr(looking, 'measure_block', lambda *args: measured.append(args) or 'entry')
+    monkeypatch.setattr(looking, 'numbers', lambda entry: [entry])
+    monkeypatch.setattr(torch.Tensor, 'to', lambda self, *args: moved.append(args) or self)
     monkeypatch.setattr(looking.loading, 'run_backbone', lambda *_: None)
     monkeypatch.setattr(looking, 'predict', lambda model, picture, small: ('', small))
     image = np.zeros((8, 2048, 3), np.uint8)
     image[..., 0] = 200
     first = looker.look(image)
     assert first.scale == 0.5 and first.drawn.shape == (4, 1024, 3)
+    assert moved == [('cuda:1',)] and measured == [('block', ('rank', 'locality', 'sharpness'), 64)]
+    assert (first.blocks, first.rows) == (['block'], [['entry']])
     assert ran[0][1].shape == (4, 1024, 3) and ran[0][1][0, 0].tolist() == [0, 0, 200]  # blue comes first there
     assert looker.look(image.copy()) is first and looker.look(image, 2, '') is first and len(ran) == 1
     other = looker.look(image, 0, 'hydra')
