@@ -96,14 +96,15 @@ def test_options_reach_the_inferencer(monkeypatch, task):
     build_one = mock.Mock(return_value=inferencer)
     monkeypatch.setattr(INFERENCERS[task], build_one)
     functions = runpy.run_path(str(TOOL), run_name='demo')
-    monkeypatch.setitem(functions['draw'].__globals__, 'CheckpointLoader', mock.Mock())
+    loader = mock.Mock()
+    monkeypatch.setitem(functions['draw'].__globals__, 'CheckpointLoader', loader)
     monkeypatch.setitem(functions['draw'].__globals__, 'check_weights', lambda *args: loaded.append(args))
     classes = ('moon', 'star')
     args = SimpleNamespace(config='c.py', checkpoint='c.pth', device='cuda:7', score_thr=0.7, classes=classes)
     functions['draw'](args, Config(dict(default_scope=task, model={}, test_dataloader={})), ['one.jpg'], 'out')
     (given,) = build_one.call_args_list
     assert 'cuda:7' in (*given.args, given.kwargs.get('device'))
-    assert len(loaded) == 1 and loaded[0][0] is inferencer.model
+    assert loaded == [(inferencer.model, loader.load_checkpoint.return_value)]
     if task == 'mmdet':
         assert inferencer.call_args.kwargs['pred_score_thr'] == 0.7
     if task == 'mmpretrain':
@@ -145,7 +146,8 @@ def test_what_inferencers_are_asked_for(monkeypatch, capsys, task):
             mmpretrain=dict(show_dir='out'),
         )[task]
     )
-    assert kept.dataset_meta == 'kept' and loader.load_checkpoint.call_args.args[0] == 'c.pth'
+    assert kept.dataset_meta == 'kept'
+    assert loader.load_checkpoint.call_args == mock.call('c.pth', 'cpu', logger='silent')
     if task == 'mmpretrain':
         assert capsys.readouterr().out.splitlines()[-2:] == ['one.jpg: 2 (0.250)', 'two.jpg: moon (0.500)']
         assert given.kwargs['classes'] is None

@@ -248,7 +248,7 @@ def test_annotations_are_read_by_one_process(coco_root, monkeypatch, capsys, ran
     read = []
     monkeypatch.setattr(data_check, 'check_annotations', lambda *args: read.append(args) or ['is odd', 'is old'])
     masks, boxes = (dict(type=kind, with_mask=kind == 'LoadAnnotations') for kind in ('LoadAnnotations', 'Resize'))
-    cfg = coco_config(coco_root, pipeline=[boxes, masks])
+    cfg = coco_config(coco_root, pipeline=[boxes, dict(type='LoadAnnotations'), masks])
     cfg.val_dataloader.dataset.pipeline = [dict(type='mmdet.LoadAnnotations'), dict(type='Pack', with_mask=True)]
     check_data_config(cfg, ['train', 'val'])
     assert read == []  # not MMDetection's
@@ -272,6 +272,18 @@ def test_annotations_are_read_by_one_process(coco_root, monkeypatch, capsys, ran
     del cfg.val_dataloader.dataset.backend_args
     check_data_config(cfg, ['val'])
     assert read[2:] == ([] if rank else [(*expected[1][:3], True, False)])
+
+
+@pytest.mark.parametrize('rank, task, reads', [('0', '1', True), ('1', '0', False)])
+def test_the_rank_of_torchrun_counts_within_one_task_of_slurm(coco_root, monkeypatch, rank, task, reads):
+    monkeypatch.setenv('RANK', rank)
+    monkeypatch.setenv('SLURM_PROCID', task)
+    read = []
+    monkeypatch.setattr(data_check, 'check_annotations', lambda *args: read.append(args) or [])
+    cfg = coco_config(coco_root)
+    cfg.default_scope = 'mmdet'
+    check_data_config(cfg, ['train'])
+    assert len(read) == reads
 
 
 def test_what_the_hook_does_unless_told_otherwise():

@@ -10,9 +10,10 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from engine_toys import make_runner
+from engine_toys import ToyModel, make_runner
 from mmcv.transforms import LoadAnnotations, LoadImageFromFile
 from mmengine.dataset import BaseDataset
+from mmengine.model import BaseTTAModel, MMDistributedDataParallel
 from mmengine.registry import DATASETS
 from mmengine.structures import BaseDataElement
 from torch import nn
@@ -158,7 +159,8 @@ def test_skipping_names_and_counts(num_workers):
 def test_skipping_does_not_hide_that_nothing_can_be_read():
     for i in range(SIZE):
         break_picture(i)
-    assert '12 of 12' in stops(runner_of(unreadable='skip'))
+    message = stops(runner_of(unreadable='skip'))
+    assert '12 of 12' in message and 'trains without them' not in message
 
 
 def test_evaluation_skips_nothing():
@@ -251,6 +253,31 @@ def test_allowed_labels_of_models():
     model.decode_head = nn.ModuleList([nn.Identity(), nn.Identity()])
     model.decode_head[-1].ignore_index = 250
     assert allowed_labels(model) == AllowedLabels(7, 250)
+    model.decode_head = nn.Identity()
+    assert allowed_labels(model) == (7, 255)  # of a head that does not say
+    model.num_classes = None
+    assert allowed_labels(model) is None
+    del model.num_classes
+    assert allowed_labels(model) is None
+    del model.decode_head
+    model.num_classes = 7
+    assert allowed_labels(model) is None  # a classifier
+
+
+def test_allowed_labels_are_those_of_the_model_in_its_wrappers():
+    class OfProcesses(MMDistributedDataParallel):
+        def __init__(self, module):
+            nn.Module.__init__(self)
+            self.module = module
+
+    class Augmented(BaseTTAModel):
+        def merge_preds(self, data_samples_list):
+            return data_samples_list
+
+    model = ToyModel()
+    model.num_classes, model.decode_head = 7, nn.Identity()
+    for wrapped in (OfProcesses(model), Augmented(model), OfProcesses(Augmented(model))):
+        assert allowed_labels(wrapped) == (7, 255)
 
 
 def test_what_is_watched_is_watched_once():
@@ -359,6 +386,7 @@ def test_how_unreadable_pictures_end_a_run(num_read, hint):
     message = stops(runner_of(num_read=num_read))
     assert f': 2 of {num_read} samples read (of 12) cannot be used: 0.png cannot be read (' in message
     assert message.endswith(f".{hint} DataCheckHook(unreadable='skip') trains without them.")
+    assert message.count('DataCheckHook') == 1 + bool(hint)
 
 
 def test_what_can_be_skipped_is_a_warning(monkeypatch):

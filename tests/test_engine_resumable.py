@@ -61,7 +61,35 @@ def test_a_whole_checkpoint_is_taken(given):
         checkpoint['param_schedulers'] = dict(generator=[SCHEDULE], discriminator=[SCHEDULE])
     check_resumable(runner(), checkpoint, 'a.pth')
     del checkpoint['param_schedulers'], checkpoint['optimizer']
-    check_resumable(runner(), checkpoint, 'a.pth')
+    for seed in (0, None):
+        checkpoint['meta']['seed'] = seed
+        check_resumable(runner(), checkpoint, 'a.pth')
+
+
+def test_all_that_schedules_keep_is_taken():
+    """Texts, tuples, and the two functions of OneCycleParamScheduler."""
+    linear = OneCycleParamScheduler._annealing_linear
+    for value in ('lr', '', (1, 2.5), [(0, None)], dict(a=dict(b='c')), True, linear, torch.tensor(0.5)):
+        check_resumable(runner(), changed('param_schedulers.0.value', value), 'a.pth')
+    for key in ('best', 'rule_worse'):  # infinite before the first value; anything else is finite
+        for value in (math.nan, [math.inf]):
+            check_resumable(runner(), changed(f'param_schedulers.0.{key}', value), 'a.pth')
+    with pytest.raises(CheckpointError, match='param_schedulers.rule = inf is no finite number'):
+        check_resumable(runner(), changed('param_schedulers.0.rule', math.inf), 'a.pth')
+
+
+def test_of_long_values_the_beginning_is_quoted():
+    for path, what in (
+        ('meta.epoch', 'meta.epoch = {} is no count'),
+        ('meta.seed', 'meta.seed = {} is no seed'),
+        ('message_hub.runtime_info.best_score', 'message_hub.runtime_info.best_score = {} is no number'),
+        ('message_hub.resumed_keys.loss', 'message_hub.resumed_keys.loss = {} is neither True nor False'),
+    ):
+        with pytest.raises(CheckpointError) as found:
+            check_resumable(runner(), changed(path, 300 * 'x'), 'a.pth')
+        quoted = what.format("'" + 79 * 'x')
+        hint = 'It can be loaded without its state: --cfg-options load_from=FILE, without --resume'
+        assert str(found.value) == f'a.pth cannot be resumed from: {quoted}. {hint}'
 
 
 class Nothing(HistoryBuffer):

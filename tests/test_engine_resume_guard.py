@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from mmengine.hooks import CheckpointHook
+from mmengine.infer import BaseInferencer
 
 from mmlinattn.checkpoints import CheckpointError
 from mmlinattn.engine import RunError, resume_guard
@@ -71,6 +72,20 @@ def test_folders_of_a_run(tmp_path, path, is_own):
     assert bool(info) is is_own and len(lines) == (not is_own)
 
 
+@pytest.mark.parametrize('key', ['best_ckpt', 'best_ckpt_acc', 'keep_ckpt_ids'])
+@pytest.mark.parametrize('value', ['', 0])
+def test_what_is_empty_is_no_checkpoint_of_the_run_either(tmp_path, key, value):
+    """MMEngine asks whether it is None; an empty list of steps is one."""
+    runner, lines = run_in(tmp_path, None)
+    info = {key: value}
+    keep_own_files(runner, info)
+    assert info == {} and f': {key} = {str(value)!r}. They are left alone.' in lines[0]
+    info = dict(keep_ckpt_ids=[])
+    keep_own_files(runner, info)
+    assert info == dict(keep_ckpt_ids=[]) and len(lines) == 1
+    assert resume_guard._out_dirs(runner) == [str(tmp_path)]  # a hook without a folder of its own adds none
+
+
 def test_what_a_loaded_checkpoint_hands_on(tmp_path, monkeypatch):
     """The run that resumes has a config and a name of its own."""
     runner, _ = run_in(tmp_path)
@@ -114,7 +129,8 @@ def test_what_mmengine_stumbles_over_is_one_line(monkeypatch, function, verb):
         with pytest.raises(CheckpointError) as found:
             call(error)
         assert str(found.value) == f'a.pth cannot be {verb} ({reason})'
-    for error in (RunError('ours'), CheckpointError('ours'), OSError(28, 'full'), MemoryError(), KeyboardInterrupt()):
+    others = KeyboardInterrupt(), torch.cuda.OutOfMemoryError('of the GPU')  # a RuntimeError, no fault of the file
+    for error in (RunError('ours'), CheckpointError('ours'), OSError(28, 'full'), MemoryError(), *others):
         with pytest.raises(type(error)) as found:
             call(error)
         assert found.value is error
@@ -134,6 +150,7 @@ def test_a_config_text_is_looked_for_in_both_places():
     inner, outer = dict(runtime_info=dict(cfg='in the hub')), dict(cfg='in meta')
     assert resume_guard._config_text(dict(message_hub=inner, meta=outer)) == 'in the hub'
     assert resume_guard._config_text(dict(message_hub=dict(runtime_info=None), meta=outer)) == 'in meta'
+    assert resume_guard._config_text(dict(message_hub=dict(runtime_info=dict(cfg='')), meta=outer)) == ''
     assert resume_guard._config_text(torch.ones(1)) is None
 
 
@@ -181,6 +198,16 @@ def test_the_checkpoint_that_is_named(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError) as error:
         find_latest_checkpoint('work')
     assert str(error.value) == f'work/last_checkpoint is not a file. {advice}'
+    pointer.rmdir()
+    pointer.symlink_to('gone')  # something was to be resumed from, so that nothing begins anew
+    with pytest.raises(CheckpointError) as error:
+        find_latest_checkpoint('work')
+    assert str(error.value) == f'work/last_checkpoint is not a file. {advice}'
+    pointer.unlink()
+    longest = 'work/epoch_1.pth'.ljust(4096, '\n')
+    assert found(longest) == 'work/epoch_1.pth'
+    with pytest.raises(CheckpointError, match='names no checkpoint: it holds'):
+        found(longest + '\n')
 
 
 def test_every_place_that_looks_for_the_last_checkpoint_is_guarded():
@@ -194,11 +221,14 @@ def test_every_place_that_looks_for_the_last_checkpoint_is_guarded():
         (runner.Runner, 'load_checkpoint'),
         (runner.Runner, 'resume'),
         (CheckpointHook, 'before_train'),
+        (BaseInferencer, '_init_model'),
     ):
         guarded = getattr(owner, name)
         assert (
             guarded.is_guarded and guarded.__wrapped__.__module__.startswith('mmengine.') and guarded.__name__ == name
         )
+        resume_guard.guard()  # a second time
+        assert getattr(owner, name) is guarded and not hasattr(guarded.__wrapped__, 'is_guarded')
 
 
 def test_an_inferencer_reads_the_config_of_its_weights_only_where_it_has_none(monkeypatch):

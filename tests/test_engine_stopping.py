@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from multiprocessing import resource_sharer
 from pathlib import Path
 from types import SimpleNamespace
@@ -255,6 +256,46 @@ def test_what_listens_to_signals_ends_with_the_run(interruptible):
     assert signal.set_wakeup_fd(wakeup) == wakeup
 
 
+def test_what_was_heard_before_is_heard_again(interruptible):
+    """A descriptor for signals and a handler of Ctrl-C that others have put there; none of ours is left open."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+    mine = signal.signal(signal.SIGINT, _ignore) and _ignore
+    open_before, threads = set(os.listdir('/dev/fd')), set(threading.enumerate())
+    try:
+        with clean_end():
+            assert signal.getsignal(signal.SIGINT) is mine
+            for watch in set(threading.enumerate()) - threads:
+                ended = watch
+        ended.join(30)
+        assert signal.getsignal(signal.SIGINT) is mine
+        assert signal.set_wakeup_fd(before) == writer
+        assert set(os.listdir('/dev/fd')) == open_before
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reader)
+        os.close(writer)
+
+
+def _ignore(signum, frame):
+    pass
+
+
+@pytest.mark.parametrize('ends', ['well', 'by an error'])
+def test_a_sigterm_that_was_ignored_is_ignored_again(ends):
+    """Also where the hook, which listens in training in any case, did not come to put it back."""
+    found = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with suppress(ZeroDivisionError), clean_end():
+            signal.signal(signal.SIGTERM, StopHook()._on_sigterm)
+            if ends != 'well':
+                raise ZeroDivisionError
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, found)
+
+
 def test_last_checkpoint_is_that_of_the_run_itself(tmp_path):
     run = ToolRun()
     assert run.last_checkpoint() is None
@@ -396,6 +437,30 @@ def test_workers_that_take_their_time_to_end_are_no_error(monkeypatch):
     end_workers()
     assert not multiprocessing.active_children()
     assert signal.getsignal(signal.SIGCHLD) == handler
+
+
+@pytest.mark.parametrize('is_alive', [False, True])
+def test_the_handler_of_workers_that_end_is_put_back_once_they_have(monkeypatch, is_alive):
+    """5 s for all of them together; PyTorch's handler would raise an error for one that ends later."""
+    steps, clock = [], iter([100, 101, 107])
+    worker, slow = (
+        SimpleNamespace(
+            kill=lambda name=name: steps.append(('kill', name, signal.getsignal(signal.SIGCHLD))),
+            join=lambda seconds, name=name: steps.append(('join', name, seconds)),
+            is_alive=lambda name=name: is_alive and name == 'slow',
+        )
+        for name in ('worker', 'slow')
+    )
+    monkeypatch.setattr(stopping, 'multiprocessing', SimpleNamespace(active_children=lambda: [worker, slow]))
+    monkeypatch.setattr(stopping, 'time', SimpleNamespace(monotonic=lambda: next(clock)))
+    found = signal.signal(signal.SIGCHLD, _ignore)
+    try:
+        end_workers()
+        assert signal.getsignal(signal.SIGCHLD) == (signal.SIG_DFL if is_alive else _ignore)
+    finally:
+        signal.signal(signal.SIGCHLD, found)
+    kills = [('kill', name, signal.SIG_DFL) for name in ('worker', 'slow')]
+    assert steps == [*kills, ('join', 'worker', 4), ('join', 'slow', 0)]
 
 
 def test_fine_tuning_from_a_stopped_run_begins_with_a_whole_epoch(tmp_path):

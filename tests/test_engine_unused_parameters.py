@@ -71,6 +71,7 @@ def test_outputs_that_are_read():
     model = SkippingModel()
     assert read_outputs(model, ['backbone.out_norms.3.bias', 'head.weight']) == (0, 1)
     assert read_outputs(model, ['head.weight']) is None
+    assert read_outputs(model, ['a_backbone.out_norms.0.bias', 'backbone.out_normss.0.bias']) is None  # of others
     detector = nn.Module()
     detector.detector = model
     assert read_outputs(detector, ['detector.backbone.out_norms.0.bias']) == (1, 3)
@@ -100,7 +101,9 @@ def test_the_line_of_one_process():
     expected = f'{NAMES}{READ}They are not trained, and distributed training would stop here.'
     assert one_iteration(hook, model, times=2) == [expected]
     assert not any(parameter._backward_hooks for parameter in model.parameters())
+    hook.before_train(SimpleNamespace(model=model))  # of a run that ended before its first iteration
     assert one_iteration(hook, model) == [expected]  # a second training with the same hook
+    assert not any(parameter._backward_hooks for parameter in model.parameters())
     model.skips, model.unread = False, nn.Linear(1, 1)
     (line,) = one_iteration(hook, model)
     assert line == (

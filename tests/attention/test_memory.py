@@ -109,6 +109,10 @@ def test_product_lays_heads_side_by_side(batch, shifted):
     out = product(x, matrix, shift if shifted else None)
     torch.testing.assert_close(out, x @ matrix + (shift if shifted else 0))
     assert out.transpose(1, 2).is_contiguous()
+    memory = torch.full((batch, 2, 5, 6), 7.0)  # a part of what somebody else has
+    written = product(x, matrix, shift if shifted else None, out=memory[..., 1:5])
+    assert written.data_ptr() == memory[..., 1:5].data_ptr() and (memory[..., [0, 5]] == 7).all()
+    torch.testing.assert_close(memory[..., 1:5], out)
 
 
 @pytest.mark.parametrize('batch', [1, 2, 40])
