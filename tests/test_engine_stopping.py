@@ -271,7 +271,7 @@ def test_what_was_heard_before_is_heard_again(interruptible):
         ended.join(30)
         assert signal.getsignal(signal.SIGINT) is mine
         assert signal.set_wakeup_fd(before) == writer
-        assert set(os.listdir('/dev/fd')) == open_before
+        assert set(os.listdir('/dev/fd')) <= open_before  # others may have been collected
     finally:
         signal.set_wakeup_fd(before)
         os.close(reader)
