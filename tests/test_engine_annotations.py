@@ -151,6 +151,7 @@ FAULTS = {
     'box backwards': (box(28, 28, -20, -20), AT + 'bbox .* of negative size'),
     'no box': (rewritten('annotations', 1, bbox=None), AT + 'bbox None'),
     'no area': (rewritten('annotations', 1, area=None), AT + 'area None, not a finite number'),
+    'neither box nor area': (rewritten('annotations', 1, bbox=[7], area=None), AT + r'bbox \[7\] of 1 values'),
     # masks
     'no mask': (mask(None), AT + 'segmentation None; it has to be a list of polygons, or run lengths'),
     'empty mask': (mask([]), AT + 'an empty segmentation'),
@@ -162,6 +163,7 @@ FAULTS = {
     'flat polygon': (mask([8, 8, 28, 8, 28, 28]), AT + 'a polygon 8; it has to be a list'),
     'RLE of another size': (mask(dict(size=[64, 48], counts=[3072])), AT + r'run lengths \(RLE\) of size \[64, 48\]'),
     'RLE that is short': (mask(dict(size=[48, 64], counts=[10, 10])), AT + 'run lengths .* do not fill its 64x48'),
+    'RLE beyond 64 bits': (mask(dict(size=[48, 64], counts=[2**70])), AT + 'run lengths .* do not fill'),
     'RLE below 0': (mask(dict(size=[48, 64], counts=[-10, 3082])), AT + 'run lengths .* do not fill'),
     'RLE without counts': (mask(dict(size=[48, 64])), AT + r'run lengths \(RLE\) None'),
     'RLE of nonsense': (mask(dict(size=[48, 64], counts='\x00\xff!')), AT + 'run lengths .* do not fill'),

@@ -152,6 +152,12 @@ def test_the_lines_about_weights_for_a_model():
     check_weights(model, dict(state_dict=broken), allow_nonfinite=True)
 
 
+def test_only_the_module_of_processes_is_taken_off():
+    model = nn.ModuleDict(dict(a=nn.ModuleDict(dict(module=nn.Linear(1, 1)))))
+    check_weights(model, model.state_dict())
+    check_weights(model, {f'module.{key}': value for key, value in model.state_dict().items()})
+
+
 def test_statistics_that_are_not_finite():
     model, statistic = nn.Sequential(nn.BatchNorm1d(2)), torch.tensor([1.0, float('inf')])
     for name in ('0.running_mean', '0.running_var'):
