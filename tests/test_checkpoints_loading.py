@@ -14,6 +14,7 @@ from mmlinattn.checkpoints import CheckpointError, load_pretrained, loading
 from mmlinattn.checkpoints.layouts import all_layouts, find_layout
 from mmlinattn.checkpoints.states import (
     backbone_state,
+    fit_backbone,
     fit_state,
     kind_of,
     model_state,
@@ -270,6 +271,17 @@ def test_a_backbone_takes_part_through_its_two_hooks(tmp_path, warnings_of):
     backbone = Table(3)
     report, warned = warnings_of(backbone, path)
     assert backbone.table.tolist() == [0, 1, 2] and warned == [] and report.missing == []
+    state = {'table': torch.arange(5.0), 'late.weight': torch.ones(1, 1), 'late.other': torch.ones(1)}
+
+    class Greedy(Table):
+        def adapt_state_dict(self, state):
+            return {'table': state.pop('table')[:3], **state}
+
+    fits, report = fit_backbone(Greedy(3), state)
+    assert list(state) == ['table', 'late.weight', 'late.other']  # the caller's own
+    assert list(fits) == ['table', 'late.weight'] and report == (['table', 'late.weight'], [], [], [], ['late.other'])
+    fits, report = fit_backbone(nn.Linear(1, 1), {'weight': torch.ones(1, 1), 'x': torch.ones(1)})  # without hooks
+    assert list(fits) == ['weight'] and report == (['weight'], ['bias'], ['x'], [], [])
 
 
 def test_init_weights_reads_a_released_file(tmp_path):
@@ -393,6 +405,8 @@ def test_kinds_of_tensors():
     )
     assert {name: kind_of(tensor) for name, tensor in kinds.items()} == {name: name for name in kinds}
     broken = dict(kinds, bad=torch.tensor([1, -float('inf')]), half=torch.tensor(float('nan')).half())
+    eighths = torch.tensor([float('nan')]).to(torch.float8_e5m2)  # of which PyTorch cannot tell it
+    assert not_finite(dict(a=eighths, b=torch.ones(1).to(torch.float8_e5m2)), 'ab') == ['a']
     assert not_finite(broken, [*broken, 'not there']) == ['bad', 'half'] and not_finite(broken, ['bad']) == ['bad']
 
 
@@ -401,6 +415,10 @@ def test_the_lines_of_loading(tmp_path, warnings_of):
     with pytest.raises(CheckpointError) as found:
         load_pretrained(nn.Linear(1, 1), path)
     assert str(found.value) == f'nothing in {path} fits Linear: the file has x.w, x.v; the model has weight, bias'
+    path = save(tmp_path / 'heads.pth', {'head.w': torch.ones(1)})
+    with pytest.raises(CheckpointError) as found:
+        load_pretrained(nn.Linear(1, 1), path)
+    assert str(found.value) == f'nothing in {path} fits Linear: the file has head.w; the model has weight, bias'
     path = save(tmp_path / 'b.pth', {'weight': torch.ones(3)})
     with pytest.raises(CheckpointError) as found:
         load_pretrained(nn.Linear(1, 1), path)

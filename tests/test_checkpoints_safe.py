@@ -5,6 +5,7 @@ import os
 import pickle
 import sys
 import types
+import warnings
 import zipfile
 from collections import Counter, OrderedDict
 from pathlib import Path
@@ -261,6 +262,32 @@ def test_map_location(loader, save, map_location):
     assert torch.equal(loaded['w'], torch.ones(3))
 
 
+def test_where_tensors_are_put(loader, save, monkeypatch):
+    """Where they are asked for, and without a word in main memory, wherever they were saved."""
+    path, asked = save({'w': torch.ones(3)}), []
+    assert loader(path, 'meta')['w'].is_meta and loader(path, map_location=torch.device('meta'))['w'].is_meta
+    read = torch.load
+
+    def load(*args, **kwargs):
+        asked.append(kwargs['map_location'])
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(torch, 'load', load)
+    loader(path)
+    loader(path, None)
+    assert asked == ['cpu', None]
+
+
+def test_other_pickle_protocols_are_no_news(loader, tmp_path):
+    path = tmp_path / 'a.pth'
+    torch.save({'w': torch.ones(1)}, path, pickle_protocol=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        before = list(warnings.filters)
+        assert loader(path)['w'] == 1
+        assert warnings.filters == before
+
+
 def test_lines_that_reach_the_terminal():
     assert safe.printable('  a\n\tb \x1b[2J\x07 ü ') == 'a b \\x1b[2J\\x07 ü'
     assert safe.printable(8000 * 'x') == 8000 * 'x'
@@ -449,6 +476,8 @@ def test_what_is_made_of_a_checkpoint():
         name='\x07',  # which nobody prints
     )
     assert make_inert(dict(meta=dict(config='x = 1')), 'a')['meta'] == dict(config_text='x = 1')
+    on_a_cpu = make_inert(dict(meta=dict(config='gpu_ids = []')), 'a')['meta']  # none is a number as well
+    assert on_a_cpu == dict(config='gpu_ids = range(0)', config_text='gpu_ids = []')
     for data in (torch.ones(1), np.ones(1), {3: 'no weight'}, dict(meta=None)):
         assert make_inert(data, 'a') is data
 

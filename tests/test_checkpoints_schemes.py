@@ -2,6 +2,7 @@
 """MMEngine's own ways to load a checkpoint, after ``import mmlinattn`` and nothing else."""
 
 import io
+import logging
 import subprocess
 import sys
 import textwrap
@@ -97,6 +98,23 @@ def test_local_files_load_under_any_map_location(tmp_path, map_location, monkeyp
     assert layer.weight.item() == 1
     monkeypatch.setenv('HOME', str(tmp_path))
     assert 'state_dict' in CheckpointLoader.load_checkpoint('~/a', map_location)
+
+
+def test_where_to_and_how_loudly_files_are_read(tmp_path, capsys, caplog):
+    """MMEngine's arguments have the effect that they have without us, in their places and by their names."""
+    path, logger = str(tmp_path / 'a.pth'), logging.getLogger('of-schemes')
+    torch.save({'weight': torch.ones(2)}, path)
+    load = CheckpointLoader.load_checkpoint
+    assert load(path, 'meta', 'silent')['weight'].is_meta
+    assert load(filename=path, map_location='meta', logger='silent')['weight'].is_meta
+    assert capsys.readouterr().out == '' and load(path, logger='silent')['weight'].device.type == 'cpu'
+    with caplog.at_level(logging.INFO, logger.name):
+        load(path, None, logger)
+        load(path, logger=logger)
+    assert [(record.name, path in record.getMessage()) for record in caplog.records] == [(logger.name, True)] * 2
+    torch.save([1], path)
+    with pytest.raises(CheckpointError, match=f'^{path} holds a list, not a state dict$'):
+        load(path, logger='silent')
 
 
 def test_missing_and_broken_files_in_one_line(tmp_path):
