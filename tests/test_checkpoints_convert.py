@@ -369,6 +369,10 @@ def test_lines_about_bad_targets(tmp_path, monkeypatch):
             convert_checkpoint(source, target, 'no_such_config.py')
         assert str(found.value) == line
     convert._check_target('mmlinattn://ravlt_t', source)  # a file that is there may be replaced
+    monkeypatch.setenv('HOME', str(tmp_path))
+    for same in ('~/a.pth', f'{tmp_path}/../{tmp_path.name}/a.pth'):
+        with pytest.raises(CheckpointError, match='is SRC itself, which is never overwritten$'):
+            convert_checkpoint(same, '~/a.pth', 'no_such_config.py')
     asked = []
     monkeypatch.setattr(convert.os, 'access', lambda *args: asked.append(args))
     with pytest.raises(CheckpointError) as found:
@@ -405,7 +409,7 @@ def test_names_of_classes_of_any_age(meta, expected):
     assert convert._dataset_meta(meta) == expected
 
 
-def test_what_is_written_beside_the_weights(tmp_path, monkeypatch):
+def test_what_is_written_beside_the_weights(tmp_path, monkeypatch, capsys):
     """Without names of classes the file has no entry for them; a short path is one of the user's home."""
     monkeypatch.setenv('HOME', str(tmp_path))
     model = torch.nn.Module()
@@ -417,6 +421,7 @@ def test_what_is_written_beside_the_weights(tmp_path, monkeypatch):
     torch.save(dict(state_dict=state, meta=dict(epoch=3)), tmp_path / 'a.pth')
     conversion = convert_checkpoint(tmp_path / 'a.pth', '~/b.pth', 'configs/c.py')
     assert conversion.complete and conversion.dropped == []
+    assert capsys.readouterr().out == ''  # what is said of reading is the tool's to say
     written = load_file(tmp_path / 'b.pth')
     assert written['meta'] == dict(source='a.pth', mmlinattn_version=__version__, config='c.py')
     assert list(written) == ['state_dict', 'meta'] and set(written['state_dict']) == set(model.state_dict())

@@ -137,7 +137,8 @@ def _dataset_meta(meta: Any) -> Optional[dict]:
 def _check_target(source: PathLike, target: Path) -> None:
     if target.is_dir():
         raise CheckpointError(f'DST {target} is a folder; name a file in it')
-    if target.exists() and os.path.exists(source) and os.path.samefile(source, target):
+    given = os.path.expanduser(source)  # as it is read
+    if target.exists() and os.path.exists(given) and os.path.samefile(given, target):
         raise CheckpointError(f'DST {target} is SRC itself, which is never overwritten')
     if not target.parent.is_dir():
         raise CheckpointError(f'the folder of DST {target} does not exist')
