@@ -2,6 +2,7 @@
 """Trials of models and the reading of upstream configs, with toys in place of detectors."""
 
 import logging
+import warnings
 
 import numpy as np
 import pytest
@@ -119,6 +120,71 @@ def test_outputs_that_nobody_reads(log):
     assert not torch.equal(before, model.backbone.second.weight)  # the optimizer took its step
 
 
+def test_what_a_step_is_given(log, monkeypatch):
+    """Data of its own for the step and for the prediction; types are looked for where the task has them."""
+    asked, scopes = [], []
+
+    def batch_for(model, task, cfg, size, masks):
+        asked.append((type(model).__name__, task, cfg['mine'], size, masks))
+        return invented.segmentation_batch(size)
+
+    monkeypatch.setattr(trial, 'batch_for', batch_for)
+    monkeypatch.setattr(trial, 'init_default_scope', scopes.append)
+    for task, masks in (('mmdet', False), ('mmseg', True)):
+        try_model(dict(type='TrialModel', mine=5), task, masks=masks)
+        assert asked == [('TrialModel', task, 5, (128, 128), masks)] * 2 and scopes == [task]
+        asked.clear(), scopes.clear()
+
+
+class PairOfTrial(nn.Module):
+    """Gives what preprocessors of some models give: no dict."""
+
+    def forward(self, data, training):
+        self.training_asked = training
+        return torch.stack(data['inputs']).float(), data['data_samples']
+
+
+class Passes(nn.Module):
+    """As many maps as it is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 1)
+
+    def forward(self, x, count):
+        return [self.conv(x) * i for i in range(1, count + 1)]
+
+
+def test_steps_that_pass_the_backbone_several_times():
+    """As a detector does for pictures with and without labels, and a teacher without gradients."""
+    model = TrialModel()
+    model.backbone, model.data_preprocessor = Passes(), PairOfTrial()
+
+    def forward(inputs, data_samples, mode):
+        assert len(data_samples) == 2 and mode == 'loss'
+        with torch.no_grad():
+            model.backbone(inputs, 4)
+        return dict(loss=model.backbone(inputs, 1)[0].mean() + model.backbone(inputs, 3)[2].mean())
+
+    model.forward = forward
+    optimizer = trial.build_optim_wrapper(model, dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=1.0)))
+    found = trial._train(model, invented.segmentation_batch((8, 8)), optimizer)
+    assert found.read == (True, False, True) and found.without_gradient == ()
+    model.forward = lambda *args, mode: dict(loss=torch.tensor(float('nan'), requires_grad=True))
+    with pytest.raises(TrialError, match='^the loss of the first step is nan$'):
+        trial._train(model, invented.segmentation_batch((8, 8)), optimizer)
+    assert not model.backbone._forward_hooks  # nothing of the trial is left
+
+
+def test_nothing_is_heard_of_a_trial():
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        with trial.quiet():
+            warnings.warn('of upstream', stacklevel=1)
+        with pytest.raises(UserWarning):
+            warnings.warn('of ours', stacklevel=1)
+
+
 @pytest.mark.parametrize(
     ('network', 'sizes', 'message'),
     [
@@ -228,6 +294,7 @@ def test_detection_batch():
     bare, _ = invented.detection_batch((50, 100), masks=False, proposals=True)['data_samples']
     assert 'masks' not in bare.gt_instances and bare.proposals.bboxes.shape == (4, 4)
     torch.testing.assert_close(bare.proposals.bboxes[2:], torch.tensor(boxes) + 4)
+    assert bare.proposals.scores.tolist() == [1] * 4 and first.gt_sem_seg.sem_seg.count_nonzero() == 0
 
 
 def test_batches_of_other_tasks():
@@ -359,6 +426,14 @@ def test_a_config_by_path(tmp_path):
     assert inherit(found.base).model.type == 'T'
     outer = "default_scope = 'mmdet'\nmodel = dict(backbone=dict(type='A'), detector=dict(backbone=dict(type='B')))"
     assert read(tmp_path, outer)[0].path == ()
+
+
+def test_the_task_of_a_config_that_names_none(monkeypatch):
+    scopes = []
+    monkeypatch.setattr(upstream, 'init_default_scope', scopes.append)
+    found = read_upstream('mmdet::_base_/models/retinanet_r50_fpn.py')
+    assert (found.task, found.path, found.cfg.get('default_scope')) == ('mmdet', (), None) and scopes == ['mmdet']
+    assert found.model['backbone']['type'] == 'ResNet'
 
 
 @pytest.mark.parametrize(
@@ -507,6 +582,69 @@ for kind in (Measurable, Masked):
 def test_maps_are_measured(cfg, expected):
     model = dict(type='M', backbone=dict(type='Measurable', **cfg))
     assert measure(upstream_of(model=model)) == expected
+
+
+class AskedForSizes(nn.Module):
+    """Runs at no size, and notes which it was asked for and how."""
+
+    def __init__(self, **sizes):
+        super().__init__()
+
+    def forward(self, x):
+        AskedForSizes.log.append((*x.shape[2:], self.training, torch.is_grad_enabled()))
+        raise ValueError(f'not at {x.shape[2]}')
+
+
+MODELS.register_module(module=AskedForSizes)
+
+
+@pytest.mark.parametrize(
+    ('cfg', 'second'),
+    [
+        (dict(img_size=48), [(48, 48)]),
+        (dict(pretrain_img_size=(40, 56)), [(40, 56)]),
+        (dict(img_size=48, pretrain_img_size=64), [(48, 48)]),
+        ({}, []),
+        (dict(img_size='large'), []),
+    ],
+)
+def test_at_which_sizes_maps_are_measured(cfg, second, monkeypatch):
+    """At one that divides by all strides, at its own, then at those that such backbones have."""
+    asked, scopes = [], []
+    monkeypatch.setattr(AskedForSizes, 'log', asked, raising=False)
+    monkeypatch.setattr(upstream, 'init_default_scope', scopes.append)
+    with pytest.raises(RunError, match='^the backbone of base.py does not run here: ValueError: not at 256$'):
+        measure(upstream_of(task='mmseg', model=dict(type='M', backbone=dict(type='AskedForSizes', **cfg))))
+    expected = [(256, 256), *second, (224, 224), (512, 512), (32, 32)]
+    assert asked == [(*size, False, False) for size in expected] and scopes == ['mmseg']
+
+
+def test_channels_and_strides_of_outputs():
+    def maps(*shapes, side=64):
+        return upstream._maps([torch.zeros(shape) for shape in shapes], side)
+
+    assert maps((2, 8, 64, 3), (2, 4, 128, 3)) == [FeatureMap(8, 1), FeatureMap(4, 1)]  # a larger map has no half
+    assert maps((1, 8, 9, 1), (1, 8, 1, 1)) == [FeatureMap(8, 7), FeatureMap(8, 64)]  # 7.1 to the next
+    assert maps((2, 5), (2, 7, 5)) == [FeatureMap(5, None)] * 2
+    assert maps((2, 8, 4, 4), (3,)) == [] and maps((1, 2, 3, 4, 5)) == []
+    assert upstream._maps(torch.zeros(1, 8, 16, 16), 64) == [FeatureMap(8, 4)]
+    assert upstream._maps([torch.zeros(1, 8, 16, 16), None], 64) == [] and upstream._maps([[]], 64) == []
+
+
+@pytest.mark.parametrize(
+    'forward',
+    [
+        lambda self, x, mask: x,
+        lambda self, x, masks=None: x,
+        lambda self, x, ids_restore=None: x,
+        lambda self, x, importance=None: x,
+    ],
+)
+def test_backbones_that_hide_tokens(forward, monkeypatch):
+    monkeypatch.setattr(Masked, 'forward', forward)
+    with pytest.raises(NoPlace) as error:
+        measure(upstream_of(model=dict(type='M', backbone=dict(type='Masked'))))
+    assert str(error.value) == ('base.py has no place for a pyramid: masked image modelling hides tokens from Masked')
 
 
 @pytest.mark.parametrize(
