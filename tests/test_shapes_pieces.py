@@ -298,6 +298,70 @@ def test_typical_colours_of_forms():
     assert shapes_module.TINTED == 0.95
 
 
+def test_a_picture_without_shapes():
+    scene = draw_scene(np.random.default_rng(0), (80, 64), num_shapes=0)
+    assert scene.masks.shape == (0, 64, 80) and scene.masks.dtype == bool
+    assert scene.labels.shape == (0,) and scene.labels.dtype == np.int64 and scene.image.shape == (64, 80, 3)
+
+
+SCENE = dict(
+    size=(64, 8192),
+    num_shapes=None,
+    kinds=['ring'],
+    fills=FILLS,
+    backgrounds=BACKGROUNDS,
+    diameters=(1, 1),
+    min_visible=1,
+)
+
+
+@pytest.mark.parametrize(
+    ('change', 'said'),
+    [
+        ({}, None),
+        (dict(size=(8192, 64), num_shapes=0, diameters=(1e-3, 1e-3), min_visible=1e-3), None),
+        (dict(num_shapes=255), None),
+        (dict(num_shapes=256), 'num_shapes must be from 0 to 255, got 256'),
+        (dict(size=(64, 8193)), 'size must be a width and a height from 64 to 8192 pixels, got (64, 8193)'),
+        (dict(size=(63, 64)), 'size must be a width and a height from 64 to 8192 pixels, got (63, 64)'),
+        (dict(size=(64, 64, 3)), 'size must be a width and a height from 64 to 8192 pixels, got (64, 64, 3)'),
+        (dict(fills=['plain', 'dotted']), "fills must be one or more of ('plain', 'striped'), got ['plain', 'dotted']"),
+        (dict(fills=()), "fills must be one or more of ('plain', 'striped'), got ()"),
+        (
+            dict(backgrounds=['sky']),
+            "backgrounds must be one or more of ('gradient', 'clouds', 'stripes', 'checker'), got ['sky']",
+        ),
+        (
+            dict(kinds=['disk']),
+            "kinds must be one or more of ('disc', 'square', 'triangle', 'star', 'cross', 'heart', 'ring'), "
+            "got ['disk']",
+        ),
+        (dict(diameters=(0, 0.5)), 'diameters must be rising fractions from 0 to 1, got (0, 0.5)'),
+        (dict(diameters=(0.5, 1.01)), 'diameters must be rising fractions from 0 to 1, got (0.5, 1.01)'),
+        (dict(diameters=(0.5, 0.49)), 'diameters must be rising fractions from 0 to 1, got (0.5, 0.49)'),
+        (dict(min_visible=0), 'min_visible must be above 0 and at most 1, got 0'),
+        (dict(min_visible=1.01), 'min_visible must be above 0 and at most 1, got 1.01'),
+    ],
+)
+def test_what_a_scene_may_be(change, said):
+    if said is None:
+        return shapes_module._check(**dict(SCENE, **change))
+    with pytest.raises(ValueError) as error:
+        draw_scene(np.random.default_rng(0), **dict(SCENE, **change))
+    assert str(error.value) == said
+
+
+def test_shares_and_turns_that_a_scene_may_have():
+    rng, most = np.random.default_rng(0), dict(max_turn=np.pi, tinted=1, band_strength=1)
+    for options in (most, dict.fromkeys(most, 0)):
+        assert draw_scene(rng, (64, 64), num_shapes=1, **options).image.shape == (64, 64, 3)
+    for name, said in (('max_turn', '3.14159'), ('tinted', '1'), ('band_strength', '1')):
+        for value in (-0.01, most[name] + 0.01):
+            with pytest.raises(ValueError) as error:
+                draw_scene(rng, (64, 64), **{name: value})
+            assert str(error.value) == f'{name} must be from 0 to {said}, got {value}'
+
+
 # ------------------------------------------------------------------------------------- surfaces
 
 
@@ -418,6 +482,35 @@ def test_a_data_set_that_lost_a_file_at_the_top_is_written_again(tmp_path):
     (tmp_path / NOTE).write_text('{')
     with pytest.raises(FileExistsError, match=f'^it has content of unknown origin: {NOTE}$'):
         write_dataset(tmp_path, spec)
+
+
+def test_a_file_more_and_a_file_fewer_are_not_the_same_files(tmp_path):
+    spec = DatasetSpec('coco', 2, 2, size=(64, 64))
+    write_dataset(tmp_path, spec)
+    (tmp_path / 'train2017' / 'mine.jpg').write_text('precious')
+    (tmp_path / 'val2017' / '000000000001.jpg').unlink()
+    with pytest.raises(FileExistsError, match='^files were added to the data set in it$'):
+        write_dataset(tmp_path, spec)
+    assert (tmp_path / 'train2017' / 'mine.jpg').read_text() == 'precious'
+
+
+def test_an_empty_folder_that_was_there_stays_after_a_failure(tmp_path):
+    def fails():
+        raise KeyError
+
+    (tmp_path / 'there').mkdir()
+    for out in (tmp_path / 'there', tmp_path / 'not' / 'there'):
+        with pytest.raises(KeyError):
+            write_dataset(out, DatasetSpec('coco', 1, 1, size=(64, 64)), on_picture=fails)
+    assert list((tmp_path / 'there').iterdir()) == [] and list((tmp_path / 'not').iterdir()) == []
+
+
+def test_sides_are_not_shortened_below_the_least(tmp_path):
+    write_dataset(tmp_path, DatasetSpec('coco', 6, 1, size=(64, 100), size_jitter=0.5))
+    images = json.loads((tmp_path / 'annotations' / 'instances_train2017.json').read_text())['images']
+    assert {image['width'] for image in images} == {64}
+    heights = [image['height'] for image in images]
+    assert min(heights) >= 64 and len(set(heights)) > 3  # the longer side is shortened all the same
 
 
 def test_what_is_beside_our_data_set_is_not_replaced(tmp_path):
