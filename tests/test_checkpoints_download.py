@@ -102,7 +102,16 @@ def test_an_unknown_name_lists_the_known_ones_closest_first():
     message = str(caught.value)
     assert "'ravlt_b_cascade_1x'" in message
     known = message.split('known names: ')[1].split(', ')
-    assert known[0] == 'ravlt_b_cascade_3x' and set(known) == set(released_checkpoints())
+    assert known[0] == 'ravlt_b_cascade_3x' and sorted(known) == sorted(released_checkpoints())  # each once
+    rest = [name for name in released_checkpoints() if name not in known[:5]]
+    assert known[5:] == rest
+    with pytest.raises(CheckpointError) as caught:
+        find_released('flatten_cswin_x')
+    assert all(name.startswith('flatten_') for name in str(caught.value).split('known names: ')[1].split(', ')[:5])
+    with pytest.raises(CheckpointError) as caught:
+        find_released('%%')  # like none
+    listed = ', '.join(released_checkpoints())
+    assert str(caught.value) == f"no published checkpoint is called '%%'; known names: {listed}"
     assert 'known names' in error_line('mmlinattn://resnet50')
 
 
