@@ -80,6 +80,10 @@ def parts(network, old, backbone, task, **kwargs):
         ),
         ([dict(in_channels=256), 'as it is'], None, [dict(in_channels=64), 'as it is']),
         (dict(train_cfg=dict(in_channels=256), data_preprocessor=dict(in_channels=256)), None, None),
+        (dict(test_cfg=dict(in_channels=256), x=dict(backbone=dict(in_channels=256))), None, None),
+        (dict(in_channels=[256, 2048], in_index=[0, -1]), [0, 3], dict(in_channels=[64, 512], in_index=[0, 1])),
+        (dict(in_channels=[256, 2048], in_index=[-4, 3]), None, dict(in_channels=[64, 512], in_index=[0, 3])),
+        (dict(in_channels=512, in_index=None), None, dict(in_channels=128, in_index=None)),
     ],
 )
 def test_what_a_value_becomes(node, keep, expected):
@@ -204,6 +208,13 @@ def test_branches_of_which_inference_reads_one():
     assert found['neck'] == neck and extra == dict(out_indices=(1, 3))
     ((found, _, _),) = parts(dict(neck=[FPN]), old, PYRAMID, 'mmseg', alone=1)
     assert found['neck'] == [neck, FPN]
+    ((found, _, _),) = parts(dict(decode_head=dict(in_index=1)), old, PYRAMID, 'mmseg', alone=0)  # the first
+    sources = dict(in_channels=[128, 512], sources=[1, 0], scales=[4.0, 1.0], inference_output=0)
+    assert found['neck'] == dict(neck, **sources)
+    # of a head that reads several maps each is made of the stage nearest by its stride
+    several = [FeatureMap(64, 32), FeatureMap(128, 8)]
+    ((found, _, _),) = parts(dict(decode_head=dict(in_index=[0, 1])), several, PYRAMID, 'mmseg')
+    assert found['neck']['sources'] == [1, 0] and 'scales' not in found['neck']
 
 
 def test_necks_that_make_pyramids_of_plain_maps_are_left_out():
@@ -217,6 +228,18 @@ def test_necks_that_make_pyramids_of_plain_maps_are_left_out():
         assert first == (dict(after, neck=None), {}, said)
     other = dict(decode_head=dict(in_channels=[11] * 4))  # reads something else
     assert parts(dict(other, neck=neck), old, PYRAMID, 'mmseg')[0][0]['neck'] is not None
+
+
+def test_teachers_read_backbones_of_their_own():
+    for where, neck in (('heads', None), ('both', FPN)):
+        network = dict(backbone=dict(type='ResNet'), neck=neck, bbox_head=dict(in_channels=256))
+        for key in ('teacher_backbone', 'teacher_neck', 'teacher_bbox_head', 'teacher'):
+            network[key] = dict(in_channels=256)
+        found = direct(network, PYRAMID, range(4), RESNET, OURS, where).network
+        assert found['bbox_head'] == dict(in_channels=64)
+        assert {key: value for key, value in found.items() if key.startswith('teacher')} == {
+            key: dict(in_channels=256) for key in network if key.startswith('teacher')
+        }
 
 
 def test_maps_that_fit_no_stage_are_no_place():
@@ -545,6 +568,9 @@ def test_a_backbone_without_weights_takes_a_place(swapped):
     ]
     assert found.remarks == ['it starts without ImageNet weights: none of ours are released'] and seen.checked == []
     assert seen.wired[3] == SGD and 'init_cfg' not in found.text
+    # of a plain one, which has no stages to freeze, nothing is said
+    found = run(PLAIN._replace(name='ravlt_t'), dict(type='ResNet', frozen_stages=4), keep_optimizer=True)
+    assert found.remarks == []
     released = new._replace(checkpoint='mmlinattn://ours')
     found = run(released, dict(type='ResNet', in_channels=1), keep_optimizer=True)
     assert found.remarks == ['it starts without ImageNet weights: pictures of 1 channel(s)']
@@ -655,6 +681,28 @@ def test_the_recipe_is_that_of_the_paper_for_such_a_network(task, model, rate, d
     assert remarks == [f'the learning rate is for {batch} pictures a step (--auto-scale-lr scales it)']
 
 
+def test_what_is_taken_of_two_recipes():
+    """Of the same parameters the paper's word; heads of upstream keep theirs; gradients are clipped by either."""
+    keys = dict(norm=dict(decay_mult=0.5), query=dict(lr_mult=10.0), backbone=dict(lr_mult=0.1))
+    theirs = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.02), paramwise_cfg=dict(custom_keys=keys))
+
+    def made(task, name='ravlt_t', **more):
+        return settings(task, {}, dict(optim_wrapper=dict(theirs, **more)), name=name)[0]['optim_wrapper']
+
+    detector = made('mmdet')
+    assert detector['paramwise_cfg'] == dict(custom_keys=dict(norm=dict(decay_mult=0.0), query=dict(lr_mult=10.0)))
+    assert list(detector) == ['type', 'optimizer', 'paramwise_cfg'] and detector['optimizer']['betas'] == (0.9, 0.999)
+    assert made('mmseg', paramwise_cfg={})['paramwise_cfg'] == dict(norm_decay_mult=0.0)
+    assert 'clip_grad' not in made('mmpretrain')
+    assert made('mmpretrain', 'inline_deit_t')['clip_grad'] == dict(max_norm=5.0)
+    assert made('mmpretrain', 'inline_deit_t', clip_grad=dict(max_norm=1.0))['clip_grad'] == dict(max_norm=1.0)
+
+
+def test_how_optimizers_are_named():
+    given = dict(weight_decay=0.0, betas=(0.9, 0.99), lr=0, type='SGD')
+    assert swap._named(given) == 'SGD lr=0 weight_decay=0.0' and swap._named({}) == ''
+
+
 def test_schedules_in_proportion():
     def rescaled(*given, factor=0.01):
         return swap._rescaled(Config(dict(param_scheduler=list(given))), factor)
@@ -727,6 +775,7 @@ def test_what_changed_line_by_line():
     ]
     assert changes(dict(a=dict(b=1)), dict(a=2)) == ['a: dict -> 2']
     assert changes(dict(a=0), dict(a=False)) == ['a: 0 -> False']
+    assert changes(dict(a='x' * 58), dict(a='y' * 59)) == [f"a: '{'x' * 58}' -> '{'y' * 56}..."]  # 60 columns
     assert changes(dict(a=[dict(b=1)]), dict(a=[dict(b=1), 2])) == ["a: [{'b': 1}] -> [{'b': 1}, 2]"]
 
 
@@ -737,6 +786,9 @@ def test_differences_of_types_and_of_dicts_that_lose_a_key():
         a=dict(_delete_=True, type='B', x=1)
     )
     assert difference({}, dict(a=dict(type='A'))) == dict(a=dict(type='A'))  # there is nothing to delete
+    assert difference({}, dict(a=None)) == dict(a=None) and difference(dict(a=1), {}) == {}
+    assert difference(dict(a=dict(b=1)), dict(a={})) == dict(a=dict(_delete_=True))
+    assert difference(dict(a=dict(b=1)), dict(a=0)) == dict(a=0)
     assert difference(dict(a=dict(b=dict(c=1, d=1))), dict(a=dict(b=dict(c=1, d=2)))) == dict(a=dict(b=dict(d=2)))
 
 
@@ -746,6 +798,9 @@ def test_differences_of_types_and_of_dicts_that_lose_a_key():
         ((1,), '(1,)'),
         ((1, 'a'), "(1, 'a')"),
         ([], '[]'),
+        ((), '()'),
+        ({}, 'dict()'),
+        ({1: 2}, '{1: 2}'),
         (dict(a=None, b=[1.5]), 'dict(a=None, b=[1.5])'),
         ({'a.b': 1}, "{'a.b': 1}"),
         ({'lambda': 1}, "{'lambda': 1}"),
@@ -776,7 +831,7 @@ def test_a_backbone_is_that_of_the_tasks_config():
     larger = zoo.find_backbone('inline_swin_b_384', 'mmdet')  # of which there are classifiers only
     assert larger.checkpoint == 'mmlinattn://inline_swin_b' and larger.cfg['arch'] == 'inline-base-384'
     deit = zoo.find_backbone('hydra_deit_t', 'mmpretrain')
-    assert deit.plain and deit.stages == (FeatureMap(192, 16),)
+    assert deit.plain and deit.stages == (FeatureMap(192, 16),) and deit.checkpoint is None
 
 
 def test_an_unknown_backbone_is_named_with_those_there_are():
@@ -800,3 +855,5 @@ def test_recipes_without_a_row_of_their_own():
     assert zoo.recipe('ravlt_t', 'mmdet', 'retinanet_1x').model.type == 'RetinaNet'
     assert zoo.recipe('inline_swin_x', 'mmseg').model.backbone.type == 'LinearSwin'
     assert zoo.recipe('hydra_deit_t', 'mmseg').model.backbone.type == 'RAVLT'
+    with pytest.raises(RunError, match='^no config in .*configs trains a backbone for mmpose$'):
+        zoo.recipe('ravlt_t', 'mmpose')

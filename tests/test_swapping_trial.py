@@ -624,7 +624,7 @@ def test_channels_and_strides_of_outputs():
         return upstream._maps([torch.zeros(shape) for shape in shapes], side)
 
     assert maps((2, 8, 64, 3), (2, 4, 128, 3)) == [FeatureMap(8, 1), FeatureMap(4, 1)]  # a larger map has no half
-    assert maps((1, 8, 9, 1), (1, 8, 1, 1)) == [FeatureMap(8, 7), FeatureMap(8, 64)]  # 7.1 to the next
+    assert maps((1, 8, 14, 1), (1, 8, 1, 1)) == [FeatureMap(8, 5), FeatureMap(8, 64)]  # 4.6 to the next
     assert maps((2, 5), (2, 7, 5)) == [FeatureMap(5, None)] * 2
     assert maps((2, 8, 4, 4), (3,)) == [] and maps((1, 2, 3, 4, 5)) == []
     assert upstream._maps(torch.zeros(1, 8, 16, 16), 64) == [FeatureMap(8, 4)]
