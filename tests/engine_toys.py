@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from mmengine.dataset import BaseDataset
 from mmengine.evaluator import BaseMetric
-from mmengine.model import BaseModel
+from mmengine.model import BaseModel, BaseTTAModel, MMDistributedDataParallel
 from mmengine.registry import DATASETS, MODELS
 from mmengine.runner import Runner
 from mmengine.structures import BaseDataElement
@@ -94,3 +94,18 @@ def make_runner(work_dir, hooks, train_cfg=None, loader=None, model=None, optim=
         default_scope='mmengine',
         **kwargs,
     )
+
+
+class Wrapped(MMDistributedDataParallel):
+    """What processes put around a model, without them."""
+
+    def __init__(self, module):
+        nn.Module.__init__(self)
+        self.module = module
+
+
+class Augmented(BaseTTAModel):
+    """What test-time augmentation puts around a model, without merging."""
+
+    def merge_preds(self, data_samples_list):
+        return data_samples_list

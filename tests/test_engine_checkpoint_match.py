@@ -5,9 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine_toys import Count, ToyModel, make_runner
+from engine_toys import Augmented, Count, ToyModel, Wrapped, make_runner
 from mmengine.config import Config
-from mmengine.model import BaseTTAModel, MMDistributedDataParallel
 from mmengine.registry import MODELS
 from mmengine.runner import EpochBasedTrainLoop
 from torch import nn
@@ -237,19 +236,6 @@ def test_weights_that_are_not_finite_may_be_trained_from():
     state['layer.bias'] = torch.ones(1, dtype=torch.complex64)
     with pytest.raises(RunError, match=r'no real numbers in memory: layer.bias \(complex64\)'):
         match(state)
-
-
-class Wrapped(MMDistributedDataParallel):
-    """What processes put around a model, without them."""
-
-    def __init__(self, module):
-        nn.Module.__init__(self)
-        self.module = module
-
-
-class Augmented(BaseTTAModel):
-    def merge_preds(self, data_samples_list):
-        return data_samples_list
 
 
 def test_models_in_wrappers():

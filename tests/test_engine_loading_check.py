@@ -10,10 +10,9 @@ import cv2
 import numpy as np
 import pytest
 import torch
-from engine_toys import ToyModel, make_runner
+from engine_toys import Augmented, ToyModel, Wrapped, make_runner
 from mmcv.transforms import LoadAnnotations, LoadImageFromFile
 from mmengine.dataset import BaseDataset
-from mmengine.model import BaseTTAModel, MMDistributedDataParallel
 from mmengine.registry import DATASETS
 from mmengine.structures import BaseDataElement
 from torch import nn
@@ -265,18 +264,9 @@ def test_allowed_labels_of_models():
 
 
 def test_allowed_labels_are_those_of_the_model_in_its_wrappers():
-    class OfProcesses(MMDistributedDataParallel):
-        def __init__(self, module):
-            nn.Module.__init__(self)
-            self.module = module
-
-    class Augmented(BaseTTAModel):
-        def merge_preds(self, data_samples_list):
-            return data_samples_list
-
     model = ToyModel()
     model.num_classes, model.decode_head = 7, nn.Identity()
-    for wrapped in (OfProcesses(model), Augmented(model), OfProcesses(Augmented(model))):
+    for wrapped in (Wrapped(model), Augmented(model), Wrapped(Augmented(model))):
         assert allowed_labels(wrapped) == (7, 255)
 
 
