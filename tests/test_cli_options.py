@@ -155,6 +155,8 @@ def test_the_work_dir_is_that_of_the_command_then_of_the_config_then_of_its_name
     assert work_dir('named.py', 'given') == 'given'
     assert work_dir('named.py') == 'of_the_config'
     assert work_dir('plain.py') == 'work_dirs/plain'
+    (tmp_path / 'rate_0.5.py').write_text('')
+    assert work_dir('rate_0.5.py') == 'work_dirs/rate_0.5'
 
 
 def test_mixed_precision_leaves_nothing_behind_on_a_cpu(monkeypatch):

@@ -56,15 +56,21 @@ def test_columns_and_spread(show_dir, tmp_path):
     assert shown(sheet) == [0] and Image.open(sheet).width < 200
 
 
-def test_where_pictures_lie(show_dir, tmp_path):
+def test_letters_have_the_size_that_is_asked_for():
+    font = runpy.run_path(str(TOOL))['font']
+    assert [font(size).size for size in (15, 16)] == [15, 16]
+
+
+@pytest.mark.parametrize('highest', [0, 1])
+def test_where_pictures_lie(show_dir, tmp_path, highest):
     """A margin of 12, captions and labels 44 high, rows as high as their highest picture."""
-    Image.new('RGB', (320, 320), COLOURS[0]).save(show_dir / '000000000000.jpg')
+    Image.new('RGB', (320, 320), COLOURS[highest]).save(show_dir / f'{highest:012d}.jpg')
     sheet = tmp_path / 'sheet.png'
     assert run_tool(show_dir, sheet, '--width', 100) == 0
     with Image.open(sheet) as picture:
         assert picture.size == (12 + 2 * 112, 12 + (100 + 56) + 2 * (50 + 56))
         for i, (left, top, height) in enumerate(
-            [(12, 56, 100), (124, 56, 50), (12, 212, 50), (124, 212, 50), (12, 318, 50)]
+            [(12, 56, 100 - 50 * highest), (124, 56, 50 + 50 * highest), (12, 212, 50), (124, 212, 50), (12, 318, 50)]
         ):
             for x, y in ((left + 1, top + 1), (left + 98, top + height - 2)):
                 assert max(abs(a - b) for a, b in zip(picture.getpixel((x, y)), COLOURS[i])) < 12

@@ -295,6 +295,10 @@ def test_what_of_a_checkpoint_is_loaded(cfg, tmp_path):
         cfg.model.backbone.stage_attns = ('focused',) * 4
         loading.load_model(cfg, path)
     cfg.model.backbone.pop('stage_attns')
+    other_shape = {**own.state_dict(), 'backbone.stages.0.0.norm1.weight': torch.ones(9)}
+    torch.save(dict(state_dict=other_shape), tmp_path / 'shape.pth')
+    with pytest.raises(RunError, match=r'shape.pth does not fit .*of another shape: stages\.0\.0\.norm1\.weight'):
+        loading.load_model(cfg, str(tmp_path / 'shape.pth'))
     switched = loading.load_model(cfg, path, backbone=dict(stage_attns=('focused',) * 4))
     assert torch.equal(switched.head.weight, own.head.weight)
     name = 'stages.0.0.norm1.weight'

@@ -146,6 +146,11 @@ def test_a_query_and_a_shape(tool, capsys):
     assert capsys.readouterr().out.splitlines()[1] == 'out/summary.json and 2 plot(s)'
 
 
+def test_a_shape_without_a_query_is_looked_at_in_its_middle(tool):
+    summary, _ = tool('none', 'one.jpg', '--out', 'out', '--shape', 64, 96, '--what', 'ccs')
+    assert summary['images'] == [dict(image='one.jpg', query=[30, 20], shown=[20, 30], query_shown=[15, 10])]
+
+
 def test_random_weights_do_not_depend_on_what_was_drawn_before(tool):
     torch.rand(5)
     _, seen = tool('none', 'one.jpg', '--out', 'out', '--what', 'ccs')

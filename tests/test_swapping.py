@@ -71,6 +71,7 @@ def train_a_step(cfg):
         ([FeatureMap(384, 16)], True, (3,)),  # a segmentor's last map
         ([FeatureMap(16, 2), FeatureMap(24, 4), FeatureMap(960, 8)], True, (0, 1, 3)),
         ([FeatureMap(768, 16)] * 4, True, (0, 1, 2, 3)),
+        ([FeatureMap(1024, 8), FeatureMap(2048, 8)], False, (1, 2)),  # of equally good ones the deeper
         (RESNET[::-1], True, None),
         ([FeatureMap(8, 4 * 2**i) for i in range(5)], True, None),
     ],

@@ -95,6 +95,9 @@ def test_whether_anything_was_about_the_backbone():
         wiring = Wiring(RESNET, OURS)
         wiring(node)
         assert wiring.matched is matched
+    wiring = Wiring(RESNET, OURS)
+    wiring(dict(in_channels=512, mask_channels=77))
+    assert wiring.matched  # what follows may be about something else
     single = Wiring([FeatureMap(77, 32)], [FeatureMap(5, 32)])
     assert single(dict(in_channels=77)) == dict(in_channels=5) and single.matched
     # of equal maps the deepest
@@ -108,6 +111,9 @@ def test_whether_anything_was_about_the_backbone():
 @pytest.mark.parametrize(('ints_below', 'inner'), [(None, 256), (2, 256), (1, 256), (0, 1024)])
 def test_numbers_of_extractors_count_by_their_depth(ints_below, inner):
     node = dict(bbox_roi_extractor=dict(out_channels=1024), other=dict(out_channels=1024))
+    listed = dict(heads=[dict(in_channels=1024)])
+    inner_of_list = Wiring(RESNET, OURS, ints_below=ints_below)(listed)['heads'][0]['in_channels']
+    assert inner_of_list == inner  # lists do not count
     found = Wiring(RESNET, OURS, ints_below=ints_below)(node)
     assert found == dict(bbox_roi_extractor=dict(out_channels=inner), other=dict(out_channels=1024))
 

@@ -91,6 +91,20 @@ def test_gradients_of_which_one_lies_elsewhere_are_copied(moved):
     torch.testing.assert_close(x.grad, expected.expand(2, 5, 9))
 
 
+def test_slices_in_another_order_are_no_whole():
+    parts = torch.randn(2, 6).split((3, 3), dim=-1)
+    assert torch.equal(memory._whole(list(parts), torch.Size((2, 6)), (3, 3)), torch.cat(parts, dim=-1))
+    assert memory._whole(list(parts[::-1]), torch.Size((2, 6)), (3, 3)) is None
+
+
+def test_keys_that_somebody_keeps_are_not_written_over():
+    """With gradients on, also those that ask for none."""
+    q, k, v = (torch.randn(2, 6, 8) for _ in range(3))
+    kept, scale = k.clone(), torch.ones(8, requires_grad=True)
+    ops.focused_attention(q, k, v, 2, scale, 3, offset=torch.ones(1, 6, 8))
+    assert torch.equal(k, kept)
+
+
 def test_gradients_of_tensors_that_are_no_slices():
     x = torch.randn(2, 3, 8)
     overlapping = gradients_like(x[..., :5], x[..., 2:])

@@ -262,3 +262,13 @@ def test_images_of_another_type(host):
         with pytest.raises(ValueError, match='x has the type torch.float32; the model is in torch.float64'):
             model(x)
     model(x.double())
+
+
+@pytest.mark.parametrize('key', ['embed_dims', 'depths', 'num_heads'])
+def test_lists_of_an_arch_have_one_length(key):
+    arch = dict(ARCHS['LinearPVT'])
+    arch[key] = arch[key][:3]
+    lengths = {name: 3 if name == key else 4 for name in ('depths', 'embed_dims', 'num_heads')}
+    with pytest.raises(ValueError) as error:
+        MODELS.build(dict(type='LinearPVT', arch=arch))
+    assert str(error.value) == f'arch of LinearPVT: embed_dims, depths and num_heads differ in length: {lengths}'

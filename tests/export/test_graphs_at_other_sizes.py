@@ -165,6 +165,8 @@ def test_open_windows_hold_what_those_of_known_size_hold(window, size, shift):
     if shift and None in window:
         pytest.skip('stripes do not shift')
     x = torch.arange(size[0] * size[1]).reshape(1, *size, 1) + 1
+    within = OpenWindows(*size, window, shift).grid(x).within  # what a window has of a map that is smaller
+    assert tuple(map(int, within)) == tuple(min(n, side or n) for n, side in zip(size, window))
     sees = []
     for windows in (Windows.fit(*size, window, shift), OpenWindows(*size, window, shift)):
         tokens, real, region = windows.partition(x)[..., 0], windows.real(x), windows.same_region(x)
