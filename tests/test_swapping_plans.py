@@ -96,7 +96,7 @@ def test_whether_anything_was_about_the_backbone():
         wiring(node)
         assert wiring.matched is matched
     wiring = Wiring(RESNET, OURS)
-    wiring(dict(in_channels=512, mask_channels=77))
+    wiring(dict(neck=dict(in_channels=512), head=dict(in_channels=77)))
     assert wiring.matched  # what follows may be about something else
     single = Wiring([FeatureMap(77, 32)], [FeatureMap(5, 32)])
     assert single(dict(in_channels=77)) == dict(in_channels=5) and single.matched

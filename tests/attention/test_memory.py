@@ -390,3 +390,25 @@ def test_depthwise_gradients_put_together(kernel, size):
     probe = torch.randn_like(outs[0])
     for ours, theirs in zip(*(torch.autograd.grad((out * probe).sum(), leaves) for out in outs)):
         torch.testing.assert_close(ours, theirs)
+
+
+def test_large_kernels_train_under_autocast():
+    """Of float32 images and weights, whose convolution is rounded."""
+    x, weight, bias = torch.randn(1, 4, 9, 8), torch.randn(4, 1, 5, 5), torch.randn(4)
+    inputs = [t.requires_grad_() for t in (x, weight, bias)]
+    grad = torch.randn(1, 4, 9, 8)
+    with torch.autocast('cpu', torch.bfloat16):
+        out = ops.depthwise_conv2d(*inputs)
+    assert out.dtype == torch.bfloat16
+    found = torch.autograd.grad(out, inputs, grad.bfloat16())
+    expected = torch.autograd.grad(F.conv2d(x, weight, bias, padding=2, groups=4), inputs, grad)
+    for ours, theirs in zip(found, expected):
+        assert ours.dtype == torch.float32 and (ours - theirs).norm() < 0.02 * theirs.norm()
+
+
+def test_split_under_transforms():
+    x = torch.randn(2, 6)
+    found = torch.func.grad(lambda t: split(t, (2, 4))[0].square().sum())(x)
+    torch.testing.assert_close(found, F.pad(2 * x[:, :2], (0, 4)))
+    with ops.use('reference'):
+        assert type(split(x.requires_grad_(), (2, 4))[0].grad_fn).__name__ == 'SplitWithSizesBackward0'
