@@ -92,9 +92,11 @@ def test_gradients_of_which_one_lies_elsewhere_are_copied(moved):
 
 
 def test_slices_in_another_order_are_no_whole():
-    parts = torch.randn(2, 6).split((3, 3), dim=-1)
-    assert torch.equal(memory._whole(list(parts), torch.Size((2, 6)), (3, 3)), torch.cat(parts, dim=-1))
-    assert memory._whole(list(parts[::-1]), torch.Size((2, 6)), (3, 3)) is None
+    first, second, third = torch.randn(2, 6).split(2, dim=-1)
+    shape, widths = torch.Size((2, 6)), (2, 2, 2)
+    assert torch.equal(memory._whole([first, second, third], shape, widths), torch.cat((first, second, third), dim=-1))
+    assert memory._whole([first, third, second], shape, widths) is None
+    assert memory._whole([second, first, third], shape, widths) is None
 
 
 def test_keys_that_somebody_keeps_are_not_written_over():
