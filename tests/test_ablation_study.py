@@ -252,16 +252,22 @@ def test_a_study_resumes_where_it_was(tmp_path, monkeypatch, capsys):
     assert trained == []
 
 
-def test_time_is_kept(tmp_path, monkeypatch, capsys):
-    """By the slowest run so far, the next one would end too late."""
+def runs_take(monkeypatch, seconds):
+    """Each run so much of a clock that nothing else moves; the clock, of one number."""
     now = [0.0]
     monkeypatch.setattr(ablation.time, 'monotonic', lambda: now[0])
 
     def slow(arm, seed, *rest):
-        now[0] += 100
-        return dict(accuracy=50.0, curve=[[1, 50.0]], loss=1.0, params=1, attention=[], seconds=100.0)
+        now[0] += seconds
+        return dict(accuracy=50.0, curve=[[1, 50.0]], loss=1.0, params=1, attention=[], seconds=seconds)
 
     monkeypatch.setattr(ablation, 'train_arm', slow)
+    return now
+
+
+def test_time_is_kept(tmp_path, monkeypatch, capsys):
+    """By the slowest run so far, the next one would end too late."""
+    now = runs_take(monkeypatch, 100.0)
     results = ablation.run_study('flatten', tmp_path, 3, SMALL, max_minutes=6)
     assert len(results['runs']) == 3 and now[0] <= 360
     results = ablation.run_study('flatten', tmp_path, 3, SMALL, max_minutes=0.1)
@@ -270,14 +276,7 @@ def test_time_is_kept(tmp_path, monkeypatch, capsys):
 
 def test_a_run_may_end_when_the_time_does(tmp_path, monkeypatch):
     """Two of half a minute in one minute."""
-    now = [0.0]
-    monkeypatch.setattr(ablation.time, 'monotonic', lambda: now[0])
-
-    def slow(arm, seed, *rest):
-        now[0] += 30
-        return dict(accuracy=50.0, curve=[[1, 50.0]], loss=1.0, params=1, attention=[], seconds=30.0)
-
-    monkeypatch.setattr(ablation, 'train_arm', slow)
+    runs_take(monkeypatch, 30.0)
     assert len(ablation.run_study('flatten', tmp_path, 1, SMALL, max_minutes=1)['runs']) == 2
 
 

@@ -32,7 +32,7 @@ def _learn(x: Tensor, layers) -> Tensor:
 def _infer(x: Tensor, layers) -> Tensor:
     for i, (conv, norm) in enumerate(layers):
         weight, bias = conv.weight, conv.bias
-        if norm is not None and not norm.training and is_foldable(norm) and not has_hooks(norm):
+        if is_foldable(norm) and not norm.training and not has_hooks(norm):
             weight, bias = fold_batch_norm(conv, norm)
             norm = None
         gelu = i < len(layers) - 1

@@ -1,13 +1,15 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from typing import Optional
+
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 
 from ..forms import accumulation_dtype
 
 
-def is_foldable(norm: nn.Module) -> bool:
-    """Whether statistics and weights say all that a batch norm does in eval mode: subclasses and instances may have a
-    ``forward`` of their own."""
+def is_foldable(norm: Optional[nn.Module]) -> bool:
+    """Whether ``norm`` is a batch norm and statistics and weights say all that it does in eval mode: subclasses and
+    instances may have a ``forward`` of their own."""
     if not isinstance(norm, _BatchNorm) or norm.running_var is None or not norm.affine:
         return False
     return getattr(norm.forward, '__func__', None) in (_BatchNorm.forward, SyncBatchNorm.forward)
