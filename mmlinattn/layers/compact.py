@@ -9,7 +9,8 @@ from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops.memory import is_plain_linear
+from ..ops.conv_norms.folding import is_foldable
+from ..ops.memory import has_hooks, is_plain_linear
 from .ffn import MLP, ConvFFN, DWConvFFN
 
 FFNS = {'mlp': MLP, 'conv': ConvFFN, 'dwconv': DWConvFFN}
@@ -19,7 +20,8 @@ MATRICES = {'M1': 'fc1', 'M2': 'fc2'}
 class BranchedLinear(BaseModule):
     """Parallel linear layers, each with a batch norm over the tokens, summed: one matrix to all but the optimiser.
 
-    Where the batch norms are fixed (evaluation, ``norm_eval``) it computes with that matrix.
+    Where the batch norms are fixed (evaluation, ``norm_eval``) it computes with that matrix, unless a layer or norm
+    does something of its own (hooks, adapters, a ``forward``).
 
     Args:
         in_features, out_features (int): Widths.
@@ -39,7 +41,8 @@ class BranchedLinear(BaseModule):
             raise ValueError(f"norm_cfg={norm_cfg} of a compact FFN has to be of type 'BN1d' or 'SyncBN'")
 
     def forward(self, x: Tensor) -> Tensor:
-        if not any(norm.training for norm in self.norms):
+        plain = all(map(is_plain_linear, self.linears)) and not any(map(has_hooks, self.norms))
+        if plain and all(is_foldable(norm) and not norm.training for norm in self.norms):
             return ops.linear(x, *self.merged_weights())
         rows = x.flatten(0, -2)
         return sum(norm(layer(rows)) for layer, norm in zip(self.linears, self.norms)).unflatten(0, x.shape[:-1])
@@ -55,6 +58,13 @@ class BranchedLinear(BaseModule):
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
+        for layer, norm in zip(self.linears, self.norms):
+            if type(layer) is not nn.Linear or 'forward' in layer.__dict__ or not is_foldable(norm):
+                raise ValueError(
+                    f'switch_to_deploy: {type(layer).__name__} and {type(norm).__name__} of a compact FFN cannot be '
+                    'merged; allowed are linear layers, and batch norms with weights and running statistics, of '
+                    "PyTorch's own forward"
+                )
         weight, bias = self.merged_weights()
         layer = nn.Linear(self.in_features, self.out_features, device=weight.device, dtype=weight.dtype)
         layer.weight.copy_(weight)

@@ -119,6 +119,60 @@ def test_merged_factors_keep_type_and_bias_and_merge_once():
     assert seen
 
 
+class Raised(nn.BatchNorm1d):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+class Halved(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) / 2
+
+
+def given_a_forward(factor):
+    layer = factor.linears[1]
+    layer.forward = lambda x: 3 * nn.Linear.forward(layer, x)
+
+
+OF_THEIR_OWN = {
+    'a norm of a class': lambda factor: factor.norms.__setitem__(0, Raised(5)),
+    'a norm without statistics': lambda factor: factor.norms.__setitem__(
+        0, nn.BatchNorm1d(5, track_running_stats=False)
+    ),
+    'a norm without weights': lambda factor: factor.norms.__setitem__(1, nn.BatchNorm1d(5, affine=False)),
+    'a layer of a class': lambda factor: factor.linears.__setitem__(0, Halved(12, 5, bias=False)),
+    'a layer with a forward': given_a_forward,
+}
+
+
+@pytest.mark.parametrize('change', OF_THEIR_OWN.values(), ids=OF_THEIR_OWN)
+def test_branches_with_something_of_their_own_are_not_merged(change):
+    layer, x = FactorisedLinear(12, 8, 5), torch.randn(3, 12)
+    unsettled(layer)
+    change(layer.down)
+    layer.eval()
+    down = sum(norm(linear(x)) for linear, norm in zip(layer.down.linears, layer.down.norms))
+    up = sum(norm(linear(down)) for linear, norm in zip(layer.up.linears, layer.up.norms))
+    torch.testing.assert_close(layer(x), up + layer.bias)
+    kept = layer.down
+    with pytest.raises(ValueError, match=r'^switch_to_deploy: \w+ and \w+ of a compact FFN cannot be merged; allowed'):
+        layer.switch_to_deploy()
+    assert layer.down is kept
+
+
+@pytest.mark.parametrize('kind', ['norms', 'linears'])
+def test_hooks_of_branches_are_called(kind):
+    """Where somebody watches, the branches are computed one by one; merging for deployment ends that."""
+    layer, x, seen = unsettled(FactorisedLinear(12, 8, 5)).eval(), torch.randn(3, 12), []
+    expected = layer(x)
+    getattr(layer.down, kind)[1].register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    torch.testing.assert_close(layer(x), expected)
+    assert seen == [(3, 5)]
+    layer.switch_to_deploy()
+    torch.testing.assert_close(layer(x), expected)
+    assert len(seen) == 1
+
+
 @pytest.mark.parametrize('frozen', [False, True])
 def test_frozen_factors_stay_frozen_when_merged(frozen):
     layer = FactorisedLinear(12, 8, 5).requires_grad_(not frozen)
