@@ -51,6 +51,9 @@ fi
 "$py" -m ruff format --check .
 "$py" -m mypy
 
+# glibc gives large tensors back to the system one by one, and asks for the same pages again a moment later
+export MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=268435456
+
 # One single-threaded process a core: the tensors of the tests are too small to be shared by threads. The slow tests of
 # a file stay together, since they share what they train.
 cores=$(nproc 2>/dev/null || echo 2)
