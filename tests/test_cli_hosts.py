@@ -7,13 +7,10 @@ without it each host goes through each task with one of its methods.
 """
 
 import functools
-import json
 import os
 import pickle
 import re
-import subprocess
 from importlib.util import find_spec
-from pathlib import Path
 from pprint import pformat
 
 import numpy as np
@@ -21,7 +18,7 @@ import pytest
 import torch
 from config_helpers import CONFIG_DIR, load
 from mmengine.registry import MODELS
-from test_cli_roundtrip import TOOLS, losses, python
+from test_cli_roundtrip import TOOLS, in_one_process, losses
 
 import mmlinattn  # noqa: F401  registers the hosts
 
@@ -170,20 +167,14 @@ def commands(task: str, name: str) -> list[list[str]]:
 
 def run_rounds(task, folder) -> tuple[dict, dict]:
     """All rounds of a task in ``folder``: what the tools printed and the errors, by name."""
-    form, num_train, num_val = DATA[task]
-    numbers = ['--num-train', num_train, '--num-val', num_val, '--size', 128, 96]
-    python(TOOLS / 'make_shapes_dataset.py', 'data', '--format', form, *numbers, cwd=folder)
+    form, num_train, num_val = map(str, DATA[task])
+    numbers = ['--num-train', num_train, '--num-val', num_val, '--size', '128', '96']
     names = [name for other, name in CASES if other == task]
     for name in names:
         (folder / f'{name}.py').write_text(derived(task, name))
-    (folder / 'jobs.json').write_text(json.dumps({name: commands(task, name) for name in names}))
-    errors = dict.fromkeys(names, 'not reached')
-    try:
-        out = python(Path(__file__).with_name('run_tools.py'), 'jobs.json', 'errors.json', cwd=folder)
-    except (AssertionError, subprocess.TimeoutExpired) as error:  # not again for each name
-        return dict.fromkeys(names, str(error)), errors
-    printed = dict(zip(names, re.split(r'^=== .*\n', out, flags=re.MULTILINE)[1:]))
-    return printed, {**errors, **json.loads((folder / 'errors.json').read_text())}
+    jobs = {'data': [[str(TOOLS / 'make_shapes_dataset.py'), 'data', '--format', form, *numbers]]}
+    jobs.update({name: commands(task, name) for name in names})
+    return in_one_process(jobs, folder)
 
 
 @pytest.fixture(scope='module')

@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -40,7 +41,7 @@ custom_hooks = [*_base_.custom_hooks, dict(type='HoldHook')]
 
 def environment():
     """PYTHONPATH lets the tools of other packages find this checkout too, and configs the hook that holds a run."""
-    folders = [str(ROOT), str(ROOT / 'tests'), str(ROOT / 'tests' / 'without_layout'), os.environ.get('PYTHONPATH')]
+    folders = [str(ROOT), str(ROOT / 'tests'), str(ROOT / 'tests' / 'lean'), os.environ.get('PYTHONPATH')]
     path = os.pathsep.join(filter(None, folders))
     return dict(
         os.environ,
@@ -67,6 +68,19 @@ def run(*command, cwd, status=0, **env):
 
 def python(script, *args, **kwargs):
     return run(sys.executable, script, *args, **kwargs)
+
+
+def in_one_process(jobs, folder):
+    """Command lines of Python scripts one after the other, by name (``run_tools.py``): what each job printed, and its
+    error, empty where there was none."""
+    (folder / 'jobs.json').write_text(json.dumps(jobs))
+    errors = dict.fromkeys(jobs, 'not reached')
+    try:
+        out = python(Path(__file__).with_name('run_tools.py'), 'jobs.json', 'errors.json', cwd=folder)
+    except (AssertionError, subprocess.TimeoutExpired) as error:  # not again for each name
+        return dict.fromkeys(jobs, str(error)), errors
+    printed = dict(zip(jobs, re.split(r'^=== .*\n', out, flags=re.MULTILINE)[1:]))
+    return printed, {**errors, **json.loads((folder / 'errors.json').read_text())}
 
 
 def losses(work_dir):

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from test_cli_roundtrip import ROOT, TOOLS, python
+from test_cli_roundtrip import ROOT, TOOLS, in_one_process, python
 
 pytestmark = pytest.mark.slow
 
@@ -65,19 +65,36 @@ def trained(request, tmp_path_factory):
     return task, folder, config, out
 
 
+@pytest.fixture(scope='module')
+def afterwards(trained):
+    """What these tools and upstream's printed that went on from there, by name, all in one process."""
+    task, folder, config, _ = trained
+    checkpoint = (folder / 'work' / 'last_checkpoint').read_text()
+    dumped = next((folder / 'work').glob('*.py'))  # the config as it ran: the data set is found without --data-root
+    shown = ['--data-root', folder / 'data', '--work-dir', 'tested', '--show-dir', 'shown']
+    jobs = {
+        'tested': [TOOLS / 'test.py', config, checkpoint, *shown],
+        'upstream, trained': [
+            *[upstream_tool(task, 'train.py'), dumped, '--work-dir', 'upstream_train'],
+            *['--cfg-options', *TASKS[task][-3]],
+        ],
+        'upstream, tested': [upstream_tool(task, 'test.py'), dumped, checkpoint, '--work-dir', 'upstream'],
+    }
+    printed, errors = in_one_process({name: [[str(word) for word in job]] for name, job in jobs.items()}, folder)
+    assert errors == dict.fromkeys(jobs, '')
+    return printed
+
+
 def test_learns_what_it_has_not_seen(trained):
     task, _, _, out = trained
     *_, name, least = TASKS[task]
     assert metric(out, name) > least
 
 
-def test_tests_a_checkpoint_and_shows_pictures(trained):
-    task, folder, config, out = trained
-    checkpoint = (folder / 'work' / 'last_checkpoint').read_text()
-    args = ['--data-root', folder / 'data', '--work-dir', 'tested', '--show-dir', 'shown']
-    tested = python(TOOLS / 'test.py', config, checkpoint, *args, cwd=folder)
+def test_tests_a_checkpoint_and_shows_pictures(trained, afterwards):
+    task, folder, _, out = trained
     name = TASKS[task][-2]
-    assert metric(tested, name) == pytest.approx(metric(out, name), abs=0.02)
+    assert metric(afterwards['tested'], name) == pytest.approx(metric(out, name), abs=0.02)
     assert any(path.suffix in ('.png', '.jpg') for path in (folder / 'shown').rglob('*'))
 
 
@@ -91,13 +108,10 @@ def test_tensorboard_has_the_loss(trained):
     assert [scalar.step for scalar in written.Scalars('loss')] == list(range(1, len(values) + 1))
 
 
-def test_upstream_tools_train(trained):
+def test_upstream_tools_train(trained, afterwards):
     """With the same hooks, hence the same losses."""
     task, folder, _, out = trained
-    dumped = next((folder / 'work').glob('*.py'))  # the config as it ran: the data set is found without --data-root
-    shorter = TASKS[task][-3]
-    args = [dumped, '--work-dir', 'upstream_train', '--cfg-options', *shorter]
-    upstream = python(upstream_tool(task, 'train.py'), *args, cwd=folder)
+    upstream = afterwards['upstream, trained']
     found = losses(upstream)
     assert 2 <= len(found) < len(losses(out))
     assert found == losses(out)[: len(found)]
@@ -105,10 +119,7 @@ def test_upstream_tools_train(trained):
     assert Path(folder / 'upstream_train' / 'last_checkpoint').exists()
 
 
-def test_upstream_tools_test_the_checkpoint(trained):
-    task, folder, _, out = trained
-    dumped = next((folder / 'work').glob('*.py'))
-    checkpoint = (folder / 'work' / 'last_checkpoint').read_text()
-    tested = python(upstream_tool(task, 'test.py'), dumped, checkpoint, '--work-dir', 'upstream', cwd=folder)
+def test_upstream_tools_test_the_checkpoint(trained, afterwards):
+    task, _, _, out = trained
     name = TASKS[task][-2]
-    assert metric(tested, name) == pytest.approx(metric(out, name), abs=0.02)
+    assert metric(afterwards['upstream, tested'], name) == pytest.approx(metric(out, name), abs=0.02)

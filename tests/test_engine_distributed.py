@@ -64,7 +64,7 @@ def run(tmp_path, bad_rank):
     script = tmp_path / 'script.py'
     script.write_text(textwrap.dedent(SCRIPT))
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
-    paths = f'{TESTS}:{TESTS.parent}'
+    paths = f'{TESTS}/lean:{TESTS}:{TESTS.parent}'
     done = subprocess.run(
         [*command, str(script), str(tmp_path / 'work'), str(bad_rank)],
         capture_output=True,

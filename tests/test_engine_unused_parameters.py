@@ -180,7 +180,7 @@ if __name__ == '__main__':
 def test_distributed_training_stops_before_the_puzzle(tmp_path, find_unused):
     (tmp_path / 'script.py').write_text(SCRIPT)
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
-    env = {**os.environ, 'PYTHONPATH': f'{TESTS}:{TESTS.parent}', 'OMP_NUM_THREADS': '1'}
+    env = {**os.environ, 'PYTHONPATH': f'{TESTS}/lean:{TESTS}:{TESTS.parent}', 'OMP_NUM_THREADS': '1'}
     work = tmp_path / 'work'
     done = subprocess.run(
         [*command, str(tmp_path / 'script.py'), str(work), str(find_unused)],

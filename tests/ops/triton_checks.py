@@ -200,9 +200,9 @@ def test_head_widths(name, d):
 @pytest.mark.slow
 @every_op
 def test_many_images_and_splits(name):
-    """The splits in float32: a few tokens of a thousand left out are less than the rounding of bfloat16."""
-    assert_follows_reference(name, batch=64, tokens=9, heads=1, dtype=torch.bfloat16)
-    assert_follows_reference(name, batch=1, tokens=1031, heads=1, mask=True)
+    """The splits in float32: a few tokens of hundreds left out are less than the rounding of bfloat16."""
+    assert_follows_reference(name, batch=24, tokens=9, heads=1, dtype=torch.bfloat16)
+    assert_follows_reference(name, batch=1, tokens=520, heads=1, mask=True)
 
 
 @pytest.mark.parametrize('name', ['rala', *(pytest.param(name, marks=pytest.mark.slow) for name in list(OPS)[1:])])
