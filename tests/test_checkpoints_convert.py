@@ -11,7 +11,7 @@ from mmengine.runner import load_checkpoint
 from torch import nn
 
 from mmlinattn import __version__
-from mmlinattn.checkpoints import CheckpointError, LoadReport, convert, load_file
+from mmlinattn.checkpoints import CheckpointError, LoadReport, convert, load_file, released
 from mmlinattn.checkpoints.convert import Conversion, build_model, convert_checkpoint, convert_state, main
 
 TOOL = Path(__file__).parents[1] / 'tools' / 'convert_checkpoint.py'
@@ -355,6 +355,22 @@ def test_configs_there_is_nothing_to_convert_for(tmp_path, monkeypatch):
 def test_nothing_is_fetched_to_build_a_model():
     config = dict(a=[dict(init_cfg=1, b=2), (dict(pretrained=3), 'init_cfg')], pretrained=None, keep=dict(c=4))
     assert convert._without_init(config) == dict(a=[dict(b=2), ({}, 'init_cfg')], keep=dict(c=4))
+
+
+def test_downloads_are_not_written_over(tmp_path, monkeypatch):
+    """Nor the file that a name or a link is kept in, which would be loaded by that name from then on."""
+    monkeypatch.setattr(torch.hub, 'get_dir', lambda: str(tmp_path))
+    entry = released.find_released('ravlt_t')
+    other = 'https://example.org/models/of_others.pth?download=1'
+    kept = {'mmlinattn://ravlt_t': entry.path, entry.link: entry.path}
+    for source, path in {**kept, other: tmp_path / 'checkpoints' / 'of_others.pth'}.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b'as it was fetched')
+        with pytest.raises(CheckpointError, match='is SRC itself, which is never overwritten$'):
+            convert_checkpoint(source, path, 'no_such_config.py')
+        assert path.read_bytes() == b'as it was fetched'
+    with pytest.raises(CheckpointError, match='no_such'):
+        convert_checkpoint('mmlinattn://no_such', tmp_path / 'b.pth', 'no_such_config.py')
 
 
 def test_lines_about_bad_targets(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..utils import written_whole
 from ..version import __version__
 from .safe import CheckpointError
-from .schemes import register
+from .schemes import local_path, register
 from .states import LoadReport, fit_backbone, fit_state, model_state, strip_prefix
 
 PathLike = Union[str, os.PathLike]
@@ -137,8 +137,8 @@ def _dataset_meta(meta: Any) -> Optional[dict]:
 def _check_target(source: PathLike, target: Path) -> None:
     if target.is_dir():
         raise CheckpointError(f'DST {target} is a folder; name a file in it')
-    given = os.path.expanduser(source)  # as it is read
-    if target.exists() and os.path.exists(given) and os.path.samefile(given, target):
+    given = local_path(str(source))
+    if target.exists() and given.exists() and given.samefile(target):
         raise CheckpointError(f'DST {target} is SRC itself, which is never overwritten')
     if not target.parent.is_dir():
         raise CheckpointError(f'the folder of DST {target} does not exist')

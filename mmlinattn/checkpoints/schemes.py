@@ -45,10 +45,27 @@ def load_from_http(
     entry = released.find_link(filename)
     if entry is not None:
         return load_from_mmlinattn(PREFIX + entry.name, map_location)
-    folder = Path(model_dir or os.path.join(torch.hub.get_dir(), 'checkpoints')).expanduser()
-    path = folder / _file_name(filename)
+    path = _kept_in(filename, model_dir)
     download.fetch(filename, path, progress)
     return load_file(path, map_location)
+
+
+def local_path(source: str) -> Path:
+    """The file that is read for a path, a link or ``mmlinattn://NAME``; of the last two, where it is kept.
+
+    Raises:
+        CheckpointError: For an unknown name.
+    """
+    if source.startswith(PREFIX):
+        return released.find_released(source[len(PREFIX) :]).path
+    if source.startswith(('http://', 'https://')):
+        entry = released.find_link(source)
+        return _kept_in(source) if entry is None else entry.path
+    return Path(source).expanduser()
+
+
+def _kept_in(link: str, model_dir: Optional[str] = None) -> Path:
+    return Path(model_dir or os.path.join(torch.hub.get_dir(), 'checkpoints')).expanduser() / _file_name(link)
 
 
 def _file_name(link: str) -> str:
