@@ -98,8 +98,16 @@ def test_growth_a_token():
     assert run_attentions.growth(values, 'b', (1, 2, 4, 8)) is None
 
 
+@pytest.fixture
+def one_process(monkeypatch):
+    """One new process for all that is measured in new ones, which takes longer to start than what is measured."""
+    with measure.fresh_process(measure.RETURN_MEMORY) as call:
+        monkeypatch.setattr(measure, 'in_fresh_process', lambda *job, environment=None: call(*job))
+        yield
+
+
 @pytest.mark.slow
-def test_memory_of_attentions(capsys):
+def test_memory_of_attentions(one_process, capsys):
     """That of softmax grows with N too: its map is never whole."""
     run_attentions.main(['--only', 'softmax', 'rala', '--sides', '16', '64', '--modes', 'forward', '--repeats', '1'])
     rows = [
@@ -120,14 +128,6 @@ def test_breakdown_names_the_groups():
         'depth-wise convolutions',
         'norms',
     } <= set(shares)
-
-
-@pytest.fixture
-def one_process(monkeypatch):
-    """One new process for all that is measured in new ones, which takes longer to start than what is measured."""
-    with measure.fresh_process(measure.RETURN_MEMORY) as call:
-        monkeypatch.setattr(measure, 'in_fresh_process', lambda *job, environment=None: call(*job))
-        yield
 
 
 @pytest.mark.slow
