@@ -314,6 +314,26 @@ def test_processes_share_a_study(tmp_path, monkeypatch):
     assert len(results['runs']) == 22 and (results['runs'][-1]['arm'], results['runs'][-1]['seed']) == ('CHH, IHH', 1)
 
 
+def test_a_run_is_claimed_until_its_result_is_kept(tmp_path, monkeypatch):
+    """Others may train what is not under way."""
+    claims, added = [], ablation._add
+
+    def others():
+        for seed in (0, 1):
+            with ablation._claimed(tmp_path, 'plain', seed) as theirs:
+                claims.append(theirs)
+
+    def train(arm, seed, *rest):
+        others()
+        return dict(accuracy=10.0, curve=[[1, 50.0]], loss=1.0, params=1, attention=[], seconds=0.0)
+
+    monkeypatch.setattr(ablation, 'train_arm', train)
+    monkeypatch.setattr(ablation, '_add', lambda *args: (added(*args), others()))
+    ablation.run_study('hallucinated', tmp_path, 1, SMALL, arms=['plain'])
+    others()
+    assert claims == [False, True] * 2 + [True] * 2
+
+
 def test_what_another_process_finished_meanwhile_is_kept(tmp_path, monkeypatch):
     arms, trained = ['plain', 'IHH', 'CHH'], []
     stand_in(monkeypatch, accuracy=10.0)

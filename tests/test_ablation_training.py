@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from config_helpers import ROOT
+from rich.progress import Progress
 from torch import nn
 
 from mmlinattn.analysis import ablation, study_tasks
@@ -355,7 +356,12 @@ def tool(monkeypatch, tmp_path):
     names = runpy.run_path(str(ROOT / 'tools' / 'analysis_tools' / 'ablation_study.py'), run_name='tool')[
         'main'
     ].__globals__
-    seen = SimpleNamespace(reused=[], ran=[], written=[])
+    seen = SimpleNamespace(reused=[], ran=[], written=[], bars=[])
+
+    class Bar(Progress):
+        def __init__(self, **options):
+            super().__init__(**options)
+            seen.bars.append(self)
 
     def reuse(*args):
         seen.reused.append(args)
@@ -363,14 +369,17 @@ def tool(monkeypatch, tmp_path):
 
     def run_study(*args):
         seen.ran.append(args)
-        args[7]('a message')
         args[8]()
+        args[7]('a message')
+        for _ in range(3):
+            args[8]()
         return 'results'
 
     def write(*args):
         seen.written.append(args)
         return [tmp_path / 'table.md']
 
+    monkeypatch.setitem(names, 'Progress', Bar)
     monkeypatch.setattr(ablation, 'reuse', reuse)
     monkeypatch.setattr(ablation, 'run_study', run_study)
     monkeypatch.setitem(names, 'ablation_report', SimpleNamespace(write=write))
@@ -392,6 +401,8 @@ def test_defaults_of_the_tool(tool, tmp_path, capsys):
     assert seen.reused == [('rala', out, settings, [], 'largest')] and seen.written == [('results', out)]
     said = capsys.readouterr().out.splitlines()
     assert said == ['full, seed 2: 41.2 %  (reused)', 'a message', str(tmp_path / 'table.md')] and out.is_dir()
+    (bar,) = seen.bars  # of the steps of one run, anew for each; no terminal here
+    assert [(task.completed, task.total) for task in bar.tasks] == [(3, 300)] and bar.disable and bar.console.stderr
     tool('--study', 'rala', '--task', 'detection')
     settings = Settings(iterations=400, batch=16, num_train=2048, num_val=256, size=96, lr=0.001, tinted=0.5)
     assert seen.ran[1][3] == settings and seen.ran[1][9] == 'detection'
@@ -883,6 +894,33 @@ def test_box_ap_of_several_batches_and_of_nothing(capsys, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         task.score(Finds(True), images, targets)
     assert MMLogger.get_current_instance().level == level
+
+
+@pytest.mark.parametrize('batch', [1, 2, 3, 64])
+def test_boxes_are_compared_with_those_of_their_own_picture(batch):
+    """Two of four are found, and one where another picture has its box: the precision is 1 up to a recall of a quarter,
+    2/3 up to a half and 0 beyond, at COCO's 101 points."""
+    pytest.importorskip('mmdet')
+    task, boxes = (
+        TASKS['detection'],
+        torch.tensor([[8.0, 8, 40, 40], [48, 8, 80, 40], [8, 48, 40, 80], [48, 48, 80, 80]]),
+    )
+    targets = torch.full((4, 5, 5), -1.0)
+    targets[:, 0, :4], targets[:, 0, 4] = boxes, 2
+    found = iter([(0, 0.9), (2, 0.8), None, (3, 0.7)])  # of each picture: whose box, and how surely
+
+    class Mixed(Finds):
+        def predict(self, images, samples, rescale):
+            for sample in samples:
+                box, score = next(found) or (0, 0.0)
+                kept = slice(0, int(score > 0))
+                sample.pred_instances = type(sample.gt_instances)(
+                    bboxes=boxes[[box]][kept], labels=torch.tensor([2])[kept], scores=torch.tensor([score])[kept]
+                )
+            return samples
+
+    images = torch.zeros(4, 3, 96, 96, dtype=torch.uint8)
+    assert task.score(Mixed(True), images, targets, batch) == pytest.approx(100 * (26 + 25 * 2 / 3) / 101, abs=0.1)
 
 
 def test_detection_without_mmdetection_says_what_it_needs(monkeypatch):

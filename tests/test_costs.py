@@ -309,6 +309,12 @@ def test_lines_of_a_table():
         '33.50',
         '-0.02',
     ]
+    # of what is published, not of what is counted
+    assert paper_tables.cells(ROW._replace(flops='200'), cost(33.5, 150, 1, 2))[10] == '-25.0 %'
+    for counted in (102.01, 97.99):
+        assert paper_tables.far_rows([(ROW._replace(flops='100'), cost(33.5, counted, 200, 300))])
+    for counted in (101.99, 98.01):
+        assert not paper_tables.far_rows([(ROW._replace(flops='100'), cost(33.5, counted, 200, 300))])
     bare = paper_tables.cells(ROW._replace(params='', flops=''), cost(33.5, 1, 2, 3))
     assert bare[2:] == ['', '33.50', '', '', '1.00', '2.00', '3.00', '', '', 'box AP 47.3, mask AP 43']
     missing = paper_tables.cells(ROW, None)

@@ -196,16 +196,17 @@ def test_the_report_is_in_millions_billions_and_mebibytes():
     report = runpy.run_path(str(ROOT / 'tools/analysis_tools/get_flops.py'))['report']
     first, second, *others = KINDS
     macs = Counter({('backbone', first): 2_000_000_000, ('head', second): 500_000_000})
-    params = dict(backbone=3_000_000, head=1_600)
+    params = dict(backbone=3_000_000, head=1_600, auxiliary_head=500_000)  # the last does not run
     cost = Cost((64, 96), params, macs, 4_000_000_000, 100 * 2**20, ['of something'])
     lines = [line.split() for line in report(cost).splitlines()]
     empty = ['0.000'] * len(others)
     assert lines[0] == 'image 64 x 96 (height x width), batch 1'.split()
     assert lines[2] == ['backbone', '3.000', '2.000', '0.000', *empty, '2.000']
     assert lines[3] == ['head', '0.002', '0.000', '0.500', *empty, '0.500']
-    assert lines[4] == ['total', '3.002', '2.000', '0.500', *empty, '2.500']
-    assert lines[5][-3:] == ['4.000', 'G', 'operations'] and lines[6][-2:] == ['100', 'MiB']
-    assert lines[7] == ['note:', 'of', 'something']
+    assert lines[4] == ['auxiliary_head', '0.500', '0.000', '0.000', *empty, '0.000']
+    assert lines[5] == ['total', '3.502', '2.000', '0.500', *empty, '2.500']
+    assert lines[6][-3:] == ['4.000', 'G', 'operations'] and lines[7][-2:] == ['100', 'MiB']
+    assert lines[8] == ['note:', 'of', 'something'] and len(lines) == 9
 
 
 def test_tool_counts_what_the_options_say(monkeypatch, capsys):

@@ -20,6 +20,7 @@ ARRANGEMENTS = {
     'stripes, gate': (lambda: StripeAttention(8, 4, 'rala', 2), 2, 2),
     'the input for a gate': (lambda: GlobalAttention(8, 2, dict(type='rala', output_gate='identity')), 1, 2),
 }
+GATES = 'projection', 'identity', 'tanh'
 
 
 @pytest.mark.parametrize(('make', 'branches', 'heads'), ARRANGEMENTS.values(), ids=ARRANGEMENTS)
@@ -73,6 +74,45 @@ def test_arguments_are_copies_by_their_names():
     assert arguments_of(mixer, (q, k, v, Grid(2, 3), Grid(1, 6)), {})['key_grid'] == Grid(1, 6)
 
 
+GATED = {
+    **{
+        str(gate): lambda gate=gate: GlobalAttention(8, 2, 'inline', local_kernel=3, gate=gate)
+        for gate in (None, *GATES)
+    },
+    'reduced keys': lambda: ReducedAttention(8, 2, 'softmax', 2, dict(type='LN'), gate='tanh'),
+    'windows': lambda: WindowAttention(8, 2, 'rala', (4, 4)),
+    'stripes': lambda: StripeAttention(8, 4, 'rala', 2),
+    'an arrangement of a user': lambda: Doubled(8, 2, 'softmax'),
+}
+
+
+class Doubled(GlobalAttention):
+    """Calls its mixer, and writes over what that gives."""
+
+    def mix(self, q, k, v, grid, **_):
+        return self.mixer(q, k, v, grid, grid).mul_(2)
+
+
+@pytest.mark.parametrize('make', GATED.values(), ids=GATED)
+def test_what_a_mixer_was_given_and_gave_is_kept_as_it_was(make):
+    """Gates and convolutions write over its output, mixers over their queries and keys; in inference."""
+    attention, given, gave, found = make().eval(), [], [], []
+    nn.init.normal_(attention.qkv.weight)
+    for module in attention.modules():
+        if isinstance(module, TokenMixer):
+            module.register_forward_pre_hook(lambda mixer, args: given.append([t.clone() for t in args[:3]]))
+            module.register_forward_hook(lambda mixer, args, out: gave.append(out.clone()))
+    with watched(nn.Sequential(attention), found.append):
+        attention(torch.randn(1, 5, 6, 8))
+    (block,) = found
+    assert len(block.calls) == len(given) == len(gave)
+    for call, tokens, out in zip(block.calls, given, gave):
+        assert torch.equal(call.out, out)
+        assert all(torch.equal(call.given[name], t) for name, t in zip('qkv', tokens))
+        rows = (call.queries[0] >= 0).nonzero()[:, 0]
+        assert call.error(0, rows, call.weights(0, rows)) < 1e-5
+
+
 class Halves(Attention):
     """Tokens in an order that nobody else has."""
 
@@ -93,12 +133,15 @@ def test_names_of_attentions():
         def forward(self, q, k, v, grid, key_grid, mask=None, rotary=None, bias=None, context=None):
             return v
 
+    class Another(type(GlobalAttention(8, 2, 'softmax').mixer)):
+        pass
+
     names = []
-    for mixer in ('hydra', dict(type=Own)):
+    for mixer in ('hydra', dict(type=Own), dict(type=Another)):
         attention = GlobalAttention(8, 2, mixer).eval()
         with watched(nn.Sequential(attention), lambda block: names.append(block.mixer_name)):
             attention(torch.randn(1, 2, 2, 8))
-    assert names == ['hydra', 'Own']
+    assert names == ['hydra', 'Own', 'Another']  # not what it is derived from
 
 
 def test_where_tokens_lie():

@@ -88,6 +88,10 @@ def test_collinear_queries_confuse_linear_attention_and_not_inline():
 def test_distances_of_equal_and_orthogonal_rows():
     weights = torch.eye(3)[[0, 1, 0]][None]
     assert measures.pair_distances(weights)[0].tolist() == pytest.approx([math.sqrt(2), 0, math.sqrt(2)], abs=1e-7)
+    # the squares of distances of rows that are alike are rounded to either side of zero
+    alike = torch.rand(40, 1, 30, dtype=torch.double) * (1 + 1e-9 * torch.rand(40, 5, 1, dtype=torch.double))
+    np.testing.assert_allclose(measures.pair_distances(alike), 0, atol=1e-5)
+    assert measures.confusion(alike).tolist() == [1] * 40
 
 
 def places(height, width):

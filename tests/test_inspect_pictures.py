@@ -354,6 +354,11 @@ def test_measures_that_no_block_has_are_left_out(figures, tmp_path):
     entry = {**ENTRIES[0], 'locality': dict(sum=[0.5], share=[0.2], if_uniform=0.1)}
     assert pictures.plot_measures([entry], ['locality'], tmp_path, 'mine')
     assert len(figures['locality.png'].axes[0].lines) == 3
+    # of ranks, any that was measured is drawn
+    for kind, label in zip(ENTRIES[0]['rank'], DRAWN['rank']):
+        entry = {**ENTRIES[0], 'rank': {kind: ENTRIES[0]['rank'][kind]}}
+        assert pictures.plot_measures([entry], ['rank'], tmp_path, 'mine')
+        assert [line.get_label() for line in figures['rank.png'].axes[0].lines] == [label, 'full rank']
 
 
 def test_bars_of_masked_accuracies(figures, tmp_path):

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from config_helpers import ROOT
 from mmengine.config import Config
 from mmengine.registry import DATASETS
+from rich.progress import Progress
 from torch import nn
 
 from mmlinattn.analysis import inspecting, loading, masking, measures, pictures
@@ -179,6 +180,31 @@ def test_masking_is_put_into_the_summary(tool, monkeypatch):
         kind, args, _ = seen.plots[-1]
         assert kind == 'plot_masking' and args[0] == dict(none=50.0) and str(args[1]) == 'out/masking.png'
         assert args[2] == 'mine (random weights)'
+
+
+def test_bars_go_to_their_ends(tool, monkeypatch):
+    """Blocks of all pictures; then the pictures that are masked, of which batches are said to be done."""
+    bars = []
+
+    def masking_accuracies(model, loader, number, done):
+        for batch in (16, 16, 8):
+            done(batch, 40)
+            steps.append(bars[-1].tasks[0].completed)
+        return dict(pictures=40, accuracy=dict(none=50.0))
+
+    class Bar(Progress):
+        def __init__(self, **options):
+            super().__init__(**options)
+            bars.append(self)
+
+    names, steps = tool('none', 'one.jpg', '--out', 'out', '--what', 'ccs')[1].names, []
+    monkeypatch.setattr(loading, 'prepare', lambda *_: SMALL_PICTURE)
+    monkeypatch.setitem(names, 'masking_accuracies', masking_accuracies)
+    monkeypatch.setitem(names, 'read_config', lambda path: Config(dict(default_scope='mmpretrain', test_dataloader={})))
+    monkeypatch.setitem(names, 'Progress', Bar)
+    tool('none', 'one.jpg', 'two.png', 'one.jpg', '--out', 'out', '--what', 'ccs', '--masking', 40)
+    assert [[(task.completed, task.total) for task in bar.tasks] for bar in bars] == [[(6, 6)], [(40, 40)]]
+    assert steps == [16, 32, 40] and all(bar.disable and bar.console.stderr for bar in bars)  # no terminal here
 
 
 SMALL_PICTURE = loading.Picture(

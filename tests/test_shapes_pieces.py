@@ -32,6 +32,7 @@ from mmlinattn.datasets.textures import (
     FILLS,
     _of_hue,
     _pale,
+    _ramp,
     _soft_square_wave,
     contrasting_colour,
     draw_background,
@@ -399,6 +400,23 @@ def test_patterns_of_backgrounds():
             periods[kind].append(edges / np.mean((mixes[kind] > 0) & (mixes[kind] < 1)))
     assert 4 <= min(periods['stripes']) < 4.5 and 11.3 < max(periods['stripes']) <= 12.1
     assert 8 <= min(periods['checker']) < 10 and 19.5 < max(periods['checker']) < 21.5  # edges cross
+
+
+@pytest.mark.parametrize('size', [(120, 80), (60, 90), (50, 50)])
+def test_distances_from_a_line_through_the_centre(size):
+    """Turned any way; a pixel further across it is one more."""
+    width, height = size
+    angles = []
+    for seed in range(40):
+        ramp = _ramp(np.random.default_rng(seed), width, height)
+        assert ramp.shape == (height, width) and ramp[height // 2, width // 2] == 0
+        right, down = ramp[height // 2, width // 2 + 1], ramp[height // 2 + 1, width // 2]
+        assert np.hypot(right, down) == pytest.approx(1)
+        rows, columns = np.indices(ramp.shape)
+        plane = right * (columns - width / 2) + down * (rows - height / 2)
+        np.testing.assert_allclose(ramp, plane, atol=1e-3)
+        angles.append(np.arctan2(down, right) % (2 * np.pi))
+    assert set((np.array(angles) // (np.pi / 2)).astype(int)) == {0, 1, 2, 3}
 
 
 def test_pale_colours():

@@ -34,9 +34,11 @@ TOOL = runpy.run_path(str(ROOT / 'tools' / 'analysis_tools' / 'sweep_upstream.py
     ],
 )
 def test_which_config_stands_for_a_folder(tmp_path, files, picked):
+    folder = tmp_path / 'r50_resnet50_small_tiny_s_base_b0'  # names of folders say nothing
+    folder.mkdir()
     for name in files:
-        (tmp_path / name).touch()
-    assert [path.name for path in TOOL['pick'](tmp_path)] == ([picked] if picked else [])
+        (folder / name).touch()
+    assert [path.name for path in TOOL['pick'](folder)] == ([picked] if picked else [])
 
 
 def test_one_config_of_every_folder(tmp_path, monkeypatch):
