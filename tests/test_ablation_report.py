@@ -142,6 +142,40 @@ def test_dots_and_curves(saved, tmp_path):
     assert title == 'study inline, task largest: arms (number of seeds), same pictures and steps for all'
 
 
+def test_one_seed_that_stands_out_counts_as_the_others_do(saved, tmp_path):
+    """Means, no medians: over the seeds in table and plot, and over the blocks of a run."""
+
+    def measured(*values):  # of three blocks, whose mean they are
+        return [block(*(value * part for value in values)) for part in (0.5, 0.75, 1.75)]
+
+    attention = [
+        measured(1, 2, 3, 0.0, 0.1, 0.1),
+        measured(2, 3, 4, 0.1, 0.2, 0.1),
+        measured(6, 10, 11, 0.5, 0.45, 0.4),
+    ]
+    scores = (30.0, 31.0, 44.0)
+    runs = [
+        run('softmax', seed, score, attention=blocks, masked={'3x3': score / 2})
+        for seed, (score, blocks) in enumerate(zip(scores, attention))
+    ]
+    runs += [run('softmax, confused', seed, 30.0, attention=attention[0]) for seed in range(3)]
+    results = of('inline', runs)
+    lines = ablation_report.table(results).splitlines()
+    measures = '3.0 of 16 | 5.0 of 20 | 6.0 of 24 | 20.00% | 0.250 (0.200)'
+    assert f'| softmax | 3 | 13 k | 35.0 ± 7.8 | 72.2 ImageNet | {measures} |' in lines
+    ordering = '+0.0, +1.0, +14.0 | within the spread'
+    assert f'| softmax | softmax, confused | +1.6 (ImageNet) | +5.0 | {ordering} |' in lines
+    assert lines[-1] == '| softmax | 35.0 ± 7.8 | 17.5 ± 3.9 |'
+    ablation_report.plot(results, tmp_path / 'plot.png')
+    left, right = saved['plot.png'].axes
+    assert left.lines[0].get_xdata().tolist() == list(scores) and set(left.lines[1].get_xdata()) == {35}
+    assert right.lines[0].get_ydata().tolist() == [17.5, 35]
+    band = right.collections[0].get_paths()[0].vertices
+    assert {(x, y) for x, y in band.tolist()} == {(2, 15), (2, 22), (4, 30), (4, 44)}
+    ablation_report.plot_ranks(results, tmp_path / 'ranks.png')
+    assert list(saved['ranks.png'].axes[0].lines[0].get_xdata()) == [1, 2, 6]
+
+
 def test_every_arm_of_a_large_study_has_its_own_colour():
     runs = {str(i): [] for i in range(11)}
     assert len({colour for colour, _ in ablation_report._coloured(runs)}) == 11
