@@ -248,6 +248,7 @@ def test_means_of_blocks():
 
 def test_ranges_that_touch_and_arms_of_before():
     assert ablation_report.verdict([1, 2], [2, 3]) == ablation_report.verdict([2, 3], [1, 2]) == 'within the spread'
+    assert ablation_report.verdict([3, 4], [1]) == ablation_report.verdict([3], [1, 2]) == 'one seed'
     lines = ablation_report.table(of('flatten', [run('of before', 0, 30.0), run('focused', 0, 31.0)])).splitlines()
     assert lines[4:6] == ['| focused | 1 | 13 k | 31.0 |', '| of before | 1 | 13 k | 30.0 |']
 

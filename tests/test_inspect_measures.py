@@ -163,6 +163,7 @@ def test_means_of_entries():
     entries = [(dict(a=1.0, b=[1, 2], c=dict(d=4)), 1), (dict(a=2.0, b=[3, 2], c=dict(d=4), e=1), 3)]
     assert averaged(entries) == dict(a=1.75, b=[2.5, 2], c=dict(d=4))
     assert averaged([(dict(a=1.0, e=1.0), 1), (dict(a=4.0), 1), (dict(a=4.0, e=1.0), 1)]) == dict(a=3.0)
+    assert repr(averaged([(dict(heads=4, a=0.1), 3)] * 2)) == "{'heads': 4, 'a': 0.1}"  # what is one number stays it
 
 
 # --- a whole map that is known ----------------------------------------------------------------------------------------

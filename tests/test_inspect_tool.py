@@ -372,14 +372,15 @@ class Asked(TokenMixer):
         return torch.full((len(q), self.num_heads, len(given['rows']), k.shape[1]), 1 / k.shape[1])
 
 
-def test_each_window_is_asked_for_with_what_is_its_own():
-    """Of three windows, or of six that have two maps of regions in turn; what all share stays whole."""
+@pytest.mark.parametrize('windows', [2, 6])
+def test_each_window_is_asked_for_with_what_is_its_own(windows):
+    """Of two, or of six that have two maps of regions in turn; what all share stays whole."""
     mixer, rows = Asked(4, 2), torch.tensor([1])
-    q, k, v = torch.randn(3, 6, 4, 4)
-    regions, mask = torch.tensor([[0, 0, 1, 1], [2, 3, 2, 3]]), torch.rand(6, 4) < 0.5
-    own, shared, plain = torch.randn(6, 2, 4, 4), torch.randn(1, 2, 4, 4), torch.randn(2, 4, 4)
+    q, k, v = torch.randn(3, windows, 4, 4)
+    regions, mask = torch.tensor([[0, 0, 1, 1], [2, 3, 2, 3]]), torch.rand(windows, 4) < 0.5
+    own, shared, plain = torch.randn(windows, 2, 4, 4), torch.randn(1, 2, 4, 4), torch.randn(2, 4, 4)
     grids = dict(grid=Grid(2, 2, regions=regions), key_grid=Grid(2, 2, regions=regions.flip(0)))
-    for window in range(6):
+    for window in range(windows):
         for bias, expected in ((own, own[window : window + 1]), (shared, shared), (plain, plain), (None, None)):
             given = dict(q=q, k=k, v=v, **grids, mask=mask, rotary='rotary', bias=bias, context=None)
             MixerCall(mixer, given, v, None, None, None).weights(window, rows)
@@ -421,6 +422,12 @@ def test_queries_are_spread_over_at_most_eight_windows():
     assert [(window, rows.tolist()) for _, window, rows in again] == [(i, rows.tolist()) for _, i, rows in found]
     assert all(len(rows) == 2 for _, _, rows in inspecting.sample(block.branches[0], 2))  # pairs are compared
     assert all(len(rows) == 16 for _, _, rows in inspecting.sample(block.branches[0], 1000))
+    # those of a window are no neighbours either: of 256, some from each quarter, others in each of two samples
+    block = calls_of(GlobalAttention(8, 2, 'softmax').eval(), torch.randn(1, 16, 16, 8))
+    generator = torch.Generator().manual_seed(0)
+    one, two = (inspecting.sample(block.calls, 40, generator)[0][2].tolist() for _ in range(2))
+    assert len(one) == 40 and one == sorted(set(one)) and one != two
+    assert all({row // 64 for row in rows} == {0, 1, 2, 3} for rows in (one, two))
 
 
 def test_class_tokens_are_not_sampled():
