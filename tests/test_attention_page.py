@@ -157,6 +157,9 @@ def test_a_hundredth_of_the_picture_has_a_name_on_it(monkeypatch):
     data[0, 2, 7] = 1
     words, _ = predicted(Says('ab', pred_sem_seg=PixelData(data=data)), np.zeros((10, 10, 3), np.uint8))
     assert words == 'a: 99% of the pixels, b: 1% of the pixels' and labels[1] == ('b', (7, 2))
+    # colours for classes without a name, too
+    words, _ = predicted(Says('a', pred_sem_seg=PixelData(data=data)), np.zeros((10, 10, 3), np.uint8))
+    assert words == 'a: 99% of the pixels, class 1: 1% of the pixels' and labels[3] == ('class 1', (7, 2))
 
 
 def test_labels_stay_inside_of_the_picture():

@@ -236,6 +236,7 @@ class SmallModel(nn.Module):
         super().__init__()
         self.backbone = MODELS.build(backbone)
         self.head, self.norm = nn.Linear(4, 3), nn.SyncBatchNorm(4)
+        self.backbone_scale = nn.Linear(1, 1)  # a name that begins alike is another one
         self.given = dict(extra=extra, data_preprocessor=data_preprocessor)
 
     def init_weights(self):
