@@ -98,6 +98,11 @@ def test_a_table_of_another_task():
     assert '| relu, injective | relu, linear | not in our tables | +0.0 | +0.0 |' in ablation_report.table(
         of('inline', runs, 'detection')
     )
+    # nor where one of the two has a figure
+    study = ablation.STUDIES['rala']()
+    for pair in (('full', 'gate: tanh'), ('gate: tanh', 'full')):
+        printed = ablation_report._paper_difference(study, *pair, 'ImageNet', TASKS['detection'])
+        assert printed == 'not in our tables'
 
 
 def test_results_without_a_word_of_their_task_are_of_the_largest():

@@ -98,17 +98,16 @@ def test_recall_is_learned_by_heart():
 
 def test_boxes_enclose_what_is_drawn_and_turn_with_the_picture():
     task = TASKS['detection']
-    images, targets = task.draw(6, task.settings, 0)
-    assert images.shape == (6, 3, 96, 96) and targets.shape == (6, 5, 5)
+    images, targets = task.draw(12, task.settings, 0)
+    assert images.shape == (12, 3, 96, 96) and targets.shape == (12, 5, 5)
     real = targets[targets[..., 4] >= 0]
     assert (real[:, :2] >= 0).all() and (real[:, 2:4] <= 96).all() and (real[:, 2:4] - real[:, :2] >= 6).all()
-    turned, boxes = task.mirrored(images, targets, torch.tensor([True, False] * 3))
+    turned, boxes = task.mirrored(images, targets, torch.tensor([True, False] * 6))
     assert torch.equal(turned[0], images[0].flip(-1)) and torch.equal(turned[1], images[1])
     assert torch.equal(boxes[1::2], targets[1::2])
-    x0, y0, x1, y1, label = targets[0, 0].tolist()
-    assert boxes[0, 0].tolist() == [96 - x1, y0, 96 - x0, y1, label]
-    none = targets[0, :, 4] < 0
-    assert torch.equal(boxes[0][none], targets[0][none])
+    assert set(targets[::2, :, 4].flatten().tolist()) == set(range(-1, 6))  # whatever their form
+    for (x0, y0, x1, y1, label), box in zip(targets[::2].flatten(0, 1).tolist(), boxes[::2].flatten(0, 1).tolist()):
+        assert box == ([96 - x1, y0, 96 - x0, y1, label] if label >= 0 else [-1] * 5)
 
 
 class Perfect(torch.nn.Module):

@@ -65,7 +65,7 @@ def toy(monkeypatch):
 def train(toy, settings=None, seed=3, masks=False, number=10, **options):
     settings = settings or Settings(iterations=10, batch=4, num_train=number, num_val=6, lr=0.01)
     data = torch.arange(number), torch.arange(number) * 2
-    val = torch.arange(6), torch.arange(6)
+    val = torch.arange(100, 106), torch.arange(100, 106)
     return ablation.train_arm(
         ablation.Arm({'type': 'toy'}, {}, masks), seed, settings, data, val, task='toy', **options
     )
@@ -99,11 +99,11 @@ def test_what_is_kept_of_a_run(toy):
     found = train(toy, settings, on_step=lambda: steps.append(1))
     assert found['curve'] == [[7, 10], [14, 20], [21, 30], [28, 40]] and found['points'] == 50
     assert found['loss'] == pytest.approx(sum(range(10, 30)) / 20, abs=1e-3)  # of the last twenty steps
-    assert found['params'] == 8 and found['attention'] == [[0, 1, 2, 3]] and len(steps) == 30
+    assert found['params'] == 8 and found['attention'] == [[100, 101, 102, 103]] and len(steps) == 30
     assert found['seconds'] > 0 and 'masked' not in found and 'accuracy' not in found
-    assert all(images.tolist() == targets.tolist() == [0, 1, 2, 3, 4, 5] for images, targets, _ in toy.scored)
+    assert all(images.tolist() == targets.tolist() == [*range(100, 106)] for images, targets, _ in toy.scored)
     found = train(toy, settings._replace(iterations=2))
-    assert [step for step, _ in found['curve']] == [1, 2]
+    assert [step for step, _ in found['curve']] == [1, 2] and found['loss'] == pytest.approx(1)
 
 
 def test_a_loss_that_is_no_number_ends_the_run(toy):
@@ -765,17 +765,17 @@ def test_discs_and_spots(monkeypatch):
 
 
 def test_scores_and_losses_at_points():
-    """Maps of 2 x 4 cells of pictures of 16 x 16: 4 pixels wide and 8 high; points on the border are inside."""
+    """Maps of 2 x 4 cells of pictures of 16 x 24: 6 pixels wide and 8 high; points on the border are inside."""
     task = TASKS['recall']
-    points = torch.tensor([[[3.9, 7.9, 0], [4.0, 8.0, 1], [16.0, 0.0, 2], [0.0, 16.0, 3]]]).repeat(3, 1, 1)
+    points = torch.tensor([[[5.9, 7.9, 0], [6.0, 8.0, 1], [24.0, 0.0, 2], [0.0, 16.0, 3]]]).repeat(3, 1, 1)
     logits = torch.zeros(3, 6, 2, 4)
     for row, column, label in ((0, 0, 0), (1, 1, 1), (0, 3, 2), (1, 0, 3)):
         logits[:, label, row, column] = 1
     logits[2] = 0
     logits[2, 3] = 1  # one in four right
     model = Asked(logits)
-    assert task.score(model, torch.zeros(3, 3, 16, 16), points, batch=2) == 75 and model.sizes == [2, 1]
-    loss = task.loss(lambda images: logits[:2], torch.zeros(2, 3, 16, 16), points[:2])
+    assert task.score(model, torch.zeros(3, 3, 16, 24), points, batch=2) == 75 and model.sizes == [2, 1]
+    loss = task.loss(lambda images: logits[:2], torch.zeros(2, 3, 16, 24), points[:2])
     right = F.cross_entropy(torch.eye(6)[:4], torch.arange(4), label_smoothing=0.1)
     assert loss.item() == pytest.approx(right.item())
     assert task.chance == 25 and task.unused == ('tinted',)
@@ -896,8 +896,8 @@ def test_box_ap_of_several_batches_and_of_nothing(capsys, monkeypatch):
     assert MMLogger.get_current_instance().level == level
 
 
-@pytest.mark.parametrize('batch', [1, 2, 3, 64])
-def test_boxes_are_compared_with_those_of_their_own_picture(batch):
+@pytest.mark.parametrize(('batch', 'label'), [(1, 0), (2, 2), (3, 5), (64, 0)])
+def test_boxes_are_compared_with_those_of_their_own_picture(batch, label):
     """Two of four are found, and one where another picture has its box: the precision is 1 up to a recall of a quarter,
     2/3 up to a half and 0 beyond, at COCO's 101 points."""
     pytest.importorskip('mmdet')
@@ -906,7 +906,7 @@ def test_boxes_are_compared_with_those_of_their_own_picture(batch):
         torch.tensor([[8.0, 8, 40, 40], [48, 8, 80, 40], [8, 48, 40, 80], [48, 48, 80, 80]]),
     )
     targets = torch.full((4, 5, 5), -1.0)
-    targets[:, 0, :4], targets[:, 0, 4] = boxes, 2
+    targets[:, 0, :4], targets[:, 0, 4] = boxes, label
     found = iter([(0, 0.9), (2, 0.8), None, (3, 0.7)])  # of each picture: whose box, and how surely
 
     class Mixed(Finds):
@@ -915,7 +915,7 @@ def test_boxes_are_compared_with_those_of_their_own_picture(batch):
                 box, score = next(found) or (0, 0.0)
                 kept = slice(0, int(score > 0))
                 sample.pred_instances = type(sample.gt_instances)(
-                    bboxes=boxes[[box]][kept], labels=torch.tensor([2])[kept], scores=torch.tensor([score])[kept]
+                    bboxes=boxes[[box]][kept], labels=torch.tensor([label])[kept], scores=torch.tensor([score])[kept]
                 )
             return samples
 

@@ -28,7 +28,7 @@ from mmlinattn.datasets import (
 from mmlinattn.datasets.pictures import save_jpeg
 from mmlinattn.datasets.polygons import mask_to_box, mask_to_polygons
 from mmlinattn.datasets.shapes import MIN_VISIBLE, SHAPES
-from mmlinattn.datasets.staging import LOCK
+from mmlinattn.datasets.staging import COMMITTING, LOCK, NOTE, STAGING
 from mmlinattn.datasets.textures import BACKGROUNDS, contrasting_colour, draw_background
 
 TOOL = Path(__file__).parents[1] / 'tools' / 'make_shapes_dataset.py'
@@ -223,6 +223,8 @@ def test_polygons_rasterise_to_exactly_the_mask():
         assert all(len(polygon) >= 8 for polygon in polygons)
         assert (rasterise(polygons, mask.shape) == (np.asarray(mask) > 0)).all()
     assert mask_to_polygons(np.zeros((5, 5))) == []
+    # what touches at a corner only stays apart
+    assert [len(polygon) for polygon in mask_to_polygons(np.eye(6))] == [8] * 6
 
 
 def test_polygon_of_a_rectangle_has_four_corners():
@@ -630,6 +632,38 @@ def test_run_killed_while_moving_is_redone(tmp_path, monkeypatch, moved):
     write_dataset(tmp_path / 'fresh', spec)
     fresh = digest(tmp_path / 'fresh')
     assert {name: value for name, value in digest(tmp_path).items() if 'fresh' not in name} == fresh
+
+
+def test_a_note_is_gone_before_what_it_describes_is(tmp_path, monkeypatch):
+    """Stopped dead before the last step: the pictures are those of another seed, as many as there were."""
+    old, new = (DatasetSpec('coco', 1, 1, seed=seed, size=(64, 64)) for seed in (0, 1))
+    write_dataset(tmp_path, old)
+    before, rename = digest(tmp_path), Path.rename
+
+    def stop_at(path, target):
+        if path.name == NOTE:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, 'rename', stop_at)
+        with pytest.raises(KeyboardInterrupt):
+            write_dataset(tmp_path, new)
+    assert not (tmp_path / NOTE).exists() and digest(tmp_path)['train2017/000000000001.jpg']
+    assert write_dataset(tmp_path, old) is True and digest(tmp_path) == before
+
+
+def test_files_that_were_added_after_a_run_was_killed_at_its_very_end_stay(tmp_path):
+    """When all was in place, and only its hidden folder not yet cleared away."""
+    spec = DatasetSpec('coco', 1, 1, size=(64, 64))
+    write_dataset(tmp_path, spec)
+    (tmp_path / STAGING).mkdir()
+    (tmp_path / STAGING / COMMITTING).touch()
+    assert write_dataset(tmp_path, spec) is False
+    (tmp_path / 'train2017' / 'mine.jpg').write_text('precious')
+    with pytest.raises(FileExistsError, match='^files were added to the data set in it$'):
+        write_dataset(tmp_path, DatasetSpec('coco', 2, 1, size=(64, 64)))
+    assert (tmp_path / 'train2017' / 'mine.jpg').read_text() == 'precious' and not (tmp_path / STAGING).exists()
 
 
 # ------------------------------------------------------------------------------------ command line
