@@ -186,6 +186,21 @@ def test_heads_read_one_output_in_inference_alone():
             'sources=(0, -1) and scales=(1,) have to have one entry for each of the 2 out_channels, and sources have '
             'to lie in [0, 0]',
         ),
+        *(
+            (
+                lambda sources=sources, scales=scales: MapAdapter([4, 4], [6, 6], sources=sources, scales=scales),
+                f'sources={sources} and scales={scales} have to have one entry for each of the 2 out_channels, and '
+                'sources have to lie in [0, 1]',
+            )
+            for sources, scales in (
+                ((0,), (1, 1)),
+                ((0, 1, 1), (1, 1)),
+                ((0, 1), (1,)),
+                ((0, 1), (1, 1, 1)),
+                ((0,), (1,)),
+                ((0, 2), (1, 1)),
+            )
+        ),
         (lambda: MapAdapter([4], [6], inference_output=-1), 'inference_output=-1 has to lie in [0, 0]'),
         (lambda: MapAdapter([4, 8], [6, 6])(torch.rand(1, 4, 2, 2)), 'feats have the widths (4,), in_channels=(4, 8)'),
         (lambda: SimpleFeaturePyramid(8, 6, 3), 'num_outs=3 has to be 4 or 5'),

@@ -536,8 +536,9 @@ def test_stage_attns_of_the_wrong_length(build, stage_attns):
 
 
 def test_block_attns_of_the_wrong_length(build):
-    with pytest.raises(ValueError, match=r'stage_attns\[2\] names 3 attentions, stage 2 has 2 blocks'):
-        build(stage_attns=('rala', 'rala', ['rala'] * 3, 'rala'))
+    for few_or_many in (1, 3):
+        with pytest.raises(ValueError, match=rf'stage_attns\[2\] names {few_or_many} attentions, stage 2 has 2 blocks'):
+            build(stage_attns=('rala', 'rala', ['rala'] * few_or_many, 'rala'))
 
 
 def test_unknown_attention(build):

@@ -39,8 +39,10 @@ def test_unknown_and_missing_keys_of_an_arch(host):
 def test_lists_of_an_arch_have_one_entry_a_stage(host):
     keys = [key for key in ('grids', 'sr_ratios', 'linear_windows', 'stripes') if key in ARCHS[host]]
     for key in ['mlp_ratios', *keys]:
-        with pytest.raises(ValueError, match=rf'{key}=\(1, 2\) has to have one entry for each of the 4 stages'):
-            small_hosts.build(host, arch=dict(ARCHS[host], **{key: (1, 2)}))
+        for few_or_many in ((1, 2), (1,) * 5):
+            message = re.escape(f'{key}={few_or_many} has to have one entry for each of the 4 stages')
+            with pytest.raises(ValueError, match=message):
+                small_hosts.build(host, arch=dict(ARCHS[host], **{key: few_or_many}))
 
 
 @pytest.mark.parametrize('host', ARCHS)
@@ -95,7 +97,7 @@ def test_bounds_of_frozen_stages_and_outputs(host):
     assert [name for name, parameter in frozen.named_parameters() if parameter.requires_grad] == []
 
 
-@pytest.mark.parametrize('window_size', [0, -7, 'whole', 7.5, (7, 7), (7, 7, 7, 0), (7, 7, 7, 'x')], ids=str)
+@pytest.mark.parametrize('window_size', [0, -7, 'whole', 7.5, (7, 7), (7,) * 5, (7, 7, 7, 0), (7, 7, 7, 'x')], ids=str)
 def test_window_sizes_of_another_form(window_size):
     with pytest.raises(ValueError) as error:
         small_hosts.build('LinearSwin', window_size=window_size)
@@ -208,6 +210,19 @@ def test_deit_is_of_one_stage():
             'LinearNextViT',
             dict(arch=dict(ARCHS['LinearNextViT'], stem_dims=8)),
             'arch: stem_dims=8 has to have three entries',
+        ),
+        *(
+            (
+                'LinearNextViT',
+                dict(arch=dict(ARCHS['LinearNextViT'], stem_dims=dims)),
+                f'arch: stem_dims={dims} has to have three entries',
+            )
+            for dims in ((8, 8), (8,) * 4)
+        ),
+        (
+            'LinearDeiT',
+            dict(arch=dict(ARCHS['LinearDeiT'], mlp_ratios=(4, 4))),
+            'arch: mlp_ratios=(4, 4) has to have one entry for each of the 1 stages',
         ),
     ],
 )

@@ -2,6 +2,7 @@
 """RAVLT against the authors' released code, and against its equations written plainly."""
 
 import math
+import re
 
 import goldens
 import literal_ravlt
@@ -179,8 +180,9 @@ def test_rotary_needs_head_widths_that_are_multiples_of_four(arch):
 
 @pytest.mark.parametrize('key', ['mlp_ratios', 'layer_scales'])
 def test_lists_of_an_arch_have_one_entry_a_stage(key):
-    with pytest.raises(ValueError, match=rf'{key}=\(1, 2\) has to have one entry for each of the 4 stages'):
-        RAVLT(dict(ARCH, **{key: (1, 2)}))
+    for few_or_many in ((1, 2), (1,) * 5):
+        with pytest.raises(ValueError, match=re.escape(f'{key}={few_or_many} has to have one entry for each of the 4')):
+            RAVLT(dict(ARCH, **{key: few_or_many}))
 
 
 def test_an_arch_needs_widths_depths_and_heads_only():
