@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
+from mmlinattn import ops
 from mmlinattn.attention import Attention, Grid
 from mmlinattn.layers import rotary_table
-from mmlinattn.ops import softmax_attention
 
 DIM, HEADS, HEIGHT, WIDTH = 16, 2, 3, 5
 MIXERS = {
@@ -76,12 +76,32 @@ def test_a_window_of_padding_only_has_no_values_and_finite_gradients(mixer, dtyp
     out.float().sum().backward()
     assert all(p.grad.isfinite().all() for p in attention.parameters())
     assert x.grad.isfinite().all()
+    with torch.no_grad(), torch.autocast('cpu', dtype, enabled=dtype.itemsize < 4):
+        assert attention(x, Grid(HEIGHT, WIDTH), mask=mask).isfinite().all()
+    assert local_terms or not mixed[1][1].any()
 
 
-def test_softmax_over_hidden_keys_alone_is_their_mean():
+OVER_KEYS = {
+    'softmax': lambda q, k, v, mask=None: ops.softmax_attention(q, k, v, HEADS, mask=mask),
+    'hallucinated': lambda q, k, v, mask=None: ops.hallucinated_attention(
+        *(t[..., : DIM // 2] for t in (q, k)), v, 2 * HEADS, Grid(1, 5), cross=CROSS, mask=mask
+    ),
+    'hallucinated, copies': lambda q, k, v, mask=None: ops.hallucinated_attention(
+        *(t[..., : DIM // 2] for t in (q, k)), v, 2 * HEADS, Grid(1, 5), mask=mask
+    ),
+    'efficient': lambda q, k, v, mask=None: ops.efficient_attention(q, k, v, HEADS, mask),
+}
+CROSS = torch.tensor([[0.5, 1.0], [-1.0, 2.0]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize('form', ['auto', 'reference'])
+@pytest.mark.parametrize('learns', [True, False])
+@pytest.mark.parametrize('name', OVER_KEYS)
+def test_softmax_over_hidden_keys_alone_is_their_mean(name, learns, form):
     """No NaN, whatever PyTorch's kernels make of rows without a key; callers set such values to zero."""
     q, k, v = (torch.randn(2, 5, DIM, dtype=torch.float64) for _ in range(3))
-    mask = torch.tensor([[True] * 5, [False] * 5])
-    out = softmax_attention(q, k, v, HEADS, mask=mask)
-    torch.testing.assert_close(out[:1], softmax_attention(q[:1], k[:1], v[:1], HEADS))
+    mask, op = torch.tensor([[True] * 5, [False] * 5]), OVER_KEYS[name]
+    with ops.use(form), torch.set_grad_enabled(learns):
+        out = op(q, k, v, mask)
+        torch.testing.assert_close(out[:1], op(q[:1], k[:1], v[:1]))
     torch.testing.assert_close(out[1], v[1].mean(dim=0).expand(5, -1))
