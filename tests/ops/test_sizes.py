@@ -3,6 +3,8 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mmlinattn.ops import sizes
 
@@ -37,6 +39,18 @@ def test_known_sizes_leave_maps_where_they_are():
     assert image.shape == (2, 5, 3, 4) and image.data_ptr() == x.data_ptr()
     assert image.is_contiguous(memory_format=torch.channels_last)
     assert image[1, 2, 0, 3] == x[1, 0, 3, 2]
+
+
+@pytest.mark.parametrize(('least', 'copied'), [(1, True), (2, False)])
+def test_open_sizes_that_may_be_one_are_settled(least, copied):
+    """As ``torch.export`` has them, of a map's height; a copy is contiguous, what lies as it is stays."""
+    environment = ShapeEnv()
+    height = environment.create_unbacked_symint()
+    torch._check(height >= least)
+    with FakeTensorMode(shape_env=environment):
+        x = torch.empty(height, 4, 3).transpose(1, 2)
+        settled = sizes.settled(x)
+    assert (settled is not x) is copied and settled.stride() == ((12, 4, 1) if copied else (12, 1, 3))
 
 
 @pytest.mark.parametrize('exported', [False, True])
