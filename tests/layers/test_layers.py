@@ -146,19 +146,22 @@ def doubled(module):
     return module
 
 
-@pytest.mark.parametrize(
-    'conv',
-    [
-        lambda: nn.Conv2d(6, 6, 3, padding=1, groups=6),
-        lambda: nn.Conv2d(6, 4, 5, stride=2, padding=1, dilation=2, groups=2, bias=False),
-        lambda: nn.Conv2d(6, 6, 3, padding='same'),
-        lambda: nn.Conv2d(6, 6, 3, padding=1, padding_mode='reflect'),
-        lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 6, 3, padding=1)),
-        lambda: nn.Sequential(nn.Conv2d(6, 6, 1), nn.ReLU()),
-        lambda: doubled(nn.Conv2d(6, 6, 3, padding=1)),
-    ],
-    ids=['depthwise', 'strided', 'same', 'reflect', 'weight norm', 'adapter', 'forward'],
-)
+# what is no plain convolution: its weight alone does not say what it computes
+OTHER_CONVS = {
+    'same': lambda: nn.Conv2d(6, 6, 3, padding='same'),
+    'reflect': lambda: nn.Conv2d(6, 6, 3, padding=1, padding_mode='reflect'),
+    'weight norm': lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 6, 3, padding=1)),
+    'adapter': lambda: nn.Sequential(nn.Conv2d(6, 6, 1), nn.ReLU()),
+    'forward': lambda: doubled(nn.Conv2d(6, 6, 3, padding=1)),
+}
+CONVS = {
+    'depthwise': lambda: nn.Conv2d(6, 6, 3, padding=1, groups=6),
+    'strided': lambda: nn.Conv2d(6, 4, 5, stride=2, padding=1, dilation=2, groups=2, bias=False),
+    **OTHER_CONVS,
+}
+
+
+@pytest.mark.parametrize('conv', CONVS.values(), ids=CONVS)
 @pytest.mark.parametrize('memory_format', [torch.channels_last, torch.contiguous_format], ids=str)
 def test_gelu_of_conv(conv, memory_format):
     conv, x = conv(), torch.randn(2, 6, 9, 12).contiguous(memory_format=memory_format)
@@ -234,6 +237,28 @@ def test_convolutions_and_norms_of_every_kind(training, norm):
             leaves = [parameter for conv in convs for parameter in conv.parameters()]
             for ours, theirs in zip(*(torch.autograd.grad(out.sin().sum(), leaves) for out in (found, expected))):
                 torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize('place', [0, 1, 2])
+@pytest.mark.parametrize('conv', [*OTHER_CONVS.values(), lambda: nn.Conv2d(6, 6, 3, padding=1)], ids=[*OTHER_CONVS, ''])
+def test_one_convolution_among_plain_ones_runs_as_it_is(conv, place):
+    """What is no plain one, and any that somebody watches."""
+    convs = [nn.Conv2d(6, 6, 3, padding=1) for _ in range(3)]
+    convs[place] = conv()
+    layers, x, seen = [(module, nn.BatchNorm2d(6).eval()) for module in convs], torch.randn(1, 6, 5, 7), []
+    expected = x
+    for i, (module, norm) in enumerate(layers):
+        expected = norm(module(nn.functional.gelu(expected) if i else expected))
+    for learns in (True, False):
+        with torch.set_grad_enabled(learns):
+            torch.testing.assert_close(conv_norms(x, layers), expected, rtol=1e-4, atol=1e-5)
+    for kind in ('register_forward_hook', 'register_forward_pre_hook'):
+        handle = getattr(convs[place], kind)(lambda *args: seen.append(args[0]))
+        for learns in (True, False):
+            with torch.set_grad_enabled(learns):
+                conv_norms(x, layers)
+        handle.remove()
+    assert seen == [convs[place]] * 4
 
 
 @pytest.mark.parametrize(('bias', 'shift'), [(True, -17.5), (False, -23.5)])
