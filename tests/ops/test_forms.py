@@ -196,10 +196,15 @@ DEPTHWISE = dict(x=(2, 4, 6, 5), weight=(4, 1, 5, 5), bias=(4,))
 TOKENS = dict(q=(2, 6, 8), k=(2, 6, 8), v=(2, 6, 8))
 MASK = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
 SECOND = {
-    'rala': (lambda q, k, v: ops.rala(q, k, v * MASK[..., None], 2, mask=MASK, weight_scale=0.5), TOKENS),
+    'rala': (
+        lambda q, k, v: ops.rala(q, k, v * MASK[..., None], 2, 'softmax', mask=MASK, weight_scale=0.5, eps=0.5),
+        TOKENS,
+    ),
     'inline': (lambda q, k, v: ops.inline_attention(q, k, v * MASK[..., None], 2, 0.3, 'exp', MASK), TOKENS),
     'focused': (
-        lambda q, k, v, scale: ops.focused_attention(q, k, v * MASK[..., None], 2, scale.abs() + 0.5, 2.5, mask=MASK),
+        lambda q, k, v, scale: ops.focused_attention(
+            q, k, v * MASK[..., None], 2, scale.abs() + 0.5, 2.5, mask=MASK, eps=0.1
+        ),
         dict(TOKENS, scale=(8,)),
     ),
     'softmax': (lambda q, k, v: ops.softmax_attention(q, k, v, 2, mask=MASK), TOKENS),

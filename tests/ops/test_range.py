@@ -140,24 +140,52 @@ def test_no_images(name, learns, form):
 
 
 EPS = {
-    'rala': (lambda *qkv: ops.rala(*qkv, 2, eps=0.5), lambda q, k: reference.rala_map(q, k, eps=0.5)),
+    **{
+        f'rala, {kernel}': (
+            kernel,
+            lambda *qkv, kernel=kernel, **options: ops.rala(*qkv, 2, kernel, eps=0.5, **options),
+            lambda q, k: reference.rala_map(q, k, eps=0.5),
+        )
+        for kernel in ('elu', 'relu', 'softmax')
+    },
+    'rala without weights': (
+        'elu',
+        lambda *qkv, **options: ops.rala(*qkv, 2, weight_scale=None, eps=0.5, **options),
+        lambda q, k: reference.rala_map(q, k, weight_scale=None, eps=0.5),
+    ),
     'linear': (
-        lambda *qkv: ops.linear_attention(*qkv, 2, 'elu', eps=0.5),
+        'elu',
+        lambda *qkv, **options: ops.linear_attention(*qkv, 2, 'elu', eps=0.5, **options),
         lambda q, k: reference.linear_map(q, k, eps=0.5),
     ),
 }
 
 
 @every_form
+@pytest.mark.parametrize('learns', [True, False])
+@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize('name', EPS)
-def test_what_is_added_to_the_normaliser(name, form):
-    """No rounding guard here: as large as the normaliser itself."""
-    op, weights = EPS[name]
-    q, k, v = torch.randn(3, 2, 7, 8, dtype=torch.float64)
-    heads = [reference.by_head(t, 2) for t in (q, k, v)]
-    mapped = [reference.kernel(t, 'elu') for t in heads[:2]]
-    with ops.use(form):
-        torch.testing.assert_close(op(q, k, v), reference.side_by_side(weights(*mapped) @ heads[2]))
+def test_what_is_added_to_the_normaliser(name, dtype, learns, form):
+    """No rounding guard here: as large as the normaliser itself. The last two tokens of the mask are padding."""
+    kernel, op, weights = EPS[name]
+    leaves = [torch.randn(2, 7, 8).to(dtype).requires_grad_(learns) for _ in range(3)]
+    wide = [t.detach().double().requires_grad_(learns) for t in leaves]
+    heads = [reference.by_head(t, 2) for t in wide]
+    mapped = [reference.kernel(t, kernel) for t in heads[:2]]
+    expected = reference.side_by_side(weights(*mapped) @ heads[2])
+    real = reference.side_by_side(weights(*(t[:, :, :5] for t in mapped)) @ heads[2][:, :, :5])
+    close = dict(rtol=0.02, atol=0.02) if dtype == torch.bfloat16 else {}
+    mask = (torch.arange(7) < 5).expand(2, 7)
+    with ops.use(form), torch.set_grad_enabled(learns):
+        q, k, v = leaves
+        out, masked = op(q.clone(), k.clone(), v), op(q.clone(), k.clone(), v * mask[..., None], mask=mask)
+    torch.testing.assert_close(out.double(), expected, **close)
+    torch.testing.assert_close(masked[:, :5].double(), real, **close)
+    if learns and dtype == torch.float64:
+        probe = torch.randn_like(expected)
+        grads = [torch.autograd.grad(result, inputs, probe) for result, inputs in ((out, leaves), (expected, wide))]
+        for ours, theirs in zip(*grads):
+            torch.testing.assert_close(ours, theirs)
 
 
 @every_form
