@@ -118,6 +118,18 @@ def test_gradients_of_tensors_that_are_no_slices():
         assert made.sum() == tensor.numel()  # expanded memory would be written over
 
 
+def test_gradients_come_in_the_order_of_their_tensors():
+    """Of whichever memories, and one for each place of a tensor that is given twice."""
+    first, second = torch.randn(2, 6).split((2, 4), dim=-1)
+    other = torch.randn(3)
+    for tensors in ((first, other, second), (other, second, first), (first, other, first)):
+        made = gradients_like(*tensors)
+        assert [grad.shape for grad in made] == [tensor.shape for tensor in tensors]
+    for place, grad in enumerate(made := gradients_like(first, other, second)):
+        grad.fill_(place)
+    assert [grad.unique().tolist() for grad in made] == [[0], [1], [2]]
+
+
 @pytest.mark.parametrize('batch', [1, 3, 40])
 @pytest.mark.parametrize('shifted', [True, False])
 def test_product_lays_heads_side_by_side(batch, shifted):
@@ -168,10 +180,12 @@ def test_a_block_has_so_many_numbers_for_each_thread(monkeypatch):
     assert parts(2, 45, 10) == [(1, 20), (1, 20), (1, 5)] * 2  # parts of one
 
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize('learns', [False, True])
-def test_a_map_is_assembled_from_its_regions(learns):
-    """Row by row; in inference each is in its place before the next is made, so that all may use one memory."""
-    x = torch.arange(48.0).reshape(2, 4, 6, 1).requires_grad_(learns)
+def test_a_map_is_assembled_from_its_regions(learns, dtype):
+    """Row by row; in inference each is in its place before the next is made, so that all may use one memory. The map
+    has their type."""
+    x = torch.arange(48, dtype=dtype).reshape(2, 4, 6, 1).requires_grad_(learns)
 
     def regions():
         for rows in (slice(0, 3), slice(3, 4)):

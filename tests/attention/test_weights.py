@@ -98,6 +98,10 @@ def test_reduced_keys_and_class_tokens(name):
     weights = mixer.weights(q, k, grid, key_grid)
     assert weights.shape == (2, mixer.num_heads, 25, 7)
     torch.testing.assert_close(by_head(mixer, weights, v), mixer(q, k, v, grid, key_grid))
+    rows = [24, 0, 7]  # of the queries, of which there are more than keys
+    torch.testing.assert_close(mixer.weights(q, k, grid, key_grid, rows=rows), weights[:, :, rows])
+    with pytest.raises(ValueError, match=r'^rows from 25 to 25 have to lie in \[0, 24\], the queries of this grid$'):
+        mixer.weights(q, k, grid, key_grid, rows=[25])
 
 
 def test_rows_of_a_bias_for_each_window():
