@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import logging
+import sys
 
 import goldens
 import pytest
@@ -10,8 +11,8 @@ from mmengine.runner.checkpoint import CheckpointLoader
 from torch import nn
 
 from mmlinattn.backbones import RAVLT
-from mmlinattn.checkpoints import CheckpointError, load_pretrained, loading
-from mmlinattn.checkpoints.layouts import all_layouts, find_layout
+from mmlinattn.checkpoints import CheckpointError, layouts, load_pretrained, loading
+from mmlinattn.checkpoints.layouts import Layout, all_layouts, find_layout
 from mmlinattn.checkpoints.states import (
     backbone_state,
     fit_backbone,
@@ -318,6 +319,23 @@ def test_a_released_file_is_of_one_layout_and_others_are_of_none():
     assert find_layout(['patch_embed.proj.weight', 'norm.weight']) is None
 
 
+def test_layouts_of_a_module(tmp_path, monkeypatch):
+    """By name, one of two functions or any number of objects; each once, helpers are none."""
+    two = 'from mmlinattn.checkpoints.layouts import Layout\nx = Layout("z", len, dict)\ny = Layout("a", any, dict)\n'
+    for name, text in (
+        ('b_functions', 'matches, convert = all, list'),
+        ('a_objects', two),
+        ('c_again', f'from {layouts.__name__}.a_objects import y\nmatches = convert = None'),
+        ('_helper', 'matches = convert = None'),
+    ):
+        (tmp_path / f'{name}.py').write_text(text)
+        monkeypatch.setitem(sys.modules, f'{layouts.__name__}.{name}', None)  # so that it is taken back
+        del sys.modules[f'{layouts.__name__}.{name}']
+    monkeypatch.setattr(layouts, '__path__', [str(tmp_path)])
+    found = all_layouts.__wrapped__()
+    assert found == (Layout('z', len, dict), Layout('a', any, dict), Layout('b_functions', all, list))
+
+
 def test_the_first_few_of_many():
     assert [some('abcd'[:n]) for n in range(5)] == ['nothing', 'a', 'a, b', 'a, b, c', 'a, b, c, ...']
     assert some([1, 2], limit=1) == '1, ...'
@@ -522,6 +540,7 @@ RELEASED = {
         'stage4.1.proj.bias': ('stages.3.1.attn.proj.bias', (4,)),
         'stage1.0.attns.0.get_v.weight': ('stages.0.0.attn.branches.0.local.weight', (2, 1, 3, 3)),
         'stage1.0.attns.1.get_v.weight': ('stages.0.0.attn.branches.1.local.weight', (2, 1, 3, 3)),
+        'stage1.1.attns.0.get_v.weight': ('stages.0.1.attn.local.weight', (4, 1, 3, 3)),  # each block by itself
         'stage4.0.attns.0.get_v.weight': ('stages.3.0.attn.local.weight', (4, 1, 3, 3)),
         'stage1.0.mlp.fc2.weight': ('stages.0.0.ffn.fc2.weight', (4, 8)),
         'norm.weight': ('out_norms.3.weight', (4,)),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from engine_toys import ToyDataset, ToyModel, make_runner
 from mmengine.config import Config
+from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper
 from mmengine.registry import DATASETS, MODELS
 from torch import nn
@@ -59,6 +60,23 @@ def test_errors_from_the_first_batch_on_stay_as_they_are(tmp_path):
     with pytest.raises(KeyError, match='not in the batch'), cli.explained_setup('toy.py') as watch:
         watch(runner)
         runner.train()
+
+
+@pytest.mark.parametrize('stage', ['before_run', 'before_train', 'before_train_epoch'])
+def test_errors_of_hooks_before_the_first_batch_are_one_line(tmp_path, monkeypatch, stage):
+    monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
+
+    def fails(runner):
+        raise ValueError('of a hook')
+
+    runner = make_runner(tmp_path, [])
+    hook = Hook()
+    setattr(hook, stage, fails)
+    runner.register_hook(hook, priority='LOWEST')
+    with pytest.raises(RunError) as found, cli.explained_setup('toy.py') as watch:
+        watch(runner)
+        runner.train()
+    assert str(found.value) == 'toy.py cannot be run: ValueError: of a hook (MMLINATTN_TRACEBACK=1 shows where)'
 
 
 @pytest.mark.parametrize(
@@ -240,6 +258,12 @@ def test_class_names_fit_the_head_or_are_not_given():
     assert class_names(cfg) == ['a', 'b', 'c', 'd']
     cfg.test_dataloader.dataset.datasets[0].type = LabelledDataset
     assert class_names(cfg) == ['a', 'b', 'c', 'd']
+    cfg.test_dataloader.dataset.datasets[0].metainfo = dict(
+        classes=('e', 'f', 'g', 'h')
+    )  # go before those of the class
+    assert class_names(cfg) == ['e', 'f', 'g', 'h']
+    both = dict(dataset_meta=dict(classes=tuple('ijkl'), CLASSES=tuple('mnop')), CLASSES=tuple('qrst'))
+    assert class_names(cfg, both) == ['i', 'j', 'k', 'l']
     cfg.test_dataloader = None
     assert class_names(cfg) is None
     assert class_names(cfg, dict(CLASSES=torch.zeros(4))) is None

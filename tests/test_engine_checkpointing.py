@@ -255,6 +255,8 @@ def test_folders_that_were_checkpoints_go_too(tmp_path):
     deferred.remove(str(tmp_path / 'file'))
     deferred.rmtree(str(tmp_path / 'folder'))
     assert deferred.isfile(str(tmp_path / 'file')) and deferred.isdir(str(tmp_path / 'folder'))
+    backend, paths = hook.file_backend, [str(tmp_path / name) for name in ('file', 'folder')]
+    assert deferred.outdated == [(backend.remove, paths[0]), (backend.rmtree, paths[1])]
     for remove, path in deferred.outdated:
         remove(path)
     assert not list(tmp_path.iterdir())

@@ -65,8 +65,10 @@ def test_an_empty_data_set_is_an_error(pictures, tmp_path):
     runner = make_runner(tmp_path / 'work', HOOKS)
     runner.train_loop.dataloader.dataset.size = 0
     runner.train_loop.dataloader.dataset.data_address = []
-    with pytest.raises(RunError, match='holds no image'):
+    runner.train_loop.dataloader.dataset.ann_file = 'a.json'
+    with pytest.raises(RunError) as found:
         runner.train()
+    assert str(found.value) == "train_dataloader (ToyDataset, ann_file 'a.json') holds no image."
 
 
 def test_lists_each_folder_once(pictures, monkeypatch):
@@ -210,6 +212,16 @@ def test_a_file_that_names_no_image(tmp_path, monkeypatch):
             "data_prefix = 'x': no such folder '{root}/x'. The path is relative to data_root unless it is absolute.",
         ),
         (
+            dict(data_prefix=dict(img='annotations/train.json')),  # a file in its place
+            "data_prefix.img = 'annotations/train.json': no such folder '{root}/annotations/train.json'. The path is "
+            'relative to data_root unless it is absolute.',
+        ),
+        (
+            dict(data_root=__file__),
+            f'data_root = {__file__!r}: no such folder. It has to be the root of the data set, holding '
+            "'annotations/train.json', 'train/'.",
+        ),
+        (
             dict(data_prefix=None, split='x'),  # of MMPretrain's ImageNet
             "data_prefix = 'x': no such folder '{root}/x'. The path is relative to data_root unless it is absolute.",
         ),
@@ -235,6 +247,9 @@ def test_paths_that_are_absolute_or_elsewhere(coco_root):
         "val_evaluator.ann_file = 'no.json': no such file. It has to be the annotation file of val_dataloader, and is "
         'not relative to data_root.'
     )
+    cfg.val_evaluator[2].ann_file = f'{coco_root}/annotations'  # a folder
+    with pytest.raises(RunError, match='val_evaluator.ann_file = .*/annotations.: no such file'):
+        check_data_config(cfg, ['val'])
     cfg.val_evaluator[2].backend_args = dict(backend='petrel')
     check_data_config(cfg, ['val'])
 
@@ -356,7 +371,9 @@ def test_the_hook_reads_annotations_of_each_data_set(pictures, tmp_path, monkeyp
 def test_label_files_are_looked_for_where_they_are_read(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / 'folder').mkdir()
-    (tmp_path / '0.png').touch()
+    (tmp_path / 'maps').mkdir()
+    for name in ('0.png', 'maps/2.png'):
+        (tmp_path / name).touch()
 
     class LoadAnnotations:
         def __init__(self, **attributes):
@@ -369,14 +386,15 @@ def test_label_files_are_looked_for_where_they_are_read(tmp_path, monkeypatch):
             def get_data_info(self, index):
                 return self[index]
 
-        made = Maps([dict(img_path='0.png', seg_map_path='folder/0_map.png'), dict(img_path='s3://b/1.png')])
+        first = dict(img_path='0.png', seg_map_path='folder/0_map.png')
+        made = Maps([first, dict(img_path='s3://b/1.png'), dict(img_path='2.png', seg_map_path='maps/2.png')])
         vars(made).update(attributes)
         return find_missing_files(made)
 
-    seen = ['folder/0_map.png']
+    seen = ['2.png', 'folder/0_map.png']  # of all folders, also of those before one that is complete
     assert missing(LoadAnnotations(with_seg=True)) == missing(LoadAnnotations()) == seen
     assert missing(SimpleNamespace(loading=LoadAnnotations(with_seg=True))) == seen  # as the hook leaves it behind
-    assert missing(LoadAnnotations(with_seg=False)) == missing() == []
+    assert missing(LoadAnnotations(with_seg=False)) == missing() == seen[:1]
     assert missing(LoadAnnotations(), backend_args=dict(backend='petrel')) == []
     assert find_missing_files([1]) == []
 

@@ -61,13 +61,14 @@ def test_good_runs_are_left_alone(tmp_path):
 @pytest.mark.parametrize(
     'batch',
     [
-        dict(inputs=[], data_samples=[BaseDataElement(metainfo=dict(img_path='a.jpg'))]),
-        [dict(inputs=0, data_samples=BaseDataElement(metainfo=dict(img_path='a.jpg')))],
+        dict(inputs=[], data_samples=[BaseDataElement(metainfo=dict(img_path=f'{name}.jpg')) for name in 'bacb']),
+        [dict(inputs=0, data_samples=BaseDataElement(metainfo=dict(img_path=f'{name}.jpg'))) for name in 'bacb'],
     ],
     ids=['collated', 'list of samples'],
 )
 def test_file_names_of_a_batch(batch):
-    assert batch_file_names(batch) == ['a.jpg']
+    """In the order of the batch, and as often as they are in it."""
+    assert batch_file_names(batch) == ['b.jpg', 'a.jpg', 'c.jpg', 'b.jpg']
 
 
 def test_file_names_of_a_batch_without_any():

@@ -401,6 +401,47 @@ def test_what_can_be_skipped_is_a_warning(monkeypatch):
     assert 'skip' not in str(found.value)
 
 
+@pytest.mark.parametrize(
+    'errors, num_read, key, may_skip, end',
+    [
+        # skipping goes on only where a sample of those that were read is left, and only unreadable ones are missing
+        ('a b', 3, 'train', True, None),
+        ('a b', 2, 'train', True, ' DataCheckHook(num_read=None) reads and counts all.'),
+        ('a b', 9, 'train', True, None),
+        ('a X', 9, 'train', True, ''),
+        (9 * 'a ', 9, 'train', True, ''),
+        ('a b', 9, 'train', False, " DataCheckHook(unreadable='skip') trains without them."),
+        ('a X', 9, 'train', False, ''),
+        ('a b', 9, 'val', False, ''),
+        (
+            'a b',
+            2,
+            'train',
+            False,
+            " DataCheckHook(num_read=None) reads and counts all. DataCheckHook(unreadable='skip') trains without them.",
+        ),
+    ],
+)
+def test_where_unreadable_samples_are_skipped_and_what_else_is_said(monkeypatch, errors, num_read, key, may_skip, end):
+    """Of nine samples; an error X is one that cannot be skipped."""
+    made = [RunError(name) if name == 'X' else loading_check.Unreadable(name) for name in errors.split()]
+    lines = []
+    monkeypatch.setattr(data_check, 'read_samples', lambda dataset, count: (num_read, made, []))
+    monkeypatch.setattr(data_check, 'print_log', lambda *args: lines.append(args))
+    hook, dataset = DataCheckHook(num_read=num_read, max_listed=9), [None] * 9
+    line = (
+        f"{key}_dataloader (list, ann_file ''): {len(made)} of {num_read} samples read (of 9) cannot be used: "
+        f'{"; ".join(errors.split())}.'
+    )
+    if end is None:
+        hook._check_samples(dataset, f'{key}_dataloader', may_skip)
+        assert lines == [(f'{line} They are skipped.', 'current', 30)]
+    else:
+        with pytest.raises(RunError) as found:
+            hook._check_samples(dataset, f'{key}_dataloader', may_skip)
+        assert str(found.value) == line + end and lines == []
+
+
 def test_skipped_files_are_said_as_they_are_met(tmp_path, monkeypatch):
     hook, lines = DataCheckHook(unreadable='skip', max_listed=1), []
     runner = SimpleNamespace(logger=SimpleNamespace(warning=lines.append))

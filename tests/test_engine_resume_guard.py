@@ -72,6 +72,31 @@ def test_folders_of_a_run(tmp_path, path, is_own):
     assert bool(info) is is_own and len(lines) == (not is_own)
 
 
+def test_links_are_followed_in_the_folder_and_not_in_the_name(tmp_path):
+    """MMEngine removes the name: of a link the link, of a file under a link to its folder the file."""
+    (tmp_path / 'work').mkdir()
+    (tmp_path / 'other').mkdir()
+    (tmp_path / 'other' / 'best_of_others.pth').touch()
+    (tmp_path / 'work' / 'best_own.pth').touch()
+    (tmp_path / 'work' / 'best_link.pth').symlink_to(tmp_path / 'other' / 'best_of_others.pth')
+    (tmp_path / 'other' / 'best_link.pth').symlink_to(tmp_path / 'work' / 'best_own.pth')
+    (tmp_path / 'by_another_name').symlink_to(tmp_path / 'work')
+    (tmp_path / 'work' / 'within').symlink_to(tmp_path / 'other')
+    runner, _ = run_in(tmp_path / 'by_another_name')
+    for path, is_own in (
+        ('work/best_own.pth', True),
+        ('work/best_link.pth', True),
+        ('by_another_name/best_own.pth', True),
+        ('by_another_name/best_link.pth', True),
+        ('other/best_link.pth', False),
+        ('work/within/best_of_others.pth', False),
+        ('by_another_name/within/../best_own.pth', False),  # which is other's parent
+    ):
+        info = dict(best_ckpt=f'{tmp_path}/{path}')
+        keep_own_files(runner, info)
+        assert bool(info) is is_own, path
+
+
 @pytest.mark.parametrize('key', ['best_ckpt', 'best_ckpt_acc', 'keep_ckpt_ids'])
 @pytest.mark.parametrize('value', ['', 0])
 def test_what_is_empty_is_no_checkpoint_of_the_run_either(tmp_path, key, value):
@@ -175,8 +200,10 @@ def test_the_checkpoint_that_is_named(tmp_path, monkeypatch):
     assert find_latest_checkpoint('link') == 'work/epoch_1.pth'  # the same folder by another name
     assert found(f'{work}/of_deepspeed') == f'{work}/of_deepspeed'
     assert found('out/work/epoch_2.pth') == 'out/work/epoch_2.pth'
+    assert find_latest_checkpoint('work/') == find_latest_checkpoint('out/../work/.') == 'out/work/epoch_2.pth'
     assert found('was/here/epoch_1.pth') == os.path.join('work', 'epoch_1.pth')
     assert found('s3://bucket/work/epoch_9.pth') == 's3://bucket/work/epoch_9.pth'
+    assert find_latest_checkpoint('work/') == 's3://bucket/work/epoch_9.pth'
     for text, where in (
         ('other/epoch_3.pth', 'elsewhere'),
         ('work/epoch_7.pth', 'not there'),
@@ -231,6 +258,24 @@ def test_every_place_that_looks_for_the_last_checkpoint_is_guarded():
         assert getattr(owner, name) is guarded and not hasattr(guarded.__wrapped__, 'is_guarded')
 
 
+def test_what_is_guarded_takes_and_gives_what_it_did():
+    class Owner:
+        def method(self, *args, **kwargs):
+            """Of the owner."""
+            return self, args, kwargs
+
+    wrapped = []
+    for _ in range(2):
+        resume_guard._wrap(
+            Owner,
+            'method',
+            lambda original, owner, *args, **kwargs: wrapped.append(owner) or original(owner, *args, **kwargs),
+        )
+    owner = Owner()
+    assert owner.method('a.pth', 'cpu', strict=True) == (owner, ('a.pth', 'cpu'), dict(strict=True))
+    assert wrapped == [owner] and Owner.method.__doc__ == 'Of the owner.'
+
+
 def test_an_inferencer_reads_the_config_of_its_weights_only_where_it_has_none(monkeypatch):
     asked, text = [], 'model = None'
     checkpoint = dict(meta=dict(cfg=text))
@@ -248,4 +293,5 @@ def test_an_inferencer_reads_the_config_of_its_weights_only_where_it_has_none(mo
         asked.clear()
         found = resume_guard._init_model(init, 'inferencer', cfg, weights, 'cpu', x=1)
         assert found == ('inferencer', expected, weights, ('cpu',), dict(x=1))
+        assert cfg == expected  # the caller builds its pipeline from it
         assert asked == ([('load', 'a.pth', 'cpu'), ('read', text, 'a.pth')] if 'model' in expected else [])

@@ -15,7 +15,14 @@ from mmengine.runner import IterBasedTrainLoop
 from torch.utils.data import BatchSampler, DataLoader
 
 from mmlinattn.engine import resuming
-from mmlinattn.engine.resuming import ExactResumeHook, _NumberedBatch, _NumberedBatches, _SeededFetch, seed_everything
+from mmlinattn.engine.resuming import (
+    ExactResumeHook,
+    _Batches,
+    _NumberedBatch,
+    _NumberedBatches,
+    _SeededFetch,
+    seed_everything,
+)
 
 HOOKS = [dict(type='ExactResumeHook')]
 EPOCHS = dict(by_epoch=True, max_epochs=4)
@@ -158,6 +165,17 @@ def test_skipping_batches_gives_those_that_follow(kind, count):
     skipped = make()
     skipped.skip(count)
     assert list(itertools.islice(endless(skipped), 6)) == expected
+
+
+@pytest.mark.parametrize('num_done, given', [(0, []), (2, [None] * 2), (4, [None] * 4)])
+def test_a_loop_over_iterations_draws_batches_without_end(num_done, given):
+    """Those that it trained on before are drawn as nothing, for it to drop; then come the others, epoch by epoch."""
+    loader = DataLoader(range(6), batch_sampler=_NumberedBatches(BatchSampler(range(6), 2, False)), collate_fn=list)
+    batches = _Batches(loader, num_done)
+    assert iter(batches) is batches
+    drawn = list(itertools.islice(batches, 8))
+    assert drawn == [*given, *([[0, 1], [2, 3], [4, 5]] * 3)[num_done:8]]
+    assert loader.batch_sampler.epoch == 2  # of the eighth
 
 
 def test_samplers_are_told_of_the_epoch():

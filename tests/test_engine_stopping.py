@@ -145,8 +145,15 @@ def test_opt_out(tmp_path):
     found = signal.getsignal(signal.SIGTERM)
     train(tmp_path, EPOCHS, hooks=[Look()], stop=dict(save_on_sigterm=False))
     assert set(seen) == {found}
-    with pytest.raises(ValueError, match="save_on_sigterm='no' has to be True or False"):
-        StopHook(save_on_sigterm='no')
+
+
+@pytest.mark.parametrize('value', ['no', '', None, 0, 1])
+def test_saving_is_on_or_off(value):
+    with pytest.raises(ValueError) as found:
+        StopHook(save_on_sigterm=value)
+    assert str(found.value) == f'StopHook: save_on_sigterm={value!r} has to be True or False'
+    assert StopHook().save_on_sigterm is StopHook(save_on_sigterm=True).save_on_sigterm is True
+    assert StopHook(save_on_sigterm=False).save_on_sigterm is False
 
 
 def test_the_handler_of_others_stays(tmp_path):
@@ -234,6 +241,18 @@ def test_an_error_nobody_asked_for_comes_through(is_listening):
             signal.signal(signal.SIGTERM, StopHook()._on_sigterm)
         raise ZeroDivisionError
     assert signal.getsignal(signal.SIGTERM) == found
+
+
+def test_a_sigterm_outside_of_training_ends_in_its_status():
+    """128 + 15, as a shell has it, which launchers tell from an error."""
+    found = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as ended, clean_end() as run:
+            signal.raise_signal(signal.SIGTERM)
+        assert ended.value.code == 143 and run.is_terminated and not run.is_interrupted
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, found)
 
 
 @pytest.fixture
@@ -410,6 +429,25 @@ def test_workers_say_nothing_of_connections_that_the_main_process_closed(tmp_pat
     output = tmp_path / 'output.txt'
     assert status_of_fork(_lose_a_connection, output, seconds=30) == 0
     assert output.read_text() == 'ValueError: of the data set\n'
+
+
+@pytest.mark.parametrize(
+    'error, is_said',
+    [
+        (ConnectionResetError(), False),
+        (BrokenPipeError(), False),
+        (EOFError(), False),
+        (FileNotFoundError(), True),
+        (OSError(28, 'No space left on device'), True),
+        (TimeoutError(), True),
+        (KeyboardInterrupt(), True),
+    ],
+    ids=repr,
+)
+def test_which_errors_of_a_thread_are_no_news(error, is_said):
+    heard = []
+    stopping._hears_no_lost_connections(lambda *args: heard.append(args))(type(error), error, 'trace')
+    assert heard == [(type(error), error, 'trace')] * is_said
 
 
 def test_workers_are_shielded_once_and_only_where_there_are_some():
