@@ -2,8 +2,8 @@
 """Labels that the head has no class for, in the data sets of detectors and classifiers."""
 
 import pytest
+from engine_toys import Wrapped
 from mmengine.dataset import BaseDataset, RepeatDataset
-from mmengine.model import MMDistributedDataParallel
 from torch import nn
 
 from mmlinattn.engine import RunError
@@ -48,20 +48,13 @@ def two_stage(*counts):
     return model(roi_head=roi_head)
 
 
-class Wrapped(MMDistributedDataParallel):
-    """What processes put around a model, without them."""
-
-    def __init__(self, module):
-        nn.Module.__init__(self)
-        self.module = module
-
-
 MODELS = dict(
     classifier=lambda n: model(head=head(n)),
     one_stage=lambda n: model(bbox_head=head(n)),
     two_stages=two_stage,
     cascade=lambda n: two_stage(n + 4, n, n + 4),  # the fewest count
     of_processes=lambda n: Wrapped(model(head=head(n))),
+    in_two_wrappers=lambda n: Wrapped(Wrapped(model(head=head(n)))),
 )
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from engine_toys import make_runner
+from engine_toys import Wrapped, make_runner
 from mmengine.model import BaseModel, MMFullyShardedDataParallel
 from mmengine.registry import MODELS
 from torch import nn
@@ -85,13 +85,13 @@ READ = (
 NAMES = '2 parameters got no gradient in the first iteration: backbone.out_norms.0.weight, backbone.out_norms.0.bias. '
 
 
-def one_iteration(hook, model, times=1):
-    """What the hook warns of."""
+def one_iteration(hook, model, times=1, inner=None):
+    """What the hook warns of; ``inner`` is what is run in place of a wrapper."""
     lines = []
     runner = SimpleNamespace(model=model, logger=SimpleNamespace(warning=lines.append))
     hook.before_train(runner)
     for _ in range(times):
-        model([torch.ones(4)], mode='loss')['loss'].backward()
+        (inner or model)([torch.ones(4)], mode='loss')['loss'].backward()
         hook.after_train_iter(runner, 0)
     return lines
 
@@ -110,6 +110,17 @@ def test_the_line_of_one_process():
         '2 parameters got no gradient in the first iteration: unread.weight, unread.bias. They are not trained, and '
         'distributed training would stop here.'
     )
+
+
+@pytest.mark.parametrize('num_wrappers', [1, 2])
+def test_names_are_those_of_the_model_in_its_wrappers(num_wrappers):
+    model = wrapped = SkippingModel()
+    for _ in range(num_wrappers):
+        wrapped = Wrapped(wrapped)
+    wrapped.find_unused_parameters = True
+    assert one_iteration(UnusedParametersHook(), wrapped, inner=model) == [
+        f'{NAMES}{READ}They are not trained, and distributed training would stop here.'
+    ]
 
 
 def test_wrappers_that_flatten_parameters_are_left_alone():
