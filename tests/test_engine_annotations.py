@@ -122,6 +122,12 @@ FAULTS = {
     'category ids': (rewritten('categories', 1, id=5), r"category id 5 is there twice \('disc' and 'square'\)"),
     'no image id': (rewritten('images', 0, id=None), "image '1.png' has id None, not a number"),
     'unknown category': (rewritten('annotations', 1, category_id=9), AT + r'category_id 9; categories has \[5, 6\]'),
+    'unknown among categories in no order': (
+        lambda: dict(
+            rewritten('annotations', 1, category_id=9)(), categories=[dict(id=i, name='disc') for i in (6, 'x', 5)]
+        ),
+        AT + r"category_id 9; categories has \[5, 6, 'x'\]",
+    ),
     'no category': (rewritten('annotations', 1, category_id=None), AT + 'category_id None'),
     'category of a list': (rewritten('annotations', 1, category_id=[5]), AT + r'category_id \[5\]'),
     # pictures

@@ -26,6 +26,24 @@ class ToyClassifier(ToyModel):
         self.register_buffer('count', torch.zeros(()))
 
 
+class Renaming(ToyModel):
+    """Has the weights of its first version under another name, and refuses those of a version that is to come."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, metadata, strict, missing, unexpected, errors):
+        version = metadata.get('version')
+        if version == 1:
+            state[f'{prefix}scale'] = state.pop(f'{prefix}old_scale')
+        if version == 3:
+            errors.append('of a later version')
+        super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(1))
+
+
 class Resizing(ToyModel):
     """Resizes a table on loading, as backbones do."""
 
@@ -116,6 +134,35 @@ def test_what_the_model_resizes_fits(tmp_path, checkpoint):
 
 
 SAME = 'The config has to be the one of the checkpoint.'
+
+
+@pytest.mark.parametrize('is_wrapped', [False, True])
+def test_modules_are_told_of_the_version_they_were_saved_in(is_wrapped):
+    def state(name, version, **others):
+        made = Renaming().state_dict()
+        made[name] = made.pop('scale')
+        made.update(others)
+        made._metadata[''] = dict(version=version)
+        return dict(state_dict=made) if is_wrapped else made
+
+    check_weights(Renaming(), state('old_scale', 1))
+    for version in (None, 2):  # which have no such name
+        with pytest.raises(RunError, match='fit the model; 1 parameters not in the file: scale. '):
+            check_weights(Renaming(), state('old_scale', version))
+    # what a module says itself names no weights: then all that differ are named
+    with pytest.raises(RunError) as found:
+        check_weights(Renaming(), state('scale', 3, **{'layer.bias': torch.ones(2), 'scale': torch.ones(3)}))
+    assert str(found.value) == (
+        'the checkpoint does not fit the model; left out for its shape: layer.bias (2 in the file, 1 in the model), '
+        f'scale (3 in the file, 1 in the model). {SAME}'
+    )
+
+
+def test_one_beginning_is_no_list_of_letters():
+    """``left_out`` of a single key, as options on the command line have it."""
+    hook = CheckpointMatchHook(left_out='layer.weight')
+    assert hook.left_out == ('layer.weight',) and CheckpointMatchHook().left_out == ()
+    assert CheckpointMatchHook(left_out=['a', 'b']).left_out == ('a', 'b')
 
 
 def test_the_lines_about_weights_for_a_model():

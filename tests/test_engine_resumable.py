@@ -171,7 +171,9 @@ def stepped(**settings):
 
 def in_runner(optimizer, by_name=False):
     wrapper = OptimWrapper(optimizer)
-    return SimpleNamespace(optim_wrapper=OptimWrapperDict(only=wrapper) if by_name else wrapper)
+    return SimpleNamespace(
+        optim_wrapper=OptimWrapperDict(good=OptimWrapper(stepped()), last=wrapper) if by_name else wrapper
+    )
 
 
 @pytest.mark.parametrize('by_name', [False, True])
@@ -182,7 +184,12 @@ def in_runner(optimizer, by_name=False):
         (lambda o: o.param_groups[0].update(lr='0.1'), "the optimizer has lr = '0.1'"),
         (lambda o: o.param_groups[0].update(betas=(0.9,)), r'the optimizer has betas = \(0.9,\)'),
         (lambda o: o.param_groups[0].update(betas=(0.9, math.inf)), 'the optimizer has betas = '),
+        (lambda o: o.param_groups[0].update(betas=(0.9, 0.99, 0.5)), r'the optimizer has betas = \(0.9, 0.99, 0.5\)'),
         (lambda o: o.param_groups[0].update(betas=0.9), 'the optimizer has betas = 0.9'),
+        (
+            lambda o: o.add_param_group(dict(params=[nn.Parameter(torch.ones(1))], weight_decay=math.inf)),
+            'the optimizer has weight_decay = inf',
+        ),
         (lambda o: o.param_groups[0].update(amsgrad=1), 'the optimizer has amsgrad = 1'),
         (
             lambda o: o.state.update({o.param_groups[0]['params'][0]: 3}),

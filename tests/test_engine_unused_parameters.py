@@ -75,6 +75,10 @@ def test_outputs_that_are_read():
     detector = nn.Module()
     detector.detector = model
     assert read_outputs(detector, ['detector.backbone.out_norms.0.bias']) == (1, 3)
+    pair = nn.Module()
+    pair.a_backbone, pair.backbone = nn.Module(), model.backbone
+    pair.a_backbone.out_indices = (0, 2)  # of another, that comes first
+    assert read_outputs(pair, ['backbone.out_norms.0.bias']) == (1, 3)
     assert read_outputs(model, [f'backbone.out_norms.{i}.bias' for i in (0, 1, 3)]) is None
 
 
