@@ -208,7 +208,7 @@ def plans(
             if plan is not None:
                 yield plan
         for resize in (False, True):
-            yield _adapted(network, backbone, chosen, old, list(range(len(old))), resize)
+            yield _adapted(network, backbone, chosen, old, resize)
         return
     yield _fused(network, backbone, old)
 
@@ -287,12 +287,10 @@ def _adapted(
     backbone: ZooBackbone,
     chosen: Sequence[int],
     old: Sequence[FeatureMap],
-    keep: Sequence[int],
     resize: bool,
 ) -> Plan:
-    sources = [backbone.stages[chosen[i]] for i in keep]
-    first = adapter(sources, [old[i] for i in keep], range(len(keep)), resize)
-    result = _with_first_neck({**network, 'backbone': with_outputs(backbone, [chosen[i] for i in keep])}, first)
+    first = adapter([backbone.stages[i] for i in chosen], old, range(len(old)), resize)
+    result = _with_first_neck({**network, 'backbone': with_outputs(backbone, chosen)}, first)
     fixed = 'widths and strides' if 'scales' in first else 'widths'
     return Plan(result, f'what follows takes maps of fixed {fixed} only: 1x1 convolutions (MapAdapter) make them', None)
 

@@ -168,7 +168,7 @@ def _base(spec: str) -> str:
         if scope not in PIP_NAMES:
             raise RunError(f'UPSTREAM is {spec!r}; allowed before :: are: {", ".join(PIP_NAMES)}')
         try:
-            root = Path(get_installed_path(scope if scope != 'mmseg' else 'mmseg'), '.mim', 'configs')
+            root = Path(get_installed_path(scope), '.mim', 'configs')
         except Exception as error:
             raise RunError(f'{spec} needs {scope}, which is not installed: pip install {PIP_NAMES[scope]}') from error
         if not (root / name).is_file():
