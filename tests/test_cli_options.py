@@ -406,8 +406,13 @@ def test_a_config_may_ask_for_resuming(configured, tool, tmp_path, monkeypatch, 
     cfg = configured('train.py', DETECTOR, *options, 'load_from=mine.pth')
     assert (cfg.resume, cfg.load_from) == (True, 'mine.pth')
     assert capsys.readouterr().err == ''
-    for is_new, expected in ((True, (True, str(last))), (False, (False, None))):
-        functions = tool('train.py', DETECTOR)
+    for is_new, given, expected in (
+        (True, [], (True, str(last))),
+        (True, ['--resume', 'epoch_3.pth'], (True, str(last))),  # what it left since is further on
+        (False, [], (False, None)),
+        (False, ['--resume', 'epoch_3.pth'], (True, 'epoch_3.pth')),
+    ):
+        functions = tool('train.py', DETECTOR, *given)
         monkeypatch.setitem(functions, 'was_restarted', lambda folder, is_new=is_new: is_new and folder == work)
         cfg = functions['configure'](functions['parse_args']())
         assert (cfg.get('resume', False), cfg.get('load_from')) == expected

@@ -155,6 +155,12 @@ def test_maps_of_detectors_keep_their_strides():
     assert adapter['in_channels'] == [128, 256, 512] and adapter['sources'] == [0, 1, 2, 2]
     assert adapter['scales'] == [1, 1, 1, 0.5] and adapter['out_channels'] == neck['in_channels']
     assert 'strides 8 16 32 64' in plan.remark
+    # one map of another stride is enough, as of networks that dilate the last stage
+    dilated = [*RESNET[:3], FeatureMap(2048, 16)]
+    (plan,) = plans(dict(network, neck=None), dilated, backbone, 'mmdet')
+    adapter = plan.network['neck']
+    assert plan.network['backbone']['out_indices'] == (0, 1, 2) and 'strides 4 8 16 16' in plan.remark
+    assert adapter['sources'] == [0, 1, 2, 2] and 'scales' not in adapter
     # segmentors resize what they predict
     first = next(plans(dict(network, neck=None), old, backbone, 'mmseg'))
     assert first.network['backbone'].get('out_indices', (0, 1, 2, 3)) == (0, 1, 2, 3)

@@ -374,6 +374,11 @@ def test_a_wiring_is_made_again_for_what_is_read():
     for read in ((True,) * 4, (False,) * 4, (True, False)):  # all; none, as of frozen ones; unknown
         assert swap._narrow(network, PYRAMID, plan, trial._replace(read=read)) is None
     assert swap._narrow(network, PLAIN, plan, trial) is None
+    # places are those of upstream's maps, also where some went before
+    narrowed = swap._narrow(network, PYRAMID, plan, trial)
+    found = swap._narrow(network, PYRAMID, narrowed, trial._replace(read=(False, True, True))).network
+    assert found['backbone']['out_indices'] == (2, 3)
+    assert found['neck'] == dict(FPN, in_channels=NEW[2:], start_level=0)
 
 
 # ----------------------------------------------------------------------------------- which way is taken
@@ -607,14 +612,15 @@ def test_a_part_is_run_with_a_preprocessor_of_its_own():
     assert 'data_preprocessor' not in swap._trainable(upstream_of(model['detector']))
 
 
-def test_teachers_are_found_in_the_installed_project(tmp_path):
+def test_teachers_are_found_in_the_installed_project(tmp_path, monkeypatch):
     mmdet = pytest.importorskip('mmdet')
     model = dict(type='KD', backbone=dict(type='R'), teacher_config='configs/gfl/x.py', teacher_ckpt='t.pth')
     found = swap._trainable(upstream_of(model))
     assert found['teacher_config'] == f'{mmdet.__path__[0]}/.mim/configs/gfl/x.py' and found['teacher_ckpt'] is None
-    mine = tmp_path / 'teacher.py'
-    mine.touch()
-    assert swap._trainable(upstream_of(dict(model, teacher_config=str(mine))))['teacher_config'] == str(mine)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / 'teacher.py').touch()
+    for mine in ('teacher.py', str(tmp_path / 'teacher.py')):  # a file from here
+        assert swap._trainable(upstream_of(dict(model, teacher_config=mine)))['teacher_config'] == mine
     by_path = upstream_of(model)._replace(base='/some/config.py')
     assert swap._trainable(by_path)['teacher_config'] == 'configs/gfl/x.py'
 

@@ -105,15 +105,16 @@ class Backbone(nn.Module):
 class Toy(nn.Module):
     def __init__(self):
         super().__init__()
-        self.backbone = Backbone()
+        self.backbone, self.neck = Backbone(), nn.Conv2d(2, 2, 1)
+        self.branches = nn.ModuleList([nn.AdaptiveAvgPool2d((2, 3))])
 
     def extract_feat(self, x):
-        x = self.backbone(x)
+        x = self.neck(self.backbone(x))
         return x, F.max_pool2d(x, 1, stride=2)
 
     def forward(self, x, mode):
         assert mode == 'tensor'
-        return self.backbone(x)
+        return self.neck(self.backbone(x))
 
 
 class Segmentor(Toy):
@@ -142,7 +143,8 @@ def test_models_are_told_apart_and_made_ready():
         assert found.task == task and found.dtype == torch.float32
         assert not model.training and model.backbone.deployed == 1
         assert not any(p.requires_grad for p in model.parameters())
-        assert type(model.backbone.pool).__name__ == 'BinMeans'
+        for pool in (model.backbone.pool, model.branches[0]):  # of heads too
+            assert type(pool).__name__ == 'BinMeans'
     headless = Classifier()
     headless.with_head = False
     assert ExportableModel(headless).task == 'detector'
@@ -155,7 +157,7 @@ def test_segmentors_give_maps_of_the_images_size(align_corners):
     model = Segmentor(align_corners)
     image = torch.randn(2, 3, 33, 50)
     logits = ExportableModel(model)(image)
-    expected = F.interpolate(model.backbone(image), (33, 50), mode='bilinear', align_corners=align_corners)
+    expected = F.interpolate(model(image, 'tensor'), (33, 50), mode='bilinear', align_corners=align_corners)
     assert torch.equal(logits, expected)
 
 
@@ -403,6 +405,20 @@ def test_what_onnx_files_say_is_read_without_their_weights(tmp_path):
     assert load.call_args.kwargs == dict(load_external_data=False)
 
 
+def test_onnx_graphs_give_all_their_outputs(tmp_path):
+    onnx = pytest.importorskip('onnx')
+    pytest.importorskip('onnxruntime')
+    helper, nodes = onnx.helper, dict(feat1='Neg', feat0='Abs', feat2='Relu')
+    image, *outs = (helper.make_tensor_value_info(name, 1, [2]) for name in ('image', *nodes))
+    graph = helper.make_graph(
+        [helper.make_node(kind, ['image'], [name]) for name, kind in nodes.items()], 'g', [image], outs
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', 18)], ir_version=9)
+    onnx.save(model, str(tmp_path / 'a.onnx'))
+    found = formats.load_onnx(tmp_path / 'a.onnx')(torch.tensor([1.0, -2.0]))
+    assert [out.tolist() for out in found] == [[-1.0, 2.0], [1.0, 2.0], [1.0, 0.0]]  # in the order of the graph
+
+
 class Means(nn.Module):
     """Two outputs of any size, cheap to record."""
 
@@ -415,11 +431,15 @@ class Means(nn.Module):
         return means * self.weight, means + 1
 
 
-@pytest.mark.parametrize('name', ['torch-export', 'openvino'])
+@pytest.mark.parametrize(
+    'name', ['torch-export', 'torchscript', 'openvino', pytest.param('onnx', marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize('smallest', [None, 40])
+@pytest.mark.filterwarnings('error')
 @torch.no_grad()
 def test_files_give_what_was_written(tmp_path, name, smallest):
-    """Outputs in their order, at every size from the smallest on or at one; and what they say of themselves."""
+    """Outputs in their order, at every size from the smallest on or at one; and what they say of themselves. Of what
+    exporters and runtimes are about to give up nothing is heard."""
     form = FORMATS[name]
     for package in form.needs:
         pytest.importorskip(package)
@@ -436,7 +456,7 @@ def test_files_give_what_was_written(tmp_path, name, smallest):
         for out, truth in zip(outs, expected):
             torch.testing.assert_close(out, truth, rtol=1e-4, atol=1e-5)
     refused = [(2, 3, 48, 64), (1, 3, 64, 64)] if smallest is None else [(1, 4, 48, 64)]
-    refused += [(1, 3, 39, 64)] if name == 'torch-export' else []
+    refused += [(1, 3, 39, 64)] if name in ('torch-export', 'torchscript') else []
     for shape in refused:
         with pytest.raises(Exception, match=r'(?i)shape|size|guard|dimension|expected'):
             run(torch.randn(shape))
