@@ -298,7 +298,7 @@ def test_drawings_of_a_config_without_a_hook_for_them(tool, scope, kind):
     assert hook.get('test_out_dir') is None and hook.get('out_dir') is None and cfg.visualizer == dict(type='Any')
 
 
-def test_what_the_tools_write_in_their_help(tool):
+def test_what_the_tools_write_in_their_help(tool, capsys):
     """Defaults of both, of which the rest of these tests sees only some."""
     args = tool('test.py', DETECTOR, 'some.pth')['parse_args']()
     found = {key: value for key, value in vars(args).items() if key not in ('config', 'checkpoint', 'work_dir')}
@@ -311,6 +311,10 @@ def test_what_the_tools_write_in_their_help(tool):
     assert found == {**common, **dict.fromkeys(names, False), 'resume': None}
     for launcher in ('pytorch', 'slurm', 'mpi'):
         assert tool('train.py', DETECTOR, '--launcher', launcher)['parse_args']().launcher == launcher
+    for name, missing in (('train.py', 'config'), ('test.py', 'config, checkpoint')):
+        with pytest.raises(SystemExit):
+            tool(name)['parse_args']()
+        assert capsys.readouterr().err.endswith(f'arguments are required: {missing}\n')
 
 
 class Steps:

@@ -88,6 +88,13 @@ INFERENCERS = dict(mmdet='mmdet.apis.DetInferencer', mmseg='mmseg.apis.MMSegInfe
 INFERENCERS.update(mmpretrain='mmpretrain.ImageClassificationInferencer')
 
 
+def test_what_has_to_be_given(monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['demo.py'])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(TOOL), run_name='demo')['parse_args']()
+    assert capsys.readouterr().err.endswith('arguments are required: image, config, checkpoint, --out\n')
+
+
 @pytest.mark.parametrize('task', TASKS)
 def test_options_reach_the_inferencer(monkeypatch, task):
     pytest.importorskip(task)

@@ -693,6 +693,18 @@ def test_bad_arguments(tmp_path, capsys, args, name):
     assert not (tmp_path / 'out').exists()
 
 
+@pytest.mark.parametrize('name', ['OUT', '--format', '--num-train', '--num-val'])
+def test_missing_arguments(tmp_path, capsys, name):
+    given = {'OUT': [tmp_path / 'out'], '--format': ['coco'], '--num-train': [3], '--num-val': [2]}
+    words = [word for key, value in given.items() if key != name for word in ([] if key == 'OUT' else [key]) + value]
+    with pytest.raises(SystemExit) as stopped:
+        run_tool(*words)
+    message = capsys.readouterr().err
+    assert stopped.value.code == 2 and message.count('\n') == 1
+    assert message.endswith(f'the following arguments are required: {name}\n')
+    assert not (tmp_path / 'out').exists()
+
+
 @pytest.mark.parametrize('place', ['file', 'file/below'])
 def test_unwritable_out(tmp_path, capsys, place):
     (tmp_path / 'file').write_text('')

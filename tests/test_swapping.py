@@ -526,6 +526,10 @@ def test_what_the_tool_prints(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 1 and capsys.readouterr().err == 'error: no place for it\n'
+    monkeypatch.setattr(sys, 'argv', ['swap_backbone.py'])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err.endswith('arguments are required: upstream, backbone, --out\n')
 
 
 @pytest.mark.slow

@@ -525,7 +525,7 @@ def test_checked_graphs_serve_what_they_say():
 # ----------------------------------------------------------------------------------- command line
 
 
-def test_options_and_their_defaults():
+def test_options_and_their_defaults(capsys):
     required = ['config.py', 'none', '--format', 'onnx', '--out', 'x']
     found = vars(cli.parse_args(required))
     assert found == dict(
@@ -540,6 +540,10 @@ def test_options_and_their_defaults():
     )
     more = cli.parse_args([*required, '--shape', '96', '128', '--batch', '3', '--dynamic', '--dtype', 'int8'])
     assert (more.shape, more.batch, more.dynamic, more.dtype) == ([96, 128], 3, True, 'int8')
+    for words, missing in (([], 'config, checkpoint, --format, --out'), (required[:1], 'checkpoint, --format, --out')):
+        with pytest.raises(SystemExit):
+            cli.parse_args(words)
+        assert capsys.readouterr().err.endswith(f'the following arguments are required: {missing}\n')
 
 
 def test_the_tool_hands_its_options_on_and_says_what_came_of_it(tmp_path, monkeypatch, capsys):
