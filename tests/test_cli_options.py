@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import pickle
+import re
 import runpy
 import sys
 from contextlib import contextmanager
@@ -315,6 +316,12 @@ def test_what_the_tools_write_in_their_help(tool, capsys):
         with pytest.raises(SystemExit):
             tool(name)['parse_args']()
         assert capsys.readouterr().err.endswith(f'arguments are required: {missing}\n')
+    for option, names in (('--launcher', 'none pytorch slurm mpi'), ('--out-item', 'metrics pred')):
+        with pytest.raises(SystemExit):
+            tool('test.py', DETECTOR, 'some.pth', option, 'other')['parse_args']()
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert f"argument {option}: invalid choice: 'other'" in line
+        assert re.findall(r'\w+', line.partition('choose from')[2]) == names.split()
 
 
 class Steps:

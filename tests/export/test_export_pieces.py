@@ -2,6 +2,7 @@
 """What export decides beside the graph itself: sizes, types, what a file says of itself. Toys in place of models."""
 
 import json
+import re
 import sys
 import types
 import warnings
@@ -544,6 +545,15 @@ def test_options_and_their_defaults(capsys):
         with pytest.raises(SystemExit):
             cli.parse_args(words)
         assert capsys.readouterr().err.endswith(f'the following arguments are required: {missing}\n')
+    for option, names in (
+        ('--format', ('onnx', 'torch-export', 'torchscript', 'openvino')),
+        ('--dtype', ('float32', 'float16', 'bfloat16', 'int8')),
+    ):
+        with pytest.raises(SystemExit):
+            cli.parse_args([*required, option, 'of another'])
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert f"argument {option}: invalid choice: 'of another'" in line
+        assert re.findall(r'[\w-]+', line.partition('choose from')[2]) == list(names)
 
 
 def test_the_tool_hands_its_options_on_and_says_what_came_of_it(tmp_path, monkeypatch, capsys):
