@@ -1,9 +1,13 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""tools/launch.py ends as its processes do; whole runs are in test_cli_stopping.py."""
+"""tools/launch.py ends as its processes do, and what the scripts ask torchrun and srun for; whole runs are in
+test_cli_stopping.py."""
 
 import os
 import runpy
 import signal
+import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,3 +54,141 @@ def test_the_exit_status_is_that_of_the_run(monkeypatch, capsys, end, status, li
     assert called == [['--nproc_per_node=2', 'train.py']]
     assert capsys.readouterr().err == line
     assert before <= float(os.environ['MMLINATTN_LAUNCHED']) <= time.time()
+
+
+# ------------------------------------------------------------------------------------ the scripts
+
+TOOLS = TOOL.parent
+# Knows how many GPUs there are and whether a port is free, and writes down what it is to run.
+PYTHON = f"""#!/bin/bash
+case $1 in
+-) if [ "$2" = "${{PROBED:-}}" ]; then exec {sys.executable} -SE "$@"; fi ;;
+-c) echo "${{GPUS_HERE:-0}}" ;;
+*) printf '%s\\n' "PYTHONPATH=$PYTHONPATH" "TORCH=${{TORCH_DISABLE_SHARE_RDZV_TCP_STORE:-}}" "$@" ;;
+esac
+"""
+SRUN = """#!/bin/bash
+printf '%s\\n' "PYTHONPATH=$PYTHONPATH" "$@"
+"""
+VARIABLES = (
+    'NNODES NODE_RANK MASTER_ADDR PORT MAX_RESTARTS GPUS GPUS_PER_NODE CPUS_PER_TASK SRUN_ARGS PYTHON PYTHONPATH'
+)
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Status, lines and errors of a script, run with stand-ins for Python and srun in an environment of its own."""
+    for name, text in (('python', PYTHON), ('srun', SRUN)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+
+    def run(name, *words, **environment):
+        kept = {key: value for key, value in os.environ.items() if key not in VARIABLES.split()}
+        kept.update(environment, PATH=f'{tmp_path}:{os.environ["PATH"]}')
+        command = ['bash', str(TOOLS / name), *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, env=kept, timeout=60)
+        return done.returncode, done.stdout.splitlines(), done.stderr
+
+    return run
+
+
+ONE = ['--node_rank=0', '--master_addr=127.0.0.1', '--master_port=29500']
+SEVERAL = dict(NNODES='3', NODE_RANK='1', MASTER_ADDR='first', PORT='1234')
+RESTARTS = ['--max_restarts=2', '--rdzv_backend=c10d']
+
+
+@pytest.mark.parametrize(
+    ('environment', 'nodes', 'rendezvous'),
+    [
+        ({}, 1, ONE),
+        (dict(MAX_RESTARTS='0'), 1, ONE),
+        (SEVERAL, 3, ['--node_rank=1', '--master_addr=first', '--master_port=1234']),
+        (
+            dict(MAX_RESTARTS='2'),
+            1,
+            [*RESTARTS, '--rdzv_endpoint=127.0.0.1:29500', '--rdzv_conf=is_host=1', '--local_addr=127.0.0.1'],
+        ),
+        (
+            dict(SEVERAL, MAX_RESTARTS='2'),
+            3,
+            [*RESTARTS, '--rdzv_endpoint=first:1234', '--rdzv_conf=is_host=0'],
+        ),
+    ],
+    ids=['alone', 'no restarts', 'machines', 'restarts', 'machines and restarts'],
+)
+def test_what_torchrun_is_asked_for(script, environment, nodes, rendezvous):
+    store = '1' if RESTARTS[0] in rendezvous else ''
+    launched = [str(TOOL), f'--nnodes={nodes}', '--nproc_per_node=2', *rendezvous]
+    for name, own in (('train', ['config.py']), ('test', ['config.py', 'last.pth'])):
+        status, lines, said = script(f'dist_{name}.sh', *own, 2, '--work-dir', 'a b', GPUS_HERE='2', **environment)
+        assert (status, said) == (0, '')
+        begins = [f'PYTHONPATH={TOOLS}/..', f'TORCH={store}', *launched]
+        assert lines == [*begins, f'{TOOLS / name}.py', *own, '--launcher', 'pytorch', '--work-dir', 'a b']
+
+
+def test_processes_and_gpus(script):
+    """As many as there are at most; where there are none, the processes are on the CPU."""
+    status, lines, said = script('dist_train.sh', 'config.py', 3, PYTHONPATH='/mine')
+    assert (status, said) == (0, 'notice: no GPU here, 3 processes on the CPU over gloo.\n')
+    assert '--nproc_per_node=3' in lines and lines[0] == f'PYTHONPATH={TOOLS}/..:/mine'
+    status, lines, said = script('dist_train.sh', 'config.py', 3, GPUS_HERE='2')
+    assert (status, lines, said) == (1, [], 'error: 3 GPUs asked for, and this machine has 2.\n')
+    for number in ('0', '-1', 'two', '2.0'):
+        status, lines, said = script('dist_train.sh', 'config.py', number)
+        assert (status, lines, said) == (2, [], f"error: GPUS = '{number}' has to be a number from 1 up.\n")
+    status, lines, said = script('dist_train.sh', 'config.py', 1, MAX_RESTARTS='-1')
+    assert (status, lines, said) == (2, [], "error: MAX_RESTARTS = '-1' has to be a number from 0 up.\n")
+
+
+def test_a_port_that_is_taken(script):
+    """By another run; only the first machine listens there."""
+    with socket.socket() as taken:
+        taken.bind(('', 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        status, lines, said = script('dist_train.sh', 'config.py', 1, PORT=port, PROBED=port)
+        assert (status, lines) == (1, []) and said.startswith(f'error: PORT = {port} cannot be used (')
+        assert said.count('\n') == 1 and said.endswith('in the environment, e.g. PORT=29501.\n')
+        assert script('dist_train.sh', 'config.py', 1, PORT=port, PROBED=port, NODE_RANK='1')[0] == 0
+    assert script('dist_train.sh', 'config.py', 1, PORT=port, PROBED=port)[0] == 0
+    assert script('dist_train.sh', 'config.py', 1, PORT='x', PROBED='x')[0] == 1
+
+
+@pytest.mark.parametrize(
+    ('environment', 'asked'),
+    [
+        ({}, ['--ntasks=8', '--gres=gpu:8', '--ntasks-per-node=8', '--cpus-per-task=5']),
+        (dict(GPUS='16'), ['--ntasks=16', '--gres=gpu:8', '--ntasks-per-node=8', '--cpus-per-task=5']),
+        (dict(GPUS='2'), ['--ntasks=2', '--gres=gpu:2', '--ntasks-per-node=2', '--cpus-per-task=5']),
+        (
+            dict(GPUS='8', GPUS_PER_NODE='4', CPUS_PER_TASK='7'),
+            ['--ntasks=8', '--gres=gpu:4', '--ntasks-per-node=4', '--cpus-per-task=7'],
+        ),
+        (dict(GPUS='2', GPUS_PER_NODE='0'), ['--ntasks=2', '--cpus-per-task=5']),
+    ],
+)
+def test_what_srun_is_asked_for(script, environment, asked):
+    words = ['gpus', 'my job', 'config.py', 'my work', '--cfg-options', 'a=b c']
+    status, lines, said = script('slurm_train.sh', *words, SRUN_ARGS='--time=9 -x n1', PYTHON='other', **environment)
+    tool = ['other', '-u', f'{TOOLS}/train.py', 'config.py', '--work-dir=my work', '--launcher=slurm']
+    assert (status, said) == (0, '')
+    assert lines == [
+        *(f'PYTHONPATH={TOOLS}/..', '-p', 'gpus', '--job-name=my job', *asked, '--kill-on-bad-exit=1'),
+        *('--time=9', '-x', 'n1', *tool, '--cfg-options', 'a=b c'),
+    ]
+
+
+@pytest.mark.parametrize(
+    ('name', 'words'),
+    [
+        ('dist_train.sh', 'CONFIG GPUS'),
+        ('dist_test.sh', 'CONFIG CHECKPOINT GPUS'),
+        ('slurm_train.sh', 'PARTITION JOB_NAME CONFIG WORK_DIR'),
+    ],
+)
+def test_too_few_words(script, name, words):
+    kind = 'test' if 'test' in name else 'train'
+    for count in range(len(words.split())):
+        status, lines, said = script(name, *'abcd'[:count])
+        usage = f'usage: bash {TOOLS / name} {words} [arguments of tools/{kind}.py]\n'
+        assert (status, lines, said) == (2, [], usage)

@@ -166,6 +166,8 @@ def test_ways_of_a_network_without_a_neck():
         dict(in_channels=NEW, loss=dict(in_channels=128, inner=dict(in_channels=1024))),
         dict(in_channels=NEW, loss=dict(in_channels=512, inner=dict(in_channels=1024))),
     ]
+    extractor = dict(mask_roi_extractor=dict(out_channels=1024))
+    assert parts(extractor, RESNET, PYRAMID, 'mmdet')[0][0] == dict(mask_roi_extractor=dict(out_channels=256))
     several = dict(neck=[dict(in_channels=OLD), dict(in_channels=OLD)])
     assert parts(several, RESNET, PYRAMID, 'mmdet')[0][0] == dict(neck=[dict(in_channels=NEW), dict(in_channels=OLD)])
 
@@ -234,6 +236,10 @@ def test_necks_that_make_pyramids_of_plain_maps_are_left_out():
         assert first == (dict(after, neck=None), {}, said)
     other = dict(decode_head=dict(in_channels=[11] * 4))  # reads something else
     assert parts(dict(other, neck=neck), old, PYRAMID, 'mmseg')[0][0]['neck'] is not None
+    # of one map no pyramid is made (YOLOF)
+    single = dict(neck=dict(type='DilatedEncoder', in_channels=2048, out_channels=512), bbox_head=dict(in_channels=512))
+    first = parts(single, RESNET[3:], PYRAMID, 'mmdet')[0]
+    assert first == (dict(single, neck=dict(single['neck'], in_channels=512)), dict(out_indices=(3,)), '')
 
 
 def test_teachers_read_backbones_of_their_own():
@@ -249,7 +255,9 @@ def test_teachers_read_backbones_of_their_own():
 
 
 def test_maps_that_fit_no_stage_are_no_place():
-    assert parts(dict(neck=FPN), [FeatureMap(768, None)], PYRAMID, 'mmdet') == []
+    for backbone in (PYRAMID, PLAIN):
+        for old in ([FeatureMap(768, None)], [*RESNET, FeatureMap(768, None)]):
+            assert parts(dict(neck=FPN), old, backbone, 'mmdet') == []
 
 
 # -------------------------------------------------------------------------------- plain backbones
@@ -324,6 +332,9 @@ def test_heads_that_read_tokens():
     )
     # self-supervised: neck and predictor
     neck = dict(type='NonLinearNeck', in_channels=768, with_avg_pool=False)
+    kept = dict(neck=dict(neck, in_channels=192), head=dict(type='MoCoV3Head'))
+    found = parts(dict(kept, neck=neck), token, PLAIN, 'mmpretrain')
+    assert found[0] == (kept, dict(out_type='cls_token'), '')
     found = parts(dict(neck=neck, head=dict(type='MoCoV3Head')), token, PYRAMID, 'mmpretrain')
     said = 'NonLinearNeck read tokens; the mean of the last map takes their place'
     assert found[0] == (
@@ -338,6 +349,10 @@ def test_classifiers_that_read_several_maps_or_lie_in_the_backbone():
     neck = dict(type='HRFuseScales', in_channels=tuple(OLD))
     rest, extra, _ = parts(dict(neck=neck), RESNET, PYRAMID, 'mmpretrain')[0]
     assert rest == dict(neck=dict(neck, in_channels=tuple(NEW))) and extra == {}
+    # the last map is the deepest stage
+    neck = dict(type='HRFuseScales', in_channels=(512, 1024))
+    rest, extra, _ = parts(dict(neck=neck), [FeatureMap(512, 8), FeatureMap(1024, 16)], PYRAMID, 'mmpretrain')[0]
+    assert rest == dict(neck=dict(neck, in_channels=(128, 512))) and extra == dict(out_indices=(1, 3))
     network = dict(backbone=dict(type='LeNet5', num_classes=7), head=dict(type='ClsHead', loss=dict(type='L')))
     *_, plan = plans(network, [FeatureMap(84, None)], PYRAMID, 'mmpretrain')
     assert plan.network['head'] == dict(type='LinearClsHead', num_classes=7, in_channels=512, loss=dict(type='L'))
