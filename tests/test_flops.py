@@ -209,6 +209,12 @@ def test_the_report_is_in_millions_billions_and_mebibytes():
     assert lines[8] == ['note:', 'of', 'something'] and len(lines) == 9
 
 
+def test_usage_names_height_first(monkeypatch, capsys):
+    with pytest.raises(SystemExit):
+        run_tool(monkeypatch, '--help')
+    assert '[--shape H W]' in ' '.join(capsys.readouterr().out.split())
+
+
 def test_tool_counts_what_the_options_say(monkeypatch, capsys):
     pytest.importorskip('mmpretrain')
     sizes = []

@@ -47,6 +47,14 @@ def test_values_and_gradients_are_those_of_the_equation(size, monkeypatch):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+def test_each_query_has_its_own_largest_logit():
+    """Three queries of one block whose logits are a hundred apart, of which the smaller still choose a key."""
+    q = torch.tensor([[400.0, 0.0], [20.0, 0.0], [0.0, -3.0], [-300.0, 0.0]]).expand(1, 3, 4, 2).contiguous()
+    k, v = torch.eye(2).repeat(2, 1)[:3].expand(1, 3, 3, 2).contiguous(), torch.randn(1, 3, 3, 4)
+    with torch.no_grad():
+        torch.testing.assert_close(cpu.attend(q, k, v, None), reference.equation(q, k, v, None))
+
+
 def test_some_need_no_gradient():
     q, k, v = heads(SIZES['self'])
     cpu.attend(q.detach(), k, v.detach(), None).square().sum().backward()
