@@ -240,6 +240,18 @@ def test_attentions_that_read_a_sequence_take_whole_maps_only():
         assert str(error.value) == message
 
 
+@pytest.mark.parametrize('size', [(7, 9), (3, 8), (8, 3), (6, 6)], ids=str)
+def test_linear_attention_in_shifted_windows_is_that_of_their_real_tokens(size):
+    """Also where one axis shifts alone, as of a map of one row of windows."""
+    attention, x = filled(WindowAttention(DIM, HEADS, 'rala', (3, 3), shift=True)), feature_map(*size, batch=1)
+    out, cut = attention(x).flatten(0, 2), windows.Windows.fit(*size, (3, 3), True)
+    assert cut.shift == tuple(1 if side > 3 else 0 for side in size)
+    for places in cut.partition(torch.arange(1, 1 + size[0] * size[1]).reshape(1, *size, 1))[..., 0]:
+        real = places[places > 0] - 1
+        alone = Attention.forward(attention, x.flatten(1, 2)[:, real], Grid(1, len(real)))
+        torch.testing.assert_close(out[real], alone[0])
+
+
 @pytest.mark.parametrize('shift', [False, True], ids=['', 'shifted'])
 def test_windows_of_an_item_do_not_see_those_of_another(shift):
     attention = filled(WindowAttention(DIM, HEADS, 'softmax', (4, 4), shift=shift, relative_bias=True))

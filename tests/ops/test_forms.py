@@ -447,9 +447,11 @@ def test_a_mixer_may_return_a_view_of_shared_memory(gate):
 
     try:
         attention, x = build('expanded mean', gate=gate), tokens()
-        expected = attention(x, GRID)
-        with torch.no_grad():
-            torch.testing.assert_close(attention(x, GRID), expected)
+        for local in (attention.local, None):
+            attention.local = local
+            expected = attention(x, GRID)
+            with torch.no_grad():
+                torch.testing.assert_close(attention(x, GRID), expected)
     finally:
         TOKEN_MIXERS._module_dict.pop('expanded mean')
 
