@@ -422,8 +422,18 @@ def test_kinds_of_tensors():
         complex64=torch.ones(1, dtype=torch.complex64),
     )
     assert {name: kind_of(tensor) for name, tensor in kinds.items()} == {name: name for name in kinds}
-    broken = dict(kinds, bad=torch.tensor([1, -float('inf')]), half=torch.tensor(float('nan')).half())
-    assert not_finite(broken, [*broken, 'not there']) == ['bad', 'half'] and not_finite(broken, ['bad']) == ['bad']
+    small = {f'{dtype}': torch.tensor(float('nan')).to(dtype) for dtype in (torch.half, torch.float8_e4m3fn)}
+    broken = dict(kinds, bad=torch.tensor([1, -float('inf')]), **small)
+    assert not_finite(broken, [*broken, 'not there']) == ['bad', *small] and not_finite(broken, ['bad']) == ['bad']
+
+
+def test_counts_of_another_kind_of_integer_fit():
+    """Kinds are compared where the model has real numbers; old files have counters of 32 bits."""
+    own = dict(counter=torch.zeros((), dtype=torch.int64), weight=torch.zeros(2))
+    state = dict(counter=torch.ones((), dtype=torch.int32), weight=torch.ones(2, dtype=torch.int32))
+    fits, report = fit_state(own, state)
+    assert list(fits) == report.loaded == ['counter']
+    assert report.mismatched == ['weight (int32 in the file, real in the model)']
 
 
 def test_the_lines_of_loading(tmp_path, warnings_of):

@@ -510,7 +510,15 @@ def test_lines_about_files_that_are_none(tmp_path, content, reason):
             {'a/data.pkl': b'c__builtin__\nbytearray\n'},
             'was refused: it asks for bytearray, which no checkpoint needs',
         ),
+        (
+            {'a/data.pkl': b'', 'b/data.pkl': b'c__builtin__\nbytearray\n'},
+            'was refused: it asks for bytearray, which no checkpoint needs',
+        ),
         ({'a/data.pkl': bytes(20 * (1 << 16) + 1)}, 'declares 1310721 bytes of contents in a file of {size}'),
+        (
+            {'a/data.pkl': b'', 'b/data.pkl': b''},  # of which b is renamed to a
+            'is a zip archive with two entries of one name, of which readers take either',
+        ),
     ],
 )
 def test_lines_about_archives_that_are_none(tmp_path, entries, reason):
@@ -518,6 +526,8 @@ def test_lines_about_archives_that_are_none(tmp_path, entries, reason):
     with zipfile.ZipFile(path, 'w', zipfile.ZIP_DEFLATED) as archive:
         for name, content in entries.items():
             archive.writestr(name, content)
+    if 'of one name' in reason:
+        path.write_bytes(path.read_bytes().replace(b'b/data.pkl', b'a/data.pkl'))
     with pytest.raises(CheckpointError) as found:
         load_file(path)
     assert str(found.value) == f'{path} {reason.format(size=path.stat().st_size)}'

@@ -88,6 +88,11 @@ def test_stochastic_depth_with_a_rate_in_a_tensor():
     keep = path.keep_rate.item()
     assert values == pytest.approx([0, 1 / keep]) and kept.mean().item() == pytest.approx(1, abs=0.1)
     assert torch.equal(path.eval()(kept), kept)
+    again = copy.deepcopy(model.train())  # without, with and with stochastic depth in the first stage, the second
+    assert compile_blocks(again, backend='eager') == compile_blocks(model, backend='eager') == 3
+    for made in (again, model):
+        shared = [module for module in made.modules() if isinstance(module, SharedDropPath)]
+        assert [path.keep_rate.item() for path in shared] == pytest.approx([1 - rate for rate in rates])
     elsewhere = ravlt(drop_path_rate=0.5).to('meta')  # rates lie where the weights do
     compile_blocks(elsewhere, backend='eager')
     assert {m.keep_rate.device.type for m in elsewhere.modules() if isinstance(m, SharedDropPath)} == {'meta'}
