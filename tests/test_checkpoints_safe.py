@@ -478,6 +478,9 @@ def test_what_is_made_of_a_checkpoint():
     assert make_inert(dict(meta=dict(config='x = 1')), 'a')['meta'] == dict(config_text='x = 1')
     on_a_cpu = make_inert(dict(meta=dict(config='gpu_ids = []')), 'a')['meta']  # none is a number as well
     assert on_a_cpu == dict(config='gpu_ids = range(0)', config_text='gpu_ids = []')
+    # the last, as in Python
+    changed = make_inert(dict(meta=dict(config='gpu_ids = [0]\ngpu_ids = (0, 1)')), 'a')['meta']
+    assert changed['config'] == 'gpu_ids = range(2)'
     for data in (torch.ones(1), np.ones(1), {3: 'no weight'}, dict(meta=None)):
         assert make_inert(data, 'a') is data
 

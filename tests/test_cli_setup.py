@@ -264,6 +264,10 @@ def test_class_names_fit_the_head_or_are_not_given():
     assert class_names(cfg) == ['e', 'f', 'g', 'h']
     both = dict(dataset_meta=dict(classes=tuple('ijkl'), CLASSES=tuple('mnop')), CLASSES=tuple('qrst'))
     assert class_names(cfg, both) == ['i', 'j', 'k', 'l']
+    cfg.test_dataloader.dataset = dict(dataset=dict(datasets=[dict(dataset=dict(metainfo=dict(classes='wxyz')))]))
+    assert class_names(cfg) is None  # a text is no list of names
+    cfg.test_dataloader.dataset.dataset.datasets[0].dataset.metainfo.classes = list('wxyz')
+    assert class_names(cfg) == ['w', 'x', 'y', 'z']
     cfg.test_dataloader = None
     assert class_names(cfg) is None
     assert class_names(cfg, dict(CLASSES=torch.zeros(4))) is None

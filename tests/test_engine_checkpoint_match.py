@@ -37,6 +37,7 @@ class Renaming(ToyModel):
             state[f'{prefix}scale'] = state.pop(f'{prefix}old_scale')
         if version == 3:
             errors.append('of a later version')
+            state[f'{prefix}scale'] = state[f'{prefix}scale'][:1]
         super()._load_from_state_dict(state, prefix, metadata, strict, missing, unexpected, errors)
 
     def __init__(self):
@@ -151,10 +152,9 @@ def test_modules_are_told_of_the_version_they_were_saved_in(is_wrapped):
             check_weights(Renaming(), state('old_scale', version))
     # what a module says itself names no weights: then all that differ are named
     with pytest.raises(RunError) as found:
-        check_weights(Renaming(), state('scale', 3, **{'layer.bias': torch.ones(2), 'scale': torch.ones(3)}))
+        check_weights(Renaming(), state('scale', 3, scale=torch.ones(3)))
     assert str(found.value) == (
-        'the checkpoint does not fit the model; left out for its shape: layer.bias (2 in the file, 1 in the model), '
-        f'scale (3 in the file, 1 in the model). {SAME}'
+        f'the checkpoint does not fit the model; left out for its shape: scale (3 in the file, 1 in the model). {SAME}'
     )
 
 

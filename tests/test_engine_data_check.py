@@ -442,6 +442,21 @@ def test_data_sets_in_wrappers_of_others():
     inner, other = ToyDataset(size=1), ToyDataset(size=2)
     wrapped = SimpleNamespace(datasets=[SimpleNamespace(_dataset=inner), SimpleNamespace(dataset=other)])
     assert list(data_check._leaf_datasets(wrapped)) == [inner, other]
+    twice = SimpleNamespace(dataset=SimpleNamespace(_dataset=wrapped))
+    assert list(data_check._leaf_datasets(twice)) == [inner, other]
+
+
+def test_configs_in_wrappers_of_wrappers(coco_root):
+    leaf = coco_config(coco_root).val_dataloader.dataset
+    for place, wrap in (
+        ('datasets.1.dataset', lambda bad: dict(datasets=[leaf, dict(dataset=bad)])),
+        ('dataset.datasets.0', lambda bad: dict(dataset=dict(datasets=[bad, leaf]))),
+        ('datasets.0.datasets.1', lambda bad: dict(datasets=[dict(datasets=(leaf, bad))])),
+    ):
+        cfg = Config(dict(val_dataloader=dict(dataset=wrap(dict(leaf, ann_file='a.json')))))
+        with pytest.raises(RunError) as found:
+            check_data_config(cfg, ['val'])
+        assert str(found.value).startswith(f"val_dataloader.dataset.{place}.ann_file = 'a.json': no such file ")
 
 
 @pytest.mark.parametrize('stage, may_skip', [('train', True), ('val', False), ('test', False)])

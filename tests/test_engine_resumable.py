@@ -251,7 +251,7 @@ def test_settings_in_words_and_entries_without_a_name():
     with pytest.raises(CheckpointError, match='the optimizer has lr = None$'):
         check_optimizers(in_runner(optimizer), 'a.pth')
     checkpoint = copy.deepcopy(GOOD)
-    checkpoint['param_schedulers'].append({3: 1})
+    checkpoint['param_schedulers'] = dict(first=[SCHEDULE], last=[SCHEDULE, {3: 1}])
     with pytest.raises(CheckpointError, match='param_schedulers has an entry 3. It can be'):
         check_resumable(runner(), checkpoint, 'a.pth')
     checkpoint = changed('message_hub.runtime_info.best_score', torch.ones((), device='meta'))
