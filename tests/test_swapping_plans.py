@@ -67,7 +67,11 @@ def parts(network, old, backbone, task, **kwargs):
         (dict(in_planes=1024, head_inplanes=512), None, dict(in_planes=256, head_inplanes=128)),
         (dict(in_channels_list=OLD), None, dict(in_channels_list=NEW)),
         (dict(in_channels=True, in_channels_scale=256, out_channels=256), None, None),
-        (dict(in_channels=[], strides=[4, 8]), None, None),
+        (dict(in_channels=[], strides=[4, 8], main_channels=256), None, None),
+        *(
+            ({name: [4, 8, 16, 32]}, [1, 2], {name: [8, 16]})
+            for name in ('strides', 'feature_strides', 'featmap_strides', 'in_strides')
+        ),
         (dict(feature_strides=(4, 8, 16, 32)), [2, 3], dict(feature_strides=(16, 32))),
         (dict(strides=[8, 16, 32, 64]), None, None),
         (dict(start_level=2, end_level=3), [1, 2, 3], dict(start_level=1, end_level=2)),
@@ -308,6 +312,10 @@ def test_classifiers_read_the_last_map():
     after = (dict(neck=pool, head=dict(head, in_channels=512)), dict(out_indices=(3,)), '')
     last = (dict(neck=pool, head=linear), dict(out_indices=(3,)), said)
     assert parts(dict(neck=pool, head=head), RESNET[3:], PYRAMID, 'mmpretrain') == [after, after, last]
+    # of a neck and a head that say the same number either may read the backbone
+    equal, changed = dict(type='N', in_channels=2048), dict(type='N', in_channels=512)
+    found = [rest for rest, _, _ in parts(dict(neck=equal, head=equal), RESNET[3:], PYRAMID, 'mmpretrain')]
+    assert found == [dict(neck=n, head=h) for n, h in ((changed, changed), (changed, equal), (equal, changed))]
     # a plain one gives its class token to what averaged a map
     first = parts(dict(neck=pool, head=head), RESNET[3:], PLAIN, 'mmpretrain')[0]
     assert first == (dict(neck=None, head=dict(head, in_channels=192)), dict(out_type='cls_token'), '')
@@ -342,7 +350,8 @@ def test_heads_that_read_tokens():
         dict(out_indices=(3,)),
         said,
     )
-    assert parts(dict(neck=dict(neck, with_avg_pool=True)), token, PYRAMID, 'mmpretrain') == []
+    for pools in (dict(neck, with_avg_pool=True), dict(type='NonLinearNeck', in_channels=768)):  # its default
+        assert parts(dict(neck=pools), token, PYRAMID, 'mmpretrain') == []
 
 
 def test_classifiers_that_read_several_maps_or_lie_in_the_backbone():
@@ -389,6 +398,9 @@ def test_a_wiring_is_made_again_for_what_is_read():
     for read in ((True,) * 4, (False,) * 4, (True, False)):  # all; none, as of frozen ones; unknown
         assert swap._narrow(network, PYRAMID, plan, trial._replace(read=read)) is None
     assert swap._narrow(network, PLAIN, plan, trial) is None
+    made = dict(network, neck=adapter(OURS, RESNET, range(4), resize=False), backbone=dict(PYRAMID.cfg))
+    found = swap._narrow(network, PYRAMID, Plan(made, '', None), trial).network  # of a MapAdapter
+    assert found['neck']['in_channels'] == NEW[1:] and found['backbone']['out_indices'] == (1, 2, 3)
     # places are those of upstream's maps, also where some went before
     narrowed = swap._narrow(network, PYRAMID, plan, trial)
     found = swap._narrow(network, PYRAMID, narrowed, trial._replace(read=(False, True, True))).network
@@ -455,6 +467,9 @@ def test_predictions_may_stop_where_upstreams_do():
     (_, trial, remark), asked = wired([stops, stops])
     assert trial is stops and len(asked) == 2
     assert remark == "upstream's own prediction stops: no data, and so this one's"
+    unread, three = stops._replace(read=(False, True, True, True)), stops._replace(read=(True,) * 3)
+    (plan, trial, _), asked = wired([stops, unread, three])  # with fewer maps as with all
+    assert trial is three and plan.network == asked[1]
     with pytest.raises(RunError) as error:  # it has something of its own to stop at
         wired([GOOD._replace(stops='prediction stops: a'), *[stops] * 3])
     assert str(error.value) == (
@@ -598,9 +613,10 @@ def test_a_backbone_without_weights_takes_a_place(swapped):
     found = run(PLAIN._replace(name='ravlt_t'), dict(type='ResNet', frozen_stages=4), keep_optimizer=True)
     assert found.remarks == []
     released = new._replace(checkpoint='mmlinattn://ours')
-    found = run(released, dict(type='ResNet', in_channels=1), keep_optimizer=True)
-    assert found.remarks == ['it starts without ImageNet weights: pictures of 1 channel(s)']
-    assert seen.wired[1].cfg == dict(PYRAMID.cfg, in_channels=1) and 'mmlinattn://' not in found.text
+    for channels in (1, 4):
+        found = run(released, dict(type='ResNet', in_channels=channels), keep_optimizer=True)
+        assert found.remarks == [f'it starts without ImageNet weights: pictures of {channels} channel(s)']
+        assert seen.wired[1].cfg == dict(PYRAMID.cfg, in_channels=channels) and 'mmlinattn://' not in found.text
 
 
 # --------------------------------------------------------------------------- the model and its file
@@ -725,6 +741,16 @@ def test_what_is_taken_of_two_recipes():
     assert made('mmpretrain', 'inline_deit_t', clip_grad=dict(max_norm=1.0))['clip_grad'] == dict(max_norm=1.0)
 
 
+def test_precision_is_a_matter_of_the_tools():
+    for kind, said in ((dict(type='AmpOptimWrapper'), 1), (dict(type='OptimWrapper'), 0), ({}, 0)):
+        found, remarks = settings('mmdet', {}, dict(optim_wrapper=dict(kind, optimizer=dict(type='SGD', lr=0.02))))
+        assert found['optim_wrapper']['type'] == 'OptimWrapper'
+        assert (
+            remarks[:-1]
+            == ['mixed precision is a switch of the tools here (--amp), so that the file also trains on a CPU'] * said
+        )
+
+
 def test_how_optimizers_are_named():
     given = dict(weight_decay=0.0, betas=(0.9, 0.99), lr=0, type='SGD')
     assert swap._named(given) == 'SGD lr=0 weight_decay=0.0' and swap._named({}) == ''
@@ -773,15 +799,18 @@ def test_the_file():
     inside = upstream_of(dict(type='M', data_preprocessor=dict(mean=[0.0])))
     text = swap._text(inside, 'x', inside.model, dict(inside.model, data_preprocessor=dict(mean=[1.0])), beside)
     assert 'model = dict(data_preprocessor=dict(mean=[1.0]))' in text and '\ndata_preprocessor' not in text
+    both = upstream_of(dict(type='M', data_preprocessor=dict(mean=[0.0])), data_preprocessor=dict(mean=[5.0]))
+    assert swap._text(both, 'x', both.model, dict(both.model, data_preprocessor=dict(mean=[1.0])), beside) == text
 
 
 def test_a_file_that_says_something_else_is_not_kept_in_silence(tmp_path):
     path = tmp_path / 'file.py'
-    path.write_text("model = dict(type='M', _scope_='mmdet', x=(1, 2), y=3)\n")
+    path.write_text("model = dict(type='M', _scope_='mmdet', x=(1, 2), y=3, n=[dict(h=(dict(a=1, _scope_='s'),))])\n")
     source = upstream_of(dict(type='M'))
-    swap._check_file(path, source, dict(type='M', x=[1, 2], y=3))
+    necks = [dict(h=[dict(a=1)], _scope_='mmdet')]
+    swap._check_file(path, source, dict(type='M', x=[1, 2], y=3, n=necks))
     with pytest.raises(RunError) as error:
-        swap._check_file(path, source, dict(type='M', x=(1, 2), y=4))
+        swap._check_file(path, source, dict(type='M', x=(1, 2), y=4, n=[dict(h=(dict(a=1, _scope_='s'),))]))
     assert str(error.value) == f'{path} does not hold the model that was tried: y: 4 -> 3'
 
 
