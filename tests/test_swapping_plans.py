@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 from mmengine.config import Config
 
 from mmlinattn.engine import RunError
@@ -880,6 +881,7 @@ def test_a_line_is_110_columns_at_most():
 
 def test_a_backbone_is_that_of_the_tasks_config():
     """Batch norms are synchronised in detectors; a size for larger pictures starts from the smaller one's weights."""
+    numbers = torch.get_rng_state()
     detector, classifier = (zoo.find_backbone('ravlt_t', task) for task in ('mmdet', 'mmpretrain'))
     assert detector.cfg == dict(type='RAVLT', arch='tiny', norm_cfg=dict(type='SyncBN'))
     assert 'norm_cfg' not in classifier.cfg and classifier.stages == OURS and not classifier.plain
@@ -887,6 +889,7 @@ def test_a_backbone_is_that_of_the_tasks_config():
     larger = zoo.find_backbone('inline_swin_b_384', 'mmdet')  # of which there are classifiers only
     assert larger.checkpoint == 'mmlinattn://inline_swin_b' and larger.cfg['arch'] == 'inline-base-384'
     deit = zoo.find_backbone('hydra_deit_t', 'mmpretrain')
+    assert torch.equal(torch.get_rng_state(), numbers)  # nothing was initialised
     assert deit.plain and deit.stages == (FeatureMap(192, 16),) and deit.checkpoint is None
 
 
@@ -907,6 +910,8 @@ def test_recipes_without_a_row_of_their_own():
     first = {task: zoo.recipe('ravlt_t', task) for task in ('mmdet', 'mmseg', 'mmpretrain')}
     assert [cfg.model.type for cfg in first.values()] == ['MaskRCNN', 'EncoderDecoder', 'ImageClassifier']
     assert first['mmseg'].model.decode_head.type == 'UPerHead'
+    several = zoo.recipe('ravlt_b', 'mmdet')  # of which the schedule of 12 epochs stands for all
+    assert (several.model.type, several.train_cfg.max_epochs) == ('MaskRCNN', 12)
     assert zoo.recipe('ravlt_t', 'mmseg', 'fpn_80k').model.decode_head.type == 'FPNHead'
     assert zoo.recipe('ravlt_t', 'mmdet', 'retinanet_1x').model.type == 'RetinaNet'
     assert zoo.recipe('inline_swin_x', 'mmseg').model.backbone.type == 'LinearSwin'

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Trials of models and the reading of upstream configs, with toys in place of detectors."""
 
+import copy
 import logging
 import warnings
 
@@ -134,6 +135,11 @@ def test_what_a_step_is_given(log, monkeypatch):
         try_model(dict(type='TrialModel', mine=5), task, masks=masks)
         assert asked == [('TrialModel', task, 5, (128, 128), masks)] * 2 and scopes == [task]
         asked.clear(), scopes.clear()
+    # settings may be read as attributes; norms that distributed runs have are others here
+    try_model(dict(type='TrialModel', mine=5, deep=dict(norm_cfg=dict(type='MMSyncBN'))), 'mmseg')
+    assert log[-1]['deep'].norm_cfg.type == 'SyncBN'
+    with pytest.raises(TrialError, match='^it cannot be built: '):
+        try_model(dict(type='TrialModel'), 'mmseg', dict(type='OptimWrapper', optimizer=dict(type='NoSuchOptimizer')))
 
 
 class PairOfTrial(nn.Module):
@@ -170,6 +176,11 @@ def test_steps_that_pass_the_backbone_several_times():
     optimizer = trial.build_optim_wrapper(model, dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=1.0)))
     found = trial._train(model, invented.segmentation_batch((8, 8)), optimizer)
     assert found.read == (True, False, True) and found.without_gradient == ()
+    # of a backbone whose first stages are frozen it is not known what is read
+    model.backbone.forward = lambda x: [x, model.backbone.conv(x)]
+    model.forward = lambda inputs, data_samples, mode: dict(loss=model.backbone(inputs)[1].mean())
+    found = trial._train(model, invented.segmentation_batch((8, 8)), optimizer)
+    assert found.read == () and found.without_gradient == ()
     model.forward = lambda *args, mode: dict(loss=torch.tensor(float('nan'), requires_grad=True))
     with pytest.raises(TrialError, match='^the loss of the first step is nan$'):
         trial._train(model, invented.segmentation_batch((8, 8)), optimizer)
@@ -243,11 +254,15 @@ def test_networks_are_made_small():
         test_cfg=dict(mode='slide', crop_size=(512, 512)),
         train_cfg=[dict(sampler=dict(type='RandomSampler', num=512, pos_fraction=0.25)), dict(num=512)],
     )
+    given = copy.deepcopy(network)
     assert trial._small(network, (128, 96)) == dict(
         data_preprocessor=dict(type='P', size=(128, 96), test_cfg=None, mean=[0]),
         test_cfg=dict(mode='whole'),
         train_cfg=[dict(sampler=dict(type='RandomSampler', num=32, pos_fraction=0.25)), dict(num=512)],
     )
+    assert network == given
+    whole = dict(test_cfg=dict(mode='whole', crop_size=(64, 64)))
+    assert trial._small(whole, (128, 96)) == whole
     network = dict(
         data_preprocessor=dict(type='P'),
         test_cfg=dict(rpn=dict(max_per_img=1000, nms_pre=1000), rcnn=dict(max_per_img=20, num=8, score_thr=0.05)),
@@ -265,7 +280,8 @@ def test_networks_are_made_small():
 
 def test_optimizers_run_on_cpus():
     adam = dict(type='AdamW', lr=1.0)
-    wrapper = dict(type='AmpOptimWrapper', optimizer=adam, loss_scale='dynamic', dtype='float16', clip_grad=dict(a=1))
+    amp = dict(loss_scale='dynamic', dtype='float16', use_fsdp=False)
+    wrapper = dict(type='AmpOptimWrapper', optimizer=adam, clip_grad=dict(a=1), **amp)
     assert trial._on_cpu(wrapper) == dict(type='OptimWrapper', optimizer=adam, clip_grad=dict(a=1))
     assert trial._on_cpu(dict(type='OptimWrapper', optimizer=adam)) == dict(type='OptimWrapper', optimizer=adam)
     assert trial._on_cpu(None)['optimizer']['type'] == 'SGD'
@@ -312,6 +328,7 @@ def test_batches_of_other_tasks():
     assert depth.shape == (1, 4, 10) and depth.min() >= 0.5 and depth.max() <= 1.5
     views = invented.views_batch((8, 16), 3)
     assert [tuple(view.shape) for view in views['inputs']] == [(2, 3, 8, 16)] * 3 and len(views['data_samples']) == 2
+    assert len({tuple(view.flatten().tolist()) for view in views['inputs']}) == 3  # of which each is another one
     one, two = invented.classification_batch((8, 8), 4, channels=1)['data_samples']
     assert (one.gt_label.item(), two.gt_label.item()) == (0, 1)
     assert one.gt_score.tolist() == [1, 0, 0, 0] and two.gt_score.tolist() == [0, 1, 0, 0]
@@ -396,8 +413,9 @@ def test_what_a_config_says_of_its_pictures():
     assert upstream_of(**loader(masks, resize)).image_size == (64, 96)
     assert upstream_of(**loader(dict(resize, keep_ratio=True))).image_size is None
     assert upstream_of(**loader(dict(resize, scale=[96, 64, 32]))).image_size is None
-    sized = dict(type='M', backbone=dict(type='B'), data_preprocessor=dict(size=(64, 96)))
-    assert upstream_of(model=sized, **loader(resize)).image_size == (64, 96)
+    assert upstream_of(**loader(dict(resize, type='RandomResize'))).image_size is None  # what is cut from it is open
+    sized = dict(type='M', backbone=dict(type='B'), data_preprocessor=dict(size=(32, 48)))
+    assert upstream_of(model=sized, **loader(resize)).image_size == (32, 48)  # padded to, in the end
     for model, channels in (
         (dict(backbone=dict(in_channels=4), data_preprocessor=dict(mean=[1.0])), 4),
         (dict(backbone=dict(in_channels=(1, 2)), data_preprocessor=dict(mean=[1.0])), 1),
@@ -419,11 +437,20 @@ def read(tmp_path, text):
     return read_upstream(str(path)), path
 
 
-def test_a_config_by_path(tmp_path):
+def test_a_config_by_path(tmp_path, monkeypatch):
     text = "default_scope = 'mmseg'\nmodel = dict(type='T', detector=dict(backbone=dict(type='mmdet.ResNet')))\n"
     found, path = read(tmp_path, text)
     assert found.base == str(path.resolve()) and (found.task, found.path) == ('mmseg', ('detector',))
     assert inherit(found.base).model.type == 'T'
+    # from here, from home, in folders of any name
+    folder = tmp_path / 'größe'
+    folder.mkdir()
+    path.rename(folder / path.name)
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv('HOME', str(tmp_path))
+    for spec in (path.name, f'~/größe/{path.name}'):
+        found = read_upstream(spec)
+        assert found.base == str(folder.resolve() / path.name) and found.cfg.model.type == 'T'
     outer = "default_scope = 'mmdet'\nmodel = dict(backbone=dict(type='A'), detector=dict(backbone=dict(type='B')))"
     assert read(tmp_path, outer)[0].path == ()
 
@@ -571,6 +598,7 @@ for kind in (Measurable, Masked):
         (dict(size=48, img_size=48), Measured([FeatureMap(6, 4), FeatureMap(12, 8)])),
         (dict(size=48, img_size=(48, 48)), Measured([FeatureMap(6, 4), FeatureMap(12, 8)])),
         (dict(in_channels=1), Measured([FeatureMap(6, 4), FeatureMap(12, 8)])),
+        (dict(pretrained='whole.pth'), Measured([FeatureMap(6, 4), FeatureMap(12, 8)])),  # which is not loaded
         # in inference one of two branches, and not told which
         (dict(branches=(0, 1)), Measured([FeatureMap(6, 4), FeatureMap(12, 8)], alone=1)),
         (dict(branches=(1, 0)), Measured([FeatureMap(12, 8), FeatureMap(6, 4)], alone=0)),
@@ -685,6 +713,7 @@ def test_backbones_that_cannot_be_built_are_guessed_from_their_neck():
     for neck, channels, strides in (
         (dict(in_channels=[1, 2, 3, 4]), (1, 2, 3, 4), (4, 8, 16, 32)),
         ([dict(in_channels=(5, 6)), dict(in_channels=[1])], (5, 6), (16, 32)),
+        (dict(in_channels=[7]), (7,), (32,)),
     ):
         model = dict(type='M', backbone=dict(type='Measurable', nonsense=1), neck=neck)
         maps = [FeatureMap(*each) for each in zip(channels, strides)]
