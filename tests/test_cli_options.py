@@ -225,6 +225,11 @@ def test_every_nth_picture_is_drawn(kind, interval, chosen, tool, tmp_path, monk
     monkeypatch.setitem(functions, 'build_runner', lambda cfg, compiles: FakeRunner([hook]))
     functions['main']()
     assert drawn == (chosen if kind != 'AnotherHook' else [0, 1, 2, 3, 4])
+    # each hook of several draws its own
+    both = [visualization_hook('DetVisualizationHook') for _ in range(2)]
+    monkeypatch.setitem(functions, 'build_runner', lambda cfg, compiles: FakeRunner([hook for hook, _ in both]))
+    functions['main']()
+    assert [drawn for _, drawn in both] == [chosen, chosen]
 
 
 def test_what_is_written_out(tool, tmp_path, monkeypatch):
@@ -363,9 +368,15 @@ class Steps:
         self.note('test')
 
 
-@pytest.mark.parametrize('validates', [True, False])
-def test_the_steps_of_a_training(tool, tmp_path, monkeypatch, validates):
-    options = ['--compile', '--resume', 'epoch_3.pth'] if validates else ['--no-validate']
+@pytest.mark.parametrize(
+    ('options', 'validates', 'compiles', 'resumes'),
+    [
+        (['--compile', '--resume', 'epoch_3.pth'], True, True, True),
+        (['--no-validate'], False, False, False),
+        (['--cfg-options', 'resume=True', 'load_from=mine.pth'], True, False, True),
+    ],
+)
+def test_the_steps_of_a_training(tool, tmp_path, monkeypatch, options, validates, compiles, resumes):
     functions = tool('train.py', DETECTOR, *options)
     steps = Steps(monkeypatch, functions)
     functions['main']()
@@ -375,9 +386,9 @@ def test_the_steps_of_a_training(tool, tmp_path, monkeypatch, validates):
         ('check_data_config', stages),
         ('explained_setup', DETECTOR),
         ('explained_empty_data', stages),
-        ('build_runner', validates),
+        ('build_runner', compiles),
         ('watch', True),
-        ('train', str(tmp_path / 'work'), validates),
+        ('train', str(tmp_path / 'work'), resumes),
         ('explained_empty_data ends',),
         ('explained_setup ends',),
         ('clean_end ends',),
@@ -400,6 +411,22 @@ def test_the_steps_of_a_test(tool, monkeypatch):
         ('explained_setup ends',),
         ('clean_end ends',),
     ]
+
+
+@pytest.mark.parametrize(
+    ('name', 'words', 'needs'),
+    [
+        ('train.py', [], ('train_dataloader', 'train_cfg', 'optim_wrapper')),
+        ('test.py', ['some.pth'], ('test_dataloader', 'test_cfg', 'test_evaluator')),
+    ],
+)
+def test_what_is_looked_at_in_a_config(tool, monkeypatch, name, words, needs):
+    functions, seen = tool(name, DETECTOR, *words), []
+    monkeypatch.setitem(functions, 'require', lambda cfg, *args: seen.append((cfg, *args)))
+    monkeypatch.setitem(functions, 'check_match', seen.append)
+    cfg = functions['configure'](functions['parse_args']())
+    (required, *given), matched = seen
+    assert required is matched is cfg and given == [DETECTOR, 'model', *needs]
 
 
 def test_a_config_may_ask_for_resuming(configured, tool, tmp_path, monkeypatch, capsys):

@@ -5,6 +5,7 @@ import copy
 import re
 import runpy
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -180,7 +181,7 @@ def test_a_model_that_cannot_be_built_is_said_in_one_error(monkeypatch):
 def main(pictures, tmp_path, monkeypatch):
     """The tool with a stand-in for the model: what is asked for, and what is said at the end."""
     names = runpy.run_path(str(TOOL), run_name='demo')['main'].__globals__
-    seen = SimpleNamespace(drawn=[], said=[], classifier=False)
+    seen = SimpleNamespace(drawn=[], said=[], classifier=False, ends=0)
 
     def draw(args, cfg, given, folder):
         seen.drawn.append((args, given))
@@ -195,6 +196,12 @@ def main(pictures, tmp_path, monkeypatch):
         monkeypatch.setattr(sys, 'argv', ['demo.py', *map(str, args)])
         names['main']()
 
+    @contextmanager
+    def clean_end():
+        yield
+        seen.ends += 1
+
+    monkeypatch.setitem(names, 'clean_end', clean_end)
     monkeypatch.setitem(names, 'draw', draw)
     monkeypatch.setitem(names, 'notice', seen.said.append)
     monkeypatch.setitem(names, 'read_config', lambda path: Config(dict(path=path)))
@@ -220,7 +227,7 @@ def test_drawings_go_where_out_says(main, pictures, tmp_path, classifier):
     assert given == [str(pictures / name) for name in ('one.jpg', 'two.png')]  # no text
     assert (args.score_thr, args.classes, args.device) == (0.5, ['a', 'b'], 'cuda:3')
     assert sorted(path.name for path in folder.iterdir()) == ['one.png', 'two.png']
-    assert main.said[1] == f'2 picture(s) in {folder}'
+    assert main.said[1] == f'2 picture(s) in {folder}' and main.ends == 2
 
 
 def test_which_pictures_of_a_folder(tmp_path):

@@ -642,6 +642,10 @@ def test_how_a_checkpoint_is_read(monkeypatch):
     monkeypatch.setattr(cli, 'convert_state', convert)
     assert cli.load(model, 'a.pth', 'c.py') == {} and (model.weight == 1).all()
     assert asked == [(('a.pth', 'cpu'), dict(logger='silent')), (checkpoint, 'a.pth', model)]
+    for error in (OSError('no route to host'), cli.CheckpointError('no checkpoint')):
+        monkeypatch.setattr(cli, 'convert_state', mock.Mock(side_effect=error))
+        with pytest.raises(RunError, match=f'^{error}$'):
+            cli.load(model, 'a.pth', 'c.py')
 
 
 def test_keys_that_do_not_fit_are_counted(tmp_path, monkeypatch):
