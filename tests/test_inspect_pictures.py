@@ -242,7 +242,7 @@ ENTRIES = [
             weights=rank([3, 6], 12),
             weights_with_local=rank([12, 12], 12),
         ),
-        confusion=dict(share=[0.25, 0.75]),
+        confusion=dict(share=[0.25, 0.3, 0.95]),
         locality=dict(sum=[0.5, 0.3], share=[0.2, 0.4], share_with_local=[0.9, 0.7], if_uniform=0.1),
         sharpness=dict(
             entropy=[1, 3], entropy_if_uniform=4, top_1=[0.1, 0.2], top_9=[0.3, 0.5], top_25=[0.6, 1], negative=[0, 0.5]
@@ -267,7 +267,7 @@ DRAWN = dict(
         'weights of the sampled queries': ((0.375, 1), (0.25, 0.5)),
         'weights with the convolutions of the values': ((1, NAN), (1, 1)),
     },
-    confusion={'confused pairs within a window': ((50, 0), (25, 75))},
+    confusion={'confused pairs within a window': ((50, 0), (25, 95))},
     locality={
         'sum of weights, attention': ((0.4, NAN), (0.3, 0.5)),
         'share of magnitudes, attention': ((0.3, NAN), (0.2, 0.4)),
@@ -362,14 +362,16 @@ def test_measures_that_no_block_has_are_left_out(figures, tmp_path):
 
 
 def test_bars_of_masked_accuracies(figures, tmp_path):
-    accuracies = {'none': 80.0, '3x3': 60.25, '9 others': 79.0}
+    accuracies = {'none': 80.0, '3x3': 60.25, '9 others': 79.0, '5x5': 50.0, '25 others': 78.5}
     pictures.plot_masking(accuracies, tmp_path / 'm.png', 'mine')
     (axis,) = figures['m.png'].axes
-    assert [bar.get_height() for bar in axis.patches] == [80, 60.25, 79]
-    assert [text.get_text() for text in axis.texts] == ['80.0', '60.2', '79.0']
+    assert [bar.get_height() for bar in axis.patches] == [80, 60.25, 79, 50, 78.5]
+    assert [text.get_text() for text in axis.texts] == ['80.0', '60.2', '79.0', '50.0', '78.5']
     assert [text.get_text() for text in axis.get_xticklabels()] == list(accuracies)
-    grey, red, blue = (bar.get_facecolor()[:3] for bar in axis.patches)
-    assert len(set(grey)) == 1 and red[0] > max(red[1:]) and blue[2] > max(blue[:2])
+    grey, *colours = (bar.get_facecolor()[:3] for bar in axis.patches)
+    assert len(set(grey)) == 1 and len(colours) == 4
+    for red, blue in (colours[:2], colours[2:]):
+        assert red[0] > max(red[1:]) and blue[2] > max(blue[:2])
     assert axis.get_ylabel() == 'top-1 accuracy, %' and 'red: around it, blue: random others' in axis.get_xlabel()
     assert axis.get_title() == 'mine: accuracy with masked attention weights (InLine Tab. 2)'
     pictures.plot_masking(accuracies, tmp_path / 'm.png', 'mine', source='elsewhere')

@@ -73,9 +73,10 @@ def test_what_is_a_curve(tmp_path):
     """Not the bookkeeping, not words; what has no step is counted by its line."""
     tool, log = runpy.run_path(str(TOOL)), tmp_path / 'scalars.json'
     words = dict(step=5, epoch=1, iter=5, time=0.1, data_time=0.1, memory=100, loss_cls=1, note='hello', lr=0.5)
-    log.write_text('\n'.join(map(json.dumps, [words, {'a/AP': 0.5}, {'b/AP': 0.25, 'step': 9}])))
+    records = [words, {'a/AP': 0.5}, {'b/AP': 0.25, 'step': 9}, {'b/AP': 0.0, 'step': 0}]
+    log.write_text('\n'.join(map(json.dumps, records)))
     curves = tool['read_curves'](tool['find_logs'](log))
-    assert curves == {'loss_cls': {5: 1}, 'lr': {5: 0.5}, 'a/AP': {2: 0.5}, 'b/AP': {9: 0.25}}
+    assert curves == {'loss_cls': {5: 1}, 'lr': {5: 0.5}, 'a/AP': {2: 0.5}, 'b/AP': {9: 0.25, 0: 0.0}}
     assert tool['choose'](curves, []) == ['a/AP', 'b/AP']  # no loss of a name of its own
     assert tool['choose'](curves, ['AP', 'lr']) == ['a/AP', 'b/AP', 'lr']
     assert tool['choose'](curves, ['b/AP']) == ['b/AP']
