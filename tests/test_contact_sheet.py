@@ -126,6 +126,9 @@ def test_what_is_written_where(show_dir, tmp_path, monkeypatch):
     written.clear()  # as the visualisers draw them: the truth is on the left
     assert run_tool(show_dir, tmp_path / 'sheet.png', '--num', 1, '--width', 120) == 0
     assert written[1:] == [((42, 52), 'ground truth', 'ms'), ((102, 52), 'prediction', 'ms')]
+    written.clear()
+    assert run_tool(show_dir, tmp_path / 'sheet.png', '--num', 1, '--width', 120, '--heads', 'found') == 0
+    assert written[1:] == [((72, 52), 'found', 'ms')]
 
 
 @pytest.mark.parametrize('error', [TypeError, ImportError, OSError])
@@ -179,7 +182,7 @@ def test_a_sheet_that_cannot_be_written_leaves_nothing(show_dir, tmp_path, monke
     assert [path.name for path in sheet.parent.iterdir()] == ['sheet.png'] and sheet.read_bytes() == b'of before'
 
 
-def test_sheet_in_show_dir_is_not_collected_again(show_dir, monkeypatch):
+def test_sheet_in_show_dir_is_not_collected_again(show_dir, monkeypatch, capsys):
     """Under whatever name for the same file."""
     sheet = show_dir / 'a_sheet.png'
     monkeypatch.chdir(show_dir)
@@ -189,6 +192,9 @@ def test_sheet_in_show_dir_is_not_collected_again(show_dir, monkeypatch):
         assert run_tool(show_dir, again) == 0
         assert sheet.read_bytes() == first
     assert not list(show_dir.glob('.*'))
+    # another picture of that name is one of them
+    Image.new('RGB', (320, 160), (9, 9, 9)).save(show_dir / 'vis_data' / sheet.name)
+    assert run_tool(show_dir, sheet) == 0 and capsys.readouterr().out.endswith(': 6 of 6 pictures in 3 rows\n')
 
 
 def test_broken_picture_is_named_and_left_out(show_dir, tmp_path, capsys):

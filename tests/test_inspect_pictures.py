@@ -12,7 +12,7 @@ from mmlinattn.analysis import pictures
 from mmlinattn.analysis.capture import watched
 from mmlinattn.analysis.inspecting import query_map
 from mmlinattn.analysis.loading import Picture, token_at
-from mmlinattn.attention import ReducedAttention
+from mmlinattn.attention import GlobalAttention, ReducedAttention
 
 NAN = math.nan
 
@@ -122,6 +122,16 @@ def test_what_is_collected_of_a_block():
     assert maps.maps.shape == (2, 6, 6) and maps.classes.shape == (2,)
     assert pictures.collect_full(block).shape == (2, 72, 36)  # every second query, every key
     assert pictures.collect_full(block, 12).shape == (2, 12, 12)
+    # of a whole map the attention alone, without the convolution of the values
+    attention = nn.ModuleDict(dict(attn=GlobalAttention(8, 2, 'inline'))).eval()
+    with watched(attention, found.append):
+        attention['attn'](torch.randn(1, 3, 4, 8))
+    (call,) = found[1].calls
+    np.testing.assert_allclose(pictures.collect_full(found[1]), call.weights(0, torch.arange(12)), atol=1e-6)
+    maps = [pictures.collect_query(found[1], of_size((12, 16)), 5, 9, local).maps for local in (False, True)]
+    for map_, local in zip(maps, (False, True)):
+        np.testing.assert_allclose(map_.reshape(2, 12), call.weights(0, torch.tensor([9]), local)[:, 0], atol=1e-6)
+    assert np.abs(maps[0] - maps[1]).max() > 1e-3
 
 
 def texts(axes):

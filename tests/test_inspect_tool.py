@@ -236,6 +236,18 @@ def test_settings_and_seeds(tool, monkeypatch):
     assert tool('none', 'one.jpg', '--out', 'out', '--num-queries', 2)[0]['settings']['num_queries'] == 2  # the least
 
 
+@pytest.mark.parametrize('errors', [(3e-4, 2e-5), (2e-5, 3e-4)])
+def test_the_largest_error_is_said(tool, monkeypatch, capsys, errors):
+    _, seen = tool('none', 'one.jpg', '--out', 'out', '--what', 'ccs')
+    measure, given = seen.names['measure_block'], iter(errors)
+    measured = lambda *args: {**measure(*args), 'forward_error': next(given)}  # noqa: E731
+    monkeypatch.setitem(seen.names, 'measure_block', measured)
+    capsys.readouterr()
+    tool('none', 'two.png', '--out', 'out', '--what', 'ccs')
+    said = capsys.readouterr().out.splitlines()[0]
+    assert said == '2 blocks; weights @ v against the forward pass: 3.0e-04 at most'
+
+
 class Averages(GlobalAttention):
     """Keys that lie on no map."""
 
