@@ -395,6 +395,7 @@ def test_arms_that_take_an_attention_as_it_comes_are_what_they_are_called():
         (['--num-train', '4', '--batch', '8'], '--num-train 4 has to be at least 8'),
         (['--device', 'abacus'], '--device abacus'),
         (['--task', 'recall', '--tinted', '0.2'], "--tinted 0.2 has no meaning in task 'recall'"),
+        (['--task', 'recall', '--tinted', '0', '--arms', 'fulll'], "--tinted 0.0 has no meaning in task 'recall'"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, monkeypatch, capsys, args, message):

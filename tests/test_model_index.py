@@ -80,6 +80,14 @@ def test_unknown_family_is_named(tmp_path):
         TOOL['make_files'](tmp_path)
 
 
+def test_configs_of_one_name_are_told_apart_by_their_task(tmp_path):
+    for path in ('mmdet/ravlt_x_shapes.py', 'mmseg/ravlt_x_shapes.py', 'mmseg/ravlt_y_shapes.py'):
+        (tmp_path / 'configs' / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / 'configs' / path).touch()
+    entries = yaml.safe_load(TOOL['make_files'](tmp_path)['configs/ravlt/metafile.yml'])['Models']
+    assert [entry['Name'] for entry in entries] == ['ravlt_x_shapes_mmdet', 'ravlt_x_shapes_mmseg', 'ravlt_y_shapes']
+
+
 def test_check_reports_what_is_out_of_date(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(TOOL['main'].__globals__, 'ROOT', tmp_path)
     monkeypatch.setattr('sys.argv', ['make_metafiles.py', '--check'])

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from config_helpers import ROOT
 
+from mmlinattn.engine import RunError
+
 TOOL = ROOT / 'tools' / 'analysis_tools' / 'plot_log.py'
 
 
@@ -80,6 +82,8 @@ def test_what_is_a_curve(tmp_path):
     assert tool['choose'](curves, []) == ['a/AP', 'b/AP']  # no loss of a name of its own
     assert tool['choose'](curves, ['AP', 'lr']) == ['a/AP', 'b/AP', 'lr']
     assert tool['choose'](curves, ['b/AP']) == ['b/AP']
+    with pytest.raises(RunError, match='^--keys loss: not in the log; it has a/AP, b/AP, loss_cls, lr.$'):
+        tool['choose'](curves, ['lr', 'loss'])  # a key whole, or its last part
 
 
 def test_panels_show_the_curves(tmp_path, monkeypatch):

@@ -48,6 +48,7 @@ def test_one_config_of_every_folder(tmp_path, monkeypatch):
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).touch()
         (root / 'file.py').touch()
+        assert TOOL['pick'](root / '_base_') == []  # parts of configs
     monkeypatch.setitem(TOOL['sample'].__globals__, 'get_installed_path', lambda name: str(tmp_path / name))
     assert TOOL['sample'](['mmseg', 'mmdet']) == [
         *('mmseg::a/a.py', 'mmseg::b/b_r50.py'),
@@ -173,7 +174,8 @@ def test_results_are_kept_and_not_tried_again(tmp_path, monkeypatch, capsys):
     TOOL['main']()
     assert json.loads((tmp_path / 'work_dirs' / 'upstream.jsonl').read_text()) == row('mmdet::a/a.py', 'works', 'fine')
     tried.clear()
-    assert len(run('--configs', 'mmdet::b/b.py', 'mmdet::a/a.py')) == 4 and len(tried) == 1
+    assert len(run('--configs', 'mmdet::b/b.py', 'mmdet::a/a.py', '--out', str(out))) == 4 and len(tried) == 1
+    assert 'Tried: 4 configs of 4 of the 3 folders' in out.read_text()  # that there are, not that were asked for
     assert len(run('--configs', 'mmdet::c/c.py', '--max-minutes', '0')) == 4 and len(tried) == 1
     assert run('--fresh', '--configs', 'mmdet::d/d.py') == [row('mmdet::d/d.py', 'works', 'fine')]
 
