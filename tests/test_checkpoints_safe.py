@@ -687,9 +687,10 @@ def test_the_longest_known_module_of_a_name_counts(monkeypatch):
     """A class that is registered under its own name, named by where it is."""
     inner = types.ModuleType('outer.inner')
     inner.ToyModel, inner.other = MODELS.module_dict['ToyModel'], types.SimpleNamespace(ToyModel=int)
+    inner.of_the_same_name = type('ToyModel', (), {})
     monkeypatch.setitem(sys.modules, 'outer', types.ModuleType('outer'))  # without an attribute of that name
     monkeypatch.setitem(sys.modules, 'outer.inner', inner)
     assert read_config_text("model = dict(type='outer.inner.ToyModel')", 'a').model
-    for name in ('outer.ToyModel', 'outer.inner.other.ToyModel', 'outer.inner'):
+    for name in ('outer.ToyModel', 'outer.inner.other.ToyModel', 'outer.inner', 'outer.inner.of_the_same_name'):
         with pytest.raises(CheckpointError, match=f"it builds '{name}', which is not registered"):
             read_config_text(f'model = dict(type={name!r})', 'a')

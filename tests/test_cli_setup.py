@@ -85,6 +85,7 @@ def test_errors_of_hooks_before_the_first_batch_are_one_line(tmp_path, monkeypat
         (KeyError('LinearSwn is not in the registry'), 'KeyError: LinearSwn is not in the registry'),
         (KeyError(), 'KeyError:'),
         (TypeError('no such argument'), 'TypeError: no such argument'),
+        (FileNotFoundError(2, 'No such file', 'a.json'), "FileNotFoundError: [Errno 2] No such file: 'a.json'"),
     ],
 )
 def test_errors_of_the_setting_up_are_one_line(monkeypatch, error, text):

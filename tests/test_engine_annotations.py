@@ -408,7 +408,12 @@ def test_which_files_are_checked_and_how_often(place, monkeypatch):
 
     for kind in ('CocoPanopticDataset', 'VOCDataset', 'NoSuchDataset', dict):
         assert check_as(kind) == [] and not calls
+    from mmdet.datasets import CocoDataset, CocoPanopticDataset
+
+    assert check_as(type('OfUsers', (CocoPanopticDataset,), {})) == [] and not calls  # reads as its parent does
     line = f'{path}: 1 boxes reach out of their image and are clipped.'
+    assert check_as(type('OfUsers', (CocoDataset,), {})) == [line] and calls.pop()
+    _checked.clear()
     assert check_as('CocoDataset', is_training=False) == [line]
     assert check_as('mmdet.CocoDataset') == []
     assert check_as('CocoDataset', with_masks=True) == [line]  # which were not looked at before

@@ -188,6 +188,7 @@ def test_the_lines_about_weights_for_a_model():
     assert line(dict(whole, **{'layer.weight': torch.ones(1, 4, dtype=torch.int64)})) == (
         f'{fits}no real numbers in memory: layer.weight (int64).'
     )
+    assert line(dict(whole, count=torch.tensor(1))) == f'{fits}no real numbers in memory: count (int64).'  # a buffer
     broken = dict(whole, **{'layer.weight': torch.tensor([[1, 1, float('inf'), 1]]), 'count': torch.tensor(0 / 1)})
     broken['layer.bias'] = torch.tensor([float('nan')])
     assert line(broken) == (

@@ -194,6 +194,8 @@ def test_full_maps(figures, tmp_path):
     assert third.get_ylabel() == 'stages.1.0\nhydra\nqueries ↓  keys →'
     assert first.get_facecolor() == (0.85, 0.85, 0.85, 1)
     assert figure.get_size_inches() == pytest.approx((7.5, 2 * 1.6 + 0.9))
+    pictures.plot_full([('a', 'hydra', weights[:1]), ('b', 'rala', weights)], 'photo', tmp_path / 'more heads below')
+    assert [axis.get_visible() for axis in figures['more heads below'].axes] == [True, False, True, True]
     many = [(f'stages.0.{i}', 'rala', np.zeros((8, 3, 3))) for i in range(3)]
     pictures.plot_full(many, 'photo', tmp_path / 'many')
     assert figures['many'].get_size_inches() == pytest.approx((8 * 1.5 + 1, 3 * 1.6 + 0.9))

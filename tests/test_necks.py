@@ -193,6 +193,8 @@ def test_heads_read_one_output_in_inference_alone():
                 'sources have to lie in [0, 1]',
             )
             for sources, scales in (
+                ((0, -1), (1, 1)),
+                ((0, 2), (1, 1)),
                 ((0,), (1, 1)),
                 ((0, 1, 1), (1, 1)),
                 ((0, 1), (1,)),

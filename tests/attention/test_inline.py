@@ -130,6 +130,14 @@ def test_the_kernels_may_come_from_other_tokens():
     reference.assert_twins(attention(x, GRID, context_tokens=source), literal(attention, x, source=source), [x, source])
 
 
+def test_the_kernels_come_from_the_queries_tokens_where_keys_are_reduced():
+    attention, x, kv = build(), image_tokens(), image_tokens()
+    for source in (x, kv):
+        grid = dict(kv=kv, key_grid=GRID)
+        given = attention(x, GRID, context_tokens=source, **grid)
+        assert torch.allclose(attention(x, GRID, **grid), given, rtol=1e-4, atol=1e-5) is (source is x)
+
+
 @pytest.mark.parametrize('size', [(1, 15), (15, 1), (1, 1), (2, 2)], ids=str)
 def test_maps_narrower_than_the_kernel(size):
     attention, x = build(), image_tokens(size[0] * size[1])
