@@ -194,7 +194,6 @@ def test_heads_read_one_output_in_inference_alone():
             )
             for sources, scales in (
                 ((0, -1), (1, 1)),
-                ((0, 2), (1, 1)),
                 ((0,), (1, 1)),
                 ((0, 1, 1), (1, 1)),
                 ((0, 1), (1,)),

@@ -65,6 +65,15 @@ def test_gradients_of_slices_made_by_anybody(used, order):
     torch.testing.assert_close(grad, torch.tensor(expected, dtype=x.dtype).repeat_interleave(3).expand(2, 5, 9))
 
 
+def test_gradients_of_gradients_that_lie_as_the_slices():
+    """Of x cubed, put together again: six times x, in all slices."""
+    x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    whole = torch.cat(split(x * 1, (2, 3)), dim=-1)
+    (first,) = torch.autograd.grad((whole**3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(second, 6 * x.detach())
+
+
 @pytest.mark.parametrize('moved', range(3))
 def test_gradients_of_which_one_lies_elsewhere_are_copied(moved):
     """All but one are slices of one memory, which looks like the whole from its first slice."""
