@@ -418,6 +418,7 @@ def test_kinds_of_tensors():
         quantized=torch.quantize_per_tensor(torch.ones(1), 0.1, 0, torch.qint8),
         nested=torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]),
         sparse_coo=torch.ones(1).to_sparse(),
+        sparse_csr=torch.ones(1, 1).to_sparse_csr(),
         int8=torch.ones(1, dtype=torch.int8),
         complex64=torch.ones(1, dtype=torch.complex64),
     )

@@ -65,10 +65,10 @@ def test_an_empty_data_set_is_an_error(pictures, tmp_path):
     runner = make_runner(tmp_path / 'work', HOOKS)
     runner.train_loop.dataloader.dataset.size = 0
     runner.train_loop.dataloader.dataset.data_address = []
-    runner.train_loop.dataloader.dataset.ann_file = 'a.json'
+    runner.train_loop.dataloader.dataset.ann_file = 'train/a.json'
     with pytest.raises(RunError) as found:
         runner.train()
-    assert str(found.value) == "train_dataloader (ToyDataset, ann_file 'a.json') holds no image."
+    assert str(found.value) == "train_dataloader (ToyDataset, ann_file 'train/a.json') holds no image."
 
 
 def test_lists_each_folder_once(pictures, monkeypatch):

@@ -558,6 +558,14 @@ def test_directions_of_stripes_become_one_entry():
     assert inspecting.averaged(names) == dict(block='a', on=True, kind=['x', 'y'])
 
 
+def test_sizes_of_several_pictures():
+    """One where all are alike, else each picture's, also where the first and the last are."""
+    merged = runpy.run_path(str(TOOL), run_name='tool')['merged']
+    pictures = [[dict(block='a', map=[4, size], key_map=[2, 2], rank=float(size))] for size in (6, 9, 6)]
+    (found,) = merged(pictures)
+    assert found == dict(block='a', map=[[4, 6], [4, 9], [4, 6]], key_map=[2, 2], rank=7.0)
+
+
 def test_tokens_outside_of_a_map_and_fewer_of_a_full_one():
     block = calls_of(GlobalAttention(8, 2, 'softmax').eval(), torch.randn(1, 6, 7, 8))
     for row, column in ((6, 0), (0, 7), (-1, 0), (0, -1)):

@@ -3,12 +3,14 @@
 
 import csv
 import re
+import runpy
+import sys
 
 import pytest
 from config_helpers import CONFIG_DIR, CONFIGS, ROOT
 
 import mmlinattn  # noqa: F401
-from mmlinattn.analysis.paper_tables import cells, far_rows, in_conventions, measure, nearest_convention, page
+from mmlinattn.analysis.paper_tables import TITLES, cells, far_rows, in_conventions, measure, nearest_convention, page
 from mmlinattn.analysis.published import TABLES, read_rows
 
 for project in ('mmdet', 'mmseg', 'mmpretrain'):
@@ -67,3 +69,13 @@ def test_committed_page_has_every_row():
         assert not re.search(pattern, text, re.M), (
             f'{name}: run tools/analysis_tools/paper_tables.py --out docs/tables.md'
         )
+
+
+def test_tasks_that_there_are(monkeypatch, capsys):
+    tool = runpy.run_path(str(ROOT / 'tools' / 'analysis_tools' / 'paper_tables.py'), run_name='tool')
+    monkeypatch.setattr(sys, 'argv', ['paper_tables.py', '--task', 'mmdet', 'no_such'])
+    with pytest.raises(SystemExit) as end:
+        tool['main']()
+    assert end.value.code == 2 and "--task: invalid choice: 'no_such' (choose from " in capsys.readouterr().err
+    monkeypatch.setattr(sys, 'argv', ['paper_tables.py'])
+    assert tool['parse_args']().task == list(TITLES)
