@@ -10,11 +10,15 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.conv_norms.folding import is_foldable
-from ..ops.memory import has_hooks, is_plain_linear
+from ..ops.memory import has_hooks, is_just, is_plain_linear
 from .ffn import MLP, ConvFFN, DWConvFFN
 
 FFNS = {'mlp': MLP, 'conv': ConvFFN, 'dwconv': DWConvFFN}
 MATRICES = {'M1': 'fc1', 'M2': 'fc2'}
+
+
+def _merges(layer: nn.Module, norm: nn.Module) -> bool:
+    return is_just(nn.Linear, layer) and is_foldable(norm)
 
 
 class BranchedLinear(BaseModule):
@@ -41,11 +45,14 @@ class BranchedLinear(BaseModule):
             raise ValueError(f"norm_cfg={norm_cfg} of a compact FFN has to be of type 'BN1d' or 'SyncBN'")
 
     def forward(self, x: Tensor) -> Tensor:
-        plain = all(map(is_plain_linear, self.linears)) and not any(map(has_hooks, self.norms))
-        if plain and all(is_foldable(norm) and not norm.training for norm in self.norms):
+        if not any(norm.training for norm in self.norms) and self._is_one_matrix():
             return ops.linear(x, *self.merged_weights())
         rows = x.flatten(0, -2)
         return sum(norm(layer(rows)) for layer, norm in zip(self.linears, self.norms)).unflatten(0, x.shape[:-1])
+
+    def _is_one_matrix(self) -> bool:
+        watched = any(map(has_hooks, (*self.linears, *self.norms)))
+        return not watched and all(map(_merges, self.linears, self.norms))
 
     def merged_weights(self) -> tuple[Tensor, Tensor]:
         """Weight and bias of the one layer that the branches are where their batch norms are fixed."""
@@ -59,7 +66,7 @@ class BranchedLinear(BaseModule):
     @torch.no_grad()
     def merged(self) -> nn.Linear:
         for layer, norm in zip(self.linears, self.norms):
-            if type(layer) is not nn.Linear or 'forward' in layer.__dict__ or not is_foldable(norm):
+            if not _merges(layer, norm):
                 raise ValueError(
                     f'switch_to_deploy: {type(layer).__name__} and {type(norm).__name__} of a compact FFN cannot be '
                     'merged; allowed are linear layers, and batch norms with weights and running statistics, of '

@@ -59,18 +59,23 @@ def tokens_of(x: Tensor) -> Tensor:
 # --- who else may see a tensor ----------------------------------------------------------------------------------------
 
 
+def is_just(kind: type, layer: nn.Module) -> bool:
+    """Whether ``layer`` is of this very class, with the ``forward`` of the class."""
+    return type(layer) is kind and 'forward' not in layer.__dict__
+
+
 def is_plain_linear(layer: nn.Module) -> bool:
     """Whether ``layer`` computes ``x @ weight.T + bias`` and nothing else, so that its weight may be used without it.
 
     False for other classes (adapters in its place, parametrised weights), for layers with hooks (weight norm, pruning,
     sharding, whoever watches) and those whose ``forward`` was replaced.
     """
-    return type(layer) is nn.Linear and 'forward' not in layer.__dict__ and not has_hooks(layer)
+    return is_just(nn.Linear, layer) and not has_hooks(layer)
 
 
 def is_plain_conv(layer: nn.Module) -> bool:
     """Whether ``layer`` is a zero-padded convolution and nothing else, as :func:`is_plain_linear` asks of products."""
-    plain = type(layer) is nn.Conv2d and 'forward' not in layer.__dict__ and not has_hooks(layer)
+    plain = is_just(nn.Conv2d, layer) and not has_hooks(layer)
     return plain and layer.padding_mode == 'zeros' and not isinstance(layer.padding, str)
 
 
