@@ -611,22 +611,27 @@ def test_killed_run_is_not_mistaken_for_a_data_set(tmp_path):
     assert len(list((out / 'train').rglob('*.JPEG'))) == 12
 
 
-@pytest.mark.parametrize('moved', ['train2017', 'val2017', 'annotations'])
-def test_run_killed_while_moving_is_redone(tmp_path, monkeypatch, moved):
-    """Stopped dead at each step of putting the content in place, over an older data set."""
-    spec = DatasetSpec('coco', 3, 2)
-    write_dataset(tmp_path, DatasetSpec('coco', 5, 2))
+def write_killed_before(name, folder, spec, monkeypatch):
+    """``write_dataset`` that ends where this file or folder would be put into place."""
     rename = Path.rename
 
     def stop_at(path, target):
-        if path.name == moved:
+        if path.name == name:
             raise KeyboardInterrupt
         return rename(path, target)
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, 'rename', stop_at)
         with pytest.raises(KeyboardInterrupt):
-            write_dataset(tmp_path, spec)
+            write_dataset(folder, spec)
+
+
+@pytest.mark.parametrize('moved', ['train2017', 'val2017', 'annotations'])
+def test_run_killed_while_moving_is_redone(tmp_path, monkeypatch, moved):
+    """Stopped dead at each step of putting the content in place, over an older data set."""
+    spec = DatasetSpec('coco', 3, 2)
+    write_dataset(tmp_path, DatasetSpec('coco', 5, 2))
+    write_killed_before(moved, tmp_path, spec, monkeypatch)
     assert not (tmp_path / 'annotations' / 'instances_train2017.json').exists()
     assert write_dataset(tmp_path, spec) is True
     write_dataset(tmp_path / 'fresh', spec)
@@ -638,17 +643,8 @@ def test_a_note_is_gone_before_what_it_describes_is(tmp_path, monkeypatch):
     """Stopped dead before the last step: the pictures are those of another seed, as many as there were."""
     old, new = (DatasetSpec('coco', 1, 1, seed=seed, size=(64, 64)) for seed in (0, 1))
     write_dataset(tmp_path, old)
-    before, rename = digest(tmp_path), Path.rename
-
-    def stop_at(path, target):
-        if path.name == NOTE:
-            raise KeyboardInterrupt
-        return rename(path, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, 'rename', stop_at)
-        with pytest.raises(KeyboardInterrupt):
-            write_dataset(tmp_path, new)
+    before = digest(tmp_path)
+    write_killed_before(NOTE, tmp_path, new, monkeypatch)
     assert not (tmp_path / NOTE).exists() and digest(tmp_path)['train2017/000000000001.jpg']
     assert write_dataset(tmp_path, old) is True and digest(tmp_path) == before
 
