@@ -259,9 +259,7 @@ def test_class_names_fit_the_head_or_are_not_given():
     assert class_names(cfg) == ['a', 'b', 'c', 'd']
     cfg.test_dataloader.dataset.datasets[0].type = LabelledDataset
     assert class_names(cfg) == ['a', 'b', 'c', 'd']
-    cfg.test_dataloader.dataset.datasets[0].metainfo = dict(
-        classes=('e', 'f', 'g', 'h')
-    )  # go before those of the class
+    cfg.test_dataloader.dataset.datasets[0].metainfo = dict(classes=tuple('efgh'))  # go before those of the class
     assert class_names(cfg) == ['e', 'f', 'g', 'h']
     both = dict(dataset_meta=dict(classes=tuple('ijkl'), CLASSES=tuple('mnop')), CLASSES=tuple('qrst'))
     assert class_names(cfg, both) == ['i', 'j', 'k', 'l']

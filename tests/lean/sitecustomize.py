@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Read by each Python that a test starts: a sixth of the time of upstream's imports goes into looking for cycles."""
+"""Read by each Python that has this folder on its path: a sixth of the time of upstream's imports goes into looking
+for cycles."""
 
 import gc
 
