@@ -3,6 +3,7 @@
 
 import functools
 import gc
+import multiprocessing
 import random
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from mmengine.utils import ManagerMixin
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from mmlinattn import ops
 
@@ -30,13 +32,22 @@ def forget_instances(kind=ManagerMixin) -> None:
         forget_instances(child)
 
 
+def end_workers() -> None:
+    """Of loaders that nobody reads from any more: one that is found in a cycle waits five seconds for each of them."""
+    if multiprocessing.active_children():
+        for kept in gc.get_objects():
+            if type(kept) is _MultiProcessingDataLoaderIter:
+                kept._shutdown_workers()
+
+
 @pytest.fixture(autouse=True)
 def independent():
-    """Each test draws the same random numbers and starts without a default scope, alone or in any order."""
+    """Each test draws the same random numbers and starts without a default scope or workers, alone or in any order."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
     yield
+    end_workers()
     # a Runner of the same config in the same second would take them for its own, with this test's closed output
     forget_instances()
 

@@ -30,6 +30,10 @@ for argument in "$@"; do
   esac
 done
 
+# Containers often set it: then each of the hundreds of processes that tests start would compile PyTorch's modules anew,
+# which takes longer than all else it does.
+unset PYTHONDONTWRITEBYTECODE
+
 py=$(tools/setup_env.sh)
 "$py" -c 'import mypy, pytest, ruff, xdist' 2>/dev/null || {
   echo "run_tests: $py lacks mypy, pytest, pytest-xdist or ruff: $py -m pip install -r requirements/tests.txt" >&2
