@@ -23,7 +23,8 @@ import os, pathlib, shutil, subprocess, sys
 args, state = sys.argv[1:], pathlib.Path({state!r})
 calls = state / 'calls'
 with calls.open('a') as file:
-    file.write(' '.join(args).replace('\\n', ';') + '\\n')
+    forbidden = ' without byte code' if 'PYTHONDONTWRITEBYTECODE' in os.environ else ''
+    file.write(' '.join(args).replace('\\n', ';') + forbidden + '\\n')
 if args[:2] == ['-m', 'venv']:
     (pathlib.Path(args[-1]) / 'bin').mkdir(parents=True)
     shutil.copy(__file__, os.path.join(args[-1], 'bin', 'python'))
@@ -119,6 +120,13 @@ def test_installs_the_locked_stack_and_prints_only_the_path(machine):
     order = ['torch torchvision', wheel, ' mmcv', f'-r {lock}', f'--no-deps -e {machine.root}']
     assert [text in line for text, line in zip(order, installs)] == [True] * 5
     assert len(installs) == 5
+
+
+def test_byte_code_is_kept_where_a_container_forbids_it(machine):
+    """Or each start of a tool compiles all that it imports."""
+    assert machine.setup(PYTHONDONTWRITEBYTECODE='1').returncode == 0
+    (line,) = [line for line in machine.calls() if 'mmdet.apis' in line]
+    assert not line.endswith('without byte code')
 
 
 @pytest.mark.parametrize('why', ['it fails', 'CUDA operators'])
