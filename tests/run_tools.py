@@ -15,7 +15,7 @@ from pathlib import Path
 
 import mmengine.config.config as config_module
 import mmengine.config.utils as config_utils
-from conftest import forget_instances
+from conftest import end_workers, forget_instances
 
 
 def run(commands) -> str:
@@ -29,6 +29,8 @@ def run(commands) -> str:
                 return f'{command[0]} ended with {end.code}'
         except Exception:
             return traceback.format_exc()
+        finally:
+            end_workers()
     return ''
 
 
