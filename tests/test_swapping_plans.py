@@ -89,6 +89,9 @@ def parts(network, old, backbone, task, **kwargs):
         (dict(in_channels=[256, 2048], in_index=[0, -1]), [0, 3], dict(in_channels=[64, 512], in_index=[0, 1])),
         (dict(in_channels=[256, 2048], in_index=[-4, 3]), None, dict(in_channels=[64, 512], in_index=[0, 3])),
         (dict(in_channels=512, in_index=None), None, dict(in_channels=128, in_index=None)),
+        # maps that only the neck makes
+        (dict(in_channels=40, in_index=5), None, dict(in_channels=40, in_index=5)),
+        (dict(in_channels=40, in_index=[3, 4, 5]), None, dict(in_channels=40, in_index=[3, 4, 5])),
     ],
 )
 def test_what_a_value_becomes(node, keep, expected):

@@ -142,10 +142,13 @@ class Wiring:
         return sum(new[i] for i in self.keep) if len(old) > 1 and value == sum(old) else None
 
     def _index(self, value):
+        count = len(self.old)
         places = {position: place for place, position in enumerate(self.keep)}
         if isinstance(value, (list, tuple)):
-            return type(value)(places.get(i % len(self.old), i) for i in value)
-        place = places.get(value % len(self.old), value)
+            return type(value)(places.get(i % count, i) if -count <= i < count else i for i in value)
+        if not -count <= value < count:  # of a map that only the neck makes
+            return value
+        place = places.get(value % count, value)
         return value if value < 0 and place == len(self.keep) - 1 else place
 
     def _strides(self, value):
