@@ -163,5 +163,4 @@ class CheckpointGuardHook(Hook):
             if type(hook) is CheckpointHook:
                 safe = SafeCheckpointHook.__new__(SafeCheckpointHook)
                 safe.__dict__.update(hook.__dict__)
-                safe.priority = hook.priority
                 runner._hooks[index] = safe
