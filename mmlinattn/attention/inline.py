@@ -19,11 +19,10 @@ class PredictedConv(nn.Module):
     Two 1x1 convolutions, grouped by head, with GELU between, map the mean token (B, C) to a 3x3 kernel a channel.
     """
 
-    def __init__(self, dim: int, num_heads: int, kernel_size: int = 3) -> None:
+    def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
-        self.kernel_size = kernel_size
         self.fc1 = nn.Conv1d(dim, dim, 1, groups=num_heads)
-        self.fc2 = nn.Conv1d(dim, dim * kernel_size**2, 1, groups=num_heads)
+        self.fc2 = nn.Conv1d(dim, dim * 3**2, 1, groups=num_heads)
 
     @staticmethod
     def by_head(layer: nn.Conv1d, x: Tensor) -> Tensor:
@@ -32,9 +31,9 @@ class PredictedConv(nn.Module):
         return torch.einsum('bgi,goi->bgo', x.unflatten(-1, (layer.groups, -1)), weight).flatten(1) + layer.bias
 
     def kernels(self, context: Tensor) -> Tensor:
-        """The kernels (B, C, k, k) of the mean tokens ``context`` (B, C)."""
+        """The kernels (B, C, 3, 3) of the mean tokens ``context`` (B, C)."""
         kernels = self.by_head(self.fc2, F.gelu(self.by_head(self.fc1, context)))
-        return kernels.unflatten(1, (-1, self.kernel_size, self.kernel_size))
+        return kernels.unflatten(1, (-1, 3, 3))
 
     def forward(self, image: Tensor, context: Tensor) -> Tensor:
         """Convolve ``image`` (B, C, h, w) with the kernels of ``context`` (B, C)."""
