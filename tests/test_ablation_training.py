@@ -78,6 +78,11 @@ def test_every_arm_sees_the_same_pictures(toy):
     torch.rand(7)  # weights of another size take other random numbers
     train(toy)
     assert toy.steps == steps and toy.built[0] == toy.built[1]
+    toy.steps, build = [], toy.build
+    toy.build = lambda backbone: torch.rand(7) is None or build(backbone)  # an arm with more weights
+    train(toy)
+    assert toy.steps == steps and toy.built.pop()[1] != toy.built[0][1]
+    toy.build = build
     assert all(targets == [2 * i for i in images] and len(images) == 4 for images, targets, _ in steps)
     for first, second in zip(steps[::2], steps[1::2]):
         assert len({*first[0], *second[0]}) == 8
@@ -719,7 +724,8 @@ class Maps(nn.Module):
 @pytest.mark.parametrize('name', ['largest', 'recall'])
 def test_heads_see_the_last_map(name):
     """Its mean where a picture has one label, each place where points have one; of normalised pictures."""
-    model = TASKS[name].build(ablation.STUDIES['inline']().arms['softmax'].backbone)
+    backbone = ablation.STUDIES['inline']().arms['softmax'].backbone
+    model = TASKS[name].build({**backbone, 'out_indices': (0, 1)})  # of 48 and 96 channels
     model.backbone = Maps()
     images = torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8)
     out = model(images)

@@ -238,6 +238,14 @@ def test_memory_that_is_used_again_counts_again():
     assert count.peak_bytes == 4 * (6000 + 7000) and len(x) == 7000
 
 
+def test_memory_is_there_as_long_as_a_view_of_it():
+    """A slice keeps all of the map that it is of, also where it does not hold that map itself."""
+    with torch.inference_mode(), Count(nn.Identity()) as count:
+        kept = torch.zeros(1000, device='meta')[:1]
+        other = torch.zeros(500, device='meta')
+    assert count.peak_bytes == 4 * (1000 + 500) and (len(kept), len(other)) == (1, 500)
+
+
 def test_buffers_are_no_activations():
     model = nn.BatchNorm1d(50, affine=False, device='meta').eval()
     with Count(model) as count:

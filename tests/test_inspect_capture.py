@@ -36,6 +36,10 @@ def test_features_are_what_the_output_projection_sees(make, branches, heads):
     ((block, features),) = found
     assert block.name == 'block' and block.size == (5, 6) and len(features) == len(block.branches) == branches
     assert all(mixed.shape == whole.shape == (heads, 30, 8 // branches // heads) for mixed, whole in features)
+    for branch, (mixed, _) in zip(block.branches, features):  # the mixer's own, without convolution and gate
+        for call in branch:
+            real = call.queries >= 0
+            assert torch.equal(mixed.transpose(0, 1).flatten(1)[call.queries[real]], call.out[real])
     merged = torch.cat([whole.transpose(0, 1).flatten(1) for _, whole in features], dim=-1)
     torch.testing.assert_close(attention.proj(merged).unflatten(0, (5, 6))[None], out, rtol=1e-4, atol=1e-5)
 

@@ -18,6 +18,7 @@ from mmlinattn.attention import (
     GlobalAttention,
     Grid,
     ReducedAttention,
+    StripeAttention,
     TokenMixer,
     WindowAttention,
     get_mixer,
@@ -120,6 +121,17 @@ def test_uniform_maps_are_neither():
     assert near[17].sum() == 9 and near[0].sum() == 4
 
 
+@pytest.mark.parametrize('reach', [1, 2])
+def test_each_window_has_neighbours_of_its_own(reach):
+    """Of a batch: three queries and three keys, at other places in each of three windows."""
+    queries, keys = torch.randint(6, (2, 3, 3, 2)).unbind()
+    near = measures.neighbours(queries, keys, reach)
+    for window in range(3):
+        for i, (row, column) in enumerate(queries[window].tolist()):
+            expected = [max(abs(row - y), abs(column - x)) <= reach for y, x in keys[window].tolist()]
+            assert near[window, i].tolist() == expected
+
+
 def test_negative_weights_count_by_magnitude():
     weights = torch.tensor([[[0.5, -0.5, 1.0]]])
     near = torch.tensor([[True, True, False]])
@@ -213,6 +225,17 @@ def test_measures_of_a_known_attention():
     assert entry['rank']['weights']['rank'] == [48, 48] and entry['forward_error'] < 1e-6
     (entry,) = measured(fixed(4), torch.randn(1, 6, 8, 8))
     assert entry['locality']['sum'] == [0, 0] and entry['sharpness']['top_1'] == [1, 1]
+
+
+@pytest.mark.parametrize(('heads', 'similarity'), [(2, 1 / 2), (4, (2 * 1 + 4 * 1 / 2) / 6)])
+def test_directions_of_stripes_are_compared_with_each_other(heads, similarity):
+    """Where nobody prefers any key, on 4 x 4 tokens: 4 of the 8 keys of one direction are keys of the other one."""
+    attention = StripeAttention(8, heads, 'softmax', 2).eval()
+    nn.init.zeros_(attention.qkv.weight)
+    (entry,) = measured(Wrapped(attention), torch.randn(1, 4, 4, 8), what=('ccs',))
+    assert entry['heads'] == heads and entry['ccs'] == pytest.approx(similarity)
+    (entry,) = measured(Wrapped(GlobalAttention(8, 1, 'softmax')), torch.randn(1, 4, 4, 8), what=('ccs',))
+    assert entry['ccs'] is None  # nothing to compare one head with
 
 
 # --- every arrangement ------------------------------------------------------------------------------------------------
@@ -341,6 +364,9 @@ def test_only_one_image_at_a_time_and_only_own_attentions():
         fixed_model = fixed(0)
         with watched(fixed_model, print):
             fixed_model(torch.randn(2, 4, 4, 8))
+    with_class_token = Attention(8, 2, 'softmax')  # whose tokens are in one row
+    with pytest.raises(ValueError, match='one image at a time, not 3'), watched(nn.Sequential(with_class_token), print):
+        with_class_token(torch.randn(3, 7, 8), Grid(2, 3, prefix=1))
     with pytest.raises(ValueError, match='Linear has no attention'), watched(nn.Linear(2, 2), print):
         pass
 
