@@ -440,6 +440,27 @@ def test_masked_attention_against_the_map(mixer):
         assert (attention(x, grid) - out).abs().max() > 1e-4
 
 
+@pytest.mark.parametrize('conv', [None, 'grid'])
+def test_what_is_masked_of_an_attention_whose_outputs_have_norm_one(conv):
+    """The keys around the query, its own value among them, before the norm; the convolution stays."""
+    at, grid = places(4, 5), Grid(4, 5)
+    kind, options = get_mixer(dict(type='angular', conv=conv))
+    mixer, near = kind(8, 2, **options), measures.neighbours(at, at)
+    q, k, v = torch.randn(3, 2, 20, 8)
+    with torch.no_grad():
+        directions = [nn.functional.normalize(split_heads(t, 2), dim=-1) for t in (q, k)]
+        weights = directions[0] @ directions[1].mT / math.pi + torch.eye(20) / 2
+        whole, rest = (
+            merge_heads(nn.functional.normalize(w @ split_heads(v, 2), dim=-1))
+            for w in (weights, weights.masked_fill(near, 0))
+        )
+        plain = mixer(q.clone(), k.clone(), v, grid, grid)
+        with masked(mixer, 3):
+            out = mixer(q, k, v, grid, grid)
+    torch.testing.assert_close(out - rest, plain - whole, rtol=1e-4, atol=1e-5)
+    assert conv or (plain - whole).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize('others', [False, True])
 @pytest.mark.parametrize('window', [1, 3, 5, 7])
 def test_which_keys_are_masked(window, others):

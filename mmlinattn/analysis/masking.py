@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Callable, Optional
 
 import torch
+import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
@@ -18,7 +19,11 @@ BLOCK_NUMEL = 2**24  # weights built at a time
 
 
 def masked_weights(
-    weights: Tensor, near: Tensor, others: Optional[int] = None, generator: Optional[torch.Generator] = None
+    weights: Tensor,
+    near: Tensor,
+    others: Optional[int] = None,
+    generator: Optional[torch.Generator] = None,
+    divide: bool = True,
 ) -> Tensor:
     """Weights with some set to zero and the rest divided by their sum.
 
@@ -27,9 +32,10 @@ def masked_weights(
         near (Tensor): (n, M) bool, the neighbourhood of each query.
         others (int, optional): Mask so many random keys outside of the neighbourhood instead of the keys in it.
         generator (torch.Generator, optional): Of the random keys.
+        divide (bool): False leaves the rest as it is.
 
     Returns:
-        Tensor: As ``weights``; rows sum to one.
+        Tensor: As ``weights``; rows sum to one where they are divided.
     """
     hidden = near
     if others is not None:
@@ -37,6 +43,8 @@ def masked_weights(
         count = min(others, near.shape[-1])
         hidden = torch.zeros_like(near).scatter_(-1, order.topk(count, dim=-1).indices, True) & ~near
     weights = weights.masked_fill(hidden, 0)
+    if not divide:
+        return weights
     total = weights.sum(dim=-1, keepdim=True)
     return weights / total.where(total.abs() > 1e-6, torch.full_like(total, 1e-6).copysign(total))
 
@@ -44,7 +52,8 @@ def masked_weights(
 @contextlib.contextmanager
 def masked(model: nn.Module, window: int, others: bool = False, seed: int = 0) -> Iterator[None]:
     """A context in which every attention of a model ignores the ``window`` x ``window`` keys around each query, or as
-    many random other ones. Convolutions beside the attention stay.
+    many random other ones. Convolutions beside the attention stay. What is left sums to one; outputs that an attention
+    divides by their length still have that length.
 
     Args:
         model (nn.Module): Any model with attentions of this project, for inference.
@@ -81,9 +90,13 @@ def masked(model: nn.Module, window: int, others: bool = False, seed: int = 0) -
             shared = dict(mask=given['mask'], rotary=given['rotary'], bias=given['bias'], rows=rows)
             weights = mixer.weights(q, k, grid, key_grid, **shared)
             near = neighbours(places[rows], key_places, window // 2)
-            change = masked_weights(weights, near, window**2 if others else None, generator) - weights
+            rest = masked_weights(weights, near, window**2 if others else None, generator, not mixer.unit_output)
             values = rearrange(v.to(weights.dtype), 'b m (heads e) -> b heads m e', heads=weights.shape[1])
-            changes.append(rearrange(change @ values, 'b heads n e -> b n (heads e)'))
+            if mixer.unit_output:  # whose weights have sums of either sign: what is divided is the output
+                change = F.normalize(rest @ values, dim=-1) - F.normalize(weights @ values, dim=-1)
+            else:
+                change = (rest - weights) @ values
+            changes.append(rearrange(change, 'b heads n e -> b n (heads e)'))
         return out + torch.cat(changes, dim=1).to(out.dtype)
 
     for module in model.modules():
