@@ -148,6 +148,16 @@ def test_names_of_attentions():
     assert names == ['hydra', 'Own', 'Another']  # not what it is derived from
 
 
+def test_names_of_blocks():
+    """Those of the modules that have the attentions, where these have the name that is usual."""
+    attentions = {name: GlobalAttention(8, 2, 'softmax') for name in ('attn', 'attn_2')}
+    model, names = nn.ModuleDict(dict(attns=nn.ModuleDict(attentions), last=GlobalAttention(8, 2, 'softmax'))), []
+    with watched(model, lambda block: names.append(block.name)):
+        for attention in (*attentions.values(), model['last']):
+            attention(torch.randn(1, 2, 2, 8))
+    assert names == ['attns', 'attns.attn_2', 'last']
+
+
 def test_where_tokens_lie():
     """Class tokens first; windows of 2 x 2 on a map of 3 x 2, whose padding is -1."""
     attention = GlobalAttention(8, 2, 'softmax')
@@ -219,6 +229,17 @@ def test_wrong_weights_have_an_error(mixer):
     assert call.error(0, rows, weights) < 1e-5
     wrong = call.error(0, rows, 2 * weights)
     assert wrong == pytest.approx(1, abs=1e-5) if mixer != 'angular' else wrong > 0.1
+
+
+@pytest.mark.parametrize('mixer', ['softmax', 'inline'])
+def test_nothing_has_no_error(mixer):
+    """Values that are zero, as of weights that are, of an attention with or without a convolution of its own."""
+    attention, found = GlobalAttention(8, 2, mixer).eval(), []
+    nn.init.zeros_(attention.qkv.weight), nn.init.zeros_(attention.qkv.bias)
+    with watched(nn.Sequential(attention), found.append):
+        attention(torch.randn(1, 4, 5, 8))
+    (call,), rows = found[0].calls, torch.arange(20)
+    assert call.error(0, rows, call.weights(0, rows)) == 0
 
 
 def test_states():

@@ -293,15 +293,17 @@ def test_weights_in_hosts_are_those_of_the_forward_pass(host):
     for entry, (_, weights, classes, row) in zip(blocks, maps):
         assert entry['forward_error'] < 1e-5, entry
         assert len(weights) == entry['heads'] == len(entry['locality']['sum'])
+        assert all(len(entry['rank'][part]['rank']) == len(weights) for part in ('output', 'projected', 'weights'))
         torch.testing.assert_close(weights.flatten(1), row, equal_nan=True)
         if entry['mixer'] in ('softmax', 'inline'):  # rows that sum to one
             total = weights.nan_to_num().sum(dim=(1, 2)) + classes
             torch.testing.assert_close(total, torch.ones_like(total), rtol=1e-4, atol=1e-4)
 
 
-def test_padding_of_windows_is_no_key():
-    """A map of 5 x 6 in windows of 4 x 4, of 16, 8, 4 and 2 tokens: what equal weights would be."""
-    model, found = nn.Sequential(WindowAttention(8, 2, 'softmax', (4, 4))).eval(), []
+@pytest.mark.parametrize('mixer', ['softmax', 'rala'])
+def test_padding_of_windows_is_no_key(mixer):
+    """A map of 5 x 6 in windows of 4 x 4, of 16, 8, 4 and 2 tokens, padded or cut: what equal weights would be."""
+    model, found = nn.Sequential(WindowAttention(8, 2, mixer, (4, 4))).eval(), []
     with watched(model, lambda block: found.append(measure_block(block, num_queries=1000))):
         model(torch.randn(1, 5, 6, 8))
     (entry,) = found
@@ -309,6 +311,34 @@ def test_padding_of_windows_is_no_key():
     assert entry['sampled_queries'] == 30
     assert entry['locality']['chance'] == pytest.approx(sum(n * 9 / n for n in sizes) / 30)
     assert entry['sharpness']['entropy_if_uniform'] == pytest.approx(sum(n * math.log(n) for n in sizes) / 30)
+
+
+def test_heads_are_compared_in_all_windows():
+    """One head looks at all of its window alike, the other one so on the left and at the token itself on the right."""
+    attention = WindowAttention(8, 2, 'softmax', (2, 2)).eval()
+    x = torch.zeros(1, 2, 4, 8)
+    x[0, :, 2:, :4] = torch.eye(4).view(2, 2, 4)
+    with torch.no_grad():
+        attention.qkv.weight.zero_(), attention.qkv.bias.zero_()
+        attention.qkv.weight[4:8, :4], attention.qkv.weight[12:16, :4] = 100 * torch.eye(4), torch.eye(4)
+    (entry,) = measured(Wrapped(attention), x, what=('ccs',))
+    assert entry['ccs'] == pytest.approx((1 + 1) / math.sqrt((1 + 1) * (1 + 4)))
+
+
+def test_similarity_of_heads_is_the_same_each_time():
+    """Of queries that are sampled, whatever random numbers were taken before."""
+    model, x = Wrapped(GlobalAttention(8, 2, 'softmax')).eval(), torch.randn(1, 6, 8, 8)
+    nn.init.normal_(model.attn.qkv.weight)
+    assert len({measured(model, x, what=('ccs',), num_queries=4)[0]['ccs'] for _ in range(3)}) == 1
+
+
+def test_the_largest_possible_rank():
+    """Of 48 queries with 12 keys, in heads of 4 channels."""
+    model = Wrapped(ReducedAttention(8, 2, 'enhanced', 2, dict(type='LN'))).eval()
+    (entry,) = measured(model, torch.randn(1, 6, 8, 8), what=('rank',))
+    assert {part: found['at_most'] for part, found in entry['rank'].items()} == dict(
+        weights=12, state=4, output=4, projected=4
+    )
 
 
 class Averaged(ReducedAttention):

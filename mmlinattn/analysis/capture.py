@@ -196,7 +196,7 @@ def arrangements(model: nn.Module) -> dict[str, nn.Module]:
     """The attentions of a model, whatever lays tokens around its mixers, in the order in which they were built."""
     found = {}
     for name, module in model.named_modules():
-        inner = any(name == known or name.startswith(f'{known}.') for known in found)
+        inner = any(name.startswith(f'{known}.') for known in found)
         if isinstance(module, (Mixing, StripeAttention)) and not inner:
             found[name] = module
     return found
