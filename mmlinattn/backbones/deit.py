@@ -99,7 +99,7 @@ class LinearDeiT(Backbone):
         hidden_dim = int(dim * self.per_stage('mlp_ratios')[0])
         indices = [out_indices] if type(out_indices) is int else check_type('out_indices', out_indices, (list, tuple))
         self.out_indices = self.check_out_indices(
-            [i + depth if type(i) is int and i < 0 else i for i in indices], depth
+            [i + depth if type(i) is int and -depth <= i < 0 else i for i in indices], depth
         )
         self.num_blocks = self.out_indices[-1] + 1
         if not -1 <= self.frozen_stages <= depth:
