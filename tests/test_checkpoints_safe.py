@@ -423,9 +423,9 @@ def test_config_texts_that_are_none(text):
         read_config_text(text, 'a.pth')
 
 
-def with_attribute():
+def with_attribute(**others):
     made = OrderedDict(w=torch.ones(1))
-    made.get = print
+    vars(made).update(get=print, **others)
     return made
 
 
@@ -445,6 +445,10 @@ LONG = 1001 * 'k'
         (dict(state_dict_ema={'a\n': 1}), "state_dict_ema of a.pth has a key with control characters: 'a\\n'"),
         (dict(ema_state_dict={None: 1}), 'ema_state_dict of a.pth has a key that is no string: NoneType None'),
         (dict(state_dict=with_attribute()), 'state_dict of a.pth has attributes, which no state dict has'),
+        (
+            dict(model=with_attribute(_metadata={})),  # beside the one that every state dict has
+            'model of a.pth has attributes, which no state dict has',
+        ),
         (with_attribute(), 'the top level of a.pth has attributes, which no state dict has'),
         *(
             (dict(message_hub={name: {2: 1}}), f'message_hub.{name} of a.pth has a key that is no string: int 2')

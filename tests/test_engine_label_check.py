@@ -62,12 +62,13 @@ MODELS = dict(
 @pytest.mark.parametrize('sample', [boxes(0, 1, 2), dict(gt_label=2)], ids=['boxes', 'label'])
 @pytest.mark.parametrize('wrap', [lambda data: data, lambda data: RepeatDataset(data, 2)], ids=['bare', 'repeated'])
 def test_a_label_beyond_the_head(name, sample, wrap):
-    dataset = wrap(Labelled([boxes(0), dict(gt_label=1), sample]))
+    """Also after pictures without objects, or without a label."""
+    dataset = wrap(Labelled([boxes(), boxes(0), dict(), dict(gt_label=1), sample]))
     check_labels(dataset, MODELS[name](3))
     with pytest.raises(RunError) as found:
         check_labels(dataset, MODELS[name](2))
     assert str(found.value).startswith(
-        'num_classes = 2 of the head is too small for the data: 2.png has label 2 (star), and the data set 3 classes.'
+        'num_classes = 2 of the head is too small for the data: 4.png has label 2 (star), and the data set 3 classes.'
     )
 
 

@@ -534,11 +534,13 @@ def test_sides_are_not_shortened_below_the_least(tmp_path):
 def test_what_is_beside_our_data_set_is_not_replaced(tmp_path):
     write_dataset(tmp_path, DatasetSpec('ade', 1, 1, size=(64, 64)))
     (tmp_path / 'val2017').mkdir()
+    (tmp_path / 'val2017' / 'mine.jpg').write_text('precious')
     with pytest.raises(FileExistsError, match='^val2017 in it is of unknown origin$'):
         write_dataset(tmp_path, DatasetSpec('coco', 1, 1, size=(64, 64)))
-    assert (tmp_path / 'images').exists()
+    assert (tmp_path / 'images').exists() and (tmp_path / 'val2017' / 'mine.jpg').read_text() == 'precious'
     write_dataset(tmp_path, DatasetSpec('coco', 1, 1, size=(64, 64)), overwrite=True)
-    assert not (tmp_path / 'images').exists() and list((tmp_path / 'val2017').iterdir())
+    assert not (tmp_path / 'images').exists()
+    assert [path.name for path in (tmp_path / 'val2017').iterdir()] == ['000000000001.jpg']
 
 
 def test_what_a_link_leads_to_stays(tmp_path):
