@@ -576,6 +576,15 @@ RELEASED = {
         'norm.weight': ('out_norms.3.weight', (8,)),
         'proj_head.0.weight': ('head.fc.weight', (10, 8)),
     },
+    'nextvit of which a part is gone': {
+        'stem.0.conv.weight': ('patch_embeds.0.0.0.conv.weight', (4, 3, 3, 3)),
+        'features.0.patch_embed.conv.weight': ('patch_embeds.0.1.conv.weight', (4, 4, 1, 1)),
+        'features.0.mhca.group_conv3x3.weight': ('stages.0.0.conv.conv.conv.weight', (4, 4, 3, 3)),
+        'features.0.e_mhsa.q.weight': ('stages.0.0.attn.q.weight', (4, 4)),  # to be listed as unexpected
+        'features.0.e_mhsa.k.weight': ('stages.0.0.attn.k.weight', (4, 4)),
+        'features.0.e_mhsa.k.bias': ('stages.0.0.attn.k.bias', (4,)),
+        'features.0.e_mhsa.v.bias': ('stages.0.0.attn.v.bias', (4,)),
+    },
     'nextvit without its last norm': {
         'stem.3.conv.weight': ('patch_embeds.0.0.3.conv.weight', (4, 3, 3, 3)),
         'stem.0.conv.weight': ('patch_embeds.0.0.0.conv.weight', (4, 3, 3, 3)),

@@ -365,6 +365,19 @@ def test_out_norm_is_a_norm_of_each_raw_output(host):
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
+@every_host
+def test_an_attention_may_be_named_by_a_dict_without_options(host):
+    """It is the attention of that name, to the last digit."""
+    attns = (['inline', 'focused'],) if host == 'LinearDeiT' else MIXED
+    dicts = [[dict(type=name) for name in ([spec] if isinstance(spec, str) else spec)] for spec in attns]
+    dicts = [specs[0] if len(specs) == 1 else specs for specs in dicts]
+    named, given = (small_hosts.build(host, stage_attns=specs).eval() for specs in (attns, dicts))
+    given.load_state_dict(named.state_dict())
+    x = image(1, 40, 56)
+    for out, expected in zip(given(x), named(x)):
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
 # --- windows of Swin ----------------------------------------------------------------------------
 
 
@@ -541,6 +554,15 @@ def test_weights_of_parts_that_are_not_built_are_left_out_in_silence(host):
     assert set(report.loaded) == set(part.state_dict())
     left_out = set(whole.state_dict()) - set(part.state_dict())
     assert left_out and set(report.ignored) == left_out
+
+
+def test_blocks_with_numbers_of_two_digits_are_left_out_in_silence():
+    """10 and 11 are not built, as 1 is."""
+    arch = dict(ARCHS['LinearDeiT'], depths=(12,))
+    whole, part = (small_hosts.build('LinearDeiT', 'rala', arch=arch, out_indices=last) for last in (-1, 1))
+    _, report = fit_backbone(part, whole.state_dict())
+    assert report.missing == report.mismatched == report.unexpected == []
+    assert {key.split('.')[1] for key in report.ignored} == {str(i) for i in range(2, 12)}
 
 
 @every_host
