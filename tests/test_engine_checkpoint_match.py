@@ -257,6 +257,8 @@ def test_the_whole_lines_of_the_hook():
     assert match(missing) == []  # a backbone alone is what one fine-tunes from
     with pytest.raises(RunError, match='custom_hooks.N.left_out=layer$'):
         match(missing, trains=False, cfg=dict(custom_hooks=None))
+    with pytest.raises(RunError, match=r'custom_hooks\.0\.left_out=layer$'):
+        match(missing, trains=False, cfg=dict(custom_hooks=[dict(type='CheckpointMatchHook'), dict(type='EMAHook')]))
     assert match(missing, trains=False, left_out='layer') == match(missing, trains=False, left_out=['x', 'layer']) == []
 
 

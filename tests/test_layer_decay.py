@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Learning rates that decay layer by layer: MMPretrain's constructor, and ours for detectors and segmentors."""
 
+import copy
 import inspect
 
 import pytest
@@ -178,6 +179,18 @@ def test_mistakes_have_one_line(wrapper, match):
 def test_a_model_without_such_a_backbone_is_refused():
     with pytest.raises(ValueError, match='Detector called backbone has a get_layer_depth'):
         rates(Detector(nn.Linear(2, 2)), 'BackboneLayerDecayOptimWrapperConstructor')
+
+
+@pytest.mark.parametrize('optimizer', [dict(type='SGD', lr=1.0), dict(type='SGD', lr=1.0, weight_decay=0.1)])
+def test_what_is_given_stays_as_it_is(optimizer):
+    """A config that is built from twice, or written down after it, has its rate."""
+    wrapper = dict(type='OptimWrapper', optimizer=optimizer)
+    given = dict(layer_decay_rate=0.5, custom_keys={'head': dict(lr_mult=2.0)})
+    before = copy.deepcopy((wrapper, given))
+    for _ in range(2):
+        constructor = layer_decay.BackboneLayerDecayOptimWrapperConstructor(wrapper, given)
+        assert constructor(Detector(Layers())).optimizer.param_groups[-1]['lr'] == 2.0
+    assert (wrapper, given) == before
 
 
 @pytest.mark.parametrize('name', ['ravlt_t_in1k', 'inline_deit_t_in1k', 'flatten_pvt_v2_b1_in1k'])

@@ -93,8 +93,8 @@ def test_bounds_of_frozen_stages_and_outputs(host):
             small_hosts.build(host, out_indices=indices)
         said = f'have to be ascending and lie in [0, {count - 1}]'
         assert str(error.value) == f'out_indices={indices} {said}'
-    with pytest.raises(ValueError) as error:
-        small_hosts.build(host, out_indices=(-count - 1,))  # also of blocks, which are counted from the last to the first
+    with pytest.raises(ValueError) as error:  # also of blocks, which may be counted from the last to the first
+        small_hosts.build(host, out_indices=(-count - 1,))
     assert str(error.value) == f'out_indices={(-count - 1,)} {said}'
     frozen = small_hosts.build(host, frozen_stages=count, out_norm=False).train()
     assert [name for name, parameter in frozen.named_parameters() if parameter.requires_grad] == []
