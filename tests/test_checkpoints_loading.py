@@ -506,7 +506,7 @@ RELEASED = {
     'swin': {
         'patch_embed.proj.weight': ('patch_embeds.0.proj.weight', (4, 3, 4, 4)),
         'patch_embed.norm.bias': ('patch_embeds.0.norm.bias', (4,)),
-        'layers.0.blocks.1.attn.qkv.weight': ('stages.0.1.attn.qkv.weight', (12, 4)),
+        'layers.2.blocks.17.attn.qkv.weight': ('stages.2.17.attn.qkv.weight', (12, 4)),
         'layers.0.blocks.1.attn.relative_position_bias_table': ('stages.0.1.attn.relative_bias.table', (9, 2)),
         'layers.0.blocks.1.attn.relative_position_index': (None, (4, 4)),
         'layers.0.blocks.1.attn_mask': (None, (4, 4, 4)),
@@ -522,8 +522,8 @@ RELEASED = {
     'pvt': {
         'patch_embed1.proj.weight': ('patch_embeds.0.proj.weight', (4, 3, 4, 4)),
         'pos_embed4': ('position_tables.3.weight', (1, 5, 4)),
-        'block2.3.attn.q.weight': ('stages.1.3.attn.qkv.weight', (4, 4), (12, 4)),
-        'block2.3.attn.kv.weight': (..., (8, 4)),
+        'block3.26.attn.q.weight': ('stages.2.26.attn.qkv.weight', (4, 4), (12, 4)),
+        'block3.26.attn.kv.weight': (..., (8, 4)),
         'block2.3.mlp.dwconv.dwconv.weight': ('stages.1.3.ffn.dwconv.weight', (8, 1, 3, 3)),
         'block2.3.norm1.weight': ('stages.1.3.norm1.weight', (4,)),
         'norm1.bias': ('out_norms.0.bias', (4,)),
@@ -548,6 +548,8 @@ RELEASED = {
         'merge2.conv.weight': ('patch_embeds.2.proj.weight', (8, 4, 3, 3)),
         'merge3.norm.bias': ('patch_embeds.3.norm.bias', (8,)),
         'stage1.0.qkv.weight': ('stages.0.0.attn.qkv.weight', (12, 4)),
+        'stage3.31.qkv.weight': ('stages.2.31.attn.qkv.weight', (12, 4)),
+        'stage3.31.norm1.weight': ('stages.2.31.norm1.weight', (4,)),
         'stage4.1.proj.bias': ('stages.3.1.attn.proj.bias', (4,)),
         'stage1.0.attns.0.get_v.weight': ('stages.0.0.attn.branches.0.local.weight', (2, 1, 3, 3)),
         'stage1.0.attns.1.get_v.weight': ('stages.0.0.attn.branches.1.local.weight', (2, 1, 3, 3)),

@@ -179,6 +179,8 @@ def test_mistakes_have_one_line(wrapper, match):
 def test_a_model_without_such_a_backbone_is_refused():
     with pytest.raises(ValueError, match='Detector called backbone has a get_layer_depth'):
         rates(Detector(nn.Linear(2, 2)), 'BackboneLayerDecayOptimWrapperConstructor')
+    with pytest.raises(ValueError, match='ModuleDict called backbone has a get_layer_depth'):
+        groups_of(model=nn.ModuleDict(dict(img_backbone=Layers())))  # the name as a whole
 
 
 @pytest.mark.parametrize('optimizer', [dict(type='SGD', lr=1.0), dict(type='SGD', lr=1.0, weight_decay=0.1)])

@@ -538,6 +538,7 @@ def test_what_is_beside_our_data_set_is_not_replaced(tmp_path):
     with pytest.raises(FileExistsError, match='^val2017 in it is of unknown origin$'):
         write_dataset(tmp_path, DatasetSpec('coco', 1, 1, size=(64, 64)))
     assert (tmp_path / 'images').exists() and (tmp_path / 'val2017' / 'mine.jpg').read_text() == 'precious'
+    (tmp_path / 'train2017').write_text('a file where a folder belongs')
     write_dataset(tmp_path, DatasetSpec('coco', 1, 1, size=(64, 64)), overwrite=True)
     assert not (tmp_path / 'images').exists()
     assert [path.name for path in (tmp_path / 'val2017').iterdir()] == ['000000000001.jpg']

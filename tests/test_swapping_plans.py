@@ -13,7 +13,7 @@ from mmlinattn.engine import RunError
 from mmlinattn.swapping import NoPlace, swap, zoo
 from mmlinattn.swapping.rewiring import Plan, Wiring, adapter, direct, plans, with_outputs, without_unread
 from mmlinattn.swapping.trial import Trial, TrialError
-from mmlinattn.swapping.upstream import Measured, Upstream
+from mmlinattn.swapping.upstream import Measured, Upstream, _maps
 from mmlinattn.swapping.writing import Code, as_text, changes, difference
 from mmlinattn.swapping.zoo import FeatureMap, ZooBackbone
 
@@ -260,6 +260,21 @@ def test_teachers_read_backbones_of_their_own():
         assert {key: value for key, value in found.items() if key.startswith('teacher')} == {
             key: dict(in_channels=256) for key in network if key.startswith('teacher')
         }
+
+
+def test_what_a_backbone_gives():
+    """Channels and pixels a position: a row more or less at the border, or padded ones, make no other stride."""
+
+    def found(*sizes):
+        return _maps(tuple(torch.zeros(1, channels, rows, rows) for channels, rows in sizes), 256)
+
+    assert found((8, 64), (16, 32)) == [FeatureMap(8, 4), FeatureMap(16, 8)]
+    assert found((8, 65), (16, 33)) == found((8, 63), (16, 31)) == found((8, 64), (16, 32))
+    assert found((8, 600)) == [FeatureMap(8, 1)]
+    tokens, image = torch.zeros(1, 4, 24), torch.zeros(1, 8, 4, 4)
+    assert _maps(tokens, 64) == _maps([tokens[:, 0]], 64) == [FeatureMap(24, None)]
+    assert _maps([(image, tokens[:, 0])], 64) == [FeatureMap(8, 16)]  # and its class token
+    assert _maps((image, dict()), 64) == []
 
 
 def test_maps_that_fit_no_stage_are_no_place():

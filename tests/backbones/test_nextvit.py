@@ -196,12 +196,11 @@ def test_which_keys_are_averaged_how():
     assert [(attn.reduction, attn.ratio) for attn in attns] == [('sequence', 4), ('sequence', 2), ('sequence', 2)]
     # hallucinated attention convolves over the keys' grid
     arch = dict(ARCH, key_reduction='sequence')
-    assert kinds(arch=arch, stage_attns=('softmax', 'hallucinated', 'softmax', 'softmax')) == [
-        ('grid', 3),
-        ('sequence', 2),
-    ]
-    with pytest.raises(ValueError, match="attention 'hallucinated' of stage 1 needs; allowed is 'grid'"):
-        kinds(stage_attns=('softmax', 'hallucinated', 'softmax', 'softmax'), key_reduction='sequence')
+    for spec in ('hallucinated', dict(type='hallucinated')):
+        attns = ('softmax', spec, 'softmax', 'softmax')
+        assert kinds(arch=arch, stage_attns=attns) == [('grid', 3), ('sequence', 2)]
+        with pytest.raises(ValueError, match=re.escape(f"attention {spec!r} of stage 1 needs; allowed is 'grid'")):
+            kinds(stage_attns=attns, key_reduction='sequence')
     with pytest.raises(ValueError, match=r"key_reduction='rows' has to be one of \('grid', 'sequence'\)"):
         small_hosts.build('LinearNextViT', key_reduction='rows')
 
