@@ -470,6 +470,16 @@ def test_samples_without_a_file_to_load_and_data_without_loading():
     assert read_samples([1, 2, 3]) == (0, [], [])
 
 
+def test_pictures_are_read_after_their_maps_too():
+    """In whatever order a pipeline has them."""
+    break_picture(3)
+    dataset = PictureDataset(maps=True)
+    dataset.pipeline.transforms[:2] = dataset.pipeline.transforms[1::-1]
+    watch_loading(dataset, AllowedLabels(3, 255))
+    count, (error,), _ = read_samples(dataset)
+    assert count == SIZE and str(error).startswith('3.png cannot be read (')
+
+
 def test_checked_loadings_travel_to_processes():
     """As they are pickled for those that are spawned, and copied with their data set."""
     loading = CheckedLoading(LoadImageFromFile(color_type='grayscale'), 'img_path', 'skipped.txt')

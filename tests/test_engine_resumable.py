@@ -203,6 +203,10 @@ def in_runner(optimizer, by_name=False):
             lambda o: o.state[o.param_groups[0]['params'][1]].update(exp_avg_sq=torch.tensor([0.0, math.inf])),
             "the optimizer's exp_avg_sq of parameter 1 is not finite",
         ),
+        (  # also beside steps that are no tensor, as older versions of PyTorch count them
+            lambda o: o.state.update({o.param_groups[0]['params'][1]: dict(step=3, exp_avg=torch.zeros(3))}),
+            r"the optimizer's exp_avg of parameter 1 has shape \(3,\), not \(2,\)",
+        ),
         (
             lambda o: o.state[o.param_groups[0]['params'][0]].update(step=torch.tensor(math.nan)),
             "the optimizer's step of parameter 0 is not finite",

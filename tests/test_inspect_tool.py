@@ -575,6 +575,11 @@ def test_tokens_outside_of_a_map_and_fewer_of_a_full_one():
     assert whole.shape == (2, 42, 42) and some.shape == (2, 14, 14)  # every third: the fewest that are no more
     torch.testing.assert_close(some, whole[:, ::3, ::3])
     assert inspecting.full_map(block).shape == (2, 42, 42)
+    # windows of which no token is among those that are shown hide none of the others
+    block = calls_of(WindowAttention(8, 2, 'softmax', window=(2, 2)).eval(), torch.randn(1, 4, 10, 8))
+    whole, some = inspecting.full_map(block, 40), inspecting.full_map(block, 5)
+    assert some.isfinite().any(dim=-1).all()  # each query has keys in its window
+    torch.testing.assert_close(some, whole[:, ::8, ::8], equal_nan=True)
     block = calls_of(GlobalAttention(8, 2, 'inline').eval(), torch.randn(1, 3, 4, 8))
     whole = block.calls[0].weights(0, torch.arange(12), local=True)
     torch.testing.assert_close(inspecting.full_map(block, 12, local=True), whole)

@@ -165,7 +165,7 @@ def test_heads_read_one_output_in_inference_alone():
     """The first as well as any other; in training all are there."""
     x = torch.randn(2, 4, 3, 3)
     for place in (0, 1, 2):
-        neck = MapAdapter([4], [5, 6, 7], sources=[0, 0, None], inference_output=place)
+        neck = MapAdapter([4], [5, 6, 7], sources=[0, None, 0], inference_output=place)
         outs = neck.train()([x])
         assert [out.shape[1] for out in outs] == [5, 6, 7]
         assert torch.equal(neck.eval()([x]), outs[place])

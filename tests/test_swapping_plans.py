@@ -466,6 +466,13 @@ def test_the_first_way_that_trains_all_and_predicts_is_taken():
     assert remark == 'what follows takes maps of fixed widths only: 1x1 convolutions (MapAdapter) make them'
 
 
+def test_of_ways_that_come_to_the_same_one_is_tried_and_then_the_others():
+    first, other = (Plan(dict(backbone=dict(PYRAMID.cfg), neck=neck), '', None) for neck in (FPN, None))
+    with mock.patch.object(swap, 'plans', lambda *_: iter([first, first._replace(remark='the same'), other])):
+        (plan, _, _), asked = wired([None, TrialError('training stops: x'), GOOD])
+    assert plan is other and asked == [first.network, other.network]
+
+
 @pytest.mark.parametrize(
     ('again', 'taken'),
     [
@@ -697,6 +704,11 @@ def test_pictures_are_normalised_as_the_weights_know_them(given, expected):
     model = dict(type='M', data_preprocessor=dict(type='P', **given), reid=dict(data_preprocessor=dict(given)))
     swap._normalise(model)
     assert model == dict(type='M', data_preprocessor=dict(type='P', **expected), reid=dict(data_preprocessor=expected))
+    # also behind one of grey pictures
+    grey = dict(mean=[33.46], std=[78.87])
+    model = dict(data_preprocessor=dict(grey), reid=dict(data_preprocessor=dict(given)))
+    swap._normalise(model)
+    assert model == dict(data_preprocessor=grey, reid=dict(data_preprocessor=expected))
     # a wrapper of preprocessors: those inside
     model = dict(data_preprocessor=dict(type='Multi', data_preprocessor=dict(given)))
     swap._normalise(model)
