@@ -486,12 +486,14 @@ def test_data_roots_of_wrapped_data_and_of_evaluators():
                 dict(type='A', ann_file='data/coco/a.json', proposals='data/a.pkl', metric='bbox', count=3),
                 dict(type='B', ann_file='data/coco_2/a.json', format='elsewhere/data/coco/a.json'),
             ],
+            train_dataloader=dict(dataset=dict(type='ConcatDataset', datasets=(leaf, leaf))),
             val_dataloader=dict(dataset=dict(leaf, settings=dict(data_root='no data set'))),
             val_evaluator=dict(type='C', ann_file='data/coco/a.json', seg_prefix='data/coco', gt_prefix='data/coco/'),
         )
     )
     cli._set_data_root(cfg, 'mine')
     assert [child.data_root for child in cfg.test_dataloader.dataset.datasets] == ['mine'] * 3
+    assert [child.data_root for child in cfg.train_dataloader.dataset.datasets] == ['mine'] * 2
     assert cfg.val_dataloader.dataset.settings.data_root == 'no data set'
     assert cfg.test_evaluator[0] == dict(
         type='A', ann_file='mine/a.json', proposals='mine/a.pkl', metric='bbox', count=3
