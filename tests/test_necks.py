@@ -24,6 +24,13 @@ def test_is_the_classifier_of_the_release():
     torch.testing.assert_close(neck(x)[0], expected)
 
 
+def test_checkpoints_fit_whatever_the_batch_norm():
+    """As the release has them, with a bias before the norm; training on several GPUs synchronises it."""
+    plain = ConvProjectionNeck(6, 5)
+    for kind in ('BN', 'SyncBN'):
+        ConvProjectionNeck(6, 5, norm_cfg=dict(type=kind)).load_state_dict(plain.state_dict())
+
+
 def test_another_width_is_named():
     with pytest.raises(ValueError, match='in_channels=6'):
         ConvProjectionNeck(6)((torch.rand(1, 4, 2, 2),))

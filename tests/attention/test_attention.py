@@ -305,9 +305,11 @@ def test_sizes_of_the_local_term(size):
         assert str(error.value) == f'local_kernel={size!r} has to be None or an odd int >= 1'
 
 
-def test_unknown_kernel():
-    with pytest.raises(ValueError, match=r"kernel='gelu' has to be one of \['elu', 'relu', 'softmax'\]"):
-        RALAMixer(DIM, HEADS, kernel='gelu')
+@pytest.mark.parametrize('kernel', ['gelu', '', None])
+def test_unknown_kernel(kernel):
+    with pytest.raises(ValueError) as error:
+        RALAMixer(DIM, HEADS, kernel=kernel)
+    assert str(error.value) == f"kernel={kernel!r} has to be one of ['elu', 'relu', 'softmax']"
 
 
 @pytest.mark.parametrize(

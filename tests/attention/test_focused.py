@@ -129,6 +129,13 @@ def test_every_power_is_finite_with_finite_gradients(power, autocast):
     assert torch.autograd.grad(plain.float().sum(), x)[0].isfinite().all()
 
 
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_is_mapped_in_float32(dtype):
+    """By scales of float32, as parameters are under autocast: they are not rounded to the type of the tokens."""
+    x, scale = torch.randn(40, DIM).to(dtype), torch.rand(DIM) + 0.5
+    assert torch.equal(focused_map(x, scale, 3), focused_map(x.float(), scale, 3))
+
+
 @pytest.mark.parametrize('power', POWERS)
 def test_a_dead_token_keeps_its_direction(power):
     """No positive channel: eps in all of them, whatever the power, in float32."""

@@ -176,9 +176,11 @@ def test_keys_with_a_large_common_offset():
     assert (out - exact).abs().max() < 1e-3 * exact.abs().max()
 
 
-def test_unknown_kernel():
-    with pytest.raises(ValueError, match=r"kernel='elu' has to be one of \['identity', 'relu', 'leakyrelu', 'exp'\]"):
-        InLineMixer(DIM, HEADS, kernel='elu')
+@pytest.mark.parametrize('kernel', ['elu', '', None])
+def test_unknown_kernel(kernel):
+    with pytest.raises(ValueError) as error:
+        InLineMixer(DIM, HEADS, kernel=kernel)
+    assert str(error.value) == f"kernel={kernel!r} has to be one of ['identity', 'relu', 'leakyrelu', 'exp']"
 
 
 @pytest.mark.parametrize('form', ['cpu', 'eager'])

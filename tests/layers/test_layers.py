@@ -380,6 +380,12 @@ def test_a_convolution_beside_what_it_convolves(of_gelu, size):
     assert ResidualDWConv(4).weight.shape == (4, 1, 3, 3)
 
 
+def test_position_tables_start_with_small_random_vectors():
+    """Of standard deviation 0.02, as in the released ViTs; those of class tokens, too."""
+    table = PositionTable(4096, (2, 3), prefix=2).weight[0].detach()
+    assert table.std(dim=1).tolist() == pytest.approx(8 * [0.02], rel=0.1)
+
+
 def test_position_tables_are_added_in_the_type_of_the_tokens():
     """Class tokens that the table has no vectors for get none; those that it has, as they are."""
     table = PositionTable(6, (2, 3), prefix=1)

@@ -4,6 +4,7 @@
 import copy
 import importlib
 import importlib.util
+import itertools
 import re
 import threading
 import warnings
@@ -200,6 +201,8 @@ SECOND = {
         lambda q, k, v: ops.rala(q, k, v * MASK[..., None], 2, 'softmax', mask=MASK, weight_scale=0.5, eps=0.5),
         TOKENS,
     ),
+    # of a table that learns, too
+    'rala with a rotary table': (lambda q, k, v, r: ops.rala(q, k, v, 2, rotary=r), dict(TOKENS, rotary=(6, 2, 2))),
     'inline': (lambda q, k, v: ops.inline_attention(q, k, v * MASK[..., None], 2, 0.3, 'exp', MASK), TOKENS),
     'focused': (
         lambda q, k, v, scale: ops.focused_attention(
@@ -237,6 +240,27 @@ def test_gradients_of_gradients_where_one_input_has_none(name, frozen, monkeypat
     assert all(g.abs().max() > 1e-6 for g in results[1])
     for ours, theirs in zip(*results):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4 if name == 'linear' else 1e-8)
+
+
+@pytest.mark.parametrize('name', SECOND)
+def test_gradients_of_some_inputs_alone(name, monkeypatch):
+    """As where some layers are frozen, or the bias alone learns: those of the plain form, of whichever there are."""
+    function, shapes = SECOND[name]
+    monkeypatch.setattr(linear_cpu, '_MIN_TRAINED_MACS', 1)
+    dtype = torch.float32 if name == 'linear' else torch.float64
+    tensors = [torch.randn(shape, dtype=dtype) for shape in shapes.values()]
+
+    def gradients(learning):
+        leaves = [tensor.clone().requires_grad_(i in learning) for i, tensor in enumerate(tensors)]
+        return torch.autograd.grad(function(*leaves).sin().sum(), [leaves[i] for i in learning])
+
+    places = range(len(tensors))
+    with ops.use('reference'):
+        expected = gradients(places)
+    for count in range(1, len(tensors) + 1):
+        for learning in itertools.combinations(places, count):
+            theirs = [expected[i] for i in learning]
+            torch.testing.assert_close(list(gradients(learning)), theirs, rtol=1e-4, atol=1e-5)
 
 
 # --- graphs -----------------------------------------------------------------------------------------------------------

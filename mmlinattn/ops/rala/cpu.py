@@ -30,7 +30,8 @@ def rala(
     eps: float = 1e-6,
 ) -> Tensor:
     types = {t.dtype for t in (q, k, v, rotary) if t is not None}
-    if types != {accumulation_dtype(q)} or kernel not in _MAPS or q.numel() == 0:
+    learns_rotary = records() and rotary is not None and rotary.requires_grad
+    if types != {accumulation_dtype(q)} or kernel not in _MAPS or q.numel() == 0 or learns_rotary:
         return reference.rala(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps)
     if records():
         return _RALA.apply(q, k, v, rotary, num_heads, kernel, mask, weight_scale, eps)
