@@ -211,9 +211,12 @@ def test_labels_are_checked_as_the_model_sees_them():
     assert 'labels 3 in 24 pixels (as in the file less 1' in message
 
 
-def test_map_of_another_size_than_its_image():
+@pytest.mark.parametrize('is_segmenter', [True, False])
+def test_map_of_another_size_than_its_image(is_segmenter):
+    """Whether or not the model says which labels it takes."""
     write_map(2, np.zeros((6, 4), np.uint8))
-    message = stops(segmenting(runner_of(dataset=dict(maps=True))))
+    runner = runner_of(dataset=dict(maps=True))
+    message = stops(segmenting(runner) if is_segmenter else runner)
     assert '2_map.png has 6x4 pixels (height x width), its image 2.png has 4x6' in message
 
 

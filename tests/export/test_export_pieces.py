@@ -476,7 +476,10 @@ def test_exporters_are_quiet_and_others_are_heard():
         with formats.quiet():
             warnings.warn('of an exporter', stacklevel=1)
         warnings.warn('of somebody else', stacklevel=1)
-    assert [str(warning.message) for warning in heard] == ['of somebody else']
+        with pytest.raises(KeyError), formats.quiet():
+            raise KeyError('of an exporter')
+        warnings.warn('after an error', stacklevel=1)
+    assert [str(warning.message) for warning in heard] == ['of somebody else', 'after an error']
 
 
 def test_linear_layers_keep_to_seven_bits(tmp_path):
