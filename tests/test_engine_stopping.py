@@ -785,7 +785,11 @@ def test_a_validation_ends_at_once_in_the_main_process(monkeypatch):
 
 def test_averaged_weights_are_put_back_before_a_validation_ends(monkeypatch):
     """Those of the model stand aside while the average is validated."""
-    average = EMAHook.__new__(EMAHook)
+
+    class Average(EMAHook):  # MMPretrain has one of its own, too
+        pass
+
+    average = Average.__new__(Average)
     hook, ended = listening(monkeypatch, hooks=[Hook(), average])
     average.after_val_epoch = lambda runner: ended.append(('put back', runner is hook._runner))
     hook.before_val_iter(hook._runner, 0)
@@ -934,7 +938,10 @@ def test_which_runs_can_be_continued():
     class Other(IterBasedTrainLoop):
         pass
 
-    resumes, leaves = ExactResumeHook(), ExactResumeHook()
+    class Resume(ExactResumeHook):
+        pass
+
+    resumes, leaves = Resume(), ExactResumeHook()
     resumes.batches = object()
     assert run(EpochBasedTrainLoop, StopHook(), resumes) and run(IterBasedTrainLoop)
     assert not run(EpochBasedTrainLoop, leaves) and not run(EpochBasedTrainLoop) and not run(Other, resumes)

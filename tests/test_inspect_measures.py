@@ -520,6 +520,18 @@ def test_masked_weights_have_the_bias_and_the_mask_of_the_model():
     torch.testing.assert_close(out, scores.masked_fill(hidden, -torch.inf).softmax(dim=-1), rtol=1e-4, atol=1e-6)
 
 
+def test_masks_go_also_where_something_fails():
+    """One picture of many that cannot be looked at leaves the model as it was; no gradients meanwhile."""
+    mixer, grid = get_mixer('softmax')[0](8, 2), Grid(3, 4)
+    q, k, v = torch.randn(3, 1, 12, 8, requires_grad=True)
+    expected = mixer(q, k, v, grid, grid)
+    with pytest.raises(KeyError), masked(mixer, 3):
+        assert not mixer(q, k, v, grid, grid).requires_grad
+        raise KeyError
+    out = mixer(q, k, v, grid, grid)
+    assert out.requires_grad and torch.equal(out, expected)
+
+
 @pytest.mark.parametrize('window', [0, 2, -1])
 def test_windows_that_have_no_middle(window):
     with pytest.raises(ValueError, match='has to be odd and at least 1'), masked(nn.Identity(), window):
