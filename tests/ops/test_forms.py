@@ -205,10 +205,10 @@ SECOND = {
     'rala with a rotary table': (lambda q, k, v, r: ops.rala(q, k, v, 2, rotary=r), dict(TOKENS, rotary=(6, 2, 2))),
     'inline': (lambda q, k, v: ops.inline_attention(q, k, v * MASK[..., None], 2, 0.3, 'exp', MASK), TOKENS),
     'focused': (
-        lambda q, k, v, scale: ops.focused_attention(
-            q, k, v * MASK[..., None], 2, scale.abs() + 0.5, 2.5, mask=MASK, eps=0.1
+        lambda q, k, v, scale, offset: ops.focused_attention(
+            q, k, v * MASK[..., None], 2, scale.abs() + 0.5, 2.5, offset, MASK, eps=0.1
         ),
-        dict(TOKENS, scale=(8,)),
+        dict(TOKENS, scale=(8,), offset=(1, 6, 8)),
     ),
     'softmax': (lambda q, k, v: ops.softmax_attention(q, k, v, 2, mask=MASK), TOKENS),
     'linear': (ops.linear, dict(x=(3, 5), weight=(4, 5), bias=(4,))),
@@ -244,7 +244,8 @@ def test_gradients_of_gradients_where_one_input_has_none(name, frozen, monkeypat
 
 @pytest.mark.parametrize('name', SECOND)
 def test_gradients_of_some_inputs_alone(name, monkeypatch):
-    """As where some layers are frozen, or the bias alone learns: those of the plain form, of whichever there are."""
+    """As where some layers are frozen, or the bias alone learns: those of the plain form, of whichever there are.
+    Only inference writes over its inputs."""
     function, shapes = SECOND[name]
     monkeypatch.setattr(linear_cpu, '_MIN_TRAINED_MACS', 1)
     dtype = torch.float32 if name == 'linear' else torch.float64
@@ -252,7 +253,9 @@ def test_gradients_of_some_inputs_alone(name, monkeypatch):
 
     def gradients(learning):
         leaves = [tensor.clone().requires_grad_(i in learning) for i, tensor in enumerate(tensors)]
-        return torch.autograd.grad(function(*leaves).sin().sum(), [leaves[i] for i in learning])
+        found = torch.autograd.grad(function(*leaves).sin().sum(), [leaves[i] for i in learning])
+        assert all(map(torch.equal, leaves, tensors))
+        return found
 
     places = range(len(tensors))
     with ops.use('reference'):

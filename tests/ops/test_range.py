@@ -189,6 +189,22 @@ def test_what_is_added_to_the_normaliser(name, dtype, learns, form):
 
 
 @every_form
+@pytest.mark.parametrize('dtype', HALF, ids=str)
+def test_scales_of_the_focused_map_are_not_rounded_to_the_type_of_the_tokens(dtype, form):
+    """Parameters stay float32 under autocast; values of float32 show what the map of half-precision tokens is."""
+    q, k = (torch.randn(2, 2, 7, 8).to(dtype)).unbind()
+    v, scale = torch.randn(2, 7, 8), torch.rand(8) + 0.5
+    results = []
+    for tokens in ((q, k), (q.float(), k.float())):
+        leaves = [t.clone().requires_grad_() for t in (v, scale)]
+        with ops.use(form):
+            out = ops.focused_attention(*tokens, leaves[0], 2, leaves[1], 3)
+        results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    for half, whole in zip(*results):
+        torch.testing.assert_close(half, whole, rtol=1e-4, atol=1e-5)
+
+
+@every_form
 def test_the_floor_of_the_focused_map_and_its_normaliser(form):
     """One number is both: what is added to ReLU's results, and to the normaliser."""
     q, k, v = torch.randn(3, 2, 7, 8, dtype=torch.float64)
