@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Ctrl-C and SIGTERM, for a toy run; the tools are in test_cli_stopping.py."""
 
+import io
 import multiprocessing
 import os
 import signal
@@ -574,6 +575,16 @@ def test_the_line_after_ctrl_c(tmp_path, monkeypatch, capsys, rank):
     other = 'RANK' if rank == 'SLURM_PROCID' else 'SLURM_PROCID'
     monkeypatch.setenv(other, '1')  # torchrun in one task of Slurm's: the rank is torchrun's
     assert said(work) == (goes_on if rank == 'RANK' else '')
+
+
+@pytest.mark.parametrize('name', ['stdout', 'stderr'])
+def test_a_run_ends_also_where_nobody_hears_the_line(monkeypatch, name):
+    """Whoever reads the output may have gone first."""
+    stream = io.StringIO()
+    stream.close()
+    monkeypatch.setenv('RANK', '0')
+    monkeypatch.setattr(sys, name, stream)
+    ToolRun().say_interrupted()
 
 
 def test_workers_end_when_their_parent_says_so(monkeypatch):

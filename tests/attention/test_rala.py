@@ -106,12 +106,12 @@ def test_rotate_turns_pairs_by_the_angles_of_the_release():
 
 
 def test_rotate_in_half_precision_uses_the_angles_of_float32():
-    """Column 333 is no number of bfloat16; its angle has to be."""
+    """Column 333 is no number of bfloat16; its angle has to be. The result alone is rounded: below 2, by 1 / 256."""
     x = torch.ones(1, 1, 334, DIM, dtype=torch.bfloat16)
     turned = rotate(x, rotary_table(1, 334, DIM))
     exact = rotate(x.double(), rotary_table(1, 334, DIM, dtype=torch.float64))
     assert turned.dtype == torch.bfloat16
-    assert (turned - exact).abs().max() < 0.01
+    assert (turned - exact).abs().max() < 0.004
 
 
 def test_rotated_products_depend_on_the_offset_only():
