@@ -431,6 +431,18 @@ def test_large_kernels_train_under_autocast():
         assert ours.dtype == torch.float32 and (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
+@pytest.mark.parametrize('kernel_dtype', [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+def test_predicted_kernels_under_autocast(dtype, kernel_dtype):
+    """As of any convolution, maps and kernels may differ in their types, and what comes out is of autocast's."""
+    x, kernels = torch.randn(2, 4, 9, 8), torch.randn(2, 4, 3, 3)
+    each = [F.conv2d(x[i : i + 1], kernels[i, :, None], padding=1, groups=4) for i in range(2)]
+    with torch.autocast('cpu', torch.bfloat16):
+        out = ops.predicted_conv2d(x.to(dtype), kernels.to(kernel_dtype))
+    assert out.dtype == torch.bfloat16
+    assert (out - torch.cat(each)).norm() < 0.02 * torch.cat(each).norm()
+
+
 def test_split_under_transforms():
     x = torch.randn(2, 6)
     found = torch.func.grad(lambda t: split(t, (2, 4))[0].square().sum())(x)

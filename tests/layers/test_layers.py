@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import copy
 import pickle
+from types import MethodType
 
 import pytest
 import torch
@@ -139,10 +140,10 @@ def test_gradients_of_large_products(needed, width, gelu):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
 
 
-def doubled(module):
-    """With a ``forward`` of its own, as some put one on an instance."""
+def doubled(module, bound=False):
+    """With a ``forward`` of its own, as some put one on an instance: a function, or a method of the module."""
     original = module.forward
-    module.forward = lambda x: 2 * original(x)
+    module.forward = MethodType(lambda self, x: 2 * original(x), module) if bound else lambda x: 2 * original(x)
     return module
 
 
@@ -153,6 +154,7 @@ OTHER_CONVS = {
     'weight norm': lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 6, 3, padding=1)),
     'adapter': lambda: nn.Sequential(nn.Conv2d(6, 6, 1), nn.ReLU()),
     'forward': lambda: doubled(nn.Conv2d(6, 6, 3, padding=1)),
+    'bound forward': lambda: doubled(nn.Conv2d(6, 6, 3, padding=1), bound=True),
 }
 CONVS = {
     'depthwise': lambda: nn.Conv2d(6, 6, 3, padding=1, groups=6),

@@ -8,7 +8,7 @@ import itertools
 import re
 import threading
 import warnings
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -417,17 +417,20 @@ def test_changed_weights_train(change, reduced):
     assert (outs[0] - outs[1]).abs().max() > 1e-6
 
 
+@pytest.mark.parametrize('bound', [False, True], ids=['function', 'method'])
 @pytest.mark.parametrize('layer', ['qkv', 'proj'])
 @pytest.mark.parametrize('mixer', ['rala', 'softmax'])
-def test_a_forward_of_an_instance_is_called(mixer, layer):
-    """Adapters and quantisers put one in place of the class's; here it doubles what comes out."""
+def test_a_forward_of_an_instance_is_called(mixer, layer, bound):
+    """Adapters and quantisers put one in place of the class's, a function or a method of the layer; here it doubles
+    what comes out."""
     attention, x = build(mixer), tokens()
     twin = copy.deepcopy(attention)
     for parameter in getattr(twin, layer).parameters():
         parameter.data *= 2
     module = getattr(attention, layer)
     original = module.forward
-    module.forward = lambda x: 2 * original(x)
+    doubled = MethodType(lambda self, x: 2 * original(x), module)
+    module.forward = doubled if bound else lambda x: 2 * original(x)
     torch.testing.assert_close(attention(x, GRID), twin(x, GRID))
     with torch.no_grad():
         torch.testing.assert_close(attention(x, GRID), twin(x, GRID))
