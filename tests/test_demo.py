@@ -274,9 +274,16 @@ def test_the_lines_of_the_demo(tmp_path, monkeypatch):
     below = f'{file}/a'
     assert line('check_out', below, True) == f'--out {below!r} cannot be written: Not a directory.'
 
+    (tmp_path / 'empty.png').touch()
+    empty = str(tmp_path / 'empty.png')
+    assert line('check_pictures', [empty]) == f'image {empty!r} cannot be read as a picture.'
+
+    class DecoderError(Exception):
+        """As decoders have their own, which are no ValueError or OSError (cv2.error)."""
+
     def read(path):
         if path == 'broken':
-            raise ValueError('of a decoder')
+            raise DecoderError
         return None if path == 'none' else np.zeros((1, 1, 3))
 
     monkeypatch.setitem(functions['check_pictures'].__globals__, 'mmcv', SimpleNamespace(imread=read))
