@@ -2,6 +2,8 @@
 """The ways to put a backbone into a network, one by one, without building a model."""
 
 import functools
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -292,6 +294,10 @@ def test_plain_for_plain():
     (rest, extra, said), *_ = parts(heads, [FeatureMap(768, 16)] * 4, PLAIN, 'mmseg')
     assert rest == dict(decode_head=dict(in_channels=[192] * 4, in_index=[0, 1, 2, 3])) and said == ''
     assert extra == dict(out_type='featmap', out_indices=(2, 5, 8, 11))
+    # twelve blocks for five maps: as even as they go, up to the last block
+    (_, extra, _), *_ = parts(dict(decode_head=dict(in_channels=[768] * 5)), [FeatureMap(768, 16)] * 5, PLAIN, 'mmseg')
+    blocks = extra['out_indices']
+    assert blocks[-1] == 11 and {after - before for before, after in zip((-1, *blocks), blocks)} == {2, 3}
     neck = dict(neck=dict(type='ViTNeck', in_channels=768), bbox_head=dict(in_channels=768))
     found = parts(neck, [FeatureMap(768, 16)], PLAIN, 'mmdet')
     assert [extra for _, extra, _ in found] == [dict(out_type='featmap')] * 3
@@ -834,6 +840,16 @@ def test_the_file():
     assert swap._text(both, 'x', both.model, dict(both.model, data_preprocessor=dict(mean=[1.0])), beside) == text
 
 
+@pytest.mark.parametrize('base', ["/of/o'neill/config.py", '/a\\new/config.py', "/'both'\"/config.py"])
+def test_the_file_inherits_from_any_path(base):
+    """Quotes and backslashes are part of names."""
+    source = upstream_of(dict(type='M'))._replace(base=base)
+    beside = dict(custom_imports=dict(imports=['mmlinattn']), custom_hooks=Code('[]'))
+    found = {}
+    exec(swap._text(source, 'ravlt_t', source.model, source.model, beside), found)
+    assert found['_base_'] == base
+
+
 def test_a_file_that_says_something_else_is_not_kept_in_silence(tmp_path):
     path = tmp_path / 'file.py'
     path.write_text("model = dict(type='M', _scope_='mmdet', x=(1, 2), y=3, n=[dict(h=(dict(a=1, _scope_='s'),))])\n")
@@ -948,3 +964,18 @@ def test_recipes_without_a_row_of_their_own():
     assert zoo.recipe('hydra_deit_t', 'mmseg').model.backbone.type == 'RAVLT'
     with pytest.raises(RunError, match='^no config in .*configs trains a backbone for mmpose$'):
         zoo.recipe('ravlt_t', 'mmpose')
+
+
+@pytest.mark.parametrize(
+    ('name', 'task', 'preferred', 'found'),
+    [
+        ('rala_swin_x', 'mmdet', 'retinanet_1x', 'rala_swin_._retinanet_1x'),
+        ('rala_swin_x', 'mmdet', None, 'rala_swin_._maskrcnn_1x'),
+        ('hydra_deit_t', 'mmseg', 'fpn_80k', 'ravlt_._fpn_80k'),
+        ('hydra_deit_t', 'mmseg', None, 'ravlt_._upernet_160k'),
+        ('inline_deit_b', 'mmdet', 'retinanet_1x', 'inline_deit_t_maskrcnn_1x'),  # of its host there is no other
+    ],
+)
+def test_the_preferred_recipe_of_another_size_or_host(name, task, preferred, found, monkeypatch):
+    monkeypatch.setattr(zoo, 'Config', SimpleNamespace(fromfile=lambda path: Path(path).stem))
+    assert re.fullmatch(found, zoo.recipe(name, task, preferred))

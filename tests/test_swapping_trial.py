@@ -783,13 +783,15 @@ def test_a_run_that_has_an_epoch_keeps_it(log):
 
     def tried(cfg, task, optim_wrapper, size, masks):
         asked.append((cfg['type'], task, optim_wrapper, size, masks))
-        raise TrialError('training stops: size')
+        raise TrialError(f'training stops: size {size}')
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trial, '_try', tried)
         for masks, image_size in ((True, None), (False, (320, 320)), (False, (64, 96))):
-            with pytest.raises(TrialError):
+            with pytest.raises(TrialError) as error:
                 try_model(dict(type='TrialModel'), 'mmdet', dict(type='W'), masks, image_size)
+            # that of the largest, whose maps do not vanish
+            assert str(error.value) == f'training stops: size {image_size or (320, 320)}'
     sizes = [(128, 128), (320, 320)]  # none twice
     assert asked == [
         *(('TrialModel', 'mmdet', dict(type='W'), size, True) for size in sizes),
