@@ -440,8 +440,9 @@ def test_options_of_the_tool(tool, tmp_path):
     settings = Settings(iterations=5, batch=6, num_train=7, num_val=8, size=90, lr=0.1, tinted=1.0)
     options = [f'--{name.replace("_", "-")}={value}' for name, value in settings._asdict().items()]
     more = '--seeds', 4, '--max-minutes', 2.5, '--arms', 'plain', 'CHH, IHH', '--device', 'meta', '--reuse', 'a', 'b'
-    seen = tool('--study', 'hallucinated', *options, *more)
-    out = tmp_path / 'out'
+    out = tmp_path / 'new' / 'deep'
+    seen = tool('--study', 'hallucinated', *options, *more, '--out', out)
+    assert out.is_dir()
     assert seen.ran[0][:7] == ('hallucinated', out, 4, settings, 2.5, ['plain', 'CHH, IHH'], 'meta')
     assert [str(folder) for folder in seen.reused[0][3]] == ['a', 'b'] and seen.reused[0][2] == settings
 

@@ -38,7 +38,7 @@ def shown(sheet):
 
 
 def test_all_pictures_in_order(show_dir, tmp_path, capsys):
-    sheet = tmp_path / 'new' / 'sheet.png'
+    sheet = tmp_path / 'new' / 'deep' / 'sheet.png'
     assert run_tool(show_dir, sheet, '--width', 200) == 0
     assert shown(sheet) == [0, 1, 2, 3, 4]
     picture = Image.open(sheet)

@@ -426,7 +426,7 @@ def test_the_tool_of_the_tables(monkeypatch, tmp_path, capsys):
 
     pairs = [(f'{task} {i}', str(i)) for task in ('mmpretrain', 'mmdet', 'mmseg') for i in (1, 2)]
     assert run() == repr(pairs) and {configs for _, configs in asked} == {ROOT / 'configs'}
-    out = tmp_path / 'new' / 'page.md'
+    out = tmp_path / 'new' / 'deep' / 'page.md'
     assert run('--task', 'mmseg', '--out', str(out)) == str(out) and out.read_text() == repr(pairs[4:])
 
 
@@ -469,7 +469,7 @@ def test_costs_of_an_attention_in_a_host():
 def test_the_tool_of_attentions(monkeypatch, tmp_path, capsys):
     names = runpy.run_path(str(TOOLS / 'attention_table.py'), run_name='tool')['main'].__globals__
     monkeypatch.setitem(names, 'page', lambda: 'φ')
-    out = tmp_path / 'new' / 'page.md'
+    out = tmp_path / 'new' / 'deep' / 'page.md'
     monkeypatch.setattr(sys, 'argv', ['attention_table.py', '--out', str(out)])
     names['main']()
     assert out.read_text(encoding='utf-8') == 'φ' and capsys.readouterr().out.strip() == str(out)

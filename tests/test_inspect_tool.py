@@ -236,6 +236,12 @@ def test_settings_and_seeds(tool, monkeypatch):
     assert tool('none', 'one.jpg', '--out', 'out', '--num-queries', 2)[0]['settings']['num_queries'] == 2  # the least
 
 
+def test_out_may_lie_in_folders_that_are_not_there(tool):
+    tool('none', 'one.jpg', '--out', 'out', '--what', 'ccs')
+    tool('none', 'one.jpg', '--out', 'new/deep', '--what', 'ccs')
+    assert Path('new/deep/summary.json').is_file()
+
+
 @pytest.mark.parametrize('errors', [(3e-4, 2e-5), (2e-5, 3e-4)])
 def test_the_largest_error_is_said(tool, monkeypatch, capsys, errors):
     _, seen = tool('none', 'one.jpg', '--out', 'out', '--what', 'ccs')

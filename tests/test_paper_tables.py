@@ -79,16 +79,3 @@ def test_tasks_that_there_are(monkeypatch, capsys):
     assert end.value.code == 2 and "--task: invalid choice: 'no_such' (choose from " in capsys.readouterr().err
     monkeypatch.setattr(sys, 'argv', ['paper_tables.py'])
     assert tool['parse_args']().task == list(TITLES)
-
-
-def test_the_page_goes_where_out_says(tmp_path, monkeypatch, capsys):
-    """Into folders that are not there yet: the rows, which take long, are measured before."""
-    main = runpy.run_path(str(ROOT / 'tools' / 'analysis_tools' / 'paper_tables.py'), run_name='tool')['main']
-    monkeypatch.setitem(main.__globals__, 'measure', lambda row, configs: None)
-    expected = page([(row, None) for row in read_rows('mmseg')])
-    out = tmp_path / 'new' / 'deep' / 'tables.md'
-    for more, printed in (((), expected), (('--out', str(out)), str(out))):
-        monkeypatch.setattr(sys, 'argv', ['paper_tables.py', '--task', 'mmseg', *more])
-        main()
-        assert capsys.readouterr().out == f'{printed}\n'
-    assert out.read_text(encoding='utf-8') == expected

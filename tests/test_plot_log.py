@@ -92,7 +92,7 @@ def test_panels_show_the_curves(tmp_path, monkeypatch):
 
     saved = []
     monkeypatch.setattr(Figure, 'savefig', lambda self, path, **_: saved.append((self, path)))
-    plot, out = runpy.run_path(str(TOOL))['plot'], tmp_path / 'new' / 'a.svg'
+    plot, out = runpy.run_path(str(TOOL))['plot'], tmp_path / 'new' / 'deep' / 'a.svg'
     many = {step: 1 / (1 + step) for step in range(30)}
     plot({'loss': {20: 1.0, 10: 3.0}, 'lr': {}, 'coco/bbox_mAP': many}, ['loss', 'coco/bbox_mAP'], out)
     ((figure, path),) = saved

@@ -153,7 +153,7 @@ def test_results_are_kept_and_not_tried_again(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setitem(names, 'outcome', outcome)
     monkeypatch.setitem(names, 'sample', lambda projects: [f'{name}::a/a.py' for name in projects])
-    kept, out = tmp_path / 'new' / 'kept.jsonl', tmp_path / 'page.md'
+    kept, out = tmp_path / 'new' / 'deep' / 'kept.jsonl', tmp_path / 'other' / 'deep' / 'page.md'
 
     def run(*args):
         monkeypatch.setattr(sys, 'argv', ['sweep_upstream.py', '--results', str(kept), *args])

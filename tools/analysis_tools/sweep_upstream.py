@@ -149,6 +149,7 @@ def main() -> None:
         rows = [
             results[name] for name in sorted(results, key=lambda name: (PROJECTS.index(name.partition('::')[0]), name))
         ]
+        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         Path(args.out).write_text(page(rows, args.backbone, len(sample(args.projects))), encoding='utf-8')
 
 
