@@ -1,5 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import io
 import runpy
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -197,13 +199,24 @@ def test_sheet_in_show_dir_is_not_collected_again(show_dir, monkeypatch, capsys)
     assert run_tool(show_dir, sheet) == 0 and capsys.readouterr().out.endswith(': 6 of 6 pictures in 3 rows\n')
 
 
-def test_broken_picture_is_named_and_left_out(show_dir, tmp_path, capsys):
-    (show_dir / '000000000001.jpg').write_bytes(b'no picture')
+def damaged_png():
+    """Whose second piece of pixels has lost its name."""
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 200, 3), dtype=np.uint8)).save(buffer, 'PNG')
+    begin, name, end = buffer.getvalue().rpartition(b'IDAT')
+    return begin + b'\0' * len(name) + end
+
+
+def test_broken_pictures_are_named_and_left_out(show_dir, tmp_path, capsys):
+    huge = struct.pack('<2sIHHIIiiHH24x', b'BM', 54, 0, 0, 54, 40, 60000, 60000, 1, 24)  # 10 GB of pixels, as it says
+    broken = [show_dir / f'00000000000{i}.jpg' for i in (1, 5, 6)]
+    for path, content in zip(broken, (b'no picture', damaged_png(), huge)):
+        path.write_bytes(content)
     assert run_tool(show_dir, tmp_path / 'sheet.png') == 0
     said = capsys.readouterr()
-    broken = show_dir / '000000000001.jpg'
-    assert said.err.startswith(f'warning: left out, cannot be read: {broken}: ') and said.err.count('\n') == 1
-    assert said.out == f'{tmp_path / "sheet.png"}: 4 of 5 pictures in 2 rows\n'
+    for path, line in zip(broken, said.err.splitlines(), strict=True):
+        assert line.startswith(f'warning: left out, cannot be read: {path}: ')
+    assert said.out == f'{tmp_path / "sheet.png"}: 4 of 7 pictures in 2 rows\n'
     assert shown(tmp_path / 'sheet.png') == [0, 2, 3, 4]
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
+from PIL import Image, ImageDraw, ImageFont
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp')
 MARGIN, HEADER = 12, 44
@@ -66,7 +66,7 @@ def spread(items: list, num: int) -> list:
 
 
 def load(path: Path, width: int) -> Image.Image:
-    """Read a picture and bring it to ``width`` pixels; raises OSError if it cannot be read."""
+    """Read a picture and bring it to ``width`` pixels; raises what Pillow raises if it cannot be read."""
     with Image.open(path) as picture:
         height = max(1, round(picture.height * width / picture.width))
         return picture.convert('RGB').resize((width, height), Image.Resampling.LANCZOS)
@@ -133,7 +133,7 @@ def main(argv=None) -> int:
     for path in spread(found, args.num):
         try:
             pictures.append((path.name, load(path, args.width)))
-        except (OSError, UnidentifiedImageError) as error:
+        except Exception as error:  # damaged PNG files raise SyntaxError, too large ones an error of Pillow's own
             print(f'warning: left out, cannot be read: {path}: {error}', file=sys.stderr)
     if not pictures:
         parser.error(f'argument SHOW_DIR: none of the pictures in {args.show_dir} can be read')
