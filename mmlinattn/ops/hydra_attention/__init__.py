@@ -23,5 +23,4 @@ def hydra_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = No
     Returns:
         Tensor: (B, N, C), contiguous, in the dtype of ``v``.
     """
-    with forms.without_autocast(q):
-        return forms.pick(reference, q, k, v).hydra_attention(q, k, v, mask)
+    return forms.pick(reference, q, k, v).hydra_attention(q, k, v, mask)
