@@ -443,12 +443,12 @@ def test_a_config_by_path(tmp_path, monkeypatch):
     assert found.base == str(path.resolve()) and (found.task, found.path) == ('mmseg', ('detector',))
     assert inherit(found.base).model.type == 'T'
     # from here, from home, in folders of any name
-    folder = tmp_path / 'größe'
+    folder = tmp_path / "o'neills größe"
     folder.mkdir()
     path.rename(folder / path.name)
     monkeypatch.chdir(folder)
     monkeypatch.setenv('HOME', str(tmp_path))
-    for spec in (path.name, f'~/größe/{path.name}'):
+    for spec in (path.name, f'~/{folder.name}/{path.name}'):
         found = read_upstream(spec)
         assert found.base == str(folder.resolve() / path.name) and found.cfg.model.type == 'T'
     outer = "default_scope = 'mmdet'\nmodel = dict(backbone=dict(type='A'), detector=dict(backbone=dict(type='B')))"
