@@ -24,6 +24,14 @@ for project in ('mmdet', 'mmseg', 'mmpretrain'):
     pytest.importorskip(project)
 
 
+class Foreign(Exception):
+    """As other projects have errors of their own."""
+
+
+def fails(*args, **kwargs):
+    raise Foreign('why')
+
+
 class TrialBackbone(nn.Module):
     """Two maps; ``unused`` has no part in them, ``frozen`` is not trained."""
 
@@ -231,6 +239,15 @@ def test_models_are_built_and_initialised_once(log):
 def test_a_prediction_that_stops_is_said_and_no_error(log):
     found = try_model(dict(type='TrialModel', stops='meta'), 'mmseg')
     assert found.stops == "prediction stops: KeyError: 'meta'" and np.isfinite(found.loss)
+
+
+def test_errors_of_any_class_say_how_far_it_came(log, monkeypatch):
+    monkeypatch.setattr(trial, '_predict', fails)
+    assert try_model(dict(type='TrialModel'), 'mmseg').stops == 'prediction stops: Foreign: why'
+    for step, said in (('_train', 'training stops'), ('build_optim_wrapper', 'it cannot be built')):
+        monkeypatch.setattr(trial, step, fails)
+        with pytest.raises(TrialError, match=f'^{said}: Foreign: why$'):
+            try_model(dict(type='TrialModel'), 'mmseg')
 
 
 def test_weights_are_not_loaded_and_loggers_left_as_they_were(log, tmp_path):
@@ -469,6 +486,7 @@ def test_the_task_of_a_config_that_names_none(monkeypatch):
         ("default_scope = 'mmpose'\nmodel = dict()", RunError, 'has default_scope {x}; allowed are: mmdet, mmseg, '),
         ("default_scope = 'mmdet'\n", NoModel, 'has no model: it is a part that other configs inherit'),
         ("default_scope = 'mmdet'\nmodel = 1 / 0", RunError, 'cannot be read: ZeroDivisionError: division by zero'),
+        ("raise __import__('queue').Empty('why')", RunError, 'cannot be read: Empty: why'),
         (
             "default_scope = 'mmdet'\nmodel = dict(type='M', backbone=dict(arch='x'))",
             NoPlace,
@@ -564,7 +582,7 @@ class Measurable(nn.Module):
         if self.branches is not None:
             if self.training:
                 if self.branches == 'fails':
-                    raise ValueError
+                    raise Foreign
                 return [maps[i] for i in self.branches]
             return maps[1]
         return dict(
@@ -707,6 +725,14 @@ def test_what_cannot_be_measured(model, kind, message):
     with pytest.raises(RunError) as error:
         measure(upstream_of(model=dict(dict(type='M'), **model)))
     assert type(error.value) is kind and message in str(error.value) and '\n' not in str(error.value)
+
+
+def test_backbones_may_raise_errors_of_any_class(monkeypatch):
+    source = upstream_of(model=dict(type='M', backbone=dict(type='Measurable')))
+    for part, said in (('forward', 'does not run here'), ('__init__', 'cannot be built here')):
+        monkeypatch.setattr(Measurable, part, fails)
+        with pytest.raises(RunError, match=f'^the backbone of base.py {said}: Foreign: .*why'):
+            measure(source)
 
 
 def test_backbones_that_cannot_be_built_are_guessed_from_their_neck():

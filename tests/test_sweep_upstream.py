@@ -67,6 +67,7 @@ def test_one_config_of_every_folder(tmp_path, monkeypatch):
         (swapping.NoModel('none'), ('no model', 'none')),
         (RunError('broken'), ('upstream fails too', 'broken')),
         (KeyError('key'), ('error', "KeyError: 'key'")),
+        (type('Foreign', (Exception,), {})('why'), ('error', 'Foreign: why')),
     ],
 )
 def test_how_a_config_ends(monkeypatch, ends, found):
