@@ -115,9 +115,13 @@ def test_panels_show_the_curves(tmp_path, monkeypatch):
         (lambda path: [path / 'nowhere', '--out', path / 'a.png'], 'vis_data/scalars.json'),
         (lambda path: [path / 'work', '--keys', 'bbox_AP', '--out', path / 'a.png'], 'coco/bbox_mAP, loss, lr'),
         (lambda path: [path / 'work', '--out', path / 'a.nopicture'], 'nopicture'),
+        (lambda path: [path / 'work', '--out', path / 'work.txt' / 'a.png'], "a.png' cannot be written: File exists."),
+        (lambda path: [path / 'work', '--out', path / 'dir.png'], "dir.png' cannot be written: Is a directory."),
     ],
 )
 def test_bad_input_is_one_line(work_dir, tmp_path, monkeypatch, capsys, make_args, message):
+    (tmp_path / 'work.txt').touch()
+    (tmp_path / 'dir.png').mkdir()
     with pytest.raises(SystemExit) as stop:
         run(monkeypatch, *make_args(tmp_path))
     error = capsys.readouterr().err.strip().splitlines()

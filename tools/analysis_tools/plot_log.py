@@ -80,11 +80,13 @@ def plot(curves: dict, keys: list, out: Path) -> None:
         axis.set_ylabel(key)
         axis.grid(alpha=0.3)
     axes[-1, 0].set_xlabel('step (iterations; metrics of epoch-based runs: epochs)')
-    out.parent.mkdir(parents=True, exist_ok=True)
     try:
+        out.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(out, dpi=120)
     except ValueError as error:
         raise RunError(f'--out {str(out)!r}: {error}') from error
+    except OSError as error:
+        raise RunError(f'--out {str(out)!r} cannot be written: {error.strerror}.') from error
     pyplot.close(figure)
 
 
