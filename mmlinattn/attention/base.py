@@ -264,7 +264,7 @@ class Attention(Mixing):
         init_cfg=None,
     ) -> None:
         super().__init__(dim, num_heads, mixer, grid, local_kernel, init_cfg)
-        self.gate = self.mixer.gate or (gate if type(self.mixer).gate is None else None)
+        self.gate = gate if type(self.mixer).gate is None else self.mixer.gate
         if self.gate not in (None, 'projection', 'identity', 'tanh'):
             raise ValueError(f"gate={self.gate!r} has to be None, 'projection', 'identity' or 'tanh'")
         self.widths = (*self.mixer.widths, dim) if self.gate == 'projection' else self.mixer.widths

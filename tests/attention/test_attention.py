@@ -313,11 +313,15 @@ def test_unknown_kernel(kernel):
 
 
 @pytest.mark.parametrize(
-    'options',
-    [dict(mixer=dict(type='rala', output_gate='sigmoid')), dict(mixer='softmax', gate='sigmoid')],
+    'gate, options',
+    [
+        ('sigmoid', dict(mixer=dict(type='rala', output_gate='sigmoid'))),
+        ('', dict(mixer=dict(type='rala', output_gate=''))),
+        ('sigmoid', dict(mixer='softmax', gate='sigmoid')),
+    ],
 )
-def test_unknown_gate(options):
-    with pytest.raises(ValueError, match=r"gate='sigmoid' has to be None, 'projection', 'identity' or 'tanh'"):
+def test_unknown_gate(gate, options):
+    with pytest.raises(ValueError, match=f"gate='{gate}' has to be None, 'projection', 'identity' or 'tanh'"):
         Attention(DIM, HEADS, **options)
 
 
