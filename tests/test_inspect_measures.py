@@ -491,6 +491,18 @@ def test_what_is_masked_of_an_attention_whose_outputs_have_norm_one(conv):
     assert conv or (plain - whole).abs().max() < 1e-5
 
 
+def test_what_is_masked_of_an_attention_that_divides_by_nothing():
+    """The other keys keep the weights they have: sums of these have either sign."""
+    at, grid = places(4, 5), Grid(4, 5)
+    mixer, near = get_mixer('hydra')[0](8, 2), measures.neighbours(at, at)
+    q, k, v = torch.randn(3, 2, 20, 8)
+    unit_q, unit_k = (nn.functional.normalize(t, dim=-1) for t in (q, k))
+    with masked(mixer, 3):
+        out = mixer(q, k, v, grid, grid)
+    expected = torch.einsum('bnc,bmc,bmc,nm->bnc', unit_q, unit_k, v, 1.0 * ~near)
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize('others', [False, True])
 @pytest.mark.parametrize('window', [1, 3, 5, 7])
 def test_which_keys_are_masked(window, others):

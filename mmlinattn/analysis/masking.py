@@ -52,8 +52,8 @@ def masked_weights(
 @contextlib.contextmanager
 def masked(model: nn.Module, window: int, others: bool = False, seed: int = 0) -> Iterator[None]:
     """A context in which every attention of a model ignores the ``window`` x ``window`` keys around each query, or as
-    many random other ones. Convolutions beside the attention stay. What is left sums to one; outputs that an attention
-    divides by their length still have that length.
+    many random other ones. Convolutions beside the attention stay. Where weights sum to one, what is left does, too;
+    outputs that an attention divides by their length still have that length; Hydra's other keys keep their weights.
 
     Args:
         model (nn.Module): Any model with attentions of this project, for inference.
@@ -90,9 +90,9 @@ def masked(model: nn.Module, window: int, others: bool = False, seed: int = 0) -
             shared = dict(mask=given['mask'], rotary=given['rotary'], bias=given['bias'], rows=rows)
             weights = mixer.weights(q, k, grid, key_grid, **shared)
             near = neighbours(places[rows], key_places, window // 2)
-            rest = masked_weights(weights, near, window**2 if others else None, generator, not mixer.unit_output)
+            rest = masked_weights(weights, near, window**2 if others else None, generator, mixer.normalised)
             values = rearrange(v.to(weights.dtype), 'b m (heads e) -> b heads m e', heads=weights.shape[1])
-            if mixer.unit_output:  # whose weights have sums of either sign: what is divided is the output
+            if mixer.unit_output:  # what is divided is the output
                 change = F.normalize(rest @ values, dim=-1) - F.normalize(weights @ values, dim=-1)
             else:
                 change = (rest - weights) @ values

@@ -80,6 +80,11 @@ class AngularMixer(TokenMixer):
         """Whether the output of each token is divided by its norm within the head, which the weights leave out."""
         return self.form == 'released'
 
+    @property
+    def normalised(self) -> bool:
+        """Whether the weights of each query are divided by their sum."""
+        return self.form == 'paper'
+
     def factors(self, q, k, grid, key_grid, mask=None, rotary=None):
         q, k = (memory.split_heads(t, self.num_heads) for t in (q, k))
         return angular_factors(q, k, mask, self.form == 'released')

@@ -44,6 +44,7 @@ class TokenMixer(BaseModule):
     - ``context``: wants the mean input token.
     - ``position_table``: needs ``grid`` at construction.
     - ``unit_output``: divides the output of each token by its norm within the head; :meth:`weights` leave that out.
+    - ``normalised``: the weights of each query are divided by their sum (RALA: by what it is without ``rotary``).
     """
 
     quadratic = False
@@ -55,6 +56,7 @@ class TokenMixer(BaseModule):
     context = False
     position_table = False
     unit_output = False
+    normalised = True
 
     def __init__(self, dim: int, num_heads: int, grid: Optional[tuple[int, int]] = None, init_cfg=None) -> None:
         super().__init__(init_cfg)
