@@ -211,10 +211,6 @@ def in_runner(optimizer, by_name=False):
             lambda o: o.state[o.param_groups[0]['params'][0]].update(step=torch.tensor(math.nan)),
             "the optimizer's step of parameter 0 is not finite",
         ),
-        (  # older versions of PyTorch count steps in plain numbers, before the tensors
-            lambda o: o.state.update({o.param_groups[0]['params'][1]: dict(step=3, exp_avg=torch.zeros(3))}),
-            r"the optimizer's exp_avg of parameter 1 has shape \(3,\), not \(2,\)",
-        ),
     ],
 )
 def test_state_of_an_optimizer(by_name, change, message):
