@@ -428,6 +428,9 @@ def test_the_tool_of_the_tables(monkeypatch, tmp_path, capsys):
     assert run() == repr(pairs) and {configs for _, configs in asked} == {ROOT / 'configs'}
     out = tmp_path / 'new' / 'deep' / 'page.md'
     assert run('--task', 'mmseg', '--out', str(out)) == str(out) and out.read_text() == repr(pairs[4:])
+    with pytest.raises(SystemExit):
+        run('--task')  # of no task is no page
+    assert 'argument --task: expected at least one argument' in capsys.readouterr().err
 
 
 # --- attentions -------------------------------------------------------------------------------------------------------
