@@ -21,6 +21,7 @@ from mmlinattn.attention import (
     windows,
 )
 from mmlinattn.attention.arrangements import RelativePositionBias
+from mmlinattn.attention.windows import Axis
 
 DIM, HEADS = 16, 2
 MIXERS = ['softmax', 'rala', 'inline', 'focused']
@@ -372,3 +373,9 @@ def test_bias_tables_of_another_form_stay(shape):
     """What they are is for the report of the loading to say."""
     table = torch.randn(shape)
     assert RelativePositionBias((4, 4), 2).fit(table) is table
+
+
+def test_positions_of_open_windows_are_on_the_device_of_the_map():
+    axis, x = Axis(7, 2, shift=True), torch.empty(1, 7, 7, 3, device='meta')
+    assert axis.positions(x).shape == (4, 2)
+    assert axis.positions(x).device == axis.region(x).device == x.device

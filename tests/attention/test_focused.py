@@ -9,6 +9,8 @@ from torch.nn.functional import cosine_similarity
 
 from mmlinattn.attention import Attention, FocusedMixer, Grid
 from mmlinattn.layers import PositionTable
+from mmlinattn.ops.focused_attention import cpu as cpu_form
+from mmlinattn.ops.focused_attention import reference as reference_form
 from mmlinattn.ops.focused_attention.reference import focused_map
 
 DIM, HEADS, HEIGHT, WIDTH = 16, 2, 3, 5
@@ -63,6 +65,16 @@ def test_gradients_of_the_map_are_those_of_finite_differences():
     x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     scale = torch.rand(5, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda *inputs: focused_map(*inputs, 3), (x, scale))
+
+
+@pytest.mark.parametrize('form', [cpu_form, reference_form])
+def test_zeros_get_no_gradient_as_of_relu(form):
+    q, k, v = torch.rand(3, 2, 5, DIM).unbind()
+    q[:, :, ::3], k[:, 1:, ::2] = 0, 0
+    grads = torch.autograd.grad(
+        form.focused_attention(q.requires_grad_(), k.requires_grad_(), v, 1, torch.ones(DIM), 3).square().sum(), (q, k)
+    )
+    assert all((grad[x == 0] == 0).all() and grad[x > 0].any() for x, grad in zip((q, k), grads))
 
 
 @pytest.mark.parametrize('frozen', ['x', 'scale'])

@@ -12,6 +12,7 @@ from mmlinattn import ops
 from mmlinattn.attention import Grid, grid
 from mmlinattn.layers import rotary_table
 from mmlinattn.ops import memory, onednn
+from mmlinattn.ops.elementwise import reference as elementwise_reference
 from mmlinattn.ops.memory import gradients_like, product, split
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
@@ -226,6 +227,8 @@ def test_sums_and_products_are_made_in_place_in_inference_only(learns):
         half = torch.full((2, 3), 2.0, dtype=torch.bfloat16)
         for result in (ops.add(x, half), ops.multiply(half, factor)):
             assert result.dtype == torch.float32 and (half == 2).all()
+        fine = torch.full((2, 3), 1.001)  # no bfloat16
+        assert torch.equal(elementwise_reference.multiply(half, fine), 2 * fine)
 
 
 @pytest.mark.parametrize('gated', [False, True])

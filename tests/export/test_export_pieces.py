@@ -321,6 +321,8 @@ def test_examples_and_open_dimensions():
         2: ('height', 65),
         3: ('width', 65),
     }
+    unbounded = torch.export.Dim('any').max
+    assert all(dim.max == unbounded for dim in dims.values())
 
 
 class Recorder:
