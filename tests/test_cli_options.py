@@ -249,6 +249,9 @@ def test_what_is_written_out(tool, tmp_path, monkeypatch):
     (metric,) = runner.test_evaluator.metrics
     assert type(metric).__name__ == 'DumpDetResults' and metric.out_file_path == str(tmp_path / 'p.pkl')
     assert not (tmp_path / 'p.pkl').exists()
+    for model in ('CascadeRCNN', 'RetinaNet', 'DetTTAModel'):  # whatever the detector, augmented or not
+        cfg = Config(dict(default_scope='mmdet', model=dict(type=model)))
+        assert type(functions['dump_metric'](cfg, 'p.pkl')).__name__ == 'DumpDetResults'
 
 
 def test_figures_are_written_by_one_process_and_said_to_be_drawn(tool, tmp_path, monkeypatch, capsys):
@@ -469,10 +472,11 @@ def test_options_have_the_last_word(configured, monkeypatch):
 
 def test_settings_of_a_classifier_s_own_stay():
     own = dict(collate_fn=dict(type='pseudo_collate'), pin_memory='mine', num_workers=2, persistent_workers=False)
-    cfg = Config(dict(train_dataloader=own, test_dataloader=dict(num_workers=0)))
+    cfg = Config(dict(train_dataloader=own, val_dataloader=dict(batch_size=2), test_dataloader=dict(num_workers=0)))
     cli._set_mmpretrain_loader_defaults(cfg)
     assert cfg.train_dataloader == own
-    assert 'persistent_workers' not in cfg.test_dataloader  # PyTorch refuses it without workers
+    for loader in (cfg.val_dataloader, cfg.test_dataloader):
+        assert 'persistent_workers' not in loader  # PyTorch refuses it without workers, and has none by default
     assert cfg.test_dataloader.collate_fn == dict(type='default_collate')
 
 

@@ -126,9 +126,10 @@ def test_ravlt_costs(size):
     assert cost.shape == (224, 224)
     assert cost.layer_macs / 1e9 == pytest.approx(LAYERS[size], abs=0.01)
     assert (cost.total_macs() + cost.norm_ops) / 1e9 == pytest.approx(HYBRID[size], abs=0.01)
-    cfg.merge_from_dict({'model.backbone.stage_attns': ('rala',) * 4})
+    cfg.merge_from_dict({'model.backbone.stage_attns': ('rala',) * 4, 'model.backbone.frozen_stages': 1})
     linear = count_model(cfg)
     assert linear.layer_macs == cost.layer_macs
+    assert linear.params['backbone.stage1'] == cost.params['backbone.stage1']  # frozen ones are parameters too
     assert (linear.total_macs() + linear.norm_ops) / 1e9 == pytest.approx(LINEAR_ONLY[size], abs=0.01)
 
 

@@ -29,6 +29,7 @@ from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
 from mmlinattn.attention import Grid, windows
+from mmlinattn.attention.arrangements import StripeAttention
 from mmlinattn.backbones import LinearCSWin, LinearDeiT, LinearNextViT, LinearPVT, LinearPVTv2, LinearSwin
 from mmlinattn.checkpoints.states import fit_backbone
 
@@ -45,6 +46,15 @@ every_attention = pytest.mark.parametrize('attn', ATTNS)
 @pytest.fixture(params=PYRAMIDS)
 def build(request):
     return lambda **options: small_hosts.build(request.param, **{'stage_attns': MIXED, **options})
+
+
+@pytest.mark.parametrize('attns', [['softmax', 'rala'], ['rala', 'softmax']], ids=str)
+def test_each_block_of_cswin_has_the_windows_of_its_own_attention(attns):
+    """Stripes of a quadratic attention, the whole map of a linear one, side by side in a stage."""
+    model = small_hosts.build('LinearCSWin', stage_attns=('softmax', 'rala', attns, 'softmax'))
+    assert [isinstance(block.attn, StripeAttention) for block in model.stages[2]] == [
+        attn == 'softmax' for attn in attns
+    ]
 
 
 # --- any size ---------------------------------------------------------------------------------
