@@ -379,6 +379,14 @@ def test_no_rank_is_larger_than_there_are_rows_or_columns():
     assert {name: part['at_most'] for name, part in rank.items()} == dict(weights=2, output=2, projected=2)
 
 
+def test_the_largest_rank_of_a_state_with_more_channels_of_keys_than_of_values(monkeypatch):
+    """A mixer chooses its widths."""
+    monkeypatch.setattr(get_mixer('enhanced')[0], 'widths', (16, 16, 8))
+    block = calls_of(GlobalAttention(8, 2, 'enhanced').eval(), torch.randn(1, 4, 5, 8))
+    assert block.calls[0].state(0).shape == (2, 8, 4)
+    assert inspecting.measure_block(block, ('rank',))['rank']['state']['at_most'] == 4
+
+
 class Asked(TokenMixer):
     """Looks at all keys alike; keeps what it is asked for."""
 
