@@ -443,6 +443,7 @@ LONG = 1001 * 'k'
         (dict(model={1: torch.ones(1)}), 'model of a.pth has a key that is no string: int 1'),
         (dict(model_ema={LONG: 1}), f'model_ema of a.pth has a key of 1001 characters: {80 * "k"}...'),
         (dict(state_dict_ema={'a\n': 1}), "state_dict_ema of a.pth has a key with control characters: 'a\\n'"),
+        (dict(model={80 * 'a' + '\n': 1}), f"model of a.pth has a key with control characters: '{80 * 'a'}'"),
         (dict(ema_state_dict={None: 1}), 'ema_state_dict of a.pth has a key that is no string: NoneType None'),
         (dict(state_dict=with_attribute()), 'state_dict of a.pth has attributes, which no state dict has'),
         (

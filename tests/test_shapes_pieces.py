@@ -125,6 +125,9 @@ def test_the_same_arguments_give_the_same_pictures_until_the_version_is_raised(t
         info = (tmp_path / 'objectInfo150.txt').read_text().splitlines()
         assert info[1].split('\t')[2:] == ['1', '0', '1', 'wall, gradient']
         assert info[8].split('\t')[2:] == ['2', '1', '0', 'bed, star']
+        trained = np.concatenate([each.ravel() for each in labels[:4]])  # of pictures of several sizes
+        shares = [np.mean(trained == value) for value in range(1, 11)]
+        assert [float(line.split('\t')[1]) for line in info[1:]] == pytest.approx(shares, abs=6e-5)
 
 
 def spied(monkeypatch, layout, tmp_path, **kwargs):

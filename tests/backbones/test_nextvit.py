@@ -3,6 +3,7 @@
 
 import copy
 import functools
+import inspect
 import re
 
 import goldens
@@ -15,7 +16,7 @@ from small_hosts import image, loss
 from torch import nn
 from torch.nn import functional as F
 
-from mmlinattn.attention import GlobalAttention
+from mmlinattn.attention import GlobalAttention, Grid
 from mmlinattn.backbones import LinearNextViT, nextvit
 from mmlinattn.backbones.nextvit import AveragedKeysAttention, ConvBlock, PooledEmbed, ReLUMLP, TransformerBlock
 from mmlinattn.checkpoints.loading import load_pretrained
@@ -180,6 +181,13 @@ def test_keys_of_grids_are_means_of_the_tokens_of_a_patch(size, open_sizes, monk
         for j in range(-(-size[1] // 3)):
             torch.testing.assert_close(reduced[0, :, i, j], x[0, 3 * i : 3 * i + 3, 3 * j : 3 * j + 3].mean(dim=(0, 1)))
     assert reduced.shape[2:] == (-(-size[0] // 3), -(-size[1] // 3))
+    calls, signature = [], inspect.signature(attn.mixer.forward)
+    attn.mixer.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
+    attn(x)
+    given = signature.bind(*calls[0][0], **calls[0][1]).arguments
+    assert given['key_grid'] == Grid(*reduced.shape[2:])
+    keys = F.linear(attn.norm(reduced).flatten(2).mT, *(part[4:8] for part in (attn.qkv.weight, attn.qkv.bias)))
+    torch.testing.assert_close(given['k'], keys)  # row by row
 
 
 def test_which_keys_are_averaged_how():
