@@ -298,6 +298,7 @@ def report(loaded=(), missing=(), unexpected=(), mismatched=(), ignored=()):
             False,
             ['1 of another shape:', '  d', 'Hint: CONFIG has another number of classes or another size than SRC.'],
         ),
+        (dict(missing=['a']), False, ['1 missing in SRC:', '  a']),  # where nothing fits there is nothing to train from
         (
             dict(loaded=['backbone.w', 'backbone.v'], missing=['a']),
             False,

@@ -446,23 +446,6 @@ def test_predicted_kernels_under_autocast(dtype, kernel_dtype):
     assert (out - torch.cat(each)).norm() < 0.02 * torch.cat(each).norm()
 
 
-@pytest.mark.parametrize('learns', [False, True])
-@pytest.mark.parametrize('convolves', [False, True])
-@pytest.mark.parametrize('form', ['reference', 'cpu', 'eager'])
-def test_of_which_tokens_is_what(form, convolves, learns):
-    """Keys and values are of others where these are given; queries and the gate never are."""
-    project = importlib.import_module(f'mmlinattn.ops.projection.{form}').project
-    layer, x, kv = torch.nn.Linear(6, 16), torch.randn(2, 7, 6), torch.randn(2, 3, 6)
-    weights, biases = layer.weight.split((4, 4, 5, 3)), layer.bias.split((4, 4, 5, 3))
-    for others in (kv, None):
-        with torch.set_grad_enabled(learns):
-            found = project(layer, x, (4, 4, 5, 3), others, convolves)
-        keys = x if others is None else others
-        expected = [F.linear(tokens, w, b) for tokens, w, b in zip((x, keys, keys, x), weights, biases)]
-        for ours, theirs in zip(found, expected, strict=True):
-            torch.testing.assert_close(ours, theirs)
-
-
 def test_split_under_transforms():
     x = torch.randn(2, 6)
     found = torch.func.grad(lambda t: split(t, (2, 4))[0].square().sum())(x)
