@@ -44,6 +44,43 @@ class LabelledDataset(ToyDataset):
         return [dict(entry, gt_label=3 * (i == self.size - 1)) for i, entry in enumerate(super().load_data_list())]
 
 
+def test_files_are_tried_before_the_work(tmp_path):
+    """In folders that are made for them; what is there stays."""
+    new, old = tmp_path / 'a' / 'b' / 'new.md', tmp_path / 'old.md'
+    old.write_text('old')
+    cli.check_out_file(new)
+    cli.check_out_file(str(old))
+    assert old.read_text() == 'old' and new.parent.is_dir() and not any(new.parent.iterdir())
+    for out, reason in (
+        (tmp_path / 'a', 'Is a directory'),
+        (old / 'c.md', 'File exists'),
+        (old / 'c' / 'd', 'Not a d'),
+    ):
+        with pytest.raises(RunError) as found:
+            cli.check_out_file(out)
+        assert str(found.value).startswith(f'--out {str(out)!r} cannot be written: {reason}')
+    with pytest.raises(RunError, match="--out 'a' cannot be written: why.$"), cli.writing('a'):
+        raise PermissionError(1, 'why')
+    with pytest.raises(KeyError), cli.writing('a'):
+        raise KeyError
+
+
+@pytest.mark.parametrize('exists', [False, True])
+def test_files_in_a_place_without_rights(exists, tmp_path, monkeypatch):
+    """As another user sees them, where the tests run as root."""
+
+    def refused(*_, **__):
+        raise PermissionError(13, 'Permission denied')
+
+    out = tmp_path / 'a.md'
+    if exists:
+        out.touch()
+    monkeypatch.setattr(cli.tempfile if not exists else type(out), 'TemporaryFile' if not exists else 'open', refused)
+    with pytest.raises(RunError) as found:
+        cli.check_out_file(out)
+    assert str(found.value) == f'--out {str(out)!r} cannot be written: Permission denied.'
+
+
 def test_labels_are_looked_at_before_the_first_batch(tmp_path):
     runner = make_runner(
         tmp_path, [], model=dict(type='ModelWithHead'), loader=dict(dataset=dict(type='LabelledDataset'))

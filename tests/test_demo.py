@@ -273,6 +273,11 @@ def test_the_lines_of_the_demo(tmp_path, monkeypatch):
     assert line('check_out', file, True) == f'--out {file!r} is a file; for a folder of pictures it has to be a folder.'
     below = f'{file}/a'
     assert line('check_out', below, True) == f'--out {below!r} cannot be written: Not a directory.'
+    picture = f'{file}/a/b.png'
+    assert line('check_out', picture, False) == f'--out {picture!r} cannot be written: Not a directory.'
+    below = str(tmp_path / 'new' / 'a.png')
+    functions['check_out'](below, False)
+    assert not any((tmp_path / 'new').iterdir())
 
     (tmp_path / 'empty.png').touch()
     empty = str(tmp_path / 'empty.png')

@@ -69,6 +69,21 @@ def test_nothing_stays_behind():
     assert model(torch.randn(1, 3, 4, 8)).requires_grad and len(found) == 2
 
 
+def test_a_pass_that_failed_halfway_leaves_nothing():
+    """Neither what was refused nor what raised becomes part of the next image."""
+    model, found = nn.Sequential(GlobalAttention(8, 2, 'softmax')).eval(), []
+    with watched(model, found.append):
+        with pytest.raises(ValueError, match='one image at a time, not 2'):
+            model(torch.randn(2, 3, 4, 8))
+        model(torch.randn(1, 4, 4, 8))
+        with pytest.raises(RuntimeError):
+            model[0].proj.weight.data = torch.randn(8, 7)  # after the mixer
+            model(torch.randn(1, 3, 4, 8))
+        model[0].proj.weight.data = torch.randn(8, 8)
+        model(torch.randn(1, 4, 3, 8))
+    assert [(block.size, len(block.calls)) for block in found] == [((4, 4), 1), ((4, 3), 1)]
+
+
 def test_arguments_are_copies_by_their_names():
     mixer, (q, k, v) = GlobalAttention(8, 2, 'softmax').mixer, torch.randn(3, 1, 6, 8)
     given = arguments_of(mixer, (q, k, v, Grid(2, 3), None), dict(rotary='r'))

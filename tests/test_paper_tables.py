@@ -71,6 +71,20 @@ def test_committed_page_has_every_row():
         )
 
 
+@pytest.mark.parametrize('name', ['paper_tables', 'attention_table'])
+def test_places_that_cannot_be_written_are_refused_at_once(name, tmp_path, monkeypatch, capsys):
+    """Measuring takes minutes."""
+    tool = runpy.run_path(str(ROOT / 'tools' / 'analysis_tools' / f'{name}.py'), run_name='tool')
+    for function in ('measure', 'page'):
+        monkeypatch.setitem(tool['main'].__globals__, function, lambda *_: pytest.fail('begun'))
+    (tmp_path / 'file').touch()
+    out = str(tmp_path / 'file' / 'page.md')
+    monkeypatch.setattr(sys, 'argv', [f'{name}.py', '--out', out])
+    with pytest.raises(SystemExit, match='1'):
+        tool['main']()
+    assert capsys.readouterr().err.startswith(f'error: --out {out!r} cannot be written: ')
+
+
 def test_tasks_that_there_are(monkeypatch, capsys):
     tool = runpy.run_path(str(ROOT / 'tools' / 'analysis_tools' / 'paper_tables.py'), run_name='tool')
     monkeypatch.setattr(sys, 'argv', ['paper_tables.py', '--task', 'mmdet', 'no_such'])

@@ -181,6 +181,14 @@ def test_results_are_kept_and_not_tried_again(tmp_path, monkeypatch, capsys):
     assert run('--fresh', '--configs', 'mmdet::d/d.py') == [row('mmdet::d/d.py', 'works', 'fine')]
 
 
+def test_a_page_that_cannot_be_written_costs_no_sweep(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', ['sweep_upstream.py', '--out', str(tmp_path), '--results', str(tmp_path / 'kept')])
+    with pytest.raises(SystemExit, match='1'):
+        TOOL['main']()
+    assert capsys.readouterr().err == f"error: --out '{tmp_path}' cannot be written: Is a directory.\n"
+    assert not (tmp_path / 'kept').exists()
+
+
 def test_none_is_begun_after_the_time(tmp_path, monkeypatch, capsys):
     """Of 25 seconds each, those that begin within a minute: three."""
     for project in ('mmdet', 'mmseg', 'mmpretrain'):

@@ -21,7 +21,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serve
 from mmlinattn.engine import RunError
 from mmlinattn.engine.checkpoint_match import check_weights
 from mmlinattn.engine.class_names import num_classes
-from mmlinattn.engine.cli import check_checkpoint, explained_setup, notice, one_line_errors, read_config, require
+from mmlinattn.engine.cli import (
+    check_checkpoint,
+    check_out_file,
+    explained_setup,
+    notice,
+    one_line_errors,
+    read_config,
+    require,
+    writing,
+)
 from mmlinattn.engine.stopping import clean_end
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
@@ -68,10 +77,11 @@ def check_out(out: str, is_folder: bool) -> Path:
         raise RunError(f'--out {str(out)!r} is a file; for a folder of pictures it has to be a folder.')
     if not is_folder and out.suffix.lower() not in SUFFIXES:
         raise RunError(f'--out {str(out)!r} has to end in one of {" ".join(SUFFIXES)}.')
-    try:
-        (out if is_folder else out.parent).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(f'--out {str(out)!r} cannot be written: {error.strerror}.') from error
+    if is_folder:
+        with writing(out):
+            out.mkdir(parents=True, exist_ok=True)
+    else:
+        check_out_file(out)
     return out
 
 

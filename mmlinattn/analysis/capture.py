@@ -245,6 +245,9 @@ def _watch(name: str, attention: nn.Module, on_block: Callable) -> list:
     block = name[: -len('.attn')] if name.endswith('.attn') else name
     locals_ = {id(m.mixer): m.local for m in attention.modules() if isinstance(m, Mixing)}
 
+    def begin(module, args):
+        calls.clear()  # of a pass that raised halfway
+
     def before(mixer, args, kwargs):
         calls.append((mixer, arguments_of(mixer, args, kwargs), []))
 
@@ -265,7 +268,10 @@ def _watch(name: str, attention: nn.Module, on_block: Callable) -> list:
         calls.clear()
         on_block(BlockCall(block, attention, made, size, key_size, x, reduction_of(attention)))
 
-    handles = [attention.register_forward_hook(finish, with_kwargs=True)]
+    handles = [
+        attention.register_forward_pre_hook(begin),
+        attention.register_forward_hook(finish, with_kwargs=True),
+    ]
     for module in attention.modules():
         if isinstance(module, TokenMixer):
             handles.append(module.register_forward_pre_hook(before, with_kwargs=True))

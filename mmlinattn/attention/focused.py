@@ -37,7 +37,7 @@ class FocusedMixer(TokenMixer):
         self, dim: int, num_heads: int, grid=None, power: float = 3, local_kernel=5, focus: bool = True, init_cfg=None
     ) -> None:
         super().__init__(dim, num_heads, grid, init_cfg)
-        if not 1 <= power <= 32:
+        if not isinstance(power, (int, float)) or not 1 <= power <= 32:
             raise ValueError(f'power={power} (focusing factor) has to lie in [1, 32]')
         self.power = power
         self.focus = focus

@@ -3,12 +3,14 @@
 line."""
 
 import argparse
+import errno
 import os
 import os.path as osp
 import sys
 import tempfile
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Optional
 
 from mmengine.config import Config, ConfigDict, DictAction
@@ -72,6 +74,40 @@ def one_line_errors():
         print(f'error: {printable(error)}', file=sys.stderr, flush=True)
         # Not sys.exit: waiting for data-loader workers and process groups could hang here.
         raise SystemExit(1) from None
+
+
+@contextmanager
+def writing(out):
+    """A context in which an OSError becomes the RunError that ``--out`` cannot be written.
+
+    Args:
+        out (str | Path): What ``--out`` names.
+
+    Raises:
+        RunError: With the path and the reason, in one line.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f'--out {str(out)!r} cannot be written: {error.strerror}.') from error
+
+
+def check_out_file(out) -> None:
+    """Make the folder of a file that a tool writes at its end, before it works.
+
+    Args:
+        out (str | Path): The file, which need not exist and stays as it is.
+
+    Raises:
+        RunError: It is a folder, or nothing can be written in the folder it is in.
+    """
+    out = Path(out)
+    with writing(out):
+        if out.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent) if not out.exists() else out.open('ab'):
+            pass
 
 
 def notice(message: str) -> None:

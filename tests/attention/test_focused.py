@@ -221,7 +221,7 @@ def test_a_class_token_has_neither_position_nor_neighbours():
     torch.testing.assert_close(out[:, 1:], slow[:, 1:] + term)
 
 
-@pytest.mark.parametrize('power', [0.5, 0, -1, 33])
+@pytest.mark.parametrize('power', [0.5, 0, -1, 33, None, '3'])
 def test_power_out_of_range(power):
     with pytest.raises(ValueError, match=rf'power={power} \(focusing factor\) has to lie in \[1, 32\]'):
         FocusedMixer(DIM, HEADS, power=power)

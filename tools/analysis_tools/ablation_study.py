@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serve
 from mmlinattn.analysis import ablation, ablation_report
 from mmlinattn.analysis.study_tasks import TASKS
 from mmlinattn.engine import RunError
-from mmlinattn.engine.cli import one_line_errors
+from mmlinattn.engine.cli import one_line_errors, writing
 
 SETTINGS = dict(
     iterations='training steps of a run',
@@ -77,11 +77,10 @@ def checked_settings(args: argparse.Namespace) -> ablation.Settings:
         raise RunError(f'--max-minutes {args.max_minutes} has to be above 0.')
     try:
         torch.empty(0, device=args.device)
-        args.out.mkdir(parents=True, exist_ok=True)
     except RuntimeError as error:
         raise RunError(f'--device {args.device}: {str(error).splitlines()[0]}') from error
-    except OSError as error:
-        raise RunError(f'--out {str(args.out)!r} cannot be written: {error.strerror}.') from error
+    with writing(args.out):
+        args.out.mkdir(parents=True, exist_ok=True)
     return settings
 
 

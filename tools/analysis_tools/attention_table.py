@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))  # a checkout serves without being installed
 
 import mmlinattn  # noqa: F401  registers the backbones
 from mmlinattn.analysis.attentions import page
-from mmlinattn.engine.cli import one_line_errors
+from mmlinattn.engine.cli import check_out_file, one_line_errors
 
 
 def main() -> None:
@@ -24,8 +24,8 @@ def main() -> None:
     warnings.simplefilter('ignore')  # of model constructors, once a model
     MMLogger.get_instance('mmengine', log_level='ERROR')
     with one_line_errors():
+        check_out_file(args.out)
         text = page()
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(text, encoding='utf-8')
     print(args.out)
 

@@ -28,7 +28,7 @@ from mmlinattn.analysis.inspecting import NUM_QUERIES, WHAT, averaged, measure_b
 from mmlinattn.analysis.masking import masking_accuracies
 from mmlinattn.analysis.measures import CONFUSION_DISTANCE
 from mmlinattn.engine import RunError
-from mmlinattn.engine.cli import check_checkpoint, one_line_errors, read_config
+from mmlinattn.engine.cli import check_checkpoint, one_line_errors, read_config, writing
 
 
 def parse_args() -> argparse.Namespace:
@@ -89,11 +89,10 @@ def checked(args: argparse.Namespace) -> Config:
             raise RunError(f'image {path!r}: no such file.')
     try:
         torch.empty(0, device=args.device)
-        args.out.mkdir(parents=True, exist_ok=True)
     except RuntimeError as error:
         raise RunError(f'--device {args.device}: {str(error).splitlines()[0]}') from error
-    except OSError as error:
-        raise RunError(f'--out {str(args.out)!r} cannot be written: {error.strerror}.') from error
+    with writing(args.out):
+        args.out.mkdir(parents=True, exist_ok=True)
     if args.cfg_options:
         cfg.merge_from_dict(args.cfg_options)
     return cfg

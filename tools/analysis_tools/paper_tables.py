@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serve
 import mmlinattn  # noqa: F401  registers the backbones
 from mmlinattn.analysis.paper_tables import TITLES, measure, page
 from mmlinattn.analysis.published import read_rows
-from mmlinattn.engine.cli import one_line_errors
+from mmlinattn.engine.cli import check_out_file, one_line_errors
 
 CONFIGS = Path(__file__).resolve().parents[2] / 'configs'
 
@@ -29,6 +29,9 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    if args.out:
+        with one_line_errors():
+            check_out_file(args.out)
     warnings.simplefilter('ignore')  # of model constructors, once a row
     MMLogger.get_instance('mmengine', log_level='ERROR')
     rows = [row for task in args.task for row in read_rows(task)]
@@ -41,7 +44,6 @@ def main() -> None:
     print(file=sys.stderr)
     text = page(measured)
     if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(text, encoding='utf-8')
         print(args.out)
     else:

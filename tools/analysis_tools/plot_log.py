@@ -12,7 +12,7 @@ import matplotlib
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
 
 from mmlinattn.engine import RunError
-from mmlinattn.engine.cli import one_line_errors
+from mmlinattn.engine.cli import one_line_errors, writing
 
 NOT_CURVES = ('step', 'epoch', 'iter', 'time', 'data_time', 'memory')
 
@@ -81,12 +81,11 @@ def plot(curves: dict, keys: list, out: Path) -> None:
         axis.grid(alpha=0.3)
     axes[-1, 0].set_xlabel('step (iterations; metrics of epoch-based runs: epochs)')
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(out, dpi=120)
+        with writing(out):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            figure.savefig(out, dpi=120)
     except ValueError as error:
         raise RunError(f'--out {str(out)!r}: {error}') from error
-    except OSError as error:
-        raise RunError(f'--out {str(out)!r} cannot be written: {error.strerror}.') from error
     pyplot.close(figure)
 
 

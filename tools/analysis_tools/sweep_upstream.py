@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serve
 from mmengine.utils import get_installed_path
 
 from mmlinattn.engine import RunError
+from mmlinattn.engine.cli import check_out_file, one_line_errors
 
 PROJECTS = ('mmdet', 'mmseg', 'mmpretrain')
 # which config stands for a folder: the first name with the first of these words in it
@@ -124,6 +125,9 @@ def main() -> None:
     parser.add_argument('--max-minutes', type=float, default=1e9, help='stop beginning new ones after this time')
     parser.add_argument('--fresh', action='store_true', help='forget earlier results')
     args = parser.parse_args()
+    if args.out:
+        with one_line_errors():
+            check_out_file(args.out)
     kept = Path(args.results)
     kept.parent.mkdir(parents=True, exist_ok=True)
     if args.fresh:
@@ -149,7 +153,6 @@ def main() -> None:
         rows = [
             results[name] for name in sorted(results, key=lambda name: (PROJECTS.index(name.partition('::')[0]), name))
         ]
-        Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         Path(args.out).write_text(page(rows, args.backbone, len(sample(args.projects))), encoding='utf-8')
 
 
