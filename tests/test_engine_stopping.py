@@ -26,7 +26,7 @@ from test_engine_resuming import losses
 from torch import nn
 from torch.utils.data import DataLoader
 
-from mmlinattn.engine import ExactResumeHook, RunError, StopHook, stopping
+from mmlinattn.engine import ExactResumeHook, RunError, StopHook, cli, stopping
 from mmlinattn.engine.data_check import _LateStart
 from mmlinattn.engine.resuming import _batches_done
 from mmlinattn.engine.stopping import ToolRun, _InterruptWatch, _Shielded, clean_end, end_workers, shield_workers
@@ -577,14 +577,32 @@ def test_the_line_after_ctrl_c(tmp_path, monkeypatch, capsys, rank):
     assert said(work) == (goes_on if rank == 'RANK' else '')
 
 
+class Gone(io.StringIO):
+    def flush(self):
+        raise BrokenPipeError
+
+
 @pytest.mark.parametrize('name', ['stdout', 'stderr'])
-def test_a_run_ends_also_where_nobody_hears_the_line(monkeypatch, name):
-    """Whoever reads the output may have gone first."""
-    stream = io.StringIO()
-    stream.close()
+@pytest.mark.parametrize('how', ['closed', 'none', 'gone'])
+def test_a_run_ends_also_where_nobody_hears_the_line(monkeypatch, name, how):
+    """Whoever reads the output may have gone first, or there was nobody (``>&-``); who reads the other stream has the
+    line."""
+    both = dict(stdout=io.StringIO(), stderr=io.StringIO())
+    other = both['stderr' if name == 'stdout' else 'stdout']
+    both[name] = None if how == 'none' else Gone() if how == 'gone' else io.StringIO()
+    if how == 'closed':
+        both[name].close()
     monkeypatch.setenv('RANK', '0')
-    monkeypatch.setattr(sys, name, stream)
+    for stream, value in both.items():
+        monkeypatch.setattr(sys, stream, value)
     ToolRun().say_interrupted()
+    if name == 'stdout':
+        assert other.getvalue() == 'interrupted.\n'
+    with pytest.raises(SystemExit) as ended, cli.one_line_errors():
+        raise RunError('why')
+    assert ended.value.code == 1
+    if name == 'stdout':
+        assert other.getvalue() == 'interrupted.\nerror: why\n'
 
 
 def test_workers_end_when_their_parent_says_so(monkeypatch):

@@ -25,7 +25,7 @@ from ..checkpoints.safe import CheckpointError, printable
 from ..checkpoints.schemes import PREFIX
 from .checkpoint_match import CheckpointMatchHook
 from .distributed import prepare_distributed
-from .errors import RunError
+from .errors import RunError, say_last
 from .label_check import check_labels
 from .resume_guard import find_latest_checkpoint
 
@@ -70,8 +70,7 @@ def one_line_errors():
     try:
         yield
     except (RunError, CheckpointError) as error:
-        sys.stdout.flush()
-        print(f'error: {printable(error)}', file=sys.stderr, flush=True)
+        say_last(f'error: {printable(error)}')
         # Not sys.exit: waiting for data-loader workers and process groups could hang here.
         raise SystemExit(1) from None
 

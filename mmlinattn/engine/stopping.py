@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from .checkpointing import ATOMIC_BACKEND, AtomicLocalBackend, explained_write_errors
 from .data_check import start_workers_late
 from .distributed import leave_process_group
+from .errors import say_last
 from .resuming import ExactResumeHook
 
 __all__ = ['CHECKPOINT_NAME', 'StopHook', 'ToolRun', 'clean_end', 'shield_workers']
@@ -137,9 +138,7 @@ class ToolRun:
                 if path
                 else f'interrupted: no checkpoint was written to {self.work_dir!r} yet; the same command begins anew.'
             )
-        with suppress(OSError, ValueError):
-            sys.stdout.flush()
-            print(line, file=sys.stderr, flush=True)
+        say_last(line)
 
 
 class _InterruptWatch:
