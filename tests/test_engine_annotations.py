@@ -170,7 +170,7 @@ FAULTS = {
     'RLE of another size': (mask(dict(size=[64, 48], counts=[3072])), AT + r'run lengths \(RLE\) of size \[64, 48\]'),
     'RLE that is short': (mask(dict(size=[48, 64], counts=[10, 10])), AT + 'run lengths .* do not fill its 64x48'),
     'RLE beyond 64 bits': (mask(dict(size=[48, 64], counts=[2**70])), AT + 'run lengths .* do not fill'),
-    'RLE below 0': (mask(dict(size=[48, 64], counts=[-10, 3082])), AT + 'run lengths .* do not fill'),
+    'RLE below 0': (mask(dict(size=[48, 64], counts=[-1, 3073])), AT + 'run lengths .* do not fill'),
     'RLE without counts': (mask(dict(size=[48, 64])), AT + r'run lengths \(RLE\) None'),
     'RLE of nonsense': (mask(dict(size=[48, 64], counts='\x00\xff!')), AT + 'run lengths .* do not fill'),
     'RLE without a size': (

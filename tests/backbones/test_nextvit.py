@@ -395,12 +395,14 @@ def test_frozen_stages_keep_their_statistics():
 
 def test_weights_start_as_in_the_release():
     model = MODELS.build(
-        dict(type='LinearNextViT', arch=dict(ARCH, embed_dims=(32, 64, 96, 128)), stage_attns=('rala',) * 4)
+        dict(type='LinearNextViT', arch=dict(ARCH, embed_dims=(32, 64, 96, 128)), stage_attns=('rala', 'focused') * 2)
     )
     model.init_weights()
     for name, module in model.named_modules():
         if isinstance(module, (nn.Linear, nn.Conv2d)) and module.weight.numel() > 1000:
             assert module.weight.detach().std() == pytest.approx(0.02, rel=0.1), name
+        if isinstance(module, (nn.Linear, nn.Conv2d)) and module.bias is not None:
+            assert not module.bias.any(), name
 
 
 def test_stochastic_depth_is_shared_by_attention_and_convolution():
