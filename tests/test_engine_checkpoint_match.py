@@ -158,6 +158,21 @@ def test_modules_are_told_of_the_version_they_were_saved_in(is_wrapped):
     )
 
 
+@pytest.mark.parametrize('version', [1, 2, 3])
+def test_what_is_renamed_is_not_missing_beside_another_shape(version):
+    model = nn.ModuleDict(dict(renaming=Renaming(), head=nn.Linear(1, 3)))
+    state = model.state_dict()
+    if version < 3:
+        state['renaming.old_scale'] = state.pop('renaming.scale')
+    state['head.bias'] = torch.ones(5)
+    state._metadata['renaming'] = dict(version=version)
+    with pytest.raises(RunError) as found:
+        check_weights(model, state)
+    missing = '; 1 parameters not in the file: renaming.scale' * (version == 2)
+    shapes = 'left out for its shape: head.bias (5 in the file, 3 in the model)'
+    assert str(found.value) == f'the checkpoint does not fit the model; {shapes}{missing}. {SAME}'
+
+
 def test_one_beginning_is_no_list_of_letters():
     """``left_out`` of a single key, as options on the command line have it."""
     hook = CheckpointMatchHook(left_out='layer.weight')
@@ -202,6 +217,14 @@ def test_the_lines_about_weights_for_a_model():
 def test_only_the_module_of_processes_is_taken_off():
     model = nn.ModuleDict(dict(a=nn.ModuleDict(dict(module=nn.Linear(1, 1)))))
     check_weights(model, model.state_dict())
+    check_weights(model, {f'module.{key}': value for key, value in model.state_dict().items()})
+
+
+def test_what_the_runner_does_not_load_is_missing():
+    """It takes ``module`` and one character more off the front of a key, whatever the character is."""
+    model = nn.ModuleDict(dict(module_list=nn.ModuleList([nn.Linear(1, 1)])))
+    with pytest.raises(RunError, match='2 parameters not in the file: module_list.0.weight, module_list.0.bias'):
+        check_weights(model, model.state_dict())
     check_weights(model, {f'module.{key}': value for key, value in model.state_dict().items()})
 
 

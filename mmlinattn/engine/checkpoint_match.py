@@ -1,7 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import copy
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Union
 
 from mmengine.hooks import Hook
@@ -22,7 +24,8 @@ UNUSED_IN_TESTS = ('auxiliary_head',)
 def _state_dict(checkpoint: dict) -> OrderedDict:
     """What MMEngine will load of a checkpoint."""
     state = checkpoint.get('state_dict', checkpoint)
-    tensors = OrderedDict((re.sub(r'^module\.', '', key), v) for key, v in state.items() if isinstance(v, Tensor))
+    # the runner's own pattern, whose dot is any character: it loads nothing into a part named module_list
+    tensors = OrderedDict((re.sub('^module.', '', key), v) for key, v in state.items() if isinstance(v, Tensor))
     tensors._metadata = getattr(state, '_metadata', OrderedDict())
     return tensors
 
@@ -40,8 +43,19 @@ def _not_loaded(model: nn.Module, state: dict) -> tuple[list[str], list[str]]:
         refused = [line for line in report.mismatched if f'size mismatch for {line.split()[0]}:' in str(error)]
         mismatched = refused or report.mismatched
         missing = report.missing
+        if refused:
+            with suppress(RuntimeError):  # modules may have more to say against it
+                missing = _missing_beside(model, state, {line.split()[0] for line in refused})
     parameters = dict(model.named_parameters())
     return mismatched, [key for key in missing if key in parameters]
+
+
+def _missing_beside(model: nn.Module, state: dict, refused: set[str]) -> list[str]:
+    """What is missing besides the keys that are refused for their shape."""
+    rest = copy.copy(state)  # with its metadata
+    for key in refused:
+        rest.pop(key, None)
+    return [key for key in model.load_state_dict(rest, strict=False).missing_keys if key not in refused]
 
 
 def _not_finite(model: nn.Module, state: dict) -> list[str]:

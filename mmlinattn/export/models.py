@@ -165,15 +165,23 @@ class Deviation(NamedTuple):
 
 
 def deviation(outputs, expected) -> Deviation:
-    """Deviation of one or several outputs; infinite for other shapes, and for values that are not finite."""
+    """Deviation of one or several outputs; infinite for other shapes, and for values that are not finite. Of values
+    that are all alike, a classifier's of one class, in units of their size."""
     outputs, expected = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, expected))
     if [tuple(t.shape) for t in outputs] != [tuple(t.shape) for t in expected]:
         return Deviation(float('inf'), float('inf'))
-    errors = [(a.double() - b.double()) / b.double().std() for a, b in zip(outputs, expected)]
+    errors = [(a.double() - b.double()) / _scale(b.double()) for a, b in zip(outputs, expected)]
     if not all(error.isfinite().all() for error in errors):
         return Deviation(float('inf'), float('inf'))
     largest = max(error.abs().max().item() for error in errors)
     return Deviation(largest, max(error.square().mean().sqrt().item() for error in errors))
+
+
+def _scale(expected: Tensor) -> Tensor:
+    spread = expected.std() if expected.numel() > 1 else expected.new_zeros(())
+    if spread == 0:
+        spread = expected.abs().max()
+    return torch.where(spread == 0, 1, spread)
 
 
 class Export(NamedTuple):

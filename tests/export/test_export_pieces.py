@@ -257,6 +257,17 @@ def test_what_a_format_cannot_express(tmp_path, place):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize('shape', [(1, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize('value', [0.0, -4.0])
+def test_outputs_that_are_all_alike_have_a_deviation(shape, value):
+    """One logit of one picture has no standard deviation; of zeros, the error itself is told."""
+    expected = torch.full(shape, value)
+    assert models.deviation(expected, expected) == (0, 0)
+    assert models.deviation(expected + 0.5, expected) == pytest.approx((0.5 / (abs(value) or 1),) * 2)
+    assert models.deviation(expected, expected + float('nan')) == (float('inf'),) * 2
+    assert models.deviation([expected, torch.ones(2)], [expected, torch.tensor([1.0, 3.0])]).largest > 1
+
+
 def test_complaints_give_the_deviation_at_each_size():
     errors = {(1, 3, 64, 80): models.Deviation(0.0123, 0.001), (2, 3, 9, 9): models.Deviation(4e-4, 1e-4)}
     assert models._complaint('onnx', 'float32', errors) == (
