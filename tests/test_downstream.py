@@ -3,6 +3,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from config_helpers import ROOT
 
 EXAMPLE = ROOT / 'docs' / 'examples' / 'downstream' / 'fruit_detector.py'
+REGISTERED = r'^@(?:MODELS|MODEL_WRAPPERS|HOOKS|OPTIM_WRAPPER_CONSTRUCTORS)\.register_module\(.*\)\nclass (\w+)'
 
 
 @pytest.fixture
@@ -57,6 +59,13 @@ def run(project, *command) -> str:
 def test_inherits_by_package_name_and_builds(project):
     code = """
 import json, mmlinattn
+from mmengine import registry
+registered = [
+    name
+    for registry in (registry.MODELS, registry.MODEL_WRAPPERS, registry.HOOKS, registry.OPTIM_WRAPPER_CONSTRUCTORS)
+    for name, made in registry.module_dict.items()
+    if made.__module__.startswith('mmlinattn.')
+]
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 cfg = Config.fromfile('fruit_detector.py')
@@ -72,8 +81,12 @@ print(json.dumps(dict(
     prefix=cfg.train_dataloader.dataset.data_prefix.img,
     epochs=cfg.train_cfg.max_epochs,
     imports=cfg.custom_imports['imports'],
+    registered=sorted(registered),
 )))
 """
+    sources = (path.read_text() for path in (ROOT / 'mmlinattn').rglob('*.py'))
+    offered = [name for text in sources for name in re.findall(REGISTERED, text, re.MULTILINE)]
+    assert len(offered) > 18
     found = json.loads(run(project, '-c', code).splitlines()[-1])
     assert found == dict(
         package=str(project.parent / 'site' / 'mmlinattn' / '__init__.py'),
@@ -84,6 +97,7 @@ print(json.dumps(dict(
         prefix='images/train/',
         epochs=12,
         imports=['mmlinattn'],
+        registered=sorted(offered),  # by the import alone
     )
 
 
