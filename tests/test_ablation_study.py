@@ -64,11 +64,12 @@ def test_recall_asks_for_the_spot_of_the_disc_in_the_same_colour():
     images, targets = task.draw(8, task.settings, 0)
     palette = torch.tensor(task.palette).float()
     assert targets.shape == (8, 4, 3)
+    others = 0
     for picture, points in zip(*task.mirrored(images, targets, torch.tensor([True, False] * 4))):
         pixels = picture.permute(1, 2, 0).float()
         rows, columns = torch.meshgrid(torch.arange(64) + 0.5, torch.arange(64) + 0.5, indexing='ij')
         distance, colour = torch.cdist(pixels.flatten(0, 1), palette).view(64, 64, 6).min(dim=-1)
-        answers = []
+        answers, discs = [], []
         for x, y, label in points.tolist():
             away = ((rows - y) ** 2 + (columns - x) ** 2).sqrt()
             own = colour[away < 5].mode().values
@@ -77,7 +78,10 @@ def test_recall_asks_for_the_spot_of_the_disc_in_the_same_colour():
             around = [colour[int(v) - 1 : int(v) + 2, int(u) - 1 : int(u) + 2] for u, v in _middles(ring)]
             assert int(label) in [patch.flatten().mode().values.item() for patch in around]
             answers.append(int(label))
-        assert len(set(answers)) == 4
+            discs.append(int(own))
+        assert len(set(answers)) == len(set(discs)) == 4
+        others += set(answers) != set(discs)
+    assert others >= 4  # of 8: the spots' colours are drawn for themselves, and one in 15 draws gives the discs' own
 
 
 def _middles(mask):

@@ -589,6 +589,11 @@ def test_tokens_outside_of_a_map_and_fewer_of_a_full_one():
     assert whole.shape == (2, 42, 42) and some.shape == (2, 14, 14)  # every third: the fewest that are no more
     torch.testing.assert_close(some, whole[:, ::3, ::3])
     assert inspecting.full_map(block).shape == (2, 42, 42)
+    # of reduced keys, which are fewer than the queries, all are shown where these are every fourth
+    block = calls_of(ReducedAttention(8, 2, 'softmax', 2, dict(type='LN')).eval(), torch.randn(1, 6, 8, 8))
+    whole, some = inspecting.full_map(block, 48), inspecting.full_map(block, 12)
+    assert whole.shape == (2, 48, 12) and some.shape == (2, 12, 12)
+    torch.testing.assert_close(some, whole[:, ::4])
     # windows of which no token is among those that are shown hide none of the others
     block = calls_of(WindowAttention(8, 2, 'softmax', window=(2, 2)).eval(), torch.randn(1, 4, 10, 8))
     whole, some = inspecting.full_map(block, 40), inspecting.full_map(block, 5)
