@@ -316,6 +316,9 @@ def test_results_of_another_study_task_or_settings(tmp_path):
     for broken in (dict(kept, runs={}), results('unknown')):
         with pytest.raises(RunError, match='results.json is of study'):
             loaded(broken, None if broken['study'] == 'unknown' else 'inline', SMALL)
+    for run in (dict(seed=0), dict(arm='softmax'), 1):
+        with pytest.raises(RunError, match='results.json is no results file of a study: '):
+            loaded(dict(kept, runs=[dict(arm='softmax', seed=0), run]), 'inline', SMALL)
 
 
 def test_what_is_reused(tmp_path):
@@ -350,6 +353,10 @@ def test_what_is_reused(tmp_path):
         with pytest.raises(RunError, match=message):
             ablation.reuse('hallucinated', new, SMALL, [folders[0], wrong])
         assert not (new / 'results.json').exists()
+    for text in ('[]', '{not json'):  # of which task it would be is not known
+        (other / 'results.json').write_text(text)
+        with pytest.raises(RunError, match='other/results.json is no results file of a study'):
+            ablation.reuse('hallucinated', out, SMALL, [other], 'recall')
 
 
 # --- the tool ---------------------------------------------------------------------------------------------------------

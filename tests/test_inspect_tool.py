@@ -626,6 +626,14 @@ def test_the_rest_of_the_weights_is_scaled():
     # more others than there are: all but the neighbourhood
     others = masked_weights(weights, near, 9, torch.Generator().manual_seed(0))
     assert others[0, 0].tolist() == [[1, 0, 0]] * 3 or others[0, 0, 2].tolist() == pytest.approx([1, 0, 0])
+    # of keys that have a weight, image by image, in any head: what padding has cannot be lost
+    weights = torch.zeros(2, 2, 1, 12)
+    weights[0, 0, 0, [0, 5, 6]], weights[0, 1, 0, [0, 7]], weights[1, :, 0, [0, 3, 4, 8]] = 1, 1, 1
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        rest = masked_weights(weights, torch.arange(12)[None] == 0, 2, generator, divide=False)
+        assert ((weights != 0) & (rest == 0)).any(dim=1).sum(dim=-1).tolist() == [[2], [2]]
+        assert (rest[..., 0] == weights[..., 0]).all()
 
 
 def test_random_keys_are_those_of_the_seed():

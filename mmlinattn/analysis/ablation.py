@@ -148,7 +148,7 @@ def load_results(path: Path, name: Optional[str], settings: Settings, task: str 
         known = results['study'] in STUDIES if name is None else results['study'] == name
         results.setdefault('task', FIRST_TASK)
         same = known and results['task'] == task and results['settings'] == settings._asdict()
-        runs = isinstance(results['runs'], list)
+        runs = isinstance(results['runs'], list) and all((run['arm'], run['seed']) for run in results['runs'])
     except (ValueError, KeyError, TypeError) as error:
         raise RunError(f'{path} is no results file of a study: {error}') from error
     if not same or not runs:
@@ -196,17 +196,17 @@ def reuse(name: str, out: Path, settings: Settings, folders: Iterable[Path], tas
     for path in (folder / 'results.json' for folder in folders):
         if not path.is_file():
             raise RunError(f'--reuse {str(path.parent)!r} has no results.json.')
-        if _task_in(path) == task:
+        if _task_in(path) in (task, None):
             runs += reusable_runs(name, load_results(path, None, settings, task))
     return _add(name, out, settings, runs, task)
 
 
-def _task_in(path: Path) -> str:
-    """The task of a results file; the first one for what is no results file, which :func:`load_results` speaks of."""
+def _task_in(path: Path) -> Optional[str]:
+    """The task of a results file; None for what is no results file, which :func:`load_results` speaks of."""
     try:
         return json.loads(path.read_text(encoding='utf-8')).get('task', FIRST_TASK)
     except (ValueError, AttributeError):
-        return FIRST_TASK
+        return None
 
 
 def _add(name: str, out: Path, settings: Settings, runs: list[dict], task: str = FIRST_TASK) -> list[dict]:

@@ -30,7 +30,8 @@ def masked_weights(
     Args:
         weights (Tensor): (B, heads, n, M).
         near (Tensor): (n, M) bool, the neighbourhood of each query.
-        others (int, optional): Mask so many random keys outside of the neighbourhood instead of the keys in it.
+        others (int, optional): Mask so many random keys outside of the neighbourhood instead of the keys in it, of
+            those that have a weight in some head: padding and other parts of a rolled window have none to lose.
         generator (torch.Generator, optional): Of the random keys.
         divide (bool): False leaves the rest as it is.
 
@@ -39,9 +40,10 @@ def masked_weights(
     """
     hidden = near
     if others is not None:
-        order = torch.rand(near.shape, generator=generator).to(near.device).masked_fill(near, -1)
+        open_ = (weights != 0).any(dim=1, keepdim=True) & ~near
+        order = torch.rand(near.shape, generator=generator).to(near.device).where(open_, -1)
         count = min(others, near.shape[-1])
-        hidden = torch.zeros_like(near).scatter_(-1, order.topk(count, dim=-1).indices, True) & ~near
+        hidden = torch.zeros_like(open_).scatter_(-1, order.topk(count, dim=-1).indices, True) & open_
     weights = weights.masked_fill(hidden, 0)
     if not divide:
         return weights
@@ -58,7 +60,7 @@ def masked(model: nn.Module, window: int, others: bool = False, seed: int = 0) -
     Args:
         model (nn.Module): Any model with attentions of this project, for inference.
         window (int): Odd side of the neighbourhood; on reduced keys, in cells of the reduced map.
-        others (bool): Mask ``window ** 2`` random keys outside of it instead.
+        others (bool): Mask ``window ** 2`` random keys outside of it instead, of those that have a weight.
         seed (int): Of the random keys.
 
     Raises:
