@@ -450,7 +450,7 @@ class PyramidBackbone(Backbone):
         """Whether a checkpoint's key belongs to a part this model was configured not to have (stages after the last
         output, norms of other outputs)."""
         part, number = numbered(key)
-        if number is None:
+        if number is None or number >= len(self.depths):  # no stage of this architecture
             return False
         if part == 'out_norms':
             return str(number) not in self.out_norms

@@ -171,4 +171,4 @@ class LinearDeiT(Backbone):
         part, number = numbered(key)
         if part == 'out_norm':
             return self.out_norm is None
-        return part == 'blocks' and number is not None and number >= self.num_blocks
+        return part == 'blocks' and number is not None and self.num_blocks <= number < self.depths[0]

@@ -96,5 +96,6 @@ class LinearPVT(PyramidBackbone):
 
     def ignorable_keys(self, key: str) -> bool:
         part, number = numbered(key)
-        is_unused_table = part == 'position_tables' and number is not None and number >= self.num_stages
-        return super().ignorable_keys(key) or is_unused_table
+        if part == 'position_tables' and number is not None:
+            return self.num_stages <= number < len(self.depths)
+        return super().ignorable_keys(key)

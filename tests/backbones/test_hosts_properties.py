@@ -585,6 +585,18 @@ def test_keys_that_only_look_like_parts_that_are_not_built_are_reported(host):
     assert sorted(report.unexpected) == sorted(odd) and report.ignored == []
 
 
+@every_host
+@pytest.mark.parametrize('options', [{}, dict(out_indices=(0,))], ids=['whole', 'part'])
+def test_stages_and_blocks_that_the_architecture_does_not_have_are_reported(host, options):
+    """In files of deeper models: they are not what this one was configured to leave out."""
+    model = small_hosts.build(host, 'inline', **options)
+    names = 'stages.{}.0.norm1.weight', 'patch_embeds.{}.x', 'position_tables.{}.weight', 'out_norms.{}.weight'
+    names, beyond = (['blocks.{}.norm1.weight'], 2) if host == 'LinearDeiT' else (names, 4)
+    odd = [name.format(number) for name in names for number in (beyond, 12)]
+    _, report = fit_backbone(model, {**model.state_dict(), **{key: torch.ones(1) for key in odd}})
+    assert sorted(report.unexpected) == sorted(odd) and report.ignored == []
+
+
 @plain_hosts
 def test_norms_of_outputs_that_are_given_raw_are_left_out_in_silence(host):
     whole, part = (small_hosts.build(host, 'inline', out_norm=norm) for norm in (True, False))
