@@ -156,6 +156,22 @@ def test_norms_and_tables_do_not_decay(name):
     assert {key for key, value in decay.items() if value == 0} == expected
 
 
+def test_tables_alone_do_not_decay_in_semantic_fpn_on_swin():
+    """The recipe is RAVLT's, whose norms decay, without decay of position tables."""
+    decay, _ = decayed('mmseg/rala_swin_t_fpn_80k')
+    tables = {key for key in decay if re.search(TABLES, key)}
+    assert tables and {key for key, value in decay.items() if value == 0} == tables
+
+
+@pytest.mark.parametrize(
+    'name', [name for name in configs_of('mmdet') + configs_of('mmseg') if re.search('_(swin|cswin|deit)_', name)]
+)
+def test_no_dense_recipe_of_swin_and_its_successors_lets_tables_decay(name):
+    keys = load(name).optim_wrapper.paramwise_cfg.custom_keys
+    tables = 'relative_bias.table', 'position_table', 'cls_token', 'mixer.position', 'mixer.scale'
+    assert all(keys[table].decay_mult == 0 for table in tables)
+
+
 @pytest.mark.parametrize(
     'name', ['mmdet/flatten_pvt_t_maskrcnn_1x', 'mmdet/flatten_pvt_v2_b1_retinanet_1x', 'mmseg/inline_pvt_t_fpn_80k']
 )
