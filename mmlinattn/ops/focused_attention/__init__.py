@@ -39,7 +39,7 @@ def focused_attention(
         eps (float): Of the map, where it keeps the direction of dead tokens defined, and of the normaliser.
 
     Returns:
-        Tensor: (B, N, E), contiguous, in the dtype of ``v``.
+        Tensor: (B, N, E), in the dtype of ``v``.
     """
     with forms.without_autocast(q):
         form = forms.pick(reference, q, k, v, inverse_scale)

@@ -47,7 +47,7 @@ def hallucinated_attention(
         bias (Tensor, optional): Added to the logits, broadcastable to (B, h, N, M), with four dimensions.
 
     Returns:
-        Tensor: (B, N, h * d), contiguous, in the dtype of ``v``.
+        Tensor: (B, N, h * d), in the dtype of ``v``.
     """
     if has_torch_function((q, k, v)):  # counters see it whole, as they see fused attention
         options = dict(intra=intra, cross=cross, cross_first=cross_first, mask=mask, bias=bias)

@@ -21,6 +21,6 @@ def hydra_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = No
         mask (Tensor, optional): (B, M) bool. Zero values are all that padding needs: nothing is divided by a sum.
 
     Returns:
-        Tensor: (B, N, C), contiguous, in the dtype of ``v``.
+        Tensor: (B, N, C), in the dtype of ``v``.
     """
     return forms.pick(reference, q, k, v).hydra_attention(q, k, v, mask)

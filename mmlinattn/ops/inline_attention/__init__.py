@@ -33,7 +33,7 @@ def inline_attention(
         mask (Tensor, optional): (B, M) bool, True for real tokens.
 
     Returns:
-        Tensor: (B, N, E), contiguous, in the dtype of ``v``.
+        Tensor: (B, N, E), in the dtype of ``v``.
     """
     with forms.without_autocast(q):
         return forms.pick(reference, q, k, v).inline_attention(q, k, v, num_heads, scale, kernel, mask)

@@ -34,7 +34,7 @@ def linear_attention(
         eps (float): Added to the normaliser.
 
     Returns:
-        Tensor: (B, N, E), contiguous, in the dtype of ``v``.
+        Tensor: (B, N, E), in the dtype of ``v``.
     """
     with forms.without_autocast(q):
         return forms.pick(reference, q, k, v).linear_attention(q, k, v, num_heads, kernel, mask, eps)

@@ -40,7 +40,7 @@ def rala(
         eps (float): Added to the normaliser.
 
     Returns:
-        Tensor: (B, N, E), contiguous, in the dtype of ``v``.
+        Tensor: (B, N, E), in the dtype of ``v``.
     """
     with forms.without_autocast(q):
         out = forms.pick(reference, q, k, v).rala(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps)
