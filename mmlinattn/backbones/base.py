@@ -285,7 +285,7 @@ class Backbone(BaseModule):
         """One block, recomputed in the backward pass under ``with_cp``."""
         if self.with_cp and x.requires_grad:
             contexts = {}
-            if not torch.compiler.is_compiling():  # which takes no contexts
+            if not forms.is_traced():  # compilers take no contexts
                 contexts['context_fn'] = lambda: (nullcontext(), statistics_kept(block))
             return checkpoint(block, x, use_reentrant=False, **contexts, **shared)
         return block(x, **shared)

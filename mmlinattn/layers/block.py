@@ -22,7 +22,7 @@ class Block(BaseModule):
     Args:
         dim (int): Width C.
         attn (nn.Module): Takes and gives maps (or tokens) of width C; gets the stage's shared keyword arguments and,
-            where its ``wants_input`` is true, the block's input before the norm as ``context_tokens``.
+            where its ``wants_input`` is true, what goes into ``norm1`` as ``context_tokens``.
         ffn (nn.Module): Takes and gives maps of width C.
         norm_cfg (dict): Both norms, over the last axis.
         drop_path (float): Rate of stochastic depth.

@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Which form of an op runs. The only place that asks for the device, grad mode, autocast, tracing and tensor types.
+"""Which form of an op runs. Mixers, layers and hosts ask here, and nowhere else, for the device, grad mode, autocast,
+tracing and tensor types.
 
 An op is a folder. ``reference.py`` holds its equation in plain PyTorch. Faster forms of the same function lie beside
 it, where they exist: ``cpu.py``, ``triton.py`` for GPUs, and ``eager.py`` for any device, which overwrites memory and

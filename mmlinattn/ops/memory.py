@@ -39,7 +39,8 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def heads_of(x: Tensor, num_heads: int) -> Tensor:
-    """(B, N, heads * d) -> (1, B, heads, N, d), a view: :func:`split_heads` for the plain forms, which compilers get.
+    """(B, N, heads * d) -> (1, B, heads, N, d), a view: :func:`split_heads` for the plain forms of linear attention,
+    which compilers get.
 
     Of five axes, since Inductor keeps every tensor of four channels-last in models with convolutions: heads come to lie
     innermost. That copies each map, and its C++ code for sums in that order writes past the end of their memory where
