@@ -222,8 +222,8 @@ def test_a_file_that_names_no_image(tmp_path, monkeypatch):
             "'annotations/train.json', 'train/'.",
         ),
         (
-            dict(data_prefix=None, split='x'),  # of MMPretrain's ImageNet
-            "data_prefix = 'x': no such folder '{root}/x'. The path is relative to data_root unless it is absolute.",
+            dict(type='mmpretrain.ImageNet', data_prefix=None, split='x'),
+            "split = 'x': no such folder '{root}/x'. The path is relative to data_root unless it is absolute.",
         ),
     ],
 )
@@ -233,6 +233,33 @@ def test_whole_lines_about_a_config(coco_root, change, line):
         check_data_config(cfg, ['val'])
     assert str(found.value) == f'val_dataloader.dataset.{line.format(root=coco_root)}'
     check_data_config(cfg, ['test'])  # which is not there
+
+
+@pytest.mark.parametrize(
+    'change',
+    [
+        dict(type='CUB', data_prefix='', split='test'),
+        dict(type='VOC', data_prefix=dict(img_path='train'), split='trainval'),
+        dict(type='ImageNet', data_prefix='train', split='val'),  # the folder that is given
+        dict(type='mmpretrain.CIFAR10', data_root='/not/yet', data_prefix='', ann_file='', split='train'),
+        dict(ann_file=['annotations/train.json', 'annotations/train.json']),
+    ],
+)
+def test_what_upstreams_data_sets_find_by_themselves(coco_root, change):
+    """By the name of a split, most choose a list; small ones are downloaded."""
+    check_data_config(coco_config(coco_root, **change), ['val'])
+
+
+@pytest.mark.parametrize(
+    ('change', 'line'),
+    [
+        (dict(type='CIFAR10', download=False, data_root='/not/yet'), "data_root = '/not/yet': no such folder"),
+        (dict(ann_file=['annotations/train.json', 'x.json']), "ann_file = 'x.json': no such file"),
+    ],
+)
+def test_what_they_do_not_find(coco_root, change, line):
+    with pytest.raises(RunError, match=f'val_dataloader.dataset.{line}'):
+        check_data_config(coco_config(coco_root, **change), ['val'])
 
 
 def test_paths_that_are_absolute_or_elsewhere(coco_root):

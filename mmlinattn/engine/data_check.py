@@ -23,6 +23,9 @@ from .loading_check import Unreadable, allowed_labels, read_samples, watch_loadi
 __all__ = ['DataCheckHook', 'check_data_config', 'explained_empty_data', 'find_missing_files']
 
 LOADERS = ('train_dataloader', 'val_dataloader', 'test_dataloader')
+# of MMPretrain's data sets those that read the folder `split`; in others it names a list, or a part of an archive
+SPLIT_IS_FOLDER = ('ImageNet', 'ImageNet21k')
+DOWNLOADED = ('CIFAR10', 'CIFAR100', 'MNIST', 'FashionMNIST')  # which make their folder
 
 
 def _is_local(path, config=None) -> bool:
@@ -47,26 +50,34 @@ def _check_leaf(config: dict, key: str) -> None:
     root = config.get('data_root') or ''
     if not _is_local(root, config):
         return
-    prefix = config.get('data_prefix') or config.get('split') or {}
-    prefixes = dict(prefix) if isinstance(prefix, dict) else {'': prefix}
-    ann_file = config.get('ann_file') or ''
+    kind = config.get('type')
+    kind = kind.rpartition('.')[2] if isinstance(kind, str) else getattr(kind, '__name__', '')
+    if kind in DOWNLOADED and config.get('download', True):
+        return
+    where, prefix = 'data_prefix', config.get('data_prefix')
+    if not prefix and kind in SPLIT_IS_FOLDER:
+        where, prefix = 'split', config.get('split')
+    prefixes = dict(prefix) if isinstance(prefix, dict) else {'': prefix or ''}
+    ann_files = config.get('ann_file') or ''
+    ann_files = [ann_files] if isinstance(ann_files, str) else ann_files
     if root and not osp.isdir(root):
-        held = ', '.join(repr(p) for p in (ann_file, *prefixes.values()) if p)
+        held = ', '.join(repr(p) for p in (*ann_files, *prefixes.values()) if p)
         raise RunError(
             f'{key}.data_root = {root!r}: no such folder. It has to be the root of the data set'
             + (f', holding {held}' if held else '')
             + '.'
         )
-    path = osp.join(root, ann_file)
-    if ann_file and _is_local(path) and not osp.exists(path):
-        raise RunError(
-            f'{key}.ann_file = {ann_file!r}: no such file {path!r}. '
-            'The path is relative to data_root unless it is absolute.'
-        )
+    for ann_file in ann_files:
+        path = osp.join(root, ann_file)
+        if ann_file and _is_local(path) and not osp.exists(path):
+            raise RunError(
+                f'{key}.ann_file = {ann_file!r}: no such file {path!r}. '
+                'The path is relative to data_root unless it is absolute.'
+            )
     for name, value in prefixes.items():
         folder = osp.join(root, value) if isinstance(value, str) else ''
         if value and folder and _is_local(folder) and not osp.isdir(folder):
-            dotted = f'{key}.data_prefix.{name}' if name else f'{key}.data_prefix'
+            dotted = f'{key}.{where}.{name}' if name else f'{key}.{where}'
             raise RunError(
                 f'{dotted} = {value!r}: no such folder {folder!r}. '
                 'The path is relative to data_root unless it is absolute.'
