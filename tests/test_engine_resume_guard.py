@@ -4,6 +4,7 @@ tests/security."""
 
 import os
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -54,11 +55,11 @@ def test_names_of_other_files_are_dropped_with_one_line(tmp_path):
 @pytest.mark.parametrize(
     'path, is_own',
     [
-        ('s3://bucket/out/best_a.pth', True),
+        ('s3://bucket/out/best_a.pth', False),
         ('s3://bucket/out/work/best_a.pth', True),
         ('s3://bucket/best_a.pth', False),
         ('s3://bucket/out/work/more/best_a.pth', False),
-        ('{tmp}/out/best_a.pth', True),  # the hook's folder before it has that of the run
+        ('{tmp}/out/best_a.pth', False),  # the folder of all runs
         ('{tmp}/out/work/best_a.pth', True),
         ('{tmp}/work/best_a.pth', True),
         ('{tmp}/out/other/best_a.pth', False),
@@ -70,6 +71,12 @@ def test_folders_of_a_run(tmp_path, path, is_own):
     info = dict(best_ckpt=path.format(tmp=tmp_path))
     keep_own_files(runner, info)
     assert bool(info) is is_own and len(lines) == (not is_own)
+    for hook in runner.hooks[1:2]:  # from then on it has the folder of this run
+        runner.logger, runner.message_hub = Mock(), SimpleNamespace(runtime_info={})
+        hook.before_train(runner)
+    info = dict(best_ckpt=path.format(tmp=tmp_path))
+    keep_own_files(runner, info)
+    assert bool(info) is is_own
 
 
 def test_links_are_followed_in_the_folder_and_not_in_the_name(tmp_path):

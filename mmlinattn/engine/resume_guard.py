@@ -38,8 +38,10 @@ def _out_dirs(runner) -> list[str]:
     folders = [runner.work_dir]
     for hook in runner.hooks:
         if isinstance(hook, CheckpointHook) and hook.out_dir is not None:
-            # Before training the hook has the folder of all runs, from then on the one of this run.
-            folders += [str(hook.out_dir), osp.join(str(hook.out_dir), osp.basename(runner.work_dir.rstrip(os.sep)))]
+            # Before training, when it gets its client, the hook has the folder of all runs, from then on this run's.
+            is_of_run = hasattr(hook, 'file_client') or str(hook.out_dir) == runner.work_dir
+            name = '' if is_of_run else osp.basename(runner.work_dir.rstrip(os.sep))
+            folders.append(osp.join(str(hook.out_dir), name).rstrip(os.sep))
     return folders
 
 
