@@ -402,12 +402,53 @@ def test_config_texts_that_compute(text, reason):
         ("model = None\ndefault_scope = 'mine'", "was refused: its default_scope = 'mine' is unknown"),
         ("model = dict(teacher='a.py')", "was refused: its teacher = 'a.py' is a program"),
         ("model = dict(teacher='a.pyc')", "was refused: its teacher = 'a.pyc' is a program"),
+        ("model = dict(files=['a', ('b.py',)])", "was refused: its files = 'b.py' is a program"),
+        ("model = dict(weights='https://a/b.pkl')", "was refused: its weights = 'https://a/b.pkl' is a pickle"),
+        ("model = dict(weights='pickle')", "was refused: its weights = 'pickle' is a pickle"),  # a file of that name
+        ("model = dict(teacher='a/b.yaml')", "was refused: its teacher = 'a/b.yaml' is YAML"),
+        ("model = dict(teacher='a.yml')", "was refused: its teacher = 'a.yml' is YAML"),
+        ("model = dict(warp_mode='f()')", "was refused: its warp_mode = 'f()' is evaluated, and more than a name"),
+        (
+            "model = None\nx = [dict(dtype='float32 or f')]",
+            "was refused: its dtype = 'float32 or f' is evaluated, and more than a name",
+        ),
+        ('model = dict(trust_remote_code=1)', 'was refused: its trust_remote_code = 1 runs code of others'),
+        *(
+            (
+                f'model = dict({place}=dict(type={name!r}))',
+                f'was refused: it builds {name!r}, which is not registered with MMEngine (import its package first)',
+            )
+            for place, name in (('nms', 'exit'), ('nms', 'RoIAlign'), ('roi_layer', 'nms'), ('x', 'nms'))
+        ),
     ],
 )
 def test_config_texts_that_build_what_is_not_known(text, line):
     with pytest.raises(CheckpointError) as found:
         read_config_text(text, 'a.pth')
     assert str(found.value) == f'the config inside a.pth {line}. Give the config as a file'
+
+
+@pytest.mark.parametrize(
+    'model',
+    [
+        "test_cfg=dict(rcnn=dict(nms=dict(type='nms', iou_threshold=0.5)))",
+        "test_cfg=[dict(nms=dict(type='soft_nms'))], dqs_cfg=dict(type='nms')",
+        "extractor=dict(roi_layer=dict(type='RoIAlign', output_size=7))",
+        "extractor=dict(roi_layer=dict(type='ModulatedDeformRoIPoolPack'))",
+        "cmc=dict(warp_mode='cv2.MOTION_EUCLIDEAN'), dtype='float16', trust_remote_code=False",
+        "classes=('a python', 'b.pyramid', 'py.x')",
+    ],
+)
+def test_what_detectors_name_that_is_in_no_registry(model):
+    assert read_config_text(f'model = dict({model})', 'a').model
+
+
+def test_batch_augmentations_of_classifiers_are_known():
+    pytest.importorskip('mmpretrain.models')
+    text = "model = dict(train_cfg=dict(augments=[dict(type='Mixup', alpha=0.8), dict(type='CutMix', alpha=1.0)]))"
+    assert read_config_text(text, 'a').model
+    with pytest.raises(CheckpointError, match="it builds 'AutoTokenizer', which is not registered"):
+        read_config_text("model = dict(tokenizer=dict(type='AutoTokenizer', name_or_path='a/b'))", 'a')
 
 
 @pytest.mark.parametrize('scope', [None, 'mmengine', 'mmdet', 'mmseg', 'mmpretrain', 'mmlinattn'])

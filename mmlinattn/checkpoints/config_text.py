@@ -7,6 +7,7 @@ computes, imports or inherits anything is somebody else's program.
 """
 
 import ast
+import re
 import sys
 from typing import Any, Optional
 
@@ -19,6 +20,20 @@ _MAX_CHARACTERS = 4_000_000
 _NUMBERS = dict(inf=float('inf'), nan=float('nan'))  # how floats print that have no literal
 _SCOPES = ('mmengine', 'mmdet', 'mmseg', 'mmpretrain', 'mmlinattn')
 _NOT_TEXT = (SyntaxError, ValueError, RecursionError, MemoryError)
+
+# What upstream does with a value once it is built. Files that are run or unpickled as they are read (MMEngine's loader
+# of YAML builds any object), from wherever the value says, links included: a teacher's config, the weights of classes.
+_RUN = dict(py='a program', pyc='a program', pkl='a pickle', pickle='a pickle', yaml='YAML', yml='YAML')
+# Values that are evaluated: MMDetection's CameraMotionCompensation, MMPretrain's wrapper of torchvision's transforms.
+_EVALUATED, _NAME = ('warp_mode', 'dtype'), re.compile(r'[\w.]+')
+# Names that are no registry's, by the key of the dict they are the type of: MMCV evaluates the one and looks the other
+# up in mmcv.ops.
+_NMS = ('nms', 'soft_nms', 'nms_match', 'nms_quadri', 'nms_rotated')
+_ROI_LAYERS = (
+    'DeformRoIPoolPack', 'ModulatedDeformRoIPoolPack', 'PrRoIPool', 'RoIAlign', 'RoIAlignRotated', 'RoIPool',
+    'SimpleRoIAlign',
+)  # fmt: skip
+_OPS = dict(nms=_NMS, dqs_cfg=_NMS, roi_layer=_ROI_LAYERS)
 
 
 class _NotLiteral(ValueError):
@@ -85,8 +100,9 @@ def read_config_text(text: Any, source: str) -> ConfigDict:
         The settings. Nothing is inherited or imported; ``custom_imports`` is left out.
 
     Raises:
-        CheckpointError: the text holds more than assignments of literals, or names something to build that is not
-            registered with MMEngine (which would import and call any function by its name).
+        CheckpointError: the text holds more than assignments of literals, names something to build that is not
+            registered with MMEngine (which would import and call any function by its name), or a value that upstream
+            would run, evaluate or unpickle.
     """
     settings = {}
     try:
@@ -112,28 +128,35 @@ def read_config_text(text: Any, source: str) -> ConfigDict:
 
 def _check_names(settings: dict, source: str) -> None:
     registries = list(_registries())
-    for key, value in _entries(settings):
-        if key == 'type' and not _is_registered(value, registries):
+    for parent, key, value in _entries(settings):
+        text = value if isinstance(value, str) else ''
+        if key == 'type' and text not in _OPS.get(parent, ()) and not _is_registered(value, registries):
             reason = f'it builds {value!r}, which is not registered with MMEngine (import its package first)'
         elif key in ('_scope_', 'default_scope') and value not in (None, *_SCOPES, *(r.scope for r in registries)):
             reason = f'its {key} = {value!r} is unknown'
-        elif isinstance(value, str) and value.endswith(('.py', '.pyc')):
-            reason = f'its {key} = {value!r} is a program'  # a teacher's config, say, which is run
+        elif text.rpartition('.')[2] in _RUN:
+            reason = f'its {key} = {value!r} is {_RUN[text.rpartition(".")[2]]}'
+        elif key in _EVALUATED and text and not _NAME.fullmatch(text):
+            reason = f'its {key} = {value!r} is evaluated, and more than a name'
+        elif key == 'trust_remote_code' and value:
+            reason = f'its {key} = {value!r} runs code of others'
         else:
             continue
         raise CheckpointError(f'the config inside {source} was refused: {reason}. Give the config as a file')
 
 
-def _entries(node: Any):
-    if isinstance(node, dict):
-        yield from node.items()
-    for child in node.values() if isinstance(node, dict) else node:
-        if isinstance(child, (dict, list, tuple, set)):
-            yield from _entries(child)
+def _entries(node: Any, parent: Any = None, name: Any = None):
+    """All values, with their keys and the keys of the dicts that these are in; those of a list have the list's."""
+    for key, value in node.items() if isinstance(node, dict) else ((name, item) for item in node):
+        yield parent, key, value
+        if isinstance(value, (dict, list, tuple, set)):
+            yield from _entries(value, key, key) if isinstance(node, dict) else _entries(value, parent, name)
 
 
 def _registries():
     stack = [thing for thing in vars(root).values() if isinstance(thing, Registry)]
+    augments = getattr(sys.modules.get('mmpretrain.registry'), 'BATCH_AUGMENTS', None)
+    stack += [augments] if augments is not None else []  # which has no parent
     while stack:
         registry = stack.pop()
         yield registry

@@ -4,9 +4,11 @@
 import copy
 import logging
 import os
+import pickle
 
 import pytest
 import torch
+from checkpoint_helpers import touch_when_loaded
 from engine_toys import Count, ToyModel, make_runner
 from mmengine.config import Config
 from mmengine.hooks import CheckpointHook
@@ -250,6 +252,9 @@ HOSTILE_MODELS = {
     'another scope': dict(type='ToyModel', _scope_='hostile_module'),
     'a program': dict(type='ToyModel', teacher_config='{base}'),
     'no name': dict(type=7),
+    'a pickle': dict(type='mmseg.CrossEntropyLoss', class_weight='{folder}/weights.pkl'),
+    'YAML': dict(type='mmseg.CrossEntropyLoss', class_weight='{folder}/weights.yaml'),
+    'an expression': dict(type='ToyModel', cmc=dict(type='mmdet.CameraMotionCompensation', warp_mode='{expression}')),
 }
 
 
@@ -264,6 +269,12 @@ def test_an_inferencer_from_weights_alone_runs_nothing(saved, tmp_path, monkeypa
     if text is None:
         model = repr(HOSTILE_MODELS[kind])
         text = f'model = {model.replace("{marker}", str(marker)).replace("{base}", str(tmp_path / "base.py"))}'
+        text = text.replace('{folder}', str(tmp_path)).replace('{expression}', 'open("was_run", "w")')
+        if 'mm' in text:
+            pytest.importorskip('mmseg.models')
+            pytest.importorskip('mmdet.models')
+        (tmp_path / 'weights.pkl').write_bytes(pickle.dumps(touch_when_loaded(marker)))
+        (tmp_path / 'weights.yaml').write_text(f'!!python/object/apply:os.system ["touch {marker}"]')
     else:
         text += "model = dict(type='ToyModel')\n"
     checkpoint = copy.deepcopy(saved)
