@@ -275,6 +275,45 @@ def test_two_backbones_and_the_user_s_own_factors(monkeypatch):
     assert lines == ['learning rates of student.backbone, teacher.backbone: 2 depths, 0.08 to 0.8; of the rest 8']
 
 
+@pytest.mark.parametrize(
+    'rules',
+    [
+        {},
+        dict(norm_decay_mult=0.5, bias_decay_mult=0.25, dwconv_decay_mult=0.125, flat_decay_mult=0.75),
+        dict(norm_decay_mult=None, bias_decay_mult=None, flat_decay_mult=None),
+    ],
+    ids=['as it is', 'others', 'none'],
+)
+def test_a_key_that_says_nothing_of_decay_changes_none(rules):
+    """Rates alone, of tables, too; what is said of decay holds, of norms and tables, too."""
+    model = Detector(Layers())
+    model.backbone.extra = nn.ModuleList([nn.LayerNorm(2), nn.BatchNorm2d(2), nn.GroupNorm(1, 2), nn.InstanceNorm1d(2)])
+    model.backbone.extra += [nn.InstanceNorm2d(2, affine=True), nn.Conv2d(2, 2, 3, groups=2), nn.PReLU(3)]
+    plain = groups_of(model=model, **rules)
+    slow = groups_of(model=model, custom_keys={'backbone': dict(lr_mult=0.1), 'backbone.s': dict(lr_mult=0.2)}, **rules)
+    assert slow.keys() == plain.keys()
+    for name, group in slow.items():
+        factor = 0.2 if name.startswith('backbone.s') else 0.1 if name.startswith('backbone') else 1
+        assert group['lr'] == pytest.approx(factor * plain[name]['lr']), name
+        assert group['weight_decay'] == plain[name]['weight_decay'], name
+    # the longest key counts, as in MMEngine
+    keys = {'backbone': dict(decay_mult=0.5), 'backbone.relative_bias': dict(lr_mult=0.1)}
+    half = groups_of(model=model, custom_keys=keys, **rules)
+    decay = {name: group['weight_decay'] for name, group in half.items() if name.startswith('backbone')}
+    assert decay.pop('backbone.relative_bias.table') == 0 and set(decay.values()) == {0.05}
+
+
+def test_an_optimizer_s_own_decay_spares_the_same():
+    own = groups_of(optimizer=dict(type='AdamW', lr=8.0))
+    given = groups_of(optimizer=dict(type='AdamW', lr=8.0, weight_decay=0.01))
+    assert {name: group['weight_decay'] for name, group in own.items()} == {
+        name: group['weight_decay'] for name, group in given.items()
+    }
+    assert {group['weight_decay'] for group in own.values()} == {0, 0.01}
+    assert groups_of(optimizer=dict(type=torch.optim.AdamW, lr=8.0))['head.bias']['weight_decay'] == 0
+    assert 'weight_decay' not in groups_of(optimizer=dict(type='Rprop', lr=8.0))['head.bias']  # it has none
+
+
 def test_the_ends_of_the_range():
     assert {group['lr'] for group in groups_of(1).values()} == {8.0}
     sgd = groups_of(0.5, dict(type='SGD', lr=8.0))

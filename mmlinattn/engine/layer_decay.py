@@ -1,15 +1,25 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Optional
+import inspect
+from typing import Any, Optional
 
 from mmengine.logging import print_log
 from mmengine.optim import DefaultOptimWrapperConstructor
-from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
+from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 __all__ = ['BackboneLayerDecayOptimWrapperConstructor']
 
 # Learned tables and scales of the backbones, which no recipe decays
 _TABLES = ('relative_bias.table', 'position_table', 'cls_token', 'mixer.position', 'mixer.scale')
+
+
+def _own_decay(optimizer: Any) -> Optional[float]:
+    """The weight decay of an optimizer, a class or a name, that is told none; None where it has no such argument."""
+    made = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
+    decay = inspect.signature(made).parameters.get('weight_decay') if callable(made) else None
+    return decay.default if decay is not None and isinstance(decay.default, (int, float)) else None
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
@@ -21,8 +31,9 @@ class BackboneLayerDecayOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     powers less. MMPretrain has a constructor of the kind for classifiers,
     ``LearningRateDecayOptimWrapperConstructor``, which works with these backbones as well.
 
-    Norms, biases, other vectors, position tables and class tokens do not decay (``weight_decay``), unless
-    ``paramwise_cfg`` says otherwise.
+    Norms, biases, other vectors, position tables and class tokens do not decay (``weight_decay``, the optimizer's own
+    where the config has none), unless ``paramwise_cfg`` says otherwise; a custom key without ``decay_mult`` says nothing
+    of decay.
 
     Args:
         optim_wrapper_cfg (dict): As MMEngine's; the optimizer needs a learning rate.
@@ -50,20 +61,50 @@ class BackboneLayerDecayOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         optimizer = optim_wrapper_cfg.get('optimizer') or {}
         if optimizer.get('lr') is None:
             raise ValueError('optim_wrapper.optimizer.lr is missing: layer_decay_rate is a factor of it')
-        if optimizer.get('weight_decay') is not None:
-            no_decay = {key: dict(decay_mult=0.0) for key in _TABLES}
-            defaults = dict(norm_decay_mult=0.0, bias_decay_mult=0.0, flat_decay_mult=0.0)
-            given = {**defaults, **given, 'custom_keys': {**no_decay, **(given.get('custom_keys') or {})}}
-        else:  # with nothing at all in it MMEngine would not call `add_params`
-            given.setdefault('custom_keys', {})
-        super().__init__(optim_wrapper_cfg, given)
+        if optimizer.get('weight_decay') is None:
+            optimizer = {**optimizer, 'weight_decay': _own_decay(optimizer.get('type'))}
+        if optimizer['weight_decay'] is None:
+            optimizer.pop('weight_decay')
+        else:
+            given = {**dict(norm_decay_mult=0.0, bias_decay_mult=0.0, flat_decay_mult=0.0), **given}
+        # with nothing at all in it MMEngine would not call `add_params`
+        given['custom_keys'] = given.get('custom_keys') or {}
+        super().__init__({**optim_wrapper_cfg, 'optimizer': optimizer}, given)
         self.layer_decay_rate = float(rate)
 
     def add_params(self, params: list, module: nn.Module, prefix: str = '', **kwargs) -> None:
         """Groups of one parameter each, as MMEngine's, with their rates scaled by depth."""
         super().add_params(params, module, prefix=prefix, **kwargs)
         if prefix == '':
+            if self.base_wd is not None:
+                self._spare(params, module)
             self._scale(params, module)
+
+    def _spare(self, params: list, model: nn.Module) -> None:
+        """No decay of tables; and where a custom key says nothing of decay, that which there is without the key, where
+        MMEngine takes a factor of one."""
+        groups, keys = {group['params'][0]: group for group in params}, self.paramwise_cfg['custom_keys']
+        for prefix, module in model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                matching = [key for key in keys if key in f'{prefix}.{name}']
+                # MMEngine's choice: the longest, of several the first by name
+                said = keys[min(matching, key=lambda key: (-len(key), key))] if matching else {}
+                if parameter not in groups or 'decay_mult' in said or 'weight_decay' in said:
+                    continue
+                if any(table in f'{prefix}.{name}' for table in _TABLES):
+                    groups[parameter]['weight_decay'] = 0.0
+                elif matching:
+                    groups[parameter]['weight_decay'] = self.base_wd * self._decay_mult(module, name, parameter)
+
+    def _decay_mult(self, module: nn.Module, name: str, parameter: nn.Parameter) -> float:
+        rules = (
+            ('norm_decay_mult', isinstance(module, (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm))),
+            ('bias_decay_mult', name == 'bias'),
+            ('dwconv_decay_mult', isinstance(module, nn.Conv2d) and module.in_channels == module.groups),
+            ('flat_decay_mult', parameter.ndim == 1),
+        )
+        factors = (self.paramwise_cfg.get(rule) for rule, holds in rules if holds)
+        return next((factor for factor in factors if factor is not None), 1.0)
 
     def _scale(self, params: list, model: nn.Module) -> None:
         found = [
