@@ -32,8 +32,8 @@ class BackboneLayerDecayOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     ``LearningRateDecayOptimWrapperConstructor``, which works with these backbones as well.
 
     Norms, biases, other vectors, position tables and class tokens do not decay (``weight_decay``, the optimizer's own
-    where the config has none), unless ``paramwise_cfg`` says otherwise; a custom key without ``decay_mult`` says nothing
-    of decay.
+    where the config has none), unless ``paramwise_cfg`` says otherwise. A custom key without ``decay_mult`` says
+    nothing of decay.
 
     Args:
         optim_wrapper_cfg (dict): As MMEngine's; the optimizer needs a learning rate.
