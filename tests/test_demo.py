@@ -89,6 +89,18 @@ INFERENCERS = dict(mmdet='mmdet.apis.DetInferencer', mmseg='mmseg.apis.MMSegInfe
 INFERENCERS.update(mmpretrain='mmpretrain.ImageClassificationInferencer')
 
 
+def draws_itself(inferencer, found):
+    """Have a stand-in find this in pictures and name the drawings as MMPretrain does: alike where stems begin alike."""
+
+    def visualize(pictures, samples, show_dir):
+        for picture, sample in zip(pictures, samples):
+            (Path(show_dir) / Path(picture).stem).with_suffix('.png').write_text(f'{picture} {sample}')
+
+    inferencer.side_effect = lambda pictures, **_: [f'sample {i}' for i in range(len(pictures))]
+    inferencer.postprocess.side_effect = lambda samples, _: found[: len(samples)]
+    inferencer.visualize.side_effect = visualize
+
+
 def test_what_has_to_be_given(monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', ['demo.py'])
     with pytest.raises(SystemExit):
@@ -97,10 +109,10 @@ def test_what_has_to_be_given(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize('task', TASKS)
-def test_options_reach_the_inferencer(monkeypatch, task):
+def test_options_reach_the_inferencer(monkeypatch, tmp_path, task):
     pytest.importorskip(task)
     inferencer, loaded = mock.MagicMock(model=SimpleNamespace(), visualizer=SimpleNamespace()), []
-    inferencer.side_effect = lambda pictures, **_: [dict(pred_label=0, pred_score=1.0) for _ in pictures]
+    draws_itself(inferencer, [dict(pred_label=0, pred_score=1.0)])
     build_one = mock.Mock(return_value=inferencer)
     monkeypatch.setattr(INFERENCERS[task], build_one)
     functions = runpy.run_path(str(TOOL), run_name='demo')
@@ -109,7 +121,8 @@ def test_options_reach_the_inferencer(monkeypatch, task):
     monkeypatch.setitem(functions['draw'].__globals__, 'check_weights', lambda *args: loaded.append(args))
     classes = ('moon', 'star')
     args = SimpleNamespace(config='c.py', checkpoint='c.pth', device='cuda:7', score_thr=0.7, classes=classes)
-    functions['draw'](args, Config(dict(default_scope=task, model={}, test_dataloader={})), ['one.jpg'], 'out')
+    cfg = Config(dict(default_scope=task, model={}, test_dataloader={}))
+    functions['draw'](args, cfg, ['one.jpg'], str(tmp_path))
     (given,) = build_one.call_args_list
     assert 'cuda:7' in (*given.args, given.kwargs.get('device'))
     assert loaded == [(inferencer.model, loader.load_checkpoint.return_value)]
@@ -123,13 +136,13 @@ def test_options_reach_the_inferencer(monkeypatch, task):
 
 
 @pytest.mark.parametrize('task', TASKS)
-def test_what_inferencers_are_asked_for(monkeypatch, capsys, task):
+def test_what_inferencers_are_asked_for(monkeypatch, capsys, tmp_path, task):
     """Drawings below the folder given, a bar for several pictures, without names the model's own."""
     pytest.importorskip(task)
     kept = SimpleNamespace(dataset_meta='kept')
     inferencer = mock.MagicMock(model=kept, visualizer=SimpleNamespace())
     found = [dict(pred_label=2, pred_score=0.25), dict(pred_label=1, pred_class='moon', pred_score=0.5)]
-    inferencer.side_effect = lambda pictures, **_: found[: len(pictures)]
+    draws_itself(inferencer, found)
     build_one = mock.Mock(return_value=inferencer)
     monkeypatch.setattr(INFERENCERS[task], build_one)
     functions = runpy.run_path(str(TOOL), run_name='demo')
@@ -139,7 +152,9 @@ def test_what_inferencers_are_asked_for(monkeypatch, capsys, task):
     args = SimpleNamespace(config='c.py', checkpoint='c.pth', device='cpu', score_thr=0.3, classes=None)
     cfg = Config(dict(default_scope=task, model={}, test_dataloader={}))
     for pictures in (['one.jpg'], ['one.jpg', 'two.jpg']):
-        functions['draw'](args, cfg, pictures, 'out')
+        out = str(tmp_path / str(len(pictures)))
+        Path(out).mkdir()
+        functions['draw'](args, cfg, pictures, out)
         assert inferencer.call_args.args == (pictures,)
         given = build_one.call_args
         assert given.args[:2] == ('c.py', 'c.pth')
@@ -149,9 +164,9 @@ def test_what_inferencers_are_asked_for(monkeypatch, capsys, task):
     assert (
         inferencer.call_args.kwargs
         == dict(
-            mmdet=dict(out_dir='out', pred_score_thr=0.3, no_save_pred=True),
-            mmseg=dict(out_dir='out'),
-            mmpretrain=dict(show_dir='out'),
+            mmdet=dict(out_dir=out, pred_score_thr=0.3, no_save_pred=True),
+            mmseg=dict(out_dir=out),
+            mmpretrain=dict(return_datasamples=True),
         )[task]
     )
     assert kept.dataset_meta == 'kept'
@@ -159,6 +174,30 @@ def test_what_inferencers_are_asked_for(monkeypatch, capsys, task):
     if task == 'mmpretrain':
         assert capsys.readouterr().out.splitlines()[-2:] == ['one.jpg: 2 (0.250)', 'two.jpg: moon (0.500)']
         assert given.kwargs['classes'] is None
+
+
+def test_pictures_whose_names_begin_alike_have_a_drawing_each(monkeypatch, tmp_path):
+    """MMPretrain would put both days, and the three kinds of b, into one file each."""
+    pytest.importorskip('mmpretrain')
+    inferencer = mock.MagicMock(model=SimpleNamespace(), visualizer=SimpleNamespace())
+    pictures = ['2024.01.01.jpg', '2024.01.02.jpg', 'b.jpg', 'b.png', 'b.png.bmp']
+    draws_itself(inferencer, [dict(pred_label=0, pred_score=1.0)] * len(pictures))
+    functions = runpy.run_path(str(TOOL), run_name='demo')
+    names = functions['draw'].__globals__
+    monkeypatch.setitem(names, 'build_inferencer', lambda *_: inferencer)
+    monkeypatch.setitem(names, 'CheckpointLoader', mock.Mock())
+    monkeypatch.setitem(names, 'check_weights', lambda *_: None)
+    cfg = Config(dict(default_scope='mmpretrain', model={}, test_dataloader={}))
+    args = SimpleNamespace(config='c.py', checkpoint='c.pth', device='cpu', score_thr=0.3, classes=None)
+    functions['draw'](args, cfg, pictures, str(tmp_path))
+    drawn = {path.name: path.read_text() for path in (tmp_path / 'vis').iterdir()}
+    assert drawn == {
+        '2024.01.01.png': '2024.01.01.jpg sample 0',
+        '2024.01.02.png': '2024.01.02.jpg sample 1',
+        'b.png': 'b.jpg sample 2',
+        'b.png.png': 'b.png sample 3',
+        'b.png.bmp.png': 'b.png.bmp sample 4',
+    }
 
 
 def test_a_model_that_cannot_be_built_is_said_in_one_error(monkeypatch):
@@ -181,18 +220,17 @@ def test_a_model_that_cannot_be_built_is_said_in_one_error(monkeypatch):
 def main(pictures, tmp_path, monkeypatch):
     """The tool with a stand-in for the model: what is asked for, and what is said at the end."""
     names = runpy.run_path(str(TOOL), run_name='demo')['main'].__globals__
-    seen = SimpleNamespace(drawn=[], said=[], classifier=False, ends=0)
+    seen = SimpleNamespace(drawn=[], said=[], ends=0)
 
     def draw(args, cfg, given, folder):
         seen.drawn.append((args, given))
-        target = Path(folder) if seen.classifier else Path(folder, 'vis')
-        target.mkdir(exist_ok=True)
-        Path(folder, 'preds').mkdir() if not seen.classifier else None
+        target = Path(folder, 'vis')
+        target.mkdir()
+        Path(folder, 'preds').mkdir()  # as MMSegmentation's, beside the drawings
         for path in given:
             mmcv.imwrite(255 - mmcv.imread(path), str(target / Path(path).with_suffix('.png').name))
 
-    def run(*args, classifier=False):
-        seen.classifier = classifier
+    def run(*args):
         monkeypatch.setattr(sys, 'argv', ['demo.py', *map(str, args)])
         names['main']()
 
@@ -210,11 +248,10 @@ def main(pictures, tmp_path, monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize('classifier', [False, True])
-def test_drawings_go_where_out_says(main, pictures, tmp_path, classifier):
+def test_drawings_go_where_out_says(main, pictures, tmp_path):
     """In the format of its suffix; of folders under their names, by their names; temporary files are gone."""
     out = tmp_path / 'new' / 'found.bmp'
-    main.run(pictures / 'two.png', 'c.py', 'c.pth', '--out', out, classifier=classifier)
+    main.run(pictures / 'two.png', 'c.py', 'c.pth', '--out', out)
     (args, given), *_ = main.drawn
     assert given == [str(pictures / 'two.png')] and args.checkpoint == 'checked c.pth'
     assert args.score_thr == 0.3 and args.classes is None and args.device == get_device()
@@ -222,7 +259,7 @@ def test_drawings_go_where_out_says(main, pictures, tmp_path, classifier):
     assert main.said == [f'1 picture(s) in {out}'] and [path.name for path in out.parent.iterdir()] == ['found.bmp']
     folder = tmp_path / 'deep' / 'folder'
     more = '--score-thr', 0.5, '--classes', 'a', 'b', '--device', 'cuda:3'
-    main.run(pictures, 'c.py', 'c.pth', '--out', folder, *more, classifier=classifier)
+    main.run(pictures, 'c.py', 'c.pth', '--out', folder, *more)
     args, given = main.drawn[1]
     assert given == [str(pictures / name) for name in ('one.jpg', 'two.png')]  # no text
     assert (args.score_thr, args.classes, args.device) == (0.5, ['a', 'b'], 'cuda:3')

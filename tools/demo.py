@@ -118,8 +118,16 @@ def build_inferencer(args: argparse.Namespace, cfg, num_pictures: int):
     return ImageClassificationInferencer(args.config, args.checkpoint, device=args.device, classes=args.classes)
 
 
+def drawing_names(pictures: list) -> list:
+    """A name for each drawing: ``a.png`` of a.jpg, ``a.jpg.png`` where another picture has that already."""
+    names: dict = {}
+    for path in map(Path, pictures):
+        names.setdefault(f'{path.stem}.png' if f'{path.stem}.png' not in names else f'{path.name}.png')
+    return list(names)
+
+
 def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> None:
-    """Write the drawings somewhere below ``folder``, one a picture, in any format."""
+    """Write the drawings into ``vis`` below ``folder``, one a picture, in any format."""
     scope = cfg.get('default_scope')
     if scope not in ('mmdet', 'mmseg', 'mmpretrain'):
         raise RunError(f'{args.config}: default_scope = {scope!r} is none of mmdet, mmseg, mmpretrain.')
@@ -135,7 +143,14 @@ def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> None:
     elif scope == 'mmseg':
         inferencer(pictures, out_dir=folder)
     else:
-        for picture, found in zip(pictures, inferencer(pictures, show_dir=folder)):
+        samples = inferencer(pictures, return_datasamples=True)
+        labels = inferencer.postprocess(samples, [])
+        Path(folder, 'vis').mkdir()
+        for picture, name, sample, found in zip(pictures, drawing_names(pictures), samples, labels):
+            # One by one: MMPretrain gives a.jpg and a.png the same name, and a.1.jpg and a.2.jpg.
+            inferencer.visualize([picture], [sample], show_dir=folder)
+            (drawn,) = Path(folder).glob('*.png')
+            drawn.rename(Path(folder, 'vis', name))
             label = found.get('pred_class', found['pred_label'])
             print(f'{picture}: {label} ({found["pred_score"]:.3f})')
 
@@ -151,8 +166,7 @@ def main() -> None:
         out = check_out(args.out, is_folder)
         with tempfile.TemporaryDirectory() as folder:
             draw(args, cfg, pictures, folder)
-            vis = Path(folder, 'vis')  # where MMDetection and MMSegmentation put drawings, beside raw predictions
-            drawn = sorted(vis.iterdir() if vis.is_dir() else Path(folder).iterdir())
+            drawn = sorted(Path(folder, 'vis').iterdir())
             if is_folder:
                 for path in drawn:
                     shutil.copy2(path, out / path.name)
