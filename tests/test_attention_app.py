@@ -168,10 +168,12 @@ def test_large_pictures_are_made_smaller_and_clicks_follow(looker):
     from mmlinattn.analysis.looking import KEPT, LONGEST
 
     seen = looker.look(picture(900, 2048))
-    assert seen.scale == LONGEST / 2048 and seen.drawn.shape[1] == LONGEST
+    assert seen.scale == (LONGEST / 2048, LONGEST / 2048) and seen.drawn.shape[1] == LONGEST
     assert looker.maps(seen, 2040, 890).any()
     with pytest.raises(RunError, match='outside of picture'):
         looker.maps(seen, 2400, 10)
+    tilted = looker.look(picture(420, 3000))  # 143.36 pixels high for the network, of which there are 143
+    assert looker.maps(tilted, 2999, 419).any()
     for i in range(KEPT + 1):
         looker.look(picture(70 + i, 80))
     assert len(looker.seen) == KEPT

@@ -253,7 +253,7 @@ def test_what_was_looked_at_is_remembered(looker, monkeypatch):
     image = np.zeros((8, 2048, 3), np.uint8)
     image[..., 0] = 200
     first = looker.look(image)
-    assert first.scale == 0.5 and first.drawn.shape == (4, 1024, 3)
+    assert first.scale == (0.5, 0.5) and first.drawn.shape == (4, 1024, 3)
     assert moved == [('cuda:1',)] and measured == [('block', ('rank', 'locality', 'sharpness'), 64)]
     assert (first.blocks, first.rows) == (['block'], [['entry']])
     assert ran[0][1].shape == (4, 1024, 3) and ran[0][1][0, 0].tolist() == [0, 0, 200]  # blue comes first there
@@ -265,7 +265,7 @@ def test_what_was_looked_at_is_remembered(looker, monkeypatch):
     assert third is not other and looker.look(image) is first and looker.look(image, 1, 'hydra') is third
     assert looker.look(image, 0, 'hydra') is not other
     small = looker.look(image[:, :8])
-    assert small.scale == 1 and small.drawn.shape == (8, 8, 3)
+    assert small.scale == (1, 1) and small.drawn.shape == (8, 8, 3)
     # the same bytes in another shape are another picture
     assert looker.look(np.zeros((8, 16, 3), np.uint8)).drawn.shape == (8, 16, 3)
     assert looker.look(np.zeros((16, 8, 3), np.uint8)).drawn.shape == (16, 8, 3)
@@ -278,11 +278,11 @@ def test_maps_of_keys_that_lie_on_no_map(looker, monkeypatch):
     asked = []
     picture = SimpleNamespace(to_shown=lambda x, y: (x + 1, y + 2))
     blocks = [SimpleNamespace(ratio=0), SimpleNamespace(ratio=2)]
-    seen = looking.Seen(picture, 0.5, blocks, [], '', None)
+    seen = looking.Seen(picture, (0.5, 0.25), blocks, [], '', None)
     monkeypatch.setattr(looking, 'collect_query', lambda *args: asked.append(args) or 'map')
     monkeypatch.setattr(looking, 'mosaic', lambda *args: args)
-    assert looker.maps(seen, 20, 40, True) == (['map'], picture, 11, 22)
-    assert asked == [(blocks[1], picture, 11, 22, True)]
+    assert looker.maps(seen, 20, 40, True) == (['map'], picture, 11, 12)
+    assert asked == [(blocks[1], picture, 11, 12, True)]
     looker.maps(seen, 20, 40)
     assert asked[1][-1] is False
     with pytest.raises(RunError, match='the keys of this model lie on no map'):

@@ -26,7 +26,8 @@ class Seen(NamedTuple):
 
     Attributes:
         picture (Picture): As the network sees it.
-        scale (float): From pixels of the picture as uploaded to those of the picture that was prepared.
+        scale (tuple[float, float]): From pixels of the picture as uploaded to those of the picture that was prepared,
+            across and down.
         blocks (list[BlockCall]): One for each block.
         rows (list[list]): Numbers of each block, as :data:`COLUMNS` says.
         found (str): What the model says of the picture.
@@ -34,7 +35,7 @@ class Seen(NamedTuple):
     """
 
     picture: loading.Picture
-    scale: float
+    scale: tuple[float, float]
     blocks: list[BlockCall]
     rows: list[list]
     found: str
@@ -106,7 +107,8 @@ class Looker:
         with watched(model, keep):
             loading.run_backbone(model, picture.inputs.to(self.device))
         found, drawn = predict(model, picture, small)
-        seen = Seen(picture, small.shape[1] / image.shape[1], blocks, rows, found, drawn)
+        scale = small.shape[1] / image.shape[1], small.shape[0] / image.shape[0]  # each side is rounded by itself
+        seen = Seen(picture, scale, blocks, rows, found, drawn)
         self.seen[key] = seen
         while len(self.seen) > KEPT:
             self.seen.popitem(last=False)
@@ -118,7 +120,7 @@ class Looker:
         Raises:
             RunError: The pipeline crops that pixel away.
         """
-        column, row = seen.picture.to_shown(x * seen.scale, y * seen.scale)
+        column, row = seen.picture.to_shown(x * seen.scale[0], y * seen.scale[1])
         with torch.no_grad():
             found = [collect_query(block, seen.picture, column, row, local) for block in seen.blocks if block.ratio]
         if not found:
