@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmlinattn.analysis import measures, pictures
+from mmlinattn.analysis import inspecting, measures, pictures
 from mmlinattn.analysis.capture import arrangements, watched
 from mmlinattn.analysis.inspecting import averaged, coordinates, full_map, measure_block, query_map
 from mmlinattn.analysis.loading import Picture
@@ -175,6 +175,8 @@ def test_means_of_entries():
     entries = [(dict(a=1.0, b=[1, 2], c=dict(d=4)), 1), (dict(a=2.0, b=[3, 2], c=dict(d=4), e=1), 3)]
     assert averaged(entries) == dict(a=1.75, b=[2.5, 2], c=dict(d=4))
     assert averaged([(dict(a=1.0, e=1.0), 1), (dict(a=4.0), 1), (dict(a=4.0, e=1.0), 1)]) == dict(a=3.0)
+    with pytest.raises(ValueError, match='shorter'):  # numbers of other heads, which have no mean with these
+        averaged([(dict(b=[1, 2]), 1), (dict(b=[3]), 1)])
     assert repr(averaged([(dict(heads=4, a=0.1), 3)] * 2)) == "{'heads': 4, 'a': 0.1}"  # what is one number stays it
 
 
@@ -414,6 +416,17 @@ def test_queries_are_sampled_and_the_whole_map_never_built():
     model.attn.mixer.weights = watched_weights.__get__(model.attn.mixer)
     (entry,) = measured(model, torch.randn(1, 128, 128, 8), num_queries=64)
     assert entry['sampled_queries'] == 64 and entry['keys_a_window'] == 16384 and max(asked) <= 64
+
+
+@pytest.mark.parametrize('number', [2, 3, 5, 100])
+def test_directions_of_stripes_are_compared_at_no_more_queries(monkeypatch, number):
+    """Of 8 x 16 tokens, which 3 and 5 do not divide."""
+    asked = []
+    query_map = inspecting.query_map
+    monkeypatch.setattr(inspecting, 'query_map', lambda *args: asked.append(args[1:]) or query_map(*args))
+    attention = StripeAttention(8, 2, 'softmax', 2).eval()
+    measured(Wrapped(attention), torch.randn(1, 8, 16, 8), what=('ccs',), num_queries=number)
+    assert 2 <= len(set(asked)) == len(asked) <= number
 
 
 # --- masking ----------------------------------------------------------------------------------------------------------

@@ -446,7 +446,8 @@ def test_queries_are_spread_over_at_most_eight_windows():
     assert [window for _, window, _ in other] != windows
     again = inspecting.sample(block.branches[0], 40, torch.Generator().manual_seed(0))
     assert [(window, rows.tolist()) for _, window, rows in again] == [(i, rows.tolist()) for _, i, rows in found]
-    assert all(len(rows) == 2 for _, _, rows in inspecting.sample(block.branches[0], 2))  # pairs are compared
+    for number, each in ((2, [2]), (3, [3]), (5, [2, 2]), (15, [2] * 7)):  # never more, and pairs are compared
+        assert [len(rows) for _, _, rows in inspecting.sample(block.branches[0], number)] == each
     assert all(len(rows) == 16 for _, _, rows in inspecting.sample(block.branches[0], 1000))
     # those of a window are no neighbours either: of 256, some from each quarter, others in each of two samples
     block = calls_of(GlobalAttention(8, 2, 'softmax').eval(), torch.randn(1, 16, 16, 8))

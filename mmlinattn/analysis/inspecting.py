@@ -25,8 +25,9 @@ def measure_block(
     Args:
         block (BlockCall): See :func:`~mmlinattn.analysis.capture.watched`.
         what (Sequence[str]): Which, of :data:`WHAT`.
-        num_queries (int): Queries that are sampled for what needs their weights: never more than these rows of the
-            map are built. Of windowed attention they are drawn from at most :data:`MAX_WINDOWS` windows.
+        num_queries (int): Queries, at least 2, that are sampled for what needs their weights: never more than these
+            rows of a head's map are built at a time. Of windowed attention they are drawn from at most
+            :data:`MAX_WINDOWS` windows, two or more of each.
         generator (torch.Generator, optional): Of the sample.
 
     Returns:
@@ -125,10 +126,11 @@ def sample(branch: list[MixerCall], num_queries: int, generator=None) -> list[tu
     most = NUMEL // (branch[0].mixer.num_heads * max(call.keys.shape[1] for call in branch))
     num_queries = max(2, min(num_queries, most))  # an attention may have as many heads as channels
     windows = [(call, i) for call in branch for i in range(len(call.queries))]
-    if len(windows) > MAX_WINDOWS:
-        order = torch.randperm(len(windows), generator=generator)[:MAX_WINDOWS].sort().values
+    shown = min(MAX_WINDOWS, num_queries // 2)  # two of a window make a pair
+    if len(windows) > shown:
+        order = torch.randperm(len(windows), generator=generator)[:shown].sort().values
         windows = [windows[i] for i in order]
-    each = max(2, num_queries // len(windows))
+    each = num_queries // len(windows)
     chosen = []
     for call, window in windows:
         rows = (call.queries[window] >= 0).nonzero()[:, 0]
@@ -220,7 +222,7 @@ def _same_rows(block: BlockCall, num_queries: int) -> Optional[Tensor]:
             rows.append(weights.flatten(1))
         return torch.cat(rows, dim=1)
     tokens = block.size[0] * block.size[1]
-    picked = torch.arange(0, tokens, max(1, tokens // min(num_queries, 64)))
+    picked = torch.arange(0, tokens, max(1, tokens // 64, -(-tokens // num_queries)))
     maps = [query_map(block, int(t) // block.size[1], int(t) % block.size[1])[0].nan_to_num() for t in picked]
     return torch.stack(maps, dim=1).flatten(1)
 
@@ -238,7 +240,7 @@ def _mean(values: list, weights: list):
     if isinstance(first, dict):
         return {key: _mean([v[key] for v in values], weights) for key in first if all(key in v for v in values)}
     if isinstance(first, list):
-        return [_mean(list(group), weights) for group in zip(*values)]
+        return [_mean(list(group), weights) for group in zip(*values, strict=True)]
     if not isinstance(first, (int, float)) or isinstance(first, bool):
         return first if all(value == first for value in values) else values
     if all(value == first for value in values):
