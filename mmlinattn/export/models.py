@@ -124,6 +124,7 @@ def metadata(
 
     given = cfg.model.get('data_preprocessor') or cfg.get('data_preprocessor') or {}
     is_rgb = given.get('bgr_to_rgb') or given.get('to_rgb')
+    at_test = given.get('test_cfg') or {}  # of MMSegmentation, whose own size_divisor is that of training
     return dict(
         mmlinattn=__version__,
         task=task,
@@ -134,7 +135,7 @@ def metadata(
         channel_order='RGB' if is_rgb else 'BGR',
         mean=list(given.get('mean') or [0.0] * 3),
         std=list(given.get('std') or [1.0] * 3),
-        pad_size_divisor=given.get('pad_size_divisor', 1),
+        pad_size_divisor=given.get('pad_size_divisor') or at_test.get('size_divisor') or 1,
         classes=class_names(cfg, checkpoint_meta),
     )
 

@@ -82,6 +82,10 @@ def test_what_a_file_says_of_itself():
     found = models.metadata(beside, 'classifier', Sizes(1, 64, 80), None, ['logits'], 'float32')
     assert (found['channel_order'], found['mean'], found['std']) == ('RGB', [9.0, 8.0, 7.0], [1.0, 1.0, 1.0])
     assert found['pad_size_divisor'] == 1 and found['classes'] is None
+    # what a segmentor pads to at test time is what an application has to; size_divisor is that of training
+    padded = Config(dict(model=dict(data_preprocessor=dict(size_divisor=512, test_cfg=dict(size_divisor=32)))))
+    found = models.metadata(padded, 'segmentor', Sizes(1, 64, 80), None, ['logits'], 'float32')
+    assert found['pad_size_divisor'] == 32
     bare = models.metadata(Config(dict(model={})), 'classifier', Sizes(1, 64, 80), None, ['logits'], 'float32')
     assert (bare['channel_order'], bare['mean']) == ('BGR', [0.0, 0.0, 0.0])
 
