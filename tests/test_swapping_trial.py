@@ -396,7 +396,11 @@ def test_batches_suit_the_model():
         assert 'masks' not in batch['data_samples'][0].gt_instances
     assert 'masks' in invented.batch_for(model, 'mmdet', {}, (16, 16))['data_samples'][0].gt_instances
     model.data_preprocessor = TrackDataPreprocessor()
-    assert len(invented.batch_for(model, 'mmdet', {}, (16, 16))['inputs']) == 1
+    for masks in (True, False):
+        batch = invented.batch_for(model, 'mmdet', {}, (16, 16), masks=masks)
+        assert len(batch['inputs']) == 1
+        frames = batch['data_samples'][0].video_data_samples
+        assert [('masks' in frame.gt_instances) for frame in frames] == [masks] * 2
     model.data_preprocessor = ReIDDataPreprocessor()
     assert len(invented.batch_for(model, 'mmdet', {}, (16, 16))['inputs']) == 4
     assert 'gt_edge_map' in invented.batch_for(model, 'mmseg', {}, (16, 16))['data_samples'][0]

@@ -55,11 +55,11 @@ def detection_batch(size: tuple[int, int], masks: bool = True, proposals: bool =
     return dict(inputs=_pictures(size), data_samples=samples)
 
 
-def video_batch(size: tuple[int, int]) -> Batch:
-    """One video of two frames, the same two objects in both."""
+def video_batch(size: tuple[int, int], masks: bool = True) -> Batch:
+    """One video of two frames, the same two objects in both, perhaps with masks."""
     from mmdet.structures import TrackDataSample
 
-    frames = detection_batch(size)
+    frames = detection_batch(size, masks)
     for sample in frames['data_samples']:
         sample.gt_instances.instances_ids = torch.arange(2)
     video = TrackDataSample()
@@ -132,7 +132,7 @@ def batch_for(model: nn.Module, task: str, cfg: dict, size: tuple[int, int], mas
     if task == 'mmdet':
         kind = type(model.data_preprocessor).__name__
         if kind == 'TrackDataPreprocessor':
-            return video_batch(size)
+            return video_batch(size, masks)
         if kind == 'ReIDDataPreprocessor':
             return reid_batch(size)
         # of detectors in two stages, those without the first read them from the data set
