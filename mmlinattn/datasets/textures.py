@@ -50,7 +50,7 @@ def draw_background(
 
 
 def _pale(rng: np.random.Generator, kind: str) -> np.ndarray:
-    """An unsaturated colour typical of a background, ``(3,)`` RGB; the hues lie between those of the first shapes."""
+    """An unsaturated colour typical of a background, ``(3,)`` RGB; hues of backgrounds are spread evenly."""
     hue = (BACKGROUNDS.index(kind) + 0.3) / len(BACKGROUNDS) + rng.normal(0, 0.03)
     return np.array(colorsys.hsv_to_rgb(hue % 1, rng.uniform(0.2, 0.45), rng.uniform(0.5, 0.9))) * 255
 
@@ -127,7 +127,7 @@ def contrasting_colour(
 
 
 def _of_hue(rng: np.random.Generator, hue: float, count: int) -> np.ndarray:
-    """Saturated colours around a hue, ``(count, 3)`` RGB; neighbouring hues a sixth apart overlap a little."""
+    """Saturated colours around a hue, ``(count, 3)`` RGB; those of shapes, a seventh apart, overlap a little."""
     hues = (hue + rng.normal(0, 0.05, count)) % 1
     saturation, value = rng.uniform(0.6, 1, count), rng.uniform(0.35, 1, count)
     return np.array([colorsys.hsv_to_rgb(*hsv) for hsv in zip(hues, saturation, value)]) * 255
