@@ -150,6 +150,9 @@ def test_what_makes_blocks_of_another_kind(monkeypatch):
     other.stages[0][1].position.dilation = (1, 2)
     assert compile_blocks(other) == 2
     other = ravlt(**stage)
+    other.stages[0][1].attn.mixer.kernel = 'relu'  # names are settings, too
+    assert other.stages[0][0].attn.mixer.kernel != 'relu' and compile_blocks(other) == 2
+    other = ravlt(**stage)
     other.stages[0][1].norm1.weight = nn.Parameter(torch.ones(1, 16, dtype=torch.float64))
     other.stages[0][2].norm1.bias = nn.Parameter(torch.ones(16))
     assert compile_blocks(other) == 3

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from matplotlib import pyplot
 from torch import nn
 
 from mmlinattn.analysis import pictures
@@ -35,6 +36,14 @@ def figures(monkeypatch):
 def query_maps(maps, block='backbone.stages.2.0', mixer='softmax', size=None):
     maps = np.array(maps, float)
     return pictures.QueryMaps(block, mixer, maps, (0, 0), size or maps.shape[1:], np.zeros(len(maps)))
+
+
+def test_figures_are_for_files_only():
+    """pyplot would keep each of them, and show it in a notebook."""
+    before = pyplot.get_fignums()
+    figure, axes = pictures.subplots(2, 3, figsize=(4, 5))
+    assert axes.shape == (2, 3) and tuple(figure.get_size_inches()) == (4, 5)
+    assert pictures.subplots(squeeze=False)[1].shape == (1, 1) and pyplot.get_fignums() == before
 
 
 # --- pictures with colours --------------------------------------------------------------------------------------------

@@ -195,6 +195,15 @@ def test_steps_that_pass_the_backbone_several_times():
     assert not model.backbone._forward_hooks  # nothing of the trial is left
 
 
+def test_a_gradient_of_zeros_is_one():
+    """As behind a gain that starts at zero."""
+    model = TrialModel()
+    model.backbone, model.data_preprocessor = Passes(), PairOfTrial()
+    model.forward = lambda inputs, data_samples, mode: dict(loss=model.backbone(inputs, 1)[0].mean() * 0)
+    optimizer = trial.build_optim_wrapper(model, dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=1.0)))
+    assert trial._train(model, invented.segmentation_batch((8, 8)), optimizer).without_gradient == ()
+
+
 def test_nothing_is_heard_of_a_trial():
     with warnings.catch_warnings():
         warnings.simplefilter('error')
