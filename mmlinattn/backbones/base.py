@@ -55,10 +55,15 @@ def numbered(key: str) -> tuple[str, Optional[int]]:
     return part, int(number) if number.isdecimal() else None
 
 
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a layer is a batch norm; MMCV's own synchronised one (``MMSyncBN``) is no ``_BatchNorm`` of PyTorch's."""
+    return isinstance(module, _BatchNorm) or type(module).__name__ == 'SyncBatchNorm'
+
+
 @contextmanager
 def statistics_kept(module: nn.Module):
     """A context in which the running statistics of batch norms stay: recomputed blocks have been counted."""
-    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training]
+    norms = [m for m in module.modules() if is_batch_norm(m) and m.training]
     buffers = [dict(norm._buffers) for norm in norms]
     try:
         for norm, kept in zip(norms, buffers):
@@ -295,7 +300,7 @@ class Backbone(BaseModule):
         self.freeze()
         if mode and self.norm_eval:
             for module in self.modules():
-                if isinstance(module, _BatchNorm):
+                if is_batch_norm(module):
                     module.eval()
         return self
 

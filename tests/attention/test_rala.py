@@ -105,6 +105,25 @@ def test_rotate_turns_pairs_by_the_angles_of_the_release():
     torch.testing.assert_close(rotate(x, table(SIZE)), expected)
 
 
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_rotate_takes_every_layout_and_type(dtype):
+    """Columns of a wider tensor from an odd one on, rows that are columns, tables whose pairs lie apart."""
+    x, turn = torch.randn(2, 3, 6, 8).to(dtype), rotary_table(2, 3, 8, dtype=dtype)
+    with ops.use('reference'):
+        expected = rotate(x, turn)
+    wide = torch.zeros(2, 3, 6, 10, dtype=dtype)
+    wide[..., 1:9] = x
+    odd = torch.zeros(2, 3, 6, 9, dtype=dtype)
+    odd[..., :8] = x
+    across = x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    apart = turn.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    for tokens in (x, wide[..., 1:9], odd[..., :8], across):
+        for angles in (turn, apart):
+            found = rotate(tokens, angles)
+            assert found.dtype == dtype
+            torch.testing.assert_close(found, expected)
+
+
 def test_rotate_in_half_precision_uses_the_angles_of_float32():
     """Column 333 is no number of bfloat16; its angle has to be. The result alone is rounded: below 2, by 1 / 256."""
     x = torch.ones(1, 1, 334, DIM, dtype=torch.bfloat16)

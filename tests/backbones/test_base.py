@@ -408,6 +408,19 @@ def test_learned_tables_start_as_documented(host):
         assert table.abs().max() < 0.15, name
 
 
+def test_norm_eval_is_of_mmcvs_own_synchronised_norm():
+    """``MMSyncBN``, which needs a process group to be built and is no batch norm of PyTorch's."""
+
+    class SyncBatchNorm(nn.Module):
+        pass
+
+    model = RAVLT(HOSTS['RAVLT'], norm_eval=True)
+    model.stages[0].norm = SyncBatchNorm()
+    assert not model.train().stages[0].norm.training
+    model.norm_eval = False
+    assert model.train().stages[0].norm.training
+
+
 @pytest.mark.parametrize('norm_eval', [False, True])
 def test_norm_eval_is_of_every_kind_of_batch_norm(norm_eval):
     """Those that are synchronised, and those of rows in compact feed-forward networks."""
