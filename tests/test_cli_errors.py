@@ -55,6 +55,18 @@ def test_config_missing(fails, checkpoint):
         assert "config 'no_such.py': no such file" in fails(*args)
 
 
+@pytest.mark.parametrize('option', ['optim_wrapper=SGD', 'load_from=5', 'val_dataloader=2'])
+def test_values_of_another_kind(fails, option):
+    """Whatever stumbles over them, before a model is built."""
+    line = fails('train.py', CONFIG, '--cfg-options', option)
+    assert 'ravlt_shapes_quickstart.py cannot be run: ' in line and 'Error: ' in line
+
+
+def test_values_of_another_kind_in_a_test(fails, checkpoint):
+    line = fails('test.py', CONFIG, checkpoint, '--cfg-options', 'test_dataloader=2')
+    assert 'ravlt_shapes_quickstart.py cannot be run: ' in line and 'Error: ' in line
+
+
 def test_config_not_readable(fails, tmp_path):
     (tmp_path / 'bad.py').write_text('model = dict(\n')
     assert "config 'bad.py' cannot be read" in fails('train.py', 'bad.py')

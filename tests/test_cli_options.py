@@ -386,8 +386,8 @@ def test_the_steps_of_a_training(tool, tmp_path, monkeypatch, options, validates
     stages = ['train', 'val'] if validates else ['train']
     assert steps.seen == [
         ('clean_end',),
-        ('check_data_config', stages),
         ('explained_setup', DETECTOR),
+        ('check_data_config', stages),
         ('explained_empty_data', stages),
         ('build_runner', compiles),
         ('watch', True),
@@ -404,8 +404,8 @@ def test_the_steps_of_a_test(tool, monkeypatch):
     functions['main']()
     assert steps.seen == [
         ('clean_end',),
-        ('check_data_config', ['test']),
         ('explained_setup', DETECTOR),
+        ('check_data_config', ['test']),
         ('explained_empty_data', ['test']),
         ('build_runner', True),
         ('watch', True),

@@ -125,15 +125,16 @@ def dump_metric(cfg, path: str):
 def main() -> None:
     args = parse_args()
     with clean_end(), one_line_errors():
-        cfg = configure(args)
-        with explained_setup(args.config) as watch, explained_empty_data(cfg, ['test']):
-            runner = build_runner(cfg, compiles=args.compile)
-            watch(runner)
-            if args.interval > 1:
-                every_nth(runner, args.interval)
-            if args.out and args.out_item == 'pred':
-                runner.test_evaluator.metrics.append(dump_metric(cfg, args.out))
-            metrics = runner.test()
+        with explained_setup(args.config) as watch:
+            cfg = configure(args)
+            with explained_empty_data(cfg, ['test']):
+                runner = build_runner(cfg, compiles=args.compile)
+                watch(runner)
+                if args.interval > 1:
+                    every_nth(runner, args.interval)
+                if args.out and args.out_item == 'pred':
+                    runner.test_evaluator.metrics.append(dump_metric(cfg, args.out))
+                metrics = runner.test()
         if args.out and args.out_item == 'metrics' and runner.rank == 0:
             mmengine.dump(metrics, args.out)
         if args.show_dir:

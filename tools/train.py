@@ -88,10 +88,10 @@ def stages(cfg):
 
 def main() -> None:
     args = parse_args()
-    with clean_end() as run, one_line_errors():
+    with clean_end() as run, one_line_errors(), explained_setup(args.config) as watch:
         cfg = configure(args)
         run.work_dir, run.is_resumed = cfg.work_dir, cfg.get('resume', False)
-        with explained_setup(args.config) as watch, explained_empty_data(cfg, stages(cfg)):
+        with explained_empty_data(cfg, stages(cfg)):
             runner = build_runner(cfg, compiles=args.compile)
             watch(runner)
             runner.train()
