@@ -201,6 +201,10 @@ def test_settings_of_the_user_stay(joined, monkeypatch):
     assert cfg.model_wrapper_cfg == dict(
         type='CPUDistributedDataParallel', broadcast_buffers=True, find_unused_parameters=True, static_graph=True
     )
+    for kind in ('mmengine.MMDistributedDataParallel', CPUDistributedDataParallel):
+        cfg = Config(dict(launcher='pytorch', model_wrapper_cfg=dict(wrapper, type=kind)))
+        prepare_distributed(cfg)
+        assert cfg.model_wrapper_cfg.type == 'CPUDistributedDataParallel'
     cfg = Config(dict(launcher='pytorch', model_wrapper_cfg=dict(wrapper, find_unused_parameters=True)))
     prepare_distributed(cfg)  # what the wrapper says goes before what the config as a whole says, or does not
     assert cfg.model_wrapper_cfg.find_unused_parameters is True

@@ -136,7 +136,8 @@ class CheckpointMatchHook(Hook):
             model = model.module
         state = _state_dict(checkpoint)
         is_training = isinstance(runner._train_loop, BaseLoop)
-        is_fatal = not is_training or runner._resume or getattr(runner, 'is_resuming', False)
+        is_resuming = is_training and (runner._resume or getattr(runner, 'is_resuming', False))
+        is_fatal = not is_training or is_resuming
         option = f' If it is meant: --cfg-options {self._option(runner, "allow_nonfinite")}=True'
         _check_values(model, state, self.allow_nonfinite or not is_fatal, option)
         mismatched, missing = _not_loaded(model, state)
@@ -152,9 +153,15 @@ class CheckpointMatchHook(Hook):
         prefixes = dict.fromkeys(key.split()[0].rpartition('.')[0] for key in mismatched or missing)
         option = f'{self._option(runner, "left_out")}={",".join(list(prefixes)[:5])}'
         if is_fatal:
+            # resumed from, the state of the optimizer has the old shapes, too
+            meant = (
+                'load_from=... in place of resuming trains other parts anew.'
+                if is_resuming
+                else f'If it is meant: --cfg-options {option}'
+            )
             raise RunError(
                 f'{what}These would be used as initialised. The config has to be the one of the checkpoint, its class '
-                f'count included. If it is meant: --cfg-options {option}'
+                f'count included. {meant}'
             )
         runner.logger.warning(
             f'{what}These train from their initial values, as is usual for other classes than those of the checkpoint. '

@@ -96,7 +96,8 @@ def prepare_distributed(cfg: Config) -> None:
 
     wrapper = dict(cfg.get('model_wrapper_cfg') or {})
     kind = wrapper.get('type', 'MMDistributedDataParallel')
-    if kind not in ('MMDistributedDataParallel', CPUDistributedDataParallel.__name__):
+    name = kind.rpartition('.')[2] if isinstance(kind, str) else getattr(kind, '__name__', kind)
+    if name not in ('MMDistributedDataParallel', CPUDistributedDataParallel.__name__):
         raise RunError(f'model_wrapper_cfg.type = {kind!r} needs an accelerator, and there is none.')
     wrapper.setdefault('broadcast_buffers', False)  # MMEngine's defaults without a wrapper config
     wrapper.setdefault('find_unused_parameters', cfg.get('find_unused_parameters', False))
