@@ -305,6 +305,12 @@ def test_class_names_fit_the_head_or_are_not_given():
     assert class_names(cfg) is None  # a text is no list of names
     cfg.test_dataloader.dataset.dataset.datasets[0].dataset.metainfo.classes = list('wxyz')
     assert class_names(cfg) == ['w', 'x', 'y', 'z']
+    dataset = cfg.test_dataloader.dataset = dict(type='LabelledDataset', classes=list('1234'))  # as MMPretrain's may
+    assert class_names(cfg) == ['1', '2', '3', '4']
+    cfg.test_dataloader.dataset = dict(dataset, metainfo=dict(classes=tuple('efgh')))  # the order of MMPretrain
+    assert class_names(cfg) == ['e', 'f', 'g', 'h']
+    cfg.test_dataloader.dataset = dict(dataset, classes='names.txt')
+    assert class_names(cfg) is None  # those of the class are not its names
     cfg.test_dataloader = None
     assert class_names(cfg) is None
     assert class_names(cfg, dict(CLASSES=torch.zeros(4))) is None

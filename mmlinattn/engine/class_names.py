@@ -48,4 +48,6 @@ def _of_data(cfg: Config) -> tuple:
         with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry:
             kind = dataset['type']
             known = getattr(registry.get(kind) if isinstance(kind, str) else kind, 'METAINFO', {})
-    return (dataset.get('metainfo') or {}).get('classes'), known.get('classes')
+    classes = dataset.get('classes')  # of MMPretrain's data sets, after metainfo; a text is the name of a file
+    known = known.get('classes') if not isinstance(classes, str) else None
+    return (dataset.get('metainfo') or {}).get('classes'), classes, known
