@@ -82,6 +82,19 @@ def test_full_disk_leaves_the_previous_checkpoint(tmp_path, monkeypatch, full_at
     assert 'epoch_2.pth' in files(tmp_path)
 
 
+@pytest.mark.parametrize('pointer', [None, 'elsewhere.pth'])
+def test_the_previous_checkpoint_of_a_run_that_resumes_is_the_one_it_resumed_from(tmp_path, monkeypatch, pointer):
+    make_runner(tmp_path, GUARD, dict(by_epoch=True, max_epochs=1), **checkpoint_cfg()).train()
+    runner = make_runner(tmp_path, GUARD, resume=True, load_from=str(tmp_path / 'epoch_1.pth'), **checkpoint_cfg())
+    if pointer:  # of no use, and no reason to stop
+        (tmp_path / 'last_checkpoint').write_text(pointer)
+    no_space_after(monkeypatch, 0, 'epoch_2.pth')
+    with pytest.raises(RunError, match='No space left on device') as found:
+        runner.train()
+    assert ('The previous checkpoint ' in str(found.value)) == (pointer is None)
+    assert (f'{tmp_path}/epoch_1.pth is intact' in str(found.value)) == (pointer is None)
+
+
 def test_full_disk_leaves_the_previous_best_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(Count, 'calls', 0)
     put = AtomicLocalBackend.put

@@ -2,7 +2,7 @@
 import os
 import os.path as osp
 from collections import deque
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Optional
 
 from mmengine.dist import is_main_process
@@ -10,8 +10,10 @@ from mmengine.fileio import LocalBackend, get_file_backend, register_backend
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
 
+from ..checkpoints.safe import CheckpointError
 from ..utils import written_whole
 from .errors import RunError
+from .resume_guard import find_latest_checkpoint
 
 __all__ = ['AtomicLocalBackend', 'CheckpointGuardHook', 'SafeCheckpointHook']
 
@@ -52,6 +54,15 @@ def explained_write_errors(target: str, previous: Optional[str]):
         raise RunError(
             f'{target} could not be written: {error.strerror or error}. {kept}Make room and start again with --resume.'
         ) from error
+
+
+def previous_checkpoint(runner, hook) -> Optional[str]:
+    """The last checkpoint before one that ``hook`` writes; of a run that resumed, what it would resume from again."""
+    last = getattr(hook, 'last_ckpt', None)  # None up to the first one of runs that resume, too
+    if not last and getattr(runner, '_resume', False) and osp.isfile(osp.join(runner.work_dir, 'last_checkpoint')):
+        with suppress(CheckpointError):  # it resumed from a file that was named, and what is here is of no use
+            last = find_latest_checkpoint(runner.work_dir)
+    return last
 
 
 class _DeferRemoval:
@@ -102,7 +113,7 @@ class SafeCheckpointHook(CheckpointHook):
             runner.message_hub.update_info('keep_ckpt_ids', list(self.keep_ckpt_ids))
 
         filename = self.filename_tmpl.format(step)
-        previous = self.last_ckpt
+        previous = previous_checkpoint(runner, self)
         self.last_ckpt = self.file_backend.join_path(self.out_dir, filename)
         runner.message_hub.update_info('last_ckpt', self.last_ckpt)
         with explained_write_errors(self.last_ckpt, previous):

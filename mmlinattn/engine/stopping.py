@@ -21,7 +21,7 @@ from mmengine.registry import HOOKS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch.utils.data import DataLoader
 
-from .checkpointing import ATOMIC_BACKEND, AtomicLocalBackend, explained_write_errors
+from .checkpointing import ATOMIC_BACKEND, AtomicLocalBackend, explained_write_errors, previous_checkpoint
 from .data_check import start_workers_late
 from .distributed import leave_process_group
 from .errors import say_last
@@ -418,7 +418,7 @@ class StopHook(Hook):
             backend = dict(backend=ATOMIC_BACKEND)
         meta['stopped'] = dict(batch=batch, num_batches=len(runner.train_dataloader) if batch else 0)
         path = f'{folder.rstrip("/")}/{CHECKPOINT_NAME}'
-        with explained_write_errors(path, getattr(hook, 'last_ckpt', None)):
+        with explained_write_errors(path, previous_checkpoint(runner, hook)):
             runner.save_checkpoint(
                 folder,
                 CHECKPOINT_NAME,
