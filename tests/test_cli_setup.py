@@ -10,7 +10,7 @@ from engine_toys import ToyDataset, ToyModel, make_runner
 from mmengine.config import Config
 from mmengine.hooks import Hook
 from mmengine.optim import OptimWrapper
-from mmengine.registry import DATASETS, MODELS
+from mmengine.registry import DATASETS, MODELS, Registry
 from torch import nn
 
 from mmlinattn.checkpoints.safe import CheckpointError
@@ -120,7 +120,8 @@ def test_errors_of_hooks_before_the_first_batch_are_one_line(tmp_path, monkeypat
     'error, text',
     [
         (KeyError('LinearSwn is not in the registry'), 'KeyError: LinearSwn is not in the registry'),
-        (KeyError(), 'KeyError:'),
+        (KeyError(), 'KeyError ('),
+        (AssertionError(), 'AssertionError ('),
         (TypeError('no such argument'), 'TypeError: no such argument'),
         (FileNotFoundError(2, 'No such file', 'a.json'), "FileNotFoundError: [Errno 2] No such file: 'a.json'"),
     ],
@@ -133,6 +134,31 @@ def test_errors_of_the_setting_up_are_one_line(monkeypatch, error, text):
     assert message.startswith(f'toy.py cannot be run: {text}')
     assert message.endswith(' (MMLINATTN_TRACEBACK=1 shows where)')
     assert found.value.__cause__ is error
+
+
+def test_errors_of_the_setting_up_name_the_class_that_failed(monkeypatch):
+    """The innermost, as others only have it as a part; a class that nobody knows is in MMEngine's own message."""
+    monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
+    registry = Registry('part')
+
+    @registry.register_module()
+    class Inner:
+        def __init__(self, text):
+            raise ValueError(*text)
+
+    @registry.register_module()
+    class Outer:
+        def __init__(self, part):
+            registry.build(part)
+
+    def line(part):
+        with pytest.raises(RunError) as found, cli.explained_setup('toy.py'):
+            registry.build(dict(type='Outer', part=part))
+        return str(found.value).partition(' (MMLINATTN')[0]
+
+    assert line(dict(type='Inner', text=['bad thing'])) == 'toy.py cannot be run: Inner: ValueError: bad thing'
+    assert line(dict(type='Inner', text=[])) == 'toy.py cannot be run: Inner: ValueError'
+    assert line(dict(type='Inn')).startswith('toy.py cannot be run: Outer: KeyError: Inn is not in the ')
 
 
 def test_errors_of_the_setting_up_are_left_alone_where_that_is_asked_for(monkeypatch):

@@ -11,6 +11,7 @@ import tempfile
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from traceback import walk_tb
 from typing import Optional
 
 from mmengine.config import Config, ConfigDict, DictAction
@@ -268,7 +269,8 @@ def explained_setup(config: str):
         A function that takes the runner, to know when the first batch comes.
 
     Raises:
-        RunError: with the class that failed and why. ``MMLINATTN_TRACEBACK=1`` keeps the error as it is.
+        RunError: with the class that was being built, if any, and why it failed. ``MMLINATTN_TRACEBACK=1``
+            keeps the error as it is.
     """
     begin = _Begin()
     try:
@@ -279,9 +281,15 @@ def explained_setup(config: str):
         if begin.has_begun or os.environ.get('MMLINATTN_TRACEBACK') == '1':
             raise
         reason = error.args[0] if isinstance(error, KeyError) and error.args else error
-        raise RunError(
-            f'{config} cannot be run: {type(error).__name__}: {reason} (MMLINATTN_TRACEBACK=1 shows where)'
-        ) from error
+        what = ': '.join([*_failed_class(error), type(error).__name__, *[str(reason)] * bool(str(reason))])
+        raise RunError(f'{config} cannot be run: {what} (MMLINATTN_TRACEBACK=1 shows where)') from error
+
+
+def _failed_class(error: Exception) -> list[str]:
+    """Name of what MMEngine was building when it failed, the innermost; none where it was building nothing."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == 'build_from_cfg']
+    built = [frame.f_locals['obj_cls'] for frame in frames if frame.f_locals.get('obj_cls') is not None]
+    return [getattr(built[-1], '__name__', str(built[-1]))] if built else []
 
 
 def require(cfg: Config, config: str, *keys: str) -> None:
