@@ -302,6 +302,13 @@ def nested(depth):
     return node
 
 
+def shared_twice(depth):
+    node = 1
+    for _ in range(depth):
+        node = [node, node]
+    return node
+
+
 def test_bounds_of_what_a_file_may_hold(monkeypatch):
     deep = 'is nested more than 100 levels deep, or contains itself'
     assert limits.why_too_large(nested(100), 1) is None and limits.why_too_large(nested(101), 1) == deep
@@ -313,6 +320,39 @@ def test_bounds_of_what_a_file_may_hold(monkeypatch):
     assert limits.why_too_large([shared, shared, (shared,)], 1) == 'repeats its contents to more than 9 entries'
     assert limits.why_too_large({1: 2, 3: 4, 5: 6, 7: 8}, 1) is None
     assert limits.why_too_large({1: 2, 3: 4, 5: 6, 7: 8, 9: 0}, 1) == 'repeats its contents to more than 9 entries'
+
+
+def test_what_occurs_again_counts_with_the_levels_it_has_wherever_it_is():
+    shared = nested(60)
+    assert limits.why_too_large([shared, [shared]], 1) is None
+    deeper = shared
+    for _ in range(60):
+        deeper = [deeper]
+    for data in ([shared, deeper], dict(extra=shared, meta=dict(deep=deeper)), {(1,): [shared], 'deep': (deeper,)}):
+        assert limits.why_too_large(data, 1) == 'is nested more than 100 levels deep, or contains itself'
+
+
+def test_what_is_shared_is_gone_through_once(monkeypatch):
+    """Each of these 100 lists holds the one below it twice: 2 ** 100 ways down, in a file of a hundred lists."""
+    monkeypatch.setattr(limits, '_MAX_ENTRIES', 2**102)
+    assert limits.why_too_large(shared_twice(100), 1) is None
+    assert limits.why_too_large([shared_twice(30), shared_twice(101)], 1).startswith('is nested more than 100 levels')
+
+
+@pytest.mark.parametrize('holder', ['Namespace', 'OrderedDict', 'Parameter'])
+def test_attributes_of_what_a_file_holds_are_looked_at(tmp_path, holder):
+    thing = dict(
+        Namespace=argparse.Namespace,
+        OrderedDict=OrderedDict,
+        Parameter=lambda: nn.Parameter(torch.ones(1)),
+    )[holder]()
+    thing.harmless = nested(5)
+    torch.save(dict(meta=thing), tmp_path / 'x.pth')
+    assert load_file(tmp_path / 'x.pth')['meta'].harmless == nested(5)
+    thing.deep = nested(101)
+    torch.save(dict(meta=thing), tmp_path / 'x.pth')
+    with pytest.raises(CheckpointError, match='is nested more than 100 levels deep'):
+        load_file(tmp_path / 'x.pth')
 
 
 @pytest.mark.parametrize('make', [torch.ones, np.ones], ids=['torch', 'numpy'])

@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Data that is small in the file and without bound in memory, or on the way through it."""
 
+from argparse import Namespace
+from collections import OrderedDict
 from typing import Any, Optional
 
 import numpy as np
@@ -25,9 +27,8 @@ def why_too_large(data: Any, file_size: int) -> Optional[str]:
         file_size: of that file, in bytes.
     """
     allowed = max(MAX_EXPANSION * file_size, _MIN_ALLOWED)
-    num_entries: dict[int, int] = {}
     try:
-        _count(data, 0, num_entries, allowed)
+        _count(data, 0, {}, allowed)
     except _TooLargeError as error:
         return str(error)
     return None
@@ -37,20 +38,28 @@ class _TooLargeError(ValueError):
     pass
 
 
-def _count(node: Any, depth: int, known: dict[int, int], allowed: int) -> int:
+def _count(node: Any, depth: int, known: dict[int, tuple[int, int]], allowed: int) -> tuple[int, int]:
+    """Entries of a node and the levels below it, which are counted once however often the node occurs."""
     if isinstance(node, (Tensor, np.ndarray)):
         size = node.numel() * node.element_size() if isinstance(node, Tensor) else node.nbytes
         if size > allowed:
             raise _TooLargeError(f'declares an array of {size} bytes, more than the file can hold')
-        return 1
-    if not isinstance(node, (dict, list, tuple, set)):
-        return 1
-    if id(node) not in known:
-        if depth >= _MAX_DEPTH:
-            raise _TooLargeError(f'is nested more than {_MAX_DEPTH} levels deep, or contains itself')
-        children = [*node.keys(), *node.values()] if isinstance(node, dict) else node
-        count = 1 + sum(_count(child, depth + 1, known, allowed) for child in children)
+    attributes = vars(node) if isinstance(node, (Namespace, OrderedDict, Tensor)) else {}
+    if not attributes and not isinstance(node, (dict, list, tuple, set)):
+        return 1, 0
+    count, levels = known.get(id(node), (0, 1))
+    if depth + levels > _MAX_DEPTH:  # also of a node that occurred before, nearer to the top
+        raise _TooLargeError(f'is nested more than {_MAX_DEPTH} levels deep, or contains itself')
+    if not count:
+        children = [*attributes.values()]
+        if isinstance(node, (dict, list, tuple, set)):
+            children += node
+        if isinstance(node, dict):
+            children += node.values()
+        found = [_count(child, depth + 1, known, allowed) for child in children]
+        count = 1 + sum(entries for entries, _ in found)
         if count > _MAX_ENTRIES:
             raise _TooLargeError(f'repeats its contents to more than {_MAX_ENTRIES} entries')
-        known[id(node)] = count
-    return known[id(node)]
+        levels = 1 + max((below for _, below in found), default=0)
+        known[id(node)] = count, levels
+    return count, levels
