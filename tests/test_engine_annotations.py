@@ -219,13 +219,24 @@ def many(**lists):
 
 CROWD = dict(id=13, image_id=3, category_id=5, iscrowd=1, area=10, bbox=[0, 0, 9, 9])
 TINY = dict(id=13, image_id=3, category_id=5, iscrowd=0, area=0, bbox=[3, 3, 0, 5], segmentation=[])
+STAR = dict(id=9, name='star')  # none of CLASSES
+OTHER = dict(id=13, image_id=3, category_id=9, iscrowd=0, area=81, bbox=[3, 3, 9, 9])
 SILENT = {
     'as it should be': whole(),
     'crowd': many(annotations=[dict(CROWD, segmentation=dict(size=[48, 64], counts=[100, 50, 2922]))]),
     'tiny': many(annotations=[TINY]),
     'ignored': many(annotations=[dict(TINY, ignore=True, bbox=[0])]),
+    'tiny and outside': many(annotations=[dict(TINY, bbox=[70, 8, 0.5, 0.5])]),
+    'tiny and at the border': many(annotations=[dict(TINY, area=1, bbox=[-1.4, 5, 3, 0.5])]),
+    'tiny and of no category': many(annotations=[dict(TINY, category_id=9)]),
+    'ignored and of no category': many(annotations=[dict(TINY, ignore=1, category_id=9)]),
+    'of a class that is not asked for': many(categories=[STAR], annotations=[dict(OTHER, segmentation=[])]),
+    'outside, of a class that is not asked for': many(categories=[STAR], annotations=[dict(OTHER, bbox=[70, 8, 9, 9])]),
+    'of a class that is not asked for, at the border': many(
+        categories=[STAR], annotations=[dict(OTHER, bbox=[50, 8, 20, 20])]
+    ),
     'no objects': dict(whole(), annotations=[]),
-    'class that is not asked for': many(categories=[dict(id=9, name='star')]),
+    'class that is not asked for': many(categories=[STAR]),
     'a scrap beside a polygon': mask([[1, 1, 2, 2], [8, 8, 28, 8, 28, 28]])(),
     'a pixel over the border': box(50, 30, 15, 19)(),
     'ids that are names': dict(whole(), images=[dict(image, id=str(image['id'])) for image in whole()['images']]),
@@ -236,6 +247,33 @@ SILENT = {
 def test_what_mmdetection_drops_for_good_reason_is_silent(place, capsys, kind):
     check(SILENT[kind])
     assert capsys.readouterr().err == ''
+
+
+@pytest.mark.parametrize('values', [dict(bbox=[3, 3, 9]), dict(bbox=[3, 3, 9, 'x']), dict(area=None)])
+def test_objects_of_other_categories_have_what_mmdetection_reads_of_all(place, values):
+    """It fails on them before it asks for the category."""
+    with pytest.raises(RunError, match='annotation id 13 .* has (bbox|area) '):
+        check(many(categories=[STAR], annotations=[dict(OTHER, **values)]))
+
+
+def test_all_categories_are_looked_at_where_the_classes_name_none_of_them():
+    data = box(70, 8, 20, 20)()
+    for classes in (None, (), ('star',), CLASSES, ('disc', 'star')):
+        assert len(check_coco(data, classes=classes).faults) == 1
+    assert check_coco(data, classes=('square', 'star')).faults == []
+
+
+def test_classes_are_read_as_the_data_set_reads_them(place):
+    """From ``metainfo``, or a file that it names; LVIS keeps all categories, whatever the classes."""
+    FILE.write_text(json.dumps(box(70, 8, 20, 20)()))
+    Path('classes.txt').write_text('square\nstar\n')
+    for classes in ('classes.txt', ['square', 'star']):
+        args = (str(FILE), 'key', False, True, None, dict(classes=classes))
+        assert check_annotations('CocoDataset', *args) == []
+        with pytest.raises(RunError, match='outside of its 64x48 image'):
+            check_annotations('LVISV1Dataset', *args)
+    with pytest.raises(RunError, match='outside of its 64x48 image'):  # checked for other classes only
+        check_annotations('CocoDataset', *args[:-1], dict(classes=CLASSES))
 
 
 @pytest.mark.parametrize(

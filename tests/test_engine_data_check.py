@@ -292,14 +292,15 @@ def test_annotations_are_read_by_one_process(coco_root, monkeypatch, capsys, ran
     masks, boxes = (dict(type=kind, with_mask=kind == 'LoadAnnotations') for kind in ('LoadAnnotations', 'Resize'))
     cfg = coco_config(coco_root, pipeline=[boxes, dict(type='LoadAnnotations'), masks])
     cfg.val_dataloader.dataset.pipeline = [dict(type='mmdet.LoadAnnotations'), dict(type='Pack', with_mask=True)]
+    cfg.val_dataloader.dataset.metainfo = classes = dict(classes=('disc',))
     check_data_config(cfg, ['train', 'val'])
     assert read == []  # not MMDetection's
     cfg.default_scope = 'mmdet'
     check_data_config(cfg, ['train', 'val'])
     path = f'{coco_root}/annotations/train.json'
     expected = [
-        ('CocoDataset', path, 'train_dataloader.dataset.dataset.ann_file', True, True),
-        ('CocoDataset', path, 'val_dataloader.dataset.ann_file', False, False),
+        ('CocoDataset', path, 'train_dataloader.dataset.dataset.ann_file', True, True, None, None),
+        ('CocoDataset', path, 'val_dataloader.dataset.ann_file', False, False, None, classes),
     ]
     assert read == ([] if rank else expected)
     assert capsys.readouterr().err == ('' if rank else 2 * 'notice: is odd\nnotice: is old\n')
@@ -313,7 +314,7 @@ def test_annotations_are_read_by_one_process(coco_root, monkeypatch, capsys, ran
     assert len(read) == len(expected) * (not rank)  # files elsewhere are not read
     del cfg.val_dataloader.dataset.backend_args
     check_data_config(cfg, ['val'])
-    assert read[2:] == ([] if rank else [(*expected[1][:3], True, False)])
+    assert read[2:] == ([] if rank else [(*expected[1][:3], True, *expected[1][4:])])
 
 
 @pytest.mark.parametrize('rank, task, reads', [('0', '1', True), ('1', '0', False)])
@@ -349,6 +350,7 @@ def test_the_hook_looks_at_annotations_where_no_tool_did(coco_root, monkeypatch)
         backend_args = dict(backend='local')
         pipeline = SimpleNamespace(transforms=[SimpleNamespace(with_mask=False), SimpleNamespace(with_mask=True)])
         ann_file = path
+        metainfo = dict(classes=('disc',))
 
     runner = SimpleNamespace(
         cfg=Config(dict(default_scope='mmdet')), logger=SimpleNamespace(warning=lambda line: warnings.append(line))
@@ -357,8 +359,8 @@ def test_the_hook_looks_at_annotations_where_no_tool_did(coco_root, monkeypatch)
         DataCheckHook._check_annotations(runner, Coco(), stage)
     key, backend = '{}_dataloader.dataset.ann_file', dict(backend='local')
     assert read == [
-        (Coco, path, key.format('train'), True, True, backend),
-        (Coco, path, key.format('test'), True, False, backend),
+        (Coco, path, key.format('train'), True, True, backend, Coco.metainfo),
+        (Coco, path, key.format('test'), True, False, backend, Coco.metainfo),
     ]
     assert warnings == ['is odd'] * 2
     Coco.ann_file = 's3://bucket/train.json'

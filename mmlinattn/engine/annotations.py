@@ -8,7 +8,8 @@ without objects, categories that are not among the classes.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -130,21 +131,26 @@ def _image_faults(image: dict) -> Iterator[str]:
             yield f'{name} ({_quoted(image.get("file_name"))}) has {key} {_quoted(value)}, not a number of pixels'
 
 
-def _box_fault(box: Any, width: float, height: float) -> Optional[str]:
-    """What is wrong with ``[x, y, width, height]`` in a picture of that size."""
-    quoted = _quoted(box)
+def _form_fault(entry: dict) -> Optional[str]:
+    """What MMDetection fails on, or takes for something else, in any object that it does not ignore."""
+    box, area = entry.get('bbox'), entry.get('area')
     if not isinstance(box, list) or len(box) != 4:
         count = f' of {len(box)} values' if isinstance(box, list) else ''
-        return f'bbox {quoted}{count}; it has to be [x, y, width, height]'
+        return f'bbox {_quoted(box)}{count}; it has to be [x, y, width, height]'
     if not all(map(_is_number, box)):
-        return f'bbox {quoted}, whose values are not all finite numbers'
+        return f'bbox {_quoted(box)}, whose values are not all finite numbers'
+    return None if _is_number(area) else f'area {_quoted(area)}, not a finite number'
+
+
+def _place_fault(box: list, width: float, height: float) -> Optional[str]:
+    """What is wrong with ``[x, y, width, height]`` in a picture of that size."""
     x, y, w, h = box
     if w < 0 or h < 0:
-        return f'bbox {quoted} of negative size; it has to be [x, y, width, height]'
+        return f'bbox {_quoted(box)} of negative size; it has to be [x, y, width, height]'
     if x + w < 0 or y + h < 0 or x > width or y > height:
-        return f'bbox {quoted} outside of its {width}x{height} image'
+        return f'bbox {_quoted(box)} outside of its {width}x{height} image'
     if x < -width / 2 or y < -height / 2 or x + w > 1.5 * width or y + h > 1.5 * height:
-        return f'bbox {quoted} far larger than its {width}x{height} image'
+        return f'bbox {_quoted(box)} far larger than its {width}x{height} image'
     return None
 
 
@@ -154,9 +160,9 @@ def _reaches_out(box: list, width: float, height: float) -> bool:
 
 
 def _is_dropped(entry: dict) -> bool:
-    """Whether MMDetection leaves an object out for being tiny."""
+    """Whether MMDetection leaves an object out for being tiny; one of negative size is none that is meant to be."""
     _, _, w, h = entry['bbox']
-    return w < 1 or h < 1 or entry['area'] <= 0
+    return w >= 0 and h >= 0 and (w < 1 or h < 1 or entry['area'] <= 0)
 
 
 def _counts_of_rle(text: str) -> Optional[np.ndarray]:
@@ -213,12 +219,13 @@ def _mask_fault(mask: Any, width: float, height: float) -> Optional[str]:
     return None
 
 
-def check_coco(data: dict, with_masks: bool = False) -> Findings:
+def check_coco(data: dict, with_masks: bool = False, classes: Optional[Sequence[str]] = None) -> Findings:
     """Look at every entry of a file that :func:`read_coco` took.
 
     Args:
         data: Its content.
         with_masks: Whether segmentations are used.
+        classes: Names of the categories that are used; None, or names of which the file has none, for all.
 
     Returns:
         Faults with the ids that they are at, and notices of what is unusual.
@@ -236,6 +243,10 @@ def check_coco(data: dict, with_masks: bool = False) -> Findings:
         if not isinstance(category.get('name'), str):
             faults.append(f'category id {key!r} has name {_quoted(category.get("name"))}, not a text')
 
+    others = {key for key, category in categories.items() if category.get('name') not in (classes or ())}
+    if len(others) == len(categories):  # it is the classes that do not fit
+        others = set()
+
     annotations = data.get('annotations', [])
     _check_ids(annotations, 'annotation', lambda entry: f'image id {_quoted(entry.get("image_id"))}', faults)
     num_clipped = num_orphans = 0
@@ -244,20 +255,25 @@ def check_coco(data: dict, with_masks: bool = False) -> Findings:
         if not _is_id(image_id) or image_id not in images:
             num_orphans += 1
             continue
+        if entry.get('ignore', False):
+            continue
         image = images[image_id]
         found = []
+        form = _form_fault(entry)
+        is_dropped = not form and _is_dropped(entry)
         category = entry.get('category_id')
-        if not _is_id(category) or category not in categories:
+        is_known = _is_id(category) and category in categories
+        if not is_known and not is_dropped:
             known = _quoted(sorted(categories, key=str))
             found.append(f'category_id {_quoted(category)}; categories has {known}')
-        if image_id not in broken and not entry.get('ignore', False):
-            size = _size(image)
-            fault = _box_fault(entry.get('bbox'), *size)
-            num_clipped += not fault and _reaches_out(entry['bbox'], *size)
-            if not _is_number(entry.get('area')):
-                fault = fault or f'area {_quoted(entry.get("area"))}, not a finite number'
-            if with_masks and not fault and not _is_dropped(entry):
-                fault = _mask_fault(entry.get('segmentation'), *size)
+        if image_id not in broken:
+            fault = form
+            if not form and not is_dropped and not (is_known and category in others):
+                size = _size(image)
+                fault = _place_fault(entry['bbox'], *size)
+                num_clipped += not fault and _reaches_out(entry['bbox'], *size)
+                if with_masks and not fault:
+                    fault = _mask_fault(entry.get('segmentation'), *size)
             found += [fault] if fault else []
         if found:
             name = f'annotation id {_quoted(entry.get("id"))}'
@@ -278,23 +294,43 @@ def _size(image: dict) -> tuple:
     return image['width'], image['height']
 
 
-def _reads_coco(kind: Any) -> bool:
-    """Whether a data set of this type, or name of one, reads files as MMDetection's ``CocoDataset`` does."""
+def _coco_class(kind: Any) -> Optional[type]:
+    """The class of a data set's type, or name of one, if it reads files as MMDetection's ``CocoDataset`` does."""
     from mmdet.datasets import CocoDataset
     from mmdet.registry import DATASETS
 
     cls = kind if isinstance(kind, type) else DATASETS.get(str(kind))
-    return (
+    reads_coco = (
         isinstance(cls, type)
         and issubclass(cls, CocoDataset)
         and cls.parse_data_info is CocoDataset.parse_data_info  # panoptic files and captions are others
     )
+    return cls if reads_coco else None
+
+
+def _classes(cls: Any, metainfo: Optional[dict]) -> Optional[tuple]:
+    """Names of the categories that a data set keeps; None where that is not for :class:`CocoDataset` to say."""
+    from mmdet.datasets import CocoDataset
+
+    if cls.load_data_list is not CocoDataset.load_data_list:  # LVIS keeps all
+        return None
+    with suppress(OSError, TypeError, ValueError):  # as the class does it, which reads names from a file as well
+        return tuple(map(str, cls._load_metainfo(metainfo).get('classes') or ()))
+    return None
 
 
 _checked: set[tuple] = set()
 
 
-def check_annotations(kind: Any, path: str, key: str, with_masks: bool, is_training: bool, backend_args=None) -> list:
+def check_annotations(
+    kind: Any,
+    path: str,
+    key: str,
+    with_masks: bool,
+    is_training: bool,
+    backend_args: Optional[dict] = None,
+    metainfo: Optional[dict] = None,
+) -> list:
     """Check the annotation file of a data set, if it is in COCO's format and was not checked by this process before.
 
     Args:
@@ -304,6 +340,7 @@ def check_annotations(kind: Any, path: str, key: str, with_masks: bool, is_train
         with_masks: Whether the data set's pipeline reads segmentations.
         is_training: Whether annotations have to be there.
         backend_args: Of MMEngine's file backend.
+        metainfo: The data set's, with the classes that it keeps.
 
     Returns:
         Notices.
@@ -311,11 +348,15 @@ def check_annotations(kind: Any, path: str, key: str, with_masks: bool, is_train
     Raises:
         RunError: The file cannot be used; with the number of faults and the first five.
     """
-    if (path, with_masks) in _checked or not _reads_coco(kind):
+    cls = _coco_class(kind)
+    if cls is None:
         return []
-    findings = check_coco(read_coco(path, backend_args, need_annotations=is_training), with_masks)
+    classes = _classes(cls, metainfo)
+    if (path, with_masks, classes) in _checked:
+        return []
+    findings = check_coco(read_coco(path, backend_args, need_annotations=is_training), with_masks, classes)
     if findings.faults:
         counted = f'{len(findings.faults)} faults: ' if len(findings.faults) > 1 else ''
         raise RunError(f'{key} = {path!r}: {counted}{listed(findings.faults, separator="; ")}')
-    _checked.add((path, with_masks))
+    _checked.add((path, with_masks, classes))
     return [f'{path}: {notice}' for notice in findings.notices]

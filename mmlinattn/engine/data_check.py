@@ -116,7 +116,9 @@ def check_data_config(cfg: Config, stages: Sequence[str]) -> None:
             if leaf.get('type') and leaf.get('ann_file') and _is_local(path, leaf):
                 loadings = [step for step in leaf.get('pipeline') or [] if _loads_annotations(step.get('type'))]
                 with_masks = any(step.get('with_mask') for step in loadings)
-                for line in check_annotations(leaf['type'], path, f'{key}.ann_file', with_masks, stage == 'train'):
+                is_training, metainfo = stage == 'train', leaf.get('metainfo')
+                key = f'{key}.ann_file'
+                for line in check_annotations(leaf['type'], path, key, with_masks, is_training, None, metainfo):
                     notice(line)
 
 
@@ -342,7 +344,8 @@ class DataCheckHook(Hook):
         loadings = getattr(getattr(dataset, 'pipeline', None), 'transforms', ())
         with_masks = any(getattr(loading, 'with_mask', False) for loading in loadings)
         key = f'{stage}_dataloader.dataset.ann_file'
-        for line in check_annotations(type(dataset), path, key, with_masks, stage == 'train', backend):
+        metainfo = getattr(dataset, 'metainfo', None)
+        for line in check_annotations(type(dataset), path, key, with_masks, stage == 'train', backend, metainfo):
             runner.logger.warning(line)
 
     def _check_samples(self, dataset, key: str, may_skip: bool) -> None:
