@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 from mmengine.config import Config
+from mmengine.optim import AmpOptimWrapper, OptimWrapper
 
 from mmlinattn.checkpoints import CheckpointError
 from mmlinattn.engine import RunError, cli
@@ -160,13 +161,40 @@ def test_the_work_dir_is_that_of_the_command_then_of_the_config_then_of_its_name
     assert work_dir('rate_0.5.py') == 'work_dirs/rate_0.5'
 
 
-def test_mixed_precision_leaves_nothing_behind_on_a_cpu(monkeypatch):
+AMP = dict(type='AmpOptimWrapper', loss_scale='dynamic', dtype='bfloat16', use_fsdp=False)
+
+
+@pytest.mark.parametrize(
+    'wrapper',
+    [
+        AMP,
+        dict(AMP, type='mmengine.AmpOptimWrapper'),
+        dict(AMP, type='mmengine.optim.AmpOptimWrapper'),
+        dict(AMP, type=AmpOptimWrapper),  # as configs in pure Python have it
+        dict(type='ApexOptimWrapper', opt_level='O1', loss_scale='dynamic', num_losses=2),
+    ],
+    ids=lambda wrapper: str(wrapper['type']),
+)
+@pytest.mark.parametrize('device, why', [('cpu', 'no accelerator'), ('mps', 'mps is no device of AmpOptimWrapper')])
+def test_mixed_precision_leaves_nothing_behind_where_there_is_none(monkeypatch, capsys, wrapper, device, why):
     """None of its arguments, which the plain wrapper does not take."""
-    monkeypatch.setattr(cli, 'get_device', lambda: 'cpu')
-    wrapper = dict(type='AmpOptimWrapper', loss_scale='dynamic', dtype='bfloat16', use_fsdp=False, clip_grad=None)
-    cfg = Config(dict(optim_wrapper=wrapper))
-    cli.drop_amp_on_cpu(cfg, is_asked=False)
-    assert cfg.optim_wrapper == dict(type='OptimWrapper', clip_grad=None)
+    monkeypatch.setattr(cli, 'get_device', lambda: device)
+    for is_asked in (False, True):
+        cfg = Config(dict(optim_wrapper=dict(wrapper, clip_grad=None)))
+        cli.drop_amp_on_cpu(cfg, is_asked)
+        assert cfg.optim_wrapper == dict(type='OptimWrapper', clip_grad=None)
+        assert capsys.readouterr().err == f'notice: {why}: mixed precision is off, training in fp32.\n'
+
+
+@pytest.mark.parametrize('plain', [OptimWrapper, 'mmengine.OptimWrapper', 'mmengine.optim.OptimWrapper'])
+def test_mixed_precision_of_wrappers_by_class_and_path(monkeypatch, plain):
+    monkeypatch.setattr(cli, 'get_device', lambda: 'cuda')
+    cfg = Config(dict(optim_wrapper=dict(type=plain)))
+    cli.drop_amp_on_cpu(cfg, is_asked=True)
+    assert cfg.optim_wrapper == dict(type='AmpOptimWrapper', loss_scale='dynamic')
+    cfg.optim_wrapper.type = AmpOptimWrapper
+    cli.drop_amp_on_cpu(cfg, is_asked=True)
+    assert cfg.optim_wrapper.type is AmpOptimWrapper
 
 
 def test_drawings_of_each_task(configured, tmp_path, monkeypatch):

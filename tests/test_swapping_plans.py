@@ -779,7 +779,12 @@ def test_what_is_taken_of_two_recipes():
 
 
 def test_precision_is_a_matter_of_the_tools():
-    for kind, said in ((dict(type='AmpOptimWrapper'), 1), (dict(type='OptimWrapper'), 0), ({}, 0)):
+    for kind, said in (
+        (dict(type='AmpOptimWrapper'), 1),
+        (dict(type='mmengine.AmpOptimWrapper'), 1),
+        (dict(type='OptimWrapper'), 0),
+        ({}, 0),
+    ):
         found, remarks = settings('mmdet', {}, dict(optim_wrapper=dict(kind, optimizer=dict(type='SGD', lr=0.02))))
         assert found['optim_wrapper']['type'] == 'OptimWrapper'
         assert (

@@ -11,6 +11,7 @@ import torch
 from mmengine.config import Config
 from mmengine.logging import MessageHub, MMLogger
 from mmengine.model import BaseModel
+from mmengine.optim import AmpOptimWrapper
 from mmengine.registry import MODELS
 from torch import nn
 
@@ -308,7 +309,9 @@ def test_optimizers_run_on_cpus():
     adam = dict(type='AdamW', lr=1.0)
     amp = dict(loss_scale='dynamic', dtype='float16', use_fsdp=False)
     wrapper = dict(type='AmpOptimWrapper', optimizer=adam, clip_grad=dict(a=1), **amp)
-    assert trial._on_cpu(wrapper) == dict(type='OptimWrapper', optimizer=adam, clip_grad=dict(a=1))
+    for kind in ('AmpOptimWrapper', 'mmengine.optim.AmpOptimWrapper', AmpOptimWrapper):
+        plain = dict(type='OptimWrapper', optimizer=adam, clip_grad=dict(a=1))
+        assert trial._on_cpu(dict(wrapper, type=kind)) == plain
     assert trial._on_cpu(dict(type='OptimWrapper', optimizer=adam)) == dict(type='OptimWrapper', optimizer=adam)
     assert trial._on_cpu(None)['optimizer']['type'] == 'SGD'
     assert len(trial._one_line(ValueError('a\nb ' * 200))) == 300

@@ -4,6 +4,7 @@ line."""
 
 import argparse
 import errno
+import inspect
 import os
 import os.path as osp
 import sys
@@ -17,6 +18,7 @@ from typing import Optional
 from mmengine.config import Config, ConfigDict, DictAction
 from mmengine.device import get_device
 from mmengine.hooks import Hook
+from mmengine.optim import AmpOptimWrapper, ApexOptimWrapper
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 from mmengine.runner.checkpoint import CheckpointLoader
@@ -24,6 +26,7 @@ from mmengine.runner.checkpoint import CheckpointLoader
 from ..checkpoints.released import find_released
 from ..checkpoints.safe import CheckpointError, printable
 from ..checkpoints.schemes import PREFIX
+from ..utils.registering import bare_name
 from .checkpoint_match import CheckpointMatchHook
 from .distributed import prepare_distributed
 from .errors import RunError, say_last
@@ -336,17 +339,21 @@ def drop_amp_on_cpu(cfg: Config, is_asked: bool) -> None:
     wrapper = cfg.get('optim_wrapper')
     if not wrapper:
         return
-    kind = wrapper.get('type', 'OptimWrapper')
-    if get_device() == 'cpu':
-        if kind == 'AmpOptimWrapper' or is_asked:
-            notice('no accelerator: mixed precision is off, training in fp32.')
-        if kind == 'AmpOptimWrapper':
+    given = wrapper.get('type', 'OptimWrapper')
+    kind = bare_name(given)
+    device = get_device()
+    if device in ('cpu', 'mps'):  # where MMEngine's wrappers refuse to work
+        mixed = {cls.__name__: cls for cls in (AmpOptimWrapper, ApexOptimWrapper)}.get(kind)
+        if mixed or is_asked:
+            why = 'no accelerator' if device == 'cpu' else f'{device} is no device of AmpOptimWrapper'
+            notice(f'{why}: mixed precision is off, training in fp32.')
+        if mixed:
             wrapper.type = 'OptimWrapper'
-            for key in ('loss_scale', 'dtype', 'use_fsdp'):
+            for key in inspect.signature(mixed).parameters:
                 wrapper.pop(key, None)
     elif is_asked and kind != 'AmpOptimWrapper':
         if kind != 'OptimWrapper':
-            raise RunError(f"--amp: optim_wrapper.type is {kind!r}; only 'OptimWrapper' can be switched.")
+            raise RunError(f"--amp: optim_wrapper.type is {given!r}; only 'OptimWrapper' can be switched.")
         wrapper.type = 'AmpOptimWrapper'
         wrapper.setdefault('loss_scale', 'dynamic')
 

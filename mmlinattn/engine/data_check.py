@@ -15,6 +15,7 @@ from mmengine.registry import DATASETS, HOOKS
 from mmengine.runner import IterBasedTrainLoop
 from mmengine.runner.base_loop import BaseLoop
 
+from ..utils.registering import bare_name
 from .annotations import check_annotations, describe_extreme, listed
 from .cli import notice
 from .errors import RunError
@@ -50,8 +51,7 @@ def _check_leaf(config: dict, key: str) -> None:
     root = config.get('data_root') or ''
     if not _is_local(root, config):
         return
-    kind = config.get('type')
-    kind = kind.rpartition('.')[2] if isinstance(kind, str) else getattr(kind, '__name__', '')
+    kind = bare_name(config.get('type'))
     if kind in DOWNLOADED and config.get('download', True):
         return
     where, prefix = 'data_prefix', config.get('data_prefix')
@@ -114,16 +114,13 @@ def check_data_config(cfg: Config, stages: Sequence[str]) -> None:
         for key, leaf in _leaf_configs(cfg.get(f'{stage}_dataloader'), f'{stage}_dataloader'):
             path = osp.join(leaf.get('data_root') or '', leaf.get('ann_file') or '')
             if leaf.get('type') and leaf.get('ann_file') and _is_local(path, leaf):
-                loadings = [step for step in leaf.get('pipeline') or [] if _loads_annotations(step.get('type'))]
+                steps = leaf.get('pipeline') or []
+                loadings = [step for step in steps if bare_name(step.get('type')) == 'LoadAnnotations']
                 with_masks = any(step.get('with_mask') for step in loadings)
                 is_training, metainfo = stage == 'train', leaf.get('metainfo')
                 key = f'{key}.ann_file'
                 for line in check_annotations(leaf['type'], path, key, with_masks, is_training, None, metainfo):
                     notice(line)
-
-
-def _loads_annotations(kind) -> bool:
-    return getattr(kind, '__name__', str(kind)).rpartition('.')[2] == 'LoadAnnotations'
 
 
 def _explain_empty_data(cfg: Config, stages: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from mmengine.utils import get_installed_path
 
 from ..engine.errors import RunError
 from ..utils.files import project_files
+from ..utils.registering import bare_name
 from .rewiring import Plan, direct, plans, without_unread
 from .trial import Trial, TrialError, try_model
 from .upstream import Measured, NoPlace, Upstream, is_pretrained, measure, read_upstream
@@ -298,7 +299,7 @@ def _settings(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tuple
         if value is not None:
             wrapper[key] = value
     settings['optim_wrapper'] = wrapper
-    if upstream.get('type') == 'AmpOptimWrapper':
+    if bare_name(upstream.get('type')) == 'AmpOptimWrapper':
         remarks.append(_PRECISION)
     batch = (paper.get('auto_scale_lr') or {}).get('base_batch_size', 16)
     settings['auto_scale_lr'] = dict(base_batch_size=batch)

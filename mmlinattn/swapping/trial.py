@@ -15,6 +15,7 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import Tensor
 
 from ..engine.errors import RunError
+from ..utils.registering import bare_name
 from .invented import batch_for, is_self_supervised
 from .upstream import without_weights
 
@@ -170,7 +171,11 @@ def _on_cpu(optim_wrapper: Optional[dict]) -> dict:
     if optim_wrapper is None:
         return dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=1e-4))
     kept = {key: value for key, value in optim_wrapper.items() if key not in ('loss_scale', 'dtype', 'use_fsdp')}
-    return {**kept, 'type': 'OptimWrapper'} if optim_wrapper.get('type') == 'AmpOptimWrapper' else dict(optim_wrapper)
+    return (
+        {**kept, 'type': 'OptimWrapper'}
+        if bare_name(optim_wrapper.get('type')) == 'AmpOptimWrapper'
+        else dict(optim_wrapper)
+    )
 
 
 def _train(model: Any, batch: dict, optimizer: Any) -> Trial:

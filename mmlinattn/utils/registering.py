@@ -1,10 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import importlib
 from importlib.util import find_spec
+from typing import Any
 
 from .files import project_files
 
-__all__ = ['register_all_modules']
+__all__ = ['bare_name', 'register_all_modules']
+
+
+def bare_name(kind: Any) -> str:
+    """The class that a ``type`` of a config means: a registered name, ``scope.name``, a path, or the class itself."""
+    return getattr(kind, '__name__', str(kind)).rpartition('.')[2]
 
 
 def register_all_modules(init_default_scope: bool = True) -> None:
