@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Labels that the head has no class for, in the data sets of detectors and classifiers."""
 
+import numpy as np
 import pytest
 from engine_toys import Wrapped
 from mmengine.dataset import BaseDataset, RepeatDataset
@@ -59,7 +60,11 @@ MODELS = dict(
 
 
 @pytest.mark.parametrize('name', MODELS)
-@pytest.mark.parametrize('sample', [boxes(0, 1, 2), dict(gt_label=2)], ids=['boxes', 'label'])
+@pytest.mark.parametrize(
+    'sample',
+    [boxes(0, 1, 2), dict(gt_label=2), dict(gt_label=[0, 2]), dict(gt_label=np.array([0, 2])), boxes(np.int64(2))],
+    ids=['boxes', 'label', 'labels', 'array', 'NumPy'],
+)
 @pytest.mark.parametrize('wrap', [lambda data: data, lambda data: RepeatDataset(data, 2)], ids=['bare', 'repeated'])
 def test_a_label_beyond_the_head(name, sample, wrap):
     """Also after pictures without objects, or without a label."""
@@ -90,8 +95,9 @@ def test_models_without_a_number_of_classes_are_passed_over(data):
 
 
 def test_samples_without_labels_are_passed_over():
-    check_labels(Labelled([dict(), dict(instances=[]), dict(instances=None), boxes(None), dict(gt_label=[9])]), model())
-    check_labels(Labelled([dict(), boxes(None), dict(gt_label=[9])]), MODELS['classifier'](2))
+    check_labels(Labelled([dict(), dict(instances=[]), dict(instances=None), boxes(None), dict(gt_label=[])]), model())
+    for label in ([], (), None, True, 'star', 9.0, dict(task=9)):
+        check_labels(Labelled([dict(), boxes(None), dict(gt_label=label)]), MODELS['classifier'](2))
 
 
 def test_of_many_samples_some_are_read_spread_evenly():

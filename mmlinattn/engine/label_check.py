@@ -1,8 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Labels of a detection or classification data set that the model's head has no class for."""
 
+from numbers import Integral
 from typing import Optional
 
+import numpy as np
 from mmengine.model import is_model_wrapper
 from torch import nn
 
@@ -49,6 +51,10 @@ def _num_classes(model: nn.Module) -> Optional[int]:
     return min(counts) if counts and all(type(count) is int for count in counts) else None
 
 
-def _labels(info: dict) -> list[int]:
-    labels = [instance.get('bbox_label') for instance in info.get('instances') or () if isinstance(instance, dict)]
-    return [label for label in (*labels, info.get('gt_label')) if type(label) is int]
+def _labels(info: dict) -> list[Integral]:
+    """Labels of the objects, and that of the picture, of which data sets of several labels a picture have a list."""
+    found = [instance.get('bbox_label') for instance in info.get('instances') or () if isinstance(instance, dict)]
+    label = info.get('gt_label')
+    label = label.tolist() if isinstance(label, np.ndarray) else label
+    found += label if isinstance(label, (list, tuple)) else [label]
+    return [label for label in found if isinstance(label, Integral) and not isinstance(label, bool)]
