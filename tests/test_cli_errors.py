@@ -203,7 +203,7 @@ def test_data_root_reaches_every_place():
             val_evaluator=[dict(type='CocoMetric', ann_file='data/coco/a.json')],
         )
     )
-    cli._set_data_root(cfg, 'mine')
+    cli.set_data_root(cfg, 'mine')
     assert cfg.train_dataloader.dataset.dataset.data_root == 'mine'
     assert cfg.val_dataloader.dataset.data_root == 'mine'
     assert cfg.val_evaluator[0].ann_file == 'mine/a.json'

@@ -523,7 +523,7 @@ def test_data_roots_of_wrapped_data_and_of_evaluators():
             val_evaluator=dict(type='C', ann_file='data/coco/a.json', seg_prefix='data/coco', gt_prefix='data/coco/'),
         )
     )
-    cli._set_data_root(cfg, 'mine')
+    cli.set_data_root(cfg, 'mine')
     assert [child.data_root for child in cfg.test_dataloader.dataset.datasets] == ['mine'] * 3
     assert [child.data_root for child in cfg.train_dataloader.dataset.datasets] == ['mine'] * 2
     assert cfg.val_dataloader.dataset.settings.data_root == 'no data set'
@@ -533,6 +533,45 @@ def test_data_roots_of_wrapped_data_and_of_evaluators():
     # a folder beside the root, of which only the shorter one is part
     assert cfg.test_evaluator[1] == dict(type='B', ann_file='mine/coco_2/a.json', format='elsewhere/data/coco/a.json')
     assert cfg.val_evaluator == dict(type='C', ann_file='mine/a.json', seg_prefix='mine/', gt_prefix='mine/')
+
+
+@pytest.mark.parametrize('root', ['data/coco/', './data/coco', 'data/coco'])
+@pytest.mark.parametrize('dot', ['', './'])
+def test_data_roots_of_evaluators_in_others_and_of_lists_of_files(root, dot):
+    """And of names that begin with the folder one is in. Roots of the evaluators are those of any data set."""
+    evaluator = dict(
+        type='MultiDatasetsEvaluator',
+        metrics=[dict(type='CocoMetric', ann_file=f'{dot}data/coco/a.json'), dict(type='B', ann_file='data/b.json')],
+        files=[f'{dot}data/coco/a.json', 3, (f'{dot}data/coco/b.json',)],
+        dataset_prefixes=['data', 'coco'],
+    )
+    cfg = Config(
+        dict(
+            val_dataloader=dict(dataset=dict(type='CocoDataset', data_root=None)),
+            test_dataloader=dict(dataset=dict(type='CocoDataset', data_root=root)),
+            val_evaluator=evaluator,
+            test_evaluator=[evaluator],
+        )
+    )
+    cli.set_data_root(cfg, 'data/coco/mine')
+    assert cfg.val_dataloader.dataset.data_root == cfg.test_dataloader.dataset.data_root == 'data/coco/mine'
+    for found in (cfg.val_evaluator, cfg.test_evaluator[0]):
+        assert [metric.ann_file for metric in found.metrics] == ['data/coco/mine/a.json', 'data/b.json']
+        assert found.files == ['data/coco/mine/a.json', 3, ('data/coco/mine/b.json',)]
+        assert found.dataset_prefixes == ['data', 'coco']
+
+
+def test_data_sets_that_have_no_root_get_one_unless_others_have_it():
+    bare, rooted = dict(type='CustomDataset', data_prefix='val'), dict(type='CustomDataset', data_root='data')
+    wrapped = dict(type='RepeatDataset', times=2, dataset=dict(type='ConcatDataset', datasets=[bare, bare]))
+    cfg = Config(dict(train_dataloader=dict(dataset=wrapped), test_dataloader=dict(dataset=bare)))
+    cli.set_data_root(cfg, 'mine')
+    leaves = (*cfg.train_dataloader.dataset.dataset.datasets, cfg.test_dataloader.dataset)
+    assert [leaf.data_root for leaf in leaves] == ['mine'] * 3
+    assert 'data_root' not in cfg.train_dataloader.dataset and 'data_root' not in cfg.train_dataloader.dataset.dataset
+    cfg = Config(dict(train_dataloader=dict(dataset=bare), test_dataloader=dict(dataset=rooted)))
+    cli.set_data_root(cfg, 'mine')
+    assert 'data_root' not in cfg.train_dataloader.dataset and cfg.test_dataloader.dataset.data_root == 'mine'
 
 
 def test_checkpoints_by_path_and_by_address(tmp_path, monkeypatch):

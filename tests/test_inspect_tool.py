@@ -167,7 +167,8 @@ def test_masking_is_put_into_the_summary(tool, monkeypatch):
         asked.append((model, loader, number))
         return dict(pictures=4, accuracy=dict(none=50.0))
 
-    cfg = Config(dict(default_scope='mmpretrain', test_dataloader=dict(dataset=dict(data_root='old'))))
+    dataset = dict(type='RepeatDataset', times=2, dataset=dict(type='CustomDataset', data_root='old'))
+    cfg = Config(dict(default_scope='mmpretrain', test_dataloader=dict(dataset=dataset)))
     _, seen = tool('none', 'one.jpg', '--out', 'out', '--what', 'ccs')
     assert 'masking' not in _
     monkeypatch.setitem(seen.names, 'masking_accuracies', masking_accuracies)
@@ -176,7 +177,11 @@ def test_masking_is_put_into_the_summary(tool, monkeypatch):
         monkeypatch.setattr(loading, 'prepare', lambda cfg, model, image, name, shape: SMALL_PICTURE)
         summary, _ = tool('none', 'one.jpg', '--out', 'out', '--what', 'ccs', '--masking', 9, *args)
         assert summary['masking'] == dict(pictures=4, accuracy=dict(none=50.0))
-        assert asked[-1][0] is seen.model and asked[-1][2] == 9 and asked[-1][1]['dataset']['data_root'] == root
+        assert (
+            asked[-1][0] is seen.model
+            and asked[-1][2] == 9
+            and asked[-1][1] == dict(dataset=dict(dataset, dataset=dict(dataset['dataset'], data_root=root)))
+        )
         kind, args, _ = seen.plots[-1]
         assert kind == 'plot_masking' and args[0] == dict(none=50.0) and str(args[1]) == 'out/masking.png'
         assert args[2] == 'mine (random weights)'

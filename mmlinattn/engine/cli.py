@@ -133,7 +133,7 @@ def load_config(args: argparse.Namespace) -> Config:
     if scope == 'mmpretrain':
         _set_mmpretrain_loader_defaults(cfg)
     if args.data_root:
-        _set_data_root(cfg, args.data_root)
+        set_data_root(cfg, args.data_root)
     if args.cfg_options:
         try:
             cfg.merge_from_dict(args.cfg_options)
@@ -195,13 +195,22 @@ def _set_mmpretrain_loader_defaults(cfg: Config) -> None:
                 loader.setdefault('persistent_workers', True)
 
 
-def _set_data_root(cfg: Config, root: str) -> None:
+def set_data_root(cfg: Config, root: str) -> None:
+    """Let all data sets of a config lie in another folder, and what its evaluators read from the folder they were in.
+
+    Args:
+        cfg (Config): The config, which is changed.
+        root (str): ``data_root`` of every data set, in any wrappers. One without, where others have one, has its whole
+            paths elsewhere and stays.
+    """
+    from .data_check import LOADERS, _leaf_configs  # which needs this module
+
     old_roots = set()
 
     def visit(node):
         if isinstance(node, dict):
             if 'data_root' in node and 'type' in node:
-                old_roots.add(node['data_root'])
+                old_roots.add(_without_dot(str(node['data_root'] or '')))
                 node['data_root'] = root
             for child in node.values():
                 visit(child)
@@ -209,16 +218,34 @@ def _set_data_root(cfg: Config, root: str) -> None:
             for child in node:
                 visit(child)
 
+    def moved(node):
+        if isinstance(node, dict):
+            for key, value in node.items():
+                node[key] = moved(value)
+        elif isinstance(node, (list, tuple)):
+            return type(node)(moved(child) for child in node)
+        elif isinstance(node, str):
+            path = _without_dot(node)
+            # the longest first, as one root may lie in another; whole names, as data/coco is no part of data/coco_2
+            for old in sorted(filter(None, old_roots), key=len, reverse=True):
+                if osp.join(path, '').startswith(osp.join(old, '')):
+                    return osp.join(root, path[len(old) :].lstrip('/'))
+        return node
+
+    for loader in LOADERS:
+        visit(cfg.get(loader))
+    if not old_roots:
+        for loader in LOADERS:
+            for key, leaf in _leaf_configs(cfg.get(loader), loader):
+                if key != loader:
+                    leaf['data_root'] = root
     for stage in ('train', 'val', 'test'):
-        visit(cfg.get(f'{stage}_dataloader'))
-        evaluators = cfg.get(f'{stage}_evaluator') or []
-        for evaluator in [evaluators] if isinstance(evaluators, dict) else evaluators:
-            for key, value in evaluator.items():
-                # the longest first, as one root may lie in another; whole names, as data/coco is no part of data/coco_2
-                for old in sorted(filter(None, old_roots), key=len, reverse=True):
-                    if isinstance(value, str) and osp.join(value, '').startswith(osp.join(old, '')):
-                        evaluator[key] = osp.join(root, value[len(old) :].lstrip('/'))
-                        break
+        if cfg.get(f'{stage}_evaluator'):
+            cfg[f'{stage}_evaluator'] = moved(cfg[f'{stage}_evaluator'])
+
+
+def _without_dot(path: str) -> str:
+    return path[2:].lstrip('/') if path.startswith('./') else path
 
 
 def _check_writable(work_dir: str) -> None:

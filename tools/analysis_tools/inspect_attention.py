@@ -28,7 +28,7 @@ from mmlinattn.analysis.inspecting import NUM_QUERIES, WHAT, averaged, measure_b
 from mmlinattn.analysis.masking import masking_accuracies
 from mmlinattn.analysis.measures import CONFUSION_DISTANCE
 from mmlinattn.engine import RunError
-from mmlinattn.engine.cli import check_checkpoint, one_line_errors, read_config, writing
+from mmlinattn.engine.cli import check_checkpoint, one_line_errors, read_config, set_data_root, writing
 
 
 def parse_args() -> argparse.Namespace:
@@ -207,7 +207,7 @@ def _middle(picture) -> tuple:
 def run_masking(cfg: Config, model, args: argparse.Namespace) -> dict:
     """The masking experiment on the config's test data, with a progress bar over its pictures."""
     if args.data_root:
-        cfg.test_dataloader.dataset.data_root = args.data_root
+        set_data_root(cfg, args.data_root)
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task('masking', total=None)
 
