@@ -86,6 +86,14 @@ def test_what_is_a_curve(tmp_path):
         tool['choose'](curves, ['lr', 'loss'])  # a key whole, or its last part
 
 
+def test_metrics_of_segmentors_have_no_prefix(tmp_path):
+    """As IoUMetric names them; rates and the parts of a loss are no metrics."""
+    tool, log = runpy.run_path(str(TOOL)), tmp_path / 'scalars.json'
+    trained = dict(lr=0.1, **{'decode.loss_ce': 1.0, 'decode.acc_seg': 50.0}, loss=2.0, step=1)
+    log.write_text('\n'.join(map(json.dumps, [trained, dict(aAcc=70.0, mIoU=40.0, mAcc=50.0, mDice=1.0, step=50)])))
+    assert tool['choose'](tool['read_curves']([log]), None) == ['loss', 'aAcc', 'mIoU', 'mAcc', 'mDice']
+
+
 def test_panels_show_the_curves(tmp_path, monkeypatch):
     from matplotlib import pyplot
     from matplotlib.figure import Figure

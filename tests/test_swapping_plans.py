@@ -11,7 +11,7 @@ import pytest
 import torch
 from mmengine.config import Config
 
-from mmlinattn.engine import RunError
+from mmlinattn.engine import ExactResumeHook, RunError
 from mmlinattn.swapping import NoPlace, swap, zoo
 from mmlinattn.swapping.rewiring import Plan, Wiring, adapter, direct, plans, with_outputs, without_unread
 from mmlinattn.swapping.trial import Trial, TrialError
@@ -737,6 +737,16 @@ def test_imports_and_hooks_of_upstream_stay():
     found, _ = settings('mmdet', {}, dict(custom_imports=dict(imports='mine'), load_from=None))
     assert found['custom_imports']['imports'] == ['mine', 'mmlinattn'] and 'load_from' not in found
     assert '_base_' not in str(found['custom_hooks'])
+
+
+def test_hooks_that_are_there_are_not_put_in_again():
+    """Of a config of ours, or one that was swapped before: of two, each would rebuild what the other has rebuilt."""
+    theirs = [dict(type='EMAHook'), dict(type='mmengine.StopHook'), dict(type=ExactResumeHook)]
+    (found, _), (plain, _) = (settings('mmdet', {}, dict(custom_hooks=hooks)) for hooks in (theirs, theirs[:1]))
+    lines, others = (str(given['custom_hooks']).splitlines() for given in (found, plain))
+    left_out = [line for line in others if line not in lines]
+    assert lines == [line for line in others if line not in left_out] and lines[1] == '    *_base_.custom_hooks,'
+    assert [re.search(r"type='(\w+)'", line)[1] for line in left_out] == ['ExactResumeHook', 'StopHook']
 
 
 @pytest.mark.parametrize(

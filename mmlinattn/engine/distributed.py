@@ -16,6 +16,7 @@ from mmengine.model import MMDistributedDataParallel, revert_sync_batchnorm
 from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 
+from ..utils.registering import bare_name
 from .errors import RunError
 
 __all__ = ['CPUDistributedDataParallel', 'leave_process_group', 'prepare_distributed']
@@ -96,8 +97,7 @@ def prepare_distributed(cfg: Config) -> None:
 
     wrapper = dict(cfg.get('model_wrapper_cfg') or {})
     kind = wrapper.get('type', 'MMDistributedDataParallel')
-    name = kind.rpartition('.')[2] if isinstance(kind, str) else getattr(kind, '__name__', kind)
-    if name not in ('MMDistributedDataParallel', CPUDistributedDataParallel.__name__):
+    if bare_name(kind) not in ('MMDistributedDataParallel', CPUDistributedDataParallel.__name__):
         raise RunError(f'model_wrapper_cfg.type = {kind!r} needs an accelerator, and there is none.')
     wrapper.setdefault('broadcast_buffers', False)  # MMEngine's defaults without a wrapper config
     wrapper.setdefault('find_unused_parameters', cfg.get('find_unused_parameters', False))

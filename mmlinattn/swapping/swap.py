@@ -264,8 +264,9 @@ def _settings(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tuple
         imports=[*(name for name in imports if name != 'mmlinattn'), 'mmlinattn'], allow_failed_imports=False
     )
     runtime = Config.fromfile(str(project_files('configs') / '_base_' / 'default_runtime.py'))
-    hooks = [as_text(plain_dict(hook)) for hook in runtime.custom_hooks]
-    theirs = ['*_base_.custom_hooks'] if source.cfg.get('custom_hooks') else []
+    known = {bare_name(hook['type']) for hook in source.cfg.get('custom_hooks') or []}  # as where it was swapped before
+    hooks = [as_text(plain_dict(hook)) for hook in runtime.custom_hooks if hook.type not in known]
+    theirs = ['*_base_.custom_hooks'] if known else []
     settings['custom_hooks'] = Code('[\n' + ''.join(f'    {hook},\n' for hook in [*theirs, *hooks]) + ']')
     if source.cfg.get('load_from') is not None:
         settings['load_from'] = None

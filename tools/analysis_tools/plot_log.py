@@ -15,6 +15,8 @@ from mmlinattn.engine import RunError
 from mmlinattn.engine.cli import one_line_errors, writing
 
 NOT_CURVES = ('step', 'epoch', 'iter', 'time', 'data_time', 'memory')
+# metrics have the prefix of their evaluator, but for MMSegmentation's IoUMetric
+NO_PREFIX = ('aAcc', 'mIoU', 'mAcc', 'mDice', 'mFscore', 'mPrecision', 'mRecall')
 
 
 def parse_args() -> argparse.Namespace:
@@ -58,7 +60,8 @@ def read_curves(logs: list) -> dict:
 def choose(curves: dict, keys) -> list:
     """The curves asked for by full key or by its last part; without any, the loss and the metrics."""
     if not keys:
-        return [key for key in curves if key == 'loss' or '/' in key]
+        metrics = [key for key in curves if '/' in key or key in NO_PREFIX]
+        return ['loss'] * ('loss' in curves) + metrics
     chosen = []
     for asked in keys:
         found = [key for key in curves if asked in (key, key.rpartition('/')[2])]
