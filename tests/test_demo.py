@@ -274,6 +274,8 @@ def test_which_pictures_of_a_folder(tmp_path):
         (tmp_path / name).touch()
     (tmp_path / 'below').mkdir()
     (tmp_path / 'below' / 'a.png').touch()
+    (tmp_path / 'folder.png').mkdir()
+    (tmp_path / '._b.jpg').touch()  # macOS's, beside a picture on a disk of others
     assert find(str(tmp_path)) == [str(tmp_path / name) for name in sorted(names)]
     empty = tmp_path / 'empty'
     empty.mkdir()

@@ -507,7 +507,7 @@ def test_upstreams_optimizer_may_stay(swap, tmp_path):
     assert cfg.auto_scale_lr.base_batch_size == 16
 
 
-def test_what_the_tool_prints(monkeypatch, capsys):
+def test_what_the_tool_prints(tmp_path, monkeypatch, capsys):
     asked, trial = [], SimpleNamespace(loss=1.23456, stops='')
     made = SimpleNamespace(changes=['a: 1 -> 2', 'b: 3 -> 4'], remarks=['first', 'second'], trial=trial)
     monkeypatch.setattr('mmlinattn.swapping.swap_backbone', lambda *args: asked.append(args) or made)
@@ -526,6 +526,12 @@ def test_what_the_tool_prints(monkeypatch, capsys):
     with pytest.raises(SystemExit) as end:
         main()
     assert end.value.code == 1 and capsys.readouterr().err == 'error: no place for it\n'
+    asked.clear()  # a place that cannot be written costs no trial
+    monkeypatch.setattr('mmlinattn.swapping.swap_backbone', lambda *args: asked.append(args))
+    monkeypatch.setattr(sys, 'argv', ['swap_backbone.py', *options[:3], str(tmp_path)])
+    with pytest.raises(SystemExit):
+        main()
+    assert capsys.readouterr().err == f"error: --out '{tmp_path}' cannot be written: Is a directory.\n" and not asked
     monkeypatch.setattr(sys, 'argv', ['swap_backbone.py'])
     with pytest.raises(SystemExit):
         main()

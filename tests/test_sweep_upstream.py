@@ -117,8 +117,8 @@ def test_a_config_has_a_process_and_so_much_time(monkeypatch, what, seconds, fou
     assert time.monotonic() - began < 30 and not multiprocessing.active_children()
 
 
-def row(config, outcome, why=''):
-    return dict(config=config, outcome=outcome, why=why)
+def row(config, outcome, why='', backbone='ravlt_t'):
+    return dict(config=config, backbone=backbone, outcome=outcome, why=why)
 
 
 def test_the_page():
@@ -164,7 +164,9 @@ def test_results_are_kept_and_not_tried_again(tmp_path, monkeypatch, capsys):
     assert run('--projects', 'mmseg') == [row('mmseg::a/a.py', 'works', 'fine')] and not out.exists()
     assert tried == [('mmseg::a/a.py', 'ravlt_t', 180)]
     assert capsys.readouterr().out == 'works                  0 s  mmseg::a/a.py  fine\n'
-    assert len(run('--backbone', 'ravlt_s', '--seconds', '7', '--out', str(out))) == 3
+    assert len(run('--projects', 'mmseg', '--backbone', 'ravlt_s')) == 2  # of another backbone
+    assert tried.pop() == ('mmseg::a/a.py', 'ravlt_s', 180)
+    assert len(run('--backbone', 'ravlt_s', '--seconds', '7', '--out', str(out))) == 4
     assert tried[1:] == [('mmdet::a/a.py', 'ravlt_s', 7), ('mmpretrain::a/a.py', 'ravlt_s', 7)]
     text = out.read_text()
     assert text.index('## mmdet') < text.index('## mmseg') < text.index('## mmpretrain')
@@ -175,9 +177,10 @@ def test_results_are_kept_and_not_tried_again(tmp_path, monkeypatch, capsys):
     TOOL['main']()
     assert json.loads((tmp_path / 'work_dirs' / 'upstream.jsonl').read_text()) == row('mmdet::a/a.py', 'works', 'fine')
     tried.clear()
-    assert len(run('--configs', 'mmdet::b/b.py', 'mmdet::a/a.py', '--out', str(out))) == 4 and len(tried) == 1
+    more = '--backbone', 'ravlt_s', '--configs', 'mmdet::b/b.py', 'mmdet::a/a.py', '--out', str(out)
+    assert len(run(*more)) == 5 and len(tried) == 1
     assert 'Tried: 4 configs of 4 of the 3 folders' in out.read_text()  # that there are, not that were asked for
-    assert len(run('--configs', 'mmdet::c/c.py', '--max-minutes', '0')) == 4 and len(tried) == 1
+    assert len(run('--configs', 'mmdet::c/c.py', '--max-minutes', '0')) == 5 and len(tried) == 1
     assert run('--fresh', '--configs', 'mmdet::d/d.py') == [row('mmdet::d/d.py', 'works', 'fine')]
 
 

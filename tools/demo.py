@@ -49,12 +49,13 @@ def parse_args() -> argparse.Namespace:
 
 
 def find_pictures(path: str) -> list:
-    """The picture named, or those directly inside the folder named."""
+    """The picture named, or those directly inside the folder named; what is hidden (macOS's ``._a.jpg``) is none."""
     if osp.isfile(path):
         return [path]
     if not osp.isdir(path):
         raise RunError(f'image {path!r}: no such file or folder.')
-    pictures = sorted(str(file) for file in Path(path).iterdir() if file.suffix.lower() in SUFFIXES)
+    files = (file for file in Path(path).iterdir() if file.is_file() and not file.name.startswith('.'))
+    pictures = sorted(str(file) for file in files if file.suffix.lower() in SUFFIXES)
     if not pictures:
         raise RunError(f'image {path!r}: no picture ({" ".join(SUFFIXES)}) in this folder.')
     return pictures

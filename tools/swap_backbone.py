@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
-from mmlinattn.engine.cli import one_line_errors
+from mmlinattn.engine.cli import check_out_file, one_line_errors
 
 
 def parse_args() -> argparse.Namespace:
@@ -34,6 +34,7 @@ def main() -> None:
     with one_line_errors():
         from mmlinattn.swapping import swap_backbone
 
+        check_out_file(args.out)
         swapped = swap_backbone(args.upstream, args.backbone, args.out, args.keep_optimizer)
         for line in swapped.changes:
             print(f'  {line}')

@@ -4,8 +4,8 @@
 
     python tools/analysis_tools/sweep_upstream.py --out docs/upstream.md
 
-Each config is tried in a process of its own, with a time limit. Results are kept beside the page (JSON lines) and not
-tried again; ``--fresh`` forgets them. It takes an hour or two on one core.
+Each config is tried in a process of its own, with a time limit. Results of a backbone are kept (``--results``, JSON
+lines) and not tried again; ``--fresh`` forgets them. It takes an hour or two on one core.
 """
 
 import argparse
@@ -134,7 +134,8 @@ def main() -> None:
         kept.unlink(missing_ok=True)
     results = {}
     if kept.is_file():
-        results = {row['config']: row for row in map(json.loads, kept.read_text().splitlines())}
+        rows = map(json.loads, kept.read_text().splitlines())
+        results = {row['config']: row for row in rows if row['backbone'] == args.backbone}
     names = args.configs or sample(args.projects)
     for project in PROJECTS:  # once, not in every process
         __import__(f'{project}.models')
@@ -145,7 +146,7 @@ def main() -> None:
             continue
         before = time.monotonic()
         kind, why = outcome(name, args.backbone, args.seconds)
-        results[name] = dict(config=name, outcome=kind, why=why)
+        results[name] = dict(config=name, backbone=args.backbone, outcome=kind, why=why)
         print(f'{kind:18} {time.monotonic() - before:5.0f} s  {name}  {why}', flush=True)
         with kept.open('a') as file:
             file.write(json.dumps(results[name]) + '\n')
