@@ -615,7 +615,10 @@ def test_a_backbone_with_weights_takes_a_place(swapped, tmp_path):
         'data_preprocessor.bgr_to_rgb: False -> True',
         'init_cfg: Pretrained -> None',
         'optimizer: SGD lr=0.02 -> AdamW lr=0.0001 weight_decay=0.05',
+        "optim_wrapper.paramwise_cfg: None -> {'custom_keys': {'norm': {'decay_mult': 0.0}}}",
+        'auto_scale_lr.base_batch_size: None -> 16',
         'load_from: whole.pth -> None',
+        "custom_hooks, custom_imports: this project's, beside upstream's",
     ]
     assert found.remarks == [
         'the learning rate is for 16 pictures a step (--auto-scale-lr scales it)',
@@ -638,6 +641,7 @@ def test_a_backbone_without_weights_takes_a_place(swapped):
         'backbone: ResNet -> RAVLT tiny',
         f'neck.in_channels: {OLD} -> {NEW}',  # pictures are those of upstream
         'load_from: whole.pth -> None',
+        "custom_hooks, custom_imports: this project's, beside upstream's",
     ]
     assert found.remarks == ['it starts without ImageNet weights: none of ours are released'] and seen.checked == []
     assert seen.wired[3] == SGD and 'init_cfg' not in found.text

@@ -90,10 +90,18 @@ def swap_backbone(
         _check_file(Path(out), source, model)
     said = changes(before, model)
     if 'optim_wrapper' in settings:
-        ours = settings['optim_wrapper']['optimizer']
-        theirs = (source.cfg.get('optim_wrapper') or {}).get('optimizer') or {}
-        said.append(f'optimizer: {_named(theirs)} -> {_named(ours)}')
+        ours, theirs = settings['optim_wrapper'], plain_dict(source.cfg.get('optim_wrapper') or {})
+        said.append(f'optimizer: {_named(theirs.get("optimizer") or {})} -> {_named(ours["optimizer"])}')
+        theirs.setdefault('type', 'OptimWrapper')
+        both = ((key, theirs.get(key), ours.get(key)) for key in dict.fromkeys([*theirs, *ours]) if key != 'optimizer')
+        said += [f'optim_wrapper.{key}: {one} -> {other}' for key, one, other in both if one != other]
+    for key in ('param_scheduler', 'auto_scale_lr'):
+        if key in settings:
+            given = source.cfg.get(key)
+            given = [given] if key == 'param_scheduler' and isinstance(given, dict) else given
+            said += changes(plain_dict(given or {}), settings[key], key)
     said += [f'{key}: {source.cfg.get(key)} -> None' for key in ('load_from',) if key in settings]
+    said.append("custom_hooks, custom_imports: this project's, beside upstream's")
     return Swapped(text, said, remarks, trial)
 
 
