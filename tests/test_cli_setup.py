@@ -15,6 +15,7 @@ from torch import nn
 
 from mmlinattn.checkpoints.safe import CheckpointError
 from mmlinattn.engine import RunError, cli
+from mmlinattn.engine.checkpoint_match import CheckpointMatchHook
 from mmlinattn.engine.class_names import class_names, num_classes
 
 
@@ -201,9 +202,10 @@ def test_weights_are_compared_with_the_model_in_every_config():
     cli.check_match(cfg)
     cli.check_match(cfg)  # one is enough, wherever it stands
     assert [hook.type for hook in cfg.custom_hooks] == ['EMAHook', 'CheckpointMatchHook']
-    cfg = Config(dict(custom_hooks=[dict(type='CheckpointMatchHook', left_out='head'), dict(type='EMAHook')]))
-    cli.check_match(cfg)
-    assert len(cfg.custom_hooks) == 2
+    for kind in ('CheckpointMatchHook', 'mmengine.CheckpointMatchHook', CheckpointMatchHook):
+        cfg = Config(dict(custom_hooks=[dict(type=kind, left_out='head'), dict(type='EMAHook')]))
+        cli.check_match(cfg)
+        assert len(cfg.custom_hooks) == 2
 
 
 def test_a_process_that_was_started_anew_goes_on(tmp_path, monkeypatch):

@@ -284,6 +284,9 @@ def test_the_whole_lines_of_the_hook():
         match(missing, trains=False, cfg=dict(custom_hooks=None))
     with pytest.raises(RunError, match=r'custom_hooks\.0\.left_out=layer$'):
         match(missing, trains=False, cfg=dict(custom_hooks=[dict(type='CheckpointMatchHook'), dict(type='EMAHook')]))
+    hooks = [dict(type='EMAHook'), dict(type=CheckpointMatchHook)]
+    with pytest.raises(RunError, match=r'custom_hooks\.1\.left_out=layer$'):
+        match(missing, trains=False, cfg=dict(custom_hooks=hooks))
     assert match(missing, trains=False, left_out='layer') == match(missing, trains=False, left_out=['x', 'layer']) == []
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mmlinattn.checkpoints.states import fit_state, kind_of, not_finite, some
 
+from ..utils.registering import bare_name
 from .errors import RunError
 
 __all__ = ['CheckpointMatchHook', 'check_weights']
@@ -170,5 +171,5 @@ class CheckpointMatchHook(Hook):
 
     def _option(self, runner, name: str) -> str:
         hooks = runner.cfg.get('custom_hooks') or []
-        index = next((i for i, hook in enumerate(hooks) if hook.get('type') == type(self).__name__), 'N')
+        index = next((i for i, hook in enumerate(hooks) if bare_name(hook.get('type')) == type(self).__name__), 'N')
         return f'custom_hooks.{index}.{name}'

@@ -340,7 +340,7 @@ def require(cfg: Config, config: str, *keys: str) -> None:
 def check_match(cfg: Config) -> None:
     """See to it that weights are compared with the model, in configs of others too."""
     hooks = cfg.get('custom_hooks') or []
-    if not any(hook.get('type') == CheckpointMatchHook.__name__ for hook in hooks):
+    if not any(bare_name(hook.get('type')) == CheckpointMatchHook.__name__ for hook in hooks):
         cfg.custom_hooks = [*hooks, dict(type=CheckpointMatchHook.__name__)]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..engine.class_names import class_names
 from ..engine.errors import RunError
 from ..ops.sizes import serves_ones
+from ..utils.registering import bare_name
 from .formats import FORMATS
 from .replacements import replace_modules, strided_pools
 
@@ -144,7 +145,8 @@ def default_shape(cfg: Config) -> tuple[int, int]:
     """Height and width that the config tests at: the crop of a classifier or segmentor, 800x1216 for detectors."""
     size = None
     if cfg.get('default_scope') == 'mmpretrain':
-        crops = [t.get('crop_size') for t in cfg.get('test_pipeline') or [] if t.get('type') == 'CenterCrop']
+        steps = cfg.get('test_pipeline') or []
+        crops = [step.get('crop_size') for step in steps if bare_name(step.get('type')) == 'CenterCrop']
         size = crops[-1] if crops else 224
     elif cfg.get('default_scope') == 'mmseg':
         size = cfg.get('crop_size') or 512

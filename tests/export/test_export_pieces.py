@@ -42,7 +42,7 @@ def test_sizes_to_check_at():
                 default_scope='mmpretrain',
                 test_pipeline=[
                     dict(type='CenterCrop', crop_size=512),
-                    dict(type='CenterCrop', crop_size=(96, 128)),  # what is left in the end
+                    dict(type='mmpretrain.CenterCrop', crop_size=(96, 128)),  # what is left in the end
                     dict(type='Resize', crop_size=7),
                     dict(type='P'),
                 ],
