@@ -565,13 +565,54 @@ def test_folders_know_whether_they_are_current(tmp_path):
     with folder:
         folder.claim(['x'], overwrite=False)
         (folder.staging / 'x').mkdir()
-        (folder.staging / 'x' / 'file').touch()
+        (folder.staging / 'x' / 'file').write_text('1')
         folder.commit(['x'])
     assert folder.is_current and not StagedFolder(out, dict(a=2)).is_current
-    assert json.loads((out / NOTE).read_text()) == dict(content=dict(a=1), names=['x'], files=dict(x=1))
+    assert json.loads((out / NOTE).read_text()) == dict(content=dict(a=1), names=['x'], files=dict(x=['file']))
     (tmp_path / 'file').touch()
     with pytest.raises(NotADirectoryError, match='file is a file, not a folder$'), StagedFolder(tmp_path / 'file', {}):
         pass
+
+
+def test_a_folder_that_lacks_a_file_is_not_current(tmp_path):
+    """Whatever else is there: another file in its place, or one of its name without content."""
+    folder = StagedFolder(tmp_path, dict(a=1))
+
+    def fill():
+        with folder:
+            folder.claim(['x'], overwrite=True)
+            (folder.staging / 'x').mkdir()
+            for name in '12':
+                (folder.staging / 'x' / name).write_text(name)
+            folder.commit(['x'])
+
+    fill()
+    (tmp_path / 'x' / '1').write_text('changed')  # by somebody who wants it to stay
+    assert folder.is_current
+    (tmp_path / 'x' / '1').write_text('')
+    assert not folder.is_current
+    fill()
+    (tmp_path / 'x' / '1').rename(tmp_path / 'x' / 'mine')
+    assert not folder.is_current
+    with folder, pytest.raises(FileExistsError, match='files were added'):
+        folder.claim(['x'], overwrite=False)
+    assert (tmp_path / 'x' / 'mine').read_text() == '1'
+
+
+def test_notes_that_count_files_are_read(tmp_path):
+    """As this package wrote them once."""
+    (tmp_path / 'x').mkdir()
+    (tmp_path / 'x' / 'file').write_text('1')
+    (tmp_path / NOTE).write_text(json.dumps(dict(content=dict(a=1), names=['x'], files=dict(x=1))))
+    folder = StagedFolder(tmp_path, dict(a=1))
+    assert folder.is_current
+    (tmp_path / 'x' / 'mine').touch()
+    assert not folder.is_current
+    with folder, pytest.raises(FileExistsError, match='files were added'):
+        folder.claim(['x'], overwrite=False)
+    (tmp_path / 'x' / 'file').unlink()
+    (tmp_path / 'x' / 'mine').unlink()
+    assert not folder.is_current
 
 
 @pytest.mark.parametrize(

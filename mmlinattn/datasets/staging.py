@@ -68,9 +68,9 @@ class StagedFolder:
 
     @property
     def is_current(self) -> bool:
-        """Whether ``out`` holds, complete, what the note describes."""
+        """Whether ``out`` holds what the note describes: all its files, none of them empty, and no others."""
         found = self._read_note()
-        return bool(found) and found['content'] == self.note and self._count(found) == 0
+        return bool(found) and found['content'] == self.note and not any(self._compare(found))
 
     def claim(self, names: Sequence[str], overwrite: bool) -> None:
         """Make ``staging`` empty, or refuse because ``out`` holds something else.
@@ -99,14 +99,15 @@ class StagedFolder:
         strange = [name for name in strange if name not in found['names']]
         if strange:
             return f'{strange[0]} in it is of unknown origin'
-        if self._count(found) > 0:
+        is_more, _ = self._compare(found)
+        if is_more:
             return 'files were added to the data set in it'
         return None
 
     def commit(self, names: Sequence[str]) -> None:
         """Replace ``names`` in ``out``, and what an earlier note lists, by those in ``staging``."""
         files = {
-            str(Path(folder).relative_to(self.staging)): len(content)
+            str(Path(folder).relative_to(self.staging)): sorted(content)
             for folder, _, content in os.walk(self.staging)
             if content
         }
@@ -133,16 +134,18 @@ class StagedFolder:
         except (FileNotFoundError, NotADirectoryError, ValueError, AttributeError):
             return None
 
-    def _count(self, note: dict) -> int:
-        """How many files more (positive), or else fewer, than noted the folders hold."""
-        more = fewer = 0
-        for folder, count in note['files'].items():
+    def _compare(self, note: dict) -> tuple[bool, bool]:
+        """Whether the folders hold files that are not noted, and whether they lack some that are."""
+        is_more = is_less = False
+        for folder, noted in note['files'].items():
             path = self.out / folder
             if folder == '.':  # the files among the names themselves
-                found = sum((self.out / name).is_file() for name in note['names'])
-            elif path.is_dir():
-                found = sum(entry.is_file() for entry in os.scandir(path))
+                files = [self.out / name for name in note['names'] if (self.out / name).is_file()]
             else:
-                found = 0
-            more, fewer = more + max(found - count, 0), fewer + max(count - found, 0)
-        return more or -fewer
+                files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else []
+            if isinstance(noted, int):  # as notes were before they had names
+                is_more, is_less = is_more or len(files) > noted, is_less or len(files) < noted
+                continue
+            is_more = is_more or not {file.name for file in files} <= set(noted)
+            is_less = is_less or not {file.name for file in files if file.stat().st_size} >= set(noted)
+        return is_more, is_less
