@@ -144,6 +144,7 @@ FAULTS = {
     'box of texts': (box('8', 8, 20, 20), AT + r"bbox \['8', 8, 20, 20\], whose values are not all finite"),
     'box with NaN': (box(8, 8, float('nan'), 20), AT + r'bbox \[8, 8, nan, 20\], whose values are not all finite'),
     'box with Inf': (box(8, 8, float('inf'), 20), AT + 'bbox .* not all finite'),
+    'box beyond floats': (box(8, 8, 10**400, 20), AT + r'bbox \[8, 8, 10+\.\.\., whose values are not all finite'),
     'box at 1e30': (box(1e30, 8, 20, 20), AT + 'bbox .*1e.30.* outside of its 64x48 image'),
     'box of 1e30': (box(8, 8, 1e30, 20), AT + 'bbox .*1e.30.* far larger than its 64x48 image'),
     'box outside': (box(70, 8, 20, 20), AT + r'bbox \[70, 8, 20, 20\] outside of its 64x48 image'),
@@ -303,6 +304,14 @@ def test_test_data_have_no_annotations(place):
     check(without('annotations')(), stage='test')
 
 
+@pytest.mark.parametrize(
+    ('annotations', 'line'), [(None, "'annotations' is a NoneType"), ([5], r'annotations\[0\] is 5;')]
+)
+def test_annotations_that_test_data_have_are_some(place, annotations, line):
+    with pytest.raises(RunError, match=line):
+        check(dict(whole(), annotations=annotations), stage='test')
+
+
 def test_run_lengths_are_those_of_pycocotools():
     coco_mask = pytest.importorskip('pycocotools.mask')
     generator = np.random.default_rng(0)
@@ -324,7 +333,7 @@ def test_run_lengths_are_those_of_pycocotools():
         ('oo0', [1023]),
         ('n1', [62]),
         ('O', [-1]),  # the 5th bit is the sign
-        ('1111', [1, 1, 1, 2]),  # from the third on, what differs from the last but one
+        ('1111', [1, 1, 1, 2]),  # from the fourth on, what differs from the last but one
         ('PPPPPP0', [0]),  # 35 bits
         ('PPPPPPP0', None),
         ('p', None),  # beyond 6 bits

@@ -7,7 +7,7 @@ without objects, categories that are not among the classes.
 """
 
 import json
-import math
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -38,7 +38,8 @@ def _quoted(value: Any) -> str:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    # JSON has integers that no float holds
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
 def _is_id(value: Any) -> bool:
@@ -72,7 +73,7 @@ def read_coco(path: str, backend_args: Optional[dict] = None, need_annotations: 
     Args:
         path: The file.
         backend_args: Of MMEngine's file backend.
-        need_annotations: False for data sets to test on without ground truth.
+        need_annotations: False for data sets to test on, which may be without ground truth.
 
     Raises:
         RunError: It is no JSON, not a dictionary, or a list that COCO's format has is missing.
@@ -95,7 +96,7 @@ def read_coco(path: str, backend_args: Optional[dict] = None, need_annotations: 
             f'annotation file {path!r} holds a {type(data).__name__}; it has to be a dictionary with the lists images, '
             'annotations and categories.'
         )
-    for key in ('images', 'categories', *['annotations'] * need_annotations):
+    for key in ('images', 'categories', *['annotations'] * (need_annotations or 'annotations' in data)):
         if not isinstance(data.get(key), list):
             found = f'is a {type(data[key]).__name__}' if key in data else 'is missing'
             raise RunError(f'annotation file {path!r}: {key!r} {found}; it has to be a list.')
@@ -166,7 +167,7 @@ def _is_dropped(entry: dict) -> bool:
 
 
 def _counts_of_rle(text: str) -> Optional[np.ndarray]:
-    """Run lengths of COCO's compressed form: 5 bits a character, differences from the third on. None for nonsense.
+    """Run lengths of COCO's compressed form: 5 bits a character, differences from the fourth on. None for nonsense.
 
     By hand because pycocotools takes some nonsense for a mask: ``'\\x00\\xff!'`` is decoded without an error.
     """
