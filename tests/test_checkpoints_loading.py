@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoint_helpers import ARCH, released_ravlt
 from mmengine.logging import MMLogger
+from mmengine.model import PretrainedInit
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import nn
 
@@ -286,10 +287,14 @@ def test_a_backbone_takes_part_through_its_two_hooks(tmp_path, warnings_of):
     assert list(fits) == ['weight'] and report == (['weight'], ['bias'], ['x'], [], [])
 
 
-def test_init_weights_reads_a_released_file(tmp_path):
+@pytest.mark.parametrize(
+    'kind', ['Pretrained', PretrainedInit, 'mmengine.Pretrained', 'mmengine.model.weight_init.PretrainedInit'], ids=str
+)
+def test_init_weights_reads_a_released_file(tmp_path, kind):
+    """However the config names what loads it, the class included, as configs of the pure Python style do."""
     released = released_ravlt()
     path = save(tmp_path / 'RAVLT.pth', {'model': released})
-    backbone = model(init_cfg=dict(type='Pretrained', checkpoint=path))
+    backbone = model(init_cfg=dict(type=kind, checkpoint=path))
     backbone.init_weights()
     stem = backbone.patch_embeds[0].layers[0].weight
     assert torch.equal(stem, released['patch_embed.proj.0.weight'])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.logging import MessageHub, MMLogger
-from mmengine.model import BaseModel
+from mmengine.model import BaseModel, PretrainedInit, XavierInit
 from mmengine.optim import AmpOptimWrapper
 from mmengine.registry import MODELS
 from torch import nn
@@ -577,6 +577,7 @@ def test_lines_about_upstream_s_names(tmp_path, monkeypatch):
 def test_which_init_cfgs_name_weights():
     weights = dict(type='Pretrained', checkpoint='x')
     assert is_pretrained(weights) and is_pretrained([dict(type='Xavier'), weights])
+    assert is_pretrained(dict(weights, type=PretrainedInit)) and not is_pretrained(dict(type=XavierInit))
     assert not is_pretrained(dict(type='Xavier')) and not is_pretrained(None) and not is_pretrained('x')
     kept = dict(a=dict(init_cfg=dict(type='Xavier')), pretrained=None, other=weights, d=(dict(pretrained=dict(x=1)), 3))
     named = dict(kept, b=[dict(init_cfg=weights, c=1), dict(pretrained='x.pth', init_cfg=[weights])])

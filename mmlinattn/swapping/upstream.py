@@ -14,6 +14,7 @@ from mmengine.config import Config, ConfigDict
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.utils import get_installed_path
 
+from ..checkpoints.loading import names_checkpoint
 from ..engine.cli import PIP_NAMES
 from ..engine.errors import RunError
 from .zoo import FeatureMap, plain_dict
@@ -202,7 +203,7 @@ def without_weights(node: Any) -> Any:
 def is_pretrained(init_cfg: Any) -> bool:
     """Whether an ``init_cfg`` of MMEngine, or one of several, names a checkpoint."""
     entries = init_cfg if isinstance(init_cfg, (list, tuple)) else [init_cfg]
-    return any(isinstance(entry, dict) and entry.get('type') == 'Pretrained' for entry in entries)
+    return any(map(names_checkpoint, entries))
 
 
 class Measured(NamedTuple):
