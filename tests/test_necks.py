@@ -168,6 +168,28 @@ def test_adapters_resize_bilinearly_by_the_areas_of_pixels():
     assert neck(column.expand(3, -1, -1, -1))[2].shape == (3, 3, 1, 1)
 
 
+@pytest.mark.parametrize('how', ['trace', 'export'])
+@pytest.mark.filterwarnings('ignore')  # of the tracer, of every look at a size
+def test_adapters_resize_in_graphs_at_every_size(how):
+    """Rounded up, at sizes other than the recorded one."""
+    neck = MapAdapter([2], [2, 1, 3, 2], sources=[0] * 4, scales=[2, 0.5, 1, 0.1]).eval()
+    x = torch.randn(2, 2, 16, 17)
+    if how == 'trace':
+        graph = torch.jit.trace(neck, [x], check_trace=False)
+    else:
+        sides = {2: torch.export.Dim('rows', min=11), 3: torch.export.Dim('columns', min=11)}
+        graph = torch.export.export(neck, (x,), dynamic_shapes=(sides,), strict=False).module()
+    for size, expected in (
+        ((25, 30), [(50, 60), (13, 15), (25, 30), (3, 3)]),
+        ((11, 91), [(22, 182), (6, 46), (11, 91), (2, 10)]),
+    ):
+        x = torch.randn(2, 2, *size)
+        outs = graph(x)
+        assert [tuple(out.shape[2:]) for out in outs] == expected
+        for out, of_model in zip(outs, neck(x)):
+            torch.testing.assert_close(out, of_model)
+
+
 def test_heads_read_one_output_in_inference_alone():
     """The first as well as any other; in training all are there."""
     x = torch.randn(2, 4, 3, 3)

@@ -1,11 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Optional, Union
 
 import torch.nn.functional as F
 from mmengine.model import BaseModule, ModuleList
 from mmengine.registry import MODELS
 from torch import Tensor, nn
+
+from ..ops.sizes import round_up
 
 
 @MODELS.register_module()
@@ -83,8 +86,9 @@ class MapAdapter(BaseModule):
                 continue
             out = conv(feats[i])
             if scale != 1:
-                # rounded up, as strided convolutions round
-                size = [-int(-side * scale // 1) for side in out.shape[2:]]
+                # rounded up, as strided convolutions round; in integers, which graphs of open sizes hold as well
+                rows, per = Fraction(scale).limit_denominator(10**6).as_integer_ratio()
+                size = [round_up(side * rows, per) // per for side in out.shape[2:]]
                 out = F.interpolate(out, size=size, mode='bilinear', align_corners=False)
             outs.append(out)
         return tuple(outs) if alone is None else outs[0]
