@@ -11,7 +11,9 @@ from torch import nn
 
 from ..checkpoints.convert import build_model, convert_state
 from ..checkpoints.safe import CheckpointError
-from ..engine.cli import check_checkpoint, one_line_errors, read_config
+from ..checkpoints.states import some
+from ..engine.checkpoint_match import UNUSED_IN_TESTS
+from ..engine.cli import check_checkpoint, notice, one_line_errors, read_config
 from ..engine.errors import RunError
 from .formats import DTYPES, FORMATS
 from .models import SMALLEST, Sizes, default_shape, export_model
@@ -45,6 +47,9 @@ def parse_args(args: Optional[list[str]] = None) -> argparse.Namespace:
 def load(model: nn.Module, source: str, config: str) -> dict:
     """Load a checkpoint of this project or a published one; returns its ``meta``.
 
+    As in tests, auxiliary heads need not fit, and the file may hold parts that the model does not have; a notice names
+    these.
+
     Raises:
         RunError: It cannot be read, or does not fit the model key by key.
     """
@@ -55,10 +60,20 @@ def load(model: nn.Module, source: str, config: str) -> dict:
         raise RunError(str(error)) from error
     if not conversion.complete:
         report = conversion.report
-        counts = dict(missing=report.missing, unexpected=report.unexpected, mismatched=report.mismatched)
+        parts = {name for name, _ in model.named_children()}
+        of_others = [key for key in report.unexpected if key.partition('.')[0] not in parts]
+        counts = dict(
+            missing=report.missing,
+            unexpected=[key for key in report.unexpected if key not in of_others],
+            mismatched=report.mismatched,
+        )
+        counts = {kind: [key for key in keys if not key.startswith(UNUSED_IN_TESTS)] for kind, keys in counts.items()}
         listed = '; '.join(f'{len(keys)} {kind}, e.g. {keys[0]}' for kind, keys in counts.items() if keys)
-        raise RunError(f'checkpoint {source!r} does not fit the model of {config}: {listed}.')
-    model.load_state_dict(conversion.state_dict)
+        if listed:
+            raise RunError(f'checkpoint {source!r} does not fit the model of {config}: {listed}.')
+        if of_others:
+            notice(f'{len(of_others)} keys of {source} are of parts that the model does not have: {some(of_others)}.')
+    model.load_state_dict(conversion.state_dict, strict=conversion.complete)
     return (checkpoint.get('meta') if isinstance(checkpoint, dict) else None) or {}
 
 

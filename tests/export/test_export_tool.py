@@ -16,7 +16,7 @@ from torch import nn
 from mmlinattn.backbones import RAVLT
 from mmlinattn.engine import RunError
 from mmlinattn.export import FORMATS, ExportableModel, Sizes, export_model, models
-from mmlinattn.export.cli import main
+from mmlinattn.export.cli import load, main
 from mmlinattn.export.formats import Checked
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -132,6 +132,35 @@ def test_a_checkpoint_of_another_model_is_refused(config, tmp_path, capsys):
         main(options(config, tmp_path / 'graph.pt', checkpoint=checkpoint))
     assert 'does not fit the model of' in capsys.readouterr().err
     assert not (tmp_path / 'graph.pt').exists()
+
+
+class Parts(nn.Module):
+    """What a segmentor has."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.decode_head, self.auxiliary_head = nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(2, 3)
+
+
+def test_a_checkpoint_fits_that_has_what_the_graph_holds(tmp_path, capsys):
+    """Auxiliary heads may be absent or of other classes, as in tests; parts of others go with a notice, and what a part
+    of the graph would hold besides is refused."""
+    checkpoint, source = tmp_path / 'weights.pth', Parts()
+    state = {key: value for key, value in source.state_dict().items() if not key.startswith('auxiliary_head')}
+    for more, said in (
+        ({}, ''),
+        ({'auxiliary_head.weight': torch.ones(9, 2), 'auxiliary_head.other': torch.ones(1)}, ''),
+        ({'teacher.x': torch.ones(1)}, f'notice: 1 keys of {checkpoint} are of parts that the model does not have'),
+    ):
+        torch.save({**state, **more}, checkpoint)
+        model = Parts()
+        load(model, str(checkpoint), 'c.py')
+        assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
+        error = capsys.readouterr().err
+        assert error.startswith(said) and bool(error) == bool(said)
+    torch.save({**state, 'decode_head.other': torch.ones(1)}, checkpoint)
+    with pytest.raises(RunError, match=r'does not fit the model of c\.py: 1 unexpected, e\.g\. decode_head\.other\.$'):
+        load(Parts(), str(checkpoint), 'c.py')
 
 
 def test_a_graph_of_other_numbers_is_not_written(config, tmp_path, monkeypatch):
