@@ -353,6 +353,21 @@ def test_configs_there_is_nothing_to_convert_for(tmp_path, monkeypatch):
     assert scopes == ['mmengine', 'mmseg']  # where types are looked for
 
 
+def test_a_wrong_argument_of_a_model_is_one_line(tmp_path, monkeypatch, capsys):
+    """As in the tools that run it, and with its traceback where that is asked for."""
+    config = write_config(tmp_path, extra=', rpn_head=dict(foo=1)')
+    torch.save({}, tmp_path / 'a.pth')
+    args = [str(tmp_path / 'a.pth'), str(tmp_path / 'b.pth'), '--config', str(config)]
+    monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
+    assert main(args) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f'error: the model of {config} cannot be built: TypeError: ') and error.count('\n') == 1
+    assert "unexpected keyword argument 'foo'" in error
+    monkeypatch.setenv('MMLINATTN_TRACEBACK', '1')
+    with pytest.raises(TypeError):
+        main(args)
+
+
 def test_nothing_is_fetched_to_build_a_model():
     config = dict(a=[dict(init_cfg=1, b=2), (dict(pretrained=3), 'init_cfg')], pretrained=None, keep=dict(c=4))
     assert convert._without_init(config) == dict(a=[dict(b=2), ({}, 'init_cfg')], keep=dict(c=4))

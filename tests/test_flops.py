@@ -226,9 +226,19 @@ def test_tool_counts_what_the_options_say(monkeypatch, capsys):
     assert sizes == [1.025, 0.01]  # M: a matrix of 1024 x classes and a bias
 
 
-@pytest.mark.parametrize('args, message', [(['--shape', '16', '480'], 'shape 16 480'), ([], 'no such file')])
+@pytest.mark.parametrize(
+    'args, message',
+    [
+        (['--shape', '16', '480'], 'shape 16 480'),
+        ([], 'no such file'),
+        (['--cfg-options', 'model.backbone.arch=foo'], 'cannot be run: ValueError: '),
+        (['--cfg-options', 'model.backbone.foo=1'], 'cannot be run: TypeError: '),
+        (['--cfg-options', 'model.neck.3=1'], 'cannot be run: '),
+    ],
+)
 def test_bad_input_is_one_line(monkeypatch, capsys, args, message):
     pytest.importorskip('mmdet')
+    monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
     config = ROOT / 'configs/mmdet/ravlt_t_retinanet_1x.py' if args else 'nowhere.py'
     with pytest.raises(SystemExit) as stop:
         run_tool(monkeypatch, config, *args)

@@ -46,13 +46,23 @@ def build_model(config: PathLike) -> nn.Module:
     """The model of a config, randomly initialised: nothing is downloaded.
 
     Raises:
-        CheckpointError: the config has no model, or its model has no backbone.
+        CheckpointError: the config has no model, its model has no backbone or a part of it refuses its arguments, in
+            one line; ``MMLINATTN_TRACEBACK=1`` keeps errors of parts as they are.
     """
     cfg = Config.fromfile(config)
     if 'model' not in cfg:
         raise CheckpointError(f'config {config} has no model')
     init_default_scope(cfg.get('default_scope') or 'mmengine')
-    model = MODELS.build(_without_init(cfg.model))
+    try:
+        model = MODELS.build(_without_init(cfg.model))
+    except Exception as error:  # a wrong argument shows in errors of any kind
+        if os.environ.get('MMLINATTN_TRACEBACK') == '1':
+            raise
+        reason = error.args[0] if isinstance(error, KeyError) and error.args else error
+        raise CheckpointError(
+            f'the model of {config} cannot be built: {type(error).__name__}: {" ".join(str(reason).split())} '
+            '(MMLINATTN_TRACEBACK=1 shows where)'
+        ) from error
     if not hasattr(model, 'backbone'):
         raise CheckpointError(f'the model of {config} has no backbone to convert a file for')
     return model

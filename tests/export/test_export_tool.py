@@ -125,6 +125,15 @@ def test_a_size_is_two_numbers(config, tmp_path, capsys, shape):
     assert end.value.code == 2 and 'usage' in capsys.readouterr().err
 
 
+def test_a_wrong_argument_of_a_model_is_one_line(config, tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
+    config.write_text(config.read_text().replace('head=dict(', 'head=dict(foo=1, '))
+    with pytest.raises(SystemExit) as end:
+        main(options(config, tmp_path / 'graph.pt'))
+    error = capsys.readouterr().err
+    assert end.value.code == 1 and "unexpected keyword argument 'foo'" in error and error.count('\n') == 1
+
+
 def test_a_checkpoint_of_another_model_is_refused(config, tmp_path, capsys):
     checkpoint = tmp_path / 'weights.pth'
     torch.save(dict(state_dict={'backbone.nothing': torch.zeros(1)}), checkpoint)

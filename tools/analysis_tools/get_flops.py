@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serve
 
 from mmlinattn.analysis.counting import KINDS
 from mmlinattn.analysis.flops import Cost, count_model
-from mmlinattn.engine.cli import one_line_errors, read_config
+from mmlinattn.engine.cli import explained_setup, one_line_errors, read_config
 
 
 def parse_args() -> argparse.Namespace:
@@ -53,7 +53,7 @@ def main() -> None:
     args = parse_args()
     warnings.simplefilter('ignore')  # of model constructors
     MMLogger.get_instance('mmengine', log_level='ERROR')
-    with one_line_errors():
+    with one_line_errors(), explained_setup(args.config):
         cfg = read_config(args.config)
         if args.cfg_options:
             cfg.merge_from_dict(args.cfg_options)
