@@ -250,7 +250,8 @@ def _parsed(text: str):
 def write_openvino(model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
     import openvino
 
-    shape = list(example.shape) if smallest is None else [-1, example.shape[1], -1, -1]
+    # bounds are kept in the file, and images below them refused
+    shape = list(example.shape) if smallest is None else f'[1..,{example.shape[1]},{smallest}..,{smallest}..]'
     with quiet():
         graph = torch.jit.trace(model, example, check_trace=False)
         converted = openvino.convert_model(graph, example_input=example, input=[openvino.PartialShape(shape)])

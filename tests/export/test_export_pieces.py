@@ -365,7 +365,7 @@ def test_openvinos_settings(tmp_path, dtype, compressed):
             formats.write_openvino(nn.Identity(), example, tmp_path / 'a.xml', smallest, meta)
         formats.load_openvino(tmp_path / 'a.xml')
     shapes = [args[0] for name, args, _ in openvino.calls if name == 'PartialShape']
-    assert shapes == [[2, 3, 40, 48], [-1, 3, -1, -1]]
+    assert shapes == [[2, 3, 40, 48], '[1..,3,32..,32..]']
     saved = [(args[1], kwargs) for name, args, kwargs in openvino.calls if name == 'save_model']
     assert saved == [(str(tmp_path / 'a.xml'), dict(compress_to_fp16=compressed))] * 2
     assert openvino.calls[-1] == (
@@ -476,7 +476,7 @@ def test_files_give_what_was_written(tmp_path, name, smallest):
         for out, truth in zip(outs, model(image)):
             torch.testing.assert_close(out, truth, rtol=1e-4, atol=1e-5)
     refused = [(2, 3, 48, 64), (1, 3, 64, 64)] if smallest is None else [(1, 4, 48, 64)]
-    refused += [(1, 3, 39, 64)] if name in ('torch-export', 'torchscript') else []
+    refused += [(1, 3, 39, 64), (1, 3, 64, 39)] if name != 'onnx' else []
     for shape in refused:
         with pytest.raises(Exception, match=r'(?i)shape|size|guard|dimension|expected'):
             run(torch.randn(shape))
