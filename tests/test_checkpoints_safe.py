@@ -446,6 +446,10 @@ def test_config_texts_that_compute(text, reason):
         ("model = dict(weights='https://a/b.pkl')", "was refused: its weights = 'https://a/b.pkl' is a pickle"),
         ("model = dict(weights='pickle')", "was refused: its weights = 'pickle' is a pickle"),  # a file of that name
         ("model = dict(teacher='a/b.yaml')", "was refused: its teacher = 'a/b.yaml' is YAML"),
+        (
+            "model = dict(teacher_config='a.json')",
+            "was refused: its teacher_config = 'a.json' is a config file, which is run",
+        ),
         ("model = dict(teacher='a.yml')", "was refused: its teacher = 'a.yml' is YAML"),
         ("model = dict(warp_mode='f()')", "was refused: its warp_mode = 'f()' is evaluated, and more than a name"),
         (

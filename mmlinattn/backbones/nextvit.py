@@ -139,7 +139,8 @@ class AveragedKeysAttention(Attention):
         ratio (int): Reduction r of height and width.
         reduction (str): ``'grid'`` averages patches of r x r tokens, those at the border over the tokens they have.
             ``'sequence'`` is what the released code does: it averages r^2 tokens that follow each other in the
-            flattened map, which mixes rows and leaves the keys without a grid, and drops the tokens that are left over.
+            flattened map, which mixes rows and leaves the keys without a grid, and drops the tokens that are left over;
+            a map has to have r^2 tokens.
         norm_cfg (dict): Norm of the averages.
     """
 

@@ -136,6 +136,8 @@ def _check_names(settings: dict, source: str) -> None:
             reason = f'its {key} = {value!r} is unknown'
         elif text.rpartition('.')[2] in _RUN:
             reason = f'its {key} = {value!r} is {_RUN[text.rpartition(".")[2]]}'
+        elif key == 'teacher_config' and text:  # of JSON, too, MMEngine runs the base and imports what it names
+            reason = f'its {key} = {value!r} is a config file, which is run'
         elif key in _EVALUATED and text and not _NAME.fullmatch(text):
             reason = f'its {key} = {value!r} is evaluated, and more than a name'
         elif key == 'trust_remote_code' and value:
