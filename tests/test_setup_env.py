@@ -286,3 +286,11 @@ def test_every_locked_version_installs_on_the_first_python_3_11(lock):
             asked = installed.metadata.get('Requires-Python') or ''
             assert SpecifierSet(asked).contains('3.11.0'), f'{name} {version} asks for Python {asked}'
     assert seen > 10
+
+
+def test_the_quickstart_explains_itself_and_begins_nothing(tmp_path):
+    work = tmp_path / 'work'
+    script = ['bash', str(ROOT / 'tools' / 'quickstart.sh'), '--help']
+    ran = subprocess.run(script, env={**os.environ, 'WORK_DIR': str(work)}, capture_output=True, text=True)
+    assert ran.returncode == 0 and not ran.stderr and not work.exists()
+    assert 'tools/quickstart.sh [arguments' in ran.stdout and '--use-existing' in ran.stdout

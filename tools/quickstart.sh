@@ -7,6 +7,13 @@
 set -euo pipefail
 
 cd "$(dirname "$0")/.."
+for argument; do
+    case $argument in -h | --help)
+        sed -n '3,6s/^# //p' tools/quickstart.sh
+        exec bash tools/setup_env.sh --help
+        ;;
+    esac
+done
 CONFIG=configs/mmdet/ravlt_shapes_quickstart.py
 DATA=${DATA:-data/shapes_coco}
 WORK_DIR=${WORK_DIR:-work_dirs/quickstart}

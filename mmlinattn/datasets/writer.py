@@ -73,7 +73,7 @@ def write_dataset(
     """Write a synthetic data set.
 
     The files take their places in ``out`` only once all are written; a run that is interrupted
-    leaves at most a hidden folder, which the next run clears away. ``out`` keeps a hidden note of
+    leaves at most a hidden folder, which the next run that draws clears away. ``out`` keeps a hidden note of
     ``spec``. A data set that this function made is replaced when ``spec`` differs.
 
     Args:

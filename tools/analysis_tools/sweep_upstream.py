@@ -135,7 +135,7 @@ def main() -> None:
     results = {}
     if kept.is_file():
         rows = map(json.loads, kept.read_text().splitlines())
-        results = {row['config']: row for row in rows if row['backbone'] == args.backbone}
+        results = {row['config']: row for row in rows if row.get('backbone') == args.backbone}
     names = args.configs or sample(args.projects)
     for project in PROJECTS:  # once, not in every process
         __import__(f'{project}.models')
