@@ -182,6 +182,8 @@ def test_results_are_kept_and_not_tried_again(tmp_path, monkeypatch, capsys):
     assert 'Tried: 4 configs of 4 of the 3 folders' in out.read_text()  # that there are, not that were asked for
     assert len(run('--configs', 'mmdet::c/c.py', '--max-minutes', '0')) == 5 and len(tried) == 1
     assert run('--fresh', '--configs', 'mmdet::d/d.py') == [row('mmdet::d/d.py', 'works', 'fine')]
+    kept.write_text(json.dumps(dict(config='mmdet::e/e.py', outcome='works', why='')) + '\n')  # of an older version
+    assert run('--configs', 'mmdet::e/e.py')[1:] == [row('mmdet::e/e.py', 'works', 'fine')]
 
 
 def test_a_page_that_cannot_be_written_costs_no_sweep(tmp_path, monkeypatch, capsys):
