@@ -179,6 +179,12 @@ def test_large_pictures_are_made_smaller_and_clicks_follow(looker):
     assert len(looker.seen) == KEPT
 
 
+@pytest.mark.parametrize('shape', [(8, 20000, 3), (20000, 8, 3)])
+def test_pictures_of_which_nothing_would_be_left_are_refused(looker, shape):
+    with pytest.raises(RunError, match='too narrow'):
+        looker.look(np.zeros(shape, np.uint8))
+
+
 @pytest.mark.parametrize('shape', [(4, 100, 3), (64, 64), (64, 64, 4)])
 def test_what_is_no_picture(looker, shape):
     with pytest.raises(RunError, match='has to be in colour and at least 8 pixels'):

@@ -246,6 +246,27 @@ def test_bad_input_is_one_line(monkeypatch, capsys, args, message):
     assert stop.value.code == 1 and error[-1].startswith('error:') and message in error[-1]
 
 
+def test_no_weights_are_read_where_a_model_is_only_built(monkeypatch):
+    """Not even those of a teacher, which MMDetection reads as it builds the student."""
+    from mmengine.registry import MODELS
+
+    class Student(nn.Linear):
+        def __init__(self, teacher_ckpt, data_preprocessor):
+            super().__init__(2, 1)
+            assert teacher_ckpt is None
+
+        def train(self, mode=True):  # as MMDetection's, which do not return themselves
+            super().train(mode)
+
+        def forward(self, inputs, mode):
+            return inputs
+
+    monkeypatch.setitem(MODELS._module_dict, 'StudentToy', Student)
+    cfg = Config(dict(model=dict(type='StudentToy', teacher_ckpt='gone.pth')))
+    assert count_model(cfg).total_params == 3
+    assert cfg.model.teacher_ckpt == 'gone.pth'
+
+
 def test_model_that_depends_on_values_is_refused(monkeypatch):
     from mmengine.registry import MODELS
 

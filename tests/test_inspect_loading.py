@@ -11,7 +11,7 @@ import pytest
 import torch
 from mmcv.transforms import CenterCrop, LoadImageFromFile, Pad, RandomFlip, Resize
 from mmengine.config import Config
-from mmengine.model import ImgDataPreprocessor
+from mmengine.model import ImgDataPreprocessor, PretrainedInit
 from mmengine.registry import MODELS, DefaultScope
 from torch import nn
 
@@ -154,6 +154,10 @@ def test_pictures_that_the_network_cannot_see_are_refused():
     with pytest.raises(RunError, match='photo is 31 x 64 pixels for the network; 32 are the least.'):
         loading.prepare(config(), narrow, photo(64, 31), 'photo')
     assert loading.prepare(config(), narrow, photo(32, 33), 'photo').inputs.shape[-2:] == (32, 33)
+    small = dict(type=Resize, scale=(160, 160), keep_ratio=True)
+    for shape in ((2, 1024), (1024, 2)):
+        with pytest.raises(RunError, match=f'cannot resize photo, {shape[1]} x {shape[0]} pixels'):
+            loading.prepare(config(small), model(), photo(*shape), 'photo')
 
 
 @pytest.mark.parametrize(
@@ -223,6 +227,8 @@ def test_large_pictures_are_made_smaller():
     assert loading.resized(image, 50) is image and loading.resized(image, 100) is image
     assert loading.resized(image, 25).shape == (15, 25, 3)
     assert loading.resized(image.transpose(1, 0, 2), 10).shape == (10, 6, 3)
+    assert loading.resized(photo(8, 20000), 1024).shape == (1, 1024, 3)
+    assert loading.resized(photo(20000, 8), 1024).shape == (1024, 1, 3)
     assert abs(loading.resized(image, 5).mean() - image.mean()) < 3  # areas are averaged
 
 
@@ -280,6 +286,28 @@ def test_a_model_without_a_checkpoint_fetches_nothing(cfg):
     changed = loading.load_model(cfg, 'none', 'cpu', dict(stage_attns=('hydra',) * 4))
     assert [list(blocks) for blocks in changed.backbone.block_attns] == [['hydra']] * 4
     assert loading.load_model(cfg, 'none', 'meta').head.weight.is_meta
+
+
+@pytest.mark.parametrize(
+    'given',
+    [
+        dict(init_cfg=dict(type=PretrainedInit, checkpoint='gone.pth')),
+        dict(init_cfg=(dict(type='Normal'), dict(type='Pretrained', checkpoint='gone.pth'))),
+        dict(pretrained='gone.pth'),
+        dict(teacher_ckpt='gone.pth'),
+    ],
+)
+def test_weights_are_not_fetched_however_a_config_names_them(cfg, given, monkeypatch):
+    (key,) = given
+    for node in (given, (given,), [given]):
+        cfg.model.extra = node
+        extra = loading.load_model(cfg, 'none').given['extra']
+        assert (extra if isinstance(node, dict) else extra[0])[key] is None
+        assert type(loading.without_pretrained(node)) is type(node)
+    monkeypatch.setattr(SmallModel, 'train', lambda self, mode: nn.Module.train(self, mode) and None)  # as students'
+    assert not loading.load_model(cfg, 'none').training
+    kept = dict(pretrained=True, init_cfg=dict(type='Normal'))
+    assert loading.without_pretrained(kept) == kept
 
 
 def test_what_of_a_checkpoint_is_loaded(cfg, tmp_path):

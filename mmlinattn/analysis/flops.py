@@ -6,13 +6,14 @@ from collections import Counter
 from typing import NamedTuple, Optional
 
 import torch
-from mmengine.config import Config
+from mmengine.config import Config, ConfigDict
 from mmengine.model import revert_sync_batchnorm
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
 from ..engine import RunError
 from .counting import CONV, KINDS, LINEAR, Count
+from .loading import without_pretrained
 
 SHAPES = {'mmdet': (800, 1280), 'mmseg': (512, 2048), 'mmpretrain': (224, 224)}
 MASK_ROIS = 100  # of MMDetection 2.x's get_flops, which the papers used; 3.x agrees but for cascades
@@ -66,10 +67,12 @@ def part_of(name: str) -> str:
 def build_model(cfg: Config) -> nn.Module:
     """The model of a config on the meta device: shapes without memory. Nothing is initialised or downloaded."""
     init_default_scope(cfg.get('default_scope', 'mmengine'))
-    model_cfg = cfg.model.copy()
+    model_cfg = ConfigDict(without_pretrained(cfg.model.to_dict()))
     model_cfg.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
     with torch.device('meta'):
-        return revert_sync_batchnorm(MODELS.build(model_cfg).eval())
+        model = MODELS.build(model_cfg)
+        model.eval()  # which gives nothing back where MMDetection distils
+        return revert_sync_batchnorm(model)
 
 
 def image_shape(cfg: Config) -> tuple:

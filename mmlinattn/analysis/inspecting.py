@@ -231,7 +231,8 @@ def _same_rows(block: BlockCall, num_queries: int) -> Optional[Tensor]:
 
 
 def averaged(entries: list[tuple[dict, float]]) -> dict:
-    """Mean of dicts of numbers, lists of numbers and dicts of these, each with its weight; of keys that all have."""
+    """Mean of dicts of numbers, lists of as many numbers each and dicts of these, each with its weight; of keys that
+    all have."""
     return _mean([entry for entry, _ in entries], [weight for _, weight in entries]) if entries else {}
 
 

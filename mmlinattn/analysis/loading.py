@@ -15,6 +15,7 @@ from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor, nn
 
+from ..checkpoints.loading import is_pretrained
 from ..checkpoints.safe import CheckpointError
 from ..checkpoints.schemes import register
 from ..checkpoints.states import fit_backbone, fit_state, model_state, some, strip_prefix
@@ -91,7 +92,7 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', backbone: Opti
         RunError: The model cannot be built, or the checkpoint lacks weights of its backbone.
     """
     init_default_scope(cfg.get('default_scope', 'mmengine'))
-    model_cfg = ConfigDict(_without_pretrained(copy.deepcopy(cfg.model.to_dict())))
+    model_cfg = ConfigDict(without_pretrained(copy.deepcopy(cfg.model.to_dict())))
     if 'backbone' not in model_cfg:
         raise RunError('the config has no model.backbone to look into.')
     model_cfg['backbone'].update(backbone or {})
@@ -108,19 +109,19 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', backbone: Opti
         except CheckpointError as error:
             raise RunError(str(error)) from error
     model.dataset_meta = dict(classes=class_names(cfg, meta))
-    return model.to(device).eval()
+    model.to(device).eval()  # which gives nothing back where MMDetection distils
+    return model
 
 
-def _without_pretrained(node):
-    """The config without weights to fetch: they come from the checkpoint, or not at all."""
+def without_pretrained(node):
+    """The config without weights to fetch: they come from the checkpoint, or not at all. Neither do those of a teacher
+    (MMDetection's distillation reads them when it is built), which takes part in training alone."""
     if isinstance(node, dict):
-        node = {key: _without_pretrained(value) for key, value in node.items()}
-        given = node.get('init_cfg')
-        several = given if isinstance(given, list) else [given]
-        if any(isinstance(one, dict) and one.get('type') == 'Pretrained' for one in several):
+        node = {key: without_pretrained(value) for key, value in node.items()}
+        if is_pretrained(node.get('init_cfg')):
             node['init_cfg'] = None
-        return node
-    return [_without_pretrained(value) for value in node] if isinstance(node, list) else node
+        return {k: None if k in ('pretrained', 'teacher_ckpt') and isinstance(v, str) else v for k, v in node.items()}
+    return type(node)(map(without_pretrained, node)) if isinstance(node, (list, tuple)) else node
 
 
 def _load(model: nn.Module, path: str, partly: bool) -> Optional[dict]:
@@ -185,7 +186,7 @@ def prepare(
         shape (tuple[int, int], optional): Height and width to resize to instead of what the pipeline does.
 
     Raises:
-        RunError: The pipeline turns pictures, or makes several of one.
+        RunError: The pipeline turns pictures, or makes several of one, or leaves nothing of this one.
     """
     height, width = image.shape[:2]
     steps = test_pipeline(cfg) if shape is None else [dict(type='Resize', scale=(shape[1], shape[0]), keep_ratio=False)]
@@ -200,7 +201,10 @@ def prepare(
 
     def through(pixels):
         known = dict(img_path=name, img_id=0, img_shape=(height, width), ori_shape=(height, width), seg_fields=[])
-        packed = run(dict(img=pixels, **known))
+        try:
+            packed = run(dict(img=pixels, **known))
+        except cv2.error as error:  # of a narrow picture, where nothing is left of its short side
+            raise RunError(f'the test pipeline cannot resize {name}, {width} x {height} pixels.') from error
         if not isinstance(packed.get('inputs'), Tensor) or packed['inputs'].dim() != 3:
             raise RunError('the test pipeline makes several pictures of one; give --shape H W.')
         return packed
@@ -241,9 +245,10 @@ def _axes(ramp: np.ndarray, size: tuple[int, int]) -> tuple:
 
 
 def resized(image: np.ndarray, longest: int) -> np.ndarray:
-    """A picture whose longer side is at most ``longest``."""
+    """A picture whose longer side is at most ``longest``; of a narrow one, a pixel of the other is left."""
     scale = longest / max(image.shape[:2])
-    return image if scale >= 1 else cv2.resize(image, None, fx=scale, fy=scale, interpolation=cv2.INTER_AREA)
+    height, width = (max(1, round(side * scale)) for side in image.shape[:2])
+    return image if scale >= 1 else cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
 
 
 @torch.no_grad()

@@ -87,7 +87,7 @@ class Looker:
         """Run the model on a picture, (H, W, 3) uint8 RGB; the last ones are remembered.
 
         Raises:
-            RunError: The picture is too small, or the attention does not fit.
+            RunError: The picture is too small or too narrow, or the attention does not fit.
         """
         if image.ndim != 3 or image.shape[2] != 3 or min(image.shape[:2]) < 8:
             raise RunError('the picture has to be in colour and at least 8 pixels wide and high.')
@@ -97,6 +97,8 @@ class Looker:
             return self.seen[key]
         model = self.model(stage, mixer)
         small = loading.resized(image, LONGEST)
+        if min(small.shape[:2]) < 2:
+            raise RunError(f'the picture is too narrow: of {LONGEST} pixels by one, nothing is to be seen.')
         picture = loading.prepare(self.cfg, model, np.ascontiguousarray(small[..., ::-1]), 'picture')
         blocks, rows = [], []
 

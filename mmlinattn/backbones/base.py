@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..attention import get_mixer
-from ..checkpoints.loading import load_pretrained, names_checkpoint
+from ..checkpoints.loading import is_pretrained, load_pretrained
 from ..layers import FactorisedLinear, build_ffn
 from ..ops import forms
 from ..ops.sizes import serves_ones, to_image
@@ -306,7 +306,7 @@ class Backbone(BaseModule):
 
     def init_weights(self) -> None:
         configs = self.init_cfg if isinstance(self.init_cfg, (list, tuple)) else [self.init_cfg]
-        pretrained = [cfg for cfg in configs if names_checkpoint(cfg)]
+        pretrained = [cfg for cfg in configs if is_pretrained(cfg)]
         if self.is_init or not pretrained:
             super().init_weights()
             return

@@ -5,22 +5,22 @@ import logging
 from typing import Any, Optional, Union
 
 from mmengine.logging import print_log
-from mmengine.model import PretrainedInit, update_init_info
+from mmengine.model import update_init_info
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import nn
 
+from ..utils.registering import bare_name
 from .safe import CheckpointError
 from .schemes import register
 from .states import LoadReport, backbone_state, fit_backbone, not_finite, some, state_dict_of
 
 
-def names_checkpoint(init_cfg: Any) -> bool:
-    """Whether an entry of an ``init_cfg`` names a checkpoint: by MMEngine's name for it, by the class, or by where the
-    class is, as configs of the pure Python style are written and dumped."""
-    kind = init_cfg.get('type') if isinstance(init_cfg, dict) else None
-    if isinstance(kind, str):
-        return kind.rpartition('.')[2] in ('Pretrained', 'PretrainedInit')
-    return kind is PretrainedInit
+def is_pretrained(init_cfg: Any) -> bool:
+    """Whether an ``init_cfg`` of MMEngine, or one of several, names a checkpoint: by MMEngine's name for it, by the
+    class, or by where the class is, as configs of the pure Python style are written and dumped."""
+    entries = init_cfg if isinstance(init_cfg, (list, tuple)) else [init_cfg]
+    kinds = (bare_name(entry.get('type')) for entry in entries if isinstance(entry, dict))
+    return any(kind in ('Pretrained', 'PretrainedInit') for kind in kinds)
 
 
 def load_pretrained(

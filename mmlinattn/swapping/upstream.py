@@ -14,7 +14,7 @@ from mmengine.config import Config, ConfigDict
 from mmengine.registry import MODELS, init_default_scope
 from mmengine.utils import get_installed_path
 
-from ..checkpoints.loading import names_checkpoint
+from ..checkpoints.loading import is_pretrained
 from ..engine.cli import PIP_NAMES
 from ..engine.errors import RunError
 from .zoo import FeatureMap, plain_dict
@@ -198,12 +198,6 @@ def without_weights(node: Any) -> Any:
     if isinstance(node, (list, tuple)):
         return type(node)(without_weights(item) for item in node)
     return node
-
-
-def is_pretrained(init_cfg: Any) -> bool:
-    """Whether an ``init_cfg`` of MMEngine, or one of several, names a checkpoint."""
-    entries = init_cfg if isinstance(init_cfg, (list, tuple)) else [init_cfg]
-    return any(map(names_checkpoint, entries))
 
 
 class Measured(NamedTuple):
