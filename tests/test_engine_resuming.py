@@ -14,7 +14,7 @@ from mmengine.dataset import DefaultSampler, InfiniteSampler
 from mmengine.runner import IterBasedTrainLoop
 from torch.utils.data import BatchSampler, DataLoader
 
-from mmlinattn.engine import resuming
+from mmlinattn.engine import RunError, resuming
 from mmlinattn.engine.resuming import (
     ExactResumeHook,
     _Batches,
@@ -97,6 +97,12 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path, loop, sa
     else:
         assert both == train(tmp_path / 'whole', loop, seed=seed, loader=loader)
     assert len(set(both.values())) == len(both)
+
+
+def test_two_of_the_hook_are_refused(tmp_path):
+    """As where a config inherits one and adds one."""
+    with pytest.raises(RunError, match='^custom_hooks holds ExactResumeHook twice: '):
+        make_runner(tmp_path, [*HOOKS, dict(type='ExactResumeHook')]).train()
 
 
 def test_upstream_alone_does_not_resume_the_same_losses(tmp_path):
@@ -273,7 +279,7 @@ def test_a_process_knows_its_rank_and_the_seed_of_all(monkeypatch):
     monkeypatch.setattr(resuming, 'get_rank', lambda: 3)
     monkeypatch.setattr(resuming, 'broadcast', lambda tensor: tensor.fill_(11))
     hook, logger = ExactResumeHook(), SimpleNamespace(warning=lambda line: None)
-    hook.before_train(SimpleNamespace(seed=1, train_loop=None, _train_dataloader={}, logger=logger))
+    hook.before_train(SimpleNamespace(seed=1, train_loop=None, _train_dataloader={}, logger=logger, hooks=[hook]))
     assert (hook.seed, hook.rank) == (11, 3)
 
 
@@ -303,7 +309,7 @@ def test_other_loops_keep_what_they_have():
     loop.dataloader = 'mine'
     logger = SimpleNamespace(warning=lines.append)
     hook = ExactResumeHook()
-    hook.before_train(SimpleNamespace(seed=1, train_loop=loop, _train_dataloader={}, logger=logger))
+    hook.before_train(SimpleNamespace(seed=1, train_loop=loop, _train_dataloader={}, logger=logger, hooks=[hook]))
     assert lines == [
         'ExactResumeHook leaves the data of Other alone: a resumed run will see other augmentations than an '
         'uninterrupted one.'

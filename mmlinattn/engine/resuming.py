@@ -173,6 +173,8 @@ class ExactResumeHook(Hook):
 
     def before_train(self, runner) -> None:
         """Put the seeded loader in place; the epoch and iteration to resume at are known by now."""
+        if sum(isinstance(hook, ExactResumeHook) for hook in runner.hooks) > 1:
+            raise RunError('custom_hooks holds ExactResumeHook twice: each would rebuild what the other has rebuilt.')
         self.seed = self._common_seed(runner)
         self.rank = get_rank()
         loop, config = runner.train_loop, runner._train_dataloader
