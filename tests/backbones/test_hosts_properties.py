@@ -581,6 +581,7 @@ def test_keys_that_only_look_like_parts_that_are_not_built_are_reported(host):
     part = small_hosts.build(host, 'inline', out_indices=(0,))
     names = 'stages', 'blocks', 'patch_embeds', 'position_tables', 'out_norms'
     odd = [key for name in names for key in (name, f'{name}.norm.weight', f'{name}.weight')]
+    odd += [key for name in names for key in (f'{name}_extra.1.weight', f'{name[:-1]}.1.weight', f'my_{name}.1.weight')]
     _, report = fit_backbone(part, {**part.state_dict(), **{key: torch.ones(1) for key in odd}})
     assert sorted(report.unexpected) == sorted(odd) and report.ignored == []
 
