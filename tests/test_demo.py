@@ -176,6 +176,33 @@ def test_what_inferencers_are_asked_for(monkeypatch, capsys, tmp_path, task):
         assert given.kwargs['classes'] is None
 
 
+@pytest.mark.parametrize('task', TASKS)
+@pytest.mark.parametrize('named', ['checkpoint', 'config', 'nobody'])
+def test_labels_have_their_own_names(monkeypatch, tmp_path, task, named):
+    """Those of the checkpoint, else of the config; not those of COCO or ImageNet, which inferencers take."""
+    meta = dict(dataset_meta=dict(classes=['a', 'b', 'c'])) if named == 'checkpoint' else {}
+    data = dict(metainfo=dict(classes=('d', 'e', 'f'))) if named != 'nobody' else {}
+    upstreams = dict(classes=tuple('xyz') if named == 'nobody' else ('person', 'car'))
+    inferencer = mock.MagicMock(model=SimpleNamespace(dataset_meta=upstreams), visualizer=SimpleNamespace())
+    draws_itself(inferencer, [dict(pred_label=0, pred_score=1.0)])
+    functions = runpy.run_path(str(TOOL), run_name='demo')
+    names, loader = functions['draw'].__globals__, mock.Mock()
+    loader.load_checkpoint.return_value = dict(state_dict={}, meta=meta)
+    monkeypatch.setitem(names, 'build_inferencer', lambda *_: inferencer)
+    monkeypatch.setitem(names, 'CheckpointLoader', loader)
+    monkeypatch.setitem(names, 'check_weights', lambda *_: None)
+    head = dict(mmdet='bbox_head', mmseg='decode_head', mmpretrain='head')[task]
+    model = {head: dict(num_classes=3)}
+    cfg = Config(dict(default_scope=task, model=model, test_dataloader=dict(dataset=data)))
+    args = SimpleNamespace(config='c.py', checkpoint='c.pth', device='cpu', score_thr=0.3, classes=None)
+    functions['draw'](args, cfg, ['one.jpg'], str(tmp_path))
+    expected = dict(checkpoint=['a', 'b', 'c'], config=['d', 'e', 'f'], nobody=None)[named]
+    if task == 'mmpretrain':
+        assert inferencer.classes == expected  # numbers where nobody has names
+    else:
+        assert list(inferencer.model.dataset_meta['classes']) == (expected or list('xyz'))
+
+
 def test_pictures_whose_names_begin_alike_have_a_drawing_each(monkeypatch, tmp_path):
     """MMPretrain would put both days, and the three kinds of b, into one file each."""
     pytest.importorskip('mmpretrain')

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serve
 
 from mmlinattn.engine import RunError
 from mmlinattn.engine.checkpoint_match import check_weights
-from mmlinattn.engine.class_names import num_classes
+from mmlinattn.engine.class_names import class_names, num_classes
 from mmlinattn.engine.cli import (
     check_checkpoint,
     check_out_file,
@@ -136,9 +136,14 @@ def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> None:
     with explained_setup(args.config):
         inferencer = build_inferencer(args, cfg, len(pictures))
     # Inferencers load what fits and draw with the rest as it was initialised.
-    check_weights(inferencer.model, CheckpointLoader.load_checkpoint(args.checkpoint, 'cpu', logger='silent'))
-    if args.classes and scope != 'mmpretrain':
-        name_classes(cfg, inferencer, args.classes)
+    checkpoint = CheckpointLoader.load_checkpoint(args.checkpoint, 'cpu', logger='silent')
+    check_weights(inferencer.model, checkpoint)
+    # Where the checkpoint has no names, inferencers take those of COCO or ImageNet for any classes.
+    names = args.classes or class_names(cfg, checkpoint.get('meta'))
+    if scope == 'mmpretrain':
+        inferencer.classes = names
+    elif names and list((getattr(inferencer.model, 'dataset_meta', None) or {}).get('classes') or ()) != list(names):
+        name_classes(cfg, inferencer, names)
     if scope == 'mmdet':
         inferencer(pictures, out_dir=folder, pred_score_thr=args.score_thr, no_save_pred=True)
     elif scope == 'mmseg':
