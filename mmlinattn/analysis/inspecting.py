@@ -232,7 +232,11 @@ def _same_rows(block: BlockCall, num_queries: int) -> Optional[Tensor]:
 
 def averaged(entries: list[tuple[dict, float]]) -> dict:
     """Mean of dicts of numbers, lists of as many numbers each and dicts of these, each with its weight; of keys that
-    all have."""
+    all have.
+
+    Raises:
+        ValueError: Lists of one key have different lengths.
+    """
     return _mean([entry for entry, _ in entries], [weight for _, weight in entries]) if entries else {}
 
 
@@ -241,7 +245,9 @@ def _mean(values: list, weights: list):
     if isinstance(first, dict):
         return {key: _mean([v[key] for v in values], weights) for key in first if all(key in v for v in values)}
     if isinstance(first, list):
-        return [_mean(list(group), weights) for group in zip(*values, strict=True)]
+        if any(len(value) != len(first) for value in values):
+            raise ValueError('one list is shorter than another: they have no mean')
+        return [_mean(list(group), weights) for group in zip(*values)]
     if not isinstance(first, (int, float)) or isinstance(first, bool):
         return first if all(value == first for value in values) else values
     if all(value == first for value in values):
