@@ -18,7 +18,7 @@ from mmlinattn.analysis.inspecting import measure_block
 from mmlinattn.analysis.study_tasks import TASKS
 from mmlinattn.attention import TokenMixer
 from mmlinattn.backbones import LinearPVT
-from mmlinattn.engine import RunError
+from mmlinattn.utils.errors import RunError
 
 TOOL = ROOT / 'tools' / 'analysis_tools' / 'ablation_study.py'
 SMALL = ablation.Settings(iterations=4, batch=4, num_train=8, num_val=8)

@@ -20,7 +20,7 @@ from torch import nn
 from mmlinattn.analysis import ablation, study_tasks
 from mmlinattn.analysis.study_tasks import TASKS, Settings
 from mmlinattn.attention import GlobalAttention, Grid
-from mmlinattn.engine import RunError
+from mmlinattn.utils.errors import RunError
 
 # --- one run ----------------------------------------------------------------------------------------------------------
 

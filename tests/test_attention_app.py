@@ -21,8 +21,8 @@ from mmengine.structures import BaseDataElement, InstanceData, PixelData
 from torch import nn
 
 from mmlinattn.datasets.shapes import COCO_CLASSES, IMAGENET_CLASSES
-from mmlinattn.engine import RunError
 from mmlinattn.engine.class_names import class_names
+from mmlinattn.utils.errors import RunError
 
 pytest.importorskip('mmpretrain')
 TOOL = ROOT / 'tools' / 'analysis_tools' / 'attention_app.py'

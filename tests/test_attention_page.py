@@ -18,7 +18,7 @@ from torch import nn
 
 from mmlinattn.analysis import looking, pictures
 from mmlinattn.analysis.loading import Picture
-from mmlinattn.engine import RunError
+from mmlinattn.utils.errors import RunError
 
 TOOL = ROOT / 'tools' / 'analysis_tools' / 'attention_app.py'
 

@@ -23,6 +23,7 @@ from torch import nn
 from mmlinattn.checkpoints import CheckpointError, CheckpointNotFoundError, config_text, limits, load_file, safe
 from mmlinattn.checkpoints.config_text import read_config_text
 from mmlinattn.checkpoints.inert import make_inert
+from mmlinattn.utils import errors
 
 
 @pytest.fixture(params=['torch list', 'own unpickler'])
@@ -289,9 +290,9 @@ def test_other_pickle_protocols_are_no_news(loader, tmp_path):
 
 
 def test_lines_that_reach_the_terminal():
-    assert safe.printable('  a\n\tb \x1b[2J\x07 ü ') == 'a b \\x1b[2J\\x07 ü'
-    assert safe.printable(8000 * 'x') == 8000 * 'x'
-    assert safe.printable('a' + 8000 * 'x' + 'b') == f'a{3999 * "x"} ... {3999 * "x"}b'
+    assert errors.printable('  a\n\tb \x1b[2J\x07 ü ') == 'a b \\x1b[2J\\x07 ü'
+    assert errors.printable(8000 * 'x') == 8000 * 'x'
+    assert errors.printable('a' + 8000 * 'x' + 'b') == f'a{3999 * "x"} ... {3999 * "x"}b'
     assert str(CheckpointError('a\nb')) == str(CheckpointNotFoundError('a\nb')) == 'a b'
 
 

@@ -13,10 +13,10 @@ from mmengine.optim import OptimWrapper
 from mmengine.registry import DATASETS, MODELS, Registry
 from torch import nn
 
-from mmlinattn.checkpoints.safe import CheckpointError
 from mmlinattn.engine import RunError, cli
 from mmlinattn.engine.checkpoint_match import CheckpointMatchHook
 from mmlinattn.engine.class_names import class_names, num_classes
+from mmlinattn.utils.errors import CheckpointError
 
 
 @MODELS.register_module(force=True)
@@ -355,9 +355,7 @@ def test_errors_of_the_tools_are_one_printable_line(capsys):
 
 
 def test_an_error_of_a_worker_is_the_line_that_it_had():
-    trace = (
-        'Original Traceback (most recent call last):\n  errors.RunError: another\nmmlinattn.engine.errors.RunError: '
-    )
+    trace = 'Original Traceback (most recent call last):\n  errors.RunError: another\nmmlinattn.utils.errors.RunError: '
     assert str(RunError(f'Caught RunError in DataLoader worker process 0.\n{trace}the line\n')) == 'the line'
     assert str(RunError(f'of the main process: {trace}')) == f'of the main process: {trace}'
 

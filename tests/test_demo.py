@@ -18,7 +18,7 @@ from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.registry import DefaultScope
 
-from mmlinattn.engine import RunError
+from mmlinattn.utils.errors import RunError
 
 mmcv = pytest.importorskip('mmcv')
 TOOL = ROOT / 'tools' / 'demo.py'

@@ -7,8 +7,8 @@ from engine_toys import Wrapped
 from mmengine.dataset import BaseDataset, RepeatDataset
 from torch import nn
 
-from mmlinattn.engine import RunError
 from mmlinattn.engine.label_check import _NUM_READ, check_labels
+from mmlinattn.utils.errors import RunError
 
 
 class Labelled(BaseDataset):

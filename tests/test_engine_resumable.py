@@ -14,8 +14,8 @@ from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch import nn
 
-from mmlinattn.checkpoints.safe import CheckpointError
 from mmlinattn.engine.resumable import check_optimizers, check_resumable
+from mmlinattn.utils.errors import CheckpointError
 
 SCHEDULE = dict(
     base_values=[0.1], last_step=3, by_epoch=True, end=math.pi, anneal_func=OneCycleParamScheduler._annealing_cos

@@ -16,7 +16,7 @@ import mmlinattn  # noqa: F401
 from mmlinattn.analysis.counting import CONV, KINDS, LINEAR, PRODUCT, Count
 from mmlinattn.analysis.flops import Cost, count_model, part_of
 from mmlinattn.attention import Grid, HallucinatedMixer
-from mmlinattn.engine import RunError
+from mmlinattn.utils.errors import RunError
 
 # RAVLT t s b l, G multiply-adds at 224x224: convolutions and linear layers; all with norms, hybrid and fully linear
 LAYERS = {'t': 2.41, 's': 4.51, 'b': 9.80, 'l': 16.09}

@@ -16,7 +16,7 @@ from mmengine.registry import MODELS, DefaultScope
 from torch import nn
 
 from mmlinattn.analysis import loading
-from mmlinattn.engine import RunError
+from mmlinattn.utils.errors import RunError
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ from mmlinattn.attention import (
     get_mixer,
 )
 from mmlinattn.backbones import LinearDeiT
-from mmlinattn.engine import RunError
+from mmlinattn.utils.errors import RunError
 
 TOOL = ROOT / 'tools' / 'analysis_tools' / 'inspect_attention.py'
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from config_helpers import ROOT
 
-from mmlinattn.engine import RunError
+from mmlinattn.utils.errors import RunError
 
 TOOL = ROOT / 'tools' / 'analysis_tools' / 'plot_log.py'
 

@@ -14,7 +14,6 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 from test_configs_training import training_batch
 
-from mmlinattn.engine import RunError
 from mmlinattn.necks import MapAdapter
 from mmlinattn.swapping import NoModel, NoPlace, backbone_names, swap_backbone
 from mmlinattn.swapping.rewiring import Wiring, assign_stages, plans
@@ -22,6 +21,7 @@ from mmlinattn.swapping.swap import _settings, without_whole_weights
 from mmlinattn.swapping.upstream import read_upstream, without_weights
 from mmlinattn.swapping.writing import as_text, changes, difference
 from mmlinattn.swapping.zoo import FeatureMap, ZooBackbone, find_backbone, recipe
+from mmlinattn.utils.errors import RunError
 
 for project in ('mmdet', 'mmseg', 'mmpretrain'):
     pytest.importorskip(project)

@@ -16,11 +16,11 @@ from mmengine.registry import MODELS
 from torch import nn
 
 from mmlinattn.checkpoints.loading import is_pretrained
-from mmlinattn.engine import RunError
 from mmlinattn.swapping import NoModel, NoPlace, invented, trial, upstream
 from mmlinattn.swapping.trial import Trial, TrialError, try_model
 from mmlinattn.swapping.upstream import Measured, Upstream, inherit, measure, read_upstream
 from mmlinattn.swapping.zoo import FeatureMap
+from mmlinattn.utils.errors import RunError
 
 for project in ('mmdet', 'mmseg', 'mmpretrain'):
     pytest.importorskip(project)

@@ -13,7 +13,7 @@ import pytest
 from config_helpers import ROOT
 
 from mmlinattn import swapping
-from mmlinattn.engine import RunError
+from mmlinattn.utils.errors import RunError
 
 TOOL = runpy.run_path(str(ROOT / 'tools' / 'analysis_tools' / 'sweep_upstream.py'), run_name='sweep')
 

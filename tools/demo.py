@@ -18,7 +18,6 @@ from mmengine.runner.checkpoint import CheckpointLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
-from mmlinattn.engine import RunError
 from mmlinattn.engine.checkpoint_match import check_weights
 from mmlinattn.engine.class_names import class_names, num_classes
 from mmlinattn.engine.cli import (
@@ -32,6 +31,7 @@ from mmlinattn.engine.cli import (
     writing,
 )
 from mmlinattn.engine.stopping import clean_end
+from mmlinattn.utils.errors import RunError
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
 

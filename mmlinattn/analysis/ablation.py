@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__
-from ..engine import RunError
 from ..layers.compact import FactorisedLinear
 from ..utils import locked, written_whole
+from ..utils.errors import RunError
 from .capture import watched
 from .inspecting import averaged, measure_block
 from .masking import masked

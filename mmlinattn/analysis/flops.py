@@ -11,7 +11,7 @@ from mmengine.model import revert_sync_batchnorm
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
-from ..engine import RunError
+from ..utils.errors import RunError
 from .counting import CONV, KINDS, LINEAR, Count
 from .loading import without_pretrained
 

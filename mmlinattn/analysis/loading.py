@@ -16,11 +16,10 @@ from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor, nn
 
 from ..checkpoints.loading import is_pretrained
-from ..checkpoints.safe import CheckpointError
 from ..checkpoints.schemes import register
 from ..checkpoints.states import fit_backbone, fit_state, model_state, some, strip_prefix
-from ..engine import RunError
 from ..engine.class_names import class_names
+from ..utils.errors import CheckpointError, RunError
 
 
 class Picture(NamedTuple):

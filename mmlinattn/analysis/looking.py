@@ -11,7 +11,7 @@ import torch
 from mmengine.config import Config
 
 from ..attention import TOKEN_MIXERS
-from ..engine import RunError
+from ..utils.errors import RunError
 from . import loading
 from .capture import BlockCall, watched
 from .inspecting import measure_block

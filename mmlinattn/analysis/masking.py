@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from ..attention import Grid, TokenMixer
-from ..engine import RunError
+from ..utils.errors import RunError
 from .capture import arguments_of, arrangements, reduction_of
 from .measures import neighbours
 

@@ -15,7 +15,7 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from ..datasets.shapes import MAX_SHAPES, SHAPES, draw_scene
-from ..engine import RunError
+from ..utils.errors import RunError
 
 
 class Settings(NamedTuple):

@@ -1,9 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Checkpoints: safe reading, the published files, and loading them into our models."""
 
+from ..utils.errors import CheckpointError, CheckpointNotFoundError
 from .loading import load_pretrained
 from .released import find_released, released_checkpoints
-from .safe import CheckpointError, CheckpointNotFoundError, load_file
+from .safe import load_file
 from .schemes import register
 from .states import LoadReport
 

@@ -14,7 +14,7 @@ from typing import Any, Optional
 from mmengine.config import Config, ConfigDict
 from mmengine.registry import Registry, root
 
-from .safe import CheckpointError
+from ..utils.errors import CheckpointError
 
 _MAX_CHARACTERS = 4_000_000
 _NUMBERS = dict(inf=float('inf'), nan=float('nan'))  # how floats print that have no literal

@@ -15,8 +15,8 @@ from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor, nn
 
 from ..utils import written_whole
+from ..utils.errors import CheckpointError, described
 from ..version import __version__
-from .safe import CheckpointError
 from .schemes import local_path, register
 from .states import LoadReport, fit_backbone, fit_state, model_state, strip_prefix
 
@@ -58,10 +58,8 @@ def build_model(config: PathLike) -> nn.Module:
     except Exception as error:  # a wrong argument shows in errors of any kind
         if os.environ.get('MMLINATTN_TRACEBACK') == '1':
             raise
-        reason = error.args[0] if isinstance(error, KeyError) and error.args else error
         raise CheckpointError(
-            f'the model of {config} cannot be built: {type(error).__name__}: {" ".join(str(reason).split())} '
-            '(MMLINATTN_TRACEBACK=1 shows where)'
+            f'the model of {config} cannot be built: {described(error)} (MMLINATTN_TRACEBACK=1 shows where)'
         ) from error
     if not hasattr(model, 'backbone'):
         raise CheckpointError(f'the model of {config} has no backbone to convert a file for')

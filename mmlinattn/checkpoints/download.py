@@ -16,8 +16,9 @@ from mmengine.logging import print_log
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
 from ..utils import locked, written_whole
+from ..utils.errors import CheckpointError
 from ..version import __version__
-from .safe import CheckpointError, load_file
+from .safe import load_file
 
 TIMEOUT = 30  # seconds without a byte from the server
 RETRY_WAITS = (1.0, 4.0)  # seconds before the second and the third attempt

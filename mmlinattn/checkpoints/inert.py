@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from ..utils.errors import CheckpointError, printable
 from .config_text import count_gpus
-from .safe import CheckpointError, printable
 
 _MAX_KEY = 1000  # characters
 _STATES = ('state_dict', 'model', 'model_ema', 'state_dict_ema', 'ema_state_dict')

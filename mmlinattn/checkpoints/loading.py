@@ -9,8 +9,8 @@ from mmengine.model import update_init_info
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import nn
 
+from ..utils.errors import CheckpointError
 from ..utils.registering import bare_name
-from .safe import CheckpointError
 from .schemes import register
 from .states import LoadReport, backbone_state, fit_backbone, not_finite, some, state_dict_of
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from .safe import CheckpointError
+from ..utils.errors import CheckpointError
 
 _TABLE = Path(__file__).with_name('released_checkpoints.csv')
 _TASK_SUFFIX = {

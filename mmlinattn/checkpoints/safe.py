@@ -29,6 +29,7 @@ from mmengine.optim.scheduler import param_scheduler
 from mmengine.utils import digit_version
 from torch import _weights_only_unpickler as torch_unpickler
 
+from ..utils.errors import CheckpointError, CheckpointNotFoundError
 from .limits import MAX_EXPANSION, why_too_large
 
 _ZIP_START = b'PK\x03\x04'
@@ -38,28 +39,6 @@ _BYTE_ARRAY = b'\nbytearray\n'
 _ASKS_FOR_MEMORY = 'was refused: it asks for bytearray, which no checkpoint needs'
 # Older versions have no list to extend (or one that takes no (object, name) pairs).
 _TORCH_HAS_ALLOW_LIST = digit_version(torch.__version__) >= digit_version('2.6.0')
-
-
-_MAX_MESSAGE = 8000  # characters
-
-
-def printable(text: object) -> str:
-    """``text`` in one line without control characters, which would reach the terminal from inside a file."""
-    line = ' '.join(str(text).split())
-    line = ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in line)
-    half = _MAX_MESSAGE // 2
-    return line if len(line) <= _MAX_MESSAGE else f'{line[:half]} ... {line[-half:]}'
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be found, read, trusted, recognised or fetched; its message is one printable line."""
-
-    def __init__(self, message: str):
-        super().__init__(printable(message))
-
-
-class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """The named checkpoint does not exist; a FileNotFoundError too, as MMEngine raises."""
 
 
 class _OneCycleOwner:

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor, nn
 
+from ..utils.errors import CheckpointError
 from .layouts import find_layout
-from .safe import CheckpointError
 
 _STATE_KEYS = ('state_dict', 'model', 'model_ema', 'state_dict_ema')
 # Parts of OpenMMLab models beside the backbone. A key of one of them in a bare file is a head.

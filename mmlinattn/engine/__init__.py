@@ -5,11 +5,11 @@ Importing this registers the hooks, the CPU model wrapper and the atomic storage
 MMEngine.
 """
 
+from ..utils.errors import RunError
 from .checkpoint_match import CheckpointMatchHook
 from .checkpointing import AtomicLocalBackend, CheckpointGuardHook, SafeCheckpointHook
 from .data_check import DataCheckHook, check_data_config
 from .distributed import CPUDistributedDataParallel, prepare_distributed
-from .errors import RunError
 from .finite import FiniteLossHook
 from .gradients import UnusedParametersHook
 from .layer_decay import BackboneLayerDecayOptimWrapperConstructor

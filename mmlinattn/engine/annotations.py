@@ -16,7 +16,7 @@ from typing import Any, Optional
 import numpy as np
 from mmengine.fileio import get as read_bytes
 
-from .errors import RunError
+from ..utils.errors import RunError
 
 __all__ = ['Findings', 'check_annotations', 'check_coco', 'describe_extreme', 'is_extreme', 'listed', 'read_coco']
 

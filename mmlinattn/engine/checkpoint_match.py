@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from mmlinattn.checkpoints.states import fit_state, kind_of, not_finite, some
 
+from ..utils.errors import RunError
 from ..utils.registering import bare_name
-from .errors import RunError
 
 __all__ = ['CheckpointMatchHook', 'check_weights']
 

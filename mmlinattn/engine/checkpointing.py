@@ -10,9 +10,8 @@ from mmengine.fileio import LocalBackend, get_file_backend, register_backend
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
 
-from ..checkpoints.safe import CheckpointError
 from ..utils import written_whole
-from .errors import RunError
+from ..utils.errors import CheckpointError, RunError
 from .resume_guard import find_latest_checkpoint
 
 __all__ = ['AtomicLocalBackend', 'CheckpointGuardHook', 'SafeCheckpointHook']

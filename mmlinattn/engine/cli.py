@@ -24,12 +24,11 @@ from mmengine.runner import Runner
 from mmengine.runner.checkpoint import CheckpointLoader
 
 from ..checkpoints.released import find_released
-from ..checkpoints.safe import CheckpointError, printable
 from ..checkpoints.schemes import PREFIX
+from ..utils.errors import RunError, described, printable, say_last
 from ..utils.registering import bare_name
 from .checkpoint_match import CheckpointMatchHook
 from .distributed import prepare_distributed
-from .errors import RunError, say_last
 from .label_check import check_labels
 from .resume_guard import find_latest_checkpoint
 
@@ -73,7 +72,7 @@ def one_line_errors():
     """Print a RunError or CheckpointError as one line, without traceback, and exit with status 1."""
     try:
         yield
-    except (RunError, CheckpointError) as error:
+    except RunError as error:
         say_last(f'error: {printable(error)}')
         # Not sys.exit: waiting for data-loader workers and process groups could hang here.
         raise SystemExit(1) from None
@@ -305,13 +304,12 @@ def explained_setup(config: str):
     begin = _Begin()
     try:
         yield lambda runner: runner.register_hook(begin)
-    except (RunError, CheckpointError):
+    except RunError:
         raise
     except Exception as error:
         if begin.has_begun or os.environ.get('MMLINATTN_TRACEBACK') == '1':
             raise
-        reason = error.args[0] if isinstance(error, KeyError) and error.args else error
-        what = ': '.join([*_failed_class(error), type(error).__name__, *[str(reason)] * bool(str(reason))])
+        what = ': '.join([*_failed_class(error), described(error)])
         raise RunError(f'{config} cannot be run: {what} (MMLINATTN_TRACEBACK=1 shows where)') from error
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx.experimental import _config as shape_config
 
 from ..backbones.base import Backbone
-from .errors import RunError
+from ..utils.errors import RunError
 
 # Inductor's own search for the memory format of convolutions compares sizes, which it cannot where they are dynamic
 # (torch 2.11: "cannot determine truth value of Relational" in a training step). Ours is channels-last already.

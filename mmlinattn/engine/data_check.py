@@ -15,10 +15,10 @@ from mmengine.registry import DATASETS, HOOKS
 from mmengine.runner import IterBasedTrainLoop
 from mmengine.runner.base_loop import BaseLoop
 
+from ..utils.errors import RunError
 from ..utils.registering import bare_name
 from .annotations import check_annotations, describe_extreme, listed
 from .cli import notice
-from .errors import RunError
 from .loading_check import Unreadable, allowed_labels, read_samples, watch_loading
 
 __all__ = ['DataCheckHook', 'check_data_config', 'explained_empty_data', 'find_missing_files']

@@ -16,8 +16,8 @@ from mmengine.model import MMDistributedDataParallel, revert_sync_batchnorm
 from mmengine.registry import MODEL_WRAPPERS
 from torch import nn
 
+from ..utils.errors import RunError
 from ..utils.registering import bare_name
-from .errors import RunError
 
 __all__ = ['CPUDistributedDataParallel', 'leave_process_group', 'prepare_distributed']
 

@@ -6,7 +6,7 @@ from mmengine.dist import all_gather_object, all_reduce, get_rank, get_world_siz
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from .errors import RunError
+from ..utils.errors import RunError
 
 __all__ = ['FiniteLossHook', 'batch_file_names']
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmlinattn.checkpoints.states import some
 
-from .errors import RunError
+from ..utils.errors import RunError
 
 __all__ = ['UnusedParametersHook', 'read_outputs']
 

@@ -8,7 +8,7 @@ import numpy as np
 from mmengine.model import is_model_wrapper
 from torch import nn
 
-from .errors import RunError
+from ..utils.errors import RunError
 
 __all__ = ['check_labels']
 

@@ -11,8 +11,8 @@ from mmcv.transforms import LoadAnnotations, LoadImageFromFile
 from mmengine.fileio import get as read_bytes
 from mmengine.model import BaseTTAModel, is_model_wrapper
 
+from ..utils.errors import RunError
 from .annotations import MIN_SIDE, is_extreme
-from .errors import RunError
 
 __all__ = ['AllowedLabels', 'CheckedLoading', 'SegMapCheck', 'allowed_labels', 'read_samples', 'watch_loading']
 

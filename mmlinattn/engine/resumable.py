@@ -12,7 +12,7 @@ from mmengine.optim.scheduler import param_scheduler
 from mmengine.runner.base_loop import BaseLoop
 from torch import Tensor
 
-from ..checkpoints.safe import CheckpointError
+from ..utils.errors import CheckpointError
 
 __all__ = ['check_optimizers', 'check_resumable']
 

@@ -24,8 +24,7 @@ from mmengine.runner import runner as runner_module
 from mmengine.runner.checkpoint import CheckpointLoader
 
 from ..checkpoints.config_text import read_config_text
-from ..checkpoints.safe import CheckpointError
-from .errors import RunError
+from ..utils.errors import CheckpointError, RunError
 from .resumable import check_optimizers, check_resumable
 
 __all__ = ['find_latest_checkpoint', 'guard', 'keep_own_files']
@@ -97,7 +96,7 @@ def _explained(filename: Any, verb: str):
     """One line in place of whatever MMEngine stumbles over in a file of another form than it expects."""
     try:
         yield
-    except (RunError, CheckpointError, OSError, MemoryError, torch.cuda.OutOfMemoryError):
+    except (RunError, OSError, MemoryError, torch.cuda.OutOfMemoryError):
         raise
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = str(error).splitlines() or ['']

@@ -10,7 +10,7 @@ from mmengine.registry import DATA_SAMPLERS, HOOKS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch.utils.data import BatchSampler, DataLoader
 
-from .errors import RunError
+from ..utils.errors import RunError
 
 __all__ = ['ExactResumeHook', 'seed_everything']
 

@@ -21,10 +21,10 @@ from mmengine.registry import HOOKS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch.utils.data import DataLoader
 
+from ..utils.errors import say_last
 from .checkpointing import ATOMIC_BACKEND, AtomicLocalBackend, explained_write_errors, previous_checkpoint
 from .data_check import start_workers_late
 from .distributed import leave_process_group
-from .errors import say_last
 from .resuming import ExactResumeHook
 
 __all__ = ['CHECKPOINT_NAME', 'StopHook', 'ToolRun', 'clean_end', 'shield_workers']

@@ -10,11 +10,10 @@ from mmengine.runner.checkpoint import CheckpointLoader
 from torch import nn
 
 from ..checkpoints.convert import build_model, convert_state
-from ..checkpoints.safe import CheckpointError
 from ..checkpoints.states import some
 from ..engine.checkpoint_match import UNUSED_IN_TESTS
 from ..engine.cli import check_checkpoint, notice, one_line_errors, read_config
-from ..engine.errors import RunError
+from ..utils.errors import CheckpointError, RunError
 from .formats import DTYPES, FORMATS
 from .models import SMALLEST, Sizes, default_shape, export_model
 

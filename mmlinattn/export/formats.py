@@ -12,7 +12,7 @@ from typing import Callable, NamedTuple, Optional
 import torch
 from torch import Tensor, nn
 
-from ..engine.errors import RunError
+from ..utils.errors import RunError
 
 METADATA = 'metadata.json'  # name of the metadata inside the files of PyTorch
 INSTALL = 'pip install "mmlinattn[export]"'

@@ -12,8 +12,8 @@ from mmengine.config import Config
 from torch import Tensor, nn
 
 from ..engine.class_names import class_names
-from ..engine.errors import RunError
 from ..ops.sizes import serves_ones
+from ..utils.errors import RunError
 from ..utils.registering import bare_name
 from .formats import FORMATS
 from .replacements import replace_modules, strided_pools

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Optional
 
+from ..utils.registering import bare_name
 from .zoo import FeatureMap, ZooBackbone
 
 _CHANNELS = re.compile(r'(^|_)(in_channels(_list)?|in_planes|inplanes)$')
@@ -372,7 +373,7 @@ def _plain_plans(network: dict, old: Sequence[FeatureMap], backbone: ZooBackbone
                     plan.network['backbone']['out_indices'] = _even_blocks(backbone, len(old))
                 yield plan
     # not PAFPN, NASFPN and the like, whose paths beyond FPN's are what they are chosen for
-    if isinstance(neck, dict) and str(neck.get('type')).rpartition('.')[2] == 'FPN' and neck.get('num_outs') in (4, 5):
+    if isinstance(neck, dict) and bare_name(neck.get('type')) == 'FPN' and neck.get('num_outs') in (4, 5):
         starts_at = neck.get('start_level', 0)
         extra = neck.get('add_extra_convs')
         if isinstance(neck.get('out_channels'), int) and not starts_at and not extra and old[0].stride == 4:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Optional, Union
 from mmengine.config import Config
 from mmengine.utils import get_installed_path
 
-from ..engine.errors import RunError
+from ..utils.errors import RunError
 from ..utils.files import project_files
 from ..utils.registering import bare_name
 from .rewiring import Plan, direct, plans, without_unread

@@ -14,7 +14,7 @@ from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, init_default_scope
 from torch import Tensor
 
-from ..engine.errors import RunError
+from ..utils.errors import RunError
 from ..utils.registering import bare_name
 from .invented import batch_for, is_self_supervised
 from .upstream import without_weights

@@ -16,7 +16,8 @@ from mmengine.utils import get_installed_path
 
 from ..checkpoints.loading import is_pretrained
 from ..engine.cli import PIP_NAMES
-from ..engine.errors import RunError
+from ..utils.errors import RunError
+from ..utils.registering import bare_name
 from .zoo import FeatureMap, plain_dict
 
 # Backbones that only their own heads understand, and why
@@ -134,7 +135,7 @@ def read_upstream(spec: str) -> Upstream:
         for key in path:
             network = network.get(key)
         if isinstance(network, dict) and isinstance(network.get('backbone'), dict):
-            kind = str(network['backbone'].get('type')).rpartition('.')[2]
+            kind = bare_name(network['backbone'].get('type'))
             if kind == 'None':
                 raise NoPlace(
                     f'{spec} has no place for another backbone: {model.get("type")} does not build its own from a type'

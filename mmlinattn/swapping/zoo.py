@@ -12,7 +12,7 @@ from mmengine.registry import MODELS
 
 from ..backbones.base import PyramidBackbone
 from ..checkpoints.released import released_checkpoints
-from ..engine.errors import RunError
+from ..utils.errors import RunError
 from ..utils.files import project_files
 
 _RECIPE = re.compile(r'(.+?)_(in1k|(?:maskrcnn|cascade|retinanet)_[13]x|fpn_80k|upernet_160k)')

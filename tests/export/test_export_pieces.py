@@ -16,8 +16,8 @@ from mmengine.config import Config
 from torch import nn
 
 import mmlinattn
-from mmlinattn.engine import RunError
 from mmlinattn.export import FORMATS, ExportableModel, Sizes, cli, export_model, formats, models
+from mmlinattn.utils.errors import RunError
 
 
 def test_sizes_to_check_at():

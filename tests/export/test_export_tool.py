@@ -14,10 +14,10 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
 from mmlinattn.backbones import RAVLT
-from mmlinattn.engine import RunError
 from mmlinattn.export import FORMATS, ExportableModel, Sizes, export_model, models
 from mmlinattn.export.cli import load, main
 from mmlinattn.export.formats import Checked
+from mmlinattn.utils.errors import RunError
 
 ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / 'tools' / 'export.py'

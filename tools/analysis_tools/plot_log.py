@@ -11,8 +11,8 @@ import matplotlib
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
 
-from mmlinattn.engine import RunError
 from mmlinattn.engine.cli import one_line_errors, writing
+from mmlinattn.utils.errors import RunError
 
 NOT_CURVES = ('step', 'epoch', 'iter', 'time', 'data_time', 'memory')
 # metrics have the prefix of their evaluator, but for MMSegmentation's IoUMetric

@@ -22,8 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serve
 
 from mmengine.utils import get_installed_path
 
-from mmlinattn.engine import RunError
 from mmlinattn.engine.cli import check_out_file, one_line_errors
+from mmlinattn.utils.errors import RunError
 
 PROJECTS = ('mmdet', 'mmseg', 'mmpretrain')
 # which config stands for a folder: the first name with the first of these words in it

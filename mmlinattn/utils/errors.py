@@ -1,0 +1,59 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Errors that a user can put right, and their one-line messages. Below every other module of the package."""
+
+import sys
+from contextlib import suppress
+
+_MAX_MESSAGE = 8000  # characters
+
+
+class RunError(RuntimeError):
+    """A run cannot go on, and its user can put that right.
+
+    The message is complete without the traceback: ``tools/*.py`` print it alone and exit with
+    status 1.
+    """
+
+    def __init__(self, message: str):
+        # The loader raises the error of a worker again with the worker's traceback as the message.
+        if message.startswith('Caught RunError in DataLoader worker'):
+            message = message.rpartition('errors.RunError: ')[2].strip()
+        super().__init__(message)
+
+
+class CheckpointError(RunError):
+    """A checkpoint cannot be found, read, trusted, recognised or fetched; its message is one printable line."""
+
+    def __init__(self, message: str):
+        super().__init__(printable(message))
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """The named checkpoint does not exist; a FileNotFoundError too, as MMEngine raises."""
+
+
+def printable(text: object) -> str:
+    """``text`` in one line without control characters, which would reach the terminal from inside a file."""
+    line = ' '.join(str(text).split())
+    line = ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in line)
+    half = _MAX_MESSAGE // 2
+    return line if len(line) <= _MAX_MESSAGE else f'{line[:half]} ... {line[-half:]}'
+
+
+def described(error: BaseException) -> str:
+    """An error of any kind as ``Class: reason``, without the quotes that a KeyError puts around its reason."""
+    reason = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    return f'{type(error).__name__}: {reason}' if reason else type(error).__name__
+
+
+def say_last(line: str) -> None:
+    """The last line of a run, on stderr after all that stdout has. Who reads stdout may have gone first, or be nobody
+    (``>&-``), and the line is said all the same.
+
+    Args:
+        line (str): Without its end.
+    """
+    with suppress(AttributeError, OSError, ValueError):
+        sys.stdout.flush()
+    with suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
