@@ -2,6 +2,7 @@
 """What the checkpoint tests share: hostile files, released-like state dicts, a small server."""
 
 import http.server
+import io
 import os
 import threading
 from pathlib import Path
@@ -36,6 +37,13 @@ class Hostile:
 
 def touch_when_loaded(marker: Path) -> Hostile:
     return Hostile(os.system, f'touch {marker}')
+
+
+def saved(thing) -> bytes:
+    """What ``torch.save`` writes."""
+    buffer = io.BytesIO()
+    torch.save(thing, buffer)
+    return buffer.getvalue()
 
 
 def released_ravlt(dense: bool = False) -> dict:
@@ -113,7 +121,7 @@ class FileServer:
 
         self._server = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler)
         self.root = f'http://127.0.0.1:{self._server.server_port}'
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
 
     def stop(self):
         self._server.shutdown()

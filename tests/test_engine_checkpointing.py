@@ -7,12 +7,12 @@ import textwrap
 from types import SimpleNamespace
 
 import pytest
-import torch
 from engine_toys import Count, make_runner
 from mmengine.fileio import LocalBackend
 from mmengine.hooks import CheckpointHook
 from mmengine.runner import find_latest_checkpoint
 
+from mmlinattn.checkpoints import load_file
 from mmlinattn.engine import AtomicLocalBackend, CheckpointGuardHook, RunError, SafeCheckpointHook, checkpointing
 from mmlinattn.engine.checkpointing import ATOMIC_BACKEND, _DeferRemoval, explained_write_errors
 
@@ -166,7 +166,7 @@ def test_a_file_cut_off_by_the_system_never_gets_its_name(tmp_path):
 
 def test_checkpoints_stay_loadable_by_the_safe_loader(tmp_path):
     make_runner(tmp_path, GUARD).train()
-    checkpoint = torch.load(tmp_path / 'epoch_2.pth', weights_only=True)
+    checkpoint = load_file(tmp_path / 'epoch_2.pth')
     assert checkpoint['meta']['epoch'] == 2
 
 
@@ -250,7 +250,7 @@ def test_how_a_checkpoint_is_saved(tmp_path, monkeypatch):
     last = f'{tmp_path}/out/work/at_6.pth'
     assert (tmp_path / 'work' / 'last_checkpoint').read_text() == last == hook.last_ckpt
     assert runner.message_hub.get_info('keep_ckpt_ids') == [4, 6]
-    saved = torch.load(tmp_path / 'out' / 'work' / 'at_6.pth', weights_only=True)
+    saved = load_file(tmp_path / 'out' / 'work' / 'at_6.pth')
     assert saved['meta']['iter'] == 6 and 'optimizer' not in saved
     # what a run that resumes is told
     assert saved['message_hub']['runtime_info']['keep_ckpt_ids'] == [4, 6]

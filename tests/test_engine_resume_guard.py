@@ -9,7 +9,6 @@ from unittest.mock import Mock
 import pytest
 import torch
 from mmengine.hooks import CheckpointHook
-from mmengine.infer import BaseInferencer
 
 from mmlinattn.checkpoints import CheckpointError
 from mmlinattn.engine import RunError, resume_guard
@@ -178,14 +177,6 @@ def test_resuming_checks_the_optimizer_afterwards(monkeypatch):
     assert calls == [(True, ('a', 1), dict(b=2)), (runner, 'a')] and not hasattr(runner, 'is_resuming')
 
 
-def test_a_config_text_is_looked_for_in_both_places():
-    inner, outer = dict(runtime_info=dict(cfg='in the hub')), dict(cfg='in meta')
-    assert resume_guard._config_text(dict(message_hub=inner, meta=outer)) == 'in the hub'
-    assert resume_guard._config_text(dict(message_hub=dict(runtime_info=None), meta=outer)) == 'in meta'
-    assert resume_guard._config_text(dict(message_hub=dict(runtime_info=dict(cfg='')), meta=outer)) == ''
-    assert resume_guard._config_text(torch.ones(1)) is None
-
-
 def test_the_checkpoint_that_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     work, pointer = tmp_path / 'work', tmp_path / 'work' / 'last_checkpoint'
@@ -255,7 +246,6 @@ def test_every_place_that_looks_for_the_last_checkpoint_is_guarded():
         (runner.Runner, 'load_checkpoint'),
         (runner.Runner, 'resume'),
         (CheckpointHook, 'before_train'),
-        (BaseInferencer, '_init_model'),
     ):
         guarded = getattr(owner, name)
         assert (
@@ -281,24 +271,3 @@ def test_what_is_guarded_takes_and_gives_what_it_did():
     owner = Owner()
     assert owner.method('a.pth', 'cpu', strict=True) == (owner, ('a.pth', 'cpu'), dict(strict=True))
     assert wrapped == [owner] and Owner.method.__doc__ == 'Of the owner.'
-
-
-def test_an_inferencer_reads_the_config_of_its_weights_only_where_it_has_none(monkeypatch):
-    asked, text = [], 'model = None'
-    checkpoint = dict(meta=dict(cfg=text))
-    monkeypatch.setattr(
-        resume_guard.CheckpointLoader, 'load_checkpoint', lambda *args: asked.append(('load', *args)) or checkpoint
-    )
-    monkeypatch.setattr(
-        resume_guard, 'read_config_text', lambda *args: asked.append(('read', *args)) or dict(model='read')
-    )
-
-    def init(inferencer, cfg, weights, *args, **kwargs):
-        return inferencer, dict(cfg), weights, args, kwargs
-
-    for cfg, weights, expected in (({}, 'a.pth', dict(model='read')), (dict(b=1), 'a.pth', dict(b=1)), ({}, None, {})):
-        asked.clear()
-        found = resume_guard._init_model(init, 'inferencer', cfg, weights, 'cpu', x=1)
-        assert found == ('inferencer', expected, weights, ('cpu',), dict(x=1))
-        assert cfg == expected  # the caller builds its pipeline from it
-        assert asked == ([('load', 'a.pth', 'cpu'), ('read', text, 'a.pth')] if 'model' in expected else [])

@@ -4,14 +4,60 @@
 ``python tools/convert_checkpoint.py SRC DST --config CONFIG``
 """
 
+import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
 import mmlinattn  # noqa: F401, registers the backbones
-from mmlinattn.checkpoints.convert import main
+from mmlinattn.checkpoints.convert import Conversion, convert_checkpoint
 from mmlinattn.engine.stopping import clean_end
+from mmlinattn.utils.errors import RunError, printable
+
+
+def explain(conversion: Conversion, source: str, config: str) -> str:
+    report = conversion.report
+    lines = [f'{source} was not converted: it does not match the model of {config} key by key.']
+    for title, keys in (
+        ('missing in SRC', report.missing),
+        ('left over from SRC', report.unexpected),
+        ('of another shape', report.mismatched),
+    ):
+        if keys:
+            lines += [f'{len(keys)} {title}:', *(f'  {key}' for key in keys)]
+    if {key.split('.')[0] for key in report.loaded} == {'backbone'}:
+        lines.append(
+            'Hint: of this model SRC holds the backbone alone. To train from it nothing needs to '
+            f"be converted: --cfg-options model.backbone.init_cfg.checkpoint='{source}'"
+        )
+    elif report.mismatched and not report.missing:
+        lines.append('Hint: CONFIG has another number of classes or another size than SRC.')
+    return '\n'.join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description='Convert a published checkpoint (a classifier, or an MMDetection 2.x or '
+        "MMSegmentation 0.x model) into one that CONFIG's model loads key by key."
+    )
+    parser.add_argument('src', metavar='SRC', help='a file, a link, or mmlinattn://NAME')
+    parser.add_argument('dst', metavar='DST', help='the file to write; never SRC itself')
+    parser.add_argument('--config', required=True, help='config of the model DST is for')
+    args = parser.parse_args()
+    try:
+        conversion = convert_checkpoint(args.src, args.dst, args.config)
+    except (RunError, FileNotFoundError) as error:
+        print(f'error: {printable(error)}', file=sys.stderr)
+        return 1
+    for key in conversion.dropped:
+        print(f'dropped (the model derives it or has no such part): {key}')
+    if not conversion.complete:
+        print(explain(conversion, args.src, args.config), file=sys.stderr)
+        return 1
+    print(f'wrote {args.dst}: {len(conversion.state_dict)} tensors')
+    return 0
+
 
 if __name__ == '__main__':
     with clean_end():

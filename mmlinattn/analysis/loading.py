@@ -15,10 +15,9 @@ from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor, nn
 
-from ..checkpoints.loading import is_pretrained
-from ..checkpoints.schemes import register
 from ..checkpoints.states import fit_backbone, fit_state, model_state, some, strip_prefix
 from ..engine.class_names import class_names
+from ..utils.building import without_pretrained
 from ..utils.errors import CheckpointError, RunError
 
 
@@ -112,20 +111,8 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', backbone: Opti
     return model
 
 
-def without_pretrained(node):
-    """The config without weights to fetch: they come from the checkpoint, or not at all. Neither do those of a teacher
-    (MMDetection's distillation reads them when it is built), which takes part in training alone."""
-    if isinstance(node, dict):
-        node = {key: without_pretrained(value) for key, value in node.items()}
-        if is_pretrained(node.get('init_cfg')):
-            node['init_cfg'] = None
-        return {k: None if k in ('pretrained', 'teacher_ckpt') and isinstance(v, str) else v for k, v in node.items()}
-    return type(node)(map(without_pretrained, node)) if isinstance(node, (list, tuple)) else node
-
-
 def _load(model: nn.Module, path: str, partly: bool) -> Optional[dict]:
     """Load what fits; the checkpoint's ``meta``, where it has one."""
-    register()
     checkpoint = CheckpointLoader.load_checkpoint(path, 'cpu', 'silent')
     state, _ = model_state(checkpoint, path)
     fits, report = fit_backbone(model.backbone, strip_prefix(state, 'backbone'))

@@ -6,21 +6,12 @@ from typing import Any, Optional, Union
 
 from mmengine.logging import print_log
 from mmengine.model import update_init_info
-from mmengine.runner.checkpoint import CheckpointLoader
+from mmengine.runner import CheckpointLoader
 from torch import nn
 
+from ..utils.building import is_pretrained  # noqa: F401, of backbones.base
 from ..utils.errors import CheckpointError
-from ..utils.registering import bare_name
-from .schemes import register
 from .states import LoadReport, backbone_state, fit_backbone, not_finite, some, state_dict_of
-
-
-def is_pretrained(init_cfg: Any) -> bool:
-    """Whether an ``init_cfg`` of MMEngine, or one of several, names a checkpoint: by MMEngine's name for it, by the
-    class, or by where the class is, as configs of the pure Python style are written and dumped."""
-    entries = init_cfg if isinstance(init_cfg, (list, tuple)) else [init_cfg]
-    kinds = (bare_name(entry.get('type')) for entry in entries if isinstance(entry, dict))
-    return any(kind in ('Pretrained', 'PretrainedInit') for kind in kinds)
 
 
 def load_pretrained(
@@ -50,34 +41,26 @@ def load_pretrained(
         CheckpointError: the file cannot be read, or nothing of it fits (the backbone is then as
             it was).
     """
-    register()
     loaded = CheckpointLoader.load_checkpoint(checkpoint, map_location, logger)
     state, _, _ = backbone_state(loaded, checkpoint, prefix)
     fits, report = fit_backbone(backbone, state)
+    kind = type(backbone).__name__
     if not fits:
         raise CheckpointError(
-            f'nothing in {checkpoint} fits {type(backbone).__name__}: the file has '
-            f'{some(state or state_dict_of(loaded, checkpoint))}; the model has '
-            f'{some(backbone.state_dict())}'
+            f'nothing in {checkpoint} fits {kind}: the file has {some(state or state_dict_of(loaded, checkpoint))}; '
+            f'the model has {some(backbone.state_dict())}'
             + (f'; of another shape or kind: {report.mismatched[0]}' if report.mismatched else '')
         )
     backbone.load_state_dict(fits, strict=False)
     if hasattr(backbone, '_params_init_info'):  # MMEngine's log of where each weight comes from
         update_init_info(backbone, f'load_pretrained: from {checkpoint}')
-    problems = [
-        f'{title}: {", ".join(keys)}'
-        for title, keys in (
-            ('missing in the file', report.missing),
-            ('unexpected in the file', report.unexpected),
-            ('of another shape or kind, not loaded', report.mismatched),
-            ('NaN or infinite', not_finite(fits, fits)),
-        )
-        if keys
-    ]
-    if problems:
-        print_log(
-            f'{checkpoint} and {type(backbone).__name__} do not match exactly. ' + '; '.join(problems),
-            logger=logger,
-            level=logging.WARNING,
-        )
+    problems = {
+        'missing in the file': report.missing,
+        'unexpected in the file': report.unexpected,
+        'of another shape or kind, not loaded': report.mismatched,
+        'NaN or infinite': not_finite(fits, fits),
+    }
+    listed = '; '.join(f'{title}: {", ".join(keys)}' for title, keys in problems.items() if keys)
+    if listed:
+        print_log(f'{checkpoint} and {kind} do not match exactly. {listed}', logger=logger, level=logging.WARNING)
     return report

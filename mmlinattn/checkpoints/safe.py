@@ -2,14 +2,13 @@
 """Reading checkpoint files without running anything that is in them.
 
 A checkpoint is a pickle, and a pickle can run any code. Everything here goes through PyTorch's
-``weights_only`` loader, which builds only what is on a list. The list is extended by the few
-harmless types that training frameworks leave in their checkpoints next to the weights.
+``weights_only`` loader, which builds only what is on a list. The list is extended, while a file is read,
+by the few harmless types that training frameworks leave in their checkpoints next to the weights.
 """
 
 import argparse
 import codecs
 import functools
-import mmap
 import os
 import pathlib
 import pickle
@@ -19,6 +18,8 @@ import warnings
 import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -30,19 +31,29 @@ from mmengine.utils import digit_version
 from torch import _weights_only_unpickler as torch_unpickler
 
 from ..utils.errors import CheckpointError, CheckpointNotFoundError
-from .limits import MAX_EXPANSION, why_too_large
 
 _ZIP_START = b'PK\x03\x04'
 _LEGACY_START = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
-# PyTorch's list has bytearray, which takes a length: ten bytes of pickle that fill the memory with zeros.
-_BYTE_ARRAY = b'\nbytearray\n'
-_ASKS_FOR_MEMORY = 'was refused: it asks for bytearray, which no checkpoint needs'
-# Older versions have no list to extend (or one that takes no (object, name) pairs).
+# where files keep their weights; the first one present counts
+STATE_KEYS = ('state_dict', 'model', 'model_ema', 'state_dict_ema')
+# Older versions have no list to extend, or one that takes no (object, name) pairs.
 _TORCH_HAS_ALLOW_LIST = digit_version(torch.__version__) >= digit_version('2.6.0')
 
 
 class _OneCycleOwner:
     """Stands in for MMEngine's one-cycle schedulers, of which checkpoints hold a static method."""
+
+
+class _ReadHistoryBuffer(HistoryBuffer):
+    """MMEngine's log buffer as it is read: its own ``__setstate__`` takes any attribute, and functions for all buffers.
+
+    Once read it is a plain HistoryBuffer.
+    """
+
+    def __setstate__(self, state: Any) -> None:
+        log, count = (np.asarray(state[f'_{kind}_history'], float) for kind in ('log', 'count'))
+        super().__init__(log, count, int(state['max_length']))
+        self.__class__ = HistoryBuffer
 
 
 def _known_attribute(owner: Any, name: str) -> Any:
@@ -57,24 +68,6 @@ def _known_attribute(owner: Any, name: str) -> Any:
     if owner is _OneCycleOwner and name in ('_annealing_cos', '_annealing_linear'):
         return getattr(param_scheduler.OneCycleParamScheduler, name)
     raise pickle.UnpicklingError('Unsupported global: GLOBAL builtins.getattr')
-
-
-class _ReadHistoryBuffer(HistoryBuffer):
-    """MMEngine's log buffer as it is read: its own ``__setstate__`` takes any attribute, and functions for all buffers.
-
-    Once read it is a plain HistoryBuffer.
-    """
-
-    def __setstate__(self, state: Any) -> None:
-        arrays = [state.get(f'_{kind}_history') for kind in ('log', 'count')] if isinstance(state, dict) else [None]
-        max_length = state.get('max_length', 0) if isinstance(state, dict) else 0
-        is_history = all(isinstance(array, np.ndarray) and array.ndim == 1 for array in arrays)
-        if not is_history or type(max_length) is not int or not len(arrays[0]) == len(arrays[1]) <= max_length:
-            raise pickle.UnpicklingError('a log buffer (HistoryBuffer) without a log in it')
-        self._log_history, self._count_history = arrays
-        self.max_length = max_length
-        self._set_default_statistics()
-        self.__class__ = HistoryBuffer
 
 
 def _numeric(dtype: np.dtype) -> np.dtype:
@@ -97,49 +90,52 @@ def _numpy_array(*_: Any) -> np.ndarray:
 
 
 @functools.cache
-def safe_globals() -> tuple[tuple[Any, str], ...]:
-    """The harmless types, each with the name under which a checkpoint asks for it.
+def safe_globals() -> dict[str, Any]:
+    """The harmless types by the name under which a checkpoint asks for each.
 
     Where the named object does more than hold data, or its package is usually not installed, an
     inert object answers to its name.
     """
-    numeric_types = {type(np.dtype(code)) for code in '?bhilqBHILQefdgFDG'}
-    one_cycle = ('OneCycleParamScheduler', 'OneCycleLR')
+    # dicts with attribute access; the unpickler fills exact dict types only
     config_types = (
-        'yacs.config.CfgNode',
-        'addict.addict.Dict',
-        'mmcv.utils.config.ConfigDict',
-        'mmengine.config.config.ConfigDict',
+        'yacs.config.CfgNode addict.addict.Dict mmcv.utils.config.ConfigDict mmengine.config.config.ConfigDict'
     )
-    return (
-        (_ReadHistoryBuffer, 'mmengine.logging.history_buffer.HistoryBuffer'),
-        (_known_attribute, 'builtins.getattr'),
-        *((_OneCycleOwner, f'{param_scheduler.__name__}.{name}') for name in one_cycle),
-        (np.ndarray, 'numpy.ndarray'),
-        (_numpy_dtype, 'numpy.dtype'),
-        *((kind, f'{kind.__module__}.{kind.__qualname__}') for kind in numeric_types),
-        # NumPy 2 moved numpy.core to numpy._core; files of both ages are read by both.
-        *((_numpy_array, f'numpy.{core}.multiarray._reconstruct') for core in ('core', '_core')),
-        *((_numpy_scalar, f'numpy.{core}.multiarray.scalar') for core in ('core', '_core')),
-        (argparse.Namespace, 'argparse.Namespace'),
-        *((pathlib.PurePosixPath, f'{mod}.PosixPath') for mod in ('pathlib', 'pathlib._local')),
-        # Dicts with attribute access; the unpickler fills exact dict types only.
-        *((OrderedDict, name) for name in config_types),
-    )
+    listed = {
+        'mmengine.logging.history_buffer.HistoryBuffer': _ReadHistoryBuffer,
+        'builtins.getattr': _known_attribute,
+        'numpy.ndarray': np.ndarray,
+        'numpy.dtype': _numpy_dtype,
+        'argparse.Namespace': argparse.Namespace,
+        'pathlib.PosixPath': pathlib.PurePosixPath,
+        'pathlib._local.PosixPath': pathlib.PurePosixPath,
+    }
+    listed.update(dict.fromkeys(config_types.split(), OrderedDict))
+    for name in ('OneCycleParamScheduler', 'OneCycleLR'):
+        listed[f'{param_scheduler.__name__}.{name}'] = _OneCycleOwner
+    for core in ('core', '_core'):  # NumPy 2 moved the one to the other; files of both ages are read by both
+        listed[f'numpy.{core}.multiarray._reconstruct'] = _numpy_array
+        listed[f'numpy.{core}.multiarray.scalar'] = _numpy_scalar
+    for kind in {type(np.dtype(code)) for code in '?bhilqBHILQefdgFDG'}:
+        listed[f'{kind.__module__}.{kind.__qualname__}'] = kind
+    return listed
 
 
-def allow_safe_globals() -> None:
-    """Let every ``torch.load`` of this process build :func:`safe_globals`, MMEngine's included.
+@contextmanager
+def _listed() -> Iterator[None]:
+    """PyTorch's list with :func:`safe_globals`, for a while.
 
-    Where PyTorch has no such list (before 2.6) this does nothing, and :func:`load_file` brings its
-    own unpickler.
+    What the process has put on the list counts, except ``getattr``, which is common advice on MMEngine's error with
+    PyTorch 2.6 and opens every attribute.
     """
-    if _TORCH_HAS_ALLOW_LIST:
-        allowed = torch.serialization.get_safe_globals()
-        if getattr in allowed:  # advice against MMEngine's error on PyTorch 2.6; it opens every attribute
-            torch.serialization.clear_safe_globals()
-            torch.serialization.add_safe_globals([thing for thing in allowed if thing is not getattr])
-        torch.serialization.add_safe_globals(list(safe_globals()))
+    theirs = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals([thing for thing in theirs if thing not in (getattr, HistoryBuffer)])
+    torch.serialization.add_safe_globals([(thing, name) for name, thing in safe_globals().items()])
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(theirs)
 
 
 class _ListedUnpickler(pickle.Unpickler):
@@ -148,13 +144,8 @@ class _ListedUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         # Python 2 names, which protocol 2 writes; reading them back is the base class's business.
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-        listed = {
-            **torch_unpickler._get_allowed_globals(),
-            # What PyTorch's own list has gained since.
-            '_codecs.encode': codecs.encode,
-            'collections.Counter': Counter,
-        }
-        listed.update((path, thing) for thing, path in safe_globals())
+        gained_since = {'_codecs.encode': codecs.encode, 'collections.Counter': Counter}
+        listed = {**torch_unpickler._get_allowed_globals(), **gained_since, **safe_globals()}
         if f'{module}.{name}' not in listed:
             raise pickle.UnpicklingError(f'Unsupported global: GLOBAL {module}.{name}')
         return listed[f'{module}.{name}']
@@ -171,8 +162,8 @@ _LISTED_PICKLE = types.SimpleNamespace(
 def _torch_load(path: Path, map_location: Any) -> Any:
     if not _TORCH_HAS_ALLOW_LIST:
         return torch.load(path, map_location=map_location, pickle_module=_LISTED_PICKLE, weights_only=False)
-    allow_safe_globals()
-    return torch.load(path, map_location=map_location, weights_only=True)
+    with _listed():
+        return torch.load(path, map_location=map_location, weights_only=True)
 
 
 def _why_not_a_checkpoint(path: Path) -> Optional[str]:
@@ -191,40 +182,25 @@ def _why_not_a_checkpoint(path: Path) -> Optional[str]:
             return 'is cut short: the end of the file is missing'
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-            size = sum(entry.file_size for entry in archive.infolist())
-            if size > MAX_EXPANSION * max(path.stat().st_size, 1 << 16):
-                return f'declares {size} bytes of contents in a file of {path.stat().st_size}'
-            if len(set(names)) < len(names):
-                return 'is a zip archive with two entries of one name, of which readers take either'
-            if any(name.endswith('/constants.pkl') for name in names):
-                return 'is a TorchScript program, not a checkpoint'
-            if not any(name.endswith('data.pkl') for name in names):
-                return 'is a zip archive, but not a checkpoint'
-            if any(_BYTE_ARRAY in archive.read(name) for name in names if name.endswith('data.pkl')):
-                return _ASKS_FOR_MEMORY
-        return None
-    if len(head) < len(_LEGACY_START) and _LEGACY_START.startswith(head):
-        return 'is cut short: the end of the file is missing'
+        if any(name.endswith('/constants.pkl') for name in names):
+            return 'is a TorchScript program, not a checkpoint'
+        return None if any(name.endswith('data.pkl') for name in names) else 'is a zip archive, but not a checkpoint'
     if not head.startswith(_LEGACY_START):
         return 'is not a checkpoint written by torch.save (it was not opened)'
-    with open(path, 'rb') as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return _ASKS_FOR_MEMORY if content.find(_BYTE_ARRAY) >= 0 else None
+    return None
 
 
-def _refused_global(error: BaseException) -> Optional[str]:
-    match = re.search(r'(?:unsupported global:?|unsupported) GLOBAL (\S+)', str(error), re.I)
-    return match and match.group(1)
-
-
-def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu') -> Any:
-    """Read a checkpoint file; nothing in it is run.
+def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu', name: Optional[str] = None) -> Any:
+    """Read a checkpoint file; nothing in it is run, neither now nor by MMEngine later.
 
     Args:
         path: a file written by ``torch.save``, in its zip or its older format.
         map_location: as in :func:`torch.load`. Defaults to ``'cpu'``.
+        name: what messages call it. Defaults to the path.
 
     Returns:
-        The saved object: tensors, plain Python data, and the types of :func:`safe_globals`.
+        The saved dict (or one tensor or array): tensors, plain Python data, and the types of :func:`safe_globals`,
+        without ``meta['config']``, which ``Runner.resume`` would run as Python. MMEngine itself writes ``cfg``.
 
     Raises:
         CheckpointError: in one line that names the file: it does not exist (then a
@@ -232,38 +208,60 @@ def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu') -> Any:
             for something that is not known to be harmless.
     """
     path = Path(path).expanduser()
+    name = name or str(path)
     if path.is_dir():
-        raise CheckpointError(f'checkpoint {path} is a folder, not a file')
+        raise CheckpointError(f'checkpoint {name} is a folder, not a file')
     if not path.exists():
-        raise CheckpointNotFoundError(f'checkpoint {path} does not exist')
+        raise CheckpointNotFoundError(f'checkpoint {name} does not exist')
     if not path.is_file():
-        raise CheckpointError(f'checkpoint {path} is a pipe, a socket or a device, not a file')
+        raise CheckpointError(f'checkpoint {name} is a pipe, a socket or a device, not a file')
     try:
         reason = _why_not_a_checkpoint(path)
         if reason:
-            raise CheckpointError(f'{path} {reason}')
+            raise CheckpointError(f'{name} {reason}')
         with warnings.catch_warnings():
             # A pickle of another protocol is refused below or loads; either way no news.
             warnings.filterwarnings('ignore', message='Detected pickle protocol')
-            loaded = _torch_load(path, map_location)
-        reason = why_too_large(loaded, path.stat().st_size)
-        if reason:
-            raise CheckpointError(f'{path} {reason}')
-        return loaded
-    except CheckpointError:
+            return _plain(_torch_load(path, map_location), name)
+    except (CheckpointError, torch.cuda.OutOfMemoryError):
         raise
-    except MemoryError as error:
-        raise CheckpointError(f'{path} does not fit into memory, or declares more than it holds') from error
     except Exception as error:
-        refused = _refused_global(error)
+        refused = re.search(r'(?:unsupported global:?|unsupported) GLOBAL (\S+)', str(error), re.I)
         if refused:
             raise CheckpointError(
-                f'{path} was refused: it asks for {refused}, which is not known to be harmless '
+                f'{name} was refused: it asks for {refused[1]}, which is not known to be harmless '
                 '(a checkpoint can hide code); nothing of it was run'
             ) from None
         # What PyTorch's loader says of the file comes last, after advice on its own list.
         lines = [line.strip() for line in str(error).rpartition('WeightsUnpickler error:')[2].splitlines()]
         detail = next(filter(None, lines), '')
         raise CheckpointError(
-            f'{path} cannot be read ({type(error).__name__}: {detail[:200]}); the file may be cut short or damaged'
+            f'{name} cannot be read ({type(error).__name__}: {detail[:200]}); the file may be cut short or damaged'
         ) from error
+
+
+def _plain(checkpoint: Any, name: str) -> Any:
+    """A loaded checkpoint, checked to be of the form that MMEngine expects, without the text that it would run."""
+    if isinstance(checkpoint, (torch.Tensor, np.ndarray)):  # tables of embeddings, which some models load
+        return checkpoint
+    if not isinstance(checkpoint, dict):
+        raise CheckpointError(f'{name} holds a {type(checkpoint).__name__}, not a state dict')
+    stack, seen = [checkpoint], set()
+    while stack:
+        node = stack.pop()
+        if isinstance(node, (dict, list, tuple, set)) and id(node) not in seen:
+            seen.add(id(node))
+            stack.extend(dict.values(node) if isinstance(node, dict) else node)
+            # an attribute hung on a dict would stand in for a method: for the `pop` below, say
+            if isinstance(node, OrderedDict) and not vars(node).keys() <= {'_metadata'}:
+                raise CheckpointError(f'{name} was refused: a dict in it has attributes: {", ".join(vars(node))}')
+    for part in ('state_dict', 'meta'):
+        if not isinstance(checkpoint.get(part) or {}, dict):
+            raise CheckpointError(f'{part} of {name} is a {type(checkpoint[part]).__name__}, not a dict')
+    for state in (checkpoint, *map(checkpoint.get, STATE_KEYS), checkpoint.get('ema_state_dict')):
+        for key in state if isinstance(state, dict) else ():
+            if not isinstance(key, str) or not key.isprintable():  # keys that do not fit reach the terminal
+                raise CheckpointError(f'{name} has a key that is no printable string: {key!r:.80}')
+    if checkpoint.get('meta'):
+        checkpoint['meta'].pop('config', None)
+    return checkpoint

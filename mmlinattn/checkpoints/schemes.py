@@ -3,27 +3,40 @@
 
 Importing mmlinattn calls :func:`register`. From then on ``load_from``, ``--resume``, ``init_cfg``,
 the test tools' argument and the inferencers, all of which go through MMEngine's CheckpointLoader,
-read local files and downloads with :func:`~mmlinattn.checkpoints.safe.load_file`.
+read every kind of address with :func:`~mmlinattn.checkpoints.safe.load_file`.
 """
 
-import functools
+import difflib
 import hashlib
 import os
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any, Optional
 from urllib.parse import urlsplit
 
 import torch
-from mmengine.runner import checkpoint as mmengine_checkpoint
+from mmengine.fileio import get_file_backend
+from mmengine.runner import (
+    CheckpointLoader,
+    get_deprecated_model_names,
+    get_external_models,
+    get_mmcls_models,
+    get_torchvision_models,
+)
 
+from ..utils.errors import CheckpointError
 from . import download, released
-from .inert import make_inert
-from .safe import allow_safe_globals, load_file
-from .states import backbone_state, model_state
+from .safe import load_file
+from .states import backbone_state, model_state, state_dict_of, strip_prefix
 
 PREFIX = 'mmlinattn://'
+_ZOOS = {
+    'torchvision': get_torchvision_models,
+    'modelzoo': get_torchvision_models,
+    'open-mmlab': get_external_models,
+    'openmmlab': get_external_models,
+    'mmcls': get_mmcls_models,
+}
 
 
 def load_from_local(filename: str, map_location: Any = None) -> Any:
@@ -65,15 +78,10 @@ def local_path(source: str) -> Path:
 
 
 def _kept_in(link: str, model_dir: Optional[str] = None) -> Path:
-    return Path(model_dir or os.path.join(torch.hub.get_dir(), 'checkpoints')).expanduser() / _file_name(link)
-
-
-def _file_name(link: str) -> str:
-    name = os.path.basename(urlsplit(link).path)
-    if name:
-        return name
-    last_part = urlsplit(link).path.rstrip('/').rsplit('/', 1)[-1] or 'checkpoint'
-    return f'{last_part}-{hashlib.sha256(link.encode()).hexdigest()[:8]}.pth'
+    folder, _, name = urlsplit(link).path.rpartition('/')
+    if not name:  # links of shares: .../f/6d05c49ed42b/?dl=1
+        name = f'{os.path.basename(folder) or "checkpoint"}-{hashlib.sha256(link.encode()).hexdigest()[:8]}.pth'
+    return Path(model_dir or os.path.join(torch.hub.get_dir(), 'checkpoints')).expanduser() / name
 
 
 def load_from_mmlinattn(filename: str, map_location: Any = None) -> dict:
@@ -90,60 +98,51 @@ def load_from_mmlinattn(filename: str, map_location: Any = None) -> dict:
     entry = released.find_released(filename[len(PREFIX) :])
     download.fetch(entry.link, entry.path)
     checkpoint = load_file(entry.path, map_location)
-    if entry.bare:
-        state = backbone_state(checkpoint, str(entry.path))[0]
-    else:
-        state = model_state(checkpoint, str(entry.path))[0]
-    meta = checkpoint.get('meta') if isinstance(checkpoint, dict) else None
-    meta = dict(meta) if isinstance(meta, dict) else {}
-    return dict(state_dict=state, meta=dict(meta, source=entry.name, link=entry.link))
+    convert = backbone_state if entry.bare else model_state
+    state = convert(checkpoint, str(entry.path))[0]
+    return dict(state_dict=state, meta={**(checkpoint.get('meta') or {}), 'source': entry.name, 'link': entry.link})
 
 
-def _load_any(file: Any, map_location: Any = None, **_: Any) -> Any:
-    """``load_file`` for a path or an open file."""
-    if not hasattr(file, 'read'):
-        return load_file(file, map_location)
-    with tempfile.NamedTemporaryFile(suffix='.pth') as copy:
-        shutil.copyfileobj(file, copy)
-        copy.flush()
-        return load_file(copy.name, map_location)
+def load_from_zoo(filename: str, map_location: Any = None) -> Any:
+    """MMEngine's loaders of ``torchvision://NAME``, ``open-mmlab://NAME`` and ``mmcls://NAME``, whose tables are links.
+
+    Raises:
+        CheckpointError: the name is unknown, or as :func:`load_from_http` says.
+    """
+    zoo, _, name = filename.partition('://')
+    models = _ZOOS[zoo]()
+    if 'mmlab' in zoo:
+        name = get_deprecated_model_names().get(name, name)
+    if name not in models:
+        close = ', '.join(difflib.get_close_matches(name, models, n=5)) or 'no name is like it'
+        raise CheckpointError(f'{filename}: {zoo} has no model {name!r} ({close})')
+    checkpoint = load_from_http(models[name], map_location)
+    if zoo == 'mmcls':
+        return dict(state_dict=strip_prefix(state_dict_of(checkpoint, filename), 'backbone'))
+    return checkpoint
 
 
-class _SafeTorch:
-    """The ``torch`` of MMEngine's loaders of other addresses (s3, pavi, ...), which may unpickle anything."""
+def load_from_ceph(filename: str, map_location: Any = None, backend: str = 'petrel') -> Any:
+    """MMEngine's loader of ``s3://`` and ``petrel://``: same arguments, safe reading."""
+    with tempfile.NamedTemporaryFile(suffix='.pth') as file:
+        file.write(get_file_backend(filename, backend_args={'backend': backend}).get(filename))
+        file.flush()
+        return load_file(file.name, map_location, name=filename)
 
-    load = staticmethod(_load_any)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-def _guard_loader() -> None:
-    """Let everything MMEngine loads, from any address, go through :func:`~mmlinattn.checkpoints.inert.make_inert`."""
-    loader = mmengine_checkpoint.CheckpointLoader
-    original = loader.__dict__['load_checkpoint'].__func__
-    if getattr(original, 'is_guarded', False):
-        return
-
-    @functools.wraps(original)
-    def load_checkpoint(cls, filename, *args, **kwargs):
-        return make_inert(original(cls, filename, *args, **kwargs), str(filename))
-
-    load_checkpoint.is_guarded = True
-    loader.load_checkpoint = classmethod(load_checkpoint)
+def load_from_pavi(filename: str, map_location: Any = None) -> Any:
+    """MMEngine's own would unpickle whatever the service has."""
+    raise CheckpointError(f'{filename} is not read after `import mmlinattn`: download the file and give its path')
 
 
 def register() -> None:
     """Make MMEngine's checkpoint loading safe in this process; calling it again does no harm."""
-    allow_safe_globals()
-    _guard_loader()
-    mmengine_checkpoint.torch = _SafeTorch()
-    if hasattr(mmengine_checkpoint, '_safe_torch_load'):  # onedl-mmengine; it unpickles anything where torch refuses
-        mmengine_checkpoint._safe_torch_load = _load_any
-    scheme = mmengine_checkpoint.CheckpointLoader.register_scheme
-    scheme('', load_from_local, force=True)
-    scheme(('http://', 'https://'), load_from_http, force=True)
-    scheme(PREFIX, load_from_mmlinattn, force=True)
-    # torchvision://, open-mmlab:// and mmcls:// call this function by name, not by scheme, and
-    # the original unpickles whatever the server sends.
-    mmengine_checkpoint.load_from_http = load_from_http
+    for prefixes, loader in {
+        '': load_from_local,
+        ('http://', 'https://'): load_from_http,
+        PREFIX: load_from_mmlinattn,
+        tuple(f'{zoo}://' for zoo in _ZOOS): load_from_zoo,
+        (r'(\S+\:)?s3://', r'(\S+\:)?petrel://'): load_from_ceph,
+        'pavi://': load_from_pavi,
+    }.items():
+        CheckpointLoader.register_scheme(prefixes, loader, force=True)

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """State dicts of any accepted kind, in the names of this project."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Optional
 
@@ -9,8 +10,8 @@ from torch import Tensor, nn
 
 from ..utils.errors import CheckpointError
 from .layouts import find_layout
+from .safe import STATE_KEYS
 
-_STATE_KEYS = ('state_dict', 'model', 'model_ema', 'state_dict_ema')
 # Parts of OpenMMLab models beside the backbone. A key of one of them in a bare file is a head.
 _HEADS = tuple(
     f'{part}.'
@@ -48,7 +49,7 @@ def state_dict_of(checkpoint: Any, source: str) -> dict[str, Tensor]:
         CheckpointError: it holds no tensors.
     """
     state = checkpoint
-    for key in _STATE_KEYS:
+    for key in STATE_KEYS:
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]
             break
@@ -57,8 +58,8 @@ def state_dict_of(checkpoint: Any, source: str) -> dict[str, Tensor]:
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
         raise CheckpointError(f'{source} holds no weights; it has {some(state)}')
-    while all(str(key).startswith('module.') for key in tensors):
-        tensors = {key[len('module.') :]: value for key, value in tensors.items()}
+    if all(key.startswith('module.') for key in tensors):
+        tensors = {re.sub(r'^(module\.)+', '', key): value for key, value in tensors.items()}
     return tensors
 
 
@@ -90,8 +91,7 @@ def backbone_state(
     state = part or state
     layout = find_layout(state)
     if layout is not None:
-        backbone, head, dropped = layout.convert(state)
-        return dict(backbone), dict(head), list(dropped)
+        return layout.convert(state)
     head = {key: value for key, value in state.items() if key.startswith(_HEADS)}
     return {key: value for key, value in state.items() if key not in head}, head, []
 
@@ -130,20 +130,16 @@ def fit_state(
         state: what is to be loaded, in the same names.
         ignorable: whether a key may be missing or left over in silence.
     """
-    fits = {key: v for key, v in state.items() if key in own and not _difference(v, own[key])}
+    differences = {key: _difference(value, own[key]) for key, value in state.items() if key in own}
+    fits = {key: state[key] for key, difference in differences.items() if not difference}
     left_over = [key for key in state if key not in own]
+    # Batch counters are not weights: files converted from elsewhere lack them.
+    missing = [key for key in own if key not in state and not key.endswith('num_batches_tracked')]
     return fits, LoadReport(
         loaded=list(fits),
-        # Batch counters are not weights: files converted from elsewhere lack them.
-        missing=[
-            key for key in own if key not in state and not key.endswith('num_batches_tracked') and not ignorable(key)
-        ],
+        missing=[key for key in missing if not ignorable(key)],
         unexpected=[key for key in left_over if not ignorable(key)],
-        mismatched=[
-            f'{key} ({_difference(state[key], own[key])})'
-            for key in state
-            if key in own and _difference(state[key], own[key])
-        ],
+        mismatched=[f'{key} ({difference})' for key, difference in differences.items() if difference],
         ignored=[key for key in left_over if ignorable(key)],
     )
 

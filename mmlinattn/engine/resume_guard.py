@@ -15,15 +15,12 @@ from typing import Any, Optional
 import mmengine.runner
 import torch
 from mmengine.hooks import CheckpointHook
-from mmengine.infer import BaseInferencer
 from mmengine.logging import print_log
 from mmengine.runner import Runner
 from mmengine.runner import _flexible_runner as flexible_runner_module
 from mmengine.runner import checkpoint as checkpoint_module
 from mmengine.runner import runner as runner_module
-from mmengine.runner.checkpoint import CheckpointLoader
 
-from ..checkpoints.config_text import read_config_text
 from ..utils.errors import CheckpointError, RunError
 from .resumable import check_optimizers, check_resumable
 
@@ -136,24 +133,6 @@ def _before_train(original: Callable, hook: CheckpointHook, runner) -> None:
     original(hook, runner)
 
 
-def _init_model(original: Callable, inferencer, cfg, weights: Optional[str], *args: Any, **kwargs: Any):
-    if not cfg and weights is not None:
-        checkpoint = CheckpointLoader.load_checkpoint(weights, 'cpu')
-        cfg.update(read_config_text(_config_text(checkpoint), str(weights)))
-    return original(inferencer, cfg, weights, *args, **kwargs)
-
-
-def _config_text(checkpoint: Any) -> Any:
-    """The run's config, from the first of the two places where MMEngine leaves it."""
-    for path in (('message_hub', 'runtime_info', 'cfg'), ('meta', 'cfg')):
-        node = checkpoint
-        for key in path:
-            node = node.get(key) if isinstance(node, dict) else None
-        if node is not None:
-            return node
-    return None
-
-
 def find_latest_checkpoint(path: str) -> Optional[str]:
     """MMEngine's function of this name, for a ``last_checkpoint`` that may hold anything.
 
@@ -217,7 +196,6 @@ def guard() -> None:
     _wrap(Runner, 'load_checkpoint', _load_checkpoint)
     _wrap(Runner, 'resume', _resume)
     _wrap(CheckpointHook, 'before_train', _before_train)
-    _wrap(BaseInferencer, '_init_model', _init_model)
     for module in (mmengine.runner, runner_module, flexible_runner_module, checkpoint_module):
         module.find_latest_checkpoint = find_latest_checkpoint
 

@@ -9,10 +9,11 @@ from typing import Any, Optional
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import nn
 
-from ..checkpoints.convert import build_model, convert_state
+from ..checkpoints.convert import convert_state
 from ..checkpoints.states import some
 from ..engine.checkpoint_match import UNUSED_IN_TESTS
 from ..engine.cli import check_checkpoint, notice, one_line_errors, read_config
+from ..utils.building import build_model
 from ..utils.errors import CheckpointError, RunError
 from .formats import DTYPES, FORMATS
 from .models import SMALLEST, Sizes, default_shape, export_model
@@ -96,10 +97,7 @@ def main(args: Optional[list[str]] = None) -> None:
             raise RunError(f'--batch {options.batch} has to be at least 1.')
         if min(height, width) < SMALLEST:  # before a model is built and a checkpoint loaded
             raise RunError(f'--shape {height} {width}: a side has {SMALLEST} pixels at least.')
-        try:
-            model = build_model(options.config)
-        except CheckpointError as error:
-            raise RunError(str(error)) from error
+        model = build_model(cfg)
         meta = None
         if options.checkpoint != 'none':
             meta = load(model, check_checkpoint(options.checkpoint, 'checkpoint'), options.config)

@@ -212,7 +212,7 @@ def export_model(
     other types in the mean at most :data:`RMS_TOLERANCES`.
 
     Args:
-        model, cfg: As of :func:`mmlinattn.checkpoints.convert.build_model`; see :class:`ExportableModel`.
+        model, cfg: As of :func:`mmlinattn.utils.building.build_model`; see :class:`ExportableModel`.
         target (Path): File to write.
         form (str): One of :data:`~mmlinattn.export.formats.FORMATS`.
         sizes (Sizes): What to export with.

@@ -591,14 +591,14 @@ def test_the_tool_hands_its_options_on_and_says_what_came_of_it(tmp_path, monkey
 
     monkeypatch.setattr(cli, 'export_model', export)
     monkeypatch.setattr(cli, 'read_config', lambda path: Config(dict(default_scope='mmseg', crop_size=(96, 128))))
-    monkeypatch.setattr(cli, 'build_model', lambda path: f'model of {path}')
+    monkeypatch.setattr(cli, 'build_model', lambda cfg: f'model of {cfg.default_scope}')
     monkeypatch.setattr(cli, 'check_checkpoint', lambda source, name: f'{name} {source}')
     monkeypatch.setattr(cli, 'load', lambda model, source, config: dict(loaded=(model, source, config)))
     out = str(tmp_path / 'g.xml')
     cli.main(['c.py', 'w.pth', '--format', 'torchscript', '--out', out, '--batch', '2', '--dynamic'])
-    meta = dict(loaded=('model of c.py', 'checkpoint w.pth', 'c.py'))
+    meta = dict(loaded=('model of mmseg', 'checkpoint w.pth', 'c.py'))
     assert asked == [
-        ('model of c.py', Path(out), 'torchscript', Sizes(2, 96, 128, True), meta, 'float32'),
+        ('model of mmseg', Path(out), 'torchscript', Sizes(2, 96, 128, True), meta, 'float32'),
     ]
     assert capsys.readouterr().out == (
         f'wrote {files[0]} and {files[1]}: torchscript, float32, 1.5 MiB, outputs feat0, feat1\n'
@@ -623,9 +623,9 @@ def test_what_can_be_said_before_a_model_is_built(tmp_path, monkeypatch, capsys)
 
     built = []
 
-    def build(path):
-        built.append(path)
-        raise cli.CheckpointError(f'{path} has no model')
+    def build(cfg):
+        built.append(cfg.default_scope)
+        raise cli.CheckpointError('c.py has no model')
 
     monkeypatch.setattr(cli, 'read_config', lambda path: Config(dict(default_scope='mmseg')))
     monkeypatch.setattr(cli, 'build_model', build)
@@ -642,7 +642,7 @@ def test_what_can_be_said_before_a_model_is_built(tmp_path, monkeypatch, capsys)
     with mock.patch.dict(FORMATS, torchscript=needy):
         assert said().startswith('error: this format needs the package no_such_package, which is not installed: pip ')
     assert built == []
-    assert said('--shape', '32', '32') == 'error: c.py has no model\n' and built == ['c.py']
+    assert said('--shape', '32', '32') == 'error: c.py has no model\n' and built == ['mmseg']
 
 
 def test_how_a_checkpoint_is_read(monkeypatch):

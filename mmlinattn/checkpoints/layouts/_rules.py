@@ -52,12 +52,14 @@ def convert(state: Mapping[str, Tensor], rules: Sequence[tuple]) -> tuple[dict, 
     return backbone, head, dropped
 
 
-def join_qkv(state: dict) -> dict:
-    """``attn.q`` and ``attn.kv`` become one ``attn.qkv``."""
-    joined = {}
+def joined(state: Mapping[str, Tensor], parts: Sequence[str]) -> dict[str, Tensor]:
+    """The state with ``attn.q`` and ``attn.kv`` (or what ``parts`` names) as one ``attn.qkv``, where all are there."""
+    whole: dict[str, Tensor] = {}
     for key, value in state.items():
-        if '.attn.q.' in key and key.replace('.q.', '.kv.') in state:
-            joined[key.replace('.q.', '.qkv.')] = torch.cat((value, state[key.replace('.q.', '.kv.')]))
-        elif '.attn.kv.' not in key or key.replace('.kv.', '.q.') not in state:
-            joined[key] = value
-    return joined
+        part = re.search(r'\.attn\.(\w+)\.', key)
+        keys = [key.replace(part[0], f'.attn.{name}.') for name in parts] if part and part[1] in parts else []
+        if not keys or not all(name in state for name in keys):
+            whole[key] = value
+        elif part and part[1] == parts[0]:
+            whole[key.replace(part[0], '.attn.qkv.')] = torch.cat([state[name] for name in keys])
+    return whole

@@ -3,8 +3,6 @@
 
 import re
 
-import torch
-
 from . import _rules
 
 # convolutions of 1x1 without a norm are linear layers here
@@ -30,8 +28,10 @@ def convert(state) -> tuple:
     # the release's forward pass norms its last stage with `norm`, and leaves this one unused beside it
     unused = [key for key in state if key.startswith('extra_norm_list.3.') and 'norm.weight' in state]
     renamed = {key: value for key, value in _by_stage(state).items() if key not in unused}
-    backbone, head, dropped = _rules.convert(_join_qkv(renamed), _RULES)
-    backbone = {key: value.flatten(1) if _FLAT.search(key) else value for key, value in backbone.items()}
+    backbone, head, dropped = _rules.convert(renamed, _RULES)
+    backbone = _rules.joined(backbone, 'qkv')
+    for key in filter(_FLAT.search, backbone):
+        backbone[key] = backbone[key].flatten(1)
     return backbone, head, dropped + unused
 
 
@@ -56,17 +56,3 @@ def _by_stage(state) -> dict:
             key = places[place[0]] + key[place.end() :]
         renamed[re.sub(r'^stem\.', 'patch_embeds.0.0.', key)] = value
     return renamed
-
-
-def _join_qkv(state) -> dict:
-    """``e_mhsa.q``, ``.k`` and ``.v`` become one ``e_mhsa.qkv``."""
-    joined = {}
-    for key, value in state.items():
-        part = re.search(r'\.e_mhsa\.([qkv])\.', key)
-        parts = [key.replace(part[0], f'.e_mhsa.{name}.') for name in 'qkv'] if part else []
-        if part and all(name in state for name in parts):
-            if part[1] == 'q':
-                joined[key.replace(part[0], '.e_mhsa.qkv.')] = torch.cat([state[name] for name in parts])
-        else:
-            joined[key] = value
-    return joined

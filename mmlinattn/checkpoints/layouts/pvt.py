@@ -19,9 +19,7 @@ def matches(keys) -> bool:
 
 def convert(state) -> tuple:
     # FLatten-PVT carries a final norm that its forward pass never applies
-    unused = [
-        key for key in ('norm.weight', 'norm.bias') if key in state and 'block1.0.attn.positional_encoding' in state
-    ]
-    backbone, head, dropped = _rules.convert({k: v for k, v in state.items() if k not in unused}, _RULES)
-    dropped += unused
-    return _rules.join_qkv(backbone), head, dropped
+    unused = {'norm.weight', 'norm.bias'} & set(state) if 'block1.0.attn.positional_encoding' in state else set()
+    kept = {key: value for key, value in state.items() if key not in unused}
+    backbone, head, dropped = _rules.convert(kept, _RULES)
+    return _rules.joined(backbone, ('q', 'kv')), head, dropped + sorted(unused, reverse=True)

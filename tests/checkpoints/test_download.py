@@ -1,0 +1,153 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""``mmlinattn://NAME``: from the cache, else from the authors' link, whole or not at all."""
+
+import socket
+import threading
+
+import pytest
+import torch
+from checkpoint_helpers import ARCH, released_ravlt, saved, touch_when_loaded
+from mmengine.runner import CheckpointLoader, load_checkpoint
+
+from mmlinattn.backbones import RAVLT
+from mmlinattn.checkpoints import CheckpointError, download, released, released_checkpoints
+
+LOAD = CheckpointLoader.load_checkpoint
+WHOLE = saved({'model': released_ravlt()})
+
+
+@pytest.fixture
+def server(server, monkeypatch):
+    """The published links lead to the server."""
+    table = {
+        name: entry._replace(link=f'{server.root}/{entry.name}/?dl=1') for name, entry in released_checkpoints().items()
+    }
+    monkeypatch.setattr(released, 'released_checkpoints', lambda: table)
+    return server
+
+
+def serve(server, name, *replies) -> str:
+    server.replies[f'/{name}/?dl=1'] = list(replies)
+    return f'mmlinattn://{name}'
+
+
+def error_line(name) -> str:
+    """Of a name that cannot be fetched: with link and path, and nothing is left behind."""
+    entry = released.find_released(name.rpartition('/')[2])
+    with pytest.raises(CheckpointError) as caught:
+        LOAD(name, 'cpu')
+    line = str(caught.value)
+    assert line.isprintable() and entry.link in line and line.endswith(f'put it at {entry.path}')
+    return line
+
+
+def test_first_download_then_the_cache(server):
+    """The backbone's name and the classifier's are one file."""
+    name = serve(server, 'ravlt_t', (200, WHOLE))
+    first, second, whole = (LOAD(name, 'cpu')['state_dict'] for name in (name, name, f'{name}_in1k'))
+    assert len(server.requests) == 1 and server.kept() == ['RAVLT_T.pth']
+    assert first.keys() == second.keys() and not any(key.startswith(('head', 'neck', 'layers')) for key in first)
+    assert {f'backbone.{key}' for key in first} == {key for key in whole if key.startswith('backbone.')}
+    assert any(key.startswith('head.') for key in whole)
+
+
+def test_a_whole_detector_keeps_its_parts_and_classes(server):
+    state = {f'backbone.{key}': v for key, v in released_ravlt(dense=True).items()}
+    state['neck.fpn_convs.0.conv.weight'] = torch.ones(1)
+    name = serve(server, 'ravlt_b_cascade_3x', (200, saved({'state_dict': state, 'meta': {'CLASSES': ('cat',)}})))
+    loaded = LOAD(name, 'cpu')
+    assert loaded['meta']['CLASSES'] == ('cat',) and loaded['meta']['source'] == 'ravlt_b_cascade_3x'
+    assert {'neck.fpn_convs.0.conv.weight', 'backbone.out_norms.3.weight'} <= set(loaded['state_dict'])
+    assert not any('RoPE' in key or 'layers.0.blocks' in key for key in loaded['state_dict'])
+
+
+def test_a_link_of_the_table_is_converted_as_well(server):
+    serve(server, 'ravlt_t_in1k', (200, WHOLE))
+    found = LOAD(f'{server.root}/ravlt_t_in1k/?dl=1#/RAVLT_T.pth', 'cpu')
+    assert 'head.fc.weight' in found['state_dict'] and server.kept() == ['RAVLT_T.pth']
+
+
+def test_a_file_put_there_by_hand_needs_no_server(server):
+    path = released.find_released('ravlt_s').path
+    path.parent.mkdir(parents=True)
+    path.write_bytes(WHOLE)
+    server.stop()
+    assert LOAD('mmlinattn://ravlt_s', 'cpu')['state_dict']
+
+
+@pytest.mark.parametrize('by', ['init_cfg', 'load_checkpoint'])
+def test_it_initialises_a_backbone_and_a_plain_load(server, by):
+    name = serve(server, 'ravlt_t', (200, WHOLE))
+    init_cfg = dict(type='Pretrained', checkpoint=name)
+    model = RAVLT(ARCH, out_norm=False, init_cfg=init_cfg if by == 'init_cfg' else None)
+    model.init_weights() if by == 'init_cfg' else load_checkpoint(model, name, strict=True)
+    assert torch.equal(model.patch_embeds[0].layers[0].weight, released_ravlt()['patch_embed.proj.0.weight'])
+
+
+@pytest.mark.parametrize(
+    'reply, said',
+    [
+        ((200, WHOLE[:-100], len(WHOLE)), 'cut short'),  # a transfer that breaks off
+        ((200, WHOLE[:-100]), 'cut short'),
+        ((200, b'<!DOCTYPE html><html>Please log in</html>'), 'what it sent is a web page'),
+        ((404, b'gone'), 'HTTP Error 404'),
+        ((503, b'busy'), 'HTTP Error 503'),
+    ],
+    ids=['breaks off', 'half a file', 'a page', 'gone', 'busy'],
+)
+def test_what_is_no_checkpoint_is_never_kept(server, reply, said):
+    assert said in error_line(serve(server, 'ravlt_t', reply)) and server.kept() == []
+    serve(server, 'ravlt_t', (200, WHOLE))
+    assert LOAD('mmlinattn://ravlt_t')['state_dict']  # the next attempt starts anew
+
+
+def test_hostile_content_is_neither_run_nor_kept(server, tmp_path):
+    marker = tmp_path / 'was_run'
+    assert 'refused' in error_line(serve(server, 'ravlt_t', (200, saved({'model': touch_when_loaded(marker)}))))
+    assert not marker.exists() and server.kept() == []
+
+
+def test_a_server_that_is_away_or_silent(server, monkeypatch):
+    server.stop()
+    error_line('mmlinattn://ravlt_t')
+    with socket.create_server(('127.0.0.1', 0)) as silent:
+        entry = released.find_released('ravlt_t')._replace(link=f'http://127.0.0.1:{silent.getsockname()[1]}/a')
+        monkeypatch.setattr(released, 'released_checkpoints', lambda: {'ravlt_t': entry})
+        monkeypatch.setattr(download, 'TIMEOUT', 0.2)
+        assert 'timed out' in error_line('mmlinattn://ravlt_t')
+    assert socket.getdefaulttimeout() is None and server.kept() == []
+
+
+def test_a_link_that_is_none_and_a_cache_that_cannot_be_written(server):
+    with pytest.raises(CheckpointError, match='cannot download http://a:port/a.pth .*put it at'):
+        LOAD('http://a:port/a.pth')
+    serve(server, 'ravlt_t', (200, WHOLE))
+    (server.cache / 'mmlinattn').write_text('a file where the folder should be')
+    error_line('mmlinattn://ravlt_t')
+
+
+def test_disk_full(server, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, 'No space left on device')
+
+    serve(server, 'ravlt_t', (200, WHOLE))
+    monkeypatch.setattr(torch.hub.shutil, 'move', full)
+    assert 'No space left' in error_line('mmlinattn://ravlt_t') and server.kept() == []
+
+
+def test_of_many_at_once_one_downloads(server):
+    serve(server, 'ravlt_t', (200, WHOLE))
+    entry = released.find_released('ravlt_t')
+    threads = [threading.Thread(target=download.fetch, args=(entry.link, entry.path)) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert entry.path.read_bytes() == WHOLE and len(server.requests) == 1
+
+
+@pytest.mark.parametrize('progress', [True, False])
+def test_the_progress_bar(server, capsys, progress):
+    server.replies = {'/a.pth': [(200, WHOLE)]}
+    download.fetch(f'{server.root}/a.pth', server.cache / 'a.pth', progress=progress)
+    assert ('100%' in capsys.readouterr().err) == progress

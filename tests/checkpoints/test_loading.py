@@ -1,0 +1,178 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""``init_cfg=dict(type='Pretrained')`` of our backbones, and what it says."""
+
+import logging
+
+import pytest
+import torch
+from checkpoint_helpers import ARCH, released_ravlt
+from mmengine.logging import MMLogger
+from mmengine.model import PretrainedInit
+from torch import nn
+
+from mmlinattn.backbones import RAVLT
+from mmlinattn.checkpoints import CheckpointError, load_pretrained
+
+NORM = 'out_norms.1.weight'
+
+
+def model(**kwargs) -> RAVLT:
+    return RAVLT(ARCH, **kwargs)
+
+
+@pytest.fixture
+def load(caplog, tmp_path):
+    """Load what is given as a file; the report, and the warnings that are logged."""
+    logger = MMLogger.get_instance('checkpoint-tests', log_level='INFO')
+    logger.addHandler(caplog.handler)
+    MMLogger.get_instance('the current one')  # is not the one that is given
+
+    def run(backbone, thing, **kwargs):
+        caplog.clear()
+        torch.save(thing, tmp_path / 'a.pth')
+        report = load_pretrained(backbone, str(tmp_path / 'a.pth'), logger=logger, **kwargs)
+        warned = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+        assert all(line.startswith(f'{tmp_path}/a.pth and ') for line in warned)
+        return report, warned
+
+    yield run
+    logger.removeHandler(caplog.handler)
+
+
+WRAPPINGS = {
+    'bare': lambda state: state,
+    'model': lambda state: {'model': state, 'epoch': 299},
+    'state_dict': lambda state: {'state_dict': state, 'meta': {}},
+    'module': lambda state: {'model': {f'module.{key}': v for key, v in state.items()}},
+    'a detector': lambda state: {
+        'state_dict': {**{f'backbone.{key}': v for key, v in state.items()}, 'neck.w': torch.ones(1)}
+    },
+}
+
+
+@pytest.mark.parametrize('wrapping', WRAPPINGS)
+@pytest.mark.parametrize('dense', [False, True])
+def test_released_files_however_wrapped(load, wrapping, dense):
+    released = released_ravlt(dense)
+    backbone = model(out_norm=dense)
+    report, warned = load(backbone, WRAPPINGS[wrapping](released))
+    assert warned == [] and set(report.loaded) == set(backbone.state_dict())
+    # Each tensor arrived: 1x1 convolutions as linear layers, the rest as it was.
+    ours = sorted(float(v.double().sum()) for v in backbone.state_dict().values())
+    others = ('proj.', 'norm.', 'head.')
+    theirs = sorted(
+        float(v.double().sum()) for key, v in released.items() if 'RoPE' not in key and not key.startswith(others)
+    )
+    assert ours == pytest.approx(theirs)
+
+
+@pytest.mark.parametrize('prefix', ['', 'backbone.', 'module.backbone.'])
+def test_our_own_files(load, prefix):
+    source, target = model(), model()
+    for parameter in source.parameters():
+        nn.init.normal_(parameter)
+    state = {f'{prefix}{key}': value for key, value in source.state_dict().items()}
+    if prefix:
+        state[prefix.replace('backbone.', '') + 'head.fc.weight'] = torch.ones(1)
+    assert load(target, {'state_dict': state})[1] == []
+    for key, value in source.state_dict().items():
+        assert torch.equal(target.state_dict()[key], value), key
+
+
+def test_what_does_not_fit_is_listed_in_one_warning(load):
+    state, stem = model().state_dict(), 'patch_embeds.0.layers.0.weight'
+    state.update({'mystery.weight': torch.ones(1), NORM: torch.full((5,), 3.0)})
+    state['out_norms.2.weight'][3] = float('nan')
+    del state[stem]
+    target = model()
+    report, (warning,) = load(target, state)
+    assert report.missing == [stem] and report.unexpected == ['mystery.weight']
+    for part in (
+        f'missing in the file: {stem}',
+        'unexpected in the file: mystery.weight',
+        f'of another shape or kind, not loaded: {NORM} (5 in the file, 16 in the model)',
+        'NaN or infinite: out_norms.2.weight',
+    ):
+        assert part in warning
+    assert target.state_dict()[NORM].shape == (16,)
+
+
+@pytest.mark.parametrize('dtype', [torch.int64, torch.bool, torch.complex64], ids=str)
+def test_weights_that_are_no_real_numbers_are_not_loaded(load, dtype):
+    """PyTorch would copy them, rounded or without their imaginary part, and say nothing."""
+    target = model()
+    _, (warning,) = load(target, {**model().state_dict(), NORM: torch.full((16,), 3, dtype=dtype)})
+    assert f'{NORM} ({str(dtype)[6:]} in the file, real in the model)' in warning
+    assert (target.state_dict()[NORM] == 1).all()
+
+
+def test_of_a_batch_norm_only_the_counter_may_be_missing(load):
+    """Without its mean a norm gives other numbers."""
+    state = {key: value for key, value in model().state_dict().items() if 'num_batches' not in key}
+    assert load(model(), state)[1] == []
+    gone = next(key for key in state if key.endswith('running_mean'))
+    del state[gone]
+    assert f'missing in the file: {gone}' in load(model(), state)[1][0]
+
+
+def test_parts_the_model_was_configured_without_are_no_news(load):
+    dense = {'state_dict': released_ravlt(dense=True)}
+    report, warned = load(model(out_indices=(1, 2)), dense)
+    assert warned == [] and 'out_norms.0.weight' in report.ignored
+    report, warned = load(model(out_norm=False), dense)
+    assert warned == [] and len(report.ignored) == 8
+    report, warned = load(model(), released_ravlt())  # but norms that a classifier lacks are
+    assert len(warned) == 1 and len(report.missing) == 8 and all(key.startswith('out_norms.') for key in report.missing)
+
+
+@pytest.mark.parametrize(
+    'alien, said',
+    [
+        ({'layer1.0.conv1.weight': torch.ones(1)}, 'the file has layer1.0.conv1.weight; the model has patch_embeds.0'),
+        ({'patch_embeds.0.layers.0.bias': torch.ones(99)}, 'of another shape or kind: patch_embeds.0.layers.0.bias'),
+        ({'head.w': torch.ones(1)}, 'the file has head.w'),
+        ({'epoch': 3}, 'holds no weights'),
+    ],
+)
+def test_nothing_loaded_at_all_is_an_error(load, tmp_path, alien, said):
+    backbone = model()
+    before = {key: value.clone() for key, value in backbone.state_dict().items()}
+    with pytest.raises(CheckpointError, match=f'{tmp_path}/a.pth') as caught:
+        load(backbone, {'state_dict': alien})
+    assert said in str(caught.value)
+    assert all(torch.equal(before[key], v) for key, v in backbone.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    'kind', ['Pretrained', PretrainedInit, 'mmengine.Pretrained', 'mmengine.model.weight_init.PretrainedInit'], ids=str
+)
+def test_init_weights_reads_a_released_file(tmp_path, kind):
+    """However the config names what loads it, the class included, as configs of the pure Python style do."""
+    torch.save({'model': released_ravlt()}, tmp_path / 'a.pth')
+    backbone = model(init_cfg=dict(type=kind, checkpoint=str(tmp_path / 'a.pth')))
+    backbone.init_weights()
+    stem = backbone.patch_embeds[0].layers[0].weight
+    assert torch.equal(stem, released_ravlt()['patch_embed.proj.0.weight'])
+
+
+def test_init_weights_takes_the_part_that_is_asked_for(tmp_path):
+    """Of a file of two: without ``prefix``, that under ``backbone.``."""
+    parts = {
+        f'{prefix}{key}': torch.full_like(value, number)
+        for number, prefix in ((1, 'backbone.'), (2, 'teacher.'))
+        for key, value in model().state_dict().items()
+    }
+    torch.save({'state_dict': parts}, tmp_path / 'a.pth')
+    for expected, options in ((1, {}), (2, dict(prefix='teacher.'))):
+        backbone = model(init_cfg=dict(type='Pretrained', checkpoint=str(tmp_path / 'a.pth'), **options))
+        backbone.init_weights()
+        assert all((value == expected).all() for value in backbone.state_dict().values())
+
+
+def test_mmengine_s_log_says_where_weights_come_from(tmp_path):
+    torch.save(model().state_dict(), tmp_path / 'a.pth')
+    backbone = model()
+    backbone._params_init_info = {p: dict(init_info='', tmp_mean_value=p.mean() + 1) for p in backbone.parameters()}
+    load_pretrained(backbone, str(tmp_path / 'a.pth'))
+    said = {info['init_info'] for info in backbone._params_init_info.values()}
+    assert said == {f'load_pretrained: from {tmp_path}/a.pth'}

@@ -1,0 +1,318 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""A file is read as data, or refused in one line that names it; nothing in it runs."""
+
+import argparse
+import builtins
+import functools
+import gzip
+import importlib
+import io
+import operator
+import os
+import pickle
+import re
+import runpy
+import subprocess
+import sys
+import tarfile
+import types
+import warnings
+import zipfile
+from collections import Counter, OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_helpers import Hostile, touch_when_loaded
+from mmengine.config import ConfigDict
+from mmengine.logging import HistoryBuffer
+from mmengine.optim.scheduler import OneCycleLR
+from torch import nn
+
+from mmlinattn.checkpoints import CheckpointError, CheckpointNotFoundError, load_file, safe
+
+
+@pytest.fixture(params=['torch list', 'own unpickler'], autouse=True)
+def both_ways(request, monkeypatch):
+    """PyTorch's list, and the unpickler for PyTorch before 2.6."""
+    if request.param == 'own unpickler':
+        monkeypatch.setattr(safe, '_TORCH_HAS_ALLOW_LIST', False)
+    elif not safe._TORCH_HAS_ALLOW_LIST:
+        pytest.skip('this PyTorch has no list to extend')
+
+
+@pytest.fixture(params=['zip', 'legacy'])
+def save(request, tmp_path):
+    def save(thing, **kwargs):
+        torch.save(thing, tmp_path / 'a.pth', _use_new_zipfile_serialization=request.param == 'zip', **kwargs)
+        return tmp_path / 'a.pth'
+
+    return save
+
+
+def refused(path) -> str:
+    """The line of a file that is not loaded."""
+    with pytest.raises(CheckpointError) as caught:
+        load_file(path)
+    line = str(caught.value)
+    assert str(path) in line and line.isprintable() and len(line) < 1000
+    return line
+
+
+# what training frameworks leave beside the weights
+
+
+def test_history_buffers_keep_their_statistics(save):
+    (buffer,) = load_file(save({'scalars': [HistoryBuffer([3.0, 1.0], [1, 1], max_length=3)]}))['scalars']
+    assert type(buffer) is HistoryBuffer and buffer.mean() == 2.0 and buffer.statistics('min') == 1.0
+    for value in (5.0, 7.0):
+        buffer.update(value)
+    assert buffer.current() == 7.0 and list(buffer.data[0]) == [1.0, 5.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    'state', [dict(_log_history='x'), dict(_count_history=np.ones(3)), dict(max_length='many'), dict(max_length=None)]
+)
+def test_a_history_buffer_is_two_equal_arrays_and_a_length(save, state):
+    buffer = HistoryBuffer([1.0], [1])
+    vars(buffer).update(state)
+    refused(save({'loss': buffer}))
+
+
+def test_a_history_buffer_brings_no_functions(save):
+    buffer = HistoryBuffer([1.0, 2.0], [1, 1])
+    vars(buffer).update(update=1, _statistics_methods={'mean': HistoryBuffer.max})
+    found = load_file(save({'loss': buffer}))['loss']
+    assert found.statistics('mean') == 1.5 and callable(found.update)
+
+
+@pytest.mark.parametrize('strategy', ['cos', 'linear'])
+def test_one_cycle_schedules(save, strategy):
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1, momentum=0.9)
+    scheduler = OneCycleLR(optimizer, eta_max=0.2, total_steps=5, anneal_strategy=strategy)
+    found = load_file(save(scheduler.state_dict()))['anneal_func']
+    assert found is scheduler.anneal_func and found.__name__ == f'_annealing_{strategy}'
+
+
+def test_plain_data(save):
+    """Numbers of each of NumPy's types, a schedule's milestones, settings, and what PyTorch itself allows."""
+    arrays = {code: np.arange(3).astype(code) for code in '?bhilqBHILQefdgFDG'}
+    scalars = {code: array[1] for code, array in arrays.items() if code not in 'gG'}
+    others = dict(
+        milestones=Counter([3, 3, 5]), names={'a', 'b'}, size=torch.Size([2, 3]), bytes=b'\x00\xff', none=None
+    )
+    args = argparse.Namespace(lr=0.1, output_dir=Path('runs'))
+    config = ConfigDict(model=dict(depth=2))
+    found = load_file(save(dict(arrays=arrays, scalars=scalars, args=args, config=config, **others)))
+    for code, array in arrays.items():
+        assert found['arrays'][code].dtype == array.dtype and (found['arrays'][code] == array).all()
+    assert found['scalars'] == scalars and all(found['scalars'][code].dtype == code for code in scalars)
+    assert {key: found[key] for key in others} == others and type(found['milestones']) is Counter
+    assert found['args'].lr == 0.1 and str(found['args'].output_dir) == 'runs'
+    assert found['config']['model']['depth'] == 2
+
+
+@pytest.mark.parametrize('core', ['core', '_core'])
+def test_numpy_data_of_numpy_1_and_2(tmp_path, core):
+    """NumPy 2 renamed the modules that a pickle names; both kinds of file are about."""
+    torch.save({'array': np.arange(6.0).reshape(2, 3), 'scalar': np.float32(0.5)}, tmp_path / 'saved.pth')
+    with zipfile.ZipFile(tmp_path / 'saved.pth') as old, zipfile.ZipFile(tmp_path / 'renamed.pth', 'w') as new:
+        for name in old.namelist():
+            data = old.read(name)
+            for other in (b'core', b'_core'):
+                data = data.replace(b'numpy.%s.multiarray' % other, b'numpy.%s.multiarray' % core.encode())
+            new.writestr(name, data)
+    loaded = load_file(tmp_path / 'renamed.pth')
+    assert loaded['array'].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert loaded['scalar'] == 0.5 and loaded['scalar'].dtype == np.float32
+
+
+@pytest.mark.parametrize('name', ['yacs.config.CfgNode', 'addict.addict.Dict', 'mmcv.utils.config.ConfigDict'])
+def test_settings_of_packages_that_are_not_there(save, monkeypatch, name):
+    """Swin-type files hold a yacs node, MMCV 1.x a ConfigDict."""
+    path, _, kind = name.rpartition('.')
+    made = type(kind, (dict,), {'__module__': path, '__qualname__': kind})
+    packages = path.split('.')
+    for end in range(1, len(packages) + 1):
+        part = '.'.join(packages[:end])
+        monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
+    setattr(sys.modules[path], kind, made)
+    node = made(DEPTHS=[2, 2])
+    vars(node)['__immutable__'] = True  # as yacs has it
+    made.__reduce_ex__ = lambda self, protocol: (made, (), None, None, iter(self.items()))
+    file = save({'config': node})
+    monkeypatch.undo()
+    assert load_file(file)['config'] == {'DEPTHS': [2, 2]}
+
+
+@pytest.mark.parametrize('map_location', ['meta', torch.device('meta'), lambda storage, _: storage, None])
+def test_where_tensors_are_put(save, map_location):
+    found = load_file(save({'w': torch.ones(3)}), map_location)['w']
+    assert found.device.type == ('meta' if str(map_location) == 'meta' else 'cpu')
+
+
+def test_a_single_tensor_is_a_checkpoint(save):
+    assert torch.equal(load_file(save(torch.ones(3))), torch.ones(3))
+    assert (load_file(save(np.ones(3))) == np.ones(3)).all()
+
+
+# what is hostile
+
+HOSTILE = {
+    'posix.system': touch_when_loaded,
+    'eval': lambda marker: Hostile(eval, f'open({str(marker)!r}, "w")'),
+    'exec': lambda marker: Hostile(exec, f'open({str(marker)!r}, "w")'),
+    'open': lambda marker: Hostile(builtins.open, str(marker), 'w'),
+    'subprocess.Popen': lambda marker: Hostile(subprocess.Popen, ['touch', str(marker)]),
+    'posix.mkdir': lambda marker: Hostile(os.mkdir, str(marker)),
+    '__import__': lambda marker: Hostile(__import__, 'os'),
+    'importlib.import_module': lambda marker: Hostile(importlib.import_module, 'antigravity'),
+    'runpy.run_path': lambda marker: Hostile(runpy.run_path, str(marker)),
+    'getattr': lambda marker: Hostile(getattr, HistoryBuffer, '__init__'),
+    'operator.attrgetter': lambda marker: Hostile(operator.attrgetter, 'system'),
+    'functools.partial': lambda marker: functools.partial(os.system, f'touch {marker}'),
+    'torch.serialization.load': lambda marker: Hostile(torch.load, str(marker)),
+    '_pickle.loads': lambda marker: Hostile(pickle.loads, pickle.dumps(touch_when_loaded(marker))),
+    'numpy.dtype[object]': lambda marker: np.array([touch_when_loaded(marker)], dtype=object),
+    'torch.nn.modules.linear.Linear': lambda marker: nn.Linear(1, 1),
+    'subprocess.CalledProcessError': lambda marker: subprocess.CalledProcessError,
+}
+
+
+@pytest.mark.parametrize('name', HOSTILE)
+def test_code_is_refused_by_name_and_not_run(save, tmp_path, name):
+    marker = tmp_path / 'was_run'
+    line = refused(save({'state_dict': {'w': torch.ones(1)}, 'meta': {'x': HOSTILE[name](marker)}}))
+    assert 'was refused: it asks for' in line and name.rpartition('.')[2] in line and not marker.exists()
+
+
+@pytest.mark.parametrize('protocol', [2, 3, 4, 5])
+def test_code_under_any_pickle_protocol(save, tmp_path, protocol):
+    marker = tmp_path / 'was_run'
+    refused(save(touch_when_loaded(marker), pickle_protocol=protocol))
+    (tmp_path / 'plain.pkl').write_bytes(pickle.dumps({'model': touch_when_loaded(marker)}, protocol))
+    assert 'not a checkpoint written by torch.save' in refused(tmp_path / 'plain.pkl')
+    assert not marker.exists()
+
+
+def tarred(content: bytes) -> bytes:
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode='w') as archive:
+        for name in ('sys_info', 'pickle', 'storages', 'tensors'):
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            archive.addfile(info, io.BytesIO(content))
+    return file.getvalue()
+
+
+def zipped(content: bytes, *names: str) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, 'w') as archive:
+        for name in names:
+            archive.writestr(name, content)
+    return file.getvalue()
+
+
+CONTAINERS = {
+    'tar': (tarred, 'not a checkpoint written by torch.save'),
+    'gzip': (gzip.compress, 'not a checkpoint written by torch.save'),
+    'a zip in which there is no pickle': (lambda content: zipped(content, 'a/weights.pth'), 'zip archive, but not'),
+    'TorchScript': (lambda content: zipped(content, 'a/data.pkl', 'a/constants.pkl'), 'TorchScript program'),
+    'two pickles': (lambda content: zipped(content, 'a/data.pkl', 'b/data.pkl'), ''),
+    'a program': (lambda content: b'import os', 'not a checkpoint written by torch.save'),
+    'a page': (lambda content: b'\n<!DOCTYPE html><script>', 'is a web page'),
+    'a pointer': (lambda content: b'version https://git-lfs.github.com/spec/v1\noid sha256:0', 'git lfs pull'),
+    'nothing': (lambda content: b'', 'is empty'),
+    'noise': (lambda content: np.random.RandomState(0).bytes(5000), 'not a checkpoint written by torch.save'),
+}
+
+
+@pytest.mark.parametrize('kind', CONTAINERS)
+@pytest.mark.filterwarnings('ignore')  # of the zip file with two entries
+def test_other_containers_are_not_opened(tmp_path, kind):
+    make, said = CONTAINERS[kind]
+    (tmp_path / 'a.pth').write_bytes(make(pickle.dumps(touch_when_loaded(tmp_path / 'was_run'), 2)))
+    assert said in refused(tmp_path / 'a.pth') and not (tmp_path / 'was_run').exists()
+
+
+@pytest.mark.parametrize('kept', [0.0005, 0.001, 0.3, 0.95, 0.999])
+def test_a_file_that_is_cut_short(save, kept):
+    path = save({'state_dict': {f'w{i}': torch.randn(100) for i in range(20)}})
+    content = path.read_bytes()
+    path.write_bytes(content[: int(kept * len(content)) + 1])
+    refused(path)
+
+
+def test_what_is_no_regular_file(tmp_path):
+    missing = tmp_path / 'no.pth'
+    assert refused(missing) == f'checkpoint {missing} does not exist'
+    with pytest.raises(FileNotFoundError):  # what code written against MMEngine catches
+        load_file(missing)
+    assert 'is a folder' in refused(tmp_path)
+    os.mkfifo(tmp_path / 'pipe')
+    (tmp_path / 'zero').symlink_to('/dev/zero')
+    for name in ('pipe', 'zero'):
+        assert 'is a pipe, a socket or a device' in refused(tmp_path / name)
+    torch.save({}, tmp_path / 'a.pth')
+    (tmp_path / 'link').symlink_to(tmp_path / 'a.pth')
+    assert load_file(tmp_path / 'link') == {}
+    assert issubclass(CheckpointNotFoundError, CheckpointError)
+
+
+def with_attribute(name='get') -> OrderedDict:
+    state = OrderedDict(w=torch.ones(1))
+    setattr(state, name, torch._utils._rebuild_tensor_v2)  # on PyTorch's own list, so that it can be read
+    return state
+
+
+@pytest.mark.parametrize(
+    'thing, said',
+    [
+        ([torch.ones(1)], 'holds a list, not a state dict'),
+        (None, 'holds a NoneType, not a state dict'),
+        ({'state_dict': [1]}, 'state_dict of .* is a list, not a dict'),
+        ({'meta': 'x'}, 'meta of .* is a str, not a dict'),
+        ({'meta': {}, 7: torch.ones(1)}, 'a key that is no printable string: 7'),
+        ({'state_dict': {'\x1b[2J': torch.ones(1)}}, r"a key that is no printable string: '\\x1b"),
+        ({'ema_state_dict': {(1,): torch.ones(1)}}, 'a key that is no printable string'),
+        ({'state_dict': with_attribute()}, 'a dict in it has attributes: get'),
+        ({'meta': [with_attribute('pop')]}, 'a dict in it has attributes: pop'),
+        (with_attribute('keys'), 'a dict in it has attributes: keys'),
+    ],
+    ids=str,
+)
+def test_what_mmengine_would_stumble_over(save, thing, said):
+
+    assert re.search(said, refused(save(thing)))
+
+
+def test_data_without_end_is_gone_through_once(save):
+    shared, endless = ['ha'], []
+    for _ in range(60):
+        shared = [shared, shared]
+    endless.append(endless)
+    assert load_file(save({'meta': {'x': shared, 'y': endless}}))['meta']['y'][0][0]
+
+
+def test_the_text_that_runner_resume_runs_is_dropped_and_nothing_else(save):
+    meta = dict(config='import os', cfg='model = 1', epoch=3, hook_msgs=dict(config=1))
+    found = load_file(save(dict(meta=meta, state_dict=nn.Linear(1, 1).state_dict(), optimizer=dict(config=2))))
+    assert found['meta'] == dict(cfg='model = 1', epoch=3, hook_msgs=dict(config=1))
+    assert found['optimizer'] == dict(config=2) and found['state_dict']._metadata
+
+
+def test_reading_leaves_no_traces(save, tmp_path):
+    """Neither news of other pickle protocols, nor a longer list of what PyTorch may build."""
+    theirs = torch.serialization.get_safe_globals()
+    torch.serialization.add_safe_globals([getattr])  # common advice on MMEngine's error
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('error')
+            torch.save({'w': torch.ones(1)}, tmp_path / 'b.pth', pickle_protocol=3)
+            assert load_file(tmp_path / 'b.pth')['w'] == 1
+        assert 'builtins.getattr' in refused(save({'w': Hostile(getattr, HistoryBuffer, '__init__')}))
+        assert set(torch.serialization.get_safe_globals()) == {*theirs, getattr}
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(theirs)

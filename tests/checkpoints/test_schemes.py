@@ -1,0 +1,216 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""MMEngine's own ways to load a checkpoint, after ``import mmlinattn`` and nothing else."""
+
+import json
+import logging
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_helpers import saved, touch_when_loaded, with_package
+from mmengine.fileio import backends
+from mmengine.model import BaseModel, BaseModule
+from mmengine.runner import CheckpointLoader, Runner, load_checkpoint
+from torch import nn
+
+from mmlinattn.checkpoints import CheckpointError, register, schemes
+
+LOAD = CheckpointLoader.load_checkpoint
+
+
+class OneLayer(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, inputs, mode='tensor'):
+        return dict(loss=self.layer(torch.stack(inputs)).sum())
+
+
+def runner(work_dir, epochs, **kwargs) -> Runner:
+    return Runner(
+        model=OneLayer(),
+        work_dir=str(work_dir),
+        train_dataloader=dict(
+            dataset=[dict(inputs=torch.ones(1))] * 4,
+            batch_size=2,
+            sampler=dict(type='DefaultSampler', shuffle=True),
+        ),
+        train_cfg=dict(by_epoch=True, max_epochs=epochs),
+        optim_wrapper=dict(optimizer=dict(type='AdamW', lr=0.1)),
+        param_scheduler=[
+            dict(type='LinearLR', start_factor=0.1, by_epoch=False, end=2),
+            dict(type='MultiStepLR', milestones=[1]),
+        ],
+        custom_hooks=[dict(type='EMAHook')],
+        default_scope='mmengine',
+        experiment_name=f'{work_dir.name}_{epochs}_{len(kwargs)}',
+        **kwargs,
+    )
+
+
+def test_mmengine_resumes_its_own_checkpoints(tmp_path):
+    first = runner(tmp_path, epochs=1)
+    first.train()
+    losses = first.message_hub.get_scalar('train/loss').data[0].copy()
+    second = runner(tmp_path, epochs=2, resume=True)
+    second.train()
+    assert second.iter == 4
+    # The history of the loss, which is what the plain safe loader stumbles over, came along.
+    resumed = second.message_hub.get_scalar('train/loss').data[0]
+    assert len(losses) == 2 and len(resumed) == 4 and list(resumed[:2]) == list(losses)
+    assert resumed[2] < losses[1]  # the weights as well: the loss goes on falling
+
+
+@pytest.mark.parametrize(
+    'text',
+    [
+        'import os\nos.system("touch {marker}")\n',
+        '_base_ = "{folder}/program.py"\n',
+        'custom_imports = dict(imports=["program"])\n',
+        'x = "{{{{$NO_SUCH:";open("{marker}","w");"}}}}"\n',
+    ],
+    ids=['call', 'base', 'import', 'variable'],
+)
+def test_the_program_in_a_checkpoint_does_not_run_on_resume(tmp_path, monkeypatch, text):
+    marker = tmp_path / 'was_run'
+    (tmp_path / 'program.py').write_text(f'open({str(marker)!r}, "w").close()\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    runner(tmp_path, epochs=1).train()
+    checkpoint = LOAD(str(tmp_path / 'epoch_1.pth'), 'cpu')
+    checkpoint['meta']['config'] = text.format(marker=marker, folder=tmp_path)
+    torch.save(checkpoint, tmp_path / 'epoch_1.pth')
+    second = runner(tmp_path, epochs=2, resume=True)
+    second.train()
+    assert second.iter == 4 and not marker.exists()
+
+
+def test_hostile_files_are_refused_in_load_from_and_init_cfg(tmp_path):
+    marker, bad = tmp_path / 'was_run', str(tmp_path / 'bad.pth')
+    torch.save({'state_dict': {}, 'meta': touch_when_loaded(marker)}, bad)
+    with pytest.raises(CheckpointError, match='refused'):
+        runner(tmp_path, 1, load_from=bad).train()
+    with pytest.raises(CheckpointError, match='refused'):
+        BaseModule(dict(type='Pretrained', checkpoint=bad)).init_weights()
+    assert not marker.exists()
+
+
+def test_mmengine_s_arguments_have_their_effect(tmp_path, monkeypatch, caplog, capsys):
+    path, logger, layer = str(tmp_path / 'a.pth'), logging.getLogger('of-schemes'), nn.Linear(1, 1)
+    torch.save({'state_dict': {'weight': torch.ones(1, 1), 'bias': torch.ones(1)}}, path)
+    load_checkpoint(layer, path, map_location='cpu', strict=True)
+    assert layer.weight.item() == 1
+    assert LOAD(filename=path, map_location='meta', logger='silent')['state_dict']['weight'].is_meta
+    with caplog.at_level(logging.INFO, logger.name):
+        LOAD(path, None, logger)
+    assert [(record.name, path in record.getMessage()) for record in caplog.records] == [(logger.name, True)]
+    monkeypatch.setenv('HOME', str(tmp_path))
+    assert 'state_dict' in LOAD('~/a.pth')
+    with pytest.raises(FileNotFoundError, match='no.pth does not exist'):
+        LOAD(str(tmp_path / 'no.pth'))
+
+
+def test_a_plain_import_is_all_an_upstream_tool_needs_and_patches_nothing(tmp_path):
+    """Classes, functions and modules of MMEngine and PyTorch are what they were; registries and schemes aside."""
+    runner(tmp_path, epochs=1).train()
+    script = f"""
+        import mmengine.runner, mmengine.hooks, mmengine.infer, torch
+        from mmengine.runner import checkpoint
+        places = [checkpoint, checkpoint.CheckpointLoader, torch, torch.hub, torch.serialization]
+        places += [mmengine.runner, mmengine.infer.BaseInferencer]
+        ours = ('_schemes', 'find_latest_checkpoint')
+        before = [{{name: value for name, value in vars(p).items() if name not in ours}} for p in places]
+        listed = torch.serialization.get_safe_globals()
+        import mmlinattn
+        for place, names in zip(places, before):
+            changed = [name for name, value in names.items() if vars(place)[name] is not value]
+            assert not changed, (place, changed)
+        assert torch.serialization.get_safe_globals() == listed
+        loaded = checkpoint._load_checkpoint({str(tmp_path / 'epoch_1.pth')!r}, map_location='cpu')
+        print(loaded['meta']['epoch'], len(loaded['message_hub']['log_scalars']) > 0)
+    """
+    command = [sys.executable, '-c', textwrap.dedent(script)]
+    done = subprocess.run(command, capture_output=True, text=True, env=with_package())
+    assert done.stdout.splitlines()[-1:] == ['1 True'], done.stderr
+
+
+# --- addresses
+
+
+def test_links_are_kept_where_mmengine_keeps_them(server, tmp_path):
+    """Those without a file name, as the shares of InLine and FLatten have them, under names of their own."""
+    for number, path in enumerate(('/a/model.pth', '/f/1/?dl=1', '/f/2/?dl=1', '/?dl=1')):
+        server.replies[path] = [(200, saved({'w': torch.tensor(number)}))]
+        for _ in range(2):
+            assert LOAD(server.root + path)['w'] == number
+        assert schemes.local_path(server.root + path).parent == server.cache
+    assert [name.partition('-')[0] for name in server.kept()] == ['1', '2', 'checkpoint', 'model.pth']
+    assert len(server.requests) == 4
+    schemes.load_from_http(f'{server.root}/a/model.pth', model_dir=str(tmp_path / 'elsewhere'))
+    assert (tmp_path / 'elsewhere' / 'model.pth').exists()
+
+
+@pytest.mark.parametrize('scheme', ['open-mmlab://', 'openmmlab://', 'mmcls://', 'http'])
+def test_hostile_downloads_are_neither_run_nor_kept(server, tmp_path, monkeypatch, scheme):
+    marker, link = tmp_path / 'was_run', f'{server.root}/x.pth'
+    server.replies['/x.pth'] = [(200, saved(touch_when_loaded(marker)))]
+    monkeypatch.setattr(schemes, '_ZOOS', dict.fromkeys(schemes._ZOOS, lambda: {'x': link}))
+    with pytest.raises(CheckpointError, match='refused'):
+        LOAD(link if scheme == 'http' else f'{scheme}x')
+    assert not marker.exists() and server.kept() == []
+
+
+def test_the_zoos_of_mmengine(server, monkeypatch, tmp_path):
+    (tmp_path / 'open_mmlab.json').write_text(json.dumps({'mine': f'{server.root}/mine.pth'}))
+    monkeypatch.setenv('MMENGINE_HOME', str(tmp_path))  # where users name models of their own
+    server.replies['/mine.pth'] = [(200, saved({'state_dict': {'backbone.w': torch.ones(2), 'head.w': torch.ones(1)}}))]
+    assert set(LOAD('open-mmlab://mine')['state_dict']) == {'backbone.w', 'head.w'}
+    monkeypatch.setitem(schemes._ZOOS, 'mmcls', lambda: {'mine': f'{server.root}/mine.pth'})
+    assert set(LOAD('mmcls://mine')['state_dict']) == {'w'}
+    server.replies['/resnet.pth'] = [(200, saved({'fc': torch.ones(3)}))]
+    monkeypatch.setitem(schemes._ZOOS, 'torchvision', lambda: {'resnet50': f'{server.root}/resnet.pth'})
+    assert set(LOAD('torchvision://resnet50')) == {'fc'}
+    with pytest.raises(CheckpointError, match=r"'resnet51' \(resnet50\)"):
+        LOAD('torchvision://resnet51')
+
+
+def test_storage_addresses(monkeypatch, tmp_path):
+    """A backend of MMEngine's that reads a folder stands for s3, which needs a client."""
+    marker, asked = tmp_path / 'was_run', []
+    (tmp_path / 'good.pth').write_bytes(saved({'w': torch.ones(2)}))
+    (tmp_path / 'bad.pth').write_bytes(saved(touch_when_loaded(marker)))
+
+    def backend(address, backend_args):
+        asked.append((address, backend_args['backend']))
+        return backends.LocalBackend()
+
+    monkeypatch.setattr(
+        schemes, 'get_file_backend', lambda address, backend_args: Folder(backend(address, backend_args))
+    )
+
+    class Folder:
+        def __init__(self, backend):
+            self.backend = backend
+
+        def get(self, address):
+            return self.backend.get(tmp_path / Path(address).name)
+
+    for scheme in ('s3://', 'petrel://', 'cluster:s3://'):
+        assert LOAD(f'{scheme}bucket/good.pth', 'meta')['w'].is_meta
+        assert asked.pop() == (f'{scheme}bucket/good.pth', 'petrel')
+    with pytest.raises(CheckpointError, match='^s3://bucket/bad.pth was refused'):
+        LOAD('s3://bucket/bad.pth')
+    with pytest.raises(CheckpointError, match='^pavi://x .* download the file'):
+        LOAD('pavi://x')
+    assert not marker.exists()
+
+
+def test_registering_again_changes_nothing():
+    before = dict(CheckpointLoader._schemes)
+    register()
+    assert dict(CheckpointLoader._schemes) == before
+    theirs = [name for name, loader in before.items() if loader.__module__.startswith('mmengine')]
+    assert theirs == []  # which unpickle what they get

@@ -1,0 +1,161 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""``tools/convert_checkpoint.py`` on files as their authors would have published them."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoint_helpers import ARCH, released_ravlt, with_package
+from mmengine.config import Config
+from mmengine.runner import load_checkpoint
+
+from mmlinattn.checkpoints import load_file
+from mmlinattn.utils.building import build_model
+
+TOOL = Path(__file__).parents[2] / 'tools' / 'convert_checkpoint.py'
+WIDTHS = list(ARCH['embed_dims'])
+# Nothing may be fetched to build a model: this name is nobody's.
+BACKBONE = (
+    f"dict(_delete_=True, type='RAVLT', arch={ARCH}, init_cfg=dict(type='Pretrained', checkpoint='mmlinattn://nobody'))"
+)
+DETECTOR = f'backbone={BACKBONE}, neck=dict(in_channels={WIDTHS})'
+MODELS = {
+    'mmdet mask-rcnn_r50_fpn': DETECTOR,
+    'mmdet cascade-mask-rcnn_r50_fpn': DETECTOR,
+    'mmdet retinanet_r50_fpn': DETECTOR,
+    'mmseg fpn_r50': f'{DETECTOR}, pretrained=None',
+    'mmseg upernet_r50': f'backbone={BACKBONE}, decode_head=dict(in_channels={WIDTHS}), '
+    "auxiliary_head=dict(in_channels=24), pretrained='mmlinattn://nobody'",
+}
+
+
+class Files:
+    """SRC, DST and CONFIG in a folder, and the tool on them."""
+
+    def __init__(self, folder, monkeypatch, capsys):
+        self.source, self.target, self.config = folder / 'released.pth', folder / 'ours.pth', folder / 'config.py'
+        self.monkeypatch, self.capsys = monkeypatch, capsys
+        self.configure()
+
+    def configure(self, name='mmdet mask-rcnn_r50_fpn', extra='', **replace):
+        scope, base = name.split()
+        pytest.importorskip(scope)
+        self.config.write_text(
+            f"_base_ = '{scope}::_base_/models/{base}.py'\ndefault_scope = '{scope}'\n"
+            f"custom_imports = dict(imports=['mmlinattn'])\nmodel = dict({MODELS[name]}{extra})\n"
+        )
+
+    def model(self):
+        return build_model(Config.fromfile(self.config))
+
+    def publish(self, change=lambda state: None) -> dict:
+        """Old backbone names, today's head names."""
+        state = {key: v for key, v in self.model().state_dict().items() if not key.startswith('backbone.')}
+        state.update({f'backbone.{key}': v for key, v in released_ravlt(dense=True).items()})
+        change(state)
+        torch.save({'state_dict': state, 'meta': {'CLASSES': ('cat', 'dog')}, 'optimizer': {}}, self.source)
+        return state
+
+    def run(self, status=0, source=None, target=None):
+        """Lines on stdout and stderr of the tool."""
+        argv = [str(TOOL), str(source or self.source), str(target or self.target), '--config', str(self.config)]
+        self.monkeypatch.setattr(sys, 'argv', argv)
+        assert runpy.run_path(str(TOOL))['main']() == status
+        assert self.target.exists() == (status == 0)
+        return [part.splitlines() for part in self.capsys.readouterr()]
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch, capsys):
+    monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
+    return Files(tmp_path, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize('name', MODELS)
+def test_a_released_model_loads_strictly(files, name):
+    files.configure(name)
+    state = files.publish()
+    out, _ = files.run()
+    assert out[-1] == f'wrote {files.target}: {len(files.model().state_dict())} tensors'
+    assert any(line.startswith('dropped') and line.endswith('backbone.layers.0.RoPE.angle') for line in out)
+    model = files.model()
+    load_checkpoint(model, str(files.target), strict=True)
+    stem = model.state_dict()['backbone.patch_embeds.0.layers.0.weight']
+    assert torch.equal(stem, state['backbone.patch_embed.proj.0.weight'])
+    # converted again it stays as it is
+    again = files.target.with_name('again.pth')
+    files.run(source=files.target, target=again)
+    first, second = (load_file(path)['state_dict'] for path in (files.target, again))
+    assert first.keys() == second.keys() and all(torch.equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize(
+    'spoil, title, listed',
+    [
+        (lambda s: s.pop('rpn_head.rpn_cls.weight'), '1 missing in SRC:', '  rpn_head.rpn_cls.weight'),
+        (lambda s: s.update({'backbone.odd': torch.ones(1)}), '1 left over from SRC:', '  backbone.odd'),
+        (lambda s: s.update({'odd.weight': torch.ones(1)}), '1 left over from SRC:', '  odd.weight'),
+        (
+            lambda s: s.update({'roi_head.bbox_head.fc_cls.bias': torch.ones(4)}),
+            '1 of another shape:',
+            '  roi_head.bbox_head.fc_cls.bias (4 in the file, 81 in the model)',
+        ),
+    ],
+    ids=['missing', 'of the backbone', 'left over', 'shape'],
+)
+def test_any_key_that_does_not_fit_is_listed_and_nothing_written(files, spoil, title, listed):
+    files.publish(spoil)
+    _, err = files.run(status=1)
+    assert [title, listed] == err[1:3] and str(files.source) in err[0] and str(files.config) in err[0]
+
+
+@pytest.mark.parametrize('dense', [False, True])
+def test_a_backbone_alone_does_not_make_a_detector(files, dense):
+    torch.save({'model': released_ravlt(dense)}, files.source)
+    _, listed = files.run(status=1)
+    assert {'  neck.fpn_convs.0.conv.weight', '  roi_head.bbox_head.fc_cls.weight'} <= set(listed)
+    assert ('  backbone.out_norms.0.weight' in listed) != dense
+    assert ('  head.fc.weight' in listed) != dense  # left over from the classifier
+    assert listed[-1].startswith('Hint') and f"init_cfg.checkpoint='{files.source}'" in listed[-1]
+
+
+def test_a_file_for_other_classes_gets_that_hint(files):
+    files.publish()
+    files.configure(extra=', roi_head=dict(bbox_head=dict(num_classes=3))')
+    _, listed = files.run(status=1)
+    assert listed[-1] == 'Hint: CONFIG has another number of classes or another size than SRC.'
+
+
+def test_norms_of_outputs_the_model_does_not_use_are_dropped_with_a_note(files):
+    files.publish()
+    text = files.config.read_text().replace("type='RAVLT'", "type='RAVLT', out_indices=(1, 2, 3)")
+    files.config.write_text(text.replace(f'in_channels={WIDTHS}', f'in_channels={WIDTHS[1:]}, num_outs=4'))
+    # The neck has a level less, so that part of the file is left over: only the norm is dropped.
+    out, err = files.run(status=1)
+    assert any('backbone.out_norms.0.weight' in line for line in out)
+    assert not any('out_norms' in line for line in err) and '  neck.lateral_convs.3.conv.weight' in err
+
+
+def test_errors_are_one_line(files, tmp_path):
+    files.source.write_text('<html>Please log in</html>')
+    assert files.run(status=1)[1] == [f'error: {files.source} is a web page, not a checkpoint']
+    assert files.run(status=1, target=tmp_path)[1] == [f'error: DST {tmp_path} is a folder; name a file in it']
+    files.publish()
+    files.configure(extra=', rpn_head=dict(foo=1)')
+    (line,) = files.run(status=1)[1]
+    assert line.startswith(f'error: the model of {files.config} cannot be built: TypeError: ') and "'foo'" in line
+    files.config.unlink()
+    (line,) = files.run(status=1)[1]
+    assert str(files.config) in line
+
+
+def test_a_process_of_its_own(files):
+    files.publish()
+    command = [sys.executable, TOOL, files.source, files.target, '--config', files.config]
+    done = subprocess.run(command, capture_output=True, text=True, env=with_package())
+    assert done.returncode == 0 and files.target.exists(), done.stderr
+    done = subprocess.run(command[:-2], capture_output=True, text=True, env=with_package())
+    assert done.returncode == 2 and 'required: --config' in done.stderr

@@ -1,0 +1,81 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import pytest
+from mmengine.config import Config
+from mmengine.model import PretrainedInit
+from mmengine.registry import MODELS, DefaultScope
+from torch import nn
+
+from mmlinattn.utils.building import build_model, is_pretrained, without_pretrained
+from mmlinattn.utils.errors import RunError
+
+PRETRAINED = dict(type='Pretrained', checkpoint='nobody.pth')
+
+
+@MODELS.register_module(force=True)
+class Given(nn.Module):
+    def __init__(self, backbone=None, data_preprocessor=None, **kwargs):
+        super().__init__()
+        self.given = dict(kwargs, backbone=backbone, data_preprocessor=data_preprocessor)
+        if kwargs.get('bad'):
+            raise KeyError('bad is not known')
+
+
+@pytest.mark.parametrize(
+    'init_cfg, expected',
+    [
+        (None, False),
+        (dict(type='Normal'), False),
+        (PRETRAINED, True),
+        (dict(type=PretrainedInit), True),
+        (dict(type='mmengine.Pretrained'), True),
+        (dict(type='mmengine.model.weight_init.PretrainedInit'), True),
+        ([dict(type='Normal'), PRETRAINED], True),
+    ],
+)
+def test_what_names_a_checkpoint(init_cfg, expected):
+    assert is_pretrained(init_cfg) is expected
+
+
+def test_nothing_to_fetch_is_left_in_a_config():
+    other = dict(type='Normal', layer='Linear')
+    config = dict(
+        a=[dict(init_cfg=PRETRAINED, b=2), (dict(pretrained='x.pth'), 'init_cfg')],
+        pretrained=False,
+        teacher_ckpt='y.pth',
+        keep=dict(init_cfg=other),
+    )
+    assert without_pretrained(config) == dict(
+        a=[dict(init_cfg=None, b=2), (dict(pretrained=None), 'init_cfg')],
+        pretrained=False,
+        teacher_ckpt=None,
+        keep=dict(init_cfg=other),
+    )
+    assert config['a'][0]['init_cfg'] is PRETRAINED  # the caller's own stays
+
+
+def test_models_are_built_as_a_runner_builds_them():
+    model = dict(type='Given', backbone=dict(depth=1, init_cfg=PRETRAINED))
+    cfg = Config(dict(model=model, data_preprocessor=dict(mean=3), default_scope='mmseg'))
+    given = build_model(cfg, depth=2, width=4).given
+    assert given == dict(backbone=dict(depth=2, width=4, init_cfg=None), data_preprocessor=dict(mean=3))
+    assert DefaultScope.get_current_instance().scope_name == 'mmseg'
+    assert cfg.model.backbone.depth == 1 and 'data_preprocessor' not in cfg.model
+    assert (
+        build_model(Config(dict(model=dict(model, data_preprocessor=1), data_preprocessor=2))).given[
+            'data_preprocessor'
+        ]
+        == 1
+    )
+
+
+def test_what_cannot_be_built_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
+    with pytest.raises(RunError, match='^the config has no model$'):
+        build_model(Config(dict(a=1)))
+    (tmp_path / 'c.py').write_text("model = dict(type='Given', bad=True)\n")
+    cfg = Config.fromfile(tmp_path / 'c.py')
+    with pytest.raises(RunError, match=f'^the model of {tmp_path}/c.py cannot be built: .*bad is not known'):
+        build_model(cfg)
+    monkeypatch.setenv('MMLINATTN_TRACEBACK', '1')
+    with pytest.raises(KeyError):
+        build_model(cfg)

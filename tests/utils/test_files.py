@@ -1,0 +1,49 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import os
+from pathlib import Path
+
+import pytest
+from config_helpers import ROOT
+
+from mmlinattn.utils import files, project_files, written_whole
+
+
+def test_project_files_are_found():
+    assert project_files('configs').samefile(ROOT / 'configs')
+    with pytest.raises(FileNotFoundError, match='nothing.yml is neither in'):
+        project_files('nothing.yml')
+
+
+def test_files_of_an_installation_come_first(tmp_path, monkeypatch):
+    package = tmp_path / 'site' / 'mmlinattn'
+    monkeypatch.setattr(files, 'PACKAGE', package)
+    with pytest.raises(FileNotFoundError) as found:
+        project_files('tools')
+    assert str(found.value) == (
+        f'tools is neither in {package}/.mim nor in {tmp_path}/site: install mmlinattn with pip'
+    )
+    (tmp_path / 'site' / 'tools').mkdir(parents=True)
+    assert project_files('tools') == tmp_path / 'site' / 'tools'
+    (package / '.mim' / 'tools').mkdir(parents=True)
+    assert project_files('tools') == package / '.mim' / 'tools'
+
+
+@pytest.mark.parametrize('part', [None, 'mine.part'])
+def test_a_file_gets_its_name_when_it_is_on_the_disk(tmp_path, monkeypatch, part):
+    target, steps = tmp_path / 'a.bin', []
+    part = part and tmp_path / part
+    written = part or tmp_path / f'.a.bin.{os.getpid()}.part'
+    replace = os.replace
+    monkeypatch.setattr(os, 'fsync', lambda fd: steps.append(Path(f'/proc/self/fd/{fd}').read_bytes()))
+    monkeypatch.setattr(os, 'replace', lambda *paths: steps.append(tuple(map(str, paths))) or replace(*paths))
+    with written_whole(target, part) as file:
+        file.write(b'whole')
+        assert written.exists() and not target.exists()
+    assert steps == [b'whole', (str(written), str(target))] and target.read_bytes() == b'whole'
+    for error in (ValueError, KeyboardInterrupt):
+        with pytest.raises(error), written_whole(target, part) as file:
+            file.write(b'broken')
+            raise error
+        assert target.read_bytes() == b'whole' and os.listdir(tmp_path) == ['a.bin']
+    with pytest.raises(OSError), written_whole(tmp_path / 'no' / 'a.bin', part and tmp_path / 'no' / 'part'):
+        raise AssertionError

@@ -1,0 +1,81 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Models by their names, through MMEngine's hub and MMPretrain's."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from config_helpers import ROOT
+
+import mmlinattn
+from mmlinattn.utils import project_files, register_all_modules, registering
+
+
+def test_names_that_mmpretrain_knows_stay_and_paths_are_whole(hub, monkeypatch):
+    steps = []
+    models = {name: f'configs/{name}.py' for name in ('mmpretrain/Known', 'mmpretrain/New', 'mmdet/detector')}
+    models = [SimpleNamespace(name=name.split('/')[1], config=path) for name, path in models.items()]
+    loaded = SimpleNamespace(models=models, build_models_with_collections=lambda: steps.append('built'))
+    monkeypatch.setattr('modelindex.load_model_index.load', lambda path: steps.append(path) or loaded)
+    hub._models_dict['known'] = theirs = object()
+    monkeypatch.setattr(registering, 'find_spec', lambda name: None)
+    register_all_modules()
+    assert list(hub._models_dict) == ['known'] and steps == []  # without MMPretrain the modules only
+    monkeypatch.setattr(registering, 'find_spec', lambda name: name == 'mmpretrain')
+    register_all_modules(init_default_scope=False)
+    index = project_files('model-index.yml')
+    assert steps == [str(index), 'built'] and hub._models_dict == dict(known=theirs, new=models[1])
+    assert models[1].config == str(index.parent / 'configs/mmpretrain/New.py')
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """MMPretrain's list of models without its own (reading its index takes seconds)."""
+    models = pytest.importorskip('mmpretrain.apis').ModelHub
+    monkeypatch.setattr(models, '_models_dict', {})
+    monkeypatch.setattr(models, '_ModelHub__mmpretrain_registered', True)
+    return models
+
+
+def test_classifiers_are_known_by_name(hub):
+    from mmpretrain import get_model, list_models
+
+    assert list_models() == []
+    register_all_modules()
+    register_all_modules()
+    assert {'ravlt_t_in1k', 'ravlt_s_in1k'} <= set(list_models('*ravlt*'))
+    assert 'inline_deit_t_in1k' in list_models(task='Image Classification')
+    assert not any('maskrcnn' in name or 'fpn' in name for name in list_models())
+    model = get_model('ravlt_t_in1k', head=dict(num_classes=7))
+    assert model(torch.rand(1, 3, 64, 64)).shape == (1, 7)
+
+
+def test_inferencer_by_name(hub):
+    from mmpretrain import ImageClassificationInferencer
+
+    register_all_modules()
+    inferencer = ImageClassificationInferencer('flatten_pvt_v2_b0_in1k', pretrained=False)
+    (result,) = inferencer(np.zeros((64, 96, 3), np.uint8))
+    assert 0 <= result['pred_label'] < 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    'name, head',
+    [
+        ('mmdet/ravlt_t_maskrcnn_1x', 'roi_head'),
+        ('mmseg/inline_pvt_t_fpn_80k', 'decode_head'),
+        ('mmpretrain/flatten_pvt_v2_b0_in1k', 'head'),
+    ],
+)
+def test_mmengine_builds_any_config_by_name(name, head, hub):
+    pytest.importorskip(name.partition('/')[0])
+    from mmengine.hub import get_config, get_model
+
+    if not (ROOT / 'mmlinattn' / '.mim').is_dir():
+        pytest.skip('mmlinattn is not installed')
+    model = get_model(f'mmlinattn::{name}.py')
+    assert isinstance(model.backbone, mmlinattn.backbones.base.Backbone)
+    assert hasattr(model, head)
+    assert get_config(f'mmlinattn::{name}.py').default_scope == name.partition('/')[0]
