@@ -14,7 +14,6 @@ from ..utils import written_whole
 from ..utils.building import build_model
 from ..utils.errors import CheckpointError
 from ..version import __version__
-from .schemes import local_path
 from .states import LoadReport, fit_backbone, fit_state, model_state, strip_prefix
 
 PathLike = Union[str, 'os.PathLike[str]']
@@ -43,8 +42,8 @@ def convert_state(checkpoint: Any, source: str, model: nn.Module) -> Conversion:
     """Rewrite a loaded checkpoint in the names of ``model``.
 
     Args:
-        checkpoint: a released classifier, backbone, MMDetection 2.x detector or MMSegmentation
-            0.x segmentor, or a model of this project.
+        checkpoint: a released classifier, backbone, MMDetection 2.x detector or MMSegmentation 0.x segmentor, or a
+            model of this project.
         source: where it came from, for messages.
         model: an MMDetection, MMSegmentation or MMPretrain model with a ``backbone``.
 
@@ -69,18 +68,16 @@ def convert_state(checkpoint: Any, source: str, model: nn.Module) -> Conversion:
 def convert_checkpoint(source: PathLike, target: PathLike, config: PathLike) -> Conversion:
     """Write ``source`` to ``target`` in the names of the model of ``config``.
 
-    ``target`` appears whole, and only when the conversion is complete; ``source`` is never
-    written to.
+    ``target`` appears whole, and only when the conversion is complete; ``source`` is never written to.
 
     Raises:
-        RunError: ``source`` cannot be read (:class:`CheckpointError`), ``target`` is the same file, a folder, or
-            cannot be written, or the model of ``config`` cannot be built.
+        RunError: ``source`` cannot be read (:class:`CheckpointError`), ``target`` is the same file, a folder, or cannot
+            be written, or the model of ``config`` cannot be built.
     """
     target = Path(target).expanduser()
     if target.is_dir():
         raise CheckpointError(f'DST {target} is a folder; name a file in it')
-    given = local_path(str(source))
-    if target.exists() and given.exists() and given.samefile(target):
+    if target.exists() and os.path.exists(given := os.path.expanduser(source)) and target.samefile(given):
         raise CheckpointError(f'DST {target} is SRC itself, which is never overwritten')
     if not os.access(target.parent, os.W_OK):
         raise CheckpointError(f'the folder of DST {target} does not exist or cannot be written to')

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
-from typing import Optional
 
 import torch
 from mmengine.logging import print_log
@@ -20,21 +19,19 @@ from .safe import load_file
 TIMEOUT = 30  # seconds without a byte from the server
 
 
-def fetch(link: str, path: Path, progress: Optional[bool] = None) -> None:
-    """Download ``link`` to ``path`` unless a file is there already.
+def fetch(link: str, path: Path) -> None:
+    """Download ``link`` to ``path``, with a progress bar on a terminal, unless a file is there already.
 
-    The file appears at ``path`` whole, and only after the safe loader has read it: a broken
-    transfer or an error page is never kept. Of the processes of one machine one downloads and the
-    others wait for it.
+    The file appears at ``path`` whole, and only after the safe loader has read it: a broken transfer or an error page
+    is never kept. Of the processes of one machine one downloads and the others wait for it.
 
     Args:
         link: an http or https link.
         path: where the file belongs; a file put there by hand is taken as it is.
-        progress: show a progress bar. Defaults to whether stderr is a terminal.
 
     Raises:
-        CheckpointError: the link cannot be reached, its content is no checkpoint, or the file
-            cannot be written; in one line with the link and ``path``.
+        CheckpointError: the link cannot be reached, its content is no checkpoint, or the file cannot be written; in one
+            line with the link and ``path``.
     """
     if path.exists():
         return
@@ -43,7 +40,7 @@ def fetch(link: str, path: Path, progress: Optional[bool] = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.with_name(f'.{path.name}.lock'), f'downloads {path.name}'):
             if not path.exists():
-                _fetch(link, path, sys.stderr.isatty() if progress is None else progress)
+                _fetch(link, path)
     except CheckpointError as error:
         raise CheckpointError(
             f'{link} did not send a usable checkpoint: {error}; nothing was kept; {advice}'
@@ -52,13 +49,13 @@ def fetch(link: str, path: Path, progress: Optional[bool] = None) -> None:
         raise CheckpointError(f'cannot download {link} ({described(error)}); {advice}') from error
 
 
-def _fetch(link: str, path: Path, progress: bool) -> None:
+def _fetch(link: str, path: Path) -> None:
     print_log(f'Downloading {link} to {path}', logger='current')
     # of its own: on a drive without locks (some network drives) two processes may get here
     part = path.with_name(f'.{path.name}.{os.getpid()}.part')
     try:
         with _patience():
-            torch.hub.download_url_to_file(link, str(part), progress=progress)
+            torch.hub.download_url_to_file(link, str(part), progress=sys.stderr.isatty())
         load_file(part, name='what it sent')
         os.replace(part, path)
     finally:

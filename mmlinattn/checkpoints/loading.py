@@ -25,21 +25,19 @@ def load_pretrained(
 
     Args:
         backbone: the model that takes the weights.
-        checkpoint: anything MMEngine's CheckpointLoader takes (a path, a URL,
-            ``mmlinattn://NAME``), holding a released file as its authors published it (a
-            classifier, a dense backbone, or a whole detector or segmentor) or our own
-            (a backbone, or a whole model with a ``backbone.`` part).
+        checkpoint: anything MMEngine's CheckpointLoader takes (a path, a URL, ``mmlinattn://NAME``), holding a released
+            file as its authors published it (a classifier, a dense backbone, or a whole detector or segmentor) or our
+            own (a backbone, or a whole model with a ``backbone.`` part).
         map_location: as in :func:`torch.load`.
         logger: where MMEngine's ``print_log`` writes. Defaults to the current logger.
         prefix: the part of the file to take. Defaults to ``backbone.`` where there is one.
 
     Returns:
-        What was loaded, missing, unexpected and of another shape. Head keys are skipped; the rest
-        of what did not fit is listed in one warning.
+        What was loaded, missing, unexpected and of another shape. Head keys are skipped; the rest of what did not fit
+        is listed in one warning.
 
     Raises:
-        CheckpointError: the file cannot be read, or nothing of it fits (the backbone is then as
-            it was).
+        CheckpointError: the file cannot be read, or nothing of it fits (the backbone is then as it was).
     """
     loaded = CheckpointLoader.load_checkpoint(checkpoint, map_location, logger)
     state, _, _ = backbone_state(loaded, checkpoint, prefix)

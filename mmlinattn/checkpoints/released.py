@@ -1,9 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The checkpoints that the methods' authors published, by name.
 
-``released_checkpoints.csv`` lists them with their links. A name is a backbone's (``ravlt_b``: the
-ImageNet weights, without classifier) or the stem of a config of this project
-(``ravlt_b_cascade_3x``: the whole detector; ``ravlt_b_in1k``: the whole classifier).
+``released_checkpoints.csv`` lists them with their links. A name is a backbone's (``ravlt_b``: the ImageNet weights,
+without classifier) or the stem of a config of this project (``ravlt_b_cascade_3x``: the whole detector;
+``ravlt_b_in1k``: the whole classifier).
 """
 
 import csv

@@ -1,9 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Reading checkpoint files without running anything that is in them.
 
-A checkpoint is a pickle, and a pickle can run any code. Everything here goes through PyTorch's
-``weights_only`` loader, which builds only what is on a list. The list is extended, while a file is read,
-by the few harmless types that training frameworks leave in their checkpoints next to the weights.
+A checkpoint is a pickle, and a pickle can run any code. Everything here goes through PyTorch's ``weights_only`` loader,
+which builds only what is on a list. The list is extended, while a file is read, by the few harmless types that training
+frameworks leave in their checkpoints next to the weights.
 """
 
 import argparse
@@ -59,9 +59,9 @@ class _ReadHistoryBuffer(HistoryBuffer):
 def _known_attribute(owner: Any, name: str) -> Any:
     """What ``getattr`` may answer inside a checkpoint: six functions of MMEngine, nothing else.
 
-    Protocol 2 pickles a function defined inside a class as ``getattr(class, name)``, and every
-    checkpoint of MMEngine holds four of them (the statistics of its HistoryBuffer). ``getattr``
-    itself would open every attribute of every listed type, so it never is on the list.
+    Protocol 2 pickles a function defined inside a class as ``getattr(class, name)``, and every checkpoint of MMEngine
+    holds four of them (the statistics of its HistoryBuffer). ``getattr`` itself would open every attribute of every
+    listed type, so it never is on the list.
     """
     if owner in (HistoryBuffer, _ReadHistoryBuffer) and name in ('min', 'max', 'mean', 'current'):
         return getattr(HistoryBuffer, name)
@@ -93,8 +93,8 @@ def _numpy_array(*_: Any) -> np.ndarray:
 def safe_globals() -> dict[str, Any]:
     """The harmless types by the name under which a checkpoint asks for each.
 
-    Where the named object does more than hold data, or its package is usually not installed, an
-    inert object answers to its name.
+    Where the named object does more than hold data, or its package is usually not installed, an inert object answers to
+    its name.
     """
     # dicts with attribute access; the unpickler fills exact dict types only
     config_types = (
@@ -203,9 +203,8 @@ def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu', name: Op
         without ``meta['config']``, which ``Runner.resume`` would run as Python. MMEngine itself writes ``cfg``.
 
     Raises:
-        CheckpointError: in one line that names the file: it does not exist (then a
-            :class:`CheckpointNotFoundError`), is no checkpoint, is cut short or damaged, or asks
-            for something that is not known to be harmless.
+        CheckpointError: in one line that names the file: it does not exist (then a :class:`CheckpointNotFoundError`),
+            is no checkpoint, is cut short or damaged, or asks for something that is not known to be harmless.
     """
     path = Path(path).expanduser()
     name = name or str(path)

@@ -1,17 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """MMEngine's checkpoint loading, made safe, and ``mmlinattn://``.
 
-Importing mmlinattn calls :func:`register`. From then on ``load_from``, ``--resume``, ``init_cfg``,
-the test tools' argument and the inferencers, all of which go through MMEngine's CheckpointLoader,
-read every kind of address with :func:`~mmlinattn.checkpoints.safe.load_file`.
+Importing mmlinattn calls :func:`register`. From then on ``load_from``, ``--resume``, ``init_cfg``, the test tools'
+argument and the inferencers, all of which go through MMEngine's CheckpointLoader, read every kind of address with
+:func:`~mmlinattn.checkpoints.safe.load_file`. The loaders take MMEngine's arguments, and raise CheckpointError.
 """
 
-import difflib
 import hashlib
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -27,7 +26,7 @@ from mmengine.runner import (
 from ..utils.errors import CheckpointError
 from . import download, released
 from .safe import load_file
-from .states import backbone_state, model_state, state_dict_of, strip_prefix
+from .states import backbone_state, model_state, some, state_dict_of, strip_prefix
 
 PREFIX = 'mmlinattn://'
 _ZOOS = {
@@ -40,17 +39,12 @@ _ZOOS = {
 
 
 def load_from_local(filename: str, map_location: Any = None) -> Any:
-    """MMEngine's loader of local files: same arguments, safe reading, one-line errors."""
+    """The checkpoint of a local file."""
     return load_file(filename, map_location)
 
 
-def load_from_http(
-    filename: str,
-    map_location: Any = None,
-    model_dir: Optional[str] = None,
-    progress: Optional[bool] = None,
-) -> Any:
-    """MMEngine's loader of http(s) links: same arguments and cache, safe reading.
+def load_from_http(filename: str, map_location: Any = None) -> Any:
+    """The checkpoint behind a link, kept where MMEngine keeps it.
 
     A link without a file name in it is kept under a name made from the link. One of a published checkpoint, as in our
     metafiles, is ``mmlinattn://NAME`` of that checkpoint: its layout is converted.
@@ -58,42 +52,24 @@ def load_from_http(
     entry = released.find_link(filename)
     if entry is not None:
         return load_from_mmlinattn(PREFIX + entry.name, map_location)
-    path = _kept_in(filename, model_dir)
-    download.fetch(filename, path, progress)
-    return load_file(path, map_location)
-
-
-def local_path(source: str) -> Path:
-    """The file that is read for a path, a link or ``mmlinattn://NAME``; of the last two, where it is kept.
-
-    Raises:
-        CheckpointError: For an unknown name.
-    """
-    if source.startswith(PREFIX):
-        return released.find_released(source[len(PREFIX) :]).path
-    if source.startswith(('http://', 'https://')):
-        entry = released.find_link(source)
-        return _kept_in(source) if entry is None else entry.path
-    return Path(source).expanduser()
-
-
-def _kept_in(link: str, model_dir: Optional[str] = None) -> Path:
-    folder, _, name = urlsplit(link).path.rpartition('/')
+    folder, _, name = urlsplit(filename).path.rpartition('/')
     if not name:  # links of shares: .../f/6d05c49ed42b/?dl=1
-        name = f'{os.path.basename(folder) or "checkpoint"}-{hashlib.sha256(link.encode()).hexdigest()[:8]}.pth'
-    return Path(model_dir or os.path.join(torch.hub.get_dir(), 'checkpoints')).expanduser() / name
+        name = f'{os.path.basename(folder) or "checkpoint"}-{hashlib.sha256(filename.encode()).hexdigest()[:8]}.pth'
+    path = Path(torch.hub.get_dir(), 'checkpoints', name)
+    download.fetch(filename, path)
+    return load_file(path, map_location)
 
 
 def load_from_mmlinattn(filename: str, map_location: Any = None) -> dict:
     """The published checkpoint ``mmlinattn://NAME``, in the names of this project.
 
     Returns:
-        ``dict(state_dict=..., meta=...)``: bare backbone keys for a backbone's name, those of the
-        whole model for a config's stem. ``meta`` is the file's own, and its name and link.
+        ``dict(state_dict=..., meta=...)``: bare backbone keys for a backbone's name, those of the whole model for a
+        config's stem. ``meta`` is the file's own, and its name and link.
 
     Raises:
-        CheckpointError: the name is unknown, or the file can neither be found nor downloaded, or
-            is not what it should be.
+        CheckpointError: the name is unknown, or the file can neither be found nor downloaded, or is not what it should
+            be.
     """
     entry = released.find_released(filename[len(PREFIX) :])
     download.fetch(entry.link, entry.path)
@@ -104,28 +80,23 @@ def load_from_mmlinattn(filename: str, map_location: Any = None) -> dict:
 
 
 def load_from_zoo(filename: str, map_location: Any = None) -> Any:
-    """MMEngine's loaders of ``torchvision://NAME``, ``open-mmlab://NAME`` and ``mmcls://NAME``, whose tables are links.
-
-    Raises:
-        CheckpointError: the name is unknown, or as :func:`load_from_http` says.
-    """
+    """The checkpoint of ``torchvision://NAME``, ``open-mmlab://NAME`` or ``mmcls://NAME``, by MMEngine's tables."""
     zoo, _, name = filename.partition('://')
     models = _ZOOS[zoo]()
     if 'mmlab' in zoo:
         name = get_deprecated_model_names().get(name, name)
     if name not in models:
-        close = ', '.join(difflib.get_close_matches(name, models, n=5)) or 'no name is like it'
-        raise CheckpointError(f'{filename}: {zoo} has no model {name!r} ({close})')
+        raise CheckpointError(f'{filename}: {zoo} has no model {name!r}; it has {some(sorted(models), 10)}')
     checkpoint = load_from_http(models[name], map_location)
     if zoo == 'mmcls':
         return dict(state_dict=strip_prefix(state_dict_of(checkpoint, filename), 'backbone'))
     return checkpoint
 
 
-def load_from_ceph(filename: str, map_location: Any = None, backend: str = 'petrel') -> Any:
-    """MMEngine's loader of ``s3://`` and ``petrel://``: same arguments, safe reading."""
+def load_from_ceph(filename: str, map_location: Any = None) -> Any:
+    """The checkpoint of an ``s3://`` or ``petrel://`` address."""
     with tempfile.NamedTemporaryFile(suffix='.pth') as file:
-        file.write(get_file_backend(filename, backend_args={'backend': backend}).get(filename))
+        file.write(get_file_backend(filename, backend_args={'backend': 'petrel'}).get(filename))
         file.flush()
         return load_file(file.name, map_location, name=filename)
 

@@ -41,8 +41,8 @@ def state_dict_of(checkpoint: Any, source: str) -> dict[str, Tensor]:
     """The tensors of a loaded checkpoint by name, ``module.`` prefixes removed.
 
     Args:
-        checkpoint: a state dict, or a dict that holds one under ``state_dict``, ``model``,
-            ``model_ema`` or ``state_dict_ema`` (the first one present).
+        checkpoint: a state dict, or a dict that holds one under ``state_dict``, ``model``, ``model_ema`` or
+            ``state_dict_ema`` (the first one present).
         source: where it came from, for messages.
 
     Raises:
@@ -75,8 +75,8 @@ def backbone_state(
     """Our backbone keys, classifier head keys and deliberately dropped keys of a checkpoint.
 
     Args:
-        checkpoint: what was loaded: a released file of a known layout or one of ours, a backbone
-            alone or a whole model with a ``backbone.`` part.
+        checkpoint: what was loaded: a released file of a known layout or one of ours, a backbone alone or a whole model
+            with a ``backbone.`` part.
         source: where it came from, for messages.
         prefix: the part to take. Defaults to ``backbone.`` where there is one.
 
@@ -99,8 +99,8 @@ def backbone_state(
 def model_state(checkpoint: Any, source: str) -> tuple[dict[str, Tensor], list[str]]:
     """The whole model of a checkpoint under MMDetection's, MMSegmentation's or MMPretrain's names.
 
-    Heads and necks of MMDetection 2.x and MMSegmentation 0.x have the names they have today (FPN,
-    RPN, RoI, RetinaNet, Semantic FPN, UperNet and FCN heads), so only the backbone changes.
+    Heads and necks of MMDetection 2.x and MMSegmentation 0.x have the names they have today (FPN, RPN, RoI, RetinaNet,
+    Semantic FPN, UperNet and FCN heads), so only the backbone changes.
 
     Returns:
         The state dict, and the keys deliberately dropped.
@@ -147,8 +147,8 @@ def fit_state(
 def fit_backbone(backbone: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], LoadReport]:
     """:func:`fit_state` for a backbone, which may take part.
 
-    Its ``adapt_state_dict(state)`` rewrites the state (position tables of another size); its
-    ``ignorable_keys(key)`` names the keys of parts it was configured not to have.
+    Its ``adapt_state_dict(state)`` rewrites the state (position tables of another size); its ``ignorable_keys(key)``
+    names the keys of parts it was configured not to have.
     """
     if hasattr(backbone, 'adapt_state_dict'):
         state = backbone.adapt_state_dict(dict(state))

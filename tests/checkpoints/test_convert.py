@@ -81,20 +81,15 @@ def test_a_failed_write_leaves_the_old_file(config, tmp_path, monkeypatch, error
 
 
 def test_targets_are_checked_before_any_work(tmp_path, monkeypatch):
-    """A download's own file is never written over either: it would be loaded by its name from then on."""
-    monkeypatch.setenv('TORCH_HOME', str(tmp_path))
-    source, link, cache = tmp_path / 'a.pth', tmp_path / 'link.pth', tmp_path / 'hub' / 'checkpoints'
+    monkeypatch.setenv('HOME', str(tmp_path))
+    source, link = tmp_path / 'a.pth', tmp_path / 'link.pth'
     source.write_text('as it was')
     link.symlink_to(source)
-    (cache / 'mmlinattn').mkdir(parents=True)
-    for path in (cache / 'mmlinattn' / 'RAVLT_T.pth', cache / 'of_others.pth'):
-        path.write_text('as it was')
     for given, target, said in (
         (source, tmp_path, 'is a folder; name a file in it'),
         (source, source, 'is SRC itself'),
         (source, link, 'is SRC itself'),
-        ('mmlinattn://ravlt_t', cache / 'mmlinattn' / 'RAVLT_T.pth', 'is SRC itself'),
-        ('https://example.org/m/of_others.pth?x=1', cache / 'of_others.pth', 'is SRC itself'),
+        ('~/a.pth', source, 'is SRC itself'),
         (source, tmp_path / 'no' / 'b.pth', 'does not exist or cannot be written to'),
         ('mmlinattn://no_such', tmp_path / 'b.pth', 'known names'),
     ):

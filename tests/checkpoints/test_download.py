@@ -2,6 +2,7 @@
 """``mmlinattn://NAME``: from the cache, else from the authors' link, whole or not at all."""
 
 import socket
+import sys
 import threading
 
 import pytest
@@ -146,8 +147,9 @@ def test_of_many_at_once_one_downloads(server):
     assert entry.path.read_bytes() == WHOLE and len(server.requests) == 1
 
 
-@pytest.mark.parametrize('progress', [True, False])
-def test_the_progress_bar(server, capsys, progress):
-    server.replies = {'/a.pth': [(200, WHOLE)]}
-    download.fetch(f'{server.root}/a.pth', server.cache / 'a.pth', progress=progress)
-    assert ('100%' in capsys.readouterr().err) == progress
+@pytest.mark.parametrize('is_terminal', [True, False])
+def test_the_progress_bar_is_for_a_terminal(server, capsys, monkeypatch, is_terminal):
+    serve(server, 'ravlt_t', (200, WHOLE))
+    monkeypatch.setattr(sys.stderr, 'isatty', lambda: is_terminal)
+    LOAD('mmlinattn://ravlt_t')
+    assert ('100%' in capsys.readouterr().err) == is_terminal

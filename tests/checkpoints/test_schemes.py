@@ -140,17 +140,14 @@ def test_a_plain_import_is_all_an_upstream_tool_needs_and_patches_nothing(tmp_pa
 # --- addresses
 
 
-def test_links_are_kept_where_mmengine_keeps_them(server, tmp_path):
+def test_links_are_kept_where_mmengine_keeps_them(server):
     """Those without a file name, as the shares of InLine and FLatten have them, under names of their own."""
     for number, path in enumerate(('/a/model.pth', '/f/1/?dl=1', '/f/2/?dl=1', '/?dl=1')):
         server.replies[path] = [(200, saved({'w': torch.tensor(number)}))]
         for _ in range(2):
             assert LOAD(server.root + path)['w'] == number
-        assert schemes.local_path(server.root + path).parent == server.cache
     assert [name.partition('-')[0] for name in server.kept()] == ['1', '2', 'checkpoint', 'model.pth']
     assert len(server.requests) == 4
-    schemes.load_from_http(f'{server.root}/a/model.pth', model_dir=str(tmp_path / 'elsewhere'))
-    assert (tmp_path / 'elsewhere' / 'model.pth').exists()
 
 
 @pytest.mark.parametrize('scheme', ['open-mmlab://', 'openmmlab://', 'mmcls://', 'http'])
@@ -173,7 +170,7 @@ def test_the_zoos_of_mmengine(server, monkeypatch, tmp_path):
     server.replies['/resnet.pth'] = [(200, saved({'fc': torch.ones(3)}))]
     monkeypatch.setitem(schemes._ZOOS, 'torchvision', lambda: {'resnet50': f'{server.root}/resnet.pth'})
     assert set(LOAD('torchvision://resnet50')) == {'fc'}
-    with pytest.raises(CheckpointError, match=r"'resnet51' \(resnet50\)"):
+    with pytest.raises(CheckpointError, match="no model 'resnet51'; it has resnet50"):
         LOAD('torchvision://resnet51')
 
 

@@ -4,7 +4,6 @@
 import errno
 import logging
 import multiprocessing
-import os
 import threading
 import time
 
@@ -12,8 +11,6 @@ import filelock
 import pytest
 
 from mmlinattn.checkpoints import download
-from mmlinattn.datasets import DatasetSpec, write_dataset
-from mmlinattn.datasets.staging import LOCK
 from mmlinattn.utils import locked, locking
 
 
@@ -142,31 +139,3 @@ def test_a_download_waits_for_the_file_of_another_process(tmp_path, holder, said
     thread.join(60)
     assert not thread.is_alive() and not failures and path.read_bytes() == b'whole'
     assert said[0] == [f'another process downloads x.pth now: waiting for it (its lock: {tmp_path}/.x.pth.lock)']
-
-
-def test_a_data_set_is_written_by_one_process(tmp_path, holder):
-    process = holder(tmp_path / LOCK)
-    with pytest.raises(BlockingIOError, match='another process is writing it now'):
-        write_dataset(tmp_path, DatasetSpec('ade', 2, 1))
-    process.kill()
-    process.join()
-    assert write_dataset(tmp_path, DatasetSpec('ade', 2, 1)) is True
-    # what is there is as it should be: looked at without a lock, as in a folder that one may only read
-    holder(tmp_path / LOCK)
-    assert write_dataset(tmp_path, DatasetSpec('ade', 2, 1)) is False
-
-
-def test_a_data_set_of_a_read_only_folder_is_taken_as_it_is(tmp_path, monkeypatch):
-    write_dataset(tmp_path, DatasetSpec('ade', 2, 1))
-    (tmp_path / LOCK).unlink()
-    os_open = os.open
-
-    def read_only(path, flags, *args, **kwargs):
-        if str(path).startswith(str(tmp_path)) and flags & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-            raise PermissionError(errno.EACCES, 'read-only', str(path))
-        return os_open(path, flags, *args, **kwargs)
-
-    monkeypatch.setattr(os, 'open', read_only)  # root may write anywhere: modes do not serve
-    assert write_dataset(tmp_path, DatasetSpec('ade', 2, 1)) is False
-    with pytest.raises(PermissionError):
-        write_dataset(tmp_path, DatasetSpec('ade', 3, 1))
