@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops import memory
+from ..ops.tensors import split_heads
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid, add_local
 from .weights import angular_factors
@@ -70,10 +70,11 @@ class AngularMixer(TokenMixer):
             return add_local(out, v, self.convolved, key_grid)
         return out if self.conv is None else out + self.convolved(v.transpose(1, 2).unsqueeze(-1))[..., 0].mT
 
-    def convolved(self, image: Tensor) -> Tensor:
-        """(B, C, h, w), all channels of a head by its kernel."""
+    def convolved(self, image: Tensor, onto: Optional[Tensor] = None) -> Tensor:
+        """(B, C, h, w), all channels of a head by its kernel, added ``onto`` a map."""
         weight = self.dconv.weight.repeat_interleave(self.head_dim, dim=0)
-        return F.conv2d(image, weight, padding=self.dconv.padding, groups=self.dim)
+        local = F.conv2d(image, weight, padding=self.dconv.padding, groups=self.dim)
+        return local if onto is None else onto + local
 
     @property
     def unit_output(self) -> bool:
@@ -86,7 +87,7 @@ class AngularMixer(TokenMixer):
         return self.form == 'paper'
 
     def factors(self, q, k, grid, key_grid, mask=None, rotary=None):
-        q, k = (memory.split_heads(t, self.num_heads) for t in (q, k))
+        q, k = (split_heads(t, self.num_heads) for t in (q, k))
         return angular_factors(q, k, mask, self.form == 'released')
 
     def local_kernels(self, context=None):

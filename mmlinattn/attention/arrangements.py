@@ -9,20 +9,22 @@ from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
-from ..layers.patch_embed import pad_for
-from ..ops import apply_linear, forms
-from ..ops.memory import assemble
-from ..ops.sizes import to_image
-from ..ops.softmax_attention import masked_logit
-from .base import Attention, Grid, Mixing
+from ..layers.linear import Projected, apply_linear, split_parts
+from ..layers.patch_embed import strided_conv
+from ..ops import dispatch
+from ..ops.softmax import masked_logit
+from ..ops.tensors import assemble, multiply
+from .base import Attention, Grid, Mixing, mean_token
 from .windows import OpenWindows, Windows
 
 
 class GlobalAttention(Attention):
     """:class:`Attention` over the whole map."""
 
-    def forward(self, x: Tensor, **shared) -> Tensor:
+    def forward(self, x: Tensor, residual: Optional[Tensor] = None, **shared) -> Tensor:
         grid = Grid(*x.shape[1:3])
+        if residual is not None:
+            shared['residual'] = residual.flatten(1, 2)
         return super().forward(x.flatten(1, 2), grid, **shared).unflatten(1, grid[:2])
 
 
@@ -41,10 +43,12 @@ class ReducedAttention(Attention):
         self.sr = nn.Conv2d(dim, dim, ratio, ratio)
         self.norm = build_norm_layer(norm_cfg, dim)[1]
 
-    def forward(self, x: Tensor, **shared) -> Tensor:
+    def forward(self, x: Tensor, residual: Optional[Tensor] = None, **shared) -> Tensor:
         height, width = x.shape[1:3]
-        reduced = self.norm(self.sr(to_image(pad_for(self.sr, x))).permute(0, 2, 3, 1))
+        reduced = self.norm(strided_conv(self.sr, x))
         grid, key_grid = Grid(height, width), Grid(*reduced.shape[1:3])
+        if residual is not None:
+            shared['residual'] = residual.flatten(1, 2)
         out = super().forward(x.flatten(1, 2), grid, kv=reduced.flatten(1, 2), key_grid=key_grid, **shared)
         return out.unflatten(1, grid[:2])
 
@@ -158,12 +162,14 @@ class WindowAttention(Attention):
         has_bias = relative_bias and self.mixer.bias and window is not None
         self.relative_bias = RelativePositionBias(window, self.mixer.num_heads) if has_bias else None
 
-    def forward(self, x: Tensor, map_windows: Optional[MapWindows] = None, **shared) -> Tensor:
+    def forward(
+        self, x: Tensor, map_windows: Optional[MapWindows] = None, residual: Optional[Tensor] = None, **shared
+    ) -> Tensor:
         windows = Windows.fit(*x.shape[1:3], self.window, self.shift)
         # a recorded graph has to hold as many windows at any size
-        is_cut_alike = self.mixer.quadratic or forms.is_traced() or isinstance(windows, OpenWindows)
+        is_cut_alike = self.mixer.quadratic or dispatch.is_traced() or isinstance(windows, OpenWindows)
         if not (is_cut_alike or windows.is_whole or any(windows.shift)):
-            return self.in_regions(x, windows, **shared)
+            return self.in_regions(x, windows, residual=residual, **shared)
         windows, real, regions = (map_windows or MapWindows(x)).get(self.window, self.shift)
         # four dimensions: with three, PyTorch leaves its fused attention
         bias = None if self.relative_bias is None else self.relative_bias(*windows.window)[None]
@@ -175,19 +181,36 @@ class WindowAttention(Attention):
         tokens, grid = windows.partition(x), windows.grid(x)
         if self.mixer.local_keys:
             grid = grid._replace(regions=windows.region_index(x))
-        return windows.merge(super().forward(tokens, grid, mask=real, bias=bias, **shared))
+        out = windows.merge(super().forward(tokens, grid, mask=real, bias=bias, **shared))
+        return out if residual is None else residual + out
 
-    def in_regions(self, x: Tensor, windows: Windows, context_tokens: Optional[Tensor] = None, **shared) -> Tensor:
-        """Windows that end where the map does, instead of padding: windows of a linear attention are large."""
+    def in_regions(
+        self,
+        x: Tensor,
+        windows: Windows,
+        context_tokens: Optional[Tensor] = None,
+        out_scale: Optional[Tensor] = None,
+        residual: Optional[Tensor] = None,
+        **shared,
+    ) -> Tensor:
+        """Windows that end where the map does, instead of padding: windows of a linear attention are large.
+
+        The whole map is projected at once, before it is cut and after it is put together.
+        """
+        parts = self.project(x)
+        source = x if context_tokens is None else context_tokens
 
         def mixed_regions():
             for rows, columns, part in windows.regions():
-                if context_tokens is not None:
-                    shared['context_tokens'] = part.partition(context_tokens[:, rows, columns])
-                tokens, grid = part.partition(x[:, rows, columns]), Grid(*part.window, within=windows.window)
-                yield rows, columns, part.merge(super(WindowAttention, self).forward(tokens, grid, **shared))
+                pieces = [Projected(part.partition(p.tensor[:, rows, columns]), p.widths) for p in parts]
+                q, k, v, *gate = split_parts(pieces)
+                context = part.mean(source[:, rows, columns]) if self.mixer.context else None
+                out = self.mix(q, k, v, Grid(*part.window, within=windows.window), context=context, **shared)
+                yield rows, columns, part.merge(multiply(out, gate[0]) if gate else out)
 
-        return assemble(x.shape, mixed_regions())
+        out = assemble((*x.shape[:-1], self.widths[2]), mixed_regions())
+        out = out if self.gate == 'projection' else self.apply_gate(out, x)
+        return apply_linear(self.proj, out, out_scale, residual=residual)
 
 
 class StripeAttention(BaseModule):
@@ -203,6 +226,8 @@ class StripeAttention(BaseModule):
     Raises:
         ValueError: For an odd ``num_heads``.
     """
+
+    adds_residual = True
 
     def __init__(
         self,
@@ -234,7 +259,12 @@ class StripeAttention(BaseModule):
         return self.branches[0].mixer.context
 
     def forward(
-        self, x: Tensor, map_windows: Optional[MapWindows] = None, context_tokens: Optional[Tensor] = None, **shared
+        self,
+        x: Tensor,
+        map_windows: Optional[MapWindows] = None,
+        context_tokens: Optional[Tensor] = None,
+        residual: Optional[Tensor] = None,
+        **shared,
     ) -> Tensor:
         map_windows = map_windows or MapWindows(x)
         # (B, H, W, 2, w) for each of q, k, v (and gate): the halves of the channels belong to the two directions
@@ -245,7 +275,9 @@ class StripeAttention(BaseModule):
             windows, real, _ = map_windows.get(window, False)
             stripes = windows.partition(torch.cat([part[..., i, :] for part in parts], dim=-1))
             q, k, v, *gate = stripes.split(self.widths, dim=-1)
-            context = None if context_tokens is None else windows.partition(context_tokens.chunk(2, dim=-1)[i])
-            out = self.branches[i].mix(q, k, v, windows.grid(x), mask=real, context_tokens=context, **shared)
+            context = None
+            if context_tokens is not None:
+                context = mean_token(windows.partition(context_tokens.chunk(2, dim=-1)[i]), real)
+            out = self.branches[i].mix(q, k, v, windows.grid(x), mask=real, context=context, **shared)
             outs.append(windows.merge(out * gate[0] if gate else out))
-        return apply_linear(self.proj, torch.cat(outs, dim=-1))
+        return apply_linear(self.proj, torch.cat(outs, dim=-1), residual=residual)

@@ -14,9 +14,10 @@ from mmengine.model import BaseModule
 from mmengine.registry import Registry
 from torch import Tensor, nn
 
-from .. import ops
-from ..ops import memory
-from ..ops.forms import accumulation_dtype
+from ..layers.linear import Projected, apply_linear, project, split_parts
+from ..layers.plain import call, has_hooks
+from ..ops.dispatch import accumulation_dtype
+from ..ops.tensors import multiply
 from .grid import DepthwiseConv2d, Grid, add_local, check_local_kernel
 from .weights import Factors, Rows, mixer_weights
 
@@ -222,14 +223,13 @@ class Mixing(BaseModule):
         mask: Optional[Tensor] = None,
         rotary: Optional[Tensor] = None,
         bias: Optional[Tensor] = None,
-        context_tokens: Optional[Tensor] = None,
+        context: Optional[Tensor] = None,
     ) -> Tensor:
-        """Mixed values, (B, N, widths[2]); arguments as in :meth:`TokenMixer.forward`, ``context_tokens`` as in
-        :class:`Attention`."""
+        """Mixed values, (B, N, widths[2]); arguments as in :meth:`TokenMixer.forward`."""
         key_grid = key_grid or grid
         if mask is not None:
-            v = ops.multiply(v, mask.unsqueeze(-1).to(v.dtype))
-        out = memory.call(
+            v = v * mask.unsqueeze(-1).to(v.dtype)
+        out = call(
             self.mixer,
             q,
             k,
@@ -239,9 +239,9 @@ class Mixing(BaseModule):
             mask=mask,
             rotary=rotary if self.mixer.rotary else None,
             bias=bias if self.mixer.bias else None,
-            context=mean_token(context_tokens, mask) if self.mixer.context else None,
+            context=context,
         )
-        return out if self.local is None else add_local(out, v, self.local, grid)
+        return out if self.local is None else add_local(out, v, self.local, grid, has_hooks(self.local))
 
 
 class Attention(Mixing):
@@ -253,6 +253,8 @@ class Attention(Mixing):
             with a linear projection of the input (RALA Eq. 6), ``'identity'`` with the input, ``'tanh'`` with its tanh.
         qkv_bias (bool): Bias of the input projection.
     """
+
+    adds_residual = True  # forward takes a ``residual``, see :class:`~mmlinattn.layers.Block`
 
     def __init__(
         self,
@@ -274,10 +276,10 @@ class Attention(Mixing):
         self.qkv = nn.Linear(dim, sum(self.widths), bias=qkv_bias)
         self.proj = nn.Linear(self.widths[2], dim)
 
-    def project(self, x: Tensor, kv: Optional[Tensor]) -> tuple[Tensor, ...]:
+    def project(self, x: Tensor, kv: Optional[Tensor] = None) -> list[Projected]:
         """Queries, keys, values and, where there is one, the projected gate."""
         convolves = not self.mixer.quadratic or self.local is not None
-        return ops.project(self.qkv, x, self.widths, kv, convolves)
+        return project(self.qkv, x, self.widths, kv, convolves)
 
     def forward(
         self,
@@ -286,6 +288,7 @@ class Attention(Mixing):
         kv: Optional[Tensor] = None,
         context_tokens: Optional[Tensor] = None,
         out_scale: Optional[Tensor] = None,
+        residual: Optional[Tensor] = None,
         **kwargs,
     ) -> Tensor:
         """Attend.
@@ -295,21 +298,25 @@ class Attention(Mixing):
             grid (Grid): The grid they live on.
             kv (Tensor, optional): Tokens of keys and values, (B, M, C), when they are not ``x`` (reduced keys).
             context_tokens (Tensor, optional): Tokens (B, N', C) whose mean is the mixer's context, ``x`` by default.
-            out_scale (Tensor, optional): Layer scale, (C,), see :func:`~mmlinattn.ops.apply_linear`.
+            out_scale (Tensor, optional): Layer scale, (C,), see :func:`~mmlinattn.layers.apply_linear`.
+            residual (Tensor, optional): Added to the result, (B, N, C).
             key_grid, mask, rotary, bias: See :meth:`TokenMixer.forward`.
 
         Returns:
             Tensor: (B, N, C).
         """
-        q, k, v, *gate = self.project(x, kv)
-        out = self.mix(q, k, v, grid, context_tokens=x if context_tokens is None else context_tokens, **kwargs)
-        return ops.apply_linear(self.proj, self.apply_gate(out, x, *gate), out_scale)
+        q, k, v, *gate = split_parts(self.project(x, kv))
+        context = None
+        if self.mixer.context:
+            context = mean_token(x if context_tokens is None else context_tokens, kwargs.get('mask'))
+        out = self.mix(q, k, v, grid, context=context, **kwargs)
+        return apply_linear(self.proj, self.apply_gate(out, x, *gate), out_scale, residual=residual)
 
     def apply_gate(self, out: Tensor, x: Tensor, projected: Optional[Tensor] = None) -> Tensor:
         if self.gate is None:
             return out
         gate = projected if self.gate == 'projection' else x if self.gate == 'identity' else x.tanh()
-        return ops.multiply(out, gate)
+        return multiply(out, gate)
 
 
 def mean_token(x: Tensor, mask: Optional[Tensor]) -> Tensor:

@@ -4,7 +4,7 @@ from typing import Optional
 from torch import Tensor
 
 from .. import ops
-from ..ops import memory
+from ..ops.tensors import split_heads
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid
 from .weights import efficient_factors
@@ -30,4 +30,4 @@ class EfficientMixer(TokenMixer):
         return ops.efficient_attention(q, k, v, self.num_heads, mask)
 
     def factors(self, q, k, grid, key_grid, mask=None, rotary=None):
-        return efficient_factors(*(memory.split_heads(t, self.num_heads) for t in (q, k)), mask)
+        return efficient_factors(*(split_heads(t, self.num_heads) for t in (q, k)), mask)

@@ -4,7 +4,7 @@ from typing import Optional
 from torch import Tensor
 
 from .. import ops
-from ..ops import memory
+from ..ops.tensors import split_heads
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid
 from .weights import linear_factors
@@ -32,4 +32,4 @@ class EnhancedMixer(TokenMixer):
         return ops.linear_attention(q, k, v, self.num_heads, kernel='relu', mask=mask)
 
     def factors(self, q, k, grid, key_grid, mask=None, rotary=None):
-        return linear_factors(*(memory.split_heads(t.relu(), self.num_heads) for t in (q, k)), mask)
+        return linear_factors(*(split_heads(t.relu(), self.num_heads) for t in (q, k)), mask)

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layers.position import PositionTable
-from ..ops import memory
-from ..ops.focused_attention.reference import focused_map
+from ..ops.focused import focused_map
+from ..ops.tensors import split_heads
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid, add_local, check_local_kernel
 from .weights import linear_factors
@@ -49,10 +49,10 @@ class FocusedMixer(TokenMixer):
                 self.head_dim, self.head_dim, local_kernel, padding=local_kernel // 2, groups=self.head_dim
             )
 
-    def shared_conv(self, image: Tensor) -> Tensor:
+    def shared_conv(self, image: Tensor, onto: Optional[Tensor] = None) -> Tensor:
         """The depth-wise convolution of (B, C, h, w), each head with the same weights."""
         weight = self.local.weight.repeat(self.num_heads, 1, 1, 1)
-        return ops.depthwise_conv2d(image, weight, self.local.bias.repeat(self.num_heads))
+        return ops.depthwise_conv2d(image, weight, self.local.bias.repeat(self.num_heads), onto)
 
     def forward(
         self,
@@ -82,7 +82,7 @@ class FocusedMixer(TokenMixer):
             q, k = (focused_map(t, 1 / F.softplus(self.scale), self.power) for t in (q, k))
         else:
             q, k = q.relu() + 1e-6, k.relu() + 1e-6
-        return linear_factors(*(memory.split_heads(t, self.num_heads) for t in (q, k)), mask)
+        return linear_factors(*(split_heads(t, self.num_heads) for t in (q, k)), mask)
 
     def local_kernels(self, context=None):
         return None if self.local is None else self.local.weight.repeat(self.num_heads, 1, 1, 1).squeeze(1)[None]

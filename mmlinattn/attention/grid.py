@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops import memory
 from ..ops.sizes import to_image
 
 
@@ -41,12 +40,23 @@ def to_tokens(x: Tensor) -> Tensor:
     return x.permute(0, 2, 3, 1).flatten(1, 2)
 
 
-def add_local(out: Tensor, v: Tensor, conv, grid: Grid) -> Tensor:
-    """Add ``conv`` of the value map to the patch tokens of ``out``; class tokens have no neighbours."""
-    local = to_tokens(memory.call(conv, to_map(v, grid)))
-    if grid.prefix:
-        local = F.pad(local, (0, 0, grid.prefix, 0))
-    return ops.add(out, local)
+def add_local(out: Tensor, v: Tensor, conv, grid: Grid, watched: bool = False) -> Tensor:
+    """Add a convolution of the value map to the patch tokens of ``out``; class tokens have no neighbours.
+
+    Args:
+        out (Tensor): (B, N, C); in inference it may be written over.
+        v (Tensor): Values, (B, N, C).
+        conv (Callable): Takes a map (B, C, h, w) and the map ``onto`` which it adds its result.
+        grid (Grid): Where the tokens lie.
+        watched (bool): Whether hooks see what ``conv`` gives: it is to be the convolution alone.
+
+    Returns:
+        Tensor: (B, N, C).
+    """
+    if not grid.prefix and not watched:
+        return to_tokens(conv(to_map(v, grid), onto=to_map(out, grid)))
+    local = to_tokens(conv(to_map(v, grid)))
+    return out + (F.pad(local, (0, 0, grid.prefix, 0)) if grid.prefix else local)
 
 
 def check_local_kernel(size: Optional[int]) -> Optional[int]:
@@ -71,5 +81,5 @@ class DepthwiseConv2d(nn.Conv2d):
     def __init__(self, dim: int, kernel_size: int) -> None:
         super().__init__(dim, dim, kernel_size, padding=kernel_size // 2, groups=dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.depthwise_conv2d(x, self.weight, self.bias)
+    def forward(self, x: Tensor, onto: Optional[Tensor] = None) -> Tensor:
+        return ops.depthwise_conv2d(x, self.weight, self.bias, onto)

@@ -5,9 +5,9 @@ from typing import Optional
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops import memory
-from ..ops.forms import accumulation_dtype, without_autocast
-from ..ops.hallucinated_attention.reference import local_keys
+from ..ops.dispatch import accumulation_dtype, without_autocast
+from ..ops.hallucinated import local_keys
+from ..ops.tensors import split_heads
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid
 from .weights import hallucinated_weights
@@ -94,7 +94,7 @@ class HallucinatedMixer(TokenMixer):
             with without_autocast(k):
                 local = local_keys(k, key_grid, intra.to(wide), mask, copies)
         local = local.unflatten(-1, (copies, half, -1)).permute(0, 2, 3, 1, 4)  # (B, copies, h/2, M, d)
-        queries, keys = memory.split_heads(q, half), memory.split_heads(k, half)
+        queries, keys = split_heads(q, half), split_heads(k, half)
         return hallucinated_weights(queries, keys, local, cross, mask, bias, rows)
 
 

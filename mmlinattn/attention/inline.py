@@ -1,4 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from functools import partial
 from typing import Optional
 
 import torch
@@ -6,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops import memory
-from ..ops.kernels import check_kernel, kernel_map
+from ..layers.plain import has_hooks
+from ..ops.feature_maps import check_kernel, feature_map
+from ..ops.tensors import split_heads
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid, add_local
 from .weights import inline_factors, linear_factors
@@ -35,9 +37,9 @@ class PredictedConv(nn.Module):
         kernels = self.by_head(self.fc2, F.gelu(self.by_head(self.fc1, context)))
         return kernels.unflatten(1, (-1, 3, 3))
 
-    def forward(self, image: Tensor, context: Tensor) -> Tensor:
-        """Convolve ``image`` (B, C, h, w) with the kernels of ``context`` (B, C)."""
-        return ops.predicted_conv2d(image, self.kernels(context).to(image.dtype))
+    def forward(self, image: Tensor, context: Tensor, onto: Optional[Tensor] = None) -> Tensor:
+        """Convolve ``image`` (B, C, h, w) with the kernels of ``context`` (B, C), and add the result ``onto`` a map."""
+        return ops.dynamic_depthwise_conv2d(image, self.kernels(context).to(image.dtype), onto)
 
 
 @TOKEN_MIXERS.register_module('inline')
@@ -89,10 +91,10 @@ class InLineMixer(TokenMixer):
             out = ops.linear_attention(q, k, v, self.num_heads, self.kernel, mask)
         if self.residual is None:
             return out
-        return add_local(out, v, lambda image: memory.call(self.residual, image, context), grid)
+        return add_local(out, v, partial(self.residual, context=context), grid, has_hooks(self.residual))
 
     def factors(self, q, k, grid, key_grid, mask=None, rotary=None):
-        q, k = (kernel_map(memory.split_heads(t, self.num_heads), self.kernel) for t in (q, k))
+        q, k = (feature_map(split_heads(t, self.num_heads), self.kernel) for t in (q, k))
         return inline_factors(q, k, self.head_dim**-0.5, mask) if self.injective else linear_factors(q, k, mask)
 
     def local_kernels(self, context=None):

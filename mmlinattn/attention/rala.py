@@ -4,8 +4,8 @@ from typing import Optional
 from torch import Tensor
 
 from .. import ops
-from ..ops import memory
-from ..ops.kernels import check_kernel, kernel_map
+from ..ops.feature_maps import check_kernel, feature_map
+from ..ops.tensors import split_heads
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid
 from .weights import rala_factors
@@ -65,5 +65,5 @@ class RALAMixer(TokenMixer):
         )
 
     def factors(self, q, k, grid, key_grid, mask=None, rotary=None):
-        q, k = (kernel_map(memory.split_heads(t, self.num_heads), self.kernel) for t in (q, k))
+        q, k = (feature_map(split_heads(t, self.num_heads), self.kernel) for t in (q, k))
         return rala_factors(q, k, rotary, mask, self.weight_scale)

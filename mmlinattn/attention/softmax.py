@@ -4,7 +4,7 @@ from typing import Optional
 from torch import Tensor
 
 from .. import ops
-from ..ops import memory
+from ..ops.tensors import split_heads
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid
 from .weights import softmax_weights
@@ -36,5 +36,5 @@ class SoftmaxMixer(TokenMixer):
         return ops.softmax_attention(q, k, v, self.num_heads, rotary, mask, bias)
 
     def weights(self, q, k, grid, key_grid, mask=None, rotary=None, bias=None, rows=None):
-        queries, keys = (memory.split_heads(t, self.num_heads) for t in (q, k))
+        queries, keys = (split_heads(t, self.num_heads) for t in (q, k))
         return softmax_weights(queries, keys, mask, rotary, bias, rows)

@@ -12,9 +12,9 @@ from typing import NamedTuple, Optional, Union
 import torch
 from torch import Tensor
 
-from ..ops.forms import accumulation_dtype, without_autocast
+from ..ops.dispatch import accumulation_dtype, without_autocast
 from ..ops.masks import padded_eps
-from ..ops.rotary.reference import rotate
+from ..ops.rotary import rotate_reference as rotate
 from .grid import Grid
 
 Rows = Optional[Union[Sequence[int], Tensor]]

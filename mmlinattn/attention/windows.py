@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from ..ops.dispatch import accumulation_dtype
 from ..ops.sizes import as_tensor, is_known, round_up, settled
 from .grid import Grid
 
@@ -79,6 +80,12 @@ class Windows(NamedTuple):
         if any(self.shift):
             x = x.roll(self.shift, dims=(1, 2))
         return x[:, : self.height, : self.width]
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Mean token of each window of (B, H, W, C) that needs neither padding nor shift, (B * windows, C)."""
+        (rows, columns), (h, w) = self.counts, self.window
+        cut = x.unflatten(2, (columns, w)).unflatten(1, (rows, h))
+        return cut.mean(dim=(2, 4), dtype=accumulation_dtype(x)).flatten(0, 2).to(x.dtype)
 
     def regions(self) -> list[tuple[slice, slice, 'Windows']]:
         """Rows and columns of the map (without shift) whose windows are of one size, and those windows: the whole ones,

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ..attention import get_mixer
 from ..checkpoints.loading import is_pretrained, load_pretrained
 from ..layers import FactorisedLinear, build_ffn
-from ..ops import forms
+from ..ops import dispatch
 from ..ops.sizes import serves_ones, to_image
 
 Spec = Union[str, dict]
@@ -246,7 +246,7 @@ class Backbone(BaseModule):
             )
         dtype = next(self.parameters()).dtype
         # autocast turns any of its types into any other, but leaves float64 alone
-        casts = forms.autocasts(x) and torch.float64 not in (x.dtype, dtype)
+        casts = dispatch.autocasts(x) and torch.float64 not in (x.dtype, dtype)
         if not x.is_floating_point() or (x.dtype != dtype and not casts):
             raise ValueError(f'x has the type {x.dtype}; the model is in {dtype} and takes images of that type')
 
@@ -290,7 +290,7 @@ class Backbone(BaseModule):
         """One block, recomputed in the backward pass under ``with_cp``."""
         if self.with_cp and x.requires_grad:
             contexts = {}
-            if not forms.is_traced():  # compilers take no contexts
+            if not dispatch.is_traced():  # compilers take no contexts
                 contexts['context_fn'] = lambda: (nullcontext(), statistics_kept(block))
             return checkpoint(block, x, use_reentrant=False, **contexts, **shared)
         return block(x, **shared)

@@ -10,10 +10,8 @@ from mmengine.model import BaseModule, ModuleList
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
-from .. import ops
 from ..attention import Attention, GlobalAttention, Grid, get_mixer
-from ..layers import MLP, build_ffn
-from ..ops import memory
+from ..layers import MLP, apply_linear, build_ffn, conv_norms
 from ..ops.sizes import is_known, to_image
 from .base import PyramidBackbone, check_count, check_type, numbered
 
@@ -54,7 +52,7 @@ class ConvNorm(BaseModule):
         self.relu = relu
 
     def forward(self, x: Tensor) -> Tensor:
-        x = ops.conv_norms(to_image(x), [(self.conv, self.norm)]).permute(0, 2, 3, 1)
+        x = conv_norms(to_image(x), [(self.conv, self.norm)]).permute(0, 2, 3, 1)
         return F.relu(x) if self.relu else x
 
 
@@ -121,14 +119,14 @@ class ConvAttention(BaseModule):
         self.proj = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.apply_linear(self.proj, self.conv(x))
+        return apply_linear(self.proj, self.conv(x))
 
 
 class ReLUMLP(MLP):
     """Feed-forward network with ReLU. Arguments as :class:`~mmlinattn.layers.MLP`."""
 
     def hidden(self, x: Tensor) -> Tensor:
-        return F.relu(ops.apply_linear(self.fc1, x))
+        return F.relu(apply_linear(self.fc1, x))
 
 
 class AveragedKeysAttention(Attention):
@@ -190,8 +188,8 @@ class ConvBlock(BaseModule):
 
     def forward(self, x: Tensor, **shared) -> Tensor:
         x = x if self.embed is None else self.embed(x)
-        x = ops.add(x, self.drop_path(memory.call(self.conv, x)))
-        return ops.add(x, self.drop_path(memory.call(self.ffn, norm_map(self.norm, x))))
+        x = x + self.drop_path(self.conv(x))
+        return x + self.drop_path(self.ffn(norm_map(self.norm, x)))
 
 
 class TransformerBlock(BaseModule):
@@ -234,11 +232,11 @@ class TransformerBlock(BaseModule):
 
     def forward(self, x: Tensor, **shared) -> Tensor:
         x = x if self.embed is None else self.embed(x)
-        x = ops.add(x, self.attn_drop_path(memory.call(self.attn, norm_map(self.norm1, x), **shared)))
+        x = x + self.attn_drop_path(self.attn(norm_map(self.norm1, x), **shared))
         y = self.narrow(x)
-        y = ops.add(y, self.conv_drop_path(memory.call(self.conv, y)))
+        y = y + self.conv_drop_path(self.conv(y))
         x = torch.cat((x, y), dim=-1)
-        return ops.add(x, self.drop_path(memory.call(self.ffn, norm_map(self.norm2, x))))
+        return x + self.drop_path(self.ffn(norm_map(self.norm2, x)))
 
 
 @MODELS.register_module()

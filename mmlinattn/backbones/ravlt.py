@@ -10,8 +10,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..attention import GlobalAttention
 from ..layers import Block, ConvDownsample, ConvFFN, ConvStem, FactorisedLinear, ResidualDWConv, rotary_table
-from ..ops.conv_norms.folding import fold_batch_norm, is_foldable
-from ..ops.forms import accumulation_dtype
+from ..layers.conv_norm import fold_batch_norm, is_foldable
+from ..ops.dispatch import accumulation_dtype
 from .base import PyramidBackbone
 
 HYBRID = ('rala', 'rala', 'softmax', 'softmax')

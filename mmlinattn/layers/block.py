@@ -8,9 +8,10 @@ from mmcv.cnn.bricks import DropPath
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from .. import ops
-from ..ops import memory
+from ..ops import dispatch
 from .ffn import over_tokens
+from .linear import takes_scale
+from .plain import has_hooks
 
 
 class Block(BaseModule):
@@ -22,12 +23,13 @@ class Block(BaseModule):
     Args:
         dim (int): Width C.
         attn (nn.Module): Takes and gives maps (or tokens) of width C; gets the stage's shared keyword arguments and,
-            where its ``wants_input`` is true, what goes into ``norm1`` as ``context_tokens``.
+            where its ``wants_input`` is true, what goes into ``norm1`` as ``context_tokens``. In inference, a branch
+            whose ``adds_residual`` is true gets the ``residual`` to add to what it gives.
         ffn (nn.Module): Takes and gives maps of width C.
         norm_cfg (dict): Both norms, over the last axis.
         drop_path (float): Rate of stochastic depth.
         layer_scale (float, optional): Initial value of gamma; None for no layer scale. With it, ``attn`` and ``ffn``
-            take an ``out_scale``, see :func:`~mmlinattn.ops.apply_linear`.
+            take an ``out_scale``, see :func:`~mmlinattn.layers.apply_linear`.
         position (nn.Module, optional): Position encoding that includes its own residual connection.
     """
 
@@ -54,11 +56,14 @@ class Block(BaseModule):
         self.gamma2 = nn.Parameter(torch.full((dim,), float(layer_scale))) if scaled else None
 
     def add_branch(self, x: Tensor, norm: nn.Module, branch: nn.Module, gamma: Optional[Tensor], **shared) -> Tensor:
-        if gamma is not None and ops.takes_scale(x):
+        if gamma is not None and takes_scale(x):
             shared['out_scale'], gamma = gamma, None
-        out = memory.call(branch, norm(x), **shared)
-        if gamma is None and not (self.training and isinstance(self.drop_path, DropPath)):
-            return ops.add(x, out)
+        drops = self.training and isinstance(self.drop_path, DropPath)
+        if gamma is None and not drops and _adds_residual(branch):
+            return branch(norm(x), residual=x, **shared)
+        out = branch(norm(x), **shared)
+        if gamma is None and not drops:
+            return x + out
         # paths are dropped in a small tensor of scales, which saves passes over the map
         scale = x.new_ones(1) if gamma is None else gamma
         scale = self.drop_path(scale.expand(x.shape[0], *(1,) * (x.dim() - 2), len(scale)))
@@ -75,3 +80,9 @@ class Block(BaseModule):
         if 'grid' in shared and getattr(ffn, 'halo', 0):  # tokens, and a convolution that needs their map
             ffn = functools.partial(over_tokens, ffn, grid=shared['grid'])
         return self.add_branch(x, self.norm2, ffn, self.gamma2)
+
+
+def _adds_residual(branch) -> bool:
+    """Whether the sum with the residual is the branch's: in inference, in the pass that writes its last product. Who
+    watches the branch sees its output alone."""
+    return getattr(branch, 'adds_residual', False) and not dispatch.records() and not has_hooks(branch)

@@ -9,9 +9,10 @@ from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops.conv_norms.folding import is_foldable
-from ..ops.memory import has_hooks, is_just, is_plain_linear
+from .conv_norm import is_foldable
 from .ffn import MLP, ConvFFN, DWConvFFN
+from .linear import apply_linear
+from .plain import has_hooks, is_just, is_plain_linear
 
 FFNS = {'mlp': MLP, 'conv': ConvFFN, 'dwconv': DWConvFFN}
 MATRICES = {'M1': 'fc1', 'M2': 'fc2'}
@@ -112,10 +113,10 @@ class FactorisedLinear(BaseModule):
         self.bias = nn.Parameter(torch.zeros(out_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = ops.apply_linear(self.down, x)
+        x = apply_linear(self.down, x)
         if is_plain_linear(self.up):
             return ops.linear(x, self.up.weight, self.up.bias + self.bias)
-        return ops.apply_linear(self.up, x) + self.bias
+        return apply_linear(self.up, x) + self.bias
 
     def switch_to_deploy(self) -> None:
         """Merge the branches of each factor, in place."""

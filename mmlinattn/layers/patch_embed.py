@@ -6,12 +6,16 @@ from typing import Optional
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops.sizes import to_image
+from ..ops.sizes import round_up, to_image
+from .conv_norm import conv_norms
+from .linear import apply_linear
+from .plain import is_plain_conv
 
 
 def build_map_norm(norm_cfg: dict, dim: int) -> nn.Module:
@@ -57,7 +61,7 @@ class ConvStem(BaseModule):
                 norm = None
             elif not isinstance(layer, nn.GELU):
                 norm = layer
-        return ops.conv_norms(to_image(x), pairs).permute(0, 2, 3, 1)
+        return conv_norms(to_image(x), pairs).permute(0, 2, 3, 1)
 
 
 class ConvDownsample(BaseModule):
@@ -70,7 +74,7 @@ class ConvDownsample(BaseModule):
 
     def forward(self, x: Tensor) -> Tensor:
         norm = getattr(self.layers, 'norm', None)  # None where it was folded for deployment
-        return ops.conv_norms(to_image(x), [(self.layers.conv, norm)]).permute(0, 2, 3, 1)
+        return conv_norms(to_image(x), [(self.layers.conv, norm)]).permute(0, 2, 3, 1)
 
 
 def pad_for(conv: nn.Conv2d, x: Tensor) -> Tensor:
@@ -81,6 +85,22 @@ def pad_for(conv: nn.Conv2d, x: Tensor) -> Tensor:
     """
     beyond = conv.kernel_size[0] - 2 * conv.padding[0] - 1
     return F.pad(x, (0, 0, 0, beyond, 0, beyond)) if beyond else x
+
+
+def strided_conv(conv: nn.Module, x: Tensor) -> Tensor:
+    """``conv`` on a map zero-padded at the bottom and right to whole strides: (B, H, W, C) -> (B, ceil(H / stride),
+    ceil(W / stride), C').
+
+    Without overlap of the patches it is a matrix product of them, and computed so: oneDNN's convolutions of such kernels
+    give wrong numbers in bfloat16 on CPUs with AMX, in silence, where the map has 8 to 24 channels (PyTorch 2.11).
+    """
+    no_overlap = is_plain_conv(conv) and conv.kernel_size == conv.stride and conv.padding == (0, 0)
+    if not (no_overlap and conv.groups == 1 and conv.dilation == (1, 1)):
+        return conv(to_image(pad_for(conv, x))).permute(0, 2, 3, 1)
+    (height, width), (rows, columns) = x.shape[1:3], conv.kernel_size
+    x = F.pad(x, (0, 0, 0, round_up(width, columns) - width, 0, round_up(height, rows) - height))
+    x = x.unflatten(2, (-1, columns)).unflatten(1, (-1, rows)).transpose(2, 3).flatten(3)  # (B, h, w, rows columns C)
+    return ops.linear(x, rearrange(conv.weight, 'o i rows columns -> o (rows columns i)'), conv.bias)
 
 
 class PatchEmbed(BaseModule):
@@ -111,7 +131,7 @@ class PatchEmbed(BaseModule):
         self.norm = None if norm_cfg is None else build_norm_layer(norm_cfg, dim)[1]
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.proj(to_image(pad_for(self.proj, x))).permute(0, 2, 3, 1)
+        x = strided_conv(self.proj, x)
         return x if self.norm is None else self.norm(x)
 
 
@@ -131,4 +151,4 @@ class PatchMerging(BaseModule):
         first_and_second = (slice(0, -1, 2), slice(1, None, 2))  # of two neighbours; the padding is of use to odd maps
         # order of the neighbours: down first, then right
         x = torch.cat([x[:, rows, columns] for columns in first_and_second for rows in first_and_second], dim=-1)
-        return ops.apply_linear(self.reduction, self.norm(x))
+        return apply_linear(self.reduction, self.norm(x))

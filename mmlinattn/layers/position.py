@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops import forms
+from ..ops import dispatch
 from ..ops.sizes import as_tensor, is_known, to_image
 
 
@@ -35,13 +35,10 @@ def rotary_table(
             f'rotary encoding: head_dim={head_dim} has to be a multiple of 4 (change num_heads or rotary=False)'
         )
     speed = base ** -torch.linspace(0, 1, head_dim // 4, device=device, dtype=dtype)
-    rows = torch.arange(height, device=device, dtype=dtype)[:, None] * speed
-    columns = torch.arange(width, device=device, dtype=dtype)[:, None] * speed
-    angles = torch.cat(
-        (rows[:, None].expand(height, width, -1), columns[None].expand(height, width, -1)),
-        dim=-1,
-    ).flatten(0, 1)
-    return torch.stack((angles.cos(), angles.sin()), dim=-1)
+    rows, columns = (torch.arange(size, device=device, dtype=dtype)[:, None] * speed for size in (height, width))
+    rows, columns = (torch.stack((angles.cos(), angles.sin()), dim=-1) for angles in (rows, columns))
+    halves = (rows[:, None].expand(height, width, -1, -1), columns[None].expand(height, width, -1, -1))
+    return torch.cat(halves, dim=2).flatten(0, 1)
 
 
 class ResidualDWConv(nn.Conv2d):
@@ -64,7 +61,7 @@ def resize_table(table: Tensor, grid: tuple[int, int], size: tuple[int, int], pr
     """(1, prefix + grid, C) -> (1, prefix + size, C), bilinear with ``align_corners=False``; class tokens stay."""
     image = table[:, prefix:].unflatten(1, tuple(grid)).permute(0, 3, 1, 2)
     # in float32: neither CPU nor CUDA interpolates every half type
-    wide = forms.accumulation_dtype(image)
+    wide = dispatch.accumulation_dtype(image)
     image = F.interpolate(image.to(wide), size=tuple(size), mode='bilinear', align_corners=False).to(table.dtype)
     return torch.cat((table[:, :prefix], image.flatten(2).transpose(1, 2)), dim=1)
 
@@ -75,7 +72,7 @@ def bilinear_weights(length: int, count, size, like: Tensor) -> Tensor:
     Positions from ``size`` on, where ``count`` is larger, get the last value. ``count`` and ``size`` may be open sizes
     of a graph (:mod:`mmlinattn.ops.sizes`).
     """
-    wide = forms.accumulation_dtype(like)
+    wide = dispatch.accumulation_dtype(like)
     centres = torch.arange(count, dtype=wide, device=like.device) + 0.5
     source = (centres * (length / as_tensor(size, like, wide)) - 0.5).clamp(0, length - 1)
     return (1 - (source[:, None] - torch.arange(length, dtype=wide, device=like.device)).abs()).clamp(min=0)
@@ -108,9 +105,9 @@ class PositionTable(nn.Module):
         if (height, width) == self.grid:
             return self.weight
         weight = self.weight
-        learning = forms.records() and weight.requires_grad
+        learning = dispatch.records() and weight.requires_grad
         # tensors of inference mode do not count their changes
-        keep = not (learning or forms.is_plain(weight) or weight.is_inference())
+        keep = not (learning or dispatch.is_plain(weight) or weight.is_inference())
         key = (height, width, weight._version, weight.data_ptr(), weight.dtype, weight.device) if keep else None
         if keep and self._resized is not None and self._resized[0] == key:
             return self._resized[1]

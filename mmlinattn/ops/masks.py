@@ -6,7 +6,7 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-from .forms import accumulation_dtype
+from .dispatch import accumulation_dtype
 
 # Sizes enter as numbers and never as tensors made from them, so that a recorded graph keeps them free.
 Count = Union[int, Tensor]

@@ -10,21 +10,15 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.fx.experimental import _config, symbolic_shapes
 
-from . import forms
-
-_CAN_SERVE_ONES = hasattr(_config, 'backed_size_oblivious')  # since torch 2.6
-_has_static_value = getattr(symbolic_shapes, 'has_static_value', None)  # since torch 2.5
+from . import dispatch, private
 
 
 def is_known(*sizes) -> bool:
     """Whether all sizes are numbers now, rather than something that a graph leaves open."""
     if any(isinstance(size, Tensor) for size in sizes):
         return False
-    if _has_static_value is None:
-        return all(type(size) is int for size in sizes)
-    return all(_has_static_value(size) for size in sizes)
+    return all(private.has_static_value(size) for size in sizes)
 
 
 def round_up(size, step: int):
@@ -49,8 +43,8 @@ def serves_ones(forward):
 
     @functools.wraps(forward)
     def wrapped(*args, **kwargs):
-        if _CAN_SERVE_ONES and forms.is_exported():
-            with _config.patch(backed_size_oblivious=True):
+        if private.CAN_SERVE_ONES and dispatch.is_exported():
+            with private.serving_ones():
                 return forward(*args, **kwargs)
         return forward(*args, **kwargs)
 
@@ -63,7 +57,7 @@ def settled(x: Tensor) -> Tensor:
     How the memory of a tensor with such a size is to be described, PyTorch decides by asking whether it is 1. Of plain
     memory it does not ask.
     """
-    if any(isinstance(size, torch.SymInt) and not symbolic_shapes.statically_known_true(size > 1) for size in x.shape):
+    if any(isinstance(size, torch.SymInt) and not private.is_surely_above_one(size) for size in x.shape):
         return x.clone(memory_format=torch.contiguous_format)
     return x
 

@@ -1,0 +1,116 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Linear layers with what comes right after them: scale, GELU, residual, the split into queries, keys and values."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Optional
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import ops
+from ..ops import dispatch
+from ..ops.tensors import split
+from .plain import call, is_plain_linear
+
+
+def takes_scale(x: Tensor) -> bool:
+    """Whether :func:`apply_linear` of ``x`` may scale its matrix: not where products are made in half precision, in
+    which small scales underflow."""
+    return x.dtype == dispatch.accumulation_dtype(x) and not dispatch.autocasts(x)
+
+
+def apply_linear(
+    layer: nn.Module,
+    x: Tensor,
+    scale: Optional[Tensor] = None,
+    gelu: bool = False,
+    residual: Optional[Tensor] = None,
+) -> Tensor:
+    """``layer(x) * scale + residual``, or ``gelu(layer(x))``.
+
+    The scale goes into the matrix: no pass over the map, and no map kept for its gradient (for :func:`takes_scale`
+    only). A layer that is no plain linear one (an adapter in its place, one with hooks) is called as it is.
+
+    Args:
+        layer (nn.Module): ``nn.Linear`` with C inputs and C' outputs, or what takes its place.
+        x (Tensor): (..., C).
+        scale (Tensor, optional): (C',).
+        gelu (bool): Apply GELU; not together with ``scale`` or ``residual``.
+        residual (Tensor, optional): (..., C').
+
+    Returns:
+        Tensor: (..., C').
+    """
+    if not is_plain_linear(layer):
+        out = call(layer, x)
+        out = out if scale is None else out * scale
+        out = F.gelu(out) if gelu else out
+        return out if residual is None else residual + out
+    weight, bias = layer.weight, layer.bias
+    if scale is not None:
+        weight, bias = weight * scale[:, None], None if bias is None else bias * scale
+    return ops.linear(x, weight, bias, gelu, residual)
+
+
+class Projected(NamedTuple):
+    """Some outputs of one linear layer, side by side in one tensor (..., N, sum of ``widths``)."""
+
+    tensor: Tensor
+    widths: tuple[int, ...]
+
+
+def project(
+    layer: nn.Module, x: Tensor, widths: Sequence[int], kv: Optional[Tensor] = None, convolves: bool = False
+) -> list[Projected]:
+    """Queries, keys, values and, where there is one, the gate, of one linear layer.
+
+    They come in as many tensors as the memory of the steps that follow wants: autograd keeps all of one tensor or
+    nothing, and attentions that map or rotate queries and keys do not need them afterwards; convolutions on CPUs would
+    copy values that lie among other things.
+
+    Args:
+        layer (nn.Module): ``nn.Linear`` with C inputs and ``sum(widths)`` outputs, or what takes its place.
+        x (Tensor): Tokens of the queries (and the gate), (..., N, C).
+        widths (Sequence[int]): Widths of queries, keys, values and, if it has a fourth entry, the gate.
+        kv (Tensor, optional): Tokens of keys and values, (..., M, C); None for ``x``.
+        convolves (bool): Whether the values will be convolved.
+
+    Returns:
+        list[Projected]: In this order; :func:`split_parts` gives the single ones.
+    """
+    q, k, v, *gate = widths
+    if not is_plain_linear(layer):
+        # the layer is called as a whole, so that whatever takes its place may be anything
+        whole = call(layer, x)
+        if kv is None:
+            return [Projected(whole, tuple(widths))]
+        rest = call(layer, kv)[..., q : q + k + v]
+        return [
+            Projected(whole[..., :q], (q,)),
+            Projected(rest, (k, v)),
+            *(Projected(whole[..., q + k + v :], (g,)) for g in gate),
+        ]
+    backend = dispatch.backend(x, kv)
+    learns = backend != 'reference' and dispatch.records()
+    if kv is not None:
+        parts = [(x, (q,)), (kv, (k, v)), *((x, (g,)) for g in gate)]
+    elif backend == 'reference' or not (learns or convolves):
+        parts = [(x, tuple(widths))]
+    elif backend != 'cpu':
+        parts = [(x, (q, k)), (x, (v, *gate))]
+    else:
+        parts = [(x, (q, k)), (x, (v,)), *((x, (g,)) for g in gate)]
+    if len(parts) == 1:
+        return [Projected(ops.linear(x, layer.weight, layer.bias), tuple(widths))]
+    rows = [sum(part) for _, part in parts]
+    biases = [None] * len(rows) if layer.bias is None else layer.bias.split(rows)
+    weights = layer.weight.split(rows)
+    return [
+        Projected(ops.linear(tokens, weight, bias), part)
+        for (tokens, part), weight, bias in zip(parts, weights, biases)
+    ]
+
+
+def split_parts(parts: Sequence[Projected]) -> list[Tensor]:
+    """Queries, keys, values and, where there is one, the gate."""
+    return [tensor for part in parts for tensor in split(part.tensor, part.widths)]

@@ -1,0 +1,57 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import math
+from typing import Optional
+
+from torch import Tensor
+
+from . import dispatch
+from .dispatch import accumulation_dtype
+from .feature_maps import unit
+from .masks import count_tokens
+from .tensors import heads_of, tokens_of
+
+
+def angular_attention(
+    q: Tensor, k: Tensor, v: Tensor, num_heads: int, mask: Optional[Tensor] = None, released: bool = True
+) -> Tensor:
+    """Linear angular attention: the angle between query and key, to first order, O(N d^2) for each head.
+
+    With q and k divided by their norms within the head,
+
+    - released layer: ``x_i = v_i / 2 + q_i (sum_j k_j v_j^T) / pi``, ``out_i = x_i / |x_i|`` within the head;
+    - paper: weights ``1/2 + q_i . k_j / pi``, divided by their sum over the keys, which is positive.
+
+    Source: Castling-ViT (You et al. 2023), Eq. 4-6, and its released code.
+
+    Args:
+        q (Tensor): Queries, (B, N, num_heads * d).
+        k (Tensor): Keys, (B, M, num_heads * d).
+        v (Tensor): Values, (B, M, E); zero where ``mask`` is False.
+        num_heads (int): Heads that the channels are split into.
+        mask (Tensor, optional): (B, M) bool, True for real tokens.
+        released (bool): The released layer, which needs N = M; False is the paper's form.
+
+    Returns:
+        Tensor: (B, N, E), in the dtype of ``v``.
+
+    Raises:
+        ValueError: For ``released`` with other keys than queries.
+    """
+    if released and q.shape[1] != k.shape[1]:
+        raise ValueError(
+            f'released=True adds the value of each query: it needs as many keys as queries ({q.shape[1]}), not '
+            f'{k.shape[1]}; released=False takes any'
+        )
+    with dispatch.without_autocast(q):
+        wide, dtype = accumulation_dtype(q), v.dtype
+        # sums over tokens of the released form are not divided by their number, which float16 would not hold
+        q, k, v = (heads_of(t.to(wide), num_heads) for t in (q, k, v))
+        q, k = unit(q), unit(k)
+        if released:
+            out = unit(v / 2 + q @ (k.transpose(-1, -2) @ v) / math.pi)
+            return tokens_of(out.to(dtype))
+        count = count_tokens(k, mask)
+        k = k if mask is None else k * mask[:, None, :, None].to(wide)
+        numerator = v.sum(dim=-2, keepdim=True) / 2 + q @ (k.transpose(-1, -2) @ v) / math.pi
+        weight = count / 2 + q @ k.sum(dim=-2, keepdim=True).transpose(-1, -2) / math.pi
+        return tokens_of((numerator / weight).to(dtype))

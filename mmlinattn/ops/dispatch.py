@@ -1,0 +1,134 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Which backend runs an op. Mixers, layers and hosts ask here, and nowhere else, for the device, grad mode, autocast,
+tracing and tensor types.
+
+Every op is one file with its equation in plain PyTorch (``..._reference``) and, where there is one, a faster form for
+CPUs. GPU kernels lie in :mod:`.triton`. The public function of the file asks :func:`backend` once and calls one of them.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import os
+import warnings
+from typing import Optional
+
+import torch
+from torch import Tensor, nn
+
+from . import private
+
+VARIABLE = 'MMLINATTN_OPS'
+CHOICES = ('auto', 'eager', 'reference')
+
+
+def _checked(choice: str, argument: str) -> str:
+    if choice not in CHOICES:
+        raise ValueError(f'{argument}={choice!r} has to be one of {CHOICES}')
+    return choice
+
+
+_choice = _checked(os.environ.get(VARIABLE, '') or 'auto', VARIABLE)
+
+
+@contextlib.contextmanager
+def use(backend: str):
+    """A context that chooses the backend of every op.
+
+    Args:
+        backend (str): ``'reference'``, the plain equations; ``'eager'``, the fastest there is without Triton;
+            ``'auto'``, the fastest there is. Outside of any context the environment variable ``MMLINATTN_OPS`` says
+            which, ``'auto'`` by default.
+
+    Raises:
+        ValueError: For another name.
+    """
+    global _choice  # not a context variable: the backward pass of checkpointed blocks runs in threads of its own
+    before, _choice = _choice, _checked(backend, 'backend')
+    try:
+        yield
+    finally:
+        _choice = before
+
+
+def backend(*tensors: Optional[Tensor]) -> str:
+    """The backend for an op on the given tensors; the first one's device counts.
+
+    Returns:
+        str: ``'reference'``, ``'cpu'``, ``'triton'``, or ``'eager'`` (another device: PyTorch's own operators, with
+        memory reused and gradients written by hand).
+    """
+    if is_plain(*tensors):
+        return 'reference'
+    device = tensors[0].device
+    if device.type == 'cpu':
+        return 'cpu'
+    if device.type == 'cuda' and _choice == 'auto' and _has_triton(device):
+        return 'triton'
+    return 'eager'
+
+
+def is_plain(*tensors: Optional[Tensor]) -> bool:
+    """Whether the call has to stay with plain differentiable operations on the given tensors.
+
+    So it is where something watches or transforms them: a recorded graph, meta and fake tensors, other subclasses,
+    ``torch.func`` transforms, forward-mode derivatives, dispatch modes that count or record.
+    """
+    if _choice == 'reference' or is_traced():
+        return True
+    if private.has_dispatch_modes() or private.is_transformed():
+        return True
+    return any(t is not None and (type(t) not in (Tensor, nn.Parameter) or t.is_meta) for t in tensors)
+
+
+def is_traced() -> bool:
+    """Whether a graph is being recorded (``torch.compile``, ``torch.export``, ``torch.jit.trace``).
+
+    It is to hold the reference: compilers fuse it, and it is right at sizes other than the traced one.
+    """
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
+def is_exported() -> bool:
+    """Whether ``torch.export`` runs the model's Python code itself. Under ``strict=True`` it does not, nor does
+    ``torch.compile``: both read it."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
+@functools.cache
+def _has_triton(device: torch.device) -> bool:
+    """Whether Triton is installed and compiles for this GPU (compute capability 8.0 or newer); warns where not."""
+    if importlib.util.find_spec('triton') is None:
+        reason = 'Triton is not installed'
+    elif torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
+        reason = f'{torch.cuda.get_device_name(device)} is older than the kernels (compute capability 8.0)'
+    else:
+        return True
+    warnings.warn(f'mmlinattn: no GPU kernels, plain PyTorch in their place: {reason}', stacklevel=2)
+    return False
+
+
+def records() -> bool:
+    """Whether gradients are recorded. Where they are not, an op may write over queries and keys."""
+    return torch.is_grad_enabled()
+
+
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for the device of ``x``; the meta device has none and PyTorch raises when asked for it."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
+def without_autocast(x: Tensor):
+    """A context in which operations on the device of ``x`` keep the types they are given."""
+    return torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext()
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The type that matrix products of ``x`` are made in: that of autocast where it is on, else its own."""
+    casts = autocasts(x) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(x.device.type) if casts else x.dtype
+
+
+def accumulation_dtype(x: Tensor) -> torch.dtype:
+    """The type of sums, angles and interpolation: float32 for half precision, the type of ``x`` otherwise."""
+    return torch.promote_types(x.dtype, torch.float32)

@@ -1,0 +1,37 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from typing import Optional
+
+from torch import Tensor
+
+from . import dispatch
+from .dispatch import accumulation_dtype
+from .softmax import masked_logit
+from .tensors import heads_of, tokens_of
+
+
+def efficient_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, mask: Optional[Tensor] = None) -> Tensor:
+    """Efficient attention, O(N d^2) for each head.
+
+    ``out = softmax_channels(q) (softmax_tokens(k)^T v)``: each channel of the keys is a map over the tokens, each
+    query a mixture of these maps.
+
+    Source: Efficient Attention (Shen et al. 2021), Eq. 4-6.
+
+    Args:
+        q (Tensor): Queries, (B, N, num_heads * d).
+        k (Tensor): Keys, (B, M, num_heads * d).
+        v (Tensor): Values, (B, M, E); zero where ``mask`` is False.
+        num_heads (int): Heads that the channels are split into.
+        mask (Tensor, optional): (B, M) bool, True for real tokens.
+
+    Returns:
+        Tensor: (B, N, E), in the dtype of ``v``.
+    """
+    with dispatch.without_autocast(q):
+        wide = accumulation_dtype(q)
+        q, k, v = heads_of(q, num_heads), heads_of(k, num_heads).to(wide), heads_of(v, num_heads)
+        if mask is not None:
+            k = k.masked_fill(~mask[:, None, :, None], masked_logit(wide))
+        state = k.softmax(dim=-2).transpose(-1, -2) @ v.to(wide)
+        # the state is a mean of values: half precision holds it
+        return tokens_of(q.softmax(dim=-1, dtype=wide).to(v.dtype) @ state.to(v.dtype))

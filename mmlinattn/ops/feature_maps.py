@@ -1,0 +1,51 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Feature maps of queries and keys, by name."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# What exponents stop at. exp of it, 1e-13, adds nothing to a sum with 1 in float32, and its products with others of its
+# kind and with gradients are no denormal numbers, with which many CPUs compute a hundred times more slowly.
+LOWEST_EXPONENT = -30.0
+
+
+def _elu_plus_one(x: Tensor) -> Tensor:
+    # spelled out: compiled, the gradient of PyTorch's ELU comes with other strides than its own shape function says
+    return torch.where(x > 0, x + 1, x.clamp(LOWEST_EXPONENT, 0.0).exp())  # of one type: torch.onnx promotes ints alone
+
+
+def _softmax(x: Tensor) -> Tensor:
+    return (x - x.amax(dim=-1, keepdim=True)).clamp(min=LOWEST_EXPONENT).softmax(dim=-1)
+
+
+FEATURE_MAPS = {
+    'identity': lambda x: x,
+    'relu': F.relu,
+    'leakyrelu': F.leaky_relu,
+    'elu': _elu_plus_one,  # ELU + 1; Katharopoulos et al. 2020, Eq. 7; RALA
+    'exp': lambda x: torch.exp(0.2 * x),  # InLine's release
+    'softmax': _softmax,  # over the channels of a head
+}
+
+
+def feature_map(x: Tensor, kernel: str) -> Tensor:
+    """The feature map ``kernel``, a name of :data:`FEATURE_MAPS`, of (B, heads, N, d)."""
+    return FEATURE_MAPS[kernel](x)
+
+
+def check_kernel(kernel: str, allowed: tuple[str, ...]) -> str:
+    """``kernel`` itself.
+
+    Raises:
+        ValueError: If it is not one of ``allowed``.
+    """
+    if kernel not in allowed:
+        raise ValueError(f'kernel={kernel!r} has to be one of {list(allowed)}')
+    return kernel
+
+
+def unit(x: Tensor) -> Tensor:
+    """``x / |x|`` over the last axis. Vectors of zeros stay so, with gradients of the size of the result's."""
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / torch.where(length > 0, length, 1)

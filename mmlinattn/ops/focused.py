@@ -1,0 +1,185 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import dispatch
+from .dispatch import accumulation_dtype
+from .masks import padded_eps
+from .plain_linear import linear_attention_reference
+from .tensors import gradients_like, product, split_heads
+
+
+def focused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_heads: int,
+    inverse_scale: Tensor,
+    power: float,
+    offset: Optional[Tensor] = None,
+    mask: Optional[Tensor] = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Focused linear attention (FLatten Eq. 4-8), O(N d^2) for each head.
+
+    :func:`~mmlinattn.ops.linear_attention` of ``phi_p(q)`` and ``phi_p(k + offset)``, with the focused map
+    ``phi_p(x) = |r| / |r^p| r^p``, ``r = (ReLU(x) + eps) * inverse_scale``, whose norms are over all channels, before
+    the split into heads. The maths runs in float32 or better: ``r^3`` overflows float16, and gradients grow with the
+    inverse cube of small entries.
+
+    In inference, ``q`` and ``k`` are scratch memory of this function; ``v`` never is.
+
+    Args:
+        q (Tensor): Queries, (B, N, C).
+        k (Tensor): Keys, (B, M, C).
+        v (Tensor): Values, (B, M, E); zero where ``mask`` is False.
+        num_heads (int): Heads that C and E are split into after the map.
+        inverse_scale (Tensor): (C,), ``1 / softplus(scale)``.
+        power (float): Focusing factor p, in [1, 32].
+        offset (Tensor, optional): Positions added to the keys before the map, broadcastable to (B, M, C).
+        mask (Tensor, optional): (B, M) bool, True for real tokens.
+        eps (float): Of the map, where it keeps the direction of dead tokens defined, and of the normaliser.
+
+    Returns:
+        Tensor: (B, N, E), in the dtype of ``v``.
+    """
+    arguments = (q, k, v, num_heads, inverse_scale, power, offset, mask, eps)
+    with dispatch.without_autocast(q):
+        backend = dispatch.backend(q, k, v, inverse_scale)
+        if backend == 'triton':
+            from .triton import attention
+
+            return attention.focused_attention(*arguments)
+        return (_focused_attention_on_cpu if backend == 'cpu' else focused_attention_reference)(*arguments)
+
+
+def focused_attention_reference(q, k, v, num_heads, inverse_scale, power, offset, mask, eps) -> Tensor:
+    k = k if offset is None else k + offset.to(k.dtype)
+    q, k = (focused_map(t, inverse_scale, power, eps) for t in (q, k))
+    return linear_attention_reference(q, k, v.to(q.dtype), num_heads, 'identity', mask, eps).to(v.dtype)
+
+
+def focused_map(x: Tensor, inverse_scale: Tensor, power: float, eps: float = 1e-6) -> Tensor:
+    """``phi_p`` of (..., C) tokens, in float32 for half precision."""
+    wide = accumulation_dtype(x)
+    r = (F.relu(x).to(wide) + eps) * inverse_scale.to(wide)
+    # Homogeneous of degree one: a token may be scaled at will, and its largest component becomes 1.
+    part = r / r.amax(dim=-1, keepdim=True).detach()
+    # F.threshold, which exporters do not all know
+    powered = part.masked_fill(part <= smallest_base(wide, power), 0.0) ** power
+    lengths = [torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (r, powered)]
+    return powered * (lengths[0] / lengths[1])
+
+
+def smallest_base(dtype: torch.dtype, power: float) -> float:
+    """Which part of its largest component a component of a token has to exceed; the power of smaller ones counts as 0.
+
+    That power is 1e-15 in float32 (1e-75 in float64), far below what rounding leaves of a sum with 1. Without the bound
+    the powers, their squares, or their products with each other and with gradients would come to lie where numbers lose
+    digits (denormal ones), with which many CPUs compute a hundred times more slowly.
+    """
+    return 10 ** ((-75.0 if dtype == torch.float64 else -15.0) / power)
+
+
+# --- on CPUs: the backward pass computes the map once more --------------------------------------------------------------
+
+
+def _focused_attention_on_cpu(q, k, v, num_heads, inverse_scale, power, offset, mask, eps) -> Tensor:
+    if offset is not None:
+        k = k + offset.to(k.dtype) if dispatch.records() else k.add_(offset)
+    return _FocusedAttention.apply(q, k, v, inverse_scale, power, num_heads, mask, eps)
+
+
+def _normaliser(x: Tensor, key_mean: Tensor, floor: Tensor) -> Tensor:
+    """``x`` (B, N, C) by the mean key (B, 1, heads, d) of each head plus ``floor``, (B, N, heads, 1)."""
+    # As a matrix product this would be, for each head and image, one of a matrix with a vector: on CPUs several times
+    # as slow as the sum of products.
+    return torch.linalg.vecdot(x.unflatten(-1, key_mean.shape[2:]), key_mean).unsqueeze(-1).add_(floor)
+
+
+def _powers(x: Tensor, inverse_scale: Tensor, power: float, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The map of (B, N, C) but for its length, that missing factor (B, N, 1), r and |r| (B, N, 1)."""
+    r = torch.addcmul(inverse_scale * eps, x.to(inverse_scale.dtype).relu(), inverse_scale)
+    norm = torch.linalg.vector_norm(r, dim=-1, keepdim=True)
+    part = r * r.amax(dim=-1, keepdim=True).reciprocal_()
+    y = F.threshold_(part, smallest_base(r.dtype, power), 0.0).pow_(power)
+    return y, norm / torch.linalg.vector_norm(y, dim=-1, keepdim=True), r, norm
+
+
+def _focus(x: Tensor, inverse_scale: Tensor, power: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The map, r and |r|."""
+    y, factor, r, norm = _powers(x, inverse_scale, power, eps)
+    return y.mul_(factor), r, norm
+
+
+def _focus_backward(x, grad, y, r, norm, inverse_scale, power) -> tuple[Tensor, Tensor]:
+    """Gradients of tokens and of ``inverse_scale`` (times itself); overwrites ``y`` and ``r``."""
+    # y = |r| / |r^p| r^p:  dL/dr = (g.y) r / |r|^2 + p y / r (g - (g.y) y / |r|^2)
+    along = torch.linalg.vecdot(grad, y).unsqueeze(-1) / norm.square()
+    inner = torch.addcmul(grad, along, y, value=-1)
+    grad_r = y.div_(r).mul_(inner).mul_(power).addcmul_(along, r)
+    grad_scale = r.mul_(grad_r).sum(dim=(0, 1))
+    return grad_r.mul_(inverse_scale).masked_fill_(x <= 0, 0), grad_scale
+
+
+class _FocusedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, inverse_scale, power, num_heads, mask, eps):
+        wide = accumulation_dtype(q)
+        scale = inverse_scale.to(wide)
+        batch, tokens = k.shape[:2]
+        count = scale.new_full((batch,), tokens) if mask is None else mask.sum(dim=1).clamp(min=1).to(wide)
+        keys, *_ = _focus(k, scale, power, eps)
+        state = product(split_heads(keys, num_heads).transpose(-1, -2), split_heads(v.to(wide), num_heads))
+        state /= count[:, None, None, None]
+        key_mean = keys.sum(dim=1, keepdim=True) if mask is None else mask[:, None].to(wide) @ keys
+        key_mean = (key_mean / count[:, None, None]).unflatten(-1, (num_heads, -1))  # (B, 1, heads, d)
+        floor = scale.new_zeros(batch, 1, 1, 1) + padded_eps(eps, mask, wide)
+        # The length of a query is a factor of numerator and denominator, so it is left out of both; what is added to the
+        # denominator is divided by it instead.
+        queries, factor, *_ = _powers(q, scale, power, eps)
+        normaliser = _normaliser(queries, key_mean, floor / factor.unsqueeze(-1))
+        out = torch.empty(*q.shape[:2], v.shape[-1], dtype=v.dtype, device=v.device)
+        mixed = product(split_heads(queries, num_heads), state).transpose(1, 2)
+        torch.div(mixed, normaliser, out=out.unflatten(-1, (num_heads, -1)))
+        ctx.save_for_backward(q, k, v, inverse_scale, mask, state, key_mean, count, floor)
+        ctx.options = power, num_heads, eps
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v, inverse_scale, mask, state, key_mean, count, floor = ctx.saved_tensors
+        power, num_heads, eps = ctx.options
+        scale = inverse_scale.to(state.dtype)
+        grad_q, grad_k, grad_v = gradients_like(q, k, v)
+        y, r, norm = _focus(q, scale, power, eps)
+        queries = y.unflatten(-1, (num_heads, -1))
+        normaliser = _normaliser(y, key_mean, floor)
+        # of the numerator, heads side by side
+        g = grad.to(scale.dtype).unflatten(-1, (num_heads, -1)) / normaliser
+        inner = product(g.transpose(1, 2), state.transpose(-1, -2)).transpose(1, 2)
+        # g . out = queries . (state g): the numerator itself is not needed
+        grad_normaliser = -torch.linalg.vecdot(queries, inner).unsqueeze(-1) / normaliser
+        grad_state = product(queries.permute(0, 2, 3, 1), g.transpose(1, 2)) / count[:, None, None, None]
+        grad_mean = (queries * grad_normaliser).sum(dim=1, keepdim=True)
+        grad_mean = (grad_mean / count[:, None, None, None]).flatten(2)  # (B, 1, C)
+        inner = inner.addcmul(grad_normaliser, key_mean).flatten(2)
+        along_q, grad_scale = _focus_backward(q, inner, y, r, norm, scale, power)
+        grad_q.copy_(along_q)
+        y, r, norm = _focus(k, scale, power, eps)
+        split_heads(grad_v, num_heads).copy_(product(split_heads(y, num_heads), grad_state))
+        values = split_heads(v.to(scale.dtype), num_heads)
+        inner = product(values, grad_state.transpose(-1, -2)).transpose(1, 2).flatten(2)
+        if mask is None:
+            inner = inner + grad_mean
+        else:
+            inner = inner.addcmul(mask.unsqueeze(-1).to(inner.dtype), grad_mean)
+        along_k, more = _focus_backward(k, inner, y, r, norm, scale, power)
+        grad_k.copy_(along_k)
+        grad_scale = ((grad_scale + more) / scale).to(inverse_scale.dtype)
+        return grad_q, grad_k, grad_v, grad_scale, None, None, None, None

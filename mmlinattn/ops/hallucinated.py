@@ -1,0 +1,174 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from . import dispatch
+from .sizes import to_image
+from .softmax import attend, masked_logit
+from .tensors import split_heads
+
+_BLOCK_NUMEL = 2**18  # elements of the maps of a block, for each thread
+_MIN_ROWS = 32  # queries of a block, which reads all keys
+
+
+def hallucinated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_heads: int,
+    grid,
+    intra: Optional[Tensor] = None,
+    cross: Optional[Tensor] = None,
+    cross_first: bool = False,
+    mask: Optional[Tensor] = None,
+    bias: Optional[Tensor] = None,
+) -> Tensor:
+    """Softmax attention that computes half of its maps and derives ("hallucinates") the others from them.
+
+    ``A_i = q_i k_i^T / sqrt(d)``, i = 1..h/2, are the real maps. Each row of ``A_i`` lies on the grid of the keys, on
+    which IHH convolves it, ``B_i = w_i * A_i`` (3x3, depth-wise), and CHH mixes the heads, ``H_m = sum_i c_mi B_i``.
+    Then ``out = softmax([A, H] + bias) v``, head by head.
+
+    Both are linear in the keys and move there: ``H_m = [c_m1 q_1 | ... | c_m(h/2) q_(h/2)] [w_1*k_1 | ... ]^T``. So
+    the hallucinated heads are plain attention of width C/2, and no N x M map is built or kept: O(N + M) memory,
+    about ``N M C (h/2 + 1)`` multiply-adds. In inference, CPUs take the maps of a few queries at a time, with
+    ``N M (2 C + h^2 / 4)``.
+
+    Source: "Vision Transformer with Attention Map Hallucination and FFN Compaction" (Xu et al. 2023), Eq. 2.
+
+    Args:
+        q (Tensor): Queries of the real heads, (B, N, h/2 * d).
+        k (Tensor): Keys of the real heads, (B, M, h/2 * d).
+        v (Tensor): Values of all heads, the real ones first, (B, M, h * d); zero where ``mask`` is False.
+        num_heads (int): Heads h, real and hallucinated; even.
+        grid (Grid): The grid of the keys, see :class:`mmlinattn.attention.Grid`. Class tokens have no neighbours and
+            pass the convolution as they are; tokens of different ``grid.regions`` are none either.
+        intra (Tensor, optional): w of IHH, (h/2, 3, 3); None leaves it out.
+        cross (Tensor, optional): c of CHH, (h/2, h/2); None leaves it out. Without both, real maps are copied.
+        cross_first (bool): CHH before IHH.
+        mask (Tensor, optional): (B, M) bool, True for real tokens. Others are no neighbours.
+        bias (Tensor, optional): Added to the logits, broadcastable to (B, h, N, M), with four dimensions.
+
+    Returns:
+        Tensor: (B, N, h * d), in the dtype of ``v``.
+    """
+    if has_torch_function((q, k, v)):  # counters see it whole, as they see fused attention
+        options = dict(intra=intra, cross=cross, cross_first=cross_first, mask=mask, bias=bias)
+        return handle_torch_function(hallucinated_attention, (q, k, v), q, k, v, num_heads, grid, **options)
+    # With gradients, fused attention of wide heads is faster than computing the blocks again for the backward pass.
+    whole = q.dtype == dispatch.accumulation_dtype(q) == v.dtype and not dispatch.autocasts(q)
+    in_blocks = whole and not (dispatch.records() or cross_first) and dispatch.backend(q, k, v) == 'cpu'
+    mixed_heads = _mixed_maps if in_blocks else _wide_heads
+    half = num_heads // 2
+    dtype, width = v.dtype, q.shape[-1] // half
+    bias = _hide(bias, mask, q)
+    real_bias, bias = (None, None) if bias is None else _halves(bias, half)
+    queries, keys, values = split_heads(q, half), split_heads(k, half), split_heads(v, num_heads)
+    real, hallucinated = values[:, :half], values[:, half:]
+    real = attend(queries, keys, real, real_bias)
+    local = k if intra is None else local_keys(k, grid, intra.to(k.dtype), mask, half if cross_first else 1)
+    if cross is None:
+        mixed = attend(queries, split_heads(local, half), hallucinated, bias)
+    else:
+        # (B, h/2 or 1, M, C/2): one set of keys for all hallucinated heads, or one for each
+        keys = split_heads(local, local.shape[-1] // q.shape[-1])
+        mixed = mixed_heads(queries, keys, hallucinated, cross * width**-0.5, bias)
+    return torch.cat((real.transpose(1, 2), mixed.to(real.dtype).transpose(1, 2)), dim=2).flatten(2).to(dtype)
+
+
+def _wide_heads(q: Tensor, k: Tensor, v: Tensor, cross: Tensor, bias: Optional[Tensor]) -> Tensor:
+    """``softmax([c_m1 q_1 | c_m2 q_2 | ...] k^T + bias) v_m`` of every head m, by fused attention.
+
+    Args:
+        q (Tensor): (B, h/2, N, d).
+        k (Tensor): (B, 1 or h/2, M, C/2), the keys of the real heads side by side.
+        v (Tensor): (B, h/2, M, d).
+        cross (Tensor): c with the scale of the logits in it, (h/2, h/2).
+        bias (Tensor, optional): Broadcastable to (B, h/2, N, M).
+
+    Returns:
+        Tensor: (B, h/2, N, d).
+    """
+    heads, width, value_width = len(cross), k.shape[-1], v.shape[-1]
+    cross = (cross * width**0.5).to(q.dtype)  # fused attention divides by it
+    q = (q.transpose(1, 2).unsqueeze(1) * cross[:, None, :, None]).flatten(3)  # (B, h/2, N, C/2)
+    k = k.expand(-1, heads, -1, -1)
+    v = F.pad(v, (0, width - value_width))  # with values as wide as the keys, it stays fused everywhere
+    return attend(q, k, v, bias)[..., :value_width]
+
+
+def local_keys(k: Tensor, grid, intra: Tensor, mask: Optional[Tensor], copies: int) -> Tensor:
+    """IHH on the keys: the depth-wise 3x3 over their grid, one kernel a head.
+
+    Args:
+        k (Tensor): (B, M, C/2).
+        grid (Grid): Of the keys.
+        intra (Tensor): (h/2, 3, 3).
+        mask (Tensor, optional): (B, M); what others hold does not matter.
+        copies (int): 1, or h/2: each head's kernel on all keys, side by side.
+
+    Returns:
+        Tensor: (B, M, copies * C/2).
+    """
+    k = k if mask is None else k * mask.unsqueeze(-1).to(k.dtype)
+    k = k.repeat(1, 1, copies) if copies > 1 else k
+    weight = intra.repeat_interleave(k.shape[-1] // len(intra), dim=0).unsqueeze(1)
+    if grid.regions is None:
+        return _convolved(k, grid, weight)
+    # a rolled window holds up to four parts of the map that are no neighbours of each other
+    regions = grid.regions.repeat(k.shape[0] // grid.regions.shape[0], 1).unsqueeze(-1)
+    parts = ((regions == region).to(k.dtype) for region in range(4))
+    return sum(part * _convolved(k * part, grid, weight) for part in parts)
+
+
+def _convolved(k: Tensor, grid, weight: Tensor) -> Tensor:
+    image = to_image(k[:, grid.prefix :].unflatten(1, (grid.height, grid.width)))
+    local = F.conv2d(image, weight, padding=1, groups=len(weight)).permute(0, 2, 3, 1).flatten(1, 2)
+    return torch.cat((k[:, : grid.prefix].to(local.dtype), local), dim=1) if grid.prefix else local
+
+
+def _hide(bias: Optional[Tensor], mask: Optional[Tensor], like: Tensor) -> Optional[Tensor]:
+    """``bias`` plus what hides the masked keys; finite, so that a row of hidden keys alone stays so."""
+    if mask is not None:
+        hidden = torch.zeros(mask.shape, dtype=like.dtype, device=like.device)
+        hidden = hidden.masked_fill(~mask, masked_logit(like.dtype))[:, None, None, :]
+        bias = hidden if bias is None else bias.to(like.dtype) + hidden
+    return None if bias is None else bias.to(like.dtype)
+
+
+def _halves(bias: Tensor, half: int) -> tuple[Tensor, Tensor]:
+    """The bias of the real and of the hallucinated heads."""
+    return (bias, bias) if bias.shape[1] == 1 else (bias[:, :half], bias[:, half:])
+
+
+# --- on CPUs, in inference: maps of a block of queries, mixed while they are in the cache -------------------------------
+
+
+def _mixed_maps(q: Tensor, k: Tensor, v: Tensor, cross: Tensor, bias: Optional[Tensor]) -> Tensor:
+    """``softmax(sum_i c_mi q_i k_i^T + bias) v_m``, the equation in its literal order, some queries at a time.
+    Arguments and result as of the function ``_wide_heads``."""
+    batch, heads, queries, _ = q.shape
+    k = k[:, 0].unflatten(-1, (heads, -1)).transpose(1, 2)  # (B, h/2, M, d)
+    out = q.new_empty(batch, queries, heads, v.shape[-1]).transpose(1, 2)
+    for image, row in _blocks(batch, queries, heads * k.shape[2]):
+        maps = q[image, :, row] @ k[image].transpose(-1, -2)
+        maps = (cross @ maps.flatten(2)).view_as(maps)
+        if bias is not None:
+            part = bias[image] if len(bias) > 1 else bias
+            maps += part[:, :, row] if bias.shape[2] > 1 else part
+        out[image, :, row] = maps.softmax(dim=-1) @ v[image]
+    return out
+
+
+def _blocks(batch: int, queries: int, numel: int):
+    """Images and queries of each block; ``numel`` logits a query."""
+    budget = _BLOCK_NUMEL * torch.get_num_threads()
+    rows = min(queries, max(budget // numel, _MIN_ROWS))
+    images = max(budget // (numel * queries), 1)  # several where their maps are small
+    for first in range(0, batch, images):
+        for top in range(0, queries, rows):
+            yield slice(first, first + images), slice(top, top + rows)

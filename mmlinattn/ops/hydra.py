@@ -1,0 +1,28 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from typing import Optional
+
+from torch import Tensor
+
+from .dispatch import accumulation_dtype
+from .feature_maps import unit
+
+
+def hydra_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:
+    """Attention with as many heads as channels, O(N C).
+
+    ``out_i = phi(q_i) * sum_j phi(k_j) * v_j``, ``phi(x) = x / |x|`` over all channels, products element by element.
+
+    Source: Hydra Attention (Bolya et al. 2022), Eq. 5-7.
+
+    Args:
+        q (Tensor): Queries, (B, N, C).
+        k (Tensor): Keys, (B, M, C).
+        v (Tensor): Values, (B, M, C); zero where ``mask`` is False.
+        mask (Tensor, optional): (B, M) bool. Zero values are all that padding needs: nothing is divided by a sum.
+
+    Returns:
+        Tensor: (B, N, C), in the dtype of ``v``.
+    """
+    wide = accumulation_dtype(q)
+    state = (unit(k.to(wide)) * v).sum(dim=1, keepdim=True)  # (B, 1, C)
+    return (unit(q.to(wide)) * state).to(v.dtype)

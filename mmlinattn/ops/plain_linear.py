@@ -1,0 +1,63 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from typing import Optional
+
+from torch import Tensor
+
+from . import dispatch
+from .dispatch import accumulation_dtype
+from .feature_maps import feature_map
+from .masks import count_tokens, divisor, padded_eps, token_mean
+from .tensors import heads_of, tokens_of
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_heads: int,
+    kernel: str = 'identity',
+    mask: Optional[Tensor] = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Linear attention with division, O(N d^2) for each head.
+
+    ``out_i = phi(q_i) (1/N sum_j phi(k_j) v_j^T) / (phi(q_i) . mean_j(phi(k_j)) + eps)``.
+
+    Source: Katharopoulos et al. 2020, Eq. 5; InLine Eq. 2; FLatten Eq. 4.
+
+    In inference, ``q`` and ``k`` are scratch memory of this function; ``v`` never is.
+
+    Args:
+        q (Tensor): Queries, (B, N, num_heads * d).
+        k (Tensor): Keys, (B, M, num_heads * d).
+        v (Tensor): Values, (B, M, E); zero where ``mask`` is False.
+        num_heads (int): Heads that the channels are split into.
+        kernel (str): phi, a name of :data:`~mmlinattn.ops.kernels.KERNELS`; sums of its results must not vanish.
+        mask (Tensor, optional): (B, M) bool, True for real tokens.
+        eps (float): Added to the normaliser.
+
+    Returns:
+        Tensor: (B, N, E), in the dtype of ``v``.
+    """
+    arguments = (q, k, v, num_heads, kernel, mask, eps)
+    with dispatch.without_autocast(q):
+        if dispatch.backend(q, k, v) == 'triton':
+            from .triton import attention
+
+            return attention.linear_attention(*arguments)
+        return linear_attention_reference(*arguments)
+
+
+def linear_attention_reference(q, k, v, num_heads, kernel, mask, eps) -> Tensor:
+    q, k, v = (heads_of(t, num_heads) for t in (q, k, v))
+    q, k = feature_map(q, kernel), feature_map(k, kernel)
+    wide = accumulation_dtype(q)
+    count = count_tokens(k, mask)
+    key_mean = token_mean(k, mask, count)
+    normaliser = (q @ key_mean.to(q.dtype).transpose(-1, -2)).to(wide) + padded_eps(eps, mask, wide)
+    # padded values are zero, so padded keys do not matter
+    if wide == q.dtype:
+        state = (k.transpose(-1, -2) @ v.to(q.dtype)) / count
+    else:
+        state = (k * divisor(count)).to(q.dtype).transpose(-1, -2) @ (v * divisor(count)).to(q.dtype)
+    return tokens_of((q @ state / normaliser).to(v.dtype))

@@ -1,0 +1,63 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The private APIs of PyTorch that the package uses, in one place. Where a release lacks one, something public serves."""
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.fx.experimental import _config, symbolic_shapes
+from torch.nn.modules import module as _module
+
+# oneDNN's operators with a fused activation or sum, which torch.compile uses on CPUs
+_mkldnn = torch.ops.mkldnn
+LINEAR = getattr(_mkldnn, '_linear_pointwise', None)
+CONV = getattr(_mkldnn, '_convolution_pointwise', None)
+CONV_ONTO = getattr(_mkldnn, '_convolution_pointwise_', None)
+HAS_ONEDNN = None not in (LINEAR, CONV, CONV_ONTO) and hasattr(LINEAR, 'binary') and hasattr(CONV_ONTO, 'binary')
+CAN_SERVE_ONES = hasattr(_config, 'backed_size_oblivious')  # since torch 2.6
+
+
+def onednn_takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN's fused operators serve these tensors: on a CPU, not empty, in float32, or in bfloat16 where the CPU
+    has units for it."""
+    if not (HAS_ONEDNN and torch.backends.mkldnn.enabled and x.dtype == weight.dtype and x.numel() > 0):
+        return False
+    if x.device.type != 'cpu' or weight.device.type != 'cpu':
+        return False
+    return x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and has_bfloat16_units())
+
+
+def has_bfloat16_units() -> bool:
+    """Whether oneDNN multiplies bfloat16 natively on this CPU (AVX-512 BF16, AMX)."""
+    return bool(getattr(_mkldnn, '_is_mkldnn_bf16_supported', bool)())
+
+
+def is_transformed() -> bool:
+    """Whether ``torch.func`` transforms the call or forward-mode derivatives are taken; False in ``torch.compile``,
+    whose tracer answers such questions about itself."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+def has_dispatch_modes() -> bool:
+    """Whether something counts or records every operation (``TorchDispatchMode``)."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def has_global_hooks() -> bool:
+    return _module._has_any_global_hook()
+
+
+def has_static_value(size) -> bool:
+    """Whether a size is a number now, not something that a graph leaves open."""
+    check = getattr(symbolic_shapes, 'has_static_value', None)  # since torch 2.5
+    return type(size) is int if check is None else check(size)
+
+
+def is_surely_above_one(size) -> bool:
+    return symbolic_shapes.statically_known_true(size > 1)
+
+
+def serving_ones():
+    """A context in which ``torch.export`` does not ask whether an open size is 1."""
+    return _config.patch(backed_size_oblivious=True)

@@ -1,0 +1,207 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Rank-augmented linear attention.
+
+Names below: ``g`` mean query, ``w`` token weights a / N, ``z`` mean weighted key, ``S`` state, ``d_x`` gradient of x.
+"""
+
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import dispatch
+from .dispatch import accumulation_dtype
+from .feature_maps import LOWEST_EXPONENT, feature_map
+from .masks import count_tokens, divisor, padded_eps
+from .rotary import rotate, rotate_reference
+from .tensors import gradients_like, heads_of, merge_heads, product, split_heads, tokens_of
+
+
+def rala(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_heads: int,
+    kernel: str = 'elu',
+    rotary: Optional[Tensor] = None,
+    mask: Optional[Tensor] = None,
+    weight_scale: Optional[float] = 1.0,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Rank-augmented linear attention (RALA Eq. 2-4), O(N d^2) for each head.
+
+    With the feature map kappa, ``q = kappa(q)`` and ``k = kappa(k)``: the context-aware weights
+    ``a = N softmax_tokens(mean(q) k^T * weight_scale)`` multiply the keys (Eq. 3, 4); then
+    ``out_i = R_i q_i (1/N sum_j a_j R_j k_j v_j^T) / (q_i . mean_j(a_j k_j) + eps)``. The rotary encoding R enters the
+    numerator only.
+
+    In inference, ``q`` and ``k`` are scratch memory of this function; ``v`` never is.
+
+    Args:
+        q, k (Tensor): Queries and keys before their feature map, (B, N, num_heads * d).
+        v (Tensor): Values, (B, N, E); zero where ``mask`` is False.
+        num_heads (int): Heads that the channels are split into.
+        kernel (str): kappa, a name of :data:`~mmlinattn.ops.feature_maps.FEATURE_MAPS` with results >= 0: ``'elu'``,
+            ``'relu'`` or ``'softmax'`` (RALA Tab. 10).
+        rotary (Tensor, optional): R, (N, d / 2, 2), see :func:`~mmlinattn.ops.rotate`.
+        mask (Tensor, optional): (B, N) bool, True for real tokens.
+        weight_scale (float, optional): Scale of the weights' logits (1 in the paper, ``d ** -0.5`` in the release);
+            None weighs all tokens alike.
+        eps (float): Added to the normaliser.
+
+    Returns:
+        Tensor: (B, N, E), in the dtype of ``v``.
+    """
+    arguments = (q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps)
+    with dispatch.without_autocast(q):
+        backend = dispatch.backend(q, k, v, rotary)
+        if backend == 'triton':
+            from .triton import attention
+
+            return attention.rala(*arguments)
+        learns_rotary = dispatch.records() and rotary is not None and rotary.requires_grad
+        if backend != 'cpu' or kernel not in _MAPS or q.numel() == 0 or learns_rotary:
+            return rala_reference(*arguments)
+        return _rala_on_cpu(*arguments)
+
+
+def rala_reference(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps) -> Tensor:
+    dtype = v.dtype
+    q, k, v = (heads_of(t, num_heads) for t in (q, k, v))
+    q, k = feature_map(q, kernel), feature_map(k, kernel)
+    wide = accumulation_dtype(q)
+    count = count_tokens(k, mask)  # N, or (B, 1, 1, 1)
+    real = None if mask is None else mask[:, None, :, None]  # (B, 1, N, 1)
+    if weight_scale is not None:
+        mean_query = (q if real is None else q * real).sum(dim=-2, keepdim=True, dtype=wide) / count
+        logits = (k @ mean_query.to(k.dtype).transpose(-1, -2)).to(wide) * weight_scale  # (B, heads, N, 1)
+        weight = token_weights(logits, mask)  # a / N
+    else:
+        weight = (torch.ones_like(k[:, :1, :1, :, :1]) if real is None else real).to(wide) / count
+    key_mean = (k.transpose(-1, -2).to(wide) @ weight).to(q.dtype)  # mean_j(a_j k_j), (B, heads, d, 1)
+    normaliser = (q @ key_mean).to(wide) + padded_eps(eps, mask, wide)
+    q = (q / normaliser).to(q.dtype)  # dividing the result instead would keep one map more for the backward pass
+    if wide == q.dtype:
+        v = v * weight
+    else:
+        # 1/N leaves the range of float16; its root on each factor does not
+        k, v = (k * divisor(count)).to(q.dtype), (v * (weight / divisor(count))).to(q.dtype)
+    if rotary is not None:
+        q, k = rotate_reference(q, rotary), rotate_reference(k, rotary)
+    return tokens_of(q @ (k.transpose(-1, -2) @ v)).to(dtype)
+
+
+def token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
+    """Softmax over the real tokens of (B, heads, N, 1); none of the weights is a denormal number."""
+    hidden = None if mask is None else ~mask[:, None, :, None]
+    # not minus infinity: where all tokens are padding, the weights and their gradients would be NaN
+    lowest = torch.finfo(logits.dtype).min
+    if hidden is not None:
+        logits = logits.masked_fill(hidden, lowest)
+    logits = torch.maximum(logits, logits.amax(dim=-2, keepdim=True) + LOWEST_EXPONENT)
+    if hidden is not None:
+        logits = logits.masked_fill(hidden, lowest)
+    return logits.softmax(dim=-2)
+
+
+# --- on CPUs: in place, in float32 or better; the backward pass computes maps and weights once more ---------------------
+
+# The feature map in place, and the gradient of what was mapped from the mapped y and the gradient of y, in its place.
+_MAPS = {
+    'elu': (lambda x: F.elu_(x).add_(1), lambda y, d_y: d_y.mul_(y.clamp(max=1))),
+    'relu': (F.relu_, lambda y, d_y: d_y.mul_(y > 0)),
+    'softmax': (
+        lambda x: x.copy_(feature_map(x, 'softmax')),
+        lambda y, d_y: d_y.sub_(torch.linalg.vecdot(y, d_y).unsqueeze(-1)).mul_(y),
+    ),
+}
+
+
+def _rala_on_cpu(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps) -> Tensor:
+    wide, dtype = torch.promote_types(accumulation_dtype(q), accumulation_dtype(v)), v.dtype
+    # half precision is cheaper to widen once than to compute with, operation by operation
+    q, k, v = (t.to(wide) for t in (q, k, v))
+    rotary = None if rotary is None else rotary.to(wide)
+    if dispatch.records():
+        return _RALA.apply(q, k, v, rotary, num_heads, kernel, mask, weight_scale, eps).to(dtype)
+    q, k, v = (split_heads(t, num_heads) for t in (q, k, v))
+    return merge_heads(_forward(q, k, v, kernel, rotary, mask, weight_scale, eps, dtype)[0])
+
+
+def _forward(q, k, v, kernel, rotary, mask, weight_scale, eps, dtype):
+    """The result in ``dtype`` and g, w, z, S of (B, heads, N, d) tensors; overwrites ``q`` and ``k``."""
+    apply_map = _MAPS[kernel][0]
+    q, k = apply_map(q), apply_map(k)
+    real = None if mask is None else mask[:, None, :, None].to(q.dtype)  # (B, 1, N, 1)
+    count = count_tokens(k, mask)
+    mean_query = (q if real is None else q * real).sum(dim=2, keepdim=True) / count
+    if weight_scale is None:
+        weight = (q.new_ones(1, 1, q.shape[2], 1) if real is None else real) / count
+    else:
+        weight = token_weights((k @ mean_query.transpose(-1, -2)).mul_(weight_scale), mask)
+    k = k.mul_(weight)
+    key_mean = k.sum(dim=2, keepdim=True)
+    normaliser = torch.linalg.vecdot(q, key_mean).unsqueeze(-1) + padded_eps(eps, mask, q.dtype)
+    if rotary is not None:
+        q, k = rotate(q, rotary, inplace=True), rotate(k, rotary, inplace=True)
+    state = product(k.transpose(-1, -2), v)
+    batch, heads, tokens, _ = q.shape
+    out = q.new_empty(batch, tokens, heads, v.shape[-1], dtype=dtype).transpose(1, 2)
+    torch.div(product(q, state), normaliser, out=out)
+    return out, mean_query, weight, key_mean, state
+
+
+class _RALA(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, rotary, num_heads, kernel, mask, weight_scale, eps):
+        scratch = (split_heads(t.clone(memory_format=torch.contiguous_format), num_heads) for t in (q, k))
+        values = split_heads(v, num_heads)
+        out, *state = _forward(*scratch, values, kernel, rotary, mask, weight_scale, eps, v.dtype)
+        ctx.save_for_backward(q, k, v, rotary, mask, *state)
+        ctx.options = num_heads, kernel, weight_scale, eps
+        return merge_heads(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v, rotary, mask, mean_query, weight, key_mean, state = ctx.saved_tensors
+        num_heads, kernel, weight_scale, eps = ctx.options
+        apply_map, undo_map = _MAPS[kernel]
+        grads = gradients_like(q, k, v)
+        d_q, d_k, d_v = (split_heads(t, num_heads) for t in grads)
+        q, k = (apply_map(split_heads(t.clone(memory_format=torch.contiguous_format), num_heads)) for t in (q, k))
+        v, grad = split_heads(v, num_heads), split_heads(grad, num_heads)
+        real = None if mask is None else mask[:, None, :, None].to(q.dtype)
+        count, eps = count_tokens(k, mask), padded_eps(eps, mask, q.dtype)
+        back = None if rotary is None else torch.view_as_real(torch.view_as_complex(rotary).conj_physical())
+
+        def turned(x, table, inplace):
+            return x if table is None else rotate(x, table, inplace)
+
+        # out = n / m with the numerator n_i = R_i q_i S and the normaliser m_i = q_i . z + eps
+        normaliser = torch.linalg.vecdot(q, key_mean).unsqueeze(-1) + eps
+        d_numerator = grad / normaliser
+        inner = turned(product(d_numerator, state.transpose(-1, -2)), back, True)
+        # n_i . d_n_i = q_i . (R_i^T S d_n_i): the numerator itself is not needed
+        d_normaliser = -torch.linalg.vecdot(q, inner).unsqueeze(-1) / normaliser
+        d_mean = product(d_normaliser.transpose(-1, -2), q)
+        torch.addcmul(inner, d_normaliser, key_mean, out=d_q)
+        d_state = product(turned(q, rotary, False).transpose(-1, -2), d_numerator)
+        # S = sum_j w_j R_j k_j v_j^T and z = sum_j w_j k_j
+        inner = turned(product(v, d_state.transpose(-1, -2)), back, True).add_(d_mean)
+        torch.mul(inner, weight, out=d_k)
+        d_v.copy_(product(turned(k * weight, rotary, True), d_state))
+        # w = softmax_j(k_j . g * weight_scale) and g = mean_i q_i
+        if weight_scale is not None:
+            d_weight = torch.linalg.vecdot(k, inner).unsqueeze(-1)
+            d_logits = weight * (d_weight - (weight * d_weight).sum(dim=2, keepdim=True)) * weight_scale
+            if mask is not None:
+                d_logits = d_logits.masked_fill_(~mask[:, None, :, None], 0)
+            d_query = product(d_logits.transpose(-1, -2), k) / count
+            d_k.addcmul_(d_logits, mean_query)
+            d_q.add_(d_query if real is None else d_query * real)
+        undo_map(k, d_k)
+        undo_map(q, d_q)
+        return *grads, *(None,) * 6

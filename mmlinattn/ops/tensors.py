@@ -1,0 +1,154 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Tensors of tokens: heads, products by head, slices of one projection.
+
+Queries, keys and values are slices of one tensor. Autograd would make the gradient of each, and copy them into that of
+the whole: the three largest tensors of an attention twice. Here, an op that computes the gradients asks
+:func:`gradients_like` for memory in which they lie as the slices do, and :func:`split` knows it when it sees it.
+"""
+
+from collections.abc import Iterable
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from . import dispatch
+from .sizes import settled
+
+# On GPUs, copies of fewer elements take less time than Python does in the backward pass (counted, not measured).
+GPU_COPY_NUMEL = 2**24
+_FEW_IMAGES = 16  # up to here, one product an image is cheaper than a copy of the heads
+
+
+def split_heads(x: Tensor, num_heads: int) -> Tensor:
+    """(B, N, heads * d) -> (B, heads, N, d), a view."""
+    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(B, heads, N, d) -> (B, N, heads * d); a view where the heads of a token lie side by side."""
+    return settled(x.transpose(1, 2)).flatten(2)
+
+
+def heads_of(x: Tensor, num_heads: int) -> Tensor:
+    """(B, N, heads * d) -> (1, B, heads, N, d), a view: :func:`split_heads` for the plain forms of linear attention,
+    which compilers get.
+
+    Of five axes, since Inductor keeps every tensor of four channels-last in models with convolutions: heads come to lie
+    innermost. That copies each map, and its C++ code for sums in that order writes past the end of their memory where
+    the number of heads is no multiple of the vector's length (PyTorch 2.11, pytorch/pytorch#196681). Not by
+    einops, which leaves out axes of one until the others are in order: Inductor would see four.
+    """
+    batch, tokens, channels = x.shape
+    return x.reshape(1, batch, tokens, num_heads, channels // num_heads).transpose(2, 3)
+
+
+def tokens_of(x: Tensor) -> Tensor:
+    """(1, B, heads, N, d) -> (B, N, heads * d), back from :func:`heads_of`."""
+    _, batch, heads, tokens, width = x.shape
+    return settled(x.transpose(2, 3)).reshape(batch, tokens, heads * width)
+
+
+def product(x: Tensor, matrix: Tensor) -> Tensor:
+    """``x @ matrix`` by head, (B, heads, N, d) by (B, heads, d, e); not recorded by autograd.
+
+    PyTorch would copy ``x`` first wherever the heads of a token lie side by side and there are several images.
+    """
+    batch, heads, rows = x.shape[:3]
+    if batch == 1 or batch > _FEW_IMAGES:
+        return x @ matrix
+    out = x.new_empty(batch, heads, rows, matrix.shape[-1])
+    for i in range(batch):
+        torch.bmm(x[i], matrix[i], out=out[i])
+    return out
+
+
+def assemble(shape: torch.Size, parts: Iterable[tuple[slice, slice, Tensor]]) -> Tensor:
+    """A map (B, H, W, C) from its regions: rows, columns and (B, h, w, C) of each, row by row of regions.
+
+    In inference each region is written to its place before the next one is asked for.
+    """
+    out, bands = None, {}
+    for rows, columns, part in parts:
+        if part.shape == tuple(shape):
+            return part
+        if dispatch.records() or dispatch.is_plain(part):
+            bands.setdefault(rows.start, []).append(part)
+        else:
+            out = part.new_empty(shape) if out is None else out
+            out[:, rows, columns] = part
+    return torch.cat([torch.cat(band, dim=2) for band in bands.values()], dim=1) if bands else out
+
+
+def multiply(out: Tensor, factor: Tensor) -> Tensor:
+    """``out * factor``, broadcast to the shape of ``out``; in inference, ``out`` is scratch memory of this function and
+    holds the result."""
+    in_place = not dispatch.records() and out.dtype == factor.dtype and not dispatch.is_plain(out, factor)
+    return out.mul_(factor) if in_place else out * factor
+
+
+def split(x: Tensor, widths) -> tuple[Tensor, ...]:
+    """``x.split(widths, dim=-1)``; gradients that lie as the slices do become that of ``x`` without a copy."""
+    learns = dispatch.records() and x.requires_grad and x.is_contiguous()
+    worth_it = x.device.type == 'cpu' or x.numel() >= GPU_COPY_NUMEL
+    if dispatch.is_plain(x) or not (learns and worth_it):
+        return x.split(widths, dim=-1)
+    return _Split.apply(x, *widths)
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, *widths):
+        ctx.set_materialize_grads(False)
+        ctx.shape, ctx.widths, ctx.dtype, ctx.device = x.shape, widths, x.dtype, x.device
+        return x.split(widths, dim=-1)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        grads = [
+            torch.zeros((), dtype=ctx.dtype, device=ctx.device).expand(*ctx.shape[:-1], width) if grad is None else grad
+            for grad, width in zip(grads, ctx.widths)
+        ]
+        whole = None if torch.is_grad_enabled() else _whole(grads, ctx.shape, ctx.widths)
+        return torch.cat(grads, dim=-1) if whole is None else whole, *(None for _ in ctx.widths)
+
+
+def _whole(parts: list[Tensor], shape: torch.Size, widths) -> Optional[Tensor]:
+    """The contiguous tensor of ``shape`` whose slices ``parts`` are, None if there is none."""
+    first = parts[0]
+    left = first.untyped_storage().nbytes() // first.element_size() - first.storage_offset()
+    if left < shape.numel():
+        return None
+    strides = torch.empty(shape, device='meta').stride()
+    whole = first.as_strided(shape, strides)
+    return whole if all(_same(*pair) for pair in zip(whole.split(widths, dim=-1), parts)) else None
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same memory; axes of one element may have any stride."""
+    steps = [[stride for stride, size in zip(t.stride(), t.shape) if size > 1] for t in (a, b)]
+    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and steps[0] == steps[1]
+
+
+def gradients_like(*tensors: Tensor) -> list[Tensor]:
+    """Uninitialised gradients for tensors of one dtype and device.
+
+    Tensors that together fill a stretch of memory get gradients that do so in the same way.
+    """
+    groups: dict[int, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
+    made = {}
+    for group in groups.values():
+        starts = [t.storage_offset() for t in group]
+        ends = [t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) + 1 for t in group]
+        first, size = min(starts), max(ends) - min(starts)
+        dense = all(s > 0 for t in group for s in t.stride()) and len(set(starts)) == len(group)
+        if dense and size == sum(t.numel() for t in group):
+            memory = group[0].new_empty(size)
+            for tensor in group:
+                made[id(tensor)] = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - first)
+        else:
+            for tensor in group:
+                made[id(tensor)] = torch.empty_like(tensor)
+    return [made[id(tensor)] for tensor in tensors]

@@ -1,0 +1,224 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Pairs of registered ops, forward and backward, around :mod:`.attention_launch`.
+
+Registered ops are what checkpointing, DDP, autocast, profilers and ``torch.compile`` know how to handle.
+"""
+
+import warnings
+from typing import Callable, Optional
+
+import torch
+from torch import Tensor
+
+from .. import dispatch
+from . import attention_launch as launch
+from .attention_launch import Attention, NoKernel, Saved
+
+TENSORS = 7  # q, k, v, rotary, mask, offset, scale
+FIELDS = ('state', 'key_mean', 'value_mean', 'stats', 'query_mean', 'query_rows', 'key_rows')
+
+
+_failed: set[tuple] = set()  # what did not compile
+
+
+def _case(name: str, q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple:
+    """What kernels are compiled for."""
+    return name, q.dtype, q.shape[-1] // heads, v.shape[-1] // heads
+
+
+def _give_up(case: tuple, error: NoKernel) -> None:
+    _failed.add(case)
+    name, dtype, d, _ = case
+    warnings.warn(f'mmlinattn: plain PyTorch for {name} ({dtype}, heads of {d} channels): {error}', stacklevel=3)
+
+
+def _neighbours(a: Tensor, b: Tensor) -> bool:
+    """Whether ``b`` lies behind ``a`` in each token of one larger tensor."""
+    return (
+        a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        and a.shape[:2] == b.shape[:2]
+        and a.stride() == b.stride()
+        and b.storage_offset() == a.storage_offset() + a.shape[-1]
+    )
+
+
+def _slices_of_one(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """How many of ``q, k, v`` are neighbours: their gradients are made as slices of one tensor, too."""
+    if dispatch.is_traced() or any(type(t) is not Tensor for t in (q, k, v)) or not _neighbours(q, k):
+        return 1
+    return 3 if _neighbours(k, v) else 2
+
+
+def _empty(x: Optional[Tensor], like: Tensor) -> Tensor:
+    return like.new_empty(0) if x is None else x
+
+
+def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Register ``mmlinattn::NAME`` and ``mmlinattn::NAME_backward``.
+
+    Args:
+        name (str): Of the op.
+        plain (callable): ``(attention, q, k, v, rotary, mask, offset, scale)`` -> output: the same in operations of
+            PyTorch, for second derivatives and where kernels do not compile.
+
+    Returns:
+        callable: Takes what ``plain`` takes and gives what it gives, by kernels where there are any.
+    """
+
+    @torch.library.custom_op(f'mmlinattn::{name}', mutates_args=())
+    def op(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Optional[Tensor],
+        mask: Optional[Tensor],
+        offset: Optional[Tensor],
+        scale: Optional[Tensor],
+        heads: int,
+        kernel: str,
+        centred: bool,
+        weighted: bool,
+        factor: float,
+        eps: float,
+        power: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+        spec = Attention(heads, kernel, centred, weighted, factor, eps, power)
+        out, saved = launch.forward(spec, q, k, v, rotary, mask, offset, scale)
+        # ops give tensors only
+        return out, *(_empty(getattr(saved, field), out) for field in FIELDS)
+
+    @op.register_fake
+    def _(q, k, v, rotary, mask, offset, scale, heads, kernel, centred, weighted, factor, eps, power):
+        batch, tokens, channels = q.shape
+        d, e = channels // heads, v.shape[-1] // heads
+
+        def small(there: bool, *shape):
+            return q.new_empty(shape, dtype=torch.float32) if there else q.new_empty(0)
+
+        focused = kernel == 'focused'
+        return (
+            q.new_empty(batch, tokens, v.shape[-1]),
+            small(True, batch, heads, d, e),
+            small(True, batch, heads, d),
+            small(centred, batch, heads, e),
+            small(True, batch, heads, 2),
+            small(weighted, batch, heads, d),
+            small(focused, 3, batch, tokens),
+            small(focused, 3, batch, k.shape[1]),
+        )
+
+    @torch.library.custom_op(f'mmlinattn::{name}_backward', mutates_args=())
+    def op_backward(
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rotary: Optional[Tensor],
+        mask: Optional[Tensor],
+        offset: Optional[Tensor],
+        scale: Optional[Tensor],
+        state: Tensor,
+        key_mean: Tensor,
+        value_mean: Tensor,
+        stats: Tensor,
+        query_mean: Tensor,
+        query_rows: Tensor,
+        key_rows: Tensor,
+        heads: int,
+        kernel: str,
+        centred: bool,
+        weighted: bool,
+        factor: float,
+        eps: float,
+        power: float,
+        together: int,
+    ) -> list[Tensor]:
+        spec = Attention(heads, kernel, centred, weighted, factor, eps, power)
+        saved = Saved(state, key_mean, value_mean, stats, query_mean, query_rows, key_rows)
+        buffers = _gradient_buffers(q, k, v, together)
+        grads = _slices(buffers, (q, k, v), together)
+        more = launch.backward(spec, launch.rows_first(grad), q, k, v, saved, grads, rotary, mask, offset, scale)
+        return buffers if more is None else [*buffers, more.to(scale.dtype)]
+
+    @op_backward.register_fake
+    def _(grad, q, k, v, rotary, mask, offset, scale, *others):
+        buffers = _gradient_buffers(q, k, v, others[-1])
+        return buffers if scale is None else [*buffers, torch.empty_like(scale)]
+
+    def setup_context(ctx, inputs, output):
+        tensors, ctx.options = inputs[:TENSORS], inputs[TENSORS:]
+        ctx.save_for_backward(*tensors, *output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.together = _slices_of_one(*tensors[:3])
+
+    def backward(ctx, grad, *_):
+        kept = ctx.saved_tensors
+        tensors, saved = kept[:TENSORS], kept[TENSORS:]
+        none = (None,) * len(ctx.options)
+        if grad is None:
+            return (None,) * TENSORS + none
+        q, k, v, _, _, offset, scale = tensors
+        if not torch.is_grad_enabled():  # it is where the gradients are to be differentiated themselves
+            try:
+                *buffers, last = op_backward(grad, *tensors, *saved, *ctx.options, ctx.together)
+            except NoKernel as error:
+                _give_up(_case(name, *tensors[:3], ctx.options[0]), error)
+            else:
+                grad_scale = None if scale is None else last
+                buffers = [*buffers, last] if scale is None else buffers
+                grads = _slices(buffers, (q, k, v), ctx.together)
+                grad_offset = None
+                if offset is not None and ctx.needs_input_grad[5]:
+                    grad_offset = grads[1].sum_to_size(offset.shape).to(offset.dtype)
+                return *grads, None, None, grad_offset, grad_scale, *none
+        return *_plain_gradients(ctx, plain, grad, tensors), *none
+
+    op.register_autograd(backward, setup_context=setup_context)
+
+    def run(spec: Attention, q, k, v, rotary=None, mask=None, offset=None, scale=None) -> Tensor:
+        case = _case(name, q, k, v, spec.heads)
+        if case in _failed or not launch.serves(q, k, v, spec.heads, rotary, mask, offset, scale):
+            return plain(spec, q, k, v, rotary, mask, offset, scale)
+        rows = [launch.rows_first(t) for t in (q, k, v)]
+        rotary, mask = (None if t is None else t.contiguous() for t in (rotary, mask))
+        options = (
+            spec.heads, spec.kernel, spec.centred, spec.weighted, float(spec.scale), float(spec.eps), float(spec.power),
+        )  # fmt: skip
+        try:
+            return op(*rows, rotary, mask, offset, scale, *options)[0]
+        except NoKernel as error:
+            _give_up(case, error)
+            return plain(spec, q, k, v, rotary, mask, offset, scale)
+
+    run.op, run.op_backward = op, op_backward
+    return run
+
+
+def _gradient_buffers(q: Tensor, k: Tensor, v: Tensor, together: int) -> list[Tensor]:
+    """Memory for the gradients of ``q, k, v``, the first ``together`` of them in one tensor."""
+    widths = [t.shape[-1] for t in (q, k, v)]
+    first = q.new_empty(*q.shape[:2], sum(widths[:together]))
+    return [first, *(t.new_empty(t.shape) for t in (q, k, v)[together:])]
+
+
+def _slices(buffers: list[Tensor], like: tuple[Tensor, ...], together: int) -> tuple[Tensor, ...]:
+    if together == 1:
+        return tuple(buffers)
+    return *buffers[0].split([t.shape[-1] for t in like[:together]], dim=-1), *buffers[1:]
+
+
+def _plain_gradients(ctx, plain, grad: Tensor, tensors) -> list[Optional[Tensor]]:
+    """Gradients of all tensors through the plain form, differentiable themselves where grad mode is on."""
+    options = ctx.options
+    twice = torch.is_grad_enabled()
+    wanted = ctx.needs_input_grad[:TENSORS]
+    if not twice:
+        tensors = [t.detach().requires_grad_() if want else t for t, want in zip(tensors, wanted)]
+    with torch.enable_grad():
+        heads, kernel, centred, weighted, factor, eps, power = options
+        spec = Attention(heads, kernel, centred, weighted, factor, eps, power)
+        out = plain(spec, *tensors)
+        leaves = [t for t, want in zip(tensors, wanted) if want]
+        grads = iter(torch.autograd.grad(out, leaves, grad, create_graph=twice, allow_unused=True))
+    return [next(grads) if want else None for want in wanted]

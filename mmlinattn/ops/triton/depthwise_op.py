@@ -1,0 +1,174 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Depth-wise convolution by GPU kernels, as a registered pair of ops; kernels of each image's own, too."""
+
+import warnings
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from .. import dispatch
+from ..depthwise import depthwise_conv2d_reference, sum_of_shifts
+from . import depthwise_kernels as kernels
+from .attention_launch import INTERPRETED, NoKernel, launch
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+KERNEL_SIZES = (3, 5)
+ROWS, COLUMNS, WIDTH = 4, 8, 64
+PROGRAMS, FEWEST_PLACES = 2048, 512
+_failed: set[tuple] = set()
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """(B, C, H, W) as (B, H, W, C) with the channels side by side."""
+    x = x.permute(0, 2, 3, 1)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _taps(weight: Tensor) -> Tensor:
+    """(B or 1, C, k, k) -> (B or 1, k k, C)."""
+    return weight.flatten(2).transpose(1, 2).contiguous()
+
+
+def _convolve(x: Tensor, taps: Tensor, bias: Optional[Tensor], size: int, flip: bool, residual: bool) -> Tensor:
+    x = _channels_last(x)
+    batch, height, width, channels = x.shape
+    out = x.new_empty(batch, height, width, channels)
+    across = triton.cdiv(width, COLUMNS)
+    tiles = across * triton.cdiv(height, ROWS)
+    launch(
+        kernels.convolve, (batch * tiles, triton.cdiv(channels, WIDTH)), x.device,
+        x, taps, bias, out, *x.stride()[:3], *out.stride()[:3], taps.stride(0) if len(taps) > 1 else 0,
+        height, width, channels, across, tiles,
+        K=size, FLIP=flip, HAS_BIAS=bias is not None, RESIDUAL=residual,
+        ROWS=ROWS, COLUMNS=COLUMNS, WIDTH=WIDTH, num_warps=4,
+    )  # fmt: skip
+    return out.permute(0, 3, 1, 2)
+
+
+@torch.library.custom_op('mmlinattn::depthwise_conv2d', mutates_args=())
+def op(x: Tensor, weight: Tensor, bias: Optional[Tensor], residual: bool, of_gelu: bool) -> Tensor:
+    x = F.gelu(x) if of_gelu else x
+    return _convolve(x, _taps(weight), bias, weight.shape[-1], False, residual)
+
+
+@op.register_fake
+def _(x, weight, bias, residual, of_gelu):
+    return torch.empty_like(x, memory_format=torch.channels_last)
+
+
+@torch.library.custom_op('mmlinattn::depthwise_conv2d_backward', mutates_args=())
+def op_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, residual: bool, of_gelu: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    before, x = x, F.gelu(x) if of_gelu else x
+    grad_x = _convolve(grad, _taps(weight), None, weight.shape[-1], True, residual)
+    if of_gelu:
+        grad_x = torch.ops.aten.gelu_backward(grad_x, before)
+    x, grad = _channels_last(x), _channels_last(grad)
+    (batch, height, width, channels), size = x.shape, weight.shape[-1]
+    places, wide = height * width, triton.cdiv(channels, WIDTH)
+    splits = min(triton.cdiv(PROGRAMS, batch * wide * size), triton.cdiv(places, FEWEST_PLACES))
+    span = triton.cdiv(triton.cdiv(places, splits), 16) * 16
+    splits = triton.cdiv(places, span)
+    parts = torch.empty(batch, splits, size * size, channels, dtype=torch.float32, device=x.device)
+    bias_parts = torch.empty(batch, splits, channels, dtype=torch.float32, device=x.device)
+    launch(
+        kernels.correlate, (batch * size * splits, wide), x.device,
+        x, grad, parts, bias_parts, *x.stride()[:3], *grad.stride()[:3], height, width, places, channels, span, splits,
+        K=size, TAPS=triton.next_power_of_2(size), PLACES=16, WIDTH=WIDTH, num_warps=4,
+    )  # fmt: skip
+    # of each image, or of all
+    over = (1,) if len(weight) > 1 or batch == 1 else (0, 1)
+    summed = parts.sum(dim=over).reshape(len(weight), size * size, channels)
+    grad_weight = summed.transpose(1, 2).to(weight.dtype).contiguous().view(weight.shape)
+    return grad_x, grad_weight, bias_parts.sum(dim=(0, 1)).to(weight.dtype)
+
+
+@op_backward.register_fake
+def _(grad, x, weight, residual, of_gelu):
+    grad_x = torch.empty_like(x, memory_format=torch.channels_last)
+    return grad_x, weight.new_empty(weight.shape), weight.new_empty(x.shape[1])
+
+
+def _setup(ctx, inputs, output):
+    x, weight, bias, *ctx.options = inputs
+    ctx.save_for_backward(x, weight, bias)
+
+
+def _backward(ctx, grad):
+    x, weight, bias = ctx.saved_tensors
+    if not torch.is_grad_enabled():
+        try:
+            grads = op_backward(grad, x, weight, *ctx.options)
+            return *grads[:2], None if bias is None else grads[2].to(bias.dtype), None, None
+        except NoKernel as error:
+            _give_up(x, weight, error)
+    return *_plain_gradients(ctx, grad, [x, weight, bias]), None, None
+
+
+def _plain_gradients(ctx, grad: Tensor, tensors: list[Optional[Tensor]]) -> list[Optional[Tensor]]:
+    """Through the plain form, differentiable themselves where grad mode is on."""
+    twice, wanted = torch.is_grad_enabled(), ctx.needs_input_grad[:3]
+    if not twice:
+        tensors = [t.detach().requires_grad_() if want else t for t, want in zip(tensors, wanted)]
+    with torch.enable_grad():
+        out = _plain(*tensors, *ctx.options)
+        leaves = [t for t, want in zip(tensors, wanted) if want]
+        grads = iter(torch.autograd.grad(out, leaves, grad, create_graph=twice))
+    return [next(grads) if want else None for want in wanted]
+
+
+op.register_autograd(_backward, setup_context=_setup)
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Optional[Tensor], residual: bool, of_gelu: bool) -> Tensor:
+    x = F.gelu(x) if of_gelu else x
+    one_kernel = len(weight) == 1
+    out = depthwise_conv2d_reference(x, weight[0].unsqueeze(1), bias) if one_kernel else sum_of_shifts(x, weight)
+    return x + out if residual else out
+
+
+def _case(x: Tensor, weight: Tensor) -> tuple:
+    return x.dtype, weight.shape[-1]
+
+
+def _give_up(x: Tensor, weight: Tensor, error: NoKernel) -> None:
+    _failed.add(_case(x, weight))
+    warnings.warn(f'mmlinattn: plain PyTorch for depth-wise convolutions ({x.dtype}): {error}', stacklevel=3)
+
+
+def convolve(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor], residual: bool = False, of_gelu: bool = False
+) -> Optional[Tensor]:
+    """``DWConv(x)``, plus ``x`` where ``residual``; None where there is no kernel for it.
+
+    Args:
+        x (Tensor): (B, C, H, W), best in channels-last memory.
+        weight (Tensor): (1, C, k, k), or (B, C, k, k) for kernels of each image's own; k of 3 or 5.
+        bias (Tensor, optional): (C,), not with kernels of each image's own.
+        residual (bool): Add ``x``.
+        of_gelu (bool): Of ``gelu(x)``, which is computed again in the backward pass.
+    """
+    dtype = x.dtype
+    if dispatch.autocasts(x):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        if residual and x.dtype != dtype:
+            return None  # the sum would be rounded
+    serves = (
+        dtype in DTYPES
+        and weight.shape[-1] in KERNEL_SIZES
+        and x.numel()
+        and (x.is_cuda or INTERPRETED)
+        and _case(x, weight) not in _failed
+    )
+    if not serves:
+        return None
+    bias = None if bias is None else bias.to(dtype)
+    try:
+        return op(x.to(dtype), weight.to(dtype), bias, residual, of_gelu)
+    except NoKernel as error:
+        _give_up(x, weight, error)
+        return None
