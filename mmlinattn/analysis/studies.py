@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention import TOKEN_MIXERS, SoftmaxMixer
-from ..ops.memory import merge_heads, split_heads
+from ..ops.tensors import merge_heads, split_heads
 
 
 class Arm(NamedTuple):

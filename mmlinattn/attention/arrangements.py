@@ -201,10 +201,12 @@ class WindowAttention(Attention):
         source = x if context_tokens is None else context_tokens
 
         def mixed_regions():
-            for rows, columns, part in windows.regions():
-                pieces = [Projected(part.partition(p.tensor[:, rows, columns]), p.widths) for p in parts]
+            cut = [windows.cut(p.tensor) for p in parts]
+            sources = windows.cut(source) if self.mixer.context else []
+            for i, (rows, columns, part) in enumerate(windows.regions()):
+                pieces = [Projected(part.partition(one[i]), p.widths) for one, p in zip(cut, parts)]
                 q, k, v, *gate = split_parts(pieces)
-                context = part.mean(source[:, rows, columns]) if self.mixer.context else None
+                context = part.mean(sources[i]) if self.mixer.context else None
                 out = self.mix(q, k, v, Grid(*part.window, within=windows.window), context=context, **shared)
                 yield rows, columns, part.merge(multiply(out, gate[0]) if gate else out)
 

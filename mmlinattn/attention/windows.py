@@ -90,15 +90,27 @@ class Windows(NamedTuple):
     def regions(self) -> list[tuple[slice, slice, 'Windows']]:
         """Rows and columns of the map (without shift) whose windows are of one size, and those windows: the whole ones,
         and what is left of windows at the right and at the bottom. None pads."""
-        axes = []
-        for size, window in zip((self.height, self.width), self.window):
-            whole = size - size % window
-            axes.append([(0, whole, window)] + [(whole, size, size - whole)] * (whole < size))
         return [
             (slice(top, bottom), slice(left, right), Windows(bottom - top, right - left, (rows, columns)))
-            for top, bottom, rows in axes[0]
-            for left, right, columns in axes[1]
+            for top, bottom, rows in self._spans(0)
+            for left, right, columns in self._spans(1)
         ]
+
+    def _spans(self, axis: int) -> list[tuple[int, int, int]]:
+        """First and last position and window of the whole windows of an axis, and of what is left."""
+        size, window = (self.height, self.width)[axis], self.window[axis]
+        whole = size - size % window
+        return [(0, whole, window)] + [(whole, size, size - whole)] * (whole < size)
+
+    def cut(self, x: Tensor) -> list[Tensor]:
+        """The :meth:`regions` of (B, H, W, C). Their gradients are put together in one pass; of slices, each would fill a
+        map of its own with zeros first."""
+        pieces = [x]
+        for axis in (0, 1):
+            sizes = [end - start for start, end, _ in self._spans(axis)]
+            if len(sizes) > 1:
+                pieces = [part for piece in pieces for part in piece.split(sizes, dim=1 + axis)]
+        return pieces
 
     def real(self, x: Tensor) -> Optional[Tensor]:
         """Which tokens of which window of ``x`` (B, H, W, C) are no padding: (B * windows, h * w) bool, None if all

@@ -17,7 +17,7 @@ from .sizes import settled
 
 # On GPUs, copies of fewer elements take less time than Python does in the backward pass (counted, not measured).
 GPU_COPY_NUMEL = 2**24
-_FEW_IMAGES = 16  # up to here, one product an image is cheaper than a copy of the heads
+_LARGE_IMAGE = 2**20  # elements from which a product of each image is cheaper than a copy of all
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -55,7 +55,7 @@ def product(x: Tensor, matrix: Tensor) -> Tensor:
     PyTorch would copy ``x`` first wherever the heads of a token lie side by side and there are several images.
     """
     batch, heads, rows = x.shape[:3]
-    if batch == 1 or batch > _FEW_IMAGES:
+    if batch == 1 or x[0].numel() < _LARGE_IMAGE:
         return x @ matrix
     out = x.new_empty(batch, heads, rows, matrix.shape[-1])
     for i in range(batch):
