@@ -63,8 +63,7 @@ def _convolved_onto(x: Tensor, weight: Tensor, bias: Optional[Tensor], onto: Ten
     x, weight, bias = (None if t is None else t.to(onto.dtype) for t in (x, weight, bias))
     if not private.onednn_takes(x, weight):
         return _summed(depthwise_conv2d_reference(x, weight, bias), onto)
-    padding = weight.shape[-1] // 2
-    steps = ([padding] * 2, [1, 1], [1, 1], len(weight))
+    steps = ([weight.shape[-1] // 2] * 2, [1, 1], [1, 1], len(weight))
     return private.CONV_ONTO.binary(onto, x, weight, bias, *steps, 'add', 1.0, None, [], None)
 
 

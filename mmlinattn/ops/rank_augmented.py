@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import dispatch
+from . import dispatch, private
 from .dispatch import accumulation_dtype
 from .feature_maps import LOWEST_EXPONENT, feature_map
 from .masks import count_tokens, divisor, padded_eps
@@ -147,9 +147,12 @@ def _forward(q, k, v, kernel, rotary, mask, weight_scale, eps, dtype):
     if rotary is not None:
         q, k = rotate(q, rotary, inplace=True), rotate(k, rotary, inplace=True)
     state = product(k.transpose(-1, -2), v)
+    mixed_state = state
+    if dtype == torch.bfloat16 and private.has_bfloat16_units():
+        q, mixed_state = q.to(dtype), state.to(dtype)
     batch, heads, tokens, _ = q.shape
     out = q.new_empty(batch, tokens, heads, v.shape[-1], dtype=dtype).transpose(1, 2)
-    torch.div(product(q, state), normaliser, out=out)
+    torch.div(product(q, mixed_state), normaliser, out=out)
     return out, mean_query, weight, key_mean, state
 
 
