@@ -25,7 +25,7 @@ from mmlinattn.attention import (
 )
 from mmlinattn.attention.grid import add_local
 from mmlinattn.backbones import RAVLT, LinearCSWin, LinearDeiT, LinearPVT, LinearSwin
-from mmlinattn.ops.memory import merge_heads, split_heads
+from mmlinattn.ops.tensors import merge_heads, split_heads
 from mmlinattn.utils.errors import RunError
 
 SMALL = dict(embed_dims=(16, 32, 32, 32), depths=(1, 1, 2, 1), num_heads=(2, 2, 4, 4))

@@ -103,8 +103,8 @@ class Windows(NamedTuple):
         return [(0, whole, window)] + [(whole, size, size - whole)] * (whole < size)
 
     def cut(self, x: Tensor) -> list[Tensor]:
-        """The :meth:`regions` of (B, H, W, C). Their gradients are put together in one pass; of slices, each would fill a
-        map of its own with zeros first."""
+        """The :meth:`regions` of (B, H, W, C). Their gradients are put together in one pass; of slices, each would
+        fill a map of its own with zeros first."""
         pieces = [x]
         for axis in (0, 1):
             sizes = [end - start for start, end, _ in self._spans(axis)]

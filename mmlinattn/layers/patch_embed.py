@@ -91,8 +91,9 @@ def strided_conv(conv: nn.Module, x: Tensor) -> Tensor:
     """``conv`` on a map zero-padded at the bottom and right to whole strides: (B, H, W, C) -> (B, ceil(H / stride),
     ceil(W / stride), C').
 
-    Without overlap of the patches it is a matrix product of them, and computed so: oneDNN's convolutions of such kernels
-    give wrong numbers in bfloat16 on CPUs with AMX, in silence, where the map has 8 to 24 channels (PyTorch 2.11).
+    Without overlap of the patches it is a matrix product of them, and computed so: oneDNN's convolutions of such
+    kernels give wrong numbers in bfloat16 on CPUs with AMX, in silence, where the map has 8 to 24 channels (PyTorch
+    2.11).
     """
     no_overlap = is_plain_conv(conv) and conv.kernel_size == conv.stride and conv.padding == (0, 0)
     if not (no_overlap and conv.groups == 1 and conv.dilation == (1, 1)):

@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Whether a layer is just what its class says, so that its weights may be used without calling it.
 
-Adapters (LoRA), parametrisations, pruning, sharding and hooks change what a layer computes, or watch it; such a layer is
-called as it is.
+Adapters (LoRA), parametrisations, pruning, sharding and hooks change what a layer computes, or watch it; such a
+layer is called as it is.
 """
 
 from collections.abc import Callable

@@ -6,9 +6,9 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import dispatch, private
+from .tensors import first_order
 
 
 def conv_of_gelu(
@@ -51,8 +51,7 @@ class _ConvOfGELU(torch.autograd.Function):
         ctx.stride, ctx.groups, ctx.residual = stride, groups, residual
         return conv_of_gelu_reference(x, weight, bias, stride, groups, residual)
 
-    @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         padding = weight.shape[-1] // 2

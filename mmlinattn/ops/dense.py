@@ -4,10 +4,10 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import dispatch, private
 from .products import prefers_onednn, product
+from .tensors import first_order
 
 _MIN_TRAINED_MACS = 2**23  # below, calling Python in the backward pass costs what the product saves
 
@@ -63,8 +63,7 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         return private.LINEAR(x, weight, bias, 'none', [], '')
 
-    @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         grad_x = product(grad, weight.T) if ctx.needs_input_grad[0] else None

@@ -6,10 +6,10 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import dispatch, private
 from .convolution import conv_of_gelu
+from .tensors import first_order
 
 
 def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, onto: Optional[Tensor] = None) -> Tensor:
@@ -113,8 +113,7 @@ class _LargeDepthwise(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         return depthwise_conv2d_reference(x, weight, bias)
 
-    @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         size, (height, width) = weight.shape[-1], x.shape[-2:]

@@ -3,7 +3,8 @@
 tracing and tensor types.
 
 Every op is one file with its equation in plain PyTorch (``..._reference``) and, where there is one, a faster form for
-CPUs. GPU kernels lie in :mod:`.triton`. The public function of the file asks :func:`backend` once and calls one of them.
+CPUs. GPU kernels lie in :mod:`.triton`. The public function of the file asks :func:`backend` once and calls one of
+them.
 """
 
 import contextlib

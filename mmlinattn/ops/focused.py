@@ -4,13 +4,12 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import dispatch
 from .dispatch import accumulation_dtype
 from .masks import padded_eps
 from .plain_linear import linear_attention_reference
-from .tensors import gradients_like, product, split_heads
+from .tensors import first_order, gradients_like, product, split_heads
 
 
 def focused_attention(
@@ -85,7 +84,7 @@ def smallest_base(dtype: torch.dtype, power: float) -> float:
     return 10 ** ((-75.0 if dtype == torch.float64 else -15.0) / power)
 
 
-# --- on CPUs: the backward pass computes the map once more --------------------------------------------------------------
+# --- on CPUs: the backward pass computes the map once more ------------------------------------------------------------
 
 
 def _focused_attention_on_cpu(q, k, v, num_heads, inverse_scale, power, offset, mask, eps) -> Tensor:
@@ -139,8 +138,8 @@ class _FocusedAttention(torch.autograd.Function):
         key_mean = keys.sum(dim=1, keepdim=True) if mask is None else mask[:, None].to(wide) @ keys
         key_mean = (key_mean / count[:, None, None]).unflatten(-1, (num_heads, -1))  # (B, 1, heads, d)
         floor = scale.new_zeros(batch, 1, 1, 1) + padded_eps(eps, mask, wide)
-        # The length of a query is a factor of numerator and denominator, so it is left out of both; what is added to the
-        # denominator is divided by it instead.
+        # The length of a query is a factor of numerator and denominator, so it is left out of both; what is added to
+        # the denominator is divided by it instead.
         queries, factor, *_ = _powers(q, scale, power, eps)
         normaliser = _normaliser(queries, key_mean, floor / factor.unsqueeze(-1))
         out = torch.empty(*q.shape[:2], v.shape[-1], dtype=v.dtype, device=v.device)
@@ -150,8 +149,7 @@ class _FocusedAttention(torch.autograd.Function):
         ctx.options = power, num_heads, eps
         return out
 
-    @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         q, k, v, inverse_scale, mask, state, key_mean, count, floor = ctx.saved_tensors
         power, num_heads, eps = ctx.options

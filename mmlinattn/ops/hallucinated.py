@@ -145,7 +145,7 @@ def _halves(bias: Tensor, half: int) -> tuple[Tensor, Tensor]:
     return (bias, bias) if bias.shape[1] == 1 else (bias[:, :half], bias[:, half:])
 
 
-# --- on CPUs, in inference: maps of a block of queries, mixed while they are in the cache -------------------------------
+# --- on CPUs, in inference: maps of a block of queries, mixed while they are in the cache -----------------------------
 
 
 def _mixed_maps(q: Tensor, k: Tensor, v: Tensor, cross: Tensor, bias: Optional[Tensor]) -> Tensor:

@@ -3,13 +3,12 @@ from typing import Optional
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import dispatch
 from .dispatch import accumulation_dtype
 from .feature_maps import feature_map
 from .masks import count_tokens, divisor, token_mean
-from .tensors import gradients_like, heads_of, merge_heads, product, split_heads, tokens_of
+from .tensors import first_order, gradients_like, heads_of, merge_heads, product, split_heads, tokens_of
 
 
 def inline_attention(
@@ -84,8 +83,7 @@ class _InLineAttention(torch.autograd.Function):
         out = q.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
         return torch.add(product(q, covariance), value_mean, out=out)
 
-    @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         q, k, v, covariance, key_mean, value_mean, mask = ctx.saved_tensors
         each = grad.sum(dim=2, keepdim=True) / ctx.count  # mean(v) is part of every token's output

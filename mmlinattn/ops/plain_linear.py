@@ -32,7 +32,8 @@ def linear_attention(
         k (Tensor): Keys, (B, M, num_heads * d).
         v (Tensor): Values, (B, M, E); zero where ``mask`` is False.
         num_heads (int): Heads that the channels are split into.
-        kernel (str): phi, a name of :data:`~mmlinattn.ops.feature_maps.FEATURE_MAPS`; sums of its results must not vanish.
+        kernel (str): phi, a name of :data:`~mmlinattn.ops.feature_maps.FEATURE_MAPS`; sums of its results must not
+            vanish.
         mask (Tensor, optional): (B, M) bool, True for real tokens.
         eps (float): Added to the normaliser.
 

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The private APIs of PyTorch that the package uses, in one place. Where a release lacks one, something public serves."""
+"""The private APIs of PyTorch that the package uses. Where a release lacks one, something public serves."""
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ CAN_SERVE_ONES = hasattr(_config, 'backed_size_oblivious')  # since torch 2.6
 
 
 def onednn_takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN's fused operators serve these tensors: on a CPU, not empty, in float32, or in bfloat16 where the CPU
-    has units for it."""
+    """Whether oneDNN's fused operators serve these tensors: on a CPU, not empty, in float32, or in bfloat16
+    where the CPU has units for it."""
     if not (HAS_ONEDNN and torch.backends.mkldnn.enabled and x.dtype == weight.dtype and x.numel() > 0):
         return False
     if x.device.type != 'cpu' or weight.device.type != 'cpu':

@@ -1,10 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Whether this machine's float32 matrix products are faster by oneDNN or by PyTorch's own library (MKL, OpenBLAS).
 
-On Intel cores both are alike, and PyTorch's own calls cost less; on AMD cores MKL runs at half of oneDNN's rate. So it is
-measured: once a process and number of threads, at the first product that asks, in some 20 ms. The environment variable
-``MMLINATTN_PRODUCTS`` (``auto``, ``torch``, ``onednn``) says it without measuring. Results differ by rounding only: 1e-5
-relative to the largest.
+On Intel cores both are alike, and PyTorch's own calls cost less; on AMD cores MKL runs at half of oneDNN's rate. So it
+is measured: once a process and number of threads, at the first product that asks, in some 20 ms. The environment
+variable ``MMLINATTN_PRODUCTS`` (``auto``, ``torch``, ``onednn``) says it without measuring. Results differ by rounding
+only: 1e-5 relative to the largest.
 """
 
 import functools
@@ -53,6 +53,6 @@ def _onednn_is_faster(threads: int) -> bool:
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b.T`` of (..., K) and (N, K) by oneDNN. It copies an ``a`` with gaps; on such a ``b`` it is a thousand times
-    slower, so that it is copied here."""
+    """``a @ b.T`` of (..., K) and (N, K) by oneDNN. It copies an ``a`` with gaps; on such a ``b`` it is a
+    thousand times slower, so that it is copied here."""
     return private.LINEAR(a, b if b.is_contiguous() or b.T.is_contiguous() else b.contiguous(), None, 'none', [], '')

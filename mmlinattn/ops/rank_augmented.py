@@ -9,14 +9,13 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import dispatch, private
 from .dispatch import accumulation_dtype
 from .feature_maps import LOWEST_EXPONENT, feature_map
 from .masks import count_tokens, divisor, padded_eps
 from .rotary import rotate, rotate_reference
-from .tensors import gradients_like, heads_of, merge_heads, product, split_heads, tokens_of
+from .tensors import first_order, gradients_like, heads_of, merge_heads, product, split_heads, tokens_of
 
 
 def rala(
@@ -106,7 +105,7 @@ def token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
     return logits.softmax(dim=-2)
 
 
-# --- on CPUs: in place, in float32 or better; the backward pass computes maps and weights once more ---------------------
+# --- on CPUs: in place, in float32 or better; the backward pass computes maps and weights once more -------------------
 
 # The feature map in place, and the gradient of what was mapped from the mapped y and the gradient of y, in its place.
 _MAPS = {
@@ -166,8 +165,7 @@ class _RALA(torch.autograd.Function):
         ctx.options = num_heads, kernel, weight_scale, eps
         return merge_heads(out)
 
-    @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         q, k, v, rotary, mask, mean_query, weight, key_mean, state = ctx.saved_tensors
         num_heads, kernel, weight_scale, eps = ctx.options

@@ -5,12 +5,11 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from . import dispatch, private
 from .products import prefers_onednn, product
 from .rotary import rotate
-from .tensors import gradients_like, merge_heads, split_heads
+from .tensors import first_order, gradients_like, merge_heads, split_heads
 
 _MIN_MACS = 2**22  # of a head's logits, for each thread; below, the calls cost more than the products gain
 _BLOCK_NUMEL = 2**21  # logits of a block of rows
@@ -123,8 +122,7 @@ class _Rows(torch.autograd.Function):
         ctx.save_for_backward(q, k, v)
         return _rows(q, k, v)
 
-    @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         q, k, v = ctx.saved_tensors
         scale = q.shape[-1] ** -0.5

@@ -6,6 +6,7 @@ the whole: the three largest tensors of an attention twice. Here, an op that com
 :func:`gradients_like` for memory in which they lie as the slices do, and :func:`split` knows it when it sees it.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import Optional
 
@@ -54,8 +55,8 @@ def product(x: Tensor, matrix: Tensor) -> Tensor:
 
     PyTorch would copy ``x`` first wherever the heads of a token lie side by side and there are several images.
     """
-    batch, heads, rows = x.shape[:3]
-    if batch == 1 or x[0].numel() < _LARGE_IMAGE:
+    batch, heads, rows, width = x.shape
+    if batch == 1 or heads * rows * width < _LARGE_IMAGE:
         return x @ matrix
     out = x.new_empty(batch, heads, rows, matrix.shape[-1])
     for i in range(batch):
@@ -85,6 +86,24 @@ def multiply(out: Tensor, factor: Tensor) -> Tensor:
     holds the result."""
     in_place = not dispatch.records() and out.dtype == factor.dtype and not dispatch.is_plain(out, factor)
     return out.mul_(factor) if in_place else out * factor
+
+
+def first_order(backward):
+    """Marks the ``backward`` of an autograd Function as one whose rule holds for first derivatives only.
+
+    It raises where derivatives of the gradients are asked for (``create_graph=True``). PyTorch's own mark,
+    ``once_differentiable``, leaves them out in silence where the same input has another path to the result.
+    """
+
+    @functools.wraps(backward)
+    def rule(ctx, *grads):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True: this op has first derivatives only; with mmlinattn.ops.use('reference') it has all"
+            )
+        return backward(ctx, *grads)
+
+    return staticmethod(rule)
 
 
 def split(x: Tensor, widths) -> tuple[Tensor, ...]:

@@ -10,7 +10,7 @@ from mmlinattn.attention import Grid, TokenMixer, get_mixer
 from mmlinattn.attention.grid import add_local
 from mmlinattn.attention.weights import local_weights
 from mmlinattn.layers import rotary_table
-from mmlinattn.ops.memory import merge_heads, split_heads
+from mmlinattn.ops.tensors import merge_heads, split_heads
 
 DIM, HEADS, GRID = 16, 2, Grid(3, 5)
 # the maps alone: what a mixer adds from the neighbourhood is looked at by itself below

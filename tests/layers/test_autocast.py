@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from mmlinattn.layers import Block, ConvFFN, ResidualDWConv
-from mmlinattn.ops.forms import autocasts
+from mmlinattn.ops.dispatch import autocasts
 
 
 def ask(x):

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from mmlinattn.attention import Grid
-from mmlinattn.layers import MLP, Block, ConvFFN
-from mmlinattn.ops import apply_linear
+from mmlinattn.layers import MLP, Block, ConvFFN, apply_linear
 
 LN = dict(type='LN', eps=1e-6)
 

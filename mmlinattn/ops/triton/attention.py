@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The linear attentions by GPU kernels, with the signatures of :mod:`mmlinattn.ops`.
 
-Two passes over the tokens forward, two backward; RALA three and three (the mean query, and its gradient, first), focused
-attention one more for its norms over all channels. See :mod:`.attention_kernels`.
+Two passes over the tokens forward, two backward; RALA three and three (the mean query, and its gradient, first),
+focused attention one more for its norms over all channels. See :mod:`.attention_kernels`.
 """
 
 from typing import Optional

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Kernels of the linear attentions for GPUs: what one program does. :mod:`.triton_launch` says how many there are.
+"""Kernels of the linear attentions for GPUs: what one program does. :mod:`.attention_launch` says how many there are.
 
 All of them are ``out_i = phi(q_i) S / n_i`` with a small state ``S = sum_j w_j phi(k_j) v_j^T`` of a head, or
 ``out_i = phi(q_i) S + mean(v)`` where ``CENTRED`` (InLine). Tokens are read where they lie, in slices of a projection;

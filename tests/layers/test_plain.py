@@ -1,0 +1,147 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Layers that somebody changed or watches are called; what hooks have seen is never written over."""
+
+import copy
+from types import MethodType
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, prune, weight_norm
+
+from mmlinattn.attention import TOKEN_MIXERS, Attention, Grid, TokenMixer
+from mmlinattn.layers import MLP, Block, ConvStem
+
+pytestmark = pytest.mark.usefixtures('fast_forms')
+DIM, HEADS, GRID = 16, 2, Grid(3, 4)
+
+
+def build(mixer, dtype=torch.float64, **options):
+    attention = Attention(DIM, HEADS, mixer, local_kernel=5, **options).to(dtype)
+    for parameter in attention.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return attention
+
+
+def tokens(dtype=torch.float64, batch=2):
+    return torch.randn(batch, GRID.num_tokens, DIM, dtype=dtype)
+
+
+@pytest.mark.parametrize('layer', ['qkv', 'proj'])
+@pytest.mark.parametrize('mixer', ['rala', 'softmax'])
+def test_forward_hooks_run_in_training_and_inference(mixer, layer):
+    attention, x, calls = build(mixer), tokens(), []
+    module = getattr(attention, layer)
+    expected = attention(x, GRID)
+    handle = module.register_forward_hook(lambda *args: calls.append(1))
+    torch.testing.assert_close(attention(x, GRID), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(attention(x, GRID), expected)
+    handle.remove()
+    module.register_forward_pre_hook(lambda *args: calls.append(1))
+    attention(x, GRID)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize('layer', ['qkv', 'proj'])
+@pytest.mark.parametrize('kind', ['register_full_backward_hook', 'register_full_backward_pre_hook'])
+def test_backward_hooks_run(kind, layer):
+    """Who shards or watches gradients hangs on the layer, whose weight would otherwise be used without it."""
+    attention, calls = build('rala'), []
+    getattr(getattr(attention, layer), kind)(lambda *args: calls.append(1))
+    attention(tokens(), GRID).sum().backward()
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize('reduced', [False, True], ids=['', 'reduced keys'])
+@pytest.mark.parametrize('change', [weight_norm, parametrizations.weight_norm, 'prune', 'forward'])
+def test_changed_weights_train(change, reduced):
+    """Two steps: what is taken out of the layer has to be made anew for the second."""
+    attention, x = build('softmax'), tokens()
+    attention.local = None
+    if change == 'prune':
+        prune.l1_unstructured(attention.qkv, 'weight', amount=0.5)
+    elif change == 'forward':
+        original = attention.qkv.forward
+        attention.qkv.forward = lambda x: 2 * original(x)
+    else:
+        change(attention.qkv)
+    options = dict(kv=x[:, ::2], key_grid=Grid(2, 3)) if reduced else {}
+    optimizer = torch.optim.SGD(attention.parameters(), lr=0.1)
+    outs = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        out = attention(x, GRID, **options)
+        out.square().mean().backward()
+        optimizer.step()
+        outs.append(out.detach())
+    assert (outs[0] - outs[1]).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize('bound', [False, True], ids=['function', 'method'])
+@pytest.mark.parametrize('layer', ['qkv', 'proj'])
+@pytest.mark.parametrize('mixer', ['rala', 'softmax'])
+def test_a_forward_of_an_instance_is_called(mixer, layer, bound):
+    """Adapters and quantisers put one in place of the class's, a function or a method of the layer; here it doubles
+    what comes out."""
+    attention, x = build(mixer), tokens()
+    twin = copy.deepcopy(attention)
+    for parameter in getattr(twin, layer).parameters():
+        parameter.data *= 2
+    module = getattr(attention, layer)
+    original = module.forward
+    doubled = MethodType(lambda self, x: 2 * original(x), module)
+    module.forward = doubled if bound else lambda x: 2 * original(x)
+    torch.testing.assert_close(attention(x, GRID), twin(x, GRID))
+    with torch.no_grad():
+        torch.testing.assert_close(attention(x, GRID), twin(x, GRID))
+
+
+def test_what_a_hook_has_seen_stays_as_it_was():
+    """In inference results are written over; not those that somebody keeps."""
+    attention = Attention(DIM, HEADS, 'rala', local_kernel=5)
+    block = Block(DIM, attention, MLP(DIM, 32), dict(type='LN'))
+    seen = {}
+    for name, module in block.named_modules():
+        module.register_forward_hook(lambda m, i, out, name=name: seen.setdefault(name, []).append((out, out.clone())))
+    with torch.no_grad():
+        block(tokens(torch.float32), grid=GRID)
+    assert len(seen) > 6
+    for name, pairs in seen.items():
+        for kept, copied in pairs:
+            assert torch.equal(kept, copied), name
+
+
+@pytest.mark.parametrize('training', [False, True])
+def test_hooks_of_all_modules_run(training):
+    """Profilers and feature extractors hang one on everything at once."""
+    seen = []
+    block = Block(DIM, Attention(DIM, HEADS, 'rala', local_kernel=5), MLP(DIM, 32), dict(type='LN')).train(training)
+    stem, x, image = ConvStem(3, 8, dict(type='BN')).eval(), tokens(torch.float32), torch.randn(1, 16, 16, 3)
+    with torch.set_grad_enabled(training):
+        expected = block(x, grid=GRID), stem(image)
+        handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module)))
+        try:
+            found = block(x, grid=GRID), stem(image)
+        finally:
+            handle.remove()
+    torch.testing.assert_close(found, expected)
+    assert [seen.count(kind) for kind in (nn.Linear, nn.Conv2d, nn.BatchNorm2d)] == [4, 4, 4]
+
+
+@pytest.mark.parametrize('gate', ['identity', 'projection', None])
+def test_a_mixer_may_return_a_view_of_shared_memory(gate):
+    @TOKEN_MIXERS.register_module('expanded mean', force=True)
+    class Mean(TokenMixer):
+        def forward(self, q, k, v, grid, key_grid, **_):
+            return v.mean(dim=1, keepdim=True).expand_as(v)
+
+    try:
+        attention, x = build('expanded mean', gate=gate), tokens()
+        for local in (attention.local, None):
+            attention.local = local
+            expected = attention(x, GRID)
+            with torch.no_grad():
+                torch.testing.assert_close(attention(x, GRID), expected)
+    finally:
+        TOKEN_MIXERS._module_dict.pop('expanded mean')

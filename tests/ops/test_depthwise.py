@@ -1,0 +1,130 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmlinattn import ops
+
+pytestmark = pytest.mark.usefixtures('fast_forms')
+draws = settings(max_examples=40, deadline=None, derandomize=True, database=None)
+
+
+@st.composite
+def maps(draw, fewest=0):
+    shape = draw(st.integers(fewest, 3)), 4, draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    format = draw(st.sampled_from([torch.channels_last, torch.contiguous_format]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).contiguous(memory_format=format)
+
+
+def compare(function, expected, *tensors):
+    """Values with and without gradients, and gradients of a sum that weighs all results differently."""
+    leaves = [t.clone().requires_grad_() for t in tensors]
+    twins = [t.clone().requires_grad_() for t in tensors]
+    out, plain = function(*leaves), expected(*twins)
+    torch.testing.assert_close(out, plain)
+    ours, theirs = (torch.autograd.grad(t.sin().sum(), inputs) for t, inputs in ((out, leaves), (plain, twins)))
+    torch.testing.assert_close(ours, theirs)
+    with torch.inference_mode():
+        torch.testing.assert_close(function(*(t.clone() for t in tensors)), plain.detach())
+
+
+@draws
+@given(maps(), st.sampled_from([1, 3, 5, 7, 9]), st.booleans(), st.booleans())
+def test_depthwise_convolutions(x, size, onto, bias):
+    weight, shift = torch.randn(4, 1, size, size, dtype=x.dtype), torch.randn(4, dtype=x.dtype) if bias else None
+    other = torch.randn(x.shape, dtype=x.dtype).contiguous(memory_format=torch.channels_last)
+
+    def plain(x, weight, other):
+        out = F.conv2d(x, weight, shift, padding=size // 2, groups=4)
+        return other + out if onto else out + 0 * other
+
+    def ours(x, weight, other):
+        if onto:
+            return ops.depthwise_conv2d(x, weight, shift, other)
+        return ops.depthwise_conv2d(x, weight, shift) + 0 * other
+
+    compare(ours, plain, x, weight, other)
+
+
+@draws
+@given(maps(), st.sampled_from([3, 5]), st.booleans())
+def test_a_convolution_beside_what_it_convolves(x, size, of_gelu):
+    def plain(x, weight, bias):
+        x = F.gelu(x) if of_gelu else x
+        return x + F.conv2d(x, weight, bias, padding=size // 2, groups=4)
+
+    weight, bias = torch.randn(4, 1, size, size, dtype=x.dtype), torch.randn(4, dtype=x.dtype)
+    compare(lambda *t: ops.residual_depthwise_conv2d(*t, of_gelu), plain, x, weight, bias)
+
+
+@draws
+@given(maps(fewest=1), st.sampled_from([3, 5]), st.booleans())
+def test_kernels_of_each_image_are_its_own(x, size, onto):
+    kernels = torch.randn(*x.shape[:2], size, size, dtype=x.dtype)
+    other = torch.randn(x.shape, dtype=x.dtype).contiguous(memory_format=torch.channels_last)
+
+    def plain(x, kernels, other):
+        each = [F.conv2d(one[None], k[:, None], padding=size // 2, groups=4) for one, k in zip(x, kernels)]
+        out = torch.cat(each) if each else x
+        return other + out if onto else out + 0 * other
+
+    def ours(x, kernels, other):
+        out = ops.dynamic_depthwise_conv2d(x, kernels, other if onto else None)
+        return out if onto else out + 0 * other
+
+    compare(ours, plain, x, kernels, other)
+    with ops.use('reference'):
+        compare(ours, plain, x, kernels, other)
+
+
+@draws
+@given(maps(), st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4)]), st.sampled_from([1, 3]))
+def test_convolutions_of_gelu_and_before_it(x, steps, size):
+    stride, groups = steps
+    weight, bias = torch.randn(8, 4 // groups, size, size, dtype=x.dtype), torch.randn(8, dtype=x.dtype)
+
+    def convolved(x, weight, bias):
+        return F.conv2d(x, weight, bias, stride, size // 2, 1, groups)
+
+    compare(lambda *t: ops.conv_of_gelu(*t, stride, groups), lambda x, *t: convolved(F.gelu(x), *t), x, weight, bias)
+    compare(
+        lambda *t: ops.gelu_of_conv(*t, stride, size // 2, groups), lambda *t: F.gelu(convolved(*t)), x, weight, bias
+    )
+
+
+def test_only_the_input_of_a_gelu_is_kept():
+    kept = set()
+    leaves = [torch.randn(s, requires_grad=True) for s in ((1, 4, 6, 5), (4, 1, 3, 3), (4,))]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.add(t.data_ptr()), lambda _: None):
+        ops.conv_of_gelu(*leaves, 1, 4, True)
+    assert kept == {leaf.data_ptr() for leaf in leaves[:2]}
+
+
+@pytest.mark.parametrize('choice', ['auto', 'reference'])
+def test_half_precision_adds_the_input_after_the_convolution(choice):
+    """A tap of the kernel would round the residual stream."""
+    x = torch.full((1, 4, 3, 3), 257.0, dtype=torch.bfloat16)
+    x[0, 0, 0, 0] = 1 / 3
+    with ops.use(choice):
+        out = ops.residual_depthwise_conv2d(x, torch.zeros(4, 1, 3, 3).bfloat16(), torch.zeros(4).bfloat16())
+    assert torch.equal(out, x)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('learns', [False, True])
+def test_under_autocast(dtype, learns):
+    x = torch.randn(2, 4, 8, 7).to(dtype).contiguous(memory_format=torch.channels_last).requires_grad_(learns)
+    weight, kernels = torch.randn(4, 1, 5, 5, requires_grad=learns), torch.randn(2, 4, 3, 3)
+    expected = F.conv2d(x.float(), weight, padding=2, groups=4)
+    with torch.set_grad_enabled(learns), torch.autocast('cpu', torch.bfloat16):
+        outs = [ops.depthwise_conv2d(x, weight), ops.depthwise_conv2d(x, weight, onto=torch.zeros_like(x))]
+        dynamic = ops.dynamic_depthwise_conv2d(x, kernels.to(dtype))
+    for out in outs:
+        torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.2)
+    assert outs[0].dtype == torch.bfloat16 and dynamic.isfinite().all()
+    if learns:
+        (grad,) = torch.autograd.grad(outs[0].float().sum(), weight)
+        assert grad.dtype == torch.float32 and grad.isfinite().all()

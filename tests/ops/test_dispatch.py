@@ -1,0 +1,316 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Which backend runs an op, and that whatever transforms, watches or records a model gets one that stands it."""
+
+import importlib.util
+import re
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mmlinattn import ops
+from mmlinattn.attention import TOKEN_MIXERS, Attention, Grid
+from mmlinattn.layers import rotary_table
+from mmlinattn.ops import dispatch
+
+pytestmark = pytest.mark.usefixtures('fast_forms')
+DIM, HEADS, GRID = 16, 2, Grid(3, 4)
+MIXERS = sorted(name for name in TOKEN_MIXERS.module_dict if name.isidentifier())
+every_mixer = pytest.mark.parametrize('mixer', MIXERS)
+
+
+def build(mixer, dtype=torch.float64, **options):
+    module = TOKEN_MIXERS.get(mixer)
+    grid = GRID[:2] if module.position_table else None
+    attention = Attention(DIM, HEADS, mixer, grid=grid, local_kernel=5, **options).to(dtype)
+    for parameter in attention.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return attention
+
+
+def tokens(dtype=torch.float64, batch=2):
+    return torch.randn(batch, GRID.num_tokens, DIM, dtype=dtype)
+
+
+def table(dtype=torch.float64):
+    return rotary_table(*GRID[:2], DIM // HEADS, dtype=dtype)
+
+
+def test_the_backend_is_that_of_the_device_unless_another_is_asked_for():
+    x = torch.zeros(2)
+    assert dispatch.backend(x) == 'cpu' == dispatch.backend(nn.Parameter(x))
+    with ops.use('reference'):
+        assert dispatch.backend(x) == 'reference'
+        with ops.use('eager'):
+            assert dispatch.backend(x) == 'cpu'
+        assert dispatch.backend(x) == 'reference'
+    assert dispatch.backend(x) == 'cpu'
+    with pytest.raises(ValueError, match=r"backend='fast' has to be one of \('auto', 'eager', 'reference'\)"):
+        with ops.use('fast'):
+            pass
+    with pytest.raises(KeyError), ops.use('reference'):
+        raise KeyError
+    assert dispatch.backend(x) == 'cpu'
+
+
+def test_the_choice_holds_for_all_threads():
+    """The backward pass of checkpointed blocks runs in threads of its own."""
+    found = []
+    with ops.use('reference'):
+        thread = threading.Thread(target=lambda: found.append(dispatch.backend(torch.zeros(2))))
+        thread.start()
+        thread.join()
+    assert found == ['reference']
+
+
+@pytest.mark.parametrize(
+    ('device', 'choice', 'has_triton', 'backend'),
+    [
+        ('cpu', 'auto', True, 'cpu'),
+        ('cuda', 'auto', True, 'triton'),
+        ('cuda', 'eager', True, 'eager'),
+        ('cuda', 'auto', False, 'eager'),
+        ('xpu', 'auto', True, 'eager'),
+    ],
+)
+def test_each_device_has_its_backend(device, choice, has_triton, backend, monkeypatch):
+    """The first tensor says which device."""
+    asked = []
+    monkeypatch.setattr(dispatch, 'is_plain', lambda *tensors: False)
+    monkeypatch.setattr(dispatch, '_has_triton', lambda gpu: asked.append(gpu) or has_triton)
+    first, second = (SimpleNamespace(device=torch.device(*place)) for place in ((device, 1), ('cpu',)))
+    with ops.use(choice):
+        assert dispatch.backend(first, None, second) == backend
+    assert asked == ([torch.device('cuda', 1)] if device == 'cuda' and choice == 'auto' else [])
+
+
+@pytest.mark.parametrize('value', ['reference', 'eager', '', 'auto', 'Reference'])
+def test_the_environment_says_which_backend_runs(value, monkeypatch):
+    """It is read once, at import: here by a second copy of the module."""
+    monkeypatch.setenv('MMLINATTN_OPS', value)
+    spec = importlib.util.spec_from_file_location('mmlinattn.ops.dispatch_again', dispatch.__file__)
+    again = importlib.util.module_from_spec(spec)
+    if value == 'Reference':
+        with pytest.raises(ValueError, match="MMLINATTN_OPS='Reference' has to be one of"):
+            spec.loader.exec_module(again)
+    else:
+        spec.loader.exec_module(again)
+        assert again.backend(torch.zeros(2)) == ('reference' if value == 'reference' else 'cpu')
+
+
+def test_what_only_stands_for_a_tensor_gets_the_reference():
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    class Subclass(torch.Tensor):
+        pass
+
+    x = torch.zeros(2)
+    stand_ins = [(x.to('meta'),), (x.as_subclass(Subclass),), (x, None, x.to('meta'))]
+    seen = [dispatch.backend(*tensors) for tensors in stand_ins]
+    with Watching():
+        seen.append(dispatch.backend(x))
+    with forward_ad.dual_level():
+        seen.append(dispatch.backend(x))
+    vmap(lambda row: seen.append(dispatch.backend(x)) or row)(torch.zeros(3))
+    torch.jit.trace(lambda row: seen.append(dispatch.backend(x)) or row + 1, x, check_trace=False)
+    assert seen == ['reference'] * 7
+    assert dispatch.backend(x) == 'cpu'
+
+
+# --- transforms and derivatives of derivatives ------------------------------------------------------------------------
+
+
+@every_mixer
+def test_transforms_of_functions(mixer):
+    attention, x = build(mixer), tokens()
+    options = dict(rotary=table())
+    direction = torch.randn_like(x)
+
+    def loss(x):
+        return attention(x, GRID, **options).square().sum()
+
+    leaf = x.clone().requires_grad_()
+    expected = torch.autograd.grad(loss(leaf), leaf)[0]
+    torch.testing.assert_close(grad(loss)(x), expected)
+    along = (expected * direction).sum()
+    torch.testing.assert_close(jvp(loss, (x,), (direction,))[1], along)
+    with forward_ad.dual_level():
+        dual = loss(forward_ad.make_dual(x, direction))
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, along)
+    each = vmap(lambda item: attention(item[None], GRID, **options)[0])(x)
+    torch.testing.assert_close(each, attention(x, GRID, **options))
+    parameters = dict(attention.named_parameters())
+    gradients = grad(lambda p: functional_call(attention, p, (x, GRID), options).sum())(parameters)
+    attention(x, GRID, **options).sum().backward()
+    for name, parameter in parameters.items():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+def test_gradients_of_gradients_are_the_references():
+    """The fast forms say that they have none; the reference has."""
+    attention, x = build('rala'), tokens(batch=1).requires_grad_()
+
+    def second():
+        (first,) = torch.autograd.grad(attention(x, GRID).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    with pytest.raises(RuntimeError, match='create_graph=True: this op has first derivatives only'):
+        second()
+    with ops.use('reference'):
+        assert second().abs().max() > 0
+
+
+# --- graphs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ('mixer', 'dynamic', 'backend'),
+    [
+        *((mixer, False, 'aot_eager') for mixer in MIXERS),
+        *((mixer, True, 'eager') for mixer in MIXERS),
+        # graphs of the backward pass at open sizes take seconds
+        *(pytest.param(mixer, True, 'aot_eager', marks=pytest.mark.slow) for mixer in ('rala', 'focused')),
+    ],
+)
+def test_a_training_step_compiles(mixer, dynamic, backend):
+    torch._dynamo.reset()
+    attention = build(mixer, torch.float32)
+    compiled = torch.compile(attention, backend=backend, fullgraph=True, dynamic=dynamic)
+    grids = [GRID, Grid(5, 4)] if dynamic else [GRID]
+    for grid in grids:
+        x = torch.randn(2, grid.num_tokens, DIM)
+        rotary = rotary_table(*grid[:2], DIM // HEADS)
+        results = []
+        for module in (attention, compiled):
+            leaf = x.clone().requires_grad_()
+            attention.zero_grad()
+            out = module(leaf, grid, rotary=rotary)
+            out.square().mean().backward()
+            results.append([out.detach(), leaf.grad, *(p.grad for p in attention.parameters())])
+        for ours, theirs in zip(*results):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def compiled_nodes(function, *inputs):
+    """(operator, float result of it) of the graph that ``torch.compile`` hands to its code generator."""
+    nodes = []
+
+    def keep(graph, _):
+        nodes.extend((str(node.target), node.meta['val']) for node in graph.graph.nodes if node.op == 'call_function')
+        return graph
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(function, backend=aot_autograd(fw_compiler=keep), fullgraph=True)(*inputs)
+    first = [(op, value[0] if isinstance(value, (tuple, list)) else value) for op, value in nodes]
+    return [(op, value) for op, value in first if value.is_floating_point()]
+
+
+@pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
+@pytest.mark.parametrize('op', ['rala', 'linear_attention', 'inline_attention', 'efficient_attention', 'angular'])
+def test_compiled_heads_are_no_axis_of_channels_last_maps(op, masked):
+    """Code that Inductor makes for sums in that order writes past their end (pytorch/pytorch#196681)."""
+    options = dict(
+        rala=dict(num_heads=HEADS, kernel='softmax', rotary=table(torch.float32)),
+        linear_attention=dict(num_heads=HEADS, kernel='elu'),
+        inline_attention=dict(num_heads=HEADS, scale=1.0, kernel='softmax'),
+        efficient_attention=dict(num_heads=HEADS),
+        angular=dict(num_heads=HEADS, released=False),
+    )[op]
+    function = getattr(ops, 'angular_attention' if op == 'angular' else op)
+    mask = torch.arange(GRID.num_tokens).expand(2, -1) < 9 if masked else None
+    inputs = [tokens(torch.float32) for _ in range(3)]
+    nodes = compiled_nodes(lambda q, k, v: function(q, k, v, mask=mask, **options), *inputs)
+    assert [op for op, value in nodes if 'bmm' in op]
+    assert [op for op, value in nodes if value.dim() == 4 and value.shape[1] == HEADS] == []
+
+
+def test_compiled_softmax_attention_is_fused():
+    """The map of all pairs is in no graph; Dynamo answers for itself when asked whether torch.func is at work."""
+    inputs = [tokens(torch.float32) for _ in range(3)]
+    nodes = compiled_nodes(lambda q, k, v: ops.softmax_attention(q, k, v, HEADS), *inputs)
+    assert [op for op, _ in nodes if 'scaled_dot_product' in op]
+    assert not [op for op, value in nodes if value.shape[-2:] == (GRID.num_tokens,) * 2]
+
+
+@pytest.mark.slow
+def test_a_training_step_compiles_with_inductor():
+    torch._dynamo.reset()
+    attention, x = build('rala', torch.float32), tokens(torch.float32)
+    results = []
+    for module in (attention, torch.compile(attention, fullgraph=True)):
+        attention.zero_grad()
+        out = module(x, GRID, rotary=table(torch.float32))
+        out.square().mean().backward()
+        results.append([out.detach(), *(p.grad for p in attention.parameters())])
+    for ours, theirs in zip(*results):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@every_mixer
+def test_traced_graphs_write_over_nothing(mixer):
+    attention = build(mixer, torch.float32).eval()
+    with torch.no_grad():
+        attention.requires_grad_(False)
+        traced = torch.jit.trace(lambda x: attention(x, GRID, rotary=table(torch.float32)), tokens(torch.float32))
+    names = {node.kind() for node in traced.graph.nodes()}
+    assert not [name for name in names if name.endswith('_') and not name.endswith('__')]
+
+
+@pytest.mark.parametrize(
+    ('capability', 'triton', 'cuda', 'reason'),
+    [
+        ((8, 0), True, '12.4', None),
+        ((9, 0), True, '12.4', None),
+        ((7, 5), True, '12.4', 'T4 is older than the kernels (compute capability 8.0)'),
+        ((9, 0), True, None, 'T4 is older'),  # ROCm
+        ((9, 0), False, '12.4', 'Triton is not installed'),
+    ],
+)
+def test_which_gpus_get_kernels(monkeypatch, capability, triton, cuda, reason):
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: triton or None)
+    monkeypatch.setattr(torch.version, 'cuda', cuda)
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: capability)
+    monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'T4')
+    has_triton = dispatch._has_triton.__wrapped__
+    if reason is None:
+        assert has_triton(torch.device('cuda', 0))
+        return
+    with pytest.warns(UserWarning, match='no GPU kernels, plain PyTorch in their place: ' + re.escape(reason)):
+        assert not has_triton(torch.device('cuda', 0))
+
+
+class SaysWhetherItIsTraced(nn.Module):
+    def forward(self, x):
+        return x + 1 if dispatch.is_traced() else x
+
+
+class SaysWhetherItIsExported(nn.Module):
+    def forward(self, x):
+        return x + 1 if dispatch.is_exported() else x
+
+
+def test_only_what_runs_python_code_is_told_of_an_export():
+    """The tracers of ``torch.compile`` and of the strict export read it instead."""
+    model, x = SaysWhetherItIsExported(), torch.zeros(3)
+    told = {strict: torch.export.export(model, (x,), strict=strict).module()(x).all() for strict in (False, True)}
+    assert told == {False: True, True: False}
+    assert not model(x).any() and not torch.compile(model, backend='eager')(x).any()
+    assert not torch.jit.trace(model, x)(x).any()
+
+
+@pytest.mark.parametrize('strict', [False, True])
+def test_graphs_of_every_kind_are_told(strict):
+    model, x = SaysWhetherItIsTraced(), torch.zeros(3)
+    assert not model(x).any()
+    assert torch.export.export(model, (x,), strict=strict).module()(x).all()
+    assert torch.jit.trace(model, x)(x).all()
+    assert torch.compile(model, backend='eager')(x).all()

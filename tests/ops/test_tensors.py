@@ -1,0 +1,147 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Slices of one projection: their gradients become that of the whole without a copy, and never a wrong one."""
+
+import pytest
+import torch
+
+from mmlinattn import ops
+from mmlinattn.ops.tensors import gradients_like, split
+
+pytestmark = pytest.mark.usefixtures('fast_forms')
+
+
+class Fill(torch.autograd.Function):
+    """Gradients 1, 2, ... in memory made for them."""
+
+    @staticmethod
+    def forward(ctx, *parts):
+        ctx.save_for_backward(*parts)
+        return sum(part.sum() for part in parts)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grads = gradients_like(*ctx.saved_tensors)
+        for value, part in enumerate(grads, 1):
+            part.fill_(value)
+        return tuple(grads)
+
+
+@pytest.mark.parametrize('shape', [(2, 3, 7), (1, 1, 7), (4, 7)], ids=str)
+def test_gradients_of_slices_become_one_without_a_copy(shape):
+    x = torch.randn(shape, requires_grad=True)
+    hidden = x * 1
+    seen = []
+    hidden.register_hook(seen.append)
+    parts = split(hidden, (2, 4, 1))
+    parts[0].register_hook(seen.append)
+    Fill.apply(*parts).backward()
+    torch.testing.assert_close(x.grad, torch.tensor([1.0, 1, 2, 2, 2, 2, 3]).expand(shape))
+    part, whole = seen
+    assert part.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize('order', [(0, 1, 2), (2, 0, 1)], ids=str)
+@pytest.mark.parametrize('used', [(0, 1, 2), (0, 2), (1,)], ids=str)
+def test_gradients_of_slices_made_by_anybody(used, order):
+    """Unused slices, gradients of other memory, and those of another order."""
+    widths = (3, 3, 3)
+    results = []
+    for cut in (split, lambda x, widths: x.split(widths, dim=-1)):
+        x = torch.randn(2, 5, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+        parts = cut(x * 1, widths)
+        sum((parts[order[i]] ** (i + 2)).sum() for i in used).backward()
+        results.append(x.grad)
+    torch.testing.assert_close(*results)
+    swapped = split(x * 1, widths)
+    (grad,) = torch.autograd.grad(Fill.apply(*(swapped[i] for i in order)), x)
+    expected = [1.0 + order.index(i) for i in range(3)]
+    torch.testing.assert_close(grad, torch.tensor(expected, dtype=x.dtype).repeat_interleave(3).expand(2, 5, 9))
+
+
+def test_gradients_of_gradients_that_lie_as_the_slices():
+    """Of x cubed, put together again: six times x, in all slices."""
+    x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    whole = torch.cat(split(x * 1, (2, 3)), dim=-1)
+    (first,) = torch.autograd.grad((whole**3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(second, 6 * x.detach())
+
+
+@pytest.mark.parametrize('moved', range(3))
+def test_gradients_of_which_one_lies_elsewhere_are_copied(moved):
+    """All but one are slices of one memory, which looks like the whole from its first slice."""
+
+    class Scattered(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *parts):
+            ctx.save_for_backward(*parts)
+            return sum(part.sum() for part in parts)
+
+        @staticmethod
+        def backward(ctx, grad):
+            grads = gradients_like(*ctx.saved_tensors)
+            for value, part in enumerate(grads, 1):
+                part.fill_(value)
+            whole = grads[moved].clone()
+            grads[moved].fill_(99)
+            grads[moved] = whole
+            return tuple(grads)
+
+    x = torch.randn(2, 5, 9, requires_grad=True)
+    Scattered.apply(*split(x * 1, (3, 3, 3))).backward()
+    expected = torch.tensor([1.0, 2, 3]).repeat_interleave(3)
+    torch.testing.assert_close(x.grad, expected.expand(2, 5, 9))
+
+
+def test_keys_that_somebody_keeps_are_not_written_over():
+    """With gradients on, also those that ask for none."""
+    q, k, v = (torch.randn(2, 6, 8) for _ in range(3))
+    kept, scale = k.clone(), torch.ones(8, requires_grad=True)
+    ops.focused_attention(q, k, v, 2, scale, 3, offset=torch.ones(1, 6, 8))
+    assert torch.equal(k, kept)
+
+
+def test_gradients_of_tensors_that_are_no_slices():
+    x = torch.randn(2, 3, 8)
+    overlapping = gradients_like(x[..., :5], x[..., 2:])
+    assert overlapping[0].untyped_storage().data_ptr() != overlapping[1].untyped_storage().data_ptr()
+    expanded, same, other = torch.randn(2, 1, 3).expand(2, 4, 3), x, torch.randn(3)
+    for made, tensor in zip(gradients_like(expanded, same, other), (expanded, same, other)):
+        assert made.shape == tensor.shape
+        made.fill_(1)
+        assert made.sum() == tensor.numel()  # expanded memory would be written over
+
+
+def test_gradients_come_in_the_order_of_their_tensors():
+    """Of whichever memories, and one for each place of a tensor that is given twice."""
+    first, second = torch.randn(2, 6).split((2, 4), dim=-1)
+    other = torch.randn(3)
+    for tensors in ((first, other, second), (other, second, first), (first, other, first)):
+        made = gradients_like(*tensors)
+        assert [grad.shape for grad in made] == [tensor.shape for tensor in tensors]
+    for place, grad in enumerate(made := gradients_like(first, other, second)):
+        grad.fill_(place)
+    assert [grad.unique().tolist() for grad in made] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize('learns', [False, True])
+def test_a_map_is_assembled_from_its_regions(learns, dtype):
+    """Row by row; in inference each is in its place before the next is made, so that all may use one memory. The map
+    has their type."""
+    x = torch.arange(48, dtype=dtype).reshape(2, 4, 6, 1).requires_grad_(learns)
+
+    def regions():
+        for rows in (slice(0, 3), slice(3, 4)):
+            for columns in (slice(0, 4), slice(4, 6)):
+                part = x[:, rows, columns].clone()
+                yield rows, columns, part
+                if not learns:
+                    part.fill_(-1)
+
+    with torch.set_grad_enabled(learns):
+        out = ops.tensors.assemble(x.shape, regions())
+    torch.testing.assert_close(out, x)
+    if learns:
+        out.sum().backward()
+        assert (x.grad == 1).all()
