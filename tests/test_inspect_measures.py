@@ -25,6 +25,7 @@ from mmlinattn.attention import (
 )
 from mmlinattn.attention.grid import add_local
 from mmlinattn.backbones import RAVLT, LinearCSWin, LinearDeiT, LinearPVT, LinearSwin
+from mmlinattn.layers.linear import split_parts
 from mmlinattn.ops.tensors import merge_heads, split_heads
 from mmlinattn.utils.errors import RunError
 
@@ -450,7 +451,7 @@ def test_masked_attention_against_the_map(mixer):
     attention = Attention(8, 2, mixer, grid=(4, 5)).eval()
     grid = Grid(4, 5, prefix=0 if mixer == 'rala' else 1)
     x = torch.randn(2, grid.num_tokens, 8)
-    q, k, v, *gate = attention.project(x, None)
+    q, k, v, *gate = split_parts(attention.project(x))
     with torch.no_grad():
         weights = attention.mixer.weights(q, k, grid, grid)
         at = places(4, 5)

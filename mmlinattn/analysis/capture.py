@@ -4,6 +4,7 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Callable, NamedTuple, Optional
 
 import torch
@@ -107,7 +108,8 @@ class MixerCall(NamedTuple):
             if kernel.shape[-1] < kernel.shape[-2]:
                 grid = Grid(grid.num_tokens, 1)  # over the sequence
             zeros = torch.zeros_like(v)
-            term = add_local(zeros, v, lambda image: F.conv2d(image, kernel, None, 1, padding, 1, len(kernel)), grid)
+            local = partial(F.conv2d, weight=kernel, padding=padding, groups=len(kernel))
+            term = add_local(zeros, v, local, grid, watched=True)
             rest = out - mixed - term[0, rows]
             return float((rest - rest.mean(dim=0)).norm() / out.norm().clamp(min=1e-30))
         return float((out - mixed).norm() / out.norm().clamp(min=1e-30))

@@ -56,7 +56,7 @@ def focused_attention(
         return (_focused_attention_on_cpu if backend == 'cpu' else focused_attention_reference)(*arguments)
 
 
-def focused_attention_reference(q, k, v, num_heads, inverse_scale, power, offset, mask, eps) -> Tensor:
+def focused_attention_reference(q, k, v, num_heads, inverse_scale, power, offset=None, mask=None, eps=1e-6) -> Tensor:
     k = k if offset is None else k + offset.to(k.dtype)
     q, k = (focused_map(t, inverse_scale, power, eps) for t in (q, k))
     return linear_attention_reference(q, k, v.to(q.dtype), num_heads, 'identity', mask, eps).to(v.dtype)

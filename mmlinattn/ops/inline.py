@@ -49,7 +49,7 @@ def inline_attention(
         return (_inline_attention_on_cpu if backend == 'cpu' else inline_attention_reference)(*arguments)
 
 
-def inline_attention_reference(q, k, v, num_heads, scale, kernel, mask) -> Tensor:
+def inline_attention_reference(q, k, v, num_heads, scale, kernel='identity', mask=None) -> Tensor:
     q, k, v = (heads_of(t, num_heads) for t in (q, k, v))
     q, k = feature_map(q, kernel), feature_map(k, kernel)
     count = count_tokens(k, mask)

@@ -49,7 +49,7 @@ def linear_attention(
         return linear_attention_reference(*arguments)
 
 
-def linear_attention_reference(q, k, v, num_heads, kernel, mask, eps) -> Tensor:
+def linear_attention_reference(q, k, v, num_heads, kernel='identity', mask=None, eps=1e-6) -> Tensor:
     q, k, v = (heads_of(t, num_heads) for t in (q, k, v))
     q, k = feature_map(q, kernel), feature_map(k, kernel)
     wide = accumulation_dtype(q)

@@ -66,7 +66,7 @@ def rala(
         return _rala_on_cpu(*arguments)
 
 
-def rala_reference(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps) -> Tensor:
+def rala_reference(q, k, v, num_heads, kernel='elu', rotary=None, mask=None, weight_scale=1.0, eps=1e-6) -> Tensor:
     dtype = v.dtype
     q, k, v = (heads_of(t, num_heads) for t in (q, k, v))
     q, k = feature_map(q, kernel), feature_map(k, kernel)

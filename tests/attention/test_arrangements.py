@@ -281,7 +281,7 @@ def test_stripes_are_two_halves_of_windows(mixer, size):
             grid = Grid(*crops[0].shape[1:3])
             q, k, v, *gate = (crop.flatten(1, 2) for crop in crops)
             source = x.chunk(2, dim=-1)[i][where].flatten(1, 2)
-            mixed = attention.branches[i].mix(q, k, v, grid, context_tokens=source)
+            mixed = attention.branches[i].mix(q, k, v, grid, context=source.mean(dim=1))
             half[where] = (mixed * gate[0] if gate else mixed).unflatten(1, grid[:2])
         halves.append(half)
     torch.testing.assert_close(out, attention.proj(torch.cat(halves, dim=-1)))

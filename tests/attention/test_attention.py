@@ -10,7 +10,8 @@ from mmlinattn import ops
 from mmlinattn.attention import TOKEN_MIXERS, Attention, FocusedMixer, Grid, RALAMixer, TokenMixer, get_mixer
 from mmlinattn.attention.base import mean_token
 from mmlinattn.layers import rotary_table
-from mmlinattn.ops import forms
+from mmlinattn.layers.linear import split_parts
+from mmlinattn.ops import dispatch
 
 DIM, HEADS, HEIGHT, WIDTH = 16, 2, 3, 5
 HEAD_DIM = DIM // HEADS
@@ -173,7 +174,7 @@ def test_a_class_token_has_no_neighbours(mixer):
     x = torch.randn(2, grid.num_tokens, DIM, dtype=torch.float64)
     out = attention(x, grid)
     kernel, attention.local = attention.local, None
-    q, k, v, *gate = attention.project(x, None)
+    q, k, v, *gate = split_parts(attention.project(x))
     without = attention(x, grid)
     local = reference.local_term(v[:, 1:], kernel.weight, kernel.bias, HEIGHT, WIDTH)
     if gate:
@@ -186,7 +187,7 @@ def test_a_class_token_has_no_neighbours(mixer):
 def test_no_map_of_all_pairs_is_built(form, monkeypatch):
     """4 x the tokens: the largest tensor of RALA grows 4-fold, not 16-fold."""
     if form == 'fast':  # what watches the operators gets the plain form otherwise
-        monkeypatch.setattr(forms, 'is_plain', lambda *tensors: False)
+        monkeypatch.setattr(dispatch, 'is_plain', lambda *tensors: False)
 
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):
         size = 0

@@ -8,9 +8,7 @@ from torch import nn
 
 from mmlinattn import ops
 from mmlinattn.attention import Attention, Grid, HallucinatedMixer, WindowAttention
-from mmlinattn.ops import forms
-from mmlinattn.ops.hallucinated_attention import cpu
-from mmlinattn.ops.softmax_attention import cpu as softmax
+from mmlinattn.ops import dispatch, hallucinated
 
 DIM, HEADS = 24, 3  # of the host: six heads of width 4, three of them real
 STEPS = [('ihh', 'chh'), ('chh', 'ihh'), ('ihh',), ('chh',), ()]
@@ -87,12 +85,12 @@ def test_blocks_of_inference(monkeypatch, steps, prefix):
     """One query a block, several, the queries of several images; mask, and biases of few and of all images."""
     mixer, grid = build(steps), Grid(4, 5, prefix)
     n = grid.num_tokens
-    monkeypatch.setattr(cpu, 'MIN_ROWS', 3)
+    monkeypatch.setattr(hallucinated, '_MIN_ROWS', 3)
     q, k, v = tokens(n, n, batch=3)
     mask = torch.rand(3, n) > 0.3
     full = torch.randn(3, 6, n, n, dtype=torch.float64)
     for budget in (1, 400, 3000, 10**6):
-        monkeypatch.setattr(cpu, 'BLOCK_NUMEL', budget)
+        monkeypatch.setattr(hallucinated, '_BLOCK_NUMEL', budget)
         for bias in (None, full, full[:1], full[:, :1], full[:, :, :1]):
             for real in (None, mask):
                 values = v if real is None else v * real.unsqueeze(-1)
@@ -168,9 +166,9 @@ def test_no_map_of_all_pairs_is_built(form, learns, monkeypatch):
             return out
 
     attention, sizes = Attention(DIM, HEADS, 'hallucinated'), []
-    monkeypatch.setattr(cpu, 'BLOCK_NUMEL', 1024)
-    monkeypatch.setattr(softmax, '_MAX_KEYS', 0)  # a block of its rows is of one size for both
-    monkeypatch.setattr(forms, 'is_plain', lambda *_: form == 'reference')  # whoever watches sees the plain form
+    monkeypatch.setattr(hallucinated, '_BLOCK_NUMEL', 1024)
+    monkeypatch.setenv('MMLINATTN_PRODUCTS', 'torch')  # a block of rows of softmax attention is of one size for both
+    monkeypatch.setattr(dispatch, 'is_plain', lambda *_: form == 'reference')  # whoever watches sees the plain form
     for side in (24, 48):
         x = torch.randn(1, side * side, DIM, requires_grad=learns)
         with Largest() as largest, torch.set_grad_enabled(learns):

@@ -19,7 +19,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from mmlinattn.ops.linear_attention import triton_launch as launch
+from mmlinattn.ops.triton import attention_launch as launch
 
 
 class NoGPU:

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmlinattn import ops
-from mmlinattn.ops import forms
+from mmlinattn.ops import dispatch
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
 VIEWS = r'aten.(empty|new_empty|as_strided|alias|view|_unsafe_view|transpose|permute|select|slice|expand|detach)'
@@ -47,7 +47,7 @@ def inputs(dead=True):
 def steps(op, form, monkeypatch):
     """Forward and backward pass of training, and inference, of one form, under the count."""
     if form == 'fast':  # what counts operations gets the plain form otherwise
-        monkeypatch.setattr(forms, 'is_plain', lambda *tensors: False)
+        monkeypatch.setattr(dispatch, 'is_plain', lambda *tensors: False)
     leaves = inputs()
     with Denormals() as denormals:
         out = op(*leaves)

@@ -6,14 +6,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mmlinattn.ops import sizes
+from mmlinattn.ops import private, sizes
 
 
 @pytest.mark.parametrize('old', [False, True])
 def test_numbers_are_known_and_tensors_are_not(old, monkeypatch):
     """Also by PyTorch before 2.5, which is asked for the type of each."""
     if old:
-        monkeypatch.setattr(sizes, '_has_static_value', None)
+        monkeypatch.delattr(private.symbolic_shapes, 'has_static_value', raising=False)
     assert sizes.is_known() and sizes.is_known(3) and sizes.is_known(3, 4)
     for unknown in ((torch.tensor(3),), (3, torch.tensor(4)), (torch.tensor(4), 3)):
         assert not sizes.is_known(*unknown)
@@ -56,15 +56,15 @@ def test_open_sizes_that_may_be_one_are_settled(least, copied):
 @pytest.mark.parametrize('exported', [False, True])
 def test_a_forward_that_serves_ones(exported, monkeypatch):
     """PyTorch's setting is another one during an export only, and comes back after an error, too."""
-    if not sizes._CAN_SERVE_ONES:
+    if not private.CAN_SERVE_ONES:
         pytest.skip('this PyTorch has no such setting')
-    monkeypatch.setattr(sizes.forms, 'is_exported', lambda: exported)
-    before, seen = sizes._config.backed_size_oblivious, []
+    monkeypatch.setattr(sizes.dispatch, 'is_exported', lambda: exported)
+    before, seen = private._config.backed_size_oblivious, []
 
     @sizes.serves_ones
     def forward(x, *others, scale=1):
         """What it gives."""
-        seen.append(sizes._config.backed_size_oblivious)
+        seen.append(private._config.backed_size_oblivious)
         return x * scale, others
 
     assert forward(2, 5, scale=3) == (6, (5,))
@@ -72,4 +72,4 @@ def test_a_forward_that_serves_ones(exported, monkeypatch):
     with pytest.raises(TypeError):
         forward(None, scale=3)
     assert seen == [True if exported else before] * 2
-    assert sizes._config.backed_size_oblivious is before is False
+    assert private._config.backed_size_oblivious is before is False

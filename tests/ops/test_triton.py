@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mmlinattn import ops
+
 pytest.importorskip('triton')
 HERE = Path(__file__).resolve().parent
 
@@ -75,13 +77,13 @@ def test_kernels_compile_without_a_gpu(arguments, tmp_path):
 
 # --- around the kernels, in this process, which runs none -------------------------------------------------------------
 
-launch = importlib.import_module('mmlinattn.ops.linear_attention.triton_launch')
-triton_op = importlib.import_module('mmlinattn.ops.linear_attention.triton_op')
-convolutions = importlib.import_module('mmlinattn.ops.depthwise.triton_op')
+launch = importlib.import_module('mmlinattn.ops.triton.attention_launch')
+attention_op = importlib.import_module('mmlinattn.ops.triton.attention_op')
+convolutions = importlib.import_module('mmlinattn.ops.triton.depthwise_op')
 
 
-def modules(op):
-    return [importlib.import_module(f'mmlinattn.ops.{op}.{form}') for form in ('triton', 'reference')]
+attention = importlib.import_module('mmlinattn.ops.triton.attention')
+depthwise = importlib.import_module('mmlinattn.ops.triton.depthwise')
 
 
 MASK = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
@@ -103,9 +105,9 @@ def test_without_kernels_the_plain_form_gets_all_options(case):
     op, options = case.partition(',')[0], PLAIN[case]
     q, k, v = (t.requires_grad_() for t in torch.rand(3, 2, 6, 8))
     results = []
-    for module in modules(op):
+    for function in (getattr(attention, op), getattr(attention, f'{op}_reference')):
         values = v * MASK[..., None] if 'mask' in options else v
-        out = getattr(module, op)(q, k, values, 2, **options)
+        out = function(q, k, values, 2, **options)
         assert 'mmlinattn' not in str(out.grad_fn)
         results.append([out, *torch.autograd.grad(out.sin().sum(), (q, k, v))])
     for ours, theirs in zip(*results):
@@ -115,15 +117,13 @@ def test_without_kernels_the_plain_form_gets_all_options(case):
 @pytest.mark.skipif(launch.INTERPRETED, reason='the interpreter has kernels for these')
 def test_without_kernels_convolutions_are_pytorchs():
     x, weight, bias = torch.randn(2, 4, 5, 6), torch.randn(4, 1, 3, 3), torch.randn(4)
-    kernels, plain = modules('depthwise')
-    torch.testing.assert_close(kernels.depthwise_conv2d(x, weight, bias), plain.depthwise_conv2d(x, weight, bias))
-    for of_gelu in (False, True):
-        out = kernels.residual_depthwise_conv2d(x, weight, bias, of_gelu)
-        torch.testing.assert_close(out, plain.residual_depthwise_conv2d(x, weight, bias, of_gelu))
-    kernels, plain = modules('predicted_conv')
+    plain = torch.nn.functional.conv2d(x, weight, bias, padding=1, groups=4)
+    torch.testing.assert_close(depthwise.depthwise_conv2d(x, weight, bias), plain)
+    torch.testing.assert_close(depthwise.residual_depthwise_conv2d(x, weight, bias), x + plain)
     for batch in (2, 0):
         each = torch.randn(batch, 4, 3, 3)
-        torch.testing.assert_close(kernels.predicted_conv2d(x[:batch], each), plain.predicted_conv2d(x[:batch], each))
+        expected = ops.depthwise.sum_of_shifts(x[:batch], each)
+        torch.testing.assert_close(depthwise.dynamic_depthwise_conv2d(x[:batch], each), expected)
 
 
 def test_what_kernels_serve(monkeypatch):
@@ -209,13 +209,13 @@ def test_which_gradients_lie_in_one_tensor():
     cases += [((q, x.as_strided((2, 5, 16), (240, 40, 1), 16), v), 1)]  # other steps from token to token
     cases += [((x[..., :8], x[..., 16:24], v), 1), ((q, k, k), 2), ((q[:, :3], k, v), 1)]
     for tensors, together in cases:
-        assert triton_op._slices_of_one(*tensors) == together
+        assert attention_op._slices_of_one(*tensors) == together
     seen = []
-    torch.jit.trace(lambda *t: seen.append(triton_op._slices_of_one(*t)) or t[0] + 1, (q, k, v), check_trace=False)
+    torch.jit.trace(lambda *t: seen.append(attention_op._slices_of_one(*t)) or t[0] + 1, (q, k, v), check_trace=False)
     assert seen[0] == 1
-    buffers = triton_op._gradient_buffers(q, k, v, 2)
+    buffers = attention_op._gradient_buffers(q, k, v, 2)
     assert [tuple(b.shape) for b in buffers] == [(2, 5, 32), (2, 5, 16)]
-    slices = triton_op._slices(buffers, (q, k, v), 2)
+    slices = attention_op._slices(buffers, (q, k, v), 2)
     assert [s.storage_offset() for s in slices] == [0, 16, 0] and slices[2] is buffers[1]
 
 

@@ -21,22 +21,19 @@ elif torch.cuda.is_available():
 else:
     pytest.skip('needs a GPU or TRITON_INTERPRET=1', allow_module_level=True)
 
-from mmlinattn.ops.focused_attention import reference as focused_reference
-from mmlinattn.ops.focused_attention import triton as focused_kernels
-from mmlinattn.ops.inline_attention import reference as inline_reference
-from mmlinattn.ops.inline_attention import triton as inline_kernels
-from mmlinattn.ops.linear_attention import reference as linear_reference
-from mmlinattn.ops.linear_attention import triton as linear_kernels
-from mmlinattn.ops.linear_attention import triton_launch as launch
-from mmlinattn.ops.linear_attention import triton_op
-from mmlinattn.ops.rala import reference as rala_reference
-from mmlinattn.ops.rala import triton as rala_kernels
+from mmlinattn.ops.focused import focused_attention_reference
+from mmlinattn.ops.inline import inline_attention_reference
+from mmlinattn.ops.plain_linear import linear_attention_reference
+from mmlinattn.ops.rank_augmented import rala_reference
+from mmlinattn.ops.triton import attention as kernels
+from mmlinattn.ops.triton import attention_launch as launch
+from mmlinattn.ops.triton import attention_op
 
 OPS = {
-    'rala': (rala_kernels.rala, rala_reference.rala, dict(weight_scale=0.3)),
-    'inline_attention': (inline_kernels.inline_attention, inline_reference.inline_attention, dict(scale=0.3)),
-    'linear_attention': (linear_kernels.linear_attention, linear_reference.linear_attention, dict(kernel='elu')),
-    'focused_attention': (focused_kernels.focused_attention, focused_reference.focused_attention, dict(power=3)),
+    'rala': (kernels.rala, rala_reference, dict(weight_scale=0.3)),
+    'inline_attention': (kernels.inline_attention, inline_attention_reference, dict(scale=0.3)),
+    'linear_attention': (kernels.linear_attention, linear_attention_reference, dict(kernel='elu')),
+    'focused_attention': (kernels.focused_attention, focused_attention_reference, dict(power=3)),
 }
 # relative to the norm; the interpreter cuts bfloat16 off where a GPU rounds
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2.5e-2}
@@ -230,10 +227,10 @@ def test_quadratic_twins():
     focus = [literal.focused(t.double().cpu(), scale, 3).unflatten(-1, (2, 16)).transpose(1, 2) for t in (q, k)]
     inverse = (1 / torch.nn.functional.softplus(scale)).float().to(DEVICE)
     pairs = [
-        (rala_kernels.rala(q, k, v, 2, rotary=rotary), literal.rala_map(*elu, size=(3, 4))),
-        (inline_kernels.inline_attention(q, k, v, 2, 0.25), literal.inline_map(*by_head[:2], 0.25)),
-        (linear_kernels.linear_attention(q, k, v, 2, 'elu'), literal.linear_map(*elu)),
-        (focused_kernels.focused_attention(q, k, v, 2, inverse, 3), literal.linear_map(*focus)),
+        (kernels.rala(q, k, v, 2, rotary=rotary), literal.rala_map(*elu, size=(3, 4))),
+        (kernels.inline_attention(q, k, v, 2, 0.25), literal.inline_map(*by_head[:2], 0.25)),
+        (kernels.linear_attention(q, k, v, 2, 'elu'), literal.linear_map(*elu)),
+        (kernels.focused_attention(q, k, v, 2, inverse, 3), literal.linear_map(*focus)),
     ]
     for out, weights in pairs:
         assert distance(out.cpu(), merged(weights)) < 1e-5
@@ -244,7 +241,7 @@ def test_dead_queries_in_float16():
     leaves, options = inputs('linear_attention', dtype=torch.float16, kernel='relu')
     with torch.no_grad():
         leaves[0][:, ::3, :16] = -1
-    out = run(linear_kernels.linear_attention, leaves, options)
+    out = run(kernels.linear_attention, leaves, options)
     grad = torch.autograd.grad(out, leaves, torch.full_like(out, 1000.0))[0]
     assert out.isfinite().all() and grad[..., 16:].isfinite().all()
     assert grad[:, ::3, :16].count_nonzero() == 0
@@ -252,16 +249,16 @@ def test_dead_queries_in_float16():
 
 def test_padding_changes_nothing():
     """Keys that are hidden may hold anything, an image of padding alone gives zeros."""
-    for name, (kernels, _, _) in OPS.items():
+    for name, (op, _, _) in OPS.items():
         leaves, options = inputs(name, mask=True)
         with torch.no_grad():
-            out = run(kernels, leaves, options)
+            out = run(op, leaves, options)
             hidden = ~options['mask']
             leaves[0][..., 16:32][hidden] = 1e4
             if name != 'rala':  # whose hidden queries share the key's token
                 leaves[0][..., :16][hidden] = 0
                 out[hidden] = 0
-            changed = run(kernels, leaves, options)
+            changed = run(op, leaves, options)
             if name != 'rala':
                 changed[hidden] = 0
         torch.testing.assert_close(changed, out)
@@ -274,7 +271,7 @@ def test_addresses_beyond_32_bits():
     x.copy_(torch.randn(2, 20, 48))
     q, k, v = x.chunk(3, dim=-1)
     near = [t.clone() for t in (q, k, v)]
-    assert torch.equal(rala_kernels.rala(q, k, v, 1), rala_kernels.rala(*near, 1))
+    assert torch.equal(kernels.rala(q, k, v, 1), kernels.rala(*near, 1))
 
 
 # --- how it fits ------------------------------------------------------------------------------------------------------
@@ -293,41 +290,39 @@ def test_two_runs_are_equal_bit_by_bit(name):
 def test_gradients_of_slices_lie_as_the_slices_do():
     x = normal(2, 20, 3 * 32).requires_grad_()
     q, k, v = x.chunk(3, dim=-1)
-    out = inline_kernels.inline_attention(q, k, v, 2, 0.3)
+    out = kernels.inline_attention(q, k, v, 2, 0.3)
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     starts = [grad.storage_offset() for grad in grads]
     assert starts == [0, 32, 64] and len({grad.untyped_storage().data_ptr() for grad in grads}) == 1
-    out = inline_kernels.inline_attention(q, k, v.contiguous(), 2, 0.3)
+    out = kernels.inline_attention(q, k, v.contiguous(), 2, 0.3)
     grads = torch.autograd.grad(out.sum(), (q, k))
     assert [grad.stride() for grad in grads] == [(20 * 64, 64, 1)] * 2
 
 
 @pytest.mark.parametrize('name', ['rala', *(pytest.param(name, marks=pytest.mark.slow) for name in list(OPS)[1:])])
 def test_registration(name):
-    run_op = {'rala': rala_kernels, 'inline_attention': inline_kernels, 'linear_attention': linear_kernels}
-    module = run_op.get(name, focused_kernels)
+    run_op = getattr(kernels, f'_run_{name}')
     q, k, v = (normal(2, 5, 16).requires_grad_() for _ in range(3))
     mask = torch.tensor([[True] * 4 + [False]] * 2, device=DEVICE)
     focused = name == 'focused_attention'
     rotary = table(5, 16) if name == 'rala' else None
     extra = (normal(1, 5, 16).expand(2, 5, 16), torch.rand(16, device=DEVICE) + 0.5) if focused else (None, None)
     options = (1, 'focused' if focused else 'elu', name == 'inline_attention', name == 'rala', 0.3, 1e-6, 3.0)
-    torch.library.opcheck(module._run.op, (q, k, v, rotary, mask, *extra, *options))
+    torch.library.opcheck(run_op.op, (q, k, v, rotary, mask, *extra, *options))
     with torch.no_grad():
-        saved = module._run.op(q, k, v, rotary, mask, *extra, *options)
+        saved = run_op.op(q, k, v, rotary, mask, *extra, *options)
     grad = normal(2, 5, 16)
     tensors = [t.detach() for t in (q, k, v)]
     for together in (1, 2, 3):
         args = (grad, *tensors, rotary, mask, *extra, *saved[1:], *options, together)
-        torch.library.opcheck(module._run.op_backward, args, test_utils=('test_schema', 'test_faketensor'))
+        torch.library.opcheck(run_op.op_backward, args, test_utils=('test_schema', 'test_faketensor'))
 
 
 @every_op
 def test_second_derivatives(name):
-    kernels, reference, _ = OPS[name]
     leaves, options = inputs(name, batch=1, tokens=9, heads=1)
     results = []
-    for op in (kernels, reference):
+    for op in OPS[name][:2]:
         (grad,) = torch.autograd.grad(run(op, leaves, options).square().sum(), leaves[:1], create_graph=True)
         results.append(torch.autograd.grad(grad.square().sum(), leaves[0])[0])
     assert distance(*results) < 1e-4
@@ -335,16 +330,16 @@ def test_second_derivatives(name):
 
 def test_checkpoint_autocast_and_frozen_inputs():
     leaves, options = inputs('rala', batch=1, tokens=9, heads=1)
-    expected = torch.autograd.grad(run(rala_kernels.rala, leaves, options).sum(), leaves)[0]
-    out = checkpoint(lambda x: run(rala_kernels.rala, [x], options), leaves[0], use_reentrant=False)
+    expected = torch.autograd.grad(run(kernels.rala, leaves, options).sum(), leaves)[0]
+    out = checkpoint(lambda x: run(kernels.rala, [x], options), leaves[0], use_reentrant=False)
     assert torch.equal(torch.autograd.grad(out.sum(), leaves)[0], expected)
     with torch.autocast(DEVICE, torch.bfloat16):
-        out = run(rala_kernels.rala, leaves, options)
+        out = run(kernels.rala, leaves, options)
     assert out.dtype == torch.float32
     assert torch.equal(torch.autograd.grad(out.sum(), leaves)[0], expected)
     q, k, v = leaves[0].detach().chunk(3, dim=-1)
     v = v.clone().requires_grad_()
-    out = rala_kernels.rala(q, k, v, **options)
+    out = kernels.rala(q, k, v, **options)
     torch.testing.assert_close(torch.autograd.grad(out.sum(), v)[0], expected[..., 32:])
 
 
@@ -354,7 +349,7 @@ def test_compiled_whole():
 
     def attend(x):
         q, k, v = x.chunk(3, dim=-1)
-        return rala_kernels._run(launch.Attention(1, 'elu', weighted=True), q, k, v)
+        return kernels._run_rala(launch.Attention(1, 'elu', weighted=True), q, k, v)
 
     compiled = torch.compile(attend, fullgraph=True, backend='aot_eager')
     out, expected = compiled(x), attend(x)
@@ -366,9 +361,9 @@ def test_compiled_whole():
 def test_what_has_no_kernel_runs_in_the_plain_form():
     for x in (normal(1, 9, 48).double(), normal(1, 9, 3 * 80)):
         q, k, v = x.chunk(3, dim=-1)
-        torch.testing.assert_close(rala_kernels.rala(q, k, v, 1), rala_reference.rala(q, k, v, 1))
+        torch.testing.assert_close(kernels.rala(q, k, v, 1), rala_reference(q, k, v, 1))
     with pytest.raises(KeyError):
-        rala_kernels.rala(q, k, v, 1, kernel='unheard of')
+        kernels.rala(q, k, v, 1, kernel='unheard of')
 
 
 @pytest.mark.parametrize('where', ['forward', 'backward'])
@@ -382,13 +377,13 @@ def test_a_kernel_that_does_not_compile_warns_once(where, monkeypatch):
     def fails(*args, **kwargs):
         raise launch.NoKernel('sum_keys: PTXASError: no such register')
 
-    monkeypatch.setattr(triton_op, '_failed', set())
+    monkeypatch.setattr(attention_op, '_failed', set())
     monkeypatch.setattr(launch, where, fails)
     with pytest.warns(UserWarning, match='plain PyTorch for rala .*float32, heads of 16 channels.*PTXASError'):
-        first = grad(rala_kernels.rala)
+        first = grad(kernels.rala)
     with warnings.catch_warnings():
         warnings.simplefilter('error')
-        second = grad(rala_kernels.rala)
-    expected = grad(rala_reference.rala)
+        second = grad(kernels.rala)
+    expected = grad(rala_reference)
     torch.testing.assert_close(first, expected)
     torch.testing.assert_close(second, expected)

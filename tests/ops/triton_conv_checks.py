@@ -5,17 +5,20 @@ import pytest
 import torch
 from triton_checks import DEVICE, TOLERANCE, distance
 
-from mmlinattn.ops.depthwise import reference
-from mmlinattn.ops.depthwise import triton as kernels
-from mmlinattn.ops.depthwise.triton_op import op, op_backward
-from mmlinattn.ops.predicted_conv import reference as predicted_reference
-from mmlinattn.ops.predicted_conv import triton as predicted_kernels
+from mmlinattn.ops.depthwise import depthwise_conv2d_reference, sum_of_shifts
+from mmlinattn.ops.triton import depthwise as kernels
+from mmlinattn.ops.triton.depthwise_op import op, op_backward
 
 
 def image(batch, channels, height, width, dtype=torch.float32, of_slice=False):
     """A channels-last map, or a slice of a projection seen as one."""
     x = torch.randn(batch, height, width, channels * (3 if of_slice else 1), device=DEVICE).to(dtype)
     return x[..., channels : 2 * channels].detach().permute(0, 3, 1, 2) if of_slice else x.permute(0, 3, 1, 2)
+
+
+def residual(x, weight, bias, of_gelu=False):
+    x = torch.nn.functional.gelu(x) if of_gelu else x
+    return x + depthwise_conv2d_reference(x, weight, bias)
 
 
 def assert_follows(ours, theirs, leaves, same_kernel=True):
@@ -38,17 +41,18 @@ def assert_follows(ours, theirs, leaves, same_kernel=True):
 def test_depthwise(size, dtype):
     weight, bias = torch.randn(20, 1, size, size, device=DEVICE).to(dtype), torch.randn(20, device=DEVICE).to(dtype)
     x = image(2, 20, 5, 11, dtype, of_slice=size == 5)
-    assert_follows(kernels.depthwise_conv2d, reference.depthwise_conv2d, [x, weight, bias])
+    assert_follows(kernels.depthwise_conv2d, depthwise_conv2d_reference, [x, weight, bias])
 
 
 @pytest.mark.parametrize('of_gelu', [False, True])
 def test_with_its_input_added(of_gelu):
     weight, bias = torch.randn(70, 1, 3, 3, device=DEVICE), torch.randn(70, device=DEVICE)
 
-    def both(form):
-        return lambda *tensors: form.residual_depthwise_conv2d(*tensors, of_gelu=of_gelu)
+    def both(function):
+        return lambda *tensors: function(*tensors, of_gelu)
 
-    assert_follows(both(kernels), both(reference), [image(1, 70, 9, 2), weight, bias])
+    tensors = [image(1, 70, 9, 2), weight, bias]
+    assert_follows(both(kernels.residual_depthwise_conv2d), both(residual), tensors)
 
 
 @pytest.mark.parametrize(
@@ -56,12 +60,12 @@ def test_with_its_input_added(of_gelu):
 )
 def test_kernels_of_each_image(batch, height, width):
     tensors = [image(batch, 8, height, width), torch.randn(batch, 8, 3, 3, device=DEVICE)]
-    assert_follows(predicted_kernels.predicted_conv2d, predicted_reference.predicted_conv2d, tensors)
+    assert_follows(kernels.dynamic_depthwise_conv2d, sum_of_shifts, tensors)
 
 
 def test_other_sizes_stay_with_pytorch():
     tensors = [image(1, 4, 9, 9), torch.randn(4, 1, 7, 7, device=DEVICE), torch.randn(4, device=DEVICE)]
-    assert_follows(kernels.depthwise_conv2d, reference.depthwise_conv2d, tensors, same_kernel=False)
+    assert_follows(kernels.depthwise_conv2d, depthwise_conv2d_reference, tensors, same_kernel=False)
 
 
 def test_autocast():
@@ -70,7 +74,7 @@ def test_autocast():
         assert kernels.depthwise_conv2d(x, weight, bias).dtype == torch.bfloat16
         added = kernels.residual_depthwise_conv2d(x, weight, bias)
     assert added.dtype == torch.float32
-    assert distance(added, reference.residual_depthwise_conv2d(x, weight, bias)) < 2e-2
+    assert distance(added, residual(x, weight, bias)) < 2e-2
 
 
 @pytest.mark.slow
@@ -86,8 +90,8 @@ def test_registration():
 def test_second_derivatives():
     x, weight, bias = image(2, 4, 4, 5), torch.randn(4, 1, 3, 3, device=DEVICE), torch.randn(4, device=DEVICE)
     results = []
-    for form in (kernels, reference):
+    for convolve in (kernels.depthwise_conv2d, depthwise_conv2d_reference):
         leaf = x.detach().requires_grad_()
-        (grad,) = torch.autograd.grad(form.depthwise_conv2d(leaf, weight, bias).square().sum(), leaf, create_graph=True)
+        (grad,) = torch.autograd.grad(convolve(leaf, weight, bias).square().sum(), leaf, create_graph=True)
         results.append(torch.autograd.grad(grad.square().sum(), leaf)[0])
     assert distance(*results) < 1e-4
