@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_leaves
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
-from mmlinattn.ops.focused_attention import reference as focused  # noqa: E402
-from mmlinattn.ops.inline_attention import reference as inline  # noqa: E402
-from mmlinattn.ops.linear_attention import reference as linear  # noqa: E402
-from mmlinattn.ops.linear_attention import triton_launch as launch  # noqa: E402
-from mmlinattn.ops.rala import reference as augmented  # noqa: E402
+from mmlinattn.ops.focused import focused_attention_reference  # noqa: E402
+from mmlinattn.ops.inline import inline_attention_reference  # noqa: E402
+from mmlinattn.ops.plain_linear import linear_attention_reference  # noqa: E402
+from mmlinattn.ops.rank_augmented import rala_reference  # noqa: E402
+from mmlinattn.ops.triton import attention_launch as launch  # noqa: E402
 
 VIEWS = (
     'view',
@@ -100,16 +100,16 @@ def cases(batch: int, heads: int, tokens: int, d: int, dtype: torch.dtype):
     table = torch.empty(1, tokens, heads * d, dtype=dtype, device='meta')
     shared = table.expand(batch, -1, -1)
     attention = launch.Attention
-    yield 'RALA', augmented.rala, dict(rotary=rotary), attention(heads, 'elu', weighted=True), dict(rotary=rotary)
-    yield 'InLine', inline.inline_attention, dict(scale=1.0), attention(heads, 'identity', centred=True), {}
+    yield 'RALA', rala_reference, dict(rotary=rotary), attention(heads, 'elu', weighted=True), dict(rotary=rotary)
+    yield 'InLine', inline_attention_reference, dict(scale=1.0), attention(heads, 'identity', centred=True), {}
     yield (
         'focused',
-        focused.focused_attention,
+        focused_attention_reference,
         dict(inverse_scale=scale, power=3, offset=table),
         attention(heads, 'focused', power=3.0),
         dict(scale=scale, offset=shared),
     )
-    yield 'linear, ELU + 1', linear.linear_attention, dict(kernel='elu'), attention(heads, 'elu'), {}
+    yield 'linear, ELU + 1', linear_attention_reference, dict(kernel='elu'), attention(heads, 'elu'), {}
 
 
 def main(argv=None) -> None:

@@ -35,9 +35,7 @@ GOALS = dict(rala=4, inline=3, focused=3)
 
 def attentions(args, tokens: int):
     """The three ops as functions of (q, k, v)."""
-    from mmlinattn.ops.focused_attention.triton import focused_attention
-    from mmlinattn.ops.inline_attention.triton import inline_attention
-    from mmlinattn.ops.rala.triton import rala
+    from mmlinattn.ops.triton.attention import focused_attention, inline_attention, rala
 
     angle = torch.rand(tokens, args.head_dim // 2, device=args.device)
     rotary = torch.stack((angle.cos(), angle.sin()), dim=-1)

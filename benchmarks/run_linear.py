@@ -28,7 +28,7 @@ from run_ravlt import Report, Target, compare, machine, mib, ms  # noqa: E402
 
 from mmlinattn import ops  # noqa: E402
 from mmlinattn.backbones import LinearCSWin, LinearPVT, LinearPVTv2, LinearSwin  # noqa: E402
-from mmlinattn.ops.memory import split  # noqa: E402
+from mmlinattn.ops.tensors import split  # noqa: E402
 
 HEAD_DIM, POWER = 32, 3
 MODELS = {
