@@ -50,14 +50,15 @@ def convert_state(checkpoint: Any, source: str, model: nn.Module) -> Conversion:
     Raises:
         CheckpointError: the checkpoint holds no weights, or the model has no backbone.
     """
-    if not hasattr(model, 'backbone'):
+    backbone = getattr(model, 'backbone', None)
+    if not isinstance(backbone, nn.Module):
         raise CheckpointError(f'{source}: {type(model).__name__} has no backbone to convert a file for')
     state, dropped = model_state(checkpoint, source)
-    of_backbone, report = fit_backbone(model.backbone, strip_prefix(state, 'backbone'))
-    rests = [{k: v for k, v in s.items() if not k.startswith('backbone.')} for s in (model.state_dict(), state)]
-    of_rest, rest_report = fit_state(*rests)
+    of_backbone, report = fit_backbone(backbone, strip_prefix(state, 'backbone'))
+    own, rest = ({k: v for k, v in s.items() if not k.startswith('backbone.')} for s in (model.state_dict(), state))
+    of_rest, rest_report = fit_state(own, rest)
     fits = {**{f'backbone.{key}': value for key, value in of_backbone.items()}, **of_rest}
-    report = LoadReport(*([f'backbone.{key}' for key in keys] + rest for keys, rest in zip(report, rest_report)))
+    report = LoadReport(*([f'backbone.{key}' for key in keys] + others for keys, others in zip(report, rest_report)))
     # Batch counters are the one thing a file may lack: PyTorch's own strict loading wants them.
     for key, value in model.state_dict().items():
         if key.endswith('num_batches_tracked'):
@@ -87,12 +88,8 @@ def convert_checkpoint(source: PathLike, target: PathLike, config: PathLike) -> 
     if not conversion.complete:
         return conversion
     model.load_state_dict(conversion.state_dict)  # key by key, or nothing is written
-    meta = dict(
-        source=os.path.basename(str(source)), mmlinattn_version=__version__, config_name=os.path.basename(config)
-    )
-    dataset_meta = _dataset_meta(checkpoint.get('meta') or {})
-    if dataset_meta:
-        meta['dataset_meta'] = dataset_meta
+    meta: dict = dict(source=os.path.basename(source), config_name=os.path.basename(config))
+    meta.update(mmlinattn_version=__version__, **_dataset_meta(checkpoint.get('meta') or {}))
     try:
         with written_whole(target) as file:
             torch.save(dict(state_dict=conversion.state_dict, meta=meta), file)
@@ -102,8 +99,8 @@ def convert_checkpoint(source: PathLike, target: PathLike, config: PathLike) -> 
 
 
 def _dataset_meta(meta: dict) -> dict:
-    """Class names and colours, which today's inferencers look for in one place."""
-    if isinstance(meta.get('dataset_meta'), dict):
-        return meta['dataset_meta']
+    """``dataset_meta``, if there is any: class names and colours, which today's inferencers look for in one place."""
     old_names = dict(CLASSES='classes', PALETTE='palette')
-    return {new: meta[old] for old, new in old_names.items() if meta.get(old) is not None}
+    names = {new: meta[old] for old, new in old_names.items() if meta.get(old) is not None}
+    known = meta.get('dataset_meta') or names
+    return dict(dataset_meta=known) if known else {}

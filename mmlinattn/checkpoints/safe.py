@@ -103,6 +103,7 @@ def safe_globals() -> dict[str, Any]:
     listed = {
         'mmengine.logging.history_buffer.HistoryBuffer': _ReadHistoryBuffer,
         'builtins.getattr': _known_attribute,
+        f'{param_scheduler.__name__}.OneCycleParamScheduler': _OneCycleOwner,
         'numpy.ndarray': np.ndarray,
         'numpy.dtype': _numpy_dtype,
         'argparse.Namespace': argparse.Namespace,
@@ -110,8 +111,6 @@ def safe_globals() -> dict[str, Any]:
         'pathlib._local.PosixPath': pathlib.PurePosixPath,
     }
     listed.update(dict.fromkeys(config_types.split(), OrderedDict))
-    for name in ('OneCycleParamScheduler', 'OneCycleLR'):
-        listed[f'{param_scheduler.__name__}.{name}'] = _OneCycleOwner
     for core in ('core', '_core'):  # NumPy 2 moved the one to the other; files of both ages are read by both
         listed[f'numpy.{core}.multiarray._reconstruct'] = _numpy_array
         listed[f'numpy.{core}.multiarray.scalar'] = _numpy_scalar

@@ -150,10 +150,9 @@ def fit_backbone(backbone: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict
     Its ``adapt_state_dict(state)`` rewrites the state (position tables of another size); its ``ignorable_keys(key)``
     names the keys of parts it was configured not to have.
     """
-    if hasattr(backbone, 'adapt_state_dict'):
-        state = backbone.adapt_state_dict(dict(state))
-    ignorable = getattr(backbone, 'ignorable_keys', lambda key: False)
-    return fit_state(backbone.state_dict(), state, ignorable)
+    adapt: Callable = getattr(backbone, 'adapt_state_dict', dict)
+    ignorable: Callable = getattr(backbone, 'ignorable_keys', lambda key: False)
+    return fit_state(backbone.state_dict(), adapt(dict(state)), ignorable)
 
 
 def kind_of(tensor: Tensor) -> str:
@@ -188,5 +187,5 @@ def _shape(tensor: Tensor) -> str:
 
 def some(keys: Iterable[object], limit: int = 3) -> str:
     """The first few of ``keys``, for a message."""
-    keys = [str(key) for key in keys]
-    return (', '.join(keys[:limit]) + (', ...' if len(keys) > limit else '')) or 'nothing'
+    names = [str(key) for key in keys]
+    return (', '.join(names[:limit]) + (', ...' if len(names) > limit else '')) or 'nothing'

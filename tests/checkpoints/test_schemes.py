@@ -142,11 +142,11 @@ def test_a_plain_import_is_all_an_upstream_tool_needs_and_patches_nothing(tmp_pa
 
 def test_links_are_kept_where_mmengine_keeps_them(server):
     """Those without a file name, as the shares of InLine and FLatten have them, under names of their own."""
-    for number, path in enumerate(('/a/model.pth', '/f/1/?dl=1', '/f/2/?dl=1', '/?dl=1')):
+    for number, path in enumerate(('/a/model.pth', '/f/1/?dl=1', '/g/1/?dl=1', '/?dl=1')):
         server.replies[path] = [(200, saved({'w': torch.tensor(number)}))]
         for _ in range(2):
             assert LOAD(server.root + path)['w'] == number
-    assert [name.partition('-')[0] for name in server.kept()] == ['1', '2', 'checkpoint', 'model.pth']
+    assert [name.partition('-')[0] for name in server.kept()] == ['1', '1', 'checkpoint', 'model.pth']
     assert len(server.requests) == 4
 
 
@@ -165,6 +165,8 @@ def test_the_zoos_of_mmengine(server, monkeypatch, tmp_path):
     monkeypatch.setenv('MMENGINE_HOME', str(tmp_path))  # where users name models of their own
     server.replies['/mine.pth'] = [(200, saved({'state_dict': {'backbone.w': torch.ones(2), 'head.w': torch.ones(1)}}))]
     assert set(LOAD('open-mmlab://mine')['state_dict']) == {'backbone.w', 'head.w'}
+    monkeypatch.setitem(schemes._ZOOS, 'openmmlab', lambda: {'detectron/resnet50_caffe': f'{server.root}/mine.pth'})
+    assert LOAD('openmmlab://resnet50_caffe')['state_dict']  # a name that MMEngine has changed
     monkeypatch.setitem(schemes._ZOOS, 'mmcls', lambda: {'mine': f'{server.root}/mine.pth'})
     assert set(LOAD('mmcls://mine')['state_dict']) == {'w'}
     server.replies['/resnet.pth'] = [(200, saved({'fc': torch.ones(3)}))]

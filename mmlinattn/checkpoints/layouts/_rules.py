@@ -39,7 +39,9 @@ def convert(state: Mapping[str, Tensor], rules: Sequence[tuple]) -> tuple[dict, 
     Returns:
         tuple[dict, dict, list]: Backbone, head (``neck.`` and ``head.``), dropped keys.
     """
-    backbone, head, dropped = {}, {}, []
+    backbone: dict[str, Tensor] = {}
+    head: dict[str, Tensor] = {}
+    dropped = []
     for key, value in state.items():
         if DERIVED.search(key):
             dropped.append(key)
