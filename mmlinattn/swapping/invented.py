@@ -8,6 +8,8 @@ import torch
 from mmengine.structures import InstanceData, PixelData
 from torch import nn
 
+from .upstream import Upstream
+
 Batch = dict[str, Any]
 
 
@@ -119,35 +121,31 @@ def views_batch(size: tuple[int, int], views: int) -> Batch:
     return dict(inputs=[torch.stack(_pictures(size)) for _ in range(views)], data_samples=samples)
 
 
-def batch_for(model: nn.Module, task: str, cfg: dict, size: tuple[int, int], masks: bool = True) -> Batch:
+def batch_for(model: nn.Module, source: Upstream, network: dict, size: tuple[int, int]) -> Batch:
     """A batch for a model's data preprocessor.
 
     Args:
         model: The built network.
-        task: ``mmdet``, ``mmseg`` or ``mmpretrain``.
-        cfg: Its config.
+        source: Says the task and what the pictures are.
+        network: Its config.
         size: Height and width of the pictures.
-        masks: Whether the data set of a detector has masks.
     """
-    if task == 'mmdet':
+    if source.task == 'mmdet':
         kind = type(model.data_preprocessor).__name__
         if kind == 'TrackDataPreprocessor':
-            return video_batch(size, masks)
+            return video_batch(size, source.has_masks)
         if kind == 'ReIDDataPreprocessor':
             return reid_batch(size)
         # of detectors in two stages, those without the first read them from the data set
-        return detection_batch(size, masks, proposals='roi_head' in cfg and not cfg.get('rpn_head'))
-    if task == 'mmseg':
+        proposals = 'roi_head' in network and not network.get('rpn_head')
+        return detection_batch(size, source.has_masks, proposals)
+    if source.task == 'mmseg':
         return segmentation_batch(size)
+    head = network.get('head') if isinstance(network.get('head'), dict) else {}
     if is_self_supervised(model):
-        crops = (cfg.get('head') or {}).get('loss', {}).get('num_crops') if isinstance(cfg.get('head'), dict) else None
+        crops = head.get('loss', {}).get('num_crops')
         return views_batch(size, sum(crops) if isinstance(crops, (list, tuple)) else 2)
-    head = cfg.get('head')
-    num_classes = head.get('num_classes') if isinstance(head, dict) else None
-    channels = (cfg.get('backbone') or {}).get('in_channels', 3)
-    return classification_batch(
-        size, num_classes if isinstance(num_classes, int) else 2, channels if isinstance(channels, int) else 3
-    )
+    return classification_batch(size, head.get('num_classes') or 2, source.image_channels)
 
 
 def is_self_supervised(model: nn.Module) -> bool:

@@ -1,15 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """One training step and one prediction of a model on invented data, and what of its backbone they reached."""
 
-import contextlib
-import logging
-import warnings
-from collections.abc import Iterator
 from typing import Any, NamedTuple, Optional
 
 import torch
 from mmengine.config import ConfigDict
-from mmengine.logging import MessageHub, MMLogger
+from mmengine.logging import MessageHub
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, init_default_scope
 from torch import Tensor
@@ -17,9 +13,11 @@ from torch import Tensor
 from ..utils.errors import RunError
 from ..utils.registering import bare_name
 from .invented import batch_for, is_self_supervised
-from .upstream import without_weights
+from .measuring import one_line, quiet
+from .upstream import Upstream, together, without_weights
 
-SIZES = ((128, 128), (320, 320))  # pixels; the larger where maps of the smaller vanish
+_SIDE = 256  # pixels of the pictures, or those of the recipe where they are fewer than ...
+_LARGEST = 320
 
 
 class Trial(NamedTuple):
@@ -42,143 +40,80 @@ class TrialError(RunError):
     """The model could not be built or trained; the message says how far it came and why it stopped."""
 
 
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Upstream's models warn and log while they are built and run; what counts is in the result."""
-    loggers = [MMLogger.get_current_instance(), logging.getLogger()]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels):
-                logger.setLevel(level)
-
-
-def try_model(
-    network: dict,
-    task: str,
-    optim_wrapper: Optional[dict] = None,
-    masks: bool = True,
-    image_size: Optional[tuple[int, int]] = None,
-) -> Trial:
+def try_model(network: dict, source: Upstream, optim_wrapper: Optional[dict] = None) -> Trial:
     """Build a network, train it for a step, let it predict.
 
     Args:
         network: Its config; weights that it names are not loaded.
-        task: ``mmdet``, ``mmseg`` or ``mmpretrain``.
-        optim_wrapper: Config of the optimizer; None takes plain SGD.
-        masks: Whether a detector's data has masks.
-        image_size: Of the recipe's pictures, tried where smaller ones do not serve.
+        source: Says the task and what the pictures are.
+        optim_wrapper: Config of the optimizer; None takes plain SGD. Where modules of the network share parameters, it
+            is told so.
 
     Raises:
-        TrialError: Something of that does not work.
+        TrialError: It cannot be built, or does not train.
     """
-    init_default_scope(task)
+    init_default_scope(source.task)
     run = MessageHub.get_current_instance()
     if run.get_info('epoch') is None:  # heads that change in the course of a run ask for it (TOOD)
         run.update_info('epoch', 0)
-    error: Optional[TrialError] = None
+    fixed = source.image_size
+    size = fixed if fixed and max(fixed) <= _LARGEST else (_SIDE, _SIDE)
+    cfg = _small(together(without_weights(network)), size)
     with quiet():
-        for size in dict.fromkeys((*SIZES, *([image_size] if image_size else []))):
-            try:
-                return _try(_small(_alone(without_weights(network)), size), task, optim_wrapper, size, masks)
-            except TrialError as failed:
-                error = failed
-                if not _is_about_size(failed):
-                    break
-    assert error is not None
-    raise error
+        try:
+            model = MODELS.build(ConfigDict(cfg))  # some read their settings as attributes
+            model.init_weights()
+            if optim_wrapper and _shares_parameters(model):
+                optim_wrapper.setdefault('paramwise_cfg', {})['bypass_duplicate'] = True
+            optimizer = build_optim_wrapper(model, ConfigDict(_on_cpu(optim_wrapper)))
+        except Exception as error:  # anything may be raised by a model of another project
+            raise TrialError(f'it cannot be built: {one_line(error)}') from error
+        try:
+            trial = _train(model, batch_for(model, source, network, size), optimizer)
+        except Exception as error:
+            raise TrialError(f'training stops: {one_line(error)}') from error
+        try:
+            _predict(model, batch_for(model, source, network, size))
+        except Exception as error:
+            return trial._replace(stops=f'prediction stops: {one_line(error)}')
+    return trial
 
 
-def _is_about_size(error: TrialError) -> bool:
-    text = str(error).lower()
-    return 'training' in text and any(
-        word in text for word in ('size', 'shape', 'smaller', 'spatial', 'expected more than 1 value', 'out of range')
-    )
+def _shares_parameters(model: torch.nn.Module) -> bool:
+    return len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
 
 
-def _alone(node: Any) -> Any:
-    """With PyTorch's synchronised batch norm in place of MMCV's, which is built in distributed runs only."""
-    if isinstance(node, dict):
-        kind = 'SyncBN' if node.get('type') == 'MMSyncBN' else node.get('type')
-        return {key: kind if key == 'type' else _alone(value) for key, value in node.items()}
-    return type(node)(_alone(item) for item in node) if isinstance(node, (list, tuple)) else node
-
-
-def _small(cfg: Any, size: tuple[int, int]) -> Any:
-    """Without padding to the size of the recipe and with fewer regions: a matter of time and memory only."""
-    cfg = dict(cfg)
-    preprocessor = cfg.get('data_preprocessor')
-    if isinstance(preprocessor, dict):
-        preprocessor = {key: value for key, value in preprocessor.items() if key != 'batch_augments'}
-        if preprocessor.get('size') is not None:
-            preprocessor['size'] = size
-        if preprocessor.get('test_cfg'):
-            preprocessor['test_cfg'] = None
-        cfg['data_preprocessor'] = preprocessor
-    test_cfg = cfg.get('test_cfg')
-    if isinstance(test_cfg, dict) and test_cfg.get('mode') == 'slide':
-        cfg['test_cfg'] = dict(mode='whole')
-    for key in ('train_cfg', 'test_cfg'):
-        if cfg.get(key) is not None:
-            cfg[key] = _few(cfg[key])
-    return cfg
-
-
-def _few(node: Any) -> Any:
-    """Fewer proposals and regions, of which the heads of some detectors take seconds for each hundred."""
+def _small(node: Any, size: tuple[int, int]) -> Any:
+    """For one process on invented pictures: PyTorch's synchronised batch norm in place of MMCV's, which is built in
+    distributed runs only; no padding to the recipe's size; fewer regions, of which heads take seconds a hundred."""
     if isinstance(node, (list, tuple)):
-        return type(node)(_few(item) for item in node)
+        return type(node)(_small(item, size) for item in node)
     if not isinstance(node, dict):
         return node
-    limits = dict(max_per_img=50, num=32) if 'type' in node or 'max_per_img' in node else {}
-    return {
-        key: min(value, limits[key]) if key in limits and type(value) is int else _few(value)
-        for key, value in node.items()
-    }
-
-
-def _one_line(error: BaseException) -> str:
-    return ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
-
-
-def _try(cfg: dict, task: str, optim_wrapper: Optional[dict], size: tuple[int, int], masks: bool) -> Trial:
-    try:
-        model = MODELS.build(ConfigDict(cfg))  # some read their settings as attributes
-        model.init_weights()
-        optimizer = build_optim_wrapper(model, ConfigDict(_on_cpu(optim_wrapper)))
-    except Exception as error:  # anything may be raised by a model of another project
-        raise TrialError(f'it cannot be built: {_one_line(error)}') from error
-    try:
-        batch = batch_for(model, task, cfg, size, masks)
-        trial = _train(model, batch, optimizer)
-    except TrialError:
-        raise
-    except Exception as error:
-        raise TrialError(f'training stops: {_one_line(error)}') from error
-    try:
-        _predict(model, batch_for(model, task, cfg, size, masks))
-    except Exception as error:
-        return trial._replace(stops=f'prediction stops: {_one_line(error)}')
-    return trial
+    out = {key: _small(value, size) for key, value in node.items() if key != 'batch_augments'}
+    if out.get('type') == 'MMSyncBN':
+        out['type'] = 'SyncBN'
+    for key, most in (('max_per_img', 50), ('num', 32)):
+        if type(out.get(key)) is int and ('type' in out or 'max_per_img' in out):
+            out[key] = min(out[key], most)
+    if bare_name(out.get('type')).endswith('DataPreProcessor') and out.get('size') is not None:
+        out.update(size=size, test_cfg=None)  # MMSegmentation's
+    if isinstance(out.get('test_cfg'), dict) and out['test_cfg'].get('mode') == 'slide':
+        out['test_cfg'] = dict(mode='whole')
+    return out
 
 
 def _on_cpu(optim_wrapper: Optional[dict]) -> dict:
     if optim_wrapper is None:
         return dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=1e-4))
+    if bare_name(optim_wrapper.get('type')) != 'AmpOptimWrapper':
+        return dict(optim_wrapper)
     kept = {key: value for key, value in optim_wrapper.items() if key not in ('loss_scale', 'dtype', 'use_fsdp')}
-    return (
-        {**kept, 'type': 'OptimWrapper'}
-        if bare_name(optim_wrapper.get('type')) == 'AmpOptimWrapper'
-        else dict(optim_wrapper)
-    )
+    return {**kept, 'type': 'OptimWrapper'}
 
 
 def _train(model: Any, batch: dict, optimizer: Any) -> Trial:
+    backbone = model.backbone if hasattr(model, 'backbone') else model.image_encoder[0]
     outputs: list[list[Tensor]] = []
 
     def keep(module, args, outs):
@@ -188,21 +123,18 @@ def _train(model: Any, batch: dict, optimizer: Any) -> Trial:
                 out.retain_grad()
             outputs.append(maps)
 
-    handle = model.backbone.register_forward_hook(keep)
-    try:
-        model.train()
-        data = model.data_preprocessor(batch, True)
-        losses = model(**data, mode='loss') if isinstance(data, dict) else model(*data, mode='loss')
-        loss, _ = model.parse_losses(losses)
-        if not torch.isfinite(loss):
-            raise TrialError(f'the loss of the first step is {loss.item()}')
-        optimizer.backward(loss)
-        without = tuple(name for name, p in model.backbone.named_parameters() if p.requires_grad and p.grad is None)
-        count = max(map(len, outputs), default=0)
-        read = tuple(any(i < len(maps) and maps[i].grad is not None for maps in outputs) for i in range(count))
-        optimizer.step()
-    finally:
-        handle.remove()
+    backbone.register_forward_hook(keep)
+    model.train()
+    data = model.data_preprocessor(batch, True)
+    losses = model(**data, mode='loss') if isinstance(data, dict) else model(*data, mode='loss')
+    loss, _ = model.parse_losses(losses)
+    if not torch.isfinite(loss):
+        raise ValueError(f'the loss of the first step is {loss.item()}')
+    optimizer.backward(loss)
+    without = tuple(name for name, p in backbone.named_parameters() if p.requires_grad and p.grad is None)
+    count = max(map(len, outputs), default=0)
+    read = tuple(any(i < len(maps) and maps[i].grad is not None for maps in outputs) for i in range(count))
+    optimizer.step()
     return Trial(loss.item(), read, without)
 
 

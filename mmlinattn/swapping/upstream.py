@@ -1,24 +1,20 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""An upstream config: where its backbone is, and which maps that gives."""
+"""An upstream config: where its backbone is, and what its pictures are."""
 
 import difflib
-import inspect
 import re
-import tempfile
-import warnings
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
-import torch
-from mmengine.config import Config, ConfigDict
-from mmengine.registry import MODELS, init_default_scope
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
 from mmengine.utils import get_installed_path
 
 from ..checkpoints.loading import is_pretrained
 from ..engine.cli import PIP_NAMES
 from ..utils.errors import RunError
 from ..utils.registering import bare_name
-from .zoo import FeatureMap, plain_dict
+from .zoo import plain_dict
 
 # Backbones that only their own heads understand, and why
 _OWN_HEADS = {
@@ -79,22 +75,45 @@ class Upstream(NamedTuple):
 
     @property
     def image_size(self) -> Optional[tuple[int, int]]:
-        """Height and width that the pictures have in training whatever they had before; None where the recipe leaves
-        them open."""
+        """Height and width that the pictures have in training whatever they had before, 32 at least; None where the
+        recipe leaves them open."""
         given = (self.network(self.model).get('data_preprocessor') or {}).get('size')
         if not given:
-            resized = _find(self.cfg.get('train_dataloader'), dict(type='Resize', keep_ratio=False))
-            given = resized and resized.get('scale')
-            given = given[::-1] if isinstance(given, (list, tuple)) else None  # width first
+            crops = ('RandomResizedCrop', 'RandomCrop', 'CenterCrop') if self.task == 'mmpretrain' else ()
+            wanted = [dict(type=kind) for kind in crops]
+            wanted += [dict(type='Resize') if self.task == 'mmpretrain' else dict(type='Resize', keep_ratio=False)]
+            found = [_find(self.cfg.get('train_dataloader'), each) for each in wanted]
+            given = next((each.get('crop_size', each.get('scale')) for each in found if each), None)
+            given = given[::-1] if isinstance(given, (list, tuple)) else given and (given, given)  # width first
         if isinstance(given, (list, tuple)) and len(given) == 2 and all(isinstance(side, int) for side in given):
-            return (given[0], given[1])
+            return max(given[0], 32), max(given[1], 32)
         return None
 
     def network(self, model: dict) -> dict:
-        """The part of a model that holds the backbone."""
+        """The part of a model that holds the backbone, as :func:`apart` gives it."""
         for key in self.path:
             model = model[key]
-        return model
+        return apart(model)
+
+
+def apart(network: dict) -> dict:
+    """A network with ``backbone`` and ``neck`` in place of a list in ``image_encoder`` (MMPretrain's retrievers)."""
+    if not isinstance(network.get('image_encoder'), (list, tuple)):
+        return network
+    backbone, *neck = network['image_encoder']
+    return {
+        **{key: value for key, value in network.items() if key != 'image_encoder'},
+        'backbone': backbone,
+        'neck': neck,
+    }
+
+
+def together(network: dict) -> dict:
+    """A network for its class to be built: the inverse of :func:`apart`."""
+    if bare_name(network.get('type')) != 'ImageToImageRetriever':
+        return network
+    rest = {key: value for key, value in network.items() if key not in ('backbone', 'neck')}
+    return {**rest, 'image_encoder': [network['backbone'], *network['neck']]}
 
 
 def _find(node: Any, wanted: dict) -> Optional[dict]:
@@ -119,9 +138,9 @@ def read_upstream(spec: str) -> Upstream:
         NoModel: It is a part of others.
         NoPlace: Its model has no backbone that gives maps.
     """
-    base = _base(spec)
+    base, file = _find_config(spec)
     try:
-        cfg = inherit(base)
+        cfg = Config.fromfile(str(file))
     except Exception as error:  # a config is a program
         raise RunError(f'{spec} cannot be read: {type(error).__name__}: {error}') from error
     task = cfg.get('default_scope') or spec.partition('::')[0]
@@ -134,7 +153,8 @@ def read_upstream(spec: str) -> Upstream:
         network: Any = model
         for key in path:
             network = network.get(key)
-        if isinstance(network, dict) and isinstance(network.get('backbone'), dict):
+        network = apart(network) if isinstance(network, dict) else None
+        if network and isinstance(network.get('backbone'), dict):
             kind = bare_name(network['backbone'].get('type'))
             if kind == 'None':
                 raise NoPlace(
@@ -151,20 +171,13 @@ def read_upstream(spec: str) -> Upstream:
     )
 
 
-def inherit(base: str) -> Config:
-    """What a config that only inherits ``base`` holds."""
-    with tempfile.TemporaryDirectory() as folder:
-        child = Path(folder, 'child.py')
-        child.write_text(f'_base_ = {base!r}\n', encoding='utf-8')
-        return Config.fromfile(str(child))
-
-
-def _base(spec: str) -> str:
+def _find_config(spec: str) -> tuple[str, Path]:
+    """What a config inherits it by, and the file."""
     if '::' not in spec:
         path = Path(spec).expanduser()
         if not path.is_file():
             raise RunError(f'UPSTREAM is {spec!r}: no such file (of an installed project: mmdet::FOLDER/CONFIG.py)')
-        base = str(path.resolve())
+        base, file = str(path.resolve()), path
     else:
         scope, _, name = spec.partition('::')
         if scope not in PIP_NAMES:
@@ -179,13 +192,13 @@ def _base(spec: str) -> str:
             hint = f'; did you mean {" or ".join(f"{scope}::{other}" for other in close)}?' if close else ''
             raise RunError(f'UPSTREAM is {spec!r}, and {scope} has no such config{hint}')
         # MMEngine takes folders of plain letters only: gn+ws and legacy_1.x by way of one that is
+        file = root / name
         base = spec if re.match(r'\w+::\w+/', spec) else f'{scope}::_base_/../{name}'
-    file = base if '::' not in spec else str(root / name)
-    if Config._is_lazy_import(file):
+    if Config._is_lazy_import(str(file)):
         raise RunError(
             f'{spec} is written in pure Python, which MMEngine does not inherit by name: use its text config'
         )
-    return base
+    return base, file
 
 
 def without_weights(node: Any) -> Any:
@@ -199,108 +212,3 @@ def without_weights(node: Any) -> Any:
     if isinstance(node, (list, tuple)):
         return type(node)(without_weights(item) for item in node)
     return node
-
-
-class Measured(NamedTuple):
-    """What an upstream backbone returns.
-
-    Attributes:
-        maps: Channels and strides.
-        alone: Position of the only map that it returns in inference, not in a tuple; None where both are alike.
-    """
-
-    maps: list[FeatureMap]
-    alone: Optional[int] = None
-
-
-def measure(upstream: Upstream) -> Measured:
-    """Channels and stride of what the upstream backbone returns, found by running it on noise.
-
-    Raises:
-        NoPlace: It is one of masked image modelling, or gives neither maps nor tokens.
-        RunError: It cannot be built or run here.
-    """
-    network = upstream.network(upstream.model)
-    cfg = without_weights(network['backbone'])
-    if cfg.get('output_cls_token'):
-        raise NoPlace(f'{upstream.base} has no place for a pyramid: its head reads a class token beside each map')
-    if upstream.task == 'mmpretrain' and network.get('type') == 'ImageClassifier' and not network.get('head'):
-        raise NoPlace(f'{upstream.base} has no place for another backbone: it has no head, so that nothing trains')
-    init_default_scope(upstream.task)
-    with MODELS.switch_scope_and_registry(None) as registry:  # that of the default scope
-        kind = registry.get(cfg['type'])
-    hidden = {'mask', 'masks', 'ids_restore', 'importance'}
-    hides = hidden & set(inspect.signature(kind.forward).parameters) if kind else False
-    if hides or network.get('type') == 'SparK':
-        raise NoPlace(
-            f'{upstream.base} has no place for a pyramid: masked image modelling hides tokens from {cfg["type"]}'
-        )
-    try:
-        backbone = MODELS.build(ConfigDict(cfg))
-    except Exception as error:
-        guessed = _guess(network)
-        if guessed:
-            return Measured(guessed)
-        why = ' '.join(f'{type(error).__name__}: {error}'.split())
-        raise RunError(f'the backbone of {upstream.base} cannot be built here: {why[:300]}') from error
-    backbone.eval()
-    channels = upstream.image_channels
-    size = cfg.get('img_size') or cfg.get('pretrain_img_size')
-    size = size if isinstance(size, (list, tuple)) else (size, size)
-    reason: Optional[Exception] = None
-    for sides in ((256, 256), size, (224, 224), (512, 512), (32, 32)):
-        if not all(isinstance(side, int) for side in sides):
-            continue
-        try:
-            with torch.no_grad(), warnings.catch_warnings():
-                warnings.simplefilter('ignore')
-                outs = backbone(torch.rand(2, channels, *sides))
-        except Exception as error:
-            reason = reason or error
-            continue
-        found = _maps(outs, sides[0])
-        if found:
-            branches = _branches(backbone, torch.rand(2, channels, *sides)) if isinstance(outs, torch.Tensor) else []
-            alike = [i for i, branch in enumerate(branches) if branch == found[0]]
-            return Measured(branches, alike[0]) if len(alike) == 1 and len(branches) > 1 else Measured(found)
-        raise NoPlace(f'{upstream.base} has no place for a pyramid: {cfg["type"]} returns no maps or tokens')
-    text = ' '.join(f'{type(reason).__name__}: {reason}'.split())
-    raise RunError(f'the backbone of {upstream.base} does not run here: {text[:300]}')
-
-
-def _branches(backbone: torch.nn.Module, image: torch.Tensor) -> list[FeatureMap]:
-    """The maps in training of a backbone that gives a single one in inference; none where it does not run so."""
-    backbone.train()
-    try:
-        with torch.no_grad():
-            outs = backbone(image)
-    except Exception:  # batch norms of one pixel and the like: it is taken for what it is in inference
-        return []
-    return _maps(outs, image.shape[2]) if isinstance(outs, (list, tuple)) else []
-
-
-def _maps(outs: Any, side: int) -> list[FeatureMap]:
-    outs = outs if isinstance(outs, (list, tuple)) else [outs]
-    found = []
-    for out in outs:
-        if isinstance(out, (list, tuple)) and out and isinstance(out[0], torch.Tensor):
-            out = out[0]  # a map and its class token
-        if not isinstance(out, torch.Tensor):
-            return []
-        if out.dim() == 4:
-            found.append(FeatureMap(out.shape[1], max(1, round(side / out.shape[2]))))
-        elif out.dim() in (2, 3):
-            found.append(FeatureMap(out.shape[-1], None))
-        else:
-            return []
-    return found
-
-
-def _guess(network: dict) -> list[FeatureMap]:
-    """Maps of a backbone that cannot be built (its package is missing), from what the neck reads: up to stride 32."""
-    neck = network.get('neck')
-    neck = neck[0] if isinstance(neck, (list, tuple)) and neck else neck
-    channels = neck.get('in_channels') if isinstance(neck, dict) else None
-    if not isinstance(channels, (list, tuple)) or not 1 <= len(channels) <= 4:
-        return []
-    return [FeatureMap(dim, 32 // 2 ** (len(channels) - 1 - i)) for i, dim in enumerate(channels)]

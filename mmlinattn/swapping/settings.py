@@ -1,0 +1,108 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What a swapped config says beside the model: hooks, imports, the optimizer and schedules; and how pictures come."""
+
+from typing import Any, Optional
+
+from mmengine.config import Config
+
+from ..utils.files import project_files
+from ..utils.registering import bare_name
+from .upstream import Upstream
+from .writing import Code
+from .zoo import ZooBackbone, plain_dict, recipe
+
+# What the released weights were trained with: ImageNet's, RGB
+MEAN, STD = [123.675, 116.28, 103.53], [58.395, 57.12, 57.375]
+_PRECISION = 'mixed precision is a switch of the tools here (--amp), so that the file also trains on a CPU'
+
+
+def normalise(model: dict) -> None:
+    """Pictures as the released weights know them, in every preprocessor of a model."""
+    for key, value in model.items():
+        if not isinstance(value, dict):
+            continue
+        if key != 'data_preprocessor' or isinstance(value.get('data_preprocessor'), dict):
+            normalise(value)
+            continue
+        mean = value.get('mean')
+        if isinstance(mean, (list, tuple)) and len(mean) != 3:
+            continue  # grey pictures
+        flag = next((name for name in ('to_rgb', 'bgr_to_rgb') if name in value), 'bgr_to_rgb')
+        # means that fall are in the order RGB: pictures come so, where nothing is swapped
+        is_rgb = isinstance(mean, (list, tuple)) and list(mean) == sorted(mean, reverse=True) and len(set(mean)) == 3
+        value.pop('rgb_to_bgr', None)
+        value.update({'mean': MEAN, 'std': STD, flag: bool(value.get(flag)) or not is_rgb})
+
+
+def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tuple[dict, list[str]]:
+    """What the file says beside the model: hooks, imports, the optimizer."""
+    settings: dict[str, Any] = {}
+    remarks: list[str] = []
+    imports = (source.cfg.get('custom_imports') or {}).get('imports', [])
+    imports = [imports] if isinstance(imports, str) else imports
+    settings['custom_imports'] = dict(
+        imports=[*(name for name in imports if name != 'mmlinattn'), 'mmlinattn'], allow_failed_imports=False
+    )
+    runtime = Config.fromfile(str(project_files('configs') / '_base_' / 'default_runtime.py'))
+    known = {bare_name(hook['type']) for hook in source.cfg.get('custom_hooks') or []}  # as where it was swapped before
+    hooks = [plain_dict(hook) for hook in runtime.custom_hooks if hook.type not in known]
+    settings['custom_hooks'] = [Code('*_base_.custom_hooks'), *hooks] if known else hooks
+    if source.cfg.get('load_from') is not None:
+        settings['load_from'] = None
+    upstream = plain_dict(source.cfg.get('optim_wrapper') or {})
+    if keep_optimizer or not upstream.get('optimizer'):
+        return settings, remarks
+    head = source.model.get('decode_head')
+    head = head[0] if isinstance(head, (list, tuple)) else head
+    preferred = None
+    if source.task == 'mmseg' and isinstance(head, dict) and head.get('type') == 'FPNHead':
+        preferred = 'fpn_80k'
+    if source.task == 'mmdet' and source.model.get('type') == 'RetinaNet':
+        preferred = 'retinanet_1x'
+    paper = recipe(new.name, source.task, preferred)
+    ours = plain_dict(paper.optim_wrapper)
+    wrapper: dict[str, Any] = dict(
+        type='OptimWrapper', optimizer={k: v for k, v in ours['optimizer'].items() if k != '_scope_'}
+    )
+    # what upstream says of its own heads stays; the backbone trains at the full rate, as the paper has it
+    keys = (upstream.get('paramwise_cfg') or {}).get('custom_keys') or {}
+    kept = {key: value for key, value in keys.items() if not key.startswith('backbone')}
+    paramwise = dict(ours.get('paramwise_cfg') or {})
+    if kept or paramwise.get('custom_keys'):
+        paramwise['custom_keys'] = {**kept, **(paramwise.get('custom_keys') or {})}
+    if (upstream.get('paramwise_cfg') or {}).get('bypass_duplicate'):
+        paramwise['bypass_duplicate'] = True  # its neck or head shares modules
+    if paramwise:
+        wrapper['paramwise_cfg'] = paramwise
+    for key in ('clip_grad', 'accumulative_counts'):
+        value = upstream.get(key) or ours.get(key)
+        if value is not None:
+            wrapper[key] = value
+    settings['optim_wrapper'] = wrapper
+    if bare_name(upstream.get('type')) == 'AmpOptimWrapper':
+        remarks.append(_PRECISION)
+    batch = (paper.get('auto_scale_lr') or {}).get('base_batch_size', 16)
+    settings['auto_scale_lr'] = dict(base_batch_size=batch)
+    remarks.append(f'the learning rate is for {batch} pictures a step (--auto-scale-lr scales it)')
+    schedulers = _rescaled(source.cfg, wrapper['optimizer']['lr'] / upstream['optimizer'].get('lr', 1.0))
+    if schedulers is not None:
+        settings['param_scheduler'] = schedulers
+    return settings, remarks
+
+
+def _rescaled(cfg: Config, factor: float) -> Optional[list]:
+    """Schedules that end at a rate of their own, in proportion to the new one; None where none does."""
+    given = cfg.get('param_scheduler')
+    given = [given] if isinstance(given, dict) else given
+    if not given:
+        return None
+    absolute = ('eta_min', 'eta_max')
+    schedulers = plain_dict([dict(each) for each in given])
+    if not any(each.get(key) for each in schedulers for key in absolute) or factor == 1:
+        return None
+    for each in schedulers:
+        each.pop('_scope_', None)
+        for key in absolute:
+            if each.get(key):
+                each[key] = float(f'{each[key] * factor:.3g}')
+    return schedulers
