@@ -17,18 +17,18 @@ from ..utils.errors import RunError
 from .upstream import NoPlace, Upstream, without_weights
 from .zoo import FeatureMap
 
-_SIDE = 256  # pixels of the noise where the recipe leaves it open
-
 
 class Measured(NamedTuple):
     """What an upstream backbone returns.
 
     Attributes:
         maps: Channels and strides.
+        size: Height and width of the noise.
         alone: Position of the only map that it returns in inference, not in a tuple; None where both are alike.
     """
 
     maps: list[FeatureMap]
+    size: tuple[int, int]
     alone: Optional[int] = None
 
 
@@ -80,24 +80,25 @@ def measure(upstream: Upstream) -> Measured:
         except Exception as error:  # anything may be raised by a model of another project
             guessed = _guess(network)
             if guessed:
-                return Measured(guessed)
+                return Measured(guessed, upstream.sizes[0])
             raise RunError(f'the backbone of {upstream.base} cannot be built here: {one_line(error)}') from error
-        size = cfg.get('img_size') or upstream.image_size if upstream.task == 'mmpretrain' else None
-        height, width = size if isinstance(size, (list, tuple)) else (size or _SIDE, size or _SIDE)
-        noise = torch.rand(2, upstream.image_channels, height, width)
+        given = (cfg.get('img_size') or upstream.image_size) if upstream.task == 'mmpretrain' else None
+        size = given if isinstance(given, tuple) else tuple(given) if isinstance(given, list) else (given, given)
+        size = size if given else upstream.sizes[0]
+        noise = torch.rand(2, upstream.image_channels, *size)
         try:
             with torch.no_grad():
                 outs = backbone(noise)
-                found = _maps(outs, height)
+                found = _maps(outs, size[0])
                 backbone.train()  # segmentors' may return more then
                 is_single = upstream.task == 'mmseg' and isinstance(outs, torch.Tensor)
-                branches = _maps(backbone(noise), height) if is_single else []
+                branches = _maps(backbone(noise), size[0]) if is_single else []
         except Exception as error:
             raise RunError(f'the backbone of {upstream.base} does not run here: {one_line(error)}') from error
     if not found:
         raise NoPlace(f'{upstream.base} has no place for a pyramid: {cfg["type"]} returns no maps or tokens')
     alike = [i for i, branch in enumerate(branches) if branch == found[0]]
-    return Measured(branches, alike[0]) if len(alike) == 1 and len(branches) > 1 else Measured(found)
+    return Measured(branches, size, alike[0]) if len(alike) == 1 and len(branches) > 1 else Measured(found, size)
 
 
 def _built(cfg: dict) -> torch.nn.Module:
@@ -106,18 +107,19 @@ def _built(cfg: dict) -> torch.nn.Module:
     return module
 
 
-def through(parts: Any, maps: Sequence[FeatureMap]) -> Optional[list[FeatureMap]]:
+def through(parts: Any, maps: Sequence[FeatureMap], size: tuple[int, int]) -> Optional[list[FeatureMap]]:
     """What a neck, several after each other, or a head makes of maps.
 
     Args:
         parts: Config, or a list of configs; empty gives the maps as they are.
+        size: Height and width of the picture.
         maps: Stride None stands for tokens, (B, C).
 
     Returns:
         Maps; None where it does not run on such maps, or gives something else.
     """
     parts = parts if isinstance(parts, (list, tuple)) else [parts] if parts else []
-    shapes = [(2, out.channels, *(2 * [_SIDE // out.stride] if out.stride else [])) for out in maps]
+    shapes = [(2, out.channels, *([-(-side // out.stride) for side in size] if out.stride else [])) for out in maps]
     outs: Any = tuple(map(torch.rand, shapes))
     with quiet(), torch.no_grad():
         try:
@@ -125,7 +127,7 @@ def through(parts: Any, maps: Sequence[FeatureMap]) -> Optional[list[FeatureMap]
                 outs = _built(without_weights(part))(outs)
         except Exception:  # that it does not run is the answer
             return None
-    return _maps(outs, _SIDE) or None
+    return _maps(outs, size[0]) or None
 
 
 def _maps(outs: Any, side: int) -> list[FeatureMap]:

@@ -95,41 +95,43 @@ def swap_backbone(
 def _wire(source: Upstream, new: ZooBackbone, optim_wrapper: Optional[dict]) -> tuple[Plan, Trial]:
     """The plan whose every parameter of the backbone trains, and that predicts as upstream does."""
     network = _trainable(source)
-    errors: list[str] = []
-    for way in ways(network, measure(source), new, source.task):
-        try:
-            plan, trial = _narrowed(way, source, optim_wrapper)
-        except TrialError as error:
-            errors.append(str(error))
-            continue
-        if trial.without_gradient:
-            errors.append(f'no gradient reaches {", ".join(trial.without_gradient[:3])} of the backbone')
-        elif trial.stops and trial.stops != _what_stops(network, source):
-            errors.append(trial.stops)
-        else:
-            said = f"upstream's own {trial.stops}, and so this one's" if trial.stops else ''
-            return plan._replace(remark='; '.join(filter(None, (plan.remark, said)))), trial
-    stops = _what_stops(network, source)
-    if stops:
-        raise RunError(f'{source.base} does not run here with its own backbone either: {stops}')
-    reason = errors[0] if errors else f'the maps of {network["backbone"].get("type")} are none that a pyramid has'
-    raise NoPlace(f'{source.base} has no place for {new.name}: {reason}')
+    possible = ways(network, measure(source), new, source.task)
+    for size in source.sizes:
+        errors: list[str] = []
+        for way in possible:
+            try:
+                plan, trial = _narrowed(way, source, size, optim_wrapper)
+            except TrialError as error:
+                errors.append(str(error))
+                continue
+            if trial.without_gradient:
+                errors.append(f'no gradient reaches {", ".join(trial.without_gradient[:3])} of the backbone')
+            elif trial.stops and trial.stops != _what_stops(network, source, size):
+                errors.append(trial.stops)
+            else:
+                said = f"upstream's own {trial.stops}, and so this one's" if trial.stops else ''
+                return plan._replace(remark='; '.join(filter(None, (plan.remark, said)))), trial
+        stops = _what_stops(network, source, size)
+        if not stops:  # it is not for the size of the pictures
+            reason = errors[0] if errors else f'the maps of {network["backbone"]["type"]} are none that a pyramid has'
+            raise NoPlace(f'{source.base} has no place for {new.name}: {reason}')
+    raise RunError(f'{source.base} does not run here with its own backbone either: {stops}')
 
 
-def _narrowed(way: Way, source: Upstream, optim_wrapper: Optional[dict]) -> tuple[Plan, Trial]:
+def _narrowed(way: Way, source: Upstream, size: tuple[int, int], optim_wrapper: Optional[dict]) -> tuple[Plan, Trial]:
     """A way, with only the maps that the training step showed to be read."""
     plan = way()
-    trial = try_model(plan.network, source, optim_wrapper)
+    trial = try_model(plan.network, source, size, optim_wrapper)
     if all(trial.read) or not any(trial.read):
         return plan, trial
     plan = way(read=trial.read)
-    return plan, try_model(plan.network, source, optim_wrapper)
+    return plan, try_model(plan.network, source, size, optim_wrapper)
 
 
-def _what_stops(network: dict, source: Upstream) -> str:
+def _what_stops(network: dict, source: Upstream, size: tuple[int, int]) -> str:
     """Why the upstream model does not train or predict here; '' where it does."""
     try:
-        return try_model(network, source).stops
+        return try_model(network, source, size).stops
     except TrialError as error:
         return str(error)
 

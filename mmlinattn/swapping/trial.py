@@ -16,9 +16,6 @@ from .invented import batch_for, is_self_supervised
 from .measuring import one_line, quiet
 from .upstream import Upstream, together, without_weights
 
-_SIDE = 256  # pixels of the pictures, or those of the recipe where they are fewer than ...
-_LARGEST = 320
-
 
 class Trial(NamedTuple):
     """What a step showed.
@@ -40,12 +37,13 @@ class TrialError(RunError):
     """The model could not be built or trained; the message says how far it came and why it stopped."""
 
 
-def try_model(network: dict, source: Upstream, optim_wrapper: Optional[dict] = None) -> Trial:
+def try_model(network: dict, source: Upstream, size: tuple[int, int], optim_wrapper: Optional[dict] = None) -> Trial:
     """Build a network, train it for a step, let it predict.
 
     Args:
         network: Its config; weights that it names are not loaded.
-        source: Says the task and what the pictures are.
+        source: Says the task and what the data is.
+        size: Height and width of the pictures.
         optim_wrapper: Config of the optimizer; None takes plain SGD. Where modules of the network share parameters, it
             is told so.
 
@@ -56,8 +54,6 @@ def try_model(network: dict, source: Upstream, optim_wrapper: Optional[dict] = N
     run = MessageHub.get_current_instance()
     if run.get_info('epoch') is None:  # heads that change in the course of a run ask for it (TOOD)
         run.update_info('epoch', 0)
-    fixed = source.image_size
-    size = fixed if fixed and max(fixed) <= _LARGEST else (_SIDE, _SIDE)
     cfg = _small(together(without_weights(network)), size)
     with quiet():
         try:

@@ -89,6 +89,12 @@ class Upstream(NamedTuple):
             return max(given[0], 32), max(given[1], 32)
         return None
 
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Heights and widths to run it at: small ones, then the recipe's for what needs them."""
+        fixed = self.image_size
+        return [fixed] if fixed and max(fixed) <= 320 else [(256, 256), *([fixed] if fixed else [])]
+
     def network(self, model: dict) -> dict:
         """The part of a model that holds the backbone, as :func:`apart` gives it."""
         for key in self.path:

@@ -54,13 +54,17 @@ def ways(network: dict, measured: Measured, backbone: ZooBackbone, task: str) ->
     Returns:
         One or two ways; none where maps have no stride.
     """
-    old = measured.maps
+    old, size = measured.maps, measured.size
     if task == 'mmpretrain':
-        return [functools.partial(classifier, network, backbone, old)]
+        head = network.get('head')
+        # of a head that is a loss alone, the backbone holds the classifier (LeNet, VGG)
+        classes = head.get('num_classes', network['backbone'].get('num_classes')) if isinstance(head, dict) else None
+        linear_too = [functools.partial(linear, network, backbone)] if isinstance(classes, int) else []
+        return [functools.partial(classifier, network, backbone, old, size), *linear_too]
     if not all(out.stride for out in old):
         return []
     if backbone.plain:
-        return [functools.partial(plain, network, backbone, old)]
+        return [functools.partial(plain, network, backbone, old, size)]
     chosen = assign_stages(old, backbone.stages, deepest_last=task == 'mmseg')
     if measured.alone is not None or chosen is None:
         return [functools.partial(_fused, network, backbone, old, measured.alone)]
@@ -74,13 +78,13 @@ def ways(network: dict, measured: Measured, backbone: ZooBackbone, task: str) ->
     said = 'what follows takes maps of fixed widths and strides only: 1x1 convolutions (MapAdapter) make them'
     adapting = functools.partial(adapted, network, backbone, old, chosen, said)
     if task == 'mmseg' and len(old) > 1 and len({out.stride for out in old}) == 1 and network.get('neck'):
-        pyramid = through(network['neck'], old)
+        pyramid = through(network['neck'], old, size)
         if pyramid is not None and assign_stages(pyramid, backbone.stages, True) == tuple(range(len(pyramid))):
             kind = bare_name(_list(network['neck'])[0].get('type'))
             said = f'{kind} made a pyramid of plain maps; the backbone is one itself'
             bare = {**network, 'neck': None}
-            return [functools.partial(rewired, bare, backbone, pyramid, range(len(pyramid)), task, said), adapting]
-    return [functools.partial(rewired, network, backbone, old, chosen, task, ''), adapting]
+            return [functools.partial(rewired, bare, backbone, pyramid, range(len(pyramid)), size, said), adapting]
+    return [functools.partial(rewired, network, backbone, old, chosen, size, ''), adapting]
 
 
 def assign_stages(
@@ -211,7 +215,7 @@ def rewired(
     backbone: ZooBackbone,
     old: Sequence[FeatureMap],
     chosen: Sequence[int],
-    task: str,
+    size: tuple[int, int],
     remark: str = '',
     read: Optional[Sequence[bool]] = None,
 ) -> Plan:
@@ -231,11 +235,9 @@ def rewired(
         first = wiring(necks[0])
         result['neck'] = [first, *necks[1:]] if isinstance(network['neck'], (list, tuple)) else first
         wiring = None
-        heads_read_it = task != 'mmdet'  # detectors' necks have a width of their own
-        before = through(network['neck'], old) if heads_read_it else None
-        after = through(result['neck'], [new[i] for i in keep]) if heads_read_it else None
-        if before and after and len(before) == len(after):
-            wiring = Wiring(before, after)
+        before, after = through(network['neck'], old, size), through(result['neck'], [new[i] for i in keep], size)
+        if before and after and [out.channels for out in before] != [out.channels for out in after]:
+            wiring = Wiring(before, after) if len(before) == len(after) else None
     for key, value in network.items() if wiring else ():
         if wiring and key not in (*_NO_READER, *_TEACHERS):
             result[key] = wiring(value, 0, key)
@@ -306,13 +308,17 @@ def _fused(
 
 
 def plain(
-    network: dict, backbone: ZooBackbone, old: Sequence[FeatureMap], read: Optional[Sequence[bool]] = None
+    network: dict,
+    backbone: ZooBackbone,
+    old: Sequence[FeatureMap],
+    size: tuple[int, int],
+    read: Optional[Sequence[bool]] = None,
 ) -> Plan:
     """A plain backbone, one map of stride 16: for plain ones, before an FPN, else a pyramid of resized maps."""
     (single,) = backbone.stages
     neck = network.get('neck')
     if all(out.stride == single.stride for out in old):
-        plan = rewired(network, backbone._replace(stages=(single,) * len(old)), old, range(len(old)), 'mmseg')
+        plan = rewired(network, backbone._replace(stages=(single,) * len(old)), old, range(len(old)), size)
         if len(old) > 1:
             depth = MODELS.get(backbone.cfg['type']).resolve_arch(backbone.cfg['arch'])['depths'][0]
             plan.network['backbone']['out_indices'] = tuple((i + 1) * depth // len(old) - 1 for i in range(len(old)))
@@ -332,7 +338,11 @@ def plain(
 
 
 def classifier(
-    network: dict, backbone: ZooBackbone, old: Sequence[FeatureMap], read: Optional[Sequence[bool]] = None
+    network: dict,
+    backbone: ZooBackbone,
+    old: Sequence[FeatureMap],
+    size: tuple[int, int],
+    read: Optional[Sequence[bool]] = None,
 ) -> Plan:
     """Classifiers and self-supervised training: the last map, or all for a neck that fuses them."""
     necks, head = _list(network.get('neck')), network.get('head')
@@ -340,10 +350,8 @@ def classifier(
     gives_tokens, remark = old[-1].stride is None, ''
     stages = [len(backbone.stages) - 1]
     if len(old) > 1 and not backbone.plain:
-        fusing = Wiring(old, old, deep=False)
-        is_list = any(isinstance(part.get('in_channels'), (list, tuple)) for part in necks)
-        fusing(necks)
-        found = assign_stages(old, backbone.stages, deepest_last=True) if fusing.matched and is_list else None
+        fuses = any(isinstance(neck.get('in_channels'), (list, tuple)) for neck in necks)
+        found = assign_stages(old, backbone.stages, deepest_last=True) if fuses else None
         stages = stages if found is None else list(found)
     old = old if len(stages) > 1 else old[-1:]
     new = [backbone.stages[i] for i in stages]
@@ -360,28 +368,29 @@ def classifier(
         remark = f'{necks[0]["type"]} read tokens; the mean of the last map takes their place'
     rewired_necks = [Wiring(old, new)(neck) for neck in necks]
     result = {**network, 'backbone': cfg, 'neck': rewired_necks}
-    before, after = through(network.get('neck'), old), through(rewired_necks, new)
+    before, after = through(network.get('neck'), old, size), through(rewired_necks, new, size)
     wiring = Wiring(before, after) if before and after and len(before) == len(after) else Wiring(old, new)
     if head:
         result['head'] = wiring(head, 0, 'head')
-    classes = head.get('num_classes') if isinstance(head, dict) else None
-    if classes is None and isinstance(head, dict) and bare_name(head.get('type')) == 'ClsHead':
-        classes = network['backbone'].get('num_classes')  # a loss; the backbone holds the classifier (LeNet, VGG)
-    if isinstance(classes, int) and not _scores(result['head'], after, classes):
-        pooled = [*rewired_necks, pool] if after and after[-1].stride else rewired_necks
-        if wiring.matched and _scores(result['head'], through(pooled, new), classes):
-            result['neck'] = pooled
-        else:
-            result['neck'] = [pool] if new[-1].stride else []
-            result['head'] = dict(type='LinearClsHead', num_classes=classes, in_channels=new[-1].channels)
-            result['head'].update({key: head[key] for key in ('loss', 'topk', 'cal_acc') if key in head})
-            kind = head.get('type')
-            remark = f'{kind} reads what only its backbone gives; global average and LinearClsHead take its place'
+        classes = head.get('num_classes') if isinstance(head, dict) else None
+        if (
+            classes
+            and after
+            and after[-1].stride
+            and through(result['head'], after, size) != [FeatureMap(classes, None)]
+        ):
+            result['neck'] = [*rewired_necks, pool]  # it scores vectors only
     if not isinstance(network.get('neck'), (list, tuple)):
         result['neck'] = result['neck'][0] if len(result['neck']) == 1 else result['neck'] or None
     return Plan(result, remark)
 
 
-def _scores(head: dict, maps: Optional[Sequence[FeatureMap]], classes: int) -> bool:
-    """Whether a head makes scores of classes, (B, classes), of such maps."""
-    return bool(maps) and through(head, maps) == [FeatureMap(classes, None)]
+def linear(network: dict, backbone: ZooBackbone, read: Optional[Sequence[bool]] = None) -> Plan:
+    """Global average and a linear classifier, for heads that read what only their backbone gives."""
+    head, deepest = network['head'], backbone.stages[-1]
+    classes = head.get('num_classes', network['backbone'].get('num_classes'))
+    made = dict(type='LinearClsHead', num_classes=classes, in_channels=deepest.channels)
+    made.update({key: head[key] for key in ('loss', 'topk', 'cal_acc') if key in head})
+    said = f'{head.get("type")} reads what only its backbone gives; global average and LinearClsHead take its place'
+    cfg = with_outputs(backbone, [len(backbone.stages) - 1])
+    return Plan({**network, 'backbone': cfg, 'neck': dict(type='GlobalAveragePooling'), 'head': made}, said)
