@@ -87,6 +87,8 @@ def swap_backbone(
         if key in settings:
             given = plain_dict(source.cfg.get(key))
             given = [given] if key == 'param_scheduler' and isinstance(given, dict) else given
+            if key == 'optim_wrapper':
+                given = dict(type='OptimWrapper', **given) if 'type' not in given else given
             said += changes(given, settings[key], key)
     said.append("custom_hooks, custom_imports: this project's, beside upstream's")
     return Swapped(text, said, remarks, trial)

@@ -61,7 +61,8 @@ class Upstream(NamedTuple):
     @property
     def has_masks(self) -> bool:
         """Whether the training data has masks."""
-        return _find(self.cfg.get('train_dataloader'), dict(with_mask=True)) is not None
+        loading = (dict(with_mask=True), dict(type='LoadPanopticAnnotations'))  # which loads them unasked
+        return any(_find(self.cfg.get('train_dataloader'), wanted) is not None for wanted in loading)
 
     @property
     def image_channels(self) -> int:
@@ -93,7 +94,8 @@ class Upstream(NamedTuple):
     def sizes(self) -> list[tuple[int, int]]:
         """Heights and widths to run it at: small ones, then the recipe's for what needs them."""
         fixed = self.image_size
-        return [fixed] if fixed and max(fixed) <= 320 else [(256, 256), *([fixed] if fixed else [])]
+        side = 320 if self.task == 'mmdet' else 256  # the coarsest map of a detector has stride 128
+        return [fixed] if fixed and max(fixed) <= 320 else [(side, side), *([fixed] if fixed else [])]
 
     def network(self, model: dict) -> dict:
         """The part of a model that holds the backbone, as :func:`apart` gives it."""

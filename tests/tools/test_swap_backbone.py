@@ -1,0 +1,48 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The command line of the swapping tool."""
+
+import subprocess
+import sys
+
+import pytest
+from config_helpers import ROOT
+from mmengine.config import Config
+
+TOOL = [sys.executable, str(ROOT / 'tools' / 'swap_backbone.py')]
+
+
+def run(*arguments):
+    return subprocess.run([*TOOL, *map(str, arguments)], capture_output=True, text=True)
+
+
+@pytest.mark.slow
+def test_it_says_what_it_changed(tmp_path):
+    pytest.importorskip('mmpretrain')
+    upstream, out = tmp_path / 'mine.py', tmp_path / 'made' / 'swapped.py'
+    upstream.write_text("_base_ = 'mmpretrain::resnet/resnet18_8xb16_cifar10.py'\n")
+    done = run(upstream, 'ravlt_t', '--out', out)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert 'backbone: ResNet_CIFAR -> RAVLT tiny' in done.stdout and 'note: ' in done.stdout
+    assert 'and predicted; every parameter of the backbone has a gradient' in done.stdout
+    assert Config.fromfile(out).model.head.in_channels == 512
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('arguments', 'message'),
+    [
+        (['nowhere.py', 'ravlt_t'], "UPSTREAM is 'nowhere.py': no such file"),
+        (['mmdet::detr/detr_r50_8xb2-150e_coco.py', 'ravlt_x'], "BACKBONE is 'ravlt_x'; did you mean ravlt_"),
+    ],
+)
+def test_mistakes_have_one_line_and_leave_no_file(tmp_path, arguments, message):
+    pytest.importorskip('mmdet')
+    done = run(*arguments, '--out', tmp_path / 'out.py')
+    assert done.returncode == 1 and done.stderr.startswith(f'error: {message}') and done.stderr.count('\n') == 1
+    assert not (tmp_path / 'out.py').exists()
+
+
+@pytest.mark.slow
+def test_a_place_that_cannot_be_written_costs_no_trial(tmp_path):
+    done = run('mmdet::a/b.py', 'ravlt_t', '--out', tmp_path)
+    assert done.returncode == 1 and done.stderr == f"error: --out '{tmp_path}' cannot be written: Is a directory.\n"
