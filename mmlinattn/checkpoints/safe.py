@@ -251,8 +251,9 @@ def _plain(checkpoint: Any, name: str) -> Any:
             seen.add(id(node))
             stack.extend(dict.values(node) if isinstance(node, dict) else node)
             # an attribute hung on a dict would stand in for a method: for the `pop` below, say
-            if isinstance(node, OrderedDict) and not vars(node).keys() <= {'_metadata'}:
-                raise CheckpointError(f'{name} was refused: a dict in it has attributes: {", ".join(vars(node))}')
+            hung = set(getattr(node, '__dict__', ())) - {'_metadata'}
+            if hung:
+                raise CheckpointError(f'{name} was refused: a dict in it has attributes: {", ".join(sorted(hung))}')
     for part in ('state_dict', 'meta'):
         if not isinstance(checkpoint.get(part) or {}, dict):
             raise CheckpointError(f'{part} of {name} is a {type(checkpoint[part]).__name__}, not a dict')

@@ -127,6 +127,7 @@ RELEASED = {
         'features.3.e_mhsa.q.weight': ('stages.1.1.attn.qkv.weight', (6, 6), (18, 6)),
         'features.3.e_mhsa.k.weight': (..., (6, 6)),
         'features.3.e_mhsa.v.weight': (..., (6, 6)),
+        'features.4.patch_embed.conv.weight': ('stages.1.2.embed.conv.weight', (8, 6, 1, 1)),  # back to that width
         'extra_norm_list.1.weight': ('out_norms.1.weight', (8,)),
         'extra_norm_list.3.weight': (None, (8,)),
         'norm.weight': ('out_norms.3.weight', (8,)),
