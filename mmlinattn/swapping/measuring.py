@@ -82,13 +82,13 @@ def measure(upstream: Upstream) -> Measured:
             if guessed:
                 return Measured(guessed, upstream.sizes[0])
             raise RunError(f'the backbone of {upstream.base} cannot be built here: {one_line(error)}') from error
-        given = (cfg.get('img_size') or upstream.image_size) if upstream.task == 'mmpretrain' else None
+        given = cfg.get('img_size') or (upstream.image_size if upstream.task == 'mmpretrain' else None)
         size = given if isinstance(given, tuple) else tuple(given) if isinstance(given, list) else (given, given)
         size = size if given else upstream.sizes[0]
         noise = torch.rand(2, upstream.image_channels, *size)
         try:
             with torch.no_grad():
-                outs = backbone(noise)
+                outs = backbone(noise[:1])
                 found = _maps(outs, size[0])
                 backbone.train()  # segmentors' may return more then
                 is_single = upstream.task == 'mmseg' and isinstance(outs, torch.Tensor)

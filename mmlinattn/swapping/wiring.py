@@ -231,7 +231,7 @@ def rewired(
     wiring: Optional[Wiring] = Wiring(old, new, keep, deep=len(old) == 1 or bool(network.get('neck')))
     result = {**network, 'backbone': with_outputs(backbone, [chosen[i] for i in keep])}
     necks = _list(network.get('neck'))
-    if wiring and necks:
+    if necks:
         first = wiring(necks[0])
         result['neck'] = [first, *necks[1:]] if isinstance(network['neck'], (list, tuple)) else first
         wiring = None
