@@ -23,12 +23,12 @@ import torch
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
 import measure  # noqa: E402
-from mmengine.config import Config  # noqa: E402
+from mmengine.config import Config, ConfigDict  # noqa: E402
 from mmengine.runner import IterBasedTrainLoop, Runner  # noqa: E402
 from run_ravlt import Report, Target, machine, ms  # noqa: E402
 
+from mmlinattn.apis import configs  # noqa: E402
 from mmlinattn.datasets import DatasetSpec, write_dataset  # noqa: E402
-from mmlinattn.engine import cli  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[1] / 'configs'
 FORMATS = dict(mmdet='coco', mmseg='ade', mmpretrain='imagenet')
@@ -42,19 +42,19 @@ def config_of(path: Path, data_root: Path, work_dir: Path, with_hooks: bool, bat
         config=str(path), work_dir=str(work_dir / path.parent.name / name), data_root=str(data_root), launcher='none',
         local_rank=0, cfg_options=None, no_pin_memory=False,
     )  # fmt: skip
-    cfg = cli.load_config(args)
+    cfg = configs.load_config(args)
     cfg.val_cfg = cfg.val_dataloader = cfg.val_evaluator = None
     cfg.test_cfg = cfg.test_dataloader = cfg.test_evaluator = None
     if batch:
         cfg.train_dataloader.batch_size = batch
     if cfg.model.backbone.get('init_cfg') and not isinstance(cfg.model.backbone.init_cfg, list):
         cfg.model.backbone.init_cfg = None  # nothing to download
-    cfg.train_dataloader.sampler = cli.as_config(dict(type='InfiniteSampler', shuffle=True))  # no start of an epoch
+    cfg.train_dataloader.sampler = ConfigDict(dict(type='InfiniteSampler', shuffle=True))  # no start of an epoch
     if not with_hooks:
         cfg.custom_hooks = []
     # MMEngine keeps logs and visualisers of a process by name
     cfg.experiment_name = f'{path.parent.name}_{path.stem}_{name}'
-    cfg.setdefault('visualizer', cli.as_config(dict(type='Visualizer'))).name = cfg.experiment_name
+    cfg.setdefault('visualizer', ConfigDict(dict(type='Visualizer'))).name = cfg.experiment_name
     cfg.log_level = 'ERROR'
     return cfg
 

@@ -20,7 +20,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mmlinattn.engine.cli import add_common_arguments, build_runner, check_checkpoint, load_config, one_line_errors
+from mmlinattn.apis.cli import add_common_arguments, one_line_errors
+from mmlinattn.apis.configs import check_checkpoint, load_config
+from mmlinattn.apis.running import build_runner
 from mmlinattn.export import FORMATS
 from mmlinattn.export.cli import main as export
 

@@ -20,8 +20,8 @@ from config_helpers import ROOT, load
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 from torch import nn
 
+from mmlinattn.apis.class_names import class_names
 from mmlinattn.datasets.shapes import COCO_CLASSES, IMAGENET_CLASSES
-from mmlinattn.engine.class_names import class_names
 from mmlinattn.utils.errors import RunError
 
 pytest.importorskip('mmpretrain')

@@ -7,12 +7,12 @@ import runpy
 import sys
 from pathlib import Path
 
-import mmcv
 import pytest
 import torch
 from mmengine.registry import MODELS, init_default_scope
 
-from mmlinattn.engine import RunError, cli
+from mmlinattn.apis import cli, configs, running
+from mmlinattn.utils.errors import RunError
 
 pytest.importorskip('mmdet')
 TOOLS = Path(__file__).resolve().parents[1] / 'tools'
@@ -143,7 +143,7 @@ def test_interval_below_one(fails, checkpoint):
 
 
 def test_no_tta_in_the_config(fails, checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setattr('mmlinattn.engine.check_data_config', lambda *_: None)
+    monkeypatch.setattr('mmlinattn.apis.configs.check_data_config', lambda *_: None)
     assert 'has no tta_model and no tta_pipeline' in fails('test.py', CONFIG, checkpoint, '--tta')
 
 
@@ -156,7 +156,7 @@ def test_launcher_without_its_environment(fails, monkeypatch):
 
     from mmlinattn.engine import RunError, prepare_distributed
 
-    monkeypatch.setattr('mmlinattn.engine.distributed.get_device', lambda: 'cpu')
+    monkeypatch.setattr('mmlinattn.engine.runner.distributed.get_device', lambda: 'cpu')
     monkeypatch.delenv('SLURM_PROCID', raising=False)
     with pytest.raises(RunError, match='--launcher slurm: SLURM_PROCID'):
         prepare_distributed(Config(dict(launcher='slurm')))
@@ -167,7 +167,7 @@ def test_more_processes_than_gpus(monkeypatch):
 
     from mmlinattn.engine import RunError, prepare_distributed
 
-    monkeypatch.setattr('mmlinattn.engine.distributed.get_device', lambda: 'cuda')
+    monkeypatch.setattr('mmlinattn.engine.runner.distributed.get_device', lambda: 'cuda')
     monkeypatch.setattr('torch.cuda.is_available', lambda: True)
     monkeypatch.setattr('torch.cuda.device_count', lambda: 2)
     monkeypatch.setenv('LOCAL_RANK', '1')
@@ -184,11 +184,11 @@ def test_mixed_precision_without_an_accelerator(monkeypatch, capsys, in_config):
     monkeypatch.setattr(cli, 'get_device', lambda: 'cpu')
     amp = dict(type='AmpOptimWrapper', loss_scale='dynamic', dtype='float16')
     cfg = Config(dict(optim_wrapper=amp if in_config else dict(type='OptimWrapper')))
-    cli.drop_amp_on_cpu(cfg, is_asked=not in_config)
+    running.drop_amp_on_cpu(cfg, is_asked=not in_config)
     assert dict(cfg.optim_wrapper) == dict(type='OptimWrapper')
     assert 'notice: no accelerator: mixed precision is off' in capsys.readouterr().err
     monkeypatch.setattr(cli, 'get_device', lambda: 'cuda')
-    cli.drop_amp_on_cpu(cfg, is_asked=True)
+    running.drop_amp_on_cpu(cfg, is_asked=True)
     assert cfg.optim_wrapper.type == 'AmpOptimWrapper'
 
 
@@ -203,7 +203,7 @@ def test_data_root_reaches_every_place():
             val_evaluator=[dict(type='CocoMetric', ann_file='data/coco/a.json')],
         )
     )
-    cli.set_data_root(cfg, 'mine')
+    configs.set_data_root(cfg, 'mine')
     assert cfg.train_dataloader.dataset.dataset.data_root == 'mine'
     assert cfg.val_dataloader.dataset.data_root == 'mine'
     assert cfg.val_evaluator[0].ann_file == 'mine/a.json'
@@ -226,25 +226,9 @@ def test_labels_that_the_head_does_not_have(fails):
     assert 'annotations/training/' in line and 'has labels 3, ' in line and 'allowed are 0 to 2' in line
 
 
-def test_map_of_another_size(fails):
-    args = shapes('ade', 'mmseg')
-    file = sorted(Path('data/annotations/training').iterdir())[1]
-    mmcv.imwrite(mmcv.imread(str(file), 'unchanged')[:-4], str(file))
-    line = fails('train.py', *args)
-    assert f'{file} has 60x64 pixels' in line and f'{file.stem}.jpg has 64x64' in line
-
-
-def test_unreadable_picture_of_a_folder(fails):
-    args = shapes('imagenet', 'mmpretrain')
-    file = sorted(Path('data/train').rglob('*.*'))[1]
-    file.write_bytes(b'')
-    line = fails('train.py', *args)
-    assert '1 of 3 samples read' in line and f'{file} cannot be read' in line
-
-
 def test_checkpoint_of_other_classes(fails):
     args = shapes('imagenet', 'mmpretrain')
-    cfg = cli.read_config(args[0])
+    cfg = configs.read_config(args[0])
     init_default_scope('mmpretrain')
     torch.save(dict(state_dict=MODELS.build(cfg.model).state_dict()), 'twelve.pth')
     line = fails('test.py', args[0], 'twelve.pth', *args[1:], '--cfg-options', 'model.head.num_classes=5')

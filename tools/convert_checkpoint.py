@@ -11,8 +11,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
 import mmlinattn  # noqa: F401, registers the backbones
+from mmlinattn.apis.cli import clean_end
 from mmlinattn.checkpoints.convert import Conversion, convert_checkpoint
-from mmlinattn.engine.stopping import clean_end
 from mmlinattn.utils.errors import RunError, printable
 
 

@@ -18,19 +18,10 @@ from mmengine.runner.checkpoint import CheckpointLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
-from mmlinattn.engine.checkpoint_match import check_weights
-from mmlinattn.engine.class_names import class_names, num_classes
-from mmlinattn.engine.cli import (
-    check_checkpoint,
-    check_out_file,
-    explained_setup,
-    notice,
-    one_line_errors,
-    read_config,
-    require,
-    writing,
-)
-from mmlinattn.engine.stopping import clean_end
+from mmlinattn.apis.class_names import class_names, num_classes
+from mmlinattn.apis.cli import check_out_file, clean_end, explained_setup, notice, one_line_errors, writing
+from mmlinattn.apis.configs import check_checkpoint, read_config, require
+from mmlinattn.engine.hooks.checkpoint_match import check_weights
 from mmlinattn.utils.errors import RunError
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
-from mmlinattn.engine.cli import check_out_file, one_line_errors
+from mmlinattn.apis.cli import check_out_file, one_line_errors
 
 
 def parse_args() -> argparse.Namespace:

@@ -11,23 +11,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
 import mmengine
+from mmengine.config import ConfigDict
 from mmengine.evaluator import DumpResults
 
-from mmlinattn.engine import RunError, check_data_config
-from mmlinattn.engine.cli import (
-    add_common_arguments,
-    as_config,
-    build_runner,
-    check_checkpoint,
-    check_match,
-    explained_setup,
-    load_config,
-    notice,
-    one_line_errors,
-    require,
-)
-from mmlinattn.engine.data_check import explained_empty_data
-from mmlinattn.engine.stopping import clean_end
+from mmlinattn.apis.cli import add_common_arguments, clean_end, explained_setup, notice, one_line_errors
+from mmlinattn.apis.configs import check_checkpoint, check_data_config, load_config, require
+from mmlinattn.apis.running import build_runner, check_match
+from mmlinattn.utils.errors import RunError
 
 VISUALIZATION_HOOKS = dict(mmdet='DetVisualizationHook', mmseg='SegVisualizationHook', mmpretrain='VisualizationHook')
 
@@ -74,7 +64,7 @@ def configure(args: argparse.Namespace):
         missing = [key for key in ('tta_model', 'tta_pipeline') if not cfg.get(key)]
         if missing:
             raise RunError(f'--tta: {args.config} has no {" and no ".join(missing)}.')
-        cfg.model = as_config(dict(cfg.tta_model, module=cfg.model))
+        cfg.model = ConfigDict(dict(cfg.tta_model, module=cfg.model))
         cfg.test_dataloader.dataset.pipeline = cfg.tta_pipeline
     return cfg
 
@@ -82,8 +72,8 @@ def configure(args: argparse.Namespace):
 def draw_predictions(cfg, args: argparse.Namespace) -> None:
     """Turn on the visualisation hook of the task; each of the three spells it its own way."""
     scope = cfg.get('default_scope')
-    hooks = cfg.setdefault('default_hooks', as_config({}))
-    hook = hooks.setdefault('visualization', as_config(dict(type=VISUALIZATION_HOOKS.get(scope))))
+    hooks = cfg.setdefault('default_hooks', ConfigDict({}))
+    hook = hooks.setdefault('visualization', ConfigDict(dict(type=VISUALIZATION_HOOKS.get(scope))))
     show_dir = osp.abspath(args.show_dir) if args.show_dir else None
     hook.show = args.show
     hook.wait_time = args.wait_time
@@ -124,17 +114,14 @@ def dump_metric(cfg, path: str):
 
 def main() -> None:
     args = parse_args()
-    with clean_end(), one_line_errors():
-        with explained_setup(args.config) as watch:
-            cfg = configure(args)
-            with explained_empty_data(cfg, ['test']):
-                runner = build_runner(cfg, compiles=args.compile)
-                watch(runner)
-                if args.interval > 1:
-                    every_nth(runner, args.interval)
-                if args.out and args.out_item == 'pred':
-                    runner.test_evaluator.metrics.append(dump_metric(cfg, args.out))
-                metrics = runner.test()
+    with clean_end(), one_line_errors(), explained_setup(args.config, whole=False):
+        cfg = configure(args)
+        runner = build_runner(cfg, compiles=args.compile)
+        if args.interval > 1:
+            every_nth(runner, args.interval)
+        if args.out and args.out_item == 'pred':
+            runner.test_evaluator.metrics.append(dump_metric(cfg, args.out))
+        metrics = runner.test()
         if args.out and args.out_item == 'metrics' and runner.rank == 0:
             mmengine.dump(metrics, args.out)
         if args.show_dir:

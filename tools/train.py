@@ -8,23 +8,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
-from mmlinattn.engine import RunError, check_data_config
-from mmlinattn.engine.cli import (
-    add_common_arguments,
-    build_runner,
-    check_checkpoint,
-    check_match,
-    drop_amp_on_cpu,
-    explained_setup,
-    load_config,
-    notice,
-    one_line_errors,
-    require,
-    resume_point,
-    was_restarted,
-)
-from mmlinattn.engine.data_check import explained_empty_data
-from mmlinattn.engine.stopping import clean_end
+from mmlinattn.apis.cli import add_common_arguments, clean_end, explained_setup, notice, one_line_errors
+from mmlinattn.apis.configs import check_checkpoint, check_data_config, load_config, require
+from mmlinattn.apis.running import build_runner, check_match, drop_amp_on_cpu, was_restarted
+from mmlinattn.engine.runner import find_latest_checkpoint
+from mmlinattn.utils.errors import RunError
 
 
 def parse_args() -> argparse.Namespace:
@@ -70,7 +58,7 @@ def configure(args: argparse.Namespace):
     if was_restarted(cfg.work_dir):
         resume = 'auto'
     if resume == 'auto':
-        cfg.resume, cfg.load_from = True, resume_point(cfg.work_dir)
+        cfg.resume, cfg.load_from = True, find_latest_checkpoint(cfg.work_dir)
         if cfg.load_from is None:
             cfg.resume = False
             notice(f'no checkpoint to resume from in {cfg.work_dir!r}: beginning from the start.')
@@ -78,23 +66,16 @@ def configure(args: argparse.Namespace):
         cfg.resume, cfg.load_from = True, check_checkpoint(resume, '--resume')
     elif cfg.get('load_from'):
         check_checkpoint(cfg.load_from, 'load_from')
-    check_data_config(cfg, stages(cfg))
+    check_data_config(cfg, ['train', 'val'] if cfg.get('val_dataloader') else ['train'])
     return cfg
-
-
-def stages(cfg):
-    return ['train', 'val'] if cfg.get('val_dataloader') else ['train']
 
 
 def main() -> None:
     args = parse_args()
-    with clean_end() as run, one_line_errors(), explained_setup(args.config) as watch:
+    with clean_end() as run, one_line_errors(), explained_setup(args.config, whole=False):
         cfg = configure(args)
         run.work_dir, run.is_resumed = cfg.work_dir, cfg.get('resume', False)
-        with explained_empty_data(cfg, stages(cfg)):
-            runner = build_runner(cfg, compiles=args.compile)
-            watch(runner)
-            runner.train()
+        build_runner(cfg, compiles=args.compile).train()
 
 
 if __name__ == '__main__':

@@ -15,8 +15,8 @@ from mmengine.registry import MODELS, init_default_scope
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor, nn
 
+from ..apis.class_names import class_names
 from ..checkpoints.states import fit_backbone, fit_state, model_state, some, strip_prefix
-from ..engine.class_names import class_names
 from ..utils.building import without_pretrained
 from ..utils.errors import CheckpointError, RunError
 

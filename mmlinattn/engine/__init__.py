@@ -1,21 +1,24 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What happens around the training step: checks, checkpoints, resuming, processes.
+"""What happens around the training step. Each hook is opt-in, by its name in a config.
 
-Importing this registers the hooks, the CPU model wrapper and the atomic storage backend with
-MMEngine.
+Importing this registers hooks, constructors, the CPU model wrapper, the runner and the atomic storage backend.
 """
 
 from ..utils.errors import RunError
-from .checkpoint_match import CheckpointMatchHook
-from .checkpointing import AtomicLocalBackend, CheckpointGuardHook, SafeCheckpointHook
-from .data_check import DataCheckHook, check_data_config
-from .distributed import CPUDistributedDataParallel, prepare_distributed
-from .finite import FiniteLossHook
-from .gradients import UnusedParametersHook
-from .layer_decay import BackboneLayerDecayOptimWrapperConstructor
-from .resume_guard import guard
-from .resuming import ExactResumeHook
-from .stopping import StopHook
+from .hooks import (
+    AtomicLocalBackend,
+    CheckpointGuardHook,
+    CheckpointMatchHook,
+    CompileHook,
+    DataCheckHook,
+    ExactResumeHook,
+    FiniteLossHook,
+    SafeCheckpointHook,
+    StopHook,
+    UnusedParametersHook,
+)
+from .optimizers import BackboneLayerDecayOptimWrapperConstructor
+from .runner import CPUDistributedDataParallel, SafeRunner, prepare_distributed
 
 __all__ = [
     'AtomicLocalBackend',
@@ -23,14 +26,14 @@ __all__ = [
     'CPUDistributedDataParallel',
     'CheckpointGuardHook',
     'CheckpointMatchHook',
+    'CompileHook',
     'DataCheckHook',
     'ExactResumeHook',
     'FiniteLossHook',
     'RunError',
     'SafeCheckpointHook',
+    'SafeRunner',
     'StopHook',
     'UnusedParametersHook',
-    'check_data_config',
-    'guard',
     'prepare_distributed',
 ]

@@ -9,10 +9,11 @@ from typing import Any, Optional
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import nn
 
+from ..apis.cli import notice, one_line_errors
+from ..apis.configs import check_checkpoint, read_config
 from ..checkpoints.convert import convert_state
 from ..checkpoints.states import some
-from ..engine.checkpoint_match import UNUSED_IN_TESTS
-from ..engine.cli import check_checkpoint, notice, one_line_errors, read_config
+from ..engine.hooks.checkpoint_match import UNUSED_IN_TESTS
 from ..utils.building import build_model
 from ..utils.errors import CheckpointError, RunError
 from .formats import DTYPES, FORMATS

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from mmengine.config import Config
 from torch import Tensor, nn
 
-from ..engine.class_names import class_names
+from ..apis.class_names import class_names
 from ..ops.sizes import serves_ones
 from ..utils.errors import RunError
 from ..utils.registering import bare_name

@@ -10,8 +10,8 @@ from mmengine.config import Config
 from mmengine.registry import init_default_scope
 from mmengine.utils import get_installed_path
 
+from ..apis.configs import PIP_NAMES
 from ..checkpoints.loading import is_pretrained
-from ..engine.cli import PIP_NAMES
 from ..utils.errors import RunError
 from ..utils.registering import bare_name
 from .zoo import plain_dict

@@ -22,8 +22,8 @@ def folder(tmp_path_factory):
     """Pictures of three classes, and a checkpoint that was trained on them by nobody."""
     from mmengine.registry import MODELS, init_default_scope
 
+    from mmlinattn.apis.configs import read_config
     from mmlinattn.datasets import DatasetSpec, write_dataset
-    from mmlinattn.engine.cli import read_config
 
     folder = tmp_path_factory.mktemp('tools')
     write_dataset(folder / 'data', DatasetSpec('imagenet', 3, 1, size=(64, 64)))

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serve
 
 from mmlinattn.analysis import ablation, ablation_report
 from mmlinattn.analysis.study_tasks import TASKS
-from mmlinattn.engine.cli import one_line_errors, writing
+from mmlinattn.apis.cli import one_line_errors, writing
 from mmlinattn.utils.errors import RunError
 
 SETTINGS = dict(

@@ -18,7 +18,8 @@ from mmengine.logging import MMLogger
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
 
 from mmlinattn.analysis.looking import COLUMNS, Looker, describe
-from mmlinattn.engine.cli import check_checkpoint, one_line_errors, read_config
+from mmlinattn.apis.cli import one_line_errors
+from mmlinattn.apis.configs import check_checkpoint, read_config
 from mmlinattn.utils.errors import RunError
 
 MAX_UPLOAD = '20mb'

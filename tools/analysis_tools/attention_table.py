@@ -14,7 +14,7 @@ sys.path.insert(0, str(ROOT))  # a checkout serves without being installed
 
 import mmlinattn  # noqa: F401  registers the backbones
 from mmlinattn.analysis.attentions import page
-from mmlinattn.engine.cli import check_out_file, one_line_errors
+from mmlinattn.apis.cli import check_out_file, one_line_errors
 
 
 def main() -> None:

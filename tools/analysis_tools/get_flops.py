@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serve
 
 from mmlinattn.analysis.counting import KINDS
 from mmlinattn.analysis.flops import Cost, count_model
-from mmlinattn.engine.cli import explained_setup, one_line_errors, read_config
+from mmlinattn.apis.cli import explained_setup, one_line_errors
+from mmlinattn.apis.configs import read_config
 
 
 def parse_args() -> argparse.Namespace:

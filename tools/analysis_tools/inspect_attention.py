@@ -27,7 +27,8 @@ from mmlinattn.analysis.capture import arrangements, watched
 from mmlinattn.analysis.inspecting import NUM_QUERIES, WHAT, averaged, measure_block
 from mmlinattn.analysis.masking import masking_accuracies
 from mmlinattn.analysis.measures import CONFUSION_DISTANCE
-from mmlinattn.engine.cli import check_checkpoint, one_line_errors, read_config, set_data_root, writing
+from mmlinattn.apis.cli import one_line_errors, writing
+from mmlinattn.apis.configs import check_checkpoint, read_config, set_data_root
 from mmlinattn.utils.errors import RunError
 
 

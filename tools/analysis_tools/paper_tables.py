@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serve
 import mmlinattn  # noqa: F401  registers the backbones
 from mmlinattn.analysis.paper_tables import TITLES, measure, page
 from mmlinattn.analysis.published import read_rows
-from mmlinattn.engine.cli import check_out_file, one_line_errors
+from mmlinattn.apis.cli import check_out_file, one_line_errors
 
 CONFIGS = Path(__file__).resolve().parents[2] / 'configs'
 

@@ -11,7 +11,7 @@ import matplotlib
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
 
-from mmlinattn.engine.cli import one_line_errors, writing
+from mmlinattn.apis.cli import one_line_errors, writing
 from mmlinattn.utils.errors import RunError
 
 NOT_CURVES = ('step', 'epoch', 'iter', 'time', 'data_time', 'memory')

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serve
 
 from mmengine.utils import get_installed_path
 
-from mmlinattn.engine.cli import check_out_file, one_line_errors
+from mmlinattn.apis.cli import check_out_file, one_line_errors
 from mmlinattn.utils.errors import RunError
 
 PROJECTS = ('mmdet', 'mmseg', 'mmpretrain')

@@ -1,0 +1,199 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What the command lines share: arguments, and ends of one line."""
+
+import argparse
+import errno
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from traceback import walk_tb
+from typing import Optional
+
+from mmengine.config import DictAction
+
+from ..engine.runner import leave_process_group
+from ..utils.errors import RunError, described, printable, say_last
+
+INTERRUPTED = 128 + signal.SIGINT  # exit status, as shells count
+
+
+def add_common_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what the tools of MMDetection, MMSegmentation and MMPretrain all have."""
+    parser.add_argument('--work-dir', help='folder for logs and checkpoints [work_dirs/CONFIG]')
+    parser.add_argument(
+        '--data-root',
+        help='folder of the data set, in place of the one in the config: sets data_root of every '
+        'data set and the annotation files of the evaluators',
+    )
+    parser.add_argument(
+        '--cfg-options',
+        nargs='+',
+        action=DictAction,
+        metavar='KEY=VALUE',
+        help='override settings of the config, e.g. train_dataloader.batch_size=4 or '
+        'model.backbone.init_cfg=None; lists as key="[a,b]" or key=a,b',
+    )
+    parser.add_argument(
+        '--compile',
+        action='store_true',
+        help='compile the blocks of the backbone (torch.compile): the first iterations take minutes longer',
+    )
+    parser.add_argument('--no-pin-memory', action='store_true', help='do not pin loader memory')
+    parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none')
+    # torch.distributed.launch passes it; everything here reads the environment
+    parser.add_argument('--local_rank', '--local-rank', type=int, default=0)
+
+
+@contextmanager
+def one_line_errors():
+    """Print a RunError or CheckpointError as one line, without traceback, and exit with status 1."""
+    try:
+        yield
+    except RunError as error:
+        say_last(f'error: {printable(error)}')
+        # Not sys.exit: waiting for data-loader workers and process groups could hang here.
+        raise SystemExit(1) from None
+
+
+@contextmanager
+def writing(out):
+    """A context in which an OSError becomes the RunError that ``--out`` cannot be written.
+
+    Args:
+        out (str | Path): What ``--out`` names.
+
+    Raises:
+        RunError: With the path and the reason, in one line.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f'--out {str(out)!r} cannot be written: {error.strerror}.') from error
+
+
+def check_out_file(out) -> None:
+    """Make the folder of a file that a tool writes at its end, before it works.
+
+    Args:
+        out (str | Path): The file, which need not exist and stays as it is.
+
+    Raises:
+        RunError: It is a folder, or nothing can be written in the folder it is in.
+    """
+    out = Path(out)
+    with writing(out):
+        if out.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out.parent) if not out.exists() else out.open('ab'):
+            pass
+
+
+def notice(message: str) -> None:
+    """One line on stderr, from one process per machine."""
+    if int(os.environ.get('LOCAL_RANK', 0)) == 0:
+        print(f'notice: {message}', file=sys.stderr, flush=True)
+
+
+def _end_workers() -> None:
+    """Kill the data-loader workers of this process; PyTorch would wait up to 5 s for each."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises an error for each that ends
+    for child in multiprocessing.active_children():
+        child.kill()
+        child.join(5)
+
+
+def _last_checkpoint(work_dir: str, began: float) -> Optional[str]:
+    with suppress(OSError, ValueError):
+        pointer = Path(work_dir, 'last_checkpoint')
+        if pointer.stat().st_mtime >= began - 1:  # file systems round down
+            return pointer.read_text()[:4096].strip() or None
+    return None
+
+
+class ToolRun:
+    """What :func:`clean_end` tells the user about: set ``work_dir`` once it is known.
+
+    Attributes:
+        work_dir (str | None): The work dir of a training; None for runs that write no checkpoint.
+        is_resumed (bool): Whether the run went on from a checkpoint, so that an old one in the work dir is its own.
+    """
+
+    def __init__(self):
+        self.work_dir: Optional[str] = None
+        self.is_resumed = False
+        self._began = time.time()
+
+    def interrupted(self) -> str:
+        """The line after Ctrl-C."""
+        if self.work_dir is None:
+            return 'interrupted.'
+        path = _last_checkpoint(self.work_dir, 0 if self.is_resumed else self._began)
+        if path is None:
+            return f'interrupted: no checkpoint was written to {self.work_dir!r} yet; the same command begins anew.'
+        return f'interrupted: the last checkpoint is {path!r}; the same command with --resume goes on from there.'
+
+
+@contextmanager
+def clean_end():
+    """For the main function of a tool: whatever ends it, workers and process group end with it.
+
+    Ctrl-C ends in one line that says where the last checkpoint is, and exit status 130. Errors pass through.
+
+    Yields:
+        A :class:`ToolRun`.
+    """
+    run = ToolRun()
+    try:
+        yield run
+        leave_process_group(failed=False)
+    except KeyboardInterrupt:
+        _end_workers()
+        leave_process_group(failed=True)
+        if int(os.environ.get('RANK', os.environ.get('SLURM_PROCID', 0))) == 0:
+            say_last(run.interrupted())
+        raise SystemExit(INTERRUPTED) from None
+    except BaseException:
+        _end_workers()
+        leave_process_group(failed=True)
+        raise
+
+
+@contextmanager
+def explained_setup(config: str, whole: bool = True):
+    """Give an error of the setting up of a run in one line.
+
+    A wrong argument of a model, data set, optimizer or hook shows when MMEngine builds it, in errors of any kind.
+
+    Args:
+        config (str): The config file, for messages.
+        whole (bool): False explains what fails while MMEngine builds something, and lets other errors pass.
+
+    Raises:
+        RunError: With the class that was being built, if any, and why it failed. ``MMLINATTN_TRACEBACK=1`` keeps the
+            error as it is.
+    """
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:
+        classes = _failed_class(error)
+        if not (whole or classes) or os.environ.get('MMLINATTN_TRACEBACK') == '1':
+            raise
+        what = ': '.join([*classes, described(error)])
+        if 'need at least one array to concatenate' in what:  # MMEngine's serialisation
+            what += '. The data set holds no image, or none of metainfo.classes is a category of its ann_file'
+        raise RunError(f'{config} cannot be run: {what} (MMLINATTN_TRACEBACK=1 shows where)') from error
+
+
+def _failed_class(error: Exception) -> list[str]:
+    """Name of what MMEngine was building when it failed, the innermost; none where it was building nothing."""
+    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == 'build_from_cfg']
+    built = [frame.f_locals['obj_cls'] for frame in frames if frame.f_locals.get('obj_cls') is not None]
+    return [getattr(built[-1], '__name__', str(built[-1]))] if built else []

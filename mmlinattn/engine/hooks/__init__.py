@@ -1,0 +1,24 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Hooks, one file each."""
+
+from .checkpoint_match import CheckpointMatchHook
+from .checkpointing import AtomicLocalBackend, CheckpointGuardHook, SafeCheckpointHook
+from .compiling import CompileHook
+from .data_check import DataCheckHook
+from .exact_resume import ExactResumeHook
+from .finite_loss import FiniteLossHook
+from .stop import StopHook
+from .unused_parameters import UnusedParametersHook
+
+__all__ = [
+    'AtomicLocalBackend',
+    'CheckpointGuardHook',
+    'CheckpointMatchHook',
+    'CompileHook',
+    'DataCheckHook',
+    'ExactResumeHook',
+    'FiniteLossHook',
+    'SafeCheckpointHook',
+    'StopHook',
+    'UnusedParametersHook',
+]

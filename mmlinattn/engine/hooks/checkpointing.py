@@ -1,0 +1,176 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import os
+import os.path as osp
+from collections import deque
+from contextlib import contextmanager, suppress
+from typing import Optional
+
+from mmengine.dist import is_main_process
+from mmengine.fileio import LocalBackend, get_file_backend, register_backend
+from mmengine.hooks import CheckpointHook, Hook
+from mmengine.registry import HOOKS
+
+from ...utils import written_whole
+from ...utils.errors import CheckpointError, RunError
+from ..runner.safe_runner import find_latest_checkpoint
+
+__all__ = ['AtomicLocalBackend', 'CheckpointGuardHook', 'SafeCheckpointHook']
+
+ATOMIC_BACKEND = 'mmlinattn.atomic_local'
+
+
+class AtomicLocalBackend(LocalBackend):
+    """Local files that appear under their name when they are whole, or not at all.
+
+    Data goes to ``NAME.part`` beside the target, is flushed to the disk and then takes the name in
+    one rename. On any error the part file is removed and what stood under the name before is
+    untouched. The name of the part file is fixed, so a process killed while writing leaves at most
+    one of them per target, and the next write reuses it.
+    """
+
+    def put(self, obj: bytes, filepath) -> None:
+        """Write bytes to ``filepath``, making its folder where needed."""
+        filepath = os.fspath(filepath)
+        os.makedirs(osp.dirname(filepath) or '.', exist_ok=True)
+        with written_whole(filepath, part=filepath + '.part') as stream:
+            stream.write(obj)
+
+    def put_text(self, obj: str, filepath, encoding: str = 'utf-8') -> None:
+        """Write text to ``filepath``, making its folder where needed."""
+        self.put(obj.encode(encoding), filepath)
+
+
+register_backend(ATOMIC_BACKEND, AtomicLocalBackend, force=True)
+
+
+@contextmanager
+def explained_write_errors(target: str, previous: Optional[str]):
+    """Turn what a full disk raises while ``target`` is written into a :class:`RunError` that names ``previous``."""
+    try:
+        yield
+    except OSError as error:
+        kept = f'The previous checkpoint {previous} is intact. ' if previous else ''
+        raise RunError(
+            f'{target} could not be written: {error.strerror or error}. {kept}Make room and start again with --resume.'
+        ) from error
+
+
+def previous_checkpoint(runner, hook) -> Optional[str]:
+    """The last checkpoint before one that ``hook`` writes; of a run that resumed, what it would resume from again."""
+    last = getattr(hook, 'last_ckpt', None)  # None up to the first one of runs that resume, too
+    if not last and getattr(runner, '_resume', False) and osp.isfile(osp.join(runner.work_dir, 'last_checkpoint')):
+        with suppress(CheckpointError):  # it resumed from a file that was named, and what is here is of no use
+            last = find_latest_checkpoint(runner.work_dir)
+    return last
+
+
+class _DeferRemoval:
+    """A storage backend whose removals are only noted down."""
+
+    def __init__(self, backend):
+        self.backend = backend
+        self.outdated = []
+
+    def __getattr__(self, name):
+        return getattr(self.backend, name)
+
+    def remove(self, path):
+        self.outdated.append((self.backend.remove, path))
+
+    def rmtree(self, path):
+        self.outdated.append((self.backend.rmtree, path))
+
+
+@HOOKS.register_module(force=True)
+class SafeCheckpointHook(CheckpointHook):
+    """MMEngine's ``CheckpointHook`` with the arguments and files it has, for a disk that may fill
+    up.
+
+    Three things differ: local files are written whole or not at all; ``last_checkpoint`` is too;
+    and with ``max_keep_ckpts`` or ``save_best`` the older file goes after the newer one is on the
+    disk, not before.
+
+    Raises:
+        RunError: A checkpoint could not be written. The previous checkpoint and ``last_checkpoint``
+            are intact.
+    """
+
+    def before_train(self, runner) -> None:
+        """Find the storage; a local one becomes atomic unless the config chose a backend."""
+        super().before_train(runner)
+        if self.backend_args is None and type(self.file_backend) is LocalBackend:
+            self.backend_args = dict(backend=ATOMIC_BACKEND)
+            self.file_backend = get_file_backend(self.out_dir, backend_args=self.backend_args)
+
+    def _save_checkpoint_with_step(self, runner, step, meta) -> None:
+        outdated = []
+        if self.max_keep_ckpts > 0:
+            kept = [kept_step for kept_step in self.keep_ckpt_ids if kept_step != step] + [step]
+            outdated = kept[: -self.max_keep_ckpts]
+            # Before saving: the checkpoint carries the list to the run that resumes from it.
+            self.keep_ckpt_ids = deque(kept[-self.max_keep_ckpts :], self.max_keep_ckpts)
+            runner.message_hub.update_info('keep_ckpt_ids', list(self.keep_ckpt_ids))
+
+        filename = self.filename_tmpl.format(step)
+        previous = previous_checkpoint(runner, self)
+        self.last_ckpt = self.file_backend.join_path(self.out_dir, filename)
+        runner.message_hub.update_info('last_ckpt', self.last_ckpt)
+        with explained_write_errors(self.last_ckpt, previous):
+            runner.save_checkpoint(
+                self.out_dir,
+                filename,
+                self.file_client_args,
+                save_optimizer=self.save_optimizer,
+                save_param_scheduler=self.save_param_scheduler,
+                meta=meta,
+                by_epoch=self.by_epoch,
+                backend_args=self.backend_args,
+                **self.args,
+            )
+            if is_main_process():
+                AtomicLocalBackend().put_text(self.last_ckpt, osp.join(runner.work_dir, 'last_checkpoint'))
+        if is_main_process():
+            for old_step in outdated:
+                self._remove(self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(old_step)))
+
+    def _save_best_checkpoint(self, runner, metrics) -> None:
+        backend = self.file_backend
+        self.file_backend = _DeferRemoval(backend)
+        try:
+            with explained_write_errors('the best checkpoint', getattr(self, 'best_ckpt_path', None)):
+                super()._save_best_checkpoint(runner, metrics)
+            outdated = self.file_backend.outdated
+        finally:
+            self.file_backend = backend
+        current = set(getattr(self, 'best_ckpt_path_dict', {}).values())
+        current.add(getattr(self, 'best_ckpt_path', None))
+        for remove, path in outdated:
+            # A run that resumes can reach the same best epoch, hence the same name, again.
+            if path not in current:
+                remove(path)
+
+    def _remove(self, path: str) -> None:
+        if self.file_backend.isfile(path):
+            self.file_backend.remove(path)
+        elif self.file_backend.isdir(path):  # DeepSpeed writes folders
+            self.file_backend.rmtree(path)
+
+
+@HOOKS.register_module(force=True)
+class CheckpointGuardHook(Hook):
+    """Turn the run's ``CheckpointHook`` into a :class:`SafeCheckpointHook`, keeping its settings.
+
+    Upstream base files set ``default_hooks.checkpoint`` each in their own way, and MMEngine lets
+    only one base file set a key. So a config adds this to ``custom_hooks`` and keeps the checkpoint
+    settings it inherits. Subclasses of ``CheckpointHook`` are left as they are.
+    """
+
+    priority = 'VERY_HIGH'
+
+    def before_run(self, runner) -> None:
+        """Swap the hook before anything is trained."""
+        for index, hook in enumerate(runner._hooks):
+            if type(hook) is CheckpointHook:
+                safe = SafeCheckpointHook.__new__(SafeCheckpointHook)
+                safe.__dict__.update(hook.__dict__)
+                runner._hooks[index] = safe

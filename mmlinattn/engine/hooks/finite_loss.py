@@ -1,0 +1,65 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from typing import Optional
+
+import torch
+from mmengine.dist import get_rank
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+
+from ...utils.errors import RunError
+
+__all__ = ['FiniteLossHook']
+
+
+def _file_names(data_batch) -> list[str]:
+    """``img_path`` of every sample of a batch, in order; data loaders of the three tasks nest them each in its way."""
+    samples = data_batch.get('data_samples', ()) if isinstance(data_batch, dict) else data_batch
+    samples = samples if isinstance(samples, (list, tuple)) else [samples]
+    samples = [sample.get('data_samples', sample) if isinstance(sample, dict) else sample for sample in samples]
+    return [str(sample.img_path) for sample in samples if getattr(sample, 'img_path', None) is not None]
+
+
+@HOOKS.register_module(force=True)
+class FiniteLossHook(Hook):
+    """Stop at the first loss that is not finite, naming its images, and before weights that are not finite are saved.
+
+    MMDetection's ``CheckInvalidLossHook`` looks at every 50th loss and names no images. By the time a loss is seen
+    the optimizer has taken a step with its gradients: the point is to keep the last good checkpoint the newest. A
+    process that saw the bad loss stops by itself, and the launcher ends the others.
+
+    Raises:
+        RunError: ``outputs['loss']`` of a train step, or a floating point tensor of a checkpoint, holds NaN or Inf.
+    """
+
+    # Before the checkpoint hook (VERY_LOW) and before the logger averages the value away.
+    priority = 'VERY_HIGH'
+
+    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: Optional[dict] = None) -> None:
+        """Look at the summed loss of this iteration."""
+        loss = (outputs or {}).get('loss')
+        if not isinstance(loss, torch.Tensor) or torch.isfinite(loss.detach()).all():
+            return
+        terms = ', '.join(
+            f'{name}={value.item():g}'
+            for name, value in outputs.items()
+            if isinstance(value, torch.Tensor) and value.numel() == 1
+        )
+        names = ', '.join(_file_names(data_batch)) or '(the data samples carry no img_path)'
+        raise RunError(
+            f'the loss is not finite at iteration {runner.iter + 1} (epoch {runner.epoch + 1}): process {get_rank()}: '
+            f'{terms} on images {names}. No checkpoint was written after it. Resume from the last checkpoint with a '
+            'lower learning rate or gradient clipping, or look at these images.'
+        )
+
+    def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
+        """Refuse to write weights that are not finite."""
+        broken = [
+            name
+            for name, value in checkpoint.get('state_dict', {}).items()
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and not torch.isfinite(value).all()
+        ]
+        if broken:
+            raise RunError(
+                f'{len(broken)} tensors of the model are not finite at iteration {runner.iter + 1}, among them '
+                f'{", ".join(broken[:3])}: this checkpoint is not written and the previous one stays the last.'
+            )

@@ -1,0 +1,175 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import ctypes
+import os.path as osp
+import signal
+import sys
+import threading
+
+import torch
+from mmengine.dist import all_reduce, barrier, get_world_size, is_main_process
+from mmengine.hooks import CheckpointHook, EMAHook, Hook
+from mmengine.registry import HOOKS
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
+from torch.utils.data import DataLoader
+
+from .checkpointing import ATOMIC_BACKEND, AtomicLocalBackend, explained_write_errors, previous_checkpoint
+from .exact_resume import ExactResumeHook
+
+__all__ = ['CHECKPOINT_NAME', 'StopHook', 'TERMINATED', 'shield_workers']
+
+CHECKPOINT_NAME = 'stopped.pth'  # one name: the next stop replaces it, and no rule for old checkpoints removes it
+TERMINATED = 128 + signal.SIGTERM  # exit status, as shells count
+GRACE = 30  # seconds that workers go on after a SIGTERM, as long as Slurm and torchrun wait before they kill
+
+
+class _Shielded:
+    """A ``worker_init_fn`` that leaves Ctrl-C and SIGTERM to the main process, then calls another.
+
+    Terminals send Ctrl-C, and Slurm SIGTERM, to all processes of a run. The main process needs its workers for the rest
+    of the iteration, and takes their end for an error.
+    """
+
+    def __init__(self, init_fn):
+        self.init_fn = init_fn
+
+    def __call__(self, worker_id: int) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE))
+        if sys.platform == 'linux':
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphans after a kill -9
+        if self.init_fn is not None:
+            self.init_fn(worker_id)
+
+
+def shield_workers(loader: DataLoader) -> None:
+    """Let the workers that a loader starts from now on outlive a SIGTERM for :data:`GRACE` seconds."""
+    if getattr(loader, 'num_workers', 0) > 0 and not isinstance(loader.worker_init_fn, _Shielded):
+        loader.worker_init_fn = _Shielded(loader.worker_init_fn)
+
+
+@HOOKS.register_module(force=True)
+class StopHook(Hook):
+    """At SIGTERM, which Slurm, Kubernetes and torchrun send, save a checkpoint and end with exit status 143.
+
+    The iteration that is under way is finished; then ``stopped.pth`` is written to the folder of the other checkpoints
+    and named in ``last_checkpoint``, so that ``--resume`` goes on from it, in the middle of an epoch too
+    (:class:`ExactResumeHook` finds the place). In a validation it is saved at once, and the validation is left out.
+    With gradient accumulation the run ends where the weights were updated.
+
+    Epoch-based runs without :class:`ExactResumeHook` could not be continued in the middle of an epoch. They, and train
+    loops other than MMEngine's two, end without saving.
+
+    Args:
+        save_on_sigterm (bool): False leaves SIGTERM alone: the run ends at once.
+        interval (int): Iterations after which several processes ask each other whether one has to stop.
+    """
+
+    priority = 'LOWEST'  # after the hook that writes checkpoints, and the one that steps learning rates
+
+    def __init__(self, save_on_sigterm: bool = True, interval: int = 10):
+        if type(interval) is not int or interval < 1:
+            raise ValueError(f'StopHook: interval={interval!r} has to be an integer from 1 up')
+        self.save_on_sigterm = save_on_sigterm
+        self.interval = interval
+        self.is_asked = False  # this process had the signal
+        self._is_agreed = False  # all processes know of it
+        self._found = None  # the handler in whose place this hook's is
+
+    def before_run(self, runner) -> None:
+        """Keep the workers alive that the last iteration needs."""
+        for loop in (runner._train_loop, runner._val_loop):
+            loader = getattr(loop, 'dataloader', None)
+            if isinstance(loader, DataLoader):
+                shield_workers(loader)
+
+    def before_train(self, runner) -> None:
+        """Listen from here on."""
+        if not self.save_on_sigterm or threading.current_thread() is not threading.main_thread():
+            return
+        found = signal.getsignal(signal.SIGTERM)
+        if found in (signal.SIG_DFL, signal.SIG_IGN):
+            self._found = found
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+        else:
+            runner.logger.warning('StopHook: SIGTERM has a handler already, which stays: no checkpoint is saved.')
+
+    def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
+        """Save and end where any process was asked to."""
+        if self._found is None:
+            return
+        if get_world_size() == 1:
+            self._is_agreed = self.is_asked
+        elif not self._is_agreed and (runner.iter + 1) % self.interval == 0:
+            is_asked = torch.tensor([float(self.is_asked)])
+            all_reduce(is_asked, op='max')
+            self._is_agreed = bool(is_asked.item())
+        if self._is_agreed and _weights_are_updated(runner):
+            is_epochs = type(runner.train_loop) is EpochBasedTrainLoop
+            self._save_and_end(runner, runner.epoch, runner.iter + 1, batch_idx + 1 if is_epochs else 0)
+
+    def before_val_iter(self, runner, batch_idx: int, data_batch=None) -> None:
+        """In a validation of a training, weights do not change: there is nothing to wait for."""
+        if self._found is None or not self.is_asked:
+            return
+        for hook in runner.hooks:
+            if isinstance(hook, EMAHook):  # averaged weights are in the model's place while it is validated
+                hook.after_val_epoch(runner)
+        self._save_and_end(runner, runner.epoch, runner.iter, 0, waits=False)
+
+    def after_train(self, runner) -> None:
+        """Stop listening."""
+        if self._found is not None:
+            signal.signal(signal.SIGTERM, self._found)
+            self._found = None
+
+    def _on_sigterm(self, signum, frame) -> None:
+        self.is_asked = True
+
+    def _save_and_end(self, runner, epoch: int, iteration: int, batch: int, waits: bool = True) -> None:
+        if _can_resume(runner):
+            path = self._save(runner, dict(epoch=epoch, iter=iteration), batch)
+            runner.logger.warning(
+                f'SIGTERM: iteration {iteration} is saved in {path!r}; the same command with --resume goes on from '
+                'there.'
+            )
+        else:
+            runner.logger.warning('SIGTERM: this kind of run cannot be continued here, so nothing is saved.')
+        if waits:
+            barrier()  # a process that ends makes launchers kill the others
+        self.after_train(runner)
+        raise SystemExit(TERMINATED)
+
+    def _save(self, runner, meta: dict, batch: int) -> str:
+        hook = next((hook for hook in runner.hooks if isinstance(hook, CheckpointHook)), None)
+        folder = getattr(hook, 'out_dir', None) or runner.work_dir
+        backend = getattr(hook, 'backend_args', None)
+        if backend is None and '://' not in folder:
+            backend = dict(backend=ATOMIC_BACKEND)
+        meta['stopped'] = dict(batch=batch, num_batches=len(runner.train_dataloader) if batch else 0)
+        path = f'{folder.rstrip("/")}/{CHECKPOINT_NAME}'
+        with explained_write_errors(path, previous_checkpoint(runner, hook)):
+            runner.save_checkpoint(
+                folder,
+                CHECKPOINT_NAME,
+                save_param_scheduler=runner.param_schedulers is not None,
+                meta=meta,
+                by_epoch=False,
+                backend_args=backend,
+            )
+            if is_main_process():
+                AtomicLocalBackend().put_text(path, osp.join(runner.work_dir, 'last_checkpoint'))
+        return path
+
+
+def _can_resume(runner) -> bool:
+    kind = type(runner.train_loop)
+    if kind is EpochBasedTrainLoop:
+        return any(isinstance(hook, ExactResumeHook) and hook.batches is not None for hook in runner.hooks)
+    return kind is IterBasedTrainLoop
+
+
+def _weights_are_updated(runner) -> bool:
+    """False between the iterations whose gradients one update sums."""
+    wrappers = runner.optim_wrapper
+    wrappers = wrappers.values() if hasattr(wrappers, 'values') else [wrappers]
+    return all(wrapper.should_update() for wrapper in wrappers if hasattr(wrapper, 'should_update'))

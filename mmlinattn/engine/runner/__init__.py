@@ -1,0 +1,13 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Processes, and a Runner that takes nothing on trust from the checkpoint it resumes from."""
+
+from .distributed import CPUDistributedDataParallel, leave_process_group, prepare_distributed
+from .safe_runner import SafeRunner, find_latest_checkpoint
+
+__all__ = [
+    'CPUDistributedDataParallel',
+    'SafeRunner',
+    'find_latest_checkpoint',
+    'leave_process_group',
+    'prepare_distributed',
+]

@@ -1,0 +1,127 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import gc
+import os
+import subprocess
+from contextlib import suppress
+
+import torch
+import torch.distributed
+from mmengine.config import Config
+from mmengine.device import get_device
+from mmengine.logging import print_log
+from mmengine.model import MMDistributedDataParallel, revert_sync_batchnorm
+from mmengine.registry import MODEL_WRAPPERS
+from torch import nn
+
+from ...utils.errors import RunError
+from ...utils.registering import bare_name
+
+__all__ = ['CPUDistributedDataParallel', 'leave_process_group', 'prepare_distributed']
+
+_SYNC_BN = ('SyncBatchNorm', 'NaiveSyncBatchNorm')
+
+
+@MODEL_WRAPPERS.register_module(force=True)
+class CPUDistributedDataParallel(MMDistributedDataParallel):
+    """MMEngine's data-parallel wrapper for processes without an accelerator.
+
+    It differs in that no device is assigned (MMEngine always passes ``device_ids``, which DDP
+    refuses for a model on the CPU), and in that SyncBatchNorm layers become BatchNorm: on CPU,
+    SyncBatchNorm trains in one process only.
+    """
+
+    def __init__(self, module: nn.Module, **kwargs):
+        kwargs.pop('device_ids', None)
+        num_synced = sum(type(layer).__name__ in _SYNC_BN for layer in module.modules())
+        if num_synced:
+            module = revert_sync_batchnorm(module)
+            print_log(
+                f'On CPU {num_synced} SyncBatchNorm layers are trained as BatchNorm: '
+                'statistics are those of each process alone.',
+                logger='current',
+            )
+        super().__init__(module=module, **kwargs)
+
+
+def _slurm_master() -> str:
+    nodes = os.environ['SLURM_NODELIST']
+    found = subprocess.run(['scontrol', 'show', 'hostnames', nodes], capture_output=True, text=True, check=True)
+    return found.stdout.split()[0]
+
+
+def _export_rank(launcher: str) -> None:
+    """Give PyTorch's ``env://`` the variables it wants from what a launcher sets."""
+    names = {
+        'pytorch': ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'),
+        'slurm': ('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_LOCALID'),
+        'mpi': ('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE', 'OMPI_COMM_WORLD_LOCAL_RANK'),
+    }[launcher]
+    missing = [name for name in names if name not in os.environ]
+    if missing:
+        raise RunError(
+            f'--launcher {launcher}: {", ".join(missing)} not set in the environment. '
+            'Start through tools/dist_train.sh, tools/slurm_train.sh or mpirun, '
+            'or leave --launcher away for a single process.'
+        )
+    for target, name in zip(('RANK', 'WORLD_SIZE', 'LOCAL_RANK'), names):
+        os.environ[target] = os.environ[name]
+    os.environ.setdefault('MASTER_PORT', '29500')
+    if 'MASTER_ADDR' not in os.environ:
+        os.environ['MASTER_ADDR'] = _slurm_master() if launcher == 'slurm' else '127.0.0.1'
+
+
+def prepare_distributed(cfg: Config) -> None:
+    """Make a run with ``cfg.launcher`` possible on this machine; call before the Runner is built.
+
+    With an accelerator nothing is done beyond checking that there are enough. Without one, the
+    processes are joined over gloo, since MMEngine's own start needs CUDA, and the config gets the
+    CPU model wrapper.
+
+    Raises:
+        RunError: More processes than GPUs, a launcher's environment is missing, or the config asks
+            for a model wrapper that needs an accelerator.
+    """
+    if cfg.launcher == 'none':
+        return
+    if get_device() != 'cpu':
+        local_rank = int(os.environ.get('LOCAL_RANK', 0))
+        if torch.cuda.is_available() and local_rank >= torch.cuda.device_count():
+            raise RunError(
+                f'process {local_rank + 1} of this machine has no GPU: there are '
+                f'{torch.cuda.device_count()}. Start at most that many processes per machine.'
+            )
+        return
+
+    wrapper = dict(cfg.get('model_wrapper_cfg') or {})
+    kind = wrapper.get('type', 'MMDistributedDataParallel')
+    if bare_name(kind) not in ('MMDistributedDataParallel', CPUDistributedDataParallel.__name__):
+        raise RunError(f'model_wrapper_cfg.type = {kind!r} needs an accelerator, and there is none.')
+    wrapper.setdefault('broadcast_buffers', False)  # MMEngine's defaults without a wrapper config
+    wrapper.setdefault('find_unused_parameters', cfg.get('find_unused_parameters', False))
+    wrapper['type'] = CPUDistributedDataParallel.__name__
+    cfg.model_wrapper_cfg = wrapper
+    _export_rank(cfg.launcher)
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group('gloo')
+
+
+def leave_process_group(failed: bool) -> None:
+    """Destroy the process group if there is one; does nothing the second time.
+
+    A group that outlives the interpreter has threads which ask for it once more, and the process aborts after its
+    last line (``terminate called without an active exception``, exit status -6). It happens on busy machines only.
+
+    Args:
+        failed (bool): Whether the run ended by an error or a signal. Then the group is aborted: to destroy it would
+            wait for what was begun with processes that may be gone.
+    """
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return
+    if failed:
+        abort = getattr(torch.distributed.distributed_c10d, '_abort_process_group', None)  # since torch 2.6
+        if abort is not None:
+            with suppress(Exception):  # the error that ended the run is the one to be seen
+                abort()
+        return
+    torch.distributed.destroy_process_group()
+    gc.collect()  # the threads of gloo end with the last model that holds the group

@@ -1,0 +1,144 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import os
+import os.path as osp
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import torch
+from mmengine.hooks import CheckpointHook
+from mmengine.registry import RUNNERS
+from mmengine.runner import Runner
+
+from ...utils.errors import CheckpointError, RunError, printable
+
+__all__ = ['SafeRunner', 'find_latest_checkpoint']
+
+_MAX_PATH = 4096  # bytes
+
+
+def _out_dirs(runner) -> list[str]:
+    """The folders this run writes checkpoints to."""
+    folders = [runner.work_dir]
+    for hook in runner.hooks:
+        if isinstance(hook, CheckpointHook) and hook.out_dir is not None:
+            # Before training, when it gets its client, the hook has the folder of all runs, from then on this run's.
+            is_of_run = hasattr(hook, 'file_client') or str(hook.out_dir) == runner.work_dir
+            name = '' if is_of_run else osp.basename(runner.work_dir.rstrip(os.sep))
+            folders.append(osp.join(str(hook.out_dir), name).rstrip(os.sep))
+    return folders
+
+
+def _is_own_best(path: Any, folders: list[str]) -> bool:
+    """Whether a path names a best checkpoint of this run: right inside a folder of it and called ``best_...``."""
+    if not isinstance(path, str) or '\0' in path or not osp.basename(path).startswith('best_'):
+        return False
+    if '://' in path:
+        return any(path.rpartition('/')[0] == folder.rstrip('/') for folder in folders)
+    # Links are followed in the folder, never in the name itself: removing a link leaves what it points to.
+    parent = osp.realpath(osp.dirname(path))
+    return any(parent == osp.realpath(folder) for folder in folders if '://' not in folder)
+
+
+def _keep_own_files(runner, info: dict) -> list[str]:
+    """Drop what names files of others from the runtime information of a checkpoint, and return the names dropped."""
+    folders, dropped = _out_dirs(runner), []
+    for key, value in list(info.items()):
+        if key == 'keep_ckpt_ids':
+            is_fine = isinstance(value, (list, tuple)) and all(type(step) is int and step >= 0 for step in value)
+        else:
+            is_fine = not str(key).startswith('best_ckpt') or _is_own_best(value, folders)
+        if not is_fine and value is not None:
+            dropped.append(key)
+            del info[key]
+    if dropped:
+        runner.logger.warning(
+            f'the checkpoint names files that are not checkpoints of this run in {runner.work_dir} '
+            f'({printable(", ".join(dropped))}). They are left alone.'
+        )
+    return dropped
+
+
+@contextmanager
+def _explained(filename: str):
+    """One line in place of whatever MMEngine stumbles over in a file of another form than it expects."""
+    try:
+        yield
+    except (CheckpointError, OSError, MemoryError, torch.cuda.OutOfMemoryError):
+        raise
+    except RunError as error:  # a hook that looked into it
+        message = str(error)
+        raise CheckpointError(message if str(filename) in message else f'{filename}: {message}') from error
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        reason = (str(error).splitlines() or [''])[0]
+        raise CheckpointError(f'{filename} cannot be used ({type(error).__name__}: {reason})') from error
+
+
+@RUNNERS.register_module(force=True)
+class SafeRunner(Runner):
+    """MMEngine's Runner for checkpoints of others: what they say of files outside of the run is dropped.
+
+    MMEngine's CheckpointHook removes the file or folder that ``best_ckpt`` of a resumed checkpoint names, and those
+    that the numbers of ``keep_ckpt_ids`` make, when a newer one takes its place. The tools of this project use it;
+    elsewhere a config has it as ``runner_type='SafeRunner'``.
+
+    Raises:
+        CheckpointError: A file cannot be loaded or resumed from; in one line that names it.
+    """
+
+    def load_checkpoint(self, filename: str, *args, **kwargs) -> dict:
+        """Load weights, as MMEngine does, and return the checkpoint without names of files of others."""
+        with _explained(filename):
+            checkpoint = super().load_checkpoint(filename, *args, **kwargs)
+        hub = checkpoint.get('message_hub')
+        if isinstance(hub, dict) and isinstance(hub.get('runtime_info'), dict):
+            # those of the run that resumes are newer; the text would be handed on from file to file
+            others = [key for key in ('cfg', 'experiment_name') if hub['runtime_info'].pop(key, None) is not None]
+            for key in others + _keep_own_files(self, hub['runtime_info']):
+                (hub.get('resumed_keys') or {}).pop(key, None)
+        return checkpoint
+
+    def resume(self, filename: str, *args, **kwargs) -> None:
+        """Load weights and state of a run."""
+        self.is_resuming = True  # for CheckpointMatchHook
+        try:
+            with _explained(filename):
+                super().resume(filename, *args, **kwargs)
+        finally:
+            del self.is_resuming
+
+
+def find_latest_checkpoint(work_dir: str) -> Optional[str]:
+    """The checkpoint that ``last_checkpoint`` of a work dir names, if it is of that run.
+
+    It has to be in the work dir, or in a folder of the work dir's name, as CheckpointHook makes them with ``out_dir``.
+    What the file holds is relative to where the run was started and wrong once the folder was moved; the file of that
+    name in the work dir is as good.
+
+    Returns:
+        None where there is no ``last_checkpoint``.
+
+    Raises:
+        CheckpointError: ``last_checkpoint`` is no short line of text, or what it names is not there or elsewhere.
+    """
+    pointer = osp.join(work_dir, 'last_checkpoint')
+    if not osp.lexists(pointer):
+        return None
+    advice = 'Name a checkpoint to resume from, or delete that file to begin from the start.'
+    if not osp.isfile(pointer):
+        raise CheckpointError(f'{pointer} is not a file. {advice}')
+    with open(pointer, 'rb') as file:
+        content = file.read(_MAX_PATH + 1)
+    latest = content.decode(errors='replace').strip()
+    if not latest or not latest.isprintable() or '\ufffd' in latest or len(content) > _MAX_PATH:
+        raise CheckpointError(f'{pointer} names no checkpoint: it holds {content[:40]!r}. {advice}')
+    folder, name = osp.split(latest)
+    is_address = '://' in latest
+    is_own = osp.basename(folder) == osp.basename(osp.abspath(work_dir))
+    if is_address and is_own and not latest.startswith(('http://', 'https://')):
+        return latest
+    is_own = not is_address and (is_own or osp.realpath(folder) == osp.realpath(work_dir))
+    for candidate in [latest] * is_own + [osp.join(work_dir, name)] * bool(name):
+        if osp.exists(candidate):  # DeepSpeed writes folders
+            return candidate
+    where = 'elsewhere' if osp.exists(latest) or is_address else 'not there'
+    raise CheckpointError(f'{pointer} names {latest!r}, which is {where}. {advice}')

@@ -1,0 +1,93 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from types import SimpleNamespace
+
+import pytest
+from engine_toys import ToyDataset, make_runner
+from torch import nn
+
+from mmlinattn.engine import DataCheckHook, RunError
+from mmlinattn.engine.hooks.data_check import check_labels, find_missing_files
+
+
+class Pictures(ToyDataset):
+    """Samples 0 to 11, which name files of a folder."""
+
+    folder = ''
+
+    def get_data_info(self, index):
+        return dict(super().get_data_info(index), img_path=f'{self.folder}/{index}.jpg')
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    dataset = Pictures()
+    dataset.folder = str(tmp_path)
+    for index in range(12):
+        (tmp_path / f'{index}.jpg').touch()
+    return dataset
+
+
+def test_missing_files_are_named(pictures, tmp_path):
+    assert find_missing_files(pictures) == []
+    (tmp_path / '3.jpg').unlink()
+    assert find_missing_files(pictures) == [f'{tmp_path}/3.jpg']
+    pictures.folder = f'{tmp_path}/none'
+    assert len(find_missing_files(pictures)) == 12
+
+
+def test_the_run_stops_before_it_trains(pictures, tmp_path):
+    runner = make_runner(tmp_path / 'work', [dict(type='DataCheckHook', max_listed=1)])
+    loop = runner._train_loop = runner.build_train_loop(runner._train_loop)
+    loop.dataloader = SimpleNamespace(dataset=SimpleNamespace(dataset=pictures))  # in a wrapper
+    (hook,) = (hook for hook in runner.hooks if isinstance(hook, DataCheckHook))
+    hook.before_run(runner)
+    (tmp_path / '3.jpg').unlink()
+    (tmp_path / '4.jpg').unlink()
+    with pytest.raises(RunError, match='2 of the files its 12 samples name are missing: .*3.jpg and 1 more'):
+        hook.before_run(runner)
+
+
+def test_an_empty_data_set(tmp_path):
+    runner = make_runner(tmp_path, [dict(type='DataCheckHook')], loader=dict(dataset=dict(type='ToyDataset', size=0)))
+    with pytest.raises(Exception, match='holds no image|num_samples'):
+        runner.train()
+
+
+def test_arguments_of_older_configs(tmp_path, caplog):
+    DataCheckHook(num_read=None, unreadable='skip')
+    with pytest.raises(TypeError, match='no argument nothing'):
+        DataCheckHook(nothing=1)
+
+
+def data(*infos, classes=()):
+    class Data(list):
+        metainfo = dict(classes=classes)
+        get_data_info = list.__getitem__
+
+    return Data(infos)
+
+
+def model(**heads):
+    made = nn.Module()
+    made.__dict__.update(heads)
+    return made
+
+
+@pytest.mark.parametrize('head', [
+    dict(head=SimpleNamespace(num_classes=2)),
+    dict(bbox_head=SimpleNamespace(num_classes=2)),
+    dict(roi_head=SimpleNamespace(bbox_head=SimpleNamespace(num_classes=2))),
+])  # fmt: skip
+@pytest.mark.parametrize('info', [dict(gt_label=2), dict(gt_label=[0, 2]), dict(instances=[dict(bbox_label=2)])])
+def test_a_label_beyond_the_head(head, info):
+    good = {key: value for key, value in dict(gt_label=1, instances=[dict(bbox_label=1)]).items() if key in info}
+    check_labels(data(good, classes='ab'), model(**head))
+    with pytest.raises(RunError, match=r'num_classes = 2 .* a.jpg has label 2 \(c\), and the data set 3 classes'):
+        check_labels(data(good, dict(info, img_path='a.jpg'), classes='abc'), model(**head))
+
+
+def test_segmentors_are_compared_by_names():
+    check_labels(data(classes='abc'), model(decode_head=1, num_classes=3))
+    with pytest.raises(RunError, match='num_classes = 2 of the head is too small for the 3 classes'):
+        check_labels(data(classes='abc'), model(decode_head=1, num_classes=2))
+    check_labels(data(dict(gt_label=9)), model())

@@ -1,0 +1,118 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import os
+import signal
+import time
+
+import pytest
+import torch
+from engine_toys import Count, make_runner
+from mmengine.dataset import DefaultSampler
+from mmengine.hooks import Hook
+
+from mmlinattn.engine import ExactResumeHook, StopHook
+from mmlinattn.engine.hooks.stop import shield_workers
+
+HOOKS = [dict(type='ExactResumeHook'), dict(type='StopHook')]
+
+
+class Kill(Hook):
+    """SIGTERM to this process in an iteration of training, or of validation."""
+
+    def __init__(self, iteration, validating=False):
+        self.iteration, self.validating = iteration, validating
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        if runner.iter == self.iteration and not self.validating:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def before_val_iter(self, runner, batch_idx, data_batch=None):
+        if runner.iter == self.iteration and self.validating:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def state(runner):
+    return torch.cat([p.detach().flatten() for p in runner.model.parameters()])
+
+
+@pytest.mark.parametrize('by_epoch', [True, False])
+def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, by_epoch):
+    train_cfg = dict(by_epoch=True, max_epochs=3) if by_epoch else dict(type='IterBasedTrainLoop', max_iters=9)
+    options = dict(train_cfg=train_cfg, randomness=dict(seed=1))
+    if not by_epoch:
+        options['loader'] = dict(sampler=dict(type='InfiniteSampler', shuffle=True))
+    whole = make_runner(tmp_path / 'whole', HOOKS, **options)
+    whole.train()
+    stopped = make_runner(tmp_path / 'work', HOOKS, **options)
+    stopped.register_hook(Kill(4))
+    with pytest.raises(SystemExit) as end:
+        stopped.train()
+    assert end.value.code == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    path = (tmp_path / 'work/last_checkpoint').read_text()
+    assert path == str(tmp_path / 'work/stopped.pth') and torch.load(path, weights_only=False)['meta']['iter'] == 5
+    resumed = make_runner(tmp_path / 'work', HOOKS, resume=True, load_from=path, name='resumed', **options)
+    resumed.train()
+    assert resumed.iter == 9 and torch.equal(state(resumed), state(whole))
+
+
+def test_in_a_validation_it_is_saved_at_once(tmp_path):
+    val = dict(dataset=dict(type='ToyDataset'), sampler=dict(type='DefaultSampler', shuffle=False), batch_size=4)
+    runner = make_runner(tmp_path, HOOKS, val_dataloader=val, val_cfg=dict(), val_evaluator=[Count()])
+    runner.register_hook(Kill(3, validating=True), 'VERY_HIGH')
+    with pytest.raises(SystemExit):
+        runner.train()
+    assert torch.load(tmp_path / 'stopped.pth', weights_only=False)['meta']['iter'] == 3
+
+
+def test_gradients_that_are_summed_are_used_first(tmp_path):
+    runner = make_runner(tmp_path, HOOKS, optim=dict(accumulative_counts=3))
+    runner.register_hook(Kill(3))
+    with pytest.raises(SystemExit):
+        runner.train()
+    assert torch.load(tmp_path / 'stopped.pth', weights_only=False)['meta']['iter'] == 6
+
+
+def test_epochs_without_exact_resume_are_not_saved(tmp_path):
+    runner = make_runner(tmp_path, HOOKS[1:])
+    runner.register_hook(Kill(1))
+    with pytest.raises(SystemExit) as end:
+        runner.train()
+    assert end.value.code == 143 and not (tmp_path / 'stopped.pth').exists()
+
+
+@pytest.mark.parametrize('handler', [lambda *_: None, None])
+def test_who_listens(tmp_path, handler):
+    before = signal.signal(signal.SIGTERM, handler or signal.SIG_IGN)
+    try:
+        runner = make_runner(tmp_path, [dict(type='StopHook', save_on_sigterm=handler is not None)])
+        runner.register_hook(Kill(1))
+        runner.train()
+        assert signal.getsignal(signal.SIGTERM) == (handler or signal.SIG_IGN)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_an_interval_that_cannot_be():
+    with pytest.raises(ValueError, match='interval=0 has to be an integer from 1 up'):
+        StopHook(interval=0)
+    assert ExactResumeHook().batches is None
+
+
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        time.sleep(0.5)
+        return os.getpid()
+
+
+def test_workers_outlive_signals_meant_for_the_run():
+    data = Slow()
+    loader = torch.utils.data.DataLoader(data, num_workers=1, sampler=DefaultSampler(data, shuffle=False))
+    shield_workers(loader)
+    shield_workers(loader)
+    batches = iter(loader)
+    pid = int(next(batches))
+    os.kill(pid, signal.SIGINT)
+    os.kill(pid, signal.SIGTERM)
+    assert int(next(batches)) == pid

@@ -1,0 +1,251 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What several processes have to agree on, with two of them over gloo."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.config import Config
+from torch import nn
+
+from mmlinattn.engine import CPUDistributedDataParallel, RunError, prepare_distributed
+from mmlinattn.engine.runner.distributed import leave_process_group
+
+TESTS = Path(__file__).resolve().parent
+SCRIPT = """
+import sys
+from pathlib import Path
+
+import torch.distributed
+from engine_toys import make_runner
+from mmengine.config import Config
+
+from mmlinattn.engine import CPUDistributedDataParallel, prepare_distributed
+from mmlinattn.engine.runner.distributed import leave_process_group
+
+if __name__ == '__main__':
+    work_dir, bad_rank = sys.argv[1:]
+    cfg = Config(dict(launcher='pytorch'))
+    prepare_distributed(cfg)
+    rank = torch.distributed.get_rank()
+    hooks = ['DataCheckHook', 'FiniteLossHook', 'CheckpointGuardHook', 'ExactResumeHook']
+    runner = make_runner(
+        Path(work_dir),
+        [dict(type=name) for name in hooks[1:]],
+        name='shared',
+        launcher=cfg.launcher,
+        cfg=dict(model_wrapper_cfg=cfg.model_wrapper_cfg.to_dict()),
+        model=dict(bad_at=2 if rank == int(bad_rank) else None),
+        loader=dict(batch_size=2),
+    )
+    assert isinstance(runner.model, CPUDistributedDataParallel)
+    try:
+        runner.train()
+        message = 'trained'
+    except RuntimeError as error:
+        message = f'{type(error).__name__}: {error}'
+    Path(work_dir, f'rank{rank}.txt').write_text(message)
+    weights = [torch.zeros(4) for _ in range(2)]
+    torch.distributed.all_gather(weights, runner.model.module.layer.weight.detach().flatten())
+    if message == 'trained':
+        assert torch.equal(*weights)
+    del runner
+    leave_process_group(failed=False)  # as at the interpreter's end, which threads of the group must not see
+    names = [path.read_text() for path in Path('/proc/self/task').glob('*/comm')]
+    assert not any('gloo' in name for name in names), names
+"""
+
+
+def run(tmp_path, bad_rank):
+    script = tmp_path / 'script.py'
+    script.write_text(textwrap.dedent(SCRIPT))
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
+    paths = f'{TESTS}/lean:{TESTS}:{TESTS.parent}'
+    done = subprocess.run(
+        [*command, str(script), str(tmp_path / 'work'), str(bad_rank)],
+        capture_output=True,
+        text=True,
+        env=dict(os.environ, PYTHONPATH=paths, CUDA_VISIBLE_DEVICES=''),
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [(tmp_path / 'work' / f'rank{rank}.txt').read_text() for rank in range(2)]
+
+
+@pytest.mark.parametrize('failed, expected', [(False, 'destroyed'), (True, 'aborted')])
+def test_a_group_is_destroyed_after_a_good_end_and_aborted_after_an_error(monkeypatch, failed, expected):
+    """To destroy one waits for processes that may be gone."""
+    calls = []
+    monkeypatch.setattr('torch.distributed.is_initialized', lambda: True)
+    monkeypatch.setattr('torch.distributed.destroy_process_group', lambda: calls.append('destroyed'))
+    abort = 'torch.distributed.distributed_c10d._abort_process_group'
+    monkeypatch.setattr(abort, lambda: calls.append('aborted'), raising=False)
+    leave_process_group(failed)
+    assert calls == [expected]
+
+
+def test_an_abort_that_fails_or_is_not_there_is_no_error(monkeypatch):
+    """The error that ended the run is the one to be seen; PyTorch before 2.6 has none."""
+
+    def fails():
+        calls.append('aborted')
+        raise RuntimeError('of gloo')
+
+    calls = []
+    monkeypatch.setattr('torch.distributed.is_initialized', lambda: True)
+    monkeypatch.setattr('torch.distributed.destroy_process_group', lambda: calls.append('destroyed'))
+    abort = 'torch.distributed.distributed_c10d._abort_process_group'
+    monkeypatch.setattr(abort, fails, raising=False)
+    leave_process_group(failed=True)
+    monkeypatch.delattr(abort)
+    leave_process_group(failed=True)
+    assert calls == ['aborted']
+
+
+def test_nothing_is_left_where_nothing_was_joined(monkeypatch):
+    monkeypatch.setattr('torch.distributed.is_initialized', lambda: False)
+    monkeypatch.setattr('torch.distributed.destroy_process_group', None)
+    leave_process_group(failed=False)
+
+
+LAUNCHERS = dict(
+    pytorch=('RANK', 'WORLD_SIZE', 'LOCAL_RANK'),
+    slurm=('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_LOCALID'),
+    mpi=('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE', 'OMPI_COMM_WORLD_LOCAL_RANK'),
+)
+OURS = ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'MASTER_PORT', 'MASTER_ADDR')
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    """Backends that were asked for, on a machine without an accelerator and without the variables of a launcher."""
+    calls = []
+    for name in {*OURS, *sum(LAUNCHERS.values(), ())}:
+        monkeypatch.setenv(name, '')  # so that what is set is taken back
+        monkeypatch.delenv(name)
+    monkeypatch.setattr('mmlinattn.engine.runner.distributed.get_device', lambda: 'cpu')
+    monkeypatch.setattr('torch.distributed.init_process_group', calls.append)
+    monkeypatch.setattr('torch.distributed.is_initialized', lambda: bool(calls))
+    return calls
+
+
+@pytest.mark.parametrize('launcher', LAUNCHERS)
+def test_processes_of_every_launcher_are_joined(joined, monkeypatch, tmp_path, launcher):
+    for name in LAUNCHERS['pytorch']:
+        monkeypatch.setenv(name, '9')  # left over from elsewhere: what the launcher says counts
+    for name, value in zip(LAUNCHERS[launcher], '352'):
+        monkeypatch.setenv(name, value)
+    if launcher == 'slurm':
+        asked = '[ "$*" = "show hostnames node[7-8]" ]'
+        (tmp_path / 'scontrol').write_text(f'#!/bin/sh\n{asked} && echo node7 && echo node8\n')
+        (tmp_path / 'scontrol').chmod(0o755)
+        monkeypatch.setenv('PATH', f'{tmp_path}:{os.environ["PATH"]}')
+        monkeypatch.setenv('SLURM_NODELIST', 'node[7-8]')
+    cfg = Config(dict(launcher=launcher))
+    prepare_distributed(cfg)
+    first = 'node7' if launcher == 'slurm' else '127.0.0.1'
+    assert [os.environ.get(name) for name in OURS] == ['3', '5', '2', '29500', first]
+    assert joined == ['gloo']
+    assert cfg.model_wrapper_cfg == dict(
+        type='CPUDistributedDataParallel', broadcast_buffers=False, find_unused_parameters=False
+    )
+    prepare_distributed(cfg)
+    assert joined == ['gloo']
+
+
+def test_the_line_about_variables_that_a_launcher_sets(joined, monkeypatch):
+    monkeypatch.setenv('OMPI_COMM_WORLD_SIZE', '2')
+    with pytest.raises(RunError) as found:
+        prepare_distributed(Config(dict(launcher='mpi')))
+    assert str(found.value) == (
+        '--launcher mpi: OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_LOCAL_RANK not set in the environment. Start through '
+        'tools/dist_train.sh, tools/slurm_train.sh or mpirun, or leave --launcher away for a single process.'
+    )
+    assert joined == []
+
+
+def test_with_an_accelerator_processes_are_mmengine_s_business(joined, monkeypatch):
+    monkeypatch.setattr('mmlinattn.engine.runner.distributed.get_device', lambda: 'cuda')
+    monkeypatch.setattr('torch.cuda.is_available', lambda: True)
+    monkeypatch.setattr('torch.cuda.device_count', lambda: 1)
+    cfg = Config(dict(launcher='pytorch'))
+    prepare_distributed(cfg)
+    assert joined == [] and 'model_wrapper_cfg' not in cfg
+    monkeypatch.setenv('LOCAL_RANK', '1')
+    with pytest.raises(RunError) as found:
+        prepare_distributed(cfg)
+    assert str(found.value) == (
+        'process 2 of this machine has no GPU: there are 1. Start at most that many processes per machine.'
+    )
+
+
+def test_settings_of_the_user_stay(joined, monkeypatch):
+    for name, value in zip(OURS, ('0', '2', '0', '1234', 'elsewhere')):
+        monkeypatch.setenv(name, value)
+    wrapper = dict(type='MMDistributedDataParallel', broadcast_buffers=True, static_graph=True)
+    cfg = Config(dict(launcher='pytorch', find_unused_parameters=True, model_wrapper_cfg=wrapper))
+    prepare_distributed(cfg)
+    assert os.environ['MASTER_PORT'] == '1234' and os.environ['MASTER_ADDR'] == 'elsewhere'
+    assert cfg.model_wrapper_cfg == dict(
+        type='CPUDistributedDataParallel', broadcast_buffers=True, find_unused_parameters=True, static_graph=True
+    )
+    for kind in ('mmengine.MMDistributedDataParallel', CPUDistributedDataParallel):
+        cfg = Config(dict(launcher='pytorch', model_wrapper_cfg=dict(wrapper, type=kind)))
+        prepare_distributed(cfg)
+        assert cfg.model_wrapper_cfg.type == 'CPUDistributedDataParallel'
+    cfg = Config(dict(launcher='pytorch', model_wrapper_cfg=dict(wrapper, find_unused_parameters=True)))
+    prepare_distributed(cfg)  # what the wrapper says goes before what the config as a whole says, or does not
+    assert cfg.model_wrapper_cfg.find_unused_parameters is True
+
+
+def test_what_needs_an_accelerator(joined):
+    cfg = Config(dict(launcher='pytorch', model_wrapper_cfg=dict(type='MMFullyShardedDataParallel')))
+    with pytest.raises(RunError, match="model_wrapper_cfg.type = 'MMFullyShardedDataParallel' needs an accelerator"):
+        prepare_distributed(cfg)
+
+
+def test_one_process_is_left_alone(joined):
+    cfg = Config(dict(launcher='none'))
+    prepare_distributed(cfg)
+    assert joined == [] and 'model_wrapper_cfg' not in cfg
+
+
+def test_synchronised_norms_are_plain_ones_on_the_cpu(tmp_path, monkeypatch):
+    """PyTorch trains SyncBatchNorm on GPUs only."""
+    lines = []
+    monkeypatch.setattr(
+        'mmlinattn.engine.runner.distributed.print_log', lambda *args, **kwargs: lines.append((args, kwargs))
+    )
+    torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
+    try:
+        model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SyncBatchNorm(4))
+        wrapped = CPUDistributedDataParallel(model, device_ids=[0])
+        assert type(wrapped.module[1]).__mro__[1] is nn.modules.batchnorm._BatchNorm
+        wrapped.train()(torch.randn(2, 3, 4, 4)).sum().backward()
+        assert wrapped.module[0].weight.grad is not None
+        plain = nn.Sequential(nn.Linear(2, 2))
+        assert CPUDistributedDataParallel(plain).module is plain
+        said = 'On CPU 1 SyncBatchNorm layers are trained as BatchNorm: statistics are those of each process alone.'
+        assert lines == [((said,), dict(logger='current'))]
+    finally:
+        leave_process_group(failed=False)
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.slow
+def test_two_processes_train_the_same_weights(tmp_path):
+    assert run(tmp_path, bad_rank=-1) == ['trained', 'trained']
+    assert (tmp_path / 'work' / 'epoch_2.pth').exists()
+
+
+@pytest.mark.slow
+def test_all_stop_where_one_sees_a_bad_loss_and_say_which(tmp_path):
+    first, second = run(tmp_path, bad_rank=1)
+    assert first == second
+    assert 'iteration 3' in first and 'process 1: loss=nan' in first and 'folder/' in first
+    assert 'process 0' not in first
+    assert not (tmp_path / 'work' / 'epoch_1.pth').exists()
