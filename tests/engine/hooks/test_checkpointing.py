@@ -13,7 +13,8 @@ from mmengine.hooks import CheckpointHook
 from mmengine.runner import find_latest_checkpoint
 
 from mmlinattn.checkpoints import load_file
-from mmlinattn.engine import AtomicLocalBackend, CheckpointGuardHook, RunError, SafeCheckpointHook, checkpointing
+from mmlinattn.engine import AtomicLocalBackend, CheckpointGuardHook, RunError, SafeCheckpointHook
+from mmlinattn.engine.hooks import checkpointing
 from mmlinattn.engine.hooks.checkpointing import ATOMIC_BACKEND, _DeferRemoval, explained_write_errors
 
 GUARD = [dict(type='CheckpointGuardHook')]

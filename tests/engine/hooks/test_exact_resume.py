@@ -14,7 +14,8 @@ from mmengine.dataset import DefaultSampler, InfiniteSampler
 from mmengine.runner import IterBasedTrainLoop
 from torch.utils.data import BatchSampler, DataLoader
 
-from mmlinattn.engine import RunError, resuming
+from mmlinattn.engine import RunError
+from mmlinattn.engine.hooks import exact_resume
 from mmlinattn.engine.hooks.exact_resume import (
     ExactResumeHook,
     _Batches,
@@ -221,12 +222,14 @@ def rebuilt(monkeypatch, config, **options):
     """The loader that the hook puts in the place of one with these options."""
     hook = ExactResumeHook()
     hook.seed, hook.rank = 5, 2
-    monkeypatch.setattr(resuming.DATA_SAMPLERS, 'build', lambda cfg, default_args: (cfg, default_args))
+    monkeypatch.setattr(exact_resume.DATA_SAMPLERS, 'build', lambda cfg, default_args: (cfg, default_args))
     loader = DataLoader(Listed(range(12)), **options)
     made = []
-    monkeypatch.setattr(resuming, 'BatchSampler', lambda *args: made.append(args) or BatchSampler(range(12), 5, True))
     monkeypatch.setattr(
-        resuming, '_NumberedBatches', lambda sampler: made.append(sampler) or BatchSampler([], 1, False)
+        exact_resume, 'BatchSampler', lambda *args: made.append(args) or BatchSampler(range(12), 5, True)
+    )
+    monkeypatch.setattr(
+        exact_resume, '_NumberedBatches', lambda sampler: made.append(sampler) or BatchSampler([], 1, False)
     )
     return loader, hook._rebuild(loader, config), made
 
@@ -269,15 +272,15 @@ def test_batches_of_the_config_are_sampled_as_it_says(monkeypatch):
 
 
 def test_all_processes_take_one_seed(monkeypatch):
-    monkeypatch.setattr(resuming, 'broadcast', lambda tensor: tensor.fill_(11))
+    monkeypatch.setattr(exact_resume, 'broadcast', lambda tensor: tensor.fill_(11))
     assert ExactResumeHook._common_seed(SimpleNamespace(seed=2**32 - 1)) == 11
     monkeypatch.undo()
     assert ExactResumeHook._common_seed(SimpleNamespace(seed=2**32 - 1)) == 2**32 - 1
 
 
 def test_a_process_knows_its_rank_and_the_seed_of_all(monkeypatch):
-    monkeypatch.setattr(resuming, 'get_rank', lambda: 3)
-    monkeypatch.setattr(resuming, 'broadcast', lambda tensor: tensor.fill_(11))
+    monkeypatch.setattr(exact_resume, 'get_rank', lambda: 3)
+    monkeypatch.setattr(exact_resume, 'broadcast', lambda tensor: tensor.fill_(11))
     hook, logger = ExactResumeHook(), SimpleNamespace(warning=lambda line: None)
     hook.before_train(SimpleNamespace(seed=1, train_loop=None, _train_dataloader={}, logger=logger, hooks=[hook]))
     assert (hook.seed, hook.rank) == (11, 3)
@@ -321,7 +324,7 @@ def test_other_loops_keep_what_they_have():
 def test_batches_are_numbered_on_after_a_stop(monkeypatch):
     """Hooks see the place in the epoch, up to its end; the loop counts from 0."""
     seen = []
-    hook, loop = ExactResumeHook(), resuming.EpochBasedTrainLoop.__new__(resuming.EpochBasedTrainLoop)
+    hook, loop = ExactResumeHook(), exact_resume.EpochBasedTrainLoop.__new__(exact_resume.EpochBasedTrainLoop)
     monkeypatch.setattr(type(loop), 'run_iter', lambda self, index, batch: seen.append((index, batch)))
     hook.batches = _NumberedBatches(BatchSampler(DefaultSampler(range(12), shuffle=False), 3, False))
     hook._num_done = 2

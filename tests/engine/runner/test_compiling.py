@@ -5,15 +5,13 @@ import copy
 
 import pytest
 import torch
-from engine_toys import make_runner
 from mmcv.cnn.bricks import DropPath
-from mmengine.config import Config
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.fx.experimental import _config as shape_config
 
 from mmlinattn.backbones import RAVLT, LinearDeiT, LinearSwin
-from mmlinattn.engine import RunError, cli
+from mmlinattn.engine import RunError
 from mmlinattn.engine.runner.compiling import SharedDropPath, _call_with_code_of_its_own, compile_blocks
 
 SIZES = [(64, 64), (64, 96), (80, 112), (96, 64), (72, 100)]
@@ -109,19 +107,6 @@ def test_copies_and_files_know_nothing_of_it():
 def test_a_model_of_others_is_refused():
     with pytest.raises(RunError, match='--compile: the model has no backbone of mmlinattn'):
         compile_blocks(nn.Linear(2, 2))
-
-
-def test_the_tools_compile_what_they_have_built(tmp_path, monkeypatch, capsys):
-    runner = make_runner(tmp_path, [])
-    monkeypatch.setattr(cli.Runner, 'from_cfg', lambda cfg: runner)
-    monkeypatch.setattr(cli, 'prepare_distributed', lambda cfg: None)
-    assert cli.build_runner(Config()) is runner
-    with pytest.raises(RunError, match='no backbone of mmlinattn'):
-        cli.build_runner(Config(), compiles=True)
-    runner.model.backbone = ravlt()
-    assert cli.build_runner(Config(), compiles=True) is runner
-    assert '--compile: 2 kinds of blocks' in capsys.readouterr().err
-    assert runner.model.backbone.stages[0][0]._compiled_call_impl is not None
 
 
 def test_what_is_asked_of_the_compiler(monkeypatch):
