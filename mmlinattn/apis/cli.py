@@ -183,13 +183,18 @@ def explained_setup(config: str, whole: bool = True):
     except RunError:
         raise
     except Exception as error:
-        classes = _failed_class(error)
-        if not (whole or classes) or os.environ.get('MMLINATTN_TRACEBACK') == '1':
+        if not (whole or _is_of_building(error)) or os.environ.get('MMLINATTN_TRACEBACK') == '1':
             raise
-        what = ': '.join([*classes, described(error)])
+        what = ': '.join([*_failed_class(error), described(error)])
         if 'need at least one array to concatenate' in what:  # MMEngine's serialisation
             what += '. The data set holds no image, or none of metainfo.classes is a category of its ann_file'
         raise RunError(f'{config} cannot be run: {what} (MMLINATTN_TRACEBACK=1 shows where)') from error
+
+
+def _is_of_building(error: Exception) -> bool:
+    """Whether MMEngine was building a part of the run: ``build_from_cfg``, ``Runner.build_train_loop`` and so on."""
+    codes = (frame.f_code for frame, _ in walk_tb(error.__traceback__))
+    return any(code.co_name.startswith('build_') and 'mmengine' in code.co_filename for code in codes)
 
 
 def _failed_class(error: Exception) -> list[str]:

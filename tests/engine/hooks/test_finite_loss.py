@@ -26,7 +26,7 @@ def test_no_checkpoint_after_the_last_loss_of_an_epoch_broke(tmp_path):
 
 
 def test_weights_broken_under_a_finite_loss_are_not_saved(tmp_path):
-    with pytest.raises(RunError, match='tensors of the model are not finite at iteration 3, among them layer'):
+    with pytest.raises(RunError, match='tensors of the model are not finite at iteration 4, among them layer'):
         make_runner(tmp_path, HOOKS, model=dict(bad_at=2, break_weights=True)).train()
     assert not list(tmp_path.glob('*.pth'))
 
