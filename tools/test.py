@@ -114,14 +114,16 @@ def dump_metric(cfg, path: str):
 
 def main() -> None:
     args = parse_args()
-    with clean_end(), one_line_errors(), explained_setup(args.config, whole=False):
-        cfg = configure(args)
-        runner = build_runner(cfg, compiles=args.compile)
-        if args.interval > 1:
-            every_nth(runner, args.interval)
-        if args.out and args.out_item == 'pred':
-            runner.test_evaluator.metrics.append(dump_metric(cfg, args.out))
-        metrics = runner.test()
+    with clean_end(), one_line_errors():
+        with explained_setup(args.config):
+            cfg = configure(args)
+            runner = build_runner(cfg, compiles=args.compile)
+            if args.interval > 1:
+                every_nth(runner, args.interval)
+            if args.out and args.out_item == 'pred':
+                runner.test_evaluator.metrics.append(dump_metric(cfg, args.out))
+        with explained_setup(args.config, whole=False):
+            metrics = runner.test()
         if args.out and args.out_item == 'metrics' and runner.rank == 0:
             mmengine.dump(metrics, args.out)
         if args.show_dir:

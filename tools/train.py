@@ -72,10 +72,13 @@ def configure(args: argparse.Namespace):
 
 def main() -> None:
     args = parse_args()
-    with clean_end() as run, one_line_errors(), explained_setup(args.config, whole=False):
-        cfg = configure(args)
-        run.work_dir, run.is_resumed = cfg.work_dir, cfg.get('resume', False)
-        build_runner(cfg, compiles=args.compile).train()
+    with clean_end() as run, one_line_errors():
+        with explained_setup(args.config):
+            cfg = configure(args)
+            run.work_dir, run.is_resumed = cfg.work_dir, cfg.get('resume', False)
+            runner = build_runner(cfg, compiles=args.compile)
+        with explained_setup(args.config, whole=False):
+            runner.train()
 
 
 if __name__ == '__main__':
