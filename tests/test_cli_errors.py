@@ -223,7 +223,7 @@ def shapes(task, scope):
 def test_labels_that_the_head_does_not_have(fails):
     args = shapes('ade', 'mmseg')
     line = fails('train.py', *args, '--cfg-options', 'model.decode_head.num_classes=3')
-    assert 'num_classes = 3 of the head is too small for the 4 classes' in line
+    assert 'num_classes = 3 of the head is too small for the 10 classes' in line
 
 
 def test_checkpoint_of_other_classes(fails):
