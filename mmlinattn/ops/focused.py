@@ -9,7 +9,7 @@ from . import dispatch
 from .dispatch import accumulation_dtype
 from .masks import padded_eps
 from .plain_linear import linear_attention_reference
-from .tensors import first_order, gradients_like, product, split_heads
+from .tensors import blocks, first_order, gradients_like, product, split_heads
 
 
 def focused_attention(
@@ -100,19 +100,26 @@ def _normaliser(x: Tensor, key_mean: Tensor, floor: Tensor) -> Tensor:
     return torch.linalg.vecdot(x.unflatten(-1, key_mean.shape[2:]), key_mean).unsqueeze(-1).add_(floor)
 
 
-def _powers(x: Tensor, inverse_scale: Tensor, power: float, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The map of (B, N, C) but for its length, that missing factor (B, N, 1), r and |r| (B, N, 1)."""
-    r = torch.addcmul(inverse_scale * eps, x.to(inverse_scale.dtype).relu(), inverse_scale)
+def _powers(x: Tensor, inverse_scale: Tensor, power: float, eps: float) -> tuple[Tensor, Tensor]:
+    """The map of (B, N, C) but for its length, and that missing factor (B, N, 1)."""
+    r = x.to(inverse_scale.dtype).relu()
+    r = torch.addcmul(inverse_scale * eps, r, inverse_scale, out=r)
     norm = torch.linalg.vector_norm(r, dim=-1, keepdim=True)
-    part = r * r.amax(dim=-1, keepdim=True).reciprocal_()
-    y = F.threshold_(part, smallest_base(r.dtype, power), 0.0).pow_(power)
-    return y, norm / torch.linalg.vector_norm(y, dim=-1, keepdim=True), r, norm
+    y = r.mul_(r.amax(dim=-1, keepdim=True).reciprocal_())
+    y = F.threshold_(y, smallest_base(y.dtype, power), 0.0).pow_(power)
+    return y, norm / torch.linalg.vector_norm(y, dim=-1, keepdim=True)
 
 
-def _focus(x: Tensor, inverse_scale: Tensor, power: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The map, r and |r|."""
-    y, factor, r, norm = _powers(x, inverse_scale, power, eps)
-    return y.mul_(factor), r, norm
+def _focus(x: Tensor, inverse_scale: Tensor, power: float, eps: float) -> Tensor:
+    """The map."""
+    y, factor = _powers(x, inverse_scale, power, eps)
+    return y.mul_(factor)
+
+
+def _base(x: Tensor, inverse_scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """r and |r|."""
+    r = torch.addcmul(inverse_scale * eps, x.to(inverse_scale.dtype).relu(), inverse_scale)
+    return r, torch.linalg.vector_norm(r, dim=-1, keepdim=True)
 
 
 def _focus_backward(x, grad, y, r, norm, inverse_scale, power) -> tuple[Tensor, Tensor]:
@@ -132,19 +139,27 @@ class _FocusedAttention(torch.autograd.Function):
         scale = inverse_scale.to(wide)
         batch, tokens = k.shape[:2]
         count = scale.new_full((batch,), tokens) if mask is None else mask.sum(dim=1).clamp(min=1).to(wide)
-        keys, *_ = _focus(k, scale, power, eps)
-        state = product(split_heads(keys, num_heads).transpose(-1, -2), split_heads(v.to(wide), num_heads))
+        state = scale.new_zeros(batch, num_heads, q.shape[-1] // num_heads, v.shape[-1] // num_heads)
+        key_mean = scale.new_zeros(batch, 1, k.shape[-1])
+        for images, rows in blocks(*k.shape):
+            keys = _focus(k[images, rows], scale, power, eps)
+            values = split_heads(v[images, rows].to(wide), num_heads)
+            state[images] += product(split_heads(keys, num_heads).transpose(-1, -2), values)
+            if mask is None:
+                key_mean[images] += keys.sum(dim=1, keepdim=True)
+            else:
+                key_mean[images] += mask[images, None, rows].to(wide) @ keys
         state /= count[:, None, None, None]
-        key_mean = keys.sum(dim=1, keepdim=True) if mask is None else mask[:, None].to(wide) @ keys
         key_mean = (key_mean / count[:, None, None]).unflatten(-1, (num_heads, -1))  # (B, 1, heads, d)
         floor = scale.new_zeros(batch, 1, 1, 1) + padded_eps(eps, mask, wide)
-        # The length of a query is a factor of numerator and denominator, so it is left out of both; what is added to
-        # the denominator is divided by it instead.
-        queries, factor, *_ = _powers(q, scale, power, eps)
-        normaliser = _normaliser(queries, key_mean, floor / factor.unsqueeze(-1))
         out = torch.empty(*q.shape[:2], v.shape[-1], dtype=v.dtype, device=v.device)
-        mixed = product(split_heads(queries, num_heads), state).transpose(1, 2)
-        torch.div(mixed, normaliser, out=out.unflatten(-1, (num_heads, -1)))
+        for images, rows in blocks(*q.shape):
+            # The length of a query is a factor of numerator and denominator, so it is left out of both; what is
+            # added to the denominator is divided by it instead.
+            queries, factor = _powers(q[images, rows], scale, power, eps)
+            normaliser = _normaliser(queries, key_mean[images], floor[images] / factor.unsqueeze(-1))
+            mixed = product(split_heads(queries, num_heads), state[images]).transpose(1, 2)
+            torch.div(mixed, normaliser, out=out[images, rows].unflatten(-1, (num_heads, -1)))
         ctx.save_for_backward(q, k, v, inverse_scale, mask, state, key_mean, count, floor)
         ctx.options = power, num_heads, eps
         return out
@@ -155,29 +170,35 @@ class _FocusedAttention(torch.autograd.Function):
         power, num_heads, eps = ctx.options
         scale = inverse_scale.to(state.dtype)
         grad_q, grad_k, grad_v = gradients_like(q, k, v)
-        y, r, norm = _focus(q, scale, power, eps)
-        queries = y.unflatten(-1, (num_heads, -1))
-        normaliser = _normaliser(y, key_mean, floor)
-        # of the numerator, heads side by side
-        g = grad.to(scale.dtype).unflatten(-1, (num_heads, -1)) / normaliser
-        inner = product(g.transpose(1, 2), state.transpose(-1, -2)).transpose(1, 2)
-        # g . out = queries . (state g): the numerator itself is not needed
-        grad_normaliser = -torch.linalg.vecdot(queries, inner).unsqueeze(-1) / normaliser
-        grad_state = product(queries.permute(0, 2, 3, 1), g.transpose(1, 2)) / count[:, None, None, None]
-        grad_mean = (queries * grad_normaliser).sum(dim=1, keepdim=True)
+        grad_state, grad_mean, grad_scale = torch.zeros_like(state), torch.zeros_like(key_mean), torch.zeros_like(scale)
+        for images, rows in blocks(*q.shape):
+            part = q[images, rows]
+            y, (r, norm) = _focus(part, scale, power, eps), _base(part, scale, eps)
+            queries, means = y.unflatten(-1, (num_heads, -1)), key_mean[images]
+            normaliser = _normaliser(y, means, floor[images])
+            # of the numerator, heads side by side
+            g = grad[images, rows].to(scale.dtype).unflatten(-1, (num_heads, -1)) / normaliser
+            inner = product(g.transpose(1, 2), state[images].transpose(-1, -2)).transpose(1, 2)
+            # g . out = queries . (state g): the numerator itself is not needed
+            grad_normaliser = -torch.linalg.vecdot(queries, inner).unsqueeze(-1) / normaliser
+            grad_state[images] += product(queries.permute(0, 2, 3, 1), g.transpose(1, 2))
+            grad_mean[images] += (queries * grad_normaliser).sum(dim=1, keepdim=True)
+            inner = inner.addcmul_(grad_normaliser, means).flatten(2)
+            grad_q[images, rows], along_scale = _focus_backward(part, inner, y, r, norm, scale, power)
+            grad_scale += along_scale
+        grad_state /= count[:, None, None, None]
         grad_mean = (grad_mean / count[:, None, None, None]).flatten(2)  # (B, 1, C)
-        inner = inner.addcmul(grad_normaliser, key_mean).flatten(2)
-        along_q, grad_scale = _focus_backward(q, inner, y, r, norm, scale, power)
-        grad_q.copy_(along_q)
-        y, r, norm = _focus(k, scale, power, eps)
-        split_heads(grad_v, num_heads).copy_(product(split_heads(y, num_heads), grad_state))
-        values = split_heads(v.to(scale.dtype), num_heads)
-        inner = product(values, grad_state.transpose(-1, -2)).transpose(1, 2).flatten(2)
-        if mask is None:
-            inner = inner + grad_mean
-        else:
-            inner = inner.addcmul(mask.unsqueeze(-1).to(inner.dtype), grad_mean)
-        along_k, more = _focus_backward(k, inner, y, r, norm, scale, power)
-        grad_k.copy_(along_k)
-        grad_scale = ((grad_scale + more) / scale).to(inverse_scale.dtype)
+        for images, rows in blocks(*k.shape):
+            part = k[images, rows]
+            y, (r, norm) = _focus(part, scale, power, eps), _base(part, scale, eps)
+            values = split_heads(v[images, rows].to(scale.dtype), num_heads)
+            split_heads(grad_v[images, rows], num_heads).copy_(product(split_heads(y, num_heads), grad_state[images]))
+            inner = product(values, grad_state[images].transpose(-1, -2)).transpose(1, 2).flatten(2)
+            if mask is None:
+                inner = inner.add_(grad_mean[images])
+            else:
+                inner = inner.addcmul_(mask[images, rows, None].to(inner.dtype), grad_mean[images])
+            grad_k[images, rows], along_scale = _focus_backward(part, inner, y, r, norm, scale, power)
+            grad_scale += along_scale
+        grad_scale = (grad_scale / scale).to(inverse_scale.dtype)
         return grad_q, grad_k, grad_v, grad_scale, None, None, None, None

@@ -8,7 +8,7 @@ from . import dispatch
 from .dispatch import accumulation_dtype
 from .feature_maps import feature_map
 from .masks import count_tokens, divisor, token_mean
-from .tensors import first_order, gradients_like, heads_of, merge_heads, product, split_heads, tokens_of
+from .tensors import blocks, first_order, gradients_like, heads_of, merge_heads, product, split_heads, tokens_of
 
 
 def inline_attention(
@@ -81,7 +81,9 @@ class _InLineAttention(torch.autograd.Function):
         ctx.scale, ctx.count = scale, count
         batch, heads, tokens, _ = q.shape
         out = q.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
-        return torch.add(product(q, covariance), value_mean, out=out)
+        for images, rows in blocks(batch, tokens, heads * v.shape[-1]):
+            torch.add(product(q[images, :, rows], covariance[images]), value_mean[images], out=out[images, :, rows])
+        return out
 
     @first_order
     def backward(ctx, grad):
@@ -89,9 +91,15 @@ class _InLineAttention(torch.autograd.Function):
         each = grad.sum(dim=2, keepdim=True) / ctx.count  # mean(v) is part of every token's output
         inner = product(q.transpose(-1, -2), grad).mul_(ctx.scale / ctx.count)
         grads = grad_q, grad_k, grad_v = gradients_like(q, k, v)
-        grad_q.copy_(product(grad, covariance.transpose(-1, -2)))
-        torch.sub(product(v, inner.transpose(-1, -2)), value_mean @ inner.transpose(-1, -2), out=grad_k)
-        torch.add(product(k, inner), each - key_mean @ inner, out=grad_v)
+        batch, heads, tokens, width = grad.shape
+        turned = inner.transpose(-1, -2)
+        key_shift, value_shift = value_mean @ turned, each - key_mean @ inner
+        for images, rows in blocks(batch, tokens, heads * width):
+            grad_q[images, :, rows] = product(grad[images, :, rows], covariance[images].transpose(-1, -2))
+        for images, rows in blocks(batch, v.shape[2], heads * width):
+            part = (images, slice(None), rows)
+            torch.sub(product(v[part], turned[images]), key_shift[images], out=grad_k[part])
+            torch.add(product(k[part], inner[images]), value_shift[images], out=grad_v[part])
         if mask is not None:
             for part in (grad_k, grad_v):
                 part.mul_(mask[:, None, :, None])

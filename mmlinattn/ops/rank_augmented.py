@@ -15,7 +15,7 @@ from .dispatch import accumulation_dtype
 from .feature_maps import LOWEST_EXPONENT, feature_map
 from .masks import count_tokens, divisor, padded_eps
 from .rotary import rotate, rotate_reference
-from .tensors import first_order, gradients_like, heads_of, merge_heads, product, split_heads, tokens_of
+from .tensors import blocks, first_order, gradients_like, heads_of, merge_heads, product, split_heads, tokens_of
 
 
 def rala(
@@ -151,7 +151,9 @@ def _forward(q, k, v, kernel, rotary, mask, weight_scale, eps, dtype):
         q, mixed_state = q.to(dtype), state.to(dtype)
     batch, heads, tokens, _ = q.shape
     out = q.new_empty(batch, tokens, heads, v.shape[-1], dtype=dtype).transpose(1, 2)
-    torch.div(product(q, mixed_state), normaliser, out=out)
+    for images, rows in blocks(batch, tokens, heads * v.shape[-1]):
+        mixed = product(q[images, :, rows], mixed_state[images])
+        torch.div(mixed, normaliser[images, :, rows], out=out[images, :, rows])
     return out, mean_query, weight, key_mean, state
 
 

@@ -7,7 +7,7 @@ the whole: the three largest tensors of an attention twice. Here, an op that com
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Optional
 
 import torch
@@ -18,6 +18,9 @@ from .sizes import settled
 
 # On GPUs, copies of fewer elements take less time than Python does in the backward pass (counted, not measured).
 GPU_COPY_NUMEL = 2**24
+# Elements of the intermediate results of an op on CPUs that are made at once, which bounds its memory. Smaller blocks
+# mean more parallel regions, each of which waits for its last thread.
+BLOCK_NUMEL = 2**20
 _LARGE_IMAGE = 2**20  # elements from which a product of each image is cheaper than a copy of all
 
 
@@ -62,6 +65,16 @@ def product(x: Tensor, matrix: Tensor) -> Tensor:
     for i in range(batch):
         torch.bmm(x[i], matrix[i], out=out[i])
     return out
+
+
+def blocks(batch: int, tokens: int, width: int) -> Iterator[tuple[slice, slice]]:
+    """Slices of images and of tokens that cut (B, N, C) into blocks of :data:`BLOCK_NUMEL`. Small images go several to
+    a block; where one image spans several blocks, a block is part of one image."""
+    rows = max(1, min(tokens, BLOCK_NUMEL // max(width, 1)))
+    images = max(1, BLOCK_NUMEL // max(tokens * width, 1))
+    for first in range(0, batch, images):
+        for top in range(0, tokens, rows):
+            yield slice(first, first + images), slice(top, top + rows)
 
 
 def assemble(shape: torch.Size, parts: Iterable[tuple[slice, slice, Tensor]]) -> Tensor:
