@@ -158,7 +158,7 @@ def page() -> str:
     text = [
         '# Attentions',
         'Written by `python tools/analysis_tools/attention_table.py`.',
-        'Every attention is one file in `mmlinattn/attention/`, its equation one folder in `mmlinattn/ops/`. Memory '
+        'Every attention is one file in `mmlinattn/attention/`, its equation one file in `mmlinattn/ops/`. Memory '
         'grows with N for all of them: none builds an N x N map. Their options (ablations of the papers, released and '
         "printed forms) are in the classes' docstrings.",
         markdown_table(header, rows),
