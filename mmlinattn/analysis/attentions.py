@@ -1,12 +1,15 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """What the attentions are, side by side: where they come from, what they cost, what they keep, in every host."""
 
+import os
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from mmengine.registry import MODELS
 
 from ..attention import TOKEN_MIXERS, Grid
+from ..ops import products
 from .counting import Count
 from .paper_tables import markdown_table
 
@@ -111,7 +114,11 @@ def kept_for_backward(name: str, dim: int = 64, num_heads: int = 2, side: int = 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        # one answer on every machine
+        with (
+            mock.patch.dict(os.environ, {products.VARIABLE: 'torch'}),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
             mixer(*tokens, grid, grid, context=context)
     finally:
         torch.set_num_threads(threads)
