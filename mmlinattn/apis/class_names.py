@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """What the labels of a config's model are called."""
 
-from typing import Optional
+from typing import Any, Optional
 
 from mmengine.config import Config
 from mmengine.registry import DATASETS
@@ -32,7 +32,8 @@ def class_names(cfg: Config, checkpoint_meta: Optional[dict] = None) -> Optional
     """
     expected = num_classes(cfg)
     meta = checkpoint_meta if isinstance(checkpoint_meta, dict) else {}
-    dataset_meta = meta.get('dataset_meta') if isinstance(meta.get('dataset_meta'), dict) else {}
+    given = meta.get('dataset_meta')
+    dataset_meta: dict = given if isinstance(given, dict) else {}
     for names in (dataset_meta.get('classes'), dataset_meta.get('CLASSES'), meta.get('CLASSES'), *_of_data(cfg)):
         if isinstance(names, (list, tuple)) and names and expected in (0, len(names)):
             return [str(name) for name in names]
@@ -43,7 +44,7 @@ def _of_data(cfg: Config) -> tuple:
     dataset = (cfg.get('test_dataloader') or {}).get('dataset') or {}
     while 'dataset' in dataset or 'datasets' in dataset:  # wrappers
         dataset = dataset.get('dataset') or (dataset['datasets'] or [{}])[0]
-    known = {}
+    known: Any = {}
     if dataset.get('type'):
         with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry:
             kind = dataset['type']

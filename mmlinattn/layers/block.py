@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import functools
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from mmcv.cnn import build_norm_layer
@@ -51,11 +51,10 @@ class Block(BaseModule):
         self.norm2 = build_norm_layer(norm_cfg, dim)[1]
         self.ffn = ffn
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
-        scaled = layer_scale is not None
-        self.gamma1 = nn.Parameter(torch.full((dim,), float(layer_scale))) if scaled else None
-        self.gamma2 = nn.Parameter(torch.full((dim,), float(layer_scale))) if scaled else None
+        gammas = [None if layer_scale is None else nn.Parameter(torch.full((dim,), float(layer_scale))) for _ in '12']
+        self.gamma1, self.gamma2 = gammas
 
-    def add_branch(self, x: Tensor, norm: nn.Module, branch: nn.Module, gamma: Optional[Tensor], **shared) -> Tensor:
+    def add_branch(self, x: Tensor, norm: nn.Module, branch: Any, gamma: Optional[Tensor], **shared) -> Tensor:
         if gamma is not None and takes_scale(x):
             shared['out_scale'], gamma = gamma, None
         drops = self.training and isinstance(self.drop_path, DropPath)
@@ -76,8 +75,8 @@ class Block(BaseModule):
             x = self.add_branch(x, self.norm1, self.attn, self.gamma1, context_tokens=x, **shared)
         else:
             x = self.add_branch(x, self.norm1, self.attn, self.gamma1, **shared)
-        ffn = self.ffn
-        if 'grid' in shared and getattr(ffn, 'halo', 0):  # tokens, and a convolution that needs their map
+        ffn: Any = self.ffn
+        if 'grid' in shared and getattr(ffn, 'halo', None):  # tokens, and a convolution that needs their map
             ffn = functools.partial(over_tokens, ffn, grid=shared['grid'])
         return self.add_branch(x, self.norm2, ffn, self.gamma2)
 

@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Feed-forward networks with a factorised matrix (cFFN), and the choice of a feed-forward network by name."""
 
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 import torch
 from mmcv.cnn import build_norm_layer
@@ -57,7 +57,8 @@ class BranchedLinear(BaseModule):
 
     def merged_weights(self) -> tuple[Tensor, Tensor]:
         """Weight and bias of the one layer that the branches are where their batch norms are fixed."""
-        weight = bias = 0
+        weight: Any = 0
+        bias: Any = 0
         for layer, norm in zip(self.linears, self.norms):
             scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
             weight = weight + scale[:, None] * layer.weight
@@ -108,8 +109,8 @@ class FactorisedLinear(BaseModule):
         self.in_features, self.out_features = in_features, out_features
         norm_cfg = norm_cfg or dict(type='BN1d')
         last = dict(type='Constant', layer='_BatchNorm', val=gain, bias=0.0)
-        self.down = BranchedLinear(in_features, rank, branches, norm_cfg)
-        self.up = BranchedLinear(rank, out_features, branches, norm_cfg, last)
+        self.down: nn.Module = BranchedLinear(in_features, rank, branches, norm_cfg)
+        self.up: nn.Module = BranchedLinear(rank, out_features, branches, norm_cfg, last)
         self.bias = nn.Parameter(torch.zeros(out_features))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,7 +121,7 @@ class FactorisedLinear(BaseModule):
 
     def switch_to_deploy(self) -> None:
         """Merge the branches of each factor, in place."""
-        if isinstance(self.down, BranchedLinear):
+        if isinstance(self.down, BranchedLinear) and isinstance(self.up, BranchedLinear):
             self.down, self.up = self.down.merged(), self.up.merged()
 
 
@@ -164,7 +165,7 @@ def compact(
     return ffn
 
 
-def build_ffn(spec: Union[None, str, dict], default: type, dim: int, hidden_dim: int) -> nn.Module:
+def build_ffn(spec: Union[None, str, dict], default: type, dim: int, hidden_dim: int) -> Any:
     """The feed-forward network that an arch names under ``ffn``.
 
     Args:

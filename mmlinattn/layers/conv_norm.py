@@ -7,6 +7,7 @@ from typing import Optional
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from typing_extensions import TypeGuard
 
 from .. import ops
 from ..ops import dispatch
@@ -58,7 +59,7 @@ def _infer(x: Tensor, layers) -> Tensor:
     return x
 
 
-def is_foldable(norm: Optional[nn.Module]) -> bool:
+def is_foldable(norm: Optional[nn.Module]) -> TypeGuard[_BatchNorm]:
     """Whether ``norm`` is a batch norm and statistics and weights say all that it does in eval mode: subclasses and
     instances may have a ``forward`` of their own."""
     if not isinstance(norm, _BatchNorm) or norm.running_var is None or not norm.affine:
@@ -66,9 +67,10 @@ def is_foldable(norm: Optional[nn.Module]) -> bool:
     return getattr(norm.forward, '__func__', None) in (_BatchNorm.forward, SyncBatchNorm.forward)
 
 
-def fold_batch_norm(conv: nn.Conv2d, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def fold_batch_norm(conv: nn.Conv2d, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
     """Weight and bias of the convolution that gives what ``conv`` and then ``norm``, in eval mode, give."""
     wide = dispatch.accumulation_dtype(conv.weight)
+    assert norm.running_mean is not None and norm.running_var is not None  # see is_foldable
     scale = (norm.weight.to(wide) / (norm.running_var.to(wide) + norm.eps).sqrt()).to(wide)
     bias = -norm.running_mean if conv.bias is None else conv.bias - norm.running_mean
     weight, bias = conv.weight * scale[:, None, None, None], bias * scale + norm.bias

@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from collections.abc import Iterator
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,7 @@ class MLP(BaseModule):
         rows = None if self.takes_statistics and self.training else self._rows_of_strip(x)
         if rows is None:
             return apply_linear(self.fc2, self.hidden(x), out_scale, residual=residual)
-        out = None
+        out: Any = None
         for i, strip, inner, part in self._strips(x, rows):
             over = None if residual is None else residual[i : i + 1, strip]
             made = apply_linear(self.fc2, self.hidden(part)[:, inner], out_scale, residual=over)
@@ -102,8 +102,9 @@ class DWConvFFN(MLP):
 
     def hidden(self, x: Tensor) -> Tensor:
         x, conv = to_image(apply_linear(self.fc1, x)), self.dwconv
+        padding: Any = conv.padding
         if is_plain_conv(conv):
-            x = ops.gelu_of_conv(x, conv.weight, conv.bias, 1, conv.padding[0], conv.groups)
+            x = ops.gelu_of_conv(x, conv.weight, conv.bias, 1, padding[0], conv.groups)
         else:
             x = F.gelu(conv(x))
         return x.permute(0, 2, 3, 1)

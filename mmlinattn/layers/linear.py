@@ -46,7 +46,8 @@ def apply_linear(
         out = out if scale is None else out * scale
         out = F.gelu(out) if gelu else out
         return out if residual is None else residual + out
-    weight, bias = layer.weight, layer.bias
+    weight: Tensor = layer.weight
+    bias: Optional[Tensor] = layer.bias
     if scale is not None:
         weight, bias = weight * scale[:, None], None if bias is None else bias * scale
     return ops.linear(x, weight, bias, gelu, residual)

@@ -2,7 +2,7 @@
 """From images to maps, and from a map to the next coarser one. Maps are (B, H, W, C)."""
 
 from collections import OrderedDict
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +54,8 @@ class ConvStem(BaseModule):
         self.layers = nn.Sequential(*layers[:-1])
 
     def forward(self, x: Tensor) -> Tensor:
-        pairs, norm = [], None
+        pairs: list[tuple[nn.Conv2d, Optional[nn.Module]]] = []
+        norm = None
         for layer in reversed(self.layers):  # norms are missing where they were folded for deployment
             if isinstance(layer, nn.Conv2d):
                 pairs.insert(0, (layer, norm))
@@ -73,11 +74,12 @@ class ConvDownsample(BaseModule):
         self.layers = nn.Sequential(OrderedDict(conv=conv, norm=norm))
 
     def forward(self, x: Tensor) -> Tensor:
-        norm = getattr(self.layers, 'norm', None)  # None where it was folded for deployment
-        return conv_norms(to_image(x), [(self.layers.conv, norm)]).permute(0, 2, 3, 1)
+        layers: Any = self.layers
+        norm = getattr(layers, 'norm', None)  # None where it was folded for deployment
+        return conv_norms(to_image(x), [(layers.conv, norm)]).permute(0, 2, 3, 1)
 
 
-def pad_for(conv: nn.Conv2d, x: Tensor) -> Tensor:
+def pad_for(conv: Any, x: Tensor) -> Tensor:
     """Zero-pad (B, H, W, C) at the bottom and right so that ``conv`` gives ceil(H / stride) x ceil(W / stride).
 
     By the same number at every size: where whole strides need fewer, the convolution does not read the rest. So graphs
@@ -87,7 +89,7 @@ def pad_for(conv: nn.Conv2d, x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 0, beyond, 0, beyond)) if beyond else x
 
 
-def strided_conv(conv: nn.Module, x: Tensor) -> Tensor:
+def strided_conv(conv: Any, x: Tensor) -> Tensor:
     """``conv`` on a map zero-padded at the bottom and right to whole strides: (B, H, W, C) -> (B, ceil(H / stride),
     ceil(W / stride), C').
 

@@ -6,23 +6,27 @@ layer is called as it is.
 """
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from torch import Tensor, nn
+from typing_extensions import TypeGuard
 
 from ..ops import dispatch, private
 
+Layer = TypeVar('Layer', bound=nn.Module)
 
-def is_just(kind: type, layer: nn.Module) -> bool:
+
+def is_just(kind: type[Layer], layer: nn.Module) -> TypeGuard[Layer]:
     """Whether ``layer`` is of this very class, with the ``forward`` of the class."""
     return type(layer) is kind and 'forward' not in layer.__dict__
 
 
-def is_plain_linear(layer: nn.Module) -> bool:
+def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether ``layer`` computes ``x @ weight.T + bias`` and nothing else."""
     return is_just(nn.Linear, layer) and not has_hooks(layer)
 
 
-def is_plain_conv(layer: nn.Module) -> bool:
+def is_plain_conv(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
     """Whether ``layer`` is a zero-padded convolution and nothing else."""
     plain = is_just(nn.Conv2d, layer) and not has_hooks(layer)
     return plain and layer.padding_mode == 'zeros' and not isinstance(layer.padding, str)

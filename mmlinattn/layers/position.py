@@ -94,11 +94,11 @@ class PositionTable(nn.Module):
 
     def __init__(self, dim: int, grid: tuple[int, int], prefix: int = 0) -> None:
         super().__init__()
-        self.grid = tuple(grid)
+        self.grid: tuple[int, int] = (grid[0], grid[1])
         self.prefix = prefix
         self.weight = nn.Parameter(torch.zeros(1, prefix + self.grid[0] * self.grid[1], dim))
         nn.init.trunc_normal_(self.weight, std=0.02)
-        self._resized: Optional[tuple[tuple, Tensor, Tensor]] = None
+        self._resized: Optional[tuple[Optional[tuple], Tensor, Tensor]] = None
 
     def resized(self, height: int, width: int) -> Tensor:
         """The table for a grid of ``height`` x ``width``, (1, prefix + height * width, C)."""

@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Convolutions with a GELU before or after them."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -46,13 +46,13 @@ def conv_of_gelu_reference(x, weight, bias, stride, groups, residual) -> Tensor:
 
 class _ConvOfGELU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, stride, groups, residual):
+    def forward(ctx: Any, x, weight, bias, stride, groups, residual):
         ctx.save_for_backward(x, weight)
         ctx.stride, ctx.groups, ctx.residual = stride, groups, residual
         return conv_of_gelu_reference(x, weight, bias, stride, groups, residual)
 
     @first_order
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad):
         x, weight = ctx.saved_tensors
         padding = weight.shape[-1] // 2
         grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
@@ -89,7 +89,7 @@ def gelu_of_conv(
     """
     if not dispatch.records() and dispatch.backend(x, weight, bias) == 'cpu':
         dtype = dispatch.compute_dtype(x)
-        x, weight, bias = (None if t is None else t.to(dtype) for t in (x, weight, bias))
+        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
         if private.onednn_takes(x, weight):
             steps = ([padding] * 2, [stride] * 2, [1, 1], groups)
             return private.CONV(x, weight, bias, *steps, 'gelu', [], 'none')

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,7 @@ def _finished(out: Tensor, gelu: bool, residual: Optional[Tensor]) -> Tensor:
 
 def _fused(x: Tensor, weight: Tensor, bias: Optional[Tensor], gelu: bool, residual: Optional[Tensor]) -> Tensor:
     dtype = dispatch.compute_dtype(x)
-    x, weight, bias = (None if t is None else t.to(dtype) for t in (x, weight, bias))
+    x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     with dispatch.without_autocast(x):
         if not (private.onednn_takes(x, weight) and weight.is_contiguous()):
             return _finished(F.linear(x, weight, bias), gelu, residual)
@@ -59,12 +59,12 @@ def _fused(x: Tensor, weight: Tensor, bias: Optional[Tensor], gelu: bool, residu
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias):
+    def forward(ctx: Any, x, weight, bias):
         ctx.save_for_backward(x, weight)
         return private.LINEAR(x, weight, bias, 'none', [], '')
 
     @first_order
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad):
         x, weight = ctx.saved_tensors
         grad_x = product(grad, weight.T) if ctx.needs_input_grad[0] else None
         rows = grad.flatten(0, -2)

@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Depth-wise convolutions of stride 1, which keep the size of the map."""
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -60,20 +60,21 @@ def _can_add(x: Tensor, onto: Tensor) -> bool:
 
 
 def _convolved_onto(x: Tensor, weight: Tensor, bias: Optional[Tensor], onto: Tensor) -> Tensor:
-    x, weight, bias = (None if t is None else t.to(onto.dtype) for t in (x, weight, bias))
+    x, weight = x.to(onto.dtype), weight.to(onto.dtype)
+    bias = None if bias is None else bias.to(onto.dtype)
     if not private.onednn_takes(x, weight):
         return _summed(depthwise_conv2d_reference(x, weight, bias), onto)
     steps = ([weight.shape[-1] // 2] * 2, [1, 1], [1, 1], len(weight))
     return private.CONV_ONTO.binary(onto, x, weight, bias, *steps, 'add', 1.0, None, [], None)
 
 
-def residual_depthwise_conv2d(x: Tensor, weight: Tensor, bias: Tensor, of_gelu: bool = False) -> Tensor:
+def residual_depthwise_conv2d(x: Tensor, weight: Tensor, bias: Optional[Tensor], of_gelu: bool = False) -> Tensor:
     """``y + DWConv(y)`` of ``y = x``, or of ``y = gelu(x)``.
 
     Args:
         x (Tensor): (B, C, h, w), best in channels-last memory.
         weight (Tensor): (C, 1, k, k), k odd.
-        bias (Tensor): (C,).
+        bias (Tensor, optional): (C,).
         of_gelu (bool): Apply GELU first; it is computed again in the backward pass, which then needs ``x`` only.
 
     Returns:
@@ -90,7 +91,7 @@ def residual_depthwise_conv2d(x: Tensor, weight: Tensor, bias: Tensor, of_gelu: 
     return residual_depthwise_conv2d_eager(x, weight, bias, of_gelu)
 
 
-def residual_depthwise_conv2d_eager(x: Tensor, weight: Tensor, bias: Tensor, of_gelu: bool) -> Tensor:
+def residual_depthwise_conv2d_eager(x: Tensor, weight: Tensor, bias: Optional[Tensor], of_gelu: bool) -> Tensor:
     residual = True
     if x.dtype in (torch.float32, torch.float64) and not dispatch.autocasts(x):
         # The identity is a tap of the kernel: one pass over the map less. In half precision the tap would round the
@@ -109,12 +110,12 @@ class _LargeDepthwise(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias):
+    def forward(ctx: Any, x, weight, bias):
         ctx.save_for_backward(x, weight)
         return depthwise_conv2d_reference(x, weight, bias)
 
     @first_order
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad):
         x, weight = ctx.saved_tensors
         size, (height, width) = weight.shape[-1], x.shape[-2:]
         padding = size // 2
@@ -172,7 +173,7 @@ def sum_of_shifts(x: Tensor, kernels: Tensor) -> Tensor:
     # one shifted map a tap: a grouped convolution of all images as channels would fix their number in a recorded graph
     size, (height, width) = kernels.shape[-1], x.shape[-2:]
     padded = F.pad(x, [size // 2] * 4)
-    out = 0
+    out: Any = 0
     for i in range(size):
         for j in range(size):
             out = out + padded[..., i : i + height, j : j + width] * kernels[:, :, i, j, None, None]

@@ -52,16 +52,16 @@ def use(backend: str):
         _choice = before
 
 
-def backend(*tensors: Optional[Tensor]) -> str:
+def backend(first: Tensor, *others: Optional[Tensor]) -> str:
     """The backend for an op on the given tensors; the first one's device counts.
 
     Returns:
         str: ``'reference'``, ``'cpu'``, ``'triton'``, or ``'eager'`` (another device: PyTorch's own operators, with
         memory reused and gradients written by hand).
     """
-    if is_plain(*tensors):
+    if is_plain(first, *others):
         return 'reference'
-    device = tensors[0].device
+    device = first.device
     if device.type == 'cpu':
         return 'cpu'
     if device.type == 'cuda' and _choice == 'auto' and _has_triton(device):

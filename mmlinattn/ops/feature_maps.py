@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Feature maps of queries and keys, by name."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,7 +21,7 @@ def _softmax(x: Tensor) -> Tensor:
     return (x - x.amax(dim=-1, keepdim=True)).clamp(min=LOWEST_EXPONENT).softmax(dim=-1)
 
 
-FEATURE_MAPS = {
+FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
     'identity': lambda x: x,
     'relu': F.relu,
     'leakyrelu': F.leaky_relu,

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -106,7 +106,7 @@ def _powers(x: Tensor, inverse_scale: Tensor, power: float, eps: float) -> tuple
     r = torch.addcmul(inverse_scale * eps, r, inverse_scale, out=r)
     norm = torch.linalg.vector_norm(r, dim=-1, keepdim=True)
     y = r.mul_(r.amax(dim=-1, keepdim=True).reciprocal_())
-    y = F.threshold_(y, smallest_base(y.dtype, power), 0.0).pow_(power)
+    y = torch.threshold_(y, smallest_base(y.dtype, power), 0.0).pow_(power)
     return y, norm / torch.linalg.vector_norm(y, dim=-1, keepdim=True)
 
 
@@ -134,7 +134,7 @@ def _focus_backward(x, grad, y, r, norm, inverse_scale, power) -> tuple[Tensor, 
 
 class _FocusedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, inverse_scale, power, num_heads, mask, eps):
+    def forward(ctx: Any, q, k, v, inverse_scale, power, num_heads, mask, eps):
         wide = accumulation_dtype(q)
         scale = inverse_scale.to(wide)
         batch, tokens = k.shape[:2]
@@ -165,7 +165,7 @@ class _FocusedAttention(torch.autograd.Function):
         return out
 
     @first_order
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad):
         q, k, v, inverse_scale, mask, state, key_mean, count, floor = ctx.saved_tensors
         power, num_heads, eps = ctx.options
         scale = inverse_scale.to(state.dtype)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -72,7 +72,7 @@ class _InLineAttention(torch.autograd.Function):
     """One product a tensor each way."""
 
     @staticmethod
-    def forward(ctx, q, k, v, scale, mask):
+    def forward(ctx: Any, q, k, v, scale, mask):
         count = count_tokens(k, mask)
         key_mean, value_mean = token_mean(k, mask, count), token_mean(v, mask, count)
         covariance = product(k.transpose(-1, -2), v).mul_(scale / count)
@@ -86,7 +86,7 @@ class _InLineAttention(torch.autograd.Function):
         return out
 
     @first_order
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad):
         q, k, v, covariance, key_mean, value_mean, mask = ctx.saved_tensors
         each = grad.sum(dim=2, keepdim=True) / ctx.count  # mean(v) is part of every token's output
         inner = product(q.transpose(-1, -2), grad).mul_(ctx.scale / ctx.count)
@@ -101,6 +101,6 @@ class _InLineAttention(torch.autograd.Function):
             torch.sub(product(v[part], turned[images]), key_shift[images], out=grad_k[part])
             torch.add(product(k[part], inner[images]), value_shift[images], out=grad_v[part])
         if mask is not None:
-            for part in (grad_k, grad_v):
-                part.mul_(mask[:, None, :, None])
+            for of_keys in (grad_k, grad_v):
+                of_keys.mul_(mask[:, None, :, None])
         return *grads, None, None

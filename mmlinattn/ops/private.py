@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The private APIs of PyTorch that the package uses. Where a release lacks one, something public serves."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -9,9 +11,9 @@ from torch.nn.modules import module as _module
 
 # oneDNN's operators with a fused activation or sum, which torch.compile uses on CPUs
 _mkldnn = torch.ops.mkldnn
-LINEAR = getattr(_mkldnn, '_linear_pointwise', None)
-CONV = getattr(_mkldnn, '_convolution_pointwise', None)
-CONV_ONTO = getattr(_mkldnn, '_convolution_pointwise_', None)
+LINEAR: Any = getattr(_mkldnn, '_linear_pointwise', None)
+CONV: Any = getattr(_mkldnn, '_convolution_pointwise', None)
+CONV_ONTO: Any = getattr(_mkldnn, '_convolution_pointwise_', None)
 HAS_ONEDNN = None not in (LINEAR, CONV, CONV_ONTO) and hasattr(LINEAR, 'binary') and hasattr(CONV_ONTO, 'binary')
 CAN_SERVE_ONES = hasattr(_config, 'backed_size_oblivious')  # since torch 2.6
 
@@ -60,4 +62,6 @@ def is_surely_above_one(size) -> bool:
 
 def serving_ones():
     """A context in which ``torch.export`` does not ask whether an open size is 1."""
-    return _config.patch(backed_size_oblivious=True)
+    return _config.patch(  # type: ignore[attr-defined]
+        backed_size_oblivious=True
+    )

@@ -4,7 +4,7 @@
 Names below: ``g`` mean query, ``w`` token weights a / N, ``z`` mean weighted key, ``S`` state, ``d_x`` gradient of x.
 """
 
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -159,16 +159,16 @@ def _forward(q, k, v, kernel, rotary, mask, weight_scale, eps, dtype):
 
 class _RALA(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, rotary, num_heads, kernel, mask, weight_scale, eps):
-        scratch = (split_heads(t.clone(memory_format=torch.contiguous_format), num_heads) for t in (q, k))
+    def forward(ctx: Any, q, k, v, rotary, num_heads, kernel, mask, weight_scale, eps):
+        queries, keys = (split_heads(t.clone(memory_format=torch.contiguous_format), num_heads) for t in (q, k))
         values = split_heads(v, num_heads)
-        out, *state = _forward(*scratch, values, kernel, rotary, mask, weight_scale, eps, v.dtype)
+        out, *state = _forward(queries, keys, values, kernel, rotary, mask, weight_scale, eps, v.dtype)
         ctx.save_for_backward(q, k, v, rotary, mask, *state)
         ctx.options = num_heads, kernel, weight_scale, eps
         return merge_heads(out)
 
     @first_order
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad):
         q, k, v, rotary, mask, mean_query, weight, key_mean, state = ctx.saved_tensors
         num_heads, kernel, weight_scale, eps = ctx.options
         apply_map, undo_map = _MAPS[kernel]

@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from collections.abc import Iterator
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -102,7 +102,7 @@ def _blocks(q: Tensor, k: Tensor) -> Iterator[slice]:
 
 def _weights(q: Tensor, k: Tensor) -> Tensor:
     logits = product(q * q.shape[-1] ** -0.5, k)
-    return F.threshold_(torch.softmax(logits, dim=-1, out=logits), _SMALLEST_WEIGHT, 0.0)
+    return torch.threshold_(torch.softmax(logits, dim=-1, out=logits), _SMALLEST_WEIGHT, 0.0)
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -118,18 +118,20 @@ def _rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 class _Rows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v):
+    def forward(ctx: Any, q, k, v):
         ctx.save_for_backward(q, k, v)
         return _rows(q, k, v)
 
     @first_order
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad):
         q, k, v = ctx.saved_tensors
         scale = q.shape[-1] ** -0.5
         grads = gradients_like(q, k, v)
         for query, key, value, d_out, d_q, d_k, d_v in _heads(q, k, v, grad, *grads):
             key, value, d_out = key.contiguous(), value.contiguous(), d_out.contiguous()
-            scaled_key, sum_k, sum_v = (key * scale).T, 0, 0
+            scaled_key = (key * scale).T
+            sum_k: Any = 0
+            sum_v: Any = 0
             for rows in _blocks(query, key):
                 weights, d_weights = _weights(query[rows], key), product(d_out[rows], value)
                 sum_v = sum_v + product(d_out[rows].T, weights.T)

@@ -8,7 +8,7 @@ the whole: the three largest tensors of an attention twice. Here, an op that com
 
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -82,7 +82,8 @@ def assemble(shape: torch.Size, parts: Iterable[tuple[slice, slice, Tensor]]) ->
 
     In inference each region is written to its place before the next one is asked for.
     """
-    out, bands = None, {}
+    out: Any = None
+    bands: dict[int, list[Tensor]] = {}
     for rows, columns, part in parts:
         if part.shape == tuple(shape):
             return part
@@ -136,13 +137,13 @@ class _Split(torch.autograd.Function):
         return x.split(widths, dim=-1)
 
     @staticmethod
-    def backward(ctx, *grads):
-        grads = [
+    def backward(ctx: Any, *grads):
+        parts: list[Tensor] = [
             torch.zeros((), dtype=ctx.dtype, device=ctx.device).expand(*ctx.shape[:-1], width) if grad is None else grad
             for grad, width in zip(grads, ctx.widths)
         ]
-        whole = None if torch.is_grad_enabled() else _whole(grads, ctx.shape, ctx.widths)
-        return torch.cat(grads, dim=-1) if whole is None else whole, *(None for _ in ctx.widths)
+        whole = None if torch.is_grad_enabled() else _whole(parts, ctx.shape, ctx.widths)
+        return torch.cat(parts, dim=-1) if whole is None else whole, *(None for _ in ctx.widths)
 
 
 def _whole(parts: list[Tensor], shape: torch.Size, widths) -> Optional[Tensor]:

@@ -141,7 +141,8 @@ def batch_for(model: nn.Module, source: Upstream, network: dict, size: tuple[int
         return detection_batch(size, source.has_masks, proposals)
     if source.task == 'mmseg':
         return segmentation_batch(size)
-    head = network.get('head') if isinstance(network.get('head'), dict) else {}
+    given = network.get('head')
+    head: dict = given if isinstance(given, dict) else {}
     if is_self_supervised(model):
         crops = head.get('loss', {}).get('num_crops')
         return views_batch(size, sum(crops) if isinstance(crops, (list, tuple)) else 2)

@@ -2,7 +2,7 @@
 import copy
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Optional, Union
+from typing import Any, NamedTuple, Optional, Union
 
 from mmengine.config import Config
 from mmengine.utils import get_installed_path
@@ -85,7 +85,7 @@ def swap_backbone(
     said = changes(before, model)
     for key in ('optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'load_from'):
         if key in settings:
-            given = plain_dict(source.cfg.get(key))
+            given: Any = plain_dict(source.cfg.get(key))
             given = [given] if key == 'param_scheduler' and isinstance(given, dict) else given
             if key == 'optim_wrapper':
                 given = dict(type='OptimWrapper', **given) if 'type' not in given else given

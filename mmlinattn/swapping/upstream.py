@@ -81,7 +81,7 @@ class Upstream(NamedTuple):
         given = (self.network(self.model).get('data_preprocessor') or {}).get('size')
         if not given:
             crops = ('RandomResizedCrop', 'RandomCrop', 'CenterCrop') if self.task == 'mmpretrain' else ()
-            wanted = [dict(type=kind) for kind in crops]
+            wanted: list[dict] = [dict(type=kind) for kind in crops]
             wanted += [dict(type='Resize') if self.task == 'mmpretrain' else dict(type='Resize', keep_ratio=False)]
             found = [_find(self.cfg.get('train_dataloader'), each) for each in wanted]
             given = next((each.get('crop_size', each.get('scale')) for each in found if each), None)

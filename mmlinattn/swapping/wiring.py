@@ -228,11 +228,12 @@ def rewired(
     """
     keep = [i for i in range(len(old)) if read is None or read[i]]
     new = [backbone.stages[i] for i in chosen]
-    wiring: Optional[Wiring] = Wiring(old, new, keep, deep=len(old) == 1 or bool(network.get('neck')))
+    of_backbone = Wiring(old, new, keep, deep=len(old) == 1 or bool(network.get('neck')))
+    wiring: Optional[Wiring] = of_backbone
     result = {**network, 'backbone': with_outputs(backbone, [chosen[i] for i in keep])}
     necks = _list(network.get('neck'))
     if necks:
-        first = wiring(necks[0])
+        first = of_backbone(necks[0])
         result['neck'] = [first, *necks[1:]] if isinstance(network['neck'], (list, tuple)) else first
         wiring = None
         before, after = through(network['neck'], old, size), through(result['neck'], [new[i] for i in keep], size)

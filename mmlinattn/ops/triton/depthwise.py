@@ -18,7 +18,7 @@ def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -
     return depthwise_conv2d_reference(x, weight, bias) if out is None else out
 
 
-def residual_depthwise_conv2d(x: Tensor, weight: Tensor, bias: Tensor, of_gelu: bool = False) -> Tensor:
+def residual_depthwise_conv2d(x: Tensor, weight: Tensor, bias: Optional[Tensor], of_gelu: bool = False) -> Tensor:
     out = convolve(x, weight.transpose(0, 1), bias, True, of_gelu)
     return residual_depthwise_conv2d_eager(x, weight, bias, of_gelu) if out is None else out
 
