@@ -102,8 +102,8 @@ class DWConvFFN(MLP):
 
     def hidden(self, x: Tensor) -> Tensor:
         x, conv = to_image(apply_linear(self.fc1, x)), self.dwconv
-        padding: Any = conv.padding
         if is_plain_conv(conv):
+            padding: Any = conv.padding
             x = ops.gelu_of_conv(x, conv.weight, conv.bias, 1, padding[0], conv.groups)
         else:
             x = F.gelu(conv(x))
