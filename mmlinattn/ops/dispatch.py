@@ -77,7 +77,7 @@ def is_plain(*tensors: Optional[Tensor]) -> bool:
     """
     if _choice == 'reference' or is_traced():
         return True
-    if private.has_dispatch_modes() or private.is_transformed():
+    if private.is_watched():
         return True
     return any(t is not None and (type(t) not in (Tensor, nn.Parameter) or t.is_meta) for t in tensors)
 

@@ -41,9 +41,9 @@ def is_transformed() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
 
 
-def has_dispatch_modes() -> bool:
-    """Whether something counts or records every operation (``TorchDispatchMode``)."""
-    return torch._C._len_torch_dispatch_stack() > 0
+def is_watched() -> bool:
+    """Whether something counts or records every operation (``TorchDispatchMode``), or transforms the call."""
+    return torch._C._len_torch_dispatch_stack() > 0 or is_transformed()
 
 
 def has_global_hooks() -> bool:
