@@ -12,7 +12,7 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops.sizes import round_up, to_image
+from ..ops.sizes import round_up, settled, to_image
 from .conv_norm import conv_norms
 from .linear import apply_linear
 from .plain import is_plain_conv
@@ -102,7 +102,8 @@ def strided_conv(conv: Any, x: Tensor) -> Tensor:
         return conv(to_image(pad_for(conv, x))).permute(0, 2, 3, 1)
     (height, width), (rows, columns) = x.shape[1:3], conv.kernel_size
     x = F.pad(x, (0, 0, 0, round_up(width, columns) - width, 0, round_up(height, rows) - height))
-    x = x.unflatten(2, (-1, columns)).unflatten(1, (-1, rows)).transpose(2, 3).flatten(3)  # (B, h, w, rows columns C)
+    x = x.unflatten(2, (-1, columns)).unflatten(1, (-1, rows))
+    x = settled(x.transpose(2, 3)).flatten(3)  # (B, h, w, rows columns C)
     return ops.linear(x, rearrange(conv.weight, 'o i rows columns -> o (rows columns i)'), conv.bias)
 
 

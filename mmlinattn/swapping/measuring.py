@@ -89,7 +89,7 @@ def measure(upstream: Upstream) -> Measured:
         try:
             with torch.no_grad():
                 outs = backbone(noise[:1])
-                found = _maps(outs, size[0])
+                found = _maps(outs, size[0]) or _maps(backbone(noise), size[0])  # LeNet drops the axis of one image
                 backbone.train()  # segmentors' may return more then
                 is_single = upstream.task == 'mmseg' and isinstance(outs, torch.Tensor)
                 branches = _maps(backbone(noise), size[0]) if is_single else []

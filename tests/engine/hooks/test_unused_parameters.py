@@ -19,7 +19,7 @@ from mmlinattn.engine import CPUDistributedDataParallel, RunError, UnusedParamet
 from mmlinattn.engine.hooks.unused_parameters import read_outputs
 from mmlinattn.engine.runner.distributed import leave_process_group
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[2]
 
 
 @MODELS.register_module(force=True)
@@ -166,7 +166,7 @@ from pathlib import Path
 import torch.distributed
 from engine_toys import make_runner
 from mmengine.config import Config
-from test_engine_unused_parameters import SkippingModel
+from test_unused_parameters import SkippingModel
 
 from mmlinattn.engine import prepare_distributed
 
@@ -195,7 +195,11 @@ if __name__ == '__main__':
 def test_distributed_training_stops_before_the_puzzle(tmp_path, find_unused):
     (tmp_path / 'script.py').write_text(SCRIPT)
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
-    env = {**os.environ, 'PYTHONPATH': f'{TESTS}/lean:{TESTS}:{TESTS.parent}', 'OMP_NUM_THREADS': '1'}
+    env = {
+        **os.environ,
+        'PYTHONPATH': f'{TESTS}/lean:{TESTS}:{TESTS}/engine/hooks:{TESTS.parent}',
+        'OMP_NUM_THREADS': '1',
+    }
     work = tmp_path / 'work'
     done = subprocess.run(
         [*command, str(tmp_path / 'script.py'), str(work), str(find_unused)],
