@@ -142,7 +142,7 @@ def _forward(q, k, v, kernel, rotary, mask, weight_scale, eps, dtype):
         weight = token_weights((k @ mean_query.transpose(-1, -2)).mul_(weight_scale), mask)
     k = k.mul_(weight)
     key_mean = k.sum(dim=2, keepdim=True)
-    normaliser = torch.linalg.vecdot(q, key_mean).unsqueeze(-1) + padded_eps(eps, mask, q.dtype)
+    normaliser = product(q, key_mean.transpose(-1, -2)) + padded_eps(eps, mask, q.dtype)
     if rotary is not None:
         q, k = rotate(q, rotary, inplace=True), rotate(k, rotary, inplace=True)
     state = product(k.transpose(-1, -2), v)
