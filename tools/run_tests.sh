@@ -35,7 +35,7 @@ done
 unset PYTHONDONTWRITEBYTECODE
 
 # what a speed or a number may depend on
-cpu=$(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo 2>/dev/null | head -n 1)
+cpu=$(sed -n 's/^model name[^:]*: //p' /proc/cpuinfo 2>/dev/null | head -n 1 || true)
 units=$(grep -m 1 '^flags' /proc/cpuinfo 2>/dev/null | tr ' ' '\n' | grep -xE 'avx2|avx512f|avx512_bf16|amx_bf16|amx_int8' | tr '\n' ' ' || true)
 echo "run_tests: ${cpu:-unknown CPU}, $(nproc 2>/dev/null || echo '?') cores, units: ${units:-none known}" >&2
 
