@@ -9,7 +9,8 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 # What mim and MMEngine look for inside an installed OpenMMLab package.
-MIM_CONTENT = ('configs', 'tools', 'model-index.yml')
+MIM_CONTENT = ('configs', 'tools', 'projects', 'model-index.yml')
+LEFT_OUT = ('__pycache__', '*.py[cod]', 'tests', 'results')
 
 
 def read_version() -> str:
@@ -36,13 +37,13 @@ def remove(path: Path) -> None:
 
 def copy(source: Path, target: Path) -> None:
     if source.is_dir():
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns('__pycache__', '*.py[cod]'))
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns(*LEFT_OUT))
     else:
         shutil.copy2(source, target)
 
 
 class BuildWithMim(build_py):
-    """Puts configs, tools and model index under ``mmlinattn/.mim``.
+    """Puts configs, tools, projects and model index under ``mmlinattn/.mim``.
 
     A wheel gets copies. An editable install gets links, so that an edited config is the one in use.
     """

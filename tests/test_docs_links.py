@@ -7,7 +7,14 @@ import re
 import pytest
 from config_helpers import ROOT
 
-PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'docs').rglob('*.md'), *(ROOT / 'docs').glob('*.ipynb')])
+PAGES = sorted(
+    [
+        *ROOT.glob('*.md'),
+        *(ROOT / 'docs').rglob('*.md'),
+        *(ROOT / 'docs').glob('*.ipynb'),
+        *(ROOT / 'projects').rglob('*.md'),
+    ]
+)
 IDS = [path.relative_to(ROOT).as_posix() for path in PAGES]
 
 
@@ -57,7 +64,7 @@ def test_broken_links_are_found(tmp_path):
 @pytest.mark.parametrize('path', PAGES, ids=IDS)
 def test_named_files_exist(path):
     named = re.findall(
-        r'(?<![\w/.])((?:tools|configs|docs|tests|benchmarks)/[\w/.-]+\.(?:py|sh|md|csv))\b', path.read_text()
+        r'(?<![\w/.])((?:tools|configs|docs|tests|benchmarks|projects)/[\w/.-]+\.(?:py|sh|md|csv))\b', path.read_text()
     )
     assert [name for name in named if not (ROOT / name).exists()] == []
 

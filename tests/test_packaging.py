@@ -56,7 +56,7 @@ def checkout(tmp_path):
     copy = tmp_path / 'checkout'
     copy.mkdir()
     ignore = shutil.ignore_patterns('__pycache__', '.mim', '*.egg-info')
-    for name in ('mmlinattn', 'configs', 'tools', 'requirements'):
+    for name in ('mmlinattn', 'configs', 'tools', 'projects', 'requirements'):
         shutil.copytree(ROOT / name, copy / name, ignore=ignore)
     for path in ROOT.iterdir():
         if path.is_file():
@@ -80,11 +80,11 @@ def test_wheel(wheel, checkout, tmp_path):
     with zipfile.ZipFile(wheel) as archive:
         content = {name: archive.read(name) for name in archive.namelist()}
 
-    # Configs, tools and index: all of them, as they are, and nothing that was deleted since.
+    # Configs, tools, projects and index: all of them, as they are, and nothing that was deleted since.
     expected = {'model-index.yml': (checkout / 'model-index.yml').read_bytes()}
-    for folder in ('configs', 'tools'):
+    for folder in ('configs', 'tools', 'projects'):
         for path in (checkout / folder).rglob('*'):
-            if path.is_file():
+            if path.is_file() and not {'tests', 'results'} & set(path.parts):
                 expected[path.relative_to(checkout).as_posix()] = path.read_bytes()
     prefix = 'mmlinattn/.mim/'
     mim = {name[len(prefix) :]: data for name, data in content.items() if name.startswith(prefix)}
@@ -128,7 +128,7 @@ def test_editable_install_uses_the_configs_of_the_checkout(checkout, tmp_path):
     (checkout / 'configs' / 'mmdet' / 'packaging_probe.py').write_text('answer = 43\n')
     found = inherit(python, tmp_path / 'project')
     assert found == {'package': str(checkout / 'mmlinattn' / '__init__.py'), 'answer': 43}
-    for name in ('configs', 'tools', 'model-index.yml'):
+    for name in ('configs', 'tools', 'projects', 'model-index.yml'):
         assert (checkout / 'mmlinattn' / '.mim' / name).resolve() == checkout / name
 
 
@@ -139,6 +139,7 @@ def test_source_archive_holds_all_that_the_build_reads(checkout):
         names = {member.name.partition('/')[2] for member in archive if member.isfile()}
     expected = {'setup.py', 'LICENSE', 'model-index.yml', 'requirements/runtime.txt'}
     expected |= {'configs/mmdet/packaging_probe.py', 'tools/setup_env.sh', 'pyproject.toml'}
+    expected |= {'projects/studies/main.py'}
     assert expected <= names
 
 

@@ -1,108 +1,19 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Train the arms of a paper's ablation, small, on pictures drawn in memory, and put the papers' differences beside
-those found. Results are kept after each run; run again, the study continues. Run in several terminals at once, they
-share the work.
+"""Run a study of ``projects/studies``: a paper's ablation, its arms trained small.
 
-    python tools/analysis_tools/ablation_study.py --study rala --out work_dirs/study_rala --max-minutes 25
+python tools/analysis_tools/ablation_study.py --study rala --out work_dirs/study_rala --max-minutes 25
 """
 
-import argparse
 import sys
 from pathlib import Path
 
-import torch
-from mmengine.logging import MMLogger
-from rich.console import Console
-from rich.progress import Progress
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
-
-from mmlinattn.analysis import ablation, ablation_report
-from mmlinattn.analysis.study_tasks import TASKS
-from mmlinattn.apis.cli import one_line_errors, writing
-from mmlinattn.utils.errors import RunError
-
-SETTINGS = dict(
-    iterations='training steps of a run',
-    batch='pictures a step',
-    num_train='training pictures',
-    num_val='test pictures',
-    size='side of a picture in pixels, at least 64',
-    lr='peak learning rate of AdamW',
-    tinted='fraction of the shapes in a colour typical of their form; at 1, colours alone would do',
-)
-
-
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = {name: study().source for name, study in ablation.STUDIES.items()}
-    text = '; '.join(f'{name}: {source}' for name, source in names.items())
-    parser.add_argument('--study', required=True, choices=list(names), help=text)
-    parser.add_argument('--out', type=Path, required=True, help='folder for results.json, table.md and the plots')
-    parser.add_argument('--seeds', type=int, default=3, help='runs of each arm [3]')
-    parser.add_argument('--max-minutes', type=float, help='begin no further run that would end later [no limit]')
-    parser.add_argument('--arms', nargs='+', metavar='NAME', help='only these arms [all of the study]')
-    text = 'take runs of the same models, task and settings from these --out folders, of any study or machine'
-    parser.add_argument('--reuse', nargs='+', type=Path, default=[], metavar='FOLDER', help=text)
-    tasks = '; '.join(f'{name}: {task.what}' for name, task in TASKS.items())
-    text = f'what the arms learn [{ablation.FIRST_TASK}]. {tasks}'
-    parser.add_argument('--task', choices=list(TASKS), default=ablation.FIRST_TASK, help=text)
-    for name, value in ablation.Settings()._asdict().items():
-        uses = {key: task.settings for key, task in TASKS.items() if name not in task.unused}
-        text = ', '.join(f'{getattr(settings, name)} in {key}' for key, settings in uses.items())
-        parser.add_argument('--' + name.replace('_', '-'), type=type(value), help=f'{SETTINGS[name]} [{text}]')
-    parser.add_argument('--device', default='cpu', help='cpu, cuda, ... [cpu]')
-    return parser.parse_args()
-
-
-def checked_settings(args: argparse.Namespace) -> ablation.Settings:
-    task = TASKS[args.task]
-    given = {name: getattr(args, name) for name in ablation.Settings._fields if getattr(args, name) is not None}
-    for name in task.unused:
-        if name in given:
-            raise RunError(f'--{name.replace("_", "-")} {given[name]} has no meaning in task {args.task!r}.')
-    settings = task.settings._replace(**given)
-    least = dict(iterations=1, batch=2, num_train=settings.batch, num_val=4, size=64)
-    for name, value in least.items():
-        if getattr(settings, name) < value:
-            raise RunError(f'--{name.replace("_", "-")} {getattr(settings, name)} has to be at least {value}.')
-    if args.seeds < 1:
-        raise RunError(f'--seeds {args.seeds} has to be at least 1.')
-    if not 0 <= settings.tinted <= 1:
-        raise RunError(f'--tinted {settings.tinted} has to lie in [0, 1].')
-    if settings.lr <= 0:
-        raise RunError(f'--lr {settings.lr} has to be above 0.')
-    if args.max_minutes is not None and args.max_minutes <= 0:
-        raise RunError(f'--max-minutes {args.max_minutes} has to be above 0.')
-    try:
-        torch.empty(0, device=args.device)
-    except RuntimeError as error:
-        raise RunError(f'--device {args.device}: {str(error).splitlines()[0]}') from error
-    with writing(args.out):
-        args.out.mkdir(parents=True, exist_ok=True)
-    return settings
-
-
-def main() -> None:
-    args = parse_args()
-    MMLogger.get_instance('mmengine', log_level='ERROR')  # a line for each parameter that is initialised
-    with one_line_errors():
-        settings = checked_settings(args)
-        for run in ablation.reuse(args.study, args.out, settings, args.reuse, args.task):
-            print(f'{run["arm"]}, seed {run["seed"]}: {run[TASKS[args.task].metric]:.1f} %  (reused)')
-        with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-            steps = bar.add_task('steps of a run', total=settings.iterations)
-
-            def finished(message):
-                print(message, flush=True)
-                bar.reset(steps)
-
-            arguments = args.study, args.out, args.seeds, settings, args.max_minutes, args.arms, args.device
-            results = ablation.run_study(*arguments, finished, lambda: bar.advance(steps), args.task)
-        for path in ablation_report.write(results, args.out):
-            print(path)
-
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # a checkout serves without being installed
 
 if __name__ == '__main__':
+    if not (ROOT / 'projects' / 'studies').is_dir():
+        sys.exit(f'error: {ROOT / "projects" / "studies"} is not there: copy tools and projects of mmlinattn together')
+    from projects.studies.main import main
+
     main()

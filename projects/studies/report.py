@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from .ablation import FIRST_TASK, write_atomically
-from .studies import STUDIES, Study
-from .study_tasks import TASKS, Task
+from .arms import STUDIES, Study
+from .study import write_atomically
+from .tasks import FIRST_TASK, TASKS, Task
 
 
 def _task_of(results: dict) -> Task:

@@ -6,8 +6,8 @@ from typing import Callable, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..attention import TOKEN_MIXERS, SoftmaxMixer
-from ..ops.tensors import merge_heads, split_heads
+from mmlinattn.attention import TOKEN_MIXERS, SoftmaxMixer
+from mmlinattn.ops.tensors import merge_heads, split_heads
 
 
 class Arm(NamedTuple):

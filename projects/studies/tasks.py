@@ -14,8 +14,8 @@ from mmengine.logging import MMLogger
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
-from ..datasets.shapes import MAX_SHAPES, SHAPES, draw_scene
-from ..utils.errors import RunError
+from mmlinattn.datasets.shapes import MAX_SHAPES, SHAPES, draw_scene
+from mmlinattn.utils.errors import RunError
 
 
 class Settings(NamedTuple):
@@ -378,3 +378,6 @@ def _samples(images: Tensor, targets: Tensor) -> list:
 
 
 TASKS: dict[str, Task] = dict(largest=Largest(), detection=Detection(), recall=Recall())
+
+FIRST_TASK = 'largest'
+"""What results without a word of their task are of."""

@@ -1,0 +1,1 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.

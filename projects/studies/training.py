@@ -1,0 +1,116 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Train one arm of a study, and measure what it attends to."""
+
+import copy
+import math
+import time
+
+import torch
+from torch import Tensor, nn
+
+from mmlinattn.analysis.capture import watched
+from mmlinattn.analysis.inspecting import averaged, measure_block
+from mmlinattn.analysis.masking import masked
+from mmlinattn.layers.compact import FactorisedLinear
+from mmlinattn.utils.errors import RunError
+
+from .arms import Arm
+from .tasks import FIRST_TASK, TASKS, Settings
+
+
+def train_arm(
+    arm: Arm,
+    seed: int,
+    settings: Settings,
+    train: tuple,
+    val: tuple,
+    device: str = 'cpu',
+    on_step=lambda: None,
+    task: str = FIRST_TASK,
+) -> dict:
+    """Train one arm with one seed; the seed decides weights, order of pictures and mirroring, alike for every arm.
+
+    Returns:
+        dict: The task's score in percent under the name of its metric (``accuracy``, ``box_AP``), ``curve`` of it,
+        ``loss``, ``params``, ``seconds``, and measures of the trained attention.
+
+    Raises:
+        RunError: The loss is not finite.
+    """
+    started, task = time.perf_counter(), TASKS[task]
+    torch.manual_seed(seed)
+    model = task.build(arm.backbone).to(device)
+    order = torch.Generator().manual_seed(seed)
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    optimizer = torch.optim.AdamW([dict(params=decayed), dict(params=others, weight_decay=0.0)], weight_decay=0.05)
+    images, targets = train
+    losses, curve, index = [], [], torch.empty(0, dtype=torch.long)
+    for step in range(settings.iterations):
+        done, warm = step / settings.iterations, 0.05
+        factor = (done / warm) if done < warm else 0.5 * (1 + math.cos(math.pi * (done - warm) / (1 - warm)))
+        for group in optimizer.param_groups:
+            group['lr'] = settings.lr * max(factor, 0.01)
+        if len(index) < settings.batch:
+            index = torch.randperm(len(images), generator=order)
+        now, index = index.split([settings.batch, len(index) - settings.batch])
+        flipped = (torch.rand(len(now), generator=order) < 0.5).to(device)
+        x, y = task.mirrored(images[now].to(device), targets[now].to(device), flipped)
+        loss = task.loss(model.train(), x, y)
+        if not loss.isfinite():
+            raise RunError(f'seed {seed}: the loss is {float(loss)} at step {step}.')
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 5.0)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        on_step()
+        if (step + 1) % max(1, settings.iterations // 4) == 0:
+            curve.append([step + 1, task.score(model.eval(), *val)])
+    model.eval()
+    result = {
+        task.metric: task.score(model, *val),
+        'curve': curve,
+        'loss': sum(losses[-20:]) / len(losses[-20:]),
+        'params': num_parameters(model),
+        'attention': attention_measures(model, val[0][:4].to(device)),
+    }
+    if arm.masks:
+        result['masked'] = {}
+        for window in (3, 5, 7):
+            for others in (False, True):
+                with masked(model, window, others):
+                    name = f'{window**2} others' if others else f'{window}x{window}'
+                    result['masked'][name] = task.score(model, *val)
+    return {**result, 'seconds': time.perf_counter() - started}
+
+
+def num_parameters(model: nn.Module) -> int:
+    """Number of parameters; of compact feed-forward networks with their parallel branches merged, as papers count."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, FactorisedLinear):
+            module.switch_to_deploy()
+    return sum(p.numel() for p in model.parameters())
+
+
+def attention_measures(model: nn.Module, images: Tensor) -> list[dict]:
+    """Rank, confusion, locality and sharpness of each block, mean over images and heads."""
+    found: dict[str, list] = {}
+    for image in images.split(1):
+
+        def keep(block):
+            entry = measure_block(block, ('rank', 'confusion', 'locality', 'sharpness'), 64)
+            found.setdefault(block.name, []).append((_over_heads(entry), 1.0))
+
+        with watched(model, keep):
+            model(image)
+    return [averaged(entries) for entries in found.values()]
+
+
+def _over_heads(entry):
+    if isinstance(entry, dict):
+        return {key: _over_heads(value) for key, value in entry.items()}
+    if isinstance(entry, list) and entry and all(isinstance(value, (int, float)) for value in entry):
+        return sum(entry) / len(entry)
+    return entry
