@@ -1,5 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import atexit
 import ctypes
+import os
 import os.path as osp
 import signal
 import sys
@@ -26,19 +28,26 @@ class _Shielded:
     """A ``worker_init_fn`` that leaves Ctrl-C and SIGTERM to the main process, then calls another.
 
     Terminals send Ctrl-C, and Slurm SIGTERM, to all processes of a run. The main process needs its workers for the rest
-    of the iteration, and takes their end for an error.
+    of the iteration, and takes their end for an error. When it ends itself it sends SIGTERM, too: these are obeyed.
     """
 
     def __init__(self, init_fn):
         self.init_fn = init_fn
+        self.main_ends = torch.zeros(1, dtype=torch.bool).share_memory_()
+        atexit.register(self.main_ends.fill_, True)  # before multiprocessing's own, which terminates the workers
 
     def __call__(self, worker_id: int) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(GRACE))
+        signal.signal(signal.SIGTERM, self._on_sigterm)
         if sys.platform == 'linux':
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphans after a kill -9
         if self.init_fn is not None:
             self.init_fn(worker_id)
+
+    def _on_sigterm(self, signum, frame) -> None:
+        if self.main_ends.item():
+            os._exit(0)  # as PyTorch's own handler, which this one replaces
+        signal.alarm(GRACE)
 
 
 def shield_workers(loader: DataLoader) -> None:

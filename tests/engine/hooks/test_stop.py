@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -116,3 +118,16 @@ def test_workers_outlive_signals_meant_for_the_run():
     os.kill(pid, signal.SIGINT)
     os.kill(pid, signal.SIGTERM)
     assert int(next(batches)) == pid
+
+
+def test_a_run_with_workers_ends_without_a_word(tmp_path):
+    """multiprocessing terminates persistent workers at the end; a worker that takes it for Slurm's SIGTERM stays."""
+    code = """
+import torch
+from mmlinattn.engine.hooks.stop import shield_workers
+loader = torch.utils.data.DataLoader(torch.arange(8), num_workers=2, persistent_workers=True)
+shield_workers(loader)
+print(sum(map(int, loader)))
+"""
+    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, '28\n', '')
