@@ -98,12 +98,17 @@ def is_exported() -> bool:
 
 @functools.cache
 def _has_triton(device: torch.device) -> bool:
-    """Whether Triton is installed and compiles for this GPU (compute capability 8.0 or newer); warns where not."""
+    """Whether a Triton that the kernels work with is installed, and compiles for this GPU (compute capability 8.0 or
+    newer); warns where not."""
     if importlib.util.find_spec('triton') is None:
         reason = 'Triton is not installed'
     elif torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
         reason = f'{torch.cuda.get_device_name(device)} is older than the kernels (compute capability 8.0)'
     else:
+        from .triton import compat
+
+        reason = compat.too_old()
+    if reason is None:
         return True
     warnings.warn(f'mmlinattn: no GPU kernels, plain PyTorch in their place: {reason}', stacklevel=2)
     return False

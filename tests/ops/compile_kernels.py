@@ -14,7 +14,6 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-import triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -56,7 +55,7 @@ def main() -> None:
     parser.add_argument('--head-dim', type=int, default=64)
     parser.add_argument('--only', nargs='+', default=['rala', 'inline', 'focused'])
     args = parser.parse_args()
-    assert not triton.knobs.runtime.interpret
+    assert not launch.INTERPRETED
     driver.set_active(NoGPU(args.capability))
     heads, tokens, d = 2, 512, args.head_dim
     x = torch.empty(2, tokens, 3 * heads * d, dtype=getattr(torch, args.dtype))

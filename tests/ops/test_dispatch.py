@@ -273,10 +273,14 @@ def test_traced_graphs_write_over_nothing(mixer):
         ((7, 5), True, '12.4', 'T4 is older than the kernels (compute capability 8.0)'),
         ((9, 0), True, None, 'T4 is older'),  # ROCm
         ((9, 0), False, '12.4', 'Triton is not installed'),
+        ((9, 0), '3.10.0', '12.4', None),  # newer than 3.9
+        ((9, 0), '2.3.1', '12.4', 'Triton 2.3.1 is older than 3.0'),
     ],
 )
 def test_which_gpus_get_kernels(monkeypatch, capability, triton, cuda, reason):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: triton or None)
+    if isinstance(triton, str):
+        monkeypatch.setattr(pytest.importorskip('triton'), '__version__', triton)
     monkeypatch.setattr(torch.version, 'cuda', cuda)
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: capability)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'T4')

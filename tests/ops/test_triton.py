@@ -8,13 +8,16 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mmlinattn import ops
 
-pytest.importorskip('triton')
+triton = pytest.importorskip('triton')
 HERE = Path(__file__).resolve().parent
 
 
@@ -126,24 +129,165 @@ def test_without_kernels_convolutions_are_pytorchs():
         torch.testing.assert_close(depthwise.dynamic_depthwise_conv2d(x[:batch], each), expected)
 
 
-def test_what_kernels_serve(monkeypatch):
-    def served(*dtypes, heads=2, widths=(32, 32, 32), tokens=(6, 6, 6), others=()):
-        dtypes = dtypes * 3 if len(dtypes) == 1 else dtypes
-        tensors = [torch.zeros(1, n, w, dtype=dtype) for n, w, dtype in zip(tokens, widths, dtypes)]
-        return launch.serves(*tensors, heads, *others)
+class Launched(Exception):
+    """In place of a kernel's start."""
 
-    single, half = torch.float32, torch.float16
-    monkeypatch.setattr(launch, 'INTERPRETED', False)
-    assert not served(single)  # a CPU
-    monkeypatch.setattr(launch, 'INTERPRETED', True)
-    assert served(single) and served(half) and served(torch.bfloat16) and not served(torch.float64)
-    assert not served(single, single, half) and not served(half, single, half)
-    assert served(single, widths=(128,) * 3) and not served(single, widths=(130, 130, 128))
-    assert not served(single, widths=(128, 128, 130))  # wide values
-    assert served(half, widths=(256,) * 3) and not served(half, widths=(258, 258, 256))
-    assert not served(single, tokens=(0, 6, 6)) and not served(single, tokens=(6, 0, 0))
-    assert served(single, others=(None, torch.zeros(3))) and not served(single, others=(torch.zeros(3, device='meta'),))
-    assert not launch.serves(*(torch.zeros(1, 2, 6, 16),) * 3, 2)
+
+def stop(*arguments, **options):
+    raise Launched(arguments)
+
+
+def outcome(function, *arguments, **options):
+    """What a call gives, or how it ends."""
+    try:
+        return function(*arguments, **options)
+    except Launched as launched:
+        return launched
+    except Exception as error:
+        return type(error)
+
+
+def assert_same(ours, theirs):
+    if isinstance(theirs, torch.Tensor):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, equal_nan=True)
+    else:
+        assert ours == theirs
+
+
+@st.composite
+def spoilt(draw, shapes):
+    """Shapes of which up to two are not what they should be: an axis longer, shorter, of one, or left out."""
+    shapes = dict(shapes)
+    for name in draw(st.lists(st.sampled_from(sorted(shapes)), max_size=2)):
+        shape = list(shapes[name])
+        axis = draw(st.integers(0, len(shape) - 1)) if shape else 0
+        if not shape or draw(st.integers(0, 5)) == 0:
+            shape = shape[1:]
+        else:
+            shape[axis] = draw(st.sampled_from([1, shape[axis] - 1, shape[axis] + 1, 2 * shape[axis], shape[axis]]))
+        shapes[name] = tuple(shape)
+    return shapes
+
+
+@st.composite
+def calls(draw):
+    op = draw(st.sampled_from(['rala', 'inline_attention', 'linear_attention', 'focused_attention']))
+    sizes = st.integers(1, 4)
+    batch, tokens, heads, d, e = draw(sizes), draw(sizes), draw(sizes), 2 * draw(sizes), draw(sizes)
+    keys = tokens if op == 'rala' else draw(sizes)
+    shapes = dict(q=(batch, tokens, heads * d), k=(batch, keys, heads * d), v=(batch, keys, heads * e))
+    if draw(st.booleans()):
+        shapes['mask'] = (batch, keys)
+    if op == 'rala' and draw(st.booleans()):
+        shapes['rotary'] = (tokens, d // 2, 2)
+    if op == 'focused_attention':
+        shapes['inverse_scale'] = (heads * d,)
+        if draw(st.booleans()):
+            shapes['offset'] = draw(
+                st.sampled_from([(batch, keys, heads * d), (1, keys, heads * d), (keys, heads * d)])
+            )
+    shapes = draw(spoilt(shapes))
+    dtypes = dict.fromkeys(shapes, torch.float32)
+    if draw(st.integers(0, 4)) == 0:
+        dtypes[draw(st.sampled_from(['q', 'k', 'v']))] = torch.float64
+    heads = draw(st.sampled_from([heads, heads, heads, heads + 1, 0]))
+    kernel = draw(st.sampled_from(['relu', 'elu', 'identity', 'focused', 'unheard of']))
+    return op, shapes, dtypes, heads, kernel
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(calls())
+def test_kernels_get_nothing_but_the_shapes_that_they_index(call):
+    """Whatever else there is, the plain form broadcasts or refuses."""
+    op, shapes, dtypes, heads, kernel = call
+    generator = torch.Generator().manual_seed(0)
+    tensors = {key: torch.rand(shape, generator=generator).to(dtypes[key]) + 0.5 for key, shape in shapes.items()}
+    if 'mask' in tensors:
+        tensors['mask'] = tensors['mask'] > 0.7
+    q, k, v = (tensors.pop(key) for key in 'qkv')
+    options = dict(tensors)
+    if op == 'inline_attention':
+        options.update(scale=0.3)
+    if op == 'focused_attention':
+        options.update(power=2)
+    else:
+        options.update(kernel=kernel)
+    expected = outcome(getattr(attention, f'{op}_reference'), q, k, v, heads, **options)
+    with mock.patch.object(launch, 'INTERPRETED', True), mock.patch.object(launch, 'forward', stop):
+        ours = outcome(getattr(attention, op), q, k, v, heads, **options)
+    if not isinstance(ours, Launched):
+        assert_same(ours, expected)
+        return
+    spec, q, k, v, rotary, mask, offset, scale = ours.args[0]
+    (batch, tokens, channels), (_, keys, width), d = q.shape, v.shape, q.shape[-1] // heads
+    assert isinstance(expected, torch.Tensor) and expected.shape == (batch, tokens, width)
+    assert k.shape == (batch, keys, channels) and v.shape == (batch, keys, width)
+    assert channels % heads == 0 and width % heads == 0 and {t.dtype for t in (q, k, v)} == {torch.float32}
+    assert rotary is None or (rotary.shape == (tokens, d // 2, 2) and tokens == keys)
+    assert mask is None or (mask.shape == (batch, keys) and mask.is_contiguous())
+    assert offset is None or (offset.shape == k.shape and (offset.stride(-1) == 1 or channels == 1))
+    assert scale is None or (scale.shape == (channels,) and scale.is_contiguous())
+
+
+@pytest.mark.parametrize('op', list(PLAIN)[:1] + list(PLAIN)[2:5])
+def test_right_shapes_are_launched(op):
+    options = PLAIN[op]
+    q, k, v = torch.rand(2, 6, 24).chunk(3, dim=-1)
+    with mock.patch.object(launch, 'forward', stop):
+        assert isinstance(outcome(getattr(attention, op), q, k, v, 2, **options), torch.Tensor)  # a CPU
+        with mock.patch.object(launch, 'INTERPRETED', True):
+            assert isinstance(outcome(getattr(attention, op), q, k, v, 2, **options), Launched)
+            assert isinstance(outcome(getattr(attention, op), q[:0], k[:0], v[:0], 2, **_cut(options)), torch.Tensor)
+            for dtype, widest in ((torch.float32, 64), (torch.bfloat16, 128)):
+                for width, served in ((widest, True), (widest + 2, False)):
+                    wide = torch.rand(3, 2, 6, width).to(dtype)
+                    given = {**_cut(options), 'rotary': None} if op == 'rala' else _cut(options)
+                    if op == 'focused_attention':
+                        given.update(inverse_scale=torch.rand(width), offset=None)
+                    assert isinstance(outcome(getattr(attention, op), *wide, 1, **given), Launched) == served
+
+
+def _cut(options):
+    return {key: value for key, value in options.items() if key != 'mask'}
+
+
+@st.composite
+def convolution_calls(draw):
+    sizes = st.integers(1, 4)
+    batch, channels, height, width = (draw(sizes) for _ in range(4))
+    of_each, size = draw(st.booleans()), draw(st.sampled_from([3, 5, 7]))
+    shapes = dict(x=(batch, channels, height, width), weight=(channels, 1, size, size))
+    if of_each:
+        shapes['weight'] = (batch, channels, size, size)
+    elif draw(st.booleans()):
+        shapes['bias'] = (channels,)
+    dtypes = dict.fromkeys(shapes, torch.float32)
+    if not of_each and draw(st.integers(0, 4)) == 0:
+        dtypes[draw(st.sampled_from(sorted(shapes)))] = torch.float64
+    return of_each, draw(spoilt(shapes)), dtypes
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(convolution_calls())
+def test_convolutions_get_nothing_but_the_shapes_that_they_index(call):
+    of_each, shapes, dtypes = call
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.rand(shape, generator=generator).to(dtypes[key]) for key, shape in shapes.items()]
+    ours, theirs = depthwise.depthwise_conv2d, ops.depthwise.depthwise_conv2d_reference
+    if of_each:
+        if tensors[1].dim() != 4 or tensors[1].shape[-1] != tensors[1].shape[-2]:
+            return  # no kernel at all
+        ours, theirs = depthwise.dynamic_depthwise_conv2d, ops.depthwise.sum_of_shifts
+    expected = outcome(theirs, *tensors)
+    with mock.patch.object(convolutions, 'INTERPRETED', True), mock.patch.object(convolutions, 'op', stop):
+        ours = outcome(ours, *tensors)
+    if not isinstance(ours, Launched):
+        assert_same(ours, expected)
+        return
+    x, weight, bias, *_ = ours.args[0]
+    assert isinstance(expected, torch.Tensor) and expected.shape == x.shape
+    assert weight.shape == (len(x) if of_each else 1, x.shape[1], *weight.shape[2:])
+    assert weight.shape[2:] in ((3, 3), (5, 5)) and (bias is None or bias.shape == x.shape[1:2])
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
@@ -186,7 +330,7 @@ class Kernel:
 
 @pytest.mark.parametrize('interpreted', [False, True])
 def test_launches(interpreted, monkeypatch):
-    """Warps and stages are of compiled kernels; errors of compilers are told from those of the GPU."""
+    """Warps and stages are of compiled kernels."""
     monkeypatch.setattr(launch, 'INTERPRETED', interpreted)
     devices = []
     monkeypatch.setattr(torch.cuda, 'device', lambda device: devices.append(device) or contextlib.nullcontext())
@@ -194,11 +338,62 @@ def test_launches(interpreted, monkeypatch):
     launch.launch(kernel, (3, 2), device, 1, 2, D=16, num_warps=4, num_stages=2)
     settings = dict(D=16) if interpreted else dict(D=16, num_warps=4, num_stages=2)
     assert kernel.calls == [((3, 2), (1, 2), settings)] and devices == ([] if interpreted else [device])
-    kinds = [(torch.OutOfMemoryError('full'), torch.OutOfMemoryError, 'full')]
-    told = (KeyError, 'x') if interpreted else (launch.NoKernel, "sum_keys: KeyError: 'x'")
-    for error, kind, message in [*kinds, (KeyError('x'), *told)]:
-        with pytest.raises(kind, match=message):
-            launch.launch(Kernel(error), (1,), device)
+
+
+def raised_at(error: Exception, module: str, function: str) -> Exception:
+    """``error`` as it comes from a function of a module."""
+    namespace = dict(__name__=module, error=error)
+    exec(f'def {function}():\n    raise error', namespace)
+    try:
+        namespace[function]()
+    except Exception as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    ('error', 'of_compiler'),
+    [
+        (triton.runtime.errors.OutOfResources(300, 200, 'shared memory'), True),
+        (triton.compiler.errors.CompilationError('x = 1', None, 'no such type'), True),
+        (raised_at(RuntimeError('PassManager::run failed'), 'triton.compiler.compiler', 'compile'), True),
+        (raised_at(RuntimeError('Failed to find C compiler'), 'triton.runtime.build', '_build'), True),
+        (raised_at(PermissionError('~/.triton'), 'triton.compiler.compiler', 'compile'), True),
+        (raised_at(MemoryError(), 'triton.compiler.compiler', 'compile'), False),
+        (raised_at(RuntimeError('Triton Error [CUDA]: out of memory'), 'triton.compiler.compiler', 'run'), False),
+        (RuntimeError('CUDA error: operation not permitted when stream is capturing'), False),
+        (torch.cuda.OutOfMemoryError('full'), False),
+        (KeyError('x'), False),
+    ],
+    ids=str,
+)
+def test_only_compilers_say_that_there_is_no_kernel(error, of_compiler, monkeypatch):
+    monkeypatch.setattr(launch, 'INTERPRETED', False)
+    monkeypatch.setattr(torch.cuda, 'device', contextlib.nullcontext)
+    with pytest.raises(launch.NoKernel if of_compiler else type(error)) as caught:
+        launch.launch(Kernel(error), (1,), torch.device('cuda', 1))
+    assert caught.value is error or (caught.value.__cause__ is error and 'sum_keys: ' in str(caught.value))
+
+
+def test_what_failed_is_one_binary(monkeypatch):
+    """Not the op: others of its kernels may well compile."""
+    spec, half = launch.Attention(2, 'elu', weighted=True), torch.zeros(1, 6, 8, dtype=torch.float16)
+    q = k = v = torch.zeros(1, 6, 8)
+    mask, rotary = torch.ones(1, 6, dtype=torch.bool), torch.zeros(6, 2, 2)
+    variants = [
+        attention_op.variant_of('rala', spec, q, k, v),
+        attention_op.variant_of('linear_attention', spec, q, k, v),
+        attention_op.variant_of('rala', launch.Attention(2, 'relu', weighted=True), q, k, v),
+        attention_op.variant_of('rala', launch.Attention(2, 'elu'), q, k, v),
+        attention_op.variant_of('rala', launch.Attention(1, 'elu', weighted=True), q, k, v),
+        attention_op.variant_of('rala', spec, half, half, half),
+        attention_op.variant_of('rala', spec, q.to('meta'), k, v),
+        attention_op.variant_of('rala', spec, q, k, v, mask=mask),
+        attention_op.variant_of('rala', spec, q, k, v, rotary),
+        attention_op.variant_of('focused_attention', launch.Attention(2, 'focused', power=3.0), q, k, v),
+        attention_op.variant_of('focused_attention', launch.Attention(2, 'focused', power=4.0), q, k, v),
+    ]
+    assert len(set(variants)) == len(variants)
+    assert attention_op.variant_of('rala', spec, q[:, :3], k, v) == variants[0]
 
 
 def test_which_gradients_lie_in_one_tensor():
@@ -233,16 +428,18 @@ def test_convolutions_that_kernels_serve(fails, monkeypatch):
     monkeypatch.setattr(convolutions, 'op', op)
     monkeypatch.setattr(convolutions, 'INTERPRETED', True)
     monkeypatch.setattr(convolutions, '_failed', set())
-    x, weight, bias = torch.randn(2, 4, 5, 6), torch.randn(1, 4, 3, 3), torch.randn(4)
+    x, weight, bias = torch.randn(2, 4, 5, 6), torch.randn(4, 1, 3, 3), torch.randn(4)
     if fails:
-        with pytest.warns(UserWarning, match='plain PyTorch for depth-wise convolutions .torch.float32.: convolve: no'):
+        with pytest.warns(
+            UserWarning, match='plain PyTorch for depth-wise convolutions .torch.float32, 3x3.: convolve: no'
+        ):
             assert convolutions.convolve(x, weight, bias) is None
         with warnings.catch_warnings():
             warnings.simplefilter('error')
             assert convolutions.convolve(x, weight, bias) is None
         assert len(calls) == 1
         with pytest.warns(UserWarning, match='torch.float16'):  # another case
-            assert convolutions.convolve(x.half(), weight, bias) is None
+            assert convolutions.convolve(x.half(), weight.half(), bias.half()) is None
         return
     assert convolutions.convolve(x, weight, bias, True, True) is x
     assert calls.pop()[3:] == (True, True)
@@ -250,7 +447,7 @@ def test_convolutions_that_kernels_serve(fails, monkeypatch):
     assert calls.pop()[2:] == (None, False, False)
     for other in (x.double(), x[:0]):
         assert convolutions.convolve(other, weight, bias) is None
-    assert convolutions.convolve(x, torch.randn(1, 4, 7, 7), bias) is None
+    assert convolutions.convolve(x, torch.randn(4, 1, 7, 7), bias) is None
     with torch.autocast('cpu', torch.bfloat16):
         assert convolutions.convolve(x, weight, bias, True) is None and not calls
         half = x.bfloat16()

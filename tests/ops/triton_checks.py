@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-triton = pytest.importorskip('triton')
+pytest.importorskip('triton')
 
-if triton.knobs.runtime.interpret:
+from mmlinattn.ops.triton.compat import INTERPRETED
+
+if INTERPRETED:
     DEVICE = 'cpu'
     import interpreter  # noqa: F401
 elif torch.cuda.is_available():
@@ -379,7 +381,7 @@ def test_a_kernel_that_does_not_compile_warns_once(where, monkeypatch):
 
     monkeypatch.setattr(attention_op, '_failed', set())
     monkeypatch.setattr(launch, where, fails)
-    with pytest.warns(UserWarning, match='plain PyTorch for rala .*float32, heads of 16 channels.*PTXASError'):
+    with pytest.warns(UserWarning, match='plain PyTorch for rala .elu, .*float32, heads of 16 channels.: .*PTXASError'):
         first = grad(kernels.rala)
     with warnings.catch_warnings():
         warnings.simplefilter('error')

@@ -68,6 +68,14 @@ def focused_attention(q, k, v, num_heads, inverse_scale, power, offset=None, mas
     if eps <= 0 or power < 1 or max(q.shape[-1], k.shape[-1]) > WIDEST_TOKEN:
         return focused_attention_reference(q, k, v, num_heads, inverse_scale, power, offset, mask, eps)
     if offset is not None:
-        offset = rows_first(offset).expand(k.shape)  # of stride 0 where it is shared by the images
+        if not _expands(offset, k):
+            return focused_attention_reference(q, k, v, num_heads, inverse_scale, power, offset, mask, eps)
+        offset = rows_first(offset.expand(k.shape))  # of stride 0 where it is shared by the images
     spec = Attention(num_heads, 'focused', eps=eps, power=power)
     return _run_focused_attention(spec, q, k, v, None, mask, offset, inverse_scale.contiguous())
+
+
+def _expands(x: Tensor, like: Tensor) -> bool:
+    """Whether ``x`` broadcasts to the shape of ``like``."""
+    sizes = zip(reversed(x.shape), reversed(like.shape))
+    return x.dim() <= like.dim() and all(size in (1, whole) for size, whole in sizes)

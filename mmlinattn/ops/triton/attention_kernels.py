@@ -19,10 +19,11 @@ phi, the factor is a weight of the key and cancels in the query but for the ``ep
 
 import triton
 import triton.language as tl
-from triton import knobs
+
+from . import compat
 
 # the interpreter has no product of bfloat16
-INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+INTERPRETED = tl.constexpr(compat.INTERPRETED)
 # sizes of images and batches; a kernel is not to be compiled again for another one
 SIZES = ['tokens', 'heads', 'splits', 'span']
 SPLITS_AT_ONCE = tl.constexpr(16)

@@ -7,13 +7,13 @@ from typing import Optional
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
 
 from . import attention_kernels as kernels
+from .compat import INTERPRETED, is_compile_error
 
-KERNELS = ('identity', 'elu', 'relu', 'leakyrelu', 'exp', 'softmax', 'focused')
-INTERPRETED = bool(knobs.runtime.interpret)
-# float32 products keep two parts of each operand in shared memory, and of wider states they would not fit
+KERNELS = ('identity', 'elu', 'relu', 'leakyrelu', 'exp', 'softmax')  # and 'focused'
+# Float32 products keep two parts of each operand in shared memory. Those of heads of 96 (RAVLT-B and -L) compile to 144
+# to 272 KB of it, where consumer GPUs have 99 and an H100 227: in float32, such heads stay with plain PyTorch.
 WIDEST_HEAD = {torch.float32: 64, torch.float16: 128, torch.bfloat16: 128}
 WIDEST_TOKEN = 4096  # of a focused map: all channels of a token are in one tile
 # programs that fill a large GPU some times over; tokens below which a program is not worth its start; and sums over
@@ -32,7 +32,7 @@ class Attention:
 
     Args:
         heads (int): Number of heads.
-        kernel (str): phi, one of ``KERNELS``.
+        kernel (str): phi, one of ``KERNELS`` or ``'focused'``.
         centred (bool): ``phi(q) cov(k, v) scale + mean(v)`` in place of the division (InLine).
         weighted (bool): Keys weigh ``softmax(scale mean(q) . k)`` (RALA).
         scale (float): See ``centred`` and ``weighted``.
@@ -62,15 +62,39 @@ class Saved:
     key_rows: Optional[Tensor]  # (3, B, M)
 
 
-def serves(q: Tensor, k: Tensor, v: Tensor, heads: int, *others: Optional[Tensor]) -> bool:
-    """Whether there are kernels for these tensors; where not, the plain form serves."""
-    tensors = (q, k, v)
+def serves(
+    spec: Attention,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rotary: Optional[Tensor] = None,
+    mask: Optional[Tensor] = None,
+    offset: Optional[Tensor] = None,
+    scale: Optional[Tensor] = None,
+) -> bool:
+    """Whether there are kernels for these tensors, which have to be of exactly the shapes of :func:`forward`. Where
+    not, the plain form serves: it broadcasts what can be broadcast, and raises on what cannot be."""
+    tensors, heads = (q, k, v), spec.heads
+    if not (heads > 0 and all(t.dim() == 3 and t.numel() and t.shape[-1] % heads == 0 for t in tensors)):
+        return False
+    (batch, tokens, channels), keys, d, e = q.shape, k.shape[1], q.shape[-1] // heads, v.shape[-1] // heads
+    if k.shape != (batch, keys, channels) or v.shape[:2] != (batch, keys):
+        return False
+    others = (
+        (rotary, (tokens, d // 2, 2)),
+        (mask, (batch, keys)),
+        (offset, (batch, keys, channels)),
+        (scale, (channels,)),
+    )
     return (
-        all(t.dtype == q.dtype and t.device == q.device for t in tensors)
+        (q.is_cuda or INTERPRETED)
         and q.dtype in WIDEST_HEAD
-        and (q.is_cuda or INTERPRETED)
-        and all(t is None or t.device == q.device for t in others)
-        and all(t.dim() == 3 and t.numel() and t.shape[-1] // heads <= WIDEST_HEAD[q.dtype] for t in tensors)
+        and max(d, e) <= WIDEST_HEAD[q.dtype]
+        and all(t.dtype == q.dtype and t.device == q.device for t in (k, v))
+        and all(t is None or (t.shape == shape and t.device == q.device) for t, shape in others)
+        and all(t is None or t.is_floating_point() for t in (rotary, offset, scale))
+        and (mask is None or mask.dtype == torch.bool)
+        and (rotary is None or (d % 2 == 0 and tokens == keys))
     )
 
 
@@ -118,8 +142,8 @@ def launch(kernel, grid: tuple, device: torch.device, *args, **settings) -> None
         try:
             kernel[grid](*args, **settings)
         except Exception as error:
-            if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):
-                raise  # the GPU's own errors
+            if not is_compile_error(error):
+                raise
             raise NoKernel(f'{kernel.__name__}: {type(error).__name__}: {error}') from error
 
 

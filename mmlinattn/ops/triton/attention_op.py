@@ -5,7 +5,7 @@ Registered ops are what checkpointing, DDP, autocast, profilers and ``torch.comp
 """
 
 import warnings
-from typing import Callable, Optional
+from typing import Callable, List, NamedTuple, Optional  # noqa: UP035
 
 import torch
 from torch import Tensor
@@ -18,18 +18,39 @@ TENSORS = 7  # q, k, v, rotary, mask, offset, scale
 FIELDS = ('state', 'key_mean', 'value_mean', 'stats', 'query_mean', 'query_rows', 'key_rows')
 
 
-_failed: set[tuple] = set()  # what did not compile
+class Variant(NamedTuple):
+    """What kernels are compiled for, one binary each."""
+
+    op: str
+    map: str
+    power: float
+    dtype: torch.dtype
+    d: int
+    e: int
+    device: torch.device
+    weighted: bool
+    masked: bool
+    rotary: bool
+    offset: bool
+
+    def __str__(self) -> str:
+        parts = [name for name in ('masked', 'rotary', 'offset') if getattr(self, name)]
+        widths = f'{self.d}' if self.d == self.e else f'{self.d} and {self.e}'
+        return ', '.join([f'{self.op} ({self.map}', str(self.dtype), f'heads of {widths} channels', *parts]) + ')'
 
 
-def _case(name: str, q: Tensor, k: Tensor, v: Tensor, heads: int) -> tuple:
-    """What kernels are compiled for."""
-    return name, q.dtype, q.shape[-1] // heads, v.shape[-1] // heads
+_failed: set[Variant] = set()  # what did not compile
 
 
-def _give_up(case: tuple, error: NoKernel) -> None:
-    _failed.add(case)
-    name, dtype, d, _ = case
-    warnings.warn(f'mmlinattn: plain PyTorch for {name} ({dtype}, heads of {d} channels): {error}', stacklevel=3)
+def variant_of(name: str, spec: Attention, q, k, v, rotary=None, mask=None, offset=None, scale=None) -> Variant:
+    d, e = q.shape[-1] // spec.heads, v.shape[-1] // spec.heads
+    more = (t is not None for t in (mask, rotary, offset))
+    return Variant(name, spec.kernel, spec.power, q.dtype, d, e, q.device, spec.weighted, *more)
+
+
+def _give_up(variant: Variant, error: NoKernel) -> None:
+    _failed.add(variant)
+    warnings.warn(f'mmlinattn: plain PyTorch for {variant}: {error}', stacklevel=3)
 
 
 def _neighbours(a: Tensor, b: Tensor) -> bool:
@@ -132,7 +153,7 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         eps: float,
         power: float,
         together: int,
-    ) -> list[Tensor]:
+    ) -> List[Tensor]:  # noqa: UP006  PyTorch 2.4 makes no schema of list[Tensor]
         spec = Attention(heads, kernel, centred, weighted, factor, eps, power)
         saved = Saved(state, key_mean, value_mean, stats, query_mean, query_rows, key_rows)
         buffers = _gradient_buffers(q, k, v, together)
@@ -163,7 +184,7 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
             try:
                 *buffers, last = op_backward(grad, *tensors, *saved, *ctx.options, ctx.together)
             except NoKernel as error:
-                _give_up(_case(name, *tensors[:3], ctx.options[0]), error)
+                _give_up(variant_of(name, Attention(*ctx.options), *tensors), error)
             else:
                 grad_scale = None if scale is None else last
                 buffers = [*buffers, last] if scale is None else buffers
@@ -177,9 +198,12 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     op.register_autograd(backward, setup_context=setup_context)
 
     def run(spec: Attention, q, k, v, rotary=None, mask=None, offset=None, scale=None) -> Tensor:
-        case = _case(name, q, k, v, spec.heads)
-        if case in _failed or not launch.serves(q, k, v, spec.heads, rotary, mask, offset, scale):
-            return plain(spec, q, k, v, rotary, mask, offset, scale)
+        tensors = (q, k, v, rotary, mask, offset, scale)
+        if not launch.serves(spec, *tensors):
+            return plain(spec, *tensors)
+        variant = variant_of(name, spec, *tensors)
+        if variant in _failed:
+            return plain(spec, *tensors)
         rows = [launch.rows_first(t) for t in (q, k, v)]
         rotary, mask = (None if t is None else t.contiguous() for t in (rotary, mask))
         options = (
@@ -188,8 +212,8 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         try:
             return op(*rows, rotary, mask, offset, scale, *options)[0]
         except NoKernel as error:
-            _give_up(case, error)
-            return plain(spec, q, k, v, rotary, mask, offset, scale)
+            _give_up(variant, error)
+            return plain(spec, *tensors)
 
     run.op, run.op_backward = op, op_backward
     return run
@@ -210,15 +234,12 @@ def _slices(buffers: list[Tensor], like: tuple[Tensor, ...], together: int) -> t
 
 def _plain_gradients(ctx, plain, grad: Tensor, tensors) -> list[Optional[Tensor]]:
     """Gradients of all tensors through the plain form, differentiable themselves where grad mode is on."""
-    options = ctx.options
-    twice = torch.is_grad_enabled()
+    options, twice = ctx.options, torch.is_grad_enabled()
     wanted = ctx.needs_input_grad[:TENSORS]
     if not twice:
         tensors = [t.detach().requires_grad_() if want else t for t, want in zip(tensors, wanted)]
     with torch.enable_grad():
-        heads, kernel, centred, weighted, factor, eps, power = options
-        spec = Attention(heads, kernel, centred, weighted, factor, eps, power)
-        out = plain(spec, *tensors)
+        out = plain(Attention(*options), *tensors)
         leaves = [t for t, want in zip(tensors, wanted) if want]
         grads = iter(torch.autograd.grad(out, leaves, grad, create_graph=twice, allow_unused=True))
     return [next(grads) if want else None for want in wanted]

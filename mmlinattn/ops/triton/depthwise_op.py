@@ -2,7 +2,7 @@
 """Depth-wise convolution by GPU kernels, as a registered pair of ops; kernels of each image's own, too."""
 
 import warnings
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -12,13 +12,13 @@ from torch import Tensor
 from .. import dispatch
 from ..depthwise import depthwise_conv2d_reference, sum_of_shifts
 from . import depthwise_kernels as kernels
-from .attention_launch import INTERPRETED, NoKernel, launch
+from .attention_launch import NoKernel, launch
+from .compat import INTERPRETED
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KERNEL_SIZES = (3, 5)
 ROWS, COLUMNS, WIDTH = 4, 8, 64
 PROGRAMS, FEWEST_PLACES = 2048, 512
-_failed: set[tuple] = set()
 
 
 def _channels_last(x: Tensor) -> Tensor:
@@ -105,7 +105,7 @@ def _backward(ctx, grad):
             grads = op_backward(grad, x, weight, *ctx.options)
             return *grads[:2], None if bias is None else grads[2].to(bias.dtype), None, None
         except NoKernel as error:
-            _give_up(x, weight, error)
+            _give_up(Variant(x.dtype, weight.shape[-1], x.device, bias is not None, ctx.options[0]), error)
     return *_plain_gradients(ctx, grad, [x, weight, bias]), None, None
 
 
@@ -131,44 +131,76 @@ def _plain(x: Tensor, weight: Tensor, bias: Optional[Tensor], residual: bool, of
     return x + out if residual else out
 
 
-def _case(x: Tensor, weight: Tensor) -> tuple:
-    return x.dtype, weight.shape[-1]
+class Variant(NamedTuple):
+    """What kernels are compiled for, one binary each."""
+
+    dtype: torch.dtype
+    size: int
+    device: torch.device
+    biased: bool
+    residual: bool
+
+    def __str__(self) -> str:
+        return f'depth-wise convolutions ({self.dtype}, {self.size}x{self.size})'
 
 
-def _give_up(x: Tensor, weight: Tensor, error: NoKernel) -> None:
-    _failed.add(_case(x, weight))
-    warnings.warn(f'mmlinattn: plain PyTorch for depth-wise convolutions ({x.dtype}): {error}', stacklevel=3)
+_failed: set[Variant] = set()  # what did not compile
+
+
+def _give_up(variant: Variant, error: NoKernel) -> None:
+    _failed.add(variant)
+    warnings.warn(f'mmlinattn: plain PyTorch for {variant}: {error}', stacklevel=3)
+
+
+def serves(x: Tensor, weight: Tensor, bias: Optional[Tensor], of_each: bool, casts: bool) -> bool:
+    """Whether there is a kernel for these tensors, of exactly the shapes of :func:`convolve`. Where not, PyTorch's own
+    convolutions broadcast or raise."""
+    if x.dim() != 4 or x.numel() == 0:
+        return False
+    tensors = [t for t in (x, weight, bias) if t is not None]
+    images, channels = x.shape[:2]
+    size = weight.shape[-1]
+    return (
+        size in KERNEL_SIZES
+        and weight.shape == ((images, channels) if of_each else (channels, 1)) + (size, size)
+        and (bias is None or bias.shape == (channels,))
+        and all(t.dtype in DTYPES and (casts or t.dtype == x.dtype) and t.device == x.device for t in tensors)
+        and (x.is_cuda or INTERPRETED)
+    )
 
 
 def convolve(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], residual: bool = False, of_gelu: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    residual: bool = False,
+    of_gelu: bool = False,
+    of_each: bool = False,
 ) -> Optional[Tensor]:
     """``DWConv(x)``, plus ``x`` where ``residual``; None where there is no kernel for it.
 
     Args:
         x (Tensor): (B, C, H, W), best in channels-last memory.
-        weight (Tensor): (1, C, k, k), or (B, C, k, k) for kernels of each image's own; k of 3 or 5.
+        weight (Tensor): (C, 1, k, k), or (B, C, k, k) where ``of_each``; k of 3 or 5.
         bias (Tensor, optional): (C,), not with kernels of each image's own.
         residual (bool): Add ``x``.
         of_gelu (bool): Of ``gelu(x)``, which is computed again in the backward pass.
+        of_each (bool): Each image has kernels of its own.
     """
-    dtype = x.dtype
-    if dispatch.autocasts(x):
+    dtype, casts = x.dtype, dispatch.autocasts(x)
+    if casts:
         dtype = torch.get_autocast_dtype(x.device.type)
         if residual and x.dtype != dtype:
             return None  # the sum would be rounded
-    serves = (
-        dtype in DTYPES
-        and weight.shape[-1] in KERNEL_SIZES
-        and x.numel()
-        and (x.is_cuda or INTERPRETED)
-        and _case(x, weight) not in _failed
-    )
-    if not serves:
+    if weight.dim() != 4 or not serves(x, weight, bias, of_each, casts):
         return None
+    variant = Variant(dtype, weight.shape[-1], x.device, bias is not None, residual)
+    if variant in _failed:
+        return None
+    weight = weight if of_each else weight.transpose(0, 1)
     bias = None if bias is None else bias.to(dtype)
     try:
         return op(x.to(dtype), weight.to(dtype), bias, residual, of_gelu)
     except NoKernel as error:
-        _give_up(x, weight, error)
+        _give_up(variant, error)
         return None
