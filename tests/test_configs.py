@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Names, inheritance and sizes of the configs. A config that appears is covered by what it is
-called; the published rows it has to reproduce are in ``mmlinattn/tables``."""
+called; the published rows it has to reproduce are in ``projects/pages/published_tables``."""
 
 import ast
 import csv
@@ -142,7 +142,7 @@ def published_rows() -> dict:
     tables = dict(mmdet='detection', mmseg='segmentation', mmpretrain='classification')
     rows = {}
     for task, table in tables.items():
-        with open(ROOT / 'mmlinattn' / 'tables' / f'{table}.csv', newline='') as file:
+        with open(ROOT / 'projects' / 'pages' / 'published_tables' / f'{table}.csv', newline='') as file:
             rows.update({config_name(task, row): row for row in csv.DictReader(file)})
     return rows
 

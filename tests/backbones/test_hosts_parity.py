@@ -11,7 +11,6 @@ import torch
 from mmengine.registry import MODELS
 from torch import nn
 
-import mmlinattn
 from mmlinattn.backbones import LinearCSWin, LinearDeiT, LinearNextViT, LinearPVT, LinearPVTv2, LinearSwin
 
 HOSTS = dict(
@@ -85,7 +84,7 @@ def millions(host, arch):
 
 def table():
     """Rows of the papers' table: (model, host, arch, row)."""
-    path = Path(mmlinattn.__file__).parent / 'tables' / 'classification.csv'
+    path = Path(__file__).parents[2] / 'projects' / 'pages' / 'published_tables' / 'classification.csv'
     for row in csv.DictReader(path.open()):
         method, *name, size = row['model'].lower().removesuffix('-384').split('-')
         name, rest = '-'.join(name), ['384'] if row['model'].endswith('-384') else []

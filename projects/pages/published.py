@@ -5,10 +5,10 @@ import csv
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-from ..checkpoints.released import _backbone_name as backbone_name
-from ..checkpoints.released import released_checkpoints
+from mmlinattn.checkpoints.released import _backbone_name as backbone_name
+from mmlinattn.checkpoints.released import released_checkpoints
 
-TABLES = Path(__file__).parents[1] / 'tables'
+TABLES = Path(__file__).with_name('published_tables')
 _METHODS = {
     'Mask R-CNN': 'maskrcnn',
     'Cascade Mask R-CNN': 'cascade',

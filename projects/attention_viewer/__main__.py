@@ -1,26 +1,23 @@
-#!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """A page to click on: drop a picture, click a pixel, see where that token looks, block by block and head by head.
 
     pip install "mmlinattn[app]"
-    python tools/analysis_tools/attention_app.py CONFIG CHECKPOINT
+    python -m projects.attention_viewer CONFIG CHECKPOINT
 
 CHECKPOINT may be none: weights at random. The page is served to this machine only, unless --host says otherwise.
 """
 
 import argparse
 import os
-import sys
 from pathlib import Path
 
 from mmengine.logging import MMLogger
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
-
-from mmlinattn.analysis.looking import COLUMNS, Looker, describe
 from mmlinattn.apis.cli import one_line_errors
 from mmlinattn.apis.configs import check_checkpoint, read_config
 from mmlinattn.utils.errors import RunError
+
+from .looking import COLUMNS, Looker, describe
 
 MAX_UPLOAD = '20mb'
 

@@ -1,7 +1,13 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The papers' size and cost columns beside what is counted here, as Markdown."""
+"""The papers' size and cost columns beside what is counted here, as Markdown.
 
+python -m projects.pages.tables --out docs/tables.md
+"""
+
+import argparse
 import functools
+import sys
+import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Optional
@@ -9,9 +15,16 @@ from unittest import mock
 
 from mmengine.config import Config
 from mmengine.config import utils as config_utils
+from mmengine.logging import MMLogger
+from mmengine.utils import ProgressBar
 
-from .flops import SHAPES, Cost, count_model
-from .published import Row
+import mmlinattn  # noqa: F401  registers the backbones
+from mmlinattn.analysis.flops import SHAPES, Cost, count_model
+from mmlinattn.apis.cli import check_out_file, one_line_errors
+
+from .published import Row, read_rows
+
+CONFIGS = Path(__file__).resolve().parents[2] / 'configs'
 
 TITLES = {
     'mmpretrain': 'ImageNet-1K classification, batch 1, resolution as listed',
@@ -57,7 +70,7 @@ def nearest_convention(published: float, counted: dict) -> str:
     return min(counted, key=lambda name: abs(counted[name] - published))
 
 
-def measure(row: Row, configs: Path) -> Optional[Cost]:
+def measure(row: Row, configs: Path = CONFIGS) -> Optional[Cost]:
     """Count the model of a row; None where its config does not exist.
 
     Args:
@@ -132,7 +145,7 @@ def page(measured: list) -> str:
     """The Markdown page of (row, cost or None) pairs as :func:`measure` gives."""
     text = [
         "# The papers' tables",
-        'Written by `python tools/analysis_tools/paper_tables.py --out docs/tables.md`.',
+        'Written by `python -m projects.pages.tables --out docs/tables.md`.',
         'Parameters and operations are counted on the configs of this repository (one multiply-add is one operation). '
         "Metrics are the papers' own: none of these models was retrained here. Where a paper and its released code "
         "differ in parameters, the published column has the released code's number. Differences are measured minus "
@@ -162,3 +175,29 @@ def page(measured: list) -> str:
         if rows:
             text += [f'## {title}', markdown_table(HEADER, rows)]
     return '\n\n'.join(text) + '\n'
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--out', type=Path, help='Markdown file to write [print]')
+    parser.add_argument('--task', nargs='+', choices=list(TITLES), default=list(TITLES), help='tables [all]')
+    args = parser.parse_args()
+    warnings.simplefilter('ignore')  # of model constructors, once a row
+    MMLogger.get_instance('mmengine', log_level='ERROR')
+    with one_line_errors():
+        if args.out:
+            check_out_file(args.out)
+        rows = [row for task in args.task for row in read_rows(task)]
+        bar = ProgressBar(len(rows), file=sys.stderr)
+        measured = []
+        for row in rows:
+            measured.append((row, measure(row)))
+            bar.update()
+    text = page(measured)
+    if args.out:
+        args.out.write_text(text, encoding='utf-8')
+    print(f'\n{args.out or text}')
+
+
+if __name__ == '__main__':
+    main()

@@ -1,8 +1,7 @@
-#!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Train small models of the three tasks for some minutes under random faults, and compare with undisturbed runs.
 
-    python benchmarks/soak.py --minutes 30 --out soak
+    python -m projects.sweeps.soak --minutes 30 --out soak
 
 Each round trains one model to its end through ``tools/train.py``. On the way the process is killed, terminated or
 interrupted at a random iteration, finds no room for a checkpoint, its last checkpoint cut in half, or a picture that
@@ -25,10 +24,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Optional
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from mmlinattn.datasets import DatasetSpec, write_dataset
 
-from mmlinattn.datasets import DatasetSpec, write_dataset  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 TASKS = dict(mmdet='coco', mmseg='ade', mmpretrain='imagenet')
 SIGNALS = dict(SIGKILL=(-9,), SIGTERM=(143,), SIGINT=(130,))

@@ -1,17 +1,29 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the attentions are, side by side: where they come from, what they cost, what they keep, in every host."""
+"""What the attentions are, side by side: where they come from, what they cost, what they keep, in every host.
 
+python -m projects.pages.attentions
+"""
+
+import argparse
 import os
+import warnings
+from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
 import torch
+from mmengine.logging import MMLogger
 from mmengine.registry import MODELS
 
-from ..attention import TOKEN_MIXERS, Grid
-from ..ops import products
-from .counting import Count
-from .paper_tables import markdown_table
+import mmlinattn  # noqa: F401  registers the backbones
+from mmlinattn.analysis.counting import Count
+from mmlinattn.apis.cli import check_out_file, one_line_errors
+from mmlinattn.attention import TOKEN_MIXERS, Grid
+from mmlinattn.ops import products
+
+from .tables import markdown_table
+
+OUT = Path(__file__).resolve().parents[2] / 'docs' / 'attentions.md'
 
 
 class About(NamedTuple):
@@ -151,7 +163,7 @@ def page() -> str:
     names = [name for name in ABOUT if name in TOKEN_MIXERS.module_dict]
     missing = sorted(set(TOKEN_MIXERS.module_dict) - set(names))
     if missing:
-        raise KeyError(f'mmlinattn/analysis/attentions.py does not describe {missing}')
+        raise KeyError(f'projects/pages/attentions.py does not describe {missing}')
     rows = []
     for name in names:
         about = ABOUT[name]
@@ -164,7 +176,7 @@ def page() -> str:
         square.append([f'`{name}`', *(f'{params:.2f}, {macs:.2f}' for params, macs in costs)])
     text = [
         '# Attentions',
-        'Written by `python tools/analysis_tools/attention_table.py`.',
+        'Written by `python -m projects.pages.attentions`.',
         'Every attention is one file in `mmlinattn/attention/`, its equation one file in `mmlinattn/ops/`. Memory '
         'grows with N for all of them: none builds an N x N map. Their options (ablations of the papers, released and '
         "printed forms) are in the classes' docstrings.",
@@ -183,3 +195,19 @@ def page() -> str:
         '`mmlinattn.layers.build_ffn`.',
     ]
     return '\n\n'.join(text) + '\n'
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--out', type=Path, default=OUT, help='[docs/attentions.md]')
+    args = parser.parse_args()
+    warnings.simplefilter('ignore')  # of model constructors, once a model
+    MMLogger.get_instance('mmengine', log_level='ERROR')
+    with one_line_errors():
+        check_out_file(args.out)
+        args.out.write_text(page(), encoding='utf-8')
+    print(args.out)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,8 +1,7 @@
-#!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Swap a backbone into one config of every folder of the installed upstream projects, and write what came of it.
 
-    python tools/analysis_tools/sweep_upstream.py --out docs/upstream.md
+    python -m projects.sweeps.upstream --out docs/upstream.md
 
 Each config is tried in a process of its own, with a time limit. Results of a backbone are kept (``--results``, JSON
 lines) and not tried again; ``--fresh`` forgets them. It takes an hour or two on one core.
@@ -17,8 +16,6 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
 
 from mmengine.utils import get_installed_path
 
@@ -95,7 +92,7 @@ def page(results: list[dict], backbone: str, total: int) -> str:
         '',
         f'`python tools/swap_backbone.py UPSTREAM {backbone}`, tried on configs of the upstream projects:',
         'built, trained for a step, asked for a prediction, every parameter of the backbone with a gradient.',
-        'This page is written by `tools/analysis_tools/sweep_upstream.py`.',
+        'This page is written by `python -m projects.sweeps.upstream`.',
         '',
         f'Tried: {len(results)} configs of {len(folders)} of the {total} folders; '
         + ', '.join(f'{number} {kind}' for kind, number in counted.most_common())

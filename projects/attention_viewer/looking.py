@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the page of ``tools/analysis_tools/attention_app.py`` shows, without the page."""
+"""What the page shows, without the page."""
 
 import hashlib
 from collections import OrderedDict
@@ -9,13 +9,15 @@ import cv2
 import numpy as np
 import torch
 from mmengine.config import Config
+from mmengine.registry import VISUALIZERS
 
-from ..attention import TOKEN_MIXERS
-from ..utils.errors import RunError
-from . import loading
-from .capture import BlockCall, watched
-from .inspecting import measure_block
-from .pictures import MAX_HEADS, collect_query, overlay, picked
+from mmlinattn.analysis import loading
+from mmlinattn.analysis.capture import BlockCall, watched
+from mmlinattn.analysis.inspecting import measure_block
+from mmlinattn.analysis.pictures import MAX_HEADS, collect_query, overlay, picked
+from mmlinattn.apis.class_names import num_classes
+from mmlinattn.attention import TOKEN_MIXERS
+from mmlinattn.utils.errors import RunError
 
 LONGEST, KEPT, THUMB = 1024, 2, 132
 COLUMNS = ('block', 'attention', 'map', 'state rank', 'output rank', 'in 3x3', 'if uniform', 'entropy / log keys')
@@ -59,6 +61,13 @@ class Looker:
             raise RunError(f'the backbone {type(backbone).__name__} is none of mmlinattn.')
         self.attentions = [list(blocks) for blocks in backbone.block_attns]
         self.seen: OrderedDict = OrderedDict()
+        number = num_classes(cfg)
+        self.names = self.models[''].dataset_meta['classes'] or [f'class {i}' for i in range(number)]
+        self.visualizer = None
+        if cfg.get('default_scope') in ('mmdet', 'mmseg'):  # a label needs no drawing
+            self.visualizer = VISUALIZERS.build(dict(cfg.visualizer, name='attention viewer', vis_backends=None))
+            palette = np.random.default_rng(1).integers(0, 256, (number, 3)).tolist()
+            self.visualizer.dataset_meta = dict(classes=self.names, palette=palette)
 
     @property
     def stages(self) -> list[str]:
@@ -108,7 +117,13 @@ class Looker:
 
         with watched(model, keep):
             loading.run_backbone(model, picture.inputs.to(self.device))
-        found, drawn = predict(model, picture, small)
+        with torch.no_grad():
+            (result,) = model(picture.inputs.to(self.device), [picture.sample], mode='predict')
+        found, drawn = in_words(result, self.names), small
+        if self.visualizer is not None:
+            self.visualizer.add_datasample('picture', small, result.cpu(), draw_gt=False)
+            drawn = self.visualizer.get_image()
+
         scale = small.shape[1] / image.shape[1], small.shape[0] / image.shape[0]  # each side is rounded by itself
         seen = Seen(picture, scale, blocks, rows, found, drawn)
         self.seen[key] = seen
@@ -177,59 +192,21 @@ def mosaic(found: list, picture: loading.Picture, x: int, y: int) -> np.ndarray:
     return canvas
 
 
-@torch.no_grad()
-def predict(model, picture: loading.Picture, image: np.ndarray) -> tuple[str, np.ndarray]:
-    """What the model finds, in words and drawn on the picture (H, W, 3) uint8 RGB.
+def in_words(result, names: list[str]) -> str:
+    """What a model found, a data sample, by the names of its classes: labels, instances or shares of the pixels."""
 
-    Labels have the names of ``model.dataset_meta``, or are ``class 3`` where there are none.
-    """
-    device = next(model.parameters()).device
-    (result,) = model(picture.inputs.to(device), [picture.sample], mode='predict')
-    names = (getattr(model, 'dataset_meta', None) or {}).get('classes') or ()
-    drawn = image.copy()
-
-    def name(label: int) -> str:
-        return names[label] if label < len(names) else f'class {label}'
+    def say(labels, numbers, form='{}: {:.2f}'):
+        return ', '.join(form.format(names[i], number) for i, number in zip(labels.tolist(), numbers.tolist()))
 
     if 'pred_score' in result:
-        scores = result.pred_score.float().cpu()
-        best = scores.topk(min(3, len(scores)))
-        return ', '.join(f'{name(i)}: {s:.2f}' for s, i in zip(best.values.tolist(), best.indices.tolist())), drawn
+        best = result.pred_score.float().cpu().topk(min(3, len(result.pred_score)))
+        return say(best.indices, best.values)
     if 'pred_instances' in result:
-        found = result.pred_instances
-        found = found[found.scores >= 0.3]
-        said = [f'{name(i)}: {s:.2f}' for i, s in zip(found.labels.tolist(), found.scores.tolist())]
-        boxes = found.bboxes.round().int().tolist()
-        for box in boxes:
-            cv2.rectangle(drawn, box[:2], box[2:], (255, 60, 0), 2)
-        for box, words in reversed(list(zip(boxes, said))):  # over all boxes, the surest ones over the others
-            _label(drawn, words, (box[0], box[1]))
-        return f'{len(said)} found with a score of 0.3 or more. {", ".join(said)}', drawn
-    if 'pred_sem_seg' in result:
-        labels = result.pred_sem_seg.data[0].cpu().numpy()
-        colours = np.random.default_rng(1).integers(40, 256, (labels.max() + 1, 3))
-        labels = cv2.resize(labels.astype(np.int32), drawn.shape[1::-1], interpolation=cv2.INTER_NEAREST_EXACT)
-        drawn = (drawn * 0.5 + colours[labels] * 0.5).astype(np.uint8)
-        kinds, counts = np.unique(labels, return_counts=True)
-        shares = sorted(zip((counts / labels.size).tolist(), kinds.tolist()), reverse=True)
-        for share, kind in shares:
-            if share >= 0.01:
-                rows, columns = np.nonzero(labels == kind)
-                inside = np.argmin(np.hypot(rows - np.median(rows), columns - np.median(columns)))
-                _label(drawn, name(kind), (int(columns[inside]), int(rows[inside])))
-        return ', '.join(f'{name(kind)}: {share:.0%} of the pixels' for share, kind in shares), drawn
-    return '', drawn
-
-
-def _label(image: np.ndarray, words: str, at: tuple[int, int]) -> None:
-    """Write white on black into a picture, whole where it fits. OpenCV's letters are ASCII, others become ``?``."""
-    words = words.encode('ascii', 'replace').decode()
-    scale = min(max(image.shape[1] / 800, 0.3), 0.6)
-    (width, height), below = cv2.getTextSize(words, cv2.FONT_HERSHEY_SIMPLEX, scale, 1)
-    x = max(0, min(at[0], image.shape[1] - width))
-    y = max(height, min(at[1], image.shape[0] - below))
-    cv2.rectangle(image, (x, y - height), (x + width, y + below), (0, 0, 0), -1)
-    cv2.putText(image, words, (x, y), cv2.FONT_HERSHEY_SIMPLEX, scale, (255, 255, 255), 1, cv2.LINE_AA)
+        found = result.pred_instances[result.pred_instances.scores >= 0.3]
+        return f'{len(found)} found with a score of 0.3 or more. {say(found.labels, found.scores)}'
+    labels, counts = result.pred_sem_seg.data.unique(return_counts=True)
+    order = counts.argsort(descending=True)
+    return say(labels[order], counts[order] / counts.sum(), '{}: {:.0%} of the pixels')
 
 
 def describe(stage: Optional[str], mixer: Optional[str]) -> tuple[int, str]:

@@ -1,7 +1,9 @@
-#!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Write ``model-index.yml`` and ``configs/FAMILY/metafile.yml`` from the configs, the papers' tables and the list of
-released checkpoints. Run it after adding a config."""
+released checkpoints. Run it after adding a config.
+
+    python -m projects.pages.metafiles [--check]
+"""
 
 import argparse
 import sys
@@ -10,10 +12,9 @@ from pathlib import Path
 
 import yaml
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
-
-from mmlinattn.analysis.published import Row, read_rows
 from mmlinattn.checkpoints.released import find_released, link_with_name
+
+from .published import Row, read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 TASKS = {'mmdet': 'COCO', 'mmseg': 'ADE20K', 'mmpretrain': 'ImageNet-1K'}
@@ -121,7 +122,7 @@ def make_files(root: Path = ROOT) -> dict:
     for model in (model for entries in models.values() for model in entries):
         if number[model['Name']] > 1:  # the same config for several tasks
             model['Name'] += '_' + model['Config'].split('/')[1]
-    head = '# Written by tools/analysis_tools/make_metafiles.py\n'
+    head = '# Written by python -m projects.pages.metafiles\n'
     paths = {folder: f'configs/{folder}/metafile.yml' for folder in models}
     files = {
         path: head + dump(dict(Collections=[collection_entry(collections[folder])], Models=models[folder]))
@@ -136,7 +137,7 @@ def dump(content: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--check', action='store_true', help='write nothing; exit 1 where a file would change')
     args = parser.parse_args()
     stale = []

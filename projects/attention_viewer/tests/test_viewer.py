@@ -1,0 +1,195 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What the page shows: numbers and maps of a click, what the model finds, another attention in a stage."""
+
+import re
+import sys
+import types
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.structures import BaseDataElement, InstanceData, PixelData
+from torch import nn
+
+from mmlinattn.utils.errors import RunError
+from projects.attention_viewer import __main__ as app
+from projects.attention_viewer import looking
+from projects.attention_viewer.looking import COLUMNS, Looker, describe, in_words, numbers
+
+CONFIGS = Path(__file__).resolve().parents[3] / 'configs'
+
+
+def looker_of(task) -> Looker:
+    pytest.importorskip(task)
+    return Looker(Config.fromfile(CONFIGS / task / 'ravlt_shapes_quickstart.py'), 'none')
+
+
+@pytest.fixture(scope='module')
+def looker():
+    return looker_of('mmpretrain')
+
+
+def picture(height=90, width=140):
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def test_numbers_and_maps_of_a_click(looker):
+    seen = looker.look(picture())
+    assert [row[1] for row in seen.rows] == ['rala', 'rala', 'softmax', 'softmax', 'softmax']
+    assert all(len(row) == len(COLUMNS) for row in seen.rows)
+    assert re.match(r'(plain|striped) [a-z]+: 0\.\d\d, (plain|striped) ', seen.found)
+    assert (seen.drawn == picture()).all()
+    first, other = looker.maps(seen, 20, 20), looker.maps(seen, 120, 80)
+    assert first.dtype == np.uint8 and first.shape == other.shape and (first != other).any()
+    assert (looker.maps(seen, 20, 20, local=True) != first).any()
+    assert looker.look(picture()) is seen  # remembered
+    with pytest.raises(RunError, match='lie on no map'):
+        looker.maps(seen._replace(blocks=[]), 20, 20)
+
+
+@pytest.mark.parametrize('task', ['mmdet', 'mmseg'])
+def test_what_a_dense_model_finds_is_drawn(task):
+    seen = looker_of(task).look(picture())
+    assert seen.drawn.shape == (90, 140, 3) and seen.drawn.dtype == np.uint8
+    assert re.match(r'\d+ found' if task == 'mmdet' else r'[\w ]+: \d+% of the pixels', seen.found)
+    assert task == 'mmdet' or (seen.drawn != picture()).any()
+
+
+def test_findings_in_words():
+    names = ['disc', 'grüße', 'c']
+    boxes, scores = torch.rand(3, 4), torch.tensor([0.9, 0.4, 0.1])
+    found = InstanceData(bboxes=boxes, labels=torch.tensor([1, 0, 1]), scores=scores)
+    words = in_words(BaseDataElement(pred_instances=found), names)
+    assert words == '2 found with a score of 0.3 or more. grüße: 0.90, disc: 0.40'
+    labels = torch.zeros(1, 60, 80, dtype=torch.long)
+    labels[..., 20:] = 2
+    words = in_words(BaseDataElement(pred_sem_seg=PixelData(data=labels)), names)
+    assert words == 'c: 75% of the pixels, disc: 25% of the pixels'
+    for scores, expected in (
+        ([0.2, 0.8], 'grüße: 0.80, disc: 0.20'),
+        ([0.1, 0.4, 0.2, 0.05], 'grüße: 0.40, c: 0.20, disc: 0.10'),
+    ):
+        assert in_words(BaseDataElement(pred_score=torch.tensor(scores)), names) == expected
+
+
+def test_a_row_of_numbers():
+    """Means over the heads; empty where a block has no such thing."""
+    entry = dict(
+        block='backbone.stages.0.1',
+        mixer='rala',
+        map=[16, 24],
+        rank=dict(state=dict(effective=[2, 3], at_most=32), output=dict(effective=[4, 5.5], at_most=20)),
+        locality=dict(share=[0.25, 0.5], if_uniform=0.125),
+        sharpness=dict(entropy=[1, 3], entropy_if_uniform=4),
+    )
+    row = ['stages.0.1', 'rala', '16 x 24', '2.5 of 32', '4.8 of 20', '0.375', '0.125', '0.500']
+    assert numbers(entry) == row and len(COLUMNS) == len(row)
+    del entry['rank']['state'], entry['locality']
+    entry['sharpness'] = dict(entropy=[0.0], entropy_if_uniform=0.0)  # a single key
+    assert numbers(entry) == [*row[:3], '', row[4], '', '', '0.000']
+
+
+def test_switching_the_attention_of_a_stage(looker):
+    before = looker.look(picture())
+    switched = looker.look(picture(), *describe('stage 1', 'softmax'))
+    assert [row[1] for row in switched.rows] == ['softmax', 'rala', 'softmax', 'softmax', 'softmax']
+    for missing in ((None, 'softmax'), ('stage 1', None)):
+        assert looker.look(picture(), *describe(*missing)).rows == before.rows
+    looker.look(picture(), *describe('stage 2', 'hydra'))
+    assert len(looker.models) == 2  # the model itself and one more
+
+
+def test_large_pictures_are_made_smaller_and_clicks_follow(looker):
+    seen = looker.look(picture(900, 2048))
+    assert seen.scale == (0.5, 0.5) and seen.drawn.shape[1] == 1024
+    assert looker.maps(seen, 2040, 890).any()
+    with pytest.raises(RunError, match='outside of picture'):
+        looker.maps(seen, 2400, 10)
+    tilted = looker.look(picture(420, 3000))  # 143.36 pixels high for the network, of which there are 143
+    assert looker.maps(tilted, 2999, 419).any()
+    for i in range(3):
+        looker.look(picture(70 + i, 80))
+    assert len(looker.seen) == 2
+
+
+@pytest.mark.parametrize('shape', [(8, 20000, 3), (20000, 8, 3), (4, 100, 3), (64, 64), (64, 64, 4)])
+def test_what_is_no_picture(looker, shape):
+    with pytest.raises(RunError, match='too narrow|in colour and at least 8 pixels'):
+        looker.look(np.zeros(shape, np.uint8))
+
+
+def test_a_backbone_of_others_is_refused(monkeypatch):
+    monkeypatch.setattr(looking.loading, 'load_model', lambda *_: SimpleNamespace(backbone=nn.Linear(1, 1)))
+    with pytest.raises(RunError, match='the backbone Linear is none of mmlinattn'):
+        Looker(Config(dict()), 'none')
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+class Control:
+    """Anything on a page: what it was made with, and what was put onto its events."""
+
+    def __init__(self, *args, **kwargs):
+        self.args, self.kwargs, self.events = args, kwargs, []
+        made.append(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: self.events.append((name, args)) or self
+
+
+made: list = []
+
+
+@pytest.fixture
+def gradio(monkeypatch):
+    """Stands for gradio."""
+    made.clear()
+    module = types.ModuleType('gradio')
+    for kind in 'Blocks Markdown State Row Image Textbox Checkbox Dataframe Dropdown'.split():
+        setattr(module, kind, Control)
+    module.Error, module.SelectData = RuntimeError, object
+    monkeypatch.setitem(sys.modules, 'gradio', module)
+
+
+def test_controls_of_the_page(gradio, looker):
+    app.build_page(looker, 'Attention of mine')
+    by_label = {control.kwargs.get('label'): control for control in made}
+    stage, mixer = by_label['switch the attention of'], by_label['to']
+    assert stage.args[0] == [None, 'stage 1', 'stage 2', 'stage 3', 'stage 4'] and 'hydra' in mixer.args[0]
+    ((event, (show, inputs, outputs)),) = mixer.events
+    assert event == 'change' and len(inputs) == 5 and len(outputs) == 7
+    drawn, found, maps, rows, *switched = show(picture(), None, None, None, False)
+    assert found == looker.look(picture()).found and len(rows) == 5 and switched == [None, '', None]
+    assert (maps == looker.maps(looker.look(picture()), 70, 45)).all()  # the middle
+    *_, switched, found, rows = show(picture(), (3, 4), 'stage 1', 'hydra', False)
+    assert switched.ndim == 3 and rows[0][1] == 'hydra'
+    assert show(None, None, None, None, False)[0] is None
+    with pytest.raises(RuntimeError, match='at least 8 pixels'):
+        show(np.zeros((4, 4, 3), np.uint8), None, None, None, False)
+
+
+def test_the_page_is_served_to_this_machine_only(gradio, monkeypatch):
+    launched = []
+    monkeypatch.setattr(
+        app, 'build_page', lambda *_: SimpleNamespace(launch=lambda **options: launched.append(options))
+    )
+    config = str(CONFIGS / 'mmpretrain' / 'ravlt_shapes_quickstart.py')
+    monkeypatch.setattr(sys, 'argv', ['attention_viewer', config, 'none'])
+    app.main()
+    assert launched[0]['server_name'] == '127.0.0.1' and launched[0]['share'] is False
+
+
+def test_without_gradio_it_says_how_to_get_it(monkeypatch, fails):
+    monkeypatch.setitem(sys.modules, 'gradio', None)
+    config = CONFIGS / 'mmpretrain' / 'ravlt_shapes_quickstart.py'
+    assert 'the page needs gradio: pip install' in fails(app.main, config, 'none')

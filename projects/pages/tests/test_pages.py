@@ -1,0 +1,196 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Pages and metafiles are as their writers make them, and say what is measured."""
+
+import csv
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mmlinattn import backbones
+from mmlinattn.analysis.counting import CONV, PRODUCT
+from mmlinattn.analysis.flops import Cost
+from mmlinattn.attention import TOKEN_MIXERS
+from projects.pages import attentions, metafiles, tables
+from projects.pages.published import TABLES, Row, read_rows
+from projects.pages.tables import cells, far_rows, in_conventions, measure, nearest_convention, page, which_convention
+
+ROOT = Path(__file__).resolve().parents[3]
+ROWS = {row.name: row for task in ('mmdet', 'mmseg', 'mmpretrain') for row in read_rows(task)}
+ROW = Row('mmdet', 'RAVLT-T', 'Mask R-CNN 1x', 'RALA Tab. 2', '33.0', '', '219', {'box AP': 47.3}, None)
+
+
+def lines_of(text: str) -> list:
+    return [[cell.strip() for cell in line.split('|')[1:-1]] for line in text.splitlines() if line.startswith('| ')]
+
+
+# --- the papers' tables -----------------------------------------------------------------------------------------------
+
+
+def test_rows_are_those_of_the_tables():
+    count = 0
+    for path in TABLES.glob('*.csv'):
+        with open(path, newline='') as file:
+            count += sum(1 for _ in csv.DictReader(file))
+    assert len(ROWS) == count  # names are unique, none is lost
+    row = ROWS['mmpretrain/inline_swin_b_384_in1k']
+    assert (row.resolution, row.paper, row.flops) == (384, 'InLine', '45.2')
+    row = ROWS['mmdet/ravlt_b_cascade_3x']
+    assert row.metrics['box AP'] == 55.3 and row.metrics['mask AP'] == 47.7 and row.link.startswith('https://')
+
+
+@pytest.mark.parametrize('name', ['mmdet/ravlt_t_retinanet_1x', 'mmseg/ravlt_t_fpn_80k', 'mmpretrain/ravlt_t_in1k'])
+def test_ravlt_figures_leave_attention_products_out(name):
+    pytest.importorskip(name.partition('/')[0])
+    row = ROWS[name]
+    cost = measure(row)
+    counted = in_conventions(cost)
+    assert nearest_convention(float(row.flops), counted) == 'layers'
+    assert counted['layers'] == pytest.approx(float(row.flops), rel=0.01)
+    line = cells(row, cost)
+    assert float(line[4]) == pytest.approx(cost.total_params / 1e6 - float(row.released_params or row.params), abs=0.01)
+    assert line in lines_of((ROOT / 'docs' / 'tables.md').read_text(encoding='utf-8'))
+
+
+@pytest.mark.parametrize('name', ['mmpretrain/hmhsa_deit_t_in1k', 'mmpretrain/hmhsa_pvt_v2_b1_in1k'])
+def test_hmhsa_figures_are_of_merged_models_and_built_maps(name):
+    pytest.importorskip('mmpretrain')
+    row = ROWS[name]
+    cost = measure(row)
+    assert f'{cost.total_params / 1e6:.2f}' == row.params
+    assert f'{in_conventions(cost)["products"]:.2f}' == row.flops
+
+
+def test_committed_page_has_every_row():
+    text = (ROOT / 'docs' / 'tables.md').read_text(encoding='utf-8')
+    lines = [re.split(r' *\| *', line)[1:4] for line in text.splitlines() if line.startswith('| ')]
+    for row in ROWS.values():
+        assert [row.model, row.recipe, row.released_params or row.params] in lines
+    assert '| not built |' not in text, 'run python -m projects.pages.tables --out docs/tables.md'
+
+
+def cost(params, layers, products, norms):
+    macs = Counter({('a', CONV): layers * 1e9, ('a', PRODUCT): (products - layers) * 1e9})
+    return Cost((1, 1), {'a': int(params * 1e6)}, macs, round((norms - products) * 1e9), 0, [])
+
+
+def test_lines_and_conventions():
+    line = cells(ROW, cost(33.5, 218, 225, 230))
+    assert line == [
+        *('RAVLT-T', 'Mask R-CNN 1x', '33.0', '33.50', '+0.50', '219', '218.00', '225.00', '230.00'),
+        *('layers', '-0.5 %', 'box AP 47.3'),
+    ]
+    missing = cells(ROW, measure(ROW, Path('nowhere')))
+    assert missing == ['RAVLT-T', 'Mask R-CNN 1x', '33.0', 'not built', '', '219', *[''] * 5, 'box AP 47.3']
+    assert len(line) == len(missing) == len(tables.HEADER)
+    measured = [
+        (ROW, cost(1, 218, 225, 230)),
+        (ROW._replace(flops='200'), cost(1, 190, 201, 220)),
+        (ROW._replace(flops='100'), cost(1, 99, 120, 130)),
+        (ROW._replace(source='InLine Tab. 5', task='mmseg', flops='50'), cost(1, 40, 45, 60)),
+        (ROW._replace(flops=''), cost(1, 1, 1, 1)),
+        (ROW, None),
+    ]
+    assert lines_of(which_convention(measured))[2:] == [
+        ['RALA', 'mmdet', '3', 'layers 2, products 1', '-1.0 %', '+2.7 %', '+10.0 %'],
+        ['InLine', 'mmseg', '1', 'products 1', '-20.0 %', '-10.0 %', '+20.0 %'],
+    ]
+    assert far_rows(measured) == f'`{measured[3][0].name}` (50 published, 45.0 counted)'
+    text = page(measured)
+    assert text.index('## COCO detection') < text.index('## ADE20K') and 'ImageNet-1K' not in text
+
+
+@pytest.mark.parametrize('writer', [tables, attentions])
+def test_places_that_cannot_be_written_are_refused_at_once(writer, tmp_path, monkeypatch, fails):
+    """Measuring takes minutes."""
+    monkeypatch.setattr(writer, 'page', lambda *_: pytest.fail('begun'))
+    (tmp_path / 'file').touch()
+    assert 'cannot be written' in fails(writer.main, '--out', tmp_path / 'file' / 'page.md')
+
+
+def test_tables_of_a_task(tmp_path, monkeypatch):
+    monkeypatch.setattr(tables, 'measure', lambda row: None)
+    out = tmp_path / 'page.md'
+    monkeypatch.setattr(sys, 'argv', ['tables', '--task', 'mmseg', '--out', str(out)])
+    tables.main()
+    rows = [row for row in ROWS.values() if row.task == 'mmseg']
+    assert out.read_text(encoding='utf-8').count('| not built |') == len(rows)
+
+
+# --- attentions -------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_of_attentions_says_what_is_measured():
+    """But for the costs of all pairs, which take long: those of one attention in every host."""
+    found = lines_of((ROOT / 'docs' / 'attentions.md').read_text(encoding='utf-8'))
+    assert set(attentions.HOSTS) == set(backbones.__all__)
+    for name in TOKEN_MIXERS.module_dict:
+        about = attentions.ABOUT[name]
+        described, counted = (row for row in found if row[0] == f'`{name}`')
+        kept, gate = f'{attentions.kept_for_backward(name):.1f}', attentions.gate_of(name)
+        assert described[1:] == [about.source, about.equation, about.complexity, kept, gate, about.position]
+        assert len(counted) == 1 + len(attentions.HOSTS)
+        if name == 'hydra':
+            costs = [attentions.cost_in(host, name) for host in attentions.HOSTS]
+            assert counted[1:] == [f'{params:.2f}, {macs:.2f}' for params, macs in costs]
+
+
+@pytest.mark.slow
+def test_the_page_of_attentions_is_as_generated():
+    text = (ROOT / 'docs' / 'attentions.md').read_text(encoding='utf-8')
+    assert text == attentions.page(), 'run python -m projects.pages.attentions'
+
+
+def test_what_is_kept_for_the_backward_pass():
+    """Queries, keys and values at least, no map of all pairs."""
+    for name in ('efficient', 'hallucinated'):
+        small, large = (attentions.kept_for_backward(name, side=side) for side in (16, 32))
+        assert 2.9 < large <= small < 8
+
+
+def test_an_attention_without_a_description_is_named():
+    TOKEN_MIXERS.register_module('undescribed', module=type('Undescribed', (TOKEN_MIXERS.get('hydra'),), {}))
+    try:
+        with pytest.raises(KeyError, match='undescribed'):
+            attentions.page()
+    finally:
+        TOKEN_MIXERS._module_dict.pop('undescribed')
+
+
+# --- metafiles --------------------------------------------------------------------------------------------------------
+
+
+def test_metafiles_are_as_generated():
+    for path, text in metafiles.make_files().items():
+        assert (ROOT / path).read_text(encoding='utf-8') == text, 'run python -m projects.pages.metafiles'
+
+
+def test_configs_of_new_families_and_of_one_name(tmp_path):
+    for path in ('mmdet/ravlt_x_shapes.py', 'mmseg/ravlt_x_shapes.py', 'mmseg/ravlt_y_shapes.py'):
+        (tmp_path / 'configs' / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / 'configs' / path).touch()
+    entries = yaml.safe_load(metafiles.make_files(tmp_path)['configs/ravlt/metafile.yml'])['Models']
+    assert [entry['Name'] for entry in entries] == ['ravlt_x_shapes_mmdet', 'ravlt_x_shapes_mmseg', 'ravlt_y_shapes']
+    (tmp_path / 'configs' / 'mmdet' / 'newcomer_t_maskrcnn_1x.py').touch()
+    with pytest.raises(SystemExit, match="'newcomer'"):
+        metafiles.make_files(tmp_path)
+
+
+def test_files_are_written_where_they_differ(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(metafiles, 'ROOT', tmp_path)
+    monkeypatch.setattr(metafiles, 'make_files', lambda: {'new/a.yml': 'a', 'b.yml': 'b'})
+    (tmp_path / 'b.yml').write_text('b')
+
+    def run(*args):
+        monkeypatch.setattr('sys.argv', ['metafiles', *args])
+        metafiles.main()
+        return capsys.readouterr().out
+
+    with pytest.raises(SystemExit, match='1'):
+        run('--check')
+    assert capsys.readouterr().out == 'out of date: new/a.yml\n' and not (tmp_path / 'new').exists()
+    assert run() == 'written: new/a.yml\n' and (tmp_path / 'new' / 'a.yml').read_text() == 'a'
+    assert run() == 'written: nothing\n' and run('--check') == 'out of date: nothing\n'
