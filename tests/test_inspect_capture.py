@@ -1,16 +1,24 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """What is caught of attentions while they run: features of every arrangement, hooks that go away, words for others."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 
 from mmlinattn.analysis.capture import MixerCall, arguments_of, arrangements, reduction_of, token_layout, watched
-from mmlinattn.attention import GlobalAttention, Grid, ReducedAttention, StripeAttention, TokenMixer, WindowAttention
+from mmlinattn.analysis.weights import state_keys
+from mmlinattn.attention import (
+    TOKEN_MIXERS,
+    GlobalAttention,
+    Grid,
+    ReducedAttention,
+    StripeAttention,
+    TokenMixer,
+    WindowAttention,
+)
 from mmlinattn.attention.arrangements import Attention
 from mmlinattn.backbones import LinearDeiT
+from mmlinattn.layers import rotary_table
 
 ARRANGEMENTS = {
     'windows, cut at the border': (lambda: WindowAttention(8, 2, 'rala', (4, 4)), 1, 2),
@@ -274,22 +282,14 @@ def test_states():
 
 def test_what_a_state_is_made_of():
     """The keys and values of its window in float32, with the window's mask and the rotary encoding."""
-    asked, (q, k, v) = [], torch.randn(3, 2, 6, 8).half()
-    keys = torch.randn(1, 2, 6, 3)
-
-    class Mixer:
-        def factors(self, *args):
-            asked.append(args)
-            return SimpleNamespace(keys=keys)
-
+    (q, k, v), mixer = torch.randn(3, 2, 6, 8).half(), TOKEN_MIXERS.get('rala')(8, 2)
     mask = torch.tensor([[True] * 6, [True] * 4 + [False] * 2])
-    grid, key_grid = Grid(2, 3), Grid(3, 2)
-    given = dict(q=q, k=k, v=v, grid=grid, key_grid=key_grid, mask=mask, rotary='rotary')
-    state = MixerCall(Mixer(), given, None, None, None, None).state(1)
-    ((q_seen, k_seen, *others),) = asked
-    assert q_seen.dtype == torch.float32 and torch.equal(q_seen, q[1:].float()) and torch.equal(k_seen, k[1:].float())
-    assert others[:2] == [grid, key_grid] and torch.equal(others[2], mask[1:]) and others[3] == 'rotary'
-    torch.testing.assert_close(state, keys[0].mT @ v[1].float().unflatten(-1, (2, 4)).transpose(0, 1))
+    grid, rotary = Grid(2, 3), rotary_table(2, 3, 4)
+    given = dict(q=q, k=k, v=v, grid=grid, key_grid=grid, mask=mask, rotary=rotary)
+    state = MixerCall(mixer, given, None, None, None, None).state(1)
+    keys = state_keys(mixer, q[1:].float(), k[1:].float(), grid, mask[1:], rotary)[0]
+    assert not keys[:, 4:].any()
+    torch.testing.assert_close(state, keys.mT @ v[1].float().unflatten(-1, (2, 4)).transpose(0, 1))
 
 
 def test_padding_of_stripes_is_in_no_state():

@@ -4,18 +4,16 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Callable, NamedTuple, Optional
 
 import torch
-import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
 
 from ..attention import Grid, StripeAttention, TokenMixer, WindowAttention, Windows
 from ..attention.base import Mixing
 from ..attention.grid import add_local
-from ..attention.weights import local_weights
+from .weights import convolved, local_weights, state_keys
 
 PADDING, CLASS_TOKEN = -1, -2
 
@@ -65,12 +63,9 @@ class MixerCall(NamedTuple):
         if self.mixer.unit_output:
             norm = (weights @ self._values(window, len(weights)).to(weights.dtype)).norm(dim=-1, keepdim=True)
             weights = weights / norm.clamp(min=1e-12)
-        if not local:
-            return weights
-        for kernels in self.local_kernels():
+        for kernels in self.local_kernels() if local else ():
             kernels = kernels[one] if len(kernels) > 1 else kernels
-            kernels = kernels.to(weights.dtype).unflatten(1, (len(weights), -1)).mean(dim=2)
-            weights = weights + local_weights(kernels, given['grid'], rows)[0]
+            weights = weights + local_weights(kernels, given['grid'], len(weights), rows)[0]
         return weights
 
     def _values(self, window: int, heads: int) -> Tensor:
@@ -86,13 +81,10 @@ class MixerCall(NamedTuple):
     def state(self, window: int) -> Optional[Tensor]:
         """The buffer of keys and values, (heads, d, e); None for an attention without one."""
         given, one = self.given, slice(window, window + 1)
-        q, k, v = (given[name][one].float() for name in 'qkv')
+        q, k = (given[name][one].float() for name in 'qk')
         mask = None if given['mask'] is None else given['mask'][one]
-        factors = self.mixer.factors(q, k, given['grid'], given['key_grid'], mask, given['rotary'])
-        if factors is None:
-            return None
-        values = rearrange(v, 'b m (heads e) -> b heads m e', heads=factors.keys.shape[1])
-        return (factors.keys.transpose(-1, -2) @ values)[0]
+        keys = state_keys(self.mixer, q, k, given['key_grid'], mask, given['rotary'])
+        return None if keys is None else keys[0].mT @ self._values(window, keys.shape[1]).to(keys.dtype)
 
     def error(self, window: int, rows: Tensor, weights: Tensor) -> float:
         """How far ``weights @ v`` is from what the mixer gave, relative; its own convolution taken off, whose bias is
@@ -102,15 +94,8 @@ class MixerCall(NamedTuple):
         out = self.out[window, rows].to(weights.dtype)
         own = self.mixer.local_kernels(self.given['context'])
         if own is not None:
-            grid, v = self.given['grid'], self.given['v'][window : window + 1].to(weights.dtype)
-            kernel = own[window if len(own) > 1 else 0][:, None].to(weights.dtype)
-            padding = tuple(size // 2 for size in kernel.shape[-2:])
-            if kernel.shape[-1] < kernel.shape[-2]:
-                grid = Grid(grid.num_tokens, 1)  # over the sequence
-            zeros = torch.zeros_like(v)
-            local = partial(F.conv2d, weight=kernel, padding=padding, groups=len(kernel))
-            term = add_local(zeros, v, local, grid, watched=True)
-            rest = out - mixed - term[0, rows]
+            v = self.given['v'][window : window + 1].to(weights.dtype)
+            rest = out - mixed - convolved(v, own[window if len(own) > 1 else 0][None], self.given['grid'])[0, rows]
             return float((rest - rest.mean(dim=0)).norm() / out.norm().clamp(min=1e-30))
         return float((out - mixed).norm() / out.norm().clamp(min=1e-30))
 

@@ -5,10 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops.tensors import split_heads
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid, add_local
-from .weights import angular_factors
 
 CONVS = ('grid', 'sequence', None)
 
@@ -48,6 +46,7 @@ class AngularMixer(TokenMixer):
         if conv not in CONVS:
             raise ValueError(f'conv={conv!r} has to be one of {CONVS}')
         self.form, self.conv, self.sequential = form, conv, conv == 'sequence'
+        self.unit_output, self.normalised = form == 'released', form == 'paper'
         kernel, padding = dict(grid=((3, 3), (1, 1)), sequence=((9, 1), (4, 0))).get(conv, (None, None))
         self.dconv = None
         if conv is not None:
@@ -65,7 +64,7 @@ class AngularMixer(TokenMixer):
         bias: Optional[Tensor] = None,
         context: Optional[Tensor] = None,
     ) -> Tensor:
-        out = ops.angular_attention(q, k, v, self.num_heads, mask, released=self.form == 'released')
+        out = ops.angular_attention(q, k, v, self.num_heads, mask, self.form == 'released', self.unit_output)
         if self.conv == 'grid':
             return add_local(out, v, self.convolved, key_grid)
         return out if self.conv is None else out + self.convolved(v.transpose(1, 2).unsqueeze(-1))[..., 0].mT
@@ -75,20 +74,6 @@ class AngularMixer(TokenMixer):
         weight = self.dconv.weight.repeat_interleave(self.head_dim, dim=0)
         local = F.conv2d(image, weight, padding=self.dconv.padding, groups=self.dim)
         return local if onto is None else onto + local
-
-    @property
-    def unit_output(self) -> bool:
-        """Whether the output of each token is divided by its norm within the head, which the weights leave out."""
-        return self.form == 'released'
-
-    @property
-    def normalised(self) -> bool:
-        """Whether the weights of each query are divided by their sum."""
-        return self.form == 'paper'
-
-    def factors(self, q, k, grid, key_grid, mask=None, rotary=None):
-        q, k = (split_heads(t, self.num_heads) for t in (q, k))
-        return angular_factors(q, k, mask, self.form == 'released')
 
     def local_kernels(self, context=None):
         return (

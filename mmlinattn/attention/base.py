@@ -8,6 +8,7 @@ depth-wise term on the values, masking and the output projection. Hosts arrange 
 reduced keys, a class token) around an :class:`Attention` and name no method.
 """
 
+from collections.abc import Sequence
 from typing import Optional, Union
 
 from mmengine.model import BaseModule
@@ -19,7 +20,6 @@ from ..layers.plain import call, has_hooks
 from ..ops.dispatch import accumulation_dtype
 from ..ops.tensors import multiply
 from .grid import DepthwiseConv2d, Grid, add_local, check_local_kernel
-from .weights import Factors, Rows, mixer_weights
 
 TOKEN_MIXERS = Registry('token mixer', scope='mmlinattn', locations=['mmlinattn.attention'])
 
@@ -44,7 +44,8 @@ class TokenMixer(BaseModule):
     - ``sequential``: reads the tokens in their order, which windows and stripes do not keep.
     - ``context``: wants the mean input token.
     - ``position_table``: needs ``grid`` at construction.
-    - ``unit_output``: divides the output of each token by its norm within the head; :meth:`weights` leave that out.
+    - ``unit_output``: divides the output of each token by its norm within the head. :meth:`weights` leave that out:
+      they call :meth:`forward` with this attribute set to False.
     - ``normalised``: the weights of each query are divided by their sum (RALA: by what it is without ``rotary``).
     """
 
@@ -105,29 +106,9 @@ class TokenMixer(BaseModule):
         """
         raise NotImplementedError
 
-    def factors(
-        self,
-        q: Tensor,
-        k: Tensor,
-        grid: Grid,
-        key_grid: Grid,
-        mask: Optional[Tensor] = None,
-        rotary: Optional[Tensor] = None,
-    ) -> Optional[Factors]:
-        """The two factors of the weights of a linear attention, from which follow :meth:`weights` and the state.
-
-        Args:
-            q, k (Tensor): As in :meth:`forward`, in float32 or better.
-            grid, key_grid, mask, rotary: As in :meth:`forward`.
-
-        Returns:
-            Factors | None: None for a mixer without a state, as softmax attention.
-        """
-        return None
-
     def local_kernels(self, context: Optional[Tensor] = None) -> Optional[Tensor]:
         """Kernels (B or 1, widths[2], k, k) of the depth-wise convolution of the values that the mixer adds, None if it
-        adds none. See :func:`mmlinattn.attention.weights.local_weights`."""
+        adds none; (B or 1, widths[2], k, 1) goes over the sequence of all tokens."""
         return None
 
     def weights(
@@ -139,13 +120,13 @@ class TokenMixer(BaseModule):
         mask: Optional[Tensor] = None,
         rotary: Optional[Tensor] = None,
         bias: Optional[Tensor] = None,
-        rows: Rows = None,
+        rows: Optional[Union[Sequence[int], Tensor]] = None,
     ) -> Tensor:
         """The attention map that the mixer amounts to, for looking inside: O(N M) memory, never used in a forward pass.
 
         ``weights @ v``, head by head, is what :meth:`forward` gives without :meth:`local_kernels`; normalisers and
-        signs are part of it. A mixer that has neither ``factors`` nor a method of its own is asked for its answers to
-        unit values, in as many passes as a head's width goes into M.
+        signs are part of it. It is the derivative of the output by the values, one backward pass for as many queries as
+        a head has channels.
 
         Args:
             q, k, grid, key_grid, mask, rotary, bias: As in :meth:`forward`; nothing is overwritten.
@@ -159,6 +140,8 @@ class TokenMixer(BaseModule):
             ValueError: For ``rows`` out of range.
             NotImplementedError: For a mixer that is no such map.
         """
+        from ..analysis.weights import mixer_weights  # the only door to what looks inside
+
         return mixer_weights(self, q, k, grid, key_grid, mask, rotary, bias, rows)
 
 

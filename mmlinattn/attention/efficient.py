@@ -4,10 +4,8 @@ from typing import Optional
 from torch import Tensor
 
 from .. import ops
-from ..ops.tensors import split_heads
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid
-from .weights import efficient_factors
 
 
 @TOKEN_MIXERS.register_module('efficient')
@@ -28,6 +26,3 @@ class EfficientMixer(TokenMixer):
         context: Optional[Tensor] = None,
     ) -> Tensor:
         return ops.efficient_attention(q, k, v, self.num_heads, mask)
-
-    def factors(self, q, k, grid, key_grid, mask=None, rotary=None):
-        return efficient_factors(*(split_heads(t, self.num_heads) for t in (q, k)), mask)

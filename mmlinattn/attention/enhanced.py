@@ -4,10 +4,8 @@ from typing import Optional
 from torch import Tensor
 
 from .. import ops
-from ..ops.tensors import split_heads
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid
-from .weights import linear_factors
 
 
 @TOKEN_MIXERS.register_module('enhanced')
@@ -30,6 +28,3 @@ class EnhancedMixer(TokenMixer):
         context: Optional[Tensor] = None,
     ) -> Tensor:
         return ops.linear_attention(q, k, v, self.num_heads, kernel='relu', mask=mask)
-
-    def factors(self, q, k, grid, key_grid, mask=None, rotary=None):
-        return linear_factors(*(split_heads(t.relu(), self.num_heads) for t in (q, k)), mask)

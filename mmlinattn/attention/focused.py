@@ -7,11 +7,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layers.position import PositionTable
-from ..ops.focused import focused_map
-from ..ops.tensors import split_heads
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid, add_local, check_local_kernel
-from .weights import linear_factors
 
 
 @TOKEN_MIXERS.register_module('focused')
@@ -74,15 +71,6 @@ class FocusedMixer(TokenMixer):
             k = k if offset is None else k + offset.to(k.dtype)
             out = ops.linear_attention(q.relu() + 1e-6, k.relu() + 1e-6, v, self.num_heads, mask=mask)
         return out if self.local is None else add_local(out, v, self.shared_conv, key_grid)
-
-    def factors(self, q, k, grid, key_grid, mask=None, rotary=None):
-        if self.position is not None:
-            k = k + self.position.on(key_grid).to(k.dtype)
-        if self.focus:
-            q, k = (focused_map(t, 1 / F.softplus(self.scale), self.power) for t in (q, k))
-        else:
-            q, k = q.relu() + 1e-6, k.relu() + 1e-6
-        return linear_factors(*(split_heads(t, self.num_heads) for t in (q, k)), mask)
 
     def local_kernels(self, context=None):
         return None if self.local is None else self.local.weight.repeat(self.num_heads, 1, 1, 1).squeeze(1)[None]

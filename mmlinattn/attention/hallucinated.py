@@ -5,12 +5,8 @@ from typing import Optional
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops.dispatch import accumulation_dtype, without_autocast
-from ..ops.hallucinated import local_keys
-from ..ops.tensors import split_heads
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid
-from .weights import hallucinated_weights
 
 STEPS = ('ihh', 'chh')
 
@@ -83,19 +79,6 @@ class HallucinatedMixer(TokenMixer):
         """Weights of IHH (h/2, 3, 3) and CHH (h/2, h/2)."""
         intra = None if self.ihh is None else _weight(self.ihh)[:, 0]
         return intra, None if self.chh is None else _weight(self.chh)[:, :, 0, 0]
-
-    def weights(self, q, k, grid, key_grid, mask=None, rotary=None, bias=None, rows=None):
-        intra, cross = self.kernels()
-        half, wide = self.num_heads // 2, accumulation_dtype(k)
-        k, copies = k.to(wide), 1
-        local = k
-        if intra is not None:
-            copies = half if self.chh_first else 1
-            with without_autocast(k):
-                local = local_keys(k, key_grid, intra.to(wide), mask, copies)
-        local = local.unflatten(-1, (copies, half, -1)).permute(0, 2, 3, 1, 4)  # (B, copies, h/2, M, d)
-        queries, keys = split_heads(q, half), split_heads(k, half)
-        return hallucinated_weights(queries, keys, local, cross, mask, bias, rows)
 
 
 def _weight(conv: nn.Conv2d) -> Tensor:

@@ -6,7 +6,6 @@ from torch import Tensor
 from .. import ops
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid
-from .weights import hydra_factors
 
 
 @TOKEN_MIXERS.register_module('hydra')
@@ -33,6 +32,3 @@ class HydraMixer(TokenMixer):
         context: Optional[Tensor] = None,
     ) -> Tensor:
         return ops.hydra_attention(q, k, v, mask)
-
-    def factors(self, q, k, grid, key_grid, mask=None, rotary=None):
-        return hydra_factors(q, k, mask)

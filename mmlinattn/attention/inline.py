@@ -8,11 +8,9 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layers.plain import has_hooks
-from ..ops.feature_maps import check_kernel, feature_map
-from ..ops.tensors import split_heads
+from ..ops.feature_maps import check_kernel
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid, add_local
-from .weights import inline_factors, linear_factors
 
 
 class PredictedConv(nn.Module):
@@ -92,10 +90,6 @@ class InLineMixer(TokenMixer):
         if self.residual is None:
             return out
         return add_local(out, v, partial(self.residual, context=context), grid, has_hooks(self.residual))
-
-    def factors(self, q, k, grid, key_grid, mask=None, rotary=None):
-        q, k = (feature_map(split_heads(t, self.num_heads), self.kernel) for t in (q, k))
-        return inline_factors(q, k, self.head_dim**-0.5, mask) if self.injective else linear_factors(q, k, mask)
 
     def local_kernels(self, context=None):
         return None if self.residual is None else self.residual.kernels(context)

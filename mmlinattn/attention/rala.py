@@ -4,11 +4,9 @@ from typing import Optional
 from torch import Tensor
 
 from .. import ops
-from ..ops.feature_maps import check_kernel, feature_map
-from ..ops.tensors import split_heads
+from ..ops.feature_maps import check_kernel
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid
-from .weights import rala_factors
 
 
 @TOKEN_MIXERS.register_module('rala')
@@ -63,7 +61,3 @@ class RALAMixer(TokenMixer):
         return ops.rala(
             q, k, v, self.num_heads, kernel=self.kernel, rotary=rotary, mask=mask, weight_scale=self.weight_scale
         )
-
-    def factors(self, q, k, grid, key_grid, mask=None, rotary=None):
-        q, k = (feature_map(split_heads(t, self.num_heads), self.kernel) for t in (q, k))
-        return rala_factors(q, k, rotary, mask, self.weight_scale)

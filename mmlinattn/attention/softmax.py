@@ -4,10 +4,8 @@ from typing import Optional
 from torch import Tensor
 
 from .. import ops
-from ..ops.tensors import split_heads
 from .base import TOKEN_MIXERS, TokenMixer
 from .grid import Grid
-from .weights import softmax_weights
 
 
 @TOKEN_MIXERS.register_module('softmax')
@@ -34,7 +32,3 @@ class SoftmaxMixer(TokenMixer):
         context: Optional[Tensor] = None,
     ) -> Tensor:
         return ops.softmax_attention(q, k, v, self.num_heads, rotary, mask, bias)
-
-    def weights(self, q, k, grid, key_grid, mask=None, rotary=None, bias=None, rows=None):
-        queries, keys = (split_heads(t, self.num_heads) for t in (q, k))
-        return softmax_weights(queries, keys, mask, rotary, bias, rows)

@@ -12,7 +12,13 @@ from .tensors import heads_of, tokens_of
 
 
 def angular_attention(
-    q: Tensor, k: Tensor, v: Tensor, num_heads: int, mask: Optional[Tensor] = None, released: bool = True
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_heads: int,
+    mask: Optional[Tensor] = None,
+    released: bool = True,
+    unit_output: bool = True,
 ) -> Tensor:
     """Linear angular attention: the angle between query and key, to first order, O(N d^2) for each head.
 
@@ -30,6 +36,7 @@ def angular_attention(
         num_heads (int): Heads that the channels are split into.
         mask (Tensor, optional): (B, M) bool, True for real tokens.
         released (bool): The released layer, which needs N = M; False is the paper's form.
+        unit_output (bool): False gives ``x`` of the released layer, not divided by its norm.
 
     Returns:
         Tensor: (B, N, E), in the dtype of ``v``.
@@ -48,8 +55,8 @@ def angular_attention(
         q, k, v = (heads_of(t.to(wide), num_heads) for t in (q, k, v))
         q, k = unit(q), unit(k)
         if released:
-            out = unit(v / 2 + q @ (k.transpose(-1, -2) @ v) / math.pi)
-            return tokens_of(out.to(dtype))
+            out = v / 2 + q @ (k.transpose(-1, -2) @ v) / math.pi
+            return tokens_of((unit(out) if unit_output else out).to(dtype))
         count = count_tokens(k, mask)
         k = k if mask is None else k * mask[:, None, :, None].to(wide)
         numerator = v.sum(dim=-2, keepdim=True) / 2 + q @ (k.transpose(-1, -2) @ v) / math.pi

@@ -48,9 +48,6 @@ class ConfusedSoftmaxMixer(SoftmaxMixer):
     def forward(self, q, k, v, grid, key_grid, **kwargs):
         return super().forward(self._confuse(q), k, v, grid, key_grid, **kwargs)
 
-    def weights(self, q, k, grid, key_grid, **kwargs):
-        return super().weights(self._confuse(q), k, grid, key_grid, **kwargs)
-
 
 def _ravlt(mixer='rala', mlp_ratio: float = 2.0, **options) -> dict:
     """RAVLT in the paper's form, without the release's 5x5 term and rotary encoding, all stages alike."""
