@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Optional
+from typing import Any, Optional
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -46,10 +46,11 @@ class AngularMixer(TokenMixer):
         if conv not in CONVS:
             raise ValueError(f'conv={conv!r} has to be one of {CONVS}')
         self.form, self.conv, self.sequential = form, conv, conv == 'sequence'
-        self.unit_output, self.normalised = form == 'released', form == 'paper'
-        kernel, padding = dict(grid=((3, 3), (1, 1)), sequence=((9, 1), (4, 0))).get(conv, (None, None))
-        self.dconv = None
+        self.unit_output = form == 'released'  # each token's output has length 1 within the head
+        self.normalised = form == 'paper'
+        self.dconv: Any = None
         if conv is not None:
+            kernel, padding = dict(grid=((3, 3), (1, 1)), sequence=((9, 1), (4, 0)))[conv]
             self.dconv = nn.Conv2d(num_heads, num_heads, kernel, padding=padding, groups=num_heads, bias=False)
 
     def forward(

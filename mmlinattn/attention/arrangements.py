@@ -21,7 +21,7 @@ from .windows import OpenWindows, Windows
 class GlobalAttention(Attention):
     """:class:`Attention` over the whole map."""
 
-    def forward(self, x: Tensor, residual: Optional[Tensor] = None, **shared) -> Tensor:
+    def forward(self, x: Tensor, residual: Optional[Tensor] = None, **shared) -> Tensor:  # type: ignore[override]
         grid = Grid(*x.shape[1:3])
         if residual is not None:
             shared['residual'] = residual.flatten(1, 2)
@@ -43,7 +43,7 @@ class ReducedAttention(Attention):
         self.sr = nn.Conv2d(dim, dim, ratio, ratio)
         self.norm = build_norm_layer(norm_cfg, dim)[1]
 
-    def forward(self, x: Tensor, residual: Optional[Tensor] = None, **shared) -> Tensor:
+    def forward(self, x: Tensor, residual: Optional[Tensor] = None, **shared) -> Tensor:  # type: ignore[override]
         height, width = x.shape[1:3]
         reduced = self.norm(strided_conv(self.sr, x))
         grid, key_grid = Grid(height, width), Grid(*reduced.shape[1:3])
@@ -64,7 +64,8 @@ class MapWindows:
         """Windows, mask of real tokens (B * windows, N) and additive mask of foreign regions (windows, 1, N, N)."""
         key = (window, shift)
         if key not in self._made:
-            windows = Windows.fit(*self.map.shape[1:3], window, shift)
+            height, width = self.map.shape[1:3]
+            windows = Windows.fit(height, width, window, shift)
             same = windows.same_region(self.map)
             if same is not None:
                 hidden = torch.zeros_like(same, dtype=self.map.dtype)
@@ -159,16 +160,18 @@ class WindowAttention(Attention):
             check_order(self.mixer, mixer)
         self.window = window
         self.shift = shift
-        has_bias = relative_bias and self.mixer.bias and window is not None
-        self.relative_bias = RelativePositionBias(window, self.mixer.num_heads) if has_bias else None
+        self.relative_bias = None
+        if relative_bias and self.mixer.bias and window is not None:
+            self.relative_bias = RelativePositionBias(window, self.mixer.num_heads)
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, x: Tensor, map_windows: Optional[MapWindows] = None, residual: Optional[Tensor] = None, **shared
     ) -> Tensor:
-        windows = Windows.fit(*x.shape[1:3], self.window, self.shift)
+        height, width = x.shape[1:3]
+        windows = Windows.fit(height, width, self.window, self.shift)
         # a recorded graph has to hold as many windows at any size
-        is_cut_alike = self.mixer.quadratic or dispatch.is_traced() or isinstance(windows, OpenWindows)
-        if not (is_cut_alike or windows.is_whole or any(windows.shift)):
+        is_cut_alike = self.mixer.quadratic or dispatch.is_traced()
+        if isinstance(windows, Windows) and not (is_cut_alike or windows.is_whole or any(windows.shift)):
             return self.in_regions(x, windows, residual=residual, **shared)
         windows, real, regions = (map_windows or MapWindows(x)).get(self.window, self.shift)
         # four dimensions: with three, PyTorch leaves its fused attention
@@ -210,7 +213,7 @@ class WindowAttention(Attention):
                 out = self.mix(q, k, v, Grid(*part.window, within=windows.window), context=context, **shared)
                 yield rows, columns, part.merge(multiply(out, gate[0]) if gate else out)
 
-        out = assemble((*x.shape[:-1], self.widths[2]), mixed_regions())
+        out = assemble(torch.Size((*x.shape[:-1], self.widths[2])), mixed_regions())
         out = out if self.gate == 'projection' else self.apply_gate(out, x)
         return apply_linear(self.proj, out, out_scale, residual=residual)
 

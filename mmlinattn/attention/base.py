@@ -145,7 +145,7 @@ class TokenMixer(BaseModule):
         return mixer_weights(self, q, k, grid, key_grid, mask, rotary, bias, rows)
 
 
-def get_mixer(spec: Union[str, dict]) -> tuple[type, dict]:
+def get_mixer(spec: Union[str, dict]) -> tuple[type['TokenMixer'], dict]:
     """Class and options of an attention named as in ``stage_attns``.
 
     Args:
@@ -192,7 +192,7 @@ class Mixing(BaseModule):
         mixer_type, options = get_mixer(mixer)
         self.mixer = mixer_type(dim, num_heads, grid=grid, **options)
         self.local = None
-        if check_local_kernel(local_kernel):
+        if local_kernel is not None and check_local_kernel(local_kernel):
             v_dim = self.mixer.widths[2]
             self.local = DepthwiseConv2d(v_dim, local_kernel)
 
@@ -298,8 +298,9 @@ class Attention(Mixing):
     def apply_gate(self, out: Tensor, x: Tensor, projected: Optional[Tensor] = None) -> Tensor:
         if self.gate is None:
             return out
-        gate = projected if self.gate == 'projection' else x if self.gate == 'identity' else x.tanh()
-        return multiply(out, gate)
+        if projected is not None:
+            return multiply(out, projected)
+        return multiply(out, x if self.gate == 'identity' else x.tanh())
 
 
 def mean_token(x: Tensor, mask: Optional[Tensor]) -> Tensor:

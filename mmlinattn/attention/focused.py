@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,7 @@ class FocusedMixer(TokenMixer):
         self.focus = focus
         self.position = PositionTable(dim, grid) if grid is not None else None
         self.scale = nn.Parameter(torch.zeros(dim)) if focus else None
-        self.local = None
+        self.local: Any = None
         if check_local_kernel(local_kernel):
             self.local = nn.Conv2d(
                 self.head_dim, self.head_dim, local_kernel, padding=local_kernel // 2, groups=self.head_dim
@@ -64,7 +64,7 @@ class FocusedMixer(TokenMixer):
         context: Optional[Tensor] = None,
     ) -> Tensor:
         offset = None if self.position is None else self.position.on(key_grid)
-        if self.focus:
+        if self.scale is not None:
             inverse_scale = 1 / F.softplus(self.scale)
             out = ops.focused_attention(q, k, v, self.num_heads, inverse_scale, self.power, offset, mask)
         else:

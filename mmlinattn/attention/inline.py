@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from functools import partial
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +25,7 @@ class PredictedConv(nn.Module):
         self.fc2 = nn.Conv1d(dim, dim * 3**2, 1, groups=num_heads)
 
     @staticmethod
-    def by_head(layer: nn.Conv1d, x: Tensor) -> Tensor:
+    def by_head(layer: Any, x: Tensor) -> Tensor:
         """The grouped 1x1 convolution on vectors (B, C): one batched product instead of a convolution a group."""
         weight = layer.weight.squeeze(-1).unflatten(0, (layer.groups, -1))
         return torch.einsum('bgi,goi->bgo', x.unflatten(-1, (layer.groups, -1)), weight).flatten(1) + layer.bias

@@ -27,7 +27,7 @@ class RALAMixer(TokenMixer):
         ValueError: For an unknown ``kernel``.
     """
 
-    gate = 'projection'
+    gate: Optional[str] = 'projection'
     rotary = True
 
     def __init__(

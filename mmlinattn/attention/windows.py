@@ -180,7 +180,8 @@ class OpenWindows:
 
     def grid(self, x: Tensor) -> Grid:
         """The grid of a window's tokens."""
-        return Grid(*self.window, within=tuple(axis.clipped(x) for axis in self.axes))
+        height, width = self.window
+        return Grid(height, width, within=tuple(axis.clipped(x) for axis in self.axes))
 
     def partition(self, x: Tensor) -> Tensor:
         """(B, H, W, C) -> (B * windows, h * w, C), the windows of an image row by row."""
@@ -242,9 +243,9 @@ class Axis:
         self.size = size
         self.has_windows = window is not None
         self.shifts = shift and self.has_windows
-        self.window = window if self.has_windows else size
-        self.padded = round_up(size, window) if self.has_windows else size
-        self.count = self.padded // window if self.has_windows else 1
+        self.window = size if window is None else window
+        self.padded = size if window is None else round_up(size, window)
+        self.count = 1 if window is None else self.padded // window
 
     def clipped(self, x: Tensor):
         """The window, or what it has of a map that is smaller."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
 from itertools import compress, islice
-from typing import Optional, Union
+from typing import Any, Optional, Union
 
 import numpy as np
 import torch
@@ -107,6 +107,7 @@ class Backbone(BaseModule):
     arch_optional_counts: tuple[str, ...] = ()  # those of them that may hold None
     arch_ratios: tuple[str, ...] = ('mlp_ratios', 'attn_mlp_ratios')  # keys of the arch that widths are multiplied with
     out_norm_cfg = dict(type='LN', eps=1e-6)
+    init_cfg: Any
     default_init_cfg = [
         dict(type='TruncNormal', layer='Linear', std=0.02, bias=0.0),
         dict(type='Constant', layer=['LayerNorm', '_BatchNorm'], val=1.0, bias=0.0),
@@ -212,8 +213,8 @@ class Backbone(BaseModule):
             raise ValueError(f'out_indices={indices} have to be ascending and lie in [0, {num_stages - 1}]')
         return indices
 
-    def _block_attns(self, stage_attns: Sequence) -> list[list[Optional[Spec]]]:
-        """One entry a block, None for those without an attention."""
+    def _block_attns(self, stage_attns: Sequence) -> list[list[Any]]:
+        """One :data:`Spec` a block, None for those without an attention."""
         if isinstance(stage_attns, (str, dict)) or len(stage_attns) != len(self.depths):
             raise ValueError(
                 f'stage_attns={stage_attns!r} has to have one entry for each of the {len(self.depths)} stages'
@@ -289,7 +290,7 @@ class Backbone(BaseModule):
     def run_block(self, block, x: Tensor, shared: dict) -> Tensor:
         """One block, recomputed in the backward pass under ``with_cp``."""
         if self.with_cp and x.requires_grad:
-            contexts = {}
+            contexts: dict[str, Any] = {}
             if not dispatch.is_traced():  # compilers take no contexts
                 contexts['context_fn'] = lambda: (nullcontext(), statistics_kept(block))
             return checkpoint(block, x, use_reentrant=False, **contexts, **shared)

@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from collections.abc import Sequence
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -156,7 +156,7 @@ class AveragedKeysAttention(Attention):
         mean = F.avg_pool2d if is_known(*x.shape[1:3]) else conv_mean
         return mean(sequence, (1, self.ratio**2))
 
-    def forward(self, x: Tensor, **shared) -> Tensor:
+    def forward(self, x: Tensor, **shared) -> Tensor:  # type: ignore[override]
         grid = Grid(*x.shape[1:3])
         reduced = self.norm(self.reduce(x)).permute(0, 2, 3, 1)
         key_grid = Grid(*reduced.shape[1:3])
@@ -295,13 +295,13 @@ class LinearNextViT(PyramidBackbone):
         drop_path_rate=0.1,
         stage_attns=('softmax',) * 4,
     )
-    sizes = {
+    sizes: dict[str, dict] = {
         'small': dict(depths=(3, 4, 10, 3)),
         'base': dict(depths=(3, 4, 20, 3), drop_path_rate=0.2),
         'large': dict(depths=(3, 4, 30, 3), drop_path_rate=0.2),
     }
     # heads of 32 channels: those of attentions are of three quarters of the width
-    _widths = dict(embed_dims=(96, 256, 512, 1024), num_heads=(3, 6, 12, 24))
+    _widths: dict = dict(embed_dims=(96, 256, 512, 1024), num_heads=(3, 6, 12, 24))
     arch_zoo = {
         'hmhsa-small': dict(_widths, **sizes['small'], stage_attns=('hallucinated',) * 4, ffn=dict(type='compact')),
         **PyramidBackbone.zoo(sizes, {'softmax': dict(key_reduction='sequence')}, **_widths),
@@ -350,6 +350,7 @@ class LinearNextViT(PyramidBackbone):
                     width = dim
             self.stages.append(blocks)
         self.finish_init()
+        norm: Any
         for norm in self.out_norms.values():
             if getattr(norm, 'running_var', None) is not None:
                 # the identity, to the last digit: a classifier's file, which lacks them, gives its own features

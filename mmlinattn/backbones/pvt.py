@@ -47,13 +47,13 @@ class LinearPVT(PyramidBackbone):
         drop_path_rate=0.1,
         stage_attns=('softmax',) * 4,
     )
-    sizes = {
+    sizes: dict[str, dict] = {
         'tiny': dict(depths=(2, 2, 2, 2)),
         'small': dict(depths=(3, 4, 6, 3)),
         'medium': dict(depths=(3, 4, 18, 3), drop_path_rate=0.3),
         'large': dict(depths=(3, 8, 27, 3), drop_path_rate=0.3),
     }
-    methods = {
+    methods: dict[str, dict] = {
         # heads as released; InLine Tab. 15 prints 1 2 5 8
         'inline': dict(num_heads=(2, 4, 10, 16), stage_attns=('inline',) * 4),
         'flatten': dict(num_heads=(1, 2, 5, 8), stage_attns=('focused',) * 4),

@@ -31,14 +31,14 @@ class LinearPVTv2(PyramidBackbone):
         drop_path_rate=0.1,
         stage_attns=('softmax',) * 4,
     )
-    sizes = {
+    sizes: dict[str, dict] = {
         'b0': dict(embed_dims=(32, 64, 160, 256), depths=(2, 2, 2, 2)),
         'b1': dict(depths=(2, 2, 2, 2)),
         'b2': dict(depths=(3, 4, 6, 3)),
         'b3': dict(depths=(3, 4, 18, 3), drop_path_rate=0.3),
         'b4': dict(depths=(3, 8, 27, 3), drop_path_rate=0.3),
     }
-    methods = {
+    methods: dict[str, dict] = {
         'flatten': dict(stage_attns=('focused',) * 4),
         'softmax': dict(stage_attns=('softmax',) * 4),
     }

@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from collections import OrderedDict
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from mmengine.model import ModuleList
@@ -154,13 +154,13 @@ class RAVLT(PyramidBackbone):
         return self.eval()
 
 
-def last_linear(layer: nn.Module) -> nn.Linear:
+def last_linear(layer: nn.Module) -> Any:
     return layer.up if isinstance(layer, FactorisedLinear) else layer
 
 
 def fold_batch_norms(layers: nn.Sequential) -> nn.Sequential:
     """``conv, norm`` pairs become one convolution; other layers stay, with their names."""
-    folded = OrderedDict()
+    folded: OrderedDict = OrderedDict()
     for name, layer in layers.named_children():
         if isinstance(layer, _BatchNorm):
             conv = next(reversed(folded.values()))

@@ -52,7 +52,7 @@ class LinearSwin(PyramidBackbone):
         drop_path_rate=0.2,
         stage_attns=('softmax',) * 4,
     )
-    sizes = {
+    sizes: dict[str, dict] = {
         'tiny': dict(embed_dims=(96, 192, 384, 768), depths=(2, 2, 6, 2), num_heads=(3, 6, 12, 24)),
         'small': dict(
             embed_dims=(96, 192, 384, 768), depths=(2, 2, 18, 2), num_heads=(3, 6, 12, 24), drop_path_rate=0.3
@@ -67,7 +67,7 @@ class LinearSwin(PyramidBackbone):
         'softmax': dict(stage_attns=('softmax',) * 4),
     }
     # RALA Tab. 8, FLatten Tab. 3: sizes and costs as printed allow a linear attention in stages 1-2 only
-    compared = {
+    compared: dict[str, dict] = {
         name: dict(stage_attns=(name, name, 'softmax', 'softmax')) for name in ('rala', 'hydra', 'efficient', 'angular')
     }
     compared['enhanced'] = dict(

@@ -101,7 +101,7 @@ def _has_triton(device: torch.device) -> bool:
     """Whether a Triton that the kernels work with is installed, and compiles for this GPU (compute capability 8.0 or
     newer); warns where not."""
     if importlib.util.find_spec('triton') is None:
-        reason = 'Triton is not installed'
+        reason: Optional[str] = 'Triton is not installed'
     elif torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
         reason = f'{torch.cuda.get_device_name(device)} is older than the kernels (compute capability 8.0)'
     else:
