@@ -47,24 +47,24 @@ TOOL = Path(__file__).parents[1] / 'tools' / 'make_shapes_dataset.py'
 SIZES = [(113, 92), (113, 77), (97, 94), (102, 89), (97, 90), (119, 77)]
 PICTURES = dict(
     coco=[
-        (168.3, 105.6, 109.0, 42.8, 3.77),
-        (86.5, 53.9, 116.8, 49.6, 7.81),
-        (63.5, 142.5, 110.5, 34.2, 3.21),
+        (168.6, 105.7, 108.8, 42.6, 3.74),
+        (85.5, 53.6, 116.2, 48.9, 7.73),
+        (63.6, 142.5, 110.4, 34.2, 3.17),
         (23.1, 169.8, 225.0, 85.4, 3.88),
-        (200.0, 210.5, 230.5, 33.7, 8.45),
-        (68.8, 106.3, 34.7, 39.1, 7.84),
+        (200.2, 210.7, 230.5, 33.3, 8.45),
+        (68.8, 106.3, 34.7, 39.1, 7.83),
     ],
     ade=[
-        (90.3, 125.8, 170.0, 43.2, 4.13),
-        (152.9, 177.3, 121.1, 42.7, 7.23),
-        (107.7, 178.0, 127.8, 44.9, 4.88),
+        (90.0, 125.9, 170.0, 42.9, 4.05),
+        (153.2, 178.2, 121.7, 42.0, 7.14),
+        (108.4, 179.1, 126.6, 44.1, 4.78),
         (220.9, 189.9, 143.3, 32.4, 3.93),
-        (150.0, 169.2, 229.6, 40.7, 8.82),
-        (136.4, 112.7, 126.2, 21.7, 6.5),
+        (150.0, 169.3, 229.7, 40.7, 8.8),
+        (136.4, 112.7, 126.1, 21.7, 6.48),
     ],
     imagenet=[
         (94.9, 138.2, 102.2, 43.1, 2.28),
-        (202.3, 179.9, 123.7, 39.3, 5.75),
+        (202.1, 179.9, 123.7, 39.1, 5.56),
         (158.3, 161.1, 103.7, 36.2, 5.37),
         (204.5, 174.6, 117.8, 62.5, 9.47),
         (162.1, 143.4, 108.2, 61.5, 6.77),
@@ -73,17 +73,17 @@ PICTURES = dict(
 )
 # picture, category, box, area
 INSTANCES = [
-    (1, 3, 19, 38, 30, 22, 379),
-    (1, 4, 79, 0, 28, 24, 307),
-    (1, 6, 24, 24, 20, 21, 259),
+    (1, 3, 19, 38, 30, 22, 380),
+    (1, 4, 79, 0, 28, 23, 297),
+    (1, 6, 24, 25, 20, 19, 240),
     (1, 3, 70, 25, 18, 15, 143),
     (1, 3, 71, 78, 12, 11, 79),
     (2, 3, 5, 2, 16, 14, 120),
-    (2, 6, 0, 27, 24, 31, 488),
+    (2, 6, 0, 28, 24, 28, 449),
     (2, 5, 58, 2, 35, 29, 542),
-    (2, 1, 45, 52, 25, 25, 501),
+    (2, 1, 45, 53, 25, 24, 491),
     (2, 5, 58, 24, 25, 23, 301),
-    (3, 5, 60, 77, 17, 17, 162),
+    (3, 5, 60, 78, 17, 16, 151),
     (3, 2, 37, 58, 13, 13, 152),
 ]
 
@@ -103,7 +103,7 @@ def test_the_same_arguments_give_the_same_pictures_until_the_version_is_raised(t
         size=[128, 96],
         size_jitter=0.3,
     )
-    assert GENERATOR_VERSION == 5
+    assert GENERATOR_VERSION == 6
     images = [cv2.imread(str(path)) for path in sorted(tmp_path.rglob('*.[jJ][pP]*'))]
     images = [image[..., ::-1].astype(float) for image in images]
     assert [image.shape[1::-1] for image in images] == SIZES
@@ -281,6 +281,14 @@ def test_sizes_of_shapes_follow_the_shorter_side():
         for seed in range(60)
     ]
     assert 13 < min(diameters) < 26 and 40 < max(diameters) < 50.5  # 0.18 to 0.5 of it
+
+
+def test_stretched_shapes_are_whole():
+    """Stretched to more than its diameter, a shape would be cut at the border of the square it is drawn in."""
+    for seed in range(12):
+        scene = draw_scene(np.random.default_rng(seed), (256, 256), num_shapes=1, kinds=('disc',), diameters=(0.4, 0.4))
+        rows, columns = (np.flatnonzero(scene.masks[0].any(axis)) for axis in (1, 0))
+        assert max(np.ptp(rows), np.ptp(columns)) + 1 <= 0.4 * 256 + 1
 
 
 def test_typical_colours_of_forms():

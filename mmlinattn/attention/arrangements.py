@@ -184,7 +184,7 @@ class WindowAttention(Attention):
         tokens, grid = windows.partition(x), windows.grid(x)
         if self.mixer.local_keys:
             grid = grid._replace(regions=windows.region_index(x))
-        out = windows.merge(super().forward(tokens, grid, mask=real, bias=bias, **shared))
+        out = windows.merge(super().forward(tokens, grid, mask=real, bias=bias, **shared), x.shape[0])
         return out if residual is None else residual + out
 
     def in_regions(
@@ -284,5 +284,5 @@ class StripeAttention(BaseModule):
             if context_tokens is not None:
                 context = mean_token(windows.partition(context_tokens.chunk(2, dim=-1)[i]), real)
             out = self.branches[i].mix(q, k, v, windows.grid(x), mask=real, context=context, **shared)
-            outs.append(windows.merge(out * gate[0] if gate else out))
+            outs.append(windows.merge(out * gate[0] if gate else out, x.shape[0]))
         return apply_linear(self.proj, torch.cat(outs, dim=-1), residual=residual)

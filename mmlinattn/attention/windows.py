@@ -70,8 +70,11 @@ class Windows(NamedTuple):
         h, w = self.window
         return rearrange(x, 'b (rows h) (columns w) c -> (b rows columns) (h w) c', h=h, w=w)
 
-    def merge(self, x: Tensor) -> Tensor:
-        """(B * windows, h * w, C) -> (B, H, W, C), the inverse of :meth:`partition`."""
+    def merge(self, x: Tensor, batch: int = -1) -> Tensor:
+        """(B * windows, h * w, C) -> (B, H, W, C), the inverse of :meth:`partition`.
+
+        A graph of open sizes needs ``batch``, B: its exporter cannot divide by a symbol.
+        """
         if self.is_whole:
             return x.unflatten(1, self.window)
         (rows, columns), (h, w) = self.counts, self.window
@@ -196,11 +199,11 @@ class OpenWindows:
         x = x.unflatten(2, (columns.count, columns.window)).unflatten(1, (rows.count, rows.window))
         return settled(x.transpose(2, 3)).flatten(0, 2).flatten(1, 2)
 
-    def merge(self, x: Tensor) -> Tensor:
-        """(B * windows, h * w, C) -> (B, H, W, C), the inverse of :meth:`partition`."""
+    def merge(self, x: Tensor, batch: int = -1) -> Tensor:
+        """As :meth:`Windows.merge`."""
         if not self.has_windows:
             return x.unflatten(1, self.window)
-        x = settled(x.unflatten(1, self.window).unflatten(0, (-1, *self.counts)).transpose(2, 3))
+        x = settled(x.unflatten(1, self.window).unflatten(0, (batch, *self.counts)).transpose(2, 3))
         x = x.flatten(3, 4).flatten(1, 2)
         for dim, axis in enumerate(self.axes, 1):
             if axis.has_windows:

@@ -193,7 +193,7 @@ def _coverage(rng: np.random.Generator, kind: str, diameter: float, max_turn: fl
     """Draw a turned and slightly stretched form; (side, side) float32, 255 = pixel all covered."""
     angle = rng.uniform(-max_turn, max_turn)
     stretch = np.exp(rng.uniform(-0.12, 0.12))
-    scale = np.diag([stretch, 1 / stretch]) if stretch < 1 else np.diag([1, 1 / stretch])
+    scale = np.diag([min(1.0, stretch), min(1.0, 1 / stretch)])  # narrower or lower, never beyond the unit circle
     turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
     side = int(np.ceil(diameter)) + 3
     shift_bits = 4

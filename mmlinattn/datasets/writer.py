@@ -22,7 +22,7 @@ from .staging import StagedFolder
 LAYOUTS = dict(coco=coco, ade=ade, imagenet=imagenet)
 SPLITS = ('train', 'val')
 
-GENERATOR_VERSION = 5
+GENERATOR_VERSION = 6
 """To be raised whenever the same arguments give other pictures or annotations."""
 
 

@@ -106,6 +106,16 @@ def test_torch_export_finds_the_open_sizes_by_itself_and_keeps_gradients():
 
 
 @pytest.mark.slow
+@every_host
+def test_torch_export_between_two_sizes_with_a_fixed_batch(host):
+    model = graphs.build(host, ('focused', 'softmax', 'rala', 'softmax'))
+    sizes = {2: Dim('height', min=64, max=2048), 3: Dim('width', min=64, max=2048)}
+    with torch.no_grad():
+        program = torch.export.export(model, (graphs.image((2, 256, 320)),), dynamic_shapes=(sizes,))
+    graphs.check(program.module(), model, [(2, 131, 197), (2, 64, 350)])
+
+
+@pytest.mark.slow
 @needs('onnx', 'onnxscript', 'onnxruntime')
 @pytest.mark.parametrize(('host', 'attns'), halves(HALVES[1:2] + MORE_HALVES[2:]))
 def test_onnx(host, attns, tmp_path):
