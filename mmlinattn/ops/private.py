@@ -65,3 +65,13 @@ def serving_ones():
     return _config.patch(  # type: ignore[attr-defined]
         backed_size_oblivious=True
     )
+
+
+def default_store():
+    """The store of the default process group, None where its backend has none (MPI)."""
+    from torch.distributed import distributed_c10d
+
+    try:
+        return distributed_c10d._get_default_store()
+    except (AttributeError, RuntimeError, ValueError):
+        return None

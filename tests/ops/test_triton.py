@@ -21,7 +21,7 @@ triton = pytest.importorskip('triton')
 HERE = Path(__file__).resolve().parent
 
 
-CHECKS = [str(HERE / name) for name in ('triton_checks.py', 'triton_conv_checks.py')]
+CHECKS = [str(HERE / name) for name in ('triton_checks.py', 'triton_conv_checks.py', 'canary_checks.py')]
 
 
 def run_checks(*arguments: str, **environment: str) -> None:

@@ -146,6 +146,11 @@ def launch(kernel, grid: tuple, device: torch.device, *args, **settings) -> None
             raise NoKernel(f'{kernel.__name__}: {type(error).__name__}: {error}') from error
 
 
+def empty(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory that kernels write to; :mod:`.trial` puts guards around it."""
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
 def _strides(x: Optional[Tensor]) -> tuple[int, int]:
     return (0, 0) if x is None else (x.stride(0), x.stride(1))
 
@@ -161,7 +166,7 @@ def _focus_rows(x: Tensor, offset: Optional[Tensor], scale: Tensor, spec: Attent
     batch, tokens, channels = x.shape
     width = _width(channels)
     rows = max(1, 4096 // width)
-    out = torch.empty(3, batch, tokens, dtype=torch.float32, device=x.device)
+    out = empty(3, batch, tokens, dtype=torch.float32, device=x.device)
     launch(
         kernels.focus_rows, (triton.cdiv(batch * tokens, rows),), x.device,
         x, offset, scale, out, *_strides(x), *_strides(offset), tokens, batch * tokens, spec.eps,
@@ -197,7 +202,7 @@ def forward(
     splits, device = over_keys.splits, q.device
 
     def buffer(*shape: int) -> Tensor:
-        return torch.empty(batch, heads, *shape, dtype=torch.float32, device=device)
+        return empty(batch, heads, *shape, dtype=torch.float32, device=device)
 
     focused = spec.kernel == 'focused'
     saved = Saved(
@@ -232,7 +237,7 @@ def forward(
         parts, key_parts, more_parts, stats, saved.state, saved.key_mean, saved.value_mean, saved.stats, splits,
         spec.scale, CENTRED=spec.centred, D=d, E=e, WIDTH_V=_width(e), ROWS=COMBINED_ROWS, MOST_SPLITS=MOST_SPLITS,
     )  # fmt: skip
-    out = torch.empty(batch, tokens, v.shape[-1], dtype=v.dtype, device=device)
+    out = empty(batch, tokens, v.shape[-1], dtype=v.dtype, device=device)
     del flags['HAS_MASK']
     launch(
         kernels.mix_values, over_queries.grid, device,
@@ -266,13 +271,13 @@ def backward(
     grad_q, grad_k, grad_v = grads
 
     def buffer(*shape: int) -> Tensor:
-        return torch.empty(batch, heads, *shape, dtype=torch.float32, device=device)
+        return empty(batch, heads, *shape, dtype=torch.float32, device=device)
 
     focused, divides = spec.kernel == 'focused', not spec.centred
     parts = buffer(splits, d, e)
     key_parts, more_parts = buffer(splits, d) if divides else None, None if divides else buffer(splits, e)
     # (B, tokens, heads): those of one token side by side
-    dots = [torch.empty(batch, x.shape[1], heads, device=device) if focused else None for x in (q, k)]
+    dots = [empty(batch, x.shape[1], heads, dtype=torch.float32, device=device) if focused else None for x in (q, k)]
     scale_parts = [buffer(plan.splits, d) if focused else None for plan in (over_queries, over_keys)]
     query_grad_parts = buffer(over_keys.splits, d) if spec.weighted else None
     count = _counts(mask, k) if spec.weighted else None

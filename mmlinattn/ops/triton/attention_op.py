@@ -5,13 +5,14 @@ Registered ops are what checkpointing, DDP, autocast, profilers and ``torch.comp
 """
 
 import warnings
-from typing import Callable, List, NamedTuple, Optional  # noqa: UP035
+from typing import Any, Callable, List, NamedTuple, Optional  # noqa: UP035
 
 import torch
 from torch import Tensor
 
 from .. import dispatch
 from . import attention_launch as launch
+from . import canary
 from .attention_launch import Attention, NoKernel, Saved
 
 TENSORS = 7  # q, k, v, rotary, mask, offset, scale
@@ -32,6 +33,7 @@ class Variant(NamedTuple):
     masked: bool
     rotary: bool
     offset: bool
+    aligned: bool  # tokens and images are multiples of 16 elements apart, for which Triton has a binary of its own
 
     def __str__(self) -> str:
         parts = [name for name in ('masked', 'rotary', 'offset') if getattr(self, name)]
@@ -45,7 +47,11 @@ _failed: set[Variant] = set()  # what did not compile
 def variant_of(name: str, spec: Attention, q, k, v, rotary=None, mask=None, offset=None, scale=None) -> Variant:
     d, e = q.shape[-1] // spec.heads, v.shape[-1] // spec.heads
     more = (t is not None for t in (mask, rotary, offset))
-    return Variant(name, spec.kernel, spec.power, q.dtype, d, e, q.device, spec.weighted, *more)
+    aligned = all(t.stride(0) % 16 == t.stride(1) % 16 == t.storage_offset() % 16 == 0 for t in (q, k, v))
+    return Variant(name, spec.kernel, spec.power, q.dtype, d, e, q.device, spec.weighted, *more, aligned)
+
+
+OPS: dict[str, Any] = {}  # registered ops by name: `by_kernels` and `plain` are attributes
 
 
 def _give_up(variant: Variant, error: NoKernel) -> None:
@@ -197,33 +203,38 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     op.register_autograd(backward, setup_context=setup_context)
 
-    def run(spec: Attention, q, k, v, rotary=None, mask=None, offset=None, scale=None) -> Tensor:
-        tensors = (q, k, v, rotary, mask, offset, scale)
-        if not launch.serves(spec, *tensors):
-            return plain(spec, *tensors)
-        variant = variant_of(name, spec, *tensors)
-        if variant in _failed:
-            return plain(spec, *tensors)
+    def by_kernels(spec: Attention, q, k, v, rotary=None, mask=None, offset=None, scale=None) -> Tensor:
         rows = [launch.rows_first(t) for t in (q, k, v)]
         rotary, mask = (None if t is None else t.contiguous() for t in (rotary, mask))
         options = (
             spec.heads, spec.kernel, spec.centred, spec.weighted, float(spec.scale), float(spec.eps), float(spec.power),
         )  # fmt: skip
+        return op(*rows, rotary, mask, offset, scale, *options)[0]
+
+    def run(spec: Attention, q, k, v, rotary=None, mask=None, offset=None, scale=None) -> Tensor:
+        tensors = (q, k, v, rotary, mask, offset, scale)
+        if not launch.serves(spec, *tensors):
+            return plain(spec, *tensors)
+        variant = variant_of(name, spec, *tensors)
+        learns = dispatch.records() and any(t is not None and t.requires_grad for t in tensors)
+        if variant in _failed or not canary.allows(variant, learns):
+            return plain(spec, *tensors)
         try:
-            return op(*rows, rotary, mask, offset, scale, *options)[0]
+            return by_kernels(spec, *tensors)
         except NoKernel as error:
             _give_up(variant, error)
             return plain(spec, *tensors)
 
-    run.op, run.op_backward = op, op_backward
+    run.op, run.op_backward, run.by_kernels, run.plain = op, op_backward, by_kernels, plain
+    OPS[name] = run
     return run
 
 
 def _gradient_buffers(q: Tensor, k: Tensor, v: Tensor, together: int) -> list[Tensor]:
     """Memory for the gradients of ``q, k, v``, the first ``together`` of them in one tensor."""
     widths = [t.shape[-1] for t in (q, k, v)]
-    first = q.new_empty(*q.shape[:2], sum(widths[:together]))
-    return [first, *(t.new_empty(t.shape) for t in (q, k, v)[together:])]
+    shapes = [(*q.shape[:2], sum(widths[:together])), *(t.shape for t in (q, k, v)[together:])]
+    return [launch.empty(*shape, dtype=q.dtype, device=q.device) for shape in shapes]
 
 
 def _slices(buffers: list[Tensor], like: tuple[Tensor, ...], together: int) -> tuple[Tensor, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import dispatch
 from ..depthwise import depthwise_conv2d_reference, sum_of_shifts
+from . import attention_launch, canary
 from . import depthwise_kernels as kernels
 from .attention_launch import NoKernel, launch
 from .compat import INTERPRETED
@@ -35,7 +36,7 @@ def _taps(weight: Tensor) -> Tensor:
 def _convolve(x: Tensor, taps: Tensor, bias: Optional[Tensor], size: int, flip: bool, residual: bool) -> Tensor:
     x = _channels_last(x)
     batch, height, width, channels = x.shape
-    out = x.new_empty(batch, height, width, channels)
+    out = attention_launch.empty(batch, height, width, channels, dtype=x.dtype, device=x.device)
     across = triton.cdiv(width, COLUMNS)
     tiles = across * triton.cdiv(height, ROWS)
     launch(
@@ -73,8 +74,9 @@ def op_backward(
     splits = min(triton.cdiv(PROGRAMS, batch * wide * size), triton.cdiv(places, FEWEST_PLACES))
     span = triton.cdiv(triton.cdiv(places, splits), 16) * 16
     splits = triton.cdiv(places, span)
-    parts = torch.empty(batch, splits, size * size, channels, dtype=torch.float32, device=x.device)
-    bias_parts = torch.empty(batch, splits, channels, dtype=torch.float32, device=x.device)
+    sums = dict(dtype=torch.float32, device=x.device)
+    parts = attention_launch.empty(batch, splits, size * size, channels, **sums)
+    bias_parts = attention_launch.empty(batch, splits, channels, **sums)
     launch(
         kernels.correlate, (batch * size * splits, wide), x.device,
         x, grad, parts, bias_parts, *x.stride()[:3], *grad.stride()[:3], height, width, places, channels, span, splits,
@@ -105,7 +107,7 @@ def _backward(ctx, grad):
             grads = op_backward(grad, x, weight, *ctx.options)
             return *grads[:2], None if bias is None else grads[2].to(bias.dtype), None, None
         except NoKernel as error:
-            _give_up(Variant(x.dtype, weight.shape[-1], x.device, bias is not None, ctx.options[0]), error)
+            _give_up(variant_of(x, weight, bias, ctx.options[0], x.dtype), error)
     return *_plain_gradients(ctx, grad, [x, weight, bias]), None, None
 
 
@@ -134,17 +136,24 @@ def _plain(x: Tensor, weight: Tensor, bias: Optional[Tensor], residual: bool, of
 class Variant(NamedTuple):
     """What kernels are compiled for, one binary each."""
 
+    op: str
     dtype: torch.dtype
     size: int
     device: torch.device
     biased: bool
     residual: bool
+    aligned: bool  # channels are a multiple of 16
 
     def __str__(self) -> str:
         return f'depth-wise convolutions ({self.dtype}, {self.size}x{self.size})'
 
 
 _failed: set[Variant] = set()  # what did not compile
+
+
+def variant_of(x: Tensor, weight: Tensor, bias: Optional[Tensor], residual: bool, dtype: torch.dtype) -> Variant:
+    aligned = x.shape[1] % 16 == 0
+    return Variant('depthwise_conv2d', dtype, weight.shape[-1], x.device, bias is not None, residual, aligned)
 
 
 def _give_up(variant: Variant, error: NoKernel) -> None:
@@ -194,8 +203,9 @@ def convolve(
             return None  # the sum would be rounded
     if weight.dim() != 4 or not serves(x, weight, bias, of_each, casts):
         return None
-    variant = Variant(dtype, weight.shape[-1], x.device, bias is not None, residual)
-    if variant in _failed:
+    variant = variant_of(x, weight, bias, residual, dtype)
+    learns = dispatch.records() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    if variant in _failed or not canary.allows(variant, learns):
         return None
     weight = weight if of_each else weight.transpose(0, 1)
     bias = None if bias is None else bias.to(dtype)

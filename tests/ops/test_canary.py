@@ -1,0 +1,201 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""When a kernel serves; what a trial finds is in ``canary_checks.py``."""
+
+import importlib
+import json
+import os
+import stat
+import sys
+import warnings
+from unittest import mock
+
+import pytest
+import torch
+
+pytest.importorskip('triton')
+canary = importlib.import_module('mmlinattn.ops.triton.canary')
+trial = importlib.import_module('mmlinattn.ops.triton.trial')
+attention = importlib.import_module('mmlinattn.ops.triton.attention')
+depthwise = importlib.import_module('mmlinattn.ops.triton.depthwise')
+launch = importlib.import_module('mmlinattn.ops.triton.attention_launch')
+attention_op = importlib.import_module('mmlinattn.ops.triton.attention_op')
+depthwise_op = importlib.import_module('mmlinattn.ops.triton.depthwise_op')
+
+CPU = torch.device('cpu')
+FLAGS = dict(weighted=True, masked=False, rotary=True, offset=False, aligned=True)
+RALA = attention_op.Variant('rala', 'elu', 1.0, torch.bfloat16, 32, 48, CPU, **FLAGS)
+CONVOLUTION = depthwise_op.Variant('depthwise_conv2d', torch.float16, 5, CPU, True, False, True)
+RIGHT, WRONG = dict(forward='', backward=''), dict(forward='', backward='it deviates by 0.7, where 0.08 is allowed')
+
+
+@pytest.fixture
+def trials(monkeypatch, tmp_path):
+    """Every kernel gets the answer that is in this list last; variants that were tried come to ``trials.asked``."""
+
+    class Trials(list):
+        asked = []
+
+    answers = Trials([RIGHT])
+    answers.asked = []
+    monkeypatch.setattr(canary, 'INTERPRETED', False)
+    monkeypatch.setattr(canary, '_verdicts', {})
+    monkeypatch.setattr(canary, '_ask', lambda variant: answers.asked.append(variant) or answers[-1])
+    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+    return answers
+
+
+def restart():
+    canary._verdicts.clear()
+
+
+def test_passed_trials_are_kept(trials, monkeypatch):
+    for _ in range(2):
+        assert canary.allows(RALA, backward=True) and canary.allows(CONVOLUTION, backward=True)
+        restart()
+    assert trials.asked == [RALA, CONVOLUTION]
+    assert canary.allows(RALA._replace(masked=True), backward=True)  # another binary
+    assert len(trials.asked) == 3
+    restart()
+    monkeypatch.setattr(canary, 'environment', lambda device: 'another driver')
+    assert canary.allows(RALA, backward=True)
+    assert len(trials.asked) == 4
+
+
+@pytest.mark.parametrize('text', ['', '[1]', '{"half'])
+def test_a_broken_file_is_none(trials, text, tmp_path):
+    file = tmp_path / 'cache' / 'mmlinattn' / 'kernels.json'
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    assert canary.allows(RALA, backward=True)
+    assert json.loads(file.read_text()) == {canary.environment(CPU): [canary.name_of(RALA)]}
+
+
+def test_a_folder_that_cannot_be_written_costs_a_trial_each_start(trials, tmp_path):
+    (tmp_path / 'cache').write_text('no folder')
+    for _ in range(2):
+        assert canary.allows(RALA, backward=True)
+        restart()
+    assert len(trials.asked) == 2
+
+
+def test_what_fails_warns_once_and_is_tried_at_the_next_start(trials):
+    trials.append(WRONG)
+    with pytest.warns(
+        UserWarning, match=r'plain PyTorch for rala \(elu, .*heads of 32 and 48.*backward: it deviates by 0.7'
+    ):
+        assert not canary.allows(RALA, backward=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        assert not canary.allows(RALA, backward=True)
+        assert canary.allows(RALA, backward=False)  # whose kernel is right
+    restart()
+    trials.append(dict(forward='not all of its results are finite', backward='not all of its results are finite'))
+    with pytest.warns(UserWarning, match='forward: not all'):
+        assert not canary.allows(RALA, backward=False)
+
+
+def test_no_trial_while_a_graph_is_captured(trials, monkeypatch):
+    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: True)
+    assert not canary.allows(RALA, backward=False) and not trials.asked
+    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
+    assert canary.allows(RALA, backward=False)
+    restart()
+    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: True)
+    assert canary.allows(RALA, backward=False)  # from the file
+
+
+@pytest.mark.parametrize('answer', [RIGHT, WRONG])
+def test_the_first_rank_tries_and_the_others_look(trials, answer, monkeypatch, tmp_path):
+    store = torch.distributed.HashStore()
+    trials.append(answer)
+    monkeypatch.setattr(canary, '_group', lambda: (1, store))
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'of another machine'))
+    assert not canary.allows(RALA, backward=False) and not trials.asked  # and nobody waited
+    monkeypatch.setattr(canary, '_group', lambda: (0, store))
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        assert canary.allows(RALA, backward=True) == (answer is RIGHT)
+    restart()
+    monkeypatch.setattr(canary, '_group', lambda: (1, store))
+    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'of another machine'))
+    assert canary.allows(RALA, backward=False) and canary.allows(RALA, backward=True) == (answer is RIGHT)
+    assert not canary.allows(CONVOLUTION, backward=False)  # rank 0 does not come this way
+    assert trials.asked == [RALA]
+
+
+def test_groups_of_one_process_try(monkeypatch):
+    assert canary._group() is None
+    torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        assert canary._group() is None
+        monkeypatch.setattr(torch.distributed, 'get_world_size', lambda: 2)
+        rank, store = canary._group()
+        store.set('a key', 'a value')
+        assert rank == 0 and store.get('a key') == b'a value'
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_the_plain_form_serves_instead(monkeypatch):
+    asked = []
+    monkeypatch.setattr(canary, 'allows', lambda variant, backward: asked.append((variant, backward)))
+    monkeypatch.setattr(launch, 'INTERPRETED', True)
+    monkeypatch.setattr(depthwise_op, 'INTERPRETED', True)
+    q, k, v = torch.randn(2, 5, 48).chunk(3, dim=-1)
+    with mock.patch.object(launch, 'launch', side_effect=AssertionError):
+        torch.testing.assert_close(attention.rala(q, k, v, 2), attention.rala_reference(q, k, v, 2))
+        x, weight = torch.randn(1, 4, 5, 6), torch.randn(4, 1, 3, 3, requires_grad=True)
+        plain = torch.nn.functional.conv2d(x, weight, padding=1, groups=4)
+        torch.testing.assert_close(depthwise.depthwise_conv2d(x, weight), plain)
+        with torch.no_grad():
+            depthwise.depthwise_conv2d(x, weight)
+    assert [backward for _, backward in asked] == [False, True, False]
+    assert asked[0][0].aligned and (asked[0][0].d, asked[0][0].weighted) == (8, True)
+
+
+# --- the process of trials --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def child(monkeypatch):
+    monkeypatch.setattr(canary, '_child', None)
+    yield
+    if canary._child is not None:
+        canary._child.kill()
+        canary._child.communicate()
+
+
+@pytest.mark.parametrize('variant', [RALA, CONVOLUTION])
+def test_names_say_all_but_the_device(variant):
+    assert trial.variant_of(canary.name_of(variant), CPU) == variant
+
+
+def test_where_the_process_gets_no_gpu_the_trial_is_here(child, monkeypatch):
+    monkeypatch.setattr(trial, 'trial', lambda variant: dict(forward=str(variant.device), backward=''))
+    for _ in range(2):
+        assert canary._ask(RALA._replace(device=torch.device('cuda', 63))) == dict(forward='cuda:63', backward='')
+    assert canary._child.wait(timeout=60) == 0  # it leaves a GPU of which it is not sure
+
+
+@pytest.mark.parametrize(
+    ('script', 'told'), [('echo "no memory" >&2; exit 3', 'status 3. no memory'), ('exec sleep 60', '-9')]
+)
+def test_a_process_that_dies_or_hangs_fails_the_kernel(child, script, told, monkeypatch, tmp_path):
+    program = tmp_path / 'python'
+    program.write_text(f'#!/bin/sh\n{script}\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, 'executable', str(program))
+    monkeypatch.setattr(canary, 'SECONDS_TO_ANSWER', 1)
+    faults = canary._ask(RALA)
+    assert told in faults['forward'] and faults['forward'] == faults['backward']
+
+
+@pytest.mark.slow
+def test_a_trial_in_the_interpreter(child, monkeypatch):
+    monkeypatch.setenv('TRITON_INTERPRET', '1')
+    monkeypatch.setenv('PYTHONPATH', os.pathsep.join([os.path.dirname(__file__), os.environ.get('PYTHONPATH', '')]))
+    variant = attention_op.Variant('linear_attention', 'elu', 1.0, torch.float32, 16, 16, CPU, *(False,) * 4, True)
+    assert canary._ask(variant) == RIGHT
+    assert canary._ask(variant) == RIGHT and canary._child.poll() is None  # of the same process
