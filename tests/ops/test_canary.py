@@ -193,9 +193,11 @@ def test_a_process_that_dies_or_hangs_fails_the_kernel(child, script, told, monk
 
 
 @pytest.mark.slow
-def test_a_trial_in_the_interpreter(child, monkeypatch):
+def test_a_trial_in_the_interpreter(child, monkeypatch, tmp_path):
     monkeypatch.setenv('TRITON_INTERPRET', '1')
-    monkeypatch.setenv('PYTHONPATH', os.pathsep.join([os.path.dirname(__file__), os.environ.get('PYTHONPATH', '')]))
+    (tmp_path / 'sitecustomize.py').write_text('import interpreter')
+    paths = [str(tmp_path), os.path.dirname(__file__), os.environ.get('PYTHONPATH', '')]
+    monkeypatch.setenv('PYTHONPATH', os.pathsep.join(paths))
     variant = attention_op.Variant('linear_attention', 'elu', 1.0, torch.float32, 16, 16, CPU, *(False,) * 4, True)
     assert canary._ask(variant) == RIGHT
     assert canary._ask(variant) == RIGHT and canary._child.poll() is None  # of the same process

@@ -215,6 +215,8 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         tensors = (q, k, v, rotary, mask, offset, scale)
         if not launch.serves(spec, *tensors):
             return plain(spec, *tensors)
+        if dispatch.is_traced():  # by who asks for it: recorded models hold the plain form
+            return by_kernels(spec, *tensors)
         variant = variant_of(name, spec, *tensors)
         learns = dispatch.records() and any(t is not None and t.requires_grad for t in tensors)
         if variant in _failed or not canary.allows(variant, learns):
