@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from mmlinattn.ops.triton import attention_launch as launch
+from mmlinattn.ops.triton import compat
 
 
 class NoGPU:
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument('--head-dim', type=int, default=64)
     parser.add_argument('--only', nargs='+', default=['rala', 'inline', 'focused'])
     args = parser.parse_args()
-    assert not launch.INTERPRETED
+    assert not compat.INTERPRETED
     driver.set_active(NoGPU(args.capability))
     heads, tokens, d = 2, 512, args.head_dim
     x = torch.empty(2, tokens, 3 * heads * d, dtype=getattr(torch, args.dtype))

@@ -37,7 +37,7 @@ def trials(monkeypatch, tmp_path):
 
     answers = Trials([RIGHT])
     answers.asked = []
-    monkeypatch.setattr(canary, 'INTERPRETED', False)
+    monkeypatch.setattr(canary.compat, 'INTERPRETED', False)
     monkeypatch.setattr(canary, '_verdicts', {})
     monkeypatch.setattr(canary, '_ask', lambda variant: answers.asked.append(variant) or answers[-1])
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
@@ -141,8 +141,7 @@ def test_groups_of_one_process_try(monkeypatch):
 def test_the_plain_form_serves_instead(monkeypatch):
     asked = []
     monkeypatch.setattr(canary, 'allows', lambda variant, backward: asked.append((variant, backward)))
-    monkeypatch.setattr(launch, 'INTERPRETED', True)
-    monkeypatch.setattr(depthwise_op, 'INTERPRETED', True)
+    monkeypatch.setattr(canary.compat, 'INTERPRETED', True)
     q, k, v = torch.randn(2, 5, 48).chunk(3, dim=-1)
     with mock.patch.object(launch, 'launch', side_effect=AssertionError):
         torch.testing.assert_close(attention.rala(q, k, v, 2), attention.rala_reference(q, k, v, 2))

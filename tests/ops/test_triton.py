@@ -80,6 +80,7 @@ def test_kernels_compile_without_a_gpu(arguments, tmp_path):
 
 # --- around the kernels, in this process, which runs none -------------------------------------------------------------
 
+compat = importlib.import_module('mmlinattn.ops.triton.compat')
 launch = importlib.import_module('mmlinattn.ops.triton.attention_launch')
 attention_op = importlib.import_module('mmlinattn.ops.triton.attention_op')
 convolutions = importlib.import_module('mmlinattn.ops.triton.depthwise_op')
@@ -102,7 +103,7 @@ PLAIN = {
 }
 
 
-@pytest.mark.skipif(launch.INTERPRETED, reason='the interpreter has kernels for these')
+@pytest.mark.skipif(compat.INTERPRETED, reason='the interpreter has kernels for these')
 @pytest.mark.parametrize('case', PLAIN)
 def test_without_kernels_the_plain_form_gets_all_options(case):
     op, options = case.partition(',')[0], PLAIN[case]
@@ -117,7 +118,7 @@ def test_without_kernels_the_plain_form_gets_all_options(case):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.skipif(launch.INTERPRETED, reason='the interpreter has kernels for these')
+@pytest.mark.skipif(compat.INTERPRETED, reason='the interpreter has kernels for these')
 def test_without_kernels_convolutions_are_pytorchs():
     x, weight, bias = torch.randn(2, 4, 5, 6), torch.randn(4, 1, 3, 3), torch.randn(4)
     plain = torch.nn.functional.conv2d(x, weight, bias, padding=1, groups=4)
@@ -218,7 +219,7 @@ def test_kernels_get_nothing_but_the_shapes_that_they_index(call):
     else:
         options.update(kernel=kernel)
     expected = outcome(getattr(attention, f'{op}_reference'), q, k, v, heads, **options)
-    with mock.patch.object(launch, 'INTERPRETED', True), mock.patch.object(launch, 'forward', stop):
+    with mock.patch.object(compat, 'INTERPRETED', True), mock.patch.object(launch, 'forward', stop):
         ours = outcome(getattr(attention, op), q, k, v, heads, **options)
     if not isinstance(ours, Launched):
         assert_same(ours, expected)
@@ -240,7 +241,7 @@ def test_right_shapes_are_launched(op):
     q, k, v = torch.rand(2, 6, 24).chunk(3, dim=-1)
     with mock.patch.object(launch, 'forward', stop):
         assert isinstance(outcome(getattr(attention, op), q, k, v, 2, **options), torch.Tensor)  # a CPU
-        with mock.patch.object(launch, 'INTERPRETED', True):
+        with mock.patch.object(compat, 'INTERPRETED', True):
             assert isinstance(outcome(getattr(attention, op), q, k, v, 2, **options), Launched)
             assert isinstance(outcome(getattr(attention, op), q[:0], k[:0], v[:0], 2, **_cut(options)), torch.Tensor)
             for dtype, widest in ((torch.float32, 64), (torch.bfloat16, 128)):
@@ -253,7 +254,7 @@ def test_right_shapes_are_launched(op):
 
 
 def test_odd_heads_cannot_be_turned():
-    with mock.patch.object(launch, 'INTERPRETED', True), pytest.raises(RuntimeError):
+    with mock.patch.object(compat, 'INTERPRETED', True), pytest.raises(RuntimeError):
         attention.rala(*torch.rand(3, 2, 6, 6), 2, rotary=torch.rand(6, 1, 2))
 
 
@@ -289,7 +290,7 @@ def test_convolutions_get_nothing_but_the_shapes_that_they_index(call):
             return  # no kernel at all
         ours, theirs = depthwise.dynamic_depthwise_conv2d, ops.depthwise.sum_of_shifts
     expected = outcome(theirs, *tensors)
-    with mock.patch.object(convolutions, 'INTERPRETED', True), mock.patch.object(convolutions, 'op', stop):
+    with mock.patch.object(compat, 'INTERPRETED', True), mock.patch.object(convolutions, 'op', stop):
         ours = outcome(ours, *tensors)
     if not isinstance(ours, Launched):
         assert_same(ours, expected)
@@ -341,7 +342,7 @@ class Kernel:
 @pytest.mark.parametrize('interpreted', [False, True])
 def test_launches(interpreted, monkeypatch):
     """Warps and stages are of compiled kernels."""
-    monkeypatch.setattr(launch, 'INTERPRETED', interpreted)
+    monkeypatch.setattr(compat, 'INTERPRETED', interpreted)
     devices = []
     monkeypatch.setattr(torch.cuda, 'device', lambda device: devices.append(device) or contextlib.nullcontext())
     kernel, device = Kernel(), torch.device('cuda', 1)
@@ -377,7 +378,7 @@ def raised_at(error: Exception, module: str, function: str) -> Exception:
     ids=str,
 )
 def test_only_compilers_say_that_there_is_no_kernel(error, of_compiler, monkeypatch):
-    monkeypatch.setattr(launch, 'INTERPRETED', False)
+    monkeypatch.setattr(compat, 'INTERPRETED', False)
     monkeypatch.setattr(torch.cuda, 'device', contextlib.nullcontext)
     with pytest.raises(launch.NoKernel if of_compiler else type(error)) as caught:
         launch.launch(Kernel(error), (1,), torch.device('cuda', 1))
@@ -436,7 +437,7 @@ def test_convolutions_that_kernels_serve(fails, monkeypatch):
         return arguments[0]
 
     monkeypatch.setattr(convolutions, 'op', op)
-    monkeypatch.setattr(convolutions, 'INTERPRETED', True)
+    monkeypatch.setattr(compat, 'INTERPRETED', True)
     monkeypatch.setattr(convolutions, '_failed', set())
     x, weight, bias = torch.randn(2, 4, 5, 6), torch.randn(4, 1, 3, 3), torch.randn(4)
     if fails:
@@ -464,5 +465,5 @@ def test_convolutions_that_kernels_serve(fails, monkeypatch):
         assert convolutions.convolve(half, weight, bias, True) is half
         convolutions.convolve(x, weight, bias)
     assert all({t.dtype for t in call[:3]} == {torch.bfloat16} for call in calls) and len(calls) == 2
-    monkeypatch.setattr(convolutions, 'INTERPRETED', False)
+    monkeypatch.setattr(compat, 'INTERPRETED', False)
     assert convolutions.convolve(x, weight, bias) is None

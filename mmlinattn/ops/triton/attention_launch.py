@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from . import attention_kernels as kernels
-from .compat import INTERPRETED, is_compile_error
+from . import compat
 
 KERNELS = ('identity', 'elu', 'relu', 'leakyrelu', 'exp', 'softmax')  # and 'focused'
 # Float32 products keep two parts of each operand in shared memory. Those of heads of 96 (RAVLT-B and -L) compile to 144
@@ -87,7 +87,7 @@ def serves(
         (scale, (channels,)),
     )
     return (
-        (q.is_cuda or INTERPRETED)
+        (q.is_cuda or compat.INTERPRETED)
         and q.dtype in WIDEST_HEAD
         and max(d, e) <= WIDEST_HEAD[q.dtype]
         and all(t.dtype == q.dtype and t.device == q.device for t in (k, v))
@@ -132,7 +132,7 @@ def launch(kernel, grid: tuple, device: torch.device, *args, **settings) -> None
     Raises:
         NoKernel: It does not compile here.
     """
-    if INTERPRETED:
+    if compat.INTERPRETED:
         settings.pop('num_warps', None)
         settings.pop('num_stages', None)
         kernel[grid](*args, **settings)
@@ -141,7 +141,7 @@ def launch(kernel, grid: tuple, device: torch.device, *args, **settings) -> None
         try:
             kernel[grid](*args, **settings)
         except Exception as error:
-            if not is_compile_error(error):
+            if not compat.is_compile_error(error):
                 raise
             raise NoKernel(f'{kernel.__name__}: {type(error).__name__}: {error}') from error
 

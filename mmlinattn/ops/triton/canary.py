@@ -31,7 +31,7 @@ import triton
 
 from ... import version
 from .. import private
-from .compat import INTERPRETED
+from . import compat
 
 DIRECTIONS = ('forward', 'backward')
 SECONDS_TO_ANSWER = 300  # less than process groups wait for rank 0
@@ -61,7 +61,7 @@ def allows(variant: NamedTuple, backward: bool) -> bool:
         variant (NamedTuple): What it is compiled for.
         backward (bool): Whether its gradients are wanted as well.
     """
-    if _trusts or INTERPRETED:
+    if _trusts or compat.INTERPRETED:
         return True
     passed = _verdicts.get(variant)
     if passed is None:

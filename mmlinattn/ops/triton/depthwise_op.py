@@ -11,10 +11,9 @@ from torch import Tensor
 
 from .. import dispatch
 from ..depthwise import depthwise_conv2d_reference, sum_of_shifts
-from . import attention_launch, canary
+from . import attention_launch, canary, compat
 from . import depthwise_kernels as kernels
 from .attention_launch import NoKernel, launch
-from .compat import INTERPRETED
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KERNEL_SIZES = (3, 5)
@@ -174,7 +173,7 @@ def serves(x: Tensor, weight: Tensor, bias: Optional[Tensor], of_each: bool, cas
         and weight.shape == ((images, channels) if of_each else (channels, 1)) + (size, size)
         and (bias is None or bias.shape == (channels,))
         and all(t.dtype in DTYPES and (casts or t.dtype == x.dtype) and t.device == x.device for t in tensors)
-        and (x.is_cuda or INTERPRETED)
+        and (x.is_cuda or compat.INTERPRETED)
     )
 
 
