@@ -44,7 +44,7 @@ def rala(
     q, k, v, num_heads, kernel='elu', rotary=None, mask=None, weight_scale: Optional[float] = 1.0, eps=1e-6
 ) -> Tensor:
     learns_rotary = rotary is not None and rotary.requires_grad
-    if kernel not in KERNELS or q.shape[1] != k.shape[1] or learns_rotary:
+    if kernel not in KERNELS or q.shape[:2] != k.shape[:2] or learns_rotary:
         return rala_reference(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps)
     weighted = weight_scale is not None
     spec = Attention(num_heads, kernel, weighted=weighted, scale=weight_scale if weighted else 1.0, eps=eps)
