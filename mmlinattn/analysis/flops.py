@@ -6,14 +6,13 @@ from collections import Counter
 from typing import NamedTuple, Optional
 
 import torch
-from mmengine.config import Config, ConfigDict
+from mmengine.config import Config
 from mmengine.model import revert_sync_batchnorm
-from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
+from ..utils.building import build_model
 from ..utils.errors import RunError
 from .counting import CONV, KINDS, LINEAR, Count
-from .loading import without_pretrained
 
 SHAPES = {'mmdet': (800, 1280), 'mmseg': (512, 2048), 'mmpretrain': (224, 224)}
 MASK_ROIS = 100  # of MMDetection 2.x's get_flops, which the papers used; 3.x agrees but for cascades
@@ -64,17 +63,6 @@ def part_of(name: str) -> str:
     return head[0] if head else name.partition('.')[0] or 'model'
 
 
-def build_model(cfg: Config) -> nn.Module:
-    """The model of a config on the meta device: shapes without memory. Nothing is initialised or downloaded."""
-    init_default_scope(cfg.get('default_scope', 'mmengine'))
-    model_cfg = ConfigDict(without_pretrained(cfg.model.to_dict()))
-    model_cfg.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
-    with torch.device('meta'):
-        model = MODELS.build(model_cfg)
-        model.eval()  # which gives nothing back where MMDetection distils
-        return revert_sync_batchnorm(model)
-
-
 def image_shape(cfg: Config) -> tuple:
     """(height, width) a model is usually counted at: 800x1280 for detectors, 512x2048 for segmentors, and the crop of
     a classifier's own test pipeline."""
@@ -101,7 +89,10 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
     shape = tuple(shape or image_shape(cfg))
     if min(shape) < 32:
         raise RunError(f'shape {shape[0]} {shape[1]}: height and width have to be at least 32.')
-    model = build_model(cfg)
+    with torch.device('meta'):  # shapes without memory
+        model = build_model(cfg)
+        model.eval()  # which gives nothing back where MMDetection distils
+        model = revert_sync_batchnorm(model)
     image = torch.empty(1, 3, *shape, device='meta')
     notes = ['one multiply-add is one operation; norms, activations, pooling and resizing are not counted']
     count = Count(model)

@@ -1,7 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The model of a config with its weights, and pictures as its test pipeline makes them, for the analysis tools."""
 
-import copy
 from typing import NamedTuple, Optional
 
 import cv2
@@ -9,16 +8,16 @@ import mmcv
 import numpy as np
 import torch
 from mmcv.transforms import Compose
-from mmengine.config import Config, ConfigDict
+from mmengine.config import Config
 from mmengine.model import revert_sync_batchnorm
-from mmengine.registry import MODELS, init_default_scope
+from mmengine.registry import init_default_scope
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor, nn
 
 from ..apis.class_names import class_names
 from ..checkpoints.states import fit_backbone, fit_state, model_state, some, strip_prefix
-from ..utils.building import without_pretrained
-from ..utils.errors import CheckpointError, RunError
+from ..utils.building import build_model
+from ..utils.errors import RunError
 
 
 class Picture(NamedTuple):
@@ -64,12 +63,16 @@ class Picture(NamedTuple):
         return tuple(round(scale * at + offset) for at, (scale, offset) in zip((column, row), self.axes))
 
 
+def pixels_a_token(length: int, tokens: int) -> float:
+    """Pixels of one of so many tokens along a side: a power of two where one fits, whose last token may reach over the
+    border, else an equal share."""
+    return next((float(2**i) for i in range(8) if -(-length // 2**i) == tokens), length / tokens)
+
+
 def token_at(column: int, row: int, inputs: Tensor, size: tuple[int, int]) -> tuple[int, int]:
     """Row and column, in a map of ``size``, of the token that a pixel of the network's input belongs to."""
-    at = []
-    for pixel, length, tokens in zip((row, column), inputs.shape[-2:], size):
-        strides = [2**i for i in range(8) if -(-length // 2**i) == tokens]
-        at.append(min(int(pixel / (strides[0] if strides else length / tokens)), tokens - 1))
+    sides = zip((row, column), inputs.shape[-2:], size)
+    at = [min(int(pixel / pixels_a_token(length, tokens)), tokens - 1) for pixel, length, tokens in sides]
     return at[0], at[1]
 
 
@@ -89,23 +92,11 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', backbone: Opti
     Raises:
         RunError: The model cannot be built, or the checkpoint lacks weights of its backbone.
     """
-    init_default_scope(cfg.get('default_scope', 'mmengine'))
-    model_cfg = ConfigDict(without_pretrained(copy.deepcopy(cfg.model.to_dict())))
-    if 'backbone' not in model_cfg:
+    if 'backbone' not in (cfg.get('model') or {}):
         raise RunError('the config has no model.backbone to look into.')
-    model_cfg['backbone'].update(backbone or {})
-    model_cfg.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
-    try:
-        model = revert_sync_batchnorm(MODELS.build(model_cfg))
-    except (ValueError, TypeError, KeyError) as error:
-        raise RunError(f'the model of the config cannot be built: {error}') from error
+    model = revert_sync_batchnorm(build_model(cfg, **(backbone or {})))
     model.init_weights()
-    meta = None
-    if checkpoint.lower() != 'none':
-        try:
-            meta = _load(model, checkpoint, partly=backbone is not None)
-        except CheckpointError as error:
-            raise RunError(str(error)) from error
+    meta = None if checkpoint.lower() == 'none' else _load(model, checkpoint, partly=backbone is not None)
     model.dataset_meta = dict(classes=class_names(cfg, meta))
     model.to(device).eval()  # which gives nothing back where MMDetection distils
     return model
@@ -175,14 +166,8 @@ def prepare(
         RunError: The pipeline turns pictures, or makes several of one, or leaves nothing of this one.
     """
     height, width = image.shape[:2]
-    steps = test_pipeline(cfg) if shape is None else [dict(type='Resize', scale=(shape[1], shape[0]), keep_ratio=False)]
-    if shape is not None:
-        packers = dict(mmdet='PackDetInputs', mmseg='PackSegInputs', mmpretrain='PackInputs')
-        pack = dict(type=packers[cfg.default_scope])
-        if cfg.default_scope == 'mmpretrain':
-            steps[0].pop('keep_ratio')
-        steps.append(pack)
-    init_default_scope(cfg.get('default_scope', 'mmengine'))
+    init_default_scope(cfg.get('default_scope') or 'mmengine')
+    steps = test_pipeline(cfg) if shape is None else _resizing(cfg.default_scope, *shape)
     run = Compose([dict(step) for step in steps])
 
     def through(pixels):
@@ -207,6 +192,15 @@ def prepare(
     if min(inputs.shape[-2:]) < 32:
         raise RunError(f'{name} is {inputs.shape[-1]} x {inputs.shape[-2]} pixels for the network; 32 are the least.')
     return Picture(name, shown, inputs, data['data_samples'][0], axes, (width, height))
+
+
+def _resizing(scope: str, height: int, width: int) -> list:
+    pack, more = dict(
+        mmdet=('PackDetInputs', dict(keep_ratio=False)),
+        mmseg=('PackSegInputs', dict(keep_ratio=False)),
+        mmpretrain=('PackInputs', {}),
+    )[scope]
+    return [dict(type='Resize', scale=(width, height), **more), dict(type=pack)]
 
 
 def _axes(ramp: np.ndarray, size: tuple[int, int]) -> tuple:

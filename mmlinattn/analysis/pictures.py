@@ -2,26 +2,21 @@
 """Plots of what was measured of the attentions of a model."""
 
 import textwrap
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple, Optional
 
 import numpy as np
 from matplotlib import colormaps
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure  # not pyplot, which would keep figures and show them in a notebook
 
 from .capture import BlockCall
-from .inspecting import full_map, query_map
-from .loading import Picture, token_at
+from .inspecting import query_map
+from .loading import Picture, pixels_a_token, token_at
 
 MAX_HEADS = 8
 SHOWN_BLOCKS = 12
 TITLE_WIDTH = 7.5  # inches that titles need
-
-
-def subplots(rows: int = 1, columns: int = 1, *, squeeze: bool = True, **kwargs):
-    """As pyplot's, for files only: pyplot would keep the figure, and show it in a notebook or a window."""
-    figure = Figure(**kwargs)
-    return figure, figure.subplots(rows, columns, squeeze=squeeze)
 
 
 class QueryMaps(NamedTuple):
@@ -31,17 +26,13 @@ class QueryMaps(NamedTuple):
         block (str): Its name.
         mixer (str): Its attention.
         maps (ndarray): (heads, h, w), NaN where it cannot look.
-        token (tuple[int, int]): Row and column of the query in the map of the queries.
         size (tuple[int, int]): Height and width of the map of the queries.
-        classes (ndarray): (heads,), weight of class tokens.
     """
 
     block: str
     mixer: str
     maps: np.ndarray
-    token: tuple[int, int]
     size: tuple[int, int]
-    classes: np.ndarray
 
     @property
     def mean(self) -> np.ndarray:
@@ -52,29 +43,17 @@ class QueryMaps(NamedTuple):
 
 def collect_query(block: BlockCall, picture: Picture, x: int, y: int, local: bool = False) -> QueryMaps:
     """The maps of the token at column ``x`` and row ``y`` of the picture as shown."""
-    token = token_at(x, y, picture.inputs, block.size)
-    maps, classes = query_map(block, *token, local)
-    return QueryMaps(block.name, block.mixer_name, maps.cpu().numpy(), token, block.size, classes.cpu().numpy())
-
-
-def collect_full(block: BlockCall, side: int = 128) -> np.ndarray:
-    return full_map(block, side).cpu().numpy()
+    maps, _ = query_map(block, *token_at(x, y, picture.inputs, block.size), local)
+    return QueryMaps(block.name, block.mixer_name, maps.cpu().numpy(), block.size)
 
 
 def _over_image(map_: np.ndarray, picture: Picture) -> np.ndarray:
     """A map at the size of the picture as shown; its padding cut off."""
-    height, width = picture.inputs.shape[-2:]
-    rows = np.minimum((np.arange(height) * map_.shape[0] / _covered(height, map_.shape[0])).astype(int), len(map_) - 1)
-    columns = np.minimum(
-        (np.arange(width) * map_.shape[1] / _covered(width, map_.shape[1])).astype(int), map_.shape[1] - 1
-    )
-    return map_[rows][:, columns][: picture.shown.shape[0], : picture.shown.shape[1]]
-
-
-def _covered(length: int, tokens: int) -> int:
-    """Pixels that so many tokens cover: the last one may reach over the border."""
-    strides = [2**i for i in range(8) if -(-length // 2**i) == tokens]
-    return strides[0] * tokens if strides else length
+    for axis, (length, shown) in enumerate(zip(picture.inputs.shape[-2:], picture.shown.shape)):
+        tokens = map_.shape[axis]
+        at = np.arange(shown) / pixels_a_token(length, tokens)
+        map_ = map_.take(np.minimum(at.astype(int), tokens - 1), axis)
+    return map_
 
 
 def overlay(map_: np.ndarray, picture: Picture) -> tuple[np.ndarray, float]:
@@ -98,6 +77,34 @@ def picked(number: int, most: int) -> list[int]:
     return sorted({round(i) for i in np.linspace(0, number - 1, min(number, most))})
 
 
+class Panel(NamedTuple):
+    """A drawing of a grid: its title, an image, options of ``imshow``, and where a cross is."""
+
+    title: str
+    image: np.ndarray
+    options: dict = {}
+    mark: Optional[tuple] = None
+
+
+def _plot_grid(rows: list[tuple[str, list[Panel]]], size: tuple[float, float], title: str, path: Path) -> None:
+    """A row for each block, evenly spread ones where there are many, with its label; ``size`` of a panel in inches."""
+    rows = [rows[i] for i in picked(len(rows), SHOWN_BLOCKS)]
+    columns = max(len(panels) for _, panels in rows)
+    width, height = max(size[0] * columns + 1.0, TITLE_WIDTH), size[1] * len(rows) + 0.9
+    figure = Figure(figsize=(width, height), layout='constrained')
+    for axes, (label, panels) in zip(figure.subplots(len(rows), columns, squeeze=False), rows):
+        axes[0].set_ylabel(label, fontsize=7)
+        for axis, panel in zip_longest(axes, panels):
+            axis.set(xticks=[], yticks=[], visible=panel is not None, facecolor='0.85')
+            if panel is not None:
+                axis.imshow(panel.image, interpolation='nearest', **panel.options)
+                axis.set_title(panel.title, fontsize=6.5, pad=2)
+                if panel.mark is not None:
+                    axis.plot(*panel.mark, marker='+', color='lime', markersize=7, markeredgewidth=1.6)
+    figure.suptitle(title, fontsize=8)
+    _save(figure, path)
+
+
 def plot_query(
     found: list[QueryMaps], picture: Picture, query: tuple, pixel: tuple, path: Path, local: bool = False
 ) -> None:
@@ -111,233 +118,170 @@ def plot_query(
         path (Path): Of the drawing.
         local (bool): Whether the convolutions of the values are in the weights, for the title.
     """
-    found = [found[i] for i in picked(len(found), SHOWN_BLOCKS)]
-    columns = 2 + max(min(len(maps.maps), MAX_HEADS) for maps in found)
-    ratio = picture.shown.shape[0] / picture.shown.shape[1]
-    figure, axes = subplots(
-        len(found),
-        columns,
-        figsize=(max(1.7 * columns + 0.5, TITLE_WIDTH), (1.7 * ratio + 0.35) * len(found) + 0.9),
-        squeeze=False,
-        layout='constrained',
-    )
-    for row, maps in zip(axes, found):
-        for axis in row:
-            axis.set_xticks([])
-            axis.set_yticks([])
-            axis.set_visible(False)
-        heads = picked(len(maps.maps), MAX_HEADS)
-        row[0].imshow(picture.shown)
-        row[0].set_visible(True)
-        row[0].set_title('picture and query', fontsize=6.5, pad=2)
-        row[0].plot(*query, marker='+', color='lime', markersize=7, markeredgewidth=1.6)
-        for axis, head in zip(row[1:], [None, *heads]):
-            weights = maps.mean if head is None else maps.maps[head]
-            drawn, peak = overlay(weights, picture)
-            axis.set_visible(True)
-            axis.imshow(drawn, interpolation='nearest')
-            axis.plot(*query, marker='+', color='lime', markersize=7, markeredgewidth=1.6)
-            title = f'head {head}' if head is not None else 'mean of heads'
-            axis.set_title(f'{title}, max {peak:.2g}', fontsize=6.5, pad=2)
+    rows = []
+    for maps in found:
+        panels = [Panel('picture and query', picture.shown, mark=query)]
+        for head in (None, *picked(len(maps.maps), MAX_HEADS)):
+            drawn, peak = overlay(maps.mean if head is None else maps.maps[head], picture)
+            name = 'mean of heads' if head is None else f'head {head}'
+            panels.append(Panel(f'{name}, max {peak:.2g}', drawn, mark=query))
         alike = 1 / max(np.isfinite(maps.maps[0]).sum(), 1)
-        label = f'{maps.block}\n{maps.mixer}, {maps.size[0]}x{maps.size[1]}\nall keys alike: {alike:.2g}'
-        row[0].set_ylabel(label, fontsize=7)
+        size = f'{maps.size[0]}x{maps.size[1]}'
+        rows.append((f'{maps.block}\n{maps.mixer}, {size}\nall keys alike: {alike:.2g}', panels))
     title = 'with the convolutions of the values (mean over channels)' if local else 'attention weights'
-    figure.suptitle(
+    title = (
         f'{picture.name}: where the token at pixel {pixel[0]:g}, {pixel[1]:g} [+] looks, {title}\n'
-        'red: positive, blue: negative; full colour is the largest magnitude of the panel; dark: outside of its window',
-        fontsize=8,
+        'red: positive, blue: negative; full colour is the largest magnitude of the panel; dark: outside of its window'
     )
-    _save(figure, path)
+    _plot_grid(rows, (1.7, 1.7 * picture.shown.shape[0] / picture.shown.shape[1] + 0.35), title, path)
 
 
 def plot_full(found: list[tuple[str, str, np.ndarray]], name: str, path: Path) -> None:
     """The map of all queries by all keys, as in FLatten Fig. 3 and hMHSA: a row for each block, a column a head."""
-    found = [found[i] for i in picked(len(found), SHOWN_BLOCKS)]
-    columns = max(min(len(maps), MAX_HEADS) for _, _, maps in found)
-    size = (max(1.5 * columns + 1.0, TITLE_WIDTH), 1.6 * len(found) + 0.9)
-    figure, axes = subplots(len(found), columns, figsize=size, squeeze=False, layout='constrained')
-    for row, (block, mixer, maps) in zip(axes, found):
-        for axis in row:
-            axis.set_xticks([])
-            axis.set_yticks([])
-            axis.set_visible(False)
-        for axis, head in zip(row, picked(len(maps), MAX_HEADS)):
-            peak = float(np.nanquantile(np.abs(maps[head]), 0.995)) or 1.0
-            axis.set_visible(True)
-            axis.imshow(maps[head], cmap='RdBu_r', vmin=-peak, vmax=peak, aspect='auto', interpolation='nearest')
-            axis.set_facecolor('0.85')
-            axis.set_title(f'head {head}, ±{peak:.2g}', fontsize=6.5, pad=2)
-        row[0].set_ylabel(f'{block}\n{mixer}\nqueries ↓  keys →', fontsize=6.5)
-    figure.suptitle(
-        f'{name}: weights of every query (rows) on every key (columns), row by row of the map, evenly sampled\n'
-        'red: positive, blue: negative, scale in each title; grey: outside of its window',
-        fontsize=8,
-    )
-    _save(figure, path)
-
-
-def _series(entries: list[dict], *keys: str) -> np.ndarray:
-    """(blocks, 3): mean, least and largest of the heads; NaN where a block has no such measure."""
     rows = []
-    for entry in entries:
-        value = entry
-        for key in keys:
-            value = value.get(key) if isinstance(value, dict) else None
-        if value is None:
-            rows.append((np.nan,) * 3)
-        else:
-            numbers = np.atleast_1d(np.asarray(value, float))
-            rows.append((numbers.mean(), numbers.min(), numbers.max()))
-    return np.array(rows, float).reshape(-1, 3)
+    for block, mixer, maps in found:
+        panels = []
+        for head in picked(len(maps), MAX_HEADS):
+            peak = float(np.nanquantile(np.abs(maps[head]), 0.995)) or 1.0
+            options = dict(cmap='RdBu_r', vmin=-peak, vmax=peak, aspect='auto')
+            panels.append(Panel(f'head {head}, ±{peak:.2g}', maps[head], options))
+        rows.append((f'{block}\n{mixer}\nqueries ↓  keys →', panels))
+    title = (
+        f'{name}: weights of every query (rows) on every key (columns), row by row of the map, evenly sampled\n'
+        'red: positive, blue: negative, scale in each title; grey: outside of its window'
+    )
+    _plot_grid(rows, (1.5, 1.6), title, path)
 
 
-def _draw(axis, entries, label, *keys, **style) -> bool:
-    series = _series(entries, *keys)
-    if not np.isfinite(series).any():
-        return False
-    x = np.arange(len(entries))
-    (line,) = axis.plot(x, series[:, 0], marker='.', label=label, **style)
-    axis.fill_between(x, series[:, 1], series[:, 2], alpha=0.15, color=line.get_color())
-    return True
-
-
-def _axis(title: str, label: str, entries: list[dict]):
-    width = max(7.5, 0.42 * len(entries) + 2)
-    figure, axis = subplots(figsize=(width, 5.2), layout='constrained')
-    lines = [part for line in title.splitlines() for part in textwrap.wrap(line, int(12 * width))]
-    axis.set_title('\n'.join(lines), fontsize=9)
-    axis.set_ylabel(label, fontsize=9)
-    short = [entry['block'].removeprefix('backbone.').removeprefix('stages.') for entry in entries]
-    names = [f'{name} {entry["mixer"]}' for name, entry in zip(short, entries)]
-    axis.set_xticks(range(len(names)), names, rotation=60, ha='right', fontsize=7)
-    axis.set_xlabel('block and its attention, input to output', fontsize=9)
-    axis.grid(alpha=0.3)
-    return figure, axis
-
-
-def _finish(figure, axis, path: Path) -> None:
-    figure.legend(fontsize=7.5, ncols=2, loc='outside lower center')
+def plot_masking(accuracies: dict, path: Path, title: str) -> None:
+    """Bars: the accuracy as it is, without local weights, without as many others."""
+    figure = Figure(figsize=(6, 3.6), layout='constrained')
+    axis, names = figure.subplots(), list(accuracies)
+    colours = ['0.4' if name == 'none' else 'tab:red' if 'x' in name else 'tab:blue' for name in names]
+    axis.bar_label(axis.bar(names, list(accuracies.values()), color=colours), fmt='%.1f', fontsize=8)
+    axis.tick_params('x', rotation=30, labelsize=8)
+    axis.set_xlabel('keys masked for each query (red: around it, blue: random others)', fontsize=9)
+    axis.set_ylabel('top-1 accuracy, %', fontsize=9)
+    axis.set_title(f'{title}: accuracy with masked attention weights (InLine Tab. 2)', fontsize=9)
     _save(figure, path)
 
 
-def _save(figure, path: Path) -> None:
+def _save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
-BAND = 'lines: mean over heads, bands: lowest and highest head'
+# --- measures by block ------------------------------------------------------------------------------------------------
 
 
-def plot_measures(entries: list[dict], what, out: Path, title: str) -> list[Path]:
-    """A plot for each measure asked for; those that no block has are left out."""
-    made = []
-    for name in what:
-        draw = PLOTS.get(name)
-        path = out / f'{name}.png'
-        if draw is not None and draw(entries, path, title):
-            made.append(path)
-    return made
+class Plot(NamedTuple):
+    """What is drawn of a measure: title, name and limits of the axis, and of each line the label and where its numbers
+    are in an entry of ``summary.json``, ``KEY.KEY`` or ``KEY.KEY / NAME OF THE DIVISOR BESIDE IT``."""
 
-
-def _plot_rank(entries, path, title) -> bool:
-    figure, axis = _axis(
-        f'{title}: effective rank of state, output and weights\n{BAND}', 'effective rank / largest possible', entries
-    )
-    shown = False
-    for key, label in (
-        ('state', 'state of keys and values'),
-        ('output', 'output of the attention'),
-        ('projected', 'with convolution and gate, before the output projection'),
-        ('weights', 'weights of the sampled queries'),
-        ('weights_with_local', 'weights with the convolutions of the values'),
-    ):
-        scaled = [
-            {'value': [value / rank['at_most'] for value in rank['effective']]}
-            if (rank := (entry.get('rank') or {}).get(key))
-            else {}
-            for entry in entries
-        ]
-        shown |= _draw(axis, scaled, label, 'value')
-    axis.set_ylim(0, 1.05)
-    axis.axhline(1, color='k', linestyle='--', linewidth=0.8, label='full rank')
-    if shown:
-        _finish(figure, axis, path)
-    return shown
-
-
-def _plot_confusion(entries, path, title) -> bool:
-    figure, axis = _axis(
-        f'{title}: confused pairs of queries (weights closer than 1e-3 in L2)\n{BAND}', 'share of pairs, %', entries
-    )
-    scaled = [
-        {'value': [100 * v for v in entry['confusion']['share']]} if entry.get('confusion') else {} for entry in entries
-    ]
-    shown = _draw(axis, scaled, 'confused pairs within a window', 'value')
-    axis.set_ylim(bottom=0)  # also where there are none
-    if shown:
-        _finish(figure, axis, path)
-    return shown
-
-
-def _plot_locality(entries, path, title) -> bool:
-    figure, axis = _axis(f'{title}: weight inside the 3x3 around the query\n{BAND}', 'weight', entries)
-    shown = _draw(axis, entries, 'sum of weights, attention', 'locality', 'sum')
-    _draw(axis, entries, 'share of magnitudes, attention', 'locality', 'share', linestyle=':')
-    _draw(
-        axis, entries, 'share of magnitudes, with the convolutions of the values', 'locality', 'share_with_local',
-        linestyle='--',
-    )  # fmt: skip
-    _draw(
-        axis, entries, 'all keys alike (9 / number of keys, fewer at the border)', 'locality', 'if_uniform', color='k'
-    )
-    if shown:
-        _finish(figure, axis, path)
-    return shown
-
-
-def _plot_sharpness(entries, path, title) -> bool:
-    figure, axis = _axis(f'{title}: how sharp the weights of a query are\n{BAND}', 'share', entries)
-    scaled = [
-        {'value': [v / entry['sharpness']['entropy_if_uniform'] for v in entry['sharpness']['entropy']]}
-        if entry.get('sharpness', {}).get('entropy_if_uniform')  # none of a single key, which says nothing
-        else {}
-        for entry in entries
-    ]
-    shown = _draw(axis, scaled, 'entropy / log(number of keys); 1: all keys alike', 'value')
-    for count in (1, 9, 25):
-        _draw(axis, entries, f'mass of the {count} strongest key(s)', 'sharpness', f'top_{count}')
-    _draw(axis, entries, 'negative share of the magnitude', 'sharpness', 'negative', linestyle='--')
-    axis.set_ylim(-0.02, 1.05)
-    if shown:
-        _finish(figure, axis, path)
-    return shown
-
-
-def _plot_ccs(entries, path, title) -> bool:
-    figure, axis = _axis(
-        f'{title}: similarity of the heads of a block (blocks with one head are left out)', 'cosine similarity', entries
-    )
-    shown = _draw(axis, entries, "mean over pairs of heads' maps", 'ccs')
-    if shown:
-        _finish(figure, axis, path)
-    return shown
+    title: str
+    axis: str
+    limits: tuple
+    lines: dict
 
 
 PLOTS = dict(
-    rank=_plot_rank, confusion=_plot_confusion, locality=_plot_locality, sharpness=_plot_sharpness, ccs=_plot_ccs
+    rank=Plot(
+        'effective rank of state, output and weights',
+        'effective rank / largest possible',
+        (0, 1.05),
+        {
+            'state of keys and values': 'rank.state.effective / at_most',
+            'output of the attention': 'rank.output.effective / at_most',
+            'with convolution and gate, before the output projection': 'rank.projected.effective / at_most',
+            'weights of the sampled queries': 'rank.weights.effective / at_most',
+            'weights with the convolutions of the values': 'rank.weights_with_local.effective / at_most',
+        },
+    ),
+    confusion=Plot(
+        'confused pairs of queries (weights closer than 1e-3 in L2)',
+        'share of pairs',
+        (0, None),
+        {'confused pairs within a window': 'confusion.share'},
+    ),
+    locality=Plot(
+        'weight inside the 3x3 around the query',
+        'weight',
+        (None, None),
+        {
+            'sum of weights, attention': 'locality.sum',
+            'share of magnitudes, attention': 'locality.share',
+            'share of magnitudes, with the convolutions of the values': 'locality.share_with_local',
+            'all keys alike (9 / number of keys, fewer at the border)': 'locality.if_uniform',
+        },
+    ),
+    sharpness=Plot(
+        'how sharp the weights of a query are',
+        'share',
+        (-0.02, 1.05),
+        {
+            'entropy / log(number of keys); 1: all keys alike': 'sharpness.entropy / entropy_if_uniform',
+            **{f'mass of the {n} strongest key(s)': f'sharpness.top_{n}' for n in (1, 9, 25)},
+            'negative share of the magnitude': 'sharpness.negative',
+        },
+    ),
+    ccs=Plot(
+        'similarity of the heads of a block (blocks with one head are left out)',
+        'cosine similarity',
+        (None, None),
+        {"mean over pairs of heads' maps": 'ccs'},
+    ),
 )
 
 
-def plot_masking(accuracies: dict, path: Path, title: str, source: Optional[str] = 'InLine Tab. 2') -> None:
-    """Bars: the accuracy as it is, without local weights, without as many others."""
-    figure, axis = subplots(figsize=(6, 3.6), layout='constrained')
-    names = list(accuracies)
-    colours = ['0.4' if name == 'none' else 'tab:red' if 'x' in name else 'tab:blue' for name in names]
-    bars = axis.bar(range(len(names)), list(accuracies.values()), color=colours)
-    axis.bar_label(bars, fmt='%.1f', fontsize=8)
-    axis.set_xticks(range(len(names)), names, rotation=30, ha='right', fontsize=8)
-    axis.set_xlabel('keys masked for each query (red: around it, blue: random others)', fontsize=9)
-    axis.set_ylabel('top-1 accuracy, %', fontsize=9)
-    axis.set_title(f'{title}: accuracy with masked attention weights ({source})', fontsize=9)
+def numbers_at(entry: dict, place: str) -> Optional[np.ndarray]:
+    """Numbers of a block, one a head, see :class:`Plot`; None where it has no such measure, or divides by zero (a
+    single key says nothing)."""
+    path, _, divisor = place.partition(' / ')
+    parent, value = None, entry
+    for key in path.split('.'):
+        parent, value = value, value.get(key) if isinstance(value, dict) else None
+    divided_by = parent.get(divisor) if value is not None and divisor else 1.0
+    return np.atleast_1d(np.asarray(value, float)) / divided_by if value is not None and divided_by else None
+
+
+def plot_measures(entries: list[dict], what, out: Path, title: str) -> list[Path]:
+    """A plot for each measure asked for, ``NAME.png``; those that no block has are left out.
+
+    Args:
+        entries (list[dict]): Blocks as in ``summary.json``.
+        what (Sequence[str]): Names of :data:`PLOTS`; others are passed over.
+        out (Path): The folder.
+        title (str): Of the model.
+
+    Returns:
+        list[Path]: The files made.
+    """
+    made = [(name, out / f'{name}.png') for name in what if name in PLOTS]
+    return [path for name, path in made if _plot(PLOTS[name], entries, path, title)]
+
+
+def _plot(plot: Plot, entries: list[dict], path: Path, title: str) -> bool:
+    width = max(TITLE_WIDTH, 0.42 * len(entries) + 2)
+    figure = Figure(figsize=(width, 5.2), layout='constrained')
+    axis = figure.subplots()
+    for label, place in plot.lines.items():
+        values = [numbers_at(entry, place) for entry in entries]
+        values = [np.array([np.nan]) if value is None else value for value in values]
+        if np.isfinite(np.concatenate(values)).any():
+            (line,) = axis.plot([value.mean() for value in values], marker='.', label=label)
+            bands = [value.min() for value in values], [value.max() for value in values]
+            axis.fill_between(range(len(entries)), *bands, alpha=0.15, color=line.get_color())
+    if not axis.lines:
+        return False
+    words = f'{title}: {plot.title}; lines: mean over heads, bands: lowest and highest head'
+    axis.set_title('\n'.join(textwrap.wrap(words, int(12 * width))), fontsize=9)
+    axis.set_ylim(plot.limits)
+    axis.set_ylabel(plot.axis, fontsize=9)
+    blocks = [entry['block'].removeprefix('backbone.').removeprefix('stages.') for entry in entries]
+    names = [f'{block} {entry["mixer"]}' for block, entry in zip(blocks, entries)]
+    axis.set_xticks(range(len(names)), names, rotation=60, ha='right', fontsize=7)
+    axis.set_xlabel('block and its attention, input to output', fontsize=9)
+    axis.grid(alpha=0.3)
+    figure.legend(fontsize=7.5, ncols=2, loc='outside lower center')
     _save(figure, path)
+    return True

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serve
 from mmlinattn import __version__
 from mmlinattn.analysis import loading, pictures
 from mmlinattn.analysis.capture import arrangements, watched
-from mmlinattn.analysis.inspecting import NUM_QUERIES, WHAT, averaged, measure_block
+from mmlinattn.analysis.inspecting import NUM_QUERIES, WHAT, averaged, full_map, measure_block
 from mmlinattn.analysis.masking import masking_accuracies
 from mmlinattn.analysis.measures import CONFUSION_DISTANCE
 from mmlinattn.apis.cli import one_line_errors, writing
@@ -112,7 +112,7 @@ def inspect_picture(model, picture, args, progress, query, pixel) -> list:
                 maps.append(pictures.collect_query(block, picture, *query))
                 if any(call.local_kernels() for call in block.calls):
                     local_maps.append(pictures.collect_query(block, picture, *query, local=True))
-            full.append((block.name, block.mixer_name, pictures.collect_full(block)))
+            full.append((block.name, block.mixer_name, full_map(block).cpu().numpy()))
         progress()
 
     with watched(model, look):

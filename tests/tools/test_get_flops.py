@@ -1,0 +1,69 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""tools/analysis_tools/get_flops.py: its table, its options, its errors."""
+
+import runpy
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from mmlinattn.analysis.counting import CONV, LINEAR, PRODUCT
+from mmlinattn.analysis.flops import Cost
+
+ROOT = Path(__file__).resolve().parents[2]
+TOOL = str(ROOT / 'tools' / 'analysis_tools' / 'get_flops.py')
+REPORT = """\
+image 64 x 96 (height x width), batch 1
+part                params M        convolution G             linear G  attention product G                all G
+neck                   1.500                2.000                0.000                0.500                2.500
+head                   0.250                1.000                0.250                0.000                1.250
+total                  1.750                3.000                0.250                0.500                3.750
+norms, as fvcore counts them, not in the table: 0.125 G operations
+peak activation memory (float32, inference, estimate): 10 MiB
+note: one
+note: two"""
+
+
+def run(monkeypatch, *args):
+    monkeypatch.setattr(sys, 'argv', ['get_flops.py', *map(str, args)])
+    runpy.run_path(TOOL, run_name='__main__')
+
+
+def test_the_report_is_in_millions_billions_and_mebibytes():
+    macs = {('neck', CONV): 2e9, ('neck', PRODUCT): 5e8, ('head', LINEAR): 2.5e8, ('head', CONV): 1e9}
+    cost = Cost((64, 96), dict(neck=1_500_000, head=250_000), Counter(macs), 125_000_000, 10 * 2**20, ['one', 'two'])
+    assert runpy.run_path(TOOL, run_name='tool')['report'](cost) == REPORT
+
+
+def test_it_prints_totals_and_downloads_nothing(monkeypatch, capsys):
+    pytest.importorskip('mmdet')
+    monkeypatch.setattr('torch.hub.download_url_to_file', lambda *_, **__: pytest.fail('a download'))
+    config, totals = ROOT / 'configs/mmdet/ravlt_t_maskrcnn_1x.py', []
+    for options in ([], ['--cfg-options', 'model.roi_head.bbox_head.num_classes=10']):
+        run(monkeypatch, config, '--shape', 320, 480, *options)
+        out = capsys.readouterr().out
+        assert 'image 320 x 480' in out and 'backbone.stage4' in out and '1000 proposals' in out
+        (total,) = (line.split() for line in out.splitlines() if line.startswith('total'))
+        assert float(total[-1]) == pytest.approx(sum(map(float, total[2:5])), abs=0.002)
+        totals.append(float(total[1]))
+    assert totals[0] == pytest.approx(33.50, abs=0.01)
+    assert totals[0] - totals[1] == pytest.approx(70 * 5 * 1025 / 1e6, abs=0.002)
+
+
+@pytest.mark.parametrize(
+    ('args', 'message'),
+    [
+        (['--shape', '16', '480'], 'shape 16 480'),
+        ([], 'no such file'),
+        (['--cfg-options', 'model.backbone.arch=foo'], "'foo'"),
+        (['--cfg-options', 'model.backbone.foo=1'], 'foo'),
+    ],
+)
+def test_bad_input_is_one_line(monkeypatch, capsys, args, message):
+    pytest.importorskip('mmdet')
+    monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
+    with pytest.raises(SystemExit) as stop:
+        run(monkeypatch, ROOT / 'configs/mmdet/ravlt_t_retinanet_1x.py' if args else 'nowhere.py', *args)
+    error = capsys.readouterr().err.strip().splitlines()
+    assert stop.value.code == 1 and error[-1].startswith('error:') and message in error[-1]

@@ -1,0 +1,196 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""tools/analysis_tools/inspect_attention.py on configs of the three tasks."""
+
+import copy
+import json
+import runpy
+import sys
+
+import numpy as np
+import pytest
+import torch
+from config_helpers import ROOT, build
+from PIL import Image
+
+TOOL = ROOT / 'tools' / 'analysis_tools' / 'inspect_attention.py'
+CLASSIFIER = ROOT / 'configs' / 'mmpretrain' / 'ravlt_shapes_quickstart.py'
+MEASURES = {'rank', 'confusion', 'locality', 'sharpness', 'ccs'}
+
+
+@pytest.fixture
+def picture(tmp_path):
+    path = tmp_path / 'photo.png'
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 140, 3), dtype=np.uint8)).save(path)
+    return path
+
+
+@pytest.fixture
+def inspect(monkeypatch, tmp_path):
+    """Run the tool; its summary and the other files it wrote."""
+
+    def run(*args, out=tmp_path / 'new' / 'out'):
+        monkeypatch.setattr(sys, 'argv', ['inspect_attention.py', *map(str, args), '--out', str(out)])
+        runpy.run_path(str(TOOL), run_name='__main__')
+        files = {path.relative_to(out).as_posix() for path in out.rglob('*') if path.is_file()}
+        return json.loads((out / 'summary.json').read_text()), files - {'summary.json'}
+
+    return run
+
+
+@pytest.fixture
+def refused(inspect, capsys):
+    """The line that the tool ends with."""
+
+    def run(*args):
+        with pytest.raises(SystemExit) as stop:
+            inspect(*args)
+        error = capsys.readouterr().err.strip().splitlines()
+        assert stop.value.code == 1 and error[-1].startswith('error: ')
+        return error[-1]
+
+    return run
+
+
+def test_everything_of_a_classifier_without_checkpoint(picture, inspect, capsys):
+    pytest.importorskip('mmpretrain')
+    summary, files = inspect(CLASSIFIER, 'none', picture, '--query', 70, 30, '--num-queries', 16)
+    blocks = summary['blocks']
+    assert summary['checkpoint'] == 'none' and summary['settings']['num_queries'] == 16 and summary['version']
+    assert [block['mixer'] for block in blocks] == ['rala', 'rala', 'softmax', 'softmax', 'softmax']
+    assert [block['map'] for block in blocks] == [[16, 16], [8, 8], [4, 4], [4, 4], [2, 2]]  # resized to 64 x 64
+    assert [block['heads'] for block in blocks] == [1, 2, 4, 4, 5]
+    for block in blocks:
+        assert block['forward_error'] < 1e-5 and MEASURES <= set(block)
+        assert ('state' in block['rank']) == (block['mixer'] == 'rala')
+        assert len(block['confusion']['share']) == block['heads']
+    assert blocks[0]['ccs'] is None and -1 <= blocks[1]['ccs'] <= 1
+    # the picture is 140 wide and 90 high, the network sees 64 x 64
+    (image,) = summary['images']
+    assert (image['query'], image['query_shown'], image['shown']) == ([70, 30], [32, 21], [64, 64])
+    maps = {f'maps/photo_{rest}.png' for rest in ('full', 'query_70_30', 'query_70_30_with_local')}
+    assert files == {f'{name}.png' for name in MEASURES} | maps
+    said = capsys.readouterr().out
+    assert f'{max(block["forward_error"] for block in blocks):.1e}' in said and 'summary.json' in said
+
+
+def test_several_pictures_of_any_size_and_some_of_it(picture, inspect):
+    """An odd size in place of the pipeline's; numbers are means over pictures, sizes that differ are listed."""
+    pytest.importorskip('mmpretrain')
+    other = picture.with_name('other.png')
+    Image.new('RGB', (140, 90), (200, 0, 0)).save(other)
+    args = '--shape', 75, 101, '--num-queries', 8, '--what', 'locality'
+    found = [inspect(CLASSIFIER, 'none', *pictures, *args)[0] for pictures in ((picture,), (other,))]
+    both, files = inspect(CLASSIFIER, 'none', picture, other, *args, 'maps')
+    at = 'query_{}_{}'.format(*both['images'][0]['query'])
+    maps = [f'maps/{name}_{rest}.png' for name in ('0_photo', '1_other') for rest in ('full', at)]
+    assert {'locality.png', *maps} <= files
+    block = both['blocks'][0]
+    assert block['map'] == [19, 26] and 'rank' not in block and block['sampled_queries'] == 8
+    assert block['locality']['chance'] == pytest.approx(9 / 19 / 26)
+    sums = [summary['blocks'][0]['locality']['sum'][0] for summary in (*found, both)]
+    assert sums[0] != sums[1]
+    assert all(abs(x - 70) <= 1 and abs(y - 45) <= 1 for x, y in (image['query'] for image in both['images']))
+    merged = runpy.run_path(str(TOOL), run_name='tool')['merged']
+    blocks = [[dict(block='a', map=[4, size], rank=float(size), key_map=[2, 2])] for size in (6, 9, 6)]
+    assert merged(blocks) == [dict(block='a', map=[[4, 6], [4, 9], [4, 6]], key_map=[2, 2], rank=7.0)]
+
+
+def test_random_weights_are_the_same_on_every_call(picture, inspect, tmp_path):
+    """At the smallest size, where the last map is a single token."""
+    pytest.importorskip('mmpretrain')
+    args = '--shape', 32, 32, '--num-queries', 8, '--what', *sorted(MEASURES)
+    found = []
+    for name in ('one', 'two'):
+        torch.rand(5)
+        found.append(inspect(CLASSIFIER, 'none', picture, *args, out=tmp_path / name)[0]['blocks'])
+    assert found[0] == found[1]
+
+
+SWIN = dict(
+    model__backbone__arch=dict(
+        _delete_=True,
+        embed_dims=(16, 32, 32, 32),
+        depths=(1, 1, 2, 1),
+        num_heads=(1, 2, 2, 2),
+        stage_attns=('inline', 'focused', 'softmax', 'softmax'),
+    ),
+    model__decode_head__in_channels=[16, 32, 32, 32],
+    model__decode_head__channels=16,
+    model__auxiliary_head__in_channels=32,
+    test_dataloader__dataset__pipeline__1__scale=(160, 100),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ('name', 'options'), [('mmdet/ravlt_shapes_quickstart', {}), ('mmseg/inline_swin_t_upernet_160k', SWIN)]
+)
+def test_detectors_and_segmentors_with_a_checkpoint(picture, inspect, tmp_path, name, options):
+    pytest.importorskip(name.partition('/')[0])
+    model, cfg = build(name, **copy.deepcopy(options))  # merging takes _delete_ out
+    cfg.dump(str(tmp_path / 'config.py'))
+    with torch.no_grad():
+        for parameter in model.backbone.parameters():
+            parameter.normal_(std=0.3)
+    torch.save(dict(state_dict=model.state_dict(), meta={}), tmp_path / 'model.pth')
+    config, args = tmp_path / 'config.py', (picture, '--num-queries', 24)
+    summary, _ = inspect(config, tmp_path / 'model.pth', *args)
+    assert len(summary['blocks']) == sum(model.backbone.depths)
+    assert max(block['forward_error'] for block in summary['blocks']) < 1e-4
+    other, _ = inspect(config, 'none', *args, '--what', 'sharpness', out=tmp_path / 'random')
+    trained, fresh = (s['blocks'][0]['sharpness']['entropy'] for s in (summary, other))
+    assert trained != fresh  # the checkpoint was read
+
+
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        (dict(config='gone.py'), "config 'gone.py': no such file"),
+        (dict(checkpoint='gone.pth'), "checkpoint 'gone.pth': no such file"),
+        (dict(image='gone.png'), "image 'gone.png': no such file"),
+        (dict(image=__file__), 'cannot be read as a picture'),
+        (dict(more=['--query', '200', '10']), 'query 200 10 is outside of photo (140 x 90 pixels)'),
+        (dict(more=['--num-queries', '1']), '--num-queries 1 has to be at least 2'),
+        (dict(more=['--shape', '16', '64']), '--shape 16 64: height and width have to be at least 32'),
+        (dict(more=['--masking', '-4']), '--masking -4'),
+        (dict(more=['--device', 'abacus']), '--device abacus'),
+        (dict(more=['--masking', '4', '--data-root', 'gone/']), 'the test data cannot be read'),
+        (
+            dict(more=['--cfg-options', "model.backbone.stage_attns=('rala','rala','rala','ralla')"]),
+            "unknown attention 'ralla'",
+        ),
+    ],
+)
+def test_bad_input_is_one_line(picture, refused, change, message):
+    pytest.importorskip('mmpretrain')
+    args = {**dict(config=CLASSIFIER, checkpoint='none', image=picture, more=[]), **change}
+    more = ['--what', 'locality', '--num-queries', '4', *args['more']]
+    assert message in refused(args['config'], args['checkpoint'], args['image'], *more)
+
+
+def test_models_of_others_are_refused(picture, refused, tmp_path):
+    pytest.importorskip('mmpretrain')
+    torch.save(dict(state_dict={'backbone.stages.0.0.norm1.weight': torch.ones(7)}), tmp_path / 'other.pth')
+    assert 'does not fit the backbone of the config' in refused(CLASSIFIER, tmp_path / 'other.pth', picture)
+    config = tmp_path / 'resnet.py'
+    config.write_text(
+        "_base_ = 'mmpretrain::resnet/resnet18_8xb32_in1k.py'\n"
+        "custom_imports = dict(imports=['mmlinattn'], allow_failed_imports=False)\n"
+        "default_scope = 'mmpretrain'\n"
+    )
+    assert 'its backbone ResNet has no attention of mmlinattn' in refused(config, 'none', picture)
+    config.write_text('model = dict()\n')
+    assert 'default_scope is none of mmdet, mmseg, mmpretrain' in refused(config, 'none', picture)
+
+
+@pytest.mark.slow
+def test_masking_on_a_data_set(picture, inspect, tmp_path):
+    pytest.importorskip('mmpretrain')
+    from mmlinattn.datasets import DatasetSpec, write_dataset
+
+    write_dataset(tmp_path / 'data', DatasetSpec('imagenet', 12, 24, size=(64, 64)))
+    args = '--what', 'ccs', '--masking', 20, '--data-root', tmp_path / 'data'
+    summary, files = inspect(CLASSIFIER, 'none', picture, *args)
+    assert summary['masking']['pictures'] == 20 and 'masking.png' in files
+    names = ['none', '3x3', '9 others', '5x5', '25 others', '7x7', '49 others']
+    assert list(summary['masking']['accuracy']) == names
