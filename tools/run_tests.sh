@@ -84,7 +84,7 @@ fi
 
 # Not beside the tests above: MMCV compiles on all cores, and some tests measure time.
 [ -n "$onedl" ] || exit 0
-round=tests/test_cli_roundtrip.py
+round=tests/tools/test_roundtrip.py
 if [ ! -f "$round" ]; then
   echo "run_tests: no $round, so no round on the onedl distributions" >&2
   exit 0

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from test_cli_roundtrip import free_port, losses
-from test_cli_stopping import NUM_ITERS, TOOLS, env, place, weights  # noqa: F401
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'tools'))
+from test_stopping import NUM_ITERS, env, place, weights  # noqa: F401
+from tool_runs import TOOLS, free_port, losses
 
 PATH = f'{os.environ["PATH"]}:/usr/sbin:/sbin'
 MISSING = [name for name in ('munged', 'slurmctld', 'slurmd', 'srun') if shutil.which(name, path=PATH) is None]

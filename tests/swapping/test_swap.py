@@ -3,9 +3,9 @@
 
 import pytest
 import torch
+from config_helpers import training_batch
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
-from test_configs_training import training_batch
 
 from mmlinattn.swapping import NoPlace, swap_backbone
 from mmlinattn.swapping.upstream import without_weights

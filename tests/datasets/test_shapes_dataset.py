@@ -31,7 +31,7 @@ from mmlinattn.datasets.shapes import MIN_VISIBLE, SHAPES
 from mmlinattn.datasets.staging import COMMITTING, LOCK, NOTE, STAGING
 from mmlinattn.datasets.textures import BACKGROUNDS, contrasting_colour, draw_background
 
-TOOL = Path(__file__).parents[1] / 'tools' / 'make_shapes_dataset.py'
+TOOL = Path(__file__).parents[2] / 'tools' / 'make_shapes_dataset.py'
 
 
 def run_tool(*args):
@@ -595,7 +595,7 @@ def test_failure_leaves_nothing_behind(tmp_path):
 def test_killed_run_is_not_mistaken_for_a_data_set(tmp_path):
     out = tmp_path / 'out'
     command = [sys.executable, TOOL, out, '--format', 'imagenet']
-    environment = {**os.environ, 'PYTHONPATH': str(TOOL.parents[1])}
+    environment = {**os.environ, 'PYTHONPATH': str(TOOL.parents[2])}
     process = subprocess.Popen([*map(str, command), '--num-train', '100000', '--num-val', '2'], env=environment)
     deadline = time.time() + 120
     while not any(out.glob('.partial/train/*/*.JPEG')):

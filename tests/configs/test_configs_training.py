@@ -3,46 +3,14 @@
 
 import re
 
-import numpy as np
 import pytest
 import torch
-from config_helpers import build, configs_of
-from mmengine.structures import InstanceData, PixelData
+from config_helpers import build, configs_of, training_batch
 
 import mmlinattn  # noqa: F401
 
 for project in ('mmdet', 'mmseg', 'mmpretrain'):
     pytest.importorskip(project)
-
-
-def training_batch(task: str) -> dict:
-    """Two 64x64 pictures with what the task's data sets give."""
-    pictures = [torch.randint(0, 255, (3, 64, 64), dtype=torch.uint8) for _ in range(2)]
-    samples = []
-    for label in range(2):
-        if task == 'mmdet':
-            from mmdet.structures import DetDataSample
-            from mmdet.structures.mask import BitmapMasks
-
-            sample = DetDataSample(metainfo=dict(img_shape=(64, 64), pad_shape=(64, 64)))
-            masks = np.zeros((1, 64, 64), np.uint8)
-            masks[0, 8:50, 8:50] = 1
-            sample.gt_instances = InstanceData(
-                bboxes=torch.tensor([[8.0, 8, 50, 50]]),
-                labels=torch.tensor([label]),
-                masks=BitmapMasks(masks, 64, 64),
-            )
-        elif task == 'mmseg':
-            from mmseg.structures import SegDataSample
-
-            sample = SegDataSample(metainfo=dict(img_shape=(64, 64)))
-            sample.gt_sem_seg = PixelData(data=torch.full((1, 64, 64), label))
-        else:
-            from mmpretrain.structures import DataSample
-
-            sample = DataSample().set_gt_label(label)
-        samples.append(sample)
-    return dict(inputs=pictures, data_samples=samples)
 
 
 def small_heads(name: str) -> dict:

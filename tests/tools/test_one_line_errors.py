@@ -16,7 +16,7 @@ from mmlinattn.engine.runner import find_latest_checkpoint
 from mmlinattn.utils.errors import RunError
 
 pytest.importorskip('mmdet')
-TOOLS = Path(__file__).resolve().parents[1] / 'tools'
+TOOLS = Path(__file__).resolve().parents[2] / 'tools'
 CONFIG = str(TOOLS.parent / 'configs' / 'mmdet' / 'ravlt_shapes_quickstart.py')
 
 

@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """tools/launch.py ends as its processes do, and what the scripts ask torchrun and srun for; whole runs are in
-test_cli_stopping.py."""
+test_stopping.py."""
 
 import os
 import runpy
@@ -16,7 +16,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-TOOL = Path(__file__).resolve().parents[1] / 'tools' / 'launch.py'
+TOOL = Path(__file__).resolve().parents[2] / 'tools' / 'launch.py'
 
 
 def failed(exitcode):

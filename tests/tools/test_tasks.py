@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from test_cli_roundtrip import ROOT, TOOLS, in_one_process, python
+from tool_runs import ROOT, TOOLS, in_one_process, python
 
 pytestmark = pytest.mark.slow
 

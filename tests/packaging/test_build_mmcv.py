@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-TOOL = Path(__file__).resolve().parents[1] / 'tools' / 'build_mmcv.py'
+TOOL = Path(__file__).resolve().parents[2] / 'tools' / 'build_mmcv.py'
 PYTORCH = 'mmcv/ops/csrc/pytorch'
 FILES = [f'{PYTORCH}/{name}' for name in ('nms.cpp', 'pybind.cpp', 'roi_align.cpp', 'cpu/nms.cpp', 'cpu/psamask.cpp')]
 

@@ -40,7 +40,7 @@ from mmlinattn.datasets.textures import (
 )
 from mmlinattn.datasets.writer import GENERATOR_VERSION
 
-TOOL = Path(__file__).parents[1] / 'tools' / 'make_shapes_dataset.py'
+TOOL = Path(__file__).parents[2] / 'tools' / 'make_shapes_dataset.py'
 
 # Of DatasetSpec(format, 4, 2, seed=11, size=(128, 96), size_jitter=0.3), in generator version 5: width, height, mean of
 # red, green and blue, standard deviation, mean step from pixel to pixel; training pictures, then those for validation.

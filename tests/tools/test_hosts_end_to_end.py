@@ -18,7 +18,7 @@ import pytest
 import torch
 from config_helpers import CONFIG_DIR, load
 from mmengine.registry import MODELS
-from test_cli_roundtrip import TOOLS, in_one_process, losses
+from tool_runs import TOOLS, in_one_process, losses
 
 import mmlinattn  # noqa: F401  registers the hosts
 

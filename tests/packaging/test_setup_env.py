@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from packaging.specifiers import SpecifierSet
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ('bash', 'cat', 'dirname', 'flock', 'gcc', 'grep', 'ls', 'mktemp', 'nproc', 'rm', 'sed')
 COMMANDS += ('tail', 'tee', 'env')
 FAKE_PYTHON = """#!{python} -SE

@@ -10,13 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_cli_roundtrip import environment, free_port, losses, run
+from tool_runs import ROOT, TOOLS, environment, free_port, losses, run
 
 pytest.importorskip('mmpretrain')
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name != 'posix', reason='signals')]
 
-ROOT = Path(__file__).resolve().parents[1]
-TOOLS = ROOT / 'tools'
 NUM_ITERS = 12  # of two processes: 3 epochs of 4 batches
 CONFIG = """
 _base_ = {base!r}

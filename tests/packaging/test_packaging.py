@@ -18,7 +18,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 VERSION = runpy.run_path(str(ROOT / 'mmlinattn' / 'version.py'))['__version__']
 ONEDL = {
     'mmengine': 'onedl-mmengine',
