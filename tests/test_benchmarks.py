@@ -2,10 +2,6 @@
 """The benchmarks measure what they say; what they find is for a quiet machine."""
 
 import contextlib
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import measure
@@ -256,40 +252,6 @@ def test_resolution_draws_what_there_is_and_says_where_there_is_nothing(resoluti
     with pytest.raises(SystemExit):
         resolution_of_fakes('--sides', '96', '--draw')
     assert 'points.json has no point of these --models and --sides' in capsys.readouterr().err
-
-
-GPU_BENCHMARK = """
-import sys
-sys.path[:0] = ['tests/ops', 'benchmarks']
-import interpreter, run_gpu
-tiny = '--device cpu --dtype float32 --batch 1 --heads 1 --head-dim 16 --tokens 40 --crossing 16 --images 1'.split()
-tiny += '--forward-size 32 32 --train-size 32 32 --tiny --repeats 1'.split()
-run_gpu.main([*tiny, *sys.argv[1:]])
-"""
-
-
-@pytest.mark.slow
-def test_the_gpu_benchmark_runs_in_the_interpreter(tmp_path):
-    pytest.importorskip('triton')
-    out = tmp_path / 'gpu.md'
-    arguments = ['--only', 'attention', 'crossing', 'models', 'profile', '--out', str(out)]
-    done = subprocess.run(
-        [sys.executable, '-c', GPU_BENCHMARK, *arguments],
-        env={**os.environ, 'TRITON_INTERPRET': '1', 'OMP_NUM_THREADS': '1'},
-        cwd=Path(__file__).resolve().parent.parent,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = out.read_text()
-    for row in (
-        'rala, backward',
-        'focused, first call',
-        '| 16 |',
-        'train, fully linear / softmax twin',
-        'FLatten-Swin-T',
-    ):
-        assert row in report
 
 
 def test_traffic_is_counted_without_a_gpu(capsys):

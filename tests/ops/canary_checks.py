@@ -82,6 +82,9 @@ DEFECTS = {
 }
 
 
+FAST = ('no mask', 'a wrong stride', 'a write too many', 'columns that wrap around')
+
+
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Few tokens, and still several spans."""
@@ -103,12 +106,19 @@ def broken(source: Path, right: str, wrong: str, folder: Path):
     return made
 
 
-@pytest.mark.parametrize('name', list(VARIANTS))
+@pytest.mark.parametrize(
+    'name', ['linear', *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name != 'linear')]
+)
 def test_right_kernels_pass(name):
-    assert trial.trial(VARIANTS[name]) == dict(forward='', backward='')
+    deviations = {}
+    assert trial.trial(VARIANTS[name], deviations) == dict(forward='', backward='')
+    # far from the bound, and of the same size in both directions: the bound holds for more tokens, too
+    assert 0 < max(deviations.values()) < 0.5 * trial.BOUNDS[VARIANTS[name].dtype]
 
 
-@pytest.mark.parametrize('defect', list(DEFECTS))
+@pytest.mark.parametrize(
+    'defect', [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in DEFECTS]
+)
 def test_broken_kernels_do_not(defect, monkeypatch, tmp_path):
     variant, direction, right, wrong = DEFECTS[defect]
     owner = depthwise_op if 'convolution' in variant else attention_launch

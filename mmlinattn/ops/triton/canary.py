@@ -95,8 +95,8 @@ def _verdict(variant: NamedTuple) -> Optional[tuple[str, ...]]:
     return passed
 
 
-def _warn(variant: NamedTuple, faults: dict[str, str]) -> None:
-    told = '; '.join(f'{direction}: {fault}' for direction, fault in faults.items() if fault)
+def _warn(variant: NamedTuple, faults: dict[str, Any]) -> None:
+    told = '; '.join(f'{direction}: {faults[direction]}' for direction in DIRECTIONS if faults[direction])
     gpu = torch.cuda.get_device_name(variant.device) if variant.device.type == 'cuda' else 'CPU'
     warnings.warn(
         f'mmlinattn: plain PyTorch for {variant} on {gpu}, Triton {triton.__version__}, PyTorch {torch.__version__}: '
@@ -174,8 +174,8 @@ def _published(store, place: str, name: str) -> Optional[tuple[str, ...]]:
 # --- the process of trials --------------------------------------------------------------------------------------------
 
 
-def _ask(variant: NamedTuple) -> dict[str, str]:
-    """What is wrong with each direction, by a trial in the other process."""
+def _ask(variant: NamedTuple) -> dict[str, Any]:
+    """What is wrong with each direction, by a trial in the other process, and ``deviations`` where there were any."""
     global _child, _errors
     request = json.dumps(dict(name=name_of(variant), device=str(variant.device))) + '\n'
     for _ in range(2):

@@ -15,7 +15,7 @@ import math
 import os
 import select
 import sys
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 from unittest import mock
 
 import torch
@@ -33,13 +33,14 @@ GUARD = 4096  # elements before and after what kernels write
 SECONDS_IDLE = 60
 
 
-def trial(variant: NamedTuple) -> dict[str, str]:
+def trial(variant: NamedTuple, deviations: Optional[dict[str, float]] = None) -> dict[str, str]:
     """What is wrong with a kernel, for each direction; empty where nothing is.
 
     Args:
         variant (NamedTuple): :class:`.attention_op.Variant` or :class:`.depthwise_op.Variant`, its device included.
+        deviations (dict, optional): Gets the largest deviation of each direction.
     """
-    faults = dict.fromkeys(canary.DIRECTIONS, '')
+    faults, deviations = dict.fromkeys(canary.DIRECTIONS, ''), {} if deviations is None else deviations
     direction, bound = 'forward', BOUNDS[variant.dtype]
     bands: list[Tensor] = []
 
@@ -52,7 +53,8 @@ def trial(variant: NamedTuple) -> dict[str, str]:
     def check(runs, expected):
         if any(not band.isnan().all() for band in bands):
             return 'it writes where it has nothing to write'
-        return _fault(*runs, expected, bound)
+        fault, deviations[direction] = _compared(*runs, expected, bound)
+        return fault
 
     own = attention_op if isinstance(variant, attention_op.Variant) else depthwise_op
     kept, own._failed = own._failed, set()
@@ -81,19 +83,19 @@ def trial(variant: NamedTuple) -> dict[str, str]:
     return faults
 
 
-def _fault(first, second, expected, bound: float) -> str:
+def _compared(first, second, expected, bound: float) -> tuple[str, float]:
+    """What is wrong, and the largest deviation."""
+    largest = 0.0
     for ours, again, theirs in zip(first, second, expected):
         if ours.shape != theirs.shape:
-            return f'its result is of shape {tuple(ours.shape)}, not {tuple(theirs.shape)}'
+            return f'its result is of shape {tuple(ours.shape)}, not {tuple(theirs.shape)}', math.inf
         if not ours.isfinite().all():
-            return 'not all of its results are finite'
+            return 'not all of its results are finite', math.inf
         if not torch.equal(ours, again):
-            return 'two runs differ'
+            return 'two runs differ', math.inf
         rows = (ours.double() - theirs).norm(dim=-1).max()
-        deviation = (rows / theirs.norm(dim=-1).square().mean().sqrt().clamp(min=1e-30)).item()
-        if not deviation < bound:
-            return f'it deviates by {deviation:.1g}, where {bound:.1g} is allowed'
-    return ''
+        largest = max(largest, (rows / theirs.norm(dim=-1).square().mean().sqrt().clamp(min=1e-30)).item())
+    return '' if largest < bound else f'it deviates by {largest:.1g}, where {bound:.1g} is allowed', largest
 
 
 def _surrounded(x: Tensor, guard: int, aligned: bool) -> Tensor:
@@ -193,9 +195,12 @@ def serve() -> None:
         except RuntimeError as error:
             answer = dict(unavailable=str(error))
         else:
-            answer = trial(variant_of(request['name'], device))
+            deviations: dict[str, float] = {}
+            answer = dict(trial(variant_of(request['name'], device), deviations), deviations=deviations)
         print(json.dumps(answer), file=answers, flush=True)
-        if any(answer.values()):  # an illegal access leaves a GPU unusable to its process
+        if any(
+            answer.get(key) for key in ('unavailable', *canary.DIRECTIONS)
+        ):  # an illegal access leaves a GPU unusable to its process
             return
 
 
