@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..attention import Grid, StripeAttention, TokenMixer, WindowAttention, Windows
 from ..attention.base import Mixing
-from ..attention.grid import add_local
 from .weights import convolved, local_weights, state_keys
 
 PADDING, CLASS_TOKEN = -1, -2
@@ -109,7 +108,7 @@ class BlockCall(NamedTuple):
         calls (list[MixerCall]): One for each group of windows of one size, and each direction of stripes.
         size (tuple[int, int]): Height and width of the map of the queries.
         key_size (tuple[int, int]): Those of the map of the keys.
-        x (Tensor): What the arrangement was given.
+        projected (Tensor): What entered the output projection, (1, H, W, E) or (windows, N, E).
         ratio (int): Reduction of the keys' map; 0 for keys that lie on no map (averages over the token sequence).
     """
 
@@ -118,7 +117,7 @@ class BlockCall(NamedTuple):
     calls: list[MixerCall]
     size: tuple[int, int]
     key_size: tuple[int, int]
-    x: Tensor
+    projected: Tensor
     ratio: int = 1
 
     @property
@@ -141,42 +140,19 @@ class BlockCall(NamedTuple):
     def features(self) -> list[tuple[Tensor, Tensor]]:
         """Of each branch the output of the mixer, and that with convolution and gate as it enters the output
         projection: (heads, tokens of the map, d) both."""
-        gates = self._gates()
         found = []
-        for branch, gate in zip(self.branches, gates):
-            mixed, whole = (
-                branch[0].out.new_zeros(self.size[0] * self.size[1], branch[0].out.shape[-1]) for _ in range(2)
-            )
-            for call in branch:
-                real = call.queries >= 0
-                mixed[call.queries[real]] = call.out[real]
-                out = call.out
-                if call.local is not None:
-                    out = add_local(out.clone(), call.given['v'], call.local, call.given['grid'])
-                whole[call.queries[real]] = out[real]
-            if gate is not None:
-                whole = whole * gate
+        for branch, whole in zip(self.branches, self.projected.chunk(len(self.branches), dim=-1)):
+            places = torch.cat([call.queries.flatten() for call in branch])
+            mixed = self._on_map(torch.cat([call.out.flatten(0, 1) for call in branch]), places)
+            whole = whole[0].flatten(0, 1) if whole.dim() == 4 else self._on_map(whole.flatten(0, 1), places)
             heads = branch[0].mixer.num_heads
             found.append(tuple(rearrange(t.float(), 'n (heads e) -> heads n e', heads=heads) for t in (mixed, whole)))
         return found
 
-    def _gates(self) -> list[Optional[Tensor]]:
-        """What multiplies the output of each branch, (tokens of the map, E) or None."""
-        attention, tokens = self.attention, self.size[0] * self.size[1]
-        if isinstance(attention, StripeAttention):
-            if len(attention.widths) == 3:
-                return [None, None]
-            gate = attention.qkv(self.x)[:1, ..., -2 * attention.widths[3] :]
-            return list(rearrange(gate, '1 h w (branches c) -> branches (h w) c', branches=2))
-        kind = getattr(attention, 'gate', None)
-        if kind is None:
-            return [None] * len(self.branches)
-        gate = {
-            'projection': lambda: attention.qkv(self.x)[..., -attention.widths[-1] :],
-            'identity': lambda: self.x,
-            'tanh': lambda: self.x.tanh(),
-        }[kind]()
-        return [gate[0].flatten(0, -2)[-tokens:]]  # class tokens come first
+    def _on_map(self, tokens: Tensor, places: Tensor) -> Tensor:
+        out = tokens.new_zeros(self.size[0] * self.size[1], tokens.shape[-1])
+        out[places[places >= 0]] = tokens[places >= 0]
+        return out
 
 
 def arrangements(model: nn.Module) -> dict[str, nn.Module]:
@@ -229,11 +205,12 @@ def arguments_of(mixer: TokenMixer, args: tuple, kwargs: dict) -> dict:
 
 def _watch(name: str, attention: nn.Module, on_block: Callable) -> list:
     calls: list[tuple] = []
+    projected: list[Tensor] = []
     block = name[: -len('.attn')] if name.endswith('.attn') else name
     locals_ = {id(m.mixer): m.local for m in attention.modules() if isinstance(m, Mixing)}
 
     def begin(module, args):
-        calls.clear()  # of a pass that raised halfway
+        calls.clear(), projected.clear()  # of a pass that raised halfway
 
     def before(mixer, args, kwargs):
         calls.append((mixer, arguments_of(mixer, args, kwargs), []))
@@ -253,10 +230,11 @@ def _watch(name: str, attention: nn.Module, on_block: Callable) -> list:
             for (mixer, given, outs), (queries, keys) in zip(calls, layout)
         ]
         calls.clear()
-        on_block(BlockCall(block, attention, made, size, key_size, x, reduction_of(attention)))
+        on_block(BlockCall(block, attention, made, size, key_size, projected[-1], reduction_of(attention)))
 
     handles = [
         attention.register_forward_pre_hook(begin),
+        attention.proj.register_forward_pre_hook(lambda module, args: projected.append(args[0].clone())),
         attention.register_forward_hook(finish, with_kwargs=True),
     ]
     for module in attention.modules():

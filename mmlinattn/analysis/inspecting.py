@@ -2,7 +2,7 @@
 """The measures of one block's attention, from what it saw of an image."""
 
 import math
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 from torch import Tensor
@@ -48,12 +48,9 @@ def measure_block(
     branches = [_measure_branch(block, branch, what, num_queries, generator) for branch in block.branches]
     entry.update(_joined(branches))
     if 'rank' in what:
-        features = block.features()
-        size = min(features[0][0].shape[1:])
-        features = [[measures.ranks(t) for t in pair] for pair in features]
-        rank = entry.setdefault('rank', {})
-        rank['output'] = {**_chained([pair[0] for pair in features]), 'at_most': size}
-        rank['projected'] = {**_chained([pair[1] for pair in features]), 'at_most': size}
+        pairs = ([_ranks(t) for t in pair] for pair in block.features())
+        output, projected = (_joined(list(parts)) for parts in zip(*pairs))
+        entry.setdefault('rank', {}).update(output=output, projected=projected)
     if 'ccs' in what:
         weights = _same_rows(block, num_queries)
         value = math.nan if weights is None else measures.cross_head_similarity(weights)
@@ -64,61 +61,66 @@ def measure_block(
 def _measure_branch(block: BlockCall, branch: list[MixerCall], what, num_queries, generator) -> dict:
     samples = sample(branch, num_queries, generator)
     found: list[tuple[dict, float]] = []  # measures of a window and how many queries speak for it
+    confused: list[tuple[dict, float]] = []  # a window of one token has no pairs, and takes none from the others
     for call, window, rows in samples:
-        result: dict = {}
         weights = call.weights(window, rows)
-        result['forward_error'] = call.error(window, rows, weights)
         both = call.weights(window, rows, local=True) if call.local_kernels() else None
+        entry: dict = dict(forward_error=call.error(window, rows, weights))
         if 'rank' in what:
-            result['rank'] = _weight_ranks(call, window, weights, both)
+            state = call.state(window)
+            matrices = dict(weights=weights, weights_with_local=both, state=state)
+            entry['rank'] = {name: _ranks(matrix) for name, matrix in matrices.items() if matrix is not None}
         if 'confusion' in what and len(rows) > 1:
-            distances = measures.pair_distances(weights)
-            near = measures.confusion(weights)
-            tokens = int((call.queries[window] >= 0).sum())
-            result['confusion'] = dict(
-                share=near.tolist(),
-                pairs_a_window=(near * tokens * (tokens - 1) / 2).tolist(),
-                median_distance=distances.median(dim=-1).values.tolist(),
-                mean_norm=weights.norm(dim=-1).mean(dim=-1).tolist(),
-            )
+            confused.append((_confusion(weights, int((call.queries[window] >= 0).sum())), len(rows)))
         num_keys = int((call.keys[window] != PADDING).sum())
         if 'locality' in what and block.ratio:
             near = measures.neighbours(*coordinates(block, call, window, rows))
-            uniform = float(near.sum(dim=-1).double().mean()) / num_keys  # fewer than 9 neighbours at the border
-            result['locality'] = dict(chance=9 / num_keys, if_uniform=uniform)
-            for name, map_ in (('', weights), ('_with_local', both)):
-                if map_ is not None:
-                    total, share = measures.inside(map_, near)
-                    result['locality'].update({f'sum{name}': total.tolist(), f'share{name}': share.tolist()})
+            entry['locality'] = _locality(weights, both, near, num_keys)
         if 'sharpness' in what:
-            result['sharpness'] = dict(
-                entropy=measures.entropy(weights).tolist(),
-                entropy_if_uniform=math.log(num_keys),
-                negative=((weights.clamp(max=0).abs().sum(-1)) / weights.abs().sum(-1).clamp(min=1e-30))
-                .mean(-1)
-                .tolist(),
-                **{f'top_{n}': measures.top_mass(weights, n).tolist() for n in (1, 9, 25)},
-            )
-        found.append((result, len(rows)))
-    # a window of one token has no pairs, and takes none from the others
-    confused = [(entry.pop('confusion'), number) for entry, number in found if 'confusion' in entry]
+            entry['sharpness'] = _sharpness(weights, num_keys)
+        found.append((entry, len(rows)))
     result = averaged(found)
     if confused:
-        windows = sum(len(call.queries) for call in branch)
-        each = zip(*(entry.pop('pairs_a_window') for entry, _ in confused))
         result['confusion'] = averaged(confused)
-        result['confusion']['pairs_an_image'] = [windows * sum(pairs) / len(samples) for pairs in each]
+        pairs = [entry['pairs_a_window'] for entry, _ in confused]
+        windows = sum(len(call.queries) for call in branch)
+        del result['confusion']['pairs_a_window']
+        result['confusion']['pairs_an_image'] = [windows * sum(head) / len(samples) for head in zip(*pairs)]
     return {'sampled_queries': sum(len(rows) for _, _, rows in samples), **result}
 
 
-def _weight_ranks(call: MixerCall, window: int, weights: Tensor, both: Optional[Tensor]) -> dict:
-    rank = dict(weights={**measures.ranks(weights), 'at_most': min(weights.shape[1:])})
-    if both is not None:
-        rank['weights_with_local'] = {**measures.ranks(both), 'at_most': min(both.shape[1:])}
-    state = call.state(window)
-    if state is not None:
-        rank['state'] = {**measures.ranks(state), 'at_most': min(state.shape[1:])}
-    return rank
+def _ranks(matrix: Tensor) -> dict:
+    return {**measures.ranks(matrix), 'at_most': min(matrix.shape[1:])}
+
+
+def _confusion(weights: Tensor, tokens: int) -> dict:
+    share = measures.confusion(weights)
+    return dict(
+        share=share.tolist(),
+        pairs_a_window=(share * tokens * (tokens - 1) / 2).tolist(),
+        median_distance=measures.pair_distances(weights).median(dim=-1).values.tolist(),
+        mean_norm=weights.norm(dim=-1).mean(dim=-1).tolist(),
+    )
+
+
+def _locality(weights: Tensor, both: Optional[Tensor], near: Tensor, num_keys: int) -> dict:
+    uniform = float(near.sum(dim=-1).double().mean()) / num_keys  # fewer than 9 neighbours at the border
+    found = dict(chance=9 / num_keys, if_uniform=uniform)
+    for name, map_ in (('', weights), ('_with_local', both)):
+        if map_ is not None:
+            total, share = measures.inside(map_, near)
+            found.update({f'sum{name}': total.tolist(), f'share{name}': share.tolist()})
+    return found
+
+
+def _sharpness(weights: Tensor, num_keys: int) -> dict:
+    negative = weights.clamp(max=0).abs().sum(-1) / weights.abs().sum(-1).clamp(min=1e-30)
+    return dict(
+        entropy=measures.entropy(weights).tolist(),
+        entropy_if_uniform=math.log(num_keys),
+        negative=negative.mean(-1).tolist(),
+        **{f'top_{n}': measures.top_mass(weights, n).tolist() for n in (1, 9, 25)},
+    )
 
 
 def sample(branch: list[MixerCall], num_queries: int, generator=None) -> list[tuple[MixerCall, int, Tensor]]:
@@ -189,7 +191,7 @@ def full_map(block: BlockCall, side: int = 128, local: bool = False) -> Tensor:
     axes = []
     for height, width in (block.size, block.key_size):
         step = -(-height * width // side)
-        axes.append(torch.arange(0, height * width, step, device=block.x.device))
+        axes.append(torch.arange(0, height * width, step, device=block.projected.device))
     queries, keys = axes
     maps = []
     for branch in block.branches:
@@ -237,42 +239,42 @@ def averaged(entries: list[tuple[dict, float]]) -> dict:
     Raises:
         ValueError: Lists of one key have different lengths.
     """
-    return _mean([entry for entry, _ in entries], [weight for _, weight in entries]) if entries else {}
+    weights = [weight for _, weight in entries]
 
+    def mean(values: list):
+        if all(value == values[0] for value in values):
+            return values[0]
+        if isinstance(values[0], list):
+            if len({len(value) for value in values}) > 1:
+                raise ValueError('one list is shorter than another: they have no mean')
+            return [mean(list(numbers)) for numbers in zip(*values)]
+        if not isinstance(values[0], (int, float)):
+            return values
+        return sum(value * weight for value, weight in zip(values, weights)) / sum(weights)
 
-def _mean(values: list, weights: list):
-    first = values[0]
-    if isinstance(first, dict):
-        return {key: _mean([v[key] for v in values], weights) for key in first if all(key in v for v in values)}
-    if isinstance(first, list):
-        if any(len(value) != len(first) for value in values):
-            raise ValueError('one list is shorter than another: they have no mean')
-        return [_mean(list(group), weights) for group in zip(*values)]
-    if not isinstance(first, (int, float)) or isinstance(first, bool):
-        return first if all(value == first for value in values) else values
-    if all(value == first for value in values):
-        return first
-    return sum(value * weight for value, weight in zip(values, weights)) / sum(weights)
-
-
-def _chained(parts: list[dict]) -> dict:
-    """Lists of the branches one after the other."""
-    return {key: [value for part in parts for value in part[key]] for key in parts[0]}
+    return _merged([entry for entry, _ in entries], mean) if entries else {}
 
 
 def _joined(branches: list[dict]) -> dict:
-    """Measures of the two directions of stripes as one: heads one after the other, other numbers averaged."""
-    if len(branches) == 1:
-        return branches[0]
-    result = {}
-    for key, first in branches[0].items():
-        if not all(key in branch for branch in branches):
-            continue
-        values = [branch[key] for branch in branches]
-        if isinstance(first, dict):
-            result[key] = _joined(values)
-        elif isinstance(first, list):
-            result[key] = [value for part in values for value in part]
-        else:
-            result[key] = sum(values) if key == 'sampled_queries' else _mean(values, [1] * len(values))
-    return result
+    """Measures of the two directions of stripes as one: heads one after the other, other numbers averaged, queries
+    added up."""
+
+    def join(values: list):
+        if isinstance(values[0], list):
+            return [number for part in values for number in part]
+        return values[0] if all(value == values[0] for value in values) else sum(values) / len(values)
+
+    joined = _merged(branches, join)
+    if 'sampled_queries' in joined:
+        joined['sampled_queries'] = sum(branch['sampled_queries'] for branch in branches)
+    return joined
+
+
+def _merged(entries: list[dict], merge: Callable) -> dict:
+    """What several dicts have in common, their values under each key merged; dicts in them likewise."""
+    found = {}
+    for key in entries[0]:
+        if all(key in entry for entry in entries):
+            values = [entry[key] for entry in entries]
+            found[key] = _merged(values, merge) if isinstance(values[0], dict) else merge(values)
+    return found

@@ -155,8 +155,9 @@ def plot(results: dict, path: Path) -> None:
     runs, task = by_arm(results), _task_of(results)
     figure = Figure(figsize=(12, 0.42 * len(runs) + 2.6), layout='constrained')
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    for i, (colour, found) in enumerate(_coloured(runs)):
-        values = [run[task.metric] for run in found]
+    colours = colormaps['tab10' if len(runs) <= 10 else 'tab20'].colors
+    for i, found in enumerate(runs.values()):
+        colour, values = colours[i % len(colours)], [run[task.metric] for run in found]
         left.plot(values, [i] * len(values), 'o', color=colour, alpha=0.6)
         left.plot([statistics.fmean(values)] * 2, [i - 0.3, i + 0.3], color=colour, linewidth=2)
         curves = np.array([[point[1] for point in run['curve']] for run in found])
@@ -170,60 +171,16 @@ def plot(results: dict, path: Path) -> None:
     right.set_xlabel('training steps (colours as on the left)')
     right.set_ylabel(f'{task.unit} (band: lowest and highest seed)')
     right.grid(alpha=0.3)
-    figure.suptitle(f'{_named(results)}: arms (number of seeds), same pictures and steps for all', fontsize=10)
+    name = f'study {results["study"]}, task {results.get("task", FIRST_TASK)}'
+    figure.suptitle(f'{name}: arms (number of seeds), same pictures and steps for all', fontsize=10)
     figure.savefig(path, dpi=110)
-
-
-def _named(results: dict) -> str:
-    return f'study {results["study"]}, task {results.get("task", FIRST_TASK)}'
-
-
-def _coloured(runs: dict[str, list[dict]]) -> list[tuple]:
-    colours = colormaps['tab10' if len(runs) <= 10 else 'tab20'].colors
-    return [(colours[i % len(colours)], found) for i, found in enumerate(runs.values())]
-
-
-RANKS = dict(
-    state='state of keys and values',
-    output='output of the heads',
-    projected='with convolution and gate, as projected',
-)
-
-
-def plot_ranks(results: dict, path: Path) -> bool:
-    """Score of each run over the ranks of its trained attention (RALA Fig. 8); False where no ranks were measured."""
-    runs, task = by_arm(results), _task_of(results)
-    measured = [attention_of(run) for found in runs.values() for run in found]
-    names = [name for name in RANKS if any(name in found for found in measured)]
-    if not names:
-        return False
-    figure = Figure(figsize=(3.6 * len(names) + 3, 4), layout='constrained')
-    axes = figure.subplots(1, len(names), sharey=True, squeeze=False)
-    for name, axis in zip(names, axes[0]):
-        most = max(found[name][1] for found in measured if name in found)
-        for arm, (colour, found) in zip(runs, _coloured(runs)):
-            points = [(attention_of(run).get(name), run[task.metric]) for run in found]
-            points = [(rank[0], score) for rank, score in points if rank]
-            axis.plot(*zip(*points), 'o', color=colour, alpha=0.7, label=arm) if points else None
-        axis.set_title(RANKS[name], fontsize=10)
-        axis.set_xlabel(f'effective rank, mean over blocks (at most {most:.0f})')
-        axis.grid(alpha=0.3)
-    axes[0, 0].set_ylabel(task.unit)
-    labels = {label: line for axis in axes[0] for line, label in zip(*axis.get_legend_handles_labels())}
-    figure.legend(labels.values(), labels.keys(), loc='outside right upper', fontsize=8)
-    score = task.unit.partition(',')[0]
-    figure.suptitle(f'{_named(results)}: a dot a trained model, its ranks and its {score}', fontsize=10)
-    figure.savefig(path, dpi=110)
-    return True
 
 
 def write(results: dict, out: Path) -> list[Path]:
-    """``table.md``, ``plot.png`` and, where ranks were measured, ``ranks.png`` beside ``results.json``; all paths."""
+    """``table.md`` and ``plot.png`` beside ``results.json``; all paths, none without runs."""
     paths = [out / 'results.json', out / 'table.md', out / 'plot.png']
     if not results['runs']:
         return []
     write_atomically(paths[1], table(results))
     plot(results, paths[2])
-    if plot_ranks(results, out / 'ranks.png'):
-        paths.append(out / 'ranks.png')
     return paths

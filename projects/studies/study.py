@@ -29,23 +29,27 @@ def load_results(path: Path, name: Optional[str], settings: Settings, task: str 
     Raises:
         RunError: The file is not of this study and task, or was made with other settings.
     """
-    empty = dict(study=name, task=task, version=__version__, settings=settings._asdict(), runs=[])
     if not path.exists():
-        return empty
-    try:
-        results = json.loads(path.read_text(encoding='utf-8'))
-        known = results['study'] in STUDIES if name is None else results['study'] == name
-        results.setdefault('task', FIRST_TASK)
-        same = known and results['task'] == task and results['settings'] == settings._asdict()
-        runs = isinstance(results['runs'], list) and all((run['arm'], run['seed']) for run in results['runs'])
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f'{path} is no results file of a study: {error}') from error
-    if not same or not runs:
+        return dict(study=name, task=task, version=__version__, settings=settings._asdict(), runs=[])
+    results = _read(path)
+    known = results['study'] in STUDIES if name is None else results['study'] == name
+    if not known or results['task'] != task or results['settings'] != settings._asdict():
         wanted = 'a known study' if name is None else f'{name!r}, which needs another --out,'
         raise RunError(
             f'{path} is of study {results["study"]!r}, task {results["task"]!r} with {results["settings"]}, not of '
             f'{wanted} task {task!r} with {settings._asdict()}.'
         )
+    return results
+
+
+def _read(path: Path) -> dict:
+    try:
+        results = json.loads(path.read_text(encoding='utf-8'))
+        results = dict(task=FIRST_TASK, **results) if 'task' not in results else results
+        if {'study', 'settings'} - results.keys() or any({'arm', 'seed'} - run.keys() for run in results['runs']):
+            raise KeyError('study, settings, and arm and seed of each run')
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f'{path} is no results file of a study: {type(error).__name__} {error}') from error
     return results
 
 
@@ -85,17 +89,9 @@ def reuse(name: str, out: Path, settings: Settings, folders: Iterable[Path], tas
     for path in (folder / 'results.json' for folder in folders):
         if not path.is_file():
             raise RunError(f'--reuse {str(path.parent)!r} has no results.json.')
-        if _task_in(path) in (task, None):
+        if _read(path)['task'] == task:
             runs += reusable_runs(name, load_results(path, None, settings, task))
     return _add(name, out, settings, runs, task)
-
-
-def _task_in(path: Path) -> Optional[str]:
-    """The task of a results file; None for what is no results file, which :func:`load_results` speaks of."""
-    try:
-        return json.loads(path.read_text(encoding='utf-8')).get('task', FIRST_TASK)
-    except (ValueError, AttributeError):
-        return None
 
 
 def _add(name: str, out: Path, settings: Settings, runs: list[dict], task: str = FIRST_TASK) -> list[dict]:
@@ -121,17 +117,14 @@ def _done(results: dict) -> set[tuple[str, int]]:
 @contextlib.contextmanager
 def _claimed(out: Path, arm: str, seed: int) -> Iterator[bool]:
     """Whether the run is this process's to do. The system drops the claim of a process that dies."""
-    ours = True
+    claim = _lock(out, f'{"".join(c if c.isalnum() else "_" for c in arm)}-{seed}')
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(locked(_claim(out, arm, seed), f'trains {arm}, seed {seed}', wait=False))
+            held.enter_context(locked(claim, f'trains {arm}, seed {seed}', wait=False))
+            ours = True
         except BlockingIOError:
             ours = False
         yield ours
-
-
-def _claim(out: Path, arm: str, seed: int) -> Path:
-    return _lock(out, f'{"".join(c if c.isalnum() else "_" for c in arm)}-{seed}')
 
 
 def _lock(out: Path, name: str) -> Path:

@@ -87,16 +87,18 @@ def _normalised(images: Tensor) -> Tensor:
 
 
 class Classifier(nn.Module):
-    """A backbone's last map, its mean, and a linear layer."""
+    """A backbone's last map and a linear layer: of its mean, (B, classes), or at each place, (B, classes, h, w)."""
 
-    def __init__(self, backbone: dict, num_classes: int) -> None:
+    def __init__(self, backbone: dict, num_classes: int, pooled: bool = True) -> None:
         super().__init__()
         self.backbone = MODELS.build(dict(backbone))
         self.backbone.init_weights()
-        self.head = nn.Linear(self.backbone.feature_info[-1]['channels'], num_classes)
+        self.pooled = pooled
+        self.head = nn.Conv2d(self.backbone.feature_info[-1]['channels'], num_classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.backbone(_normalised(images))[-1].mean(dim=(2, 3)))
+        x = self.backbone(_normalised(images))[-1]
+        return self.head(x.mean(dim=(2, 3), keepdim=True)).flatten(1) if self.pooled else self.head(x)
 
 
 class Classification(Task):
@@ -143,19 +145,6 @@ class Largest(Classification):
         return _channels_first(images), torch.from_numpy(labels)
 
 
-class PointClassifier(nn.Module):
-    """A backbone's last map and a linear layer at each place: (B, classes, h, w)."""
-
-    def __init__(self, backbone: dict, num_classes: int) -> None:
-        super().__init__()
-        self.backbone = MODELS.build(dict(backbone))
-        self.backbone.init_weights()
-        self.head = nn.Conv2d(self.backbone.feature_info[-1]['channels'], num_classes, 1)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.backbone(_normalised(images))[-1])
-
-
 class Recall(Task):
     """Associative recall: four discs have a spot, four others have not; name, at each of these, the colour of the spot
     of the disc that has its colour.
@@ -196,7 +185,7 @@ class Recall(Task):
         return super().mirrored(images, targets, which)[0], torch.where(which[:, None, None], turned, targets)
 
     def build(self, backbone):
-        return PointClassifier(backbone, len(self.palette))
+        return Classifier(backbone, len(self.palette), pooled=False)
 
     def loss(self, model, images, targets):
         logits = self._at(model(images), images, targets)

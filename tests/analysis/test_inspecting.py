@@ -103,7 +103,7 @@ def test_weights_in_hosts_are_those_of_the_forward_pass(host):
 
     with watched(model, look):
         out = model(x)
-    torch.testing.assert_close(out, expected, rtol=0, atol=0)  # looking changes nothing
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)  # looking changes nothing but roundings
     assert len(found) == len({entry['block'] for entry, *_ in found}) == len(arrangements(model)) == sum(model.depths)
     for entry, weights, classes, whole in found:
         assert entry['forward_error'] < 1e-5, entry

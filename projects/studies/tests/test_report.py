@@ -137,14 +137,14 @@ def test_means_are_of_seeds_that_both_arms_have():
 
 
 def test_what_is_written(monkeypatch, tmp_path):
-    """One dot a run and one curve an arm; ranks where they were measured."""
+    """One dot a run and one curve an arm."""
     kept, save = {}, Figure.savefig
     monkeypatch.setattr(
         Figure, 'savefig', lambda self, path, **k: kept.update({path.name: self}) or save(self, path, **k)
     )
     assert report.write(of('inline', []), tmp_path) == []
     paths = report.write(INLINE, tmp_path)
-    assert [path.name for path in paths] == ['results.json', 'table.md', 'plot.png', 'ranks.png']
+    assert [path.name for path in paths] == ['results.json', 'table.md', 'plot.png']
     assert all(path.is_file() for path in paths[1:]) and paths[1].read_text(encoding='utf-8') == TABLE
     left, right = kept['plot.png'].axes
     scores = [[40, 44], [42, 38], [40], [36], [30]]  # by seed
@@ -152,8 +152,3 @@ def test_what_is_written(monkeypatch, tmp_path):
     assert [set(line.get_xdata()) for line in left.lines[1::2]] == [{np.mean(values)} for values in scores]
     assert [line.get_ydata().tolist() for line in right.lines] == [[np.mean(v) / 2, np.mean(v)] for v in scores]
     assert len({line.get_color() for line in right.lines}) == 5
-    state, output, projected = kept['ranks.png'].axes
-    assert list(state.lines[0].get_xdata()) == [3, 5] and list(state.lines[0].get_ydata()) == [40, 44]
-    assert len(state.lines) == 4 and len(output.lines) == 5  # one arm has no state
-    assert [axis.get_xlabel().rpartition(' ')[2] for axis in kept['ranks.png'].axes] == ['16)', '20)', '24)']
-    assert 'ranks.png' not in [path.name for path in report.write(of('inline', [run('softmax', 0, 40.0)]), tmp_path)]

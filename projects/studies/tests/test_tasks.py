@@ -49,7 +49,7 @@ def test_mirroring(name):
 
 
 def test_labels_are_those_of_the_largest():
-    images, labels = TASKS['largest'].draw(40, Settings(), 3)
+    images, labels = TASKS['largest'].draw(150, Settings(), 3)
     assert images.is_contiguous() and set(labels.tolist()) == set(range(6))
 
 
