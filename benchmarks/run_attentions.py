@@ -156,7 +156,7 @@ def parse(argv=None):
     parser.add_argument('--max-seconds', type=float, default=20, help='longest call, and longest time for a size')
     parser.add_argument('--no-memory', action='store_true', help='times only')
     parser.add_argument('--out', type=Path, help='write the tables to this markdown file as well')
-    parser.add_argument('--plot', type=Path, help='draw the times into this picture')
+    parser.add_argument('--plot', type=Path, help='draw the times into this image')
     args = parser.parse_args(argv)
     if sorted(set(args.sides)) != args.sides or args.sides[0] < 1:
         parser.error(f'--sides {args.sides} have to be ascending and at least 1')

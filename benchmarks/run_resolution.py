@@ -312,7 +312,7 @@ def main(argv=None) -> None:
     parser.add_argument('--results', type=Path, help='JSON file to keep every point in, and to go on from')
     parser.add_argument('--draw', action='store_true', help='measure nothing: table and plot of what --results holds')
     parser.add_argument('--out', type=Path, help='write the table to this markdown file as well')
-    parser.add_argument('--plot', type=Path, help='draw the curves into this picture')
+    parser.add_argument('--plot', type=Path, help='draw the curves into this image')
     args = parser.parse_args(argv)
     if min(args.sides) < 32:
         parser.error(f'--sides {min(args.sides)}: images have to be 32 pixels at least')

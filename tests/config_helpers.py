@@ -93,7 +93,7 @@ def run_pipeline(name: str, sample: dict, times: int, loader: str = 'train_datal
 
 
 def training_batch(task: str) -> dict:
-    """Two 64x64 pictures with what the task's data sets give."""
+    """Two 64x64 images with what the task's data sets give."""
     pictures = [torch.randint(0, 255, (3, 64, 64), dtype=torch.uint8) for _ in range(2)]
     samples = []
     for label in range(2):

@@ -26,7 +26,7 @@ def call(kind: str, **values) -> str:
 
 
 def steps(pipeline) -> list[str]:
-    """The transforms of a pipeline that change pictures, one line each."""
+    """The transforms of a pipeline that change images, one line each."""
     lines = []
     for step in pipeline:
         values = {
@@ -173,7 +173,7 @@ COSINES = {
 
 
 def pictures(size: int) -> dict:
-    """DeiT's augmentation for training at ``size`` pixels, and the pictures of the test."""
+    """DeiT's augmentation for training at ``size`` pixels, and the images of the test."""
     edges = {224: 256, 288: 329, 448: 512}
     test = ['Resize(interpolation=bicubic, scale=384)']
     if size in edges:

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Draw what a model finds in a picture, or in each picture of a folder. The config's ``default_scope`` says whether it
+"""Draw what a model finds in an image, or in each image of a folder. The config's ``default_scope`` says whether it
 is a detector, segmentor or classifier."""
 
 import argparse
@@ -29,10 +29,10 @@ SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument('image', help='picture, or folder of pictures')
+    parser.add_argument('image', help='image, or folder of images')
     parser.add_argument('config', help='config file')
     parser.add_argument('checkpoint', help='checkpoint file, URL or mmlinattn://NAME')
-    parser.add_argument('--out', required=True, help='picture to write; for a folder of pictures, a folder')
+    parser.add_argument('--out', required=True, help='image to write; for a folder of images, a folder')
     parser.add_argument('--score-thr', type=float, default=0.3, help='lowest score drawn, detectors only [0.3]')
     parser.add_argument('--classes', nargs='+', metavar='NAME', help="class names [the checkpoint's or data set's]")
     parser.add_argument('--device', default=get_device(), help='cpu, cuda:0, ... [the best here]')
@@ -40,7 +40,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def find_pictures(path: str) -> list:
-    """The picture named, or those directly inside the folder named; what is hidden (macOS's ``._a.jpg``) is none."""
+    """The image named, or those directly inside the folder named; what is hidden (macOS's ``._a.jpg``) is none."""
     if osp.isfile(path):
         return [path]
     if not osp.isdir(path):
@@ -48,25 +48,25 @@ def find_pictures(path: str) -> list:
     files = (file for file in Path(path).iterdir() if file.is_file() and not file.name.startswith('.'))
     pictures = sorted(str(file) for file in files if file.suffix.lower() in SUFFIXES)
     if not pictures:
-        raise RunError(f'image {path!r}: no picture ({" ".join(SUFFIXES)}) in this folder.')
+        raise RunError(f'image {path!r}: no image ({" ".join(SUFFIXES)}) in this folder.')
     return pictures
 
 
 def check_pictures(pictures: list) -> None:
-    """Raise a RunError for a file that is no picture, before the model is built."""
+    """Raise a RunError for a file that is no image, before the model is built."""
     for path in pictures:
         try:
             readable = mmcv.imread(path) is not None
         except Exception:  # what a decoder raises depends on the decoder
             readable = False
         if not readable:
-            raise RunError(f'image {path!r} cannot be read as a picture.')
+            raise RunError(f'image {path!r} cannot be read as an image.')
 
 
 def check_out(out: str, is_folder: bool) -> Path:
     out = Path(out)
     if is_folder and out.is_file():
-        raise RunError(f'--out {str(out)!r} is a file; for a folder of pictures it has to be a folder.')
+        raise RunError(f'--out {str(out)!r} is a file; for a folder of images it has to be a folder.')
     if not is_folder and out.suffix.lower() not in SUFFIXES:
         raise RunError(f'--out {str(out)!r} has to end in one of {" ".join(SUFFIXES)}.')
     if is_folder:
@@ -111,7 +111,7 @@ def build_inferencer(args: argparse.Namespace, cfg, num_pictures: int):
 
 
 def drawing_names(pictures: list) -> list:
-    """A name for each drawing: ``a.png`` of a.jpg, ``a.jpg.png`` where another picture has that already."""
+    """A name for each drawing: ``a.png`` of a.jpg, ``a.jpg.png`` where another image has that already."""
     names: dict = {}
     for path in map(Path, pictures):
         names.setdefault(f'{path.stem}.png' if f'{path.stem}.png' not in names else f'{path.name}.png')
@@ -119,7 +119,7 @@ def drawing_names(pictures: list) -> list:
 
 
 def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> None:
-    """Write the drawings into ``vis`` below ``folder``, one a picture, in any format."""
+    """Write the drawings into ``vis`` below ``folder``, one an image, in any format."""
     scope = cfg.get('default_scope')
     if scope not in ('mmdet', 'mmseg', 'mmpretrain'):
         raise RunError(f'{args.config}: default_scope = {scope!r} is none of mmdet, mmseg, mmpretrain.')
@@ -169,7 +169,7 @@ def main() -> None:
                     shutil.copy2(path, out / path.name)
             else:
                 mmcv.imwrite(mmcv.imread(str(drawn[0])), str(out))
-        notice(f'{len(drawn)} picture(s) in {osp.abspath(out)}')
+        notice(f'{len(drawn)} image(s) in {osp.abspath(out)}')
 
 
 if __name__ == '__main__':

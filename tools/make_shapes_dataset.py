@@ -27,8 +27,8 @@ def parse_args(argv):
     )
     parser.add_argument('out', type=Path, metavar='OUT', help='folder to write: the data_root')
     parser.add_argument('--format', required=True, choices=('coco', 'ade', 'imagenet'))
-    parser.add_argument('--num-train', required=True, type=int, help='pictures for training')
-    parser.add_argument('--num-val', required=True, type=int, help='pictures for validation')
+    parser.add_argument('--num-train', required=True, type=int, help='images for training')
+    parser.add_argument('--num-val', required=True, type=int, help='images for validation')
     parser.add_argument('--seed', type=int, default=0, help='default: %(default)s')
     parser.add_argument(
         '--size',
@@ -86,7 +86,7 @@ def main(argv=None) -> int:
         print(f'interrupted: nothing written to {args.out}', file=sys.stderr)
         return 130
     state = 'wrote' if written else 'already there, unchanged:'
-    counts = f'{args.num_train} training and {args.num_val} validation pictures'
+    counts = f'{args.num_train} training and {args.num_val} validation images'
     print(f'{state} {args.out} ({args.format}, {counts}, seed {args.seed})')
     print(f'classes: {CLASSES[args.format]}')
     return 0

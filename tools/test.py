@@ -127,7 +127,7 @@ def main() -> None:
         if args.out and args.out_item == 'metrics' and runner.rank == 0:
             mmengine.dump(metrics, args.out)
         if args.show_dir:
-            notice(f'pictures are in {osp.abspath(args.show_dir)}')
+            notice(f'images are in {osp.abspath(args.show_dir)}')
 
 
 if __name__ == '__main__':

@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 # The detector that tools/quickstart.sh trains on two CPU cores in a few minutes. Sized for
-# pictures of 160x160; for a COCO recipe see ravlt_b_cascade_3x.py.
+# images of 160x160; for a COCO recipe see ravlt_b_cascade_3x.py.
 _base_ = [
     'mmdet::_base_/models/mask-rcnn_r50_fpn.py',
     'mmdet::_base_/datasets/coco_instance.py',
@@ -84,7 +84,7 @@ test_dataloader = val_dataloader
 val_evaluator = dict(ann_file=data_root + 'annotations/instances_val2017.json')
 test_evaluator = val_evaluator
 
-max_epochs = 5  # of 88 iterations, with 740 pictures of which 37 are empty
+max_epochs = 5  # of 88 iterations, with 740 images of which 37 are empty
 train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=max_epochs, val_interval=max_epochs)
 val_cfg = dict(type='ValLoop')
 test_cfg = dict(type='TestLoop')

@@ -19,7 +19,7 @@ metainfo = dict(
     )
 )  # fmt: skip
 num_classes = len(metainfo['classes'])
-size = 64  # the shape is half of the picture or more
+size = 64  # the shape is half of the image or more
 
 model = dict(
     type='ImageClassifier',
@@ -58,7 +58,7 @@ test_dataloader = val_dataloader
 val_evaluator = dict(type='Accuracy', topk=(1,))
 test_evaluator = val_evaluator
 
-max_epochs = 5  # of 30 iterations, with 960 pictures
+max_epochs = 5  # of 30 iterations, with 960 images
 train_cfg = dict(by_epoch=True, max_epochs=max_epochs, val_interval=max_epochs)
 val_cfg = dict()
 test_cfg = dict()

@@ -36,7 +36,7 @@ dataset = dict(type='BaseSegDataset', data_root=data_root, metainfo=metainfo, re
 train_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='LoadAnnotations', reduce_zero_label=True),
-    dict(type='RandomCrop', crop_size=(96, 96)),  # of 160x160: a third of the time, and other pictures every epoch
+    dict(type='RandomCrop', crop_size=(96, 96)),  # of 160x160: a third of the time, and other images every epoch
     dict(type='RandomFlip', prob=0.5),
     dict(type='PackSegInputs'),
 ]

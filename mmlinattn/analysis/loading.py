@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The model of a config with its weights, and pictures as its test pipeline makes them, for the analysis tools."""
+"""The model of a config with its weights, and images as its test pipeline makes them, for the analysis tools."""
 
 from typing import NamedTuple, Optional
 
@@ -21,7 +21,7 @@ from ..utils.errors import RunError
 
 
 class Picture(NamedTuple):
-    """A picture as the network sees it.
+    """An image as the network sees it.
 
     Attributes:
         name (str): File name without suffix.
@@ -29,8 +29,8 @@ class Picture(NamedTuple):
         inputs (Tensor): (1, 3, H, W), what the backbone is given; H >= h and W >= w.
         sample: The data sample of the pipeline.
         axes (tuple): For width and height (scale, offset): a pixel of ``shown`` is at ``scale * pixel + offset`` in the
-            picture as given.
-        size (tuple[int, int]): Width and height of the picture as given.
+            image as given.
+        size (tuple[int, int]): Width and height of the image as given.
     """
 
     name: str
@@ -41,10 +41,10 @@ class Picture(NamedTuple):
     size: tuple
 
     def to_shown(self, x: float, y: float) -> tuple[int, int]:
-        """Column and row in ``shown`` of a pixel of the picture as given.
+        """Column and row in ``shown`` of a pixel of the image as given.
 
         Raises:
-            RunError: The pixel is outside of the picture, or of what the pipeline keeps of it.
+            RunError: The pixel is outside of the image, or of what the pipeline keeps of it.
         """
         if not (0 <= x < self.size[0] and 0 <= y < self.size[1]):
             raise RunError(f'query {x:g} {y:g} is outside of {self.name} ({self.size[0]} x {self.size[1]} pixels).')
@@ -59,7 +59,7 @@ class Picture(NamedTuple):
         return min(max(at[0], 0), width - 1), min(max(at[1], 0), height - 1)
 
     def to_given(self, column: int, row: int) -> tuple[int, int]:
-        """Pixel (x, y) of the picture as given that lies at a pixel of ``shown``."""
+        """Pixel (x, y) of the image as given that lies at a pixel of ``shown``."""
         return tuple(round(scale * at + offset) for at, (scale, offset) in zip((column, row), self.axes))
 
 
@@ -116,21 +116,21 @@ def _load(model: nn.Module, path: str, partly: bool) -> Optional[dict]:
     return checkpoint.get('meta') if isinstance(checkpoint, dict) else None
 
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
+# --- images ---------------------------------------------------------------------------------------------------------
 
 
 def read_picture(path: str) -> np.ndarray:
     """(H, W, 3) uint8 BGR.
 
     Raises:
-        RunError: The file is no picture.
+        RunError: The file is no image.
     """
     try:
         image = mmcv.imread(path)
     except Exception:  # what a decoder raises depends on the decoder
         image = None
     if image is None:
-        raise RunError(f'image {str(path)!r} cannot be read as a picture.')
+        raise RunError(f'image {str(path)!r} cannot be read as an image.')
     return image
 
 
@@ -153,17 +153,17 @@ def test_pipeline(cfg: Config) -> list:
 def prepare(
     cfg: Config, model: nn.Module, image: np.ndarray, name: str, shape: Optional[tuple[int, int]] = None
 ) -> Picture:
-    """A picture as the test pipeline makes it, or resized to ``shape``.
+    """An image as the test pipeline makes it, or resized to ``shape``.
 
     Args:
         cfg (Config): Of the model.
         model (nn.Module): Its data preprocessor pads and normalises.
         image (ndarray): (H, W, 3) uint8 BGR.
-        name (str): Of the picture.
+        name (str): Of the image.
         shape (tuple[int, int], optional): Height and width to resize to instead of what the pipeline does.
 
     Raises:
-        RunError: The pipeline turns pictures, or makes several of one, or leaves nothing of this one.
+        RunError: The pipeline turns images, or makes several of one, or leaves nothing of this one.
     """
     height, width = image.shape[:2]
     init_default_scope(cfg.get('default_scope') or 'mmengine')
@@ -174,10 +174,10 @@ def prepare(
         known = dict(img_path=name, img_id=0, img_shape=(height, width), ori_shape=(height, width), seg_fields=[])
         try:
             packed = run(dict(img=pixels, **known))
-        except cv2.error as error:  # of a narrow picture, where nothing is left of its short side
+        except cv2.error as error:  # of a narrow image, where nothing is left of its short side
             raise RunError(f'the test pipeline cannot resize {name}, {width} x {height} pixels.') from error
         if not isinstance(packed.get('inputs'), Tensor) or packed['inputs'].dim() != 3:
-            raise RunError('the test pipeline makes several pictures of one; give --shape H W.')
+            raise RunError('the test pipeline makes several images of one; give --shape H W.')
         return packed
 
     packed = through(image)
@@ -204,7 +204,7 @@ def _resizing(scope: str, height: int, width: int) -> list:
 
 
 def _axes(ramp: np.ndarray, size: tuple[int, int]) -> tuple:
-    """Scale and offset from pixels of the pipeline's output to those of the picture, by what it makes of a picture of
+    """Scale and offset from pixels of the pipeline's output to those of the image, by what it makes of an image of
     its own coordinates: (3, h, w)."""
     real = ramp[2] >= 250
     axes = []
@@ -216,16 +216,16 @@ def _axes(ramp: np.ndarray, size: tuple[int, int]) -> tuple:
         at = steady if len(steady) > 2 else at
         scale, offset = np.polyfit(at, values[at] * (length - 1) / 255, 1) if len(at) > 1 else (1.0, 0.0)
         lines, known = (ramp[axis].T, real.T) if axis else (ramp[axis], real)
-        # of every line, not of their mean, which says nothing where the picture is turned
+        # of every line, not of their mean, which says nothing where the image is turned
         off = np.abs(scale * at + offset - lines[:, at] * ((length - 1) / 255))[known[:, at]].max()
         if scale <= 0 or off > 2 + length / 100:
-            raise RunError('the test pipeline turns or mirrors pictures; give --shape H W.')
+            raise RunError('the test pipeline turns or mirrors images; give --shape H W.')
         axes.append((float(scale), float(offset)))
     return tuple(axes)
 
 
 def resized(image: np.ndarray, longest: int) -> np.ndarray:
-    """A picture whose longer side is at most ``longest``; of a narrow one, a pixel of the other is left."""
+    """An image whose longer side is at most ``longest``; of a narrow one, a pixel of the other is left."""
     scale = longest / max(image.shape[:2])
     height, width = (max(1, round(side * scale)) for side in image.shape[:2])
     return image if scale >= 1 else cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)

@@ -22,7 +22,7 @@ _KINDS = (*SHAPES, UNLABELLED_SHAPE)
 
 
 def write_picture(root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> dict:
-    """Write the ``number``-th picture (from 1) of ``split`` with its map; return its statistics."""
+    """Write the ``number``-th image (from 1) of ``split`` with its map; return its statistics."""
     scene = draw_scene(rng, size, num_shapes=0 if is_empty(number) else None, kinds=_KINDS, muted=True)
     values = [ADE_CLASSES.index(kind) + 1 for kind in SHAPES] + [0]
     labels = np.full(scene.image.shape[:2], ADE_CLASSES.index(scene.background) + 1, np.uint8)

@@ -18,7 +18,7 @@ _FILLS = ('plain', 'plain', 'plain', 'striped')  # mostly plain: a small model l
 
 
 def write_picture(root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> dict:
-    """Write the ``number``-th picture (from 1) of ``split``; return its part of the annotations."""
+    """Write the ``number``-th image (from 1) of ``split``; return its part of the annotations."""
     num_shapes = 0 if is_empty(number) else None
     scene = draw_scene(rng, size, num_shapes=num_shapes, fills=_FILLS)
     name = f'{number:012d}.jpg'

@@ -21,7 +21,7 @@ FOLDERS = (*(f'{split}/{wnid}' for split in ('train', 'val') for wnid in WNIDS),
 
 
 def write_picture(root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> str:
-    """Write the ``number``-th picture (from 1) of ``split``; return its line of the list."""
+    """Write the ``number``-th image (from 1) of ``split``; return its line of the list."""
     label = (number - 1) % len(IMAGENET_CLASSES)  # equally many of each class
     shape, fill = divmod(label, len(FILLS))
     scene = draw_scene(

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the layouts share: encoding pictures, and which of them show no shapes."""
+"""What the layouts share: encoding images, and which of them show no shapes."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import cv2
 import numpy as np
 
 JPEG_QUALITY = 95
-EMPTY_EVERY, FIRST_EMPTY = 20, 4  # pictures 4, 24, 44, ...: even a small set has an empty one
+EMPTY_EVERY, FIRST_EMPTY = 20, 4  # images 4, 24, 44, ...: even a small set has an empty one
 
 
 def is_empty(number: int) -> bool:
-    """Whether the ``number``-th picture of a split (from 1) shows a background only."""
+    """Whether the ``number``-th image of a split (from 1) shows a background only."""
     return number % EMPTY_EVERY == FIRST_EMPTY
 
 
 def save_jpeg(path: Path, image: np.ndarray) -> None:
-    """Write an ``(H, W, 3)`` uint8 RGB picture.
+    """Write an ``(H, W, 3)`` uint8 RGB image.
 
     Raises:
         OSError: The file cannot be written (``cv2.imwrite`` would only return False).

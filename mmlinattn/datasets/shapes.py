@@ -30,7 +30,7 @@ IMAGENET_CLASSES = tuple(f'{fill} {shape}' for shape in SHAPES for fill in FILLS
 CLASSES = dict(coco=COCO_CLASSES, ade=ADE_CLASSES, imagenet=IMAGENET_CLASSES)
 
 MAX_SHAPES = 5
-DIAMETERS = (0.18, 0.5)  # of the shorter side of the picture
+DIAMETERS = (0.18, 0.5)  # of the shorter side of the image
 MIN_DIAMETER = 12.0  # pixels; below it the forms cannot be told apart
 MIN_VISIBLE = 0.7  # of a shape's area, after clipping at the border and occlusion
 MAX_TURN = 0.5  # radians; with full turns a square is a diamond, and minutes of training tell fewer forms apart
@@ -42,7 +42,7 @@ _PLACEMENT_TRIES = 12
 
 
 class Scene(NamedTuple):
-    """One picture and its ground truth; ``N`` shapes, back to front.
+    """One image and its ground truth; ``N`` shapes, back to front.
 
     Attributes:
         image: ``(H, W, 3)`` uint8, RGB.
@@ -72,11 +72,11 @@ def draw_scene(
     muted: bool = False,
     band_strength: float = BAND_STRENGTH,
 ) -> Scene:
-    """Draw a picture of shapes, each of which covers those drawn before it.
+    """Draw an image of shapes, each of which covers those drawn before it.
 
     A place where a shape would be, or leave another one, less than ``min_visible`` visible is not
-    taken, so that everything in the picture is annotated. Where no place is found after a few
-    tries the picture gets fewer shapes; the first one always finds a place.
+    taken, so that everything in the image is annotated. Where no place is found after a few
+    tries the image gets fewer shapes; the first one always finds a place.
 
     Args:
         rng: Source of randomness.
@@ -84,7 +84,7 @@ def draw_scene(
         num_shapes: How many shapes; drawn from 1 to ``MAX_SHAPES`` if None. 0 gives a background.
         kinds: Forms to choose from: ``SHAPES`` and ``UNLABELLED_SHAPE``.
         fills: Surfaces to choose from, of ``FILLS``; repeat one to see it more often.
-        diameters: Smallest and largest diameter, as a fraction of the picture's shorter side.
+        diameters: Smallest and largest diameter, as a fraction of the image's shorter side.
         min_visible: Least visible fraction of a shape's area.
         max_turn: Largest turn from upright, in radians.
         tinted: Fraction of the shapes that have a colour typical of their form; the others have any colour.
@@ -93,7 +93,7 @@ def draw_scene(
         band_strength: How far the bands of a striped fill go towards black or white.
 
     Returns:
-        The picture with its ground truth.
+        The image with its ground truth.
 
     Raises:
         ValueError: An argument is outside what is allowed above.
@@ -174,14 +174,14 @@ def _check(size, num_shapes, kinds, fills, backgrounds, diameters, min_visible) 
 
 
 class _Place(NamedTuple):
-    """Matching windows of the picture and of the shape's square patch."""
+    """Matching windows of the image and of the shape's square patch."""
 
     picture: tuple[slice, slice]
     patch: tuple[slice, slice]
 
 
 def _place(rng: np.random.Generator, size: tuple[int, int], side: int, centred: bool) -> _Place:
-    """Put a patch so that its centre lies in the picture; it may cross the border."""
+    """Put a patch so that its centre lies in the image; it may cross the border."""
     width, height = size
     x, y = (width // 2, height // 2) if centred else rng.integers(0, size)
     left, top = int(x) - side // 2, int(y) - side // 2

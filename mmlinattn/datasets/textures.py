@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Backgrounds and fills of the synthetic pictures.
+"""Backgrounds and fills of the synthetic images.
 
 Colours are float RGB in ``[0, 255]``. A background stays within a narrow range of colours, so
 that a shape which contrasts with its two end colours contrasts with all of it.
@@ -32,12 +32,12 @@ def draw_background(
         rng: Source of randomness.
         size: Width and height in pixels.
         kind: One of ``BACKGROUNDS``.
-        muted: Pale, and of a colour typical of the kind, in place of any colour. The mean colour of a picture is by
+        muted: Pale, and of a colour typical of the kind, in place of any colour. The mean colour of an image is by
             far its strongest signal: where it is random, small models spend their first hundreds of iterations on
             not heeding it.
 
     Returns:
-        The picture, ``(H, W, 3)`` float32, and its two end colours, ``(2, 3)``.
+        The image, ``(H, W, 3)`` float32, and its two end colours, ``(2, 3)``.
     """
     width, height = size
     first = _pale(rng, kind) if muted else rng.uniform(20, 235, 3)

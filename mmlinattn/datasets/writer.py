@@ -23,7 +23,7 @@ LAYOUTS = dict(coco=coco, ade=ade, imagenet=imagenet)
 SPLITS = ('train', 'val')
 
 GENERATOR_VERSION = 6
-"""To be raised whenever the same arguments give other pictures or annotations."""
+"""To be raised whenever the same arguments give other images or annotations."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class DatasetSpec:
 
     Args:
         format: ``'coco'``, ``'ade'`` or ``'imagenet'``.
-        num_train: Pictures for training, at least 1.
-        num_val: Pictures for validation, at least 1.
-        seed: At least 0. A picture depends on the seed, its split and its number only.
+        num_train: Images for training, at least 1.
+        num_val: Images for validation, at least 1.
+        seed: At least 0. An image depends on the seed, its split and its number only.
         size: Width and height in pixels, each in ``[MIN_SIDE, MAX_SIDE]``.
-        size_jitter: Each side of a picture is shortened by a random fraction from 0 to this, at
+        size_jitter: Each side of an image is shortened by a random fraction from 0 to this, at
             most 0.5.
 
     Raises:
@@ -82,7 +82,7 @@ def write_dataset(
         workers: Processes to draw in. The result is the same for any number.
         overwrite: Replace the layout's files and folders in ``out`` even if this function did not
             make them. Other files in ``out`` stay.
-        on_picture: Called after each picture.
+        on_picture: Called after each image.
 
     Returns:
         False if ``out`` already holds this very data set, else True.

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Batches of two pictures with what each task's data sets give, for a step of any upstream model."""
+"""Batches of two images with what each task's data sets give, for a step of any upstream model."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def _pictures(size: tuple[int, int], count: int = 2, channels: int = 3) -> list[
 
 
 def detection_batch(size: tuple[int, int], masks: bool = True, proposals: bool = False) -> Batch:
-    """Boxes, masks, a semantic map, perhaps proposals: two objects a picture, of the first class."""
+    """Boxes, masks, a semantic map, perhaps proposals: two objects an image, of the first class."""
     from mmdet.structures import DetDataSample
     from mmdet.structures.mask import BitmapMasks
 
@@ -70,7 +70,7 @@ def video_batch(size: tuple[int, int], masks: bool = True) -> Batch:
 
 
 def reid_batch(size: tuple[int, int]) -> Batch:
-    """Two people, two pictures of each, as a loss of triplets wants them."""
+    """Two people, two images of each, as a loss of triplets wants them."""
     from mmdet.structures import ReIDDataSample
 
     samples = []
@@ -82,7 +82,7 @@ def reid_batch(size: tuple[int, int]) -> Batch:
 
 
 def segmentation_batch(size: tuple[int, int]) -> Batch:
-    """Two classes, half of a picture each, their edge, and depths."""
+    """Two classes, half of an image each, their edge, and depths."""
     from mmseg.structures import SegDataSample
 
     height, width = size
@@ -114,7 +114,7 @@ def classification_batch(size: tuple[int, int], num_classes: int, channels: int 
 
 
 def views_batch(size: tuple[int, int], views: int) -> Batch:
-    """Several views of each picture, as self-supervised training takes them."""
+    """Several views of each image, as self-supervised training takes them."""
     from mmpretrain.structures import DataSample
 
     samples = [DataSample(metainfo=dict(sample_idx=i)) for i in range(2)]
@@ -126,9 +126,9 @@ def batch_for(model: nn.Module, source: Upstream, network: dict, size: tuple[int
 
     Args:
         model: The built network.
-        source: Says the task and what the pictures are.
+        source: Says the task and what the images are.
         network: Its config.
-        size: Height and width of the pictures.
+        size: Height and width of the images.
     """
     if source.task == 'mmdet':
         kind = type(model.data_preprocessor).__name__

@@ -112,7 +112,7 @@ def through(parts: Any, maps: Sequence[FeatureMap], size: tuple[int, int]) -> Op
 
     Args:
         parts: Config, or a list of configs; empty gives the maps as they are.
-        size: Height and width of the picture.
+        size: Height and width of the image.
         maps: Stride None stands for tokens, (B, C).
 
     Returns:

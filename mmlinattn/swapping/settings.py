@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What a swapped config says beside the model: hooks, imports, the optimizer and schedules; and how pictures come."""
+"""What a swapped config says beside the model: hooks, imports, the optimizer and schedules; and how images come."""
 
 from typing import Any, Optional
 
@@ -17,7 +17,7 @@ _PRECISION = 'mixed precision is a switch of the tools here (--amp), so that the
 
 
 def normalise(model: dict) -> None:
-    """Pictures as the released weights know them, in every preprocessor of a model."""
+    """Images as the released weights know them, in every preprocessor of a model."""
     for key, value in model.items():
         if not isinstance(value, dict):
             continue
@@ -26,9 +26,9 @@ def normalise(model: dict) -> None:
             continue
         mean = value.get('mean')
         if isinstance(mean, (list, tuple)) and len(mean) != 3:
-            continue  # grey pictures
+            continue  # grey images
         flag = next((name for name in ('to_rgb', 'bgr_to_rgb') if name in value), 'bgr_to_rgb')
-        # means that fall are in the order RGB: pictures come so, where nothing is swapped
+        # means that fall are in the order RGB: images come so, where nothing is swapped
         is_rgb = isinstance(mean, (list, tuple)) and list(mean) == sorted(mean, reverse=True) and len(set(mean)) == 3
         value.pop('rgb_to_bgr', None)
         value.update({'mean': MEAN, 'std': STD, flag: bool(value.get(flag)) or not is_rgb})
@@ -83,7 +83,7 @@ def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tu
         remarks.append(_PRECISION)
     batch = (paper.get('auto_scale_lr') or {}).get('base_batch_size', 16)
     settings['auto_scale_lr'] = dict(base_batch_size=batch)
-    remarks.append(f'the learning rate is for {batch} pictures a step (--auto-scale-lr scales it)')
+    remarks.append(f'the learning rate is for {batch} images a step (--auto-scale-lr scales it)')
     schedulers = _rescaled(source.cfg, wrapper['optimizer']['lr'] / upstream['optimizer'].get('lr', 1.0))
     if schedulers is not None:
         settings['param_scheduler'] = schedulers

@@ -69,7 +69,7 @@ def swap_backbone(
             f'unless the config says backbone=dict(frozen_stages={len(new.stages)})'
         )
     if new.checkpoint is None:
-        why = f'pictures of {source.image_channels} channel(s)' if is_grey else f'none of {backbone} are released'
+        why = f'images of {source.image_channels} channel(s)' if is_grey else f'none of {backbone} are released'
         remarks.append(f'it starts without ImageNet weights: {why}')
     else:
         network['backbone']['init_cfg'] = dict(type='Pretrained', checkpoint=new.checkpoint)
@@ -114,7 +114,7 @@ def _wire(source: Upstream, new: ZooBackbone, optim_wrapper: Optional[dict]) -> 
                 said = f"upstream's own {trial.stops}, and so this one's" if trial.stops else ''
                 return plan._replace(remark='; '.join(filter(None, (plan.remark, said)))), trial
         stops = _what_stops(network, source, size)
-        if not stops:  # it is not for the size of the pictures
+        if not stops:  # it is not for the size of the images
             reason = errors[0] if errors else f'the maps of {network["backbone"]["type"]} are none that a pyramid has'
             raise NoPlace(f'{source.base} has no place for {new.name}: {reason}')
     raise RunError(f'{source.base} does not run here with its own backbone either: {stops}')

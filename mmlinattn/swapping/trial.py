@@ -43,7 +43,7 @@ def try_model(network: dict, source: Upstream, size: tuple[int, int], optim_wrap
     Args:
         network: Its config; weights that it names are not loaded.
         source: Says the task and what the data is.
-        size: Height and width of the pictures.
+        size: Height and width of the images.
         optim_wrapper: Config of the optimizer; None takes plain SGD. Where modules of the network share parameters, it
             is told so.
 
@@ -80,7 +80,7 @@ def _shares_parameters(model: torch.nn.Module) -> bool:
 
 
 def _small(node: Any, size: tuple[int, int]) -> Any:
-    """For one process on invented pictures: PyTorch's synchronised batch norm in place of MMCV's, which is built in
+    """For one process on invented images: PyTorch's synchronised batch norm in place of MMCV's, which is built in
     distributed runs only; no padding to the recipe's size; fewer regions, of which heads take seconds a hundred."""
     if isinstance(node, (list, tuple)):
         return type(node)(_small(item, size) for item in node)

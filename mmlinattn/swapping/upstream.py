@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""An upstream config: where its backbone is, and what its pictures are."""
+"""An upstream config: where its backbone is, and what its images are."""
 
 import difflib
 import re
@@ -66,7 +66,7 @@ class Upstream(NamedTuple):
 
     @property
     def image_channels(self) -> int:
-        """Of the pictures: 3, unless the backbone or the means of the preprocessor say otherwise (grey ones)."""
+        """Of the images: 3, unless the backbone or the means of the preprocessor say otherwise (grey ones)."""
         network = self.network(self.model)
         given = network['backbone'].get('in_channels')
         if isinstance(given, int):
@@ -76,7 +76,7 @@ class Upstream(NamedTuple):
 
     @property
     def image_size(self) -> Optional[tuple[int, int]]:
-        """Height and width that the pictures have in training whatever they had before, 32 at least; None where the
+        """Height and width that the images have in training whatever they had before, 32 at least; None where the
         recipe leaves them open."""
         given = (self.network(self.model).get('data_preprocessor') or {}).get('size')
         if not given:

@@ -95,7 +95,7 @@ def find_backbone(name: str, task: str) -> ZooBackbone:
     cfg = {key: value for key, value in plain_dict(config.model.backbone).items() if key not in _OF_THE_TASK}
     cfg.pop('_scope_', None)
     checkpoint = f'mmlinattn://{name}' if name in released_checkpoints() else None
-    if checkpoint is None:  # a size for larger pictures starts from the weights of the smaller ones
+    if checkpoint is None:  # a size for larger images starts from the weights of the smaller ones
         given = [config] + [Config.fromfile(path) for path in table[name].get('mmpretrain', {}).values()]
         checkpoint = next(filter(None, (_checkpoint(each.model.backbone) for each in given)), None)
     plain = not issubclass(MODELS.get(cfg['type']), PyramidBackbone)

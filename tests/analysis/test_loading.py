@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Models and pictures as the analysis tools load them: which weights, which pixels, and what is refused."""
+"""Models and images as the analysis tools load them: which weights, which pixels, and what is refused."""
 
 import copy
 import re
@@ -18,11 +18,11 @@ from torch import nn
 from mmlinattn.analysis import loading
 from mmlinattn.utils.errors import RunError
 
-# --- pictures ---------------------------------------------------------------------------------------------------------
+# --- images ---------------------------------------------------------------------------------------------------------
 
 
 class Pack:
-    """As upstream's: the picture, and all that is known of it."""
+    """As upstream's: the image, and all that is known of it."""
 
     def __init__(self, times=None):
         self.times = times
@@ -96,7 +96,7 @@ def test_sides_are_stretched_apart_and_padding_moves_no_pixel():
 
 
 def test_what_is_shown_of_pictures_that_are_no_bytes():
-    """As bright and as dark as a picture can be; the network sees the numbers themselves."""
+    """As bright and as dark as an image can be; the network sees the numbers themselves."""
     image = photo(40, 50)
     picture = loading.prepare(config(dict(type=Brighten)), model(), image, 'photo')
     bright = (image.astype(np.float32) * 1.5 - 20)[..., ::-1]
@@ -111,7 +111,7 @@ def test_what_is_shown_of_pictures_that_are_no_bytes():
         (
             [dict(type=RandomFlip, prob=1.0, direction='horizontal')],
             (64, 64),
-            'turns or mirrors pictures; give --shape',
+            'turns or mirrors images; give --shape',
         ),
         ([dict(type=RandomFlip, prob=1.0, direction='vertical')], (64, 64), 'turns or mirrors'),
         *(([dict(type=Turn, degrees=degrees)], (64, 64), 'turns or mirrors') for degrees in (15, 90, 180)),
@@ -125,7 +125,7 @@ def test_pictures_that_cannot_be_looked_at(steps, image, message):
 
 
 def test_pipelines_that_cannot_be_used():
-    with pytest.raises(RunError, match='makes several pictures of one; give --shape H W'):
+    with pytest.raises(RunError, match='makes several images of one; give --shape H W'):
         loading.prepare(config(times=2), model(), photo(64, 64), 'photo')
     for cfg in ({}, dict(test_dataloader=None), dict(test_dataloader=dict(dataset=dict(datasets=[])))):
         with pytest.raises(RunError, match='has no test_dataloader.dataset.pipeline; give --shape H W'):
@@ -142,7 +142,7 @@ def test_a_shape_takes_the_place_of_the_pipeline(scope):
 
 
 def test_pixels_of_a_picture():
-    """Of a picture of 100 x 80, every second pixel of the 40 x 30 from (10, 20) on is shown: 20 x 15."""
+    """Of an image of 100 x 80, every second pixel of the 40 x 30 from (10, 20) on is shown: 20 x 15."""
     shown = np.zeros((15, 20, 3), np.uint8)
     picture = loading.Picture('photo', shown, torch.zeros(1, 3, 32, 32), None, ((2.0, 10.0), (2.0, 20.0)), (100, 80))
     assert picture.to_shown(10, 20) == (0, 0) and picture.to_shown(30, 24) == (10, 2)
@@ -159,10 +159,10 @@ def test_pixels_of_a_picture():
 
 
 def test_files_that_are_no_pictures(tmp_path):
-    (tmp_path / 'a.png').write_bytes(b'no picture')
+    (tmp_path / 'a.png').write_bytes(b'no image')
     (tmp_path / 'empty.jpg').touch()
     for name in ('a.png', 'empty.jpg', 'gone.jpg'):
-        with pytest.raises(RunError, match=f"image '.*{name}' cannot be read as a picture"):
+        with pytest.raises(RunError, match=f"image '.*{name}' cannot be read as an image"):
             loading.read_picture(str(tmp_path / name))
     cv2.imwrite(str(tmp_path / 'b.png'), photo(5, 7))
     assert np.array_equal(loading.read_picture(str(tmp_path / 'b.png')), photo(5, 7))  # blue first

@@ -217,7 +217,7 @@ def test_drawings_of_each_task(configured, tmp_path, monkeypatch):
 
 
 class FakeRunner:
-    """Tests five pictures in batches of two."""
+    """Tests five images in batches of two."""
 
     rank = 0
 
@@ -292,7 +292,7 @@ def test_figures_are_written_by_one_process_and_said_to_be_drawn(tool, tmp_path,
     monkeypatch.setitem(functions, 'build_runner', lambda cfg, compiles: runner)
     functions['main']()
     assert not out.exists()
-    assert capsys.readouterr().err == f'notice: pictures are in {tmp_path / "shown"}\n'
+    assert capsys.readouterr().err == f'notice: images are in {tmp_path / "shown"}\n'
     functions = tool('test.py', SEGMENTOR, 'some.pth', '--out', tmp_path / 'p.pkl')
     monkeypatch.setitem(functions, 'build_runner', lambda cfg, compiles: runner)
     functions['main']()

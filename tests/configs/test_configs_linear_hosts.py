@@ -101,7 +101,7 @@ def test_size_of_the_pictures(name, size, edge, tmp_path):
         assert result['inputs'].shape == (3, size, size)
     [tested] = run_pipeline(name, sample, 1, 'test_dataloader')
     assert tested['inputs'].shape == (3, size, size)
-    # at 384 the whole picture, else the middle of one resized
+    # at 384 the whole image, else the middle of one resized
     resized = [t.scale for t in load(name).test_dataloader.dataset.pipeline if t.type == 'ResizeEdge']
     assert resized == ([] if edge is None else [edge])
 

@@ -125,7 +125,7 @@ def test_classification_recipe_of_ravlt(name):
     assert transforms['RandomErasing'].erase_prob == 0.25
 
 
-# ---- data: the training pipelines, run on a picture
+# ---- data: the training pipelines, run on an image
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_crops_of_segmentation(picture, tmp_path):
     cv2.imwrite(labels, np.random.RandomState(1).randint(0, 151, (427, 640), np.uint8))
     sample = dict(img_path=picture, seg_map_path=labels, seg_fields=[], label_map=None, reduce_zero_label=True)
     for result in run_pipeline('mmseg/ravlt_t_upernet_160k', sample, 3):
-        # smaller where the picture is; the preprocessor fills up to 512x512
+        # smaller where the image is; the preprocessor fills up to 512x512
         assert max(result['inputs'].shape[1:]) <= 512
         truth = result['data_samples'].gt_sem_seg.data
         assert truth[truth != 255].max() == 149  # 150 classes, and 255 for what is none

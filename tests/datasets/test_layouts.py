@@ -264,7 +264,7 @@ def test_ade_layout(ade_root):
         part: [cv2.imread(str(path), cv2.IMREAD_UNCHANGED) for path in (ade_root / 'annotations' / part).iterdir()]
         for part in ('training', 'validation')
     }
-    for value, line in enumerate(info[1:], 1):  # of the pixels in training; pictures of both parts
+    for value, line in enumerate(info[1:], 1):  # of the pixels in training; images of both parts
         _, ratio, *pictures, _, _ = line.split('\t')
         assert float(ratio) == pytest.approx(np.mean([labels == value for labels in maps['training']]), abs=6e-5)
         assert pictures == [str(sum((labels == value).any() for labels in part)) for part in maps.values()]
@@ -352,6 +352,8 @@ def test_imagenet_layout(imagenet_root):
         assert np.bincount(np.array(labels, int)).tolist() == [count // 12] * 12
         folders = sorted({path.split('/')[0] for path in paths})
         assert [folders.index(path.split('/')[0]) for path in paths] == list(map(int, labels))
+        name = dict(train='n90000000/n90000000_1.JPEG', val='n90000000/ILSVRC2012_val_00000001.JPEG')[split]
+        assert paths[0] == name
     names = (imagenet_root / 'LOC_synset_mapping.txt').read_text().splitlines()
     assert [line.split(' ', 1)[1] for line in names] == list(IMAGENET_CLASSES)
 
@@ -545,7 +547,7 @@ def test_run_killed_while_moving_is_redone(tmp_path, monkeypatch, moved):
 
 
 def test_a_note_is_gone_before_what_it_describes_is(tmp_path, monkeypatch):
-    """Stopped dead before the last step: the pictures are those of another seed, as many as there were."""
+    """Stopped dead before the last step: the images are those of another seed, as many as there were."""
     old, new = (DatasetSpec('coco', 1, 1, seed=seed, size=(64, 64)) for seed in (0, 1))
     write_dataset(tmp_path, old)
     before = digest(tmp_path)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The synthetic pictures part by part, and what the tool hands on."""
+"""The synthetic images part by part, and what the tool hands on."""
 
 import json
 import runpy
@@ -30,7 +30,7 @@ from mmlinattn.datasets.writer import GENERATOR_VERSION
 TOOL = Path(__file__).parents[2] / 'tools' / 'make_shapes_dataset.py'
 
 # Of DatasetSpec(format, 4, 2, seed=11, size=(128, 96), size_jitter=0.3), in generator version 6: width, height, mean of
-# red, green and blue, standard deviation, mean step from pixel to pixel; training pictures, then those for validation.
+# red, green and blue, standard deviation, mean step from pixel to pixel; training images, then those for validation.
 SIZES = [(113, 92), (113, 77), (97, 94), (102, 89), (97, 90), (119, 77)]
 PICTURES = dict(
     coco=[
@@ -58,7 +58,7 @@ PICTURES = dict(
         (112.0, 150.8, 102.2, 41.4, 8.27),
     ],
 )
-# picture, category, box, area
+# image, category, box, area
 INSTANCES = [
     (1, 3, 19, 38, 30, 22, 380),
     (1, 4, 79, 0, 28, 23, 297),
@@ -112,7 +112,7 @@ def test_the_same_arguments_give_the_same_pictures_until_the_version_is_raised(t
         info = (tmp_path / 'objectInfo150.txt').read_text().splitlines()
         assert info[1].split('\t')[2:] == ['1', '0', '1', 'wall, gradient']
         assert info[8].split('\t')[2:] == ['2', '1', '0', 'bed, star']
-        trained = np.concatenate([each.ravel() for each in labels[:4]])  # of pictures of several sizes
+        trained = np.concatenate([each.ravel() for each in labels[:4]])  # of images of several sizes
         shares = [np.mean(trained == value) for value in range(1, 11)]
         assert [float(line.split('\t')[1]) for line in info[1:]] == pytest.approx(shares, abs=6e-5)
 
@@ -296,8 +296,8 @@ def test_the_tool_hands_its_options_on(tmp_path, monkeypatch, capsys):
         (Path(out), DatasetSpec('ade', 3, 2), 1, False),
     ]
     assert capsys.readouterr().out == (
-        f'wrote {out} (ade, 3 training and 2 validation pictures, seed 5)\nclasses: {ADE_CLASSES}\n'
-        f'already there, unchanged: {out} (ade, 3 training and 2 validation pictures, seed 0)\nclasses: {ADE_CLASSES}\n'
+        f'wrote {out} (ade, 3 training and 2 validation images, seed 5)\nclasses: {ADE_CLASSES}\n'
+        f'already there, unchanged: {out} (ade, 3 training and 2 validation images, seed 0)\nclasses: {ADE_CLASSES}\n'
     )
 
     def interrupted(*args, **kwargs):

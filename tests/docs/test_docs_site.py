@@ -27,9 +27,9 @@ def test_site_builds_without_warnings(tmp_path):
 
 
 def check_tutorial(page: str):
-    """The build has run the notebook: the numbers and the pictures of this very run are on its page."""
+    """The build has run the notebook: the numbers and the images of this very run are on its page."""
     assert 'backbone: ResNetV1c -&gt; RAVLT tiny' in page
-    learned = float(re.search(r'mIoU on pictures that it was not trained on: ([\d.]+)', page)[1])
+    learned = float(re.search(r'mIoU on images that it was not trained on: ([\d.]+)', page)[1])
     assert learned > 60, learned  # 25 if all were background
     table = re.findall(r'^stages\.(\d\.\d)  (rala|softmax) +(\d+ x \d+)  (.*)$', page, re.M)
     assert [row[:2] for row in table] == [

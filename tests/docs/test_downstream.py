@@ -18,7 +18,7 @@ REGISTERED = r'^@(?:MODELS|MODEL_WRAPPERS|HOOKS|OPTIM_WRAPPER_CONSTRUCTORS)\.reg
 
 @pytest.fixture
 def project(tmp_path):
-    """A folder with the example, two pictures a split, and mmlinattn as an installation lays it out."""
+    """A folder with the example, two images a split, and mmlinattn as an installation lays it out."""
     mmcv = pytest.importorskip('mmcv')
     package = tmp_path / 'site' / 'mmlinattn'
     package.parent.mkdir()
@@ -103,7 +103,7 @@ print(json.dumps(dict(
 
 @pytest.mark.slow
 def test_trains_and_tests(project):
-    # small pictures and one epoch; everything else as the example has it
+    # small images and one epoch; everything else as the example has it
     size = '(96,64)'
     options = [
         'model.backbone.init_cfg=None',

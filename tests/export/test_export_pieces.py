@@ -264,7 +264,7 @@ def test_what_a_format_cannot_express(tmp_path, place):
 @pytest.mark.parametrize('shape', [(1, 1), (2, 3)], ids=str)
 @pytest.mark.parametrize('value', [0.0, -4.0])
 def test_outputs_that_are_all_alike_have_a_deviation(shape, value):
-    """One logit of one picture has no standard deviation; of zeros, the error itself is told."""
+    """One logit of one image has no standard deviation; of zeros, the error itself is told."""
     expected = torch.full(shape, value)
     assert models.deviation(expected, expected) == (0, 0)
     assert models.deviation(expected + 0.5, expected) == pytest.approx((0.5 / (abs(value) or 1),) * 2)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Hooks, imports, optimizers and schedules of a swapped config, and how its pictures come."""
+"""Hooks, imports, optimizers and schedules of a swapped config, and how its images come."""
 
 from types import SimpleNamespace
 
@@ -22,7 +22,7 @@ RGB = dict(mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375])
         (dict(mean=[103.53, 116.28, 123.675], std=[1, 1, 1], bgr_to_rgb=False), dict(RGB, bgr_to_rgb=True)),
         (dict(RGB, bgr_to_rgb=True, pad_size_divisor=32), dict(RGB, bgr_to_rgb=True, pad_size_divisor=32)),
         (dict(RGB, to_rgb=True), dict(RGB, to_rgb=True)),
-        (dict(RGB, to_rgb=False), dict(RGB, to_rgb=False)),  # pictures are RGB as they are read
+        (dict(RGB, to_rgb=False), dict(RGB, to_rgb=False)),  # images are RGB as they are read
         (dict(RGB), dict(RGB, bgr_to_rgb=False)),
         (dict(mean=[0, 0, 0], std=[255, 255, 255]), dict(RGB, bgr_to_rgb=True)),
         (dict(pad_size_divisor=32), dict(RGB, bgr_to_rgb=True, pad_size_divisor=32)),
@@ -34,7 +34,7 @@ def test_pictures_are_normalised_as_the_weights_know_them(given, expected):
     model = dict(type='M', data_preprocessor=dict(type='P', **given), reid=dict(data_preprocessor=dict(given)))
     normalise(model)
     assert model == dict(type='M', data_preprocessor=dict(type='P', **expected), reid=dict(data_preprocessor=expected))
-    # also behind one of grey pictures
+    # also behind one of grey images
     grey = dict(mean=[33.46], std=[78.87])
     model = dict(data_preprocessor=dict(grey), reid=dict(data_preprocessor=dict(given)))
     normalise(model)
@@ -87,7 +87,7 @@ def test_the_recipe_is_that_of_the_paper_for_such_a_network(task, model, rate, d
     assert made['accumulative_counts'] == 4 and made['paramwise_cfg']['bypass_duplicate'] is True
     assert '_scope_' not in made['optimizer'] and made['paramwise_cfg'].get('norm_decay_mult') != 0.5
     assert found['auto_scale_lr'] == dict(base_batch_size=batch)
-    assert remarks == [f'the learning rate is for {batch} pictures a step (--auto-scale-lr scales it)']
+    assert remarks == [f'the learning rate is for {batch} images a step (--auto-scale-lr scales it)']
 
 
 def test_what_is_taken_of_two_recipes():

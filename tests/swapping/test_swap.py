@@ -48,7 +48,7 @@ def test_classifier(swap):
     assert cfg.model.head.in_channels == 256 and cfg.model.head.num_classes == 10
     assert cfg.data_preprocessor.mean == [123.675, 116.28, 103.53]
     assert cfg.data_preprocessor.std == [58.395, 57.12, 57.375]
-    assert cfg.data_preprocessor.to_rgb is False  # this data set's pictures are RGB as they come
+    assert cfg.data_preprocessor.to_rgb is False  # this data set's images are RGB as they come
     assert cfg.optim_wrapper.optimizer.type == 'AdamW'
     assert (
         'optim_wrapper.optimizer: SGD lr=0.1 weight_decay=0.0001 -> AdamW lr=0.001 weight_decay=0.05' in swapped.changes
@@ -197,13 +197,13 @@ def test_upstreams_optimizer_may_stay(swap):
         ),
         # a prediction stops as upstream's; maps of fixed widths
         ('mmdet::ssd/ssd300_coco.py', 'ravlt_t', {'neck.0.type': 'MapAdapter'}),
-        # grey pictures, and a backbone that holds the classifier
+        # grey images, and a backbone that holds the classifier
         (
             'mmpretrain::lenet/lenet5_mnist.py',
             'flatten_pvt_v2_b0',
             {'backbone.in_channels': 1, 'backbone.init_cfg': None, 'head.in_channels': 256, 'head.num_classes': 10},
         ),
-        # people to tell apart, in pictures of one size
+        # people to tell apart, in images of one size
         (
             'mmdet::reid/reid_r50_8xb32-6e_mot17train80_test-mot17val20.py',
             'flatten_pvt_v2_b0',

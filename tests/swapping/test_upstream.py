@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Upstream configs: where the backbone is, what the pictures are, which maps it gives, and what has no place."""
+"""Upstream configs: where the backbone is, what the images are, which maps it gives, and what has no place."""
 
 import pytest
 import torch

@@ -13,7 +13,7 @@ for project in ('mmdet', 'mmseg', 'mmpretrain'):
 
 
 def test_a_backbone_is_that_of_the_tasks_config():
-    """Batch norms are synchronised in detectors; a size for larger pictures starts from the smaller one's weights."""
+    """Batch norms are synchronised in detectors; a size for larger images starts from the smaller one's weights."""
     numbers = torch.get_rng_state()
     detector, classifier = (zoo.find_backbone('ravlt_t', task) for task in ('mmdet', 'mmpretrain'))
     assert detector.cfg == dict(type='RAVLT', arch='tiny', norm_cfg=dict(type='SyncBN'))

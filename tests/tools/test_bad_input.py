@@ -19,7 +19,7 @@ CONFIG = TOOLS.parent / 'configs' / 'mmpretrain' / 'ravlt_shapes_quickstart.py'
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
-    """Pictures of three classes, and a checkpoint that was trained on them by nobody."""
+    """Images of three classes, and a checkpoint that was trained on them by nobody."""
     from mmengine.registry import MODELS, init_default_scope
 
     from mmlinattn.apis.configs import read_config

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""tools/analysis_tools/contact_sheet.py: the pictures of a test run on one sheet."""
+"""tools/analysis_tools/contact_sheet.py: the images of a test run on one sheet."""
 
 import runpy
 from pathlib import Path
@@ -18,7 +18,7 @@ def run(*args):
 
 @pytest.fixture
 def show_dir(tmp_path):
-    """Five one-coloured pictures, as mmdet (.jpg) and mmseg (.png in sub-folders) name them."""
+    """Five one-coloured images, as mmdet (.jpg) and mmseg (.png in sub-folders) name them."""
     folder = tmp_path / 'show'
     (folder / 'vis_data' / 'vis_image').mkdir(parents=True)
     for i, colour in enumerate(COLOURS[:3]):
@@ -43,7 +43,7 @@ def test_pictures_in_order_and_evenly_spread(show_dir, tmp_path, capsys):
     sheet = tmp_path / 'new' / 'deep' / 'sheet.png'
     assert run(show_dir, sheet, '--width', 200) == 0
     assert shown(sheet) == [0, 1, 2, 3, 4] and [path.name for path in sheet.parent.iterdir()] == ['sheet.png']
-    assert capsys.readouterr().out == f'{sheet}: 5 of 5 pictures in 3 rows\n'
+    assert capsys.readouterr().out == f'{sheet}: 5 of 5 images in 3 rows\n'
     with Image.open(sheet) as picture:
         assert picture.format == 'PNG'
         assert 2 * 200 < picture.width < 2 * 260 and 3 * 100 < picture.height < 3 * 170
@@ -55,7 +55,7 @@ def test_pictures_in_order_and_evenly_spread(show_dir, tmp_path, capsys):
 def test_labels_are_written_above_each_part(show_dir, tmp_path):
     def ink(*args):
         run(show_dir, tmp_path / 'sheet.png', '--num', 1, '--width', 300, *args)
-        pixels = np.asarray(Image.open(tmp_path / 'sheet.png').convert('L'))[:56]  # above the picture
+        pixels = np.asarray(Image.open(tmp_path / 'sheet.png').convert('L'))[:56]  # above the image
         return [half.sum() for half in np.array_split(pixels < 128, 2, axis=1)]
 
     (bare_left, bare_right), (left, right) = ink('--heads'), ink()
@@ -79,12 +79,12 @@ def test_labels_without_fonts_of_any_size(show_dir, tmp_path, monkeypatch):
 
 
 def test_broken_pictures_and_an_earlier_sheet_are_left_out(show_dir, capsys):
-    (show_dir / '000000000001.jpg').write_bytes(b'no picture')
+    (show_dir / '000000000001.jpg').write_bytes(b'no image')
     for _ in range(2):
         assert run(show_dir, show_dir / 'a_sheet.png') == 0
         said = capsys.readouterr()
         assert 'warning: left out' in said.err and '000000000001.jpg' in said.err
-        assert said.out.endswith(': 4 of 5 pictures in 2 rows\n')
+        assert said.out.endswith(': 4 of 5 images in 2 rows\n')
     assert shown(show_dir / 'a_sheet.png') == [0, 2, 3, 4]
 
 
@@ -106,8 +106,8 @@ def test_a_sheet_that_cannot_be_written_leaves_what_was_there(show_dir, tmp_path
     ('args', 'message'),
     [
         (['none', 'sheet.png'], 'argument SHOW_DIR: no such folder'),
-        (['empty', 'sheet.png'], 'argument SHOW_DIR: no pictures'),
-        (['broken', 'sheet.png'], 'argument SHOW_DIR: none of the pictures'),
+        (['empty', 'sheet.png'], 'argument SHOW_DIR: no images'),
+        (['broken', 'sheet.png'], 'argument SHOW_DIR: none of the images'),
         (['show', 'sheet.jpg'], 'argument OUT.png: must end in .png'),
         (['show', 'show/000000000000.jpg/sheet.png'], 'argument OUT.png: cannot write'),
         (['show', 'sheet.png', '--num', '0'], 'argument --num: must be at least 1'),

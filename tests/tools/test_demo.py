@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""tools/demo.py on ordinary pictures, for the three tasks, with small models and a checkpoint file."""
+"""tools/demo.py on ordinary images, for the three tasks, with small models and a checkpoint file."""
 
 import copy
 import re
@@ -70,13 +70,13 @@ def made(tmp_path_factory):
 
 @pytest.fixture
 def pictures(tmp_path):
-    """A folder with two pictures and a text."""
+    """A folder with two images and a text."""
     folder = tmp_path / 'pictures'
     folder.mkdir()
     rng = np.random.default_rng(0)
     for name in ('one.jpg', 'two.png'):
         mmcv.imwrite(rng.integers(0, 256, (70, 101, 3), dtype=np.uint8), str(folder / name))
-    (folder / 'notes.txt').write_text('not a picture')
+    (folder / 'notes.txt').write_text('not an image')
     return folder
 
 
@@ -90,7 +90,7 @@ INFERENCERS.update(mmpretrain='mmpretrain.ImageClassificationInferencer')
 
 
 def draws_itself(inferencer, found):
-    """Have a stand-in find this in pictures and name the drawings as MMPretrain does: alike where stems begin alike."""
+    """Have a stand-in find this in images and name the drawings as MMPretrain does: alike where stems begin alike."""
 
     def visualize(pictures, samples, show_dir):
         for picture, sample in zip(pictures, samples):
@@ -137,7 +137,7 @@ def test_options_reach_the_inferencer(monkeypatch, tmp_path, task):
 
 @pytest.mark.parametrize('task', TASKS)
 def test_what_inferencers_are_asked_for(monkeypatch, capsys, tmp_path, task):
-    """Drawings below the folder given, a bar for several pictures, without names the model's own."""
+    """Drawings below the folder given, a bar for several images, without names the model's own."""
     pytest.importorskip(task)
     kept = SimpleNamespace(dataset_meta='kept')
     inferencer = mock.MagicMock(model=kept, visualizer=SimpleNamespace())
@@ -283,7 +283,7 @@ def test_drawings_go_where_out_says(main, pictures, tmp_path):
     assert given == [str(pictures / 'two.png')] and args.checkpoint == 'checked c.pth'
     assert args.score_thr == 0.3 and args.classes is None and args.device == get_device()
     assert np.array_equal(mmcv.imread(str(out)), 255 - mmcv.imread(given[0])) and out.read_bytes()[:2] == b'BM'
-    assert main.said == [f'1 picture(s) in {out}'] and [path.name for path in out.parent.iterdir()] == ['found.bmp']
+    assert main.said == [f'1 image(s) in {out}'] and [path.name for path in out.parent.iterdir()] == ['found.bmp']
     folder = tmp_path / 'deep' / 'folder'
     more = '--score-thr', 0.5, '--classes', 'a', 'b', '--device', 'cuda:3'
     main.run(pictures, 'c.py', 'c.pth', '--out', folder, *more)
@@ -291,7 +291,7 @@ def test_drawings_go_where_out_says(main, pictures, tmp_path):
     assert given == [str(pictures / name) for name in ('one.jpg', 'two.png')]  # no text
     assert (args.score_thr, args.classes, args.device) == (0.5, ['a', 'b'], 'cuda:3')
     assert sorted(path.name for path in folder.iterdir()) == ['one.png', 'two.png']
-    assert main.said[1] == f'2 picture(s) in {folder}' and main.ends == 2
+    assert main.said[1] == f'2 image(s) in {folder}' and main.ends == 2
 
 
 def test_which_pictures_of_a_folder(tmp_path):
@@ -302,11 +302,11 @@ def test_which_pictures_of_a_folder(tmp_path):
     (tmp_path / 'below').mkdir()
     (tmp_path / 'below' / 'a.png').touch()
     (tmp_path / 'folder.png').mkdir()
-    (tmp_path / '._b.jpg').touch()  # macOS's, beside a picture on a disk of others
+    (tmp_path / '._b.jpg').touch()  # macOS's, beside an image on a disk of others
     assert find(str(tmp_path)) == [str(tmp_path / name) for name in sorted(names)]
     empty = tmp_path / 'empty'
     empty.mkdir()
-    with pytest.raises(RunError, match=f"image '{empty}': no picture .*in this folder"):
+    with pytest.raises(RunError, match=f"image '{empty}': no image .*in this folder"):
         find(str(empty))
 
 
@@ -333,10 +333,10 @@ def test_the_lines_of_the_demo(tmp_path, monkeypatch):
 
     folder, file = str(tmp_path / 'folder'), str(tmp_path / 'file.gif')
     assert line('find_pictures', 'gone') == "image 'gone': no such file or folder."
-    assert line('find_pictures', folder) == f'image {folder!r}: no picture ({suffixes}) in this folder.'
+    assert line('find_pictures', folder) == f'image {folder!r}: no image ({suffixes}) in this folder.'
     assert functions['find_pictures'](file) == [file]  # what is named is tried
     assert line('check_out', file, False) == f'--out {file!r} has to end in one of {suffixes}.'
-    assert line('check_out', file, True) == f'--out {file!r} is a file; for a folder of pictures it has to be a folder.'
+    assert line('check_out', file, True) == f'--out {file!r} is a file; for a folder of images it has to be a folder.'
     below = f'{file}/a'
     assert line('check_out', below, True) == f'--out {below!r} cannot be written: Not a directory.'
     picture = f'{file}/a/b.png'
@@ -347,7 +347,7 @@ def test_the_lines_of_the_demo(tmp_path, monkeypatch):
 
     (tmp_path / 'empty.png').touch()
     empty = str(tmp_path / 'empty.png')
-    assert line('check_pictures', [empty]) == f'image {empty!r} cannot be read as a picture.'
+    assert line('check_pictures', [empty]) == f'image {empty!r} cannot be read as an image.'
 
     class DecoderError(Exception):
         """As decoders have their own, which are no ValueError or OSError (cv2.error)."""
@@ -360,7 +360,7 @@ def test_the_lines_of_the_demo(tmp_path, monkeypatch):
     monkeypatch.setitem(functions['check_pictures'].__globals__, 'mmcv', SimpleNamespace(imread=read))
     functions['check_pictures'](['a', 'b'])
     for path in ('broken', 'none'):
-        assert line('check_pictures', ['a', path, 'b']) == f'image {path!r} cannot be read as a picture.'
+        assert line('check_pictures', ['a', path, 'b']) == f'image {path!r} cannot be read as an image.'
 
     def fails(*args):
         raise TypeError(f'of {len(args)} arguments')
@@ -454,7 +454,7 @@ def test_folder(made, pictures, tmp_path, monkeypatch, task):
     'change, message',
     [
         (dict(image='gone.jpg'), "image 'gone.jpg': no such file or folder"),
-        (dict(image='{folder}/notes.txt'), 'cannot be read as a picture'),
+        (dict(image='{folder}/notes.txt'), 'cannot be read as an image'),
         (dict(config='gone.py'), "config 'gone.py': no such file"),
         (dict(checkpoint='gone.pth'), "checkpoint 'gone.pth': no such file"),
         (dict(out='found'), "--out 'found' has to end in"),

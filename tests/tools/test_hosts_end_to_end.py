@@ -52,7 +52,7 @@ CASES = [
     for task, (always, others) in ROUNDS.items()
     for name in (always + ' ' + others if ALL else always).split()
 ]
-DATA = dict(mmdet=('coco', 4, 2), mmseg=('ade', 4, 2), mmpretrain=('imagenet', 24, 12))  # layout, pictures
+DATA = dict(mmdet=('coco', 4, 2), mmseg=('ade', 4, 2), mmpretrain=('imagenet', 24, 12))  # layout, images
 DUMP = dict(mmdet='DumpDetResults', mmseg='DumpResults', mmpretrain='DumpResults')
 CLASSES = ('disc', 'square', 'triangle', 'star', 'cross', 'heart')
 PYRAMID = dict(embed_dims=(16, 32, 48, 64), depths=(1, 1, 2, 1), num_heads=(2, 2, 2, 4))

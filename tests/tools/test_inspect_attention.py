@@ -64,7 +64,7 @@ def test_everything_of_a_classifier_without_checkpoint(picture, inspect, capsys)
         assert ('state' in block['rank']) == (block['mixer'] == 'rala')
         assert len(block['confusion']['share']) == block['heads']
     assert blocks[0]['ccs'] is None and -1 <= blocks[1]['ccs'] <= 1
-    # the picture is 140 wide and 90 high, the network sees 64 x 64
+    # the image is 140 wide and 90 high, the network sees 64 x 64
     (image,) = summary['images']
     assert (image['query'], image['query_shown'], image['shown']) == ([70, 30], [32, 21], [64, 64])
     maps = {f'maps/photo_{rest}.png' for rest in ('full', 'query_70_30', 'query_70_30_with_local')}
@@ -74,7 +74,7 @@ def test_everything_of_a_classifier_without_checkpoint(picture, inspect, capsys)
 
 
 def test_several_pictures_of_any_size_and_some_of_it(picture, inspect):
-    """An odd size in place of the pipeline's; numbers are means over pictures, sizes that differ are listed."""
+    """An odd size in place of the pipeline's; numbers are means over images, sizes that differ are listed."""
     pytest.importorskip('mmpretrain')
     other = picture.with_name('other.png')
     Image.new('RGB', (140, 90), (200, 0, 0)).save(other)
@@ -148,7 +148,7 @@ def test_detectors_and_segmentors_with_a_checkpoint(picture, inspect, tmp_path, 
         (dict(config='gone.py'), "config 'gone.py': no such file"),
         (dict(checkpoint='gone.pth'), "checkpoint 'gone.pth': no such file"),
         (dict(image='gone.png'), "image 'gone.png': no such file"),
-        (dict(image=__file__), 'cannot be read as a picture'),
+        (dict(image=__file__), 'cannot be read as an image'),
         (dict(more=['--query', '200', '10']), 'query 200 10 is outside of photo (140 x 90 pixels)'),
         (dict(more=['--num-queries', '1']), '--num-queries 1 has to be at least 2'),
         (dict(more=['--shape', '16', '64']), '--shape 16 64: height and width have to be at least 32'),

@@ -211,7 +211,7 @@ def test_data_root_reaches_every_place():
 
 
 def shapes(task, scope):
-    """A data set of three pictures beside the test, and the arguments to train on it."""
+    """A data set of three images beside the test, and the arguments to train on it."""
     pytest.importorskip(scope)
     from mmlinattn.datasets import DatasetSpec, write_dataset
 

@@ -87,7 +87,7 @@ def test_tests_a_checkpoint(place, trained):
     checkpoint = trained / 'epoch_3.pth'
     args = ['config.py', checkpoint, '--show-dir', 'shown', '--interval', 2, '--work-dir', 'tested']
     out = python(TOOLS / 'test.py', *args, '--out', 'predictions.pkl', cwd=place)
-    assert f'pictures are in {place / "shown"}' in out
+    assert f'images are in {place / "shown"}' in out
     assert len(list((place / 'shown').iterdir())) == 2  # every second of four
     predictions = pickle.loads((place / 'predictions.pkl').read_bytes())
     assert len(predictions) == 4

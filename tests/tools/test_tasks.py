@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Segmentation and classification on shapes: train, test and pictures, through these tools and upstream's."""
+"""Segmentation and classification on shapes: train, test and images, through these tools and upstream's."""
 
 import re
 from importlib import import_module
@@ -11,8 +11,8 @@ from tool_runs import ROOT, TOOLS, in_one_process, python
 
 pytestmark = pytest.mark.slow
 
-# task: data set format, pictures, overrides for a quick run, those for a still shorter one, and what the quick run
-# reaches on pictures it has not seen (by chance: 8 % of the pictures, an IoU of about 4): metric and its least value
+# task: data set format, images, overrides for a quick run, those for a still shorter one, and what the quick run
+# reaches on images it has not seen (by chance: 8 % of the images, an IoU of about 4): metric and its least value
 TASKS = {
     'mmseg': (
         'ade',

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Collect pictures that ``--show-dir`` wrote into one labelled sheet.
+"""Collect images that ``--show-dir`` wrote into one labelled sheet.
 
 Example: ``python tools/analysis_tools/contact_sheet.py work_dirs/shapes/show sheet.png --num 8``
 """
@@ -26,19 +26,19 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_args(argv):
     parser = _Parser(
-        description="Collect pictures that mmdet's or mmseg's visualiser wrote with --show-dir "
+        description="Collect images that mmdet's or mmseg's visualiser wrote with --show-dir "
         '(ground truth beside prediction) into one labelled sheet.'
     )
     parser.add_argument('show_dir', type=Path, metavar='SHOW_DIR', help='searched with its sub-folders')
     parser.add_argument('out', type=Path, metavar='OUT.png', help='the sheet to write')
-    parser.add_argument('--num', type=int, default=8, help='pictures, evenly spread over all (default: 8)')
+    parser.add_argument('--num', type=int, default=8, help='images, evenly spread over all (default: 8)')
     parser.add_argument('--cols', type=int, default=2, help='columns (default: 2)')
-    parser.add_argument('--width', type=int, default=640, help='width of a picture in pixels (default: 640)')
+    parser.add_argument('--width', type=int, default=640, help='width of an image in pixels (default: 640)')
     parser.add_argument(
         '--heads',
         nargs='*',
         default=['ground truth', 'prediction'],
-        help='what the equal parts of each picture show, from left to right '
+        help='what the equal parts of each image show, from left to right '
         '(default: "ground truth" "prediction"); none: no such labels',
     )
     args = parser.parse_args(argv)
@@ -51,7 +51,7 @@ def parse_args(argv):
 
 
 def find_pictures(show_dir: Path, sheet: Path) -> list[Path]:
-    """All pictures below ``show_dir`` by path, without an earlier ``sheet`` among them."""
+    """All images below ``show_dir`` by path, without an earlier ``sheet`` among them."""
     found = (path for path in show_dir.rglob('*') if path.suffix.lower() in SUFFIXES)
     return sorted(path for path in found if path.resolve() != sheet.resolve())
 
@@ -66,7 +66,7 @@ def spread(items: list, num: int) -> list:
 
 
 def load(path: Path, width: int) -> Image.Image:
-    """Read a picture and bring it to ``width`` pixels; raises what Pillow raises if it cannot be read."""
+    """Read an image and bring it to ``width`` pixels; raises what Pillow raises if it cannot be read."""
     with Image.open(path) as picture:
         height = max(1, round(picture.height * width / picture.width))
         return picture.convert('RGB').resize((width, height), Image.Resampling.LANCZOS)
@@ -89,12 +89,12 @@ def write_above(draw: ImageDraw.ImageDraw, at: tuple[float, float], words: str, 
 
 
 def make_sheet(pictures: list[tuple[str, Image.Image]], cols: int, heads: list[str]) -> Image.Image:
-    """Lay out captioned pictures of equal width, row by row.
+    """Lay out captioned images of equal width, row by row.
 
     Args:
-        pictures: Captions and pictures.
-        cols: Columns; fewer where there are fewer pictures.
-        heads: Labels above the equal parts of each picture.
+        images: Captions and images.
+        cols: Columns; fewer where there are fewer images.
+        heads: Labels above the equal parts of each image.
     """
     cols = min(cols, len(pictures))
     rows = [pictures[i : i + cols] for i in range(0, len(pictures), cols)]
@@ -126,7 +126,7 @@ def main(argv=None) -> int:
     found = find_pictures(args.show_dir, args.out)
     if not found:
         parser.error(
-            f'argument SHOW_DIR: no pictures ({" ".join(SUFFIXES)}) in {args.show_dir} '
+            f'argument SHOW_DIR: no images ({" ".join(SUFFIXES)}) in {args.show_dir} '
             'or below; did the test run with --show-dir?'
         )
     pictures = []
@@ -136,7 +136,7 @@ def main(argv=None) -> int:
         except Exception as error:  # damaged PNG files raise SyntaxError, too large ones an error of Pillow's own
             print(f'warning: left out, cannot be read: {path}: {error}', file=sys.stderr)
     if not pictures:
-        parser.error(f'argument SHOW_DIR: none of the pictures in {args.show_dir} can be read')
+        parser.error(f'argument SHOW_DIR: none of the images in {args.show_dir} can be read')
     sheet = make_sheet(pictures, args.cols, args.heads)
     try:
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ def main(argv=None) -> int:
     except OSError as error:
         parser.error(f'argument OUT.png: cannot write {args.out}: {error}')
     rows = math.ceil(len(pictures) / args.cols)
-    print(f'{args.out}: {len(pictures)} of {len(found)} pictures in {rows} rows')
+    print(f'{args.out}: {len(pictures)} of {len(found)} images in {rows} rows')
     return 0
 
 

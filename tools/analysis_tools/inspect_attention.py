@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Look into the attentions of a detector, segmentor or classifier: what the papers measure, on your model and pictures.
+"""Look into the attentions of a detector, segmentor or classifier: what the papers measure, on your model and images.
 
     python tools/analysis_tools/inspect_attention.py CONFIG CHECKPOINT photo.jpg --out inspected --query 120 80
 
@@ -36,7 +36,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('config', help='config file')
     parser.add_argument('checkpoint', help='checkpoint file, URL, mmlinattn://NAME, or none for random weights')
-    parser.add_argument('images', nargs='+', metavar='IMAGE', help='pictures; numbers are means over them')
+    parser.add_argument('images', nargs='+', metavar='IMAGE', help='images; numbers are means over them')
     parser.add_argument('--out', type=Path, required=True, help='folder for summary.json and the plots')
     parser.add_argument('--what', nargs='+', choices=WHAT, default=list(WHAT), help='what to measure [all]')
     parser.add_argument(
@@ -44,7 +44,7 @@ def parse_args() -> argparse.Namespace:
         nargs=2,
         type=float,
         metavar=('X', 'Y'),
-        help='pixel of the pictures whose weights are drawn [middle]',
+        help='pixel of the images whose weights are drawn [middle]',
     )
     parser.add_argument(
         '--shape',
@@ -64,7 +64,7 @@ def parse_args() -> argparse.Namespace:
         type=int,
         default=0,
         metavar='PICTURES',
-        help='classifiers: accuracy on so many pictures of the test data with masked weights (InLine Tab. 2)',
+        help='classifiers: accuracy on so many images of the test data with masked weights (InLine Tab. 2)',
     )
     parser.add_argument('--data-root', help='folder of the data set for --masking, in place of the one in the config')
     parser.add_argument('--device', default='cpu', help='cpu, cuda:0, ... [cpu]')
@@ -84,7 +84,7 @@ def checked(args: argparse.Namespace) -> Config:
     if args.shape and min(args.shape) < 32:
         raise RunError(f'--shape {args.shape[0]} {args.shape[1]}: height and width have to be at least 32.')
     if args.masking < 0 or (args.masking and cfg.default_scope != 'mmpretrain'):
-        raise RunError(f'--masking {args.masking}: a number of pictures, and the config has to be of a classifier.')
+        raise RunError(f'--masking {args.masking}: a number of images, and the config has to be of a classifier.')
     for path in args.images:
         if not osp.isfile(path):
             raise RunError(f'image {path!r}: no such file.')
@@ -100,7 +100,7 @@ def checked(args: argparse.Namespace) -> Config:
 
 
 def inspect_picture(model, picture, args, progress, query, pixel) -> list:
-    """The measures of each block on a picture; draws the maps of the query, ``pixel`` of the picture as given."""
+    """The measures of each block on an image; draws the maps of the query, ``pixel`` of the image as given."""
     entries, maps, local_maps, full = [], [], [], []
     generator = torch.Generator().manual_seed(0)
     numbers = [name for name in args.what if name != 'maps']
@@ -130,7 +130,7 @@ def inspect_picture(model, picture, args, progress, query, pixel) -> list:
 
 
 def merged(per_image: list[list[dict]]) -> list[dict]:
-    """Blocks with their numbers averaged over the pictures; sizes that differ become lists."""
+    """Blocks with their numbers averaged over the images; sizes that differ become lists."""
     by_block: dict = {}
     for entries in per_image:
         for entry in entries:
@@ -206,7 +206,7 @@ def _middle(picture) -> tuple:
 
 
 def run_masking(cfg: Config, model, args: argparse.Namespace) -> dict:
-    """The masking experiment on the config's test data, with a progress bar over its pictures."""
+    """The masking experiment on the config's test data, with a progress bar over its images."""
     if args.data_root:
         set_data_root(cfg, args.data_root)
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:

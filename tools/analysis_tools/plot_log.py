@@ -28,7 +28,7 @@ def parse_args() -> argparse.Namespace:
         metavar='KEY',
         help='what to draw, e.g. loss bbox_mAP; a key without its prefix (coco/) is enough [loss and all metrics]',
     )
-    parser.add_argument('--out', type=Path, required=True, help='picture to write (.png, .svg, .pdf)')
+    parser.add_argument('--out', type=Path, required=True, help='image to write (.png, .svg, .pdf)')
     return parser.parse_args()
 
 

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-# imagenet_8xb128_deit_224 at 448x448, tested on the same share of the picture.
+# imagenet_8xb128_deit_224 at 448x448, tested on the same share of the image.
 _base_ = './imagenet_8xb128_deit_224.py'
 
 sizes = dict(RandomResizedCrop=dict(scale=448), ResizeEdge=dict(scale=512), CenterCrop=dict(crop_size=448))

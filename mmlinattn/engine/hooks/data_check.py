@@ -66,7 +66,7 @@ def _num_classes(model: nn.Module) -> Optional[int]:
 
 
 def _labels(info: dict) -> list[Integral]:
-    """Labels of the objects, and that, or those, of the picture."""
+    """Labels of the objects, and that, or those, of the image."""
     found = [instance.get('bbox_label') for instance in info.get('instances') or () if isinstance(instance, dict)]
     found += np.ravel(info['gt_label']).tolist() if info.get('gt_label') is not None else []
     return [label for label in found if isinstance(label, Integral)]
