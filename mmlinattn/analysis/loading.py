@@ -224,13 +224,6 @@ def _axes(ramp: np.ndarray, size: tuple[int, int]) -> tuple:
     return tuple(axes)
 
 
-def resized(image: np.ndarray, longest: int) -> np.ndarray:
-    """An image whose longer side is at most ``longest``; of a narrow one, a pixel of the other is left."""
-    scale = longest / max(image.shape[:2])
-    height, width = (max(1, round(side * scale)) for side in image.shape[:2])
-    return image if scale >= 1 else cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
-
-
 @torch.no_grad()
 def run_backbone(model: nn.Module, inputs: Tensor) -> None:
     """One forward pass of the backbone alone."""

@@ -1,8 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """What the page shows, without the page."""
 
-import hashlib
-from collections import OrderedDict
+import functools
 from typing import NamedTuple, Optional
 
 import cv2
@@ -19,7 +18,7 @@ from mmlinattn.apis.class_names import num_classes
 from mmlinattn.attention import TOKEN_MIXERS
 from mmlinattn.utils.errors import RunError
 
-LONGEST, KEPT, THUMB = 1024, 2, 132
+LONGEST, THUMB = 1024, 132
 COLUMNS = ('block', 'attention', 'map', 'state rank', 'output rank', 'in 3x3', 'if uniform', 'entropy / log keys')
 
 
@@ -55,57 +54,44 @@ class Looker:
 
     def __init__(self, cfg: Config, checkpoint: str, device: str = 'cpu') -> None:
         self.cfg, self.checkpoint, self.device = cfg, checkpoint, device
-        self.models = {'': loading.load_model(cfg, checkpoint, device)}
-        backbone = self.models[''].backbone
-        if not hasattr(backbone, 'block_attns'):
-            raise RunError(f'the backbone {type(backbone).__name__} is none of mmlinattn.')
-        self.attentions = [list(blocks) for blocks in backbone.block_attns]
-        self.seen: OrderedDict = OrderedDict()
+        self.own = loading.load_model(cfg, checkpoint, device)
+        if not hasattr(self.own.backbone, 'block_attns'):
+            raise RunError(f'the backbone {type(self.own.backbone).__name__} is none of mmlinattn.')
+        self.attentions = [list(blocks) for blocks in self.own.backbone.block_attns]
+        self.stages = [f'stage {i + 1}' for i in range(len(self.attentions))]
+        self.mixers = sorted(TOKEN_MIXERS.module_dict)
         number = num_classes(cfg)
-        self.names = self.models[''].dataset_meta['classes'] or [f'class {i}' for i in range(number)]
+        self.names = self.own.dataset_meta['classes'] or [f'class {i}' for i in range(number)]
         self.visualizer = None
         if cfg.get('default_scope') in ('mmdet', 'mmseg'):  # a label needs no drawing
             self.visualizer = VISUALIZERS.build(dict(cfg.visualizer, name='attention viewer', vis_backends=None))
             palette = np.random.default_rng(1).integers(0, 256, (number, 3)).tolist()
             self.visualizer.dataset_meta = dict(classes=self.names, palette=palette)
+        # one model at a time beside the model itself, and the last two pictures
+        self.switched = functools.lru_cache(1)(self._switched)
+        self._look = functools.lru_cache(2)(self._seen)
 
-    @property
-    def stages(self) -> list[str]:
-        """Names of the stages, from 1."""
-        return [f'stage {i + 1}' for i in range(len(self.attentions))]
-
-    @property
-    def mixers(self) -> list[str]:
-        return sorted(TOKEN_MIXERS.module_dict)
-
-    def model(self, stage: int = 0, mixer: str = ''):
-        """The model, with the attention of a stage (0: the first) switched where ``mixer`` is given.
-
-        Raises:
-            RunError: The attention does not fit there.
-        """
-        key = f'{stage}:{mixer}' if mixer else ''
-        if key not in self.models:
-            attns = [list(blocks) for blocks in self.attentions]
-            attns[stage] = [mixer] * len(attns[stage])
-            switched = loading.load_model(self.cfg, self.checkpoint, self.device, dict(stage_attns=attns))
-            self.models = {'': self.models[''], key: switched}  # one at a time beside the model itself
-        return self.models[key]
+    def _switched(self, stage: int, mixer: str):
+        attns = [list(blocks) for blocks in self.attentions]
+        attns[stage] = [mixer] * len(attns[stage])
+        return loading.load_model(self.cfg, self.checkpoint, self.device, dict(stage_attns=attns))
 
     def look(self, image: np.ndarray, stage: int = 0, mixer: str = '') -> Seen:
-        """Run the model on a picture, (H, W, 3) uint8 RGB; the last ones are remembered.
+        """Run the model, or the one with another attention in a stage, on a picture, (H, W, 3) uint8 RGB.
 
         Raises:
             RunError: The picture is too small or too narrow, or the attention does not fit.
         """
         if image.ndim != 3 or image.shape[2] != 3 or min(image.shape[:2]) < 8:
             raise RunError('the picture has to be in colour and at least 8 pixels wide and high.')
-        key = hashlib.sha1(image.tobytes()).hexdigest(), image.shape, stage if mixer else 0, mixer
-        if key in self.seen:
-            self.seen.move_to_end(key)
-            return self.seen[key]
-        model = self.model(stage, mixer)
-        small = loading.resized(image, LONGEST)
+        return self._look(image.tobytes(), image.shape, stage if mixer else 0, mixer)
+
+    def _seen(self, pixels: bytes, shape: tuple, stage: int, mixer: str) -> Seen:
+        model, image = (
+            self.switched(stage, mixer) if mixer else self.own,
+            np.frombuffer(pixels, np.uint8).reshape(shape),
+        )
+        small = resized(image, LONGEST)
         if min(small.shape[:2]) < 2:
             raise RunError(f'the picture is too narrow: of {LONGEST} pixels by one, nothing is to be seen.')
         picture = loading.prepare(self.cfg, model, np.ascontiguousarray(small[..., ::-1]), 'picture')
@@ -119,17 +105,12 @@ class Looker:
             loading.run_backbone(model, picture.inputs.to(self.device))
         with torch.no_grad():
             (result,) = model(picture.inputs.to(self.device), [picture.sample], mode='predict')
-        found, drawn = in_words(result, self.names), small
+        drawn = small
         if self.visualizer is not None:
             self.visualizer.add_datasample('picture', small, result.cpu(), draw_gt=False)
             drawn = self.visualizer.get_image()
-
-        scale = small.shape[1] / image.shape[1], small.shape[0] / image.shape[0]  # each side is rounded by itself
-        seen = Seen(picture, scale, blocks, rows, found, drawn)
-        self.seen[key] = seen
-        while len(self.seen) > KEPT:
-            self.seen.popitem(last=False)
-        return seen
+        scale = small.shape[1] / shape[1], small.shape[0] / shape[0]  # each side is rounded by itself
+        return Seen(picture, scale, blocks, rows, in_words(result, self.names), drawn)
 
     def maps(self, seen: Seen, x: float, y: float, local: bool = False) -> np.ndarray:
         """Where the token at a pixel of the picture as uploaded looks: a row a block, a column a head, as one picture.
@@ -143,6 +124,13 @@ class Looker:
         if not found:
             raise RunError('the keys of this model lie on no map.')
         return mosaic(found, seen.picture, column, row)
+
+
+def resized(image: np.ndarray, longest: int) -> np.ndarray:
+    """A picture whose longer side is at most ``longest``; of a narrow one, a pixel of the other is left."""
+    scale = longest / max(image.shape[:2])
+    height, width = (max(1, round(side * scale)) for side in image.shape[:2])
+    return image if scale >= 1 else cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
 
 
 def numbers(entry: dict) -> list:

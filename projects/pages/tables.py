@@ -129,18 +129,6 @@ def which_convention(measured: list) -> str:
     return markdown_table(('paper', 'task', 'rows', 'nearest, rows', *(f'{n}, median' for n in CONVENTIONS)), lines)
 
 
-def far_rows(measured: list, percent: float = 2.0) -> str:
-    """The rows whose published cost no convention comes near to."""
-    found = []
-    for row, cost in measured:
-        if cost is not None and row.flops:
-            published, counted = float(row.flops), in_conventions(cost)
-            nearest = counted[nearest_convention(published, counted)]
-            if abs(nearest - published) > percent / 100 * published:
-                found.append(f'`{row.name}` ({row.flops} published, {nearest:.1f} counted)')
-    return ', '.join(found)
-
-
 def page(measured: list) -> str:
     """The Markdown page of (row, cost or None) pairs as :func:`measure` gives."""
     text = [
@@ -165,10 +153,6 @@ def page(measured: list) -> str:
         'is below the rounding of most rows. The convention a figure is nearest to, by paper, and the median '
         'difference in each:',
         which_convention(measured),
-        'Where the nearest convention stays more than 2 % away: ' + (far_rows(measured) or 'none') + '. The two rows '
-        'of FLatten-PVT-T are above those of the softmax PVT-T in the same tables (240 and 158 G; counted here: 239.8 '
-        'and 158.0), though its attention costs less. 244 is what comes out when the products of softmax attention on '
-        'reduced keys are counted as well (243.6); the same sum gives 161.9 in segmentation, and nothing tried 169.',
     ]
     for task, title in TITLES.items():
         rows = [cells(row, cost) for row, cost in measured if row.task == task]

@@ -11,6 +11,7 @@ is let, and is for machines that have nothing else to do. Exit status 1 where an
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Optional
 
@@ -53,23 +55,15 @@ class Wrong(Exception):
     """The run did something else than is promised."""
 
 
-def losses(work_dir: Path) -> dict[int, float]:
-    """Loss by iteration over all runs in a work dir, the later run winning."""
-    found = {}
+def logged(work_dir: Path) -> list[tuple[int, float]]:
+    """Iteration and loss of all runs in a work dir, oldest first; those done again are there again."""
+    found = []
     for log in sorted(work_dir.glob('*/vis_data/scalars.json')):
         for line in log.read_text().splitlines():
-            try:
+            with suppress(ValueError):  # the line at which the process was killed
                 record = json.loads(line)
-            except ValueError:  # the line at which the process was killed
-                continue
-            if 'loss' in record:
-                found[record['step']] = record['loss']
+                found += [(record['step'], record['loss'])] if 'loss' in record else []
     return found
-
-
-def num_logged(work_dir: Path) -> int:
-    """Iterations logged so far by all runs, those done again counted again."""
-    return sum(log.read_text().count('"loss"') for log in work_dir.glob('*/vis_data/scalars.json'))
 
 
 class Task:
@@ -83,7 +77,7 @@ class Task:
         text = CONFIG.format(base=base, widths=WIDTHS[scope], loop=loop, interval=interval)
         (folder / 'config.py').write_text(text)
         status, output = self.finish(self.start(folder / 'undisturbed'))
-        self.losses = losses(folder / 'undisturbed')
+        self.losses = dict(logged(folder / 'undisturbed'))
         self.checkpoint_size = max((path.stat().st_size for path in folder.glob('undisturbed/*.pth')), default=0)
         if status != 0 or len(self.losses) != 24:
             raise SystemExit(f'{scope}: the undisturbed run ended with {status}:\n{output[-3000:]}')
@@ -137,7 +131,7 @@ class Round:
         while not self.is_done:
             self.expect(self.task.start(self.work_dir, *self.resume), {0}, 'the rest')
             self.resume = ['--resume']
-        if losses(self.work_dir) != self.task.losses:
+        if dict(logged(self.work_dir)) != self.task.losses:
             raise Wrong('the losses differ from those of the undisturbed run')
         self.counts['rounds with equal losses'] += 1
 
@@ -160,8 +154,8 @@ class Round:
     def send(self, name: str) -> None:
         """A signal at a random iteration, to the process or, as terminals and Slurm do, to all of its group."""
         process = self.task.start(self.work_dir, *self.resume)
-        begun, after = num_logged(self.work_dir), self.chance.randint(1, 10)
-        while process.poll() is None and num_logged(self.work_dir) < begun + after:
+        last = len(logged(self.work_dir)) + self.chance.randint(1, 10)
+        while process.poll() is None and len(logged(self.work_dir)) < last:
             time.sleep(0.02)
         if process.poll() is None:
             (os.killpg if self.chance.random() < 0.5 else os.kill)(process.pid, getattr(signal, name))
@@ -210,27 +204,23 @@ def main() -> None:
     parser.add_argument('--tasks', nargs='+', choices=list(TASKS), default=list(TASKS))
     args = parser.parse_args()
     out = Path(args.out).resolve()
-    began, chance, counts, wrong = time.monotonic(), random.Random(args.seed), Counter(), []
+    end, chance, counts, wrong = time.monotonic() + 60 * args.minutes, random.Random(args.seed), Counter(), []
     tasks = []
     for scope in args.tasks:
         shutil.rmtree(out / scope, ignore_errors=True)
         (out / scope).mkdir(parents=True)
         tasks.append(Task(scope, out / scope))
-    while time.monotonic() < began + 60 * args.minutes:
-        for task in tasks:
-            current = Round(task, chance, counts)
-            try:
-                current.run(num_faults=chance.randint(2, 5))
-            except Wrong as error:
-                wrong.append(f'{task.scope}: {error}')
-                print(f'WRONG {wrong[-1]}', flush=True)
-            print(f'{(time.monotonic() - began) / 60:5.1f} min  {task.scope:10}  {dict(counts)}', flush=True)
-            if time.monotonic() > began + 60 * args.minutes:
-                break
-    minutes = round((time.monotonic() - began) / 60, 1)
-    result = dict(minutes=minutes, seed=args.seed, tasks=args.tasks, counts=counts, wrong=wrong)
+    for task in itertools.cycle(tasks):
+        if time.monotonic() > end:
+            break
+        try:
+            Round(task, chance, counts).run(num_faults=chance.randint(2, 5))
+        except Wrong as error:
+            wrong.append(f'{task.scope}: {error}')
+            print(f'WRONG {wrong[-1]}', flush=True)
+        print(f'{task.scope:10}  {dict(counts)}', flush=True)
+    result = dict(minutes=args.minutes, seed=args.seed, tasks=args.tasks, counts=counts, wrong=wrong)
     (out / 'counts.json').write_text(json.dumps(result, indent=1) + '\n')
-    print(json.dumps(result, indent=1))
     sys.exit(bool(wrong))
 
 

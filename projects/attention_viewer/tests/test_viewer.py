@@ -98,8 +98,6 @@ def test_switching_the_attention_of_a_stage(looker):
     assert [row[1] for row in switched.rows] == ['softmax', 'rala', 'softmax', 'softmax', 'softmax']
     for missing in ((None, 'softmax'), ('stage 1', None)):
         assert looker.look(picture(), *describe(*missing)).rows == before.rows
-    looker.look(picture(), *describe('stage 2', 'hydra'))
-    assert len(looker.models) == 2  # the model itself and one more
 
 
 def test_large_pictures_are_made_smaller_and_clicks_follow(looker):
@@ -110,9 +108,6 @@ def test_large_pictures_are_made_smaller_and_clicks_follow(looker):
         looker.maps(seen, 2400, 10)
     tilted = looker.look(picture(420, 3000))  # 143.36 pixels high for the network, of which there are 143
     assert looker.maps(tilted, 2999, 419).any()
-    for i in range(3):
-        looker.look(picture(70 + i, 80))
-    assert len(looker.seen) == 2
 
 
 @pytest.mark.parametrize('shape', [(8, 20000, 3), (20000, 8, 3), (4, 100, 3), (64, 64), (64, 64, 4)])
