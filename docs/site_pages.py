@@ -13,8 +13,20 @@ from mmlinattn.attention import get_mixer
 from mmlinattn.backbones.base import Backbone
 
 ROOT = Path(__file__).resolve().parents[1]
-GUIDES = ['get_started', 'tutorial', 'configs', 'checkpoints', 'distributed', 'tables', 'upstream']
-INSIDE = ['design', 'add_an_attention', 'add_a_host', 'testing']
+GUIDES = [
+    'get_started',
+    'tutorial',
+    'own_data',
+    'configs',
+    'checkpoints',
+    'deploy',
+    'inspect',
+    'distributed',
+    'studies',
+    'tables',
+    'upstream',
+]
+INSIDE = ['design', 'attentions', 'add_an_attention', 'add_a_host', 'testing']
 REFERENCE = ['attention', 'layers', 'necks', 'engine', 'checkpoints', 'datasets', 'swapping', 'utils']
 
 
