@@ -3,7 +3,7 @@
 
     python benchmarks/count_traffic.py
 
-The plain form: every operation that autograd runs is one kernel, reads its inputs and writes its outputs. The GPU
+The reference: every operation that autograd runs is one kernel, reads its inputs and writes its outputs. The GPU
 kernels: what they are started with. Nothing is computed; caches may serve what is read twice. In units of one tensor of
 all tokens, (B, N, C).
 """
@@ -94,7 +94,7 @@ def kernels(spec, q: Tensor, k: Tensor, v: Tensor, tensors: dict) -> dict[str, t
 
 
 def cases(batch: int, heads: int, tokens: int, d: int, dtype: torch.dtype):
-    """Name, plain form with its options, kernels with theirs."""
+    """Name, reference with its options, kernels with theirs."""
     rotary = torch.empty(tokens, d // 2, 2, device='meta')
     scale = torch.empty(heads * d, device='meta')
     table = torch.empty(1, tokens, heads * d, dtype=dtype, device='meta')
@@ -121,7 +121,7 @@ def main(argv=None) -> None:
     parser.add_argument('--dtype', default='bfloat16', choices=['float32', 'float16', 'bfloat16'])
     args = parser.parse_args(argv)
     dtype = getattr(torch, args.dtype)
-    print('| attention | pass | ideal, tensors | plain form: kernels | tensors | GPU kernels: kernels | tensors |')
+    print('| attention | pass | ideal, tensors | reference: kernels | tensors | GPU kernels: kernels | tensors |')
     print('| --- | --- | --- | --- | --- | --- | --- |')
     for name, op, options, spec, tensors in cases(args.batch, args.heads, args.tokens, args.head_dim, dtype):
         x = torch.empty(args.batch, args.tokens, 3 * args.heads * args.head_dim, dtype=dtype, device='meta')

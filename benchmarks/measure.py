@@ -183,7 +183,7 @@ def multiply_adds(build: Callable[[], torch.nn.Module], *shape: int) -> int:
 
     Nothing is computed: only shapes pass through the model that ``build`` returns.
     """
-    # the plain form of softmax attention consists of operations that the counter knows
+    # the reference of softmax attention consists of operations that the counter knows
     with FakeTensorMode(), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
         model = build().eval()
         with FlopCounterMode(display=False) as counter:

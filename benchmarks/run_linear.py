@@ -7,7 +7,7 @@
 
 Attentions against their equations written plainly (``literal_attention.py``), Swin with a linear attention against
 Swin with softmax in 7x7 windows, training steps against MMDetection's own Swin-T, and every host of the papers against
-itself in the plain forms of the ops (``MMLINATTN_OPS=reference``: one PyTorch operator after the other). All ratios are
+itself in the reference backends (``MMLINATTN_OPS=reference``: one PyTorch operator after the other). All ratios are
 of one run, medians of interleaved repeats. See README.md in this folder.
 """
 
@@ -184,9 +184,9 @@ def run_training(args, report):
 
 
 def run_hosts(args, report):
-    """Each host in its fast forms against itself in the plain ones, weights and all."""
+    """Each host in its fast backends against itself in the plain ones, weights and all."""
     batch, side = args.batch, args.host_side
-    report.add('', f'### Hosts at {batch} x {side}x{side} against their plain forms')
+    report.add('', f'### Hosts at {batch} x {side}x{side} against their references')
     report.table('', 'forward', 'plain', 'ratio (goal 1.5)', 'forward + backward', 'plain', 'ratio (goal 1.3)')
     x = torch.randn(batch, 3, side, side)
     for name, (host, arch) in HOSTS.items():

@@ -54,7 +54,7 @@ def independent():
 
 @pytest.fixture
 def fast_forms():
-    """For tests of the fast forms themselves: they run also where ``MMLINATTN_OPS=reference``."""
+    """For tests of the fast backends themselves: they run also where ``MMLINATTN_OPS=reference``."""
     with ops.use('auto'):
         yield
 

@@ -8,7 +8,7 @@ usage() {
 usage: tools/run_tests.sh [--with-onedl] [--with-slurm] [--use-existing] [pytest arguments]
 
 Without pytest arguments: ruff, mypy, the fast tests, those of attentions, layers and backbones once more in
-the plain forms of the ops, then the slow tests, stopping at the first of these that fails. With
+the reference backends, then the slow tests, stopping at the first of these that fails. With
 --with-onedl, or where CI is set, one train -> resume -> test round on the onedl-* distributions
 follows, and with --with-slurm, or in CI where Slurm is installed, a run under a Slurm of one node that
 is started in a folder of its own. With pytest arguments: one pytest run with just these.
@@ -68,7 +68,7 @@ export MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=268435456
 cores=$(nproc 2>/dev/null || echo 2)
 workers=$((cores < 8 ? cores : 8))
 OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow'
-# the plain forms of the ops, which compilers, exporters and unknown devices get
+# the reference backends, which compilers, exporters and unknown devices get
 MMLINATTN_OPS=reference OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow' \
   tests/attention tests/layers tests/ops tests/backbones
 OMP_NUM_THREADS=1 pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile --durations=20 -m 'slow and not slurm'

@@ -131,7 +131,7 @@ class _Functions(TorchFunctionMode):
     """What the operations alone do not tell.
 
     All products of ``linear`` are of that kind, and ``scaled_dot_product_attention`` is counted as the fused kernel of
-    real devices: two products, no N x N map. On meta tensors PyTorch would take its plain form apart instead, map and
+    real devices: two products, no N x N map. On meta tensors PyTorch would take it apart instead, map and
     all. Hallucinated attention counts as its paper counts it, as if maps were built: two products, a 3x3 convolution
     of half of the maps and their mixture, whatever form runs.
     """

@@ -2,9 +2,9 @@
 """Which backend runs an op. Mixers, layers and hosts ask here, and nowhere else, for the device, grad mode, autocast,
 tracing and tensor types.
 
-Every op is one file with its equation in plain PyTorch (``..._reference``) and, where there is one, a faster form for
-CPUs. GPU kernels lie in :mod:`.triton`. The public function of the file asks :func:`backend` once and calls one of
-them.
+Every op is one file with its equation in plain PyTorch (``..._reference``) and, where there is one, a faster backend
+for CPUs. GPU kernels lie in :mod:`.triton`. The public function of the file asks :func:`backend` once and calls one
+of them.
 """
 
 import contextlib

@@ -35,7 +35,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def heads_of(x: Tensor, num_heads: int) -> Tensor:
-    """(B, N, heads * d) -> (1, B, heads, N, d), a view: :func:`split_heads` for the plain forms of linear attention,
+    """(B, N, heads * d) -> (1, B, heads, N, d), a view: :func:`split_heads` for the references of linear attention,
     which compilers get.
 
     Of five axes, since Inductor keeps every tensor of four channels-last in models with convolutions: heads come to lie

@@ -186,7 +186,7 @@ def test_a_class_token_has_no_neighbours(mixer):
 @pytest.mark.parametrize('form', ['reference', 'fast'])
 def test_no_map_of_all_pairs_is_built(form, monkeypatch):
     """4 x the tokens: the largest tensor of RALA grows 4-fold, not 16-fold."""
-    if form == 'fast':  # what watches the operators gets the plain form otherwise
+    if form == 'fast':  # what watches the operators gets the reference otherwise
         monkeypatch.setattr(dispatch, 'is_plain', lambda *tensors: False)
 
     class Largest(torch.utils._python_dispatch.TorchDispatchMode):

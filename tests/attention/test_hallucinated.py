@@ -168,7 +168,7 @@ def test_no_map_of_all_pairs_is_built(form, learns, monkeypatch):
     attention, sizes = Attention(DIM, HEADS, 'hallucinated'), []
     monkeypatch.setattr(hallucinated, '_BLOCK_NUMEL', 1024)
     monkeypatch.setenv('MMLINATTN_PRODUCTS', 'torch')  # a block of rows of softmax attention is of one size for both
-    monkeypatch.setattr(dispatch, 'is_plain', lambda *_: form == 'reference')  # whoever watches sees the plain form
+    monkeypatch.setattr(dispatch, 'is_plain', lambda *_: form == 'reference')  # whoever watches sees the reference
     for side in (24, 48):
         x = torch.randn(1, side * side, DIM, requires_grad=learns)
         with Largest() as largest, torch.set_grad_enabled(learns):

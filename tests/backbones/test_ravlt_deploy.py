@@ -43,7 +43,7 @@ def test_the_folded_model_computes_the_same(options):
     model = trained(**options)
     x = torch.randn(2, 3, 64, 96)
     with torch.no_grad():
-        with ops.use('reference'):  # the fast form of stems folds by itself
+        with ops.use('reference'):  # the fast backend of stems folds by itself
             expected = model(x)
         folded = copy.deepcopy(model).switch_to_deploy()
         assert all(relative_error(*pair) < 1e-5 for pair in zip(folded(x), expected))

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The fast forms of the equations give the values and gradients of their references, in every type and layout."""
+"""The fast backends of the equations give the values and gradients of their references, in every type and layout."""
 
 import pytest
 import torch

@@ -46,7 +46,7 @@ def inputs(dead=True):
 
 def steps(op, form, monkeypatch):
     """Forward and backward pass of training, and inference, of one form, under the count."""
-    if form == 'fast':  # what counts operations gets the plain form otherwise
+    if form == 'fast':  # what counts operations gets the reference otherwise
         monkeypatch.setattr(dispatch, 'is_plain', lambda *tensors: False)
     leaves = inputs()
     with Denormals() as denormals:

@@ -155,7 +155,7 @@ def test_transforms_of_functions(mixer):
 
 
 def test_gradients_of_gradients_are_the_references():
-    """The fast forms say that they have none; the reference has."""
+    """The fast backends say that they have none; the reference has."""
     attention, x = build('rala'), tokens(batch=1).requires_grad_()
 
     def second():
