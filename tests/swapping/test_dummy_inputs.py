@@ -4,14 +4,14 @@
 import pytest
 import torch
 
-from mmlinattn.swapping import invented
+from mmlinattn.swapping import dummy_inputs
 
 for project in ('mmdet', 'mmseg', 'mmpretrain'):
     pytest.importorskip(project)
 
 
 def test_detection_batch():
-    batch = invented.detection_batch((50, 100))
+    batch = dummy_inputs.detection_batch((50, 100))
     assert [tuple(image.shape) for image in batch['inputs']] == [(3, 50, 100)] * 2
     assert batch['inputs'][0].dtype == torch.uint8
     first, second = batch['data_samples']
@@ -25,29 +25,29 @@ def test_detection_batch():
     assert masks.shape == (2, 50, 100) and masks.sum(axis=(1, 2)).tolist() == [50 * 30, 50 * 32]
     assert masks[0, 5:35, 10:60].all() and masks[1, 15:47, 40:90].all()
     assert first.gt_sem_seg.sem_seg.shape == (1, 50, 100) and 'proposals' not in first
-    bare, _ = invented.detection_batch((50, 100), masks=False, proposals=True)['data_samples']
+    bare, _ = dummy_inputs.detection_batch((50, 100), masks=False, proposals=True)['data_samples']
     assert 'masks' not in bare.gt_instances and bare.proposals.bboxes.shape == (4, 4)
     torch.testing.assert_close(bare.proposals.bboxes[2:], torch.tensor(boxes) + 4)
     assert bare.proposals.scores.tolist() == [1] * 4 and first.gt_sem_seg.sem_seg.count_nonzero() == 0
 
 
 def test_batches_of_other_tasks():
-    video = invented.video_batch((32, 64))
+    video = dummy_inputs.video_batch((32, 64))
     assert [tuple(frames.shape) for frames in video['inputs']] == [(2, 3, 32, 64)]
     (track,) = video['data_samples']
     ids = [frame.gt_instances.instances_ids.tolist() for frame in track.video_data_samples]
     assert ids == [[0, 1], [0, 1]]
-    people = invented.reid_batch((32, 64))
+    people = dummy_inputs.reid_batch((32, 64))
     assert len(people['inputs']) == 4 and [s.gt_label.label.item() for s in people['data_samples']] == [0, 0, 1, 1]
-    sample = invented.segmentation_batch((4, 10))['data_samples'][1]
+    sample = dummy_inputs.segmentation_batch((4, 10))['data_samples'][1]
     labels, edges = sample.gt_sem_seg.data[0], sample.gt_edge_map.data[0]
     assert labels.tolist() == [[0] * 5 + [1] * 5] * 4 and edges.tolist() == [[0] * 4 + [1] * 2 + [0] * 4] * 4
     depth = sample.gt_depth_map.data
     assert depth.shape == (1, 4, 10) and depth.min() >= 0.5 and depth.max() <= 1.5
-    views = invented.views_batch((8, 16), 3)
+    views = dummy_inputs.views_batch((8, 16), 3)
     assert [tuple(view.shape) for view in views['inputs']] == [(2, 3, 8, 16)] * 3 and len(views['data_samples']) == 2
     assert len({tuple(view.flatten().tolist()) for view in views['inputs']}) == 3  # of which each is another one
-    one, two = invented.classification_batch((8, 8), 4, channels=1)['data_samples']
+    one, two = dummy_inputs.classification_batch((8, 8), 4, channels=1)['data_samples']
     assert (one.gt_label.item(), two.gt_label.item()) == (0, 1)
     assert one.gt_score.tolist() == [1, 0, 0, 0] and two.gt_score.tolist() == [0, 1, 0, 0]
-    assert len(invented.classification_batch((8, 8), 1)['data_samples'][0].gt_score) == 2
+    assert len(dummy_inputs.classification_batch((8, 8), 1)['data_samples'][0].gt_score) == 2

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""One training step and one prediction of a model on invented data, and what of its backbone they reached."""
+"""One training step and one prediction of a model on dummy inputs, and what of its backbone they reached."""
 
 from typing import Any, NamedTuple, Optional
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..utils.errors import RunError
 from ..utils.registering import bare_name
-from .invented import batch_for, is_self_supervised
+from .dummy_inputs import batch_for, is_self_supervised
 from .measuring import one_line, quiet
 from .upstream import Upstream, together, without_weights
 
@@ -80,7 +80,7 @@ def _shares_parameters(model: torch.nn.Module) -> bool:
 
 
 def _small(node: Any, size: tuple[int, int]) -> Any:
-    """For one process on invented images: PyTorch's synchronised batch norm in place of MMCV's, which is built in
+    """For one process on dummy inputs: PyTorch's synchronised batch norm in place of MMCV's, which is built in
     distributed runs only; no padding to the recipe's size; fewer regions, of which heads take seconds a hundred."""
     if isinstance(node, (list, tuple)):
         return type(node)(_small(item, size) for item in node)
