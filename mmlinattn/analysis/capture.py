@@ -10,7 +10,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from ..attention import Grid, StripeAttention, TokenMixer, WindowAttention, Windows
+from ..attention import TOKEN_MIXERS, Grid, StripeAttention, TokenMixer, WindowAttention, Windows
 from ..attention.base import Mixing
 from .weights import convolved, local_weights, state_keys
 
@@ -131,8 +131,6 @@ class BlockCall(NamedTuple):
     @property
     def mixer_name(self) -> str:
         """Name of the attention as in ``stage_attns``."""
-        from ..attention import TOKEN_MIXERS
-
         kind = type(self.calls[0].mixer)
         names = [name for name, known in TOKEN_MIXERS.module_dict.items() if known is kind]
         return names[0] if names else kind.__name__
@@ -194,13 +192,29 @@ def reduction_of(attention: nn.Module) -> int:
     return 0 if getattr(attention, 'reduction', 'grid') == 'sequence' else getattr(attention, 'ratio', 1)
 
 
-def arguments_of(mixer: TokenMixer, args: tuple, kwargs: dict) -> dict:
-    """What a mixer is called with, by the names of :meth:`mmlinattn.attention.TokenMixer.forward`. Tokens are copied: a
-    mixer may overwrite its queries and keys, and what follows the values."""
-    given = inspect.signature(TokenMixer.forward).bind(mixer, *args, **kwargs)
-    given.apply_defaults()
-    given = {key: t.clone() if key in ('q', 'k', 'v') else t for key, t in given.arguments.items() if key != 'self'}
-    return {**given, 'key_grid': given['key_grid'] or given['grid']}
+def watch_mixers(module: nn.Module, see: Callable) -> list:
+    """Hooks that show each call of a mixer in a module to ``see(mixer, arguments, out)``; what that gives, if anything,
+    takes the place of ``out``.
+
+    The arguments are those of :meth:`mmlinattn.attention.TokenMixer.forward` by their names. Tokens are copied: a mixer
+    may overwrite its queries and keys, and what follows the values.
+    """
+    kept, signature, handles = {}, inspect.signature(TokenMixer.forward), []
+
+    def before(mixer, args, kwargs):
+        given = signature.bind(mixer, *args, **kwargs)
+        given.apply_defaults()
+        given = {name: t.clone() if name in ('q', 'k', 'v') else t for name, t in given.arguments.items()}
+        kept[mixer] = {**given, 'key_grid': given['key_grid'] or given['grid']}
+
+    def after(mixer, args, out):
+        return see(mixer, kept.pop(mixer), out)
+
+    for mixer in module.modules():
+        if isinstance(mixer, TokenMixer):
+            handles.append(mixer.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(mixer.register_forward_hook(after))
+    return handles
 
 
 def _watch(name: str, attention: nn.Module, on_block: Callable) -> list:
@@ -212,11 +226,8 @@ def _watch(name: str, attention: nn.Module, on_block: Callable) -> list:
     def begin(module, args):
         calls.clear(), projected.clear()  # of a pass that raised halfway
 
-    def before(mixer, args, kwargs):
-        calls.append((mixer, arguments_of(mixer, args, kwargs), []))
-
-    def after(mixer, args, out):
-        calls[-1][2].append(out.clone())
+    def keep(mixer, given, out):
+        calls.append((mixer, given, out.clone()))
 
     def finish(module, args, kwargs, out):
         if not calls:
@@ -226,22 +237,18 @@ def _watch(name: str, attention: nn.Module, on_block: Callable) -> list:
             raise ValueError(f'attentions are looked into one image at a time, not {x.shape[0]}')
         size, key_size, layout = token_layout(attention, x, [given for _, given, _ in calls])
         made = [
-            MixerCall(mixer, given, outs[0], locals_.get(id(mixer)), queries, keys)
-            for (mixer, given, outs), (queries, keys) in zip(calls, layout)
+            MixerCall(mixer, given, out, locals_.get(id(mixer)), queries, keys)
+            for (mixer, given, out), (queries, keys) in zip(calls, layout)
         ]
         calls.clear()
         on_block(BlockCall(block, attention, made, size, key_size, projected[-1], reduction_of(attention)))
 
-    handles = [
+    return [
         attention.register_forward_pre_hook(begin),
         attention.proj.register_forward_pre_hook(lambda module, args: projected.append(args[0].clone())),
         attention.register_forward_hook(finish, with_kwargs=True),
+        *watch_mixers(attention, keep),
     ]
-    for module in attention.modules():
-        if isinstance(module, TokenMixer):
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(after))
-    return handles
 
 
 def token_layout(attention: nn.Module, x: Tensor, given: list[dict]) -> tuple[tuple, tuple, list]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..attention import Grid, TokenMixer
 from ..utils.errors import RunError
-from .capture import arguments_of, arrangements, reduction_of
+from .capture import arrangements, reduction_of, watch_mixers
 from .measures import neighbours
 
 BLOCK_NUMEL = 2**24  # weights built at a time
@@ -68,8 +68,7 @@ def masked(model: nn.Module, window: int, others: bool = False, seed: int = 0) -
     """
     if window < 1 or window % 2 == 0:
         raise ValueError(f'window={window} has to be odd and at least 1')
-    generator, kept, handles = torch.Generator().manual_seed(seed), {}, []
-    ratios = {}
+    generator, ratios = torch.Generator().manual_seed(seed), {}
     for name, attention in arrangements(model).items():
         ratios.update(
             {mixer: reduction_of(attention) for mixer in attention.modules() if isinstance(mixer, TokenMixer)}
@@ -77,11 +76,7 @@ def masked(model: nn.Module, window: int, others: bool = False, seed: int = 0) -
         if not reduction_of(attention):
             raise ValueError(f'the keys of {name} are averages over the sequence of tokens: they have no neighbourhood')
 
-    def before(mixer, args, kwargs):
-        kept[mixer] = arguments_of(mixer, args, kwargs)
-
-    def after(mixer, args, out):
-        given = kept.pop(mixer)
+    def without(mixer, given, out):
         q, k, v = given['q'], given['k'], given['v']
         grid, key_grid = given['grid'], given['key_grid']
         key_places, places = token_places(key_grid, v.device, -1), token_places(grid, v.device, 1)
@@ -101,10 +96,7 @@ def masked(model: nn.Module, window: int, others: bool = False, seed: int = 0) -
             changes.append(rearrange(change, 'b heads n e -> b n (heads e)'))
         return out + torch.cat(changes, dim=1).to(out.dtype)
 
-    for module in model.modules():
-        if isinstance(module, TokenMixer):
-            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-            handles.append(module.register_forward_hook(after))
+    handles = watch_mixers(model, without)
     try:
         with torch.no_grad():
             yield
