@@ -58,17 +58,16 @@ class Count(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.macs = Counter()
+        self.macs: Counter = Counter()
         self.norm_ops = 0
         self.peak_bytes = 0
         self.kind_of_product = PRODUCT
         self._live_bytes = 0
-        self._seen = set()
+        self._seen: set[int] = set()
         self._names = ['']
-        self._stack = None
+        self._stack = contextlib.ExitStack()
 
     def __enter__(self):
-        self._stack = contextlib.ExitStack()
         self._stack.enter_context(mock.patch.object(nn.Module, '__call__', self._called_by_name()))
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             self._seen.add(tensor.untyped_storage()._cdata)

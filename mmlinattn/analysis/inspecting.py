@@ -35,7 +35,7 @@ def measure_block(
         vertical ones come first.
     """
     calls = block.calls
-    entry = dict(
+    entry: dict = dict(
         block=block.name,
         mixer=block.mixer_name,
         heads=sum(branch[0].mixer.num_heads for branch in block.branches),
@@ -105,7 +105,7 @@ def _confusion(weights: Tensor, tokens: int) -> dict:
 
 def _locality(weights: Tensor, both: Optional[Tensor], near: Tensor, num_keys: int) -> dict:
     uniform = float(near.sum(dim=-1).double().mean()) / num_keys  # fewer than 9 neighbours at the border
-    found = dict(chance=9 / num_keys, if_uniform=uniform)
+    found: dict = dict(chance=9 / num_keys, if_uniform=uniform)
     for name, map_ in (('', weights), ('_with_local', both)):
         if map_ is not None:
             total, share = measures.inside(map_, near)
@@ -195,7 +195,8 @@ def full_map(block: BlockCall, side: int = 128, local: bool = False) -> Tensor:
     queries, keys = axes
     maps = []
     for branch in block.branches:
-        out = None
+        heads, wide = branch[0].mixer.num_heads, torch.promote_types(branch[0].out.dtype, torch.float32)
+        out = torch.full((heads, len(queries), len(keys)), math.nan, dtype=wide, device=queries.device)
         for call in branch:
             for window in range(len(call.queries)):
                 rows = torch.isin(call.queries[window], queries).nonzero()[:, 0]
@@ -204,8 +205,6 @@ def full_map(block: BlockCall, side: int = 128, local: bool = False) -> Tensor:
                     continue
                 size = max(1, NUMEL // (call.mixer.num_heads * call.keys.shape[1]))
                 weights = torch.cat([call.weights(window, r, local)[:, :, columns] for r in rows.split(size)], dim=1)
-                if out is None:
-                    out = weights.new_full((len(weights), len(queries), len(keys)), math.nan)
                 at = torch.searchsorted(queries, call.queries[window, rows])
                 to = torch.searchsorted(keys, call.keys[window, columns])
                 out[:, at[:, None], to] = weights

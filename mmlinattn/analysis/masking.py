@@ -148,7 +148,7 @@ def masking_accuracies(
         for start in range(0, count, 16):
             batch = pseudo_collate(samples[start : start + 16])
             with torch.no_grad(), contextlib.nullcontext() if variant is None else masked(model, *variant):
-                results = model.test_step(batch)
+                results = model.test_step(batch)  # type: ignore[operator]
             right += sum(int(result.pred_label.item() in result.gt_label.tolist()) for result in results)
             on_pictures(len(results), count * len(variants))
         found[name] = 100 * right / count

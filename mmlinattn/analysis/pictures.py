@@ -233,15 +233,15 @@ PLOTS = dict(
 )
 
 
-def numbers_at(entry: dict, place: str) -> Optional[np.ndarray]:
-    """Numbers of a block, one a head, see :class:`Plot`; None where it has no such measure, or divides by zero (a
-    single key says nothing)."""
+def numbers_at(entry: dict, place: str) -> np.ndarray:
+    """Numbers of a block, one a head, see :class:`Plot`; NaN where it has no such measure, or divides by zero (a single
+    key says nothing)."""
     path, _, divisor = place.partition(' / ')
-    parent, value = None, entry
-    for key in path.split('.'):
-        parent, value = value, value.get(key) if isinstance(value, dict) else None
-    divided_by = parent.get(divisor) if value is not None and divisor else 1.0
-    return np.atleast_1d(np.asarray(value, float)) / divided_by if value is not None and divided_by else None
+    *parents, name = path.split('.')
+    for key in parents:
+        entry = entry.get(key) or {}
+    value, divided_by = entry.get(name), entry.get(divisor) if divisor else 1.0
+    return np.atleast_1d(np.nan if value is None or not divided_by else np.asarray(value, float) / divided_by)
 
 
 def plot_measures(entries: list[dict], what, out: Path, title: str) -> list[Path]:
@@ -266,7 +266,6 @@ def _plot(plot: Plot, entries: list[dict], path: Path, title: str) -> bool:
     axis = figure.subplots()
     for label, place in plot.lines.items():
         values = [numbers_at(entry, place) for entry in entries]
-        values = [np.array([np.nan]) if value is None else value for value in values]
         if np.isfinite(np.concatenate(values)).any():
             (line,) = axis.plot([value.mean() for value in values], marker='.', label=label)
             bands = [value.min() for value in values], [value.max() for value in values]

@@ -202,7 +202,8 @@ def _(mixer: InLineMixer, q, k, key_grid, mask, rotary):
 def _(mixer: FocusedMixer, q, k, key_grid, mask, rotary):
     if mixer.position is not None:
         k = k + mixer.position.on(key_grid).to(k.dtype)
-    k = focused_map(k, 1 / F.softplus(mixer.scale), mixer.power) if mixer.focus else k.relu() + 1e-6
+    scale = mixer.scale  # None without focus
+    k = k.relu() + 1e-6 if scale is None else focused_map(k, 1 / F.softplus(scale), mixer.power)
     return _real(split_heads(k, mixer.num_heads), mask)
 
 
