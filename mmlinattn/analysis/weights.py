@@ -52,8 +52,9 @@ def mixer_weights(
     wide = accumulation_dtype(q)
     if any(p.dtype != wide for p in mixer.parameters()):
         mixer = copy.deepcopy(mixer).to(wide)
-    mixer = copy.copy(mixer)
-    mixer.unit_output = False
+    if mixer.unit_output:
+        mixer = copy.copy(mixer)
+        mixer.unit_output = False
     context = q.new_zeros(len(q), mixer.dim, dtype=wide) if mixer.context else None
     rotary, bias = (None if t is None else t.to(wide) for t in (rotary, bias))
     refusal = f'{type(mixer).__name__} has no weights(): what it gives is not one matrix a head times the values'
