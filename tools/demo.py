@@ -128,7 +128,10 @@ def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> None:
         inferencer = build_inferencer(args, cfg, len(pictures))
     # Inferencers load what fits and draw with the rest as it was initialised.
     checkpoint = CheckpointLoader.load_checkpoint(args.checkpoint, 'cpu', logger='silent')
-    check_weights(inferencer.model, checkpoint)
+    try:
+        check_weights(inferencer.model, checkpoint)
+    except RunError as error:
+        raise RunError(f'{args.checkpoint}: {error}') from error
     # Where the checkpoint has no names, inferencers take those of COCO or ImageNet for any classes.
     names = args.classes or class_names(cfg, checkpoint.get('meta'))
     if scope == 'mmpretrain':

@@ -152,20 +152,6 @@ def test_what_the_padding_of_windows_holds_has_no_influence(host, attn, size, mo
 
 @every_attention
 @every_host
-def test_torch_jit_traces(host, attn):
-    model, x = small_hosts.build(host, attn).eval(), image()
-    with torch.no_grad():
-        expected = model(x)
-        traced = torch.jit.trace(model, x, check_trace=False)
-        for out, other in zip(traced(x), expected):
-            torch.testing.assert_close(out, other, rtol=1e-4, atol=1e-4)
-        # another image: nothing of the first is in the graph
-        for out, other in zip(traced(x.flip(-1)), model(x.flip(-1))):
-            torch.testing.assert_close(out, other, rtol=1e-4, atol=1e-4)
-
-
-@every_attention
-@every_host
 def test_the_layout_of_the_image_in_memory_does_not_matter(host, attn):
     model, x = small_hosts.build(host, attn).eval(), image()
     for out, other in zip(model(x), model(x.to(memory_format=torch.channels_last))):
