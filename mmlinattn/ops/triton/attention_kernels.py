@@ -9,6 +9,8 @@ what is between a projected token and its product with the state (map, weight, r
   own, and :func:`combine` adds those up in a fixed order: results are the same in every run.
 - Products are of the type of the inputs (float32: three TF32 products, with the error of float32); sums, maps, weights
   and normalisers are in float32.
+- What a product transposes is a tile as it was read, never one that was computed: on compute capability 9.0, Triton 3.4
+  and later made wrong products of transposed results (flash-linear-attention, pull request 826; triton issue 6124).
 - Heads may have any width: tiles are padded to powers of two, and what is padded is masked.
 - Programs are numbered with the head as the fastest: those that run together read whole rows of memory.
 - The first token of a tile is addressed in 64 bits.
@@ -60,6 +62,13 @@ def tile(pointer, stride, rows, columns, real_rows, real_columns):
 def put(pointer, stride, rows, columns, real_rows, real_columns, values):
     mask = real_rows[:, None] & real_columns[None, :]
     tl.store(pointer + rows[:, None] * stride + columns[None, :], values.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def put_turned(pointer, stride, rows, columns, real_rows, real_columns, values):
+    """Write the transpose of ``values`` (columns, rows)."""
+    mask = real_columns[:, None] & real_rows[None, :]
+    tl.store(pointer + columns[:, None] + rows[None, :] * stride, values, mask=mask)
 
 
 @triton.jit
@@ -251,7 +260,7 @@ def sum_keys(
         weight = tl.load(scale + head * D + columns, mask=channels, other=0.0).to(tl.float32)
         rows_in_all = tl.num_programs(0).to(tl.int64) // (heads * splits) * tokens
         rows_in += image * tokens
-    state = tl.zeros([WIDTH, WIDTH_V], dtype=tl.float32)
+    state = tl.zeros([WIDTH_V, WIDTH], dtype=tl.float32)  # S^T
     keys = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
     values = tl.zeros([ROWS, WIDTH_V], dtype=tl.float32)
     largest = -float('inf')
@@ -294,9 +303,9 @@ def sum_keys(
         if HAS_ROTARY:
             cos, sin = angles(rotary, start, rows, columns, inside, channels, D, ROWS, WIDTH)
             y = turned(y, cos, sin, ROWS, WIDTH)
-        state += product(tl.trans(y.to(x.dtype)), value, x)
+        state += product(tl.trans(value), y, x)
     at = owner * splits + split
-    put(parts + at * D * E, E, columns, columns_v, channels, channels_v, state)
+    put_turned(parts + at * D * E, E, columns, columns_v, channels, channels_v, state)
     tl.store(key_parts + at * D + columns, tl.sum(keys, 0), mask=channels)
     if CENTRED:
         tl.store(more_parts + at * E + columns_v, tl.sum(values, 0), mask=channels_v)
@@ -419,7 +428,7 @@ def queries_backward(
         rows_in_all = tl.num_programs(0).to(tl.int64) // (heads * splits) * tokens
         rows_in += image * tokens
         grad_scale = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
-    grad_state = tl.zeros([WIDTH, WIDTH_V], dtype=tl.float32)
+    grad_state = tl.zeros([WIDTH_V, WIDTH], dtype=tl.float32)  # of S^T
     grad_mean = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
     grads = tl.zeros([ROWS, WIDTH_V], dtype=tl.float32)
     for start in range(split * span, end, ROWS):
@@ -439,7 +448,7 @@ def queries_backward(
         inner = product(g, tl.trans(matrix), x)  # of the turned query
         if CENTRED:
             if SUM:
-                grad_state += product(tl.trans(y.to(x.dtype)), g, x)
+                grad_state += product(tl.trans(g), y, x)
                 grads += g.to(tl.float32)
         else:
             # not the gradient is divided: where a query is dead, that would leave the range of float16
@@ -454,7 +463,7 @@ def queries_backward(
                 if HAS_ROTARY:
                     divided = turned(divided, cos, sin, ROWS, WIDTH)
                 divided = tl.where(inside[:, None], divided, 0.0)
-                grad_state += product(tl.trans(divided.to(x.dtype)), g, x)
+                grad_state += product(tl.trans(g), divided, x)
             inner += grad_normaliser[:, None] * mean[None, :]
         if KERNEL == 'focused':
             at = (image * tokens + start + rows) * heads
@@ -476,7 +485,7 @@ def queries_backward(
             put(target, grad_q_n, rows, columns, inside, channels, inner)
     at = owner * splits + split
     if SUM:
-        put(parts + at * D * E, E, columns, columns_v, channels, channels_v, grad_state)
+        put_turned(parts + at * D * E, E, columns, columns_v, channels, channels_v, grad_state)
         if CENTRED:
             tl.store(more_parts + at * E + columns_v, tl.sum(grads, 0), mask=channels_v)
         else:
