@@ -44,7 +44,12 @@ DEFECTS = {
         'tl.store(pointer + rows[:, None]',
         'tl.store(pointer + (rows - 1)[:, None]',
     ),
-    'spans in one place': ('inline', 'forward', 'put(parts + at * D * E', 'put(parts + owner * splits * D * E'),
+    'spans in one place': (
+        'inline',
+        'forward',
+        'put_turned(parts + at * D * E',
+        'put_turned(parts + owner * splits * D * E',
+    ),
     'a result left out': (
         'linear',
         'forward',

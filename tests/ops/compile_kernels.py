@@ -1,25 +1,37 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Compiles the attention kernels for a GPU that need not be there, and prints what they take of it.
+"""Compiles the kernels for a GPU that need not be there, and prints what they take of it, as CSV.
 
-    python tests/ops/compile_kernels.py --capability 90 --dtype bfloat16 --head-dim 64
+    python tests/ops/compile_kernels.py --capability 90 --dtype bfloat16 --width 64
+    python tests/ops/compile_kernels.py --capability 90 --width 32 64 96 128 --add-to tests/data/kernels.csv
 
-One line a kernel: name, bytes of shared memory, registers a thread, bytes of stack (spilled registers).
+``number`` counts the launches of a kernel by an op; ``stack`` is bytes of spilled registers a thread, ``warps`` those
+that a multiprocessor has room for, of 48 or 64.
 """
 
 import argparse
+import csv
 import re
 import subprocess
+import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from unittest import mock
 
 import torch
+import triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from mmlinattn.ops.triton import attention_launch as launch
-from mmlinattn.ops.triton import compat
+from mmlinattn.ops.triton import compat, depthwise_op
+
+KEYS = ('capability', 'dtype', 'width', 'op', 'flags', 'kernel', 'number')
+FIELDS = (*KEYS, 'registers', 'stack', 'shared', 'warps', 'triton')
+OPS = ('rala', 'inline_attention', 'linear_attention', 'focused_attention', 'depthwise_conv2d')
+# shared memory in KB and warps of a multiprocessor; all have 65536 registers
+MULTIPROCESSOR = {80: (163, 64), 86: (99, 48), 89: (99, 48), 90: (227, 64), 100: (227, 64), 120: (99, 48)}
 
 
 class NoGPU:
@@ -38,41 +50,92 @@ class NoGPU:
         return 0
 
 
-def compile_kernel(kernel, grid, device, *args, **settings) -> None:
+def resources(kernel, grid, capability: int, *args, **settings) -> dict:
     compiled = kernel.warmup(*args, grid=grid, **settings)
     with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
         file.write(compiled.asm['cubin'])
         file.flush()
         tool = Path(nvidia.__file__).parent / 'bin' / 'cuobjdump'
         usage = subprocess.run([tool, '-res-usage', file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack = (re.search(rf'{field}:(\d+)', usage)[1] for field in ('REG', 'STACK'))
-    print(kernel.__name__, compiled.metadata.shared, registers, stack, flush=True)
+    registers, stack = (int(re.search(rf'{field}:(\d+)', usage)[1]) for field in ('REG', 'STACK'))
+    shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
+    memory, most = MULTIPROCESSOR[capability]
+    blocks = min(65536 // (-(-registers // 8) * 8 * 32 * warps), memory * 1024 // (shared + 1024), most // warps)
+    return dict(registers=registers, stack=stack, shared=shared, warps=blocks * warps)
+
+
+def run_attention(op: str, dtype: torch.dtype, d: int, plain: bool) -> None:
+    heads, tokens = 2, 512
+    x = torch.empty(2, tokens, 3 * heads * d, dtype=dtype)
+    q, k, v = x.chunk(3, dim=-1)
+    focused = op == 'focused_attention'
+    kernel = {'rala': 'elu', 'inline_attention': 'identity', 'linear_attention': 'relu'}.get(op, 'focused')
+    spec = launch.Attention(heads, kernel, op == 'inline_attention', op == 'rala', power=3.0 if focused else 1.0)
+    tensors = dict(scale=torch.empty(heads * d)) if focused else {}
+    if not plain:
+        tensors['mask'] = torch.ones(2, tokens, dtype=torch.bool)
+        if op == 'rala':
+            tensors['rotary'] = torch.empty(tokens, d // 2, 2)
+        if focused:
+            tensors['offset'] = torch.empty(1, tokens, heads * d, dtype=dtype).expand(2, -1, -1)
+    out, saved = launch.forward(spec, q, k, v, **tensors)
+    launch.backward(spec, out, q, k, v, saved, x.chunk(3, dim=-1), **tensors)
+
+
+def run_convolution(dtype: torch.dtype, size: int) -> None:
+    x = torch.empty(2, 16, 16, 64, dtype=dtype).permute(0, 3, 1, 2)
+    weight, bias = torch.empty(1, 64, size, size, dtype=dtype), torch.empty(64, dtype=dtype)
+    depthwise_op._convolve(x, depthwise_op._taps(weight), bias, size, False, True)
+    depthwise_op.op_backward._init_fn(x, x, weight, True, False)
+
+
+def compiled(capability: int, dtype: str, width: int, op: str, plain: bool):
+    """One row a launch of an op; ``width`` is that of heads, or of a convolution's kernel."""
+    driver.set_active(NoGPU(capability))
+    rows, numbers = [], Counter()
+
+    def launched(kernel, grid, device, *args, **settings):
+        name = kernel.__name__
+        numbers[name] += 1
+        keys = (capability, dtype, width, op, 'none' if plain else 'all', name, numbers[name])
+        found = resources(kernel, grid, capability, *args, **settings)
+        rows.append(dict(zip(KEYS, map(str, keys)), **found, triton=triton.__version__))
+
+    with mock.patch.object(launch, 'launch', launched), mock.patch.object(depthwise_op, 'launch', launched):
+        if op == 'depthwise_conv2d':
+            run_convolution(getattr(torch, dtype), width)
+        else:
+            run_attention(op, getattr(torch, dtype), width, plain)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--capability', type=int, default=90)
-    parser.add_argument('--dtype', default='bfloat16')
-    parser.add_argument('--head-dim', type=int, default=64)
-    parser.add_argument('--only', nargs='+', default=['rala', 'inline', 'focused'])
+    parser.add_argument('--capability', type=int, nargs='+', default=[90], choices=MULTIPROCESSOR)
+    parser.add_argument('--dtype', nargs='+', default=['bfloat16'])
+    parser.add_argument('--width', type=int, nargs='+', default=[64], help='of heads')
+    parser.add_argument('--only', nargs='+', default=OPS[:-1], choices=OPS, metavar='OP')
+    parser.add_argument('--plain', action='store_true', help='no mask, rotation or offset')
+    parser.add_argument('--add-to', type=Path, metavar='FILE', help='replace these rows of a table')
     args = parser.parse_args()
     assert not compat.INTERPRETED
-    driver.set_active(NoGPU(args.capability))
-    heads, tokens, d = 2, 512, args.head_dim
-    x = torch.empty(2, tokens, 3 * heads * d, dtype=getattr(torch, args.dtype))
-    q, k, v = x.chunk(3, dim=-1)
-    table = torch.empty(1, tokens, heads * d, dtype=x.dtype).expand(2, -1, -1)
-    mask = torch.ones(2, tokens, dtype=torch.bool)
-    cases = dict(
-        rala=(launch.Attention(heads, 'elu', weighted=True), dict(rotary=torch.empty(tokens, d // 2, 2), mask=mask)),
-        inline=(launch.Attention(heads, 'identity', centred=True), {}),
-        focused=(launch.Attention(heads, 'focused', power=3.0), dict(offset=table, scale=torch.empty(heads * d))),
-    )
-    with mock.patch.object(launch, 'launch', compile_kernel):
-        for name in args.only:
-            spec, tensors = cases[name]
-            out, saved = launch.forward(spec, q, k, v, **tensors)
-            launch.backward(spec, out, q, k, v, saved, x.chunk(3, dim=-1), **tensors)
+    rows = []
+    for capability in args.capability:
+        for dtype in args.dtype:
+            widest = launch.WIDEST_HEAD[getattr(torch, dtype)]
+            cases = [(op, d) for op in args.only if op != 'depthwise_conv2d' for d in args.width if d <= widest]
+            cases += [(op, size) for op in args.only if op == 'depthwise_conv2d' for size in (3, 5)]
+            for op, width in cases:
+                rows += compiled(capability, dtype, width, op, args.plain)
+    out = sys.stdout
+    if args.add_to:
+        new = {tuple(row[key] for key in KEYS): row for row in rows}
+        old = csv.DictReader(args.add_to.open()) if args.add_to.exists() else []
+        new = {**{tuple(row[key] for key in KEYS): row for row in old}, **new}
+        rows, out = [new[key] for key in sorted(new)], args.add_to.open('w')
+    writer = csv.DictWriter(out, FIELDS, lineterminator='\n')
+    writer.writeheader()
+    writer.writerows(rows)
 
 
 if __name__ == '__main__':

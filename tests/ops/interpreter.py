@@ -1,5 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Makes Triton's interpreter work with recent NumPy; import it where ``TRITON_INTERPRET=1``, before kernels run."""
+"""Makes Triton's interpreter work with recent NumPy, and run programs in a random order; import it where
+``TRITON_INTERPRET=1``, before kernels run."""
+
+import itertools
+import random
+from unittest import mock
 
 from triton.runtime import interpreter
 
@@ -14,3 +19,20 @@ def patch_with_index(tensor, *scope):
 
 
 interpreter._patch_lang_tensor = patch_with_index
+
+
+def shuffled(seed: int):
+    """A context in which the programs of a kernel run in a random order: none may rely on another."""
+    builder, orders = interpreter.interpreter_builder, {}
+    places = random.Random(seed)
+
+    def set_grid_dim(*sizes):
+        type(builder).set_grid_dim(builder, *sizes)
+        every = list(itertools.product(*map(range, sizes)))
+        orders.clear()
+        orders.update(zip(every, places.sample(every, len(every))))
+
+    def set_grid_idx(*place):
+        type(builder).set_grid_idx(builder, *orders[place])
+
+    return mock.patch.multiple(builder, set_grid_dim=set_grid_dim, set_grid_idx=set_grid_idx)

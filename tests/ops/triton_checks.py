@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-pytest.importorskip('triton')
+triton = pytest.importorskip('triton')
+tl = triton.language
 
 from mmlinattn.ops.triton.compat import INTERPRETED
 
 if INTERPRETED:
     DEVICE = 'cpu'
-    import interpreter  # noqa: F401
+    import interpreter
 elif torch.cuda.is_available():
     DEVICE = 'cuda'
 else:
@@ -44,6 +47,18 @@ every_op = pytest.mark.parametrize('name', list(OPS))
 some_ops = pytest.mark.parametrize(
     'name', ['rala', 'focused_attention', *(pytest.param(name, marks=pytest.mark.slow) for name in list(OPS)[1:3])]
 )
+
+
+@pytest.fixture(autouse=True)
+def adversary(monkeypatch, request):
+    """New memory holds NaN, and programs run in a random order."""
+    empty = launch.empty
+    monkeypatch.setattr(launch, 'empty', lambda *shape, **options: empty(*shape, **options).fill_(float('nan')))
+    if not INTERPRETED:
+        yield
+        return
+    with interpreter.shuffled(len(request.node.name)):
+        yield
 
 
 def twins():
@@ -287,6 +302,41 @@ def test_two_runs_are_equal_bit_by_bit(name):
         out = run(OPS[name][0], leaves, options)
         results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
     assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@some_ops
+def test_kernels_may_run_twice(name, monkeypatch):
+    """None adds to what another run has left."""
+    once = launch.launch
+    monkeypatch.setattr(launch, 'launch', lambda *args, **settings: [once(*args, **settings) for _ in range(2)])
+    assert_follows_reference(name, batch=1, tokens=50, mask=True)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason='of the interpreter')
+def test_programs_run_in_a_random_order():
+    @triton.jit
+    def follow(x, steps):
+        tl.store(x + tl.program_id(0) + 1, tl.load(x + tl.program_id(0)) + 1)
+
+    x = torch.zeros(21)
+    follow[(20,)](x, 20)
+    assert x[-1] < 20  # the last program was not the last to run
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(list(OPS)),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 90), st.integers(1, 90), st.integers(1, 3)),
+    widths=st.tuples(st.integers(1, 33), st.integers(1, 33)),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    mask=st.booleans(),
+)
+def test_odd_shapes(name, sizes, widths, dtype, mask):
+    (batch, tokens, keys, heads), (d, e) = sizes, widths
+    if name == 'rala':
+        keys = tokens
+    assert_follows_reference(name, batch=batch, tokens=tokens, keys=keys, heads=heads, d=d, e=e, dtype=dtype, mask=mask)
 
 
 def test_gradients_of_slices_lie_as_the_slices_do():

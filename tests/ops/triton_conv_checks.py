@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from triton_checks import DEVICE, TOLERANCE, distance
+from triton_checks import DEVICE, TOLERANCE, adversary, distance  # noqa: F401
 
 from mmlinattn.ops.depthwise import depthwise_conv2d_reference, sum_of_shifts
 from mmlinattn.ops.triton import depthwise as kernels

@@ -112,8 +112,9 @@ class _Plan:
     def __init__(self, batch: int, tokens: int, heads: int, d: int, e: int, dtype: torch.dtype) -> None:
         width, width_v = _width(d), _width(e)
         widest = max(width, width_v)
-        # what the widest tiles leave of the registers and, on consumer GPUs, of 99 KB of shared memory
-        rows, stages = (64, 2) if widest <= 64 else (32, 1)
+        # as many rows as leave two or more blocks of the backward kernels their registers (tests/data/kernels.csv; not
+        # measured), and everything within 99 KB of shared memory; products of so few rows are no wgmma, either
+        rows, stages = (32, 2) if widest <= 64 else (16, 1)
         if dtype == torch.float32:
             rows = 32 if widest <= 32 else 16
         wanted = min(triton.cdiv(PROGRAMS, batch * heads), triton.cdiv(tokens, FEWEST_TOKENS), MOST_SPLITS)

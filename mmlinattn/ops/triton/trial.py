@@ -24,9 +24,9 @@ from torch import Tensor
 from . import attention_launch, attention_op, canary, depthwise_op
 from .attention_launch import Attention
 
-# Largest deviation of a token's channels, relative to the root mean square of all tokens'; some three times what the
-# kernels have in the interpreter.
-BOUNDS = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 8e-2}
+# Largest deviation of a token's channels, relative to their norm and the root mean square of all tokens' norms. In the
+# interpreter, which cuts bfloat16 off, the kernels have up to a fifth of it.
+BOUNDS = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 5e-2}
 TOKENS = 4201
 HEIGHT, WIDTH = 29, 37
 GUARD = 4096  # elements before and after what kernels write
@@ -93,8 +93,9 @@ def _compared(first, second, expected, bound: float) -> tuple[str, float]:
             return 'not all of its results are finite', math.inf
         if not torch.equal(ours, again):
             return 'two runs differ', math.inf
-        rows = (ours.double() - theirs).norm(dim=-1).max()
-        largest = max(largest, (rows / theirs.norm(dim=-1).square().mean().sqrt().clamp(min=1e-30)).item())
+        norms = theirs.norm(dim=-1)
+        typical = norms.square().mean().sqrt().clamp(min=1e-30)
+        largest = max(largest, ((ours.double() - theirs).norm(dim=-1) / (norms + typical)).max().item())
     return '' if largest < bound else f'it deviates by {largest:.1g}, where {bound:.1g} is allowed', largest
 
 
