@@ -171,6 +171,7 @@ def test_names_say_all_but_the_device(variant):
     assert trial.variant_of(canary.name_of(variant), CPU) == variant
 
 
+@pytest.mark.slow
 def test_where_the_process_gets_no_gpu_the_trial_is_here(child, monkeypatch):
     monkeypatch.setattr(trial, 'trial', lambda variant: dict(forward=str(variant.device), backward=''))
     for _ in range(2):
@@ -189,12 +190,16 @@ def test_a_process_that_dies_or_hangs_fails_the_kernel(child, script, told, monk
     monkeypatch.setattr(canary, 'SECONDS_TO_ANSWER', 1)
     faults = canary._ask(RALA)
     assert told in faults['forward'] and faults['forward'] == faults['backward']
+    killed = 'sleep' in script  # then nobody waits a second time
+    assert ('had to be killed' in canary._ask(CONVOLUTION)['forward']) == killed
 
 
 @pytest.mark.slow
 def test_a_trial_in_the_interpreter(child, monkeypatch, tmp_path):
     monkeypatch.setenv('TRITON_INTERPRET', '1')
-    (tmp_path / 'sitecustomize.py').write_text('import interpreter')
+    (tmp_path / 'sitecustomize.py').write_text(
+        'import interpreter\nfrom mmlinattn.ops.triton import trial\ntrial.TOKENS = 71'
+    )
     paths = [str(tmp_path), os.path.dirname(__file__), os.environ.get('PYTHONPATH', '')]
     monkeypatch.setenv('PYTHONPATH', os.pathsep.join(paths))
     variant = attention_op.Variant('linear_attention', 'elu', 1.0, torch.float32, 16, 16, CPU, *(False,) * 4, True)

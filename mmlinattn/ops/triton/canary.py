@@ -18,6 +18,7 @@ import importlib
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,9 @@ from .. import private
 from . import compat
 
 DIRECTIONS = ('forward', 'backward')
-SECONDS_TO_ANSWER = 300  # less than process groups wait for rank 0
+SECONDS_TO_ANSWER = (
+    300  # less than process groups wait for rank 0; after one answer that did not come, nothing is asked
+)
 
 _verdicts: dict[NamedTuple, tuple[str, ...]] = {}  # which directions of a kernel serve
 _lock = threading.Lock()
@@ -177,9 +180,14 @@ def _published(store, place: str, name: str) -> Optional[tuple[str, ...]]:
 def _ask(variant: NamedTuple) -> dict[str, Any]:
     """What is wrong with each direction, by a trial in the other process, and ``deviations`` where there were any."""
     global _child, _errors
+    if _child is not None and _child.returncode == -signal.SIGKILL:
+        return dict.fromkeys(DIRECTIONS, 'the process of trials had to be killed')
     request = json.dumps(dict(name=name_of(variant), device=str(variant.device))) + '\n'
     for _ in range(2):
         if _child is None or _child.poll() is not None:
+            if _child is not None:
+                _child.stdout.close()
+                _errors.close()
             paths = [str(Path(__file__).resolve().parents[3]), *filter(None, [os.environ.get('PYTHONPATH')])]
             _errors = tempfile.TemporaryFile('w+')
             _child = subprocess.Popen(

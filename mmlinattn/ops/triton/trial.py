@@ -206,6 +206,7 @@ def serve() -> None:
 
 
 if __name__ == '__main__':
-    from mmlinattn.ops.triton import attention  # noqa: F401  registers the ops
+    from mmlinattn.ops.triton import attention, trial  # the former registers the ops
 
-    serve()
+    assert attention
+    trial.serve()
