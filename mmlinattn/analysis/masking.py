@@ -116,13 +116,13 @@ def token_places(grid: Grid, device, side: int) -> Tensor:
 def masking_accuracies(
     model: nn.Module, loader, num_pictures: int, on_pictures: Callable = lambda n, total: None
 ) -> dict:
-    """Top-1 of a classifier of MMPretrain as it is and with masked weights, on the first pictures of a data set.
+    """Top-1 of a classifier of MMPretrain as it is and with masked weights, on the first images of a data set.
 
     Args:
         model (nn.Module): An MMPretrain classifier in eval mode.
         loader (dict): Config of the data loader.
         num_pictures (int): How many, at least 1; fewer where the data set has fewer.
-        on_pictures (Callable): Called with the pictures just done and their number in all.
+        on_pictures (Callable): Called with the images just done and their number in all.
 
     Returns:
         dict: ``pictures`` and ``accuracy``, in percent: ``none`` masked, ``3x3``, ``9 others``, ...

@@ -42,13 +42,13 @@ class QueryMaps(NamedTuple):
 
 
 def collect_query(block: BlockCall, picture: Picture, x: int, y: int, local: bool = False) -> QueryMaps:
-    """The maps of the token at column ``x`` and row ``y`` of the picture as shown."""
+    """The maps of the token at column ``x`` and row ``y`` of the image as shown."""
     maps, _ = query_map(block, *token_at(x, y, picture.inputs, block.size), local)
     return QueryMaps(block.name, block.mixer_name, maps.cpu().numpy(), block.size)
 
 
 def _over_image(map_: np.ndarray, picture: Picture) -> np.ndarray:
-    """A map at the size of the picture as shown; its padding cut off."""
+    """A map at the size of the image as shown; its padding cut off."""
     for axis, (length, shown) in enumerate(zip(picture.inputs.shape[-2:], picture.shown.shape)):
         tokens = map_.shape[axis]
         at = np.arange(shown) / pixels_a_token(length, tokens)
@@ -57,9 +57,9 @@ def _over_image(map_: np.ndarray, picture: Picture) -> np.ndarray:
 
 
 def overlay(map_: np.ndarray, picture: Picture) -> tuple[np.ndarray, float]:
-    """The picture in grey with weights in colour, (h, w, 3) float in [0, 1], and the largest magnitude: full colour.
+    """The image in grey with weights in colour, (h, w, 3) float in [0, 1], and the largest magnitude: full colour.
 
-    Red is positive, blue negative; where the query cannot look, the picture is dark.
+    Red is positive, blue negative; where the query cannot look, the image is dark.
     """
     weights = _over_image(map_, picture)
     peak = float(np.nanmax(np.abs(weights))) if np.isfinite(weights).any() else 0.0
@@ -113,14 +113,14 @@ def plot_query(
     Args:
         found (list[QueryMaps]): One a block.
         picture (Picture): What they are drawn over.
-        query (tuple[int, int]): Column and row of the token's mark in the picture as shown.
-        pixel (tuple[int, int]): The same place in the picture as given, for the title.
+        query (tuple[int, int]): Column and row of the token's mark in the image as shown.
+        pixel (tuple[int, int]): The same place in the image as given, for the title.
         path (Path): Of the drawing.
         local (bool): Whether the convolutions of the values are in the weights, for the title.
     """
     rows = []
     for maps in found:
-        panels = [Panel('picture and query', picture.shown, mark=query)]
+        panels = [Panel('image and query', picture.shown, mark=query)]
         for head in (None, *picked(len(maps.maps), MAX_HEADS)):
             drawn, peak = overlay(maps.mean if head is None else maps.maps[head], picture)
             name = 'mean of heads' if head is None else f'head {head}'

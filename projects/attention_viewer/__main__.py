@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""A page to click on: drop a picture, click a pixel, see where that token looks, block by block and head by head.
+"""A page to click on: drop an image, click a pixel, see where that token looks, block by block and head by head.
 
     pip install "mmlinattn[app]"
     python -m projects.attention_viewer CONFIG CHECKPOINT
@@ -37,7 +37,7 @@ def build_page(looker: Looker, title: str):
     import gradio as gr
 
     def show(image, click, stage, mixer, local):
-        """Everything of the page for a picture and a clicked pixel."""
+        """Everything of the page for an image and a clicked pixel."""
         if image is None:
             return None, '', None, None, None, '', None
         x, y = click or (image.shape[1] / 2, image.shape[0] / 2)
@@ -58,11 +58,11 @@ def build_page(looker: Looker, title: str):
 
     with gr.Blocks(title=title) as page:
         gr.Markdown(
-            f'## {title}\nDrop a picture and click on it. Red: positive weight, blue: negative, dark: cannot look.'
+            f'## {title}\nDrop an image and click on it. Red: positive weight, blue: negative, dark: cannot look.'
         )
         click = gr.State(None)
         with gr.Row():
-            image = gr.Image(type='numpy', image_mode='RGB', sources=['upload', 'clipboard'], label='picture: click it')
+            image = gr.Image(type='numpy', image_mode='RGB', sources=['upload', 'clipboard'], label='image: click it')
             drawn = gr.Image(label='what the model finds', interactive=False)
         found = gr.Textbox(label='found', interactive=False, elem_id='found')
         local = gr.Checkbox(label='with the convolutions of the values (mean over channels)')

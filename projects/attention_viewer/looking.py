@@ -23,16 +23,16 @@ COLUMNS = ('block', 'attention', 'map', 'state rank', 'output rank', 'in 3x3', '
 
 
 class Seen(NamedTuple):
-    """A picture and what the model's attentions saw of it.
+    """An image and what the model's attentions saw of it.
 
     Attributes:
         picture (Picture): As the network sees it.
-        scale (tuple[float, float]): From pixels of the picture as uploaded to those of the picture that was prepared,
+        scale (tuple[float, float]): From pixels of the image as uploaded to those of the image that was prepared,
             across and down.
         blocks (list[BlockCall]): One for each block.
         rows (list[list]): Numbers of each block, as :data:`COLUMNS` says.
-        found (str): What the model says of the picture.
-        drawn (ndarray): The picture with that drawn on it.
+        found (str): What the model says of the image.
+        drawn (ndarray): The image with that drawn on it.
     """
 
     picture: loading.Picture
@@ -67,7 +67,7 @@ class Looker:
             self.visualizer = VISUALIZERS.build(dict(cfg.visualizer, name='attention viewer', vis_backends=None))
             palette = np.random.default_rng(1).integers(0, 256, (number, 3)).tolist()
             self.visualizer.dataset_meta = dict(classes=self.names, palette=palette)
-        # one model at a time beside the model itself, and the last two pictures
+        # one model at a time beside the model itself, and the last two images
         self.switched = functools.lru_cache(1)(self._switched)
         self._look = functools.lru_cache(2)(self._seen)
 
@@ -77,13 +77,13 @@ class Looker:
         return loading.load_model(self.cfg, self.checkpoint, self.device, dict(stage_attns=attns))
 
     def look(self, image: np.ndarray, stage: int = 0, mixer: str = '') -> Seen:
-        """Run the model, or the one with another attention in a stage, on a picture, (H, W, 3) uint8 RGB.
+        """Run the model, or the one with another attention in a stage, on an image, (H, W, 3) uint8 RGB.
 
         Raises:
-            RunError: The picture is too small or too narrow, or the attention does not fit.
+            RunError: The image is too small or too narrow, or the attention does not fit.
         """
         if image.ndim != 3 or image.shape[2] != 3 or min(image.shape[:2]) < 8:
-            raise RunError('the picture has to be in colour and at least 8 pixels wide and high.')
+            raise RunError('the image has to be in colour and at least 8 pixels wide and high.')
         return self._look(image.tobytes(), image.shape, stage if mixer else 0, mixer)
 
     def _seen(self, pixels: bytes, shape: tuple, stage: int, mixer: str) -> Seen:
@@ -93,7 +93,7 @@ class Looker:
         )
         small = resized(image, LONGEST)
         if min(small.shape[:2]) < 2:
-            raise RunError(f'the picture is too narrow: of {LONGEST} pixels by one, nothing is to be seen.')
+            raise RunError(f'the image is too narrow: of {LONGEST} pixels by one, nothing is to be seen.')
         picture = loading.prepare(self.cfg, model, np.ascontiguousarray(small[..., ::-1]), 'picture')
         blocks, rows = [], []
 
@@ -113,7 +113,7 @@ class Looker:
         return Seen(picture, scale, blocks, rows, in_words(result, self.names), drawn)
 
     def maps(self, seen: Seen, x: float, y: float, local: bool = False) -> np.ndarray:
-        """Where the token at a pixel of the picture as uploaded looks: a row a block, a column a head, as one picture.
+        """Where the token at a pixel of the image as uploaded looks: a row a block, a column a head, as one image.
 
         Raises:
             RunError: The pipeline crops that pixel away.
@@ -127,7 +127,7 @@ class Looker:
 
 
 def resized(image: np.ndarray, longest: int) -> np.ndarray:
-    """A picture whose longer side is at most ``longest``; of a narrow one, a pixel of the other is left."""
+    """An image whose longer side is at most ``longest``; of a narrow one, a pixel of the other is left."""
     scale = longest / max(image.shape[:2])
     height, width = (max(1, round(side * scale)) for side in image.shape[:2])
     return image if scale >= 1 else cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Train the arms of a paper's ablation, small, on pictures drawn in memory, and put the papers' differences beside
+"""Train the arms of a paper's ablation, small, on images drawn in memory, and put the papers' differences beside
 those found. Results are kept after each run; run again, the study continues. Run in several terminals at once, they
 share the work.
 
@@ -25,10 +25,10 @@ from .tasks import FIRST_TASK, TASKS, Settings
 
 SETTINGS = dict(
     iterations='training steps of a run',
-    batch='pictures a step',
-    num_train='training pictures',
-    num_val='test pictures',
-    size='side of a picture in pixels, at least 64',
+    batch='images a step',
+    num_train='training images',
+    num_val='test images',
+    size='side of an image in pixels, at least 64',
     lr='peak learning rate of AdamW',
     tinted='fraction of the shapes in a colour typical of their form; at 1, colours alone would do',
 )

@@ -42,7 +42,7 @@ def verdict(better: list[float], worse: list[float]) -> str:
 
 
 def differences(better: list[dict], worse: list[dict], metric: str = 'accuracy') -> list[float]:
-    """Of each seed that both have, which shows them the same pictures in the same order."""
+    """Of each seed that both have, which shows them the same images in the same order."""
     others = {run['seed']: run[metric] for run in worse}
     return [run[metric] - others[run['seed']] for run in better if run['seed'] in others]
 
@@ -98,8 +98,8 @@ def table(results: dict) -> str:
     name, chance = task.unit.partition(',')[0], f', chance {task.chance:.1f} %' if task.chance else ''
     lines = [
         f'Study `{results["study"]}` ({study.source}); task: {task.what}. {settings["iterations"]} steps of '
-        f'{settings["batch"]} pictures of {settings["size"]} x {settings["size"]} for every arm, '
-        f'{settings["num_val"]} pictures to test on{chance}. In percent, mean and standard deviation over seeds.',
+        f'{settings["batch"]} images of {settings["size"]} x {settings["size"]} for every arm, '
+        f'{settings["num_val"]} images to test on{chance}. In percent, mean and standard deviation over seeds.',
         '',
     ]
     head = ['arm', 'seeds', 'parameters', name, 'paper', 'effective rank of the state', 'effective rank of the output']
@@ -172,7 +172,7 @@ def plot(results: dict, path: Path) -> None:
     right.set_ylabel(f'{task.unit} (band: lowest and highest seed)')
     right.grid(alpha=0.3)
     name = f'study {results["study"]}, task {results.get("task", FIRST_TASK)}'
-    figure.suptitle(f'{name}: arms (number of seeds), same pictures and steps for all', fontsize=10)
+    figure.suptitle(f'{name}: arms (number of seeds), same images and steps for all', fontsize=10)
     figure.savefig(path, dpi=110)
 
 

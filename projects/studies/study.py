@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Small studies: arms that differ in one thing, trained on the same pictures for the same time, and their results."""
+"""Small studies: arms that differ in one thing, trained on the same images for the same time, and their results."""
 
 import contextlib
 import json

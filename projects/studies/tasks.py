@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the small models of a study learn: pictures drawn in memory, a head, a loss and a score."""
+"""What the small models of a study learn: images drawn in memory, a head, a loss and a score."""
 
 import contextlib
 import io
@@ -22,9 +22,9 @@ class Settings(NamedTuple):
     """What all arms of a study have in common.
 
     Attributes:
-        iterations, batch: Steps and pictures a step.
-        num_train, num_val: Pictures; the training ones are mirrored at random.
-        size: Side of a picture in pixels.
+        iterations, batch: Steps and images a step.
+        num_train, num_val: Images; the training ones are mirrored at random.
+        size: Side of an image in pixels.
         lr: Peak learning rate of AdamW (weight decay 0.05), after a warm-up over 5 % of the steps, then a cosine to 0.
         tinted: Fraction of the shapes in a colour typical of their form; with all of them, colours alone would do.
     """
@@ -60,15 +60,15 @@ class Task:
     unused: tuple = ()
 
     def draw(self, number: int, settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
-        """Pictures (number, 3, size, size) uint8 and targets (number, ...)."""
+        """Images (number, 3, size, size) uint8 and targets (number, ...)."""
         raise NotImplementedError
 
     def mirrored(self, images: Tensor, targets: Tensor, which: Tensor) -> tuple[Tensor, Tensor]:
-        """The pictures where ``which`` (number,) is true mirrored, with their targets."""
+        """The images where ``which`` (number,) is true mirrored, with their targets."""
         return torch.where(which[:, None, None, None], images.flip(-1), images), targets
 
     def build(self, backbone: dict) -> nn.Module:
-        """A model of pictures, (B, 3, size, size) uint8, with initial weights."""
+        """A model of images, (B, 3, size, size) uint8, with initial weights."""
         raise NotImplementedError
 
     def loss(self, model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
@@ -150,7 +150,7 @@ class Recall(Task):
     of the disc that has its colour.
 
     Colours of discs and of spots are drawn independently from the palette, four of each. Places are random: the answer
-    lies elsewhere in the picture, a different place for each of the four. A model that knows which spots there are, and
+    lies elsewhere in the image, a different place for each of the four. A model that knows which spots there are, and
     not which is whose, gets one in four right. Targets are (number, 4, 3): x, y and label.
     """
 
@@ -211,7 +211,7 @@ class Recall(Task):
 
 
 def _apart(rng: np.random.Generator, number: int, size: int, radius: float) -> np.ndarray:
-    """Centres (number, 2) of discs in the picture that do not touch."""
+    """Centres (number, 2) of discs in the image that do not touch."""
     places: list[np.ndarray] = []
     while len(places) < number:
         place = rng.uniform(radius + 1, size - radius - 1, 2)
@@ -352,7 +352,7 @@ class Detection(Task):
 
 
 def _samples(images: Tensor, targets: Tensor) -> list:
-    """What MMDetection wants to know of each picture."""
+    """What MMDetection wants to know of each image."""
     from mmdet.structures import DetDataSample
     from mmengine.structures import InstanceData
 

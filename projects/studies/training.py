@@ -28,7 +28,7 @@ def train_arm(
     on_step=lambda: None,
     task: str = FIRST_TASK,
 ) -> dict:
-    """Train one arm with one seed; the seed decides weights, order of pictures and mirroring, alike for every arm.
+    """Train one arm with one seed; the seed decides weights, order of images and mirroring, alike for every arm.
 
     Returns:
         dict: The task's score in percent under the name of its metric (``accuracy``, ``box_AP``), ``curve`` of it,

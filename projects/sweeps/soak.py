@@ -4,7 +4,7 @@
     python -m projects.sweeps.soak --minutes 30 --out soak
 
 Each round trains one model to its end through ``tools/train.py``. On the way the process is killed, terminated or
-interrupted at a random iteration, finds no room for a checkpoint, its last checkpoint cut in half, or a picture that
+interrupted at a random iteration, finds no room for a checkpoint, its last checkpoint cut in half, or an image that
 cannot be read. Every end has to be the one that the documentation promises (exit status, one line), and at the end of a
 round the loss of every iteration has to be that of the undisturbed run, bit by bit. Not a test: it takes as long as it
 is let, and is for machines that have nothing else to do. Exit status 1 where anything was otherwise.

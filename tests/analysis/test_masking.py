@@ -175,7 +175,7 @@ class Numbers:
 
 
 class Guesses(nn.Module):
-    """Right about every picture whose number is no multiple of its divisor; what is masked changes that."""
+    """Right about every image whose number is no multiple of its divisor; what is masked changes that."""
 
     def __init__(self, variant):
         super().__init__()

@@ -23,7 +23,7 @@ NAN = math.nan
 
 
 def of_size(shown, inputs=None):
-    """A grey picture as shown, and what the network is given of it, padded."""
+    """A grey image as shown, and what the network is given of it, padded."""
     inputs = torch.zeros(1, 3, *(inputs or shown))
     return Picture('photo', np.full((*shown, 3), 100, np.uint8), inputs, None, ((1.0, 0.0),) * 2, shown[::-1])
 

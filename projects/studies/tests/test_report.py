@@ -49,7 +49,7 @@ INLINE = of(
 )
 TABLE = """\
 Study `inline` (InLine Tab. 1-4); task: name the form of the largest of three to five shapes in clutter. 300 steps of \
-32 pictures of 64 x 64 for every arm, 512 pictures to test on, chance 16.7 %. In percent, mean and standard deviation \
+32 images of 64 x 64 for every arm, 512 images to test on, chance 16.7 %. In percent, mean and standard deviation \
 over seeds.
 
 | arm | seeds | parameters | accuracy | paper | effective rank of the state | effective rank of the output | \
@@ -82,7 +82,7 @@ def test_a_table_of_another_task():
     runs = [run('full', seed, 20.0 + seed, 'box_AP') for seed in (0, 1)]
     runs += [run('without CPE', seed, 24.0 - seed, 'box_AP') for seed in (0, 1)]
     lines = report.table(of('rala', runs, 'detection')).splitlines()
-    assert 'test on. In percent' in lines[0] and '400 steps of 16 pictures of 96 x 96' in lines[0]
+    assert 'test on. In percent' in lines[0] and '400 steps of 16 images of 96 x 96' in lines[0]
     assert lines[2:6] == [
         '| arm | seeds | parameters | box AP | paper |',
         '| --- | --- | --- | --- | --- |',

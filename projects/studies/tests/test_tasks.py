@@ -31,7 +31,7 @@ def test_pictures_are_those_of_the_seed(name):
 
 @pytest.mark.parametrize('name', TASKS)
 def test_mirroring(name):
-    """Twice is as it was; only the pictures asked for, with what lies in them."""
+    """Twice is as it was; only the images asked for, with what lies in them."""
     task, which = TASKS[name], torch.tensor([True, False] * 3)
     images, targets = task.draw(6, task.settings, 0)
     turned, moved = task.mirrored(images, targets, which)
@@ -54,7 +54,7 @@ def test_labels_are_those_of_the_largest():
 
 
 def test_recall_asks_for_the_spot_of_the_disc_in_the_same_colour():
-    """Seen again in the pictures: at each place a disc without a spot, and one more of its colour around the answer."""
+    """Seen again in the images: at each place a disc without a spot, and one more of its colour around the answer."""
     task = TASKS['recall']
     images, targets = task.draw(8, task.settings, 0)
     palette = torch.tensor(task.palette).float()
@@ -107,7 +107,7 @@ def test_accuracy_is_top_1():
 
 
 def test_scores_and_losses_at_points():
-    """Maps of 2 x 4 cells of pictures of 16 x 24: 6 pixels wide and 8 high; points on the border are inside."""
+    """Maps of 2 x 4 cells of images of 16 x 24: 6 pixels wide and 8 high; points on the border are inside."""
     task = TASKS['recall']
     points = torch.tensor([[[5.9, 7.9, 0], [6.0, 8.0, 1], [24.0, 0.0, 2], [0.0, 16.0, 3]]]).repeat(3, 1, 1)
     logits = torch.zeros(3, 6, 2, 4)
@@ -124,7 +124,7 @@ def test_scores_and_losses_at_points():
 
 @pytest.mark.parametrize('name', ['largest', 'recall'])
 def test_heads_see_the_last_map(name):
-    """Its mean where a picture has one label, each place where points have one; of normalised pictures."""
+    """Its mean where an image has one label, each place where points have one; of normalised images."""
     model = TASKS[name].build({**SOFTMAX, 'out_indices': (0, 1)}).eval()
     images = torch.randint(256, (2, 3, 64, 64), dtype=torch.uint8)
     last = model.backbone((images.float() - 127.5) / 64)[-1]
@@ -135,7 +135,7 @@ def test_heads_see_the_last_map(name):
 
 
 class Finds(nn.Module):
-    """A detector that finds what it is told of each picture: (whose box, score), or nothing."""
+    """A detector that finds what it is told of each image: (whose box, score), or nothing."""
 
     def __init__(self, boxes, found):
         super().__init__()
@@ -156,7 +156,7 @@ class Finds(nn.Module):
 
 @pytest.mark.parametrize('batch', [1, 3, 64])
 def test_box_ap_is_cocos(batch, capsys):
-    """Two of four are found, and one where another picture has its box: the precision is 1 up to a recall of a quarter,
+    """Two of four are found, and one where another image has its box: the precision is 1 up to a recall of a quarter,
     2/3 up to a half and 0 beyond, at COCO's 101 points. In silence."""
     pytest.importorskip('mmdet')
     task = TASKS['detection']
