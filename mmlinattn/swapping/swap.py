@@ -10,7 +10,7 @@ from mmengine.utils import get_installed_path
 from ..utils.errors import RunError
 from .measuring import measure
 from .settings import normalise, settings_for
-from .smoke_test import Trial, TrialError, try_model
+from .smoke import Trial, TrialError, try_model
 from .upstream import NoPlace, Upstream, is_pretrained, read_upstream, together
 from .wiring import Plan, Way, ways
 from .writing import changes, difference, statement
