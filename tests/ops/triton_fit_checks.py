@@ -1,0 +1,178 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""How the GPU kernels fit into PyTorch; run as ``triton_checks.py`` is."""
+
+import warnings
+
+import pytest
+import torch
+import triton
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+from triton import language as tl
+from triton_checks import (
+    DEVICE,
+    INTERPRETED,
+    OPS,
+    adversary,  # noqa: F401
+    assert_follows_reference,
+    distance,
+    every_op,
+    inputs,
+    kernels,
+    launch,
+    normal,
+    rala_reference,
+    run,
+    some_ops,
+    table,
+)
+
+from mmlinattn.ops.triton import attention_op
+
+
+@some_ops
+def test_two_runs_are_equal_bit_by_bit(name):
+    results = []
+    leaves, options = inputs(name, batch=1, tokens=300, heads=1)
+    for _ in range(2):
+        out = run(OPS[name][0], leaves, options)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@some_ops
+def test_kernels_may_run_twice(name, monkeypatch):
+    """None adds to what another run has left."""
+    once = launch.launch
+    monkeypatch.setattr(launch, 'launch', lambda *args, **settings: [once(*args, **settings) for _ in range(2)])
+    assert_follows_reference(name, batch=1, tokens=50, mask=True)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason='of the interpreter')
+def test_programs_run_in_a_random_order():
+    @triton.jit
+    def follow(x, steps):
+        tl.store(x + tl.program_id(0) + 1, tl.load(x + tl.program_id(0)) + 1)
+
+    x = torch.zeros(21)
+    follow[(20,)](x, 20)
+    assert x[-1] < 20  # the last program was not the last to run
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(list(OPS)),
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 90), st.integers(1, 90), st.integers(1, 3)),
+    widths=st.tuples(st.integers(1, 33), st.integers(1, 33)),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    mask=st.booleans(),
+)
+def test_odd_shapes(name, sizes, widths, dtype, mask):
+    (batch, tokens, keys, heads), (d, e) = sizes, widths
+    if name == 'rala':
+        keys = tokens
+    assert_follows_reference(name, batch=batch, tokens=tokens, keys=keys, heads=heads, d=d, e=e, dtype=dtype, mask=mask)
+
+
+def test_gradients_of_slices_lie_as_the_slices_do():
+    x = normal(2, 20, 3 * 32).requires_grad_()
+    q, k, v = x.chunk(3, dim=-1)
+    out = kernels.inline_attention(q, k, v, 2, 0.3)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    starts = [grad.storage_offset() for grad in grads]
+    assert starts == [0, 32, 64] and len({grad.untyped_storage().data_ptr() for grad in grads}) == 1
+    out = kernels.inline_attention(q, k, v.contiguous(), 2, 0.3)
+    grads = torch.autograd.grad(out.sum(), (q, k))
+    assert [grad.stride() for grad in grads] == [(20 * 64, 64, 1)] * 2
+
+
+@pytest.mark.parametrize('name', ['rala', *(pytest.param(name, marks=pytest.mark.slow) for name in list(OPS)[1:])])
+def test_registration(name):
+    run_op = getattr(kernels, f'_run_{name}')
+    q, k, v = (normal(2, 5, 16).requires_grad_() for _ in range(3))
+    mask = torch.tensor([[True] * 4 + [False]] * 2, device=DEVICE)
+    focused = name == 'focused_attention'
+    rotary = table(5, 16) if name == 'rala' else None
+    extra = (normal(1, 5, 16).expand(2, 5, 16), torch.rand(16, device=DEVICE) + 0.5) if focused else (None, None)
+    options = (1, 'focused' if focused else 'elu', name == 'inline_attention', name == 'rala', 0.3, 1e-6, 3.0)
+    torch.library.opcheck(run_op.op, (q, k, v, rotary, mask, *extra, *options))
+    with torch.no_grad():
+        saved = run_op.op(q, k, v, rotary, mask, *extra, *options)
+    grad = normal(2, 5, 16)
+    tensors = [t.detach() for t in (q, k, v)]
+    for together in (1, 2, 3):
+        args = (grad, *tensors, rotary, mask, *extra, *saved[1:], *options, together)
+        torch.library.opcheck(run_op.op_backward, args, test_utils=('test_schema', 'test_faketensor'))
+
+
+@every_op
+def test_second_derivatives(name):
+    leaves, options = inputs(name, batch=1, tokens=9, heads=1)
+    results = []
+    for op in OPS[name][:2]:
+        (grad,) = torch.autograd.grad(run(op, leaves, options).square().sum(), leaves[:1], create_graph=True)
+        results.append(torch.autograd.grad(grad.square().sum(), leaves[0])[0])
+    assert distance(*results) < 1e-4
+
+
+def test_checkpoint_autocast_and_frozen_inputs():
+    leaves, options = inputs('rala', batch=1, tokens=9, heads=1)
+    expected = torch.autograd.grad(run(kernels.rala, leaves, options).sum(), leaves)[0]
+    out = checkpoint(lambda x: run(kernels.rala, [x], options), leaves[0], use_reentrant=False)
+    assert torch.equal(torch.autograd.grad(out.sum(), leaves)[0], expected)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = run(kernels.rala, leaves, options)
+    assert out.dtype == torch.float32
+    assert torch.equal(torch.autograd.grad(out.sum(), leaves)[0], expected)
+    q, k, v = leaves[0].detach().chunk(3, dim=-1)
+    v = v.clone().requires_grad_()
+    out = kernels.rala(q, k, v, **options)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), v)[0], expected[..., 32:])
+
+
+def test_compiled_whole():
+    torch._dynamo.reset()
+    x = normal(1, 9, 48).requires_grad_()
+
+    def attend(x):
+        q, k, v = x.chunk(3, dim=-1)
+        return kernels._run_rala(launch.Attention(1, 'elu', weighted=True), q, k, v)
+
+    compiled = torch.compile(attend, fullgraph=True, backend='aot_eager')
+    out, expected = compiled(x), attend(x)
+    torch.testing.assert_close(out, expected)
+    grads = [torch.autograd.grad(y.square().sum(), x)[0] for y in (out, expected)]
+    torch.testing.assert_close(*grads)
+
+
+def test_what_has_no_kernel_runs_in_the_plain_form():
+    for x in (normal(1, 9, 48).double(), normal(1, 9, 3 * 80)):
+        q, k, v = x.chunk(3, dim=-1)
+        torch.testing.assert_close(kernels.rala(q, k, v, 1), rala_reference(q, k, v, 1))
+    with pytest.raises(KeyError):
+        kernels.rala(q, k, v, 1, kernel='unheard of')
+
+
+@pytest.mark.parametrize('where', ['forward', 'backward'])
+def test_a_kernel_that_does_not_compile_warns_once(where, monkeypatch):
+    x = normal(1, 9, 48).requires_grad_()
+
+    def grad(op):
+        q, k, v = x.chunk(3, dim=-1)
+        return torch.autograd.grad(op(q, k, v, 1).square().sum(), x)[0]
+
+    def fails(*args, **kwargs):
+        raise launch.NoKernel('sum_keys: PTXASError: no such register')
+
+    monkeypatch.setattr(attention_op, '_failed', set())
+    monkeypatch.setattr(launch, where, fails)
+    with pytest.warns(UserWarning, match='plain PyTorch for rala .elu, .*float32, heads of 16 channels.: .*PTXASError'):
+        first = grad(kernels.rala)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error')
+        second = grad(kernels.rala)
+    expected = grad(rala_reference)
+    torch.testing.assert_close(first, expected)
+    torch.testing.assert_close(second, expected)
