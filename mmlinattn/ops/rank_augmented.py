@@ -15,7 +15,17 @@ from .dispatch import accumulation_dtype
 from .feature_maps import LOWEST_EXPONENT, feature_map
 from .masks import count_tokens, divisor, padded_eps
 from .rotary import rotate, rotate_reference
-from .tensors import blocks, first_order, gradients_like, heads_of, merge_heads, product, split_heads, tokens_of
+from .tensors import (
+    blocks,
+    first_order,
+    gradients_like,
+    heads_of,
+    merge_heads,
+    pair_by_head,
+    product,
+    split_heads,
+    tokens_of,
+)
 
 
 def rala(
@@ -125,14 +135,15 @@ def _rala_on_cpu(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps) ->
     rotary = None if rotary is None else rotary.to(wide)
     if dispatch.records():
         return _RALA.apply(q, k, v, rotary, num_heads, kernel, mask, weight_scale, eps).to(dtype)
+    pair = pair_by_head(q, k, num_heads)
     q, k, v = (split_heads(t, num_heads) for t in (q, k, v))
-    return merge_heads(_forward(q, k, v, kernel, rotary, mask, weight_scale, eps, dtype)[0])
+    return merge_heads(_forward(q, k, pair, v, kernel, rotary, mask, weight_scale, eps, dtype)[0])
 
 
-def _forward(q, k, v, kernel, rotary, mask, weight_scale, eps, dtype):
-    """The result in ``dtype`` and g, w, z, S of (B, heads, N, d) tensors; overwrites ``q`` and ``k``."""
-    apply_map = _MAPS[kernel][0]
-    q, k = apply_map(q), apply_map(k)
+def _forward(q, k, pair, v, kernel, rotary, mask, weight_scale, eps, dtype):
+    """The result in ``dtype`` and g, w, z, S of (B, heads, N, d) tensors; overwrites ``q`` and ``k``. ``pair`` is both
+    in one, or None, see :func:`~mmlinattn.ops.tensors.pair_by_head`."""
+    q, k = _mapped(q, k, pair, kernel)
     real = None if mask is None else mask[:, None, :, None].to(q.dtype)  # (B, 1, N, 1)
     count = count_tokens(k, mask)
     mean_query = (q if real is None else q * real).sum(dim=2, keepdim=True) / count
@@ -143,7 +154,9 @@ def _forward(q, k, v, kernel, rotary, mask, weight_scale, eps, dtype):
     k = k.mul_(weight)
     key_mean = k.sum(dim=2, keepdim=True)
     normaliser = product(q, key_mean.transpose(-1, -2)) + padded_eps(eps, mask, q.dtype)
-    if rotary is not None:
+    if rotary is not None and pair is not None:
+        q, k = rotate(pair, rotary, inplace=True).chunk(2, dim=1)
+    elif rotary is not None:
         q, k = rotate(q, rotary, inplace=True), rotate(k, rotary, inplace=True)
     state = product(k.transpose(-1, -2), v)
     mixed_state = state
@@ -157,12 +170,27 @@ def _forward(q, k, v, kernel, rotary, mask, weight_scale, eps, dtype):
     return out, mean_query, weight, key_mean, state
 
 
+def _mapped(q, k, pair, kernel):
+    """The feature map of both, in place."""
+    apply_map = _MAPS[kernel][0]
+    return (apply_map(q), apply_map(k)) if pair is None else apply_map(pair).chunk(2, dim=1)
+
+
+def _copies(q, k, num_heads):
+    """Queries and keys (B, N, heads * d) in new memory by head, and both in one where they lay so."""
+    pair = pair_by_head(q, k, num_heads)
+    if pair is None:
+        return *(split_heads(t.clone(memory_format=torch.contiguous_format), num_heads) for t in (q, k)), None
+    pair = pair.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+    return *pair.chunk(2, dim=1), pair
+
+
 class _RALA(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q, k, v, rotary, num_heads, kernel, mask, weight_scale, eps):
-        queries, keys = (split_heads(t.clone(memory_format=torch.contiguous_format), num_heads) for t in (q, k))
+        queries, keys, pair = _copies(q, k, num_heads)
         values = split_heads(v, num_heads)
-        out, *state = _forward(queries, keys, values, kernel, rotary, mask, weight_scale, eps, v.dtype)
+        out, *state = _forward(queries, keys, pair, values, kernel, rotary, mask, weight_scale, eps, v.dtype)
         ctx.save_for_backward(q, k, v, rotary, mask, *state)
         ctx.options = num_heads, kernel, weight_scale, eps
         return merge_heads(out)
@@ -171,10 +199,11 @@ class _RALA(torch.autograd.Function):
     def backward(ctx: Any, grad):
         q, k, v, rotary, mask, mean_query, weight, key_mean, state = ctx.saved_tensors
         num_heads, kernel, weight_scale, eps = ctx.options
-        apply_map, undo_map = _MAPS[kernel]
+        undo_map = _MAPS[kernel][1]
         grads = gradients_like(q, k, v)
         d_q, d_k, d_v = (split_heads(t, num_heads) for t in grads)
-        q, k = (apply_map(split_heads(t.clone(memory_format=torch.contiguous_format), num_heads)) for t in (q, k))
+        q, k, pair = _copies(q, k, num_heads)
+        q, k = _mapped(q, k, pair, kernel)
         v, grad = split_heads(v, num_heads), split_heads(grad, num_heads)
         real = None if mask is None else mask[:, None, :, None].to(q.dtype)
         count, eps = count_tokens(k, mask), padded_eps(eps, mask, q.dtype)
@@ -205,6 +234,10 @@ class _RALA(torch.autograd.Function):
             d_query = product(d_logits.transpose(-1, -2), k) / count
             d_k.addcmul_(d_logits, mean_query)
             d_q.add_(d_query if real is None else d_query * real)
-        undo_map(k, d_k)
-        undo_map(q, d_q)
+        d_pair = None if pair is None else pair_by_head(*grads[:2], num_heads)
+        if d_pair is None:
+            undo_map(k, d_k)
+            undo_map(q, d_q)
+        else:
+            undo_map(pair, d_pair)
         return *grads, *(None,) * 6

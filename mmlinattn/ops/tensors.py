@@ -29,6 +29,24 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
     return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
 
 
+def pair_by_head(q: Tensor, k: Tensor, num_heads: int) -> Optional[Tensor]:
+    """Queries and keys (B, N, heads * d) as one (B, 2 * heads, N, d), a view: what is done to both is one parallel
+    region then. None where they do not lie side by side, as slices of one projection do."""
+    width = q.shape[-1]
+    side_by_side = (
+        q.shape == k.shape
+        and q.stride() == k.stride()
+        and q.dtype == k.dtype
+        and q.stride(-1) == 1
+        and min(q.stride()[:2]) >= 2 * width
+        and k.storage_offset() == q.storage_offset() + width
+        and k.untyped_storage().data_ptr() == q.untyped_storage().data_ptr()
+    )
+    if not side_by_side:
+        return None
+    return split_heads(q.as_strided((*q.shape[:-1], 2 * width), q.stride()), 2 * num_heads)
+
+
 def merge_heads(x: Tensor) -> Tensor:
     """(B, heads, N, d) -> (B, N, heads * d); a view where the heads of a token lie side by side."""
     return settled(x.transpose(1, 2)).flatten(2)
