@@ -234,7 +234,7 @@ class _RALA(torch.autograd.Function):
             d_query = product(d_logits.transpose(-1, -2), k) / count
             d_k.addcmul_(d_logits, mean_query)
             d_q.add_(d_query if real is None else d_query * real)
-        d_pair = None if pair is None else pair_by_head(*grads[:2], num_heads)
+        d_pair = None if pair is None else pair_by_head(grads[0], grads[1], num_heads)
         if d_pair is None:
             undo_map(k, d_k)
             undo_map(q, d_q)
