@@ -36,7 +36,7 @@ def query_maps(maps, block='stages.2.0', mixer='softmax', size=None):
 @pytest.fixture
 def figures(monkeypatch):
     """Name -> figure, which is saved as well."""
-    kept, save = {}, Figure.savefig
+    kept, save, open_before = {}, Figure.savefig, pyplot.get_fignums()
 
     def savefig(self, path, **options):
         kept[path.name] = self
@@ -44,7 +44,7 @@ def figures(monkeypatch):
 
     monkeypatch.setattr(Figure, 'savefig', savefig)
     yield kept
-    assert not pyplot.get_fignums()  # pyplot would keep each of them, and show it in a notebook
+    assert pyplot.get_fignums() == open_before  # pyplot would keep each of them, and show it in a notebook
 
 
 def test_colours_of_weights():

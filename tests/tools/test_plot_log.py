@@ -36,8 +36,9 @@ def drawn(monkeypatch):
 
     def run(*args):
         monkeypatch.setattr(sys, 'argv', ['plot_log.py', *map(str, args)])
+        open_before = pyplot.get_fignums()
         runpy.run_path(TOOL, run_name='__main__')
-        assert not pyplot.get_fignums()  # none stays open
+        assert pyplot.get_fignums() == open_before
         return {axis.get_ylabel(): axis.lines[0].get_xydata().tolist() for axis in figures.pop().axes}
 
     return run
