@@ -1,329 +1,245 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Attention as a whole, projections, gate and local term included, against the equations."""
+"""What every attention promises, each beside its equation with N x N maps (:mod:`attentions`)."""
 
+import attentions
 import pytest
 import reference
 import torch
+from attentions import ATTENTIONS, DIM, HEAD_DIM, HEADS, assert_same, build, tokens
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from mmlinattn import ops
-from mmlinattn.attention import TOKEN_MIXERS, Attention, FocusedMixer, Grid, RALAMixer, TokenMixer, get_mixer
-from mmlinattn.attention.base import mean_token
+from mmlinattn.attention import (
+    TOKEN_MIXERS,
+    AngularMixer,
+    Attention,
+    FocusedMixer,
+    Grid,
+    HallucinatedMixer,
+    InLineMixer,
+    RALAMixer,
+    StripeAttention,
+    TokenMixer,
+    WindowAttention,
+    get_mixer,
+)
 from mmlinattn.layers import rotary_table
-from mmlinattn.layers.linear import split_parts
-from mmlinattn.ops import dispatch
 
-DIM, HEADS, HEIGHT, WIDTH = 16, 2, 3, 5
-HEAD_DIM = DIM // HEADS
-GRID = Grid(HEIGHT, WIDTH)
+every_attention = pytest.mark.parametrize('name', ATTENTIONS)
+both_backends = pytest.mark.parametrize('backend', ['auto', 'reference'])
+few = settings(deadline=None, derandomize=True, max_examples=8)
 
 
-def build(mixer, **options):
-    attention = Attention(DIM, HEADS, mixer, **options).double()
-    for parameter in attention.parameters():
-        nn.init.normal_(parameter, std=0.4)
-    return attention
+def table(height, width):
+    return rotary_table(height, width, HEAD_DIM, dtype=torch.float64)
 
 
-def literal(attention, x, size, attention_map, gate):
-    """``W_o ((A v + DWConv(v)) * gate)`` with A = ``attention_map(q, k)`` of every head."""
-    q, k, v = (x @ attention.qkv.weight[i * DIM : (i + 1) * DIM].T for i in range(3))
-    if attention.qkv.bias is not None:
-        q, k, v = (t + attention.qkv.bias[i * DIM : (i + 1) * DIM] for i, t in enumerate((q, k, v)))
-    heads = [t.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for t in (q, k, v)]
-    out = (attention_map(heads[0], heads[1]) @ heads[2]).transpose(1, 2).flatten(2)
-    if attention.local is not None:
-        out = out + reference.local_term(v, attention.local.weight, attention.local.bias, *size)
-    gates = {
-        None: lambda: 1.0,
-        'projection': lambda: x @ attention.qkv.weight[3 * DIM :].T + attention.qkv.bias[3 * DIM :],
-        'identity': lambda: x,
-        'tanh': lambda: torch.sinh(x) / torch.cosh(x),
-    }
-    return (out * gates[gate]()) @ attention.proj.weight.T + attention.proj.bias
+# --- the equation ------------------------------------------------------------------------------
 
 
-def check(attention, attention_map, gate, rotary):
-    x = torch.randn(2, HEIGHT * WIDTH, DIM, dtype=torch.float64, requires_grad=True)
-    table = rotary_table(HEIGHT, WIDTH, HEAD_DIM, dtype=torch.float64) if rotary else None
-    fast = attention(x, GRID, rotary=table)
-    slow = literal(attention, x, (HEIGHT, WIDTH), attention_map, gate)
-    torch.testing.assert_close(fast, slow)
-    probe = torch.randn_like(fast)
-    leaves = [x, *attention.parameters()]
-    ours = torch.autograd.grad((fast * probe).sum(), leaves)
-    for mine, other in zip(ours, torch.autograd.grad((slow * probe).sum(), leaves)):
-        torch.testing.assert_close(mine, other)
+@every_attention
+@few
+@example(3, 5, 0, True, 'projection', 3, True, 'auto', 1)
+@example(2, 3, 1, False, None, None, False, 'reference', 2)
+@given(
+    height=st.integers(1, 4),
+    width=st.integers(1, 5),
+    prefix=st.integers(0, 2),
+    encoded=st.booleans(),
+    gate=st.sampled_from([None, 'projection', 'identity', 'tanh']),
+    local_kernel=st.sampled_from([None, 1, 3, 5]),
+    qkv_bias=st.booleans(),
+    backend=st.sampled_from(['auto', 'reference']),
+    batch=st.integers(1, 2),
+)
+def test_its_quadratic_twin(name, height, width, prefix, encoded, gate, local_kernel, qkv_bias, backend, batch):
+    """Values and gradients on maps of any size, class tokens before them; the host's gate, local term, positions and
+    bias of the map; scaled and added to a residual. An item is the same alone as in a batch, as it is in the twin."""
+    torch.manual_seed(0)
+    # a table of positions for a class token is tested with the hosts
+    stored = (height, width) if encoded and not prefix else None
+    attention = build(name, grid=stored, gate=gate, local_kernel=local_kernel, qkv_bias=qkv_bias)
+    mixer, grid = attention.mixer, Grid(height, width, prefix)
+    x, context, residual = (tokens(batch, grid.num_tokens) for _ in range(3))
+    scale = torch.randn(DIM, dtype=torch.float64, requires_grad=True)
+    is_turned = encoded and not prefix
+    bias = torch.randn(1, mixer.num_heads, *2 * [grid.num_tokens], dtype=torch.float64, requires_grad=True)
+    leaves = [x, context, residual, scale, bias, *attention.parameters()]
+    shared = dict(bias=bias if encoded else None, rotary=table(height, width) if is_turned else None)
+    with ops.use(backend):
+        out = attention(x, grid, context_tokens=context, out_scale=scale, residual=residual, **shared)
+        size = (height, width) if is_turned and mixer.rotary else None
+        slow = attentions.twin(
+            attention, name, x, grid, size=size, bias=bias if encoded and mixer.bias else None, context=context
+        )
+        # gradients of a norm of few numbers, and of powers, may be large
+        assert_same(out, residual + scale * slow, leaves, rtol=1e-6)
+        with torch.no_grad():
+            torch.testing.assert_close(attention(x, grid, **shared, context_tokens=context) * scale + residual, out)
 
 
-ABLATIONS = {
-    'release': dict(),
-    'paper': dict(scale_weights=False),
-    'without KV augmentation': dict(augment_kv=False),
-    'without output augmentation': dict(output_gate=None),
-    'identity gate': dict(output_gate='identity'),
-    'tanh gate': dict(output_gate='tanh'),
-    'relu kernel': dict(kernel='relu'),
-    'softmax kernel': dict(kernel='softmax'),
+@every_attention
+@few
+@example(4, 5, 2, 3, 'reference')
+@given(
+    height=st.integers(1, 4),
+    width=st.integers(1, 5),
+    rows=st.integers(1, 3),
+    columns=st.integers(1, 3),
+    backend=st.sampled_from(['auto', 'reference']),
+)
+def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
+    """PVT's reduced keys. Kernels that are predicted come from the queries' tokens."""
+    attention, spec = build(name), ATTENTIONS[name]
+    if spec['type'] == 'angular' and spec.get('form') != 'paper':
+        with pytest.raises(ValueError, match=r'as many keys as queries \(6\), not 4; released=False takes any'):
+            attention(tokens(2, 6), Grid(2, 3), kv=tokens(2, 4), key_grid=Grid(2, 2))
+        return
+    torch.manual_seed(0)
+    if spec['type'] == 'rala' or attention.mixer.local_kernels(tokens(1, 1)[:, 0]) is not None:  # as many keys
+        rows, columns = height, width
+    grid, key_grid = Grid(height, width), Grid(rows, columns)
+    x, kv = tokens(2, grid.num_tokens), tokens(2, key_grid.num_tokens)
+    slow = attentions.twin(attention, name, x, grid, kv, key_grid)
+    with ops.use(backend):
+        assert_same(attention(x, grid, kv=kv, key_grid=key_grid), slow, [x, kv, *attention.parameters()], rtol=1e-6)
+
+
+# --- padding -----------------------------------------------------------------------------------
+
+
+@every_attention
+@few
+@example(3, 5, (0, 1, 1, 0), 1e3, 'auto', True)
+@example(3, 4, (1, 1, 0, 2), 30.0, 'reference', False)
+@given(
+    height=st.integers(1, 3),
+    width=st.integers(1, 4),
+    around=st.tuples(*[st.integers(0, 2)] * 4),
+    held=st.sampled_from([0.0, 3.0, -30.0, 1e3]),
+    backend=st.sampled_from(['auto', 'reference']),
+    local=st.booleans(),
+)
+def test_padding_changes_nothing_for_the_real_tokens(name, height, width, around, held, backend, local):
+    """A map within a larger one, whatever the rest holds: sums, means, N, convolutions and their gradients."""
+    if ATTENTIONS[name].get('conv') == 'sequence':
+        return  # not in windows
+    if ATTENTIONS[name].get('kernel') == 'exp' or ATTENTIONS[name]['type'] == 'efficient':
+        held = min(held, 30.0)  # exp overflows
+    torch.manual_seed(0)
+    attention = build(name, local_kernel=3 if local else None)
+    top, bottom, left, right = around
+    whole = Grid(height + top + bottom, width + left + right)
+    mask = torch.zeros(whole[:2], dtype=torch.bool)
+    mask[top : top + height, left : left + width] = True
+    mask = mask.flatten().expand(2, -1)
+    x = tokens(2, height * width)
+    padded = torch.full((2, whole.num_tokens, DIM), held, dtype=torch.float64)
+    padded = padded.masked_scatter(mask[..., None], x)
+    bias = torch.randn(1, attention.mixer.num_heads, *2 * [whole.num_tokens], dtype=torch.float64)
+    real = mask[0].nonzero()[:, 0]
+    with ops.use(backend):
+        out = attention(padded, whole, mask=mask, rotary=table(*whole[:2]), bias=bias)[:, real]
+        alone = attention(x, Grid(height, width), rotary=table(height, width), bias=bias[..., real, :][..., real])
+        assert_same(out, alone, [x, *attention.parameters()], rtol=1e-6)
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@every_attention
+def test_a_window_of_padding_only_has_no_values_and_finite_gradients(name, dtype):
+    """The second item is padding, also where it meets a loss."""
+    attention = build(name).to(torch.promote_types(dtype, torch.float32))
+    mask = torch.tensor([[True] * 15, [False] * 15])
+    x = torch.randn(2, 15, DIM, dtype=attention.qkv.weight.dtype, requires_grad=True)
+    mixed = []
+    attention.mixer.register_forward_hook(lambda module, inputs, out: mixed.append(out))
+    for learns in (True, False):
+        with torch.autocast('cpu', dtype, enabled=dtype.itemsize < 4), torch.set_grad_enabled(learns):
+            out = attention(x, Grid(3, 5), mask=mask)
+        assert out.isfinite().all()
+        # biases of convolutions are not masked
+        assert ATTENTIONS[name]['type'] == 'focused' or not mixed[-1][1].any()
+        if learns:
+            out.float().sum().backward()
+    assert all(leaf.grad.isfinite().all() for leaf in (x, *attention.parameters()))
+
+
+OVER_KEYS = {
+    'softmax': lambda q, k, v, mask=None: ops.softmax_attention(q, k, v, HEADS, mask=mask),
+    'hallucinated': lambda q, k, v, mask=None: ops.hallucinated_attention(
+        q[..., :8], k[..., :8], v, 2 * HEADS, Grid(1, 5), cross=torch.eye(2).double() + 0.5, mask=mask
+    ),
+    'hallucinated, copies': lambda q, k, v, mask=None: ops.hallucinated_attention(
+        q[..., :8], k[..., :8], v, 2 * HEADS, Grid(1, 5), mask=mask
+    ),
+    'efficient': lambda q, k, v, mask=None: ops.efficient_attention(q, k, v, HEADS, mask),
 }
 
 
-@pytest.mark.parametrize('local_kernel', [None, 5], ids=['', 'local'])
-@pytest.mark.parametrize('rotary', [False, True], ids=['', 'rotary'])
-@pytest.mark.parametrize('options', ABLATIONS.values(), ids=ABLATIONS)
-def test_rala_and_its_ablations(options, rotary, local_kernel):
-    attention = build(dict(type='rala', **options), local_kernel=local_kernel)
-    name = options.get('kernel', 'elu')
-    scale = 1.0 if not options.get('scale_weights', True) else HEAD_DIM**-0.5
-    if not options.get('augment_kv', True):
-        scale = None
-
-    def attention_map(q, k):
-        q, k = reference.kernel(q, name), reference.kernel(k, name)
-        return reference.rala_map(q, k, (HEIGHT, WIDTH) if rotary else None, scale)
-
-    check(attention, attention_map, options.get('output_gate', 'projection'), rotary)
+@both_backends
+@pytest.mark.parametrize('learns', [True, False])
+@pytest.mark.parametrize('name', OVER_KEYS)
+def test_softmax_over_hidden_keys_alone_is_their_mean(name, learns, backend):
+    """No NaN, whatever PyTorch's kernels make of rows without a key; callers set such values to zero."""
+    q, k, v = (tokens(2, 5, False) for _ in range(3))
+    mask, op = torch.tensor([[True] * 5, [False] * 5]), OVER_KEYS[name]
+    with ops.use(backend), torch.set_grad_enabled(learns):
+        out = op(q, k, v, mask)
+        torch.testing.assert_close(out[:1], op(q[:1], k[:1], v[:1]))
+    torch.testing.assert_close(out[1], v[1].mean(dim=0).expand(5, -1))
 
 
-@pytest.mark.parametrize('gate', [None, 'projection'])
-@pytest.mark.parametrize('rotary', [False, True], ids=['', 'rotary'])
-def test_softmax(rotary, gate):
-    """The gate is the host's wish here: stages 3-4 of RAVLT have one."""
-    attention = build('softmax', gate=gate, local_kernel=3)
-    size = (HEIGHT, WIDTH) if rotary else None
-    check(attention, lambda q, k: reference.softmax_map(q, k, size), gate, rotary)
+# --- the interface -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('masked', [False, True])
-def test_softmax_with_a_bias(masked):
-    """Relative position tables of windows, with the padding of the window masked out."""
-    attention = build('softmax')
-    x = torch.randn(2, GRID.num_tokens, DIM, dtype=torch.float64)
-    bias = torch.randn(1, HEADS, GRID.num_tokens, GRID.num_tokens, dtype=torch.float64)
-    mask = torch.rand(2, GRID.num_tokens) > 0.4
-    minus_infinity = torch.zeros(2, 1, 1, GRID.num_tokens, dtype=torch.float64)
-    minus_infinity[~mask[:, None, None]] = float('-inf')
-    expected_bias = bias + minus_infinity if masked else bias
-    expected = literal(attention, x, None, lambda q, k: reference.softmax_map(q, k, bias=expected_bias), None)
-    out = attention(x, GRID, mask=mask if masked else None, bias=bias)
-    torch.testing.assert_close(out, expected)
+def test_released_forms_are_the_defaults():
+    angular, focused = AngularMixer(8, 2), FocusedMixer(8, 2, grid=(3, 4))
+    assert (angular.form, angular.conv, angular.sequential) == ('released', 'grid', False)
+    assert [AngularMixer(8, 2, conv=conv).sequential for conv in ('sequence', None)] == [True, False]
+    assert focused.power == 3 and focused.local.weight.shape == (4, 1, 5, 5)
+    assert focused.scale.shape == (8,) and not focused.scale.any()  # softplus(0) to begin with
+    assert HallucinatedMixer(DIM, HEADS).steps == ('ihh', 'chh')
+    assert HallucinatedMixer(DIM, HEADS, steps=['chh', 'ihh']).steps == ('chh', 'ihh')  # a config's list
+    hydra = TOKEN_MIXERS.get('hydra')(8, 2)
+    assert (hydra.num_heads, hydra.head_dim) == (8, 1)  # as many heads as channels
 
 
-@pytest.mark.parametrize('form', ['auto', 'reference'])
-def test_softmax_with_all_its_options_at_once(form):
-    """Values of another width than keys; an item whose keys are all hidden takes the mean of all, for nobody."""
-    q, k, v = (torch.randn(3, HEADS, 15, d, dtype=torch.float64, requires_grad=True) for d in (8, 8, 6))
-    bias = torch.randn(1, HEADS, 15, 15, requires_grad=True)  # float32, as tables are
-    mask = torch.rand(3, 15) > 0.4
-    mask[2] = False
-    hidden = torch.zeros(3, 1, 1, 15, dtype=torch.float64).masked_fill(~mask[:, None, None], float('-inf'))
-    table = rotary_table(3, 5, 8, dtype=torch.float64)
-    with ops.use(form):
-        out = reference.call_by_head(ops.softmax_attention, q, k, v, table, mask, bias)
-        unmasked = reference.call_by_head(ops.softmax_attention, q, k, v, table, None, bias)
-        rounded = reference.call_by_head(ops.softmax_attention, q, k, v, table, None, bias.half())
-    torch.testing.assert_close(unmasked, reference.softmax_map(q, k, (3, 5), bias.double()) @ v)
-    torch.testing.assert_close(rounded, reference.softmax_map(q, k, (3, 5), bias.half().double()) @ v)
-    weights = reference.softmax_map(q[:2], k[:2], (3, 5), bias.double() + hidden[:2])
-    torch.testing.assert_close(out[:2], weights @ v[:2])
-    assert out.isfinite().all()
-    leaves = [q, k, v, bias]
-    probe = torch.randn_like(out[:2])
-    grads = [torch.autograd.grad(result, leaves, probe) for result in (out[:2], weights @ v[:2])]
-    for ours, theirs in zip(*grads):
-        torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize('mixer', ['rala', 'softmax'])
-def test_only_the_encodings_see_positions(mixer):
-    """The paper's plain form permutes its outputs with its tokens."""
-    x = torch.randn(2, GRID.num_tokens, DIM, dtype=torch.float64)
-    order = torch.randperm(GRID.num_tokens)
-    rotary = rotary_table(HEIGHT, WIDTH, HEAD_DIM, dtype=torch.float64)
-    plain, local = build(mixer), build(mixer, local_kernel=3)
-    torch.testing.assert_close(plain(x[:, order], GRID), plain(x, GRID)[:, order])
-    for attention, table in ((plain, rotary), (local, None)):
-        permuted = attention(x[:, order], GRID, rotary=table)
-        assert (permuted - attention(x, GRID, rotary=table)[:, order]).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize('mixer', ['rala', 'softmax'])
-def test_keys_of_other_tokens(mixer):
-    """Keys and values of the tokens themselves, given as others, change nothing."""
-    attention = build(mixer)
-    x = torch.randn(2, GRID.num_tokens, DIM, dtype=torch.float64)
-    torch.testing.assert_close(attention(x, GRID, kv=x, key_grid=GRID), attention(x, GRID))
-
-
-def test_softmax_over_reduced_keys():
-    """PVT's reduced keys: fewer of them than queries."""
-    attention = build('softmax')
-    x, reduced = (torch.randn(2, n, DIM, dtype=torch.float64) for n in (GRID.num_tokens, 4))
-    out = attention(x, GRID, kv=reduced, key_grid=Grid(2, 2))
-    both = torch.cat((reduced, x), dim=1)  # the reduced tokens as the only real ones of a longer sequence
-    mask = torch.arange(both.shape[1]).expand(2, -1) < 4
-    expected = attention(both, Grid(1, both.shape[1]), mask=mask)[:, 4:]
-    torch.testing.assert_close(out, expected)
-
-
-@pytest.mark.parametrize('mixer', ['rala', 'softmax'])
-def test_a_class_token_has_no_neighbours(mixer):
-    """It takes part in the attention, but the local term neither reads nor writes it."""
-    attention = build(mixer, local_kernel=3)
-    grid = Grid(HEIGHT, WIDTH, prefix=1)
-    x = torch.randn(2, grid.num_tokens, DIM, dtype=torch.float64)
-    out = attention(x, grid)
-    kernel, attention.local = attention.local, None
-    q, k, v, *gate = split_parts(attention.project(x))
-    without = attention(x, grid)
-    local = reference.local_term(v[:, 1:], kernel.weight, kernel.bias, HEIGHT, WIDTH)
-    if gate:
-        local = local * gate[0][:, 1:]
-    torch.testing.assert_close(out[:, 0], without[:, 0])
-    torch.testing.assert_close(out[:, 1:] - without[:, 1:], local @ attention.proj.weight.T)
-
-
-@pytest.mark.parametrize('form', ['reference', 'fast'])
-def test_no_map_of_all_pairs_is_built(form, monkeypatch):
-    """4 x the tokens: the largest tensor of RALA grows 4-fold, not 16-fold."""
-    if form == 'fast':  # what watches the operators gets the reference otherwise
-        monkeypatch.setattr(dispatch, 'is_plain', lambda *tensors: False)
-
-    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-        size = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                self.size = max(self.size, out.numel())
-            return out
-
-    attention = Attention(DIM, HEADS, 'rala', local_kernel=5)
-    sizes = []
-    for side in (16, 32):
-        with Largest() as largest, torch.no_grad():
-            rotary = rotary_table(side, side, HEAD_DIM)
-            attention(torch.randn(1, side * side, DIM), Grid(side, side), rotary=rotary)
-        sizes.append(largest.size)
-    assert sizes[1] == 4 * sizes[0]
-    # the projection of everything, or of queries and keys
-    assert sizes[0] == 16 * 16 * DIM * (4 if form == 'reference' else 2)
-
-
-@pytest.mark.parametrize('dtype', [torch.float64, torch.float16, torch.bfloat16], ids=str)
-def test_the_mean_token_is_that_of_real_tokens(dtype):
-    """Sums may leave the range of a half type; of padding alone the mean is zero."""
-    x = (torch.rand(3, 6, 4) * 100 + 60000).to(dtype)
-    mask = torch.tensor([[True, True, False, True, False, False], [False] * 6, [True] * 6])
-    found = mean_token(x, mask)
-    assert found.dtype == mean_token(x, None).dtype == dtype
-    wide = x.double()
-    expected = torch.stack((wide[0, [0, 1, 3]].mean(0), torch.zeros(4, dtype=torch.double), wide[2].mean(0)))
-    torch.testing.assert_close(found.double(), expected, rtol=0.01, atol=0)
-    torch.testing.assert_close(mean_token(x, None).double(), wide.mean(1), rtol=0.01, atol=0)
-
-
-def test_a_new_attention_is_one_class():
-    """Registered under a name, it works wherever the others do."""
-
-    @TOKEN_MIXERS.register_module('mean of the values', force=True)
-    class Mean(TokenMixer):
-        @property
-        def widths(self):
-            return 0, 0, self.dim
-
-        def forward(self, q, k, v, grid, key_grid, **_):
-            return v.mean(dim=1, keepdim=True).expand_as(v)
-
-    try:
-        attention = build('mean of the values')
-        out = attention(torch.randn(2, GRID.num_tokens, DIM, dtype=torch.float64), GRID)
-        assert attention.qkv.weight.shape == (DIM, DIM)
-        torch.testing.assert_close(out[:, :1].expand_as(out), out)
-    finally:
-        TOKEN_MIXERS._module_dict.pop('mean of the values')
+def test_a_host_gates_those_that_have_no_opinion():
+    """RALA without output augmentation (Tab. 9) stays without where the host gates all others."""
+    for gate, found in (('projection', [None, 'projection', 'projection']), (None, [None, 'projection', None])):
+        assert [build(name, gate=gate).gate for name in ('rala, no gate', 'rala', 'softmax')] == found
 
 
 @pytest.mark.parametrize('gate', [None, 'projection'])
-def test_an_attention_may_want_any_widths(gate):
-    """Of queries, keys and values, which its local term and the last projection then have; a gate has the values'
-    only where they are as wide as the tokens."""
+def test_a_new_attention_is_one_class(gate):
+    """Registered under a name it works wherever the others do, with any widths of queries, keys and values; a gate has
+    the values' only where they are as wide as the tokens."""
 
+    @TOKEN_MIXERS.register_module('narrow', force=True)
     class Narrow(TokenMixer):
         widths = 2, 3, 6 if gate is None else DIM
 
         def forward(self, q, k, v, grid, key_grid, **_):
-            assert (q.shape[-1], k.shape[-1], v.shape[-1]) == self.widths
             return 2 * v + q.sum(-1, keepdim=True) - k.sum(-1, keepdim=True)
 
-    attention = build(dict(type=Narrow), gate=gate, local_kernel=3)
-    x = torch.randn(2, GRID.num_tokens, DIM, dtype=torch.float64)
+    try:
+        attention, x = build('narrow', gate=gate, local_kernel=3), tokens(2, 15)
+        assert get_mixer(dict(type=Narrow, a=1)) == (Narrow, dict(a=1))  # a class may stand for its name
+    finally:
+        TOKEN_MIXERS._module_dict.pop('narrow')
     q, k, v, *gates = attention.qkv(x).split([*Narrow.widths, *([DIM] if gate else [])], dim=-1)
     out = 2 * v + q.sum(-1, keepdim=True) - k.sum(-1, keepdim=True)
-    out = out + reference.local_term(v, attention.local.weight, attention.local.bias, HEIGHT, WIDTH)
-    expected = attention.proj(out * gates[0] if gate else out)
-    assert expected.shape == x.shape
-    torch.testing.assert_close(attention(x, GRID), expected)
-
-
-def test_unknown_attention_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"unknown attention 'ralla'; known are .*'rala'.*'softmax'"):
-        get_mixer('ralla')
-    with pytest.raises(ValueError, match='unknown attention None'):
-        get_mixer(dict(kernel='elu'))
-
-
-def test_a_class_may_stand_for_its_name():
-    assert get_mixer(dict(type=RALAMixer, kernel='elu')) == (RALAMixer, dict(kernel='elu'))
-    with pytest.raises(ValueError, match="unknown attention <class 'torch.nn.modules.linear.Linear'>; known are"):
-        get_mixer(dict(type=nn.Linear))
+    out = out + reference.local_term(v, attention.local.weight, attention.local.bias, 3, 5)
+    torch.testing.assert_close(attention(x, Grid(3, 5)), attention.proj(out * gates[0] if gate else out))
 
 
 def test_the_options_of_an_attention_stay_what_they_are():
     """One dict of a config may name the attention of many blocks."""
     given = dict(type='rala', kernel='relu')
-    assert get_mixer(given) == (RALAMixer, dict(kernel='relu'))
+    assert get_mixer(given) == (RALAMixer, dict(kernel='relu')) and get_mixer('rala') == (RALAMixer, {})
     assert given == dict(type='rala', kernel='relu')
-    assert get_mixer('rala') == (RALAMixer, {})
-
-
-@pytest.mark.parametrize('heads', [3, 0, -1])
-def test_heads_have_to_divide_the_width(heads):
-    with pytest.raises(ValueError, match=f'num_heads={heads} has to divide the width 16'):
-        Attention(DIM, heads, 'rala')
-
-
-@pytest.mark.parametrize('size', [4, 0, -3, 3.0, True])
-def test_sizes_of_the_local_term(size):
-    """Odd ones, which keep the size of the map."""
-    for build_one in (
-        lambda local_kernel: Attention(DIM, HEADS, 'rala', local_kernel=local_kernel).local,
-        lambda local_kernel: FocusedMixer(DIM, HEADS, local_kernel=local_kernel).local,
-    ):
-        assert build_one(1).kernel_size == (1, 1) and build_one(None) is None
-        with pytest.raises(ValueError) as error:
-            build_one(size)
-        assert str(error.value) == f'local_kernel={size!r} has to be None or an odd int >= 1'
-
-
-@pytest.mark.parametrize('kernel', ['gelu', '', None])
-def test_unknown_kernel(kernel):
-    with pytest.raises(ValueError) as error:
-        RALAMixer(DIM, HEADS, kernel=kernel)
-    assert str(error.value) == f"kernel={kernel!r} has to be one of ['elu', 'relu', 'softmax']"
-
-
-@pytest.mark.parametrize(
-    'gate, options',
-    [
-        ('sigmoid', dict(mixer=dict(type='rala', output_gate='sigmoid'))),
-        ('', dict(mixer=dict(type='rala', output_gate=''))),
-        ('sigmoid', dict(mixer='softmax', gate='sigmoid')),
-    ],
-)
-def test_unknown_gate(gate, options):
-    with pytest.raises(ValueError, match=f"gate='{gate}' has to be None, 'projection', 'identity' or 'tanh'"):
-        Attention(DIM, HEADS, **options)
 
 
 @pytest.mark.parametrize('reduced', [False, True])
@@ -334,13 +250,54 @@ def test_an_adapter_in_place_of_the_projection_is_called(reduced):
         def forward(self, x):
             return super().forward(x) + 1
 
-    attention = Attention(DIM, HEADS, 'softmax')
-    plain, x = attention.qkv, torch.randn(2, 12, DIM)
-    kv = x[:, ::2] if reduced else None
+    attention, x = Attention(DIM, HEADS, 'softmax'), torch.randn(2, 12, DIM)
+    plain = attention.qkv
+    shared = dict(kv=x[:, ::2], key_grid=Grid(2, 3)) if reduced else {}
     attention.qkv = Adapter(DIM, plain.out_features)
     attention.qkv.load_state_dict(plain.state_dict())
-    shared = dict(kv=kv, key_grid=Grid(2, 3)) if reduced else {}
     adapted = attention(x, Grid(3, 4), **shared)
     attention.qkv = plain
     plain.bias.data += 1
     torch.testing.assert_close(adapted, attention(x, Grid(3, 4), **shared))
+
+
+GATES = ["gate='{}'", "None, 'projection', 'identity' or 'tanh'"]
+SEQUENCE = dict(type='angular', conv='sequence')
+REFUSED = [  # class, its arguments, words of the error: argument and value, what is allowed
+    (get_mixer, ('ralla',), ["'ralla'", "'rala'", "'softmax'"]),
+    (get_mixer, (dict(kernel='elu'),), ['stage_attns', 'None', "'rala'"]),
+    (get_mixer, (dict(type=nn.Linear),), ['Linear', "'rala'"]),
+    *((Attention, (DIM, heads, 'rala'), [f'num_heads={heads}', '16']) for heads in (3, 0, -1)),
+    *(
+        (Attention, (DIM, HEADS, mixer, None, size), [f'local_kernel={size!r}', 'None or an odd int >= 1'])
+        for size in (4, 0, -3, 3.0, True)
+        for mixer in ('rala', 'softmax')
+    ),
+    (FocusedMixer, (DIM, HEADS, None, 3, 4), ['local_kernel=4', 'None or an odd int >= 1']),
+    (FocusedMixer, (DIM, HEADS, None, 3, True), ['local_kernel=True', 'None or an odd int >= 1']),
+    *((FocusedMixer, (DIM, HEADS, None, p), [f'power={p}', '[1, 32]']) for p in (0.5, 0, -1, 33, None, '3')),
+    *((RALAMixer, (DIM, HEADS, None, True, None, name), [f'kernel={name!r}', 'elu']) for name in ('gelu', '', None)),
+    *((InLineMixer, (DIM, HEADS, None, name), [f'kernel={name!r}', 'leakyrelu']) for name in ('elu', '', None)),
+    (Attention, (DIM, HEADS, dict(type='rala', output_gate='')), [GATES[0].format(''), GATES[1]]),
+    (Attention, (DIM, HEADS, 'softmax', None, None, 'sigmoid'), [GATES[0].format('sigmoid'), GATES[1]]),
+    *(
+        (HallucinatedMixer, (DIM, HEADS, None, steps), ['steps=', "'ihh' and 'chh'"])
+        for steps in ('ihh', None, ('ihh', 'ihh'), ('dhh',))
+    ),
+    (HallucinatedMixer, (24, 8), ['num_heads=8', 'even']),
+    (AngularMixer, (DIM, HEADS, None, 'release'), ["form='release'", "'released' or 'paper'"]),
+    (AngularMixer, (DIM, HEADS, None, 'paper', '9x1'), ["conv='9x1'", "'grid'", "'sequence'"]),
+    (WindowAttention, (DIM, HEADS, SEQUENCE, (3, 3)), [repr(SEQUENCE), 'windows and stripes']),
+    (StripeAttention, (DIM, HEADS, SEQUENCE, 3), [repr(SEQUENCE), 'windows and stripes']),
+    (StripeAttention, (24, 3, 'softmax', 2), ['num_heads=3', 'even']),
+    (StripeAttention, (DIM, HEADS, ATTENTIONS['rala, tanh'], 2), ["gate='tanh'", 'stripes']),
+    # what would take a GiB of index and bias a block
+    (WindowAttention, (DIM, HEADS, 'softmax', (1, 8193), False, True), ['window_size=(1, 8193)', '8192']),
+]
+
+
+@pytest.mark.parametrize(('build', 'arguments', 'words'), REFUSED, ids=str)
+def test_what_is_refused(build, arguments, words):
+    with pytest.raises(ValueError) as error:
+        build(*arguments)
+    assert all(word in str(error.value) for word in words) and '\n' not in str(error.value)

@@ -1,0 +1,218 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Every attention at the ends of its numbers, and what it costs."""
+
+import itertools
+
+import attentions
+import pytest
+import reference
+import torch
+from attentions import ATTENTIONS, DIM, HEAD_DIM, HEADS, LINEAR, build, filled, tokens
+from torch import nn
+
+from mmlinattn import ops
+from mmlinattn.attention import Attention, Grid, HallucinatedMixer
+from mmlinattn.attention.base import mean_token
+from mmlinattn.layers import rotary_table
+from mmlinattn.ops import dispatch, hallucinated
+
+every_attention = pytest.mark.parametrize('name', ATTENTIONS)
+both_backends = pytest.mark.parametrize('backend', ['auto', 'reference'])
+HALF = [torch.float16, torch.bfloat16]
+
+
+# --- ranges ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('dtype', HALF, ids=str)
+@every_attention
+def test_autocast_is_finite_and_close(name, dtype):
+    """Many tokens with a mean: sums over them leave the range of float16."""
+    attention = Attention(DIM, HEADS, ATTENTIONS[name])
+    grid = Grid(120, 200) if name in LINEAR else Grid(40, 30, prefix=1)
+    if name in LINEAR and 'rala' not in name and 'focused' not in name:
+        nn.init.constant_(attention.qkv.bias, 3)
+    x = torch.randn(1, grid.num_tokens, DIM, requires_grad=True)
+    exact = attention(x, grid)
+    with torch.autocast('cpu', dtype):
+        out = attention(x, grid)
+    assert out.isfinite().all()
+    assert (out - exact).norm() < 16 * torch.finfo(dtype).eps * exact.norm()
+    (out.float().square().mean() / out.detach().float().norm()).backward()
+    assert all(leaf.grad.isfinite().all() for leaf in (x, *attention.parameters()))
+
+
+DETECTION = {
+    'rala': lambda q, k, v: ops.rala(q, k, v, 1, 'elu', rotary_table(200, 334, 16, dtype=torch.float64).to(
+        torch.promote_types(q.dtype, torch.float32)), None, 0.25),
+    'inline': lambda q, k, v: ops.inline_attention(q, k, v, 1, 0.25),
+    'linear': lambda q, k, v: ops.linear_attention(q.abs(), k.abs(), v, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('dtype', HALF, ids=str)
+@pytest.mark.parametrize(('name', 'size'), [*((name, 1.0) for name in DETECTION), ('rala', 1e-3), ('inline', 1e-3)])
+def test_half_precision_on_a_detection_map(name, dtype, size):
+    """Stage 1 at 1333x800: N = 66,800 exceeds float16, 1/N is below its normal numbers."""
+    q, k, v = ((scale * torch.randn(1, 200 * 334, 16)).to(dtype).requires_grad_() for scale in (1, 1, size))
+    out = DETECTION[name](q, k, v)
+    assert out.dtype == dtype
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    exact, resolution = DETECTION[name](*wide), 16 * torch.finfo(dtype).eps
+    assert (out - exact).abs().max() < resolution * max(exact.abs().max(), size)
+    # a sum over the tokens, as scaled losses give it: gradients of queries do not fall with N
+    probe = torch.randn_like(exact) / size
+    ours = torch.autograd.grad((out.double() * probe).sum(), (q, k, v))
+    for mine, other in zip(ours, torch.autograd.grad((exact * probe).sum(), wide)):
+        assert mine.isfinite().all() and (mine - other).norm() < resolution * other.norm()
+
+
+def test_keys_with_a_large_common_offset():
+    """InLine: only deviations from the mean key matter; float32 keeps them beside an offset of 100."""
+    q, k, v = (torch.randn(1, 500, 8) for _ in range(3))
+    exact = ops.inline_attention(q.double(), k.double(), v.double(), 1, 0.3)
+    assert (ops.inline_attention(q, k + 100, v, 1, 0.3) - exact).abs().max() < 1e-3 * exact.abs().max()
+
+
+@every_attention
+def test_dead_tokens_are_finite(name):
+    """Vectors without a direction, and of no positive channel: zero queries, keys and values."""
+    attention = Attention(DIM, HEADS, ATTENTIONS[name])
+    nn.init.zeros_(attention.qkv.bias)
+    x = torch.zeros(1, 12, DIM, requires_grad=True)
+    out = attention(x, Grid(3, 4))
+    out.sum().backward()
+    assert out.isfinite().all()
+    assert all(leaf.grad.abs().max() < 1e3 for leaf in (x, *attention.parameters()))
+
+
+def eye_map(q, k):
+    """Of the released angular attention, before each output is divided by its norm."""
+    q, k = (attentions.unit(t) for t in (q, k))
+    return torch.eye(q.shape[2], dtype=q.dtype) / 2 + reference.similarity(q, k) / torch.pi
+
+
+OPS = {
+    'rala': (ops.rala, lambda q, k: reference.rala_map(*(reference.kernel(t, 'elu') for t in (q, k)), None, 1.0, 1e-6)),
+    'linear_attention': (ops.linear_attention, lambda q, k: reference.linear_map(q, k, 1e-6)),
+    'inline_attention': (lambda *qkv: ops.inline_attention(*qkv, 0.4), lambda q, k: reference.inline_map(q, k, 0.4)),
+    'softmax_attention': (ops.softmax_attention, reference.softmax_map),
+    'angular_attention': (ops.angular_attention, eye_map),
+}
+
+
+@both_backends
+@pytest.mark.parametrize('name', OPS)
+def test_ops_unless_told_otherwise(name, backend):
+    """Also with queries and keys whose products are as small as the 1e-6 that is added to them."""
+    op, weights = OPS[name]
+    large_q, large_k, v = torch.rand(3, 2, 2, 6, 4, dtype=torch.float64)
+    small = (t - 8 if name == 'rala' else t / 1000 for t in (large_q, large_k))
+    for q, k in ((large_q, large_k), small):
+        expected = weights(q, k) @ v
+        expected = attentions.unit(expected) if name == 'angular_attention' else expected
+        with ops.use(backend):
+            torch.testing.assert_close(reference.call_by_head(op, q, k, v), expected)
+
+
+def test_inline_attention_is_injective_where_linear_attention_is_not():
+    """Queries of one direction and different lengths (InLine Fig. 1, Prop. 1 and 2)."""
+    k, v = torch.rand(1, 30, 8, dtype=torch.float64), torch.randn(1, 30, 8, dtype=torch.float64)
+    q = torch.rand(1, 1, 8, dtype=torch.float64) * torch.tensor([1.0, 2.0], dtype=torch.float64).view(1, 2, 1)
+    confused, apart = ops.linear_attention(q, k, v, 1, eps=0.0), ops.inline_attention(q, k, v, 1, 1.0)
+    torch.testing.assert_close(confused[:, 0], confused[:, 1])
+    assert (apart[:, 0] - apart[:, 1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize('dtype', [torch.float64, *HALF], ids=str)
+def test_the_mean_token_is_that_of_real_tokens(dtype):
+    """Sums may leave the range of a half type; of padding alone the mean is zero."""
+    x = (torch.rand(3, 6, 4) * 100 + 60000).to(dtype)
+    mask = torch.tensor([[True, True, False, True, False, False], [False] * 6, [True] * 6])
+    found, wide = mean_token(x, mask), x.double()
+    assert found.dtype == mean_token(x, None).dtype == dtype
+    expected = torch.stack((wide[0, [0, 1, 3]].mean(0), torch.zeros(4, dtype=torch.double), wide[2].mean(0)))
+    torch.testing.assert_close(found.double(), expected, rtol=0.01, atol=0)
+    torch.testing.assert_close(mean_token(x, None).double(), wide.mean(1), rtol=0.01, atol=0)
+
+
+# --- costs -------------------------------------------------------------------------------------
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Elements of the largest tensor that is made."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else [out]:
+            self.size = max(self.size, t.numel() if isinstance(t, torch.Tensor) else 0)
+        return out
+
+
+@pytest.mark.parametrize('learns', [False, True])
+@both_backends
+@pytest.mark.parametrize('name', [name for name in ATTENTIONS if name != 'softmax'])
+def test_no_map_of_all_pairs_is_built(name, backend, learns, monkeypatch):
+    """4 x the tokens: the largest tensor grows 4-fold, not 16-fold, in both directions."""
+    # a block of rows of softmax attention is of one size for both; whoever watches sees the reference otherwise
+    monkeypatch.setattr(hallucinated, '_BLOCK_NUMEL', 1024)
+    monkeypatch.setenv('MMLINATTN_PRODUCTS', 'torch')
+    monkeypatch.setattr(dispatch, 'is_plain', lambda *_: backend == 'reference')
+    attention, sizes = Attention(DIM, HEADS, ATTENTIONS[name], local_kernel=5), []
+    for side in (24, 48):
+        x = torch.randn(1, side * side, DIM, requires_grad=learns)
+        with Largest() as largest, torch.set_grad_enabled(learns):
+            out = attention(x, Grid(side, side), rotary=rotary_table(side, side, HEAD_DIM))
+            if learns:
+                out.sum().backward()
+        sizes.append(largest.size)
+    assert sizes[1] <= 4 * sizes[0] + 32
+
+
+@pytest.mark.parametrize('prefix', [0, 1])
+@pytest.mark.parametrize('steps', [('ihh', 'chh'), ('chh',)], ids='-'.join)
+def test_blocks_of_hallucinated_attention(monkeypatch, steps, prefix):
+    """One query a block, several, the queries of several images; mask, and biases of few and of all images."""
+    name = 'hallucinated ' + '-'.join(steps)
+    attention, grid = build(name), Grid(4, 5, prefix)
+    n = grid.num_tokens
+    monkeypatch.setattr(hallucinated, '_MIN_ROWS', 3)
+    x, full = tokens(3, n, False), torch.randn(3, 2 * HEADS, n, n, dtype=torch.float64)
+    mask = torch.rand(3, n) > 0.3
+    for budget, bias, real in itertools.product(
+        (1, 400, 3000, 10**6), (None, full, full[:1], full[:, :1], full[:, :, :1]), (None, mask)
+    ):
+        monkeypatch.setattr(hallucinated, '_BLOCK_NUMEL', budget)
+        with ops.use('reference'):
+            expected = attention(x, grid, bias=bias, mask=real)
+        with torch.no_grad():
+            torch.testing.assert_close(attention(x, grid, bias=bias, mask=real), expected)
+
+
+def test_who_stands_for_tensors_sees_hallucinated_attention_whole():
+    """Counters read the cost of the maps off its arguments, and call it in their turn."""
+    seen = []
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            if func is not ops.hallucinated_attention:
+                return super().__torch_function__(func, types, args, kwargs)
+            seen.append(args[3:])
+            return func(*(t.as_subclass(torch.Tensor) if isinstance(t, Watched) else t for t in args), **kwargs)
+
+    mixer, grid = filled(HallucinatedMixer(DIM, HEADS)), Grid(3, 4)
+    q, k, v = tokens(2, 12)[..., :8], tokens(2, 12)[..., :8], tokens(2, 12)
+    expected = mixer(q, k, v, grid, grid)
+    torch.testing.assert_close(mixer(q, k.as_subclass(Watched), v, grid, grid), expected)
+    assert seen == [(2 * HEADS, grid)]
+
+
+def test_biases_of_hallucinations_have_a_gradient_and_it_is_zero():
+    """They shift all logits of a query alike; distributed training wants a gradient of every parameter."""
+    attention = build('hallucinated ihh-chh')
+    attention(tokens(2, 12), Grid(3, 4)).square().sum().backward()
+    for conv in (attention.mixer.ihh, attention.mixer.chh):
+        assert conv.weight.grad.any() and not conv.bias.grad.any()

@@ -1,0 +1,76 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Rotary encodings beside complex numbers."""
+
+import math
+
+import pytest
+import reference
+import torch
+
+from mmlinattn import ops
+from mmlinattn.layers import rotary_table
+from mmlinattn.ops import rotate
+
+HEIGHT, WIDTH, DIM = 3, 5, 8
+
+
+def table():
+    return rotary_table(HEIGHT, WIDTH, DIM, dtype=torch.float64)
+
+
+def test_rotate_turns_pairs_by_the_angles_of_the_release():
+    x = torch.randn(2, 2, HEIGHT * WIDTH, DIM, dtype=torch.float64)
+    expected = torch.view_as_real(reference.turn(x, HEIGHT, WIDTH)).flatten(-2)
+    torch.testing.assert_close(rotate(x, table()), expected)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_rotate_takes_every_layout_and_type(dtype):
+    """Columns of a wider tensor from an odd one on, rows that are columns, tables whose pairs lie apart."""
+    x, turn = torch.randn(2, 3, 6, 8).to(dtype), rotary_table(2, 3, 8, dtype=dtype)
+    with ops.use('reference'):
+        expected = rotate(x, turn)
+    wide = torch.zeros(2, 3, 6, 10, dtype=dtype)
+    wide[..., 1:9] = x
+    odd = torch.zeros(2, 3, 6, 9, dtype=dtype)
+    odd[..., :8] = x
+    across = x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    apart = turn.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    for tokens in (x, wide[..., 1:9], odd[..., :8], across):
+        for angles in (turn, apart):
+            found = rotate(tokens, angles)
+            assert found.dtype == dtype
+            torch.testing.assert_close(found, expected)
+
+
+def test_rotate_in_half_precision_uses_the_angles_of_float32():
+    """Column 333 is no number of bfloat16; its angle has to be. The result alone is rounded: below 2, by 1 / 256."""
+    x = torch.ones(1, 1, 334, DIM, dtype=torch.bfloat16)
+    turned = rotate(x, rotary_table(1, 334, DIM))
+    exact = rotate(x.double(), rotary_table(1, 334, DIM, dtype=torch.float64))
+    assert turned.dtype == torch.bfloat16
+    assert (turned - exact).abs().max() < 0.004
+
+
+def test_the_table_of_angles():
+    """Rows turn the first half of the pairs, columns the second; the last of a half by ``1 / base`` a token."""
+    table = rotary_table(2, 3, 8, dtype=torch.float64, base=100.0)
+    assert table.shape == (6, 4, 2) and table.dtype == torch.float64
+    angles = torch.tensor(
+        [[row, row / 100, column, column / 100] for row in range(2) for column in range(3)], dtype=torch.float64
+    )
+    torch.testing.assert_close(table, torch.stack((angles.cos(), angles.sin()), dim=-1))
+    turned = rotary_table(50, 1, 16, dtype=torch.float64, base=100.0)[49, :4, 1]
+    expected = [math.sin(49 * 100 ** (-i / 3)) for i in range(4)]  # float32 would not hold them
+    torch.testing.assert_close(turned, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
+    default = rotary_table(2, 1, 8)
+    assert default.dtype == torch.float32
+    torch.testing.assert_close(default[1, :, 1], torch.tensor([1, 1e-4, 0, 0]).sin())
+    narrow = rotary_table(1, 3, 4)  # one angle for each axis
+    torch.testing.assert_close(narrow[2, :, 0], torch.tensor([0.0, 2]).cos())
+
+
+@pytest.mark.parametrize('head_dim', [2, 6, 30])
+def test_rotary_needs_a_head_width_that_is_a_multiple_of_four(head_dim):
+    with pytest.raises(ValueError, match=f'head_dim={head_dim} has to be a multiple of 4'):
+        rotary_table(2, 2, head_dim)
