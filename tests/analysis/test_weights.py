@@ -5,10 +5,10 @@ import math
 
 import pytest
 import torch
-from attentions import ATTENTIONS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from twins import ATTENTIONS
 
 from mmlinattn.analysis.weights import convolved, local_weights, state_keys
 from mmlinattn.attention import Grid, TokenMixer, get_mixer

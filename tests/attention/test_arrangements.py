@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attentions import ATTENTIONS, DIM, HEADS, assert_same, filled
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import pad
+from twins import ATTENTIONS, DIM, HEADS, assert_same, filled
 
 from mmlinattn.attention import (
     Attention,

@@ -1,14 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What every attention promises, each beside its equation with N x N maps (:mod:`attentions`)."""
+"""What every attention promises, each beside its equation with N x N maps (:mod:`twins`)."""
 
-import attentions
 import pytest
 import reference
 import torch
-from attentions import ATTENTIONS, DIM, HEAD_DIM, HEADS, assert_same, build, tokens
+import twins
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from twins import ATTENTIONS, DIM, HEAD_DIM, HEADS, assert_same, build, tokens
 
 from mmlinattn import ops
 from mmlinattn.attention import (
@@ -62,6 +62,7 @@ def test_its_quadratic_twin(name, height, width, prefix, encoded, gate, local_ke
     stored = (height, width) if encoded and not prefix else None
     attention = build(name, grid=stored, gate=gate, local_kernel=local_kernel, qkv_bias=qkv_bias)
     mixer, grid = attention.mixer, Grid(height, width, prefix)
+    assert (attention.qkv.bias is not None) == qkv_bias
     x, context, residual = (tokens(batch, grid.num_tokens) for _ in range(3))
     scale = torch.randn(DIM, dtype=torch.float64, requires_grad=True)
     is_turned = encoded and not prefix
@@ -71,7 +72,7 @@ def test_its_quadratic_twin(name, height, width, prefix, encoded, gate, local_ke
     with ops.use(backend):
         out = attention(x, grid, context_tokens=context, out_scale=scale, residual=residual, **shared)
         size = (height, width) if is_turned and mixer.rotary else None
-        slow = attentions.twin(
+        slow = twins.twin(
             attention, name, x, grid, size=size, bias=bias if encoded and mixer.bias else None, context=context
         )
         # gradients of a norm of few numbers, and of powers, may be large
@@ -102,7 +103,7 @@ def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
         rows, columns = height, width
     grid, key_grid = Grid(height, width), Grid(rows, columns)
     x, kv = tokens(2, grid.num_tokens), tokens(2, key_grid.num_tokens)
-    slow = attentions.twin(attention, name, x, grid, kv, key_grid)
+    slow = twins.twin(attention, name, x, grid, kv, key_grid)
     with ops.use(backend):
         assert_same(attention(x, grid, kv=kv, key_grid=key_grid), slow, [x, kv, *attention.parameters()], rtol=1e-6)
 
@@ -296,7 +297,12 @@ REFUSED = [  # class, its arguments, words of the error: argument and value, wha
 ]
 
 
-@pytest.mark.parametrize(('build', 'arguments', 'words'), REFUSED, ids=str)
+def case(value):
+    """A name that each process gives alike: without the address of a function."""
+    return getattr(value, '__name__', str(value))
+
+
+@pytest.mark.parametrize(('build', 'arguments', 'words'), REFUSED, ids=case)
 def test_what_is_refused(build, arguments, words):
     with pytest.raises(ValueError) as error:
         build(*arguments)

@@ -1,15 +1,15 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """What FLatten promises of its feature map, and the position tables of its keys."""
 
-import attentions
 import pytest
 import reference
 import torch
-from attentions import DIM, HEADS, build, tokens
+import twins
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import cosine_similarity
+from twins import DIM, HEADS, build, tokens
 
 from mmlinattn import ops
 from mmlinattn.attention import Grid
@@ -182,7 +182,7 @@ def test_a_resized_table_enters_the_keys(prefix):
     attention, x, grid = build('focused', grid=(6, 4)), tokens(2, prefix + 15), Grid(3, 5, prefix)
     out, table = attention(x, grid), bilinear(attention.mixer.position.weight.data, (6, 4), (3, 5))
     attention.mixer.position.weight = nn.Parameter(torch.cat((torch.zeros(1, prefix, DIM), table), dim=1))
-    torch.testing.assert_close(out, attentions.twin(attention, 'focused', x, grid))
+    torch.testing.assert_close(out, twins.twin(attention, 'focused', x, grid))
 
 
 def test_the_local_weights_are_shared_by_the_heads():

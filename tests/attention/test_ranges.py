@@ -3,12 +3,12 @@
 
 import itertools
 
-import attentions
 import pytest
 import reference
 import torch
-from attentions import ATTENTIONS, DIM, HEAD_DIM, HEADS, LINEAR, build, filled, tokens
+import twins
 from torch import nn
+from twins import ATTENTIONS, DIM, HEAD_DIM, HEADS, LINEAR, build, filled, tokens
 
 from mmlinattn import ops
 from mmlinattn.attention import Attention, Grid, HallucinatedMixer
@@ -86,9 +86,24 @@ def test_dead_tokens_are_finite(name):
     assert all(leaf.grad.abs().max() < 1e3 for leaf in (x, *attention.parameters()))
 
 
+@pytest.mark.parametrize('dtype', HALF, ids=str)
+@every_attention
+def test_queries_that_meet_no_key(name, dtype):
+    """Where a ReLU leaves a query and the keys no channel in common: a quotient by eps, on the way to gradients of 0."""
+    attention = Attention(DIM, HEADS, ATTENTIONS[name])
+    query_dim, key_dim, _ = attention.mixer.widths
+    attention.qkv.bias.data[:query_dim] = 10
+    attention.qkv.bias.data[query_dim : query_dim + key_dim] = -10
+    x = torch.randn(1, 12, DIM, requires_grad=True)
+    with torch.autocast('cpu', dtype):
+        out = attention(x, Grid(3, 4))
+    (1024 * out.float().sum()).backward()  # what a scaler makes of gradients of the order of one
+    assert all(t.isfinite().all() for t in (out, x.grad, *(p.grad for p in attention.parameters())))
+
+
 def eye_map(q, k):
     """Of the released angular attention, before each output is divided by its norm."""
-    q, k = (attentions.unit(t) for t in (q, k))
+    q, k = (twins.unit(t) for t in (q, k))
     return torch.eye(q.shape[2], dtype=q.dtype) / 2 + reference.similarity(q, k) / torch.pi
 
 
@@ -110,7 +125,7 @@ def test_ops_unless_told_otherwise(name, backend):
     small = (t - 8 if name == 'rala' else t / 1000 for t in (large_q, large_k))
     for q, k in ((large_q, large_k), small):
         expected = weights(q, k) @ v
-        expected = attentions.unit(expected) if name == 'angular_attention' else expected
+        expected = twins.unit(expected) if name == 'angular_attention' else expected
         with ops.use(backend):
             torch.testing.assert_close(reference.call_by_head(op, q, k, v), expected)
 

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Small models of the hosts of InLine and FLatten, for the tests of what all of them promise."""
+"""Small models of all hosts, for the tests of what all of them promise."""
 
 import copy
 
@@ -10,11 +10,12 @@ from mmengine.registry import MODELS
 import mmlinattn  # noqa: F401  registers the hosts
 from mmlinattn.attention import TOKEN_MIXERS
 
-# for tests of what hosts do: a mixer of each kind. The square of all is test_square.py
+# for tests of what hosts do: a mixer of each kind. Every attention in every host: test_pairs.py
 ATTNS = ('inline', 'focused', 'softmax', 'rala')
 EVERY_ATTN = tuple(sorted(TOKEN_MIXERS.module_dict))
 _PYRAMID = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 2, 1), num_heads=(1, 2, 3, 4))
 ARCHS = {
+    'RAVLT': _PYRAMID,
     # small tables and windows, so that images of 64 pixels resize, pad and shift
     'LinearPVT': dict(_PYRAMID, grids=(10, 5, 3, 2)),
     'LinearPVTv2': dict(_PYRAMID, grids=(10, 5, 3, 2)),
@@ -26,6 +27,13 @@ ARCHS = {
     ),
     'LinearDeiT': dict(embed_dims=(16,), depths=(2,), num_heads=(2,), grid=3),
 }
+# all attentions in two models a host, hallucinated attention in two blocks of a stage for shifted windows
+MIXES = (
+    ('hydra', 'angular', ['hallucinated', 'hallucinated'], 'enhanced'),
+    ('hallucinated', 'efficient', ['enhanced', 'hydra'], 'angular'),
+    ('inline', 'focused', ['softmax', 'rala'], 'softmax'),
+)
+PLAIN_MIXES = (['hallucinated', 'angular'],), (['hydra', 'efficient'],), (['inline', 'focused'],)
 PYRAMIDS = [host for host in ARCHS if host != 'LinearDeiT']
 
 
@@ -37,6 +45,11 @@ def config(host, attn=None, **options):
     if host == 'LinearDeiT':
         options = {'out_type': 'featmap', **options}
     return dict(type=host, **options)
+
+
+def mixes(host):
+    """``stage_attns`` that have all attentions between them."""
+    return PLAIN_MIXES if host == 'LinearDeiT' else MIXES
 
 
 def build(host, attn=None, **options):

@@ -1,44 +1,38 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What every host promises. A new host adds a line to ``HOSTS``."""
+"""What all hosts share: outputs, freezing and modes, initial weights, parts of checkpoints."""
 
 import copy
 import io
-import math
 import pickle
 
-import goldens
 import pytest
+import small_hosts
 import torch
 from mmcv.cnn.bricks import DropPath
-from mmengine.registry import MODELS
+from mmengine.config import Config
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
+from small_hosts import ARCHS, PYRAMIDS, image, loss
 from torch import nn
 
 from mmlinattn.backbones import RAVLT, LinearDeiT, LinearPVT, LinearSwin
 from mmlinattn.backbones.base import statistics_kept
+from mmlinattn.checkpoints.states import fit_backbone
 
-HOSTS = {
-    'RAVLT': dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 2, 1), num_heads=(1, 2, 3, 4)),
-}
+MIXED = ('inline', 'focused', ['softmax', 'rala'], 'softmax')
+every_host = pytest.mark.parametrize('host', ARCHS)
+# Next-ViT's norms feed on (test_nextvit.py)
+plain_hosts = pytest.mark.parametrize('host', [host for host in ARCHS if host != 'LinearNextViT'])
 
 
-@pytest.fixture(params=HOSTS)
+@pytest.fixture(params=PYRAMIDS)
 def build(request):
-    """Builds a small model of each host with weights that hide no term."""
-
-    def build(**options):
-        options = {'arch': copy.deepcopy(HOSTS[request.param]), **options}
-        return goldens.fill(MODELS.build(dict(type=request.param, **options)))
-
-    return build
+    """Builds a small model of each pyramid with weights that hide no term."""
+    return lambda **options: small_hosts.build(request.param, **{'stage_attns': MIXED, **options})
 
 
-def image(batch=2, height=64, width=96, channels=3):
-    return torch.randn(batch, channels, height, width)
-
-
-def loss(outs):
-    return sum(out.float().square().mean() for out in outs)
+@pytest.fixture
+def build_ravlt():
+    return lambda **options: small_hosts.build('RAVLT', **options)
 
 
 def batch_norms(model):
@@ -48,18 +42,6 @@ def batch_norms(model):
 # --- outputs ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('size', [(32, 32), (33, 47), (64, 32), (37, 160), (224, 224)], ids=str)
-def test_stage_i_has_the_size_of_the_image_over_4_times_2_to_the_i_rounded_up(build, size):
-    model = build().eval()
-    outs = model(image(1, *size))
-    assert isinstance(outs, tuple)
-    for i, (out, dim) in enumerate(zip(outs, model.embed_dims)):
-        expected = (1, dim, *(math.ceil(side / 4 / 2**i) for side in size))
-        assert out.shape == expected
-        assert out.is_contiguous()
-        assert out.isfinite().all()
-
-
 def test_feature_info_tells_channels_and_strides(build):
     model = build(out_indices=(1, 3)).eval()
     assert [(info['stage'], info['stride']) for info in model.feature_info] == [(1, 8), (3, 32)]
@@ -67,24 +49,9 @@ def test_feature_info_tells_channels_and_strides(build):
         assert out.shape[1:] == (info['channels'], 64 // info['stride'], 96 // info['stride'])
 
 
-def test_an_item_alone_gets_the_output_it_has_in_a_batch(build):
-    model = build().double().eval()
-    batch = image(3, 40, 56).double() * torch.tensor([1.0, 30.0, 0.01]).double().view(3, 1, 1, 1)
-    together = model(batch)
-    for i in range(3):
-        for out, alone in zip(together, model(batch[i : i + 1])):
-            torch.testing.assert_close(out[i : i + 1], alone)
-
-
-def test_the_layout_of_the_image_in_memory_does_not_matter(build):
-    model, x = build().eval(), image()
-    for out, other in zip(model(x), model(x.to(memory_format=torch.channels_last))):
-        torch.testing.assert_close(out, other)
-
-
-def test_out_norm_is_a_layer_norm_over_the_channels_of_each_raw_output(build):
-    model = build(out_norm=True).eval()
-    raw_model = build(out_norm=False).eval()
+def test_out_norm_is_a_layer_norm_over_the_channels_of_each_raw_output(build_ravlt):
+    model = build_ravlt(out_norm=True).eval()
+    raw_model = build_ravlt(out_norm=False).eval()
     state = {k: v for k, v in model.state_dict().items() if not k.startswith('out_norms')}
     raw_model.load_state_dict(state)
     x = image()
@@ -134,7 +101,7 @@ def test_frozen_stages(build, frozen_stages):
 
     def should_freeze(name):
         part, index = name.split('.')[:2]
-        if part == 'patch_embeds':
+        if part in ('patch_embeds', 'position_tables'):
             return frozen_stages >= 0 and int(index) < max(frozen_stages, 1)
         return int(index) < frozen_stages
 
@@ -169,8 +136,8 @@ def test_frozen_parts_carry_no_graph(build):
 
 
 @pytest.mark.parametrize('norm_eval', [False, True])
-def test_norm_eval_keeps_batch_statistics_in_training(build, norm_eval):
-    model = build(norm_eval=norm_eval)
+def test_norm_eval_keeps_batch_statistics_in_training(build_ravlt, norm_eval):
+    model = build_ravlt(norm_eval=norm_eval)
     norms = batch_norms(model)
     if not norms:
         pytest.skip('no batch norm in this host')
@@ -207,23 +174,6 @@ def test_no_stochastic_depth_no_chance(build):
     assert torch.equal(model(x)[-1], model(x)[-1])
 
 
-def test_with_cp_gives_the_same_gradients_and_recomputes_blocks(build):
-    plain = build(drop_path_rate=0.3).train()
-    saving = build(drop_path_rate=0.3, with_cp=True).train()
-    saving.load_state_dict(plain.state_dict())
-    calls = []
-    saving.stages[1][0].register_forward_pre_hook(lambda *_: calls.append(1))
-    x = image()
-    for model in (plain, saving):
-        torch.manual_seed(3)  # the dropped paths are drawn again in the recomputation
-        loss(model(x)).backward()
-    assert len(calls) == 2
-    for (name, mine), (_, other) in zip(plain.named_parameters(), saving.named_parameters()):
-        torch.testing.assert_close(mine.grad, other.grad, msg=name)
-    for (name, mine), (_, other) in zip(plain.named_buffers(), saving.named_buffers()):
-        torch.testing.assert_close(mine, other, msg=name)  # batch statistics are counted once
-
-
 @pytest.mark.parametrize('fails', [False, True])
 def test_statistics_are_kept_while_a_block_is_recomputed(fails):
     """Those of norms that train, whatever comes in between; they stay the buffers they were."""
@@ -246,13 +196,41 @@ def test_statistics_are_kept_while_a_block_is_recomputed(fails):
     assert norms[0].num_batches_tracked == 1 and norms[0].running_mean.any()
 
 
-def test_what_a_file_lacks_starts_as_without_one_and_only_once(build, tmp_path):
+def test_norm_eval_is_of_mmcvs_own_synchronised_norm():
+    """``MMSyncBN``, which needs a process group to be built and is no batch norm of PyTorch's."""
+
+    class SyncBatchNorm(nn.Module):
+        pass
+
+    model = RAVLT(ARCHS['RAVLT'], norm_eval=True)
+    model.stages[0].norm = SyncBatchNorm()
+    assert not model.train().stages[0].norm.training
+    model.norm_eval = False
+    assert model.train().stages[0].norm.training
+
+
+@pytest.mark.parametrize('norm_eval', [False, True])
+def test_norm_eval_is_of_every_kind_of_batch_norm(norm_eval):
+    """Those that are synchronised, and those of rows in compact feed-forward networks."""
+    arch = dict(
+        embed_dims=(8, 16), depths=(1, 1), num_heads=(1, 2), stage_attns=('rala',) * 2, ffn=dict(type='compact')
+    )
+    model = RAVLT(arch, out_indices=(0, 1), norm_cfg=dict(type='SyncBN'), norm_eval=norm_eval).train()
+    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    assert {isinstance(norm, nn.SyncBatchNorm) for norm in norms} == {True, False}
+    assert all(norm.training != norm_eval for norm in norms)
+
+
+# --- weights -----------------------------------------------------------------------------------
+
+
+def test_what_a_file_lacks_starts_as_without_one_and_only_once(build_ravlt, tmp_path):
     """As from scratch, not by what the config says beside the file; a second ``init_weights`` changes nothing."""
-    source = build()
+    source = build_ravlt()
     state = {key: value for key, value in source.state_dict().items() if key.startswith('patch_embeds')}
     torch.save(dict(state_dict=state), tmp_path / 'stem.pth')
     given = dict(type='Pretrained', checkpoint=str(tmp_path / 'stem.pth'))
-    model = build(init_cfg=[dict(type='Constant', layer='Linear', val=3.0), given])
+    model = build_ravlt(init_cfg=[dict(type='Constant', layer='Linear', val=3.0), given])
     model.init_weights()
     assert model.init_cfg == [dict(type='Constant', layer='Linear', val=3.0), given]
     for name, value in model.state_dict().items():
@@ -268,13 +246,13 @@ def test_what_a_file_lacks_starts_as_without_one_and_only_once(build, tmp_path):
     assert (model.patch_embeds[0].layers[0].weight == 1).all()
 
 
-def test_weights_may_come_from_several_files(build, tmp_path):
-    source, given = build().state_dict(), []
+def test_weights_may_come_from_several_files(build_ravlt, tmp_path):
+    source, given = build_ravlt().state_dict(), []
     for part in ('patch_embeds', 'stages', 'out_norms'):
         path = tmp_path / f'{part}.pth'
         torch.save({key: value for key, value in source.items() if key.startswith(part)}, path)
         given.append(dict(type='Pretrained', checkpoint=str(path)))
-    model = build(init_cfg=given)
+    model = build_ravlt(init_cfg=given)
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
     model.init_weights()
@@ -282,9 +260,9 @@ def test_weights_may_come_from_several_files(build, tmp_path):
 
 
 @pytest.mark.parametrize('listed', [False, True])
-def test_an_init_cfg_takes_the_place_of_the_hosts_own(build, listed):
+def test_an_init_cfg_takes_the_place_of_the_hosts_own(build_ravlt, listed):
     given = dict(type='Constant', layer='Linear', val=0.25, bias=2.0)
-    model = build(init_cfg=[given] if listed else given)
+    model = build_ravlt(init_cfg=[given] if listed else given)
     kept = {name: value.clone() for name, value in model.state_dict().items() if 'norm' in name}
     model.init_weights()
     for module in model.modules():
@@ -293,96 +271,8 @@ def test_an_init_cfg_takes_the_place_of_the_hosts_own(build, listed):
     assert kept and all(torch.equal(model.state_dict()[name], value) for name, value in kept.items())
 
 
-# --- attentions -------------------------------------------------------------------------------
-
-
-def mixers(model):
-    return [[block.attn.mixer._get_name() for block in stage] for stage in model.stages]
-
-
-def test_stage_attns_as_names_options_and_one_per_block(build):
-    model = build(
-        stage_attns=(
-            'softmax',
-            dict(type='rala', kernel='relu'),
-            ['rala', dict(type='softmax')],
-            'rala',
-        )
-    )
-    assert mixers(model) == [
-        ['SoftmaxMixer'],
-        ['RALAMixer'],
-        ['RALAMixer', 'SoftmaxMixer'],
-        ['RALAMixer'],
-    ]
-    assert model.stages[1][0].attn.mixer.kernel == 'relu'
-    loss(model(image())).backward()
-
-
-@pytest.mark.parametrize('name', ['rala', 'softmax'])
-def test_one_attention_everywhere(build, name):
-    model = build(stage_attns=(name,) * 4).eval()
-    assert len({name for stage in mixers(model) for name in stage}) == 1
-    assert all(out.isfinite().all() for out in model(image()))
-
-
-def test_stage_attns_are_read_from_a_config_as_lists(build):
-    """What MMEngine's Config hands over."""
-    from mmengine.config import Config
-
-    attns = Config(dict(attns=['rala', 'rala', ['rala', dict(type='softmax')], 'softmax'])).attns
-    assert mixers(build(stage_attns=attns))[2] == ['RALAMixer', 'SoftmaxMixer']
-
-
-def test_what_a_model_is_built_from_is_a_copy():
-    """Who changes the arch or the initialisation of a model changes no other one, nor the tables of the class."""
-    inner = LinearSwin.resolve_arch('inline-base')['stage_attns'][2]
-    assert inner == ['inline'] * 2 + ['softmax'] * 16
-    inner.clear()
-    assert len(LinearSwin.resolve_arch('inline-base')['stage_attns'][2]) == 18
-    given = dict(HOSTS['RAVLT'], depths=[1, 1, 2, 1], ffn=[None, 'mlp', None, None])
-    model = RAVLT(given)
-    model.arch['depths'].clear(), model.arch['ffn'].clear()
-    assert given['depths'] == [1, 1, 2, 1] and given['ffn'] == [None, 'mlp', None, None]
-    model.init_cfg.clear()
-    assert RAVLT(given).init_cfg == [
-        dict(type='TruncNormal', layer='Linear', std=0.02, bias=0.0),
-        dict(type='Constant', layer=['LayerNorm', '_BatchNorm'], val=1.0, bias=0.0),
-    ]
-
-
-# --- what tools do with a model ----------------------------------------------------------------
-
-
-def test_copies_and_pickles_are_the_same_model_and_independent(build):
-    model, x = build().eval(), image()
-    expected = model(x)[-1]
-    stream = io.BytesIO()
-    torch.save(model, stream)
-    stream.seek(0)
-    twins = (
-        copy.deepcopy(model),
-        pickle.loads(pickle.dumps(model)),
-        torch.load(stream, weights_only=False),
-    )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    for twin in twins:
-        assert torch.equal(twin(x)[-1], expected)
-
-
-def test_state_dict_keys_are_the_same_each_time_and_survive_a_forward_pass(build):
-    """Two processes have to agree on the order of parameters."""
-    first, second = build(), build()
-    keys = list(first.state_dict())
-    assert keys == list(second.state_dict())
-    first(image())
-    assert keys == list(first.state_dict())
-
-
-def test_init_weights_starts_as_documented(build):
-    model = build()
+def test_init_weights_starts_as_documented(build_ravlt):
+    model = build_ravlt()
     model.init_weights()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -408,172 +298,152 @@ def test_learned_tables_start_as_documented(host):
         assert table.abs().max() < 0.15, name
 
 
-def test_norm_eval_is_of_mmcvs_own_synchronised_norm():
-    """``MMSyncBN``, which needs a process group to be built and is no batch norm of PyTorch's."""
-
-    class SyncBatchNorm(nn.Module):
-        pass
-
-    model = RAVLT(HOSTS['RAVLT'], norm_eval=True)
-    model.stages[0].norm = SyncBatchNorm()
-    assert not model.train().stages[0].norm.training
-    model.norm_eval = False
-    assert model.train().stages[0].norm.training
-
-
-@pytest.mark.parametrize('norm_eval', [False, True])
-def test_norm_eval_is_of_every_kind_of_batch_norm(norm_eval):
-    """Those that are synchronised, and those of rows in compact feed-forward networks."""
-    arch = dict(
-        embed_dims=(8, 16), depths=(1, 1), num_heads=(1, 2), stage_attns=('rala',) * 2, ffn=dict(type='compact')
+def test_copies_and_pickles_are_the_same_model_and_independent(build):
+    model, x = build().eval(), image()
+    expected = model(x)[-1]
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    twins = (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(stream, weights_only=False),
     )
-    model = RAVLT(arch, out_indices=(0, 1), norm_cfg=dict(type='SyncBN'), norm_eval=norm_eval).train()
-    norms = [module for module in model.modules() if isinstance(module, _BatchNorm)]
-    assert {isinstance(norm, nn.SyncBatchNorm) for norm in norms} == {True, False}
-    assert all(norm.training != norm_eval for norm in norms)
-
-
-def test_dynamo_captures_one_graph(build):
-    model, x = build().eval(), image(1)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend='eager')
     with torch.no_grad():
-        for out, expected in zip(compiled(x), model(x)):
-            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        for parameter in model.parameters():
+            parameter.zero_()
+    for twin in twins:
+        assert torch.equal(twin(x)[-1], expected)
 
 
-@pytest.mark.slow
-def test_compiled(build):
-    """Inductor builds C++ code, seconds for a block: of two stages, with one block of each attention."""
-    attns = ('rala', 'softmax', 'rala', 'rala')
-    model, x = build(drop_path_rate=0.0, stage_attns=attns, out_indices=(0, 1)).eval(), image(1)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True)
-    with torch.no_grad():
-        for out, expected in zip(compiled(x), model(x)):
-            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+def test_tables_of_another_grid_are_resized_in_a_copy():
+    """A file may go into several models."""
+    model = small_hosts.build('LinearPVT', 'inline')
+    state = {**model.state_dict(), 'position_tables.0.weight': torch.randn(1, 6 * 6, 8)}
+    given = dict(state)
+    fitted = model.adapt_state_dict(state)
+    assert fitted.pop('position_tables.0.weight').shape == (1, 10 * 10, 8)
+    assert state.keys() == given.keys() and all(state[key] is value for key, value in given.items())
+    assert all(value is given[key] for key, value in fitted.items()) and len(fitted) == len(given) - 1
 
 
-# --- bad input --------------------------------------------------------------------------------
+@every_host
+def test_weights_of_parts_that_are_not_built_are_left_out_in_silence(host):
+    whole, part = (small_hosts.build(host, 'inline', **options) for options in ({}, dict(out_indices=(0,))))
+    _, report = fit_backbone(part, {**whole.state_dict(), 'odd.weight': torch.ones(1)})
+    assert report.missing == report.mismatched == [] and report.unexpected == ['odd.weight']
+    assert set(report.loaded) == set(part.state_dict())
+    left_out = set(whole.state_dict()) - set(part.state_dict())
+    assert left_out and set(report.ignored) == left_out
 
 
-@pytest.mark.parametrize(
-    'shape', [(1, 3, 31, 64), (1, 3, 64, 31), (1, 1, 64, 64), (1, 4, 64, 64), (3, 64, 64)], ids=str
-)
-def test_wrong_images(build, shape):
-    with pytest.raises(ValueError) as error:
-        build()(torch.rand(shape))
-    message = str(error.value)
-    assert str(shape) in message and '(B, 3, H, W) with H >= 32 and W >= 32' in message
+@every_host
+def test_keys_that_only_look_like_parts_that_are_not_built_are_reported(host):
+    """Of a file of somebody else: without a number, or with a name in its place."""
+    part = small_hosts.build(host, 'inline', out_indices=(0,))
+    names = 'stages', 'blocks', 'patch_embeds', 'position_tables', 'out_norms'
+    odd = [key for name in names for key in (name, f'{name}.norm.weight', f'{name}.weight')]
+    odd += [key for name in names for key in (f'{name}_extra.1.weight', f'{name[:-1]}.1.weight', f'my_{name}.1.weight')]
+    _, report = fit_backbone(part, {**part.state_dict(), **{key: torch.ones(1) for key in odd}})
+    assert sorted(report.unexpected) == sorted(odd) and report.ignored == []
 
 
-def test_unknown_arch_lists_the_known_ones(build):
-    with pytest.raises(ValueError, match=r"arch='huge' of \w+ has to be one of \['.*'\] or a dict"):
-        build(arch='huge')
+@every_host
+@pytest.mark.parametrize('options', [{}, dict(out_indices=(0,))], ids=['whole', 'part'])
+def test_stages_and_blocks_that_the_architecture_does_not_have_are_reported(host, options):
+    """In files of deeper models: they are not what this one was configured to leave out."""
+    model = small_hosts.build(host, 'inline', **options)
+    names = 'stages.{}.0.norm1.weight', 'patch_embeds.{}.x', 'position_tables.{}.weight', 'out_norms.{}.weight'
+    names, beyond = (['blocks.{}.norm1.weight'], 2) if host == 'LinearDeiT' else (names, 4)
+    odd = [name.format(number) for name in names for number in (beyond, 12)]
+    _, report = fit_backbone(model, {**model.state_dict(), **{key: torch.ones(1) for key in odd}})
+    assert sorted(report.unexpected) == sorted(odd) and report.ignored == []
 
 
-def small_arch(build, **changes):
-    arch = {k: v for k, v in build().arch.items() if k in ('embed_dims', 'depths', 'num_heads')}
-    return {**arch, **changes}
+@plain_hosts
+def test_norms_of_outputs_that_are_given_raw_are_left_out_in_silence(host):
+    whole, part = (small_hosts.build(host, 'inline', out_norm=norm) for norm in (True, False))
+    norms = {key for key in whole.state_dict() if key.startswith('out_norm')}
+    built = {key for key in part.state_dict() if key.startswith('out_norm')}  # those that feed the next stage
+    _, report = fit_backbone(part, whole.state_dict())
+    assert report.missing == report.mismatched == report.unexpected == []
+    assert set(report.ignored) == norms - built and len(built) == (6 if host == 'LinearPVTv2' else 0)
+    odd = 'out_norm.odd' if host == 'LinearDeiT' else 'out_norms.0.odd'
+    _, report = fit_backbone(whole, {**whole.state_dict(), odd: torch.ones(1)})
+    assert report.unexpected == [odd] and report.ignored == []
 
 
-def test_arch_with_missing_and_unknown_keys(build):
-    arch = small_arch(build, width=8)
-    del arch['depths']
-    with pytest.raises(ValueError) as error:
-        build(arch=arch)
-    message = str(error.value)
-    assert "unknown: ['width']" in message and "missing: ['depths']" in message
-    assert "['depths', 'embed_dims', 'num_heads']" in message
+# --- attentions -------------------------------------------------------------------------------
 
 
-def test_what_is_said_of_an_arch_as_a_whole():
-    arch = dict(HOSTS['RAVLT'], width=8)
-    del arch['depths']
-    with pytest.raises(ValueError) as error:
-        RAVLT(arch)
-    assert str(error.value) == (
-        "arch of RAVLT needs the keys ['depths', 'embed_dims', 'num_heads'] and may have ['drop_path_rate', 'ffn', "
-        "'layer_scales', 'mlp_ratios', 'stage_attns']; unknown: ['width'], missing: ['depths']"
+def mixers(model):
+    return [[block.attn.mixer._get_name() for block in stage] for stage in model.stages]
+
+
+def test_stage_attns_as_names_options_and_one_per_block(build_ravlt):
+    model = build_ravlt(
+        stage_attns=(
+            'softmax',
+            dict(type='rala', kernel='relu'),
+            ['rala', dict(type='softmax')],
+            'rala',
+        )
     )
-    with pytest.raises(ValueError) as error:
-        RAVLT(dict(HOSTS['RAVLT'], num_heads=(1, 2)))
-    assert str(error.value) == (
-        'arch of RAVLT: embed_dims, depths and num_heads differ in length: '
-        "{'depths': 4, 'embed_dims': 4, 'num_heads': 2}"
-    )
-    with pytest.raises(ValueError) as error:
-        RAVLT('huge')
-    assert str(error.value) == "arch='huge' of RAVLT has to be one of ['tiny', 'small', 'base', 'large'] or a dict"
-    with pytest.raises(ValueError) as error:
-        RAVLT(dict(HOSTS['RAVLT'], ffn=(None, 'mlp')))
-    assert str(error.value) == "arch: ffn=(None, 'mlp') has to have one entry for each of the 4 stages"
+    assert mixers(model) == [
+        ['SoftmaxMixer'],
+        ['RALAMixer'],
+        ['RALAMixer', 'SoftmaxMixer'],
+        ['RALAMixer'],
+    ]
+    assert model.stages[1][0].attn.mixer.kernel == 'relu'
+    loss(model(image())).backward()
 
 
-def test_arch_with_missing_or_unknown_keys(build):
-    with pytest.raises(ValueError, match=r"unknown: \['width'\], missing: \[\]"):
-        build(arch=small_arch(build, width=8))
-    arch = small_arch(build)
-    del arch['depths']
-    with pytest.raises(ValueError, match=r"unknown: \[\], missing: \['depths'\]"):
-        build(arch=arch)
+def test_stage_attns_are_read_from_a_config_as_lists(build_ravlt):
+    """What MMEngine's Config hands over."""
+    attns = Config(dict(attns=['rala', 'rala', ['rala', dict(type='softmax')], 'softmax'])).attns
+    assert mixers(build_ravlt(stage_attns=attns))[2] == ['RALAMixer', 'SoftmaxMixer']
 
 
-@pytest.mark.parametrize('key', ['embed_dims', 'depths', 'num_heads'])
-@pytest.mark.parametrize('value', [4, '4444', None], ids=repr)
-def test_arch_whose_lists_are_none(build, key, value):
-    with pytest.raises(ValueError, match=f'^arch: {key}={value!r} has to be of type list or tuple$'):
-        build(arch=small_arch(build, **{key: value}))
+def test_what_a_model_is_built_from_is_a_copy():
+    """Who changes the arch or the initialisation of a model changes no other one, nor the tables of the class."""
+    inner = LinearSwin.resolve_arch('inline-base')['stage_attns'][2]
+    assert inner == ['inline'] * 2 + ['softmax'] * 16
+    inner.clear()
+    assert len(LinearSwin.resolve_arch('inline-base')['stage_attns'][2]) == 18
+    given = dict(ARCHS['RAVLT'], depths=[1, 1, 2, 1], ffn=[None, 'mlp', None, None])
+    model = RAVLT(given)
+    model.arch['depths'].clear(), model.arch['ffn'].clear()
+    assert given['depths'] == [1, 1, 2, 1] and given['ffn'] == [None, 'mlp', None, None]
+    model.init_cfg.clear()
+    assert RAVLT(given).init_cfg == [
+        dict(type='TruncNormal', layer='Linear', std=0.02, bias=0.0),
+        dict(type='Constant', layer=['LayerNorm', '_BatchNorm'], val=1.0, bias=0.0),
+    ]
 
 
-def test_arch_with_lists_of_different_length(build):
-    with pytest.raises(ValueError, match="differ in length: .*'depths': 3"):
-        build(arch=small_arch(build, depths=(1, 1, 1)))
+@every_host
+def test_an_attention_may_be_named_by_a_dict_without_options(host):
+    """It is the attention of that name, to the last digit: also where keys are reduced and windows are shifted."""
+    attns = (['inline', 'focused'],) if host == 'LinearDeiT' else ('inline', 'softmax', ['rala', 'softmax'], 'focused')
+    dicts = [[dict(type=name) for name in ([spec] if isinstance(spec, str) else spec)] for spec in attns]
+    dicts = [specs[0] if len(specs) == 1 else specs for specs in dicts]
+    named, given = (small_hosts.build(host, stage_attns=specs).eval() for specs in (attns, dicts))
+    given.load_state_dict(named.state_dict())
+    x = image(1, 40, 56)
+    for out, expected in zip(given(x), named(x)):
+        torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize('stage_attns', [('rala',) * 3, ('rala',) * 5, 'rala', dict(type='rala')], ids=str)
-def test_stage_attns_of_the_wrong_length(build, stage_attns):
-    with pytest.raises(ValueError) as error:
-        build(stage_attns=stage_attns)
-    message = str(error.value)
-    assert repr(stage_attns) in message and 'one entry for each of the 4 stages' in message
-
-
-def test_block_attns_of_the_wrong_length(build):
-    for few_or_many in (1, 3):
-        with pytest.raises(ValueError, match=rf'stage_attns\[2\] names {few_or_many} attentions, stage 2 has 2 blocks'):
-            build(stage_attns=('rala', 'rala', ['rala'] * few_or_many, 'rala'))
-
-
-def test_unknown_attention(build):
-    with pytest.raises(ValueError, match=r"stage_attns: unknown attention 'ralla'; known are .*'rala'"):
-        build(stage_attns=('rala', 'ralla', 'rala', 'rala'))
-    with pytest.raises(ValueError, match=r"unknown attention 'ralla'"):
-        build(stage_attns=('rala', 'rala', ['rala', dict(type='ralla')], 'rala'))
-
-
-def test_heads_that_do_not_divide_the_width(build):
-    with pytest.raises(ValueError, match='num_heads=5 has to divide the width 24'):
-        build(arch=small_arch(build, num_heads=(1, 2, 5, 4)))
-    with pytest.raises(ValueError, match='num_heads=0 has to divide the width 16'):
-        build(arch=small_arch(build, num_heads=(1, 0, 3, 4)))
-
-
-@pytest.mark.parametrize('out_indices', [(), (4,), (-1, 0), (1, 0), (0, 0)], ids=str)
-def test_out_indices_out_of_range(build, out_indices):
-    with pytest.raises(ValueError) as error:
-        build(out_indices=out_indices)
-    message = str(error.value)
-    assert f'out_indices={out_indices}' in message and '[0, 3]' in message
-
-
-@pytest.mark.parametrize('frozen_stages', [-2, 5])
-def test_frozen_stages_out_of_range(build, frozen_stages):
-    with pytest.raises(ValueError, match=rf'frozen_stages={frozen_stages} has to lie in \[-1, 4\]'):
-        build(frozen_stages=frozen_stages)
-
-
-@pytest.mark.parametrize('rate', [-0.1, 1.0, 2])
-def test_drop_path_rate_out_of_range(build, rate):
-    with pytest.raises(ValueError, match=rf'drop_path_rate={rate} has to be a number in \[0, 1\)'):
-        build(drop_path_rate=rate)
+@pytest.mark.parametrize('host', [host for host in PYRAMIDS if 'grids' in ARCHS[host]])
+def test_tables_of_whole_maps_are_of_the_grids_that_were_trained(host):
+    model = small_hosts.build(host, 'focused')
+    grids = [(side, side) for side in ARCHS[host]['grids']]
+    found = {
+        int(name.split('.')[1]): module.position.grid
+        for name, module in model.named_modules()
+        if name.endswith('.mixer') and name.startswith('stages')
+    }
+    assert found == {i: grid for i, grid in enumerate(grids) if host != 'LinearNextViT' or i}  # its first has none
+    if host == 'LinearPVT':
+        assert [table.grid for table in model.position_tables] == grids

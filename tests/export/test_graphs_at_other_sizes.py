@@ -68,7 +68,7 @@ def mixes():
                 yield pytest.param(host, attns, id=f'{host}-{"-".join(attns)}', marks=marks)
 
 
-@pytest.mark.parametrize(('host', 'attns'), mixes())
+@pytest.mark.parametrize(('host', 'attns'), list(mixes()))
 def test_torch_jit_trace(host, attns):
     """Traced at a size of maps smaller than windows, or of such that are larger."""
     model = graphs.build(host, attns)

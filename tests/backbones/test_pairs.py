@@ -1,0 +1,335 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Every attention in every host: any size, any batch, half precision, graphs, parallel training."""
+
+import copy
+import functools
+import math
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import small_hosts
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from mmengine.registry import MODELS
+from small_hosts import ARCHS, ATTNS, EVERY_ATTN, image, loss
+from torch.nn.functional import pad
+from torch.nn.parallel import DistributedDataParallel
+
+from mmlinattn.attention import Grid, windows
+
+HALF = [torch.float16, torch.bfloat16]
+every_pair = pytest.mark.parametrize(
+    ('host', 'attn'), [pytest.param(host, attn, id=f'{host}-{attn}') for host in ARCHS for attn in EVERY_ATTN]
+)
+every_mix = pytest.mark.parametrize(
+    ('host', 'stage_attns'),
+    [pytest.param(host, mix, id=f'{host}-{i}') for host in ARCHS for i, mix in enumerate(small_hosts.mixes(host))],
+)
+every_host = pytest.mark.parametrize('host', ARCHS)
+every_attention = pytest.mark.parametrize('attn', ATTNS)
+few = settings(deadline=None, derandomize=True, max_examples=2, suppress_health_check=[HealthCheck.too_slow])
+
+
+@functools.lru_cache(maxsize=1)
+def model_of(host, attn):
+    return small_hosts.build(host, attn).double()
+
+
+def shapes(host, height, width):
+    if host == 'LinearDeiT':
+        return [(math.ceil(height / 16), math.ceil(width / 16))]
+    return [(math.ceil(height / 4 / 2**i), math.ceil(width / 4 / 2**i)) for i in range(4)]
+
+
+def assert_trains(model, x, dtype, loss_scale=2**10):
+    """``loss_scale``: what a scaler makes of gradients of the order of one."""
+    with torch.autocast('cpu', dtype):
+        outs = model(x)
+    assert all(out.isfinite().all() for out in outs)
+    (loss(outs) * loss_scale).backward()
+    bad = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.isfinite().all()]
+    assert not bad
+
+
+# --- sizes and batches --------------------------------------------------------------------------
+
+
+@every_pair
+@few
+@example(33, 47)
+@example(32, 130)
+@given(st.integers(32, 100), st.integers(32, 100))
+def test_any_size(host, attn, height, width):
+    """32x130 leaves a map one pixel high in the last stage. Every parameter takes part; an
+    item alone is as in a batch, whatever the others hold; the layout in memory does not matter; padding to whole
+    patches is with zeros at the bottom and on the right, and no further: tokens without a pixel would mix with the
+    others."""
+    torch.manual_seed(0)
+    model = model_of(host, attn).train()
+    model.zero_grad()
+    x = image(2, height, width).double()
+    outs = model(x)
+    assert isinstance(outs, tuple) and all(out.is_contiguous() for out in outs)
+    assert [tuple(out.shape[2:]) for out in outs] == shapes(host, height, width)
+    sum(out.square().mean() for out in outs).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and parameter.grad.isfinite().all(), name
+    model.eval()
+    x = x * torch.tensor([30.0, 0.01]).double().view(2, 1, 1, 1)
+    with torch.no_grad():
+        outs = model(x)
+        for out, alone, other in zip(outs, model(x[1:]), model(x.to(memory_format=torch.channels_last))):
+            torch.testing.assert_close(out[1:], alone)
+            torch.testing.assert_close(out, other)
+        if host in ('RAVLT', 'LinearNextViT'):  # their stems are of convolutions
+            return
+        patch = 16 if host == 'LinearDeiT' else 4
+        for out, expected in zip(outs, model(pad(x, (0, -width % patch, 0, -height % patch)))):
+            torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize('size', [(1, 30), (30, 1), (1, 1), (2, 3)], ids=str)
+@every_mix
+def test_blocks_take_stripes_of_one_pixel(host, stage_attns, size):
+    """Maps that no image leads to, through the blocks of every stage, forward and backward."""
+    model, grid = small_hosts.build(host, stage_attns=stage_attns).eval(), Grid(*size, prefix=1)
+    is_plain = host == 'LinearDeiT'
+    for i, blocks in enumerate([model.blocks] if is_plain else model.stages):
+        x = start = torch.randn(2, *((grid.num_tokens,) if is_plain else size), model.attn_dims[i], requires_grad=True)
+        for block in blocks:
+            x = block(x, **(dict(grid=grid) if is_plain else model.shared(i, x)))
+        assert x.shape == (*start.shape[:-1], model.embed_dims[i]) and x.isfinite().all()
+        assert torch.autograd.grad(x.square().sum(), start)[0].isfinite().all()
+
+
+@pytest.mark.parametrize('size', [(84, 84), (33, 150)], ids=str)
+@pytest.mark.parametrize('attn', EVERY_ATTN)
+@pytest.mark.parametrize('host', ['LinearSwin', 'LinearCSWin'])
+def test_what_the_padding_of_windows_holds_has_no_influence(host, attn, size, monkeypatch):
+    """84: whole windows of 7 in the first stage, partial ones after it. Linear attentions pad for compilers only, and
+    cut their windows else."""
+    model, x = small_hosts.build(host, attn).double().eval(), image(2, *size).double().requires_grad_()
+
+    def gradient(outs):
+        return torch.autograd.grad(sum(out.square().sum() for out in outs), x)[0]
+
+    expected = model(x)
+    poisoned = []
+
+    def fill(tensor, widths):
+        poisoned.append(100.0 if tensor.is_floating_point() else 0)  # the mask itself stays
+        return pad(tensor, widths, value=poisoned[-1])
+
+    monkeypatch.setattr(windows, 'F', SimpleNamespace(pad=fill))
+    monkeypatch.setattr(torch.compiler, 'is_compiling', lambda: True)
+    outs = model(x)
+    for out, other in zip((*outs, gradient(outs)), (*expected, gradient(expected))):
+        torch.testing.assert_close(out, other)
+    # linear CSWin sees the whole map
+    assert 100.0 in poisoned or (host == 'LinearCSWin' and attn not in ('softmax', 'hallucinated'))
+
+
+@pytest.mark.parametrize('training', [False, True], ids=['inference', 'training'])
+@every_attention
+@every_host
+def test_a_batch_of_no_images_gives_empty_maps(host, attn, training):
+    """What an image source that ran dry, or a filter before the model, leaves."""
+    model = small_hosts.build(host, attn).train(training)
+    with torch.set_grad_enabled(training):
+        if host == 'RAVLT' and training:
+            model.norm_eval = True
+            model.train()
+        outs, empty = model(image(1)), model(image(0))
+    assert [out.shape[1:] for out in empty] == [out.shape[1:] for out in outs]
+    assert all(out.shape[0] == 0 for out in empty)
+    if training:
+        sum(out.sum() for out in empty).backward()
+        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
+# --- precision ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('dtype', HALF, ids=str)
+@every_mix
+def test_autocast_is_finite_and_close_to_float32(host, stage_attns, dtype):
+    model, x = small_hosts.build(host, stage_attns=stage_attns), image(2, 64, 80)
+    assert_trains(model.train(), x, dtype)
+    model.eval()
+    with torch.no_grad():
+        exact = model(x)
+        with torch.autocast('cpu', dtype):
+            outs = model(x)
+    for out, expected in zip(outs, exact):
+        assert (out - expected).norm() < 16 * torch.finfo(dtype).eps * expected.norm()
+
+
+@pytest.mark.parametrize('dtype', HALF, ids=str)
+@every_attention
+@every_host
+def test_large_activations(host, attn, dtype):
+    """Inputs 100 times their usual size, as a badly scaled fine-tuning run has them."""
+    assert_trains(small_hosts.build(host, attn).train(), 100 * image(2, 64, 64), dtype, loss_scale=1)
+
+
+@pytest.mark.parametrize('dtype', HALF, ids=str)
+@every_host
+def test_a_model_all_in_half_precision(host, dtype):
+    model, x = small_hosts.build(host, stage_attns=small_hosts.mixes(host)[2]).to(dtype).eval(), image(1)
+    with torch.no_grad():
+        outs, exact = model(x.to(dtype)), model.float()(x)
+    for out, expected in zip(outs, exact):
+        assert out.dtype == dtype
+        assert (out - expected).norm() < 16 * torch.finfo(dtype).eps * expected.norm()
+
+
+DETECTION = [
+    *(('RAVLT', arch) for arch in ('tiny', 'small', 'base', 'large')),
+    *(('LinearPVT', f'{method}-tiny') for method in ('inline', 'flatten')),
+    *(('LinearPVTv2', arch) for arch in ('flatten-b1', 'hmhsa-b1')),
+    *(('LinearSwin', f'{method}-tiny') for method in ('inline', 'flatten', 'hydra', 'enhanced')),
+    *(('LinearCSWin', f'{method}-tiny') for method in ('inline', 'flatten')),
+    *(('LinearDeiT', f'{method}-tiny') for method in ('inline', 'flatten', 'hmhsa', 'angular')),
+    ('LinearNextViT', 'softmax-small'),
+]
+every_published = pytest.mark.parametrize(('host', 'arch'), DETECTION, ids=str)
+
+
+@every_published
+def test_autocast_is_finite_at_published_depths(host, arch):
+    options = dict(out_type='featmap') if host == 'LinearDeiT' else {}
+    model = MODELS.build(dict(type=host, arch=arch, **options)).train()
+    assert_trains(model, image(2, 64, 64), torch.bfloat16)
+    if (host, arch) in (('RAVLT', 'tiny'), ('RAVLT', 'small')):  # CPUs have few float16 kernels
+        assert_trains(model, image(2, 32, 32), torch.float16)
+
+
+@pytest.mark.slow
+@every_published
+def test_autocast_is_finite_at_the_size_of_a_detector(host, arch):
+    """Of published widths; all blocks at a small size, above."""
+    assert_trains(small_hosts.shallow(MODELS.get(host), arch).train(), torch.randn(1, 3, 800, 1333), torch.bfloat16)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('attn', ['inline', 'focused', 'rala'])
+@every_host
+def test_float16_is_finite_at_the_size_of_a_detector(host, attn):
+    """Thin models: CPUs compute float16 slowly, and the number of tokens is what counts."""
+    assert_trains(small_hosts.build(host, attn).train(), torch.randn(1, 3, 800, 1333), torch.float16)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+@pytest.mark.parametrize('dtype', HALF, ids=str)
+@pytest.mark.parametrize('arch', ['tiny', 'small', 'base', 'large'])
+@pytest.mark.parametrize('attns', [None, ('rala',) * 4], ids=['hybrid', 'linear'])
+def test_autocast_is_finite_at_the_size_of_a_detector_on_a_gpu(arch, dtype, attns):
+    model = MODELS.build(dict(type='RAVLT', arch=arch, stage_attns=attns)).cuda().train()
+    x = torch.randn(1, 3, 800, 1333, device='cuda')
+    with torch.autocast('cuda', dtype):
+        outs = model(x)
+    (loss(outs) * 2**10).backward()
+    assert all(t.isfinite().all() for t in (*outs, *(p.grad for p in model.parameters())))
+
+
+# --- what tools do with a model -----------------------------------------------------------------
+
+
+@every_mix
+def test_recomputed_blocks_give_the_same_gradients(host, stage_attns):
+    """``with_cp``; the dropped paths are drawn again, batch statistics are counted once."""
+    plain, saving = (
+        small_hosts.build(host, stage_attns=stage_attns, drop_path_rate=0.3, with_cp=cp).train() for cp in (False, True)
+    )
+    calls, x = [], image()
+    blocks = saving.blocks if host == 'LinearDeiT' else saving.stages[1]
+    blocks[-1].register_forward_pre_hook(lambda *_: calls.append(1))
+    for model in (plain, saving):
+        torch.manual_seed(3)
+        loss(model(x)).backward()
+    assert len(calls) == 2
+    for (name, mine), (_, other) in zip(plain.named_parameters(), saving.named_parameters()):
+        torch.testing.assert_close(mine.grad, other.grad, msg=name)
+    for (name, mine), (_, other) in zip(plain.named_buffers(), saving.named_buffers()):
+        torch.testing.assert_close(mine, other, msg=name)
+
+
+@pytest.fixture(scope='module')
+def process_group(tmp_path_factory):
+    """A group of this process alone: DistributedDataParallel minds unused parameters all the same."""
+    store = tmp_path_factory.mktemp('group') / 'store'
+    torch.distributed.init_process_group('gloo', init_method=f'file://{store}', rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize('with_cp', [False, True])
+@every_mix
+def test_trains_in_parallel_without_find_unused_parameters(process_group, host, stage_attns, with_cp):
+    model = small_hosts.build(host, stage_attns=stage_attns, drop_path_rate=0.5, with_cp=with_cp).train()
+    parallel = DistributedDataParallel(model)
+    for _ in range(2):  # what the first step left unused is an error in the second
+        loss(parallel(image())).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@every_mix
+def test_copies_after_a_forward_pass(host, stage_attns):
+    """Resized tables that a model keeps do not follow its copies around; one built without memory has all it needs in
+    its weights (``torch.device('meta')`` and ``load_state_dict(assign=True)``)."""
+    model, x = small_hosts.build(host, stage_attns=stage_attns).eval(), image()
+    keys = list(model.state_dict())
+    with torch.no_grad():
+        expected = model(x)[-1]
+        assert keys == list(model.state_dict()) == list(small_hosts.build(host, stage_attns=stage_attns).state_dict())
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(twin(x)[-1], expected)
+            for parameter in twin.parameters():
+                parameter.mul_(1.1)
+            assert not torch.allclose(twin(x)[-1], expected)
+            assert torch.equal(model(x)[-1], expected)
+        with torch.device('meta'):
+            empty = MODELS.build(small_hosts.config(host, stage_attns=stage_attns)).eval()
+        empty.load_state_dict(model.state_dict(), assign=True)
+        torch.testing.assert_close(empty(x)[-1], expected)
+
+
+# to export takes a second: each host, and each attention in windows
+EXPORTED = [*((host, ATTNS[i % len(ATTNS)]) for i, host in enumerate(ARCHS)), *(('LinearSwin', attn) for attn in ATTNS)]
+
+
+@pytest.mark.parametrize(('host', 'attn'), sorted(set(EXPORTED)))
+def test_export(host, attn):
+    model, x = small_hosts.build(host, attn).eval(), image(1, 64, 80)
+    with torch.no_grad():
+        exported = torch.export.export(model, (x,)).module()
+        for out, expected in zip(exported(x), model(x)):
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@every_mix
+def test_graphs(host, stage_attns):
+    """Whole, in inference, at a size that resizes tables and pads windows."""
+    model, x = small_hosts.build(host, stage_attns=stage_attns).eval(), image(1, 75, 101)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        expected = model(x)
+        graphs = [torch.export.export(model, (x,)).module(), torch.jit.trace(model, x, check_trace=False)]
+        for graph in (*graphs, torch.compile(model, fullgraph=True, backend='eager')):
+            for out, other in zip(graph(x), expected):
+                torch.testing.assert_close(out, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_compiled():
+    """Inductor builds C++ code, seconds for a block: of two stages, with one block of each attention."""
+    attns = ('rala', 'softmax', 'rala', 'rala')
+    model, x = small_hosts.build('RAVLT', stage_attns=attns, out_indices=(0, 1)).eval(), image(1)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad():
+        for out, expected in zip(compiled(x), model(x)):
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)

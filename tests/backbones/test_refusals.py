@@ -1,0 +1,246 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Bad input of the hosts: the argument, its value and what is allowed, before any work is lost."""
+
+import copy
+
+import pytest
+import small_hosts
+import torch
+from mmengine.registry import MODELS
+from small_hosts import ARCHS
+
+HOSTS = list(ARCHS)
+DEIT, NEXT = 'LinearDeiT', 'LinearNextViT'
+
+
+def arch(host, **changes):
+    """The small arch with some keys changed, or without those that are ``...``."""
+    changed = {**copy.deepcopy(ARCHS[host]), **changes}
+    return {key: value for key, value in changed.items() if value is not ...}
+
+
+def first(host, key, value):
+    return (value, *ARCHS[host][key][1:])
+
+
+ARGUMENTS = {  # argument: what is allowed, values that are not
+    'in_channels': ('int >= 1', [0, -3, 3.0, None, True]),
+    'with_cp': ('bool', ['no', 1]),
+    'norm_eval': ('bool', ['yes']),
+    'deploy': ('bool', ['yes', 1]),
+    'frozen_stages': ('int', ['1', 0.5, None, True]),
+    'drop_path_rate': ('number in [0, 1)', ['0.1', -0.1, 1.0, 2, True]),
+    'out_norm': ('bool', ['LN', None]),
+    'out_indices': ('', ['0', None, [0.0], {0: 1}]),
+}
+COUNTS = {  # keys of an arch that hold numbers of tokens, pixels or patches
+    'LinearPVT': dict(grids=0, sr_ratios=(8, 4, 2, 0)),
+    'LinearPVTv2': dict(grids=(56, 28, 14, -7)),
+    'LinearSwin': dict(window=0, linear_windows=(7, 4, 3.5, 2)),
+    'LinearCSWin': dict(stripes=(0, 2, 3, None)),
+    'LinearDeiT': dict(grid=0),
+}
+
+
+def archs(host):
+    width, stages = ARCHS[host]['embed_dims'][0], len(ARCHS[host]['depths'])
+    attns = ('softmax',) * stages
+    yield dict(arch='huge'), ["arch='huge'", host, 'a dict']
+    for other in (None, 3, ('tiny',)):
+        yield dict(arch=other), [f'arch={other!r}', host, 'a dict']
+    known = "['depths', 'embed_dims', 'num_heads']"
+    yield dict(arch=arch(host, widths=3, depths=...)), [known, "unknown: ['widths']", "missing: ['depths']"]
+    yield dict(arch=arch(host, widths=3)), ["unknown: ['widths']", 'missing: []']
+    for key in ('embed_dims', 'depths', 'num_heads'):
+        for value in (4, '4444', None):
+            yield dict(arch=arch(host, **{key: value})), [f'arch: {key}={value!r}', 'list or tuple']
+        yield dict(arch=arch(host, **{key: (4,) * 7})), ['embed_dims, depths and num_heads', f"'{key}': 7"]
+    for key in ('depths', 'embed_dims'):
+        for value in (0, -1, 1.5, True):
+            yield (
+                dict(arch=arch(host, **{key: first(host, key, value)}), stage_attns=attns),
+                [f'arch: {key}=', 'ints >= 1'],
+            )
+    for heads in (5, 0, -1, 1.0, True):
+        options = dict(arch=arch(host, num_heads=first(host, 'num_heads', heads)), stage_attns=attns)
+        yield options, [f'num_heads={heads}', f'divide the width {width}']
+    for value in (0, -1, '4', None, True, float('nan'), float('inf'), (4, 4, 0, 4)[:stages] if stages > 1 else (0,)):
+        for key in ('mlp_ratios', 'attn_mlp_ratios') if host == NEXT else ('mlp_ratios',):
+            yield dict(arch=arch(host, **{key: value})), [f'arch: {key}={value!r}', 'numbers above 0']
+    for key in {'grids', 'sr_ratios', 'linear_windows', 'stripes', 'mlp_ratios', 'ffn'} & {
+        'mlp_ratios',
+        'ffn',
+        *ARCHS[host],
+    }:
+        for value in ((1, 2), (1,) * 5):
+            yield dict(arch=arch(host, **{key: value})), [f'{key}={value}', f'each of the {stages} stages']
+    for key, value in COUNTS.get(host, {}).items():
+        allowed = 'ints >= 1' + ' or None' * (key == 'stripes')
+        yield dict(arch=arch(host, **{key: value})), [f'arch: {key}={value}', allowed]
+
+
+def arguments(host):
+    for name, (allowed, values) in ARGUMENTS.items():
+        for value in values:
+            if not (host == DEIT and name == 'out_indices' and value is None):
+                yield {name: value}, [name, repr(value).strip('[]{}'), allowed]
+    stages = len(ARCHS[host]['depths'])
+    outputs = stages if stages > 1 else ARCHS[host]['depths'][0]  # of a plain backbone, its blocks
+    for value in (-2, outputs + 1):
+        yield dict(frozen_stages=value), [f'frozen_stages={value}', f'[-1, {outputs}]']
+    for value in ((), (outputs,), (0, 0), (1, 0), (-outputs - 1,)):
+        yield dict(out_indices=value), [f'out_indices={value}', 'ascending', f'[0, {outputs - 1}]']
+    for value in (('rala',) * (stages + 1), ('rala',) * 7, 'rala', dict(type='rala')):
+        yield dict(stage_attns=value), [f'stage_attns={value!r}', f'each of the {stages} stages']
+    for name, options, words in (
+        ('ralla', {}, ['stage_attns', "'ralla'", "'rala'"]),
+        ('inline', dict(kernel='elu'), ["kernel='elu'", "'identity'"]),
+        ('focused', dict(power=64), ['power=64', '[1, 32]']),
+        ('rala', dict(output_gate='sigmoid'), ["gate='sigmoid'", "'tanh'"]),
+    ):
+        yield dict(stage_attns=(dict(type=name, **options),) * stages), words
+    # of the third stage, or the only one, of two blocks
+    at = stages // 2
+    for blocks, words in (
+        (['rala'], [f'stage_attns[{at}] names 1 attentions', f'stage {at} has 2 blocks']),
+        (['rala'] * 3, [f'stage_attns[{at}] names 3 attentions', f'stage {at} has 2 blocks']),
+        (['rala', dict(type='ralla')], ["'ralla'", "'rala'"]),
+    ):
+        yield dict(stage_attns=['rala', 'rala', blocks, 'rala'] if stages > 1 else [blocks]), words
+
+
+WINDOW = "'trained', None, an int >= 1, or a sequence of 4"
+SPECIAL = [
+    *(
+        ('LinearSwin', dict(window_size=value), [f'window_size={value!r}', WINDOW])
+        for value in (0, -7, 'whole', 7.5, True, (7, 7), (7,) * 5, (7, 7, 7, 0), (7, 7, 7, 'x'))
+    ),
+    ('LinearSwin', dict(arch=arch('LinearSwin', window=None)), ['window=None', 'ints >= 1']),
+    # softmax windows whose bias would not fit in memory are named before anything of their size is built
+    *(
+        (
+            'LinearSwin',
+            {**options, 'stage_attns': ('softmax',) * 4},
+            [f'window_size=({side}, {side})', '8192', str(side**2)],
+        )
+        for side in (91, 2**20)
+        for options in (dict(window_size=side), dict(arch=arch('LinearSwin', window=side)))
+    ),
+    ('LinearSwin', dict(stage_attns=(dict(type='angular', conv='sequence'),) * 4), ['angular', 'sequence', 'windows']),
+    (
+        'LinearCSWin',
+        dict(arch=arch('LinearCSWin', num_heads=(2, 2, 3, 4)), stage_attns=('softmax',) * 4),
+        ['num_heads=3', 'even'],
+    ),
+    (
+        'LinearPVT',
+        dict(arch=arch('LinearPVT', embed_dims=(8, 16, 24, 36)), stage_attns=('hallucinated',) * 4),
+        ['num_heads=4', 'even'],
+    ),
+    (DEIT, dict(out_type='tokens'), ["out_type='tokens'", "'raw'", "'featmap'"]),
+    (DEIT, dict(out_indices=None), ['out_indices=None', 'list or tuple']),
+    (
+        DEIT,
+        dict(arch=dict(embed_dims=(16, 32), depths=(2, 3), num_heads=(2, 2), grid=3), stage_attns=('softmax',) * 2),
+        ['depths=(2, 3)', 'one entry'],
+    ),
+    ('RAVLT', dict(out_indices=3), ['out_indices=3', 'list or tuple']),
+    ('RAVLT', dict(norm_cfg=dict(type='LN')), ["norm_cfg={'type': 'LN'}", '(B, C, H, W)']),
+    *(
+        ('RAVLT', dict(arch=arch('RAVLT', **{key: value})), [f'{key}={value}', 'each of the 4'])
+        for key in ('mlp_ratios', 'layer_scales')
+        for value in ((1, 2), (1,) * 5)
+    ),
+    ('RAVLT', dict(arch=arch('RAVLT', num_heads=(1, 2, 3, 16))), ['head_dim=2', 'multiple of 4']),
+    (NEXT, dict(stage_norms='yes'), ["stage_norms='yes'", 'bool']),
+    (NEXT, dict(key_reduction='rows'), ["key_reduction='rows'", "'grid', 'sequence'"]),
+    *(
+        (NEXT, dict(arch=arch(NEXT, **changes)), words)
+        for changes, words in (
+            (dict(attn_every=(0, 1, -2, 1)), ['attn_every=(0, 1, -2, 1)', 'ints >= 0']),
+            (dict(group_dim=0), ['group_dim=0', 'int >= 1']),
+            (dict(stem_dims=8), ['stem_dims=8', 'three entries']),
+            (dict(stem_dims=(8, 4)), ['stem_dims=(8, 4)', 'three entries']),
+            (dict(stem_dims=(8,) * 4), ['stem_dims=(8, 8, 8, 8)', 'three entries']),
+            (dict(stem_dims=(8, 0, 8)), ['stem_dims=(8, 0, 8)', 'ints >= 1']),
+            (dict(group_dim=3), ['embed_dims=(8, 16, 24, 32)', 'multiples of group_dim=3']),
+            (dict(group_dim=8, embed_dims=(8, 8, 8, 8)), ['group_dim=8', 'at least three times']),
+            (dict(group_dim=8, embed_dims=(8, 16, 24, 24)), ['group_dim=8', 'at least three times']),
+        )
+    ),
+    *(
+        (
+            NEXT,
+            dict(stage_attns=('softmax', spec, 'softmax', 'softmax'), key_reduction='sequence'),
+            [repr(spec), "'grid'"],
+        )
+        for spec in ('hallucinated', dict(type='hallucinated'))
+    ),
+    (NEXT, dict(stage_attns=(None, 'inline', ['rala', None], 'focused')), ['attention None', "'rala'"]),
+]
+
+
+@pytest.mark.parametrize('host', HOSTS)
+@pytest.mark.parametrize('table', [archs, arguments], ids=['archs', 'arguments'])
+def test_what_every_host_refuses(host, table):
+    for options, words in table(host):
+        assert_refused(host, options, words)
+
+
+@pytest.mark.parametrize(('host', 'options', 'words'), SPECIAL, ids=str)
+def test_what_a_host_refuses(host, options, words):
+    assert_refused(host, options, words)
+
+
+def assert_refused(host, options, words):
+    given = copy.deepcopy(options)
+    with pytest.raises(ValueError) as error:
+        MODELS.build({'type': host, 'arch': arch(host), **options})
+    said = str(error.value)
+    assert not [word for word in words if word not in said] and '\n' not in said, (options, words, said)
+    assert options == given or options != options  # NaN
+
+
+@pytest.mark.parametrize('host', HOSTS)
+def test_wrong_images(host):
+    model = MODELS.build(small_hosts.config(host)).eval()
+    for shape in (1, 3, 31, 64), (1, 3, 64, 31), (1, 1, 64, 64), (1, 4, 64, 64), (3, 64, 64):
+        with pytest.raises(ValueError) as error:
+            model(torch.rand(shape))
+        assert str(shape) in str(error.value) and '(B, 3, H, W) with H >= 32 and W >= 32' in str(error.value)
+    x = torch.rand(1, 3, 32, 32)
+
+    def refuses(wrong, own):
+        with pytest.raises(ValueError, match=f'x has the type {wrong.dtype}; the model is in {own}'):
+            model(wrong)
+
+    for wrong in (x.double(), (255 * x).byte(), x.half()):
+        refuses(wrong, torch.float32)
+    with torch.autocast('cpu', torch.bfloat16):
+        model(x), model(x.bfloat16())
+        for wrong in (x.double(), (255 * x).byte()):
+            refuses(wrong, torch.float32)
+        model.double()(x.double())
+        refuses(x, torch.float64)
+    model(x.double())
+
+
+@pytest.mark.parametrize('host', HOSTS)
+def test_bounds_that_are_allowed(host):
+    """All frozen; windows of a linear attention of any size; a ratio that is a fraction; an arch whose stages that are
+    not built would not do."""
+    stages = len(ARCHS[host]['depths'])
+    count = stages if stages > 1 else ARCHS[host]['depths'][0]
+    frozen = small_hosts.build(host, frozen_stages=count, out_norm=False).train()
+    assert [name for name, parameter in frozen.named_parameters() if parameter.requires_grad] == []
+    model = small_hosts.build(host, 'inline', arch=arch(host, mlp_ratios=2.5)).eval()
+    assert all(out.isfinite().all() for out in model(small_hosts.image()))
+    if host == 'LinearSwin':
+        small_hosts.build(host, 'rala', window_size=2**20)
+    if host == 'RAVLT':
+        narrow = arch(host, num_heads=(1, 2, 3, 16))
+        assert len(small_hosts.build(host, arch=narrow, rotary=False).eval()(small_hosts.image())) == 4
+        assert len(small_hosts.build(host, arch=narrow, out_indices=(0, 2)).eval()(small_hosts.image())) == 2
+    if host == DEIT:
+        (block, _) = small_hosts.build(host, 'focused', arch=arch(host, grid=(3,), mlp_ratios=[2.5])).blocks
+        assert block.ffn.fc1.out_features == 40 and block.attn.mixer.position.grid == (3, 3)
