@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from typing import Optional
 
+import torch
 from torch import Tensor
 
 from . import dispatch
@@ -53,6 +54,8 @@ def linear_attention_reference(q, k, v, num_heads, kernel='identity', mask=None,
     q, k, v = (heads_of(t, num_heads) for t in (q, k, v))
     q, k = feature_map(q, kernel), feature_map(k, kernel)
     wide = accumulation_dtype(q)
+    if q.dtype == torch.float16:  # gradients divided by a normaliser near eps would leave its range
+        q, k = q.to(wide), k.to(wide)
     count = count_tokens(k, mask)
     key_mean = token_mean(k, mask, count)
     normaliser = (q @ key_mean.to(q.dtype).transpose(-1, -2)).to(wide) + padded_eps(eps, mask, wide)

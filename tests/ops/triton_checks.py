@@ -259,6 +259,17 @@ def test_dead_queries_in_float16():
     assert grad[:, ::3, :16].count_nonzero() == 0
 
 
+def test_dead_keys_in_float16():
+    """Queries that meet no key are divided by eps alone, too."""
+    leaves, options = inputs('linear_attention', dtype=torch.float16, kernel='relu')
+    with torch.no_grad():
+        leaves[0][..., :16] = 10
+        leaves[0][..., 16:32] = -1
+    out = run(kernels.linear_attention, leaves, options)
+    grad = torch.autograd.grad(out, leaves, torch.full_like(out, 1000.0))[0]
+    assert out.count_nonzero() == grad.count_nonzero() == 0
+
+
 def test_padding_changes_nothing():
     """Keys that are hidden may hold anything, an image of padding alone gives zeros."""
     for name, (op, _, _) in OPS.items():

@@ -460,6 +460,10 @@ def queries_backward(
             if SUM:
                 grad_mean += tl.where(inside[:, None], y * grad_normaliser[:, None], 0.0)
                 divided = y / normaliser[:, None]
+                if KERNEL == 'relu' and not HAS_ROTARY:
+                    # channels that all keys are dead in: their quotient by eps leaves the range of float16, for
+                    # gradients of keys that are none
+                    divided = tl.where(mean[None, :] > 0, divided, 0.0)
                 if HAS_ROTARY:
                     divided = turned(divided, cos, sin, ROWS, WIDTH)
                 divided = tl.where(inside[:, None], divided, 0.0)
