@@ -89,7 +89,7 @@ def test_dead_tokens_are_finite(name):
 @pytest.mark.parametrize('dtype', HALF, ids=str)
 @every_attention
 def test_queries_that_meet_no_key(name, dtype):
-    """Where a ReLU leaves a query and the keys no channel in common: a quotient by eps, on the way to gradients of 0."""
+    """Where a ReLU leaves a query and the keys no channel in common: quotients by eps on the way to gradients of 0."""
     attention = Attention(DIM, HEADS, ATTENTIONS[name])
     query_dim, key_dim, _ = attention.mixer.widths
     attention.qkv.bias.data[:query_dim] = 10
