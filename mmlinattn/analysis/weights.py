@@ -13,10 +13,10 @@ from torch import Tensor
 from .. import ops
 from ..attention import Grid, TokenMixer
 from ..attention.angular import AngularMixer
+from ..attention.base import to_map, to_tokens
 from ..attention.efficient import EfficientMixer
 from ..attention.enhanced import EnhancedMixer
 from ..attention.focused import FocusedMixer
-from ..attention.grid import to_map, to_tokens
 from ..attention.hydra import HydraMixer
 from ..attention.inline import InLineMixer
 from ..attention.rala import RALAMixer

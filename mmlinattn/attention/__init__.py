@@ -1,11 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from .angular import AngularMixer
 from .arrangements import GlobalAttention, MapWindows, ReducedAttention, StripeAttention, WindowAttention
-from .base import TOKEN_MIXERS, Attention, TokenMixer, get_mixer
+from .base import TOKEN_MIXERS, Attention, Grid, TokenMixer, get_mixer
 from .efficient import EfficientMixer
 from .enhanced import EnhancedMixer
 from .focused import FocusedMixer
-from .grid import Grid
 from .hallucinated import HallucinatedMixer
 from .hydra import HydraMixer
 from .inline import InLineMixer

@@ -5,8 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from .base import TOKEN_MIXERS, TokenMixer
-from .grid import Grid, add_local
+from .base import TOKEN_MIXERS, Grid, TokenMixer, add_local
 
 CONVS = ('grid', 'sequence', None)
 

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layers.position import PositionTable
-from .base import TOKEN_MIXERS, TokenMixer
-from .grid import Grid, add_local, check_local_kernel
+from .base import TOKEN_MIXERS, Grid, TokenMixer, add_local, check_local_kernel
 
 
 @TOKEN_MIXERS.register_module('focused')

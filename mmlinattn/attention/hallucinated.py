@@ -5,8 +5,7 @@ from typing import Optional
 from torch import Tensor, nn
 
 from .. import ops
-from .base import TOKEN_MIXERS, TokenMixer
-from .grid import Grid
+from .base import TOKEN_MIXERS, Grid, TokenMixer
 
 STEPS = ('ihh', 'chh')
 

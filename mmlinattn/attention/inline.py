@@ -7,10 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..layers.plain import has_hooks
+from ..layers.linear import has_hooks
 from ..ops.feature_maps import check_kernel
-from .base import TOKEN_MIXERS, TokenMixer
-from .grid import Grid, add_local
+from .base import TOKEN_MIXERS, Grid, TokenMixer, add_local
 
 
 class PredictedConv(nn.Module):

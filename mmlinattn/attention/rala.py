@@ -5,8 +5,7 @@ from torch import Tensor
 
 from .. import ops
 from ..ops.feature_maps import check_kernel
-from .base import TOKEN_MIXERS, TokenMixer
-from .grid import Grid
+from .base import TOKEN_MIXERS, Grid, TokenMixer
 
 
 @TOKEN_MIXERS.register_module('rala')

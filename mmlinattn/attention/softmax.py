@@ -4,8 +4,7 @@ from typing import Optional
 from torch import Tensor
 
 from .. import ops
-from .base import TOKEN_MIXERS, TokenMixer
-from .grid import Grid
+from .base import TOKEN_MIXERS, Grid, TokenMixer
 
 
 @TOKEN_MIXERS.register_module('softmax')

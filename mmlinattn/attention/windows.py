@@ -9,8 +9,9 @@ from einops import rearrange
 from torch import Tensor
 
 from ..ops.dispatch import accumulation_dtype
-from ..ops.sizes import as_tensor, is_known, round_up, settled
-from .grid import Grid
+from ..ops.sizes import as_tensor, is_known, round_up
+from ..ops.tensors import settled
+from .base import Grid
 
 
 class Windows(NamedTuple):

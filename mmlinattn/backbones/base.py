@@ -19,7 +19,8 @@ from ..attention import get_mixer
 from ..checkpoints.loading import is_pretrained, load_pretrained
 from ..layers import FactorisedLinear, build_ffn
 from ..ops import dispatch
-from ..ops.sizes import serves_ones, to_image
+from ..ops.dispatch import serves_ones
+from ..ops.tensors import to_image
 
 Spec = Union[str, dict]
 

@@ -9,9 +9,9 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from ..attention import Attention, Grid
-from ..attention.grid import to_map
+from ..attention.base import to_map
 from ..layers import MLP, Block, PatchEmbed, PositionTable
-from ..ops.sizes import serves_ones
+from ..ops.dispatch import serves_ones
 from .base import Backbone, check_type, numbered
 
 NORM = dict(type='LN', eps=1e-6)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..attention import Attention, GlobalAttention, Grid, get_mixer
 from ..layers import MLP, apply_linear, build_ffn, conv_norms
-from ..ops.sizes import is_known, to_image
+from ..ops.sizes import is_known
+from ..ops.tensors import to_image
 from .base import PyramidBackbone, check_count, check_type, numbered
 
 SHARE = 0.75  # of a transformer block's channels, and of its stochastic depth, that belong to the attention

@@ -9,8 +9,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..attention import GlobalAttention
-from ..layers import Block, ConvDownsample, ConvFFN, ConvStem, FactorisedLinear, ResidualDWConv, rotary_table
-from ..layers.conv_norm import fold_batch_norm, is_foldable
+from ..layers import (
+    Block,
+    ConvDownsample,
+    ConvFFN,
+    ConvStem,
+    FactorisedLinear,
+    ResidualDWConv,
+    fold_batch_norm,
+    is_foldable,
+    rotary_table,
+)
 from ..ops.dispatch import accumulation_dtype
 from .base import PyramidBackbone
 

@@ -12,7 +12,7 @@ from mmengine.config import Config
 from torch import Tensor, nn
 
 from ..apis.class_names import class_names
-from ..ops.sizes import serves_ones
+from ..ops.dispatch import serves_ones
 from ..utils.errors import RunError
 from ..utils.registering import bare_name
 from .formats import FORMATS

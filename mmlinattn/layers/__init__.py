@@ -1,11 +1,19 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from .block import Block
+from ..ops import rotary_table
+from .block import MLP, Block, ConvFFN, DWConvFFN, ResidualDWConv
 from .compact import FactorisedLinear, build_ffn, compact
-from .conv_norm import conv_norms, fold_batch_norm, is_foldable
-from .ffn import MLP, ConvFFN, DWConvFFN
 from .linear import apply_linear, project, split_parts
-from .patch_embed import ConvDownsample, ConvStem, PatchEmbed, PatchMerging, strided_conv
-from .position import PositionTable, ResidualDWConv, rotary_table
+from .patch_embed import (
+    ConvDownsample,
+    ConvStem,
+    PatchEmbed,
+    PatchMerging,
+    conv_norms,
+    fold_batch_norm,
+    is_foldable,
+    strided_conv,
+)
+from .position import PositionTable
 
 __all__ = [
     'MLP',

@@ -9,10 +9,9 @@ from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
 from .. import ops
-from .conv_norm import is_foldable
-from .ffn import MLP, ConvFFN, DWConvFFN
-from .linear import apply_linear
-from .plain import has_hooks, is_just, is_plain_linear
+from .block import MLP, ConvFFN, DWConvFFN
+from .linear import apply_linear, has_hooks, is_just, is_plain_linear
+from .patch_embed import is_foldable
 
 FFNS = {'mlp': MLP, 'conv': ConvFFN, 'dwconv': DWConvFFN}
 MATRICES = {'M1': 'fc1', 'M2': 'fc2'}

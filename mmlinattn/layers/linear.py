@@ -1,22 +1,51 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Linear layers with what comes right after them: scale, GELU, residual, the split into queries, keys and values."""
+"""Linear layers with what comes right after them: scale, GELU, residual, the split into queries, keys and values.
 
-from collections.abc import Sequence
-from typing import NamedTuple, Optional
+Weights of a layer are used without calling it only where it is just what its class says: adapters (LoRA),
+parametrisations, pruning, sharding and hooks change what a layer computes, or watch it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Optional, TypeVar
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import TypeGuard
 
 from .. import ops
-from ..ops import dispatch
+from ..ops import dispatch, private
 from ..ops.tensors import split
-from .plain import call, is_plain_linear
+
+Layer = TypeVar('Layer', bound=nn.Module)
 
 
-def takes_scale(x: Tensor) -> bool:
-    """Whether :func:`apply_linear` of ``x`` may scale its matrix: not where products are made in half precision, in
-    which small scales underflow."""
-    return x.dtype == dispatch.accumulation_dtype(x) and not dispatch.autocasts(x)
+def is_just(kind: type[Layer], layer: nn.Module) -> TypeGuard[Layer]:
+    """Whether ``layer`` is of this very class, with the ``forward`` of the class."""
+    return type(layer) is kind and 'forward' not in layer.__dict__
+
+
+def is_plain_linear(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether ``layer`` computes ``x @ weight.T + bias`` and nothing else."""
+    return is_just(nn.Linear, layer) and not has_hooks(layer)
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    own = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    return bool(own) or private.has_global_hooks()
+
+
+def call(module: Callable, *args, **kwargs) -> Tensor:
+    """``module(...)``, in memory that the caller may write over.
+
+    Whoever watches the module with a hook keeps what it saw, and views of shared memory (expanded tensors) become
+    tensors of their own.
+    """
+    out = module(*args, **kwargs)
+    if dispatch.records() or dispatch.is_traced():  # graphs are not to hold an answer for one size
+        return out
+    shared = any(stride == 0 and size > 1 for stride, size in zip(out.stride(), out.shape))
+    watched = isinstance(module, nn.Module) and has_hooks(module)
+    return out.clone() if shared or watched else out
 
 
 def apply_linear(
@@ -28,8 +57,8 @@ def apply_linear(
 ) -> Tensor:
     """``layer(x) * scale + residual``, or ``gelu(layer(x))``.
 
-    The scale goes into the matrix: no pass over the map, and no map kept for its gradient (for :func:`takes_scale`
-    only). A layer that is no plain linear one (an adapter in its place, one with hooks) is called as it is.
+    The scale goes into the matrix (where ``dispatch.takes_scale``): no pass over the map, and no map kept for its
+    gradient. A layer that is no plain linear one (an adapter in its place, one with hooks) is called as it is.
 
     Args:
         layer (nn.Module): ``nn.Linear`` with C inputs and C' outputs, or what takes its place.
@@ -114,4 +143,4 @@ def project(
 
 def split_parts(parts: Sequence[Projected]) -> list[Tensor]:
     """Queries, keys, values and, where there is one, the gate."""
-    return [tensor for part in parts for tensor in split(part.tensor, part.widths)]
+    return [tensor for whole, widths in parts for tensor in ((whole,) if len(widths) == 1 else split(whole, widths))]

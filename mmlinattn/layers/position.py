@@ -5,56 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import ops
 from ..ops import dispatch
-from ..ops.sizes import as_tensor, is_known, to_image
-
-
-def rotary_table(
-    height: int, width: int, head_dim: int, device=None, dtype: torch.dtype = torch.float32, base: float = 10000.0
-) -> Tensor:
-    """Two-dimensional rotary position encoding of the released RAVLT.
-
-    The first half of a head turns with the row, the second half with the column, by ``1 / base ** linspace(0, 1,
-    head_dim / 4)`` radians a token, index 0 at the top left. Channel pairs are interleaved: (0, 1), (2, 3), ...
-
-    Args:
-        height, width (int): Grid.
-        head_dim (int): Channels of a head, a multiple of 4.
-        device, dtype: Of the result; the angles themselves are computed in ``dtype``.
-        base (float): Largest wavelength over 2 pi, in tokens.
-
-    Returns:
-        Tensor: (height * width, head_dim / 2, 2): cos and sin of each channel pair's angle.
-
-    Raises:
-        ValueError: If ``head_dim`` is no multiple of 4.
-    """
-    if head_dim % 4:
-        raise ValueError(
-            f'rotary encoding: head_dim={head_dim} has to be a multiple of 4 (change num_heads or rotary=False)'
-        )
-    speed = base ** -torch.linspace(0, 1, head_dim // 4, device=device, dtype=dtype)
-    rows, columns = (torch.arange(size, device=device, dtype=dtype)[:, None] * speed for size in (height, width))
-    rows, columns = (torch.stack((angles.cos(), angles.sin()), dim=-1) for angles in (rows, columns))
-    halves = (rows[:, None].expand(height, width, -1, -1), columns[None].expand(height, width, -1, -1))
-    return torch.cat(halves, dim=2).flatten(0, 1)
-
-
-class ResidualDWConv(nn.Conv2d):
-    """``x + DWConv(x)`` on (B, H, W, C) maps: conditional position encoding, and the local term of RAVLT's FFN.
-
-    Args:
-        dim (int): Channels C.
-        kernel_size (int): Odd size of the depth-wise convolution.
-    """
-
-    def __init__(self, dim: int, kernel_size: int = 3) -> None:
-        super().__init__(dim, dim, kernel_size, padding=kernel_size // 2, groups=dim)
-
-    def forward(self, x: Tensor, of_gelu: bool = False) -> Tensor:
-        """``y + DWConv(y)`` of ``y = x``, or of ``y = gelu(x)``."""
-        return ops.residual_depthwise_conv2d(to_image(x), self.weight, self.bias, of_gelu).permute(0, 2, 3, 1)
+from ..ops.sizes import as_tensor, is_known
 
 
 def resize_table(table: Tensor, grid: tuple[int, int], size: tuple[int, int], prefix: int = 0) -> Tensor:

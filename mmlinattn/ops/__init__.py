@@ -3,9 +3,13 @@
 :mod:`.dispatch` says which runs; :mod:`.triton` holds the GPU kernels."""
 
 from .angular import angular_attention
-from .convolution import conv_of_gelu, gelu_of_conv
-from .dense import linear
-from .depthwise import depthwise_conv2d, dynamic_depthwise_conv2d, residual_depthwise_conv2d
+from .convolution import (
+    conv_of_gelu,
+    depthwise_conv2d,
+    dynamic_depthwise_conv2d,
+    gelu_of_conv,
+    residual_depthwise_conv2d,
+)
 from .dispatch import use
 from .efficient import efficient_attention
 from .focused import focused_attention
@@ -13,8 +17,9 @@ from .hallucinated import hallucinated_attention
 from .hydra import hydra_attention
 from .inline import inline_attention
 from .plain_linear import linear_attention
+from .products import linear
 from .rank_augmented import rala
-from .rotary import rotate
+from .rotary import rotary_table, rotate
 from .softmax import softmax_attention
 
 __all__ = [
@@ -32,6 +37,7 @@ __all__ = [
     'linear_attention',
     'rala',
     'residual_depthwise_conv2d',
+    'rotary_table',
     'rotate',
     'softmax_attention',
     'use',

@@ -7,8 +7,7 @@ from torch import Tensor
 from . import dispatch
 from .dispatch import accumulation_dtype
 from .feature_maps import unit
-from .masks import count_tokens
-from .tensors import heads_of, tokens_of
+from .tensors import count_tokens, heads_of, tokens_of
 
 
 def angular_attention(

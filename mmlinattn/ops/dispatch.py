@@ -3,7 +3,7 @@
 tracing and tensor types.
 
 Every op is one file with its equation in plain PyTorch (``..._reference``) and, where there is one, a faster backend
-for CPUs. GPU kernels lie in :mod:`.triton`. The public function of the file asks :func:`backend` once and calls one
+for CPUs. GPU kernels lie in :mod:`.triton`. The public function of the file asks :func:`route` once and calls one
 of them.
 """
 
@@ -12,7 +12,7 @@ import functools
 import importlib.util
 import os
 import warnings
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
@@ -52,13 +52,33 @@ def use(backend: str):
         _choice = before
 
 
-def backend(first: Tensor, *others: Optional[Tensor]) -> str:
-    """The backend for an op on the given tensors; the first one's device counts.
+class Route(NamedTuple):
+    """What an op asks of its call, see :func:`route`.
 
-    Returns:
-        str: ``'reference'``, ``'cpu'``, ``'triton'``, or ``'eager'`` (another device: PyTorch's own operators, with
-        memory reused and gradients written by hand).
+    ``backend``: ``'reference'``, ``'cpu'``, ``'triton'``, or ``'eager'`` (another device: PyTorch's own operators, with
+    memory reused and gradients written by hand). ``records``: whether gradients are recorded; where they are not, an op
+    may write over queries and keys. ``autocasts``: whether autocast is on. ``dtype``: the type of matrix products, that
+    of autocast where it is on. ``onednn``: whether oneDNN's fused operators serve tensors of this type here.
     """
+
+    backend: str
+    records: bool
+    autocasts: bool
+    dtype: torch.dtype
+    onednn: bool
+
+
+def route(first: Tensor, *others: Optional[Tensor]) -> Route:
+    """How an op on the given tensors is to run; device and autocast are those of the first one."""
+    device, casts = first.device.type, autocasts(first)
+    dtype = torch.get_autocast_dtype(device) if casts and first.dtype != torch.float64 else first.dtype
+    chosen = backend(first, *others)
+    onednn = chosen == 'cpu' and first.numel() > 0 and _onednn_serves(dtype)
+    return Route(chosen, records(), casts, dtype, onednn)
+
+
+def backend(first: Tensor, *others: Optional[Tensor]) -> str:
+    """The backend for an op on the given tensors, see :class:`Route`; the first one's device counts."""
     if is_plain(first, *others):
         return 'reference'
     device = first.device
@@ -69,17 +89,26 @@ def backend(first: Tensor, *others: Optional[Tensor]) -> str:
     return 'eager'
 
 
+records = torch.is_grad_enabled  # whether gradients are recorded
+
+
 def is_plain(*tensors: Optional[Tensor]) -> bool:
     """Whether the call has to stay with plain differentiable operations on the given tensors.
 
     So it is where something watches or transforms them: a recorded graph, meta and fake tensors, other subclasses,
     ``torch.func`` transforms, forward-mode derivatives, dispatch modes that count or record.
     """
-    if _choice == 'reference' or is_traced():
-        return True
-    if private.is_watched():
+    if _choice == 'reference' or is_traced() or private.num_modes() > 0 or is_transformed():
         return True
     return any(t is not None and (type(t) not in (Tensor, nn.Parameter) or t.is_meta) for t in tensors)
+
+
+def is_transformed() -> bool:
+    """Whether ``torch.func`` transforms the call or forward-mode derivatives are taken; False in ``torch.compile``,
+    whose tracer answers such questions about itself."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    return private.innermost_transform() is not None or private.forward_mode._current_level >= 0
 
 
 def is_traced() -> bool:
@@ -94,6 +123,24 @@ def is_exported() -> bool:
     """Whether ``torch.export`` runs the model's Python code itself. Under ``strict=True`` it does not, nor does
     ``torch.compile``: both read it."""
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
+def serves_ones(forward):
+    """Decorates the ``forward`` of a model, so that ``torch.export`` records what holds for sizes of 1 as for others.
+
+    Export asks of every size that is left open whether it is 1, and writes the answer into the graph: the number of
+    windows of a small map, or of its rows, would have to stay above 1 (or be 1) for ever. ``torch.onnx.export``
+    switches that off by itself. ``torch.compile`` makes one more graph for such a size instead.
+    """
+
+    @functools.wraps(forward)
+    def wrapped(*args, **kwargs):
+        if private.CAN_SERVE_ONES and is_exported():
+            with private.serving_ones():
+                return forward(*args, **kwargs)
+        return forward(*args, **kwargs)
+
+    return wrapped
 
 
 @functools.cache
@@ -114,11 +161,6 @@ def _has_triton(device: torch.device) -> bool:
     return False
 
 
-def records() -> bool:
-    """Whether gradients are recorded. Where they are not, an op may write over queries and keys."""
-    return torch.is_grad_enabled()
-
-
 def autocasts(x: Tensor) -> bool:
     """Whether autocast is on for the device of ``x``; the meta device has none and PyTorch raises when asked for it."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)
@@ -129,12 +171,25 @@ def without_autocast(x: Tensor):
     return torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext()
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """The type that matrix products of ``x`` are made in: that of autocast where it is on, else its own."""
-    casts = autocasts(x) and x.dtype != torch.float64
-    return torch.get_autocast_dtype(x.device.type) if casts else x.dtype
+def takes_scale(x: Tensor) -> bool:
+    """Whether the matrix that ``x`` is multiplied by may be scaled: not where products are made in half precision, in
+    which small scales underflow."""
+    return x.dtype in (torch.float32, torch.float64) and not autocasts(x)
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
     """The type of sums, angles and interpolation: float32 for half precision, the type of ``x`` otherwise."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def onednn_takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN's fused operators serve these tensors."""
+    on_cpu = x.device.type == weight.device.type == 'cpu'
+    return on_cpu and x.dtype == weight.dtype and x.numel() > 0 and _onednn_serves(x.dtype)
+
+
+def _onednn_serves(dtype: torch.dtype) -> bool:
+    """float32, and bfloat16 where the CPU has units for it."""
+    if not (private.HAS_ONEDNN and torch.backends.mkldnn.enabled):
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and private.has_bfloat16_units())

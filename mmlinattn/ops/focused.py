@@ -7,9 +7,8 @@ from torch import Tensor
 
 from . import dispatch
 from .dispatch import accumulation_dtype
-from .masks import padded_eps
 from .plain_linear import linear_attention_reference
-from .tensors import blocks, first_order, gradients_like, product, split_heads
+from .tensors import blocks, first_order, gradients_like, padded_eps, product, split_heads
 
 
 def focused_attention(

@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import dispatch
-from .sizes import to_image
 from .softmax import attend, masked_logit
-from .tensors import split_heads
+from .tensors import split_heads, to_image
 
 _BLOCK_NUMEL = 2**18  # elements of the maps of a block, for each thread
 _MIN_ROWS = 32  # queries of a block, which reads all keys

@@ -7,8 +7,19 @@ from torch import Tensor
 from . import dispatch
 from .dispatch import accumulation_dtype
 from .feature_maps import feature_map
-from .masks import count_tokens, divisor, token_mean
-from .tensors import blocks, first_order, gradients_like, heads_of, merge_heads, product, split_heads, tokens_of
+from .tensors import (
+    blocks,
+    count_tokens,
+    divisor,
+    first_order,
+    gradients_like,
+    heads_of,
+    merge_heads,
+    product,
+    split_heads,
+    token_mean,
+    tokens_of,
+)
 
 
 def inline_attention(

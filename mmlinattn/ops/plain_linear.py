@@ -7,8 +7,7 @@ from torch import Tensor
 from . import dispatch
 from .dispatch import accumulation_dtype
 from .feature_maps import feature_map
-from .masks import count_tokens, divisor, padded_eps, token_mean
-from .tensors import heads_of, tokens_of
+from .tensors import count_tokens, divisor, heads_of, padded_eps, token_mean, tokens_of
 
 
 def linear_attention(

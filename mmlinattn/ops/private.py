@@ -4,7 +4,6 @@
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental import _config, symbolic_shapes
 from torch.nn.modules import module as _module
@@ -18,36 +17,13 @@ HAS_ONEDNN = None not in (LINEAR, CONV, CONV_ONTO) and hasattr(LINEAR, 'binary')
 CAN_SERVE_ONES = hasattr(_config, 'backed_size_oblivious')  # since torch 2.6
 
 
-def onednn_takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN's fused operators serve these tensors: on a CPU, not empty, in float32, or in bfloat16
-    where the CPU has units for it."""
-    if not (HAS_ONEDNN and torch.backends.mkldnn.enabled and x.dtype == weight.dtype and x.numel() > 0):
-        return False
-    if x.device.type != 'cpu' or weight.device.type != 'cpu':
-        return False
-    return x.dtype == torch.float32 or (x.dtype == torch.bfloat16 and has_bfloat16_units())
-
-
-def has_bfloat16_units() -> bool:
-    """Whether oneDNN multiplies bfloat16 natively on this CPU (AVX-512 BF16, AMX)."""
-    return bool(getattr(_mkldnn, '_is_mkldnn_bf16_supported', bool)())
-
-
-def is_transformed() -> bool:
-    """Whether ``torch.func`` transforms the call or forward-mode derivatives are taken; False in ``torch.compile``,
-    whose tracer answers such questions about itself."""
-    if torch.compiler.is_dynamo_compiling():
-        return False
-    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
-
-
-def is_watched() -> bool:
-    """Whether something counts or records every operation (``TorchDispatchMode``), or transforms the call."""
-    return torch._C._len_torch_dispatch_stack() > 0 or is_transformed()
-
-
-def has_global_hooks() -> bool:
-    return _module._has_any_global_hook()
+# whether oneDNN multiplies bfloat16 natively on this CPU (AVX-512 BF16, AMX)
+has_bfloat16_units: Any = getattr(_mkldnn, '_is_mkldnn_bf16_supported', bool)
+# how many dispatch modes, which count or record every operation, are on; the innermost torch.func transform
+num_modes: Any = torch._C._len_torch_dispatch_stack
+innermost_transform: Any = torch._C._functorch.peek_interpreter_stack
+forward_mode: Any = forward_ad  # whose level is 0 or more where derivatives are taken forward
+has_global_hooks: Any = _module._has_any_global_hook  # of modules
 
 
 def has_static_value(size) -> bool:

@@ -13,14 +13,16 @@ from torch import Tensor
 from . import dispatch, private
 from .dispatch import accumulation_dtype
 from .feature_maps import LOWEST_EXPONENT, feature_map
-from .masks import count_tokens, divisor, padded_eps
 from .rotary import rotate, rotate_reference
 from .tensors import (
     blocks,
+    count_tokens,
+    divisor,
     first_order,
     gradients_like,
     heads_of,
     merge_heads,
+    padded_eps,
     pair_by_head,
     product,
     split_heads,
@@ -129,7 +131,7 @@ _MAPS = {
 
 
 def _rala_on_cpu(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps) -> Tensor:
-    wide, dtype = torch.promote_types(accumulation_dtype(q), accumulation_dtype(v)), v.dtype
+    wide, dtype = torch.promote_types(torch.promote_types(q.dtype, v.dtype), torch.float32), v.dtype
     # half precision is cheaper to widen once than to compute with, operation by operation
     q, k, v = (t.to(wide) for t in (q, k, v))
     rotary = None if rotary is None else rotary.to(wide)

@@ -1,8 +1,41 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Rotary position encoding."""
+
 import torch
 from torch import Tensor
 
 from . import dispatch
+
+
+def rotary_table(
+    height: int, width: int, head_dim: int, device=None, dtype: torch.dtype = torch.float32, base: float = 10000.0
+) -> Tensor:
+    """Two-dimensional rotary position encoding of the released RAVLT.
+
+    The first half of a head turns with the row, the second half with the column, by ``1 / base ** linspace(0, 1,
+    head_dim / 4)`` radians a token, index 0 at the top left. Channel pairs are interleaved: (0, 1), (2, 3), ...
+
+    Args:
+        height, width (int): Grid.
+        head_dim (int): Channels of a head, a multiple of 4.
+        device, dtype: Of the result; the angles themselves are computed in ``dtype``.
+        base (float): Largest wavelength over 2 pi, in tokens.
+
+    Returns:
+        Tensor: (height * width, head_dim / 2, 2): cos and sin of each channel pair's angle.
+
+    Raises:
+        ValueError: If ``head_dim`` is no multiple of 4.
+    """
+    if head_dim % 4:
+        raise ValueError(
+            f'rotary encoding: head_dim={head_dim} has to be a multiple of 4 (change num_heads or rotary=False)'
+        )
+    speed = base ** -torch.linspace(0, 1, head_dim // 4, device=device, dtype=dtype)
+    rows, columns = (torch.arange(size, device=device, dtype=dtype)[:, None] * speed for size in (height, width))
+    rows, columns = (torch.stack((angles.cos(), angles.sin()), dim=-1) for angles in (rows, columns))
+    halves = (rows[:, None].expand(height, width, -1, -1), columns[None].expand(height, width, -1, -1))
+    return torch.cat(halves, dim=2).flatten(0, 1)
 
 
 def rotate(x: Tensor, table: Tensor, inplace: bool = False) -> Tensor:
@@ -12,15 +45,16 @@ def rotate(x: Tensor, table: Tensor, inplace: bool = False) -> Tensor:
 
     Args:
         x (Tensor): (B, heads, N, d).
-        table (Tensor): (N, d / 2, 2), cos and sin of each pair's angle, see :func:`mmlinattn.layers.rotary_table`.
-        inplace (bool): ``x`` may be overwritten.
+        table (Tensor): (N, d / 2, 2), cos and sin of each pair's angle, see :func:`rotary_table`.
+        inplace (bool): ``x`` may be overwritten; for CPU backends.
 
     Returns:
         Tensor: As ``x``, in its dtype.
     """
     # half precision is rotated by angles in float32, and there are no mixed complex products, nor any of bfloat16
     as_complex = x.dtype == table.dtype and x.dtype in (torch.float32, torch.float64)
-    if not as_complex or dispatch.is_plain(x) or not (_pairs_lie_together(x) and _pairs_lie_together(table)):
+    is_plain = not inplace and dispatch.is_plain(x)
+    if is_plain or not as_complex or not (_pairs_lie_together(x) and _pairs_lie_together(table)):
         return rotate_reference(x, table)
     # a product of complex numbers is one pass over the memory
     pairs, turn = torch.view_as_complex(x.unflatten(-1, (-1, 2))), torch.view_as_complex(table)

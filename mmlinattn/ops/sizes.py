@@ -6,12 +6,10 @@ dimensions in ``torch.jit.trace``. Comparing symbols or tensors in Python writes
 Negative numbers are divided in another way by graphs than by Python, so nothing here divides one.
 """
 
-import functools
-
 import torch
 from torch import Tensor
 
-from . import dispatch, private
+from . import private
 
 
 def is_known(*sizes) -> bool:
@@ -31,37 +29,3 @@ def as_tensor(size, like: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(size, Tensor):
         return size.to(device=like.device, dtype=dtype)
     return torch.scalar_tensor(size, dtype=dtype, device=like.device)
-
-
-def serves_ones(forward):
-    """Decorates the ``forward`` of a model, so that ``torch.export`` records what holds for sizes of 1 as for others.
-
-    Export asks of every size that is left open whether it is 1, and writes the answer into the graph: the number of
-    windows of a small map, or of its rows, would have to stay above 1 (or be 1) for ever. ``torch.onnx.export``
-    switches that off by itself. ``torch.compile`` makes one more graph for such a size instead.
-    """
-
-    @functools.wraps(forward)
-    def wrapped(*args, **kwargs):
-        if private.CAN_SERVE_ONES and dispatch.is_exported():
-            with private.serving_ones():
-                return forward(*args, **kwargs)
-        return forward(*args, **kwargs)
-
-    return wrapped
-
-
-def settled(x: Tensor) -> Tensor:
-    """``x`` itself; in a graph where one of its open sizes may be 1, a copy in plain memory.
-
-    How the memory of a tensor with such a size is to be described, PyTorch decides by asking whether it is 1. Of plain
-    memory it does not ask.
-    """
-    if any(isinstance(size, torch.SymInt) and not private.is_surely_above_one(size) for size in x.shape):
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
-
-
-def to_image(x: Tensor) -> Tensor:
-    """(B, H, W, C) -> (B, C, H, W), a view in channels-last memory where :func:`settled` leaves it one."""
-    return settled(x.permute(0, 3, 1, 2))

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import dispatch, private
+from . import dispatch
 from .products import prefers_onednn, product
 from .rotary import rotate
 from .tensors import first_order, gradients_like, merge_heads, split_heads
@@ -66,10 +66,11 @@ def softmax_attention(
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor]) -> Tensor:
     """:func:`softmax_attention` of (B, heads, N, d) tensors."""
-    if private.is_transformed():  # PyTorch's fused kernels have no forward-mode derivatives
+    if dispatch.is_transformed():  # PyTorch's fused kernels have no forward-mode derivatives
         return equation(q, k, v, bias)
-    if bias is None and dispatch.backend(q, k, v) == 'cpu' and _takes_rows(q, k, v):
-        return _Rows.apply(q, k, v) if dispatch.records() else _rows(q, k, v)
+    route = dispatch.route(q, k, v)
+    if bias is None and route.backend == 'cpu' and not route.autocasts and _takes_rows(q, k, v):
+        return _Rows.apply(q, k, v) if route.records else _rows(q, k, v)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
@@ -85,7 +86,7 @@ def equation(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor]) -> Tensor:
 def _takes_rows(q: Tensor, k: Tensor, v: Tensor) -> bool:
     macs = q[0, 0].numel() * k.shape[2] if len(q) else 0
     large = macs >= torch.get_num_threads() * _MIN_MACS and k.shape[2] <= _MAX_KEYS
-    return large and v.dtype == q.dtype and not dispatch.autocasts(q) and prefers_onednn(q, k)
+    return large and v.dtype == q.dtype and prefers_onednn(q, k)
 
 
 def _heads(*tensors: Tensor) -> Iterator[list[Tensor]]:

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Tensors of tokens: heads, products by head, slices of one projection.
+"""Tensors of tokens: heads, maps, products by head, slices of one projection, padding.
 
 Queries, keys and values are slices of one tensor. Autograd would make the gradient of each, and copy them into that of
 the whole: the three largest tensors of an attention twice. Here, an op that computes the gradients asks
@@ -8,13 +8,13 @@ the whole: the three largest tensors of an attention twice. Here, an op that com
 
 import functools
 from collections.abc import Iterable, Iterator
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 from torch import Tensor
 
-from . import dispatch
-from .sizes import settled
+from . import dispatch, private
+from .dispatch import accumulation_dtype
 
 # On GPUs, copies of fewer elements take less time than Python does in the backward pass (counted, not measured).
 GPU_COPY_NUMEL = 2**24
@@ -69,6 +69,22 @@ def tokens_of(x: Tensor) -> Tensor:
     """(1, B, heads, N, d) -> (B, N, heads * d), back from :func:`heads_of`."""
     _, batch, heads, tokens, width = x.shape
     return settled(x.transpose(2, 3)).reshape(batch, tokens, heads * width)
+
+
+def settled(x: Tensor) -> Tensor:
+    """``x`` itself; in a graph where one of its open sizes may be 1, a copy in plain memory.
+
+    How the memory of a tensor with such a size is to be described, PyTorch decides by asking whether it is 1. Of plain
+    memory it does not ask.
+    """
+    if any(isinstance(size, torch.SymInt) and not private.is_surely_above_one(size) for size in x.shape):
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def to_image(x: Tensor) -> Tensor:
+    """(B, H, W, C) -> (B, C, H, W), a view in channels-last memory where :func:`settled` leaves it one."""
+    return settled(x.permute(0, 3, 1, 2))
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
@@ -142,7 +158,7 @@ def split(x: Tensor, widths) -> tuple[Tensor, ...]:
     """``x.split(widths, dim=-1)``; gradients that lie as the slices do become that of ``x`` without a copy."""
     learns = dispatch.records() and x.requires_grad and x.is_contiguous()
     worth_it = x.device.type == 'cpu' or x.numel() >= GPU_COPY_NUMEL
-    if dispatch.is_plain(x) or not (learns and worth_it):
+    if not (learns and worth_it) or dispatch.is_plain(x):
         return x.split(widths, dim=-1)
     return _Split.apply(x, *widths)
 
@@ -203,3 +219,39 @@ def gradients_like(*tensors: Tensor) -> list[Tensor]:
             for tensor in group:
                 made[id(tensor)] = torch.empty_like(tensor)
     return [made[id(tensor)] for tensor in tensors]
+
+
+# --- counts, means and guards of tokens of which some are padding -----------------------------------------------------
+
+# Sizes enter as numbers and never as tensors made from them, so that a recorded graph keeps them free.
+Count = Union[int, Tensor]
+
+
+def count_tokens(x: Tensor, mask: Optional[Tensor]) -> Count:
+    """Number of real tokens of (..., B, heads, N, d): N, or (B, 1, 1, 1) with a mask, at least 1."""
+    if mask is None:
+        return x.shape[-2]
+    return mask.sum(dim=1)[:, None, None, None].clamp(min=1).to(accumulation_dtype(x))
+
+
+def divisor(count: Count) -> Union[float, Tensor]:
+    """``count ** -0.5``: 1 / N leaves the range of float16, its root on each of two factors does not."""
+    return count**-0.5
+
+
+def token_mean(x: Tensor, mask: Optional[Tensor], count: Count) -> Tensor:
+    """Mean over the real tokens, (..., B, heads, N, d) -> (..., B, heads, 1, d), in float32 or better."""
+    wide = accumulation_dtype(x)
+    if mask is None:
+        return x.sum(dim=-2, keepdim=True, dtype=wide) / count
+    # a product with the mask is a masked sum without a masked copy
+    return (mask[:, None, None].to(wide) @ x.to(wide)) / count
+
+
+def padded_eps(eps: float, mask: Optional[Tensor], dtype: torch.dtype) -> Union[float, Tensor]:
+    """``eps``, or (B, 1, 1, 1) with 1 more for items that consist of padding alone.
+
+    Their sum of keys is zero. So are their values, and the result is zero whatever the divisor; 1 keeps queries and
+    gradients in range, which a division by ``eps`` alone would not.
+    """
+    return eps if mask is None else eps + (~mask.any(dim=1))[:, None, None, None].to(dtype)

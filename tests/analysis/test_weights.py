@@ -12,7 +12,7 @@ from twins import ATTENTIONS
 
 from mmlinattn.analysis.weights import convolved, local_weights, state_keys
 from mmlinattn.attention import Grid, TokenMixer, get_mixer
-from mmlinattn.attention.grid import add_local
+from mmlinattn.attention.base import add_local
 from mmlinattn.layers import rotary_table
 from mmlinattn.ops.rotary import rotate_reference
 from mmlinattn.ops.tensors import merge_heads, split_heads

@@ -266,6 +266,10 @@ def load(block: Block, path: Path) -> Config:
 def test_configs_load_and_build(block, tmp_path, monkeypatch):
     import mmlinattn  # noqa: F401  (the scheme mmlinattn::)
 
+    for module in re.findall(r"imports=\['mmlinattn', '(\w+)'\]", block.text):  # the page's own, on the PYTHONPATH
+        first = next(other for other in PYTHON if other.page == block.page)
+        (tmp_path / f'{module}.py').write_text(first.text)
+        monkeypatch.syspath_prepend(tmp_path)
     cfg = load(block, tmp_path / 'config.py')
     if block.kind == 'needs':
         return

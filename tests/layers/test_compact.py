@@ -7,9 +7,8 @@ from torch import nn
 
 from mmlinattn.attention import Grid
 from mmlinattn.backbones import RAVLT, LinearDeiT, LinearPVT, LinearPVTv2
-from mmlinattn.layers import MLP, ConvFFN, DWConvFFN, FactorisedLinear, build_ffn, compact
-from mmlinattn.layers import ffn as ffns
-from mmlinattn.layers.ffn import over_tokens
+from mmlinattn.layers import MLP, ConvFFN, DWConvFFN, FactorisedLinear, block, build_ffn, compact
+from mmlinattn.layers.block import over_tokens
 
 every_ffn = pytest.mark.parametrize('ffn', [MLP, ConvFFN, DWConvFFN])
 
@@ -221,7 +220,7 @@ def test_rank(t, ratio, rank):
 @every_ffn
 def test_statistics_are_those_of_the_whole_map(ffn, matrix, monkeypatch):
     """Training mode without gradients, as statistics are estimated anew: no strips."""
-    monkeypatch.setattr(ffns, 'STRIP_NUMEL', 64)
+    monkeypatch.setattr(block, 'STRIP_NUMEL', 64)
     modules = [compact(ffn(4, 8), matrix=matrix).train()]
     modules.append(copy.deepcopy(modules[0]))
     x = torch.randn(2, 40, 5, 4)

@@ -27,10 +27,10 @@ from mmlinattn.layers import (
     strided_conv,
 )
 from mmlinattn.layers import (
-    ffn as ffns,
+    block as blocks,
 )
 from mmlinattn.layers.compact import BranchedLinear
-from mmlinattn.layers.linear import project, split_parts, takes_scale
+from mmlinattn.layers.linear import project, split_parts
 from mmlinattn.layers.position import resize_table
 from mmlinattn.ops import dispatch
 
@@ -47,7 +47,7 @@ def test_strips_change_nothing(ffn, height, scaled, monkeypatch):
     calls = []
     hidden = module.hidden
     monkeypatch.setattr(module, 'hidden', lambda x: calls.append(x.shape[1]) or hidden(x))
-    monkeypatch.setattr(ffns, 'STRIP_NUMEL', 3 * 10 * 8)
+    monkeypatch.setattr(blocks, 'STRIP_NUMEL', 3 * 10 * 8)
     with torch.no_grad():
         torch.testing.assert_close(module(x, scale), whole)
     assert len(calls) == 2 * -(-height // 8) and max(calls) <= 8 + 2 * ffn.halo
@@ -56,14 +56,14 @@ def test_strips_change_nothing(ffn, height, scaled, monkeypatch):
 def test_strips_of_tokens(monkeypatch):
     module, x = MLP(4, 10), torch.randn(3, 50, 4)
     whole = module(x)
-    monkeypatch.setattr(ffns, 'STRIP_NUMEL', 70)
+    monkeypatch.setattr(blocks, 'STRIP_NUMEL', 70)
     with torch.no_grad():
         torch.testing.assert_close(module(x), whole)
 
 
 @pytest.mark.usefixtures('fast_forms')
 def test_strips_are_for_layers_that_nobody_watches(monkeypatch):
-    monkeypatch.setattr(ffns, 'STRIP_NUMEL', 70)
+    monkeypatch.setattr(blocks, 'STRIP_NUMEL', 70)
     module, x, seen = MLP(4, 10), torch.randn(3, 50, 2, 4), []
     residual = torch.randn(3, 50, 2, 4)
     with torch.no_grad():
@@ -97,9 +97,9 @@ def test_products_under_autocast_are_of_its_type():
 
 
 def test_a_layer_scale_that_half_precision_cannot_hold_is_applied_after_the_product():
-    assert takes_scale(torch.zeros(1)) and not takes_scale(torch.zeros(1, dtype=torch.float16))
+    assert dispatch.takes_scale(torch.zeros(1)) and not dispatch.takes_scale(torch.zeros(1, dtype=torch.float16))
     with torch.autocast('cpu', torch.float16):
-        assert not takes_scale(torch.zeros(1))
+        assert not dispatch.takes_scale(torch.zeros(1))
 
 
 def test_hooks_and_adapters_are_called():

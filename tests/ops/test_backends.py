@@ -139,7 +139,7 @@ def test_softmax_attention_by_either_products(choice, size, monkeypatch):
 @pytest.mark.parametrize('width', [70, 200])
 def test_linear_layers_train_by_either_products(choice, width, monkeypatch):
     monkeypatch.setenv(products.VARIABLE, choice)
-    monkeypatch.setattr(ops.dense, '_MIN_TRAINED_MACS', 1)
+    monkeypatch.setattr(ops.products, '_MIN_TRAINED_MACS', 1)
     tensors = [torch.randn(2, 30, 100), torch.randn(width, 100), torch.randn(width)]
     for options in (dict(), dict(gelu=True), dict(residual=torch.randn(2, 30, width))):
         found = gradients(lambda *t: ops.linear(*t, **options), tensors, 0.3)  # noqa: B023

@@ -6,7 +6,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mmlinattn.ops import private, sizes
+from mmlinattn.ops import private, sizes, tensors
 
 
 @pytest.mark.parametrize('old', [False, True])
@@ -34,8 +34,8 @@ def test_sizes_as_tensors():
 
 def test_known_sizes_leave_maps_where_they_are():
     x = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
-    assert sizes.settled(x) is x
-    image = sizes.to_image(x)
+    assert tensors.settled(x) is x
+    image = tensors.to_image(x)
     assert image.shape == (2, 5, 3, 4) and image.data_ptr() == x.data_ptr()
     assert image.is_contiguous(memory_format=torch.channels_last)
     assert image[1, 2, 0, 3] == x[1, 0, 3, 2]
@@ -49,27 +49,5 @@ def test_open_sizes_that_may_be_one_are_settled(least, copied):
     torch._check(height >= least)
     with FakeTensorMode(shape_env=environment):
         x = torch.empty(height, 4, 3).transpose(1, 2)
-        settled = sizes.settled(x)
+        settled = tensors.settled(x)
     assert (settled is not x) is copied and settled.stride() == ((12, 4, 1) if copied else (12, 1, 3))
-
-
-@pytest.mark.parametrize('exported', [False, True])
-def test_a_forward_that_serves_ones(exported, monkeypatch):
-    """PyTorch's setting is another one during an export only, and comes back after an error, too."""
-    if not private.CAN_SERVE_ONES:
-        pytest.skip('this PyTorch has no such setting')
-    monkeypatch.setattr(sizes.dispatch, 'is_exported', lambda: exported)
-    before, seen = private._config.backed_size_oblivious, []
-
-    @sizes.serves_ones
-    def forward(x, *others, scale=1):
-        """What it gives."""
-        seen.append(private._config.backed_size_oblivious)
-        return x * scale, others
-
-    assert forward(2, 5, scale=3) == (6, (5,))
-    assert forward.__name__ == 'forward' and forward.__doc__ == 'What it gives.'
-    with pytest.raises(TypeError):
-        forward(None, scale=3)
-    assert seen == [True if exported else before] * 2
-    assert private._config.backed_size_oblivious is before is False

@@ -54,7 +54,7 @@ def test_without_kernels_convolutions_are_pytorchs():
     torch.testing.assert_close(depthwise.residual_depthwise_conv2d(x, weight, bias), x + plain)
     for batch in (2, 0):
         each = torch.randn(batch, 4, 3, 3)
-        expected = ops.depthwise.sum_of_shifts(x[:batch], each)
+        expected = ops.convolution.sum_of_shifts(x[:batch], each)
         torch.testing.assert_close(depthwise.dynamic_depthwise_conv2d(x[:batch], each), expected)
 
 
@@ -212,12 +212,12 @@ def test_convolutions_get_nothing_but_the_shapes_that_they_index(call):
     of_each, shapes, dtypes = call
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.rand(shape, generator=generator).to(dtypes[key]) for key, shape in shapes.items()]
-    ours, theirs = depthwise.depthwise_conv2d, ops.depthwise.depthwise_conv2d_reference
+    ours, theirs = depthwise.depthwise_conv2d, ops.convolution.depthwise_conv2d_reference
     if of_each:
         *_, height, width = (0, 0, *tensors[1].shape)
         if tensors[1].dim() != 4 or height != width or width % 2 == 0:
             return  # no kernels
-        ours, theirs = depthwise.dynamic_depthwise_conv2d, ops.depthwise.sum_of_shifts
+        ours, theirs = depthwise.dynamic_depthwise_conv2d, ops.convolution.sum_of_shifts
     expected = outcome(theirs, *tensors)
     with mock.patch.object(compat, 'INTERPRETED', True), mock.patch.object(convolutions, 'op', stop):
         ours = outcome(ours, *tensors)

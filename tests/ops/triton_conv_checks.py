@@ -5,7 +5,7 @@ import pytest
 import torch
 from triton_checks import DEVICE, TOLERANCE, adversary, distance  # noqa: F401
 
-from mmlinattn.ops.depthwise import depthwise_conv2d_reference, sum_of_shifts
+from mmlinattn.ops.convolution import depthwise_conv2d_reference, sum_of_shifts
 from mmlinattn.ops.triton import depthwise as kernels
 from mmlinattn.ops.triton.depthwise_op import op, op_backward
 

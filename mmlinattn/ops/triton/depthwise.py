@@ -5,7 +5,8 @@ from typing import Optional
 
 from torch import Tensor
 
-from ..depthwise import (
+from .. import dispatch
+from ..convolution import (
     depthwise_conv2d_reference,
     dynamic_depthwise_conv2d_eager,
     residual_depthwise_conv2d_eager,
@@ -21,7 +22,9 @@ def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -
 
 def residual_depthwise_conv2d(x: Tensor, weight: Tensor, bias: Optional[Tensor], of_gelu: bool = False) -> Tensor:
     out = convolve(x, weight, bias, True, of_gelu)
-    return residual_depthwise_conv2d_eager(x, weight, bias, of_gelu) if out is None else out
+    if out is None:
+        return residual_depthwise_conv2d_eager(x, weight, bias, of_gelu, dispatch.route(x, weight, bias))
+    return out
 
 
 def dynamic_depthwise_conv2d(x: Tensor, kernels: Tensor) -> Tensor:

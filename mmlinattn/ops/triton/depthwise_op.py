@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from .. import dispatch
-from ..depthwise import depthwise_conv2d_reference, sum_of_shifts
+from ..convolution import depthwise_conv2d_reference, sum_of_shifts
 from . import attention_launch, canary, compat
 from . import depthwise_kernels as kernels
 from .attention_launch import NoKernel, launch
