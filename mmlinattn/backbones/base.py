@@ -4,8 +4,8 @@
 from collections.abc import Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from itertools import compress, islice
-from typing import Any, Optional, Union
+from itertools import islice
+from typing import Any, Optional
 
 import numpy as np
 import torch
@@ -15,37 +15,12 @@ from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..attention import get_mixer
 from ..checkpoints.loading import is_pretrained, load_pretrained
 from ..layers import FactorisedLinear, build_ffn
 from ..ops import dispatch
 from ..ops.dispatch import serves_ones
 from ..ops.tensors import to_image
-
-Spec = Union[str, dict]
-
-
-def check_type(name: str, value, allowed):
-    """``value`` itself.
-
-    Raises:
-        ValueError: If it is not of the type ``allowed``, or one of these types.
-    """
-    types = allowed if isinstance(allowed, tuple) else (allowed,)
-    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        raise ValueError(f'{name}={value!r} has to be of type {" or ".join(t.__name__ for t in types)}')
-    return value
-
-
-def check_count(name: str, value: int) -> int:
-    """``value`` itself.
-
-    Raises:
-        ValueError: If it is no int of at least 1.
-    """
-    if type(value) is not int or value < 1:
-        raise ValueError(f'{name}={value!r} has to be an int >= 1')
-    return value
+from .arch import Arch, Spec, check_count, check_type
 
 
 def numbered(key: str) -> tuple[str, Optional[int]]:
@@ -75,7 +50,7 @@ def statistics_kept(module: nn.Module):
             norm._buffers.update(kept)
 
 
-class Backbone(BaseModule):
+class Backbone(Arch, BaseModule):
     """What pyramids and plain backbones share.
 
     Subclasses fill :attr:`arch_zoo` (published sizes) and :attr:`arch_defaults` (what sizes have in common). The
@@ -102,11 +77,6 @@ class Backbone(BaseModule):
             numbers, a ``drop_path_rate`` out of range, arguments of other types than these.
     """
 
-    arch_zoo: dict[str, dict] = {}
-    arch_defaults: dict = dict(drop_path_rate=0.0)
-    arch_counts: tuple[str, ...] = ()  # keys of the arch that hold numbers of tokens, pixels or patches
-    arch_optional_counts: tuple[str, ...] = ()  # those of them that may hold None
-    arch_ratios: tuple[str, ...] = ('mlp_ratios', 'attn_mlp_ratios')  # keys of the arch that widths are multiplied with
     out_norm_cfg = dict(type='LN', eps=1e-6)
     init_cfg: Any
     default_init_cfg = [
@@ -146,100 +116,9 @@ class Backbone(BaseModule):
         rates = iter(np.linspace(0, rate, sum(self.depths)).tolist())
         self.drop_paths: list[list[float]] = [list(islice(rates, depth)) for depth in self.depths]
 
-    @classmethod
-    def resolve_arch(cls, arch: Spec) -> dict:
-        """The arch as a dict with all keys: a zoo name's, or the given dict over :attr:`arch_defaults`."""
-        defaults = dict(ffn=None, **cls.arch_defaults)
-        if isinstance(arch, str):
-            if arch not in cls.arch_zoo:
-                raise ValueError(f'arch={arch!r} of {cls.__name__} has to be one of {list(cls.arch_zoo)} or a dict')
-            return deepcopy({**defaults, **cls.arch_zoo[arch]})
-        if not isinstance(arch, dict):
-            raise ValueError(f'arch={arch!r} of {cls.__name__} has to be one of {list(cls.arch_zoo)} or a dict')
-        needed = {'embed_dims', 'depths', 'num_heads'}
-        unknown = sorted(set(arch) - needed - set(defaults))
-        missing = sorted(needed - set(arch))
-        if unknown or missing:
-            raise ValueError(
-                f'arch of {cls.__name__} needs the keys {sorted(needed)} and may have {sorted(defaults)}; '
-                f'unknown: {unknown}, missing: {missing}'
-            )
-        for key in sorted(needed):
-            check_type(f'arch: {key}', arch[key], (list, tuple))
-        lengths = {key: len(arch[key]) for key in sorted(needed)}
-        if len(set(lengths.values())) != 1:
-            raise ValueError(f'arch of {cls.__name__}: embed_dims, depths and num_heads differ in length: {lengths}')
-        return deepcopy({**defaults, **arch})
-
-    def per_stage(self, key: str) -> tuple:
-        """An arch value for every stage; a single one stands for all."""
-        value = self.arch[key]
-        values = tuple(value) if isinstance(value, (list, tuple)) else (value,) * len(self.depths)
-        if len(values) != len(self.depths):
-            raise ValueError(f'arch: {key}={value} has to have one entry for each of the {len(self.depths)} stages')
-        return values
-
     def build_ffn(self, stage: int, default: type, dim: int, hidden_dim: int):
         """Feed-forward network of a block: the arch's, or ``default``."""
         return build_ffn(self.per_stage('ffn')[stage], default, dim, hidden_dim)
-
-    @property
-    def attn_blocks(self) -> list[list[bool]]:
-        """Which blocks of each stage have an attention: all, but in hosts that also have others."""
-        return [[True] * depth for depth in self.depths]
-
-    @property
-    def attn_dims(self) -> tuple[int, ...]:
-        """Width of the attentions of each stage, which ``num_heads`` have to divide."""
-        return self.embed_dims
-
-    def _check_sizes(self) -> None:
-        """Sizes of the arch: its depths and widths, and those of :attr:`arch_counts` and :attr:`arch_ratios`."""
-        for key in ('depths', 'embed_dims', *self.arch_counts):
-            optional = key in self.arch_optional_counts
-            for value in self.per_stage(key):
-                if not (type(value) is int and value >= 1) and not (value is None and optional):
-                    allowed = 'ints >= 1' + (' or None' if optional else '')
-                    raise ValueError(f'arch: {key}={self.arch[key]} has to consist of {allowed}')
-        for key in self.arch_ratios:
-            for value in self.per_stage(key) if key in self.arch else ():
-                if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float('inf'):
-                    raise ValueError(f'arch: {key}={self.arch[key]!r} has to consist of numbers above 0')
-
-    @staticmethod
-    def check_out_indices(out_indices: Sequence[int], num_stages: int) -> tuple[int, ...]:
-        indices = tuple(check_type('out_indices', out_indices, (list, tuple)))
-        valid = indices and all(type(index) is int and 0 <= index < num_stages for index in indices)
-        if not valid or list(indices) != sorted(set(indices)):
-            raise ValueError(f'out_indices={indices} have to be ascending and lie in [0, {num_stages - 1}]')
-        return indices
-
-    def _block_attns(self, stage_attns: Sequence) -> list[list[Any]]:
-        """One :data:`Spec` a block, None for those without an attention."""
-        if isinstance(stage_attns, (str, dict)) or len(stage_attns) != len(self.depths):
-            raise ValueError(
-                f'stage_attns={stage_attns!r} has to have one entry for each of the {len(self.depths)} stages'
-            )
-        blocks = []
-        for i, (entry, attends) in enumerate(zip(stage_attns, self.attn_blocks)):
-            depth = len(attends)
-            specs = [entry] * depth if entry is None or isinstance(entry, (str, dict)) else list(entry)
-            if len(specs) != depth:
-                raise ValueError(f'stage_attns[{i}] names {len(specs)} attentions, stage {i} has {depth} blocks')
-            specs = [spec if attends[j] else None for j, spec in enumerate(specs)]
-            for spec in compress(specs, attends):
-                get_mixer(dict(type=None) if spec is None else spec)
-            blocks.append(specs)
-        return blocks
-
-    @staticmethod
-    def zoo(sizes: dict[str, dict], methods: dict[str, dict], **common) -> dict[str, dict]:
-        """Every size with every method: ``{'method-size': arch}``."""
-        return {
-            f'{method}-{size}': {**common, **arch, **attns}
-            for method, attns in methods.items()
-            for size, arch in sizes.items()
-        }
 
     def check_input(self, x: Tensor) -> None:
         if x.dim() != 4 or x.shape[1] != self.in_channels or x.shape[2] < 32 or x.shape[3] < 32:

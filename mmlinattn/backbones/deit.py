@@ -12,7 +12,8 @@ from ..attention import Attention, Grid
 from ..attention.base import to_map
 from ..layers import MLP, Block, PatchEmbed, PositionTable
 from ..ops.dispatch import serves_ones
-from .base import Backbone, check_type, numbered
+from .arch import check_type
+from .base import Backbone, numbered
 
 NORM = dict(type='LN', eps=1e-6)
 OUT_TYPES = ('raw', 'cls_token', 'featmap', 'avg_featmap')

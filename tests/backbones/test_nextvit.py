@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from mmlinattn.attention import GlobalAttention, Grid
 from mmlinattn.backbones import LinearNextViT, nextvit
-from mmlinattn.backbones.nextvit import AveragedKeysAttention, ConvBlock, PooledEmbed, ReLUMLP, TransformerBlock
+from mmlinattn.backbones.nextvit_blocks import AveragedKeysAttention, ConvBlock, PooledEmbed, ReLUMLP, TransformerBlock
 from mmlinattn.checkpoints.loading import load_pretrained
 from mmlinattn.checkpoints.states import backbone_state, fit_backbone
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from mmlinattn import attention
 from mmlinattn.attention import Grid
-from mmlinattn.backbones import nextvit
+from mmlinattn.backbones import nextvit_blocks as nextvit
 from mmlinattn.layers import (
     MLP,
     Block,

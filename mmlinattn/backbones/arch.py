@@ -1,0 +1,138 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The arch of a host: published sizes by name, a user's own as a dict, and what is checked of them."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from itertools import compress
+from typing import Any, Union
+
+from ..attention import get_mixer
+
+Spec = Union[str, dict]
+
+
+def check_type(name: str, value, allowed):
+    """``value`` itself.
+
+    Raises:
+        ValueError: If it is not of the type ``allowed``, or one of these types.
+    """
+    types = allowed if isinstance(allowed, tuple) else (allowed,)
+    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+        raise ValueError(f'{name}={value!r} has to be of type {" or ".join(t.__name__ for t in types)}')
+    return value
+
+
+def check_count(name: str, value: int) -> int:
+    """``value`` itself.
+
+    Raises:
+        ValueError: If it is no int of at least 1.
+    """
+    if type(value) is not int or value < 1:
+        raise ValueError(f'{name}={value!r} has to be an int >= 1')
+    return value
+
+
+class Arch:
+    """What a backbone reads off its arch, see :class:`~mmlinattn.backbones.base.Backbone`."""
+
+    arch: dict
+    depths: tuple[int, ...]
+    embed_dims: tuple[int, ...]
+    arch_zoo: dict[str, dict] = {}
+    arch_defaults: dict = dict(drop_path_rate=0.0)
+    arch_counts: tuple[str, ...] = ()  # keys of the arch that hold numbers of tokens, pixels or patches
+    arch_optional_counts: tuple[str, ...] = ()  # those of them that may hold None
+    arch_ratios: tuple[str, ...] = ('mlp_ratios', 'attn_mlp_ratios')  # keys of the arch that widths are multiplied with
+
+    @classmethod
+    def resolve_arch(cls, arch: Spec) -> dict:
+        """The arch as a dict with all keys: a zoo name's, or the given dict over :attr:`arch_defaults`."""
+        defaults = dict(ffn=None, **cls.arch_defaults)
+        if isinstance(arch, str):
+            if arch not in cls.arch_zoo:
+                raise ValueError(f'arch={arch!r} of {cls.__name__} has to be one of {list(cls.arch_zoo)} or a dict')
+            return deepcopy({**defaults, **cls.arch_zoo[arch]})
+        if not isinstance(arch, dict):
+            raise ValueError(f'arch={arch!r} of {cls.__name__} has to be one of {list(cls.arch_zoo)} or a dict')
+        needed = {'embed_dims', 'depths', 'num_heads'}
+        unknown = sorted(set(arch) - needed - set(defaults))
+        missing = sorted(needed - set(arch))
+        if unknown or missing:
+            raise ValueError(
+                f'arch of {cls.__name__} needs the keys {sorted(needed)} and may have {sorted(defaults)}; '
+                f'unknown: {unknown}, missing: {missing}'
+            )
+        for key in sorted(needed):
+            check_type(f'arch: {key}', arch[key], (list, tuple))
+        lengths = {key: len(arch[key]) for key in sorted(needed)}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(f'arch of {cls.__name__}: embed_dims, depths and num_heads differ in length: {lengths}')
+        return deepcopy({**defaults, **arch})
+
+    def per_stage(self, key: str) -> tuple:
+        """An arch value for every stage; a single one stands for all."""
+        value = self.arch[key]
+        values = tuple(value) if isinstance(value, (list, tuple)) else (value,) * len(self.depths)
+        if len(values) != len(self.depths):
+            raise ValueError(f'arch: {key}={value} has to have one entry for each of the {len(self.depths)} stages')
+        return values
+
+    @property
+    def attn_blocks(self) -> list[list[bool]]:
+        """Which blocks of each stage have an attention: all, but in hosts that also have others."""
+        return [[True] * depth for depth in self.depths]
+
+    @property
+    def attn_dims(self) -> tuple[int, ...]:
+        """Width of the attentions of each stage, which ``num_heads`` have to divide."""
+        return self.embed_dims
+
+    def _check_sizes(self) -> None:
+        """Sizes of the arch: its depths and widths, and those of :attr:`arch_counts` and :attr:`arch_ratios`."""
+        for key in ('depths', 'embed_dims', *self.arch_counts):
+            optional = key in self.arch_optional_counts
+            for value in self.per_stage(key):
+                if not (type(value) is int and value >= 1) and not (value is None and optional):
+                    allowed = 'ints >= 1' + (' or None' if optional else '')
+                    raise ValueError(f'arch: {key}={self.arch[key]} has to consist of {allowed}')
+        for key in self.arch_ratios:
+            for value in self.per_stage(key) if key in self.arch else ():
+                if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float('inf'):
+                    raise ValueError(f'arch: {key}={self.arch[key]!r} has to consist of numbers above 0')
+
+    @staticmethod
+    def check_out_indices(out_indices: Sequence[int], num_stages: int) -> tuple[int, ...]:
+        indices = tuple(check_type('out_indices', out_indices, (list, tuple)))
+        valid = indices and all(type(index) is int and 0 <= index < num_stages for index in indices)
+        if not valid or list(indices) != sorted(set(indices)):
+            raise ValueError(f'out_indices={indices} have to be ascending and lie in [0, {num_stages - 1}]')
+        return indices
+
+    def _block_attns(self, stage_attns: Sequence) -> list[list[Any]]:
+        """One :data:`Spec` a block, None for those without an attention."""
+        if isinstance(stage_attns, (str, dict)) or len(stage_attns) != len(self.depths):
+            raise ValueError(
+                f'stage_attns={stage_attns!r} has to have one entry for each of the {len(self.depths)} stages'
+            )
+        blocks = []
+        for i, (entry, attends) in enumerate(zip(stage_attns, self.attn_blocks)):
+            depth = len(attends)
+            specs = [entry] * depth if entry is None or isinstance(entry, (str, dict)) else list(entry)
+            if len(specs) != depth:
+                raise ValueError(f'stage_attns[{i}] names {len(specs)} attentions, stage {i} has {depth} blocks')
+            specs = [spec if attends[j] else None for j, spec in enumerate(specs)]
+            for spec in compress(specs, attends):
+                get_mixer(dict(type=None) if spec is None else spec)
+            blocks.append(specs)
+        return blocks
+
+    @staticmethod
+    def zoo(sizes: dict[str, dict], methods: dict[str, dict], **common) -> dict[str, dict]:
+        """Every size with every method: ``{'method-size': arch}``."""
+        return {
+            f'{method}-{size}': {**common, **arch, **attns}
+            for method, attns in methods.items()
+            for size, arch in sizes.items()
+        }

@@ -1,0 +1,238 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Blocks of Next-ViT: convolutions with batch norms, convolutional attention, attention on averaged keys."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from mmcv.cnn import build_norm_layer
+from mmcv.cnn.bricks import DropPath
+from mmengine.model import BaseModule
+from torch import Tensor, nn
+
+from ..attention import Attention, Grid
+from ..layers import MLP, apply_linear, conv_norms
+from ..ops.sizes import is_known
+from ..ops.tensors import to_image
+
+SHARE = 0.75  # of a transformer block's channels, and of its stochastic depth, that belong to the attention
+
+
+def norm_map(norm: nn.Module, x: Tensor) -> Tensor:
+    """A batch norm of a (B, H, W, C) map."""
+    return norm(to_image(x)).permute(0, 2, 3, 1)
+
+
+class ConvNorm(BaseModule):
+    """Convolution without bias, batch norm and, with ``relu``, ReLU: (B, H, W, C) -> (B, ceil(H / s), ceil(W / s), C').
+
+    Args:
+        in_dim, dim (int): Channels C and C'.
+        norm_cfg (dict): The norm.
+        kernel_size (int): Odd.
+        stride, groups (int): Of the convolution.
+        relu (bool): Apply ReLU.
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        dim: int,
+        norm_cfg: dict,
+        kernel_size: int = 1,
+        stride: int = 1,
+        groups: int = 1,
+        relu: bool = False,
+        init_cfg=None,
+    ) -> None:
+        super().__init__(init_cfg)
+        self.conv = nn.Conv2d(in_dim, dim, kernel_size, stride, kernel_size // 2, groups=groups, bias=False)
+        self.norm = build_norm_layer(norm_cfg, dim)[1]
+        self.relu = relu
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = conv_norms(to_image(x), [(self.conv, self.norm)]).permute(0, 2, 3, 1)
+        return F.relu(x) if self.relu else x
+
+
+def mean_pool(x: Tensor, size: int) -> Tensor:
+    """Means of patches of ``size`` x ``size`` pixels, at odd borders of the pixels that are there: (B, H, W, C) ->
+    (B, C, ceil(H / size), ceil(W / size))."""
+    image = to_image(x)
+    if is_known(*x.shape[1:3]):
+        return F.avg_pool2d(image, size, ceil_mode=True, count_include_pad=False)
+    # whether the last patch is a whole one, a graph that leaves the size open cannot ask
+    beyond = [0, size - 1, 0, size - 1]
+    shares = conv_mean(F.pad(torch.ones_like(image[:1, :1]), beyond), (size, size))
+    return conv_mean(F.pad(image, beyond), (size, size)) / shares
+
+
+def conv_mean(image: Tensor, size: tuple[int, int]) -> Tensor:
+    """``F.avg_pool2d(image, size)`` by a convolution: of the pool, ``torch.export`` asks whether the size divides the
+    map."""
+    weight = image.new_full((image.shape[1], 1, *size), 1 / (size[0] * size[1]))
+    return F.conv2d(image, weight, stride=size, groups=image.shape[1])
+
+
+class PooledEmbed(ConvNorm):
+    """2x2 average pooling, then a :class:`ConvNorm` of 1x1: (B, H, W, C) -> (B, ceil(H / 2), ceil(W / 2), C').
+
+    At odd borders the pixels that are there are averaged.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(mean_pool(x, 2).permute(0, 2, 3, 1))
+
+
+class Stem(nn.Sequential):
+    """Four 3x3 :class:`ConvNorm` with ReLU, strides 2 1 1 2: (B, H, W, C) -> (B, ceil(H / 4), ceil(W / 4), C').
+
+    Args:
+        in_channels (int): Channels C of the image.
+        dims (Sequence[int]): Widths of the first three; the last one has the third's.
+        norm_cfg (dict): The norms.
+    """
+
+    def __init__(self, in_channels: int, dims: Sequence[int], norm_cfg: dict) -> None:
+        widths = (in_channels, *dims, dims[-1])
+        super().__init__(
+            *(
+                ConvNorm(widths[i], widths[i + 1], norm_cfg, 3, stride, relu=True)
+                for i, stride in enumerate((2, 1, 1, 2))
+            )
+        )
+
+
+class ConvAttention(BaseModule):
+    """Multi-head convolutional attention (Next-ViT Eq. 2): 3x3 convolution in groups, batch norm, ReLU, linear.
+
+    Args:
+        dim (int): Width C, a multiple of ``group_dim``.
+        group_dim (int): Channels of a group, the "head" of the convolution.
+        norm_cfg (dict): The norm.
+    """
+
+    def __init__(self, dim: int, group_dim: int, norm_cfg: dict, init_cfg=None) -> None:
+        super().__init__(init_cfg)
+        self.conv = ConvNorm(dim, dim, norm_cfg, 3, groups=dim // group_dim, relu=True)
+        self.proj = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return apply_linear(self.proj, self.conv(x))
+
+
+class ReLUMLP(MLP):
+    """Feed-forward network with ReLU. Arguments as :class:`~mmlinattn.layers.MLP`."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return F.relu(apply_linear(self.fc1, x))
+
+
+class AveragedKeysAttention(Attention):
+    """Global attention whose keys and values are those of averaged tokens, after a batch norm (Next-ViT Eq. 5).
+
+    Args:
+        dim, num_heads, mixer, kwargs: See :class:`~mmlinattn.attention.Attention`.
+        ratio (int): Reduction r of height and width.
+        reduction (str): ``'grid'`` averages patches of r x r tokens, those at the border over the tokens they have.
+            ``'sequence'`` is what the released code does: it averages r^2 tokens that follow each other in the
+            flattened map, which mixes rows and leaves the keys without a grid, and drops the tokens that are left over;
+            a map has to have r^2 tokens.
+        norm_cfg (dict): Norm of the averages.
+    """
+
+    def __init__(self, dim: int, num_heads: int, mixer, ratio: int, reduction: str, norm_cfg: dict, **kwargs) -> None:
+        super().__init__(dim, num_heads, mixer, **kwargs)
+        self.ratio = ratio
+        self.reduction = reduction
+        self.norm = build_norm_layer(norm_cfg, dim)[1]
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """(B, H, W, C) -> (B, C, h, w); of sequences, h is 1."""
+        if self.reduction == 'grid':
+            return mean_pool(x, self.ratio)
+        sequence = to_image(x.flatten(1, 2)[:, None])
+        mean = F.avg_pool2d if is_known(*x.shape[1:3]) else conv_mean
+        return mean(sequence, (1, self.ratio**2))
+
+    def forward(self, x: Tensor, **shared) -> Tensor:  # type: ignore[override]
+        grid = Grid(*x.shape[1:3])
+        reduced = self.norm(self.reduce(x)).permute(0, 2, 3, 1)
+        key_grid = Grid(*reduced.shape[1:3])
+        out = super().forward(x.flatten(1, 2), grid, kv=reduced.flatten(1, 2), key_grid=key_grid, **shared)
+        return out.unflatten(1, grid[:2])
+
+
+class ConvBlock(BaseModule):
+    """Next convolution block: ``x + ConvAttention(x)``, then ``x + FFN(BN(x))``.
+
+    Args:
+        in_dim (int): Width of the map that enters.
+        dim (int): Width C; a 1x1 convolution leads to it where it differs.
+        group_dim (int): See :class:`ConvAttention`.
+        ffn (nn.Module): Takes and gives maps of width C.
+        norm_cfg (dict): All norms.
+        drop_path (float): Rate of stochastic depth.
+    """
+
+    def __init__(
+        self, in_dim: int, dim: int, group_dim: int, ffn: nn.Module, norm_cfg: dict, drop_path: float, init_cfg=None
+    ) -> None:
+        super().__init__(init_cfg)
+        self.embed = ConvNorm(in_dim, dim, norm_cfg) if in_dim != dim else None
+        self.conv = ConvAttention(dim, group_dim, norm_cfg)
+        self.norm = build_norm_layer(norm_cfg, dim)[1]
+        self.ffn = ffn
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor, **shared) -> Tensor:
+        x = x if self.embed is None else self.embed(x)
+        x = x + self.drop_path(self.conv(x))
+        return x + self.drop_path(self.ffn(norm_map(self.norm, x)))
+
+
+class TransformerBlock(BaseModule):
+    """Next transformer block (Next-ViT Eq. 6): attention on three quarters of the channels, a convolution on the rest.
+
+    ``x + Attention(BN(x))``; of that, a 1x1 convolution ``y``, and ``y + ConvAttention(y)``; of both side by side
+    ``z + FFN(BN(z))``.
+
+    Args:
+        in_dim (int): Width of the map that enters.
+        attn (nn.Module): Attention on maps of width ``attn_dim``.
+        attn_dim (int): Its width; a 1x1 convolution leads to it where it differs from ``in_dim``.
+        dim (int): Width of the result, above ``attn_dim``.
+        group_dim, ffn, norm_cfg, drop_path: See :class:`ConvBlock`.
+    """
+
+    def __init__(
+        self,
+        in_dim: int,
+        attn: nn.Module,
+        attn_dim: int,
+        dim: int,
+        group_dim: int,
+        ffn: nn.Module,
+        norm_cfg: dict,
+        drop_path: float,
+        init_cfg=None,
+    ) -> None:
+        super().__init__(init_cfg)
+        self.embed = ConvNorm(in_dim, attn_dim, norm_cfg) if in_dim != attn_dim else None
+        self.norm1 = build_norm_layer(norm_cfg, attn_dim)[1]
+        self.attn = attn
+        self.narrow = ConvNorm(attn_dim, dim - attn_dim, norm_cfg)
+        self.conv = ConvAttention(dim - attn_dim, group_dim, norm_cfg)
+        self.norm2 = build_norm_layer(norm_cfg, dim)[1]
+        self.ffn = ffn
+        self.attn_drop_path = DropPath(drop_path * SHARE)
+        self.conv_drop_path = DropPath(drop_path * (1 - SHARE))
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor, **shared) -> Tensor:
+        x = x if self.embed is None else self.embed(x)
+        x = x + self.attn_drop_path(self.attn(norm_map(self.norm1, x), **shared))
+        y = self.narrow(x)
+        y = y + self.conv_drop_path(self.conv(y))
+        x = torch.cat((x, y), dim=-1)
+        return x + self.drop_path(self.ffn(norm_map(self.norm2, x)))
