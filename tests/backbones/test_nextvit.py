@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mmlinattn.attention import GlobalAttention, Grid
-from mmlinattn.backbones import LinearNextViT, nextvit
+from mmlinattn.backbones import LinearNextViT
 from mmlinattn.backbones.nextvit_blocks import AveragedKeysAttention, ConvBlock, PooledEmbed, ReLUMLP, TransformerBlock
 from mmlinattn.checkpoints.loading import load_pretrained
 from mmlinattn.checkpoints.states import backbone_state, fit_backbone
@@ -152,7 +152,7 @@ def test_files_of_every_size_load(size, params):
 @pytest.mark.parametrize('open_sizes', [False, True])
 def test_keys_of_sequences_are_those_of_the_release(size, open_sizes, monkeypatch):
     """Averages of r^2 tokens that follow each other; the rest at the end is dropped. Graphs of open sizes, too."""
-    monkeypatch.setattr(nextvit, 'is_known', lambda *sizes: not open_sizes)
+    monkeypatch.setattr(nextvit_blocks, 'is_known', lambda *sizes: not open_sizes)
     attn = goldens.fill(AveragedKeysAttention(8, 2, 'softmax', 2, 'sequence', BN)).double().eval()
     x = torch.randn(2, *size, 8, dtype=torch.float64)
     tokens = x.flatten(1, 2)
@@ -172,7 +172,7 @@ def test_keys_of_sequences_are_those_of_the_release(size, open_sizes, monkeypatc
 @pytest.mark.parametrize('size', [(8, 8), (7, 10), (1, 5), (2, 2)], ids=str)
 @pytest.mark.parametrize('open_sizes', [False, True])
 def test_keys_of_grids_are_means_of_the_tokens_of_a_patch(size, open_sizes, monkeypatch):
-    monkeypatch.setattr(nextvit, 'is_known', lambda *sizes: not open_sizes)  # as in a graph that serves all
+    monkeypatch.setattr(nextvit_blocks, 'is_known', lambda *sizes: not open_sizes)  # as in a graph that serves all
     attn = AveragedKeysAttention(4, 2, 'softmax', 3, 'grid', BN).eval()
     x = torch.randn(1, *size, 4)
     reduced = attn.reduce(x)
@@ -222,7 +222,7 @@ def test_the_released_reduction_takes_any_size(size):
 @pytest.mark.parametrize('size', [(4, 6), (5, 7), (1, 1), (1, 4)], ids=str)
 @pytest.mark.parametrize('open_sizes', [False, True])
 def test_down_sampling_averages_the_pixels_that_are_there(size, open_sizes, monkeypatch):
-    monkeypatch.setattr(nextvit, 'is_known', lambda *sizes: not open_sizes)
+    monkeypatch.setattr(nextvit_blocks, 'is_known', lambda *sizes: not open_sizes)
     embed = goldens.fill(PooledEmbed(3, 5, BN)).double().eval()
     x = torch.randn(2, *size, 3, dtype=torch.float64)
     rows, columns = (-(-side // 2) for side in size)
