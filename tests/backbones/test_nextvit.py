@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mmlinattn.attention import GlobalAttention, Grid
-from mmlinattn.backbones import LinearNextViT
+from mmlinattn.backbones import LinearNextViT, nextvit_blocks
 from mmlinattn.backbones.nextvit_blocks import AveragedKeysAttention, ConvBlock, PooledEmbed, ReLUMLP, TransformerBlock
 from mmlinattn.checkpoints.loading import load_pretrained
 from mmlinattn.checkpoints.states import backbone_state, fit_backbone
