@@ -93,7 +93,7 @@ def variants(dtype: torch.dtype, op: str):
 
 def kernels(dtype: str, op: str) -> dict:
     """Trials of kernels beside float64."""
-    from mmlinattn.ops.triton import attention, attention_launch, canary, depthwise_op, trial
+    from mmlinattn.ops.triton import attention, attention_launch, canary, depthwise_op, spot_check, trial
 
     assert attention  # the ops are registered
     rows = []
@@ -110,7 +110,7 @@ def kernels(dtype: str, op: str) -> dict:
         faults = {direction: answer[direction] for direction in canary.DIRECTIONS if answer[direction]}
         numbers = {key: value for key, value in answer.get('deviations', {}).items() if math.isfinite(value)}
         rows.append(dict(variant=canary.name_of(variant), faults=faults, deviations=numbers))
-    return dict(rows=rows, bound=trial.BOUNDS[getattr(torch, dtype)], right=not any(row['faults'] for row in rows))
+    return dict(rows=rows, bound=spot_check.BOUNDS[getattr(torch, dtype)], right=not any(row['faults'] for row in rows))
 
 
 # --- what it takes ----------------------------------------------------------------------------------------------------

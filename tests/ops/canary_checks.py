@@ -8,7 +8,8 @@ import pytest
 import torch
 from triton_checks import DEVICE
 
-from mmlinattn.ops.triton import attention, attention_launch, depthwise_op, trial
+from mmlinattn.ops.rank_augmented import rala_reference
+from mmlinattn.ops.triton import attention, attention_launch, canary, depthwise_op, spot_check, trial
 from mmlinattn.ops.triton.attention_op import Variant
 
 assert attention
@@ -118,7 +119,7 @@ def test_right_kernels_pass(name):
     deviations = {}
     assert trial.trial(VARIANTS[name], deviations) == dict(forward='', backward='')
     # far from the bound, and of the same size in both directions: the bound holds for more tokens, too
-    assert 0 < max(deviations.values()) < 0.5 * trial.BOUNDS[VARIANTS[name].dtype]
+    assert 0 < max(deviations.values()) < 0.5 * spot_check.BOUNDS[VARIANTS[name].dtype]
 
 
 @pytest.mark.parametrize(
@@ -152,3 +153,89 @@ def test_two_runs_have_to_be_equal(monkeypatch):
 
     monkeypatch.setattr(attention_launch, 'forward', drifts)
     assert trial.trial(VARIANTS['inline'])['forward'] == 'two runs differ'
+
+
+# --- the first call of each shape -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def spot_checks(monkeypatch):
+    """Comparisons are made, also in the interpreter; gives the verdicts that they leave."""
+    monkeypatch.setattr(spot_check, 'IN_INTERPRETER', True)
+    monkeypatch.setattr(spot_check, '_seen', set())
+    monkeypatch.setattr(canary, '_verdicts', {})
+    return canary._verdicts
+
+
+def tensors(op, dtype=torch.float32, tokens=33, **flags):
+    """Queries, keys and values of two images and heads of 16, and what else the op takes."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, tokens, 96, generator=generator).to(DEVICE, dtype).requires_grad_()
+    mask = torch.arange(tokens, device=DEVICE) < torch.tensor([[tokens], [tokens - 5]], device=DEVICE)
+    q, k, v = x.split(32, dim=-1)
+    options = dict(mask=mask)
+    if op is attention.focused_attention:
+        return x, (q, k, v * mask.unsqueeze(-1), 2, torch.full((32,), 1.5, device=DEVICE), 3.0), options
+    return x, (q, k, v * mask.unsqueeze(-1), 2, *([0.25] if op is attention.inline_attention else [])), options
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('op', ['rala', 'inline_attention', 'focused_attention'])
+def test_first_calls_of_right_kernels_agree(op, dtype, spot_checks, recwarn):
+    op = getattr(attention, op)
+    for tokens in (33, 33, 40):
+        x, arguments, options = tensors(op, dtype, tokens)
+        op(*arguments, **options).square().sum().backward()
+    assert len(spot_check._seen) == 4 and spot_checks == {}  # two shapes, both directions
+    assert not [w for w in recwarn if 'mmlinattn' in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    ('direction', 'right', 'wrong'),
+    [
+        ('forward', 'first * cos - second * sin', 'first * cos + second * sin'),
+        ('backward', 'grad_normaliser = -tl.sum', 'grad_normaliser = tl.sum'),
+    ],
+)
+def test_a_kernel_that_goes_wrong_in_a_call_serves_no_more(direction, right, wrong, spot_checks, monkeypatch, tmp_path):
+    x, arguments, options = tensors(attention.rala)
+    options['rotary'] = torch.randn(33, 8, 2, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    expected = rala_reference(*arguments, **options)
+    gradient = torch.autograd.grad(expected.square().sum(), x, retain_graph=True)[0]
+    source = Path(attention_launch.kernels.__file__)
+    monkeypatch.setattr(attention_launch, 'kernels', broken(source, right, wrong, tmp_path))
+    with pytest.warns(UserWarning, match=f'found wrong .{direction}: in a call it deviates by') as caught:
+        out = attention.rala(*arguments, **options)
+        found = torch.autograd.grad(out.square().sum(), x, retain_graph=True)[0]
+    assert len([w for w in caught if 'found wrong' in str(w.message)]) == 1
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, gradient, rtol=1e-4, atol=1e-3)
+    assert list(spot_checks.values()) == [() if direction == 'forward' else ('forward',)]
+
+
+def test_a_convolution_that_goes_wrong_in_a_call(spot_checks, monkeypatch, tmp_path):
+    x, weight = torch.randn(2, 16, 7, 9, device=DEVICE), torch.randn(16, 1, 3, 3, device=DEVICE)
+    expected = torch.nn.functional.conv2d(x, weight, None, 1, 1, 1, 16)
+    torch.testing.assert_close(depthwise_op.convolve(x, weight, None), expected, rtol=1e-4, atol=1e-4)
+    assert spot_checks == {} and len(spot_check._seen) == 1
+    _, _, right, wrong = DEFECTS['columns that wrap around']
+    source = Path(depthwise_op.kernels.__file__)
+    monkeypatch.setattr(depthwise_op, 'kernels', broken(source, right, wrong, tmp_path))
+    with pytest.warns(UserWarning, match='found wrong'):
+        assert depthwise_op.convolve(x[..., :8], weight, None) is None
+
+
+def test_no_comparison_without_finite_results_or_memory(spot_checks):
+    variant = VARIANTS['linear']
+    ours = [torch.zeros(1, 2, 3, device=DEVICE)]
+
+    def full(dtype):
+        raise torch.cuda.OutOfMemoryError('full')
+
+    assert spot_check.agrees(variant, 'forward', ours, lambda dtype: [ours[0] + torch.inf])
+    assert spot_check.agrees(variant, 'forward', ours, full)
+    with pytest.warns(UserWarning, match='found wrong'):
+        assert not spot_check.agrees(variant, 'forward', [ours[0] + torch.nan], lambda dtype: [ours[0] + 1])
+    # what cancels out: the plain form in the same type deviates as much
+    plain = lambda dtype: [ours[0].to(dtype) + (1.1 if dtype == variant.dtype else 1.0)]  # noqa: E731
+    assert spot_check.agrees(variant, 'forward', [ours[0] + 1.3], plain)

@@ -4,6 +4,7 @@
 Registered ops are what checkpointing, DDP, autocast, profilers and ``torch.compile`` know how to handle.
 """
 
+import dataclasses
 import warnings
 from typing import Any, Callable, List, NamedTuple, Optional  # noqa: UP035
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from .. import dispatch
 from . import attention_launch as launch
-from . import canary
+from . import canary, spot_check
 from .attention_launch import Attention, NoKernel, Saved
 
 TENSORS = 7  # q, k, v, rotary, mask, offset, scale
@@ -179,6 +180,26 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         ctx.mark_non_differentiable(*output[1:])
         ctx.together = _slices_of_one(*tensors[:3])
 
+    def compared(ctx, grad, tensors, grads) -> bool:
+        if dispatch.is_plain(grad, *tensors[:3]):  # a graph is being recorded
+            return True
+        spec = Attention(*ctx.options)
+        variant = variant_of(name, spec, *tensors)
+        if not spot_check.is_due(variant, 'backward', tensors[0].shape, tensors[1].shape):
+            return True
+        one, last = _last_head(spec)
+
+        def expected(dtype):
+            leaves = [last(t, dtype).requires_grad_() for t in tensors[:3]]
+            with torch.enable_grad():
+                q, k, v = leaves
+                rotary, mask, offset, scale = _of_last(tensors[3:], dtype)
+                v = v if mask is None else v * mask.unsqueeze(-1)  # whose hidden values get no gradient
+                out = plain(one, q, k, v, rotary, mask, offset, scale)
+            return torch.autograd.grad(out, leaves, last(grad, dtype))
+
+        return spot_check.agrees(variant, 'backward', [last(t) for t in grads], expected)
+
     def backward(ctx, grad, *_):
         kept = ctx.saved_tensors
         tensors, saved = kept[:TENSORS], kept[TENSORS:]
@@ -196,6 +217,8 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 buffers = [*buffers, last] if scale is None else buffers
                 grads = _slices(buffers, (q, k, v), ctx.together)
                 grad_offset = None
+                if not compared(ctx, grad, tensors, grads):
+                    return *_plain_gradients(ctx, plain, grad, tensors), *none
                 if offset is not None and ctx.needs_input_grad[5]:
                     grad_offset = grads[1].sum_to_size(offset.shape).to(offset.dtype)
                 return *grads, None, None, grad_offset, grad_scale, *none
@@ -211,6 +234,17 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         )  # fmt: skip
         return op(*rows, rotary, mask, offset, scale, *options)[0]
 
+    def agrees(variant: Variant, spec: Attention, tensors) -> bool:
+        # a call of its own, of which checkpointing records nothing
+        one, last = _last_head(spec)
+        with torch.no_grad():
+            return spot_check.agrees(
+                variant,
+                'forward',
+                [last(by_kernels(spec, *tensors))],
+                lambda dtype: [plain(one, *(last(t, dtype) for t in tensors[:3]), *_of_last(tensors[3:], dtype))],
+            )
+
     def run(spec: Attention, q, k, v, rotary=None, mask=None, offset=None, scale=None) -> Tensor:
         tensors = (q, k, v, rotary, mask, offset, scale)
         if not launch.serves(spec, *tensors):
@@ -222,6 +256,8 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if variant in _failed or not canary.allows(variant, learns):
             return plain(spec, *tensors)
         try:
+            if spot_check.is_due(variant, 'forward', q.shape, k.shape) and not agrees(variant, spec, tensors):
+                return plain(spec, *tensors)
             return by_kernels(spec, *tensors)
         except NoKernel as error:
             _give_up(variant, error)
@@ -230,6 +266,25 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     run.op, run.op_backward, run.by_kernels, run.plain = op, op_backward, by_kernels, plain
     OPS[name] = run
     return run
+
+
+def _last_head(spec: Attention):
+    """The attention of one head, and what takes that head's channels of the last image; of all heads where a token is
+    mapped as a whole."""
+    heads = spec.heads if spec.kernel == 'focused' else 1
+
+    def last(x: Tensor, dtype: Optional[torch.dtype] = None) -> Tensor:
+        return x.detach()[-1:, :, x.shape[-1] - x.shape[-1] * heads // spec.heads :].to(dtype or x.dtype)
+
+    return dataclasses.replace(spec, heads=heads), last
+
+
+def _of_last(others, dtype: torch.dtype) -> list[Optional[Tensor]]:
+    """Rotation, mask, offset and scale for :func:`_last_head`."""
+    rotary, mask, offset, scale = others
+    rest = [None if t is None else t.detach().to(dtype) for t in (rotary, offset, scale)]
+    offset = None if rest[1] is None else rest[1][-1:]
+    return [rest[0], None if mask is None else mask[-1:], offset, rest[2]]
 
 
 def _gradient_buffers(q: Tensor, k: Tensor, v: Tensor, together: int) -> list[Tensor]:

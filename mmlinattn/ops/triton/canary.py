@@ -57,6 +57,17 @@ def trusting():
         _trusts = before
 
 
+def trusts() -> bool:
+    """Whether every kernel serves, see :func:`trusting`."""
+    return _trusts
+
+
+def fail(variant: NamedTuple, direction: str, fault: str) -> None:
+    """A kernel that passed its trial went wrong in a call: it serves no more in this process."""
+    _verdicts[variant] = ('forward',) if direction == 'backward' else ()
+    _warn(variant, {**dict.fromkeys(DIRECTIONS, ''), direction: fault})
+
+
 def allows(variant: NamedTuple, backward: bool) -> bool:
     """Whether a kernel may serve, as far as is known now.
 
@@ -103,7 +114,7 @@ def _warn(variant: NamedTuple, faults: dict[str, Any]) -> None:
     gpu = torch.cuda.get_device_name(variant.device) if variant.device.type == 'cuda' else 'CPU'
     warnings.warn(
         f'mmlinattn: plain PyTorch for {variant} on {gpu}, Triton {triton.__version__}, PyTorch {torch.__version__}: '
-        f'its kernel did not pass its trial ({told}). Results are right, and slower. Please report this line to the '
+        f'its kernel was found wrong ({told}). Results are right, and slower. Please report this line to the '
         'authors of mmlinattn.',
         stacklevel=5,
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import dispatch
 from ..convolution import depthwise_conv2d_reference, sum_of_shifts
-from . import attention_launch, canary, compat
+from . import attention_launch, canary, compat, spot_check
 from . import depthwise_kernels as kernels
 from .attention_launch import NoKernel, launch
 
@@ -208,8 +208,20 @@ def convolve(
         return None
     weight = weight if of_each else weight.transpose(0, 1)
     bias = None if bias is None else bias.to(dtype)
+    x, weight = x.to(dtype), weight.to(dtype)
     try:
-        return op(x.to(dtype), weight.to(dtype), bias, residual, of_gelu)
+        if not dispatch.is_traced() and spot_check.is_due(variant, 'forward', x.shape):
+            with torch.no_grad():
+                out = op(x, weight, bias, residual, of_gelu)[-1:].permute(0, 2, 3, 1)
+                last = (x[-1:], weight[-1:], bias)
+
+                def expected(to):
+                    parts = [None if t is None else t.to(to) for t in last]
+                    return [_plain(*parts, residual, of_gelu).permute(0, 2, 3, 1)]
+
+                if not spot_check.agrees(variant, 'forward', [out], expected):
+                    return None
+        return op(x, weight, bias, residual, of_gelu)
     except NoKernel as error:
         _give_up(variant, error)
         return None

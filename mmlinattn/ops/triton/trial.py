@@ -23,10 +23,8 @@ from torch import Tensor
 
 from . import attention_launch, attention_op, canary, depthwise_op
 from .attention_launch import Attention
+from .spot_check import BOUNDS, deviation
 
-# Largest deviation of a token's channels, relative to their norm and the root mean square of all tokens' norms. In the
-# interpreter, which cuts bfloat16 off, the kernels have up to a fifth of it.
-BOUNDS = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 5e-2}
 TOKENS = 4201
 HEIGHT, WIDTH = 29, 37
 GUARD = 4096  # elements before and after what kernels write
@@ -93,9 +91,7 @@ def _compared(first, second, expected, bound: float) -> tuple[str, float]:
             return 'not all of its results are finite', math.inf
         if not torch.equal(ours, again):
             return 'two runs differ', math.inf
-        norms = theirs.norm(dim=-1)
-        typical = norms.square().mean().sqrt().clamp(min=1e-30)
-        largest = max(largest, ((ours.double() - theirs).norm(dim=-1) / (norms + typical)).max().item())
+        largest = max(largest, deviation([ours], [theirs]))
     return '' if largest < bound else f'it deviates by {largest:.1g}, where {bound:.1g} is allowed', largest
 
 
