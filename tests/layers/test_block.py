@@ -3,10 +3,21 @@
 
 import pytest
 import torch
+from odd_layers import OTHER_CONVS
 from torch import nn
 
 from mmlinattn.attention import Grid
-from mmlinattn.layers import MLP, Block, ConvFFN, apply_linear
+from mmlinattn.layers import (
+    MLP,
+    Block,
+    ConvFFN,
+    DWConvFFN,
+    ResidualDWConv,
+    apply_linear,
+)
+from mmlinattn.layers import (
+    block as blocks,
+)
 
 LN = dict(type='LN', eps=1e-6)
 
@@ -164,3 +175,93 @@ def test_an_adapter_in_place_of_a_linear_layer_is_called():
 
     x, scale = torch.randn(2, 4), torch.randn(4)
     torch.testing.assert_close(apply_linear(Adapter(), x, scale), (x + 1) * scale)
+
+
+@pytest.mark.usefixtures('fast_forms')
+@pytest.mark.parametrize('ffn', [MLP, ConvFFN, DWConvFFN])
+@pytest.mark.parametrize('height', [20, 17, 41])
+@pytest.mark.parametrize('scaled', [True, False])
+def test_strips_change_nothing(ffn, height, scaled, monkeypatch):
+    module = ffn(4, 10).double()
+    x = torch.randn(2, height, 3, 4, dtype=torch.float64)
+    scale = torch.rand(4, dtype=torch.float64) if scaled else None
+    whole = module(x, scale)
+    calls = []
+    hidden = module.hidden
+    monkeypatch.setattr(module, 'hidden', lambda x: calls.append(x.shape[1]) or hidden(x))
+    monkeypatch.setattr(blocks, 'STRIP_NUMEL', 3 * 10 * 8)
+    with torch.no_grad():
+        torch.testing.assert_close(module(x, scale), whole)
+    assert len(calls) == 2 * -(-height // 8) and max(calls) <= 8 + 2 * ffn.halo
+
+
+def test_strips_of_tokens(monkeypatch):
+    module, x = MLP(4, 10), torch.randn(3, 50, 4)
+    whole = module(x)
+    monkeypatch.setattr(blocks, 'STRIP_NUMEL', 70)
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), whole)
+
+
+@pytest.mark.usefixtures('fast_forms')
+def test_strips_are_for_layers_that_nobody_watches(monkeypatch):
+    monkeypatch.setattr(blocks, 'STRIP_NUMEL', 70)
+    module, x, seen = MLP(4, 10), torch.randn(3, 50, 2, 4), []
+    residual = torch.randn(3, 50, 2, 4)
+    with torch.no_grad():
+        expected = module.fc2(nn.functional.gelu(module.fc1(x))) + residual
+        torch.testing.assert_close(module(x, residual=residual), expected)
+        assert module(x[:0]).shape == (0, 50, 2, 4)
+        module.fc2.register_forward_hook(lambda module, inputs, out: seen.append(inputs[0].shape))
+        torch.testing.assert_close(module(x, residual=residual), expected)
+    assert seen == [(3, 50, 2, 10)]
+
+
+CONVS = {
+    'depthwise': lambda: nn.Conv2d(6, 6, 3, padding=1, groups=6),
+    **OTHER_CONVS,
+}
+
+
+@pytest.mark.parametrize('conv', CONVS.values(), ids=CONVS)
+def test_gelu_of_a_convolution_of_any_kind(conv):
+    ffn, x, seen = DWConvFFN(3, 6), torch.randn(2, 9, 12, 3), []
+    ffn.dwconv = conv()
+    expected = ffn.fc2(nn.functional.gelu(ffn.dwconv(ffn.fc1(x).permute(0, 3, 1, 2))).permute(0, 2, 3, 1))
+    torch.testing.assert_close(ffn(x), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(ffn(x), expected)
+        ffn.dwconv.register_forward_hook(lambda module, args, out: seen.append(out))
+        torch.testing.assert_close(ffn(x), expected)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize('ffn', [MLP, ConvFFN, DWConvFFN])
+def test_feed_forward_networks_are_their_equations(ffn):
+    module, x = ffn(4, 6), torch.randn(2, 3, 5, 4)
+    gelu = nn.functional.gelu
+    hidden = nn.functional.linear(x, module.fc1.weight, module.fc1.bias)
+
+    def conv(y):
+        image = y.permute(0, 3, 1, 2)
+        kernel = module.dwconv.weight, module.dwconv.bias
+        return nn.functional.conv2d(image, *kernel, padding=1, groups=6).permute(0, 2, 3, 1)
+
+    hidden = gelu(conv(hidden)) if ffn is DWConvFFN else gelu(hidden)
+    hidden = hidden + conv(hidden) if ffn is ConvFFN else hidden
+    expected = nn.functional.linear(hidden, module.fc2.weight, module.fc2.bias)
+    for learns in (True, False):
+        with torch.set_grad_enabled(learns):
+            torch.testing.assert_close(module(x), expected)
+
+
+@pytest.mark.parametrize('size', [3, 5])
+@pytest.mark.parametrize('of_gelu', [False, True])
+def test_a_convolution_beside_what_it_convolves(of_gelu, size):
+    layer, x = ResidualDWConv(4, size), torch.randn(2, 3, 5, 4)
+    image = (nn.functional.gelu(x) if of_gelu else x).permute(0, 3, 1, 2)
+    expected = image + nn.functional.conv2d(image, layer.weight, layer.bias, padding=size // 2, groups=4)
+    for learns in (True, False):
+        with torch.set_grad_enabled(learns):
+            torch.testing.assert_close(layer(x, of_gelu), expected.permute(0, 2, 3, 1))
+    assert ResidualDWConv(4).weight.shape == (4, 1, 3, 3)

@@ -10,7 +10,14 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, weight_norm
 
 from mmlinattn.attention import TOKEN_MIXERS, Attention, Grid, TokenMixer
-from mmlinattn.layers import MLP, Block, ConvStem
+from mmlinattn.layers import (
+    MLP,
+    Block,
+    ConvStem,
+    apply_linear,
+)
+from mmlinattn.layers.linear import project, split_parts
+from mmlinattn.ops import dispatch
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
 DIM, HEADS, GRID = 16, 2, Grid(3, 4)
@@ -145,3 +152,64 @@ def test_a_mixer_may_return_a_view_of_shared_memory(gate):
                 torch.testing.assert_close(attention(x, GRID), expected)
     finally:
         TOKEN_MIXERS._module_dict.pop('expanded mean')
+
+
+@pytest.mark.parametrize('bias', [True, False])
+@pytest.mark.parametrize('scale', [True, False])
+def test_a_scale_goes_into_the_matrix(scale, bias):
+    layer, x, factor = nn.Linear(6, 4, bias=bias), torch.randn(2, 3, 6), torch.randn(4) if scale else None
+    expected = nn.functional.linear(x, layer.weight, layer.bias) * (factor if scale else 1)
+    for learns in (True, False):
+        with torch.set_grad_enabled(learns):
+            torch.testing.assert_close(apply_linear(layer, x, factor), expected)
+            torch.testing.assert_close(apply_linear(nn.Sequential(layer), x, factor), expected)
+
+
+def test_products_under_autocast_are_of_its_type():
+    """Also where a faster product in float32 is at hand, which `torch.autocast` was asked to leave."""
+    layer, x = nn.Linear(64, 64), torch.randn(2, 40, 64)
+    stem, image = ConvStem(3, 8, dict(type='BN')).eval(), torch.randn(1, 32, 32, 3)
+    with torch.no_grad(), torch.autocast('cpu', torch.bfloat16):
+        assert apply_linear(layer, x).dtype == layer(x).dtype == torch.bfloat16
+        assert apply_linear(layer, x, gelu=True).dtype == torch.bfloat16
+        assert stem(image).dtype == torch.bfloat16
+
+
+def test_a_layer_scale_that_half_precision_cannot_hold_is_applied_after_the_product():
+    assert dispatch.takes_scale(torch.zeros(1)) and not dispatch.takes_scale(torch.zeros(1, dtype=torch.float16))
+    with torch.autocast('cpu', torch.float16):
+        assert not dispatch.takes_scale(torch.zeros(1))
+
+
+def test_hooks_and_adapters_are_called():
+    layer, x, seen = nn.Linear(3, 4), torch.randn(2, 3), []
+    handle = layer.register_forward_hook(lambda *args: seen.append(args))
+    with torch.no_grad():
+        hooked = apply_linear(layer, x, torch.ones(4), gelu=True)
+        handle.remove()
+        torch.testing.assert_close(apply_linear(layer, x, gelu=True), hooked)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize('gated', [False, True])
+@pytest.mark.parametrize('reduced', [False, True])
+@pytest.mark.parametrize('bias', [False, True])
+@pytest.mark.parametrize('backend', ['reference', 'eager', 'cpu'])
+def test_projections_of_every_backend(backend, bias, reduced, gated, monkeypatch):
+    """GPUs get ``eager``: no other test on a CPU does. Rows of the weight: queries, keys, values, gate."""
+    monkeypatch.setattr(dispatch, 'backend', lambda *tensors: backend)
+    widths = (3, 4, 5, 6)[: 3 + gated]
+    layer, x = nn.Linear(7, sum(widths), bias=bias), torch.randn(2, 6, 7)
+    kv = torch.randn(2, 4, 7) if reduced else None
+    sources = (x, kv, kv, x) if reduced else (x,) * 4
+    rows = ((0, 3), (3, 7), (7, 12), (12, 18))
+    expected = [
+        source @ layer.weight[a:b].T + (layer.bias[a:b] if bias else 0)
+        for source, (a, b) in zip(sources, rows[: len(widths)])
+    ]
+    for learns in (True, False):
+        for convolves in (True, False):
+            for module in (layer, nn.Sequential(layer)):
+                with torch.set_grad_enabled(learns):
+                    found = split_parts(project(module, x, widths, kv, convolves))
+                torch.testing.assert_close(found, expected)

@@ -1,0 +1,235 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Stems and down-sampling, and convolutions with norms."""
+
+import pytest
+import torch
+from odd_layers import OTHER_CONVS, doubled
+from torch import nn
+
+from mmlinattn.layers import (
+    ConvDownsample,
+    ConvStem,
+    PatchEmbed,
+    PatchMerging,
+    conv_norms,
+    fold_batch_norm,
+    strided_conv,
+)
+
+
+@pytest.mark.parametrize('channels', [3, 8, 24, 40])
+@pytest.mark.parametrize('kernel', [2, 4, 8])
+@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16], ids=str)
+def test_patches_without_overlap(dtype, kernel, channels):
+    """In bfloat16 oneDNN's own convolution of some of these shapes is wrong on CPUs with AMX."""
+    conv, x = (
+        nn.Conv2d(channels, 16, kernel, kernel).to(dtype),
+        torch.randn(2, 2 * kernel + 1, 3 * kernel, channels).to(dtype),
+    )
+    padded = nn.functional.pad(x.double().permute(0, 3, 1, 2), (0, 0, 0, kernel - 1))
+    expected = nn.functional.conv2d(padded, conv.weight.double(), conv.bias.double(), kernel).permute(0, 2, 3, 1)
+    for learns in (True, False):
+        with torch.set_grad_enabled(learns):
+            out = strided_conv(conv, x)
+        assert out.dtype == dtype and out.shape == (2, 3, 3, 16)
+        assert (out.double() - expected).norm() < (0.01 if dtype == torch.bfloat16 else 1e-12) * expected.norm()
+
+
+@pytest.mark.parametrize('norm', ['BN', 'GN', None])
+@pytest.mark.parametrize('training', [True, False])
+def test_stem_without_gradients_gives_what_it_gives_with_them(norm, training):
+    """Norms folded and GELU in the convolution; statistics of a batch are not folded."""
+    cfg = dict(type='BN') if norm is None else dict(type=norm, **(dict(num_groups=2) if norm == 'GN' else {}))
+    stem = ConvStem(3, 8, cfg)
+    for module in stem.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            for buffer in (module.running_mean, module.running_var, module.weight, module.bias):
+                nn.init.uniform_(buffer, 0.5, 1.5)
+    if norm is None:  # as a model folded for deployment
+        stem.layers = nn.Sequential(*(layer for layer in stem.layers if not isinstance(layer, nn.BatchNorm2d)))
+    stem.train(training)
+    x = torch.randn(2, 21, 30, 3)
+    expected = stem(x)
+    torch.testing.assert_close(stem.layers(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1), expected, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(stem(x), expected, rtol=1e-4, atol=1e-5)
+
+
+class Shifted(nn.BatchNorm2d):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+NORMS = {
+    'batch norm': nn.BatchNorm2d,
+    'without weights': lambda dim: nn.BatchNorm2d(dim, affine=False),
+    'without statistics': lambda dim: nn.BatchNorm2d(dim, track_running_stats=False),
+    'one of images': lambda dim: nn.InstanceNorm2d(dim, affine=True),
+    'with a forward of its own': lambda dim: doubled(nn.BatchNorm2d(dim)),
+    'of a class with one': lambda dim: Shifted(dim),
+}
+
+
+@pytest.mark.parametrize('norm', NORMS.values(), ids=NORMS)
+@pytest.mark.parametrize('training', [False, True])
+def test_convolutions_and_norms_of_every_kind(training, norm):
+    """As they are one after the other, with gradients and without; kernels of several sizes, and groups in one."""
+    convs = nn.Conv2d(4, 6, 3, 2, 1, bias=False), nn.Conv2d(6, 8, 1), nn.Conv2d(8, 8, 5, 1, 2)
+    layers = [(conv, norm(conv.out_channels)) for conv in convs]
+    for _, module in layers:
+        for tensor in (module.running_mean, module.running_var, module.weight, module.bias):
+            if tensor is not None:
+                nn.init.uniform_(tensor, 0.5, 1.5)
+        module.train(training)
+    x, grouped = torch.randn(2, 4, 9, 7), nn.Conv2d(4, 6, 3, 2, 1, groups=2)
+    expected = x
+    for conv, module in layers:
+        expected = nn.functional.gelu(expected) if conv is not convs[0] else expected
+        expected = module(conv(expected))
+    alone = layers[0][1](grouped(x))
+    for learns in (True, False):
+        with torch.set_grad_enabled(learns):
+            found, of_groups = conv_norms(x, layers), conv_norms(x, [(grouped, layers[0][1])])
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(of_groups, alone, rtol=1e-4, atol=1e-5)
+        if learns:
+            leaves = [parameter for conv in convs for parameter in conv.parameters()]
+            for ours, theirs in zip(*(torch.autograd.grad(out.sin().sum(), leaves) for out in (found, expected))):
+                torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize('place', [0, 1, 2])
+@pytest.mark.parametrize('conv', [*OTHER_CONVS.values(), lambda: nn.Conv2d(6, 6, 3, padding=1)], ids=[*OTHER_CONVS, ''])
+def test_one_convolution_among_plain_ones_runs_as_it_is(conv, place):
+    """What is no plain one, and any that somebody watches."""
+    convs = [nn.Conv2d(6, 6, 3, padding=1) for _ in range(3)]
+    convs[place] = conv()
+    layers, x, seen = [(module, nn.BatchNorm2d(6).eval()) for module in convs], torch.randn(1, 6, 5, 7), []
+    expected = x
+    for i, (module, norm) in enumerate(layers):
+        expected = norm(module(nn.functional.gelu(expected) if i else expected))
+    for learns in (True, False):
+        with torch.set_grad_enabled(learns):
+            torch.testing.assert_close(conv_norms(x, layers), expected, rtol=1e-4, atol=1e-5)
+    for kind in ('register_forward_hook', 'register_forward_pre_hook'):
+        handle = getattr(convs[place], kind)(lambda *args: seen.append(args[0]))
+        for learns in (True, False):
+            with torch.set_grad_enabled(learns):
+                conv_norms(x, layers)
+        handle.remove()
+    assert seen == [convs[place]] * 4
+
+
+@pytest.mark.parametrize(('bias', 'shift'), [(True, -17.5), (False, -23.5)])
+def test_a_batch_norm_in_a_convolution(bias, shift):
+    """3 (2 x + 1 - 4) / sqrt(0.21 + 0.04) + 0.5 by hand; in the type of the convolution."""
+    conv, norm = nn.Conv2d(1, 2, 1, bias=bias), nn.BatchNorm2d(2, eps=0.04)
+    values = [(conv.weight, 2), (norm.weight, 3), (norm.bias, 0.5), (norm.running_mean, 4), (norm.running_var, 0.21)]
+    for tensor, value in [*values, *([(conv.bias, 1)] if bias else [])]:
+        nn.init.constant_(tensor, value)
+    norm.weight.data[1] = 0
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        folded = fold_batch_norm(conv.to(dtype), norm)
+        expected = torch.tensor([[[[12.0]]], [[[0]]]]), torch.tensor([shift, 0.5])
+        for tensor, other in zip(folded, expected):
+            torch.testing.assert_close(
+                tensor.detach(), other.to(dtype), rtol=0.01 if dtype == torch.bfloat16 else 1e-5, atol=0
+            )
+
+
+def test_hooks_of_norms_are_called():
+    """In inference a batch norm goes into the convolution before it, but for one that somebody watches."""
+    stem, x, seen = ConvStem(3, 8, dict(type='BN')).eval(), torch.randn(1, 32, 32, 3), []
+    with torch.no_grad():
+        expected = stem(x)
+        for module in stem.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.register_forward_hook(lambda *args: seen.append(args))
+        torch.testing.assert_close(stem(x), expected)
+    assert len(seen) == 4
+
+
+def padded(x, multiple):
+    """A map with zeros at the bottom and right, of whole strides."""
+    out = x.new_zeros(len(x), *(-(-side // multiple) * multiple for side in x.shape[1:3]), x.shape[-1])
+    out[:, : x.shape[1], : x.shape[2]] = x
+    return out
+
+
+@pytest.mark.parametrize('size', [(8, 8), (7, 9), (1, 2), (5, 1)], ids=str)
+def test_patches_of_maps_of_any_size(size):
+    """Those at the border are filled up with zeros; four neighbours of Swin's: down first, then right."""
+    x = torch.randn(2, *size, 3)
+    for kernel, stride, padding in ((4, 4, 0), (2, 2, 0), (7, 4, 3), (3, 2, 1), (4, 4, 1)):
+        embed = PatchEmbed(3, 5, kernel, stride, padding, dict(type='LN', eps=0.5))
+        conv = embed.proj
+        image = nn.functional.pad(padded(x, stride).permute(0, 3, 1, 2), [padding, kernel, padding, kernel])
+        height, width = (-(-side // stride) for side in size)
+        expected = nn.functional.conv2d(image, conv.weight, conv.bias, stride)[..., :height, :width].permute(0, 2, 3, 1)
+        torch.testing.assert_close(embed(x), nn.functional.layer_norm(expected, (5,), eps=0.5))
+        embed.norm = None
+        torch.testing.assert_close(embed(x), expected)
+    assert PatchEmbed(3, 5, 4, 4).norm is None
+    merging = PatchMerging(3, 5, dict(type='LN', eps=0.5))
+    assert merging.reduction.bias is None
+    even = padded(x, 2)
+    neighbours = [even[:, i::2, j::2] for j in (0, 1) for i in (0, 1)]
+    expected = nn.functional.layer_norm(torch.cat(neighbours, dim=-1), (12,), eps=0.5) @ merging.reduction.weight.T
+    torch.testing.assert_close(merging(x), expected)
+
+
+@pytest.mark.parametrize('size', [(8, 8), (7, 9), (1, 2)], ids=str)
+def test_stem_and_downsampling_are_their_convolutions(size):
+    stem, down = ConvStem(3, 8, dict(type='BN')), ConvDownsample(3, 5, dict(type='BN'))
+    convs = [layer for layer in stem.layers if isinstance(layer, nn.Conv2d)]
+    assert [(conv.in_channels, conv.out_channels) for conv in convs] == [(3, 4), (4, 4), (4, 4), (4, 8)]
+    x = torch.randn(2, *size, 3)
+    image = x.permute(0, 3, 1, 2)
+    coarse = nn.functional.conv2d(image, down.layers.conv.weight, down.layers.conv.bias, 2, 1)
+    for i, (conv, stride) in enumerate(zip(convs, (2, 1, 1, 2))):
+        image = nn.functional.gelu(image) if i else image
+        image = nn.functional.conv2d(image, conv.weight, conv.bias, stride, 1)
+        if i < 3:
+            image = nn.functional.batch_norm(image, None, None, training=True)
+    if size != (1, 2):  # batch statistics of one pixel
+        torch.testing.assert_close(
+            stem(x).permute(0, 3, 1, 2),
+            nn.functional.batch_norm(image, None, None, training=True),
+            rtol=1e-3,
+            atol=1e-4,
+        )
+    stem.eval(), down.eval()
+    assert stem(x).shape == (2, -(-size[0] // 4), -(-size[1] // 4), 8)
+    expected = coarse.permute(0, 2, 3, 1) / (1 + 1e-5) ** 0.5
+    torch.testing.assert_close(down(x), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(down(x), expected)
+    del down.layers.norm  # folded for deployment
+    torch.testing.assert_close(down(x), coarse.permute(0, 2, 3, 1))
+
+
+@pytest.mark.usefixtures('fast_forms')
+@pytest.mark.parametrize('kind', ['BN', 'SyncBN'])
+def test_fixed_batch_norms_take_no_pass_of_their_own(kind, monkeypatch):
+    """In inference they are part of the convolution before them."""
+    stem, x = ConvStem(3, 8, dict(type=kind)).eval(), torch.randn(1, 16, 16, 3)
+    monkeypatch.setattr(nn.functional, 'batch_norm', None)
+    with torch.no_grad():
+        assert stem(x).shape == (1, 4, 4, 8)
+
+
+@pytest.mark.parametrize('training', [False, True])
+def test_norms_that_train_use_their_batch_without_gradients_too(training):
+    conv, norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+    nn.init.uniform_(norm.running_var, 2, 3)
+    nn.init.uniform_(norm.running_mean, 2, 3)
+    norm.train(training)
+    before, x = norm.running_mean.clone(), torch.randn(2, 3, 8, 9)
+    with torch.no_grad():
+        image = conv(x)
+        mean, var = (
+            (image.mean((0, 2, 3)), image.var((0, 2, 3), unbiased=False)) if training else (before, norm.running_var)
+        )
+        expected = (image - mean[:, None, None]) / (var + norm.eps).sqrt()[:, None, None]
+        torch.testing.assert_close(conv_norms(x, [(conv, norm)]), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(norm.running_mean, before) is not training
