@@ -572,40 +572,6 @@ def test_files_that_were_added_after_a_run_was_killed_at_its_very_end_stay(tmp_p
 # ------------------------------------------------------------------------------------ command line
 
 
-@pytest.mark.parametrize(
-    'args, name',
-    [
-        (['--num-train', '-3'], '--num-train'),
-        (['--num-train', '0'], '--num-train'),
-        (['--num-val', 'ten'], '--num-val'),
-        (['--seed', '-1'], '--seed'),
-        (['--format', 'voc'], '--format'),
-        (['--size', '10', '160'], '--size'),
-        (['--size-jitter', '0.9'], '--size-jitter'),
-        (['--workers', '0'], '--workers'),
-    ],
-)
-def test_bad_arguments(tmp_path, capsys, args, name):
-    good = ['--format', 'coco', '--num-train', '3', '--num-val', '2']
-    with pytest.raises(SystemExit) as stopped:
-        run_tool(tmp_path / 'out', *good, *args)
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err
-    assert message.count('\n') == 1 and f'argument {name}: ' in message
-    assert args[1] in message
-    assert not (tmp_path / 'out').exists()
-
-
-@pytest.mark.parametrize('place', ['file', 'file/below'])
-def test_unwritable_out(tmp_path, capsys, place):
-    (tmp_path / 'file').write_text('')
-    with pytest.raises(SystemExit) as stopped:
-        run_tool(tmp_path / place, '--format', 'coco', '--num-train', 3, '--num-val', 2)
-    assert stopped.value.code == 2
-    message = capsys.readouterr().err
-    assert message.count('\n') == 1 and 'argument OUT: ' in message and place in message
-
-
 def test_full_disk(tmp_path, capsys, monkeypatch):
     def full(path, content):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

@@ -94,37 +94,6 @@ def test_weights_and_names_of_a_checkpoint_are_in_the_graph(config, tmp_path):
     assert FORMATS['torchscript'].read_metadata(out)['classes'] == ['one', 'two', 'three']
 
 
-@pytest.mark.parametrize(
-    ('more', 'said'),
-    [
-        (['--shape', '31', '64'], '--shape 31 64: a side has 32 pixels at least'),
-        (['--batch', '0'], '--batch 0 has to be at least 1'),
-        (['--out', 'graph.ir', '--format', 'openvino'], "--out 'graph.ir' has to end with .xml for --format openvino"),
-        (
-            ['--dtype', 'int8'],
-            '--dtype int8: weights are quantised by ONNX Runtime, for --format onnx',
-        ),
-        (['--format', 'onnx', '--dtype', 'bfloat16'], '--dtype bfloat16: ONNX Runtime has no kernels for it on CPUs'),
-        (['--out', 'graph.xml', '--format', 'openvino', '--dtype', 'bfloat16'], 'INFERENCE_PRECISION_HINT'),
-        (['--out', '.'], "--out '.' is a folder"),
-        (['--out', 'no/such/folder/graph.pt'], 'its folder does not exist'),
-    ],
-    ids=['shape', 'batch', 'suffix', 'int8', 'bfloat16-onnx', 'bfloat16-openvino', 'is-folder', 'no-folder'],
-)
-def test_bad_arguments_are_named_in_one_line(config, tmp_path, capsys, more, said):
-    with pytest.raises(SystemExit) as end:
-        main(options(config, tmp_path / 'graph.pt', *more))
-    error = capsys.readouterr().err
-    assert end.value.code == 1 and said in error and error.count('\n') == 1
-
-
-@pytest.mark.parametrize('shape', [['64'], ['64', '64', '64'], ['64', 'x']])
-def test_a_size_is_two_numbers(config, tmp_path, capsys, shape):
-    with pytest.raises(SystemExit) as end:
-        main(options(config, tmp_path / 'graph.pt', '--shape', *shape))
-    assert end.value.code == 2 and 'usage' in capsys.readouterr().err
-
-
 def test_a_wrong_argument_of_a_model_is_one_line(config, tmp_path, capsys, monkeypatch):
     monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
     config.write_text(config.read_text().replace('head=dict(', 'head=dict(foo=1, '))
@@ -132,15 +101,6 @@ def test_a_wrong_argument_of_a_model_is_one_line(config, tmp_path, capsys, monke
         main(options(config, tmp_path / 'graph.pt'))
     error = capsys.readouterr().err
     assert end.value.code == 1 and "unexpected keyword argument 'foo'" in error and error.count('\n') == 1
-
-
-def test_a_checkpoint_of_another_model_is_refused(config, tmp_path, capsys):
-    checkpoint = tmp_path / 'weights.pth'
-    torch.save(dict(state_dict={'backbone.nothing': torch.zeros(1)}), checkpoint)
-    with pytest.raises(SystemExit):
-        main(options(config, tmp_path / 'graph.pt', checkpoint=checkpoint))
-    assert 'does not fit the model of' in capsys.readouterr().err
-    assert not (tmp_path / 'graph.pt').exists()
 
 
 class Parts(nn.Module):

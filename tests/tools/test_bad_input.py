@@ -1,188 +1,400 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The tools on hostile files and on configs with mistakes: one line, status 1, no traceback."""
+"""Every tool on bad input: one line that names the argument, its value and what is allowed; nothing is written.
 
+A new case is a line of ``ROWS``: the command, what its line has to say, and ``slow`` where a model is built. Files of
+``FILES`` and data sets of ``DATA`` that a command names are made for it; ``{mmdet}`` and so on are the quick-start
+configs.
+"""
+
+import functools
 import os
+import re
 import runpy
-import socket
-import subprocess
+import shlex
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_helpers import touch_when_loaded
+from mmengine.registry import MODELS, init_default_scope
+from PIL import Image
 
-pytest.importorskip('mmpretrain')
+from mmlinattn.apis.configs import read_config
+from mmlinattn.datasets import DatasetSpec, write_dataset
+
+for package in ('mmdet', 'mmseg', 'mmpretrain'):
+    pytest.importorskip(package)
 TOOLS = Path(__file__).resolve().parents[2] / 'tools'
-CONFIG = TOOLS.parent / 'configs' / 'mmpretrain' / 'ravlt_shapes_quickstart.py'
+QUICK = {
+    task: TOOLS.parent / 'configs' / task / 'ravlt_shapes_quickstart.py' for task in ('mmdet', 'mmseg', 'mmpretrain')
+}
+DATA = ('coco', 'ade', 'imagenet')
+STATUS = {'make_shapes_dataset.py': 2, 'analysis_tools/contact_sheet.py': 2}  # as argparse; all others 1
+
+
+@functools.cache
+def untrained(task):
+    init_default_scope(task)
+    return MODELS.build(read_config(str(QUICK[task])).model).state_dict()
+
+
+def weights(task, **changes):
+    return lambda path: torch.save(dict(state_dict={**untrained(task), **changes}, meta={}), path)
+
+
+def saved(value):
+    return lambda path: torch.save(value, path)
+
+
+def text(content):
+    return lambda path: path.write_text(content.format(**QUICK))
+
+
+def code(path):
+    saved({'state_dict': {}, 'more': touch_when_loaded(path.with_name('was_run'))})(path)
+
+
+def loads_code(path):
+    code(path.with_name('code.pth'))
+    text(
+        "_base_ = '{mmpretrain}'\ninit_cfg = dict(_delete_=True, type='Pretrained', checkpoint='code.pth')\n"
+        'model = dict(backbone=dict(init_cfg=init_cfg))\n'
+    )(path)
+
+
+def photo(path):
+    Image.effect_noise((140, 90), 60).convert('RGB').save(path)
+
+
+FILES = {
+    # checkpoints
+    'empty.pth': Path.touch,
+    'pipe': os.mkfifo,
+    'page.pth': text('<html>Please log in</html>'),
+    'code.pth': code,
+    'none.pth': saved(None),
+    'number.pth': saved({1: torch.ones(1)}),
+    'screen.pth': saved({'\x1b[2J': torch.ones(1)}),
+    'other.pth': saved({'state_dict': {'backbone.stages.0.0.norm1.weight': torch.ones(7)}}),
+    'nan.pth': weights('mmpretrain', **{'head.fc.weight': torch.full((12, 256), torch.nan)}),
+    **{f'{task}.pth': weights(task) for task in QUICK},
+    # configs
+    'unclosed.py': text('model = dict(\n'),
+    'leaves.py': text('import sys\nsys.exit(0)\n'),
+    'comment.py': text('# nothing\n'),
+    'no_model.py': text('model = None\n'),
+    'no_data.py': text("model = dict(type='RAVLT')\n"),
+    'no_task.py': text("default_scope = 'mmaction'\nmodel = dict()\n"),
+    'loads_code.py': loads_code,
+    'resnet.py': text(
+        "_base_ = 'mmpretrain::resnet/resnet18_8xb32_in1k.py'\ndefault_scope = 'mmpretrain'\n"
+        "custom_imports = dict(imports=['mmlinattn'], allow_failed_imports=False)\n"
+    ),
+    # images and logs
+    'photo.png': photo,
+    'notes.png': text('no image'),
+    'file': Path.touch,
+    'folder.png': Path.mkdir,
+    'empty': Path.mkdir,
+    'pictures': lambda path: path.mkdir() or photo(path / 'a.png'),
+    'broken': lambda path: path.mkdir() or (path / 'a.png').touch(),
+    'broken.json': text('{{"loss": 1.0, "step": 1}}\n{{"loss": 0.\n'),
+    'no_curve.json': text('{{"lr": 0.1, "step": 1}}'),
+    'log.json': text('{{"loss": 1, "lr": 0.1, "step": 1}}\n{{"coco/bbox_mAP": 1, "step": 2}}'),
+}
+
+TRAIN, TEST = 'train.py {mmpretrain} --data-root imagenet --work-dir work', 'test.py {mmpretrain}'
+TESTED = '--data-root imagenet --work-dir work'
+DEMO, EXPORT = 'demo.py photo.png {mmpretrain}', 'export.py {mmpretrain} none --format'
+INSPECT = 'analysis_tools/inspect_attention.py {mmpretrain}'
+LOOK = f'{INSPECT} none photo.png --out out --what locality --num-queries 4'
+SHEET, LOG = 'analysis_tools/contact_sheet.py', 'analysis_tools/plot_log.py'
+FLOPS = 'analysis_tools/get_flops.py {mmdet}'
+SHAPES = 'make_shapes_dataset.py out --format coco --num-train 3 --num-val 2'
+
+
+def bad(command, *words, slow=False):
+    return pytest.param(command, words, id=command, marks=[pytest.mark.slow] * slow)
+
+
+ROWS = [
+    # configs
+    bad('train.py no_such.py', "config 'no_such.py': no such file"),
+    bad('test.py no_such.py empty.pth', "config 'no_such.py': no such file"),
+    bad('demo.py photo.png no_such.py empty.pth --out o.jpg', "config 'no_such.py': no such file"),
+    bad('convert_checkpoint.py mmpretrain.pth o.pth --config no_such.py', 'no_such.py'),
+    bad('analysis_tools/get_flops.py no_such.py', "config 'no_such.py': no such file"),
+    bad('analysis_tools/inspect_attention.py no_such.py none photo.png --out out', "config 'no_such.py': no such file"),
+    bad('train.py unclosed.py', "config 'unclosed.py' cannot be read", 'SyntaxError'),
+    bad('train.py leaves.py', "config 'leaves.py' cannot be read", 'SystemExit'),
+    bad('train.py comment.py', 'comment.py has no model, no train_dataloader, no train_cfg, no optim_wrapper.'),
+    bad('train.py no_model.py', 'no_model.py has no model'),
+    bad('train.py no_data.py', 'no_data.py has no train_dataloader'),
+    bad('test.py no_data.py empty.pth', 'no_data.py has no test_dataloader, no test_cfg, no test_evaluator.'),
+    bad(
+        'demo.py photo.png no_task.py empty.pth --out o.jpg',
+        "default_scope = 'mmaction' is none of mmdet, mmseg, mmpret",
+    ),
+    bad(
+        'demo.py photo.png no_data.py empty.pth --out o.jpg', 'default_scope = None is none of mmdet, mmseg, mmpretrain'
+    ),
+    bad('analysis_tools/inspect_attention.py no_task.py none photo.png --out out', 'none of mmdet, mmseg, mmpretrain'),
+    bad('analysis_tools/inspect_attention.py resnet.py none photo.png --out out', 'ResNet has no attention', slow=True),
+    # settings of configs: whatever stumbles over them, before or while a model is built
+    bad('train.py {mmdet} --cfg-options optim_wrapper=SGD', 'quickstart.py cannot be run: ', 'Error: '),
+    bad('train.py {mmdet} --cfg-options val_dataloader=2', 'quickstart.py cannot be run: ', 'Error: '),
+    bad('test.py {mmdet} empty.pth --cfg-options test_dataloader=2', 'quickstart.py cannot be run: ', 'Error: '),
+    bad(
+        'train.py {mmdet} --cfg-options custom_hooks.interval=3',
+        "--cfg-options {'custom_hooks.interval': 3} does not fit",
+    ),
+    bad('train.py {mmdet} --auto-scale-lr', '--auto-scale-lr: ', 'auto_scale_lr.base_batch_size'),
+    bad(
+        f'{TRAIN} --cfg-options train_dataloader.batch_size=-2', 'train_dataloader.batch_size = -2', 'integer from 1 up'
+    ),
+    bad(f'{TRAIN} --cfg-options train_dataloader.batch_size=True', 'train_dataloader.batch_size = True'),
+    bad(f'{TRAIN} --cfg-options model.backbone.arch=huge', 'arch', 'huge', slow=True),
+    bad(f'{TRAIN} --cfg-options model.backbone.depth=3', "unexpected keyword argument 'depth'", slow=True),
+    bad(f'{TRAIN} --cfg-options model.backbone.type=RAVLTT', 'RAVLTT', slow=True),
+    bad(f'{TRAIN} --cfg-options model.head.num_classes=1', 'num_classes = 1 of the head is too small', slow=True),
+    bad(f'{TRAIN} --cfg-options optim_wrapper.optimizer.lr=-1', 'Invalid learning rate: -1', slow=True),
+    bad(f'{TRAIN} --cfg-options train_cfg.max_epochs=None', 'TypeError', slow=True),
+    bad(f'{TRAIN} --cfg-options custom_hooks.0.type=NoSuchHook', 'NoSuchHook', slow=True),
+    bad(
+        'train.py {mmseg} --data-root ade --work-dir work --cfg-options model.decode_head.num_classes=3',
+        'num_classes = 3 of the head is too small for the 10 classes',
+    ),
+    bad(f'{FLOPS} --cfg-options model.backbone.arch=foo', "'foo'"),
+    bad(f'{FLOPS} --cfg-options model.backbone.foo=1', "'foo'"),
+    bad(f'{EXPORT} torchscript --out o.pt --shape 16 64', '--shape 16 64: a side has 32 pixels at least'),
+    bad(f"{LOOK} --cfg-options model.backbone.stage_attns='rala,rala,rala,ralla'", "unknown attention 'ralla'"),
+    # places
+    bad('train.py {mmdet} --work-dir file', "work dir 'file' cannot be written: File exists"),
+    bad(
+        'train.py {mmdet} --data-root nowhere', "train_dataloader.dataset.data_root = 'nowhere': no such folder", 'json'
+    ),
+    bad('train.py {mmdet} --data-root empty', "no such file 'empty/annotations/instances_train2017.json'"),
+    bad('train.py {mmseg} --data-root empty', "train_dataloader.dataset.data_prefix.img_path = 'images/training'"),
+    bad(
+        'swap_backbone.py mmdet::a/b.py ravlt_t --out folder.png',
+        "--out 'folder.png' cannot be written: Is a directory.",
+    ),
+    bad('swap_backbone.py nowhere.py ravlt_t --out o.py', "UPSTREAM is 'nowhere.py': no such file"),
+    bad(
+        'swap_backbone.py mmdet::detr/detr_r50_8xb2-150e_coco.py ravlt_x --out o.py',
+        "BACKBONE is 'ravlt_x'; did you mean ravlt_",
+        slow=True,
+    ),
+    # checkpoints
+    bad('test.py {mmdet} no.pth', "checkpoint 'no.pth': no such file."),
+    bad('test.py {mmdet} empty', "checkpoint 'empty': a folder, not a file."),
+    bad('test.py {mmdet} pipe', "checkpoint 'pipe': a pipe or a device, not a file."),
+    bad('test.py {mmdet} typo://x', "checkpoint 'typo://x': no such file"),
+    bad('test.py {mmdet} mmlinattn://no_such', 'no_such', 'ravlt_b'),
+    bad('train.py {mmdet} --resume mmlinattn://no_such', 'no_such', 'ravlt_b'),
+    bad('train.py {mmdet} --resume no.pth', "--resume 'no.pth': no such file"),
+    bad('train.py {mmdet} --cfg-options load_from=no.pth', "load_from 'no.pth': no such file"),
+    bad(f'{DEMO} no.pth --out o.jpg', "checkpoint 'no.pth': no such file"),
+    bad(f'{INSPECT} no.pth photo.png --out out', "checkpoint 'no.pth': no such file"),
+    bad(f'{INSPECT} other.pth photo.png --out out', 'does not fit the backbone of the config'),
+    bad('convert_checkpoint.py page.pth o.pth --config {mmpretrain}', 'page.pth is a web page, not a checkpoint'),
+    bad('convert_checkpoint.py mmpretrain.pth empty --config {mmpretrain}', 'DST empty is a folder; name a file in it'),
+    bad(
+        'export.py {mmpretrain} other.pth --format torchscript --out o.pt',
+        'does not fit the model of',
+        'backbone.stages.0.0.norm1.weight',
+    ),
+    bad(f'{TRAIN} --resume code.pth', 'is not known to be harmless', slow=True),
+    bad(f'{TRAIN} --cfg-options load_from=code.pth', 'is not known to be harmless', slow=True),
+    bad('train.py loads_code.py --data-root imagenet --work-dir work', 'is not known to be harmless', slow=True),
+    bad(f'{TEST} code.pth {TESTED}', 'code.pth', 'is not known to be harmless', slow=True),
+    bad(f'{DEMO} code.pth --out o.jpg', 'is not known to be harmless', slow=True),
+    bad('convert_checkpoint.py code.pth o.pth --config {mmpretrain}', 'is not known to be harmless'),
+    bad(f'{TEST} none.pth {TESTED}', 'none.pth', 'holds a NoneType, not a state dict', slow=True),
+    bad(f'{TEST} number.pth {TESTED}', 'a key that is no printable string', slow=True),
+    bad(f'{TEST} screen.pth {TESTED}', 'a key that is no printable string', slow=True),
+    bad(f'{TEST} other.pth {TESTED}', 'other.pth', slow=True),
+    bad(
+        f'{DEMO} nan.pth --out o.jpg',
+        'nan.pth',
+        '1 weights of the checkpoint are NaN or infinite: head.fc.weight',
+        slow=True,
+    ),
+    bad(
+        f'{TEST} mmpretrain.pth {TESTED} --cfg-options model.head.num_classes=5',
+        'head.fc.weight (12x256 in the file, 5x256 in the model)',
+        '--cfg-options custom_hooks.4.left_out=head.fc',
+        slow=True,
+    ),
+    # arguments
+    bad('test.py {mmdet} empty.pth --out x.txt', "--out 'x.txt' has to end with .pkl or .pickle."),
+    bad('test.py {mmdet} empty.pth --out x --out-item metrics', "--out 'x' has to end with .pkl or .pickle or .json."),
+    bad('test.py {mmdet} empty.pth --interval 0', '--interval 0 has to be at least 1.'),
+    bad('test.py {mmdet} empty.pth --data-root coco --tta', 'no tta_model and no tta_pipeline'),
+    bad('demo.py gone.jpg {mmdet} empty.pth --out o.jpg', "image 'gone.jpg': no such file or folder."),
+    bad('demo.py empty {mmdet} empty.pth --out o', "image 'empty': no image (.jpg .jpeg .png", 'in this folder'),
+    bad('demo.py notes.png {mmdet} empty.pth --out o.jpg', "image 'notes.png' cannot be read as an image."),
+    bad('demo.py photo.png {mmdet} empty.pth --out found.gif', "--out 'found.gif' has to end in one of .jpg .jpeg"),
+    bad('demo.py photo.png {mmdet} empty.pth --out file/o.jpg', "--out 'file/o.jpg' cannot be written: "),
+    bad(
+        'demo.py photo.png {mmdet} empty.pth --out folder.png', "--out 'folder.png' cannot be written: Is a directory."
+    ),
+    bad('demo.py pictures {mmdet} empty.pth --out file', "--out 'file' is a file; for a folder of images it has to be"),
+    *(
+        bad(
+            f'demo.py photo.png {{{task}}} {task}.pth --out o.jpg --classes one two',
+            '2 names given, the model has',
+            slow=True,
+        )
+        for task in QUICK
+    ),
+    bad(f'{LOOK} --query 200 10', 'query 200 10 is outside of photo (140 x 90 pixels)'),
+    bad(f'{LOOK} --num-queries 1', '--num-queries 1 has to be at least 2'),
+    bad(f'{LOOK} --shape 16 64', '--shape 16 64: height and width have to be at least 32'),
+    bad(f'{LOOK} --masking -4', '--masking -4'),
+    bad(f'{LOOK} --masking 4 --data-root gone/', 'the test data cannot be read'),
+    bad(f'{LOOK} --device abacus', '--device abacus'),
+    bad(f'{INSPECT} none gone.png --out out', "image 'gone.png': no such file"),
+    bad(f'{INSPECT} none notes.png --out out', 'cannot be read as an image'),
+    bad(f'{INSPECT} none photo.png --out file', "--out 'file' cannot be written"),
+    bad(f'{FLOPS} --shape 16 480', 'shape 16 480'),
+    bad(f'{EXPORT} torchscript --out o.pt --batch 0', '--batch 0 has to be at least 1'),
+    bad(f'{EXPORT} openvino --out graph.ir', "--out 'graph.ir' has to end with .xml for --format openvino"),
+    bad(f'{EXPORT} torchscript --out o.pt --dtype int8', '--dtype int8: weights are quantised by ONNX Runtime'),
+    bad(f'{EXPORT} onnx --out o.onnx --dtype bfloat16', '--dtype bfloat16: ONNX Runtime has no kernels for it on CPUs'),
+    bad(f'{EXPORT} openvino --out o.xml --dtype bfloat16', '--dtype bfloat16', 'INFERENCE_PRECISION_HINT'),
+    bad(f'{EXPORT} torchscript --out empty', "--out 'empty' is a folder"),
+    bad(f'{EXPORT} torchscript --out no/such/graph.pt', "--out 'no/such/graph.pt': its folder does not exist"),
+    bad(f'{LOG} nowhere --out a.png', "work_dir 'nowhere': no vis_data/scalars.json below it"),
+    bad(f'{LOG} broken.json --out a.png', 'broken.json: line 2 is not JSON'),
+    bad(f'{LOG} no_curve.json --out a.png', "work_dir 'no_curve.json': neither a loss nor a metric in its log"),
+    bad(
+        f'{LOG} log.json --keys bbox_AP --out a.png', '--keys bbox_AP: not in the log; it has coco/bbox_mAP, loss, lr.'
+    ),
+    bad(f'{LOG} log.json --keys step --out a.png', '--keys step: not in the log'),
+    bad(f'{LOG} log.json --out a.nopicture', "--out 'a.nopicture': ", 'nopicture'),
+    bad(f'{LOG} log.json --out file/a.png', "--out 'file/a.png' cannot be written"),
+    bad(f'{LOG} log.json --out folder.png', "--out 'folder.png' cannot be written"),
+    bad(f'{SHEET} none sheet.png', 'argument SHOW_DIR: no such folder: none'),
+    bad(f'{SHEET} empty sheet.png', 'argument SHOW_DIR: no images'),
+    bad(f'{SHEET} broken sheet.png', 'argument SHOW_DIR: none of the images in broken can be read'),
+    bad(f'{SHEET} pictures pictures/a.png/sheet.png', 'argument OUT.png: cannot write pictures/a.png/sheet.png'),
+    bad(f'{SHEET} pictures sheet.jpg', 'argument OUT.png: must end in .png, got sheet.jpg'),
+    bad(f'{SHEET} pictures sheet.png --num 0', 'argument --num: must be at least 1, got 0'),
+    bad(f'{SHEET} pictures sheet.png --cols -2', 'argument --cols: must be at least 1, got -2'),
+    bad(f'{SHEET} pictures sheet.png --width 31', 'argument --width: must be at least 32, got 31'),
+    bad(f'{SHAPES} --num-train -3', 'argument --num-train: ', '-3'),
+    bad(f'{SHAPES} --num-train 0', 'argument --num-train: ', '0'),
+    bad(f'{SHAPES} --num-val ten', 'argument --num-val: ', 'ten'),
+    bad(f'{SHAPES} --seed -1', 'argument --seed: ', '-1'),
+    bad(f'{SHAPES} --format voc', 'argument --format: ', 'voc'),
+    bad(f'{SHAPES} --size 10 160', 'argument --size: ', '10'),
+    bad(f'{SHAPES} --size-jitter 0.9', 'argument --size-jitter: ', '0.9'),
+    bad(f'{SHAPES} --workers 0', 'argument --workers: ', '0'),
+    bad(SHAPES.replace('out', 'file', 1), 'argument OUT: ', 'file'),
+    bad(SHAPES.replace('out', 'file/below', 1), 'argument OUT: ', 'file/below'),
+    bad('analysis_tools/ablation_study.py --study rala --out out --arms fulll', "--arms ['fulll']: study 'rala' has"),
+]
 
 
 @pytest.fixture(scope='module')
-def folder(tmp_path_factory):
-    """Images of three classes, and a checkpoint that was trained on them by nobody."""
-    from mmengine.registry import MODELS, init_default_scope
+def data(tmp_path_factory):
+    @functools.cache
+    def written(layout):
+        root = tmp_path_factory.mktemp('data') / layout
+        write_dataset(root, DatasetSpec(layout, 3, 1, size=(64, 64)))
+        return root
 
-    from mmlinattn.apis.configs import read_config
-    from mmlinattn.datasets import DatasetSpec, write_dataset
-
-    folder = tmp_path_factory.mktemp('tools')
-    write_dataset(folder / 'data', DatasetSpec('imagenet', 3, 1, size=(64, 64)))
-    init_default_scope('mmpretrain')
-    state = MODELS.build(read_config(str(CONFIG)).model).state_dict()
-    torch.save(dict(state_dict=state, meta={}), folder / 'model.pth')
-    state['head.fc.weight'][0] = float('nan')
-    torch.save(dict(state_dict=state, meta={}), folder / 'nan.pth')
-    return folder
+    return written
 
 
 @pytest.fixture
-def fails(folder, monkeypatch, capfd):
-    """Run a tool in the folder and return the one line it leaves on stderr."""
-    monkeypatch.chdir(folder)
+def place(tmp_path, monkeypatch, data):
+    """An empty current folder; gives a function that puts there what a command names."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
 
-    def run(tool, *args):
-        monkeypatch.setattr(sys, 'argv', [tool, *map(str, args)])
-        with pytest.raises(SystemExit) as exit_:
-            runpy.run_path(str(TOOLS / tool), run_name='__main__')
+    def fill(command):
+        named = re.findall(r'[\w.]+', command)
+        for name in [name for name in FILES if name in named]:
+            FILES[name](tmp_path / name)
+        for layout in [layout for layout in DATA if f'--data-root {layout}' in command]:
+            (tmp_path / layout).symlink_to(data(layout))
+
+    return fill
+
+
+def start(command, monkeypatch):
+    """Run a command in this process."""
+    tool, *args = shlex.split(command.format(**QUICK))
+    monkeypatch.setattr(sys, 'argv', [tool, *args])
+    runpy.run_path(str(TOOLS / tool), run_name='__main__')
+
+
+def files():
+    """What lies in the current folder and when it was written, without locks and the logs of work dirs."""
+    found = (path for path in Path().rglob('*') if path.is_file() and '.locks' not in path.parts)
+    kept = (path for path in found if not path.parts[0].startswith('work') or path.suffix == '.pth')
+    return {str(path): path.stat().st_mtime_ns for path in kept}
+
+
+@pytest.fixture
+def fails(place, monkeypatch, capfd):
+    """Run a command that has to be refused; the line it leaves on stderr."""
+
+    def run(command):
+        place(command)
+        before = files()
+        with pytest.raises(SystemExit) as end:
+            start(command, monkeypatch)
         out, err = capfd.readouterr()
-        assert exit_.value.code == 1
-        errors = [line for line in err.splitlines() if line.startswith('error: ')]
-        assert len(errors) == 1 and err.rstrip().endswith(errors[0]) and 'Traceback' not in err
-        assert errors[0].isprintable() and '\x1b[2J' not in out + err
+        tool = command.split()[0]
+        errors = [line for line in err.splitlines() if re.match(rf'({Path(tool).name}: )?error: ', line)]
+        assert end.value.code == STATUS.get(tool, 1) and len(errors) == 1, err
+        assert err.rstrip().endswith(errors[0]) and errors[0].isprintable()
+        assert 'Traceback' not in err and '\x1b[2J' not in out + err
+        assert files() == before
         return errors[0]
 
     return run
 
 
-def pretrained_by(file) -> str:
-    config = Path('pretrained.py')
-    config.write_text(
-        f'_base_ = {str(CONFIG)!r}\n'
-        f"init_cfg = dict(_delete_=True, type='Pretrained', checkpoint={str(file)!r})\n"
-        'model = dict(backbone=dict(init_cfg=init_cfg))\n'
-    )
-    return str(config)
-
-
-DATA = ['--data-root', 'data', '--work-dir', 'work']
-PATHS = {
-    'train --resume': lambda file: ('train.py', CONFIG, '--resume', file, *DATA),
-    'train load_from': lambda file: ('train.py', CONFIG, *DATA, '--cfg-options', f'load_from={file}'),
-    'train init_cfg': lambda file: ('train.py', pretrained_by(file), *DATA),
-    'test': lambda file: ('test.py', CONFIG, file, *DATA),
-    'demo': lambda file: ('demo.py', next(Path('data').rglob('*.JPEG')), CONFIG, file, '--out', 'out.jpg'),
-}  # fmt: skip
-FILES = {
-    'code': (lambda marker: {'state_dict': {}, 'anything': touch_when_loaded(marker)}, 'is not known to be harmless'),
-    'nothing': (lambda marker: None, 'holds a NoneType, not a state dict'),
-    'keys that are numbers': (lambda marker: {1: torch.ones(1)}, 'a key that is no printable string'),
-    'keys that clear the screen': (lambda marker: {'\x1b[2J': torch.ones(1)}, 'a key that is no printable string'),
-    'weights of another model': (lambda marker: {'state_dict': {'w': torch.ones(2)}}, ''),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('path', PATHS)
-@pytest.mark.parametrize('kind', FILES)
-def test_a_hostile_file(fails, folder, kind, path):
-    file, marker = folder / 'hostile.pth', folder / 'was_run'
-    make, said = FILES[kind]
-    torch.save(make(marker), file)
-    line = fails(*PATHS[path](file))
-    assert said in line and not marker.exists() and not Path('out.jpg').exists()
-
-
-@pytest.mark.slow
-def test_a_pipe_is_not_waited_for(fails, folder):
-    os.mkfifo(folder / 'pipe')
-    assert 'pipe' in fails(*PATHS['test'](folder / 'pipe'))
+@pytest.mark.parametrize(('command', 'words'), ROWS)
+def test_one_line_and_nothing_written(fails, command, words):
+    line = fails(command)
+    assert all(word in line for word in words), line
 
 
 @pytest.mark.slow
 def test_broken_weights_need_an_option(fails, monkeypatch):
-    for args in (PATHS['test']('nan.pth'), PATHS['demo']('nan.pth')):
-        line = fails(*args)
-        assert '1 weights of the checkpoint are NaN or infinite: head.fc.weight' in line and 'nan.pth' in line
-    line = fails(*PATHS['test']('nan.pth'))
+    command = f'{TEST} nan.pth {TESTED}'
+    line = fails(command)
+    assert 'nan.pth' in line and 'NaN or infinite: head.fc.weight' in line
     option = line.rpartition('--cfg-options ')[2]
     assert option.endswith('allow_nonfinite=True')
-    monkeypatch.setattr(sys, 'argv', [*map(str, PATHS['test']('nan.pth')), '--cfg-options', option])
-    runpy.run_path(str(TOOLS / 'test.py'), run_name='__main__')
-
-
-def test_names_that_are_not_known(fails):
-    assert 'ravlt_b' in fails('test.py', CONFIG, 'mmlinattn://no_such', *DATA)
-    assert 'ravlt_b' in fails('train.py', CONFIG, '--resume', 'mmlinattn://no_such', *DATA)
+    start(f'{command} --cfg-options {option}', monkeypatch)
 
 
 @pytest.mark.parametrize(
-    'content',
+    ('content', 'words'),
     [
-        b'',
-        b'\xff\xfe\x00',
-        b'a\nb',
-        b'x' * 10000,
-        b'\x1b[2J',
-        b'http://127.0.0.1:9/x.pth',
-        b's3://x/y.pth',
-        b'/etc/passwd',
+        *((content, 'names') for content in (b'\xff\xfe\x00', b'x' * 10000, b'\x1b[2J', b'http://127.0.0.1:9/x.pth')),
+        ('pipe', 'is not a file'),
+        ('folder', 'is not a file'),
     ],
 )
-def test_any_last_checkpoint(fails, content):
-    os.makedirs('work', exist_ok=True)
-    Path('work/last_checkpoint').write_bytes(content)
-    line = fails('train.py', CONFIG, '--resume', *DATA)
-    Path('work/last_checkpoint').unlink()
-    assert 'work/last_checkpoint names' in line and 'delete that file to begin from the start' in line
-
-
-@pytest.mark.parametrize('kind', ['pipe', 'folder'])
-def test_a_last_checkpoint_that_is_no_file(fails, kind):
-    os.makedirs('work', exist_ok=True)
+def test_any_last_checkpoint(fails, content, words):
+    os.makedirs('work')
     path = Path('work/last_checkpoint')
-    os.mkfifo(path) if kind == 'pipe' else path.mkdir()
-    line = fails('train.py', CONFIG, '--resume', *DATA)
-    path.unlink() if kind == 'pipe' else path.rmdir()
-    assert 'work/last_checkpoint is not a file' in line
+    path.write_bytes(content) if isinstance(content, bytes) else dict(pipe=os.mkfifo, folder=Path.mkdir)[content](path)
+    line = fails(f'{TRAIN} --resume')
+    assert f'work/last_checkpoint {words}' in line
+    assert words == 'is not a file' or 'delete that file to begin from the start' in line
 
 
-MISTAKES = {
-    'model.backbone.arch=huge': 'arch',
-    'model.backbone.depth=3': "unexpected keyword argument 'depth'",
-    'model.backbone.type=RAVLTT': 'RAVLTT',
-    'model.head.num_classes=1': 'num_classes = 1 of the head is too small',
-    'train_dataloader.batch_size=-2': 'train_dataloader.batch_size = -2 has to be an integer from 1 up',
-    'optim_wrapper.optimizer.lr=-1': 'Invalid learning rate: -1',
-    'train_cfg.max_epochs=None': '',
-    'custom_hooks.0.type=NoSuchHook': 'NoSuchHook',
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('mistake', MISTAKES)
-def test_a_mistake_in_a_config(fails, mistake):
-    assert MISTAKES[mistake] in fails('train.py', CONFIG, *DATA, '--cfg-options', mistake)
-
-
-@pytest.mark.parametrize('text', ['', '# nothing\n', 'model = None\n', "model = dict(type='RAVLT')\n"])
-def test_a_config_without_a_model_or_data(fails, text):
-    Path('empty.py').write_text(text)
-    assert 'empty.py has no ' in fails('train.py', 'empty.py', '--work-dir', 'work')
-    assert 'empty.py has no ' in fails('test.py', 'empty.py', 'model.pth', '--work-dir', 'work')
-
-
-def test_a_port_that_is_taken():
-    with socket.socket() as other:
-        other.bind(('', 0))
-        other.listen()
-        port = other.getsockname()[1]
-        run = ['bash', str(TOOLS / 'dist_train.sh'), str(CONFIG), '2']
-        env = {**os.environ, 'PORT': str(port), 'PYTHON': sys.executable}
-        done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1 and done.stderr.startswith(f'error: PORT = {port} cannot be used')
-    assert done.stderr.count('\n') == 1
-
-
-def test_a_config_that_ends_the_program(fails):
-    Path('leaves.py').write_text('import sys\nsys.exit(0)\n')
-    assert 'leaves.py' in fails('train.py', 'leaves.py')
+@pytest.mark.skipif(os.name != 'posix' or os.geteuid() == 0, reason='root may write anywhere')
+def test_a_work_dir_that_is_read_only(fails, tmp_path):
+    (tmp_path / 'locked').mkdir(mode=0o500)
+    line = fails('train.py {mmdet} --work-dir locked/work')
+    assert "work dir 'locked/work' cannot be written: Permission denied" in line

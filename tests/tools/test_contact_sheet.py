@@ -100,27 +100,3 @@ def test_a_sheet_that_cannot_be_written_leaves_what_was_there(show_dir, tmp_path
         run(show_dir, sheet)
     assert f'cannot write {sheet}: no space left' in capsys.readouterr().err
     assert sheet.read_bytes() == b'of before' and not list(tmp_path.glob('.*'))
-
-
-@pytest.mark.parametrize(
-    ('args', 'message'),
-    [
-        (['none', 'sheet.png'], 'argument SHOW_DIR: no such folder'),
-        (['empty', 'sheet.png'], 'argument SHOW_DIR: no images'),
-        (['broken', 'sheet.png'], 'argument SHOW_DIR: none of the images'),
-        (['show', 'sheet.jpg'], 'argument OUT.png: must end in .png'),
-        (['show', 'show/000000000000.jpg/sheet.png'], 'argument OUT.png: cannot write'),
-        (['show', 'sheet.png', '--num', '0'], 'argument --num: must be at least 1'),
-        (['show', 'sheet.png', '--cols', '-2'], 'argument --cols: must be at least 1, got -2'),
-        (['show', 'sheet.png', '--width', '31'], 'argument --width: must be at least 32, got 31'),
-    ],
-)
-def test_bad_arguments(show_dir, tmp_path, monkeypatch, capsys, args, message):
-    monkeypatch.chdir(tmp_path)
-    for name in ('empty', 'broken'):
-        Path(name).mkdir()
-    Path('broken', 'a.png').touch()
-    with pytest.raises(SystemExit) as stopped:
-        run(*args)
-    assert stopped.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]
-    assert not Path('sheet.png').exists()

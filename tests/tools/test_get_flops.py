@@ -49,21 +49,3 @@ def test_it_prints_totals_and_downloads_nothing(monkeypatch, capsys):
         totals.append(float(total[1]))
     assert totals[0] == pytest.approx(33.50, abs=0.01)
     assert totals[0] - totals[1] == pytest.approx(70 * 5 * 1025 / 1e6, abs=0.002)
-
-
-@pytest.mark.parametrize(
-    ('args', 'message'),
-    [
-        (['--shape', '16', '480'], 'shape 16 480'),
-        ([], 'no such file'),
-        (['--cfg-options', 'model.backbone.arch=foo'], "'foo'"),
-        (['--cfg-options', 'model.backbone.foo=1'], 'foo'),
-    ],
-)
-def test_bad_input_is_one_line(monkeypatch, capsys, args, message):
-    pytest.importorskip('mmdet')
-    monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
-    with pytest.raises(SystemExit) as stop:
-        run(monkeypatch, ROOT / 'configs/mmdet/ravlt_t_retinanet_1x.py' if args else 'nowhere.py', *args)
-    error = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 1 and error[-1].startswith('error:') and message in error[-1]

@@ -37,20 +37,6 @@ def inspect(monkeypatch, tmp_path):
     return run
 
 
-@pytest.fixture
-def refused(inspect, capsys):
-    """The line that the tool ends with."""
-
-    def run(*args):
-        with pytest.raises(SystemExit) as stop:
-            inspect(*args)
-        error = capsys.readouterr().err.strip().splitlines()
-        assert stop.value.code == 1 and error[-1].startswith('error: ')
-        return error[-1]
-
-    return run
-
-
 def test_everything_of_a_classifier_without_checkpoint(picture, inspect, capsys):
     pytest.importorskip('mmpretrain')
     summary, files = inspect(CLASSIFIER, 'none', picture, '--query', 70, 30, '--num-queries', 16)
@@ -140,47 +126,6 @@ def test_detectors_and_segmentors_with_a_checkpoint(picture, inspect, tmp_path, 
     other, _ = inspect(config, 'none', *args, '--what', 'sharpness', out=tmp_path / 'random')
     trained, fresh = (s['blocks'][0]['sharpness']['entropy'] for s in (summary, other))
     assert trained != fresh  # the checkpoint was read
-
-
-@pytest.mark.parametrize(
-    ('change', 'message'),
-    [
-        (dict(config='gone.py'), "config 'gone.py': no such file"),
-        (dict(checkpoint='gone.pth'), "checkpoint 'gone.pth': no such file"),
-        (dict(image='gone.png'), "image 'gone.png': no such file"),
-        (dict(image=__file__), 'cannot be read as an image'),
-        (dict(more=['--query', '200', '10']), 'query 200 10 is outside of photo (140 x 90 pixels)'),
-        (dict(more=['--num-queries', '1']), '--num-queries 1 has to be at least 2'),
-        (dict(more=['--shape', '16', '64']), '--shape 16 64: height and width have to be at least 32'),
-        (dict(more=['--masking', '-4']), '--masking -4'),
-        (dict(more=['--device', 'abacus']), '--device abacus'),
-        (dict(more=['--masking', '4', '--data-root', 'gone/']), 'the test data cannot be read'),
-        (
-            dict(more=['--cfg-options', "model.backbone.stage_attns=('rala','rala','rala','ralla')"]),
-            "unknown attention 'ralla'",
-        ),
-    ],
-)
-def test_bad_input_is_one_line(picture, refused, change, message):
-    pytest.importorskip('mmpretrain')
-    args = {**dict(config=CLASSIFIER, checkpoint='none', image=picture, more=[]), **change}
-    more = ['--what', 'locality', '--num-queries', '4', *args['more']]
-    assert message in refused(args['config'], args['checkpoint'], args['image'], *more)
-
-
-def test_models_of_others_are_refused(picture, refused, tmp_path):
-    pytest.importorskip('mmpretrain')
-    torch.save(dict(state_dict={'backbone.stages.0.0.norm1.weight': torch.ones(7)}), tmp_path / 'other.pth')
-    assert 'does not fit the backbone of the config' in refused(CLASSIFIER, tmp_path / 'other.pth', picture)
-    config = tmp_path / 'resnet.py'
-    config.write_text(
-        "_base_ = 'mmpretrain::resnet/resnet18_8xb32_in1k.py'\n"
-        "custom_imports = dict(imports=['mmlinattn'], allow_failed_imports=False)\n"
-        "default_scope = 'mmpretrain'\n"
-    )
-    assert 'its backbone ResNet has no attention of mmlinattn' in refused(config, 'none', picture)
-    config.write_text('model = dict()\n')
-    assert 'default_scope is none of mmdet, mmseg, mmpretrain' in refused(config, 'none', picture)
 
 
 @pytest.mark.slow

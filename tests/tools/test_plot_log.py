@@ -59,29 +59,3 @@ def test_curves_of_all_runs(work_dir, tmp_path, drawn, capsys, monkeypatch):
     assert drawn(logs[0], '--keys', 'loss', '--out', out) == {'loss': [[10, 3.0], [20, 2.0]]}
     monkeypatch.setattr(Path, 'rglob', lambda self, pattern: iter(logs[::-1]))  # in whatever order a drive has them
     assert drawn(work_dir, '--out', out) == CURVES
-
-
-@pytest.mark.parametrize(
-    ('args', 'message'),
-    [
-        (['nowhere', '--out', 'a.png'], 'vis_data/scalars.json'),
-        (['work', '--keys', 'bbox_AP', '--out', 'a.png'], 'coco/bbox_mAP, decode.loss_ce, loss, lr, mIoU'),
-        (['work', '--keys', 'time', '--out', 'a.png'], '--keys time: not in the log'),
-        (['work', '--out', 'a.nopicture'], 'nopicture'),
-        (['work', '--out', 'file/a.png'], "file/a.png' cannot be written"),
-        (['work', '--out', 'folder.png'], "folder.png' cannot be written"),
-        (['broken.json', '--out', 'a.png'], 'broken.json: line 2 is not JSON'),
-        (['empty.json', '--out', 'a.png'], "work_dir 'empty.json': neither a loss nor a metric in its log"),
-    ],
-)
-def test_bad_input_is_one_line(work_dir, tmp_path, drawn, monkeypatch, capsys, args, message):
-    monkeypatch.chdir(tmp_path)
-    Path('file').touch()
-    Path('folder.png').mkdir()
-    Path('broken.json').write_text('{"loss": 1.0, "step": 1}\n{"loss": 0.\n')
-    Path('empty.json').write_text('{"lr": 0.1, "step": 1}')
-    with pytest.raises(SystemExit) as stop:
-        drawn(*args)
-    error = capsys.readouterr().err.strip().splitlines()
-    assert stop.value.code == 1 and len(error) == 1 and error[0].startswith('error:') and message in error[0]
-    assert not Path('a.png').exists()

@@ -25,24 +25,3 @@ def test_it_says_what_it_changed(tmp_path):
     assert 'backbone: ResNet_CIFAR -> RAVLT tiny' in done.stdout and 'note: ' in done.stdout
     assert 'and predicted; every parameter of the backbone has a gradient' in done.stdout
     assert Config.fromfile(out).model.head.in_channels == 512
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ('arguments', 'message'),
-    [
-        (['nowhere.py', 'ravlt_t'], "UPSTREAM is 'nowhere.py': no such file"),
-        (['mmdet::detr/detr_r50_8xb2-150e_coco.py', 'ravlt_x'], "BACKBONE is 'ravlt_x'; did you mean ravlt_"),
-    ],
-)
-def test_mistakes_have_one_line_and_leave_no_file(tmp_path, arguments, message):
-    pytest.importorskip('mmdet')
-    done = run(*arguments, '--out', tmp_path / 'out.py')
-    assert done.returncode == 1 and done.stderr.startswith(f'error: {message}') and done.stderr.count('\n') == 1
-    assert not (tmp_path / 'out.py').exists()
-
-
-@pytest.mark.slow
-def test_a_place_that_cannot_be_written_costs_no_trial(tmp_path):
-    done = run('mmdet::a/b.py', 'ravlt_t', '--out', tmp_path)
-    assert done.returncode == 1 and done.stderr == f"error: --out '{tmp_path}' cannot be written: Is a directory.\n"

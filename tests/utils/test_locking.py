@@ -55,44 +55,41 @@ def said(monkeypatch):
 
 
 def test_a_second_process_says_so_and_waits_until_the_first_is_killed(tmp_path, holder, said):
+    """It is a download, and what the first process has left is not fetched again: there is no server."""
     lines, first, _ = said
-    path, done = tmp_path / 'x.lock', threading.Event()
-    process = holder(path)
+    path, failures = tmp_path / 'x.pth', []
+    process = holder(tmp_path / '.x.pth.lock')
 
-    def work():
-        with locked(path, 'downloads x'):
-            done.set()
+    def fetch():
+        try:
+            download.fetch('http://127.0.0.1:9/x.pth', path)
+        except Exception as error:
+            failures.append(error)
 
-    thread = threading.Thread(target=work)
+    thread = threading.Thread(target=fetch)
     thread.start()
-    assert first.wait(60) and not done.wait(0.3)
-    assert lines == [f'another process downloads x now: waiting for it (its lock: {path})']
+    assert first.wait(60) and thread.is_alive()
+    assert lines == [f'another process downloads x.pth now: waiting for it (its lock: {tmp_path}/.x.pth.lock)']
+    path.write_bytes(b'whole')
     process.kill()
-    assert done.wait(60)
-    thread.join()
+    thread.join(60)
+    assert not thread.is_alive() and not failures and path.read_bytes() == b'whole'
 
 
-def test_a_lock_that_nobody_is_to_wait_for(tmp_path, holder):
+def test_a_lock_that_nobody_is_to_wait_for(tmp_path, holder, said):
+    """It ends with the process or the work that holds it, by an error too, which goes on."""
     path = tmp_path / 'x.lock'
     process = holder(path)
     with pytest.raises(BlockingIOError, match='another process writes x now'), locked(path, 'writes x', wait=False):
         raise AssertionError('two at once')
     process.kill()
     process.join()
-    with locked(path, 'writes x', wait=False):  # the killed one left no lock
-        pass
-    with locked(path, 'writes x', wait=False):  # nor this one
-        pass
-
-
-def test_an_error_inside_ends_the_lock_and_goes_on(tmp_path, monkeypatch, said):
-    made, kind = [], filelock.FileLock  # kept, as by the frames of an error: the end does not wait for their end
-    monkeypatch.setattr(filelock, 'FileLock', lambda path: made.append(kind(path)) or made[-1])
+    errors = []
     for _ in range(2):
-        with pytest.raises(OSError) as caught, locked(tmp_path / 'x.lock', 'writes x', wait=False):
+        with pytest.raises(OSError) as caught, locked(path, 'writes x', wait=False):
             raise OSError(errno.ENOSPC, 'disk full')  # not one of the lock's own
-        assert caught.value.errno == errno.ENOSPC
-    assert said[0] == [] and len(made) == 2
+        errors.append(caught)  # with the frames that hold the lock object
+    assert said[0] == [] and {caught.value.errno for caught in errors} == {errno.ENOSPC}
 
 
 @pytest.mark.parametrize(
@@ -118,24 +115,3 @@ def test_a_lock_file_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / 'file').touch()
     with pytest.raises(OSError), locked(tmp_path / 'file' / 'x.lock', 'writes x'):
         raise AssertionError('without a lock')
-
-
-def test_a_download_waits_for_the_file_of_another_process(tmp_path, holder, said):
-    """It is not fetched again: there is no server."""
-    path, failures = tmp_path / 'x.pth', []
-    process = holder(tmp_path / '.x.pth.lock')
-
-    def fetch():
-        try:
-            download.fetch('http://127.0.0.1:9/x.pth', path)
-        except Exception as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=fetch)
-    thread.start()
-    assert said[1].wait(60)
-    path.write_bytes(b'whole')
-    process.kill()
-    thread.join(60)
-    assert not thread.is_alive() and not failures and path.read_bytes() == b'whole'
-    assert said[0] == [f'another process downloads x.pth now: waiting for it (its lock: {tmp_path}/.x.pth.lock)']

@@ -190,9 +190,10 @@ def main() -> None:
             ),
             blocks=blocks,
         )
+        if args.masking:
+            summary['masking'] = run_masking(cfg, model, args)  # whose data may not be there
         made = pictures.plot_measures(blocks, args.what, args.out, title)
         if args.masking:
-            summary['masking'] = run_masking(cfg, model, args)
             pictures.plot_masking(summary['masking']['accuracy'], args.out / 'masking.png', title)
         (args.out / 'summary.json').write_text(json.dumps(summary, indent=1), encoding='utf-8')
         worst = max(blocks, key=lambda block: block['forward_error'])

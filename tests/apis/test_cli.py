@@ -1,0 +1,124 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""How command lines end: one line on any error and on Ctrl-C; lines themselves are in tests/tools/test_bad_input.py."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.registry import MODELS
+
+from mmlinattn.apis import cli
+from mmlinattn.utils.errors import RunError
+
+TOOLS = Path(__file__).resolve().parents[2] / 'tools'
+COMMANDS = {'demo.py': 'x.jpg endless.py y.pth --out o.jpg', 'convert_checkpoint.py': 'y.pth z.pth --config endless.py'}
+
+
+@pytest.mark.parametrize('tool', COMMANDS)
+def test_ctrl_c_is_one_line(tool, tmp_path):
+    """Interrupted while the tool waits for a config that does not come to an end."""
+    (tmp_path / 'endless.py').write_text('import time\nopen("started", "w").close()\ntime.sleep(100)\n')
+    torch.save(dict(weight=torch.ones(2)), tmp_path / 'y.pth')
+    process = subprocess.Popen(
+        [sys.executable, TOOLS / tool, *COMMANDS[tool].split()],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        # what a shell starts in the background ignores it, and so would the tool
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    while not (tmp_path / 'started').exists() and process.poll() is None:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert errors.strip().splitlines()[-1] == 'interrupted.' and 'Traceback' not in errors
+
+
+@pytest.mark.parametrize(
+    ('is_resumed', 'age', 'expected'),
+    [
+        (False, 0, "interrupted: the last checkpoint is 'work/epoch_1.pth'; the same command with --resume goes on"),
+        (True, 100, "interrupted: the last checkpoint is 'work/epoch_1.pth'"),
+        (False, 100, "interrupted: no checkpoint was written to 'work' yet; the same command begins anew."),
+        (True, None, "interrupted: no checkpoint was written to 'work' yet"),
+    ],
+)
+def test_ctrl_c_names_the_run_s_own_checkpoint(tmp_path, monkeypatch, capsys, is_resumed, age, expected):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv('RANK', raising=False)
+    os.mkdir('work')
+    if age is not None:
+        Path('work/last_checkpoint').write_text('work/epoch_1.pth\n')
+        os.utime('work/last_checkpoint', (time.time() - age,) * 2)
+    for rank in ('0', '1'):  # one process of all says it
+        monkeypatch.setenv('RANK', rank)
+        with pytest.raises(SystemExit) as end, cli.clean_end() as run:
+            run.work_dir, run.is_resumed = 'work', is_resumed
+            raise KeyboardInterrupt
+        assert end.value.code == 130
+        said = capsys.readouterr().err
+        assert (said.startswith(expected) and said.count('\n') == 1) if rank == '0' else said == ''
+
+
+def test_an_error_of_several_lines_is_one_line(capsys):
+    with pytest.raises(SystemExit, match='1'), cli.one_line_errors():
+        raise RunError('of another library:\n\x1b[31mtwo lines\r')
+    assert re.fullmatch(r'error: of another library:[^\n\r\x1b]+two lines[^\n\r\x1b]*\n', capsys.readouterr().err)
+
+
+@MODELS.register_module(force=True)
+class Refuses:
+    def __init__(self):
+        raise KeyError('of the inner part')
+
+
+@MODELS.register_module(force=True)
+class Outer:
+    def __init__(self, part):
+        MODELS.build(part)
+
+
+def test_an_error_while_building_names_the_innermost_class(monkeypatch):
+    monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
+    model = dict(type='Outer', part=dict(type='Refuses'))
+    for whole in (True, False):
+        with pytest.raises(RunError, match=r'^c.py cannot be run: .*Refuses.*of the inner part'):
+            with cli.explained_setup('c.py', whole):
+                MODELS.build(model)
+    with pytest.raises(RunError, match=r'^c.py cannot be run: ZeroDivisionError: '), cli.explained_setup('c.py'):
+        Config(dict(a=1 / 0))
+    with pytest.raises(ZeroDivisionError), cli.explained_setup('c.py', whole=False):
+        Config(dict(a=1 / 0))  # a run at work: nobody is building
+    with pytest.raises(RunError, match='^as it is$'), cli.explained_setup('c.py'):
+        raise RunError('as it is')
+    with pytest.raises(RunError, match='The data set holds no image'), cli.explained_setup('c.py'):
+        raise ValueError('need at least one array to concatenate')
+    monkeypatch.setenv('MMLINATTN_TRACEBACK', '1')
+    with pytest.raises(KeyError), cli.explained_setup('c.py'):
+        MODELS.build(model)
+
+
+def test_a_place_for_what_is_written_at_the_end(tmp_path):
+    """Its folder is made, an earlier file stays as it is, nothing is left behind."""
+    (tmp_path / 'old.txt').write_text('old')
+    cli.check_out_file(tmp_path / 'old.txt')
+    cli.check_out_file(tmp_path / 'new' / 'deep' / 'a.txt')
+    assert (tmp_path / 'old.txt').read_text() == 'old' and not list((tmp_path / 'new' / 'deep').iterdir())
+    for path, reason in ((tmp_path, 'Is a directory'), (tmp_path / 'old.txt' / 'a', 'Not a directory|File exists')):
+        with pytest.raises(RunError, match=f'^--out {re.escape(repr(str(path)))} cannot be written: ({reason}).$'):
+            cli.check_out_file(path)
+
+
+def test_a_notice_comes_once_a_machine(monkeypatch, capsys):
+    for rank in ('0', '1'):
+        monkeypatch.setenv('LOCAL_RANK', rank)
+        cli.notice('of one')
+    assert capsys.readouterr().err == 'notice: of one\n'

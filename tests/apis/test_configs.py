@@ -1,0 +1,163 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""How the tools find configs, data and checkpoints."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from mmengine.config import Config
+
+from mmlinattn.apis import configs
+from mmlinattn.checkpoints import CheckpointError
+from mmlinattn.utils.errors import RunError
+
+COCO = dict(type='CocoDataset', data_root='data/coco')
+
+
+def wrapped(*datasets):
+    return dict(dataset=dict(type='RepeatDataset', dataset=dict(type='ConcatDataset', datasets=list(datasets))))
+
+
+def test_a_data_root_reaches_wrapped_data_sets():
+    """Data sets that have no root get one, unless others have it."""
+    bare, of_settings = (
+        dict(type='CustomDataset', data_prefix='val'),
+        dict(COCO, settings=dict(data_root='no data set')),
+    )
+    cfg = Config(
+        dict(train_dataloader=wrapped(COCO, dict(COCO, data_root='')), val_dataloader=dict(dataset=of_settings))
+    )
+    configs.set_data_root(cfg, 'mine')
+    assert [leaf.data_root for leaf in cfg.train_dataloader.dataset.dataset.datasets] == ['mine', 'mine']
+    assert cfg.val_dataloader.dataset == dict(of_settings, data_root='mine')
+    cfg = Config(dict(train_dataloader=wrapped(bare, bare), test_dataloader=dict(dataset=bare)))
+    configs.set_data_root(cfg, 'mine')
+    leaves = (*cfg.train_dataloader.dataset.dataset.datasets, cfg.test_dataloader.dataset)
+    assert [leaf.data_root for leaf in leaves] == ['mine'] * 3 and 'data_root' not in cfg.train_dataloader.dataset
+    cfg = Config(dict(train_dataloader=dict(dataset=bare), test_dataloader=dict(dataset=COCO)))
+    configs.set_data_root(cfg, 'mine')
+    assert 'data_root' not in cfg.train_dataloader.dataset and cfg.test_dataloader.dataset.data_root == 'mine'
+
+
+@pytest.mark.parametrize('dot', ['', './'])
+@pytest.mark.parametrize('slash', ['', '/'])
+def test_a_data_root_moves_the_files_of_evaluators(dot, slash):
+    """Those below the root of any data set, the longest first; a name that only begins with one is no part of it."""
+    roots = [dict(COCO, data_root=root) for root in (f'{dot}data/coco{slash}', 'data/', None)]
+    evaluator = dict(
+        type='MultiDatasetsEvaluator',
+        metrics=[dict(ann_file=f'{dot}data/coco/a.json'), dict(ann_file='data/b.json', count=3)],
+        files=['data/coco/a.json', 3, ('data/coco/b.json',), 'data/coco_2/a.json', 'other/data/coco/a.json'],
+        dataset_prefixes=['coco', 'data/coco', 'data/coco/'],
+    )
+    moved = dict(
+        type='MultiDatasetsEvaluator',
+        metrics=[dict(ann_file='mine/a.json'), dict(ann_file='mine/b.json', count=3)],
+        files=['mine/a.json', 3, ('mine/b.json',), 'mine/coco_2/a.json', 'other/data/coco/a.json'],
+        dataset_prefixes=['coco', 'mine/', 'mine/'],
+    )
+    cfg = Config(dict(test_dataloader=wrapped(*roots), val_evaluator=evaluator, test_evaluator=[evaluator]))
+    configs.set_data_root(cfg, 'mine')
+    assert cfg.val_evaluator == moved and cfg.test_evaluator == [moved]
+
+
+LEAF = dict(type='Any', data_root='root', ann_file='a.json', data_prefix=dict(img='images', seg=None, other=''))
+
+
+@pytest.mark.parametrize(
+    ('change', 'words'),
+    [
+        ({}, None),
+        (
+            dict(data_root='gone'),
+            "dataset.data_root = 'gone': no such folder. It has to be the root of the data set, hold",
+        ),
+        (dict(data_root='root/a.json'), "dataset.data_root = 'root/a.json': no such folder"),
+        (dict(ann_file='b.json'), "dataset.ann_file = 'b.json': no such file 'root/b.json'"),
+        (dict(ann_file=['a.json', 'b.json']), "dataset.ann_file = 'b.json'"),
+        (dict(data_prefix=dict(img='gone')), "dataset.data_prefix.img = 'gone': no such folder 'root/gone'"),
+        (dict(data_prefix='gone'), "dataset.data_prefix = 'gone': no such folder 'root/gone'"),
+        (dict(type='ImageNet', data_prefix='', split='gone'), "dataset.split = 'gone': no such folder"),
+        (dict(type='mmpretrain.ImageNet', data_prefix='', split='images'), None),
+        (dict(data_prefix='', split='gone'), None),  # of most data sets the name of a list
+        (dict(data_root='gone', type='CIFAR10'), None),  # makes its folder
+        (dict(data_root='gone', type='CIFAR10', download=False), "data_root = 'gone'"),
+        (dict(data_root='s3://gone'), None),
+        (dict(data_root='gone', backend_args=dict(backend='petrel')), None),
+        (dict(data_root='', ann_file='root/a.json', data_prefix='root'), None),
+        (dict(ann_file='https://a.b/c.json'), None),
+    ],
+)
+def test_data_that_are_not_there_are_named_with_their_key(tmp_path, monkeypatch, change, words):
+    monkeypatch.chdir(tmp_path)
+    os.makedirs('root/images')
+    Path('root/a.json').touch()
+    leaf = {**LEAF, **change}
+    for loader, key in ((dict(dataset=leaf), 'train_dataloader.'), (wrapped(LEAF, leaf), 'dataset.datasets.1.')):
+        cfg = Config(dict(train_dataloader=loader, test_dataloader=dict(dataset=dict(data_root='not asked for'))))
+        if words is None:
+            configs.check_data_config(cfg, ['train'])
+            continue
+        with pytest.raises(RunError) as error:
+            configs.check_data_config(cfg, ['val', 'train'])
+        assert key in str(error.value) and words.replace('dataset.', '', 1) in str(error.value)
+
+
+@pytest.mark.parametrize('listed', [False, True])
+def test_annotation_files_of_evaluators(tmp_path, listed):
+    (tmp_path / 'a.json').touch()
+    for path, fits in (('gone.json', False), (str(tmp_path / 'a.json'), True), ('s3://a.json', True), (None, True)):
+        evaluator = dict(type='CocoMetric', ann_file=path)
+        cfg = Config(dict(val_evaluator=[dict(type='A'), evaluator] if listed else evaluator))
+        if fits:
+            configs.check_data_config(cfg, ['val'])
+        else:
+            with pytest.raises(RunError, match=re.escape("val_evaluator.ann_file = 'gone.json': no such file")):
+                configs.check_data_config(cfg, ['val'])
+
+
+def test_checkpoints_by_path_and_by_address(tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    (tmp_path / 'a.pth').touch()
+    for path in ('~/a.pth', str(tmp_path / 'a.pth'), 'https://example.org/a.pth', 'mmlinattn://ravlt_t'):
+        assert configs.check_checkpoint(path, '--resume') == path
+    with pytest.raises(CheckpointError, match='no published checkpoint is called'):
+        configs.check_checkpoint('mmlinattn://ravlt', 'checkpoint')
+
+
+PIP = dict(
+    mmdet='"mmdet>=3.3,<3.4"',
+    mmseg='"mmsegmentation>=1.2.2,<1.3" ftfy regex',  # which it needs and does not install
+    mmpretrain='"mmpretrain>=1.2,<1.3"',
+)
+
+
+@pytest.mark.parametrize('scope', PIP)
+@pytest.mark.parametrize('how', ['scope', 'base', 'module'])
+def test_what_is_missing_is_named_as_pip_knows_it(tmp_path, monkeypatch, scope, how):
+    text = dict(
+        scope=f'default_scope = {scope!r}',
+        base=f"_base_ = '{scope}::_base_/default_runtime.py'",
+        module=f'__import__({scope!r})',
+    )
+    config = tmp_path / 'config.py'
+    config.write_text(text[how] + '\n')
+    monkeypatch.setattr(configs, 'find_spec', lambda name: None)  # as where it is not installed
+    monkeypatch.setattr('mmengine.config.config.is_installed', lambda name: False)
+    monkeypatch.setitem(sys.modules, scope, None)
+    with pytest.raises(RunError) as found:
+        configs.read_config(str(config))
+    assert str(found.value) == (
+        f'{config} needs {scope}, which is not installed in {sys.executable}: pip install {PIP[scope]}'
+    )
+
+
+@pytest.mark.parametrize('name', ['nobody_has_this', 'mmsegment'])  # the latter is a part of a name above
+def test_other_modules_that_a_config_lacks(tmp_path, name):
+    config = tmp_path / 'config.py'
+    config.write_text(f"__import__('{name}')\n")
+    with pytest.raises(RunError) as found:
+        configs.read_config(str(config))
+    assert str(found.value) == f"config {str(config)!r} cannot be read: No module named '{name}'"

@@ -1,0 +1,302 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What the options of tools/train.py and tools/test.py change in the config that runs."""
+
+import copy
+import functools
+import json
+import os
+import pickle
+import runpy
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from mmlinattn.apis import configs, running
+
+for package in ('mmdet', 'mmseg', 'mmpretrain'):
+    pytest.importorskip(package)
+ROOT = Path(__file__).resolve().parents[2]
+DETECTOR, SEGMENTOR, CLASSIFIER = (
+    str(ROOT / 'configs' / task / 'ravlt_shapes_quickstart.py') for task in ('mmdet', 'mmseg', 'mmpretrain')
+)
+STAGES = ('train', 'val', 'test')
+LOADERS = [f'{stage}_dataloader' for stage in STAGES]
+PLACES = 'annotations train2017 val2017 images/training images/validation annotations/training annotations/validation'
+read_once = functools.cache(configs.read_config)
+
+
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    """The functions of a tool whose arguments are given, in a folder that looks like every data set."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('LOCAL_RANK', '0')
+    monkeypatch.setattr(configs, 'read_config', lambda path: copy.deepcopy(read_once(os.path.abspath(path))))
+    for name in ('train', 'val', *PLACES.split()):
+        Path('data', name).mkdir(parents=True)
+    for name in ('annotations/instances_train2017.json', 'annotations/instances_val2017.json'):
+        Path('data', name).touch()
+    for name in ('some.pth', 'epoch_3.pth', 'other.pth'):
+        Path(name).touch()
+
+    def load(name, *words):
+        words = [name, *map(str, words), '--data-root', 'data', '--work-dir', 'work']
+        monkeypatch.setattr(sys, 'argv', words)
+        return runpy.run_path(str(ROOT / 'tools' / name))['main'].__globals__
+
+    return load
+
+
+@pytest.fixture
+def configured(tool):
+    """The config that a tool would run."""
+
+    def run(name, *words):
+        functions = tool(name, *words)
+        return functions['configure'](functions['parse_args']())
+
+    return run
+
+
+def test_what_has_to_be_given_and_what_may_be(tool, capsys):
+    """Defaults of both tools, of which the other tests see only some."""
+    common = dict(cfg_options=None, compile=False, no_pin_memory=False, launcher='none', local_rank=0)
+    testing = dict(out=None, out_item='pred', show=False, show_dir=None, interval=1, wait_time=2, tta=False, amp=False)
+    flags = dict.fromkeys(('amp', 'auto_scale_lr', 'no_validate', 'no_persistent_workers'), False)
+    for name, words, own in (
+        ('test.py', dict(config='c.py', checkpoint='c.pth'), testing),
+        ('train.py', dict(config='c.py'), dict(flags, resume=None)),
+    ):
+        found = vars(tool(name, *words.values())['parse_args']())
+        assert found == {**words, **common, **own, 'data_root': 'data', 'work_dir': 'work'}
+        with pytest.raises(SystemExit):
+            tool(name)['parse_args']()
+        assert capsys.readouterr().err.endswith(f'arguments are required: {", ".join(words)}\n')
+    for option, names in (('--launcher', 'none pytorch slurm mpi'), ('--out-item', 'metrics pred')):
+        for value in names.split():
+            tool('test.py', 'c.py', 'c.pth', option, value)['parse_args']()
+        with pytest.raises(SystemExit):
+            tool('test.py', 'c.py', 'c.pth', option, 'other')['parse_args']()
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert f"argument {option}: invalid choice: 'other'" in line
+
+
+@pytest.mark.parametrize(
+    ('command', 'options', 'settings', 'otherwise'),
+    [
+        ('train.py', '--no-validate', dict.fromkeys(('val_cfg', 'val_dataloader', 'val_evaluator')), dict),
+        ('train.py', '--no-persistent-workers', {f'{key}.persistent_workers': False for key in LOADERS[:2]}, True),
+        ('train.py', '--no-pin-memory', {f'{key}.pin_memory': False for key in LOADERS}, True),
+        ('train.py', '--auto-scale-lr', {'auto_scale_lr.enable': True}, None),
+        ('test.py', '--amp', {'test_cfg.fp16': True}, None),
+        ('test.py', '--launcher mpi', {'launcher': 'mpi'}, 'none'),
+    ],
+)
+def test_a_switch(configured, command, options, settings, otherwise):
+    pinned = [f'{key}.pin_memory=True' for key in LOADERS]
+    words = [DETECTOR, *(['some.pth'] if command == 'test.py' else [])]
+    for switch in ([], options.split()):
+        cfg = configured(command, *words, *switch, '--cfg-options', 'auto_scale_lr.base_batch_size=16', *pinned)
+        for key, value in settings.items():
+            *parents, last = key.split('.')
+            found = functools.reduce(lambda node, name: node[name], parents, cfg).get(last)
+            if switch:
+                assert found is value or found == value
+            else:
+                assert isinstance(found, dict) if otherwise is dict else found == otherwise
+
+
+@pytest.mark.parametrize('device', ['cpu', 'cuda'])
+def test_loaders_of_classifiers_have_the_settings_their_configs_rely_on(configured, tmp_path, monkeypatch, device):
+    """MMPretrain's own tools fill them in; a config's own stay."""
+    for module in (configs, running):
+        monkeypatch.setattr(module, 'get_device', lambda: device)
+    cfg = configured('train.py', CLASSIFIER)
+    for key in LOADERS:
+        assert cfg[key].collate_fn == dict(type='default_collate') and cfg[key].pin_memory is (device == 'cuda')
+        assert cfg[key].persistent_workers is True
+    own = dict(collate_fn=dict(type='pseudo_collate'), pin_memory='mine', persistent_workers=False)
+    (tmp_path / 'own.py').write_text(
+        f'_base_ = {CLASSIFIER!r}\ntrain_dataloader = dict(**{own})\ntest_dataloader = dict(num_workers=0)\n'
+        'val_dataloader = dict(num_workers=0, persistent_workers=False)\n'
+    )
+    cfg = configured('train.py', 'own.py')
+    assert {key: cfg.train_dataloader[key] for key in own} == own
+    assert not cfg.test_dataloader.get('persistent_workers')  # PyTorch refuses it without workers
+    for config in (DETECTOR, SEGMENTOR):  # upstream's other two leave it to PyTorch
+        assert not {'collate_fn', 'pin_memory'} & set(configured('train.py', config).train_dataloader)
+
+
+def test_augmentation_of_the_test_wraps_the_model_and_takes_its_pipeline(configured, tmp_path):
+    (tmp_path / 'with_tta.py').write_text(
+        f"_base_ = '{DETECTOR}'\n"
+        "tta_model = dict(type='DetTTAModel')\n"
+        "tta_pipeline = [dict(type='LoadImageFromFile'), dict(type='TestTimeAug', transforms=[])]\n"
+    )
+    cfg = configured('test.py', 'with_tta.py', 'some.pth', '--tta')
+    assert cfg.model.type == 'DetTTAModel' and cfg.model.module.type == 'MaskRCNN'
+    assert [step.type for step in cfg.test_dataloader.dataset.pipeline] == ['LoadImageFromFile', 'TestTimeAug']
+    assert configured('test.py', 'with_tta.py', 'some.pth').model.type == 'MaskRCNN'
+
+
+RESUME = ['--cfg-options', 'resume=True']
+LAST = 'work/epoch_1.pth'
+
+
+@pytest.mark.parametrize(
+    ('words', 'last', 'restarted', 'expected'),
+    [
+        ([], True, False, (False, None)),
+        (['--resume', 'epoch_3.pth'], True, False, (True, 'epoch_3.pth')),
+        (['--resume'], False, False, (False, None)),
+        (['--resume'], True, False, (True, LAST)),
+        (['--cfg-options', 'load_from=some.pth'], True, False, (False, 'some.pth')),
+        (RESUME, False, False, (False, None)),
+        (RESUME, True, False, (True, LAST)),
+        ([*RESUME, 'load_from=some.pth'], True, False, (True, 'some.pth')),
+        ([], True, True, (True, LAST)),
+        (['--resume', 'epoch_3.pth'], True, True, (True, LAST)),  # what it left since is further on
+        ([], 'of the run before', True, (False, None)),
+        (['--resume', 'epoch_3.pth'], False, True, (True, 'epoch_3.pth')),
+    ],
+)
+def test_what_a_training_begins_with(configured, monkeypatch, capsys, words, last, restarted, expected):
+    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', str(int(restarted)))
+    monkeypatch.setenv('MMLINATTN_LAUNCHED', str(time.time()))
+    os.mkdir('work')
+    if last:
+        Path(LAST).touch()
+        Path('work/last_checkpoint').write_text(LAST)
+    if last == 'of the run before':
+        os.utime('work/last_checkpoint', (1, 1))
+    cfg = configured('train.py', DETECTOR, *words)
+    assert (cfg.get('resume', False), cfg.get('load_from')) == expected
+    asked = words[:1] == ['--resume'] and len(words) == 1 or words == RESUME
+    line = "notice: no checkpoint to resume from in 'work': beginning from the start.\n"
+    assert capsys.readouterr().err == (line if asked and not last else '')
+
+
+def test_without_our_launcher_nothing_tells_a_restart_from_a_run_before(configured, monkeypatch):
+    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '1')
+    monkeypatch.delenv('MMLINATTN_LAUNCHED', raising=False)
+    os.mkdir('work')
+    Path(LAST).touch()
+    Path('work/last_checkpoint').write_text(LAST)
+    assert not configured('train.py', DETECTOR).get('resume')
+
+
+def test_a_test_loads_its_checkpoint_and_resumes_nothing(configured):
+    options = ['--out', 'x.pickle', *RESUME, 'load_from=other.pth']
+    cfg = configured('test.py', DETECTOR, 'some.pth', *options)
+    assert (cfg.resume, cfg.load_from) == (False, 'some.pth')
+
+
+def test_the_work_dir_is_that_of_the_command_then_of_the_config_then_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv('LOCAL_RANK', '0')
+    Path('named.py').write_text("work_dir = 'of_the_config'")
+    Path('rate_0.5.py').touch()
+    args = dict(data_root=None, cfg_options=None, no_pin_memory=False, launcher='none', local_rank=0)
+    for config, given, expected in (
+        ('named.py', 'given', 'given'),
+        ('named.py', None, 'of_the_config'),
+        ('rate_0.5.py', None, 'work_dirs/rate_0.5'),
+    ):
+        assert configs.load_config(SimpleNamespace(config=config, work_dir=given, **args)).work_dir == expected
+        assert Path(expected).is_dir()
+
+
+def test_options_have_the_last_word(configured, monkeypatch):
+    monkeypatch.delenv('LOCAL_RANK')
+    Path('mine').symlink_to('data')
+    own = ['--cfg-options', 'val_dataloader.dataset.data_root=mine']
+    cfg = configured('train.py', DETECTOR, '--local_rank', 3, *own)
+    assert (cfg.train_dataloader.dataset.data_root, cfg.val_dataloader.dataset.data_root) == ('data', 'mine')
+    assert os.environ['LOCAL_RANK'] == '3'
+    configured('train.py', DETECTOR, '--local-rank', 4)
+    assert os.environ['LOCAL_RANK'] == '3'  # of the launcher
+
+
+@pytest.mark.parametrize('config', [DETECTOR, SEGMENTOR, CLASSIFIER], ids=['mmdet', 'mmseg', 'mmpretrain'])
+@pytest.mark.parametrize('has_hook', [True, False])
+def test_drawings_of_each_task(configured, tmp_path, config, has_hook):
+    """Each of the three projects spells it its own way, and MMDetection puts relative folders into the work_dir."""
+    if not has_hook:
+        Path('bare.py').write_text(f'_base_ = {config!r}\ndefault_hooks = dict(_delete_=True)\n')
+    words = ['test.py', config if has_hook else 'bare.py', 'some.pth']
+    cfg = configured(*words, '--show-dir', 'shown', '--interval', 3, '--wait-time', 0.5)
+    hook, folder = cfg.default_hooks.visualization, str(tmp_path / 'shown')
+    assert (hook.show, hook.wait_time) == (False, 0.5)
+    prefix = {DETECTOR: 'Det', SEGMENTOR: 'Seg', CLASSIFIER: ''}[config]
+    assert hook.type.rpartition('.')[2] == f'{prefix}VisualizationHook'
+    if config == CLASSIFIER:
+        assert (hook.enable, hook.out_dir, hook.interval) == (True, folder, 3)
+    else:  # the tool chooses every third, as the hooks count batches, or not at all
+        assert (hook.draw, hook.interval) == (True, 1)
+        assert folder == (hook.test_out_dir if config == DETECTOR else cfg.visualizer.save_dir)
+    hook = configured(*words, '--show').default_hooks.visualization
+    assert hook.show is True and hook.get('test_out_dir') is hook.get('out_dir') is None
+    quiet = configured(*words).get('default_hooks', {}).get('visualization', {})
+    assert not quiet.get('draw') and not quiet.get('enable')
+
+
+class FakeRunner:
+    """Tests five images in batches of two."""
+
+    def __init__(self, *hooks, rank=0):
+        self.hooks, self.rank = hooks, rank
+        self.test_evaluator = SimpleNamespace(metrics=[])
+
+    def test(self):
+        for index, batch in enumerate(([0, 1], [2, 3], [4])):
+            for hook in self.hooks:
+                hook.after_test_iter(self, batch_idx=index, data_batch=None, outputs=batch)
+        return {'coco/bbox_mAP': 0.5}
+
+
+@pytest.fixture
+def tested(tool, monkeypatch):
+    """Run tools/test.py with a stand-in for the Runner."""
+
+    def run(runner, config, *words):
+        functions = tool('test.py', config, 'some.pth', *words)
+        monkeypatch.setitem(functions, 'build_runner', lambda cfg, compiles: runner)
+        functions['main']()
+        return runner
+
+    return run
+
+
+@pytest.mark.parametrize(('interval', 'chosen'), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3])])
+def test_every_nth_picture_is_drawn(tested, interval, chosen):
+    """By the hooks that draw, each on its own; others see all."""
+
+    class Hook:
+        def __init__(self):
+            self.drawn = []
+
+        def after_test_iter(self, runner, batch_idx, data_batch, outputs):
+            self.drawn += outputs
+
+    kinds = ('DetVisualizationHook', 'DetVisualizationHook', 'SegVisualizationHook', 'AnotherHook')
+    hooks = [type(kind, (Hook,), {})() for kind in kinds]
+    tested(FakeRunner(*hooks), DETECTOR, '--interval', interval, '--show-dir', 'shown')
+    assert [hook.drawn for hook in hooks] == [chosen] * 3 + [[0, 1, 2, 3, 4]]
+
+
+def test_what_is_written_out(tested, tmp_path, capsys):
+    """Predictions by a metric of the evaluator, or, by one process, the figures in the format of the file's name."""
+    for name, parse in (('m.json', json.load), ('m.pkl', pickle.load)):
+        runner = tested(FakeRunner(), DETECTOR, '--out', name, '--out-item', 'metrics')
+        assert runner.test_evaluator.metrics == []
+        with open(name, 'r' if name.endswith('json') else 'rb') as stream:
+            assert parse(stream) == {'coco/bbox_mAP': 0.5}
+    tested(FakeRunner(rank=1), DETECTOR, '--out', 'other.json', '--out-item', 'metrics', '--show-dir', 'shown')
+    assert not Path('other.json').exists()
+    assert capsys.readouterr().err == f'notice: images are in {tmp_path / "shown"}\n'
+    for config, kind in ((DETECTOR, 'DumpDetResults'), (SEGMENTOR, 'DumpResults')):
+        (metric,) = tested(FakeRunner(), config, '--out', 'p.pkl').test_evaluator.metrics
+        assert (type(metric).__name__, metric.out_file_path) == (kind, 'p.pkl') and not Path('p.pkl').exists()
+    assert capsys.readouterr().err == ''
