@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops import dispatch
 from ..ops.tensors import to_image
-from .linear import apply_linear, has_hooks, is_plain_linear
+from .linear import apply_linear, apply_norm, has_hooks, is_plain_linear
 from .patch_embed import is_plain_conv
 
 STRIP_NUMEL = 2**22  # of the hidden map: 16 MiB in float32
@@ -66,8 +66,8 @@ class Block(BaseModule):
             shared['out_scale'], gamma = gamma, None
         drops = self.training and isinstance(self.drop_path, DropPath)
         if gamma is None and not drops and _adds_residual(branch):
-            return branch(norm(x), residual=x, **shared)
-        out = branch(norm(x), **shared)
+            return branch(apply_norm(norm, x), residual=x, **shared)
+        out = branch(apply_norm(norm, x), **shared)
         if gamma is None and not drops:
             return x + out
         # paths are dropped in a small tensor of scales, which saves passes over the map

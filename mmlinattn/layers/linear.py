@@ -82,6 +82,17 @@ def apply_linear(
     return ops.linear(x, weight, bias, gelu, residual)
 
 
+def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    """``norm(x)``. In inference under autocast on CPUs, a LayerNorm gives the type of autocast: it sums in float32 all
+    the same, and the products that follow would round its result."""
+    if isinstance(norm, nn.LayerNorm) and dispatch.autocasts(x):
+        route = dispatch.route(x)
+        if route.backend == 'cpu' and not route.records and x.dtype == route.dtype:
+            with dispatch.without_autocast(x):
+                return norm(x)
+    return norm(x)
+
+
 class Projected(NamedTuple):
     """Some outputs of one linear layer, side by side in one tensor (..., N, sum of ``widths``)."""
 
@@ -120,8 +131,8 @@ def project(
             Projected(rest, (k, v)),
             *(Projected(whole[..., q + k + v :], (g,)) for g in gate),
         ]
-    backend = dispatch.backend(x, kv)
-    learns = backend != 'reference' and dispatch.records()
+    route = dispatch.route(x, kv)
+    backend, learns = route.backend, route.backend != 'reference' and route.records
     if kv is not None:
         parts = [(x, (q,)), (kv, (k, v)), *((x, (g,)) for g in gate)]
     elif backend == 'reference' or not (learns or convolves):
@@ -132,6 +143,9 @@ def project(
         parts = [(x, (q, k)), (x, (v,)), *((x, (g,)) for g in gate)]
     if len(parts) == 1:
         return [Projected(ops.linear(x, layer.weight, layer.bias), tuple(widths))]
+    if backend == 'cpu' and not learns and x.dtype != route.dtype:  # once, not for each part
+        cast = x.to(route.dtype)
+        parts = [(cast if tokens is x else tokens, part) for tokens, part in parts]
     rows = [sum(part) for _, part in parts]
     biases = [None] * len(rows) if layer.bias is None else layer.bias.split(rows)
     weights = layer.weight.split(rows)

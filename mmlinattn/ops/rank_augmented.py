@@ -132,13 +132,18 @@ _MAPS = {
 
 def _rala_on_cpu(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps) -> Tensor:
     wide, dtype = torch.promote_types(torch.promote_types(q.dtype, v.dtype), torch.float32), v.dtype
-    # half precision is cheaper to widen once than to compute with, operation by operation
-    q, k, v = (t.to(wide) for t in (q, k, v))
     rotary = None if rotary is None else rotary.to(wide)
+    # half precision is cheaper to widen once than to compute with, operation by operation
     if dispatch.records():
+        q, k, v = (t.to(wide) for t in (q, k, v))
         return _RALA.apply(q, k, v, rotary, num_heads, kernel, mask, weight_scale, eps).to(dtype)
     pair = pair_by_head(q, k, num_heads)
-    q, k, v = (split_heads(t, num_heads) for t in (q, k, v))
+    if pair is None:
+        q, k = (split_heads(t.to(wide), num_heads) for t in (q, k))
+    else:
+        pair = pair.to(wide)
+        q, k = pair.chunk(2, dim=1)
+    v = split_heads(v.to(wide), num_heads)
     return merge_heads(_forward(q, k, pair, v, kernel, rotary, mask, weight_scale, eps, dtype)[0])
 
 

@@ -82,7 +82,7 @@ def test_other_pools_stay_and_the_function_comes_back():
 
 def test_slices_are_of_pools_of_one_pixel_alone_and_end_with_the_context():
     x, pool = torch.randn(1, 2, 9, 8), F.max_pool2d
-    calls = [((1, 3), {}), (((1, 1), (2, 3)), {}), ((1, 2, 1), dict(ceil_mode=True)), ((1, 3), dict(ceil_mode=True))]
+    calls = [((1, 3), {}), ((1, (2, 3)), {}), ((1, 2, 1), dict(ceil_mode=True)), ((1, 3), dict(ceil_mode=True))]
     expected = [pool(x, *args, **options) for args, options in calls[:2]]
     with pytest.raises(ValueError, match='of the model'), strided_pools():
         for (args, options), truth in zip(calls, expected):
