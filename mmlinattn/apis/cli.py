@@ -12,6 +12,7 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import walk_tb
+from types import FrameType
 from typing import Optional
 
 from mmengine.config import DictAction
@@ -61,19 +62,20 @@ def one_line_errors():
 
 
 @contextmanager
-def writing(out):
-    """A context in which an OSError becomes the RunError that ``--out`` cannot be written.
+def writing(path, name: str = '--out'):
+    """A context in which an OSError becomes the RunError that a path cannot be written.
 
     Args:
-        out (str | Path): What ``--out`` names.
+        path (str | Path): What is written.
+        name (str): What names it on the command line.
 
     Raises:
-        RunError: With the path and the reason, in one line.
+        RunError: With the name, the path and the reason, in one line.
     """
     try:
         yield
     except OSError as error:
-        raise RunError(f'--out {str(out)!r} cannot be written: {error.strerror}.') from error
+        raise RunError(f'{name} {str(path)!r} cannot be written: {error.strerror}.') from error
 
 
 def check_out_file(out) -> None:
@@ -108,14 +110,6 @@ def _end_workers() -> None:
         child.join(5)
 
 
-def _last_checkpoint(work_dir: str, began: float) -> Optional[str]:
-    with suppress(OSError, ValueError):
-        pointer = Path(work_dir, 'last_checkpoint')
-        if pointer.stat().st_mtime >= began - 1:  # file systems round down
-            return pointer.read_text()[:4096].strip() or None
-    return None
-
-
 class ToolRun:
     """What :func:`clean_end` tells the user about: set ``work_dir`` once it is known.
 
@@ -133,8 +127,11 @@ class ToolRun:
         """The line after Ctrl-C."""
         if self.work_dir is None:
             return 'interrupted.'
-        path = _last_checkpoint(self.work_dir, 0 if self.is_resumed else self._began)
-        if path is None:
+        pointer, path = Path(self.work_dir, 'last_checkpoint'), ''
+        with suppress(OSError, ValueError):
+            if self.is_resumed or pointer.stat().st_mtime >= self._began - 1:  # file systems round down
+                path = pointer.read_text().strip()
+        if not path:
             return f'interrupted: no checkpoint was written to {self.work_dir!r} yet; the same command begins anew.'
         return f'interrupted: the last checkpoint is {path!r}; the same command with --resume goes on from there.'
 
@@ -183,22 +180,17 @@ def explained_setup(config: str, whole: bool = True):
     except RunError:
         raise
     except Exception as error:
-        if not (whole or _is_of_building(error)) or os.environ.get('MMLINATTN_TRACEBACK') == '1':
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        if os.environ.get('MMLINATTN_TRACEBACK') == '1' or not (whole or any(map(_is_building, frames))):
             raise
-        what = ': '.join([*_failed_class(error), described(error)])
+        built = [frame.f_locals.get('obj_cls') for frame in frames if frame.f_code.co_name == 'build_from_cfg']
+        innermost = [getattr(kind, '__name__', str(kind)) for kind in built if kind is not None][-1:]
+        what = ': '.join([*innermost, described(error)])
         if 'need at least one array to concatenate' in what:  # MMEngine's serialisation
             what += '. The data set holds no image, or none of metainfo.classes is a category of its ann_file'
         raise RunError(f'{config} cannot be run: {what} (MMLINATTN_TRACEBACK=1 shows where)') from error
 
 
-def _is_of_building(error: Exception) -> bool:
-    """Whether MMEngine was building a part of the run: ``build_from_cfg``, ``Runner.build_train_loop`` and so on."""
-    codes = (frame.f_code for frame, _ in walk_tb(error.__traceback__))
-    return any(code.co_name.startswith('build_') and 'mmengine' in code.co_filename for code in codes)
-
-
-def _failed_class(error: Exception) -> list[str]:
-    """Name of what MMEngine was building when it failed, the innermost; none where it was building nothing."""
-    frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == 'build_from_cfg']
-    built = [frame.f_locals['obj_cls'] for frame in frames if frame.f_locals.get('obj_cls') is not None]
-    return [getattr(built[-1], '__name__', str(built[-1]))] if built else []
+def _is_building(frame: FrameType) -> bool:
+    """Whether MMEngine builds a part of the run there: ``build_from_cfg``, ``Runner.build_train_loop`` and so on."""
+    return frame.f_code.co_name.startswith('build_') and 'mmengine' in frame.f_code.co_filename

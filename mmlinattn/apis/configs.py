@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
+from typing import Any, Optional
 
 from mmengine.config import Config
 from mmengine.device import get_device
@@ -15,8 +16,9 @@ from mmengine.runner import CheckpointLoader
 
 from ..checkpoints.released import find_released
 from ..checkpoints.schemes import PREFIX
-from ..utils.errors import RunError
+from ..utils.errors import RunError, described
 from ..utils.registering import bare_name
+from .cli import writing
 
 # default_scope -> the distributions that provide it, as pip is told
 PIP_NAMES = {
@@ -27,6 +29,7 @@ PIP_NAMES = {
 
 
 LOADERS = ('train_dataloader', 'val_dataloader', 'test_dataloader')
+EVALUATORS = ('val_evaluator', 'test_evaluator')
 # of MMPretrain's data sets those that read the folder `split`; in others it names a list, or a part of an archive
 SPLIT_IS_FOLDER = ('ImageNet', 'ImageNet21k')
 DOWNLOADED = ('CIFAR10', 'CIFAR100', 'MNIST', 'FashionMNIST')  # which make their folder
@@ -53,17 +56,14 @@ def load_config(args: argparse.Namespace) -> Config:
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise RunError(f'--cfg-options {args.cfg_options} does not fit the config: {error}') from error
     if args.no_pin_memory:
-        for stage in ('train', 'val', 'test'):
-            if cfg.get(f'{stage}_dataloader'):
-                cfg[f'{stage}_dataloader'].pin_memory = False
+        for loader in filter(None, map(cfg.get, LOADERS)):
+            loader.pin_memory = False
     stem = osp.splitext(osp.basename(args.config))[0]
     cfg.work_dir = args.work_dir or cfg.get('work_dir') or osp.join('work_dirs', stem)
-    _check_writable(cfg.work_dir)
+    with writing(cfg.work_dir, 'work dir'):
+        os.makedirs(cfg.work_dir, exist_ok=True)
+        tempfile.TemporaryFile(dir=cfg.work_dir).close()
     return cfg
-
-
-def _not_installed(scope: str, config: str) -> str:
-    return f'{config} needs {scope}, which is not installed in {sys.executable}: pip install {PIP_NAMES[scope]}'
 
 
 def read_config(path: str) -> Config:
@@ -73,34 +73,37 @@ def read_config(path: str) -> Config:
         RunError: It is missing or not readable, or the package of its ``default_scope`` is not
             installed.
     """
-    cfg = _parse(path)
-    scope = cfg.get('default_scope')
-    if scope in PIP_NAMES and find_spec(scope) is None:
-        raise RunError(_not_installed(scope, path))
-    return cfg
-
-
-def _parse(path: str) -> Config:
     if not osp.isfile(path):
         raise RunError(f'config {path!r}: no such file.')
     try:
-        return Config.fromfile(path)
-    except ModuleNotFoundError as error:
-        # MMEngine's message begins with the distribution; Python's own has it in `name`.
-        missing = error.name or str(error).split()[0]
-        for scope, pip_names in PIP_NAMES.items():
-            if missing in (scope, pip_names.replace('"', '').split('>')[0]):
-                raise RunError(_not_installed(scope, path)) from error
-        raise RunError(f'config {path!r} cannot be read: {error}') from error
+        cfg = Config.fromfile(path)
     except (Exception, SystemExit) as error:
         # A config is a program: anything may be raised by one with a mistake in it.
-        raise RunError(f'config {path!r} cannot be read: {type(error).__name__}: {error}') from error
+        _check_installed(path, _missing_module(error), error)
+        raise RunError(f'config {path!r} cannot be read: {described(error)}') from error
+    scope = cfg.get('default_scope')
+    if scope in PIP_NAMES and find_spec(scope) is None:
+        _check_installed(path, scope)
+    return cfg
+
+
+def _missing_module(error: BaseException) -> str:
+    """What could not be imported; MMEngine's message begins with the distribution, Python's own has it in ``name``."""
+    return (error.name or str(error).split()[0]) if isinstance(error, ModuleNotFoundError) else ''
+
+
+def _check_installed(config: str, missing: str, error: Optional[BaseException] = None) -> None:
+    """Say how to install a package of a task that is missing, by the name of its scope or of its distribution."""
+    for scope, pip_names in PIP_NAMES.items():
+        if missing in (scope, pip_names.replace('"', '').split('>')[0]):
+            raise RunError(
+                f'{config} needs {scope}, which is not installed in {sys.executable}: pip install {pip_names}'
+            ) from error
 
 
 def _set_mmpretrain_loader_defaults(cfg: Config) -> None:
     """Loader settings that MMPretrain's own tools fill in and its configs rely on."""
-    for stage in ('train', 'val', 'test'):
-        loader = cfg.get(f'{stage}_dataloader')
+    for loader in map(cfg.get, LOADERS):
         if loader:
             loader.setdefault('collate_fn', dict(type='default_collate'))
             loader.setdefault('pin_memory', get_device() != 'cpu')
@@ -117,55 +120,44 @@ def set_data_root(cfg: Config, root: str) -> None:
             paths elsewhere and stays.
     """
     old_roots = set()
-
-    def visit(node):
-        if isinstance(node, dict):
+    for loader in LOADERS:
+        for node in _dicts(cfg.get(loader)):
             if 'data_root' in node and 'type' in node:
                 old_roots.add(_without_dot(str(node['data_root'] or '')))
                 node['data_root'] = root
-            for child in node.values():
-                visit(child)
-        elif isinstance(node, (list, tuple)):
-            for child in node:
-                visit(child)
+    if not old_roots:
+        for loader in LOADERS:
+            for _, leaf in _datasets(cfg, loader):
+                leaf['data_root'] = root
 
     def moved(node):
         if isinstance(node, dict):
-            for key, value in node.items():
-                node[key] = moved(value)
-        elif isinstance(node, (list, tuple)):
+            return type(node)({key: moved(value) for key, value in node.items()})
+        if isinstance(node, (list, tuple)):
             return type(node)(moved(child) for child in node)
-        elif isinstance(node, str):
-            path = _without_dot(node)
-            # the longest first, as one root may lie in another; whole names, as data/coco is no part of data/coco_2
-            for old in sorted(filter(None, old_roots), key=len, reverse=True):
-                if osp.join(path, '').startswith(osp.join(old, '')):
-                    return osp.join(root, path[len(old) :].lstrip('/'))
+        path = _without_dot(node) if isinstance(node, str) else ''
+        # the longest first, as one root may lie in another; whole names, as data/coco is no part of data/coco_2
+        for old in sorted(filter(None, old_roots), key=len, reverse=True):
+            if osp.join(path, '').startswith(osp.join(old, '')):
+                return osp.join(root, path[len(old) :].lstrip('/'))
         return node
 
-    for loader in LOADERS:
-        visit(cfg.get(loader))
-    if not old_roots:
-        for loader in LOADERS:
-            for key, leaf in _leaf_configs(cfg.get(loader), loader):
-                if key != loader:
-                    leaf['data_root'] = root
-    for stage in ('train', 'val', 'test'):
-        if cfg.get(f'{stage}_evaluator'):
-            cfg[f'{stage}_evaluator'] = moved(cfg[f'{stage}_evaluator'])
+    for key in EVALUATORS:
+        if cfg.get(key):
+            cfg[key] = moved(cfg[key])
+
+
+def _dicts(node: Any) -> Iterator[dict]:
+    """All dicts in a part of a config, outer ones first."""
+    if isinstance(node, dict):
+        yield node
+        node = tuple(node.values())
+    for child in node if isinstance(node, (list, tuple)) else ():
+        yield from _dicts(child)
 
 
 def _without_dot(path: str) -> str:
     return path[2:].lstrip('/') if path.startswith('./') else path
-
-
-def _check_writable(work_dir: str) -> None:
-    try:
-        os.makedirs(work_dir, exist_ok=True)
-        with tempfile.TemporaryFile(dir=work_dir) as probe:
-            probe.write(b'x')
-    except OSError as error:
-        raise RunError(f'work dir {work_dir!r} cannot be written: {error.strerror}.') from error
 
 
 def check_checkpoint(path: str, name: str) -> str:
@@ -193,7 +185,7 @@ def require(cfg: Config, config: str, *keys: str) -> None:
     missing = [key for key in keys if cfg.get(key) is None]
     if missing:
         raise RunError(f'{config} has no {", no ".join(missing)}.')
-    for key in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
+    for key in LOADERS:
         size = (cfg.get(key) or {}).get('batch_size', 1)
         if type(size) is not int or size < 1:
             raise RunError(f'{key}.batch_size = {size!r} has to be an integer from 1 up.')
@@ -204,52 +196,45 @@ def _is_local(path, config=None) -> bool:
     return backend == 'local' and '://' not in str(path)
 
 
-def _leaf_configs(config, key: str) -> Iterator[tuple[str, dict]]:
-    """The data sets inside wrappers such as ``RepeatDataset`` and ``ConcatDataset``."""
-    if not isinstance(config, dict):
-        return
-    if isinstance(config.get('dataset'), dict):
-        yield from _leaf_configs(config['dataset'], f'{key}.dataset')
-    elif isinstance(config.get('datasets'), (list, tuple)):
-        for index, child in enumerate(config['datasets']):
-            yield from _leaf_configs(child, f'{key}.datasets.{index}')
-    else:
-        yield key, config
+def _datasets(cfg: Config, loader: str) -> Iterator[tuple[str, dict]]:
+    """The data sets of a loader by their keys, inside wrappers such as ``RepeatDataset`` and ``ConcatDataset``."""
+    nodes = [(f'{loader}.dataset', (cfg.get(loader) or {}).get('dataset'))]
+    while nodes:
+        key, node = nodes.pop(0)
+        if not isinstance(node, dict):
+            continue
+        if isinstance(node.get('dataset'), dict):
+            nodes.append((f'{key}.dataset', node['dataset']))
+        elif isinstance(node.get('datasets'), (list, tuple)):
+            nodes += [(f'{key}.datasets.{i}', child) for i, child in enumerate(node['datasets'])]
+        else:
+            yield key, node
 
 
-def _check_leaf(config: dict, key: str) -> None:
-    root = config.get('data_root') or ''
-    if not _is_local(root, config):
-        return
-    kind = bare_name(config.get('type'))
-    if kind in DOWNLOADED and config.get('download', True):
+def _check_dataset(config: dict, key: str) -> None:
+    root, kind = config.get('data_root') or '', bare_name(config.get('type'))
+    if not _is_local(root, config) or (kind in DOWNLOADED and config.get('download', True)):
         return
     where, prefix = 'data_prefix', config.get('data_prefix')
     if not prefix and kind in SPLIT_IS_FOLDER:
         where, prefix = 'split', config.get('split')
-    prefixes = dict(prefix) if isinstance(prefix, dict) else {'': prefix or ''}
-    ann_files = config.get('ann_file') or ''
-    ann_files = [ann_files] if isinstance(ann_files, str) else ann_files
+    folders = (
+        {f'{where}.{name}': value for name, value in prefix.items()} if isinstance(prefix, dict) else {where: prefix}
+    )
+    files = config.get('ann_file') or []
+    parts = [('ann_file', file, 'file') for file in ([files] if isinstance(files, str) else files)]
+    parts += [(name, folder, 'folder') for name, folder in folders.items() if isinstance(folder, str)]
     if root and not osp.isdir(root):
-        held = ', '.join(repr(p) for p in (*ann_files, *prefixes.values()) if p)
+        held = ', '.join(repr(value) for _, value, _ in parts if value)
         raise RunError(
             f'{key}.data_root = {root!r}: no such folder. It has to be the root of the data set'
-            + (f', holding {held}' if held else '')
-            + '.'
+            + (f', holding {held}.' if held else '.')
         )
-    for ann_file in ann_files:
-        path = osp.join(root, ann_file)
-        if ann_file and _is_local(path) and not osp.exists(path):
+    for name, value, what in parts:
+        path = osp.join(root, value)
+        if value and _is_local(path) and not (osp.isdir if what == 'folder' else osp.exists)(path):
             raise RunError(
-                f'{key}.ann_file = {ann_file!r}: no such file {path!r}. '
-                'The path is relative to data_root unless it is absolute.'
-            )
-    for name, value in prefixes.items():
-        folder = osp.join(root, value) if isinstance(value, str) else ''
-        if value and folder and _is_local(folder) and not osp.isdir(folder):
-            dotted = f'{key}.{where}.{name}' if name else f'{key}.{where}'
-            raise RunError(
-                f'{dotted} = {value!r}: no such folder {folder!r}. '
+                f'{key}.{name} = {value!r}: no such {what} {path!r}. '
                 'The path is relative to data_root unless it is absolute.'
             )
 
@@ -265,10 +250,8 @@ def check_data_config(cfg: Config, stages: Sequence[str]) -> None:
         RunError: One is missing. The message has the config key, its value and what belongs there.
     """
     for stage in stages:
-        loader = cfg.get(f'{stage}_dataloader')
-        for key, leaf in _leaf_configs(loader, f'{stage}_dataloader'):
-            if key != f'{stage}_dataloader':
-                _check_leaf(leaf, key)
+        for key, dataset in _datasets(cfg, f'{stage}_dataloader'):
+            _check_dataset(dataset, key)
         evaluators = cfg.get(f'{stage}_evaluator') or []
         for evaluator in [evaluators] if isinstance(evaluators, dict) else evaluators:
             path = evaluator.get('ann_file')

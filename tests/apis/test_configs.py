@@ -160,4 +160,4 @@ def test_other_modules_that_a_config_lacks(tmp_path, name):
     config.write_text(f"__import__('{name}')\n")
     with pytest.raises(RunError) as found:
         configs.read_config(str(config))
-    assert str(found.value) == f"config {str(config)!r} cannot be read: No module named '{name}'"
+    assert str(found.value) == f"config {str(config)!r} cannot be read: ModuleNotFoundError: No module named '{name}'"

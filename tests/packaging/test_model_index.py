@@ -9,7 +9,6 @@ import yaml
 from config_helpers import CONFIG_DIR, ROOT
 from mmengine.config import utils as config_utils
 
-import mmlinattn
 from mmlinattn.checkpoints.released import find_link, released_checkpoints
 
 
@@ -79,16 +78,3 @@ def test_mmengine_finds_configs_and_weights(tmp_path):
     assert meta['Weights'].endswith('/maskrcnn_t_1x_12_epoch.pth')
     with pytest.raises(ValueError, match='ravlt_t_maskrcnn_1x'):
         config_utils._get_cfg_metainfo(str(tmp_path / 'mmlinattn'), 'mmdet/ravlt_x.py')
-
-
-def test_mmpretrain_lists_and_builds_them(tmp_path, monkeypatch):
-    pytest.importorskip('mmpretrain')
-    from mmpretrain.apis.model import ModelHub, get_model, list_models
-
-    monkeypatch.setattr(ModelHub, '_models_dict', {})
-    monkeypatch.setattr(ModelHub, '_ModelHub__mmpretrain_registered', True)
-    ModelHub.register_model_index(ROOT / 'model-index.yml', config_prefix=ROOT)
-    assert {'ravlt_t_in1k', 'ravlt_l_in1k'} <= set(list_models('ravlt*in1k'))
-    model = get_model('ravlt_t_in1k', backbone=dict(init_cfg=None))
-    assert isinstance(model.backbone, mmlinattn.backbones.RAVLT)
-    assert ModelHub.get('ravlt_t_in1k').metadata.parameters == 14_900_000

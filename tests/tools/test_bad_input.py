@@ -87,6 +87,7 @@ FILES = {
     'no_data.py': text("model = dict(type='RAVLT')\n"),
     'no_task.py': text("default_scope = 'mmaction'\nmodel = dict()\n"),
     'loads_code.py': loads_code,
+    'bad_head.py': text("_base_ = '{mmpretrain}'\nmodel = dict(head=dict(foo=1))\n"),
     'resnet.py': text(
         "_base_ = 'mmpretrain::resnet/resnet18_8xb32_in1k.py'\ndefault_scope = 'mmpretrain'\n"
         "custom_imports = dict(imports=['mmlinattn'], allow_failed_imports=False)\n"
@@ -164,6 +165,19 @@ ROWS = [
     bad(
         'train.py {mmseg} --data-root ade --work-dir work --cfg-options model.decode_head.num_classes=3',
         'num_classes = 3 of the head is too small for the 10 classes',
+    ),
+    bad(
+        'train.py {mmdet} --data-root coco --work-dir work --cfg-options '
+        'train_dataloader.dataset.metainfo.classes=person,car',
+        'cannot be run: CocoDataset',
+        'none of metainfo.classes is a category of its ann_file',
+        slow=True,
+    ),
+    bad(f'{TRAIN} --launcher slurm', '--launcher slurm: SLURM_PROCID'),
+    bad(
+        'convert_checkpoint.py mmpretrain.pth o.pth --config bad_head.py',
+        'the model of bad_head.py cannot be built: TypeError: ',
+        "'foo'",
     ),
     bad(f'{FLOPS} --cfg-options model.backbone.arch=foo', "'foo'"),
     bad(f'{FLOPS} --cfg-options model.backbone.foo=1', "'foo'"),
@@ -313,7 +327,8 @@ def data(tmp_path_factory):
 def place(tmp_path, monkeypatch, data):
     """An empty current folder; gives a function that puts there what a command names."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
+    for name in ('MMLINATTN_TRACEBACK', 'SLURM_PROCID'):
+        monkeypatch.delenv(name, raising=False)
 
     def fill(command):
         named = re.findall(r'[\w.]+', command)

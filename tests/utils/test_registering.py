@@ -9,24 +9,7 @@ import torch
 from config_helpers import ROOT
 
 import mmlinattn
-from mmlinattn.utils import project_files, register_all_modules, registering
-
-
-def test_names_that_mmpretrain_knows_stay_and_paths_are_whole(hub, monkeypatch):
-    steps = []
-    models = {name: f'configs/{name}.py' for name in ('mmpretrain/Known', 'mmpretrain/New', 'mmdet/detector')}
-    models = [SimpleNamespace(name=name.split('/')[1], config=path) for name, path in models.items()]
-    loaded = SimpleNamespace(models=models, build_models_with_collections=lambda: steps.append('built'))
-    monkeypatch.setattr('modelindex.load_model_index.load', lambda path: steps.append(path) or loaded)
-    hub._models_dict['known'] = theirs = object()
-    monkeypatch.setattr(registering, 'find_spec', lambda name: None)
-    register_all_modules()
-    assert list(hub._models_dict) == ['known'] and steps == []  # without MMPretrain the modules only
-    monkeypatch.setattr(registering, 'find_spec', lambda name: name == 'mmpretrain')
-    register_all_modules(init_default_scope=False)
-    index = project_files('model-index.yml')
-    assert steps == [str(index), 'built'] and hub._models_dict == dict(known=theirs, new=models[1])
-    assert models[1].config == str(index.parent / 'configs/mmpretrain/New.py')
+from mmlinattn.utils import register_all_modules, registering
 
 
 @pytest.fixture
@@ -38,17 +21,24 @@ def hub(monkeypatch):
     return models
 
 
-def test_classifiers_are_known_by_name(hub):
+def test_classifiers_are_known_by_name(hub, monkeypatch):
     from mmpretrain import get_model, list_models
+    from mmpretrain.apis import ModelHub
 
+    with monkeypatch.context() as patch:
+        patch.setattr(registering, 'find_spec', lambda name: None)  # without MMPretrain the modules only
+        register_all_modules()
     assert list_models() == []
+    hub._models_dict['ravlt_s_in1k'] = theirs = SimpleNamespace(name='ravlt_s_in1k')
     register_all_modules()
-    register_all_modules()
-    assert {'ravlt_t_in1k', 'ravlt_s_in1k'} <= set(list_models('*ravlt*'))
+    register_all_modules(init_default_scope=False)
+    assert hub._models_dict.pop('ravlt_s_in1k') is theirs
+    assert 'ravlt_t_in1k' in list_models('*ravlt*')
     assert 'inline_deit_t_in1k' in list_models(task='Image Classification')
     assert not any('maskrcnn' in name or 'fpn' in name for name in list_models())
-    model = get_model('ravlt_t_in1k', head=dict(num_classes=7))
-    assert model(torch.rand(1, 3, 64, 64)).shape == (1, 7)
+    model = get_model('ravlt_t_in1k', backbone=dict(init_cfg=None), head=dict(num_classes=7))
+    assert isinstance(model.backbone, mmlinattn.backbones.RAVLT) and model(torch.rand(1, 3, 64, 64)).shape == (1, 7)
+    assert ModelHub.get('ravlt_t_in1k').metadata.parameters == 14_900_000
 
 
 def test_inferencer_by_name(hub):
