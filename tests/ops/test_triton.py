@@ -17,15 +17,13 @@ triton = pytest.importorskip('triton')
 HERE = Path(__file__).resolve().parent
 
 
-CHECKS = [
-    str(HERE / name)
-    for name in ('triton_checks.py', 'triton_fit_checks.py', 'triton_conv_checks.py', 'canary_checks.py')
-]
+CHECKS = ('triton_checks.py', 'triton_fit_checks.py', 'triton_conv_checks.py', 'canary_checks.py')
+every_check = pytest.mark.parametrize('check', CHECKS)
 
 
-def run_checks(*arguments: str, **environment: str) -> None:
+def run_checks(check: str, *arguments: str, **environment: str) -> None:
     done = subprocess.run(
-        [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', *CHECKS, *arguments],
+        [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', str(HERE / check), *arguments],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -38,18 +36,21 @@ def run_checks(*arguments: str, **environment: str) -> None:
 INTERPRETED = dict(TRITON_INTERPRET='1', OMP_NUM_THREADS='1')
 
 
-def test_kernels():
-    run_checks('-m', 'not slow', **INTERPRETED)
+@every_check
+def test_kernels(check):
+    run_checks(check, '-m', 'not slow', **INTERPRETED)
 
 
 @pytest.mark.slow
-def test_kernels_at_more_sizes():
-    run_checks('-m', 'slow', **INTERPRETED)
+@every_check
+def test_kernels_at_more_sizes(check):
+    run_checks(check, '-m', 'slow', **INTERPRETED)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
-def test_kernels_on_the_gpu():
-    run_checks()
+@every_check
+def test_kernels_on_the_gpu(check):
+    run_checks(check)
 
 
 @pytest.mark.slow
