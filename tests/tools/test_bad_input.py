@@ -406,10 +406,3 @@ def test_any_last_checkpoint(fails, content, words):
     line = fails(f'{TRAIN} --resume')
     assert f'work/last_checkpoint {words}' in line
     assert words == 'is not a file' or 'delete that file to begin from the start' in line
-
-
-@pytest.mark.skipif(os.name != 'posix' or os.geteuid() == 0, reason='root may write anywhere')
-def test_a_work_dir_that_is_read_only(fails, tmp_path):
-    (tmp_path / 'locked').mkdir(mode=0o500)
-    line = fails('train.py {mmdet} --work-dir locked/work')
-    assert "work dir 'locked/work' cannot be written: Permission denied" in line
