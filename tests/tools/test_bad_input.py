@@ -185,6 +185,7 @@ ROWS = [
     bad(f"{LOOK} --cfg-options model.backbone.stage_attns='rala,rala,rala,ralla'", "unknown attention 'ralla'"),
     # places
     bad('train.py {mmdet} --work-dir file', "work dir 'file' cannot be written: File exists"),
+    bad('train.py {mmdet} --work-dir /proc', "work dir '/proc' cannot be written: "),  # for root, too
     bad(
         'train.py {mmdet} --data-root nowhere', "train_dataloader.dataset.data_root = 'nowhere': no such folder", 'json'
     ),
