@@ -54,14 +54,15 @@ def agrees(
         plain (callable): Gives the same results by the plain form, computed in the type it is asked for.
     """
     try:
-        exact = plain(wide_dtype(variant.dtype))  # type: ignore[attr-defined]
-        if not all(t.isfinite().all() for t in exact):
-            return True
-        found, allowed = deviation(ours, exact), BOUNDS[variant.dtype]  # type: ignore[attr-defined]
-        if found < allowed:
-            return True
-        # numbers that cancel out leave the plain form in the same type no better off
-        allowed = max(allowed, 4 * deviation(plain(variant.dtype), exact))  # type: ignore[attr-defined]
+        with torch.autocast(ours[0].device.type, enabled=False):
+            exact = plain(wide_dtype(variant.dtype))  # type: ignore[attr-defined]
+            if not all(t.isfinite().all() for t in exact):
+                return True
+            found, allowed = deviation(ours, exact), BOUNDS[variant.dtype]  # type: ignore[attr-defined]
+            if found < allowed:
+                return True
+            # numbers that cancel out leave the plain form in the same type no better off
+            allowed = max(allowed, 4 * deviation(plain(variant.dtype), exact))  # type: ignore[attr-defined]
     except torch.cuda.OutOfMemoryError:
         return True
     if found <= allowed:
