@@ -213,3 +213,7 @@ def test_projections_of_every_backend(backend, bias, reduced, gated, monkeypatch
                 with torch.set_grad_enabled(learns):
                     found = split_parts(project(module, x, widths, kv, convolves))
                 torch.testing.assert_close(found, expected)
+                with torch.set_grad_enabled(learns), torch.autocast('cpu', torch.bfloat16):
+                    found = split_parts(project(module, x, widths, kv, convolves))
+                for part, exact in zip(found, expected):
+                    torch.testing.assert_close(part, exact.bfloat16(), rtol=0.05, atol=0.05)
