@@ -193,6 +193,12 @@ def test_a_test_loads_its_checkpoint_and_resumes_nothing(configured):
     assert (cfg.resume, cfg.load_from) == (False, 'some.pth')
 
 
+@pytest.mark.parametrize('words', [['train.py', 'bare.py'], ['test.py', 'bare.py', 'some.pth']], ids=lambda w: w[0])
+def test_weights_are_compared_with_the_model_in_any_config(configured, tmp_path, words):
+    (tmp_path / 'bare.py').write_text(f'_base_ = {DETECTOR!r}\ncustom_hooks = []\n')
+    assert [hook.type for hook in configured(*words).custom_hooks] == ['CheckpointMatchHook']
+
+
 def test_the_work_dir_is_that_of_the_command_then_of_the_config_then_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('LOCAL_RANK', '0')

@@ -40,13 +40,13 @@ def test_nothing_to_fetch_is_left_in_a_config():
     other = dict(type='Normal', layer='Linear')
     config = dict(
         a=[dict(init_cfg=PRETRAINED, b=2), (dict(pretrained='x.pth'), 'init_cfg')],
-        pretrained=False,
+        pretrained=True,
         teacher_ckpt='y.pth',
         keep=dict(init_cfg=other),
     )
     assert without_pretrained(config) == dict(
         a=[dict(init_cfg=None, b=2), (dict(pretrained=None), 'init_cfg')],
-        pretrained=False,
+        pretrained=True,
         teacher_ckpt=None,
         keep=dict(init_cfg=other),
     )
