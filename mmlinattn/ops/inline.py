@@ -61,7 +61,10 @@ def inline_attention(
 
 
 def inline_attention_reference(q, k, v, num_heads, scale, kernel='identity', mask=None) -> Tensor:
+    dtype = v.dtype
     q, k, v = (heads_of(t, num_heads) for t in (q, k, v))
+    if q.dtype == torch.float16:  # of small deviations from the mean, it would keep a digit
+        q, k, v = (t.to(accumulation_dtype(t)) for t in (q, k, v))
     q, k = feature_map(q, kernel), feature_map(k, kernel)
     count = count_tokens(k, mask)
     key_mean, value_mean = token_mean(k, mask, count), token_mean(v, mask, count)
@@ -69,7 +72,7 @@ def inline_attention_reference(q, k, v, num_heads, scale, kernel='identity', mas
     # centred before the product: the difference of two rounded products would lose what half precision has left.
     # Padded keys do not matter, their values are zero.
     covariance = ((k - key_mean) * root).to(q.dtype).transpose(-1, -2) @ (v * (root * scale)).to(q.dtype)
-    return tokens_of((q @ covariance + value_mean.to(q.dtype)).to(v.dtype))
+    return tokens_of((q @ covariance + value_mean.to(q.dtype)).to(dtype))
 
 
 def _inline_attention_on_cpu(q, k, v, num_heads, scale, kernel, mask) -> Tensor:

@@ -83,6 +83,8 @@ def rala_reference(q, k, v, num_heads, kernel='elu', rotary=None, mask=None, wei
     q, k, v = (heads_of(t, num_heads) for t in (q, k, v))
     q, k = feature_map(q, kernel), feature_map(k, kernel)
     wide = accumulation_dtype(q)
+    if q.dtype == torch.float16 and kernel == 'relu':  # a query that meets no key is divided by eps alone
+        q, k, v = q.to(wide), k.to(wide), v.to(wide)
     count = count_tokens(k, mask)  # N, or (B, 1, 1, 1)
     real = None if mask is None else mask[:, None, :, None]  # (B, 1, N, 1)
     if weight_scale is not None:
