@@ -22,8 +22,7 @@ class _Parser(argparse.ArgumentParser):
 def parse_args(argv):
     parser = _Parser(
         description='Write a synthetic data set of shapes, whole or not at all.',
-        epilog='An existing data set with the same settings is kept; one with other settings, '
-        'made by this tool, is replaced.',
+        epilog='A data set with the same settings is kept; anything else in OUT is never touched.',
     )
     parser.add_argument('out', type=Path, metavar='OUT', help='folder to write: the data_root')
     parser.add_argument('--format', required=True, choices=('coco', 'ade', 'imagenet'))
@@ -45,12 +44,6 @@ def parse_args(argv):
         metavar='F',
         help='shorten each side by a random fraction of up to F <= 0.5 (default: 0, equal sizes)',
     )
-    parser.add_argument('--workers', type=int, default=1, help='processes; the result does not depend on them')
-    parser.add_argument(
-        '--overwrite',
-        action='store_true',
-        help="replace the layout's files and folders in OUT even if this tool did not make them",
-    )
     return parser, parser.parse_args(argv)
 
 
@@ -67,19 +60,10 @@ def main(argv=None) -> int:
         spec = DatasetSpec(args.format, args.num_train, args.num_val, args.seed, tuple(args.size), args.size_jitter)
         with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
             task = progress.add_task(f'{args.format} shapes', total=args.num_train + args.num_val)
-            written = write_dataset(
-                args.out,
-                spec,
-                workers=args.workers,
-                overwrite=args.overwrite,
-                on_picture=lambda: progress.advance(task),
-            )
+            written = write_dataset(args.out, spec, lambda: progress.advance(task))
     except ValueError as error:
         name, _, rest = str(error).partition(' ')  # these messages start with the argument's name
         parser.error(f'argument --{name.replace("_", "-")}: {rest}')
-    except FileExistsError as error:
-        hint = 'choose another folder or give --overwrite'
-        parser.error(f'argument OUT: {args.out} is not overwritten: {error}; {hint}')
     except OSError as error:
         parser.error(f'argument OUT: cannot write {args.out}: {error}')
     except KeyboardInterrupt:

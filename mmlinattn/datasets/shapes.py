@@ -66,7 +66,6 @@ def draw_scene(
     fills: Sequence[str] = FILLS,
     diameters: tuple[float, float] = DIAMETERS,
     min_visible: float = MIN_VISIBLE,
-    max_turn: float = MAX_TURN,
     tinted: float = TINTED,
     backgrounds: Sequence[str] = BACKGROUNDS,
     muted: bool = False,
@@ -86,7 +85,6 @@ def draw_scene(
         fills: Surfaces to choose from, of ``FILLS``; repeat one to see it more often.
         diameters: Smallest and largest diameter, as a fraction of the image's shorter side.
         min_visible: Least visible fraction of a shape's area.
-        max_turn: Largest turn from upright, in radians.
         tinted: Fraction of the shapes that have a colour typical of their form; the others have any colour.
         backgrounds: Backgrounds to choose from, of ``BACKGROUNDS``.
         muted: Backgrounds are pale and have a colour typical of their kind, in place of any colour.
@@ -103,14 +101,20 @@ def draw_scene(
         >>> scene.image.shape, scene.image.dtype
         ((120, 160, 3), dtype('uint8'))
     """
-    _check(size, num_shapes, kinds, fills, backgrounds, diameters, min_visible)
-    for name, value, most in (
-        ('max_turn', max_turn, np.pi),
-        ('tinted', tinted, 1),
-        ('band_strength', band_strength, 1),
-    ):
-        if not 0 <= value <= most:
-            raise ValueError(f'{name} must be from 0 to {most:g}, got {value}')
+    allowed = {
+        'size': (size, f'a width and a height from {MIN_SIDE} to {MAX_SIDE} pixels', are_sides(size)),
+        'num_shapes': (num_shapes, 'from 0 to 255', num_shapes is None or 0 <= num_shapes <= 255),
+        'kinds': (kinds, f'one or more of {tuple(_FORMS)}', kinds and set(kinds) <= set(_FORMS)),
+        'fills': (fills, f'one or more of {FILLS}', fills and set(fills) <= set(FILLS)),
+        'backgrounds': (backgrounds, f'one or more of {BACKGROUNDS}', backgrounds and {*backgrounds} <= {*BACKGROUNDS}),
+        'diameters': (diameters, 'rising fractions from 0 to 1', 0 < diameters[0] <= diameters[1] <= 1),
+        'min_visible': (min_visible, 'above 0 and at most 1', 0 < min_visible <= 1),
+        'tinted': (tinted, 'from 0 to 1', 0 <= tinted <= 1),
+        'band_strength': (band_strength, 'from 0 to 1', 0 <= band_strength <= 1),
+    }
+    for name, (value, what, is_allowed) in allowed.items():
+        if not is_allowed:
+            raise ValueError(f'{name} must be {what}, got {value}')
     width, height = size
     background = backgrounds[rng.integers(len(backgrounds))]
     canvas, ends = draw_background(rng, size, background, muted)
@@ -125,7 +129,7 @@ def draw_scene(
         for tries_left in reversed(range(_PLACEMENT_TRIES)):
             label = int(rng.integers(len(kinds)))
             diameter = max(MIN_DIAMETER, rng.uniform(*diameters) * min(size))
-            coverage = _coverage(rng, kinds[label], diameter, max_turn)
+            coverage = _coverage(rng, kinds[label], diameter)
             centred = not labels and not tries_left  # where a shape is wholly visible
             place = _place(rng, size, coverage.shape[0], centred)
             clipped = coverage[place.patch] / np.float32(255)
@@ -154,23 +158,9 @@ def draw_scene(
     return Scene(image, masks, np.array(labels, np.int64), background)
 
 
-def _check(size, num_shapes, kinds, fills, backgrounds, diameters, min_visible) -> None:
-    if len(size) != 2 or not all(MIN_SIDE <= side <= MAX_SIDE for side in size):
-        raise ValueError(f'size must be a width and a height from {MIN_SIDE} to {MAX_SIDE} pixels, got {size}')
-    if num_shapes is not None and not 0 <= num_shapes <= 255:
-        raise ValueError(f'num_shapes must be from 0 to 255, got {num_shapes}')
-    choices = (
-        ('kinds', kinds, tuple(_FORMS)),
-        ('fills', fills, FILLS),
-        ('backgrounds', backgrounds, BACKGROUNDS),
-    )
-    for name, given, known in choices:
-        if not given or not set(given) <= set(known):
-            raise ValueError(f'{name} must be one or more of {known}, got {given}')
-    if not 0 < diameters[0] <= diameters[1] <= 1:
-        raise ValueError(f'diameters must be rising fractions from 0 to 1, got {diameters}')
-    if not 0 < min_visible <= 1:
-        raise ValueError(f'min_visible must be above 0 and at most 1, got {min_visible}')
+def are_sides(size: Sequence[int]) -> bool:
+    """Whether an image may have this width and height."""
+    return len(size) == 2 and all(MIN_SIDE <= side <= MAX_SIDE for side in size)
 
 
 class _Place(NamedTuple):
@@ -189,9 +179,9 @@ def _place(rng: np.random.Generator, size: tuple[int, int], side: int, centred: 
     return _Place((slice(y0, y1), slice(x0, x1)), (slice(y0 - top, y1 - top), slice(x0 - left, x1 - left)))
 
 
-def _coverage(rng: np.random.Generator, kind: str, diameter: float, max_turn: float) -> np.ndarray:
+def _coverage(rng: np.random.Generator, kind: str, diameter: float) -> np.ndarray:
     """Draw a turned and slightly stretched form; (side, side) float32, 255 = pixel all covered."""
-    angle = rng.uniform(-max_turn, max_turn)
+    angle = rng.uniform(-MAX_TURN, MAX_TURN)
     stretch = np.exp(rng.uniform(-0.12, 0.12))
     scale = np.diag([min(1.0, stretch), min(1.0, 1 / stretch)])  # narrower or lower, never beyond the unit circle
     turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])

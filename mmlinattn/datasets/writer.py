@@ -3,24 +3,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+import json
+import shutil
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Callable
 
-import cv2
 import numpy as np
 
-from . import ade, coco, imagenet
-from .shapes import MAX_SIDE, MIN_SIDE
-from .staging import StagedFolder
+from .layouts import LAYOUTS
+from .shapes import MAX_SIDE, MIN_SIDE, are_sides
 
-LAYOUTS = dict(coco=coco, ade=ade, imagenet=imagenet)
 SPLITS = ('train', 'val')
+NOTE, STAGING = '.shapes_dataset.json', '.partial'
 
 GENERATOR_VERSION = 6
 """To be raised whenever the same arguments give other images or annotations."""
@@ -56,93 +51,70 @@ class DatasetSpec:
         for name, least in (('num_train', 1), ('num_val', 1), ('seed', 0)):
             if getattr(self, name) < least:
                 raise ValueError(f'{name} must be at least {least}, got {getattr(self, name)}')
-        if len(self.size) != 2 or not all(MIN_SIDE <= side <= MAX_SIDE for side in self.size):
+        if not are_sides(self.size):
             raise ValueError(f'size must be a width and a height from {MIN_SIDE} to {MAX_SIDE} pixels, got {self.size}')
         if not 0 <= self.size_jitter <= 0.5:
             raise ValueError(f'size_jitter must be from 0 to 0.5, got {self.size_jitter}')
 
 
-def write_dataset(
-    out: str | Path,
-    spec: DatasetSpec,
-    *,
-    workers: int = 1,
-    overwrite: bool = False,
-    on_picture: Callable[[], Any] = lambda: None,
-) -> bool:
+def write_dataset(out: str | Path, spec: DatasetSpec, on_image: Callable[[], Any] = lambda: None) -> bool:
     """Write a synthetic data set.
 
-    The files take their places in ``out`` only once all are written; a run that is interrupted
-    leaves at most a hidden folder, which the next run that draws clears away. ``out`` keeps a hidden note of
-    ``spec``. A data set that this function made is replaced when ``spec`` differs.
+    The files are written in a hidden folder inside ``out``, which may be a mount point, and take their places once all
+    are there; a note of ``spec`` comes last. Nothing that was in ``out`` is changed or removed.
 
     Args:
         out: The folder to write; made when missing.
         spec: What to write.
-        workers: Processes to draw in. The result is the same for any number.
-        overwrite: Replace the layout's files and folders in ``out`` even if this function did not
-            make them. Other files in ``out`` stay.
-        on_picture: Called after each image.
+        on_image: Called after each image.
 
     Returns:
         False if ``out`` already holds this very data set, else True.
 
     Raises:
-        ValueError: ``workers`` is below 1.
-        FileExistsError: ``out`` has content that this function did not make.
-        OSError: ``out`` cannot be written, or another process is writing it.
+        FileExistsError: ``out`` holds anything else.
+        OSError: ``out`` cannot be written.
     """
-    if workers < 1:
-        raise ValueError(f'workers must be at least 1, got {workers}')
-    layout = LAYOUTS[spec.format]
-    note = dict(made_by='mmlinattn', generator=GENERATOR_VERSION, **asdict(spec))
-    note['size'] = list(spec.size)
-    folder = StagedFolder(Path(out), note)
-    if folder.is_current:
+    out, staging, layout = Path(out), Path(out, STAGING), LAYOUTS[spec.format]
+    content = {'made_by': 'mmlinattn', 'generator': GENERATOR_VERSION, **asdict(spec), 'size': list(spec.size)}
+    if _noted(out) == content:
         return False
-    with folder:
-        if folder.is_current:  # written by another process since
-            return False
-        folder.claim(layout.TOP_LEVEL, overwrite)
-        for name in layout.FOLDERS:
-            (folder.staging / name).mkdir(parents=True)
+    is_new = not out.exists()
+    held = [] if is_new else sorted(path.name for path in out.iterdir() if path.name != STAGING)
+    if held:
+        what = 'a data set of other settings' if NOTE in held else held[0]
+        raise FileExistsError(f'it holds {what}, and has to be empty')
+    shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
+    try:
+        for folder in layout.folders:
+            (staging / folder).mkdir(parents=True)
         records: dict[str, list] = {split: [] for split in SPLITS}
-        for split, record in _draw_all(folder.staging, spec, workers):
-            records[split].append(record)
-            on_picture()
-        layout.write_index(folder.staging, records)
-        folder.commit(layout.TOP_LEVEL)
+        for split, count in zip(SPLITS, (spec.num_train, spec.num_val)):
+            for number in range(1, count + 1):
+                rng = np.random.default_rng([spec.seed, SPLITS.index(split), number])
+                records[split].append(layout.write_image(staging, split, number, rng, _size(spec, rng)))
+                on_image()
+        layout.write_index(staging, records)
+        (staging / NOTE).write_text(json.dumps(dict(content=content), indent=1) + '\n')
+        for path in sorted(staging.iterdir(), key=lambda path: path.name == NOTE):
+            path.rename(out / path.name)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        if is_new and out.is_dir() and not any(out.iterdir()):
+            out.rmdir()
     return True
 
 
-def _draw_all(root: Path, spec: DatasetSpec, workers: int) -> Iterator[tuple[str, Any]]:
-    tasks = [
-        (split, number)
-        for split, count in zip(SPLITS, (spec.num_train, spec.num_val))
-        for number in range(1, count + 1)
-    ]
-    draw = partial(_draw_one, root, spec)
-    if workers == 1:
-        yield from map(draw, tasks)
-        return
-    # Not forked: OpenCV's and PyTorch's threads do not survive a fork.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context('spawn'), _init_worker)
+def _noted(out: Path) -> Any:
+    """What the note in a folder says of its data set; None without a note of ours."""
     try:
-        yield from pool.map(draw, tasks, chunksize=16)
-    finally:
-        pool.shutdown(cancel_futures=True)
+        return json.loads((out / NOTE).read_text())['content']
+    except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):
+        return None
 
 
-def _init_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops the pool
-    cv2.setNumThreads(1)
-
-
-def _draw_one(root: Path, spec: DatasetSpec, task: tuple[str, int]) -> tuple[str, Any]:
-    split, number = task
-    rng = np.random.default_rng([spec.seed, SPLITS.index(split), number])
-    size = spec.size
-    if spec.size_jitter:
-        shortened = np.array(size) * (1 - rng.uniform(0, spec.size_jitter, 2))
-        size = tuple(max(MIN_SIDE, int(side)) for side in np.rint(shortened))
-    return split, LAYOUTS[spec.format].write_picture(root, split, number, rng, size)
+def _size(spec: DatasetSpec, rng: np.random.Generator) -> tuple[int, int]:
+    if not spec.size_jitter:
+        return spec.size
+    width, height = np.rint(np.array(spec.size) * (1 - rng.uniform(0, spec.size_jitter, 2)))
+    return max(MIN_SIDE, int(width)), max(MIN_SIDE, int(height))

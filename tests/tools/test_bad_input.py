@@ -287,7 +287,6 @@ ROWS = [
     bad(f'{SHAPES} --format voc', 'argument --format: ', 'voc'),
     bad(f'{SHAPES} --size 10 160', 'argument --size: ', '10'),
     bad(f'{SHAPES} --size-jitter 0.9', 'argument --size-jitter: ', '0.9'),
-    bad(f'{SHAPES} --workers 0', 'argument --workers: ', '0'),
     bad(SHAPES.replace('out', 'file', 1), 'argument OUT: ', 'file'),
     bad(SHAPES.replace('out', 'file/below', 1), 'argument OUT: ', 'file/below'),
     bad('analysis_tools/ablation_study.py --study rala --out out --arms fulll', "--arms ['fulll']: study 'rala' has"),

@@ -1,0 +1,162 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""How COCO 2017, ADEChallengeData2016 and ImageNet-1k lie on a disk.
+
+Each layout is a class with the folders and files at its top, a function that writes one image with its ground truth and
+gives back what the index needs of it, and one that writes the index.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+
+from .polygons import mask_to_box, mask_to_polygons
+from .shapes import (
+    ADE20K_NAMES,
+    ADE_CLASSES,
+    COCO_CLASSES,
+    IMAGENET_CLASSES,
+    SHAPES,
+    UNLABELLED_SHAPE,
+    draw_scene,
+)
+from .textures import BACKGROUNDS, FILLS
+
+JPEG_QUALITY = 95
+WNIDS = tuple(f'n9{label:07d}' for label in range(len(IMAGENET_CLASSES)))  # sort as the labels do
+EMPTY_EVERY, FIRST_EMPTY = 20, 4  # images 4, 24, 44, ... show no shapes: even a small set has an empty one
+
+
+def is_empty(number: int) -> bool:
+    """Whether the ``number``-th image of a split (from 1) shows a background only."""
+    return number % EMPTY_EVERY == FIRST_EMPTY
+
+
+def save_image(path: Path, image: np.ndarray) -> None:
+    """Write (H, W, 3) uint8 RGB, or (H, W) uint8 labels, in the format of the suffix.
+
+    Raises:
+        OSError: The file cannot be written (``cv2.imwrite`` would only return False).
+    """
+    options = [] if path.suffix == '.png' else [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY]
+    _, encoded = cv2.imencode(path.suffix.lower(), image[..., ::-1] if image.ndim == 3 else image, options)
+    path.write_bytes(encoded.tobytes())
+
+
+class Coco:
+    """Images, and one file of instance annotations for each split."""
+
+    folders = ('train2017', 'val2017', 'annotations')
+    fills = ('plain', 'plain', 'plain', 'striped')  # mostly plain: a small model learns it in minutes
+
+    @classmethod
+    def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> dict:
+        scene = draw_scene(rng, size, num_shapes=0 if is_empty(number) else None, fills=cls.fills)
+        name = f'{number:012d}.jpg'
+        save_image(root / f'{split}2017' / name, scene.image)
+        image = dict(id=number, file_name=name, width=size[0], height=size[1], license=1)
+        instances = [
+            dict(
+                image_id=number,
+                category_id=int(label) + 1,
+                segmentation=mask_to_polygons(mask),
+                area=int(np.count_nonzero(mask)),
+                bbox=mask_to_box(mask),
+                iscrowd=0,
+            )
+            for mask, label in zip(scene.masks, scene.labels)
+        ]
+        return dict(image=image, instances=instances)
+
+    @staticmethod
+    def write_index(root: Path, records: dict[str, list[dict]]) -> None:
+        categories = [dict(id=i, name=name, supercategory='shape') for i, name in enumerate(COCO_CLASSES, start=1)]
+        for split, images in records.items():
+            instances = [instance for image in images for instance in image['instances']]
+            content = dict(
+                info=dict(description='Synthetic shapes, mmlinattn', version='1.0', year=2017),
+                licenses=[dict(id=1, name='Apache-2.0', url='')],
+                images=[image['image'] for image in images],
+                annotations=[dict(id=i, **entry) for i, entry in enumerate(instances, start=1)],
+                categories=categories,
+            )
+            path = root / 'annotations' / f'instances_{split}2017.json'
+            path.write_text(json.dumps(content, separators=(',', ':')))
+
+
+class Ade:
+    """Images and maps of labels plus one, 0 where a pixel belongs to none of the classes. Only the first
+    ``len(ADE_CLASSES)`` of ADE20K's 150 labels occur, so a model with all of them trains as well."""
+
+    splits = dict(train='training', val='validation')
+    folders = tuple(f'{kind}/{split}' for kind in ('images', 'annotations') for split in ('training', 'validation'))
+
+    @classmethod
+    def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> dict:
+        kinds = (*SHAPES, UNLABELLED_SHAPE)
+        scene = draw_scene(rng, size, num_shapes=0 if is_empty(number) else None, kinds=kinds, muted=True)
+        values = [ADE_CLASSES.index(kind) + 1 for kind in SHAPES] + [0]
+        labels = np.full(scene.image.shape[:2], ADE_CLASSES.index(scene.background) + 1, np.uint8)
+        for mask, kind in zip(scene.masks, scene.labels):
+            labels[mask] = values[kind]
+        name = f'ADE_{split}_{number:08d}'
+        save_image(root / 'images' / cls.splits[split] / f'{name}.jpg', scene.image)
+        save_image(root / 'annotations' / cls.splits[split] / f'{name}.png', labels)
+        pixels = np.bincount(labels.ravel(), minlength=len(ADE_CLASSES) + 1)
+        return dict(name=name, scene=scene.background, pixels=pixels)
+
+    @staticmethod
+    def write_index(root: Path, records: dict[str, list[dict]]) -> None:
+        """``objectInfo150.txt`` (the classes that occur) and ``sceneCategories.txt``."""
+        pixels = {split: np.stack([record['pixels'] for record in part]) for split, part in records.items()}
+        share = pixels['train'].sum(axis=0) / pixels['train'].sum()
+        images = {split: np.count_nonzero(part, axis=0) for split, part in pixels.items()}
+        lines = ['Idx\tRatio\tTrain\tVal\tStuff\tName']
+        for value, (ours, theirs) in enumerate(zip(ADE_CLASSES, ADE20K_NAMES), start=1):
+            seen = f'{images["train"][value]}\t{images["val"][value]}'
+            lines.append(f'{value}\t{share[value]:.4f}\t{seen}\t{int(ours in BACKGROUNDS)}\t{theirs.strip()}, {ours}')
+        (root / 'objectInfo150.txt').write_text('\n'.join(lines) + '\n')
+        scenes = [f'{record["name"]} {record["scene"]}' for part in records.values() for record in part]
+        (root / 'sceneCategories.txt').write_text('\n'.join(scenes) + '\n')
+
+
+class ImageNet:
+    """A folder a class, and lists of the files with their labels: MMPretrain's ``ImageNet`` wants 1000 folders unless
+    it finds ``meta/{train,val}.txt``, with which a model of all 1000 classes trains as well."""
+
+    folders = (*(f'{split}/{wnid}' for split in ('train', 'val') for wnid in WNIDS), 'meta')
+    backgrounds = ('gradient', 'clouds')  # the others have bands themselves, as the striped shapes do
+
+    @classmethod
+    def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> str:
+        label = (number - 1) % len(IMAGENET_CLASSES)  # equally many of each class
+        shape, fill = divmod(label, len(FILLS))
+        scene = draw_scene(
+            rng,
+            size,
+            num_shapes=1,
+            kinds=(SHAPES[shape],),
+            fills=(FILLS[fill],),
+            diameters=(0.45, 0.9),
+            min_visible=0.9,
+            backgrounds=cls.backgrounds,
+            muted=True,
+            band_strength=0.9,
+        )
+        wnid = WNIDS[label]
+        path = f'{wnid}/{wnid}_{number}.JPEG' if split == 'train' else f'{wnid}/ILSVRC2012_val_{number:08d}.JPEG'
+        save_image(root / split / path, scene.image)
+        return f'{path} {label}'
+
+    @staticmethod
+    def write_index(root: Path, records: dict[str, list[str]]) -> None:
+        for split, lines in records.items():
+            (root / 'meta' / f'{split}.txt').write_text('\n'.join(lines) + '\n')
+        names = [f'{wnid} {name}' for wnid, name in zip(WNIDS, IMAGENET_CLASSES)]
+        (root / 'LOC_synset_mapping.txt').write_text('\n'.join(names) + '\n')
+
+
+LAYOUTS = dict(coco=Coco, ade=Ade, imagenet=ImageNet)
