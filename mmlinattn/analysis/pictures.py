@@ -153,19 +153,6 @@ def plot_full(found: list[tuple[str, str, np.ndarray]], name: str, path: Path) -
     _plot_grid(rows, (1.5, 1.6), title, path)
 
 
-def plot_masking(accuracies: dict, path: Path, title: str) -> None:
-    """Bars: the accuracy as it is, without local weights, without as many others."""
-    figure = Figure(figsize=(6, 3.6), layout='constrained')
-    axis, names = figure.subplots(), list(accuracies)
-    colours = ['0.4' if name == 'none' else 'tab:red' if 'x' in name else 'tab:blue' for name in names]
-    axis.bar_label(axis.bar(names, list(accuracies.values()), color=colours), fmt='%.1f', fontsize=8)
-    axis.tick_params('x', rotation=30, labelsize=8)
-    axis.set_xlabel('keys masked for each query (red: around it, blue: random others)', fontsize=9)
-    axis.set_ylabel('top-1 accuracy, %', fontsize=9)
-    axis.set_title(f'{title}: accuracy with masked attention weights (InLine Tab. 2)', fontsize=9)
-    _save(figure, path)
-
-
 def _save(figure: Figure, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)

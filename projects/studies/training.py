@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from mmlinattn.analysis.capture import watched
 from mmlinattn.analysis.inspecting import averaged, measure_block
-from mmlinattn.analysis.masking import masked
 from mmlinattn.layers.compact import FactorisedLinear
 from mmlinattn.utils.errors import RunError
 
 from .arms import Arm
+from .masking import masked
 from .tasks import FIRST_TASK, TASKS, Settings
 
 

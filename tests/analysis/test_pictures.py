@@ -237,15 +237,3 @@ def test_measures_that_no_block_has_are_left_out(figures, tmp_path):
     entry = {**ENTRIES[0], 'locality': dict(sum=[0.5], share=[0.2], if_uniform=0.1)}
     assert pictures.plot_measures([entry], ['locality'], tmp_path, 'mine')
     assert len(figures['locality.png'].axes[0].lines) == 3
-
-
-def test_bars_of_masked_accuracies(figures, tmp_path):
-    accuracies = {'none': 80.0, '3x3': 60.25, '9 others': 79.0, '5x5': 50.0, '25 others': 78.5}
-    pictures.plot_masking(accuracies, tmp_path / 'm.png', 'mine')
-    (axis,) = figures['m.png'].axes
-    assert [bar.get_height() for bar in axis.patches] == list(accuracies.values())
-    assert [text.get_text() for text in axis.get_xticklabels()] == list(accuracies)
-    grey, *colours = (bar.get_facecolor()[:3] for bar in axis.patches)
-    assert len(set(grey)) == 1
-    for red, blue in (colours[:2], colours[2:]):
-        assert red[0] > max(red[1:]) and blue[2] > max(blue[:2])

@@ -250,8 +250,6 @@ ROWS = [
     bad(f'{LOOK} --query 200 10', 'query 200 10 is outside of photo (140 x 90 pixels)'),
     bad(f'{LOOK} --num-queries 1', '--num-queries 1 has to be at least 2'),
     bad(f'{LOOK} --shape 16 64', '--shape 16 64: height and width have to be at least 32'),
-    bad(f'{LOOK} --masking -4', '--masking -4'),
-    bad(f'{LOOK} --masking 4 --data-root gone/', 'the test data cannot be read'),
     bad(f'{LOOK} --device abacus', '--device abacus'),
     bad(f'{INSPECT} none gone.png --out out', "image 'gone.png': no such file"),
     bad(f'{INSPECT} none notes.png --out out', 'cannot be read as an image'),

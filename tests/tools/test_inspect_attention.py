@@ -136,16 +136,3 @@ def test_detectors_and_segmentors_with_a_checkpoint(picture, inspect, tmp_path, 
     other, _ = inspect(config, 'none', *args, '--what', 'sharpness', out=tmp_path / 'random')
     trained, fresh = (s['blocks'][0]['sharpness']['entropy'] for s in (summary, other))
     assert trained != fresh  # the checkpoint was read
-
-
-@pytest.mark.slow
-def test_masking_on_a_data_set(picture, inspect, tmp_path):
-    pytest.importorskip('mmpretrain')
-    from mmlinattn.datasets import DatasetSpec, write_dataset
-
-    write_dataset(tmp_path / 'data', DatasetSpec('imagenet', 12, 24, size=(64, 64)))
-    args = '--what', 'ccs', '--masking', 20, '--data-root', tmp_path / 'data'
-    summary, files = inspect(CLASSIFIER, 'none', picture, *args)
-    assert summary['masking']['pictures'] == 20 and 'masking.png' in files
-    names = ['none', '3x3', '9 others', '5x5', '25 others', '7x7', '49 others']
-    assert list(summary['masking']['accuracy']) == names

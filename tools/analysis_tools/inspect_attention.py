@@ -25,10 +25,9 @@ from mmlinattn import __version__
 from mmlinattn.analysis import loading, pictures
 from mmlinattn.analysis.capture import arrangements, watched
 from mmlinattn.analysis.inspecting import NUM_QUERIES, WHAT, averaged, full_map, measure_block
-from mmlinattn.analysis.masking import masking_accuracies
 from mmlinattn.analysis.measures import CONFUSION_DISTANCE
 from mmlinattn.apis.cli import one_line_errors, writing
-from mmlinattn.apis.configs import check_checkpoint, read_config, set_data_root
+from mmlinattn.apis.configs import check_checkpoint, read_config
 from mmlinattn.utils.errors import RunError
 
 
@@ -59,14 +58,6 @@ def parse_args() -> argparse.Namespace:
         default=NUM_QUERIES,
         help=f'queries sampled for what needs their weights; never more rows of the map are built [{NUM_QUERIES}]',
     )
-    parser.add_argument(
-        '--masking',
-        type=int,
-        default=0,
-        metavar='PICTURES',
-        help='classifiers: accuracy on so many images of the test data with masked weights (InLine Tab. 2)',
-    )
-    parser.add_argument('--data-root', help='folder of the data set for --masking, in place of the one in the config')
     parser.add_argument('--device', default='cpu', help='cpu, cuda:0, ... [cpu]')
     parser.add_argument('--cfg-options', nargs='+', action=DictAction, metavar='KEY=VALUE', help='override settings')
     return parser.parse_args()
@@ -83,8 +74,6 @@ def checked(args: argparse.Namespace) -> Config:
         raise RunError(f'--num-queries {args.num_queries} has to be at least 2.')
     if args.shape and min(args.shape) < 32:
         raise RunError(f'--shape {args.shape[0]} {args.shape[1]}: height and width have to be at least 32.')
-    if args.masking < 0 or (args.masking and cfg.default_scope != 'mmpretrain'):
-        raise RunError(f'--masking {args.masking}: a number of images, and the config has to be of a classifier.')
     for path in args.images:
         if not osp.isfile(path):
             raise RunError(f'image {path!r}: no such file.')
@@ -190,11 +179,7 @@ def main() -> None:
             ),
             blocks=blocks,
         )
-        if args.masking:
-            summary['masking'] = run_masking(cfg, model, args)  # whose data may not be there
         made = pictures.plot_measures(blocks, args.what, args.out, title)
-        if args.masking:
-            pictures.plot_masking(summary['masking']['accuracy'], args.out / 'masking.png', title)
         (args.out / 'summary.json').write_text(json.dumps(summary, indent=1), encoding='utf-8')
         worst = max(blocks, key=lambda block: block['forward_error'])
         print(f'{len(blocks)} blocks; weights @ v against the forward pass: {worst["forward_error"]:.1e} at most')
@@ -204,19 +189,6 @@ def main() -> None:
 def _middle(picture) -> tuple:
     height, width = picture.shown.shape[:2]
     return width // 2, height // 2
-
-
-def run_masking(cfg: Config, model, args: argparse.Namespace) -> dict:
-    """The masking experiment on the config's test data, with a progress bar over its images."""
-    if args.data_root:
-        set_data_root(cfg, args.data_root)
-    with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task('masking', total=None)
-
-        def done(number, total):
-            bar.update(task, advance=number, total=total)
-
-        return masking_accuracies(model, cfg.test_dataloader, args.masking, done)
 
 
 if __name__ == '__main__':

@@ -1,19 +1,35 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The masking experiment of InLine (Tab. 2): what a trained model loses without its local, or some other, weights."""
+"""The masking experiment of InLine (Tab. 2): what a trained model loses without its local, or some other, weights.
 
+    python -m projects.studies.masking CONFIG CHECKPOINT --out DIR --num 240 --data-root data/shapes_imagenet
+
+Accuracy of a classifier on the first images of its test data, as it is and with weights masked: DIR/masking.{json,png}.
+"""
+
+import argparse
 import contextlib
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Callable, Optional
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
+from matplotlib.figure import Figure
+from mmengine.dataset import pseudo_collate
+from mmengine.logging import MMLogger
+from mmengine.registry import DATASETS
+from rich.progress import Progress
 from torch import Tensor, nn
 
-from ..attention import Grid, TokenMixer
-from ..utils.errors import RunError
-from .capture import arrangements, reduction_of, watch_mixers
-from .measures import neighbours
+from mmlinattn.analysis.capture import arrangements, reduction_of, watch_mixers
+from mmlinattn.analysis.loading import load_model
+from mmlinattn.analysis.measures import neighbours
+from mmlinattn.apis.cli import one_line_errors, writing
+from mmlinattn.apis.configs import check_checkpoint, read_config, set_data_root
+from mmlinattn.attention import Grid, TokenMixer
+from mmlinattn.utils.errors import RunError
 
 BLOCK_NUMEL = 2**24  # weights built at a time
 
@@ -113,29 +129,24 @@ def token_places(grid: Grid, device, side: int) -> Tensor:
     return torch.cat((patches.new_full((grid.prefix, 2), side * 10**6), patches))
 
 
-def masking_accuracies(
-    model: nn.Module, loader, num_pictures: int, on_pictures: Callable = lambda n, total: None
-) -> dict:
+def masking_accuracies(model: nn.Module, loader: dict, num: int, on_images: Callable = lambda n, total: None) -> dict:
     """Top-1 of a classifier of MMPretrain as it is and with masked weights, on the first images of a data set.
 
     Args:
         model (nn.Module): An MMPretrain classifier in eval mode.
         loader (dict): Config of the data loader.
-        num_pictures (int): How many, at least 1; fewer where the data set has fewer.
-        on_pictures (Callable): Called with the images just done and their number in all.
+        num (int): How many images, at least 1; fewer where the data set has fewer.
+        on_images (Callable): Called with the images just done and their number in all.
 
     Returns:
-        dict: ``pictures`` and ``accuracy``, in percent: ``none`` masked, ``3x3``, ``9 others``, ...
+        dict: ``images`` and ``accuracy``, in percent: ``none`` masked, ``3x3``, ``9 others``, ...
 
     Raises:
         RunError: The data set cannot be read.
     """
-    from mmengine.dataset import pseudo_collate
-    from mmengine.registry import DATASETS
-
     try:
         data = DATASETS.build(loader['dataset'])
-        count = min(num_pictures, len(data))
+        count = min(num, len(data))
         samples = [data[i] for i in range(count)]
     except (OSError, ValueError, KeyError, AssertionError) as error:
         raise RunError(f'the test data cannot be read: {error}; --data-root names its folder.') from error
@@ -150,6 +161,53 @@ def masking_accuracies(
             with torch.no_grad(), contextlib.nullcontext() if variant is None else masked(model, *variant):
                 results = model.test_step(batch)  # type: ignore[operator]
             right += sum(int(result.pred_label.item() in result.gt_label.tolist()) for result in results)
-            on_pictures(len(results), count * len(variants))
+            on_images(len(results), count * len(variants))
         found[name] = 100 * right / count
-    return dict(pictures=count, accuracy=found)
+    return dict(images=count, accuracy=found)
+
+
+def plot(accuracies: dict, path: Path, title: str) -> None:
+    """Bars: the accuracy as it is, without local weights, without as many others."""
+    figure = Figure(figsize=(6, 3.6), layout='constrained')
+    axis, names = figure.subplots(), list(accuracies)
+    colours = ['0.4' if name == 'none' else 'tab:red' if 'x' in name else 'tab:blue' for name in names]
+    axis.bar_label(axis.bar(names, list(accuracies.values()), color=colours), fmt='%.1f', fontsize=8)
+    axis.tick_params('x', rotation=30, labelsize=8)
+    axis.set_xlabel('keys masked for each query (red: around it, blue: random others)', fontsize=9)
+    axis.set_ylabel('top-1 accuracy, %', fontsize=9)
+    axis.set_title(f'{title}: accuracy with masked attention weights (InLine Tab. 2)', fontsize=9)
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('config', help='config of a classifier')
+    parser.add_argument('checkpoint', help='checkpoint file, URL, mmlinattn://NAME, or none for random weights')
+    parser.add_argument('--out', type=Path, required=True, help='folder for masking.json and masking.png')
+    parser.add_argument('--num', type=int, default=1000, help='images of the test data [1000]')
+    parser.add_argument('--data-root', help='folder of the data set, in place of the one in the config')
+    args = parser.parse_args()
+    MMLogger.get_instance('mmengine', log_level='ERROR')
+    with one_line_errors():
+        cfg = read_config(args.config)
+        if args.num < 1 or cfg.get('default_scope') != 'mmpretrain':
+            raise RunError(f'--num {args.num} has to be at least 1, and the config of a classifier (MMPretrain).')
+        if args.checkpoint.lower() != 'none':
+            check_checkpoint(args.checkpoint, 'checkpoint')
+        if args.data_root:
+            set_data_root(cfg, args.data_root)
+        with writing(args.out):
+            args.out.mkdir(parents=True, exist_ok=True)
+        model = load_model(cfg, args.checkpoint)
+        with Progress() as bar:
+            task = bar.add_task('masking', total=None)
+            done = masking_accuracies(
+                model, cfg.test_dataloader, args.num, lambda n, total: bar.update(task, advance=n, total=total)
+            )
+        (args.out / 'masking.json').write_text(json.dumps(done, indent=1))
+        plot(done['accuracy'], args.out / 'masking.png', Path(args.config).stem)
+        print(done)
+
+
+if __name__ == '__main__':
+    main()

@@ -10,12 +10,13 @@ import torch.nn.functional as F
 from mmengine.registry import DATASETS
 from torch import nn
 
-from mmlinattn.analysis import masking, measures
-from mmlinattn.analysis.masking import masked, masked_weights, masking_accuracies
+from mmlinattn.analysis import measures
 from mmlinattn.attention import GlobalAttention, Grid, ReducedAttention, WindowAttention, get_mixer
 from mmlinattn.backbones import LinearDeiT
 from mmlinattn.ops.tensors import merge_heads, split_heads
 from mmlinattn.utils.errors import RunError
+from projects.studies import masking
+from projects.studies.masking import masked, masked_weights, masking_accuracies
 
 
 def places(height, width):
@@ -202,12 +203,12 @@ def test_accuracies_with_masked_weights(monkeypatch):
     monkeypatch.setattr(masking, 'masked', masked)
     loader = dict(dataset=dict(type='Numbers', number=40))
     found = masking_accuracies(Guesses(variant), loader, 20, lambda *args: done.append(args))
-    assert found['pictures'] == 20 and list(found['accuracy'].items()) == [
+    assert found['images'] == 20 and list(found['accuracy'].items()) == [
         *(('none', 95), ('3x3', 50), ('9 others', 80)),
         *((name, 65) for name in ('5x5', '25 others', '7x7', '49 others')),
     ]
     assert {total for _, total in done} == {140} and sum(n for n, _ in done) == 140
-    assert masking_accuracies(Guesses(variant), loader, 50)['pictures'] == 40  # all there are
+    assert masking_accuracies(Guesses(variant), loader, 50)['images'] == 40  # all there are
     for kind in (FileNotFoundError, ValueError, KeyError, AssertionError):
         loader['dataset']['gone'] = kind
         with pytest.raises(RunError, match="the test data cannot be read: '?gone'?; --data-root"):
