@@ -10,14 +10,12 @@ from unittest import mock
 import numpy as np
 import torch
 from mmengine.config import Config
-from mmengine.optim import build_optim_wrapper
-from mmengine.registry import MODELS, TRANSFORMS, init_default_scope
+from mmengine.registry import MODELS, init_default_scope
 from mmengine.structures import InstanceData, PixelData
 from torch import nn
 
 ROOT = Path(__file__).parents[1]
 CONFIG_DIR = ROOT / 'configs'
-CASCADE = 'mmdet/ravlt_b_cascade_3x'
 # No rows of a paper: the small models for the shapes data sets
 UNPUBLISHED = {f'{task}/ravlt_shapes_quickstart' for task in ('mmdet', 'mmseg', 'mmpretrain')}
 CONFIGS = sorted(
@@ -57,39 +55,6 @@ def build(name: str, random_init: bool = True, **options) -> tuple[nn.Module, Co
             keep = mock.patch.object(torch.nn.init, initialiser, lambda tensor, *_, **__: tensor)
             stack.enter_context(keep)
         return MODELS.build(cfg.model), cfg
-
-
-def decayed(name: str) -> tuple:
-    """Parameter name -> weight decay, as the Runner would build the optimizer; the model."""
-    model, cfg = build(name, random_init=False)
-    optimizer = build_optim_wrapper(model, cfg.optim_wrapper).optimizer
-    of_parameter = {
-        id(parameter): group['weight_decay'] for group in optimizer.param_groups for parameter in group['params']
-    }
-    return {key: of_parameter[id(p)] for key, p in model.named_parameters()}, model
-
-
-def norms_of(model) -> set:
-    """Names of the weights and biases of a model's norms."""
-    kinds = (torch.nn.LayerNorm, torch.nn.modules.batchnorm._BatchNorm)
-    return {
-        f'{prefix}.{leaf}'
-        for prefix, module in model.named_modules()
-        if isinstance(module, kinds)
-        for leaf in ('weight', 'bias')
-    }
-
-
-def run_pipeline(name: str, sample: dict, times: int, loader: str = 'train_dataloader'):
-    """What the pipeline of a config's loader makes of a sample, ``times`` times."""
-    cfg = load(name)
-    init_default_scope(cfg.default_scope)
-    pipeline = [TRANSFORMS.build(dict(t)) for t in cfg[loader].dataset.pipeline]
-    for _ in range(times):
-        result = copy.deepcopy(sample)
-        for transform in pipeline:
-            result = transform(result)
-        yield result
 
 
 def training_batch(task: str) -> dict:

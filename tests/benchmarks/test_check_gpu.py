@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / 'benchmarks'))
 
 import check_gpu  # noqa: E402

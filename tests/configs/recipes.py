@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The published recipe of every config: what was printed in the papers or released with them, written by hand.
 
-:func:`summary` reads the same things out of a config. ``configs/test_configs_published.py`` compares the two whole.
+:func:`summary` reads the same things out of a config. ``test_recipes.py`` compares the two whole.
 """
 
 import re

@@ -1,0 +1,171 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Recipes of the configs: each against the table of published ones, and what weight decay and pipelines make of it."""
+
+import copy
+import re
+
+import cv2
+import numpy as np
+import pytest
+import recipes
+import torch
+from config_helpers import CONFIGS, build, load
+from mmengine.optim import build_optim_wrapper
+from mmengine.registry import TRANSFORMS, init_default_scope
+
+import mmlinattn  # noqa: F401
+
+for project in ('mmdet', 'mmseg', 'mmpretrain'):
+    pytest.importorskip(project)
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_a_config_is_its_published_recipe(name):
+    assert recipes.summary(load(name)) == recipes.published(name)
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_heads(name):
+    model = load(name).model
+    if 'cascade' in name:
+        heads = model.roi_head.bbox_head
+        for head in heads:
+            assert (head.type, head.num_shared_convs, head.num_shared_fcs) == ('ConvFCBBoxHead', 4, 1)
+            assert head.norm_cfg.type == 'SyncBN'
+            assert head.reg_decoded_bbox is True and head.reg_class_agnostic is False
+            assert (head.loss_bbox.type, head.loss_bbox.loss_weight) == ('GIoULoss', 10.0)
+        assert [head.bbox_coder.target_stds[0] for head in heads] == [0.1, 0.05, 0.033]
+    if 'retinanet' in name:  # a map that the pyramid leaves out gives its norm no gradient, at which DDP stops
+        assert (model.neck.start_level, model.neck.add_extra_convs, model.neck.num_outs) == (0, 'on_input', 5)
+        assert tuple(model.backbone.out_indices) == (1, 2, 3) and len(model.neck.in_channels) == 3
+    if name.startswith('mmseg'):
+        assert model.decode_head.num_classes == 150 and model.decode_head.norm_cfg.type == 'SyncBN'
+        assert model.data_preprocessor.size == (512, 512)
+    if 'upernet' in name:
+        head = model.auxiliary_head
+        assert (head.type, head.in_index, head.loss_decode.loss_weight) == ('FCNHead', 2, 0.4)
+        assert head.num_classes == 150
+    if '_384_' in name:  # the head of the smaller size, of the same file as the backbone
+        backbone, head = model.backbone.init_cfg.checkpoint, model.head.init_cfg
+        assert (head.type, head.prefix) == ('Pretrained', 'head.')
+        assert head.checkpoint == (f'{backbone}_in1k' if backbone.startswith('mmlinattn://') else backbone)
+        assert name.split('/')[1].replace('_384_in1k', '') in backbone
+
+
+# ---- weight decay, as the Runner would build the optimizer
+
+TABLES = r'(relative_bias\.table|position_tables?\.(\d\.)?weight|cls_token|mixer\.position\.weight|mixer\.scale)$'
+KINDS = dict(
+    norms=lambda key, norms: key in norms,
+    # MMDetection's configs go by the name, which norms of the box heads and of RAVLT's stem do not have
+    named=lambda key, norms: key in norms and 'norm' in key,
+    tables=lambda key, norms: re.search(TABLES, key),
+    biases=lambda key, norms: key.endswith('.bias'),
+)
+
+
+@pytest.mark.parametrize(
+    ('names', 'undecayed'),
+    [
+        ('mmdet/ravlt_t_maskrcnn_1x mmdet/ravlt_s_cascade_3x', 'named'),
+        (
+            'mmdet/flatten_swin_t_maskrcnn_1x mmdet/inline_swin_t_cascade_3x mmdet/flatten_cswin_t_maskrcnn_1x',
+            'named tables',
+        ),
+        ('mmdet/inline_deit_t_maskrcnn_1x', 'named tables'),
+        ('mmdet/flatten_pvt_t_maskrcnn_1x mmdet/flatten_pvt_v2_b1_retinanet_1x mmseg/inline_pvt_t_fpn_80k', ''),
+        ('mmseg/ravlt_t_fpn_80k', ''),
+        ('mmseg/rala_swin_t_fpn_80k', 'tables'),  # the recipe is RAVLT's, whose norms decay
+        ('mmseg/ravlt_t_upernet_160k', 'norms'),
+        ('mmseg/flatten_swin_t_upernet_160k mmseg/flatten_cswin_t_upernet_160k', 'norms tables'),
+        ('mmpretrain/ravlt_t_in1k', 'norms biases'),
+        ('mmpretrain/flatten_swin_b_384_in1k mmpretrain/flatten_cswin_t_in1k', 'norms biases tables'),
+        ('mmpretrain/inline_pvt_t_in1k mmpretrain/inline_deit_t_in1k', 'norms biases tables'),
+    ],
+)
+def test_what_does_not_decay(names, undecayed):
+    for name in names.split():
+        model, cfg = build(name, random_init=False)
+        optimizer = build_optim_wrapper(model, cfg.optim_wrapper).optimizer
+        decay = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
+        found = {key for key, p in model.named_parameters() if decay[id(p)] == 0}
+        norms = {
+            f'{prefix}.{leaf}'
+            for prefix, module in model.named_modules()
+            if isinstance(module, (torch.nn.LayerNorm, torch.nn.modules.batchnorm._BatchNorm))
+            for leaf in ('weight', 'bias')
+        }
+        expected = set()
+        for kind in undecayed.split():
+            these = {key for key, _ in model.named_parameters() if KINDS[kind](key, norms)}
+            assert these, f'{name} has {kind}'
+            expected |= these
+        assert found == expected
+        assert set(decay.values()) - {0} == {cfg.optim_wrapper.optimizer.weight_decay}
+
+
+@pytest.mark.parametrize('name', [name for name in CONFIGS if re.match('mm(det|seg)/.*_(swin|cswin|deit)_', name)])
+def test_no_dense_recipe_of_swin_and_its_successors_lets_tables_decay(name):
+    keys = load(name).optim_wrapper.paramwise_cfg.custom_keys
+    tables = 'relative_bias.table', 'position_table', 'cls_token', 'mixer.position', 'mixer.scale'
+    assert all(keys[table].decay_mult == 0 for table in tables)
+
+
+# ---- pipelines, run on an image
+
+
+@pytest.fixture
+def run_pipeline(tmp_path):
+    """What the pipeline of a config's loader makes of an image of 640 x 427 and labels, ``times`` times."""
+    noise = np.random.RandomState(0).randint
+    cv2.imwrite(str(tmp_path / 'picture.png'), noise(0, 255, (427, 640, 3), np.uint8))
+    cv2.imwrite(str(tmp_path / 'labels.png'), noise(0, 151, (427, 640), np.uint8))
+    polygon = [100.0, 100, 500, 100, 500, 400, 100, 400]
+    labels = dict(
+        mmdet=dict(
+            instances=[dict(bbox=[100, 100, 500, 400], bbox_label=0, mask=[polygon], ignore_flag=0)],
+            img_id=1,
+            height=427,
+            width=640,
+        ),
+        mmseg=dict(seg_map_path=str(tmp_path / 'labels.png'), seg_fields=[], label_map=None, reduce_zero_label=True),
+        mmpretrain=dict(gt_label=3),
+    )
+
+    def run(name, times, loader='train_dataloader'):
+        cfg = load(name)
+        init_default_scope(cfg.default_scope)
+        pipeline = [TRANSFORMS.build(dict(step)) for step in cfg[loader].dataset.pipeline]
+        for _ in range(times):
+            result = copy.deepcopy(dict(labels[cfg.default_scope], img_path=str(tmp_path / 'picture.png')))
+            for transform in pipeline:
+                result = transform(result)
+            yield result
+
+    return run
+
+
+def test_multi_scale_crop(run_pipeline):
+    sizes = [tuple(r['inputs'].shape[1:]) for r in run_pipeline('mmdet/ravlt_b_cascade_3x', 30)]
+    full = {size for size in sizes if abs(size[1] / size[0] - 640 / 427) < 0.01}
+    cropped = set(sizes) - full
+    assert len(full) > 5 and len(cropped) > 5, 'both branches, several scales'
+    scales = set(range(480, 801, 32))
+    assert all(min(size) in scales or max(size) == 1333 for size in sizes)
+
+
+def test_crops_of_segmentation(run_pipeline):
+    for result in run_pipeline('mmseg/ravlt_t_upernet_160k', 3):
+        # smaller where the image is; the preprocessor fills up to 512x512
+        assert max(result['inputs'].shape[1:]) <= 512
+        truth = result['data_samples'].gt_sem_seg.data
+        assert truth[truth != 255].max() == 149  # 150 classes, and 255 for what is none
+
+
+@pytest.mark.parametrize(
+    ('name', 'size'), [('ravlt_t', 224), ('inline_deit_s', 288), ('inline_deit_b', 448), ('flatten_cswin_b_384', 384)]
+)
+def test_pictures_of_classification(run_pipeline, name, size):
+    for loader in ('train_dataloader', 'test_dataloader'):
+        for result in run_pipeline(f'mmpretrain/{name}_in1k', 2, loader):
+            assert result['inputs'].shape == (3, size, size)
