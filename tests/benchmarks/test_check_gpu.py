@@ -33,14 +33,14 @@ def test_without_a_gpu_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_kernels_in_the_interpreter(tmp_path):
-    arguments = ['--out', str(tmp_path), '--interpret', '--only', 'kernels float32 linear', 'kernels float16 depth']
+    arguments = ['--out', str(tmp_path), '--interpret', '--only', 'kernels float32 linear']
     done = run(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     report, text = json.loads((tmp_path / 'report.json').read_text()), (tmp_path / 'report.md').read_text()
-    assert [part['status'] for part in report['parts'].values()] == ['done'] * 3
+    assert [part['status'] for part in report['parts'].values()] == ['done'] * 2
     rows = report['parts']['kernels float32 linear_attention']['result']['rows']
     assert len(rows) >= 2 and all(0 < row['deviations']['backward'] < 1e-4 and not row['faults'] for row in rows)
-    assert 'float16 depthwise_conv2d' in text and 'not measured' in text
+    assert 'float32 linear_attention' in text and 'not measured' in text
     assert 'not known - every kernel is right' in done.stdout and 'send' in done.stdout.splitlines()[-1]
     again = run(*arguments)
     assert again.returncode == 0 and 'kernels float32 linear_attention: done' not in again.stdout

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tool_runs import ROOT, TOOLS, environment, free_port, losses, python, run
+from tool_runs import ROOT, TOOLS, environment, in_one_process, losses, python, run
 
 mmdet = pytest.importorskip('mmdet')
 pytestmark = [pytest.mark.slow, pytest.mark.roundtrip]
@@ -94,27 +94,18 @@ def test_tests_a_checkpoint(place, trained):
     assert {'bboxes', 'scores', 'labels', 'masks'} <= set(predictions[0]['pred_instances'])
 
 
-def test_two_processes_on_the_cpu(place):
-    """SyncBN in the config, each process half of the data, then both tools over gloo."""
-    sync_bn = ['--cfg-options', 'model.backbone.norm_cfg.type=SyncBN', 'train_cfg.max_epochs=1']
-    train = ['bash', TOOLS / 'dist_train.sh', 'config.py', 2, '--work-dir', 'two', *sync_bn]
-    out = run(*train, cwd=place, PORT=free_port())
-    assert 'no GPU here, 2 processes on the CPU' in out
-    assert out.count('SyncBatchNorm layers are trained as BatchNorm') == 1
-    assert sorted(losses(place / 'two')) == [1, 2]  # 12 images, 2 processes, batches of 4
-    test = ['bash', TOOLS / 'dist_test.sh', 'config.py', 'two/epoch_1.pth', 2]
-    out = run(*test, '--work-dir', 'two_tested', cwd=place, PORT=free_port())
-    assert 'Epoch(test) [1/1]' in out
-
-
 @pytest.mark.skipif(not UPSTREAM_TOOLS.is_dir(), reason='mmdet is installed without its tools')
 def test_through_the_tools_of_mmdet(place, trained):
     train = [UPSTREAM_TOOLS / 'train.py', 'config.py', '--work-dir', 'upstream']
-    python(*train, '--cfg-options', 'train_cfg.max_epochs=1', cwd=place)
-    out = python(*train, '--resume', cwd=place)
-    assert 'resumed epoch: 1, iter: 3' in out
+    checkpoint = trained / 'epoch_3.pth'
+    jobs = dict(
+        first=[*train, '--cfg-options', 'train_cfg.max_epochs=1'],
+        resumed=[*train, '--resume'],
+        tested=[UPSTREAM_TOOLS / 'test.py', 'config.py', checkpoint, '--work-dir', 'upstream_tested'],
+    )
+    out, errors = in_one_process({name: [[str(word) for word in job]] for name, job in jobs.items()}, place)
+    assert errors == dict.fromkeys(jobs, '')
+    assert 'resumed epoch: 1, iter: 3' in out['resumed']
     # The scheduler of the first part was built for one epoch, so only that the rest was trained.
     assert sorted(losses(place / 'upstream')) == list(range(1, NUM_ITERS + 1))
-    checkpoint = trained / 'epoch_3.pth'
-    out = python(UPSTREAM_TOOLS / 'test.py', 'config.py', checkpoint, cwd=place)
-    assert 'Load checkpoint from' in out and 'Epoch(test) [1/1]' in out
+    assert 'Load checkpoint from' in out['tested'] and 'Epoch(test) [1/1]' in out['tested']

@@ -1,16 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Published configs of every host and method through both tools, on shapes: their backbones made small, a few
+"""Configs of every host through tools/train.py and tools/test.py, on shapes: their backbones made small, a few
 iterations of training, and a test of the checkpoint that has to predict what the model in memory did.
 
-One process trains and tests all configs of a task. ``MMLINATTN_ALL_ROUNDS=1`` takes every host with every method;
-without it each host goes through each task with one of its methods.
+One process trains and tests all configs of a task. Detection in processes of its own: ``test_roundtrip.py``.
 """
 
 import functools
-import os
 import pickle
 import re
+from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from pprint import pformat
 
 import numpy as np
@@ -24,34 +24,17 @@ import mmlinattn  # noqa: F401  registers the hosts
 
 pytestmark = pytest.mark.slow
 
-# Rounds that always run come first. `a@b` is the backbone of config a in config b: DeiT has no segmentor of its own.
-ROUNDS = {
-    'mmdet': (
-        'flatten_pvt_t_maskrcnn_1x inline_swin_t_cascade_3x flatten_cswin_t_maskrcnn_1x inline_deit_t_maskrcnn_1x '
-        'flatten_pvt_v2_b1_retinanet_1x hmhsa_nextvit_s_maskrcnn_1x',
-        'inline_pvt_t_maskrcnn_1x flatten_swin_t_maskrcnn_1x inline_cswin_t_maskrcnn_1x '
-        'flatten_deit_t@inline_deit_t_maskrcnn_1x hmhsa_pvt_v2_b1_maskrcnn_1x hmhsa_pvt_v2_b1_retinanet_1x '
-        'rala_swin_t_retinanet_1x',
-    ),
-    'mmseg': (
-        'inline_pvt_t_fpn_80k flatten_swin_t_upernet_160k inline_cswin_t_upernet_160k flatten_pvt_v2_b1_fpn_80k '
-        'flatten_deit_t@inline_pvt_t_fpn_80k hmhsa_nextvit_s_fpn_80k',
-        'flatten_pvt_t_fpn_80k inline_swin_t_upernet_160k flatten_cswin_t_upernet_160k '
-        'inline_deit_t@inline_pvt_t_fpn_80k hmhsa_pvt_v2_b1_fpn_80k rala_swin_t_fpn_80k',
-    ),
-    'mmpretrain': (
-        'flatten_pvt_t_in1k flatten_swin_t_in1k inline_cswin_t_in1k inline_deit_t_in1k flatten_pvt_v2_b1_in1k '
-        'hmhsa_pvt_v2_b1_in1k hmhsa_nextvit_s_in1k',
-        'inline_pvt_t_in1k inline_swin_t_in1k flatten_cswin_t_in1k flatten_deit_t_in1k hmhsa_deit_t_in1k '
-        'rala_swin_t_in1k enhanced_deit_t_in1k angular_swin_t_in1k',
-    ),
-}
-ALL = os.environ.get('MMLINATTN_ALL_ROUNDS', '0') != '0'
-CASES = [
-    (task, name)
-    for task, (always, others) in ROUNDS.items()
-    for name in (always + ' ' + others if ALL else always).split()
-]
+# The shapes' own config of each task, which upstream's tools train and test as well, and every host with its methods.
+# `a@b` is the backbone of config a in config b: DeiT has no segmentor of its own.
+OWN = 'ravlt_shapes_quickstart'
+ROUNDS = dict(
+    mmdet='inline_swin_t_cascade_3x flatten_cswin_t_maskrcnn_1x inline_deit_t_maskrcnn_1x '
+    'flatten_pvt_v2_b1_retinanet_1x',
+    mmseg=f'{OWN} inline_pvt_t_fpn_80k flatten_swin_t_upernet_160k flatten_deit_t@inline_pvt_t_fpn_80k '
+    'hmhsa_nextvit_s_fpn_80k',
+    mmpretrain=f'{OWN} inline_cswin_t_in1k inline_deit_t_in1k hmhsa_pvt_v2_b1_in1k rala_swin_t_in1k',
+)
+CASES = [(task, name) for task, names in ROUNDS.items() for name in names.split()]
 DATA = dict(mmdet=('coco', 4, 2), mmseg=('ade', 4, 2), mmpretrain=('imagenet', 24, 12))  # layout, images
 DUMP = dict(mmdet='DumpDetResults', mmseg='DumpResults', mmpretrain='DumpResults')
 CLASSES = ('disc', 'square', 'triangle', 'star', 'cross', 'heart')
@@ -134,7 +117,7 @@ def derived(task: str, name: str) -> str:
     cfg = load(f'{task}/{stem}')
     backbone = load(f'mmpretrain/{taken}_in1k').model.backbone if taken else cfg.model.backbone
     metainfo = dict(metainfo=dict(classes=CLASSES)) if task == 'mmdet' else {}
-    changes = dict(model=small_model(cfg, backbone))
+    changes = {} if name == OWN else dict(model=small_model(cfg, backbone))
     for part in ('train', 'val', 'test'):
         loader = cfg[f'{part}_dataloader']
         dataset = dict(metainfo, pipeline=small_pipeline(loader))
@@ -143,6 +126,10 @@ def derived(task: str, name: str) -> str:
     lines = [f'_base_ = {str(CONFIG_DIR / task / stem) + ".py"!r}']
     lines += [f'{key} = {pformat(value, sort_dicts=False)}' for key, value in changes.items()]
     lines.append(f"val_evaluator = [_base_.val_evaluator, dict(type='{DUMP[task]}', out_file_path='{name}.val.pkl')]")
+    if name == OWN and find_spec('tensorboard'):
+        lines.append(
+            "visualizer = dict(vis_backends=[dict(type=f'{name}VisBackend') for name in ('Local', 'Tensorboard')])"
+        )
     return '\n'.join(lines)
 
 
@@ -158,11 +145,22 @@ def commands(task: str, name: str) -> list[list[str]]:
         options += ['train_cfg.max_epochs=1', 'train_cfg.val_interval=1']
     if task == 'mmpretrain':  # its warm-up is longer
         options += ['param_scheduler.0.end=1', 'param_scheduler.1.begin=0']
-    common = ['--data-root', 'data/', '--cfg-options', *options]
     config, work = f'{name}.py', f'work/{name}'
     checkpoint = f'{work}/{"iter_3" if task == "mmseg" else "epoch_1"}.pth'
+    common = ['--data-root', 'data/', '--cfg-options', *options]
     test = [str(TOOLS / 'test.py'), config, checkpoint, '--work-dir', f'{work}/tested', '--out', f'{name}.test.pkl']
-    return [[str(TOOLS / 'train.py'), config, '--work-dir', work, *common], [*test, *common]]
+    shown = ['--show-dir', 'shown'] if name == OWN else []
+    return [[str(TOOLS / 'train.py'), config, '--work-dir', work, *common], [*test, *shown, *common]]
+
+
+def of_upstream(task: str) -> list[list[str]]:
+    """The tools of MMSegmentation or MMPretrain on the config as it ran: it finds its data without ``--data-root``."""
+    tools = Path(import_module(task).__file__).parent / '.mim' / 'tools'
+    config, checkpoint = f'work/{OWN}/{OWN}.py', f'work/{OWN}/{"iter_3" if task == "mmseg" else "epoch_1"}.pth'
+    return [
+        [str(tools / 'train.py'), config, '--work-dir', 'work/upstream'],
+        [str(tools / 'test.py'), config, checkpoint, '--work-dir', 'work/upstream_tested'],
+    ]
 
 
 def run_rounds(task, folder) -> tuple[dict, dict]:
@@ -174,6 +172,8 @@ def run_rounds(task, folder) -> tuple[dict, dict]:
         (folder / f'{name}.py').write_text(derived(task, name))
     jobs = {'data': [[str(TOOLS / 'make_shapes_dataset.py'), 'data', '--format', form, *numbers]]}
     jobs.update({name: commands(task, name) for name in names})
+    if OWN in names:
+        jobs['upstream'] = of_upstream(task)
     return in_one_process(jobs, folder)
 
 
@@ -214,3 +214,23 @@ def test_trains_and_tests(rounds, task, name):
     assert mine and sum(array.numel() for array in mine)
     for a, b in zip(mine, other):
         torch.testing.assert_close(a, b)
+
+
+METRICS = dict(mmseg='mIoU', mmpretrain='accuracy/top1')
+
+
+@pytest.mark.parametrize('task', METRICS)
+def test_upstream_tools_and_what_else_a_run_leaves(rounds, task):
+    """With the same hooks, hence the same losses; the same metric of the same checkpoint; drawings, TensorBoard."""
+    if find_spec(task) is None:
+        pytest.skip(f'needs {task}')
+    folder, printed, errors = rounds(task)
+    assert not errors['upstream'], printed['upstream'][-3000:]
+    assert losses(folder / 'work' / 'upstream') == losses(folder / 'work' / OWN)
+    ours, theirs = (re.findall(rf'{METRICS[task]}: ([\d.]+)', printed[name]) for name in (OWN, 'upstream'))
+    assert len(ours) == len(theirs) == 2 and len({*ours, *theirs}) == 1  # after training, and of the test
+    assert any(path.suffix in ('.png', '.jpg') for path in (folder / 'shown').rglob('*'))
+    events = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
+    (file,) = (folder / 'work' / OWN).glob('*/vis_data/events.out.tfevents.*')
+    written = events.EventAccumulator(str(file)).Reload().Scalars('loss')
+    assert {scalar.step: scalar.value for scalar in written} == pytest.approx(losses(folder / 'work' / 'upstream'))
