@@ -161,21 +161,6 @@ def test_commands_that_are_not_run_have_options_of_the_tools(block):
         check_command(words)
 
 
-@pytest.mark.parametrize(
-    'words, message',
-    [
-        ('python tools/train.py CONFIG --no-such-option', 'unrecognized arguments: --no-such-option'),
-        ('bash tools/dist_train.sh CONFIG 8 --ampp', 'unrecognized arguments: --ampp'),
-        ('python tools/train.py configs/mmdet/gone.py', 'configs/mmdet/gone.py'),
-        ('python tools/test.py CONFIG mmlinattn://gone', 'gone'),
-    ],
-)
-def test_commands_that_are_wrong_are_found(words, message, capsys):
-    with pytest.raises((SystemExit, AssertionError, Exception)) as error:
-        check_command(shlex.split(words))
-    assert message in str(error.value) + capsys.readouterr().err
-
-
 def spoken(path: Path) -> list[list]:
     """Commands within sentences and tables, as words: `python tools/TOOL.py ...`."""
     text = re.sub(r'^```.*?^```', '', path.read_text(encoding='utf-8'), flags=re.M | re.S)
@@ -284,21 +269,6 @@ def test_configs_load_and_build(block, tmp_path, monkeypatch):
     assert build_optim_wrapper(model, cfg.optim_wrapper).optimizer.param_groups
     for backend in cfg.get('visualizer', {}).get('vis_backends', ()):
         assert VISBACKENDS.get(backend['type'])
-
-
-@pytest.mark.slow
-def test_channels_that_do_not_fit_are_found(tmp_path, monkeypatch):
-    text = "model = dict(backbone=dict(_delete_=True, type='RAVLT', arch='tiny'), neck=dict(in_channels=[9, 9, 9, 9]))"
-    block = Block('page.md', 1, 'python', 'config of mmdet::mask_rcnn/mask-rcnn_r50_fpn_1x_coco.py', text)
-    with pytest.raises(RuntimeError, match='channels'):
-        test_configs_load_and_build(block, tmp_path, monkeypatch)
-
-
-def test_comments_belong_to_the_block_below(tmp_path):
-    page = tmp_path / 'page.md'
-    text = '<!-- needs: data -->\n\n```bash\na\n```\ntext\n```python\nb\n```\n'
-    first, second = blocks_of(page, text)
-    assert (first.kind, first.text, second.kind, second.language) == ('needs', 'a\n', 'run', 'python')
 
 
 # of two stages, one with each attention: exporters take seconds for a block

@@ -102,7 +102,7 @@ print(json.dumps(dict(
 
 
 @pytest.mark.slow
-def test_trains_and_tests(project):
+def test_trains(project):
     # small images and one epoch; everything else as the example has it
     size = '(96,64)'
     options = [
@@ -115,12 +115,8 @@ def test_trains_and_tests(project):
         *(f'{stage}_dataloader.persistent_workers=False' for stage in ('train', 'val', 'test')),
         'model.test_cfg.rpn.max_per_img=20',
         'model.train_cfg.rpn_proposal.max_per_img=20',
-        'default_hooks.logger.interval=1',
+        'default_hooks.checkpoint.save_optimizer=False',
     ]
-    tools = project.parent / 'site' / 'mmlinattn' / '.mim' / 'tools'
-    train, test, plot = (str(tools / name) for name in ('train.py', 'test.py', 'analysis_tools/plot_log.py'))
-    run(project, train, 'fruit_detector.py', '--work-dir', 'work', '--cfg-options', *options)
-    out = run(project, test, 'fruit_detector.py', 'work/epoch_1.pth', '--work-dir', 'tested', '--cfg-options', *options)
-    assert 'coco/bbox_mAP' in out
-    run(project, plot, 'work', '--out', 'curves.png')
-    assert (project / 'curves.png').stat().st_size > 5000
+    train = project.parent / 'site' / 'mmlinattn' / '.mim' / 'tools' / 'train.py'
+    out = run(project, str(train), 'fruit_detector.py', '--work-dir', 'work', '--cfg-options', *options)
+    assert 'coco/bbox_mAP' in out and (project / 'work' / 'epoch_1.pth').is_file()

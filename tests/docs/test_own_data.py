@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from config_helpers import ROOT
+from tool_runs import ROOT, TOOLS, in_one_process
 
 SMALL = [
     'load_from=None',
@@ -18,14 +18,10 @@ SMALL = [
     'train_dataloader.dataset.pipeline.2.scale=(96,96)',
     'val_dataloader.dataset.pipeline.1.scale=(96,96)',
     'test_dataloader.dataset.pipeline.1.scale=(96,96)',
+    'default_hooks.checkpoint.save_optimizer=False',
+    'model.train_cfg.rpn_proposal.max_per_img=20',
+    'model.test_cfg.rpn.max_per_img=20',
 ]
-
-
-def run_tool(folder, name: str, *arguments: str) -> str:
-    command = [sys.executable, str(ROOT / 'tools' / name), *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -36,6 +32,11 @@ def test_page_on_own_data(tmp_path):
     commands = commands.replace('--num-train 200', '--num-train 8').replace('--num-val 40', '--num-val 4')
     subprocess.run(['bash', '-euo', 'pipefail', '-c', commands], cwd=tmp_path, check=True, capture_output=True)
     (tmp_path / 'mine.py').write_text(re.search(r'```python\n(.*?)```', page, re.S)[1])
-    run_tool(tmp_path, 'train.py', 'mine.py', '--cfg-options', *SMALL)
-    tested = run_tool(tmp_path, 'test.py', 'mine.py', 'work_dirs/mine/epoch_1.pth', '--cfg-options', *SMALL[2:])
-    assert 'coco/segm_mAP' in tested
+    train, test = str(TOOLS / 'train.py'), str(TOOLS / 'test.py')
+    jobs = dict(
+        train=[[train, 'mine.py', '--cfg-options', *SMALL]],
+        test=[[test, 'mine.py', 'work_dirs/mine/epoch_1.pth', '--cfg-options', *SMALL[2:]]],
+    )
+    printed, errors = in_one_process(jobs, tmp_path)
+    assert not any(errors.values()), printed['train'][-3000:] + printed['test'][-3000:]
+    assert 'coco/segm_mAP' in printed['test']
