@@ -1,20 +1,21 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Compiles the kernels for a GPU that need not be there, and prints what they take of it, as CSV.
+"""Compiles the kernels for GPUs that need not be there, and prints what they take of them, as CSV.
 
     python tests/ops/compile_kernels.py --capability 90 --dtype bfloat16 --width 64
-    python tests/ops/compile_kernels.py --capability 90 --width 32 64 96 128 --add-to tests/data/kernels.csv
+    python tests/ops/compile_kernels.py --all > tests/data/kernels.csv     # half an hour of two cores
 
-``number`` counts the launches of a kernel by an op; ``stack`` is bytes of spilled registers a thread, ``warps`` those
-that a multiprocessor has room for, of 48 or 64.
+A row has the most that any launch of an op, forward or backward, takes: registers and bytes of spilled registers a
+thread, shared memory a block, and the fewest warps that a multiprocessor has room for, of 48 or 64. ``spills`` names
+kernels that spill.
 """
 
 import argparse
 import csv
+import itertools
 import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from pathlib import Path
 from unittest import mock
 
@@ -27,8 +28,9 @@ from triton.runtime import driver
 from mmlinattn.ops.triton import attention_launch as launch
 from mmlinattn.ops.triton import compat, depthwise_op
 
-KEYS = ('capability', 'dtype', 'width', 'op', 'flags', 'kernel', 'number')
-FIELDS = (*KEYS, 'registers', 'stack', 'shared', 'warps', 'triton')
+KEYS = ('capability', 'dtype', 'width', 'op', 'flags')
+FIELDS = (*KEYS, 'launches', 'registers', 'stack', 'shared', 'warps', 'spills', 'triton')
+WIDTHS = (16, 24, 32, 48, 64, 96, 128)
 OPS = ('rala', 'inline_attention', 'linear_attention', 'focused_attention', 'depthwise_conv2d')
 # shared memory in KB and warps of a multiprocessor; all have 65536 registers
 MULTIPROCESSOR = {80: (163, 64), 86: (99, 48), 89: (99, 48), 90: (227, 64), 100: (227, 64), 120: (99, 48)}
@@ -89,53 +91,48 @@ def run_convolution(dtype: torch.dtype, size: int) -> None:
     depthwise_op.op_backward._init_fn(x, x, weight, True, False)
 
 
-def compiled(capability: int, dtype: str, width: int, op: str, plain: bool):
-    """One row a launch of an op; ``width`` is that of heads, or of a convolution's kernel."""
+def compiled(capability: int, dtype: str, width: int, op: str, flags: str) -> dict:
+    """The row of an op; ``width`` is that of heads, or of a convolution's kernel."""
     driver.set_active(NoGPU(capability))
-    rows, numbers = [], Counter()
+    found = []
 
     def launched(kernel, grid, device, *args, **settings):
-        name = kernel.__name__
-        numbers[name] += 1
-        keys = (capability, dtype, width, op, 'none' if plain else 'all', name, numbers[name])
-        found = resources(kernel, grid, capability, *args, **settings)
-        rows.append(dict(zip(KEYS, map(str, keys)), **found, triton=triton.__version__))
+        found.append(dict(resources(kernel, grid, capability, *args, **settings), kernel=kernel.__name__))
 
     with mock.patch.object(launch, 'launch', launched), mock.patch.object(depthwise_op, 'launch', launched):
         if op == 'depthwise_conv2d':
             run_convolution(getattr(torch, dtype), width)
         else:
-            run_attention(op, getattr(torch, dtype), width, plain)
-    return rows
+            run_attention(op, getattr(torch, dtype), width, flags == 'none')
+    most = {key: max(each[key] for each in found) for key in ('registers', 'stack', 'shared')}
+    spills = ' '.join(sorted({each['kernel'] for each in found if each['stack']}))
+    rest = dict(
+        launches=len(found), warps=min(each['warps'] for each in found), spills=spills, triton=triton.__version__
+    )
+    return {**dict(zip(KEYS, (capability, dtype, width, op, flags))), **most, **rest}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--capability', type=int, nargs='+', default=[90], choices=MULTIPROCESSOR)
     parser.add_argument('--dtype', nargs='+', default=['bfloat16'])
-    parser.add_argument('--width', type=int, nargs='+', default=[64], help='of heads')
-    parser.add_argument('--only', nargs='+', default=OPS[:-1], choices=OPS, metavar='OP')
-    parser.add_argument('--plain', action='store_true', help='no mask, rotation or offset')
-    parser.add_argument('--add-to', type=Path, metavar='FILE', help='replace these rows of a table')
+    parser.add_argument('--width', type=int, nargs='+', default=[64], choices=WIDTHS, help='of heads')
+    parser.add_argument('--only', nargs='+', default=OPS, choices=OPS, metavar='OP')
+    parser.add_argument('--flags', nargs='+', default=['all'], choices=('all', 'none'), help='mask, rotation, offset')
+    parser.add_argument('--all', action='store_true', help='every row there is')
     args = parser.parse_args()
     assert not compat.INTERPRETED
-    rows = []
-    for capability in args.capability:
-        for dtype in args.dtype:
-            widest = launch.WIDEST_HEAD[getattr(torch, dtype)]
-            cases = [(op, d) for op in args.only if op != 'depthwise_conv2d' for d in args.width if d <= widest]
-            cases += [(op, size) for op in args.only if op == 'depthwise_conv2d' for size in (3, 5)]
-            for op, width in cases:
-                rows += compiled(capability, dtype, width, op, args.plain)
-    out = sys.stdout
-    if args.add_to:
-        new = {tuple(row[key] for key in KEYS): row for row in rows}
-        old = csv.DictReader(args.add_to.open()) if args.add_to.exists() else []
-        new = {**{tuple(row[key] for key in KEYS): row for row in old}, **new}
-        rows, out = [new[key] for key in sorted(new)], args.add_to.open('w')
-    writer = csv.DictWriter(out, FIELDS, lineterminator='\n')
+    if args.all:
+        args.capability, args.width, args.flags = MULTIPROCESSOR, WIDTHS, ('all', 'none')
+        args.dtype = ('bfloat16', 'float16', 'float32')
+    writer = csv.DictWriter(sys.stdout, FIELDS, lineterminator='\n')
     writer.writeheader()
-    writer.writerows(rows)
+    for capability, dtype, op in itertools.product(args.capability, args.dtype, args.only):
+        is_conv = op == 'depthwise_conv2d'
+        widths = [d for d in args.width if d <= launch.WIDEST_HEAD[getattr(torch, dtype)]]
+        for width, flags in itertools.product((3, 5) if is_conv else widths, ['all'] if is_conv else args.flags):
+            writer.writerow(compiled(capability, dtype, width, op, flags))
+            sys.stdout.flush()
 
 
 if __name__ == '__main__':

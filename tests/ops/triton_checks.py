@@ -218,7 +218,7 @@ def test_many_images_and_splits(name):
 def test_more_splits_than_are_added_up_at_once(name, monkeypatch):
     """As maps of detectors have them, of fewer tokens each."""
     monkeypatch.setattr(launch, 'FEWEST_TOKENS', 16)
-    assert launch._Plan(1, 600, 1, 16, 16, torch.float32).splits > 16
+    assert launch.plan(1, 600, 1, 16, 16, torch.float32, 100, 16).splits > 16
     assert_follows_reference(name, batch=1, tokens=600, heads=1, mask=True)
 
 

@@ -2,10 +2,10 @@
 """How many programs of :mod:`.attention_kernels` run, and the memory between them."""
 
 import dataclasses
-from typing import Optional
+import functools
+from typing import NamedTuple, Optional
 
 import torch
-import triton
 from torch import Tensor
 
 from . import attention_kernels as kernels
@@ -16,9 +16,11 @@ KERNELS = ('identity', 'elu', 'relu', 'leakyrelu', 'exp', 'softmax')  # and 'foc
 # to 272 KB of it, where consumer GPUs have 99 and an H100 227: in float32, such heads stay with plain PyTorch.
 WIDEST_HEAD = {torch.float32: 64, torch.float16: 128, torch.bfloat16: 128}
 WIDEST_TOKEN = 4096  # of a focused map: all channels of a token are in one tile
-# programs that fill a large GPU some times over; tokens below which a program is not worth its start; and sums over
-# splits are made by one program
-PROGRAMS, FEWEST_TOKENS, MOST_SPLITS = 1024, 256, 128
+# tokens below which a program is not worth its start; sums over splits are made by one program
+FEWEST_TOKENS, MOST_SPLITS = 256, 128
+# programs that a multiprocessor runs at a time, by their registers (tests/data/kernels.csv); the time, in tokens, that
+# beginning and ending take: a program writes a state, which is read again
+PROGRAMS, TOKENS_A_PROGRAM = 2, 128
 COMBINED_ROWS = 16
 
 
@@ -102,29 +104,80 @@ def rows_first(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def cdiv(a: int, b: int) -> int:
+    """``a / b``, rounded up. Triton's own function takes microseconds."""
+    return -(-a // b)
+
+
+@functools.lru_cache(maxsize=4096)
 def _width(channels: int) -> int:
-    return max(16, triton.next_power_of_2(channels))
+    return max(16, 1 << (channels - 1).bit_length())
 
 
-class _Plan:
-    """Splits of the tokens and settings for one tensor of tokens. Settings follow from head width and type alone."""
+class Plan(NamedTuple):
+    """Settings of the kernels for one tensor of tokens.
 
-    def __init__(self, batch: int, tokens: int, heads: int, d: int, e: int, dtype: torch.dtype) -> None:
-        width, width_v = _width(d), _width(e)
-        widest = max(width, width_v)
-        # as many rows as leave two or more blocks of the backward kernels their registers (tests/data/kernels.csv; not
-        # measured), and everything within 99 KB of shared memory; products of so few rows are no wgmma, either
-        rows, stages = (32, 2) if widest <= 64 else (16, 1)
-        if dtype == torch.float32:
-            rows = 32 if widest <= 32 else 16
-        wanted = min(triton.cdiv(PROGRAMS, batch * heads), triton.cdiv(tokens, FEWEST_TOKENS), MOST_SPLITS)
-        span = triton.cdiv(triton.cdiv(tokens, max(1, wanted)), rows) * rows
-        self.splits = triton.cdiv(tokens, span)
-        self.sizes = dict(tokens=tokens, heads=heads, splits=self.splits, span=span)
-        self.grid = (batch * heads * self.splits,)
-        self.widths = dict(D=d, WIDTH=width)
-        self.both = dict(D=d, E=e, WIDTH=width, WIDTH_V=width_v)
-        self.rows = dict(ROWS=rows, num_warps=8 if widest > 32 else 4, num_stages=stages)
+    Attributes:
+        splits (int): Spans that the tokens are cut into.
+        grid (tuple): One program a span, head and image.
+        sizes (dict): Of the tensor and the spans.
+        widths, both (dict): Of the tiles of keys, and of keys and values.
+        rows (dict): Tokens of a tile, warps and stages.
+    """
+
+    splits: int
+    grid: tuple[int]
+    sizes: dict[str, int]
+    widths: dict[str, int]
+    both: dict[str, int]
+    rows: dict[str, int]
+
+
+@functools.lru_cache(maxsize=4096)
+def plan(
+    batch: int, tokens: int, heads: int, d: int, e: int, dtype: torch.dtype, at_once: int, fewest: int = FEWEST_TOKENS
+) -> Plan:
+    """See :class:`Plan`. All but the spans follows from head width and type: another size of images compiles nothing.
+
+    Args:
+        at_once (int): Programs that the GPU runs at a time.
+        fewest (int): Tokens of a span.
+    """
+    width, width_v = _width(d), _width(e)
+    widest = max(width, width_v)
+    # as many rows as leave two or more blocks of the backward kernels their registers (tests/data/kernels.csv; not
+    # measured), and everything within 99 KB of shared memory; products of so few rows are no wgmma, either
+    rows, stages = (32, 2) if widest <= 64 else (16, 1)
+    if dtype == torch.float32:
+        rows = 32 if widest <= 32 else 16
+    span = cdiv(cdiv(tokens, fewest_waves(batch * heads, tokens, at_once, fewest)), rows) * rows
+    splits = cdiv(tokens, span)
+    return Plan(
+        splits,
+        (batch * heads * splits,),
+        dict(tokens=tokens, heads=heads, splits=splits, span=span),
+        dict(D=d, WIDTH=width),
+        dict(D=d, E=e, WIDTH=width, WIDTH_V=width_v),
+        dict(ROWS=rows, num_warps=8 if widest > 32 else 4, num_stages=stages),
+    )
+
+
+def fewest_waves(owners: int, tokens: int, at_once: int, fewest: int) -> int:
+    """How many spans the tokens of each of ``owners`` are cut into, for the least time: programs run in waves of
+    ``at_once``, and a wave takes as long as its tokens and :data:`TOKENS_A_PROGRAM`."""
+
+    def time(splits: int) -> int:
+        return cdiv(owners * splits, at_once) * (cdiv(tokens, splits) + TOKENS_A_PROGRAM)
+
+    return min(range(1, min(MOST_SPLITS, cdiv(tokens, fewest)) + 1), key=time)
+
+
+@functools.cache
+def programs_at_once(device: torch.device) -> int:
+    """Programs of the larger kernels that a GPU runs at a time; a hundred or so where kernels are interpreted."""
+    if device.type != 'cuda':
+        return 100
+    return PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def launch(kernel, grid: tuple, device: torch.device, *args, **settings) -> None:
@@ -169,7 +222,7 @@ def _focus_rows(x: Tensor, offset: Optional[Tensor], scale: Tensor, spec: Attent
     rows = max(1, 4096 // width)
     out = empty(3, batch, tokens, dtype=torch.float32, device=x.device)
     launch(
-        kernels.focus_rows, (triton.cdiv(batch * tokens, rows),), x.device,
+        kernels.focus_rows, (cdiv(batch * tokens, rows),), x.device,
         x, offset, scale, out, *_strides(x), *_strides(offset), tokens, batch * tokens, spec.eps,
         POWER=spec.power, HAS_OFFSET=offset is not None, C=channels, ROWS=rows, WIDTH=width, num_warps=4,
     )  # fmt: skip
@@ -198,8 +251,8 @@ def forward(
     """
     batch, tokens, heads = q.shape[0], q.shape[1], spec.heads
     d, e = q.shape[-1] // heads, v.shape[-1] // heads
-    over_keys = _Plan(batch, k.shape[1], heads, d, e, q.dtype)
-    over_queries = _Plan(batch, tokens, heads, d, e, q.dtype)
+    rest = heads, d, e, q.dtype, programs_at_once(q.device), FEWEST_TOKENS
+    over_keys, over_queries = plan(batch, k.shape[1], *rest), plan(batch, tokens, *rest)
     splits, device = over_keys.splits, q.device
 
     def buffer(*shape: int) -> Tensor:
@@ -234,7 +287,7 @@ def forward(
         HAS_OFFSET=offset is not None, WEIGHTED=spec.weighted, **over_keys.both, **over_keys.rows,
     )  # fmt: skip
     launch(
-        kernels.combine, (batch * heads, triton.cdiv(d, COMBINED_ROWS)), device,
+        kernels.combine, (batch * heads, cdiv(d, COMBINED_ROWS)), device,
         parts, key_parts, more_parts, stats, saved.state, saved.key_mean, saved.value_mean, saved.stats, splits,
         spec.scale, CENTRED=spec.centred, D=d, E=e, WIDTH_V=_width(e), ROWS=COMBINED_ROWS, MOST_SPLITS=MOST_SPLITS,
     )  # fmt: skip
@@ -266,8 +319,8 @@ def backward(
     side by side; returns that of ``scale``, in float32. Other arguments as in :func:`forward`."""
     batch, tokens, heads = q.shape[0], q.shape[1], spec.heads
     d, e = q.shape[-1] // heads, v.shape[-1] // heads
-    over_keys = _Plan(batch, k.shape[1], heads, d, e, q.dtype)
-    over_queries = _Plan(batch, tokens, heads, d, e, q.dtype)
+    rest = heads, d, e, q.dtype, programs_at_once(q.device), FEWEST_TOKENS
+    over_keys, over_queries = plan(batch, k.shape[1], *rest), plan(batch, tokens, *rest)
     splits, device = over_queries.splits, q.device
     grad_q, grad_k, grad_v = grads
 
@@ -279,14 +332,14 @@ def backward(
     key_parts, more_parts = buffer(splits, d) if divides else None, None if divides else buffer(splits, e)
     # (B, tokens, heads): those of one token side by side
     dots = [empty(batch, x.shape[1], heads, dtype=torch.float32, device=device) if focused else None for x in (q, k)]
-    scale_parts = [buffer(plan.splits, d) if focused else None for plan in (over_queries, over_keys)]
+    scale_parts = [buffer(each.splits, d) if focused else None for each in (over_queries, over_keys)]
     query_grad_parts = buffer(over_keys.splits, d) if spec.weighted else None
     count = _counts(mask, k) if spec.weighted else None
     flags = dict(
         KERNEL=spec.kernel, POWER=spec.power, HAS_MASK=mask is not None, HAS_ROTARY=rotary is not None,
         WEIGHTED=spec.weighted, CENTRED=spec.centred,
     )  # fmt: skip
-    at_once = not focused and not spec.weighted
+    writes_at_once = not focused and not spec.weighted
 
     def over_all_queries(sums: bool, writes: bool) -> None:
         launch(
@@ -312,10 +365,10 @@ def backward(
             INNER_PARTS=row_blocks, **over_keys.both, **over_keys.rows,
         )  # fmt: skip
 
-    row_blocks = triton.cdiv(d, COMBINED_ROWS)
+    row_blocks = cdiv(d, COMBINED_ROWS)
     grad_state, grad_mean, grad_more = buffer(d, e), buffer(d), None if divides else buffer(e)
     inner_parts = buffer(row_blocks)
-    over_all_queries(True, at_once)
+    over_all_queries(True, writes_at_once)
     launch(
         kernels.combine_backward, (batch * heads, row_blocks), device,
         parts, key_parts, more_parts, saved.stats, saved.state, saved.key_mean, grad_state, grad_mean, grad_more,
@@ -323,7 +376,7 @@ def backward(
         CENTRED=spec.centred, D=d, E=e, WIDTH_V=_width(e), ROWS=COMBINED_ROWS,
     )  # fmt: skip
     over_all_keys(True, not focused)
-    if not at_once:
+    if not writes_at_once:
         over_all_queries(False, True)
     if not focused:
         return None

@@ -6,14 +6,13 @@ from typing import NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from .. import dispatch
 from ..convolution import depthwise_conv2d_reference, sum_of_shifts
 from . import attention_launch, canary, compat, spot_check
 from . import depthwise_kernels as kernels
-from .attention_launch import NoKernel, launch
+from .attention_launch import NoKernel, cdiv, launch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KERNEL_SIZES = (3, 5)
@@ -36,10 +35,10 @@ def _convolve(x: Tensor, taps: Tensor, bias: Optional[Tensor], size: int, flip: 
     x = _channels_last(x)
     batch, height, width, channels = x.shape
     out = attention_launch.empty(batch, height, width, channels, dtype=x.dtype, device=x.device)
-    across = triton.cdiv(width, COLUMNS)
-    tiles = across * triton.cdiv(height, ROWS)
+    across = cdiv(width, COLUMNS)
+    tiles = across * cdiv(height, ROWS)
     launch(
-        kernels.convolve, (batch * tiles, triton.cdiv(channels, WIDTH)), x.device,
+        kernels.convolve, (batch * tiles, cdiv(channels, WIDTH)), x.device,
         x, taps, bias, out, *x.stride()[:3], *out.stride()[:3], taps.stride(0) if len(taps) > 1 else 0,
         height, width, channels, across, tiles,
         K=size, FLIP=flip, HAS_BIAS=bias is not None, RESIDUAL=residual,
@@ -69,17 +68,17 @@ def op_backward(
         grad_x = torch.ops.aten.gelu_backward(grad_x, before)
     x, grad = _channels_last(x), _channels_last(grad)
     (batch, height, width, channels), size = x.shape, weight.shape[-1]
-    places, wide = height * width, triton.cdiv(channels, WIDTH)
-    splits = min(triton.cdiv(PROGRAMS, batch * wide * size), triton.cdiv(places, FEWEST_PLACES))
-    span = triton.cdiv(triton.cdiv(places, splits), 16) * 16
-    splits = triton.cdiv(places, span)
+    places, wide = height * width, cdiv(channels, WIDTH)
+    splits = min(cdiv(PROGRAMS, batch * wide * size), cdiv(places, FEWEST_PLACES))
+    span = cdiv(cdiv(places, splits), 16) * 16
+    splits = cdiv(places, span)
     sums = dict(dtype=torch.float32, device=x.device)
     parts = attention_launch.empty(batch, splits, size * size, channels, **sums)
     bias_parts = attention_launch.empty(batch, splits, channels, **sums)
     launch(
         kernels.correlate, (batch * size * splits, wide), x.device,
         x, grad, parts, bias_parts, *x.stride()[:3], *grad.stride()[:3], height, width, places, channels, span, splits,
-        K=size, TAPS=triton.next_power_of_2(size), PLACES=16, WIDTH=WIDTH, num_warps=4,
+        K=size, TAPS=1 << (size - 1).bit_length(), PLACES=16, WIDTH=WIDTH, num_warps=4,
     )  # fmt: skip
     # of each image, or of all
     over = (1,) if len(weight) > 1 or batch == 1 else (0, 1)
