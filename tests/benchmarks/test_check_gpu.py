@@ -147,9 +147,14 @@ def test_what_is_timed_runs(monkeypatch):
     )
     for name, value in few.items():
         monkeypatch.setattr(gpu_parts, name, value)
-    monkeypatch.setattr(gpu_parts.measure, 'peak_cuda', lambda call: call() or 2**20)
+    monkeypatch.setattr(gpu_parts.measure, 'peak_cuda', lambda call: (call(), 2**20)[1])
     found = gpu_parts.attention(40, torch.float32)
     assert found['served']['rala'] is False and found['batch'] == 1
     assert all(found['times'][f'{op} {form} both'] > 0 for op in OPS for form in ('kernels', 'plain'))
     found = gpu_parts.backbones('train', compiled=False)
     assert set(STEPS) < set(found['times']) and found['memory']['literal'] == 1.0
+    compiled = torch.compile
+    monkeypatch.setattr(torch, 'compile', lambda model, **options: compiled(model, **options, backend='eager'))
+    monkeypatch.setattr(gpu_parts, 'by_kernels', lambda *tensors: 'reference')  # which take a GPU
+    found = gpu_parts.backbones('forward', compiled=True)
+    assert set(found['times']) == {*list(STEPS)[:3], 'RAVLT-T, kernels inside', 'fully linear, kernels inside'}
