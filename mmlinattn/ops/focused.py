@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import dispatch
+from . import dispatch, private
 from .dispatch import accumulation_dtype
 from .plain_linear import linear_attention_reference
 from .tensors import blocks, first_order, gradients_like, padded_eps, product, split_heads
@@ -99,36 +99,43 @@ def _normaliser(x: Tensor, key_mean: Tensor, floor: Tensor) -> Tensor:
     return torch.linalg.vecdot(x.unflatten(-1, key_mean.shape[2:]), key_mean).unsqueeze(-1).add_(floor)
 
 
-def _powers(x: Tensor, inverse_scale: Tensor, power: float, eps: float) -> tuple[Tensor, Tensor]:
-    """The map of (B, N, C) but for its length, and that missing factor (B, N, 1)."""
+def _powers(x: Tensor, inverse_scale: Tensor, power: float, eps: float, keeps_base: bool = False) -> tuple[Tensor, ...]:
+    """The map of (B, N, C) but for its length, that factor (B, N, 1), r (of use where ``keeps_base``) and |r|."""
     r = x.to(inverse_scale.dtype).relu()
     r = torch.addcmul(inverse_scale * eps, r, inverse_scale, out=r)
     norm = torch.linalg.vector_norm(r, dim=-1, keepdim=True)
-    y = r.mul_(r.amax(dim=-1, keepdim=True).reciprocal_())
+    scale = r.amax(dim=-1, keepdim=True).reciprocal_()
+    y = r * scale if keeps_base else r.mul_(scale)
     y = torch.threshold_(y, smallest_base(y.dtype, power), 0.0).pow_(power)
-    return y, norm / torch.linalg.vector_norm(y, dim=-1, keepdim=True)
+    return y, norm / torch.linalg.vector_norm(y, dim=-1, keepdim=True), r, norm
 
 
 def _focus(x: Tensor, inverse_scale: Tensor, power: float, eps: float) -> Tensor:
     """The map."""
-    y, factor = _powers(x, inverse_scale, power, eps)
+    y, factor, _, _ = _powers(x, inverse_scale, power, eps)
     return y.mul_(factor)
 
 
-def _base(x: Tensor, inverse_scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """r and |r|."""
-    r = torch.addcmul(inverse_scale * eps, x.to(inverse_scale.dtype).relu(), inverse_scale)
-    return r, torch.linalg.vector_norm(r, dim=-1, keepdim=True)
+def _focus_with_base(x: Tensor, inverse_scale: Tensor, power: float, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The map, r and |r|."""
+    y, factor, r, norm = _powers(x, inverse_scale, power, eps, keeps_base=True)
+    return y.mul_(factor), r, norm
 
 
-def _focus_backward(x, grad, y, r, norm, inverse_scale, power) -> tuple[Tensor, Tensor]:
-    """Gradients of tokens and of ``inverse_scale`` (times itself); overwrites ``y`` and ``r``."""
+def _focus_backward(x, grad, y, r, norm, inverse_scale, power, out) -> Tensor:
+    """Writes the gradient of tokens to ``out``; returns that of ``inverse_scale`` (times itself). Overwrites ``y`` and
+    ``r``."""
     # y = |r| / |r^p| r^p:  dL/dr = (g.y) r / |r|^2 + p y / r (g - (g.y) y / |r|^2)
     along = torch.linalg.vecdot(grad, y).unsqueeze(-1) / norm.square()
     inner = torch.addcmul(grad, along, y, value=-1)
-    grad_r = y.div_(r).mul_(inner).mul_(power).addcmul_(along, r)
+    grad_r = torch.mul(r, along).addcmul_(y.div_(r), inner, value=power)
     grad_scale = r.mul_(grad_r).sum(dim=(0, 1))
-    return grad_r.mul_(inverse_scale).masked_fill_(x <= 0, 0), grad_scale
+    grad_r.mul_(inverse_scale)
+    if out.dtype == grad_r.dtype:
+        private.RELU_BACKWARD(grad_r, x, 0, grad_input=out)
+    else:
+        out.copy_(grad_r.masked_fill_(x <= 0, 0))
+    return grad_scale
 
 
 class _FocusedAttention(torch.autograd.Function):
@@ -155,7 +162,7 @@ class _FocusedAttention(torch.autograd.Function):
         for images, rows in blocks(*q.shape):
             # The length of a query is a factor of numerator and denominator, so it is left out of both; what is
             # added to the denominator is divided by it instead.
-            queries, factor = _powers(q[images, rows], scale, power, eps)
+            queries, factor, _, _ = _powers(q[images, rows], scale, power, eps)
             normaliser = _normaliser(queries, key_mean[images], floor[images] / factor.unsqueeze(-1))
             mixed = product(split_heads(queries, num_heads), state[images]).transpose(1, 2)
             torch.div(mixed, normaliser, out=out[images, rows].unflatten(-1, (num_heads, -1)))
@@ -172,7 +179,7 @@ class _FocusedAttention(torch.autograd.Function):
         grad_state, grad_mean, grad_scale = torch.zeros_like(state), torch.zeros_like(key_mean), torch.zeros_like(scale)
         for images, rows in blocks(*q.shape):
             part = q[images, rows]
-            y, (r, norm) = _focus(part, scale, power, eps), _base(part, scale, eps)
+            y, r, norm = _focus_with_base(part, scale, power, eps)
             queries, means = y.unflatten(-1, (num_heads, -1)), key_mean[images]
             normaliser = _normaliser(y, means, floor[images])
             # of the numerator, heads side by side
@@ -183,13 +190,12 @@ class _FocusedAttention(torch.autograd.Function):
             grad_state[images] += product(queries.permute(0, 2, 3, 1), g.transpose(1, 2))
             grad_mean[images] += (queries * grad_normaliser).sum(dim=1, keepdim=True)
             inner = inner.addcmul_(grad_normaliser, means).flatten(2)
-            grad_q[images, rows], along_scale = _focus_backward(part, inner, y, r, norm, scale, power)
-            grad_scale += along_scale
+            grad_scale += _focus_backward(part, inner, y, r, norm, scale, power, grad_q[images, rows])
         grad_state /= count[:, None, None, None]
         grad_mean = (grad_mean / count[:, None, None, None]).flatten(2)  # (B, 1, C)
         for images, rows in blocks(*k.shape):
             part = k[images, rows]
-            y, (r, norm) = _focus(part, scale, power, eps), _base(part, scale, eps)
+            y, r, norm = _focus_with_base(part, scale, power, eps)
             values = split_heads(v[images, rows].to(scale.dtype), num_heads)
             split_heads(grad_v[images, rows], num_heads).copy_(product(split_heads(y, num_heads), grad_state[images]))
             inner = product(values, grad_state[images].transpose(-1, -2)).transpose(1, 2).flatten(2)
@@ -197,7 +203,6 @@ class _FocusedAttention(torch.autograd.Function):
                 inner = inner.add_(grad_mean[images])
             else:
                 inner = inner.addcmul_(mask[images, rows, None].to(inner.dtype), grad_mean[images])
-            grad_k[images, rows], along_scale = _focus_backward(part, inner, y, r, norm, scale, power)
-            grad_scale += along_scale
+            grad_scale += _focus_backward(part, inner, y, r, norm, scale, power, grad_k[images, rows])
         grad_scale = (grad_scale / scale).to(inverse_scale.dtype)
         return grad_q, grad_k, grad_v, grad_scale, None, None, None, None

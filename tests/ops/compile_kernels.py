@@ -46,7 +46,7 @@ class NoGPU:
         return GPUTarget('cuda', self.capability, 32)
 
     def get_current_device(self):
-        return 0
+        return self.capability  # what is compiled is kept by device
 
     def get_current_stream(self, device):
         return 0
