@@ -5,16 +5,12 @@ import argparse
 import builtins
 import functools
 import gzip
-import importlib
 import io
-import operator
 import os
 import pickle
 import re
-import runpy
 import subprocess
 import sys
-import tarfile
 import types
 import warnings
 import zipfile
@@ -162,21 +158,14 @@ def test_a_single_tensor_is_a_checkpoint(save):
 HOSTILE = {
     'posix.system': touch_when_loaded,
     'eval': lambda marker: Hostile(eval, f'open({str(marker)!r}, "w")'),
-    'exec': lambda marker: Hostile(exec, f'open({str(marker)!r}, "w")'),
     'open': lambda marker: Hostile(builtins.open, str(marker), 'w'),
     'subprocess.Popen': lambda marker: Hostile(subprocess.Popen, ['touch', str(marker)]),
-    'posix.mkdir': lambda marker: Hostile(os.mkdir, str(marker)),
     '__import__': lambda marker: Hostile(__import__, 'os'),
-    'importlib.import_module': lambda marker: Hostile(importlib.import_module, 'antigravity'),
-    'runpy.run_path': lambda marker: Hostile(runpy.run_path, str(marker)),
     'getattr': lambda marker: Hostile(getattr, HistoryBuffer, '__init__'),
-    'operator.attrgetter': lambda marker: Hostile(operator.attrgetter, 'system'),
     'functools.partial': lambda marker: functools.partial(os.system, f'touch {marker}'),
-    'torch.serialization.load': lambda marker: Hostile(torch.load, str(marker)),
     '_pickle.loads': lambda marker: Hostile(pickle.loads, pickle.dumps(touch_when_loaded(marker))),
     'numpy.dtype[object]': lambda marker: np.array([touch_when_loaded(marker)], dtype=object),
     'torch.nn.modules.linear.Linear': lambda marker: nn.Linear(1, 1),
-    'subprocess.CalledProcessError': lambda marker: subprocess.CalledProcessError,
 }
 
 
@@ -196,16 +185,6 @@ def test_code_under_any_pickle_protocol(save, tmp_path, protocol):
     assert not marker.exists()
 
 
-def tarred(content: bytes) -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode='w') as archive:
-        for name in ('sys_info', 'pickle', 'storages', 'tensors'):
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            archive.addfile(info, io.BytesIO(content))
-    return file.getvalue()
-
-
 def zipped(content: bytes, *names: str) -> bytes:
     file = io.BytesIO()
     with zipfile.ZipFile(file, 'w') as archive:
@@ -215,12 +194,9 @@ def zipped(content: bytes, *names: str) -> bytes:
 
 
 CONTAINERS = {
-    'tar': (tarred, 'not a checkpoint written by torch.save'),
     'gzip': (gzip.compress, 'not a checkpoint written by torch.save'),
     'a zip in which there is no pickle': (lambda content: zipped(content, 'a/weights.pth'), 'zip archive, but not'),
     'TorchScript': (lambda content: zipped(content, 'a/data.pkl', 'a/constants.pkl'), 'TorchScript program'),
-    'two pickles': (lambda content: zipped(content, 'a/data.pkl', 'b/data.pkl'), ''),
-    'a program': (lambda content: b'import os', 'not a checkpoint written by torch.save'),
     'a page': (lambda content: b'\n<!DOCTYPE html><script>', 'is a web page'),
     'a pointer': (lambda content: b'version https://git-lfs.github.com/spec/v1\noid sha256:0', 'git lfs pull'),
     'nothing': (lambda content: b'', 'is empty'),
@@ -236,7 +212,7 @@ def test_other_containers_are_not_opened(tmp_path, kind):
     assert said in refused(tmp_path / 'a.pth') and not (tmp_path / 'was_run').exists()
 
 
-@pytest.mark.parametrize('kept', [0.0005, 0.001, 0.3, 0.95, 0.999])
+@pytest.mark.parametrize('kept', [0.001, 0.5, 0.999])
 def test_a_file_that_is_cut_short(save, kept):
     path = save({'state_dict': {f'w{i}': torch.randn(100) for i in range(20)}})
     content = path.read_bytes()
@@ -277,13 +253,11 @@ def with_attribute(name='get') -> OrderedDict:
         ({'state_dict': {'\x1b[2J': torch.ones(1)}}, r"a key that is no printable string: '\\x1b"),
         ({'ema_state_dict': {(1,): torch.ones(1)}}, 'a key that is no printable string'),
         ({'state_dict': with_attribute()}, 'a dict in it has attributes: get'),
-        ({'meta': [with_attribute('pop')]}, 'a dict in it has attributes: pop'),
         (with_attribute('keys'), 'a dict in it has attributes: keys'),
     ],
     ids=str,
 )
 def test_what_mmengine_would_stumble_over(save, thing, said):
-
     assert re.search(said, refused(save(thing)))
 
 

@@ -6,12 +6,11 @@ import logging
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpoint_helpers import saved, touch_when_loaded, with_package
-from mmengine.fileio import backends
 from mmengine.model import BaseModel, BaseModule
 from mmengine.runner import CheckpointLoader, Runner, load_checkpoint
 from torch import nn
@@ -65,23 +64,11 @@ def test_mmengine_resumes_its_own_checkpoints(tmp_path):
     assert resumed[2] < losses[1]  # the weights as well: the loss goes on falling
 
 
-@pytest.mark.parametrize(
-    'text',
-    [
-        'import os\nos.system("touch {marker}")\n',
-        '_base_ = "{folder}/program.py"\n',
-        'custom_imports = dict(imports=["program"])\n',
-        'x = "{{{{$NO_SUCH:";open("{marker}","w");"}}}}"\n',
-    ],
-    ids=['call', 'base', 'import', 'variable'],
-)
-def test_the_program_in_a_checkpoint_does_not_run_on_resume(tmp_path, monkeypatch, text):
+def test_the_program_in_a_checkpoint_does_not_run_on_resume(tmp_path):
     marker = tmp_path / 'was_run'
-    (tmp_path / 'program.py').write_text(f'open({str(marker)!r}, "w").close()\n')
-    monkeypatch.syspath_prepend(str(tmp_path))
     runner(tmp_path, epochs=1).train()
     checkpoint = LOAD(str(tmp_path / 'epoch_1.pth'), 'cpu')
-    checkpoint['meta']['config'] = text.format(marker=marker, folder=tmp_path)
+    checkpoint['meta']['config'] = f'open({str(marker)!r}, "w")'
     torch.save(checkpoint, tmp_path / 'epoch_1.pth')
     second = runner(tmp_path, epochs=2, resume=True)
     second.train()
@@ -177,29 +164,18 @@ def test_the_zoos_of_mmengine(server, monkeypatch, tmp_path):
 
 
 def test_storage_addresses(monkeypatch, tmp_path):
-    """A backend of MMEngine's that reads a folder stands for s3, which needs a client."""
-    marker, asked = tmp_path / 'was_run', []
-    (tmp_path / 'good.pth').write_bytes(saved({'w': torch.ones(2)}))
-    (tmp_path / 'bad.pth').write_bytes(saved(touch_when_loaded(marker)))
+    """Files stand for s3, which needs a client."""
+    marker, kinds = tmp_path / 'was_run', []
+    files = {'good.pth': saved({'w': torch.ones(2)}), 'bad.pth': saved(touch_when_loaded(marker))}
 
     def backend(address, backend_args):
-        asked.append((address, backend_args['backend']))
-        return backends.LocalBackend()
+        kinds.append(backend_args['backend'])
+        return SimpleNamespace(get=lambda address: files[address.rpartition('/')[2]])
 
-    monkeypatch.setattr(
-        schemes, 'get_file_backend', lambda address, backend_args: Folder(backend(address, backend_args))
-    )
-
-    class Folder:
-        def __init__(self, backend):
-            self.backend = backend
-
-        def get(self, address):
-            return self.backend.get(tmp_path / Path(address).name)
-
+    monkeypatch.setattr(schemes, 'get_file_backend', backend)
     for scheme in ('s3://', 'petrel://', 'cluster:s3://'):
         assert LOAD(f'{scheme}bucket/good.pth', 'meta')['w'].is_meta
-        assert asked.pop() == (f'{scheme}bucket/good.pth', 'petrel')
+    assert kinds == ['petrel'] * 3
     with pytest.raises(CheckpointError, match='^s3://bucket/bad.pth was refused'):
         LOAD('s3://bucket/bad.pth')
     with pytest.raises(CheckpointError, match='^pavi://x .* download the file'):

@@ -12,7 +12,6 @@ from mmlinattn.checkpoints.states import (
     kind_of,
     model_state,
     not_finite,
-    some,
     state_dict_of,
     strip_prefix,
 )
@@ -143,8 +142,3 @@ def test_kinds_of_tensors():
     small = {f'{dtype}': torch.tensor(float('nan')).to(dtype) for dtype in (torch.half, torch.float8_e4m3fn)}
     broken = dict(kinds, bad=torch.tensor([1, -float('inf')]), **small)
     assert not_finite(broken, [*broken, 'not there']) == ['bad', *small] and not_finite(broken, ['bad']) == ['bad']
-
-
-def test_the_first_few_of_many():
-    assert [some('abcd'[:n]) for n in range(5)] == ['nothing', 'a', 'a, b', 'a, b, c', 'a, b, c, ...']
-    assert some([1, 2], limit=1) == '1, ...'

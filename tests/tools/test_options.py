@@ -41,8 +41,8 @@ def tool(tmp_path, monkeypatch):
     for name in ('some.pth', 'epoch_3.pth', 'other.pth'):
         Path(name).touch()
 
-    def load(name, *words):
-        words = [name, *map(str, words), '--data-root', 'data', '--work-dir', 'work']
+    def load(name, *words, work_dir='work'):
+        words = [name, *map(str, words), '--data-root', 'data', *(['--work-dir', work_dir] if work_dir else [])]
         monkeypatch.setattr(sys, 'argv', words)
         return runpy.run_path(str(ROOT / 'tools' / name))['main'].__globals__
 
@@ -53,34 +53,11 @@ def tool(tmp_path, monkeypatch):
 def configured(tool):
     """The config that a tool would run."""
 
-    def run(name, *words):
-        functions = tool(name, *words)
+    def run(name, *words, **options):
+        functions = tool(name, *words, **options)
         return functions['configure'](functions['parse_args']())
 
     return run
-
-
-def test_what_has_to_be_given_and_what_may_be(tool, capsys):
-    """Defaults of both tools, of which the other tests see only some."""
-    common = dict(cfg_options=None, compile=False, no_pin_memory=False, launcher='none', local_rank=0)
-    testing = dict(out=None, out_item='pred', show=False, show_dir=None, interval=1, wait_time=2, tta=False, amp=False)
-    flags = dict.fromkeys(('amp', 'auto_scale_lr', 'no_validate', 'no_persistent_workers'), False)
-    for name, words, own in (
-        ('test.py', dict(config='c.py', checkpoint='c.pth'), testing),
-        ('train.py', dict(config='c.py'), dict(flags, resume=None)),
-    ):
-        found = vars(tool(name, *words.values())['parse_args']())
-        assert found == {**words, **common, **own, 'data_root': 'data', 'work_dir': 'work'}
-        with pytest.raises(SystemExit):
-            tool(name)['parse_args']()
-        assert capsys.readouterr().err.endswith(f'arguments are required: {", ".join(words)}\n')
-    for option, names in (('--launcher', 'none pytorch slurm mpi'), ('--out-item', 'metrics pred')):
-        for value in names.split():
-            tool('test.py', 'c.py', 'c.pth', option, value)['parse_args']()
-        with pytest.raises(SystemExit):
-            tool('test.py', 'c.py', 'c.pth', option, 'other')['parse_args']()
-        line = capsys.readouterr().err.splitlines()[-1]
-        assert f"argument {option}: invalid choice: 'other'" in line
 
 
 @pytest.mark.parametrize(
@@ -160,11 +137,14 @@ LAST = 'work/epoch_1.pth'
         (['--resume', 'epoch_3.pth'], True, True, (True, LAST)),  # what it left since is further on
         ([], 'of the run before', True, (False, None)),
         (['--resume', 'epoch_3.pth'], False, True, (True, 'epoch_3.pth')),
+        ([], True, 'by another launcher', (False, None)),  # nothing tells it from a run before
     ],
 )
 def test_what_a_training_begins_with(configured, monkeypatch, capsys, words, last, restarted, expected):
-    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', str(int(restarted)))
+    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', str(int(bool(restarted))))
     monkeypatch.setenv('MMLINATTN_LAUNCHED', str(time.time()))
+    if restarted == 'by another launcher':
+        monkeypatch.delenv('MMLINATTN_LAUNCHED')
     os.mkdir('work')
     if last:
         Path(LAST).touch()
@@ -178,40 +158,24 @@ def test_what_a_training_begins_with(configured, monkeypatch, capsys, words, las
     assert capsys.readouterr().err == (line if asked and not last else '')
 
 
-def test_without_our_launcher_nothing_tells_a_restart_from_a_run_before(configured, monkeypatch):
-    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '1')
-    monkeypatch.delenv('MMLINATTN_LAUNCHED', raising=False)
-    os.mkdir('work')
-    Path(LAST).touch()
-    Path('work/last_checkpoint').write_text(LAST)
-    assert not configured('train.py', DETECTOR).get('resume')
-
-
-def test_a_test_loads_its_checkpoint_and_resumes_nothing(configured):
-    options = ['--out', 'x.pickle', *RESUME, 'load_from=other.pth']
-    cfg = configured('test.py', DETECTOR, 'some.pth', *options)
-    assert (cfg.resume, cfg.load_from) == (False, 'some.pth')
-
-
 @pytest.mark.parametrize('words', [['train.py', 'bare.py'], ['test.py', 'bare.py', 'some.pth']], ids=lambda w: w[0])
 def test_weights_are_compared_with_the_model_in_any_config(configured, tmp_path, words):
     (tmp_path / 'bare.py').write_text(f'_base_ = {DETECTOR!r}\ncustom_hooks = []\n')
     assert [hook.type for hook in configured(*words).custom_hooks] == ['CheckpointMatchHook']
 
 
-def test_the_work_dir_is_that_of_the_command_then_of_the_config_then_of_its_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv('LOCAL_RANK', '0')
-    Path('named.py').write_text("work_dir = 'of_the_config'")
-    Path('rate_0.5.py').touch()
-    args = dict(data_root=None, cfg_options=None, no_pin_memory=False, launcher='none', local_rank=0)
-    for config, given, expected in (
-        ('named.py', 'given', 'given'),
-        ('named.py', None, 'of_the_config'),
-        ('rate_0.5.py', None, 'work_dirs/rate_0.5'),
-    ):
-        assert configs.load_config(SimpleNamespace(config=config, work_dir=given, **args)).work_dir == expected
-        assert Path(expected).is_dir()
+def test_a_test_loads_its_checkpoint_and_resumes_nothing(configured):
+    cfg = configured('test.py', DETECTOR, 'some.pth', '--out', 'x.pickle', *RESUME, 'load_from=other.pth')
+    assert (cfg.resume, cfg.load_from) == (False, 'some.pth')
+
+
+@pytest.mark.parametrize(
+    ('config', 'given', 'expected'),
+    [('named', 'given', 'given'), ('named', None, 'of_the_config'), ('rate_0.5', None, 'work_dirs/rate_0.5')],
+)
+def test_the_work_dir_is_that_of_the_command_then_of_the_config_then_of_its_name(configured, config, given, expected):
+    Path(f'{config}.py').write_text(f'_base_ = {DETECTOR!r}\n' + "work_dir = 'of_the_config'\n" * (config == 'named'))
+    assert configured('train.py', f'{config}.py', work_dir=given).work_dir == expected and Path(expected).is_dir()
 
 
 def test_options_have_the_last_word(configured, monkeypatch):
