@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """How hosts lay tokens around an attention. All take and give (B, H, W, C) maps; none knows a method."""
 
+import itertools
 from typing import Optional, Union
 
 import torch
@@ -13,7 +14,7 @@ from ..layers.linear import Projected, apply_linear, split_parts
 from ..layers.patch_embed import strided_conv
 from ..ops import dispatch
 from ..ops.softmax import masked_logit
-from ..ops.tensors import assemble, multiply
+from ..ops.tensors import multiply
 from .base import Attention, Grid, Mixing, mean_token
 from .windows import OpenWindows, Windows
 
@@ -205,15 +206,15 @@ class WindowAttention(Attention):
 
         def mixed_regions():
             cut = [windows.cut(p.tensor) for p in parts]
-            sources = windows.cut(source) if self.mixer.context else []
-            for i, (rows, columns, part) in enumerate(windows.regions()):
-                pieces = [Projected(part.partition(one[i]), p.widths) for one, p in zip(cut, parts)]
-                q, k, v, *gate = split_parts(pieces)
-                context = part.mean(sources[i]) if self.mixer.context else None
-                out = self.mix(q, k, v, Grid(*part.window, within=windows.window), context=context, **shared)
-                yield rows, columns, part.merge(multiply(out, gate[0]) if gate else out)
+            contexts = windows.cut(source, mean=True) if self.mixer.context else itertools.repeat(None)
+            for (_, _, part), context, *pieces in zip(windows.regions(), contexts, *cut):
+                height, width = part.window
+                tokens = [Projected(piece, p.widths) for piece, p in zip(pieces, parts)]
+                q, k, v, *gate = split_parts(tokens)
+                out = self.mix(q, k, v, Grid(height, width, within=windows.window), context=context, **shared)
+                yield multiply(out, gate[0]) if gate else out
 
-        out = assemble(torch.Size((*x.shape[:-1], self.widths[2])), mixed_regions())
+        out = windows.assemble(mixed_regions())
         out = out if self.gate == 'projection' else self.apply_gate(out, x)
         return apply_linear(self.proj, out, out_scale, residual=residual)
 

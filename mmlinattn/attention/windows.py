@@ -1,13 +1,15 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Windows over (B, H, W, C) maps: pad to whole windows, shift, partition, and back."""
 
-from typing import NamedTuple, Optional, Union
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Optional, Union
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from ..ops import dispatch
 from ..ops.dispatch import accumulation_dtype
 from ..ops.sizes import as_tensor, is_known, round_up
 from ..ops.tensors import settled
@@ -106,15 +108,38 @@ class Windows(NamedTuple):
         whole = size - size % window
         return [(0, whole, window)] + [(whole, size, size - whole)] * (whole < size)
 
-    def cut(self, x: Tensor) -> list[Tensor]:
-        """The :meth:`regions` of (B, H, W, C). Their gradients are put together in one pass; of slices, each would
-        fill a map of its own with zeros first."""
-        pieces = [x]
-        for axis in (0, 1):
-            sizes = [end - start for start, end, _ in self._spans(axis)]
-            if len(sizes) > 1:
-                pieces = [part for piece in pieces for part in piece.split(sizes, dim=1 + axis)]
-        return pieces
+    def cut(self, x: Tensor, mean: bool = False) -> Iterator[Tensor]:
+        """Of each of the :meth:`regions` of (B, H, W, C) its windows, (B * windows, h * w, C), or their mean tokens,
+        (B * windows, C). Their gradients are written into one map; of slices, each would fill a map of its own."""
+        if dispatch.records() and x.requires_grad and not dispatch.is_plain(x):
+            return iter(_Cut.apply(x, self.regions(), mean))
+        return _pieces(x, self.regions(), mean)
+
+    def assemble(self, pieces: Iterable[Tensor]) -> Tensor:
+        """(B, H, W, C) from the windows of its :meth:`regions`, the inverse of :meth:`cut`. In inference those of a
+        region are written to their places before the next are asked for."""
+        if dispatch.records():
+            pieces = list(pieces)
+            if not dispatch.is_plain(*pieces):
+                return _Assembled.apply(self, *pieces)
+        return self._assembled(pieces)
+
+    def _assembled(self, pieces: Iterable[Tensor]) -> Tensor:
+        out: Any = None
+        for (rows, columns, part), windows in zip(self.regions(), pieces):
+            if out is None:
+                batch = windows.shape[0] // (part.counts[0] * part.counts[1])
+                out = windows.new_empty(batch, self.height, self.width, windows.shape[-1])
+            part.put(windows, out[:, rows, columns])
+        return out
+
+    def put(self, x: Tensor, out: Tensor) -> None:
+        """Write windows (B * windows, h * w or 1, C) to their places in (B, H, W, C), which needs neither padding nor
+        shift."""
+        (rows, columns), (h, w) = self.counts, self.window
+        places = out.unflatten(2, (columns, w)).unflatten(1, (rows, h)).transpose(2, 3)
+        x = x.unflatten(1, (h, w) if x.shape[1] > 1 else (1, 1))
+        places.copy_(x.unflatten(0, (-1, rows, columns)))
 
     def real(self, x: Tensor) -> Optional[Tensor]:
         """Which tokens of which window of ``x`` (B, H, W, C) are no padding: (B * windows, h * w) bool, None if all
@@ -152,6 +177,37 @@ class Windows(NamedTuple):
             )
         region = (axes[0][:, None] * 3 + axes[1])[None, ..., None]
         return self._replace(height=self.padded[0], width=self.padded[1], shift=(0, 0)).partition(region)[..., 0]
+
+
+def _pieces(x: Tensor, regions: Sequence[tuple], mean: bool) -> Iterator[Tensor]:
+    for rows, columns, part in regions:
+        yield part.mean(x[:, rows, columns]) if mean else part.partition(x[:, rows, columns])
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x, regions, mean):
+        ctx.shape, ctx.regions, ctx.mean = x.shape, regions, mean
+        return tuple(_pieces(x, regions, mean))
+
+    @staticmethod
+    def backward(ctx: Any, *grads):
+        out = grads[0].new_empty(ctx.shape)
+        for (rows, columns, part), grad in zip(ctx.regions, grads):
+            grad = grad.unsqueeze(1) / (part.window[0] * part.window[1]) if ctx.mean else grad
+            part.put(grad, out[:, rows, columns])
+        return out, None, None
+
+
+class _Assembled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, windows, *pieces):
+        ctx.windows = windows
+        return windows._assembled(pieces)
+
+    @staticmethod
+    def backward(ctx: Any, grad):
+        return None, *_pieces(grad, ctx.windows.regions(), False)
 
 
 class OpenWindows:

@@ -7,7 +7,7 @@ the whole: the three largest tensors of an attention twice. Here, an op that com
 """
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Optional, Union
 
 import torch
@@ -109,24 +109,6 @@ def blocks(batch: int, tokens: int, width: int) -> Iterator[tuple[slice, slice]]
     for first in range(0, batch, images):
         for top in range(0, tokens, rows):
             yield slice(first, first + images), slice(top, top + rows)
-
-
-def assemble(shape: torch.Size, parts: Iterable[tuple[slice, slice, Tensor]]) -> Tensor:
-    """A map (B, H, W, C) from its regions: rows, columns and (B, h, w, C) of each, row by row of regions.
-
-    In inference each region is written to its place before the next one is asked for.
-    """
-    out: Any = None
-    bands: dict[int, list[Tensor]] = {}
-    for rows, columns, part in parts:
-        if part.shape == tuple(shape):
-            return part
-        if dispatch.records() or dispatch.is_plain(part):
-            bands.setdefault(rows.start, []).append(part)
-        else:
-            out = part.new_empty(shape) if out is None else out
-            out[:, rows, columns] = part
-    return torch.cat([torch.cat(band, dim=2) for band in bands.values()], dim=1) if bands else out
 
 
 def multiply(out: Tensor, factor: Tensor) -> Tensor:

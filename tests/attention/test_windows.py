@@ -3,6 +3,7 @@
 
 import itertools
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -66,15 +67,41 @@ def test_every_pixel_lands_where_rolling_and_cutting_put_it(height, width, windo
 @settings(deadline=None, derandomize=True, max_examples=20)
 @given(sizes, sizes, sizes, sizes)
 def test_regions_of_windows_that_end_where_the_map_does(height, width, rows, columns):
-    """They cover the map once, pad nothing, and give the mean of each window."""
+    """They cover the map once and pad nothing; windows and their means are those of the map, with their gradients."""
     windows = Windows.fit(height, width, (rows, columns))
-    x = torch.randn(2, height, width, 3, dtype=torch.float64)
-    out = torch.zeros_like(x)
-    for (high, wide, part), piece in zip(windows.regions(), windows.cut(x)):
-        assert torch.equal(piece, x[:, high, wide]) and part.padded == (part.height, part.width)
-        torch.testing.assert_close(part.mean(piece), part.partition(piece).mean(dim=1))
-        out[:, high, wide] += part.merge(part.partition(piece), 2)
-    assert torch.equal(out, x)
+    x = torch.randn(2, height, width, 3, dtype=torch.float64, requires_grad=True)
+    for records in (False, True):
+        with torch.set_grad_enabled(records):
+            pieces, means = list(windows.cut(x)), list(windows.cut(x, mean=True))
+            out = windows.assemble(iter(pieces))
+        assert torch.equal(out, x) and len(pieces) == len(windows.regions())
+        for (high, wide, part), piece, mean in zip(windows.regions(), pieces, means):
+            assert part.padded == (part.height, part.width) and torch.equal(piece, part.partition(x[:, high, wide]))
+            torch.testing.assert_close(mean, piece.mean(dim=1))
+    factors = [torch.randn_like(piece) for piece in (*pieces, *means, out)]
+    products = zip((*pieces, *means, out), factors)
+    found = torch.autograd.grad(sum((a * b).sum() for a, b in products), x, create_graph=True)[0]
+    expected = factors[-1].clone()
+    count = len(pieces)
+    for i, (high, wide, part) in enumerate(windows.regions()):
+        shares = factors[i] + factors[count + i][:, None] / factors[i].shape[1]
+        expected[:, high, wide] += part.merge(shares, 2)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_map_is_assembled_region_by_region(dtype):
+    """In inference each is in its place before the next is made, so that all may use one memory."""
+    windows, x = Windows.fit(5, 7, (2, 3)), torch.randn(2, 5, 7, 4).to(dtype)
+
+    def pieces():
+        memory = torch.empty(2 * 2 * 2 * 2 * 3 * 4, dtype=dtype)
+        for piece in windows.cut(x):
+            yield memory[: piece.numel()].view(piece.shape).copy_(piece)
+
+    with torch.no_grad():
+        out = windows.assemble(pieces())
+    assert torch.equal(out, x) and out.dtype == dtype
 
 
 def test_windows_are_clipped_to_the_map():

@@ -122,26 +122,3 @@ def test_gradients_come_in_the_order_of_their_tensors():
     for place, grad in enumerate(made := gradients_like(first, other, second)):
         grad.fill_(place)
     assert [grad.unique().tolist() for grad in made] == [[0], [1], [2]]
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize('learns', [False, True])
-def test_a_map_is_assembled_from_its_regions(learns, dtype):
-    """Row by row; in inference each is in its place before the next is made, so that all may use one memory. The map
-    has their type."""
-    x = torch.arange(48, dtype=dtype).reshape(2, 4, 6, 1).requires_grad_(learns)
-
-    def regions():
-        for rows in (slice(0, 3), slice(3, 4)):
-            for columns in (slice(0, 4), slice(4, 6)):
-                part = x[:, rows, columns].clone()
-                yield rows, columns, part
-                if not learns:
-                    part.fill_(-1)
-
-    with torch.set_grad_enabled(learns):
-        out = ops.tensors.assemble(x.shape, regions())
-    torch.testing.assert_close(out, x)
-    if learns:
-        out.sum().backward()
-        assert (x.grad == 1).all()
