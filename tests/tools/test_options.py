@@ -158,12 +158,6 @@ def test_what_a_training_begins_with(configured, monkeypatch, capsys, words, las
     assert capsys.readouterr().err == (line if asked and not last else '')
 
 
-@pytest.mark.parametrize('words', [['train.py', 'bare.py'], ['test.py', 'bare.py', 'some.pth']], ids=lambda w: w[0])
-def test_weights_are_compared_with_the_model_in_any_config(configured, tmp_path, words):
-    (tmp_path / 'bare.py').write_text(f'_base_ = {DETECTOR!r}\ncustom_hooks = []\n')
-    assert [hook.type for hook in configured(*words).custom_hooks] == ['CheckpointMatchHook']
-
-
 def test_a_test_loads_its_checkpoint_and_resumes_nothing(configured):
     cfg = configured('test.py', DETECTOR, 'some.pth', '--out', 'x.pickle', *RESUME, 'load_from=other.pth')
     assert (cfg.resume, cfg.load_from) == (False, 'some.pth')
