@@ -66,12 +66,6 @@ def test_shortest_times_leave_out_what_prepares_a_call(monkeypatch):
     assert measure.interleaved_minima(cases, 3, 60) == pytest.approx(dict(slow=0.03, uneven=0.01))
 
 
-def test_no_further_rounds_of_what_has_taken_long():
-    calls = []
-    measure.interleaved_minima({'a': (lambda: None, calls.append)}, 7, max_seconds=-1.0)
-    assert len(calls) == 2  # to warm up, and one
-
-
 def test_attentions_by_tokens(tmp_path, capsys):
     """Every registered attention has a row; sizes that would take too long a dash."""
     out, plot = tmp_path / 'table.md', tmp_path / 'plot.png'
@@ -89,42 +83,12 @@ def test_attentions_by_tokens(tmp_path, capsys):
     assert [row[2] for row in rows] == ['-', '-']
 
 
-def test_growth_a_token():
-    values = {('a', 2): 5.0, ('a', 4): 17.0, ('b', 4): 1.0}
-    assert run_attentions.growth(values, 'a', (1, 2, 4, 8)) == 1.0  # 12 more for 12 more tokens
-    assert run_attentions.growth(values, 'b', (1, 2, 4, 8)) is None
-
-
 @pytest.fixture
 def one_process(monkeypatch):
     """One new process for all that is measured in new ones, which takes longer to start than what is measured."""
     with measure.fresh_process(measure.RETURN_MEMORY) as call:
         monkeypatch.setattr(measure, 'in_fresh_process', lambda *job, environment=None: call(*job))
         yield
-
-
-@pytest.mark.slow
-def test_memory_of_attentions(one_process, capsys):
-    """That of softmax grows with N too: its map is never whole."""
-    run_attentions.main(['--only', 'softmax', 'rala', '--sides', '16', '64', '--modes', 'forward', '--repeats', '1'])
-    rows = [
-        line.split(' | ') for line in capsys.readouterr().out.splitlines() if line.startswith(('| softmax', '| rala'))
-    ]
-    assert all(0 < float(row[-1].split()[0]) < 8 for row in rows)
-
-
-def test_breakdown_names_the_groups():
-    model = RAVLT(dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), num_heads=(1, 2, 3, 4))).eval()
-    with torch.no_grad():
-        shares = measure.breakdown(lambda: model(torch.randn(1, 3, 64, 64)))
-    assert sum(shares.values()) == pytest.approx(1)
-    assert {
-        'matrix products',
-        'softmax attention',
-        'dense convolutions',
-        'depth-wise convolutions',
-        'norms',
-    } <= set(shares)
 
 
 @pytest.mark.slow
@@ -177,15 +141,6 @@ def test_overhead_of_hooks(tmp_path, capsys):
     assert name == 'mmpretrain/ravlt_shapes_quickstart'
     assert bare.endswith(' ms') and with_hooks.endswith(' ms') and float(ratio) > 0
     assert float(inside.split()[0]) > 0
-
-
-def test_what_a_larger_image_will_take():
-    from run_resolution import Point, next_cost
-
-    assert next_cost([], 512, 'bytes') is None
-    assert next_cost([Point(512, None, 100)], 1024, 'bytes') == 400  # nothing known of the growth
-    assert next_cost([Point(512, None, 100), Point(1024, None, 400)], 2048, 'bytes') == pytest.approx(1600)
-    assert next_cost([Point(512, 1.0, None), Point(1024, 8.0, None)], 2048, 'seconds') == pytest.approx(64)
 
 
 @pytest.mark.slow

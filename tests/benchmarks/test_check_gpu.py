@@ -128,17 +128,6 @@ def test_a_part_that_dies_is_reported(monkeypatch, tmp_path):
     assert check_gpu.run_part('b', False, 1) == dict(status='no time left')
 
 
-def test_half_the_batch_where_memory_does_not_suffice():
-    def run(batch):
-        if batch > 2:
-            raise torch.cuda.OutOfMemoryError
-        return dict(times=dict(a=batch))
-
-    assert gpu_parts.shrinking(8, run) == dict(batch=2, times=dict(a=2))
-    with pytest.raises(torch.cuda.OutOfMemoryError):
-        gpu_parts.shrinking(8, lambda batch: run(8))
-
-
 @pytest.mark.slow
 def test_what_is_timed_runs(monkeypatch):
     """On a CPU, where the figures mean nothing."""
