@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -159,4 +160,4 @@ class ImageNet:
         (root / 'LOC_synset_mapping.txt').write_text('\n'.join(names) + '\n')
 
 
-LAYOUTS = dict(coco=Coco, ade=Ade, imagenet=ImageNet)
+LAYOUTS: dict[str, Any] = dict(coco=Coco, ade=Ade, imagenet=ImageNet)

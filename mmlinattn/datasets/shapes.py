@@ -116,7 +116,7 @@ def draw_scene(
         if not is_allowed:
             raise ValueError(f'{name} must be {what}, got {value}')
     width, height = size
-    background = backgrounds[rng.integers(len(backgrounds))]
+    background = backgrounds[int(rng.integers(len(backgrounds)))]
     canvas, ends = draw_background(rng, size, background, muted)
     if num_shapes is None:
         num_shapes = int(rng.integers(1, MAX_SHAPES + 1))
@@ -124,7 +124,8 @@ def draw_scene(
     owner = np.zeros((height, width), np.uint8)  # 0: background, i: the i-th shape
     needed = np.zeros(1)  # fewest pixels that must stay visible, per owner
     visible = np.zeros(1)
-    labels, colours = [], []
+    labels: list[int] = []
+    colours: list[np.ndarray] = []
     for _ in range(num_shapes):
         for tries_left in reversed(range(_PLACEMENT_TRIES)):
             label = int(rng.integers(len(kinds)))
@@ -147,7 +148,7 @@ def draw_scene(
         owner[place.picture][mask] = len(labels)
         hue = tuple(_FORMS).index(kinds[label]) / len(_FORMS) if rng.random() < tinted else None
         colours.append(contrasting_colour(rng, ends, colours, hue))
-        fill = fills[rng.integers(len(fills))]
+        fill = fills[int(rng.integers(len(fills)))]
         surface = draw_fill(rng, coverage.shape[0], colours[-1], fill, diameter, band_strength)[place.patch]
         target = canvas[place.picture]
         target += (surface - target) * clipped[..., None]
