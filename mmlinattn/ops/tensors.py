@@ -21,7 +21,8 @@ GPU_COPY_NUMEL = 2**24
 # Elements of the intermediate results of an op on CPUs that are made at once, which bounds its memory. Smaller blocks
 # mean more parallel regions, each of which waits for its last thread.
 BLOCK_NUMEL = 2**20
-_LARGE_IMAGE = 2**20  # elements from which a product of each image is cheaper than a copy of all
+# A product is made image by image, or head by head, where these are few and large: a copy takes longer than a start.
+_MOST_STEPS, _LARGE_STEP = 8, 2**16
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -90,15 +91,19 @@ def to_image(x: Tensor) -> Tensor:
 def product(x: Tensor, matrix: Tensor) -> Tensor:
     """``x @ matrix`` by head, (B, heads, N, d) by (B, heads, d, e); not recorded by autograd.
 
-    PyTorch would copy ``x`` first wherever the heads of a token lie side by side and there are several images.
+    PyTorch would copy operands first wherever the heads of a token lie side by side and there are several images: a
+    batch of matrices has one stride. So it is one batch for each image or head, whichever are fewer.
     """
-    batch, heads, rows, width = x.shape
-    if batch == 1 or heads * rows * width < _LARGE_IMAGE:
+    batch, heads, rows, _ = x.shape
+    axis = 0 if batch <= heads else 1
+    steps = x.shape[axis]
+    if batch == 1 or steps > _MOST_STEPS or x.numel() < steps * _LARGE_STEP:
         return x @ matrix
-    out = x.new_empty(batch, heads, rows, matrix.shape[-1])
-    for i in range(batch):
-        torch.bmm(x[i], matrix[i], out=out[i])
-    return out
+    sizes = (batch, heads, rows, matrix.shape[-1])
+    out = x.new_empty(steps, *sizes[:axis], *sizes[axis + 1 :])
+    for i, part in enumerate(out):
+        torch.bmm(x.select(axis, i), matrix.select(axis, i), out=part)
+    return out.movedim(0, axis)
 
 
 def blocks(batch: int, tokens: int, width: int) -> Iterator[tuple[slice, slice]]:

@@ -112,11 +112,12 @@ def test_gradients_of_some_inputs_alone(learning):
         torch.testing.assert_close(ours, found())
 
 
-@pytest.mark.parametrize('batch', [1, 2, 5])
+@pytest.mark.parametrize('batch', [1, 2, 5, 9])
+@pytest.mark.parametrize('heads', [1, 3, 9])
 @pytest.mark.parametrize('large', [False, True])
-def test_products_by_head_of_few_large_images(batch, large, monkeypatch):
-    monkeypatch.setattr(ops.tensors, '_LARGE_IMAGE', 0 if large else 2**20)
-    x, matrix = torch.randn(batch, 7, 3, 4).transpose(1, 2), torch.randn(batch, 3, 4, 5)
+def test_products_by_head_or_image_where_these_are_few_and_large(batch, heads, large, monkeypatch):
+    monkeypatch.setattr(ops.tensors, '_LARGE_STEP', 0 if large else 2**16)
+    x, matrix = torch.randn(batch, 7, heads, 4).transpose(1, 2), torch.randn(batch, heads, 4, 5)
     torch.testing.assert_close(ops.tensors.product(x, matrix), torch.einsum('bhnd,bhde->bhne', x, matrix))
 
 
