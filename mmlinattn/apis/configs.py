@@ -16,6 +16,7 @@ from mmengine.runner import CheckpointLoader
 
 from ..checkpoints.released import find_released
 from ..checkpoints.schemes import PREFIX
+from ..engine import hooks as engine_hooks
 from ..utils.errors import RunError, described
 from ..utils.registering import bare_name
 from .cli import writing
@@ -52,7 +53,7 @@ def load_config(args: argparse.Namespace) -> Config:
         set_data_root(cfg, args.data_root)
     if args.cfg_options:
         try:
-            cfg.merge_from_dict(args.cfg_options)
+            cfg.merge_from_dict(_hooks_by_place(cfg, args.cfg_options))
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise RunError(f'--cfg-options {args.cfg_options} does not fit the config: {error}') from error
     if args.no_pin_memory:
@@ -64,6 +65,26 @@ def load_config(args: argparse.Namespace) -> Config:
         os.makedirs(cfg.work_dir, exist_ok=True)
         tempfile.TemporaryFile(dir=cfg.work_dir).close()
     return cfg
+
+
+def _hooks_by_place(cfg: Config, options: dict[str, Any]) -> dict[str, Any]:
+    """``custom_hooks.StopHook.interval`` with the hook's place in the list, as MMEngine wants it, in place of its name.
+
+    A hook of ours that the config does not have is added.
+    """
+    placed = {}
+    for key, value in options.items():
+        head, *rest = key.split('.')
+        if head == 'custom_hooks' and len(rest) > 1:
+            hooks = cfg.get('custom_hooks') or []
+            names = [bare_name(hook.get('type')) for hook in hooks]
+            if rest[0] not in names and rest[0] in engine_hooks.__all__:
+                names.append(rest[0])
+                cfg.custom_hooks = [*hooks, dict(type=rest[0])]
+            if rest[0] in names:
+                rest[0] = str(names.index(rest[0]))
+        placed['.'.join([head, *rest])] = value
+    return placed
 
 
 def read_config(path: str) -> Config:

@@ -25,7 +25,7 @@ NAMES = {
 }
 
 
-# what docs/configs.md and docs/distributed.md call custom_hooks.0, .4 and .5
+# by their places, which docs/configs.md names and commands of users have
 HOOKS = (
     'DataCheckHook FiniteLossHook CheckpointGuardHook ExactResumeHook CheckpointMatchHook StopHook UnusedParametersHook'
 ).split()

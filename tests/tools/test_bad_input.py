@@ -207,7 +207,7 @@ ROWS = [
     bad(
         f'{TEST} mmpretrain.pth {TESTED} --cfg-options model.head.num_classes=5',
         'head.fc.weight (12x256 in the file, 5x256 in the model)',
-        '--cfg-options custom_hooks.4.left_out=head.fc',
+        '--cfg-options custom_hooks.CheckpointMatchHook.left_out=head.fc',
         slow=True,
     ),
     # arguments

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from mmlinattn.apis import configs, running
+from mmlinattn.utils.errors import RunError
 
 for package in ('mmdet', 'mmseg', 'mmpretrain'):
     pytest.importorskip(package)
@@ -156,6 +157,16 @@ def test_what_a_training_begins_with(configured, monkeypatch, capsys, words, las
     asked = words[:1] == ['--resume'] and len(words) == 1 or words == RESUME
     line = "notice: no checkpoint to resume from in 'work': beginning from the start.\n"
     assert capsys.readouterr().err == (line if asked and not last else '')
+
+
+def test_options_of_hooks_go_by_name_or_place(configured):
+    """Of hooks of ours that a config does not have, too."""
+    words = ['custom_hooks.StopHook.interval=3', 'custom_hooks.4.left_out=a', 'custom_hooks.CompileHook.priority=LOW']
+    hooks = {hook.type: hook for hook in configured('train.py', DETECTOR, '--cfg-options', *words).custom_hooks}
+    assert (hooks['StopHook'].interval, hooks['CheckpointMatchHook'].left_out) == (3, 'a')
+    assert hooks['CompileHook'].priority == 'LOW' and [*hooks][-1] == 'CompileHook'
+    with pytest.raises(RunError, match='custom_hooks.NoHook.x'):
+        configured('train.py', DETECTOR, '--cfg-options', 'custom_hooks.NoHook.x=1')
 
 
 def test_a_test_loads_its_checkpoint_and_resumes_nothing(configured):

@@ -99,12 +99,8 @@ class SafeRunner(Runner):
 
     def resume(self, filename: str, *args, **kwargs) -> None:
         """Load weights and state of a run."""
-        self.is_resuming = True  # for CheckpointMatchHook
-        try:
-            with _explained(filename):
-                super().resume(filename, *args, **kwargs)
-        finally:
-            del self.is_resuming
+        with _explained(filename):
+            super().resume(filename, *args, **kwargs)
 
 
 def find_latest_checkpoint(work_dir: str) -> Optional[str]:
