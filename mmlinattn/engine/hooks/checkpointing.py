@@ -2,7 +2,7 @@
 import os
 import os.path as osp
 from collections import deque
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Optional
 
 from mmengine.dist import is_main_process
@@ -11,8 +11,7 @@ from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
 
 from ...utils import written_whole
-from ...utils.errors import CheckpointError, RunError
-from ..runner.safe_runner import find_latest_checkpoint
+from ...utils.errors import RunError
 
 __all__ = ['AtomicLocalBackend', 'CheckpointGuardHook', 'SafeCheckpointHook']
 
@@ -44,24 +43,34 @@ register_backend(ATOMIC_BACKEND, AtomicLocalBackend, force=True)
 
 
 @contextmanager
-def explained_write_errors(target: str, previous: Optional[str]):
+def _explained(target: str, previous: Optional[str]):
     """Turn what a full disk raises while ``target`` is written into a :class:`RunError` that names ``previous``."""
     try:
         yield
     except OSError as error:
-        kept = f'The previous checkpoint {previous} is intact. ' if previous else ''
+        kept = f'The previous checkpoint {previous} is intact. ' if previous and osp.exists(previous) else ''
         raise RunError(
             f'{target} could not be written: {error.strerror or error}. {kept}Make room and start again with --resume.'
         ) from error
 
 
-def previous_checkpoint(runner, hook) -> Optional[str]:
-    """The last checkpoint before one that ``hook`` writes; of a run that resumed, what it would resume from again."""
-    last = getattr(hook, 'last_ckpt', None)  # None up to the first one of runs that resume, too
-    if not last and getattr(runner, '_resume', False) and osp.isfile(osp.join(runner.work_dir, 'last_checkpoint')):
-        with suppress(CheckpointError):  # it resumed from a file that was named, and what is here is of no use
-            last = find_latest_checkpoint(runner.work_dir)
-    return last
+def write_checkpoint(runner, folder: str, name: str, *args, **options) -> str:
+    """``runner.save_checkpoint``, then ``last_checkpoint`` in the work dir and ``last_ckpt`` for hooks of others.
+
+    Returns:
+        The path of the checkpoint.
+
+    Raises:
+        RunError: One of the two could not be written. The one before is intact.
+    """
+    path = f'{folder.rstrip("/")}/{name}'
+    previous = runner.message_hub.runtime_info.get('last_ckpt')  # of runs that resume, what they resumed from
+    runner.message_hub.update_info('last_ckpt', path)  # which the checkpoint carries
+    with _explained(path, previous):
+        runner.save_checkpoint(folder, name, *args, **options)
+        if is_main_process():
+            AtomicLocalBackend().put_text(path, osp.join(runner.work_dir, 'last_checkpoint'))
+    return path
 
 
 class _DeferRemoval:
@@ -111,33 +120,31 @@ class SafeCheckpointHook(CheckpointHook):
             self.keep_ckpt_ids = deque(kept[-self.max_keep_ckpts :], self.max_keep_ckpts)
             runner.message_hub.update_info('keep_ckpt_ids', list(self.keep_ckpt_ids))
 
-        filename = self.filename_tmpl.format(step)
-        previous = previous_checkpoint(runner, self)
-        self.last_ckpt = self.file_backend.join_path(self.out_dir, filename)
-        runner.message_hub.update_info('last_ckpt', self.last_ckpt)
-        with explained_write_errors(self.last_ckpt, previous):
-            runner.save_checkpoint(
-                self.out_dir,
-                filename,
-                self.file_client_args,
-                save_optimizer=self.save_optimizer,
-                save_param_scheduler=self.save_param_scheduler,
-                meta=meta,
-                by_epoch=self.by_epoch,
-                backend_args=self.backend_args,
-                **self.args,
-            )
-            if is_main_process():
-                AtomicLocalBackend().put_text(self.last_ckpt, osp.join(runner.work_dir, 'last_checkpoint'))
+        self.last_ckpt = write_checkpoint(
+            runner,
+            self.out_dir,
+            self.filename_tmpl.format(step),
+            self.file_client_args,
+            save_optimizer=self.save_optimizer,
+            save_param_scheduler=self.save_param_scheduler,
+            meta=meta,
+            by_epoch=self.by_epoch,
+            backend_args=self.backend_args,
+            **self.args,
+        )
         if is_main_process():
             for old_step in outdated:
-                self._remove(self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(old_step)))
+                path = self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(old_step))
+                if self.file_backend.isfile(path):
+                    self.file_backend.remove(path)
+                elif self.file_backend.isdir(path):  # DeepSpeed writes folders
+                    self.file_backend.rmtree(path)
 
     def _save_best_checkpoint(self, runner, metrics) -> None:
         backend = self.file_backend
         self.file_backend = _DeferRemoval(backend)
         try:
-            with explained_write_errors('the best checkpoint', getattr(self, 'best_ckpt_path', None)):
+            with _explained('the best checkpoint', getattr(self, 'best_ckpt_path', None)):
                 super()._save_best_checkpoint(runner, metrics)
             outdated = self.file_backend.outdated
         finally:
@@ -148,12 +155,6 @@ class SafeCheckpointHook(CheckpointHook):
             # A run that resumes can reach the same best epoch, hence the same name, again.
             if path not in current:
                 remove(path)
-
-    def _remove(self, path: str) -> None:
-        if self.file_backend.isfile(path):
-            self.file_backend.remove(path)
-        elif self.file_backend.isdir(path):  # DeepSpeed writes folders
-            self.file_backend.rmtree(path)
 
 
 @HOOKS.register_module(force=True)
@@ -169,8 +170,6 @@ class CheckpointGuardHook(Hook):
 
     def before_run(self, runner) -> None:
         """Swap the hook before anything is trained."""
-        for index, hook in enumerate(runner._hooks):
+        for hook in runner.hooks:
             if type(hook) is CheckpointHook:
-                safe = SafeCheckpointHook.__new__(SafeCheckpointHook)
-                safe.__dict__.update(hook.__dict__)
-                runner._hooks[index] = safe
+                hook.__class__ = SafeCheckpointHook

@@ -2,19 +2,18 @@
 import atexit
 import ctypes
 import os
-import os.path as osp
 import signal
 import sys
 import threading
 
 import torch
-from mmengine.dist import all_reduce, barrier, get_world_size, is_main_process
+from mmengine.dist import all_reduce, barrier, get_world_size
 from mmengine.hooks import CheckpointHook, EMAHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch.utils.data import DataLoader
 
-from .checkpointing import ATOMIC_BACKEND, AtomicLocalBackend, explained_write_errors, previous_checkpoint
+from .checkpointing import ATOMIC_BACKEND, write_checkpoint
 from .exact_resume import ExactResumeHook
 
 __all__ = ['CHECKPOINT_NAME', 'StopHook', 'TERMINATED', 'shield_workers']
@@ -155,19 +154,15 @@ class StopHook(Hook):
         if backend is None and '://' not in folder:
             backend = dict(backend=ATOMIC_BACKEND)
         meta['stopped'] = dict(batch=batch, num_batches=len(runner.train_dataloader) if batch else 0)
-        path = f'{folder.rstrip("/")}/{CHECKPOINT_NAME}'
-        with explained_write_errors(path, previous_checkpoint(runner, hook)):
-            runner.save_checkpoint(
-                folder,
-                CHECKPOINT_NAME,
-                save_param_scheduler=runner.param_schedulers is not None,
-                meta=meta,
-                by_epoch=False,
-                backend_args=backend,
-            )
-            if is_main_process():
-                AtomicLocalBackend().put_text(path, osp.join(runner.work_dir, 'last_checkpoint'))
-        return path
+        return write_checkpoint(
+            runner,
+            folder,
+            CHECKPOINT_NAME,
+            save_param_scheduler=runner.param_schedulers is not None,
+            meta=meta,
+            by_epoch=False,
+            backend_args=backend,
+        )
 
 
 def _can_resume(runner) -> bool:

@@ -12,7 +12,7 @@ from torch.fx.experimental import _config as shape_config
 
 from mmlinattn.backbones import RAVLT, LinearDeiT, LinearSwin
 from mmlinattn.engine import RunError
-from mmlinattn.engine.runner.compiling import SharedDropPath, _call_with_code_of_its_own, compile_blocks
+from mmlinattn.engine.hooks.compiling import SharedDropPath, _call_with_code_of_its_own, compile_blocks
 
 SIZES = [(64, 64), (64, 96), (80, 112), (96, 64), (72, 100)]
 SMALL = dict(embed_dims=(16, 32, 32, 32), depths=(3, 2, 1, 1), num_heads=(1, 2, 2, 2), mlp_ratios=(2,) * 4)
