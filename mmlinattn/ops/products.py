@@ -32,8 +32,8 @@ def linear(
 ) -> Tensor:
     """``x @ weight.T + bias``, its GELU, or its sum with a residual.
 
-    In inference on CPUs, bias, GELU and residual are added in the pass that writes the product. In training there,
-    float32 products are oneDNN's where :mod:`.products` finds that faster.
+    In inference on CPUs, bias, GELU and residual are added in the pass that writes the product, in training the bias,
+    which PyTorch would write to memory first.
 
     Args:
         x (Tensor): (..., C).
@@ -49,10 +49,9 @@ def linear(
     if route.backend == 'cpu':
         if not route.records:
             return _fused(x, weight, bias, gelu, residual, route)
-        large = x.numel() * len(weight) >= _MIN_TRAINED_MACS
-        if large and weight.is_contiguous() and not route.autocasts and prefers_onednn(x, weight):
-            out = _Linear.apply(x, weight, bias)
-            return _finished(out, gelu, residual)
+        large = x.numel() * len(weight) >= _MIN_TRAINED_MACS and not route.autocasts
+        if large and x.dtype == torch.float32 and weight.is_contiguous() and dispatch.onednn_takes(x, weight):
+            return _finished(_Linear.apply(x, weight, bias), gelu, residual)
     return _finished(F.linear(x, weight, bias), gelu, residual)
 
 
@@ -81,9 +80,13 @@ class _Linear(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad):
         x, weight = ctx.saved_tensors
-        grad_x = product(grad, weight.T) if ctx.needs_input_grad[0] else None
-        rows = grad.flatten(0, -2)
-        grad_weight = _inner_product(rows, x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
+        by_onednn = prefers_onednn(x, weight)
+        grad_x = grad_weight = None
+        if ctx.needs_input_grad[0]:
+            grad_x = product(grad, weight.T) if by_onednn else grad @ weight
+        rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _inner_product(rows, inputs) if by_onednn else rows.T @ inputs
         return grad_x, grad_weight, rows.sum(dim=0) if ctx.needs_input_grad[2] else None
 
 
