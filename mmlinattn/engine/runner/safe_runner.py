@@ -16,32 +16,21 @@ __all__ = ['SafeRunner', 'find_latest_checkpoint']
 _MAX_PATH = 4096  # bytes
 
 
-def _out_dirs(runner) -> list[str]:
-    """The folders this run writes checkpoints to."""
-    folders = [runner.work_dir]
-    for hook in runner.hooks:
-        if isinstance(hook, CheckpointHook) and hook.out_dir is not None:
-            # Before training, when it gets its client, the hook has the folder of all runs, from then on this run's.
-            is_of_run = hasattr(hook, 'file_client') or str(hook.out_dir) == runner.work_dir
-            name = '' if is_of_run else osp.basename(runner.work_dir.rstrip(os.sep))
-            folders.append(osp.join(str(hook.out_dir), name).rstrip(os.sep))
-    return folders
-
-
 def _is_own_best(path: Any, folders: list[str]) -> bool:
     """Whether a path names a best checkpoint of this run: right inside a folder of it and called ``best_...``."""
-    if not isinstance(path, str) or '\0' in path or not osp.basename(path).startswith('best_'):
+    if not isinstance(path, str) or not osp.basename(path).startswith('best_'):
         return False
-    if '://' in path:
-        return any(path.rpartition('/')[0] == folder.rstrip('/') for folder in folders)
     # Links are followed in the folder, never in the name itself: removing a link leaves what it points to.
-    parent = osp.realpath(osp.dirname(path))
-    return any(parent == osp.realpath(folder) for folder in folders if '://' not in folder)
+    resolve = str if '://' in path else osp.realpath
+    return resolve(osp.dirname(path)) in [folder if '://' in folder else osp.realpath(folder) for folder in folders]
 
 
 def _keep_own_files(runner, info: dict) -> list[str]:
     """Drop what names files of others from the runtime information of a checkpoint, and return the names dropped."""
-    folders, dropped = _out_dirs(runner), []
+    # where its checkpoints are, at a time when the hook has no more than the folder of all runs
+    outs = [str(hook.out_dir) for hook in runner.hooks if isinstance(hook, CheckpointHook) and hook.out_dir]
+    name = osp.basename(runner.work_dir.rstrip(os.sep))
+    folders, dropped = [runner.work_dir, *(osp.join(out, name) for out in outs)], []
     for key, value in list(info.items()):
         if key == 'keep_ckpt_ids':
             is_fine = isinstance(value, (list, tuple)) and all(type(step) is int and step >= 0 for step in value)
@@ -89,12 +78,12 @@ class SafeRunner(Runner):
         """Load weights, as MMEngine does, and return the checkpoint without names of files of others."""
         with _explained(filename):
             checkpoint = super().load_checkpoint(filename, *args, **kwargs)
-        hub = checkpoint.get('message_hub')
-        if isinstance(hub, dict) and isinstance(hub.get('runtime_info'), dict):
-            # those of the run that resumes are newer; the text would be handed on from file to file
-            others = [key for key in ('cfg', 'experiment_name') if hub['runtime_info'].pop(key, None) is not None]
-            for key in others + _keep_own_files(self, hub['runtime_info']):
-                (hub.get('resumed_keys') or {}).pop(key, None)
+            hub = checkpoint.get('message_hub')
+            if isinstance(hub, dict) and isinstance(hub.get('runtime_info'), dict):
+                # those of the run that resumes are newer; the text would be handed on from file to file
+                others = [key for key in ('cfg', 'experiment_name') if hub['runtime_info'].pop(key, None) is not None]
+                for key in others + _keep_own_files(self, hub['runtime_info']):
+                    (hub.get('resumed_keys') or {}).pop(key, None)
         return checkpoint
 
     def resume(self, filename: str, *args, **kwargs) -> None:
@@ -114,7 +103,7 @@ def find_latest_checkpoint(work_dir: str) -> Optional[str]:
         None where there is no ``last_checkpoint``.
 
     Raises:
-        CheckpointError: ``last_checkpoint`` is no short line of text, or what it names is not there or elsewhere.
+        CheckpointError: What ``last_checkpoint`` names is not there, or elsewhere.
     """
     pointer = osp.join(work_dir, 'last_checkpoint')
     if not osp.lexists(pointer):
@@ -122,19 +111,14 @@ def find_latest_checkpoint(work_dir: str) -> Optional[str]:
     advice = 'Name a checkpoint to resume from, or delete that file to begin from the start.'
     if not osp.isfile(pointer):
         raise CheckpointError(f'{pointer} is not a file. {advice}')
-    with open(pointer, 'rb') as file:
-        content = file.read(_MAX_PATH + 1)
-    latest = content.decode(errors='replace').strip()
-    if not latest or not latest.isprintable() or '\ufffd' in latest or len(content) > _MAX_PATH:
-        raise CheckpointError(f'{pointer} names no checkpoint: it holds {content[:40]!r}. {advice}')
-    folder, name = osp.split(latest)
-    is_address = '://' in latest
-    is_own = osp.basename(folder) == osp.basename(osp.abspath(work_dir))
-    if is_address and is_own and not latest.startswith(('http://', 'https://')):
-        return latest
-    is_own = not is_address and (is_own or osp.realpath(folder) == osp.realpath(work_dir))
+    with open(pointer, errors='replace') as file:
+        latest = file.read(_MAX_PATH).strip()
+    folder, name = osp.split(latest if latest.isprintable() else '')
+    is_own = osp.basename(folder) == osp.basename(osp.abspath(work_dir)) or osp.realpath(folder) == osp.realpath(
+        work_dir
+    )
     for candidate in [latest] * is_own + [osp.join(work_dir, name)] * bool(name):
-        if osp.exists(candidate):  # DeepSpeed writes folders
+        # of other addresses the loader tells whether they are there; nothing is downloaded in the name of a file
+        if osp.exists(candidate) or '://' in candidate and not candidate.startswith(('http://', 'https://')):
             return candidate
-    where = 'elsewhere' if osp.exists(latest) or is_address else 'not there'
-    raise CheckpointError(f'{pointer} names {latest!r}, which is {where}. {advice}')
+    raise CheckpointError(f'{pointer} names {latest[:200]!r}, which is not there or not of this run. {advice}')

@@ -1,65 +1,138 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Nothing that a checkpoint names is removed by the Runner of our tools, whichever checkpoint hook a config has."""
+
+import copy
 from pathlib import Path
 
 import pytest
 import torch
-from engine_toys import make_runner
+from engine_toys import Count, make_runner
 
+from mmlinattn.checkpoints import load_file
 from mmlinattn.engine import SafeRunner
 from mmlinattn.engine.runner import find_latest_checkpoint
 from mmlinattn.utils.errors import CheckpointError
 
+LOADER = dict(dataset=dict(type='ToyDataset'), sampler=dict(type='DefaultSampler', shuffle=False), batch_size=4)
 
-@pytest.fixture
+
+@pytest.fixture(autouse=True)
 def safe(monkeypatch):
     monkeypatch.setattr('engine_toys.Runner', SafeRunner)
 
 
+@pytest.fixture(scope='module')
+def saved(tmp_path_factory):
+    """A checkpoint of MMEngine's own, after the first of two epochs."""
+    folder = tmp_path_factory.mktemp('saved')
+    make_runner(folder, [], train_cfg=dict(by_epoch=True, max_epochs=1)).train()
+    return load_file(folder / 'epoch_1.pth')
+
+
 @pytest.fixture
-def checkpoint(tmp_path):
-    make_runner(tmp_path / 'before', []).train()
-    return torch.load(tmp_path / 'before/epoch_2.pth', weights_only=False)
+def resume(saved, tmp_path):
+    """Resume in ``run`` from the checkpoint, with changes: the runner and its warnings."""
+
+    def resume(info=None, parts=None, **checkpoint_hook):
+        checkpoint = copy.deepcopy(saved)
+        checkpoint['message_hub']['runtime_info'].update(info or {})
+        checkpoint.update(parts or {})
+        torch.save(checkpoint, tmp_path / 'given.pth')
+        hook = dict(type='CheckpointHook', interval=1, save_best='acc', rule='greater', max_keep_ckpts=1)
+        runner = make_runner(
+            tmp_path / 'run',
+            [],
+            default_hooks=dict(checkpoint={**hook, **checkpoint_hook}),
+            val_dataloader=LOADER,
+            val_cfg={},
+            val_evaluator=[Count()],
+            load_from=str(tmp_path / 'given.pth'),
+            resume=True,
+        )
+        lines = []
+        runner.logger.warning = lines.append
+        runner.train()
+        return runner, [line for line in lines if 'not checkpoints of this run' in line]
+
+    return resume
 
 
-def resume(folder, checkpoint, **kwargs):
-    torch.save(checkpoint, folder / 'given.pth')
-    runner = make_runner(
-        folder / 'work', [], resume=True, load_from=str(folder / 'given.pth'),
-        train_cfg=dict(by_epoch=True, max_epochs=4), name='resumed', **kwargs,
-    )  # fmt: skip
-    runner.train()
-    return runner
+@pytest.fixture
+def files(tmp_path):
+    """What a hostile checkpoint would like to see gone: a file, a folder, and things of the run itself."""
+    (tmp_path / 'home' / 'folder').mkdir(parents=True)
+    run = tmp_path / 'run'
+    run.mkdir()
+    kept = [tmp_path / 'home' / 'best_thesis.pth', tmp_path / 'home' / 'folder' / 'x', run / 'notes.txt']
+    for path in kept:
+        path.write_text('precious')
+    (run / 'best_link').symlink_to(tmp_path / 'home')
+    return run, kept
 
 
-def test_nothing_outside_of_the_run_is_removed(safe, tmp_path, checkpoint):
-    others = tmp_path / 'elsewhere' / 'best_of_all.pth'
-    others.parent.mkdir()
-    others.write_text('work of years')
-    info = checkpoint['message_hub']['runtime_info']
-    info.update(
-        best_ckpt=str(others), best_score=-1.0, keep_ckpt_ids=['../../elsewhere/x'], cfg='other', experiment_name='x'
-    )
-    hooks = dict(checkpoint=dict(type='CheckpointHook', interval=1, max_keep_ckpts=1))
-    runner = resume(tmp_path, checkpoint, default_hooks=hooks)
-    assert runner.epoch == 4 and others.exists()
-    assert runner.message_hub.get_info('experiment_name') != 'x'
+@pytest.mark.parametrize('hook', ['CheckpointHook', 'SafeCheckpointHook'])
+@pytest.mark.parametrize(
+    'target',
+    [
+        '{home}/best_thesis.pth',
+        '{home}/folder',
+        '{run}',
+        '{run}/notes.txt',
+        '{run}/best_link/best_thesis.pth',
+        '{run}/../home/best_thesis.pth',
+        '{run}/best_/../../home/best_thesis.pth',
+        ['{home}/best_thesis.pth'],
+        7,
+    ],
+    ids=str,
+)
+def test_best_ckpt_of_a_checkpoint_removes_nothing_of_others(resume, files, target, hook):
+    run, kept = files
+    if isinstance(target, str):
+        target = target.format(home=run.parent / 'home', run=run)
+    _, lines = resume(dict(best_ckpt=target, best_score=-1.0), type=hook)
+    assert all(file.read_text() == 'precious' for file in kept)
+    assert (run / 'best_link').is_symlink() and len(list(run.glob('best_acc_*'))) == 1
+    assert len(lines) == 1 and '(best_ckpt)' in lines[0]
 
 
-def test_a_best_checkpoint_of_the_run_is_known(safe, tmp_path, checkpoint):
-    checkpoint['message_hub']['runtime_info']['best_ckpt'] = best = str(tmp_path / 'work/best_acc.pth')
-    assert resume(tmp_path, checkpoint).message_hub.get_info('best_ckpt') == best
+@pytest.mark.parametrize('ids', [['/../../home/best_thesis', 1], '12', [-1], [None], {1: 2}, 5], ids=str)
+def test_kept_checkpoints_are_numbers(resume, files, ids):
+    _, kept = files
+    _, lines = resume(dict(keep_ckpt_ids=ids), filename_tmpl='../home/{}.pth')
+    assert all(file.read_text() == 'precious' for file in kept)
+    assert len(lines) == 1 and '(keep_ckpt_ids)' in lines[0]
+
+
+@pytest.mark.parametrize('hook', ['CheckpointHook', 'SafeCheckpointHook'])
+@pytest.mark.parametrize('out_dir', [None, 'out'])
+def test_its_own_older_checkpoints_are_replaced_as_before(resume, tmp_path, hook, out_dir):
+    """In a folder for all runs, too."""
+    folder = tmp_path / (out_dir or '') / 'run'
+    folder.mkdir(parents=True)
+    for name in ('best_acc_epoch_0.pth', 'epoch_1.pth'):
+        (folder / name).touch()
+    info = dict(best_ckpt=str(folder / 'best_acc_epoch_0.pth'), best_score=-1.0, keep_ckpt_ids=[1])
+    _, lines = resume(info, type=hook, out_dir=out_dir and str(tmp_path / out_dir))
+    assert lines == [] and {path.name for path in folder.glob('*.pth')} == {'best_acc_epoch_2.pth', 'epoch_2.pth'}
+
+
+def test_the_resumed_run_writes_its_own_config_down(resume, tmp_path):
+    """The text of the older file would travel on to whoever loads the newer one."""
+    runner, _ = resume(dict(cfg='import os', experiment_name='theirs'))
+    info = load_file(tmp_path / 'run' / 'epoch_2.pth')['message_hub']['runtime_info']
+    assert info['cfg'] == runner.cfg.pretty_text and info['experiment_name'] == runner.experiment_name
 
 
 @pytest.mark.parametrize('part', ['meta', 'message_hub', 'optimizer', 'state_dict'])
-def test_files_without_a_part_are_one_line(safe, tmp_path, checkpoint, part):
-    checkpoint[part] = 1
+def test_files_with_another_form_are_one_line(resume, part):
     with pytest.raises(CheckpointError, match='given.pth') as error:
-        resume(tmp_path, checkpoint)
+        resume(parts={part: 1})
     assert '\n' not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    'content', ['', 'a\nb', 'x' * 5000, '\x1b[2J', 'http://a/work/x.pth', 's3://x/y.pth', '/etc/passwd']
+    'content', ['', 'a\nb', 'x' * 5000, '\x1b[2J', '\0', 'http://a/work/x.pth', 's3://x/y.pth', '/etc/passwd']
 )
 def test_a_last_checkpoint_that_is_none_of_the_run(tmp_path, content):
     (tmp_path / 'last_checkpoint').write_text(content)
@@ -85,3 +158,7 @@ def test_the_last_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path('work/last_checkpoint').write_text('work/epoch_1.pth')
     assert find_latest_checkpoint('work') == 'work/epoch_1.pth'
+    Path('work/last_checkpoint').unlink()
+    Path('work/last_checkpoint').mkdir()
+    with pytest.raises(CheckpointError, match='work/last_checkpoint is not a file'):
+        find_latest_checkpoint('work')
