@@ -202,15 +202,6 @@ def test_resolution_ends_at_what_takes_too_much(resolution_of_fakes):
     assert not found and 'ResNet-50 at 256: about 16 s, more than the 15 s allowed' in text
 
 
-def test_resolution_draws_what_there_is_and_says_where_there_is_nothing(resolution_of_fakes, capsys):
-    resolution_of_fakes('--sides', '64')
-    found, text = resolution_of_fakes('--sides', '64', '128', '--draw')
-    assert not found and '| ResNet-50 | 1.00 s, 1024 MiB | - |' in text
-    with pytest.raises(SystemExit):
-        resolution_of_fakes('--sides', '96', '--draw')
-    assert 'points.json has no point of these --models and --sides' in capsys.readouterr().err
-
-
 def test_traffic_is_counted_without_a_gpu(capsys):
     pytest.importorskip('triton')
     import count_traffic

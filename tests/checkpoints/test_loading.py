@@ -7,7 +7,6 @@ import pytest
 import torch
 from checkpoint_helpers import ARCH, released_ravlt
 from mmengine.logging import MMLogger
-from mmengine.model import PretrainedInit
 from torch import nn
 
 from mmlinattn.backbones import RAVLT
@@ -97,15 +96,6 @@ def test_what_does_not_fit_is_listed_in_one_warning(load):
     assert target.state_dict()[NORM].shape == (16,)
 
 
-@pytest.mark.parametrize('dtype', [torch.int64, torch.bool, torch.complex64], ids=str)
-def test_weights_that_are_no_real_numbers_are_not_loaded(load, dtype):
-    """PyTorch would copy them, rounded or without their imaginary part, and say nothing."""
-    target = model()
-    _, (warning,) = load(target, {**model().state_dict(), NORM: torch.full((16,), 3, dtype=dtype)})
-    assert f'{NORM} ({str(dtype)[6:]} in the file, real in the model)' in warning
-    assert (target.state_dict()[NORM] == 1).all()
-
-
 def test_of_a_batch_norm_only_the_counter_may_be_missing(load):
     """Without its mean a norm gives other numbers."""
     state = {key: value for key, value in model().state_dict().items() if 'num_batches' not in key}
@@ -141,18 +131,6 @@ def test_nothing_loaded_at_all_is_an_error(load, tmp_path, alien, said):
         load(backbone, {'state_dict': alien})
     assert said in str(caught.value)
     assert all(torch.equal(before[key], v) for key, v in backbone.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    'kind', ['Pretrained', PretrainedInit, 'mmengine.Pretrained', 'mmengine.model.weight_init.PretrainedInit'], ids=str
-)
-def test_init_weights_reads_a_released_file(tmp_path, kind):
-    """However the config names what loads it, the class included, as configs of the pure Python style do."""
-    torch.save({'model': released_ravlt()}, tmp_path / 'a.pth')
-    backbone = model(init_cfg=dict(type=kind, checkpoint=str(tmp_path / 'a.pth')))
-    backbone.init_weights()
-    stem = backbone.patch_embeds[0].layers[0].weight
-    assert torch.equal(stem, released_ravlt()['patch_embed.proj.0.weight'])
 
 
 def test_init_weights_takes_the_part_that_is_asked_for(tmp_path):
