@@ -64,14 +64,13 @@ def test_what_is_written_beside_the_weights(config, tmp_path, monkeypatch, capsy
     assert capsys.readouterr().out == ''  # what is said of reading is the tool's to say
 
 
-@pytest.mark.parametrize('error', [OSError('disk\nfull'), RuntimeError('disk\nfull')], ids=repr)
-def test_a_failed_write_leaves_the_old_file(config, tmp_path, monkeypatch, error):
+def test_a_failed_write_leaves_the_old_file(config, tmp_path, monkeypatch):
     """PyTorch reports a full disk in an error of its own."""
     (tmp_path / 'b.pth').write_text('yesterday')
     torch.save(sevens(), tmp_path / 'a.pth')
 
     def fails(*args):
-        raise error
+        raise RuntimeError('disk\nfull')
 
     monkeypatch.setattr(torch, 'save', fails)
     with pytest.raises(CheckpointError, match=f'^cannot write {tmp_path}/b.pth: disk$'):
