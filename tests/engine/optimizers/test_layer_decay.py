@@ -3,6 +3,8 @@
 
 import copy
 import inspect
+import itertools
+import re
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ import mmlinattn.backbones as backbones
 from mmlinattn.backbones.base import Backbone, PyramidBackbone
 from mmlinattn.engine.optimizers import layer_decay
 
-RATE = 0.5
+OURS = 'BackboneLayerDecayOptimWrapperConstructor'
 # Every host, the next one that is written included
 HOSTS = sorted(
     name
@@ -50,161 +52,37 @@ def blocks_of(model) -> list:
 
 
 @pytest.mark.parametrize('host', HOSTS)
-def test_depths_are_those_of_the_blocks(host):
+def test_depths_of_a_backbone(host):
+    """Blocks count from one; what comes before the blocks of a stage has the depth of the block before."""
     model = smallest(host)
     blocks = blocks_of(model)
-    of_block = {id(p): i + 1 for i, block in enumerate(blocks) for p in block.parameters()}
-    depths = {name: model.get_layer_depth(f'backbone.{name}', 'backbone.') for name, _ in model.named_parameters()}
-    assert {number for _, number in depths.values()} == {len(blocks) + 2}
+    last = len(blocks) + 1
+    expected = {id(p): i + 1 for i, block in enumerate(blocks) for p in block.parameters()}
+    if isinstance(model, PyramidBackbone):
+        ends = [0, *itertools.accumulate(map(len, model.stages))]
+        expected.update((id(p), ends[i]) for i, embed in enumerate(model.patch_embeds) for p in embed.parameters())
+        for i, table in enumerate(getattr(model, 'position_tables', ())):
+            expected[id(table.weight)] = ends[i]
+        norms = [ends[i + 1] if model.norms_feed_on else last for i in range(3)] + [last]
+        expected.update((id(p), norms[int(i)]) for i, norm in model.out_norms.items() for p in norm.parameters())
+    else:
+        expected.update((id(p), 0) for p in [model.cls_token, model.position_table, *model.patch_embeds.parameters()])
+        expected.update((id(p), last) for p in model.out_norm.parameters())
     for name, parameter in model.named_parameters():
-        depth = depths[name][0]
-        if id(parameter) in of_block:
-            assert depth == of_block[id(parameter)], name
-        else:
-            assert 0 <= depth <= len(blocks) + 1, name
-    assert depths[next(iter(depths))][0] == 0 or model.get_layer_depth('patch_embeds.0.x')[0] == 0
-    assert model.get_layer_depth('head.weight', 'backbone.') == (len(blocks) + 1, len(blocks) + 2)
+        depth, number = model.get_layer_depth(f'backbone.{name}', 'backbone.')
+        assert number == last + 1 and depth == expected.get(id(parameter), depth) and 0 <= depth <= last, name
+    assert len(expected) > 0.9 * len(list(model.parameters()))
+    assert model.get_layer_depth('head.weight', 'backbone.') == (last, last + 1)
 
 
-@pytest.mark.parametrize('host', [host for host in HOSTS if issubclass(getattr(backbones, host), PyramidBackbone)])
-def test_what_is_between_stages_lies_between_their_blocks(host):
-    model = smallest(host)
-    ends = [0]
-    for stage in model.stages:
-        ends.append(ends[-1] + len(stage))
-    for i in range(len(model.stages)):
-        for name, _ in model.patch_embeds[i].named_parameters():
-            assert model.get_layer_depth(f'patch_embeds.{i}.{name}')[0] == ends[i]
-    feeds_on = ends[1] if model.norms_feed_on else ends[-1] + 1
-    assert model.get_layer_depth('out_norms.0.weight')[0] == feeds_on
-    assert model.get_layer_depth('out_norms.3.weight')[0] == ends[-1] + 1
-
-
-def test_what_comes_before_the_blocks_of_a_stage_has_the_depth_of_the_block_before():
-    """Position tables of PVT, one a stage of two blocks; all that DeiT has before its first block, and its norm."""
-    pvt = smallest('LinearPVT')
-    assert [pvt.get_layer_depth(f'position_tables.{i}.weight') for i in range(4)] == [(2 * i, 10) for i in range(4)]
-    deit = smallest('LinearDeiT', out_indices=(4,))
-    parts = {name.split('.')[0] for name, _ in deit.named_parameters()} - {'blocks'}
-    assert {part: deit.get_layer_depth(f'x.{part}.weight', 'x.') for part in parts} == {
-        'patch_embeds': (0, 7),
-        'cls_token': (0, 7),
-        'position_table': (0, 7),
-        'out_norm': (6, 7),
-    }
-    assert deit.get_layer_depth('x.blocks.4.norm1.weight', 'x.') == (5, 7)
-    assert deit.get_layer_depth('head.weight', 'x.') == (6, 7)
-
-
-def test_stages_that_are_not_built_do_not_count():
-    assert smallest('RAVLT', out_indices=(1,)).get_layer_depth('stages.0.0.x') == (1, 2 + 2 + 2)
-
-
-def test_unknown_parts_are_refused():
-    model = smallest('RAVLT')
+def test_parts_that_are_not_there():
+    assert smallest('RAVLT', out_indices=(1,)).get_layer_depth('stages.0.0.x') == (1, 2 + 2 + 2)  # two stages are built
+    deit = smallest('LinearDeiT', out_indices=(4,))  # five blocks
+    assert [deit.get_layer_depth(f'{name}.weight') for name in ('out_norm', 'blocks.4.norm1')] == [(6, 7), (5, 7)]
     for name in ('nonsense.weight', 'stages.norm.weight', 'stages'):
         with pytest.raises(ValueError) as error:
-            model.get_layer_depth(f'backbone.{name}', 'backbone.')
+            smallest('RAVLT').get_layer_depth(f'backbone.{name}', 'backbone.')
         assert str(error.value) == f"param_name='backbone.{name}' is no parameter of a stage of RAVLT"
-
-
-def rates(model, constructor, **paramwise):
-    """Parameter name -> learning rate and weight decay, over those of the optimizer."""
-    wrapper = build_optim_wrapper(
-        model,
-        ConfigDict(
-            type='OptimWrapper',
-            constructor=constructor,
-            optimizer=dict(type='AdamW', lr=2.0, weight_decay=0.1),
-            paramwise_cfg=dict(layer_decay_rate=RATE, **paramwise),
-        ),
-    )
-    groups = wrapper.optimizer.param_groups
-    found = {id(p): (group['lr'] / 2.0, group['weight_decay'] / 0.1) for group in groups for p in group['params']}
-    return {name: found[id(p)] for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize('scope', ['mmdet', 'mmseg'])
-@pytest.mark.parametrize('host', HOSTS)
-def test_detectors_and_segmentors(host, scope):
-    pytest.importorskip(scope)
-    init_default_scope(scope)
-    model = Detector(smallest(host))
-    found = rates(model, 'BackboneLayerDecayOptimWrapperConstructor')
-    blocks = blocks_of(model.backbone)
-    assert found['head.weight'] == (1.0, 1.0)
-    assert found['head.bias'] == (1.0, 0.0)
-    names = {id(p): name for name, p in model.named_parameters()}
-    for i, block in enumerate(blocks):
-        for parameter in block.parameters():
-            assert found[names[id(parameter)]][0] == pytest.approx(RATE ** (len(blocks) - i))
-    stem = next(name for name in found if name.startswith('backbone.patch_embeds.0'))
-    assert found[stem][0] == pytest.approx(RATE ** (len(blocks) + 1))
-    for name, module in model.named_modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            is_table = name.endswith(('relative_bias', 'position_table')) or 'mixer' in name and parameter.dim() < 4
-            vector = parameter.dim() == 1 or leaf in ('bias', 'cls_token') or is_table
-            if vector and not isinstance(module, (nn.Linear, nn.Conv2d, nn.Conv1d)) or leaf == 'bias':
-                assert found[f'{name}.{leaf}'.lstrip('.')][1] == 0, (name, leaf)
-            elif isinstance(module, (nn.Linear, nn.Conv2d)):
-                assert found[f'{name}.{leaf}'.lstrip('.')][1] == 1, (name, leaf)
-
-
-def test_other_factors_come_on_top():
-    found = rates(
-        Detector(smallest('RAVLT')),
-        'BackboneLayerDecayOptimWrapperConstructor',
-        custom_keys={'head': dict(lr_mult=10.0)},
-        norm_decay_mult=0.5,
-    )
-    assert found['head.weight'] == (10.0, 1.0)
-    assert found['backbone.stages.0.0.norm1.weight'][1] == 0.5
-
-
-@pytest.mark.parametrize(
-    'wrapper, match',
-    [
-        (dict(paramwise_cfg=dict(layer_decay_rate=1.5)), 'layer_decay_rate=1.5'),
-        (dict(paramwise_cfg=dict(norm_decay_mult=0.0)), 'layer_decay_rate=None'),
-        (dict(paramwise_cfg=dict(layer_decay_rate=0.5), optimizer=dict(type='Adadelta')), 'lr is missing'),
-    ],
-)
-def test_mistakes_have_one_line(wrapper, match):
-    given = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=1.0))
-    constructor = 'BackboneLayerDecayOptimWrapperConstructor'
-    with pytest.raises(ValueError, match=match):
-        build_optim_wrapper(Detector(smallest('RAVLT')), ConfigDict({**given, 'constructor': constructor, **wrapper}))
-
-
-def test_a_model_without_such_a_backbone_is_refused():
-    with pytest.raises(ValueError, match='Detector called backbone has a get_layer_depth'):
-        rates(Detector(nn.Linear(2, 2)), 'BackboneLayerDecayOptimWrapperConstructor')
-    with pytest.raises(ValueError, match='ModuleDict called backbone has a get_layer_depth'):
-        groups_of(model=nn.ModuleDict(dict(img_backbone=Layers())))  # the name as a whole
-
-
-@pytest.mark.parametrize('optimizer', [dict(type='SGD', lr=1.0), dict(type='SGD', lr=1.0, weight_decay=0.1)])
-def test_what_is_given_stays_as_it_is(optimizer):
-    """A config that is built from twice, or written down after it, has its rate."""
-    wrapper = dict(type='OptimWrapper', optimizer=optimizer)
-    given = dict(layer_decay_rate=0.5, custom_keys={'head': dict(lr_mult=2.0)})
-    before = copy.deepcopy((wrapper, given))
-    for _ in range(2):
-        constructor = layer_decay.BackboneLayerDecayOptimWrapperConstructor(wrapper, given)
-        assert constructor(Detector(Layers())).optimizer.param_groups[-1]['lr'] == 2.0
-    assert (wrapper, given) == before
-
-
-@pytest.mark.parametrize('name', ['ravlt_t_in1k', 'inline_deit_t_in1k', 'flatten_pvt_v2_b1_in1k'])
-def test_classifiers_by_mmpretrain(name):
-    pytest.importorskip('mmpretrain')
-    model, _ = build(f'mmpretrain/{name}', random_init=False)
-    found = rates(model, 'LearningRateDecayOptimWrapperConstructor')
-    blocks = blocks_of(model.backbone)
-    names = {id(p): key for key, p in model.named_parameters()}
-    for i, block in enumerate(blocks):
-        assert {found[names[id(p)]][0] for p in block.parameters()} == {RATE ** (len(blocks) - i)}
-    assert {rate for key, (rate, _) in found.items() if key.startswith('head')} == {1.0}
 
 
 class Layers(nn.Module):
@@ -225,19 +103,65 @@ class Layers(nn.Module):
         return int(name[len(prefix) :].startswith('block')), 3
 
 
-def groups_of(rate=0.5, optimizer=None, model=None, **paramwise):
+def groups_of(rate=0.5, optimizer=None, model=None, constructor=OURS, **paramwise):
+    """Name of a parameter -> its group."""
     model = Detector(Layers()) if model is None else model
     wrapper = build_optim_wrapper(
         model,
         ConfigDict(
             type='OptimWrapper',
-            constructor='BackboneLayerDecayOptimWrapperConstructor',
+            constructor=constructor,
             optimizer=optimizer or dict(type='AdamW', lr=8.0, weight_decay=0.1),
             paramwise_cfg=dict(layer_decay_rate=rate, **paramwise),
         ),
     )
     names = {id(p): name for name, p in model.named_parameters()}
-    return {names[id(group['params'][0])]: group for group in wrapper.optimizer.param_groups}
+    return {names[id(p)]: group for group in wrapper.optimizer.param_groups for p in group['params']}
+
+
+@pytest.mark.parametrize('scope', ['mmdet', 'mmseg'])
+@pytest.mark.parametrize('host', HOSTS)
+def test_detectors_and_segmentors(host, scope):
+    pytest.importorskip(scope)
+    init_default_scope(scope)
+    model = Detector(smallest(host))
+    found = {name: (group['lr'] / 8, group['weight_decay'] * 10) for name, group in groups_of(model=model).items()}
+    blocks = blocks_of(model.backbone)
+    assert (found['head.weight'], found['head.bias']) == ((1, 1), (1, 0))
+    names = {id(p): name for name, p in model.named_parameters()}
+    for i, block in enumerate(blocks):
+        assert {found[names[id(p)]][0] for p in block.parameters()} == {0.5 ** (len(blocks) - i)}
+    assert min(rate for rate, _ in found.values()) == 0.5 ** (len(blocks) + 1)  # of the stem
+    for name, module in model.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            is_weight = isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d)) and leaf == 'weight'
+            is_table = name.endswith(('relative_bias', 'position_table')) or 'mixer' in name and parameter.dim() < 4
+            if is_weight or is_table or parameter.dim() == 1 or leaf in ('bias', 'cls_token'):
+                assert found[f'{name}.{leaf}'.lstrip('.')][1] == is_weight, (name, leaf)
+
+
+@pytest.mark.parametrize('name', ['ravlt_t_in1k', 'inline_deit_t_in1k', 'flatten_pvt_v2_b1_in1k'])
+def test_classifiers_by_mmpretrain(name):
+    pytest.importorskip('mmpretrain')
+    model, _ = build(f'mmpretrain/{name}', random_init=False)
+    found = groups_of(model=model, constructor='LearningRateDecayOptimWrapperConstructor')
+    blocks = blocks_of(model.backbone)
+    names = {id(p): key for key, p in model.named_parameters()}
+    for i, block in enumerate(blocks):
+        assert {found[names[id(p)]]['lr'] for p in block.parameters()} == {8 * 0.5 ** (len(blocks) - i)}
+    assert {group['lr'] for key, group in found.items() if key.startswith('head')} == {8.0}
+
+
+@pytest.mark.parametrize('optimizer', [dict(type='SGD', lr=1.0), dict(type='SGD', lr=1.0, weight_decay=0.1)])
+def test_what_is_given_stays_as_it_is(optimizer):
+    """A config that is built from twice, or written down after it, has its rate."""
+    wrapper = dict(type='OptimWrapper', optimizer=optimizer)
+    given = dict(layer_decay_rate=0.5, custom_keys={'head': dict(lr_mult=2.0)})
+    before = copy.deepcopy((wrapper, given))
+    for _ in range(2):
+        constructor = layer_decay.BackboneLayerDecayOptimWrapperConstructor(wrapper, given)
+        assert constructor(Detector(Layers())).optimizer.param_groups[-1]['lr'] == 2.0
+    assert (wrapper, given) == before
 
 
 def test_rates_scales_and_decay_of_every_parameter(monkeypatch):
@@ -318,7 +242,21 @@ def test_the_ends_of_the_range():
     assert {group['lr'] for group in groups_of(1).values()} == {8.0}
     sgd = groups_of(0.5, dict(type='SGD', lr=8.0))
     assert {group['weight_decay'] for group in sgd.values()} == {0} and sgd['backbone.stem.weight']['lr'] == 2.0
-    for rate in (0, -0.5, 1.01, '0.5', None):
-        with pytest.raises(ValueError) as found:
-            groups_of(rate)
-        assert str(found.value) == f'paramwise_cfg.layer_decay_rate={rate!r} has to be a number in (0, 1]'
+
+
+@pytest.mark.parametrize(
+    'arguments, line',
+    [
+        *(
+            (dict(rate=rate), f'paramwise_cfg.layer_decay_rate={rate!r} has to be a number in (0, 1]')
+            for rate in (0, -0.5, 1.01, '0.5', None)
+        ),
+        (dict(optimizer=dict(type='Adadelta')), 'optim_wrapper.optimizer.lr is missing'),
+        (dict(model=Detector(nn.Linear(2, 2))), 'no module of Detector called backbone has a get_layer_depth'),
+        (dict(model=nn.ModuleDict(dict(img_backbone=Layers()))), 'no module of ModuleDict called backbone'),
+    ],
+    ids=['zero', 'negative', 'above one', 'text', 'none', 'no lr', 'other backbone', 'other name'],
+)
+def test_mistakes_have_one_line(arguments, line):
+    with pytest.raises(ValueError, match=re.escape(line)):
+        groups_of(**arguments)
