@@ -58,6 +58,24 @@ class ToyModel(BaseModel):
         return dict(loss=loss)
 
 
+@MODELS.register_module(force=True)
+class SkippingModel(BaseModel):
+    """Like a detector whose neck skips the first map of its backbone."""
+
+    def __init__(self, skips=True):
+        super().__init__()
+        self.backbone = nn.Module()
+        self.backbone.out_indices = (0, 1, 3)
+        self.backbone.stem = nn.Linear(4, 4)
+        self.backbone.out_norms = nn.ModuleDict({str(i): nn.LayerNorm(4) for i in (0, 1, 3)})
+        self.skips = skips
+
+    def forward(self, inputs, data_samples=None, mode='loss'):
+        x = self.backbone.stem(torch.stack(list(inputs)))
+        norms = list(self.backbone.out_norms.values())[self.skips :]
+        return dict(loss=sum(norm(x).square().sum() for norm in norms) + 0 * x.sum())
+
+
 class Count(BaseMetric):
     """A metric that counts, and grows with every evaluation."""
 

@@ -28,18 +28,19 @@ from mmlinattn.engine import CPUDistributedDataParallel, prepare_distributed
 from mmlinattn.engine.runner.distributed import leave_process_group
 
 if __name__ == '__main__':
-    work_dir, bad_rank = sys.argv[1:]
-    cfg = Config(dict(launcher='pytorch'))
+    work_dir, case = sys.argv[1:]
+    cfg = Config(dict(launcher='pytorch', find_unused_parameters=case == 'searches'))
     prepare_distributed(cfg)
     rank = torch.distributed.get_rank()
-    hooks = ['DataCheckHook', 'FiniteLossHook', 'CheckpointGuardHook', 'ExactResumeHook']
+    hooks = ['FiniteLossHook', 'CheckpointGuardHook', 'ExactResumeHook', 'UnusedParametersHook']
+    models = dict(bad_loss=dict(bad_at=2 if rank == 1 else None), good={})
     runner = make_runner(
         Path(work_dir),
-        [dict(type=name) for name in hooks[1:]],
+        [dict(type=name) for name in hooks],
         name='shared',
         launcher=cfg.launcher,
         cfg=dict(model_wrapper_cfg=cfg.model_wrapper_cfg.to_dict()),
-        model=dict(bad_at=2 if rank == int(bad_rank) else None),
+        model=models.get(case, dict(type='SkippingModel')),
         loader=dict(batch_size=2),
     )
     assert isinstance(runner.model, CPUDistributedDataParallel)
@@ -49,8 +50,9 @@ if __name__ == '__main__':
     except RuntimeError as error:
         message = f'{type(error).__name__}: {error}'
     Path(work_dir, f'rank{rank}.txt').write_text(message)
-    weights = [torch.zeros(4) for _ in range(2)]
-    torch.distributed.all_gather(weights, runner.model.module.layer.weight.detach().flatten())
+    own = torch.cat([p.detach().flatten() for p in runner.model.parameters()])
+    weights = [torch.zeros_like(own) for _ in range(2)]
+    torch.distributed.all_gather(weights, own)
     if message == 'trained':
         assert torch.equal(*weights)
     del runner
@@ -60,13 +62,13 @@ if __name__ == '__main__':
 """
 
 
-def run(tmp_path, bad_rank):
+def run(tmp_path, case):
     script = tmp_path / 'script.py'
     script.write_text(textwrap.dedent(SCRIPT))
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
     paths = f'{TESTS}/lean:{TESTS}:{TESTS.parent}'
     done = subprocess.run(
-        [*command, str(script), str(tmp_path / 'work'), str(bad_rank)],
+        [*command, str(script), str(tmp_path / 'work'), case],
         capture_output=True,
         text=True,
         env=dict(os.environ, PYTHONPATH=paths, CUDA_VISIBLE_DEVICES=''),
@@ -76,40 +78,23 @@ def run(tmp_path, bad_rank):
     return [(tmp_path / 'work' / f'rank{rank}.txt').read_text() for rank in range(2)]
 
 
-@pytest.mark.parametrize('failed, expected', [(False, 'destroyed'), (True, 'aborted')])
-def test_a_group_is_destroyed_after_a_good_end_and_aborted_after_an_error(monkeypatch, failed, expected):
-    """To destroy one waits for processes that may be gone."""
+@pytest.mark.parametrize('end', ['good', 'failed', 'abort fails', 'no abort', 'no group'])
+def test_a_group_is_destroyed_after_a_good_end_and_aborted_after_an_error(monkeypatch, end):
+    """To destroy one waits for processes that may be gone; the error that ended the run is the one to be seen."""
     calls = []
-    monkeypatch.setattr('torch.distributed.is_initialized', lambda: True)
-    monkeypatch.setattr('torch.distributed.destroy_process_group', lambda: calls.append('destroyed'))
-    abort = 'torch.distributed.distributed_c10d._abort_process_group'
-    monkeypatch.setattr(abort, lambda: calls.append('aborted'), raising=False)
-    leave_process_group(failed)
-    assert calls == [expected]
 
-
-def test_an_abort_that_fails_or_is_not_there_is_no_error(monkeypatch):
-    """The error that ended the run is the one to be seen; PyTorch before 2.6 has none."""
-
-    def fails():
+    def abort():
         calls.append('aborted')
-        raise RuntimeError('of gloo')
+        if end == 'abort fails':
+            raise RuntimeError('of gloo')
 
-    calls = []
-    monkeypatch.setattr('torch.distributed.is_initialized', lambda: True)
+    monkeypatch.setattr('torch.distributed.is_initialized', lambda: end != 'no group')
     monkeypatch.setattr('torch.distributed.destroy_process_group', lambda: calls.append('destroyed'))
-    abort = 'torch.distributed.distributed_c10d._abort_process_group'
-    monkeypatch.setattr(abort, fails, raising=False)
-    leave_process_group(failed=True)
-    monkeypatch.delattr(abort)
-    leave_process_group(failed=True)
-    assert calls == ['aborted']
-
-
-def test_nothing_is_left_where_nothing_was_joined(monkeypatch):
-    monkeypatch.setattr('torch.distributed.is_initialized', lambda: False)
-    monkeypatch.setattr('torch.distributed.destroy_process_group', None)
-    leave_process_group(failed=False)
+    monkeypatch.setattr('torch.distributed.distributed_c10d._abort_process_group', abort, raising=False)
+    if end == 'no abort':  # PyTorch before 2.6
+        monkeypatch.delattr('torch.distributed.distributed_c10d._abort_process_group')
+    leave_process_group(failed=end != 'good')
+    assert calls == dict(good=['destroyed'], failed=['aborted']).get(end, ['aborted'] * (end == 'abort fails'))
 
 
 LAUNCHERS = dict(
@@ -237,15 +222,23 @@ def test_synchronised_norms_are_plain_ones_on_the_cpu(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_processes_train_the_same_weights(tmp_path):
-    assert run(tmp_path, bad_rank=-1) == ['trained', 'trained']
+@pytest.mark.parametrize('case', ['good', 'searches'])
+def test_two_processes_train_the_same_weights(tmp_path, case):
+    assert run(tmp_path, case) == ['trained', 'trained']
     assert (tmp_path / 'work' / 'epoch_2.pth').exists()
 
 
 @pytest.mark.slow
 def test_all_stop_where_one_sees_a_bad_loss_and_say_which(tmp_path):
     """The other process stops at weights that are not finite any more, or is ended by the launcher."""
-    first, second = run(tmp_path, bad_rank=1)
+    first, second = run(tmp_path, 'bad_loss')
     assert 'iteration 3' in second and 'process 1: loss=nan' in second and 'folder/' in second
     assert first.startswith('RunError') and 'not finite' in first and 'process 0' not in first
     assert not (tmp_path / 'work' / 'epoch_1.pth').exists()
+
+
+@pytest.mark.slow
+def test_all_stop_at_parameters_without_gradient(tmp_path):
+    """Before PyTorch does, with a puzzle."""
+    for message in run(tmp_path, 'skips'):
+        assert message.startswith('RunError: 2 parameters got no gradient') and 'out_indices=(1, 3)' in message
