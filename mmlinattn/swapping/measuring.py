@@ -13,8 +13,9 @@ from mmengine.config import ConfigDict
 from mmengine.logging import MMLogger
 from mmengine.registry import MODELS, init_default_scope
 
+from ..utils.building import without_pretrained
 from ..utils.errors import RunError
-from .upstream import NoPlace, Upstream, without_weights
+from .upstream import NoPlace, Upstream
 from .zoo import FeatureMap
 
 
@@ -61,7 +62,7 @@ def measure(upstream: Upstream) -> Measured:
         RunError: It cannot be built or run here.
     """
     network = upstream.network(upstream.model)
-    cfg = without_weights(network['backbone'])
+    cfg = without_pretrained(network['backbone'])
     if cfg.get('output_cls_token'):
         raise NoPlace(f'{upstream.base} has no place for a pyramid: its head reads a class token beside each map')
     if upstream.task == 'mmpretrain' and network.get('type') == 'ImageClassifier' and not network.get('head'):
@@ -124,7 +125,7 @@ def through(parts: Any, maps: Sequence[FeatureMap], size: tuple[int, int]) -> Op
     with quiet(), torch.no_grad():
         try:
             for part in parts:
-                outs = _built(without_weights(part))(outs)
+                outs = _built(without_pretrained(part))(outs)
         except Exception:  # that it does not run is the answer
             return None
     return _maps(outs, size[0]) or None

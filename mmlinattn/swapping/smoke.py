@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """One training step and one prediction of a model on dummy inputs, and what of its backbone they reached."""
 
+from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import torch
@@ -8,13 +9,15 @@ from mmengine.config import ConfigDict
 from mmengine.logging import MessageHub
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, init_default_scope
+from mmengine.utils import get_installed_path
 from torch import Tensor
 
+from ..utils.building import without_pretrained
 from ..utils.errors import RunError
 from ..utils.registering import bare_name
 from .dummy_inputs import batch_for, is_self_supervised
 from .measuring import one_line, quiet
-from .upstream import Upstream, together, without_weights
+from .upstream import Upstream, together
 
 
 class Trial(NamedTuple):
@@ -54,12 +57,13 @@ def try_model(network: dict, source: Upstream, size: tuple[int, int], optim_wrap
     run = MessageHub.get_current_instance()
     if run.get_info('epoch') is None:  # heads that change in the course of a run ask for it (TOOD)
         run.update_info('epoch', 0)
-    cfg = _small(together(without_weights(network)), size)
+    cfg = _small(_alone(together(without_pretrained(network)), source), size)
     with quiet():
         try:
             model = MODELS.build(ConfigDict(cfg))  # some read their settings as attributes
             model.init_weights()
-            if optim_wrapper and _shares_parameters(model):
+            shares = len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
+            if optim_wrapper and shares:
                 optim_wrapper.setdefault('paramwise_cfg', {})['bypass_duplicate'] = True
             optimizer = build_optim_wrapper(model, ConfigDict(_on_cpu(optim_wrapper)))
         except Exception as error:  # anything may be raised by a model of another project
@@ -75,8 +79,15 @@ def try_model(network: dict, source: Upstream, size: tuple[int, int], optim_wrap
     return trial
 
 
-def _shares_parameters(model: torch.nn.Module) -> bool:
-    return len(list(model.parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
+def _alone(network: dict, source: Upstream) -> dict:
+    """The part of a model that holds the backbone as a model of its own, which finds its teacher from any folder."""
+    network = dict(network)
+    if source.inner and not isinstance(network.get('data_preprocessor'), dict):
+        network['data_preprocessor'] = dict(type='DetDataPreprocessor', pad_mask=True, pad_size_divisor=32)
+    teacher = network.get('teacher_config')
+    if isinstance(teacher, str) and '::' in source.base and not Path(teacher).is_file():  # relative to the repository
+        network['teacher_config'] = str(Path(get_installed_path(source.base.partition('::')[0]), '.mim', teacher))
+    return network
 
 
 def _small(node: Any, size: tuple[int, int]) -> Any:
@@ -108,6 +119,10 @@ def _on_cpu(optim_wrapper: Optional[dict]) -> dict:
     return {**kept, 'type': 'OptimWrapper'}
 
 
+def _run(model: Any, data: Any, mode: str) -> Any:
+    return model(**data, mode=mode) if isinstance(data, dict) else model(*data, mode=mode)
+
+
 def _train(model: Any, batch: dict, optimizer: Any) -> Trial:
     backbone = model.backbone if hasattr(model, 'backbone') else model.image_encoder[0]
     outputs: list[list[Tensor]] = []
@@ -121,9 +136,7 @@ def _train(model: Any, batch: dict, optimizer: Any) -> Trial:
 
     backbone.register_forward_hook(keep)
     model.train()
-    data = model.data_preprocessor(batch, True)
-    losses = model(**data, mode='loss') if isinstance(data, dict) else model(*data, mode='loss')
-    loss, _ = model.parse_losses(losses)
+    loss, _ = model.parse_losses(_run(model, model.data_preprocessor(batch, True), 'loss'))
     if not torch.isfinite(loss):
         raise ValueError(f'the loss of the first step is {loss.item()}')
     optimizer.backward(loss)
@@ -138,12 +151,9 @@ def _train(model: Any, batch: dict, optimizer: Any) -> Trial:
 def _predict(model: Any, batch: dict) -> None:
     model.eval()
     data = model.data_preprocessor(batch, False)
-    mode = 'predict'
-    if type(model).__module__.startswith('mmpretrain') and (
-        is_self_supervised(model) or 'Retriever' in type(model).__name__
-    ):
-        mode = 'tensor'
-        data = dict(data)
-        if isinstance(data.get('inputs'), list):
-            data['inputs'] = data['inputs'][0]
-    model(**data, mode=mode) if isinstance(data, dict) else model(*data, mode=mode)
+    is_mmpretrains = type(model).__module__.startswith('mmpretrain')
+    if not is_mmpretrains or not (is_self_supervised(model) or 'Retriever' in type(model).__name__):
+        _run(model, data, 'predict')
+        return
+    images = data['inputs']  # these predict nothing, or compare with a gallery
+    _run(model, {**data, 'inputs': images[0] if isinstance(images, list) else images}, 'tensor')

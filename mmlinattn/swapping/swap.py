@@ -1,18 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-import copy
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Optional, Union
 
 from mmengine.config import Config
-from mmengine.utils import get_installed_path
 
+from ..utils.building import is_pretrained
 from ..utils.errors import RunError
 from .measuring import measure
+from .plans import Plan, Way, ways
 from .settings import normalise, settings_for
 from .smoke import Trial, TrialError, try_model
-from .upstream import NoPlace, Upstream, is_pretrained, read_upstream, together
-from .wiring import Plan, Way, ways
+from .upstream import NoPlace, Upstream, read_upstream, together
 from .writing import changes, difference, statement
 from .zoo import ZooBackbone, find_backbone, plain_dict
 
@@ -53,50 +51,41 @@ def swap_backbone(
     """
     source = read_upstream(upstream)
     new = find_backbone(backbone, source.task)
-    is_grey = source.image_channels != 3
-    if is_grey:
+    without_weights = f'none of {backbone} are released'
+    if source.image_channels != 3:
         new = new._replace(cfg={**new.cfg, 'in_channels': source.image_channels}, checkpoint=None)
+        without_weights = f'images of {source.image_channels} channel(s)'
     settings, remarks = settings_for(source, new, keep_optimizer)
     plan, trial = _wire(source, new, settings.get('optim_wrapper') or source.cfg.get('optim_wrapper'))
-    model = source.model
-    before = copy.deepcopy(model)
-    network, upstreams = copy.deepcopy(plan.network), source.network(source.model)
-    network.update({key: upstreams[key] for key in ('teacher_config', 'teacher_ckpt') if key in network})
-    frozen = upstreams['backbone'].get('frozen_stages')
+    before, network = source.model, plan.network
+    frozen = source.network(before)['backbone'].get('frozen_stages')
     if isinstance(frozen, int) and frozen >= len(new.stages) > 1:
         remarks.append(
             f'upstream trains nothing but what follows the backbone (frozen_stages={frozen}); here all of it trains, '
             f'unless the config says backbone=dict(frozen_stages={len(new.stages)})'
         )
-    if new.checkpoint is None:
-        why = f'images of {source.image_channels} channel(s)' if is_grey else f'none of {backbone} are released'
-        remarks.append(f'it starts without ImageNet weights: {why}')
-    else:
+    if new.checkpoint:
         network['backbone']['init_cfg'] = dict(type='Pretrained', checkpoint=new.checkpoint)
-    model = _replaced(model, source.path, network)
-    if new.checkpoint is not None:
+    else:
+        remarks.append(f'it starts without ImageNet weights: {without_weights}')
+    inner = _without_whole(together(network))
+    model = _without_whole({**source.model, source.inner: inner}) if source.inner else inner
+    if new.checkpoint:
         normalise(model)
-    remarks += [plan.remark] if plan.remark else []
+    remarks += filter(None, [plan.remark])
     text = _text(source, backbone, before, model, settings)
     if out is not None:
         Path(out).parent.mkdir(parents=True, exist_ok=True)
         Path(out).write_text(text, encoding='utf-8')
-        _check_file(Path(out), source, model)
-    said = changes(before, model)
-    for key in ('optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'load_from'):
-        if key in settings:
-            given: Any = plain_dict(source.cfg.get(key))
-            given = [given] if key == 'param_scheduler' and isinstance(given, dict) else given
-            if key == 'optim_wrapper':
-                given = dict(type='OptimWrapper', **given) if 'type' not in given else given
-            said += changes(given, settings[key], key)
-    said.append("custom_hooks, custom_imports: this project's, beside upstream's")
-    return Swapped(text, said, remarks, trial)
+        wrong = changes(model, source._replace(cfg=Config.fromfile(str(out))).model)
+        if wrong:
+            raise RunError(f'{out} does not hold the model that was tried: {"; ".join(wrong[:3])}')
+    return Swapped(text, changes(before, model) + _said_of(settings, source.cfg), remarks, trial)
 
 
 def _wire(source: Upstream, new: ZooBackbone, optim_wrapper: Optional[dict]) -> tuple[Plan, Trial]:
     """The plan whose every parameter of the backbone trains, and that predicts as upstream does."""
-    network = _trainable(source)
+    network = source.network(source.model)
     possible = ways(network, measure(source), new, source.task)
     for size in source.sizes:
         errors: list[str] = []
@@ -138,28 +127,10 @@ def _what_stops(network: dict, source: Upstream, size: tuple[int, int]) -> str:
         return str(error)
 
 
-def _trainable(source: Upstream) -> dict:
-    """The part that holds the backbone, as a model of its own."""
-    network = source.network(source.model)
-    if source.path and not isinstance(network.get('data_preprocessor'), dict):
-        network['data_preprocessor'] = dict(type='DetDataPreprocessor', pad_mask=True, pad_size_divisor=32)
-    if isinstance(network.get('teacher_ckpt'), str):
-        network['teacher_ckpt'] = None
-    teacher = network.get('teacher_config')
-    if isinstance(teacher, str) and '::' in source.base and not Path(teacher).is_file():  # relative to the repository
-        network['teacher_config'] = str(Path(get_installed_path(source.base.partition('::')[0]), '.mim', teacher))
-    return network
-
-
-def _replaced(model: dict, path: Sequence[str], network: dict) -> dict:
-    """A model with another network, and without weights for the whole of it: they are another backbone's, and MMEngine,
-    having loaded them, would not ask the backbone for its own. MMSegmentation hands ``pretrained`` to the backbone."""
-    if path:
-        kept = {key: value for key, value in network.items() if key in model[path[0]] or key in ('backbone', 'neck')}
-        out = {**model, path[0]: _replaced(model[path[0]], path[1:], kept)}
-    else:
-        out = together(network)
-    out = {key: None if key == 'pretrained' and isinstance(value, str) else value for key, value in out.items()}
+def _without_whole(model: dict) -> dict:
+    """A model without weights for the whole of it: they are another backbone's, and MMEngine, having loaded them, would
+    not ask the backbone for its own. MMSegmentation hands ``pretrained`` to the backbone."""
+    out = {key: None if key == 'pretrained' and isinstance(value, str) else value for key, value in model.items()}
     return {**out, 'init_cfg': None} if is_pretrained(out.get('init_cfg')) else out
 
 
@@ -176,8 +147,16 @@ def _text(source: Upstream, backbone: str, before: dict, model: dict, settings: 
     return first + ''.join(statement(key, value) for key, value in values.items())
 
 
-def _check_file(path: Path, source: Upstream, model: dict) -> None:
-    """The file as MMEngine reads it has to hold the model that was tried."""
-    wrong = changes(model, source._replace(cfg=Config.fromfile(str(path))).model)
-    if wrong:
-        raise RunError(f'{path} does not hold the model that was tried: {"; ".join(wrong[:3])}')
+def _said_of(settings: dict, upstream: Config) -> list[str]:
+    """What the settings change, a line each."""
+    said = []
+    for key in ('optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'load_from'):
+        given: Any = plain_dict(upstream.get(key))
+        given = [given] if key == 'param_scheduler' and isinstance(given, dict) else given
+        given = (
+            dict(type='OptimWrapper', **(given or {}))
+            if key == 'optim_wrapper' and 'type' not in (given or {})
+            else given
+        )
+        said += changes(given, settings[key], key) if key in settings else []
+    return [*said, "custom_hooks, custom_imports: this project's, beside upstream's"]

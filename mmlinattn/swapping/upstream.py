@@ -11,7 +11,6 @@ from mmengine.registry import init_default_scope
 from mmengine.utils import get_installed_path
 
 from ..apis.configs import PIP_NAMES
-from ..checkpoints.loading import is_pretrained
 from ..utils.errors import RunError
 from ..utils.registering import bare_name
 from .zoo import plain_dict
@@ -40,14 +39,14 @@ class Upstream(NamedTuple):
         base: What a config inherits it by: ``mmdet::...`` or an absolute path.
         cfg: As inherited.
         task: ``mmdet``, ``mmseg`` or ``mmpretrain``.
-        path: Keys from ``model`` to the network that holds ``backbone``: () or, of trackers and semi-supervised
-            training, ('detector',).
+        inner: Key of the part of the model that holds ``backbone``: 'detector' of trackers and semi-supervised
+            training, else ''.
     """
 
     base: str
     cfg: Config
     task: str
-    path: tuple[str, ...]
+    inner: str = ''
 
     @property
     def model(self) -> dict:
@@ -99,9 +98,7 @@ class Upstream(NamedTuple):
 
     def network(self, model: dict) -> dict:
         """The part of a model that holds the backbone, as :func:`apart` gives it."""
-        for key in self.path:
-            model = model[key]
-        return apart(model)
+        return apart(model[self.inner] if self.inner else model)
 
 
 def apart(network: dict) -> dict:
@@ -157,10 +154,8 @@ def read_upstream(spec: str) -> Upstream:
     model = cfg.get('model')
     if not isinstance(model, dict):
         raise NoModel(f'{spec} has no model: it is a part that other configs inherit')
-    for path in ((), ('detector',)):
-        network: Any = model
-        for key in path:
-            network = network.get(key)
+    for inner in ('', 'detector'):
+        network: Any = model.get(inner) if inner else model
         network = apart(network) if isinstance(network, dict) else None
         if network and isinstance(network.get('backbone'), dict):
             kind = bare_name(network['backbone'].get('type'))
@@ -171,7 +166,7 @@ def read_upstream(spec: str) -> Upstream:
             if kind in _OWN_HEADS:
                 raise NoPlace(f'{spec} has no place for a pyramid: {_OWN_HEADS[kind]}')
             init_default_scope(task)
-            return Upstream(base, cfg, task, path)
+            return Upstream(base, cfg, task, inner)
     kinds = [str(key) for key in model if 'encoder' in key or 'backbone' in key or 'language' in key]
     raise NoPlace(
         f'{spec} has no place for a pyramid: {model.get("type")} has no backbone of its own'
@@ -207,16 +202,3 @@ def _find_config(spec: str) -> tuple[str, Path]:
             f'{spec} is written in pure Python, which MMEngine does not inherit by name: use its text config'
         )
     return base, file
-
-
-def without_weights(node: Any) -> Any:
-    """A config of a model that loads nothing."""
-    if isinstance(node, dict):
-        return {
-            key: without_weights(value)
-            for key, value in node.items()
-            if not (key == 'init_cfg' and is_pretrained(value)) and not (key == 'pretrained' and isinstance(value, str))
-        }
-    if isinstance(node, (list, tuple)):
-        return type(node)(without_weights(item) for item in node)
-    return node

@@ -1,9 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The backbones of our configs by name: how they are built, where their weights are, how the paper trained them."""
 
+import copy
 import difflib
 import functools
 import re
+from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
 import torch
@@ -49,6 +51,18 @@ class ZooBackbone(NamedTuple):
     checkpoint: Optional[str]
     stages: tuple[FeatureMap, ...]
     plain: bool
+
+    def with_outputs(self, stages: Sequence[int]) -> dict:
+        """Its config with these outputs; of a plain one that stands in for several maps, those of as many blocks."""
+        cfg = copy.deepcopy(self.cfg)
+        if self.plain:
+            cfg['out_type'] = 'featmap'
+            if len(self.stages) > 1:
+                depth = MODELS.get(cfg['type']).resolve_arch(cfg['arch'])['depths'][0]
+                cfg['out_indices'] = tuple((i + 1) * depth // len(self.stages) - 1 for i in stages)
+        elif list(stages) != list(range(len(self.stages))):  # all four are what it does unasked
+            cfg['out_indices'] = tuple(stages)
+        return cfg
 
 
 @functools.cache
@@ -97,16 +111,12 @@ def find_backbone(name: str, task: str) -> ZooBackbone:
     checkpoint = f'mmlinattn://{name}' if name in released_checkpoints() else None
     if checkpoint is None:  # a size for larger images starts from the weights of the smaller ones
         given = [config] + [Config.fromfile(path) for path in table[name].get('mmpretrain', {}).values()]
-        checkpoint = next(filter(None, (_checkpoint(each.model.backbone) for each in given)), None)
+        found = (each.model.backbone.get('init_cfg') or {} for each in given)
+        checkpoint = next(filter(None, (init_cfg.get('checkpoint') for init_cfg in found)), None)
     plain = not issubclass(MODELS.get(cfg['type']), PyramidBackbone)
     with torch.device('meta'):  # no memory and no random numbers
         info = MODELS.build(dict(cfg)).feature_info
     return ZooBackbone(name, cfg, checkpoint, tuple(FeatureMap(out['channels'], out['stride']) for out in info), plain)
-
-
-def _checkpoint(backbone: dict) -> Optional[str]:
-    init_cfg = backbone.get('init_cfg')
-    return init_cfg.get('checkpoint') if isinstance(init_cfg, dict) else None
 
 
 def recipe(name: str, task: str, preferred: Optional[str] = None) -> Config:

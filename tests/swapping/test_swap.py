@@ -8,7 +8,7 @@ from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 
 from mmlinattn.swapping import NoPlace, swap_backbone
-from mmlinattn.swapping.upstream import without_weights
+from mmlinattn.utils.building import without_pretrained
 from mmlinattn.utils.errors import RunError
 
 for project in ('mmdet', 'mmseg', 'mmpretrain'):
@@ -55,7 +55,7 @@ def test_classifier(swap):
     )
     hooks = [hook.type for hook in cfg.custom_hooks]
     assert 'UnusedParametersHook' in hooks and 'mmlinattn' in cfg.custom_imports['imports']
-    cfg.model = Config(dict(model=without_weights(cfg.model))).model
+    cfg.model = Config(dict(model=without_pretrained(cfg.model))).model
     train_a_step(cfg)
 
 
@@ -95,7 +95,7 @@ def test_maps_that_a_neck_skips_are_not_returned(swap):
     _, cfg = swap('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py', 'ravlt_t')
     assert cfg.model.backbone.out_indices == (1, 2, 3)
     assert (cfg.model.neck.in_channels, cfg.model.neck.start_level) == ([128, 256, 512], 0)
-    cfg.model = Config(dict(model=without_weights(cfg.model))).model
+    cfg.model = Config(dict(model=without_pretrained(cfg.model))).model
     train_a_step(cfg)
 
 

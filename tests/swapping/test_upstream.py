@@ -9,7 +9,7 @@ from torch import nn
 
 from mmlinattn.swapping import NoModel, NoPlace, swap_backbone
 from mmlinattn.swapping.measuring import measure, through
-from mmlinattn.swapping.upstream import Upstream, apart, read_upstream, together, without_weights
+from mmlinattn.swapping.upstream import Upstream, apart, read_upstream, together
 from mmlinattn.swapping.zoo import FeatureMap
 from mmlinattn.utils.errors import RunError
 
@@ -93,7 +93,7 @@ def test_no_place_has_one_line(upstream, reason):
 
 def upstream_of(backbone, task='mmseg', **cfg):
     model = dict(type='M', backbone=backbone, **cfg.pop('network', {}))
-    return Upstream('base.py', Config(dict(model=model, **cfg)), task, ())
+    return Upstream('base.py', Config(dict(model=model, **cfg)), task)
 
 
 @pytest.mark.parametrize(
@@ -131,14 +131,6 @@ def test_encoders_of_retrievers_come_apart_and_together():
     assert together(parts) == network and together(dict(type='M', backbone=1)) == dict(type='M', backbone=1)
     clip = dict(type='X', image_encoder=dict(type='B'))
     assert apart(clip) == clip
-
-
-def test_weights_are_left_out():
-    cfg = dict(
-        init_cfg=dict(type='Pretrained', checkpoint='x'), pretrained='y', neck=[dict(init_cfg=dict(type='Xavier'))]
-    )
-    assert without_weights(cfg) == dict(neck=[dict(init_cfg=dict(type='Xavier'))])
-    assert without_weights(dict(pretrained=True)) == dict(pretrained=True)
 
 
 @MODELS.register_module()

@@ -5,7 +5,8 @@ import pytest
 from mmengine.registry import init_default_scope
 
 from mmlinattn.swapping.measuring import Measured
-from mmlinattn.swapping.wiring import Wiring, assign_stages, ways
+from mmlinattn.swapping.plans import ways
+from mmlinattn.swapping.wiring import Wiring, assign_stages
 from mmlinattn.swapping.zoo import FeatureMap, ZooBackbone
 
 for project in ('mmdet', 'mmseg', 'mmpretrain'):
@@ -17,6 +18,7 @@ OURS = tuple(FeatureMap(64 * 2**i, 4 * 2**i) for i in range(4))
 PYRAMID = ZooBackbone('ours', dict(type='RAVLT', arch='tiny'), None, OURS, plain=False)
 PLAIN = ZooBackbone('plain', dict(type='LinearDeiT', arch='inline-tiny'), None, (FeatureMap(192, 16),), plain=True)
 OLD, NEW = [256, 512, 1024, 2048], [64, 128, 256, 512]
+POOL = dict(type='GlobalAveragePooling')
 FPN = dict(type='FPN', in_channels=OLD, out_channels=256, num_outs=5)
 
 
@@ -172,33 +174,25 @@ def test_plain_backbones(neck, old, kind):
 
 
 @pytest.mark.parametrize(
-    ('network', 'old', 'backbone', 'expected'),
+    ('neck', 'old', 'backbone', 'way', 'expected'),
     [
-        (
-            dict(neck=dict(type='GlobalAveragePooling'), head=dict(type='LinearClsHead', num_classes=7)),
-            RESNET[3:],
-            PYRAMID,
-            ('GlobalAveragePooling', 512),
-        ),
-        (
-            dict(head=dict(type='LinearClsHead', num_classes=7)),
-            [FeatureMap(2048, None)],
-            PYRAMID,
-            (pool := 'GlobalAveragePooling', 512),
-        ),
-        (dict(head=dict(type='LinearClsHead', num_classes=7)), [FeatureMap(2048, 32)], PYRAMID, (pool, 512)),
-        (dict(head=dict(type='LinearClsHead', num_classes=7)), [FeatureMap(2048, None)], PLAIN, (None, 192)),
+        (POOL, RESNET[3:], PYRAMID, 0, (POOL, 512)),
+        (None, RESNET[3:], PYRAMID, 0, (None, 512)),
+        (None, RESNET[3:], PYRAMID, 1, (POOL, 512)),  # for heads that read vectors
+        (None, [FeatureMap(2048, None)], PYRAMID, 1, (POOL, 512)),
+        (None, [FeatureMap(2048, None)], PLAIN, 0, (None, 192)),
+        (POOL, [FeatureMap(2048, 16)], PLAIN, 0, (None, 192)),  # its class token
     ],
 )
-def test_classifiers(network, old, backbone, expected):
-    network['head']['in_channels'] = 2048
-    found = made(network, old, backbone, 'mmpretrain')
-    assert ((found['neck'] or {}).get('type'), found['head']['in_channels']) == expected
+def test_classifiers(neck, old, backbone, way, expected):
+    network = dict(neck=neck, head=dict(type='LinearClsHead', num_classes=7, in_channels=2048))
+    found = made(network, old, backbone, 'mmpretrain', way=way)
+    assert (found['neck'], found['head']['in_channels']) == expected
 
 
 def test_a_head_that_reads_what_only_its_backbone_gives_becomes_linear():
     head = dict(type='DeiTClsHead', num_classes=7, in_channels=2048, topk=(1, 5), other=1)
-    found = made(dict(head=head), [FeatureMap(2048, None)], PYRAMID, 'mmpretrain', way=1)
+    found = made(dict(head=head), [FeatureMap(2048, None)], PYRAMID, 'mmpretrain', way=2)
     assert found['head'] == dict(type='LinearClsHead', num_classes=7, in_channels=512, topk=(1, 5))
     assert found['neck'] == dict(type='GlobalAveragePooling') and found['backbone']['out_indices'] == (3,)
 
