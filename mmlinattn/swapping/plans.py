@@ -107,9 +107,10 @@ class _Place(NamedTuple):
             parts = self._replace(new=self.new._replace(stages=(single,) * len(self.old)))
             return [partial(parts.rewired, range(len(self.old)))]
         # not PAFPN, NASFPN and the like, whose paths beyond FPN's are what they are chosen for
-        is_fpn = isinstance(neck, dict) and bare_name(neck.get('type')) == 'FPN' and neck.get('num_outs') in (4, 5)
-        if is_fpn and not neck.get('start_level') and not neck.get('add_extra_convs') and self.old[0].stride == 4:
-            sizes = dict(in_channels=single.channels, out_channels=neck['out_channels'], num_outs=neck['num_outs'])
+        fpn = neck if isinstance(neck, dict) and bare_name(neck.get('type')) == 'FPN' else {}
+        starts_at_4 = self.old[0].stride == 4 and not fpn.get('start_level') and not fpn.get('add_extra_convs')
+        if starts_at_4 and fpn.get('num_outs') in (4, 5):
+            sizes = dict(in_channels=single.channels, out_channels=fpn['out_channels'], num_outs=fpn['num_outs'])
             pyramid = dict(type='SimpleFeaturePyramid', **sizes)
             plan = Plan({**self.network, 'backbone': self.new.with_outputs([0]), 'neck': pyramid})
             return [lambda read=None: plan]
