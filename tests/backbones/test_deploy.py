@@ -1,0 +1,65 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Merging for inference what is several layers for training: branches, batch norms, layer scales."""
+
+import copy
+
+import pytest
+import torch
+from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
+from small_hosts import ARCHS, build, image
+from torch import nn
+
+from mmlinattn import ops
+
+COMPACT = {host: dict(arch=dict(arch, ffn=dict(type='compact'))) for host, arch in ARCHS.items()}
+CASES = [
+    *COMPACT.items(),
+    ('LinearNextViT', dict(COMPACT['LinearNextViT'], norm_cfg=dict(type='SyncBN'))),
+    *(('RAVLT', dict(norm_cfg=cfg)) for cfg in (None, dict(type='SyncBN'), dict(type='GN', num_groups=2))),
+]
+
+
+def cases():
+    return [pytest.param(host, options, id=f'{host}-{i}') for i, (host, options) in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(('host', 'options'), cases())
+def test_the_merged_model_computes_the_same_and_its_weights_load(host, options, tmp_path):
+    """Strictly, and through ``init_cfg``; merged once more it stays what it is. Norms without statistics stay."""
+    model, x = build(host, 'rala', **options).eval(), image(2, 70, 99)
+    with ops.use('reference'):  # the fast backend of stems folds by itself
+        expected, exact = model(x), copy.deepcopy(model).double()(x.double())
+    wide = copy.deepcopy(model).double().switch_to_deploy()
+    for out, other in zip(wide(x.double()), exact):
+        torch.testing.assert_close(out, other)
+    count = sum(p.numel() for p in model.parameters())
+    assert model.train().switch_to_deploy() is model and not model.training
+    torch.save(dict(state_dict=model.state_dict()), tmp_path / 'merged.pth')
+    init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'merged.pth'))
+    loaded, filled = (build(host, 'rala', deploy=True, **options, **cfg) for cfg in ({}, dict(init_cfg=init_cfg)))
+    assert not loaded.training
+    loaded.load_state_dict(model.state_dict(), strict=True)
+    filled.init_weights()
+    merged = model(x)
+    for twin in (loaded, filled.eval(), model.switch_to_deploy()):
+        assert all(torch.equal(*pair) for pair in zip(twin(x), merged))
+    for out, other in zip(merged, expected):
+        assert (out - other).norm() < 1e-4 * other.norm()
+    assert not any(isinstance(module, nn.BatchNorm1d) for module in model.modules())
+    assert sum(p.numel() for p in model.parameters()) <= count
+    if host == 'RAVLT':
+        assert not any(isinstance(module, _BatchNorm) for module in model.modules())
+        assert not [key for key in model.state_dict() if 'gamma' in key or 'running' in key]
+        assert all(module is None for block in model.stages[0] for module in (block.gamma1, block.gamma2))
+
+
+@pytest.mark.parametrize('change', [('forward', lambda x: x + 1), ('running_var', None)], ids=lambda c: c[0])
+def test_a_batch_norm_that_cannot_be_folded_is_refused_before_anything_is_changed(change):
+    model = build('RAVLT')
+    norm = [layer for layer in model.patch_embeds[-1].layers if isinstance(layer, nn.BatchNorm2d)][-1]
+    setattr(norm, *change)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match='switch_to_deploy: BatchNorm2d cannot be folded into a convolution; allowed'):
+        model.switch_to_deploy()
+    found = model.state_dict()
+    assert found.keys() == state.keys() and all(torch.equal(found[key], state[key]) for key in state)
