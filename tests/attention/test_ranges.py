@@ -42,31 +42,6 @@ def test_autocast_is_finite_and_close(name, dtype):
     assert all(leaf.grad.isfinite().all() for leaf in (x, *attention.parameters()))
 
 
-DETECTION = {
-    'rala': lambda q, k, v: ops.rala(q, k, v, 1, 'elu', rotary_table(200, 334, 16, dtype=torch.float64).to(
-        torch.promote_types(q.dtype, torch.float32)), None, 0.25),
-    'inline': lambda q, k, v: ops.inline_attention(q, k, v, 1, 0.25),
-    'linear': lambda q, k, v: ops.linear_attention(q.abs(), k.abs(), v, 1),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize('dtype', HALF, ids=str)
-@pytest.mark.parametrize(('name', 'size'), [*((name, 1.0) for name in DETECTION), ('rala', 1e-3), ('inline', 1e-3)])
-def test_half_precision_on_a_detection_map(name, dtype, size):
-    """Stage 1 at 1333x800: N = 66,800 exceeds float16, 1/N is below its normal numbers."""
-    q, k, v = ((scale * torch.randn(1, 200 * 334, 16)).to(dtype).requires_grad_() for scale in (1, 1, size))
-    out = DETECTION[name](q, k, v)
-    assert out.dtype == dtype
-    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
-    exact, resolution = DETECTION[name](*wide), 16 * torch.finfo(dtype).eps
-    assert (out - exact).abs().max() < resolution * max(exact.abs().max(), size)
-    # a sum over the tokens, as scaled losses give it: gradients of queries do not fall with N
-    probe = torch.randn_like(exact) / size
-    ours = torch.autograd.grad((out.double() * probe).sum(), (q, k, v))
-    for mine, other in zip(ours, torch.autograd.grad((exact * probe).sum(), wide)):
-        assert mine.isfinite().all() and (mine - other).norm() < resolution * other.norm()
-
-
 def test_keys_with_a_large_common_offset():
     """InLine: only deviations from the mean key matter; float32 keeps them beside an offset of 100."""
     q, k, v = (torch.randn(1, 500, 8) for _ in range(3))
@@ -142,11 +117,11 @@ def test_inline_attention_is_injective_where_linear_attention_is_not():
 @pytest.mark.parametrize('dtype', [torch.float64, *HALF], ids=str)
 def test_the_mean_token_is_that_of_real_tokens(dtype):
     """Sums may leave the range of a half type; of padding alone the mean is zero."""
-    x = (torch.rand(3, 6, 4) * 100 + 60000).to(dtype)
-    mask = torch.tensor([[True, True, False, True, False, False], [False] * 6, [True] * 6])
+    x = (torch.rand(3, 600, 4) * 100 + 60000).to(dtype)
+    mask = torch.tensor([[True, True, False, True, False, False], [False] * 6, [True] * 6]).repeat(1, 100)
     found, wide = mean_token(x, mask), x.double()
     assert found.dtype == mean_token(x, None).dtype == dtype
-    expected = torch.stack((wide[0, [0, 1, 3]].mean(0), torch.zeros(4, dtype=torch.double), wide[2].mean(0)))
+    expected = torch.stack((wide[0, mask[0]].mean(0), torch.zeros(4, dtype=torch.double), wide[2].mean(0)))
     torch.testing.assert_close(found.double(), expected, rtol=0.01, atol=0)
     torch.testing.assert_close(mean_token(x, None).double(), wide.mean(1), rtol=0.01, atol=0)
 
@@ -223,11 +198,3 @@ def test_who_stands_for_tensors_sees_hallucinated_attention_whole():
     expected = mixer(q, k, v, grid, grid)
     torch.testing.assert_close(mixer(q, k.as_subclass(Watched), v, grid, grid), expected)
     assert seen == [(2 * HEADS, grid)]
-
-
-def test_biases_of_hallucinations_have_a_gradient_and_it_is_zero():
-    """They shift all logits of a query alike; distributed training wants a gradient of every parameter."""
-    attention = build('hallucinated ihh-chh')
-    attention(tokens(2, 12), Grid(3, 4)).square().sum().backward()
-    for conv in (attention.mixer.ihh, attention.mixer.chh):
-        assert conv.weight.grad.any() and not conv.bias.grad.any()

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from mmlinattn.attention import Windows
 from mmlinattn.attention.windows import Axis
-from mmlinattn.ops.sizes import as_tensor
 
 
 def place(windows, y, x):
@@ -117,7 +116,3 @@ def test_positions_of_open_windows_are_on_the_device_of_the_map():
     axis, x = Axis(7, 2, shift=True), torch.empty(1, 7, 7, 3, device='meta')
     assert axis.positions(x).shape == (4, 2)
     assert axis.positions(x).device == axis.region(x).device == x.device
-    for dtype in (torch.float64, torch.int64):
-        for size in (7, torch.tensor(7)):
-            found = as_tensor(size, torch.empty(2, 2), dtype)
-            assert found.dtype == dtype and found.shape == () and found == 7

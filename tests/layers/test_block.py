@@ -12,7 +12,6 @@ from mmlinattn.layers import (
     Block,
     ConvFFN,
     DWConvFFN,
-    ResidualDWConv,
     apply_linear,
 )
 from mmlinattn.layers import (
@@ -253,15 +252,3 @@ def test_feed_forward_networks_are_their_equations(ffn):
     for learns in (True, False):
         with torch.set_grad_enabled(learns):
             torch.testing.assert_close(module(x), expected)
-
-
-@pytest.mark.parametrize('size', [3, 5])
-@pytest.mark.parametrize('of_gelu', [False, True])
-def test_a_convolution_beside_what_it_convolves(of_gelu, size):
-    layer, x = ResidualDWConv(4, size), torch.randn(2, 3, 5, 4)
-    image = (nn.functional.gelu(x) if of_gelu else x).permute(0, 3, 1, 2)
-    expected = image + nn.functional.conv2d(image, layer.weight, layer.bias, padding=size // 2, groups=4)
-    for learns in (True, False):
-        with torch.set_grad_enabled(learns):
-            torch.testing.assert_close(layer(x, of_gelu), expected.permute(0, 2, 3, 1))
-    assert ResidualDWConv(4).weight.shape == (4, 1, 3, 3)

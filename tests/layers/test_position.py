@@ -6,74 +6,75 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
 
 from mmlinattn.attention import Grid
-from mmlinattn.layers import (
-    PositionTable,
-)
-from mmlinattn.layers.position import resize_table
+from mmlinattn.layers import PositionTable
+
+DIM = 6
 
 
-def test_position_tables_start_with_small_random_vectors():
-    """Of standard deviation 0.02, as in the released ViTs; those of class tokens, too."""
-    table = PositionTable(4096, (2, 3), prefix=2).weight[0].detach()
-    assert table.std(dim=1).tolist() == pytest.approx(8 * [0.02], rel=0.1)
+def bilinear(table, grid, size):
+    """Bilinear with ``align_corners=False``, spelled out: pixel centres at (i + 1/2), clamped at the borders."""
+    weights = []
+    for axis in (0, 1):
+        weight = torch.zeros(size[axis], grid[axis], dtype=table.dtype)
+        for i in range(size[axis]):
+            position = max((i + 0.5) * grid[axis] / size[axis] - 0.5, 0)
+            low = min(int(position), grid[axis] - 1)
+            weight[i, low] += 1 - (position - low)
+            weight[i, min(low + 1, grid[axis] - 1)] += position - low
+        weights.append(weight)
+    return torch.einsum('ai,bj,ijc->abc', *weights, table[0].unflatten(0, grid)).flatten(0, 1)[None]
+
+
+@settings(deadline=None, derandomize=True, max_examples=20)
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2))
+def test_tables_are_resized_bilinearly(height, width, prefix):
+    """Class tokens keep their vectors, the trained grid its table as it is; in graphs, whose sizes are open, too."""
+    table = PositionTable(DIM, (4, 5), prefix).double()
+    grid, half = Grid(height, width, prefix=prefix), copy.deepcopy(table).half()
+    expected = bilinear(table.weight.data[:, prefix:], (4, 5), (height, width))
+    expected = torch.cat((table.weight[:, :prefix], expected), dim=1)
+    for resized in (table.resized(height, width), table.on(grid), table.resized_in_graph(grid)):
+        assert torch.equal(resized[:, :prefix], table.weight[:, :prefix])
+        torch.testing.assert_close(resized, expected)
+    assert table.resized(4, 5) is table.weight
+    for resized in (half.resized(height, width), half.resized_in_graph(grid)):
+        assert resized.dtype == torch.float16
+        torch.testing.assert_close(resized.double(), expected, rtol=0.01, atol=1e-4)
 
 
 def test_position_tables_are_added_in_the_type_of_the_tokens():
     """Class tokens that the table has no vectors for get none; those that it has, as they are."""
-    table = PositionTable(6, (2, 3), prefix=1)
-    patches = table.weight[:, 1:]
-    x = torch.randn(2, 7, 6)
+    table, x = PositionTable(DIM, (2, 3), prefix=1), torch.randn(2, 7, DIM)
     torch.testing.assert_close(table.add_to(x, Grid(2, 3, prefix=1)), x + table.weight)
     half = x.bfloat16()
     torch.testing.assert_close(table.add_to(half, Grid(2, 3, prefix=1)), half + table.weight.bfloat16())
-    found = PositionTable.on(table, Grid(2, 3, prefix=3))
+    found = table.on(Grid(2, 3, prefix=3))
     assert not found[:, :2].any()
     torch.testing.assert_close(found[:, 2:], table.weight)
-    assert found[:, 3:].shape == patches.shape
-    halved = copy.deepcopy(table).half()
-    resized = halved.resized(4, 5)
-    assert resized.dtype == torch.float16 and torch.equal(resized[:, :1], halved.weight[:, :1])
-    torch.testing.assert_close(resized.float(), table.resized(4, 5), rtol=0.01, atol=1e-4)
 
 
-@pytest.mark.usefixtures('fast_forms')
-def test_copies_of_position_tables_go_without_what_was_kept():
-    """It may belong to a graph, or to inference, of which copies and pickles know nothing."""
-    table = PositionTable(6, (2, 3))
-    with torch.no_grad():
-        kept = table.resized(4, 5)
-    assert table._resized is not None
-    for copied in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
-        assert copied._resized is None and torch.equal(copied.weight, table.weight)
-        with torch.no_grad():
-            torch.testing.assert_close(copied.resized(4, 5), kept)
-    with torch.no_grad():
-        assert table.resized(4, 5) is kept
-
-
-@pytest.mark.parametrize(
-    'shape', [(), (9,), (10, 6), (9, 6), (1, 1, 9, 6), (1, 11, 6), (1, 9, 6), (1, 1, 6), (1, 0, 6)], ids=str
-)
-def test_position_tables_of_another_form_stay(shape):
-    """What they are is for the report of the loading to say."""
-    weight = torch.randn(shape)
-    assert PositionTable(6, (4, 4), prefix=1).fit(weight) is weight
-
-
-def test_position_tables_of_another_grid_are_resized():
-    weight = torch.randn(1, 10, 6)
-    fitted = PositionTable(6, (4, 4), prefix=1).fit(weight)
-    assert fitted.shape == (1, 17, 6) and torch.equal(fitted[:, 0], weight[:, 0])
+@pytest.mark.parametrize('prefix', [0, 1])
+def test_a_checkpoints_table_of_another_square_fits(prefix):
+    """No square, no table, and what fits, stay as they are: what they are is for the report of the loading to say."""
+    table, given = PositionTable(DIM, (6, 7), prefix), torch.randn(1, prefix + 16, DIM)
+    fitted = table.fit(given)
+    assert fitted.shape == table.weight.shape and torch.equal(fitted[:, :prefix], given[:, :prefix])
+    torch.testing.assert_close(fitted[:, prefix:], bilinear(given[:, prefix:], (4, 4), (6, 7)))
+    odd = [(), (9,), (10, DIM), (1, 1, 9, DIM), (1, prefix + 15, DIM), (1, prefix, DIM)]
+    for other in (table.weight.data, *(torch.randn(shape) for shape in odd)):
+        assert table.fit(other) is other
 
 
 @pytest.mark.parametrize('part', [(3, 5), (2, 4), (3, 2)])
 def test_tables_of_part_of_a_window_are_those_of_the_window(part):
-    """In graphs, whose sizes are open, as in eager runs; only there the grid may go beyond."""
-    table = PositionTable(6, (4, 6)).double()
-    whole = resize_table(table.weight, (4, 6), (3, 5)).unflatten(1, (3, 5))
-    grid = Grid(*part, within=(3, 5))
+    """In graphs as in eager runs; only there the grid may go beyond."""
+    table = PositionTable(DIM, (4, 6)).double()
+    whole, grid = bilinear(table.weight.data, (4, 6), (3, 5)).unflatten(1, (3, 5)), Grid(*part, within=(3, 5))
     expected = whole[:, : part[0], : part[1]].flatten(1, 2)
     torch.testing.assert_close(table.on(grid), expected)
     torch.testing.assert_close(table.resized_in_graph(grid), expected)
@@ -81,11 +82,40 @@ def test_tables_of_part_of_a_window_are_those_of_the_window(part):
     torch.testing.assert_close(beyond[:, :3, :5], whole)
 
 
-@pytest.mark.parametrize('prefix', [0, 2])
-def test_tables_in_graphs_keep_the_vectors_of_class_tokens(prefix):
-    table = PositionTable(6, (4, 6), prefix).double()
-    for size in ((3, 5), (4, 6), (7, 1)):
-        expected = resize_table(table.weight, (4, 6), size, prefix)
-        torch.testing.assert_close(table.resized_in_graph(Grid(*size, prefix=prefix)), expected)
-        torch.testing.assert_close(table.on(Grid(*size, prefix=prefix)), expected)
-    assert table.half().resized_in_graph(Grid(3, 5)).dtype == torch.float16
+@pytest.mark.usefixtures('fast_forms')
+@pytest.mark.parametrize('mode', [torch.no_grad, torch.inference_mode])
+def test_inference_resizes_once_and_notices_changes(mode):
+    """Also of a model made for inference only; what was kept does not stop training."""
+    with mode():
+        table = PositionTable(DIM, (4, 5))
+        first = table.resized(6, 7)
+        assert mode is torch.inference_mode or table.resized(6, 7) is first
+        assert table.resized(7, 6).shape[1] == 42
+        table.weight.mul_(2)
+        torch.testing.assert_close(table.resized(6, 7), 2 * first)
+        table.load_state_dict(dict(weight=torch.ones(1, 20, DIM)))
+        assert (table.resized(6, 7) == 1).all()
+        table.weight.data = torch.zeros(1, 20, DIM)
+        assert (table.resized(6, 7) == 0).all()
+        assert table.double().resized(6, 7).dtype == torch.float64
+        for value in range(5):  # freed memory is handed out again: an address says nothing about a weight that is gone
+            table.weight = None
+            table.weight = nn.Parameter(torch.full((1, 20, DIM), float(value)))
+            torch.testing.assert_close(table.resized(6, 7), torch.full((1, 42, DIM), float(value)))
+    trained = PositionTable(DIM, (4, 5))
+    with torch.inference_mode():
+        trained.resized(6, 7)
+    trained.resized(6, 7).sum().backward()
+    assert trained.weight.grad.abs().min() > 0
+
+
+@pytest.mark.usefixtures('fast_forms')
+def test_copies_of_position_tables_go_without_what_was_kept():
+    """It may belong to a graph, or to inference, of which copies and pickles know nothing."""
+    table = PositionTable(DIM, (2, 3))
+    with torch.no_grad():
+        kept = table.resized(4, 5)
+        for copied in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
+            assert copied._resized is None and torch.equal(copied.weight, table.weight)
+            torch.testing.assert_close(copied.resized(4, 5), kept)
+        assert table.resized(4, 5) is kept

@@ -263,20 +263,6 @@ def test_compiled_softmax_attention_is_fused():
     assert not [op for op, value in nodes if value.shape[-2:] == (GRID.num_tokens,) * 2]
 
 
-@pytest.mark.slow
-def test_a_training_step_compiles_with_inductor():
-    torch._dynamo.reset()
-    attention, x = build('rala', torch.float32), tokens(torch.float32)
-    results = []
-    for module in (attention, torch.compile(attention, fullgraph=True)):
-        attention.zero_grad()
-        out = module(x, GRID, rotary=table(torch.float32))
-        out.square().mean().backward()
-        results.append([out.detach(), *(p.grad for p in attention.parameters())])
-    for ours, theirs in zip(*results):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
-
-
 @every_mixer
 def test_traced_graphs_write_over_nothing(mixer):
     attention = build(mixer, torch.float32).eval()
@@ -314,29 +300,45 @@ def test_which_gpus_get_kernels(monkeypatch, capability, triton, cuda, reason):
         assert not has_triton(torch.device('cuda', 0))
 
 
-class SaysWhetherItIsTraced(nn.Module):
+class Asks(nn.Module):
+    def __init__(self, question):
+        super().__init__()
+        self.question = question
+
     def forward(self, x):
-        return x + 1 if dispatch.is_traced() else x
-
-
-class SaysWhetherItIsExported(nn.Module):
-    def forward(self, x):
-        return x + 1 if dispatch.is_exported() else x
-
-
-def test_only_what_runs_python_code_is_told_of_an_export():
-    """The tracers of ``torch.compile`` and of the strict export read it instead."""
-    model, x = SaysWhetherItIsExported(), torch.zeros(3)
-    told = {strict: torch.export.export(model, (x,), strict=strict).module()(x).all() for strict in (False, True)}
-    assert told == {False: True, True: False}
-    assert not model(x).any() and not torch.compile(model, backend='eager')(x).any()
-    assert not torch.jit.trace(model, x)(x).any()
+        return x + 1 if self.question() else x
 
 
 @pytest.mark.parametrize('strict', [False, True])
-def test_graphs_of_every_kind_are_told(strict):
-    model, x = SaysWhetherItIsTraced(), torch.zeros(3)
-    assert not model(x).any()
-    assert torch.export.export(model, (x,), strict=strict).module()(x).all()
-    assert torch.jit.trace(model, x)(x).all()
-    assert torch.compile(model, backend='eager')(x).all()
+def test_graphs_are_told_of_their_tracing_and_python_code_of_an_export(strict):
+    """The tracers of ``torch.compile`` and of the strict export read it instead."""
+    traced, exported, x = Asks(dispatch.is_traced), Asks(dispatch.is_exported), torch.zeros(3)
+    assert not traced(x).any() and not exported(x).any()
+    assert torch.export.export(traced, (x,), strict=strict).module()(x).all()
+    assert torch.export.export(exported, (x,), strict=strict).module()(x).all() == (not strict)
+    assert torch.jit.trace(traced, x)(x).all() and not torch.jit.trace(exported, x)(x).any()
+    assert torch.compile(traced, backend='eager')(x).all()
+    assert not torch.compile(exported, backend='eager')(x).any()
+
+
+def asks_for_autocast(x):
+    return x + 1 if dispatch.autocasts(x) else x
+
+
+@pytest.mark.parametrize('compiles', [False, True])
+def test_autocast_of_the_device_of_a_tensor(compiles):
+    torch._dynamo.reset()
+    call = torch.compile(asks_for_autocast, fullgraph=True, backend='eager') if compiles else asks_for_autocast
+    x = torch.zeros(3)
+    assert not call(x).any()
+    with torch.autocast('cpu', torch.bfloat16):
+        assert call(x).all()
+        with torch.autocast('cpu', enabled=False):
+            assert not call(x).any()
+        assert call(x.to('meta')).shape == x.shape
+
+
+def test_a_layer_scale_that_half_precision_cannot_hold_is_applied_after_the_product():
+    assert dispatch.takes_scale(torch.zeros(1)) and not dispatch.takes_scale(torch.zeros(1, dtype=torch.float16))
+    with torch.autocast('cpu', torch.float16):
+        assert not dispatch.takes_scale(torch.zeros(1))

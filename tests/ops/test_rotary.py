@@ -68,9 +68,3 @@ def test_the_table_of_angles():
     torch.testing.assert_close(default[1, :, 1], torch.tensor([1, 1e-4, 0, 0]).sin())
     narrow = rotary_table(1, 3, 4)  # one angle for each axis
     torch.testing.assert_close(narrow[2, :, 0], torch.tensor([0.0, 2]).cos())
-
-
-@pytest.mark.parametrize('head_dim', [2, 6, 30])
-def test_rotary_needs_a_head_width_that_is_a_multiple_of_four(head_dim):
-    with pytest.raises(ValueError, match=f'head_dim={head_dim} has to be a multiple of 4'):
-        rotary_table(2, 2, head_dim)
