@@ -243,25 +243,6 @@ def test_the_options_of_an_attention_stay_what_they_are():
     assert given == dict(type='rala', kernel='relu')
 
 
-@pytest.mark.parametrize('reduced', [False, True])
-def test_an_adapter_in_place_of_the_projection_is_called(reduced):
-    """One that keeps the layer's weight under its name, which alone would leave the adapter out."""
-
-    class Adapter(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) + 1
-
-    attention, x = Attention(DIM, HEADS, 'softmax'), torch.randn(2, 12, DIM)
-    plain = attention.qkv
-    shared = dict(kv=x[:, ::2], key_grid=Grid(2, 3)) if reduced else {}
-    attention.qkv = Adapter(DIM, plain.out_features)
-    attention.qkv.load_state_dict(plain.state_dict())
-    adapted = attention(x, Grid(3, 4), **shared)
-    attention.qkv = plain
-    plain.bias.data += 1
-    torch.testing.assert_close(adapted, attention(x, Grid(3, 4), **shared))
-
-
 GATES = ["gate='{}'", "None, 'projection', 'identity' or 'tanh'"]
 SEQUENCE = dict(type='angular', conv='sequence')
 REFUSED = [  # class, its arguments, words of the error: argument and value, what is allowed

@@ -5,7 +5,7 @@ import copy
 import functools
 import math
 import pickle
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import pytest
 import small_hosts
@@ -13,7 +13,9 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from mmengine.registry import MODELS
+from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from small_hosts import ARCHS, ATTNS, EVERY_ATTN, image, loss
+from torch import nn
 from torch.nn.functional import pad
 from torch.nn.parallel import DistributedDataParallel
 
@@ -235,6 +237,80 @@ def test_autocast_is_finite_at_the_size_of_a_detector_on_a_gpu(arch, dtype, attn
 
 
 # --- what tools do with a model -----------------------------------------------------------------
+
+
+def layers_of(model):
+    """But convolutions that are part of an attention's equation."""
+    kinds = nn.Linear, nn.Conv2d, _BatchNorm, nn.LayerNorm
+    found = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+    return {n: m for n, m in found.items() if '.mixer.' not in n or isinstance(m, nn.Linear)}
+
+
+def with_compact(host, stage_attns):
+    arch = dict(ARCHS[host], ffn=dict(type='compact'))
+    return small_hosts.build(host, arch=arch, stage_attns=stage_attns).eval(), image(1)
+
+
+@pytest.mark.parametrize('kind', ['forward', 'forward_pre', 'full_backward', 'full_backward_pre', 'module'])
+@every_mix
+def test_layers_that_somebody_watches_are_called(host, stage_attns, kind):
+    """A hook on every layer at once, as profilers, feature extractors and those who shard gradients have it; inference
+    writes over nothing that a hook has kept. Once the hooks are gone, results are those of before."""
+    (model, x), seen, kept = with_compact(host, stage_attns), [], []
+
+    def hook(module, *tensors):
+        seen.append(module)
+        if kind == 'forward':
+            kept.append((tensors[-1], tensors[-1].detach().clone()))
+
+    for learns in (True, False) if 'backward' not in kind else (True,):
+        with torch.set_grad_enabled(learns):
+            expected = model(x)
+            if kind == 'module':
+                handles = [nn.modules.module.register_module_forward_hook(hook)]
+            else:
+                handles = [getattr(layer, f'register_{kind}_hook')(hook) for layer in layers_of(model).values()]
+            outs = model(x)
+            if learns:
+                loss(outs).backward()
+            for handle in handles:
+                handle.remove()
+            assert not [name for name, layer in layers_of(model).items() if layer not in seen]
+            seen.clear()
+            for out, other in zip(outs, expected):
+                torch.testing.assert_close(out, other, rtol=1e-4, atol=1e-4)
+    assert all(torch.equal(*pair) for pair in kept)
+
+
+def double(layer, kind):
+    """A ``forward`` that doubles what comes out, as adapters and quantisers have theirs: a function or method of the
+    instance, or a class of their own that keeps the weight under its name."""
+    original = layer.forward
+    if kind == 'class':
+        own = type(layer)
+        layer.__class__ = type(
+            'Adapter', (own,), dict(forward=lambda self, *args, **kw: 2 * own.forward(self, *args, **kw))
+        )
+    elif kind == 'method':
+        layer.forward = MethodType(lambda self, x: 2 * original(x), layer)
+    else:
+        layer.forward = lambda x: 2 * original(x)
+
+
+@pytest.mark.parametrize('kind', ['class', 'method', 'function'])
+@every_mix
+def test_layers_that_somebody_changed_are_called(host, stage_attns, kind):
+    """As if their weights were twice as large. Convolutions with a forward of their own have it from us."""
+    (model, x), (twin, _) = with_compact(host, stage_attns), with_compact(host, stage_attns)
+    for name, layer in layers_of(twin).items():
+        if type(layer).forward in (nn.Linear.forward, nn.Conv2d.forward, nn.LayerNorm.forward):
+            double(layers_of(model)[name], kind)
+            for parameter in layer.parameters():
+                parameter.data *= 2
+    for learns in (True, False):
+        with torch.set_grad_enabled(learns):
+            for out, other in zip(model.double()(x.double()), twin.double()(x.double())):
+                torch.testing.assert_close(out, other)
 
 
 @every_mix

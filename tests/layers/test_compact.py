@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from mmlinattn.attention import Grid
-from mmlinattn.backbones import RAVLT, LinearDeiT, LinearPVT, LinearPVTv2
+from mmlinattn.backbones import LinearPVT, LinearPVTv2
 from mmlinattn.layers import MLP, ConvFFN, DWConvFFN, FactorisedLinear, block, build_ffn, compact
 from mmlinattn.layers.block import over_tokens
 
@@ -159,19 +159,6 @@ def test_branches_with_something_of_their_own_are_not_merged(change):
     assert layer.down is kept
 
 
-@pytest.mark.parametrize('kind', ['norms', 'linears'])
-def test_hooks_of_branches_are_called(kind):
-    """Where somebody watches, the branches are computed one by one; merging for deployment ends that."""
-    layer, x, seen = unsettled(FactorisedLinear(12, 8, 5)).eval(), torch.randn(3, 12), []
-    expected = layer(x)
-    getattr(layer.down, kind)[1].register_forward_hook(lambda module, args, out: seen.append(out.shape))
-    torch.testing.assert_close(layer(x), expected)
-    assert seen == [(3, 5)]
-    layer.switch_to_deploy()
-    torch.testing.assert_close(layer(x), expected)
-    assert len(seen) == 1
-
-
 @pytest.mark.parametrize('frozen', [False, True])
 def test_frozen_factors_stay_frozen_when_merged(frozen):
     layer = FactorisedLinear(12, 8, 5).requires_grad_(not frozen)
@@ -240,43 +227,6 @@ def test_class_tokens_are_maps_of_one_pixel(ffn):
     torch.testing.assert_close(out[:, 0], module(x[:, :1, None])[:, 0, 0])
     scale = torch.rand(4) + 0.5  # of the layer, for class tokens as for the others
     torch.testing.assert_close(over_tokens(module, x, grid, out_scale=scale), out * scale)
-
-
-MODELS = {
-    'deit': lambda **kwargs: LinearDeiT(
-        dict(embed_dims=(16,), depths=(2,), num_heads=(2,), grid=2, ffn=dict(type='compact')), **kwargs
-    ),
-    'pvt v2': lambda **kwargs: LinearPVTv2(
-        dict(embed_dims=(8, 16, 24, 32), depths=(1,) * 4, num_heads=(1, 2, 3, 4), ffn=dict(type='compact')), **kwargs
-    ),
-    'ravlt': lambda **kwargs: RAVLT(
-        dict(
-            embed_dims=(8, 16, 24, 32),
-            depths=(1,) * 4,
-            num_heads=(1, 2, 3, 4),
-            layer_scales=0.5,
-            ffn=dict(type='compact'),
-        ),
-        **kwargs,
-    ),
-}
-
-
-@pytest.mark.parametrize('build', MODELS.values(), ids=MODELS)
-def test_models_switch_to_deploy(build):
-    model = unsettled(build()).eval()
-    x = torch.randn(2, 3, 40, 56)
-    expected = model(x)
-    num_trained = sum(p.numel() for p in model.parameters())
-    assert model.switch_to_deploy() is model
-    for out, other in zip(model(x), expected):
-        torch.testing.assert_close(out, other, rtol=1e-4, atol=1e-5)
-    deployed = build(deploy=True)
-    deployed.load_state_dict(model.state_dict())
-    for out, other in zip(deployed(x), expected):
-        torch.testing.assert_close(out, other, rtol=1e-4, atol=1e-5)
-    assert sum(p.numel() for p in deployed.parameters()) < num_trained
-    assert not deployed.training
 
 
 @pytest.mark.parametrize(

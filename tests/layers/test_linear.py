@@ -1,9 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Layers that somebody changed or watches are called; what hooks have seen is never written over."""
 
-import copy
-from types import MethodType
-
 import pytest
 import torch
 from torch import nn
@@ -11,8 +8,6 @@ from torch.nn.utils import parametrizations, prune, weight_norm
 
 from mmlinattn.attention import TOKEN_MIXERS, Attention, Grid, TokenMixer
 from mmlinattn.layers import (
-    MLP,
-    Block,
     ConvStem,
     apply_linear,
 )
@@ -32,32 +27,6 @@ def build(mixer, dtype=torch.float64, **options):
 
 def tokens(dtype=torch.float64, batch=2):
     return torch.randn(batch, GRID.num_tokens, DIM, dtype=dtype)
-
-
-@pytest.mark.parametrize('layer', ['qkv', 'proj'])
-@pytest.mark.parametrize('mixer', ['rala', 'softmax'])
-def test_forward_hooks_run_in_training_and_inference(mixer, layer):
-    attention, x, calls = build(mixer), tokens(), []
-    module = getattr(attention, layer)
-    expected = attention(x, GRID)
-    handle = module.register_forward_hook(lambda *args: calls.append(1))
-    torch.testing.assert_close(attention(x, GRID), expected)
-    with torch.no_grad():
-        torch.testing.assert_close(attention(x, GRID), expected)
-    handle.remove()
-    module.register_forward_pre_hook(lambda *args: calls.append(1))
-    attention(x, GRID)
-    assert len(calls) == 3
-
-
-@pytest.mark.parametrize('layer', ['qkv', 'proj'])
-@pytest.mark.parametrize('kind', ['register_full_backward_hook', 'register_full_backward_pre_hook'])
-def test_backward_hooks_run(kind, layer):
-    """Who shards or watches gradients hangs on the layer, whose weight would otherwise be used without it."""
-    attention, calls = build('rala'), []
-    getattr(getattr(attention, layer), kind)(lambda *args: calls.append(1))
-    attention(tokens(), GRID).sum().backward()
-    assert len(calls) == 1
 
 
 @pytest.mark.parametrize('reduced', [False, True], ids=['', 'reduced keys'])
@@ -83,57 +52,6 @@ def test_changed_weights_train(change, reduced):
         optimizer.step()
         outs.append(out.detach())
     assert (outs[0] - outs[1]).abs().max() > 1e-6
-
-
-@pytest.mark.parametrize('bound', [False, True], ids=['function', 'method'])
-@pytest.mark.parametrize('layer', ['qkv', 'proj'])
-@pytest.mark.parametrize('mixer', ['rala', 'softmax'])
-def test_a_forward_of_an_instance_is_called(mixer, layer, bound):
-    """Adapters and quantisers put one in place of the class's, a function or a method of the layer; here it doubles
-    what comes out."""
-    attention, x = build(mixer), tokens()
-    twin = copy.deepcopy(attention)
-    for parameter in getattr(twin, layer).parameters():
-        parameter.data *= 2
-    module = getattr(attention, layer)
-    original = module.forward
-    doubled = MethodType(lambda self, x: 2 * original(x), module)
-    module.forward = doubled if bound else lambda x: 2 * original(x)
-    torch.testing.assert_close(attention(x, GRID), twin(x, GRID))
-    with torch.no_grad():
-        torch.testing.assert_close(attention(x, GRID), twin(x, GRID))
-
-
-def test_what_a_hook_has_seen_stays_as_it_was():
-    """In inference results are written over; not those that somebody keeps."""
-    attention = Attention(DIM, HEADS, 'rala', local_kernel=5)
-    block = Block(DIM, attention, MLP(DIM, 32), dict(type='LN'))
-    seen = {}
-    for name, module in block.named_modules():
-        module.register_forward_hook(lambda m, i, out, name=name: seen.setdefault(name, []).append((out, out.clone())))
-    with torch.no_grad():
-        block(tokens(torch.float32), grid=GRID)
-    assert len(seen) > 6
-    for name, pairs in seen.items():
-        for kept, copied in pairs:
-            assert torch.equal(kept, copied), name
-
-
-@pytest.mark.parametrize('training', [False, True])
-def test_hooks_of_all_modules_run(training):
-    """Profilers and feature extractors hang one on everything at once."""
-    seen = []
-    block = Block(DIM, Attention(DIM, HEADS, 'rala', local_kernel=5), MLP(DIM, 32), dict(type='LN')).train(training)
-    stem, x, image = ConvStem(3, 8, dict(type='BN')).eval(), tokens(torch.float32), torch.randn(1, 16, 16, 3)
-    with torch.set_grad_enabled(training):
-        expected = block(x, grid=GRID), stem(image)
-        handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(type(module)))
-        try:
-            found = block(x, grid=GRID), stem(image)
-        finally:
-            handle.remove()
-    torch.testing.assert_close(found, expected)
-    assert [seen.count(kind) for kind in (nn.Linear, nn.Conv2d, nn.BatchNorm2d)] == [4, 4, 4]
 
 
 @pytest.mark.parametrize('gate', ['identity', 'projection', None])
@@ -173,16 +91,6 @@ def test_products_under_autocast_are_of_its_type():
         assert apply_linear(layer, x).dtype == layer(x).dtype == torch.bfloat16
         assert apply_linear(layer, x, gelu=True).dtype == torch.bfloat16
         assert stem(image).dtype == torch.bfloat16
-
-
-def test_hooks_and_adapters_are_called():
-    layer, x, seen = nn.Linear(3, 4), torch.randn(2, 3), []
-    handle = layer.register_forward_hook(lambda *args: seen.append(args))
-    with torch.no_grad():
-        hooked = apply_linear(layer, x, torch.ones(4), gelu=True)
-        handle.remove()
-        torch.testing.assert_close(apply_linear(layer, x, gelu=True), hooked)
-    assert len(seen) == 1
 
 
 @pytest.mark.parametrize('gated', [False, True])

@@ -137,18 +137,6 @@ def test_a_batch_norm_in_a_convolution(bias, shift):
             )
 
 
-def test_hooks_of_norms_are_called():
-    """In inference a batch norm goes into the convolution before it, but for one that somebody watches."""
-    stem, x, seen = ConvStem(3, 8, dict(type='BN')).eval(), torch.randn(1, 32, 32, 3), []
-    with torch.no_grad():
-        expected = stem(x)
-        for module in stem.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.register_forward_hook(lambda *args: seen.append(args))
-        torch.testing.assert_close(stem(x), expected)
-    assert len(seen) == 4
-
-
 def padded(x, multiple):
     """A map with zeros at the bottom and right, of whole strides."""
     out = x.new_zeros(len(x), *(-(-side // multiple) * multiple for side in x.shape[1:3]), x.shape[-1])
