@@ -99,20 +99,14 @@ RESTARTS = ['--max_restarts=2', '--rdzv_backend=c10d']
     ('environment', 'nodes', 'rendezvous'),
     [
         ({}, 1, ONE),
-        (dict(MAX_RESTARTS='0'), 1, ONE),
         (SEVERAL, 3, ['--node_rank=1', '--master_addr=first', '--master_port=1234']),
-        (
-            dict(MAX_RESTARTS='2'),
-            1,
-            [*RESTARTS, '--rdzv_endpoint=127.0.0.1:29500', '--rdzv_conf=is_host=1', '--local_addr=127.0.0.1'],
-        ),
         (
             dict(SEVERAL, MAX_RESTARTS='2'),
             3,
             [*RESTARTS, '--rdzv_endpoint=first:1234', '--rdzv_conf=is_host=0'],
         ),
     ],
-    ids=['alone', 'no restarts', 'machines', 'restarts', 'machines and restarts'],
+    ids=['alone', 'machines', 'machines and restarts'],
 )
 def test_what_torchrun_is_asked_for(script, environment, nodes, rendezvous):
     store = '1' if RESTARTS[0] in rendezvous else ''

@@ -3,14 +3,11 @@
 
 import copy
 import functools
-import json
 import os
-import pickle
 import runpy
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -215,63 +212,3 @@ def test_drawings_of_each_task(configured, tmp_path, config, has_hook):
     assert hook.show is True and hook.get('test_out_dir') is hook.get('out_dir') is None
     quiet = configured(*words).get('default_hooks', {}).get('visualization', {})
     assert not quiet.get('draw') and not quiet.get('enable')
-
-
-class FakeRunner:
-    """Tests five images in batches of two."""
-
-    def __init__(self, *hooks, rank=0):
-        self.hooks, self.rank = hooks, rank
-        self.test_evaluator = SimpleNamespace(metrics=[])
-
-    def test(self):
-        for index, batch in enumerate(([0, 1], [2, 3], [4])):
-            for hook in self.hooks:
-                hook.after_test_iter(self, batch_idx=index, data_batch=None, outputs=batch)
-        return {'coco/bbox_mAP': 0.5}
-
-
-@pytest.fixture
-def tested(tool, monkeypatch):
-    """Run tools/test.py with a stand-in for the Runner."""
-
-    def run(runner, config, *words):
-        functions = tool('test.py', config, 'some.pth', *words)
-        monkeypatch.setitem(functions, 'build_runner', lambda cfg, compiles: runner)
-        functions['main']()
-        return runner
-
-    return run
-
-
-@pytest.mark.parametrize(('interval', 'chosen'), [(1, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (3, [0, 3])])
-def test_every_nth_picture_is_drawn(tested, interval, chosen):
-    """By the hooks that draw, each on its own; others see all."""
-
-    class Hook:
-        def __init__(self):
-            self.drawn = []
-
-        def after_test_iter(self, runner, batch_idx, data_batch, outputs):
-            self.drawn += outputs
-
-    kinds = ('DetVisualizationHook', 'DetVisualizationHook', 'SegVisualizationHook', 'AnotherHook')
-    hooks = [type(kind, (Hook,), {})() for kind in kinds]
-    tested(FakeRunner(*hooks), DETECTOR, '--interval', interval, '--show-dir', 'shown')
-    assert [hook.drawn for hook in hooks] == [chosen] * 3 + [[0, 1, 2, 3, 4]]
-
-
-def test_what_is_written_out(tested, tmp_path, capsys):
-    """Predictions by a metric of the evaluator, or, by one process, the figures in the format of the file's name."""
-    for name, parse in (('m.json', json.load), ('m.pkl', pickle.load)):
-        runner = tested(FakeRunner(), DETECTOR, '--out', name, '--out-item', 'metrics')
-        assert runner.test_evaluator.metrics == []
-        with open(name, 'r' if name.endswith('json') else 'rb') as stream:
-            assert parse(stream) == {'coco/bbox_mAP': 0.5}
-    tested(FakeRunner(rank=1), DETECTOR, '--out', 'other.json', '--out-item', 'metrics', '--show-dir', 'shown')
-    assert not Path('other.json').exists()
-    assert capsys.readouterr().err == f'notice: images are in {tmp_path / "shown"}\n'
-    for config, kind in ((DETECTOR, 'DumpDetResults'), (SEGMENTOR, 'DumpResults')):
-        (metric,) = tested(FakeRunner(), config, '--out', 'p.pkl').test_evaluator.metrics
-        assert (type(metric).__name__, metric.out_file_path) == (kind, 'p.pkl') and not Path('p.pkl').exists()
-    assert capsys.readouterr().err == ''

@@ -6,6 +6,7 @@ One process trains and tests all configs of a task. Detection in processes of it
 """
 
 import functools
+import json
 import pickle
 import re
 from importlib import import_module
@@ -149,8 +150,11 @@ def commands(task: str, name: str) -> list[list[str]]:
     checkpoint = f'{work}/{"iter_3" if task == "mmseg" else "epoch_1"}.pth'
     common = ['--data-root', 'data/', '--cfg-options', *options]
     test = [str(TOOLS / 'test.py'), config, checkpoint, '--work-dir', f'{work}/tested', '--out', f'{name}.test.pkl']
-    shown = ['--show-dir', 'shown'] if name == OWN else []
-    return [[str(TOOLS / 'train.py'), config, '--work-dir', work, *common], [*test, *shown, *common]]
+    train = [str(TOOLS / 'train.py'), config, '--work-dir', work, *common]
+    if name != OWN:
+        return [train, [*test, *common]]
+    metrics = [*test[:-2], '--out', 'metrics.json', '--out-item', 'metrics']
+    return [train, [*test, '--show-dir', 'shown', *common], [*metrics, *common]]
 
 
 def of_upstream(task: str) -> list[list[str]]:
@@ -228,7 +232,9 @@ def test_upstream_tools_and_what_else_a_run_leaves(rounds, task):
     assert not errors['upstream'], printed['upstream'][-3000:]
     assert losses(folder / 'work' / 'upstream') == losses(folder / 'work' / OWN)
     ours, theirs = (re.findall(rf'{METRICS[task]}: ([\d.]+)', printed[name]) for name in (OWN, 'upstream'))
-    assert len(ours) == len(theirs) == 2 and len({*ours, *theirs}) == 1  # after training, and of the test
+    assert len(ours) == 3 and len(theirs) == 2 and len({*ours, *theirs}) == 1  # after training, and of the tests
+    written = json.loads((folder / 'metrics.json').read_text())
+    assert written[METRICS[task]] == pytest.approx(float(ours[0]), abs=0.01)
     assert any(path.suffix in ('.png', '.jpg') for path in (folder / 'shown').rglob('*'))
     events = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
     (file,) = (folder / 'work' / OWN).glob('*/vis_data/events.out.tfevents.*')

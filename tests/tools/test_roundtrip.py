@@ -86,9 +86,11 @@ def test_killed_training_resumes_with_the_same_losses(place, trained):
 def test_tests_a_checkpoint(place, trained):
     checkpoint = trained / 'epoch_3.pth'
     args = ['config.py', checkpoint, '--show-dir', 'shown', '--interval', 2, '--work-dir', 'tested']
+    args += ['--cfg-options', 'test_dataloader.batch_size=3']
     out = python(TOOLS / 'test.py', *args, '--out', 'predictions.pkl', cwd=place)
     assert f'images are in {place / "shown"}' in out
-    assert len(list((place / 'shown').iterdir())) == 2  # every second of four
+    images = sorted(path.name for path in (place / 'shapes' / 'val2017').iterdir())
+    assert sorted(path.name for path in (place / 'shown').iterdir()) == images[::2]
     predictions = pickle.loads((place / 'predictions.pkl').read_bytes())
     assert len(predictions) == 4
     assert {'bboxes', 'scores', 'labels', 'masks'} <= set(predictions[0]['pred_instances'])
