@@ -12,7 +12,6 @@ from mmlinattn.layers import (
     PatchEmbed,
     PatchMerging,
     conv_norms,
-    fold_batch_norm,
     strided_conv,
 )
 
@@ -33,26 +32,6 @@ def test_patches_without_overlap(dtype, kernel, channels):
             out = strided_conv(conv, x)
         assert out.dtype == dtype and out.shape == (2, 3, 3, 16)
         assert (out.double() - expected).norm() < (0.01 if dtype == torch.bfloat16 else 1e-12) * expected.norm()
-
-
-@pytest.mark.parametrize('norm', ['BN', 'GN', None])
-@pytest.mark.parametrize('training', [True, False])
-def test_stem_without_gradients_gives_what_it_gives_with_them(norm, training):
-    """Norms folded and GELU in the convolution; statistics of a batch are not folded."""
-    cfg = dict(type='BN') if norm is None else dict(type=norm, **(dict(num_groups=2) if norm == 'GN' else {}))
-    stem = ConvStem(3, 8, cfg)
-    for module in stem.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            for buffer in (module.running_mean, module.running_var, module.weight, module.bias):
-                nn.init.uniform_(buffer, 0.5, 1.5)
-    if norm is None:  # as a model folded for deployment
-        stem.layers = nn.Sequential(*(layer for layer in stem.layers if not isinstance(layer, nn.BatchNorm2d)))
-    stem.train(training)
-    x = torch.randn(2, 21, 30, 3)
-    expected = stem(x)
-    torch.testing.assert_close(stem.layers(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1), expected, rtol=1e-4, atol=1e-5)
-    with torch.no_grad():
-        torch.testing.assert_close(stem(x), expected, rtol=1e-4, atol=1e-5)
 
 
 class Shifted(nn.BatchNorm2d):
@@ -118,23 +97,6 @@ def test_one_convolution_among_plain_ones_runs_as_it_is(conv, place):
                 conv_norms(x, layers)
         handle.remove()
     assert seen == [convs[place]] * 4
-
-
-@pytest.mark.parametrize(('bias', 'shift'), [(True, -17.5), (False, -23.5)])
-def test_a_batch_norm_in_a_convolution(bias, shift):
-    """3 (2 x + 1 - 4) / sqrt(0.21 + 0.04) + 0.5 by hand; in the type of the convolution."""
-    conv, norm = nn.Conv2d(1, 2, 1, bias=bias), nn.BatchNorm2d(2, eps=0.04)
-    values = [(conv.weight, 2), (norm.weight, 3), (norm.bias, 0.5), (norm.running_mean, 4), (norm.running_var, 0.21)]
-    for tensor, value in [*values, *([(conv.bias, 1)] if bias else [])]:
-        nn.init.constant_(tensor, value)
-    norm.weight.data[1] = 0
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        folded = fold_batch_norm(conv.to(dtype), norm)
-        expected = torch.tensor([[[[12.0]]], [[[0]]]]), torch.tensor([shift, 0.5])
-        for tensor, other in zip(folded, expected):
-            torch.testing.assert_close(
-                tensor.detach(), other.to(dtype), rtol=0.01 if dtype == torch.bfloat16 else 1e-5, atol=0
-            )
 
 
 def padded(x, multiple):
@@ -204,20 +166,3 @@ def test_fixed_batch_norms_take_no_pass_of_their_own(kind, monkeypatch):
     monkeypatch.setattr(nn.functional, 'batch_norm', None)
     with torch.no_grad():
         assert stem(x).shape == (1, 4, 4, 8)
-
-
-@pytest.mark.parametrize('training', [False, True])
-def test_norms_that_train_use_their_batch_without_gradients_too(training):
-    conv, norm = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
-    nn.init.uniform_(norm.running_var, 2, 3)
-    nn.init.uniform_(norm.running_mean, 2, 3)
-    norm.train(training)
-    before, x = norm.running_mean.clone(), torch.randn(2, 3, 8, 9)
-    with torch.no_grad():
-        image = conv(x)
-        mean, var = (
-            (image.mean((0, 2, 3)), image.var((0, 2, 3), unbiased=False)) if training else (before, norm.running_var)
-        )
-        expected = (image - mean[:, None, None]) / (var + norm.eps).sqrt()[:, None, None]
-        torch.testing.assert_close(conv_norms(x, [(conv, norm)]), expected, rtol=1e-4, atol=1e-5)
-    assert torch.equal(norm.running_mean, before) is not training

@@ -22,18 +22,8 @@ def test_is_the_classifier_of_the_release():
     assert isinstance(outs, tuple) and len(outs) == 1
     torch.testing.assert_close(outs[0], expected)
     torch.testing.assert_close(neck(x)[0], expected)
-
-
-def test_checkpoints_fit_whatever_the_batch_norm():
-    """As the release has them, with a bias before the norm; training on several GPUs synchronises it."""
-    plain = ConvProjectionNeck(6, 5)
-    for kind in ('BN', 'SyncBN'):
-        ConvProjectionNeck(6, 5, norm_cfg=dict(type=kind)).load_state_dict(plain.state_dict())
-
-
-def test_another_width_is_named():
-    with pytest.raises(ValueError, match='in_channels=6'):
-        ConvProjectionNeck(6)((torch.rand(1, 4, 2, 2),))
+    for kind in ('BN', 'SyncBN'):  # checkpoints fit: training on several GPUs synchronises the norm
+        ConvProjectionNeck(6, 5, norm_cfg=dict(type=kind)).load_state_dict(neck.state_dict())
 
 
 # ---- SimpleFeaturePyramid
@@ -45,11 +35,12 @@ def pyramid(**options):
 
 @pytest.mark.parametrize(('height', 'width'), [(64, 96), (70, 90), (33, 47), (49, 32)])
 def test_levels_have_the_sizes_of_a_convolutional_pyramid(height, width):
-    x = torch.randn(2, 8, -(-height // 16), -(-width // 16))
-    outs = pyramid()((x,), image_size=(height, width))
-    assert [tuple(out.shape) for out in outs] == [
-        (2, 6, -(-height // stride), -(-width // stride)) for stride in (4, 8, 16, 32, 64)
-    ]
+    """Of the last of several maps; a level of an odd image is the corner of that of the padded one."""
+    neck, x = pyramid(), torch.randn(2, 8, -(-height // 16), -(-width // 16))
+    outs, whole = neck([torch.zeros(1, 5, 3, 4), x], image_size=(height, width)), neck(x)
+    for out, other, stride in zip(outs, whole, (4, 8, 16, 32, 64), strict=True):
+        assert out.shape == (2, 6, -(-height // stride), -(-width // stride))
+        assert torch.equal(out, other[..., : out.shape[2], : out.shape[3]])
     assert len(pyramid(num_outs=4)(x)) == 4
 
 
@@ -91,34 +82,6 @@ def test_levels_are_those_of_vitdet():
     assert len(outs) == len(expected)
     for out, truth in zip(outs, expected):
         torch.testing.assert_close(out, truth)
-
-
-def test_a_pyramid_is_of_the_last_of_several_maps():
-    neck, x = pyramid(), torch.randn(1, 8, 3, 4)
-    for out, expected in zip(neck([torch.zeros(1, 5, 3, 4), torch.zeros(1, 8, 3, 4), x]), neck(x), strict=True):
-        assert torch.equal(out, expected)
-
-
-def test_cutting_keeps_positions():
-    """A level of an odd image is the corner of the level of the padded one."""
-    neck, x = pyramid(), torch.randn(1, 8, 3, 4)
-    for cut, whole in zip(neck(x, image_size=(35, 50)), neck(x)):
-        torch.testing.assert_close(cut, whole[..., : cut.shape[2], : cut.shape[3]])
-
-
-@pytest.mark.parametrize(
-    ('options', 'message'), [(dict(num_outs=6), 'num_outs=6'), (dict(in_channels=6), 'in_channels=6')]
-)
-def test_impossible_pyramids_are_named(options, message):
-    with pytest.raises(ValueError, match=message):
-        pyramid(**options)
-
-
-def test_another_map_is_named():
-    with pytest.raises(ValueError, match='in_channels=8'):
-        pyramid()(torch.rand(1, 4, 2, 2))
-    with pytest.raises(ValueError, match=r'image_size=\(70, 64\)'):
-        pyramid()(torch.rand(1, 8, 4, 4), image_size=(70, 64))
 
 
 # ---- what is not said
@@ -198,62 +161,43 @@ def test_heads_read_one_output_in_inference_alone():
         outs = neck.train()([x])
         assert [out.shape[1] for out in outs] == [5, 6, 7]
         assert torch.equal(neck.eval()([x]), outs[place])
-    with pytest.raises(ValueError, match=r'^inference_output=3 has to lie in \[0, 2\]$'):
-        MapAdapter([4], [5, 6, 7], sources=[0, 0, None], inference_output=3)
 
 
-@pytest.mark.parametrize(
-    ('build', 'message'),
-    [
-        (
-            lambda: MapAdapter([4, 8], [6], sources=[0, 1]),
-            'sources=(0, 1) and scales=(1.0,) have to have one entry for each of the 1 out_channels, and sources have '
-            'to lie in [0, 1]',
-        ),
-        (
-            lambda: MapAdapter([4], [6, 6], scales=[1], sources=[0, -1]),
-            'sources=(0, -1) and scales=(1,) have to have one entry for each of the 2 out_channels, and sources have '
-            'to lie in [0, 0]',
-        ),
-        *(
-            (
-                lambda sources=sources, scales=scales: MapAdapter([4, 4], [6, 6], sources=sources, scales=scales),
-                f'sources={sources} and scales={scales} have to have one entry for each of the 2 out_channels, and '
-                'sources have to lie in [0, 1]',
-            )
-            for sources, scales in (
-                ((0, -1), (1, 1)),
-                ((0,), (1, 1)),
-                ((0, 1, 1), (1, 1)),
-                ((0, 1), (1,)),
-                ((0, 1), (1, 1, 1)),
-                ((0,), (1,)),
-                ((0, 2), (1, 1)),
-            )
-        ),
-        (lambda: MapAdapter([4], [6], inference_output=-1), 'inference_output=-1 has to lie in [0, 0]'),
-        (lambda: MapAdapter([4, 8], [6, 6])(torch.rand(1, 4, 2, 2)), 'feats have the widths (4,), in_channels=(4, 8)'),
-        (lambda: SimpleFeaturePyramid(8, 6, 3), 'num_outs=3 has to be 4 or 5'),
-        (lambda: SimpleFeaturePyramid(0), 'in_channels=0 has to be a multiple of 4'),
-        (
-            lambda: SimpleFeaturePyramid(8)(torch.rand(1, 4, 2, 2)),
-            'feats: the map has the shape (1, 4, 2, 2); in_channels=8 allows (B, 8, H, W)',
-        ),
-        (
-            lambda: SimpleFeaturePyramid(8)(torch.rand(1, 8, 4)),
-            'feats: the map has the shape (1, 8, 4); in_channels=8 allows (B, 8, H, W)',
-        ),
-        (
-            lambda: SimpleFeaturePyramid(8)(torch.rand(1, 8, 2, 2), image_size=[32, 33]),
-            'image_size=(32, 33) does not have a map of (2, 2) at stride 16',
-        ),
-        (
-            lambda: ConvProjectionNeck(6)(torch.rand(1, 6)),
-            'feats: the map has the shape (1, 6); in_channels=6 allows (B, 6, H, W)',
-        ),
-    ],
-)
-def test_messages_name_the_argument_its_value_and_what_is_allowed(build, message):
+PAIR = [4, 4], [6, 6]
+FEW = [  # sources and scales of two outputs of two maps
+    *(((0, -1), (1, 1)), ((0,), (1, 1)), ((0, 1, 1), (1, 1)), ((0, 1), (1,)), ((0, 1), (1, 1, 1)), ((0,), (1,))),
+    ((0, 2), (1, 1)),
+]
+REFUSED = [
+    *(
+        (lambda a=a, b=b: MapAdapter(*PAIR, sources=a, scales=b), [f'sources={a}', f'scales={b}', '2 out_ch', '[0, 1]'])
+        for a, b in FEW
+    ),
+    (lambda: MapAdapter([4, 8], [6], sources=[0, 1]), ['sources=(0, 1)', 'scales=(1.0,)', '1 out_channels', '[0, 1]']),
+    *(
+        (lambda i=i: MapAdapter([4], [6], inference_output=i), [f'inference_output={i}', 'lie in [0, 0]'])
+        for i in (-1, 1)
+    ),
+    (lambda: MapAdapter([4, 8], [6, 6])(torch.rand(1, 4, 2, 2)), ['feats', '(4,)', 'in_channels=(4, 8)']),
+    *((lambda n=n: pyramid(num_outs=n), [f'num_outs={n}', '4 or 5']) for n in (3, 6)),
+    *((lambda n=n: pyramid(in_channels=n), [f'in_channels={n}', 'multiple of 4']) for n in (0, 6)),
+    *(
+        (lambda shape=shape: pyramid()(torch.rand(shape)), ['feats', f'{shape}', 'in_channels=8 allows (B, 8, H, W)'])
+        for shape in ((1, 4, 2, 2), (1, 8, 4))
+    ),
+    *(
+        (lambda side=side: pyramid()(torch.rand(1, 8, 2, 2), image_size=[32, side]), [f'image_size=(32, {side})'])
+        for side in (16, 33)
+    ),
+    *(
+        (lambda shape=shape: ConvProjectionNeck(6)((torch.rand(shape),)), ['feats', f'{shape}', 'in_channels=6'])
+        for shape in ((1, 6), (1, 4, 2, 2))
+    ),
+]
+
+
+@pytest.mark.parametrize(('build', 'words'), REFUSED, ids=range(len(REFUSED)))
+def test_messages_name_the_argument_its_value_and_what_is_allowed(build, words):
     with pytest.raises(ValueError) as error:
         build()
-    assert str(error.value) == message
+    assert not [word for word in words if word not in str(error.value)] and '\n' not in str(error.value)
