@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops import dispatch
 from ..ops.tensors import to_image
-from .linear import apply_linear, apply_norm, has_hooks, is_plain_linear
+from .linear import apply_linear, has_hooks, is_plain_linear
 from .patch_embed import is_plain_conv
 
 STRIP_NUMEL = 2**22  # of the hidden map: 16 MiB in float32
@@ -62,12 +62,13 @@ class Block(BaseModule):
         self.gamma1, self.gamma2 = gammas
 
     def add_branch(self, x: Tensor, norm: nn.Module, branch: Any, gamma: Optional[Tensor], **shared) -> Tensor:
-        if gamma is not None and dispatch.takes_scale(x):
+        casts = dispatch.autocasts(x)
+        if gamma is not None and takes_scale(x.dtype, casts):
             shared['out_scale'], gamma = gamma, None
         drops = self.training and isinstance(self.drop_path, DropPath)
         if gamma is None and not drops and _adds_residual(branch):
-            return branch(apply_norm(norm, x), residual=x, **shared)
-        out = branch(apply_norm(norm, x), **shared)
+            return branch(apply_norm(norm, x, casts), residual=x, **shared)
+        out = branch(apply_norm(norm, x, casts), **shared)
         if gamma is None and not drops:
             return x + out
         # paths are dropped in a small tensor of scales, which saves passes over the map
@@ -94,6 +95,23 @@ def _adds_residual(branch) -> bool:
     return getattr(branch, 'adds_residual', False) and not dispatch.records() and not has_hooks(branch)
 
 
+def takes_scale(dtype: torch.dtype, casts: bool) -> bool:
+    """Whether the matrix that a map is multiplied by may be scaled: not where products are made in half precision, in
+    which small scales underflow. ``casts``: under autocast."""
+    return dtype in (torch.float32, torch.float64) and not casts
+
+
+def apply_norm(norm: nn.Module, x: Tensor, casts: bool) -> Tensor:
+    """``norm(x)``. In inference under autocast (``casts``) on CPUs, a LayerNorm gives the type of autocast: it sums in
+    float32 all the same, and the products that follow would round its result."""
+    if casts and isinstance(norm, nn.LayerNorm):
+        route = dispatch.route(x)
+        if route.backend == 'cpu' and not route.records and x.dtype == route.dtype:
+            with dispatch.without_autocast(x):
+                return norm(x)
+    return norm(x)
+
+
 # --- feed-forward networks --------------------------------------------------------------------------------------------
 
 
@@ -114,6 +132,7 @@ class MLP(BaseModule):
 
     def __init__(self, dim: int, hidden_dim: int, init_cfg=None) -> None:
         super().__init__(init_cfg)
+        self.hidden_dim = hidden_dim
         self.fc1 = nn.Linear(dim, hidden_dim)
         self.fc2 = nn.Linear(hidden_dim, dim)
 
@@ -137,12 +156,12 @@ class MLP(BaseModule):
 
     def _rows_of_strip(self, x: Tensor) -> Optional[int]:
         """None for the whole map at once."""
-        whole = dispatch.records() or x.numel() == 0 or not is_plain_linear(self.fc2)  # hooks see whole maps
-        if whole or dispatch.backend(x) != 'cpu':
+        numel = x.numel() // x.shape[-1] * self.hidden_dim
+        if dispatch.records() or numel <= 2 * STRIP_NUMEL or dispatch.backend(x) != 'cpu':
             return None
-        row_numel = x[0, 0].numel() // x.shape[-1] * self.fc2.in_features
-        if x.shape[0] * x.shape[1] * row_numel <= 2 * STRIP_NUMEL:
+        if not is_plain_linear(self.fc2):  # hooks see whole maps
             return None
+        row_numel = numel // (x.shape[0] * x.shape[1])
         return max(STRIP_NUMEL // row_numel, 8 * self.halo, 1)
 
     def _strips(self, x: Tensor, rows: int) -> Iterator[tuple[int, slice, slice, Tensor]]:

@@ -14,6 +14,7 @@ from typing_extensions import TypeGuard
 
 from .. import ops
 from ..ops import dispatch, private
+from ..ops.products import linear_by
 from ..ops.tensors import split
 
 Layer = TypeVar('Layer', bound=nn.Module)
@@ -57,8 +58,8 @@ def apply_linear(
 ) -> Tensor:
     """``layer(x) * scale + residual``, or ``gelu(layer(x))``.
 
-    The scale goes into the matrix (where ``dispatch.takes_scale``): no pass over the map, and no map kept for its
-    gradient. A layer that is no plain linear one (an adapter in its place, one with hooks) is called as it is.
+    The scale goes into the matrix: no pass over the map, and no map kept for its gradient. A layer that is no plain
+    linear one (an adapter in its place, one with hooks) is called as it is.
 
     Args:
         layer (nn.Module): ``nn.Linear`` with C inputs and C' outputs, or what takes its place.
@@ -80,17 +81,6 @@ def apply_linear(
     if scale is not None:
         weight, bias = weight * scale[:, None], None if bias is None else bias * scale
     return ops.linear(x, weight, bias, gelu, residual)
-
-
-def apply_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    """``norm(x)``. In inference under autocast on CPUs, a LayerNorm gives the type of autocast: it sums in float32 all
-    the same, and the products that follow would round its result."""
-    if isinstance(norm, nn.LayerNorm) and dispatch.autocasts(x):
-        route = dispatch.route(x)
-        if route.backend == 'cpu' and not route.records and x.dtype == route.dtype:
-            with dispatch.without_autocast(x):
-                return norm(x)
-    return norm(x)
 
 
 class Projected(NamedTuple):
@@ -142,7 +132,7 @@ def project(
     else:
         parts = [(x, (q, k)), (x, (v,)), *((x, (g,)) for g in gate)]
     if len(parts) == 1:
-        return [Projected(ops.linear(x, layer.weight, layer.bias), tuple(widths))]
+        return [Projected(linear_by(route, x, layer.weight, layer.bias), tuple(widths))]
     if backend == 'cpu' and not learns and x.dtype != route.dtype:  # once, not for each part
         cast = x.to(route.dtype)
         parts = [(cast if tokens is x else tokens, part) for tokens, part in parts]
@@ -150,7 +140,7 @@ def project(
     biases = [None] * len(rows) if layer.bias is None else layer.bias.split(rows)
     weights = layer.weight.split(rows)
     return [
-        Projected(ops.linear(tokens, weight, bias), part)
+        Projected(linear_by(route, tokens, weight, bias), part)
         for (tokens, part), weight, bias in zip(parts, weights, biases)
     ]
 

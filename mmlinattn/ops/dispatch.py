@@ -171,12 +171,6 @@ def without_autocast(x: Tensor):
     return torch.autocast(x.device.type, enabled=False) if autocasts(x) else contextlib.nullcontext()
 
 
-def takes_scale(x: Tensor) -> bool:
-    """Whether the matrix that ``x`` is multiplied by may be scaled: not where products are made in half precision, in
-    which small scales underflow."""
-    return x.dtype in (torch.float32, torch.float64) and not autocasts(x)
-
-
 def accumulation_dtype(x: Tensor) -> torch.dtype:
     """The type of sums, angles and interpolation: float32 for half precision, the type of ``x`` otherwise."""
     return torch.promote_types(x.dtype, torch.float32)

@@ -45,7 +45,18 @@ def linear(
     Returns:
         Tensor: (..., C').
     """
-    route = dispatch.route(x, weight, bias, residual)
+    return linear_by(dispatch.route(x, weight, bias, residual), x, weight, bias, gelu, residual)
+
+
+def linear_by(
+    route: dispatch.Route,
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,
+    gelu: bool = False,
+    residual: Optional[Tensor] = None,
+) -> Tensor:
+    """:func:`linear` where it has been found out how it is to run."""
     if route.backend == 'cpu':
         if not route.records:
             return _fused(x, weight, bias, gelu, residual, route)

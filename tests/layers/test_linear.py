@@ -93,6 +93,16 @@ def test_products_under_autocast_are_of_its_type():
         assert stem(image).dtype == torch.bfloat16
 
 
+def test_a_layer_scale_that_half_precision_cannot_hold_is_applied_after_the_product():
+    """1e-9 in a matrix of float16 is 0."""
+    block = Block(4, nn.Identity(), MLP(4, 8), dict(type='LN'), layer_scale=1e-9).eval()
+    x = torch.zeros(1, 2, 2, 4)
+    nn.init.ones_(block.ffn.fc2.bias), nn.init.zeros_(block.gamma1)
+    with torch.no_grad(), torch.autocast('cpu', torch.float16):
+        out = block(x)
+    assert (out > 5e-10).all()
+
+
 @pytest.mark.parametrize('gated', [False, True])
 @pytest.mark.parametrize('reduced', [False, True])
 @pytest.mark.parametrize('bias', [False, True])
