@@ -7,10 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, weight_norm
 
 from mmlinattn.attention import TOKEN_MIXERS, Attention, Grid, TokenMixer
-from mmlinattn.layers import (
-    ConvStem,
-    apply_linear,
-)
+from mmlinattn.layers import MLP, Block, ConvStem, apply_linear
 from mmlinattn.layers.linear import project, split_parts
 from mmlinattn.ops import dispatch
 

@@ -336,9 +336,3 @@ def test_autocast_of_the_device_of_a_tensor(compiles):
         with torch.autocast('cpu', enabled=False):
             assert not call(x).any()
         assert call(x.to('meta')).shape == x.shape
-
-
-def test_a_layer_scale_that_half_precision_cannot_hold_is_applied_after_the_product():
-    assert dispatch.takes_scale(torch.zeros(1)) and not dispatch.takes_scale(torch.zeros(1, dtype=torch.float16))
-    with torch.autocast('cpu', torch.float16):
-        assert not dispatch.takes_scale(torch.zeros(1))
