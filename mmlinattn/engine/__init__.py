@@ -5,35 +5,16 @@ Importing this registers hooks, constructors, the CPU model wrapper, the runner 
 """
 
 from ..utils.errors import RunError
-from .hooks import (
-    AtomicLocalBackend,
-    CheckpointGuardHook,
-    CheckpointMatchHook,
-    CompileHook,
-    DataCheckHook,
-    ExactResumeHook,
-    FiniteLossHook,
-    SafeCheckpointHook,
-    StopHook,
-    UnusedParametersHook,
-)
+from . import hooks
+from .hooks import *  # noqa: F403
 from .optimizers import BackboneLayerDecayOptimWrapperConstructor
 from .runner import CPUDistributedDataParallel, SafeRunner, prepare_distributed
 
 __all__ = [
-    'AtomicLocalBackend',
     'BackboneLayerDecayOptimWrapperConstructor',
     'CPUDistributedDataParallel',
-    'CheckpointGuardHook',
-    'CheckpointMatchHook',
-    'CompileHook',
-    'DataCheckHook',
-    'ExactResumeHook',
-    'FiniteLossHook',
     'RunError',
-    'SafeCheckpointHook',
     'SafeRunner',
-    'StopHook',
-    'UnusedParametersHook',
     'prepare_distributed',
 ]
+__all__ += hooks.__all__

@@ -5,13 +5,21 @@ import os
 from typing import Any
 
 from mmengine.config import Config, ConfigDict
+from mmengine.model import BaseTTAModel, is_model_wrapper
 from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
 from .errors import RunError, described
 from .registering import bare_name
 
-__all__ = ['build_model', 'is_pretrained', 'without_pretrained']
+__all__ = ['build_model', 'is_pretrained', 'unwrapped', 'without_pretrained']
+
+
+def unwrapped(model: Any) -> nn.Module:
+    """The model itself, without what distributed training and test-time augmentation put around it."""
+    while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
+        model = model.module
+    return model
 
 
 def is_pretrained(init_cfg: Any) -> bool:

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import Union
 
 from mmengine.hooks import Hook
-from mmengine.model import BaseTTAModel, is_model_wrapper
 from mmengine.registry import HOOKS
 from mmengine.runner.base_loop import BaseLoop
 from torch import Tensor, nn
 
 from ...checkpoints.states import kind_of, not_finite, some
+from ...utils.building import unwrapped
 from ...utils.errors import RunError
 
 __all__ = ['CheckpointMatchHook', 'check_weights']
@@ -24,7 +24,7 @@ def _state_dict(checkpoint: dict) -> OrderedDict:
     state = checkpoint.get('state_dict', checkpoint)
     # the runner's own pattern, whose dot is any character: it loads nothing into a part named module_list
     tensors = OrderedDict((re.sub('^module.', '', key), v) for key, v in state.items() if isinstance(v, Tensor))
-    tensors._metadata = getattr(state, '_metadata', OrderedDict())
+    vars(tensors)['_metadata'] = getattr(state, '_metadata', OrderedDict())  # the versions of its modules
     return tensors
 
 
@@ -114,9 +114,7 @@ class CheckpointMatchHook(Hook):
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Compare before MMEngine loads."""
-        model = runner.model
-        while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
-            model = model.module
+        model = unwrapped(runner.model)
         state = _state_dict(checkpoint)
         is_training = isinstance(runner._train_loop, BaseLoop)
         is_fatal = not is_training or runner._resume

@@ -3,7 +3,7 @@ import os
 import os.path as osp
 from collections import deque
 from contextlib import contextmanager
-from typing import Optional
+from typing import Any, Optional
 
 from mmengine.dist import is_main_process
 from mmengine.fileio import LocalBackend, get_file_backend, register_backend
@@ -103,6 +103,10 @@ class SafeCheckpointHook(CheckpointHook):
         RunError: A checkpoint could not be written. The previous checkpoint and ``last_checkpoint``
             are intact.
     """
+
+    backend_args: Optional[dict]
+    file_backend: Any
+    keep_ckpt_ids: deque
 
     def before_train(self, runner) -> None:
         """Find the storage; a local one becomes atomic unless the config chose a backend."""

@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import functools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 from mmcv.cnn.bricks import DropPath
@@ -43,7 +43,7 @@ def compile_blocks(model: nn.Module, **options) -> int:
         raise RunError('--compile: the model has no backbone of mmlinattn.')
     # by default, code compiled for a square map serves square maps only: equal sizes are taken to be one
     shape_config.use_duck_shape = False
-    kinds: dict[Hashable, callable] = {}
+    kinds: dict[Hashable, Callable] = {}
     for backbone in backbones:
         for block in _blocks(backbone):
             device = next(block.parameters()).device

@@ -1,4 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import logging
 import os
 import os.path as osp
 from collections import defaultdict
@@ -10,11 +11,11 @@ import numpy as np
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
 from mmengine.logging import print_log
-from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
 from mmengine.runner.base_loop import BaseLoop
 from torch import nn
 
+from ...utils.building import unwrapped
 from ...utils.errors import RunError
 
 __all__ = ['DataCheckHook', 'check_labels', 'find_missing_files']
@@ -59,17 +60,18 @@ def find_missing_files(dataset) -> list[str]:
 
 def _num_classes(model: nn.Module) -> Optional[int]:
     """Classes of the head of a detector or classifier."""
-    head = getattr(getattr(model, 'roi_head', None), 'bbox_head', None) or getattr(model, 'bbox_head', None)
+    head: Any = getattr(getattr(model, 'roi_head', None), 'bbox_head', None) or getattr(model, 'bbox_head', None)
     head = head if head is not None else getattr(model, 'head', None)
-    counts = [getattr(head, 'num_classes', None) for head in (head if isinstance(head, nn.ModuleList) else [head])]
-    return min(counts) if counts and all(type(count) is int for count in counts) else None
+    stages = head if isinstance(head, nn.ModuleList) else [head]
+    counts = [getattr(stage, 'num_classes', None) for stage in stages]
+    return min((count for count in counts if type(count) is int), default=None)
 
 
-def _labels(info: dict) -> list[Integral]:
+def _labels(info: dict) -> list[int]:
     """Labels of the objects, and that, or those, of the image."""
     found = [instance.get('bbox_label') for instance in info.get('instances') or () if isinstance(instance, dict)]
     found += np.ravel(info['gt_label']).tolist() if info.get('gt_label') is not None else []
-    return [label for label in found if isinstance(label, Integral)]
+    return [int(label) for label in found if isinstance(label, Integral)]
 
 
 def check_labels(dataset, model: nn.Module) -> None:
@@ -83,8 +85,7 @@ def check_labels(dataset, model: nn.Module) -> None:
     Raises:
         RunError: A label is beyond ``num_classes``.
     """
-    while is_model_wrapper(model):
-        model = model.module
+    model = unwrapped(model)
     names = (getattr(dataset, 'metainfo', None) or {}).get('classes') or ()
     advice = 'Set num_classes of the head, or metainfo.classes of the data set to those that count.'
     if hasattr(model, 'decode_head'):
@@ -116,9 +117,9 @@ class DataCheckHook(Hook):
 
     Args:
         max_listed (int): How many files a message names.
-        former: ``num_read`` and ``unreadable`` of older configs are taken, with a warning, and do nothing: a file that
-            cannot be decoded stops the run with the loading transform's error. MMCV's
-            ``LoadImageFromFile(ignore_empty=True)`` makes data sets draw another sample instead.
+        num_read, unreadable: Of older configs; they do nothing, with a warning. A file that cannot be decoded stops the
+            run with the loading transform's error. MMCV's ``LoadImageFromFile(ignore_empty=True)`` makes data sets
+            draw another sample instead.
 
     Raises:
         RunError: A data set holds no image, or names files that are not there; a label is beyond ``num_classes``.
@@ -126,12 +127,9 @@ class DataCheckHook(Hook):
 
     priority = 'VERY_HIGH'
 
-    def __init__(self, max_listed: int = 5, **former: Any):
-        unknown = set(former) - {'num_read', 'unreadable'}
-        if unknown:
-            raise TypeError(f'DataCheckHook has no argument {", ".join(sorted(unknown))}; it has max_listed')
-        if former:
-            print_log(f'DataCheckHook: {", ".join(former)} no longer does anything.', 'current', 30)
+    def __init__(self, max_listed: int = 5, num_read: Any = None, unreadable: Any = None):
+        if num_read is not None or unreadable is not None:
+            print_log('DataCheckHook: num_read and unreadable no longer do anything.', 'current', logging.WARNING)
         self.max_listed = max_listed
 
     def before_run(self, runner) -> None:

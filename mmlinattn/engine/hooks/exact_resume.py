@@ -50,8 +50,8 @@ class _NumberedBatches:
 
     def __iter__(self):
         place = 0
-        while place is not None:
-            place = None
+        while place >= 0:  # there were batches
+            place = -1
             for place, indices in enumerate(self.batch_sampler):
                 if self.num_done > 0:
                     self.num_done -= 1
@@ -169,7 +169,7 @@ class ExactResumeHook(Hook):
         )
         batches = _NumberedBatches(batch_sampler, is_endless)
         # PyTorch asks the data set for whole batches where it has this method
-        loader.dataset.__getitems__ = partial(_load, loader.dataset, self.seed, self.rank)
+        vars(loader.dataset)['__getitems__'] = partial(_load, loader.dataset, self.seed, self.rank)
         # past the check that refuses other batches for the sake of iterators that are under way: there is none,
         # but for that of a loop over iterations, which was begun too early and is dropped
         vars(loader).update(batch_sampler=batches, _iterator=None)

@@ -36,7 +36,8 @@ class FiniteLossHook(Hook):
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: Optional[dict] = None) -> None:
         """Look at the summed loss of this iteration."""
-        loss = (outputs or {}).get('loss')
+        outputs = outputs or {}
+        loss = outputs.get('loss')
         if not isinstance(loss, torch.Tensor) or torch.isfinite(loss.detach()).all():
             return
         terms = ', '.join(

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from typing import Any
 
 import torch
 from mmengine.dist import all_reduce, barrier, get_world_size
@@ -81,7 +82,7 @@ class StopHook(Hook):
         self.interval = interval
         self.is_asked = False  # this process had the signal
         self._is_agreed = False  # all processes know of it
-        self._found = None  # the handler in whose place this hook's is
+        self._found: Any = None  # the handler in whose place this hook's is
 
     def before_run(self, runner) -> None:
         """Keep the workers alive that the last iteration needs."""

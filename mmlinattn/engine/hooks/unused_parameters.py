@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import re
-from typing import Any, Optional
+from typing import Optional
 
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...checkpoints.states import some
+from ...utils.building import unwrapped
 from ...utils.errors import RunError
 
 __all__ = ['UnusedParametersHook', 'read_outputs']
@@ -51,7 +52,6 @@ class UnusedParametersHook(Hook):
     def __init__(self) -> None:
         self._without: set[str] = set()
         self._handles: list = []
-        self._armed = False
 
     def before_train(self, runner) -> None:
         """Watch every parameter that is trained; optimizers clear gradients before a hook could look at them."""
@@ -59,8 +59,7 @@ class UnusedParametersHook(Hook):
         if is_model_wrapper(model) and not isinstance(model, DistributedDataParallel):
             return  # others flatten parameters
         self._release()
-        self._armed = True
-        named = {name: p for name, p in _inner(model).named_parameters() if p.requires_grad}
+        named = {name: p for name, p in unwrapped(model).named_parameters() if p.requires_grad}
         self._without = set(named)
         for name, parameter in named.items():
             # returns None: the gradient stays as it is
@@ -68,13 +67,13 @@ class UnusedParametersHook(Hook):
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
         """Once, after the first iteration."""
-        if not self._armed:
+        if not self._handles:
             return
         self._release()
         if not self._without:
             return
         model = runner.model
-        inner = _inner(model)
+        inner = unwrapped(model)
         unused = [name for name, _ in inner.named_parameters() if name in self._without]
         message = f'{len(unused)} parameters got no gradient in the first iteration: {some(unused)}. '
         outputs_read = read_outputs(inner, unused)
@@ -96,11 +95,3 @@ class UnusedParametersHook(Hook):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._armed = False
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    inner: Any = model
-    while is_model_wrapper(inner):
-        inner = inner.module
-    return inner
