@@ -15,7 +15,7 @@ from ..checkpoints.convert import convert_state
 from ..checkpoints.states import some
 from ..engine.hooks.checkpoint_match import UNUSED_IN_TESTS
 from ..utils.building import build_model
-from ..utils.errors import CheckpointError, RunError
+from ..utils.errors import RunError
 from .formats import DTYPES, FORMATS
 from .models import SMALLEST, Sizes, default_shape, export_model
 
@@ -25,23 +25,16 @@ def parse_args(args: Optional[list[str]] = None) -> argparse.Namespace:
         description='Write a classifier or segmentor, or the backbone and neck of a detector, as a graph, and check '
         'the file against the model.'
     )
-    parser.add_argument('config', help='config file')
-    parser.add_argument('checkpoint', help='checkpoint file, URL, mmlinattn://NAME, or none for random weights')
-    parser.add_argument('--format', required=True, choices=list(FORMATS))
-    parser.add_argument('--out', required=True, metavar='FILE', help='file to write')
-    parser.add_argument(
-        '--shape', nargs=2, type=int, metavar=('H', 'W'), help='size of the image [what the config tests at]'
-    )
-    parser.add_argument('--batch', type=int, default=1, help='images at a time [1]')
-    parser.add_argument(
-        '--dynamic', action='store_true', help=f'serve any batch and size from {SMALLEST}x{SMALLEST} on'
-    )
-    parser.add_argument(
-        '--dtype',
-        default='float32',
-        choices=DTYPES,
-        help='type of weights and computations; int8: weights of linear layers, for ONNX [float32]',
-    )
+    add = parser.add_argument
+    add('config', help='config file')
+    add('checkpoint', help='checkpoint file, URL, mmlinattn://NAME, or none for random weights')
+    add('--format', required=True, choices=list(FORMATS))
+    add('--out', required=True, metavar='FILE', help='file to write')
+    add('--shape', nargs=2, type=int, metavar=('H', 'W'), help='size of the image [what the config tests at]')
+    add('--batch', type=int, default=1, help='images at a time [1]')
+    add('--dynamic', action='store_true', help=f'serve any batch and size from {SMALLEST}x{SMALLEST} on')
+    types = 'type of weights and computations; int8: weights of linear layers, for ONNX [float32]'
+    add('--dtype', default='float32', choices=DTYPES, help=types)
     return parser.parse_args(args)
 
 
@@ -54,27 +47,19 @@ def load(model: nn.Module, source: str, config: str) -> dict:
     Raises:
         RunError: It cannot be read, or does not fit the model key by key.
     """
-    try:
-        checkpoint: Any = CheckpointLoader.load_checkpoint(source, 'cpu', logger='silent')
-        conversion = convert_state(checkpoint, source, model)
-    except (CheckpointError, OSError) as error:
-        raise RunError(str(error)) from error
-    if not conversion.complete:
-        report = conversion.report
-        parts = {name for name, _ in model.named_children()}
-        of_others = [key for key in report.unexpected if key.partition('.')[0] not in parts]
-        counts = dict(
-            missing=report.missing,
-            unexpected=[key for key in report.unexpected if key not in of_others],
-            mismatched=report.mismatched,
-        )
-        counts = {kind: [key for key in keys if not key.startswith(UNUSED_IN_TESTS)] for kind, keys in counts.items()}
-        listed = '; '.join(f'{len(keys)} {kind}, e.g. {keys[0]}' for kind, keys in counts.items() if keys)
-        if listed:
-            raise RunError(f'checkpoint {source!r} does not fit the model of {config}: {listed}.')
-        if of_others:
-            notice(f'{len(of_others)} keys of {source} are of parts that the model does not have: {some(of_others)}.')
-    model.load_state_dict(conversion.state_dict, strict=conversion.complete)
+    checkpoint: Any = CheckpointLoader.load_checkpoint(source, 'cpu', logger='silent')
+    conversion = convert_state(checkpoint, source, model)
+    report, parts = conversion.report, {name for name, _ in model.named_children()}
+    of_others = [key for key in report.unexpected if key.partition('.')[0] not in parts]
+    wrong = [*report.missing, *report.mismatched, *(key for key in report.unexpected if key not in of_others)]
+    wrong = [key for key in wrong if not key.startswith(UNUSED_IN_TESTS)]
+    if wrong:
+        said = f'{len(wrong)} keys are missing, unexpected or of another shape'
+        raise RunError(f'checkpoint {source!r} does not fit the model of {config}: {said}: {some(wrong)}.')
+    of_others = [key for key in of_others if not key.startswith(UNUSED_IN_TESTS)]
+    if of_others:
+        notice(f'{len(of_others)} keys of {source} are of parts that the model does not have: {some(of_others)}.')
+    model.load_state_dict(conversion.state_dict, strict=False)
     return (checkpoint.get('meta') if isinstance(checkpoint, dict) else None) or {}
 
 
@@ -82,27 +67,21 @@ def main(args: Optional[list[str]] = None) -> None:
     """Export as the arguments say; exits with status 1 and one line where that fails."""
     options = parse_args(args)
     with one_line_errors():
-        target = Path(options.out).expanduser()
-        form = FORMATS[options.format]
+        target, form = Path(options.out).expanduser(), FORMATS[options.format]
         if options.format == 'openvino' and target.suffix != form.suffix:  # the weights lie beside it, in a .bin
             raise RunError(f'--out {options.out!r} has to end with {form.suffix} for --format {options.format}.')
         if target.is_dir():
             raise RunError(f'--out {options.out!r} is a folder; name a file in it.')
-        if not target.parent.is_dir() or not os.access(target.parent, os.W_OK):
+        if not os.access(target.parent, os.W_OK):
             raise RunError(f'--out {options.out!r}: its folder does not exist or cannot be written to.')
         form.check_takes(options.dtype)
         form.check_installed()
         cfg = read_config(options.config)
-        height, width = options.shape or default_shape(cfg)
-        if options.batch < 1:
-            raise RunError(f'--batch {options.batch} has to be at least 1.')
-        if min(height, width) < SMALLEST:  # before a model is built and a checkpoint loaded
-            raise RunError(f'--shape {height} {width}: a side has {SMALLEST} pixels at least.')
-        model = build_model(cfg)
-        meta = None
+        sizes = Sizes(options.batch, *(options.shape or default_shape(cfg)), options.dynamic)
+        sizes.check()
+        model, meta = build_model(cfg), None
         if options.checkpoint != 'none':
             meta = load(model, check_checkpoint(options.checkpoint, 'checkpoint'), options.config)
-        sizes = Sizes(options.batch, height, width, options.dynamic)
         export = export_model(model, cfg, target, options.format, sizes, meta, options.dtype)
         size = sum(path.stat().st_size for path in export.files)
         files, outputs = ' and '.join(map(str, export.files)), ', '.join(export.metadata['outputs'])

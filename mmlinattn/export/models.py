@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """What of a model becomes a graph, in which form, and whether the graph gives the model's numbers."""
 
+import math
 import os
 import tempfile
 from pathlib import Path
@@ -19,13 +20,11 @@ from .formats import FORMATS
 from .replacements import replace_modules, strided_pools
 
 SMALLEST = 32  # pixels a side, as the backbones take them
+HALF_TYPES = dict(float16=torch.float16, bfloat16=torch.bfloat16)
 TOLERANCE = 1e-3  # largest deviation from the model, in standard deviations of an output
 # Of other types, rounding errors of single values have no bound worth the name; their mean has one. A graph that is
 # wrong at a size is off by 0.3 and more.
 RMS_TOLERANCES = dict(float16=0.02, bfloat16=0.08, int8=0.2)
-
-
-HALF_TYPES = dict(float16=torch.float16, bfloat16=torch.bfloat16)
 
 
 class Sizes(NamedTuple):
@@ -47,6 +46,16 @@ class Sizes(NamedTuple):
             return []
         smaller = [max(self.smallest + 1, side * 5 // 8 + 1) for side in (self.height, self.width)]
         return [(1, 3, self.height + 37, self.width + 18), (self.batch + 1, 3, *smaller)]
+
+    def check(self) -> None:
+        """
+        Raises:
+            RunError: There is no image, or one that is too small.
+        """
+        if self.batch < 1:
+            raise RunError(f'--batch {self.batch} has to be at least 1.')
+        if min(self.height, self.width) < self.smallest:
+            raise RunError(f'--shape {self.height} {self.width}: a side has {self.smallest} pixels at least.')
 
     def describe(self) -> str:
         """What the graph serves, in words."""
@@ -143,15 +152,11 @@ def metadata(
 
 def default_shape(cfg: Config) -> tuple[int, int]:
     """Height and width that the config tests at: the crop of a classifier or segmentor, 800x1216 for detectors."""
-    size = None
-    if cfg.get('default_scope') == 'mmpretrain':
-        steps = cfg.get('test_pipeline') or []
-        crops = [step.get('crop_size') for step in steps if bare_name(step.get('type')) == 'CenterCrop']
-        size = crops[-1] if crops else 224
-    elif cfg.get('default_scope') == 'mmseg':
-        size = cfg.get('crop_size') or 512
-    if size is None:
-        return 800, 1216
+    crops = [step for step in cfg.get('test_pipeline') or [] if bare_name(step.get('type')) == 'CenterCrop']
+    size = dict(
+        mmpretrain=crops[-1]['crop_size'] if crops else 224,
+        mmseg=cfg.get('crop_size') or 512,
+    ).get(cfg.get('default_scope'), (800, 1216))
     return (size, size) if isinstance(size, int) else tuple(size)
 
 
@@ -173,18 +178,13 @@ def deviation(outputs, expected) -> Deviation:
     outputs, expected = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, expected))
     if [tuple(t.shape) for t in outputs] != [tuple(t.shape) for t in expected]:
         return Deviation(float('inf'), float('inf'))
-    errors = [(a.double() - b.double()) / _scale(b.double()) for a, b in zip(outputs, expected)]
-    if not all(error.isfinite().all() for error in errors):
-        return Deviation(float('inf'), float('inf'))
-    largest = max(error.abs().max().item() for error in errors)
-    return Deviation(largest, max(error.square().mean().sqrt().item() for error in errors))
-
-
-def _scale(expected: Tensor) -> Tensor:
-    spread = expected.std() if expected.numel() > 1 else expected.new_zeros(())
-    if spread == 0:
-        spread = expected.abs().max()
-    return torch.where(spread == 0, 1, spread)
+    found = []
+    for out, truth in zip(outputs, expected):
+        spread = truth.double().std(correction=min(1, truth.numel() - 1)).item() or truth.abs().max().item() or 1
+        error = (out.double() - truth.double()) / spread
+        found.append((error.abs().max().item(), error.square().mean().sqrt().item()))
+    worst = Deviation(*(max(values) for values in zip(*found)))
+    return worst if math.isfinite(sum(map(sum, found))) else Deviation(float('inf'), float('inf'))
 
 
 class Export(NamedTuple):
@@ -228,8 +228,7 @@ def export_model(
     exportable = ExportableModel(model)
     if sizes.dynamic and exportable.task != 'classifier':
         sizes = sizes._replace(smallest=backend.smallest_of_pyramids)
-    if min(sizes.height, sizes.width) < sizes.smallest:
-        raise RunError(f'--shape {sizes.height} {sizes.width}: a side has {sizes.smallest} pixels at least.')
+    sizes.check()
     images = [torch.randn(shape) for shape in (sizes.shape, *sizes.others())]
     expected = [exportable(image) for image in images]
     meta = metadata(cfg, exportable.task, sizes, checkpoint_meta, exportable.output_names(expected[0]), dtype)
@@ -248,19 +247,15 @@ def export_model(
         errors = {tuple(image.shape): deviation(*pair) for image, *pair in zip(images, outputs, expected)}
         del run
         if not all(error.within(dtype) for error in errors.values()):
-            raise RunError(f'{_complaint(form, dtype, errors)}; {target} was not written.')
+            bound = f'{TOLERANCE} standard deviations'
+            if dtype != 'float32':
+                bound = f'{RMS_TOLERANCES[dtype]} standard deviations in the mean'
+            found = {shape: error.largest if dtype == 'float32' else error.mean for shape, error in errors.items()}
+            listed = ', '.join(f'{"x".join(map(str, shape))}: {error:.1e}' for shape, error in found.items())
+            hint = ', inf: values that are not finite' if dtype == 'float16' and math.inf in found.values() else ''
+            said = f'the {form} graph in {dtype} deviates from the model by more than {bound} of an output'
+            raise RunError(f'{said} ({listed}{hint}); {target} was not written.')
         files = sorted(Path(folder).iterdir())
         for path in files:
             os.replace(path, target.parent / path.name)
     return Export([target.parent / path.name for path in files], meta, errors)
-
-
-def _complaint(form: str, dtype: str, errors: dict[tuple, Deviation]) -> str:
-    if dtype == 'float32':
-        bound, found = f'{TOLERANCE} standard deviations', {shape: error.largest for shape, error in errors.items()}
-    else:
-        bound = f'{RMS_TOLERANCES[dtype]} standard deviations in the mean'
-        found = {shape: error.mean for shape, error in errors.items()}
-    listed = ', '.join(f'{"x".join(map(str, shape))}: {error:.1e}' for shape, error in found.items())
-    hint = ', inf: values that are not finite' if dtype == 'float16' and float('inf') in found.values() else ''
-    return f'the {form} graph in {dtype} deviates from the model by more than {bound} of an output ({listed}{hint})'

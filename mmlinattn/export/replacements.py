@@ -64,15 +64,12 @@ class BinMeans(nn.Module):
         return inside / (end - first)[:, None].to(like.dtype)
 
 
-def _bins(pool: nn.AdaptiveAvgPool2d) -> tuple:
-    size = pool.output_size
-    return (size, size) if isinstance(size, int) else tuple(size)
-
-
 def replacement(module: nn.Module):
     """The part to put in place of ``module``, or None."""
-    if type(module) is nn.AdaptiveAvgPool2d and _bins(module) != (1, 1) and None not in _bins(module):
-        return BinMeans(_bins(module))
+    if type(module) is nn.AdaptiveAvgPool2d:
+        size = module.output_size
+        bins = (size, size) if isinstance(size, int) else tuple(size)
+        return None if bins == (1, 1) or None in bins else BinMeans(bins)
     # mmseg.models.utils.Upsample: makes a Python number of the size of the map
     if type(module).__name__ == 'Upsample' and type(module).__module__.startswith('mmseg.') and not module.size:
         factor = module.scale_factor

@@ -1,0 +1,129 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Each format: files give what was written, serve what they say, and refuse the rest."""
+
+import pytest
+import torch
+from torch import nn
+
+from mmlinattn.export import FORMATS, formats
+from mmlinattn.utils.errors import RunError
+
+
+def test_onnx_graphs_give_all_their_outputs(tmp_path, capfd):
+    onnx = pytest.importorskip('onnx')
+    pytest.importorskip('onnxruntime')
+    helper, nodes = onnx.helper, dict(feat1='Neg', feat0='Abs', feat2='Relu')
+    image, *outs = (helper.make_tensor_value_info(name, 1, [2]) for name in ('image', *nodes))
+    graph = helper.make_graph(
+        [helper.make_node(kind, ['image'], [name]) for name, kind in nodes.items()], 'g', [image], outs
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', 18)], ir_version=9)
+    onnx.save(model, str(tmp_path / 'a.onnx'))
+    found = FORMATS['onnx'].load(tmp_path / 'a.onnx')(torch.tensor([1.0, -2.0]))
+    assert [out.tolist() for out in found] == [[-1.0, 2.0], [1.0, 2.0], [1.0, 0.0]]  # in the order of the graph
+    assert capfd.readouterr() == ('', '')  # runtimes are as quiet as exporters
+
+
+class Means(nn.Module):
+    """Two outputs of any size, cheap to record."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+
+    def forward(self, image):
+        means = image.mean((2, 3))
+        return means * self.weight, means + 1
+
+
+@pytest.mark.parametrize(
+    'name', ['torch-export', 'torchscript', 'openvino', pytest.param('onnx', marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize('smallest', [None, 40])
+@pytest.mark.filterwarnings('error')
+@torch.no_grad()
+def test_files_give_what_was_written(tmp_path, name, smallest):
+    """Outputs in their order, at every size from the smallest on or at one; and what they say of themselves. Of what
+    exporters and runtimes are about to give up nothing is heard."""
+    form = FORMATS[name]
+    for package in form.needs:
+        pytest.importorskip(package)
+    # a file of PyTorch may have any name
+    path, model = tmp_path / ('graph.xml' if name == 'openvino' else 'graph'), Means().requires_grad_(False)
+    meta = dict(outputs=['feat0', 'feat1'], dtype='float32', classes=['a', 'b'], mean=[1.5], pad=None)
+    form.write(model, torch.randn(1, 3, 48, 64), path, smallest, meta)
+    assert form.read_metadata(path) == meta
+    run = form.load(path)
+    shapes = [(1, 3, 48, 64)] * 2 + ([] if smallest is None else [(1, 3, 40, 100), (3, 3, 65, 41)])
+    images = [torch.randn(shape) for shape in shapes]
+    found = [run(image) for image in images]  # what one image gives stays when the next one comes
+    for outs, image in zip(found, images):
+        assert len(outs) == 2
+        for out, truth in zip(outs, model(image)):
+            torch.testing.assert_close(out, truth, rtol=1e-4, atol=1e-5)
+    refused = [(2, 3, 48, 64), (1, 3, 64, 64)] if smallest is None else [(1, 4, 48, 64)]
+    refused += [(1, 3, 39, 64), (1, 3, 64, 39)] if name != 'onnx' else []
+    for shape in refused:
+        with pytest.raises(Exception, match=r'(?i)shape|size|guard|dimension|expected'):
+            run(torch.randn(shape))
+    if name == 'openvino':
+        import openvino
+
+        graph = openvino.Core().read_model(str(path))
+        assert [port.get_any_name() for port in (*graph.inputs, *graph.outputs)] == ['image', 'feat0', 'feat1']
+
+
+def test_linear_layers_keep_to_seven_bits(tmp_path):
+    """A scale a channel; a graph without linear layers is refused, and nothing but the target is left."""
+    onnx = pytest.importorskip('onnx')
+    pytest.importorskip('onnxruntime')
+    weight = torch.tensor([[1.0, 100.0], [-2.0, 50.0], [0.5, -25.0]])
+
+    def save(node, path):
+        given, made = (onnx.helper.make_tensor_value_info(n, 1, [2, w]) for n, w in (('image', 3), ('logits', 2)))
+        made = made if node == 'MatMul' else onnx.helper.make_tensor_value_info('logits', 1, [2, 3])
+        inputs = ['image', 'w'] if node == 'MatMul' else ['image']
+        graph = onnx.helper.make_graph(
+            [onnx.helper.make_node(node, inputs, ['logits'])],
+            'g',
+            [given],
+            [made],
+            [onnx.numpy_helper.from_array(weight.numpy(), 'w')] if node == 'MatMul' else [],
+        )
+        opset = onnx.helper.make_opsetid('', 18)
+        onnx.save(onnx.helper.make_model(graph, opset_imports=[opset], ir_version=9), str(path))
+
+    source, target = tmp_path / 'float32.onnx', tmp_path / 'int8.onnx'
+    save('MatMul', source)
+    formats.quantise_linear_layers(source, target)
+    stored = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(str(target)).graph.initializer}
+    (quantised,) = (value for name, value in stored.items() if name.endswith('quantized'))
+    scales = next(value for name, value in stored.items() if name.endswith('scale'))
+    assert quantised.dtype == 'int8' and abs(quantised.astype(int)).max() <= 64 and scales.shape == (2,)
+    torch.testing.assert_close(torch.from_numpy(quantised * scales), weight, rtol=0, atol=0.9)
+    x = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.0, 1.0]])
+    (found,) = FORMATS['onnx'].load(target)(x)
+    torch.testing.assert_close(found, x @ weight, rtol=0.03, atol=0.6)
+    save('Relu', source)
+    with pytest.raises(RunError, match='^no linear layer was found to quantise$'):
+        formats.quantise_linear_layers(source, target)
+
+
+def test_checked_graphs_serve_what_they_say():
+    graph = torch.jit.trace(nn.Identity(), torch.ones(2, 3, 32, 32))
+    dynamic, fixed = formats.Checked(graph, [2, 3, 32, 32], 32), formats.Checked(graph, [2, 3, 32, 32], None)
+    for shape in ((2, 3, 32, 32), (5, 3, 32, 100)):
+        assert dynamic(torch.ones(shape)).shape == shape
+    for shape in ((1, 4, 32, 32), (1, 3, 31, 32), (1, 3, 32, 31), (3, 32, 32)):
+        with pytest.raises(ValueError, match=r'allowed is \(B, 3, H, W\), H and W >= 32$'):
+            dynamic(torch.ones(shape))
+    assert fixed(torch.ones(2, 3, 32, 32)).shape == (2, 3, 32, 32)
+    with pytest.raises(ValueError, match='serves no other'):
+        fixed(torch.ones(1, 3, 32, 32))
+
+
+def test_a_package_that_is_missing_is_named():
+    form = formats.Format()
+    form.needs = ('json', 'no_such_package')
+    with pytest.raises(RunError, match=r'needs the package no_such_package, .*: pip install "mmlinattn\[export\]"'):
+        form.check_installed()
