@@ -97,6 +97,26 @@ def test_inference_is_the_reference_in_float64_up_to_rounding(call, dtype):
     assert error < {torch.float32: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.15}[dtype]
 
 
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize('name', ['rala', 'inline_attention', 'focused_attention', 'linear_attention'])
+def test_gradients_of_half_precision(name, dtype):
+    """Close to those of the same rounded inputs in float64."""
+    options = dict(
+        inline_attention=dict(scale=0.5),
+        linear_attention=dict(kernel='elu'),
+        focused_attention=dict(inverse_scale=torch.rand(8) + 0.5, power=3.0),
+    ).get(name, {})
+    tensors = [torch.randn(2, 40, 8).to(dtype) for _ in range(3)]
+
+    def found(kind):
+        leaves = [tensor.to(kind).requires_grad_() for tensor in tensors]
+        out = getattr(ops, name)(*leaves, num_heads=2, **options)
+        return torch.autograd.grad(out.float().sin().sum(), leaves)
+
+    for ours, exact in zip(found(dtype), found(torch.float64)):
+        assert ours.dtype == dtype and (ours - exact).norm() < 0.05 * exact.norm()
+
+
 @pytest.mark.parametrize('learning', [(0,), (1,), (2,), (0, 2), (3,), (4,)], ids=str)
 def test_gradients_of_some_inputs_alone(learning):
     tensors = [torch.randn(2, 6, 8, dtype=torch.float64) for _ in range(3)]
@@ -138,16 +158,23 @@ def test_softmax_attention_by_either_products(choice, size, monkeypatch):
 
 @pytest.mark.parametrize('choice', ['torch', 'onednn'])
 @pytest.mark.parametrize('width', [70, 200])
-def test_linear_layers_train_by_either_products(choice, width, monkeypatch):
+@pytest.mark.parametrize('learning', [(0, 1, 2), (0,), (1,), (2,)], ids=str)
+def test_linear_layers_train_by_either_products(choice, width, learning, monkeypatch):
+    """Frozen ones, too."""
     monkeypatch.setenv(products.VARIABLE, choice)
     monkeypatch.setattr(ops.products, '_MIN_TRAINED_MACS', 1)
     tensors = [torch.randn(2, 30, 100), torch.randn(width, 100), torch.randn(width)]
+
+    def found(**options):
+        leaves = [tensor.clone().requires_grad_(i in learning) for i, tensor in enumerate(tensors)]
+        out = ops.linear(*leaves, **options)
+        return [out, *torch.autograd.grad(out.sin().sum(), [leaves[i] for i in learning])]
+
     for options in (dict(), dict(gelu=True), dict(residual=torch.randn(2, 30, width))):
-        found = gradients(lambda *t: ops.linear(*t, **options), tensors, 0.3)  # noqa: B023
+        ours = found(**options)
         with ops.use('reference'):
-            expected = gradients(lambda *t: ops.linear(*t, **options), tensors, 0.3)  # noqa: B023
-        for ours, theirs in zip(found, expected):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-3)
+            for mine, theirs in zip(ours, found(**options)):
+                torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
