@@ -4,9 +4,7 @@
 import itertools
 
 import pytest
-import reference
 import torch
-import twins
 from torch import nn
 from twins import ATTENTIONS, DIM, HEAD_DIM, HEADS, LINEAR, build, filled, tokens
 
@@ -74,35 +72,6 @@ def test_queries_that_meet_no_key(name, dtype):
         out = attention(x, Grid(3, 4))
     (64 * out.float().sum()).backward()  # what a scaler makes of gradients of the order of one
     assert all(t.isfinite().all() for t in (out, x.grad, *(p.grad for p in attention.parameters())))
-
-
-def eye_map(q, k):
-    """Of the released angular attention, before each output is divided by its norm."""
-    q, k = (twins.unit(t) for t in (q, k))
-    return torch.eye(q.shape[2], dtype=q.dtype) / 2 + reference.similarity(q, k) / torch.pi
-
-
-OPS = {
-    'rala': (ops.rala, lambda q, k: reference.rala_map(*(reference.kernel(t, 'elu') for t in (q, k)), None, 1.0, 1e-6)),
-    'linear_attention': (ops.linear_attention, lambda q, k: reference.linear_map(q, k, 1e-6)),
-    'inline_attention': (lambda *qkv: ops.inline_attention(*qkv, 0.4), lambda q, k: reference.inline_map(q, k, 0.4)),
-    'softmax_attention': (ops.softmax_attention, reference.softmax_map),
-    'angular_attention': (ops.angular_attention, eye_map),
-}
-
-
-@both_backends
-@pytest.mark.parametrize('name', OPS)
-def test_ops_unless_told_otherwise(name, backend):
-    """Also with queries and keys whose products are as small as the 1e-6 that is added to them."""
-    op, weights = OPS[name]
-    large_q, large_k, v = torch.rand(3, 2, 2, 6, 4, dtype=torch.float64)
-    small = (t - 8 if name == 'rala' else t / 1000 for t in (large_q, large_k))
-    for q, k in ((large_q, large_k), small):
-        expected = weights(q, k) @ v
-        expected = twins.unit(expected) if name == 'angular_attention' else expected
-        with ops.use(backend):
-            torch.testing.assert_close(reference.call_by_head(op, q, k, v), expected)
 
 
 def test_inline_attention_is_injective_where_linear_attention_is_not():

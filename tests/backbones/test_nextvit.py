@@ -254,13 +254,6 @@ def test_norms_by_option():
     assert norms(out_indices=(3,), stage_norms=True) == ['0', '1', '2', '3']
 
 
-def test_synchronised_norms_replace_all_and_have_the_same_keys():
-    plain, synced = (small_hosts.build('LinearNextViT', norm_cfg=cfg) for cfg in (None, dict(type='SyncBN')))
-    assert plain.state_dict().keys() == synced.state_dict().keys()
-    assert all(isinstance(m, nn.SyncBatchNorm) for m in synced.modules() if isinstance(m, _BatchNorm))
-    assert {m.eps for m in synced.modules() if isinstance(m, nn.SyncBatchNorm)} == {1e-5}
-
-
 def test_norm_cfg_is_of_all_norms():
     """What it says of eps and momentum holds, also of the outputs' norms and of compact networks' branches; these may
     have a norm of their own."""
@@ -269,6 +262,9 @@ def test_norm_cfg_is_of_all_norms():
     assert norm_cfg == dict(type='BN', eps=1e-3, momentum=0.2)
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
     assert {type(m) for m in norms} == {nn.BatchNorm2d, nn.BatchNorm1d}
+    synced = small_hosts.build('LinearNextViT', arch=COMPACT, norm_cfg=dict(type='SyncBN'))
+    assert model.state_dict().keys() == synced.state_dict().keys()
+    assert all(isinstance(m, nn.SyncBatchNorm) and m.eps == 1e-5 for m in synced.modules() if isinstance(m, _BatchNorm))
     assert {(m.eps, m.momentum) for m in norms} == {(1e-3, 0.2)}
     arch = dict(COMPACT, ffn=dict(type='compact', norm_cfg=dict(type='SyncBN')))
     model = small_hosts.build('LinearNextViT', arch=arch)

@@ -3,12 +3,12 @@
 
 import pytest
 import torch
-from odd_layers import OTHER_CONVS, doubled
 from torch import nn
 
 from mmlinattn.layers import (
     ConvDownsample,
     ConvStem,
+    DWConvFFN,
     PatchEmbed,
     PatchMerging,
     conv_norms,
@@ -44,7 +44,6 @@ NORMS = {
     'without weights': lambda dim: nn.BatchNorm2d(dim, affine=False),
     'without statistics': lambda dim: nn.BatchNorm2d(dim, track_running_stats=False),
     'one of images': lambda dim: nn.InstanceNorm2d(dim, affine=True),
-    'with a forward of its own': lambda dim: doubled(nn.BatchNorm2d(dim)),
     'of a class with one': lambda dim: Shifted(dim),
 }
 
@@ -77,26 +76,31 @@ def test_convolutions_and_norms_of_every_kind(training, norm):
                 torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
+# what is no plain convolution: its weight alone does not say what it computes
+OTHER_CONVS = {
+    'same': lambda: nn.Conv2d(6, 6, 3, padding='same'),
+    'reflect': lambda: nn.Conv2d(6, 6, 3, padding=1, padding_mode='reflect'),
+    'weight norm': lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 6, 3, padding=1)),
+    'adapter': lambda: nn.Sequential(nn.Conv2d(6, 6, 1), nn.ReLU()),
+}
+
+
 @pytest.mark.parametrize('place', [0, 1, 2])
-@pytest.mark.parametrize('conv', [*OTHER_CONVS.values(), lambda: nn.Conv2d(6, 6, 3, padding=1)], ids=[*OTHER_CONVS, ''])
+@pytest.mark.parametrize('conv', OTHER_CONVS.values(), ids=OTHER_CONVS)
 def test_one_convolution_among_plain_ones_runs_as_it_is(conv, place):
-    """What is no plain one, and any that somebody watches."""
+    """Before norms, and before the GELU of a feed-forward network."""
     convs = [nn.Conv2d(6, 6, 3, padding=1) for _ in range(3)]
     convs[place] = conv()
-    layers, x, seen = [(module, nn.BatchNorm2d(6).eval()) for module in convs], torch.randn(1, 6, 5, 7), []
-    expected = x
+    layers, x = [(module, nn.BatchNorm2d(6).eval()) for module in convs], torch.randn(1, 6, 5, 7)
+    expected, ffn = x, DWConvFFN(3, 6)
     for i, (module, norm) in enumerate(layers):
         expected = norm(module(nn.functional.gelu(expected) if i else expected))
+    ffn.dwconv, tokens = convs[place], torch.randn(2, 9, 12, 3)
+    activated = ffn.fc2(nn.functional.gelu(ffn.dwconv(ffn.fc1(tokens).permute(0, 3, 1, 2))).permute(0, 2, 3, 1))
     for learns in (True, False):
         with torch.set_grad_enabled(learns):
             torch.testing.assert_close(conv_norms(x, layers), expected, rtol=1e-4, atol=1e-5)
-    for kind in ('register_forward_hook', 'register_forward_pre_hook'):
-        handle = getattr(convs[place], kind)(lambda *args: seen.append(args[0]))
-        for learns in (True, False):
-            with torch.set_grad_enabled(learns):
-                conv_norms(x, layers)
-        handle.remove()
-    assert seen == [convs[place]] * 4
+            torch.testing.assert_close(ffn(tokens), activated)
 
 
 def padded(x, multiple):

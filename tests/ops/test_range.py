@@ -143,42 +143,49 @@ EPS = {
     **{
         f'rala, {kernel}': (
             kernel,
-            lambda *qkv, kernel=kernel, **options: ops.rala(*qkv, 2, kernel, eps=0.5, **options),
-            lambda q, k: reference.rala_map(q, k, eps=0.5),
+            lambda *qkv, kernel=kernel, **options: ops.rala(*qkv, 2, kernel, **options),
+            lambda q, k, **eps: reference.rala_map(q, k, **eps),
         )
         for kernel in ('elu', 'relu', 'softmax')
     },
     'rala without weights': (
         'elu',
-        lambda *qkv, **options: ops.rala(*qkv, 2, weight_scale=None, eps=0.5, **options),
-        lambda q, k: reference.rala_map(q, k, weight_scale=None, eps=0.5),
+        lambda *qkv, **options: ops.rala(*qkv, 2, weight_scale=None, **options),
+        lambda q, k, **eps: reference.rala_map(q, k, weight_scale=None, **eps),
     ),
-    'linear': (
-        'elu',
-        lambda *qkv, **options: ops.linear_attention(*qkv, 2, 'elu', eps=0.5, **options),
-        lambda q, k: reference.linear_map(q, k, eps=0.5),
-    ),
+    'linear': ('elu', lambda *qkv, **options: ops.linear_attention(*qkv, 2, 'elu', **options), reference.linear_map),
 }
 
 
 @every_form
 @pytest.mark.parametrize('learns', [True, False])
-@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ('eps', 'dtype'),
+    [(dict(eps=0.5), torch.float64), (dict(eps=0.5), torch.bfloat16), ({}, torch.float64)],
+    ids=['', 'half', 'default'],
+)
 @pytest.mark.parametrize('name', EPS)
-def test_what_is_added_to_the_normaliser(name, dtype, learns, form):
-    """No rounding guard here: as large as the normaliser itself. The last two tokens of the mask are padding."""
+def test_what_is_added_to_the_normaliser(name, eps, dtype, learns, form):
+    """No rounding guard here: as large as the normaliser itself; 1e-6 unless told otherwise, with as small products.
+    The last two tokens of the mask are padding."""
     kernel, op, weights = EPS[name]
-    leaves = [torch.randn(2, 7, 8).to(dtype).requires_grad_(learns) for _ in range(3)]
+    leaves = [torch.randn(2, 7, 8).to(dtype) for _ in range(3)]
+    if not eps:  # what kernels make some 1e-3 of
+        leaves[:2] = [t - 8 if kernel == 'elu' else t / 1000 for t in leaves[:2]]
+    leaves = [t.requires_grad_(learns) for t in leaves]
     wide = [t.detach().double().requires_grad_(learns) for t in leaves]
     heads = [reference.by_head(t, 2) for t in wide]
-    mapped = [reference.kernel(t, kernel) for t in heads[:2]]
-    expected = reference.side_by_side(weights(*mapped) @ heads[2])
-    real = reference.side_by_side(weights(*(t[:, :, :5] for t in mapped)) @ heads[2][:, :, :5])
+    mapped, floor = [reference.kernel(t, kernel) for t in heads[:2]], eps or dict(eps=1e-6)
+    expected = reference.side_by_side(weights(*mapped, **floor) @ heads[2])
+    real = reference.side_by_side(weights(*(t[:, :, :5] for t in mapped), **floor) @ heads[2][:, :, :5])
     close = dict(rtol=0.02, atol=0.02) if dtype == torch.bfloat16 else {}
     mask = (torch.arange(7) < 5).expand(2, 7)
     with ops.use(form), torch.set_grad_enabled(learns):
         q, k, v = leaves
-        out, masked = op(q.clone(), k.clone(), v), op(q.clone(), k.clone(), v * mask[..., None], mask=mask)
+        out, masked = (
+            op(q.clone(), k.clone(), v, **eps),
+            op(q.clone(), k.clone(), v * mask[..., None], mask=mask, **eps),
+        )
     torch.testing.assert_close(out.double(), expected, **close)
     torch.testing.assert_close(masked[:, :5].double(), real, **close)
     if learns and dtype == torch.float64:

@@ -71,17 +71,10 @@ def test_gradients_of_gradients_that_lie_as_the_slices():
 def test_gradients_of_which_one_lies_elsewhere_are_copied(moved):
     """All but one are slices of one memory, which looks like the whole from its first slice."""
 
-    class Scattered(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *parts):
-            ctx.save_for_backward(*parts)
-            return sum(part.sum() for part in parts)
-
+    class Scattered(Fill):
         @staticmethod
         def backward(ctx, grad):
-            grads = gradients_like(*ctx.saved_tensors)
-            for value, part in enumerate(grads, 1):
-                part.fill_(value)
+            grads = list(Fill.backward(ctx, grad))
             whole = grads[moved].clone()
             grads[moved].fill_(99)
             grads[moved] = whole
@@ -89,8 +82,7 @@ def test_gradients_of_which_one_lies_elsewhere_are_copied(moved):
 
     x = torch.randn(2, 5, 9, requires_grad=True)
     Scattered.apply(*split(x * 1, (3, 3, 3))).backward()
-    expected = torch.tensor([1.0, 2, 3]).repeat_interleave(3)
-    torch.testing.assert_close(x.grad, expected.expand(2, 5, 9))
+    torch.testing.assert_close(x.grad, torch.tensor([1.0, 2, 3]).repeat_interleave(3).expand(2, 5, 9))
 
 
 def test_keys_that_somebody_keeps_are_not_written_over():
