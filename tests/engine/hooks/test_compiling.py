@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from engine_toys import make_runner
 from mmcv.cnn.bricks import DropPath
 from torch import nn
 from torch._dynamo.utils import counters
@@ -12,7 +13,7 @@ from torch.fx.experimental import _config as shape_config
 
 from mmlinattn.backbones import RAVLT, LinearDeiT, LinearSwin
 from mmlinattn.engine import RunError
-from mmlinattn.engine.hooks.compiling import SharedDropPath, _call_with_code_of_its_own, compile_blocks
+from mmlinattn.engine.hooks.compiling import SharedDropPath, compile_blocks
 
 SIZES = [(64, 64), (64, 96), (80, 112), (96, 64), (72, 100)]
 SMALL = dict(embed_dims=(16, 32, 32, 32), depths=(3, 2, 1, 1), num_heads=(1, 2, 2, 2), mlp_ratios=(2,) * 4)
@@ -64,10 +65,8 @@ def test_rates_of_stochastic_depth_share_what_is_compiled():
     model = ravlt(drop_path_rate=0.3, out_indices=(0,))
     rates = [module.drop_prob for module in model.modules() if isinstance(module, DropPath) and module.drop_prob]
     assert len(set(rates)) > 1
-    keys = list(model.state_dict())
     # the first block has no stochastic depth, the two others share what is compiled
     assert len(model.stages[0]) == 3 and compile_blocks(model, backend='aot_eager') == 2
-    assert list(model.state_dict()) == keys
     gradients(model, SIZES[0])
     assert counters['stats']['unique_graphs'] <= 3
 
@@ -77,80 +76,76 @@ def test_stochastic_depth_with_a_rate_in_a_tensor():
     rates = [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
     keys = list(model.state_dict())
     compile_blocks(model, backend='eager')
+    compile_blocks(model, backend='eager')  # once more changes nothing
     assert list(model.state_dict()) == keys
     paths = [module for module in model.modules() if isinstance(module, SharedDropPath)]
     assert [path.keep_rate.item() for path in paths] == pytest.approx([1 - rate for rate in rates])
     path = paths[-1].train()
     kept = path(torch.ones(4000, 1, 1, dtype=torch.float64))
-    values = kept.unique().tolist()
-    keep = path.keep_rate.item()
-    assert values == pytest.approx([0, 1 / keep]) and kept.mean().item() == pytest.approx(1, abs=0.1)
+    assert kept.unique().tolist() == pytest.approx([0, 1 / path.keep_rate.item()])
+    assert kept.mean().item() == pytest.approx(1, abs=0.1)
     assert torch.equal(path.eval()(kept), kept)
-    again = copy.deepcopy(model.train())  # without, with and with stochastic depth in the first stage, the second
-    assert compile_blocks(again, backend='eager') == compile_blocks(model, backend='eager') == 3
-    for made in (again, model):
-        shared = [module for module in made.modules() if isinstance(module, SharedDropPath)]
-        assert [path.keep_rate.item() for path in shared] == pytest.approx([1 - rate for rate in rates])
     elsewhere = ravlt(drop_path_rate=0.5).to('meta')  # rates lie where the weights do
     compile_blocks(elsewhere, backend='eager')
     assert {m.keep_rate.device.type for m in elsewhere.modules() if isinstance(m, SharedDropPath)} == {'meta'}
 
 
-def test_copies_and_files_know_nothing_of_it():
-    model = ravlt()
-    compile_blocks(model, backend='eager')
-    blocks = [block for stage in model.stages for block in stage]
-    assert all(block._compiled_call_impl is not None for block in blocks)
+def test_the_hook_compiles_blocks_of_the_model_but_not_of_its_copies(tmp_path):
+    runner = make_runner(tmp_path, [dict(type='CompileHook')], model={})
+    runner.model.backbone = model = ravlt()
+    runner.call_hook('before_run')
+    assert all(block._compiled_call_impl is not None for stage in model.stages for block in stage)
     assert all(block._compiled_call_impl is None for stage in copy.deepcopy(model).stages for block in stage)
-
-
-def test_a_model_of_others_is_refused():
     with pytest.raises(RunError, match='--compile: the model has no backbone of mmlinattn'):
         compile_blocks(nn.Linear(2, 2))
 
 
-def test_what_is_asked_of_the_compiler(monkeypatch):
-    """Dynamic sizes, of which equal ones are not one, and no search for a memory format, which fails on them."""
+@pytest.fixture
+def asked(monkeypatch):
+    """What the compiler is asked, in place of asking it."""
     calls = []
-    monkeypatch.setattr(torch, 'compile', lambda function, **options: calls.append(options) or function)
+    monkeypatch.setattr(torch, 'compile', lambda function, **options: calls.append((options, function)) or function)
+    return calls
+
+
+def test_what_is_asked_of_the_compiler(asked):
+    """Dynamic sizes, of which equal ones are not one, and no search for a memory format, which fails on them."""
     shape_config.use_duck_shape = True
     assert compile_blocks(nn.ModuleList([ravlt(), ravlt()])) == 2  # of two backbones alike
-    assert calls == 2 * [dict(dynamic=True, options=dict(layout_optimization=False))]
+    assert [options for options, _ in asked] == 2 * [dict(dynamic=True, options=dict(layout_optimization=False))]
+    assert len({id(function.__code__) for _, function in asked}) == 2  # PyTorch counts compilations by it
     assert shape_config.use_duck_shape is False
     compile_blocks(ravlt(), backend='eager', fullgraph=True)
-    assert calls[2:] == 2 * [dict(dynamic=True, backend='eager', fullgraph=True)]
+    assert [options for options, _ in asked[2:]] == 2 * [dict(dynamic=True, backend='eager', fullgraph=True)]
 
 
-def test_what_makes_blocks_of_another_kind(monkeypatch):
-    monkeypatch.setattr(torch, 'compile', lambda function, **_: function)
-    stage = dict(out_indices=(0,))
-    assert compile_blocks(ravlt(**stage)) == 1
-    frozen = ravlt(**stage)
-    frozen.stages[0][0].requires_grad_(False)
-    assert compile_blocks(frozen) == 2
-    other = ravlt(**stage)
-    other.stages[0][1].norm1.eps = 1e-3
-    assert compile_blocks(other) == 2
-    other = ravlt(**stage)
-    other.stages[0][1].position.dilation = (1, 2)
-    assert compile_blocks(other) == 2
-    other = ravlt(**stage)
-    other.stages[0][1].attn.mixer.kernel = 'relu'  # names are settings, too
-    assert other.stages[0][0].attn.mixer.kernel != 'relu' and compile_blocks(other) == 2
-    other = ravlt(**stage)
-    other.stages[0][1].norm1.weight = nn.Parameter(torch.ones(1, 16, dtype=torch.float64))
-    other.stages[0][2].norm1.bias = nn.Parameter(torch.ones(16))
-    assert compile_blocks(other) == 3
-    plain = LinearDeiT(
-        dict(embed_dims=(16,), depths=(2,), num_heads=(2,), stage_attns=('softmax',)), drop_path_rate=0.0
-    )
-    assert compile_blocks(plain) == 1 and all(block._compiled_call_impl for block in plain.blocks)
-    one, other = (_call_with_code_of_its_own() for _ in range(2))
-    assert one.__code__ is not other.__code__  # PyTorch counts compilations by it
-    x = torch.rand(1, 8, 8, 16, dtype=torch.float64)
-    block = ravlt(**stage).eval().stages[0][0]
-    block._call_impl = lambda *args, **kwargs: (args, kwargs)
-    assert one(block, x, a=1) == ((x,), dict(a=1))
+def differ(kind, blocks):
+    if kind == 'frozen':
+        blocks[0].requires_grad_(False)
+    elif kind == 'number':
+        blocks[1].norm1.eps = 1e-3
+    elif kind == 'tuple':
+        blocks[1].position.dilation = (1, 2)
+    elif kind == 'name':
+        assert blocks[0].attn.mixer.kernel != 'relu'
+        blocks[1].attn.mixer.kernel = 'relu'
+    elif kind == 'shape':
+        blocks[1].norm1.weight = nn.Parameter(torch.ones(1, 16, dtype=torch.float64))
+    elif kind == 'type':
+        blocks[2].norm1.bias = nn.Parameter(torch.ones(16))
+
+
+@pytest.mark.parametrize('kind', ['alike', 'frozen', 'number', 'tuple', 'name', 'shape', 'type'])
+def test_what_makes_blocks_of_another_kind(asked, kind):
+    model = ravlt(out_indices=(0,))
+    differ(kind, model.stages[0])
+    assert compile_blocks(model) == 1 + (kind != 'alike')
+
+
+def test_a_backbone_without_stages(asked):
+    arch = dict(embed_dims=(16,), depths=(2,), num_heads=(2,), stage_attns=('softmax',))
+    model = LinearDeiT(arch, drop_path_rate=0.0)
+    assert compile_blocks(model) == 1 and all(block._compiled_call_impl for block in model.blocks)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from engine_toys import Count, make_runner
 from mmengine.dataset import DefaultSampler
 from mmengine.hooks import Hook
 
-from mmlinattn.engine import ExactResumeHook, StopHook
+from mmlinattn.engine import StopHook
 from mmlinattn.engine.hooks.stop import shield_workers
 
 HOOKS = [dict(type='ExactResumeHook'), dict(type='StopHook')]
@@ -57,12 +57,29 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, by_epoch):
 
 
 def test_in_a_validation_it_is_saved_at_once(tmp_path):
+    """The weights, not their average, which is in their place then; to the folder of the other checkpoints."""
     val = dict(dataset=dict(type='ToyDataset'), sampler=dict(type='DefaultSampler', shuffle=False), batch_size=4)
-    runner = make_runner(tmp_path, HOOKS, val_dataloader=val, val_cfg=dict(), val_evaluator=[Count()])
+    runner = make_runner(
+        tmp_path / 'work',
+        [*HOOKS, dict(type='EMAHook')],
+        default_hooks=dict(checkpoint=dict(type='CheckpointHook', interval=1, out_dir=str(tmp_path / 'out'))),
+        param_scheduler=dict(type='ConstantLR', factor=0.5),
+        val_dataloader=val,
+        val_cfg=dict(),
+        val_evaluator=[Count()],
+    )
     runner.register_hook(Kill(3, validating=True), 'VERY_HIGH')
     with pytest.raises(SystemExit):
         runner.train()
-    assert torch.load(tmp_path / 'stopped.pth', weights_only=False)['meta']['iter'] == 3
+    saved, epoch = (
+        torch.load(tmp_path / 'out/work' / name, weights_only=False) for name in ('stopped.pth', 'epoch_1.pth')
+    )
+    assert saved['meta']['iter'] == 3 and saved['param_schedulers'] == epoch['param_schedulers']
+    assert all(torch.equal(value, epoch['state_dict'][key]) for key, value in saved['state_dict'].items())
+    assert not torch.equal(*(saved[key][name] for key, name in AVERAGED))
+
+
+AVERAGED = [('state_dict', 'layer.weight'), ('ema_state_dict', 'module.layer.weight')]
 
 
 def test_gradients_that_are_summed_are_used_first(tmp_path):
@@ -96,7 +113,6 @@ def test_who_listens(tmp_path, handler):
 def test_an_interval_that_cannot_be():
     with pytest.raises(ValueError, match='interval=0 has to be an integer from 1 up'):
         StopHook(interval=0)
-    assert ExactResumeHook().batches is None
 
 
 class Slow(torch.utils.data.Dataset):
