@@ -138,6 +138,7 @@ def test_mmcv_builds_in_its_own_way_where_files_cannot_be_joined(machine, enviro
 
 
 def test_second_run_installs_nothing_and_a_new_lock_does(machine):
+    """The other stack is never put beside the first."""
     machine.setup()
     machine.calls()
     done = machine.setup('--quiet')
@@ -147,6 +148,9 @@ def test_second_run_installs_nothing_and_a_new_lock_does(machine):
         file.write('# changed\n')
     assert machine.setup().returncode == 0
     assert len(machine.installs()) == 5
+    (machine.state / 'holds-other-stack').touch()
+    assert "already holds 'mmcv'" in refused(machine.setup('--stack', 'onedl'))
+    assert machine.installs() == []
 
 
 def test_mmcv_built_for_another_torch_is_compiled_anew(machine):
@@ -164,14 +168,6 @@ def test_mmcv_built_for_another_torch_is_compiled_anew(machine):
         file.write('# changed\n')
     assert 'MMCV was compiled and still does not work' in refused(machine.setup())
     assert refused(machine.setup())  # never ready
-
-
-def test_the_other_stack_is_never_put_beside_the_first(machine):
-    machine.setup()
-    (machine.state / 'holds-other-stack').touch()
-    machine.calls()
-    assert "already holds 'mmcv'" in refused(machine.setup('--stack', 'onedl'))
-    assert machine.installs() == []
 
 
 @pytest.mark.parametrize('lacks', ['compiler', 'headers'])
