@@ -6,6 +6,7 @@ from engine_toys import ToyDataset, make_runner
 from torch import nn
 
 from mmlinattn.engine import DataCheckHook, RunError
+from mmlinattn.engine.hooks import data_check
 from mmlinattn.engine.hooks.data_check import check_labels, find_missing_files
 
 
@@ -33,9 +34,13 @@ def test_missing_files_are_named(pictures, tmp_path):
     assert find_missing_files(pictures) == [f'{tmp_path}/3.jpg']
     pictures.folder = f'{tmp_path}/none'
     assert len(find_missing_files(pictures)) == 12
+    pictures.backend_args = dict(backend='petrel')  # which is not looked into
+    assert find_missing_files(pictures) == []
+    pictures.backend_args, pictures.folder = None, 's3://bucket'
+    assert find_missing_files(pictures) == []
 
 
-def test_the_run_stops_before_it_trains(pictures, tmp_path):
+def test_the_run_stops_before_it_trains(pictures, tmp_path, monkeypatch):
     runner = make_runner(tmp_path / 'work', [dict(type='DataCheckHook', max_listed=1)])
     loop = runner._train_loop = runner.build_train_loop(runner._train_loop)
     loop.dataloader = SimpleNamespace(dataset=SimpleNamespace(dataset=pictures))  # in a wrapper
@@ -45,6 +50,8 @@ def test_the_run_stops_before_it_trains(pictures, tmp_path):
     (tmp_path / '4.jpg').unlink()
     with pytest.raises(RunError, match='2 of the files its 12 samples name are missing: .*3.jpg and 1 more'):
         hook.before_run(runner)
+    monkeypatch.setattr(data_check, 'is_main_process', lambda: False)
+    hook.before_run(runner)  # one process looks for all
 
 
 def test_an_empty_data_set(tmp_path):

@@ -156,10 +156,10 @@ def test_every_epoch_sees_other_augmentations(tmp_path, train_cfg):
 
 
 def test_every_epoch_has_an_order_of_its_own(tmp_path):
-    """MMEngine's hook for that no longer reaches the sampler."""
+    """By the seed; MMEngine's hook for that no longer reaches the sampler."""
     seen = []
-    for name, cfg in dict(epochs=EPOCHS, iterations=dict(ITERS, max_iters=12)).items():
-        runner = make_runner(tmp_path / name, HOOKS, train_cfg=dict(cfg), randomness=dict(seed=1))
+    for seed, cfg in ((1, EPOCHS), (1, dict(ITERS, max_iters=12)), (2, EPOCHS)):
+        runner = make_runner(tmp_path / str(len(seen)), HOOKS, train_cfg=dict(cfg), randomness=dict(seed=seed))
         order = []
         runner.model.register_forward_pre_hook(
             lambda _, args, kwargs, order=order: order.append([s.img_path for s in kwargs['data_samples']]),
@@ -169,7 +169,7 @@ def test_every_epoch_has_an_order_of_its_own(tmp_path):
         epochs = [tuple(sum(order[i : i + 3], [])) for i in range(0, 12, 3)]
         assert len(set(epochs)) == 4 and len(set(map(frozenset, epochs))) == 1
         seen.append(epochs)
-    assert seen[0] == seen[1]
+    assert seen[0] == seen[1] != seen[2]
 
 
 def test_processes_draw_numbers_of_their_own(tmp_path, monkeypatch):
