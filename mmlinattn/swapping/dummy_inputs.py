@@ -11,38 +11,31 @@ from torch import nn
 from .upstream import Upstream
 
 Batch = dict[str, Any]
+Size = tuple[int, int]
 
 
-def _pictures(size: tuple[int, int], count: int = 2, channels: int = 3) -> list[torch.Tensor]:
+def _pictures(size: Size, count: int = 2, channels: int = 3) -> list[torch.Tensor]:
     return [torch.randint(0, 255, (channels, *size), dtype=torch.uint8) for _ in range(count)]
 
 
-def detection_batch(size: tuple[int, int], masks: bool = True, proposals: bool = False) -> Batch:
+def _facts(size: Size) -> dict:
+    return dict(img_shape=size, ori_shape=size, pad_shape=size, scale_factor=(1.0, 1.0))
+
+
+def detection_batch(size: Size, masks: bool = True, proposals: bool = False) -> Batch:
     """Boxes, masks, a semantic map, perhaps proposals: two objects an image, of the first class."""
     from mmdet.structures import DetDataSample
     from mmdet.structures.mask import BitmapMasks
 
     height, width = size
+    meta = dict(_facts(size), batch_input_shape=size, flip=False, flip_direction=None)
+    meta.update(border=np.array([0, height, 0, width], np.float32))  # of CenterNet's padding: none
+    meta.update(text='thing .', custom_entities=False)  # of detectors that read
+    boxes = torch.tensor([(0.1, 0.1, 0.6, 0.7), (0.4, 0.3, 0.9, 0.95)]) * torch.tensor([width, height] * 2)
     samples = []
     for number in range(2):
-        meta = dict(
-            img_id=number,
-            img_path=f'{number}.jpg',
-            img_shape=size,
-            ori_shape=size,
-            pad_shape=size,
-            batch_input_shape=size,
-            scale_factor=(1.0, 1.0),
-            flip=False,
-            border=np.array([0, height, 0, width], np.float32),  # of CenterNet's padding: none
-            flip_direction=None,
-            text='thing .',
-            custom_entities=False,
-        )
-        sample = DetDataSample(metainfo=meta)
-        corners = [(0.1, 0.1, 0.6, 0.7), (0.4, 0.3, 0.9, 0.95)]
-        boxes = torch.tensor([[x * width, y * height, u * width, v * height] for x, y, u, v in corners])
-        sample.gt_instances = InstanceData(bboxes=boxes, labels=torch.zeros(2, dtype=torch.long))
+        sample = DetDataSample(metainfo=dict(meta, img_id=number, img_path=f'{number}.jpg'))
+        sample.gt_instances = InstanceData(bboxes=boxes.clone(), labels=torch.zeros(2, dtype=torch.long))
         if masks:  # the assigner of RTMDet takes them into account where there are any
             bitmaps = np.zeros((2, height, width), np.uint8)
             for bitmap, (left, top, right, bottom) in zip(bitmaps, boxes.int().tolist()):
@@ -57,63 +50,52 @@ def detection_batch(size: tuple[int, int], masks: bool = True, proposals: bool =
     return dict(inputs=_pictures(size), data_samples=samples)
 
 
-def video_batch(size: tuple[int, int], masks: bool = True) -> Batch:
+def video_batch(size: Size, masks: bool = True) -> Batch:
     """One video of two frames, the same two objects in both, perhaps with masks."""
     from mmdet.structures import TrackDataSample
 
-    frames = detection_batch(size, masks)
+    frames, video = detection_batch(size, masks), TrackDataSample()
     for sample in frames['data_samples']:
         sample.gt_instances.instances_ids = torch.arange(2)
-    video = TrackDataSample()
     video.video_data_samples = frames['data_samples']
     return dict(inputs=[torch.stack(frames['inputs'])], data_samples=[video])
 
 
-def reid_batch(size: tuple[int, int]) -> Batch:
+def reid_batch(size: Size) -> Batch:
     """Two people, two images of each, as a loss of triplets wants them."""
     from mmdet.structures import ReIDDataSample
 
-    samples = []
-    for person in (0, 0, 1, 1):
-        sample = ReIDDataSample(metainfo=dict(img_shape=size, ori_shape=size))
-        sample.set_gt_label(person)
-        samples.append(sample)
-    return dict(inputs=_pictures(size, len(samples)), data_samples=samples)
+    samples = [ReIDDataSample(metainfo=_facts(size)).set_gt_label(person) for person in (0, 0, 1, 1)]
+    return dict(inputs=_pictures(size, 4), data_samples=samples)
 
 
-def segmentation_batch(size: tuple[int, int]) -> Batch:
+def segmentation_batch(size: Size) -> Batch:
     """Two classes, half of an image each, their edge, and depths."""
     from mmseg.structures import SegDataSample
 
-    height, width = size
-    samples = []
+    middle, samples = size[1] // 2, []
     for _ in range(2):
-        sample = SegDataSample(metainfo=dict(img_shape=size, ori_shape=size, pad_shape=size, scale_factor=(1.0, 1.0)))
-        labels = torch.zeros(1, height, width, dtype=torch.long)
-        labels[..., width // 2 :] = 1
-        sample.gt_sem_seg = PixelData(data=labels)
-        edges = torch.zeros(1, height, width, dtype=torch.long)
-        edges[..., width // 2 - 1 : width // 2 + 1] = 1
-        sample.gt_edge_map = PixelData(data=edges)
-        sample.gt_depth_map = PixelData(data=torch.rand(1, height, width) + 0.5)
+        labels, edges = torch.zeros(2, 1, *size, dtype=torch.long)
+        labels[..., middle:] = 1
+        edges[..., middle - 1 : middle + 1] = 1
+        sample = SegDataSample(metainfo=_facts(size))
+        sample.gt_sem_seg, sample.gt_edge_map = PixelData(data=labels), PixelData(data=edges)
+        sample.gt_depth_map = PixelData(data=torch.rand(1, *size) + 0.5)
         samples.append(sample)
     return dict(inputs=_pictures(size), data_samples=samples)
 
 
-def classification_batch(size: tuple[int, int], num_classes: int, channels: int = 3) -> Batch:
+def classification_batch(size: Size, num_classes: int, channels: int = 3) -> Batch:
     """Labels 0 and 1, as numbers and as scores of several labels."""
     from mmpretrain.structures import DataSample
 
-    samples = []
-    for label in range(2):
-        sample = DataSample(metainfo=dict(img_shape=size, ori_shape=size, sample_idx=label))
-        sample.set_gt_label(label)
-        sample.set_gt_score(torch.eye(max(num_classes, 2))[label])
-        samples.append(sample)
+    scores = torch.eye(max(num_classes, 2))
+    samples = [DataSample(metainfo=dict(_facts(size), sample_idx=label)) for label in range(2)]
+    samples = [sample.set_gt_label(label).set_gt_score(scores[label]) for label, sample in enumerate(samples)]
     return dict(inputs=_pictures(size, channels=channels), data_samples=samples)
 
 
-def views_batch(size: tuple[int, int], views: int) -> Batch:
+def views_batch(size: Size, views: int) -> Batch:
     """Several views of each image, as self-supervised training takes them."""
     from mmpretrain.structures import DataSample
 
@@ -121,15 +103,8 @@ def views_batch(size: tuple[int, int], views: int) -> Batch:
     return dict(inputs=[torch.stack(_pictures(size)) for _ in range(views)], data_samples=samples)
 
 
-def batch_for(model: nn.Module, source: Upstream, network: dict, size: tuple[int, int]) -> Batch:
-    """A batch for a model's data preprocessor.
-
-    Args:
-        model: The built network.
-        source: Says the task and what the images are.
-        network: Its config.
-        size: Height and width of the images.
-    """
+def batch_for(model: nn.Module, source: Upstream, network: dict, size: Size) -> Batch:
+    """A batch of images of a size for a built network; ``network`` is its config, ``source`` says what its data is."""
     if source.task == 'mmdet':
         kind = type(model.data_preprocessor).__name__
         if kind == 'TrackDataPreprocessor':
@@ -137,12 +112,10 @@ def batch_for(model: nn.Module, source: Upstream, network: dict, size: tuple[int
         if kind == 'ReIDDataPreprocessor':
             return reid_batch(size)
         # of detectors in two stages, those without the first read them from the data set
-        proposals = 'roi_head' in network and not network.get('rpn_head')
-        return detection_batch(size, source.has_masks, proposals)
+        return detection_batch(size, source.has_masks, 'roi_head' in network and not network.get('rpn_head'))
     if source.task == 'mmseg':
         return segmentation_batch(size)
-    given = network.get('head')
-    head: dict = given if isinstance(given, dict) else {}
+    head: Any = network['head'] if isinstance(network.get('head'), dict) else {}
     if is_self_supervised(model):
         crops = head.get('loss', {}).get('num_crops')
         return views_batch(size, sum(crops) if isinstance(crops, (list, tuple)) else 2)

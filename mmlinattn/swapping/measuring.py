@@ -75,27 +75,22 @@ def measure(upstream: Upstream) -> Measured:
         raise NoPlace(
             f'{upstream.base} has no place for a pyramid: masked image modelling hides tokens from {cfg["type"]}'
         )
-    with quiet():
+    given = cfg.get('img_size') or (upstream.image_size if upstream.task == 'mmpretrain' else None)
+    size = (given, given) if isinstance(given, int) else tuple(given) if given else upstream.sizes[0]
+    noise, said, branches = torch.rand(2, upstream.image_channels, *size), 'cannot be built', []
+    with quiet(), torch.no_grad():
         try:
             backbone = _built(cfg)
+            said = 'does not run'
+            outs = backbone(noise[:1])
+            found = _maps(outs, size[0]) or _maps(backbone(noise), size[0])  # LeNet drops the axis of one image
+            backbone.train()  # segmentors' may return more then
+            if upstream.task == 'mmseg' and isinstance(outs, torch.Tensor):
+                branches = _maps(backbone(noise), size[0])
         except Exception as error:  # anything may be raised by a model of another project
-            guessed = _guess(network)
-            if guessed:
-                return Measured(guessed, upstream.sizes[0])
-            raise RunError(f'the backbone of {upstream.base} cannot be built here: {one_line(error)}') from error
-        given = cfg.get('img_size') or (upstream.image_size if upstream.task == 'mmpretrain' else None)
-        size = given if isinstance(given, tuple) else tuple(given) if isinstance(given, list) else (given, given)
-        size = size if given else upstream.sizes[0]
-        noise = torch.rand(2, upstream.image_channels, *size)
-        try:
-            with torch.no_grad():
-                outs = backbone(noise[:1])
-                found = _maps(outs, size[0]) or _maps(backbone(noise), size[0])  # LeNet drops the axis of one image
-                backbone.train()  # segmentors' may return more then
-                is_single = upstream.task == 'mmseg' and isinstance(outs, torch.Tensor)
-                branches = _maps(backbone(noise), size[0]) if is_single else []
-        except Exception as error:
-            raise RunError(f'the backbone of {upstream.base} does not run here: {one_line(error)}') from error
+            found = _guess(network) if said == 'cannot be built' else []
+            if not found:
+                raise RunError(f'the backbone of {upstream.base} {said} here: {one_line(error)}') from error
     if not found:
         raise NoPlace(f'{upstream.base} has no place for a pyramid: {cfg["type"]} returns no maps or tokens')
     alike = [i for i, branch in enumerate(branches) if branch == found[0]]

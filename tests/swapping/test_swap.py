@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Any backbone in any upstream config: the written file holds what was tried, and trains."""
 
+import ast
+
 import pytest
 import torch
 from config_helpers import training_batch
@@ -105,126 +107,87 @@ def test_upstreams_optimizer_may_stay(swap):
     assert (cfg.optim_wrapper.optimizer.type, cfg.optim_wrapper.optimizer.lr) == ('SGD', 0.1)
 
 
+FAMILIES = """
+# videos
+mmdet::mask2former_vis/mask2former_r50_8xb2-8e_youtubevis2019.py flatten_pvt_v2_b0
+    track_head.in_channels = [32, 64, 160, 256]
+# two stages; a path; the fork in colours
+mmdet::faster_rcnn/faster-rcnn_r50-caffe_fpn_1x_coco.py inline_swin_t
+    neck.in_channels = [96, 192, 384, 768]; data_preprocessor.bgr_to_rgb = True
+# query-based, several scales and one
+mmdet::deformable_detr/deformable-detr_r50_16xb2-50e_coco.py ravlt_t
+    backbone.out_indices = (1, 2, 3); neck.in_channels = [128, 256, 512]
+mmdet::detr/detr_r50_8xb2-150e_coco.py flatten_cswin_t
+    neck.in_channels = [512]
+# one stage, with a head that asks for the epoch
+mmdet::tood/tood_r50_fpn_1x_coco.py ravlt_t
+    neck.in_channels = [128, 256, 512]
+# real time
+mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py flatten_pvt_v2_b0
+    neck.in_channels = [64, 160, 256]; data_preprocessor.bgr_to_rgb = True
+mmdet::yolox/yolox_tiny_8xb8-300e_coco.py inline_pvt_t
+    neck.in_channels = [128, 320, 512]
+# a backbone with a decoder of its own
+mmseg::bisenetv2/bisenetv2_fcn_4xb4-160k_cityscapes-1024x1024.py ravlt_t
+    neck.type = 'MapAdapter'; neck.out_channels = [128, 16, 32, 64, 128]; decode_head.in_channels = 128
+# branches in training, one of them in inference
+mmseg::ddrnet/ddrnet_23-slim_in1k-pre_2xb6-120k_cityscapes-1024x1024.py ravlt_t
+    neck.out_channels = [64, 128]; neck.inference_output = 1; backbone.out_indices = (1, 3)
+# a plain backbone in a network for pyramids
+mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py inline_deit_t
+    neck.type = 'SimpleFeaturePyramid'; backbone.out_type = 'featmap'
+# dilated, without a pyramid
+mmseg::pspnet/pspnet_r18-d8_4xb2-80k_cityscapes-512x1024.py ravlt_t
+    backbone.out_indices = (2, 3); decode_head.in_channels = 512; auxiliary_head.in_index = 0
+mmseg::deeplabv3plus/deeplabv3plus_r18-d8_4xb2-80k_cityscapes-512x1024.py flatten_pvt_v2_b0
+    decode_head.c1_in_channels = 32; decode_head.in_index = 2; backbone.out_indices = (0, 2, 3)
+# the neck made a pyramid of plain maps
+mmseg::vit/vit_deit-s16_mln_upernet_8xb2-160k_ade20k-512x512.py ravlt_t
+    neck = None; decode_head.in_channels = [64, 128, 256, 512]; auxiliary_head.in_channels = 512
+# masks by queries
+mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py ravlt_t
+    decode_head.in_channels = [64, 128, 256, 512]; decode_head.strides = [4, 8, 16, 32]
+# heads that read tokens
+mmpretrain::vision_transformer/vit-base-p16_32xb128-mae_in1k.py ravlt_t
+    neck.type = 'GlobalAveragePooling'; head.in_channels = 512
+mmpretrain::deit/deit-tiny_4xb256_in1k.py inline_deit_t
+    neck = None; backbone.out_type = 'cls_token'
+# the backbone is the first entry of a list
+mmpretrain::arcface/resnet50-arcface_8xb32_inshop.py ravlt_t
+    image_encoder.0.type = 'RAVLT'; image_encoder.0.out_indices = (3,); head.in_channels = 512
+# a prediction stops as upstream's; maps of fixed widths
+mmdet::ssd/ssd300_coco.py ravlt_t
+    neck.0.type = 'MapAdapter'
+# grey images, and a backbone that holds the classifier
+mmpretrain::lenet/lenet5_mnist.py flatten_pvt_v2_b0
+    backbone.in_channels = 1; backbone.init_cfg = None; head.in_channels = 256; head.num_classes = 10
+# people to tell apart, in images of one size
+mmdet::reid/reid_r50_8xb32-6e_mot17train80_test-mot17val20.py flatten_pvt_v2_b0
+    head.in_channels = 256
+# without labels
+mmpretrain::mocov2/mocov2_resnet50_8xb32-coslr-200e_in1k.py ravlt_t
+    neck.in_channels = 512
+mmpretrain::mocov3/mocov3_vit-small-p16_16xb256-amp-coslr-300e_in1k.py flatten_pvt_v2_b0
+    neck.in_channels = 256; neck.with_avg_pool = True
+"""
+
+
+def families():
+    """A line names config and backbone, the next one says what is in the written model."""
+    lines = [line for line in FAMILIES.strip().splitlines() if not line.startswith('#')]
+    for names, settings in zip(lines[::2], lines[1::2]):
+        yield pytest.param(*names.split(), [each.split(' = ') for each in settings.strip().split('; ')], id=names)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    'upstream, backbone, expected',
-    [
-        # videos
-        (
-            'mmdet::mask2former_vis/mask2former_r50_8xb2-8e_youtubevis2019.py',
-            'flatten_pvt_v2_b0',
-            {'track_head.in_channels': [32, 64, 160, 256]},
-        ),
-        # two stages; a path; the fork in colours
-        (
-            'mmdet::faster_rcnn/faster-rcnn_r50-caffe_fpn_1x_coco.py',
-            'inline_swin_t',
-            {'neck.in_channels': [96, 192, 384, 768], 'data_preprocessor.bgr_to_rgb': True},
-        ),
-        # query-based, several scales and one
-        (
-            'mmdet::deformable_detr/deformable-detr_r50_16xb2-50e_coco.py',
-            'ravlt_t',
-            {'backbone.out_indices': (1, 2, 3), 'neck.in_channels': [128, 256, 512]},
-        ),
-        ('mmdet::detr/detr_r50_8xb2-150e_coco.py', 'flatten_cswin_t', {'neck.in_channels': [512]}),
-        # one stage, with a head that asks for the epoch
-        ('mmdet::tood/tood_r50_fpn_1x_coco.py', 'ravlt_t', {'neck.in_channels': [128, 256, 512]}),
-        # real time
-        (
-            'mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py',
-            'flatten_pvt_v2_b0',
-            {'neck.in_channels': [64, 160, 256], 'data_preprocessor.bgr_to_rgb': True},
-        ),
-        ('mmdet::yolox/yolox_tiny_8xb8-300e_coco.py', 'inline_pvt_t', {'neck.in_channels': [128, 320, 512]}),
-        # a backbone with a decoder of its own
-        (
-            'mmseg::bisenetv2/bisenetv2_fcn_4xb4-160k_cityscapes-1024x1024.py',
-            'ravlt_t',
-            {'neck.type': 'MapAdapter', 'neck.out_channels': [128, 16, 32, 64, 128], 'decode_head.in_channels': 128},
-        ),
-        # branches in training, one of them in inference
-        (
-            'mmseg::ddrnet/ddrnet_23-slim_in1k-pre_2xb6-120k_cityscapes-1024x1024.py',
-            'ravlt_t',
-            {'neck.out_channels': [64, 128], 'neck.inference_output': 1, 'backbone.out_indices': (1, 3)},
-        ),
-        # a plain backbone in a network for pyramids
-        (
-            'mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py',
-            'inline_deit_t',
-            {'neck.type': 'SimpleFeaturePyramid', 'backbone.out_type': 'featmap'},
-        ),
-        # dilated, without a pyramid
-        (
-            'mmseg::pspnet/pspnet_r18-d8_4xb2-80k_cityscapes-512x1024.py',
-            'ravlt_t',
-            {'backbone.out_indices': (2, 3), 'decode_head.in_channels': 512, 'auxiliary_head.in_index': 0},
-        ),
-        (
-            'mmseg::deeplabv3plus/deeplabv3plus_r18-d8_4xb2-80k_cityscapes-512x1024.py',
-            'flatten_pvt_v2_b0',
-            {'decode_head.c1_in_channels': 32, 'decode_head.in_index': 2, 'backbone.out_indices': (0, 2, 3)},
-        ),
-        # the neck made a pyramid of plain maps
-        (
-            'mmseg::vit/vit_deit-s16_mln_upernet_8xb2-160k_ade20k-512x512.py',
-            'ravlt_t',
-            {'neck': None, 'decode_head.in_channels': [64, 128, 256, 512], 'auxiliary_head.in_channels': 512},
-        ),
-        # masks by queries
-        (
-            'mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py',
-            'ravlt_t',
-            {'decode_head.in_channels': [64, 128, 256, 512], 'decode_head.strides': [4, 8, 16, 32]},
-        ),
-        # heads that read tokens
-        (
-            'mmpretrain::vision_transformer/vit-base-p16_32xb128-mae_in1k.py',
-            'ravlt_t',
-            {'neck.type': 'GlobalAveragePooling', 'head.in_channels': 512},
-        ),
-        (
-            'mmpretrain::deit/deit-tiny_4xb256_in1k.py',
-            'inline_deit_t',
-            {'neck': None, 'backbone.out_type': 'cls_token'},
-        ),
-        # the backbone is the first entry of a list
-        (
-            'mmpretrain::arcface/resnet50-arcface_8xb32_inshop.py',
-            'ravlt_t',
-            {'image_encoder.0.type': 'RAVLT', 'image_encoder.0.out_indices': (3,), 'head.in_channels': 512},
-        ),
-        # a prediction stops as upstream's; maps of fixed widths
-        ('mmdet::ssd/ssd300_coco.py', 'ravlt_t', {'neck.0.type': 'MapAdapter'}),
-        # grey images, and a backbone that holds the classifier
-        (
-            'mmpretrain::lenet/lenet5_mnist.py',
-            'flatten_pvt_v2_b0',
-            {'backbone.in_channels': 1, 'backbone.init_cfg': None, 'head.in_channels': 256, 'head.num_classes': 10},
-        ),
-        # people to tell apart, in images of one size
-        (
-            'mmdet::reid/reid_r50_8xb32-6e_mot17train80_test-mot17val20.py',
-            'flatten_pvt_v2_b0',
-            {'head.in_channels': 256},
-        ),
-        # without labels
-        ('mmpretrain::mocov2/mocov2_resnet50_8xb32-coslr-200e_in1k.py', 'ravlt_t', {'neck.in_channels': 512}),
-        (
-            'mmpretrain::mocov3/mocov3_vit-small-p16_16xb256-amp-coslr-300e_in1k.py',
-            'flatten_pvt_v2_b0',
-            {'neck.in_channels': 256, 'neck.with_avg_pool': True},
-        ),
-    ],
-)
+@pytest.mark.parametrize('upstream, backbone, expected', list(families()))
 def test_families(swap, upstream, backbone, expected):
     _, cfg = swap(upstream, backbone)
-    for key, value in expected.items():
+    for key, value in expected:
         found = cfg.model
         for part in key.split('.'):
             found = found[int(part)] if part.isdigit() else found.get(part)
-        assert found == value, key
+        assert found == ast.literal_eval(value), key
     init_default_scope(cfg.default_scope)
     cfg.model.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
     with torch.device('meta'):
