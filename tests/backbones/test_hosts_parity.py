@@ -202,22 +202,3 @@ def test_files_of_224_load_into_models_of_384(host, arch, tmp_path, caplog):
             assert 'relative_bias' in key, key  # of 7x7 and 12x12 windows
             assert host is LinearSwin
     assert all(out.isfinite().all() for out in target.eval()(torch.randn(1, 3, 64, 96)))
-
-
-@pytest.mark.parametrize('name', ['inline_pvt_t', 'flatten_pvt_t'])
-def test_another_input_size_is_that_of_a_model_with_resized_tables(name, tmp_path):
-    """Nothing but the tables depends on the size: a model whose tables are of that size computes the same."""
-    model = released(name, tmp_path, out_norm=False)
-    x = torch.randn(1, 3, 96, 160, dtype=torch.float64)
-    sizes = [(24, 40), (12, 20), (6, 10), (3, 5)]
-    with torch.no_grad():
-        expected = model(x)
-        for i, size in enumerate(sizes):
-            tables = [model.position_tables[i]]
-            tables += [block.attn.mixer.position for block in model.stages[i] if hasattr(block.attn.mixer, 'position')]
-            for table in tables:
-                image = table.weight.unflatten(1, table.grid).permute(0, 3, 1, 2)
-                image = nn.functional.interpolate(image, size, mode='bilinear', align_corners=False)
-                table.grid, table.weight = size, nn.Parameter(image.flatten(2).transpose(1, 2))
-        for out, other in zip(model(x), expected):
-            torch.testing.assert_close(out, other)

@@ -13,7 +13,6 @@ from mmengine.registry import MODELS
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from small_hosts import image, loss
 from torch import nn
-from torch.nn import functional as F
 
 from mmlinattn.attention import GlobalAttention, Grid
 from mmlinattn.backbones import LinearNextViT, nextvit_blocks
@@ -113,45 +112,46 @@ def test_files_of_every_size_load(size, params):
 # --- averaged keys ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('size', [(8, 8), (7, 9), (5, 13), (9, 4)], ids=str)
-@pytest.mark.parametrize('open_sizes', [False, True])
-def test_keys_of_sequences_are_those_of_the_release(size, open_sizes, monkeypatch):
-    """Averages of r^2 tokens that follow each other; the rest at the end is dropped. Graphs of open sizes, too."""
-    monkeypatch.setattr(nextvit_blocks, 'is_known', lambda *sizes: not open_sizes)
-    attn = goldens.fill(AveragedKeysAttention(8, 2, 'softmax', 2, 'sequence', BN)).double().eval()
-    x = torch.randn(2, *size, 8, dtype=torch.float64)
-    tokens = x.flatten(1, 2)
-    q, k, v = attn.qkv.weight.chunk(3)
-    bq, bk, bv = attn.qkv.bias.chunk(3)
-    keys = attn.norm(F.avg_pool1d(tokens.transpose(1, 2), 4, 4)[..., None])[..., 0].transpose(1, 2)
-    assert keys.shape[1] == size[0] * size[1] // 4
-    heads = [
-        (part @ w.T + b).unflatten(2, (2, 4)).transpose(1, 2)
-        for part, w, b in ((tokens, q, bq), (keys, k, bk), (keys, v, bv))
+def patches(x, side):
+    """Means of the pixels that are there, patch by patch: (B, H, W, C) -> (B, h, w, C)."""
+    rows, columns = (-(-length // side) for length in x.shape[1:3])
+    cells = [
+        [x[:, side * i : side * i + side, side * j : side * j + side] for j in range(columns)] for i in range(rows)
     ]
-    weights = (heads[0] @ heads[1].transpose(2, 3) / 2).softmax(dim=-1)
-    expected = attn.proj((weights @ heads[2]).transpose(1, 2).flatten(2)).unflatten(1, size)
+    return torch.stack([torch.stack([cell.mean(dim=(1, 2)) for cell in row], dim=1) for row in cells], dim=1)
+
+
+def affine(norm, x):
+    """A fixed batch norm of the last axis."""
+    return (x - norm.running_mean) / (norm.running_var + norm.eps).sqrt() * norm.weight + norm.bias
+
+
+open_or_known = pytest.mark.parametrize(
+    'open_sizes', [False, True], ids=['known', 'open']
+)  # as in graphs for all sizes
+
+
+@pytest.mark.parametrize('size', [(8, 8), (7, 9), (5, 13), (2, 2)], ids=str)
+@pytest.mark.parametrize('reduction', ['sequence', 'grid'])
+@open_or_known
+def test_keys_are_those_of_averaged_tokens(size, reduction, open_sizes, monkeypatch):
+    """As released: of r^2 tokens that follow each other, the rest at the end dropped. Or of patches of r x r tokens."""
+    monkeypatch.setattr(nextvit_blocks, 'is_known', lambda *sizes: not open_sizes)
+    attn = goldens.fill(AveragedKeysAttention(8, 2, 'softmax', 2, reduction, BN)).double().eval()
+    x, given = torch.randn(2, *size, 8, dtype=torch.float64), []
+    attn.mixer.register_forward_pre_hook(lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True)
+    tokens, count = x.flatten(1, 2), size[0] * size[1] // 4
+    sequence = tokens[:, : 4 * count].unflatten(1, (count, 4)).mean(dim=2)[:, None]
+    reduced = affine(attn.norm, sequence if reduction == 'sequence' else patches(x, 2))
+    q, k, v = (
+        (part @ w.T + b).unflatten(2, (2, 4)).transpose(1, 2)
+        for part, w, b in zip((tokens, *[reduced.flatten(1, 2)] * 2), attn.qkv.weight.chunk(3), attn.qkv.bias.chunk(3))
+    )
+    weights = (q @ k.transpose(2, 3) / 2).softmax(dim=-1)
+    expected = attn.proj((weights @ v).transpose(1, 2).flatten(2)).unflatten(1, size)
     torch.testing.assert_close(attn(x), expected)
-
-
-@pytest.mark.parametrize('size', [(8, 8), (7, 10), (1, 5), (2, 2)], ids=str)
-@pytest.mark.parametrize('open_sizes', [False, True])
-def test_keys_of_grids_are_means_of_the_tokens_of_a_patch(size, open_sizes, monkeypatch):
-    monkeypatch.setattr(nextvit_blocks, 'is_known', lambda *sizes: not open_sizes)  # as in a graph that serves all
-    attn = AveragedKeysAttention(4, 2, 'softmax', 3, 'grid', BN).eval()
-    x = torch.randn(1, *size, 4)
-    reduced = attn.reduce(x)
-    for i in range(-(-size[0] // 3)):
-        for j in range(-(-size[1] // 3)):
-            torch.testing.assert_close(reduced[0, :, i, j], x[0, 3 * i : 3 * i + 3, 3 * j : 3 * j + 3].mean(dim=(0, 1)))
-    assert reduced.shape[2:] == (-(-size[0] // 3), -(-size[1] // 3))
-    calls, signature = [], inspect.signature(attn.mixer.forward)
-    attn.mixer.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
-    attn(x)
-    given = signature.bind(*calls[0][0], **calls[0][1]).arguments
-    assert given['key_grid'] == Grid(*reduced.shape[2:])
-    keys = F.linear(attn.norm(reduced).flatten(2).mT, *(part[4:8] for part in (attn.qkv.weight, attn.qkv.bias)))
-    torch.testing.assert_close(given['k'], keys)  # row by row
+    arguments = inspect.signature(attn.mixer.forward).bind(*given[0][0], **given[0][1]).arguments
+    assert arguments['key_grid'] == Grid(*reduced.shape[1:3])
 
 
 def test_which_keys_are_averaged_how():
@@ -185,25 +185,15 @@ def test_the_released_reduction_takes_any_size(size):
 
 
 @pytest.mark.parametrize('size', [(4, 6), (5, 7), (1, 1), (1, 4)], ids=str)
-@pytest.mark.parametrize('open_sizes', [False, True])
+@open_or_known
 def test_down_sampling_averages_the_pixels_that_are_there(size, open_sizes, monkeypatch):
     monkeypatch.setattr(nextvit_blocks, 'is_known', lambda *sizes: not open_sizes)
     embed = goldens.fill(PooledEmbed(3, 5, BN)).double().eval()
     x = torch.randn(2, *size, 3, dtype=torch.float64)
-    rows, columns = (-(-side // 2) for side in size)
-    means = torch.stack(
-        [
-            torch.stack([x[:, 2 * i : 2 * i + 2, 2 * j : 2 * j + 2].mean(dim=(1, 2)) for j in range(columns)], dim=1)
-            for i in range(rows)
-        ],
-        dim=1,
-    )
-    norm = embed.norm
-    expected = means @ embed.conv.weight[:, :, 0, 0].T
-    expected = (expected - norm.running_mean) / (norm.running_var + 1e-5).sqrt() * norm.weight + norm.bias
-    torch.testing.assert_close(embed(x), expected)
-    with torch.no_grad():  # the norm is then part of the convolution
-        torch.testing.assert_close(embed(x), expected)
+    expected = affine(embed.norm, patches(x, 2) @ embed.conv.weight[:, :, 0, 0].T)
+    for learns in (True, False):  # without, the norm is part of the convolution
+        with torch.set_grad_enabled(learns):
+            torch.testing.assert_close(embed(x), expected)
 
 
 def test_which_blocks_have_an_attention():

@@ -94,9 +94,7 @@ def arguments(host):
         yield dict(stage_attns=value), [f'stage_attns={value!r}', f'each of the {stages} stages']
     for name, options, words in (
         ('ralla', {}, ['stage_attns', "'ralla'", "'rala'"]),
-        ('inline', dict(kernel='elu'), ["kernel='elu'", "'identity'"]),
-        ('focused', dict(power=64), ['power=64', '[1, 32]']),
-        ('rala', dict(output_gate='sigmoid'), ["gate='sigmoid'", "'tanh'"]),
+        ('inline', dict(kernel='elu'), ["kernel='elu'", "'identity'"]),  # of their options: tests/attention
     ):
         yield dict(stage_attns=(dict(type=name, **options),) * stages), words
     # of the third stage, or the only one, of two blocks

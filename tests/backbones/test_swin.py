@@ -64,9 +64,7 @@ def test_blocks_of_swin_shift_in_turn_where_windows_are_small():
 def test_windows_larger_than_the_map_are_the_map(attn):
     """At the trained size and below, a windowed model and its global form are one."""
     large, whole = (small_hosts.build('LinearSwin', attn, window_size=size).eval() for size in (24, None))
-    large.load_state_dict(whole.state_dict())
-    x = image()
-    for out, expected in zip(large(x), whole(x)):
+    for out, expected in zip(large(x := image()), whole(x)):
         torch.testing.assert_close(out, expected)
 
 
