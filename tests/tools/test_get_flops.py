@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """tools/analysis_tools/get_flops.py: its table, its options, its errors."""
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -23,6 +24,8 @@ def test_it_prints_totals_and_downloads_nothing(monkeypatch, capsys):
     for options in ([], ['--cfg-options', 'model.roi_head.bbox_head.num_classes=10']):
         run(monkeypatch, config, '--shape', 320, 480, *options)
         out = capsys.readouterr().out
+        # billions: 1000 proposals of 12544 numbers through layers of 1024; mebibytes
+        assert re.search(r'bbox_head .* 1[34]\.\d{3} ', out) and re.search(r'estimate\): 1\d\d MiB', out)
         assert 'image 320 x 480' in out and 'backbone.stage4' in out and '1000 proposals' in out
         (total,) = (line.split() for line in out.splitlines() if line.startswith('total'))
         assert float(total[-1]) == pytest.approx(sum(map(float, total[2:5])), abs=0.002)
