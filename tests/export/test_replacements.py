@@ -21,13 +21,6 @@ def test_bin_means_hold_at_sizes_other_than_the_traced_one():
     torch.testing.assert_close(graph(x), nn.AdaptiveAvgPool2d((3, 2))(x))
 
 
-def test_only_pools_of_several_bins_are_replaced():
-    model = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Sequential(nn.AdaptiveAvgPool2d((2, 3))), nn.AvgPool2d(2))
-    replace_modules(model)
-    kinds = [type(module) for module in (model[0], model[1][0], model[2])]
-    assert kinds == [nn.AdaptiveAvgPool2d, BinMeans, nn.AvgPool2d]
-
-
 def test_pools_that_keep_a_side_or_are_of_another_class_stay():
     class Pool(nn.AdaptiveAvgPool2d):
         pass
@@ -72,21 +65,12 @@ def test_pools_of_one_pixel_export_for_even_and_odd_sizes():
         assert torch.equal(graph(x), F.max_pool2d(x, 1, stride=2))
 
 
-def test_other_pools_stay_and_the_function_comes_back():
-    x, pool = torch.randn(1, 2, 9, 8), F.max_pool2d
-    expected = [pool(x, 3, 2), pool(x, 1), pool(x, 1, (3, 2)), nn.MaxPool2d(3, 2, 1)(x)]
-    with strided_pools():
-        found = [F.max_pool2d(x, 3, 2), F.max_pool2d(x, 1), F.max_pool2d(x, 1, (3, 2)), nn.MaxPool2d(3, 2, 1)(x)]
-    assert F.max_pool2d is pool and all(map(torch.equal, found, expected))
-
-
 def test_slices_are_of_pools_of_one_pixel_alone_and_end_with_the_context():
     x, pool = torch.randn(1, 2, 9, 8), F.max_pool2d
-    calls = [((1, 3), {}), ((1, (2, 3)), {}), ((1, 2, 1), dict(ceil_mode=True)), ((1, 3), dict(ceil_mode=True))]
-    expected = [pool(x, *args, **options) for args, options in calls[:2]]
+    calls = [(1, 3), (1, (2, 3)), (3, 2), (3, 2, 1), (1,)]
+    expected = [pool(x, *args) for args in calls]
     with pytest.raises(ValueError, match='of the model'), strided_pools():
-        for (args, options), truth in zip(calls, expected):
-            assert torch.equal(F.max_pool2d(x, *args, **options), truth)
+        assert all(torch.equal(F.max_pool2d(x, *args), truth) for args, truth in zip(calls, expected))
         assert F.max_pool2d(x, 1, 3, ceil_mode=True).shape == pool(x, 1, 3, ceil_mode=True).shape
         values, places = F.max_pool2d(x, 1, 2, return_indices=True)
         assert torch.equal(values, x[..., ::2, ::2]) and places.shape == values.shape
