@@ -10,7 +10,7 @@ from mmengine.config import Config
 from mmengine.registry import init_default_scope
 from mmengine.utils import get_installed_path
 
-from ..apis.configs import PIP_NAMES
+from ..apis.configs import PIP_NAMES, read_config
 from ..utils.errors import RunError
 from ..utils.registering import bare_name
 from .zoo import plain_dict
@@ -144,10 +144,7 @@ def read_upstream(spec: str) -> Upstream:
         NoPlace: Its model has no backbone that gives maps.
     """
     base, file = _find_config(spec)
-    try:
-        cfg = Config.fromfile(str(file))
-    except Exception as error:  # a config is a program
-        raise RunError(f'{spec} cannot be read: {type(error).__name__}: {error}') from error
+    cfg = read_config(str(file))
     task = cfg.get('default_scope') or spec.partition('::')[0]
     if task not in PIP_NAMES:
         raise RunError(f'{spec} has default_scope {task!r}; allowed are: {", ".join(PIP_NAMES)}')
@@ -156,22 +153,14 @@ def read_upstream(spec: str) -> Upstream:
         raise NoModel(f'{spec} has no model: it is a part that other configs inherit')
     for inner in ('', 'detector'):
         network: Any = model.get(inner) if inner else model
-        network = apart(network) if isinstance(network, dict) else None
-        if network and isinstance(network.get('backbone'), dict):
-            kind = bare_name(network['backbone'].get('type'))
-            if kind == 'None':
-                raise NoPlace(
-                    f'{spec} has no place for another backbone: {model.get("type")} does not build its own from a type'
-                )
+        backbone = apart(network).get('backbone') if isinstance(network, dict) else None
+        if isinstance(backbone, dict) and backbone.get('type'):  # Detectron2's and Hugging Face's have none
+            kind = bare_name(backbone['type'])
             if kind in _OWN_HEADS:
                 raise NoPlace(f'{spec} has no place for a pyramid: {_OWN_HEADS[kind]}')
             init_default_scope(task)
             return Upstream(base, cfg, task, inner)
-    kinds = [str(key) for key in model if 'encoder' in key or 'backbone' in key or 'language' in key]
-    raise NoPlace(
-        f'{spec} has no place for a pyramid: {model.get("type")} has no backbone of its own'
-        + (f' (it has {", ".join(kinds)})' if kinds else '')
-    )
+    raise NoPlace(f'{spec} has no place for a pyramid: {model.get("type")} has no backbone of its own to build')
 
 
 def _find_config(spec: str) -> tuple[str, Path]:
@@ -198,7 +187,5 @@ def _find_config(spec: str) -> tuple[str, Path]:
         file = root / name
         base = spec if re.match(r'\w+::\w+/', spec) else f'{scope}::_base_/../{name}'
     if Config._is_lazy_import(str(file)):
-        raise RunError(
-            f'{spec} is written in pure Python, which MMEngine does not inherit by name: use its text config'
-        )
+        raise RunError(f'{spec} is written in pure Python, which MMEngine does not inherit: use its text config')
     return base, file

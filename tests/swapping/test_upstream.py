@@ -23,20 +23,13 @@ for project in ('mmdet', 'mmseg', 'mmpretrain'):
         ("default_scope = 'mmdet'\n", NoModel, 'has no model: it is a part that other configs inherit'),
         ("default_scope = 'mmdet'\nmodel = 1 / 0", RunError, 'cannot be read: ZeroDivisionError: division by zero'),
         ("raise __import__('queue').Empty('why')", RunError, 'cannot be read: Empty: why'),
-        (
-            "default_scope = 'mmdet'\nmodel = dict(type='M', backbone=dict(arch='x'))",
-            NoPlace,
-            'has no place for another backbone: M does not build its own from a type',
-        ),
-        (
-            "default_scope = 'mmdet'\nmodel = dict(type='M', image_encoder=1, text_backbone=2, head=3)",
-            NoPlace,
-            'has no place for a pyramid: M has no backbone of its own (it has image_encoder, text_backbone)',
-        ),
-        (
-            "default_scope = 'mmdet'\nmodel = dict(type='M', head=3)",
-            NoPlace,
-            'has no place for a pyramid: M has no backbone of its own',
+        *(
+            (
+                f"default_scope = 'mmdet'\nmodel = dict(type='M', {parts})",
+                NoPlace,
+                'M has no backbone of its own to build',
+            )
+            for parts in ("backbone=dict(arch='x')", 'image_encoder=1, text_backbone=2, head=3', 'detector=1')
         ),
         (
             "default_scope = 'mmdet'\nmodel = dict(backbone=dict(type='mmdet.HourglassNet'))",
@@ -77,8 +70,8 @@ def test_mistakes_have_one_line(upstream, backbone, message):
         ('mmpretrain::spark/spark_sparse-resnet50_8xb512-amp-coslr-800e_in1k.py', 'masked image modelling'),
         ('mmpretrain::dinov2/vit-small-p14_dinov2-pre_headless.py', 'it has no head'),
         ('mmseg::dpt/dpt_vit-b16_8xb2-160k_ade20k-512x512.py', 'a class token beside each map'),
-        ('mmpretrain::clip/clip_vit-base-p16_zeroshot-cls_in1k.py', 'no backbone of its own'),
-        ('mmdet::misc/d2_faster-rcnn_r50-caffe_fpn_ms-90k_coco.py', 'Detectron2Wrapper'),
+        ('mmpretrain::clip/clip_vit-base-p16_zeroshot-cls_in1k.py', 'no backbone of its own to build'),
+        ('mmdet::misc/d2_faster-rcnn_r50-caffe_fpn_ms-90k_coco.py', 'Detectron2Wrapper has no backbone'),
     ],
 )
 def test_no_place_has_one_line(upstream, reason):
