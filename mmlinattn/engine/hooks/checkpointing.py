@@ -121,7 +121,7 @@ class SafeCheckpointHook(CheckpointHook):
             kept = [kept_step for kept_step in self.keep_ckpt_ids if kept_step != step] + [step]
             outdated = kept[: -self.max_keep_ckpts]
             # Before saving: the checkpoint carries the list to the run that resumes from it.
-            self.keep_ckpt_ids = deque(kept[-self.max_keep_ckpts :], self.max_keep_ckpts)
+            self.keep_ckpt_ids = deque(kept, self.max_keep_ckpts)
             runner.message_hub.update_info('keep_ckpt_ids', list(self.keep_ckpt_ids))
 
         self.last_ckpt = write_checkpoint(
