@@ -20,12 +20,6 @@ def by_head(x, heads):
     return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
-def call_by_head(op, q, k, v, *args, **kwargs):
-    """An attention of ``mmlinattn.ops`` on (B, heads, N, d) tensors."""
-    heads = q.shape[1]
-    return by_head(op(*(side_by_side(t) for t in (q, k, v)), heads, *args, **kwargs), heads)
-
-
 def turn(x, height, width, base=10000.0):
     """The released rotary encoding, spelled out with complex numbers.
 
@@ -187,14 +181,3 @@ def hallucinated_maps(real, steps, size, prefix=0, mask=None, regions=None):
                         out = out + tap * value[..., None]
         maps = out + bias[:, None, None]
     return maps
-
-
-def assert_twins(fast, literal, leaves):
-    """Equal values, and equal gradients of a generic function of them."""
-    torch.testing.assert_close(fast, literal, rtol=1e-9, atol=1e-11)
-    probe = torch.randn_like(literal)
-    ours = torch.autograd.grad((fast * probe).sum(), leaves, retain_graph=True)
-    theirs = torch.autograd.grad((literal * probe).sum(), leaves, retain_graph=True)
-    for mine, other in zip(ours, theirs):
-        assert other.abs().max() > 1e-3  # a gradient that vanishes would compare nothing
-        torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-10)

@@ -239,8 +239,7 @@ def test_a_new_attention_is_one_class(gate):
 def test_the_options_of_an_attention_stay_what_they_are():
     """One dict of a config may name the attention of many blocks."""
     given = dict(type='rala', kernel='relu')
-    assert get_mixer(given) == (RALAMixer, dict(kernel='relu')) and get_mixer('rala') == (RALAMixer, {})
-    assert given == dict(type='rala', kernel='relu')
+    assert get_mixer(given) == (RALAMixer, dict(kernel='relu')) and given == dict(type='rala', kernel='relu')
 
 
 GATES = ["gate='{}'", "None, 'projection', 'identity' or 'tanh'"]

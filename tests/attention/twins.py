@@ -44,8 +44,6 @@ ATTENTIONS = {
     'angular, paper': dict(type='angular', form='paper'),
     'angular, paper, alone': dict(type='angular', form='paper', conv=None),
 }
-# the published form of each
-PUBLISHED = [name for name in ATTENTIONS if ',' not in name and name.split()[-1] in (name.split()[0], 'ihh-chh')]
 LINEAR = [name for name, spec in ATTENTIONS.items() if spec['type'] not in ('softmax', 'hallucinated')]
 
 
