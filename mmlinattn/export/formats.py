@@ -73,9 +73,9 @@ class Format:
         Raises:
             RunError: Files of this format cannot have the type.
         """
-        if dtype not in DTYPES or dtype in self.refused:
+        if dtype in self.refused:
             taken = ', '.join(name for name in DTYPES if name not in self.refused)
-            raise RunError(f'--dtype {dtype}: {self.refused.get(dtype, "unknown")}; this format takes {taken}.')
+            raise RunError(f'--dtype {dtype}: {self.refused[dtype]}; this format takes {taken}.')
 
 
 def _open(example: Tensor, smallest: Optional[int]) -> tuple[Tensor, Any]:

@@ -54,23 +54,19 @@ def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tu
         return settings, remarks
     head = source.model.get('decode_head')
     head = head[0] if isinstance(head, (list, tuple)) else head
-    preferred = None
-    if source.task == 'mmseg' and isinstance(head, dict) and head.get('type') == 'FPNHead':
-        preferred = 'fpn_80k'
-    if source.task == 'mmdet' and source.model.get('type') == 'RetinaNet':
-        preferred = 'retinanet_1x'
+    kinds = source.model.get('type'), head.get('type') if isinstance(head, dict) else None
+    preferred = 'fpn_80k' if 'FPNHead' in kinds else 'retinanet_1x' if 'RetinaNet' in kinds else None
     paper = recipe(new.name, source.task, preferred)
     ours = plain_dict(paper.optim_wrapper)
-    wrapper: dict[str, Any] = dict(
-        type='OptimWrapper', optimizer={k: v for k, v in ours['optimizer'].items() if k != '_scope_'}
-    )
+    ours['optimizer'].pop('_scope_', None)
+    wrapper: dict[str, Any] = dict(type='OptimWrapper', optimizer=ours['optimizer'])
     # what upstream says of its own heads stays; the backbone trains at the full rate, as the paper has it
-    keys = (upstream.get('paramwise_cfg') or {}).get('custom_keys') or {}
-    kept = {key: value for key, value in keys.items() if not key.startswith('backbone')}
-    paramwise = dict(ours.get('paramwise_cfg') or {})
-    if kept or paramwise.get('custom_keys'):
-        paramwise['custom_keys'] = {**kept, **(paramwise.get('custom_keys') or {})}
-    if (upstream.get('paramwise_cfg') or {}).get('bypass_duplicate'):
+    theirs, paramwise = upstream.get('paramwise_cfg') or {}, dict(ours.get('paramwise_cfg') or {})
+    keys = {key: value for key, value in theirs.get('custom_keys', {}).items() if not key.startswith('backbone')}
+    keys.update(paramwise.get('custom_keys') or {})
+    if keys:
+        paramwise['custom_keys'] = keys
+    if theirs.get('bypass_duplicate'):
         paramwise['bypass_duplicate'] = True  # its neck or head shares modules
     if paramwise:
         wrapper['paramwise_cfg'] = paramwise
@@ -92,17 +88,11 @@ def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tu
 
 def _rescaled(cfg: Config, factor: float) -> Optional[list]:
     """Schedules that end at a rate of their own, in proportion to the new one; None where none does."""
-    given = cfg.get('param_scheduler')
-    given = [given] if isinstance(given, dict) else given
-    if not given:
-        return None
-    absolute = ('eta_min', 'eta_max')
-    schedulers = plain_dict([dict(each) for each in given])
-    if not any(each.get(key) for each in schedulers for key in absolute) or factor == 1:
-        return None
+    given = cfg.get('param_scheduler') or []
+    schedulers = plain_dict([given] if isinstance(given, dict) else list(given))
+    ends = [(each, key) for each in schedulers for key in ('eta_min', 'eta_max') if each.get(key)]
+    for each, key in ends:
+        each[key] = float(f'{each[key] * factor:.3g}')
     for each in schedulers:
         each.pop('_scope_', None)
-        for key in absolute:
-            if each.get(key):
-                each[key] = float(f'{each[key] * factor:.3g}')
-    return schedulers
+    return schedulers if ends and factor != 1 else None

@@ -117,9 +117,10 @@ def test_a_checkpoint_fits_that_has_what_the_graph_holds(tmp_path, capsys):
         assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
         error = capsys.readouterr().err
         assert error.startswith(said) and bool(error) == bool(said)
-    torch.save({**state, 'decode_head.other': torch.ones(1)}, checkpoint)
-    with pytest.raises(RunError, match=r'does not fit the model of c\.py: 1 keys .*: decode_head\.other\.$'):
-        load(Parts(), str(checkpoint), 'c.py')
+    for key in ('decode_head.other', 'decode_head.weight'):  # one too many, one of another shape
+        torch.save({**state, key: torch.ones(1)}, checkpoint)
+        with pytest.raises(RunError, match=rf'does not fit the model of c\.py: 1 keys .*: {key}'):
+            load(Parts(), str(checkpoint), 'c.py')
 
 
 def test_a_graph_of_other_numbers_is_not_written(config, tmp_path, monkeypatch):

@@ -83,6 +83,19 @@ def test_a_config_of_ones_own(tmp_path, swap, name):
     assert "load_from: 'whole.pth' -> None" in swapped.changes
 
 
+def test_a_prediction_that_stops_as_upstreams_is_said(tmp_path, swap):
+    @MODELS.register_module(force=True)
+    class HeadThatOnlyTrains(MODELS.get('mmpretrain.LinearClsHead')):
+        def predict(self, *args, **kwargs):
+            raise LookupError('never')
+
+    path = tmp_path / 'mine.py'
+    path.write_text(CLASSIFIER.format('', 'CrossEntropyLoss').replace('LinearClsHead', 'HeadThatOnlyTrains'))
+    swapped, _ = swap(str(path), 'flatten_pvt_v2_b0')
+    assert swapped.trial.stops == 'prediction stops: LookupError: never'
+    assert any(remark.startswith("upstream's own prediction stops") for remark in swapped.remarks)
+
+
 def test_upstreams_own_errors_are_said(tmp_path):
     path = tmp_path / 'mine.py'
     path.write_text(CLASSIFIER.format('frozen_stages=-1', 'NoSuchLoss'))

@@ -97,6 +97,9 @@ def test_single_numbers_deep_inside():
     wired = Wiring(RESNET, OURS, deep=False)(node)
     assert wired == dict(in_channels=128, decoder=dict(in_channels=512), indexed=dict(in_channels=512, in_index=3))
     assert Wiring(RESNET, OURS)(node)['decoder'] == dict(in_channels=128)
+    head = dict(in_channels=OLD, in_index=[0, 1, 2, 3], decoder=dict(in_channels=512))
+    found = made(dict(decode_head=head), RESNET, PYRAMID, 'mmseg')['decode_head']
+    assert found == dict(head, in_channels=NEW)
 
 
 def made(network, old, backbone, task, read=None, way=0, alone=None):
