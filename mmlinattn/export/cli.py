@@ -51,11 +51,12 @@ def load(model: nn.Module, source: str, config: str) -> dict:
     conversion = convert_state(checkpoint, source, model)
     report, parts = conversion.report, {name for name, _ in model.named_children()}
     of_others = [key for key in report.unexpected if key.partition('.')[0] not in parts]
-    wrong = [*report.missing, *report.mismatched, *(key for key in report.unexpected if key not in of_others)]
-    wrong = [key for key in wrong if not key.startswith(UNUSED_IN_TESTS)]
-    if wrong:
-        said = f'{len(wrong)} keys are missing, unexpected or of another shape'
-        raise RunError(f'checkpoint {source!r} does not fit the model of {config}: {said}: {some(wrong)}.')
+    unexpected = [key for key in report.unexpected if key not in of_others]
+    wrong = dict(missing=report.missing, unexpected=unexpected, mismatched=report.mismatched)
+    wrong = {kind: [key for key in keys if not key.startswith(UNUSED_IN_TESTS)] for kind, keys in wrong.items()}
+    listed = '; '.join(f'{len(keys)} {kind}, e.g. {keys[0]}' for kind, keys in wrong.items() if keys)
+    if listed:
+        raise RunError(f'checkpoint {source!r} does not fit the model of {config}: {listed}.')
     of_others = [key for key in of_others if not key.startswith(UNUSED_IN_TESTS)]
     if of_others:
         notice(f'{len(of_others)} keys of {source} are of parts that the model does not have: {some(of_others)}.')
