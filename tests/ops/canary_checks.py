@@ -76,8 +76,8 @@ DEFECTS = {
     'columns that wrap around': (
         'convolution',
         'forward',
-        '(z >= 0) & (z < width)\n            at',
-        '(z >= -1) & (z < width)\n            at',
+        'mask = ((z >= 0) & (z < width))',
+        'mask = ((z >= -1) & (z < width))',
     ),
     'kernels of one image': (
         'convolution of each image',

@@ -16,7 +16,7 @@ from .attention_launch import NoKernel, cdiv, launch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KERNEL_SIZES = (3, 5)
-ROWS, COLUMNS, WIDTH = 4, 8, 64
+ROWS, COLUMNS, WIDTH = kernels.ROWS, 8, 64
 PROGRAMS, FEWEST_PLACES = 2048, 512
 
 
@@ -42,7 +42,7 @@ def _convolve(x: Tensor, taps: Tensor, bias: Optional[Tensor], size: int, flip: 
         x, taps, bias, out, *x.stride()[:3], *out.stride()[:3], taps.stride(0) if len(taps) > 1 else 0,
         height, width, channels, across, tiles,
         K=size, FLIP=flip, HAS_BIAS=bias is not None, RESIDUAL=residual,
-        ROWS=ROWS, COLUMNS=COLUMNS, WIDTH=WIDTH, num_warps=4,
+        COLUMNS=COLUMNS, WIDTH=WIDTH, num_warps=2,
     )  # fmt: skip
     return out.permute(0, 3, 1, 2)
 
