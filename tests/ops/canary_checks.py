@@ -85,7 +85,12 @@ DEFECTS = {
         'weight += image * weight_b',
         'weight += 0 * weight_b',
     ),
-    'a kernel that is not turned': ('convolution', 'backward', 'K * K - 1 - (i * K + j) if FLIP', 'i * K + j if FLIP'),
+    'a kernel that is not turned': (
+        'convolution',
+        'backward',
+        'K * K - 1 - (min(i, K - 1) * K + j) if FLIP',
+        'min(i, K - 1) * K + j if FLIP',
+    ),
 }
 
 
