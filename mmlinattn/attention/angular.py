@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from .base import TOKEN_MIXERS, Grid, TokenMixer, add_local
+from .base import TOKEN_MIXERS, TokenMixer, add_local
 
 CONVS = ('grid', 'sequence', None)
 
@@ -52,18 +52,7 @@ class AngularMixer(TokenMixer):
             kernel, padding = dict(grid=((3, 3), (1, 1)), sequence=((9, 1), (4, 0)))[conv]
             self.dconv = nn.Conv2d(num_heads, num_heads, kernel, padding=padding, groups=num_heads, bias=False)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: Grid,
-        key_grid: Grid,
-        mask: Optional[Tensor] = None,
-        rotary: Optional[Tensor] = None,
-        bias: Optional[Tensor] = None,
-        context: Optional[Tensor] = None,
-    ) -> Tensor:
+    def forward(self, q, k, v, grid, key_grid, mask=None, **_) -> Tensor:
         out = ops.angular_attention(q, k, v, self.num_heads, mask, self.form == 'released', self.unit_output)
         if self.conv == 'grid':
             return add_local(out, v, self.convolved, key_grid)

@@ -102,11 +102,12 @@ class TokenMixer(BaseModule):
         grid: Grid,
         key_grid: Grid,
         mask: Optional[Tensor] = None,
+        *,
         rotary: Optional[Tensor] = None,
         bias: Optional[Tensor] = None,
         context: Optional[Tensor] = None,
     ) -> Tensor:
-        """Mix the values.
+        """Mix the values. A mixer names the terms that it understands; the others come all the same, as ``**_``.
 
         In inference, ``q`` and ``k`` are scratch memory of the mixer, ``v`` is not, and the result may be written over.
 
@@ -216,34 +217,17 @@ class Mixing(BaseModule):
             v_dim = self.mixer.widths[2]
             self.local = DepthwiseConv2d(v_dim, local_kernel)
 
-    def mix(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: Grid,
-        key_grid: Optional[Grid] = None,
-        mask: Optional[Tensor] = None,
-        rotary: Optional[Tensor] = None,
-        bias: Optional[Tensor] = None,
-        context: Optional[Tensor] = None,
-    ) -> Tensor:
+    def mix(self, q, k, v, grid, key_grid=None, mask=None, rotary=None, bias=None, context=None) -> Tensor:
         """Mixed values, (B, N, widths[2]); arguments as in :meth:`TokenMixer.forward`."""
-        key_grid = key_grid or grid
         if mask is not None:
             v = v * mask.unsqueeze(-1).to(v.dtype)
-        out = call(
-            self.mixer,
-            q,
-            k,
-            v,
-            grid,
-            key_grid,
+        terms = dict(
             mask=mask,
             rotary=rotary if self.mixer.rotary else None,
             bias=bias if self.mixer.bias else None,
             context=context,
         )
+        out = call(self.mixer, q, k, v, grid, key_grid or grid, **terms)
         return out if self.local is None else add_local(out, v, self.local, grid, has_hooks(self.local))
 
 

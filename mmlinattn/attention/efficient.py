@@ -1,10 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Optional
 
 from torch import Tensor
 
 from .. import ops
-from .base import TOKEN_MIXERS, Grid, TokenMixer
+from .base import TOKEN_MIXERS, TokenMixer
 
 
 @TOKEN_MIXERS.register_module('efficient')
@@ -12,16 +11,5 @@ class EfficientMixer(TokenMixer):
     """Efficient attention: softmax over the channels of queries and over the tokens of keys (Shen et al. 2021,
     Eq. 4-6)."""
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: Grid,
-        key_grid: Grid,
-        mask: Optional[Tensor] = None,
-        rotary: Optional[Tensor] = None,
-        bias: Optional[Tensor] = None,
-        context: Optional[Tensor] = None,
-    ) -> Tensor:
+    def forward(self, q, k, v, grid, key_grid, mask=None, **_) -> Tensor:
         return ops.efficient_attention(q, k, v, self.num_heads, mask)

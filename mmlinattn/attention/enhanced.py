@@ -1,10 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Optional
 
 from torch import Tensor
 
 from .. import ops
-from .base import TOKEN_MIXERS, Grid, TokenMixer
+from .base import TOKEN_MIXERS, TokenMixer
 
 
 @TOKEN_MIXERS.register_module('enhanced')
@@ -14,16 +13,5 @@ class EnhancedMixer(TokenMixer):
     What enhances it is the depth-wise 3x3 convolution in the feed-forward network, ``ffn='dwconv'`` in the arch.
     """
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: Grid,
-        key_grid: Grid,
-        mask: Optional[Tensor] = None,
-        rotary: Optional[Tensor] = None,
-        bias: Optional[Tensor] = None,
-        context: Optional[Tensor] = None,
-    ) -> Tensor:
+    def forward(self, q, k, v, grid, key_grid, mask=None, **_) -> Tensor:
         return ops.linear_attention(q, k, v, self.num_heads, kernel='relu', mask=mask)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layers.position import PositionTable
-from .base import TOKEN_MIXERS, Grid, TokenMixer, add_local, check_local_kernel
+from .base import TOKEN_MIXERS, TokenMixer, add_local, check_local_kernel
 
 
 @TOKEN_MIXERS.register_module('focused')
@@ -50,18 +50,7 @@ class FocusedMixer(TokenMixer):
         weight = self.local.weight.repeat(self.num_heads, 1, 1, 1)
         return ops.depthwise_conv2d(image, weight, self.local.bias.repeat(self.num_heads), onto)
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: Grid,
-        key_grid: Grid,
-        mask: Optional[Tensor] = None,
-        rotary: Optional[Tensor] = None,
-        bias: Optional[Tensor] = None,
-        context: Optional[Tensor] = None,
-    ) -> Tensor:
+    def forward(self, q, k, v, grid, key_grid, mask=None, **_) -> Tensor:
         offset = None if self.position is None else self.position.on(key_grid)
         if self.scale is not None:
             inverse_scale = 1 / F.softplus(self.scale)

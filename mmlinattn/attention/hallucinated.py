@@ -5,7 +5,7 @@ from typing import Optional
 from torch import Tensor, nn
 
 from .. import ops
-from .base import TOKEN_MIXERS, Grid, TokenMixer
+from .base import TOKEN_MIXERS, TokenMixer
 
 STEPS = ('ihh', 'chh')
 
@@ -59,18 +59,7 @@ class HallucinatedMixer(TokenMixer):
     def widths(self) -> tuple[int, int, int]:
         return self.dim // 2, self.dim // 2, self.dim
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: Grid,
-        key_grid: Grid,
-        mask: Optional[Tensor] = None,
-        rotary: Optional[Tensor] = None,
-        bias: Optional[Tensor] = None,
-        context: Optional[Tensor] = None,
-    ) -> Tensor:
+    def forward(self, q, k, v, grid, key_grid, mask=None, bias=None, **_) -> Tensor:
         intra, cross = self.kernels()
         return ops.hallucinated_attention(q, k, v, self.num_heads, key_grid, intra, cross, self.chh_first, mask, bias)
 

@@ -1,10 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Optional
 
 from torch import Tensor
 
 from .. import ops
-from .base import TOKEN_MIXERS, Grid, TokenMixer
+from .base import TOKEN_MIXERS, TokenMixer
 
 
 @TOKEN_MIXERS.register_module('hydra')
@@ -18,16 +17,5 @@ class HydraMixer(TokenMixer):
         super().__init__(dim, num_heads, grid, init_cfg)
         self.num_heads, self.head_dim = dim, 1
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: Grid,
-        key_grid: Grid,
-        mask: Optional[Tensor] = None,
-        rotary: Optional[Tensor] = None,
-        bias: Optional[Tensor] = None,
-        context: Optional[Tensor] = None,
-    ) -> Tensor:
+    def forward(self, q, k, v, grid, key_grid, mask=None, **_) -> Tensor:
         return ops.hydra_attention(q, k, v, mask)

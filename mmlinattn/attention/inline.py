@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..layers.linear import has_hooks
 from ..ops.feature_maps import check_kernel
-from .base import TOKEN_MIXERS, Grid, TokenMixer, add_local
+from .base import TOKEN_MIXERS, TokenMixer, add_local
 
 
 class PredictedConv(nn.Module):
@@ -70,18 +70,7 @@ class InLineMixer(TokenMixer):
         self.context = local_residual
         self.residual = PredictedConv(dim, num_heads) if local_residual else None
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: Grid,
-        key_grid: Grid,
-        mask: Optional[Tensor] = None,
-        rotary: Optional[Tensor] = None,
-        bias: Optional[Tensor] = None,
-        context: Optional[Tensor] = None,
-    ) -> Tensor:
+    def forward(self, q, k, v, grid, key_grid, mask=None, context=None, **_) -> Tensor:
         if self.injective:
             out = ops.inline_attention(q, k, v, self.num_heads, self.head_dim**-0.5, self.kernel, mask)
         else:

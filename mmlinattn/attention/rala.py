@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .. import ops
 from ..ops.feature_maps import check_kernel
-from .base import TOKEN_MIXERS, Grid, TokenMixer
+from .base import TOKEN_MIXERS, TokenMixer
 
 
 @TOKEN_MIXERS.register_module('rala')
@@ -45,18 +45,7 @@ class RALAMixer(TokenMixer):
         self.gate = output_gate
         self.weight_scale = None if not augment_kv else self.head_dim**-0.5 if scale_weights else 1.0
 
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: Grid,
-        key_grid: Grid,
-        mask: Optional[Tensor] = None,
-        rotary: Optional[Tensor] = None,
-        bias: Optional[Tensor] = None,
-        context: Optional[Tensor] = None,
-    ) -> Tensor:
+    def forward(self, q, k, v, grid, key_grid, mask=None, rotary=None, **_) -> Tensor:
         return ops.rala(
             q, k, v, self.num_heads, kernel=self.kernel, rotary=rotary, mask=mask, weight_scale=self.weight_scale
         )

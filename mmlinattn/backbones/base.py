@@ -116,9 +116,10 @@ class Backbone(Arch, BaseModule):
         rates = iter(np.linspace(0, rate, sum(self.depths)).tolist())
         self.drop_paths: list[list[float]] = [list(islice(rates, depth)) for depth in self.depths]
 
-    def build_ffn(self, stage: int, default: type, dim: int, hidden_dim: int):
+    def build_ffn(self, stage: int, default: type):
         """Feed-forward network of a block: the arch's, or ``default``."""
-        return build_ffn(self.per_stage('ffn')[stage], default, dim, hidden_dim)
+        dim = self.embed_dims[stage]
+        return build_ffn(self.per_stage('ffn')[stage], default, dim, int(dim * self.per_stage('mlp_ratios')[stage]))
 
     def check_input(self, x: Tensor) -> None:
         if x.dim() != 4 or x.shape[1] != self.in_channels or x.shape[2] < 32 or x.shape[3] < 32:
@@ -199,6 +200,12 @@ class Backbone(Arch, BaseModule):
         for cfg in pretrained:
             load_pretrained(self, cfg['checkpoint'], prefix=cfg.get('prefix'))
 
+    def finish_init(self) -> None:
+        """Freeze and merge as the arguments say; hosts call it last."""
+        self.freeze()
+        if self.deploy:
+            self.switch_to_deploy()
+
     def get_layer_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:
         """Where a parameter lies between image and head, for learning rates that decay layer by layer.
 
@@ -216,6 +223,19 @@ class Backbone(Arch, BaseModule):
         Raises:
             ValueError: The backbone has no such part.
         """
+        num_layers = sum(self.built_depths) + 2
+        if not param_name.startswith(prefix):
+            return num_layers - 1, num_layers
+        depth = self.depth_of(*param_name[len(prefix) :].split('.'))
+        return (num_layers - 1 if depth is None else depth), num_layers
+
+    @property
+    def built_depths(self) -> tuple[int, ...]:
+        """Blocks of the stages that are built."""
+        raise NotImplementedError
+
+    def depth_of(self, part: str, *rest: str) -> Optional[int]:
+        """:meth:`get_layer_depth` of the parameter ``part.rest``; None for the largest."""
         raise NotImplementedError
 
     def adapt_state_dict(self, state_dict: dict) -> dict:
@@ -232,9 +252,9 @@ class Backbone(Arch, BaseModule):
 class PyramidBackbone(Backbone):
     """Base class of the four-stage hosts.
 
-    A host builds its stages in ``__init__``, after ``super().__init__``, into ``self.patch_embeds`` (one module a
-    stage: from the (B, H, W, C) image, or map before, to the stage's map) and ``self.stages`` (lists of blocks), and
-    calls :meth:`finish_init` last.
+    A host says what leads into a stage (:meth:`build_embed`: from the (B, H, W, C) image, or map before, to the stage's
+    map) and what its blocks are (:meth:`build_block`). Its ``__init__`` calls :meth:`build_stages` last; one that fills
+    ``self.patch_embeds`` and ``self.stages`` itself calls :meth:`finish_init`.
 
     Args:
         arch, in_channels, frozen_stages, norm_eval, with_cp, drop_path_rate, stage_attns, deploy, init_cfg: See
@@ -252,6 +272,7 @@ class PyramidBackbone(Backbone):
     """
 
     norms_feed_on = False  # whether a stage's norm is part of the network, feeding the next stage
+    stage_inputs: tuple[str, ...] = ('patch_embeds',)  # lists with what leads into each stage
 
     def __init__(
         self, arch: Spec, *, out_indices: Sequence[int] = (0, 1, 2, 3), out_norm: bool = True, **kwargs
@@ -266,17 +287,31 @@ class PyramidBackbone(Backbone):
         self.patch_embeds = ModuleList()
         self.stages = ModuleList()
 
+    def build_embed(self, stage: int, in_dim: int, dim: int) -> nn.Module:
+        """From the map before, (B, H, W, in_dim), of the first stage the image, to the stage's, (B, h, w, dim)."""
+        raise NotImplementedError
+
+    def build_block(self, stage: int, index: int, spec: Any, drop_path: float) -> nn.Module:
+        """Block ``index`` of a stage, with the attention ``spec``."""
+        raise NotImplementedError
+
+    def build_stages(self) -> None:
+        """Build all that is needed for the outputs; hosts call it at the end of ``__init__``."""
+        widths = (self.in_channels, *self.embed_dims)
+        for i in range(self.num_stages):
+            self.patch_embeds.append(self.build_embed(i, *widths[i : i + 2]))
+            blocks = enumerate(zip(self.block_attns[i], self.drop_paths[i]))
+            self.stages.append(ModuleList(self.build_block(i, j, spec, rate) for j, (spec, rate) in blocks))
+        self.finish_init()
+
     def finish_init(self) -> None:
-        """Build the output norms and freeze; hosts call it at the end of ``__init__``."""
         normed = set(self.out_indices) if self.out_norm else set()
         if self.norms_feed_on:
             normed |= set(range(self.num_stages - 1))
         self.out_norms = nn.ModuleDict(
             {str(i): build_norm_layer(self.out_norm_cfg, self.embed_dims[i])[1] for i in sorted(normed)}
         )
-        self.freeze()
-        if self.deploy:
-            self.switch_to_deploy()
+        super().finish_init()
 
     @property
     def feature_info(self) -> list[dict]:
@@ -313,24 +348,25 @@ class PyramidBackbone(Backbone):
 
     def frozen_modules(self) -> list:
         k = self.frozen_stages
-        norms = [norm for i, norm in self.out_norms.items() if int(i) < k]
-        return [self.patch_embeds[0], *self.patch_embeds[1:k], *self.stages[:k], *norms]
+        inputs = [module for part in self.stage_inputs for module in getattr(self, part)[: max(k, 1)]]
+        return [*inputs, *self.stages[:k], *(norm for i, norm in self.out_norms.items() if int(i) < k)]
 
-    def get_layer_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:
-        depths = self.depths[: self.num_stages]
-        num_layers = sum(depths) + 2
-        if not param_name.startswith(prefix):
-            return num_layers - 1, num_layers
-        part, *rest = param_name[len(prefix) :].split('.')
+    @property
+    def built_depths(self) -> tuple[int, ...]:
+        return self.depths[: self.num_stages]
+
+    def depth_of(self, part: str, *rest: str) -> Optional[int]:
         if not rest or not rest[0].isdigit():
-            raise ValueError(f'param_name={param_name!r} is no parameter of a stage of {type(self).__name__}')
+            raise ValueError(
+                f'param_name={".".join((part, *rest))!r} is no parameter of a stage of {type(self).__name__}'
+            )
         stage = int(rest[0])
+        before = sum(self.depths[:stage])
         if part == 'stages':
-            return sum(depths[:stage]) + int(rest[1]) + 1, num_layers
+            return before + int(rest[1]) + 1
         if part == 'out_norms':
-            feeds_on = self.norms_feed_on and stage < self.num_stages - 1
-            return (sum(depths[: stage + 1]) if feeds_on else num_layers - 1), num_layers
-        return sum(depths[:stage]), num_layers  # patch embeddings and position tables, one a stage
+            return before + self.depths[stage] if self.norms_feed_on and stage < self.num_stages - 1 else None
+        return before
 
     def ignorable_keys(self, key: str) -> bool:
         """Whether a checkpoint's key belongs to a part this model was configured not to have (stages after the last
@@ -340,4 +376,4 @@ class PyramidBackbone(Backbone):
             return False
         if part == 'out_norms':
             return str(number) not in self.out_norms
-        return part in ('patch_embeds', 'stages') and number >= self.num_stages
+        return part in (*self.stage_inputs, 'stages') and number >= self.num_stages

@@ -1,7 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from mmengine.model import ModuleList
+from typing import Any
+
 from mmengine.registry import MODELS
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attention import MapWindows, StripeAttention, WindowAttention, get_mixer
 from ..layers import MLP, Block, PatchEmbed
@@ -76,24 +77,21 @@ class LinearCSWin(PyramidBackbone):
 
     def __init__(self, arch='inline-tiny', **kwargs) -> None:
         super().__init__(arch, **kwargs)
-        mlp_ratios, stripes, grids = (self.per_stage(key) for key in ('mlp_ratios', 'stripes', 'grids'))
-        for i in range(self.num_stages):
-            dim, heads = self.embed_dims[i], self.arch['num_heads'][i]
-            if i == 0:
-                # padded to a multiple of 4 first, so that odd sizes round up
-                self.patch_embeds.append(PatchEmbed(self.in_channels, dim, 7, 4, 2, norm_cfg=NORM))
-            else:
-                self.patch_embeds.append(PatchEmbed(self.embed_dims[i - 1], dim, 3, 2, 1, norm_cfg=NORM))
-            blocks = ModuleList()
-            for spec, rate in zip(self.block_attns[i], self.drop_paths[i]):
-                if stripes[i] is not None and get_mixer(spec)[0].quadratic:
-                    attn = StripeAttention(dim, heads, spec, stripes[i], local_kernel=LEPE)
-                else:
-                    attn = WholeMapAttention(dim, heads, spec, grids[i])
-                ffn = self.build_ffn(i, MLP, dim, int(dim * mlp_ratios[i]))
-                blocks.append(Block(dim, attn, ffn, norm_cfg=NORM, drop_path=rate))
-            self.stages.append(blocks)
-        self.finish_init()
+        self.build_stages()
+
+    def build_embed(self, stage: int, in_dim: int, dim: int) -> nn.Module:
+        # padded to a multiple of 4 first, so that odd sizes round up
+        kernel_size, stride, padding = (7, 4, 2) if stage == 0 else (3, 2, 1)
+        return PatchEmbed(in_dim, dim, kernel_size, stride, padding, norm_cfg=NORM)
+
+    def build_block(self, stage: int, index: int, spec: Any, drop_path: float) -> nn.Module:
+        dim, heads, stripe = self.embed_dims[stage], self.arch['num_heads'][stage], self.per_stage('stripes')[stage]
+        attn: nn.Module
+        if stripe is not None and get_mixer(spec)[0].quadratic:
+            attn = StripeAttention(dim, heads, spec, stripe, local_kernel=LEPE)
+        else:
+            attn = WholeMapAttention(dim, heads, spec, self.per_stage('grids')[stage])
+        return Block(dim, attn, self.build_ffn(stage, MLP), norm_cfg=NORM, drop_path=drop_path)
 
     def shared(self, stage: int, x: Tensor) -> dict:
         return dict(map_windows=MapWindows(x))

@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from collections.abc import Sequence
-from typing import Union
+from typing import Optional, Union
 
 import torch
 from mmcv.cnn import build_norm_layer
@@ -97,7 +97,6 @@ class LinearDeiT(Backbone):
             raise ValueError(f'arch: depths={self.depths} of {type(self).__name__} has to have one entry, the blocks')
         self.out_type = out_type
         depth, dim, side = self.depths[0], self.embed_dims[0], self.per_stage('grid')[0]
-        hidden_dim = int(dim * self.per_stage('mlp_ratios')[0])
         indices = [out_indices] if type(out_indices) is int else check_type('out_indices', out_indices, (list, tuple))
         self.out_indices = self.check_out_indices(
             [i + depth if type(i) is int and -depth <= i < 0 else i for i in indices], depth
@@ -113,16 +112,14 @@ class LinearDeiT(Backbone):
             Block(
                 dim,
                 Attention(dim, self.arch['num_heads'][0], spec, grid=(side, side), qkv_bias=self.arch['qkv_bias']),
-                self.build_ffn(0, MLP, dim, hidden_dim),
+                self.build_ffn(0, MLP),
                 norm_cfg=NORM,
                 drop_path=rate,
             )
             for spec, rate in list(zip(self.block_attns[0], self.drop_paths[0]))[: self.num_blocks]
         )
         self.out_norm = build_norm_layer(self.out_norm_cfg, dim)[1] if check_type('out_norm', out_norm, bool) else None
-        self.freeze()
-        if self.deploy:
-            self.switch_to_deploy()
+        self.finish_init()
 
     @property
     def feature_info(self) -> list[dict]:
@@ -159,14 +156,14 @@ class LinearDeiT(Backbone):
         if self.frozen_stages >= 0:
             self.cls_token.requires_grad = False
 
-    def get_layer_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:
-        num_layers = self.num_blocks + 2
-        if not param_name.startswith(prefix):
-            return num_layers - 1, num_layers
-        part, *rest = param_name[len(prefix) :].split('.')
+    @property
+    def built_depths(self) -> tuple[int, ...]:
+        return (self.num_blocks,)
+
+    def depth_of(self, part: str, *rest: str) -> Optional[int]:
         if part == 'blocks':
-            return int(rest[0]) + 1, num_layers
-        return (num_layers - 1 if part == 'out_norm' else 0), num_layers
+            return int(rest[0]) + 1
+        return None if part == 'out_norm' else 0
 
     def ignorable_keys(self, key: str) -> bool:
         part, number = numbered(key)

@@ -1,11 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from typing import Any, Optional
 
-from mmengine.model import ModuleList
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
-from ..attention import GlobalAttention, get_mixer
+from ..attention import Attention, GlobalAttention, get_mixer
 from ..layers import build_ffn
 from .arch import check_count, check_type
 from .base import PyramidBackbone, numbered
@@ -102,8 +101,7 @@ class LinearNextViT(PyramidBackbone):
         **kwargs,
     ) -> None:
         super().__init__(arch, **kwargs)
-        norm_cfg = {'eps': 1e-5, **(norm_cfg or dict(type='BN'))}
-        self.out_norm_cfg = norm_cfg
+        self.out_norm_cfg = {'eps': 1e-5, **(norm_cfg or dict(type='BN'))}
         if stage_norms is None:
             stage_norms = self.out_norm and len(self.out_indices) > 1
         self.norms_feed_on = check_type('stage_norms', stage_norms, bool)
@@ -111,38 +109,33 @@ class LinearNextViT(PyramidBackbone):
         for reduction in (self.arch['key_reduction'], *([] if key_reduction is None else [key_reduction])):
             if reduction not in REDUCTIONS:
                 raise ValueError(f'key_reduction={reduction!r} has to be one of {REDUCTIONS}')
-        keys = ('mlp_ratios', 'attn_mlp_ratios', 'sr_ratios', 'grids')
-        ratios, attn_ratios, sr_ratios, grids = (self.per_stage(key) for key in keys)
-        group_dim = self.arch['group_dim']
-        width = self.arch['stem_dims'][-1]
-        for i in range(self.num_stages):
-            dim, attn_dim, heads = self.embed_dims[i], self.attn_dims[i], self.arch['num_heads'][i]
-            if i == 0:
-                stem = Stem(self.in_channels, self.arch['stem_dims'], norm_cfg)
-                self.patch_embeds.append(nn.Sequential(stem, ConvNorm(width, attn_dim, norm_cfg)))
-            else:
-                self.patch_embeds.append(PooledEmbed(width, attn_dim, norm_cfg))
-            blocks, width = ModuleList(), attn_dim
-            for spec, rate in zip(self.block_attns[i], self.drop_paths[i]):
-                if spec is None:
-                    ffn = self.build_ffn(i, ReLUMLP, attn_dim, int(attn_dim * ratios[i]))
-                    blocks.append(ConvBlock(width, attn_dim, group_dim, ffn, norm_cfg, rate))
-                    width = attn_dim
-                else:
-                    attn = self._attention(i, spec, attn_dim, heads, sr_ratios[i], (grids[i], grids[i]), norm_cfg)
-                    ffn = self.build_ffn(i, ReLUMLP, dim, int(dim * attn_ratios[i]))
-                    blocks.append(TransformerBlock(width, attn, attn_dim, dim, group_dim, ffn, norm_cfg, rate))
-                    width = dim
-            self.stages.append(blocks)
-        self.finish_init()
+        self.build_stages()
         norm: Any
         for norm in self.out_norms.values():
             if getattr(norm, 'running_var', None) is not None:
                 # the identity, to the last digit: a classifier's file, which lacks them, gives its own features
                 norm.running_var.fill_(1 - norm.eps)
 
-    def _attention(self, stage, spec, dim, heads, ratio, grid, norm_cfg):
-        mixer = get_mixer(spec)[0]
+    def build_embed(self, stage: int, in_dim: int, dim: int) -> nn.Module:
+        attn_dim, norm_cfg = self.attn_dims[stage], self.out_norm_cfg
+        if stage > 0:
+            return PooledEmbed(in_dim, attn_dim, norm_cfg)
+        stem = Stem(in_dim, self.arch['stem_dims'], norm_cfg)
+        return nn.Sequential(stem, ConvNorm(self.arch['stem_dims'][-1], attn_dim, norm_cfg))
+
+    def build_block(self, stage: int, index: int, spec: Any, drop_path: float) -> nn.Module:
+        dim, attn_dim, norm_cfg = self.embed_dims[stage], self.attn_dims[stage], self.out_norm_cfg
+        group_dim = self.arch['group_dim']
+        in_dim = dim if index > 0 and self.attn_blocks[stage][index - 1] else attn_dim
+        if spec is None:
+            ffn = self._ffn(stage, attn_dim, 'mlp_ratios')
+            return ConvBlock(in_dim, attn_dim, group_dim, ffn, norm_cfg, drop_path)
+        attn, ffn = self._attention(stage, spec), self._ffn(stage, dim, 'attn_mlp_ratios')
+        return TransformerBlock(in_dim, attn, attn_dim, dim, group_dim, ffn, norm_cfg, drop_path)
+
+    def _attention(self, stage: int, spec: Any) -> Attention:
+        mixer, ratio = get_mixer(spec)[0], self.per_stage('sr_ratios')[stage]
+        dim, heads, grid = self.attn_dims[stage], self.arch['num_heads'][stage], (self.per_stage('grids')[stage],) * 2
         if not (mixer.quadratic and ratio > 1):
             return GlobalAttention(dim, heads, spec, grid=grid)
         reduction = self.key_reduction
@@ -153,15 +146,15 @@ class LinearNextViT(PyramidBackbone):
             )
         if reduction is None:
             reduction = 'grid' if mixer.local_keys else self.arch['key_reduction']
-        return AveragedKeysAttention(dim, heads, spec, ratio, reduction, norm_cfg, grid=grid)
+        return AveragedKeysAttention(dim, heads, spec, ratio, reduction, self.out_norm_cfg, grid=grid)
 
-    def build_ffn(self, stage: int, default: type, dim: int, hidden_dim: int):
-        """As in the base class; the branches of compact FFNs have the host's kind of batch norm."""
+    def _ffn(self, stage: int, dim: int, ratios: str):
+        """The branches of compact FFNs have the host's kind of batch norm."""
         spec, norm_cfg = self.per_stage('ffn')[stage], dict(self.out_norm_cfg)
         if isinstance(spec, dict) and spec.get('type') == 'compact':
             norm_cfg['type'] = 'BN1d' if norm_cfg['type'] == 'BN' else norm_cfg['type']
             spec = dict(norm_cfg=norm_cfg, **spec) if 'norm_cfg' not in spec else spec
-        return build_ffn(spec, default, dim, hidden_dim)
+        return build_ffn(spec, ReLUMLP, dim, int(dim * self.per_stage(ratios)[stage]))
 
     @property
     def attn_blocks(self) -> list[list[bool]]:

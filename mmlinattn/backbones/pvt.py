@@ -1,20 +1,25 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from typing import Any
+
 from mmengine.model import ModuleList
 from mmengine.registry import MODELS
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..attention import GlobalAttention, Grid, ReducedAttention, get_mixer
+from ..attention import Attention, GlobalAttention, Grid, ReducedAttention, get_mixer
 from ..layers import MLP, Block, PatchEmbed, PositionTable
-from .base import PyramidBackbone, numbered
+from .base import PyramidBackbone
 
 NORM = dict(type='LN', eps=1e-6)
+INNER_NORM = dict(type='LN', eps=1e-5)  # of patch embeddings and reduced keys
 
 
-def spatial_attention(dim: int, num_heads: int, spec, ratio: int, norm_cfg: dict, **kwargs):
-    """Attention over the whole map; one whose cost is quadratic gets its keys from a map reduced by ``ratio``."""
+def spatial_attention(host: PyramidBackbone, stage: int, spec: Any) -> Attention:
+    """Attention over the whole map; one whose cost is quadratic gets its keys from a map reduced by ``sr_ratios``."""
+    dim, heads, ratio = host.embed_dims[stage], host.arch['num_heads'][stage], host.per_stage('sr_ratios')[stage]
+    grid = (host.per_stage('grids')[stage],) * 2
     if ratio > 1 and get_mixer(spec)[0].quadratic:
-        return ReducedAttention(dim, num_heads, spec, ratio, norm_cfg, **kwargs)
-    return GlobalAttention(dim, num_heads, spec, **kwargs)
+        return ReducedAttention(dim, heads, spec, ratio, INNER_NORM, grid=grid)
+    return GlobalAttention(dim, heads, spec, grid=grid)
 
 
 @MODELS.register_module()
@@ -61,41 +66,24 @@ class LinearPVT(PyramidBackbone):
     }
     arch_zoo = PyramidBackbone.zoo(sizes, methods, embed_dims=(64, 128, 320, 512))
 
+    stage_inputs = ('patch_embeds', 'position_tables')
+
     def __init__(self, arch='inline-tiny', **kwargs) -> None:
         super().__init__(arch, **kwargs)
-        mlp_ratios, sr_ratios, grids = (self.per_stage(key) for key in ('mlp_ratios', 'sr_ratios', 'grids'))
         self.position_tables = ModuleList()
-        for i in range(self.num_stages):
-            dim, grid = self.embed_dims[i], (grids[i], grids[i])
-            in_dim, stride = (self.in_channels, 4) if i == 0 else (self.embed_dims[i - 1], 2)
-            self.patch_embeds.append(PatchEmbed(in_dim, dim, stride, stride, norm_cfg=dict(type='LN', eps=1e-5)))
-            self.position_tables.append(PositionTable(dim, grid))
-            self.stages.append(
-                ModuleList(
-                    Block(
-                        dim,
-                        spatial_attention(
-                            dim, self.arch['num_heads'][i], spec, sr_ratios[i], dict(type='LN', eps=1e-5), grid=grid
-                        ),
-                        self.build_ffn(i, MLP, dim, int(dim * mlp_ratios[i])),
-                        norm_cfg=NORM,
-                        drop_path=rate,
-                    )
-                    for spec, rate in zip(self.block_attns[i], self.drop_paths[i])
-                )
-            )
-        self.finish_init()
+        self.build_stages()
+
+    def build_embed(self, stage: int, in_dim: int, dim: int) -> nn.Module:
+        stride = 4 if stage == 0 else 2
+        embed = PatchEmbed(in_dim, dim, stride, stride, norm_cfg=INNER_NORM)
+        self.position_tables.append(PositionTable(dim, (self.per_stage('grids')[stage],) * 2))
+        return embed
+
+    def build_block(self, stage: int, index: int, spec: Any, drop_path: float) -> nn.Module:
+        ffn = self.build_ffn(stage, MLP)
+        return Block(self.embed_dims[stage], spatial_attention(self, stage, spec), ffn, NORM, drop_path)
 
     def embed(self, stage: int, x: Tensor) -> Tensor:
         x = super().embed(stage, x)
         grid = Grid(*x.shape[1:3])
         return self.position_tables[stage].add_to(x.flatten(1, 2), grid).unflatten(1, grid[:2])
-
-    def frozen_modules(self) -> list:
-        return super().frozen_modules() + list(self.position_tables[: max(self.frozen_stages, 1)])
-
-    def ignorable_keys(self, key: str) -> bool:
-        part, number = numbered(key)
-        if part == 'position_tables' and number is not None:
-            return self.num_stages <= number < len(self.depths)
-        return super().ignorable_keys(key)

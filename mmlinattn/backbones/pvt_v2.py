@@ -1,10 +1,12 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from mmengine.model import ModuleList
+from typing import Any
+
 from mmengine.registry import MODELS
+from torch import nn
 
 from ..layers import Block, DWConvFFN, PatchEmbed
 from .base import PyramidBackbone
-from .pvt import NORM, spatial_attention
+from .pvt import INNER_NORM, NORM, spatial_attention
 
 
 @MODELS.register_module()
@@ -47,25 +49,12 @@ class LinearPVTv2(PyramidBackbone):
 
     def __init__(self, arch='flatten-b1', **kwargs) -> None:
         super().__init__(arch, **kwargs)
-        mlp_ratios, sr_ratios, grids = (self.per_stage(key) for key in ('mlp_ratios', 'sr_ratios', 'grids'))
-        norm_cfg = dict(type='LN', eps=1e-5)
-        for i in range(self.num_stages):
-            dim, grid = self.embed_dims[i], (grids[i], grids[i])
-            if i == 0:
-                embed = PatchEmbed(self.in_channels, dim, 7, 4, 3, norm_cfg=norm_cfg)
-            else:
-                embed = PatchEmbed(self.embed_dims[i - 1], dim, 3, 2, 1, norm_cfg=norm_cfg)
-            self.patch_embeds.append(embed)
-            self.stages.append(
-                ModuleList(
-                    Block(
-                        dim,
-                        spatial_attention(dim, self.arch['num_heads'][i], spec, sr_ratios[i], norm_cfg, grid=grid),
-                        self.build_ffn(i, DWConvFFN, dim, int(dim * mlp_ratios[i])),
-                        norm_cfg=NORM,
-                        drop_path=rate,
-                    )
-                    for spec, rate in zip(self.block_attns[i], self.drop_paths[i])
-                )
-            )
-        self.finish_init()
+        self.build_stages()
+
+    def build_embed(self, stage: int, in_dim: int, dim: int) -> nn.Module:
+        kernel_size, stride, padding = (7, 4, 3) if stage == 0 else (3, 2, 1)
+        return PatchEmbed(in_dim, dim, kernel_size, stride, padding, norm_cfg=INNER_NORM)
+
+    def build_block(self, stage: int, index: int, spec: Any, drop_path: float) -> nn.Module:
+        ffn = self.build_ffn(stage, DWConvFFN)
+        return Block(self.embed_dims[stage], spatial_attention(self, stage, spec), ffn, NORM, drop_path)

@@ -3,7 +3,6 @@ from collections import OrderedDict
 from typing import Any, Optional
 
 import torch
-from mmengine.model import ModuleList
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -93,36 +92,28 @@ class RAVLT(PyramidBackbone):
         **kwargs,
     ) -> None:
         super().__init__(arch, **kwargs)
-        norm_cfg = norm_cfg or dict(type='BN')
-        self.rotary = rotary
-        mlp_ratios, layer_scales = self.per_stage('mlp_ratios'), self.per_stage('layer_scales')
+        self.norm_cfg = norm_cfg or dict(type='BN')
+        self.rotary, self.local_kernel, self.cpe = rotary, local_kernel, cpe
         self.head_dims = [dim // heads for dim, heads in zip(self.embed_dims, self.arch['num_heads'])]
-        for i in range(self.num_stages):
-            dim = self.embed_dims[i]
-            if i == 0:
-                self.patch_embeds.append(ConvStem(self.in_channels, dim, norm_cfg))
-            else:
-                self.patch_embeds.append(ConvDownsample(self.embed_dims[i - 1], dim, norm_cfg))
-            self.stages.append(
-                ModuleList(
-                    Block(
-                        dim,
-                        GlobalAttention(
-                            dim, self.arch['num_heads'][i], spec, gate='projection', local_kernel=local_kernel
-                        ),
-                        self.build_ffn(i, ConvFFN, dim, int(dim * mlp_ratios[i])),
-                        norm_cfg=dict(type='LN', eps=1e-6),
-                        drop_path=rate,
-                        layer_scale=layer_scales[i],
-                        position=ResidualDWConv(dim) if cpe else None,
-                    )
-                    for spec, rate in zip(self.block_attns[i], self.drop_paths[i])
-                )
-            )
-        self.finish_init()
+        self.build_stages()
         if rotary:
             for head_dim in self.head_dims[: self.num_stages]:
                 rotary_table(1, 1, head_dim)  # raises here rather than in the first forward pass
+
+    def build_embed(self, stage: int, in_dim: int, dim: int) -> nn.Module:
+        return (ConvStem if stage == 0 else ConvDownsample)(in_dim, dim, self.norm_cfg)
+
+    def build_block(self, stage: int, index: int, spec: Any, drop_path: float) -> nn.Module:
+        dim, heads = self.embed_dims[stage], self.arch['num_heads'][stage]
+        return Block(
+            dim,
+            GlobalAttention(dim, heads, spec, gate='projection', local_kernel=self.local_kernel),
+            self.build_ffn(stage, ConvFFN),
+            norm_cfg=dict(type='LN', eps=1e-6),
+            drop_path=drop_path,
+            layer_scale=self.per_stage('layer_scales')[stage],
+            position=ResidualDWConv(dim) if self.cpe else None,
+        )
 
     def shared(self, stage: int, x: Tensor) -> dict:
         if not self.rotary:

@@ -1,10 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from collections.abc import Sequence
-from typing import Union
+from typing import Any, Union
 
-from mmengine.model import ModuleList
 from mmengine.registry import MODELS
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..attention import MapWindows, WindowAttention, get_mixer
 from ..layers import MLP, Block, PatchEmbed, PatchMerging
@@ -89,36 +88,31 @@ class LinearSwin(PyramidBackbone):
         self, arch='inline-tiny', *, window_size: Union[str, int, Sequence, None] = 'trained', **kwargs
     ) -> None:
         super().__init__(arch, **kwargs)
-        mlp_ratios, trained = self.per_stage('mlp_ratios'), self.per_stage('linear_windows')
-        window_sizes = self._window_sizes(window_size)
-        for i in range(self.num_stages):
-            dim = self.embed_dims[i]
-            if i == 0:
-                self.patch_embeds.append(PatchEmbed(self.in_channels, dim, 4, 4, norm_cfg=NORM))
-            else:
-                self.patch_embeds.append(PatchMerging(self.embed_dims[i - 1], dim, NORM))
-            blocks = ModuleList()
-            for j, (spec, rate) in enumerate(zip(self.block_attns[i], self.drop_paths[i])):
-                quadratic = get_mixer(spec)[0].quadratic
-                window = self.arch['window'] if quadratic else trained[i]
-                grid = window  # of position tables: the trained window, also where the block is made global
-                if isinstance(window_sizes[i], int):
-                    window = grid = window_sizes[i]
-                elif window_sizes[i] is None and not quadratic:
-                    window = None
-                attn = WindowAttention(
-                    dim,
-                    self.arch['num_heads'][i],
-                    spec,
-                    window=window and (window, window),
-                    shift=quadratic and j % 2 == 1,
-                    relative_bias=True,
-                    grid=(grid, grid),
-                )
-                ffn = self.build_ffn(i, MLP, dim, int(dim * mlp_ratios[i]))
-                blocks.append(Block(dim, attn, ffn, norm_cfg=NORM, drop_path=rate))
-            self.stages.append(blocks)
-        self.finish_init()
+        self.window_sizes = self._window_sizes(window_size)
+        self.build_stages()
+
+    def build_embed(self, stage: int, in_dim: int, dim: int) -> nn.Module:
+        return PatchEmbed(in_dim, dim, 4, 4, norm_cfg=NORM) if stage == 0 else PatchMerging(in_dim, dim, NORM)
+
+    def build_block(self, stage: int, index: int, spec: Any, drop_path: float) -> nn.Module:
+        dim, given = self.embed_dims[stage], self.window_sizes[stage]
+        quadratic = get_mixer(spec)[0].quadratic
+        window = self.arch['window'] if quadratic else self.per_stage('linear_windows')[stage]
+        grid = window  # of position tables: the trained window, also where the block is made global
+        if isinstance(given, int):
+            window = grid = given
+        elif given is None and not quadratic:
+            window = None
+        attn = WindowAttention(
+            dim,
+            self.arch['num_heads'][stage],
+            spec,
+            window=window and (window, window),
+            shift=quadratic and index % 2 == 1,
+            relative_bias=True,
+            grid=(grid, grid),
+        )
+        return Block(dim, attn, self.build_ffn(stage, MLP), norm_cfg=NORM, drop_path=drop_path)
 
     def _window_sizes(self, window_size) -> list:
         num = len(self.depths)
