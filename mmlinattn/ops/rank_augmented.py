@@ -15,18 +15,18 @@ from .dispatch import accumulation_dtype
 from .feature_maps import LOWEST_EXPONENT, feature_map
 from .rotary import rotate, rotate_reference
 from .tensors import (
-    blocks,
     count_tokens,
     divisor,
     first_order,
     gradients_like,
     heads_of,
-    merge_heads,
     padded_eps,
     pair_by_head,
     product,
+    product_by_token,
     split_heads,
     tokens_of,
+    widened,
 )
 
 
@@ -119,7 +119,8 @@ def token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
     return logits.softmax(dim=-2)
 
 
-# --- on CPUs: in place, in float32 or better; the backward pass computes maps and weights once more -------------------
+# --- on CPUs: in place, in float32 or better, inference in bfloat16 where the CPU has units for it; the backward pass ---
+# --- computes maps and weights once more ------------------------------------------------------------------------------
 
 # The feature map in place, and the gradient of what was mapped from the mapped y and the gradient of y, in its place.
 _MAPS = {
@@ -135,54 +136,56 @@ _MAPS = {
 def _rala_on_cpu(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps) -> Tensor:
     wide, dtype = torch.promote_types(torch.promote_types(q.dtype, v.dtype), torch.float32), v.dtype
     rotary = None if rotary is None else rotary.to(wide)
-    # half precision is cheaper to widen once than to compute with, operation by operation
+    options = kernel, rotary, mask, weight_scale, eps
     if dispatch.records():
         q, k, v = (t.to(wide) for t in (q, k, v))
-        return _RALA.apply(q, k, v, rotary, num_heads, kernel, mask, weight_scale, eps).to(dtype)
+        return _RALA.apply(q, k, v, num_heads, *options).to(dtype)
+    # without units for it, half precision is cheaper to widen once than to compute with, operation by operation
+    works_in = dtype if q.dtype == dtype == torch.bfloat16 and private.has_bfloat16_units() else wide
     pair = pair_by_head(q, k, num_heads)
     if pair is None:
-        q, k = (split_heads(t.to(wide), num_heads) for t in (q, k))
+        q, k = (split_heads(t.to(works_in), num_heads) for t in (q, k))
     else:
-        pair = pair.to(wide)
+        pair = pair.to(works_in)
         q, k = pair.chunk(2, dim=1)
-    v = split_heads(v.to(wide), num_heads)
-    return merge_heads(_forward(q, k, pair, v, kernel, rotary, mask, weight_scale, eps, dtype)[0])
+    return _forward(q, k, pair, split_heads(v.to(works_in), num_heads), *options)[0].to(dtype)
 
 
-def _forward(q, k, pair, v, kernel, rotary, mask, weight_scale, eps, dtype):
-    """The result in ``dtype`` and g, w, z, S of (B, heads, N, d) tensors; overwrites ``q`` and ``k``. ``pair`` is both
-    in one, or None, see :func:`~mmlinattn.ops.tensors.pair_by_head`."""
+def _forward(q, k, pair, v, kernel, rotary, mask, weight_scale, eps):
+    """The result (B, N, heads * e) and g, w, z, S of (B, heads, N, d) tensors; overwrites ``q`` and ``k``. ``pair`` is
+    both in one, or None, see :func:`~mmlinattn.ops.tensors.pair_by_head`."""
     q, k = _mapped(q, k, pair, kernel)
-    real = None if mask is None else mask[:, None, :, None].to(q.dtype)  # (B, 1, N, 1)
+    dtype, wide = q.dtype, accumulation_dtype(q)
+    real = None if mask is None else mask[:, None, :, None].to(dtype)  # (B, 1, N, 1)
     count = count_tokens(k, mask)
     mean_query = (q if real is None else q * real).sum(dim=2, keepdim=True) / count
     if weight_scale is None:
-        weight = (q.new_ones(1, 1, q.shape[2], 1) if real is None else real) / count
+        weight = (q.new_ones(1, 1, q.shape[2], 1) if real is None else real).to(wide) / count
     else:
-        weight = token_weights((k @ mean_query.transpose(-1, -2)).mul_(weight_scale), mask)
-    k = k.mul_(weight)
+        logits = product(k, mean_query.to(dtype).transpose(-1, -2)).to(wide)
+        weight = token_weights(logits.mul_(weight_scale), mask)
+    k = k.mul_(weight.to(dtype))
     key_mean = k.sum(dim=2, keepdim=True)
-    normaliser = product(q, key_mean.transpose(-1, -2)) + padded_eps(eps, mask, q.dtype)
+    normaliser = product(q, key_mean.transpose(-1, -2)).to(wide) + padded_eps(eps, mask, wide)
+    q = q.mul_(normaliser.reciprocal_().to(dtype))
     if rotary is not None and pair is not None:
         q, k = rotate(pair, rotary, inplace=True).chunk(2, dim=1)
     elif rotary is not None:
         q, k = rotate(q, rotary, inplace=True), rotate(k, rotary, inplace=True)
     state = product(k.transpose(-1, -2), v)
-    mixed_state = state
-    if dtype == torch.bfloat16 and private.has_bfloat16_units():
-        q, mixed_state = q.to(dtype), state.to(dtype)
-    batch, heads, tokens, _ = q.shape
-    out = q.new_empty(batch, tokens, heads, v.shape[-1], dtype=dtype).transpose(1, 2)
-    for images, rows in blocks(batch, tokens, heads * v.shape[-1]):
-        mixed = product(q[images, :, rows], mixed_state[images])
-        torch.div(mixed, normaliser[images, :, rows], out=out[images, :, rows])
-    return out, mean_query, weight, key_mean, state
+    return product_by_token(q, state), mean_query, weight, key_mean, state
 
 
 def _mapped(q, k, pair, kernel):
     """The feature map of both, in place."""
     apply_map = _MAPS[kernel][0]
-    return (apply_map(q), apply_map(k)) if pair is None else apply_map(pair).chunk(2, dim=1)
+    for x in (q, k) if pair is None else (pair,):
+        if x.dtype != torch.bfloat16:
+            apply_map(x)
+        else:
+            for _, wide in widened(x):
+                apply_map(wide)
+    return (q, k) if pair is None else pair.chunk(2, dim=1)
 
 
 def _copies(q, k, num_heads):
@@ -196,13 +199,13 @@ def _copies(q, k, num_heads):
 
 class _RALA(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q, k, v, rotary, num_heads, kernel, mask, weight_scale, eps):
+    def forward(ctx: Any, q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps):
         queries, keys, pair = _copies(q, k, num_heads)
         values = split_heads(v, num_heads)
-        out, *state = _forward(queries, keys, pair, values, kernel, rotary, mask, weight_scale, eps, v.dtype)
+        out, *state = _forward(queries, keys, pair, values, kernel, rotary, mask, weight_scale, eps)
         ctx.save_for_backward(q, k, v, rotary, mask, *state)
         ctx.options = num_heads, kernel, weight_scale, eps
-        return merge_heads(out)
+        return out
 
     @first_order
     def backward(ctx: Any, grad):

@@ -5,6 +5,9 @@ import torch
 from torch import Tensor
 
 from . import dispatch
+from .tensors import widened
+
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def rotary_table(
@@ -54,6 +57,12 @@ def rotate(x: Tensor, table: Tensor, inplace: bool = False) -> Tensor:
     # half precision is rotated by angles in float32, and there are no mixed complex products, nor any of bfloat16
     as_complex = x.dtype == table.dtype and x.dtype in (torch.float32, torch.float64)
     is_plain = not inplace and dispatch.is_plain(x)
+    if x.is_cpu and not is_plain and x.dtype in _HALF and table.dtype == torch.float32:
+        if not inplace:
+            return rotate(x.to(table.dtype), table, inplace=True).to(x.dtype)
+        for rows, wide in widened(x):
+            rotate(wide, table[rows], inplace=True)
+        return x
     if is_plain or not as_complex or not (_pairs_lie_together(x) and _pairs_lie_together(table)):
         return rotate_reference(x, table)
     # a product of complex numbers is one pass over the memory

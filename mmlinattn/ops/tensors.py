@@ -7,6 +7,7 @@ the whole: the three largest tensors of an attention twice. Here, an op that com
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, Optional, Union
 
@@ -23,6 +24,7 @@ GPU_COPY_NUMEL = 2**24
 BLOCK_NUMEL = 2**20
 # A product is made image by image, or head by head, where these are few and large: a copy takes longer than a start.
 _MOST_STEPS, _LARGE_STEP = 8, 2**16
+_LONG_SUM = 2**9  # bfloat16 sums of more terms take oneDNN up to nine times as long in a batch of matrices as alone
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
@@ -97,6 +99,8 @@ def product(x: Tensor, matrix: Tensor) -> Tensor:
     batch, heads, rows, _ = x.shape
     axis = 0 if batch <= heads else 1
     steps = x.shape[axis]
+    if batch == 1 and heads <= _MOST_STEPS and x.dtype == torch.bfloat16 and x.shape[3] > _LONG_SUM:
+        return torch.stack([a @ b for a, b in zip(x[0], matrix[0])])[None]
     if batch == 1 or steps > _MOST_STEPS or x.numel() < steps * _LARGE_STEP:
         return x @ matrix
     sizes = (batch, heads, rows, matrix.shape[-1])
@@ -104,6 +108,21 @@ def product(x: Tensor, matrix: Tensor) -> Tensor:
     for i, part in enumerate(out):
         torch.bmm(x.select(axis, i), matrix.select(axis, i), out=part)
     return out.movedim(0, axis)
+
+
+def product_by_token(x: Tensor, matrix: Tensor) -> Tensor:
+    """:func:`product` with the heads of a token side by side, (B, N, heads * e)."""
+    batch, heads, rows, _ = x.shape
+    if heads == 1:
+        return product(x, matrix).flatten(0, 1)
+    out = x.new_empty(batch, rows, heads, matrix.shape[-1])
+    if batch * heads <= _MOST_STEPS and x.numel() >= batch * heads * _LARGE_STEP:
+        for i, j in itertools.product(range(batch), range(heads)):
+            torch.mm(x[i, j], matrix[i, j], out=out[i, :, j])
+        return out.flatten(2)
+    for images, part in blocks(batch, rows, out.shape[2] * out.shape[3]):
+        out[images, part] = product(x[images, :, part], matrix[images]).transpose(1, 2)
+    return out.flatten(2)
 
 
 def blocks(batch: int, tokens: int, width: int) -> Iterator[tuple[slice, slice]]:
@@ -114,6 +133,17 @@ def blocks(batch: int, tokens: int, width: int) -> Iterator[tuple[slice, slice]]
     for first in range(0, batch, images):
         for top in range(0, tokens, rows):
             yield slice(first, first + images), slice(top, top + rows)
+
+
+def widened(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Slices of the tokens of (B, heads, N, d) in half precision, and what ``x`` has there in float32: what is done to
+    that in place is done to ``x``."""
+    batch, heads, tokens, width = x.shape
+    for images, rows in blocks(batch, tokens, heads * width):
+        part = x[images, :, rows]
+        wide = part.to(accumulation_dtype(x))
+        yield rows, wide
+        part.copy_(wide)
 
 
 def multiply(out: Tensor, factor: Tensor) -> Tensor:
