@@ -19,7 +19,7 @@ from ..checkpoints.loading import is_pretrained, load_pretrained
 from ..layers import FactorisedLinear, build_ffn
 from ..ops import dispatch
 from ..ops.dispatch import serves_ones
-from ..ops.tensors import to_image
+from ..ops.tensors import to_contiguous_image
 from .arch import Arch, Spec, check_count, check_type
 
 
@@ -341,7 +341,7 @@ class PyramidBackbone(Backbone):
                 x = self.run_block(block, x, shared)
             out = self.norm_output(i, x) if str(i) in self.out_norms else x
             if i in self.out_indices:
-                outs.append(to_image(out if self.out_norm else x).contiguous())
+                outs.append(to_contiguous_image(out if self.out_norm else x))
             if self.norms_feed_on:
                 x = out
         return tuple(outs)

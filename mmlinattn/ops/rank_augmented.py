@@ -119,7 +119,7 @@ def token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
     return logits.softmax(dim=-2)
 
 
-# --- on CPUs: in place, in float32 or better, inference in bfloat16 where the CPU has units for it; the backward pass ---
+# --- on CPUs: in place, in float32 or better (inference in bfloat16 where the CPU has units for it); the backward pass
 # --- computes maps and weights once more ------------------------------------------------------------------------------
 
 # The feature map in place, and the gradient of what was mapped from the mapped y and the gradient of y, in its place.

@@ -90,6 +90,29 @@ def to_image(x: Tensor) -> Tensor:
     return settled(x.permute(0, 3, 1, 2))
 
 
+def to_contiguous_image(x: Tensor) -> Tensor:
+    """(B, H, W, C) -> (B, C, H, W) in contiguous memory."""
+    if dispatch.backend(x) != 'cpu':
+        return to_image(x).contiguous()
+    return _Transposed.apply(x.flatten(1, 2)).unflatten(2, x.shape[1:3])
+
+
+class _Transposed(torch.autograd.Function):
+    """(B, N, C) -> (B, C, N), contiguous. PyTorch goes through a single matrix in tiles, three times as fast as through
+    a batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = x.new_empty(x.shape[0], x.shape[2], x.shape[1])
+        for matrix, source in zip(out, x):
+            matrix.copy_(source.t())
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return _Transposed.apply(grad)
+
+
 def product(x: Tensor, matrix: Tensor) -> Tensor:
     """``x @ matrix`` by head, (B, heads, N, d) by (B, heads, d, e); not recorded by autograd.
 
