@@ -2,15 +2,16 @@
 """Matrix products: linear layers, and which library makes them on this CPU.
 
 float32 products are oneDNN's or those of PyTorch's own library (MKL, OpenBLAS). On Intel cores both are alike, and
-PyTorch's own calls cost less; on AMD cores MKL runs at half of oneDNN's rate. So it is measured: once a process and
-number of threads, at the first product that asks, in some 20 ms. The environment variable ``MMLINATTN_PRODUCTS``
-(``auto``, ``torch``, ``onednn``) says it without measuring. Results differ by rounding only: 1e-5 relative to the
-largest.
+PyTorch's own calls cost less; on AMD cores MKL runs at half of oneDNN's rate. So the maker of the CPU decides: a
+measurement would be disturbed by whatever else runs, and results would differ from start to start. The environment
+variable ``MMLINATTN_PRODUCTS`` (``auto``, ``torch``, ``onednn``) says otherwise. Results differ by rounding only: 1e-5
+relative to the largest.
 """
 
 import functools
 import os
-import time
+import platform
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -22,8 +23,7 @@ from .tensors import first_order
 
 VARIABLE = 'MMLINATTN_PRODUCTS'
 CHOICES = ('auto', 'torch', 'onednn')
-_ROUNDS = 4
-_GAIN = 1.25  # oneDNN has to be as much faster: its calls from Python cost more
+_CPU_INFO = Path('/proc/cpuinfo')
 _MIN_TRAINED_MACS = 2**23  # below, calling Python in the backward pass costs what the product saves
 
 
@@ -119,22 +119,17 @@ def prefers_onednn(a: Tensor, b: Tensor) -> bool:
     choice = os.environ.get(VARIABLE, '') or 'auto'
     if choice not in CHOICES:
         raise ValueError(f'{VARIABLE}={choice!r} has to be one of {CHOICES}')
-    return choice == 'onednn' or (choice == 'auto' and _onednn_is_faster(torch.get_num_threads()))
+    return choice == 'onednn' or (choice == 'auto' and _slows_mkl())
 
 
 @functools.cache
-def _onednn_is_faster(threads: int) -> bool:
-    with torch.inference_mode(), torch.autocast('cpu', enabled=False):
-        # a product of a projection, as large as a thread does in a millisecond
-        a = torch.full((512 * threads, 256), 0.5)
-        b = torch.full((512, 256), 0.5)
-        seconds: dict = {F.linear: [], product: []}
-        for _ in range(_ROUNDS):  # in turns, so that a busy machine disturbs both alike
-            for function, times in seconds.items():
-                start = time.perf_counter()
-                function(a, b)
-                times.append(time.perf_counter() - start)
-    return min(seconds[product][1:]) * _GAIN < min(seconds[F.linear][1:])
+def _slows_mkl() -> bool:
+    """Whether PyTorch's library is MKL, and this CPU one of AMD's."""
+    try:
+        maker = _CPU_INFO.read_text()
+    except OSError:  # not Linux
+        maker = platform.processor()
+    return torch.backends.mkl.is_available() and 'AuthenticAMD' in maker
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:

@@ -216,25 +216,27 @@ def test_without_onednns_operators(monkeypatch):
 # --- which products ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('threads', [1, 2])
-def test_products_are_chosen_by_a_measurement(threads, monkeypatch):
-    """Made once for a number of threads; whichever is found, the result is the same up to rounding."""
+@pytest.mark.parametrize('maker', ['GenuineIntel', 'AuthenticAMD', None])
+def test_products_are_onednns_where_mkl_is_slow(maker, tmp_path, monkeypatch):
+    """MKL runs at half its rate on AMD's cores. Whichever is taken, the result is the same up to rounding."""
     monkeypatch.delenv(products.VARIABLE, raising=False)
-    products._onednn_is_faster.cache_clear()
+    info = tmp_path / 'cpuinfo'
+    if maker:
+        info.write_text(f'processor : 0\nvendor_id : {maker}\n')
+    monkeypatch.setattr(products, '_CPU_INFO', info)
     a, b = torch.randn(64, 32), torch.randn(16, 32)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    products._slows_mkl.cache_clear()
     try:
-        assert products.prefers_onednn(a, b) is products.prefers_onednn(a, b)
-        assert products._onednn_is_faster.cache_info().misses == 1
+        taken = products.prefers_onednn(a, b)
     finally:
-        torch.set_num_threads(before)
+        products._slows_mkl.cache_clear()
+    if maker:
+        assert taken is (maker == 'AuthenticAMD' and torch.backends.mkl.is_available())
     torch.testing.assert_close(products.product(a, b), a @ b.T, rtol=1e-5, atol=1e-5)
 
 
-def test_what_the_variable_says_is_not_measured(monkeypatch):
+def test_the_variable_says_which_products(monkeypatch):
     a, b = torch.randn(64, 32), torch.randn(16, 32)
-    monkeypatch.setattr(products, '_onednn_is_faster', lambda threads: pytest.fail('measured'))
     for choice in ('torch', 'onednn'):
         monkeypatch.setenv(products.VARIABLE, choice)
         assert products.prefers_onednn(a, b) is (choice == 'onednn')
