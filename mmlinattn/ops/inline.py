@@ -90,7 +90,7 @@ class _InLineAttention(torch.autograd.Function):
         count = count_tokens(k, mask)
         key_mean, value_mean = token_mean(k, mask, count), token_mean(v, mask, count)
         covariance = product(k.transpose(-1, -2), v).mul_(scale / count)
-        covariance.sub_(key_mean.transpose(-1, -2) * (value_mean * scale))
+        covariance.addcmul_(key_mean.transpose(-1, -2), value_mean, value=-scale)
         ctx.save_for_backward(q, k, v, covariance, key_mean, value_mean, mask)
         ctx.scale, ctx.count = scale, count
         batch, heads, tokens, _ = q.shape

@@ -164,10 +164,14 @@ def _forward(q, k, pair, v, kernel, rotary, mask, weight_scale, eps):
     else:
         logits = product(k, mean_query.to(dtype).transpose(-1, -2)).to(wide)
         weight = token_weights(logits.mul_(weight_scale), mask)
-    k = k.mul_(weight.to(dtype))
-    key_mean = k.sum(dim=2, keepdim=True)
+    weight_row = weight.to(dtype).transpose(-1, -2)
+    key_mean = product(weight_row.expand(*k.shape[:2], -1, -1), k)
     normaliser = product(q, key_mean.transpose(-1, -2)).to(wide) + padded_eps(eps, mask, wide)
-    q = q.mul_(normaliser.reciprocal_().to(dtype))
+    factors = normaliser.reciprocal_().to(dtype), weight.to(dtype)
+    if pair is None:
+        q, k = (x.mul_(factor) for x, factor in zip((q, k), factors))
+    else:
+        q, k = pair.mul_(torch.cat([factor.expand(*q.shape[:3], 1) for factor in factors], dim=1)).chunk(2, dim=1)
     if rotary is not None and pair is not None:
         q, k = rotate(pair, rotary, inplace=True).chunk(2, dim=1)
     elif rotary is not None:

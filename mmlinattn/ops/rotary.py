@@ -35,8 +35,10 @@ def rotary_table(
             f'rotary encoding: head_dim={head_dim} has to be a multiple of 4 (change num_heads or rotary=False)'
         )
     speed = base ** -torch.linspace(0, 1, head_dim // 4, device=device, dtype=dtype)
-    rows, columns = (torch.arange(size, device=device, dtype=dtype)[:, None] * speed for size in (height, width))
-    rows, columns = (torch.stack((angles.cos(), angles.sin()), dim=-1) for angles in (rows, columns))
+    positions = torch.cat([torch.arange(size, device=device, dtype=dtype) for size in (height, width)])
+    angles = positions[:, None] * speed
+    turns = torch.stack((angles.cos(), angles.sin()), dim=-1)
+    rows, columns = turns[:height], turns[height:]
     halves = (rows[:, None].expand(height, width, -1, -1), columns[None].expand(height, width, -1, -1))
     return torch.cat(halves, dim=2).flatten(0, 1)
 
