@@ -104,7 +104,9 @@ def build_inferencer(args: argparse.Namespace, cfg, num_pictures: int):
         inferencer.show_progress = num_pictures > 1
         return inferencer
     from mmpretrain import ImageClassificationInferencer
+    from mmpretrain.utils import progress
 
+    progress.disable_progress_bar = not sys.stdout.isatty()  # in a file or pipe, the first label would follow the bar
     if args.classes and num_classes(cfg) not in (0, len(args.classes)):
         raise RunError(f'--classes: {len(args.classes)} names given, the model has {num_classes(cfg)} classes.')
     return ImageClassificationInferencer(args.config, args.checkpoint, device=args.device, classes=args.classes)

@@ -226,7 +226,11 @@ class Backbone(Arch, BaseModule):
         num_layers = sum(self.built_depths) + 2
         if not param_name.startswith(prefix):
             return num_layers - 1, num_layers
-        depth = self.depth_of(*param_name[len(prefix) :].split('.'))
+        try:
+            depth = self.depth_of(*param_name[len(prefix) :].split('.'))
+        except (IndexError, ValueError) as error:  # where the number of a stage or block would be
+            name = type(self).__name__
+            raise ValueError(f'param_name={param_name!r} is no parameter of a stage of {name}') from error
         return (num_layers - 1 if depth is None else depth), num_layers
 
     @property
@@ -356,10 +360,6 @@ class PyramidBackbone(Backbone):
         return self.depths[: self.num_stages]
 
     def depth_of(self, part: str, *rest: str) -> Optional[int]:
-        if not rest or not rest[0].isdigit():
-            raise ValueError(
-                f'param_name={".".join((part, *rest))!r} is no parameter of a stage of {type(self).__name__}'
-            )
         stage = int(rest[0])
         before = sum(self.depths[:stage])
         if part == 'stages':
