@@ -83,6 +83,11 @@ def outcome(name: str, backbone: str, seconds: float) -> tuple:
     return found
 
 
+def family_of(result: dict) -> str:
+    """The folder of a config, within its project."""
+    return result['config'].partition('::')[2].partition('/')[0]
+
+
 def page(results: list[dict], backbone: str, total: int) -> str:
     """The Markdown page."""
     counted = Counter(result['outcome'] for result in results)
@@ -101,12 +106,18 @@ def page(results: list[dict], backbone: str, total: int) -> str:
     ]
     for project in PROJECTS:
         rows = [result for result in results if result['config'].startswith(f'{project}::')]
-        if rows:
-            lines += [f'## {project}', '', '| family | config | outcome | why |', '| --- | --- | --- | --- |']
-            for row in rows:
-                family, _, config = row['config'].partition('::')[2].partition('/')
+        if not rows:
+            continue
+        plain = Counter(family_of(row) for row in rows if row['outcome'] == 'works' and not row['why'])
+        names = [name if number == 1 else f'{name} ({number} configs)' for name, number in plain.items()]
+        lines += [f'## {project}', '', *(['Works: ' + ', '.join(names) + '.', ''] if names else [])]
+        rest = [row for row in rows if row['outcome'] != 'works' or row['why']]
+        if rest:
+            lines += ['| family | config | outcome | why |', '| --- | --- | --- | --- |']
+            for row in rest:
+                config = row['config'].rpartition('/')[2]
                 why = row['why'].replace(row['config'], 'it').replace('|', '/').replace('<', '&lt;')
-                lines.append(f'| {family} | {config[:-3]} | {row["outcome"]} | {why[:200]} |')
+                lines.append(f'| {family_of(row)} | {config[:-3]} | {row["outcome"]} | {why[:200]} |')
             lines.append('')
     return '\n'.join(lines)
 

@@ -80,13 +80,15 @@ def row(config, outcome, why='', backbone='ravlt_t'):
 
 def test_the_page():
     rows = [
-        row('mmdet::dino/dino_r50.py', 'works'),
+        *(row(f'mmdet::dino/dino_{size}.py', 'works') for size in ('r18', 'r50')),
+        row('mmdet::atss/atss.py', 'works'),
         row('mmdet::dino/dino_r101.py', 'works', 'a <b> | c of mmdet::dino/dino_r101.py'),
         row('mmseg::fcn/fcn.py', 'time', 'x' * 300),
     ]
     text = upstream.page(rows, 'ravlt_s', 7)
-    assert 'UPSTREAM ravlt_s`' in text and 'Tried: 3 configs of 2 of the 7 folders; 2 works, 1 time.' in text
+    assert 'UPSTREAM ravlt_s`' in text and 'Tried: 5 configs of 3 of the 7 folders; 4 works, 1 time.' in text
     lines = text.splitlines()
+    assert 'Works: dino (2 configs), atss.' in lines and text.count('Works:') == 1
     assert '| dino | dino_r101 | works | a &lt;b> / c of it |' in lines
     assert f'| fcn | fcn | time | {"x" * 200} |' in lines and '## mmpretrain' not in lines
 
