@@ -93,6 +93,7 @@ compat = importlib.import_module('mmlinattn.ops.triton.compat')
 launch = importlib.import_module('mmlinattn.ops.triton.attention_launch')
 attention_op = importlib.import_module('mmlinattn.ops.triton.attention_op')
 convolutions = importlib.import_module('mmlinattn.ops.triton.depthwise_op')
+fallback = importlib.import_module('mmlinattn.ops.triton.fallback')
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
@@ -239,7 +240,7 @@ def test_convolutions_that_kernels_serve(fails, monkeypatch):
 
     monkeypatch.setattr(convolutions, 'op', op)
     monkeypatch.setattr(compat, 'INTERPRETED', True)
-    monkeypatch.setattr(convolutions, '_failed', set())
+    monkeypatch.setattr(fallback, 'failed', set())
     x, weight, bias = torch.randn(2, 4, 5, 6), torch.randn(4, 1, 3, 3), torch.randn(4)
     if fails:
         with pytest.warns(

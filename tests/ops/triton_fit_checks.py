@@ -28,7 +28,7 @@ from triton_checks import (
     table,
 )
 
-from mmlinattn.ops.triton import attention_op
+from mmlinattn.ops.triton import fallback
 
 
 @some_ops
@@ -166,7 +166,7 @@ def test_a_kernel_that_does_not_compile_warns_once(where, monkeypatch):
     def fails(*args, **kwargs):
         raise launch.NoKernel('sum_keys: PTXASError: no such register')
 
-    monkeypatch.setattr(attention_op, '_failed', set())
+    monkeypatch.setattr(fallback, 'failed', set())
     monkeypatch.setattr(launch, where, fails)
     with pytest.warns(UserWarning, match='plain PyTorch for rala .elu, .*float32, heads of 16 channels.: .*PTXASError'):
         first = grad(kernels.rala)

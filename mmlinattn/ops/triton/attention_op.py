@@ -5,19 +5,22 @@ Registered ops are what checkpointing, DDP, autocast, profilers and ``torch.comp
 """
 
 import dataclasses
-import warnings
-from typing import Any, Callable, List, NamedTuple, Optional  # noqa: UP035
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from .. import dispatch
 from . import attention_launch as launch
-from . import canary, spot_check
+from . import canary, fallback, spot_check
 from .attention_launch import Attention, NoKernel, Saved
 
 TENSORS = 7  # q, k, v, rotary, mask, offset, scale
-FIELDS = ('state', 'key_mean', 'value_mean', 'stats', 'query_mean', 'query_rows', 'key_rows')
+FIELDS = [field.name for field in dataclasses.fields(Saved)]
+# what the registered ops take and give, in the order of `launch.forward`, `Attention` and `Saved`
+INPUTS = 'Tensor q, Tensor k, Tensor v, Tensor? rotary, Tensor? mask, Tensor? offset, Tensor? scale'
+OPTIONS = 'SymInt heads, str kernel, bool centred, bool weighted, float factor, float eps, float power'
+SAVED = ', '.join(f'Tensor {field}' for field in FIELDS)
 
 
 class Variant(NamedTuple):
@@ -42,9 +45,6 @@ class Variant(NamedTuple):
         return ', '.join([f'{self.op} ({self.map}', str(self.dtype), f'heads of {widths} channels', *parts]) + ')'
 
 
-_failed: set[Variant] = set()  # what did not compile
-
-
 def variant_of(name: str, spec: Attention, q, k, v, rotary=None, mask=None, offset=None, scale=None) -> Variant:
     d, e = q.shape[-1] // spec.heads, v.shape[-1] // spec.heads
     more = (t is not None for t in (mask, rotary, offset))
@@ -53,11 +53,6 @@ def variant_of(name: str, spec: Attention, q, k, v, rotary=None, mask=None, offs
 
 
 OPS: dict[str, Any] = {}  # registered ops by name: `by_kernels` and `plain` are attributes
-
-
-def _give_up(variant: Variant, error: NoKernel) -> None:
-    _failed.add(variant)
-    warnings.warn(f'mmlinattn: plain PyTorch for {variant}: {error}', stacklevel=3)
 
 
 def _neighbours(a: Tensor, b: Tensor) -> bool:
@@ -93,30 +88,16 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         callable: Takes what ``plain`` takes and gives what it gives, by kernels where there are any.
     """
 
-    @torch.library.custom_op(f'mmlinattn::{name}', mutates_args=())
-    def op(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotary: Optional[Tensor],
-        mask: Optional[Tensor],
-        offset: Optional[Tensor],
-        scale: Optional[Tensor],
-        heads: int,
-        kernel: str,
-        centred: bool,
-        weighted: bool,
-        factor: float,
-        eps: float,
-        power: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-        spec = Attention(heads, kernel, centred, weighted, factor, eps, power)
-        out, saved = launch.forward(spec, q, k, v, rotary, mask, offset, scale)
+    results = ', '.join(['Tensor'] * (1 + len(FIELDS)))
+
+    @torch.library.custom_op(f'mmlinattn::{name}', mutates_args=(), schema=f'({INPUTS}, {OPTIONS}) -> ({results})')
+    def op(*inputs):
+        out, saved = launch.forward(Attention(*inputs[TENSORS:]), *inputs[:TENSORS])
         # ops give tensors only
         return out, *(_empty(getattr(saved, field), out) for field in FIELDS)
 
     @op.register_fake
-    def _(q, k, v, rotary, mask, offset, scale, heads, kernel, centred, weighted, factor, eps, power):
+    def _(q, k, v, rotary, mask, offset, scale, heads, kernel, centred, weighted, *_):
         batch, tokens, channels = q.shape
         d, e = channels // heads, v.shape[-1] // heads
 
@@ -135,38 +116,18 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
             small(focused, 3, batch, k.shape[1]),
         )
 
-    @torch.library.custom_op(f'mmlinattn::{name}_backward', mutates_args=())
-    def op_backward(
-        grad: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        rotary: Optional[Tensor],
-        mask: Optional[Tensor],
-        offset: Optional[Tensor],
-        scale: Optional[Tensor],
-        state: Tensor,
-        key_mean: Tensor,
-        value_mean: Tensor,
-        stats: Tensor,
-        query_mean: Tensor,
-        query_rows: Tensor,
-        key_rows: Tensor,
-        heads: int,
-        kernel: str,
-        centred: bool,
-        weighted: bool,
-        factor: float,
-        eps: float,
-        power: float,
-        together: int,
-    ) -> List[Tensor]:  # noqa: UP006  PyTorch 2.4 makes no schema of list[Tensor]
-        spec = Attention(heads, kernel, centred, weighted, factor, eps, power)
-        saved = Saved(state, key_mean, value_mean, stats, query_mean, query_rows, key_rows)
-        buffers = _gradient_buffers(q, k, v, together)
-        grads = _slices(buffers, (q, k, v), together)
-        more = launch.backward(spec, launch.rows_first(grad), q, k, v, saved, grads, rotary, mask, offset, scale)
-        return buffers if more is None else [*buffers, more.to(scale.dtype)]
+    @torch.library.custom_op(
+        f'mmlinattn::{name}_backward',
+        mutates_args=(),
+        schema=f'(Tensor grad, {INPUTS}, {SAVED}, {OPTIONS}, SymInt together) -> Tensor[]',
+    )
+    def op_backward(grad, *inputs):
+        tensors, others, together = inputs[:TENSORS], inputs[TENSORS:-1], inputs[-1]
+        saved, spec = Saved(*others[: len(FIELDS)]), Attention(*others[len(FIELDS) :])
+        buffers = _gradient_buffers(*tensors[:3], together)
+        grads = _slices(buffers, tensors[:3], together)
+        more = launch.backward(spec, launch.rows_first(grad), *tensors[:3], saved, grads, *tensors[3:])
+        return buffers if more is None else [*buffers, more.to(tensors[-1].dtype)]
 
     @op_backward.register_fake
     def _(grad, q, k, v, rotary, mask, offset, scale, *others):
@@ -207,22 +168,27 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if grad is None:
             return (None,) * TENSORS + none
         q, k, v, _, _, offset, scale = tensors
+
+        def plain_gradients():
+            spec = Attention(*ctx.options)
+            return fallback.gradients(lambda *t: plain(spec, *t), grad, tensors, ctx.needs_input_grad[:TENSORS])
+
         if not torch.is_grad_enabled():  # it is where the gradients are to be differentiated themselves
             try:
                 *buffers, last = op_backward(grad, *tensors, *saved, *ctx.options, ctx.together)
             except NoKernel as error:
-                _give_up(variant_of(name, Attention(*ctx.options), *tensors), error)
+                fallback.give_up(variant_of(name, Attention(*ctx.options), *tensors), error)
             else:
                 grad_scale = None if scale is None else last
                 buffers = [*buffers, last] if scale is None else buffers
                 grads = _slices(buffers, (q, k, v), ctx.together)
                 grad_offset = None
                 if not compared(ctx, grad, tensors, grads):
-                    return *_plain_gradients(ctx, plain, grad, tensors), *none
+                    return *plain_gradients(), *none
                 if offset is not None and ctx.needs_input_grad[5]:
                     grad_offset = grads[1].sum_to_size(offset.shape).to(offset.dtype)
                 return *grads, None, None, grad_offset, grad_scale, *none
-        return *_plain_gradients(ctx, plain, grad, tensors), *none
+        return *plain_gradients(), *none
 
     op.register_autograd(backward, setup_context=setup_context)
 
@@ -253,14 +219,14 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return by_kernels(spec, *tensors)
         variant = variant_of(name, spec, *tensors)
         learns = dispatch.records() and any(t is not None and t.requires_grad for t in tensors)
-        if variant in _failed or not canary.allows(variant, learns):
+        if variant in fallback.failed or not canary.allows(variant, learns):
             return plain(spec, *tensors)
         try:
             if spot_check.is_due(variant, 'forward', q.shape, k.shape) and not agrees(variant, spec, tensors):
                 return plain(spec, *tensors)
             return by_kernels(spec, *tensors)
         except NoKernel as error:
-            _give_up(variant, error)
+            fallback.give_up(variant, error)
             return plain(spec, *tensors)
 
     run.op, run.op_backward, run.by_kernels, run.plain = op, op_backward, by_kernels, plain
@@ -298,16 +264,3 @@ def _slices(buffers: list[Tensor], like: tuple[Tensor, ...], together: int) -> t
     if together == 1:
         return tuple(buffers)
     return *buffers[0].split([t.shape[-1] for t in like[:together]], dim=-1), *buffers[1:]
-
-
-def _plain_gradients(ctx, plain, grad: Tensor, tensors) -> list[Optional[Tensor]]:
-    """Gradients of all tensors through the plain form, differentiable themselves where grad mode is on."""
-    options, twice = ctx.options, torch.is_grad_enabled()
-    wanted = ctx.needs_input_grad[:TENSORS]
-    if not twice:
-        tensors = [t.detach().requires_grad_() if want else t for t, want in zip(tensors, wanted)]
-    with torch.enable_grad():
-        out = plain(Attention(*options), *tensors)
-        leaves = [t for t, want in zip(tensors, wanted) if want]
-        grads = iter(torch.autograd.grad(out, leaves, grad, create_graph=twice, allow_unused=True))
-    return [next(grads) if want else None for want in wanted]

@@ -1,7 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Depth-wise convolution by GPU kernels, as a registered pair of ops; kernels of each image's own, too."""
 
-import warnings
 from typing import NamedTuple, Optional
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from .. import dispatch
 from ..convolution import depthwise_conv2d_reference, sum_of_shifts
-from . import attention_launch, canary, compat, spot_check
+from . import attention_launch, canary, compat, fallback, spot_check
 from . import depthwise_kernels as kernels
 from .attention_launch import NoKernel, cdiv, launch
 
@@ -105,20 +104,9 @@ def _backward(ctx, grad):
             grads = op_backward(grad, x, weight, *ctx.options)
             return *grads[:2], None if bias is None else grads[2].to(bias.dtype), None, None
         except NoKernel as error:
-            _give_up(variant_of(x, weight, bias, ctx.options[0], x.dtype), error)
-    return *_plain_gradients(ctx, grad, [x, weight, bias]), None, None
-
-
-def _plain_gradients(ctx, grad: Tensor, tensors: list[Optional[Tensor]]) -> list[Optional[Tensor]]:
-    """Through the plain form, differentiable themselves where grad mode is on."""
-    twice, wanted = torch.is_grad_enabled(), ctx.needs_input_grad[:3]
-    if not twice:
-        tensors = [t.detach().requires_grad_() if want else t for t, want in zip(tensors, wanted)]
-    with torch.enable_grad():
-        out = _plain(*tensors, *ctx.options)
-        leaves = [t for t, want in zip(tensors, wanted) if want]
-        grads = iter(torch.autograd.grad(out, leaves, grad, create_graph=twice))
-    return [next(grads) if want else None for want in wanted]
+            fallback.give_up(variant_of(x, weight, bias, ctx.options[0], x.dtype), error)
+    grads = fallback.gradients(lambda *t: _plain(*t, *ctx.options), grad, (x, weight, bias), ctx.needs_input_grad[:3])
+    return *grads, None, None
 
 
 op.register_autograd(_backward, setup_context=_setup)
@@ -146,17 +134,9 @@ class Variant(NamedTuple):
         return f'depth-wise convolutions ({self.dtype}, {self.size}x{self.size})'
 
 
-_failed: set[Variant] = set()  # what did not compile
-
-
 def variant_of(x: Tensor, weight: Tensor, bias: Optional[Tensor], residual: bool, dtype: torch.dtype) -> Variant:
     aligned = x.shape[1] % 16 == 0
     return Variant('depthwise_conv2d', dtype, weight.shape[-1], x.device, bias is not None, residual, aligned)
-
-
-def _give_up(variant: Variant, error: NoKernel) -> None:
-    _failed.add(variant)
-    warnings.warn(f'mmlinattn: plain PyTorch for {variant}: {error}', stacklevel=3)
 
 
 def serves(x: Tensor, weight: Tensor, bias: Optional[Tensor], of_each: bool, casts: bool) -> bool:
@@ -203,7 +183,7 @@ def convolve(
         return None
     variant = variant_of(x, weight, bias, residual, dtype)
     learns = dispatch.records() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-    if not dispatch.is_traced() and (variant in _failed or not canary.allows(variant, learns)):
+    if not dispatch.is_traced() and (variant in fallback.failed or not canary.allows(variant, learns)):
         return None
     weight = weight if of_each else weight.transpose(0, 1)
     bias = None if bias is None else bias.to(dtype)
@@ -222,5 +202,5 @@ def convolve(
                     return None
         return op(x, weight, bias, residual, of_gelu)
     except NoKernel as error:
-        _give_up(variant, error)
+        fallback.give_up(variant, error)
         return None

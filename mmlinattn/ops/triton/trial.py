@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from . import attention_launch, attention_op, canary, depthwise_op
+from . import attention_launch, attention_op, canary, depthwise_op, fallback
 from .attention_launch import Attention
 from .spot_check import BOUNDS, deviation
 
@@ -55,11 +55,14 @@ def trial(variant: NamedTuple, deviations: Optional[dict[str, float]] = None) ->
         return fault
 
     own = attention_op if isinstance(variant, attention_op.Variant) else depthwise_op
-    kept, own._failed = own._failed, set()
     try:
         with contextlib.ExitStack() as contexts:
             modes = torch.inference_mode(False), torch.enable_grad(), torch.autocast(variant.device.type, enabled=False)
-            for context in (*modes, canary.trusting(), mock.patch.object(attention_launch, 'empty', guarded)):
+            patches = (
+                mock.patch.object(attention_launch, 'empty', guarded),
+                mock.patch.object(fallback, 'failed', set()),
+            )
+            for context in (*modes, canary.trusting(), *patches):
                 contexts.enter_context(context)
             generator = torch.Generator().manual_seed(0)
             kernel, plain, leaves = (_attention if own is attention_op else _convolution)(variant, generator)
@@ -72,12 +75,10 @@ def trial(variant: NamedTuple, deviations: Optional[dict[str, float]] = None) ->
             probe = torch.randn(expected.shape, generator=generator).to(outs[0])
             grads = [torch.autograd.grad(out, leaves, probe) for out in outs]
             faults[direction] = check(grads, torch.autograd.grad(expected, wide, probe.double()))
-            if own._failed:
+            if fallback.failed:
                 faults[direction] = 'it does not compile'
     except Exception as error:
         faults['backward'] = faults[direction] = f'{type(error).__name__}: {error}'
-    finally:
-        own._failed = kept
     return faults
 
 
