@@ -83,6 +83,10 @@ def outcome(name: str, backbone: str, seconds: float) -> tuple:
     return found
 
 
+# what outcomes say already
+TOLD = ('it has no place for a pyramid: ', 'it does not run here with its own backbone either: ', 'it has no model: ')
+
+
 def family_of(result: dict) -> str:
     """The folder of a config, within its project."""
     return result['config'].partition('::')[2].partition('/')[0]
@@ -102,6 +106,7 @@ def page(results: list[dict], backbone: str, total: int) -> str:
         f'Tried: {len(results)} configs of {len(folders)} of the {total} folders; '
         + ', '.join(f'{number} {kind}' for kind, number in counted.most_common())
         + '.',
+        'Upstream fails too: the config does not run here with its own backbone either. No place: none for a pyramid.',
         '',
     ]
     for project in PROJECTS:
@@ -117,6 +122,8 @@ def page(results: list[dict], backbone: str, total: int) -> str:
             for row in rest:
                 config = row['config'].rpartition('/')[2]
                 why = row['why'].replace(row['config'], 'it').replace('|', '/').replace('<', '&lt;')
+                for told in TOLD:
+                    why = why.removeprefix(told)
                 lines.append(f'| {family_of(row)} | {config[:-3]} | {row["outcome"]} | {why[:200]} |')
             lines.append('')
     return '\n'.join(lines)

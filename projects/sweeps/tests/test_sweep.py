@@ -84,13 +84,15 @@ def test_the_page():
         row('mmdet::atss/atss.py', 'works'),
         row('mmdet::dino/dino_r101.py', 'works', 'a <b> | c of mmdet::dino/dino_r101.py'),
         row('mmseg::fcn/fcn.py', 'time', 'x' * 300),
+        row('mmseg::sam/sam.py', 'no place', 'mmseg::sam/sam.py has no place for a pyramid: it has no head'),
     ]
     text = upstream.page(rows, 'ravlt_s', 7)
-    assert 'UPSTREAM ravlt_s`' in text and 'Tried: 5 configs of 3 of the 7 folders; 4 works, 1 time.' in text
+    assert 'UPSTREAM ravlt_s`' in text and 'Tried: 6 configs of 4 of the 7 folders; 4 works, 1 time, 1 no place.' in text
     lines = text.splitlines()
     assert 'Works: dino (2 configs), atss.' in lines and text.count('Works:') == 1
     assert '| dino | dino_r101 | works | a &lt;b> / c of it |' in lines
     assert f'| fcn | fcn | time | {"x" * 200} |' in lines and '## mmpretrain' not in lines
+    assert '| sam | sam | no place | it has no head |' in lines
 
 
 def test_results_are_kept_and_not_tried_again(tmp_path, monkeypatch, fails):
