@@ -221,10 +221,6 @@ def test_which_gradients_lie_in_one_tensor():
     seen = []
     torch.jit.trace(lambda *t: seen.append(attention_op._slices_of_one(*t)) or t[0] + 1, (q, k, v), check_trace=False)
     assert seen[0] == 1
-    buffers = attention_op._gradient_buffers(q, k, v, 2)
-    assert [tuple(b.shape) for b in buffers] == [(2, 5, 32), (2, 5, 16)]
-    slices = attention_op._slices(buffers, (q, k, v), 2)
-    assert [s.storage_offset() for s in slices] == [0, 16, 0] and slices[2] is buffers[1]
 
 
 @pytest.mark.parametrize('fails', [False, True])

@@ -64,17 +64,11 @@ def test_links_are_those_of_the_released_table(models):
     assert not missing
 
 
-def installed(tmp_path):
-    """A package folder as an installation has it."""
-    package = tmp_path / 'mmlinattn'
-    (package / '.mim').mkdir(parents=True)
-    for name in ('configs', 'model-index.yml'):
-        (package / '.mim' / name).symlink_to(ROOT / name)
-    return package
-
-
 def test_mmengine_finds_configs_and_weights(tmp_path):
-    meta = config_utils._get_cfg_metainfo(str(installed(tmp_path)), 'mmdet/ravlt_t_maskrcnn_1x.py')
+    (tmp_path / '.mim').mkdir()  # as an installation has it
+    for name in ('configs', 'model-index.yml'):
+        (tmp_path / '.mim' / name).symlink_to(ROOT / name)
+    meta = config_utils._get_cfg_metainfo(str(tmp_path), 'mmdet/ravlt_t_maskrcnn_1x.py')
     assert meta['Weights'].endswith('/maskrcnn_t_1x_12_epoch.pth')
     with pytest.raises(ValueError, match='ravlt_t_maskrcnn_1x'):
-        config_utils._get_cfg_metainfo(str(tmp_path / 'mmlinattn'), 'mmdet/ravlt_x.py')
+        config_utils._get_cfg_metainfo(str(tmp_path), 'mmdet/ravlt_x.py')
