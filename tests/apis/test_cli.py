@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """How command lines end: one line on any error and on Ctrl-C; lines themselves are in tests/tools/test_bad_input.py."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -62,6 +63,19 @@ def test_ctrl_c_names_the_run_s_own_checkpoint(tmp_path, monkeypatch, capsys, is
         assert end.value.code == 130
         said = capsys.readouterr().err
         assert (said.startswith(expected) and said.count('\n') == 1) if rank == '0' else said == ''
+
+
+@pytest.mark.parametrize('error', [KeyboardInterrupt, ValueError])
+def test_workers_end_with_the_tool(error):
+    handler, worker = signal.getsignal(signal.SIGCHLD), multiprocessing.Process(target=time.sleep, args=(100,))
+    worker.start()
+    try:
+        with pytest.raises((SystemExit, error)), cli.clean_end():
+            raise error
+        assert not worker.is_alive()
+    finally:
+        worker.kill()
+        signal.signal(signal.SIGCHLD, handler)
 
 
 def test_an_error_of_several_lines_is_one_line(capsys):

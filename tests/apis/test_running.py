@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """From a config to a Runner."""
 
+import os
+
 import pytest
 from mmengine.config import Config
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
@@ -76,3 +78,25 @@ def test_a_runner_of_the_config_s_own():
     assert running.build_runner(Config(cfg)) is None
     hooks = [dict(type='A')]
     assert running.build_runner(Config(dict(cfg, custom_hooks=hooks)), True) == [*hooks, dict(type='CompileHook')]
+
+
+@pytest.mark.parametrize(
+    ('count', 'launched', 'pointer', 'expected'),
+    [
+        ('1', 0, 100, True),
+        ('2', 101, 100, True),  # file systems round down
+        ('1', 200, 100, False),  # of a run before
+        ('1', 0, None, False),
+        ('0', 0, 100, False),
+        (None, 0, 100, False),
+        ('1', None, 100, False),
+    ],
+)
+def test_a_process_that_torchrun_started_anew_goes_on(tmp_path, monkeypatch, count, launched, pointer, expected):
+    """From a checkpoint written since ``tools/launch.py`` began."""
+    for name, value in dict(TORCHELASTIC_RESTART_COUNT=count, MMLINATTN_LAUNCHED=launched).items():
+        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, str(value))
+    if pointer is not None:
+        (tmp_path / 'last_checkpoint').touch()
+        os.utime(tmp_path / 'last_checkpoint', (pointer, pointer))
+    assert running.was_restarted(str(tmp_path)) is expected
