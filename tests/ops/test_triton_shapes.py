@@ -181,6 +181,11 @@ def test_right_shapes_are_launched(op):
                     assert isinstance(outcome(getattr(attention, op), *wide, 1, **given), Launched) == served
 
 
+def test_odd_heads_cannot_be_turned():
+    with mock.patch.object(compat, 'INTERPRETED', True), pytest.raises(RuntimeError):
+        attention.rala(*torch.rand(3, 2, 6, 6), 2, rotary=torch.rand(6, 1, 2))
+
+
 def _cut(options):
     return {key: value for key, value in options.items() if key != 'mask'}
 

@@ -80,7 +80,9 @@ def test_gradients_of_slices_lie_as_the_slices_do():
     x = normal(2, 20, 3 * 32).requires_grad_()
     q, k, v = x.chunk(3, dim=-1)
     out = kernels.inline_attention(q, k, v, 2, 0.3)
-    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    grads = torch.autograd.grad(out.sum(), (q, k, v))  # of a sum: one number, seen at every place
+    plain = OPS['inline_attention'][1](q, k, v, 2, 0.3)
+    torch.testing.assert_close(grads, torch.autograd.grad(plain.sum(), (q, k, v)), rtol=1e-4, atol=1e-4)
     starts = [grad.storage_offset() for grad in grads]
     assert starts == [0, 32, 64] and len({grad.untyped_storage().data_ptr() for grad in grads}) == 1
     out = kernels.inline_attention(q, k, v.contiguous(), 2, 0.3)
