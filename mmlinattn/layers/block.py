@@ -63,7 +63,7 @@ class Block(BaseModule):
 
     def add_branch(self, x: Tensor, norm: nn.Module, branch: Any, gamma: Optional[Tensor], **shared) -> Tensor:
         casts = dispatch.autocasts(x)
-        if gamma is not None and takes_scale(x.dtype, casts):
+        if gamma is not None and takes_scale(x, casts):
             shared['out_scale'], gamma = gamma, None
         drops = self.training and isinstance(self.drop_path, DropPath)
         if gamma is None and not drops and _adds_residual(branch):
@@ -95,10 +95,10 @@ def _adds_residual(branch) -> bool:
     return getattr(branch, 'adds_residual', False) and not dispatch.records() and not has_hooks(branch)
 
 
-def takes_scale(dtype: torch.dtype, casts: bool) -> bool:
-    """Whether the matrix that a map is multiplied by may be scaled: not where products are made in half precision, in
-    which small scales underflow. ``casts``: under autocast."""
-    return dtype in (torch.float32, torch.float64) and not casts
+def takes_scale(x: Tensor, casts: bool) -> bool:
+    """Whether the matrix that a map is multiplied by may be scaled: not where products are made in float16, in which
+    small scales underflow. ``casts``: under autocast."""
+    return (torch.get_autocast_dtype(x.device.type) if casts else x.dtype) != torch.float16
 
 
 def apply_norm(norm: nn.Module, x: Tensor, casts: bool) -> Tensor:
@@ -185,9 +185,10 @@ class ResidualDWConv(nn.Conv2d):
     def __init__(self, dim: int, kernel_size: int = 3) -> None:
         super().__init__(dim, dim, kernel_size, padding=kernel_size // 2, groups=dim)
 
-    def forward(self, x: Tensor, of_gelu: bool = False) -> Tensor:
-        """``y + DWConv(y)`` of ``y = x``, or of ``y = gelu(x)``."""
-        return ops.residual_depthwise_conv2d(to_image(x), self.weight, self.bias, of_gelu).permute(0, 2, 3, 1)
+    def forward(self, x: Tensor, of_gelu: bool = False, is_hidden: bool = False) -> Tensor:
+        """As :func:`~mmlinattn.ops.residual_depthwise_conv2d`, of (B, H, W, C)."""
+        image = ops.residual_depthwise_conv2d(to_image(x), self.weight, self.bias, of_gelu, is_hidden)
+        return image.permute(0, 2, 3, 1)
 
 
 class ConvFFN(MLP):
@@ -203,7 +204,7 @@ class ConvFFN(MLP):
     def hidden(self, x: Tensor) -> Tensor:
         if dispatch.records() and not dispatch.is_plain(x):  # GELU is computed again, with the convolution's gradients
             return self.dwconv(apply_linear(self.fc1, x), of_gelu=True)
-        return self.dwconv(apply_linear(self.fc1, x, gelu=True))
+        return self.dwconv(apply_linear(self.fc1, x, gelu=True), is_hidden=True)
 
 
 class DWConvFFN(MLP):

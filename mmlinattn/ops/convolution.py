@@ -155,7 +155,9 @@ def _convolved_onto(x: Tensor, weight: Tensor, bias: Optional[Tensor], onto: Ten
     return private.CONV_ONTO.binary(onto, x, weight, bias, *steps, 'add', 1.0, None, [], None)
 
 
-def residual_depthwise_conv2d(x: Tensor, weight: Tensor, bias: Optional[Tensor], of_gelu: bool = False) -> Tensor:
+def residual_depthwise_conv2d(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor], of_gelu: bool = False, is_hidden: bool = False
+) -> Tensor:
     """``y + DWConv(y)`` of ``y = x``, or of ``y = gelu(x)``.
 
     Args:
@@ -163,6 +165,7 @@ def residual_depthwise_conv2d(x: Tensor, weight: Tensor, bias: Optional[Tensor],
         weight (Tensor): (C, 1, k, k), k odd.
         bias (Tensor, optional): (C,).
         of_gelu (bool): Apply GELU first; it is computed again in the backward pass, which then needs ``x`` only.
+        is_hidden (bool): Not the residual stream, which half precision is not to round once more in each block.
 
     Returns:
         Tensor: (B, C, h, w).
@@ -175,14 +178,15 @@ def residual_depthwise_conv2d(x: Tensor, weight: Tensor, bias: Optional[Tensor],
         from .triton import depthwise
 
         return depthwise.residual_depthwise_conv2d(x, weight, bias, of_gelu)
-    return residual_depthwise_conv2d_eager(x, weight, bias, of_gelu, route)
+    return residual_depthwise_conv2d_eager(x, weight, bias, of_gelu, route, is_hidden and not route.records)
 
 
-def residual_depthwise_conv2d_eager(x: Tensor, weight: Tensor, bias: Optional[Tensor], of_gelu: bool, route) -> Tensor:
+def residual_depthwise_conv2d_eager(
+    x: Tensor, weight: Tensor, bias: Optional[Tensor], of_gelu: bool, route, rounds: bool = False
+) -> Tensor:
     residual = True
-    if x.dtype in (torch.float32, torch.float64) and not route.autocasts:
-        # The identity is a tap of the kernel: one pass over the map less. In half precision the tap would round the
-        # residual stream, so there the sum stays outside.
+    if rounds or (x.dtype in (torch.float32, torch.float64) and not route.autocasts):
+        # The identity is a tap of the kernel: one pass over the map less. In half precision that rounds the map.
         weight, residual = weight + F.pad(weight.new_ones(1, 1, 1, 1), [weight.shape[-1] // 2] * 4), False
     if of_gelu:
         return conv_of_gelu(x, weight, bias, 1, len(weight), residual)

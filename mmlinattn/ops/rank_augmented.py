@@ -15,6 +15,7 @@ from .dispatch import accumulation_dtype
 from .feature_maps import LOWEST_EXPONENT, feature_map
 from .rotary import rotate, rotate_reference
 from .tensors import (
+    blocks,
     count_tokens,
     divisor,
     first_order,
@@ -26,7 +27,6 @@ from .tensors import (
     product_by_token,
     split_heads,
     tokens_of,
-    widened,
 )
 
 
@@ -122,12 +122,24 @@ def token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
 # --- on CPUs: in place, in float32 or better (inference in bfloat16 where the CPU has units for it); the backward pass
 # --- computes maps and weights once more ------------------------------------------------------------------------------
 
+
+def _elu_plus_one_(x: Tensor) -> Tensor:
+    if x.dtype != torch.bfloat16:
+        return F.elu_(x).add_(1)
+    # the digits of exp(x), of which 1 + (exp(x) - 1) would keep those of 1 alone
+    for images, rows in blocks(x.shape[0], x.shape[2], x.shape[1] * x.shape[3]):
+        part = x[images, :, rows]
+        exponential = part.clamp(LOWEST_EXPONENT, 0).exp_()
+        part.clamp_(min=0).add_(exponential)
+    return x
+
+
 # The feature map in place, and the gradient of what was mapped from the mapped y and the gradient of y, in its place.
 _MAPS = {
-    'elu': (lambda x: F.elu_(x).add_(1), lambda y, d_y: d_y.mul_(y.clamp(max=1))),
+    'elu': (_elu_plus_one_, lambda y, d_y: d_y.mul_(y.clamp(max=1))),
     'relu': (F.relu_, lambda y, d_y: d_y.mul_(y > 0)),
     'softmax': (
-        lambda x: x.copy_(feature_map(x, 'softmax')),
+        lambda x: x.copy_(feature_map(x.to(accumulation_dtype(x)), 'softmax')),
         lambda y, d_y: d_y.sub_(torch.linalg.vecdot(y, d_y).unsqueeze(-1)).mul_(y),
     ),
 }
@@ -154,7 +166,7 @@ def _rala_on_cpu(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps) ->
 def _forward(q, k, pair, v, kernel, rotary, mask, weight_scale, eps):
     """The result (B, N, heads * e) and g, w, z, S of (B, heads, N, d) tensors; overwrites ``q`` and ``k``. ``pair`` is
     both in one, or None, see :func:`~mmlinattn.ops.tensors.pair_by_head`."""
-    q, k = _mapped(q, k, pair, kernel)
+    _map(q, k, pair, kernel)
     dtype, wide = q.dtype, accumulation_dtype(q)
     real = None if mask is None else mask[:, None, :, None].to(dtype)  # (B, 1, N, 1)
     count = count_tokens(k, mask)
@@ -180,16 +192,10 @@ def _forward(q, k, pair, v, kernel, rotary, mask, weight_scale, eps):
     return product_by_token(q, state), mean_query, weight, key_mean, state
 
 
-def _mapped(q, k, pair, kernel):
+def _map(q, k, pair, kernel) -> None:
     """The feature map of both, in place."""
-    apply_map = _MAPS[kernel][0]
     for x in (q, k) if pair is None else (pair,):
-        if x.dtype != torch.bfloat16:
-            apply_map(x)
-        else:
-            for _, wide in widened(x):
-                apply_map(wide)
-    return (q, k) if pair is None else pair.chunk(2, dim=1)
+        _MAPS[kernel][0](x)
 
 
 def _copies(q, k, num_heads):
@@ -219,7 +225,7 @@ class _RALA(torch.autograd.Function):
         grads = gradients_like(q, k, v)
         d_q, d_k, d_v = (split_heads(t, num_heads) for t in grads)
         q, k, pair = _copies(q, k, num_heads)
-        q, k = _mapped(q, k, pair, kernel)
+        _map(q, k, pair, kernel)
         v, grad = split_heads(v, num_heads), split_heads(grad, num_heads)
         real = None if mask is None else mask[:, None, :, None].to(q.dtype)
         count, eps = count_tokens(k, mask), padded_eps(eps, mask, q.dtype)
