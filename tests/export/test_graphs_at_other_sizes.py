@@ -149,9 +149,8 @@ def test_openvino(host, attns):
     graphs.check(lambda x: [torch.from_numpy(out.copy()) for out in compiled(x.numpy()).values()], model)
 
 
-@pytest.mark.parametrize(
-    ('host', 'attns'), halves(HALVES[1:2]) + halves(HALVES[:1] + HALVES[2:3] + MORE_HALVES, pytest.mark.slow)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(('host', 'attns'), halves(HALVES[:3] + MORE_HALVES))
 def test_torch_compile_makes_one_graph_for_many_sizes(host, attns):
     """Of maps of more than one window and one pixel: of those of one, PyTorch makes graphs of their own."""
     torch._dynamo.reset()

@@ -94,9 +94,6 @@ DEFECTS = {
 }
 
 
-FAST = ('no mask', 'a wrong stride', 'a write too many', 'columns that wrap around')
-
-
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Few tokens, and still several spans."""
@@ -118,9 +115,7 @@ def broken(source: Path, right: str, wrong: str, folder: Path):
     return made
 
 
-@pytest.mark.parametrize(
-    'name', ['linear', *(pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS if name != 'linear')]
-)
+@pytest.mark.parametrize('name', VARIANTS)
 def test_right_kernels_pass(name):
     deviations = {}
     assert trial.trial(VARIANTS[name], deviations) == dict(forward='', backward='')
@@ -128,9 +123,7 @@ def test_right_kernels_pass(name):
     assert 0 < max(deviations.values()) < 0.5 * spot_check.BOUNDS[VARIANTS[name].dtype]
 
 
-@pytest.mark.parametrize(
-    'defect', [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in DEFECTS]
-)
+@pytest.mark.parametrize('defect', DEFECTS)
 def test_broken_kernels_do_not(defect, monkeypatch, tmp_path):
     variant, direction, right, wrong = DEFECTS[defect]
     owner = depthwise_op if 'convolution' in variant else attention_launch

@@ -17,7 +17,7 @@ triton = pytest.importorskip('triton')
 HERE = Path(__file__).resolve().parent
 
 
-CHECKS = ('triton_checks.py', 'triton_fit_checks.py', 'triton_conv_checks.py', 'canary_checks.py')
+CHECKS = ('triton_checks.py', 'triton_fit_checks.py', 'triton_conv_checks.py')
 every_check = pytest.mark.parametrize('check', CHECKS)
 
 
@@ -47,8 +47,13 @@ def test_kernels_at_more_sizes(check):
     run_checks(check, '-m', 'slow', **INTERPRETED)
 
 
+@pytest.mark.slow
+def test_the_trial_of_kernels():
+    run_checks('canary_checks.py', **INTERPRETED)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
-@every_check
+@pytest.mark.parametrize('check', [*CHECKS, 'canary_checks.py'])
 def test_kernels_on_the_gpu(check):
     run_checks(check)
 
