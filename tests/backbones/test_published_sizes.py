@@ -74,19 +74,25 @@ def test_initial_layer_scales():
 
 
 def test_windows_stripes_and_reductions():
-    """Of images of 224 pixels, no output at that size shows some of these; all sizes but those of 384 have them."""
-    shared = {
-        LinearSwin: dict(window=7, linear_windows=(56, 28, 14, 7)),  # InLine Tab. 16
-        LinearCSWin: dict(stripes=(1, 2, 7, None), grids=(56, 28, 14, 7)),  # CSWin Sec. 3.3; the last map as a whole
-        LinearPVT: dict(sr_ratios=(8, 4, 2, 1), grids=(56, 28, 14, 7), mlp_ratios=(8, 8, 4, 4)),
-        LinearPVTv2: dict(sr_ratios=(8, 4, 2, 1), grids=(56, 28, 14, 7), mlp_ratios=(8, 8, 4, 4)),
-        LinearNextViT: dict(sr_ratios=(8, 4, 2, 1), grids=(56, 28, 14, 7), attn_every=(0, 5, 5, 5), group_dim=32),
+    """Of images of 224 or 384 pixels; no output at that size shows some of these."""
+    pyramid = dict(sr_ratios=(8, 4, 2, 1), grids=(56, 28, 14, 7))
+    pvt = dict(pyramid, mlp_ratios=(8, 8, 4, 4))
+    small, large = (56, 28, 14, 7), (96, 48, 24, 12)
+    published = {
+        LinearSwin: (dict(window=7, linear_windows=small), dict(window=12, linear_windows=large)),  # InLine Tab. 16
+        # CSWin Sec. 3.3; the last map as a whole
+        LinearCSWin: (dict(stripes=(1, 2, 7, None), grids=small), dict(stripes=(1, 2, 12, None), grids=large)),
+        LinearPVT: (pvt, None),
+        LinearPVTv2: (pvt, None),
+        LinearNextViT: (dict(pyramid, attn_every=(0, 5, 5, 5), group_dim=32), None),
     }
-    for host, expected in shared.items():
-        for name in host.arch_zoo:
-            arch = host.resolve_arch(name)
-            if not name.endswith('-384'):
-                assert {key: arch[key] for key in expected} == expected, name
+    for host, expected in published.items():
+        for name, arch in host.arch_zoo.items():
+            sides = expected[name.endswith('-384')]
+            assert {key: host.resolve_arch(name)[key] for key in sides} == sides, name
+            smaller = host.arch_zoo[name.removesuffix('-384')]
+            assert {**arch, **sides} == {**smaller, **sides}, name  # the rest is that of 224
+        assert (len([name for name in host.arch_zoo if name.endswith('-384')]) >= 3) == (expected[1] is not None)
     grids = {name: LinearDeiT.resolve_arch(name)['grid'] for name in LinearDeiT.arch_zoo}
     # InLine Tab. 14: images of 288 and 448 pixels
     assert {name: grid for name, grid in grids.items() if grid != 14} == {'inline-small': 18, 'inline-base': 28}

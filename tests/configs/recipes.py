@@ -6,9 +6,7 @@
 
 import re
 
-import torch
 from mmengine.config import ConfigDict
-from mmengine.registry import MODELS
 
 
 def plain(value):
@@ -51,8 +49,6 @@ def summary(cfg) -> dict:
     """What :data:`RECIPES` holds, of a config."""
     optim, loop = cfg.optim_wrapper, cfg.train_cfg
     data = cfg.train_dataloader
-    with torch.device('meta'):
-        backbone = MODELS.build(dict(cfg.model.backbone, init_cfg=None))
     found = dict(
         optimizer=call(optim.optimizer.type, **without(optim.optimizer, 'type', '_scope_')),
         wrapper=optim.get('type', 'OptimWrapper'),
@@ -63,15 +59,13 @@ def summary(cfg) -> dict:
         base_batch=cfg.auto_scale_lr.base_batch_size,
         train=steps(data.dataset.pipeline),
         test=steps(cfg.test_dataloader.dataset.pipeline),
-        drop_path=round(float(backbone.drop_paths[-1][-1]), 6),
     )
     if cfg.default_scope == 'mmpretrain':
         found['augments'] = [
             call(step.type, **without(step, 'type', '_scope_')) for step in cfg.model.train_cfg.augments
         ]
         found['label_smoothing'] = cfg.model.head.loss.label_smooth_val
-    sides = ('window', 'linear_windows', 'stripes', 'grids', 'grid', 'sr_ratios')
-    return {**found, **{key: plain(backbone.arch[key]) for key in sides if key in backbone.arch}}
+    return found
 
 
 def without(step, *keys: str) -> dict:
@@ -191,31 +185,6 @@ def pictures(size: int) -> dict:
     )
 
 
-# Stochastic depth by backbone: the released code of each paper, by size.
-DROP_PATHS = {
-    'ravlt': dict(t=0.1, s=0.15, b=0.4, l=0.55),
-    'swin': dict(t=0.2, s=0.3, b=0.5),
-    'cswin': dict(t=0.2, s=0.4, b=0.5),
-    'pvt': dict(t=0.1, s=0.1, m=0.3, l=0.3),
-    'pvt_v2': dict(b0=0.1, b1=0.1, b2=0.1, b3=0.3, b4=0.3),
-    'deit': dict(t=0.1, s=0.1, b=0.1),
-    'nextvit': dict(s=0.1),
-}
-# Sides of the windows, stripes or position tables by resolution.
-SIDES = {
-    ('swin', 224): dict(window=7, linear_windows=[56, 28, 14, 7]),
-    ('swin', 384): dict(window=12, linear_windows=[96, 48, 24, 12]),
-    ('cswin', 224): dict(stripes=[1, 2, 7, None], grids=[56, 28, 14, 7]),
-    ('cswin', 384): dict(stripes=[1, 2, 12, None], grids=[96, 48, 24, 12]),
-    ('pvt', 224): dict(sr_ratios=[8, 4, 2, 1], grids=[56, 28, 14, 7]),
-    ('pvt_v2', 224): dict(sr_ratios=[8, 4, 2, 1], grids=[56, 28, 14, 7]),
-    ('nextvit', 224): dict(sr_ratios=[8, 4, 2, 1], grids=[56, 28, 14, 7]),
-    ('deit', 224): dict(grid=14),
-    ('deit', 288): dict(grid=18),
-    ('deit', 448): dict(grid=28),
-}
-
-
 def parse(name: str) -> tuple[str, str, str, int, str]:
     """``task/stem`` -> task, host, size, pixels of classification, recipe."""
     task, stem = name.split('/')
@@ -235,14 +204,13 @@ def parse(name: str) -> tuple[str, str, str, int, str]:
 
 def published(name: str) -> dict:
     """The recipe of a config by its name."""
-    task, host, size, pixels, recipe = parse(name)
-    expected = dict(drop_path=DROP_PATHS[host][size], **SIDES.get((host, pixels), {}))
+    task, host, _, pixels, recipe = parse(name)
     if task == 'mmdet':
         head, schedule = recipe.split('_')
         rates = (0.0002, 0.0001) if host in ('pvt', 'pvt_v2') else (0.0001, 0.05)
         rates = (0.0001, 0.0001) if head == 'retinanet' else rates
-        return dict(DETECTION, **SCHEDULES[schedule], **expected, optimizer=ADAMW.format(*rates))
+        return dict(DETECTION, **SCHEDULES[schedule], optimizer=ADAMW.format(*rates))
     if task == 'mmseg':
-        return dict(SEGMENTATION, **METHODS[recipe], **expected)
+        return dict(SEGMENTATION, **METHODS[recipe])
     cosine = COSINES['ravlt' if host == 'ravlt' else '384' if pixels == 384 else 'hosts']
-    return dict(CLASSIFICATION, **cosine, **pictures(pixels), **expected)
+    return dict(CLASSIFICATION, **cosine, **pictures(pixels))

@@ -164,6 +164,8 @@ def test_backbone_is_the_one_in_the_name(name):
     arch = {key.lower(): value for key, value in SIZES.items()}.get(size, size) + ('-384' if pixels == 384 else '')
     kind = 'RAVLT' if host == 'ravlt' else next(v for k, v in HOSTS.items() if k.lower() == host.replace('_', ''))
     assert (backbone.type, backbone.arch) == (kind, arch if host == 'ravlt' else f'{method}-{arch}')
+    # its own widths, windows and rates are the arch's: tests/backbones/test_published_sizes.py
+    assert set(backbone) <= {'type', 'arch', 'init_cfg', 'out_indices', 'out_norm', 'out_type', 'norm_cfg'}
     weights, init_cfg = f'ravlt_{size}' if host == 'ravlt' else f'{method}_{host}_{size}', backbone.get('init_cfg')
     assert task == 'mmpretrain' or 'out_norm' not in backbone, 'a LayerNorm on each map, as the default'
     if task == 'mmpretrain' and pixels != 384:
