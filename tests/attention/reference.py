@@ -82,21 +82,10 @@ def softmax_map(q, k, size=None, bias=None):
 
 
 def local_term(v, weight, bias, height, width):
-    """Depth-wise convolution of the values (B, N, C) over the grid, tap by tap; zero padding."""
-    kernel_size = weight.shape[-1]
-    reach = kernel_size // 2
-    rows = v.unflatten(1, (height, width))
-    out = torch.zeros_like(rows) + bias
-    for i in range(kernel_size):
-        for j in range(kernel_size):
-            for y in range(height):
-                for x in range(width):
-                    sy, sx = y + i - reach, x + j - reach
-                    if 0 <= sy < height and 0 <= sx < width:
-                        tap = torch.zeros_like(out)
-                        tap[:, y, x] = 1
-                        out = out + tap * (rows[:, sy : sy + 1, sx : sx + 1] * weight[:, 0, i, j])
-    return out.flatten(1, 2)
+    """Depth-wise convolution of the values (B, N, C) over the grid; zero padding."""
+    image = v.unflatten(1, (height, width)).permute(0, 3, 1, 2)
+    out = torch.nn.functional.conv2d(image, weight, None, padding=weight.shape[-1] // 2, groups=len(weight))
+    return out.flatten(2).transpose(1, 2) + bias
 
 
 def inline_map(q, k, scale):
@@ -145,39 +134,20 @@ def predicted_kernels(mean, fc1, fc2, heads):
     return torch.cat(parts, dim=1).unsqueeze(2)
 
 
-def hallucinated_maps(real, steps, size, prefix=0, mask=None, regions=None):
-    """Logits of the hallucinated heads (hMHSA Eq. 2) from those of the real ones, literally.
+def hallucinated_maps(real, steps, size, prefix=0):
+    """Logits of the hallucinated heads (hMHSA Eq. 2) from those of the real ones, (B, heads, N, M).
 
     ``steps`` are pairs of ``'ihh'`` or ``'chh'`` and the convolution (weight, bias). IHH goes over the keys' grid,
-    ``size``, tap by tap: a tap adds where it meets a real key of the same region. Keys of class tokens have no
-    neighbours. Biases are added to all keys.
+    ``size``, query by query. Keys of class tokens have no neighbours. Biases are added to all keys.
     """
-    height, width = size
     maps = real
     for name, (weight, bias) in steps:
         if name == 'chh':
             maps = torch.einsum('mi,binj->bmnj', weight[:, :, 0, 0], maps)
             maps = maps if bias is None else maps + bias[:, None, None]
             continue
-        out = torch.zeros_like(maps)
-        out[..., :prefix] = maps[..., :prefix]
-        for y in range(height):
-            for x in range(width):
-                here = prefix + y * width + x
-                for i in range(3):
-                    for j in range(3):
-                        sy, sx = y + i - 1, x + j - 1
-                        if not (0 <= sy < height and 0 <= sx < width):
-                            continue
-                        there = prefix + sy * width + sx
-                        reaches = torch.ones(len(maps), dtype=maps.dtype)
-                        if mask is not None:
-                            reaches = reaches * mask[:, there]
-                        if regions is not None:
-                            reaches = reaches * (regions[:, there] == regions[:, here])
-                        tap = torch.zeros(maps.shape[-1], dtype=maps.dtype)
-                        tap[here] = 1
-                        value = maps[..., there] * weight[:, 0, i, j, None] * reaches[:, None, None]
-                        out = out + tap * value[..., None]
-        maps = out + bias[:, None, None]
+        queries = maps.transpose(1, 2).flatten(0, 1)[..., prefix:].unflatten(2, size)
+        patches = torch.nn.functional.conv2d(queries, weight, None, padding=1, groups=len(weight))
+        patches = patches.unflatten(0, (len(maps), -1)).transpose(1, 2).flatten(3)
+        maps = torch.cat((maps[..., :prefix], patches), dim=-1) + bias[:, None, None]
     return maps

@@ -28,7 +28,6 @@ from mmlinattn.attention import (
 from mmlinattn.layers import rotary_table
 
 every_attention = pytest.mark.parametrize('name', ATTENTIONS)
-both_backends = pytest.mark.parametrize('backend', ['auto', 'reference'])
 few = settings(deadline=None, derandomize=True, max_examples=8)
 
 
@@ -58,9 +57,7 @@ def test_its_quadratic_twin(name, height, width, prefix, encoded, gate, local_ke
     """Values and gradients on maps of any size, class tokens before them; the host's gate, local term, positions and
     bias of the map; scaled and added to a residual. An item is the same alone as in a batch, as it is in the twin."""
     torch.manual_seed(0)
-    # a table of positions for a class token is tested with the hosts
-    stored = (height, width) if encoded and not prefix else None
-    attention = build(name, grid=stored, gate=gate, local_kernel=local_kernel, qkv_bias=qkv_bias)
+    attention = build(name, grid=(3, 4) if encoded else None, gate=gate, local_kernel=local_kernel, qkv_bias=qkv_bias)
     mixer, grid = attention.mixer, Grid(height, width, prefix)
     assert (attention.qkv.bias is not None) == qkv_bias
     x, context, residual = (tokens(batch, grid.num_tokens) for _ in range(3))
@@ -167,31 +164,6 @@ def test_a_window_of_padding_only_has_no_values_and_finite_gradients(name, dtype
     assert all(leaf.grad.isfinite().all() for leaf in (x, *attention.parameters()))
 
 
-OVER_KEYS = {
-    'softmax': lambda q, k, v, mask=None: ops.softmax_attention(q, k, v, HEADS, mask=mask),
-    'hallucinated': lambda q, k, v, mask=None: ops.hallucinated_attention(
-        q[..., :8], k[..., :8], v, 2 * HEADS, Grid(1, 5), cross=torch.eye(2).double() + 0.5, mask=mask
-    ),
-    'hallucinated, copies': lambda q, k, v, mask=None: ops.hallucinated_attention(
-        q[..., :8], k[..., :8], v, 2 * HEADS, Grid(1, 5), mask=mask
-    ),
-    'efficient': lambda q, k, v, mask=None: ops.efficient_attention(q, k, v, HEADS, mask),
-}
-
-
-@both_backends
-@pytest.mark.parametrize('learns', [True, False])
-@pytest.mark.parametrize('name', OVER_KEYS)
-def test_softmax_over_hidden_keys_alone_is_their_mean(name, learns, backend):
-    """No NaN, whatever PyTorch's kernels make of rows without a key; callers set such values to zero."""
-    q, k, v = (tokens(2, 5, False) for _ in range(3))
-    mask, op = torch.tensor([[True] * 5, [False] * 5]), OVER_KEYS[name]
-    with ops.use(backend), torch.set_grad_enabled(learns):
-        out = op(q, k, v, mask)
-        torch.testing.assert_close(out[:1], op(q[:1], k[:1], v[:1]))
-    torch.testing.assert_close(out[1], v[1].mean(dim=0).expand(5, -1))
-
-
 # --- the interface -----------------------------------------------------------------------------
 
 
@@ -213,27 +185,35 @@ def test_a_host_gates_those_that_have_no_opinion():
         assert [build(name, gate=gate).gate for name in ('rala, no gate', 'rala', 'softmax')] == found
 
 
-@pytest.mark.parametrize('gate', [None, 'projection'])
-def test_a_new_attention_is_one_class(gate):
-    """Registered under a name it works wherever the others do, with any widths of queries, keys and values; a gate has
-    the values' only where they are as wide as the tokens."""
+@pytest.mark.parametrize('gate', [None, 'projection', 'identity'])
+@pytest.mark.parametrize('local_kernel', [None, 3])
+def test_a_new_attention_is_one_class(gate, local_kernel):
+    """Registered under a name it works wherever the others do, with any widths of queries, keys and values, those of a
+    gated one as wide as the tokens; what it gives may be a view that cannot be written over."""
+
+    def mean(q, k, v):
+        return (2 * v + q.sum(-1, keepdim=True) - k.sum(-1, keepdim=True)).mean(dim=1, keepdim=True).expand_as(v)
 
     @TOKEN_MIXERS.register_module('narrow', force=True)
     class Narrow(TokenMixer):
         widths = 2, 3, 6 if gate is None else DIM
 
         def forward(self, q, k, v, grid, key_grid, **_):
-            return 2 * v + q.sum(-1, keepdim=True) - k.sum(-1, keepdim=True)
+            return mean(q, k, v)
 
     try:
-        attention, x = build('narrow', gate=gate, local_kernel=3), tokens(2, 15)
+        attention, x = build('narrow', gate=gate, local_kernel=local_kernel), tokens(2, 15)
         assert get_mixer(dict(type=Narrow, a=1)) == (Narrow, dict(a=1))  # a class may stand for its name
     finally:
         TOKEN_MIXERS._module_dict.pop('narrow')
-    q, k, v, *gates = attention.qkv(x).split([*Narrow.widths, *([DIM] if gate else [])], dim=-1)
-    out = 2 * v + q.sum(-1, keepdim=True) - k.sum(-1, keepdim=True)
-    out = out + reference.local_term(v, attention.local.weight, attention.local.bias, 3, 5)
-    torch.testing.assert_close(attention(x, Grid(3, 5)), attention.proj(out * gates[0] if gate else out))
+    q, k, v, *gates = attention.qkv(x).split([*Narrow.widths, *([DIM] if gate == 'projection' else [])], dim=-1)
+    out = mean(q, k, v)
+    if local_kernel:
+        out = out + reference.local_term(v, attention.local.weight, attention.local.bias, 3, 5)
+    out = attention.proj(out * (gates[0] if gates else x if gate else 1))
+    for learns in (True, False):
+        with torch.set_grad_enabled(learns):
+            torch.testing.assert_close(attention(x, Grid(3, 5)), out)
 
 
 def test_the_options_of_an_attention_stay_what_they_are():

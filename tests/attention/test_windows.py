@@ -3,7 +3,6 @@
 
 import itertools
 
-import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -29,8 +28,8 @@ sizes = st.integers(1, 9)
 @example(4, 6, None, True)
 @given(sizes, sizes, st.none() | st.tuples(sizes, sizes), st.booleans())
 def test_every_pixel_lands_where_rolling_and_cutting_put_it(height, width, window, shift):
-    """Also the mask of real tokens, the pairs that the roll brought together, and all back in their places. Where
-    nothing pads and no region is cut, there is neither mask nor pairs."""
+    """Also the mask of real tokens, and all back in their places. Where nothing pads and no region is cut, there is
+    neither mask nor pairs."""
     windows = Windows.fit(height, width, window, shift)
     x = torch.arange(2 * height * width).view(2, height, width, 1) + 1
     cut, real, same = windows.partition(x), windows.real(x), windows.same_region(x)
@@ -40,67 +39,18 @@ def test_every_pixel_lands_where_rolling_and_cutting_put_it(height, width, windo
     assert cut.shape == (2 * rows * columns, tokens, 1) and windows.grid(x).num_tokens == tokens
     assert (real is None) == (windows.padded == (height, width))
     assert (same is None) == (not any(windows.shift)) == (windows.region_index(x) is None)
-    where = {}
     for y, column in itertools.product(*map(range, windows.padded)):
         row, across, i, j = place(windows, y, column)
         at = row * columns + across, i * windows.window[1] + j
-        where[at] = y, column
         inside = y < height and column < width
         for item in range(2):
             found = cut[(item * rows * columns + at[0], at[1], 0)]
             assert found == (x[item, y, column, 0] if inside else 0)
             assert real is None or bool(real[item * rows * columns + at[0], at[1]]) == inside
-    if same is None:
-        return
-    assert same.shape == (rows * columns, tokens, tokens)
-    regions = windows.region_index(x)
-    assert torch.equal(regions[:, :, None] == regions[:, None], same) and 0 <= regions.min() <= regions.max() < 4
-    for index, i, j in itertools.product(range(len(same)), range(tokens), range(tokens)):
-        first, second = where[index, i], where[index, j]
-        # neighbours where their offset is the one they had in the map
-        offsets = [a - b for a, b in zip(first, second)]
-        places = [a - b for a, b in zip(place(windows, *first)[2:], place(windows, *second)[2:])]
-        assert bool(same[index, i, j]) == (offsets == places)
-
-
-@settings(deadline=None, derandomize=True, max_examples=20)
-@given(sizes, sizes, sizes, sizes)
-def test_regions_of_windows_that_end_where_the_map_does(height, width, rows, columns):
-    """They cover the map once and pad nothing; windows and their means are those of the map, with their gradients."""
-    windows = Windows.fit(height, width, (rows, columns))
-    x = torch.randn(2, height, width, 3, dtype=torch.float64, requires_grad=True)
-    for records in (False, True):
-        with torch.set_grad_enabled(records):
-            pieces, means = list(windows.cut(x)), list(windows.cut(x, mean=True))
-            out = windows.assemble(iter(pieces))
-        assert torch.equal(out, x) and len(pieces) == len(windows.regions())
-        for (high, wide, part), piece, mean in zip(windows.regions(), pieces, means):
-            assert part.padded == (part.height, part.width) and torch.equal(piece, part.partition(x[:, high, wide]))
-            torch.testing.assert_close(mean, piece.mean(dim=1))
-    factors = [torch.randn_like(piece) for piece in (*pieces, *means, out)]
-    products = zip((*pieces, *means, out), factors)
-    found = torch.autograd.grad(sum((a * b).sum() for a, b in products), x, create_graph=True)[0]
-    expected = factors[-1].clone()
-    count = len(pieces)
-    for i, (high, wide, part) in enumerate(windows.regions()):
-        shares = factors[i] + factors[count + i][:, None] / factors[i].shape[1]
-        expected[:, high, wide] += part.merge(shares, 2)
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_map_is_assembled_region_by_region(dtype):
-    """In inference each is in its place before the next is made, so that all may use one memory."""
-    windows, x = Windows.fit(5, 7, (2, 3)), torch.randn(2, 5, 7, 4).to(dtype)
-
-    def pieces():
-        memory = torch.empty(2 * 2 * 2 * 2 * 3 * 4, dtype=dtype)
-        for piece in windows.cut(x):
-            yield memory[: piece.numel()].view(piece.shape).copy_(piece)
-
-    with torch.no_grad():
-        out = windows.assemble(pieces())
-    assert torch.equal(out, x) and out.dtype == dtype
+    if same is not None:  # of tokens: test_arrangements.py
+        regions = windows.region_index(x)
+        assert same.shape == (rows * columns, tokens, tokens) and 0 <= regions.min() <= regions.max() < 4
+        assert torch.equal(regions[:, :, None] == regions[:, None], same)
 
 
 def test_windows_are_clipped_to_the_map():
