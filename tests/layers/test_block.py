@@ -138,17 +138,18 @@ def test_stochastic_depth_drops_whole_items_and_keeps_the_mean(layer_scale, form
     torch.testing.assert_close(kept[:1] * 0.75, whole, rtol=tolerance, atol=tolerance)
 
 
-def test_small_layer_scales_train_under_float16():
-    """1e-6 times a weight is no number of float16: there, the scale stays outside the matrix."""
-    model = block(1e-6).train()
-    for gamma in (model.gamma1, model.gamma2):
-        nn.init.constant_(gamma, 1e-6)
-    x = torch.randn(2, 3, 4)
-    with torch.autocast('cpu', torch.float16):
+@pytest.mark.parametrize('learns', [True, False])
+def test_small_layer_scales_under_float16(learns):
+    """1e-9 times a weight is no number of float16: there, the scale stays outside the matrix."""
+    model, x = Block(4, Branch(), MLP(4, 8), LN, layer_scale=1e-9), torch.zeros(2, 3, 4)
+    nn.init.zeros_(model.gamma1), nn.init.ones_(model.ffn.fc2.bias)
+    with torch.autocast('cpu', torch.float16), torch.set_grad_enabled(learns):
         out = model(x)
-    (out - x).sum().backward()
-    exact = model.attn.linear(model.norm1(x)).sum(dim=(0, 1))
-    torch.testing.assert_close(model.gamma1.grad, exact, rtol=0.05, atol=0.05)
+    exact = model.ffn(model.norm2(x))
+    torch.testing.assert_close(out, 1e-9 * exact, rtol=0.01, atol=0)
+    if learns:
+        out.sum().backward()
+        torch.testing.assert_close(model.gamma2.grad, exact.sum(dim=(0, 1)), rtol=0.01, atol=0.01)
 
 
 @pytest.mark.usefixtures('fast_forms')

@@ -39,68 +39,61 @@ class Shifted(nn.BatchNorm2d):
         return super().forward(x) + 1
 
 
-NORMS = {
-    'batch norm': nn.BatchNorm2d,
-    'without weights': lambda dim: nn.BatchNorm2d(dim, affine=False),
-    'without statistics': lambda dim: nn.BatchNorm2d(dim, track_running_stats=False),
-    'one of images': lambda dim: nn.InstanceNorm2d(dim, affine=True),
-    'of a class with one': lambda dim: Shifted(dim),
-}
-
-
-@pytest.mark.parametrize('norm', NORMS.values(), ids=NORMS)
-@pytest.mark.parametrize('training', [False, True])
-def test_convolutions_and_norms_of_every_kind(training, norm):
-    """As they are one after the other, with gradients and without; kernels of several sizes, and groups in one."""
-    convs = nn.Conv2d(4, 6, 3, 2, 1, bias=False), nn.Conv2d(6, 8, 1), nn.Conv2d(8, 8, 5, 1, 2)
-    layers = [(conv, norm(conv.out_channels)) for conv in convs]
-    for _, module in layers:
-        for tensor in (module.running_mean, module.running_var, module.weight, module.bias):
-            if tensor is not None:
-                nn.init.uniform_(tensor, 0.5, 1.5)
-        module.train(training)
-    x, grouped = torch.randn(2, 4, 9, 7), nn.Conv2d(4, 6, 3, 2, 1, groups=2)
-    expected = x
-    for conv, module in layers:
-        expected = nn.functional.gelu(expected) if conv is not convs[0] else expected
-        expected = module(conv(expected))
-    alone = layers[0][1](grouped(x))
-    for learns in (True, False):
-        with torch.set_grad_enabled(learns):
-            found, of_groups = conv_norms(x, layers), conv_norms(x, [(grouped, layers[0][1])])
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(of_groups, alone, rtol=1e-4, atol=1e-5)
-        if learns:
-            leaves = [parameter for conv in convs for parameter in conv.parameters()]
-            for ours, theirs in zip(*(torch.autograd.grad(out.sin().sum(), leaves) for out in (found, expected))):
-                torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
-
-
-# what is no plain convolution: its weight alone does not say what it computes
-OTHER_CONVS = {
+OTHER_CONVS = {  # their weight alone does not say what they compute
     'same': lambda: nn.Conv2d(6, 6, 3, padding='same'),
     'reflect': lambda: nn.Conv2d(6, 6, 3, padding=1, padding_mode='reflect'),
     'weight norm': lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 6, 3, padding=1)),
     'adapter': lambda: nn.Sequential(nn.Conv2d(6, 6, 1), nn.ReLU()),
 }
+OTHER_LAYERS = {
+    'batch norm': lambda: (nn.Conv2d(6, 6, 3, 2, 1, bias=False), nn.BatchNorm2d(6)),
+    'without weights': lambda: (nn.Conv2d(6, 6, 1), nn.BatchNorm2d(6, affine=False)),
+    'without statistics': lambda: (nn.Conv2d(6, 6, 5, 1, 2), nn.BatchNorm2d(6, track_running_stats=False)),
+    'one of images': lambda: (nn.Conv2d(6, 6, 3, 1, 1), nn.InstanceNorm2d(6, affine=True)),
+    'of a class with one': lambda: (nn.Conv2d(6, 6, 3, 1, 1), Shifted(6)),
+    **{name: lambda conv=conv: (conv(), nn.BatchNorm2d(6)) for name, conv in OTHER_CONVS.items()},
+}
 
 
 @pytest.mark.parametrize('place', [0, 1, 2])
-@pytest.mark.parametrize('conv', OTHER_CONVS.values(), ids=OTHER_CONVS)
-def test_one_convolution_among_plain_ones_runs_as_it_is(conv, place):
-    """Before norms, and before the GELU of a feed-forward network."""
-    convs = [nn.Conv2d(6, 6, 3, padding=1) for _ in range(3)]
-    convs[place] = conv()
-    layers, x = [(module, nn.BatchNorm2d(6).eval()) for module in convs], torch.randn(1, 6, 5, 7)
-    expected, ffn = x, DWConvFFN(3, 6)
-    for i, (module, norm) in enumerate(layers):
-        expected = norm(module(nn.functional.gelu(expected) if i else expected))
-    ffn.dwconv, tokens = convs[place], torch.randn(2, 9, 12, 3)
-    activated = ffn.fc2(nn.functional.gelu(ffn.dwconv(ffn.fc1(tokens).permute(0, 3, 1, 2))).permute(0, 2, 3, 1))
+@pytest.mark.parametrize('layer', OTHER_LAYERS.values(), ids=OTHER_LAYERS)
+@pytest.mark.parametrize('training', [False, True])
+def test_convolutions_and_norms_of_every_kind(training, layer, place):
+    """One among plain ones, as they are one after the other, with gradients and without."""
+    layers = [(nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6)) for _ in range(3)]
+    layers[place] = layer()
+    for _, module in layers:
+        for tensor in (module.running_mean, module.running_var, module.weight, module.bias):
+            if tensor is not None:
+                nn.init.uniform_(tensor, 0.5, 1.5)
+        module.train(training)
+    x, leaves = torch.randn(2, 6, 9, 7), [parameter for conv, _ in layers for parameter in conv.parameters()]
+    expected = x
+    for i, (conv, norm) in enumerate(layers):
+        expected = norm(conv(nn.functional.gelu(expected) if i else expected))
+    found = conv_norms(x, layers)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    for ours, theirs in zip(*(torch.autograd.grad(out.sin().sum(), leaves) for out in (found, expected))):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(conv_norms(x, layers), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_one_convolution_may_have_groups():
+    conv, norm, x = nn.Conv2d(4, 6, 3, 2, 1, groups=2), nn.BatchNorm2d(6).eval(), torch.randn(2, 4, 9, 7)
     for learns in (True, False):
         with torch.set_grad_enabled(learns):
-            torch.testing.assert_close(conv_norms(x, layers), expected, rtol=1e-4, atol=1e-5)
-            torch.testing.assert_close(ffn(tokens), activated)
+            torch.testing.assert_close(conv_norms(x, [(conv, norm)]), norm(conv(x)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('conv', OTHER_CONVS.values(), ids=OTHER_CONVS)
+def test_another_convolution_of_a_feed_forward_network_is_called(conv):
+    ffn, tokens = DWConvFFN(3, 6), torch.randn(2, 9, 12, 3)
+    ffn.dwconv = conv()
+    expected = ffn.fc2(nn.functional.gelu(ffn.dwconv(ffn.fc1(tokens).permute(0, 3, 1, 2))).permute(0, 2, 3, 1))
+    for learns in (True, False):
+        with torch.set_grad_enabled(learns):
+            torch.testing.assert_close(ffn(tokens), expected)
 
 
 def padded(x, multiple):

@@ -2,7 +2,6 @@
 """Position tables."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -98,15 +97,3 @@ def test_inference_resizes_once_and_notices_changes(mode):
         trained.resized(6, 7)
     trained.resized(6, 7).sum().backward()
     assert trained.weight.grad.abs().min() > 0
-
-
-@pytest.mark.usefixtures('fast_forms')
-def test_copies_of_position_tables_go_without_what_was_kept():
-    """It may belong to a graph, or to inference, of which copies and pickles know nothing."""
-    table = PositionTable(DIM, (2, 3))
-    with torch.no_grad():
-        kept = table.resized(4, 5)
-        for copied in (copy.deepcopy(table), pickle.loads(pickle.dumps(table))):
-            assert copied._resized is None and torch.equal(copied.weight, table.weight)
-            torch.testing.assert_close(copied.resized(4, 5), kept)
-        assert table.resized(4, 5) is kept
