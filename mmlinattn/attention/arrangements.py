@@ -67,11 +67,12 @@ class MapWindows:
         if key not in self._made:
             height, width = self.map.shape[1:3]
             windows = Windows.fit(height, width, window, shift)
-            same = windows.same_region(self.map)
-            if same is not None:
-                hidden = torch.zeros_like(same, dtype=self.map.dtype)
-                same = hidden.masked_fill(~same, masked_logit(self.map.dtype))[:, None]
-            self._made[key] = windows, windows.real(self.map), same
+            region, hidden = windows.regions_of_tokens(self.map), None
+            if region is not None:
+                apart = region[:, :, None] != region[:, None, :]
+                hidden = torch.zeros_like(apart, dtype=self.map.dtype)
+                hidden = hidden.masked_fill(apart, masked_logit(self.map.dtype))[:, None]
+            self._made[key] = windows, windows.real(self.map), hidden
         return self._made[key]
 
 
@@ -184,7 +185,7 @@ class WindowAttention(Attention):
             shared['context_tokens'] = windows.partition(shared['context_tokens'])
         tokens, grid = windows.partition(x), windows.grid(x)
         if self.mixer.local_keys:
-            grid = grid._replace(regions=windows.region_index(x))
+            grid = grid._replace(regions=windows.regions_of_tokens(x))
         out = windows.merge(super().forward(tokens, grid, mask=real, bias=bias, **shared), x.shape[0])
         return out if residual is None else residual + out
 

@@ -149,33 +149,19 @@ class Windows(NamedTuple):
         real = torch.ones(1, self.height, self.width, 1, dtype=torch.bool, device=x.device)
         return self.partition(real)[..., 0].repeat(x.shape[0], 1)
 
-    def same_region(self, x: Tensor) -> Optional[Tensor]:
-        """Which pairs of tokens of a shifted window were neighbours before the shift: (windows, N, N) bool.
+    def regions_of_tokens(self, x: Tensor) -> Optional[Tensor]:
+        """Which part of the map each token of a shifted window comes from, (windows, N) int64 below 4; None without a
+        shift.
 
         A rolled map brings the opposite borders together in the last windows of an axis; attention has to keep them
-        apart (Swin, Fig. 4). None without a shift.
+        apart (Swin, Fig. 4).
         """
         if not any(self.shift):
             return None
-        region = self._region_of_tokens(x)
-        return region[:, :, None] == region[:, None, :]
-
-    def region_index(self, x: Tensor) -> Optional[Tensor]:
-        """Which of the up to four regions of its window a token belongs to, (windows, N) int64; None without a
-        shift."""
-        if not any(self.shift):
-            return None
-        region = self._region_of_tokens(x)
-        return region // 3 // 2 * 2 + region % 3 // 2  # 0 and 1 along an axis are windows apart
-
-    def _region_of_tokens(self, x: Tensor) -> Tensor:
-        axes = []
-        for size, window, shift in zip(self.padded, self.window, self.shift):
-            position = torch.arange(size, device=x.device)
-            axes.append(
-                (position >= size - window).long() + (position >= size - shift).long() if shift else position * 0
-            )
-        region = (axes[0][:, None] * 3 + axes[1])[None, ..., None]
+        rows, columns = (
+            (torch.arange(size, device=x.device) >= size - shift).long() for size, shift in zip(self.padded, self.shift)
+        )
+        region = (2 * rows[:, None] + columns)[None, ..., None]
         return self._replace(height=self.padded[0], width=self.padded[1], shift=(0, 0)).partition(region)[..., 0]
 
 
@@ -277,23 +263,12 @@ class OpenWindows:
         real = rows[:, None, :, None] & columns[None, :, None, :]
         return real.flatten(2).flatten(0, 1).repeat(x.shape[0], 1)
 
-    def same_region(self, x: Tensor) -> Optional[Tensor]:
-        """As :meth:`Windows.same_region`, (windows, N, N) bool; None where nothing shifts at any size."""
+    def regions_of_tokens(self, x: Tensor) -> Optional[Tensor]:
+        """As :meth:`Windows.regions_of_tokens`; None where nothing shifts at any size."""
         if not any(axis.shifts for axis in self.axes):
             return None
-        region = self._region_of_tokens(x)
-        return region[:, :, None] == region[:, None, :]
-
-    def region_index(self, x: Tensor) -> Optional[Tensor]:
-        """As :meth:`Windows.region_index`, (windows, N) int64; None where nothing shifts at any size."""
-        if not any(axis.shifts for axis in self.axes):
-            return None
-        region = self._region_of_tokens(x)
-        return region // 3 // 2 * 2 + region % 3 // 2
-
-    def _region_of_tokens(self, x: Tensor) -> Tensor:
         rows, columns = (axis.region(x) for axis in self.axes)
-        return (rows[:, None, :, None] * 3 + columns[None, :, None, :]).flatten(2).flatten(0, 1)
+        return (2 * rows[:, None, :, None] + columns[None, :, None, :]).flatten(2).flatten(0, 1)
 
 
 class Axis:
@@ -330,8 +305,6 @@ class Axis:
         return moved + self.padded * ((moved < 0).long() - (moved >= self.padded).long())  # not every exporter knows %
 
     def region(self, x: Tensor) -> Tensor:
-        """Which of up to three runs of neighbours in the shifted map a padded position belongs to, as positions."""
+        """Which padded positions were at the other end before the shift, 1 there and 0 elsewhere, as positions."""
         position = self.positions(x)
-        if not self.shifts:
-            return position * 0
-        return (position >= self.padded - self.window).long() + (position >= self.padded - self.shift(x)).long()
+        return (position >= self.padded - self.shift(x)).long() if self.shifts else position * 0

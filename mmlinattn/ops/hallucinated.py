@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import dispatch
-from .softmax import attend, masked_logit
+from .softmax import attend, hide
 from .tensors import split_heads, to_image
 
 _BLOCK_NUMEL = 2**18  # elements of the maps of a block, for each thread
@@ -64,7 +64,7 @@ def hallucinated_attention(
     mixed_heads = _mixed_maps if in_blocks else _wide_heads
     half = num_heads // 2
     dtype, width = v.dtype, q.shape[-1] // half
-    bias = _hide(bias, mask, q)
+    bias = hide(bias, mask, q)
     real_bias, bias = (None, None) if bias is None else _halves(bias, half)
     queries, keys, values = split_heads(q, half), split_heads(k, half), split_heads(v, num_heads)
     real, hallucinated = values[:, :half], values[:, half:]
@@ -128,15 +128,6 @@ def _convolved(k: Tensor, grid, weight: Tensor) -> Tensor:
     image = to_image(k[:, grid.prefix :].unflatten(1, (grid.height, grid.width)))
     local = F.conv2d(image, weight, padding=1, groups=len(weight)).permute(0, 2, 3, 1).flatten(1, 2)
     return torch.cat((k[:, : grid.prefix].to(local.dtype), local), dim=1) if grid.prefix else local
-
-
-def _hide(bias: Optional[Tensor], mask: Optional[Tensor], like: Tensor) -> Optional[Tensor]:
-    """``bias`` plus what hides the masked keys; finite, so that a row of hidden keys alone stays so."""
-    if mask is not None:
-        hidden = torch.zeros(mask.shape, dtype=like.dtype, device=like.device)
-        hidden = hidden.masked_fill(~mask, masked_logit(like.dtype))[:, None, None, :]
-        bias = hidden if bias is None else bias.to(like.dtype) + hidden
-    return None if bias is None else bias.to(like.dtype)
 
 
 def _halves(bias: Tensor, half: int) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,15 @@ def masked_logit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min / 4
 
 
+def hide(bias: Optional[Tensor], mask: Optional[Tensor], like: Tensor) -> Optional[Tensor]:
+    """``bias`` in the type of ``like``, plus what hides the keys that ``mask`` (B, M) leaves out."""
+    if mask is not None:
+        hidden = torch.zeros(mask.shape, dtype=like.dtype, device=like.device)
+        hidden = hidden.masked_fill(~mask, masked_logit(like.dtype))[:, None, None, :]
+        return hidden if bias is None else bias.to(like.dtype) + hidden
+    return None if bias is None else bias.to(like.dtype)
+
+
 def softmax_attention(
     q: Tensor,
     k: Tensor,
@@ -55,13 +64,7 @@ def softmax_attention(
     q, k, v = (split_heads(t, num_heads) for t in (q, k, v))
     if rotary is not None:
         q, k = rotate(q, rotary), rotate(k, rotary)
-    if mask is not None:
-        hidden = torch.zeros(mask.shape, dtype=q.dtype, device=q.device)
-        hidden = hidden.masked_fill(~mask, masked_logit(q.dtype))[:, None, None, :]
-        bias = hidden if bias is None else bias.to(q.dtype) + hidden
-    if bias is not None:
-        bias = bias.to(q.dtype)
-    return merge_heads(attend(q, k, v, bias))
+    return merge_heads(attend(q, k, v, hide(bias, mask, q)))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor]) -> Tensor:

@@ -32,13 +32,13 @@ def test_every_pixel_lands_where_rolling_and_cutting_put_it(height, width, windo
     neither mask nor pairs."""
     windows = Windows.fit(height, width, window, shift)
     x = torch.arange(2 * height * width).view(2, height, width, 1) + 1
-    cut, real, same = windows.partition(x), windows.real(x), windows.same_region(x)
+    cut, real, regions = windows.partition(x), windows.real(x), windows.regions_of_tokens(x)
     assert torch.equal(windows.merge(cut, 2), x) and torch.equal(windows.merge(cut), x)
     rows, columns = windows.counts
     tokens = windows.window[0] * windows.window[1]
     assert cut.shape == (2 * rows * columns, tokens, 1) and windows.grid(x).num_tokens == tokens
     assert (real is None) == (windows.padded == (height, width))
-    assert (same is None) == (not any(windows.shift)) == (windows.region_index(x) is None)
+    assert (regions is None) == (not any(windows.shift))
     for y, column in itertools.product(*map(range, windows.padded)):
         row, across, i, j = place(windows, y, column)
         at = row * columns + across, i * windows.window[1] + j
@@ -47,10 +47,8 @@ def test_every_pixel_lands_where_rolling_and_cutting_put_it(height, width, windo
             found = cut[(item * rows * columns + at[0], at[1], 0)]
             assert found == (x[item, y, column, 0] if inside else 0)
             assert real is None or bool(real[item * rows * columns + at[0], at[1]]) == inside
-    if same is not None:  # of tokens: test_arrangements.py
-        regions = windows.region_index(x)
-        assert same.shape == (rows * columns, tokens, tokens) and 0 <= regions.min() <= regions.max() < 4
-        assert torch.equal(regions[:, :, None] == regions[:, None], same)
+    if regions is not None:  # what they are of: test_arrangements.py
+        assert regions.shape == (rows * columns, tokens) and 0 <= regions.min() <= regions.max() < 4
 
 
 def test_windows_are_clipped_to_the_map():

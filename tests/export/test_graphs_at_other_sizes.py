@@ -176,17 +176,16 @@ def test_open_windows_hold_what_those_of_known_size_hold(window, size, shift):
     assert tuple(map(int, within)) == tuple(min(n, side or n) for n, side in zip(size, window))
     sees = []
     for windows in (Windows.fit(*size, window, shift), OpenWindows(*size, window, shift)):
-        tokens, real, region = windows.partition(x)[..., 0], windows.real(x), windows.same_region(x)
+        tokens, real, regions = windows.partition(x)[..., 0], windows.real(x), windows.regions_of_tokens(x)
         torch.testing.assert_close(windows.merge(windows.partition(x)), x)
-        if region is None:
-            assert windows.region_index(x) is None
-        else:
-            index = windows.region_index(x)
-            assert int(index.min()) >= 0 and int(index.max()) < 4
-            assert torch.equal(index[:, :, None] == index[:, None, :], region)
+        assert regions is None or (int(regions.min()) >= 0 and int(regions.max()) < 4)
         matrix = torch.zeros(x.numel() + 1, x.numel() + 1, dtype=torch.bool)
         for i, row in enumerate(tokens):
-            alike = torch.ones(len(row), len(row), dtype=torch.bool) if region is None else region[i]
+            alike = (
+                torch.ones(len(row), len(row), dtype=torch.bool)
+                if regions is None
+                else regions[i][:, None] == regions[i]
+            )
             kept = torch.ones_like(row, dtype=torch.bool) if real is None else real[i]
             a, b = (alike & kept[:, None] & kept).nonzero().T
             matrix[row[a], row[b]] = True
