@@ -62,10 +62,16 @@ def test_outputs_that_are_asked_for(host, data, out_norm, channels):
 
 
 @pytest.mark.parametrize(
-    ('host', 'options'), [*((host, {}) for host in ARCHS), *((NEXT, dict(stage_norms=on)) for on in (True, False))]
+    ('host', 'options'),
+    [
+        *((host, {}) for host in ARCHS),
+        *((NEXT, dict(stage_norms=on)) for on in (True, False)),
+        (NEXT, dict(stage_norms=True, norm_cfg=dict(type='GN', num_groups=2))),
+    ],
 )
 def test_norms_of_outputs(host, options):
-    """Over the channels of each raw output; Next-ViT's are batch norms. Later stages see none of them, but where norms
+    """Over the channels of each raw output; Next-ViT's are batch norms, or what it
+    is told. Later stages see none of them, but where norms
     are part of the network."""
     if host == DEIT:
         options = dict(out_indices=(0, 1))
@@ -264,11 +270,6 @@ def test_attentions_by_name_or_dict_a_stage_or_a_block(host):
         if hasattr(block, 'attn'):
             mixers = [m for m in block.attn.modules() if isinstance(m, get_mixer(name)[0])]
             assert len(mixers) >= 1
-
-
-def test_options_of_an_attention():
-    model = build('RAVLT', stage_attns=('softmax', dict(type='rala', kernel='relu'), 'rala', 'rala'))
-    assert model.stages[1][0].attn.mixer.kernel == 'relu' != model.stages[2][0].attn.mixer.kernel
 
 
 def test_what_a_model_is_built_from_is_a_copy():

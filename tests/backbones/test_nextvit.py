@@ -9,7 +9,6 @@ import goldens
 import pytest
 import small_hosts
 import torch
-from mmengine.registry import MODELS
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from small_hosts import image, loss
 from torch import nn
@@ -70,11 +69,6 @@ def test_released_dense_backbones(tmp_path):
             )
             x = (x - mean) / (var + 1e-5).sqrt() * weight + bias
             torch.testing.assert_close(out, x.permute(0, 3, 1, 2))
-    # a file that has its last norm in the list
-    state = {key: value for key, value in state.items() if not key.startswith('norm.')}
-    report = report_of(state)
-    assert not report.missing and not report.unexpected
-    assert torch.equal(backbone_state(state, 'file')[0]['out_norms.3.weight'], state['extra_norm_list.3.weight'])
 
 
 def test_norms_of_a_dense_file_are_not_left_out_in_silence():
@@ -247,47 +241,17 @@ def test_norms_by_option():
 def test_norm_cfg_is_of_all_norms():
     """What it says of eps and momentum holds, also of the outputs' norms and of compact networks' branches; these may
     have a norm of their own."""
-    norm_cfg = dict(type='BN', eps=1e-3, momentum=0.2)
-    model = small_hosts.build('LinearNextViT', arch=COMPACT, norm_cfg=norm_cfg)
-    assert norm_cfg == dict(type='BN', eps=1e-3, momentum=0.2)
-    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
-    assert {type(m) for m in norms} == {nn.BatchNorm2d, nn.BatchNorm1d}
-    synced = small_hosts.build('LinearNextViT', arch=COMPACT, norm_cfg=dict(type='SyncBN'))
-    assert model.state_dict().keys() == synced.state_dict().keys()
-    assert all(isinstance(m, nn.SyncBatchNorm) and m.eps == 1e-5 for m in synced.modules() if isinstance(m, _BatchNorm))
-    assert {(m.eps, m.momentum) for m in norms} == {(1e-3, 0.2)}
-    arch = dict(COMPACT, ffn=dict(type='compact', norm_cfg=dict(type='SyncBN')))
-    model = small_hosts.build('LinearNextViT', arch=arch)
-    branches = [m for name, m in model.named_modules() if '.fc2.' in name and isinstance(m, _BatchNorm)]
-    assert branches and all(isinstance(m, nn.SyncBatchNorm) for m in branches)
-    assert type(model.out_norms['3']) is nn.BatchNorm2d
-
-
-def test_norms_without_statistics():
-    model = small_hosts.build('LinearNextViT', 'rala', norm_cfg=dict(type='GN', num_groups=2)).eval()
-    assert not [m for m in model.modules() if isinstance(m, _BatchNorm)]
-    norm = model.out_norms['3']
-    out = (model(image())[3] - norm.bias[:, None, None]) / norm.weight[:, None, None]
-    groups = out.unflatten(1, (2, -1)).flatten(2)
-    torch.testing.assert_close(groups.mean(dim=2), torch.zeros(2, 2), rtol=0, atol=1e-5)
-    torch.testing.assert_close(groups.square().mean(dim=2), torch.ones(2, 2), rtol=1e-3, atol=0)
-
-
-def test_stochastic_depth_is_shared_by_attention_and_convolution():
-    """Three quarters of a transformer block's rate for the attention, the rest for its convolution, all of it for the
-    feed-forward network; convolution blocks have one rate."""
-    depths = ARCH['depths']
-    model = MODELS.build(dict(type='LinearNextViT', arch=ARCH, drop_path_rate=0.4, stage_attns=('rala',) * 4))
-    expected = iter(torch.linspace(0, 0.4, sum(depths)).tolist())
+    fixed, sync = dict(type='BN', eps=1e-3, momentum=0.2), dict(type='SyncBN')
+    mixed = dict(COMPACT, ffn=dict(type='compact', norm_cfg=sync))
     found = []
-    for block in (block for stage in model.stages for block in stage):
-        rate = next(expected)
-        assert block.drop_path.drop_prob == pytest.approx(rate)
-        if hasattr(block, 'attn'):
-            found.append(rate)
-            assert block.attn_drop_path.drop_prob == pytest.approx(0.75 * rate)
-            assert block.conv_drop_path.drop_prob == pytest.approx(0.25 * rate)
-    assert max(found) == pytest.approx(0.4)
+    for arch, norm_cfg in ((COMPACT, fixed), (COMPACT, sync), (mixed, fixed)):
+        model = small_hosts.build('LinearNextViT', arch=arch, norm_cfg=norm_cfg)
+        norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+        found.append({('.fc2.' in name, module._get_name(), module.eps, module.momentum) for name, module in norms})
+    assert fixed == dict(type='BN', eps=1e-3, momentum=0.2)
+    maps, branches = (False, 'BatchNorm2d', 1e-3, 0.2), (True, 'BatchNorm1d', 1e-3, 0.2)
+    synced = [(is_branch, 'SyncBatchNorm', 1e-5, 0.1) for is_branch in (False, True)]
+    assert found == [{maps, branches}, set(synced), {maps, synced[1]}]
 
 
 class Factor(nn.Module):
@@ -303,20 +267,25 @@ class Factor(nn.Module):
 
 @pytest.mark.parametrize('widens', [False, True])
 def test_each_branch_of_a_block_has_its_own_stochastic_depth(widens):
-    """Eq. 2 and 6 with 2, 3 and 5 in place of what is dropped: attention, convolution, feed-forward network."""
+    """Three quarters of a transformer block's rate for the attention, the rest for its convolution, all of it for the
+    feed-forward network; convolution blocks have one rate. Then Eq. 2 and 6 with 2, 3 and 5 in place of what is
+    dropped."""
     x, in_dim = torch.randn(2, 3, 5, 4 if widens else 8), 4 if widens else 8
 
     def norm(module, values):
         return module(values.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
 
-    block = goldens.fill(ConvBlock(in_dim, 8, 4, ReLUMLP(8, 12), BN, 0.5)).eval()
+    block = goldens.fill(ConvBlock(in_dim, 8, 4, ReLUMLP(8, 12), BN, 0.4)).eval()
+    assert block.drop_path.drop_prob == 0.4
     block.drop_path = Factor(5)
     y = block.embed(x) if widens else x
     y = y + 5 * block.conv(y)
     torch.testing.assert_close(block(x), y + 5 * block.ffn(norm(block.norm, y)))
 
     attn = GlobalAttention(8, 2, 'softmax')
-    block = goldens.fill(TransformerBlock(in_dim, attn, 8, 12, 4, ReLUMLP(12, 6), BN, 0.5)).eval()
+    block = goldens.fill(TransformerBlock(in_dim, attn, 8, 12, 4, ReLUMLP(12, 6), BN, 0.4)).eval()
+    paths = block.attn_drop_path, block.conv_drop_path, block.drop_path
+    assert [path.drop_prob for path in paths] == pytest.approx([0.3, 0.1, 0.4])
     block.attn_drop_path, block.conv_drop_path, block.drop_path = Factor(2), Factor(3), Factor(5)
     y = block.embed(x) if widens else x
     y = y + 2 * block.attn(norm(block.norm1, y))

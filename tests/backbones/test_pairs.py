@@ -354,23 +354,10 @@ def test_copies_after_a_forward_pass(host, stage_attns):
         torch.testing.assert_close(empty(x)[-1], expected)
 
 
-# to export takes a second: each host, and each attention in windows
-EXPORTED = [*((host, ATTNS[i % len(ATTNS)]) for i, host in enumerate(ARCHS)), *(('LinearSwin', attn) for attn in ATTNS)]
-
-
-@pytest.mark.parametrize(('host', 'attn'), sorted(set(EXPORTED)))
-def test_export(host, attn):
-    model, x = small_hosts.build(host, attn).eval(), image(1, 64, 80)
-    with torch.no_grad():
-        exported = torch.export.export(model, (x,)).module()
-        for out, expected in zip(exported(x), model(x)):
-            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.slow
 @every_mix
 def test_graphs(host, stage_attns):
-    """Whole, in inference, at a size that resizes tables and pads windows."""
+    """Whole, in inference, at a size that resizes tables and pads windows. Of all sizes: tests/export."""
     model, x = small_hosts.build(host, stage_attns=stage_attns).eval(), image(1, 75, 101)
     torch._dynamo.reset()
     with torch.no_grad():
