@@ -42,44 +42,37 @@ COUNTS = {  # keys of an arch that hold numbers of tokens, pixels or patches
 }
 
 
-def archs(host):
+def of_archs(host):
+    """Changes of the small arch, and what the error says."""
     width, stages = ARCHS[host]['embed_dims'][0], len(ARCHS[host]['depths'])
-    attns = ('softmax',) * stages
-    yield dict(arch='huge'), ["arch='huge'", host, 'a dict']
-    for other in (None, 3, ('tiny',)):
-        yield dict(arch=other), [f'arch={other!r}', host, 'a dict']
     known = "['depths', 'embed_dims', 'num_heads']"
-    yield dict(arch=arch(host, widths=3, depths=...)), [known, "unknown: ['widths']", "missing: ['depths']"]
-    yield dict(arch=arch(host, widths=3)), ["unknown: ['widths']", 'missing: []']
+    yield dict(widths=3, depths=...), [known, "unknown: ['widths']", "missing: ['depths']"]
+    yield dict(widths=3), ["unknown: ['widths']", 'missing: []']
     for key in ('embed_dims', 'depths', 'num_heads'):
         for value in (4, '4444', None):
-            yield dict(arch=arch(host, **{key: value})), [f'arch: {key}={value!r}', 'list or tuple']
-        yield dict(arch=arch(host, **{key: (4,) * 7})), ['embed_dims, depths and num_heads', f"'{key}': 7"]
-    for key in ('depths', 'embed_dims'):
-        for value in (0, -1, 1.5, True):
-            yield (
-                dict(arch=arch(host, **{key: first(host, key, value)}), stage_attns=attns),
-                [f'arch: {key}=', 'ints >= 1'],
-            )
+            yield {key: value}, [f'arch: {key}={value!r}', 'list or tuple']
+        yield {key: (4,) * 7}, ['embed_dims, depths and num_heads', f"'{key}': 7"]
+    for value in (0, -1, 1.5, True):
+        for key in ('depths', 'embed_dims'):
+            yield {key: first(host, key, value)}, [f'arch: {key}=', 'ints >= 1']
     for heads in (5, 0, -1, 1.0, True):
-        options = dict(arch=arch(host, num_heads=first(host, 'num_heads', heads)), stage_attns=attns)
-        yield options, [f'num_heads={heads}', f'divide the width {width}']
-    for value in (0, -1, '4', None, True, float('nan'), float('inf'), (4, 4, 0, 4)[:stages] if stages > 1 else (0,)):
+        yield dict(num_heads=first(host, 'num_heads', heads)), [f'num_heads={heads}', f'divide the width {width}']
+    for value in (0, -1, '4', None, True, float('nan'), float('inf'), (0,) * stages):
         for key in ('mlp_ratios', 'attn_mlp_ratios') if host == NEXT else ('mlp_ratios',):
-            yield dict(arch=arch(host, **{key: value})), [f'arch: {key}={value!r}', 'numbers above 0']
-    for key in {'grids', 'sr_ratios', 'linear_windows', 'stripes', 'mlp_ratios', 'ffn'} & {
-        'mlp_ratios',
-        'ffn',
-        *ARCHS[host],
-    }:
+            yield {key: value}, [f'arch: {key}={value!r}', 'numbers above 0']
+    by_stage = {'grids', 'sr_ratios', 'linear_windows', 'stripes', 'layer_scales'}
+    defaults = MODELS.get(host).arch_defaults
+    for key in ('mlp_ratios', 'ffn', *(by_stage & set(defaults))):
         for value in ((1, 2), (1,) * 5):
-            yield dict(arch=arch(host, **{key: value})), [f'{key}={value}', f'each of the {stages} stages']
+            yield {key: value}, [f'{key}={value}', f'each of the {stages}']
     for key, value in COUNTS.get(host, {}).items():
-        allowed = 'ints >= 1' + ' or None' * (key == 'stripes')
-        yield dict(arch=arch(host, **{key: value})), [f'arch: {key}={value}', allowed]
+        yield {key: value}, [f'arch: {key}={value}', 'ints >= 1' + ' or None' * (key == 'stripes')]
 
 
-def arguments(host):
+def of_arguments(host):
+    """Arguments, and what the error says."""
+    for value in ('huge', None, 3, ('tiny',)):
+        yield dict(arch=value), [f'arch={value!r}', host, 'a dict']
     for name, (allowed, values) in ARGUMENTS.items():
         for value in values:
             if not (host == DEIT and name == 'out_indices' and value is None):
@@ -92,13 +85,10 @@ def arguments(host):
         yield dict(out_indices=value), [f'out_indices={value}', 'ascending', f'[0, {outputs - 1}]']
     for value in (('rala',) * (stages + 1), ('rala',) * 7, 'rala', dict(type='rala')):
         yield dict(stage_attns=value), [f'stage_attns={value!r}', f'each of the {stages} stages']
-    for name, options, words in (
-        ('ralla', {}, ['stage_attns', "'ralla'", "'rala'"]),
-        ('inline', dict(kernel='elu'), ["kernel='elu'", "'identity'"]),  # of their options: tests/attention
-    ):
-        yield dict(stage_attns=(dict(type=name, **options),) * stages), words
-    # of the third stage, or the only one, of two blocks
-    at = stages // 2
+    inline = dict(type='inline', kernel='elu')  # options of all attentions: tests/attention
+    yield dict(stage_attns=('ralla',) * stages), ['stage_attns', "'ralla'", "'rala'"]
+    yield dict(stage_attns=(inline,) * stages), ["kernel='elu'", "'identity'"]
+    at = stages // 2  # the third stage, or the only one, of two blocks
     for blocks, words in (
         (['rala'], [f'stage_attns[{at}] names 1 attentions', f'stage {at} has 2 blocks']),
         (['rala'] * 3, [f'stage_attns[{at}] names 3 attentions', f'stage {at} has 2 blocks']),
@@ -144,11 +134,6 @@ SPECIAL = [
     ),
     ('RAVLT', dict(out_indices=3), ['out_indices=3', 'list or tuple']),
     ('RAVLT', dict(norm_cfg=dict(type='LN')), ["norm_cfg={'type': 'LN'}", '(B, C, H, W)']),
-    *(
-        ('RAVLT', dict(arch=arch('RAVLT', **{key: value})), [f'{key}={value}', 'each of the 4'])
-        for key in ('mlp_ratios', 'layer_scales')
-        for value in ((1, 2), (1,) * 5)
-    ),
     ('RAVLT', dict(arch=arch('RAVLT', num_heads=(1, 2, 3, 16))), ['head_dim=2', 'multiple of 4']),
     (NEXT, dict(stage_norms='yes'), ["stage_norms='yes'", 'bool']),
     (NEXT, dict(key_reduction='rows'), ["key_reduction='rows'", "'grid', 'sequence'"]),
@@ -157,9 +142,7 @@ SPECIAL = [
         for changes, words in (
             (dict(attn_every=(0, 1, -2, 1)), ['attn_every=(0, 1, -2, 1)', 'ints >= 0']),
             (dict(group_dim=0), ['group_dim=0', 'int >= 1']),
-            (dict(stem_dims=8), ['stem_dims=8', 'three entries']),
-            (dict(stem_dims=(8, 4)), ['stem_dims=(8, 4)', 'three entries']),
-            (dict(stem_dims=(8,) * 4), ['stem_dims=(8, 8, 8, 8)', 'three entries']),
+            *((dict(stem_dims=value), [f'stem_dims={value}', 'three entries']) for value in (8, (8, 4), (8,) * 4)),
             (dict(stem_dims=(8, 0, 8)), ['stem_dims=(8, 0, 8)', 'ints >= 1']),
             (dict(group_dim=3), ['embed_dims=(8, 16, 24, 32)', 'multiples of group_dim=3']),
             (dict(group_dim=8, embed_dims=(8, 8, 8, 8)), ['group_dim=8', 'at least three times']),
@@ -179,9 +162,11 @@ SPECIAL = [
 
 
 @pytest.mark.parametrize('host', HOSTS)
-@pytest.mark.parametrize('table', [archs, arguments], ids=['archs', 'arguments'])
-def test_what_every_host_refuses(host, table):
-    for options, words in table(host):
+def test_what_every_host_refuses(host):
+    attns = ('softmax',) * len(ARCHS[host]['depths'])
+    for changes, words in of_archs(host):
+        assert_refused(host, dict(arch=arch(host, **changes), stage_attns=attns), words)
+    for options, words in of_arguments(host):
         assert_refused(host, options, words)
 
 
@@ -207,20 +192,18 @@ def test_wrong_images(host):
             model(torch.rand(shape))
         assert str(shape) in str(error.value) and '(B, 3, H, W) with H >= 32 and W >= 32' in str(error.value)
     x = torch.rand(1, 3, 32, 32)
-
-    def refuses(wrong, own):
-        with pytest.raises(ValueError, match=f'x has the type {wrong.dtype}; the model is in {own}'):
-            model(wrong)
-
-    for wrong in (x.double(), (255 * x).byte(), x.half()):
-        refuses(wrong, torch.float32)
-    with torch.autocast('cpu', torch.bfloat16):
-        model(x), model(x.bfloat16())
-        for wrong in (x.double(), (255 * x).byte()):
-            refuses(wrong, torch.float32)
-        model.double()(x.double())
-        refuses(x, torch.float64)
-    model(x.double())
+    for own, casts, wrong in (
+        (torch.float32, False, (torch.float64, torch.uint8, torch.float16)),
+        (torch.float32, True, (torch.float64, torch.uint8)),
+        (torch.float64, True, (torch.float32,)),
+    ):
+        model.to(own)
+        with torch.autocast('cpu', torch.bfloat16, enabled=casts):
+            for dtype in (own, *([torch.bfloat16] if casts and own == torch.float32 else [])):
+                model(x.to(dtype))
+            for dtype in wrong:
+                with pytest.raises(ValueError, match=f'x has the type {dtype}; the model is in {own}'):
+                    model(x.to(dtype))
 
 
 @pytest.mark.parametrize('host', HOSTS)
