@@ -28,13 +28,9 @@ def turn(x, height, width, base=10000.0):
     ``base ** -(c / (d / 4 - 1))`` radians a token. Returns complex (B, heads, N, d / 2).
     """
     quarter = x.shape[-1] // 4
-    angles = torch.zeros(height * width, 2 * quarter, dtype=x.dtype)
-    for token in range(height * width):
-        row, column = divmod(token, width)
-        for c in range(quarter):
-            speed = base ** -(c / (quarter - 1)) if quarter > 1 else 1.0
-            angles[token, c] = row * speed
-            angles[token, quarter + c] = column * speed
+    speed = base ** -(torch.arange(quarter, dtype=x.dtype) / max(quarter - 1, 1))
+    rows, columns = (torch.arange(size, dtype=x.dtype) for size in (height, width))
+    angles = (torch.cartesian_prod(rows, columns)[..., None] * speed).flatten(1)
     return torch.complex(x[..., 0::2], x[..., 1::2]) * torch.polar(torch.ones_like(angles), angles)
 
 
