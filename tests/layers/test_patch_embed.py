@@ -125,34 +125,31 @@ def test_patches_of_maps_of_any_size(size):
     torch.testing.assert_close(merging(x), expected)
 
 
-@pytest.mark.parametrize('size', [(8, 8), (7, 9), (1, 2)], ids=str)
-def test_stem_and_downsampling_are_their_convolutions(size):
+@pytest.mark.parametrize('training', [False, True])
+@pytest.mark.parametrize('size', [(8, 8), (7, 9), (1, 3)], ids=str)
+def test_stem_and_downsampling_are_their_layers(size, training):
+    """In this order; of maps of any size. Norms are missing where they were folded for deployment."""
     stem, down = ConvStem(3, 8, dict(type='BN')), ConvDownsample(3, 5, dict(type='BN'))
-    convs = [layer for layer in stem.layers if isinstance(layer, nn.Conv2d)]
-    assert [(conv.in_channels, conv.out_channels) for conv in convs] == [(3, 4), (4, 4), (4, 4), (4, 8)]
+    kinds = [nn.Conv2d, nn.BatchNorm2d, nn.GELU]
+    assert [type(layer) for layer in stem.layers] == 3 * kinds + kinds[:2]
+    assert [type(layer) for layer in down.layers] == kinds[:2]
+    convs = [layer for layer in (*stem.layers, *down.layers) if isinstance(layer, nn.Conv2d)]
+    assert [(c.in_channels, c.out_channels, c.stride[0], c.kernel_size[0], c.padding[0]) for c in convs] == [
+        (channels, dim, stride, 3, 1)
+        for channels, dim, stride in ((3, 4, 2), (4, 4, 1), (4, 4, 1), (4, 8, 2), (3, 5, 2))
+    ]
     x = torch.randn(2, *size, 3)
-    image = x.permute(0, 3, 1, 2)
-    coarse = nn.functional.conv2d(image, down.layers.conv.weight, down.layers.conv.bias, 2, 1)
-    for i, (conv, stride) in enumerate(zip(convs, (2, 1, 1, 2))):
-        image = nn.functional.gelu(image) if i else image
-        image = nn.functional.conv2d(image, conv.weight, conv.bias, stride, 1)
-        if i < 3:
-            image = nn.functional.batch_norm(image, None, None, training=True)
-    if size != (1, 2):  # batch statistics of one pixel
-        torch.testing.assert_close(
-            stem(x).permute(0, 3, 1, 2),
-            nn.functional.batch_norm(image, None, None, training=True),
-            rtol=1e-3,
-            atol=1e-4,
-        )
-    stem.eval(), down.eval()
-    assert stem(x).shape == (2, -(-size[0] // 4), -(-size[1] // 4), 8)
-    expected = coarse.permute(0, 2, 3, 1) / (1 + 1e-5) ** 0.5
-    torch.testing.assert_close(down(x), expected)
-    with torch.no_grad():
-        torch.testing.assert_close(down(x), expected)
-    del down.layers.norm  # folded for deployment
-    torch.testing.assert_close(down(x), coarse.permute(0, 2, 3, 1))
+    for module, stride in ((stem, 4), (down, 2)):
+        module.train(training)
+        for _ in range(2):
+            expected = module.layers(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+            assert expected.shape[1:3] == (-(-size[0] // stride), -(-size[1] // stride))
+            for learns in (True, False):
+                with torch.set_grad_enabled(learns):
+                    torch.testing.assert_close(module(x), expected, rtol=1e-3, atol=1e-4)
+            for name, layer in list(module.layers.named_children()):
+                if isinstance(layer, nn.BatchNorm2d):
+                    delattr(module.layers, name)
 
 
 @pytest.mark.usefixtures('fast_forms')
