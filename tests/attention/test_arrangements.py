@@ -119,29 +119,19 @@ def test_focused_attention_in_windows_is_that_of_each_window_cropped(height, wid
 
 
 def literal_softmax_window(attention, x, window, shift):
-    """Token by token: who is in the same window, and on the same side of the seam that the roll made."""
-    _, height, width, _ = x.shape
-    cut = windows.Windows.fit(height, width, window, shift)
-    rolled = {
-        (y, x): ((y - cut.shift[0]) % cut.padded[0], (x - cut.shift[1]) % cut.padded[1])
-        for y, x in itertools.product(range(height), range(width))
-    }
-    q, k, v = (t.unflatten(-1, (HEADS, -1)) for t in attention.qkv(x).chunk(3, dim=-1))
-    rows, columns = window
-    out = torch.empty_like(v)
-    for (y, x0), (ry, rx) in rolled.items():
-        scores, values = [], []
-        for (ky, kx), (sy, sx) in rolled.items():
-            same_window = ry // cut.window[0] == sy // cut.window[0] and rx // cut.window[1] == sx // cut.window[1]
-            if not same_window or (ky - y, kx - x0) != (sy - ry, sx - rx):
-                continue
-            offset = (y - ky + rows - 1) * (2 * columns - 1) + x0 - kx + columns - 1
-            bias = attention.relative_bias.table[offset]
-            scores.append((q[:, y, x0] * k[:, ky, kx]).sum(-1) / math.sqrt(DIM // HEADS) + bias)
-            values.append(v[:, ky, kx])
-        weight = torch.stack(scores).exp()
-        out[:, y, x0] = ((weight / weight.sum(0))[..., None] * torch.stack(values)).sum(0)
-    return attention.proj(out.flatten(-2))
+    """Of all pairs of tokens those in the same window, and on the same side of the seam that the roll made."""
+    size, (rows, columns) = x.shape[1:3], window
+    cut = windows.Windows.fit(*size, window, shift)
+    places = torch.cartesian_prod(*map(torch.arange, size))
+    rolled = (places - torch.tensor(cut.shift)) % torch.tensor(cut.padded)
+    part, offset = rolled // torch.tensor(cut.window), places[:, None] - places
+    meets = (part[:, None] == part).all(dim=-1) & (rolled[:, None] - rolled == offset).all(dim=-1)
+    index = (offset[..., 0] + rows - 1) * (2 * columns - 1) + offset[..., 1] + columns - 1
+    bias = attention.relative_bias.table[index * meets].permute(2, 0, 1)
+    q, k, v = (t.flatten(1, 2).unflatten(-1, (HEADS, -1)) for t in attention.qkv(x).chunk(3, dim=-1))
+    scores = torch.einsum('bihd,bjhd->bhij', q, k) / math.sqrt(DIM // HEADS) + bias
+    weights = scores.masked_fill(~meets, -math.inf).softmax(dim=-1)
+    return attention.proj(torch.einsum('bhij,bjhd->bihd', weights, v).flatten(2).unflatten(1, size))
 
 
 @few

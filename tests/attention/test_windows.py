@@ -1,21 +1,12 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Cutting maps into windows and putting them together again, pixel by pixel."""
 
-import itertools
-
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmlinattn.attention import Windows
 from mmlinattn.attention.windows import Axis
-
-
-def place(windows, y, x):
-    """Window row, window column, row and column within the window, of the pixel (y, x) of the padded map."""
-    y, x = ((at - shift) % size for at, shift, size in zip((y, x), windows.shift, windows.padded))
-    return y // windows.window[0], x // windows.window[1], y % windows.window[0], x % windows.window[1]
-
 
 sizes = st.integers(1, 9)
 
@@ -34,21 +25,18 @@ def test_every_pixel_lands_where_rolling_and_cutting_put_it(height, width, windo
     x = torch.arange(2 * height * width).view(2, height, width, 1) + 1
     cut, real, regions = windows.partition(x), windows.real(x), windows.regions_of_tokens(x)
     assert torch.equal(windows.merge(cut, 2), x) and torch.equal(windows.merge(cut), x)
-    rows, columns = windows.counts
-    tokens = windows.window[0] * windows.window[1]
-    assert cut.shape == (2 * rows * columns, tokens, 1) and windows.grid(x).num_tokens == tokens
+    (rows, columns), (high, wide) = windows.counts, windows.window
+    assert windows.grid(x).num_tokens == high * wide
     assert (real is None) == (windows.padded == (height, width))
     assert (regions is None) == (not any(windows.shift))
-    for y, column in itertools.product(*map(range, windows.padded)):
-        row, across, i, j = place(windows, y, column)
-        at = row * columns + across, i * windows.window[1] + j
-        inside = y < height and column < width
-        for item in range(2):
-            found = cut[(item * rows * columns + at[0], at[1], 0)]
-            assert found == (x[item, y, column, 0] if inside else 0)
-            assert real is None or bool(real[item * rows * columns + at[0], at[1]]) == inside
+    y, across = torch.cartesian_prod(torch.arange(height), torch.arange(width)).T
+    row, column = ((at - shift) % side for at, shift, side in zip((y, across), windows.shift, windows.padded))
+    expected = torch.zeros(2, rows * columns, high * wide, 1, dtype=x.dtype)
+    expected[:, row // high * columns + column // wide, row % high * wide + column % wide] = x[:, y, across]
+    assert torch.equal(cut, expected.flatten(0, 1))
+    assert real is None or torch.equal(real, expected.flatten(0, 1)[..., 0] > 0)
     if regions is not None:  # what they are of: test_arrangements.py
-        assert regions.shape == (rows * columns, tokens) and 0 <= regions.min() <= regions.max() < 4
+        assert regions.shape == (rows * columns, high * wide) and 0 <= regions.min() <= regions.max() < 4
 
 
 def test_windows_are_clipped_to_the_map():
