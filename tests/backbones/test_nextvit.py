@@ -2,7 +2,6 @@
 """Next-ViT: the released files, its averaged keys, its blocks, and norms that feed the next stage."""
 
 import functools
-import inspect
 import re
 
 import goldens
@@ -13,7 +12,7 @@ from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from small_hosts import image, loss
 from torch import nn
 
-from mmlinattn.attention import GlobalAttention, Grid
+from mmlinattn.attention import Attention, GlobalAttention, Grid
 from mmlinattn.backbones import LinearNextViT, nextvit_blocks
 from mmlinattn.backbones.nextvit_blocks import AveragedKeysAttention, ConvBlock, PooledEmbed, ReLUMLP, TransformerBlock
 from mmlinattn.checkpoints.loading import load_pretrained
@@ -120,9 +119,8 @@ def affine(norm, x):
     return (x - norm.running_mean) / (norm.running_var + norm.eps).sqrt() * norm.weight + norm.bias
 
 
-open_or_known = pytest.mark.parametrize(
-    'open_sizes', [False, True], ids=['known', 'open']
-)  # as in graphs for all sizes
+# as in graphs for all sizes
+open_or_known = pytest.mark.parametrize('open_sizes', [False, True], ids=['known', 'open'])
 
 
 @pytest.mark.parametrize('size', [(8, 8), (7, 9), (5, 13), (2, 2)], ids=str)
@@ -131,21 +129,14 @@ open_or_known = pytest.mark.parametrize(
 def test_keys_are_those_of_averaged_tokens(size, reduction, open_sizes, monkeypatch):
     """As released: of r^2 tokens that follow each other, the rest at the end dropped. Or of patches of r x r tokens."""
     monkeypatch.setattr(nextvit_blocks, 'is_known', lambda *sizes: not open_sizes)
-    attn = goldens.fill(AveragedKeysAttention(8, 2, 'softmax', 2, reduction, BN)).double().eval()
-    x, given = torch.randn(2, *size, 8, dtype=torch.float64), []
-    attn.mixer.register_forward_pre_hook(lambda _, args, kwargs: given.append((args, kwargs)), with_kwargs=True)
-    tokens, count = x.flatten(1, 2), size[0] * size[1] // 4
+    attn = goldens.fill(AveragedKeysAttention(8, 2, 'hallucinated', 2, reduction, BN)).double().eval()
+    x, count = torch.randn(2, *size, 8, dtype=torch.float64), size[0] * size[1] // 4
+    tokens = x.flatten(1, 2)
     sequence = tokens[:, : 4 * count].unflatten(1, (count, 4)).mean(dim=2)[:, None]
     reduced = affine(attn.norm, sequence if reduction == 'sequence' else patches(x, 2))
-    q, k, v = (
-        (part @ w.T + b).unflatten(2, (2, 4)).transpose(1, 2)
-        for part, w, b in zip((tokens, *[reduced.flatten(1, 2)] * 2), attn.qkv.weight.chunk(3), attn.qkv.bias.chunk(3))
-    )
-    weights = (q @ k.transpose(2, 3) / 2).softmax(dim=-1)
-    expected = attn.proj((weights @ v).transpose(1, 2).flatten(2)).unflatten(1, size)
-    torch.testing.assert_close(attn(x), expected)
-    arguments = inspect.signature(attn.mixer.forward).bind(*given[0][0], **given[0][1]).arguments
-    assert arguments['key_grid'] == Grid(*reduced.shape[1:3])
+    grids = Grid(*size), Grid(*reduced.shape[1:3])
+    expected = Attention.forward(attn, tokens, grids[0], kv=reduced.flatten(1, 2), key_grid=grids[1])
+    torch.testing.assert_close(attn(x), expected.unflatten(1, size))
 
 
 def test_which_keys_are_averaged_how():
