@@ -208,12 +208,8 @@ def test_wrong_images(host):
 
 @pytest.mark.parametrize('host', HOSTS)
 def test_bounds_that_are_allowed(host):
-    """All frozen; windows of a linear attention of any size; a ratio that is a fraction; an arch whose stages that are
+    """Windows of a linear attention of any size; a ratio that is a fraction; an arch whose stages that are
     not built would not do."""
-    stages = len(ARCHS[host]['depths'])
-    count = stages if stages > 1 else ARCHS[host]['depths'][0]
-    frozen = small_hosts.build(host, frozen_stages=count, out_norm=False).train()
-    assert [name for name, parameter in frozen.named_parameters() if parameter.requires_grad] == []
     model = small_hosts.build(host, 'inline', arch=arch(host, mlp_ratios=2.5)).eval()
     assert all(out.isfinite().all() for out in model(small_hosts.image()))
     if host == 'LinearSwin':
