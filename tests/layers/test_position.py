@@ -2,6 +2,7 @@
 """Position tables."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -75,7 +76,7 @@ def test_tables_of_part_of_a_window_are_those_of_the_window(part):
 @pytest.mark.usefixtures('fast_forms')
 @pytest.mark.parametrize('mode', [torch.no_grad, torch.inference_mode])
 def test_inference_resizes_once_and_notices_changes(mode):
-    """Also of a model made for inference only; what was kept does not stop training."""
+    """Also of a model made for inference only; what was kept does not stop training, nor go into copies and files."""
     with mode():
         table = PositionTable(DIM, (4, 5))
         first = table.resized(6, 7)
@@ -95,5 +96,6 @@ def test_inference_resizes_once_and_notices_changes(mode):
     trained = PositionTable(DIM, (4, 5))
     with torch.inference_mode():
         trained.resized(6, 7)
+    assert len(pickle.dumps(trained)) == len(pickle.dumps(PositionTable(DIM, (4, 5))))
     trained.resized(6, 7).sum().backward()
     assert trained.weight.grad.abs().min() > 0
