@@ -90,7 +90,7 @@ def test_its_quadratic_twin(name, height, width, prefix, encoded, gate, local_ke
 )
 def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
     """PVT's reduced keys. Kernels that are predicted come from the queries' tokens."""
-    attention, spec = build(name), ATTENTIONS[name]
+    attention, spec = build(name, grid=(3, 4)), ATTENTIONS[name]
     if spec['type'] == 'angular' and spec.get('form') != 'paper':
         with pytest.raises(ValueError, match=r'as many keys as queries \(6\), not 4; released=False takes any'):
             attention(tokens(2, 6), Grid(2, 3), kv=tokens(2, 4), key_grid=Grid(2, 2))
