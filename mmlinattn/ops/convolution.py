@@ -10,6 +10,9 @@ from torch import Tensor
 from . import dispatch, private
 from .tensors import first_order
 
+# of a map whose 5x5 weight gradient costs at most 1.4 times what four 3x3 ones do, and 16 parallel regions less
+_SMALL_NUMEL = 2**19
+
 
 def conv_of_gelu(
     x: Tensor, weight: Tensor, bias: Optional[Tensor], stride: int = 1, groups: int = 1, residual: bool = False
@@ -125,7 +128,7 @@ def _depthwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], onto: Optional
     if route.backend == 'cpu':
         if not route.records and onto is not None and _can_add(x, onto, route.dtype):
             return _convolved_onto(x, weight, bias, onto, route)
-        plain = not route.autocasts and x.dtype == weight.dtype and x.numel() > 0
+        plain = not route.autocasts and x.dtype == weight.dtype and x.numel() > _SMALL_NUMEL
         if route.records and weight.requires_grad and weight.shape[-1] > 3 and plain:
             return _summed(_LargeDepthwise.apply(x, weight, bias), onto, route)
     return _summed(depthwise_conv2d_reference(x, weight, bias), onto, route)
