@@ -1,11 +1,13 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Rotary position encoding."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from . import dispatch
-from .tensors import widened
+from .tensors import first_order, pair_by_head, split_heads, widened
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -70,6 +72,41 @@ def rotate(x: Tensor, table: Tensor, inplace: bool = False) -> Tensor:
     # a product of complex numbers is one pass over the memory
     pairs, turn = torch.view_as_complex(x.unflatten(-1, (-1, 2))), torch.view_as_complex(table)
     return torch.view_as_real(pairs.mul_(turn) if inplace else pairs * turn).flatten(-2)
+
+
+def rotate_by_head(q: Tensor, k: Tensor, num_heads: int, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys (B, N, num_heads * d) as (B, num_heads, N, d), rotated. In one pass where they lie side by
+    side."""
+    pair = None
+    if q.is_cpu and q.dtype not in _HALF and not (table.requires_grad or dispatch.is_plain(q, k, table)):
+        pair = pair_by_head(q, k, num_heads) if q.dtype == table.dtype and _pairs_lie_together(table) else None
+    if pair is None:
+        return rotate(split_heads(q, num_heads), table), rotate(split_heads(k, num_heads), table)
+    q, k = _RotatedPair.apply(q, k, num_heads, table) if dispatch.records() else rotate(pair, table).chunk(2, dim=1)
+    return q, k
+
+
+class _RotatedPair(torch.autograd.Function):
+    """Autograd would copy the gradients by head, and conjugate the table for each."""
+
+    @staticmethod
+    def forward(ctx: Any, q, k, num_heads, table):
+        ctx.save_for_backward(table)
+        ctx.num_heads = num_heads
+        pair: Any = pair_by_head(q, k, num_heads)
+        return rotate(pair, table).chunk(2, dim=1)
+
+    @first_order
+    def backward(ctx: Any, *grads):
+        (table,) = ctx.saved_tensors
+        batch, heads, tokens, width = grads[0].shape
+        whole = grads[0].new_empty(batch, tokens, 2 * heads * width)  # which q and k are slices of
+        back = torch.view_as_complex(table).conj_physical()
+        for grad, place in zip(grads, split_heads(whole, 2 * heads).chunk(2, dim=1)):
+            grad = grad if _pairs_lie_together(grad) else grad.contiguous()
+            turned = torch.view_as_complex(place.unflatten(-1, (-1, 2)))
+            torch.mul(torch.view_as_complex(grad.unflatten(-1, (-1, 2))), back, out=turned)
+        return *whole.chunk(2, dim=-1), None, None
 
 
 def rotate_reference(x: Tensor, table: Tensor) -> Tensor:

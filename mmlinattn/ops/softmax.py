@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import dispatch
 from .products import prefers_onednn, product
-from .rotary import rotate
+from .rotary import rotate_by_head
 from .tensors import first_order, gradients_like, merge_heads, split_heads
 
 _MIN_MACS = 2**22  # of a head's logits, for each thread; below, the calls cost more than the products gain
@@ -61,9 +61,11 @@ def softmax_attention(
     Returns:
         Tensor: (B, N, E).
     """
-    q, k, v = (split_heads(t, num_heads) for t in (q, k, v))
-    if rotary is not None:
-        q, k = rotate(q, rotary), rotate(k, rotary)
+    if rotary is None:
+        q, k = split_heads(q, num_heads), split_heads(k, num_heads)
+    else:
+        q, k = rotate_by_head(q, k, num_heads, rotary)
+    v = split_heads(v, num_heads)
     return merge_heads(attend(q, k, v, hide(bias, mask, q)))
 
 

@@ -10,6 +10,7 @@ import torch
 from mmlinattn import ops
 from mmlinattn.layers import rotary_table
 from mmlinattn.ops import rotate
+from mmlinattn.ops.rotary import rotate_by_head
 
 HEIGHT, WIDTH, DIM = 3, 5, 8
 
@@ -41,6 +42,27 @@ def test_rotate_takes_every_layout_and_type(dtype):
             found = rotate(tokens, angles)
             assert found.dtype == dtype
             torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize('learned', [False, True])
+@pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('side_by_side', [True, False])
+def test_queries_and_keys_are_rotated_alike(side_by_side, dtype, learned):
+    """Slices of one projection or not: values, and gradients of both, one of which may have none."""
+    tokens, turn = torch.randn(2, HEIGHT * WIDTH, 4 * DIM).to(dtype), table().to(dtype).requires_grad_(learned)
+    factors = torch.randn(2, 2, 2, HEIGHT * WIDTH, DIM).to(dtype)
+    found = []
+    for backend in ('auto', 'reference'):
+        x = tokens.clone().requires_grad_()
+        q, k = x.chunk(2, dim=-1) if side_by_side else (t.clone() for t in x.chunk(2, dim=-1))
+        with ops.use(backend):
+            both = rotate_by_head(q, k, 2, turn)
+            with torch.no_grad():
+                found.append([*both, *rotate_by_head(q, k, 2, turn)])
+            for wanted in ((0, 1), (1,)):
+                total = sum((both[i] * factors[i]).sum() for i in wanted)
+                found[-1] += torch.autograd.grad(total, [x, turn] if learned else [x], retain_graph=True)
+    torch.testing.assert_close(*found)
 
 
 def test_rotate_in_half_precision_uses_the_angles_of_float32():
