@@ -2,6 +2,7 @@
 """How hosts lay tokens around an attention. All take and give (B, H, W, C) maps; none knows a method."""
 
 import itertools
+from collections.abc import Iterable
 from typing import Optional, Union
 
 import torch
@@ -207,7 +208,10 @@ class WindowAttention(Attention):
 
         def mixed_regions():
             cut = [windows.cut(p.tensor) for p in parts]
-            contexts = windows.cut(source, mean=True) if self.mixer.context else itertools.repeat(None)
+            contexts: Iterable[Optional[Tensor]] = itertools.repeat(None)
+            if self.mixer.context:
+                means = list(windows.cut(source, mean=True))
+                contexts = self.mixer.prepare(torch.cat(means)).split([len(part) for part in means])
             for (_, _, part), context, *pieces in zip(windows.regions(), contexts, *cut):
                 height, width = part.window
                 tokens = [Projected(piece, p.widths) for piece, p in zip(pieces, parts)]

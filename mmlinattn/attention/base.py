@@ -120,12 +120,17 @@ class TokenMixer(BaseModule):
             mask (Tensor, optional): (B, M) bool, True for real tokens, None when all are real.
             rotary (Tensor, optional): (N, head_dim / 2, 2), see :func:`mmlinattn.layers.rotary_table`.
             bias (Tensor, optional): Additive, broadcastable to (B, heads, N, M).
-            context (Tensor, optional): Mean input token, (B, C).
+            context (Tensor, optional): Mean input token, (B, C), or what :meth:`prepare` made of it.
 
         Returns:
             Tensor: (B, N, widths[2]).
         """
         raise NotImplementedError
+
+    def prepare(self, context: Tensor) -> Tensor:
+        """What the mixer predicts from mean input tokens (B, C), for all windows of a map at once. :meth:`forward` and
+        :meth:`local_kernels` take it in place of the tokens."""
+        return context
 
     def local_kernels(self, context: Optional[Tensor] = None) -> Optional[Tensor]:
         """Kernels (B or 1, widths[2], k, k) of the depth-wise convolution of the values that the mixer adds, None if it

@@ -30,12 +30,15 @@ class PredictedConv(nn.Module):
         return torch.einsum('bgi,goi->bgo', x.unflatten(-1, (layer.groups, -1)), weight).flatten(1) + layer.bias
 
     def kernels(self, context: Tensor) -> Tensor:
-        """The kernels (B, C, 3, 3) of the mean tokens ``context`` (B, C)."""
+        """The kernels (B, C, 3, 3) of the mean tokens ``context`` (B, C); of kernels, themselves."""
+        if context.dim() == 4:
+            return context
         kernels = self.by_head(self.fc2, F.gelu(self.by_head(self.fc1, context)))
         return kernels.unflatten(1, (-1, 3, 3))
 
     def forward(self, image: Tensor, context: Tensor, onto: Optional[Tensor] = None) -> Tensor:
-        """Convolve ``image`` (B, C, h, w) with the kernels of ``context`` (B, C), and add the result ``onto`` a map."""
+        """Convolve ``image`` (B, C, h, w) with the kernels of ``context`` (see :meth:`kernels`), and add the result
+        ``onto`` a map."""
         return ops.dynamic_depthwise_conv2d(image, self.kernels(context).to(image.dtype), onto)
 
 
@@ -78,6 +81,9 @@ class InLineMixer(TokenMixer):
         if self.residual is None:
             return out
         return add_local(out, v, partial(self.residual, context=context), grid, has_hooks(self.residual))
+
+    def prepare(self, context: Tensor) -> Tensor:
+        return context if self.residual is None else self.residual.kernels(context)
 
     def local_kernels(self, context=None):
         return None if self.residual is None else self.residual.kernels(context)
