@@ -7,11 +7,9 @@ import functools
 from pathlib import Path
 from unittest import mock
 
-import numpy as np
 import torch
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
-from mmengine.structures import InstanceData, PixelData
 from torch import nn
 
 ROOT = Path(__file__).parents[1]
@@ -57,31 +55,11 @@ def build(name: str, random_init: bool = True, **options) -> tuple[nn.Module, Co
         return MODELS.build(cfg.model), cfg
 
 
-def training_batch(task: str) -> dict:
-    """Two 64x64 images with what the task's data sets give."""
-    pictures = [torch.randint(0, 255, (3, 64, 64), dtype=torch.uint8) for _ in range(2)]
-    samples = []
-    for label in range(2):
-        if task == 'mmdet':
-            from mmdet.structures import DetDataSample
-            from mmdet.structures.mask import BitmapMasks
+def training_batch(cfg: Config) -> dict:
+    """Two 64x64 images with what the data sets of a config's task give."""
+    from mmlinattn.swapping import dummy_inputs  # which needs the tasks' packages
 
-            sample = DetDataSample(metainfo=dict(img_shape=(64, 64), pad_shape=(64, 64)))
-            masks = np.zeros((1, 64, 64), np.uint8)
-            masks[0, 8:50, 8:50] = 1
-            sample.gt_instances = InstanceData(
-                bboxes=torch.tensor([[8.0, 8, 50, 50]]),
-                labels=torch.tensor([label]),
-                masks=BitmapMasks(masks, 64, 64),
-            )
-        elif task == 'mmseg':
-            from mmseg.structures import SegDataSample
-
-            sample = SegDataSample(metainfo=dict(img_shape=(64, 64)))
-            sample.gt_sem_seg = PixelData(data=torch.full((1, 64, 64), label))
-        else:
-            from mmpretrain.structures import DataSample
-
-            sample = DataSample().set_gt_label(label)
-        samples.append(sample)
-    return dict(inputs=pictures, data_samples=samples)
+    if cfg.default_scope == 'mmpretrain':
+        return dummy_inputs.classification_batch((64, 64), cfg.model.head.num_classes)
+    make = dummy_inputs.detection_batch if cfg.default_scope == 'mmdet' else dummy_inputs.segmentation_batch
+    return make((64, 64))

@@ -3,7 +3,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Optional, Union
+from typing import BinaryIO, Union
 
 PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -23,23 +23,16 @@ def project_files(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def written_whole(
-    path: Union[str, 'os.PathLike[str]'], part: Optional[Union[str, 'os.PathLike[str]']] = None
-) -> Iterator[BinaryIO]:
+def written_whole(path: Union[str, 'os.PathLike[str]']) -> Iterator[BinaryIO]:
     """A file to write that gets its name when it is whole and on the disk, or not at all.
 
-    On any error what was written is removed, and what stood under the name before is untouched.
-
-    Args:
-        path: The file.
-        part: Where it is written, beside it; by default a hidden name of this process's own. With a name that is always
-            the same, a process killed while writing leaves one such file at most, which the next write reuses.
+    It is written to ``NAME.part`` beside it. On any error what was written is removed, and what stood under the name
+    before is untouched; a process killed while writing leaves that one file, which the next write reuses.
 
     Yields:
         BinaryIO: The file, open for writing bytes.
     """
-    target = Path(path)
-    part = target.with_name(f'.{target.name}.{os.getpid()}.part') if part is None else part
+    part = f'{os.fspath(path)}.part'
     try:
         with open(part, 'wb') as file:
             yield file

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import yaml
 
-from mmlinattn.checkpoints.released import find_released, link_with_name
+from mmlinattn.checkpoints.released import find_released
 
 from .published import Row, read_rows
 
@@ -88,8 +88,10 @@ def entry(name: str, collection: str, row: Row = None) -> dict:
     if results(row):
         model['Results'] = results(row)
     if row.link:
-        # a link, as `mim download` knows no other scheme; mmlinattn.checkpoints.schemes knows it, and converts
-        model['Weights'] = link_with_name(find_released(stem))
+        # a link, as `mim download` knows no other scheme; mmlinattn.checkpoints.schemes knows it, and converts. What is
+        # behind the last slash names the file: links like `.../?dl=1` get a fragment, which no server is sent
+        link, file_name = row.link, find_released(stem).file_name
+        model['Weights'] = link if link.endswith(f'/{file_name}') else f'{link}#/{file_name}'
         model['Converted From'] = {'Weights': row.link}
         if row.paper in PAPERS:
             model['Converted From']['Code'] = PAPERS[row.paper][2]

@@ -5,7 +5,6 @@ import csv
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-from mmlinattn.checkpoints.released import _backbone_name as backbone_name
 from mmlinattn.checkpoints.released import released_checkpoints
 
 TABLES = Path(__file__).with_name('published_tables')
@@ -59,10 +58,11 @@ class Row(NamedTuple):
     @property
     def stem(self) -> str:
         """Stem of the row's config."""
+        backbone = self.model.lower().replace('-', '_').replace('pvtv2', 'pvt_v2')
         if self.task == 'mmpretrain':
-            return f'{backbone_name(self.model)}_in1k'
+            return f'{backbone}_in1k'
         method, _, schedule = self.recipe.rpartition(' ')
-        return f'{backbone_name(self.model)}_{_METHODS[method]}_{schedule.replace("+MS", "")}'
+        return f'{backbone}_{_METHODS[method]}_{schedule.replace("+MS", "")}'
 
     @property
     def name(self) -> str:

@@ -3,17 +3,17 @@
 called; the published rows it has to reproduce are in ``projects/pages/published_tables``."""
 
 import ast
-import csv
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import recipes
-from config_helpers import CONFIG_DIR, CONFIGS, ROOT, build, configs_of, load
+from config_helpers import CONFIG_DIR, CONFIGS, build, configs_of, load
 
 import mmlinattn  # noqa: F401
 from mmlinattn.checkpoints.released import released_checkpoints
+from projects.pages.published import read_rows
 
 for project in ('mmdet', 'mmseg', 'mmpretrain'):
     pytest.importorskip(project)
@@ -69,13 +69,6 @@ def test_upstream_tools_can_run_it(name):
 
 # ---- published rows
 
-METHODS = {
-    'Mask R-CNN': 'maskrcnn',
-    'Cascade Mask R-CNN': 'cascade',
-    'RetinaNet': 'retinanet',
-    'Semantic FPN': 'fpn',
-    'UperNet': 'upernet',
-}
 HOSTS = {
     'PVT': 'LinearPVT',
     'PVTv2': 'LinearPVTv2',
@@ -101,25 +94,7 @@ MISPRINTED = {
 }
 
 
-def config_name(task: str, row: dict) -> str:
-    backbone = row.get('backbone') or row['model']
-    backbone = backbone.lower().replace('-', '_').replace('pvtv2', 'pvt_v2')
-    if task == 'mmpretrain':
-        return f'{task}/{backbone}_in1k'
-    return f'{task}/{backbone}_{METHODS[row["method"]]}_{row["schedule"].replace("+MS", "")}'
-
-
-def published_rows() -> dict:
-    """Config name -> row of its table."""
-    tables = dict(mmdet='detection', mmseg='segmentation', mmpretrain='classification')
-    rows = {}
-    for task, table in tables.items():
-        with open(ROOT / 'projects' / 'pages' / 'published_tables' / f'{table}.csv', newline='') as file:
-            rows.update({config_name(task, row): row for row in csv.DictReader(file)})
-    return rows
-
-
-ROWS = published_rows()
+ROWS = {row.name: row for task in ('mmdet', 'mmseg', 'mmpretrain') for row in read_rows(task)}
 
 
 def test_every_published_row_has_a_config():
@@ -136,14 +111,13 @@ def test_parameter_count_and_widths(name):
     if '/hmhsa_' in name:  # the paper's sizes are of merged models
         model.backbone.switch_to_deploy()
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    row = ROWS.get(name, {})
-    in_paper = None if name in CONTRADICTORY or name in MISPRINTED else row.get('params_M')
-    for published in (row.get('released_params_M'), in_paper):
-        if published:
-            assert rounded(millions, published) == float(published)
+    row = ROWS.get(name)
+    in_paper = row.params if row and name not in CONTRADICTORY | set(MISPRINTED) else ''
+    for published in filter(None, (row and row.released_params, in_paper)):
+        assert rounded(millions, published) == float(published)
     if name in MISPRINTED:
         assert round(millions, 3) == MISPRINTED[name]
-        assert rounded(millions, row['params_M']) != float(row['params_M'])
+        assert rounded(millions, row.params) != float(row.params)
 
     widths = [info['channels'] for info in model.backbone.feature_info]
     neck = cfg.model.get('neck') or {}

@@ -36,7 +36,7 @@ def test_every_parameter_gets_a_gradient(name):
     model, cfg = build(name, **small_heads(name))
     model.init_weights()
     model.train()
-    batch = model.data_preprocessor(training_batch(cfg.default_scope), training=True)
+    batch = model.data_preprocessor(training_batch(cfg), training=True)
     loss, _ = model.parse_losses(model(**batch, mode='loss'))
     loss.backward()
     assert torch.isfinite(loss)

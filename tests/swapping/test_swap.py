@@ -29,14 +29,14 @@ def swap(tmp_path):
 
 
 def train_a_step(cfg):
-    """Independent of the library's own trial: the file's model with the data of the other tests of configs."""
+    """Independent of the library's own trial."""
     init_default_scope(cfg.default_scope)
     if cfg.default_scope == 'mmseg':
         cfg.model.data_preprocessor.size = (64, 64)
     cfg.model.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
     model = MODELS.build(cfg.model)
     model.train()
-    data = model.data_preprocessor(training_batch(cfg.default_scope), training=True)
+    data = model.data_preprocessor(training_batch(cfg), training=True)
     loss, _ = model.parse_losses(model(**data, mode='loss'))
     loss.backward()
     assert torch.isfinite(loss)

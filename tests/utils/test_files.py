@@ -28,22 +28,20 @@ def test_files_of_an_installation_come_first(tmp_path, monkeypatch):
     assert project_files('tools') == package / '.mim' / 'tools'
 
 
-@pytest.mark.parametrize('part', [None, 'mine.part'])
-def test_a_file_gets_its_name_when_it_is_on_the_disk(tmp_path, monkeypatch, part):
+def test_a_file_gets_its_name_when_it_is_on_the_disk(tmp_path, monkeypatch):
     target, steps = tmp_path / 'a.bin', []
-    part = part and tmp_path / part
-    written = part or tmp_path / f'.a.bin.{os.getpid()}.part'
+    written = tmp_path / 'a.bin.part'
     replace = os.replace
     monkeypatch.setattr(os, 'fsync', lambda fd: steps.append(Path(f'/proc/self/fd/{fd}').read_bytes()))
     monkeypatch.setattr(os, 'replace', lambda *paths: steps.append(tuple(map(str, paths))) or replace(*paths))
-    with written_whole(target, part) as file:
+    with written_whole(target) as file:
         file.write(b'whole')
         assert written.exists() and not target.exists()
     assert steps == [b'whole', (str(written), str(target))] and target.read_bytes() == b'whole'
     for error in (ValueError, KeyboardInterrupt):
-        with pytest.raises(error), written_whole(target, part) as file:
+        with pytest.raises(error), written_whole(target) as file:
             file.write(b'broken')
             raise error
         assert target.read_bytes() == b'whole' and os.listdir(tmp_path) == ['a.bin']
-    with pytest.raises(OSError), written_whole(tmp_path / 'no' / 'a.bin', part and tmp_path / 'no' / 'part'):
+    with pytest.raises(OSError), written_whole(tmp_path / 'no' / 'a.bin'):
         raise AssertionError

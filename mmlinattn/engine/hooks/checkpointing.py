@@ -31,7 +31,7 @@ class AtomicLocalBackend(LocalBackend):
         """Write bytes to ``filepath``, making its folder where needed."""
         filepath = os.fspath(filepath)
         os.makedirs(osp.dirname(filepath) or '.', exist_ok=True)
-        with written_whole(filepath, part=filepath + '.part') as stream:
+        with written_whole(filepath) as stream:
             stream.write(obj)
 
     def put_text(self, obj: str, filepath, encoding: str = 'utf-8') -> None:
