@@ -21,7 +21,7 @@ from .dispatch import accumulation_dtype
 GPU_COPY_NUMEL = 2**24
 # Elements of the intermediate results of an op on CPUs that are made at once, which bounds its memory. Smaller blocks
 # mean more parallel regions, each of which waits for its last thread.
-BLOCK_NUMEL = 2**20
+BLOCK_NUMEL = 2**21
 # A product is made image by image, or head by head, where these are few and large: a copy takes longer than a start.
 _MOST_STEPS, _LARGE_STEP = 8, 2**16
 _LONG_SUM = 2**9  # bfloat16 sums of more terms take oneDNN up to nine times as long in a batch of matrices as alone
