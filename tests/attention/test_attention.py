@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """What every attention promises, each beside its equation with N x N maps (:mod:`twins`)."""
 
+from unittest import mock
+
 import pytest
 import reference
 import torch
@@ -40,8 +42,8 @@ def table(height, width):
 
 @every_attention
 @few
-@example(3, 5, 0, True, 'projection', 3, True, 'auto', 1)
-@example(2, 3, 1, False, None, None, False, 'reference', 2)
+@example(3, 5, 0, True, 'projection', 3, True, 'auto', 2, 40)
+@example(2, 3, 1, False, None, None, False, 'reference', 2, 2**21)
 @given(
     height=st.integers(1, 4),
     width=st.integers(1, 5),
@@ -52,10 +54,12 @@ def table(height, width):
     qkv_bias=st.booleans(),
     backend=st.sampled_from(['auto', 'reference']),
     batch=st.integers(1, 2),
+    block=st.sampled_from([1, 40, 200, 2**21]),
 )
-def test_its_quadratic_twin(name, height, width, prefix, encoded, gate, local_kernel, qkv_bias, backend, batch):
+def test_its_quadratic_twin(name, height, width, prefix, encoded, gate, local_kernel, qkv_bias, backend, batch, block):
     """Values and gradients on maps of any size, class tokens before them; the host's gate, local term, positions and
-    bias of the map; scaled and added to a residual. An item is the same alone as in a batch, as it is in the twin."""
+    bias of the map; scaled and added to a residual. An item is the same alone as in a batch, as it is in the twin; one
+    of several blocks of tokens the same as of one."""
     torch.manual_seed(0)
     attention = build(name, grid=(3, 4) if encoded else None, gate=gate, local_kernel=local_kernel, qkv_bias=qkv_bias)
     mixer, grid = attention.mixer, Grid(height, width, prefix)
@@ -66,7 +70,7 @@ def test_its_quadratic_twin(name, height, width, prefix, encoded, gate, local_ke
     bias = torch.randn(1, mixer.num_heads, *2 * [grid.num_tokens], dtype=torch.float64, requires_grad=True)
     leaves = [x, context, residual, scale, bias, *attention.parameters()]
     shared = dict(bias=bias if encoded else None, rotary=table(height, width) if is_turned else None)
-    with ops.use(backend):
+    with ops.use(backend), mock.patch.object(ops.tensors, 'BLOCK_NUMEL', block):
         out = attention(x, grid, context_tokens=context, out_scale=scale, residual=residual, **shared)
         size = (height, width) if is_turned and mixer.rotary else None
         slow = twins.twin(
