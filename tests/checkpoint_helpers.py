@@ -9,20 +9,12 @@ from pathlib import Path
 
 import torch
 
-import mmlinattn
-
 ARCH = dict(
     embed_dims=(8, 16, 24, 32),
     depths=(1, 1, 2, 1),
     num_heads=(1, 2, 3, 4),
     layer_scales=(1, 1, 1, 1),
 )
-
-
-def with_package() -> dict:
-    """An environment in which other processes find the package under test."""
-    root = str(Path(mmlinattn.__file__).parents[1])
-    return {**os.environ, 'PYTHONPATH': os.pathsep.join([root, os.environ.get('PYTHONPATH', '')])}
 
 
 class Hostile:

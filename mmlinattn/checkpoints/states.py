@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Optional
 
-import torch
 from torch import Tensor, nn
 
 from ..utils.errors import CheckpointError
@@ -156,13 +155,7 @@ def fit_backbone(backbone: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict
 
 
 def kind_of(tensor: Tensor) -> str:
-    """``'real'`` for a tensor of floating-point numbers in memory, else what it is instead."""
-    if tensor.is_meta:
-        return 'meta'
-    if tensor.is_quantized or tensor.is_nested:
-        return 'quantized' if tensor.is_quantized else 'nested'
-    if tensor.layout is not torch.strided:
-        return str(tensor.layout).replace('torch.', '')
+    """``'real'`` for a tensor of floating-point numbers, else its type."""
     return 'real' if tensor.is_floating_point() else str(tensor.dtype).replace('torch.', '')
 
 
@@ -175,7 +168,7 @@ def not_finite(state: Mapping[str, Tensor], keys: Iterable[str]) -> list[str]:
 def _difference(value: Tensor, own: Tensor) -> str:
     """Shapes or kinds of a file's and a model's tensor where the one cannot stand for the other, else ''."""
     theirs, ours = _shape(value), _shape(own)
-    # PyTorch would round integers in silence, drop imaginary parts with a warning, and fail on the rest.
+    # PyTorch would round integers in silence and drop imaginary parts with a warning.
     if theirs == ours and kind_of(own) == 'real':
         theirs, ours = kind_of(value), kind_of(own)
     return f'{theirs} in the file, {ours} in the model' if theirs != ours else ''

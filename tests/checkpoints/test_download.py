@@ -2,12 +2,11 @@
 """``mmlinattn://NAME``: from the cache, else from the authors' link, whole or not at all."""
 
 import socket
-import threading
 
 import pytest
 import torch
 from checkpoint_helpers import ARCH, released_ravlt, saved
-from mmengine.runner import CheckpointLoader, load_checkpoint
+from mmengine.runner import CheckpointLoader
 
 from mmlinattn.backbones import RAVLT
 from mmlinattn.checkpoints import CheckpointError, download, released, released_checkpoints
@@ -75,12 +74,10 @@ def test_a_file_put_there_by_hand_needs_no_server(server):
     assert LOAD('mmlinattn://ravlt_s', 'cpu')['state_dict']
 
 
-@pytest.mark.parametrize('by', ['init_cfg', 'load_checkpoint'])
-def test_it_initialises_a_backbone_and_a_plain_load(server, by):
+def test_it_initialises_a_backbone(server):
     name = serve(server, 'ravlt_t', (200, WHOLE))
-    init_cfg = dict(type='Pretrained', checkpoint=name)
-    model = RAVLT(ARCH, out_norm=False, init_cfg=init_cfg if by == 'init_cfg' else None)
-    model.init_weights() if by == 'init_cfg' else load_checkpoint(model, name, strict=True)
+    model = RAVLT(ARCH, out_norm=False, init_cfg=dict(type='Pretrained', checkpoint=name))
+    model.init_weights()
     assert torch.equal(model.patch_embeds[0].layers[0].weight, released_ravlt()['patch_embed.proj.0.weight'])
 
 
@@ -88,12 +85,10 @@ def test_it_initialises_a_backbone_and_a_plain_load(server, by):
     'reply, said',
     [
         ((200, WHOLE[:-100], len(WHOLE)), 'cut short'),  # a transfer that breaks off
-        ((200, WHOLE[:-100]), 'cut short'),
         ((200, b'<!DOCTYPE html><html>Please log in</html>'), 'what it sent is a web page'),
         ((404, b'gone'), 'HTTP Error 404'),
-        ((503, b'busy'), 'HTTP Error 503'),
     ],
-    ids=['breaks off', 'half a file', 'a page', 'gone', 'busy'],
+    ids=['breaks off', 'a page', 'gone'],
 )
 def test_what_is_no_checkpoint_is_never_kept(server, reply, said):
     assert said in error_line(serve(server, 'ravlt_t', reply)) and server.kept() == []
@@ -118,23 +113,3 @@ def test_a_link_that_is_none_and_a_cache_that_cannot_be_written(server):
     serve(server, 'ravlt_t', (200, WHOLE))
     (server.cache / 'mmlinattn').write_text('a file where the folder should be')
     error_line('mmlinattn://ravlt_t')
-
-
-def test_disk_full(server, monkeypatch):
-    def full(*args, **kwargs):
-        raise OSError(28, 'No space left on device')
-
-    serve(server, 'ravlt_t', (200, WHOLE))
-    monkeypatch.setattr(torch.hub.shutil, 'move', full)
-    assert 'No space left' in error_line('mmlinattn://ravlt_t') and server.kept() == []
-
-
-def test_of_many_at_once_one_downloads(server):
-    serve(server, 'ravlt_t', (200, WHOLE))
-    entry = released.find_released('ravlt_t')
-    threads = [threading.Thread(target=download.fetch, args=(entry.link, entry.path)) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert entry.path.read_bytes() == WHOLE and len(server.requests) == 1

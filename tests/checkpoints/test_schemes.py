@@ -6,15 +6,17 @@ import logging
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoint_helpers import saved, touch_when_loaded, with_package
+from checkpoint_helpers import saved, touch_when_loaded
 from mmengine.model import BaseModel, BaseModule
 from mmengine.runner import CheckpointLoader, Runner, load_checkpoint
 from torch import nn
 
+import mmlinattn
 from mmlinattn.checkpoints import CheckpointError, register, schemes
 
 LOAD = CheckpointLoader.load_checkpoint
@@ -120,7 +122,7 @@ def test_a_plain_import_is_all_an_upstream_tool_needs_and_patches_nothing(tmp_pa
         print(loaded['meta']['epoch'], len(loaded['message_hub']['log_scalars']) > 0)
     """
     command = [sys.executable, '-c', textwrap.dedent(script)]
-    done = subprocess.run(command, capture_output=True, text=True, env=with_package())
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(mmlinattn.__file__).parents[1])
     assert done.stdout.splitlines()[-1:] == ['1 True'], done.stderr
 
 
