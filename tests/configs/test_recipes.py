@@ -1,7 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Recipes of the configs: each against the table of published ones, and what weight decay and pipelines make of it."""
 
-import copy
 import re
 
 import cv2
@@ -10,6 +9,7 @@ import pytest
 import recipes
 import torch
 from config_helpers import CONFIGS, build, load
+from mmengine.dataset import Compose
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import TRANSFORMS, init_default_scope
 
@@ -111,59 +111,30 @@ def test_what_does_not_decay(names, undecayed):
         assert set(decay.values()) - {0} == {cfg.optim_wrapper.optimizer.weight_decay}
 
 
-# ---- pipelines, run on an image
+# ---- pipelines
 
 
-@pytest.fixture
-def run_pipeline(tmp_path):
-    """What the pipeline of a config's loader makes of an image of 640 x 427 and labels, ``times`` times."""
-    noise = np.random.RandomState(0).randint
-    cv2.imwrite(str(tmp_path / 'picture.png'), noise(0, 255, (427, 640, 3), np.uint8))
-    cv2.imwrite(str(tmp_path / 'labels.png'), noise(0, 151, (427, 640), np.uint8))
+def built(name: str, loader: str) -> list:
+    cfg = load(name)
+    init_default_scope(cfg.default_scope)
+    return [TRANSFORMS.build(dict(step)) for step in cfg[loader].dataset.pipeline]
+
+
+@pytest.mark.parametrize('name', CONFIGS)
+def test_pipelines_are_of_transforms_that_there_are(name):
+    assert built(name, 'train_dataloader') and built(name, 'test_dataloader')
+
+
+def test_multi_scale_crop(tmp_path):
+    """An image of 640 x 427, both branches at several scales; other pipelines run in ``tools/test_rounds.py``."""
+    path = tmp_path / 'picture.png'
+    cv2.imwrite(str(path), np.random.RandomState(0).randint(0, 255, (427, 640, 3), np.uint8))
     polygon = [100.0, 100, 500, 100, 500, 400, 100, 400]
-    labels = dict(
-        mmdet=dict(
-            instances=[dict(bbox=[100, 100, 500, 400], bbox_label=0, mask=[polygon], ignore_flag=0)],
-            img_id=1,
-            height=427,
-            width=640,
-        ),
-        mmseg=dict(seg_map_path=str(tmp_path / 'labels.png'), seg_fields=[], label_map=None, reduce_zero_label=True),
-        mmpretrain=dict(gt_label=3),
-    )
-
-    def run(name, times, loader='train_dataloader'):
-        cfg = load(name)
-        init_default_scope(cfg.default_scope)
-        pipeline = [TRANSFORMS.build(dict(step)) for step in cfg[loader].dataset.pipeline]
-        for _ in range(times):
-            result = copy.deepcopy(dict(labels[cfg.default_scope], img_path=str(tmp_path / 'picture.png')))
-            for transform in pipeline:
-                result = transform(result)
-            yield result
-
-    return run
-
-
-def test_multi_scale_crop(run_pipeline):
-    sizes = [tuple(r['inputs'].shape[1:]) for r in run_pipeline('mmdet/ravlt_b_cascade_3x', 30)]
+    instance = dict(bbox=[100, 100, 500, 400], bbox_label=0, mask=[polygon], ignore_flag=0)
+    pipeline, sizes = Compose(built('mmdet/ravlt_b_cascade_3x', 'train_dataloader')), set()
+    for _ in range(30):
+        result = pipeline(dict(img_path=str(path), instances=[dict(instance)], img_id=1, height=427, width=640))
+        sizes.add(tuple(result['inputs'].shape[1:]))
     full = {size for size in sizes if abs(size[1] / size[0] - 640 / 427) < 0.01}
-    cropped = set(sizes) - full
-    assert len(full) > 5 and len(cropped) > 5, 'both branches, several scales'
-    scales = set(range(480, 801, 32))
-    assert all(min(size) in scales or max(size) == 1333 for size in sizes)
-
-
-def test_crops_of_segmentation(run_pipeline):
-    for result in run_pipeline('mmseg/ravlt_t_upernet_160k', 3):
-        # smaller where the image is; the preprocessor fills up to 512x512
-        assert max(result['inputs'].shape[1:]) <= 512
-        truth = result['data_samples'].gt_sem_seg.data
-        assert truth[truth != 255].max() == 149  # 150 classes, and 255 for what is none
-
-
-def test_pictures_of_classification(run_pipeline):
-    for name, size in dict(ravlt_t=224, inline_deit_s=288, inline_deit_b=448, flatten_cswin_b_384=384).items():
-        for loader in ('train_dataloader', 'test_dataloader'):
-            shapes = {tuple(r['inputs'].shape) for r in run_pipeline(f'mmpretrain/{name}_in1k', 2, loader)}
-            assert shapes == {(3, size, size)}
+    assert len(full) > 5 and len(sizes - full) > 5
+    assert all(min(size) in range(480, 801, 32) or max(size) == 1333 for size in sizes)
