@@ -2,14 +2,12 @@
 """The hook that names parameters without gradient."""
 
 import pytest
-import torch
 from engine_toys import SkippingModel, Wrapped, make_runner
 from mmengine.model import MMFullyShardedDataParallel
 from torch import nn
 
 from mmlinattn.engine import CPUDistributedDataParallel, RunError
 from mmlinattn.engine.hooks.unused_parameters import read_outputs
-from mmlinattn.engine.runner.distributed import leave_process_group
 
 NAMES = '2 parameters got no gradient in the first iteration: backbone.out_norms.0.weight, backbone.out_norms.0.bias. '
 READ = (
@@ -17,56 +15,6 @@ READ = (
     'of the neck or heads to these maps, and start_level=0 or in_index to match. '
 )
 WARNING = 'They are not trained, and distributed training would stop here.'
-
-
-def warnings_of(folder, prepare=lambda model: model, model=None, times=1):
-    """What the hook warns of in a run, after ``prepare`` did something to the model."""
-    runner = make_runner(folder, [dict(type='UnusedParametersHook')], model=model or dict(type='SkippingModel'))
-    inner = runner.model
-    runner.model = prepare(inner) or inner
-    lines = []
-    runner.logger.warning = lines.append
-    for _ in range(times):
-        runner.train()
-        runner._train_loop = dict(by_epoch=True, max_epochs=2)
-    assert not any(parameter._backward_hooks for parameter in inner.parameters())
-    return [line for line in lines if 'gradient' in line]
-
-
-def test_names_parameters_and_outputs_once_a_training(tmp_path):
-    assert warnings_of(tmp_path, times=2) == [f'{NAMES}{READ}{WARNING}'] * 2
-
-
-def freeze(model):
-    model.backbone.out_norms['0'].requires_grad_(False)
-
-
-def test_says_nothing_where_all_are_trained(tmp_path):
-    assert warnings_of(tmp_path / 'all', model=dict(type='SkippingModel', skips=False)) == []
-    assert warnings_of(tmp_path / 'toy', model=dict(type='ToyModel')) == []
-    assert warnings_of(tmp_path / 'frozen', freeze) == []
-
-
-def test_parameters_that_are_no_output(tmp_path):
-    def extend(model):
-        freeze(model)
-        model.unread = nn.Linear(1, 1)
-
-    assert warnings_of(tmp_path, extend) == [
-        f'2 parameters got no gradient in the first iteration: unread.weight, unread.bias. {WARNING}'
-    ]
-
-
-def test_outputs_that_are_read():
-    model = SkippingModel()
-    assert read_outputs(model, ['backbone.out_norms.3.bias', 'head.weight']) == (0, 1)
-    assert read_outputs(model, ['head.weight']) is None
-    assert read_outputs(model, ['a_backbone.out_norms.0.bias', 'backbone.out_normss.0.bias']) is None  # of others
-    assert read_outputs(model, [f'backbone.out_norms.{i}.bias' for i in (0, 1, 3)]) is None
-    detector = nn.Module()
-    detector.a_backbone, detector.detector = nn.Module(), model
-    detector.a_backbone.out_indices = (0, 2)  # of another, that comes first
-    assert read_outputs(detector, ['detector.backbone.out_norms.0.bias']) == (1, 3)
 
 
 class Searching(Wrapped):
@@ -81,30 +29,68 @@ class Searching(Wrapped):
 class Sharded(MMFullyShardedDataParallel):
     """A wrapper that flattens parameters."""
 
+    train_step = Searching.train_step
+
     def __init__(self, module):
         nn.Module.__init__(self)
         self._fsdp_wrapped_module = module
 
-    train_step = Searching.train_step
+
+def freeze(model):
+    model.backbone.out_norms['0'].requires_grad_(False)
+    return model
 
 
-def test_models_in_wrappers(tmp_path):
-    both = warnings_of(tmp_path / 'two', lambda model: Searching(Searching(model)))
-    assert both == [f'{NAMES}{READ}{WARNING}']
-    assert warnings_of(tmp_path / 'sharded', Sharded) == []
+def extend(model):
+    model.unread = nn.Linear(1, 1)
+    return freeze(model)
 
 
-def test_distributed_training_stops_or_is_told_to_search(tmp_path):
+def warnings_of(folder, prepare=lambda model: model, times=1, **model):
+    """What the hook warns of in a run, after ``prepare`` did something to the model."""
+    runner = make_runner(folder, [dict(type='UnusedParametersHook')], model={'type': 'SkippingModel', **model})
+    inner = runner.model
+    runner.model = prepare(inner)
+    lines = []
+    runner.logger.warning = lines.append
+    for _ in range(times):
+        runner.train()
+        runner._train_loop = dict(by_epoch=True, max_epochs=2)
+    assert not any(parameter._backward_hooks for parameter in inner.parameters())
+    return [line for line in lines if 'gradient' in line]
+
+
+def test_names_parameters_and_outputs_once_a_training(tmp_path):
+    both = warnings_of(tmp_path, lambda model: Searching(Searching(model)), times=2)
+    assert both == [f'{NAMES}{READ}{WARNING}'] * 2
+    assert warnings_of(tmp_path, extend) == [
+        f'2 parameters got no gradient in the first iteration: unread.weight, unread.bias. {WARNING}'
+    ]
+
+
+def test_says_nothing_where_all_are_trained(tmp_path):
+    assert warnings_of(tmp_path, skips=False) == []
+    assert warnings_of(tmp_path, freeze) == []
+    assert warnings_of(tmp_path, Sharded) == []
+
+
+def test_outputs_that_are_read():
+    model = SkippingModel()
+    assert read_outputs(model, ['backbone.out_norms.3.bias', 'head.weight']) == (0, 1)
+    assert read_outputs(model, ['a_backbone.out_norms.0.bias', 'backbone.out_normss.0.bias']) is None  # of others
+    assert read_outputs(model, [f'backbone.out_norms.{i}.bias' for i in (0, 1, 3)]) is None
+    detector = nn.Module()
+    detector.a_backbone, detector.detector = nn.Module(), model
+    detector.a_backbone.out_indices = (0, 2)  # of another, that comes first
+    assert read_outputs(detector, ['detector.backbone.out_norms.0.bias']) == (1, 3)
+
+
+def test_distributed_training_stops_or_is_told_to_search(tmp_path, one_process):
     """In one process: what several of them do is a slow test of test_distributed.py."""
-    torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
-    try:
-        with pytest.raises(RunError) as found:
-            warnings_of(tmp_path / 'stops', CPUDistributedDataParallel)
-        assert str(found.value) == (
-            f'{NAMES}{READ}Distributed training stops at such parameters; find_unused_parameters=True lets them be, '
-            'at the price of a search in each iteration.'
-        )
-        good = dict(type='SkippingModel', skips=False)
-        assert warnings_of(tmp_path / 'good', CPUDistributedDataParallel, good) == []
-    finally:
-        leave_process_group(failed=False)
+    with pytest.raises(RunError) as found:
+        warnings_of(tmp_path, CPUDistributedDataParallel)
+    assert str(found.value) == (
+        f'{NAMES}{READ}Distributed training stops at such parameters; find_unused_parameters=True lets them be, '
+        'at the price of a search in each iteration.'
+    )
+    assert warnings_of(tmp_path, CPUDistributedDataParallel, skips=False) == []
