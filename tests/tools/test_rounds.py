@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Configs of every host through tools/train.py and tools/test.py, on shapes: their backbones made small, a few
-iterations of training, and a test of the checkpoint that has to predict what the model in memory did.
+"""A config of every host through tools/train.py and tools/test.py, on shapes: a few iterations of training on small
+images, and a test of the checkpoint that has to predict what the model in memory did.
 
 One process trains and tests all configs of a task. Detection in processes of its own: ``test_roundtrip.py``.
 """
@@ -9,6 +9,7 @@ import functools
 import json
 import pickle
 import re
+import shutil
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,114 +19,57 @@ import numpy as np
 import pytest
 import torch
 from config_helpers import CONFIG_DIR, load
-from mmengine.registry import MODELS
 from tool_runs import TOOLS, in_one_process, losses
 
-import mmlinattn  # noqa: F401  registers the hosts
+from mmlinattn.datasets import DatasetSpec, write_dataset
 
 pytestmark = pytest.mark.slow
 
-# The shapes' own config of each task, which upstream's tools train and test as well, and every host with its methods.
-# `a@b` is the backbone of config a in config b: DeiT has no segmentor of its own.
+# The shapes' own config, which upstream's tools train and test as well, and each of the other hosts.
 OWN = 'ravlt_shapes_quickstart'
 ROUNDS = dict(
-    mmdet='inline_swin_t_cascade_3x flatten_cswin_t_maskrcnn_1x inline_deit_t_maskrcnn_1x '
-    'flatten_pvt_v2_b1_retinanet_1x',
-    mmseg=f'{OWN} inline_pvt_t_fpn_80k flatten_swin_t_upernet_160k flatten_deit_t@inline_pvt_t_fpn_80k '
-    'hmhsa_nextvit_s_fpn_80k',
-    mmpretrain=f'{OWN} inline_cswin_t_in1k inline_deit_t_in1k hmhsa_pvt_v2_b1_in1k rala_swin_t_in1k',
+    mmdet='inline_swin_t_cascade_3x inline_deit_t_maskrcnn_1x flatten_pvt_v2_b1_retinanet_1x',
+    mmseg=f'{OWN} inline_pvt_t_fpn_80k flatten_swin_t_upernet_160k',
+    mmpretrain=f'{OWN} inline_cswin_t_in1k hmhsa_nextvit_s_in1k',
 )
 CASES = [(task, name) for task, names in ROUNDS.items() for name in names.split()]
 DATA = dict(mmdet=('coco', 4, 2), mmseg=('ade', 4, 2), mmpretrain=('imagenet', 24, 12))  # layout, images
 DUMP = dict(mmdet='DumpDetResults', mmseg='DumpResults', mmpretrain='DumpResults')
-CLASSES = ('disc', 'square', 'triangle', 'star', 'cross', 'heart')
-PYRAMID = dict(embed_dims=(16, 32, 48, 64), depths=(1, 1, 2, 1), num_heads=(2, 2, 2, 4))
-HYBRID = dict(PYRAMID, attn_every=(0, 1, 2, 1), group_dim=4, stem_dims=(8, 4, 8))
-PLAIN = dict(embed_dims=(32,), depths=(2,), num_heads=(2,))
 STEPS = dict(
     Resize=dict(scale=(150, 110)),
-    RandomChoice=dict(type='Resize', scale=(150, 110), keep_ratio=True),  # of many scales
     RandomResize=dict(scale=(150, 110)),
     RandomCrop=dict(crop_size=(64, 64)),
     RandomResizedCrop=dict(scale=64),
     ResizeEdge=dict(scale=72),
     CenterCrop=dict(crop_size=64),
 )
-
-
-def small_pipeline(loader) -> list:
-    """The published steps at small sizes."""
-    steps = [dict(step) for step in loader.dataset.pipeline]
-    return [
-        STEPS['RandomChoice'] if step['type'] == 'RandomChoice' else {**step, **STEPS.get(step['type'], {})}
-        for step in steps
-    ]
-
-
-def small_model(cfg, backbone) -> dict:
-    """Few narrow blocks in place of the published ones; necks and heads get their widths."""
-    zoo = MODELS.get(backbone.type).arch_zoo[backbone.arch]
-    is_plain = backbone.type == 'LinearDeiT'
-    small = dict(LinearDeiT=PLAIN, LinearNextViT=HYBRID).get(backbone.type, PYRAMID)
-    arch = dict(zoo, **small)
-    width_of = dict(zip(zoo['embed_dims'], arch['embed_dims']))
-    model = dict(backbone=dict(arch=dict(_delete_=True, **arch)))
-    for part in ('neck', 'decode_head', 'auxiliary_head', 'head'):
-        if part.endswith('_head') and cfg.model.get('neck'):
-            continue  # it stands on the neck, whose width may be one of the backbone's
-        widths = (cfg.model.get(part) or {}).get('in_channels')
-        if isinstance(widths, int) and widths in width_of:
-            model[part] = dict(in_channels=width_of[widths])
-        elif not isinstance(widths, int) and set(widths or [0]) <= set(width_of):
-            model[part] = dict(in_channels=[width_of[width] for width in widths])
-    if backbone is not cfg.model.backbone:
-        model['backbone'] = dict(_delete_=True, type=backbone.type, arch=arch)
-    if is_plain and cfg.default_scope != 'mmpretrain':
-        model['backbone']['out_type'] = 'featmap'
-        model['neck'] = dict(_delete_=True, type='SimpleFeaturePyramid', in_channels=32)
-        model['neck']['num_outs'] = 4 if cfg.default_scope == 'mmseg' else 5
-    if cfg.default_scope == 'mmseg':
-        model['data_preprocessor'] = dict(size=(64, 64))
-        for head in ('decode_head', 'auxiliary_head'):
-            if head in cfg.model:
-                model[head] = dict(model.get(head, {}), channels=32)
-    if cfg.default_scope == 'mmdet':
-        model.update(heads_of_shapes(cfg.model))
-    return model
-
-
-def heads_of_shapes(model) -> dict:
-    """As many classes as there are shapes; few regions for the heads, which are not what is tested here."""
-    number = dict(num_classes=len(CLASSES))
-    if 'roi_head' not in model:
-        return dict(bbox_head=number)
-
-    def each(parts, changes):  # a cascade has a list of heads
-        return [dict(part, **changes) for part in parts] if isinstance(parts, (list, tuple)) else changes
-
-    boxes = each(model.roi_head.bbox_head, dict(number, fc_out_channels=64))
-    sampler = dict(type='RandomSampler', num=16, pos_fraction=0.25, neg_pos_ub=-1, add_gt_as_proposals=True)
-    return dict(
-        roi_head=dict(bbox_head=boxes, mask_head=number),
-        train_cfg=dict(rpn_proposal=dict(max_per_img=50), rcnn=each(model.train_cfg.rcnn, dict(sampler=sampler))),
-        test_cfg=dict(rpn=dict(max_per_img=50), rcnn=dict(max_per_img=10)),
-    )
+# few regions for the heads; an untrained model is sure of nothing
+REGIONS = 'test_cfg.rcnn.score_thr=0 test_cfg.rcnn.max_per_img=10 test_cfg.rpn.max_per_img=50'
+SMALL = dict(
+    cascade=f'{REGIONS} ' + ' '.join(f'train_cfg.rcnn.{i}.sampler.num=16' for i in range(3)),
+    maskrcnn=f'{REGIONS} train_cfg.rcnn.sampler.num=16',
+    retinanet='test_cfg.score_thr=0 test_cfg.max_per_img=10',
+    fpn='data_preprocessor.size=(64,64)',
+    upernet='data_preprocessor.size=(64,64)',
+)
 
 
 def derived(task: str, name: str) -> str:
-    """A config for the shapes as users write theirs: on a published one, with what differs."""
-    taken, _, stem = name.rpartition('@')
-    cfg = load(f'{task}/{stem}')
-    backbone = load(f'mmpretrain/{taken}_in1k').model.backbone if taken else cfg.model.backbone
-    metainfo = dict(metainfo=dict(classes=CLASSES)) if task == 'mmdet' else {}
-    changes = {} if name == OWN else dict(model=small_model(cfg, backbone))
+    """A config as users write theirs: a published one with its steps at small sizes."""
+    cfg = load(f'{task}/{name}')
+    lines = [f'_base_ = {str(CONFIG_DIR / task / name) + ".py"!r}']
     for part in ('train', 'val', 'test'):
-        loader = cfg[f'{part}_dataloader']
-        dataset = dict(metainfo, pipeline=small_pipeline(loader))
-        changes[f'{part}_dataloader'] = dict(num_workers=0, persistent_workers=False, dataset=dataset)
-    changes['train_dataloader']['batch_size'] = 8 if task == 'mmpretrain' else 2
-    lines = [f'_base_ = {str(CONFIG_DIR / task / stem) + ".py"!r}']
-    lines += [f'{key} = {pformat(value, sort_dicts=False)}' for key, value in changes.items()]
+        steps = [dict(step) for step in cfg[f'{part}_dataloader'].dataset.pipeline]
+        pipeline = [
+            dict(STEPS['Resize'], type='Resize')
+            if step['type'] == 'RandomChoice'
+            else {**step, **STEPS.get(step['type'], {})}
+            for step in steps
+        ]
+        loader = dict(num_workers=0, persistent_workers=False, dataset=dict(pipeline=pipeline))
+        if part == 'train':
+            loader['batch_size'] = 8 if task == 'mmpretrain' else 2
+        lines.append(f'{part}_dataloader = {pformat(loader, sort_dicts=False)}')
     lines.append(f"val_evaluator = [_base_.val_evaluator, dict(type='{DUMP[task]}', out_file_path='{name}.val.pkl')]")
     if name == OWN and find_spec('tensorboard'):
         lines.append(
@@ -135,10 +79,12 @@ def derived(task: str, name: str) -> str:
 
 
 def commands(task: str, name: str) -> list[list[str]]:
+    small = SMALL.get(name.split('_')[-2], '') if name != OWN else ''
     options = [
         'model.backbone.init_cfg=None',
         'default_hooks.logger.interval=1',
         'default_hooks.checkpoint.save_optimizer=False',
+        *(f'model.{option}' for option in small.split()),
     ]
     if task == 'mmseg':
         options += ['train_cfg.max_iters=3', 'train_cfg.val_interval=3', 'default_hooks.checkpoint.interval=3']
@@ -167,28 +113,35 @@ def of_upstream(task: str) -> list[list[str]]:
     ]
 
 
-def run_rounds(task, folder) -> tuple[dict, dict]:
-    """All rounds of a task in ``folder``: what the tools printed and the errors, by name."""
-    form, num_train, num_val = map(str, DATA[task])
-    numbers = ['--num-train', num_train, '--num-val', num_val, '--size', '128', '96']
-    names = [name for other, name in CASES if other == task]
-    for name in names:
-        (folder / f'{name}.py').write_text(derived(task, name))
-    jobs = {'data': [[str(TOOLS / 'make_shapes_dataset.py'), 'data', '--format', form, *numbers]]}
-    jobs.update({name: commands(task, name) for name in names})
-    if OWN in names:
-        jobs['upstream'] = of_upstream(task)
-    return in_one_process(jobs, folder)
-
-
 @pytest.fixture(scope='module')
 def rounds(tmp_path_factory):
+    """Of a task: the folder, what the tools printed and the errors, by name."""
+    folders = []
+
     @functools.cache
     def once(task):
         folder = tmp_path_factory.mktemp(task)
-        return folder, *run_rounds(task, folder)
+        folders.append(folder)
+        layout, *images = DATA[task]
+        write_dataset(folder / 'data', DatasetSpec(layout, *images, size=(128, 96)))
+        for path in (folder / 'data').glob('annotations/*.json'):  # as many classes as the published heads have
+            from mmdet.datasets import CocoDataset
 
-    return once
+            names = enumerate(CocoDataset.METAINFO['classes'], start=1)
+            path.write_text(
+                json.dumps({**json.loads(path.read_text()), 'categories': [dict(id=i, name=n) for i, n in names]})
+            )
+        names = [name for other, name in CASES if other == task]
+        for name in names:
+            (folder / f'{name}.py').write_text(derived(task, name))
+        jobs = {name: commands(task, name) for name in names}
+        if OWN in names:
+            jobs['upstream'] = of_upstream(task)
+        return folder, *in_one_process(jobs, folder)
+
+    yield once
+    for folder in folders:
+        shutil.rmtree(folder / 'work')  # checkpoints of a gigabyte
 
 
 def arrays(prediction):
