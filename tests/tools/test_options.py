@@ -6,7 +6,6 @@ import functools
 import os
 import runpy
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -121,39 +120,39 @@ LAST = 'work/epoch_1.pth'
 
 
 @pytest.mark.parametrize(
-    ('words', 'last', 'restarted', 'expected'),
+    ('words', 'written', 'restarted', 'expected'),
     [
-        ([], True, False, (False, None)),
-        (['--resume', 'epoch_3.pth'], True, False, (True, 'epoch_3.pth')),
-        (['--resume'], False, False, (False, None)),
-        (['--resume'], True, False, (True, LAST)),
-        (['--cfg-options', 'load_from=some.pth'], True, False, (False, 'some.pth')),
-        (RESUME, False, False, (False, None)),
-        (RESUME, True, False, (True, LAST)),
-        ([*RESUME, 'load_from=some.pth'], True, False, (True, 'some.pth')),
-        ([], True, True, (True, LAST)),
-        (['--resume', 'epoch_3.pth'], True, True, (True, LAST)),  # what it left since is further on
-        ([], 'of the run before', True, (False, None)),
-        (['--resume', 'epoch_3.pth'], False, True, (True, 'epoch_3.pth')),
-        ([], True, 'by another launcher', (False, None)),  # nothing tells it from a run before
+        ([], 100, None, (False, None)),
+        (['--resume', 'epoch_3.pth'], 100, None, (True, 'epoch_3.pth')),
+        (['--resume'], None, None, (False, None)),
+        (['--resume'], 100, None, (True, LAST)),
+        (['--cfg-options', 'load_from=some.pth'], 100, None, (False, 'some.pth')),
+        (RESUME, None, None, (False, None)),
+        (RESUME, 100, None, (True, LAST)),
+        ([*RESUME, 'load_from=some.pth'], 100, None, (True, 'some.pth')),
+        # by torchrun: from what was written since tools/launch.py began; file systems round down
+        ([], 100, 101, (True, LAST)),
+        (['--resume', 'epoch_3.pth'], 100, 101, (True, LAST)),  # it is further on
+        ([], 100, 102, (False, None)),  # of a run before
+        (['--resume', 'epoch_3.pth'], None, 0, (True, 'epoch_3.pth')),
+        ([], 100, 'by another launcher', (False, None)),  # nothing tells it from a run before
     ],
 )
-def test_what_a_training_begins_with(configured, monkeypatch, capsys, words, last, restarted, expected):
-    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', str(int(bool(restarted))))
-    monkeypatch.setenv('MMLINATTN_LAUNCHED', str(time.time()))
+def test_what_a_training_begins_with(configured, monkeypatch, capsys, words, written, restarted, expected):
+    monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '0' if restarted is None else '2')
+    monkeypatch.setenv('MMLINATTN_LAUNCHED', str(restarted or 0))
     if restarted == 'by another launcher':
         monkeypatch.delenv('MMLINATTN_LAUNCHED')
     os.mkdir('work')
-    if last:
+    if written:
         Path(LAST).touch()
         Path('work/last_checkpoint').write_text(LAST)
-    if last == 'of the run before':
-        os.utime('work/last_checkpoint', (1, 1))
+        os.utime('work/last_checkpoint', (written, written))
     cfg = configured('train.py', DETECTOR, *words)
     assert (cfg.get('resume', False), cfg.get('load_from')) == expected
-    asked = words[:1] == ['--resume'] and len(words) == 1 or words == RESUME
+    asked = words in (['--resume'], RESUME)
     line = "notice: no checkpoint to resume from in 'work': beginning from the start.\n"
-    assert capsys.readouterr().err == (line if asked and not last else '')
+    assert capsys.readouterr().err == (line if asked and not written else '')
 
 
 def test_options_of_hooks_go_by_name_or_place(configured):
