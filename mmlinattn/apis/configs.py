@@ -98,7 +98,7 @@ def read_config(path: str) -> Config:
         raise RunError(f'config {path!r}: no such file.')
     try:
         cfg = Config.fromfile(path)
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         # A config is a program: anything may be raised by one with a mistake in it.
         _check_installed(path, _missing_module(error), error)
         raise RunError(f'config {path!r} cannot be read: {described(error)}') from error

@@ -73,14 +73,11 @@ FILES = {
     'pipe': os.mkfifo,
     'page.pth': text('<html>Please log in</html>'),
     'code.pth': code,
-    'none.pth': saved(None),
-    'screen.pth': saved({'\x1b[2J': torch.ones(1)}),
     'other.pth': saved({'state_dict': {'backbone.stages.0.0.norm1.weight': torch.ones(7)}}),
     'nan.pth': weights('mmpretrain', **{'head.fc.weight': torch.full((12, 256), torch.nan)}),
     **{f'{task}.pth': weights(task) for task in QUICK},
     # configs
     'unclosed.py': text('model = dict(\n'),
-    'leaves.py': text('import sys\nsys.exit(0)\n'),
     'comment.py': text('# nothing\n'),
     'no_data.py': text("model = dict(type='RAVLT')\n"),
     'no_task.py': text("default_scope = 'mmaction'\nmodel = dict()\n"),
@@ -117,15 +114,10 @@ def bad(command, *words, slow=False):
 ROWS = [
     # configs
     bad('train.py no_such.py', "config 'no_such.py': no such file"),
-    bad('demo.py photo.png no_such.py empty.pth --out o.jpg', "config 'no_such.py': no such file"),
-    bad('analysis_tools/inspect_attention.py no_such.py none photo.png --out out', "config 'no_such.py': no such file"),
     bad('train.py unclosed.py', "config 'unclosed.py' cannot be read", 'SyntaxError'),
-    bad('train.py leaves.py', "config 'leaves.py' cannot be read", 'SystemExit'),
     bad('train.py comment.py', 'comment.py has no model, no train_dataloader, no train_cfg, no optim_wrapper.'),
-    bad('train.py no_data.py', 'no_data.py has no train_dataloader'),
     bad('test.py no_data.py empty.pth', 'no_data.py has no test_dataloader, no test_cfg, no test_evaluator.'),
     bad('demo.py photo.png no_task.py empty.pth --out o.jpg', "default_scope = 'mmaction' is none of mmdet, mmseg"),
-    bad('demo.py photo.png no_data.py empty.pth --out o.jpg', 'default_scope = None is none of mmdet, mmseg'),
     bad('analysis_tools/inspect_attention.py no_task.py none photo.png --out out', 'none of mmdet, mmseg, mmpretrain'),
     bad('analysis_tools/inspect_attention.py resnet.py none photo.png --out out', 'ResNet has no attention', slow=True),
     # settings of configs: whatever stumbles over them, before or while a model is built
@@ -134,10 +126,7 @@ ROWS = [
     bad('train.py {mmdet} --auto-scale-lr', '--auto-scale-lr: ', 'auto_scale_lr.base_batch_size'),
     bad(f'{TRAIN} --cfg-options train_dataloader.batch_size=-2', 'r.batch_size = -2 has to be an integer from 1 up'),
     bad(f'{TRAIN} --cfg-options model.backbone.arch=huge', 'arch', 'huge', slow=True),
-    bad(f'{TRAIN} --cfg-options model.backbone.depth=3', "unexpected keyword argument 'depth'", slow=True),
-    bad(f'{TRAIN} --cfg-options model.backbone.type=RAVLTT', 'RAVLTT', slow=True),
     bad(f'{TRAIN} --cfg-options model.head.num_classes=1', 'num_classes = 1 of the head is too small', slow=True),
-    bad(f'{TRAIN} --cfg-options optim_wrapper.optimizer.lr=-1', 'Invalid learning rate: -1', slow=True),
     bad(
         'train.py {mmseg} --data-root ade --work-dir work --cfg-options model.decode_head.num_classes=3',
         'num_classes = 3 of the head is too small for the 10 classes',
@@ -156,14 +145,12 @@ ROWS = [
         "'foo'",
     ),
     bad(f'{FLOPS} --cfg-options model.backbone.arch=foo', "'foo'"),
-    bad(f'{EXPORT} torchscript --out o.pt --shape 16 64', '--shape 16 64: a side has 32 pixels at least'),
     bad(f"{LOOK} --cfg-options model.backbone.stage_attns='rala,rala,rala,ralla'", "unknown attention 'ralla'"),
     # places
     bad('train.py {mmdet} --work-dir file', "work dir 'file' cannot be written: File exists"),
     bad('train.py {mmdet} --work-dir /proc', "work dir '/proc' cannot be written: "),  # for root, too
     bad('train.py {mmdet} --data-root nowhere', "train_dataloader.dataset.data_root = 'nowhere': no such folder"),
     bad('train.py {mmdet} --data-root empty', "no such file 'empty/annotations/instances_train2017.json'"),
-    bad('train.py {mmseg} --data-root empty', "train_dataloader.dataset.data_prefix.img_path = 'images/training'"),
     bad('swap_backbone.py mmdet::a/b.py ravlt_t --out empty', "--out 'empty' cannot be written: Is a directory."),
     bad('swap_backbone.py nowhere.py ravlt_t --out o.py', "UPSTREAM is 'nowhere.py': no such file"),
     bad(
@@ -175,11 +162,9 @@ ROWS = [
     bad('test.py {mmdet} no.pth', "checkpoint 'no.pth': no such file."),
     bad('test.py {mmdet} empty', "checkpoint 'empty': a folder, not a file."),
     bad('test.py {mmdet} pipe', "checkpoint 'pipe': a pipe or a device, not a file."),
-    bad('test.py {mmdet} mmlinattn://no_such', 'no_such', 'ravlt_b'),
     bad('train.py {mmdet} --resume no.pth', "--resume 'no.pth': no such file"),
     bad('train.py {mmdet} --cfg-options load_from=no.pth', "load_from 'no.pth': no such file"),
     bad(f'{DEMO} no.pth --out o.jpg', "checkpoint 'no.pth': no such file"),
-    bad(f'{INSPECT} other.pth photo.png --out out', 'does not fit the backbone of the config'),
     bad('convert_checkpoint.py page.pth o.pth --config {mmpretrain}', 'page.pth is a web page, not a checkpoint'),
     bad('convert_checkpoint.py mmpretrain.pth empty --config {mmpretrain}', 'DST empty is a folder; name a file in it'),
     bad(
@@ -192,8 +177,6 @@ ROWS = [
     bad(f'{TEST} code.pth {TESTED}', 'code.pth', 'is not known to be harmless', slow=True),
     bad(f'{DEMO} code.pth --out o.jpg', 'is not known to be harmless', slow=True),
     bad('convert_checkpoint.py code.pth o.pth --config {mmpretrain}', 'is not known to be harmless'),
-    bad(f'{TEST} none.pth {TESTED}', 'none.pth', 'holds a NoneType, not a state dict', slow=True),
-    bad(f'{TEST} screen.pth {TESTED}', 'a key that is no printable string', slow=True),
     bad(f'{TEST} other.pth {TESTED}', 'other.pth', slow=True),
     bad(
         f'{DEMO} nan.pth --out o.jpg',
@@ -226,17 +209,12 @@ ROWS = [
         )
         for task in QUICK
     ),
-    bad(f'{LOOK} --query 200 10', 'query 200 10 is outside of photo (140 x 90 pixels)'),
     bad(f'{LOOK} --num-queries 1', '--num-queries 1 has to be at least 2'),
     bad(f'{LOOK} --shape 16 64', '--shape 16 64: height and width have to be at least 32'),
     bad(f'{LOOK} --device abacus', '--device abacus'),
-    bad(f'{INSPECT} none gone.png --out out', "image 'gone.png': no such file"),
-    bad(f'{INSPECT} none notes.png --out out', 'cannot be read as an image'),
     bad(f'{INSPECT} none photo.png --out file', "--out 'file' cannot be written"),
-    bad(f'{FLOPS} --shape 16 480', 'shape 16 480'),
     bad(f'{EXPORT} torchscript --out o.pt --batch 0', '--batch 0 has to be at least 1'),
     bad(f'{EXPORT} openvino --out graph.ir', "--out 'graph.ir' has to end with .xml for --format openvino"),
-    bad(f'{EXPORT} torchscript --out o.pt --dtype int8', '--dtype int8: weights are quantised by ONNX Runtime'),
     bad(f'{EXPORT} onnx --out o.onnx --dtype bfloat16', '--dtype bfloat16: ONNX Runtime has no kernels for it on CPUs'),
     bad(f'{EXPORT} torchscript --out empty', "--out 'empty' is a folder"),
     bad(f'{EXPORT} torchscript --out no/such/graph.pt', "--out 'no/such/graph.pt': its folder does not exist"),
