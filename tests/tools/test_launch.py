@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -19,11 +20,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 TOOL = Path(__file__).resolve().parents[2] / 'tools' / 'launch.py'
 
 
-def failed(exitcode):
+class Failed(ChildFailedError):
     """The second of two processes ended first, with an exit code or minus the number of a signal."""
-    error = ChildFailedError.__new__(ChildFailedError)
-    error.get_first_failure = lambda: (1, SimpleNamespace(exitcode=exitcode, pid=4321))
-    return error
+
+    def __init__(self, exitcode):
+        self.get_first_failure = lambda: (1, SimpleNamespace(exitcode=exitcode, pid=4321))
 
 
 @pytest.mark.parametrize(
@@ -31,25 +32,19 @@ def failed(exitcode):
     [
         (None, 0, ''),
         (SignalException('stopped', signal.SIGTERM), 143, ''),
-        (failed(1), 1, ''),
-        (failed(-9), 137, 'error: process 1 of the run (pid 4321) was ended by signal 9.\n'),
+        (Failed(1), 1, ''),
+        (Failed(-9), 137, 'error: process 1 of the run (pid 4321) was ended by signal 9.\n'),
     ],
     ids=['good', 'SIGTERM', 'exit status 1', 'killed'],
 )
 def test_the_exit_status_is_that_of_the_run(monkeypatch, capsys, end, status, line):
-    called = []
-
-    def torchrun(arguments):
-        called.append(arguments)
-        if end is not None:
-            raise end
-
+    torchrun = mock.Mock(side_effect=end)
     monkeypatch.setenv('MMLINATTN_LAUNCHED', 'of a run before')
     run = runpy.run_path(str(TOOL))['run']
     monkeypatch.setitem(run.__globals__, 'main', torchrun)
     before = time.time()
     assert run(['--nproc_per_node=2', 'train.py']) == status
-    assert called == [['--nproc_per_node=2', 'train.py']]
+    torchrun.assert_called_once_with(['--nproc_per_node=2', 'train.py'])
     assert capsys.readouterr().err == line
     assert before <= float(os.environ['MMLINATTN_LAUNCHED']) <= time.time()
 
@@ -125,11 +120,14 @@ def test_processes_and_gpus(script):
     assert '--nproc_per_node=3' in lines and lines[0] == f'PYTHONPATH={TOOLS}/..:/mine'
     status, lines, said = script('dist_train.sh', 'config.py', 3, GPUS_HERE='2')
     assert (status, lines, said) == (1, [], 'error: 3 GPUs asked for, and this machine has 2.\n')
-    for number in ('0', '-1', 'two', '2.0'):
-        status, lines, said = script('dist_train.sh', 'config.py', number)
-        assert (status, lines, said) == (2, [], f"error: GPUS = '{number}' has to be a number from 1 up.\n")
-    status, lines, said = script('dist_train.sh', 'config.py', 1, MAX_RESTARTS='-1')
-    assert (status, lines, said) == (2, [], "error: MAX_RESTARTS = '-1' has to be a number from 0 up.\n")
+    for number, restarts in (('0', ''), ('two', ''), ('2.0', ''), ('1', '-1')):
+        status, lines, said = script('dist_train.sh', 'config.py', number, MAX_RESTARTS=restarts)
+        wrong = (
+            f"MAX_RESTARTS = '{restarts}' has to be a number from 0"
+            if restarts
+            else f"GPUS = '{number}' has to be a number from 1"
+        )
+        assert (status, lines, said) == (2, [], f'error: {wrong} up.\n')
 
 
 def test_a_port_that_is_taken(script):
