@@ -5,33 +5,44 @@ import json
 import os
 import random
 import re
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ROOT / 'tools'
 
 
-def environment():
+# A quick-start config for a run that is stopped: few epochs on a data set beside it, held by ``hold.py``.
+HELD = """
+_base_ = {base!r}
+train_cfg = dict(max_epochs=3, val_interval=3)
+train_dataloader = dict(batch_size={batch}, num_workers=1, dataset=dict(data_root='shapes'))
+val_dataloader = dict(num_workers=1, dataset=dict(data_root='shapes'))
+test_dataloader = val_dataloader
+default_hooks = dict(logger=dict(interval=1))
+log_processor = dict(window_size=1)
+custom_imports = dict(imports=['mmlinattn', 'hold'], allow_failed_imports=False)
+custom_hooks = [*_base_.custom_hooks, dict(type='HoldHook')]
+"""
+
+
+def environment(**more):
     """PYTHONPATH lets the tools of other packages find this checkout too, and configs the hook that holds a run."""
     folders = [str(ROOT), str(ROOT / 'tests'), str(ROOT / 'tests' / 'lean'), os.environ.get('PYTHONPATH')]
     path = os.pathsep.join(filter(None, folders))
-    return dict(
-        os.environ,
-        PYTHONPATH=path,
-        OMP_NUM_THREADS='1',
-        CUDA_VISIBLE_DEVICES='',
-        PYTHON=sys.executable,
-    )
+    own = dict(PYTHONPATH=path, OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES='', PYTHON=sys.executable, PORT=free_port())
+    return {**os.environ, **own, **{key: str(value) for key, value in more.items()}}
 
 
 def run(*command, cwd, status=0, **env):
     done = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
-        env=dict(environment(), **env),
+        env=environment(**env),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -39,6 +50,29 @@ def run(*command, cwd, status=0, **env):
     )
     assert done.returncode == status, done.stdout[-3000:]
     return done.stdout
+
+
+def start(*command, cwd, **env):
+    """The same as a process at work, in a group of its own; held in the iteration ``HOLD``."""
+    return subprocess.Popen(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=environment(**env),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        # what a shell starts in the background ignores it, and so would the tool
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def wait_for(process, condition):
+    deadline = time.monotonic() + 200
+    while not condition():
+        assert process.poll() is None, process.stdout.read()[-3000:]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def python(script, *args, **kwargs):

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'tools'))
-from test_stopping import NUM_ITERS, env, place, weights  # noqa: F401
-from tool_runs import TOOLS, free_port, losses
+from test_stopping import NUM_ITERS, place, weights  # noqa: F401
+from tool_runs import TOOLS, environment, free_port, losses
 
 PATH = f'{os.environ["PATH"]}:/usr/sbin:/sbin'
 MISSING = [name for name in ('munged', 'slurmctld', 'slurmd', 'srun') if shutil.which(name, path=PATH) is None]
@@ -34,8 +34,9 @@ exit $status
 def slurm(tmp_path_factory, place):  # noqa: F811
     """Runs a command in the place, beside the daemons."""
     folder, script = tmp_path_factory.mktemp('slurm'), Path(__file__).with_name('cluster.sh')
-    variables = dict(env(), PATH=PATH, SLURM_CONF=str(folder / 'slurm.conf'))
-    variables.update(GPUS='2', GPUS_PER_NODE='0', CPUS_PER_TASK='1', MASTER_PORT=free_port())
+    variables = environment(
+        PATH=PATH, SLURM_CONF=folder / 'slurm.conf', GPUS=2, GPUS_PER_NODE=0, CPUS_PER_TASK=1, MASTER_PORT=free_port()
+    )
 
     def run(*command, **more):
         words = [str(word) for word in command]

@@ -4,33 +4,20 @@
 import os
 import pickle
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from tool_runs import ROOT, TOOLS, environment, in_one_process, losses, python, run
+from tool_runs import HELD, ROOT, TOOLS, in_one_process, losses, python, run, start, wait_for
 
 mmdet = pytest.importorskip('mmdet')
 pytestmark = [pytest.mark.slow, pytest.mark.roundtrip]
 
 UPSTREAM_TOOLS = Path(mmdet.__file__).parent / '.mim' / 'tools'
 NUM_ITERS = 9  # 3 epochs of 3 batches
-CONFIG = """
-_base_ = {base!r}
-max_epochs = 3
-data_root = {data!r}
-train_cfg = dict(max_epochs=max_epochs, val_interval=max_epochs)
-train_dataloader = dict(batch_size=4, num_workers=1, dataset=dict(data_root=data_root))
-val_dataloader = dict(num_workers=1, dataset=dict(data_root=data_root))
-test_dataloader = val_dataloader
-val_evaluator = dict(ann_file=data_root + '/annotations/instances_val2017.json')
+EVALUATOR = """
+val_evaluator = dict(ann_file='shapes/annotations/instances_val2017.json')
 test_evaluator = val_evaluator
-default_hooks = dict(logger=dict(interval=1))
-log_processor = dict(window_size=1)
-custom_imports = dict(imports=['mmlinattn', 'hold'], allow_failed_imports=False)
-custom_hooks = [*_base_.custom_hooks, dict(type='HoldHook')]
 """
 
 
@@ -44,8 +31,7 @@ def place(tmp_path_factory):
         cwd=folder,
     )
     base = str(ROOT / 'configs' / 'mmdet' / 'ravlt_shapes_quickstart.py')
-    text = CONFIG.format(base=base, data=str(folder / 'shapes'))
-    (folder / 'config.py').write_text(text)
+    (folder / 'config.py').write_text(HELD.format(base=base, batch=4) + EVALUATOR)
     return folder
 
 
@@ -62,20 +48,10 @@ def trained(place):
 @pytest.mark.skipif(os.name != 'posix', reason='kills a process group')
 def test_killed_training_resumes_with_the_same_losses(place, trained):
     cut = place / 'cut'
-    process = subprocess.Popen(
-        [sys.executable, str(TOOLS / 'train.py'), 'config.py', '--work-dir', 'cut'],
-        cwd=place,
-        env=dict(environment(), HOLD='5'),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    deadline = time.monotonic() + 200
-    while len(losses(cut)) < 4:  # in the middle of the second epoch
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+    process = start(sys.executable, TOOLS / 'train.py', 'config.py', '--work-dir', 'cut', cwd=place, HOLD=5)
+    wait_for(process, lambda: len(losses(cut)) == 4)  # in the middle of the second epoch
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.communicate()
     assert (cut / 'last_checkpoint').read_text().endswith('epoch_1.pth')
 
     out = python(TOOLS / 'train.py', 'config.py', '--work-dir', 'cut', '--resume', cwd=place)

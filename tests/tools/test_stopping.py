@@ -11,25 +11,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from tool_runs import ROOT, TOOLS, environment, free_port, losses, run
+from tool_runs import HELD, ROOT, TOOLS, free_port, losses, run, start, wait_for
 
 pytest.importorskip('mmpretrain')
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name != 'posix', reason='signals')]
 
 NUM_ITERS = 12  # of two processes: 3 epochs of 4 batches
-CONFIG = """
-_base_ = {base!r}
+SMALL = """
 arch = dict(embed_dims=(16, 16, 32, 32), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 2))
 model = dict(backbone=dict(arch=arch, norm_cfg=dict(type='SyncBN')), neck=dict(in_channels=32))
-train_cfg = dict(max_epochs=3, val_interval=3)
-train_dataloader = dict(batch_size=3, num_workers=1, dataset=dict(data_root={data!r}))
-val_dataloader = dict(batch_size=6, num_workers=1, dataset=dict(data_root={data!r}))
-test_dataloader = val_dataloader
-default_hooks = dict(logger=dict(interval=1))
-log_processor = dict(window_size=1)
-custom_imports = dict(imports=['mmlinattn', 'hold'], allow_failed_imports=False)
-custom_hooks = [*_base_.custom_hooks, dict(type='HoldHook')]
 """
+TRAIN = 'bash', TOOLS / 'dist_train.sh', 'config.py'
 
 
 @pytest.fixture(scope='module')
@@ -40,40 +32,8 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp('stopping')
     write_dataset(str(folder / 'shapes'), DatasetSpec('imagenet', 24, 12, size=(64, 64)))
     base = str(ROOT / 'configs' / 'mmpretrain' / 'ravlt_shapes_quickstart.py')
-    (folder / 'config.py').write_text(CONFIG.format(base=base, data=str(folder / 'shapes')))
+    (folder / 'config.py').write_text(HELD.format(base=base, batch=3) + SMALL)
     return folder
-
-
-def env(**more):
-    more = dict(dict(PORT=free_port()), **more)
-    return dict(environment(), **{key: str(value) for key, value in more.items()})
-
-
-def train(place, *words):
-    """Two processes, to the end."""
-    return run('bash', TOOLS / 'dist_train.sh', 'config.py', 2, *words, cwd=place, **env())
-
-
-def start(place, *command, **more):
-    """The same as a process at work, in a group of its own; held in the iteration ``HOLD``."""
-    return subprocess.Popen(
-        [str(word) for word in command],
-        cwd=place,
-        env=env(**more),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
-def wait_for(process, condition, seconds=200):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert process.poll() is None, process.stdout.read()[-3000:]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def descendants(pid):
@@ -101,9 +61,8 @@ def weights(path):
 @pytest.fixture(scope='module')
 def whole(place):
     """The undisturbed run of two processes, on a machine each: what two processes of one machine have to do as well."""
-    port = free_port()
-    command = ['bash', TOOLS / 'dist_train.sh', 'config.py', '1', '--work-dir', 'whole']
-    nodes = [start(place, *command, NNODES=2, NODE_RANK=rank, MASTER_ADDR='127.0.0.1', PORT=port) for rank in (1, 0)]
+    more = dict(cwd=place, NNODES=2, MASTER_ADDR='127.0.0.1', PORT=free_port())
+    nodes = [start(*TRAIN, 1, '--work-dir', 'whole', NODE_RANK=rank, **more) for rank in (1, 0)]
     outs = [node.communicate(timeout=300)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outs
     assert sorted(losses(place / 'whole')) == list(range(1, NUM_ITERS + 1)), outs
@@ -112,12 +71,10 @@ def whole(place):
 
 @pytest.mark.parametrize('processes', [1, 2])
 def test_ctrl_c_is_one_line(place, processes):
-    command = [sys.executable, TOOLS / 'train.py', 'config.py']
-    if processes > 1:
-        command = ['bash', TOOLS / 'dist_train.sh', 'config.py', processes]
+    command = [*TRAIN, processes] if processes > 1 else [sys.executable, TOOLS / 'train.py', 'config.py']
     name = f'key{processes}'
     at = 2 + 8 // processes  # in the second epoch
-    process = start(place, *command, '--work-dir', name, HOLD=at)
+    process = start(*command, '--work-dir', name, cwd=place, HOLD=at)
     wait_for(process, lambda: len(losses(place / name)) == at - 1)
     running = descendants(process.pid)
     began = time.monotonic()
@@ -136,8 +93,8 @@ def test_ctrl_c_is_one_line(place, processes):
 
 
 def test_sigterm_to_two_processes_saves_in_the_middle_of_an_epoch(place, whole):
-    command = ['bash', TOOLS / 'dist_train.sh', 'config.py', 2, '--work-dir', 'term']
-    process = start(place, *command, HOLD=6)  # in the second of three epochs
+    command = [*TRAIN, 2, '--work-dir', 'term']
+    process = start(*command, cwd=place, HOLD=6)  # in the second of three epochs
     wait_for(process, lambda: len(losses(place / 'term')) == 5)
     running = descendants(process.pid)
     process.terminate()  # the launcher hands it on
@@ -148,7 +105,7 @@ def test_sigterm_to_two_processes_saves_in_the_middle_of_an_epoch(place, whole):
     assert_gone(running)
     assert (place / 'term' / 'last_checkpoint').read_text().endswith('stopped.pth')
 
-    out = train(place, '--work-dir', 'term', '--resume')
+    out = run(*command, '--resume', cwd=place)
     assert out.count('SyncBatchNorm layers are trained as BatchNorm') == 1
     assert losses(place / 'term') == losses(whole)
     ours, theirs = weights(place / 'term' / 'epoch_3.pth'), weights(whole / 'epoch_3.pth')
@@ -159,8 +116,7 @@ def test_a_worker_that_dies_does_not_end_the_run(place, whole):
     (place / 'died').mkdir()
     (place / 'died' / 'last_checkpoint').write_text('of/another/run.pth')
     os.utime(place / 'died' / 'last_checkpoint', (1, 1))
-    command = ['bash', TOOLS / 'dist_train.sh', 'config.py', 2, '--work-dir', 'died']
-    process = start(place, *command, HOLD=7, MAX_RESTARTS=3)
+    process = start(*TRAIN, 2, '--work-dir', 'died', cwd=place, HOLD=7, MAX_RESTARTS=3)
     wait_for(process, lambda: len(losses(place / 'died')) == 6)
     ranks = [pid for pid, line in descendants(process.pid).items() if 'train.py' in line and 'launch.py' not in line]
     os.kill(min(ranks), signal.SIGKILL)
@@ -173,5 +129,5 @@ def test_a_worker_that_dies_does_not_end_the_run(place, whole):
 
 def test_two_processes_test_a_checkpoint(place, whole):
     command = ['bash', TOOLS / 'dist_test.sh', 'config.py', whole / 'epoch_3.pth', 2, '--work-dir', 'tested']
-    out = run(*command, cwd=place, **env())
+    out = run(*command, cwd=place)
     assert 'no GPU here, 2 processes on the CPU' in out and 'Epoch(test) [1/1]' in out
