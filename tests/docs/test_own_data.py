@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The page on data of one's own, followed from the folder to a test, with the smallest backbone on a few images."""
+"""The page on data of one's own, followed from the folder to a test, and the downstream example on the same data; with
+the smallest backbone on a few images."""
 
 import re
 import subprocess
@@ -9,7 +10,6 @@ import pytest
 from tool_runs import ROOT, TOOLS, in_one_process
 
 SMALL = [
-    'load_from=None',
     'model.backbone.init_cfg=None',
     'model.backbone.arch=tiny',
     'model.neck.in_channels=[64,128,256,512]',
@@ -22,6 +22,7 @@ SMALL = [
     'model.train_cfg.rpn_proposal.max_per_img=20',
     'model.test_cfg.rpn.max_per_img=20',
 ]
+FRUIT = [f'{part}_dataloader.dataset.metainfo.classes=(disc,square)' for part in ('train', 'val', 'test')]
 
 
 @pytest.mark.slow
@@ -33,10 +34,12 @@ def test_page_on_own_data(tmp_path):
     subprocess.run(['bash', '-euo', 'pipefail', '-c', commands], cwd=tmp_path, check=True, capture_output=True)
     (tmp_path / 'mine.py').write_text(re.search(r'```python\n(.*?)```', page, re.S)[1])
     train, test = str(TOOLS / 'train.py'), str(TOOLS / 'test.py')
+    downstream = str(ROOT / 'docs' / 'examples' / 'downstream' / 'fruit_detector.py')
     jobs = dict(
-        train=[[train, 'mine.py', '--cfg-options', *SMALL]],
-        test=[[test, 'mine.py', 'work_dirs/mine/epoch_1.pth', '--cfg-options', *SMALL[2:]]],
+        train=[[train, 'mine.py', '--cfg-options', 'load_from=None', *SMALL]],
+        test=[[test, 'mine.py', 'work_dirs/mine/epoch_1.pth', '--cfg-options', *SMALL]],
+        downstream=[[train, downstream, '--data-root', 'data/mine', '--cfg-options', *SMALL, *FRUIT]],
     )
     printed, errors = in_one_process(jobs, tmp_path)
-    assert not any(errors.values()), printed['train'][-3000:] + printed['test'][-3000:]
-    assert 'coco/segm_mAP' in printed['test']
+    assert not any(errors.values()), ''.join(printed.values())[-6000:]
+    assert 'coco/segm_mAP' in printed['test'] and 'coco/segm_mAP' in printed['downstream']
