@@ -15,7 +15,8 @@ from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor, nn
 
 from ..apis.class_names import class_names
-from ..checkpoints.states import fit_backbone, fit_state, model_state, some, strip_prefix
+from ..checkpoints.convert import convert_state
+from ..checkpoints.states import LoadReport, some
 from ..utils.building import build_model
 from ..utils.errors import RunError
 
@@ -105,14 +106,12 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', backbone: Opti
 def _load(model: nn.Module, path: str, partly: bool) -> Optional[dict]:
     """Load what fits; the checkpoint's ``meta``, where it has one."""
     checkpoint = CheckpointLoader.load_checkpoint(path, 'cpu', 'silent')
-    state, _ = model_state(checkpoint, path)
-    fits, report = fit_backbone(model.backbone, strip_prefix(state, 'backbone'))
-    lacking = report.missing + report.mismatched
-    if not fits or (lacking and not partly):
+    state, report, _ = convert_state(checkpoint, path, model)
+    of_backbone = LoadReport(*([key for key in keys if key.startswith('backbone.')] for keys in report))
+    lacking = of_backbone.missing + of_backbone.mismatched
+    if not of_backbone.loaded or (lacking and not partly):
         raise RunError(f'{path} does not fit the backbone of the config; missing or of another shape: {some(lacking)}')
-    model.backbone.load_state_dict(fits, strict=False)
-    rest = {key: value for key, value in state.items() if not key.startswith('backbone.')}
-    model.load_state_dict(fit_state(model.state_dict(), rest)[0], strict=False)
+    model.load_state_dict(state, strict=False)
     return checkpoint.get('meta') if isinstance(checkpoint, dict) else None
 
 

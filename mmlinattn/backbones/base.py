@@ -15,11 +15,12 @@ from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..checkpoints.loading import is_pretrained, load_pretrained
+from ..checkpoints.loading import load_pretrained
 from ..layers import FactorisedLinear, build_ffn
 from ..ops import dispatch
 from ..ops.dispatch import serves_ones
 from ..ops.tensors import to_contiguous_image
+from ..utils.building import is_pretrained
 from .arch import Arch, Spec, check_count, check_type
 
 

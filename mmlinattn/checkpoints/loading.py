@@ -9,7 +9,6 @@ from mmengine.model import update_init_info
 from mmengine.runner import CheckpointLoader
 from torch import nn
 
-from ..utils.building import is_pretrained  # noqa: F401, of backbones.base
 from ..utils.errors import CheckpointError
 from .states import LoadReport, backbone_state, fit_backbone, not_finite, some, state_dict_of
 

@@ -104,16 +104,8 @@ def _built(cfg: dict) -> torch.nn.Module:
 
 
 def through(parts: Any, maps: Sequence[FeatureMap], size: tuple[int, int]) -> Optional[list[FeatureMap]]:
-    """What a neck, several after each other, or a head makes of maps.
-
-    Args:
-        parts: Config, or a list of configs; empty gives the maps as they are.
-        size: Height and width of the image.
-        maps: Stride None stands for tokens, (B, C).
-
-    Returns:
-        Maps; None where it does not run on such maps, or gives something else.
-    """
+    """What a neck or several after each other make of the maps of an image ``size``; None where they do not run on such
+    maps, or give something else."""
     parts = parts if isinstance(parts, (list, tuple)) else [parts] if parts else []
     shapes = [(2, out.channels, *([-(-side // out.stride) for side in size] if out.stride else [])) for out in maps]
     outs: Any = tuple(map(torch.rand, shapes))

@@ -20,12 +20,7 @@ Read = Optional[Sequence[bool]]
 
 
 class Plan(NamedTuple):
-    """A network with another backbone.
-
-    Attributes:
-        network: Its config.
-        remark: What is to be said of it beyond the changed values; '' for nothing.
-    """
+    """A network with another backbone, and what is to be said of it beyond the changed values."""
 
     network: dict
     remark: str = ''
@@ -36,17 +31,7 @@ Way = Callable[..., Plan]
 
 
 def ways(network: dict, measured: Measured, backbone: ZooBackbone, task: str) -> list[Way]:
-    """How a backbone goes into a network.
-
-    Args:
-        network: Its config, with ``backbone`` and perhaps ``neck``.
-        measured: The maps of its backbone.
-        backbone: What is put in.
-        task: ``mmdet``, ``mmseg`` or ``mmpretrain``.
-
-    Returns:
-        One way or several; none where maps have no stride.
-    """
+    """How a backbone goes into a network whose backbone gives the measured maps: none where these have no stride."""
     here = _Place(network, measured.maps, measured.size, backbone)
     if task == 'mmpretrain':
         return here.for_classifiers()

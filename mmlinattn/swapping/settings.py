@@ -9,7 +9,7 @@ from ..utils.files import project_files
 from ..utils.registering import bare_name
 from .upstream import Upstream
 from .writing import Code
-from .zoo import ZooBackbone, plain_dict, recipe
+from .zoo import ZooBackbone, recipe
 
 # What the released weights were trained with: ImageNet's, RGB
 MEAN, STD = [123.675, 116.28, 103.53], [58.395, 57.12, 57.375]
@@ -45,11 +45,11 @@ def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tu
     )
     runtime = Config.fromfile(str(project_files('configs') / '_base_' / 'default_runtime.py'))
     known = {bare_name(hook['type']) for hook in source.cfg.get('custom_hooks') or []}  # as where it was swapped before
-    hooks = [plain_dict(hook) for hook in runtime.custom_hooks if hook.type not in known]
+    hooks = [hook for hook in runtime.to_dict()['custom_hooks'] if hook['type'] not in known]
     settings['custom_hooks'] = [Code('*_base_.custom_hooks'), *hooks] if known else hooks
     if source.cfg.get('load_from') is not None:
         settings['load_from'] = None
-    upstream = plain_dict(source.cfg.get('optim_wrapper') or {})
+    upstream = source.cfg.to_dict().get('optim_wrapper') or {}
     if keep_optimizer or not upstream.get('optimizer'):
         return settings, remarks
     head = source.model.get('decode_head')
@@ -57,7 +57,7 @@ def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tu
     kinds = source.model.get('type'), head.get('type') if isinstance(head, dict) else None
     preferred = 'fpn_80k' if 'FPNHead' in kinds else 'retinanet_1x' if 'RetinaNet' in kinds else None
     paper = recipe(new.name, source.task, preferred)
-    ours = plain_dict(paper.optim_wrapper)
+    ours = paper.optim_wrapper.to_dict()
     ours['optimizer'].pop('_scope_', None)
     wrapper: dict[str, Any] = dict(type='OptimWrapper', optimizer=ours['optimizer'])
     # what upstream says of its own heads stays; the backbone trains at the full rate, as the paper has it
@@ -88,8 +88,8 @@ def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tu
 
 def _rescaled(cfg: Config, factor: float) -> Optional[list]:
     """Schedules that end at a rate of their own, in proportion to the new one; None where none does."""
-    given = cfg.get('param_scheduler') or []
-    schedulers = plain_dict([given] if isinstance(given, dict) else list(given))
+    given = cfg.to_dict().get('param_scheduler') or []
+    schedulers = [given] if isinstance(given, dict) else list(given)
     ends = [(each, key) for each in schedulers for key in ('eta_min', 'eta_max') if each.get(key)]
     for each, key in ends:
         each[key] = float(f'{each[key] * factor:.3g}')

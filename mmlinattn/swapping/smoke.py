@@ -41,14 +41,9 @@ class TrialError(RunError):
 
 
 def try_model(network: dict, source: Upstream, size: tuple[int, int], optim_wrapper: Optional[dict] = None) -> Trial:
-    """Build a network, train it for a step, let it predict.
+    """Build a network without the weights that it names, train it for a step on images ``size``, let it predict.
 
-    Args:
-        network: Its config; weights that it names are not loaded.
-        source: Says the task and what the data is.
-        size: Height and width of the images.
-        optim_wrapper: Config of the optimizer; None takes plain SGD. Where modules of the network share parameters, it
-            is told so.
+    ``optim_wrapper`` None takes plain SGD. Where modules of the network share parameters, it is told so.
 
     Raises:
         TrialError: It cannot be built, or does not train.

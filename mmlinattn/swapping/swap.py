@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from pathlib import Path
-from typing import Any, NamedTuple, Optional, Union
+from typing import NamedTuple, Optional, Union
 
 from mmengine.config import Config
 
@@ -12,7 +12,7 @@ from .settings import normalise, settings_for
 from .smoke import Trial, TrialError, try_model
 from .upstream import NoPlace, Upstream, read_upstream, together
 from .writing import changes, difference, statement
-from .zoo import ZooBackbone, find_backbone, plain_dict
+from .zoo import ZooBackbone, find_backbone
 
 
 class Swapped(NamedTuple):
@@ -41,9 +41,6 @@ def swap_backbone(
         backbone: Stem of our configs: ``ravlt_t``, ``inline_swin_s``, ``flatten_pvt_v2_b1``.
         out: File to write; None writes none.
         keep_optimizer: Leave upstream's optimizer in place of the one the paper trained the backbone with.
-
-    Returns:
-        Swapped: The config and what is to be said of it.
 
     Raises:
         NoPlace: The network has no place for a pyramid of maps.
@@ -149,14 +146,10 @@ def _text(source: Upstream, backbone: str, before: dict, model: dict, settings: 
 
 def _said_of(settings: dict, upstream: Config) -> list[str]:
     """What the settings change, a line each."""
-    said = []
-    for key in ('optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'load_from'):
-        given: Any = plain_dict(upstream.get(key))
-        given = [given] if key == 'param_scheduler' and isinstance(given, dict) else given
-        given = (
-            dict(type='OptimWrapper', **(given or {}))
-            if key == 'optim_wrapper' and 'type' not in (given or {})
-            else given
-        )
-        said += changes(given, settings[key], key) if key in settings else []
+    old = upstream.to_dict()
+    old['optim_wrapper'] = dict(dict(type='OptimWrapper'), **(old.get('optim_wrapper') or {}))
+    if isinstance(old.get('param_scheduler'), dict):
+        old['param_scheduler'] = [old['param_scheduler']]
+    keys = ('optim_wrapper', 'param_scheduler', 'auto_scale_lr', 'load_from')
+    said = [line for key in keys if key in settings for line in changes(old.get(key), settings[key], key)]
     return [*said, "custom_hooks, custom_imports: this project's, beside upstream's"]

@@ -13,7 +13,6 @@ from mmengine.utils import get_installed_path
 from ..apis.configs import PIP_NAMES, read_config
 from ..utils.errors import RunError
 from ..utils.registering import bare_name
-from .zoo import plain_dict
 
 # Backbones that only their own heads understand, and why
 _OWN_HEADS = {
@@ -51,10 +50,10 @@ class Upstream(NamedTuple):
     @property
     def model(self) -> dict:
         """The model as Python's own dicts, a copy."""
-        model = plain_dict(self.cfg.model)
-        preprocessor = self.cfg.get('data_preprocessor')
-        if preprocessor is not None and not model.get('data_preprocessor'):
-            model['data_preprocessor'] = plain_dict(preprocessor)
+        cfg = self.cfg.to_dict()
+        model = cfg['model']
+        if cfg.get('data_preprocessor') and not model.get('data_preprocessor'):
+            model['data_preprocessor'] = cfg['data_preprocessor']
         return model
 
     @property
@@ -133,10 +132,7 @@ def _find(node: Any, wanted: dict) -> Optional[dict]:
 
 
 def read_upstream(spec: str) -> Upstream:
-    """Read an upstream config.
-
-    Args:
-        spec: ``mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py`` or a path.
+    """Read the upstream config ``mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py``, or one by its path.
 
     Raises:
         RunError: It is not there, not readable, or of another project.

@@ -21,18 +21,12 @@ NO_READER = ('backbone', 'neck', 'train_cfg', 'test_cfg', 'data_preprocessor')
 def assign_stages(
     old: Sequence[FeatureMap], stages: Sequence[FeatureMap], deepest_last: bool
 ) -> Optional[tuple[int, ...]]:
-    """The stage that stands in for each upstream map, shallow to deep.
+    """Indices, ascending, of the stages that stand in for upstream's maps; None where these do not go from fine to
+    coarse or are too many.
 
-    By stride; of dilated networks, whose last maps share a stride, by order.
-
-    Args:
-        old: The upstream maps.
-        stages: The new ones.
-        deepest_last: The last map is to be the deepest stage, as in segmentors and classifiers, whose predictions are
-            resized anyway. Detectors tie their anchors to strides.
-
-    Returns:
-        Indices into ``stages``, ascending; None where the maps do not go from fine to coarse or are too many.
+    By stride; of dilated networks, whose last maps share a stride, by order. ``deepest_last`` takes the deepest stage
+    for the last map, as in segmentors and classifiers, whose predictions are resized anyway; detectors tie their
+    anchors to strides.
     """
     if any(a.stride is None or b.stride is None or a.stride > b.stride for a, b in zip(old, old[1:])):
         return None

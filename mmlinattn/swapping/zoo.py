@@ -88,12 +88,7 @@ def _pick(of_task: dict[str, str], task: str, preferred: Optional[str]) -> str:
 
 
 def find_backbone(name: str, task: str) -> ZooBackbone:
-    """A backbone by the stem of its configs.
-
-    Args:
-        name: E.g. ``ravlt_t``, ``inline_swin_s``, ``flatten_pvt_v2_b1``.
-        task: ``mmdet``, ``mmseg`` or ``mmpretrain``: whose config says how it is built (batch norms are synchronised in
-            detectors).
+    """A backbone by the stem of its configs, as that of the task builds it (detectors synchronise batch norms).
 
     Raises:
         RunError: There is no such backbone; the message lists those that are.
@@ -106,7 +101,7 @@ def find_backbone(name: str, task: str) -> ZooBackbone:
     order = dict.fromkeys((task, 'mmdet', 'mmseg', 'mmpretrain'))
     source = next(other for other in order if other in table[name])
     config = Config.fromfile(_pick(table[name][source], source, None))
-    cfg = {key: value for key, value in plain_dict(config.model.backbone).items() if key not in _OF_THE_TASK}
+    cfg = {key: value for key, value in config.model.backbone.to_dict().items() if key not in _OF_THE_TASK}
     cfg.pop('_scope_', None)
     checkpoint = f'mmlinattn://{name}' if name in released_checkpoints() else None
     if checkpoint is None:  # a size for larger images starts from the weights of the smaller ones
@@ -137,12 +132,3 @@ def recipe(name: str, task: str, preferred: Optional[str] = None) -> Config:
             if task in tasks and (other == prefix or other.startswith(f'{prefix}_')):
                 return Config.fromfile(_pick(tasks[task], task, preferred))
     raise RunError(f'no config in {project_files("configs")} trains a backbone for {task}')
-
-
-def plain_dict(value):
-    """MMEngine's config types as Python's own."""
-    if isinstance(value, dict):
-        return {key: plain_dict(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(plain_dict(item) for item in value)
-    return value

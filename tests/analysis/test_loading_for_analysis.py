@@ -226,7 +226,7 @@ def test_what_of_a_checkpoint_is_loaded(cfg, tmp_path):
     other = loading.load_model(cfg, saved(head__weight=torch.ones(7, 4), norm__weight=torch.full((4,), 5.0)))
     assert other.head.weight.shape == (3, 4) and other.norm.weight.tolist() == [5] * 4
     changed = {f'backbone.{name}': torch.ones(9)}
-    with pytest.raises(RunError, match=f'does not fit the backbone .*: {re.escape(name)}'):
+    with pytest.raises(RunError, match=f'does not fit the backbone .*: backbone.{re.escape(name)}'):
         loading.load_model(cfg, saved(**changed))
     cfg.model.backbone.stage_attns = ('focused',) * 4
     with pytest.raises(RunError, match='does not fit the backbone of the config; missing or of another shape'):
