@@ -5,7 +5,6 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Optional
 
-import torch
 import torch.nn.functional as F
 from einops import rearrange
 from mmcv.cnn import build_norm_layer
@@ -16,7 +15,7 @@ from typing_extensions import TypeGuard
 
 from .. import ops
 from ..ops import dispatch
-from ..ops.sizes import round_up
+from ..ops.sizes import is_known, round_up
 from ..ops.tensors import settled, to_image
 from .linear import apply_linear, has_hooks, is_just
 
@@ -103,11 +102,17 @@ def strided_conv(conv: Any, x: Tensor) -> Tensor:
     no_overlap = is_plain_conv(conv) and conv.kernel_size == conv.stride and conv.padding == (0, 0)
     if not (no_overlap and conv.groups == 1 and conv.dilation == (1, 1)):
         return conv(to_image(pad_for(conv, x))).permute(0, 2, 3, 1)
-    (height, width), (rows, columns) = x.shape[1:3], conv.kernel_size
-    x = F.pad(x, (0, 0, 0, round_up(width, columns) - width, 0, round_up(height, rows) - height))
-    x = x.unflatten(2, (-1, columns)).unflatten(1, (-1, rows))
-    x = settled(x.transpose(2, 3)).flatten(3)  # (B, h, w, rows columns C)
-    return ops.linear(x, rearrange(conv.weight, 'o i rows columns -> o (rows columns i)'), conv.bias)
+    weight = rearrange(conv.weight, 'o i rows columns -> o (rows columns i)')
+    return ops.linear(patches(x, *conv.kernel_size).flatten(3), weight, conv.bias)
+
+
+def patches(x: Tensor, rows: int, columns: int) -> Tensor:
+    """(B, H, W, C), zero-padded at the bottom and right to whole patches -> (B, h, w, rows, columns, C)."""
+    height, width = x.shape[1:3]
+    beyond = (round_up(width, columns) - width, round_up(height, rows) - height)
+    if not is_known(height, width) or any(beyond):  # padding by nothing would copy the map
+        x = F.pad(x, (0, 0, 0, beyond[0], 0, beyond[1]))
+    return settled(x.unflatten(2, (-1, columns)).unflatten(1, (-1, rows)).transpose(2, 3))
 
 
 class PatchEmbed(BaseModule):
@@ -154,11 +159,8 @@ class PatchMerging(BaseModule):
         self.reduction = nn.Linear(4 * in_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.pad(x, (0, 0, 0, 1, 0, 1))
-        first_and_second = (slice(0, -1, 2), slice(1, None, 2))  # of two neighbours; the padding is of use to odd maps
-        # order of the neighbours: down first, then right
-        x = torch.cat([x[:, rows, columns] for columns in first_and_second for rows in first_and_second], dim=-1)
-        return apply_linear(self.reduction, self.norm(x))
+        neighbours = patches(x, 2, 2).transpose(3, 4).flatten(3)  # of the four, the one below comes second
+        return apply_linear(self.reduction, self.norm(neighbours))
 
 
 # --- convolutions with a norm after each and GELU between, folded in inference ----------------------------------------
