@@ -2,14 +2,11 @@
 """A file is read as data, or refused in one line that names it; nothing in it runs."""
 
 import argparse
-import builtins
 import functools
-import gzip
 import io
 import os
 import pickle
 import re
-import subprocess
 import sys
 import types
 import warnings
@@ -26,7 +23,7 @@ from mmengine.logging import HistoryBuffer
 from mmengine.optim.scheduler import OneCycleLR
 from torch import nn
 
-from mmlinattn.checkpoints import CheckpointError, CheckpointNotFoundError, load_file, safe
+from mmlinattn.checkpoints import CheckpointError, load_file, safe
 
 
 @pytest.fixture(params=['torch list', 'own unpickler'], autouse=True)
@@ -158,9 +155,6 @@ def test_a_single_tensor_is_a_checkpoint(save):
 HOSTILE = {
     'posix.system': touch_when_loaded,
     'eval': lambda marker: Hostile(eval, f'open({str(marker)!r}, "w")'),
-    'open': lambda marker: Hostile(builtins.open, str(marker), 'w'),
-    'subprocess.Popen': lambda marker: Hostile(subprocess.Popen, ['touch', str(marker)]),
-    '__import__': lambda marker: Hostile(__import__, 'os'),
     'getattr': lambda marker: Hostile(getattr, HistoryBuffer, '__init__'),
     'functools.partial': lambda marker: functools.partial(os.system, f'touch {marker}'),
     '_pickle.loads': lambda marker: Hostile(pickle.loads, pickle.dumps(touch_when_loaded(marker))),
@@ -194,7 +188,6 @@ def zipped(content: bytes, *names: str) -> bytes:
 
 
 CONTAINERS = {
-    'gzip': (gzip.compress, 'not a checkpoint written by torch.save'),
     'a zip in which there is no pickle': (lambda content: zipped(content, 'a/weights.pth'), 'zip archive, but not'),
     'TorchScript': (lambda content: zipped(content, 'a/data.pkl', 'a/constants.pkl'), 'TorchScript program'),
     'a page': (lambda content: b'\n<!DOCTYPE html><script>', 'is a web page'),
@@ -230,10 +223,6 @@ def test_what_is_no_regular_file(tmp_path):
     (tmp_path / 'zero').symlink_to('/dev/zero')
     for name in ('pipe', 'zero'):
         assert 'is a pipe, a socket or a device' in refused(tmp_path / name)
-    torch.save({}, tmp_path / 'a.pth')
-    (tmp_path / 'link').symlink_to(tmp_path / 'a.pth')
-    assert load_file(tmp_path / 'link') == {}
-    assert issubclass(CheckpointNotFoundError, CheckpointError)
 
 
 def with_attribute(name='get') -> OrderedDict:

@@ -69,17 +69,19 @@ model = dict(type='ImageClassifier', backbone=dict(type='ResNet_CIFAR', depth=18
              neck=dict(type='GlobalAveragePooling'), pretrained='whole.pth',
              head=dict(type='LinearClsHead', num_classes=5, in_channels=512, loss=dict(type='{}')))
 load_from = 'whole.pth'
+optim_wrapper = dict(optimizer=dict(type='SGD', lr=0.1))
 """
 
 
-@pytest.mark.parametrize('name', ["it's mine.py", 'plain.py'])
-def test_a_config_of_ones_own(tmp_path, swap, name):
-    """Any path is inherited; weights of the whole go with the backbone; frozen stages are said."""
+@pytest.mark.parametrize('name, keep, optimizer', [("it's mine.py", False, 'AdamW'), ('plain.py', True, 'SGD')])
+def test_a_config_of_ones_own(tmp_path, swap, name, keep, optimizer):
+    """Any path is inherited; weights of the whole go with the backbone; frozen stages are said; optimizers may stay."""
     path = tmp_path / name
     path.write_text(CLASSIFIER.format('frozen_stages=4', 'CrossEntropyLoss'))
-    swapped, cfg = swap(str(path), 'flatten_pvt_v2_b0')
+    swapped, cfg = swap(str(path), 'flatten_pvt_v2_b0', keep_optimizer=keep)
     assert cfg.model.head.in_channels == 256 and cfg.model.pretrained is None and cfg.load_from is None
-    assert any('frozen_stages=4' in remark for remark in swapped.remarks) and 'optim_wrapper' not in cfg
+    assert any('frozen_stages=4' in remark for remark in swapped.remarks)
+    assert cfg.optim_wrapper.optimizer.type == optimizer
     assert "load_from: 'whole.pth' -> None" in swapped.changes
 
 
@@ -104,23 +106,10 @@ def test_upstreams_own_errors_are_said(tmp_path):
     assert not isinstance(error.value, NoPlace) and '\n' not in str(error.value)
 
 
-@pytest.mark.slow
-def test_maps_that_a_neck_skips_are_not_returned(swap):
-    """RetinaNet's FPN starts at the second map; parameters of the first one's norm would get no gradient."""
-    _, cfg = swap('mmdet::retinanet/retinanet_r50_fpn_1x_coco.py', 'ravlt_t')
-    assert cfg.model.backbone.out_indices == (1, 2, 3)
-    assert (cfg.model.neck.in_channels, cfg.model.neck.start_level) == ([128, 256, 512], 0)
-    cfg.model = Config(dict(model=without_pretrained(cfg.model))).model
-    train_a_step(cfg)
-
-
-@pytest.mark.slow
-def test_upstreams_optimizer_may_stay(swap):
-    _, cfg = swap('mmpretrain::resnet/resnet18_8xb16_cifar10.py', 'flatten_pvt_v2_b0', keep_optimizer=True)
-    assert (cfg.optim_wrapper.optimizer.type, cfg.optim_wrapper.optimizer.lr) == ('SGD', 0.1)
-
-
 FAMILIES = """
+# maps that a neck skips are not returned: parameters of the first one's norm would get no gradient
+mmdet::retinanet/retinanet_r50_fpn_1x_coco.py ravlt_t
+    backbone.out_indices = (1, 2, 3); neck.in_channels = [128, 256, 512]; neck.start_level = 0
 # videos
 mmdet::mask2former_vis/mask2former_r50_8xb2-8e_youtubevis2019.py flatten_pvt_v2_b0
     track_head.in_channels = [32, 64, 160, 256]
