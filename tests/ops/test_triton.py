@@ -3,11 +3,11 @@
 
 import contextlib
 import csv
+import dataclasses
 import importlib
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,6 @@ HERE = Path(__file__).resolve().parent
 
 
 CHECKS = ('triton_checks.py', 'triton_fit_checks.py', 'triton_conv_checks.py')
-every_check = pytest.mark.parametrize('check', CHECKS)
 
 
 def run_checks(check: str, *arguments: str, **environment: str) -> None:
@@ -33,23 +32,16 @@ def run_checks(check: str, *arguments: str, **environment: str) -> None:
     assert 'passed' in done.stdout and 'skipped' not in done.stdout
 
 
-INTERPRETED = dict(TRITON_INTERPRET='1', OMP_NUM_THREADS='1')
-
-
-@every_check
-def test_kernels(check):
-    run_checks(check, '-m', 'not slow', **INTERPRETED)
-
-
-@pytest.mark.slow
-@every_check
-def test_kernels_at_more_sizes(check):
-    run_checks(check, '-m', 'slow', **INTERPRETED)
-
-
-@pytest.mark.slow
-def test_the_trial_of_kernels():
-    run_checks('canary_checks.py', **INTERPRETED)
+@pytest.mark.parametrize(
+    ('check', 'marks'),
+    [
+        *((check, 'not slow') for check in CHECKS),
+        *(pytest.param(check, 'slow', marks=pytest.mark.slow) for check in CHECKS),
+        pytest.param('canary_checks.py', '', marks=pytest.mark.slow),
+    ],
+)
+def test_kernels(check, marks):
+    run_checks(check, '-m', marks, TRITON_INTERPRET='1', OMP_NUM_THREADS='1')
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
@@ -105,6 +97,7 @@ fallback = importlib.import_module('mmlinattn.ops.triton.fallback')
 @pytest.mark.parametrize('width', [16, 24, 64, 65, 128])
 def test_spans_of_the_tokens(width, dtype):
     """Each holds whole blocks of rows, but for the last; no more of them than are summed at once."""
+    padded = {16: 16, 24: 32, 64: 64, 65: 128, 128: 128}[width]
     for batch, tokens, heads in ((1, 1, 1), (2, 300, 3), (1, 1031, 1), (64, 5000, 8), (1, 66800, 1), (1, 10**6, 2)):
         plan = launch.plan(batch, tokens, heads, 16, width, dtype, 264)
         sizes, rows = plan.sizes, plan.rows['ROWS']
@@ -112,20 +105,22 @@ def test_spans_of_the_tokens(width, dtype):
         assert 1 <= plan.splits <= min(launch.MOST_SPLITS, -(-tokens // launch.FEWEST_TOKENS))
         assert (plan.splits - 1) * sizes['span'] < tokens <= plan.splits * sizes['span'] and sizes['span'] % rows == 0
         assert plan.grid == (batch * heads * plan.splits,)
-        assert plan.both == dict(D=16, E=width, WIDTH=16, WIDTH_V={16: 16, 24: 32, 64: 64, 65: 128, 128: 128}[width])
-        assert plan.widths == dict(D=16, WIDTH=16)
-    narrow, middle, wide = (32, 16, 16) if dtype == torch.float32 else (32, 32, 16)
-    expected = {16: narrow, 24: narrow, 64: middle, 65: wide, 128: wide}[width]
-    assert (rows, plan.rows['num_warps']) == (expected, 8 if width > 32 else 4)
+        assert plan.both == dict(D=16, E=width, WIDTH=16, WIDTH_V=padded) and plan.widths == dict(D=16, WIDTH=16)
+    assert rows == (32 if padded <= (32 if dtype == torch.float32 else 64) else 16)
+    assert plan.rows['num_warps'] == (8 if padded > 32 else 4)
 
 
 @pytest.mark.parametrize('at_once', [100, 264])
 def test_programs_fill_whole_waves(at_once):
     """Of a GPU that runs so many at a time."""
-    assert launch.plan(1, 66800, 1, 64, 64, torch.float16, at_once).splits >= 100  # a large map fills a GPU
-    assert launch.plan(512, 5000, 8, 64, 64, torch.float16, at_once).splits <= 2  # many images do without
-    for batch, tokens, heads in ((8, 16384, 16), (8, 4096, 16), (1, 16384, 8), (2, 60800, 1), (2, 15200, 2)):
-        programs = launch.plan(batch, tokens, heads, 64, 64, torch.float16, at_once).grid[0]
+
+    def plan(*sizes):
+        return launch.plan(*sizes, 64, 64, torch.float16, at_once)
+
+    assert plan(1, 66800, 1).splits >= 100  # a large map fills a GPU
+    assert plan(512, 5000, 8).splits <= 2  # many images do without
+    for sizes in ((8, 16384, 16), (8, 4096, 16), (1, 16384, 8), (2, 60800, 1), (2, 15200, 2)):
+        programs = plan(*sizes).grid[0]
         assert programs / at_once / -(-programs // at_once) > 0.75  # of the last wave, little is idle
 
 
@@ -192,81 +187,79 @@ def test_only_compilers_say_that_there_is_no_kernel(error, of_compiler, monkeypa
     assert caught.value is error or (caught.value.__cause__ is error and 'sum_keys: ' in str(caught.value))
 
 
-def test_what_failed_is_one_binary(monkeypatch):
+def test_what_failed_is_one_binary():
     """Not the op: others of its kernels may well compile."""
-    spec, half = launch.Attention(2, 'elu', weighted=True), torch.zeros(1, 6, 8, dtype=torch.float16)
-    q = k = v = torch.zeros(1, 6, 8)
-    mask, rotary = torch.ones(1, 6, dtype=torch.bool), torch.zeros(6, 2, 2)
+    tokens, rala = torch.zeros(1, 6, 8), launch.Attention(2, 'elu', weighted=True)
+
+    def variant(op='rala', spec=rala, x=tokens, **more):
+        return attention_op.variant_of(op, spec, x, x, x, **more)
+
     variants = [
-        attention_op.variant_of('rala', spec, q, k, v),
-        attention_op.variant_of('linear_attention', spec, q, k, v),
-        attention_op.variant_of('rala', launch.Attention(2, 'relu', weighted=True), q, k, v),
-        attention_op.variant_of('rala', launch.Attention(2, 'elu'), q, k, v),
-        attention_op.variant_of('rala', launch.Attention(1, 'elu', weighted=True), q, k, v),
-        attention_op.variant_of('rala', spec, half, half, half),
-        attention_op.variant_of('rala', spec, q.to('meta'), k, v),
-        attention_op.variant_of('rala', spec, q, k, v, mask=mask),
-        attention_op.variant_of('rala', spec, q, k, v, rotary),
-        attention_op.variant_of('focused_attention', launch.Attention(2, 'focused', power=3.0), q, k, v),
-        attention_op.variant_of('focused_attention', launch.Attention(2, 'focused', power=4.0), q, k, v),
+        variant(),
+        variant('linear_attention'),
+        *(variant(spec=dataclasses.replace(rala, kernel='focused', power=power)) for power in (3.0, 4.0)),
+        variant(spec=dataclasses.replace(rala, heads=1)),
+        variant(spec=dataclasses.replace(rala, weighted=False)),
+        variant(x=tokens.half()),
+        variant(x=tokens.to('meta')),
+        variant(mask=torch.ones(1, 6, dtype=torch.bool)),
+        variant(rotary=torch.zeros(6, 2, 2)),
     ]
     assert len(set(variants)) == len(variants)
-    assert attention_op.variant_of('rala', spec, q[:, :3], k, v) == variants[0]
+    assert variant(x=tokens[:, :3]) == variants[0]
 
 
 def test_which_gradients_lie_in_one_tensor():
-    x = torch.randn(2, 5, 48)
+    x, alone = torch.randn(2, 5, 48), torch.randn(2, 5, 16)
     q, k, v = x.split(16, dim=-1)
-    alone = torch.randn(2, 5, 16)
-    cases = [((q, k, v), 3), ((q, k, alone), 2), ((q, alone, v), 1), ((alone, k, v), 1), ((k, q, v), 1), ((q, v, k), 1)]
-    cases += [((q, x.as_strided((2, 5, 16), (240, 40, 1), 16), v), 1)]  # other steps from token to token
-    cases += [((x[..., :8], x[..., 16:24], v), 1), ((q, k, k), 2), ((q[:, :3], k, v), 1)]
-    for tensors, together in cases:
-        assert attention_op._slices_of_one(*tensors) == together
+    other_steps = x.as_strided((2, 5, 16), (240, 40, 1), 16)
+    assert attention_op._slices_of_one(q, k, v) == 3
+    assert attention_op._slices_of_one(q, k, alone) == attention_op._slices_of_one(q, k, k) == 2
+    for tensors in ((q, alone, v), (alone, k, v), (k, q, v), (q, other_steps, v), (x[..., :8], k, v), (q[:, :3], k, v)):
+        assert attention_op._slices_of_one(*tensors) == 1
     seen = []
     torch.jit.trace(lambda *t: seen.append(attention_op._slices_of_one(*t)) or t[0] + 1, (q, k, v), check_trace=False)
     assert seen[0] == 1
 
 
-@pytest.mark.parametrize('fails', [False, True])
-def test_convolutions_that_kernels_serve(fails, monkeypatch):
-    """In the type of autocast, but where that would round what is added; what does not compile is not tried again."""
-    calls = []
+@pytest.fixture
+def convolving(monkeypatch):
+    """Kernels of convolutions give their first argument; with what they were called, and the error of the next one."""
+    calls, errors = [], []
 
     def op(*arguments):
         calls.append(arguments)
-        if fails:
-            raise launch.NoKernel('convolve: no such register')
+        if errors:
+            raise errors.pop()
         return arguments[0]
 
     monkeypatch.setattr(convolutions, 'op', op)
     monkeypatch.setattr(compat, 'INTERPRETED', True)
     monkeypatch.setattr(fallback, 'failed', set())
-    x, weight, bias = torch.randn(2, 4, 5, 6), torch.randn(4, 1, 3, 3), torch.randn(4)
-    if fails:
-        with pytest.warns(
-            UserWarning, match='plain PyTorch for depth-wise convolutions .torch.float32, 3x3.: convolve: no'
-        ):
-            assert convolutions.convolve(x, weight, bias) is None
-        with warnings.catch_warnings():
-            warnings.simplefilter('error')
-            assert convolutions.convolve(x, weight, bias) is None
-        assert len(calls) == 1
-        with pytest.warns(UserWarning, match='torch.float16'):  # another case
-            assert convolutions.convolve(x.half(), weight.half(), bias.half()) is None
-        return
-    assert convolutions.convolve(x, weight, bias, True, True) is x
-    assert calls.pop()[3:] == (True, True)
-    assert convolutions.convolve(x, weight, None) is x
-    assert calls.pop()[2:] == (None, False, False)
-    for other in (x.double(), x[:0]):
-        assert convolutions.convolve(other, weight, bias) is None
-    assert convolutions.convolve(x, torch.randn(4, 1, 7, 7), bias) is None
+    return calls, errors
+
+
+CONVOLUTION = torch.randn(2, 4, 5, 6), torch.randn(4, 1, 3, 3), torch.randn(4)
+
+
+def test_a_convolution_that_does_not_compile_is_not_tried_again(convolving):
+    calls, errors = convolving
+    errors += [launch.NoKernel('convolve: no such register')]
+    with pytest.warns(UserWarning, match='PyTorch for depth-wise convolutions .torch.float32, 3x3.: convolve: no'):
+        assert convolutions.convolve(*CONVOLUTION) is None
+    assert convolutions.convolve(*CONVOLUTION) is None and len(calls) == 1
+    assert convolutions.convolve(*(t.half() for t in CONVOLUTION)) is not None  # another case
+
+
+def test_convolutions_in_the_type_of_autocast(convolving, monkeypatch):
+    """But where that would round what is added."""
+    (x, weight, bias), (calls, _) = CONVOLUTION, convolving
+    assert convolutions.convolve(x, weight, bias, True, True) is x and calls.pop()[3:] == (True, True)
+    assert convolutions.convolve(x, weight, None) is x and calls.pop()[2:] == (None, False, False)
     with torch.autocast('cpu', torch.bfloat16):
         assert convolutions.convolve(x, weight, bias, True) is None and not calls
-        half = x.bfloat16()
-        assert convolutions.convolve(half, weight, bias, True) is half
+        assert convolutions.convolve(x.bfloat16(), weight, bias, True).dtype == torch.bfloat16
         convolutions.convolve(x, weight, bias)
-    assert all({t.dtype for t in call[:3]} == {torch.bfloat16} for call in calls) and len(calls) == 2
+    assert [{t.dtype for t in call[:3]} for call in calls] == [{torch.bfloat16}] * 2
     monkeypatch.setattr(compat, 'INTERPRETED', False)
     assert convolutions.convolve(x, weight, bias) is None
