@@ -4,8 +4,6 @@
 The long way is walked with a stand-in Python that writes down every pip call instead of obeying it.
 """
 
-import importlib.metadata
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -15,8 +13,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ('bash', 'cat', 'dirname', 'flock', 'gcc', 'grep', 'ls', 'mktemp', 'nproc', 'rm', 'sed')
-COMMANDS += ('tail', 'tee', 'env')
 FAKE_PYTHON = """#!{python} -SE
 import os, pathlib, shutil, subprocess, sys
 args, state = sys.argv[1:], pathlib.Path({state!r})
@@ -33,7 +29,7 @@ elif args[0] == '-' and args[1] in ('openmmlab', 'onedl') or 'sysconfig' in args
 elif args[0] == '-' and 'mmcv.ops' in args and (state / 'stale-mmcv').exists():
     print('undefined symbol: _ZN5torch', file=sys.stderr)
     sys.exit(1)
-elif '--no-cache-dir' in args and 'mmcv' in args and not (state / 'hopeless').exists():
+elif '--no-cache-dir' in args and 'mmcv' in args:
     (state / 'stale-mmcv').unlink()
 elif args[0].endswith('build_mmcv.py'):
     if (state / 'no-joining').exists():
@@ -162,27 +158,15 @@ def test_mmcv_built_for_another_torch_is_compiled_anew(machine):
     assert again.endswith('--force-reinstall --no-deps mmcv')
     # The wheel that does not work is not taken again.
     assert not (machine.state / 'mmcv-2.1.0.whl').exists()
-    for name in ('stale-mmcv', 'hopeless'):
-        (machine.state / name).touch()
-    with (machine.root / 'requirements' / 'lock.txt').open('a') as file:
-        file.write('# changed\n')
-    assert 'MMCV was compiled and still does not work' in refused(machine.setup())
-    assert refused(machine.setup())  # never ready
 
 
-@pytest.mark.parametrize('lacks', ['compiler', 'headers'])
-def test_what_a_compilation_lacks_is_found_before_anything_is_made(machine, tmp_path, lacks):
-    bin_folder = tmp_path / 'bin'
-    bin_folder.mkdir()
-    for name in COMMANDS:
-        if shutil.which(name):
-            (bin_folder / name).symlink_to(shutil.which(name))
-    broken = tmp_path / 'broken-cxx'
-    broken.write_text('#!/bin/sh\nexit 1\n')
-    broken.chmod(0o755)
-    line = refused(machine.setup(**(dict(PATH=str(bin_folder)) if lacks == 'compiler' else dict(CXX=str(broken)))))
-    said = {'compiler': ["compiler 'g++' not found", 'build-essential'], 'headers': ['headers in /']}[lacks]
-    assert all(words in line for words in said) and not machine.venv.exists()
+@pytest.mark.parametrize(
+    ('compiler', 'words'),
+    [('no-such-g++', ["compiler 'no-such-g++' not found", 'build-essential']), ('false', ['headers in /'])],
+)
+def test_what_a_compilation_lacks_is_found_before_anything_is_made(machine, compiler, words):
+    line = refused(machine.setup(CXX=compiler))
+    assert all(word in line for word in words) and not machine.venv.exists()
 
 
 def test_unreachable_index_is_one_line_without_the_password(tmp_path):
@@ -203,13 +187,13 @@ def test_folder_of_other_work_is_left_alone(machine):
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [
-        (['--stack', 'mmlab'], "--stack is 'mmlab', allowed are: openmmlab, onedl"),
-        (['--stack'], '--stack needs a value'),
-        (['--venev', 'x'], "unknown argument '--venev'"),
+        ('--stack mmlab', "--stack is 'mmlab', allowed are: openmmlab, onedl"),
+        ('--stack', '--stack needs a value'),
+        ('--venev x', "unknown argument '--venev'"),
     ],
 )
 def test_wrong_arguments(arguments, message):
-    assert message in refused(setup_env(*arguments))
+    assert message in refused(setup_env(*arguments.split()))
 
 
 def test_existing_environment_is_told_what_it_lacks(tmp_path):
@@ -228,8 +212,7 @@ def test_existing_environment_is_told_what_it_lacks(tmp_path):
 @pytest.mark.slow
 def test_existing_environment_that_has_all_is_used():
     for module in ('mmdet', 'mmseg', 'mmpretrain', 'ftfy', 'regex'):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f'this environment lacks {module}')
+        pytest.importorskip(module)
     # a module path is a part of what is at hand: these tests may have all from there
     paths = os.environ.get('PYTHONPATH', '')
     done = setup_env('--use-existing', '--python', sys.executable, PYTHONPATH=paths)
