@@ -45,14 +45,18 @@ def build(name: str, random_init: bool = True, **options) -> tuple[nn.Module, Co
     cfg = copy.deepcopy(load(name))  # building cascades changes lists of their training settings
     cfg.merge_from_dict({'model.backbone.init_cfg': None})
     cfg.merge_from_dict({key.replace('__', '.'): value for key, value in options.items()})
+    return build_model(cfg, random_init), cfg
+
+
+def build_model(cfg: Config, random_init: bool) -> nn.Module:
+    """As the Runner does."""
     init_default_scope(cfg.default_scope)
-    # as the Runner does; MMPretrain keeps it outside the model
-    cfg.model.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
+    cfg.model.setdefault('data_preprocessor', cfg.get('data_preprocessor'))  # MMPretrain keeps it outside the model
     with contextlib.ExitStack() as stack:
         for initialiser in () if random_init else _INITIALISERS:
             keep = mock.patch.object(torch.nn.init, initialiser, lambda tensor, *_, **__: tensor)
             stack.enter_context(keep)
-        return MODELS.build(cfg.model), cfg
+        return MODELS.build(cfg.model)
 
 
 def training_batch(cfg: Config) -> dict:

@@ -26,10 +26,10 @@ from unittest import mock
 
 import pytest
 import torch
-from config_helpers import _INITIALISERS, ROOT
+from config_helpers import ROOT, build_model
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
-from mmengine.registry import MODELS, VISBACKENDS, init_default_scope
+from mmengine.registry import MODELS, VISBACKENDS
 
 PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'benchmarks').glob('*.md'), *(ROOT / 'docs').rglob('*.md')])
 NEEDS = {'data', 'weights', 'GPU', 'network', 'minutes', 'several machines'}
@@ -258,11 +258,7 @@ def test_configs_load_and_build(block, tmp_path, monkeypatch):
     cfg = load(block, tmp_path / 'config.py')
     if block.kind == 'needs':
         return
-    init_default_scope(cfg.default_scope)
-    for initialiser in _INITIALISERS:  # random weights take seconds
-        monkeypatch.setattr(torch.nn.init, initialiser, lambda tensor, *_, **__: tensor)
-    cfg.model.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
-    model = MODELS.build(cfg.model).eval()
+    model = build_model(cfg, random_init=False).eval()
     assert 'mmlinattn' in type(model.backbone).__module__
     with torch.no_grad():
         model.extract_feat(torch.zeros(1, 3, 64, 64))  # a neck stops where its channels are not those of the maps
@@ -271,40 +267,28 @@ def test_configs_load_and_build(block, tmp_path, monkeypatch):
         assert VISBACKENDS.get(backend['type'])
 
 
-# of two stages, one with each attention: exporters take seconds for a block
-SMALL = dict(
-    embed_dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 4), stage_attns=('rala', *['softmax'] * 3)
-)
-CLASSIFIER = f"""
-default_scope = 'mmpretrain'
-model = dict(
-    type='ImageClassifier',
-    data_preprocessor=dict(num_classes=3, mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0], to_rgb=True),
-    backbone=dict(type='RAVLT', arch=dict({SMALL}), out_indices=(1,)),
-    neck=dict(type='GlobalAveragePooling'),
-    head=dict(type='LinearClsHead', num_classes=3, in_channels=16),
-)
-test_dataloader = dict(dataset=dict(type='CustomDataset', metainfo=dict(classes=('circle', 'square', 'star'))))
-"""
-
-
 @pytest.mark.slow
 def test_page_on_deployment(tmp_path, monkeypatch, capsys):
     """Its Python with a small model in place of RAVLT-T: the application, and graphs of one's own."""
     for package in ('mmpretrain', 'onnx', 'onnxscript', 'onnxruntime'):
         pytest.importorskip(package)
     from mmlinattn.backbones import RAVLT
+    from mmlinattn.datasets import IMAGENET_CLASSES
     from mmlinattn.export.cli import main
 
     application, graphs = (block.text for block in PYTHON if block.note.endswith('::test_page_on_deployment'))
     monkeypatch.chdir(tmp_path)
-    Path('small.py').write_text(CLASSIFIER)
-    main('small.py none --format onnx --out ravlt_t.onnx --shape 64 80'.split())
+    quickstart = ROOT / 'configs' / 'mmpretrain' / 'ravlt_shapes_quickstart.py'
+    main([str(quickstart), *'none --format onnx --out ravlt_t.onnx --shape 64 80'.split()])
     capsys.readouterr()
     exec(application, {'pixels': torch.randint(0, 256, (64, 80, 3), dtype=torch.uint8).numpy()})
-    assert capsys.readouterr().out.strip() in ('circle', 'square', 'star')
+    assert capsys.readouterr().out.strip() in IMAGENET_CLASSES
 
-    names = {'torch': torch, 'model': RAVLT(arch=SMALL, out_indices=(0, 1)).eval()}
+    # two stages, one with each attention: exporters take seconds for a block
+    small = dict(
+        embed_dims=(8, 16, 24, 32), depths=(1,) * 4, num_heads=(1,) * 4, stage_attns=('rala', *['softmax'] * 3)
+    )
+    names = {'torch': torch, 'model': RAVLT(arch=small, out_indices=(0, 1)).eval()}
     exec(graphs, names)
     image = torch.rand(1, 3, 96, 130)
     with torch.no_grad():
