@@ -29,12 +29,25 @@ ONEDL = {
 }
 # Of another checkout, which would come before what is installed.
 CLEAN = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'}
-# Loads a config that inherits one of ours by its package name, from wherever mmlinattn is found.
-INHERIT = """
+EXAMPLE = ROOT / 'docs' / 'examples' / 'downstream' / 'fruit_detector.py'
+REGISTERED = r'^@(?:MODELS|MODEL_WRAPPERS|HOOKS|OPTIM_WRAPPER_CONSTRUCTORS)\.register_module\(.*\)\nclass (\w+)'
+DOWNSTREAM = """
 import json, mmlinattn
+from mmengine import registry
 from mmengine.config import Config
-config = Config.fromfile('child.py')
-print(json.dumps(dict(package=mmlinattn.__file__, answer=config.answer)))
+kinds = registry.MODELS, registry.MODEL_WRAPPERS, registry.HOOKS, registry.OPTIM_WRAPPER_CONSTRUCTORS
+registered = [name for kind in kinds for name, made in kind.module_dict.items() if made.__module__[:9] == 'mmlinattn']
+cfg = Config.fromfile('fruit_detector.py')
+registry.init_default_scope(cfg.default_scope)
+cfg.model.backbone.init_cfg = None
+model = registry.MODELS.build(cfg.model)
+print(json.dumps(dict(
+    package=mmlinattn.__file__,
+    neck=type(model.neck).__name__,
+    classes=[model.roi_head.bbox_head.num_classes, model.roi_head.mask_head.num_classes],
+    frozen=[any(p.requires_grad for p in stage.parameters()) for stage in model.backbone.stages],
+    registered=sorted(registered),
+)))
 """
 
 
@@ -44,16 +57,9 @@ def run(*command, cwd, env=CLEAN) -> str:
     return done.stdout
 
 
-def inherit(python, folder: Path, **kwargs) -> dict:
-    folder.mkdir(exist_ok=True)
-    (folder / 'child.py').write_text("_base_ = 'mmlinattn::mmdet/packaging_probe.py'\n")
-    return json.loads(run(python, '-c', INHERIT, cwd=folder, **kwargs).splitlines()[-1])
-
-
-@pytest.fixture
-def checkout(tmp_path):
-    """A copy of what packaging reads, with one more config that needs no upstream package."""
-    copy = tmp_path / 'checkout'
+def copied(folder: Path) -> Path:
+    """A copy of what packaging reads."""
+    copy = folder / 'checkout'
     copy.mkdir()
     ignore = shutil.ignore_patterns('__pycache__', '.mim', '*.egg-info')
     for name in ('mmlinattn', 'configs', 'tools', 'projects', 'requirements'):
@@ -61,25 +67,27 @@ def checkout(tmp_path):
     for path in ROOT.iterdir():
         if path.is_file():
             shutil.copy2(path, copy)
-    (copy / 'configs' / 'mmdet').mkdir(exist_ok=True)
-    (copy / 'configs' / 'mmdet' / 'packaging_probe.py').write_text('answer = 42\n')
     return copy
 
 
-@pytest.fixture
-def wheel(checkout, tmp_path):
+@pytest.fixture(scope='module')
+def installed(tmp_path_factory):
+    """A copy of the checkout, the content of its wheel, and the folder that the wheel is installed in."""
+    folder = tmp_path_factory.mktemp('wheel')
+    checkout, site = copied(folder), folder / 'site'
     leftover = checkout / 'build' / 'lib' / 'mmlinattn' / '.mim' / 'configs' / 'deleted.py'
     leftover.parent.mkdir(parents=True)
     leftover.touch()
-    pip = (sys.executable, '-m', 'pip', 'wheel', '--no-deps', '--no-build-isolation')
-    run(*pip, '-w', str(tmp_path / 'wheels'), '.', cwd=checkout)
-    return next((tmp_path / 'wheels').glob('mmlinattn-*.whl'))
-
-
-def test_wheel(wheel, checkout, tmp_path):
+    pip = (sys.executable, '-m', 'pip')
+    run(*pip, 'wheel', '--no-deps', '--no-build-isolation', '-w', str(folder), '.', cwd=checkout)
+    (wheel,) = folder.glob('mmlinattn-*.whl')
+    run(*pip, 'install', '--no-deps', '--target', str(site), str(wheel), cwd=folder)
     with zipfile.ZipFile(wheel) as archive:
-        content = {name: archive.read(name) for name in archive.namelist()}
+        return checkout, {name: archive.read(name) for name in archive.namelist()}, site
 
+
+def test_wheel(installed):
+    checkout, content, _ = installed
     # Configs, tools, projects and index: all of them, as they are, and nothing that was deleted since.
     expected = {'model-index.yml': (checkout / 'model-index.yml').read_bytes()}
     for folder in ('configs', 'tools', 'projects'):
@@ -106,15 +114,28 @@ def test_wheel(wheel, checkout, tmp_path):
     always = {requirement.name for requirement in required if requirement.marker is None}
     assert always == {'torch', 'einops', 'filelock', 'numpy'}
 
-    # Installed elsewhere, its configs are found by name.
-    site = tmp_path / 'site'
-    pip = (sys.executable, '-m', 'pip', 'install', '--no-deps', '--target', str(site))
-    run(*pip, str(wheel), cwd=tmp_path)
-    found = inherit(sys.executable, tmp_path / 'project', env={**CLEAN, 'PYTHONPATH': str(site)})
-    assert found == {'package': str(site / 'mmlinattn' / '__init__.py'), 'answer': 42}
+
+def test_downstream_example_on_an_installed_wheel(installed, tmp_path):
+    """It inherits by package name and builds; a whole run of it: ``test_own_data.py``. Tools start there, too."""
+    pytest.importorskip('mmdet')
+    site, env = installed[2], {**CLEAN, 'PYTHONPATH': str(installed[2])}
+    shutil.copy2(EXAMPLE, tmp_path)
+    sources = (path.read_text() for path in (ROOT / 'mmlinattn').rglob('*.py'))
+    offered = [name for text in sources for name in re.findall(REGISTERED, text, re.MULTILINE)]
+    assert len(offered) > 18
+    assert json.loads(run(sys.executable, '-c', DOWNSTREAM, cwd=tmp_path, env=env).splitlines()[-1]) == dict(
+        package=str(site / 'mmlinattn' / '__init__.py'),
+        neck='PAFPN',
+        classes=[2, 2],
+        frozen=[False, True, True, True],
+        registered=sorted(offered),  # by the import alone
+    )
+    train = site / 'mmlinattn' / '.mim' / 'tools' / 'train.py'
+    assert '--resume' in run(sys.executable, str(train), '--help', cwd=tmp_path)
 
 
-def test_editable_install_uses_the_configs_of_the_checkout(checkout, tmp_path):
+def test_editable_install_uses_the_configs_of_the_checkout(tmp_path):
+    checkout = copied(tmp_path)
     venv = tmp_path / 'venv'
     run(sys.executable, '-m', 'venv', '--without-pip', str(venv), cwd=tmp_path)
     python = str(venv / 'bin' / 'python')
@@ -125,21 +146,28 @@ def test_editable_install_uses_the_configs_of_the_checkout(checkout, tmp_path):
     pip = (sys.executable, '-m', 'pip', '--python', python, 'install', '--no-build-isolation')
     run(*pip, '--no-deps', '--ignore-installed', '-e', str(checkout), cwd=tmp_path)
 
-    (checkout / 'configs' / 'mmdet' / 'packaging_probe.py').write_text('answer = 43\n')
-    found = inherit(python, tmp_path / 'project')
-    assert found == {'package': str(checkout / 'mmlinattn' / '__init__.py'), 'answer': 43}
+    # a config that needs no upstream package
+    (checkout / 'configs' / 'mmdet' / 'packaging_probe.py').write_text('answer = 42\n')
+    (tmp_path / 'child.py').write_text("_base_ = 'mmlinattn::mmdet/packaging_probe.py'\n")
+    code = "import mmengine, mmlinattn; print(mmlinattn.__file__, mmengine.Config.fromfile('child.py').answer)"
+    assert run(python, '-c', code, cwd=tmp_path).split()[-2:] == [str(checkout / 'mmlinattn' / '__init__.py'), '42']
     for name in ('configs', 'tools', 'projects', 'model-index.yml'):
         assert (checkout / 'mmlinattn' / '.mim' / name).resolve() == checkout / name
 
 
-def test_source_archive_holds_all_that_the_build_reads(checkout):
+def test_source_archive_holds_all_that_the_build_reads(tmp_path):
+    checkout = copied(tmp_path)
     code = 'from setuptools.build_meta import build_sdist; print(build_sdist("."))'
     name = run(sys.executable, '-c', code, cwd=checkout).splitlines()[-1]
     with tarfile.open(checkout / name) as archive:
         names = {member.name.partition('/')[2] for member in archive if member.isfile()}
     expected = {'setup.py', 'LICENSE', 'model-index.yml', 'requirements/runtime.txt'}
-    expected |= {'configs/mmdet/packaging_probe.py', 'tools/setup_env.sh', 'pyproject.toml'}
-    expected |= {'projects/studies/main.py'}
+    expected |= {
+        'configs/mmdet/ravlt_t_maskrcnn_1x.py',
+        'tools/setup_env.sh',
+        'pyproject.toml',
+        'projects/studies/main.py',
+    }
     assert expected <= names
 
 
