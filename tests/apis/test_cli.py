@@ -5,7 +5,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,30 +12,21 @@ from pathlib import Path
 import pytest
 from mmengine.config import Config
 from mmengine.registry import MODELS
+from tool_runs import TOOLS, start, wait_for
 
 from mmlinattn.apis import cli
 from mmlinattn.utils.errors import RunError
-
-TOOLS = Path(__file__).resolve().parents[2] / 'tools'
 
 
 def test_ctrl_c_is_one_line(tmp_path):
     """Interrupted while the tool waits for a config that does not come to an end."""
     (tmp_path / 'endless.py').write_text('import time\nopen("started", "w").close()\ntime.sleep(100)\n')
-    process = subprocess.Popen(
-        [sys.executable, TOOLS / 'demo.py', *'x.jpg endless.py y.pth --out o.jpg'.split()],
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        text=True,
-        # what a shell starts in the background ignores it, and so would the tool
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    while not (tmp_path / 'started').exists() and process.poll() is None:
-        time.sleep(0.05)
+    process = start(sys.executable, TOOLS / 'demo.py', *'x.jpg endless.py y.pth --out o.jpg'.split(), cwd=tmp_path)
+    wait_for(process, (tmp_path / 'started').exists)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert errors.strip().splitlines()[-1] == 'interrupted.' and 'Traceback' not in errors
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert said.strip().splitlines()[-1] == 'interrupted.' and 'Traceback' not in said
 
 
 @pytest.mark.parametrize(

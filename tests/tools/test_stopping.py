@@ -4,11 +4,10 @@ undisturbed. With SyncBN in the config, which a CPU does not have."""
 
 import os
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from tool_runs import HELD, ROOT, TOOLS, free_port, losses, run, start, wait_for
@@ -36,22 +35,12 @@ def place(tmp_path_factory):
     return folder
 
 
-def descendants(pid):
-    listed = subprocess.run(['ps', '-eo', 'pid=,ppid=,args='], capture_output=True, text=True).stdout
-    rows = [line.split(maxsplit=2) for line in listed.splitlines()]
-    found, new = {}, {pid}
-    while new:
-        children = {int(row[0]): row[2] for row in rows if int(row[1]) in new}
-        found.update(children)
-        new = set(children)
-    return found
+def descendants(process):
+    return psutil.Process(process.pid).children(recursive=True)
 
 
-def assert_gone(pids):
-    deadline = time.monotonic() + 60
-    while any(Path(f'/proc/{pid}').exists() for pid in pids):
-        assert time.monotonic() < deadline, [pid for pid in pids if Path(f'/proc/{pid}').exists()]
-        time.sleep(0.05)
+def assert_gone(processes):
+    assert psutil.wait_procs(processes, timeout=60)[1] == []
 
 
 def weights(path):
@@ -76,7 +65,7 @@ def test_ctrl_c_is_one_line(place, processes):
     at = 2 + 8 // processes  # in the second epoch
     process = start(*command, '--work-dir', name, cwd=place, HOLD=at)
     wait_for(process, lambda: len(losses(place / name)) == at - 1)
-    running = descendants(process.pid)
+    running = descendants(process)
     began = time.monotonic()
     os.killpg(process.pid, signal.SIGINT)
     out, _ = process.communicate(timeout=60)
@@ -96,7 +85,7 @@ def test_sigterm_to_two_processes_saves_in_the_middle_of_an_epoch(place, whole):
     command = [*TRAIN, 2, '--work-dir', 'term']
     process = start(*command, cwd=place, HOLD=6)  # in the second of three epochs
     wait_for(process, lambda: len(losses(place / 'term')) == 5)
-    running = descendants(process.pid)
+    running = descendants(process)
     process.terminate()  # the launcher hands it on
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 143, out[-3000:]
@@ -118,8 +107,10 @@ def test_a_worker_that_dies_does_not_end_the_run(place, whole):
     os.utime(place / 'died' / 'last_checkpoint', (1, 1))
     process = start(*TRAIN, 2, '--work-dir', 'died', cwd=place, HOLD=7, MAX_RESTARTS=3)
     wait_for(process, lambda: len(losses(place / 'died')) == 6)
-    ranks = [pid for pid, line in descendants(process.pid).items() if 'train.py' in line and 'launch.py' not in line]
-    os.kill(min(ranks), signal.SIGKILL)
+    (launcher,) = [
+        other for other in (psutil.Process(process.pid), *descendants(process)) if 'launch.py' in str(other.cmdline())
+    ]
+    launcher.children()[0].kill()
     (place / 'died' / 'go_on').touch()  # for the processes that are started instead
     out, _ = process.communicate(timeout=200)
     assert process.returncode == 0, out[-3000:]
