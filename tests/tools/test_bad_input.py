@@ -87,11 +87,13 @@ FILES = {
         "_base_ = 'mmpretrain::resnet/resnet18_8xb32_in1k.py'\ndefault_scope = 'mmpretrain'\n"
         "custom_imports = dict(imports=['mmlinattn'], allow_failed_imports=False)\n"
     ),
+    # work dirs
+    'work_pipe': lambda path: path.mkdir() or os.mkfifo(path / 'last_checkpoint'),
+    'work_text': lambda path: path.mkdir() or (path / 'last_checkpoint').write_bytes(b'\xff\xfe\x00\x1b[2J'),
     # images
     'photo.png': photo,
     'notes.png': text('no image'),
     'file': Path.touch,
-    'folder.png': Path.mkdir,
     'empty': Path.mkdir,
     'pictures': lambda path: path.mkdir() or photo(path / 'a.png'),
     'broken': lambda path: path.mkdir() or (path / 'a.png').touch(),
@@ -164,6 +166,8 @@ ROWS = [
     bad('test.py {mmdet} pipe', "checkpoint 'pipe': a pipe or a device, not a file."),
     bad('train.py {mmdet} --resume no.pth', "--resume 'no.pth': no such file"),
     bad('train.py {mmdet} --cfg-options load_from=no.pth', "load_from 'no.pth': no such file"),
+    bad(f'{TRAIN}_pipe --resume', 'work_pipe/last_checkpoint is not a file'),
+    bad(f'{TRAIN}_text --resume', 'work_text/last_checkpoint names', 'delete that file to begin from the start'),
     bad(f'{DEMO} no.pth --out o.jpg', "checkpoint 'no.pth': no such file"),
     bad('convert_checkpoint.py page.pth o.pth --config {mmpretrain}', 'page.pth is a web page, not a checkpoint'),
     bad('convert_checkpoint.py mmpretrain.pth empty --config {mmpretrain}', 'DST empty is a folder; name a file in it'),
@@ -310,20 +314,3 @@ def test_broken_weights_need_an_option(fails, monkeypatch):
     option = line.rpartition('--cfg-options ')[2]
     assert option.endswith('allow_nonfinite=True')
     start(f'{command} --cfg-options {option}', monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ('content', 'words'),
-    [
-        *((content, 'names') for content in (b'\xff\xfe\x00', b'x' * 10000, b'\x1b[2J', b'http://127.0.0.1:9/x.pth')),
-        ('pipe', 'is not a file'),
-        ('folder', 'is not a file'),
-    ],
-)
-def test_any_last_checkpoint(fails, content, words):
-    os.makedirs('work')
-    path = Path('work/last_checkpoint')
-    path.write_bytes(content) if isinstance(content, bytes) else dict(pipe=os.mkfifo, folder=Path.mkdir)[content](path)
-    line = fails(f'{TRAIN} --resume')
-    assert f'work/last_checkpoint {words}' in line
-    assert words == 'is not a file' or 'delete that file to begin from the start' in line

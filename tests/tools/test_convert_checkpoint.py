@@ -40,12 +40,12 @@ class Files:
         self.monkeypatch, self.capsys = monkeypatch, capsys
         self.configure()
 
-    def configure(self, name='mmdet mask-rcnn_r50_fpn', extra='', **replace):
+    def configure(self, name='mmdet mask-rcnn_r50_fpn'):
         scope, base = name.split()
         pytest.importorskip(scope)
         self.config.write_text(
             f"_base_ = '{scope}::_base_/models/{base}.py'\ndefault_scope = '{scope}'\n"
-            f"custom_imports = dict(imports=['mmlinattn'])\nmodel = dict({MODELS[name]}{extra})\n"
+            f"custom_imports = dict(imports=['mmlinattn'])\nmodel = dict({MODELS[name]})\n"
         )
 
     def model(self):
