@@ -89,6 +89,14 @@ class Count(BaseMetric):
         return dict(acc=float(Count.calls))
 
 
+LOADER = dict(dataset=dict(type='ToyDataset'), sampler=dict(type='DefaultSampler', shuffle=False), batch_size=4)
+
+
+def validation(*metrics):
+    """Arguments of :func:`make_runner` for a validation after each epoch."""
+    return dict(val_dataloader=LOADER, val_cfg={}, val_evaluator=list(metrics) or [Count()])
+
+
 def make_runner(work_dir, hooks, train_cfg=None, loader=None, model=None, optim=None, name='toy', **kwargs):
     """A Runner of 2 epochs of 3 batches of 4 samples, ready for ``train()``."""
     train_dataloader = dict(

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from engine_toys import Augmented, Count, ToyModel, Wrapped, make_runner
+from engine_toys import LOADER, Augmented, Count, ToyModel, Wrapped, make_runner
 from mmengine.registry import MODELS
 from torch import nn
 
@@ -60,8 +60,7 @@ def load(tmp_path, mode, state, wrap=lambda model: model, **options):
     if mode == 'resume':
         kwargs['resume'] = True
     elif mode == 'test':
-        loader = dict(dataset=dict(type='ToyDataset'), sampler=dict(type='DefaultSampler'), batch_size=4)
-        kwargs.update(test_dataloader=loader, test_cfg={}, test_evaluator=[Count()])
+        kwargs.update(test_dataloader=LOADER, test_cfg={}, test_evaluator=[Count()])
     runner = make_runner(tmp_path / 'work', hooks, model=dict(type='ToyClassifier'), **kwargs)
     runner.model = wrap(runner.model)
     lines = []

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from engine_toys import Count, make_runner
+from engine_toys import Count, make_runner, validation
 from mmengine.fileio import LocalBackend
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.runner import find_latest_checkpoint
@@ -14,18 +14,15 @@ from mmlinattn.engine import AtomicLocalBackend, RunError, SafeCheckpointHook
 from mmlinattn.engine.hooks import checkpointing
 
 GUARD = [dict(type='CheckpointGuardHook')]
-LOADER = dict(dataset=dict(type='ToyDataset'), sampler=dict(type='DefaultSampler'), batch_size=4)
 
 
 def epochs(count):
     return dict(by_epoch=True, max_epochs=count)
 
 
-def runner_of(folder, train_cfg=None, evaluators=None, hooks=GUARD, resume=False, **checkpoint):
+def runner_of(folder, train_cfg=None, evaluators=(), hooks=GUARD, resume=False, **checkpoint):
     """A Runner with settings of its checkpoint hook, and a validation where they name a best."""
-    evaluation = {}
-    if 'save_best' in checkpoint:
-        evaluation = dict(val_dataloader=LOADER, val_cfg={}, val_evaluator=evaluators or [Count()])
+    evaluation = validation(*evaluators) if 'save_best' in checkpoint else {}
     default_hooks = dict(checkpoint={'type': 'CheckpointHook', 'interval': 1, **checkpoint})
     return make_runner(folder, hooks, train_cfg or epochs(2), default_hooks=default_hooks, resume=resume, **evaluation)
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from engine_toys import Count, make_runner
+from engine_toys import make_runner, validation
 from mmengine.dataset import DefaultSampler
 from mmengine.hooks import Hook
 
@@ -18,22 +18,29 @@ HOOKS = [dict(type='ExactResumeHook'), dict(type='StopHook')]
 
 
 class Kill(Hook):
-    """SIGTERM to this process in an iteration of training, or of validation."""
+    """SIGTERM to this process before an iteration of training, or of the validation there."""
 
-    def __init__(self, iteration, validating=False):
-        self.iteration, self.validating = iteration, validating
+    def __init__(self, iteration, mode='train'):
+        self.iteration, self.mode = iteration, mode
 
     def before_train_iter(self, runner, batch_idx, data_batch=None):
-        if runner.iter == self.iteration and not self.validating:
+        if runner.iter == self.iteration and self.mode == 'train':
             os.kill(os.getpid(), signal.SIGTERM)
 
     def before_val_iter(self, runner, batch_idx, data_batch=None):
-        if runner.iter == self.iteration and self.validating:
+        if runner.iter == self.iteration and self.mode == 'val':
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def state(runner):
-    return torch.cat([p.detach().flatten() for p in runner.model.parameters()])
+def stopped(folder, kill, hooks=HOOKS, **options):
+    """A run that ends by a SIGTERM: what it saved as stopped.pth, None for nothing."""
+    runner = make_runner(folder, hooks, **options)
+    runner.register_hook(kill, 'VERY_HIGH')
+    with pytest.raises(SystemExit) as end:
+        runner.train()
+    assert end.value.code == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    found = list(folder.parent.glob('**/stopped.pth'))
+    return torch.load(found[0], weights_only=False) if found else None
 
 
 @pytest.mark.parametrize('by_epoch', [True, False])
@@ -42,60 +49,38 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, by_epoch):
     options = dict(train_cfg=train_cfg, randomness=dict(seed=1))
     if not by_epoch:
         options['loader'] = dict(sampler=dict(type='InfiniteSampler', shuffle=True))
-    whole = make_runner(tmp_path / 'whole', HOOKS, **options)
-    whole.train()
-    stopped = make_runner(tmp_path / 'work', HOOKS, **options)
-    stopped.register_hook(Kill(4))
-    with pytest.raises(SystemExit) as end:
-        stopped.train()
-    assert end.value.code == 143 and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert stopped(tmp_path / 'work', Kill(4), **options)['meta']['iter'] == 5
     path = (tmp_path / 'work/last_checkpoint').read_text()
-    assert path == str(tmp_path / 'work/stopped.pth') and torch.load(path, weights_only=False)['meta']['iter'] == 5
+    assert path == str(tmp_path / 'work/stopped.pth')
     resumed = make_runner(tmp_path / 'work', HOOKS, resume=True, load_from=path, name='resumed', **options)
-    resumed.train()
-    assert resumed.iter == 9 and torch.equal(state(resumed), state(whole))
+    whole = make_runner(tmp_path / 'whole', HOOKS, **options)
+    ours, theirs = (torch.cat([p.detach().flatten() for p in run.train().parameters()]) for run in (resumed, whole))
+    assert resumed.iter == 9 and torch.equal(ours, theirs)
 
 
 def test_in_a_validation_it_is_saved_at_once(tmp_path):
     """The weights, not their average, which is in their place then; to the folder of the other checkpoints."""
-    val = dict(dataset=dict(type='ToyDataset'), sampler=dict(type='DefaultSampler', shuffle=False), batch_size=4)
-    runner = make_runner(
+    saved = stopped(
         tmp_path / 'work',
+        Kill(3, 'val'),
         [*HOOKS, dict(type='EMAHook')],
         default_hooks=dict(checkpoint=dict(type='CheckpointHook', interval=1, out_dir=str(tmp_path / 'out'))),
         param_scheduler=dict(type='ConstantLR', factor=0.5),
-        val_dataloader=val,
-        val_cfg=dict(),
-        val_evaluator=[Count()],
+        **validation(),
     )
-    runner.register_hook(Kill(3, validating=True), 'VERY_HIGH')
-    with pytest.raises(SystemExit):
-        runner.train()
-    saved, epoch = (
-        torch.load(tmp_path / 'out/work' / name, weights_only=False) for name in ('stopped.pth', 'epoch_1.pth')
-    )
+    epoch = torch.load(tmp_path / 'out/work/epoch_1.pth', weights_only=False)
+    assert (tmp_path / 'out/work/stopped.pth').exists()
     assert saved['meta']['iter'] == 3 and saved['param_schedulers'] == epoch['param_schedulers']
     assert all(torch.equal(value, epoch['state_dict'][key]) for key, value in saved['state_dict'].items())
-    assert not torch.equal(*(saved[key][name] for key, name in AVERAGED))
-
-
-AVERAGED = [('state_dict', 'layer.weight'), ('ema_state_dict', 'module.layer.weight')]
+    assert not torch.equal(saved['state_dict']['layer.weight'], saved['ema_state_dict']['module.layer.weight'])
 
 
 def test_gradients_that_are_summed_are_used_first(tmp_path):
-    runner = make_runner(tmp_path, HOOKS, optim=dict(accumulative_counts=3))
-    runner.register_hook(Kill(3))
-    with pytest.raises(SystemExit):
-        runner.train()
-    assert torch.load(tmp_path / 'stopped.pth', weights_only=False)['meta']['iter'] == 6
+    assert stopped(tmp_path / 'work', Kill(3), optim=dict(accumulative_counts=3))['meta']['iter'] == 6
 
 
 def test_epochs_without_exact_resume_are_not_saved(tmp_path):
-    runner = make_runner(tmp_path, HOOKS[1:])
-    runner.register_hook(Kill(1))
-    with pytest.raises(SystemExit) as end:
-        runner.train()
-    assert end.value.code == 143 and not (tmp_path / 'stopped.pth').exists()
+    assert stopped(tmp_path / 'work', Kill(1), HOOKS[1:]) is None
 
 
 @pytest.mark.parametrize('handler', [lambda *_: None, None])

@@ -6,14 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_toys import Count, make_runner
+from engine_toys import make_runner, validation
 
 from mmlinattn.checkpoints import load_file
 from mmlinattn.engine import SafeRunner
 from mmlinattn.engine.runner import find_latest_checkpoint
 from mmlinattn.utils.errors import CheckpointError
-
-LOADER = dict(dataset=dict(type='ToyDataset'), sampler=dict(type='DefaultSampler', shuffle=False), batch_size=4)
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +41,7 @@ def resume(saved, tmp_path):
             tmp_path / 'run',
             [],
             default_hooks=dict(checkpoint={**hook, **checkpoint_hook}),
-            val_dataloader=LOADER,
-            val_cfg={},
-            val_evaluator=[Count()],
+            **validation(),
             load_from=str(tmp_path / 'given.pth'),
             resume=True,
         )
