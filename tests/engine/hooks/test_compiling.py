@@ -61,23 +61,14 @@ def test_five_image_sizes_and_at_most_two_compilations_a_kind(with_cp, stages):
     assert not counters['graph_break']
 
 
-@pytest.mark.slow
-def test_rates_of_stochastic_depth_share_what_is_compiled():
-    model = ravlt(drop_path_rate=0.3, out_indices=(0,))
-    rates = [module.drop_prob for module in model.modules() if isinstance(module, DropPath) and module.drop_prob]
-    assert len(set(rates)) > 1
-    # the first block has no stochastic depth, the two others share what is compiled
-    assert len(model.stages[0]) == 3 and compile_blocks(model, backend='aot_eager') == 2
-    gradients(model, SIZES[0])
-    assert counters['stats']['unique_graphs'] <= 3
-
-
 def test_stochastic_depth_with_a_rate_in_a_tensor():
+    """So that blocks of different rates share what is compiled; the first of all has none."""
     model = ravlt(drop_path_rate=0.5)
     rates = [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
     keys = list(model.state_dict())
-    compile_blocks(model, backend='eager')
-    compile_blocks(model, backend='eager')  # once more changes nothing
+    assert len(set(rates)) > 3
+    for _ in range(2):  # once more changes nothing
+        assert compile_blocks(model, backend='eager') == 3
     assert list(model.state_dict()) == keys
     paths = [module for module in model.modules() if isinstance(module, SharedDropPath)]
     assert [path.keep_rate.item() for path in paths] == pytest.approx([1 - rate for rate in rates])

@@ -12,6 +12,7 @@ from mmengine.dataset import DefaultSampler
 from mmengine.hooks import Hook
 
 from mmlinattn.engine import StopHook
+from mmlinattn.engine.hooks import stop
 from mmlinattn.engine.hooks.stop import shield_workers
 
 HOOKS = [dict(type='ExactResumeHook'), dict(type='StopHook')]
@@ -77,6 +78,15 @@ def test_in_a_validation_it_is_saved_at_once(tmp_path):
 
 def test_gradients_that_are_summed_are_used_first(tmp_path):
     assert stopped(tmp_path / 'work', Kill(3), optim=dict(accumulative_counts=3))['meta']['iter'] == 6
+
+
+def test_a_process_stops_with_another_that_was_asked(tmp_path, monkeypatch):
+    """All of them look every ``interval`` iterations."""
+    asked = []
+    monkeypatch.setattr(stop, 'get_world_size', lambda: 2)
+    monkeypatch.setattr(stop, 'all_reduce', lambda own, op: asked.append((own.item(), op)) or own.fill_(len(asked) > 1))
+    saved = stopped(tmp_path / 'work', Kill(99), [HOOKS[0], dict(type='StopHook', interval=2)])
+    assert saved['meta']['iter'] == 4 and asked == [(0, 'max')] * 2
 
 
 def test_epochs_without_exact_resume_are_not_saved(tmp_path):

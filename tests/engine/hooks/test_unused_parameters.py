@@ -1,8 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The hook that names parameters without gradient."""
 
+from functools import partial
+
 import pytest
-from engine_toys import SkippingModel, Wrapped, make_runner
+from engine_toys import SkippingModel, make_runner
 from mmengine.model import MMFullyShardedDataParallel
 from torch import nn
 
@@ -17,23 +19,15 @@ READ = (
 WARNING = 'They are not trained, and distributed training would stop here.'
 
 
-class Searching(Wrapped):
-    """One that looks for them in each iteration."""
-
-    find_unused_parameters = True
-
-    def train_step(self, *args, **kwargs):
-        return self.module.train_step(*args, **kwargs)
-
-
 class Sharded(MMFullyShardedDataParallel):
     """A wrapper that flattens parameters."""
-
-    train_step = Searching.train_step
 
     def __init__(self, module):
         nn.Module.__init__(self)
         self._fsdp_wrapped_module = module
+
+    def train_step(self, *args, **kwargs):
+        return self.module.train_step(*args, **kwargs)
 
 
 def freeze(model):
@@ -61,8 +55,7 @@ def warnings_of(folder, prepare=lambda model: model, times=1, **model):
 
 
 def test_names_parameters_and_outputs_once_a_training(tmp_path):
-    both = warnings_of(tmp_path, lambda model: Searching(Searching(model)), times=2)
-    assert both == [f'{NAMES}{READ}{WARNING}'] * 2
+    assert warnings_of(tmp_path, times=2) == [f'{NAMES}{READ}{WARNING}'] * 2
     assert warnings_of(tmp_path, extend) == [
         f'2 parameters got no gradient in the first iteration: unread.weight, unread.bias. {WARNING}'
     ]
@@ -86,7 +79,6 @@ def test_outputs_that_are_read():
 
 
 def test_distributed_training_stops_or_is_told_to_search(tmp_path, one_process):
-    """In one process: what several of them do is a slow test of test_distributed.py."""
     with pytest.raises(RunError) as found:
         warnings_of(tmp_path, CPUDistributedDataParallel)
     assert str(found.value) == (
@@ -94,3 +86,5 @@ def test_distributed_training_stops_or_is_told_to_search(tmp_path, one_process):
         'at the price of a search in each iteration.'
     )
     assert warnings_of(tmp_path, CPUDistributedDataParallel, skips=False) == []
+    searching = partial(CPUDistributedDataParallel, find_unused_parameters=True)
+    assert warnings_of(tmp_path, searching) == [f'{NAMES}{READ}{WARNING}']
