@@ -59,11 +59,18 @@ def build_model(cfg: Config, random_init: bool) -> nn.Module:
         return MODELS.build(cfg.model)
 
 
-def training_batch(cfg: Config) -> dict:
-    """Two 64x64 images with what the data sets of a config's task give."""
+def without_gradient(model: nn.Module, cfg: Config) -> list[str]:
+    """Parameters that a training step on two 64x64 images leaves without a gradient."""
     from mmlinattn.swapping import dummy_inputs  # which needs the tasks' packages
 
     if cfg.default_scope == 'mmpretrain':
-        return dummy_inputs.classification_batch((64, 64), cfg.model.head.num_classes)
-    make = dummy_inputs.detection_batch if cfg.default_scope == 'mmdet' else dummy_inputs.segmentation_batch
-    return make((64, 64))
+        batch = dummy_inputs.classification_batch((64, 64), cfg.model.head.num_classes)
+    else:
+        batch = dict(mmdet=dummy_inputs.detection_batch, mmseg=dummy_inputs.segmentation_batch)[cfg.default_scope](
+            (64, 64)
+        )
+    model.train()
+    loss, _ = model.parse_losses(model(**model.data_preprocessor(batch, training=True), mode='loss'))
+    loss.backward()
+    assert torch.isfinite(loss)
+    return [name for name, parameter in model.named_parameters() if parameter.grad is None]

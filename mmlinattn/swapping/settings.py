@@ -13,7 +13,6 @@ from .zoo import ZooBackbone, recipe
 
 # What the released weights were trained with: ImageNet's, RGB
 MEAN, STD = [123.675, 116.28, 103.53], [58.395, 57.12, 57.375]
-_PRECISION = 'mixed precision is a switch of the tools here (--amp), so that the file also trains on a CPU'
 
 
 def normalise(model: dict) -> None:
@@ -76,7 +75,7 @@ def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tu
             wrapper[key] = value
     settings['optim_wrapper'] = wrapper
     if bare_name(upstream.get('type')) == 'AmpOptimWrapper':
-        remarks.append(_PRECISION)
+        remarks.append('mixed precision is a switch of the tools here (--amp), so that the file also trains on a CPU')
     batch = (paper.get('auto_scale_lr') or {}).get('base_batch_size', 16)
     settings['auto_scale_lr'] = dict(base_batch_size=batch)
     remarks.append(f'the learning rate is for {batch} images a step (--auto-scale-lr scales it)')

@@ -83,8 +83,7 @@ def backbone_names() -> list[str]:
 
 
 def _pick(of_task: dict[str, str], task: str, preferred: Optional[str]) -> str:
-    order = (preferred, *_ORDER[task])
-    return next((of_task[recipe] for recipe in order if recipe in of_task), next(iter(of_task.values())))
+    return next(of_task[recipe] for recipe in (preferred, *_ORDER[task]) if recipe in of_task)
 
 
 def find_backbone(name: str, task: str) -> ZooBackbone:
@@ -115,20 +114,16 @@ def find_backbone(name: str, task: str) -> ZooBackbone:
 
 
 def recipe(name: str, task: str, preferred: Optional[str] = None) -> Config:
-    """The config whose optimizer the backbone was trained with for a task.
+    """The config whose optimizer the backbone was trained with for a task, ``preferred`` (``fpn_80k``) of several.
 
     Where the paper has no such row for this size, it is that of another size of the same host, and failing that of
     RAVLT.
-
-    Args:
-        preferred: A recipe, e.g. ``fpn_80k``, where the task has several.
     """
-    table = _recipes()
-    family = [name]
-    while '_' in family[-1]:
-        family.append(family[-1].rpartition('_')[0])
-    for prefix in [*family, 'ravlt']:
-        for other, tasks in table.items():
-            if task in tasks and (other == prefix or other.startswith(f'{prefix}_')):
-                return Config.fromfile(_pick(tasks[task], task, preferred))
-    raise RunError(f'no config in {project_files("configs")} trains a backbone for {task}')
+    family = [name.rsplit('_', count)[0] for count in range(name.count('_') + 1)]
+    fitting = (
+        tasks[task]
+        for prefix in [*family, 'ravlt']
+        for other, tasks in _recipes().items()
+        if task in tasks and f'{other}_'.startswith(f'{prefix}_')
+    )
+    return Config.fromfile(_pick(next(fitting), task, preferred))

@@ -48,11 +48,7 @@ def described(error: BaseException) -> str:
 
 def say_last(line: str) -> None:
     """The last line of a run, on stderr after all that stdout has. Who reads stdout may have gone first, or be nobody
-    (``>&-``), and the line is said all the same.
-
-    Args:
-        line (str): Without its end.
-    """
+    (``>&-``), and the line is said all the same."""
     with suppress(AttributeError, OSError, ValueError):
         sys.stdout.flush()
     with suppress(OSError, ValueError):

@@ -44,7 +44,6 @@ def test_a_model_without_a_backbone():
 @pytest.mark.parametrize(
     'meta, expected',
     [
-        (None, None),
         (dict(epoch=3), None),
         (dict(dataset_meta=dict(classes=('a',)), CLASSES=('b',)), dict(classes=('a',))),
         (dict(dataset_meta=None, CLASSES=('b',), PALETTE=None), dict(classes=('b',))),

@@ -40,9 +40,7 @@ def load(caplog, tmp_path):
 
 WRAPPINGS = {
     'bare': lambda state: state,
-    'model': lambda state: {'model': state, 'epoch': 299},
-    'state_dict': lambda state: {'state_dict': state, 'meta': {}},
-    'module': lambda state: {'model': {f'module.{key}': v for key, v in state.items()}},
+    'model': lambda state: {'model': {f'module.{key}': v for key, v in state.items()}},
     'a detector': lambda state: {
         'state_dict': {**{f'backbone.{key}': v for key, v in state.items()}, 'neck.w': torch.ones(1)}
     },

@@ -4,23 +4,13 @@
 :func:`summary` reads the same things out of a config. ``test_recipes.py`` compares the two whole.
 """
 
+import json
 import re
-
-from mmengine.config import ConfigDict
-
-
-def plain(value):
-    """Without MMEngine's types, for comparisons and readable differences."""
-    if isinstance(value, (dict, ConfigDict)):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return value
 
 
 def call(kind: str, **values) -> str:
-    """``kind(key=value, ...)`` with the keys in order, so that a step is one line of a table."""
-    return f'{kind}({", ".join(f"{key}={plain(value)}" for key, value in sorted(values.items()))})'
+    """``kind(key=value, ...)`` with the keys in order and tuples as lists, so that a step is one line of a table."""
+    return f'{kind}({", ".join(f"{key}={json.loads(json.dumps(value))}" for key, value in sorted(values.items()))})'
 
 
 def steps(pipeline) -> list[str]:

@@ -5,12 +5,12 @@ import ast
 
 import pytest
 import torch
-from config_helpers import training_batch
+from config_helpers import without_gradient
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 
 from mmlinattn.swapping import NoPlace, swap_backbone
-from mmlinattn.utils.building import without_pretrained
+from mmlinattn.utils.building import build_model
 from mmlinattn.utils.errors import RunError
 
 for project in ('mmdet', 'mmseg', 'mmpretrain'):
@@ -28,21 +28,6 @@ def swap(tmp_path):
     return run
 
 
-def train_a_step(cfg):
-    """Independent of the library's own trial."""
-    init_default_scope(cfg.default_scope)
-    if cfg.default_scope == 'mmseg':
-        cfg.model.data_preprocessor.size = (64, 64)
-    cfg.model.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
-    model = MODELS.build(cfg.model)
-    model.train()
-    data = model.data_preprocessor(training_batch(cfg), training=True)
-    loss, _ = model.parse_losses(model(**data, mode='loss'))
-    loss.backward()
-    assert torch.isfinite(loss)
-    assert [name for name, p in model.backbone.named_parameters() if p.grad is None] == []
-
-
 def test_classifier(swap):
     swapped, cfg = swap('mmpretrain::resnet/resnet18_8xb16_cifar10.py', 'flatten_pvt_v2_b0')
     assert cfg.model.backbone.type == 'LinearPVTv2' and cfg.model.backbone.out_indices == (3,)
@@ -57,8 +42,7 @@ def test_classifier(swap):
     )
     hooks = [hook.type for hook in cfg.custom_hooks]
     assert 'UnusedParametersHook' in hooks and 'mmlinattn' in cfg.custom_imports['imports']
-    cfg.model = Config(dict(model=without_pretrained(cfg.model))).model
-    train_a_step(cfg)
+    assert without_gradient(build_model(cfg), cfg) == []  # beside the library's own trial
 
 
 CLASSIFIER = """
@@ -116,19 +100,15 @@ mmdet::mask2former_vis/mask2former_r50_8xb2-8e_youtubevis2019.py flatten_pvt_v2_
 # two stages; a path; the fork in colours
 mmdet::faster_rcnn/faster-rcnn_r50-caffe_fpn_1x_coco.py inline_swin_t
     neck.in_channels = [96, 192, 384, 768]; data_preprocessor.bgr_to_rgb = True
-# query-based, several scales and one
+# query-based
 mmdet::deformable_detr/deformable-detr_r50_16xb2-50e_coco.py ravlt_t
     backbone.out_indices = (1, 2, 3); neck.in_channels = [128, 256, 512]
-mmdet::detr/detr_r50_8xb2-150e_coco.py flatten_cswin_t
-    neck.in_channels = [512]
 # one stage, with a head that asks for the epoch
 mmdet::tood/tood_r50_fpn_1x_coco.py ravlt_t
     neck.in_channels = [128, 256, 512]
 # real time
 mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py flatten_pvt_v2_b0
     neck.in_channels = [64, 160, 256]; data_preprocessor.bgr_to_rgb = True
-mmdet::yolox/yolox_tiny_8xb8-300e_coco.py inline_pvt_t
-    neck.in_channels = [128, 320, 512]
 # a backbone with a decoder of its own
 mmseg::bisenetv2/bisenetv2_fcn_4xb4-160k_cityscapes-1024x1024.py ravlt_t
     neck.type = 'MapAdapter'; neck.out_channels = [128, 16, 32, 64, 128]; decode_head.in_channels = 128

@@ -66,7 +66,6 @@ def test_mistakes_have_one_line(upstream, backbone, message):
         ('mmdet::cornernet/cornernet_hourglass104_8xb6-210e-mstest_coco.py', 'hourglass'),
         ('mmdet::tridentnet/tridentnet_r50-caffe_1x_coco.py', 'three branches'),
         ('mmpretrain::mae/mae_vit-base-p16_8xb512-amp-coslr-300e_in1k.py', 'masked image modelling'),
-        ('mmpretrain::milan/milan_vit-base-p16_16xb256-amp-coslr-400e_in1k.py', 'masked image modelling'),
         ('mmpretrain::spark/spark_sparse-resnet50_8xb512-amp-coslr-800e_in1k.py', 'masked image modelling'),
         ('mmpretrain::dinov2/vit-small-p14_dinov2-pre_headless.py', 'it has no head'),
         ('mmseg::dpt/dpt_vit-b16_8xb2-160k_ade20k-512x512.py', 'a class token beside each map'),

@@ -53,8 +53,6 @@ def test_recipes_without_a_row_of_their_own():
     assert zoo.recipe('ravlt_t', 'mmdet', 'retinanet_1x').model.type == 'RetinaNet'
     assert zoo.recipe('inline_swin_x', 'mmseg').model.backbone.type == 'LinearSwin'
     assert zoo.recipe('hydra_deit_t', 'mmseg').model.backbone.type == 'RAVLT'
-    with pytest.raises(RunError, match='^no config in .*configs trains a backbone for mmpose$'):
-        zoo.recipe('ravlt_t', 'mmpose')
 
 
 @pytest.mark.slow

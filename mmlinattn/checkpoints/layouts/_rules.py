@@ -30,11 +30,7 @@ def down(match: 're.Match') -> int:
 
 
 def convert(state: Mapping[str, Tensor], rules: Sequence[tuple]) -> tuple[dict, dict, list]:
-    """Apply every rule, in order, to every key.
-
-    Args:
-        state (Mapping[str, Tensor]): A released state dict.
-        rules (Sequence): (pattern, replacement) pairs as :func:`re.sub` takes them.
+    """Apply every rule, (pattern, replacement) as :func:`re.sub` takes them, in order to every key.
 
     Returns:
         tuple[dict, dict, list]: Backbone, head (``neck.`` and ``head.``), dropped keys.
