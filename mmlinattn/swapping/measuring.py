@@ -20,17 +20,11 @@ from .zoo import FeatureMap
 
 
 class Measured(NamedTuple):
-    """What an upstream backbone returns.
-
-    Attributes:
-        maps: Channels and strides.
-        size: Height and width of the noise.
-        alone: Position of the only map that it returns in inference, not in a tuple; None where both are alike.
-    """
+    """What an upstream backbone returns to noise of a height and width."""
 
     maps: list[FeatureMap]
     size: tuple[int, int]
-    alone: Optional[int] = None
+    alone: Optional[int] = None  # position of the only map that it returns in inference, not in a tuple
 
 
 @contextlib.contextmanager

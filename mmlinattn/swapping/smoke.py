@@ -21,19 +21,12 @@ from .upstream import Upstream, together
 
 
 class Trial(NamedTuple):
-    """What a step showed.
-
-    Attributes:
-        loss: Of the training step.
-        read: Which of the backbone's outputs got a gradient, by position.
-        without_gradient: Names of the backbone's parameters that got none.
-        stops: Why the prediction failed; '' where it did not.
-    """
+    """What a step showed of the network and its backbone."""
 
     loss: float
-    read: tuple[bool, ...]
-    without_gradient: tuple[str, ...]
-    stops: str = ''
+    read: tuple[bool, ...]  # which of the backbone's outputs got a gradient
+    without_gradient: tuple[str, ...]  # names of its parameters
+    stops: str = ''  # why the prediction failed; '' where it did not
 
 
 class TrialError(RunError):

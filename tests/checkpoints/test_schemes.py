@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoint_helpers import saved, touch_when_loaded
-from mmengine.model import BaseModel, BaseModule
+from engine_toys import make_runner
+from mmengine.model import BaseModule
 from mmengine.runner import CheckpointLoader, Runner, load_checkpoint
 from torch import nn
 
@@ -22,66 +23,41 @@ from mmlinattn.checkpoints import CheckpointError, register, schemes
 LOAD = CheckpointLoader.load_checkpoint
 
 
-class OneLayer(BaseModel):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
-
-    def forward(self, inputs, mode='tensor'):
-        return dict(loss=self.layer(torch.stack(inputs)).sum())
-
-
-def runner(work_dir, epochs, **kwargs) -> Runner:
-    return Runner(
-        model=OneLayer(),
-        work_dir=str(work_dir),
-        train_dataloader=dict(
-            dataset=[dict(inputs=torch.ones(1))] * 4,
-            batch_size=2,
-            sampler=dict(type='DefaultSampler', shuffle=True),
-        ),
-        train_cfg=dict(by_epoch=True, max_epochs=epochs),
-        optim_wrapper=dict(optimizer=dict(type='AdamW', lr=0.1)),
-        param_scheduler=[
-            dict(type='LinearLR', start_factor=0.1, by_epoch=False, end=2),
-            dict(type='MultiStepLR', milestones=[1]),
-        ],
-        custom_hooks=[dict(type='EMAHook')],
-        default_scope='mmengine',
-        experiment_name=f'{work_dir.name}_{epochs}_{len(kwargs)}',
-        **kwargs,
-    )
+def runner(work_dir, epochs=1, **kwargs) -> Runner:
+    schedule = [
+        dict(type='LinearLR', start_factor=0.1, by_epoch=False, end=2),
+        dict(type='MultiStepLR', milestones=[1]),
+    ]
+    loop = dict(by_epoch=True, max_epochs=epochs)
+    return make_runner(work_dir, [dict(type='EMAHook')], loop, param_scheduler=schedule, **kwargs)
 
 
 def test_mmengine_resumes_its_own_checkpoints(tmp_path):
-    first = runner(tmp_path, epochs=1)
+    """Weights, and the history of the loss, which is what the plain safe loader stumbles over."""
+    first, second = runner(tmp_path), runner(tmp_path, resume=True)
     first.train()
-    losses = first.message_hub.get_scalar('train/loss').data[0].copy()
-    second = runner(tmp_path, epochs=2, resume=True)
-    second.train()
-    assert second.iter == 4
-    # The history of the loss, which is what the plain safe loader stumbles over, came along.
-    resumed = second.message_hub.get_scalar('train/loss').data[0]
-    assert len(losses) == 2 and len(resumed) == 4 and list(resumed[:2]) == list(losses)
-    assert resumed[2] < losses[1]  # the weights as well: the loss goes on falling
+    second.train()  # nothing is left to be done
+    assert second.iter == 3 and torch.equal(second.model.layer.weight, first.model.layer.weight)
+    losses, resumed = (each.message_hub.get_scalar('train/loss').data[0] for each in (first, second))
+    assert len(losses) == 3 and list(resumed) == list(losses)
 
 
 def test_the_program_in_a_checkpoint_does_not_run_on_resume(tmp_path):
     marker = tmp_path / 'was_run'
-    runner(tmp_path, epochs=1).train()
+    runner(tmp_path).train()
     checkpoint = LOAD(str(tmp_path / 'epoch_1.pth'), 'cpu')
     checkpoint['meta']['config'] = f'open({str(marker)!r}, "w")'
     torch.save(checkpoint, tmp_path / 'epoch_1.pth')
     second = runner(tmp_path, epochs=2, resume=True)
     second.train()
-    assert second.iter == 4 and not marker.exists()
+    assert second.iter == 6 and not marker.exists()
 
 
 def test_hostile_files_are_refused_in_load_from_and_init_cfg(tmp_path):
     marker, bad = tmp_path / 'was_run', str(tmp_path / 'bad.pth')
     torch.save({'state_dict': {}, 'meta': touch_when_loaded(marker)}, bad)
     with pytest.raises(CheckpointError, match='refused'):
-        runner(tmp_path, 1, load_from=bad).train()
+        runner(tmp_path, load_from=bad).train()
     with pytest.raises(CheckpointError, match='refused'):
         BaseModule(dict(type='Pretrained', checkpoint=bad)).init_weights()
     assert not marker.exists()
@@ -104,7 +80,7 @@ def test_mmengine_s_arguments_have_their_effect(tmp_path, monkeypatch, caplog, c
 
 def test_a_plain_import_is_all_an_upstream_tool_needs_and_patches_nothing(tmp_path):
     """Classes, functions and modules of MMEngine and PyTorch are what they were; registries and schemes aside."""
-    runner(tmp_path, epochs=1).train()
+    runner(tmp_path).train()
     script = f"""
         import mmengine.runner, mmengine.hooks, mmengine.infer, torch
         from mmengine.runner import checkpoint
