@@ -2,6 +2,7 @@
 """A checkpoint whose head is of other classes than the model's."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -38,18 +39,6 @@ class Renaming(nn.Module):
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.zeros(()))
-
-
-class Resizing(nn.Module):
-    """Resizes a table on loading, as backbones do."""
-
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Parameter(torch.zeros(2))
-        self._register_load_state_dict_pre_hook(self.resize)
-
-    def resize(self, state, prefix, *_):
-        state[f'{prefix}table'] = state[f'{prefix}table'][:2]
 
 
 def load(tmp_path, mode, state, wrap=lambda model: model, **options):
@@ -137,17 +126,9 @@ def test_what_is_a_mistake(tmp_path, mode, state, expected, option):
     assert ('auxiliary_head' in message) == (mode == 'resume' and expected == SHAPES)  # they train on
 
 
-@pytest.mark.parametrize(
-    'mode, line',
-    [
-        ('train', 'nothing in the checkpoint fits the model; it has other.0, other.1, other.2, '),
-        ('test', '6 parameters not in the file: layer.weight, layer.bias, '),
-        ('resume', '8 parameters not in the file: layer.weight, layer.bias, '),
-    ],
-)
-def test_nothing_that_fits(tmp_path, mode, line):
-    with pytest.raises(RunError, match=re.escape(line)):
-        load(tmp_path, mode, dict(state_dict={f'other.{i}': torch.ones(1) for i in range(4)}, meta={}))
+def test_nothing_that_fits_is_nothing_to_train_from(tmp_path):
+    with pytest.raises(RunError, match=r'nothing in the checkpoint fits the model; it has other.0, other.1, other.2, '):
+        load(tmp_path, 'train', {f'other.{i}': torch.ones(1) for i in range(4)})
 
 
 def test_models_in_wrappers(tmp_path):
@@ -157,26 +138,20 @@ def test_models_in_wrappers(tmp_path):
 
 @pytest.mark.parametrize('version', [1, 2])
 @pytest.mark.parametrize('is_bare', [False, True])
-def test_modules_rename_and_resize_what_they_load(version, is_bare):
+def test_modules_rename_what_they_load(version, is_bare):
     """By the version they were saved in; beside weights of another shape, too."""
-    model = nn.ModuleDict(dict(renaming=Renaming(), resizing=Resizing(), head=nn.Linear(1, 3)))
+    model = nn.ModuleDict(dict(renaming=Renaming(), head=nn.Linear(1, 3)))
     state = model.state_dict()
     state['renaming.old_scale'] = state.pop('renaming.scale')
-    state['resizing.table'] = torch.ones(7)
     state._metadata['renaming'] = dict(version=version)
     checkpoint = state if is_bare else dict(state_dict=state)
     missing = '1 parameters not in the file: renaming.scale' * (version == 2)
     for bias, shape in ((3, ''), (5, 'left out for its shape: head.bias (5 in the file, 3 in the model)')):
         state['head.bias'] = torch.ones(bias)
         expected = '; '.join(filter(None, (shape, missing)))
-        if not expected:
+        with pytest.raises(RunError) if expected else nullcontext() as found:
             check_weights(model, checkpoint)
-            continue
-        with pytest.raises(RunError) as found:
-            check_weights(model, checkpoint)
-        assert str(found.value) == (
-            f'the checkpoint does not fit the model; {expected}. The config has to be the one of the checkpoint.'
-        )
+        assert not expected or f'does not fit the model; {expected}. The config has to be the one' in str(found.value)
 
 
 def test_weights_of_a_model_outside_of_a_runner():

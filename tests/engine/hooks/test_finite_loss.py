@@ -29,21 +29,15 @@ def test_no_checkpoint_after_the_last_iteration_of_an_epoch_broke(tmp_path, brea
     assert not list(tmp_path.glob('*.pth'))
 
 
-SAMPLE = SimpleNamespace(img_path='a.jpg')
-
-
-@pytest.mark.parametrize('batch', [
-    dict(inputs=[], data_samples=[SAMPLE]), dict(data_samples=SAMPLE), [dict(data_samples=SAMPLE)], [SAMPLE],
-])  # fmt: skip
-def test_images_are_named(batch):
-    bad = dict(loss=torch.tensor(float('nan')), loss_cls=torch.tensor(1.5), other='x')
+@pytest.mark.parametrize('nest', [
+    lambda sample: dict(inputs=[], data_samples=[sample]), lambda sample: dict(data_samples=sample),
+    lambda sample: [dict(data_samples=sample)], lambda sample: [sample],
+], ids=['list', 'sample', 'samples of the batch', 'bare'])  # fmt: skip
+def test_images_are_named(nest):
+    hook, bad = FiniteLossHook(), dict(loss=torch.tensor(float('nan')), loss_cls=torch.tensor(1.5), other='x')
     with pytest.raises(RunError, match='loss=nan, loss_cls=1.5 on images a.jpg. No checkpoint'):
-        FiniteLossHook().after_train_iter(RUNNER, 0, batch, bad)
-    FiniteLossHook().after_train_iter(RUNNER, 0, batch, dict(loss=torch.tensor(1.0)))
-    FiniteLossHook().after_train_iter(RUNNER, 0, batch, None)
-
-
-@pytest.mark.parametrize('batch', [None, dict(inputs=[1]), [1, 2]])
-def test_batches_without_names(batch):
+        hook.after_train_iter(RUNNER, 0, nest(SimpleNamespace(img_path='a.jpg')), bad)
     with pytest.raises(RunError, match='carry no img_path'):
-        FiniteLossHook().after_train_iter(RUNNER, 0, batch, dict(loss=torch.tensor(float('inf'))))
+        hook.after_train_iter(RUNNER, 0, nest(1), bad)
+    hook.after_train_iter(RUNNER, 0, nest(1), dict(loss=torch.tensor(1.0)))
+    hook.after_train_iter(RUNNER, 0, None, None)

@@ -32,18 +32,14 @@ def resume(saved, tmp_path):
     """Resume in ``run`` from the checkpoint, with changes: the runner and its warnings."""
 
     def resume(info=None, parts=None, **checkpoint_hook):
-        checkpoint = copy.deepcopy(saved)
-        checkpoint['message_hub']['runtime_info'].update(info or {})
-        checkpoint.update(parts or {})
+        checkpoint = copy.deepcopy({**saved, **(parts or {})})
+        if info:
+            checkpoint['message_hub']['runtime_info'].update(info)
         torch.save(checkpoint, tmp_path / 'given.pth')
         hook = dict(type='CheckpointHook', interval=1, save_best='acc', rule='greater', max_keep_ckpts=1)
+        options = dict(load_from=str(tmp_path / 'given.pth'), resume=True, **validation())
         runner = make_runner(
-            tmp_path / 'run',
-            [],
-            default_hooks=dict(checkpoint={**hook, **checkpoint_hook}),
-            **validation(),
-            load_from=str(tmp_path / 'given.pth'),
-            resume=True,
+            tmp_path / 'run', [], default_hooks=dict(checkpoint={**hook, **checkpoint_hook}), **options
         )
         lines = []
         runner.logger.warning = lines.append
@@ -56,13 +52,12 @@ def resume(saved, tmp_path):
 @pytest.fixture
 def files(tmp_path):
     """What a hostile checkpoint would like to see gone: a file, a folder, and things of the run itself."""
-    (tmp_path / 'home' / 'folder').mkdir(parents=True)
-    run = tmp_path / 'run'
-    run.mkdir()
-    kept = [tmp_path / 'home' / 'best_thesis.pth', tmp_path / 'home' / 'folder' / 'x', run / 'notes.txt']
+    run, home = tmp_path / 'run', tmp_path / 'home'
+    kept = [home / 'best_thesis.pth', home / 'folder' / 'x', run / 'notes.txt']
     for path in kept:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text('precious')
-    (run / 'best_link').symlink_to(tmp_path / 'home')
+    (run / 'best_link').symlink_to(home)
     return run, kept
 
 
