@@ -1,16 +1,23 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Command lines run as users run them, in processes of their own, for the tests of tools."""
+"""Command lines run as users run them, for the tests of tools: in this process, in one of their own, many in one.
+
+``python tool_runs.py JOBS.json ERRORS.json`` is the last: to start Python, import PyTorch and read upstream's model
+indices takes longer than what the tests train.
+"""
 
 import json
 import os
 import random
 import re
+import runpy
 import signal
 import socket
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ROOT / 'tools'
@@ -38,17 +45,13 @@ def environment(**more):
     return {**os.environ, **own, **{key: str(value) for key, value in more.items()}}
 
 
-def run(*command, cwd, status=0, **env):
-    done = subprocess.run(
-        [str(word) for word in command],
-        cwd=cwd,
-        env=environment(**env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == status, done.stdout[-3000:]
+def options(cwd, env):
+    return dict(cwd=cwd, env=environment(**env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def run(*command, cwd, **env):
+    done = subprocess.run([str(word) for word in command], timeout=300, **options(cwd, env))
+    assert done.returncode == 0, done.stdout[-3000:]
     return done.stdout
 
 
@@ -56,14 +59,10 @@ def start(*command, cwd, **env):
     """The same as a process at work, in a group of its own; held in the iteration ``HOLD``."""
     return subprocess.Popen(
         [str(word) for word in command],
-        cwd=cwd,
-        env=environment(**env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
         start_new_session=True,
         # what a shell starts in the background ignores it, and so would the tool
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        **options(cwd, env),
     )
 
 
@@ -79,17 +78,22 @@ def python(script, *args, **kwargs):
     return run(sys.executable, script, *args, **kwargs)
 
 
+def in_this_process(tool, *args):
+    """A script, of ours by its path below ``tools``."""
+    with mock.patch.object(sys, 'argv', [tool, *map(str, args)]):
+        runpy.run_path(str(TOOLS / tool), run_name='__main__')
+
+
 def in_one_process(jobs, folder):
-    """Command lines of Python scripts one after the other, by name (``run_tools.py``): what each job printed, and its
-    error, empty where there was none."""
+    """Command lines of Python scripts one after the other, by name: what each job printed, and its error, empty where
+    there was none. A job ends at its first error, the others still run."""
     (folder / 'jobs.json').write_text(json.dumps(jobs))
-    errors = dict.fromkeys(jobs, 'not reached')
     try:
-        out = python(Path(__file__).with_name('run_tools.py'), 'jobs.json', 'errors.json', cwd=folder)
+        out = python(__file__, 'jobs.json', 'errors.json', cwd=folder)
     except (AssertionError, subprocess.TimeoutExpired) as error:  # not again for each name
-        return dict.fromkeys(jobs, str(error)), errors
+        return (dict.fromkeys(jobs, str(error)),) * 2
     printed = dict(zip(jobs, re.split(r'^=== .*\n', out, flags=re.MULTILINE)[1:]))
-    return printed, {**errors, **json.loads((folder / 'errors.json').read_text())}
+    return printed, json.loads((folder / 'errors.json').read_text())
 
 
 def losses(work_dir):
@@ -114,3 +118,29 @@ def free_port():
                 continue
             return str(port)
     raise OSError('no free port in a hundred')
+
+
+def error_of(job) -> str:
+    from conftest import end_workers, forget_instances  # it has MMEngine read indices once, as in the tests
+
+    for command in job:
+        forget_instances()  # upstream's configs name them alike
+        try:
+            in_this_process(*command)
+        except SystemExit as end:
+            if end.code:
+                return f'{command[0]} ended with {end.code}'
+        except Exception:
+            return traceback.format_exc()
+        finally:
+            end_workers()
+    return ''
+
+
+if __name__ == '__main__':
+    errors = {}
+    for name, job in json.loads(Path(sys.argv[1]).read_text()).items():
+        print(f'=== {name}', flush=True)
+        errors[name] = error_of(job)
+        print(errors[name], flush=True)
+    Path(sys.argv[2]).write_text(json.dumps(errors))

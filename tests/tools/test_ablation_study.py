@@ -5,44 +5,29 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from tool_runs import TOOLS, in_this_process
 
-ROOT = Path(__file__).resolve().parents[2]
-TOOL = Path('tools', 'analysis_tools', 'ablation_study.py')
+TOOL = 'analysis_tools/ablation_study.py'
 QUICK = '--iterations=2 --batch=4 --num-train=8 --num-val=8 --seeds=1'.split()
 
 
-@pytest.fixture
-def installed(tmp_path):
-    """Tools and projects as a wheel has them."""
-    (tmp_path / TOOL).parent.mkdir(parents=True)
-    shutil.copy(ROOT / TOOL, tmp_path / TOOL)
-    ignored = shutil.ignore_patterns('tests', 'results', '__pycache__')
-    shutil.copytree(ROOT / 'projects', tmp_path / 'projects', ignore=ignored)
-    return tmp_path
-
-
-def study(root, *args):
-    command = [sys.executable, root / TOOL, '--study', 'rala', *args, *QUICK]
-    return subprocess.run(command, capture_output=True, text=True, cwd=root.parent)
-
-
 @pytest.mark.slow
-def test_a_study_writes_its_results_and_goes_on(installed, tmp_path):
-    out, found = tmp_path / 'out', []
-    for root, arms in ((installed, ['full']), (ROOT, ['full', 'without CPE'])):
-        done = study(root, '--out', out, '--arms', *arms)
-        assert done.returncode == 0, done.stderr
-        found.append(json.loads((out / 'results.json').read_text())['runs'])
+def test_a_study_writes_its_results_and_goes_on(tmp_path):
+    found = []
+    for arms in (['full'], ['full', 'without CPE']):
+        in_this_process(TOOL, '--study', 'rala', '--out', tmp_path, '--arms', *arms, *QUICK)
+        found.append(json.loads((tmp_path / 'results.json').read_text())['runs'])
         assert [(run['arm'], run['seed']) for run in found[-1]] == [(arm, 0) for arm in arms]
-        assert all(f'| {arm} | 1 |' in (out / 'table.md').read_text() for arm in arms)
-    assert found[0] == found[1][:1] and (out / 'plot.png').stat().st_size > 1000
+        assert all(f'| {arm} | 1 |' in (tmp_path / 'table.md').read_text() for arm in arms)
+    assert found[0] == found[1][:1] and (tmp_path / 'plot.png').stat().st_size > 1000
 
 
-def test_missing_projects_are_one_line(installed, tmp_path):
-    shutil.rmtree(installed / 'projects')
-    done = study(installed, '--out', tmp_path / 'out')
+def test_missing_projects_are_one_line(tmp_path):
+    tool = tmp_path / TOOL
+    tool.parent.mkdir()
+    shutil.copy(TOOLS / TOOL, tool)
+    done = subprocess.run([sys.executable, tool, '--study', 'rala', '--out', tmp_path], capture_output=True, text=True)
     assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith('error: ') and 'projects' in done.stderr

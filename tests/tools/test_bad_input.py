@@ -9,9 +9,7 @@ configs.
 import functools
 import os
 import re
-import runpy
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,13 +17,13 @@ import torch
 from checkpoint_helpers import touch_when_loaded
 from mmengine.registry import MODELS, init_default_scope
 from PIL import Image
+from tool_runs import TOOLS, in_this_process
 
 from mmlinattn.apis.configs import read_config
 from mmlinattn.datasets import DatasetSpec, write_dataset
 
 for package in ('mmdet', 'mmseg', 'mmpretrain'):
     pytest.importorskip(package)
-TOOLS = Path(__file__).resolve().parents[2] / 'tools'
 QUICK = {
     task: TOOLS.parent / 'configs' / task / 'ravlt_shapes_quickstart.py' for task in ('mmdet', 'mmseg', 'mmpretrain')
 }
@@ -265,11 +263,8 @@ def place(tmp_path, monkeypatch, data):
     return fill
 
 
-def start(command, monkeypatch):
-    """Run a command in this process."""
-    tool, *args = shlex.split(command.format(**QUICK))
-    monkeypatch.setattr(sys, 'argv', [tool, *args])
-    runpy.run_path(str(TOOLS / tool), run_name='__main__')
+def start(command):
+    in_this_process(*shlex.split(command.format(**QUICK)))
 
 
 def files():
@@ -280,14 +275,14 @@ def files():
 
 
 @pytest.fixture
-def fails(place, monkeypatch, capfd):
+def fails(place, capfd):
     """Run a command that has to be refused; the line it leaves on stderr."""
 
     def run(command):
         place(command)
         before = files()
         with pytest.raises(SystemExit) as end:
-            start(command, monkeypatch)
+            start(command)
         out, err = capfd.readouterr()
         tool = command.split()[0]
         errors = [line for line in err.splitlines() if re.match(rf'({Path(tool).name}: )?error: ', line)]
@@ -307,10 +302,10 @@ def test_one_line_and_nothing_written(fails, command, words):
 
 
 @pytest.mark.slow
-def test_broken_weights_need_an_option(fails, monkeypatch):
+def test_broken_weights_need_an_option(fails):
     command = f'{TEST} nan.pth {TESTED}'
     line = fails(command)
     assert 'nan.pth' in line and 'NaN or infinite: head.fc.weight' in line
     option = line.rpartition('--cfg-options ')[2]
     assert option.endswith('allow_nonfinite=True')
-    start(f'{command} --cfg-options {option}', monkeypatch)
+    start(f'{command} --cfg-options {option}')

@@ -1,20 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """tools/analysis_tools/contact_sheet.py: the images of a test run on one sheet."""
 
-import runpy
-import sys
-
 import numpy as np
 import pytest
-from config_helpers import ROOT
 from PIL import Image
+from tool_runs import in_this_process
 
-TOOL = ROOT / 'tools' / 'analysis_tools' / 'contact_sheet.py'
 COLOURS = [(200, 0, 0), (0, 200, 0), (0, 0, 200), (200, 200, 0), (0, 200, 200)]
 
 
 def shown(sheet):
-    """Indices of the colours found on the sheet, by their place from the top left, and the share of its ink."""
+    """Indices of the colours found on the sheet, by their place from the top left."""
     pixels = np.asarray(Image.open(sheet).convert('RGB')).astype(int)
     places = {}
     for i, colour in enumerate(COLOURS):
@@ -25,16 +21,15 @@ def shown(sheet):
 
 
 @pytest.mark.parametrize(('number', 'expected'), [(8, [0, 1, 2, 3, 4]), (3, [0, 2, 4]), (1, [0])])
-def test_pictures_in_order_and_evenly_spread(tmp_path, capsys, monkeypatch, number, expected):
+def test_pictures_in_order_and_evenly_spread(tmp_path, capsys, number, expected):
     """As mmdet (.jpg) and mmseg (.png in sub-folders) name them; an earlier sheet is none of them."""
     names = ['0.jpg', '1.jpg', '2.jpg', 'vis_data/vis_image/val_3.PNG', 'vis_data/vis_image/val_4.PNG']
     (tmp_path / 'vis_data' / 'vis_image').mkdir(parents=True)
     for name, colour in zip(names, COLOURS):
         Image.new('RGB', (320, 160), colour).save(tmp_path / name)
     sheet = tmp_path / 'sheet.png'
-    monkeypatch.setattr(sys, 'argv', ['contact_sheet.py', str(tmp_path), str(sheet), '--num', str(number)])
     for _ in range(2):
-        runpy.run_path(str(TOOL), run_name='__main__')
+        in_this_process('analysis_tools/contact_sheet.py', tmp_path, sheet, '--num', number)
         assert capsys.readouterr().out == f'{sheet}: {len(expected)} of 5 images\n'
     assert shown(sheet) == expected
     with Image.open(sheet) as picture:

@@ -1,20 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """``tools/convert_checkpoint.py`` on files as their authors would have published them."""
 
-import runpy
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from checkpoint_helpers import ARCH, released_ravlt
 from mmengine.config import Config
 from mmengine.runner import load_checkpoint
+from tool_runs import in_this_process
 
 from mmlinattn.checkpoints import load_file
 from mmlinattn.utils.building import build_model
 
-TOOL = Path(__file__).parents[2] / 'tools' / 'convert_checkpoint.py'
 WIDTHS = list(ARCH['embed_dims'])
 # Nothing may be fetched to build a model: this name is nobody's.
 BACKBONE = (
@@ -35,9 +31,9 @@ MODELS = {
 class Files:
     """SRC, DST and CONFIG in a folder, and the tool on them."""
 
-    def __init__(self, folder, monkeypatch, capsys):
+    def __init__(self, folder, capsys):
         self.source, self.target, self.config = folder / 'released.pth', folder / 'ours.pth', folder / 'config.py'
-        self.monkeypatch, self.capsys = monkeypatch, capsys
+        self.capsys = capsys
         self.configure()
 
     def configure(self, name='mmdet mask-rcnn_r50_fpn'):
@@ -61,19 +57,17 @@ class Files:
 
     def run(self, status=0, source=None, target=None):
         """Lines on stdout and stderr of the tool."""
-        argv = [str(TOOL), str(source or self.source), str(target or self.target), '--config', str(self.config)]
-        self.monkeypatch.setattr(sys, 'argv', argv)
+        paths = source or self.source, target or self.target
         with pytest.raises(SystemExit) as end:
-            runpy.run_path(str(TOOL), run_name='__main__')
+            in_this_process('convert_checkpoint.py', *paths, '--config', self.config)
         assert end.value.code == status
         assert self.target.exists() == (status == 0)
         return [part.splitlines() for part in self.capsys.readouterr()]
 
 
 @pytest.fixture
-def files(tmp_path, monkeypatch, capsys):
-    monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
-    return Files(tmp_path, monkeypatch, capsys)
+def files(tmp_path, capsys):
+    return Files(tmp_path, capsys)
 
 
 @pytest.mark.parametrize('name', MODELS)

@@ -2,22 +2,21 @@
 """tools/demo.py: drawings of small models of the three tasks, by upstream's inferencers."""
 
 import re
-import runpy
-import sys
+from pkgutil import resolve_name
 from unittest import mock
 
+import mmcv
 import numpy as np
 import pytest
 import torch
 from config_helpers import ROOT, load
 from mmengine.registry import MODELS, DefaultScope, init_default_scope
+from tool_runs import in_this_process
 
-mmcv = pytest.importorskip('mmcv')
-TOOL = ROOT / 'tools' / 'demo.py'
 INFERENCERS = dict(
-    mmdet='mmdet.apis.DetInferencer',
-    mmseg='mmseg.apis.MMSegInferencer',
-    mmpretrain='mmpretrain.ImageClassificationInferencer',
+    mmdet='mmdet.apis:DetInferencer',
+    mmseg='mmseg.apis:MMSegInferencer',
+    mmpretrain='mmpretrain:ImageClassificationInferencer',
 )
 NAMES = {task: [f'name_{i}' for i in range(number)] for task, number in dict(mmdet=6, mmseg=10, mmpretrain=12).items()}
 
@@ -27,7 +26,7 @@ def config(task):
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path):
     """Runs the tool with an untrained model whose file has ``meta``; gives the inferencer it built."""
 
     def start(task, image, out, *args, of_config=None, **meta):
@@ -36,14 +35,12 @@ def run(tmp_path, monkeypatch):
         torch.manual_seed(0)
         state = MODELS.build(load(f'{task}/ravlt_shapes_quickstart').model).state_dict()
         torch.save(dict(state_dict=state, meta=meta), tmp_path / 'model.pth')
-        package, _, name = INFERENCERS[task].rpartition('.')
-        kind, made = getattr(sys.modules.get(package) or __import__(package, fromlist=[name]), name), []
+        kind, made = resolve_name(INFERENCERS[task]), []
         keep = mock.patch.object(
             kind, '__init__', lambda self, *a, init=kind.__init__, **k: made.append(self) or init(self, *a, **k)
         )
-        argv = ['demo.py', image, of_config or config(task), tmp_path / 'model.pth', '--out', out, *args]
-        with keep, mock.patch.object(sys, 'argv', list(map(str, argv))):
-            runpy.run_path(str(TOOL), run_name='__main__')
+        with keep:
+            in_this_process('demo.py', image, of_config or config(task), tmp_path / 'model.pth', '--out', out, *args)
         assert DefaultScope.get_current_instance().scope_name == task
         return made[0]
 

@@ -1,20 +1,10 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""tools/analysis_tools/get_flops.py: its table, its options, its errors."""
+"""tools/analysis_tools/get_flops.py: its table and its options."""
 
 import re
-import runpy
-import sys
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-TOOL = str(ROOT / 'tools' / 'analysis_tools' / 'get_flops.py')
-
-
-def run(monkeypatch, *args):
-    monkeypatch.setattr(sys, 'argv', ['get_flops.py', *map(str, args)])
-    runpy.run_path(TOOL, run_name='__main__')
+from tool_runs import ROOT, in_this_process
 
 
 def test_it_prints_totals_and_downloads_nothing(monkeypatch, capsys):
@@ -22,7 +12,7 @@ def test_it_prints_totals_and_downloads_nothing(monkeypatch, capsys):
     monkeypatch.setattr('torch.hub.download_url_to_file', lambda *_, **__: pytest.fail('a download'))
     config, totals = ROOT / 'configs/mmdet/ravlt_t_maskrcnn_1x.py', []
     for options in ([], ['--cfg-options', 'model.roi_head.bbox_head.num_classes=10']):
-        run(monkeypatch, config, '--shape', 320, 480, *options)
+        in_this_process('analysis_tools/get_flops.py', config, '--shape', 320, 480, *options)
         out = capsys.readouterr().out
         # billions: 1000 proposals of 12544 numbers through layers of 1024; mebibytes
         assert re.search(r'bbox_head .* 1[34]\.\d{3} ', out) and re.search(r'estimate\): 1\d\d MiB', out)

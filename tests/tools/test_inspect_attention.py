@@ -3,15 +3,15 @@
 
 import json
 import runpy
-import sys
 
 import numpy as np
 import pytest
 import torch
 from config_helpers import ROOT, build
 from PIL import Image
+from tool_runs import TOOLS, in_this_process
 
-TOOL = ROOT / 'tools' / 'analysis_tools' / 'inspect_attention.py'
+TOOL = 'analysis_tools/inspect_attention.py'
 CLASSIFIER = ROOT / 'configs' / 'mmpretrain' / 'ravlt_shapes_quickstart.py'
 MEASURES = {'rank', 'confusion', 'locality', 'sharpness', 'ccs'}
 
@@ -24,12 +24,11 @@ def picture(tmp_path):
 
 
 @pytest.fixture
-def inspect(monkeypatch, tmp_path):
+def inspect(tmp_path):
     """Run the tool; its summary and the other files it wrote."""
 
     def run(*args, out=tmp_path / 'new' / 'out'):
-        monkeypatch.setattr(sys, 'argv', ['inspect_attention.py', *map(str, args), '--out', str(out)])
-        runpy.run_path(str(TOOL), run_name='__main__')
+        in_this_process(TOOL, *args, '--out', out)
         files = {path.relative_to(out).as_posix() for path in out.rglob('*') if path.is_file()}
         return json.loads((out / 'summary.json').read_text()), files - {'summary.json'}
 
@@ -72,7 +71,7 @@ def test_several_pictures_of_any_size_and_some_of_it(picture, inspect):
     assert block['map'] == [19, 26] and 'rank' not in block and block['sampled_queries'] == 8
     assert block['locality']['chance'] == pytest.approx(9 / 19 / 26)
     assert all(abs(x - 70) <= 1 and abs(y - 45) <= 1 for x, y in (image['query'] for image in both['images']))
-    merged = runpy.run_path(str(TOOL), run_name='tool')['merged']
+    merged = runpy.run_path(str(TOOLS / TOOL))['merged']
     blocks = [[dict(block='a', map=[4, size], rank=float(size), key_map=[2, 2])] for size in (6, 9, 6)]
     assert merged(blocks) == [dict(block='a', map=[[4, 6], [4, 9], [4, 6]], key_map=[2, 2], rank=7.0)]
 

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from tool_runs import ROOT, TOOLS
 
 from mmlinattn.apis import configs, running
 from mmlinattn.utils.errors import RunError
 
 for package in ('mmdet', 'mmseg', 'mmpretrain'):
     pytest.importorskip(package)
-ROOT = Path(__file__).resolve().parents[2]
 DETECTOR, SEGMENTOR, CLASSIFIER = (
     str(ROOT / 'configs' / task / 'ravlt_shapes_quickstart.py') for task in ('mmdet', 'mmseg', 'mmpretrain')
 )
@@ -26,8 +26,8 @@ read_once = functools.cache(configs.read_config)
 
 
 @pytest.fixture
-def tool(tmp_path, monkeypatch):
-    """The functions of a tool whose arguments are given, in a folder that looks like every data set."""
+def configured(tmp_path, monkeypatch):
+    """The config that a tool would run, in a folder that looks like every data set."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('LOCAL_RANK', '0')
     monkeypatch.setattr(configs, 'read_config', lambda path: copy.deepcopy(read_once(os.path.abspath(path))))
@@ -38,20 +38,10 @@ def tool(tmp_path, monkeypatch):
     for name in ('some.pth', 'epoch_3.pth', 'other.pth'):
         Path(name).touch()
 
-    def load(name, *words, work_dir='work'):
+    def run(name, *words, work_dir='work'):
         words = [name, *map(str, words), '--data-root', 'data', *(['--work-dir', work_dir] if work_dir else [])]
         monkeypatch.setattr(sys, 'argv', words)
-        return runpy.run_path(str(ROOT / 'tools' / name))['main'].__globals__
-
-    return load
-
-
-@pytest.fixture
-def configured(tool):
-    """The config that a tool would run."""
-
-    def run(name, *words, **options):
-        functions = tool(name, *words, **options)
+        functions = runpy.run_path(str(TOOLS / name))
         return functions['configure'](functions['parse_args']())
 
     return run
