@@ -13,12 +13,10 @@ import os
 import pathlib
 import pickle
 import re
-import types
 import warnings
 import zipfile
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections import Counter, OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -26,9 +24,7 @@ from typing import Any, Optional, Union
 import numpy as np
 import torch
 from mmengine.logging import HistoryBuffer
-from mmengine.optim.scheduler import param_scheduler
-from mmengine.utils import digit_version
-from torch import _weights_only_unpickler as torch_unpickler
+from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
 
 from ..utils.errors import CheckpointError, CheckpointNotFoundError
 
@@ -36,12 +32,6 @@ _ZIP_START = b'PK\x03\x04'
 _LEGACY_START = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
 # where files keep their weights; the first one present counts
 STATE_KEYS = ('state_dict', 'model', 'model_ema', 'state_dict_ema')
-# Older versions have no list to extend, or one that takes no (object, name) pairs.
-_TORCH_HAS_ALLOW_LIST = digit_version(torch.__version__) >= digit_version('2.6.0')
-
-
-class _OneCycleOwner:
-    """Stands in for MMEngine's one-cycle schedulers, of which checkpoints hold a static method."""
 
 
 class _ReadHistoryBuffer(HistoryBuffer):
@@ -56,18 +46,20 @@ class _ReadHistoryBuffer(HistoryBuffer):
         self.__class__ = HistoryBuffer
 
 
+_FUNCTIONS = {name: getattr(HistoryBuffer, name) for name in ('min', 'max', 'mean', 'current')}
+_FUNCTIONS.update((name, getattr(OneCycleParamScheduler, name)) for name in ('_annealing_cos', '_annealing_linear'))
+
+
 def _known_attribute(owner: Any, name: str) -> Any:
-    """What ``getattr`` may answer inside a checkpoint: six functions of MMEngine, nothing else.
+    """What ``getattr`` may answer inside a checkpoint: six functions of MMEngine, whoever is asked.
 
     Protocol 2 pickles a function defined inside a class as ``getattr(class, name)``, and every checkpoint of MMEngine
     holds four of them (the statistics of its HistoryBuffer). ``getattr`` itself would open every attribute of every
     listed type, so it never is on the list.
     """
-    if owner in (HistoryBuffer, _ReadHistoryBuffer) and name in ('min', 'max', 'mean', 'current'):
-        return getattr(HistoryBuffer, name)
-    if owner is _OneCycleOwner and name in ('_annealing_cos', '_annealing_linear'):
-        return getattr(param_scheduler.OneCycleParamScheduler, name)
-    raise pickle.UnpicklingError('Unsupported global: GLOBAL builtins.getattr')
+    if name not in _FUNCTIONS:
+        raise pickle.UnpicklingError('Unsupported global: GLOBAL builtins.getattr')
+    return _FUNCTIONS[name]
 
 
 def _numeric(dtype: np.dtype) -> np.dtype:
@@ -89,34 +81,39 @@ def _numpy_array(*_: Any) -> np.ndarray:
     return np.ndarray((0,), np.int8)
 
 
+def _stand_in(name: str, make: Callable) -> type:
+    """A class with the full name ``name`` whose instances are what ``make`` gives."""
+    module, _, kind = name.rpartition('.')
+    return type(kind, (), {'__module__': module, '__new__': lambda cls, *args: make(*args)})
+
+
 @functools.cache
-def safe_globals() -> dict[str, Any]:
-    """The harmless types by the name under which a checkpoint asks for each.
+def safe_globals() -> list[Any]:
+    """The harmless types, each under the name by which checkpoints ask for it.
 
     Where the named object does more than hold data, or its package is usually not installed, an inert object answers to
     its name.
     """
-    # dicts with attribute access; the unpickler fills exact dict types only
-    config_types = (
-        'yacs.config.CfgNode addict.addict.Dict mmcv.utils.config.ConfigDict mmengine.config.config.ConfigDict'
-    )
-    listed = {
+    made = {
         'mmengine.logging.history_buffer.HistoryBuffer': _ReadHistoryBuffer,
         'builtins.getattr': _known_attribute,
-        f'{param_scheduler.__name__}.OneCycleParamScheduler': _OneCycleOwner,
-        'numpy.ndarray': np.ndarray,
+        f'{OneCycleParamScheduler.__module__}.OneCycleParamScheduler': object,
         'numpy.dtype': _numpy_dtype,
-        'argparse.Namespace': argparse.Namespace,
         'pathlib.PosixPath': pathlib.PurePosixPath,
         'pathlib._local.PosixPath': pathlib.PurePosixPath,
+        # dicts with attribute access; the unpickler fills exact dict types only
+        'yacs.config.CfgNode': OrderedDict,
+        'addict.addict.Dict': OrderedDict,
+        'mmcv.utils.config.ConfigDict': OrderedDict,
+        'mmengine.config.config.ConfigDict': OrderedDict,
     }
-    listed.update(dict.fromkeys(config_types.split(), OrderedDict))
     for core in ('core', '_core'):  # NumPy 2 moved the one to the other; files of both ages are read by both
-        listed[f'numpy.{core}.multiarray._reconstruct'] = _numpy_array
-        listed[f'numpy.{core}.multiarray.scalar'] = _numpy_scalar
-    for kind in {type(np.dtype(code)) for code in '?bhilqBHILQefdgFDG'}:
-        listed[f'{kind.__module__}.{kind.__qualname__}'] = kind
-    return listed
+        made[f'numpy.{core}.multiarray._reconstruct'] = _numpy_array
+        made[f'numpy.{core}.multiarray.scalar'] = _numpy_scalar
+    # the last two are on PyTorch's own list since 2.5 and 2.6
+    named_so = [_ReadHistoryBuffer, argparse.Namespace, np.ndarray, codecs.encode, set]
+    named_so += {type(np.dtype(code)) for code in '?bhilqBHILQefdgFDG'}
+    return named_so + [_stand_in(name, make) for name, make in made.items()]
 
 
 @contextmanager
@@ -129,40 +126,12 @@ def _listed() -> Iterator[None]:
     theirs = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     torch.serialization.add_safe_globals([thing for thing in theirs if thing not in (getattr, HistoryBuffer)])
-    torch.serialization.add_safe_globals([(thing, name) for name, thing in safe_globals().items()])
+    torch.serialization.add_safe_globals(safe_globals())
     try:
         yield
     finally:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(theirs)
-
-
-class _ListedUnpickler(pickle.Unpickler):
-    """The same list for PyTorch before 2.6, whose own safe loader builds tensors only."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        # Python 2 names, which protocol 2 writes; reading them back is the base class's business.
-        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
-        gained_since = {'_codecs.encode': codecs.encode, 'collections.Counter': Counter}
-        listed = {**torch_unpickler._get_allowed_globals(), **gained_since, **safe_globals()}
-        if f'{module}.{name}' not in listed:
-            raise pickle.UnpicklingError(f'Unsupported global: GLOBAL {module}.{name}')
-        return listed[f'{module}.{name}']
-
-
-_LISTED_PICKLE = types.SimpleNamespace(
-    __name__=__name__,
-    Unpickler=_ListedUnpickler,
-    UnpicklingError=pickle.UnpicklingError,
-    load=lambda file, **kwargs: _ListedUnpickler(file, **kwargs).load(),
-)
-
-
-def _torch_load(path: Path, map_location: Any) -> Any:
-    if not _TORCH_HAS_ALLOW_LIST:
-        return torch.load(path, map_location=map_location, pickle_module=_LISTED_PICKLE, weights_only=False)
-    with _listed():
-        return torch.load(path, map_location=map_location, weights_only=True)
 
 
 def _why_not_a_checkpoint(path: Path) -> Optional[str]:
@@ -177,8 +146,6 @@ def _why_not_a_checkpoint(path: Path) -> Optional[str]:
     if text.startswith((b'<!doctype', b'<html', b'<head', b'<?xml')):
         return 'is a web page, not a checkpoint'
     if head.startswith(_ZIP_START):
-        if not zipfile.is_zipfile(path):
-            return 'is cut short: the end of the file is missing'
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
         if any(name.endswith('/constants.pkl') for name in names):
@@ -220,7 +187,9 @@ def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu', name: Op
         with warnings.catch_warnings():
             # A pickle of another protocol is refused below or loads; either way no news.
             warnings.filterwarnings('ignore', message='Detected pickle protocol')
-            return _plain(_torch_load(path, map_location), name)
+            with _listed():
+                checkpoint = torch.load(path, map_location, weights_only=True)
+        return _plain(checkpoint, name)
     except (CheckpointError, torch.cuda.OutOfMemoryError):
         raise
     except Exception as error:

@@ -23,16 +23,7 @@ from mmengine.logging import HistoryBuffer
 from mmengine.optim.scheduler import OneCycleLR
 from torch import nn
 
-from mmlinattn.checkpoints import CheckpointError, load_file, safe
-
-
-@pytest.fixture(params=['torch list', 'own unpickler'], autouse=True)
-def both_ways(request, monkeypatch):
-    """PyTorch's list, and the unpickler for PyTorch before 2.6."""
-    if request.param == 'own unpickler':
-        monkeypatch.setattr(safe, '_TORCH_HAS_ALLOW_LIST', False)
-    elif not safe._TORCH_HAS_ALLOW_LIST:
-        pytest.skip('this PyTorch has no list to extend')
+from mmlinattn.checkpoints import CheckpointError, load_file
 
 
 @pytest.fixture(params=['zip', 'legacy'])
