@@ -94,7 +94,7 @@ def safe_globals() -> list[Any]:
     Where the named object does more than hold data, or its package is usually not installed, an inert object answers to
     its name.
     """
-    made = {
+    made: dict[str, Callable] = {
         'mmengine.logging.history_buffer.HistoryBuffer': _ReadHistoryBuffer,
         'builtins.getattr': _known_attribute,
         f'{OneCycleParamScheduler.__module__}.OneCycleParamScheduler': object,

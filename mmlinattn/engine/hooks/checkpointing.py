@@ -34,10 +34,6 @@ class AtomicLocalBackend(LocalBackend):
         with written_whole(filepath) as stream:
             stream.write(obj)
 
-    def put_text(self, obj: str, filepath, encoding: str = 'utf-8') -> None:
-        """Write text to ``filepath``, making its folder where needed."""
-        self.put(obj.encode(encoding), filepath)
-
 
 register_backend(ATOMIC_BACKEND, AtomicLocalBackend, force=True)
 
@@ -69,7 +65,8 @@ def write_checkpoint(runner, folder: str, name: str, *args, **options) -> str:
     with _explained(path, previous):
         runner.save_checkpoint(folder, name, *args, **options)
         if is_main_process():
-            AtomicLocalBackend().put_text(path, osp.join(runner.work_dir, 'last_checkpoint'))
+            with written_whole(osp.join(runner.work_dir, 'last_checkpoint')) as file:
+                file.write(path.encode())
     return path
 
 
@@ -78,16 +75,19 @@ class _DeferRemoval:
 
     def __init__(self, backend):
         self.backend = backend
-        self.outdated = []
+        self.outdated: list[str] = []
+        self.remove = self.rmtree = self.outdated.append
 
     def __getattr__(self, name):
         return getattr(self.backend, name)
 
-    def remove(self, path):
-        self.outdated.append((self.backend.remove, path))
 
-    def rmtree(self, path):
-        self.outdated.append((self.backend.rmtree, path))
+def _remove(backend, path: str) -> None:
+    """Remove a checkpoint that may be gone."""
+    if backend.isfile(path):
+        backend.remove(path)
+    elif backend.isdir(path):  # DeepSpeed writes folders
+        backend.rmtree(path)
 
 
 @HOOKS.register_module(force=True)
@@ -139,10 +139,7 @@ class SafeCheckpointHook(CheckpointHook):
         if is_main_process():
             for old_step in outdated:
                 path = self.file_backend.join_path(self.out_dir, self.filename_tmpl.format(old_step))
-                if self.file_backend.isfile(path):
-                    self.file_backend.remove(path)
-                elif self.file_backend.isdir(path):  # DeepSpeed writes folders
-                    self.file_backend.rmtree(path)
+                _remove(self.file_backend, path)
 
     def _save_best_checkpoint(self, runner, metrics) -> None:
         backend = self.file_backend
@@ -155,10 +152,10 @@ class SafeCheckpointHook(CheckpointHook):
             self.file_backend = backend
         current = set(getattr(self, 'best_ckpt_path_dict', {}).values())
         current.add(getattr(self, 'best_ckpt_path', None))
-        for remove, path in outdated:
+        for path in outdated:
             # A run that resumes can reach the same best epoch, hence the same name, again.
             if path not in current:
-                remove(path)
+                _remove(backend, path)
 
 
 @HOOKS.register_module(force=True)

@@ -1,5 +1,4 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-import logging
 import os
 import os.path as osp
 from collections import defaultdict
@@ -10,11 +9,11 @@ from typing import Any, Optional
 import numpy as np
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
-from mmengine.logging import print_log
 from mmengine.registry import HOOKS
 from mmengine.runner.base_loop import BaseLoop
 from torch import nn
 
+from ...checkpoints.states import some
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
 
@@ -113,24 +112,15 @@ def check_labels(dataset, model: nn.Module) -> None:
 class DataCheckHook(Hook):
     """Before the first iteration, look whether all files of the data sets are there, and the labels fit the head.
 
-    The main process looks; the others wait for it where the model is first synchronised.
-
-    Args:
-        max_listed (int): How many files a message names.
-        num_read, unreadable: Of older configs; they do nothing, with a warning. A file that cannot be decoded stops the
-            run with the loading transform's error. MMCV's ``LoadImageFromFile(ignore_empty=True)`` makes data sets
-            draw another sample instead.
+    The main process looks; the others wait for it where the model is first synchronised. A file that cannot be decoded
+    stops the run with the loading transform's error. MMCV's ``LoadImageFromFile(ignore_empty=True)`` makes data sets
+    draw another sample instead.
 
     Raises:
         RunError: A data set holds no image, or names files that are not there; a label is beyond ``num_classes``.
     """
 
     priority = 'VERY_HIGH'
-
-    def __init__(self, max_listed: int = 5, num_read: Any = None, unreadable: Any = None):
-        if num_read is not None or unreadable is not None:
-            print_log('DataCheckHook: num_read and unreadable no longer do anything.', 'current', logging.WARNING)
-        self.max_listed = max_listed
 
     def before_run(self, runner) -> None:
         """Check the data sets of all loops that will run."""
@@ -151,8 +141,6 @@ class DataCheckHook(Hook):
             raise RunError(f'{name} holds no image.')
         missing = find_missing_files(dataset)
         if missing:
-            more = f' and {len(missing) - self.max_listed} more' if len(missing) > self.max_listed else ''
             raise RunError(
-                f'{name}: {len(missing)} of the files its {len(dataset)} samples name are missing: '
-                f'{", ".join(missing[: self.max_listed])}{more}.'
+                f'{name}: {len(missing)} of the files its {len(dataset)} samples name are missing: {some(missing)}.'
             )

@@ -6,6 +6,7 @@ from mmengine.dist import get_rank
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
+from ...checkpoints.states import not_finite, some
 from ...utils.errors import RunError
 
 __all__ = ['FiniteLossHook']
@@ -54,13 +55,10 @@ class FiniteLossHook(Hook):
 
     def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
         """Refuse to write weights that are not finite."""
-        broken = [
-            name
-            for name, value in checkpoint.get('state_dict', {}).items()
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and not torch.isfinite(value).all()
-        ]
+        tensors = {key: value for key, value in checkpoint['state_dict'].items() if isinstance(value, torch.Tensor)}
+        broken = not_finite(tensors, tensors)
         if broken:
             raise RunError(
-                f'{len(broken)} tensors of the model are not finite at iteration {runner.iter + 1}, among them '
-                f'{", ".join(broken[:3])}: this checkpoint is not written and the previous one stays the last.'
+                f'{len(broken)} tensors of the model are not finite at iteration {runner.iter + 1}: {some(broken)}. '
+                'This checkpoint is not written and the previous one stays the last.'
             )

@@ -175,6 +175,5 @@ def _can_resume(runner) -> bool:
 
 def _weights_are_updated(runner) -> bool:
     """False between the iterations whose gradients one update sums."""
-    wrappers = runner.optim_wrapper
-    wrappers = wrappers.values() if hasattr(wrappers, 'values') else [wrappers]
-    return all(wrapper.should_update() for wrapper in wrappers if hasattr(wrapper, 'should_update'))
+    should_update = getattr(runner.optim_wrapper, 'should_update', None)  # DeepSpeed's has none
+    return should_update is None or should_update()

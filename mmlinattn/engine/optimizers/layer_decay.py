@@ -6,8 +6,6 @@ from mmengine.logging import print_log
 from mmengine.optim import DefaultOptimWrapperConstructor
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.instancenorm import _InstanceNorm
 
 __all__ = ['BackboneLayerDecayOptimWrapperConstructor']
 
@@ -32,8 +30,8 @@ class BackboneLayerDecayOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     ``LearningRateDecayOptimWrapperConstructor``, which works with these backbones as well.
 
     Norms, biases, other vectors, position tables and class tokens do not decay (``weight_decay``, the optimizer's own
-    where the config has none), unless ``paramwise_cfg`` says otherwise. A custom key without ``decay_mult`` says
-    nothing of decay.
+    where the config has none), unless ``paramwise_cfg`` says otherwise. As in MMEngine, a parameter that a custom key
+    matches decays by the key's ``decay_mult`` alone, one where the key has none.
 
     Args:
         optim_wrapper_cfg (dict): As MMEngine's; the optimizer needs a learning rate.
@@ -77,34 +75,15 @@ class BackboneLayerDecayOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         super().add_params(params, module, prefix=prefix, **kwargs)
         if prefix == '':
             if self.base_wd is not None:
-                self._spare(params, module)
+                self._spare_tables(params, module)
             self._scale(params, module)
 
-    def _spare(self, params: list, model: nn.Module) -> None:
-        """No decay of tables; and where a custom key says nothing of decay, that which there is without the key, where
-        MMEngine takes a factor of one."""
-        groups, keys = {group['params'][0]: group for group in params}, self.paramwise_cfg['custom_keys']
-        for prefix, module in model.named_modules():
-            for name, parameter in module.named_parameters(recurse=False):
-                matching = [key for key in keys if key in f'{prefix}.{name}']
-                # MMEngine's choice: the longest, of several the first by name
-                said = keys[min(matching, key=lambda key: (-len(key), key))] if matching else {}
-                if parameter not in groups or 'decay_mult' in said or 'weight_decay' in said:
-                    continue
-                if any(table in f'{prefix}.{name}' for table in _TABLES):
-                    groups[parameter]['weight_decay'] = 0.0
-                elif matching:
-                    groups[parameter]['weight_decay'] = self.base_wd * self._decay_mult(module, name, parameter)
-
-    def _decay_mult(self, module: nn.Module, name: str, parameter: nn.Parameter) -> float:
-        rules = (
-            ('norm_decay_mult', isinstance(module, (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm))),
-            ('bias_decay_mult', name == 'bias'),
-            ('dwconv_decay_mult', isinstance(module, nn.Conv2d) and module.in_channels == module.groups),
-            ('flat_decay_mult', parameter.ndim == 1),
-        )
-        factors = (self.paramwise_cfg.get(rule) for rule, holds in rules if holds)
-        return next((factor for factor in factors if factor is not None), 1.0)
+    def _spare_tables(self, params: list, model: nn.Module) -> None:
+        names, keys = {p: name for name, p in model.named_parameters()}, self.paramwise_cfg['custom_keys']
+        for group in params:
+            name = names[group['params'][0]]
+            if any(table in name for table in _TABLES) and not any(key in name for key in keys):
+                group['weight_decay'] = 0.0
 
     def _scale(self, params: list, model: nn.Module) -> None:
         found = [
