@@ -43,15 +43,5 @@ def serving_ones():
     )
 
 
-def default_store():
-    """The store of the default process group, None where its backend has none (MPI)."""
-    from torch.distributed import distributed_c10d
-
-    try:
-        return distributed_c10d._get_default_store()
-    except (AttributeError, RuntimeError, ValueError):
-        return None
-
-
 # the gradient of ReLU in one pass, into given memory
 RELU_BACKWARD = torch.ops.aten.threshold_backward.grad_input

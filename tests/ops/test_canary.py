@@ -1,25 +1,21 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """When a kernel serves; what a trial finds is in ``canary_checks.py``."""
 
-import importlib
+# ruff: noqa: E402
 import json
 import os
 import stat
 import sys
 import warnings
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip('triton')
-canary = importlib.import_module('mmlinattn.ops.triton.canary')
-trial = importlib.import_module('mmlinattn.ops.triton.trial')
-attention = importlib.import_module('mmlinattn.ops.triton.attention')
-depthwise = importlib.import_module('mmlinattn.ops.triton.depthwise')
-launch = importlib.import_module('mmlinattn.ops.triton.attention_launch')
-attention_op = importlib.import_module('mmlinattn.ops.triton.attention_op')
-depthwise_op = importlib.import_module('mmlinattn.ops.triton.depthwise_op')
+from mmlinattn.ops.triton import attention, attention_op, canary, depthwise, depthwise_op, trial
+from mmlinattn.ops.triton import attention_launch as launch
 
 CPU = torch.device('cpu')
 FLAGS = dict(weighted=True, masked=False, rotary=True, offset=False, aligned=True)
@@ -30,19 +26,14 @@ RIGHT, WRONG = dict(forward='', backward=''), dict(forward='', backward='it devi
 
 @pytest.fixture
 def trials(monkeypatch, tmp_path):
-    """Every kernel gets the answer that is in this list last; variants that were tried come to ``trials.asked``."""
-
-    class Trials(list):
-        asked = []
-
-    answers = Trials([RIGHT])
-    answers.asked = []
+    """What every trial answers, which variants were ``asked`` for, and the file that keeps them."""
+    trials = SimpleNamespace(answer=RIGHT, asked=[], file=tmp_path / 'cache' / 'mmlinattn' / 'kernels.json')
     monkeypatch.setattr(canary.compat, 'INTERPRETED', False)
     monkeypatch.setattr(canary, '_verdicts', {})
-    monkeypatch.setattr(canary, '_ask', lambda variant: answers.asked.append(variant) or answers[-1])
+    monkeypatch.setattr(canary, '_ask', lambda variant: trials.asked.append(variant) or trials.answer)
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
-    return answers
+    return trials
 
 
 def restart():
@@ -62,17 +53,15 @@ def test_passed_trials_are_kept(trials, monkeypatch):
     assert len(trials.asked) == 4
 
 
-@pytest.mark.parametrize('text', ['', '[1]', '{"half'])
-def test_a_broken_file_is_none(trials, text, tmp_path):
-    file = tmp_path / 'cache' / 'mmlinattn' / 'kernels.json'
-    file.parent.mkdir(parents=True)
-    file.write_text(text)
+def test_a_broken_file_is_none(trials):
+    trials.file.parent.mkdir(parents=True)
+    trials.file.write_text('{"half')
     assert canary.allows(RALA, backward=True)
-    assert json.loads(file.read_text()) == {canary.environment(CPU): [canary.name_of(RALA)]}
+    assert json.loads(trials.file.read_text()) == {canary.environment(CPU): [canary.name_of(RALA)]}
 
 
-def test_a_folder_that_cannot_be_written_costs_a_trial_each_start(trials, tmp_path):
-    (tmp_path / 'cache').write_text('no folder')
+def test_a_folder_that_cannot_be_written_costs_a_trial_each_start(trials):
+    trials.file.parent.parent.write_text('no folder')
     for _ in range(2):
         assert canary.allows(RALA, backward=True)
         restart()
@@ -80,62 +69,27 @@ def test_a_folder_that_cannot_be_written_costs_a_trial_each_start(trials, tmp_pa
 
 
 def test_what_fails_warns_once_and_is_tried_at_the_next_start(trials):
-    trials.append(WRONG)
-    with pytest.warns(
-        UserWarning, match=r'plain PyTorch for rala \(elu, .*heads of 32 and 48.*backward: it deviates by 0.7'
-    ):
+    trials.answer = WRONG
+    told = r'plain PyTorch for rala \(elu, .*heads of 32 and 48.*backward: it deviates by 0.7'
+    with pytest.warns(UserWarning, match=told):
         assert not canary.allows(RALA, backward=True)
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         assert not canary.allows(RALA, backward=True)
         assert canary.allows(RALA, backward=False)  # whose kernel is right
     restart()
-    trials.append(dict(forward='not all of its results are finite', backward='not all of its results are finite'))
+    trials.answer = dict.fromkeys(RIGHT, 'not all of its results are finite')
     with pytest.warns(UserWarning, match='forward: not all'):
         assert not canary.allows(RALA, backward=False)
 
 
 def test_no_trial_while_a_graph_is_captured(trials, monkeypatch):
-    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: True)
+    captures = [True, False]
+    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: captures.pop(0))
     assert not canary.allows(RALA, backward=False) and not trials.asked
-    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
     assert canary.allows(RALA, backward=False)
     restart()
-    monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: True)
     assert canary.allows(RALA, backward=False)  # from the file
-
-
-@pytest.mark.parametrize('answer', [RIGHT, WRONG])
-def test_the_first_rank_tries_and_the_others_look(trials, answer, monkeypatch, tmp_path):
-    store = torch.distributed.HashStore()
-    trials.append(answer)
-    monkeypatch.setattr(canary, '_group', lambda: (1, store))
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'of another machine'))
-    assert not canary.allows(RALA, backward=False) and not trials.asked  # and nobody waited
-    monkeypatch.setattr(canary, '_group', lambda: (0, store))
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        assert canary.allows(RALA, backward=True) == (answer is RIGHT)
-    restart()
-    monkeypatch.setattr(canary, '_group', lambda: (1, store))
-    monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'of another machine'))
-    assert canary.allows(RALA, backward=False) and canary.allows(RALA, backward=True) == (answer is RIGHT)
-    assert not canary.allows(CONVOLUTION, backward=False)  # rank 0 does not come this way
-    assert trials.asked == [RALA]
-
-
-def test_groups_of_one_process_try(monkeypatch):
-    assert canary._group() is None
-    torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        assert canary._group() is None
-        monkeypatch.setattr(torch.distributed, 'get_world_size', lambda: 2)
-        rank, store = canary._group()
-        store.set('a key', 'a value')
-        assert rank == 0 and store.get('a key') == b'a value'
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_the_plain_form_serves_instead(monkeypatch):

@@ -6,9 +6,8 @@ all the kernels that a start asks for. Passed trials are kept in the cache folde
 releases and these sources. What fails leaves the plain form in its place, with one warning.
 
 There is no trial while a CUDA graph is captured: until a later call made one, the plain form serves. Where several
-processes train together, only rank 0 makes trials. It leaves its verdict in the store of the process group, in which
-the others look without waiting: nobody can hang, since no verdict is anybody's turn, and the plain form computes the
-same. (A broadcast would wait for ranks that do not come this way.)
+processes train together, each makes its own, on its own GPU: nobody waits for ranks that do not come this way, and the
+plain form computes the same.
 """
 
 import contextlib
@@ -31,35 +30,17 @@ import torch
 import triton
 
 from ... import version
-from .. import private
 from . import compat
 
 DIRECTIONS = ('forward', 'backward')
-SECONDS_TO_ANSWER = (
-    300  # less than process groups wait for rank 0; after one answer that did not come, nothing is asked
-)
+# less than process groups wait for a rank; after one answer that did not come, nothing is asked
+SECONDS_TO_ANSWER = 300
 
 _verdicts: dict[NamedTuple, tuple[str, ...]] = {}  # which directions of a kernel serve
 _lock = threading.Lock()
 _child: Any = None  # the process of trials
 _errors: Optional[IO[str]] = None  # its standard error
-_trusts = False
-
-
-@contextlib.contextmanager
-def trusting():
-    """A context in which every kernel serves."""
-    global _trusts
-    before, _trusts = _trusts, True
-    try:
-        yield
-    finally:
-        _trusts = before
-
-
-def trusts() -> bool:
-    """Whether every kernel serves, see :func:`trusting`."""
-    return _trusts
+trusts = False  # whether every kernel serves, as in a trial
 
 
 def fail(variant: NamedTuple, direction: str, fault: str) -> None:
@@ -75,7 +56,7 @@ def allows(variant: NamedTuple, backward: bool) -> bool:
         variant (NamedTuple): What it is compiled for.
         backward (bool): Whether its gradients are wanted as well.
     """
-    if _trusts or compat.INTERPRETED:
+    if trusts or compat.INTERPRETED:
         return True
     passed = _verdicts.get(variant)
     if passed is None:
@@ -90,22 +71,16 @@ def allows(variant: NamedTuple, backward: bool) -> bool:
 def _verdict(variant: NamedTuple) -> Optional[tuple[str, ...]]:
     """Directions that passed; None where that cannot be found out now."""
     place, name = environment(variant.device), name_of(variant)
-    group = _group()
-    passed = DIRECTIONS if name in _kept().get(place, ()) else None
-    if group is not None and group[0] != 0:
-        return passed if passed is not None else _published(group[1], place, name)
-    if passed is None:
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        faults = _ask(variant)
-        passed = tuple(direction for direction in DIRECTIONS if not faults[direction])
-        if passed == DIRECTIONS:
-            _keep(place, name)
-        else:
-            _warn(variant, faults)
-    if group is not None:
-        with contextlib.suppress(RuntimeError):
-            group[1].set(_key(place, name), ','.join(passed))
+    if name in _kept().get(place, ()):
+        return DIRECTIONS
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    faults = _ask(variant)
+    passed = tuple(direction for direction in DIRECTIONS if not faults[direction])
+    if passed == DIRECTIONS:
+        _keep(place, name)
+    else:
+        _warn(variant, faults)
     return passed
 
 
@@ -120,7 +95,7 @@ def _warn(variant: NamedTuple, faults: dict[str, Any]) -> None:
     )
 
 
-# --- what is known from elsewhere: other starts, other ranks ----------------------------------------------------------
+# --- what is known from other starts ----------------------------------------------------------------------------------
 
 
 def name_of(variant: NamedTuple) -> str:
@@ -149,10 +124,9 @@ def _file() -> Path:
 
 def _kept() -> dict[str, list[str]]:
     try:
-        kept = json.loads(_file().read_text())
+        return json.loads(_file().read_text())
     except (OSError, ValueError):
         return {}
-    return kept if isinstance(kept, dict) else {}
 
 
 def _keep(place: str, name: str) -> None:
@@ -163,26 +137,6 @@ def _keep(place: str, name: str) -> None:
         new = _file().with_suffix(f'.{os.getpid()}')
         new.write_text(json.dumps(kept, indent=1))
         new.replace(_file())
-
-
-def _group():
-    """Rank and store, where several processes train together."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return None
-    store = private.default_store()
-    return None if store is None or torch.distributed.get_world_size() == 1 else (torch.distributed.get_rank(), store)
-
-
-def _key(place: str, name: str) -> str:
-    return 'mmlinattn ' + hashlib.sha256((place + name).encode()).hexdigest()
-
-
-def _published(store, place: str, name: str) -> Optional[tuple[str, ...]]:
-    key = _key(place, name)
-    with contextlib.suppress(RuntimeError):
-        if store.check([key]):
-            return tuple(part for part in store.get(key).decode().split(',') if part)
-    return None
 
 
 # --- the process of trials --------------------------------------------------------------------------------------------
@@ -196,9 +150,6 @@ def _ask(variant: NamedTuple) -> dict[str, Any]:
     request = json.dumps(dict(name=name_of(variant), device=str(variant.device))) + '\n'
     for _ in range(2):
         if _child is None or _child.poll() is not None:
-            if _child is not None:
-                _child.stdout.close()
-                _errors.close()
             paths = [str(Path(__file__).resolve().parents[3]), *filter(None, [os.environ.get('PYTHONPATH')])]
             _errors = tempfile.TemporaryFile('w+')
             _child = subprocess.Popen(

@@ -25,7 +25,7 @@ _seen: set[tuple] = set()
 def is_due(variant: NamedTuple, direction: str, *shapes: torch.Size) -> bool:
     """Whether this call is the first of its shapes, and is to be compared."""
     key = (variant, direction, *shapes)
-    if (compat.INTERPRETED and not IN_INTERPRETER) or key in _seen or canary.trusts():
+    if (compat.INTERPRETED and not IN_INTERPRETER) or key in _seen or canary.trusts:
         return False
     if variant.device.type == 'cuda' and torch.cuda.is_current_stream_capturing():  # type: ignore[attr-defined]
         return False
