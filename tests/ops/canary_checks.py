@@ -40,79 +40,46 @@ DEFECTS = {
     'a wrong sign': ('rala', 'forward', 'first * cos - second * sin', 'first * cos + second * sin'),
     'no mask': ('rala', 'forward', 'real = inside & (tl.load', 'real = inside | (tl.load'),
     'tokens beyond the last': ('linear', 'forward', 'inside = start + rows < end', 'inside = start + rows >= 0'),
-    'a wrong stride': (
-        'rala, half',
-        'forward',
-        'tl.store(pointer + rows[:, None]',
-        'tl.store(pointer + (rows - 1)[:, None]',
-    ),
-    'spans in one place': (
-        'inline',
-        'forward',
-        'put_turned(parts + at * D * E',
-        'put_turned(parts + owner * splits * D * E',
-    ),
-    'a result left out': (
-        'linear',
-        'forward',
-        'columns_v, inside, channels_v, mixed',
-        'columns_v, inside & (rows > 0), channels_v, mixed',
-    ),
-    'a write too many': (
-        'linear',
-        'forward',
-        'key_mean + owner * D + rows, keys, mask=real_rows',
-        'key_mean + owner * D + rows, keys',
-    ),
+    'a wrong stride': ('rala, half', 'forward', 'tl.store(pointer + rows', 'tl.store(pointer + (rows - 1)'),
+    'spans in one place': ('inline', 'forward', 'put_turned(parts + at *', 'put_turned(parts + owner * splits *'),
+    'a result left out': ('linear', 'forward', 'inside, channels_v, mixed', 'inside & (rows > 0), channels_v, mixed'),
+    'a write too many': ('linear', 'forward', 'owner * D + rows, keys, mask=real_rows', 'owner * D + rows, keys'),
     'a sign of a gradient': ('rala', 'backward', 'grad_normaliser = -tl.sum', 'grad_normaliser = tl.sum'),
-    'gradients of padding': (
-        'rala',
-        'backward',
-        'tl.where(real[:, None], grad_query[None, :], 0.0)',
-        'grad_query[None, :]',
-    ),
+    'gradients of padding': ('rala', 'backward', 'real[:, None], grad_query', 'inside[:, None], grad_query'),
     'a factor of a gradient': ('focused', 'backward', 'grad_r = along[:, None] * r', 'grad_r = 2 * along[:, None] * r'),
     'an error': ('focused', 'backward', 'grad_r = along[:, None] * r', 'grad_r = unheard_of'),
-    'columns that wrap around': (
-        'convolution',
-        'forward',
-        'mask = ((z >= 0) & (z < width))',
-        'mask = ((z >= -1) & (z < width))',
-    ),
-    'kernels of one image': (
-        'convolution of each image',
-        'forward',
-        'weight += image * weight_b',
-        'weight += 0 * weight_b',
-    ),
-    'a kernel that is not turned': (
-        'convolution',
-        'backward',
-        'K * K - 1 - (min(i, K - 1) * K + j) if FLIP',
-        'min(i, K - 1) * K + j if FLIP',
-    ),
+    'columns that wrap around': ('convolution', 'forward', 'mask = ((z >= 0)', 'mask = ((z >= -1)'),
+    'kernels of one image': ('convolution of each image', 'forward', '+= image * weight_b', '+= 0 * weight_b'),
+    'a kernel that is not turned': ('convolution', 'backward', 'K * K - 1 - (min', '(min'),
 }
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Few tokens, and still several spans."""
-    monkeypatch.setattr(trial, 'TOKENS', 71)
-    monkeypatch.setattr(trial, 'HEIGHT', 5)
-    monkeypatch.setattr(trial, 'WIDTH', 9)
+    for name, value in dict(TOKENS=71, HEIGHT=5, WIDTH=9).items():
+        monkeypatch.setattr(trial, name, value)
     monkeypatch.setattr(attention_launch, 'FEWEST_TOKENS', 16)
     monkeypatch.setattr(depthwise_op, 'FEWEST_PLACES', 16)
 
 
-def broken(source: Path, right: str, wrong: str, folder: Path):
-    """A copy of a module of kernels with a defect."""
-    text = source.read_text()
-    assert right in text
-    (folder / source.name).write_text(text.replace(right, wrong))
-    spec = importlib.util.spec_from_file_location(f'mmlinattn.ops.triton.broken_{source.stem}', folder / source.name)
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
-    return made
+@pytest.fixture
+def spoil(monkeypatch, tmp_path):
+    """Puts a defect into a copy of the kernels."""
+
+    def spoil(defect):
+        variant, _, right, wrong = DEFECTS[defect]
+        owner = depthwise_op if 'convolution' in variant else attention_launch
+        source = Path(owner.kernels.__file__)
+        text, copy = source.read_text(), tmp_path / source.name
+        assert right in text
+        copy.write_text(text.replace(right, wrong))
+        spec = importlib.util.spec_from_file_location(f'mmlinattn.ops.triton.broken_{source.stem}', copy)
+        made = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(made)
+        monkeypatch.setattr(owner, 'kernels', made)
+
+    return spoil
 
 
 @pytest.mark.parametrize('name', VARIANTS)
@@ -124,10 +91,9 @@ def test_right_kernels_pass(name):
 
 
 @pytest.mark.parametrize('defect', DEFECTS)
-def test_broken_kernels_do_not(defect, monkeypatch, tmp_path):
-    variant, direction, right, wrong = DEFECTS[defect]
-    owner = depthwise_op if 'convolution' in variant else attention_launch
-    monkeypatch.setattr(owner, 'kernels', broken(Path(owner.kernels.__file__), right, wrong, tmp_path))
+def test_broken_kernels_do_not(defect, spoil):
+    variant, direction, _, _ = DEFECTS[defect]
+    spoil(defect)
     faults = trial.trial(VARIANTS[variant])
     assert faults['backward'] and bool(faults['forward']) == (direction == 'forward')
 
@@ -167,16 +133,15 @@ def spot_checks(monkeypatch):
         yield canary._verdicts
 
 
-def tensors(op, dtype=torch.float32, tokens=33, **flags):
+def tensors(op, dtype=torch.float32, tokens=33):
     """Queries, keys and values of two images and heads of 16, and what else the op takes."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, tokens, 96, generator=generator).to(DEVICE, dtype).requires_grad_()
     mask = torch.arange(tokens, device=DEVICE) < torch.tensor([[tokens], [tokens - 5]], device=DEVICE)
     q, k, v = x.split(32, dim=-1)
-    options = dict(mask=mask)
-    if op is attention.focused_attention:
-        return x, (q, k, v * mask.unsqueeze(-1), 2, torch.full((32,), 1.5, device=DEVICE), 3.0), options
-    return x, (q, k, v * mask.unsqueeze(-1), 2, *([0.25] if op is attention.inline_attention else [])), options
+    scale = torch.full((32,), 1.5, device=DEVICE)
+    own = {attention.inline_attention: [0.25], attention.focused_attention: [scale, 3.0]}
+    return x, (q, k, v * mask.unsqueeze(-1), 2, *own.get(op, [])), dict(mask=mask)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
@@ -190,20 +155,14 @@ def test_first_calls_of_right_kernels_agree(op, dtype, spot_checks, recwarn):
     assert not [w for w in recwarn if 'mmlinattn' in str(w.message)]
 
 
-@pytest.mark.parametrize(
-    ('direction', 'right', 'wrong'),
-    [
-        ('forward', 'first * cos - second * sin', 'first * cos + second * sin'),
-        ('backward', 'grad_normaliser = -tl.sum', 'grad_normaliser = tl.sum'),
-    ],
-)
-def test_a_kernel_that_goes_wrong_in_a_call_serves_no_more(direction, right, wrong, spot_checks, monkeypatch, tmp_path):
+@pytest.mark.parametrize('defect', ['a wrong sign', 'a sign of a gradient'])
+def test_a_kernel_that_goes_wrong_in_a_call_serves_no_more(defect, spot_checks, spoil):
+    direction = DEFECTS[defect][1]
     x, arguments, options = tensors(attention.rala)
     options['rotary'] = torch.randn(33, 8, 2, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     expected = rala_reference(*arguments, **options)
     gradient = torch.autograd.grad(expected.square().sum(), x, retain_graph=True)[0]
-    source = Path(attention_launch.kernels.__file__)
-    monkeypatch.setattr(attention_launch, 'kernels', broken(source, right, wrong, tmp_path))
+    spoil(defect)
     with pytest.warns(UserWarning, match=f'found wrong .{direction}: in a call it deviates by') as caught:
         out = attention.rala(*arguments, **options)
         found = torch.autograd.grad(out.square().sum(), x, retain_graph=True)[0]
@@ -213,14 +172,12 @@ def test_a_kernel_that_goes_wrong_in_a_call_serves_no_more(direction, right, wro
     assert list(spot_checks.values()) == [() if direction == 'forward' else ('forward',)]
 
 
-def test_a_convolution_that_goes_wrong_in_a_call(spot_checks, monkeypatch, tmp_path):
+def test_a_convolution_that_goes_wrong_in_a_call(spot_checks, spoil):
     x, weight = torch.randn(2, 16, 7, 9, device=DEVICE), torch.randn(16, 1, 3, 3, device=DEVICE)
     expected = torch.nn.functional.conv2d(x, weight, None, 1, 1, 1, 16)
     torch.testing.assert_close(depthwise_op.convolve(x, weight, None), expected, rtol=1e-4, atol=1e-4)
     assert spot_checks == {} and len(spot_check._seen) == 1
-    _, _, right, wrong = DEFECTS['columns that wrap around']
-    source = Path(depthwise_op.kernels.__file__)
-    monkeypatch.setattr(depthwise_op, 'kernels', broken(source, right, wrong, tmp_path))
+    spoil('columns that wrap around')
     with pytest.warns(UserWarning, match='found wrong'):
         assert depthwise_op.convolve(x[..., :8], weight, None) is None
 

@@ -1,15 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Compiles the kernels for GPUs that need not be there, and prints what they take of them, as CSV.
 
-    python tests/ops/compile_kernels.py --capability 90 --dtype bfloat16 --width 64
-    python tests/ops/compile_kernels.py --all > tests/data/kernels.csv     # half an hour of two cores
+    python tests/ops/compile_kernels.py 90,bfloat16,64,rala,all    # rows, with all flags or none
+    python tests/ops/compile_kernels.py > tests/data/kernels.csv   # every row there is: half an hour of two cores
 
 A row has the most that any launch of an op, forward or backward, takes: registers and bytes of spilled registers a
 thread, shared memory a block, and the fewest warps that a multiprocessor has room for, of 48 or 64. ``spills`` names
 kernels that spill.
 """
 
-import argparse
 import csv
 import itertools
 import re
@@ -106,33 +105,26 @@ def compiled(capability: int, dtype: str, width: int, op: str, flags: str) -> di
             run_attention(op, getattr(torch, dtype), width, flags == 'none')
     most = {key: max(each[key] for each in found) for key in ('registers', 'stack', 'shared')}
     spills = ' '.join(sorted({each['kernel'] for each in found if each['stack']}))
-    rest = dict(
-        launches=len(found), warps=min(each['warps'] for each in found), spills=spills, triton=triton.__version__
-    )
-    return {**dict(zip(KEYS, (capability, dtype, width, op, flags))), **most, **rest}
+    row = dict(zip(KEYS, (capability, dtype, width, op, flags)), **most, launches=len(found), spills=spills)
+    return dict(row, warps=min(each['warps'] for each in found), triton=triton.__version__)
+
+
+def every_row():
+    for capability, dtype, op in itertools.product(MULTIPROCESSOR, ('bfloat16', 'float16', 'float32'), OPS):
+        widths, flags = [d for d in WIDTHS if d <= launch.WIDEST_HEAD[getattr(torch, dtype)]], ('all', 'none')
+        if op == 'depthwise_conv2d':
+            widths, flags = [3, 5], ('all',)
+        for width, flag in itertools.product(widths, flags):
+            yield capability, dtype, width, op, flag
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--capability', type=int, nargs='+', default=[90], choices=MULTIPROCESSOR)
-    parser.add_argument('--dtype', nargs='+', default=['bfloat16'])
-    parser.add_argument('--width', type=int, nargs='+', default=[64], choices=WIDTHS, help='of heads')
-    parser.add_argument('--only', nargs='+', default=OPS, choices=OPS, metavar='OP')
-    parser.add_argument('--flags', nargs='+', default=['all'], choices=('all', 'none'), help='mask, rotation, offset')
-    parser.add_argument('--all', action='store_true', help='every row there is')
-    args = parser.parse_args()
     assert not compat.INTERPRETED
-    if args.all:
-        args.capability, args.width, args.flags = MULTIPROCESSOR, WIDTHS, ('all', 'none')
-        args.dtype = ('bfloat16', 'float16', 'float32')
     writer = csv.DictWriter(sys.stdout, FIELDS, lineterminator='\n')
     writer.writeheader()
-    for capability, dtype, op in itertools.product(args.capability, args.dtype, args.only):
-        is_conv = op == 'depthwise_conv2d'
-        widths = [d for d in args.width if d <= launch.WIDEST_HEAD[getattr(torch, dtype)]]
-        for width, flags in itertools.product((3, 5) if is_conv else widths, ['all'] if is_conv else args.flags):
-            writer.writerow(compiled(capability, dtype, width, op, flags))
-            sys.stdout.flush()
+    for capability, dtype, width, op, flags in [row.split(',') for row in sys.argv[1:]] or every_row():
+        writer.writerow(compiled(int(capability), dtype, int(width), op, flags))
+        sys.stdout.flush()
 
 
 if __name__ == '__main__':

@@ -1,8 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """What the GPU kernels are given; no kernel runs here."""
 
-import importlib
-import random
+# ruff: noqa: E402
 from unittest import mock
 
 import pytest
@@ -11,13 +10,18 @@ import torch
 from mmlinattn import ops
 
 pytest.importorskip('triton')
-compat = importlib.import_module('mmlinattn.ops.triton.compat')
-launch = importlib.import_module('mmlinattn.ops.triton.attention_launch')
-convolutions = importlib.import_module('mmlinattn.ops.triton.depthwise_op')
-attention = importlib.import_module('mmlinattn.ops.triton.attention')
-depthwise = importlib.import_module('mmlinattn.ops.triton.depthwise')
+from mmlinattn.ops.triton import attention, compat, depthwise
+from mmlinattn.ops.triton import attention_launch as launch
+from mmlinattn.ops.triton import depthwise_op as convolutions
 
-SIZES = (3, 2, 4, 1)
+HEADS = 2
+OPTIONS = {
+    'rala': dict(kernel='elu', weight_scale=0.7, eps=0.3),
+    'inline_attention': dict(kernel='elu', scale=0.7),
+    'linear_attention': dict(kernel='elu', eps=0.3),
+    'focused_attention': dict(power=2.5, eps=0.3),
+}
+every_op = pytest.mark.parametrize('op', OPTIONS)
 
 
 class Launched(Exception):
@@ -45,135 +49,115 @@ def assert_same(ours, theirs):
         assert ours == theirs
 
 
-def both(function, *arguments, **options):
-    """The outcome where kernels serve, and where there are none."""
+def given_to_kernels(function, plain_form, *arguments, **options):
+    """With what a kernel is started, None where the plain form serves: as it does where there are no kernels."""
+    expected = outcome(plain_form, *arguments, **options)
     with mock.patch.object(launch, 'forward', stop), mock.patch.object(convolutions, 'op', stop):
-        for interpreted in (True, False):
-            with mock.patch.object(compat, 'INTERPRETED', interpreted):
-                yield outcome(function, *arguments, **options)
+        with mock.patch.object(compat, 'INTERPRETED', False):
+            assert_same(outcome(function, *arguments, **options), expected)
+        with mock.patch.object(compat, 'INTERPRETED', True):
+            ours = outcome(function, *arguments, **options)
+    if isinstance(ours, Launched):
+        assert isinstance(expected, torch.Tensor)
+        return *ours.args[0], expected.shape
+    return assert_same(ours, expected)
 
 
-def spoil(shapes):
-    """Make one shape, or two, what they should not be: an axis longer, shorter, of one, or left out."""
-    for _ in range(random.choice([1, 1, 2])):
-        name = random.choice(list(shapes))
-        shape = list(shapes[name]) or [1]
-        axis = random.randrange(len(shape))
-        other = random.choice([1, max(0, shape[axis] - 1), shape[axis] + 1, 2 * shape[axis], None])
-        shape[axis : axis + 1] = [] if other is None else [other]
-        shapes[name] = tuple(shape)
+def spoiled(shapes):
+    """Each axis of each shape longer, shorter, of one, doubled, or left out."""
+    for name, shape in shapes.items():
+        for axis, size in enumerate(shape):
+            for other in ((size + 1,), (max(0, size - 1),), (1,), (2 * size,), ()):
+                yield {**shapes, name: (*shape[:axis], *other, *shape[axis + 1 :])}
 
 
-def filled(shapes, dtypes):
-    return {key: (torch.rand(shape) * 3).to(dtypes[key]) for key, shape in shapes.items()}
-
-
-def attention_call(op):
-    """Tensors and other arguments, and whether a kernel has to serve."""
-    fault = random.choice(['shape'] * 6 + ['type', 'heads', 'kernel', 'learns', 'empty', None, None, None])
-    batch, tokens, keys, heads = random.choices(SIZES, k=4)
-    batch = 0 if fault == 'empty' else batch
-    dtype = random.choice([torch.float32, torch.float32, torch.float16, torch.bfloat16])
-    d, e = random.choices([4, 2, 3, 1, 64, 66, 128, 130], k=2)
+def shapes_of(op, batch=3, tokens=2, keys=4, d=4, e=3):
     keys = tokens if op == 'rala' else keys
-    shapes = dict(q=(batch, tokens, heads * d), k=(batch, keys, heads * d), v=(batch, keys, heads * e))
-    options = dict(kernel=random.choice(['relu', 'elu', 'identity']), eps=random.choice([1e-6, 0.3]))
-    turned = op == 'rala' and random.random() < 0.7
-    if random.random() < 0.5:
-        shapes['mask'] = (batch, keys)
-    if turned:
-        shapes['rotary'] = (tokens, d // 2, 2)
+    shapes = dict(q=(batch, tokens, HEADS * d), k=(batch, keys, HEADS * d), v=(batch, keys, HEADS * e))
     if op == 'rala':
-        options.update(weight_scale=random.choice([None, 0.7]))
-    if op == 'inline_attention':
-        options = dict(kernel=options['kernel'], scale=0.7)
+        shapes['rotary'] = tokens, d // 2, 2
     if op == 'focused_attention':
-        options = dict(power=random.choice([2, 2.5]), eps=options['eps'])
-        shapes['inverse_scale'], whole = (heads * d,), (batch, keys, heads * d)
-        if random.random() < 0.5:
-            shapes['offset'] = random.choice([whole, (1, *whole[1:]), whole[1:]])
-    dtypes = dict(dict.fromkeys(shapes, dtype), mask=torch.bool, rotary=torch.float32, inverse_scale=torch.float32)
-    if fault == 'shape':
-        spoil(shapes)
-    elif fault == 'type':
-        dtypes[random.choice(list(shapes))] = random.choice([torch.float64, torch.int64])
-    elif fault == 'heads':
-        heads = random.choice([0, -heads, heads + 1])
-    elif fault == 'kernel':
-        options.update({'power': 0.5} if 'power' in options else {'kernel': 'unheard of'})
-    tensors = filled(shapes, dtypes)
-    if turned:
-        tensors['rotary'].requires_grad_(fault == 'learns')
-    right = fault is None or (fault == 'learns' and not turned)
-    served = right and not (turned and d % 2) and max(d, e) <= (64 if dtype == torch.float32 else 128)
-    return heads, tensors, options, None if fault in ('shape', 'type', 'heads') else served
+        shapes.update(inverse_scale=(HEADS * d,), offset=(1, keys, HEADS * d))
+    return dict(shapes, mask=(batch, keys))
 
 
-@pytest.mark.parametrize('op', ['rala', 'inline_attention', 'linear_attention', 'focused_attention'])
+def serves(op, shapes, heads=HEADS, dtype=torch.float32, types=None, learns=False, **options):
+    """Whether a kernel does, after a look at what it is given."""
+    types = {**dict(mask=torch.bool, rotary=torch.float32, inverse_scale=torch.float32), **(types or {})}
+    tensors = {name: (torch.rand(shape) * 3).to(types.get(name, dtype)) for name, shape in shapes.items()}
+    if learns:
+        tensors['rotary'].requires_grad_()
+    (q, k, v), others = (tensors.pop(name) for name in 'qkv'), {**OPTIONS[op], **options}
+    forms = getattr(attention, op), getattr(attention, f'{op}_reference')
+    given = given_to_kernels(*forms, q, k, v, heads, **others, **tensors)
+    if given is None:
+        return False
+    _, q, k, v, rotary, mask, offset, scale, shape = given
+    (batch, tokens, channels), (_, keys, width), d = q.shape, v.shape, q.shape[-1] // heads
+    assert shape == (batch, tokens, width) and k.shape == (batch, keys, channels) and len(v) == batch
+    assert channels % heads == width % heads == 0 and q.dtype == k.dtype == v.dtype
+    assert max(d, width // heads) <= launch.WIDEST_HEAD[q.dtype] and (op != 'rala' or tokens == keys)
+    assert rotary is None or rotary.shape == (tokens, d // 2, 2)
+    assert mask is None or (mask.shape == (batch, keys) and mask.is_contiguous() and mask.dtype == torch.bool)
+    assert offset is None or (offset.shape == k.shape and (offset.stride(-1) == 1 or channels == 1))
+    assert scale is None or (scale.shape == (channels,) and scale.is_contiguous())
+    return True
+
+
+@every_op
 def test_kernels_get_nothing_but_the_shapes_that_they_index(op):
     """Whatever else there is, the plain form broadcasts or refuses; it gets all options."""
-    for _ in range(400):
-        heads, tensors, options, served = attention_call(op)
-        q, k, v, *_ = tensors.values()
-        options.update({key: x for key, x in tensors.items() if key not in 'qkv'})
-        expected = outcome(getattr(attention, f'{op}_reference'), q, k, v, heads, **options)
-        ours, plain = both(getattr(attention, op), q, k, v, heads, **options)
-        assert_same(plain, expected)
-        assert served in (None, isinstance(ours, Launched))
-        if not isinstance(ours, Launched):
-            assert_same(ours, expected)
-            continue
-        spec, q, k, v, rotary, mask, offset, scale = ours.args[0]
-        (batch, tokens, channels), (_, keys, width), d = q.shape, v.shape, q.shape[-1] // heads
-        assert isinstance(expected, torch.Tensor) and expected.shape == (batch, tokens, width)
-        assert k.shape == (batch, keys, channels) and v.shape == (batch, keys, width)
-        assert channels % heads == 0 and width % heads == 0 and len({t.dtype for t in (q, k, v)}) == 1
-        assert q.dtype in launch.WIDEST_HEAD and max(d, width // heads) <= launch.WIDEST_HEAD[q.dtype]
-        assert op != 'rala' or tokens == keys
-        assert rotary is None or rotary.shape == (tokens, d // 2, 2)
-        assert mask is None or (mask.shape == (batch, keys) and mask.is_contiguous() and mask.dtype == torch.bool)
-        assert offset is None or (offset.shape == k.shape and (offset.stride(-1) == 1 or channels == 1))
-        assert scale is None or (scale.shape == (channels,) and scale.is_contiguous())
+    for sizes in (dict(), dict(batch=1, keys=1), dict(tokens=1, d=1, e=1)):
+        for shapes in spoiled(shapes_of(op, **sizes)):
+            serves(op, shapes)
 
 
-def convolution_call(of_each):
-    batch, channels, height, width = random.choices(SIZES, k=4)
-    size = random.choice([3, 5, 7])
-    shapes = dict(x=(batch, channels, height, width), weight=(channels, 1, size, size))
-    if of_each:
-        shapes['weight'] = (batch, channels, size, size)
-    elif random.random() < 0.5:
-        shapes['bias'] = (channels,)
-    fault = random.choice(['shape'] * 4 + ['type', None])
-    dtypes = dict.fromkeys(shapes, torch.float32)
-    if fault == 'type' and not of_each:
-        dtypes[random.choice(list(shapes))] = random.choice([torch.float16, torch.float64])
-    if fault == 'shape':
-        spoil(shapes)
-    return list(filled(shapes, dtypes).values()), size < 7 if fault is None else None
+@every_op
+def test_which_attentions_have_kernels(op):
+    shapes = shapes_of(op)
+    assert serves(op, shapes) and serves(op, {name: shapes[name] for name in shapes if name not in ('mask', 'rotary')})
+    for dtype, widest in launch.WIDEST_HEAD.items():
+        for width in ('d', 'e'):
+            assert serves(op, shapes_of(op, **{width: widest}), dtype=dtype)
+            assert not serves(op, shapes_of(op, **{width: widest + 2}), dtype=dtype)
+    refused = [dict(heads=heads) for heads in (0, -HEADS, HEADS + 1)] + [dict(dtype=torch.float64)]
+    refused += [dict(types={name: torch.int64}) for name in ('q', 'k', 'v', 'mask')]
+    refused += [dict(power=0.5) if op == 'focused_attention' else dict(kernel='unheard of')]
+    for options in refused:
+        assert not serves(op, shapes, **options)
+    assert not serves(op, shapes_of(op, batch=0))
+
+
+def test_which_rotations_and_offsets_have_kernels():
+    shapes = shapes_of('rala')
+    assert not serves('rala', shapes, learns=True) and not serves('rala', shapes_of('rala', d=3))
+    shapes = shapes_of('focused_attention')
+    for offset in (shapes['k'], shapes['k'][1:]):
+        assert serves('focused_attention', dict(shapes, offset=offset))
 
 
 @pytest.mark.parametrize('of_each', [False, True])
-def test_convolutions_get_nothing_but_the_shapes_that_they_index(of_each):
-    function, plain_form = depthwise.depthwise_conv2d, ops.convolution.depthwise_conv2d_reference
+@pytest.mark.parametrize(('batch', 'channels', 'size'), [(3, 4, 3), (1, 4, 5), (3, 1, 7)])
+def test_convolutions_get_nothing_but_the_shapes_that_they_index(batch, channels, size, of_each):
+    forms = depthwise.depthwise_conv2d, ops.convolution.depthwise_conv2d_reference
+    shapes = dict(x=(batch, channels, 2, 5), weight=(channels, 1, size, size), bias=(channels,))
     if of_each:
-        function, plain_form = depthwise.dynamic_depthwise_conv2d, ops.convolution.sum_of_shifts
-    for _ in range(400):
-        tensors, served = convolution_call(of_each)
-        *_, height, width = (0, 0, *tensors[1].shape)
-        if of_each and (tensors[1].dim() != 4 or height != width or width % 2 == 0):
+        forms = depthwise.dynamic_depthwise_conv2d, ops.convolution.sum_of_shifts
+        shapes = dict(x=(batch, channels, 2, 5), weight=(batch, channels, size, size))
+    x, *rest = map(torch.rand, shapes.values())
+    assert (given_to_kernels(*forms, x, *rest) is not None) == (size < 7)
+    assert given_to_kernels(*forms, *(t.double() for t in (x, *rest))) is None
+    assert of_each or given_to_kernels(*forms, x.half(), *rest) is None
+    for other in spoiled(shapes):
+        *_, height, width = (0, 0, *other['weight'])
+        if of_each and (len(other['weight']) != 4 or height != width or width % 2 == 0):
             continue  # no kernels
-        expected = outcome(plain_form, *tensors)
-        ours, plain = both(function, *tensors)
-        assert_same(plain, expected)
-        assert served in (None, isinstance(ours, Launched))
-        if not isinstance(ours, Launched):
-            assert_same(ours, expected)
-            continue
-        x, weight, bias, *_ = ours.args[0]
-        assert isinstance(expected, torch.Tensor) and expected.shape == x.shape and x.numel()
-        assert weight.shape == (len(x) if of_each else 1, x.shape[1], *weight.shape[2:])
-        assert weight.shape[2:] in ((3, 3), (5, 5)) and (bias is None or bias.shape == x.shape[1:2])
+        given = given_to_kernels(*forms, *map(torch.rand, other.values()))
+        if given is not None:
+            x, weight, bias, *_, shape = given
+            assert shape == x.shape and x.numel() and weight.shape[2:] in ((3, 3), (5, 5))
+            assert weight.shape[:2] == (len(x) if of_each else 1, x.shape[1])
+            assert bias is None or bias.shape == x.shape[1:2]
 
 
 @pytest.mark.skipif(compat.INTERPRETED, reason='the interpreter has kernels for these')
