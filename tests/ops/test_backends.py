@@ -1,135 +1,76 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The fast backends of the equations give the values and gradients of their references, in every type and layout."""
 
+import itertools
+from functools import partial
+
 import pytest
 import torch
+from attentions import ATTENTIONS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmlinattn import ops
-from mmlinattn.layers import rotary_table
 from mmlinattn.ops import products
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
-draws = settings(max_examples=25, deadline=None, derandomize=True, database=None)
-HEAD = 4
+draws = settings(max_examples=8, deadline=None, derandomize=True, database=None)
+
+
+every_attention = pytest.mark.parametrize('name', ATTENTIONS)
 
 
 @st.composite
-def calls(draw):
-    """An attention as a function of queries, keys, values and what else learns, with these tensors."""
-    name = draw(st.sampled_from(['rala', 'inline', 'focused', 'linear', 'softmax', 'efficient', 'angular', 'hydra']))
-    batch, heads = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    height, width = draw(st.integers(1, 5)), draw(st.integers(1, 6))
-    tokens, channels = height * width, heads * HEAD
-    masked = draw(st.booleans())
-    mask = None
-    if masked:
-        mask = torch.arange(tokens) < torch.tensor([draw(st.integers(0, tokens)) for _ in range(batch)])[:, None]
+def inputs(draw):
+    """Queries, keys and values, slices of one projection, and what else attentions take."""
+    batch, tokens, heads = (draw(st.integers(1, most)) for most in (3, 30, 3))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-
-    def random(*shape):
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    tensors = list(random(batch, tokens, 3 * channels).split(channels, dim=-1))  # slices of one projection
-    if masked:
-        tensors[2] = tensors[2] * mask[..., None]
-    if name == 'rala':
-        rotary = rotary_table(height, width, HEAD, dtype=torch.float64) if draw(st.booleans()) else None
-        options = dict(kernel=draw(st.sampled_from(['elu', 'relu', 'softmax'])), rotary=rotary, mask=mask)
-        options.update(weight_scale=draw(st.sampled_from([None, 0.5])), eps=draw(st.sampled_from([1e-6, 0.1])))
-        return lambda q, k, v: ops.rala(q, k, v, heads, **cast(options, q)), tensors
-    if name == 'inline':
-        kernel = draw(st.sampled_from(['identity', 'relu', 'exp']))
-        return lambda q, k, v: ops.inline_attention(q, k, v, heads, 0.3, kernel, mask), tensors
-    if name == 'focused':
-        power = draw(st.sampled_from([1, 3, 4.5]))
-        tensors += [random(channels).abs() + 0.5, random(1, tokens, channels)]
-        return lambda q, k, v, scale, offset: ops.focused_attention(q, k, v, heads, scale, power, offset, mask), tensors
-    if name == 'linear':
-        return lambda q, k, v: ops.linear_attention(q, k, v, heads, 'elu', mask), tensors
-    if name == 'softmax':
-        bias = random(1, heads, tokens, tokens) if draw(st.booleans()) else None
-        return lambda q, k, v: ops.softmax_attention(q, k, v, heads, mask=mask, bias=bias), tensors
-    if name == 'hydra':
-        return lambda q, k, v: ops.hydra_attention(q, k, v, mask), tensors
-    function = ops.efficient_attention if name == 'efficient' else ops.angular_attention
-    return lambda q, k, v: function(q, k, v, heads, mask), tensors
+    x = torch.randn(batch, tokens, 3 * heads * 4, generator=generator, dtype=torch.float64)
+    q, k, v = x.chunk(3, dim=-1)
+    mask = None
+    if draw(st.booleans()):
+        mask = torch.arange(tokens) < torch.tensor([[draw(st.integers(0, tokens))] for _ in range(batch)])
+        v = v * mask[..., None]
+    return [q, k, v], dict(num_heads=heads, mask=mask)
 
 
-def cast(options, like):
-    """Angles are in float32 beside half precision."""
-    rotary = options['rotary']
-    wide = torch.promote_types(like.dtype, torch.float32)
-    return options if rotary is None else dict(options, rotary=rotary.to(wide))
+def assert_follows_reference(function, tensors, **tolerance):
+    """Values and gradients."""
+    found = []
+    for form in ('auto', 'reference'):
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+        with ops.use(form):
+            out = function(*leaves)
+            found.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out) + 0.3 * out.detach())])
+    torch.testing.assert_close(*found, **tolerance)
 
 
-def gradients(function, tensors, seed):
-    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-    out = function(*leaves)
-    return out, *torch.autograd.grad(out, leaves, torch.ones_like(out) + seed * out.detach())
-
-
+@every_attention
 @draws
-@given(calls())
-def test_values_and_gradients_are_the_references(call):
-    function, tensors = call
-    found = gradients(function, tensors, 0.3)
-    with ops.use('reference'):
-        expected = gradients(function, tensors, 0.3)
-    for ours, theirs in zip(found, expected):
-        torch.testing.assert_close(ours, theirs)
+@given(inputs())
+def test_values_and_gradients_are_the_references(name, given):
+    tensors, options = given
+    real = (
+        1 if options['mask'] is None else options['mask'][..., None]
+    )  # of values that are none, gradients are anything
+    assert_follows_reference(lambda q, k, v: ATTENTIONS[name](q, k, v * real, **options), tensors)
 
 
+@every_attention
 @draws
-@given(calls(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
-def test_inference_is_the_reference_in_float64_up_to_rounding(call, dtype):
+@given(inputs(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+def test_inference_is_the_reference_in_float64_up_to_rounding(name, given, dtype):
     """Inference writes over queries and keys, never over values."""
-    function, tensors = call
+    tensors, options = given
     with ops.use('reference'):
-        exact = function(*tensors)
-    cast_tensors = [tensor.to(dtype) for tensor in tensors]
-    kept = cast_tensors[2].clone()
+        exact = ATTENTIONS[name](*tensors, **options)
+    q, k, v = (tensor.to(dtype) for tensor in tensors)
+    kept = v.clone()
     with torch.inference_mode():
-        out = function(*cast_tensors)
-    assert out.dtype == dtype and torch.equal(cast_tensors[2], kept)
+        out = ATTENTIONS[name](q, k, v, **options)
+    assert out.dtype == dtype and torch.equal(v, kept)
     error = (out.double() - exact).norm() / exact.norm().clamp(min=1e-3)
     assert error < {torch.float32: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.15}[dtype]
-
-
-@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize('name', ['rala', 'inline_attention', 'focused_attention', 'linear_attention'])
-def test_gradients_of_half_precision(name, dtype):
-    """Close to those of the same rounded inputs in float64."""
-    options = dict(
-        inline_attention=dict(scale=0.5),
-        linear_attention=dict(kernel='elu'),
-        focused_attention=dict(inverse_scale=torch.rand(8) + 0.5, power=3.0),
-    ).get(name, {})
-    tensors = [torch.randn(2, 40, 8).to(dtype) for _ in range(3)]
-
-    def found(kind):
-        leaves = [tensor.to(kind).requires_grad_() for tensor in tensors]
-        out = getattr(ops, name)(*leaves, num_heads=2, **options)
-        return torch.autograd.grad(out.float().sin().sum(), leaves)
-
-    for ours, exact in zip(found(dtype), found(torch.float64)):
-        assert ours.dtype == dtype and (ours - exact).norm() < 0.05 * exact.norm()
-
-
-@pytest.mark.parametrize('learning', [(0,), (1,), (2,), (0, 2), (3,), (4,)], ids=str)
-def test_gradients_of_some_inputs_alone(learning):
-    tensors = [torch.randn(2, 6, 8, dtype=torch.float64) for _ in range(3)]
-    tensors += [torch.rand(8, dtype=torch.float64) + 0.5, torch.randn(1, 6, 8, dtype=torch.float64)]
-
-    def found():
-        leaves = [tensor.clone().requires_grad_(i in learning) for i, tensor in enumerate(tensors)]
-        out = ops.focused_attention(*leaves[:3], 2, leaves[3], 3, leaves[4])
-        return torch.autograd.grad(out.sin().sum(), [leaves[i] for i in learning])
-
-    ours = found()
-    with ops.use('reference'):
-        torch.testing.assert_close(ours, found())
 
 
 @pytest.mark.parametrize('batch', [1, 2, 5, 9])
@@ -149,11 +90,7 @@ def test_softmax_attention_by_either_products(choice, size, monkeypatch):
     monkeypatch.setattr(ops.softmax, '_MIN_MACS', 1)
     monkeypatch.setattr(ops.softmax, '_BLOCK_NUMEL', 20_000)
     tensors = [torch.randn(2, length, 24) for length in (size[0], size[1], size[1])]
-    found = gradients(lambda *t: ops.softmax_attention(*t, 3), tensors, 0.3)
-    with ops.use('reference'):
-        expected = gradients(lambda *t: ops.softmax_attention(*t, 3), tensors, 0.3)
-    for ours, theirs in zip(found, expected):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert_follows_reference(partial(ops.softmax_attention, num_heads=3), tensors, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize('choice', ['torch', 'onednn'])
@@ -183,21 +120,20 @@ def test_linear_layers_in_inference(dtype, bias):
     x, weight = torch.randn(3, 11, 12, dtype=dtype), torch.randn(10, 12, dtype=dtype)
     bias = torch.randn(10, dtype=dtype) if bias else None
     residual = torch.randn(3, 11, 10, dtype=dtype)
-    plain = torch.nn.functional.linear(x, weight, bias)
+    strided = torch.randn(3, 11, 30, dtype=dtype)[..., 6:18]
     tolerance = dict(rtol=0.05, atol=0.1) if dtype == torch.bfloat16 else {}
     with torch.inference_mode():
-        torch.testing.assert_close(ops.linear(x, weight, bias), plain, **tolerance)
-        torch.testing.assert_close(ops.linear(x, weight, bias, gelu=True), torch.nn.functional.gelu(plain), **tolerance)
-        torch.testing.assert_close(ops.linear(x, weight, bias, residual=residual), plain + residual, **tolerance)
-        strided = torch.randn(3, 11, 30, dtype=dtype)[..., 6:18]
-        torch.testing.assert_close(
-            ops.linear(strided, weight, bias), torch.nn.functional.linear(strided, weight, bias), **tolerance
-        )
+        for tokens, options in itertools.product((x, strided), (dict(), dict(gelu=True), dict(residual=residual))):
+            with ops.use('reference'):
+                plain = ops.linear(tokens, weight, bias, **options)
+            torch.testing.assert_close(ops.linear(tokens, weight, bias, **options), plain, **tolerance)
         assert ops.linear(x[:0], weight, bias, residual=residual[:0]).shape == (0, 11, 10)
         with torch.autocast('cpu', torch.bfloat16):
-            mixed = ops.linear(x.float(), weight.float(), None if bias is None else bias.float())
-        assert mixed.dtype == torch.bfloat16
-        torch.testing.assert_close(mixed.float(), plain.float(), rtol=0.05, atol=0.2)
+            mixed = ops.linear(
+                strided.float(), weight.float(), None if bias is None else bias.float(), residual=residual
+            )
+        assert mixed.dtype == torch.promote_types(torch.bfloat16, dtype)
+        torch.testing.assert_close(mixed.to(dtype), plain, rtol=0.05, atol=0.2)
 
 
 def test_without_onednns_operators(monkeypatch):

@@ -4,10 +4,12 @@
 import importlib.util
 import re
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from attentions import LINEAR
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
@@ -229,20 +231,12 @@ def compiled_nodes(function, *inputs):
 
 
 @pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
-@pytest.mark.parametrize('op', ['rala', 'linear_attention', 'inline_attention', 'efficient_attention', 'angular'])
-def test_compiled_heads_are_no_axis_of_channels_last_maps(op, masked):
+@pytest.mark.parametrize('name', [name for name in LINEAR if name != 'hydra'])
+def test_compiled_heads_are_no_axis_of_channels_last_maps(name, masked):
     """Code that Inductor makes for sums in that order writes past their end (pytorch/pytorch#196681)."""
-    options = dict(
-        rala=dict(num_heads=HEADS, kernel='softmax', rotary=table(torch.float32)),
-        linear_attention=dict(num_heads=HEADS, kernel='elu'),
-        inline_attention=dict(num_heads=HEADS, scale=1.0, kernel='softmax'),
-        efficient_attention=dict(num_heads=HEADS),
-        angular=dict(num_heads=HEADS, released=False),
-    )[op]
-    function = getattr(ops, 'angular_attention' if op == 'angular' else op)
     mask = torch.arange(GRID.num_tokens).expand(2, -1) < 9 if masked else None
     inputs = [tokens(torch.float32) for _ in range(3)]
-    nodes = compiled_nodes(lambda q, k, v: function(q, k, v, mask=mask, **options), *inputs)
+    nodes = compiled_nodes(partial(LINEAR[name], num_heads=HEADS, mask=mask), *inputs)
     assert [op for op, value in nodes if 'bmm' in op]
     assert [op for op, value in nodes if value.dim() == 4 and value.shape[1] == HEADS] == []
 

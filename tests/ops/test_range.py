@@ -4,34 +4,21 @@
 import pytest
 import reference
 import torch
+from attentions import LINEAR
 from torch import nn
 
 from mmlinattn import ops
-from mmlinattn.layers import rotary_table
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
 HALF = [torch.float16, torch.bfloat16]
 every_form = pytest.mark.parametrize('form', ['auto', 'reference'])
-ATTENTIONS = {
-    'rala': lambda q, k, v, mask=None: ops.rala(q, k, v, 1, mask=mask, weight_scale=0.25),
-    'rala without weights': lambda q, k, v, mask=None: ops.rala(q, k, v, 1, mask=mask, weight_scale=None),
-    'inline': lambda q, k, v, mask=None: ops.inline_attention(q, k, v, 1, 0.25, mask=mask),
-    'linear': lambda q, k, v, mask=None: ops.linear_attention(q, k, v, 1, mask=mask),
-    'focused': lambda q, k, v, mask=None: ops.focused_attention(
-        q, k, v, 1, torch.ones(q.shape[-1], dtype=q.dtype), 3, mask=mask
-    ),
-    'efficient': lambda q, k, v, mask=None: ops.efficient_attention(q, k, v, 1, mask),
-    'angular': lambda q, k, v, mask=None: ops.angular_attention(q, k, v, 1, mask),
-    'angular as in the paper': lambda q, k, v, mask=None: ops.angular_attention(q, k, v, 1, mask, released=False),
-    # keys that lie along one channel, queries that do not: the sum is above 65504, what comes of it is not
-    'hydra': lambda q, k, v, mask=None: ops.hydra_attention(q, k * (torch.arange(8) == 3), v, mask),
-}
+every_attention = pytest.mark.parametrize('name', LINEAR)
 
 
 @every_form
 @pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
 @pytest.mark.parametrize('dtype', HALF, ids=str)
-@pytest.mark.parametrize('name', ATTENTIONS)
+@every_attention
 def test_sums_over_the_tokens_of_a_detection_map(name, dtype, masked, form):
     """Stage 1 at 1333x800: the sum of 66,800 tokens of mean 1.2 is no number of float16, and bfloat16 stops counting at
     256."""
@@ -41,28 +28,22 @@ def test_sums_over_the_tokens_of_a_detection_map(name, dtype, masked, form):
         mask = torch.rand(1, q.shape[1]) > 0.1
         v = v * mask[..., None]
     with ops.use(form):
-        out = ATTENTIONS[name](q.to(dtype), k.to(dtype), v.to(dtype), mask)
-        exact = ATTENTIONS[name](*(t.to(dtype).double() for t in (q, k, v)), mask)
+        out = LINEAR[name](q.to(dtype), k.to(dtype), v.to(dtype), 1, mask=mask)
+        exact = LINEAR[name](*(t.to(dtype).double() for t in (q, k, v)), 1, mask=mask)
     assert out.dtype == dtype and out.isfinite().all()
     assert (out - exact).abs().max() < 16 * torch.finfo(dtype).eps * exact.abs().max()
 
 
 @pytest.mark.parametrize('size', [1.0, 1e-3])
 @pytest.mark.parametrize('dtype', HALF, ids=str)
-@pytest.mark.parametrize('name', ['rala', 'inline', 'linear'])
+@pytest.mark.parametrize('name', ['rala, turned', 'inline, identity', 'linear, elu', 'focused, 3'])
 def test_gradients_of_a_detection_map(name, dtype, size):
     """1 / N is below the normal numbers of float16. Of a sum over the tokens, as scaled losses give it: gradients of
     queries do not fall with N."""
     leaves = [(scale * torch.randn(1, 200 * 334, 16)).to(dtype).requires_grad_() for scale in (1, 1, size)]
     wide = [t.detach().double().requires_grad_() for t in leaves]
 
-    def call(q, k, v):
-        table = rotary_table(200, 334, 16, dtype=torch.promote_types(q.dtype, torch.float32))
-        if name == 'rala':
-            return ops.rala(q, k, v, 1, 'elu', table, None, 0.25)
-        return ATTENTIONS['inline'](q, k, v) if name == 'inline' else ops.linear_attention(q.abs(), k.abs(), v, 1)
-
-    out, exact, resolution = call(*leaves), call(*wide), 16 * torch.finfo(dtype).eps
+    out, exact, resolution = LINEAR[name](*leaves, 1), LINEAR[name](*wide, 1), 16 * torch.finfo(dtype).eps
     assert out.dtype == dtype and (out - exact).abs().max() < resolution * max(exact.abs().max(), size)
     probe = torch.randn_like(exact) / size
     ours = torch.autograd.grad((out.double() * probe).sum(), leaves)
@@ -71,24 +52,24 @@ def test_gradients_of_a_detection_map(name, dtype, size):
 
 
 @every_form
-@pytest.mark.parametrize('name', ATTENTIONS)
+@every_attention
 def test_results_have_the_type_of_the_values(name, form):
-    """Where queries and keys have another one."""
+    """Where queries and keys have another one, and under autocast: sums over tokens are no products that it may
+    round."""
     q, k, v = (torch.rand(2, 9, 8) + 0.5 for _ in range(3))
-    expected = ATTENTIONS[name](q, k, v)
-    for queries, values in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
-        with ops.use(form):
-            out = ATTENTIONS[name](q.to(queries), k.to(queries), v.to(values))
-        assert out.dtype == values
-        torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05 * expected.abs().max().item())
-
-
-POWERS = [1, 1.5, 2, 3, 4, 5.5, 6, 8, 16, 32]
+    with ops.use(form):
+        expected = LINEAR[name](q, k, v, 2)
+        for queries, values in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
+            out = LINEAR[name](q.to(queries), k.to(queries), v.to(values), 2)
+            assert out.dtype == values
+            torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.05 * expected.abs().max().item())
+        with torch.autocast('cpu', torch.bfloat16):
+            torch.testing.assert_close(LINEAR[name](q, k, v, 2), expected)
 
 
 @every_form
 @pytest.mark.parametrize('width', [16, 64, 1024])
-@pytest.mark.parametrize('power', POWERS)
+@pytest.mark.parametrize('power', [1, 1.5, 2, 3, 5.5, 8, 16, 32])
 def test_every_power_with_dead_and_huge_tokens(power, width, form):
     """One token of 1e4, one without a positive channel, one flat, one with a single positive channel."""
     q, k, v = torch.randn(3, 1, 12, width)
@@ -127,79 +108,50 @@ def test_weights_far_apart(form):
 
 
 @every_form
-@pytest.mark.parametrize('name', ATTENTIONS)
-def test_float32_stays_float32_under_autocast(name, form):
-    """Sums over tokens are no products that autocast may round."""
-    q, k, v = torch.rand(3, 2, 30, 8) + 0.2
-    with ops.use(form):
-        expected = ATTENTIONS[name](q, k, v)
-        with torch.autocast('cpu', torch.bfloat16):
-            out = ATTENTIONS[name](q, k, v)
-    assert out.dtype == torch.float32
-    torch.testing.assert_close(out, expected)
-
-
-EPS = {
-    **{
-        f'rala, {kernel}': (
-            kernel,
-            lambda *qkv, kernel=kernel, **options: ops.rala(*qkv, 2, kernel, **options),
-            lambda q, k, **eps: reference.rala_map(q, k, **eps),
-        )
-        for kernel in ('elu', 'relu', 'softmax')
-    },
-    'rala without weights': (
-        'elu',
-        lambda *qkv, **options: ops.rala(*qkv, 2, weight_scale=None, **options),
-        lambda q, k, **eps: reference.rala_map(q, k, weight_scale=None, **eps),
-    ),
-    'linear': ('elu', lambda *qkv, **options: ops.linear_attention(*qkv, 2, 'elu', **options), reference.linear_map),
-}
-
-
-@every_form
 @pytest.mark.parametrize('learns', [True, False])
 @pytest.mark.parametrize(
-    ('eps', 'dtype'),
-    [(dict(eps=0.5), torch.float64), (dict(eps=0.5), torch.bfloat16), ({}, torch.float64)],
-    ids=['', 'half', 'default'],
+    ('eps', 'dtype'), [(0.5, torch.float64), (0.5, torch.bfloat16), (None, torch.float64)], ids=['', 'half', 'default']
 )
-@pytest.mark.parametrize('name', EPS)
+@pytest.mark.parametrize('name', ['rala, elu', 'rala, relu', 'rala, softmax', 'rala without weights', 'linear, elu'])
 def test_what_is_added_to_the_normaliser(name, eps, dtype, learns, form):
     """No rounding guard here: as large as the normaliser itself; 1e-6 unless told otherwise, with as small products.
     The last two tokens of the mask are padding."""
-    kernel, op, weights = EPS[name]
+    options, eps_option = LINEAR[name].keywords, {} if eps is None else dict(eps=eps)
+    kernel = options.get('kernel', 'elu')
     leaves = [torch.randn(2, 7, 8).to(dtype) for _ in range(3)]
-    if not eps:  # what kernels make some 1e-3 of
+    if eps is None:  # what kernels make some 1e-3 of
         leaves[:2] = [t - 8 if kernel == 'elu' else t / 1000 for t in leaves[:2]]
     leaves = [t.requires_grad_(learns) for t in leaves]
     wide = [t.detach().double().requires_grad_(learns) for t in leaves]
-    heads = [reference.by_head(t, 2) for t in wide]
-    mapped, floor = [reference.kernel(t, kernel) for t in heads[:2]], eps or dict(eps=1e-6)
-    expected = reference.side_by_side(weights(*mapped, **floor) @ heads[2])
-    real = reference.side_by_side(weights(*(t[:, :, :5] for t in mapped), **floor) @ heads[2][:, :, :5])
+
+    def exact(tokens):
+        q, k, v = (reference.by_head(t[:, :tokens], 2) for t in wide)
+        q, k = reference.kernel(q, kernel), reference.kernel(k, kernel)
+        if name == 'linear, elu':
+            weights = reference.linear_map(q, k, eps or 1e-6)
+        else:
+            weights = reference.rala_map(q, k, None, options['weight_scale'], eps or 1e-6)
+        return reference.side_by_side(weights @ v)
+
     close = dict(rtol=0.02, atol=0.02) if dtype == torch.bfloat16 else {}
     mask = (torch.arange(7) < 5).expand(2, 7)
     with ops.use(form), torch.set_grad_enabled(learns):
         q, k, v = leaves
-        out, masked = (
-            op(q.clone(), k.clone(), v, **eps),
-            op(q.clone(), k.clone(), v * mask[..., None], mask=mask, **eps),
-        )
-    torch.testing.assert_close(out.double(), expected, **close)
-    torch.testing.assert_close(masked[:, :5].double(), real, **close)
+        out = LINEAR[name](q.clone(), k.clone(), v, 2, **eps_option)
+        masked = LINEAR[name](q.clone(), k.clone(), v * mask[..., None], 2, mask=mask, **eps_option)
+    torch.testing.assert_close(out.double(), exact(7), **close)
+    torch.testing.assert_close(masked[:, :5].double(), exact(5), **close)
     if learns and dtype == torch.float64:
-        probe = torch.randn_like(expected)
-        grads = [torch.autograd.grad(result, inputs, probe) for result, inputs in ((out, leaves), (expected, wide))]
-        for ours, theirs in zip(*grads):
-            torch.testing.assert_close(ours, theirs)
+        probe = torch.randn_like(out)
+        ours, theirs = torch.autograd.grad(out, leaves, probe), torch.autograd.grad(exact(7), wide, probe)
+        torch.testing.assert_close(ours, theirs)
 
 
 @every_form
 @pytest.mark.parametrize('dtype', HALF, ids=str)
 def test_scales_of_the_focused_map_are_not_rounded_to_the_type_of_the_tokens(dtype, form):
     """Parameters stay float32 under autocast; values of float32 show what the map of half-precision tokens is."""
-    q, k = (torch.randn(2, 2, 7, 8).to(dtype)).unbind()
+    q, k = torch.randn(2, 2, 7, 8).to(dtype)
     v, scale = torch.randn(2, 7, 8), torch.rand(8) + 0.5
     results = []
     for tokens in ((q, k), (q.float(), k.float())):
@@ -207,8 +159,7 @@ def test_scales_of_the_focused_map_are_not_rounded_to_the_type_of_the_tokens(dty
         with ops.use(form):
             out = ops.focused_attention(*tokens, leaves[0], 2, leaves[1], 3)
         results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
-    for half, whole in zip(*results):
-        torch.testing.assert_close(half, whole, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 @every_form

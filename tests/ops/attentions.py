@@ -1,0 +1,40 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Every attention of ``mmlinattn.ops`` as a function ``(q, k, v, num_heads, mask=None)``."""
+
+from functools import partial
+
+import torch
+
+from mmlinattn import ops
+from mmlinattn.layers import rotary_table
+
+
+def turned(q, k, v, num_heads, mask=None, op=ops.rala):
+    wide = torch.promote_types(q.dtype, torch.float32)  # of angles, also beside half precision
+    return op(q, k, v, num_heads, rotary=rotary_table(1, q.shape[1], q.shape[2] // num_heads, dtype=wide), mask=mask)
+
+
+def focused(q, k, v, num_heads, mask=None, power=3):
+    scale = 0.5 + torch.arange(q.shape[-1]).to(q.dtype) % 3 / 2  # numbers of every type
+    return ops.focused_attention(q, k, v, num_heads, scale, power, mask=mask)
+
+
+def hydra(q, k, v, num_heads, mask=None):
+    return ops.hydra_attention(q, k, v, mask)
+
+
+LINEAR = {
+    **{f'rala, {kernel}': partial(ops.rala, kernel=kernel, weight_scale=0.25) for kernel in ('elu', 'relu', 'softmax')},
+    'rala without weights': partial(ops.rala, weight_scale=None),
+    'rala, turned': turned,
+    **{f'inline, {k}': partial(ops.inline_attention, scale=0.25, kernel=k) for k in ('identity', 'relu', 'exp')},
+    **{f'linear, {kernel}': partial(ops.linear_attention, kernel=kernel) for kernel in ('elu', 'relu')},
+    **{f'focused, {power}': partial(focused, power=power) for power in (1, 3, 4.5)},
+    'efficient': ops.efficient_attention,
+    'angular': ops.angular_attention,
+    'angular as in the paper': partial(ops.angular_attention, released=False),
+    'hydra': hydra,
+}
+ATTENTIONS = dict(
+    LINEAR, softmax=ops.softmax_attention, **{'softmax, turned': partial(turned, op=ops.softmax_attention)}
+)
