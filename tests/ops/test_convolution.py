@@ -40,19 +40,17 @@ LARGE = torch.randn(1, 4, 366, 365, generator=torch.Generator().manual_seed(0), 
 @example(LARGE, 9, False, True)
 @given(maps(), st.sampled_from([1, 3, 5, 7, 9]), st.booleans(), st.booleans())
 def test_depthwise_convolutions(x, size, onto, bias):
-    weight, shift = torch.randn(4, 1, size, size, dtype=x.dtype), torch.randn(4, dtype=x.dtype) if bias else None
-    other = torch.randn(x.shape, dtype=x.dtype).contiguous(memory_format=torch.channels_last)
+    """Alone, or added to another map."""
+    tensors = [x, torch.randn(4, 1, size, size, dtype=x.dtype)] + [torch.randn(4, dtype=x.dtype)] * bias
+    tensors += [torch.randn(x.shape, dtype=x.dtype).contiguous(memory_format=torch.channels_last)] * onto
 
-    def plain(x, weight, other):
-        out = F.conv2d(x, weight, shift, padding=size // 2, groups=4)
-        return other + out if onto else out + 0 * other
+    def ours(x, weight, *rest):
+        return ops.depthwise_conv2d(x, weight, rest[0] if bias else None, *rest[bias:])
 
-    def ours(x, weight, other):
-        if onto:
-            return ops.depthwise_conv2d(x, weight, shift, other)
-        return ops.depthwise_conv2d(x, weight, shift) + 0 * other
+    def plain(x, weight, *rest):
+        return sum(rest[bias:], F.conv2d(x, weight, rest[0] if bias else None, padding=size // 2, groups=4))
 
-    compare(ours, plain, x, weight, other)
+    compare(ours, plain, *tensors)
 
 
 @draws
@@ -69,21 +67,16 @@ def test_a_convolution_beside_what_it_convolves(x, size, of_gelu):
 @draws
 @given(maps(fewest=1), st.sampled_from([3, 5]), st.booleans())
 def test_kernels_of_each_image_are_its_own(x, size, onto):
-    kernels = torch.randn(*x.shape[:2], size, size, dtype=x.dtype)
-    other = torch.randn(x.shape, dtype=x.dtype).contiguous(memory_format=torch.channels_last)
+    tensors = [x, torch.randn(*x.shape[:2], size, size, dtype=x.dtype)]
+    tensors += [torch.randn(x.shape, dtype=x.dtype).contiguous(memory_format=torch.channels_last)] * onto
 
-    def plain(x, kernels, other):
+    def plain(x, kernels, *other):
         each = [F.conv2d(one[None], k[:, None], padding=size // 2, groups=4) for one, k in zip(x, kernels)]
-        out = torch.cat(each) if each else x
-        return other + out if onto else out + 0 * other
+        return sum(other, torch.cat(each))
 
-    def ours(x, kernels, other):
-        out = ops.dynamic_depthwise_conv2d(x, kernels, other if onto else None)
-        return out if onto else out + 0 * other
-
-    compare(ours, plain, x, kernels, other)
-    with ops.use('reference'):
-        compare(ours, plain, x, kernels, other)
+    for form in ('auto', 'reference'):
+        with ops.use(form):
+            compare(ops.dynamic_depthwise_conv2d, plain, *tensors)
 
 
 @draws

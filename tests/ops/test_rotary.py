@@ -1,8 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Rotary encodings beside complex numbers."""
 
-import math
-
 import pytest
 import reference
 import torch
@@ -15,14 +13,15 @@ from mmlinattn.ops.rotary import rotate_by_head
 HEIGHT, WIDTH, DIM = 3, 5, 8
 
 
-def table():
-    return rotary_table(HEIGHT, WIDTH, DIM, dtype=torch.float64)
-
-
-def test_rotate_turns_pairs_by_the_angles_of_the_release():
-    x = torch.randn(2, 2, HEIGHT * WIDTH, DIM, dtype=torch.float64)
-    expected = torch.view_as_real(reference.turn(x, HEIGHT, WIDTH)).flatten(-2)
-    torch.testing.assert_close(rotate(x, table()), expected)
+@pytest.mark.parametrize(('size', 'dim', 'base'), [((3, 5), 8, 10000.0), ((1, 3), 4, 10000.0), ((50, 2), 16, 100.0)])
+def test_rotate_turns_pairs_by_the_angles_of_the_release(size, dim, base):
+    """Rows turn the first half of the pairs, columns the second, by angles that float32 would not hold."""
+    x = torch.randn(2, 2, size[0] * size[1], dim, dtype=torch.float64)
+    table = rotary_table(*size, dim, dtype=torch.float64, base=base)
+    expected = torch.view_as_real(reference.turn(x, *size, base)).flatten(-2)
+    torch.testing.assert_close(rotate(x, table), expected, rtol=1e-10, atol=1e-12)
+    default = rotary_table(*size, dim)
+    assert default.dtype == torch.float32 and default.shape == table.shape == (size[0] * size[1], dim // 2, 2)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.float16, torch.bfloat16])
@@ -49,7 +48,10 @@ def test_rotate_takes_every_layout_and_type(dtype):
 @pytest.mark.parametrize('side_by_side', [True, False])
 def test_queries_and_keys_are_rotated_alike(side_by_side, dtype, learned):
     """Slices of one projection or not: values, and gradients of both, one of which may have none."""
-    tokens, turn = torch.randn(2, HEIGHT * WIDTH, 4 * DIM).to(dtype), table().to(dtype).requires_grad_(learned)
+    tokens, turn = (
+        torch.randn(2, HEIGHT * WIDTH, 4 * DIM).to(dtype),
+        rotary_table(HEIGHT, WIDTH, DIM).to(dtype).requires_grad_(learned),
+    )
     factors = torch.randn(2, 2, 2, HEIGHT * WIDTH, DIM).to(dtype)
     found = []
     for backend in ('auto', 'reference'):
@@ -72,21 +74,3 @@ def test_rotate_in_half_precision_uses_the_angles_of_float32():
     exact = rotate(x.double(), rotary_table(1, 334, DIM, dtype=torch.float64))
     assert turned.dtype == torch.bfloat16
     assert (turned - exact).abs().max() < 0.004
-
-
-def test_the_table_of_angles():
-    """Rows turn the first half of the pairs, columns the second; the last of a half by ``1 / base`` a token."""
-    table = rotary_table(2, 3, 8, dtype=torch.float64, base=100.0)
-    assert table.shape == (6, 4, 2) and table.dtype == torch.float64
-    angles = torch.tensor(
-        [[row, row / 100, column, column / 100] for row in range(2) for column in range(3)], dtype=torch.float64
-    )
-    torch.testing.assert_close(table, torch.stack((angles.cos(), angles.sin()), dim=-1))
-    turned = rotary_table(50, 1, 16, dtype=torch.float64, base=100.0)[49, :4, 1]
-    expected = [math.sin(49 * 100 ** (-i / 3)) for i in range(4)]  # float32 would not hold them
-    torch.testing.assert_close(turned, torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-12)
-    default = rotary_table(2, 1, 8)
-    assert default.dtype == torch.float32
-    torch.testing.assert_close(default[1, :, 1], torch.tensor([1, 1e-4, 0, 0]).sin())
-    narrow = rotary_table(1, 3, 4)  # one angle for each axis
-    torch.testing.assert_close(narrow[2, :, 0], torch.tensor([0.0, 2]).cos())
