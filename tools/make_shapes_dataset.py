@@ -12,15 +12,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; the usage is one --help away."""
-
-    def error(self, message):
-        self.exit(2, f'{self.prog}: error: {message}\n')
-
-
-def parse_args(argv):
-    parser = _Parser(
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
         description='Write a synthetic data set of shapes, whole or not at all.',
         epilog='A data set with the same settings is kept; anything else in OUT is never touched.',
     )
@@ -44,37 +37,36 @@ def parse_args(argv):
         metavar='F',
         help='shorten each side by a random fraction of up to F <= 0.5 (default: 0, equal sizes)',
     )
-    return parser, parser.parse_args(argv)
+    return parser.parse_args()
 
 
-def main(argv=None) -> int:
-    parser, args = parse_args(argv)
+def main() -> None:
+    args = parse_args()
 
     # After the arguments are parsed: these take seconds.
     from rich.console import Console
     from rich.progress import Progress
 
+    from mmlinattn.apis.cli import clean_end, one_line_errors
     from mmlinattn.datasets import CLASSES, DatasetSpec, write_dataset
+    from mmlinattn.utils.errors import RunError
 
-    try:
-        spec = DatasetSpec(args.format, args.num_train, args.num_val, args.seed, tuple(args.size), args.size_jitter)
-        with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
-            task = progress.add_task(f'{args.format} shapes', total=args.num_train + args.num_val)
-            written = write_dataset(args.out, spec, lambda: progress.advance(task))
-    except ValueError as error:
-        name, _, rest = str(error).partition(' ')  # these messages start with the argument's name
-        parser.error(f'argument --{name.replace("_", "-")}: {rest}')
-    except OSError as error:
-        parser.error(f'argument OUT: cannot write {args.out}: {error}')
-    except KeyboardInterrupt:
-        print(f'interrupted: nothing written to {args.out}', file=sys.stderr)
-        return 130
-    state = 'wrote' if written else 'already there, unchanged:'
-    counts = f'{args.num_train} training and {args.num_val} validation images'
-    print(f'{state} {args.out} ({args.format}, {counts}, seed {args.seed})')
-    print(f'classes: {CLASSES[args.format]}')
-    return 0
+    with clean_end(), one_line_errors():
+        try:
+            spec = DatasetSpec(args.format, args.num_train, args.num_val, args.seed, tuple(args.size), args.size_jitter)
+            with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:
+                task = progress.add_task(f'{args.format} shapes', total=args.num_train + args.num_val)
+                written = write_dataset(args.out, spec, lambda: progress.advance(task))
+        except ValueError as error:
+            name, _, rest = str(error).partition(' ')  # these messages start with the argument's name
+            raise RunError(f'--{name.replace("_", "-")} {rest}') from error
+        except OSError as error:
+            raise RunError(f'OUT {str(args.out)!r} cannot be written: {error}') from error
+        state = 'wrote' if written else 'already there, unchanged:'
+        counts = f'{args.num_train} training and {args.num_val} validation images'
+        print(f'{state} {args.out} ({args.format}, {counts}, seed {args.seed})')
+        print(f'classes: {CLASSES[args.format]}')
 
 
 if __name__ == '__main__':
-    sys.exit(main())
+    main()

@@ -5,16 +5,16 @@ import errno
 import hashlib
 import json
 import os
-import runpy
 from pathlib import Path
 
 import cv2
 import pytest
+from tool_runs import in_this_process
 
 from mmlinattn.datasets import COCO_CLASSES, DatasetSpec, write_dataset
 from mmlinattn.datasets.writer import NOTE, STAGING
 
-TOOL = Path(__file__).parents[2] / 'tools' / 'make_shapes_dataset.py'
+TOOL = 'make_shapes_dataset.py'
 SMALL = DatasetSpec('coco', 3, 2, size=(64, 64))
 
 
@@ -105,21 +105,20 @@ def test_what_a_data_set_may_be(name, value):
 
 
 def test_the_command_line(tmp_path, capsys, monkeypatch):
-    main = runpy.run_path(str(TOOL))['main']
     options = ['--format', 'coco', '--num-train', '3', '--num-val', '2']
     more = ['--seed', '5', '--size', '96', '64', '--size-jitter', '0.25']
     for said in ('wrote ', 'already there, unchanged: '):
-        assert main([str(tmp_path / 'out'), *options, *more]) == 0
+        in_this_process(TOOL, tmp_path / 'out', *options, *more)
         out, err = capsys.readouterr()
         assert out.startswith(said + str(tmp_path / 'out')) and str(COCO_CLASSES) in out and not err
     write_dataset(tmp_path / 'direct', DatasetSpec('coco', 3, 2, 5, (96, 64), 0.25))
     assert digest(tmp_path / 'out') == digest(tmp_path / 'direct')
 
     def refuses(*args):
-        with pytest.raises(SystemExit) as stopped:
-            main([*map(str, args)])
+        with pytest.raises(SystemExit, match='1'):
+            in_this_process(TOOL, *args)
         message = capsys.readouterr().err
-        assert stopped.value.code == 2 and message.count('\n') == 1 and 'argument OUT: ' in message
+        assert message.startswith('error: OUT ') and message.count('\n') == 1
         return message
 
     assert 'has to be empty' in refuses(tmp_path / 'out', *options)
