@@ -77,10 +77,7 @@ def check_out(out: str, is_folder: bool) -> Path:
     return out
 
 
-def name_classes(cfg, inferencer, classes) -> None:
-    expected = num_classes(cfg)
-    if expected and len(classes) != expected:
-        raise RunError(f'--classes: {len(classes)} names given, the model has {expected} classes.')
+def name_classes(inferencer, classes) -> None:
     meta = dict(getattr(inferencer.model, 'dataset_meta', None) or {}, classes=tuple(classes))
     if len(meta.get('palette', ())) != len(classes) or isinstance(meta['palette'], str):
         colors = np.random.default_rng(0).integers(0, 256, (len(classes), 3)).tolist()
@@ -89,9 +86,8 @@ def name_classes(cfg, inferencer, classes) -> None:
     inferencer.visualizer.dataset_meta = meta
 
 
-def build_inferencer(args: argparse.Namespace, cfg, num_pictures: int):
+def build_inferencer(args: argparse.Namespace, scope: str, num_pictures: int):
     """The task's own inferencer."""
-    scope = cfg.get('default_scope')
     init_default_scope(scope)
     if scope == 'mmdet':
         from mmdet.apis import DetInferencer
@@ -107,17 +103,16 @@ def build_inferencer(args: argparse.Namespace, cfg, num_pictures: int):
     from mmpretrain.utils import progress
 
     progress.disable_progress_bar = not sys.stdout.isatty()  # in a file or pipe, the first label would follow the bar
-    if args.classes and num_classes(cfg) not in (0, len(args.classes)):
-        raise RunError(f'--classes: {len(args.classes)} names given, the model has {num_classes(cfg)} classes.')
-    return ImageClassificationInferencer(args.config, args.checkpoint, device=args.device, classes=args.classes)
+    return ImageClassificationInferencer(args.config, args.checkpoint, device=args.device)
 
 
 def drawing_names(pictures: list) -> list:
     """A name for each drawing: ``a.png`` of a.jpg, ``a.jpg.png`` where another image has that already."""
-    names: dict = {}
+    names: list = []
     for path in map(Path, pictures):
-        names.setdefault(f'{path.stem}.png' if f'{path.stem}.png' not in names else f'{path.name}.png')
-    return list(names)
+        name = f'{path.stem}.png'
+        names.append(f'{path.name}.png' if name in names else name)
+    return names
 
 
 def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> None:
@@ -126,8 +121,10 @@ def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> None:
     if scope not in ('mmdet', 'mmseg', 'mmpretrain'):
         raise RunError(f'{args.config}: default_scope = {scope!r} is none of mmdet, mmseg, mmpretrain.')
     require(cfg, args.config, 'model', 'test_dataloader')
+    if args.classes and num_classes(cfg) not in (0, len(args.classes)):
+        raise RunError(f'--classes: {len(args.classes)} names given, the model has {num_classes(cfg)} classes.')
     with explained_setup(args.config):
-        inferencer = build_inferencer(args, cfg, len(pictures))
+        inferencer = build_inferencer(args, scope, len(pictures))
     # Inferencers load what fits and draw with the rest as it was initialised.
     checkpoint = CheckpointLoader.load_checkpoint(args.checkpoint, 'cpu', logger='silent')
     try:
@@ -139,7 +136,7 @@ def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> None:
     if scope == 'mmpretrain':
         inferencer.classes = names
     elif names and list((getattr(inferencer.model, 'dataset_meta', None) or {}).get('classes') or ()) != list(names):
-        name_classes(cfg, inferencer, names)
+        name_classes(inferencer, names)
     if scope == 'mmdet':
         inferencer(pictures, out_dir=folder, pred_score_thr=args.score_thr, no_save_pred=True)
     elif scope == 'mmseg':
