@@ -3,6 +3,7 @@
 
 import itertools
 import math
+from unittest import mock
 
 import pytest
 import torch
@@ -98,6 +99,8 @@ def test_linear_attention_in_windows_is_that_of_each_window_cropped(name, height
         expected[where] = alone.unflatten(1, grid[:2])
     out = attention(x, context_tokens=context, out_scale=scale, residual=residual)
     assert_same(out, residual + scale * expected, leaves_of(attention, x, context), rtol=1e-6)
+    with mock.patch.object(torch.compiler, 'is_compiling', lambda: True):  # windows of one size, padded and masked
+        torch.testing.assert_close(attention(x, context_tokens=context, out_scale=scale, residual=residual), out)
     with torch.no_grad():
         torch.testing.assert_close(attention(x, context_tokens=context, out_scale=scale, residual=residual), out)
 

@@ -8,7 +8,6 @@ import literal_ravlt
 import pytest
 import torch
 from small_hosts import ARCHS, image
-from torch import nn
 
 from mmlinattn.backbones import RAVLT
 
@@ -33,21 +32,18 @@ def test_equals_the_equations_written_plainly(attns, training):
 
 @pytest.mark.parametrize('options', [dict(cpe=False), dict(rotary=False), dict(local_kernel=None)], ids=str)
 def test_ablations_of_the_paper_are_arguments(options):
-    """Each is another function than the default, and trains as a whole. Those of the attention: tests/attention."""
+    """Each is another function than the default, without the weights that it needs none of, and trains as a whole.
+    Those of the attention: tests/attention."""
     default, model, x = goldens.fill(RAVLT(ARCH)), RAVLT(ARCH, norm_eval=True, **options).train(), image()
-    state = default.state_dict()
-    model.load_state_dict({key: state[key] for key in model.state_dict()})
+    state, left = default.state_dict(), model.state_dict()
+    assert any('.position.' in key for key in left) is ('cpe' not in options)
+    assert any('.local.' in key for key in left) is ('local_kernel' not in options)
+    assert set(model.shared(0, torch.zeros(1, 8, 8, 8))) == ({'rotary'} - set(options))
+    model.load_state_dict({key: state[key] for key in left})
     outs = model(x)
     sum(out.square().mean() for out in outs).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     assert (model.eval()(x)[-1] - default.eval()(x)[-1]).abs().max() > 1e-3
-
-
-def test_the_plain_form_of_the_paper_has_no_rotary_and_no_local_weights():
-    model = RAVLT(ARCH, rotary=False, local_kernel=None, cpe=False, stage_attns=('rala',) * 4)
-    keys = ' '.join(model.state_dict())
-    assert '.local.' not in keys and '.position.' not in keys
-    assert model.shared(0, torch.zeros(1, 8, 8, 8)) == {}
 
 
 @pytest.mark.parametrize(
@@ -64,9 +60,3 @@ def test_angles_of_long_maps_are_exact_in_half_precision(dtype, angles):
     for column in (1, 255, 257, 299):
         expected = torch.tensor([math.cos(column), math.sin(column)])
         torch.testing.assert_close(table[column, 2].float(), expected, rtol=0, atol=1e-4)
-
-
-def test_frozen_batch_norm_through_norm_cfg():
-    model = RAVLT(ARCH, norm_cfg=dict(type='BN', requires_grad=False))
-    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
-    assert norms and not any(p.requires_grad for m in norms for p in m.parameters())
