@@ -28,7 +28,7 @@ import graphs
 
 from mmlinattn.export import FORMATS, ExportableModel
 from mmlinattn.export.formats import DTYPES
-from mmlinattn.export.models import HALF_TYPES, deviation
+from mmlinattn.export.models import deviation
 
 MIXES = (('rala', 'inline', 'focused', 'softmax'), ('hallucinated', 'hydra', 'angular', 'enhanced'))
 MIXES += (('efficient', 'softmax', 'rala', 'focused'),)
@@ -66,8 +66,8 @@ def measure(host: str, form: str, dtype: str, mix: tuple, folder: Path) -> dict:
     images = [torch.randn(shape) for shape in [*SHAPES, ONE_PIXEL]]
     expected = [model(image) for image in images]
     names = model.output_names(expected[0])
-    if dtype in HALF_TYPES and backend.casts:
-        model.cast(HALF_TYPES[dtype])
+    if backend.casts and dtype != 'int8':
+        model.to(getattr(torch, dtype))
     path = folder / f'graph{backend.suffix}'
     began = time.process_time()
     backend.write(model, example, path, 32, dict(outputs=names, dtype=dtype))

@@ -12,7 +12,6 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import walk_tb
-from types import FrameType
 from typing import Optional
 
 from mmengine.config import DictAction
@@ -180,17 +179,14 @@ def explained_setup(config: str, whole: bool = True):
     except RunError:
         raise
     except Exception as error:
-        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-        if os.environ.get('MMLINATTN_TRACEBACK') == '1' or not (whole or any(map(_is_building, frames))):
+        # where MMEngine builds a part of the run: build_from_cfg, Runner.build_train_loop and so on
+        frames = [frame for frame, _ in walk_tb(error.__traceback__) if 'mmengine' in frame.f_code.co_filename]
+        building = [frame for frame in frames if frame.f_code.co_name.startswith('build_')]
+        if os.environ.get('MMLINATTN_TRACEBACK') == '1' or not (whole or building):
             raise
-        built = [frame.f_locals.get('obj_cls') for frame in frames if frame.f_code.co_name == 'build_from_cfg']
+        built = [frame.f_locals.get('obj_cls') for frame in building]
         innermost = [getattr(kind, '__name__', str(kind)) for kind in built if kind is not None][-1:]
         what = ': '.join([*innermost, described(error)])
         if 'need at least one array to concatenate' in what:  # MMEngine's serialisation
             what += '. The data set holds no image, or none of metainfo.classes is a category of its ann_file'
         raise RunError(f'{config} cannot be run: {what} (MMLINATTN_TRACEBACK=1 shows where)') from error
-
-
-def _is_building(frame: FrameType) -> bool:
-    """Whether MMEngine builds a part of the run there: ``build_from_cfg``, ``Runner.build_train_loop`` and so on."""
-    return frame.f_code.co_name.startswith('build_') and 'mmengine' in frame.f_code.co_filename

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
-from typing import Any, Optional
+from typing import Any
 
 from mmengine.config import Config
 from mmengine.device import get_device
@@ -98,28 +98,23 @@ def read_config(path: str) -> Config:
         raise RunError(f'config {path!r}: no such file.')
     try:
         cfg = Config.fromfile(path)
-    except Exception as error:
-        # A config is a program: anything may be raised by one with a mistake in it.
-        _check_installed(path, _missing_module(error), error)
-        raise RunError(f'config {path!r} cannot be read: {described(error)}') from error
+    except Exception as error:  # a config is a program: anything may be raised by one with a mistake in it
+        said = f'config {path!r} cannot be read: {described(error)}'
+        if isinstance(error, ModuleNotFoundError):  # MMEngine's message begins with the name of the distribution
+            said = _how_to_install(path, error.name or str(error).split()[0]) or said
+        raise RunError(said) from error
     scope = cfg.get('default_scope')
     if scope in PIP_NAMES and find_spec(scope) is None:
-        _check_installed(path, scope)
+        raise RunError(_how_to_install(path, scope))
     return cfg
 
 
-def _missing_module(error: BaseException) -> str:
-    """What could not be imported; MMEngine's message begins with the distribution, Python's own has it in ``name``."""
-    return (error.name or str(error).split()[0]) if isinstance(error, ModuleNotFoundError) else ''
-
-
-def _check_installed(config: str, missing: str, error: Optional[BaseException] = None) -> None:
-    """Say how to install a package of a task that is missing, by the name of its scope or of its distribution."""
+def _how_to_install(config: str, missing: str) -> str:
+    """Of a package of a task, by the name of its scope or of its distribution; '' for others."""
     for scope, pip_names in PIP_NAMES.items():
         if missing in (scope, pip_names.replace('"', '').split('>')[0]):
-            raise RunError(
-                f'{config} needs {scope}, which is not installed in {sys.executable}: pip install {pip_names}'
-            ) from error
+            return f'{config} needs {scope}, which is not installed in {sys.executable}: pip install {pip_names}'
+    return ''
 
 
 def _set_mmpretrain_loader_defaults(cfg: Config) -> None:
@@ -140,16 +135,11 @@ def set_data_root(cfg: Config, root: str) -> None:
         root (str): ``data_root`` of every data set, in any wrappers. One without, where others have one, has its whole
             paths elsewhere and stays.
     """
-    old_roots = set()
-    for loader in LOADERS:
-        for node in _dicts(cfg.get(loader)):
-            if 'data_root' in node and 'type' in node:
-                old_roots.add(_without_dot(str(node['data_root'] or '')))
-                node['data_root'] = root
-    if not old_roots:
-        for loader in LOADERS:
-            for _, leaf in _datasets(cfg, loader):
-                leaf['data_root'] = root
+    datasets = [dataset for loader in LOADERS for _, dataset in _datasets(cfg, loader)]
+    rooted = [dataset for dataset in datasets if 'data_root' in dataset]
+    old_roots = {_without_dot(str(dataset['data_root'] or '')) for dataset in rooted}
+    for dataset in rooted or datasets:
+        dataset['data_root'] = root
 
     def moved(node):
         if isinstance(node, dict):
@@ -168,15 +158,6 @@ def set_data_root(cfg: Config, root: str) -> None:
             cfg[key] = moved(cfg[key])
 
 
-def _dicts(node: Any) -> Iterator[dict]:
-    """All dicts in a part of a config, outer ones first."""
-    if isinstance(node, dict):
-        yield node
-        node = tuple(node.values())
-    for child in node if isinstance(node, (list, tuple)) else ():
-        yield from _dicts(child)
-
-
 def _without_dot(path: str) -> str:
     return path[2:].lstrip('/') if path.startswith('./') else path
 
@@ -190,8 +171,8 @@ def check_checkpoint(path: str, name: str) -> str:
     is_address = '://' in path and any(path.startswith(prefix) for prefix in CheckpointLoader._schemes if prefix)
     local = osp.expanduser(path)
     if not is_address and not osp.isfile(local):
-        what = 'no such file' if not osp.exists(local) else 'a folder' if osp.isdir(local) else 'a pipe or a device'
-        raise RunError(f'{name} {path!r}: {what}{"" if what == "no such file" else ", not a file"}.')
+        what = 'a folder' if osp.isdir(local) else 'a pipe or a device'
+        raise RunError(f'{name} {path!r}: {f"{what}, not a file" if osp.exists(local) else "no such file"}.')
     if path.startswith(PREFIX):
         find_released(path[len(PREFIX) :])
     return path

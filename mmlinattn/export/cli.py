@@ -2,14 +2,13 @@
 """The command line of ``tools/export.py``."""
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any, Optional
 
 from mmengine.runner.checkpoint import CheckpointLoader
 from torch import nn
 
-from ..apis.cli import notice, one_line_errors
+from ..apis.cli import check_out_file, one_line_errors
 from ..apis.configs import check_checkpoint, read_config
 from ..checkpoints.convert import convert_state
 from ..checkpoints.states import some
@@ -41,26 +40,20 @@ def parse_args(args: Optional[list[str]] = None) -> argparse.Namespace:
 def load(model: nn.Module, source: str, config: str) -> dict:
     """Load a checkpoint of this project or a published one; returns its ``meta``.
 
-    As in tests, auxiliary heads need not fit, and the file may hold parts that the model does not have; a notice names
-    these.
+    As in tests, auxiliary heads need not fit, and the file may hold parts that the model does not have.
 
     Raises:
         RunError: It cannot be read, or does not fit the model key by key.
     """
     checkpoint: Any = CheckpointLoader.load_checkpoint(source, 'cpu', logger='silent')
-    conversion = convert_state(checkpoint, source, model)
-    report, parts = conversion.report, {name for name, _ in model.named_children()}
-    of_others = [key for key in report.unexpected if key.partition('.')[0] not in parts]
-    unexpected = [key for key in report.unexpected if key not in of_others]
-    wrong = dict(missing=report.missing, unexpected=unexpected, mismatched=report.mismatched)
-    wrong = {kind: [key for key in keys if not key.startswith(UNUSED_IN_TESTS)] for kind, keys in wrong.items()}
-    listed = '; '.join(f'{len(keys)} {kind}, e.g. {keys[0]}' for kind, keys in wrong.items() if keys)
-    if listed:
-        raise RunError(f'checkpoint {source!r} does not fit the model of {config}: {listed}.')
-    of_others = [key for key in of_others if not key.startswith(UNUSED_IN_TESTS)]
-    if of_others:
-        notice(f'{len(of_others)} keys of {source} are of parts that the model does not have: {some(of_others)}.')
-    model.load_state_dict(conversion.state_dict, strict=False)
+    state, report, _ = convert_state(checkpoint, source, model)
+    parts = {name for name, _ in model.named_children()}
+    unexpected = [key for key in report.unexpected if key.partition('.')[0] in parts]
+    for kind, keys in dict(missing=report.missing, unexpected=unexpected, mismatched=report.mismatched).items():
+        wrong = [key for key in keys if not key.startswith(UNUSED_IN_TESTS)]
+        if wrong:
+            raise RunError(f'checkpoint {source!r} does not fit the model of {config}; {kind}: {some(wrong)}.')
+    model.load_state_dict(state, strict=False)
     return (checkpoint.get('meta') if isinstance(checkpoint, dict) else None) or {}
 
 
@@ -71,12 +64,9 @@ def main(args: Optional[list[str]] = None) -> None:
         target, form = Path(options.out).expanduser(), FORMATS[options.format]
         if options.format == 'openvino' and target.suffix != form.suffix:  # the weights lie beside it, in a .bin
             raise RunError(f'--out {options.out!r} has to end with {form.suffix} for --format {options.format}.')
-        if target.is_dir():
-            raise RunError(f'--out {options.out!r} is a folder; name a file in it.')
-        if not os.access(target.parent, os.W_OK):
-            raise RunError(f'--out {options.out!r}: its folder does not exist or cannot be written to.')
         form.check_takes(options.dtype)
         form.check_installed()
+        check_out_file(target)
         cfg = read_config(options.config)
         sizes = Sizes(options.batch, *(options.shape or default_shape(cfg)), options.dynamic)
         sizes.check()

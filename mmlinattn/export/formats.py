@@ -1,11 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The formats a model can be written in: how each is written, and run again."""
 
-import importlib
 import json
 import tempfile
 import warnings
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Callable, Optional
 
@@ -63,10 +63,8 @@ class Format:
             RunError: A package the format needs is missing.
         """
         for name in self.needs:
-            try:
-                importlib.import_module(name)
-            except ImportError as error:
-                raise RunError(f'this format needs the package {name}, which is not installed: {INSTALL}') from error
+            if find_spec(name) is None:
+                raise RunError(f'this format needs the package {name}, which is not installed: {INSTALL}')
 
     def check_takes(self, dtype: str) -> None:
         """

@@ -14,17 +14,15 @@ from torch import Tensor, nn
 
 from ..apis.class_names import class_names
 from ..ops.dispatch import serves_ones
-from ..utils.errors import RunError
+from ..utils.errors import RunError, described, printable
 from ..utils.registering import bare_name
 from .formats import FORMATS
 from .replacements import replace_modules, strided_pools
 
 SMALLEST = 32  # pixels a side, as the backbones take them
-HALF_TYPES = dict(float16=torch.float16, bfloat16=torch.bfloat16)
-TOLERANCE = 1e-3  # largest deviation from the model, in standard deviations of an output
-# Of other types, rounding errors of single values have no bound worth the name; their mean has one. A graph that is
-# wrong at a size is off by 0.3 and more.
-RMS_TOLERANCES = dict(float16=0.02, bfloat16=0.08, int8=0.2)
+# Which deviation from the model is allowed by the type. But for float32, rounding errors of single values have no bound
+# worth the name; their mean has one. A graph that is wrong at a size is off by 0.3 and more.
+TOLERANCES = dict(float32=('largest', 1e-3), float16=('mean', 0.02), bfloat16=('mean', 0.08), int8=('mean', 0.2))
 
 
 class Sizes(NamedTuple):
@@ -73,7 +71,8 @@ class ExportableModel(nn.Module):
 
     Attributes:
         task (str): ``'classifier'``, ``'segmentor'`` or ``'detector'``.
-        dtype (torch.dtype): Type that is computed in, see :meth:`cast`. Image and outputs are of float32 all the same.
+
+    It computes in the type of its parameters; image and outputs are of float32 all the same.
 
     Shape: (B, 3, H, W) -> (B, classes) logits of a classifier, (B, classes, H, W) of a segmentor, the maps of a
     detector's neck (of its backbone, where it has none).
@@ -97,16 +96,10 @@ class ExportableModel(nn.Module):
             model.backbone.switch_to_deploy()
         replace_modules(model)
         self.model = model
-        self.dtype = torch.float32
-
-    def cast(self, dtype: torch.dtype) -> None:
-        """Have parameters, buffers and computations in ``dtype`` from now on."""
-        self.model.to(dtype)
-        self.dtype = dtype
 
     @serves_ones
     def forward(self, image: Tensor):
-        x = image if self.dtype == torch.float32 else image.to(self.dtype)
+        x = image.to(next(self.model.parameters()).dtype)
         if self.task == 'detector':
             with strided_pools():
                 return tuple(out.float() for out in self.model.extract_feat(x))
@@ -167,10 +160,6 @@ class Deviation(NamedTuple):
     largest: float
     mean: float
 
-    def within(self, dtype: str) -> bool:
-        """Whether it is what the type's rounding may do."""
-        return self.largest <= TOLERANCE if dtype == 'float32' else self.mean <= RMS_TOLERANCES[dtype]
-
 
 def deviation(outputs, expected) -> Deviation:
     """Deviation of one or several outputs; infinite for other shapes, and for values that are not finite. Of values
@@ -208,8 +197,7 @@ def export_model(
 ) -> Export:
     """Write a model as a graph and run what was written beside the model.
 
-    ``target`` appears whole, and only when every deviation from the model in float32 is at most :data:`TOLERANCE`, of
-    other types in the mean at most :data:`RMS_TOLERANCES`.
+    ``target`` appears whole, and only when no deviation from the model in float32 is above that of :data:`TOLERANCES`.
 
     Args:
         model, cfg: As of :func:`mmlinattn.utils.building.build_model`; see :class:`ExportableModel`.
@@ -232,8 +220,8 @@ def export_model(
     images = [torch.randn(shape) for shape in (sizes.shape, *sizes.others())]
     expected = [exportable(image) for image in images]
     meta = metadata(cfg, exportable.task, sizes, checkpoint_meta, exportable.output_names(expected[0]), dtype)
-    if dtype in HALF_TYPES and backend.casts:
-        exportable.cast(HALF_TYPES[dtype])
+    if backend.casts and dtype != 'int8':
+        exportable.to(getattr(torch, dtype))
     target = Path(target)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix='.export-') as folder:
         part = Path(folder) / target.name
@@ -242,19 +230,17 @@ def export_model(
             run = backend.load(part)
             outputs = [run(image) for image in images]
         except Exception as error:  # each exporter and runtime has its own
-            reason = ' '.join(str(error).split())[:400]
-            raise RunError(f'{form} cannot express this model: {type(error).__name__}: {reason}') from error
+            raise RunError(f'{form} cannot express this model: {printable(described(error))}') from error
         errors = {tuple(image.shape): deviation(*pair) for image, *pair in zip(images, outputs, expected)}
         del run
-        if not all(error.within(dtype) for error in errors.values()):
-            bound = f'{TOLERANCE} standard deviations'
-            if dtype != 'float32':
-                bound = f'{RMS_TOLERANCES[dtype]} standard deviations in the mean'
-            found = {shape: error.largest if dtype == 'float32' else error.mean for shape, error in errors.items()}
-            listed = ', '.join(f'{"x".join(map(str, shape))}: {error:.1e}' for shape, error in found.items())
-            hint = ', inf: values that are not finite' if dtype == 'float16' and math.inf in found.values() else ''
-            said = f'the {form} graph in {dtype} deviates from the model by more than {bound} of an output'
-            raise RunError(f'{said} ({listed}{hint}); {target} was not written.')
+        kind, bound = TOLERANCES[dtype]
+        found = {'x'.join(map(str, shape)): getattr(error, kind) for shape, error in errors.items()}
+        if max(found.values()) > bound:
+            listed = ', '.join(f'{shape}: {error:.1e}' for shape, error in found.items())
+            raise RunError(
+                f'the {form} graph in {dtype} deviates from the model by more than {bound} standard deviations of an '
+                f'output ({kind}; {listed}); {target} was not written.'
+            )
         files = sorted(Path(folder).iterdir())
         for path in files:
             os.replace(path, target.parent / path.name)

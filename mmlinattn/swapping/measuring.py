@@ -14,7 +14,7 @@ from mmengine.logging import MMLogger
 from mmengine.registry import MODELS, init_default_scope
 
 from ..utils.building import without_pretrained
-from ..utils.errors import RunError
+from ..utils.errors import RunError, described, printable
 from .upstream import NoPlace, Upstream
 from .zoo import FeatureMap
 
@@ -43,11 +43,6 @@ def quiet() -> Iterator[None]:
                 logger.setLevel(level)
 
 
-def one_line(error: BaseException) -> str:
-    """An error as ``Type: text``, 300 characters at most."""
-    return ' '.join(f'{type(error).__name__}: {error}'.split())[:300]
-
-
 def measure(upstream: Upstream) -> Measured:
     """Channels and stride of what the upstream backbone returns.
 
@@ -71,20 +66,26 @@ def measure(upstream: Upstream) -> Measured:
         )
     given = cfg.get('img_size') or (upstream.image_size if upstream.task == 'mmpretrain' else None)
     size = (given, given) if isinstance(given, int) else tuple(given) if given else upstream.sizes[0]
-    noise, said, branches = torch.rand(2, upstream.image_channels, *size), 'cannot be built', []
+    noise = torch.rand(2, upstream.image_channels, *size)
     with quiet(), torch.no_grad():
         try:
             backbone = _built(cfg)
-            said = 'does not run'
-            outs = backbone(noise[:1])
-            found = _maps(outs, size[0]) or _maps(backbone(noise), size[0])  # LeNet drops the axis of one image
-            backbone.train()  # segmentors' may return more then
-            if upstream.task == 'mmseg' and isinstance(outs, torch.Tensor):
-                branches = _maps(backbone(noise), size[0])
         except Exception as error:  # anything may be raised by a model of another project
-            found = _guess(network) if said == 'cannot be built' else []
-            if not found:
-                raise RunError(f'the backbone of {upstream.base} {said} here: {one_line(error)}') from error
+            guessed = _guess(network)
+            if guessed:
+                return Measured(guessed, size)
+            raise RunError(
+                f'the backbone of {upstream.base} cannot be built here: {printable(described(error))}'
+            ) from error
+        try:
+            outs = backbone(noise)
+            backbone.train()  # segmentors' may return more than one map then
+            branches = _maps(backbone(noise), size[0]) if upstream.task == 'mmseg' and torch.is_tensor(outs) else []
+        except Exception as error:
+            raise RunError(
+                f'the backbone of {upstream.base} does not run here: {printable(described(error))}'
+            ) from error
+    found = _maps(outs, size[0])
     if not found:
         raise NoPlace(f'{upstream.base} has no place for a pyramid: {cfg["type"]} returns no maps or tokens')
     alike = [i for i, branch in enumerate(branches) if branch == found[0]]

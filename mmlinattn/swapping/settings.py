@@ -8,7 +8,6 @@ from mmengine.config import Config
 from ..utils.files import project_files
 from ..utils.registering import bare_name
 from .upstream import Upstream
-from .writing import Code
 from .zoo import ZooBackbone, recipe
 
 # What the released weights were trained with: ImageNet's, RGB
@@ -43,9 +42,9 @@ def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tu
         imports=[*(name for name in imports if name != 'mmlinattn'), 'mmlinattn'], allow_failed_imports=False
     )
     runtime = Config.fromfile(str(project_files('configs') / '_base_' / 'default_runtime.py'))
-    known = {bare_name(hook['type']) for hook in source.cfg.get('custom_hooks') or []}  # as where it was swapped before
-    hooks = [hook for hook in runtime.to_dict()['custom_hooks'] if hook['type'] not in known]
-    settings['custom_hooks'] = [Code('*_base_.custom_hooks'), *hooks] if known else hooks
+    hooks = source.cfg.to_dict().get('custom_hooks') or []
+    known = {bare_name(hook['type']) for hook in hooks}  # as where it was swapped before
+    settings['custom_hooks'] = hooks + [each for each in runtime.to_dict()['custom_hooks'] if each['type'] not in known]
     if source.cfg.get('load_from') is not None:
         settings['load_from'] = None
     upstream = source.cfg.to_dict().get('optim_wrapper') or {}

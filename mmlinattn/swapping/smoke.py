@@ -13,10 +13,10 @@ from mmengine.utils import get_installed_path
 from torch import Tensor
 
 from ..utils.building import without_pretrained
-from ..utils.errors import RunError
+from ..utils.errors import RunError, described, printable
 from ..utils.registering import bare_name
 from .dummy_inputs import batch_for, is_self_supervised
-from .measuring import one_line, quiet
+from .measuring import quiet
 from .upstream import Upstream, together
 
 
@@ -55,15 +55,15 @@ def try_model(network: dict, source: Upstream, size: tuple[int, int], optim_wrap
                 optim_wrapper.setdefault('paramwise_cfg', {})['bypass_duplicate'] = True
             optimizer = build_optim_wrapper(model, ConfigDict(_on_cpu(optim_wrapper)))
         except Exception as error:  # anything may be raised by a model of another project
-            raise TrialError(f'it cannot be built: {one_line(error)}') from error
+            raise TrialError(f'it cannot be built: {printable(described(error))}') from error
         try:
             trial = _train(model, batch_for(model, source, network, size), optimizer)
         except Exception as error:
-            raise TrialError(f'training stops: {one_line(error)}') from error
+            raise TrialError(f'training stops: {printable(described(error))}') from error
         try:
             _predict(model, batch_for(model, source, network, size))
         except Exception as error:
-            return trial._replace(stops=f'prediction stops: {one_line(error)}')
+            return trial._replace(stops=f'prediction stops: {printable(described(error))}')
     return trial
 
 
@@ -99,12 +99,11 @@ def _small(node: Any, size: tuple[int, int]) -> Any:
 
 
 def _on_cpu(optim_wrapper: Optional[dict]) -> dict:
+    """In single precision, as mixed ones ask for an accelerator."""
     if optim_wrapper is None:
         return dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=1e-4))
-    if bare_name(optim_wrapper.get('type')) != 'AmpOptimWrapper':
-        return dict(optim_wrapper)
-    kept = {key: value for key, value in optim_wrapper.items() if key not in ('loss_scale', 'dtype', 'use_fsdp')}
-    return {**kept, 'type': 'OptimWrapper'}
+    kept = ('optimizer', 'constructor', 'paramwise_cfg', 'clip_grad', 'accumulative_counts')
+    return dict({key: optim_wrapper[key] for key in kept if key in optim_wrapper}, type='OptimWrapper')
 
 
 def _run(model: Any, data: Any, mode: str) -> Any:

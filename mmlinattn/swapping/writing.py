@@ -1,7 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Configs as text: what differs from the inherited one, and no more."""
 
-import keyword
 from typing import Any
 
 from yapf.yapflib.yapf_api import FormatCode
@@ -9,10 +8,6 @@ from yapf.yapflib.yapf_api import FormatCode
 _STYLE = dict(
     based_on_style='pep8', column_limit=110, dedent_closing_brackets=True, each_dict_entry_on_separate_line=True
 )
-
-
-class Code(str):
-    """An expression that goes into the file as it is."""
 
 
 def difference(old: dict, new: dict) -> dict:
@@ -24,12 +19,14 @@ def difference(old: dict, new: dict) -> dict:
             continue
         if not isinstance(value, dict) or key not in old:
             out[key] = value
-        elif not isinstance(before, dict) or set(before) - set(value) - {'_scope_'}:
-            out[key] = dict(_delete_=True, **value)
-        elif before.get('type') != value.get('type'):
-            out[key] = dict(_delete_=True, **value)
-        else:
+        elif (
+            isinstance(before, dict)
+            and before.get('type') == value.get('type')
+            and not set(before) - {*value, '_scope_'}
+        ):
             out[key] = difference(before, value)
+        else:
+            out[key] = dict(_delete_=True, **value)
     return out
 
 
@@ -60,10 +57,8 @@ def statement(name: str, value: Any) -> str:
 
 
 def _flat(value: Any) -> str:
-    if isinstance(value, Code):
-        return str(value)
     if isinstance(value, dict):
-        if all(isinstance(key, str) and key.isidentifier() and not keyword.iskeyword(key) for key in value):
+        if all(str(key).isidentifier() for key in value):
             return 'dict(' + ', '.join(f'{key}={_flat(item)}' for key, item in value.items()) + ')'
         return '{' + ', '.join(f'{key!r}: {_flat(item)}' for key, item in value.items()) + '}'
     if isinstance(value, (list, tuple)):

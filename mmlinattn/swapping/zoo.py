@@ -2,7 +2,6 @@
 """The backbones of our configs by name: how they are built, where their weights are, how the paper trained them."""
 
 import copy
-import difflib
 import functools
 import re
 from collections.abc import Sequence
@@ -94,19 +93,15 @@ def find_backbone(name: str, task: str) -> ZooBackbone:
     """
     table = _recipes()
     if name not in table:
-        close = difflib.get_close_matches(name, table, n=3, cutoff=0.4)
-        hint = f'did you mean {" or ".join(close)}? ' if close else ''
-        raise RunError(f'BACKBONE is {name!r}; {hint}Allowed are: {", ".join(backbone_names())}')
+        raise RunError(f'BACKBONE is {name!r}; allowed are: {", ".join(backbone_names())}')
     order = dict.fromkeys((task, 'mmdet', 'mmseg', 'mmpretrain'))
     source = next(other for other in order if other in table[name])
     config = Config.fromfile(_pick(table[name][source], source, None))
     cfg = {key: value for key, value in config.model.backbone.to_dict().items() if key not in _OF_THE_TASK}
     cfg.pop('_scope_', None)
-    checkpoint = f'mmlinattn://{name}' if name in released_checkpoints() else None
-    if checkpoint is None:  # a size for larger images starts from the weights of the smaller ones
-        given = [config] + [Config.fromfile(path) for path in table[name].get('mmpretrain', {}).values()]
-        found = (each.model.backbone.get('init_cfg') or {} for each in given)
-        checkpoint = next(filter(None, (init_cfg.get('checkpoint') for init_cfg in found)), None)
+    # a size for larger images starts from the weights of the smaller one, which its config names
+    init_cfg = config.model.backbone.get('init_cfg') or {}
+    checkpoint = f'mmlinattn://{name}' if name in released_checkpoints() else init_cfg.get('checkpoint')
     plain = not issubclass(MODELS.get(cfg['type']), PyramidBackbone)
     with torch.device('meta'):  # no memory and no random numbers
         info = MODELS.build(dict(cfg)).feature_info

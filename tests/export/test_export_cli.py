@@ -51,46 +51,45 @@ def options(config, out, *more, form='torchscript', checkpoint='none'):
     return [str(config), str(checkpoint), '--format', form, '--out', str(out), '--shape', '64', '80', *more]
 
 
+def built(path):
+    init_default_scope('mmpretrain')
+    return MODELS.build(Config.fromfile(path).model).eval()
+
+
 def test_a_dynamic_graph_is_written_checked_and_described(config, tmp_path, capsys):
-    out = tmp_path / 'graph.pt'
-    main(options(config, out, '--dynamic', '--batch', '2'))
+    """With the weights of a checkpoint and its names of the classes."""
+    model, checkpoint, out = built(config), tmp_path / 'weights.pth', tmp_path / 'graph.pt'
+    meta = dict(dataset_meta=dict(classes=('one', 'two', 'three')))
+    torch.save(dict(state_dict=model.state_dict(), meta=meta), checkpoint)
+    main(options(config, out, '--dynamic', '--batch', '2', checkpoint=checkpoint))
     said = capsys.readouterr().out
     assert 'outputs logits' in said and 'batch >= 1, height and width >= 32' in said
     assert said.count('deviation at') == 3 and 'deviation at 2x3x64x80' in said
     graph = torch.jit.load(str(out))
-    for shape in ((1, 3, 100, 50), (3, 3, 33, 200)):
-        assert graph(torch.randn(shape)).shape == (shape[0], 3)
+    with torch.no_grad():
+        for image in (torch.randn(1, 3, 100, 50), torch.randn(3, 3, 33, 200)):
+            torch.testing.assert_close(graph(image), model(image), rtol=1e-3, atol=1e-4)
     with pytest.raises(Exception, match=r'image has the shape \[1, 3, 31, 64\]; allowed is'):
         graph(torch.randn(1, 3, 31, 64))
     meta = FORMATS['torchscript'].read_metadata(out)
-    assert meta['classes'] == ['circle', 'square', 'star'] and meta['task'] == 'classifier'
+    assert meta['classes'] == ['one', 'two', 'three'] and meta['task'] == 'classifier'
     assert (meta['mean'], meta['std'], meta['channel_order']) == ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0], 'RGB')
-    assert meta['input_range'] == [0, 255] and meta['outputs'] == ['logits']
     assert [path.name for path in tmp_path.glob('*graph*')] == ['graph.pt']
 
 
-def test_a_static_graph_names_the_size_it_was_traced_for(config, tmp_path):
+def test_a_static_graph_names_the_size_it_was_traced_for(config, tmp_path, capsys):
+    """In half precision: it takes and gives float32. Names of the classes are those of the data set."""
     out = tmp_path / 'graph.pt'
-    main(options(config, out))
+    main(options(config, out, '--dtype', 'bfloat16'))
+    assert 'torchscript, bfloat16' in capsys.readouterr().out
+    meta = FORMATS['torchscript'].read_metadata(out)
+    assert meta['dtype'] == 'bfloat16' and meta['classes'] == ['circle', 'square', 'star']
     graph = torch.jit.load(str(out))
-    assert graph(torch.randn(1, 3, 64, 80)).shape == (1, 3)
+    logits = graph(torch.randn(1, 3, 64, 80))
+    assert logits.shape == (1, 3) and logits.dtype == torch.float32 and logits.isfinite().all()
+    assert torch.equal(logits, logits.bfloat16().float())  # what was computed in it is representable in it
     with pytest.raises(Exception, match=r'traced for \[1, 3, 64, 80\] and serves no other'):
         graph(torch.randn(1, 3, 80, 64))
-
-
-def test_weights_and_names_of_a_checkpoint_are_in_the_graph(config, tmp_path):
-    cfg = Config.fromfile(config)
-    init_default_scope('mmpretrain')
-    model = MODELS.build(cfg.model).eval()
-    checkpoint = tmp_path / 'weights.pth'
-    meta = dict(dataset_meta=dict(classes=('one', 'two', 'three')))
-    torch.save(dict(state_dict=model.state_dict(), meta=meta), checkpoint)
-    out = tmp_path / 'graph.pt'
-    main(options(config, out, checkpoint=checkpoint))
-    x = torch.randn(1, 3, 64, 80)
-    with torch.no_grad():
-        torch.testing.assert_close(torch.jit.load(str(out))(x), model(x), rtol=1e-3, atol=1e-4)
-    assert FORMATS['torchscript'].read_metadata(out)['classes'] == ['one', 'two', 'three']
 
 
 class Parts(nn.Module):
@@ -101,72 +100,52 @@ class Parts(nn.Module):
         self.backbone, self.decode_head, self.auxiliary_head = nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(2, 3)
 
 
-def test_a_checkpoint_fits_that_has_what_the_graph_holds(tmp_path, capsys):
-    """Auxiliary heads may be absent or of other classes, as in tests; parts of others go with a notice, and what a part
-    of the graph would hold besides is refused."""
+def test_a_checkpoint_fits_that_has_what_the_graph_holds(tmp_path):
+    """Auxiliary heads may be absent or of other classes, as in tests, and parts that the model does not have may be in
+    the file; what a part of the graph would hold besides is refused."""
     checkpoint, source = tmp_path / 'weights.pth', Parts()
     state = {key: value for key, value in source.state_dict().items() if not key.startswith('auxiliary_head')}
-    for more, said in (
-        ({}, ''),
-        ({'auxiliary_head.weight': torch.ones(9, 2), 'auxiliary_head.other': torch.ones(1)}, ''),
-        ({'teacher.x': torch.ones(1)}, f'notice: 1 keys of {checkpoint} are of parts that the model does not have'),
-    ):
+    others = {'auxiliary_head.weight': torch.ones(9, 2), 'auxiliary_head.x': torch.ones(1), 'teacher.x': torch.ones(1)}
+    for more in ({}, others):
         torch.save({**state, **more}, checkpoint)
         model = Parts()
         load(model, str(checkpoint), 'c.py')
         assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
-        error = capsys.readouterr().err
-        assert error.startswith(said) and bool(error) == bool(said)
-    for key in ('decode_head.other', 'decode_head.weight'):  # one too many, one of another shape
-        torch.save({**state, key: torch.ones(1)}, checkpoint)
-        with pytest.raises(RunError, match=rf'does not fit the model of c\.py: 1 (unexpected|mismatched), e.g. {key}'):
+    lacking = {key: value for key, value in state.items() if key != 'decode_head.bias'}
+    for kind, key, wrong in (
+        ('unexpected', 'decode_head.other', {**state, 'decode_head.other': torch.ones(1)}),
+        ('mismatched', 'decode_head.weight', {**state, 'decode_head.weight': torch.ones(1)}),
+        ('missing', 'decode_head.bias', lacking),
+    ):
+        torch.save(wrong, checkpoint)
+        with pytest.raises(RunError, match=rf'does not fit the model of c\.py; {kind}: {key}'):
             load(Parts(), str(checkpoint), 'c.py')
 
 
-def test_a_graph_of_other_numbers_is_not_written(config, tmp_path, monkeypatch):
-    class FixedScale(nn.Module):
-        """What tracers make of a size in Python: a number for ever."""
-
-        def forward(self, x):
-            return x * int(x.shape[-1])
-
-    cfg = Config.fromfile(config)
-    init_default_scope('mmpretrain')
-    model = MODELS.build(cfg.model)
-    model.backbone = nn.Sequential(FixedScale(), model.backbone)
-    for dtype in ('float32', 'bfloat16'):
-        with pytest.raises(RunError, match=f'the torchscript graph in {dtype} deviates from the model'):
-            export_model(model, cfg, tmp_path / 'graph.pt', 'torchscript', Sizes(1, 64, 80, dynamic=True), dtype=dtype)
-    assert not list(tmp_path.glob('*.pt'))
-
-
 class Scaled(nn.Module):
-    def __init__(self, factor):
+    """By a number, or by what tracers make of a size in Python: a number for ever."""
+
+    def __init__(self, factor=None):
         super().__init__()
         self.factor = factor
 
     def forward(self, x):
-        return x * self.factor
+        return x * (self.factor or int(x.shape[-1]))
 
 
-def test_a_half_graph_takes_and_gives_float32(config, tmp_path, capsys):
-    out = tmp_path / 'graph.pt'
-    main(options(config, out, '--dynamic', '--dtype', 'bfloat16'))
-    assert 'torchscript, bfloat16' in capsys.readouterr().out
-    meta = FORMATS['torchscript'].read_metadata(out)
-    assert meta['dtype'] == 'bfloat16'
-    logits = torch.jit.load(str(out))(torch.randn(1, 3, 100, 50))
-    assert logits.dtype == torch.float32 and logits.isfinite().all()
-    assert torch.equal(logits, logits.bfloat16().float())  # what was computed in it is representable in it
-
-
-def test_a_graph_that_leaves_the_range_of_float16_is_not_written(config, tmp_path):
-    cfg = Config.fromfile(config)
-    init_default_scope('mmpretrain')
-    model = MODELS.build(cfg.model)
-    model.backbone = nn.Sequential(Scaled(1e6), model.backbone)
-    with pytest.raises(RunError, match=r'in float16 deviates .* inf: values that are not finite'):
-        export_model(model, cfg, tmp_path / 'graph.pt', 'torchscript', Sizes(1, 64, 80), dtype='float16')
+@pytest.mark.parametrize(
+    ('factor', 'dtype', 'said'),
+    [
+        (None, 'float32', 'by more than 0.001 standard'),
+        (None, 'bfloat16', ''),
+        (1e6, 'float16', 'inf'),
+    ],  # beyond its range
+)
+def test_a_graph_of_other_numbers_is_not_written(config, tmp_path, factor, dtype, said):
+    model, sizes = built(config), Sizes(1, 64, 80, dynamic=factor is None)
+    model.backbone = nn.Sequential(Scaled(factor), model.backbone)
+    with pytest.raises(RunError, match=f'the torchscript graph in {dtype} deviates from the model .*{said}'):
+        export_model(model, Config.fromfile(config), tmp_path / 'graph.pt', 'torchscript', sizes, dtype=dtype)
     assert not list(tmp_path.glob('*.pt'))
 
 

@@ -1,13 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """What differs between two configs, as text that gives the second when it inherits the first."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mmengine.config import Config
 
-from mmlinattn.swapping.writing import Code, changes, difference, statement
+from mmlinattn.swapping.writing import changes, difference, statement
 
-KEYS = st.sampled_from(['type', 'a', 'b', 'lambda', 'x.y'])
+KEYS = st.sampled_from(['type', 'a', 'b', 'x.y'])
 LEAVES = st.none() | st.booleans() | st.integers(-9, 9) | st.text('ab\'"\\ ', max_size=9) | st.tuples(st.integers(0, 9))
 TREES = st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=4))
 
@@ -20,9 +21,8 @@ def test_text_is_the_value(value):
     assert found['value'] == value and type(found['value']) is type(value)
 
 
-def test_lines_are_short_and_code_goes_as_it_is():
-    text = statement('x', dict(a=['b' * 50, 'c' * 50], d=[Code('*_base_.hooks'), 1]))
-    assert '*_base_.hooks' in text and max(map(len, text.splitlines())) <= 110
+def test_lines_are_short():
+    assert max(map(len, statement('x', dict(a=['b' * 50, 'c' * 50], d=1)).splitlines())) <= 110
 
 
 NAMED = st.recursive(
@@ -40,17 +40,19 @@ def test_a_child_with_the_difference_is_the_new_one(old, new):
     assert (changes(old, new) == []) == (old == new and repr(difference(old, new)) == '{}')
 
 
-def test_differences_of_types_and_of_dicts_that_lose_a_key():
-    assert difference(dict(a=1, b=(1,)), dict(a=True, b=(1,))) == dict(a=True)
-    assert difference(dict(a=dict(x=1, _scope_='s')), dict(a=dict(x=2))) == dict(a=dict(x=2))
-    assert difference(dict(a=dict(type='A', x=1)), dict(a=dict(type='B', x=1))) == dict(
-        a=dict(_delete_=True, type='B', x=1)
-    )
-    assert difference({}, dict(a=dict(type='A'), b=None)) == dict(
-        a=dict(type='A'), b=None
-    )  # there is nothing to delete
-    assert difference(dict(a=dict(b=1)), dict(a={})) == dict(a=dict(_delete_=True))
-    assert difference(dict(a=dict(b=dict(c=1, d=1))), dict(a=dict(b=dict(c=1, d=2)))) == dict(a=dict(b=dict(d=2)))
+@pytest.mark.parametrize(
+    ('old', 'new', 'said'),
+    [
+        (dict(a=1, b=(1,)), dict(a=True, b=(1,)), dict(a=True)),
+        (dict(a=dict(x=1, _scope_='s')), dict(a=dict(x=2)), dict(a=dict(x=2))),
+        (dict(a=dict(type='A', x=1)), dict(a=dict(type='B', x=1)), dict(a=dict(_delete_=True, type='B', x=1))),
+        ({}, dict(a=dict(type='A'), b=None), dict(a=dict(type='A'), b=None)),  # there is nothing to delete
+        (dict(a=dict(b=1)), dict(a={}), dict(a=dict(_delete_=True))),
+        (dict(a=dict(b=dict(c=1, d=1))), dict(a=dict(b=dict(c=1, d=2))), dict(a=dict(b=dict(d=2)))),
+    ],
+)
+def test_differences(old, new, said):
+    assert difference(old, new) == said
 
 
 def test_what_changed_line_by_line():

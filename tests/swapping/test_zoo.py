@@ -33,13 +33,8 @@ def test_a_backbone_is_that_of_the_tasks_config():
 def test_an_unknown_backbone_is_named_with_those_there_are():
     with pytest.raises(RunError) as error:
         zoo.find_backbone('ravlt_z', 'mmdet')
-    said = str(error.value)
-    assert said.startswith("BACKBONE is 'ravlt_z'; did you mean ravlt_") and said.count('did you mean') == 1
-    assert said.partition('Allowed are: ')[2] == ', '.join(zoo.backbone_names())
-    with pytest.raises(RunError) as error:
-        zoo.find_backbone('%%%', 'mmdet')
-    assert str(error.value).startswith("BACKBONE is '%%%'; Allowed are: angular_deit_t")
-    assert zoo.backbone_names() == sorted(set(zoo.backbone_names()))
+    names = zoo.backbone_names()
+    assert str(error.value) == f"BACKBONE is 'ravlt_z'; allowed are: {', '.join(names)}" and names == sorted(set(names))
 
 
 def test_recipes_without_a_row_of_their_own():
