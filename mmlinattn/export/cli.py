@@ -49,7 +49,7 @@ def load(model: nn.Module, source: str, config: str) -> dict:
     state, report, _ = convert_state(checkpoint, source, model)
     parts = {name for name, _ in model.named_children()}
     unexpected = [key for key in report.unexpected if key.partition('.')[0] in parts]
-    for kind, keys in dict(missing=report.missing, unexpected=unexpected, mismatched=report.mismatched).items():
+    for kind, keys in dict(mismatched=report.mismatched, unexpected=unexpected, missing=report.missing).items():
         wrong = [key for key in keys if not key.startswith(UNUSED_IN_TESTS)]
         if wrong:
             raise RunError(f'checkpoint {source!r} does not fit the model of {config}; {kind}: {some(wrong)}.')
