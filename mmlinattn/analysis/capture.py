@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from ..attention import TOKEN_MIXERS, Grid, StripeAttention, TokenMixer, WindowAttention, Windows
 from ..attention.base import Mixing
+from ..ops.dispatch import accumulation_dtype
 from .weights import convolved, local_weights, state_keys
 
-PADDING, CLASS_TOKEN = -1, -2
+CLASS_TOKEN, PADDING = -1, -2  # in place of a token's place in a map
 
 
 class MixerCall(NamedTuple):
@@ -37,66 +38,60 @@ class MixerCall(NamedTuple):
     queries: Tensor
     keys: Tensor
 
+    def of_window(self, window: int) -> dict:
+        """The arguments of a window by itself."""
+        given = dict(self.given)
+        for name in ('q', 'k', 'v', 'mask', 'bias', 'context'):
+            if given[name] is not None and len(given[name]) == len(self.out):
+                given[name] = given[name][window : window + 1]
+        for name in ('grid', 'key_grid'):  # windows of a rolled map hold regions that are no neighbours
+            if given[name].regions is not None:
+                given[name] = given[name]._replace(regions=given[name].regions[window : window + 1])
+        return given
+
+    def values(self, window: int) -> Tensor:
+        """Values of a window by head, (heads, M, e), in float32 or better."""
+        v = self.given['v'][window]
+        return rearrange(v.to(accumulation_dtype(v)), 'm (heads e) -> heads m e', heads=self.mixer.num_heads)
+
     def weights(self, window: int, rows: Tensor, local: bool = False) -> Tensor:
         """Weights of some queries of a window, (heads, len(rows), M).
 
         ``local``: with the convolutions of the values, as the mean over the channels of each head.
         """
-        given, one = self.given, slice(window, window + 1)
-        mask, bias = given['mask'], given['bias']
-        if bias is not None and bias.dim() == 4 and bias.shape[0] > 1:
-            bias = bias[one]
-        grids = [given['grid'], given['key_grid']]
-        for i, grid in enumerate(grids):  # windows of a rolled map hold regions that are no neighbours
-            if grid.regions is not None:
-                grids[i] = grid._replace(regions=grid.regions[[window % len(grid.regions)]])
-        weights = self.mixer.weights(
-            given['q'][one],
-            given['k'][one],
-            *grids,
-            mask=None if mask is None else mask[one],
-            rotary=given['rotary'],
-            bias=bias,
-            rows=rows,
-        )[0]
+        given = self.of_window(window)
+        asked = {name: given[name] for name in ('q', 'k', 'grid', 'key_grid', 'mask', 'rotary', 'bias')}
+        weights = self.mixer.weights(**asked, rows=rows)[0]
         if self.mixer.unit_output:
-            norm = (weights @ self._values(window, len(weights)).to(weights.dtype)).norm(dim=-1, keepdim=True)
+            norm = (weights @ self.values(window)).norm(dim=-1, keepdim=True)
             weights = weights / norm.clamp(min=1e-12)
-        for kernels in self.local_kernels() if local else ():
-            kernels = kernels[one] if len(kernels) > 1 else kernels
+        for kernels in self.local_kernels(window) if local else ():
             weights = weights + local_weights(kernels, given['grid'], len(weights), rows)[0]
         return weights
 
-    def _values(self, window: int, heads: int) -> Tensor:
-        """Values of a window by head, (heads, M, e)."""
-        return rearrange(self.given['v'][window], 'm (heads e) -> heads m e', heads=heads)
-
-    def local_kernels(self) -> list[Tensor]:
-        """Kernels (windows or 1, E, k, k) of the convolutions of the values, of the mixer's own and that around it."""
-        kernels = [] if self.local is None else [self.local.weight.detach()[None, :, 0]]
-        own = self.mixer.local_kernels(self.given['context'])
-        return kernels if own is None else [own.detach(), *kernels]
+    def local_kernels(self, window: int = 0) -> list[Tensor]:
+        """Kernels (1, E, k, k) of the convolutions of the values of a window: the mixer's own and that around it."""
+        around = None if self.local is None else self.local.weight[None, :, 0]
+        own = self.mixer.local_kernels(self.of_window(window)['context'])
+        return [kernels.detach() for kernels in (own, around) if kernels is not None]
 
     def state(self, window: int) -> Optional[Tensor]:
         """The buffer of keys and values, (heads, d, e); None for an attention without one."""
-        given, one = self.given, slice(window, window + 1)
-        q, k = (given[name][one].float() for name in 'qk')
-        mask = None if given['mask'] is None else given['mask'][one]
-        keys = state_keys(self.mixer, q, k, given['key_grid'], mask, given['rotary'])
-        return None if keys is None else keys[0].mT @ self._values(window, keys.shape[1]).to(keys.dtype)
+        given = self.of_window(window)
+        q, k = given['q'].float(), given['k'].float()
+        keys = state_keys(self.mixer, q, k, given['key_grid'], given['mask'], given['rotary'])
+        return None if keys is None else keys[0].mT @ self.values(window).to(keys.dtype)
 
     def error(self, window: int, rows: Tensor, weights: Tensor) -> float:
-        """How far ``weights @ v`` is from what the mixer gave, relative; its own convolution taken off, whose bias is
-        no weight."""
-        mixed = weights @ self._values(window, len(weights)).to(weights.dtype)
-        mixed = rearrange(mixed, 'heads n e -> n (heads e)')
+        """How far ``weights @ v``, with the mixer's own convolution, is from what the mixer gave, relative."""
+        given = self.of_window(window)
         out = self.out[window, rows].to(weights.dtype)
-        own = self.mixer.local_kernels(self.given['context'])
+        rest = out - rearrange(weights @ self.values(window), 'heads n e -> n (heads e)')
+        own = self.mixer.local_kernels(given['context'])
         if own is not None:
-            v = self.given['v'][window : window + 1].to(weights.dtype)
-            rest = out - mixed - convolved(v, own[window if len(own) > 1 else 0][None], self.given['grid'])[0, rows]
-            return float((rest - rest.mean(dim=0)).norm() / out.norm().clamp(min=1e-30))
-        return float((out - mixed).norm() / out.norm().clamp(min=1e-30))
+            rest = rest - convolved(given['v'].to(weights.dtype), own.detach(), given['grid'])[0, rows]
+            rest = rest - rest.mean(dim=0)  # the bias of a convolution is no weight
+        return float(rest.norm() / out.norm().clamp(min=1e-30))
 
 
 class BlockCall(NamedTuple):
@@ -104,7 +99,6 @@ class BlockCall(NamedTuple):
 
     Attributes:
         name (str): Of the block within the model, ``backbone.stages.0.1``.
-        attention (nn.Module): The arrangement: whole map, reduced keys, windows or stripes.
         calls (list[MixerCall]): One for each group of windows of one size, and each direction of stripes.
         size (tuple[int, int]): Height and width of the map of the queries.
         key_size (tuple[int, int]): Those of the map of the keys.
@@ -113,12 +107,11 @@ class BlockCall(NamedTuple):
     """
 
     name: str
-    attention: nn.Module
     calls: list[MixerCall]
     size: tuple[int, int]
     key_size: tuple[int, int]
     projected: Tensor
-    ratio: int = 1
+    ratio: int
 
     @property
     def branches(self) -> list[list[MixerCall]]:
@@ -132,8 +125,7 @@ class BlockCall(NamedTuple):
     def mixer_name(self) -> str:
         """Name of the attention as in ``stage_attns``."""
         kind = type(self.calls[0].mixer)
-        names = [name for name, known in TOKEN_MIXERS.module_dict.items() if known is kind]
-        return names[0] if names else kind.__name__
+        return next((name for name, known in TOKEN_MIXERS.module_dict.items() if known is kind), kind.__name__)
 
     def features(self) -> list[tuple[Tensor, Tensor]]:
         """Of each branch the output of the mixer, and that with convolution and gate as it enters the output
@@ -204,8 +196,7 @@ def watch_mixers(module: nn.Module, see: Callable) -> list:
     def before(mixer, args, kwargs):
         given = signature.bind(mixer, *args, **kwargs)
         given.apply_defaults()
-        given = {name: t.clone() if name in ('q', 'k', 'v') else t for name, t in given.arguments.items()}
-        kept[mixer] = {**given, 'key_grid': given['key_grid'] or given['grid']}
+        kept[mixer] = {name: t.clone() if name in ('q', 'k', 'v') else t for name, t in given.arguments.items()}
 
     def after(mixer, args, out):
         return see(mixer, kept.pop(mixer), out)
@@ -220,18 +211,12 @@ def watch_mixers(module: nn.Module, see: Callable) -> list:
 def _watch(name: str, attention: nn.Module, on_block: Callable) -> list:
     calls: list[tuple] = []
     projected: list[Tensor] = []
-    block = name[: -len('.attn')] if name.endswith('.attn') else name
     locals_ = {id(m.mixer): m.local for m in attention.modules() if isinstance(m, Mixing)}
-
-    def begin(module, args):
-        calls.clear(), projected.clear()  # of a pass that raised halfway
 
     def keep(mixer, given, out):
         calls.append((mixer, given, out.clone()))
 
     def finish(module, args, kwargs, out):
-        if not calls:
-            return
         x = args[0] if args else kwargs['x']
         if x.shape[0] != 1:
             raise ValueError(f'attentions are looked into one image at a time, not {x.shape[0]}')
@@ -241,10 +226,10 @@ def _watch(name: str, attention: nn.Module, on_block: Callable) -> list:
             for (mixer, given, out), (queries, keys) in zip(calls, layout)
         ]
         calls.clear()
-        on_block(BlockCall(block, attention, made, size, key_size, projected[-1], reduction_of(attention)))
+        ratio = reduction_of(attention)
+        on_block(BlockCall(name.removesuffix('.attn'), made, size, key_size, projected.pop(), ratio))
 
     return [
-        attention.register_forward_pre_hook(begin),
         attention.proj.register_forward_pre_hook(lambda module, args: projected.append(args[0].clone())),
         attention.register_forward_hook(finish, with_kwargs=True),
         *watch_mixers(attention, keep),
@@ -264,27 +249,28 @@ def token_layout(attention: nn.Module, x: Tensor, given: list[dict]) -> tuple[tu
     """
     grid, key_grid = given[0]['grid'], given[0]['key_grid']
     size = tuple(x.shape[1:3]) if x.dim() == 4 else tuple(grid[:2])
-    index = torch.arange(1, size[0] * size[1] + 1, device=x.device).view(1, *size, 1)  # partitions pad with 0
+    index = torch.arange(size[0] * size[1], device=x.device).view(1, *size, 1) - PADDING  # partitions pad with 0
 
     def windowed(windows: Windows, part: Tensor = index) -> tuple[Tensor, Tensor]:
-        where = windows.partition(part)[..., 0] - 1
+        where = windows.partition(part)[..., 0] + PADDING
         return where, where
 
-    candidates = []
+    candidates = []  # key size and layout
     if isinstance(attention, StripeAttention):
-        stripes = ((size[0], attention.stripe), (attention.stripe, size[1]))
-        candidates.append([windowed(Windows.fit(*size, window)) for window in stripes])
+        stripes = ((None, attention.stripe), (attention.stripe, None))
+        candidates.append((size, [windowed(Windows.fit(*size, window)) for window in stripes]))
     elif isinstance(attention, WindowAttention):
         windows = Windows.fit(*size, attention.window, attention.shift)
-        candidates.append([windowed(windows)])
-        candidates.append([windowed(part, index[:, rows, columns]) for rows, columns, part in windows.regions()])
-    if (grid.height, grid.width) == size:
-        candidates.append([(_whole(grid, x.device), _whole(key_grid, x.device))])
-    for layout in candidates:
+        candidates.append((size, [windowed(windows)]))
+        candidates.append(
+            (size, [windowed(part, index[:, rows, columns]) for rows, columns, part in windows.regions()])
+        )
+    if tuple(grid[:2]) == size:
+        candidates.append((tuple(key_grid[:2]), [(_whole(grid, x.device), _whole(key_grid, x.device))]))
+    for key_size, layout in candidates:
         shapes = [(queries.shape, keys.shape) for queries, keys in layout]
         if shapes == [(call['q'].shape[:2], call['k'].shape[:2]) for call in given]:
-            reduced = layout[0][0].shape != layout[0][1].shape
-            return size, tuple(key_grid[:2]) if reduced else size, layout
+            return size, key_size, layout
     raise NotImplementedError(f'{type(attention).__name__} lays its tokens in a way that the analysis does not know')
 
 

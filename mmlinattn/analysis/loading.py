@@ -4,9 +4,7 @@
 from typing import NamedTuple, Optional
 
 import cv2
-import mmcv
 import numpy as np
-import torch
 from mmcv.transforms import Compose
 from mmengine.config import Config
 from mmengine.model import revert_sync_batchnorm
@@ -19,6 +17,7 @@ from ..checkpoints.convert import convert_state
 from ..checkpoints.states import LoadReport, some
 from ..utils.building import build_model
 from ..utils.errors import RunError
+from ..utils.registering import bare_name
 
 
 class Picture(NamedTuple):
@@ -124,10 +123,7 @@ def read_picture(path: str) -> np.ndarray:
     Raises:
         RunError: The file is no image.
     """
-    try:
-        image = mmcv.imread(path)
-    except Exception:  # what a decoder raises depends on the decoder
-        image = None
+    image = cv2.imread(str(path))
     if image is None:
         raise RunError(f'image {str(path)!r} cannot be read as an image.')
     return image
@@ -144,9 +140,8 @@ def test_pipeline(cfg: Config) -> list:
         dataset = dataset.get('dataset') or (dataset.get('datasets') or [{}])[0]
     if not dataset:
         raise RunError('the config has no test_dataloader.dataset.pipeline; give --shape H W.')
-    kinds = [(step['type'] if isinstance(step['type'], str) else step['type'].__name__) for step in dataset.pipeline]
     skipped = ('Annotations', 'LoadImageFromFile', 'LoadImageFromNDArray')
-    return [step for step, kind in zip(dataset.pipeline, kinds) if not kind.endswith(skipped)]
+    return [step for step in dataset.pipeline if not bare_name(step['type']).endswith(skipped)]
 
 
 def prepare(
@@ -185,9 +180,8 @@ def prepare(
     ramp[..., 1] = np.linspace(0, 255, height)[:, None].round()
     axes = _axes(through(ramp)['inputs'].numpy(), (width, height))
     shown = np.ascontiguousarray(packed['inputs'].permute(1, 2, 0).numpy()[..., ::-1]).clip(0, 255).astype(np.uint8)
-    samples = [packed['data_samples']]
-    data = model.data_preprocessor(dict(inputs=[packed['inputs']], data_samples=samples), False)
-    inputs = data['inputs'][0][None] if isinstance(data['inputs'], list) else data['inputs']
+    data = model.data_preprocessor({key: [packed[key]] for key in ('inputs', 'data_samples')}, False)
+    inputs = data['inputs']
     if min(inputs.shape[-2:]) < 32:
         raise RunError(f'{name} is {inputs.shape[-1]} x {inputs.shape[-2]} pixels for the network; 32 are the least.')
     return Picture(name, shown, inputs, data['data_samples'][0], axes, (width, height))
@@ -221,9 +215,3 @@ def _axes(ramp: np.ndarray, size: tuple[int, int]) -> tuple:
             raise RunError('the test pipeline turns or mirrors images; give --shape H W.')
         axes.append((float(scale), float(offset)))
     return tuple(axes)
-
-
-@torch.no_grad()
-def run_backbone(model: nn.Module, inputs: Tensor) -> None:
-    """One forward pass of the backbone alone."""
-    model.backbone(inputs)

@@ -5,13 +5,10 @@ Weights are (..., n, M): n queries, some or all, and their weights of all M keys
 weights; what is said of shares and entropies is then of their magnitudes.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
 CONFUSION_DISTANCE = 1e-3  # InLine Sec. 4.1
-RELATIVE_THRESHOLD = 0.01
 
 
 def singular_values(matrix: Tensor) -> Tensor:
@@ -24,36 +21,25 @@ def singular_values(matrix: Tensor) -> Tensor:
     return torch.linalg.eigvalsh(gram).flip(-1).clamp(min=0).sqrt()
 
 
-def numerical_rank(values: Tensor, size: int) -> Tensor:
-    """How many singular values lie above ``size * eps(float32)`` times the largest, the usual tolerance (NumPy's
-    ``matrix_rank``) of a float32 matrix.
-
-    Args:
-        values (Tensor): Singular values, (..., r), largest first.
-        size (int): The longer side of the matrix.
-    """
-    return (values > values[..., :1] * size * torch.finfo(torch.float32).eps).sum(dim=-1)
-
-
-def rank_above(values: Tensor, threshold: float = RELATIVE_THRESHOLD) -> Tensor:
-    """How many singular values (..., r) lie above ``threshold`` times the largest."""
+def rank_above(values: Tensor, threshold: float) -> Tensor:
+    """How many singular values (..., r), largest first, lie above ``threshold`` times the largest."""
     return (values > values[..., :1] * threshold).sum(dim=-1)
 
 
 def effective_rank(values: Tensor) -> Tensor:
-    """``exp`` of the entropy of the singular values (..., r) as a distribution (Roy & Vetterli 2007): between 1 and r,
-    and r only where all are equal; 0 for a zero matrix."""
-    total = values.sum(dim=-1, keepdim=True)
-    share = values / total.where(total > 0, torch.ones_like(total))
-    return torch.special.entr(share).sum(dim=-1).exp() * (total[..., 0] > 0)
+    """``exp`` of the entropy of the singular values (..., r), largest first, as a distribution (Roy & Vetterli 2007):
+    between 1 and r, and r only where all are equal; 0 for a zero matrix."""
+    return torch.special.entr(magnitudes(values)).sum(dim=-1).exp() * (values[..., 0] > 0)
 
 
 def ranks(matrix: Tensor) -> dict[str, list[float]]:
-    """The three ranks of each matrix (heads, N, d)."""
+    """The three ranks of each matrix (heads, N, d): ``rank`` with the usual tolerance (NumPy's ``matrix_rank``) of a
+    float32 matrix."""
     values = singular_values(matrix)
+    rounding = max(matrix.shape[-2:]) * torch.finfo(torch.float32).eps
     return dict(
-        rank=numerical_rank(values, max(matrix.shape[-2:])).tolist(),
-        above_1_percent=rank_above(values).tolist(),
+        rank=rank_above(values, rounding).tolist(),
+        above_1_percent=rank_above(values, 0.01).tolist(),
         effective=effective_rank(values).tolist(),
     )
 
@@ -99,9 +85,8 @@ def inside(weights: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         tuple[Tensor, Tensor]: (heads,) each.
     """
-    size = weights.abs()
-    share = (size * near).sum(dim=-1) / size.sum(dim=-1).clamp(min=1e-30)
-    return (weights * near).sum(dim=-1).mean(dim=-1), share.mean(dim=-1)
+    total, share = ((t * near).sum(dim=-1).mean(dim=-1) for t in (weights, magnitudes(weights)))
+    return total, share
 
 
 def magnitudes(weights: Tensor) -> Tensor:
@@ -126,10 +111,8 @@ def cross_head_similarity(weights: Tensor) -> float:
     of n M weights, mean over all pairs of different heads.
 
     In the spirit of hMHSA's cross-head cosine similarity (hMHSA Eq. 9-11, Tab. 4); the mean over pairs is our reading
-    of it, since no code was released. (heads, n, M) -> a number in [-1, 1], NaN for a single head.
+    of it, since no code was released. (heads, n, M), two heads or more -> a number in [-1, 1].
     """
     heads = weights.shape[0]
-    if heads < 2:
-        return math.nan
     flat = torch.nn.functional.normalize(weights.double().flatten(1), dim=-1)
     return float(((flat @ flat.T).sum() - flat.square().sum()) / (heads * (heads - 1)))

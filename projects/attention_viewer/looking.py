@@ -102,7 +102,7 @@ class Looker:
             rows.append(numbers(measure_block(block, ('rank', 'locality', 'sharpness'), 64)))
 
         with watched(model, keep):
-            loading.run_backbone(model, picture.inputs.to(self.device))
+            model.backbone(picture.inputs.to(self.device))
         with torch.no_grad():
             (result,) = model(picture.inputs.to(self.device), [picture.sample], mode='predict')
         drawn = small

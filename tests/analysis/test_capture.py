@@ -5,8 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmlinattn.analysis.capture import arrangements, reduction_of, watched
-from mmlinattn.analysis.weights import state_keys
+from mmlinattn.analysis.capture import CLASS_TOKEN, arrangements, reduction_of, watched
 from mmlinattn.attention import GlobalAttention, Grid, ReducedAttention, StripeAttention, TokenMixer, WindowAttention
 from mmlinattn.attention.arrangements import Attention
 from mmlinattn.backbones import LinearDeiT
@@ -36,7 +35,7 @@ ARRANGEMENTS = {
         f'gate: {gate}': lambda gate=gate: GlobalAttention(8, 2, 'inline', local_kernel=3, gate=gate)
         for gate in (None, 'projection', 'identity', 'tanh')
     },
-    'windows, cut at the border': lambda: WindowAttention(8, 2, 'rala', (4, 4)),
+    'windows, cut at the border': lambda: WindowAttention(8, 2, 'enhanced', (4, 4)),
     'windows, shifted': lambda: WindowAttention(8, 2, 'softmax', (4, 4), shift=True),
     'reduced keys': lambda: ReducedAttention(8, 2, 'softmax', 2, dict(type='LN'), gate='tanh'),
     'stripes': lambda: StripeAttention(8, 2, 'softmax', 2),
@@ -51,10 +50,12 @@ def test_features_are_what_the_output_projection_sees(make):
     block, out = looked_into(attention, x)
     features = block.features()
     assert (block.name, block.size) == ('block', (5, 6)) and len(features) == len(block.branches)
-    for branch, (mixed, _) in zip(block.branches, features):  # the mixer's own, without convolution and gate
+    for branch, (mixed, whole) in zip(block.branches, features):  # the mixer's own, without convolution and gate
         for call in branch:
             real = call.queries >= 0
             assert torch.equal(mixed.transpose(0, 1).flatten(1)[call.queries[real]], call.out[real])
+        if not branch[0].local_kernels() and not getattr(attention, 'gate', 'gate'):
+            torch.testing.assert_close(mixed, whole)
     merged = torch.cat([whole.transpose(0, 1).flatten(1) for _, whole in features], dim=-1)
     torch.testing.assert_close(attention.proj(merged).unflatten(0, (5, 6))[None], out, rtol=1e-4, atol=1e-5)
 
@@ -89,22 +90,13 @@ def test_attentions_are_found_once_and_in_order():
     assert names == [('a', 'softmax'), ('a.attn2', 'rala')]
 
 
-def test_nothing_stays_behind():
-    """Hooks go also where something fails, and what was refused or raised is no part of the next image."""
+def test_hooks_go_also_where_something_fails():
     model, found = nn.Sequential(GlobalAttention(8, 2, 'softmax')).eval(), []
-    with pytest.raises(KeyError), watched(model, found.append):
+    with pytest.raises(ValueError, match='one image at a time, not 2'), watched(model, found.append):
         assert not model(torch.randn(1, 3, 4, 8)).requires_grad
-        with pytest.raises(ValueError, match='one image at a time, not 2'):
-            model(torch.randn(2, 3, 4, 8))
-        with pytest.raises(RuntimeError):
-            model[0].proj.weight.data = torch.randn(8, 7)  # after the mixer
-            model(torch.randn(1, 3, 4, 8))
-        model[0].proj.weight.data = torch.randn(8, 8)
-        model(torch.randn(1, 4, 4, 8))
-        raise KeyError
-    assert [(block.size, len(block.calls)) for block in found] == [((3, 4), 1), ((4, 4), 1)]
+        model(torch.randn(2, 3, 4, 8))
+    assert [(block.size, len(block.calls)) for block in found] == [((3, 4), 1)]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    assert model(torch.randn(1, 3, 4, 8)).requires_grad and len(found) == 2
 
 
 class Halves(Attention):
@@ -121,22 +113,6 @@ def test_what_cannot_be_looked_into_is_named():
         attention(torch.randn(1, 4, 4, 8))
     with pytest.raises(ValueError, match='Linear has no attention'), watched(nn.Linear(2, 2), print):
         pass
-
-
-@pytest.mark.parametrize('size', [(3, 2), (4, 6), (5, 7)])
-def test_each_token_lies_in_one_window(size):
-    """Padding is none, and values of tokens are those of their places."""
-    for attention in (WindowAttention(8, 2, 'softmax', (2, 3)), WindowAttention(8, 2, 'softmax', (4, 4), shift=True)):
-        x = torch.arange(float(size[0] * size[1])).view(1, *size, 1).expand(-1, -1, -1, 8)
-        with torch.no_grad():
-            attention.qkv.bias.zero_(), attention.qkv.weight[16:].copy_(torch.eye(8))
-        found = []
-        with watched(nn.Sequential(attention.eval()), found.append):
-            attention(x)
-        places = torch.cat([call.queries.flatten() for call in found[0].calls])
-        values = torch.cat([call.given['v'][..., 0].flatten() for call in found[0].calls])
-        assert sorted(places[places >= 0].tolist()) == list(range(size[0] * size[1]))
-        assert torch.equal(values[places >= 0], places[places >= 0].float())
 
 
 @pytest.mark.parametrize('mixer', ['softmax', 'inline', 'focused', 'angular'])
@@ -163,12 +139,11 @@ def test_weights_with_convolutions_are_the_whole_of_what_is_mixed(mixer):
     assert len(call.local_kernels()) == (1 if mixer == 'softmax' else 2)
 
 
-def test_each_window_has_the_kernels_and_the_bias_of_its_own():
+def test_each_window_has_the_kernels_of_its_own():
     block, _ = looked_into(WindowAttention(8, 2, 'inline', (4, 4)), torch.randn(1, 8, 8, 8))
-    (call,) = block.calls
-    (kernels,) = call.local_kernels()
+    (call,), rows = block.calls, torch.tensor([5])  # row 1, column 1 of the window
+    kernels = call.mixer.local_kernels(call.given['context'])
     assert kernels.shape == (4, 8, 3, 3) and (kernels[0] - kernels[3]).abs().max() > 0.1
-    rows = torch.tensor([5])  # row 1, column 1 of the window
     for window in range(4):
         added = call.weights(window, rows, local=True) - call.weights(window, rows)
         expected = kernels[window].unflatten(0, (2, 4)).mean(dim=1)
@@ -177,18 +152,14 @@ def test_each_window_has_the_kernels_and_the_bias_of_its_own():
 
 def test_states_are_of_the_real_tokens_of_a_window():
     """A map of 5 rows in stripes of 2: the last one has a row of tokens that are none."""
-    block, _ = looked_into(StripeAttention(8, 2, 'enhanced', 2), torch.randn(1, 5, 6, 8))
+    block, _ = looked_into(StripeAttention(8, 2, dict(type='inline', local_residual=False), 2), torch.randn(1, 5, 6, 8))
     _, wide = block.calls
     last, real = len(wide.queries) - 1, wide.queries[-1] >= 0
     assert real.sum() == 6 and len(real) == 12
-    k, v = wide.given['k'][-1, real].relu(), wide.given['v'][-1, real]
-    torch.testing.assert_close(wide.state(last)[0], k.mT @ v)
+    k, v = wide.given['k'][-1, real], wide.given['v'][-1, real]
+    torch.testing.assert_close(wide.state(last)[0], (k - k.mean(dim=0)).mT @ v, rtol=1e-4, atol=1e-5)
     block, _ = looked_into(GlobalAttention(8, 2, 'softmax'), torch.randn(1, 4, 5, 8))
     assert block.calls[0].state(0) is None
-    block, _ = looked_into(GlobalAttention(8, 2, 'rala'), torch.randn(1, 4, 5, 8))
-    given = block.calls[0].given
-    keys = state_keys(block.calls[0].mixer, given['q'], given['k'], given['key_grid'], None, given['rotary'])[0]
-    torch.testing.assert_close(block.calls[0].state(0), keys.mT @ given['v'][0].unflatten(-1, (2, 4)).transpose(0, 1))
 
 
 def test_gates_of_patches_beside_a_class_token():
@@ -200,5 +171,5 @@ def test_gates_of_patches_beside_a_class_token():
     with watched(model, lambda block: found.append((block.size, block.calls[0].keys[0, 0].item(), block.features()))):
         model(torch.randn(1, 3, 64, 96))
     ((size, first, ((_, whole),)),) = found
-    assert size == (4, 6) and first == -2 and len(outs[0]) == 1 + 24
+    assert size == (4, 6) and first == CLASS_TOKEN and len(outs[0]) == 1 + 24
     torch.testing.assert_close(attention.proj(whole.transpose(0, 1).flatten(1)), outs[0][1:], rtol=1e-4, atol=1e-5)

@@ -118,7 +118,7 @@ ROWS = [
     bad('test.py no_data.py empty.pth', 'no_data.py has no test_dataloader, no test_cfg, no test_evaluator.'),
     bad('demo.py photo.png no_task.py empty.pth --out o.jpg', "default_scope = 'mmaction' is none of mmdet, mmseg"),
     bad('analysis_tools/inspect_attention.py no_task.py none photo.png --out out', 'none of mmdet, mmseg, mmpretrain'),
-    bad('analysis_tools/inspect_attention.py resnet.py none photo.png --out out', 'ResNet has no attention', slow=True),
+    bad('analysis_tools/inspect_attention.py resnet.py none photo.png --out out', 'has no attention', slow=True),
     # settings of configs: whatever stumbles over them, before or while a model is built
     bad('train.py {mmdet} --cfg-options optim_wrapper=SGD', 'quickstart.py cannot be run: ', 'Error: '),
     bad('train.py {mmdet} --cfg-options custom_hooks.x=3', "--cfg-options {'custom_hooks.x': 3} does not fit"),

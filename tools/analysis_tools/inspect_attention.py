@@ -105,33 +105,27 @@ def inspect_picture(model, picture, args, progress, query, pixel) -> list:
         progress()
 
     with watched(model, look):
-        loading.run_backbone(model, picture.inputs.to(args.device))
+        model.backbone(picture.inputs.to(args.device))
     if 'maps' in args.what:
-        stem = args.out / 'maps' / picture.name
-        where = f'query_{pixel[0]:g}_{pixel[1]:g}'
-        if maps:
-            pictures.plot_query(maps, picture, query, pixel, stem.with_name(f'{picture.name}_{where}.png'))
-        if local_maps:
-            path = stem.with_name(f'{picture.name}_{where}_with_local.png')
-            pictures.plot_query(local_maps, picture, query, pixel, path, local=True)
-        pictures.plot_full(full, picture.name, stem.with_name(f'{picture.name}_full.png'))
+        folder, where = args.out / 'maps', f'query_{pixel[0]:g}_{pixel[1]:g}'
+        for found, local, end in ((maps, False, ''), (local_maps, True, '_with_local')):
+            if found:
+                path = folder / f'{picture.name}_{where}{end}.png'
+                pictures.plot_query(found, picture, query, pixel, path, local)
+        pictures.plot_full(full, picture.name, folder / f'{picture.name}_full.png')
     return entries
 
 
 def merged(per_image: list[list[dict]]) -> list[dict]:
     """Blocks with their numbers averaged over the images; sizes that differ become lists."""
-    by_block: dict = {}
-    for entries in per_image:
-        for entry in entries:
-            by_block.setdefault(entry['block'], []).append((entry, 1.0))
-    fixed = ('map', 'key_map')
     blocks = []
-    for entries in by_block.values():
-        sizes = {}
-        for key in fixed:
-            values = [entry[key] for entry, _ in entries]
-            sizes[key] = values[0] if all(value == values[0] for value in values) else values
-        blocks.append({**averaged(entries), **sizes})
+    for entries in zip(*per_image):
+        block = averaged([(entry, 1.0) for entry in entries])
+        for key in ('map', 'key_map'):
+            sizes = [entry[key] for entry in entries]
+            if any(size != sizes[0] for size in sizes):
+                block[key] = sizes
+        blocks.append(block)
     return blocks
 
 
@@ -144,27 +138,21 @@ def main() -> None:
         torch.manual_seed(0)  # weights that no checkpoint gives are the same on every call
         model = loading.load_model(cfg, args.checkpoint, args.device)
         try:
-            number = len(arrangements(model))
-            if not number:
-                kind = type(model.backbone).__name__
-                raise RunError(f'{args.config}: its backbone {kind} has no attention of mmlinattn.')
             per_image, asked = [], []
-            console = Console(stderr=True)
-            with Progress(console=console, disable=not sys.stderr.isatty()) as bar:
-                task = bar.add_task('blocks', total=number * len(images))
+            with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
+                task = bar.add_task('blocks', total=len(arrangements(model)) * len(images))
                 for i, (path, image) in enumerate(images):
                     name = f'{i}_{Path(path).stem}' if len(images) > 1 else Path(path).stem
                     picture = loading.prepare(cfg, model, image, name, args.shape)
-                    at = args.query or (image.shape[1] / 2, image.shape[0] / 2)
-                    query = picture.to_shown(*at) if args.query or args.shape else _middle(picture)
-                    pixel = tuple(args.query or picture.to_given(*query))
-                    shown = dict(shown=list(picture.shown.shape[:2]), query_shown=list(query))
-                    asked.append(dict(image=str(path), query=list(pixel), **shown))
+                    height, width = picture.shown.shape[:2]
+                    query = picture.to_shown(*args.query) if args.query else (width // 2, height // 2)
+                    pixel = args.query or picture.to_given(*query)
+                    asked.append(dict(image=path, query=list(pixel), shown=[height, width], query_shown=list(query)))
                     per_image.append(inspect_picture(model, picture, args, lambda: bar.advance(task), query, pixel))
         except (NotImplementedError, ValueError) as error:
             raise RunError(str(error)) from error
         blocks = merged(per_image)
-        title = f'{Path(args.config).stem}' + (' (random weights)' if args.checkpoint.lower() == 'none' else '')
+        title = Path(args.config).stem + (' (random weights)' if args.checkpoint.lower() == 'none' else '')
         summary = dict(
             version=__version__,
             config=args.config,
@@ -184,11 +172,6 @@ def main() -> None:
         worst = max(blocks, key=lambda block: block['forward_error'])
         print(f'{len(blocks)} blocks; weights @ v against the forward pass: {worst["forward_error"]:.1e} at most')
         print(f'{args.out / "summary.json"} and {len(made)} plot(s)' + (', maps/' if 'maps' in args.what else ''))
-
-
-def _middle(picture) -> tuple:
-    height, width = picture.shown.shape[:2]
-    return width // 2, height // 2
 
 
 if __name__ == '__main__':
