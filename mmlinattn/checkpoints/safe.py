@@ -81,6 +81,11 @@ def _numpy_array(*_: Any) -> np.ndarray:
     return np.ndarray((0,), np.int8)
 
 
+def _settings(*args: Any) -> OrderedDict:
+    """A dict with attribute access, as one of a type that the unpickler fills."""
+    return OrderedDict(*(arg for arg in args if isinstance(arg, dict)))
+
+
 def _stand_in(name: str, make: Callable) -> type:
     """A class with the full name ``name`` whose instances are what ``make`` gives."""
     module, _, kind = name.rpartition('.')
@@ -101,11 +106,10 @@ def safe_globals() -> list[Any]:
         'numpy.dtype': _numpy_dtype,
         'pathlib.PosixPath': pathlib.PurePosixPath,
         'pathlib._local.PosixPath': pathlib.PurePosixPath,
-        # dicts with attribute access; the unpickler fills exact dict types only
-        'yacs.config.CfgNode': OrderedDict,
-        'addict.addict.Dict': OrderedDict,
-        'mmcv.utils.config.ConfigDict': OrderedDict,
-        'mmengine.config.config.ConfigDict': OrderedDict,
+        'yacs.config.CfgNode': _settings,
+        'addict.addict.Dict': _settings,
+        'mmcv.utils.config.ConfigDict': _settings,
+        'mmengine.config.config.ConfigDict': _settings,
     }
     for core in ('core', '_core'):  # NumPy 2 moved the one to the other; files of both ages are read by both
         made[f'numpy.{core}.multiarray._reconstruct'] = _numpy_array
@@ -219,10 +223,10 @@ def _plain(checkpoint: Any, name: str) -> Any:
         if isinstance(node, (dict, list, tuple, set)) and id(node) not in seen:
             seen.add(id(node))
             stack.extend(dict.values(node) if isinstance(node, dict) else node)
-            # an attribute hung on a dict would stand in for a method: for the `pop` below, say
-            hung = set(getattr(node, '__dict__', ())) - {'_metadata'}
-            if hung:
-                raise CheckpointError(f'{name} was refused: a dict in it has attributes: {", ".join(sorted(hung))}')
+            # an attribute hung on a dict, as settings have them, would stand in for a method: for the `pop` below, say
+            hung = getattr(node, '__dict__', {})
+            for attribute in hung.keys() - {'_metadata'}:
+                del hung[attribute]
     for part in ('state_dict', 'meta'):
         if not isinstance(checkpoint.get(part) or {}, dict):
             raise CheckpointError(f'{part} of {name} is a {type(checkpoint[part]).__name__}, not a dict')

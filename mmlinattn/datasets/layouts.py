@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import cv2
+import mmcv
 import numpy as np
 
-from .polygons import mask_to_box, mask_to_polygons
+from .polygons import mask_to_polygons
 from .shapes import (
     ADE20K_NAMES,
     ADE_CLASSES,
@@ -26,7 +27,6 @@ from .shapes import (
 )
 from .textures import BACKGROUNDS, FILLS
 
-JPEG_QUALITY = 95
 WNIDS = tuple(f'n9{label:07d}' for label in range(len(IMAGENET_CLASSES)))  # sort as the labels do
 EMPTY_EVERY, FIRST_EMPTY = 20, 4  # images 4, 24, 44, ... show no shapes: even a small set has an empty one
 
@@ -36,15 +36,9 @@ def is_empty(number: int) -> bool:
     return number % EMPTY_EVERY == FIRST_EMPTY
 
 
-def save_image(path: Path, image: np.ndarray) -> None:
-    """Write (H, W, 3) uint8 RGB, or (H, W) uint8 labels, in the format of the suffix.
-
-    Raises:
-        OSError: The file cannot be written (``cv2.imwrite`` would only return False).
-    """
-    options = [] if path.suffix == '.png' else [cv2.IMWRITE_JPEG_QUALITY, JPEG_QUALITY]
-    _, encoded = cv2.imencode(path.suffix.lower(), image[..., ::-1] if image.ndim == 3 else image, options)
-    path.write_bytes(encoded.tobytes())
+def save_picture(path: Path, image: np.ndarray) -> None:
+    """Write ``(H, W, 3)`` uint8 RGB as OpenCV's JPEG of quality 95."""
+    mmcv.imwrite(image[..., ::-1], str(path), [cv2.IMWRITE_JPEG_QUALITY, 95])
 
 
 class Coco:
@@ -57,7 +51,7 @@ class Coco:
     def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> dict:
         scene = draw_scene(rng, size, num_shapes=0 if is_empty(number) else None, fills=cls.fills)
         name = f'{number:012d}.jpg'
-        save_image(root / f'{split}2017' / name, scene.image)
+        save_picture(root / f'{split}2017' / name, scene.image)
         image = dict(id=number, file_name=name, width=size[0], height=size[1], license=1)
         instances = [
             dict(
@@ -65,7 +59,7 @@ class Coco:
                 category_id=int(label) + 1,
                 segmentation=mask_to_polygons(mask),
                 area=int(np.count_nonzero(mask)),
-                bbox=mask_to_box(mask),
+                bbox=list(cv2.boundingRect(mask.astype(np.uint8))),
                 iscrowd=0,
             )
             for mask, label in zip(scene.masks, scene.labels)
@@ -104,8 +98,8 @@ class Ade:
         for mask, kind in zip(scene.masks, scene.labels):
             labels[mask] = values[kind]
         name = f'ADE_{split}_{number:08d}'
-        save_image(root / 'images' / cls.splits[split] / f'{name}.jpg', scene.image)
-        save_image(root / 'annotations' / cls.splits[split] / f'{name}.png', labels)
+        save_picture(root / 'images' / cls.splits[split] / f'{name}.jpg', scene.image)
+        mmcv.imwrite(labels, str(root / 'annotations' / cls.splits[split] / f'{name}.png'))
         pixels = np.bincount(labels.ravel(), minlength=len(ADE_CLASSES) + 1)
         return dict(name=name, scene=scene.background, pixels=pixels)
 
@@ -149,7 +143,7 @@ class ImageNet:
         )
         wnid = WNIDS[label]
         path = f'{wnid}/{wnid}_{number}.JPEG' if split == 'train' else f'{wnid}/ILSVRC2012_val_{number:08d}.JPEG'
-        save_image(root / split / path, scene.image)
+        save_picture(root / split / path, scene.image)
         return f'{path} {label}'
 
     @staticmethod

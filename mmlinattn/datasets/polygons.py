@@ -59,8 +59,3 @@ def _corners(points: np.ndarray) -> list[int]:
     arriving, leaving = points - np.roll(points, 1, axis=0), np.roll(points, -1, axis=0) - points
     turns = arriving[:, 0] * leaving[:, 1] != arriving[:, 1] * leaving[:, 0]
     return points[turns].ravel().tolist()
-
-
-def mask_to_box(mask: np.ndarray) -> list[int]:
-    """Tight COCO box ``[x, y, width, height]`` in pixels around a mask that is not empty."""
-    return list(cv2.boundingRect(np.ascontiguousarray(mask, np.uint8)))

@@ -132,11 +132,11 @@ def draw_scene(
             diameter = max(MIN_DIAMETER, rng.uniform(*diameters) * min(size))
             coverage = _coverage(rng, kinds[label], diameter)
             centred = not labels and not tries_left  # where a shape is wholly visible
-            place = _place(rng, size, coverage.shape[0], centred)
-            clipped = coverage[place.patch] / np.float32(255)
+            window, patch = _place(rng, size, coverage.shape[0], centred)
+            clipped = coverage[patch] / np.float32(255)
             mask = clipped >= 0.5
             full, seen = np.count_nonzero(coverage >= 127.5), np.count_nonzero(mask)
-            lost = np.bincount(owner[place.picture][mask], minlength=len(visible))
+            lost = np.bincount(owner[window][mask], minlength=len(visible))
             left = visible - lost
             left[0], needed[0] = seen, min_visible * full
             if (left >= needed).all():
@@ -145,12 +145,12 @@ def draw_scene(
             continue
         visible, needed = np.append(left, seen), np.append(needed, min_visible * full)
         labels.append(label)
-        owner[place.picture][mask] = len(labels)
+        owner[window][mask] = len(labels)
         hue = tuple(_FORMS).index(kinds[label]) / len(_FORMS) if rng.random() < tinted else None
         colours.append(contrasting_colour(rng, ends, colours, hue))
         fill = fills[int(rng.integers(len(fills)))]
-        surface = draw_fill(rng, coverage.shape[0], colours[-1], fill, diameter, band_strength)[place.patch]
-        target = canvas[place.picture]
+        surface = draw_fill(rng, coverage.shape[0], colours[-1], fill, diameter, band_strength)[patch]
+        target = canvas[window]
         target += (surface - target) * clipped[..., None]
 
     canvas += rng.normal(0, rng.uniform(1, 5), (height, width, 1)).astype(np.float32)
@@ -164,20 +164,17 @@ def are_sides(size: Sequence[int]) -> bool:
     return len(size) == 2 and all(MIN_SIDE <= side <= MAX_SIDE for side in size)
 
 
-class _Place(NamedTuple):
-    """Matching windows of the image and of the shape's square patch."""
+def _place(rng: np.random.Generator, size: tuple[int, int], side: int, centred: bool) -> list[tuple[slice, slice]]:
+    """Put a square patch so that its centre lies in the image; it may cross the border.
 
-    picture: tuple[slice, slice]
-    patch: tuple[slice, slice]
-
-
-def _place(rng: np.random.Generator, size: tuple[int, int], side: int, centred: bool) -> _Place:
-    """Put a patch so that its centre lies in the image; it may cross the border."""
+    Returns:
+        The window of the image that it covers, and the part of the patch that lies there.
+    """
     width, height = size
     x, y = (width // 2, height // 2) if centred else rng.integers(0, size)
     left, top = int(x) - side // 2, int(y) - side // 2
     x0, x1, y0, y1 = max(left, 0), min(left + side, width), max(top, 0), min(top + side, height)
-    return _Place((slice(y0, y1), slice(x0, x1)), (slice(y0 - top, y1 - top), slice(x0 - left, x1 - left)))
+    return [(slice(y0, y1), slice(x0, x1)), (slice(y0 - top, y1 - top), slice(x0 - left, x1 - left))]
 
 
 def _coverage(rng: np.random.Generator, kind: str, diameter: float) -> np.ndarray:

@@ -4,8 +4,6 @@
 import sys
 from contextlib import suppress
 
-_MAX_MESSAGE = 8000  # characters
-
 
 class RunError(RuntimeError):
     """A run cannot go on, and its user can put that right.
@@ -35,9 +33,7 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 def printable(text: object) -> str:
     """``text`` in one line without control characters, which would reach the terminal from inside a file."""
     line = ' '.join(str(text).split())
-    line = ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in line)
-    half = _MAX_MESSAGE // 2
-    return line if len(line) <= _MAX_MESSAGE else f'{line[:half]} ... {line[-half:]}'
+    return ''.join(c if c.isprintable() else c.encode('unicode_escape').decode('ascii') for c in line)
 
 
 def described(error: BaseException) -> str:

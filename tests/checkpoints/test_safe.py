@@ -7,11 +7,9 @@ import io
 import os
 import pickle
 import re
-import sys
-import types
 import warnings
 import zipfile
-from collections import Counter, OrderedDict
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -97,37 +95,42 @@ def test_plain_data(save):
     assert found['config']['model']['depth'] == 2
 
 
-@pytest.mark.parametrize('core', ['core', '_core'])
+def renamed(path, *names: bytes) -> Path:
+    """A file whose pickle asks for the last of the names in place of the others."""
+    with zipfile.ZipFile(path) as archive:
+        parts = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, 'w') as archive:
+        for name, data in parts.items():
+            archive.writestr(name, re.sub(b'|'.join(map(re.escape, names[:-1])), names[-1], data))
+    return path
+
+
+@pytest.mark.parametrize('core', [b'core', b'_core'])
 def test_numpy_data_of_numpy_1_and_2(tmp_path, core):
     """NumPy 2 renamed the modules that a pickle names; both kinds of file are about."""
-    torch.save({'array': np.arange(6.0).reshape(2, 3), 'scalar': np.float32(0.5)}, tmp_path / 'saved.pth')
-    with zipfile.ZipFile(tmp_path / 'saved.pth') as old, zipfile.ZipFile(tmp_path / 'renamed.pth', 'w') as new:
-        for name in old.namelist():
-            data = old.read(name)
-            for other in (b'core', b'_core'):
-                data = data.replace(b'numpy.%s.multiarray' % other, b'numpy.%s.multiarray' % core.encode())
-            new.writestr(name, data)
-    loaded = load_file(tmp_path / 'renamed.pth')
+    torch.save({'array': np.arange(6.0).reshape(2, 3), 'scalar': np.float32(0.5)}, tmp_path / 'a.pth')
+    names = (b'numpy.%s.multiarray' % name for name in (b'core', b'_core', core))
+    loaded = load_file(renamed(tmp_path / 'a.pth', *names))
     assert loaded['array'].tolist() == [[0, 1, 2], [3, 4, 5]]
     assert loaded['scalar'] == 0.5 and loaded['scalar'].dtype == np.float32
 
 
-@pytest.mark.parametrize('name', ['yacs.config.CfgNode', 'addict.addict.Dict', 'mmcv.utils.config.ConfigDict'])
-def test_settings_of_packages_that_are_not_there(save, monkeypatch, name):
-    """Swin-type files hold a yacs node, MMCV 1.x a ConfigDict."""
-    path, _, kind = name.rpartition('.')
-    made = type(kind, (dict,), {'__module__': path, '__qualname__': kind})
-    packages = path.split('.')
-    for end in range(1, len(packages) + 1):
-        part = '.'.join(packages[:end])
-        monkeypatch.setitem(sys.modules, part, types.ModuleType(part))
-    setattr(sys.modules[path], kind, made)
-    node = made(DEPTHS=[2, 2])
-    vars(node)['__immutable__'] = True  # as yacs has it
-    made.__reduce_ex__ = lambda self, protocol: (made, (), None, None, iter(self.items()))
-    file = save({'config': node})
-    monkeypatch.undo()
-    assert load_file(file)['config'] == {'DEPTHS': [2, 2]}
+class Settings(dict):
+    """Written down with attributes, as yacs' node, and with arguments, as addict's dict."""
+
+    def __getnewargs__(self):
+        return tuple(self.items())
+
+
+@pytest.mark.parametrize('name', [b'yacs.config\nCfgNode', b'addict.addict\nDict', b'mmcv.utils.config\nConfigDict'])
+def test_settings_of_packages_that_are_not_there(tmp_path, name):
+    """Swin-type files hold a yacs node, MMCV 1.x a ConfigDict. What hangs on a dict would stand in for its methods."""
+    node = Settings(MODEL=Settings(DEPTHS=[2, 2]))
+    vars(node).update(__immutable__=True, pop=Settings)
+    torch.save(dict(config=node, meta=node), tmp_path / 'a.pth')
+    own = f'{Settings.__module__}\nSettings'.encode()
+    found = load_file(renamed(tmp_path / 'a.pth', own, name))
+    assert found['config'] == {'MODEL': {'DEPTHS': [2, 2]}} and not vars(found['config'])
 
 
 @pytest.mark.parametrize('map_location', ['meta', torch.device('meta'), lambda storage, _: storage, None])
@@ -216,12 +219,6 @@ def test_what_is_no_regular_file(tmp_path):
         assert 'is a pipe, a socket or a device' in refused(tmp_path / name)
 
 
-def with_attribute(name='get') -> OrderedDict:
-    state = OrderedDict(w=torch.ones(1))
-    setattr(state, name, torch._utils._rebuild_tensor_v2)  # on PyTorch's own list, so that it can be read
-    return state
-
-
 @pytest.mark.parametrize(
     'thing, said',
     [
@@ -232,8 +229,6 @@ def with_attribute(name='get') -> OrderedDict:
         ({'meta': {}, 7: torch.ones(1)}, 'a key that is no printable string: 7'),
         ({'state_dict': {'\x1b[2J': torch.ones(1)}}, r"a key that is no printable string: '\\x1b"),
         ({'ema_state_dict': {(1,): torch.ones(1)}}, 'a key that is no printable string'),
-        ({'state_dict': with_attribute()}, 'a dict in it has attributes: get'),
-        (with_attribute('keys'), 'a dict in it has attributes: keys'),
     ],
     ids=str,
 )

@@ -3,7 +3,7 @@ import cv2
 import numpy as np
 import pytest
 
-from mmlinattn.datasets.polygons import mask_to_box, mask_to_polygons
+from mmlinattn.datasets.polygons import mask_to_polygons
 
 
 def rasterise(polygons, shape):
@@ -32,4 +32,3 @@ def test_a_rectangle_has_four_corners():
     (polygon,) = mask_to_polygons(mask)
     corners = {tuple(corner) for corner in np.reshape(polygon, (-1, 2)).tolist()}
     assert len(polygon) == 8 and corners == {(3, 2), (11, 2), (11, 7), (3, 7)}
-    assert mask_to_box(mask) == [3, 2, 8, 5]

@@ -123,8 +123,8 @@ def test_the_command_line(tmp_path, capsys, monkeypatch):
 
     assert 'has to be empty' in refuses(tmp_path / 'out', *options)
 
-    def full(path, content):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, 'write_bytes', full)
+    monkeypatch.setattr('mmengine.fileio.LocalBackend.put', full)
     assert 'No space left on device' in refuses(tmp_path / 'full', *options) and not (tmp_path / 'full').exists()

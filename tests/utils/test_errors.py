@@ -6,8 +6,6 @@ from mmlinattn.utils.errors import CheckpointError, CheckpointNotFoundError, Run
 
 def test_lines_that_reach_the_terminal():
     assert printable('  a\n\tb \x1b[2J\x07 ü ') == 'a b \\x1b[2J\\x07 ü'
-    assert printable(8000 * 'x') == 8000 * 'x'
-    assert printable('a' + 8000 * 'x' + 'b') == f'a{3999 * "x"} ... {3999 * "x"}b'
     assert str(CheckpointError('a\nb')) == str(CheckpointNotFoundError('a\nb')) == 'a b'
     assert isinstance(CheckpointNotFoundError('a'), FileNotFoundError) and isinstance(CheckpointError('a'), RunError)
 
