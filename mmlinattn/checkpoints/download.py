@@ -4,8 +4,6 @@
 import os
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from http.client import HTTPException
 from pathlib import Path
 
@@ -53,22 +51,12 @@ def _fetch(link: str, path: Path) -> None:
     print_log(f'Downloading {link} to {path}', logger='current')
     # of its own: on a drive without locks (some network drives) two processes may get here
     part = path.with_name(f'.{path.name}.{os.getpid()}.part')
+    patience = socket.getdefaulttimeout()  # with a server, which torch.hub leaves to the process
+    socket.setdefaulttimeout(patience or TIMEOUT)
     try:
-        with _patience():
-            torch.hub.download_url_to_file(link, str(part), progress=sys.stderr.isatty())
+        torch.hub.download_url_to_file(link, str(part), progress=sys.stderr.isatty())
         load_file(part, name='what it sent')
         os.replace(part, path)
     finally:
-        with suppress(OSError):
-            part.unlink()
-
-
-@contextmanager
-def _patience() -> Iterator[None]:
-    """A limit to waiting for a server, which ``torch.hub`` leaves to the process."""
-    usual = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(usual or TIMEOUT)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(usual)
+        socket.setdefaulttimeout(patience)
+        part.unlink(missing_ok=True)

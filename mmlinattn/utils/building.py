@@ -12,8 +12,6 @@ from torch import nn
 from .errors import RunError, described
 from .registering import bare_name
 
-__all__ = ['build_model', 'is_pretrained', 'unwrapped', 'without_pretrained']
-
 
 def unwrapped(model: Any) -> nn.Module:
     """The model itself, without what distributed training and test-time augmentation put around it."""

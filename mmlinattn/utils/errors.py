@@ -12,12 +12,6 @@ class RunError(RuntimeError):
     status 1.
     """
 
-    def __init__(self, message: str):
-        # The loader raises the error of a worker again with the worker's traceback as the message.
-        if message.startswith('Caught RunError in DataLoader worker'):
-            message = message.rpartition('errors.RunError: ')[2].strip()
-        super().__init__(message)
-
 
 class CheckpointError(RunError):
     """A checkpoint cannot be found, read, trusted, recognised or fetched; its message is one printable line."""

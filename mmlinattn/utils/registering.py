@@ -5,8 +5,6 @@ from typing import Any
 
 from .files import project_files
 
-__all__ = ['bare_name', 'register_all_modules']
-
 
 def bare_name(kind: Any) -> str:
     """The class that a ``type`` of a config means: a registered name, ``scope.name``, a path, or the class itself."""

@@ -15,8 +15,6 @@ from mmlinattn.datasets import (
     COCO_CLASSES,
     IMAGENET_CLASSES,
     DatasetSpec,
-    draw_scene,
-    layouts,
     write_dataset,
 )
 from mmlinattn.datasets.writer import GENERATOR_VERSION
@@ -209,19 +207,3 @@ def test_mmpretrain_reads_it(roots, tmp_path, classes, with_lists):
     for item in dataset:
         assert item['gt_label'] == int(labels['/'.join(Path(item['img_path']).parts[-2:])])
         assert item['img'].shape == (160, 160, 3)
-
-
-def test_imagenet_class_is_what_is_drawn(tmp_path, monkeypatch):
-    drawn = []
-
-    def spy(rng, size, *, kinds, fills, **kwargs):
-        drawn.append(f'{fills[0]} {kinds[0]}')
-        scene = draw_scene(rng, size, kinds=kinds, fills=fills, **kwargs)
-        assert scene.labels.tolist() == [0]
-        assert scene.masks.mean() > 0.04
-        return scene
-
-    monkeypatch.setattr(layouts, 'draw_scene', spy)
-    write_dataset(tmp_path, DatasetSpec('imagenet', 60, 1))
-    lines = (tmp_path / 'meta' / 'train.txt').read_text().splitlines()
-    assert [IMAGENET_CLASSES[int(line.split()[1])] for line in lines] == drawn[:60]

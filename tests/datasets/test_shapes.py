@@ -41,12 +41,6 @@ def test_stretched_shapes_are_whole():
         assert max(np.ptp(rows), np.ptp(columns)) + 1 <= 0.4 * 256 + 1
 
 
-def test_a_scene_without_shapes():
-    drawn = scene(0, (80, 64), num_shapes=0)
-    assert drawn.masks.shape == (0, 64, 80) and drawn.masks.dtype == bool
-    assert drawn.labels.shape == (0,) and drawn.labels.dtype == np.int64 and drawn.image.shape == (64, 80, 3)
-
-
 @pytest.mark.parametrize(
     ('name', 'allowed', 'refused'),
     [

@@ -23,12 +23,6 @@ def test_errors_of_any_kind(error, line):
     assert described(error) == line
 
 
-def test_an_error_of_a_worker_is_that_of_the_run():
-    """PyTorch's loader raises it again with the worker's traceback as the message."""
-    text = 'Caught RunError in DataLoader worker process 0.\nTrace\nmmlinattn.utils.errors.RunError: no such file\n'
-    assert str(RunError(text)) == 'no such file' and str(RunError('plain')) == 'plain'
-
-
 def test_the_last_line(monkeypatch, capsys):
     print('of stdout')
     say_last('error: x')

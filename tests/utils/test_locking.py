@@ -2,9 +2,7 @@
 """One process at a time, and nobody waits for the dead."""
 
 import errno
-import multiprocessing
 import threading
-import time
 
 import filelock
 import pytest
@@ -13,30 +11,13 @@ from mmlinattn.checkpoints import download
 from mmlinattn.utils import locked, locking
 
 
-def hold(path, held):
-    with locked(path, 'holds it'):
-        held.set()
-        time.sleep(600)
-
-
 @pytest.fixture
-def holder():
-    """Holds a lock in another process, until it is killed."""
-    if 'fork' not in multiprocessing.get_all_start_methods():
-        pytest.skip('needs processes that are forked')
-    context, processes = multiprocessing.get_context('fork'), []
-
-    def start(path):
-        held = context.Event()
-        processes.append(context.Process(target=hold, args=(path, held), daemon=True))
-        processes[-1].start()
-        assert held.wait(60)
-        return processes[-1]
-
-    yield start
-    for process in processes:
-        process.kill()
-        process.join()
+def held(tmp_path):
+    """The file of a lock that is somebody else's until it is closed, as the system does with files of the dead."""
+    fcntl = pytest.importorskip('fcntl')
+    with open(tmp_path / '.x.pth.lock', 'w') as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
 
 
 @pytest.fixture
@@ -47,11 +28,10 @@ def said(monkeypatch):
     return lines, first
 
 
-def test_a_second_process_says_so_and_waits_until_the_first_is_killed(tmp_path, holder, said):
+def test_a_second_process_says_so_and_waits_until_the_first_ends(tmp_path, held, said):
     """It is a download, and what the first process has left is not fetched again: there is no server."""
     lines, first = said
     path, failures = tmp_path / 'x.pth', []
-    process = holder(tmp_path / '.x.pth.lock')
 
     def fetch():
         try:
@@ -62,24 +42,24 @@ def test_a_second_process_says_so_and_waits_until_the_first_is_killed(tmp_path, 
     thread = threading.Thread(target=fetch)
     thread.start()
     assert first.wait(60) and thread.is_alive()
-    assert lines == [f'another process downloads x.pth now: waiting for it (its lock: {tmp_path}/.x.pth.lock)']
+    assert lines == [f'another process downloads x.pth now: waiting for it (its lock: {held.name})']
     path.write_bytes(b'whole')
-    process.kill()
+    held.close()
     thread.join(60)
     assert not thread.is_alive() and not failures and path.read_bytes() == b'whole'
 
 
-def test_a_lock_that_nobody_is_to_wait_for(tmp_path, holder, said):
+def test_a_lock_that_nobody_is_to_wait_for(held, said):
     """It ends with the process or the work that holds it, by an error too, which goes on."""
-    path = tmp_path / 'x.lock'
-    process = holder(path)
-    with pytest.raises(BlockingIOError, match='another process writes x now'), locked(path, 'writes x', wait=False):
+    with (
+        pytest.raises(BlockingIOError, match='another process writes x now'),
+        locked(held.name, 'writes x', wait=False),
+    ):
         raise AssertionError('two at once')
-    process.kill()
-    process.join()
+    held.close()
     kept = []  # and with them the frames that hold the lock: the end does not wait for their end
     for _ in range(2):
-        with pytest.raises(OSError, match='disk full') as caught, locked(path, 'writes x', wait=False):
+        with pytest.raises(OSError, match='disk full') as caught, locked(held.name, 'writes x', wait=False):
             raise OSError(errno.ENOSPC, 'disk full')  # not one of the lock's own
         kept.append(caught)
     assert said[0] == []

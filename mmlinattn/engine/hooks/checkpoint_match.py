@@ -13,8 +13,6 @@ from ...checkpoints.states import kind_of, not_finite, some
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
 
-__all__ = ['CheckpointMatchHook', 'check_weights']
-
 UNUSED_IN_TESTS = ('auxiliary_head',)
 _OTHER_SHAPE = re.compile(r'size mismatch for (\S+): .*?\[([\d, ]*)\]\D*\[([\d, ]*)\]')  # in PyTorch's own message
 

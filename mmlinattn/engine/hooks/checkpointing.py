@@ -13,8 +13,6 @@ from mmengine.registry import HOOKS
 from ...utils import written_whole
 from ...utils.errors import RunError
 
-__all__ = ['AtomicLocalBackend', 'CheckpointGuardHook', 'SafeCheckpointHook']
-
 ATOMIC_BACKEND = 'mmlinattn.atomic_local'
 
 

@@ -12,8 +12,6 @@ from torch.fx.experimental import _config as shape_config
 from ...backbones.base import Backbone
 from ...utils.errors import RunError
 
-__all__ = ['CompileHook', 'compile_blocks']
-
 # Inductor's own search for the memory format of convolutions compares sizes, which it cannot where they are dynamic
 # (torch 2.11: "cannot determine truth value of Relational" in a training step). Ours is channels-last already.
 OPTIONS = dict(options=dict(layout_optimization=False))

@@ -17,8 +17,6 @@ from ...checkpoints.states import some
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
 
-__all__ = ['DataCheckHook', 'check_labels', 'find_missing_files']
-
 _NUM_READ = 2000  # samples whose labels are looked at, spread evenly
 
 

@@ -14,8 +14,6 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from ...utils.errors import RunError
 
-__all__ = ['ExactResumeHook', 'seed_everything']
-
 _STEP, _BATCH = 0, 1  # separate streams for the model and for the data
 
 

@@ -9,8 +9,6 @@ from mmengine.registry import HOOKS
 from ...checkpoints.states import not_finite, some
 from ...utils.errors import RunError
 
-__all__ = ['FiniteLossHook']
-
 
 def _file_names(data_batch) -> list[str]:
     """``img_path`` of every sample of a batch, in order; data loaders of the three tasks nest them each in its way."""

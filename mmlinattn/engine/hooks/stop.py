@@ -17,8 +17,6 @@ from torch.utils.data import DataLoader
 from .checkpointing import ATOMIC_BACKEND, write_checkpoint
 from .exact_resume import ExactResumeHook
 
-__all__ = ['CHECKPOINT_NAME', 'StopHook', 'TERMINATED', 'shield_workers']
-
 CHECKPOINT_NAME = 'stopped.pth'  # one name: the next stop replaces it, and no rule for old checkpoints removes it
 TERMINATED = 128 + signal.SIGTERM  # exit status, as shells count
 GRACE = 30  # seconds that workers go on after a SIGTERM, as long as Slurm and torchrun wait before they kill

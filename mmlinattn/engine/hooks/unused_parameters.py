@@ -12,8 +12,6 @@ from ...checkpoints.states import some
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
 
-__all__ = ['UnusedParametersHook', 'read_outputs']
-
 _OUT_NORM = re.compile(r'(?:^|\.)backbone\.out_norms\.(\d+)\.')
 
 

@@ -7,8 +7,6 @@ from mmengine.optim import DefaultOptimWrapperConstructor
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 from torch import nn
 
-__all__ = ['BackboneLayerDecayOptimWrapperConstructor']
-
 # Learned tables and scales of the backbones, which no recipe decays
 _TABLES = ('relative_bias.table', 'position_table', 'cls_token', 'mixer.position', 'mixer.scale')
 

@@ -17,8 +17,6 @@ from torch import nn
 from ...utils.errors import RunError
 from ...utils.registering import bare_name
 
-__all__ = ['CPUDistributedDataParallel', 'leave_process_group', 'prepare_distributed']
-
 _SYNC_BN = ('SyncBatchNorm', 'NaiveSyncBatchNorm')
 
 

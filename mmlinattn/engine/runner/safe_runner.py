@@ -11,8 +11,6 @@ from mmengine.runner import Runner
 
 from ...utils.errors import CheckpointError, RunError, printable
 
-__all__ = ['SafeRunner', 'find_latest_checkpoint']
-
 _MAX_PATH = 4096  # bytes
 
 
