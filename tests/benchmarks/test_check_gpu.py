@@ -5,16 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import check_gpu
+import gpu_parts
 import pytest
 import torch
 
 pytest.importorskip('triton')
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / 'benchmarks'))
-
-import check_gpu  # noqa: E402
-import gpu_parts  # noqa: E402
-
 OPS = gpu_parts.ATTENTIONS
 
 

@@ -20,7 +20,7 @@ from mmlinattn.ops.triton import depthwise_op as convolutions
 
 HERE = Path(__file__).resolve().parent
 
-CHECKS = ('triton_checks.py', 'triton_fit_checks.py', 'triton_conv_checks.py')
+CHECKS = ('triton_checks.py', 'triton_conv_checks.py')
 
 
 def run_checks(check: str, *arguments: str, **environment: str) -> None:

@@ -87,20 +87,18 @@ def serves(op, shapes, heads=HEADS, dtype=torch.float32, types=None, learns=Fals
     tensors = {name: (torch.rand(shape) * 3).to(types.get(name, dtype)) for name, shape in shapes.items()}
     if learns:
         tensors['rotary'].requires_grad_()
-    (q, k, v), others = (tensors.pop(name) for name in 'qkv'), {**OPTIONS[op], **options}
+    q, k, v = (tensors.pop(name) for name in 'qkv')
     forms = getattr(attention, op), getattr(attention, f'{op}_reference')
-    given = given_to_kernels(*forms, q, k, v, heads, **others, **tensors)
+    given = given_to_kernels(*forms, q, k, v, heads, **{**OPTIONS[op], **options, **tensors})
     if given is None:
         return False
     _, q, k, v, rotary, mask, offset, scale, shape = given
     (batch, tokens, channels), (_, keys, width), d = q.shape, v.shape, q.shape[-1] // heads
-    assert shape == (batch, tokens, width) and k.shape == (batch, keys, channels) and len(v) == batch
-    assert channels % heads == width % heads == 0 and q.dtype == k.dtype == v.dtype
-    assert max(d, width // heads) <= launch.WIDEST_HEAD[q.dtype] and (op != 'rala' or tokens == keys)
-    assert rotary is None or rotary.shape == (tokens, d // 2, 2)
-    assert mask is None or (mask.shape == (batch, keys) and mask.is_contiguous() and mask.dtype == torch.bool)
-    assert offset is None or (offset.shape == k.shape and (offset.stride(-1) == 1 or channels == 1))
-    assert scale is None or (scale.shape == (channels,) and scale.is_contiguous())
+    exact = (batch, keys, channels), (batch, keys, width), (tokens, d // 2, 2), (batch, keys), k.shape, (channels,)
+    assert all(t is None or t.shape == size for t, size in zip((k, v, rotary, mask, offset, scale), exact))
+    assert shape == (batch, tokens, width) and channels % heads == width % heads == 0
+    assert (op != 'rala' or tokens == keys) and all(t is None or t.is_contiguous() for t in (rotary, mask, scale))
+    assert offset is None or offset.stride(-1) == 1 or channels == 1
     return True
 
 

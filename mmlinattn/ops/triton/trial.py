@@ -15,7 +15,7 @@ import math
 import os
 import select
 import sys
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -31,14 +31,15 @@ GUARD = 4096  # elements before and after what kernels write
 SECONDS_IDLE = 60
 
 
-def trial(variant: NamedTuple, deviations: Optional[dict[str, float]] = None) -> dict[str, str]:
-    """What is wrong with a kernel, for each direction; empty where nothing is.
+def trial(variant: NamedTuple) -> dict[str, Any]:
+    """What is wrong with a kernel, for each direction, empty where nothing is; the largest of each one's
+    ``deviations``.
 
     Args:
         variant (NamedTuple): :class:`.attention_op.Variant` or :class:`.depthwise_op.Variant`, its device included.
-        deviations (dict, optional): Gets the largest deviation of each direction.
     """
-    faults, deviations = dict.fromkeys(canary.DIRECTIONS, ''), {} if deviations is None else deviations
+    deviations: dict[str, float] = {}
+    answer: dict[str, Any] = dict(forward='', backward='', deviations=deviations)
     direction, bound = 'forward', BOUNDS[variant.dtype]
     bands: list[Tensor] = []
 
@@ -69,18 +70,18 @@ def trial(variant: NamedTuple, deviations: Optional[dict[str, float]] = None) ->
             kernel, plain, leaves = (_attention if own is attention_op else _convolution)(variant, generator)
             wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
             outs, expected = [kernel(*leaves) for _ in range(2)], plain(*wide)
-            faults[direction] = check([[out] for out in outs], [expected])
-            if faults[direction]:
-                return dict.fromkeys(faults, faults[direction])
+            answer['forward'] = answer['backward'] = check([[out] for out in outs], [expected])
+            if answer['forward']:
+                return answer
             direction = 'backward'
             probe = torch.randn(expected.shape, generator=generator).to(outs[0])
             grads = [torch.autograd.grad(out, leaves, probe) for out in outs]
-            faults[direction] = check(grads, torch.autograd.grad(expected, wide, probe.double()))
+            answer['backward'] = check(grads, torch.autograd.grad(expected, wide, probe.double()))
             if fallback.failed:
-                faults[direction] = 'it does not compile'
+                answer['backward'] = 'it does not compile'
     except Exception as error:
-        faults['backward'] = faults[direction] = f'{type(error).__name__}: {error}'
-    return faults
+        answer['backward'] = answer[direction] = f'{type(error).__name__}: {error}'
+    return answer
 
 
 def _compared(first, second, expected, bound: float) -> tuple[str, float]:
@@ -192,8 +193,7 @@ def serve() -> None:
         except RuntimeError as error:
             answer = dict(unavailable=str(error))
         else:
-            deviations: dict[str, float] = {}
-            answer = dict(trial(variant_of(request['name'], device), deviations), deviations=deviations)
+            answer = trial(variant_of(request['name'], device))
         print(json.dumps(answer), file=answers, flush=True)
         if any(answer.get(key) for key in ('unavailable', *canary.DIRECTIONS)):
             return  # an illegal access leaves a GPU unusable to its process
