@@ -15,7 +15,7 @@ import torch
 
 triton = pytest.importorskip('triton')
 from mmlinattn.ops.triton import attention_launch as launch
-from mmlinattn.ops.triton import attention_op, compat, fallback
+from mmlinattn.ops.triton import attention_op, canary, compat
 from mmlinattn.ops.triton import depthwise_op as convolutions
 
 HERE = Path(__file__).resolve().parent
@@ -179,7 +179,7 @@ def op(monkeypatch):
     op = mock.Mock(side_effect=lambda x, *_: x)
     monkeypatch.setattr(convolutions, 'op', op)
     monkeypatch.setattr(compat, 'INTERPRETED', True)
-    monkeypatch.setattr(fallback, 'failed', set())
+    monkeypatch.setattr(canary, '_verdicts', {})
     return op
 
 
@@ -188,7 +188,9 @@ CONVOLUTION = torch.randn(2, 4, 5, 6), torch.randn(4, 1, 3, 3), torch.randn(4)
 
 def test_a_convolution_that_does_not_compile_is_not_tried_again(op):
     op.side_effect = launch.NoKernel('convolve: no such register')
-    with pytest.warns(UserWarning, match='PyTorch for depth-wise convolutions .torch.float32, 3x3.: convolve: no'):
+    with pytest.warns(
+        UserWarning, match='PyTorch for depth-wise convolutions .torch.float32, 3x3.*forward: convolve: no'
+    ):
         assert convolutions.convolve(*CONVOLUTION) is None
     op.side_effect = None
     assert convolutions.convolve(*CONVOLUTION) is None and op.call_count == 1

@@ -177,7 +177,7 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
             try:
                 *buffers, last = op_backward(grad, *tensors, *saved, *ctx.options, ctx.together)
             except NoKernel as error:
-                fallback.give_up(variant_of(name, Attention(*ctx.options), *tensors), error)
+                canary.fail(variant_of(name, Attention(*ctx.options), *tensors), 'backward', error)
             else:
                 grad_scale = None if scale is None else last
                 buffers = [*buffers, last] if scale is None else buffers
@@ -219,14 +219,14 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return by_kernels(spec, *tensors)
         variant = variant_of(name, spec, *tensors)
         learns = dispatch.records() and any(t is not None and t.requires_grad for t in tensors)
-        if variant in fallback.failed or not canary.allows(variant, learns):
+        if not canary.allows(variant, learns):
             return plain(spec, *tensors)
         try:
             if spot_check.is_due(variant, 'forward', q.shape, k.shape) and not agrees(variant, spec, tensors):
                 return plain(spec, *tensors)
             return by_kernels(spec, *tensors)
         except NoKernel as error:
-            fallback.give_up(variant, error)
+            canary.fail(variant, 'forward', error)
             return plain(spec, *tensors)
 
     run.op, run.op_backward, run.by_kernels, run.plain = op, op_backward, by_kernels, plain

@@ -43,10 +43,10 @@ _errors: Optional[IO[str]] = None  # its standard error
 trusts = False  # whether every kernel serves, as in a trial
 
 
-def fail(variant: NamedTuple, direction: str, fault: str) -> None:
-    """A kernel that passed its trial went wrong in a call: it serves no more in this process."""
-    _verdicts[variant] = ('forward',) if direction == 'backward' else ()
-    _warn(variant, {**dict.fromkeys(DIRECTIONS, ''), direction: fault})
+def fail(variant: NamedTuple, direction: str, fault: object) -> None:
+    """A kernel does not compile, or went wrong in a call: it serves no more in this process."""
+    _verdicts[variant] = _verdicts.get(variant, DIRECTIONS)[:1] if direction == 'backward' else ()
+    _warn(variant, {direction: fault})
 
 
 def allows(variant: NamedTuple, backward: bool) -> bool:
@@ -56,10 +56,10 @@ def allows(variant: NamedTuple, backward: bool) -> bool:
         variant (NamedTuple): What it is compiled for.
         backward (bool): Whether its gradients are wanted as well.
     """
-    if trusts or compat.INTERPRETED:
-        return True
     passed = _verdicts.get(variant)
     if passed is None:
+        if trusts or compat.INTERPRETED:
+            return True
         with _lock:
             passed = _verdict(variant)
         if passed is None:
@@ -85,12 +85,12 @@ def _verdict(variant: NamedTuple) -> Optional[tuple[str, ...]]:
 
 
 def _warn(variant: NamedTuple, faults: dict[str, Any]) -> None:
-    told = '; '.join(f'{direction}: {faults[direction]}' for direction in DIRECTIONS if faults[direction])
+    told = '; '.join(f'{direction}: {faults[direction]}' for direction in DIRECTIONS if faults.get(direction))
     gpu = torch.cuda.get_device_name(variant.device) if variant.device.type == 'cuda' else 'CPU'
     warnings.warn(
         f'mmlinattn: plain PyTorch for {variant} on {gpu}, Triton {triton.__version__}, PyTorch {torch.__version__}: '
-        f'its kernel was found wrong ({told}). Results are right, and slower. Please report this line to the '
-        'authors of mmlinattn.',
+        f'its kernel fails ({told}). Results are right, and slower. Please report this line to the authors of '
+        'mmlinattn.',
         stacklevel=5,
     )
 

@@ -104,7 +104,7 @@ def _backward(ctx, grad):
             grads = op_backward(grad, x, weight, *ctx.options)
             return *grads[:2], None if bias is None else grads[2].to(bias.dtype), None, None
         except NoKernel as error:
-            fallback.give_up(variant_of(x, weight, bias, ctx.options[0], x.dtype), error)
+            canary.fail(variant_of(x, weight, bias, ctx.options[0], x.dtype), 'backward', error)
     grads = fallback.gradients(lambda *t: _plain(*t, *ctx.options), grad, (x, weight, bias), ctx.needs_input_grad[:3])
     return *grads, None, None
 
@@ -183,7 +183,7 @@ def convolve(
         return None
     variant = variant_of(x, weight, bias, residual, dtype)
     learns = dispatch.records() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-    if not dispatch.is_traced() and (variant in fallback.failed or not canary.allows(variant, learns)):
+    if not dispatch.is_traced() and not canary.allows(variant, learns):
         return None
     weight = weight if of_each else weight.transpose(0, 1)
     bias = None if bias is None else bias.to(dtype)
@@ -202,5 +202,5 @@ def convolve(
                     return None
         return op(x, weight, bias, residual, of_gelu)
     except NoKernel as error:
-        fallback.give_up(variant, error)
+        canary.fail(variant, 'forward', error)
         return None

@@ -1,19 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What kernels and their ops do where a kernel cannot be had: one warning, and the plain form."""
+"""Gradients where a kernel does not serve."""
 
-import warnings
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
-
-failed: set[NamedTuple] = set()  # variants that did not compile
-
-
-def give_up(variant: NamedTuple, error: Exception) -> None:
-    failed.add(variant)
-    warnings.warn(f'mmlinattn: plain PyTorch for {variant}: {error}', stacklevel=3)
 
 
 def gradients(

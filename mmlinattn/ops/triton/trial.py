@@ -21,7 +21,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from . import attention_launch, attention_op, canary, depthwise_op, fallback
+from . import attention_launch, attention_op, canary, depthwise_op
 from .attention_launch import Attention
 from .spot_check import BOUNDS, deviation
 
@@ -62,7 +62,7 @@ def trial(variant: NamedTuple) -> dict[str, Any]:
             patches = (
                 mock.patch.object(canary, 'trusts', True),
                 mock.patch.object(attention_launch, 'empty', guarded),
-                mock.patch.object(fallback, 'failed', set()),
+                mock.patch.object(canary, '_verdicts', {}),
             )
             for context in (*modes, *patches):
                 contexts.enter_context(context)
@@ -77,7 +77,7 @@ def trial(variant: NamedTuple) -> dict[str, Any]:
             probe = torch.randn(expected.shape, generator=generator).to(outs[0])
             grads = [torch.autograd.grad(out, leaves, probe) for out in outs]
             answer['backward'] = check(grads, torch.autograd.grad(expected, wide, probe.double()))
-            if fallback.failed:
+            if canary._verdicts:
                 answer['backward'] = 'it does not compile'
     except Exception as error:
         answer['backward'] = answer[direction] = f'{type(error).__name__}: {error}'
