@@ -53,7 +53,7 @@ def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tu
     head = source.model.get('decode_head')
     head = head[0] if isinstance(head, (list, tuple)) else head
     kinds = source.model.get('type'), head.get('type') if isinstance(head, dict) else None
-    preferred = 'fpn_80k' if 'FPNHead' in kinds else 'retinanet_1x' if 'RetinaNet' in kinds else None
+    preferred = 'fpn_80k' if 'FPNHead' in kinds else 'retinanet_1x' if 'RetinaNet' in kinds else ''
     paper = recipe(new.name, source.task, preferred)
     ours = paper.optim_wrapper.to_dict()
     ours['optimizer'].pop('_scope_', None)

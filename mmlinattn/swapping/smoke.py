@@ -106,10 +106,6 @@ def _on_cpu(optim_wrapper: Optional[dict]) -> dict:
     return dict({key: optim_wrapper[key] for key in kept if key in optim_wrapper}, type='OptimWrapper')
 
 
-def _run(model: Any, data: Any, mode: str) -> Any:
-    return model(**data, mode=mode) if isinstance(data, dict) else model(*data, mode=mode)
-
-
 def _train(model: Any, batch: dict, optimizer: Any) -> Trial:
     backbone = model.backbone if hasattr(model, 'backbone') else model.image_encoder[0]
     outputs: list[list[Tensor]] = []
@@ -123,7 +119,7 @@ def _train(model: Any, batch: dict, optimizer: Any) -> Trial:
 
     backbone.register_forward_hook(keep)
     model.train()
-    loss, _ = model.parse_losses(_run(model, model.data_preprocessor(batch, True), 'loss'))
+    loss, _ = model.parse_losses(model(**model.data_preprocessor(batch, True), mode='loss'))
     if not torch.isfinite(loss):
         raise ValueError(f'the loss of the first step is {loss.item()}')
     optimizer.backward(loss)
@@ -140,7 +136,7 @@ def _predict(model: Any, batch: dict) -> None:
     data = model.data_preprocessor(batch, False)
     is_mmpretrains = type(model).__module__.startswith('mmpretrain')
     if not is_mmpretrains or not (is_self_supervised(model) or 'Retriever' in type(model).__name__):
-        _run(model, data, 'predict')
+        model(**data, mode='predict')
         return
     images = data['inputs']  # these predict nothing, or compare with a gallery
-    _run(model, {**data, 'inputs': images[0] if isinstance(images, list) else images}, 'tensor')
+    model(**{**data, 'inputs': images[0] if isinstance(images, list) else images}, mode='tensor')

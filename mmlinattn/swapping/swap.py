@@ -19,27 +19,23 @@ class Swapped(NamedTuple):
     """An upstream config with another backbone.
 
     Attributes:
-        text: The config that inherits the upstream one.
-        changes: What it changes, a line each.
+        changes: What the written config changes of the upstream one, a line each.
         remarks: What else is to be known of it.
         trial: What the training step showed.
     """
 
-    text: str
     changes: list[str]
     remarks: list[str]
     trial: Trial
 
 
-def swap_backbone(
-    upstream: str, backbone: str, out: Union[str, Path, None] = None, keep_optimizer: bool = False
-) -> Swapped:
+def swap_backbone(upstream: str, backbone: str, out: Union[str, Path], keep_optimizer: bool = False) -> Swapped:
     """Put a backbone of our configs into an upstream config, and see that the result trains and predicts.
 
     Args:
         upstream: ``mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py`` or a path.
         backbone: Stem of our configs: ``ravlt_t``, ``inline_swin_s``, ``flatten_pvt_v2_b1``.
-        out: File to write; None writes none.
+        out: File to write.
         keep_optimizer: Leave upstream's optimizer in place of the one the paper trained the backbone with.
 
     Raises:
@@ -70,14 +66,12 @@ def swap_backbone(
     if new.checkpoint:
         normalise(model)
     remarks += filter(None, [plan.remark])
-    text = _text(source, backbone, before, model, settings)
-    if out is not None:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)
-        Path(out).write_text(text, encoding='utf-8')
-        wrong = changes(model, source._replace(cfg=Config.fromfile(str(out))).model)
-        if wrong:
-            raise RunError(f'{out} does not hold the model that was tried: {"; ".join(wrong[:3])}')
-    return Swapped(text, changes(before, model) + _said_of(settings, source.cfg), remarks, trial)
+    Path(out).parent.mkdir(parents=True, exist_ok=True)
+    Path(out).write_text(_text(source, backbone, before, model, settings), encoding='utf-8')
+    wrong = changes(model, source._replace(cfg=Config.fromfile(str(out))).model)
+    if wrong:
+        raise RunError(f'{out} does not hold the model that was tried: {"; ".join(wrong[:3])}')
+    return Swapped(changes(before, model) + _said_of(settings, source.cfg), remarks, trial)
 
 
 def _wire(source: Upstream, new: ZooBackbone, optim_wrapper: Optional[dict]) -> tuple[Plan, Trial]:

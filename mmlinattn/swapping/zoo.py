@@ -3,7 +3,6 @@
 
 import copy
 import functools
-import re
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
@@ -16,13 +15,8 @@ from ..checkpoints.released import released_checkpoints
 from ..utils.errors import RunError
 from ..utils.files import project_files
 
-_RECIPE = re.compile(r'(.+?)_(in1k|(?:maskrcnn|cascade|retinanet)_[13]x|fpn_80k|upernet_160k)')
-# the recipes of a task, the one that stands for it first
-_ORDER = dict(
-    mmdet=('maskrcnn_1x', 'cascade_3x', 'retinanet_1x', 'maskrcnn_3x'),
-    mmseg=('upernet_160k', 'fpn_80k'),
-    mmpretrain=('in1k',),
-)
+# how names of configs end; the one that stands for its task first
+_RECIPES = ('maskrcnn_1x', 'cascade_3x', 'retinanet_1x', 'maskrcnn_3x', 'upernet_160k', 'fpn_80k', 'in1k')
 # of a config's backbone, what belongs to its task and not to the network
 _OF_THE_TASK = ('out_indices', 'out_norm', 'out_type', 'frozen_stages', 'init_cfg', 'deploy')
 
@@ -65,24 +59,18 @@ class ZooBackbone(NamedTuple):
 
 
 @functools.cache
-def _recipes() -> dict[str, dict[str, dict[str, str]]]:
-    """Backbone -> task -> recipe -> path of the config."""
-    table: dict[str, dict[str, dict[str, str]]] = {}
-    for path in sorted(project_files('configs').glob('mm*/*.py')):
-        found = _RECIPE.fullmatch(path.stem)
-        if found:
-            tasks = table.setdefault(found[1], {})
-            tasks.setdefault(path.parent.name, {})[found[2]] = str(path)
+def _recipes() -> dict[tuple[str, str], dict[str, str]]:
+    """(backbone, task) -> recipe -> path of the config."""
+    table: dict[tuple[str, str], dict[str, str]] = {}
+    for kind in _RECIPES:
+        for path in project_files('configs').glob(f'mm*/*_{kind}.py'):
+            table.setdefault((path.stem[: -len(kind) - 1], path.parent.name), {})[kind] = str(path)
     return table
 
 
 def backbone_names() -> list[str]:
     """Every name that :func:`find_backbone` takes."""
-    return sorted(_recipes())
-
-
-def _pick(of_task: dict[str, str], task: str, preferred: Optional[str]) -> str:
-    return next(of_task[recipe] for recipe in (preferred, *_ORDER[task]) if recipe in of_task)
+    return sorted({name for name, _ in _recipes()})
 
 
 def find_backbone(name: str, task: str) -> ZooBackbone:
@@ -91,12 +79,11 @@ def find_backbone(name: str, task: str) -> ZooBackbone:
     Raises:
         RunError: There is no such backbone; the message lists those that are.
     """
-    table = _recipes()
-    if name not in table:
+    of_tasks = [_recipes().get((name, other)) for other in (task, 'mmdet', 'mmseg', 'mmpretrain')]
+    paths = next(filter(None, of_tasks), None)
+    if paths is None:
         raise RunError(f'BACKBONE is {name!r}; allowed are: {", ".join(backbone_names())}')
-    order = dict.fromkeys((task, 'mmdet', 'mmseg', 'mmpretrain'))
-    source = next(other for other in order if other in table[name])
-    config = Config.fromfile(_pick(table[name][source], source, None))
+    config = Config.fromfile(next(iter(paths.values())))
     cfg = {key: value for key, value in config.model.backbone.to_dict().items() if key not in _OF_THE_TASK}
     cfg.pop('_scope_', None)
     # a size for larger images starts from the weights of the smaller one, which its config names
@@ -108,7 +95,7 @@ def find_backbone(name: str, task: str) -> ZooBackbone:
     return ZooBackbone(name, cfg, checkpoint, tuple(FeatureMap(out['channels'], out['stride']) for out in info), plain)
 
 
-def recipe(name: str, task: str, preferred: Optional[str] = None) -> Config:
+def recipe(name: str, task: str, preferred: str = '') -> Config:
     """The config whose optimizer the backbone was trained with for a task, ``preferred`` (``fpn_80k``) of several.
 
     Where the paper has no such row for this size, it is that of another size of the same host, and failing that of
@@ -116,9 +103,10 @@ def recipe(name: str, task: str, preferred: Optional[str] = None) -> Config:
     """
     family = [name.rsplit('_', count)[0] for count in range(name.count('_') + 1)]
     fitting = (
-        tasks[task]
+        paths
         for prefix in [*family, 'ravlt']
-        for other, tasks in _recipes().items()
-        if task in tasks and f'{other}_'.startswith(f'{prefix}_')
+        for (other, its_task), paths in sorted(_recipes().items())
+        if its_task == task and f'{other}_'.startswith(f'{prefix}_')
     )
-    return Config.fromfile(_pick(next(fitting), task, preferred))
+    paths = next(fitting)
+    return Config.fromfile(paths.get(preferred) or next(iter(paths.values())))

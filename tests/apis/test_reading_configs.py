@@ -13,32 +13,27 @@ from mmlinattn.apis import configs
 from mmlinattn.checkpoints import CheckpointError
 from mmlinattn.utils.errors import RunError
 
-COCO = dict(type='CocoDataset', data_root='data/coco')
+COCO, BARE = dict(type='CocoDataset', data_root='data/coco'), dict(type='CustomDataset', data_prefix='val')
 
 
 def wrapped(*datasets):
     return dict(dataset=dict(type='RepeatDataset', dataset=dict(type='ConcatDataset', datasets=list(datasets))))
 
 
-def test_a_data_root_reaches_wrapped_data_sets():
-    """Data sets that have no root get one, unless others have it."""
-    bare, of_settings = (
-        dict(type='CustomDataset', data_prefix='val'),
-        dict(COCO, settings=dict(data_root='no data set')),
-    )
-    cfg = Config(
-        dict(train_dataloader=wrapped(COCO, dict(COCO, data_root='')), val_dataloader=dict(dataset=of_settings))
-    )
+@pytest.mark.parametrize(
+    ('inside', 'alone', 'roots'),
+    [
+        ([COCO, dict(COCO, data_root='')], dict(COCO, settings=dict(data_root='no data set')), ['mine'] * 3),
+        ([BARE, BARE], BARE, ['mine'] * 3),
+        ([BARE, BARE], COCO, [None, None, 'mine']),  # where others have one, these have their whole paths elsewhere
+    ],
+)
+def test_a_data_root_reaches_wrapped_data_sets(inside, alone, roots):
+    cfg = Config(dict(train_dataloader=wrapped(*inside), val_dataloader=dict(dataset=alone)))
     configs.set_data_root(cfg, 'mine')
-    assert [leaf.data_root for leaf in cfg.train_dataloader.dataset.dataset.datasets] == ['mine', 'mine']
-    assert cfg.val_dataloader.dataset == dict(of_settings, data_root='mine')
-    cfg = Config(dict(train_dataloader=wrapped(bare, bare), test_dataloader=dict(dataset=bare)))
-    configs.set_data_root(cfg, 'mine')
-    leaves = (*cfg.train_dataloader.dataset.dataset.datasets, cfg.test_dataloader.dataset)
-    assert [leaf.data_root for leaf in leaves] == ['mine'] * 3 and 'data_root' not in cfg.train_dataloader.dataset
-    cfg = Config(dict(train_dataloader=dict(dataset=bare), test_dataloader=dict(dataset=COCO)))
-    configs.set_data_root(cfg, 'mine')
-    assert 'data_root' not in cfg.train_dataloader.dataset and cfg.test_dataloader.dataset.data_root == 'mine'
+    leaves = (*cfg.train_dataloader.dataset.dataset.datasets, cfg.val_dataloader.dataset)
+    assert [leaf.get('data_root') for leaf in leaves] == roots
+    assert 'data_root' not in cfg.train_dataloader.dataset and leaves[2].get('settings') == alone.get('settings')
 
 
 @pytest.mark.parametrize('dot', ['', './'])
@@ -70,16 +65,13 @@ LEAF = dict(type='Any', data_root='root', ann_file='a.json', data_prefix=dict(im
     ('change', 'words'),
     [
         ({}, None),
-        (
-            dict(data_root='gone'),
-            "dataset.data_root = 'gone': no such folder. It has to be the root of the data set, hold",
-        ),
-        (dict(data_root='root/a.json'), "dataset.data_root = 'root/a.json': no such folder"),
-        (dict(ann_file='b.json'), "dataset.ann_file = 'b.json': no such file 'root/b.json'"),
-        (dict(ann_file=['a.json', 'b.json']), "dataset.ann_file = 'b.json'"),
-        (dict(data_prefix=dict(img='gone')), "dataset.data_prefix.img = 'gone': no such folder 'root/gone'"),
-        (dict(data_prefix='gone'), "dataset.data_prefix = 'gone': no such folder 'root/gone'"),
-        (dict(type='ImageNet', data_prefix='', split='gone'), "dataset.split = 'gone': no such folder"),
+        (dict(data_root='gone'), "data_root = 'gone': no such folder. It has to be the root of the data set, hold"),
+        (dict(data_root='root/a.json'), "data_root = 'root/a.json': no such folder"),
+        (dict(ann_file='b.json'), "ann_file = 'b.json': no such file 'root/b.json'"),
+        (dict(ann_file=['a.json', 'b.json']), "ann_file = 'b.json'"),
+        (dict(data_prefix=dict(img='gone')), "data_prefix.img = 'gone': no such folder 'root/gone'"),
+        (dict(data_prefix='gone'), "data_prefix = 'gone': no such folder 'root/gone'"),
+        (dict(type='ImageNet', data_prefix='', split='gone'), "split = 'gone': no such folder"),
         (dict(type='mmpretrain.ImageNet', data_prefix='', split='images'), None),
         (dict(data_prefix='', split='gone'), None),  # of most data sets the name of a list
         (dict(data_root='gone', type='CIFAR10'), None),  # makes its folder
@@ -102,7 +94,7 @@ def test_data_that_are_not_there_are_named_with_their_key(tmp_path, monkeypatch,
             continue
         with pytest.raises(RunError) as error:
             configs.check_data_config(cfg, ['val', 'train'])
-        assert key in str(error.value) and words.replace('dataset.', '', 1) in str(error.value)
+        assert key in str(error.value) and words in str(error.value)
 
 
 @pytest.mark.parametrize('listed', [False, True])

@@ -22,7 +22,7 @@ def swap(tmp_path):
     def run(upstream, backbone, **kwargs):
         out = tmp_path / 'made' / 'swapped.py'
         swapped = swap_backbone(upstream, backbone, out, **kwargs)
-        assert swapped.trial.without_gradient == () and swapped.text == out.read_text()
+        assert swapped.trial.without_gradient == ()
         return swapped, Config.fromfile(out)
 
     return run
@@ -37,9 +37,8 @@ def test_classifier(swap):
     assert cfg.data_preprocessor.std == [58.395, 57.12, 57.375]
     assert cfg.data_preprocessor.to_rgb is False  # this data set's images are RGB as they come
     assert cfg.optim_wrapper.optimizer.type == 'AdamW'
-    assert (
-        'optim_wrapper.optimizer: SGD lr=0.1 weight_decay=0.0001 -> AdamW lr=0.001 weight_decay=0.05' in swapped.changes
-    )
+    optimizers = 'SGD lr=0.1 weight_decay=0.0001 -> AdamW lr=0.001 weight_decay=0.05'
+    assert f'optim_wrapper.optimizer: {optimizers}' in swapped.changes
     hooks = [hook.type for hook in cfg.custom_hooks]
     assert 'UnusedParametersHook' in hooks and 'mmlinattn' in cfg.custom_imports['imports']
     assert without_gradient(build_model(cfg), cfg) == []  # beside the library's own trial
@@ -53,7 +52,7 @@ model = dict(type='ImageClassifier', backbone=dict(type='ResNet_CIFAR', depth=18
              neck=dict(type='GlobalAveragePooling'), pretrained='whole.pth',
              head=dict(type='LinearClsHead', num_classes=5, in_channels=512, loss=dict(type='{}')))
 load_from = 'whole.pth'
-optim_wrapper = dict(optimizer=dict(type='SGD', lr=0.1))
+optim_wrapper = dict(type='AmpOptimWrapper', loss_scale='dynamic', optimizer=dict(type='SGD', lr=0.1))
 """
 
 
@@ -86,7 +85,7 @@ def test_upstreams_own_errors_are_said(tmp_path):
     path = tmp_path / 'mine.py'
     path.write_text(CLASSIFIER.format('frozen_stages=-1', 'NoSuchLoss'))
     with pytest.raises(RunError, match='does not run here with its own backbone either: it cannot be built') as error:
-        swap_backbone(str(path), 'flatten_pvt_v2_b0')
+        swap_backbone(str(path), 'flatten_pvt_v2_b0', tmp_path / 'out.py')
     assert not isinstance(error.value, NoPlace) and '\n' not in str(error.value)
 
 

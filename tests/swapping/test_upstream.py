@@ -56,7 +56,7 @@ def test_configs_without_a_place(tmp_path, text, kind, message):
 )
 def test_mistakes_have_one_line(upstream, backbone, message):
     with pytest.raises(RunError) as error:
-        swap_backbone(upstream, backbone)
+        swap_backbone(upstream, backbone, 'never_written.py')
     assert message in str(error.value) and '\n' not in str(error.value)
 
 
@@ -75,7 +75,7 @@ def test_mistakes_have_one_line(upstream, backbone, message):
 )
 def test_no_place_has_one_line(upstream, reason):
     with pytest.raises(NoPlace) as error:
-        swap_backbone(upstream, 'ravlt_t')
+        swap_backbone(upstream, 'ravlt_t', 'never_written.py')
     assert reason in str(error.value) and '\n' not in str(error.value)
 
 

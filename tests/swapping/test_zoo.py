@@ -46,6 +46,7 @@ def test_recipes_without_a_row_of_their_own():
     assert (several.model.type, several.train_cfg.max_epochs) == ('MaskRCNN', 12)
     assert zoo.recipe('ravlt_t', 'mmseg', 'fpn_80k').model.decode_head.type == 'FPNHead'
     assert zoo.recipe('ravlt_t', 'mmdet', 'retinanet_1x').model.type == 'RetinaNet'
+    assert zoo.recipe('inline_swin_b', 'mmpretrain').model.backbone.arch == 'inline-base'  # not that of 384 pixels
     assert zoo.recipe('inline_swin_x', 'mmseg').model.backbone.type == 'LinearSwin'
     assert zoo.recipe('hydra_deit_t', 'mmseg').model.backbone.type == 'RAVLT'
 
