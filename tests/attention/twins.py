@@ -44,7 +44,6 @@ ATTENTIONS = {
     'angular, paper': dict(type='angular', form='paper'),
     'angular, paper, alone': dict(type='angular', form='paper', conv=None),
 }
-LINEAR = [name for name, spec in ATTENTIONS.items() if spec['type'] not in ('softmax', 'hallucinated')]
 
 
 def filled(module, std=0.4):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from mmlinattn.backbones import LinearPVTv2
 from mmlinattn.layers import MLP, ConvFFN, DWConvFFN, FactorisedLinear, block, build_ffn, compact
 
 every_ffn = pytest.mark.parametrize('ffn', [MLP, ConvFFN, DWConvFFN])
@@ -101,26 +100,21 @@ def test_gains_to_begin_with(matrix, r, gain):
     assert all(norm.weight.grad.abs().max() > 1e-5 for norm in layer.up.norms)
 
 
-def test_what_is_published_is_the_default():
-    """The second matrix, two branches a factor, two thirds of the parameters (rank 2/3 * 4 / 5 * C)."""
-    ffn = compact(MLP(30, 120))
-    assert type(ffn.fc1) is nn.Linear
-    for factor, widths in ((ffn.fc2.down, (120, 16)), (ffn.fc2.up, (16, 30))):
-        assert [(layer.in_features, layer.out_features) for layer in factor.linears] == [widths] * 2
-
-
 @pytest.mark.parametrize(
-    ('t', 'dim', 'hidden', 'rank'),
+    ('options', 'dim', 'hidden', 'rank'),
     [
-        *((t, 192, m * 192, rank) for t, m, rank in ((2 / 3, 4, 102), (1 / 2, 4, 76), (3 / 4, 4, 115), (1, 8, 170))),
-        (0.7, 45, 90, 21),  # 0.7 * 2 * 45 / 3, rounding errors or not
-        (0.1, 2, 1, 1),  # not 0
+        ({}, 192, 4 * 192, 102),
+        *((dict(t=t), 192, m * 192, rank) for t, m, rank in ((1 / 2, 4, 76), (3 / 4, 4, 115), (1, 8, 170))),
+        (dict(t=0.7), 45, 90, 21),  # 0.7 * 2 * 45 / 3, rounding errors or not
+        (dict(t=0.1), 2, 1, 1),  # not 0
     ],
 )
-def test_rank(t, dim, hidden, rank):
-    """k = t m C / (m + 1)."""
-    module = compact(MLP(dim, hidden), t=t)
-    assert module.fc2.down.out_features == module.fc2.up.in_features == rank
+def test_factors(options, dim, hidden, rank):
+    """k = t m C / (m + 1); by default of the second matrix, with two branches and two thirds of the parameters."""
+    ffn = compact(MLP(dim, hidden), **options)
+    assert type(ffn.fc1) is nn.Linear
+    for factor, widths in ((ffn.fc2.down, (hidden, rank)), (ffn.fc2.up, (rank, dim))):
+        assert [(layer.in_features, layer.out_features) for layer in factor.linears] == [widths] * 2
 
 
 @pytest.mark.parametrize('matrix', ['M1', 'M2'])
@@ -171,11 +165,3 @@ def test_feed_forward_networks_by_name(spec, kind):
         assert (ffn.fc1.down.out_features, len(ffn.fc1.up.linears)) == (6, 3)  # 0.8 * 3 * 10 / 4
         assert all(isinstance(norm, nn.SyncBatchNorm) and norm.eps == 0.5 for norm in ffn.fc1.down.norms)
     assert arch == kept
-
-
-def test_one_ffn_a_stage():
-    arch = dict(embed_dims=(8, 16, 24, 32), depths=(1,) * 4, num_heads=(1, 2, 3, 4))
-    model = LinearPVTv2(dict(arch, ffn=(None, 'mlp', dict(type='compact', ffn='mlp'), 'conv')))
-    ffns = [stage[0].ffn for stage in model.stages]
-    assert [type(ffn) for ffn in ffns] == [DWConvFFN, MLP, MLP, ConvFFN]
-    assert isinstance(ffns[2].fc2, FactorisedLinear)
