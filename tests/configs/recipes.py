@@ -8,30 +8,21 @@ import json
 import re
 
 
-def call(kind: str, **values) -> str:
-    """``kind(key=value, ...)`` with the keys in order and tuples as lists, so that a step is one line of a table."""
-    return f'{kind}({", ".join(f"{key}={json.loads(json.dumps(value))}" for key, value in sorted(values.items()))})'
+def line(step) -> str:
+    """``type(key=value, ...)`` of a part of a config, keys in order and tuples as lists."""
+    left_out = 'type', 'backend_args', 'backend', '_scope_'
+    values = {key: json.loads(json.dumps(value)) for key, value in sorted(step.items()) if key not in left_out}
+    return f'{step["type"]}({", ".join(f"{key}={value}" for key, value in values.items())})'
 
 
 def steps(pipeline) -> list[str]:
     """The transforms of a pipeline that change images, one line each."""
     lines = []
     for step in pipeline:
-        values = {
-            key: value for key, value in step.items() if key not in ('type', 'backend_args', 'backend', '_scope_')
-        }
         if step['type'] == 'RandomChoice':
-            lines += [f'either {i}: {line}' for i, branch in enumerate(values['transforms']) for line in steps(branch)]
-        elif step['type'] == 'RandomChoiceResize':
-            scales = [tuple(scale) for scale in values.pop('scales')]
-            lines.append(call('RandomChoiceResize', scales=(len(scales), scales[0], scales[-1]), **values))
-        elif step['type'] == 'RandAugment':
-            policies = values.pop('policies')
-            lines.append(
-                call('RandAugment', **values, policies=policies if isinstance(policies, str) else len(policies))
-            )
+            lines += [f'either {i}: {each}' for i, branch in enumerate(step['transforms']) for each in steps(branch)]
         elif not step['type'].startswith(('Load', 'Pack')):
-            lines.append(call(step['type'], **values))
+            lines.append(line(step))
     return lines
 
 
@@ -40,10 +31,10 @@ def summary(cfg) -> dict:
     optim, loop = cfg.optim_wrapper, cfg.train_cfg
     data = cfg.train_dataloader
     found = dict(
-        optimizer=call(optim.optimizer.type, **without(optim.optimizer, 'type', '_scope_')),
+        optimizer=line(optim.optimizer),
         wrapper=optim.get('type', 'OptimWrapper'),
         clip=optim.get('clip_grad') and optim.clip_grad.get('max_norm'),
-        schedule=[call(step.type, **without(step, 'type', '_scope_')) for step in cfg.param_scheduler],
+        schedule=[line(step) for step in cfg.param_scheduler],
         length=loop.get('max_epochs') or loop.get('max_iters'),
         images=8 * data.batch_size,
         base_batch=cfg.auto_scale_lr.base_batch_size,
@@ -51,15 +42,9 @@ def summary(cfg) -> dict:
         test=steps(cfg.test_dataloader.dataset.pipeline),
     )
     if cfg.default_scope == 'mmpretrain':
-        found['augments'] = [
-            call(step.type, **without(step, 'type', '_scope_')) for step in cfg.model.train_cfg.augments
-        ]
+        found['augments'] = [line(step) for step in cfg.model.train_cfg.augments]
         found['label_smoothing'] = cfg.model.head.loss.label_smooth_val
     return found
-
-
-def without(step, *keys: str) -> dict:
-    return {key: value for key, value in step.items() if key not in keys}
 
 
 # --- what the papers and releases print -------------------------------------------------------------------------------
@@ -67,7 +52,7 @@ def without(step, *keys: str) -> dict:
 ADAMW = 'AdamW(betas=[0.9, 0.999], lr={}, weight_decay={})'
 WARM_UP_500 = 'LinearLR(begin=0, by_epoch=False, end=500, start_factor=0.001)'
 FLIP = 'RandomFlip(prob=0.5)'
-SHORT_SIDES = 'RandomChoiceResize(keep_ratio=True, scales=[11, [1333, 480], [1333, 800]])'  # 480, 512, ..., 800
+SHORT_SIDES = f'RandomChoiceResize(keep_ratio=True, scales={[[1333, side] for side in range(480, 801, 32)]})'
 
 DETECTION = dict(
     wrapper='OptimWrapper', clip=None, images=16, base_batch=16, test=['Resize(keep_ratio=True, scale=[1333, 800])']
@@ -84,7 +69,7 @@ SCHEDULES = {
         train=[
             FLIP,
             f'either 0: {SHORT_SIDES}',
-            'either 1: RandomChoiceResize(keep_ratio=True, scales=[3, [1333, 400], [1333, 600]])',
+            'either 1: RandomChoiceResize(keep_ratio=True, scales=[[1333, 400], [1333, 500], [1333, 600]])',
             'either 1: RandomCrop(allow_negative_crop=True, crop_size=[384, 600], crop_type=absolute_range)',
             f'either 1: {SHORT_SIDES}',
         ],
