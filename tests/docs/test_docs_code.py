@@ -3,8 +3,8 @@
 
 A comment before a block of ``bash``, ``shell`` or ``python`` says what the block is:
 
-- none: run, in a temporary folder with the tools and configs of the checkout; the Python blocks of a page share names;
-- ``<!-- slow -->``: run by a slow test;
+- none: Python that is run, in a temporary folder; the blocks of a page share names;
+- ``<!-- slow -->``: Python that is run by a slow test;
 - ``<!-- config of mmdet::FOLDER/CONFIG.py -->``: the body of a config that inherits this one (a block with ``_base_``
   of its own needs no comment): loaded, its model and optimizer built, its backbone and neck run;
 - ``<!-- tested in tests/FILE.py::FUNCTION -->``: by that test, with the models that it wants;
@@ -14,7 +14,6 @@ A comment before a block of ``bash``, ``shell`` or ``python`` says what the bloc
 
 import argparse
 import ast
-import os
 import re
 import runpy
 import shlex
@@ -30,6 +29,7 @@ from config_helpers import ROOT, build_model
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, VISBACKENDS
+from tool_runs import python
 
 PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'benchmarks').glob('*.md'), *(ROOT / 'docs').rglob('*.md')])
 NEEDS = {'data', 'weights', 'GPU', 'network', 'minutes', 'several machines'}
@@ -71,15 +71,7 @@ BLOCKS = [block for path in PAGES for block in blocks_of(path, path.read_text(en
 SHELL = [block for block in BLOCKS if block.language in ('bash', 'shell')]
 
 
-def these(blocks: list) -> dict:
-    return dict(argvalues=blocks, ids=list(map(str, blocks)))
-
-
-def slow_where(is_slow: bool, value, name: str):
-    return pytest.param(value, id=name, marks=[pytest.mark.slow] if is_slow else [])
-
-
-@pytest.mark.parametrize('block', **these(BLOCKS))
+@pytest.mark.parametrize('block', BLOCKS, ids=str)
 def test_every_block_says_what_it_is(block):
     assert block.language in {'python', 'bash', 'shell', *PROSE}, f'{block}: which language?'
     assert block.language not in PROSE or not block.note
@@ -95,7 +87,7 @@ def test_every_block_says_what_it_is(block):
     elif block.kind == 'config':
         assert '_base_ =' in block.text or block.note.startswith('config of mm')
     else:
-        assert block.kind in ('run', 'slow')
+        assert block.kind in ('run', 'slow') and block not in SHELL
 
 
 # ---- commands ----
@@ -155,7 +147,7 @@ def check_command(words: list) -> None:
         parser_of(tool[0]).parse_args(tool[1:])
 
 
-@pytest.mark.parametrize('block', **these([block for block in SHELL if block.kind == 'needs']))
+@pytest.mark.parametrize('block', [block for block in SHELL if block.kind == 'needs'], ids=str)
 def test_commands_that_are_not_run_have_options_of_the_tools(block):
     for words in commands(block.text):
         check_command(words)
@@ -180,53 +172,27 @@ def test_commands_in_sentences_have_options_of_the_tools(path):
             assert all(option in (ROOT / tool[0]).read_text() for option in options), words
 
 
-def checkout_in(folder: Path) -> dict:
-    """Lets commands run in a folder as in a checkout; the environment for them."""
-    for name in ('tools', 'configs', 'benchmarks'):
-        (folder / name).symlink_to(ROOT / name)
-    path = f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
-    return dict(os.environ, PATH=path, PYTHONPATH=str(ROOT), PYTHON=sys.executable, MPLBACKEND='Agg')
-
-
-# one command on several pages is run once
-ONCE = {block.text: block for block in SHELL if block.kind in ('run', 'slow')}.values()
-
-
-@pytest.mark.parametrize('block', [slow_where(block.kind == 'slow', block, str(block)) for block in ONCE])
-def test_commands_run(block, tmp_path):
-    done = subprocess.run(
-        ['bash', '-euo', 'pipefail', '-c', block.text],
-        cwd=tmp_path,
-        env=checkout_in(tmp_path),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
-
-
 # ---- Python ----
 
 
-def scripts() -> dict:
-    """Page -> its Python blocks that are run."""
-    found = {}
+def scripts():
+    """The Python blocks of a page that are run, for each page."""
+    pages = {}
     for block in BLOCKS:
         if block.language == 'python' and block.kind in ('run', 'slow'):
-            found.setdefault(block.page, []).append(block)
-    return found
+            pages.setdefault(block.page, []).append(block)
+    for page, blocks in pages.items():
+        is_slow = any(block.kind == 'slow' for block in blocks)
+        yield pytest.param(blocks, is_slow, id=page, marks=[pytest.mark.slow] * is_slow)
 
 
-@pytest.mark.parametrize(
-    'blocks',
-    [slow_where(any(block.kind == 'slow' for block in found), found, page) for page, found in scripts().items()],
-)
-def test_python_runs(blocks, tmp_path, monkeypatch):
+@pytest.mark.parametrize(('blocks', 'is_slow'), scripts())
+def test_python_runs(blocks, is_slow, tmp_path, monkeypatch):
     """All blocks of a page in one file; slow pages in a process of their own: they fill upstream's registries."""
     code = '\n'.join(block.text for block in blocks)
-    if any(block.kind == 'slow' for block in blocks):
-        command = [sys.executable, '-c', code]
-        done = subprocess.run(command, cwd=tmp_path, env=checkout_in(tmp_path), capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
+    if is_slow:
+        (tmp_path / 'page.py').write_text(code)
+        python('page.py', cwd=tmp_path)
         return
     from mmlinattn.attention import TOKEN_MIXERS
 
@@ -247,7 +213,7 @@ def load(block: Block, path: Path) -> Config:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('block', **these(CONFIGS))
+@pytest.mark.parametrize('block', CONFIGS, ids=str)
 def test_configs_load_and_build(block, tmp_path, monkeypatch):
     import mmlinattn  # noqa: F401  (the scheme mmlinattn::)
 
