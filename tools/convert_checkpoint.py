@@ -11,9 +11,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
 import mmlinattn  # noqa: F401, registers the backbones
-from mmlinattn.apis.cli import clean_end
+from mmlinattn.apis.cli import clean_end, one_line_errors
+from mmlinattn.apis.configs import read_config
 from mmlinattn.checkpoints.convert import Conversion, convert_checkpoint
-from mmlinattn.utils.errors import RunError, printable
 
 
 def explain(conversion: Conversion, source: str, config: str) -> str:
@@ -45,21 +45,17 @@ def main() -> int:
     parser.add_argument('dst', metavar='DST', help='the file to write; never SRC itself')
     parser.add_argument('--config', required=True, help='config of the model DST is for')
     args = parser.parse_args()
-    try:
+    with clean_end(), one_line_errors():
+        read_config(args.config)  # what is wrong with it in one line
         conversion = convert_checkpoint(args.src, args.dst, args.config)
-    except (RunError, FileNotFoundError) as error:
-        print(f'error: {printable(error)}', file=sys.stderr)
-        return 1
-    for key in conversion.dropped:
-        print(f'dropped (the model derives it or has no such part): {key}')
-    if not conversion.complete:
-        print(explain(conversion, args.src, args.config), file=sys.stderr)
-        return 1
-    print(f'wrote {args.dst}: {len(conversion.state_dict)} tensors')
+        for key in conversion.dropped:
+            print(f'dropped (the model derives it or has no such part): {key}')
+        if not conversion.complete:
+            print(explain(conversion, args.src, args.config), file=sys.stderr)
+            return 1
+        print(f'wrote {args.dst}: {len(conversion.state_dict)} tensors')
     return 0
 
 
 if __name__ == '__main__':
-    with clean_end():
-        status = main()
-    sys.exit(status)
+    sys.exit(main())

@@ -171,12 +171,8 @@ def test_a_window_of_padding_only_has_no_values_and_finite_gradients(name, dtype
 # --- the interface -----------------------------------------------------------------------------
 
 
-def test_released_forms_are_the_defaults():
-    angular, focused = AngularMixer(8, 2), FocusedMixer(8, 2, grid=(3, 4))
-    assert (angular.form, angular.conv, angular.sequential) == ('released', 'grid', False)
-    assert [AngularMixer(8, 2, conv=conv).sequential for conv in ('sequence', None)] == [True, False]
-    assert focused.power == 3 and focused.local.weight.shape == (4, 1, 5, 5)
-    assert focused.scale.shape == (8,) and not focused.scale.any()  # softplus(0) to begin with
+def test_what_the_twins_do_not_say():
+    assert not FocusedMixer(8, 2).scale.any()  # softplus(0) to begin with
     assert HallucinatedMixer(DIM, HEADS).steps == ('ihh', 'chh')
     assert HallucinatedMixer(DIM, HEADS, steps=['chh', 'ihh']).steps == ('chh', 'ihh')  # a config's list
     hydra = TOKEN_MIXERS.get('hydra')(8, 2)

@@ -15,10 +15,8 @@ A comment before a block of ``bash``, ``shell`` or ``python`` says what the bloc
 import argparse
 import ast
 import re
-import runpy
 import shlex
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -29,7 +27,10 @@ from config_helpers import ROOT, build_model
 from mmengine.config import Config
 from mmengine.optim import build_optim_wrapper
 from mmengine.registry import MODELS, VISBACKENDS
-from tool_runs import python
+from tool_runs import in_this_process, python
+
+from mmlinattn.attention import TOKEN_MIXERS
+from mmlinattn.checkpoints.released import find_released
 
 PAGES = sorted([*ROOT.glob('*.md'), *(ROOT / 'benchmarks').glob('*.md'), *(ROOT / 'docs').rglob('*.md')])
 NEEDS = {'data', 'weights', 'GPU', 'network', 'minutes', 'several machines'}
@@ -93,20 +94,17 @@ def test_every_block_says_what_it_is(block):
 # ---- commands ----
 
 
-class Parsed(Exception):
-    """Raised in place of parsing a command line: holds the parser."""
-
-
 def parser_of(tool: str) -> argparse.ArgumentParser:
     """The parser of a tool, which is run up to where it reads its arguments."""
+    found = []
 
     def stop(self, *_, **__):
-        raise Parsed(self)
+        found.append(self)
+        raise SystemExit
 
-    with mock.patch.object(argparse.ArgumentParser, 'parse_args', stop):
-        with mock.patch.object(sys, 'argv', [tool]), pytest.raises(Parsed) as parsed:
-            runpy.run_path(str(ROOT / tool), run_name='__main__')
-    return parsed.value.args[0]
+    with mock.patch.object(argparse.ArgumentParser, 'parse_args', stop), pytest.raises(SystemExit):
+        in_this_process(ROOT / tool)
+    return found[0]
 
 
 def commands(text: str) -> list[list]:
@@ -135,22 +133,16 @@ def as_tool(words: list) -> list:
     return words if tool.startswith(('tools/', 'benchmarks/')) else []
 
 
-def check_command(words: list) -> None:
-    for name in re.findall(r'mmlinattn://(\w+)', ' '.join(words)):
-        from mmlinattn.checkpoints.released import find_released
-
-        find_released(name)
-    for name in re.findall(r'\b(?:configs|tools|benchmarks)/[\w/.-]+\.(?:py|sh)\b', ' '.join(words)):
-        assert (ROOT / name).is_file(), name
-    tool = as_tool(words)
-    if tool and tool[0].endswith('.py'):
-        parser_of(tool[0]).parse_args(tool[1:])
-
-
 @pytest.mark.parametrize('block', [block for block in SHELL if block.kind == 'needs'], ids=str)
 def test_commands_that_are_not_run_have_options_of_the_tools(block):
+    for name in re.findall(r'mmlinattn://(\w+)', block.text):
+        find_released(name)
+    for name in re.findall(r'\b(?:configs|tools|benchmarks)/[\w/.-]+\.(?:py|sh)\b', block.text):
+        assert (ROOT / name).is_file(), name
     for words in commands(block.text):
-        check_command(words)
+        tool = as_tool(words)
+        if tool and tool[0].endswith('.py'):
+            parser_of(tool[0]).parse_args(tool[1:])
 
 
 def spoken(path: Path) -> list[list]:
@@ -194,8 +186,6 @@ def test_python_runs(blocks, is_slow, tmp_path, monkeypatch):
         (tmp_path / 'page.py').write_text(code)
         python('page.py', cwd=tmp_path)
         return
-    from mmlinattn.attention import TOKEN_MIXERS
-
     monkeypatch.chdir(tmp_path)
     for registry in (MODELS, TOKEN_MIXERS):  # the example's classes leave with the test
         monkeypatch.setattr(registry, '_module_dict', dict(registry.module_dict))
@@ -215,8 +205,6 @@ def load(block: Block, path: Path) -> Config:
 @pytest.mark.slow
 @pytest.mark.parametrize('block', CONFIGS, ids=str)
 def test_configs_load_and_build(block, tmp_path, monkeypatch):
-    import mmlinattn  # noqa: F401  (the scheme mmlinattn::)
-
     for module in re.findall(r"imports=\['mmlinattn', '(\w+)'\]", block.text):  # the page's own, on the PYTHONPATH
         first = next(other for other in PYTHON if other.page == block.page)
         (tmp_path / f'{module}.py').write_text(first.text)

@@ -113,6 +113,7 @@ def bad(command, *words, slow=False):
 ROWS = [
     # configs
     bad('train.py no_such.py', "config 'no_such.py': no such file"),
+    bad('convert_checkpoint.py good.pth o.pth --config no_such.py', "config 'no_such.py': no such file"),
     bad('train.py unclosed.py', "config 'unclosed.py' cannot be read", 'SyntaxError'),
     bad('train.py comment.py', 'comment.py has no model, no train_dataloader, no train_cfg, no optim_wrapper.'),
     bad('test.py no_data.py empty.pth', 'no_data.py has no test_dataloader, no test_cfg, no test_evaluator.'),
