@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mmlinattn import ops
 from mmlinattn.attention import TOKEN_MIXERS, Attention, Grid
 from mmlinattn.layers import rotary_table
-from mmlinattn.ops import dispatch, private
+from mmlinattn.ops import dispatch
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
 DIM, HEADS, GRID = 16, 2, Grid(3, 4)
@@ -117,28 +117,6 @@ def test_what_only_stands_for_a_tensor_gets_the_reference():
     torch.jit.trace(lambda row: seen.append(dispatch.backend(x)) or row + 1, x, check_trace=False)
     assert seen == ['reference'] * 7
     assert dispatch.backend(x) == 'cpu'
-
-
-@pytest.mark.parametrize('exported', [False, True])
-def test_a_forward_that_serves_ones(exported, monkeypatch):
-    """PyTorch's setting is another one during an export only, and comes back after an error, too."""
-    if not private.CAN_SERVE_ONES:
-        pytest.skip('this PyTorch has no such setting')
-    monkeypatch.setattr(dispatch, 'is_exported', lambda: exported)
-    before, seen = private._config.backed_size_oblivious, []
-
-    @dispatch.serves_ones
-    def forward(x, *others, scale=1):
-        """What it gives."""
-        seen.append(private._config.backed_size_oblivious)
-        return x * scale, others
-
-    assert forward(2, 5, scale=3) == (6, (5,))
-    assert forward.__name__ == 'forward' and forward.__doc__ == 'What it gives.'
-    with pytest.raises(TypeError):
-        forward(None, scale=3)
-    assert seen == [True if exported else before] * 2
-    assert private._config.backed_size_oblivious is before is False
 
 
 # --- transforms and derivatives of derivatives ------------------------------------------------------------------------

@@ -71,8 +71,8 @@ def spoiled(shapes):
                 yield {**shapes, name: (*shape[:axis], *other, *shape[axis + 1 :])}
 
 
-def shapes_of(op, batch=3, tokens=2, keys=4, d=4, e=3):
-    keys = tokens if op == 'rala' else keys
+def shapes_of(op, batch=3, tokens=2, keys=None, d=4, e=3):
+    keys = keys or (tokens if op == 'rala' else 4)
     shapes = dict(q=(batch, tokens, HEADS * d), k=(batch, keys, HEADS * d), v=(batch, keys, HEADS * e))
     if op == 'rala':
         shapes['rotary'] = tokens, d // 2, 2
@@ -105,7 +105,7 @@ def serves(op, shapes, heads=HEADS, dtype=torch.float32, types=None, learns=Fals
 @every_op
 def test_kernels_get_nothing_but_the_shapes_that_they_index(op):
     """Whatever else there is, the plain form broadcasts or refuses; it gets all options."""
-    for sizes in (dict(), dict(batch=1, keys=1), dict(tokens=1, d=1, e=1)):
+    for sizes in (dict(), dict(batch=1, keys=1), dict(tokens=1, d=1, e=1), dict(batch=1, keys=4)):
         for shapes in spoiled(shapes_of(op, **sizes)):
             serves(op, shapes)
 
@@ -127,8 +127,8 @@ def test_which_attentions_have_kernels(op):
 
 
 def test_which_rotations_and_offsets_have_kernels():
-    shapes = shapes_of('rala')
-    assert not serves('rala', shapes, learns=True) and not serves('rala', shapes_of('rala', d=3))
+    assert not serves('rala', shapes_of('rala'), learns=True) and not serves('rala', shapes_of('rala', d=3))
+    assert not serves('rala', {**shapes_of('rala', keys=4), 'rotary': (4, 2, 2)})
     shapes = shapes_of('focused_attention')
     for offset in (shapes['k'], shapes['k'][1:]):
         assert serves('focused_attention', dict(shapes, offset=offset))

@@ -9,7 +9,6 @@ but padding where there is a mask. Around the input lies NaN, in and around what
 answers the requests of :mod:`.canary`, one a line of standard input.
 """
 
-import contextlib
 import json
 import math
 import os
@@ -31,6 +30,8 @@ GUARD = 4096  # elements before and after what kernels write
 SECONDS_IDLE = 60
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def trial(variant: NamedTuple) -> dict[str, Any]:
     """What is wrong with a kernel, for each direction, empty where nothing is; the largest of each one's
     ``deviations``.
@@ -55,19 +56,13 @@ def trial(variant: NamedTuple) -> dict[str, Any]:
         fault, deviations[direction] = _compared(*runs, expected, bound)
         return fault
 
-    own = attention_op if isinstance(variant, attention_op.Variant) else depthwise_op
+    parts = _attention if isinstance(variant, attention_op.Variant) else _convolution
+    guards = mock.patch.object(attention_launch, 'empty', guarded)
+    fresh = mock.patch.multiple(canary, trusts=True, _verdicts={})
     try:
-        with contextlib.ExitStack() as contexts:
-            modes = torch.inference_mode(False), torch.enable_grad(), torch.autocast(variant.device.type, enabled=False)
-            patches = (
-                mock.patch.object(canary, 'trusts', True),
-                mock.patch.object(attention_launch, 'empty', guarded),
-                mock.patch.object(canary, '_verdicts', {}),
-            )
-            for context in (*modes, *patches):
-                contexts.enter_context(context)
+        with torch.autocast(variant.device.type, enabled=False), guards, fresh:
             generator = torch.Generator().manual_seed(0)
-            kernel, plain, leaves = (_attention if own is attention_op else _convolution)(variant, generator)
+            kernel, plain, leaves = parts(variant, generator)
             wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
             outs, expected = [kernel(*leaves) for _ in range(2)], plain(*wide)
             answer['forward'] = answer['backward'] = check([[out] for out in outs], [expected])
