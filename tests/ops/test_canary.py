@@ -118,6 +118,7 @@ def child(monkeypatch):
     if canary._child is not None:
         canary._child.kill()
         canary._child.communicate()
+        canary._errors.close()
 
 
 @pytest.mark.parametrize('variant', [RALA, CONVOLUTION])
