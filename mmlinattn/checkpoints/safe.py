@@ -178,12 +178,10 @@ def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu', name: Op
     """
     path = Path(path).expanduser()
     name = name or str(path)
-    if path.is_dir():
-        raise CheckpointError(f'checkpoint {name} is a folder, not a file')
     if not path.exists():
         raise CheckpointNotFoundError(f'checkpoint {name} does not exist')
     if not path.is_file():
-        raise CheckpointError(f'checkpoint {name} is a pipe, a socket or a device, not a file')
+        raise CheckpointError(f'checkpoint {name} is a folder or a device, not a file')
     try:
         reason = _why_not_a_checkpoint(path)
         if reason:

@@ -207,11 +207,9 @@ def test_what_is_no_regular_file(tmp_path):
     assert refused(missing) == f'checkpoint {missing} does not exist'
     with pytest.raises(FileNotFoundError):  # what code written against MMEngine catches
         load_file(missing)
-    assert 'is a folder' in refused(tmp_path)
     os.mkfifo(tmp_path / 'pipe')
-    (tmp_path / 'zero').symlink_to('/dev/zero')
-    for name in ('pipe', 'zero'):
-        assert 'is a pipe, a socket or a device' in refused(tmp_path / name)
+    for path in (tmp_path, tmp_path / 'pipe'):
+        assert 'is a folder or a device' in refused(path)
 
 
 @pytest.mark.parametrize(

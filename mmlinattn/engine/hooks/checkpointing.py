@@ -90,16 +90,13 @@ def _remove(backend, path: str) -> None:
 
 @HOOKS.register_module(force=True)
 class SafeCheckpointHook(CheckpointHook):
-    """MMEngine's ``CheckpointHook`` with the arguments and files it has, for a disk that may fill
-    up.
+    """MMEngine's ``CheckpointHook`` with the arguments and files it has, for a disk that may fill up.
 
-    Three things differ: local files are written whole or not at all; ``last_checkpoint`` is too;
-    and with ``max_keep_ckpts`` or ``save_best`` the older file goes after the newer one is on the
-    disk, not before.
+    Local files and ``last_checkpoint`` are written whole or not at all; with ``max_keep_ckpts`` or ``save_best`` the
+    older file goes after the newer one is on the disk, not before.
 
     Raises:
-        RunError: A checkpoint could not be written. The previous checkpoint and ``last_checkpoint``
-            are intact.
+        RunError: A checkpoint could not be written. The previous checkpoint and ``last_checkpoint`` are intact.
     """
 
     backend_args: Optional[dict]

@@ -16,15 +16,8 @@ _OUT_NORM = re.compile(r'(?:^|\.)backbone\.out_norms\.(\d+)\.')
 
 
 def read_outputs(model: nn.Module, unused: list[str]) -> Optional[tuple[int, ...]]:
-    """The ``out_indices`` that leave out the backbone's maps behind whose norms there is no gradient.
-
-    Args:
-        model: With a ``backbone``, perhaps of its ``detector``.
-        unused: Names of parameters without gradient.
-
-    Returns:
-        None where no output norm is among them, or nothing would be left.
-    """
+    """The ``out_indices`` that leave out the backbone's maps behind whose norms there is no gradient; None where no
+    output norm is unused, or all are."""
     skipped = {int(found[1]) for found in map(_OUT_NORM.search, unused) if found}
     backbone = next((module for name, module in model.named_modules() if name.split('.')[-1] == 'backbone'), None)
     given = getattr(backbone, 'out_indices', None)
@@ -75,7 +68,7 @@ class UnusedParametersHook(Hook):
         unused = [name for name, _ in inner.named_parameters() if name in self._without]
         message = f'{len(unused)} parameters got no gradient in the first iteration: {some(unused)}. '
         outputs_read = read_outputs(inner, unused)
-        if outputs_read is not None:
+        if outputs_read:
             message += (
                 f'What follows the backbone does not read all of its maps: set model.backbone.out_indices='
                 f'{outputs_read}, the in_channels of the neck or heads to these maps, and start_level=0 or in_index to '

@@ -11,8 +11,6 @@ from mmengine.runner import Runner
 
 from ...utils.errors import CheckpointError, RunError, printable
 
-_MAX_PATH = 4096  # bytes
-
 
 def _is_own_best(path: Any, folders: list[str]) -> bool:
     """Whether a path names a best checkpoint of this run: right inside a folder of it and called ``best_...``."""
@@ -110,11 +108,10 @@ def find_latest_checkpoint(work_dir: str) -> Optional[str]:
     if not osp.isfile(pointer):
         raise CheckpointError(f'{pointer} is not a file. {advice}')
     with open(pointer, errors='replace') as file:
-        latest = file.read(_MAX_PATH).strip()
+        latest = file.read().strip()
     folder, name = osp.split(latest if latest.isprintable() else '')
-    is_own = osp.basename(folder) == osp.basename(osp.abspath(work_dir)) or osp.realpath(folder) == osp.realpath(
-        work_dir
-    )
+    same_name = osp.basename(folder) == osp.basename(osp.abspath(work_dir))
+    is_own = same_name or osp.realpath(folder) == osp.realpath(work_dir)
     for candidate in [latest] * is_own + [osp.join(work_dir, name)] * bool(name):
         # of other addresses the loader tells whether they are there; nothing is downloaded in the name of a file
         if osp.exists(candidate) or '://' in candidate and not candidate.startswith(('http://', 'https://')):
