@@ -29,13 +29,6 @@ def file():
     return goldens.state_dict(NAME)
 
 
-def report_of(state, **options):
-    """How a file fits a model, without the memory for one."""
-    with torch.device('meta'):
-        model = LinearNextViT('softmax-small', **options)
-    return fit_backbone(model, backbone_state(state, 'file')[0])[1]
-
-
 def dense_state():
     """A segmentation backbone's file: a norm a stage; the fourth of the list lies unused beside ``norm``."""
     state = {key: value for key, value in file().items() if not key.startswith('proj_head')}
@@ -72,6 +65,12 @@ def test_released_dense_backbones(tmp_path):
 
 def test_norms_of_a_dense_file_are_not_left_out_in_silence():
     """Without them the stages after it would compute something else."""
+
+    def report_of(state, **options):
+        with torch.device('meta'):
+            model = LinearNextViT('softmax-small', **options)
+        return fit_backbone(model, backbone_state(state, 'file')[0])[1]
+
     for options in (dict(out_norm=False), dict(out_indices=(3,))):
         lost = {key for key in report_of(dense_state(), **options).unexpected if key.endswith('weight')}
         assert lost == {f'out_norms.{i}.weight' for i in range(3)}
@@ -153,9 +152,8 @@ def test_which_keys_are_averaged_how():
     assert [(attn.reduction, attn.ratio) for attn in attns] == [('sequence', 4), ('sequence', 2), ('sequence', 2)]
     # hallucinated attention convolves over the keys' grid
     arch = dict(ARCH, key_reduction='sequence')
-    for spec in ('hallucinated', dict(type='hallucinated')):
-        attns = ('softmax', spec, 'softmax', 'softmax')
-        assert kinds(arch=arch, stage_attns=attns) == [('grid', 3), ('sequence', 2)]
+    attns = ('softmax', 'hallucinated', 'softmax', 'softmax')
+    assert kinds(arch=arch, stage_attns=attns) == [('grid', 3), ('sequence', 2)]
 
 
 @pytest.mark.parametrize('size', [(32, 32), (33, 47), (37, 160), (129, 65)], ids=str)

@@ -79,13 +79,6 @@ def test_convolutions_and_norms_of_every_kind(training, layer, place):
         torch.testing.assert_close(conv_norms(x, layers), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_one_convolution_may_have_groups():
-    conv, norm, x = nn.Conv2d(4, 6, 3, 2, 1, groups=2), nn.BatchNorm2d(6).eval(), torch.randn(2, 4, 9, 7)
-    for learns in (True, False):
-        with torch.set_grad_enabled(learns):
-            torch.testing.assert_close(conv_norms(x, [(conv, norm)]), norm(conv(x)), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize('conv', OTHER_CONVS.values(), ids=OTHER_CONVS)
 def test_another_convolution_of_a_feed_forward_network_is_called(conv):
     ffn, tokens = DWConvFFN(3, 6), torch.randn(2, 9, 12, 3)

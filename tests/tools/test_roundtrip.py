@@ -74,14 +74,14 @@ def test_tests_a_checkpoint(place, trained):
 
 @pytest.mark.skipif(not UPSTREAM_TOOLS.is_dir(), reason='mmdet is installed without its tools')
 def test_through_the_tools_of_mmdet(place, trained):
-    train = [UPSTREAM_TOOLS / 'train.py', 'config.py', '--work-dir', 'upstream']
-    checkpoint = trained / 'epoch_3.pth'
+    train = [str(UPSTREAM_TOOLS / 'train.py'), 'config.py', '--work-dir', 'upstream']
+    test = [str(UPSTREAM_TOOLS / 'test.py'), 'config.py', str(trained / 'epoch_3.pth')]
     jobs = dict(
-        first=[*train, '--cfg-options', 'train_cfg.max_epochs=1'],
-        resumed=[*train, '--resume'],
-        tested=[UPSTREAM_TOOLS / 'test.py', 'config.py', checkpoint, '--work-dir', 'upstream_tested'],
+        first=[[*train, '--cfg-options', 'train_cfg.max_epochs=1']],
+        resumed=[[*train, '--resume']],
+        tested=[[*test, '--work-dir', 'upstream_tested']],
     )
-    out, errors = in_one_process({name: [[str(word) for word in job]] for name, job in jobs.items()}, place)
+    out, errors = in_one_process(jobs, place)
     assert errors == dict.fromkeys(jobs, '')
     assert 'resumed epoch: 1, iter: 3' in out['resumed']
     # The scheduler of the first part was built for one epoch, so only that the rest was trained.
