@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ..checkpoints.loading import load_pretrained
 from ..layers import FactorisedLinear, build_ffn
 from ..ops import dispatch
-from ..ops.dispatch import serves_ones
+from ..ops.dispatch import leaves_slow_autocast, serves_ones
 from ..ops.tensors import to_contiguous_image
 from ..utils.building import is_pretrained
 from .arch import Arch, Spec, check_count, check_type
@@ -335,6 +335,7 @@ class PyramidBackbone(Backbone):
         return self.out_norms[str(stage)](x)
 
     @serves_ones
+    @leaves_slow_autocast
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         self.check_input(x)
         x = x.permute(0, 2, 3, 1).contiguous()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..attention import Attention, Grid
 from ..attention.base import to_map
 from ..layers import MLP, Block, PatchEmbed, PositionTable
-from ..ops.dispatch import serves_ones
+from ..ops.dispatch import leaves_slow_autocast, serves_ones
 from .arch import check_type
 from .base import Backbone, numbered
 
@@ -126,6 +126,7 @@ class LinearDeiT(Backbone):
         return [dict(stage=i, channels=self.embed_dims[0], stride=16) for i in self.out_indices]
 
     @serves_ones
+    @leaves_slow_autocast
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         self.check_input(x)
         x = self.patch_embeds[0](x.permute(0, 2, 3, 1).contiguous())

@@ -19,6 +19,7 @@ from mmlinattn.attention import get_mixer
 from mmlinattn.backbones import RAVLT, LinearSwin
 from mmlinattn.checkpoints.states import fit_backbone
 from mmlinattn.layers import PositionTable
+from mmlinattn.ops import private
 
 DEIT, NEXT = 'LinearDeiT', 'LinearNextViT'
 every_host = pytest.mark.parametrize('host', ARCHS)
@@ -34,6 +35,18 @@ def blocks_of(model):
 
 
 # --- outputs ----------------------------------------------------------------------------------
+
+
+@every_host
+def test_bfloat16_autocast_is_left_on_cpus_without_units_for_it(host, monkeypatch):
+    """PyTorch's depth-wise convolutions in bfloat16 take a hundred times as long there."""
+    monkeypatch.setattr(private, 'has_bfloat16_units', lambda: False)
+    model, x = build(host).eval(), image().bfloat16()
+    exact = model(x.float())
+    with torch.autocast('cpu', torch.bfloat16):
+        assert all(map(torch.equal, model(x), exact))
+        half = model.bfloat16()(x)
+    assert {out.dtype for out in half} == {torch.bfloat16}
 
 
 @every_host
