@@ -87,9 +87,15 @@ def smallest_base(dtype: torch.dtype, power: float) -> float:
 
 
 def _focused_attention_on_cpu(q, k, v, num_heads, inverse_scale, power, offset, mask, eps) -> Tensor:
-    if offset is not None:
-        k = k + offset.to(k.dtype) if dispatch.records() else k.add_(offset)
-    return _FocusedAttention.apply(q, k, v, inverse_scale, power, num_heads, mask, eps)
+    if offset is not None and not dispatch.records():
+        k, offset = k.add_(offset), None
+    return _FocusedAttention.apply(q, k, v, inverse_scale, offset, power, num_heads, mask, eps)
+
+
+def _placed(k: Tensor, offset: Optional[Tensor], images: slice, rows: slice) -> Tensor:
+    """A block of keys, their positions added: so the gradients of queries and keys can lie side by side as these do."""
+    part = k[images, rows]
+    return part if offset is None else part + offset.expand_as(k)[images, rows].to(k.dtype)
 
 
 def _normaliser(x: Tensor, key_mean: Tensor, floor: Tensor) -> Tensor:
@@ -140,7 +146,7 @@ def _focus_backward(x, grad, y, r, norm, inverse_scale, power, out) -> Tensor:
 
 class _FocusedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q, k, v, inverse_scale, power, num_heads, mask, eps):
+    def forward(ctx: Any, q, k, v, inverse_scale, offset, power, num_heads, mask, eps):
         wide = accumulation_dtype(q)
         scale = inverse_scale.to(wide)
         batch, tokens = k.shape[:2]
@@ -148,7 +154,7 @@ class _FocusedAttention(torch.autograd.Function):
         state = scale.new_zeros(batch, num_heads, q.shape[-1] // num_heads, v.shape[-1] // num_heads)
         key_mean = scale.new_zeros(batch, 1, k.shape[-1])
         for images, rows in blocks(*k.shape):
-            keys = _focus(k[images, rows], scale, power, eps)
+            keys = _focus(_placed(k, offset, images, rows), scale, power, eps)
             values = split_heads(v[images, rows].to(wide), num_heads)
             state[images] += product(split_heads(keys, num_heads).transpose(-1, -2), values)
             if mask is None:
@@ -166,13 +172,13 @@ class _FocusedAttention(torch.autograd.Function):
             normaliser = _normaliser(queries, key_mean[images], floor[images] / factor.unsqueeze(-1))
             mixed = product(split_heads(queries, num_heads), state[images]).transpose(1, 2)
             torch.div(mixed, normaliser, out=out[images, rows].unflatten(-1, (num_heads, -1)))
-        ctx.save_for_backward(q, k, v, inverse_scale, mask, state, key_mean, count, floor)
+        ctx.save_for_backward(q, k, v, inverse_scale, offset, mask, state, key_mean, count, floor)
         ctx.options = power, num_heads, eps
         return out
 
     @first_order
     def backward(ctx: Any, grad):
-        q, k, v, inverse_scale, mask, state, key_mean, count, floor = ctx.saved_tensors
+        q, k, v, inverse_scale, offset, mask, state, key_mean, count, floor = ctx.saved_tensors
         power, num_heads, eps = ctx.options
         scale = inverse_scale.to(state.dtype)
         grad_q, grad_k, grad_v = gradients_like(q, k, v)
@@ -194,7 +200,7 @@ class _FocusedAttention(torch.autograd.Function):
         grad_state /= count[:, None, None, None]
         grad_mean = (grad_mean / count[:, None, None, None]).flatten(2)  # (B, 1, C)
         for images, rows in blocks(*k.shape):
-            part = k[images, rows]
+            part = _placed(k, offset, images, rows)
             y, r, norm = _focus_with_base(part, scale, power, eps)
             values = split_heads(v[images, rows].to(scale.dtype), num_heads)
             split_heads(grad_v[images, rows], num_heads).copy_(product(split_heads(y, num_heads), grad_state[images]))
@@ -205,4 +211,5 @@ class _FocusedAttention(torch.autograd.Function):
                 inner = inner.addcmul_(mask[images, rows, None].to(inner.dtype), grad_mean[images])
             grad_scale += _focus_backward(part, inner, y, r, norm, scale, power, grad_k[images, rows])
         grad_scale = (grad_scale / scale).to(inverse_scale.dtype)
-        return grad_q, grad_k, grad_v, grad_scale, None, None, None, None
+        grad_offset = None if offset is None else grad_k.sum_to_size(offset.shape).to(offset.dtype)
+        return grad_q, grad_k, grad_v, grad_scale, grad_offset, None, None, None, None
