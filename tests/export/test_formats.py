@@ -62,9 +62,9 @@ def test_files_give_what_was_written(tmp_path, name, smallest):
         for out, truth in zip(outs, model(image)):
             torch.testing.assert_close(out, truth, rtol=1e-4, atol=1e-5)
     refused = [(2, 3, 48, 64), (1, 3, 64, 64)] if smallest is None else [(1, 4, 48, 64)]
-    refused += [(1, 3, 39, 64), (1, 3, 64, 39)] if name != 'onnx' else []
+    refused += [(3, 48, 64)] + ([(1, 3, 39, 64), (1, 3, 64, 39)] if name != 'onnx' else [])
     for shape in refused:
-        with pytest.raises(Exception, match=r'(?i)shape|size|guard|dimension|expected'):
+        with pytest.raises(Exception, match=r'(?i)shape|size|guard|dimension|expected|rank'):
             run(torch.randn(shape))
     if name == 'openvino':
         import openvino
@@ -107,19 +107,6 @@ def test_linear_layers_keep_to_seven_bits(tmp_path):
     save('Relu', source)
     with pytest.raises(RunError, match='^no linear layer was found to quantise$'):
         formats.quantise_linear_layers(source, target)
-
-
-def test_checked_graphs_serve_what_they_say():
-    graph = torch.jit.trace(nn.Identity(), torch.ones(2, 3, 32, 32))
-    dynamic, fixed = formats.Checked(graph, [2, 3, 32, 32], 32), formats.Checked(graph, [2, 3, 32, 32], None)
-    for shape in ((2, 3, 32, 32), (5, 3, 32, 100)):
-        assert dynamic(torch.ones(shape)).shape == shape
-    for shape in ((1, 4, 32, 32), (1, 3, 31, 32), (1, 3, 32, 31), (3, 32, 32)):
-        with pytest.raises(ValueError, match=r'allowed is \(B, 3, H, W\), H and W >= 32$'):
-            dynamic(torch.ones(shape))
-    assert fixed(torch.ones(2, 3, 32, 32)).shape == (2, 3, 32, 32)
-    with pytest.raises(ValueError, match='serves no other'):
-        fixed(torch.ones(1, 3, 32, 32))
 
 
 def test_a_package_that_is_missing_is_named():
