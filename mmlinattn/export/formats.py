@@ -128,7 +128,7 @@ class Checked(nn.Module):
     def forward(self, image: Tensor):
         shape = list(image.shape)
         if self.smallest > 0:
-            if len(shape) != 4 or shape[1] != self.shape[1] or min(shape[2], shape[3]) < self.smallest:
+            if shape[1] != self.shape[1] or min(shape[2], shape[3]) < self.smallest:
                 raise ValueError(
                     f'image has the shape {shape}; allowed is (B, {self.shape[1]}, H, W), H and W >= {self.smallest}'
                 )
