@@ -52,7 +52,7 @@ def _fetch(link: str, path: Path) -> None:
     # of its own: on a drive without locks (some network drives) two processes may get here
     part = path.with_name(f'.{path.name}.{os.getpid()}.part')
     patience = socket.getdefaulttimeout()  # with a server, which torch.hub leaves to the process
-    socket.setdefaulttimeout(patience or TIMEOUT)
+    socket.setdefaulttimeout(TIMEOUT)
     try:
         torch.hub.download_url_to_file(link, str(part), progress=sys.stderr.isatty())
         load_file(part, name='what it sent')
