@@ -19,8 +19,7 @@ for package in ('mmdet', 'mmseg', 'mmpretrain'):
 DETECTOR, SEGMENTOR, CLASSIFIER = (
     str(ROOT / 'configs' / task / 'ravlt_shapes_quickstart.py') for task in ('mmdet', 'mmseg', 'mmpretrain')
 )
-STAGES = ('train', 'val', 'test')
-LOADERS = [f'{stage}_dataloader' for stage in STAGES]
+LOADERS = [f'{stage}_dataloader' for stage in ('train', 'val', 'test')]
 PLACES = 'annotations train2017 val2017 images/training images/validation annotations/training annotations/validation'
 read_once = functools.cache(configs.read_config)
 
@@ -47,29 +46,24 @@ def configured(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(
-    ('command', 'options', 'settings', 'otherwise'),
-    [
-        ('train.py', '--no-validate', dict.fromkeys(('val_cfg', 'val_dataloader', 'val_evaluator')), dict),
-        ('train.py', '--no-persistent-workers', {f'{key}.persistent_workers': False for key in LOADERS[:2]}, True),
-        ('train.py', '--no-pin-memory', {f'{key}.pin_memory': False for key in LOADERS}, True),
-        ('train.py', '--auto-scale-lr', {'auto_scale_lr.enable': True}, None),
-        ('test.py', '--amp', {'test_cfg.fp16': True}, None),
-        ('test.py', '--launcher mpi', {'launcher': 'mpi'}, 'none'),
-    ],
-)
-def test_a_switch(configured, command, options, settings, otherwise):
-    pinned = [f'{key}.pin_memory=True' for key in LOADERS]
-    words = [DETECTOR, *(['some.pth'] if command == 'test.py' else [])]
-    for switch in ([], options.split()):
-        cfg = configured(command, *words, *switch, '--cfg-options', 'auto_scale_lr.base_batch_size=16', *pinned)
-        for key, value in settings.items():
-            *parents, last = key.split('.')
-            found = functools.reduce(lambda node, name: node[name], parents, cfg).get(last)
-            if switch:
-                assert found is value or found == value
-            else:
-                assert isinstance(found, dict) if otherwise is dict else found == otherwise
+def test_switches_of_a_training(configured):
+    def run(*switches):
+        pinned = [f'{key}.pin_memory=True' for key in LOADERS]
+        return configured('train.py', DETECTOR, *switches, '--cfg-options', 'auto_scale_lr.base_batch_size=16', *pinned)
+
+    plain, switched = run(), run('--no-persistent-workers', '--no-pin-memory', '--auto-scale-lr')
+    for cfg, is_plain in ((plain, True), (switched, False)):
+        assert [cfg[key].pin_memory for key in LOADERS] == [is_plain] * 3
+        assert [cfg[key].persistent_workers for key in LOADERS[:2]] == [is_plain] * 2
+        assert cfg.auto_scale_lr.get('enable', False) is not is_plain
+    parts, unvalidated = ('val_cfg', 'val_dataloader', 'val_evaluator'), run('--no-validate', '--no-persistent-workers')
+    assert all(plain[part] for part in parts) and [unvalidated[part] for part in parts] == [None] * 3
+
+
+def test_switches_of_a_test(configured):
+    for words, fp16, launcher in (([], None, 'none'), (['--amp', '--launcher', 'mpi'], True, 'mpi')):
+        cfg = configured('test.py', DETECTOR, 'some.pth', *words)
+        assert (cfg.test_cfg.get('fp16'), cfg.launcher) == (fp16, launcher)
 
 
 @pytest.mark.parametrize('device', ['cpu', 'cuda'])
