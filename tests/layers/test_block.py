@@ -6,16 +6,8 @@ import torch
 from torch import nn
 
 from mmlinattn.attention import Grid
-from mmlinattn.layers import (
-    MLP,
-    Block,
-    ConvFFN,
-    DWConvFFN,
-    apply_linear,
-)
-from mmlinattn.layers import (
-    block as blocks,
-)
+from mmlinattn.layers import MLP, Block, ConvFFN, DWConvFFN, apply_linear
+from mmlinattn.layers import block as blocks
 
 LN = dict(type='LN', eps=1e-6)
 

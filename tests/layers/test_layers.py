@@ -8,24 +8,11 @@ from torch import nn
 
 from mmlinattn import attention
 from mmlinattn.backbones import nextvit_blocks as nextvit
-from mmlinattn.layers import (
-    MLP,
-    Block,
-    ConvDownsample,
-    ConvFFN,
-    ConvStem,
-    DWConvFFN,
-    PatchEmbed,
-    PatchMerging,
-)
+from mmlinattn.layers import MLP, Block, ConvDownsample, ConvFFN, ConvStem, DWConvFFN, PatchEmbed, PatchMerging
 from mmlinattn.layers.compact import BranchedLinear
 
 CONSTANT = dict(type='Constant', layer=['Linear', 'Conv1d', 'Conv2d', 'LayerNorm', '_BatchNorm'], val=0.25, bias=2.0)
-
-
 BN, LN = dict(type='BN'), dict(type='LN')
-
-
 PARTS = {
     'MLP': lambda **cfg: MLP(4, 6, **cfg),
     'ConvFFN': lambda **cfg: ConvFFN(4, 6, **cfg),

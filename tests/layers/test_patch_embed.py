@@ -5,15 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmlinattn.layers import (
-    ConvDownsample,
-    ConvStem,
-    DWConvFFN,
-    PatchEmbed,
-    PatchMerging,
-    conv_norms,
-    strided_conv,
-)
+from mmlinattn.layers import ConvDownsample, ConvStem, DWConvFFN, PatchEmbed, PatchMerging, conv_norms, strided_conv
 
 
 @pytest.mark.parametrize('channels', [3, 8, 24, 40])
@@ -21,10 +13,8 @@ from mmlinattn.layers import (
 @pytest.mark.parametrize('dtype', [torch.float64, torch.bfloat16], ids=str)
 def test_patches_without_overlap(dtype, kernel, channels):
     """In bfloat16 oneDNN's own convolution of some of these shapes is wrong on CPUs with AMX."""
-    conv, x = (
-        nn.Conv2d(channels, 16, kernel, kernel).to(dtype),
-        torch.randn(2, 2 * kernel + 1, 3 * kernel, channels).to(dtype),
-    )
+    conv = nn.Conv2d(channels, 16, kernel, kernel).to(dtype)
+    x = torch.randn(2, 2 * kernel + 1, 3 * kernel, channels).to(dtype)
     padded = nn.functional.pad(x.double().permute(0, 3, 1, 2), (0, 0, 0, kernel - 1))
     expected = nn.functional.conv2d(padded, conv.weight.double(), conv.bias.double(), kernel).permute(0, 2, 3, 1)
     for learns in (True, False):
