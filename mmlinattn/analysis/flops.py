@@ -53,12 +53,9 @@ class Cost(NamedTuple):
 
 def part_of(name: str) -> str:
     """Part of a model that a module's (or parameter's) name belongs to: ``backbone.stage1``, ``neck``, ..."""
-    stage = re.match(r'backbone\.(?:stages|patch_embeds|position_tables|out_norms)\.(\d+)', name)
-    if stage:
-        return f'backbone.stage{int(stage[1]) + 1}'
-    residual = re.match(r'backbone\.layer(\d+)', name)
-    if residual:
-        return f'backbone.stage{residual[1]}'
+    stage = re.match(r'backbone\.(stages\.|patch_embeds\.|position_tables\.|out_norms\.|layer)(\d+)', name)
+    if stage:  # layers of upstream's ResNet count from one
+        return f'backbone.stage{int(stage[2]) + (stage[1] != "layer")}'
     head = re.match(r'roi_head\.(\w+)', name)
     return head[0] if head else name.partition('.')[0] or 'model'
 

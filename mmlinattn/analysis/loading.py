@@ -179,7 +179,7 @@ def prepare(
     ramp[..., 0] = np.linspace(0, 255, width)[None].round()
     ramp[..., 1] = np.linspace(0, 255, height)[:, None].round()
     axes = _axes(through(ramp)['inputs'].numpy(), (width, height))
-    shown = np.ascontiguousarray(packed['inputs'].permute(1, 2, 0).numpy()[..., ::-1]).clip(0, 255).astype(np.uint8)
+    shown = np.ascontiguousarray(packed['inputs'].permute(1, 2, 0).numpy()[..., ::-1]).astype(np.uint8)
     data = model.data_preprocessor({key: [packed[key]] for key in ('inputs', 'data_samples')}, False)
     inputs = data['inputs']
     if min(inputs.shape[-2:]) < 32:

@@ -46,10 +46,7 @@ def ranks(matrix: Tensor) -> dict[str, list[float]]:
 
 def pair_distances(weights: Tensor) -> Tensor:
     """Euclidean distances of the weights of all pairs of queries: (..., n, M) -> (..., n (n - 1) / 2)."""
-    weights = weights.double()
-    gram = weights @ weights.transpose(-1, -2)
-    square = gram.diagonal(dim1=-2, dim2=-1)
-    distance = (square[..., :, None] + square[..., None, :] - 2 * gram).clamp(min=0).sqrt()
+    distance = torch.cdist(weights.double(), weights.double())
     first, second = torch.triu_indices(weights.shape[-2], weights.shape[-2], offset=1, device=weights.device)
     return distance[..., first, second]
 

@@ -162,12 +162,11 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 class Plot(NamedTuple):
-    """What is drawn of a measure: title, name and limits of the axis, and of each line the label and where its numbers
-    are in an entry of ``summary.json``, ``KEY.KEY`` or ``KEY.KEY / NAME OF THE DIVISOR BESIDE IT``."""
+    """What is drawn of a measure: title, name of the axis, and of each line the label and where its numbers are in an
+    entry of ``summary.json``, ``KEY.KEY`` or ``KEY.KEY / NAME OF THE DIVISOR BESIDE IT``."""
 
     title: str
     axis: str
-    limits: tuple
     lines: dict
 
 
@@ -175,7 +174,6 @@ PLOTS = dict(
     rank=Plot(
         'effective rank of state, output and weights',
         'effective rank / largest possible',
-        (0, 1.05),
         {
             'state of keys and values': 'rank.state.effective / at_most',
             'output of the attention': 'rank.output.effective / at_most',
@@ -187,13 +185,11 @@ PLOTS = dict(
     confusion=Plot(
         'confused pairs of queries (weights closer than 1e-3 in L2)',
         'share of pairs',
-        (0, None),
         {'confused pairs within a window': 'confusion.share'},
     ),
     locality=Plot(
         'weight inside the 3x3 around the query',
         'weight',
-        (None, None),
         {
             'sum of weights, attention': 'locality.sum',
             'share of magnitudes, attention': 'locality.share',
@@ -204,7 +200,6 @@ PLOTS = dict(
     sharpness=Plot(
         'how sharp the weights of a query are',
         'share',
-        (-0.02, 1.05),
         {
             'entropy / log(number of keys); 1: all keys alike': 'sharpness.entropy / entropy_if_uniform',
             **{f'mass of the {n} strongest key(s)': f'sharpness.top_{n}' for n in (1, 9, 25)},
@@ -214,7 +209,6 @@ PLOTS = dict(
     ccs=Plot(
         'similarity of the heads of a block (blocks with one head are left out)',
         'cosine similarity',
-        (None, None),
         {"mean over pairs of heads' maps": 'ccs'},
     ),
 )
@@ -261,7 +255,7 @@ def _plot(plot: Plot, entries: list[dict], path: Path, title: str) -> bool:
         return False
     words = f'{title}: {plot.title}; lines: mean over heads, bands: lowest and highest head'
     axis.set_title('\n'.join(textwrap.wrap(words, int(12 * width))), fontsize=9)
-    axis.set_ylim(plot.limits)
+    axis.set_ylim(bottom=min(0, axis.get_ylim()[0]))
     axis.set_ylabel(plot.axis, fontsize=9)
     blocks = [entry['block'].removeprefix('backbone.').removeprefix('stages.') for entry in entries]
     names = [f'{block} {entry["mixer"]}' for block, entry in zip(blocks, entries)]

@@ -139,7 +139,7 @@ def test_weights_with_convolutions_are_the_whole_of_what_is_mixed(mixer):
     assert len(call.local_kernels()) == (1 if mixer == 'softmax' else 2)
 
 
-def test_each_window_has_the_kernels_of_its_own():
+def test_each_window_has_kernels_and_regions_of_its_own():
     block, _ = looked_into(WindowAttention(8, 2, 'inline', (4, 4)), torch.randn(1, 8, 8, 8))
     (call,), rows = block.calls, torch.tensor([5])  # row 1, column 1 of the window
     kernels = call.mixer.local_kernels(call.given['context'])
@@ -148,6 +148,9 @@ def test_each_window_has_the_kernels_of_its_own():
         added = call.weights(window, rows, local=True) - call.weights(window, rows)
         expected = kernels[window].unflatten(0, (2, 4)).mean(dim=1)
         torch.testing.assert_close(added[:, 0].unflatten(-1, (4, 4))[:, :3, :3], expected, rtol=1e-4, atol=1e-5)
+    block, _ = looked_into(WindowAttention(8, 2, 'hallucinated', (4, 4), shift=True), torch.randn(1, 8, 8, 8))
+    (call,), rows = block.calls, torch.arange(16)
+    assert all(call.error(window, rows, call.weights(window, rows)) < 1e-4 for window in range(4))
 
 
 def test_states_are_of_the_real_tokens_of_a_window():

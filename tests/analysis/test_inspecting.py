@@ -77,7 +77,7 @@ def test_every_number_of_a_block(monkeypatch):
     assert set(some) & set(EVERYTHING) == {'ccs'}
 
 
-COMPARED = (['hallucinated', 'angular'], ['hydra', 'efficient'], 'enhanced', 'hallucinated')
+COMPARED = (['hallucinated', 'angular'], ['hydra', 'efficient'], 'hallucinated', 'enhanced')
 IN_A_ROW = (['hallucinated', dict(type='angular', conv='sequence'), 'hydra', 'inline', 'softmax', 'focused'],)
 HOSTS = {
     'windows': lambda: LinearSwin(dict(SMALL, depths=(2, 2, 2, 2), stage_attns=COMPARED, window=4)),
@@ -93,6 +93,19 @@ HOSTS = {
 }
 
 
+def literal_row(block, token):
+    """Weights of a token, key by key: (heads, keys)."""
+    rows = []
+    for branch in block.branches:
+        ((call, window, index),) = ((c, *at.tolist()) for c in branch for at in (c.queries == token).nonzero())
+        weights = call.weights(window, torch.tensor([index]))[:, 0]
+        rows.append(torch.full((len(weights), math.prod(block.key_size)), math.nan))
+        for key, place in enumerate(call.keys[window].tolist()):
+            if place >= 0:
+                rows[-1][:, place] = weights[:, key]
+    return torch.cat(rows)
+
+
 @pytest.mark.parametrize('host', HOSTS.values(), ids=HOSTS)
 def test_weights_in_hosts_are_those_of_the_forward_pass(host):
     """100 x 130 pixels: nothing divides, so windows pad, are cut at the border and are shifted."""
@@ -106,18 +119,20 @@ def test_weights_in_hosts_are_those_of_the_forward_pass(host):
 
     def look(block):
         row, column = block.size[0] // 2, block.size[1] - 1
-        whole = full_map(block, side=10**6)[:, row * block.size[1] + column]
-        found.append((measure_block(block, num_queries=32), *query_map(block, row, column), whole))
+        maps, classes = query_map(block, row, column)
+        token = row * block.size[1] + column
+        for weights in (maps.flatten(1), full_map(block, side=10**6)[:, token]):
+            torch.testing.assert_close(weights, literal_row(block, token), equal_nan=True)
+        found.append((measure_block(block, num_queries=32), maps, classes))
 
     with watched(model, look):
         out = model(x)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)  # looking changes nothing but roundings
     assert len(found) == len({entry['block'] for entry, *_ in found}) == len(arrangements(model)) == sum(model.depths)
-    for entry, weights, classes, whole in found:
+    for entry, weights, classes in found:
         assert entry['forward_error'] < 1e-5, entry
         assert len(weights) == entry['heads'] == len(entry['locality']['sum'])
         assert all(len(entry['rank'][part]['rank']) == len(weights) for part in ('output', 'projected', 'weights'))
-        torch.testing.assert_close(weights.flatten(1), whole, equal_nan=True)
         if entry['mixer'] in ('softmax', 'inline'):  # rows that sum to one
             total = weights.nan_to_num().sum(dim=(1, 2)) + classes
             torch.testing.assert_close(total, torch.ones_like(total), rtol=1e-4, atol=1e-4)
@@ -234,6 +249,10 @@ def test_queries_are_sampled_and_the_whole_map_never_built(monkeypatch):
     asked.clear()
     entry = measured(WindowAttention(8, 2, 'softmax', (4, 4)), torch.randn(1, 40, 40, 8), ['confusion'], num_queries=64)
     assert asked == [8] * 8 and entry['sampled_queries'] == 64 and entry['windows'] == 100
+    asked.clear()
+    measured(WindowAttention(8, 2, 'softmax', (4, 4)), torch.randn(1, 40, 40, 8), ['confusion'], num_queries=5)
+    assert asked == [2, 2]  # of one query there is no pair
+    assert 'confusion' not in measured(GlobalAttention(8, 2, 'softmax'), torch.randn(1, 1, 1, 8))
 
 
 def test_means_of_entries():

@@ -46,13 +46,6 @@ class Turn:
         return {**results, 'img': cv2.warpAffine(results['img'], turn, (width, height))}
 
 
-class Brighten:
-    """Gives what is no byte any more."""
-
-    def __call__(self, results):
-        return {**results, 'img': results['img'].astype(np.float32) * 1.5 - 20}
-
-
 def config(*steps, **pack):
     steps = [dict(type=LoadImageFromFile), *steps, dict(type=LoadAnnotations), dict(type=Pack, **pack)]
     dataset = dict(type='Wrapper', dataset=dict(datasets=[dict(pipeline=steps)]))  # however deep it lies
@@ -95,26 +88,16 @@ def test_sides_are_stretched_apart_and_padding_moves_no_pixel():
     assert picture.shown.shape == (64, 64, 3) and picture.to_shown(49, 39) == (49, 39)
 
 
-def test_what_is_shown_of_pictures_that_are_no_bytes():
-    """As bright and as dark as an image can be; the network sees the numbers themselves."""
-    image = photo(40, 50)
-    picture = loading.prepare(config(dict(type=Brighten)), model(), image, 'photo')
-    bright = (image.astype(np.float32) * 1.5 - 20)[..., ::-1]
-    assert np.array_equal(picture.shown, bright.clip(0, 255).astype(np.uint8))
-    seen = picture.inputs[0, :, :40, :50].permute(1, 2, 0).numpy() * [2, 4, 8] + [10, 20, 30]
-    np.testing.assert_allclose(seen, bright, atol=1e-3)
+TURNS = (
+    *(dict(type=RandomFlip, prob=1.0, direction=direction) for direction in ('horizontal', 'vertical')),
+    *(dict(type=Turn, degrees=degrees) for degrees in (15, 90, 180)),
+)
 
 
 @pytest.mark.parametrize(
     ('steps', 'image', 'message'),
     [
-        (
-            [dict(type=RandomFlip, prob=1.0, direction='horizontal')],
-            (64, 64),
-            'turns or mirrors images; give --shape',
-        ),
-        ([dict(type=RandomFlip, prob=1.0, direction='vertical')], (64, 64), 'turns or mirrors'),
-        *(([dict(type=Turn, degrees=degrees)], (64, 64), 'turns or mirrors') for degrees in (15, 90, 180)),
+        *(([turn], (64, 64), 'turns or mirrors images; give --shape') for turn in TURNS),
         ([dict(type=Resize, scale=(160, 160), keep_ratio=True)], (2, 1024), 'cannot resize photo, 1024 x 2 pixels'),
         ([], (64, 31), 'photo is 31 x 64 pixels for the network; 32 are the least'),
     ],
@@ -235,14 +218,10 @@ def test_what_of_a_checkpoint_is_loaded(cfg, tmp_path):
     torch.save(dict(state_dict={'head.weight': own.head.weight}), tmp_path / 'head.pth')
     with pytest.raises(RunError, match='head.pth does not fit the backbone'):
         loading.load_model(cfg, str(tmp_path / 'head.pth'), backbone=dict(stage_attns=('focused',) * 4))
-    (tmp_path / 'text.pth').write_text('no checkpoint')
-    with pytest.raises(RunError, match='text.pth'):
-        loading.load_model(cfg, str(tmp_path / 'text.pth'))
 
 
 def test_models_that_cannot_be_looked_into(cfg):
     with pytest.raises(RunError, match='has no model.backbone'):
         loading.load_model(Config(dict(model=dict(type='SmallModel'))), 'none')
-    for changed in (dict(type='NoSuchBackbone'), dict(arch='no such size'), dict(no_such_argument=1)):
-        with pytest.raises(RunError, match='cannot be built: .*[Nn]o[_ ]?[Ss]uch'):
-            loading.load_model(cfg, 'none', backbone=changed)
+    with pytest.raises(RunError, match='cannot be built: .*no such size'):
+        loading.load_model(cfg, 'none', backbone=dict(arch='no such size'))

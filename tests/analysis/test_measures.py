@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmlinattn.analysis import measures
-from mmlinattn.attention import Grid, get_mixer
 
 
 @settings(deadline=None, max_examples=30, derandomize=True)
@@ -51,17 +50,6 @@ def test_confusion_is_a_share_of_pairs():
     assert measures.pair_distances(near).item() == pytest.approx(1e-4, rel=1e-3)
     alike = torch.rand(40, 1, 30, dtype=torch.double) * (1 + 1e-9 * torch.rand(40, 5, 1, dtype=torch.double))
     assert measures.confusion(alike).tolist() == [1] * 40
-
-
-def test_collinear_queries_confuse_linear_attention_and_not_inline():
-    """InLine Prop. 1: what differs in length only is one query to a kernel that is divided by its sum."""
-    q = torch.cat((torch.rand(1, 1, 4), 3 * torch.rand(1, 1, 4), torch.rand(1, 1, 4)), dim=1)
-    q = torch.cat((q, 2 * q[:, :1]), dim=1).repeat(1, 1, 2)  # 0 and 3 are collinear
-    k, found = torch.randn(1, 9, 8) * 3, []
-    for injective in (False, True):
-        kind, options = get_mixer(dict(type='inline', kernel='relu', injective=injective, local_residual=False))
-        found.append(measures.confusion(kind(8, 2, **options).weights(q, k, Grid(2, 2), Grid(3, 3))[0]).tolist())
-    assert found == [pytest.approx([1 / 6] * 2), [0, 0]]
 
 
 def places(height, width):

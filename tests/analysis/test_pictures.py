@@ -10,14 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib import pyplot
 from matplotlib.figure import Figure
-from PIL import Image
 from torch import nn
 
 from mmlinattn.analysis import pictures
 from mmlinattn.analysis.capture import watched
-from mmlinattn.analysis.inspecting import query_map
+from mmlinattn.analysis.inspecting import measure_block, query_map
 from mmlinattn.analysis.loading import Picture, token_at
-from mmlinattn.attention import ReducedAttention
+from mmlinattn.attention import GlobalAttention, ReducedAttention
 
 NAN = math.nan
 
@@ -90,15 +89,19 @@ def test_maps_that_no_stride_fits_share_the_pixels_out():
     assert (drawn[0, :, 0] > drawn[0, :, 2] + 0.1).tolist() == [True] * 3 + [False] * 8
 
 
+def block_of(attention, x):
+    found = []
+    with watched(nn.ModuleDict(dict(attn=attention.eval())), found.append):
+        attention(x)
+    return found[0]
+
+
 def test_what_is_collected_of_a_block():
     """144 queries on 6 x 6 keys: where the token of a pixel lies and looks."""
-    found = []
-    attention = nn.ModuleDict(dict(attn=ReducedAttention(8, 2, 'softmax', 2, dict(type='LN')))).eval()
-    with watched(attention, found.append):
-        attention['attn'](torch.randn(1, 12, 12, 8))
-    maps = pictures.collect_query(found[0], of_size((48, 48)), 47, 5)
-    assert (maps.block, maps.mixer, maps.size) == (found[0].name, 'softmax', (12, 12))
-    np.testing.assert_array_equal(maps.maps, query_map(found[0], 1, 11)[0].numpy())
+    block = block_of(ReducedAttention(8, 2, 'softmax', 2, dict(type='LN')), torch.randn(1, 12, 12, 8))
+    maps = pictures.collect_query(block, of_size((48, 48)), 47, 5)
+    assert (maps.block, maps.mixer, maps.size) == (block.name, 'softmax', (12, 12))
+    np.testing.assert_array_equal(maps.maps, query_map(block, 1, 11)[0].numpy())
     # heads that cannot look give nothing; nobody can look at the last
     maps = query_maps([[[0.5, NAN, NAN]], [[0.25, 0.5, NAN]]])
     np.testing.assert_array_equal(maps.mean, [[0.375, 0.25, NAN]])
@@ -111,9 +114,7 @@ def test_maps_of_a_query(figures, tmp_path):
         query_maps([[[0.5, 0.25, 0.25, NAN]] * 2, [[0.125, 0.125, 0.5, NAN]] * 2], 'stages.0.0', 'inline'),
         query_maps([[[0.75, -0.25]]], 'stages.1.0', size=(2, 4)),
     ]
-    pictures.plot_query(maps, picture, (5, 3), (10, 6.5), tmp_path / 'new' / 'deep' / 'q.png', local=True)
-    with Image.open(tmp_path / 'new' / 'deep' / 'q.png') as image:
-        assert image.format == 'PNG'
+    pictures.plot_query(maps, picture, (5, 3), (10, 6.5), tmp_path / 'new' / 'q.png', local=True)
     figure = figures['q.png']
     first, second = figure.axes[:4], figure.axes[4:]
     assert [axis.get_visible() for axis in figure.axes] == [True] * 7 + [False]
@@ -146,94 +147,55 @@ def test_full_maps(figures, tmp_path):
     assert axes[2].get_ylabel().startswith('stages.1.0\nhydra')
 
 
-def test_at_most_twelve_blocks_and_eight_heads_are_drawn(figures, tmp_path):
+def test_some_of_many_blocks_and_heads_are_drawn(figures, tmp_path, monkeypatch):
     """Evenly spread ones, each named."""
-    pictures.plot_full([(f'block{i}', 'rala', np.zeros((12, 3, 3))) for i in range(14)], 'p', tmp_path / 'full.png')
-    many = [query_maps(np.full((12, 2, 2), 0.25), f'block{i}') for i in range(3)]
-    pictures.plot_query(many, of_size((4, 4)), (0, 0), (0, 0), tmp_path / 'query.png')
-    heads = [f'head {i}' for i in (0, 2, 3, 5, 6, 8, 9, 11)]
-    for name, columns in (('full.png', 8), ('query.png', 10)):
+    monkeypatch.setattr(pictures, 'SHOWN_BLOCKS', 3)
+    monkeypatch.setattr(pictures, 'MAX_HEADS', 2)
+    pictures.plot_full([(f'block{i}', 'rala', np.zeros((5, 3, 3))) for i in range(6)], 'p', tmp_path / 'full.png')
+    pictures.plot_query([query_maps(np.full((5, 2, 2), 0.25))], of_size((4, 4)), (0, 0), (0, 0), tmp_path / 'query.png')
+    for name, columns in (('full.png', 2), ('query.png', 4)):
         axes = figures[name].axes
-        assert [axis.get_title().split(',')[0] for axis in axes[columns - 8 : columns]] == heads
-    blocks = [axis.get_ylabel().split('\n')[0] for axis in figures['full.png'].axes[::8]]
-    assert blocks == [f'block{i}' for i in (0, 1, 2, 4, 5, 6, 7, 8, 9, 11, 12, 13)]
+        assert [axis.get_title().split(',')[0] for axis in axes[columns - 2 : columns]] == ['head 0', 'head 4']
+    assert [axis.get_ylabel().split('\n')[0] for axis in figures['full.png'].axes[::2]] == [
+        'block0',
+        'block2',
+        'block5',
+    ]
 
 
-def rank(effective, at_most):
-    return dict(effective=effective, at_most=at_most)
+def lines_of(axis):
+    """Label -> numbers of a line, lowest and highest number of its band at the first block."""
+    found = {}
+    for line, band in zip(axis.lines, axis.collections):
+        heights = np.concatenate([path.vertices[path.vertices[:, 0] == 0, 1] for path in band.get_paths()])
+        found[line.get_label()] = line.get_ydata(), (heights.min(), heights.max())
+    return found
 
 
-ENTRIES = [
-    dict(
-        block='backbone.stages.0.0',
-        mixer='rala',
-        rank=dict(
-            state=rank([2, 4], 8),
-            output=rank([1, 2], 10),
-            projected=rank([5, 5], 10),
-            weights=rank([3, 6], 12),
-            weights_with_local=rank([12, 12], 12),
-        ),
-        confusion=dict(share=[0.25, 0.3, 0.95]),
-        locality=dict(sum=[0.5, 0.3], share=[0.2, 0.4], share_with_local=[0.9, 0.7], if_uniform=0.1),
-        sharpness=dict(
-            entropy=[1, 3], entropy_if_uniform=4, top_1=[0.1, 0.2], top_9=[0.3, 0.5], top_25=[0.6, 1], negative=[0, 0.5]
-        ),
-        ccs=0.5,
-    ),
-    dict(
-        block='backbone.stages.1.0',
-        mixer='softmax',
-        rank=dict(output=rank([4], 8), weights=rank([6], 6)),
-        confusion=dict(share=[0]),
-        sharpness=dict(entropy=[0], entropy_if_uniform=0, top_1=[1], top_9=[1], top_25=[1], negative=[0]),
-        ccs=None,
-    ),
-]
-# measure -> of its lines the mean of the heads in both blocks, lowest and highest head of the first
-DRAWN = dict(
-    rank=[
-        ((0.375, NAN), (0.25, 0.5)),
-        ((0.15, 0.5), (0.1, 0.2)),
-        ((0.5, NAN), (0.5, 0.5)),
-        ((0.375, 1), (0.25, 0.5)),
-        ((1, NAN), (1, 1)),
-    ],
-    confusion=[((0.5, 0), (0.25, 0.95))],
-    locality=[((0.4, NAN), (0.3, 0.5)), ((0.3, NAN), (0.2, 0.4)), ((0.8, NAN), (0.7, 0.9)), ((0.1, NAN), (0.1, 0.1))],
-    sharpness=[
-        ((0.5, NAN), (0.25, 0.75)),
-        ((0.15, 1), (0.1, 0.2)),
-        ((0.4, 1), (0.3, 0.5)),
-        ((0.8, 1), (0.6, 1)),
-        ((0.25, 0), (0, 0.5)),
-    ],
-    ccs=[((0.5, NAN), (0.5, 0.5))],
-)
-
-
-def test_lines_of_every_measure(figures, tmp_path):
-    what = ['ccs', 'maps', 'rank', 'confusion', 'locality', 'sharpness']
-    made = pictures.plot_measures(ENTRIES, what, tmp_path, 'mine')
-    assert made == [tmp_path / f'{name}.png' for name in what if name != 'maps'] and all(p.is_file() for p in made)
-    for name, lines in DRAWN.items():
+def test_every_line_finds_its_numbers_in_a_measured_block(figures, tmp_path):
+    attention, what = GlobalAttention(8, 2, 'inline', local_kernel=3), ['ccs', 'maps', *pictures.PLOTS]
+    entry = measure_block(block_of(attention, torch.randn(1, 4, 5, 8)))
+    made = pictures.plot_measures([entry], what[1:], tmp_path, 'mine')
+    assert made == [tmp_path / f'{name}.png' for name in what[2:]] and all(path.is_file() for path in made)
+    for name, plot in pictures.PLOTS.items():
         (axis,) = figures[f'{name}.png'].axes
-        for line, band, (means, ends) in zip(axis.lines, axis.collections, lines):
-            np.testing.assert_allclose(line.get_ydata(), means, err_msg=f'{name}: {line.get_label()}')
-            heights = np.concatenate([path.vertices[path.vertices[:, 0] == 0, 1] for path in band.get_paths()])
-            assert (heights.min(), heights.max()) == pytest.approx(ends), line.get_label()
-        assert len(axis.lines) == len(axis.collections) == len(lines) == len({line.get_color() for line in axis.lines})
-        assert 'mine: ' in axis.get_title() and axis.get_ylabel()
-        assert [text.get_text() for text in axis.get_xticklabels()] == ['0.0 rala', '1.0 softmax']
-        (legend,) = figures[f'{name}.png'].legends
-        assert [text.get_text() for text in legend.get_texts()] == [line.get_label() for line in axis.lines]
-    assert figures['confusion.png'].axes[0].get_ylim()[0] == 0
+        assert list(lines_of(axis)) == list(plot.lines) and axis.get_ylim()[0] <= 0
+        assert 'mine: ' in axis.get_title() and axis.get_ylabel() == plot.axis
+        assert [text.get_text() for text in figures[f'{name}.png'].legends[0].get_texts()] == list(plot.lines)
 
 
-def test_measures_that_no_block_has_are_left_out(figures, tmp_path):
-    entries = [dict(block='backbone.blocks.0', mixer='softmax', ccs=None, rank=dict(state=None))]
-    assert pictures.plot_measures(entries, list(DRAWN), tmp_path, 'mine') == [] and not figures
-    # of locality, what only the convolutions have is left out of the plot, not the plot
-    entry = {**ENTRIES[0], 'locality': dict(sum=[0.5], share=[0.2], if_uniform=0.1)}
-    assert pictures.plot_measures([entry], ['locality'], tmp_path, 'mine')
-    assert len(figures['locality.png'].axes[0].lines) == 3
+def test_lines_are_means_of_heads_and_bands_their_ends(figures, tmp_path):
+    """Of the blocks that have such numbers; a single key says nothing of entropies."""
+    sharp = dict(entropy=[1, 3], entropy_if_uniform=4, top_1=[0.1, 0.2])
+    dull = dict(entropy=[0], entropy_if_uniform=0, top_1=[1])
+    entries = [
+        dict(block='backbone.stages.0.0', mixer='rala', sharpness=sharp, ccs=None, rank=dict(state=None)),
+        dict(block='backbone.stages.1.0', mixer='softmax', sharpness=dull, ccs=None),
+    ]
+    assert pictures.plot_measures(entries, list(pictures.PLOTS), tmp_path, 'mine') == [tmp_path / 'sharpness.png']
+    (axis,) = figures['sharpness.png'].axes
+    (entropy, entropy_band), (top, top_band) = lines_of(axis).values()
+    np.testing.assert_allclose(entropy, (0.5, NAN))
+    np.testing.assert_allclose(top, (0.15, 1))
+    assert entropy_band == pytest.approx((0.25, 0.75)) and top_band == pytest.approx((0.1, 0.2))
+    assert [text.get_text() for text in axis.get_xticklabels()] == ['0.0 rala', '1.0 softmax']
