@@ -35,12 +35,13 @@ class Denormals(TorchDispatchMode):
 
 
 def inputs():
-    """As trained networks have them: a channel that no token uses, tokens without a positive channel, large ones."""
+    """As trained networks have them: a channel that no token uses, tokens without a positive channel, large ones, of
+    which some weigh just above nothing beside the largest."""
     q, k, v = torch.randn(3, 2, TOKENS, DIM)
     q[..., :5] = k[..., 2:9] = -1
     q[:, 3] = k[:, 4] = -2
     q[:, 5] *= 100
-    k[:, 6] *= 100
+    k[:, 6:56] *= torch.linspace(50, 1, 50).unsqueeze(-1)
     return [t.contiguous().requires_grad_() for t in (q, k, v)]
 
 

@@ -23,6 +23,8 @@ def test_sums_over_the_tokens_of_a_detection_map(name, dtype, masked, form):
     """Stage 1 at 1333x800: the sum of 66,800 tokens of mean 1.2 is no number of float16, and bfloat16 stops counting at
     256."""
     q, k, v = (1.2 + 0.3 * torch.randn(1, 200 * 334, 8) for _ in range(3))
+    if name == 'hydra':  # keys along one channel, queries not: the sum is above 65504, what comes of it is not
+        k = k * (torch.arange(8) == 3)
     mask = None
     if masked:
         mask = torch.rand(1, q.shape[1]) > 0.1
