@@ -25,7 +25,7 @@ HOSTS = tuple(ARCHS)
 # Sizes whose maps are whole windows, stripes and strides, and such whose are not; maps smaller than a window.
 SHAPES = [(1, 113, 150), (3, 224, 320), (2, 353, 481), (1, 40, 260)]
 TRACED_AT = (2, 65, 94)
-TOLERANCE = 1e-4
+TOLERANCE = 3e-4  # of the formats' largest deviations, as docs/deploy.md has them: OpenVINO's
 
 
 def build(host, attns):
