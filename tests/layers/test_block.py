@@ -55,20 +55,6 @@ def test_a_block_is_its_equation(layer_scale, training, shape):
         torch.testing.assert_close(mine, other)
 
 
-@pytest.mark.parametrize('layer_scale', [None, 0.0, 1e-6, 1])
-def test_what_a_block_starts_with(layer_scale):
-    """A scale of zero is one; paths that are never dropped ask for no random numbers."""
-    model = Block(4, Branch(), Branch(), dict(type='LN', eps=0.25), layer_scale=layer_scale)
-    for gamma in (model.gamma1, model.gamma2):
-        if layer_scale is None:
-            assert gamma is None
-        else:
-            torch.testing.assert_close(gamma.detach(), torch.full((4,), float(layer_scale)))
-    assert type(model.drop_path) is nn.Identity
-    assert [(norm.normalized_shape, norm.eps) for norm in (model.norm1, model.norm2)] == [((4,), 0.25)] * 2
-    assert Block(4, Branch(), Branch(), LN, drop_path=0.3).drop_path.drop_prob == 0.3
-
-
 class Recorder(Branch):
     def forward(self, x, **kwargs):
         self.seen = x, kwargs

@@ -101,17 +101,17 @@ def test_gains_to_begin_with(matrix, r, gain):
 
 
 @pytest.mark.parametrize(
-    ('options', 'dim', 'hidden', 'rank'),
+    ('t', 'dim', 'hidden', 'rank'),
     [
-        ({}, 192, 4 * 192, 102),
-        *((dict(t=t), 192, m * 192, rank) for t, m, rank in ((1 / 2, 4, 76), (3 / 4, 4, 115), (1, 8, 170))),
-        (dict(t=0.7), 45, 90, 21),  # 0.7 * 2 * 45 / 3, rounding errors or not
-        (dict(t=0.1), 2, 1, 1),  # not 0
+        (1 / 2, 192, 4 * 192, 76),
+        (1, 192, 8 * 192, 170),
+        (0.7, 45, 90, 21),  # 0.7 * 2 * 45 / 3, rounding errors or not
+        (0.1, 2, 1, 1),  # not 0
     ],
 )
-def test_factors(options, dim, hidden, rank):
-    """k = t m C / (m + 1); by default of the second matrix, with two branches and two thirds of the parameters."""
-    ffn = compact(MLP(dim, hidden), **options)
+def test_factors(t, dim, hidden, rank):
+    """k = t m C / (m + 1); by default of the second matrix, with two branches."""
+    ffn = compact(MLP(dim, hidden), t=t)
     assert type(ffn.fc1) is nn.Linear
     for factor, widths in ((ffn.fc2.down, (hidden, rank)), (ffn.fc2.up, (rank, dim))):
         assert [(layer.in_features, layer.out_features) for layer in factor.linears] == [widths] * 2

@@ -1,11 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Stems and down-sampling, and convolutions with norms."""
+"""Down-sampling, and convolutions with norms. RAVLT's stem: tests/backbones/test_ravlt.py."""
 
 import pytest
 import torch
 from torch import nn
 
-from mmlinattn.layers import ConvDownsample, ConvStem, DWConvFFN, PatchEmbed, PatchMerging, conv_norms, strided_conv
+from mmlinattn.layers import ConvStem, DWConvFFN, PatchEmbed, PatchMerging, conv_norms, strided_conv
 
 
 @pytest.mark.parametrize('channels', [3, 8, 24, 40])
@@ -106,33 +106,6 @@ def test_patches_of_maps_of_any_size(size):
     neighbours = [even[:, i::2, j::2] for j in (0, 1) for i in (0, 1)]
     expected = nn.functional.layer_norm(torch.cat(neighbours, dim=-1), (12,), eps=0.5) @ merging.reduction.weight.T
     torch.testing.assert_close(merging(x), expected)
-
-
-@pytest.mark.parametrize('training', [False, True])
-@pytest.mark.parametrize('size', [(8, 8), (7, 9), (1, 3)], ids=str)
-def test_stem_and_downsampling_are_their_layers(size, training):
-    """In this order; of maps of any size. Norms are missing where they were folded for deployment."""
-    stem, down = ConvStem(3, 8, dict(type='BN')), ConvDownsample(3, 5, dict(type='BN'))
-    kinds = [nn.Conv2d, nn.BatchNorm2d, nn.GELU]
-    assert [type(layer) for layer in stem.layers] == 3 * kinds + kinds[:2]
-    assert [type(layer) for layer in down.layers] == kinds[:2]
-    convs = [layer for layer in (*stem.layers, *down.layers) if isinstance(layer, nn.Conv2d)]
-    assert [(c.in_channels, c.out_channels, c.stride[0], c.kernel_size[0], c.padding[0]) for c in convs] == [
-        (channels, dim, stride, 3, 1)
-        for channels, dim, stride in ((3, 4, 2), (4, 4, 1), (4, 4, 1), (4, 8, 2), (3, 5, 2))
-    ]
-    x = torch.randn(2, *size, 3)
-    for module, stride in ((stem, 4), (down, 2)):
-        module.train(training)
-        for _ in range(2):
-            expected = module.layers(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
-            assert expected.shape[1:3] == (-(-size[0] // stride), -(-size[1] // stride))
-            for learns in (True, False):
-                with torch.set_grad_enabled(learns):
-                    torch.testing.assert_close(module(x), expected, rtol=1e-3, atol=1e-4)
-            for name, layer in list(module.layers.named_children()):
-                if isinstance(layer, nn.BatchNorm2d):
-                    delattr(module.layers, name)
 
 
 @pytest.mark.usefixtures('fast_forms')

@@ -5,8 +5,7 @@
     python tests/ops/compile_kernels.py > tests/data/kernels.csv   # every row there is: half an hour of two cores
 
 A row has the most that any launch of an op, forward or backward, takes: registers and bytes of spilled registers a
-thread, shared memory a block, and the fewest warps that a multiprocessor has room for, of 48 or 64. ``spills`` names
-kernels that spill.
+thread, shared memory a block.
 """
 
 import csv
@@ -28,11 +27,10 @@ from mmlinattn.ops.triton import attention_launch as launch
 from mmlinattn.ops.triton import compat, depthwise_op
 
 KEYS = ('capability', 'dtype', 'width', 'op', 'flags')
-FIELDS = (*KEYS, 'launches', 'registers', 'stack', 'shared', 'warps', 'spills', 'triton')
+FIELDS = (*KEYS, 'registers', 'stack', 'shared', 'triton')
+CAPABILITIES = (80, 86, 89, 90, 100, 120)
 WIDTHS = (16, 24, 32, 48, 64, 96, 128)
 OPS = ('rala', 'inline_attention', 'linear_attention', 'focused_attention', 'depthwise_conv2d')
-# shared memory in KB and warps of a multiprocessor; all have 65536 registers
-MULTIPROCESSOR = {80: (163, 64), 86: (99, 48), 89: (99, 48), 90: (227, 64), 100: (227, 64), 120: (99, 48)}
 
 
 class NoGPU:
@@ -51,7 +49,7 @@ class NoGPU:
         return 0
 
 
-def resources(kernel, grid, capability: int, *args, **settings) -> dict:
+def resources(kernel, grid, device, *args, **settings) -> dict:
     compiled = kernel.warmup(*args, grid=grid, **settings)
     with tempfile.NamedTemporaryFile(suffix='.cubin') as file:
         file.write(compiled.asm['cubin'])
@@ -59,10 +57,7 @@ def resources(kernel, grid, capability: int, *args, **settings) -> dict:
         tool = Path(nvidia.__file__).parent / 'bin' / 'cuobjdump'
         usage = subprocess.run([tool, '-res-usage', file.name], capture_output=True, text=True, check=True).stdout
     registers, stack = (int(re.search(rf'{field}:(\d+)', usage)[1]) for field in ('REG', 'STACK'))
-    shared, warps = compiled.metadata.shared, compiled.metadata.num_warps
-    memory, most = MULTIPROCESSOR[capability]
-    blocks = min(65536 // (-(-registers // 8) * 8 * 32 * warps), memory * 1024 // (shared + 1024), most // warps)
-    return dict(registers=registers, stack=stack, shared=shared, warps=blocks * warps)
+    return dict(registers=registers, stack=stack, shared=compiled.metadata.shared)
 
 
 def run_attention(op: str, dtype: torch.dtype, d: int, plain: bool) -> None:
@@ -95,8 +90,8 @@ def compiled(capability: int, dtype: str, width: int, op: str, flags: str) -> di
     driver.set_active(NoGPU(capability))
     found = []
 
-    def launched(kernel, grid, device, *args, **settings):
-        found.append(dict(resources(kernel, grid, capability, *args, **settings), kernel=kernel.__name__))
+    def launched(*args, **settings):
+        found.append(resources(*args, **settings))
 
     with mock.patch.object(launch, 'launch', launched), mock.patch.object(depthwise_op, 'launch', launched):
         if op == 'depthwise_conv2d':
@@ -104,13 +99,11 @@ def compiled(capability: int, dtype: str, width: int, op: str, flags: str) -> di
         else:
             run_attention(op, getattr(torch, dtype), width, flags == 'none')
     most = {key: max(each[key] for each in found) for key in ('registers', 'stack', 'shared')}
-    spills = ' '.join(sorted({each['kernel'] for each in found if each['stack']}))
-    row = dict(zip(KEYS, (capability, dtype, width, op, flags)), **most, launches=len(found), spills=spills)
-    return dict(row, warps=min(each['warps'] for each in found), triton=triton.__version__)
+    return dict(zip(KEYS, (capability, dtype, width, op, flags)), **most, triton=triton.__version__)
 
 
 def every_row():
-    for capability, dtype, op in itertools.product(MULTIPROCESSOR, ('bfloat16', 'float16', 'float32'), OPS):
+    for capability, dtype, op in itertools.product(CAPABILITIES, ('bfloat16', 'float16', 'float32'), OPS):
         widths, flags = [d for d in WIDTHS if d <= launch.WIDEST_HEAD[getattr(torch, dtype)]], ('all', 'none')
         if op == 'depthwise_conv2d':
             widths, flags = [3, 5], ('all',)

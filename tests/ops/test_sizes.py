@@ -19,13 +19,6 @@ def test_numbers_are_known_and_tensors_are_not(old, monkeypatch):
         assert not sizes.is_known(*unknown)
 
 
-def test_sizes_as_tensors():
-    like = torch.zeros(2, dtype=torch.float64)
-    for size in (5, torch.tensor(5)):
-        tensor = sizes.as_tensor(size, like, torch.float32)
-        assert tensor.dtype == torch.float32 and tensor.shape == () and tensor.item() == 5
-
-
 def test_known_sizes_leave_maps_where_they_are():
     x = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
     assert tensors.settled(x) is x

@@ -88,19 +88,13 @@ def test_kernels_compile_without_a_gpu(tmp_path):
 
 @pytest.mark.parametrize('at_once', [100, 264])
 def test_spans_of_the_tokens(at_once):
-    """All tokens in whole blocks of rows, no more spans than are summed at once; their programs fill whole waves of a
-    GPU that runs so many at a time."""
-    small = [(1, 1, 1), (2, 300, 3), (1, 1031, 1), (64, 5000, 8), (1, 10**6, 2)]
-    large = [(8, 16384, 16), (8, 4096, 16), (1, 16384, 8), (2, 60800, 1), (2, 15200, 2)]
-    for batch, tokens, heads in small + large:
+    """No more than are summed at once. Programs fill whole waves of a GPU that runs so many at a time; many images do
+    without spans."""
+    for batch, tokens, heads in ((8, 16384, 16), (8, 4096, 16), (1, 16384, 8), (2, 60800, 1), (2, 15200, 2)):
         plan = launch.plan(batch, tokens, heads, 64, 64, torch.float16, at_once)
-        span, programs = plan.sizes['span'], batch * heads * plan.splits
-        assert (plan.splits - 1) * span < tokens <= plan.splits * span and span % plan.rows['ROWS'] == 0
-        assert plan.splits <= launch.MOST_SPLITS and plan.grid == (programs,)
-        if (batch, tokens, heads) in large:  # of the last wave, little is idle
-            assert programs / at_once / -(-programs // at_once) > 0.75
-    assert launch.plan(1, 66800, 1, 64, 64, torch.float16, at_once).splits >= 100  # a large map fills a GPU
-    assert launch.plan(512, 5000, 8, 64, 64, torch.float16, at_once).splits <= 2  # many images do without
+        assert plan.splits <= launch.MOST_SPLITS and plan.grid == (batch * heads * plan.splits,)
+        assert plan.grid[0] / at_once / -(-plan.grid[0] // at_once) > 0.75
+    assert launch.plan(512, 5000, 8, 64, 64, torch.float16, at_once).splits <= 2
 
 
 def raised_at(error: Exception, module: str, function: str) -> Exception:
@@ -119,7 +113,6 @@ def raised_at(error: Exception, module: str, function: str) -> Exception:
         (triton.compiler.errors.CompilationError('x = 1', None, 'no such type'), True),
         (raised_at(RuntimeError('PassManager::run failed'), 'triton.compiler.compiler', 'compile'), True),
         (raised_at(RuntimeError('Failed to find C compiler'), 'triton.runtime.build', '_build'), True),
-        (raised_at(PermissionError('~/.triton'), 'triton.compiler.compiler', 'compile'), True),
         (raised_at(MemoryError(), 'triton.compiler.compiler', 'compile'), False),
         (raised_at(RuntimeError('Triton Error [CUDA]: out of memory'), 'triton.compiler.compiler', 'run'), False),
         (RuntimeError('CUDA error: operation not permitted when stream is capturing'), False),
@@ -140,37 +133,16 @@ def test_only_compilers_say_that_there_is_no_kernel(error, of_compiler, monkeypa
 
 def test_what_failed_is_one_binary():
     """Not the op: others of its kernels may well compile."""
-    tokens, rala = torch.zeros(1, 6, 8), launch.Attention(2, 'elu', weighted=True)
+    tokens, rala = torch.zeros(1, 6, 8), launch.Attention(2, 'focused', weighted=True)
 
-    def variant(op='rala', spec=rala, x=tokens, **more):
-        return attention_op.variant_of(op, spec, x, x, x, **more)
+    def variant(op='rala', x=tokens, mask=None, rotary=None, **changes):
+        return attention_op.variant_of(op, dataclasses.replace(rala, **changes), x, x, x, mask=mask, rotary=rotary)
 
-    variants = [
-        variant(),
-        variant('linear_attention'),
-        *(variant(spec=dataclasses.replace(rala, kernel='focused', power=power)) for power in (3.0, 4.0)),
-        variant(spec=dataclasses.replace(rala, heads=1)),
-        variant(spec=dataclasses.replace(rala, weighted=False)),
-        variant(x=tokens.half()),
-        variant(x=tokens.to('meta')),
-        variant(mask=torch.ones(1, 6, dtype=torch.bool)),
-        variant(rotary=torch.zeros(6, 2, 2)),
-    ]
-    assert len(set(variants)) == len(variants)
-    assert variant(x=tokens[:, :3]) == variants[0]
-
-
-def test_which_gradients_lie_in_one_tensor():
-    x, alone = torch.randn(2, 5, 48), torch.randn(2, 5, 16)
-    q, k, v = x.split(16, dim=-1)
-    other_steps = x.as_strided((2, 5, 16), (240, 40, 1), 16)
-    assert attention_op._slices_of_one(q, k, v) == 3
-    assert attention_op._slices_of_one(q, k, alone) == attention_op._slices_of_one(q, k, k) == 2
-    for tensors in ((q, alone, v), (alone, k, v), (k, q, v), (q, other_steps, v), (x[..., :8], k, v), (q[:, :3], k, v)):
-        assert attention_op._slices_of_one(*tensors) == 1
-    seen = []
-    torch.jit.trace(lambda *t: seen.append(attention_op._slices_of_one(*t)) or t[0] + 1, (q, k, v), check_trace=False)
-    assert seen[0] == 1
+    others = dict(op='focused_attention'), dict(power=4.0), dict(heads=1), dict(weighted=False), dict(kernel='elu')
+    tensors = dict(x=tokens.half()), dict(x=tokens.to('meta')), dict(mask=tokens[..., 0] > 0), dict(rotary=tokens)
+    variants = {variant(), *(variant(**options) for options in others + tensors)}
+    assert len(variants) == 1 + len(others + tensors)
+    assert variant(x=tokens[:, :3]) in variants
 
 
 @pytest.fixture
