@@ -93,14 +93,14 @@ def test_keys_that_somebody_keeps_are_not_written_over():
 
 
 def test_gradients_of_tensors_that_are_no_slices():
-    x = torch.randn(2, 3, 8)
-    overlapping = gradients_like(x[..., :5], x[..., 2:])
-    assert overlapping[0].untyped_storage().data_ptr() != overlapping[1].untyped_storage().data_ptr()
-    expanded, same, other = torch.randn(2, 1, 3).expand(2, 4, 3), x, torch.randn(3)
-    for made, tensor in zip(gradients_like(expanded, same, other), (expanded, same, other)):
-        assert made.shape == tensor.shape
-        made.fill_(1)
-        assert made.sum() == tensor.numel()  # expanded memory would be written over
-    first, second = x.split((3, 5), dim=-1)
-    for given in ((first, other, second), (other, second, first), (first, other, first)):  # in the order of the tensors
-        assert [made.shape for made in gradients_like(*given)] == [tensor.shape for tensor in given]
+    """In the order of the tensors, each in memory that may be written."""
+    x, other = torch.randn(2, 3, 8), torch.randn(3)
+    (first, second), expanded = x.split((3, 5), dim=-1), torch.randn(2, 1, 3).expand(2, 4, 3)
+    cases = (x[..., :5], x[..., 2:]), (expanded, x, other), (first, other, second), (other, second, first)
+    for given in cases:
+        made = gradients_like(*given)
+        assert [grad.shape for grad in made] == [tensor.shape for tensor in given]
+        for value, grad in enumerate(made):
+            grad.fill_(value)
+        assert [grad.unique().tolist() for grad in made] == [[value] for value in range(len(made))]
+        assert not any(0 in grad.stride() for grad in made)  # expanded memory would be written over
