@@ -40,6 +40,7 @@ class Arch:
     arch: dict
     depths: tuple[int, ...]
     embed_dims: tuple[int, ...]
+    frozen_stages: int
     arch_zoo: dict[str, dict] = {}
     arch_defaults: dict = dict(drop_path_rate=0.0)
     arch_counts: tuple[str, ...] = ()  # keys of the arch that hold numbers of tokens, pixels or patches
@@ -102,12 +103,14 @@ class Arch:
                 if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float('inf'):
                     raise ValueError(f'arch: {key}={self.arch[key]!r} has to consist of numbers above 0')
 
-    @staticmethod
-    def check_out_indices(out_indices: Sequence[int], num_stages: int) -> tuple[int, ...]:
+    def _check_outputs(self, out_indices: Sequence[int], outputs: int) -> tuple[int, ...]:
+        """``out_indices`` of a host of so many stages or blocks, which may be frozen one by one."""
         indices = tuple(check_type('out_indices', out_indices, (list, tuple)))
-        valid = indices and all(type(index) is int and 0 <= index < num_stages for index in indices)
+        valid = indices and all(type(index) is int and 0 <= index < outputs for index in indices)
         if not valid or list(indices) != sorted(set(indices)):
-            raise ValueError(f'out_indices={indices} have to be ascending and lie in [0, {num_stages - 1}]')
+            raise ValueError(f'out_indices={indices} have to be ascending and lie in [0, {outputs - 1}]')
+        if not -1 <= self.frozen_stages <= outputs:
+            raise ValueError(f'frozen_stages={self.frozen_stages} has to lie in [-1, {outputs}]')
         return indices
 
     def _block_attns(self, stage_attns: Sequence) -> list[list[Any]]:

@@ -283,11 +283,8 @@ class PyramidBackbone(Backbone):
         self, arch: Spec, *, out_indices: Sequence[int] = (0, 1, 2, 3), out_norm: bool = True, **kwargs
     ) -> None:
         super().__init__(arch, **kwargs)
-        num_stages = len(self.depths)
-        self.out_indices = self.check_out_indices(out_indices, num_stages)
+        self.out_indices = self._check_outputs(out_indices, len(self.depths))
         self.num_stages = self.out_indices[-1] + 1
-        if not -1 <= self.frozen_stages <= num_stages:
-            raise ValueError(f'frozen_stages={self.frozen_stages} has to lie in [-1, {num_stages}]')
         self.out_norm = check_type('out_norm', out_norm, bool)
         self.patch_embeds = ModuleList()
         self.stages = ModuleList()

@@ -98,12 +98,10 @@ class LinearDeiT(Backbone):
         self.out_type = out_type
         depth, dim, side = self.depths[0], self.embed_dims[0], self.per_stage('grid')[0]
         indices = [out_indices] if type(out_indices) is int else check_type('out_indices', out_indices, (list, tuple))
-        self.out_indices = self.check_out_indices(
+        self.out_indices = self._check_outputs(
             [i + depth if type(i) is int and -depth <= i < 0 else i for i in indices], depth
         )
         self.num_blocks = self.out_indices[-1] + 1
-        if not -1 <= self.frozen_stages <= depth:
-            raise ValueError(f'frozen_stages={self.frozen_stages} has to lie in [-1, {depth}]')
         self.patch_embeds = ModuleList([PatchEmbed(self.in_channels, dim, 16, 16)])
         self.cls_token = nn.Parameter(torch.zeros(1, 1, dim))
         nn.init.trunc_normal_(self.cls_token, std=0.02)

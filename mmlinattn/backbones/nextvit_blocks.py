@@ -43,9 +43,8 @@ class ConvNorm(BaseModule):
         stride: int = 1,
         groups: int = 1,
         relu: bool = False,
-        init_cfg=None,
     ) -> None:
-        super().__init__(init_cfg)
+        super().__init__()
         self.conv = nn.Conv2d(in_dim, dim, kernel_size, stride, kernel_size // 2, groups=groups, bias=False)
         self.norm = build_norm_layer(norm_cfg, dim)[1]
         self.relu = relu
@@ -112,8 +111,8 @@ class ConvAttention(BaseModule):
         norm_cfg (dict): The norm.
     """
 
-    def __init__(self, dim: int, group_dim: int, norm_cfg: dict, init_cfg=None) -> None:
-        super().__init__(init_cfg)
+    def __init__(self, dim: int, group_dim: int, norm_cfg: dict) -> None:
+        super().__init__()
         self.conv = ConvNorm(dim, dim, norm_cfg, 3, groups=dim // group_dim, relu=True)
         self.proj = nn.Linear(dim, dim, bias=False)
 
@@ -175,10 +174,8 @@ class ConvBlock(BaseModule):
         drop_path (float): Rate of stochastic depth.
     """
 
-    def __init__(
-        self, in_dim: int, dim: int, group_dim: int, ffn: nn.Module, norm_cfg: dict, drop_path: float, init_cfg=None
-    ) -> None:
-        super().__init__(init_cfg)
+    def __init__(self, in_dim: int, dim: int, group_dim: int, ffn: nn.Module, norm_cfg: dict, drop_path: float) -> None:
+        super().__init__()
         self.embed = ConvNorm(in_dim, dim, norm_cfg) if in_dim != dim else None
         self.conv = ConvAttention(dim, group_dim, norm_cfg)
         self.norm = build_norm_layer(norm_cfg, dim)[1]
@@ -215,9 +212,8 @@ class TransformerBlock(BaseModule):
         ffn: nn.Module,
         norm_cfg: dict,
         drop_path: float,
-        init_cfg=None,
     ) -> None:
-        super().__init__(init_cfg)
+        super().__init__()
         self.embed = ConvNorm(in_dim, attn_dim, norm_cfg) if in_dim != attn_dim else None
         self.norm1 = build_norm_layer(norm_cfg, attn_dim)[1]
         self.attn = attn

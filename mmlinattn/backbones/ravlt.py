@@ -13,7 +13,6 @@ from ..layers import (
     ConvDownsample,
     ConvFFN,
     ConvStem,
-    FactorisedLinear,
     ResidualDWConv,
     fold_batch_norm,
     is_foldable,
@@ -141,21 +140,14 @@ class RAVLT(PyramidBackbone):
         super().switch_to_deploy()
         for embed in self.patch_embeds:
             embed.layers = fold_batch_norms(embed.layers)
-        for stage in self.stages:
-            for block in stage:
-                for linear, name in ((block.attn.proj, 'gamma1'), (last_linear(block.ffn.fc2), 'gamma2')):
-                    gamma = getattr(block, name)
-                    if gamma is not None:
-                        if isinstance(block.ffn.fc2, FactorisedLinear) and name == 'gamma2':
-                            block.ffn.fc2.bias.mul_(gamma)
-                        linear.weight.mul_(gamma[:, None])
-                        linear.bias.mul_(gamma)
-                        setattr(block, name, None)
+        for block in (block for stage in self.stages for block in stage):
+            for layer, name in ((block.attn.proj, 'gamma1'), (block.ffn.fc2, 'gamma2')):
+                gamma = getattr(block, name)
+                for key, parameter in layer.named_parameters() if gamma is not None else ():
+                    if not key.startswith('down.'):  # the first factor of a compact FFN stays
+                        parameter.mul_(gamma if parameter.dim() == 1 else gamma[:, None])
+                setattr(block, name, None)
         return self.eval()
-
-
-def last_linear(layer: nn.Module) -> Any:
-    return layer.up if isinstance(layer, FactorisedLinear) else layer
 
 
 def fold_batch_norms(layers: nn.Sequential) -> nn.Sequential:
