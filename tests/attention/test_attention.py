@@ -174,9 +174,6 @@ def test_a_window_of_padding_only_has_no_values_and_finite_gradients(name, dtype
 def test_what_the_twins_do_not_say():
     assert not FocusedMixer(8, 2).scale.any()  # softplus(0) to begin with
     assert HallucinatedMixer(DIM, HEADS).steps == ('ihh', 'chh')
-    assert HallucinatedMixer(DIM, HEADS, steps=['chh', 'ihh']).steps == ('chh', 'ihh')  # a config's list
-    hydra = TOKEN_MIXERS.get('hydra')(8, 2)
-    assert (hydra.num_heads, hydra.head_dim) == (8, 1)  # as many heads as channels
 
 
 def test_a_host_gates_those_that_have_no_opinion():

@@ -225,16 +225,6 @@ def test_compiled_softmax_attention_is_fused():
     assert not [op for op, value in nodes if value.shape[-2:] == (GRID.num_tokens,) * 2]
 
 
-@every_mixer
-def test_traced_graphs_write_over_nothing(mixer):
-    attention = build(mixer, torch.float32).eval()
-    with torch.no_grad():
-        attention.requires_grad_(False)
-        traced = torch.jit.trace(lambda x: attention(x, GRID, rotary=table(torch.float32)), tokens(torch.float32))
-    names = {node.kind() for node in traced.graph.nodes()}
-    assert not [name for name in names if name.endswith('_') and not name.endswith('__')]
-
-
 @pytest.mark.parametrize(
     ('capability', 'triton', 'cuda', 'reason'),
     [
