@@ -202,20 +202,16 @@ def test_weights_may_come_from_several_files_and_the_rest_starts_as_without_one(
         torch.save({key: value for key, value in source.items() if key.startswith(part)}, path)
         given.append(dict(type='Pretrained', checkpoint=str(path)))
     model = build('RAVLT', init_cfg=given)
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, 7)
     model.init_weights()
     assert model.init_cfg == given
     for name, value in model.state_dict().items():
         assert torch.equal(value, source[name]) or name.startswith('stages'), name
-    for module in model.stages.modules():
-        if isinstance(module, nn.Linear):
-            assert module.weight.detach().std() == pytest.approx(0.02, rel=0.5) and not module.bias.any()
-        elif isinstance(module, nn.LayerNorm):
-            assert (module.weight == 1).all() and not module.bias.any()
-    nn.init.ones_(model.patch_embeds[0].layers[0].weight)
+    linear, norm = model.stages[0][0].ffn.fc1, model.stages[0][0].norm1
+    assert linear.weight.detach().std() == pytest.approx(0.02, rel=0.5) and (norm.weight == 1).all()
+    assert not linear.bias.any() and not norm.bias.any()
+    nn.init.ones_(norm.bias)
     model.init_weights()
-    assert (model.patch_embeds[0].layers[0].weight == 1).all()
+    assert norm.bias.all()
 
 
 @pytest.mark.parametrize('listed', [False, True])

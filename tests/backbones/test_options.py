@@ -1,0 +1,73 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Options of single hosts: windows of Swin and CSWin, outputs of the plain backbone."""
+
+import pytest
+import torch
+from small_hosts import ARCHS, build, image
+
+from mmlinattn.attention import StripeAttention
+
+
+@pytest.mark.parametrize('attns', [['softmax', 'rala'], ['rala', 'softmax']], ids=str)
+def test_each_block_of_cswin_has_the_windows_of_its_own_attention(attns):
+    """Stripes of a quadratic attention, the whole map of a linear one, side by side in a stage."""
+    model = build('LinearCSWin', stage_attns=('softmax', 'rala', attns, 'softmax'))
+    found = [isinstance(block.attn, StripeAttention) for block in model.stages[2]]
+    assert found == [attn == 'softmax' for attn in attns]
+
+
+def test_window_size():
+    """Of all blocks, of a stage, or trained; linear ones may see the whole map. Position tables are of the window, or
+    of the trained one where there is none."""
+
+    def built(window_size):
+        attns = ('focused', 'focused', ['focused', 'softmax'], 'softmax')
+        model = build('LinearSwin', window_size=window_size, stage_attns=attns)
+        blocks = [block.attn for stage in model.stages for block in stage]
+        return [attn.window for attn in blocks], [attn.mixer.position.grid for attn in blocks[:3]]
+
+    trained = [(7, 7), (4, 4), (3, 3)]
+    assert built('trained') == ([*trained, (3, 3), (3, 3)], trained)
+    assert built(None) == ([None, None, None, (3, 3), (3, 3)], trained)
+    assert built(5) == ([(5, 5)] * 5, [(5, 5)] * 3)
+    expected = [(9, 9), None, (3, 3), (3, 3), (2, 2)], [(9, 9), (4, 4), (3, 3)]
+    assert built((9, None, 'trained', 2)) == built([9, None, 'trained', 2]) == expected
+
+
+def test_blocks_of_swin_shift_in_turn_where_windows_are_small():
+    arch = dict(ARCHS['LinearSwin'], depths=(2, 3, 2, 1))
+    attns = ('softmax', 'hallucinated', ['inline', 'rala'], 'rala')
+    model = build('LinearSwin', arch=arch, stage_attns=attns)
+    shifted = [[block.attn.shift for block in stage] for stage in model.stages]
+    assert shifted == [[False, True], [False, True, False], [False, False], [False]]
+    biased = [[block.attn.relative_bias is not None for block in stage] for stage in model.stages]
+    assert biased == [[True] * 2, [True] * 3, [False] * 2, [False]]
+
+
+@pytest.mark.parametrize('out_type', ['raw', 'cls_token', 'featmap', 'avg_featmap'])
+def test_outputs_of_deit(out_type):
+    model, raw = (build('LinearDeiT', 'inline', out_type=kind).eval() for kind in (out_type, 'raw'))
+    ((out,), (tokens,)) = model(x := image()), raw(x)
+    assert tokens.shape == (2, 1 + 4 * 6, 16)
+    patches = tokens[:, 1:]
+    expected = dict(
+        raw=tokens,
+        cls_token=tokens[:, 0],
+        featmap=patches.transpose(1, 2).unflatten(2, (4, 6)),
+        avg_featmap=patches.mean(dim=1),
+    )
+    torch.testing.assert_close(out, expected[out_type])
+
+
+@pytest.mark.parametrize(('given', 'blocks'), [(-1, [1]), (0, [0]), ([0, 1], [0, 1]), ((-2,), [0]), ((-2, -1), [0, 1])])
+def test_out_indices_of_deit(given, blocks):
+    model = build('LinearDeiT', 'focused', out_indices=given)
+    assert model.feature_info == [dict(stage=i, channels=16, stride=16) for i in blocks]
+    assert len(model(image())) == len(blocks) and len(model.blocks) == blocks[-1] + 1
+
+
+@pytest.mark.parametrize('bias', [True, False])
+def test_the_bias_of_projections_is_the_archs(bias):
+    model = build('LinearDeiT', 'rala', arch=dict(ARCHS['LinearDeiT'], qkv_bias=bias))
+    assert [block.attn.qkv.bias is not None for block in model.blocks] == [bias, bias]
+    assert all(block.attn.proj.bias is not None for block in model.blocks)
