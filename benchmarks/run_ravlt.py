@@ -9,6 +9,7 @@ All ratios are of one run, medians of interleaved repeats. See README.md in this
 """
 
 import argparse
+import math
 import platform
 import sys
 import time
@@ -138,7 +139,8 @@ def mib(size: float) -> str:
 
 def compare(report, title, ours, reference, unit, target) -> None:
     """A row; speed as reference / ours (more is better), memory as ours / reference."""
-    ratio = reference / ours if target.least else ours / reference
+    part, whole = (reference, ours) if target.least else (ours, reference)
+    ratio = part / whole if whole else math.inf  # small images fit in memory that the process had
     report.row(title, unit(ours), unit(reference), f'{ratio:.2f}', target.judge(ratio))
 
 

@@ -2,6 +2,7 @@
 """How hosts lay tokens around an attention. All take and give (B, H, W, C) maps; none knows a method."""
 
 import itertools
+import math
 from collections.abc import Iterable
 from typing import Optional, Union
 
@@ -17,7 +18,7 @@ from ..ops import dispatch
 from ..ops.softmax import masked_logit
 from ..ops.tensors import multiply
 from .base import Attention, Grid, Mixing, mean_token
-from .windows import OpenWindows, Windows
+from .windows import OpenWindows, Region, Windows, assemble, cut
 
 
 class GlobalAttention(Attention):
@@ -148,6 +149,8 @@ class WindowAttention(Attention):
         relative_bias (bool): Swin's relative position bias, for mixers that take a bias.
     """
 
+    small_numel = 2**22  # of a map whose windows pad, see :meth:`regions_of`
+
     def __init__(
         self,
         dim: int,
@@ -170,13 +173,12 @@ class WindowAttention(Attention):
     def forward(  # type: ignore[override]
         self, x: Tensor, map_windows: Optional[MapWindows] = None, residual: Optional[Tensor] = None, **shared
     ) -> Tensor:
-        height, width = x.shape[1:3]
-        windows = Windows.fit(height, width, self.window, self.shift)
+        map_windows = map_windows or MapWindows(x)
+        windows, real, regions = map_windows.get(self.window, self.shift)
         # a recorded graph has to hold as many windows at any size
         is_cut_alike = self.mixer.quadratic or dispatch.is_traced()
         if isinstance(windows, Windows) and not (is_cut_alike or windows.is_whole or any(windows.shift)):
-            return self.in_regions(x, windows, residual=residual, **shared)
-        windows, real, regions = (map_windows or MapWindows(x)).get(self.window, self.shift)
+            return self.around_windows(x, windows, real, residual=residual, **shared)
         # four dimensions: with three, PyTorch leaves its fused attention
         bias = None if self.relative_bias is None else self.relative_bias(*windows.window)[None]
         if regions is not None and self.mixer.bias:
@@ -190,38 +192,51 @@ class WindowAttention(Attention):
         out = windows.merge(super().forward(tokens, grid, mask=real, bias=bias, **shared), x.shape[0])
         return out if residual is None else residual + out
 
-    def in_regions(
+    def around_windows(
         self,
         x: Tensor,
         windows: Windows,
+        real: Optional[Tensor],
         context_tokens: Optional[Tensor] = None,
         out_scale: Optional[Tensor] = None,
         residual: Optional[Tensor] = None,
         **shared,
     ) -> Tensor:
-        """Windows that end where the map does, instead of padding: windows of a linear attention are large.
+        """The whole map is projected at once, before it is cut and after it is put together.
 
-        The whole map is projected at once, before it is cut and after it is put together.
+        Windows of a linear attention are large, and padding may be most of the last ones. So those of large maps end
+        where the map does, each size a group of its own. On small maps padding takes less time than the parallel
+        regions, or launches, of a group.
         """
-        parts = self.project(x)
+        regions, parts = self.regions_of(x, windows), self.project(x)
         source = x if context_tokens is None else context_tokens
+        mask = real if len(regions) == 1 else None
 
         def mixed_regions():
-            cut = [windows.cut(p.tensor) for p in parts]
+            pieces = [cut(p.tensor, regions) for p in parts]
             contexts: Iterable[Optional[Tensor]] = itertools.repeat(None)
             if self.mixer.context:
-                means = list(windows.cut(source, mean=True))
+                means = list(cut(source, regions, mean=True))
                 contexts = self.mixer.prepare(torch.cat(means)).split([len(part) for part in means])
-            for (_, _, part), context, *pieces in zip(windows.regions(), contexts, *cut):
+            for (_, _, part), context, *tensors in zip(regions, contexts, *pieces):
                 height, width = part.window
-                tokens = [Projected(piece, p.widths) for piece, p in zip(pieces, parts)]
+                tokens = [Projected(tensor, p.widths) for tensor, p in zip(tensors, parts)]
                 q, k, v, *gate = split_parts(tokens)
-                out = self.mix(q, k, v, Grid(height, width, within=windows.window), context=context, **shared)
+                grid = Grid(height, width, within=windows.window)
+                out = self.mix(q, k, v, grid, mask=mask, context=context, **shared)
                 yield multiply(out, gate[0]) if gate else out
 
-        out = windows.assemble(mixed_regions())
+        out = assemble(mixed_regions(), regions)
         out = out if self.gate == 'projection' else self.apply_gate(out, x)
         return apply_linear(self.proj, out, out_scale, residual=residual)
+
+    def regions_of(self, x: Tensor, windows: Windows) -> list[Region]:
+        """The regions that ``x`` (B, H, W, C) is cut in: one that pads where that is little, else those that do not."""
+        pads_little = 2 * math.prod(windows.padded) <= 3 * windows.height * windows.width
+        most = self.small_numel // 2 if dispatch.records() else self.small_numel  # its gradient is padded, too
+        if pads_little and x.numel() <= most:
+            return [(slice(0, windows.height), slice(0, windows.width), windows)]
+        return windows.regions()
 
 
 class StripeAttention(BaseModule):

@@ -223,9 +223,7 @@ class Mixing(BaseModule):
             self.local = DepthwiseConv2d(v_dim, local_kernel)
 
     def mix(self, q, k, v, grid, key_grid=None, mask=None, rotary=None, bias=None, context=None) -> Tensor:
-        """Mixed values, (B, N, widths[2]); arguments as in :meth:`TokenMixer.forward`."""
-        if mask is not None:
-            v = v * mask.unsqueeze(-1).to(v.dtype)
+        """Mixed values, (B, N, widths[2]); arguments as in :meth:`TokenMixer.forward`, values of padding zero."""
         terms = dict(
             mask=mask,
             rotary=rotary if self.mixer.rotary else None,
@@ -298,9 +296,11 @@ class Attention(Mixing):
             Tensor: (B, N, C).
         """
         q, k, v, *gate = split_parts(self.project(x, kv))
-        context = None
+        mask, context = kwargs.get('mask'), None
+        if mask is not None:  # what padding was projected to
+            v = v * mask.unsqueeze(-1).to(v.dtype)
         if self.mixer.context:
-            context = mean_token(x if context_tokens is None else context_tokens, kwargs.get('mask'))
+            context = mean_token(x if context_tokens is None else context_tokens, mask)
         out = self.mix(q, k, v, grid, context=context, **kwargs)
         return apply_linear(self.proj, self.apply_gate(out, x, *gate), out_scale, residual=residual)
 

@@ -1,16 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Matrix products: linear layers, and which library makes them on this CPU.
+"""Matrix products: linear layers, with what follows them in the pass that writes the product."""
 
-float32 products are oneDNN's or those of PyTorch's own library (MKL, OpenBLAS). Mostly both are alike, and PyTorch's
-own calls cost less; but MKL uses AVX-512 on Intel's cores only, and runs at half of oneDNN's rate where AMD's have it.
-So the CPU decides: a measurement would be disturbed by whatever else runs, and results would differ from start to
-start. The environment variable ``MMLINATTN_PRODUCTS`` (``auto``, ``torch``, ``onednn``) says otherwise. Results differ
-by rounding only: 1e-5 relative to the largest.
-"""
-
-import functools
-import os
-from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -20,9 +10,6 @@ from torch import Tensor
 from . import dispatch, private
 from .tensors import first_order
 
-VARIABLE = 'MMLINATTN_PRODUCTS'
-CHOICES = ('auto', 'torch', 'onednn')
-_CPU_INFO = Path('/proc/cpuinfo')
 _MIN_TRAINED_MACS = 2**23  # below, calling Python in the backward pass costs what the product saves
 
 
@@ -90,48 +77,7 @@ class _Linear(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, grad):
         x, weight = ctx.saved_tensors
-        by_onednn = prefers_onednn(x, weight)
-        grad_x = grad_weight = None
-        if ctx.needs_input_grad[0]:
-            grad_x = product(grad, weight.T) if by_onednn else grad @ weight
-        rows, inputs = grad.flatten(0, -2), x.flatten(0, -2)
-        if ctx.needs_input_grad[1]:
-            grad_weight = _inner_product(rows, inputs) if by_onednn else rows.T @ inputs
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        rows = grad.flatten(0, -2)
+        grad_weight = rows.T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, rows.sum(dim=0) if ctx.needs_input_grad[2] else None
-
-
-def _inner_product(a: Tensor, b: Tensor) -> Tensor:
-    """``a.T @ b`` of (M, N) and (M, K). oneDNN copies the first factor, which is to be the narrower one."""
-    if a.shape[1] <= b.shape[1]:
-        return product(a.T, b.T)
-    return product(b.T, a.T).T.contiguous()
-
-
-def prefers_onednn(a: Tensor, b: Tensor) -> bool:
-    """Whether ``product`` is the faster way to multiply these two matrices.
-
-    Raises:
-        ValueError: For an unknown value of ``MMLINATTN_PRODUCTS``.
-    """
-    if a.dtype != torch.float32 or not dispatch.onednn_takes(a, b):
-        return False
-    choice = os.environ.get(VARIABLE, '') or 'auto'
-    if choice not in CHOICES:
-        raise ValueError(f'{VARIABLE}={choice!r} has to be one of {CHOICES}')
-    return choice == 'onednn' or (choice == 'auto' and _slows_mkl())
-
-
-@functools.cache
-def _slows_mkl() -> bool:
-    """Whether PyTorch's library is MKL, and this CPU one of AMD's with AVX-512."""
-    try:
-        cpu = _CPU_INFO.read_text()
-    except OSError:  # not Linux
-        return False
-    return torch.backends.mkl.is_available() and 'AuthenticAMD' in cpu and 'avx512f' in cpu
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b.T`` of (..., K) and (N, K) by oneDNN. It copies an ``a`` with gaps; on such a ``b`` it is a
-    thousand times slower, so that it is copied here."""
-    return private.LINEAR(a, b if b.is_contiguous() or b.T.is_contiguous() else b.contiguous(), None, 'none', [], '')

@@ -5,11 +5,9 @@ python -m projects.pages.attentions
 """
 
 import argparse
-import os
 import warnings
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 from mmengine.logging import MMLogger
@@ -19,7 +17,6 @@ import mmlinattn  # noqa: F401  registers the backbones
 from mmlinattn.analysis.counting import Count
 from mmlinattn.apis.cli import check_out_file, one_line_errors
 from mmlinattn.attention import TOKEN_MIXERS, Grid
-from mmlinattn.ops import products
 
 from .tables import markdown_table
 
@@ -126,11 +123,7 @@ def kept_for_backward(name: str, dim: int = 64, num_heads: int = 2, side: int = 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        # one answer on every machine
-        with (
-            mock.patch.dict(os.environ, {products.VARIABLE: 'torch'}),
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        ):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             mixer(*tokens, grid, grid, context=context)
     finally:
         torch.set_num_threads(threads)

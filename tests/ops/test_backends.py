@@ -2,7 +2,6 @@
 """The fast backends of the equations give the values and gradients of their references, in every type and layout."""
 
 import itertools
-from functools import partial
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmlinattn import ops
-from mmlinattn.ops import products
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
 draws = settings(max_examples=8, deadline=None, derandomize=True, database=None)
@@ -82,23 +80,10 @@ def test_products_by_head_or_image_where_these_are_few_and_large(batch, heads, l
     torch.testing.assert_close(ops.tensors.product(x, matrix), torch.einsum('bhnd,bhde->bhne', x, matrix))
 
 
-@pytest.mark.parametrize('choice', ['torch', 'onednn', 'auto'])
-@pytest.mark.parametrize('size', [(300, 300), (70, 310)], ids=str)
-def test_softmax_attention_by_either_products(choice, size, monkeypatch):
-    """In blocks of rows where oneDNN's products are preferred; values and gradients are close whichever it is."""
-    monkeypatch.setenv(products.VARIABLE, choice)
-    monkeypatch.setattr(ops.softmax, '_MIN_MACS', 1)
-    monkeypatch.setattr(ops.softmax, '_BLOCK_NUMEL', 20_000)
-    tensors = [torch.randn(2, length, 24) for length in (size[0], size[1], size[1])]
-    assert_follows_reference(partial(ops.softmax_attention, num_heads=3), tensors, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize('choice', ['torch', 'onednn'])
 @pytest.mark.parametrize('width', [70, 200])
 @pytest.mark.parametrize('learning', [(0, 1, 2), (0,), (1,), (2,)], ids=str)
-def test_linear_layers_train_by_either_products(choice, width, learning, monkeypatch):
+def test_linear_layers_train(width, learning, monkeypatch):
     """Frozen ones, too."""
-    monkeypatch.setenv(products.VARIABLE, choice)
     monkeypatch.setattr(ops.products, '_MIN_TRAINED_MACS', 1)
     tensors = [torch.randn(2, 30, 100), torch.randn(width, 100), torch.randn(width)]
 
@@ -146,37 +131,3 @@ def test_without_onednns_operators(monkeypatch):
         torch.testing.assert_close(ops.depthwise_conv2d(image, kernel, onto=image.clone()), image + expected)
         gelu = torch.nn.functional.gelu(expected)
         torch.testing.assert_close(ops.gelu_of_conv(image, kernel, None, 1, 1, 4), gelu)
-
-
-# --- which products ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    'cpu, slow',
-    [('GenuineIntel avx512f', False), ('AuthenticAMD avx2', False), ('AuthenticAMD avx2 avx512f', True), ('', False)],
-)
-def test_products_are_onednns_where_mkl_is_slow(cpu, slow, tmp_path, monkeypatch):
-    """MKL leaves AVX-512 of AMD's cores unused. Whichever is taken, the result is the same up to rounding."""
-    monkeypatch.delenv(products.VARIABLE, raising=False)
-    info = tmp_path / 'cpuinfo'
-    if cpu:
-        info.write_text(cpu)
-    monkeypatch.setattr(products, '_CPU_INFO', info)
-    a, b = torch.randn(64, 32), torch.randn(16, 32)
-    products._slows_mkl.cache_clear()
-    try:
-        assert products.prefers_onednn(a, b) is (slow and torch.backends.mkl.is_available())
-    finally:
-        products._slows_mkl.cache_clear()
-    torch.testing.assert_close(products.product(a, b), a @ b.T, rtol=1e-5, atol=1e-5)
-
-
-def test_the_variable_says_which_products(monkeypatch):
-    a, b = torch.randn(64, 32), torch.randn(16, 32)
-    for choice in ('torch', 'onednn'):
-        monkeypatch.setenv(products.VARIABLE, choice)
-        assert products.prefers_onednn(a, b) is (choice == 'onednn')
-        assert not products.prefers_onednn(a.double(), b.double())
-    monkeypatch.setenv(products.VARIABLE, 'fast')
-    with pytest.raises(ValueError, match=r"MMLINATTN_PRODUCTS='fast' has to be one of \('auto', 'torch', 'onednn'\)"):
-        products.prefers_onednn(a, b)

@@ -70,7 +70,6 @@ def expected():
         dict(threads=1),
         dict(threads=2),
         dict(threads=4),
-        dict(threads=2, MMLINATTN_PRODUCTS='onednn'),
         dict(threads=1, ONEDNN_MAX_CPU_ISA='AVX512_CORE', ATEN_CPU_CAPABILITY='avx2'),
         dict(threads=1, ONEDNN_MAX_CPU_ISA='AVX512_CORE_BF16'),
         dict(threads=2, ONEDNN_MAX_CPU_ISA='AVX2', ATEN_CPU_CAPABILITY='avx2'),
