@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The residual branches of a block: layer scale and stochastic depth in all their forms."""
+"""The residual branches of a block: layer scale and stochastic depth in all their forms. What feed-forward networks
+compute: tests/backbones/test_hosts_parity.py and test_ravlt.py."""
 
 import pytest
 import torch
@@ -153,22 +154,3 @@ def test_strips_change_nothing(ffn, size, scaled, monkeypatch):
         module.fc2.register_forward_hook(lambda module, inputs, out: seen.append(inputs[0].shape))
         torch.testing.assert_close(module(x, scale, residual=residual), whole + residual)
     assert seen == [(2, *size, 10)]
-
-
-@pytest.mark.parametrize('ffn', [MLP, ConvFFN, DWConvFFN])
-def test_feed_forward_networks_are_their_equations(ffn):
-    module, x = ffn(4, 6), torch.randn(2, 3, 5, 4)
-    gelu = nn.functional.gelu
-    hidden = nn.functional.linear(x, module.fc1.weight, module.fc1.bias)
-
-    def conv(y):
-        image = y.permute(0, 3, 1, 2)
-        kernel = module.dwconv.weight, module.dwconv.bias
-        return nn.functional.conv2d(image, *kernel, padding=1, groups=6).permute(0, 2, 3, 1)
-
-    hidden = gelu(conv(hidden)) if ffn is DWConvFFN else gelu(hidden)
-    hidden = hidden + conv(hidden) if ffn is ConvFFN else hidden
-    expected = nn.functional.linear(hidden, module.fc2.weight, module.fc2.bias)
-    for learns in (True, False):
-        with torch.set_grad_enabled(learns):
-            torch.testing.assert_close(module(x), expected)

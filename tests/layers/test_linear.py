@@ -12,17 +12,6 @@ from mmlinattn.ops import dispatch
 pytestmark = pytest.mark.usefixtures('fast_forms')
 
 
-@pytest.mark.parametrize('bias', [True, False])
-@pytest.mark.parametrize('scale', [True, False])
-def test_a_scale_goes_into_the_matrix(scale, bias):
-    layer, x, factor = nn.Linear(6, 4, bias=bias), torch.randn(2, 3, 6), torch.randn(4) if scale else None
-    expected = nn.functional.linear(x, layer.weight, layer.bias) * (factor if scale else 1)
-    for learns in (True, False):
-        with torch.set_grad_enabled(learns):
-            torch.testing.assert_close(apply_linear(layer, x, factor), expected)
-            torch.testing.assert_close(apply_linear(nn.Sequential(layer), x, factor), expected)
-
-
 def test_products_under_autocast_are_of_its_type():
     """Also where a faster product in float32 is at hand, which `torch.autocast` was asked to leave."""
     layer, x = nn.Linear(64, 64), torch.randn(2, 40, 64)
