@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from .angular import AngularMixer
-from .arrangements import GlobalAttention, MapWindows, ReducedAttention, StripeAttention, WindowAttention
-from .base import TOKEN_MIXERS, Attention, Grid, TokenMixer, get_mixer
+from .arrangements import MapWindows, ReducedAttention, StripeAttention, WindowAttention
+from .base import TOKEN_MIXERS, Attention, GlobalAttention, Grid, TokenMixer, get_mixer
 from .efficient import EfficientMixer
 from .enhanced import EnhancedMixer
 from .focused import FocusedMixer

@@ -21,16 +21,6 @@ from .base import Attention, Grid, Mixing, mean_token
 from .windows import OpenWindows, Region, Windows, assemble, cut
 
 
-class GlobalAttention(Attention):
-    """:class:`Attention` over the whole map."""
-
-    def forward(self, x: Tensor, residual: Optional[Tensor] = None, **shared) -> Tensor:  # type: ignore[override]
-        grid = Grid(*x.shape[1:3])
-        if residual is not None:
-            shared['residual'] = residual.flatten(1, 2)
-        return super().forward(x.flatten(1, 2), grid, **shared).unflatten(1, grid[:2])
-
-
 class ReducedAttention(Attention):
     """Global attention whose keys and values live on a map reduced by a strided convolution and a norm (PVT Eq. 2-3).
 

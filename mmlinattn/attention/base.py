@@ -312,6 +312,16 @@ class Attention(Mixing):
         return multiply(out, x if self.gate == 'identity' else x.tanh())
 
 
+class GlobalAttention(Attention):
+    """:class:`Attention` over the whole map."""
+
+    def forward(self, x: Tensor, residual: Optional[Tensor] = None, **shared) -> Tensor:  # type: ignore[override]
+        grid = Grid(*x.shape[1:3])
+        if residual is not None:
+            shared['residual'] = residual.flatten(1, 2)
+        return super().forward(x.flatten(1, 2), grid, **shared).unflatten(1, grid[:2])
+
+
 def mean_token(x: Tensor, mask: Optional[Tensor]) -> Tensor:
     """Mean of the real tokens: (B, N, C), (B, N) -> (B, C), accumulated in float32 or better."""
     dtype = accumulation_dtype(x)
