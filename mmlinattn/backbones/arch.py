@@ -49,12 +49,11 @@ class Arch:
 
     @classmethod
     def resolve_arch(cls, arch: Spec) -> dict:
-        """The arch as a dict with all keys: a zoo name's, or the given dict over :attr:`arch_defaults`."""
-        defaults = dict(ffn=None, **cls.arch_defaults)
-        if isinstance(arch, str):
-            if arch not in cls.arch_zoo:
-                raise ValueError(f'arch={arch!r} of {cls.__name__} has to be one of {list(cls.arch_zoo)} or a dict')
-            return deepcopy({**defaults, **cls.arch_zoo[arch]})
+        """The arch as a dict with all keys: a zoo name's, or the given dict over :attr:`arch_defaults`; softmax
+        attention where neither names one."""
+        defaults = {'ffn': None, 'stage_attns': None, **cls.arch_defaults}
+        if isinstance(arch, str) and arch in cls.arch_zoo:
+            arch = cls.arch_zoo[arch]
         if not isinstance(arch, dict):
             raise ValueError(f'arch={arch!r} of {cls.__name__} has to be one of {list(cls.arch_zoo)} or a dict')
         needed = {'embed_dims', 'depths', 'num_heads'}
@@ -70,7 +69,10 @@ class Arch:
         lengths = {key: len(arch[key]) for key in sorted(needed)}
         if len(set(lengths.values())) != 1:
             raise ValueError(f'arch of {cls.__name__}: embed_dims, depths and num_heads differ in length: {lengths}')
-        return deepcopy({**defaults, **arch})
+        resolved = deepcopy({**defaults, **arch})
+        if resolved['stage_attns'] is None:
+            resolved['stage_attns'] = ('softmax',) * len(arch['depths'])
+        return resolved
 
     def per_stage(self, key: str) -> tuple:
         """An arch value for every stage; a single one stands for all."""

@@ -52,7 +52,6 @@ class LinearCSWin(PyramidBackbone):
         stripes=(1, 2, 7, None),
         grids=(56, 28, 14, 7),
         drop_path_rate=0.2,
-        stage_attns=('softmax',) * 4,
     )
     _narrow = dict(embed_dims=(64, 128, 256, 512), num_heads=(2, 4, 8, 16))
     _wide = dict(embed_dims=(96, 192, 384, 768), num_heads=(4, 8, 16, 32), drop_path_rate=0.5)

@@ -53,9 +53,7 @@ class LinearDeiT(Backbone):
 
     out_norm_cfg = NORM
     arch_counts = ('grid',)
-    arch_defaults = dict(
-        mlp_ratios=4, grid=14, qkv_bias=True, absolute_position=True, drop_path_rate=0.1, stage_attns=('softmax',)
-    )
+    arch_defaults = dict(mlp_ratios=4, grid=14, qkv_bias=True, absolute_position=True, drop_path_rate=0.1)
     sizes = {
         'tiny': dict(embed_dims=(192,), depths=(12,), num_heads=(3,)),
         'small': dict(embed_dims=(384,), depths=(12,), num_heads=(6,)),

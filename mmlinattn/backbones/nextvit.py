@@ -77,7 +77,6 @@ class LinearNextViT(PyramidBackbone):
         stem_dims=(64, 32, 64),
         grids=(56, 28, 14, 7),
         drop_path_rate=0.1,
-        stage_attns=('softmax',) * 4,
     )
     sizes: dict[str, dict] = {
         'small': dict(depths=(3, 4, 10, 3)),

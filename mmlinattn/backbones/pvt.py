@@ -50,7 +50,6 @@ class LinearPVT(PyramidBackbone):
         sr_ratios=(8, 4, 2, 1),
         grids=(56, 28, 14, 7),
         drop_path_rate=0.1,
-        stage_attns=('softmax',) * 4,
     )
     sizes: dict[str, dict] = {
         'tiny': dict(depths=(2, 2, 2, 2)),
@@ -62,7 +61,7 @@ class LinearPVT(PyramidBackbone):
         # heads as released; InLine Tab. 15 prints 1 2 5 8
         'inline': dict(num_heads=(2, 4, 10, 16), stage_attns=('inline',) * 4),
         'flatten': dict(num_heads=(1, 2, 5, 8), stage_attns=('focused',) * 4),
-        'softmax': dict(num_heads=(1, 2, 5, 8), stage_attns=('softmax',) * 4),
+        'softmax': dict(num_heads=(1, 2, 5, 8)),
     }
     arch_zoo = PyramidBackbone.zoo(sizes, methods, embed_dims=(64, 128, 320, 512))
 

@@ -31,7 +31,6 @@ class LinearPVTv2(PyramidBackbone):
         sr_ratios=(8, 4, 2, 1),
         grids=(56, 28, 14, 7),
         drop_path_rate=0.1,
-        stage_attns=('softmax',) * 4,
     )
     sizes: dict[str, dict] = {
         'b0': dict(embed_dims=(32, 64, 160, 256), depths=(2, 2, 2, 2)),
@@ -42,7 +41,7 @@ class LinearPVTv2(PyramidBackbone):
     }
     methods: dict[str, dict] = {
         'flatten': dict(stage_attns=('focused',) * 4),
-        'softmax': dict(stage_attns=('softmax',) * 4),
+        'softmax': {},
     }
     arch_zoo = PyramidBackbone.zoo(sizes, methods, embed_dims=(64, 128, 320, 512), num_heads=(1, 2, 5, 8))
     arch_zoo['hmhsa-b1'] = dict(arch_zoo['softmax-b1'], stage_attns=('hallucinated',) * 4, ffn=dict(type='compact'))
