@@ -10,11 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmlinattn import backbones
 from mmlinattn.analysis.counting import CONV, PRODUCT
 from mmlinattn.analysis.flops import Cost
-from mmlinattn.attention import TOKEN_MIXERS
-from projects.pages import attentions, metafiles, tables
+from projects.pages import metafiles, tables
 from projects.pages.published import TABLES, Row, read_rows
 from projects.pages.tables import cells, in_conventions, measure, nearest_convention, page, which_convention
 
@@ -102,12 +100,11 @@ def test_lines_and_conventions():
     assert text.index('## COCO detection') < text.index('## ADE20K') and 'ImageNet-1K' not in text
 
 
-@pytest.mark.parametrize('writer', [tables, attentions])
-def test_places_that_cannot_be_written_are_refused_at_once(writer, tmp_path, monkeypatch, fails):
+def test_places_that_cannot_be_written_are_refused_at_once(tmp_path, monkeypatch, fails):
     """Measuring takes minutes."""
-    monkeypatch.setattr(writer, 'page', lambda *_: pytest.fail('begun'))
+    monkeypatch.setattr(tables, 'page', lambda *_: pytest.fail('begun'))
     (tmp_path / 'file').touch()
-    assert 'cannot be written' in fails(writer.main, '--out', tmp_path / 'file' / 'page.md')
+    assert 'cannot be written' in fails(tables.main, '--out', tmp_path / 'file' / 'page.md')
 
 
 def test_tables_of_a_task(tmp_path, monkeypatch):
@@ -117,46 +114,6 @@ def test_tables_of_a_task(tmp_path, monkeypatch):
     tables.main()
     rows = [row for row in ROWS.values() if row.task == 'mmseg']
     assert out.read_text(encoding='utf-8').count('| not built |') == len(rows)
-
-
-# --- attentions -------------------------------------------------------------------------------------------------------
-
-
-def test_the_page_of_attentions_says_what_is_measured():
-    """But for the costs of all pairs, which take long: those of one attention in every host."""
-    found = lines_of((ROOT / 'docs' / 'attentions.md').read_text(encoding='utf-8'))
-    assert set(attentions.HOSTS) == set(backbones.__all__)
-    for name in TOKEN_MIXERS.module_dict:
-        about = attentions.ABOUT[name]
-        described, counted = (row for row in found if row[0] == f'`{name}`')
-        kept, gate = f'{attentions.kept_for_backward(name):.1f}', attentions.gate_of(name)
-        assert described[1:] == [about.source, about.equation, about.complexity, kept, gate, about.position]
-        assert len(counted) == 1 + len(attentions.HOSTS)
-        if name == 'hydra':
-            costs = [attentions.cost_in(host, name) for host in attentions.HOSTS]
-            assert counted[1:] == [f'{params:.2f}, {macs:.2f}' for params, macs in costs]
-
-
-@pytest.mark.slow
-def test_the_page_of_attentions_is_as_generated():
-    text = (ROOT / 'docs' / 'attentions.md').read_text(encoding='utf-8')
-    assert text == attentions.page(), 'run python -m projects.pages.attentions'
-
-
-def test_what_is_kept_for_the_backward_pass():
-    """Queries, keys and values at least, no map of all pairs."""
-    for name in ('efficient', 'hallucinated'):
-        small, large = (attentions.kept_for_backward(name, side=side) for side in (16, 32))
-        assert 2.9 < large <= small < 8
-
-
-def test_an_attention_without_a_description_is_named():
-    TOKEN_MIXERS.register_module('undescribed', module=type('Undescribed', (TOKEN_MIXERS.get('hydra'),), {}))
-    try:
-        with pytest.raises(KeyError, match='undescribed'):
-            attentions.page()
-    finally:
-        TOKEN_MIXERS._module_dict.pop('undescribed')
 
 
 # --- metafiles --------------------------------------------------------------------------------------------------------
