@@ -8,7 +8,7 @@ from torch import Tensor
 from . import dispatch, private
 from .dispatch import accumulation_dtype
 from .plain_linear import linear_attention_reference
-from .tensors import blocks, first_order, gradients_like, padded_eps, product, split_heads
+from .tensors import blocks, first_order, gradients_like, padded_eps, product, scratch, split_heads
 
 
 def focused_attention(
@@ -88,6 +88,7 @@ def smallest_base(dtype: torch.dtype, power: float) -> float:
 
 def _focused_attention_on_cpu(q, k, v, num_heads, inverse_scale, power, offset, mask, eps) -> Tensor:
     if offset is not None and not dispatch.records():
+        q, k = scratch(q, k, v)
         k, offset = k.add_(offset), None
     return _FocusedAttention.apply(q, k, v, inverse_scale, offset, power, num_heads, mask, eps)
 

@@ -25,6 +25,7 @@ from .tensors import (
     pair_by_head,
     product,
     product_by_token,
+    scratch,
     split_heads,
     tokens_of,
 )
@@ -152,6 +153,7 @@ def _rala_on_cpu(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps) ->
     if dispatch.records():
         q, k, v = (t.to(wide) for t in (q, k, v))
         return _RALA.apply(q, k, v, num_heads, *options).to(dtype)
+    q, k = scratch(q, k, v)
     # without units for it, half precision is cheaper to widen once than to compute with, operation by operation
     works_in = dtype if q.dtype == dtype == torch.bfloat16 and private.has_bfloat16_units() else wide
     pair = pair_by_head(q, k, num_heads)

@@ -176,6 +176,12 @@ def multiply(out: Tensor, factor: Tensor) -> Tensor:
     return out.mul_(factor) if in_place else out * factor
 
 
+def scratch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys that an op may write over: copies where one of the three tensors stands for another, too."""
+    q = q.clone() if q.data_ptr() in (k.data_ptr(), v.data_ptr()) else q
+    return q, k.clone() if k.data_ptr() == v.data_ptr() else k
+
+
 def first_order(backward):
     """Marks the ``backward`` of an autograd Function as one whose rule holds for first derivatives only.
 
@@ -242,23 +248,25 @@ def gradients_like(*tensors: Tensor) -> list[Tensor]:
 
     Tensors that together fill a stretch of memory get gradients that do so in the same way.
     """
-    groups: dict[int, list[Tensor]] = {}
-    for tensor in tensors:
-        groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
-    made = {}
+    groups: dict[int, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(i)
+    made: list[Any] = [None] * len(tensors)
     for group in groups.values():
-        starts = [t.storage_offset() for t in group]
-        ends = [t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) + 1 for t in group]
+        starts = [tensors[i].storage_offset() for i in group]
+        ends = [start + _span(tensors[i]) for start, i in zip(starts, group)]
         first, size = min(starts), max(ends) - min(starts)
-        dense = all(s > 0 for t in group for s in t.stride()) and len(set(starts)) == len(group)
-        if dense and size == sum(t.numel() for t in group):
-            memory = group[0].new_empty(size)
-            for tensor in group:
-                made[id(tensor)] = memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset() - first)
-        else:
-            for tensor in group:
-                made[id(tensor)] = torch.empty_like(tensor)
-    return [made[id(tensor)] for tensor in tensors]
+        dense = all(stride > 0 for i in group for stride in tensors[i].stride()) and len(set(starts)) == len(group)
+        if dense and size == sum(tensors[i].numel() for i in group):
+            memory = tensors[group[0]].new_empty(size)
+            for i, start in zip(group, starts):
+                made[i] = memory.as_strided(tensors[i].shape, tensors[i].stride(), start - first)
+    return [torch.empty_like(tensor) if grad is None else grad for grad, tensor in zip(made, tensors)]
+
+
+def _span(x: Tensor) -> int:
+    """Elements of memory between the first and the last of ``x``."""
+    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1
 
 
 # --- counts, means and guards of tokens of which some are padding -----------------------------------------------------

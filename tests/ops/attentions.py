@@ -19,6 +19,11 @@ def focused(q, k, v, num_heads, mask=None, power=3):
     return ops.focused_attention(q, k, v, num_heads, scale, power, mask=mask)
 
 
+def focused_with_positions(q, k, v, num_heads, mask=None):
+    scale = torch.ones(q.shape[-1], dtype=q.dtype)
+    return ops.focused_attention(q, k, v, num_heads, scale, 3, offset=scale * 0.1, mask=mask)
+
+
 def hydra(q, k, v, num_heads, mask=None):
     return ops.hydra_attention(q, k, v, mask)
 
@@ -30,6 +35,7 @@ LINEAR = {
     **{f'inline, {k}': partial(ops.inline_attention, scale=0.25, kernel=k) for k in ('identity', 'relu', 'exp')},
     **{f'linear, {kernel}': partial(ops.linear_attention, kernel=kernel) for kernel in ('elu', 'relu')},
     **{f'focused, {power}': partial(focused, power=power) for power in (1, 3, 4.5)},
+    'focused, positions': focused_with_positions,
     'efficient': ops.efficient_attention,
     'angular': ops.angular_attention,
     'angular as in the paper': partial(ops.angular_attention, released=False),

@@ -71,6 +71,23 @@ def test_inference_is_the_reference_in_float64_up_to_rounding(name, given, dtype
     assert error < {torch.float32: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.15}[dtype]
 
 
+@every_attention
+@pytest.mark.parametrize('places', ['qqv', 'qkk', 'qqq'])
+def test_one_tensor_may_stand_for_several(name, places):
+    """Neither what inference writes over nor the gradients get mixed up."""
+    tensors = {place: torch.randn(2, 9, 16) for place in set(places)}
+
+    def mixed(*given):
+        return ATTENTIONS[name](*(dict(zip(tensors, given))[place] for place in places), num_heads=2)
+
+    assert_follows_reference(mixed, list(tensors.values()), rtol=1e-4, atol=1e-5)
+    with ops.use('reference'):
+        expected = mixed(*tensors.values())
+    with torch.inference_mode():
+        found = mixed(*(tensor.clone() for tensor in tensors.values()))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize('batch', [1, 2, 5, 9])
 @pytest.mark.parametrize('heads', [1, 3, 9])
 @pytest.mark.parametrize('large', [False, True])

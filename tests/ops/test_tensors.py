@@ -87,7 +87,13 @@ def test_gradients_of_tensors_that_are_no_slices():
     """In the order of the tensors, each in memory that may be written."""
     x, other = torch.randn(2, 3, 8), torch.randn(3)
     (first, second), expanded = x.split((3, 5), dim=-1), torch.randn(2, 1, 3).expand(2, 4, 3)
-    cases = (x[..., :5], x[..., 2:]), (expanded, x, other), (first, other, second), (other, second, first)
+    cases = (
+        (x[..., :5], x[..., 2:]),
+        (expanded, x, other),
+        (first, other, second),
+        (other, second, first),
+        (first, other, first),
+    )
     for tensors in cases:
         made = gradients_like(*tensors)
         assert [grad.shape for grad in made] == [tensor.shape for tensor in tensors]
