@@ -103,12 +103,13 @@ def test_what_is_taken_of_two_recipes():
 
 
 def test_schedules_end_in_proportion_and_precision_is_a_switch_of_the_tools():
-    cosine = dict(type='CosineAnnealingLR', eta_min=0.002)
+    steps = [dict(type='LinearLR', start_factor=0.1), dict(type='CosineAnnealingLR', eta_min=0.002)]
     wrapper = dict(type='mmengine.AmpOptimWrapper', optimizer=dict(type='SGD', lr=0.02))
-    cfg = dict(optim_wrapper=wrapper, param_scheduler=[dict(type='LinearLR', start_factor=0.1), cosine])
+    cfg = dict(optim_wrapper=wrapper, param_scheduler=[*steps, dict(type='OneCycleLR', eta_max=0.02)])
     found, remarks = settings_of('mmdet', {}, cfg)
     assert found['optim_wrapper']['type'] == 'OptimWrapper' and any('--amp' in remark for remark in remarks)
-    assert [each.get('eta_min') for each in found['param_scheduler']] == [None, 1e-5]
+    ends = [(each.get('eta_min'), each.get('eta_max')) for each in found['param_scheduler']]
+    assert ends == [(None, None), (1e-5, None), (None, 1e-4)]
     found, remarks = settings_of('mmdet', {}, dict(cfg, param_scheduler=dict(type='LinearLR')))
     assert 'param_scheduler' not in found
     kept, remarks = settings_of('mmdet', {}, cfg, keep=True)
