@@ -7,14 +7,12 @@ import os
 import threading
 from pathlib import Path
 
+import goldens
 import torch
 
-ARCH = dict(
-    embed_dims=(8, 16, 24, 32),
-    depths=(1, 1, 2, 1),
-    num_heads=(1, 2, 3, 4),
-    layer_scales=(1, 1, 1, 1),
-)
+from mmlinattn.backbones import RAVLT
+
+ARCH = dict(RAVLT.arch_zoo['tiny'], embed_dims=(8, 16, 32, 64))
 
 
 class Hostile:
@@ -39,50 +37,12 @@ def saved(thing) -> bytes:
 
 
 def released_ravlt(dense: bool = False) -> dict:
-    """A random state dict in the released RAVLT layout: a classifier, or a dense backbone."""
-    generator = torch.Generator().manual_seed(0)
-    state = {}
-
-    def add(name, *shape, bias=True):
-        state[f'{name}.weight'] = torch.randn(shape, generator=generator)
-        if bias:
-            state[f'{name}.bias'] = torch.randn(shape[0], generator=generator)
-
-    def add_norm(name, width, batch=False):
-        add(name, width)
-        if batch:
-            state[f'{name}.running_mean'] = torch.randn(width, generator=generator)
-            state[f'{name}.running_var'] = torch.rand(width, generator=generator) + 0.5
-            state[f'{name}.num_batches_tracked'] = torch.tensor(7)
-
-    dims, last = ARCH['embed_dims'], len(ARCH['depths']) - 1
-    stem = (3, dims[0] // 2, dims[0] // 2, dims[0] // 2, dims[0])
-    for i in range(4):
-        add(f'patch_embed.proj.{3 * i}', stem[i + 1], stem[i], 3, 3)
-        add_norm(f'patch_embed.proj.{3 * i + 1}', stem[i + 1], batch=True)
-    for i, (c, depth, heads) in enumerate(zip(dims, ARCH['depths'], ARCH['num_heads'])):
-        state[f'layers.{i}.RoPE.angle'] = torch.ones(c // heads // 2)
-        for j in range(depth):
-            block, hidden = f'layers.{i}.blocks.{j}', int(3.5 * c)
-            for k in (1, 2):
-                state[f'{block}.gamma_{k}'] = torch.randn(1, c, 1, 1, generator=generator)
-                add_norm(f'{block}.norm{k}.norm', c)
-            add(f'{block}.attn.qkvo', 4 * c, c, 1, 1)
-            add(f'{block}.attn.lepe', c, 1, 5, 5)
-            add(f'{block}.attn.proj', c, c, 1, 1)
-            add(f'{block}.ffn.fc1', hidden, c, 1, 1)
-            add(f'{block}.ffn.fc2', c, hidden, 1, 1)
-            add(f'{block}.ffn.dwconv', hidden, 1, 3, 3)
-            add(f'{block}.pos', c, 1, 3, 3)
-        if i < last:
-            add(f'layers.{i}.downsample.reduction', dims[i + 1], c, 3, 3)
-            add_norm(f'layers.{i}.downsample.norm', dims[i + 1], batch=True)
-        if dense:
-            add_norm(f'extra_norms.{i}.norm', c)
-    if not dense:
-        add('proj', 40, dims[-1], 1, 1)
-        add_norm('norm', 40, batch=True)
-        add('head', 10, 40, 1, 1)
+    """A random state dict with the released keys of RAVLT-T, an eighth as wide: a classifier, or a dense backbone."""
+    released = goldens.info('ravlt_det_t_256x320' if dense else 'ravlt_t')['state']
+    generator, state = torch.Generator().manual_seed(0), {}
+    for key, (_, shape) in released.items():
+        small = [size if size < 8 else size // 8 for size in shape]  # sides of kernels and numbers of colours stay
+        state[key] = torch.rand(small, generator=generator) + 0.5 if shape else torch.tensor(7)
     return state
 
 

@@ -24,7 +24,7 @@ MODELS = {
     f'neck=dict(in_channels={WIDTHS[1:]}, start_level=0)',
     'mmseg fpn_r50': f'{DETECTOR}, pretrained=None',
     'mmseg upernet_r50': f'backbone={BACKBONE}, decode_head=dict(in_channels={WIDTHS}), '
-    "auxiliary_head=dict(in_channels=24), pretrained='mmlinattn://nobody'",
+    f"auxiliary_head=dict(in_channels={WIDTHS[2]}), pretrained='mmlinattn://nobody'",
 }
 
 
