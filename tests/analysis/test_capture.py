@@ -94,8 +94,9 @@ def test_hooks_go_also_where_something_fails():
     model, found = nn.Sequential(GlobalAttention(8, 2, 'softmax')).eval(), []
     with pytest.raises(ValueError, match='one image at a time, not 2'), watched(model, found.append):
         assert not model(torch.randn(1, 3, 4, 8)).requires_grad
+        model(torch.randn(1, 2, 5, 8))
         model(torch.randn(2, 3, 4, 8))
-    assert [(block.size, len(block.calls)) for block in found] == [((3, 4), 1)]
+    assert [(block.size, len(block.calls)) for block in found] == [((3, 4), 1), ((2, 5), 1)]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 

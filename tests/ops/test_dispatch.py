@@ -125,7 +125,7 @@ def test_what_only_stands_for_a_tensor_gets_the_reference():
 @every_mixer
 def test_transforms_of_functions(mixer):
     attention, x = build(mixer), tokens()
-    options = dict(rotary=table())
+    options = dict(rotary=table(), bias=torch.randn(1, attention.mixer.num_heads, *[x.shape[1]] * 2, dtype=x.dtype))
     direction = torch.randn_like(x)
 
     def loss(x):
