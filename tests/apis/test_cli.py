@@ -5,28 +5,15 @@ import multiprocessing
 import os
 import re
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from mmengine.config import Config
 from mmengine.registry import MODELS
-from tool_runs import TOOLS, start, wait_for
 
 from mmlinattn.apis import cli
 from mmlinattn.utils.errors import RunError
-
-
-def test_ctrl_c_is_one_line(tmp_path):
-    """Interrupted while the tool waits for a config that does not come to an end."""
-    (tmp_path / 'endless.py').write_text('import time\nopen("started", "w").close()\ntime.sleep(100)\n')
-    process = start(sys.executable, TOOLS / 'demo.py', *'x.jpg endless.py y.pth --out o.jpg'.split(), cwd=tmp_path)
-    wait_for(process, (tmp_path / 'started').exists)
-    process.send_signal(signal.SIGINT)
-    said, _ = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert said.strip().splitlines()[-1] == 'interrupted.' and 'Traceback' not in said
 
 
 @pytest.mark.parametrize(
@@ -115,10 +102,3 @@ def test_a_place_for_what_is_written_at_the_end(tmp_path):
     for path, reason in ((tmp_path, 'Is a directory'), (tmp_path / 'old.txt' / 'a', 'Not a directory|File exists')):
         with pytest.raises(RunError, match=f'^--out {re.escape(repr(str(path)))} cannot be written: ({reason}).$'):
             cli.check_out_file(path)
-
-
-def test_a_notice_comes_once_a_machine(monkeypatch, capsys):
-    for rank in ('0', '1'):
-        monkeypatch.setenv('LOCAL_RANK', rank)
-        cli.notice('of one')
-    assert capsys.readouterr().err == 'notice: of one\n'

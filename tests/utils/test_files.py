@@ -3,15 +3,8 @@ import os
 from pathlib import Path
 
 import pytest
-from config_helpers import ROOT
 
 from mmlinattn.utils import files, project_files, written_whole
-
-
-def test_project_files_are_found():
-    assert project_files('configs').samefile(ROOT / 'configs')
-    with pytest.raises(FileNotFoundError, match='nothing.yml is neither in'):
-        project_files('nothing.yml')
 
 
 def test_files_of_an_installation_come_first(tmp_path, monkeypatch):

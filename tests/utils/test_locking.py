@@ -72,9 +72,3 @@ def test_a_drive_without_locks_is_worked_on_with_a_warning(tmp_path, monkeypatch
     with locked(tmp_path / 'x.lock', 'writes x'):
         pass
     assert said[0] == [f'{tmp_path}/x.lock: this drive has no locks: run one at a time']
-
-
-def test_a_lock_file_that_cannot_be_made_is_an_error(tmp_path):
-    (tmp_path / 'file').touch()
-    with pytest.raises(OSError), locked(tmp_path / 'file' / 'x.lock', 'writes x'):
-        raise AssertionError('without a lock')

@@ -1,7 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """A checkpoint whose head is of other classes than the model's."""
 
-import re
 from contextlib import nullcontext
 
 import pytest
@@ -152,23 +151,3 @@ def test_modules_rename_what_they_load(version, is_bare):
         with pytest.raises(RunError) if expected else nullcontext() as found:
             check_weights(model, checkpoint)
         assert not expected or f'does not fit the model; {expected}. The config has to be the one' in str(found.value)
-
-
-def test_weights_of_a_model_outside_of_a_runner():
-    model = ToyClassifier()
-    check_weights(model, dict(state_dict={f'module.{key}': value for key, value in state_of().items()}))
-    check_weights(model, state_of(without=['auxiliary_head']))
-    for state, expected in (
-        (state_of(layer__bias=NAN), 'NaN or infinite: layer.bias. It was saved by a run that had failed; take an earl'),
-        (dict(state_of(), layer=1, **{'layer.bias': torch.ones(())}), 'layer.bias (scalar in the file, 1 in the model'),
-    ):
-        with pytest.raises(RunError, match=re.escape(expected)):
-            check_weights(model, state)
-
-
-def test_what_the_runner_does_not_load_is_missing():
-    """It takes ``module`` and one character more off the front of a key, whatever the character is."""
-    model = nn.ModuleDict(dict(module_list=nn.ModuleList([nn.Linear(1, 1)]), a=nn.ModuleDict(dict(module=Renaming()))))
-    with pytest.raises(RunError, match='2 parameters not in the file: module_list.0.weight, module_list.0.bias'):
-        check_weights(model, model.state_dict())
-    check_weights(model, {f'module.{key}': value for key, value in model.state_dict().items()})

@@ -180,12 +180,3 @@ def test_one_process_names_and_removes_checkpoints(tmp_path, monkeypatch):
     runner.train()
     assert files(tmp_path) == ['epoch_1.pth', 'epoch_2.pth']
     assert runner.message_hub.get_info('keep_ckpt_ids') == [2]  # what all of them save
-
-
-def test_files_of_the_atomic_storage(tmp_path, monkeypatch):
-    """Whole or not there, as the full disk above shows; in folders that are made for them."""
-    monkeypatch.chdir(tmp_path)
-    backend = AtomicLocalBackend()
-    backend.put(b'whole', 'plain.bin')
-    backend.put(b'as well', tmp_path / 'a' / 'b.bin')
-    assert [path.read_bytes() for path in (tmp_path / 'plain.bin', tmp_path / 'a' / 'b.bin')] == [b'whole', b'as well']
