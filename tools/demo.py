@@ -18,6 +18,7 @@ from mmengine.runner.checkpoint import CheckpointLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
+from mmlinattn.analysis.loading import read_picture
 from mmlinattn.apis.class_names import class_names, num_classes
 from mmlinattn.apis.cli import check_out_file, clean_end, explained_setup, notice, one_line_errors, writing
 from mmlinattn.apis.configs import check_checkpoint, read_config, require
@@ -50,17 +51,6 @@ def find_pictures(path: str) -> list:
     if not pictures:
         raise RunError(f'image {path!r}: no image ({" ".join(SUFFIXES)}) in this folder.')
     return pictures
-
-
-def check_pictures(pictures: list) -> None:
-    """Raise a RunError for a file that is no image, before the model is built."""
-    for path in pictures:
-        try:
-            readable = mmcv.imread(path) is not None
-        except Exception:  # what a decoder raises depends on the decoder
-            readable = False
-        if not readable:
-            raise RunError(f'image {path!r} cannot be read as an image.')
 
 
 def check_out(out: str, is_folder: bool) -> Path:
@@ -160,7 +150,8 @@ def main() -> None:
         cfg = read_config(args.config)
         args.checkpoint = check_checkpoint(args.checkpoint, 'checkpoint')
         pictures = find_pictures(args.image)
-        check_pictures(pictures)
+        for path in pictures:
+            read_picture(path)  # before the model is built
         is_folder = osp.isdir(args.image)
         out = check_out(args.out, is_folder)
         with tempfile.TemporaryDirectory() as folder:

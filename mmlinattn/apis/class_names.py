@@ -1,12 +1,28 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the labels of a config's model are called."""
+"""What a config says of its data sets and of the classes of its model."""
 
+from collections.abc import Iterator
 from typing import Any, Optional
 
 from mmengine.config import Config
 from mmengine.registry import DATASETS
 
-__all__ = ['class_names', 'num_classes']
+__all__ = ['class_names', 'leaf_datasets', 'num_classes']
+
+
+def leaf_datasets(cfg: Config, loader: str) -> Iterator[tuple[str, dict]]:
+    """The data sets of a loader by their keys, inside wrappers such as ``RepeatDataset`` and ``ConcatDataset``."""
+    nodes = [(f'{loader}.dataset', (cfg.get(loader) or {}).get('dataset'))]
+    while nodes:
+        key, node = nodes.pop(0)
+        if not isinstance(node, dict):
+            continue
+        if isinstance(node.get('dataset'), dict):
+            nodes.append((f'{key}.dataset', node['dataset']))
+        elif isinstance(node.get('datasets'), (list, tuple)):
+            nodes += [(f'{key}.datasets.{i}', child) for i, child in enumerate(node['datasets'])]
+        else:
+            yield key, node
 
 
 def num_classes(cfg: Config) -> int:
@@ -41,9 +57,7 @@ def class_names(cfg: Config, checkpoint_meta: Optional[dict] = None) -> Optional
 
 
 def _of_data(cfg: Config) -> tuple:
-    dataset = (cfg.get('test_dataloader') or {}).get('dataset') or {}
-    while 'dataset' in dataset or 'datasets' in dataset:  # wrappers
-        dataset = dataset.get('dataset') or (dataset['datasets'] or [{}])[0]
+    _, dataset = next(leaf_datasets(cfg, 'test_dataloader'), ('', {}))
     known: Any = {}
     if dataset.get('type'):
         with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry:

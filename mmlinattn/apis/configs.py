@@ -6,7 +6,7 @@ import os
 import os.path as osp
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -19,6 +19,7 @@ from ..checkpoints.schemes import PREFIX
 from ..engine import hooks as engine_hooks
 from ..utils.errors import RunError, described
 from ..utils.registering import bare_name
+from .class_names import leaf_datasets
 from .cli import writing
 
 # default_scope -> the distributions that provide it, as pip is told
@@ -31,9 +32,7 @@ PIP_NAMES = {
 
 LOADERS = ('train_dataloader', 'val_dataloader', 'test_dataloader')
 EVALUATORS = ('val_evaluator', 'test_evaluator')
-# of MMPretrain's data sets those that read the folder `split`; in others it names a list, or a part of an archive
-SPLIT_IS_FOLDER = ('ImageNet', 'ImageNet21k')
-DOWNLOADED = ('CIFAR10', 'CIFAR100', 'MNIST', 'FashionMNIST')  # which make their folder
+DOWNLOADED = ('CIFAR10', 'CIFAR100', 'MNIST', 'FashionMNIST')  # data sets of MMPretrain that make their folder
 
 
 def load_config(args: argparse.Namespace) -> Config:
@@ -135,7 +134,7 @@ def set_data_root(cfg: Config, root: str) -> None:
         root (str): ``data_root`` of every data set, in any wrappers. One without, where others have one, has its whole
             paths elsewhere and stays.
     """
-    datasets = [dataset for loader in LOADERS for _, dataset in _datasets(cfg, loader)]
+    datasets = [dataset for loader in LOADERS for _, dataset in leaf_datasets(cfg, loader)]
     rooted = [dataset for dataset in datasets if 'data_root' in dataset]
     old_roots = {_without_dot(str(dataset['data_root'] or '')) for dataset in rooted}
     for dataset in rooted or datasets:
@@ -193,56 +192,8 @@ def require(cfg: Config, config: str, *keys: str) -> None:
             raise RunError(f'{key}.batch_size = {size!r} has to be an integer from 1 up.')
 
 
-def _is_local(path, config=None) -> bool:
-    backend = ((config or {}).get('backend_args') or {}).get('backend', 'local')
-    return backend == 'local' and '://' not in str(path)
-
-
-def _datasets(cfg: Config, loader: str) -> Iterator[tuple[str, dict]]:
-    """The data sets of a loader by their keys, inside wrappers such as ``RepeatDataset`` and ``ConcatDataset``."""
-    nodes = [(f'{loader}.dataset', (cfg.get(loader) or {}).get('dataset'))]
-    while nodes:
-        key, node = nodes.pop(0)
-        if not isinstance(node, dict):
-            continue
-        if isinstance(node.get('dataset'), dict):
-            nodes.append((f'{key}.dataset', node['dataset']))
-        elif isinstance(node.get('datasets'), (list, tuple)):
-            nodes += [(f'{key}.datasets.{i}', child) for i, child in enumerate(node['datasets'])]
-        else:
-            yield key, node
-
-
-def _check_dataset(config: dict, key: str) -> None:
-    root, kind = config.get('data_root') or '', bare_name(config.get('type'))
-    if not _is_local(root, config) or (kind in DOWNLOADED and config.get('download', True)):
-        return
-    where, prefix = 'data_prefix', config.get('data_prefix')
-    if not prefix and kind in SPLIT_IS_FOLDER:
-        where, prefix = 'split', config.get('split')
-    folders = (
-        {f'{where}.{name}': value for name, value in prefix.items()} if isinstance(prefix, dict) else {where: prefix}
-    )
-    files = config.get('ann_file') or []
-    parts = [('ann_file', file, 'file') for file in ([files] if isinstance(files, str) else files)]
-    parts += [(name, folder, 'folder') for name, folder in folders.items() if isinstance(folder, str)]
-    if root and not osp.isdir(root):
-        held = ', '.join(repr(value) for _, value, _ in parts if value)
-        raise RunError(
-            f'{key}.data_root = {root!r}: no such folder. It has to be the root of the data set'
-            + (f', holding {held}.' if held else '.')
-        )
-    for name, value, what in parts:
-        path = osp.join(root, value)
-        if value and _is_local(path) and not (osp.isdir if what == 'folder' else osp.exists)(path):
-            raise RunError(
-                f'{key}.{name} = {value!r}: no such {what} {path!r}. '
-                'The path is relative to data_root unless it is absolute.'
-            )
-
-
 def check_data_config(cfg: Config, stages: Sequence[str]) -> None:
-    """Check that the folders and annotation files a config names are there.
+    """Check that the folders of the data sets are there; what is missing in them, data sets and evaluators name.
 
     Args:
         cfg: The whole config.
@@ -252,13 +203,11 @@ def check_data_config(cfg: Config, stages: Sequence[str]) -> None:
         RunError: One is missing. The message has the config key, its value and what belongs there.
     """
     for stage in stages:
-        for key, dataset in _datasets(cfg, f'{stage}_dataloader'):
-            _check_dataset(dataset, key)
-        evaluators = cfg.get(f'{stage}_evaluator') or []
-        for evaluator in [evaluators] if isinstance(evaluators, dict) else evaluators:
-            path = evaluator.get('ann_file')
-            if isinstance(path, str) and _is_local(path, evaluator) and not osp.isfile(path):
+        for key, dataset in leaf_datasets(cfg, f'{stage}_dataloader'):
+            root = dataset.get('data_root') or '.'
+            is_local = '://' not in root and (dataset.get('backend_args') or {}).get('backend', 'local') == 'local'
+            if is_local and not osp.isdir(root) and bare_name(dataset.get('type')) not in DOWNLOADED:
                 raise RunError(
-                    f'{stage}_evaluator.ann_file = {path!r}: no such file. It has to be the '
-                    f'annotation file of {stage}_dataloader, and is not relative to data_root.'
+                    f'{key}.data_root = {root!r}: no such folder. It has to be the one that ann_file and data_prefix '
+                    'are relative to.'
                 )

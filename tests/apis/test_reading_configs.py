@@ -2,8 +2,8 @@
 """How the tools find configs, data and checkpoints."""
 
 import os
-import re
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -58,56 +58,26 @@ def test_a_data_root_moves_the_files_of_evaluators(dot, slash):
     assert cfg.val_evaluator == moved and cfg.test_evaluator == [moved]
 
 
-LEAF = dict(type='Any', data_root='root', ann_file='a.json', data_prefix=dict(img='images', seg=None, other=''))
-
-
 @pytest.mark.parametrize(
-    ('change', 'words'),
+    ('leaf', 'fits'),
     [
-        ({}, None),
-        (dict(data_root='gone'), "data_root = 'gone': no such folder. It has to be the root of the data set, hold"),
-        (dict(data_root='root/a.json'), "data_root = 'root/a.json': no such folder"),
-        (dict(ann_file='b.json'), "ann_file = 'b.json': no such file 'root/b.json'"),
-        (dict(ann_file=['a.json', 'b.json']), "ann_file = 'b.json'"),
-        (dict(data_prefix=dict(img='gone')), "data_prefix.img = 'gone': no such folder 'root/gone'"),
-        (dict(data_prefix='gone'), "data_prefix = 'gone': no such folder 'root/gone'"),
-        (dict(type='ImageNet', data_prefix='', split='gone'), "split = 'gone': no such folder"),
-        (dict(type='mmpretrain.ImageNet', data_prefix='', split='images'), None),
-        (dict(data_prefix='', split='gone'), None),  # of most data sets the name of a list
-        (dict(data_root='gone', type='CIFAR10'), None),  # makes its folder
-        (dict(data_root='gone', type='CIFAR10', download=False), "data_root = 'gone'"),
-        (dict(data_root='s3://gone'), None),
-        (dict(data_root='gone', backend_args=dict(backend='petrel')), None),
-        (dict(data_root='', ann_file='root/a.json', data_prefix='root'), None),
-        (dict(ann_file='https://a.b/c.json'), None),
+        (dict(data_root='gone'), False),
+        (dict(data_root='root/a.json'), False),
+        (dict(data_root='gone', type='CIFAR10'), True),  # makes its folder
+        (dict(data_root='s3://gone'), True),
+        (dict(data_root='gone', backend_args=dict(backend='petrel')), True),
+        (dict(ann_file='root/a.json', data_prefix='root'), True),
     ],
 )
-def test_data_that_are_not_there_are_named_with_their_key(tmp_path, monkeypatch, change, words):
+def test_folders_that_are_not_there_are_named_with_their_key(tmp_path, monkeypatch, leaf, fits):
     monkeypatch.chdir(tmp_path)
-    os.makedirs('root/images')
+    os.mkdir('root')
     Path('root/a.json').touch()
-    leaf = {**LEAF, **change}
-    for loader, key in ((dict(dataset=leaf), 'train_dataloader.'), (wrapped(LEAF, leaf), 'dataset.datasets.1.')):
+    for loader, key in ((dict(dataset=leaf), 'dataset.'), (wrapped(dict(data_root='root'), leaf), 'datasets.1.')):
         cfg = Config(dict(train_dataloader=loader, test_dataloader=dict(dataset=dict(data_root='not asked for'))))
-        if words is None:
-            configs.check_data_config(cfg, ['train'])
-            continue
-        with pytest.raises(RunError) as error:
+        with nullcontext() if fits else pytest.raises(RunError) as found:
             configs.check_data_config(cfg, ['val', 'train'])
-        assert key in str(error.value) and words in str(error.value)
-
-
-@pytest.mark.parametrize('listed', [False, True])
-def test_annotation_files_of_evaluators(tmp_path, listed):
-    (tmp_path / 'a.json').touch()
-    for path, fits in (('gone.json', False), (str(tmp_path / 'a.json'), True), ('s3://a.json', True), (None, True)):
-        evaluator = dict(type='CocoMetric', ann_file=path)
-        cfg = Config(dict(val_evaluator=[dict(type='A'), evaluator] if listed else evaluator))
-        if fits:
-            configs.check_data_config(cfg, ['val'])
-        else:
-            with pytest.raises(RunError, match=re.escape("val_evaluator.ann_file = 'gone.json': no such file")):
-                configs.check_data_config(cfg, ['val'])
+        assert fits or f'{key}data_root = {leaf["data_root"]!r}: no such folder. It has to be' in str(found.value)
 
 
 def test_checkpoints_by_path_and_by_address(tmp_path, monkeypatch):

@@ -150,7 +150,7 @@ ROWS = [
     bad('train.py {mmdet} --work-dir file', "work dir 'file' cannot be written: File exists"),
     bad('train.py {mmdet} --work-dir /proc', "work dir '/proc' cannot be written: "),  # for root, too
     bad('train.py {mmdet} --data-root nowhere', "train_dataloader.dataset.data_root = 'nowhere': no such folder"),
-    bad('train.py {mmdet} --data-root empty', "no such file 'empty/annotations/instances_train2017.json'"),
+    bad('train.py {mmdet} --data-root empty', "No such file or directory: 'empty/annotations/instances_", slow=True),
     bad('swap_backbone.py mmdet::a/b.py ravlt_t --out empty', "--out 'empty' cannot be written: Is a directory."),
     bad('swap_backbone.py nowhere.py ravlt_t --out o.py', "UPSTREAM is 'nowhere.py': no such file"),
     bad(
