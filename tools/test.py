@@ -19,8 +19,6 @@ from mmlinattn.apis.configs import check_checkpoint, check_data_config, load_con
 from mmlinattn.apis.running import build_runner, check_match
 from mmlinattn.utils.errors import RunError
 
-VISUALIZATION_HOOKS = dict(mmdet='DetVisualizationHook', mmseg='SegVisualizationHook', mmpretrain='VisualizationHook')
-
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
@@ -72,8 +70,9 @@ def configure(args: argparse.Namespace):
 def draw_predictions(cfg, args: argparse.Namespace) -> None:
     """Turn on the visualisation hook of the task; each of the three spells it its own way."""
     scope = cfg.get('default_scope')
-    hooks = cfg.setdefault('default_hooks', ConfigDict({}))
-    hook = hooks.setdefault('visualization', ConfigDict(dict(type=VISUALIZATION_HOOKS.get(scope))))
+    hook = (cfg.get('default_hooks') or {}).get('visualization')
+    if hook is None:
+        raise RunError('--show, --show-dir: the config has no default_hooks.visualization.')
     show_dir = osp.abspath(args.show_dir) if args.show_dir else None
     hook.show = args.show
     hook.wait_time = args.wait_time

@@ -75,7 +75,7 @@ def main() -> None:
     with clean_end() as run, one_line_errors():
         with explained_setup(args.config):
             cfg = configure(args)
-            run.work_dir, run.is_resumed = cfg.work_dir, cfg.get('resume', False)
+            run.work_dir, run.since = cfg.work_dir, 0 if cfg.get('resume') else run.since
             runner = build_runner(cfg, compiles=args.compile)
         with explained_setup(args.config, whole=False):
             runner.train()

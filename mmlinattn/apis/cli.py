@@ -9,9 +9,10 @@ import signal
 import sys
 import tempfile
 import time
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from traceback import walk_tb
+from types import SimpleNamespace
 from typing import Optional
 
 from mmengine.config import DictAction
@@ -109,30 +110,15 @@ def _end_workers() -> None:
         child.join(5)
 
 
-class ToolRun:
-    """What :func:`clean_end` tells the user about: set ``work_dir`` once it is known.
-
-    Attributes:
-        work_dir (str | None): The work dir of a training; None for runs that write no checkpoint.
-        is_resumed (bool): Whether the run went on from a checkpoint, so that an old one in the work dir is its own.
-    """
-
-    def __init__(self):
-        self.work_dir: Optional[str] = None
-        self.is_resumed = False
-        self._began = time.time()
-
-    def interrupted(self) -> str:
-        """The line after Ctrl-C."""
-        if self.work_dir is None:
-            return 'interrupted.'
-        pointer, path = Path(self.work_dir, 'last_checkpoint'), ''
-        with suppress(OSError, ValueError):
-            if self.is_resumed or pointer.stat().st_mtime >= self._began - 1:  # file systems round down
-                path = pointer.read_text().strip()
-        if not path:
-            return f'interrupted: no checkpoint was written to {self.work_dir!r} yet; the same command begins anew.'
+def _interrupted(work_dir: Optional[str], since: float) -> str:
+    """The line after Ctrl-C, of a run whose checkpoints were written since then."""
+    if work_dir is None:
+        return 'interrupted.'
+    pointer = Path(work_dir, 'last_checkpoint')
+    if pointer.is_file() and pointer.stat().st_mtime >= since - 1:  # file systems round down
+        path = pointer.read_text().strip()
         return f'interrupted: the last checkpoint is {path!r}; the same command with --resume goes on from there.'
+    return f'interrupted: no checkpoint was written to {work_dir!r} yet; the same command begins anew.'
 
 
 @contextmanager
@@ -142,9 +128,9 @@ def clean_end():
     Ctrl-C ends in one line that says where the last checkpoint is, and exit status 130. Errors pass through.
 
     Yields:
-        A :class:`ToolRun`.
+        A namespace for a training to set ``work_dir`` and, where it resumes, ``since`` to 0: older ones are its own.
     """
-    run = ToolRun()
+    run = SimpleNamespace(work_dir=None, since=time.time())
     try:
         yield run
         leave_process_group(failed=False)
@@ -152,7 +138,7 @@ def clean_end():
         _end_workers()
         leave_process_group(failed=True)
         if int(os.environ.get('RANK', os.environ.get('SLURM_PROCID', 0))) == 0:
-            say_last(run.interrupted())
+            say_last(_interrupted(run.work_dir, run.since))
         raise SystemExit(INTERRUPTED) from None
     except BaseException:
         _end_workers()

@@ -35,15 +35,6 @@ def test_prefixes():
     assert list(state_dict_of({'a': ONE, 'epoch': 3}, 'x')) == ['a']
 
 
-def test_files_without_weights():
-    for checkpoint, said in (
-        (ONE, 'holds a Tensor, not a state dict'),
-        (dict(model={}), 'holds no weights; it has nothing'),
-    ):
-        with pytest.raises(CheckpointError, match=f'^a.pth {said}$'):
-            state_dict_of(checkpoint, 'a.pth')
-
-
 def test_parts_of_a_file():
     """What of a bare file is a head, what of a whole one is its backbone, and what is asked for by its prefix."""
     a, b, c, d = (torch.full((1,), float(i)) for i in range(4))

@@ -79,7 +79,6 @@ FILES = {
     'no_data.py': text("model = dict(type='RAVLT')\n"),
     'no_task.py': text("default_scope = 'mmaction'\nmodel = dict()\n"),
     'loads_code.py': loads_code,
-    'bad_head.py': text("_base_ = '{mmpretrain}'\nmodel = dict(head=dict(foo=1))\n"),
     'resnet.py': text(
         "_base_ = 'mmpretrain::resnet/resnet18_8xb32_in1k.py'\ndefault_scope = 'mmpretrain'\n"
         "custom_imports = dict(imports=['mmlinattn'], allow_failed_imports=False)\n"
@@ -139,11 +138,6 @@ ROWS = [
         slow=True,
     ),
     bad(f'{TRAIN} --launcher slurm', '--launcher slurm: SLURM_PROCID'),
-    bad(
-        'convert_checkpoint.py good.pth o.pth --config bad_head.py',
-        'the model of bad_head.py cannot be built: TypeError: ',
-        "'foo'",
-    ),
     bad(f'{FLOPS} --cfg-options model.backbone.arch=foo', "'foo'"),
     bad(f"{LOOK} --cfg-options model.backbone.stage_attns='rala,rala,rala,ralla'", "unknown attention 'ralla'"),
     # places
@@ -153,11 +147,6 @@ ROWS = [
     bad('train.py {mmdet} --data-root empty', "No such file or directory: 'empty/annotations/instances_", slow=True),
     bad('swap_backbone.py mmdet::a/b.py ravlt_t --out empty', "--out 'empty' cannot be written: Is a directory."),
     bad('swap_backbone.py nowhere.py ravlt_t --out o.py', "UPSTREAM is 'nowhere.py': no such file"),
-    bad(
-        'swap_backbone.py mmdet::detr/detr_r50_8xb2-150e_coco.py ravlt_x --out o.py',
-        "BACKBONE is 'ravlt_x'; allowed are: angular_deit_t, ",
-        slow=True,
-    ),
     # checkpoints
     bad('test.py {mmdet} no.pth', "checkpoint 'no.pth': no such file."),
     bad('test.py {mmdet} empty', "checkpoint 'empty': a folder, not a file."),
@@ -169,11 +158,6 @@ ROWS = [
     bad(f'{DEMO} no.pth --out o.jpg', "checkpoint 'no.pth': no such file"),
     bad('convert_checkpoint.py page.pth o.pth --config {mmpretrain}', 'page.pth is a web page, not a checkpoint'),
     bad('convert_checkpoint.py good.pth empty --config {mmpretrain}', 'DST empty is a folder; name a file in it'),
-    bad(
-        'export.py {mmpretrain} other.pth --format torchscript --out o.pt',
-        'does not fit the model of',
-        'backbone.stages.0.0.norm1.weight',
-    ),
     bad(f'{TRAIN} --resume code.pth', 'is not known to be harmless', slow=True),
     bad('train.py loads_code.py --data-root imagenet --work-dir work', 'is not known to be harmless', slow=True),
     bad(f'{TEST} code.pth {TESTED}', 'code.pth', 'is not known to be harmless', slow=True),

@@ -166,11 +166,3 @@ def test_what_srun_is_asked_for(script, environment, asked):
         *(f'PYTHONPATH={TOOLS}/..', '-p', 'gpus', '--job-name=my job', *asked, '--kill-on-bad-exit=1'),
         *('--time=9', '-x', 'n1', *tool, '--cfg-options', 'a=b c'),
     ]
-
-
-@pytest.mark.parametrize(
-    ('name', 'words'), [('dist_train.sh', 1), ('dist_test.sh', 2), ('slurm_train.sh', 3)], ids=lambda value: str(value)
-)
-def test_too_few_words(script, name, words):
-    status, lines, said = script(name, *'abc'[:words])
-    assert (status, lines) == (2, []) and said.startswith(f'usage: bash {TOOLS / name} ')

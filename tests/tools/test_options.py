@@ -171,17 +171,12 @@ def test_options_have_the_last_word(configured, monkeypatch):
 
 
 @pytest.mark.parametrize('config', [DETECTOR, SEGMENTOR, CLASSIFIER], ids=['mmdet', 'mmseg', 'mmpretrain'])
-@pytest.mark.parametrize('has_hook', [True, False])
-def test_drawings_of_each_task(configured, tmp_path, config, has_hook):
+def test_drawings_of_each_task(configured, tmp_path, config):
     """Each of the three projects spells it its own way, and MMDetection puts relative folders into the work_dir."""
-    if not has_hook:
-        Path('bare.py').write_text(f'_base_ = {config!r}\ndefault_hooks = dict(_delete_=True)\n')
-    words = ['test.py', config if has_hook else 'bare.py', 'some.pth']
+    words = ['test.py', config, 'some.pth']
     cfg = configured(*words, '--show-dir', 'shown', '--interval', 3, '--wait-time', 0.5)
     hook, folder = cfg.default_hooks.visualization, str(tmp_path / 'shown')
     assert (hook.show, hook.wait_time) == (False, 0.5)
-    prefix = {DETECTOR: 'Det', SEGMENTOR: 'Seg', CLASSIFIER: ''}[config]
-    assert hook.type.rpartition('.')[2] == f'{prefix}VisualizationHook'
     if config == CLASSIFIER:
         assert (hook.enable, hook.out_dir, hook.interval) == (True, folder, 3)
     else:  # the tool chooses every third, as the hooks count batches, or not at all
