@@ -186,3 +186,5 @@ def test_drawings_of_each_task(configured, tmp_path, config):
     assert hook.show is True and hook.get('test_out_dir') is hook.get('out_dir') is None
     quiet = configured(*words).get('default_hooks', {}).get('visualization', {})
     assert not quiet.get('draw') and not quiet.get('enable')
+    with pytest.raises(RunError, match='--show, --show-dir: the config has no default_hooks.visualization'):
+        configured(*words, '--show', '--cfg-options', 'default_hooks.visualization=None')
