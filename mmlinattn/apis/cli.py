@@ -9,7 +9,7 @@ import signal
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import walk_tb
 from types import SimpleNamespace
@@ -114,9 +114,11 @@ def _interrupted(work_dir: Optional[str], since: float) -> str:
     """The line after Ctrl-C, of a run whose checkpoints were written since then."""
     if work_dir is None:
         return 'interrupted.'
-    pointer = Path(work_dir, 'last_checkpoint')
-    if pointer.is_file() and pointer.stat().st_mtime >= since - 1:  # file systems round down
-        path = pointer.read_text().strip()
+    pointer, path = Path(work_dir, 'last_checkpoint'), ''
+    with suppress(OSError, ValueError):
+        if pointer.stat().st_mtime >= since - 1:  # file systems round down
+            path = pointer.read_text().strip()
+    if path:
         return f'interrupted: the last checkpoint is {path!r}; the same command with --resume goes on from there.'
     return f'interrupted: no checkpoint was written to {work_dir!r} yet; the same command begins anew.'
 

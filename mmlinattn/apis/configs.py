@@ -204,7 +204,7 @@ def check_data_config(cfg: Config, stages: Sequence[str]) -> None:
     """
     for stage in stages:
         for key, dataset in leaf_datasets(cfg, f'{stage}_dataloader'):
-            root = dataset.get('data_root') or '.'
+            root = str(dataset.get('data_root') or '.')
             is_local = '://' not in root and (dataset.get('backend_args') or {}).get('backend', 'local') == 'local'
             if is_local and not osp.isdir(root) and bare_name(dataset.get('type')) not in DOWNLOADED:
                 raise RunError(
