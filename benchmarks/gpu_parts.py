@@ -60,7 +60,7 @@ def tests() -> dict:
     """The project's own tests of a GPU, or of the interpreter."""
     files = ['tests/test_cuda.py', 'tests/ops/test_triton.py::test_kernels_on_the_gpu']
     if INTERPRET:
-        files = ['tests/ops/triton_checks.py', 'tests/ops/triton_conv_checks.py', '-m', 'not slow']
+        files = ['tests/ops/triton_checks.py', '-m', 'not slow']
     command = [sys.executable, '-m', 'pytest', '-q', '-rfE', '--tb=line', '-p', 'no:cacheprovider', *files]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     counts = {word: int(number) for number, word in re.findall(r'(\d+) (passed|failed|skipped|error)', done.stdout)}
@@ -72,14 +72,9 @@ def tests() -> dict:
 
 def variants(dtype: torch.dtype, op: str):
     """What is compiled, of one op and type."""
-    from mmlinattn.ops.triton import attention_launch, attention_op, depthwise_op
+    from mmlinattn.ops.triton import attention_launch, attention_op
 
     device = torch.device(DEVICE, None if INTERPRET else 0)
-    if op == 'depthwise_conv2d':
-        for size in (3,) if INTERPRET else (3, 5):
-            for biased, residual, aligned in ((True, True, True), (True, False, False), (False, False, True)):
-                yield depthwise_op.Variant(op, dtype, size, device, biased, residual, aligned)
-        return
     widths = [d for d in (16, 24, 32, 48, 64, 96, 128) if d <= attention_launch.WIDEST_HEAD[dtype]]
     maps = dict(rala='elu', inline_attention='identity', linear_attention='relu', focused_attention='focused')
     shared = dict(power=3.0 if op == 'focused_attention' else 1.0, dtype=dtype, device=device, weighted=op == 'rala')
@@ -92,23 +87,20 @@ def variants(dtype: torch.dtype, op: str):
 
 def kernels(dtype: str, op: str) -> dict:
     """Trials of kernels beside float64."""
-    from mmlinattn.ops.triton import attention, attention_launch, canary, depthwise_op, spot_check, trial
+    from mmlinattn.ops.triton import attention, attention_launch, canary, trial
 
     assert attention  # the ops are registered
     rows = []
     for variant in variants(getattr(torch, dtype), op):
         if INTERPRET:
-            few = [(trial, 'TOKENS', 71), (trial, 'HEIGHT', 5), (trial, 'WIDTH', 9)]
-            few += [(attention_launch, 'FEWEST_TOKENS', 16), (depthwise_op, 'FEWEST_PLACES', 16)]
-            for module, name, value in few:
-                setattr(module, name, value)
+            trial.TOKENS, attention_launch.FEWEST_TOKENS = 71, 16
             answer = trial.trial(variant)
         else:
-            answer = canary._ask(variant)  # in a process that an illegal access may end
+            answer = canary.ask(variant)  # in a process that an illegal access may end
         faults = {direction: answer[direction] for direction in canary.DIRECTIONS if answer[direction]}
         numbers = {key: value for key, value in answer.get('deviations', {}).items() if math.isfinite(value)}
         rows.append(dict(variant=canary.name_of(variant), faults=faults, deviations=numbers))
-    return dict(rows=rows, bound=spot_check.BOUNDS[getattr(torch, dtype)], right=not any(row['faults'] for row in rows))
+    return dict(rows=rows, bound=canary.BOUNDS[getattr(torch, dtype)], right=not any(row['faults'] for row in rows))
 
 
 # --- what it takes ----------------------------------------------------------------------------------------------------
@@ -295,7 +287,7 @@ def detector() -> dict:
 PARTS = {
     'environment': environment,
     'tests': tests,
-    **{f'kernels {t} {op}': partial(kernels, t, op) for t in DTYPES for op in (*ATTENTIONS, 'depthwise_conv2d')},
+    **{f'kernels {t} {op}': partial(kernels, t, op) for t in DTYPES for op in ATTENTIONS},
 }
 RIGHT = tuple(PARTS)  # those that tell right from wrong; they run in the interpreter, too
 PARTS.update({f'attention {tokens}': partial(attention, tokens) for tokens in TOKENS})

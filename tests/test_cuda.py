@@ -137,22 +137,3 @@ def test_kernels_at_large_sizes(name, batch, tokens, heads, d, dtype):
         assert distance(out[..., channels], expected) < tolerance
         for ours, theirs in zip(grad.chunk(3, dim=-1), expected_grads):
             assert distance(ours[..., channels], theirs) < tolerance
-
-
-@pytest.mark.parametrize('size', [3, 5])
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
-def test_depthwise_kernels_at_large_sizes(size, dtype):
-    pytest.importorskip('triton')
-    image = torch.randn(8, 201, 303, 96, device='cuda', dtype=dtype).permute(0, 3, 1, 2).requires_grad_()
-    weight, bias = torch.randn(96, 1, size, size, device='cuda'), torch.randn(96, device='cuda')
-    leaves = [image, weight.to(dtype).requires_grad_(), bias.to(dtype).requires_grad_()]
-    wide = [leaf.detach().float().requires_grad_() for leaf in leaves]
-    out = ops.depthwise_conv2d(*leaves)
-    assert 'mmlinattn' in str(out.grad_fn)
-    with ops.use('reference'), torch.backends.cudnn.flags(allow_tf32=False):
-        expected = ops.depthwise_conv2d(*wide)
-    probe = torch.randn_like(out)
-    pairs = zip(torch.autograd.grad(out, leaves, probe), torch.autograd.grad(expected, wide, probe.float()))
-    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
-    assert distance(out, expected) < tolerance
-    assert all(distance(ours, theirs) < tolerance for ours, theirs in pairs)

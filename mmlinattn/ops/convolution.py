@@ -121,10 +121,6 @@ def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, o
 
 
 def _depthwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], onto: Optional[Tensor], route) -> Tensor:
-    if route.backend == 'triton':
-        from .triton import depthwise
-
-        return _summed(depthwise.depthwise_conv2d(x, weight, bias), onto, route)
     if route.backend == 'cpu':
         if not route.records and onto is not None and _can_add(x, onto, route.dtype):
             return _convolved_onto(x, weight, bias, onto, route)
@@ -177,17 +173,7 @@ def residual_depthwise_conv2d(
     if route.backend == 'reference':
         x = F.gelu(x) if of_gelu else x
         return x + depthwise_conv2d_reference(x, weight, bias)
-    if route.backend == 'triton':
-        from .triton import depthwise
-
-        return depthwise.residual_depthwise_conv2d(x, weight, bias, of_gelu)
-    return residual_depthwise_conv2d_eager(x, weight, bias, of_gelu, route, is_hidden and not route.records)
-
-
-def residual_depthwise_conv2d_eager(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], of_gelu: bool, route, rounds: bool = False
-) -> Tensor:
-    residual = True
+    residual, rounds = True, is_hidden and not route.records
     if rounds or (x.dtype in (torch.float32, torch.float64) and not route.autocasts):
         # The identity is a tap of the kernel: one pass over the map less. In half precision that rounds the map.
         weight, residual = weight + F.pad(weight.new_ones(1, 1, 1, 1), [weight.shape[-1] // 2] * 4), False
@@ -254,10 +240,6 @@ def dynamic_depthwise_conv2d(x: Tensor, kernels: Tensor, onto: Optional[Tensor] 
     route = dispatch.route(x, kernels, onto)
     if route.backend == 'reference':
         return _summed(sum_of_shifts(x, kernels), onto, route)
-    if route.backend == 'triton':
-        from .triton import depthwise
-
-        return _summed(depthwise.dynamic_depthwise_conv2d(x, kernels), onto, route)
     if x.shape[0] == 1:
         return _depthwise(x, kernels.transpose(0, 1), None, onto, route)
     return _summed(dynamic_depthwise_conv2d_eager(x, kernels), onto, route)

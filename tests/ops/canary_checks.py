@@ -10,7 +10,7 @@ from triton_checks import DEVICE
 
 from mmlinattn import ops
 from mmlinattn.ops.rank_augmented import rala_reference
-from mmlinattn.ops.triton import attention, attention_launch, canary, depthwise_op, spot_check, trial
+from mmlinattn.ops.triton import attention, attention_launch, canary, trial
 from mmlinattn.ops.triton.attention_op import Variant
 
 assert attention
@@ -21,19 +21,12 @@ def attention_variant(op, map='elu', dtype=torch.float32, d=16, e=16, aligned=Tr
     return Variant(op, map, power, dtype, d, e, torch.device(DEVICE), **flags, aligned=aligned)
 
 
-def convolution_variant(size=3, dtype=torch.float32, biased=True, residual=True, aligned=True):
-    device = torch.device(DEVICE)
-    return depthwise_op.Variant('depthwise_conv2d', dtype, size, device, biased, residual, aligned)
-
-
 VARIANTS = {
     'rala': attention_variant('rala', masked=True, rotary=True),
     'rala, half': attention_variant('rala', 'relu', torch.float16, rotary=True),
     'inline': attention_variant('inline_attention', 'identity', e=24, masked=True, aligned=False),
     'linear': attention_variant('linear_attention', 'leakyrelu', torch.bfloat16, d=20),
     'focused': attention_variant('focused_attention', 'focused', power=3.0, masked=True, offset=True),
-    'convolution': convolution_variant(),
-    'convolution of each image': convolution_variant(biased=False, residual=False, aligned=False),
 }
 # what is broken: which variant shows it, in which direction first, what stands in its kernels and what comes there
 DEFECTS = {
@@ -48,19 +41,14 @@ DEFECTS = {
     'gradients of padding': ('rala', 'backward', 'real[:, None], grad_query', 'inside[:, None], grad_query'),
     'a factor of a gradient': ('focused', 'backward', 'grad_r = along[:, None] * r', 'grad_r = 2 * along[:, None] * r'),
     'an error': ('focused', 'backward', 'grad_r = along[:, None] * r', 'grad_r = unheard_of'),
-    'columns that wrap around': ('convolution', 'forward', 'mask = ((z >= 0)', 'mask = ((z >= -1)'),
-    'kernels of one image': ('convolution of each image', 'forward', '+= image * weight_b', '+= 0 * weight_b'),
-    'a kernel that is not turned': ('convolution', 'backward', 'K * K - 1 - (min', '(min'),
 }
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Few tokens, and still several spans."""
-    for name, value in dict(TOKENS=71, HEIGHT=5, WIDTH=9).items():
-        monkeypatch.setattr(trial, name, value)
+    monkeypatch.setattr(trial, 'TOKENS', 71)
     monkeypatch.setattr(attention_launch, 'FEWEST_TOKENS', 16)
-    monkeypatch.setattr(depthwise_op, 'FEWEST_PLACES', 16)
 
 
 @pytest.fixture
@@ -68,16 +56,15 @@ def spoil(monkeypatch, tmp_path):
     """Puts a defect into a copy of the kernels."""
 
     def spoil(defect):
-        variant, _, right, wrong = DEFECTS[defect]
-        owner = depthwise_op if 'convolution' in variant else attention_launch
-        source = Path(owner.kernels.__file__)
+        _, _, right, wrong = DEFECTS[defect]
+        source = Path(attention_launch.kernels.__file__)
         text, copy = source.read_text(), tmp_path / source.name
         assert right in text
         copy.write_text(text.replace(right, wrong))
         spec = importlib.util.spec_from_file_location(f'mmlinattn.ops.triton.broken_{source.stem}', copy)
         made = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(made)
-        monkeypatch.setattr(owner, 'kernels', made)
+        monkeypatch.setattr(attention_launch, 'kernels', made)
 
     return spoil
 
@@ -87,7 +74,7 @@ def test_right_kernels_pass(name):
     answer = trial.trial(VARIANTS[name])
     assert answer['forward'] == answer['backward'] == ''
     # far from the bound, and of the same size in both directions: the bound holds for more tokens, too
-    assert 0 < max(answer['deviations'].values()) < 0.5 * spot_check.BOUNDS[VARIANTS[name].dtype]
+    assert 0 < max(answer['deviations'].values()) < 0.5 * canary.BOUNDS[VARIANTS[name].dtype]
 
 
 @pytest.mark.parametrize('defect', DEFECTS)
@@ -126,8 +113,8 @@ def test_two_runs_have_to_be_equal(monkeypatch):
 @pytest.fixture
 def spot_checks(monkeypatch):
     """Comparisons are made, also in the interpreter; gives the verdicts that they leave."""
-    monkeypatch.setattr(spot_check, 'IN_INTERPRETER', True)
-    monkeypatch.setattr(spot_check, '_seen', set())
+    monkeypatch.setattr(canary, 'COMPARES_IN_INTERPRETER', True)
+    monkeypatch.setattr(canary, '_compared', set())
     monkeypatch.setattr(canary, '_verdicts', {})
     with ops.use('auto'):  # of the reference nothing is compared
         yield canary._verdicts
@@ -151,7 +138,7 @@ def test_first_calls_of_right_kernels_agree(op, dtype, spot_checks, recwarn):
     for tokens in (33, 33, 40):
         x, arguments, options = tensors(op, dtype, tokens)
         op(*arguments, **options).square().sum().backward()
-    assert len(spot_check._seen) == 4 and spot_checks == {}  # two shapes, both directions
+    assert len(canary._compared) == 4 and spot_checks == {}  # two shapes, both directions
     assert not [w for w in recwarn if 'mmlinattn' in str(w.message)]
 
 
@@ -172,16 +159,6 @@ def test_a_kernel_that_goes_wrong_in_a_call_serves_no_more(defect, spot_checks, 
     assert list(spot_checks.values()) == [() if direction == 'forward' else ('forward',)]
 
 
-def test_a_convolution_that_goes_wrong_in_a_call(spot_checks, spoil):
-    x, weight = torch.randn(2, 16, 7, 9, device=DEVICE), torch.randn(16, 1, 3, 3, device=DEVICE)
-    expected = torch.nn.functional.conv2d(x, weight, None, 1, 1, 1, 16)
-    torch.testing.assert_close(depthwise_op.convolve(x, weight, None), expected, rtol=1e-4, atol=1e-4)
-    assert spot_checks == {} and len(spot_check._seen) == 1
-    spoil('columns that wrap around')
-    with pytest.warns(UserWarning, match='kernel fails'):
-        assert depthwise_op.convolve(x[..., :8], weight, None) is None
-
-
 def test_no_comparison_without_finite_results_or_memory(spot_checks):
     variant = VARIANTS['linear']
     ours = [torch.zeros(1, 2, 3, device=DEVICE)]
@@ -189,10 +166,10 @@ def test_no_comparison_without_finite_results_or_memory(spot_checks):
     def full(dtype):
         raise torch.cuda.OutOfMemoryError('full')
 
-    assert spot_check.agrees(variant, 'forward', ours, lambda dtype: [ours[0] + torch.inf])
-    assert spot_check.agrees(variant, 'forward', ours, full)
+    assert canary.agrees(variant, 'forward', ours, lambda dtype: [ours[0] + torch.inf])
+    assert canary.agrees(variant, 'forward', ours, full)
     with pytest.warns(UserWarning, match='kernel fails'):
-        assert not spot_check.agrees(variant, 'forward', [ours[0] + torch.nan], lambda dtype: [ours[0] + 1])
+        assert not canary.agrees(variant, 'forward', [ours[0] + torch.nan], lambda dtype: [ours[0] + 1])
     # what cancels out: the plain form in the same type deviates as much
     plain = lambda dtype: [ours[0].to(dtype) + (1.1 if dtype == variant.dtype else 1.0)]  # noqa: E731
-    assert spot_check.agrees(variant, 'forward', [ours[0] + 1.3], plain)
+    assert canary.agrees(variant, 'forward', [ours[0] + 1.3], plain)

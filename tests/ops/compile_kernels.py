@@ -2,7 +2,7 @@
 """Compiles the kernels for GPUs that need not be there, and prints what they take of them, as CSV.
 
     python tests/ops/compile_kernels.py 90,bfloat16,64,rala,all    # rows, with all flags or none
-    python tests/ops/compile_kernels.py > tests/data/kernels.csv   # every row there is: half an hour of two cores
+    python tests/ops/compile_kernels.py    # every row there is: half an hour of two cores
 
 A row has the most that any launch of an op, forward or backward, takes: registers and bytes of spilled registers a
 thread, shared memory a block.
@@ -24,13 +24,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from mmlinattn.ops.triton import attention_launch as launch
-from mmlinattn.ops.triton import compat, depthwise_op
+from mmlinattn.ops.triton import compat
 
 KEYS = ('capability', 'dtype', 'width', 'op', 'flags')
 FIELDS = (*KEYS, 'registers', 'stack', 'shared', 'triton')
 CAPABILITIES = (80, 86, 89, 90, 100, 120)
 WIDTHS = (16, 24, 32, 48, 64, 96, 128)
-OPS = ('rala', 'inline_attention', 'linear_attention', 'focused_attention', 'depthwise_conv2d')
+OPS = ('rala', 'inline_attention', 'linear_attention', 'focused_attention')
 
 
 class NoGPU:
@@ -78,26 +78,16 @@ def run_attention(op: str, dtype: torch.dtype, d: int, plain: bool) -> None:
     launch.backward(spec, out, q, k, v, saved, x.chunk(3, dim=-1), **tensors)
 
 
-def run_convolution(dtype: torch.dtype, size: int) -> None:
-    x = torch.empty(2, 16, 16, 64, dtype=dtype).permute(0, 3, 1, 2)
-    weight, bias = torch.empty(1, 64, size, size, dtype=dtype), torch.empty(64, dtype=dtype)
-    depthwise_op._convolve(x, depthwise_op._taps(weight), bias, size, False, True)
-    depthwise_op.op_backward._init_fn(x, x, weight, True, False)
-
-
 def compiled(capability: int, dtype: str, width: int, op: str, flags: str) -> dict:
-    """The row of an op; ``width`` is that of heads, or of a convolution's kernel."""
+    """The row of an op; ``width`` is that of heads."""
     driver.set_active(NoGPU(capability))
     found = []
 
     def launched(*args, **settings):
         found.append(resources(*args, **settings))
 
-    with mock.patch.object(launch, 'launch', launched), mock.patch.object(depthwise_op, 'launch', launched):
-        if op == 'depthwise_conv2d':
-            run_convolution(getattr(torch, dtype), width)
-        else:
-            run_attention(op, getattr(torch, dtype), width, flags == 'none')
+    with mock.patch.object(launch, 'launch', launched):
+        run_attention(op, getattr(torch, dtype), width, flags == 'none')
     most = {key: max(each[key] for each in found) for key in ('registers', 'stack', 'shared')}
     return dict(zip(KEYS, (capability, dtype, width, op, flags)), **most, triton=triton.__version__)
 
@@ -105,8 +95,6 @@ def compiled(capability: int, dtype: str, width: int, op: str, flags: str) -> di
 def every_row():
     for capability, dtype, op in itertools.product(CAPABILITIES, ('bfloat16', 'float16', 'float32'), OPS):
         widths, flags = [d for d in WIDTHS if d <= launch.WIDEST_HEAD[getattr(torch, dtype)]], ('all', 'none')
-        if op == 'depthwise_conv2d':
-            widths, flags = [3, 5], ('all',)
         for width, flag in itertools.product(widths, flags):
             yield capability, dtype, width, op, flag
 

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 pytest.importorskip('triton')
-from mmlinattn.ops.triton import attention, attention_op, canary, depthwise, depthwise_op, trial
+from mmlinattn.ops.triton import attention, attention_op, canary, trial
 from mmlinattn.ops.triton import attention_launch as launch
 
 CPU = torch.device('cpu')
 FLAGS = dict(weighted=True, masked=False, rotary=True, offset=False, aligned=True)
 RALA = attention_op.Variant('rala', 'elu', 1.0, torch.bfloat16, 32, 48, CPU, **FLAGS)
-CONVOLUTION = depthwise_op.Variant('depthwise_conv2d', torch.float16, 5, CPU, True, False, True)
+OTHER = RALA._replace(dtype=torch.float16, offset=True)
 RIGHT, WRONG = dict(forward='', backward=''), dict(forward='', backward='it deviates by 0.7, where 0.05 is allowed')
 
 
@@ -30,7 +30,7 @@ def trials(monkeypatch, tmp_path):
     trials = SimpleNamespace(answer=RIGHT, asked=[], file=tmp_path / 'cache' / 'mmlinattn' / 'kernels.json')
     monkeypatch.setattr(canary.compat, 'INTERPRETED', False)
     monkeypatch.setattr(canary, '_verdicts', {})
-    monkeypatch.setattr(canary, '_ask', lambda variant: trials.asked.append(variant) or trials.answer)
+    monkeypatch.setattr(canary, 'ask', lambda variant: trials.asked.append(variant) or trials.answer)
     monkeypatch.setattr(torch.cuda, 'is_current_stream_capturing', lambda: False)
     monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
     return trials
@@ -42,9 +42,9 @@ def restart():
 
 def test_passed_trials_are_kept(trials, monkeypatch):
     for _ in range(2):
-        assert canary.allows(RALA, backward=True) and canary.allows(CONVOLUTION, backward=True)
+        assert canary.allows(RALA, backward=True) and canary.allows(OTHER, backward=True)
         restart()
-    assert trials.asked == [RALA, CONVOLUTION]
+    assert trials.asked == [RALA, OTHER]
     assert canary.allows(RALA._replace(masked=True), backward=True)  # another binary
     assert len(trials.asked) == 3
     restart()
@@ -95,11 +95,9 @@ def test_the_plain_form_serves_instead(monkeypatch):
     q, k, v = torch.randn(2, 5, 48).chunk(3, dim=-1)
     with mock.patch.object(launch, 'launch', side_effect=AssertionError):
         torch.testing.assert_close(attention.rala(q, k, v, 2), attention.rala_reference(q, k, v, 2))
-        x, weight = torch.randn(1, 4, 5, 6), torch.randn(4, 1, 3, 3, requires_grad=True)
-        plain = torch.nn.functional.conv2d(x, weight, padding=1, groups=4)
-        torch.testing.assert_close(depthwise.depthwise_conv2d(x, weight), plain)
+        attention.rala(q.requires_grad_(), k, v, 2)
         with torch.no_grad():
-            depthwise.depthwise_conv2d(x, weight)
+            attention.rala(q, k, v, 2)
     assert [backward for _, backward in asked] == [False, True, False]
     assert asked[0][0].aligned and (asked[0][0].d, asked[0][0].weighted) == (8, True)
 
@@ -107,46 +105,26 @@ def test_the_plain_form_serves_instead(monkeypatch):
 # --- the process of trials --------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def child(monkeypatch):
-    monkeypatch.setattr(canary, '_child', None)
-    yield
-    if canary._child is not None:
-        canary._child.kill()
-        canary._child.communicate()
-        canary._errors.close()
-
-
-@pytest.mark.parametrize('variant', [RALA, CONVOLUTION])
+@pytest.mark.parametrize('variant', [RALA, OTHER])
 def test_names_say_all_but_the_device(variant):
     assert trial.variant_of(canary.name_of(variant), CPU) == variant
 
 
-@pytest.mark.slow
-def test_where_the_process_gets_no_gpu_the_trial_is_here(child, monkeypatch):
-    monkeypatch.setattr(trial, 'trial', lambda variant: dict(forward=str(variant.device), backward=''))
-    for _ in range(2):
-        assert canary._ask(RALA._replace(device=torch.device('cuda', 63))) == dict(forward='cuda:63', backward='')
-    assert canary._child.wait(timeout=60) == 0  # it leaves a GPU of which it is not sure
-
-
 @pytest.mark.parametrize(
-    ('script', 'told'), [('echo "no memory" >&2; exit 3', 'status 3. no memory'), ('exec sleep 60', '-9')]
+    ('script', 'told'), [('echo "no memory" >&2; exit 3', 'status 3. no memory'), ('exec sleep 60', 'more than 1 s')]
 )
-def test_a_process_that_dies_or_hangs_fails_the_kernel(child, script, told, monkeypatch, tmp_path):
+def test_a_process_that_dies_or_hangs_fails_the_kernel(script, told, monkeypatch, tmp_path):
     program = tmp_path / 'python'
     program.write_text(f'#!/bin/sh\n{script}\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, 'executable', str(program))
-    monkeypatch.setattr(canary, 'SECONDS_TO_ANSWER', 1)
-    faults = canary._ask(RALA)
+    monkeypatch.setattr(canary, 'SECONDS', 1)
+    faults = canary.ask(RALA)
     assert told in faults['forward'] and faults['forward'] == faults['backward']
-    killed = 'sleep' in script  # then nobody waits a second time
-    assert ('had to be killed' in canary._ask(CONVOLUTION)['forward']) == killed
 
 
 @pytest.mark.slow
-def test_a_trial_in_the_interpreter(child, monkeypatch, tmp_path):
+def test_a_trial_in_the_interpreter(monkeypatch, tmp_path):
     monkeypatch.setenv('TRITON_INTERPRET', '1')
     (tmp_path / 'sitecustomize.py').write_text(
         'import interpreter\nfrom mmlinattn.ops.triton import trial\ntrial.TOKENS = 71'
@@ -154,7 +132,5 @@ def test_a_trial_in_the_interpreter(child, monkeypatch, tmp_path):
     paths = [str(tmp_path), os.path.dirname(__file__), os.environ.get('PYTHONPATH', '')]
     monkeypatch.setenv('PYTHONPATH', os.pathsep.join(paths))
     variant = attention_op.Variant('linear_attention', 'elu', 1.0, torch.float32, 16, 16, CPU, *(False,) * 4, True)
-    for _ in range(2):
-        answer = canary._ask(variant)
-        assert 0 < answer.pop('deviations')['backward'] < 1e-5 and answer == RIGHT
-    assert canary._child.poll() is None  # both in one process
+    answer = canary.ask(variant)
+    assert 0 < answer.pop('deviations')['backward'] < 1e-5 and answer == RIGHT

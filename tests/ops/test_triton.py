@@ -15,12 +15,9 @@ import torch
 
 triton = pytest.importorskip('triton')
 from mmlinattn.ops.triton import attention_launch as launch
-from mmlinattn.ops.triton import attention_op, canary, compat
-from mmlinattn.ops.triton import depthwise_op as convolutions
+from mmlinattn.ops.triton import attention_op, compat
 
 HERE = Path(__file__).resolve().parent
-
-CHECKS = ('triton_checks.py', 'triton_conv_checks.py')
 
 
 def run_checks(check: str, *arguments: str, **environment: str) -> None:
@@ -38,8 +35,8 @@ def run_checks(check: str, *arguments: str, **environment: str) -> None:
 @pytest.mark.parametrize(
     ('check', 'marks'),
     [
-        *((check, 'not slow') for check in CHECKS),
-        *(pytest.param(check, 'slow', marks=pytest.mark.slow) for check in CHECKS),
+        ('triton_checks.py', 'not slow'),
+        pytest.param('triton_checks.py', 'slow', marks=pytest.mark.slow),
         pytest.param('canary_checks.py', '', marks=pytest.mark.slow),
     ],
 )
@@ -48,21 +45,20 @@ def test_kernels(check, marks):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
-@pytest.mark.parametrize('check', [*CHECKS, 'canary_checks.py'])
+@pytest.mark.parametrize('check', ['triton_checks.py', 'canary_checks.py'])
 def test_kernels_on_the_gpu(check):
     run_checks(check)
 
 
 COMPILED = """
-90,bfloat16,64,rala,all 90,bfloat16,64,inline_attention,all 90,bfloat16,64,focused_attention,all 86,float32,64,rala,all
-86,float16,128,focused_attention,all 80,bfloat16,24,rala,all 120,bfloat16,96,linear_attention,all
-100,float16,32,rala,all 100,float16,3,depthwise_conv2d,all 100,float16,5,depthwise_conv2d,all
+90,bfloat16,64,rala,all 90,bfloat16,64,inline_attention,all 86,float32,64,rala,all
+86,float16,128,focused_attention,all 120,bfloat16,96,linear_attention,all
 """
 
 
 @pytest.mark.slow
 def test_kernels_compile_without_a_gpu(tmp_path):
-    """Within the 99 KB of shared memory that consumer GPUs have, and with the resources that are written down."""
+    """Within the 99 KB of shared memory that consumer GPUs have."""
     environment = {key: value for key, value in os.environ.items() if key != 'TRITON_INTERPRET'}
     done = subprocess.run(
         [sys.executable, str(HERE / 'compile_kernels.py'), *COMPILED.split()],
@@ -71,16 +67,10 @@ def test_kernels_compile_without_a_gpu(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    keys = ('capability', 'dtype', 'width', 'op', 'flags')
-    with open(HERE.parent / 'data' / 'kernels.csv') as file:
-        known = {','.join(row[key] for key in keys): row for row in csv.DictReader(file)}
     rows = list(csv.DictReader(done.stdout.splitlines()))
     assert len(rows) == len(COMPILED.split())
     for name, row in zip(COMPILED.split(), rows):
         assert int(row['shared']) <= 99 * 1024, name
-        before = known[name]
-        if before['triton'] == row['triton']:
-            assert int(row['registers']) <= int(before['registers']) and int(row['stack']) <= int(before['stack']), name
 
 
 # --- around the kernels, in this process, which runs none -------------------------------------------------------------
@@ -143,40 +133,3 @@ def test_what_failed_is_one_binary():
     variants = {variant(), *(variant(**options) for options in others + tensors)}
     assert len(variants) == 1 + len(others + tensors)
     assert variant(x=tokens[:, :3]) in variants
-
-
-@pytest.fixture
-def op(monkeypatch):
-    """In place of the kernels of convolutions: gives its first argument."""
-    op = mock.Mock(side_effect=lambda x, *_: x)
-    monkeypatch.setattr(convolutions, 'op', op)
-    monkeypatch.setattr(compat, 'INTERPRETED', True)
-    monkeypatch.setattr(canary, '_verdicts', {})
-    return op
-
-
-CONVOLUTION = torch.randn(2, 4, 5, 6), torch.randn(4, 1, 3, 3), torch.randn(4)
-
-
-def test_a_convolution_that_does_not_compile_is_not_tried_again(op):
-    op.side_effect = launch.NoKernel('convolve: no such register')
-    with pytest.warns(UserWarning, match='depth-wise convolutions .torch.float32, 3x3.*forward: convolve: no'):
-        assert convolutions.convolve(*CONVOLUTION) is None
-    op.side_effect = None
-    assert convolutions.convolve(*CONVOLUTION) is None and op.call_count == 1
-    assert convolutions.convolve(*(t.half() for t in CONVOLUTION)) is not None  # another case
-
-
-def test_convolutions_in_the_type_of_autocast(op, monkeypatch):
-    """But where that would round what is added."""
-    x, weight, bias = CONVOLUTION
-    assert convolutions.convolve(x, weight, bias, True, True) is x and op.call_args.args[3:] == (True, True)
-    assert convolutions.convolve(x, weight, None) is x and op.call_args.args[2:] == (None, False, False)
-    op.reset_mock()
-    with torch.autocast('cpu', torch.bfloat16):
-        assert convolutions.convolve(x, weight, bias, True) is None and not op.called
-        assert convolutions.convolve(x.bfloat16(), weight, bias, True).dtype == torch.bfloat16
-        convolutions.convolve(x, weight, bias)
-    assert [{t.dtype for t in call.args[:3]} for call in op.call_args_list] == [{torch.bfloat16}] * 2
-    monkeypatch.setattr(compat, 'INTERPRETED', False)
-    assert convolutions.convolve(x, weight, bias) is None

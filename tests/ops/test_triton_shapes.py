@@ -7,12 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
-from mmlinattn import ops
-
 pytest.importorskip('triton')
-from mmlinattn.ops.triton import attention, compat, depthwise
+from mmlinattn.ops.triton import attention, compat
 from mmlinattn.ops.triton import attention_launch as launch
-from mmlinattn.ops.triton import depthwise_op as convolutions
 
 HEADS = 2
 OPTIONS = {
@@ -44,9 +41,8 @@ def given_to_kernels(function, plain_form, *arguments, **options):
     """With what a kernel is started, None where the plain form serves: as it does where there are no kernels."""
     expected = outcome(plain_form, *arguments, **options)
     for has_kernels in (False, True):
-        with mock.patch.object(launch, 'forward', stop), mock.patch.object(convolutions, 'op', stop):
-            with mock.patch.object(compat, 'INTERPRETED', has_kernels):
-                ours = outcome(function, *arguments, **options)
+        with mock.patch.object(launch, 'forward', stop), mock.patch.object(compat, 'INTERPRETED', has_kernels):
+            ours = outcome(function, *arguments, **options)
         if isinstance(ours, torch.Tensor):
             torch.testing.assert_close(ours, expected, equal_nan=True)
         else:
@@ -124,34 +120,3 @@ def test_which_rotations_and_offsets_have_kernels():
     shapes = shapes_of('focused_attention')
     for offset in (shapes['k'], shapes['k'][1:]):
         assert serves('focused_attention', dict(shapes, offset=offset))
-
-
-@pytest.mark.parametrize('of_each', [False, True])
-@pytest.mark.parametrize(('batch', 'channels', 'size'), [(3, 4, 3), (1, 4, 5), (3, 1, 7)])
-def test_convolutions_get_nothing_but_the_shapes_that_they_index(batch, channels, size, of_each):
-    forms = depthwise.depthwise_conv2d, ops.convolution.depthwise_conv2d_reference
-    shapes = dict(x=(batch, channels, 2, 5), weight=(channels, 1, size, size), bias=(channels,))
-    if of_each:
-        forms = depthwise.dynamic_depthwise_conv2d, ops.convolution.sum_of_shifts
-        shapes = dict(x=(batch, channels, 2, 5), weight=(batch, channels, size, size))
-    x, *rest = map(torch.rand, shapes.values())
-    assert (given_to_kernels(*forms, x, *rest) is not None) == (size < 7)
-    assert given_to_kernels(*forms, *(t.double() for t in (x, *rest))) is None
-    assert of_each or given_to_kernels(*forms, x.half(), *rest) is None
-    for other in spoiled(shapes):
-        *_, height, width = (0, 0, *other['weight'])
-        if of_each and (len(other['weight']) != 4 or height != width or width % 2 == 0):
-            continue  # no kernels
-        given = given_to_kernels(*forms, *map(torch.rand, other.values()))
-        if given is not None:
-            x, weight, bias, *_, shape = given
-            assert shape == x.shape and x.numel() and weight.shape[2:] in ((3, 3), (5, 5))
-            assert weight.shape[:2] == (len(x) if of_each else 1, x.shape[1])
-            assert bias is None or bias.shape == x.shape[1:2]
-
-
-@pytest.mark.skipif(compat.INTERPRETED, reason='the interpreter has kernels for these')
-def test_without_kernels_what_is_added_is_added():
-    x, weight, bias = torch.randn(2, 4, 5, 6), torch.randn(4, 1, 3, 3), torch.randn(4)
-    plain = torch.nn.functional.conv2d(x, weight, bias, padding=1, groups=4)
-    torch.testing.assert_close(depthwise.residual_depthwise_conv2d(x, weight, bias), x + plain)

@@ -106,7 +106,7 @@ def assert_follows(ours, theirs, leaves):
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
     out, expected = ours(*leaves), theirs(*wide)
     assert out.shape == expected.shape and out.dtype == leaves[0].dtype and 'mmlinattn' in str(out.grad_fn)
-    assert (out.permute(0, 2, 3, 1) if out.dim() == 4 else out).is_contiguous()
+    assert out.is_contiguous()
     probe = normal(*out.shape, dtype=out.dtype)
     grads = torch.autograd.grad(out, leaves, probe)
     expected_grads = torch.autograd.grad(expected, wide, probe.double())
@@ -161,7 +161,7 @@ def test_values_and_gradients(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @example('linear_attention', (1, 600, 600, 1), (16, 16), torch.float32, True, 16)
 @example('rala', (1, 71, 71, 1), (96, 96), torch.float16, True, 256)
 @example('inline_attention', (1, 71, 71, 1), (128, 128), torch.bfloat16, True, 256)

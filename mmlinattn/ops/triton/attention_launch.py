@@ -18,7 +18,7 @@ WIDEST_HEAD = {torch.float32: 64, torch.float16: 128, torch.bfloat16: 128}
 WIDEST_TOKEN = 4096  # of a focused map: all channels of a token are in one tile
 # tokens below which a program is not worth its start; sums over splits are made by one program
 FEWEST_TOKENS, MOST_SPLITS = 256, 128
-# programs that a multiprocessor runs at a time, by their registers (tests/data/kernels.csv); the time, in tokens, that
+# programs that a multiprocessor runs at a time, by their registers; the time, in tokens, that
 # beginning and ending take: a program writes a state, which is read again
 PROGRAMS, TOKENS_A_PROGRAM = 2, 128
 COMBINED_ROWS = 16
@@ -145,8 +145,8 @@ def plan(
     """
     width, width_v = _width(d), _width(e)
     widest = max(width, width_v)
-    # as many rows as leave two or more blocks of the backward kernels their registers (tests/data/kernels.csv; not
-    # measured), and everything within 99 KB of shared memory; products of so few rows are no wgmma, either
+    # as many rows as leave two or more blocks of the backward kernels their registers (not measured), and everything
+    # within 99 KB of shared memory; products of so few rows are no wgmma, either
     rows, stages = (32, 2) if widest <= 64 else (16, 1)
     if dtype == torch.float32:
         rows = 32 if widest <= 32 else 16

@@ -5,14 +5,15 @@ Registered ops are what checkpointing, DDP, autocast, profilers and ``torch.comp
 """
 
 import dataclasses
-from typing import Any, Callable, NamedTuple, Optional
+from collections.abc import Callable
+from typing import Any, NamedTuple, Optional
 
 import torch
 from torch import Tensor
 
 from .. import dispatch
 from . import attention_launch as launch
-from . import canary, fallback, spot_check
+from . import canary
 from .attention_launch import Attention, NoKernel, Saved
 
 TENSORS = 7  # q, k, v, rotary, mask, offset, scale
@@ -146,7 +147,7 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return True
         spec = Attention(*ctx.options)
         variant = variant_of(name, spec, *tensors)
-        if not spot_check.is_due(variant, 'backward', tensors[0].shape, tensors[1].shape):
+        if not canary.is_due(variant, 'backward', tensors[0].shape, tensors[1].shape):
             return True
         one, last = _last_head(spec)
 
@@ -159,7 +160,7 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 out = plain(one, q, k, v, rotary, mask, offset, scale)
             return torch.autograd.grad(out, leaves, last(grad, dtype))
 
-        return spot_check.agrees(variant, 'backward', [last(t) for t in grads], expected)
+        return canary.agrees(variant, 'backward', [last(t) for t in grads], expected)
 
     def backward(ctx, grad, *_):
         kept = ctx.saved_tensors
@@ -171,7 +172,7 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
         def plain_gradients():
             spec = Attention(*ctx.options)
-            return fallback.gradients(lambda *t: plain(spec, *t), grad, tensors, ctx.needs_input_grad[:TENSORS])
+            return _gradients(lambda *t: plain(spec, *t), grad, tensors, ctx.needs_input_grad[:TENSORS])
 
         if not torch.is_grad_enabled():  # it is where the gradients are to be differentiated themselves
             try:
@@ -204,7 +205,7 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         # a call of its own, of which checkpointing records nothing
         one, last = _last_head(spec)
         with torch.no_grad():
-            return spot_check.agrees(
+            return canary.agrees(
                 variant,
                 'forward',
                 [last(by_kernels(spec, *tensors))],
@@ -222,7 +223,7 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if not canary.allows(variant, learns):
             return plain(spec, *tensors)
         try:
-            if spot_check.is_due(variant, 'forward', q.shape, k.shape) and not agrees(variant, spec, tensors):
+            if canary.is_due(variant, 'forward', q.shape, k.shape) and not agrees(variant, spec, tensors):
                 return plain(spec, *tensors)
             return by_kernels(spec, *tensors)
         except NoKernel as error:
@@ -232,6 +233,18 @@ def register(name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
     run.op, run.op_backward, run.by_kernels, run.plain = op, op_backward, by_kernels, plain
     OPS[name] = run
     return run
+
+
+def _gradients(plain, grad: Tensor, tensors, wanted) -> list[Optional[Tensor]]:
+    """Gradients of the wanted tensors through the plain form, differentiable themselves where grad mode is on."""
+    twice = torch.is_grad_enabled()
+    if not twice:
+        tensors = [t.detach().requires_grad_() if want else t for t, want in zip(tensors, wanted)]
+    with torch.enable_grad():
+        out = plain(*tensors)
+        leaves = [t for t, want in zip(tensors, wanted) if want]
+        grads = iter(torch.autograd.grad(out, leaves, grad, create_graph=twice, allow_unused=True))
+    return [next(grads) if want else None for want in wanted]
 
 
 def _last_head(spec: Attention):

@@ -1,45 +1,44 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """A kernel serves on a GPU after it was run there beside the plain form, forward and backward, on a small input.
 
-The trial (:mod:`.trial`) is in a process of its own, which an illegal access ends in place of ours; one process tries
-all the kernels that a start asks for. Passed trials are kept in the cache folder, for this GPU, its driver, these
-releases and these sources. What fails leaves the plain form in its place, with one warning.
+The trial (:mod:`.trial`) is in a process of its own, which an illegal access ends in place of ours. Passed trials are
+kept in the cache folder, for this GPU, its driver, these releases and these sources. The first call of each shape is
+compared, too. What fails leaves the plain form in its place, with one warning.
 
-There is no trial while a CUDA graph is captured: until a later call made one, the plain form serves. Where several
-processes train together, each makes its own, on its own GPU: nobody waits for ranks that do not come this way, and the
-plain form computes the same.
+While a CUDA graph is captured there is neither. Where several processes train together, each makes its own trials:
+nobody waits for ranks that do not come this way, and the plain form computes the same.
 """
 
 import contextlib
 import functools
 import hashlib
-import importlib
 import json
 import os
-import select
-import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import triton
+from torch import Tensor
 
 from ... import version
 from . import compat
 
 DIRECTIONS = ('forward', 'backward')
-# less than process groups wait for a rank; after one answer that did not come, nothing is asked
-SECONDS_TO_ANSWER = 300
+SECONDS = 300  # for a trial, less than process groups wait for a rank
+# Largest deviation of a token's channels, relative to their norm and the root mean square of all tokens' norms. In the
+# interpreter, which cuts bfloat16 off, the kernels have up to a fifth of it.
+BOUNDS = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 5e-2}
+COMPARES_IN_INTERPRETER = False  # for tests
 
 _verdicts: dict[NamedTuple, tuple[str, ...]] = {}  # which directions of a kernel serve
 _lock = threading.Lock()
-_child: Any = None  # the process of trials
-_errors: Optional[IO[str]] = None  # its standard error
+_compared: set[tuple] = set()
 trusts = False  # whether every kernel serves, as in a trial
 
 
@@ -75,7 +74,7 @@ def _verdict(variant: NamedTuple) -> Optional[tuple[str, ...]]:
         return DIRECTIONS
     if torch.cuda.is_current_stream_capturing():
         return None
-    faults = _ask(variant)
+    faults = ask(variant)
     passed = tuple(direction for direction in DIRECTIONS if not faults[direction])
     if passed == DIRECTIONS:
         _keep(place, name)
@@ -89,13 +88,12 @@ def _warn(variant: NamedTuple, faults: dict[str, Any]) -> None:
     gpu = torch.cuda.get_device_name(variant.device) if variant.device.type == 'cuda' else 'CPU'
     warnings.warn(
         f'mmlinattn: plain PyTorch for {variant} on {gpu}, Triton {triton.__version__}, PyTorch {torch.__version__}: '
-        f'its kernel fails ({told}). Results are right, and slower. Please report this line to the authors of '
-        'mmlinattn.',
+        f'its kernel fails ({told}). Results are right, and slower. Please report this line.',
         stacklevel=5,
     )
 
 
-# --- what is known from other starts ----------------------------------------------------------------------------------
+# --- trials, and what is known of them from other starts --------------------------------------------------------------
 
 
 def name_of(variant: NamedTuple) -> str:
@@ -139,39 +137,73 @@ def _keep(place: str, name: str) -> None:
         new.replace(_file())
 
 
-# --- the process of trials --------------------------------------------------------------------------------------------
+def ask(variant: NamedTuple) -> dict[str, Any]:
+    """What is wrong with each direction, by a trial in a process of its own, and its ``deviations``."""
+    paths = [str(Path(__file__).resolve().parents[3]), *filter(None, [os.environ.get('PYTHONPATH')])]
+    try:
+        done = subprocess.run(
+            [sys.executable, '-m', f'{__package__}.trial', name_of(variant), str(variant.device)],
+            env={**os.environ, 'PYTHONPATH': os.pathsep.join(paths)},
+            capture_output=True, text=True, timeout=SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return dict.fromkeys(DIRECTIONS, f'its trial took more than {SECONDS} s')
+    if done.returncode == 0:
+        return json.loads(done.stdout.splitlines()[-1])
+    last = (done.stderr.strip().splitlines() or [''])[-1]
+    return dict.fromkeys(DIRECTIONS, f'the process of its trial ended with status {done.returncode}. {last}'.strip())
 
 
-def _ask(variant: NamedTuple) -> dict[str, Any]:
-    """What is wrong with each direction, by a trial in the other process, and ``deviations`` where there were any."""
-    global _child, _errors
-    if _child is not None and _child.returncode == -signal.SIGKILL:
-        return dict.fromkeys(DIRECTIONS, 'the process of trials had to be killed')
-    request = json.dumps(dict(name=name_of(variant), device=str(variant.device))) + '\n'
-    for _ in range(2):
-        if _child is None or _child.poll() is not None:
-            paths = [str(Path(__file__).resolve().parents[3]), *filter(None, [os.environ.get('PYTHONPATH')])]
-            _errors = tempfile.TemporaryFile('w+')
-            _child = subprocess.Popen(
-                [sys.executable, '-m', f'{__package__}.trial'], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=_errors, text=True, env={**os.environ, 'PYTHONPATH': os.pathsep.join(paths)},
-            )  # fmt: skip
-        line = ''
-        with contextlib.suppress(BrokenPipeError):
-            _child.stdin.write(request)
-            _child.stdin.flush()
-            if select.select([_child.stdout], [], [], SECONDS_TO_ANSWER)[0]:
-                line = _child.stdout.readline()
-            else:
-                _child.kill()
-        if line:
-            answer = json.loads(line)
-            if 'forward' in answer:
-                return answer
-            # no second process gets this GPU: some are for one alone, or full
-            return importlib.import_module(f'{__package__}.trial').trial(variant)
-        if _child.wait() != 0:  # 0: it had had nothing to do for a while, or was not sure of its GPU any more
-            break
-    _errors.seek(0)
-    last = (_errors.read().strip().splitlines() or [''])[-1]
-    return dict.fromkeys(DIRECTIONS, f'the process of its trial ended with status {_child.returncode}. {last}'.strip())
+# --- the first call of each shape: its last image and head beside the plain form --------------------------------------
+
+
+def is_due(variant: NamedTuple, direction: str, *shapes: torch.Size) -> bool:
+    """Whether this call is the first of its shapes, and is to be compared: the trial knows one small shape."""
+    key = (variant, direction, *shapes)
+    if (compat.INTERPRETED and not COMPARES_IN_INTERPRETER) or key in _compared or trusts:
+        return False
+    if variant.device.type == 'cuda' and torch.cuda.is_current_stream_capturing():
+        return False
+    _compared.add(key)
+    return True
+
+
+def agrees(
+    variant: NamedTuple, direction: str, ours: Sequence[Tensor], plain: Callable[[torch.dtype], Sequence[Tensor]]
+) -> bool:
+    """Whether a kernel's results are no further from the plain form than its type explains. If not, it serves no more
+    in this process. Nothing is compared where the plain form gives nothing finite, or memory does not suffice for it.
+
+    Args:
+        variant (NamedTuple): What the kernel is compiled for.
+        direction (str): ``'forward'`` or ``'backward'``.
+        ours (Sequence[Tensor]): Its results.
+        plain (callable): Gives the same results by the plain form, computed in the type it is asked for.
+    """
+    try:
+        with torch.autocast(ours[0].device.type, enabled=False):
+            exact = plain(torch.float64 if variant.dtype == torch.float32 else torch.float32)
+            if not all(t.isfinite().all() for t in exact):
+                return True
+            found, allowed = deviation(ours, exact), BOUNDS[variant.dtype]
+            if found < allowed:
+                return True
+            # numbers that cancel out leave the plain form in the same type no better off
+            allowed = max(allowed, 4 * deviation(plain(variant.dtype), exact))
+    except torch.cuda.OutOfMemoryError:
+        return True
+    if found <= allowed:
+        return True
+    fail(variant, direction, f'in a call it deviates by {found:.1g}, where {allowed:.1g} is allowed')
+    return False
+
+
+def deviation(ours: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """The largest one, see :data:`BOUNDS`; infinite where something is not finite."""
+    largest = 0.0
+    for mine, theirs in zip(ours, exact):
+        norms = theirs.norm(dim=-1)
+        typical = norms.square().mean().sqrt().clamp(min=1e-30)
+        found = ((mine.to(theirs.dtype) - theirs).norm(dim=-1) / (norms + typical)).nan_to_num(nan=torch.inf)
+        largest = max(largest, found.max().item())
+    return largest

@@ -4,15 +4,13 @@
 The tokens are an odd number in more spans than are added up at once, slices of a projection, one image of them nothing
 but padding where there is a mask. Around the input lies NaN, in and around what kernels write, too.
 
-    python -m mmlinattn.ops.triton.trial
+    python -m mmlinattn.ops.triton.trial NAME DEVICE
 
-answers the requests of :mod:`.canary`, one a line of standard input.
+tries what :func:`.canary.name_of` names, and prints what it found as JSON.
 """
 
 import json
 import math
-import os
-import select
 import sys
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,14 +18,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from . import attention_launch, attention_op, canary, depthwise_op
+from . import attention_launch, attention_op, canary
 from .attention_launch import Attention
-from .spot_check import BOUNDS, deviation
+from .canary import BOUNDS, deviation
 
 TOKENS = 4201
-HEIGHT, WIDTH = 29, 37
 GUARD = 4096  # elements before and after what kernels write
-SECONDS_IDLE = 60
 
 
 @torch.inference_mode(False)
@@ -37,7 +33,7 @@ def trial(variant: NamedTuple) -> dict[str, Any]:
     ``deviations``.
 
     Args:
-        variant (NamedTuple): :class:`.attention_op.Variant` or :class:`.depthwise_op.Variant`, its device included.
+        variant (NamedTuple): :class:`.attention_op.Variant`.
     """
     deviations: dict[str, float] = {}
     answer: dict[str, Any] = dict(forward='', backward='', deviations=deviations)
@@ -56,13 +52,12 @@ def trial(variant: NamedTuple) -> dict[str, Any]:
         fault, deviations[direction] = _compared(*runs, expected, bound)
         return fault
 
-    parts = _attention if isinstance(variant, attention_op.Variant) else _convolution
     guards = mock.patch.object(attention_launch, 'empty', guarded)
     fresh = mock.patch.multiple(canary, trusts=True, _verdicts={})
     try:
         with torch.autocast(variant.device.type, enabled=False), guards, fresh:
             generator = torch.Generator().manual_seed(0)
-            kernel, plain, leaves = parts(variant, generator)
+            kernel, plain, leaves = _attention(variant, generator)
             wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
             outs, expected = [kernel(*leaves) for _ in range(2)], plain(*wide)
             answer['forward'] = answer['backward'] = check([[out] for out in outs], [expected])
@@ -91,8 +86,9 @@ def _compared(first, second, expected, bound: float) -> tuple[str, float]:
     return '' if largest < bound else f'it deviates by {largest:.1g}, where {bound:.1g} is allowed', largest
 
 
-def _surrounded(x: Tensor, guard: int, aligned: bool) -> Tensor:
+def _surrounded(x: Tensor, aligned: bool) -> Tensor:
     """``x`` (B, N, C) as a slice of larger tokens, with NaN around."""
+    guard = 64  # tokens
     width = -(-x.shape[-1] // 16) * 16 + (0 if aligned else 1)
     memory = torch.full((len(x), x.shape[1] + 2 * guard, width), math.nan, dtype=x.dtype, device=x.device)
     inside = memory[:, guard : guard + x.shape[1], : x.shape[-1]]
@@ -126,7 +122,7 @@ def _attention(variant, generator):
         rotary = torch.stack((angle.cos(), angle.sin()), dim=-1).to(device)
     if variant.offset:
         offset = (0.3 * random(1, tokens, widths[0])).to(device).expand(batch, -1, -1)
-    leaves = [_surrounded(x.to(device, variant.dtype), 64, variant.aligned)]
+    leaves = [_surrounded(x.to(device, variant.dtype), variant.aligned)]
     if variant.map == 'focused':
         leaves.append((torch.rand(widths[0], generator=generator) + 0.5).to(device).requires_grad_())
 
@@ -141,61 +137,17 @@ def _attention(variant, generator):
     return kernel, plain, leaves
 
 
-def _convolution(variant, generator):
-    batch, channels, size = 2, 96 if variant.aligned else 70, variant.size
-    to = dict(device=variant.device, dtype=variant.dtype)
-    each = not (variant.biased or variant.residual)
-    x = torch.randn(batch, HEIGHT * WIDTH, channels, generator=generator).to(**to)
-    leaves = [_surrounded(x, 4 * WIDTH, variant.aligned)]
-    leaves.append(torch.randn(1, channels, size, size, generator=generator).to(**to).requires_grad_())
-    if variant.biased:
-        leaves.append(torch.randn(channels, generator=generator).to(**to).requires_grad_())
-    if each:  # kernels of each image's own are the same binary
-        leaves.append(torch.randn(batch, channels, size, size, generator=generator).to(**to).requires_grad_())
-
-    def call(function):
-        def called(x, weight, more=None):
-            x = x.unflatten(1, (HEIGHT, WIDTH)).permute(0, 3, 1, 2)
-            out = function(x, weight, None if each else more, variant.residual, False)
-            out = torch.cat([out, function(x, more, None, False, False)]) if each else out
-            return out.permute(0, 2, 3, 1)
-
-        return called
-
-    return call(depthwise_op.op), call(depthwise_op._plain), leaves
-
-
 def variant_of(name: str, device: torch.device) -> NamedTuple:
     """Back from :func:`.canary.name_of`."""
     fields = json.loads(name)
     fields['dtype'] = getattr(torch, fields['dtype'])
-    kind = attention_op.Variant if fields['op'] in attention_op.OPS else depthwise_op.Variant
-    return kind(**fields, device=device)
-
-
-def serve() -> None:
-    """Answer requests, until there are no more or none comes for a while."""
-    answers = os.fdopen(os.dup(1), 'w')
-    os.dup2(2, 1)  # what else is printed is no answer
-    while select.select([sys.stdin], [], [], SECONDS_IDLE)[0]:
-        line = sys.stdin.readline()
-        if not line:
-            return
-        request = json.loads(line)
-        device = torch.device(request['device'])
-        try:
-            torch.ones(1, device=device).item()
-        except RuntimeError as error:
-            answer = dict(unavailable=str(error))
-        else:
-            answer = trial(variant_of(request['name'], device))
-        print(json.dumps(answer), file=answers, flush=True)
-        if any(answer.get(key) for key in ('unavailable', *canary.DIRECTIONS)):
-            return  # an illegal access leaves a GPU unusable to its process
+    return attention_op.Variant(**fields, device=device)
 
 
 if __name__ == '__main__':
-    from mmlinattn.ops.triton import attention, trial  # the former registers the ops
+    # not of this module, which was imported under another name
+    from mmlinattn.ops.triton import attention, trial
 
-    assert attention
-    trial.serve()
+    assert attention  # registers the ops
+    name, device = sys.argv[1:]
+    print(json.dumps(trial.trial(trial.variant_of(name, torch.device(device)))))
