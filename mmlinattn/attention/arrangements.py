@@ -12,12 +12,12 @@ from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
-from ..layers.linear import Projected, apply_linear, split_parts
+from ..layers.linear import Projected, apply_linear
 from ..layers.patch_embed import strided_conv
 from ..ops import dispatch
 from ..ops.softmax import masked_logit
 from ..ops.tensors import multiply
-from .base import Attention, Grid, Mixing, mean_token
+from .base import Attention, Grid, Mixing, mean_token, split_parts
 from .windows import OpenWindows, Region, Windows, assemble, cut
 
 

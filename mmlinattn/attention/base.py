@@ -17,9 +17,9 @@ from mmengine.registry import Registry
 from torch import Tensor, nn
 
 from .. import ops
-from ..layers.linear import Projected, apply_linear, call, has_hooks, project, split_parts
+from ..layers.linear import Projected, apply_linear, call, has_hooks, project
 from ..ops.dispatch import accumulation_dtype
-from ..ops.tensors import multiply, to_image
+from ..ops.tensors import multiply, split, to_image
 
 TOKEN_MIXERS = Registry('token mixer', scope='mmlinattn', locations=['mmlinattn.attention'])
 
@@ -320,6 +320,11 @@ class GlobalAttention(Attention):
         if residual is not None:
             shared['residual'] = residual.flatten(1, 2)
         return super().forward(x.flatten(1, 2), grid, **shared).unflatten(1, grid[:2])
+
+
+def split_parts(parts: Sequence[Projected]) -> list[Tensor]:
+    """Queries, keys, values and, where there is one, the gate."""
+    return [tensor for whole, widths in parts for tensor in ((whole,) if len(widths) == 1 else split(whole, widths))]
 
 
 def mean_token(x: Tensor, mask: Optional[Tensor]) -> Tensor:

@@ -2,7 +2,7 @@
 from ..ops import rotary_table
 from .block import MLP, Block, ConvFFN, DWConvFFN, ResidualDWConv
 from .compact import FactorisedLinear, build_ffn, compact
-from .linear import apply_linear, project, split_parts
+from .linear import apply_linear, project
 from .patch_embed import (
     ConvDownsample,
     ConvStem,
@@ -35,6 +35,5 @@ __all__ = [
     'is_foldable',
     'project',
     'rotary_table',
-    'split_parts',
     'strided_conv',
 ]

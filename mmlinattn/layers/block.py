@@ -61,8 +61,9 @@ class Block(BaseModule):
         gammas = [None if layer_scale is None else nn.Parameter(torch.full((dim,), float(layer_scale))) for _ in '12']
         self.gamma1, self.gamma2 = gammas
 
-    def add_branch(self, x: Tensor, norm: nn.Module, branch: Any, gamma: Optional[Tensor], **shared) -> Tensor:
-        casts = dispatch.autocasts(x)
+    def add_branch(
+        self, x: Tensor, norm: nn.Module, branch: Any, gamma: Optional[Tensor], casts: bool, **shared
+    ) -> Tensor:
         if gamma is not None and takes_scale(x, casts):
             shared['out_scale'], gamma = gamma, None
         drops = self.training and isinstance(self.drop_path, DropPath)
@@ -79,14 +80,13 @@ class Block(BaseModule):
     def forward(self, x: Tensor, **shared) -> Tensor:
         if self.position is not None:
             x = self.position(x)
-        if getattr(self.attn, 'wants_input', False):
-            x = self.add_branch(x, self.norm1, self.attn, self.gamma1, context_tokens=x, **shared)
-        else:
-            x = self.add_branch(x, self.norm1, self.attn, self.gamma1, **shared)
+        casts = dispatch.autocasts(x)
+        source = dict(context_tokens=x) if getattr(self.attn, 'wants_input', False) else {}
+        x = self.add_branch(x, self.norm1, self.attn, self.gamma1, casts, **source, **shared)
         ffn: Any = self.ffn
         if 'grid' in shared and getattr(ffn, 'halo', None):  # tokens, and a convolution that needs their map
             ffn = functools.partial(over_tokens, ffn, grid=shared['grid'])
-        return self.add_branch(x, self.norm2, ffn, self.gamma2)
+        return self.add_branch(x, self.norm2, ffn, self.gamma2, casts)
 
 
 def _adds_residual(branch) -> bool:

@@ -15,7 +15,6 @@ from typing_extensions import TypeGuard
 from .. import ops
 from ..ops import dispatch, private
 from ..ops.products import linear_by
-from ..ops.tensors import split
 
 Layer = TypeVar('Layer', bound=nn.Module)
 
@@ -107,7 +106,7 @@ def project(
         convolves (bool): Whether the values will be convolved.
 
     Returns:
-        list[Projected]: In this order; :func:`split_parts` gives the single ones.
+        list[Projected]: In this order.
     """
     q, k, v, *gate = widths
     if not is_plain_linear(layer):
@@ -143,8 +142,3 @@ def project(
         Projected(linear_by(route, tokens, weight, bias), part)
         for (tokens, part), weight, bias in zip(parts, weights, biases)
     ]
-
-
-def split_parts(parts: Sequence[Projected]) -> list[Tensor]:
-    """Queries, keys, values and, where there is one, the gate."""
-    return [tensor for whole, widths in parts for tensor in ((whole,) if len(widths) == 1 else split(whole, widths))]

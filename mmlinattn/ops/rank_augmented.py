@@ -169,7 +169,7 @@ def _forward(q, k, pair, v, kernel, rotary, mask, weight_scale, eps):
     """The result (B, N, heads * e) and g, w, z, S of (B, heads, N, d) tensors; overwrites ``q`` and ``k``. ``pair`` is
     both in one, or None, see :func:`~mmlinattn.ops.tensors.pair_by_head`."""
     _map(q, k, pair, kernel)
-    dtype, wide = q.dtype, accumulation_dtype(q)
+    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
     real = None if mask is None else mask[:, None, :, None].to(dtype)  # (B, 1, N, 1)
     count = count_tokens(k, mask)
     mean_query = (q if real is None else q * real).sum(dim=2, keepdim=True) / count

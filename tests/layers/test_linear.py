@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 
+from mmlinattn.attention.base import split_parts
 from mmlinattn.layers import ConvStem, apply_linear
-from mmlinattn.layers.linear import project, split_parts
+from mmlinattn.layers.linear import project
 from mmlinattn.ops import dispatch
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
