@@ -3,7 +3,6 @@
 """Writes the table of docs/deploy.md: every host as a graph of every format, run at sizes it was not made at.
 
     python benchmarks/run_graphs.py --results graphs.jsonl --out graphs.md
-    python benchmarks/run_graphs.py --results half.jsonl --dtypes float16 bfloat16 int8 --out half.md
 
 What is in ``--results`` is not measured again, so that a run that was cut off goes on.
 """
@@ -27,7 +26,6 @@ import goldens
 import graphs
 
 from mmlinattn.export import FORMATS, ExportableModel
-from mmlinattn.export.formats import DTYPES
 from mmlinattn.export.models import deviation
 
 MIXES = (('rala', 'inline', 'focused', 'softmax'), ('hallucinated', 'hydra', 'angular', 'enhanced'))
@@ -58,46 +56,41 @@ def build(host: str, mix: tuple) -> ExportableModel:
 
 
 @torch.no_grad()
-def measure(host: str, form: str, dtype: str, mix: tuple, folder: Path) -> dict:
-    """Deviations of one graph, or the reason why there is none."""
+def measure(host: str, form: str, mix: tuple, folder: Path) -> dict:
+    """Largest deviation of one graph, or the reason why there is none."""
     model, backend = build(host, mix), FORMATS[form]
     torch.manual_seed(1)
     example = torch.randn(graphs.TRACED_AT[0], 3, *graphs.TRACED_AT[1:])
     images = [torch.randn(shape) for shape in [*SHAPES, ONE_PIXEL]]
     expected = [model(image) for image in images]
     names = model.output_names(expected[0])
-    if backend.casts and dtype != 'int8':
-        model.to(getattr(torch, dtype))
     path = folder / f'graph{backend.suffix}'
     began = time.process_time()
-    backend.write(model, example, path, 32, dict(outputs=names, dtype=dtype))
+    backend.write(model, example, path, 32, dict(outputs=names))
     seconds = time.process_time() - began
     run = backend.load(path)
     errors = [deviation(run(image), outs) for image, outs in zip(images[:-1], expected)]
     try:
-        last = deviation(run(images[-1]), expected[-1])._asdict()
+        last = deviation(run(images[-1]), expected[-1])
     except Exception:  # each runtime has its own refusal
         last = 'refused'
-    largest, mean = (max(parts) for parts in zip(*errors))
-    return dict(largest=largest, mean=mean, one_pixel=last, seconds=seconds)
+    return dict(largest=max(errors), one_pixel=last, seconds=seconds)
 
 
-def table(results: list[dict], dtype: str) -> str:
-    """Largest deviation of any mix, in the mean for other types than float32."""
-    kind = 'largest' if dtype == 'float32' else 'mean'
-    forms = [form for form in FORMATS if dtype not in FORMATS[form].refused]
-    lines = ['| host | ' + ' | '.join(f'`{form}`' for form in forms) + ' |', '| --- ' * (len(forms) + 1) + '|']
+def table(results: list[dict]) -> str:
+    """Largest deviation of any mix."""
+    lines = ['| host | ' + ' | '.join(f'`{form}`' for form in FORMATS) + ' |', '| --- ' * (len(FORMATS) + 1) + '|']
     for host in graphs.HOSTS:
         cells = []
-        for form in forms:
-            found = [r for r in results if (r['host'], r['format'], r['dtype']) == (host, form, dtype)]
+        for form in FORMATS:
+            found = [r for r in results if (r['host'], r['format']) == (host, form)]
             errors = [r['error'] for r in found if 'error' in r]
             if errors or not found:
                 cells.append(errors[0] if errors else '-')
                 continue
-            values = [r[kind] for r in found]
+            values = [r['largest'] for r in found]
             ones = [r['one_pixel'] for r in found]
-            values += [one[kind] for one in ones if one != 'refused']
+            values += [one for one in ones if one != 'refused']
             cells.append(f'{max(values):.0e}' + ' (32x32 refused)' * ('refused' in ones))
         lines.append(f'| `{host}` | ' + ' | '.join(cells) + ' |')
     return '\n'.join(lines) + '\n'
@@ -109,31 +102,29 @@ def main() -> None:
     parser.add_argument('--out', type=Path, help='table to write')
     parser.add_argument('--hosts', nargs='+', choices=graphs.HOSTS, default=graphs.HOSTS, metavar='HOST')
     parser.add_argument('--formats', nargs='+', choices=list(FORMATS), default=list(FORMATS), metavar='FORMAT')
-    parser.add_argument('--dtypes', nargs='+', choices=DTYPES, default=['float32'], metavar='TYPE')
     parser.add_argument('--mixes', nargs='+', type=int, default=range(len(MIXES)), metavar='N', help='of MIXES')
     options = parser.parse_args()
     torch.set_num_threads(1)
     lines = options.results.read_text().splitlines() if options.results.exists() else []
     results = [json.loads(line) for line in lines]
-    keys = ('host', 'format', 'dtype', 'mix')
+    keys = ('host', 'format', 'mix')
     done = {tuple(result[key] for key in keys) for result in results}
-    for dtype in options.dtypes:
-        for number in options.mixes:
-            for form in options.formats:
-                for host in options.hosts:
-                    case = dict(zip(keys, (host, form, dtype, '-'.join(MIXES[number]))))
-                    if tuple(case.values()) in done or dtype in FORMATS[form].refused:
-                        continue
-                    with TemporaryDirectory() as folder:
-                        try:
-                            case.update(measure(host, form, dtype, MIXES[number], Path(folder)))
-                        except Exception as error:  # goes into the table
-                            case['error'] = f'{type(error).__name__}: {" ".join(str(error).split())[:300]}'
-                    results.append(case)
-                    with open(options.results, 'a') as file:
-                        file.write(json.dumps(case) + '\n')
-                    print(json.dumps(case), flush=True)
-    text = '\n'.join(f'{dtype}:\n\n{table(results, dtype)}' for dtype in options.dtypes)
+    for number in options.mixes:
+        for form in options.formats:
+            for host in options.hosts:
+                case = dict(zip(keys, (host, form, '-'.join(MIXES[number]))))
+                if tuple(case.values()) in done:
+                    continue
+                with TemporaryDirectory() as folder:
+                    try:
+                        case.update(measure(host, form, MIXES[number], Path(folder)))
+                    except Exception as error:  # goes into the table
+                        case['error'] = f'{type(error).__name__}: {" ".join(str(error).split())[:300]}'
+                results.append(case)
+                with open(options.results, 'a') as file:
+                    file.write(json.dumps(case) + '\n')
+                print(json.dumps(case), flush=True)
+    text = table(results)
     print(text)
     if options.out:
         options.out.write_text(text)

@@ -2,7 +2,6 @@
 """The formats a model can be written in: how each is written, and run again."""
 
 import json
-import tempfile
 import warnings
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -16,7 +15,6 @@ from ..utils.errors import RunError
 
 METADATA = 'metadata.json'  # name of the metadata inside the files of PyTorch
 INSTALL = 'pip install "mmlinattn[export]"'
-DTYPES = ('float32', 'float16', 'bfloat16', 'int8')
 
 
 @contextmanager
@@ -34,16 +32,11 @@ class Format:
         suffix: Usual end of the file's name.
         needs: Packages to write and run it with.
         smallest_of_pyramids: Pixels a side from which on a model with a head or neck on maps of up to stride 64 serves.
-        refused: Types of :data:`DTYPES` that such a file cannot have, and why.
-        casts: Whether a graph of a half type is recorded from a model of that type; else :meth:`write` sees to the
-            type, as it does to int8.
     """
 
     suffix: str
     needs: tuple[str, ...] = ()
     smallest_of_pyramids = 32
-    refused = dict(int8='weights are quantised by ONNX Runtime, for --format onnx')
-    casts = True
 
     def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
         """Write a graph; ``smallest`` is the pixels a side from which on it is to serve every size, None for one."""
@@ -65,15 +58,6 @@ class Format:
         for name in self.needs:
             if find_spec(name) is None:
                 raise RunError(f'this format needs the package {name}, which is not installed: {INSTALL}')
-
-    def check_takes(self, dtype: str) -> None:
-        """
-        Raises:
-            RunError: Files of this format cannot have the type.
-        """
-        if dtype in self.refused:
-            taken = ', '.join(name for name in DTYPES if name not in self.refused)
-            raise RunError(f'--dtype {dtype}: {self.refused[dtype]}; this format takes {taken}.')
 
 
 def _open(example: Tensor, smallest: Optional[int]) -> tuple[Tensor, Any]:
@@ -160,7 +144,6 @@ class TorchScript(Format):
 class Onnx(Format):
     suffix = '.onnx'
     needs = ('onnx', 'onnxscript', 'onnxruntime')
-    refused = dict(bfloat16='ONNX Runtime has no kernels for it on CPUs, so that the file could not be checked')
 
     @quiet()
     def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
@@ -169,13 +152,7 @@ class Onnx(Format):
         program = torch.onnx.export(model, (example,), dynamo=True, dynamic_shapes=shapes, verbose=False, **names)
         for key, value in metadata.items():
             program.model.metadata_props[key] = value if isinstance(value, str) else json.dumps(value)
-        if metadata['dtype'] != 'int8':
-            program.save(str(path))
-            return
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            whole = Path(folder) / 'float32.onnx'
-            program.save(str(whole))
-            quantise_linear_layers(whole, path)
+        program.save(str(path))
 
     def load(self, path: Path) -> Callable:
         import onnxruntime
@@ -197,43 +174,9 @@ class Onnx(Format):
         return found
 
 
-def quantise_linear_layers(source: Path, target: Path) -> None:
-    """Weights of linear layers in 8-bit integers, a scale for each output channel; what they multiply is rounded to 8
-    bits while the graph runs, by a scale of each tensor.
-
-    The integers keep to 7 bits: on CPUs with AVX2 or AVX-512 that lack VNNI, ONNX Runtime's products of 8-bit numbers
-    saturate, and give other numbers.
-
-    Raises:
-        RunError: The graph has no product with a constant matrix.
-    """
-    import onnx
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
-    # folds the transposes of weights, which hide them from the quantiser
-    folded = source.with_name('folded.onnx')
-    quant_pre_process(str(source), str(folded), skip_symbolic_shape=True)
-    model = onnx.load(str(folded))
-    # the quantiser transposes weights of Gemm, but not what is noted down of their shapes
-    weights = {tensor.name for tensor in model.graph.initializer}
-    noted = [value for value in model.graph.value_info if value.name not in weights]
-    del model.graph.value_info[:]
-    model.graph.value_info.extend(noted)
-    onnx.save(model, str(folded))
-    how = dict(per_channel=True, reduce_range=True, weight_type=QuantType.QInt8)
-    quantize_dynamic(str(folded), str(target), op_types_to_quantize=['MatMul', 'Gemm'], **how)
-    if not any('MatMulInteger' in node.op_type for node in onnx.load(str(target)).graph.node):
-        raise RunError('no linear layer was found to quantise')
-
-
 class OpenVino(Format):
     suffix = '.xml'
     needs = ('openvino',)
-    refused = dict(
-        Format.refused, bfloat16='OpenVINO takes it as a setting of whoever runs the file (INFERENCE_PRECISION_HINT)'
-    )
-    casts = False
 
     @quiet()
     def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
@@ -246,7 +189,7 @@ class OpenVino(Format):
         for port, name in zip((*converted.inputs, *converted.outputs), ('image', *metadata['outputs'])):
             port.set_names({name})
         converted.set_rt_info(json.dumps(metadata), ['mmlinattn'])
-        openvino.save_model(converted, str(path), compress_to_fp16=metadata['dtype'] == 'float16')
+        openvino.save_model(converted, str(path), compress_to_fp16=False)
 
     def load(self, path: Path) -> Callable:
         import openvino

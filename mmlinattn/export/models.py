@@ -20,9 +20,7 @@ from .formats import FORMATS
 from .replacements import replace_modules, strided_pools
 
 SMALLEST = 32  # pixels a side, as the backbones take them
-# Which deviation from the model is allowed by the type. But for float32, rounding errors of single values have no bound
-# worth the name; their mean has one. A graph that is wrong at a size is off by 0.3 and more.
-TOLERANCES = dict(float32=('largest', 1e-3), float16=('mean', 0.02), bfloat16=('mean', 0.08), int8=('mean', 0.2))
+TOLERANCE = 1e-3  # standard deviations of an output; a graph that is wrong at a size is off by 0.3 and more
 
 
 class Sizes(NamedTuple):
@@ -72,8 +70,6 @@ class ExportableModel(nn.Module):
     Attributes:
         task (str): ``'classifier'``, ``'segmentor'`` or ``'detector'``.
 
-    It computes in the type of its parameters; image and outputs are of float32 all the same.
-
     Shape: (B, 3, H, W) -> (B, classes) logits of a classifier, (B, classes, H, W) of a segmentor, the maps of a
     detector's neck (of its backbone, where it has none).
 
@@ -99,11 +95,10 @@ class ExportableModel(nn.Module):
 
     @serves_ones
     def forward(self, image: Tensor):
-        x = image.to(next(self.model.parameters()).dtype)
         if self.task == 'detector':
             with strided_pools():
-                return tuple(out.float() for out in self.model.extract_feat(x))
-        logits = self.model(x, mode='tensor').float()
+                return tuple(self.model.extract_feat(image))
+        logits = self.model(image, mode='tensor')
         if self.task == 'classifier':
             return logits
         align = self.model.decode_head.align_corners
@@ -113,15 +108,12 @@ class ExportableModel(nn.Module):
         return ['logits'] if isinstance(outputs, Tensor) else [f'feat{i}' for i in range(len(outputs))]
 
 
-def metadata(
-    cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dict], names: list[str], dtype: str
-) -> dict:
+def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dict], names: list[str]) -> dict:
     """What an application has to know to use the graph, fit for JSON.
 
     Returns:
-        dict: ``task``, ``serves``, ``dtype`` (of weights and computations; image and outputs are of float32),
-        ``outputs``, ``input_range`` (of pixels before normalisation), ``channel_order``, ``mean``, ``std``,
-        ``pad_size_divisor`` and ``classes`` (None where neither checkpoint nor data set names them).
+        dict: ``task``, ``serves``, ``outputs``, ``input_range`` (of pixels before normalisation), ``channel_order``,
+        ``mean``, ``std``, ``pad_size_divisor`` and ``classes`` (None where neither checkpoint nor data set names them).
     """
     from .. import __version__
 
@@ -132,7 +124,6 @@ def metadata(
         mmlinattn=__version__,
         task=task,
         serves=sizes.describe(),
-        dtype=dtype,
         outputs=names,
         input_range=[0, 255],
         channel_order='RGB' if is_rgb else 'BGR',
@@ -153,36 +144,26 @@ def default_shape(cfg: Config) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else tuple(size)
 
 
-class Deviation(NamedTuple):
-    """Of outputs from what is expected, in units of the standard deviation of that, the worst of several outputs:
-    the ``largest`` of a value, and the root of the ``mean`` square."""
-
-    largest: float
-    mean: float
-
-
-def deviation(outputs, expected) -> Deviation:
-    """Deviation of one or several outputs; infinite for other shapes, and for values that are not finite. Of values
-    that are all alike, a classifier's of one class, in units of their size."""
+def deviation(outputs, expected) -> float:
+    """The largest deviation of a value of one or several outputs, in standard deviations of what is expected; infinite
+    for other shapes, and for values that are not finite. Of values that are all alike, a classifier's of one class, in
+    units of their size."""
     outputs, expected = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, expected))
     if [tuple(t.shape) for t in outputs] != [tuple(t.shape) for t in expected]:
-        return Deviation(float('inf'), float('inf'))
+        return math.inf
     found = []
     for out, truth in zip(outputs, expected):
         spread = truth.double().std(correction=min(1, truth.numel() - 1)).item() or truth.abs().max().item() or 1
-        error = (out.double() - truth.double()) / spread
-        found.append((error.abs().max().item(), error.square().mean().sqrt().item()))
-    worst = Deviation(*(max(values) for values in zip(*found)))
-    return worst if math.isfinite(sum(map(sum, found))) else Deviation(float('inf'), float('inf'))
+        found.append((out.double() - truth.double()).abs().max().item() / spread)
+    return max(found) if math.isfinite(sum(found)) else math.inf
 
 
 class Export(NamedTuple):
-    """What was written: the ``files``, their ``metadata``, and ``errors``, the deviation at each shape they were run
-    at."""
+    """What was written, its metadata, and the :func:`deviation` at each shape it was run at."""
 
     files: list[Path]
     metadata: dict
-    errors: dict[tuple, Deviation]
+    errors: dict[tuple, float]
 
 
 @torch.no_grad()
@@ -193,11 +174,10 @@ def export_model(
     form: str,
     sizes: Sizes,
     checkpoint_meta: Optional[dict] = None,
-    dtype: str = 'float32',
 ) -> Export:
     """Write a model as a graph and run what was written beside the model.
 
-    ``target`` appears whole, and only when no deviation from the model in float32 is above that of :data:`TOLERANCES`.
+    ``target`` appears whole, and only when no deviation from the model is above :data:`TOLERANCE`.
 
     Args:
         model, cfg: As of :func:`mmlinattn.utils.building.build_model`; see :class:`ExportableModel`.
@@ -205,23 +185,18 @@ def export_model(
         form (str): One of :data:`~mmlinattn.export.formats.FORMATS`.
         sizes (Sizes): What to export with.
         checkpoint_meta (dict, optional): ``meta`` of the checkpoint, for the names of the classes.
-        dtype (str): One of :data:`~mmlinattn.export.formats.DTYPES`, of weights and computations; int8 for those of
-            linear layers alone.
 
     Raises:
         RunError: The model cannot be exported, or the file does not give the model's numbers.
     """
     backend = FORMATS[form]
-    backend.check_takes(dtype)
     exportable = ExportableModel(model)
     if sizes.dynamic and exportable.task != 'classifier':
         sizes = sizes._replace(smallest=backend.smallest_of_pyramids)
     sizes.check()
     images = [torch.randn(shape) for shape in (sizes.shape, *sizes.others())]
     expected = [exportable(image) for image in images]
-    meta = metadata(cfg, exportable.task, sizes, checkpoint_meta, exportable.output_names(expected[0]), dtype)
-    if backend.casts and dtype != 'int8':
-        exportable.to(getattr(torch, dtype))
+    meta = metadata(cfg, exportable.task, sizes, checkpoint_meta, exportable.output_names(expected[0]))
     target = Path(target)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix='.export-') as folder:
         part = Path(folder) / target.name
@@ -233,13 +208,11 @@ def export_model(
             raise RunError(f'{form} cannot express this model: {printable(described(error))}') from error
         errors = {tuple(image.shape): deviation(*pair) for image, *pair in zip(images, outputs, expected)}
         del run
-        kind, bound = TOLERANCES[dtype]
-        found = {'x'.join(map(str, shape)): getattr(error, kind) for shape, error in errors.items()}
-        if max(found.values()) > bound:
-            listed = ', '.join(f'{shape}: {error:.1e}' for shape, error in found.items())
+        if max(errors.values()) > TOLERANCE:
+            listed = ', '.join(f'{"x".join(map(str, shape))}: {error:.1e}' for shape, error in errors.items())
             raise RunError(
-                f'the {form} graph in {dtype} deviates from the model by more than {bound} standard deviations of an '
-                f'output ({kind}; {listed}); {target} was not written.'
+                f'the {form} graph deviates from the model by more than {TOLERANCE} standard deviations of an output '
+                f'({listed}); {target} was not written.'
             )
         files = sorted(Path(folder).iterdir())
         for path in files:

@@ -47,4 +47,4 @@ def image(shape):
 def check(graph, model, shapes=SHAPES):
     for shape in shapes:
         x = image(shape)
-        assert deviation(graph(x), model(x)).largest < TOLERANCE, shape
+        assert deviation(graph(x), model(x)) < TOLERANCE, shape

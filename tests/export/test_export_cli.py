@@ -6,7 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from mmengine.config import Config
@@ -78,16 +77,13 @@ def test_a_dynamic_graph_is_written_checked_and_described(config, tmp_path, caps
 
 
 def test_a_static_graph_names_the_size_it_was_traced_for(config, tmp_path, capsys):
-    """In half precision: it takes and gives float32. Names of the classes are those of the data set."""
+    """Names of the classes are those of the data set."""
     out = tmp_path / 'graph.pt'
-    main(options(config, out, '--dtype', 'bfloat16'))
-    assert 'torchscript, bfloat16' in capsys.readouterr().out
-    meta = FORMATS['torchscript'].read_metadata(out)
-    assert meta['dtype'] == 'bfloat16' and meta['classes'] == ['circle', 'square', 'star']
+    main(options(config, out))
+    assert 'serves image (1, 3, 64, 80), no other size' in capsys.readouterr().out
+    assert FORMATS['torchscript'].read_metadata(out)['classes'] == ['circle', 'square', 'star']
     graph = torch.jit.load(str(out))
-    logits = graph(torch.randn(1, 3, 64, 80))
-    assert logits.shape == (1, 3) and logits.dtype == torch.float32 and logits.isfinite().all()
-    assert torch.equal(logits, logits.bfloat16().float())  # what was computed in it is representable in it
+    assert graph(torch.randn(1, 3, 64, 80)).shape == (1, 3)
     with pytest.raises(Exception, match=r'traced for \[1, 3, 64, 80\] and serves no other'):
         graph(torch.randn(1, 3, 80, 64))
 
@@ -123,73 +119,22 @@ def test_a_checkpoint_fits_that_has_what_the_graph_holds(tmp_path):
 
 
 class Scaled(nn.Module):
-    """By a number, or by what tracers make of a size in Python: a number for ever."""
-
-    def __init__(self, factor=None):
-        super().__init__()
-        self.factor = factor
+    """By what tracers make of a size in Python: a number for ever."""
 
     def forward(self, x):
-        return x * (self.factor or int(x.shape[-1]))
+        return x * int(x.shape[-1])
 
 
-@pytest.mark.parametrize(
-    ('factor', 'dtype', 'said'),
-    [
-        (None, 'float32', 'by more than 0.001 standard'),
-        (None, 'bfloat16', ''),
-        (1e6, 'float16', 'inf'),
-    ],  # beyond its range
-)
-def test_a_graph_of_other_numbers_is_not_written(config, tmp_path, factor, dtype, said):
-    model, sizes = built(config), Sizes(1, 64, 80, dynamic=factor is None)
-    model.backbone = nn.Sequential(Scaled(factor), model.backbone)
-    with pytest.raises(RunError, match=f'the torchscript graph in {dtype} deviates from the model .*{said}'):
-        export_model(model, Config.fromfile(config), tmp_path / 'graph.pt', 'torchscript', sizes, dtype=dtype)
+def test_a_graph_of_other_numbers_is_not_written(config, tmp_path):
+    model, sizes = built(config), Sizes(1, 64, 80, dynamic=True)
+    model.backbone = nn.Sequential(Scaled(), model.backbone)
+    with pytest.raises(RunError, match='the torchscript graph deviates from the model by more than 0.001 standard'):
+        export_model(model, Config.fromfile(config), tmp_path / 'graph.pt', 'torchscript', sizes)
     assert not list(tmp_path.glob('*.pt'))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ('form', 'dtype'),
-    [
-        ('onnx', 'float16'),
-        ('onnx', 'int8'),
-        ('torch-export', 'bfloat16'),  # float16 is the same path, and above another format's
-        ('openvino', 'float16'),
-    ],
-)
-def test_small_types_of_every_format(config, tmp_path, form, dtype):
-    """Weights are of that type, and the numbers those of the model but for rounding, at every size. Two stages of the
-    model, one of each attention: exporters take seconds for a block."""
-    FORMATS[form].check_installed()
-    arch = dict(SMALL, embed_dims=(16, 16, 16, 16), stage_attns=('rala', 'softmax', 'softmax', 'softmax'))
-    config.write_text(classifier(arch, stages=2))
-    out = tmp_path / f'graph{FORMATS[form].suffix}'
-    main(options(config, out, '--dynamic', '--dtype', dtype, form=form))
-    assert FORMATS[form].read_metadata(out)['dtype'] == dtype
-    outputs = FORMATS[form].load(out)(torch.randn(3, 3, 75, 90))
-    logits = outputs if torch.is_tensor(outputs) else outputs[0]
-    assert logits.dtype == torch.float32 and logits.shape == (3, 3) and logits.isfinite().all()
-    if form == 'onnx':
-        import onnx
-
-        graph = onnx.load(str(out)).graph
-        large = [t.data_type for t in graph.initializer if np.prod(t.dims) > 100]
-        kept = {'float16': onnx.TensorProto.FLOAT16, 'int8': onnx.TensorProto.INT8}[dtype]
-        assert large.count(kept) >= 8  # four matrices in each of two blocks
-        assert dtype == 'int8' or onnx.TensorProto.FLOAT not in large
-    elif form == 'torch-export':
-        weights = [t for t in torch.export.load(out).state_dict.values() if t.is_floating_point()]
-        assert {t.dtype for t in weights} == {getattr(torch, dtype)}
-    else:
-        number = sum(p.numel() for p in MODELS.build(Config.fromfile(config).model).parameters())
-        assert out.with_suffix('.bin').stat().st_size < 2.5 * number
 
 
 # --- whole models -----------------------------------------------------------------------------
 
-# torch-export through the tool: test_small_types_of_every_format
 WHOLE = {
     'onnx': 'mmpretrain/ravlt_t_in1k.py',
     'torchscript': 'mmdet/ravlt_t_maskrcnn_1x.py',

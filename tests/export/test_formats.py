@@ -50,7 +50,7 @@ def test_files_give_what_was_written(tmp_path, name, smallest):
         pytest.importorskip(package)
     # a file of PyTorch may have any name
     path, model = tmp_path / ('graph.xml' if name == 'openvino' else 'graph'), Means().requires_grad_(False)
-    meta = dict(outputs=['feat0', 'feat1'], dtype='float32', classes=['a', 'b'], mean=[1.5], pad=None)
+    meta = dict(outputs=['feat0', 'feat1'], classes=['a', 'b'], mean=[1.5], pad=None)
     form.write(model, torch.randn(1, 3, 48, 64), path, smallest, meta)
     assert form.read_metadata(path) == meta
     run = form.load(path)
@@ -71,42 +71,6 @@ def test_files_give_what_was_written(tmp_path, name, smallest):
 
         graph = openvino.Core().read_model(str(path))
         assert [port.get_any_name() for port in (*graph.inputs, *graph.outputs)] == ['image', 'feat0', 'feat1']
-
-
-def test_linear_layers_keep_to_seven_bits(tmp_path):
-    """A scale a channel; a graph without linear layers is refused, and nothing but the target is left."""
-    onnx = pytest.importorskip('onnx')
-    pytest.importorskip('onnxruntime')
-    weight = torch.tensor([[1.0, 100.0], [-2.0, 50.0], [0.5, -25.0]])
-
-    def save(node, path):
-        given, made = (onnx.helper.make_tensor_value_info(n, 1, [2, w]) for n, w in (('image', 3), ('logits', 2)))
-        made = made if node == 'MatMul' else onnx.helper.make_tensor_value_info('logits', 1, [2, 3])
-        inputs = ['image', 'w'] if node == 'MatMul' else ['image']
-        graph = onnx.helper.make_graph(
-            [onnx.helper.make_node(node, inputs, ['logits'])],
-            'g',
-            [given],
-            [made],
-            [onnx.numpy_helper.from_array(weight.numpy(), 'w')] if node == 'MatMul' else [],
-        )
-        opset = onnx.helper.make_opsetid('', 18)
-        onnx.save(onnx.helper.make_model(graph, opset_imports=[opset], ir_version=9), str(path))
-
-    source, target = tmp_path / 'float32.onnx', tmp_path / 'int8.onnx'
-    save('MatMul', source)
-    formats.quantise_linear_layers(source, target)
-    stored = {t.name: onnx.numpy_helper.to_array(t) for t in onnx.load(str(target)).graph.initializer}
-    (quantised,) = (value for name, value in stored.items() if name.endswith('quantized'))
-    scales = next(value for name, value in stored.items() if name.endswith('scale'))
-    assert quantised.dtype == 'int8' and abs(quantised.astype(int)).max() <= 64 and scales.shape == (2,)
-    torch.testing.assert_close(torch.from_numpy(quantised * scales), weight, rtol=0, atol=0.9)
-    x = torch.tensor([[1.0, 2.0, 3.0], [-1.0, 0.0, 1.0]])
-    (found,) = FORMATS['onnx'].load(target)(x)
-    torch.testing.assert_close(found, x @ weight, rtol=0.03, atol=0.6)
-    save('Relu', source)
-    with pytest.raises(RunError, match='^no linear layer was found to quantise$'):
-        formats.quantise_linear_layers(source, target)
 
 
 def test_a_package_that_is_missing_is_named():

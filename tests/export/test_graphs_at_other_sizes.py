@@ -68,11 +68,11 @@ def test_torch_jit_trace_of_one_pixel_maps(host):
 @pytest.mark.parametrize(
     ('form', 'host', 'attns'),
     [
-        *halves('torch-export', HALVES),
-        *halves('torch-export', MORE_HALVES, pytest.mark.slow),
+        *halves('torch-export', HALVES[:1]),
+        *halves('torch-export', HALVES[1:] + MORE_HALVES, pytest.mark.slow),
         *halves('onnx', HALVES[1:2] + MORE_HALVES[2:], pytest.mark.slow),
         *halves('openvino', MORE_HALVES[1:2]),
-        *halves('openvino', HALVES + MORE_HALVES[::2], pytest.mark.slow),
+        *halves('openvino', HALVES[1:3], pytest.mark.slow),
     ],
 )
 @torch.no_grad()
@@ -81,7 +81,7 @@ def test_files(tmp_path, form, host, attns):
         pytest.importorskip(package)
     model, path = graphs.build(host, attns), tmp_path / 'graph.xml'
     outputs = [f'feat{i}' for i in range(len(attns))]
-    FORMATS[form].write(model, graphs.image(TRACED_AT), path, 32, dict(outputs=outputs, dtype='float32'))
+    FORMATS[form].write(model, graphs.image(TRACED_AT), path, 32, dict(outputs=outputs))
     graph = FORMATS[form].load(path)
     graphs.check(graph, model)
     for shape in ((1, 3, 24, 64), (1, 4, 64, 64))[form == 'onnx' :]:
@@ -102,9 +102,8 @@ def test_torch_export_finds_the_open_sizes_by_itself_and_keeps_gradients():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('host', HOSTS)
-def test_torch_export_between_two_sizes_with_a_fixed_batch(host):
-    model = graphs.build(host, ('focused', 'softmax', 'rala', 'softmax'))
+def test_torch_export_between_two_sizes_with_a_fixed_batch():
+    model = graphs.build('LinearCSWin', ('focused', 'softmax', 'rala', 'softmax'))
     sizes = {2: Dim('height', min=64, max=2048), 3: Dim('width', min=64, max=2048)}
     with torch.no_grad():
         program = torch.export.export(model, (graphs.image((2, 256, 320)),), dynamic_shapes=(sizes,))
@@ -112,7 +111,7 @@ def test_torch_export_between_two_sizes_with_a_fixed_batch(host):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(('host', 'attns'), HALVES[:3] + MORE_HALVES, ids=str)
+@pytest.mark.parametrize(('host', 'attns'), HALVES[:3], ids=str)
 def test_torch_compile_makes_one_graph_for_many_sizes(host, attns):
     """Of maps of more than one window and one pixel: of those of one, PyTorch makes graphs of their own."""
     torch._dynamo.reset()

@@ -194,7 +194,6 @@ ROWS = [
     bad(f'{INSPECT} none photo.png --out file', "--out 'file' cannot be written"),
     bad(f'{EXPORT} torchscript --out o.pt --batch 0', '--batch 0 has to be at least 1'),
     bad(f'{EXPORT} openvino --out graph.ir', "--out 'graph.ir' has to end with .xml for --format openvino"),
-    bad(f'{EXPORT} onnx --out o.onnx --dtype bfloat16', '--dtype bfloat16: ONNX Runtime has no kernels for it on CPUs'),
     bad(f'{EXPORT} torchscript --out file/graph.pt', "--out 'file/graph.pt' cannot be written"),
     bad(f'{SHEET} none sheet.png', "SHOW_DIR 'none': no image"),
     bad(f'{SHEET} broken sheet.png', "image 'broken/a.png' cannot be read as an image"),
