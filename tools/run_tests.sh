@@ -70,7 +70,8 @@ workers=$((cores < 8 ? cores : 8))
 OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow'
 # the reference backends, which compilers, exporters and unknown devices get; kernels have none
 MMLINATTN_OPS=reference OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow' \
-  --ignore-glob 'tests/ops/test_triton*' --ignore tests/ops/test_canary.py tests/attention tests/layers tests/ops tests/backbones
+  --ignore-glob 'tests/ops/test_triton*' --ignore tests/ops/test_canary.py --ignore tests/ops/test_dispatch.py \
+  tests/attention tests/layers tests/ops tests/backbones
 OMP_NUM_THREADS=1 pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile --durations=20 -m 'slow and not slurm'
 
 if PATH=$PATH:/usr/sbin:/sbin command -v slurmctld >/dev/null; then

@@ -13,13 +13,13 @@ from mmlinattn.analysis.counting import CONV, LINEAR
 from mmlinattn.analysis.flops import count_model, image_shape, part_of
 from mmlinattn.utils.errors import RunError
 
-# RAVLT t s b l, G multiply-adds at 224x224: convolutions and linear layers; all with norms, hybrid and fully linear
-LAYERS = {'t': 2.41, 's': 4.51, 'b': 9.80, 'l': 16.09}
-HYBRID = {'t': 2.63, 's': 4.90, 'b': 10.62, 'l': 17.26}
-LINEAR_ONLY = {'t': 2.55, 's': 4.75, 'b': 10.38, 'l': 16.83}
+# RAVLT-T and -L, G multiply-adds at 224x224: convolutions and linear layers; all with norms, hybrid and fully linear
+LAYERS = {'t': 2.41, 'l': 16.09}
+HYBRID = {'t': 2.63, 'l': 17.26}
+LINEAR_ONLY = {'t': 2.55, 'l': 16.83}
 
 
-@pytest.mark.parametrize('size', 'tsbl')
+@pytest.mark.parametrize('size', 'tl')
 def test_ravlt_costs(size):
     pytest.importorskip('mmpretrain')
     cfg = load(f'mmpretrain/ravlt_{size}_in1k').copy()
@@ -32,16 +32,6 @@ def test_ravlt_costs(size):
     assert linear.layer_macs == cost.layer_macs
     assert linear.params['backbone.stage1'] == cost.params['backbone.stage1']  # frozen ones are parameters too
     assert (linear.total_macs() + linear.norm_ops) / 1e9 == pytest.approx(LINEAR_ONLY[size], abs=0.01)
-
-
-def test_linear_models_cost_grows_with_the_pixels():
-    pytest.importorskip('mmpretrain')
-    cfg = load('mmpretrain/ravlt_t_in1k').copy()
-    cfg.merge_from_dict({'model.backbone.stage_attns': ('rala',) * 4})
-    small, large = (count_model(cfg, (side, side)) for side in (256, 1024))
-    backbones = [sum(n for (part, _), n in cost.macs.items() if part.startswith('backbone')) for cost in (small, large)]
-    assert backbones[1] == pytest.approx(16 * backbones[0], rel=1e-6)
-    assert large.peak_bytes == pytest.approx(16 * small.peak_bytes, rel=0.05)
 
 
 def test_two_stage_parts_by_hand():

@@ -26,7 +26,6 @@ every_mix = pytest.mark.parametrize(
     ('host', 'stage_attns'),
     [pytest.param(host, mix, id=f'{host}-{i}') for host in ARCHS for i, mix in enumerate(small_hosts.mixes(host))],
 )
-every_host = pytest.mark.parametrize('host', ARCHS)
 few = settings(deadline=None, derandomize=True, max_examples=2, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -147,15 +146,17 @@ def test_autocast_is_finite_at_published_depths(host, arch):
 
 
 @pytest.mark.slow
-@every_published
+@pytest.mark.parametrize(('host', 'arch'), [pair for pair in DETECTION if pair[1] not in ('small', 'base')], ids=str)
 def test_autocast_is_finite_at_the_size_of_a_detector(host, arch):
     """Of published widths; all blocks at a small size, above. On GPUs: tests/test_cuda.py."""
     assert_trains(small_hosts.shallow(MODELS.get(host), arch).train(), torch.randn(1, 3, 800, 1333), torch.bfloat16)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('attn', ['inline', 'focused', 'rala'])
-@every_host
+@pytest.mark.parametrize(
+    ('host', 'attn'),
+    [*(('RAVLT', attn) for attn in ('inline', 'focused', 'rala')), *zip(list(ARCHS)[1:], ['focused', 'rala'] * 3)],
+)
 def test_float16_is_finite_at_the_size_of_a_detector(host, attn):
     """Thin models: CPUs compute float16 slowly, and the number of tokens is what counts."""
     assert_trains(small_hosts.build(host, attn).train(), torch.randn(1, 3, 800, 1333), torch.float16)
@@ -296,10 +297,11 @@ def test_copies_after_a_forward_pass(host, stage_attns):
 
 
 @pytest.mark.slow
-@every_mix
-def test_graphs(host, stage_attns):
+@pytest.mark.parametrize(('number', 'host'), list(enumerate(ARCHS)))
+def test_graphs(number, host):
     """Whole, in inference, at a size that resizes tables and pads windows. Of all sizes: tests/export."""
-    model, x = small_hosts.build(host, stage_attns=stage_attns).eval(), image(1, 75, 101)
+    mixes = small_hosts.mixes(host)
+    model, x = small_hosts.build(host, stage_attns=mixes[number % len(mixes)]).eval(), image(1, 75, 101)
     torch._dynamo.reset()
     with torch.no_grad():
         expected = model(x)

@@ -67,11 +67,9 @@ def expected():
 @pytest.mark.parametrize(
     'machine',
     [
-        dict(threads=1),
         dict(threads=2),
         dict(threads=4),
         dict(threads=1, ONEDNN_MAX_CPU_ISA='AVX512_CORE', ATEN_CPU_CAPABILITY='avx2'),
-        dict(threads=1, ONEDNN_MAX_CPU_ISA='AVX512_CORE_BF16'),
         dict(threads=2, ONEDNN_MAX_CPU_ISA='AVX2', ATEN_CPU_CAPABILITY='avx2'),
     ],
     ids=lambda machine: ' '.join(f'{key.rpartition("_")[2]}={value}' for key, value in machine.items()),

@@ -20,9 +20,9 @@ from mmlinattn.ops.triton import attention_op, compat
 HERE = Path(__file__).resolve().parent
 
 
-def run_checks(check: str, *arguments: str, **environment: str) -> None:
+def run_checks(check: str, **environment: str) -> None:
     done = subprocess.run(
-        [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', str(HERE / check), *arguments],
+        [sys.executable, '-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', str(HERE / check)],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
@@ -32,16 +32,10 @@ def run_checks(check: str, *arguments: str, **environment: str) -> None:
     assert 'passed' in done.stdout and 'skipped' not in done.stdout
 
 
-@pytest.mark.parametrize(
-    ('check', 'marks'),
-    [
-        ('triton_checks.py', 'not slow'),
-        pytest.param('triton_checks.py', 'slow', marks=pytest.mark.slow),
-        pytest.param('canary_checks.py', '', marks=pytest.mark.slow),
-    ],
-)
-def test_kernels(check, marks):
-    run_checks(check, '-m', marks, TRITON_INTERPRET='1', OMP_NUM_THREADS='1')
+@pytest.mark.slow
+@pytest.mark.parametrize('check', ['triton_checks.py', 'canary_checks.py'])
+def test_kernels(check):
+    run_checks(check, TRITON_INTERPRET='1', OMP_NUM_THREADS='1')
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')

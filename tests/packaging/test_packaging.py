@@ -115,6 +115,7 @@ def test_wheel(installed):
     assert always == {'torch', 'einops', 'filelock', 'numpy'}
 
 
+@pytest.mark.slow
 def test_downstream_example_on_an_installed_wheel(installed, tmp_path):
     """It inherits by package name and builds; a whole run of it: ``test_own_data.py``. Tools start there, too."""
     pytest.importorskip('mmdet')
@@ -134,6 +135,7 @@ def test_downstream_example_on_an_installed_wheel(installed, tmp_path):
     assert '--resume' in run(sys.executable, str(train), '--help', cwd=tmp_path)
 
 
+@pytest.mark.slow
 def test_editable_install_uses_the_configs_of_the_checkout(tmp_path):
     checkout = copied(tmp_path)
     venv = tmp_path / 'venv'

@@ -99,9 +99,6 @@ mmdet::mask2former_vis/mask2former_r50_8xb2-8e_youtubevis2019.py flatten_pvt_v2_
 # two stages; a path; the fork in colours
 mmdet::faster_rcnn/faster-rcnn_r50-caffe_fpn_1x_coco.py inline_swin_t
     neck.in_channels = [96, 192, 384, 768]; data_preprocessor.bgr_to_rgb = True
-# query-based
-mmdet::deformable_detr/deformable-detr_r50_16xb2-50e_coco.py ravlt_t
-    backbone.out_indices = (1, 2, 3); neck.in_channels = [128, 256, 512]
 # one stage, with a head that asks for the epoch
 mmdet::tood/tood_r50_fpn_1x_coco.py ravlt_t
     neck.in_channels = [128, 256, 512]
@@ -125,9 +122,6 @@ mmseg::deeplabv3plus/deeplabv3plus_r18-d8_4xb2-80k_cityscapes-512x1024.py flatte
 # the neck made a pyramid of plain maps
 mmseg::vit/vit_deit-s16_mln_upernet_8xb2-160k_ade20k-512x512.py ravlt_t
     neck = None; decode_head.in_channels = [64, 128, 256, 512]; auxiliary_head.in_channels = 512
-# masks by queries
-mmseg::mask2former/mask2former_r50_8xb2-160k_ade20k-512x512.py ravlt_t
-    decode_head.in_channels = [64, 128, 256, 512]; decode_head.strides = [4, 8, 16, 32]
 # heads that read tokens
 mmpretrain::vision_transformer/vit-base-p16_32xb128-mae_in1k.py ravlt_t
     neck.type = 'GlobalAveragePooling'; head.in_channels = 512

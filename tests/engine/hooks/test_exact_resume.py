@@ -83,8 +83,7 @@ INFINITE = dict(sampler=dict(type='InfiniteSampler', shuffle=True))
 BUCKETS = dict(batch_sampler=dict(type='Buckets'))
 
 
-@pytest.mark.parametrize('workers', [0, 2])
-@pytest.mark.parametrize('seed', [1, None])
+@pytest.mark.parametrize(('seed', 'workers'), [(1, 2), (None, 0)])
 @pytest.mark.parametrize(
     'loop, loader, until',
     [(EPOCHS, {}, 7), (ITERS, INFINITE, 7), (ITERS, {}, 8), (ITERS, {**INFINITE, **BUCKETS}, 8)],
