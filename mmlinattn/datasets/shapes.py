@@ -93,28 +93,11 @@ def draw_scene(
     Returns:
         The image with its ground truth.
 
-    Raises:
-        ValueError: An argument is outside what is allowed above.
-
     Examples:
         >>> scene = draw_scene(np.random.default_rng(0), (160, 120), num_shapes=3)
         >>> scene.image.shape, scene.image.dtype
         ((120, 160, 3), dtype('uint8'))
     """
-    allowed = {
-        'size': (size, f'a width and a height from {MIN_SIDE} to {MAX_SIDE} pixels', are_sides(size)),
-        'num_shapes': (num_shapes, 'from 0 to 255', num_shapes is None or 0 <= num_shapes <= 255),
-        'kinds': (kinds, f'one or more of {tuple(_FORMS)}', kinds and set(kinds) <= set(_FORMS)),
-        'fills': (fills, f'one or more of {FILLS}', fills and set(fills) <= set(FILLS)),
-        'backgrounds': (backgrounds, f'one or more of {BACKGROUNDS}', backgrounds and {*backgrounds} <= {*BACKGROUNDS}),
-        'diameters': (diameters, 'rising fractions from 0 to 1', 0 < diameters[0] <= diameters[1] <= 1),
-        'min_visible': (min_visible, 'above 0 and at most 1', 0 < min_visible <= 1),
-        'tinted': (tinted, 'from 0 to 1', 0 <= tinted <= 1),
-        'band_strength': (band_strength, 'from 0 to 1', 0 <= band_strength <= 1),
-    }
-    for name, (value, what, is_allowed) in allowed.items():
-        if not is_allowed:
-            raise ValueError(f'{name} must be {what}, got {value}')
     width, height = size
     background = backgrounds[int(rng.integers(len(backgrounds)))]
     canvas, ends = draw_background(rng, size, background, muted)

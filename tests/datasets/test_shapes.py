@@ -1,6 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import numpy as np
-import pytest
 
 from mmlinattn.datasets import draw_scene
 from mmlinattn.datasets.shapes import MIN_VISIBLE
@@ -39,26 +38,3 @@ def test_stretched_shapes_are_whole():
         drawn = scene(seed, (256, 256), num_shapes=1, kinds=('disc',), diameters=(0.4, 0.4))
         rows, columns = (np.flatnonzero(drawn.masks[0].any(axis)) for axis in (1, 0))
         assert max(np.ptp(rows), np.ptp(columns)) + 1 <= 0.4 * 256 + 1
-
-
-@pytest.mark.parametrize(
-    ('name', 'allowed', 'refused'),
-    [
-        ('size', [(64, 8192)], [(63, 64), (64, 8193), (64, 64, 3)]),
-        ('num_shapes', [0, None, 1], [-1, 256]),
-        ('kinds', [['ring']], [['disk'], []]),
-        ('fills', [['plain', 'striped']], [['plain', 'dotted'], ()]),
-        ('backgrounds', [['checker']], [['sky'], ()]),
-        ('diameters', [(1, 1), (1e-3, 1e-3)], [(0, 0.5), (0.5, 1.01), (0.5, 0.49)]),
-        ('min_visible', [1e-3], [0, 1.01]),
-        ('tinted', [0, 1], [-0.1, 1.1]),
-        ('band_strength', [0, 1], [-0.1, 1.5]),
-    ],
-)
-def test_what_a_scene_may_be(name, allowed, refused):
-    for value in allowed:
-        scene(0, **{'size': (64, 64), name: value})
-    for value in refused:
-        with pytest.raises(ValueError) as error:
-            scene(0, **{'size': (64, 64), name: value})
-        assert str(error.value).startswith(f'{name} must be ') and str(error.value).endswith(f', got {value}')

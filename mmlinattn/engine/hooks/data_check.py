@@ -1,7 +1,4 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-import os
-import os.path as osp
-from collections import defaultdict
 from collections.abc import Iterator
 from numbers import Integral
 from typing import Any, Optional
@@ -13,7 +10,6 @@ from mmengine.registry import HOOKS
 from mmengine.runner.base_loop import BaseLoop
 from torch import nn
 
-from ...checkpoints.states import some
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
 
@@ -28,31 +24,6 @@ def _leaf_datasets(dataset) -> Iterator:
         yield from _leaf_datasets(child)
     if not children:
         yield dataset
-
-
-def find_missing_files(dataset) -> list[str]:
-    """Local image and label files that a built data set names and that are not there.
-
-    Each folder is listed once, which for 118 thousand images takes a fraction of a second where asking for every file
-    takes minutes on a network disk.
-    """
-    backend = (getattr(dataset, 'backend_args', None) or {}).get('backend', 'local')
-    if not hasattr(dataset, 'get_data_info') or backend != 'local':
-        return []
-    transforms = getattr(getattr(dataset, 'pipeline', None), 'transforms', ())
-    loadings = [step for step in transforms if type(step).__name__ == 'LoadAnnotations']
-    keys = ['img_path'] + ['seg_map_path'] * any(getattr(loading, 'with_seg', True) for loading in loadings)
-    wanted: dict[str, list[str]] = defaultdict(list)
-    for index in range(len(dataset)):
-        info = dataset.get_data_info(index)
-        for path in filter(None, map(info.get, keys)):
-            if isinstance(path, str) and '://' not in path:
-                wanted[osp.dirname(path)].append(path)
-    missing = []
-    for folder, paths in wanted.items():
-        present = set(os.listdir(folder or '.')) if osp.isdir(folder or '.') else set()
-        missing += [path for path in paths if osp.basename(path) not in present]
-    return missing
 
 
 def _num_classes(model: nn.Module) -> Optional[int]:
@@ -108,14 +79,12 @@ def check_labels(dataset, model: nn.Module) -> None:
 
 @HOOKS.register_module(force=True)
 class DataCheckHook(Hook):
-    """Before the first iteration, look whether all files of the data sets are there, and the labels fit the head.
+    """Before the first iteration, look whether the data sets hold images, and the labels fit the head.
 
-    The main process looks; the others wait for it where the model is first synchronised. A file that cannot be decoded
-    stops the run with the loading transform's error. MMCV's ``LoadImageFromFile(ignore_empty=True)`` makes data sets
-    draw another sample instead.
+    The main process looks; the others wait for it where the model is first synchronised.
 
     Raises:
-        RunError: A data set holds no image, or names files that are not there; a label is beyond ``num_classes``.
+        RunError: A data set holds no image; a label is beyond ``num_classes``.
     """
 
     priority = 'VERY_HIGH'
@@ -129,16 +98,10 @@ class DataCheckHook(Hook):
             if not isinstance(loop, BaseLoop):  # not built: this run does not use it
                 continue
             for dataset in _leaf_datasets(loop.dataloader.dataset):
-                self._check_files(dataset, f'{stage}_dataloader')
+                if len(dataset) == 0:
+                    ann_file = getattr(dataset, 'ann_file', '')
+                    raise RunError(
+                        f'{stage}_dataloader ({type(dataset).__name__}, ann_file {ann_file!r}) holds no image.'
+                    )
                 if stage == 'train':
                     check_labels(dataset, runner.model)
-
-    def _check_files(self, dataset, key: str) -> None:
-        name = f'{key} ({type(dataset).__name__}, ann_file {getattr(dataset, "ann_file", "")!r})'
-        if len(dataset) == 0:
-            raise RunError(f'{name} holds no image.')
-        missing = find_missing_files(dataset)
-        if missing:
-            raise RunError(
-                f'{name}: {len(missing)} of the files its {len(dataset)} samples name are missing: {some(missing)}.'
-            )
