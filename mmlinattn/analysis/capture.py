@@ -4,7 +4,7 @@
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Callable, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
 from einops import rearrange
@@ -34,7 +34,7 @@ class MixerCall(NamedTuple):
     mixer: TokenMixer
     given: dict
     out: Tensor
-    local: Optional[nn.Module]
+    local: Any
     queries: Tensor
     keys: Tensor
 
@@ -136,7 +136,8 @@ class BlockCall(NamedTuple):
             mixed = self._on_map(torch.cat([call.out.flatten(0, 1) for call in branch]), places)
             whole = whole[0].flatten(0, 1) if whole.dim() == 4 else self._on_map(whole.flatten(0, 1), places)
             heads = branch[0].mixer.num_heads
-            found.append(tuple(rearrange(t.float(), 'n (heads e) -> heads n e', heads=heads) for t in (mixed, whole)))
+            by_head = [rearrange(t.float(), 'n (heads e) -> heads n e', heads=heads) for t in (mixed, whole)]
+            found.append((by_head[0], by_head[1]))
         return found
 
     def _on_map(self, tokens: Tensor, places: Tensor) -> Tensor:
@@ -147,7 +148,7 @@ class BlockCall(NamedTuple):
 
 def arrangements(model: nn.Module) -> dict[str, nn.Module]:
     """The attentions of a model, whatever lays tokens around its mixers, in the order in which they were built."""
-    found = {}
+    found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inner = any(name.startswith(f'{known}.') for known in found)
         if isinstance(module, (Mixing, StripeAttention)) and not inner:
@@ -208,7 +209,7 @@ def watch_mixers(module: nn.Module, see: Callable) -> list:
     return handles
 
 
-def _watch(name: str, attention: nn.Module, on_block: Callable) -> list:
+def _watch(name: str, attention: Any, on_block: Callable) -> list:
     calls: list[tuple] = []
     projected: list[Tensor] = []
     locals_ = {id(m.mixer): m.local for m in attention.modules() if isinstance(m, Mixing)}
@@ -248,19 +249,19 @@ def token_layout(attention: nn.Module, x: Tensor, given: list[dict]) -> tuple[tu
         NotImplementedError: For an arrangement that is none of ours and no whole map.
     """
     grid, key_grid = given[0]['grid'], given[0]['key_grid']
-    size = tuple(x.shape[1:3]) if x.dim() == 4 else tuple(grid[:2])
+    size = (x.shape[1], x.shape[2]) if x.dim() == 4 else (grid[0], grid[1])
     index = torch.arange(size[0] * size[1], device=x.device).view(1, *size, 1) - PADDING  # partitions pad with 0
 
-    def windowed(windows: Windows, part: Tensor = index) -> tuple[Tensor, Tensor]:
+    def windowed(windows: Any, part: Tensor = index) -> tuple[Tensor, Tensor]:
         where = windows.partition(part)[..., 0] + PADDING
         return where, where
 
     candidates = []  # key size and layout
     if isinstance(attention, StripeAttention):
         stripes = ((None, attention.stripe), (attention.stripe, None))
-        candidates.append((size, [windowed(Windows.fit(*size, window)) for window in stripes]))
+        candidates.append((size, [windowed(Windows.fit(size[0], size[1], window)) for window in stripes]))
     elif isinstance(attention, WindowAttention):
-        windows = Windows.fit(*size, attention.window, attention.shift)
+        windows: Any = Windows.fit(size[0], size[1], attention.window, attention.shift)
         candidates.append((size, [windowed(windows)]))
         candidates.append(
             (size, [windowed(part, index[:, rows, columns]) for rows, columns, part in windows.regions()])

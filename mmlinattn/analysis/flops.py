@@ -3,7 +3,7 @@
 
 import re
 from collections import Counter
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 from mmengine.config import Config
@@ -101,10 +101,10 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
                 model(image, mode='tensor')
     except (NotImplementedError, RuntimeError) as error:
         raise RunError(f'{type(model).__name__} cannot be counted without running it: {error}') from error
-    params = Counter()
+    params: Counter = Counter()
     for name, parameter in model.named_parameters():
         params[part_of(name)] += parameter.numel()
-    macs = Counter()
+    macs: Counter = Counter()
     for (name, kind), number in count.macs.items():
         macs[part_of(name), kind] += number
     if getattr(model, 'auxiliary_head', None) is not None:
@@ -112,7 +112,7 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
     return Cost(shape, dict(params), macs, count.norm_ops, count.peak_bytes, notes)
 
 
-def run_two_stage(model: nn.Module, image: torch.Tensor) -> list:
+def run_two_stage(model: Any, image: torch.Tensor) -> list:
     """A two-stage detector up to its last scores. Which proposals there are depends on values, so their number is the
     largest the config allows, and features of that many regions of interest stand in for the pooled ones."""
     features = model.extract_feat(image)

@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The model of a config with its weights, and images as its test pipeline makes them, for the analysis tools."""
 
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import cv2
 import numpy as np
@@ -135,7 +135,7 @@ def test_pipeline(cfg: Config) -> list:
     Raises:
         RunError: The config has no test pipeline.
     """
-    dataset = (cfg.get('test_dataloader') or {}).get('dataset') or {}
+    dataset: Any = (cfg.get('test_dataloader') or {}).get('dataset') or {}
     while dataset and 'pipeline' not in dataset:
         dataset = dataset.get('dataset') or (dataset.get('datasets') or [{}])[0]
     if not dataset:
@@ -144,9 +144,7 @@ def test_pipeline(cfg: Config) -> list:
     return [step for step in dataset.pipeline if not bare_name(step['type']).endswith(skipped)]
 
 
-def prepare(
-    cfg: Config, model: nn.Module, image: np.ndarray, name: str, shape: Optional[tuple[int, int]] = None
-) -> Picture:
+def prepare(cfg: Config, model: Any, image: np.ndarray, name: str, shape: Optional[tuple[int, int]] = None) -> Picture:
     """An image as the test pipeline makes it, or resized to ``shape``.
 
     Args:

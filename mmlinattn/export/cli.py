@@ -65,7 +65,8 @@ def main(args: Optional[list[str]] = None) -> None:
         form.check_installed()
         check_out_file(target)
         cfg = read_config(options.config)
-        sizes = Sizes(options.batch, *(options.shape or default_shape(cfg)), options.dynamic)
+        height, width = options.shape or default_shape(cfg)
+        sizes = Sizes(options.batch, height, width, options.dynamic)
         sizes.check()
         model, meta = build_model(cfg), None
         if options.checkpoint != 'none':

@@ -149,7 +149,7 @@ class Onnx(Format):
     def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
         example, shapes = _open(example, smallest)
         names = dict(input_names=['image'], output_names=metadata['outputs'])
-        program = torch.onnx.export(model, (example,), dynamo=True, dynamic_shapes=shapes, verbose=False, **names)
+        program: Any = torch.onnx.export(model, (example,), dynamo=True, dynamic_shapes=shapes, verbose=False, **names)
         for key, value in metadata.items():
             program.model.metadata_props[key] = value if isinstance(value, str) else json.dumps(value)
         program.save(str(path))

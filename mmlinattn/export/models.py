@@ -5,7 +5,7 @@ import math
 import os
 import tempfile
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -40,8 +40,8 @@ class Sizes(NamedTuple):
         """Two more shapes to check a dynamic graph at: a larger one, alone in its batch, and a smaller one."""
         if not self.dynamic:
             return []
-        smaller = [max(self.smallest + 1, side * 5 // 8 + 1) for side in (self.height, self.width)]
-        return [(1, 3, self.height + 37, self.width + 18), (self.batch + 1, 3, *smaller)]
+        height, width = (max(self.smallest + 1, side * 5 // 8 + 1) for side in (self.height, self.width))
+        return [(1, 3, self.height + 37, self.width + 18), (self.batch + 1, 3, height, width)]
 
     def check(self) -> None:
         """
@@ -77,7 +77,9 @@ class ExportableModel(nn.Module):
         RunError: For a model of another kind.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    model: Any
+
+    def __init__(self, model: Any) -> None:
         super().__init__()
         if hasattr(model, 'decode_head') and hasattr(model, 'encode_decode'):
             self.task = 'segmentor'

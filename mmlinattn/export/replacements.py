@@ -2,6 +2,7 @@
 """Parts of upstream heads whose graphs would hold for one size only, and such that compute the same at all."""
 
 from contextlib import contextmanager
+from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +26,7 @@ def strided_pools():
         rows, columns = (stride, stride) if isinstance(stride, int) else stride
         return x[..., ::rows, ::columns]
 
-    F.max_pool2d = max_pool2d
+    F.max_pool2d = max_pool2d  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -64,10 +65,10 @@ class BinMeans(nn.Module):
         return inside / (end - first)[:, None].to(like.dtype)
 
 
-def replacement(module: nn.Module):
+def replacement(module: Any) -> Optional[nn.Module]:
     """The part to put in place of ``module``, or None."""
     if type(module) is nn.AdaptiveAvgPool2d:
-        size = module.output_size
+        size: Any = module.output_size
         bins = (size, size) if isinstance(size, int) else tuple(size)
         return None if bins == (1, 1) or None in bins else BinMeans(bins)
     # mmseg.models.utils.Upsample: makes a Python number of the size of the map
