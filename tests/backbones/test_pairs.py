@@ -146,9 +146,14 @@ def test_autocast_is_finite_at_published_depths(host, arch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(('host', 'arch'), [pair for pair in DETECTION if pair[1] not in ('small', 'base')], ids=str)
+@pytest.mark.parametrize(
+    ('host', 'arch'),
+    [pair for pair in DETECTION if pair[1] in ('tiny', 'large', 'hmhsa-b1', 'enhanced-tiny', 'angular-tiny')]
+    + [('LinearPVT', 'inline-tiny'), ('LinearCSWin', 'flatten-tiny'), ('LinearSwin', 'hydra-tiny')],
+    ids=str,
+)
 def test_autocast_is_finite_at_the_size_of_a_detector(host, arch):
-    """Of published widths; all blocks at a small size, above. On GPUs: tests/test_cuda.py."""
+    """Of published widths, each attention once; all blocks at a small size, above. On GPUs: tests/test_cuda.py."""
     assert_trains(small_hosts.shallow(MODELS.get(host), arch).train(), torch.randn(1, 3, 800, 1333), torch.bfloat16)
 
 

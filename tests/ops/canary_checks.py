@@ -33,13 +33,9 @@ DEFECTS = {
     'a wrong sign': ('rala', 'forward', 'first * cos - second * sin', 'first * cos + second * sin'),
     'no mask': ('rala', 'forward', 'real = inside & (tl.load', 'real = inside | (tl.load'),
     'tokens beyond the last': ('linear', 'forward', 'inside = start + rows < end', 'inside = start + rows >= 0'),
-    'a wrong stride': ('rala, half', 'forward', 'tl.store(pointer + rows', 'tl.store(pointer + (rows - 1)'),
     'spans in one place': ('inline', 'forward', 'put_turned(parts + at *', 'put_turned(parts + owner * splits *'),
-    'a result left out': ('linear', 'forward', 'inside, channels_v, mixed', 'inside & (rows > 0), channels_v, mixed'),
     'a write too many': ('linear', 'forward', 'owner * D + rows, keys, mask=real_rows', 'owner * D + rows, keys'),
     'a sign of a gradient': ('rala', 'backward', 'grad_normaliser = -tl.sum', 'grad_normaliser = tl.sum'),
-    'gradients of padding': ('rala', 'backward', 'real[:, None], grad_query', 'inside[:, None], grad_query'),
-    'a factor of a gradient': ('focused', 'backward', 'grad_r = along[:, None] * r', 'grad_r = 2 * along[:, None] * r'),
     'an error': ('focused', 'backward', 'grad_r = along[:, None] * r', 'grad_r = unheard_of'),
 }
 
