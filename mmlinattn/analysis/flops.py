@@ -120,15 +120,12 @@ def run_two_stage(model: Any, image: torch.Tensor) -> list:
     roi_head = model.roi_head
     num_rois = model.test_cfg.rpn.max_per_img
     notes = [f'RoI heads: {num_rois} proposals for boxes (test_cfg.rpn.max_per_img), {MASK_ROIS} for masks, each stage']
-    run_heads(roi_head.bbox_head, roi_head.bbox_roi_extractor, num_rois, features)
+    pairs = [(num_rois, roi_head.bbox_head, roi_head.bbox_roi_extractor)]
     if roi_head.with_mask:
-        run_heads(roi_head.mask_head, roi_head.mask_roi_extractor or roi_head.bbox_roi_extractor, MASK_ROIS, features)
+        pairs.append((MASK_ROIS, roi_head.mask_head, roi_head.mask_roi_extractor or roi_head.bbox_roi_extractor))
+    for rois, heads, extractors in pairs:
+        # cascades have one of each a stage
+        stages = zip(heads, extractors) if isinstance(heads, nn.ModuleList) else [(heads, extractors)]
+        for head, extractor in stages:
+            head(features[0].new_empty(rois, extractor.out_channels, *extractor.roi_layers[0].output_size))
     return notes
-
-
-def run_heads(heads, extractors, num_rois: int, features) -> None:
-    heads = heads if isinstance(heads, nn.ModuleList) else [heads]
-    extractors = extractors if isinstance(extractors, nn.ModuleList) else [extractors] * len(heads)
-    for head, extractor in zip(heads, extractors):
-        size = extractor.roi_layers[0].output_size
-        head(features[0].new_empty(num_rois, extractor.out_channels, *size))

@@ -36,6 +36,7 @@ DEFECTS = {
     'spans in one place': ('inline', 'forward', 'put_turned(parts + at *', 'put_turned(parts + owner * splits *'),
     'a write too many': ('linear', 'forward', 'owner * D + rows, keys, mask=real_rows', 'owner * D + rows, keys'),
     'a sign of a gradient': ('rala', 'backward', 'grad_normaliser = -tl.sum', 'grad_normaliser = tl.sum'),
+    'a sign of one gradient': ('focused', 'backward', 'channels_v, grad_value)', 'channels_v, -grad_value)'),
     'an error': ('focused', 'backward', 'grad_r = along[:, None] * r', 'grad_r = unheard_of'),
 }
 
