@@ -5,13 +5,12 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage() {
   cat <<'USAGE'
-usage: tools/run_tests.sh [--with-onedl] [--with-slurm] [--use-existing] [pytest arguments]
+usage: tools/run_tests.sh [--with-onedl] [--use-existing] [pytest arguments]
 
 Without pytest arguments: ruff, mypy, the fast tests, those of attentions, layers and backbones once more in
 the reference backends, then the slow tests, stopping at the first of these that fails. With
 --with-onedl, or where CI is set, one train -> resume -> test round on the onedl-* distributions
-follows, and with --with-slurm, or in CI where Slurm is installed, a run under a Slurm of one node that
-is started in a folder of its own. With pytest arguments: one pytest run with just these.
+follows. With pytest arguments: one pytest run with just these.
 
   --use-existing   in the active Python instead of .venv (so does MMLINATTN_USE_EXISTING_ENV=1)
 USAGE
@@ -19,11 +18,10 @@ USAGE
 
 ci=${CI:-}
 case $ci in 0 | false) ci='' ;; esac
-onedl=$ci slurm='' arguments=()
+onedl=$ci arguments=()
 for argument in "$@"; do
   case $argument in
     --with-onedl) onedl=1 ;;
-    --with-slurm) slurm=1 ;;
     --use-existing) export MMLINATTN_USE_EXISTING_ENV=1 ;;
     -h | --help) usage && exit 0 ;;
     *) arguments+=("$argument") ;;
@@ -56,9 +54,6 @@ if [ ${#arguments[@]} -gt 0 ]; then
   exec "$py" -m pytest "${arguments[@]}"
 fi
 
-# The other environment is made beside lint and the fast tests: downloads, where MMCV was compiled here before.
-[ -z "$onedl" ] || MMLINATTN_USE_EXISTING_ENV='' tools/setup_env.sh --stack onedl >/dev/null &
-
 "$py" -m ruff check .
 "$py" -m ruff format --check .
 "$py" -m mypy
@@ -75,22 +70,18 @@ OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow'
 MMLINATTN_OPS=reference OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow' \
   --ignore-glob 'tests/ops/test_triton*' --ignore tests/ops/test_canary.py --ignore tests/ops/test_dispatch.py \
   tests/attention tests/layers tests/ops tests/backbones
-OMP_NUM_THREADS=1 pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile --durations=20 -m 'slow and not slurm'
-
-if PATH=$PATH:/usr/sbin:/sbin command -v slurmctld >/dev/null; then
-  [ -z "$slurm$ci" ] || OMP_NUM_THREADS=1 "$py" -m pytest -m slurm tests/slurm
-elif [ -n "$slurm" ]; then
-  echo 'run_tests: --with-slurm: Slurm is not installed (Debian: apt-get install slurm-wlm munge)' >&2
-  exit 1
-elif [ -n "$ci" ]; then
-  echo 'run_tests: Slurm is not installed here: its test was not run' >&2
-fi
+OMP_NUM_THREADS=1 pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile --durations=20 -m slow
 
 [ -n "$onedl" ] || exit 0
 round=tests/tools/test_roundtrip.py
 if [ ! -f "$round" ]; then
   echo "run_tests: no $round, so no round on the onedl distributions" >&2
   exit 0
+fi
+# PyTorch and the rest by hard links: unpacking its gigabytes takes a minute
+if [ "$py" = "$PWD/.venv/bin/python" ] && [ ! -e .venv-onedl ] && cp -al .venv .venv-onedl; then
+  rm -f .venv-onedl/.mmlinattn-ready .venv-onedl/.mmlinattn-lock .venv-onedl/setup.log
+  .venv-onedl/bin/python -m pip uninstall -q -y mmlinattn mmengine mmcv mmdet mmsegmentation mmpretrain
 fi
 py=$(MMLINATTN_USE_EXISTING_ENV='' tools/setup_env.sh --stack onedl)
 pytest_if_any "$py" -m pytest -m roundtrip "$round"

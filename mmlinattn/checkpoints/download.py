@@ -8,9 +8,9 @@ from http.client import HTTPException
 from pathlib import Path
 
 import torch
+from filelock import FileLock
 from mmengine.logging import print_log
 
-from ..utils import locked
 from ..utils.errors import CheckpointError, described
 from .safe import load_file
 
@@ -36,21 +36,20 @@ def fetch(link: str, path: Path) -> None:
     advice = f'check the connection, or fetch the file by other means and put it at {path}'
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path.with_name(f'.{path.name}.lock'), f'downloads {path.name}'):
+        with FileLock(path.with_name(f'.{path.name}.lock')):
             if not path.exists():
                 _fetch(link, path)
     except CheckpointError as error:
         raise CheckpointError(
             f'{link} did not send a usable checkpoint: {error}; nothing was kept; {advice}'
         ) from error
-    except (OSError, ValueError, HTTPException) as error:  # of the server, the disk, or the link itself
+    except (OSError, ValueError, HTTPException, NotImplementedError) as error:  # the last: of a disk without locks
         raise CheckpointError(f'cannot download {link} ({described(error)}); {advice}') from error
 
 
 def _fetch(link: str, path: Path) -> None:
     print_log(f'Downloading {link} to {path}', logger='current')
-    # of its own: on a drive without locks (some network drives) two processes may get here
-    part = path.with_name(f'.{path.name}.{os.getpid()}.part')
+    part = path.with_name(f'.{path.name}.part')
     patience = socket.getdefaulttimeout()  # with a server, which torch.hub leaves to the process
     socket.setdefaulttimeout(TIMEOUT)
     try:

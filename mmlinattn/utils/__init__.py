@@ -2,7 +2,6 @@
 """What MMEngine's hub looks for in a package: ``register_all_modules``."""
 
 from .files import project_files, written_whole
-from .locking import locked
 from .registering import register_all_modules
 
-__all__ = ['locked', 'project_files', 'register_all_modules', 'written_whole']
+__all__ = ['project_files', 'register_all_modules', 'written_whole']

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Callable, Optional
 
+from filelock import FileLock, Timeout
+
 from mmlinattn import __version__
-from mmlinattn.utils import locked, written_whole
+from mmlinattn.utils import written_whole
 from mmlinattn.utils.errors import RunError
 
 from .arms import STUDIES
@@ -97,7 +99,7 @@ def reuse(name: str, out: Path, settings: Settings, folders: Iterable[Path], tas
 def _add(name: str, out: Path, settings: Settings, runs: list[dict], task: str = FIRST_TASK) -> list[dict]:
     """Add runs to ``results.json``, which other processes may be adding to; not those that it has."""
     path, added = out / 'results.json', []
-    with locked(_lock(out, 'results'), f'writes {path}'):
+    with FileLock(_lock(out, 'results')):
         results = load_results(path, name, settings, task)
         done = _done(results)
         for run in runs:
@@ -120,9 +122,9 @@ def _claimed(out: Path, arm: str, seed: int) -> Iterator[bool]:
     claim = _lock(out, f'{"".join(c if c.isalnum() else "_" for c in arm)}-{seed}')
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(locked(claim, f'trains {arm}, seed {seed}', wait=False))
+            held.enter_context(FileLock(claim).acquire(timeout=0))
             ours = True
-        except BlockingIOError:
+        except Timeout:
             ours = False
         yield ours
 

@@ -1,9 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The benchmarks measure what they say; what they find is for a quiet machine."""
 
-import contextlib
-from types import SimpleNamespace
-
 import measure
 import pytest
 import run_attentions
@@ -34,27 +31,6 @@ def allocating(mebibytes):
 @pytest.mark.slow
 def test_peak_memory_is_what_is_alive_at_once():
     assert measure.peak_rss(allocating, (200,), 1) / measure.MIB == pytest.approx(200, abs=10)
-
-
-@pytest.fixture
-def wait(monkeypatch):
-    """Alone moves the clock: what a sleep takes depends on who else uses the machine."""
-    passed = []
-    monkeypatch.setattr(measure, 'time', SimpleNamespace(perf_counter=lambda: sum(passed)))
-    return passed.append
-
-
-def test_times_are_of_the_named_calls(wait):
-    waits = iter([9.0, 0.001, 0.005, 0.003])  # the first call warms up
-    calls = {'slow': lambda: wait(0.03), 'uneven': lambda: wait(next(waits))}
-    times = measure.interleaved_times(calls, 3, clock=measure.time.perf_counter)
-    assert times == pytest.approx(dict(slow=0.03, uneven=0.003))
-
-
-def test_shortest_times_leave_out_what_prepares_a_call(wait):
-    waits = iter([0.0, 0.05, 0.01, 0.05])  # the first call warms up
-    cases = {'slow': (lambda: wait(0.1), lambda _: wait(0.03)), 'uneven': (lambda: next(waits), wait)}
-    assert measure.interleaved_minima(cases, 3, 60) == pytest.approx(dict(slow=0.03, uneven=0.01))
 
 
 def test_attentions_by_tokens(tmp_path, capsys):
@@ -140,51 +116,6 @@ def test_sizes_that_would_take_too_much_are_left_out(tmp_path, capsys):
     (row,) = (line.strip('| ').split(' | ') for line in text.splitlines() if line.startswith(f'| {name} |'))
     assert [cell.endswith(' MiB') for cell in row[1:]] == [True, True, False] and row[-1] == '-'
     assert f'Left out: {name} at 2048: about' in text and plot.stat().st_size > 5000
-
-
-@pytest.fixture
-def resolution_of_fakes(tmp_path, monkeypatch):
-    """The benchmark with a model that takes 1 s and 1 GiB at 64 pixels a side; what was measured."""
-    import run_resolution
-
-    measured = []
-
-    def in_process(function, name, side, environment=None):
-        measured.append((side, 'memory' if environment is None else 'both'))
-        return (side // 64) ** 2 * 2**30, (side // 64) ** 2
-
-    def seconds_of(name, side, repeats):
-        measured.append((side, 'time'))
-        return (side // 64) ** 2
-
-    monkeypatch.setattr(measure, 'fresh_process', lambda environment: contextlib.nullcontext(in_process))
-    monkeypatch.setattr(measure, 'in_fresh_process', in_process)
-    monkeypatch.setattr(run_resolution, 'seconds_of', seconds_of)
-    monkeypatch.setattr(run_resolution, 'available_gib', lambda: 100.0)
-
-    def run(*options):
-        measured.clear()
-        out = tmp_path / 'table.md'
-        options = [*options, '--results', str(tmp_path / 'points.json'), '--out', str(out)]
-        run_resolution.main(['--models', 'ResNet-50', *options])
-        return list(measured), out.read_text()
-
-    return run
-
-
-def test_resolution_goes_on_where_it_was(resolution_of_fakes):
-    first, _ = resolution_of_fakes('--sides', '64', '128')
-    assert first == [(64, 'memory'), (64, 'time'), (128, 'memory'), (128, 'time')]
-    second, text = resolution_of_fakes('--sides', '64', '128', '256')
-    assert second == [(256, 'both')]  # of 16 s: one pass
-    assert '| ResNet-50 | 1.00 s, 1024 MiB | 4.00 s, 4096 MiB | 16.00 s, 16384 MiB |' in text
-
-
-def test_resolution_ends_at_what_takes_too_much(resolution_of_fakes):
-    found, text = resolution_of_fakes('--sides', '64', '128', '256', '--max-gib', '10')
-    assert max(found)[0] == 128 and 'ResNet-50 at 256: about 16 GiB, more than the 10 GiB' in text
-    found, text = resolution_of_fakes('--sides', '64', '128', '256', '--max-gib', '99', '--max-seconds', '15')
-    assert not found and 'ResNet-50 at 256: about 16 s, more than the 15 s allowed' in text
 
 
 def test_traffic_is_counted_without_a_gpu(capsys):

@@ -91,23 +91,6 @@ def test_report_of_all_parts(parts, tmp_path, capsys):
     assert [goal['holds'] for goal in goals] == [True] * 4 + [False]
 
 
-def test_it_goes_on_where_it_was(parts, tmp_path, monkeypatch):
-    check_gpu.main(['--out', str(tmp_path), '--only', 'kernels', 'detector'])
-    del parts[:]
-    assert check_gpu.main(['--out', str(tmp_path)]) == 1
-    assert parts == [name for name in gpu_parts.PARTS if not name.startswith('kernels')]
-    del parts[:]
-    other = dict(status='done', result=dict(gpu='A100', identity='another'))
-    monkeypatch.setattr(
-        check_gpu, 'run_part',
-        lambda name, *more: parts.append(name) or (other if name == 'environment' else fake_part(name, *more)),
-    )  # fmt: skip
-    check_gpu.main(['--out', str(tmp_path), '--minutes', '0'])
-    assert parts == ['environment']  # of another GPU nothing is known, and there is no time
-    report = json.loads((tmp_path / 'report.json').read_text())
-    assert report['parts']['tests'] == dict(status='no time left') and report['goals'][0]['holds'] is None
-
-
 def test_faults_and_fallbacks_are_no_success(tmp_path):
     parts = {name: fake_part(name, False, 1) for name in gpu_parts.PARTS}
     parts['kernels float32 rala']['result']['right'] = False
@@ -139,8 +122,3 @@ def test_what_is_timed_runs(monkeypatch):
     assert all(found['times'][f'{op} {form} both'] > 0 for op in OPS for form in ('kernels', 'plain'))
     found = gpu_parts.backbones('train', compiled=False)
     assert set(STEPS) < set(found['times']) and found['memory']['literal'] == 1.0
-    compiled = torch.compile
-    monkeypatch.setattr(torch, 'compile', lambda model, **options: compiled(model, **options, backend='eager'))
-    monkeypatch.setattr(gpu_parts, 'by_kernels', lambda *tensors: 'reference')  # which take a GPU
-    found = gpu_parts.backbones('forward', compiled=True)
-    assert set(found['times']) == {*list(STEPS)[:3], 'RAVLT-T, kernels inside', 'fully linear, kernels inside'}
