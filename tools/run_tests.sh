@@ -7,7 +7,7 @@ usage() {
   cat <<'USAGE'
 usage: tools/run_tests.sh [--with-onedl] [--use-existing] [pytest arguments]
 
-Without pytest arguments: ruff, mypy, the fast tests, those of attentions, layers and backbones once more in
+Without pytest arguments: ruff, mypy, the fast tests, those of ops, attentions and layers once more in
 the reference backends, then the slow tests, stopping at the first of these that fails. With
 --with-onedl, or where CI is set, one train -> resume -> test round on the onedl-* distributions
 follows. With pytest arguments: one pytest run with just these.
@@ -69,7 +69,7 @@ OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow'
 # the reference backends, which compilers, exporters and unknown devices get; kernels have none
 MMLINATTN_OPS=reference OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow' \
   --ignore-glob 'tests/ops/test_triton*' --ignore tests/ops/test_canary.py --ignore tests/ops/test_dispatch.py \
-  tests/attention tests/layers tests/ops tests/backbones
+  tests/attention tests/layers tests/ops tests/backbones/test_hosts_parity.py
 OMP_NUM_THREADS=1 pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile --durations=20 -m slow
 
 [ -n "$onedl" ] || exit 0

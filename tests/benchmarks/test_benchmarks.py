@@ -18,21 +18,6 @@ def test_multiply_adds(attns, expected):
     assert count == pytest.approx(expected, rel=0.005)
 
 
-def allocating(mebibytes):
-    """A call that needs this much at its peak and twice that in all."""
-
-    def call(size):
-        for _ in range(2):
-            torch.ones(size * 2**18)
-
-    return (lambda: call(1)), (lambda: call(mebibytes))
-
-
-@pytest.mark.slow
-def test_peak_memory_is_what_is_alive_at_once():
-    assert measure.peak_rss(allocating, (200,), 1) / measure.MIB == pytest.approx(200, abs=10)
-
-
 def test_attentions_by_tokens(tmp_path, capsys):
     """Every registered attention has a row; sizes that would take too long a dash."""
     out, plot = tmp_path / 'table.md', tmp_path / 'plot.png'
@@ -87,35 +72,6 @@ def test_a_gpu_that_is_not_there(capsys):
     with pytest.raises(SystemExit):
         run_ravlt.parse(['--device', 'cuda'])
     assert 'sees no GPU' in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_overhead_of_hooks(tmp_path, capsys):
-    pytest.importorskip('mmpretrain')
-    import run_overhead
-
-    (config,) = (path for path in run_overhead.QUICKSTARTS if path.parent.name == 'mmpretrain')
-    small = ['--iters', '2', '--batch', '2', '--size', '64', '64', '--num-pictures', '4', '--threads', '1']
-    run_overhead.main([str(config), *small, '--out', str(tmp_path / 'table.md')])
-    *_, row = (tmp_path / 'table.md').read_text().splitlines()
-    name, bare, with_hooks, ratio, *_, inside = (cell.strip() for cell in row.strip('|').split('|'))
-    assert name == 'mmpretrain/ravlt_shapes_quickstart'
-    assert bare.endswith(' ms') and with_hooks.endswith(' ms') and float(ratio) > 0
-    assert float(inside.split()[0]) > 0
-
-
-@pytest.mark.slow
-def test_sizes_that_would_take_too_much_are_left_out(tmp_path, capsys):
-    import run_resolution
-
-    name = 'RAVLT-T, fully linear'
-    options = ['--models', name, '--only', 'memory', '--sides', '64', '256', '2048']
-    out, plot = tmp_path / 'table.md', tmp_path / 'new' / 'plot.png'
-    run_resolution.main([*options, '--max-gib', '0.3', '--out', str(out), '--plot', str(plot)])
-    text = out.read_text()
-    (row,) = (line.strip('| ').split(' | ') for line in text.splitlines() if line.startswith(f'| {name} |'))
-    assert [cell.endswith(' MiB') for cell in row[1:]] == [True, True, False] and row[-1] == '-'
-    assert f'Left out: {name} at 2048: about' in text and plot.stat().st_size > 5000
 
 
 def test_traffic_is_counted_without_a_gpu(capsys):

@@ -30,8 +30,7 @@ def test_without_a_gpu_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_kernels_in_the_interpreter(tmp_path):
-    arguments = ['--out', str(tmp_path), '--interpret', '--only', 'kernels float32 linear']
-    done = run(*arguments)
+    done = run('--out', str(tmp_path), '--interpret', '--only', 'kernels float32 linear')
     assert done.returncode == 0, done.stdout + done.stderr
     report, text = json.loads((tmp_path / 'report.json').read_text()), (tmp_path / 'report.md').read_text()
     assert [part['status'] for part in report['parts'].values()] == ['done'] * 2
@@ -39,8 +38,6 @@ def test_kernels_in_the_interpreter(tmp_path):
     assert len(rows) >= 2 and all(0 < row['deviations']['backward'] < 1e-4 and not row['faults'] for row in rows)
     assert 'float32 linear_attention' in text and 'not measured' in text
     assert 'not known - every kernel is right' in done.stdout and 'send' in done.stdout.splitlines()[-1]
-    again = run(*arguments)
-    assert again.returncode == 0 and 'kernels float32 linear_attention: done' not in again.stdout
 
 
 TIMES = dict(copy=1.0, **{f'softmax {what}': 40.0 for what in ('forward', 'both')})
@@ -97,15 +94,6 @@ def test_faults_and_fallbacks_are_no_success(tmp_path):
     parts['attention 16384']['result']['served'] = dict.fromkeys(OPS, False)  # plain PyTorch, twice
     parts['eager train']['result']['told'] = ['plain PyTorch for rala']
     assert [holds for _, holds, _ in check_gpu.goals(parts)] == [False] + [None] * 4
-
-
-def test_a_part_that_dies_is_reported(monkeypatch, tmp_path):
-    monkeypatch.setattr(check_gpu, 'HERE', tmp_path)
-    (tmp_path / 'gpu_parts.py').write_text(
-        'import sys, time\nsys.exit("CUDA error") if sys.argv[1] == "a" else time.sleep(60)'
-    )
-    assert check_gpu.run_part('a', False, 60) == dict(status='failed', error='CUDA error')
-    assert check_gpu.run_part('b', False, 1) == dict(status='no time left')
 
 
 @pytest.mark.slow

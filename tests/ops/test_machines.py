@@ -68,7 +68,6 @@ def expected():
     'machine',
     [
         dict(threads=2),
-        dict(threads=4),
         dict(threads=1, ONEDNN_MAX_CPU_ISA='AVX512_CORE', ATEN_CPU_CAPABILITY='avx2'),
         dict(threads=2, ONEDNN_MAX_CPU_ISA='AVX2', ATEN_CPU_CAPABILITY='avx2'),
     ],
