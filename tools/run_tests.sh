@@ -70,7 +70,7 @@ OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow'
 MMLINATTN_OPS=reference OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow' \
   --ignore-glob 'tests/ops/test_triton*' --ignore tests/ops/test_canary.py --ignore tests/ops/test_dispatch.py \
   tests/attention tests/layers tests/ops tests/backbones/test_hosts_parity.py
-OMP_NUM_THREADS=1 pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile --durations=20 -m slow
+OMP_NUM_THREADS=1 pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations=20 -m slow
 
 [ -n "$onedl" ] || exit 0
 round=tests/tools/test_roundtrip.py

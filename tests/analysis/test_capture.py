@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmlinattn.analysis.capture import CLASS_TOKEN, arrangements, reduction_of, watched
+from mmlinattn.analysis.capture import CLASS_TOKEN, arrangements, watched
 from mmlinattn.attention import GlobalAttention, Grid, ReducedAttention, StripeAttention, TokenMixer, WindowAttention
 from mmlinattn.attention.arrangements import Attention
 from mmlinattn.backbones import LinearDeiT
@@ -76,18 +76,6 @@ def test_what_a_mixer_was_given_and_gave_is_kept_as_it_was(make):
         rows = (call.queries[0] >= 0).nonzero()[:, 0]
         weights = call.weights(0, rows)
         assert call.error(0, rows, weights) < 1e-4 < 0.1 < call.error(0, rows, 2 * weights)
-
-
-def test_attentions_are_found_once_and_in_order():
-    stripes, whole = StripeAttention(8, 2, 'softmax', 2), GlobalAttention(8, 2, 'rala')
-    model = nn.ModuleDict(dict(a=nn.ModuleDict(dict(attn=stripes, attn2=whole)), b=nn.Linear(1, 1)))
-    assert arrangements(model) == {'a.attn': stripes, 'a.attn2': whole}  # not the two directions of stripes
-    assert reduction_of(stripes) == reduction_of(whole) == 1
-    assert reduction_of(ReducedAttention(8, 2, 'softmax', 4, dict(type='LN'))) == 4
-    names = []
-    with watched(model, lambda block: names.append((block.name, block.mixer_name))):
-        stripes(torch.randn(1, 4, 4, 8)), whole(x=torch.randn(1, 2, 2, 8))
-    assert names == [('a', 'softmax'), ('a.attn2', 'rala')]
 
 
 def test_hooks_go_also_where_something_fails():

@@ -1,8 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Multiply-adds and memory of whatever runs, against numbers worked out by hand."""
 
-import contextlib
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -50,25 +48,6 @@ def test_counts_by_kind_and_module(device):
         assert nn.Module.__call__ is call
 
 
-def test_a_layer_that_fails_is_left_again():
-    """What is tried and given up does not take what comes after."""
-
-    class Tries(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.wrong, self.right = nn.Linear(5, 4), nn.Linear(3, 4)
-
-        def forward(self, x):
-            with contextlib.suppress(RuntimeError):
-                self.wrong(x)
-            return torch.addmm(torch.zeros(4), x, torch.zeros(3, 4)) + self.right(x)
-
-    model = Tries()
-    with torch.no_grad(), Count(model) as count:
-        model(torch.zeros(2, 3))
-    assert count.macs == {('', LINEAR): 2 * 3 * 4, ('right', LINEAR): 2 * 3 * 4}
-
-
 @pytest.mark.parametrize('device', ['cpu', 'meta'])
 @pytest.mark.parametrize(
     ('steps', 'taps'), [((), 0), (('ihh',), 9 * 3), (('chh',), 3 * 3), (('ihh', 'chh'), 9 * 3 + 3 * 3)]
@@ -101,11 +80,3 @@ def test_memory_is_what_is_alive_at_one_time():
         kept = torch.zeros(1000, device='meta')[:1]
         other = torch.zeros(500, device='meta')
     assert count.peak_bytes == 4 * (1000 + 500) and (len(kept), len(other)) == (1, 500)
-
-
-def test_weights_and_buffers_are_no_activations():
-    for model in (nn.Linear(100, 50, device='meta'), nn.BatchNorm1d(50, affine=False, device='meta')):
-        tensor = next(iter((*model.parameters(), *model.buffers())))
-        with Count(model) as count:
-            kept = [tensor.view(5, -1)[:2], tensor + 0]
-        assert count.peak_bytes == 4 * tensor.numel() and kept

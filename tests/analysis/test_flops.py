@@ -92,16 +92,6 @@ def test_a_model_is_counted_without_memory_and_reads_no_file(monkeypatch, auxili
             count_model(cfg, shape)
 
 
-def test_a_model_that_depends_on_values_is_refused(monkeypatch):
-    class Adaptive(nn.Linear):
-        def forward(self, inputs, mode):
-            return inputs if inputs.sum() > 0 else -inputs
-
-    monkeypatch.setitem(MODELS._module_dict, 'AdaptiveToy', lambda **_: Adaptive(1, 1))
-    with pytest.raises(RunError, match='Adaptive cannot be counted'):
-        count_model(Config(dict(model=dict(type='AdaptiveToy'))))
-
-
 def test_the_size_that_models_are_counted_at():
     def shape(scope, *pipeline):
         return image_shape(Config(dict(default_scope=scope, test_dataloader=dict(dataset=dict(pipeline=pipeline)))))

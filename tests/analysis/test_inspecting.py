@@ -163,16 +163,6 @@ def test_directions_of_stripes_are_compared_with_each_other(heads, similarity):
     assert entry['rank']['output']['at_most'] == 8 // heads and entry['sampled_queries'] == 2 * 16
 
 
-def test_similarity_of_heads_is_that_of_their_whole_maps():
-    attention, x = WindowAttention(8, 2, 'softmax', (2, 2)), torch.randn(1, 4, 6, 8)
-    nn.init.normal_(attention.qkv.weight)
-    block = block_of(attention, x)
-    expected = measures.cross_head_similarity(full_map(block, 24).nan_to_num())
-    assert measure_block(block, ('ccs',))['ccs'] == pytest.approx(expected)
-    # the same of sampled queries on every call, whatever random numbers were taken before
-    assert len({measure_block(block, ('ccs',), 4)['ccs'] for _ in range(3)}) == 1
-
-
 def test_ranks_are_those_of_features_state_and_weights():
     block = block_of(GlobalAttention(8, 2, 'rala'), torch.randn(1, 4, 5, 8))
     rank = measure_block(block, ('rank',))['rank']
@@ -184,15 +174,6 @@ def test_ranks_are_those_of_features_state_and_weights():
     assert {part: found['at_most'] for part, found in reduced['rank'].items()} == dict(
         weights=12, state=4, output=4, projected=4
     )
-
-
-def test_neighbourhood_on_reduced_keys():
-    """13 x 20 queries, keys of 8 x 8 patches of the padded map: 2 x 3. The query at (12, 7) lies in the cell (1, 0)."""
-    block = block_of(ReducedAttention(8, 2, 'softmax', 8, dict(type='LN')), torch.randn(1, 13, 20, 8))
-    assert block.size == (13, 20) and block.key_size == (2, 3)
-    queries, keys = inspecting.coordinates(block, block.calls[0], 0, torch.tensor([12 * 20 + 7, 8, 16]))
-    assert queries.tolist() == [[1, 0], [0, 1], [0, 2]]
-    assert keys.tolist() == [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]
 
 
 class Averaged(ReducedAttention):

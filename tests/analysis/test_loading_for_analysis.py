@@ -141,16 +141,6 @@ def test_pixels_of_a_picture():
             picture.to_shown(x, y)
 
 
-def test_files_that_are_no_pictures(tmp_path):
-    (tmp_path / 'a.png').write_bytes(b'no image')
-    (tmp_path / 'empty.jpg').touch()
-    for name in ('a.png', 'empty.jpg', 'gone.jpg'):
-        with pytest.raises(RunError, match=f"image '.*{name}' cannot be read as an image"):
-            loading.read_picture(str(tmp_path / name))
-    cv2.imwrite(str(tmp_path / 'b.png'), photo(5, 7))
-    assert np.array_equal(loading.read_picture(str(tmp_path / 'b.png')), photo(5, 7))  # blue first
-
-
 # --- models -----------------------------------------------------------------------------------------------------------
 
 SMALL = dict(embed_dims=(8, 8, 8, 8), depths=(1, 1, 1, 1), num_heads=(1, 1, 1, 1))
@@ -218,10 +208,3 @@ def test_what_of_a_checkpoint_is_loaded(cfg, tmp_path):
     torch.save(dict(state_dict={'head.weight': own.head.weight}), tmp_path / 'head.pth')
     with pytest.raises(RunError, match='head.pth does not fit the backbone'):
         loading.load_model(cfg, str(tmp_path / 'head.pth'), backbone=dict(stage_attns=('focused',) * 4))
-
-
-def test_models_that_cannot_be_looked_into(cfg):
-    with pytest.raises(RunError, match='has no model.backbone'):
-        loading.load_model(Config(dict(model=dict(type='SmallModel'))), 'none')
-    with pytest.raises(RunError, match='cannot be built: .*no such size'):
-        loading.load_model(cfg, 'none', backbone=dict(arch='no such size'))

@@ -147,22 +147,6 @@ def test_full_maps(figures, tmp_path):
     assert axes[2].get_ylabel().startswith('stages.1.0\nhydra')
 
 
-def test_some_of_many_blocks_and_heads_are_drawn(figures, tmp_path, monkeypatch):
-    """Evenly spread ones, each named."""
-    monkeypatch.setattr(pictures, 'SHOWN_BLOCKS', 3)
-    monkeypatch.setattr(pictures, 'MAX_HEADS', 2)
-    pictures.plot_full([(f'block{i}', 'rala', np.zeros((5, 3, 3))) for i in range(6)], 'p', tmp_path / 'full.png')
-    pictures.plot_query([query_maps(np.full((5, 2, 2), 0.25))], of_size((4, 4)), (0, 0), (0, 0), tmp_path / 'query.png')
-    for name, columns in (('full.png', 2), ('query.png', 4)):
-        axes = figures[name].axes
-        assert [axis.get_title().split(',')[0] for axis in axes[columns - 2 : columns]] == ['head 0', 'head 4']
-    assert [axis.get_ylabel().split('\n')[0] for axis in figures['full.png'].axes[::2]] == [
-        'block0',
-        'block2',
-        'block5',
-    ]
-
-
 def lines_of(axis):
     """Label -> numbers of a line, lowest and highest number of its band at the first block."""
     found = {}

@@ -124,14 +124,6 @@ def test_half_precision_is_widened_and_autocast_heeded_not(options):
     torch.testing.assert_close(weights, expected)
 
 
-@pytest.mark.parametrize('options', OPTIONS.values(), ids=OPTIONS)
-def test_an_item_of_padding_alone_has_no_weights(options):
-    mixer = build(options)
-    q, k, _ = tokens(mixer)
-    weights = mixer.weights(q, k, GRID, GRID, mask=torch.tensor([[True], [False]]).expand(2, 15))
-    assert not weights[1].any() and weights[0].any(dim=-1).all() and weights.isfinite().all()
-
-
 @pytest.mark.parametrize('prefix', [0, 1])
 @pytest.mark.parametrize(
     'options', ['inline', 'focused', *(dict(type='angular', form='paper', conv=conv) for conv in ('grid', 'sequence'))]

@@ -2,7 +2,6 @@
 """What all hosts share: outputs, freezing and modes, initial weights, parts of checkpoints, names of attentions."""
 
 import copy
-import re
 
 import pytest
 import small_hosts
@@ -17,7 +16,6 @@ from small_hosts import ARCHS, build, image, loss
 from torch import nn
 
 from mmlinattn.attention import get_mixer
-from mmlinattn.backbones import RAVLT, LinearSwin
 from mmlinattn.checkpoints.states import fit_backbone
 from mmlinattn.layers import PositionTable
 from mmlinattn.ops import private
@@ -244,20 +242,6 @@ def test_what_a_file_has_too_many_of_is_left_out_in_silence(host, options):
     assert set(report.ignored) == left_out and bool(left_out) == bool(options)
 
 
-@pytest.mark.parametrize('host', [host for host in ARCHS if 'grids' in ARCHS[host]])
-def test_tables_of_another_grid_are_resized_in_a_copy(host):
-    """To the grid of each stage. A file may go into several models."""
-    model, grids = build(host, 'focused'), ARCHS[host]['grids']
-    tables = {n: m for n, m in model.named_modules() if isinstance(m, PositionTable)}
-    places = {(int(re.search(r'\d+', name)[0]), table.grid) for name, table in tables.items()}
-    # Next-ViT's first stage has no attention
-    assert places == {(i, (side, side)) for i, side in enumerate(grids) if host != NEXT or i}
-    given = {f'{name}.weight': torch.randn(1, 6 * 6, table.weight.shape[-1]) for name, table in tables.items()}
-    kept = dict(given)
-    for key, fitted in model.adapt_state_dict(given).items():
-        assert fitted.shape == model.state_dict()[key].shape and given[key] is kept[key]
-
-
 # --- attentions -------------------------------------------------------------------------------
 
 
@@ -276,12 +260,3 @@ def test_attentions_by_name_or_dict_a_stage_or_a_block(host):
     ]
     for name, block in zip(names, blocks_of(named), strict=True):
         assert not hasattr(block, 'attn') or any(isinstance(m, get_mixer(name)[0]) for m in block.attn.modules())
-
-
-def test_what_a_model_is_built_from_is_a_copy():
-    """Who changes the arch or the initialisation of a model changes no other one, nor the tables of the class."""
-    LinearSwin.resolve_arch('inline-base')['stage_attns'][2].clear()
-    assert len(LinearSwin.resolve_arch('inline-base')['stage_attns'][2]) == 18
-    model = RAVLT(given := dict(ARCHS['RAVLT'], depths=[1, 1, 2, 1]))
-    model.arch['depths'].clear(), model.init_cfg.clear()
-    assert given['depths'] == [1, 1, 2, 1] and len(RAVLT(given).init_cfg) == 2

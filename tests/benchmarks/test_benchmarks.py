@@ -52,20 +52,6 @@ def test_the_command_line(tmp_path, one_process, capsys):
         assert row in text
 
 
-@pytest.mark.slow
-def test_linear_attentions_and_their_hosts(tmp_path, monkeypatch):
-    pytest.importorskip('mmdet')
-    import run_linear
-
-    monkeypatch.setattr(run_linear, 'HOSTS', {'FLatten-PVT-T': run_linear.HOSTS['FLatten-PVT-T']})
-    out = tmp_path / 'table.md'
-    small = '--only training hosts growth --sides 32 --train-side 32 --host-side 32 --batch 1 --threads 1'.split()
-    run_linear.main([*small, '--repeats', '1', '--clock', 'cpu', '--out', str(out)])
-    text = out.read_text()
-    for row in ("| MMDetection's Swin-T | ", '| FLatten-PVT-T |', '### InLine-Swin-T, global'):
-        assert row in text
-
-
 def test_a_gpu_that_is_not_there(capsys):
     if torch.cuda.is_available():
         pytest.skip('there is one')

@@ -36,11 +36,6 @@ def test_counters_of_batches_that_a_file_has_are_kept():
     assert converted.complete and converted.report.loaded[-1].startswith('head')
 
 
-def test_a_model_without_a_backbone():
-    with pytest.raises(CheckpointError, match='^a.pth: Linear has no backbone'):
-        convert_state({}, 'a.pth', nn.Linear(1, 1))
-
-
 @pytest.mark.parametrize(
     'meta, expected',
     [

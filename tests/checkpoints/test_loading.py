@@ -134,12 +134,3 @@ def test_init_weights_takes_the_part_that_is_asked_for(tmp_path):
         backbone = model(init_cfg=dict(type='Pretrained', checkpoint=str(tmp_path / 'a.pth'), **options))
         backbone.init_weights()
         assert all((value == expected).all() for value in backbone.state_dict().values())
-
-
-def test_mmengine_s_log_says_where_weights_come_from(tmp_path):
-    torch.save(model().state_dict(), tmp_path / 'a.pth')
-    backbone = model()
-    backbone._params_init_info = {p: dict(init_info='', tmp_mean_value=p.mean() + 1) for p in backbone.parameters()}
-    load_pretrained(backbone, str(tmp_path / 'a.pth'))
-    said = {info['init_info'] for info in backbone._params_init_info.values()}
-    assert said == {f'load_pretrained: from {tmp_path}/a.pth'}

@@ -55,15 +55,6 @@ def test_history_buffers_keep_their_statistics_and_bring_no_functions(save):
     assert buffer.current() == 7.0 and list(buffer.data[0]) == [1.0, 5.0, 7.0]
 
 
-@pytest.mark.parametrize(
-    'state', [dict(_log_history='x'), dict(_count_history=np.ones(3)), dict(max_length='many'), dict(max_length=None)]
-)
-def test_a_history_buffer_is_two_equal_arrays_and_a_length(save, state):
-    buffer = HistoryBuffer([1.0], [1])
-    vars(buffer).update(state)
-    refused(save({'loss': buffer}))
-
-
 @pytest.mark.parametrize('strategy', ['cos', 'linear'])
 def test_one_cycle_schedules(save, strategy):
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1, momentum=0.9)
@@ -126,12 +117,6 @@ def test_settings_of_packages_that_are_not_there(tmp_path, name):
     own = f'{Settings.__module__}\nSettings'.encode()
     found = load_file(renamed(tmp_path / 'a.pth', own, name))
     assert found['config'] == {'MODEL': {'DEPTHS': [2, 2]}} and not vars(found['config'])
-
-
-@pytest.mark.parametrize('map_location', ['meta', torch.device('meta'), lambda storage, _: storage, None])
-def test_where_tensors_are_put(save, map_location):
-    found = load_file(save({'w': torch.ones(3)}), map_location)['w']
-    assert found.device.type == ('meta' if str(map_location) == 'meta' else 'cpu')
 
 
 def test_a_single_tensor_is_a_checkpoint(save):

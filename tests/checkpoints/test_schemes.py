@@ -18,7 +18,7 @@ from mmengine.runner import CheckpointLoader, Runner, load_checkpoint
 from torch import nn
 
 import mmlinattn
-from mmlinattn.checkpoints import CheckpointError, register, schemes
+from mmlinattn.checkpoints import CheckpointError, schemes
 
 LOAD = CheckpointLoader.load_checkpoint
 
@@ -148,11 +148,3 @@ def test_storage_addresses(monkeypatch, tmp_path):
     with pytest.raises(CheckpointError, match='^pavi://x .* download the file'):
         LOAD('pavi://x')
     assert not marker.exists()
-
-
-def test_registering_again_changes_nothing():
-    before = dict(CheckpointLoader._schemes)
-    register()
-    assert dict(CheckpointLoader._schemes) == before
-    theirs = [name for name, loader in before.items() if loader.__module__.startswith('mmengine')]
-    assert theirs == []  # which unpickle what they get

@@ -24,11 +24,3 @@ def test_polygons_rasterise_to_exactly_the_mask():
     assert mask_to_polygons(np.zeros((5, 5))) == []
     # what touches at a corner only stays apart
     assert [len(polygon) for polygon in mask_to_polygons(np.eye(6))] == [8] * 6
-
-
-def test_a_rectangle_has_four_corners():
-    mask = np.zeros((10, 12), bool)
-    mask[2:7, 3:11] = True
-    (polygon,) = mask_to_polygons(mask)
-    corners = {tuple(corner) for corner in np.reshape(polygon, (-1, 2)).tolist()}
-    assert len(polygon) == 8 and corners == {(3, 2), (11, 2), (11, 7), (3, 7)}

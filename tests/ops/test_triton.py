@@ -2,8 +2,6 @@
 """The GPU kernels in Triton's interpreter, which has to be asked for before Triton is imported."""
 
 # ruff: noqa: E402
-import csv
-import dataclasses
 import os
 import subprocess
 import sys
@@ -15,7 +13,7 @@ import torch
 
 triton = pytest.importorskip('triton')
 from mmlinattn.ops.triton import attention_launch as launch
-from mmlinattn.ops.triton import attention_op, compat
+from mmlinattn.ops.triton import compat
 
 HERE = Path(__file__).resolve().parent
 
@@ -45,8 +43,8 @@ def test_kernels_on_the_gpu(check):
 
 
 COMPILED = """
-90,bfloat16,64,rala,all 90,bfloat16,64,inline_attention,all 86,float32,64,rala,all
-86,float16,128,focused_attention,all 120,bfloat16,96,linear_attention,all
+90,bfloat16,64,rala 90,bfloat16,64,inline_attention 86,float32,64,rala
+86,float16,128,focused_attention 120,bfloat16,96,linear_attention
 """
 
 
@@ -61,10 +59,9 @@ def test_kernels_compile_without_a_gpu(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    rows = list(csv.DictReader(done.stdout.splitlines()))
-    assert len(rows) == len(COMPILED.split())
-    for name, row in zip(COMPILED.split(), rows):
-        assert int(row['shared']) <= 99 * 1024, name
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [name for name, _ in rows] == COMPILED.split()
+    assert max(int(shared) for _, shared in rows) <= 99 * 1024
 
 
 # --- around the kernels, in this process, which runs none -------------------------------------------------------------
@@ -113,17 +110,3 @@ def test_only_compilers_say_that_there_is_no_kernel(error, of_compiler, monkeypa
     assert caught.value is error or (caught.value.__cause__ is error and 'sum_keys: ' in str(caught.value))
     kernel[1,].assert_called_once_with(5, num_warps=4)
     torch.cuda.device.assert_called_once_with(device)
-
-
-def test_what_failed_is_one_binary():
-    """Not the op: others of its kernels may well compile."""
-    tokens, rala = torch.zeros(1, 6, 8), launch.Attention(2, 'focused', weighted=True)
-
-    def variant(op='rala', x=tokens, mask=None, rotary=None, **changes):
-        return attention_op.variant_of(op, dataclasses.replace(rala, **changes), x, x, x, mask=mask, rotary=rotary)
-
-    others = dict(op='focused_attention'), dict(power=4.0), dict(heads=1), dict(weighted=False), dict(kernel='elu')
-    tensors = dict(x=tokens.half()), dict(x=tokens.to('meta')), dict(mask=tokens[..., 0] > 0), dict(rotary=tokens)
-    variants = {variant(), *(variant(**options) for options in others + tensors)}
-    assert len(variants) == 1 + len(others + tensors)
-    assert variant(x=tokens[:, :3]) in variants

@@ -3,7 +3,6 @@
 interpreter, for which ``test_triton.py`` starts a process with ``TRITON_INTERPRET=1``."""
 
 # ruff: noqa: E402
-import warnings
 from unittest import mock
 
 import pytest
@@ -29,7 +28,6 @@ from mmlinattn.ops.plain_linear import linear_attention_reference
 from mmlinattn.ops.rank_augmented import rala_reference
 from mmlinattn.ops.triton import attention as kernels
 from mmlinattn.ops.triton import attention_launch as launch
-from mmlinattn.ops.triton import canary
 
 OPS = {
     'rala': (kernels.rala, rala_reference, dict(weight_scale=0.3)),
@@ -290,26 +288,3 @@ def test_checkpoint_autocast_and_frozen_inputs():
     v = v.clone().requires_grad_()
     out = kernels.rala(q, k, v, **options)
     torch.testing.assert_close(torch.autograd.grad(out.sum(), v)[0], expected[..., 32:])
-
-
-@pytest.mark.parametrize('where', ['forward', 'backward'])
-def test_a_kernel_that_does_not_compile_warns_once(where, monkeypatch):
-    x = normal(1, 9, 48).requires_grad_()
-
-    def grad(op):
-        q, k, v = x.chunk(3, dim=-1)
-        return torch.autograd.grad(op(q, k, v, 1).square().sum(), x)[0]
-
-    def fails(*args, **kwargs):
-        raise launch.NoKernel('sum_keys: PTXASError: no such register')
-
-    monkeypatch.setattr(canary, '_verdicts', {})
-    monkeypatch.setattr(launch, where, fails)
-    with pytest.warns(UserWarning, match='plain PyTorch for rala .elu, .*float32, heads of 16 channels.*PTXASError'):
-        first = grad(kernels.rala)
-    with warnings.catch_warnings():
-        warnings.simplefilter('error')
-        second = grad(kernels.rala)
-    expected = grad(rala_reference)
-    torch.testing.assert_close(first, expected)
-    torch.testing.assert_close(second, expected)

@@ -21,10 +21,6 @@ def test_text_is_the_value(value):
     assert found['value'] == value and type(found['value']) is type(value)
 
 
-def test_lines_are_short():
-    assert max(map(len, statement('x', dict(a=['b' * 50, 'c' * 50], d=1)).splitlines())) <= 110
-
-
 NAMED = st.recursive(
     st.integers(0, 3) | st.booleans() | st.lists(st.integers(0, 3), max_size=2),
     lambda inner: st.dictionaries(st.sampled_from(['type', 'a', 'b']), inner, max_size=3),

@@ -2,12 +2,9 @@
 """tools/analysis_tools/ablation_study.py, whose code is in ``projects/studies`` with most of its tests."""
 
 import json
-import shutil
-import subprocess
-import sys
 
 import pytest
-from tool_runs import TOOLS, in_this_process
+from tool_runs import in_this_process
 
 TOOL = 'analysis_tools/ablation_study.py'
 QUICK = '--iterations=2 --batch=4 --num-train=8 --num-val=8 --seeds=1'.split()
@@ -22,12 +19,3 @@ def test_a_study_writes_its_results_and_goes_on(tmp_path):
         assert [(run['arm'], run['seed']) for run in found[-1]] == [(arm, 0) for arm in arms]
         assert all(f'| {arm} | 1 |' in (tmp_path / 'table.md').read_text() for arm in arms)
     assert found[0] == found[1][:1] and (tmp_path / 'plot.png').stat().st_size > 1000
-
-
-def test_missing_projects_are_one_line(tmp_path):
-    tool = tmp_path / TOOL
-    tool.parent.mkdir()
-    shutil.copy(TOOLS / TOOL, tool)
-    done = subprocess.run([sys.executable, tool, '--study', 'rala', '--out', tmp_path], capture_output=True, text=True)
-    assert done.returncode == 1 and len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith('error: ') and 'projects' in done.stderr

@@ -106,15 +106,3 @@ def test_one_picture_in_the_format_that_is_asked_for(run, pictures, tmp_path, ca
         assert inferencer.classes == names  # numbers where nobody has names
     elif names:
         assert list(inferencer.visualizer.dataset_meta['classes']) == names
-
-
-@pytest.mark.parametrize('palette', [None, [(i, 9, 9) for i in range(6)]], ids=['none', 'of the config'])
-def test_names_need_colours(run, pictures, tmp_path, palette):
-    """A palette is kept where it has a colour a class, else made."""
-    path, data = tmp_path / 'config.py', dict(metainfo=dict(palette=palette) if palette else {})
-    path.write_text(f'_base_ = {str(config("mmdet"))!r}\ntest_dataloader = dict(dataset={data!r})\n')
-    inferencer = run('mmdet', pictures / 'b.jpg', tmp_path / 'o.png', '--classes', *NAMES['mmdet'], of_config=path)
-    meta = inferencer.model.dataset_meta
-    assert inferencer.visualizer.dataset_meta == meta and meta['classes'] == tuple(NAMES['mmdet'])
-    assert len(set(meta['palette'])) == 6 and all(0 <= min(colour) <= max(colour) < 256 for colour in meta['palette'])
-    assert palette is None or meta['palette'] == palette

@@ -76,17 +76,6 @@ def test_several_pictures_of_any_size_and_some_of_it(picture, inspect):
     assert merged(blocks) == [dict(block='a', map=[[4, 6], [4, 9], [4, 6]], key_map=[2, 2], rank=7.0)]
 
 
-def test_random_weights_are_the_same_on_every_call(picture, inspect, tmp_path):
-    """At the smallest size, where the last map is a single token."""
-    pytest.importorskip('mmpretrain')
-    args = '--shape', 32, 32, '--num-queries', 2, '--what', *sorted(MEASURES)
-    found = []
-    for name in ('one', 'two'):
-        torch.rand(5)
-        found.append(inspect(CLASSIFIER, 'none', picture, *args, out=tmp_path / name)[0]['blocks'])
-    assert found[0] == found[1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('task', ['mmdet', 'mmseg'])
 def test_detectors_and_segmentors_with_a_checkpoint(picture, inspect, tmp_path, task):

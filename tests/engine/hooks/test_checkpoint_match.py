@@ -1,8 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """A checkpoint whose head is of other classes than the model's."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from engine_toys import LOADER, Augmented, Count, ToyModel, Wrapped, make_runner
@@ -10,7 +8,6 @@ from mmengine.registry import MODELS
 from torch import nn
 
 from mmlinattn.engine import RunError
-from mmlinattn.engine.hooks.checkpoint_match import check_weights
 
 
 @MODELS.register_module(force=True)
@@ -23,21 +20,6 @@ class ToyClassifier(ToyModel):
         self.auxiliary_head = nn.Linear(4, num_classes)
         self.norm = nn.BatchNorm1d(2)
         self.register_buffer('count', torch.zeros(()))
-
-
-class Renaming(nn.Module):
-    """Has the weights of its first version under another name."""
-
-    _version = 2
-
-    def _load_from_state_dict(self, state, prefix, metadata, *args):
-        if metadata.get('version') == 1:
-            state[f'{prefix}scale'] = state.pop(f'{prefix}old_scale')
-        super()._load_from_state_dict(state, prefix, metadata, *args)
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.zeros(()))
 
 
 def load(tmp_path, mode, state, wrap=lambda model: model, **options):
@@ -133,21 +115,3 @@ def test_nothing_that_fits_is_nothing_to_train_from(tmp_path):
 def test_models_in_wrappers(tmp_path):
     with pytest.raises(RunError, match='1 parameters not in the file: layer.bias'):
         load(tmp_path, 'test', state_of(without=['layer.bias']), lambda model: Wrapped(Augmented(model)))
-
-
-@pytest.mark.parametrize('version', [1, 2])
-@pytest.mark.parametrize('is_bare', [False, True])
-def test_modules_rename_what_they_load(version, is_bare):
-    """By the version they were saved in; beside weights of another shape, too."""
-    model = nn.ModuleDict(dict(renaming=Renaming(), head=nn.Linear(1, 3)))
-    state = model.state_dict()
-    state['renaming.old_scale'] = state.pop('renaming.scale')
-    state._metadata['renaming'] = dict(version=version)
-    checkpoint = state if is_bare else dict(state_dict=state)
-    missing = '1 parameters not in the file: renaming.scale' * (version == 2)
-    for bias, shape in ((3, ''), (5, 'left out for its shape: head.bias (5 in the file, 3 in the model)')):
-        state['head.bias'] = torch.ones(bias)
-        expected = '; '.join(filter(None, (shape, missing)))
-        with pytest.raises(RunError) if expected else nullcontext() as found:
-            check_weights(model, checkpoint)
-        assert not expected or f'does not fit the model; {expected}. The config has to be the one' in str(found.value)

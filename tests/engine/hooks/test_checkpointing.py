@@ -1,17 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import errno
 import os
-from pathlib import Path
 
 import pytest
 from engine_toys import Count, make_runner, validation
-from mmengine.fileio import LocalBackend
-from mmengine.hooks import CheckpointHook, Hook
+from mmengine.hooks import CheckpointHook
 from mmengine.runner import find_latest_checkpoint
 
 from mmlinattn.checkpoints import load_file
-from mmlinattn.engine import AtomicLocalBackend, RunError, SafeCheckpointHook
-from mmlinattn.engine.hooks import checkpointing
+from mmlinattn.engine import RunError, SafeCheckpointHook
 
 GUARD = [dict(type='CheckpointGuardHook')]
 
@@ -146,37 +143,3 @@ def test_a_best_checkpoint_whose_name_comes_again_stays(tmp_path, monkeypatch, m
     assert runner.message_hub.get_info('keep_ckpt_ids') == [1, 2] and {'epoch_1.pth', 'epoch_2.pth'} < {
         *files(tmp_path)
     }
-
-
-class IntoFolders(Hook):
-    """What DeepSpeed writes in the place of files."""
-
-    def before_train_epoch(self, runner):
-        for path in list(Path(runner.work_dir).glob('*.pth')):
-            path.unlink()
-            (path / 'shard').mkdir(parents=True)
-
-
-def test_folders_that_were_checkpoints_go_too(tmp_path):
-    runner = runner_of(tmp_path, epochs(3), save_best='acc', max_keep_ckpts=1)
-    runner.register_hook(IntoFolders())
-    runner.train()
-    assert sorted(path.name for path in tmp_path.glob('*.pth')) == ['best_acc_epoch_3.pth', 'epoch_3.pth']
-
-
-@pytest.mark.parametrize('backend_args', [None, dict(backend='local')])
-def test_a_storage_that_the_config_chose_stays(tmp_path, backend_args):
-    runner = runner_of(tmp_path, hooks=[], type='SafeCheckpointHook', backend_args=backend_args)
-    runner.train()
-    (hook,) = (hook for hook in runner.hooks if isinstance(hook, CheckpointHook))
-    assert type(hook.file_backend) is (AtomicLocalBackend if backend_args is None else LocalBackend)
-    assert files(tmp_path) == ['epoch_1.pth', 'epoch_2.pth', 'last_checkpoint']
-
-
-def test_one_process_names_and_removes_checkpoints(tmp_path, monkeypatch):
-    """MMEngine sees to it that one writes them."""
-    monkeypatch.setattr(checkpointing, 'is_main_process', lambda: False)
-    runner = runner_of(tmp_path, max_keep_ckpts=1)
-    runner.train()
-    assert files(tmp_path) == ['epoch_1.pth', 'epoch_2.pth']
-    assert runner.message_hub.get_info('keep_ckpt_ids') == [2]  # what all of them save

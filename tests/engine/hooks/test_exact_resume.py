@@ -10,7 +10,6 @@ import torch
 from engine_toys import make_runner
 from mmengine.hooks import Hook
 from mmengine.registry import DATA_SAMPLERS
-from mmengine.runner import IterBasedTrainLoop
 from torch.utils.data import BatchSampler
 
 from mmlinattn.engine import RunError
@@ -140,37 +139,12 @@ def test_processes_draw_numbers_of_their_own(tmp_path, monkeypatch):
     assert not set(first.data) & set(second.data)
 
 
-def test_a_loader_without_batches_ends_the_run(tmp_path):
-    loader = dict(drop_last=True, batch_size=50)
-    assert train(tmp_path, loader=loader)[0].places == []
-    with pytest.raises(StopIteration):
-        train(tmp_path, ITERS, loader=loader)
-
-
 def test_the_data_set_goes_to_workers_that_are_spawned(tmp_path):
     dataset = train(tmp_path)[1].train_dataloader.dataset
     sent = pickle.loads(pickle.dumps(dataset))
     batches = [(3, 2), 5, 7], [(3, 1), 5, 7], [(2, 2), 5, 7]
     here, there = ([float(data.__getitems__(batch)[1]['inputs'][0]) for batch in batches] for data in (dataset, sent))
     assert here == there and len(set(here)) == 3
-
-
-class OtherLoop(IterBasedTrainLoop):
-    """A loop whose batches are its own business."""
-
-
-@pytest.mark.parametrize('is_ready_made', [True, False])
-def test_a_loader_it_does_not_know_is_left_alone(tmp_path, is_ready_made):
-    runner = make_runner(tmp_path, HOOKS, train_cfg=dict(type=OtherLoop, max_iters=3))
-    if is_ready_made:
-        runner._train_dataloader = runner.build_dataloader(runner._train_dataloader, seed=0)
-        runner._train_loop = dict(by_epoch=True, max_epochs=1)
-    lines = []
-    runner.logger.warning = lines.append
-    runner.train()
-    name = 'EpochBasedTrainLoop' if is_ready_made else 'OtherLoop'
-    assert any(f'leaves the data of {name} alone' in line for line in lines)
-    assert type(runner.train_dataloader.batch_sampler) is BatchSampler and runner.iter == 3
 
 
 def test_the_middle_of_an_epoch_needs_the_same_batches(tmp_path):

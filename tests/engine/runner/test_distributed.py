@@ -13,7 +13,6 @@ from mmengine.config import Config
 from torch import nn
 
 from mmlinattn.engine import CPUDistributedDataParallel, RunError, prepare_distributed
-from mmlinattn.engine.runner.distributed import leave_process_group
 
 TESTS = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -79,18 +78,6 @@ def run(tmp_path, bad_at=99):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return [(tmp_path / 'work' / f'rank{rank}.txt').read_text() for rank in range(2)]
-
-
-@pytest.mark.parametrize(('failed', 'expected'), [(False, 'destroyed'), (True, 'aborted')])
-def test_a_group_is_destroyed_after_a_good_end_and_aborted_after_an_error(monkeypatch, failed, expected):
-    """To destroy one waits for processes that may be gone."""
-    calls = []
-    monkeypatch.setattr('torch.distributed.is_initialized', lambda: True)
-    monkeypatch.setattr('torch.distributed.destroy_process_group', lambda: calls.append('destroyed'))
-    abort = 'torch.distributed.distributed_c10d._abort_process_group'
-    monkeypatch.setattr(abort, lambda: calls.append('aborted'), raising=False)
-    leave_process_group(failed)
-    assert calls == [expected]
 
 
 LAUNCHERS = dict(
