@@ -68,8 +68,7 @@ def test_torch_jit_trace_of_one_pixel_maps(host):
 @pytest.mark.parametrize(
     ('form', 'host', 'attns'),
     [
-        *halves('torch-export', HALVES[:1]),
-        *halves('torch-export', HALVES[1:] + MORE_HALVES[1:], pytest.mark.slow),
+        *halves('torch-export', HALVES + MORE_HALVES[1:], pytest.mark.slow),
         *halves('onnx', HALVES[1:2] + MORE_HALVES[2:], pytest.mark.slow),
         *halves('openvino', MORE_HALVES[1:2]),
         *halves('openvino', HALVES[1:2], pytest.mark.slow),

@@ -61,7 +61,6 @@ def files(tmp_path):
     return run, kept
 
 
-@pytest.mark.parametrize('hook', ['CheckpointHook', 'SafeCheckpointHook'])
 @pytest.mark.parametrize(
     'target',
     [
@@ -77,11 +76,11 @@ def files(tmp_path):
     ],
     ids=str,
 )
-def test_best_ckpt_of_a_checkpoint_removes_nothing_of_others(resume, files, target, hook):
+def test_best_ckpt_of_a_checkpoint_removes_nothing_of_others(resume, files, target):
     run, kept = files
     if isinstance(target, str):
         target = target.format(home=run.parent / 'home', run=run)
-    _, lines = resume(dict(best_ckpt=target, best_score=-1.0), type=hook)
+    _, lines = resume(dict(best_ckpt=target, best_score=-1.0))
     assert all(file.read_text() == 'precious' for file in kept)
     assert (run / 'best_link').is_symlink() and len(list(run.glob('best_acc_*'))) == 1
     assert len(lines) == 1 and '(best_ckpt)' in lines[0]
