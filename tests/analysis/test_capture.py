@@ -5,10 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from mmlinattn.analysis.capture import CLASS_TOKEN, arrangements, watched
+from mmlinattn.analysis.capture import watched
 from mmlinattn.attention import GlobalAttention, Grid, ReducedAttention, StripeAttention, TokenMixer, WindowAttention
 from mmlinattn.attention.arrangements import Attention
-from mmlinattn.backbones import LinearDeiT
 
 
 def looked_into(attention, x):
@@ -152,16 +151,3 @@ def test_states_are_of_the_real_tokens_of_a_window():
     torch.testing.assert_close(wide.state(last)[0], (k - k.mean(dim=0)).mT @ v, rtol=1e-4, atol=1e-5)
     block, _ = looked_into(GlobalAttention(8, 2, 'softmax'), torch.randn(1, 4, 5, 8))
     assert block.calls[0].state(0) is None
-
-
-def test_gates_of_patches_beside_a_class_token():
-    """What enters the output projection, token by token; the class token is no feature of the map."""
-    arch = dict(embed_dims=(32,), depths=(1,), num_heads=(2,), stage_attns=('rala',))
-    model, found, outs = LinearDeiT(arch).eval(), [], []
-    (attention,) = arrangements(model).values()
-    attention.register_forward_hook(lambda module, args, out: outs.append(out[0]))
-    with watched(model, lambda block: found.append((block.size, block.calls[0].keys[0, 0].item(), block.features()))):
-        model(torch.randn(1, 3, 64, 96))
-    ((size, first, ((_, whole),)),) = found
-    assert size == (4, 6) and first == CLASS_TOKEN and len(outs[0]) == 1 + 24
-    torch.testing.assert_close(attention.proj(whole.transpose(0, 1).flatten(1)), outs[0][1:], rtol=1e-4, atol=1e-5)

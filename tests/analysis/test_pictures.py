@@ -82,13 +82,6 @@ def test_weights_lie_over_the_pixels_of_their_tokens(height, width, stride, data
     assert np.array_equal(red, expected)
 
 
-def test_maps_that_no_stride_fits_share_the_pixels_out():
-    picture = of_size((11, 11))
-    assert [token_at(x, 0, picture.inputs, (5, 5))[1] for x in range(11)] == [0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    drawn, _ = pictures.overlay(np.eye(5)[:1].repeat(5, 0), picture)
-    assert (drawn[0, :, 0] > drawn[0, :, 2] + 0.1).tolist() == [True] * 3 + [False] * 8
-
-
 def block_of(attention, x):
     found = []
     with watched(nn.ModuleDict(dict(attn=attention.eval())), found.append):

@@ -112,18 +112,6 @@ def test_reduced_keys_and_class_tokens(name):
     torch.testing.assert_close(by_head(mixer, weights, v), mixer(q, k, v, grid, key_grid))
 
 
-@pytest.mark.parametrize('options', OPTIONS.values(), ids=OPTIONS)
-def test_half_precision_is_widened_and_autocast_heeded_not(options):
-    mixer = build(options, torch.float32)
-    q, k, _ = (t.bfloat16() for t in tokens(mixer))
-    shared = {name: t.bfloat16().float() for name, t in terms(mixer, torch.float32).items()}
-    expected = mixer.weights(q.float(), k.float(), GRID, GRID, **shared)
-    with torch.autocast('cpu', torch.bfloat16):
-        weights = mixer.weights(q, k, GRID, GRID, **{name: t.bfloat16() for name, t in shared.items()})
-    assert weights.dtype == torch.float32
-    torch.testing.assert_close(weights, expected)
-
-
 @pytest.mark.parametrize('prefix', [0, 1])
 @pytest.mark.parametrize(
     'options', ['inline', 'focused', *(dict(type='angular', form='paper', conv=conv) for conv in ('grid', 'sequence'))]

@@ -88,14 +88,6 @@ def test_report_of_all_parts(parts, tmp_path, capsys):
     assert [goal['holds'] for goal in goals] == [True] * 4 + [False]
 
 
-def test_faults_and_fallbacks_are_no_success(tmp_path):
-    parts = {name: fake_part(name, False, 1) for name in gpu_parts.PARTS}
-    parts['kernels float32 rala']['result']['right'] = False
-    parts['attention 16384']['result']['served'] = dict.fromkeys(OPS, False)  # plain PyTorch, twice
-    parts['eager train']['result']['told'] = ['plain PyTorch for rala']
-    assert [holds for _, holds, _ in check_gpu.goals(parts)] == [False] + [None] * 4
-
-
 @pytest.mark.slow
 def test_what_is_timed_runs(monkeypatch):
     """On a CPU, where the figures mean nothing."""

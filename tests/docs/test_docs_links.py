@@ -50,15 +50,3 @@ def test_links_and_named_files_are_there(path):
         r'(?<![\w/.])((?:tools|configs|docs|tests|benchmarks|projects)/[\w/.-]+\.(?:py|sh|md|csv))\b', path.read_text()
     )
     assert [name for name in named if not (ROOT / name).exists()] == []
-
-
-def test_every_page_is_reached_from_get_started():
-    reached, todo = set(), [ROOT / 'docs' / 'get_started.md']
-    while todo:
-        page = todo.pop()
-        if page not in reached:
-            reached.add(page)
-            links = re.findall(r'\]\(([^)#\s]+\.(?:md|ipynb))', prose(page))
-            todo += [(page.parent / link).resolve() for link in links if '://' not in link]
-    unlinked = {ROOT / 'docs' / 'design.md', ROOT / 'docs' / 'index.md'}
-    assert {path for path in PAGES if path.parent == ROOT / 'docs'} <= reached | unlinked

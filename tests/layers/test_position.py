@@ -61,18 +61,6 @@ def test_a_checkpoints_table_of_another_square_fits(prefix):
         assert table.fit(other) is other
 
 
-@pytest.mark.parametrize('part', [(3, 5), (2, 4), (3, 2)])
-def test_tables_of_part_of_a_window_are_those_of_the_window(part):
-    """In graphs as in eager runs; only there the grid may go beyond."""
-    table = PositionTable(DIM, (4, 6)).double()
-    whole, grid = bilinear(table.weight.data, (4, 6), (3, 5)).unflatten(1, (3, 5)), Grid(*part, within=(3, 5))
-    expected = whole[:, : part[0], : part[1]].flatten(1, 2)
-    torch.testing.assert_close(table.on(grid), expected)
-    torch.testing.assert_close(table.resized_in_graph(grid), expected)
-    beyond = table.resized_in_graph(Grid(4, 7, within=(3, 5))).unflatten(1, (4, 7))
-    torch.testing.assert_close(beyond[:, :3, :5], whole)
-
-
 @pytest.mark.usefixtures('fast_forms')
 @pytest.mark.parametrize('mode', [torch.no_grad, torch.inference_mode])
 def test_inference_resizes_once_and_notices_changes(mode):

@@ -228,24 +228,6 @@ def test_kernels_may_run_twice(name, monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
-def test_gradients_of_slices_lie_as_the_slices_do():
-    """Three or two neighbours in one tensor, the third of its own; of any others each."""
-    x, other = (normal(2, 20, 3 * 32).requires_grad_() for _ in range(2))
-    (q, k, v), alone = x.chunk(3, dim=-1), other[..., 32:64]
-    far = x.as_strided(q.shape, (20 * 96, 95, 1), 32)  # other steps from one token to the next
-    cases = [((q, k, v), 1), ((q, k, other[..., 64:]), 2), ((q, k, q), 2)]
-    cases += [(tensors, 3) for tensors in ((q, alone, v), (alone, k, v), (k, q, v), (q, far, v), (q[:, :3], k, v))]
-    for tensors, memories in cases:
-        found, expected = (
-            torch.autograd.grad(op(*tensors, 2, 0.3).sum(), tensors)  # of a sum: one number, seen at every place
-            for op in OPS['inline_attention'][:2]
-        )
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        if tensors[2] is not q:  # whose two gradients are summed
-            assert len({grad.untyped_storage().data_ptr() for grad in found}) == memories
-        assert memories > 1 or [grad.storage_offset() for grad in found] == [0, 32, 64]
-
-
 @pytest.mark.parametrize('name', ['rala', *(pytest.param(name, marks=pytest.mark.slow) for name in list(OPS)[1:])])
 def test_registration(name):
     run_op = getattr(kernels, f'_run_{name}')

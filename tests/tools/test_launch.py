@@ -148,7 +148,6 @@ def test_a_port_that_is_taken(script):
     ('environment', 'asked'),
     [
         ({}, ['--ntasks=8', '--gres=gpu:8', '--ntasks-per-node=8', '--cpus-per-task=5']),
-        (dict(GPUS='16'), ['--ntasks=16', '--gres=gpu:8', '--ntasks-per-node=8', '--cpus-per-task=5']),
         (dict(GPUS='2'), ['--ntasks=2', '--gres=gpu:2', '--ntasks-per-node=2', '--cpus-per-task=5']),
         (
             dict(GPUS='8', GPUS_PER_NODE='4', CPUS_PER_TASK='7'),

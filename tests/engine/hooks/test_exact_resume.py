@@ -1,6 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import multiprocessing
-import pickle
 import random
 from contextlib import nullcontext
 
@@ -137,14 +136,6 @@ def test_processes_draw_numbers_of_their_own(tmp_path, monkeypatch):
     assert second.drawn == again.drawn != other.drawn and second.data == again.data
     assert len({number for run in (first, second) for drawn in run.drawn for number in drawn}) == 2 * 12 * 3
     assert not set(first.data) & set(second.data)
-
-
-def test_the_data_set_goes_to_workers_that_are_spawned(tmp_path):
-    dataset = train(tmp_path)[1].train_dataloader.dataset
-    sent = pickle.loads(pickle.dumps(dataset))
-    batches = [(3, 2), 5, 7], [(3, 1), 5, 7], [(2, 2), 5, 7]
-    here, there = ([float(data.__getitems__(batch)[1]['inputs'][0]) for batch in batches] for data in (dataset, sent))
-    assert here == there and len(set(here)) == 3
 
 
 def test_the_middle_of_an_epoch_needs_the_same_batches(tmp_path):

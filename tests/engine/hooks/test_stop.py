@@ -1,8 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -92,18 +90,6 @@ def test_epochs_without_exact_resume_are_not_saved(tmp_path):
     assert stopped(tmp_path / 'work', Kill(1), HOOKS[1:]) is None
 
 
-@pytest.mark.parametrize('handler', [lambda *_: None, None])
-def test_who_listens(tmp_path, handler):
-    before = signal.signal(signal.SIGTERM, handler or signal.SIG_IGN)
-    try:
-        runner = make_runner(tmp_path, [dict(type='StopHook', save_on_sigterm=handler is not None)])
-        runner.register_hook(Kill(1))
-        runner.train()
-        assert signal.getsignal(signal.SIGTERM) == (handler or signal.SIG_IGN)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 class Slow(torch.utils.data.Dataset):
     def __len__(self):
         return 2
@@ -123,16 +109,3 @@ def test_workers_outlive_signals_meant_for_the_run():
     os.kill(pid, signal.SIGINT)
     os.kill(pid, signal.SIGTERM)
     assert int(next(batches)) == pid
-
-
-def test_a_run_with_workers_ends_without_a_word(tmp_path):
-    """multiprocessing terminates persistent workers at the end; a worker that takes it for Slurm's SIGTERM stays."""
-    code = """
-import torch
-from mmlinattn.engine.hooks.stop import shield_workers
-loader = torch.utils.data.DataLoader(torch.arange(8), num_workers=2, persistent_workers=True)
-shield_workers(loader)
-print(sum(map(int, loader)))
-"""
-    done = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, '28\n', '')

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 from engine_toys import SkippingModel, make_runner
-from mmengine.model import MMFullyShardedDataParallel
 from torch import nn
 
 from mmlinattn.engine import CPUDistributedDataParallel, RunError
@@ -17,17 +16,6 @@ READ = (
     'of the neck or heads to these maps, and start_level=0 or in_index to match. '
 )
 WARNING = 'They are not trained, and distributed training would stop here.'
-
-
-class Sharded(MMFullyShardedDataParallel):
-    """A wrapper that flattens parameters."""
-
-    def __init__(self, module):
-        nn.Module.__init__(self)
-        self._fsdp_wrapped_module = module
-
-    def train_step(self, *args, **kwargs):
-        return self.module.train_step(*args, **kwargs)
 
 
 def freeze(model):
@@ -64,7 +52,6 @@ def test_names_parameters_and_outputs_once_a_training(tmp_path):
 def test_says_nothing_where_all_are_trained(tmp_path):
     assert warnings_of(tmp_path, skips=False) == []
     assert warnings_of(tmp_path, freeze) == []
-    assert warnings_of(tmp_path, Sharded) == []
 
 
 def test_outputs_that_are_read():
