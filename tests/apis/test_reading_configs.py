@@ -114,3 +114,12 @@ def test_what_is_missing_is_named_as_pip_knows_it(tmp_path, monkeypatch, scope, 
     assert str(found.value) == (
         f'{config} needs {scope}, which is not installed in {sys.executable}: pip install {PIP[scope]}'
     )
+
+
+@pytest.mark.parametrize('name', ['nobody_has_this', 'mmsegment'])  # the latter is a part of a name above
+def test_other_modules_that_a_config_lacks(tmp_path, name):
+    config = tmp_path / 'config.py'
+    config.write_text(f"__import__('{name}')\n")
+    with pytest.raises(RunError) as found:
+        configs.read_config(str(config))
+    assert str(found.value) == f"config {str(config)!r} cannot be read: ModuleNotFoundError: No module named '{name}'"

@@ -30,11 +30,3 @@ def test_mostly_hidden_shapes_are_not_drawn():
         drawn = scene(seed, (160, 160), num_shapes=6, kinds=['disc'], diameters=(0.4, 0.4))
         smallest_disc = np.pi * 32**2 * np.exp(-0.12)
         assert (drawn.masks.sum(axis=(1, 2)) >= 0.98 * MIN_VISIBLE * smallest_disc).all()
-
-
-def test_stretched_shapes_are_whole():
-    """Stretched to more than its diameter, a shape would be cut at the border of the square it is drawn in."""
-    for seed in range(12):
-        drawn = scene(seed, (256, 256), num_shapes=1, kinds=('disc',), diameters=(0.4, 0.4))
-        rows, columns = (np.flatnonzero(drawn.masks[0].any(axis)) for axis in (1, 0))
-        assert max(np.ptp(rows), np.ptp(columns)) + 1 <= 0.4 * 256 + 1

@@ -9,6 +9,7 @@ from mmengine.dist import is_main_process
 from mmengine.fileio import LocalBackend, get_file_backend, register_backend
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
+from mmengine.utils import mkdir_or_exist
 
 from ...utils import written_whole
 from ...utils.errors import RunError
@@ -28,7 +29,7 @@ class AtomicLocalBackend(LocalBackend):
     def put(self, obj: bytes, filepath) -> None:
         """Write bytes to ``filepath``, making its folder where needed."""
         filepath = os.fspath(filepath)
-        os.makedirs(osp.dirname(filepath) or '.', exist_ok=True)
+        mkdir_or_exist(osp.dirname(filepath))
         with written_whole(filepath) as stream:
             stream.write(obj)
 
