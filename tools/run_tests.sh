@@ -54,9 +54,21 @@ if [ ${#arguments[@]} -gt 0 ]; then
   exec "$py" -m pytest "${arguments[@]}"
 fi
 
+# Beside lint, which takes one core. PyTorch and the rest by hard links: unpacking its gigabytes takes a minute.
+make_onedl() {
+  if [ "$py" = "$PWD/.venv/bin/python" ] && [ ! -e .venv-onedl ] && cp -al .venv .venv-onedl; then
+    rm -f .venv-onedl/.mmlinattn-ready .venv-onedl/.mmlinattn-lock .venv-onedl/setup.log
+    .venv-onedl/bin/python -m pip uninstall -q -y mmlinattn mmengine mmcv mmdet mmsegmentation mmpretrain
+  fi
+  MMLINATTN_USE_EXISTING_ENV='' tools/setup_env.sh --stack onedl >/dev/null
+}
+making=''
+[ -z "$onedl" ] || { make_onedl & making=$!; }
+
 "$py" -m ruff check .
 "$py" -m ruff format --check .
 "$py" -m mypy
+[ -z "$making" ] || wait "$making"
 
 # glibc gives large tensors back to the system one by one, and asks for the same pages again a moment later
 export MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=268435456
@@ -73,15 +85,4 @@ MMLINATTN_OPS=reference OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist w
 OMP_NUM_THREADS=1 pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations=20 -m slow
 
 [ -n "$onedl" ] || exit 0
-round=tests/tools/test_roundtrip.py
-if [ ! -f "$round" ]; then
-  echo "run_tests: no $round, so no round on the onedl distributions" >&2
-  exit 0
-fi
-# PyTorch and the rest by hard links: unpacking its gigabytes takes a minute
-if [ "$py" = "$PWD/.venv/bin/python" ] && [ ! -e .venv-onedl ] && cp -al .venv .venv-onedl; then
-  rm -f .venv-onedl/.mmlinattn-ready .venv-onedl/.mmlinattn-lock .venv-onedl/setup.log
-  .venv-onedl/bin/python -m pip uninstall -q -y mmlinattn mmengine mmcv mmdet mmsegmentation mmpretrain
-fi
-py=$(MMLINATTN_USE_EXISTING_ENV='' tools/setup_env.sh --stack onedl)
-pytest_if_any "$py" -m pytest -m roundtrip "$round"
+OMP_NUM_THREADS=1 pytest_if_any .venv-onedl/bin/python -m pytest -m roundtrip tests/tools/test_roundtrip.py

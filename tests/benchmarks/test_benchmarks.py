@@ -32,25 +32,6 @@ def test_attentions_by_tokens(tmp_path, capsys):
     assert [row.split(' | ')[2] for row in (first, second)] == ['-', '-']
 
 
-@pytest.fixture
-def one_process(monkeypatch):
-    """One new process for all that is measured in new ones, which takes longer to start than what is measured."""
-    with measure.fresh_process(measure.RETURN_MEMORY) as call:
-        monkeypatch.setattr(measure, 'in_fresh_process', lambda *job, environment=None: call(*job))
-        yield
-
-
-@pytest.mark.slow
-def test_the_command_line(tmp_path, one_process, capsys):
-    out = tmp_path / 'table.md'
-    sizes = ['--forward-size', '64', '96', '--train-size', '64', '64', '--linear-sizes', '32', '96']
-    run_ravlt.main([*sizes, '--repeats', '1', '--threads', '1', '--out', str(out)])
-    text = out.read_text()
-    assert text.strip() == capsys.readouterr().out.strip()
-    for row in ('time, forward 64x96', 'peak extra memory, fully linear, 96^2', 'hybrid literal'):
-        assert row in text
-
-
 def test_traffic_is_counted_without_a_gpu(capsys):
     pytest.importorskip('triton')
     import count_traffic

@@ -98,9 +98,6 @@ mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py inline_deit_t
 # dilated, without a pyramid
 mmseg::pspnet/pspnet_r18-d8_4xb2-80k_cityscapes-512x1024.py ravlt_t
     backbone.out_indices = (2, 3); decode_head.in_channels = 512; auxiliary_head.in_index = 0
-# the neck made a pyramid of plain maps
-mmseg::vit/vit_deit-s16_mln_upernet_8xb2-160k_ade20k-512x512.py ravlt_t
-    neck = None; decode_head.in_channels = [64, 128, 256, 512]; auxiliary_head.in_channels = 512
 # heads that read tokens
 mmpretrain::vision_transformer/vit-base-p16_32xb128-mae_in1k.py ravlt_t
     neck.type = 'GlobalAveragePooling'; head.in_channels = 512

@@ -101,23 +101,6 @@ def test_sigterm_to_two_processes_saves_in_the_middle_of_an_epoch(place, whole):
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
 
 
-def test_a_worker_that_dies_does_not_end_the_run(place, whole):
-    (place / 'died').mkdir()
-    (place / 'died' / 'last_checkpoint').write_text('of/another/run.pth')
-    os.utime(place / 'died' / 'last_checkpoint', (1, 1))
-    process = start(*TRAIN, 2, '--work-dir', 'died', cwd=place, HOLD=7, MAX_RESTARTS=3)
-    wait_for(process, lambda: len(losses(place / 'died')) == 6)
-    (launcher,) = [
-        other for other in (psutil.Process(process.pid), *descendants(process)) if 'launch.py' in str(other.cmdline())
-    ]
-    launcher.children()[0].kill()
-    (place / 'died' / 'go_on').touch()  # for the processes that are started instead
-    out, _ = process.communicate(timeout=200)
-    assert process.returncode == 0, out[-3000:]
-    assert 'resumed epoch: 1, iter: 4' in out
-    assert losses(place / 'died') == losses(whole)
-
-
 def test_two_processes_test_a_checkpoint(place, whole):
     command = ['bash', TOOLS / 'dist_test.sh', 'config.py', whole / 'epoch_3.pth', 2, '--work-dir', 'tested']
     out = run(*command, cwd=place)

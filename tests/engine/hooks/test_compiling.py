@@ -15,7 +15,7 @@ from mmlinattn.backbones import RAVLT, LinearDeiT, LinearSwin
 from mmlinattn.engine import RunError
 from mmlinattn.engine.hooks.compiling import SharedDropPath, compile_blocks
 
-SIZES = [(64, 64), (64, 96), (80, 112), (96, 64), (72, 100)]
+SIZES = [(64, 64), (64, 96), (72, 100)]
 SMALL = dict(embed_dims=(16, 32, 32, 32), depths=(3, 2, 1, 1), num_heads=(1, 2, 2, 2), mlp_ratios=(2,) * 4)
 
 
@@ -54,7 +54,7 @@ def compiled_like(eager, sizes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(('with_cp', 'stages'), [(True, 2)])
-def test_five_image_sizes_and_at_most_two_compilations_a_kind(with_cp, stages):
+def test_three_image_sizes_and_at_most_two_compilations_a_kind(with_cp, stages):
     eager = ravlt(with_cp=with_cp, out_indices=tuple(range(stages)))
     assert compiled_like(eager, SIZES) == stages
     assert 2 <= counters['stats']['unique_graphs'] <= 2 * stages
