@@ -302,21 +302,6 @@ def test_copies_after_a_forward_pass(host, stage_attns):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(('number', 'host'), list(enumerate(ARCHS)))
-def test_graphs(number, host):
-    """Whole, in inference, at a size that resizes tables and pads windows. Of all sizes: tests/export."""
-    mixes = small_hosts.mixes(host)
-    model, x = small_hosts.build(host, stage_attns=mixes[number % len(mixes)]).eval(), image(1, 75, 101)
-    torch._dynamo.reset()
-    with torch.no_grad():
-        expected = model(x)
-        graphs = [torch.export.export(model, (x,)).module(), torch.jit.trace(model, x, check_trace=False)]
-        for graph in (*graphs, torch.compile(model, fullgraph=True, backend='eager')):
-            for out, other in zip(graph(x), expected):
-                torch.testing.assert_close(out, other, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
 def test_compiled():
     """Inductor builds C++ code, seconds for a block: of two stages, with one block of each attention."""
     attns = ('rala', 'softmax', 'rala', 'rala')

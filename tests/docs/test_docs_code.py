@@ -233,7 +233,7 @@ def test_page_on_deployment(tmp_path, monkeypatch, capsys):
     application, graphs = (block.text for block in PYTHON if block.note.endswith('::test_page_on_deployment'))
     monkeypatch.chdir(tmp_path)
     quickstart = ROOT / 'configs' / 'mmpretrain' / 'ravlt_shapes_quickstart.py'
-    main([str(quickstart), *'none --format onnx --out ravlt_t.onnx --shape 64 80'.split()])
+    main([str(quickstart), *'none --format onnx --out ravlt_t.onnx --shape 64 80 --dynamic'.split()])
     capsys.readouterr()
     exec(application, {'pixels': torch.randint(0, 256, (64, 80, 3), dtype=torch.uint8).numpy()})
     assert capsys.readouterr().out.strip() in IMAGENET_CLASSES

@@ -11,7 +11,7 @@ import pytest
 from tool_runs import HELD, ROOT, TOOLS, in_one_process, losses, python, run, start, wait_for
 
 mmdet = pytest.importorskip('mmdet')
-pytestmark = [pytest.mark.slow, pytest.mark.roundtrip]
+pytestmark = pytest.mark.slow
 
 UPSTREAM_TOOLS = Path(mmdet.__file__).parent / '.mim' / 'tools'
 NUM_ITERS = 9  # 3 epochs of 3 batches
@@ -45,6 +45,7 @@ def trained(place):
     return place / 'whole'
 
 
+@pytest.mark.roundtrip
 @pytest.mark.skipif(os.name != 'posix', reason='kills a process group')
 def test_killed_training_resumes_with_the_same_losses(place, trained):
     cut = place / 'cut'
@@ -59,6 +60,7 @@ def test_killed_training_resumes_with_the_same_losses(place, trained):
     assert losses(cut) == losses(trained)
 
 
+@pytest.mark.roundtrip
 def test_tests_a_checkpoint(place, trained):
     checkpoint = trained / 'epoch_3.pth'
     args = ['config.py', checkpoint, '--show-dir', 'shown', '--interval', 2, '--work-dir', 'tested']
