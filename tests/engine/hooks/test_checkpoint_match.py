@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """A checkpoint whose head is of other classes than the model's."""
 
+import re
+
 import pytest
 import torch
 from engine_toys import LOADER, Augmented, Count, ToyModel, Wrapped, make_runner
@@ -8,6 +10,7 @@ from mmengine.registry import MODELS
 from torch import nn
 
 from mmlinattn.engine import RunError
+from mmlinattn.engine.hooks.checkpoint_match import check_weights
 
 
 @MODELS.register_module(force=True)
@@ -115,3 +118,12 @@ def test_nothing_that_fits_is_nothing_to_train_from(tmp_path):
 def test_models_in_wrappers(tmp_path):
     with pytest.raises(RunError, match='1 parameters not in the file: layer.bias'):
         load(tmp_path, 'test', state_of(without=['layer.bias']), lambda model: Wrapped(Augmented(model)))
+
+
+@pytest.mark.parametrize(
+    'num_classes, without, said', [(5, [], SHAPES), (3, ['layer.bias'], '1 parameters not in the')]
+)
+def test_weights_that_nobody_trained_are_refused_outside_of_runs(num_classes, without, said):
+    check_weights(ToyClassifier(), state_of(without=['auxiliary_head']))
+    with pytest.raises(RunError, match=re.escape(said)):
+        check_weights(ToyClassifier(), dict(state_dict=state_of(num_classes, without)))

@@ -73,6 +73,12 @@ def test_in_a_validation_it_is_saved_at_once(tmp_path):
     assert not torch.equal(saved['state_dict']['layer.weight'], saved['ema_state_dict']['module.layer.weight'])
 
 
+def test_a_validation_goes_on_where_nobody_asks(tmp_path):
+    runner = make_runner(tmp_path, HOOKS, **validation())
+    runner.train()
+    assert runner.iter == 6
+
+
 def test_gradients_that_are_summed_are_used_first(tmp_path):
     assert stopped(tmp_path / 'work', Kill(3), optim=dict(accumulative_counts=3))['meta']['iter'] == 6
 
