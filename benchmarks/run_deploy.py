@@ -22,8 +22,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import mmlinattn  # noqa: F401  registers the backbones
-from mmlinattn.export import FORMATS, ExportableModel
-from mmlinattn.export.models import deviation
+from mmlinattn.tooling.export import FORMATS, ExportableModel
+from mmlinattn.tooling.export.models import deviation
 
 BACKBONES = {
     'RAVLT-T': dict(type='RAVLT', arch='tiny'),

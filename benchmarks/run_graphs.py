@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import goldens
 import graphs
 
-from mmlinattn.export import FORMATS, ExportableModel
-from mmlinattn.export.models import deviation
+from mmlinattn.tooling.export import FORMATS, ExportableModel
+from mmlinattn.tooling.export.models import deviation
 
 MIXES = (('rala', 'inline', 'focused', 'softmax'), ('hallucinated', 'hydra', 'angular', 'enhanced'))
 MIXES += (('efficient', 'softmax', 'rala', 'focused'),)

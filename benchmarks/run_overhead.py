@@ -27,8 +27,8 @@ from mmengine.config import Config, ConfigDict  # noqa: E402
 from mmengine.runner import IterBasedTrainLoop, Runner  # noqa: E402
 from run_ravlt import Report, Target, machine, ms  # noqa: E402
 
-from mmlinattn.apis import configs  # noqa: E402
-from mmlinattn.datasets import DatasetSpec, write_dataset  # noqa: E402
+from mmlinattn.tooling import configs  # noqa: E402
+from mmlinattn.tooling.datasets import DatasetSpec, write_dataset  # noqa: E402
 
 CONFIGS = Path(__file__).resolve().parents[1] / 'configs'
 FORMATS = dict(mmdet='coco', mmseg='ade', mmpretrain='imagenet')

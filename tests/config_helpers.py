@@ -61,7 +61,7 @@ def build_model(cfg: Config, random_init: bool) -> nn.Module:
 
 def without_gradient(model: nn.Module, cfg: Config) -> list[str]:
     """Parameters that a training step on two 64x64 images leaves without a gradient."""
-    from mmlinattn.swapping import dummy_inputs  # which needs the tasks' packages
+    from mmlinattn.tooling.swapping import dummy_inputs  # which needs the tasks' packages
 
     if cfg.default_scope == 'mmpretrain':
         batch = dummy_inputs.classification_batch((64, 64), cfg.model.head.num_classes)

@@ -11,9 +11,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
 import mmlinattn  # noqa: F401, registers the backbones
-from mmlinattn.apis.cli import clean_end, one_line_errors
-from mmlinattn.apis.configs import read_config
 from mmlinattn.checkpoints.convert import Conversion, convert_checkpoint
+from mmlinattn.tooling.command_line import clean_end, one_line_errors
+from mmlinattn.tooling.configs import read_config
 
 
 def explain(conversion: Conversion, source: str, config: str) -> str:

@@ -18,11 +18,11 @@ from mmengine.runner.checkpoint import CheckpointLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
-from mmlinattn.analysis.loading import read_picture
-from mmlinattn.apis.class_names import class_names, num_classes
-from mmlinattn.apis.cli import check_out_file, clean_end, explained_setup, notice, one_line_errors, writing
-from mmlinattn.apis.configs import check_checkpoint, read_config, require
 from mmlinattn.engine.hooks.checkpoint_match import check_weights
+from mmlinattn.tooling.analysis.loading import read_picture
+from mmlinattn.tooling.class_names import class_names, num_classes
+from mmlinattn.tooling.command_line import check_out_file, clean_end, explained_setup, notice, one_line_errors, writing
+from mmlinattn.tooling.configs import check_checkpoint, read_config, require
 from mmlinattn.utils.errors import RunError
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')

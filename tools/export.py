@@ -11,7 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
 import mmlinattn  # noqa: F401, registers the backbones
-from mmlinattn.export.cli import main
+from mmlinattn.tooling.export.cli import main
 
 if __name__ == '__main__':
     main()

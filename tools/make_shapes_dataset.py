@@ -47,8 +47,8 @@ def main() -> None:
     from rich.console import Console
     from rich.progress import Progress
 
-    from mmlinattn.apis.cli import clean_end, one_line_errors
-    from mmlinattn.datasets import CLASSES, DatasetSpec, write_dataset
+    from mmlinattn.tooling.command_line import clean_end, one_line_errors
+    from mmlinattn.tooling.datasets import CLASSES, DatasetSpec, write_dataset
     from mmlinattn.utils.errors import RunError
 
     with clean_end(), one_line_errors():

@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
-from mmlinattn.apis.cli import check_out_file, one_line_errors
+from mmlinattn.tooling.command_line import check_out_file, one_line_errors
 
 
 def parse_args() -> argparse.Namespace:
@@ -32,7 +32,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     with one_line_errors():
-        from mmlinattn.swapping import swap_backbone
+        from mmlinattn.tooling.swapping import swap_backbone
 
         check_out_file(args.out)
         swapped = swap_backbone(args.upstream, args.backbone, args.out, args.keep_optimizer)

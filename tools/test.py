@@ -14,9 +14,9 @@ import mmengine
 from mmengine.config import ConfigDict
 from mmengine.evaluator import DumpResults
 
-from mmlinattn.apis.cli import add_common_arguments, clean_end, explained_setup, notice, one_line_errors
-from mmlinattn.apis.configs import check_checkpoint, check_data_config, load_config, require
-from mmlinattn.apis.running import build_runner, check_match
+from mmlinattn.tooling.command_line import add_common_arguments, clean_end, explained_setup, notice, one_line_errors
+from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_config, require
+from mmlinattn.tooling.running import build_runner, check_match
 from mmlinattn.utils.errors import RunError
 
 

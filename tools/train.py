@@ -8,10 +8,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
-from mmlinattn.apis.cli import add_common_arguments, clean_end, explained_setup, notice, one_line_errors
-from mmlinattn.apis.configs import check_checkpoint, check_data_config, load_config, require
-from mmlinattn.apis.running import build_runner, check_match, drop_amp_on_cpu, was_restarted
 from mmlinattn.engine.runner import find_latest_checkpoint
+from mmlinattn.tooling.command_line import add_common_arguments, clean_end, explained_setup, notice, one_line_errors
+from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_config, require
+from mmlinattn.tooling.running import build_runner, check_match, drop_amp_on_cpu, was_restarted
 from mmlinattn.utils.errors import RunError
 
 

@@ -166,7 +166,7 @@ class TokenMixer(BaseModule):
             ValueError: For ``rows`` out of range.
             NotImplementedError: For a mixer that is no such map.
         """
-        from ..analysis.weights import mixer_weights  # the only door to what looks inside
+        from ..tooling.analysis.weights import mixer_weights  # the only door to what looks inside
 
         return mixer_weights(self, q, k, grid, key_grid, mask, rotary, bias, rows)
 

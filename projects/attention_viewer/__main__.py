@@ -13,8 +13,8 @@ from pathlib import Path
 
 from mmengine.logging import MMLogger
 
-from mmlinattn.apis.cli import one_line_errors
-from mmlinattn.apis.configs import check_checkpoint, read_config
+from mmlinattn.tooling.command_line import one_line_errors
+from mmlinattn.tooling.configs import check_checkpoint, read_config
 from mmlinattn.utils.errors import RunError
 
 from .looking import COLUMNS, Looker, describe

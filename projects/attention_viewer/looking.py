@@ -10,12 +10,12 @@ import torch
 from mmengine.config import Config
 from mmengine.registry import VISUALIZERS
 
-from mmlinattn.analysis import loading
-from mmlinattn.analysis.capture import BlockCall, watched
-from mmlinattn.analysis.inspecting import measure_block
-from mmlinattn.analysis.pictures import MAX_HEADS, collect_query, overlay, picked
-from mmlinattn.apis.class_names import num_classes
 from mmlinattn.attention import TOKEN_MIXERS
+from mmlinattn.tooling.analysis import loading
+from mmlinattn.tooling.analysis.capture import BlockCall, watched
+from mmlinattn.tooling.analysis.inspecting import measure_block
+from mmlinattn.tooling.analysis.pictures import MAX_HEADS, collect_query, overlay, picked
+from mmlinattn.tooling.class_names import num_classes
 from mmlinattn.utils.errors import RunError
 
 LONGEST, THUMB = 1024, 132
@@ -48,7 +48,7 @@ class Looker:
 
     Args:
         cfg (Config): Of a detector, segmentor or classifier.
-        checkpoint (str): As in :func:`~mmlinattn.analysis.loading.load_model`.
+        checkpoint (str): As in :func:`~mmlinattn.tooling.analysis.loading.load_model`.
         device (str): Where it runs.
     """
 

@@ -19,8 +19,8 @@ from mmengine.logging import MMLogger
 from mmengine.utils import ProgressBar
 
 import mmlinattn  # noqa: F401  registers the backbones
-from mmlinattn.analysis.flops import SHAPES, Cost, count_model
-from mmlinattn.apis.cli import check_out_file, one_line_errors
+from mmlinattn.tooling.analysis.flops import SHAPES, Cost, count_model
+from mmlinattn.tooling.command_line import check_out_file, one_line_errors
 
 from .published import Row, read_rows
 

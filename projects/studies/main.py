@@ -15,7 +15,7 @@ from mmengine.logging import MMLogger
 from rich.console import Console
 from rich.progress import Progress
 
-from mmlinattn.apis.cli import one_line_errors, writing
+from mmlinattn.tooling.command_line import one_line_errors, writing
 from mmlinattn.utils.errors import RunError
 
 from . import report

@@ -23,12 +23,12 @@ from mmengine.registry import DATASETS
 from rich.progress import Progress
 from torch import Tensor, nn
 
-from mmlinattn.analysis.capture import arrangements, reduction_of, watch_mixers
-from mmlinattn.analysis.loading import load_model
-from mmlinattn.analysis.measures import neighbours
-from mmlinattn.apis.cli import one_line_errors, writing
-from mmlinattn.apis.configs import check_checkpoint, read_config, set_data_root
 from mmlinattn.attention import Grid, TokenMixer
+from mmlinattn.tooling.analysis.capture import arrangements, reduction_of, watch_mixers
+from mmlinattn.tooling.analysis.loading import load_model
+from mmlinattn.tooling.analysis.measures import neighbours
+from mmlinattn.tooling.command_line import one_line_errors, writing
+from mmlinattn.tooling.configs import check_checkpoint, read_config, set_data_root
 from mmlinattn.utils.errors import RunError
 
 BLOCK_NUMEL = 2**24  # weights built at a time

@@ -14,7 +14,7 @@ from mmengine.logging import MMLogger
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
-from mmlinattn.datasets.shapes import MAX_SHAPES, SHAPES, draw_scene
+from mmlinattn.tooling.datasets.shapes import MAX_SHAPES, SHAPES, draw_scene
 from mmlinattn.utils.errors import RunError
 
 

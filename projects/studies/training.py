@@ -8,9 +8,9 @@ import time
 import torch
 from torch import Tensor, nn
 
-from mmlinattn.analysis.capture import watched
-from mmlinattn.analysis.inspecting import averaged, measure_block
 from mmlinattn.layers.compact import FactorisedLinear
+from mmlinattn.tooling.analysis.capture import watched
+from mmlinattn.tooling.analysis.inspecting import averaged, measure_block
 from mmlinattn.utils.errors import RunError
 
 from .arms import Arm

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mmengine.utils import get_installed_path
 
-from mmlinattn.apis.cli import check_out_file, one_line_errors
+from mmlinattn.tooling.command_line import check_out_file, one_line_errors
 from mmlinattn.utils.errors import RunError
 
 PROJECTS = ('mmdet', 'mmseg', 'mmpretrain')
@@ -51,7 +51,7 @@ def sample(projects: list[str]) -> list[str]:
 def attempt(name: str, backbone: str, send) -> None:
     """In a process of its own: swap, and send ``(outcome, what is to be said)``."""
     sys.stdout = sys.stderr = open(os.devnull, 'w')
-    from mmlinattn.swapping import NoModel, NoPlace, swap_backbone
+    from mmlinattn.tooling.swapping import NoModel, NoPlace, swap_backbone
 
     try:
         with tempfile.TemporaryDirectory() as folder:
@@ -154,7 +154,7 @@ def main() -> None:
     names = args.configs or sample(args.projects)
     for project in PROJECTS:  # once, not in every process
         __import__(f'{project}.models')
-    __import__('mmlinattn.swapping')
+    __import__('mmlinattn.tooling.swapping')
     begin = time.monotonic()
     for name in names:
         if name in results or time.monotonic() - begin > args.max_minutes * 60:

@@ -227,8 +227,8 @@ def test_page_on_deployment(tmp_path, monkeypatch, capsys):
     for package in ('mmpretrain', 'onnx', 'onnxscript', 'onnxruntime'):
         pytest.importorskip(package)
     from mmlinattn.backbones import RAVLT
-    from mmlinattn.datasets import IMAGENET_CLASSES
-    from mmlinattn.export.cli import main
+    from mmlinattn.tooling.datasets import IMAGENET_CLASSES
+    from mmlinattn.tooling.export.cli import main
 
     application, graphs = (block.text for block in PYTHON if block.note.endswith('::test_page_on_deployment'))
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Arithmetic of sizes; that graphs stay open by it is in ``tests/export/test_graphs_at_other_sizes.py``."""
+"""Arithmetic of sizes; that graphs stay open by it is in ``tests/tooling/export/test_graphs_at_other_sizes.py``."""
 
 import pytest
 import torch

@@ -19,8 +19,8 @@ from mmengine.registry import MODELS, init_default_scope
 from PIL import Image
 from tool_runs import TOOLS, in_this_process
 
-from mmlinattn.apis.configs import read_config
-from mmlinattn.datasets import DatasetSpec, write_dataset
+from mmlinattn.tooling.configs import read_config
+from mmlinattn.tooling.datasets import DatasetSpec, write_dataset
 
 for package in ('mmdet', 'mmseg', 'mmpretrain'):
     pytest.importorskip(package)

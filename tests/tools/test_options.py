@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tool_runs import ROOT, TOOLS
 
-from mmlinattn.apis import configs, running
+from mmlinattn.tooling import configs, running
 from mmlinattn.utils.errors import RunError
 
 for package in ('mmdet', 'mmseg', 'mmpretrain'):

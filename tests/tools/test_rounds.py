@@ -21,7 +21,7 @@ from config_helpers import CONFIG_DIR, load
 from tool_runs import TOOLS, in_one_process, losses
 from torch.utils._pytree import tree_leaves
 
-from mmlinattn.datasets import DatasetSpec, write_dataset
+from mmlinattn.tooling.datasets import DatasetSpec, write_dataset
 
 pytestmark = pytest.mark.slow
 

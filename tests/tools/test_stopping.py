@@ -26,7 +26,7 @@ TRAIN = 'bash', TOOLS / 'dist_train.sh', 'config.py'
 @pytest.fixture(scope='module')
 def place(tmp_path_factory):
     """A folder with a tiny data set and a config for it."""
-    from mmlinattn.datasets import DatasetSpec, write_dataset
+    from mmlinattn.tooling.datasets import DatasetSpec, write_dataset
 
     folder = tmp_path_factory.mktemp('stopping')
     write_dataset(str(folder / 'shapes'), DatasetSpec('imagenet', 24, 12, size=(64, 64)))

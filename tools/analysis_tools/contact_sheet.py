@@ -11,9 +11,9 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
 
-from mmlinattn.analysis.loading import read_picture
-from mmlinattn.analysis.pictures import picked
-from mmlinattn.apis.cli import check_out_file, one_line_errors
+from mmlinattn.tooling.analysis.loading import read_picture
+from mmlinattn.tooling.analysis.pictures import picked
+from mmlinattn.tooling.command_line import check_out_file, one_line_errors
 from mmlinattn.utils.errors import RunError
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp')

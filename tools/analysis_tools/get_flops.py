@@ -12,10 +12,10 @@ from mmengine.logging import MMLogger
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
 
-from mmlinattn.analysis.counting import KINDS
-from mmlinattn.analysis.flops import Cost, count_model
-from mmlinattn.apis.cli import explained_setup, one_line_errors
-from mmlinattn.apis.configs import read_config
+from mmlinattn.tooling.analysis.counting import KINDS
+from mmlinattn.tooling.analysis.flops import Cost, count_model
+from mmlinattn.tooling.command_line import explained_setup, one_line_errors
+from mmlinattn.tooling.configs import read_config
 
 
 def parse_args() -> argparse.Namespace:

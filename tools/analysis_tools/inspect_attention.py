@@ -22,12 +22,12 @@ from rich.progress import Progress
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
 
 from mmlinattn import __version__
-from mmlinattn.analysis import loading, pictures
-from mmlinattn.analysis.capture import arrangements, watched
-from mmlinattn.analysis.inspecting import NUM_QUERIES, WHAT, averaged, full_map, measure_block
-from mmlinattn.analysis.measures import CONFUSION_DISTANCE
-from mmlinattn.apis.cli import one_line_errors, writing
-from mmlinattn.apis.configs import check_checkpoint, read_config
+from mmlinattn.tooling.analysis import loading, pictures
+from mmlinattn.tooling.analysis.capture import arrangements, watched
+from mmlinattn.tooling.analysis.inspecting import NUM_QUERIES, WHAT, averaged, full_map, measure_block
+from mmlinattn.tooling.analysis.measures import CONFUSION_DISTANCE
+from mmlinattn.tooling.command_line import one_line_errors, writing
+from mmlinattn.tooling.configs import check_checkpoint, read_config
 from mmlinattn.utils.errors import RunError
 
 

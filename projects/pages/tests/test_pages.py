@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmlinattn.analysis.counting import CONV, PRODUCT
-from mmlinattn.analysis.flops import Cost
+from mmlinattn.tooling.analysis.counting import CONV, PRODUCT
+from mmlinattn.tooling.analysis.flops import Cost
 from projects.pages import metafiles, tables
 from projects.pages.published import TABLES, Row, read_rows
 from projects.pages.tables import cells, in_conventions, measure, nearest_convention, page, which_convention

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from mmengine.registry import DATASETS
 from torch import nn
 
-from mmlinattn.analysis import measures
 from mmlinattn.attention import GlobalAttention, Grid, ReducedAttention, WindowAttention, get_mixer
 from mmlinattn.backbones import LinearDeiT
 from mmlinattn.ops.tensors import merge_heads, split_heads
+from mmlinattn.tooling.analysis import measures
 from mmlinattn.utils.errors import RunError
 from projects.studies import masking
 from projects.studies.masking import masked, masked_weights, masking_accuracies

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mmlinattn import swapping
+from mmlinattn.tooling import swapping
 from mmlinattn.utils.errors import RunError
 from projects.sweeps import upstream
 

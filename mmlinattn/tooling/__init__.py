@@ -1,0 +1,6 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What the command lines do, one floor above the plugin: nothing outside this folder imports it.
+
+:mod:`command_line` has arguments and ends of one line, :mod:`configs` reads and checks, :mod:`running` builds the
+Runner; `analysis/`, `datasets/`, `export/` and `swapping/` are the tools' own rooms.
+"""

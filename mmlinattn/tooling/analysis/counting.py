@@ -1,0 +1,157 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Multiply-adds and live memory of whatever runs, counted operation by operation.
+
+Works on real and on meta tensors; on the latter nothing is computed and nothing allocated.
+"""
+
+import contextlib
+import weakref
+from collections import Counter
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ...ops import hallucinated_attention
+
+CONV, LINEAR, PRODUCT = KINDS = ('convolution', 'linear', 'attention product')
+_aten = torch.ops.aten
+# Linear layers multiply by one matrix; products of batches of matrices are those inside attentions, except for those
+# that _Functions sees: PyTorch hands maps whose rows are not contiguous to the batched product.
+_KIND_OF = {
+    _aten.convolution: CONV,
+    _aten._convolution: CONV,
+    _aten.mm: LINEAR,
+    _aten.addmm: LINEAR,
+}
+# Operations per element that fvcore counts for norms with affine parameters, at test time
+_NORM_COST = {
+    _aten.native_layer_norm: 5,
+    _aten.native_group_norm: 5,
+    _aten.native_batch_norm: 2,
+    _aten._native_batch_norm_legit_no_training: 2,
+    _aten._batch_norm_impl_index: 2,
+}
+
+
+class Count(TorchDispatchMode):
+    """Counts while it is entered; attributes to the modules of ``model`` by name.
+
+    The formulas are those of ``torch.utils.flop_counter``. Its ``FlopCounterMode`` itself does not serve: it does not
+    tell linear layers from attention products, knows no memory, and puts hooks on modules (see ``_called_by_name``).
+
+    Args:
+        model (nn.Module): Its sub-modules' names are what operations are counted under.
+
+    Attributes:
+        macs (Counter): ``(module name, kind)`` -> multiply-adds, ``kind`` one of :data:`KINDS`.
+        norm_ops (int): Operations of layer, group and batch norms as fvcore counts them; not part of ``macs``.
+        peak_bytes (int): Largest sum of tensors alive at one time that were made while counting: activations, not
+            weights. Temporaries inside an operation (a convolution's workspace) are not seen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.macs: Counter = Counter()
+        self.norm_ops = 0
+        self.peak_bytes = 0
+        self.kind_of_product = PRODUCT
+        self._live_bytes = 0
+        self._seen: set[int] = set()
+        self._names = ['']
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self):
+        self._stack.enter_context(mock.patch.object(nn.Module, '__call__', self._called_by_name()))
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            self._seen.add(tensor.untyped_storage()._cdata)
+        self._stack.enter_context(_Functions(self))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        return self._stack.__exit__(*error)
+
+    def _called_by_name(self):
+        """``nn.Module.__call__`` that keeps account of whose call it is. Not by hooks: layers with hooks are called as
+        they are, where others may be cut to what is needed of them."""
+        names = {id(module): name for name, module in self.model.named_modules()}
+        call = nn.Module.__call__
+
+        def named(module, *args, **kwargs):
+            if id(module) not in names:
+                return call(module, *args, **kwargs)
+            self._names.append(names[id(module)])
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                self._names.pop()
+
+        return named
+
+    def add(self, kind: str, macs: int) -> None:
+        self.macs[self._names[-1], kind] += macs
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            operations = flop_registry[packet](*args, **kwargs, out_val=out)  # two a multiply-add
+            self.add(_KIND_OF.get(packet, self.kind_of_product), operations // 2)
+        self.norm_ops += _NORM_COST.get(packet, 0) * (args[0].numel() if packet in _NORM_COST else 0)
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._track(tensor)
+        return out
+
+    def _track(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self._live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        weakref.finalize(storage, self._release, key, size)
+
+    def _release(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self._live_bytes -= size
+
+
+class _Functions(TorchFunctionMode):
+    """What the operations alone do not tell.
+
+    All products of ``linear`` are of that kind, and ``scaled_dot_product_attention`` is counted as the fused kernel of
+    real devices: two products, no N x N map. On meta tensors PyTorch would take it apart instead, map and
+    all. Hallucinated attention counts as its paper counts it, as if maps were built: two products, a 3x3 convolution
+    of half of the maps and their mixture, whatever form runs.
+    """
+
+    def __init__(self, count: Count) -> None:
+        super().__init__()
+        self.count = count
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.linear:
+            with mock.patch.object(self.count, 'kind_of_product', LINEAR):
+                return func(*args, **kwargs)
+        if func not in (F.scaled_dot_product_attention, hallucinated_attention):
+            return func(*args, **kwargs)
+        q, k, v = args[:3]
+        out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        pairs = q.shape[:-1].numel() * k.shape[-2]
+        if func is hallucinated_attention:
+            half = args[3] // 2
+            taps = 9 * half * (kwargs['intra'] is not None) + half**2 * (kwargs['cross'] is not None)
+            self.count.add(PRODUCT, pairs * taps)
+        self.count.add(PRODUCT, pairs * (q.shape[-1] + v.shape[-1]))
+        return out

@@ -1,0 +1,131 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Parameters, multiply-adds and activation memory of the model of a config, without running it."""
+
+import re
+from collections import Counter
+from typing import Any, NamedTuple, Optional
+
+import torch
+from mmengine.config import Config
+from mmengine.model import revert_sync_batchnorm
+from torch import nn
+
+from ...utils.building import build_model
+from ...utils.errors import RunError
+from .counting import CONV, KINDS, LINEAR, Count
+
+SHAPES = {'mmdet': (800, 1280), 'mmseg': (512, 2048), 'mmpretrain': (224, 224)}
+MASK_ROIS = 100  # of MMDetection 2.x's get_flops, which the papers used; 3.x agrees but for cascades
+
+
+class Cost(NamedTuple):
+    """What one forward pass of a model costs, batch size 1.
+
+    Attributes:
+        shape: (height, width) of the image.
+        params: parameters of each part, in the order in which they run.
+        macs: ``(part, kind)`` -> multiply-adds, kinds as in :data:`~mmlinattn.tooling.analysis.counting.KINDS`.
+        norm_ops: operations of the norms as fvcore counts them: 5 an element of a layer norm, 2 of a batch norm.
+        peak_bytes: activations alive at one time, float32, as an estimate.
+        notes: what was counted how.
+    """
+
+    shape: tuple
+    params: dict
+    macs: Counter
+    norm_ops: int
+    peak_bytes: int
+    notes: list
+
+    @property
+    def total_params(self) -> int:
+        return sum(self.params.values())
+
+    def total_macs(self, *kinds: str) -> int:
+        """Multiply-adds of the kinds given, of all without."""
+        return sum(macs for (_, kind), macs in self.macs.items() if kind in (kinds or KINDS))
+
+    @property
+    def layer_macs(self) -> int:
+        """Multiply-adds of convolutions and linear layers: what a counter that hooks layers sees."""
+        return self.total_macs(CONV, LINEAR)
+
+
+def part_of(name: str) -> str:
+    """Part of a model that a module's (or parameter's) name belongs to: ``backbone.stage1``, ``neck``, ..."""
+    stage = re.match(r'backbone\.(stages\.|patch_embeds\.|position_tables\.|out_norms\.|layer)(\d+)', name)
+    if stage:  # layers of upstream's ResNet count from one
+        return f'backbone.stage{int(stage[2]) + (stage[1] != "layer")}'
+    head = re.match(r'roi_head\.(\w+)', name)
+    return head[0] if head else name.partition('.')[0] or 'model'
+
+
+def image_shape(cfg: Config) -> tuple:
+    """(height, width) a model is usually counted at: 800x1280 for detectors, 512x2048 for segmentors, and the crop of
+    a classifier's own test pipeline."""
+    scope = cfg.get('default_scope')
+    if scope == 'mmpretrain':
+        for transform in reversed(cfg.get('test_dataloader', {}).get('dataset', {}).get('pipeline', [])):
+            size = transform.get('crop_size') or transform.get('scale')
+            if size:
+                return (size, size) if isinstance(size, int) else tuple(size)
+    return SHAPES.get(scope, SHAPES['mmpretrain'])
+
+
+def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
+    """Count a config's model.
+
+    Args:
+        cfg (Config): Config of a detector, segmentor or classifier.
+        shape (tuple[int, int], optional): (height, width) of the image, both >= 32; :func:`image_shape` by default.
+
+    Raises:
+        RunError: For a shape below 32x32, or a model whose forward pass depends on values (only RPN detectors are taken
+            apart).
+    """
+    shape = tuple(shape or image_shape(cfg))
+    if min(shape) < 32:
+        raise RunError(f'shape {shape[0]} {shape[1]}: height and width have to be at least 32.')
+    with torch.device('meta'):  # shapes without memory
+        model = build_model(cfg)
+        model.eval()  # which gives nothing back where MMDetection distils
+        model = revert_sync_batchnorm(model)
+    image = torch.empty(1, 3, *shape, device='meta')
+    notes = ['one multiply-add is one operation; norms, activations, pooling and resizing are not counted']
+    count = Count(model)
+    try:
+        with torch.no_grad(), count:
+            if hasattr(model, 'roi_head'):
+                notes += run_two_stage(model, image)
+            else:
+                model(image, mode='tensor')
+    except (NotImplementedError, RuntimeError) as error:
+        raise RunError(f'{type(model).__name__} cannot be counted without running it: {error}') from error
+    params: Counter = Counter()
+    for name, parameter in model.named_parameters():
+        params[part_of(name)] += parameter.numel()
+    macs: Counter = Counter()
+    for (name, kind), number in count.macs.items():
+        macs[part_of(name), kind] += number
+    if getattr(model, 'auxiliary_head', None) is not None:
+        notes.append('the auxiliary head has parameters but does not run at test time')
+    return Cost(shape, dict(params), macs, count.norm_ops, count.peak_bytes, notes)
+
+
+def run_two_stage(model: Any, image: torch.Tensor) -> list:
+    """A two-stage detector up to its last scores. Which proposals there are depends on values, so their number is the
+    largest the config allows, and features of that many regions of interest stand in for the pooled ones."""
+    features = model.extract_feat(image)
+    model.rpn_head(features)
+    roi_head = model.roi_head
+    num_rois = model.test_cfg.rpn.max_per_img
+    notes = [f'RoI heads: {num_rois} proposals for boxes (test_cfg.rpn.max_per_img), {MASK_ROIS} for masks, each stage']
+    pairs = [(num_rois, roi_head.bbox_head, roi_head.bbox_roi_extractor)]
+    if roi_head.with_mask:
+        pairs.append((MASK_ROIS, roi_head.mask_head, roi_head.mask_roi_extractor or roi_head.bbox_roi_extractor))
+    for rois, heads, extractors in pairs:
+        # cascades have one of each a stage
+        stages = zip(heads, extractors) if isinstance(heads, nn.ModuleList) else [(heads, extractors)]
+        for head, extractor in stages:
+            head(features[0].new_empty(rois, extractor.out_channels, *extractor.roi_layers[0].output_size))
+    return notes

@@ -1,0 +1,215 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The model of a config with its weights, and images as its test pipeline makes them, for the analysis tools."""
+
+from typing import Any, NamedTuple, Optional
+
+import cv2
+import numpy as np
+from mmcv.transforms import Compose
+from mmengine.config import Config
+from mmengine.model import revert_sync_batchnorm
+from mmengine.registry import init_default_scope
+from mmengine.runner.checkpoint import CheckpointLoader
+from torch import Tensor, nn
+
+from ...checkpoints.convert import convert_state
+from ...checkpoints.states import LoadReport, some
+from ...utils.building import build_model
+from ...utils.errors import RunError
+from ...utils.registering import bare_name
+from ..class_names import class_names
+
+
+class Picture(NamedTuple):
+    """An image as the network sees it.
+
+    Attributes:
+        name (str): File name without suffix.
+        shown (ndarray): (h, w, 3) uint8 RGB, after resizing and cropping, before padding and normalisation.
+        inputs (Tensor): (1, 3, H, W), what the backbone is given; H >= h and W >= w.
+        sample: The data sample of the pipeline.
+        axes (tuple): For width and height (scale, offset): a pixel of ``shown`` is at ``scale * pixel + offset`` in the
+            image as given.
+        size (tuple[int, int]): Width and height of the image as given.
+    """
+
+    name: str
+    shown: np.ndarray
+    inputs: Tensor
+    sample: object
+    axes: tuple
+    size: tuple
+
+    def to_shown(self, x: float, y: float) -> tuple[int, int]:
+        """Column and row in ``shown`` of a pixel of the image as given.
+
+        Raises:
+            RunError: The pixel is outside of the image, or of what the pipeline keeps of it.
+        """
+        if not (0 <= x < self.size[0] and 0 <= y < self.size[1]):
+            raise RunError(f'query {x:g} {y:g} is outside of {self.name} ({self.size[0]} x {self.size[1]} pixels).')
+        at = [round((value - offset) / scale) for value, (scale, offset) in zip((x, y), self.axes)]
+        height, width = self.shown.shape[:2]
+        if not (-1 <= at[0] <= width and -1 <= at[1] <= height):
+            (left, top), (right, bottom) = self.to_given(0, 0), self.to_given(width - 1, height - 1)
+            raise RunError(
+                f'query {x:g} {y:g} of {self.name} is cropped away by the test pipeline, which keeps x from {left} to '
+                f'{right} and y from {top} to {bottom}.'
+            )
+        return min(max(at[0], 0), width - 1), min(max(at[1], 0), height - 1)
+
+    def to_given(self, column: int, row: int) -> tuple[int, int]:
+        """Pixel (x, y) of the image as given that lies at a pixel of ``shown``."""
+        return tuple(round(scale * at + offset) for at, (scale, offset) in zip((column, row), self.axes))
+
+
+def pixels_a_token(length: int, tokens: int) -> float:
+    """Pixels of one of so many tokens along a side: a power of two where one fits, whose last token may reach over the
+    border, else an equal share."""
+    return next((float(2**i) for i in range(8) if -(-length // 2**i) == tokens), length / tokens)
+
+
+def token_at(column: int, row: int, inputs: Tensor, size: tuple[int, int]) -> tuple[int, int]:
+    """Row and column, in a map of ``size``, of the token that a pixel of the network's input belongs to."""
+    sides = zip((row, column), inputs.shape[-2:], size)
+    at = [min(int(pixel / pixels_a_token(length, tokens)), tokens - 1) for pixel, length, tokens in sides]
+    return at[0], at[1]
+
+
+def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', backbone: Optional[dict] = None) -> nn.Module:
+    """The model of a config in eval mode.
+
+    Args:
+        cfg (Config): Of a detector, segmentor or classifier.
+        checkpoint (str): A file, URL or ``mmlinattn://NAME``; ``'none'`` initialises the weights at random, without any
+            download.
+        device (str): Where to.
+        backbone (dict, optional): Settings of the backbone to change; weights that no longer fit then start at random.
+
+    Returns:
+        nn.Module: With ``dataset_meta``, as upstream's inferencers have it: ``classes``, None where nobody names them.
+
+    Raises:
+        RunError: The model cannot be built, or the checkpoint lacks weights of its backbone.
+    """
+    if 'backbone' not in (cfg.get('model') or {}):
+        raise RunError('the config has no model.backbone to look into.')
+    model = revert_sync_batchnorm(build_model(cfg, **(backbone or {})))
+    model.init_weights()
+    meta = None if checkpoint.lower() == 'none' else _load(model, checkpoint, partly=backbone is not None)
+    model.dataset_meta = dict(classes=class_names(cfg, meta))
+    model.to(device).eval()  # which gives nothing back where MMDetection distils
+    return model
+
+
+def _load(model: nn.Module, path: str, partly: bool) -> Optional[dict]:
+    """Load what fits; the checkpoint's ``meta``, where it has one."""
+    checkpoint = CheckpointLoader.load_checkpoint(path, 'cpu', 'silent')
+    state, report, _ = convert_state(checkpoint, path, model)
+    of_backbone = LoadReport(*([key for key in keys if key.startswith('backbone.')] for keys in report))
+    lacking = of_backbone.missing + of_backbone.mismatched
+    if not of_backbone.loaded or (lacking and not partly):
+        raise RunError(f'{path} does not fit the backbone of the config; missing or of another shape: {some(lacking)}')
+    model.load_state_dict(state, strict=False)
+    return checkpoint.get('meta') if isinstance(checkpoint, dict) else None
+
+
+# --- images ---------------------------------------------------------------------------------------------------------
+
+
+def read_picture(path: str) -> np.ndarray:
+    """(H, W, 3) uint8 BGR.
+
+    Raises:
+        RunError: The file is no image.
+    """
+    image = cv2.imread(str(path))
+    if image is None:
+        raise RunError(f'image {str(path)!r} cannot be read as an image.')
+    return image
+
+
+def test_pipeline(cfg: Config) -> list:
+    """The transforms of a config's test data that do without a file and annotations.
+
+    Raises:
+        RunError: The config has no test pipeline.
+    """
+    dataset: Any = (cfg.get('test_dataloader') or {}).get('dataset') or {}
+    while dataset and 'pipeline' not in dataset:
+        dataset = dataset.get('dataset') or (dataset.get('datasets') or [{}])[0]
+    if not dataset:
+        raise RunError('the config has no test_dataloader.dataset.pipeline; give --shape H W.')
+    skipped = ('Annotations', 'LoadImageFromFile', 'LoadImageFromNDArray')
+    return [step for step in dataset.pipeline if not bare_name(step['type']).endswith(skipped)]
+
+
+def prepare(cfg: Config, model: Any, image: np.ndarray, name: str, shape: Optional[tuple[int, int]] = None) -> Picture:
+    """An image as the test pipeline makes it, or resized to ``shape``.
+
+    Args:
+        cfg (Config): Of the model.
+        model (nn.Module): Its data preprocessor pads and normalises.
+        image (ndarray): (H, W, 3) uint8 BGR.
+        name (str): Of the image.
+        shape (tuple[int, int], optional): Height and width to resize to instead of what the pipeline does.
+
+    Raises:
+        RunError: The pipeline turns images, or makes several of one, or leaves nothing of this one.
+    """
+    height, width = image.shape[:2]
+    init_default_scope(cfg.get('default_scope') or 'mmengine')
+    steps = test_pipeline(cfg) if shape is None else _resizing(cfg.default_scope, *shape)
+    run = Compose([dict(step) for step in steps])
+
+    def through(pixels):
+        known = dict(img_path=name, img_id=0, img_shape=(height, width), ori_shape=(height, width), seg_fields=[])
+        try:
+            packed = run(dict(img=pixels, **known))
+        except cv2.error as error:  # of a narrow image, where nothing is left of its short side
+            raise RunError(f'the test pipeline cannot resize {name}, {width} x {height} pixels.') from error
+        if not isinstance(packed.get('inputs'), Tensor) or packed['inputs'].dim() != 3:
+            raise RunError('the test pipeline makes several images of one; give --shape H W.')
+        return packed
+
+    packed = through(image)
+    ramp = np.full((height, width, 3), 255, np.uint8)
+    ramp[..., 0] = np.linspace(0, 255, width)[None].round()
+    ramp[..., 1] = np.linspace(0, 255, height)[:, None].round()
+    axes = _axes(through(ramp)['inputs'].numpy(), (width, height))
+    shown = np.ascontiguousarray(packed['inputs'].permute(1, 2, 0).numpy()[..., ::-1]).astype(np.uint8)
+    data = model.data_preprocessor({key: [packed[key]] for key in ('inputs', 'data_samples')}, False)
+    inputs = data['inputs']
+    if min(inputs.shape[-2:]) < 32:
+        raise RunError(f'{name} is {inputs.shape[-1]} x {inputs.shape[-2]} pixels for the network; 32 are the least.')
+    return Picture(name, shown, inputs, data['data_samples'][0], axes, (width, height))
+
+
+def _resizing(scope: str, height: int, width: int) -> list:
+    pack, more = dict(
+        mmdet=('PackDetInputs', dict(keep_ratio=False)),
+        mmseg=('PackSegInputs', dict(keep_ratio=False)),
+        mmpretrain=('PackInputs', {}),
+    )[scope]
+    return [dict(type='Resize', scale=(width, height), **more), dict(type=pack)]
+
+
+def _axes(ramp: np.ndarray, size: tuple[int, int]) -> tuple:
+    """Scale and offset from pixels of the pipeline's output to those of the image, by what it makes of an image of
+    its own coordinates: (3, h, w)."""
+    real = ramp[2] >= 250
+    axes = []
+    for axis, length in enumerate(size):
+        inside = real.any(axis=axis)
+        values = (ramp[axis] * real).sum(axis=axis) / np.maximum(real.sum(axis=axis), 1)
+        at = np.flatnonzero(inside)
+        steady = at[(values[at] > 1) & (values[at] < 254)]
+        at = steady if len(steady) > 2 else at
+        scale, offset = np.polyfit(at, values[at] * (length - 1) / 255, 1) if len(at) > 1 else (1.0, 0.0)
+        lines, known = (ramp[axis].T, real.T) if axis else (ramp[axis], real)
+        # of every line, not of their mean, which says nothing where the image is turned
+        off = np.abs(scale * at + offset - lines[:, at] * ((length - 1) / 255))[known[:, at]].max()
+        if scale <= 0 or off > 2 + length / 100:
+            raise RunError('the test pipeline turns or mirrors images; give --shape H W.')
+        axes.append((float(scale), float(offset)))
+    return tuple(axes)

@@ -1,0 +1,213 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Configs as the tools read, change and check them."""
+
+import argparse
+import os
+import os.path as osp
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from mmengine.config import Config
+from mmengine.device import get_device
+from mmengine.runner import CheckpointLoader
+
+from ..checkpoints.released import find_released
+from ..checkpoints.schemes import PREFIX
+from ..engine import hooks as engine_hooks
+from ..utils.errors import RunError, described
+from ..utils.registering import bare_name
+from .class_names import leaf_datasets
+from .command_line import writing
+
+# default_scope -> the distributions that provide it, as pip is told
+PIP_NAMES = {
+    'mmdet': '"mmdet>=3.3,<3.4"',
+    'mmseg': '"mmsegmentation>=1.2.2,<1.3" ftfy regex',
+    'mmpretrain': '"mmpretrain>=1.2,<1.3"',
+}
+
+
+LOADERS = ('train_dataloader', 'val_dataloader', 'test_dataloader')
+EVALUATORS = ('val_evaluator', 'test_evaluator')
+DOWNLOADED = ('CIFAR10', 'CIFAR100', 'MNIST', 'FashionMNIST')  # data sets of MMPretrain that make their folder
+
+
+def load_config(args: argparse.Namespace) -> Config:
+    """Read the config, apply the arguments of :func:`add_common_arguments`, make the work dir.
+
+    Raises:
+        RunError: The config is missing or not readable, the package of its ``default_scope`` is not
+            installed, or the work dir cannot be written.
+    """
+    os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
+    cfg = read_config(args.config)
+    scope = cfg.get('default_scope')
+    cfg.launcher = args.launcher
+    if scope == 'mmpretrain':
+        _set_mmpretrain_loader_defaults(cfg)
+    if args.data_root:
+        set_data_root(cfg, args.data_root)
+    if args.cfg_options:
+        try:
+            cfg.merge_from_dict(_hooks_by_place(cfg, args.cfg_options))
+        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
+            raise RunError(f'--cfg-options {args.cfg_options} does not fit the config: {error}') from error
+    if args.no_pin_memory:
+        for loader in filter(None, map(cfg.get, LOADERS)):
+            loader.pin_memory = False
+    stem = osp.splitext(osp.basename(args.config))[0]
+    cfg.work_dir = args.work_dir or cfg.get('work_dir') or osp.join('work_dirs', stem)
+    with writing(cfg.work_dir, 'work dir'):
+        os.makedirs(cfg.work_dir, exist_ok=True)
+        tempfile.TemporaryFile(dir=cfg.work_dir).close()
+    return cfg
+
+
+def _hooks_by_place(cfg: Config, options: dict[str, Any]) -> dict[str, Any]:
+    """``custom_hooks.StopHook.interval`` with the hook's place in the list, as MMEngine wants it, in place of its name.
+
+    A hook of ours that the config does not have is added.
+    """
+    placed = {}
+    for key, value in options.items():
+        head, *rest = key.split('.')
+        if head == 'custom_hooks' and len(rest) > 1:
+            hooks = cfg.get('custom_hooks') or []
+            names = [bare_name(hook.get('type')) for hook in hooks]
+            if rest[0] not in names and rest[0] in engine_hooks.__all__:
+                names.append(rest[0])
+                cfg.custom_hooks = [*hooks, dict(type=rest[0])]
+            if rest[0] in names:
+                rest[0] = str(names.index(rest[0]))
+        placed['.'.join([head, *rest])] = value
+    return placed
+
+
+def read_config(path: str) -> Config:
+    """Read a config whose task can run here.
+
+    Raises:
+        RunError: It is missing or not readable, or the package of its ``default_scope`` is not
+            installed.
+    """
+    if not osp.isfile(path):
+        raise RunError(f'config {path!r}: no such file.')
+    try:
+        cfg = Config.fromfile(path)
+    except Exception as error:  # a config is a program: anything may be raised by one with a mistake in it
+        said = f'config {path!r} cannot be read: {described(error)}'
+        if isinstance(error, ModuleNotFoundError):  # MMEngine's message begins with the name of the distribution
+            said = _how_to_install(path, error.name or str(error).split()[0]) or said
+        raise RunError(said) from error
+    scope = cfg.get('default_scope')
+    if scope in PIP_NAMES and find_spec(scope) is None:
+        raise RunError(_how_to_install(path, scope))
+    return cfg
+
+
+def _how_to_install(config: str, missing: str) -> str:
+    """Of a package of a task, by the name of its scope or of its distribution; '' for others."""
+    for scope, pip_names in PIP_NAMES.items():
+        if missing in (scope, pip_names.replace('"', '').split('>')[0]):
+            return f'{config} needs {scope}, which is not installed in {sys.executable}: pip install {pip_names}'
+    return ''
+
+
+def _set_mmpretrain_loader_defaults(cfg: Config) -> None:
+    """Loader settings that MMPretrain's own tools fill in and its configs rely on."""
+    for loader in map(cfg.get, LOADERS):
+        if loader:
+            loader.setdefault('collate_fn', dict(type='default_collate'))
+            loader.setdefault('pin_memory', get_device() != 'cpu')
+            if loader.get('num_workers', 0) > 0:
+                loader.setdefault('persistent_workers', True)
+
+
+def set_data_root(cfg: Config, root: str) -> None:
+    """Let all data sets of a config lie in another folder, and what its evaluators read from the folder they were in.
+
+    Args:
+        cfg (Config): The config, which is changed.
+        root (str): ``data_root`` of every data set, in any wrappers. One without, where others have one, has its whole
+            paths elsewhere and stays.
+    """
+    datasets = [dataset for loader in LOADERS for _, dataset in leaf_datasets(cfg, loader)]
+    rooted = [dataset for dataset in datasets if 'data_root' in dataset]
+    old_roots = {_without_dot(str(dataset['data_root'] or '')) for dataset in rooted}
+    for dataset in rooted or datasets:
+        dataset['data_root'] = root
+
+    def moved(node):
+        if isinstance(node, dict):
+            return type(node)({key: moved(value) for key, value in node.items()})
+        if isinstance(node, (list, tuple)):
+            return type(node)(moved(child) for child in node)
+        path = _without_dot(node) if isinstance(node, str) else ''
+        # the longest first, as one root may lie in another; whole names, as data/coco is no part of data/coco_2
+        for old in sorted(filter(None, old_roots), key=len, reverse=True):
+            if osp.join(path, '').startswith(osp.join(old, '')):
+                return osp.join(root, path[len(old) :].lstrip('/'))
+        return node
+
+    for key in EVALUATORS:
+        if cfg.get(key):
+            cfg[key] = moved(cfg[key])
+
+
+def _without_dot(path: str) -> str:
+    return path[2:].lstrip('/') if path.startswith('./') else path
+
+
+def check_checkpoint(path: str, name: str) -> str:
+    """Check that a checkpoint argument is a file, or an address MMEngine has a loader for.
+
+    Raises:
+        RunError: ``path`` is local and there is no such file.
+    """
+    is_address = '://' in path and any(path.startswith(prefix) for prefix in CheckpointLoader._schemes if prefix)
+    local = osp.expanduser(path)
+    if not is_address and not osp.isfile(local):
+        what = 'a folder' if osp.isdir(local) else 'a pipe or a device'
+        raise RunError(f'{name} {path!r}: {f"{what}, not a file" if osp.exists(local) else "no such file"}.')
+    if path.startswith(PREFIX):
+        find_released(path[len(PREFIX) :])
+    return path
+
+
+def require(cfg: Config, config: str, *keys: str) -> None:
+    """Check that a config has the settings a tool works with, and that batches are not empty.
+
+    Raises:
+        RunError: One is missing, or a batch size is no positive integer.
+    """
+    missing = [key for key in keys if cfg.get(key) is None]
+    if missing:
+        raise RunError(f'{config} has no {", no ".join(missing)}.')
+    for key in LOADERS:
+        size = (cfg.get(key) or {}).get('batch_size', 1)
+        if type(size) is not int or size < 1:
+            raise RunError(f'{key}.batch_size = {size!r} has to be an integer from 1 up.')
+
+
+def check_data_config(cfg: Config, stages: Sequence[str]) -> None:
+    """Check that the folders of the data sets are there; what is missing in them, data sets and evaluators name.
+
+    Args:
+        cfg: The whole config.
+        stages: Those of ``'train'``, ``'val'`` and ``'test'`` that will run.
+
+    Raises:
+        RunError: One is missing. The message has the config key, its value and what belongs there.
+    """
+    for stage in stages:
+        for key, dataset in leaf_datasets(cfg, f'{stage}_dataloader'):
+            root = str(dataset.get('data_root') or '.')
+            is_local = '://' not in root and (dataset.get('backend_args') or {}).get('backend', 'local') == 'local'
+            if is_local and not osp.isdir(root) and bare_name(dataset.get('type')) not in DOWNLOADED:
+                raise RunError(
+                    f'{key}.data_root = {root!r}: no such folder. It has to be the one that ann_file and data_prefix '
+                    'are relative to.'
+                )

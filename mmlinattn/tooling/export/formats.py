@@ -1,0 +1,212 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The formats a model can be written in: how each is written, and run again."""
+
+import json
+import warnings
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Callable, Optional
+
+import torch
+from torch import Tensor, nn
+
+from ...utils.errors import RunError
+
+METADATA = 'metadata.json'  # name of the metadata inside the files of PyTorch
+INSTALL = 'pip install "mmlinattn[export]"'
+
+
+@contextmanager
+def quiet():
+    """Exporters warn of their own deprecations, and tracers of every check of a size."""
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        yield
+
+
+class Format:
+    """A kind of file.
+
+    Attributes:
+        suffix: Usual end of the file's name.
+        needs: Packages to write and run it with.
+        smallest_of_pyramids: Pixels a side from which on a model with a head or neck on maps of up to stride 64 serves.
+    """
+
+    suffix: str
+    needs: tuple[str, ...] = ()
+    smallest_of_pyramids = 32
+
+    def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
+        """Write a graph; ``smallest`` is the pixels a side from which on it is to serve every size, None for one."""
+        raise NotImplementedError
+
+    def load(self, path: Path) -> Callable:
+        """A function of an image."""
+        raise NotImplementedError
+
+    def read_metadata(self, path: Path) -> dict:
+        """What the file says of itself."""
+        raise NotImplementedError
+
+    def check_installed(self) -> None:
+        """
+        Raises:
+            RunError: A package the format needs is missing.
+        """
+        for name in self.needs:
+            if find_spec(name) is None:
+                raise RunError(f'this format needs the package {name}, which is not installed: {INSTALL}')
+
+
+def _open(example: Tensor, smallest: Optional[int]) -> tuple[Tensor, Any]:
+    """The example, of which exporters take a batch of one for a number that never changes, and ``dynamic_shapes``."""
+    if smallest is None:
+        return example, None
+    Dim = torch.export.Dim
+    example = example if len(example) > 1 else example.expand(2, -1, -1, -1).contiguous()
+    return example, ({0: Dim('batch', min=1), 2: Dim('height', min=smallest), 3: Dim('width', min=smallest)},)
+
+
+class TorchExport(Format):
+    suffix = '.pt2'
+    smallest_of_pyramids = 65  # of a map of one pixel, convolutions in upstream heads and necks ask whether it is
+
+    # files of any name: a path has to end with .pt2
+    @quiet()
+    def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
+        example, shapes = _open(example, smallest)
+        program = torch.export.export(model, (example,), dynamic_shapes=shapes)
+        with open(path, 'wb') as file:
+            torch.export.save(program, file, extra_files={METADATA: json.dumps(metadata)})
+
+    @quiet()
+    def load(self, path: Path) -> Callable:
+        with open(path, 'rb') as file:
+            return torch.export.load(file).module()
+
+    @quiet()
+    def read_metadata(self, path: Path) -> dict:
+        files = {METADATA: ''}
+        with open(path, 'rb') as file:
+            torch.export.load(file, extra_files=files)
+        return json.loads(files[METADATA])
+
+
+class Checked(nn.Module):
+    """A traced graph that refuses images of sizes it was not made for.
+
+    Args:
+        graph (ScriptModule): The graph.
+        shape (list[int]): Of the traced image.
+        smallest (int, optional): Pixels a side from which on every size is served; None for that shape alone.
+    """
+
+    def __init__(self, graph: torch.jit.ScriptModule, shape: list[int], smallest: Optional[int]) -> None:
+        super().__init__()
+        self.graph = graph
+        self.shape = shape
+        self.smallest = smallest or 0
+
+    def forward(self, image: Tensor):
+        shape = list(image.shape)
+        if self.smallest > 0:
+            if shape[1] != self.shape[1] or min(shape[2], shape[3]) < self.smallest:
+                raise ValueError(
+                    f'image has the shape {shape}; allowed is (B, {self.shape[1]}, H, W), H and W >= {self.smallest}'
+                )
+        elif shape != self.shape:
+            raise ValueError(f'image has the shape {shape}; the graph was traced for {self.shape} and serves no other')
+        return self.graph(image)
+
+
+class TorchScript(Format):
+    suffix = '.pt'
+
+    @quiet()
+    def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
+        graph = torch.jit.trace(model, example, check_trace=False)
+        graph = torch.jit.script(Checked(graph, list(example.shape), smallest))
+        torch.jit.save(torch.jit.freeze(graph.eval()), str(path), _extra_files={METADATA: json.dumps(metadata)})
+
+    @quiet()
+    def load(self, path: Path) -> Callable:
+        return torch.jit.load(str(path))
+
+    @quiet()
+    def read_metadata(self, path: Path) -> dict:
+        files = {METADATA: ''}
+        torch.jit.load(str(path), _extra_files=files)
+        return json.loads(files[METADATA])
+
+
+class Onnx(Format):
+    suffix = '.onnx'
+    needs = ('onnx', 'onnxscript', 'onnxruntime')
+
+    @quiet()
+    def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
+        example, shapes = _open(example, smallest)
+        names = dict(input_names=['image'], output_names=metadata['outputs'])
+        program: Any = torch.onnx.export(model, (example,), dynamo=True, dynamic_shapes=shapes, verbose=False, **names)
+        for key, value in metadata.items():
+            program.model.metadata_props[key] = value if isinstance(value, str) else json.dumps(value)
+        program.save(str(path))
+
+    def load(self, path: Path) -> Callable:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 3
+        session = onnxruntime.InferenceSession(str(path), options, providers=['CPUExecutionProvider'])
+        return lambda image: [torch.from_numpy(out) for out in session.run(None, {'image': image.numpy()})]
+
+    def read_metadata(self, path: Path) -> dict:
+        import onnx
+
+        found: dict = {}
+        for prop in onnx.load(str(path), load_external_data=False).metadata_props:
+            try:
+                found[prop.key] = json.loads(prop.value)
+            except ValueError:  # text
+                found[prop.key] = prop.value
+        return found
+
+
+class OpenVino(Format):
+    suffix = '.xml'
+    needs = ('openvino',)
+
+    @quiet()
+    def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
+        import openvino
+
+        # bounds are kept in the file, and images below them refused
+        shape = list(example.shape) if smallest is None else f'[1..,{example.shape[1]},{smallest}..,{smallest}..]'
+        graph = torch.jit.trace(model, example, check_trace=False)
+        converted = openvino.convert_model(graph, example_input=example, input=[openvino.PartialShape(shape)])
+        for port, name in zip((*converted.inputs, *converted.outputs), ('image', *metadata['outputs'])):
+            port.set_names({name})
+        converted.set_rt_info(json.dumps(metadata), ['mmlinattn'])
+        openvino.save_model(converted, str(path), compress_to_fp16=False)
+
+    def load(self, path: Path) -> Callable:
+        import openvino
+
+        # by default CPUs with bfloat16 or float16 units round to it
+        compiled = openvino.compile_model(str(path), 'CPU', {'INFERENCE_PRECISION_HINT': 'f32'})
+        return lambda image: [torch.from_numpy(out.copy()) for out in compiled(image.numpy()).values()]
+
+    def read_metadata(self, path: Path) -> dict:
+        import openvino
+
+        return json.loads(openvino.Core().read_model(str(path)).get_rt_info(['mmlinattn']).astype(str))
+
+
+FORMATS: dict[str, Format] = {
+    'onnx': Onnx(),
+    'torch-export': TorchExport(),
+    'torchscript': TorchScript(),
+    'openvino': OpenVino(),
+}

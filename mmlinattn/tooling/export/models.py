@@ -1,0 +1,222 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What of a model becomes a graph, in which form, and whether the graph gives the model's numbers."""
+
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import torch
+import torch.nn.functional as F
+from mmengine.config import Config
+from torch import Tensor, nn
+
+from ...ops.dispatch import serves_ones
+from ...utils.errors import RunError, described, printable
+from ...utils.registering import bare_name
+from ..class_names import class_names
+from .formats import FORMATS
+from .replacements import replace_modules, strided_pools
+
+SMALLEST = 32  # pixels a side, as the backbones take them
+TOLERANCE = 1e-3  # standard deviations of an output; a graph that is wrong at a size is off by 0.3 and more
+
+
+class Sizes(NamedTuple):
+    """Images a graph is exported with, whether it is to serve others, and from how many pixels a side on."""
+
+    batch: int
+    height: int
+    width: int
+    dynamic: bool = False
+    smallest: int = SMALLEST
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.batch, 3, self.height, self.width
+
+    def others(self) -> list[tuple[int, int, int, int]]:
+        """Two more shapes to check a dynamic graph at: a larger one, alone in its batch, and a smaller one."""
+        if not self.dynamic:
+            return []
+        height, width = (max(self.smallest + 1, side * 5 // 8 + 1) for side in (self.height, self.width))
+        return [(1, 3, self.height + 37, self.width + 18), (self.batch + 1, 3, height, width)]
+
+    def check(self) -> None:
+        """
+        Raises:
+            RunError: There is no image, or one that is too small.
+        """
+        if self.batch < 1:
+            raise RunError(f'--batch {self.batch} has to be at least 1.')
+        if min(self.height, self.width) < self.smallest:
+            raise RunError(f'--shape {self.height} {self.width}: a side has {self.smallest} pixels at least.')
+
+    def describe(self) -> str:
+        """What the graph serves, in words."""
+        if self.dynamic:
+            return f'image (batch, 3, height, width), batch >= 1, height and width >= {self.smallest}'
+        return f'image {self.shape}, no other size'
+
+
+class ExportableModel(nn.Module):
+    """The part of a model between a normalised image and its head's logits, or a detector's neck.
+
+    Args:
+        model (nn.Module): Of MMPretrain, MMSegmentation or MMDetection, with a backbone; is changed in place: put in
+            eval mode, folded (``switch_to_deploy``), its adaptive pools replaced by such that hold at every size.
+
+    Attributes:
+        task (str): ``'classifier'``, ``'segmentor'`` or ``'detector'``.
+
+    Shape: (B, 3, H, W) -> (B, classes) logits of a classifier, (B, classes, H, W) of a segmentor, the maps of a
+    detector's neck (of its backbone, where it has none).
+
+    Raises:
+        RunError: For a model of another kind.
+    """
+
+    model: Any
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        if hasattr(model, 'decode_head') and hasattr(model, 'encode_decode'):
+            self.task = 'segmentor'
+        elif getattr(model, 'with_head', False) and hasattr(model, 'extract_feat') and hasattr(model, 'head'):
+            self.task = 'classifier'
+        elif hasattr(model, 'extract_feat') and hasattr(model, 'backbone'):
+            self.task = 'detector'
+        else:
+            raise RunError(f'{type(model).__name__} is no classifier, segmentor or detector with a backbone.')
+        model.eval().requires_grad_(False)
+        if hasattr(model.backbone, 'switch_to_deploy'):
+            model.backbone.switch_to_deploy()
+        replace_modules(model)
+        self.model = model
+
+    @serves_ones
+    def forward(self, image: Tensor):
+        if self.task == 'detector':
+            with strided_pools():
+                return tuple(self.model.extract_feat(image))
+        logits = self.model(image, mode='tensor')
+        if self.task == 'classifier':
+            return logits
+        align = self.model.decode_head.align_corners
+        return F.interpolate(logits, image.shape[2:], mode='bilinear', align_corners=align)
+
+    def output_names(self, outputs) -> list[str]:
+        return ['logits'] if isinstance(outputs, Tensor) else [f'feat{i}' for i in range(len(outputs))]
+
+
+def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dict], names: list[str]) -> dict:
+    """What an application has to know to use the graph, fit for JSON.
+
+    Returns:
+        dict: ``task``, ``serves``, ``outputs``, ``input_range`` (of pixels before normalisation), ``channel_order``,
+        ``mean``, ``std``, ``pad_size_divisor`` and ``classes`` (None where neither checkpoint nor data set names them).
+    """
+    from ... import __version__
+
+    given = cfg.model.get('data_preprocessor') or cfg.get('data_preprocessor') or {}
+    is_rgb = given.get('bgr_to_rgb') or given.get('to_rgb')
+    at_test = given.get('test_cfg') or {}  # of MMSegmentation, whose own size_divisor is that of training
+    return dict(
+        mmlinattn=__version__,
+        task=task,
+        serves=sizes.describe(),
+        outputs=names,
+        input_range=[0, 255],
+        channel_order='RGB' if is_rgb else 'BGR',
+        mean=list(given.get('mean') or [0.0] * 3),
+        std=list(given.get('std') or [1.0] * 3),
+        pad_size_divisor=given.get('pad_size_divisor') or at_test.get('size_divisor') or 1,
+        classes=class_names(cfg, checkpoint_meta),
+    )
+
+
+def default_shape(cfg: Config) -> tuple[int, int]:
+    """Height and width that the config tests at: the crop of a classifier or segmentor, 800x1216 for detectors."""
+    crops = [step for step in cfg.get('test_pipeline') or [] if bare_name(step.get('type')) == 'CenterCrop']
+    size = dict(
+        mmpretrain=crops[-1]['crop_size'] if crops else 224,
+        mmseg=cfg.get('crop_size') or 512,
+    ).get(cfg.get('default_scope'), (800, 1216))
+    return (size, size) if isinstance(size, int) else tuple(size)
+
+
+def deviation(outputs, expected) -> float:
+    """The largest deviation of a value of one or several outputs, in standard deviations of what is expected; infinite
+    for other shapes, and for values that are not finite. Of values that are all alike, a classifier's of one class, in
+    units of their size."""
+    outputs, expected = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, expected))
+    if [tuple(t.shape) for t in outputs] != [tuple(t.shape) for t in expected]:
+        return math.inf
+    found = []
+    for out, truth in zip(outputs, expected):
+        spread = truth.double().std(correction=min(1, truth.numel() - 1)).item() or truth.abs().max().item() or 1
+        found.append((out.double() - truth.double()).abs().max().item() / spread)
+    return max(found) if math.isfinite(sum(found)) else math.inf
+
+
+class Export(NamedTuple):
+    """What was written, its metadata, and the :func:`deviation` at each shape it was run at."""
+
+    files: list[Path]
+    metadata: dict
+    errors: dict[tuple, float]
+
+
+@torch.no_grad()
+def export_model(
+    model: nn.Module,
+    cfg: Config,
+    target: Path,
+    form: str,
+    sizes: Sizes,
+    checkpoint_meta: Optional[dict] = None,
+) -> Export:
+    """Write a model as a graph and run what was written beside the model.
+
+    ``target`` appears whole, and only when no deviation from the model is above :data:`TOLERANCE`.
+
+    Args:
+        model, cfg: As of :func:`mmlinattn.utils.building.build_model`; see :class:`ExportableModel`.
+        target (Path): File to write.
+        form (str): One of :data:`~mmlinattn.tooling.export.formats.FORMATS`.
+        sizes (Sizes): What to export with.
+        checkpoint_meta (dict, optional): ``meta`` of the checkpoint, for the names of the classes.
+
+    Raises:
+        RunError: The model cannot be exported, or the file does not give the model's numbers.
+    """
+    backend = FORMATS[form]
+    exportable = ExportableModel(model)
+    if sizes.dynamic and exportable.task != 'classifier':
+        sizes = sizes._replace(smallest=backend.smallest_of_pyramids)
+    sizes.check()
+    images = [torch.randn(shape) for shape in (sizes.shape, *sizes.others())]
+    expected = [exportable(image) for image in images]
+    meta = metadata(cfg, exportable.task, sizes, checkpoint_meta, exportable.output_names(expected[0]))
+    target = Path(target)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix='.export-') as folder:
+        part = Path(folder) / target.name
+        try:
+            backend.write(exportable, images[0], part, sizes.smallest if sizes.dynamic else None, meta)
+            run = backend.load(part)
+            outputs = [run(image) for image in images]
+        except Exception as error:  # each exporter and runtime has its own
+            raise RunError(f'{form} cannot express this model: {printable(described(error))}') from error
+        errors = {tuple(image.shape): deviation(*pair) for image, *pair in zip(images, outputs, expected)}
+        del run
+        if max(errors.values()) > TOLERANCE:
+            listed = ', '.join(f'{"x".join(map(str, shape))}: {error:.1e}' for shape, error in errors.items())
+            raise RunError(
+                f'the {form} graph deviates from the model by more than {TOLERANCE} standard deviations of an output '
+                f'({listed}); {target} was not written.'
+            )
+        files = sorted(Path(folder).iterdir())
+        for path in files:
+            os.replace(path, target.parent / path.name)
+    return Export([target.parent / path.name for path in files], meta, errors)

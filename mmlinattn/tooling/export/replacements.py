@@ -1,0 +1,87 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Parts of upstream heads whose graphs would hold for one size only, and such that compute the same at all."""
+
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...ops.sizes import as_tensor
+
+
+@contextmanager
+def strided_pools():
+    """A context in which max pools of one pixel, the last levels of MMDetection's FPN, are slices.
+
+    The shape of a pool's result PyTorch's exporter works out by asking whether the size is divided by the stride, and
+    writes the answer into the graph.
+    """
+    pool = F.max_pool2d
+
+    def max_pool2d(x: Tensor, kernel_size, stride=None, *more, **options) -> Tensor:
+        if kernel_size != 1 or stride is None or more or options:
+            return pool(x, kernel_size, stride, *more, **options)
+        rows, columns = (stride, stride) if isinstance(stride, int) else stride
+        return x[..., ::rows, ::columns]
+
+    F.max_pool2d = max_pool2d  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.max_pool2d = pool
+
+
+class BinMeans(nn.Module):
+    """``nn.AdaptiveAvgPool2d`` as two products with matrices of weights.
+
+    Graphs know adaptive pools of one size of the map, or none at all. Bin i of n covers the rows from
+    ``floor(i H / n)`` to ``ceil((i + 1) H / n)``, as PyTorch's.
+
+    Args:
+        bins (tuple[int, int]): Rows and columns of the result.
+
+    Shape: (B, C, H, W) -> (B, C, *bins).
+    """
+
+    def __init__(self, bins: tuple[int, int]) -> None:
+        super().__init__()
+        self.bins = bins
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, columns = (self.weights(size, number, x) for size, number in zip(x.shape[2:], self.bins))
+        return torch.einsum('ih,bchw,jw->bcij', rows, x, columns)
+
+    @staticmethod
+    def weights(size, number: int, like: Tensor) -> Tensor:
+        """Mean over each bin, (number, size)."""
+        position = torch.arange(size, device=like.device)
+        index = torch.arange(number, device=like.device)
+        length = as_tensor(size, like, torch.long)
+        first = torch.div(index * length, number, rounding_mode='floor')
+        end = torch.div((index + 1) * length + number - 1, number, rounding_mode='floor')
+        inside = ((position >= first[:, None]) & (position < end[:, None])).to(like.dtype)
+        return inside / (end - first)[:, None].to(like.dtype)
+
+
+def replacement(module: Any) -> Optional[nn.Module]:
+    """The part to put in place of ``module``, or None."""
+    if type(module) is nn.AdaptiveAvgPool2d:
+        size: Any = module.output_size
+        bins = (size, size) if isinstance(size, int) else tuple(size)
+        return None if bins == (1, 1) or None in bins else BinMeans(bins)
+    # mmseg.models.utils.Upsample: makes a Python number of the size of the map
+    if type(module).__name__ == 'Upsample' and type(module).__module__.startswith('mmseg.') and not module.size:
+        factor = module.scale_factor
+        return nn.Upsample(scale_factor=factor, mode=module.mode, align_corners=module.align_corners)
+    return None
+
+
+def replace_modules(model: nn.Module) -> None:
+    """Put :func:`replacement` in place everywhere in ``model``."""
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            new = replacement(child)
+            if new is not None:
+                setattr(parent, name, new)

@@ -1,0 +1,112 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The backbones of our configs by name: how they are built, where their weights are, how the paper trained them."""
+
+import copy
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple, Optional
+
+import torch
+from mmengine.config import Config
+from mmengine.registry import MODELS
+
+from ...backbones.base import PyramidBackbone
+from ...checkpoints.released import released_checkpoints
+from ...utils.errors import RunError
+from ...utils.files import project_files
+
+# how names of configs end; the one that stands for its task first
+_RECIPES = ('maskrcnn_1x', 'cascade_3x', 'retinanet_1x', 'maskrcnn_3x', 'upernet_160k', 'fpn_80k', 'in1k')
+# of a config's backbone, what belongs to its task and not to the network
+_OF_THE_TASK = ('out_indices', 'out_norm', 'out_type', 'frozen_stages', 'init_cfg', 'deploy')
+
+
+class FeatureMap(NamedTuple):
+    """What a backbone gives: channels, and pixels of the image a position. ``stride`` None stands for tokens (B, C)."""
+
+    channels: int
+    stride: Optional[int]
+
+
+class ZooBackbone(NamedTuple):
+    """A backbone of our configs.
+
+    Attributes:
+        name: Stem of its configs, e.g. ``inline_swin_s``.
+        cfg: ``dict(type=..., arch=..., ...)``, without what depends on the task.
+        checkpoint: ``mmlinattn://NAME`` of the released ImageNet weights, or None.
+        stages: The maps it can return, by stage.
+        plain: Whether it is one stage of blocks at stride 16.
+    """
+
+    name: str
+    cfg: dict
+    checkpoint: Optional[str]
+    stages: tuple[FeatureMap, ...]
+    plain: bool
+
+    def with_outputs(self, stages: Sequence[int]) -> dict:
+        """Its config with these outputs; of a plain one that stands in for several maps, those of as many blocks."""
+        cfg = copy.deepcopy(self.cfg)
+        if self.plain:
+            cfg['out_type'] = 'featmap'
+            if len(self.stages) > 1:
+                depth = MODELS.get(cfg['type']).resolve_arch(cfg['arch'])['depths'][0]
+                cfg['out_indices'] = tuple((i + 1) * depth // len(self.stages) - 1 for i in stages)
+        elif list(stages) != list(range(len(self.stages))):  # all four are what it does unasked
+            cfg['out_indices'] = tuple(stages)
+        return cfg
+
+
+@functools.cache
+def _recipes() -> dict[tuple[str, str], dict[str, str]]:
+    """(backbone, task) -> recipe -> path of the config."""
+    table: dict[tuple[str, str], dict[str, str]] = {}
+    for kind in _RECIPES:
+        for path in project_files('configs').glob(f'mm*/*_{kind}.py'):
+            table.setdefault((path.stem[: -len(kind) - 1], path.parent.name), {})[kind] = str(path)
+    return table
+
+
+def backbone_names() -> list[str]:
+    """Every name that :func:`find_backbone` takes."""
+    return sorted({name for name, _ in _recipes()})
+
+
+def find_backbone(name: str, task: str) -> ZooBackbone:
+    """A backbone by the stem of its configs, as that of the task builds it (detectors synchronise batch norms).
+
+    Raises:
+        RunError: There is no such backbone; the message lists those that are.
+    """
+    of_tasks = [_recipes().get((name, other)) for other in (task, 'mmdet', 'mmseg', 'mmpretrain')]
+    paths = next(filter(None, of_tasks), None)
+    if paths is None:
+        raise RunError(f'BACKBONE is {name!r}; allowed are: {", ".join(backbone_names())}')
+    config = Config.fromfile(next(iter(paths.values())))
+    cfg = {key: value for key, value in config.model.backbone.to_dict().items() if key not in _OF_THE_TASK}
+    cfg.pop('_scope_', None)
+    # a size for larger images starts from the weights of the smaller one, which its config names
+    init_cfg = config.model.backbone.get('init_cfg') or {}
+    checkpoint = f'mmlinattn://{name}' if name in released_checkpoints() else init_cfg.get('checkpoint')
+    plain = not issubclass(MODELS.get(cfg['type']), PyramidBackbone)
+    with torch.device('meta'):  # no memory and no random numbers
+        info = MODELS.build(dict(cfg)).feature_info
+    return ZooBackbone(name, cfg, checkpoint, tuple(FeatureMap(out['channels'], out['stride']) for out in info), plain)
+
+
+def recipe(name: str, task: str, preferred: str = '') -> Config:
+    """The config whose optimizer the backbone was trained with for a task, ``preferred`` (``fpn_80k``) of several.
+
+    Where the paper has no such row for this size, it is that of another size of the same host, and failing that of
+    RAVLT.
+    """
+    family = [name.rsplit('_', count)[0] for count in range(name.count('_') + 1)]
+    fitting = (
+        paths
+        for prefix in [*family, 'ravlt']
+        for (other, its_task), paths in sorted(_recipes().items())
+        if its_task == task and f'{other}_'.startswith(f'{prefix}_')
+    )
+    paths = next(fitting)
+    return Config.fromfile(paths.get(preferred) or next(iter(paths.values())))

@@ -1,0 +1,153 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What is caught of attentions while they run: tokens and features of every arrangement, and hooks that go away."""
+
+import pytest
+import torch
+from torch import nn
+
+from mmlinattn.attention import GlobalAttention, Grid, ReducedAttention, StripeAttention, TokenMixer, WindowAttention
+from mmlinattn.attention.arrangements import Attention
+from mmlinattn.tooling.analysis.capture import watched
+
+
+def looked_into(attention, x):
+    """The block of one attention, whose weights are drawn anew, and what the attention gave."""
+    for parameter in attention.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    found = []
+    model = nn.ModuleDict(dict(block=nn.ModuleDict(dict(attn=attention.eval()))))
+    with watched(model, found.append):
+        out = attention(x)
+    (block,) = found
+    return block, out
+
+
+class Doubled(GlobalAttention):
+    """An arrangement of a user, who calls the mixer and writes over what that gives."""
+
+    def mix(self, q, k, v, grid, **_):
+        return self.mixer(q, k, v, grid, grid).mul_(2)
+
+
+ARRANGEMENTS = {
+    **{
+        f'gate: {gate}': lambda gate=gate: GlobalAttention(8, 2, 'inline', local_kernel=3, gate=gate)
+        for gate in (None, 'projection', 'identity', 'tanh')
+    },
+    'windows, cut at the border': lambda: WindowAttention(8, 2, 'enhanced', (4, 4)),
+    'windows, shifted': lambda: WindowAttention(8, 2, 'softmax', (4, 4), shift=True),
+    'reduced keys': lambda: ReducedAttention(8, 2, 'softmax', 2, dict(type='LN'), gate='tanh'),
+    'stripes': lambda: StripeAttention(8, 2, 'softmax', 2),
+    'stripes, gate': lambda: StripeAttention(8, 4, 'rala', 2),
+}
+
+
+@pytest.mark.parametrize('make', ARRANGEMENTS.values(), ids=ARRANGEMENTS)
+def test_features_are_what_the_output_projection_sees(make):
+    """With convolution and gate, token by token of a map of 5 x 6, heads of each branch in their order."""
+    attention, x = make(), torch.randn(1, 5, 6, 8)
+    block, out = looked_into(attention, x)
+    features = block.features()
+    assert (block.name, block.size) == ('block', (5, 6)) and len(features) == len(block.branches)
+    for branch, (mixed, whole) in zip(block.branches, features):  # the mixer's own, without convolution and gate
+        for call in branch:
+            real = call.queries >= 0
+            assert torch.equal(mixed.transpose(0, 1).flatten(1)[call.queries[real]], call.out[real])
+        if not branch[0].local_kernels() and not getattr(attention, 'gate', 'gate'):
+            torch.testing.assert_close(mixed, whole)
+    merged = torch.cat([whole.transpose(0, 1).flatten(1) for _, whole in features], dim=-1)
+    torch.testing.assert_close(attention.proj(merged).unflatten(0, (5, 6))[None], out, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('make', [*ARRANGEMENTS.values(), lambda: Doubled(8, 2, 'softmax')])
+def test_what_a_mixer_was_given_and_gave_is_kept_as_it_was(make):
+    """Gates and convolutions write over its output, mixers over their queries and keys; in inference."""
+    attention, given, gave = make(), [], []
+    for module in attention.modules():
+        if isinstance(module, TokenMixer):
+            module.register_forward_pre_hook(lambda mixer, args: given.append([t.clone() for t in args[:3]]))
+            module.register_forward_hook(lambda mixer, args, out: gave.append(out.clone()))
+    block, _ = looked_into(attention, torch.randn(1, 5, 6, 8))
+    assert len(block.calls) == len(given) == len(gave)
+    for call, tokens, out in zip(block.calls, given, gave):
+        assert torch.equal(call.out, out)
+        assert all(torch.equal(call.given[name], t) for name, t in zip('qkv', tokens))
+        rows = (call.queries[0] >= 0).nonzero()[:, 0]
+        weights = call.weights(0, rows)
+        assert call.error(0, rows, weights) < 1e-4 < 0.1 < call.error(0, rows, 2 * weights)
+
+
+def test_hooks_go_also_where_something_fails():
+    model, found = nn.Sequential(GlobalAttention(8, 2, 'softmax')).eval(), []
+    with pytest.raises(ValueError, match='one image at a time, not 2'), watched(model, found.append):
+        assert not model(torch.randn(1, 3, 4, 8)).requires_grad
+        model(torch.randn(1, 2, 5, 8))
+        model(torch.randn(2, 3, 4, 8))
+    assert [(block.size, len(block.calls)) for block in found] == [((3, 4), 1), ((2, 5), 1)]
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+class Halves(Attention):
+    """Tokens in an order that nobody else has."""
+
+    def forward(self, x, **shared):
+        tokens = x.flatten(1, 2).unflatten(1, (2, -1))[0]
+        return super().forward(tokens, Grid(1, tokens.shape[1])).flatten(0, 1).view_as(x)
+
+
+def test_what_cannot_be_looked_into_is_named():
+    attention = Halves(8, 2, 'softmax').eval()
+    with pytest.raises(NotImplementedError, match='Halves lays its tokens in a way'), watched(attention, print):
+        attention(torch.randn(1, 4, 4, 8))
+    with pytest.raises(ValueError, match='Linear has no attention'), watched(nn.Linear(2, 2), print):
+        pass
+
+
+@pytest.mark.parametrize('mixer', ['softmax', 'inline', 'focused', 'angular'])
+def test_weights_with_convolutions_are_the_whole_of_what_is_mixed(mixer):
+    """Where all channels of a head have one kernel, their mean is no loss: of the mixer's own and that around it."""
+    attention = GlobalAttention(8, 2, mixer, local_kernel=3)
+    x, found = torch.randn(1, 4, 5, 8), []
+    nn.init.normal_(attention.qkv.weight)
+    with torch.no_grad():
+        for convolution in (attention.local, getattr(attention.mixer, 'local', None)):
+            if convolution is not None:
+                size, width = convolution.kernel_size[0], len(convolution.weight)
+                convolution.weight.copy_(torch.randn(width // 4, 1, size, size).repeat_interleave(4, dim=0))
+                convolution.bias.zero_()
+        if mixer == 'inline':  # kernels that are predicted differ by channel: these do not
+            attention.mixer.residual.fc2.weight.zero_()
+            attention.mixer.residual.fc2.bias.copy_(torch.randn(2, 9).repeat_interleave(4, dim=0).flatten())
+    with watched(nn.Sequential(attention.eval()), found.append):
+        attention(x)
+    (call,) = found[0].calls
+    rows, v = torch.tensor([0, 7, 19]), call.given['v'][0].unflatten(-1, (2, 4)).transpose(0, 1)
+    ((_, whole),) = found[0].features()
+    torch.testing.assert_close(call.weights(0, rows, local=True) @ v, whole[:, rows], rtol=1e-4, atol=1e-5)
+    assert len(call.local_kernels()) == (1 if mixer == 'softmax' else 2)
+
+
+def test_each_window_has_kernels_and_regions_of_its_own():
+    block, _ = looked_into(WindowAttention(8, 2, 'inline', (4, 4)), torch.randn(1, 8, 8, 8))
+    (call,), rows = block.calls, torch.tensor([5])  # row 1, column 1 of the window
+    kernels = call.mixer.local_kernels(call.given['context'])
+    assert kernels.shape == (4, 8, 3, 3) and (kernels[0] - kernels[3]).abs().max() > 0.1
+    for window in range(4):
+        added = call.weights(window, rows, local=True) - call.weights(window, rows)
+        expected = kernels[window].unflatten(0, (2, 4)).mean(dim=1)
+        torch.testing.assert_close(added[:, 0].unflatten(-1, (4, 4))[:, :3, :3], expected, rtol=1e-4, atol=1e-5)
+    block, _ = looked_into(WindowAttention(8, 2, 'hallucinated', (4, 4), shift=True), torch.randn(1, 8, 8, 8))
+    (call,), rows = block.calls, torch.arange(16)
+    assert all(call.error(window, rows, call.weights(window, rows)) < 1e-4 for window in range(4))
+
+
+def test_states_are_of_the_real_tokens_of_a_window():
+    """A map of 5 rows in stripes of 2: the last one has a row of tokens that are none."""
+    block, _ = looked_into(StripeAttention(8, 2, dict(type='inline', local_residual=False), 2), torch.randn(1, 5, 6, 8))
+    _, wide = block.calls
+    last, real = len(wide.queries) - 1, wide.queries[-1] >= 0
+    assert real.sum() == 6 and len(real) == 12
+    k, v = wide.given['k'][-1, real], wide.given['v'][-1, real]
+    torch.testing.assert_close(wide.state(last)[0], (k - k.mean(dim=0)).mT @ v, rtol=1e-4, atol=1e-5)
+    block, _ = looked_into(GlobalAttention(8, 2, 'softmax'), torch.randn(1, 4, 5, 8))
+    assert block.calls[0].state(0) is None

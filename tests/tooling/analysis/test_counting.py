@@ -1,0 +1,82 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Multiply-adds and memory of whatever runs, against numbers worked out by hand."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mmlinattn.attention import Grid, HallucinatedMixer
+from mmlinattn.tooling.analysis.counting import CONV, LINEAR, PRODUCT, Count
+
+
+class Toy(nn.Module):
+    """Its last layer has no name, and the map before the first has rows that are not contiguous."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.linear = nn.Conv2d(4, 8, 3, padding=1, groups=2), nn.Linear(8, 6)
+        self.norms = nn.Sequential(nn.LayerNorm(6), nn.GroupNorm(6, 6), nn.BatchNorm1d(6).eval())
+        self.nameless = [nn.Linear(6, 5, bias=False)]
+
+    def forward(self, x):
+        x = self.linear(self.conv(x).permute(0, 2, 3, 1)).flatten(1, 2)
+        state = x.transpose(1, 2) @ x
+        x = self.norms[0](x)
+        self.norms[2](self.norms[1](x.mT))
+        return F.scaled_dot_product_attention(x[:, None], x[:, None], self.nameless[0](x)[:, None]), state
+
+
+@pytest.mark.parametrize('device', ['cpu', 'meta'])
+def test_counts_by_kind_and_module(device):
+    """Twice the same; modules without a name, and products, count as part of what calls them."""
+    with torch.device(device):
+        model, x = nn.Sequential(Toy()), torch.zeros(2, 4, 5, 7)
+        for layer in model[0].nameless:
+            layer.to(device)
+    tokens, call = 2 * 5 * 7, nn.Module.__call__
+    for _ in range(2):
+        with torch.no_grad(), Count(model) as count:
+            model(x)
+        assert count.macs == {
+            ('0.conv', CONV): tokens * 8 * 2 * 9,
+            ('0.linear', LINEAR): tokens * 8 * 6,
+            ('0', LINEAR): tokens * 6 * 5,
+            ('0', PRODUCT): tokens * 6 * 6 + tokens * 35 * (6 + 5),
+        }
+        assert count.norm_ops == tokens * 6 * (5 + 5 + 2)  # as fvcore counts them
+        assert nn.Module.__call__ is call
+
+
+@pytest.mark.parametrize('device', ['cpu', 'meta'])
+@pytest.mark.parametrize(
+    ('steps', 'taps'), [((), 0), (('ihh',), 9 * 3), (('chh',), 3 * 3), (('ihh', 'chh'), 9 * 3 + 3 * 3)]
+)
+def test_hallucinated_attention_counts_as_its_paper_counts(device, steps, taps):
+    """Maps of all heads with their values, a 3x3 over half of them and their mixture; no map is seen in memory."""
+    with torch.device(device):
+        mixer = HallucinatedMixer(24, 3, steps=steps)
+        q, k, v = torch.zeros(2, 30, 12), torch.zeros(2, 20, 12), torch.zeros(2, 20, 24)
+    with torch.no_grad(), Count(mixer) as count:
+        assert mixer(q, k, v, Grid(5, 6), Grid(4, 5)).shape == (2, 30, 24)
+    assert count.macs == {('', PRODUCT): 2 * 30 * 20 * (12 + 24 + taps)}
+    assert count.peak_bytes < 2 * 4 * 30 * 24 * 4
+
+
+def test_attention_of_many_tokens_keeps_no_map():
+    q = torch.zeros(1, 1, 100_000, 8, device='meta')
+    with Count(nn.Identity()) as count:
+        F.scaled_dot_product_attention(q, q, q)
+    assert count.peak_bytes == 100_000 * 8 * 4
+
+
+def test_memory_is_what_is_alive_at_one_time():
+    """Each map with the one before it, which is freed when the next one is there; a view keeps all that it is of."""
+    with Count(nn.Identity()) as count:
+        for length in range(1, 8):
+            x = torch.zeros(1000 * length, device='meta')
+    assert count.peak_bytes == 4 * (6000 + 7000) and len(x) == 7000
+    with torch.inference_mode(), Count(nn.Identity()) as count:
+        kept = torch.zeros(1000, device='meta')[:1]
+        other = torch.zeros(500, device='meta')
+    assert count.peak_bytes == 4 * (1000 + 500) and (len(kept), len(other)) == (1, 500)

@@ -1,0 +1,118 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What the model of a config costs: against numbers worked out by hand and those measured on the released models."""
+
+import pytest
+import torch
+from config_helpers import load
+from mmengine.config import Config
+from mmengine.registry import MODELS
+from torch import nn
+
+import mmlinattn  # noqa: F401
+from mmlinattn.tooling.analysis.counting import CONV, LINEAR
+from mmlinattn.tooling.analysis.flops import count_model, image_shape, part_of
+from mmlinattn.utils.errors import RunError
+
+# RAVLT-T and -L, G multiply-adds at 224x224: convolutions and linear layers; all with norms, hybrid and fully linear
+LAYERS = {'t': 2.41, 'l': 16.09}
+HYBRID = {'t': 2.63, 'l': 17.26}
+LINEAR_ONLY = {'t': 2.55, 'l': 16.83}
+
+
+@pytest.mark.parametrize('size', 'tl')
+def test_ravlt_costs(size):
+    pytest.importorskip('mmpretrain')
+    cfg = load(f'mmpretrain/ravlt_{size}_in1k').copy()
+    cost = count_model(cfg)
+    assert cost.shape == (224, 224)
+    assert cost.layer_macs / 1e9 == pytest.approx(LAYERS[size], abs=0.01)
+    assert (cost.total_macs() + cost.norm_ops) / 1e9 == pytest.approx(HYBRID[size], abs=0.01)
+    cfg.merge_from_dict({'model.backbone.stage_attns': ('rala',) * 4, 'model.backbone.frozen_stages': 1})
+    linear = count_model(cfg)
+    assert linear.layer_macs == cost.layer_macs
+    assert linear.params['backbone.stage1'] == cost.params['backbone.stage1']  # frozen ones are parameters too
+    assert (linear.total_macs() + linear.norm_ops) / 1e9 == pytest.approx(LINEAR_ONLY[size], abs=0.01)
+
+
+def test_two_stage_parts_by_hand():
+    pytest.importorskip('mmdet')
+    cost = count_model(load('mmdet/ravlt_t_maskrcnn_1x'))
+    assert cost.shape == (800, 1280) and any('1000 proposals' in note for note in cost.notes)
+    # 1000 RoIs: 7 * 7 * 256 -> 1024 -> 1024 -> 81 classes and 80 boxes
+    fc = 1000 * (7 * 7 * 256 * 1024 + 1024 * 1024 + 1024 * (81 + 320))
+    assert cost.macs['roi_head.bbox_head', LINEAR] == fc
+    # 100 RoIs: four 3x3 and, at twice the size, a transposed 2x2 and the logits
+    convs = 100 * (14 * 14 * 4 * 256 * 256 * 9 + 14 * 14 * 256 * 256 * 4 + 28 * 28 * 256 * 80)
+    assert cost.macs['roi_head.mask_head', CONV] == convs
+    # RPN on strides 4 to 64
+    pixels = sum(-(-800 // stride) * -(-1280 // stride) for stride in (4, 8, 16, 32, 64))
+    assert cost.macs['rpn_head', CONV] == pixels * (256 * 256 * 9 + 256 * 3 * 5)
+
+
+def test_cascades_run_each_stage_and_fewer_proposals_cost_less():
+    pytest.importorskip('mmdet')
+    cfg = load('mmdet/ravlt_b_cascade_3x').copy()
+    cost = count_model(cfg, (320, 320))
+    single = cost.macs['roi_head.bbox_head', CONV] / 3
+    assert single == 1000 * 4 * 7 * 7 * 256 * 256 * 9  # 4 convs in each of three heads
+    cfg.model.test_cfg.rpn.max_per_img = 100
+    assert count_model(cfg, (320, 320)).macs['roi_head.bbox_head', CONV] == 3 * single / 10
+
+
+class Segmentor(nn.Module):
+    def __init__(self, data_preprocessor=None, auxiliary=True, teacher_ckpt=None):
+        super().__init__()
+        assert data_preprocessor == dict(a=1) and teacher_ckpt is None
+        self.backbone, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.SyncBatchNorm(4)
+        self.auxiliary_head = nn.Linear(4, 4) if auxiliary else None
+
+    def train(self, mode=True):  # as of MMDetection's students: gives nothing back
+        super().train(mode)
+
+    def forward(self, image, mode):
+        assert mode == 'tensor' and not torch.is_grad_enabled() and not self.training and image.is_meta
+        return self.norm(self.backbone(image))
+
+
+@pytest.mark.parametrize('auxiliary', [True, False])
+def test_a_model_is_counted_without_memory_and_reads_no_file(monkeypatch, auxiliary):
+    monkeypatch.setitem(MODELS._module_dict, 'CountedToy', Segmentor)
+    model = dict(type='CountedToy', auxiliary=auxiliary, teacher_ckpt='gone.pth')
+    cfg = Config(dict(model=model, data_preprocessor=dict(a=1)))
+    cost = count_model(cfg, (32, 40))
+    assert cfg.model.to_dict() == model  # the config stays as it is
+    pixels = 32 * 40
+    assert cost.shape == (32, 40) and cost.macs == {('backbone', CONV): pixels * 3 * 4 * 9}
+    assert cost.norm_ops == 2 * 4 * pixels and cost.peak_bytes >= 2 * 4 * 4 * pixels
+    assert cost.params == dict(backbone=112, norm=8, **(dict(auxiliary_head=20) if auxiliary else {}))
+    assert cost.total_params == sum(cost.params.values())
+    assert any('auxiliary' in note for note in cost.notes) == auxiliary
+    for shape in ((31, 64), (64, 31)):
+        with pytest.raises(RunError, match=f'shape {shape[0]} {shape[1]}: height and width have to be at least 32'):
+            count_model(cfg, shape)
+
+
+def test_the_size_that_models_are_counted_at():
+    def shape(scope, *pipeline):
+        return image_shape(Config(dict(default_scope=scope, test_dataloader=dict(dataset=dict(pipeline=pipeline)))))
+
+    assert shape('mmdet', dict(scale=(1, 2))) == (800, 1280) and shape('mmseg') == (512, 2048)
+    assert shape('mmpretrain', dict(scale=256), dict(crop_size=288), dict(type='Pack')) == (288, 288)
+    assert shape('mmpretrain', dict(crop_size=256), dict(scale=(96, 128))) == (96, 128)
+    assert shape('mmpretrain', dict(crop_size=224, scale=(0.08, 1.0))) == (224, 224)  # a crop of that part
+    assert shape('mmpretrain', dict(type='Pack')) == image_shape(Config(dict())) == (224, 224)
+
+
+def test_parts_of_models():
+    parts = {
+        'backbone.stages.0.5.attn': 'backbone.stage1',
+        'backbone.patch_embeds.3': 'backbone.stage4',
+        'backbone.position_tables.2': 'backbone.stage3',
+        'backbone.out_norms.1': 'backbone.stage2',
+        'backbone.layer3.0': 'backbone.stage3',
+        'backbone.stem.0': 'backbone',
+        'roi_head.mask_head.0.convs': 'roi_head.mask_head',
+        'auxiliary_head.convs': 'auxiliary_head',
+        '': 'model',
+    }
+    assert {name: part_of(name) for name in parts} == parts

@@ -1,0 +1,243 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The measures of blocks: of a map that is known, in every arrangement, and of queries that are sampled."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mmlinattn.attention import (
+    Attention,
+    GlobalAttention,
+    Grid,
+    ReducedAttention,
+    StripeAttention,
+    WindowAttention,
+)
+from mmlinattn.backbones import RAVLT, LinearCSWin, LinearDeiT, LinearPVT, LinearSwin
+from mmlinattn.tooling.analysis import inspecting, measures
+from mmlinattn.tooling.analysis.capture import MixerCall, arrangements, watched
+from mmlinattn.tooling.analysis.inspecting import averaged, full_map, measure_block, query_map
+
+SMALL = dict(embed_dims=(16, 32, 32, 32), depths=(1, 1, 2, 1), num_heads=(2, 2, 4, 4))
+EVERYTHING = ('rank', 'confusion', 'locality', 'sharpness', 'ccs')
+
+
+def block_of(attention, x):
+    found = []
+    with watched(nn.Sequential(attention.eval()), found.append):
+        attention(x)
+    return found[0]
+
+
+def measured(attention, x, what=EVERYTHING, **options):
+    return measure_block(block_of(attention, x), what, **options)
+
+
+def known(monkeypatch, weights, with_local=None):
+    """Whatever an attention is, its weights (n, M) are these."""
+    maps = {False: weights, True: with_local}
+    monkeypatch.setattr(MixerCall, 'weights', lambda self, window, rows, local=False: maps[local][None, rows])
+    monkeypatch.setattr(MixerCall, 'local_kernels', lambda self: [] if with_local is None else ['one'])
+
+
+def test_every_number_of_a_block(monkeypatch):
+    """Worked out by hand, of four tokens in a row: two look alike, the last looks back, once with a negative weight."""
+    weights = torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [1.2, -1.6, 0, 0]])
+    known(monkeypatch, weights, torch.eye(4))
+    monkeypatch.setattr(MixerCall, 'error', lambda self, window, rows, weights: float(weights[0, 3, 1]))
+    entry = measured(GlobalAttention(8, 1, 'softmax'), torch.randn(1, 1, 4, 8))
+    ranks = entry.pop('rank')
+    last = -(3 / 7 * math.log(3 / 7) + 4 / 7 * math.log(4 / 7))
+    expected = dict(
+        confusion=dict(share=[1 / 6], median_distance=[2**0.5], mean_norm=[5 / 4]),
+        locality=dict(
+            chance=9 / 4, if_uniform=10 / 16, sum=[3 / 4], share=[3 / 4], sum_with_local=[1], share_with_local=[1]
+        ),
+        sharpness=dict(
+            entropy=[last / 4],
+            entropy_if_uniform=math.log(4),
+            negative=[4 / 7 / 4],
+            top_1=[(3 + 4 / 7) / 4],
+            top_9=[1],
+            top_25=[1],
+        ),
+    )
+    for measure, numbers in expected.items():
+        assert entry.pop(measure) == {key: pytest.approx(value) for key, value in numbers.items()}
+    for name, number in (('weights', 2), ('weights_with_local', 4)):
+        found = ranks[name]
+        assert found['rank'] == found['above_1_percent'] == [number] and found['at_most'] == 4
+    assert set(ranks) == {'weights', 'weights_with_local', 'output', 'projected'}
+    assert entry.pop('forward_error') == pytest.approx(-1.6)
+    sizes = dict(map=[1, 4], key_map=[1, 4], windows=1, queries_a_window=4, keys_a_window=4, sampled_queries=4)
+    assert entry == dict(block='0', mixer='softmax', heads=1, ccs=None, **sizes)
+    some = measured(GlobalAttention(8, 1, 'softmax'), torch.randn(1, 1, 4, 8), ['ccs'])
+    assert set(some) & set(EVERYTHING) == {'ccs'}
+
+
+COMPARED = (['hallucinated', 'angular'], ['hydra', 'efficient'], 'hallucinated', 'enhanced')
+IN_A_ROW = (['hallucinated', dict(type='angular', conv='sequence'), 'hydra', 'inline', 'softmax', 'focused'],)
+HOSTS = {
+    'windows': lambda: LinearSwin(dict(SMALL, depths=(2, 2, 2, 2), stage_attns=COMPARED, window=4)),
+    'windows, cut and shifted': lambda: LinearSwin(
+        dict(SMALL, stage_attns=('inline', 'focused', 'softmax', 'rala'), linear_windows=(13, 7, 7, 7), window=4)
+    ),
+    'whole map, gate, 5x5, rotary': lambda: RAVLT(SMALL),
+    'reduced keys': lambda: LinearPVT(dict(SMALL, stage_attns=('inline', 'softmax', 'softmax', 'focused'))),
+    'stripes': lambda: LinearCSWin(
+        dict(SMALL, stage_attns=('inline', 'softmax', 'rala', 'softmax'), stripes=(1, 2, 3, None))
+    ),
+    'class token': lambda: LinearDeiT(dict(embed_dims=(32,), depths=(6,), num_heads=(2,), stage_attns=IN_A_ROW)),
+}
+
+
+def literal_row(block, token):
+    """Weights of a token, key by key: (heads, keys)."""
+    rows = []
+    for branch in block.branches:
+        ((call, window, index),) = ((c, *at.tolist()) for c in branch for at in (c.queries == token).nonzero())
+        weights = call.weights(window, torch.tensor([index]))[:, 0]
+        rows.append(torch.full((len(weights), math.prod(block.key_size)), math.nan))
+        for key, place in enumerate(call.keys[window].tolist()):
+            if place >= 0:
+                rows[-1][:, place] = weights[:, key]
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize('host', HOSTS.values(), ids=HOSTS)
+def test_weights_in_hosts_are_those_of_the_forward_pass(host):
+    """100 x 130 pixels: nothing divides, so windows pad, are cut at the border and are shifted."""
+    model = host().eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    x = torch.randn(1, 3, 100, 130)
+    with torch.no_grad():
+        expected = model(x)
+    found = []
+
+    def look(block):
+        row, column = block.size[0] // 2, block.size[1] - 1
+        maps, classes = query_map(block, row, column)
+        token = row * block.size[1] + column
+        for weights in (maps.flatten(1), full_map(block, side=10**6)[:, token]):
+            torch.testing.assert_close(weights, literal_row(block, token), equal_nan=True)
+        found.append((measure_block(block, num_queries=32), maps, classes))
+
+    with watched(model, look):
+        out = model(x)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)  # looking changes nothing but roundings
+    assert len(found) == len({entry['block'] for entry, *_ in found}) == len(arrangements(model)) == sum(model.depths)
+    for entry, weights, classes in found:
+        assert entry['forward_error'] < 1e-5, entry
+        assert len(weights) == entry['heads'] == len(entry['locality']['sum'])
+        assert all(len(entry['rank'][part]['rank']) == len(weights) for part in ('output', 'projected', 'weights'))
+        if entry['mixer'] in ('softmax', 'inline'):  # rows that sum to one
+            total = weights.nan_to_num().sum(dim=(1, 2)) + classes
+            torch.testing.assert_close(total, torch.ones_like(total), rtol=1e-4, atol=1e-4)
+
+
+def uniform(attention):
+    """All keys alike to all queries."""
+    nn.init.zeros_(attention.qkv.weight)
+    return attention
+
+
+@pytest.mark.parametrize(('size', 'sizes'), [((5, 6), (16, 8, 4, 2)), ((5, 5), (16, 4, 4)), ((4, 5), (16, 4))])
+def test_windows_of_several_sizes(size, sizes):
+    """Padding is no key; a window of one token, which has no pair, is not looked at beside others."""
+    entry = measured(uniform(WindowAttention(8, 2, 'softmax', (4, 4))), torch.randn(1, *size, 8), num_queries=1000)
+    total = sum(sizes)
+    assert entry['sampled_queries'] == total and entry['confusion']['share'] == [1, 1]
+    assert entry['locality']['chance'] == pytest.approx(len(sizes) * 9 / total)
+    assert entry['sharpness']['entropy_if_uniform'] == pytest.approx(sum(n * math.log(n) for n in sizes) / total)
+    assert entry['sharpness']['entropy'] == pytest.approx([entry['sharpness']['entropy_if_uniform']] * 2)
+
+
+@pytest.mark.parametrize(('heads', 'similarity'), [(2, 1 / 2), (4, (2 * 1 + 4 * 1 / 2) / 6)])
+def test_directions_of_stripes_are_compared_with_each_other(heads, similarity):
+    """Where nobody prefers any key, on 4 x 4 tokens: 4 of the 8 keys of one direction are keys of the other one."""
+    entry = measured(uniform(StripeAttention(8, heads, 'softmax', 2)), torch.randn(1, 4, 4, 8))
+    assert entry['heads'] == len(entry['confusion']['share']) == heads and entry['ccs'] == pytest.approx(similarity)
+    assert entry['rank']['output']['at_most'] == 8 // heads and entry['sampled_queries'] == 2 * 16
+
+
+def test_ranks_are_those_of_features_state_and_weights():
+    block = block_of(GlobalAttention(8, 2, 'rala'), torch.randn(1, 4, 5, 8))
+    rank = measure_block(block, ('rank',))['rank']
+    for name, features in zip(('output', 'projected'), block.features()[0]):
+        assert rank[name] == {**measures.ranks(features), 'at_most': 4}
+    assert rank['state'] == {**measures.ranks(block.calls[0].state(0)), 'at_most': 4}
+    assert rank['weights'] == {**measures.ranks(block.calls[0].weights(0, torch.arange(20))), 'at_most': 20}
+    reduced = measured(ReducedAttention(8, 2, 'enhanced', 2, dict(type='LN')), torch.randn(1, 6, 8, 8), ('rank',))
+    assert {part: found['at_most'] for part, found in reduced['rank'].items()} == dict(
+        weights=12, state=4, output=4, projected=4
+    )
+
+
+class Averaged(ReducedAttention):
+    """Keys that are averages over the sequence, as in the released Next-ViT."""
+
+    reduction = 'sequence'
+
+    def forward(self, x, **shared):
+        tokens = x.flatten(1, 2)
+        keys = tokens.unflatten(1, (-1, 4)).mean(dim=2)
+        grid = Grid(*x.shape[1:3])
+        return Attention.forward(self, tokens, grid, kv=keys, key_grid=Grid(1, keys.shape[1])).unflatten(1, grid[:2])
+
+
+def test_keys_without_a_map_have_no_neighbourhood():
+    block = block_of(Averaged(8, 2, 'softmax', 2, dict(type='LN')), torch.randn(1, 6, 8, 8))
+    entry = measure_block(block)
+    assert entry['keys_a_window'] == 12 and 'locality' not in entry and entry['forward_error'] < 1e-5
+    with pytest.raises(ValueError, match='lie on no map'):
+        query_map(block, 0, 0)
+
+
+def test_tokens_outside_of_a_map_and_fewer_of_a_full_one(monkeypatch):
+    block = block_of(GlobalAttention(8, 2, 'inline'), torch.randn(1, 6, 7, 8))
+    for row, column in ((6, 0), (0, 7), (-1, 0), (0, -1)):
+        with pytest.raises(ValueError, match=rf'row={row}, column={column} is outside of the map of 0, \(6, 7\)'):
+            query_map(block, row, column)
+    whole, some = full_map(block, 42), full_map(block, 20)
+    assert whole.shape == (2, 42, 42) and some.shape == (2, 14, 14)  # every third: the fewest that are no more
+    torch.testing.assert_close(some, whole[:, ::3, ::3])
+    torch.testing.assert_close(full_map(block, 42, local=True)[:, 9], query_map(block, 1, 2, True)[0].flatten(1))
+    assert not torch.allclose(full_map(block, 42, local=True), whole)
+    monkeypatch.setattr(inspecting, 'NUMEL', 3 * 2 * 42)  # however few weights fit at a time
+    torch.testing.assert_close(full_map(block, 42), whole)
+    assert measure_block(block)['sampled_queries'] == 3
+    # windows of which no token is among those that are shown hide none of the others
+    block = block_of(WindowAttention(8, 2, 'softmax', window=(2, 2)), torch.randn(1, 4, 10, 8))
+    torch.testing.assert_close(full_map(block, 5), full_map(block, 40)[:, ::8, ::8], equal_nan=True)
+
+
+def test_queries_are_sampled_and_the_whole_map_never_built(monkeypatch):
+    """64 rows of 1024 keys at a time; at most eight windows."""
+    asked, weights = [], MixerCall.weights
+
+    def counted(self, window, rows, local=False):
+        asked.append(len(rows))
+        return weights(self, window, rows, local)
+
+    monkeypatch.setattr(MixerCall, 'weights', counted)
+    generators = [torch.Generator().manual_seed(seed) for seed in (0, 0, 1)]
+    block = block_of(GlobalAttention(8, 2, 'softmax'), torch.randn(1, 32, 32, 8))
+    found = [measure_block(block, ('sharpness',), 64, generator)['sharpness'] for generator in generators]
+    assert set(asked) == {64} and found[0] == found[1] != found[2]
+    asked.clear()
+    entry = measured(WindowAttention(8, 2, 'softmax', (4, 4)), torch.randn(1, 40, 40, 8), ['confusion'], num_queries=64)
+    assert asked == [8] * 8 and entry['sampled_queries'] == 64 and entry['windows'] == 100
+    asked.clear()
+    measured(WindowAttention(8, 2, 'softmax', (4, 4)), torch.randn(1, 40, 40, 8), ['confusion'], num_queries=5)
+    assert asked == [2, 2]  # of one query there is no pair
+    assert 'confusion' not in measured(GlobalAttention(8, 2, 'softmax'), torch.randn(1, 1, 1, 8))
+
+
+def test_means_of_entries():
+    entries = [(dict(a=1.0, b=[1, 2], c=dict(d=4), name='x'), 1), (dict(a=2.0, b=[3, 2], c=dict(d=4), name='x'), 3)]
+    assert averaged(entries) == dict(a=1.75, b=[2.5, 2], c=dict(d=4), name='x')
+    assert averaged([(dict(a=1.0, e=1.0), 1), (dict(a=4.0), 1), (dict(a=4.0, e=1.0), 1)]) == dict(a=3.0)
+    assert repr(averaged([(dict(heads=4, a=0.1), 3)] * 2)) == "{'heads': 4, 'a': 0.1}"  # what is one number stays it

@@ -1,0 +1,210 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Models and images as the analysis tools load them: which weights, which pixels, and what is refused."""
+
+import copy
+import re
+from types import SimpleNamespace
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from mmcv.transforms import CenterCrop, LoadImageFromFile, Pad, RandomFlip, Resize
+from mmengine.config import Config
+from mmengine.model import ImgDataPreprocessor
+from mmengine.registry import MODELS
+from torch import nn
+
+from mmlinattn.tooling.analysis import loading
+from mmlinattn.utils.errors import RunError
+
+# --- images ---------------------------------------------------------------------------------------------------------
+
+
+class Pack:
+    """As upstream's: the image, and all that is known of it."""
+
+    def __init__(self, times=None):
+        self.times = times
+
+    def __call__(self, results):
+        inputs = torch.from_numpy(np.ascontiguousarray(results['img'].transpose(2, 0, 1)))
+        return dict(inputs=[inputs] * self.times if self.times else inputs, data_samples=SimpleNamespace(**results))
+
+
+class LoadAnnotations:
+    """Fails where there are none."""
+
+
+class Turn:
+    def __init__(self, degrees):
+        self.degrees = degrees
+
+    def __call__(self, results):
+        height, width = results['img'].shape[:2]
+        turn = cv2.getRotationMatrix2D(((width - 1) / 2, (height - 1) / 2), self.degrees, 1)
+        return {**results, 'img': cv2.warpAffine(results['img'], turn, (width, height))}
+
+
+def config(*steps, **pack):
+    steps = [dict(type=LoadImageFromFile), *steps, dict(type=LoadAnnotations), dict(type=Pack, **pack)]
+    dataset = dict(type='Wrapper', dataset=dict(datasets=[dict(pipeline=steps)]))  # however deep it lies
+    return Config(dict(test_dataloader=dict(dataset=dataset)))
+
+
+def model(**options):
+    options = {**dict(mean=[10, 20, 30], std=[2, 4, 8], bgr_to_rgb=True, pad_size_divisor=32), **options}
+    return SimpleNamespace(data_preprocessor=ImgDataPreprocessor(**options))
+
+
+def photo(height, width):
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def test_a_picture_as_the_pipeline_makes_it():
+    """Resized by half, then its middle: 40 of 60 rows and 64 of 100 columns."""
+    image = photo(120, 200)
+    cfg = config(dict(type=Resize, scale_factor=0.5), dict(type=CenterCrop, crop_size=(64, 40)))
+    picture = loading.prepare(cfg, model(), image, 'photo')
+    half = cv2.resize(image, (100, 60), interpolation=cv2.INTER_LINEAR)[10:50, 18:82, ::-1]
+    assert np.array_equal(picture.shown, half) and picture.name == 'photo' and picture.size == (200, 120)
+    expected = (torch.from_numpy(half.copy()).permute(2, 0, 1) - torch.tensor([10.0, 20, 30])[:, None, None]) / (
+        torch.tensor([2.0, 4, 8])[:, None, None]
+    )
+    assert picture.inputs.shape == (1, 3, 64, 64) and not picture.inputs[0, :, 40:].any()  # padding
+    torch.testing.assert_close(picture.inputs[0, :, :40], expected)
+    assert (picture.sample.img_path, picture.sample.ori_shape) == ('photo', (120, 200))
+    for (scale, offset), (true_scale, true_offset) in zip(picture.axes, ((2, 36.5), (2, 20.5))):
+        assert scale == pytest.approx(true_scale, abs=0.03) and offset == pytest.approx(true_offset, abs=1.5)
+    column, row = picture.to_shown(100, 60)
+    assert abs(column - 32) <= 1 and abs(row - 20) <= 1
+
+
+def test_sides_are_stretched_apart_and_padding_moves_no_pixel():
+    picture = loading.prepare(config(dict(type=Resize, scale=(64, 96))), model(), photo(48, 320), 'photo')
+    assert picture.shown.shape == (96, 64, 3)
+    assert [scale for scale, _ in picture.axes] == pytest.approx([5, 0.5], rel=0.02)
+    picture = loading.prepare(config(dict(type=Pad, size=(64, 64))), model(), photo(40, 50), 'photo')
+    assert picture.shown.shape == (64, 64, 3) and picture.to_shown(49, 39) == (49, 39)
+
+
+TURNS = (
+    *(dict(type=RandomFlip, prob=1.0, direction=direction) for direction in ('horizontal', 'vertical')),
+    *(dict(type=Turn, degrees=degrees) for degrees in (15, 90, 180)),
+)
+
+
+@pytest.mark.parametrize(
+    ('steps', 'image', 'message'),
+    [
+        *(([turn], (64, 64), 'turns or mirrors images; give --shape') for turn in TURNS),
+        ([dict(type=Resize, scale=(160, 160), keep_ratio=True)], (2, 1024), 'cannot resize photo, 1024 x 2 pixels'),
+        ([], (64, 31), 'photo is 31 x 64 pixels for the network; 32 are the least'),
+    ],
+)
+def test_pictures_that_cannot_be_looked_at(steps, image, message):
+    with pytest.raises(RunError, match=message):
+        loading.prepare(config(*steps), model(pad_size_divisor=1), photo(*image), 'photo')
+
+
+def test_pipelines_that_cannot_be_used():
+    with pytest.raises(RunError, match='makes several images of one; give --shape H W'):
+        loading.prepare(config(times=2), model(), photo(64, 64), 'photo')
+    for cfg in ({}, dict(test_dataloader=None), dict(test_dataloader=dict(dataset=dict(datasets=[])))):
+        with pytest.raises(RunError, match='has no test_dataloader.dataset.pipeline; give --shape H W'):
+            loading.prepare(Config(cfg), model(), photo(64, 64), 'photo')
+
+
+@pytest.mark.parametrize('scope', ['mmdet', 'mmseg', 'mmpretrain'])
+def test_a_shape_takes_the_place_of_the_pipeline(scope):
+    pytest.importorskip(f'{scope}.datasets')
+    cfg = Config(dict(default_scope=scope, test_dataloader=dict(dataset=dict(pipeline=[dict(type='Unknown')]))))
+    picture = loading.prepare(cfg, model(), photo(40, 50), 'photo', (75, 101))
+    assert picture.shown.shape == (75, 101, 3) and picture.inputs.shape == (1, 3, 96, 128)
+    assert type(picture.sample).__module__.startswith(scope)
+
+
+def test_pixels_of_a_picture():
+    """Of an image of 100 x 80, every second pixel of the 40 x 30 from (10, 20) on is shown: 20 x 15."""
+    shown = np.zeros((15, 20, 3), np.uint8)
+    picture = loading.Picture('photo', shown, torch.zeros(1, 3, 32, 32), None, ((2.0, 10.0), (2.0, 20.0)), (100, 80))
+    assert picture.to_shown(10, 20) == (0, 0) and picture.to_shown(30, 24) == (10, 2)
+    assert picture.to_given(10, 2) == (30, 24)
+    # a pixel beside what is kept is the one at its border
+    assert picture.to_shown(8, 18) == (0, 0) and picture.to_shown(50, 50) == (19, 14)
+    kept = re.escape('of photo is cropped away by the test pipeline, which keeps x from 10 to 48 and y from 20 to 48')
+    for x, y in ((6, 30), (52, 30), (30, 16), (30, 52)):
+        with pytest.raises(RunError, match=f'query {x} {y} {kept}'):
+            picture.to_shown(x, y)
+    for x, y in ((-0.5, 30), (100, 30), (30, -1), (30, 80)):
+        with pytest.raises(RunError, match=rf'query {x:g} {y:g} is outside of photo \(100 x 80 pixels\)'):
+            picture.to_shown(x, y)
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+SMALL = dict(embed_dims=(8, 8, 8, 8), depths=(1, 1, 1, 1), num_heads=(1, 1, 1, 1))
+
+
+class SmallModel(nn.Module):
+    def __init__(self, backbone, data_preprocessor=None, head=None):
+        super().__init__()
+        self.backbone = MODELS.build(backbone)
+        self.head, self.norm = nn.Linear(4, 3), nn.SyncBatchNorm(4)
+        self.backbone_scale = nn.Linear(1, 1)  # a name that begins alike is another one
+
+    def init_weights(self):
+        self.backbone.init_weights()
+
+
+@pytest.fixture
+def cfg(monkeypatch):
+    monkeypatch.setitem(MODELS._module_dict, 'SmallModel', SmallModel)
+    pretrained = dict(type='Pretrained', checkpoint='gone.pth')
+    backbone = dict(type='RAVLT', arch=SMALL, init_cfg=pretrained)
+    model = dict(type='SmallModel', backbone=backbone, head=dict(num_classes=3))
+    return Config(dict(model=model, test_dataloader=dict(dataset=dict(metainfo=dict(classes=('x', 'y', 'z'))))))
+
+
+def test_a_model_without_a_checkpoint_fetches_nothing(cfg):
+    before = copy.deepcopy(cfg.model.to_dict())
+    for nothing in ('none', 'None'):
+        model = loading.load_model(cfg, nothing)
+        assert not model.training and not isinstance(model.norm, nn.SyncBatchNorm)
+    assert model.dataset_meta == dict(classes=['x', 'y', 'z']) and cfg.model.to_dict() == before
+    changed = loading.load_model(cfg, 'none', 'cpu', dict(stage_attns=('hydra',) * 4))
+    assert [list(blocks) for blocks in changed.backbone.block_attns] == [['hydra']] * 4
+    assert loading.load_model(cfg, 'none', 'meta').head.weight.is_meta
+
+
+def test_what_of_a_checkpoint_is_loaded(cfg, tmp_path):
+    """Backbone and head; under other attentions what still fits; never a backbone in part without a word."""
+    own, name = loading.load_model(cfg, 'none'), 'stages.0.0.norm1.weight'
+    for parameter in own.parameters():
+        nn.init.normal_(parameter)
+
+    def saved(**changed):
+        path = str(tmp_path / 'model.pth')
+        state = {**own.state_dict(), **{key.replace('__', '.'): value for key, value in changed.items()}}
+        torch.save(dict(state_dict=state, meta=dict(dataset_meta=dict(classes=('a', 'b', 'c')))), path)
+        return path
+
+    model = loading.load_model(cfg, saved())
+    assert all(torch.equal(value, own.state_dict()[key]) for key, value in model.state_dict().items())
+    assert model.dataset_meta == dict(classes=['a', 'b', 'c'])
+    switched = loading.load_model(cfg, saved(), backbone=dict(stage_attns=('focused',) * 4))
+    assert torch.equal(switched.head.weight, own.head.weight)
+    assert torch.equal(switched.backbone.state_dict()[name], own.backbone.state_dict()[name])
+    # a head of as many classes as it had: this one starts at random
+    other = loading.load_model(cfg, saved(head__weight=torch.ones(7, 4), norm__weight=torch.full((4,), 5.0)))
+    assert other.head.weight.shape == (3, 4) and other.norm.weight.tolist() == [5] * 4
+    changed = {f'backbone.{name}': torch.ones(9)}
+    with pytest.raises(RunError, match=f'does not fit the backbone .*: backbone.{re.escape(name)}'):
+        loading.load_model(cfg, saved(**changed))
+    cfg.model.backbone.stage_attns = ('focused',) * 4
+    with pytest.raises(RunError, match='does not fit the backbone of the config; missing or of another shape'):
+        loading.load_model(cfg, saved())
+    # nothing of a backbone is not a part of it
+    torch.save(dict(state_dict={'head.weight': own.head.weight}), tmp_path / 'head.pth')
+    with pytest.raises(RunError, match='head.pth does not fit the backbone'):
+        loading.load_model(cfg, str(tmp_path / 'head.pth'), backbone=dict(stage_attns=('focused',) * 4))

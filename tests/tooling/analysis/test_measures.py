@@ -1,0 +1,82 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What the papers measure, on maps whose answers are known."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mmlinattn.tooling.analysis import measures
+
+
+@settings(deadline=None, max_examples=30, derandomize=True)
+@given(st.integers(1, 8), st.sampled_from([(8, 8), (200, 8), (8, 200), (30, 20)]))
+def test_a_product_of_rank_r_has_rank_r(rank, shape):
+    matrix = torch.randn(2, shape[0], rank) @ torch.randn(2, rank, shape[1])
+    found = measures.ranks(matrix)
+    assert found['rank'] == [rank] * 2 and max(found['above_1_percent']) <= rank
+    assert all(1 - 1e-4 <= value <= rank + 1e-3 for value in found['effective'])
+    assert measures.ranks(3e5 * matrix)['rank'] == [rank] * 2  # relative to the largest
+
+
+def test_effective_rank_and_threshold():
+    values = torch.tensor([[4.0, 4.0, 4.0, 0.0], [1.0, 0.02, 0.005, 0.0], [0.0, 0.0, 0.0, 0.0]])
+    assert measures.effective_rank(values)[0] == pytest.approx(3) and measures.effective_rank(values)[2] == 0
+    assert measures.rank_above(values, 0.01).tolist() == [3, 2, 0]
+    assert measures.rank_above(torch.tensor([[1.0, 0.5, 0.25]]), 0.25).tolist() == [2]  # not what lies on it
+    orthogonal = torch.linalg.qr(torch.randn(16, 16))[0]
+    assert measures.ranks(orthogonal[None])['effective'] == pytest.approx([16])
+
+
+def test_confusion_is_a_share_of_pairs():
+    weights = torch.tensor([[[0.0, 0.0], [1.0, 0.0], [1.0, 2.0]]])  # 1, 2 and the root of 5 apart
+    assert sorted(measures.pair_distances(weights)[0].tolist()) == pytest.approx([1, 2, math.sqrt(5)])
+    for distance, share in ((1.0, 0), (1.5, 1 / 3), (2.1, 2 / 3), (3.0, 1)):
+        assert measures.confusion(weights, distance).tolist() == pytest.approx([share])
+    # a tenth of what counts as confused, between rows of length ten; rounded to either side of zero
+    one = torch.tensor([10.0, 0, 0])
+    near = torch.stack((one, one + torch.tensor([0, 1e-4, 0])))[None]
+    assert measures.pair_distances(near).item() == pytest.approx(1e-4, rel=1e-3)
+    alike = torch.rand(40, 1, 30, dtype=torch.double) * (1 + 1e-9 * torch.rand(40, 5, 1, dtype=torch.double))
+    assert measures.confusion(alike).tolist() == [1] * 40
+
+
+def places(height, width):
+    index = torch.arange(height * width)
+    return torch.stack((index // width, index % width), dim=-1)
+
+
+def test_identity_maps_are_local_and_sharp_and_uniform_ones_neither():
+    at = places(5, 7)
+    near = measures.neighbours(at, at)
+    assert near[17].sum() == 9 and near[0].sum() == 4
+    eye, uniform = torch.eye(35).expand(2, 35, 35), torch.full((1, 35, 35), 1 / 35)
+    total, share = measures.inside(eye, near)
+    assert total.tolist() == share.tolist() == [1, 1]
+    assert measures.entropy(eye).tolist() == [0, 0] and measures.top_mass(eye, 1).tolist() == [1, 1]
+    total, share = measures.inside(uniform, near)
+    assert total.item() == pytest.approx(near.sum().item() / 35 / 35) == share.item()
+    assert measures.entropy(uniform).item() == pytest.approx(math.log(35))
+    assert measures.top_mass(uniform, 7).item() == pytest.approx(0.2)
+
+
+def test_negative_weights_count_by_magnitude_and_zeros_are_nothing():
+    weights, near = torch.tensor([[[0.5, -0.5, 1.0]]]), torch.tensor([[True, True, False]])
+    total, share = measures.inside(weights, near)
+    assert (total.item(), share.item()) == (0.0, 0.5) and measures.top_mass(weights, 1).item() == 0.5
+    zeros = torch.zeros(1, 3, 5)
+    assert measures.ranks(zeros) == dict(rank=[0], above_1_percent=[0], effective=[0])
+    assert [value.tolist() for value in measures.inside(zeros, torch.ones(3, 5, dtype=torch.bool))] == [[0], [0]]
+    assert measures.entropy(zeros).tolist() == measures.top_mass(zeros, 2).tolist() == [0]
+
+
+def test_similarity_of_heads():
+    one, other = torch.rand(2, 6, 9).unbind()
+    assert measures.cross_head_similarity(torch.stack((one, 2 * one, one))) == pytest.approx(1)
+    disjoint = torch.zeros(2, 1, 4)
+    disjoint[0, 0, :2], disjoint[1, 0, 2:] = 1, 1
+    assert measures.cross_head_similarity(disjoint) == 0
+    mixed = (one.flatten() @ other.flatten() / one.norm() / other.norm()).item()
+    assert measures.cross_head_similarity(torch.stack((one, other, one))) == pytest.approx((2 * mixed + 1) / 3)

@@ -1,0 +1,231 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""``mixer.weights``: the map that a mixer amounts to, against what the mixer does; states, against their equations."""
+
+import math
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from twins import ATTENTIONS
+
+from mmlinattn.attention import Grid, TokenMixer, get_mixer
+from mmlinattn.attention.base import add_local
+from mmlinattn.layers import rotary_table
+from mmlinattn.ops.tensors import merge_heads, split_heads
+from mmlinattn.tooling.analysis.weights import convolved, local_weights, state_keys
+
+DIM, HEADS, GRID = 16, 2, Grid(3, 5)
+# the maps alone: what a mixer adds from the neighbourhood is looked at by itself below
+PLAIN = {'inline': dict(local_residual=False), 'focused': dict(local_kernel=None), 'angular': dict(conv=None)}
+OPTIONS = {
+    # of a power of 32 the 1e-6 of the normaliser shows in the sums
+    **{name: spec for name, spec in ATTENTIONS.items() if name not in ('angular, sequence', 'focused, power 32')},
+    'focused, p = 4.5': dict(type='focused', power=4.5),
+}
+
+
+def build(options, dtype=torch.float64, plain=True):
+    name = options if isinstance(options, str) else options['type']
+    kind, options = get_mixer(options)
+    options = {**options, **(PLAIN.get(name, {}) if plain else {})}
+    mixer = kind(DIM, HEADS, grid=(3, 5), **options).to(dtype)
+    for parameter in mixer.parameters():
+        nn.init.normal_(parameter, std=0.4)
+    return mixer.eval()
+
+
+def tokens(mixer, num_queries=15, num_keys=15, mask=None, dtype=torch.float64):
+    q, k, v = (
+        torch.randn(2, num, width, dtype=dtype) for num, width in zip((num_queries, num_keys, num_keys), mixer.widths)
+    )
+    return q, k, v if mask is None else v * mask.unsqueeze(-1).to(dtype)
+
+
+def by_head(mixer, weights, v):
+    mixed = weights @ split_heads(v, weights.shape[1]).to(weights.dtype)
+    return merge_heads(nn.functional.normalize(mixed, dim=-1) if mixer.unit_output else mixed)
+
+
+def terms(mixer, dtype=torch.float64):
+    """A rotary encoding and a bias, where the mixer heeds them."""
+    found = dict(rotary=rotary_table(3, 5, mixer.head_dim, dtype=dtype)) if mixer.rotary else {}
+    return {**found, 'bias': torch.randn(2, mixer.num_heads, 15, 15, dtype=dtype)} if mixer.bias else found
+
+
+@pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize('options', OPTIONS.values(), ids=OPTIONS)
+def test_weights_times_values_are_the_output(options, dtype, masked):
+    """Of some queries, too; nothing is overwritten."""
+    mixer, mask = build(options, dtype), None
+    if masked:
+        mask = torch.rand(2, 15) > 0.4
+        mask[:, 0] = True
+    q, k, v = tokens(mixer, mask=mask, dtype=dtype)
+    shared = dict(mask=mask, **terms(mixer, dtype))
+    before, state = (q.clone(), k.clone()), torch.get_rng_state()
+    with torch.inference_mode():
+        weights = mixer.weights(q, k, GRID, GRID, **shared)
+    assert torch.equal(q, before[0]) and torch.equal(k, before[1]) and torch.equal(torch.get_rng_state(), state)
+    assert weights.shape == (2, mixer.num_heads, 15, 15) and not weights.requires_grad
+    if masked:
+        assert not weights.masked_select(~mask[:, None, None]).any()
+    mixed, tolerance = by_head(mixer, weights, v), 1e-10 if dtype == torch.float64 else 1e-5
+    for grad in (False, True):  # the attention in training takes another path
+        with torch.set_grad_enabled(grad):
+            out = mixer(q.clone(), k.clone(), v, GRID, GRID, **shared)
+        assert (mixed - out).norm() <= tolerance * out.norm()
+    for rows in ([7, 0, 14, 7], [], torch.tensor([3, 2], dtype=torch.uint8)):  # PyTorch takes bytes for masks
+        index = torch.as_tensor(rows, dtype=torch.long)
+        torch.testing.assert_close(mixer.weights(q, k, GRID, GRID, **shared, rows=rows), weights[:, :, index])
+
+
+@pytest.mark.parametrize('name', sorted(set(OPTIONS) - {'focused, p = 4.5'}))  # whose products are as small as eps
+def test_which_weights_sum_to_one(name):
+    """Without a rotary encoding, which RALA's divisor leaves out."""
+    mixer = build(OPTIONS[name])
+    q, k, _ = tokens(mixer)
+    sums = mixer.weights(q, k, GRID, GRID).sum(dim=-1)
+    assert torch.allclose(sums, torch.ones_like(sums), atol=0.01) == mixer.normalised
+
+
+def test_angular_weights_are_those_of_the_paper():
+    """Of the released form, which no output tells: every output has a norm of one."""
+    mixer = build('angular')
+    q, k, _ = tokens(mixer)
+    q_, k_ = (nn.functional.normalize(split_heads(t, HEADS), dim=-1) for t in (q, k))
+    expected = torch.eye(15) / 2 + q_ @ k_.mT / math.pi
+    torch.testing.assert_close(mixer.weights(q, k, GRID, GRID), expected)
+
+
+@pytest.mark.parametrize('name', ['softmax', 'inline', 'focused', 'hallucinated', 'hydra', 'efficient', 'enhanced'])
+def test_reduced_keys_and_class_tokens(name):
+    """Queries 1 + 6x4, keys 1 + 3x2 as of a reduced map; the position table is resized to the keys."""
+    mixer = build(name)
+    grid, key_grid = Grid(6, 4, prefix=1), Grid(3, 2, prefix=1)
+    q, k, v = tokens(mixer, grid.num_tokens, key_grid.num_tokens)
+    weights = mixer.weights(q, k, grid, key_grid)
+    assert weights.shape == (2, mixer.num_heads, 25, 7)
+    torch.testing.assert_close(by_head(mixer, weights, v), mixer(q, k, v, grid, key_grid))
+
+
+@pytest.mark.parametrize('prefix', [0, 1])
+@pytest.mark.parametrize(
+    'options', ['inline', 'focused', *(dict(type='angular', form='paper', conv=conv) for conv in ('grid', 'sequence'))]
+)
+def test_weights_and_the_local_term_are_the_whole_output(options, prefix):
+    mixer = build(options, plain=False)
+    grid = Grid(3, 5, prefix=prefix)
+    q, k, v = tokens(mixer, grid.num_tokens, grid.num_tokens)
+    context = torch.randn(2, DIM, dtype=torch.float64) if mixer.context else None
+    if options == 'focused':
+        nn.init.zeros_(mixer.local.bias)  # no weight: a constant
+    kernels = mixer.local_kernels(context)
+    mixed = by_head(mixer, mixer.weights(q, k, grid, grid), v) + convolved(v, kernels, grid)
+    torch.testing.assert_close(mixed, mixer(q, k, v, grid, grid, context=context))
+
+
+@settings(deadline=None, max_examples=20, derandomize=True)
+@given(
+    height=st.integers(1, 7),
+    width=st.integers(1, 7),
+    prefix=st.integers(0, 2),
+    size=st.sampled_from([(1, 1), (3, 3), (5, 5), (9, 1)]),
+    heads=st.sampled_from([1, 2, 4]),
+)
+def test_a_convolution_as_a_matrix(height, width, prefix, size, heads):
+    """Of each head the mean over its channels; over the map, or the whole sequence; each item with its own kernels."""
+    grid = Grid(height, width, prefix)
+    kernels = torch.randn(2, 4, *size, dtype=torch.float64)
+    v = torch.randn(2, grid.num_tokens, heads, dtype=torch.float64).repeat_interleave(4 // heads, dim=-1)
+    mixed = local_weights(kernels, grid, heads) @ split_heads(v, heads)
+    for item in range(2):
+        conv = nn.Conv2d(4, 4, size, padding=(size[0] // 2, size[1] // 2), groups=4, bias=False).double()
+        conv.weight.data = kernels[item][:, None]
+        along = Grid(grid.num_tokens, 1) if size == (9, 1) else grid
+        alone = add_local(torch.zeros_like(v[:1]), v[item : item + 1], conv, along, watched=True)
+        expected = split_heads(alone, heads).mean(dim=-1)
+        torch.testing.assert_close(mixed[item].mean(dim=-1), expected[0])
+        torch.testing.assert_close(convolved(v, kernels, grid)[item], alone[0])
+    few = local_weights(kernels, grid, heads, rows=[grid.num_tokens - 1])
+    torch.testing.assert_close(few, local_weights(kernels, grid, heads)[:, :, -1:])
+
+
+class Squared(TokenMixer):
+    """A mixer that says nothing about its weights, and overwrites its queries."""
+
+    def forward(self, q, k, v, grid, key_grid, mask=None, rotary=None, bias=None, context=None):
+        q, k = split_heads(q.square_(), self.num_heads) + 1, split_heads(k, self.num_heads) ** 2
+        weights = q @ k.transpose(-1, -2) * (1 if bias is None else bias)
+        if mask is not None:
+            weights = weights * mask[:, None, None]
+        return merge_heads(weights / weights.sum(dim=-1, keepdim=True) @ split_heads(v, self.num_heads))
+
+
+class WithNeighbours(Squared):
+    def forward(self, q, k, v, *args, **kwargs):
+        return super().forward(q, k, v, *args, **kwargs) + v.roll(1, 1) * torch.arange(v.shape[-1])
+
+
+class NotANumber(Squared):
+    def forward(self, q, k, v, *args, **kwargs):
+        return super().forward(q, k, v, *args, **kwargs) * float('nan')
+
+
+class OfContext(Squared):
+    context = True
+
+
+@pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
+def test_a_mixer_of_ones_own(masked):
+    mixer = Squared(DIM, HEADS)
+    mask = torch.arange(15).expand(2, 15) < 9 if masked else None
+    q, k, v = tokens(mixer, mask=mask)
+    shared = dict(mask=mask, bias=torch.rand(1, HEADS, 15, 15))
+    weights = mixer.weights(q, k, GRID, GRID, **shared)
+    torch.testing.assert_close(by_head(mixer, weights, v), mixer(q, k, v, GRID, GRID, **shared))
+
+
+@pytest.mark.parametrize('kind', [WithNeighbours, NotANumber, OfContext])
+def test_what_is_no_map_is_refused(kind):
+    mixer = kind(DIM, HEADS)
+    q, k, _ = tokens(mixer)
+    with pytest.raises(NotImplementedError, match=f'^{kind.__name__} has no weights'):
+        mixer.weights(q, k, GRID, GRID)
+
+
+@pytest.mark.parametrize('rows', [[15], [3, -1], [0.5], [[0, 1]], [True, False]], ids=str)
+def test_rows_that_are_no_queries(rows):
+    mixer = build('softmax')
+    q, k, _ = tokens(mixer)
+    message = re.escape(f'rows={rows!r} have to be a sequence of indices of queries in [0, 14]')
+    with pytest.raises(ValueError, match=message):
+        mixer.weights(q, k, GRID, GRID, rows=rows)
+
+
+# --- states -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
+@pytest.mark.parametrize('name', sorted(set(OPTIONS) - {'angular, paper', 'angular, paper, alone'}))
+def test_weights_of_linear_attentions_are_combinations_of_the_keys_of_their_states(name, masked):
+    mixer, count = build(OPTIONS[name]), 9 if masked else 15
+    q, k, _ = tokens(mixer)
+    shared = dict(mask=torch.arange(15).expand(2, 15) < 9 if masked else None, **terms(mixer))
+    keys = state_keys(mixer, q, k, GRID, shared['mask'], shared.get('rotary'))
+    if mixer.quadratic:
+        assert keys is None
+        return
+    weights = mixer.weights(q, k, GRID, GRID, **shared)
+    if getattr(mixer, 'injective', False):
+        weights = weights - 1 / count  # the mean of the values
+    if mixer.unit_output:
+        weights = weights - torch.eye(15) / 2  # the token's own value
+    keys, weights = keys[:, :, :count], weights[..., :count].mT
+    rest = keys @ torch.linalg.lstsq(keys, weights).solution - weights
+    assert rest.norm() < 1e-10 * weights.norm()
+    if name == 'efficient':  # each channel is a distribution over the tokens
+        torch.testing.assert_close(keys.sum(dim=2), torch.ones_like(keys[:, :, 0]))

@@ -1,0 +1,192 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Files of each layout: read by hand and by upstream's data sets."""
+
+import json
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from test_polygons import rasterise
+
+from mmlinattn.tooling.datasets import (
+    ADE20K_NAMES,
+    ADE_CLASSES,
+    COCO_CLASSES,
+    IMAGENET_CLASSES,
+    DatasetSpec,
+    write_dataset,
+)
+from mmlinattn.tooling.datasets.writer import GENERATOR_VERSION
+
+# Of DatasetSpec(form, 4, 2, seed=11, size=(128, 96), size_jitter=0.3), in generator version 6
+SIZES = [(113, 92), (113, 77), (97, 94), (102, 89), (97, 90), (119, 77)]
+# means over the pictures: of red, green and blue, of standard deviations, of steps from pixel to pixel
+PICTURES = dict(
+    coco=(101.63, 131.43, 137.6, 47.22, 5.8),
+    ade=(143.15, 159.16, 152.91, 37.3, 5.86),
+    imagenet=(155.65, 157.98, 109.61, 47.32, 6.29),
+)
+CATEGORIES, AREAS = [3, 4, 6, 3, 3, 3, 6, 5, 1, 5, 5, 2], [380, 297, 240, 143, 79, 120, 449, 542, 491, 301, 151, 152]
+LABELS = [[0, 3, 8], [2, 5, 7, 8], [2, 10], [1], [0, 3, 8], [0, 4, 6, 9]]
+
+
+@pytest.mark.parametrize('form', PICTURES)
+def test_the_same_arguments_give_the_same_pictures_until_the_version_is_raised(tmp_path, form):
+    """A data set that was written is kept as long as its note says the same: whoever changes what is drawn has to
+    raise ``GENERATOR_VERSION``, and the numbers here with it."""
+    write_dataset(tmp_path, DatasetSpec(form, 4, 2, seed=11, size=(128, 96), size_jitter=0.3))
+    assert GENERATOR_VERSION == 6
+    images = [cv2.imread(str(path))[..., ::-1].astype(float) for path in sorted(tmp_path.rglob('*.[jJ][pP]*'))]
+    assert [image.shape[1::-1] for image in images] == SIZES
+    found = [(*im.mean((0, 1)), im.std(), np.abs(np.diff(im, axis=1)).mean()) for im in images]
+    np.testing.assert_allclose(np.mean(found, axis=0), PICTURES[form], atol=0.1)  # decoders of JPEG differ
+    if form == 'coco':
+        content = json.loads((tmp_path / 'annotations' / 'instances_train2017.json').read_text())
+        assert [a['category_id'] for a in content['annotations']] == CATEGORIES
+        assert [a['area'] for a in content['annotations']] == AREAS
+        assert content['licenses'] == [dict(id=1, name='Apache-2.0', url='')]
+        assert {image['license'] for image in content['images']} == {1}
+    if form == 'ade':
+        maps = [cv2.imread(str(path), cv2.IMREAD_UNCHANGED) for path in sorted(tmp_path.rglob('*.png'))]
+        assert [np.unique(each).tolist() for each in maps] == LABELS
+
+
+@pytest.fixture(scope='module')
+def roots(tmp_path_factory):
+    """A data set of each layout."""
+    root = tmp_path_factory.mktemp('shapes')
+    specs = dict(coco=(60, 24, 3), ade=(40, 8, 1, (160, 160), 0.3), imagenet=(24, 12, 1))
+    for form, arguments in specs.items():
+        write_dataset(root / form, DatasetSpec(form, *arguments))
+    return {form: root / form for form in specs}
+
+
+def listed(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name[0] != '.')
+
+
+def test_coco_layout(roots):
+    """Annotations are exact: of the polygons, pycocotools makes the pixels that box and area are of."""
+    root = roots['coco']
+    assert listed(root) == ['annotations', 'train2017', 'val2017']
+    for split, count in (('train', 60), ('val', 24)):
+        content = json.loads((root / 'annotations' / f'instances_{split}2017.json').read_text())
+        names = [f'{i:012d}.jpg' for i in range(1, count + 1)]
+        assert [image['file_name'] for image in content['images']] == listed(root / f'{split}2017') == names
+        assert [image['id'] for image in content['images']] == list(range(1, count + 1))
+        assert [(entry['id'], entry['name']) for entry in content['categories']] == [*enumerate(COCO_CLASSES, start=1)]
+        assert [entry['id'] for entry in content['annotations']] == list(range(1, len(content['annotations']) + 1))
+        assert {entry['category_id'] for entry in content['annotations']} == set(range(1, 7))
+        taken = {i['id']: np.zeros((i['height'], i['width']), bool) for i in content['images']}
+        for entry in content['annotations']:
+            others = taken[entry['image_id']]
+            mask = rasterise(entry['segmentation'], others.shape)
+            assert not (mask & others).any()  # visible regions do not overlap
+            others |= mask
+            ys, xs = np.nonzero(mask)
+            x, y, width, height = entry['bbox']
+            assert (x, y, x + width - 1, y + height - 1) == (xs.min(), ys.min(), xs.max(), ys.max())
+            assert (entry['area'], entry['iscrowd']) == (len(xs), 0)
+
+
+def test_mmdet_reads_it(roots):
+    datasets = pytest.importorskip('mmdet.datasets')
+    steps = [dict(type='LoadImageFromFile'), dict(type='LoadAnnotations', with_bbox=True, with_mask=True)]
+    kwargs = dict(
+        data_root=str(roots['coco']),
+        ann_file='annotations/instances_train2017.json',
+        data_prefix=dict(img='train2017/'),
+        metainfo=dict(classes=COCO_CLASSES),
+        pipeline=[dict(step, type=f'mmdet.{step["type"]}') for step in steps],
+    )
+    assert len(datasets.CocoDataset(test_mode=True, **kwargs)) == 60
+    train = datasets.CocoDataset(filter_cfg=dict(filter_empty_gt=True, min_size=32), **kwargs)
+    assert len(train) == 57  # three show no shapes
+    content = json.loads((roots['coco'] / kwargs['ann_file']).read_text())
+    for item in (train[i] for i in range(5)):
+        expected = [e for e in content['annotations'] if e['image_id'] == item['img_id']]
+        assert item['img'].shape == (160, 160, 3)
+        assert item['gt_bboxes_labels'].tolist() == [e['category_id'] - 1 for e in expected]
+        assert item['gt_masks'].masks.sum(axis=(1, 2)).tolist() == [e['area'] for e in expected]
+
+
+def ade_maps(root, folder):
+    paths = sorted((root / 'annotations' / folder).iterdir())
+    return {path.stem: cv2.imread(str(path), cv2.IMREAD_UNCHANGED) for path in paths}
+
+
+def test_ade_layout(roots):
+    root = roots['ade']
+    maps = {part: ade_maps(root, part) for part in ('training', 'validation')}
+    for (part, found), split, count in zip(maps.items(), ('train', 'val'), (40, 8)):
+        assert list(found) == [f'ADE_{split}_{i:08d}' for i in range(1, count + 1)]
+        assert listed(root / 'images' / part) == [f'{name}.jpg' for name in found]
+        assert all(labels.dtype == np.uint8 and labels.ndim == 2 for labels in found.values())
+    title, *info = (line.split('\t') for line in (root / 'objectInfo150.txt').read_text().splitlines())
+    assert title == ['Idx', 'Ratio', 'Train', 'Val', 'Stuff', 'Name']
+    assert info[0][4:] == ['1', 'wall, gradient'] and info[7][4:] == ['0', 'bed, star']  # backgrounds are stuff
+    trained = np.concatenate([labels.ravel() for labels in maps['training'].values()])
+    for value, (number, ratio, *pictures, _, _) in enumerate(info, 1):  # of the pixels in training; images of both
+        assert number == str(value) and float(ratio) == pytest.approx(np.mean(trained == value), abs=6e-5)
+        assert pictures == [str(sum((labels == value).any() for labels in part.values())) for part in maps.values()]
+    scenes = [line.split() for line in (root / 'sceneCategories.txt').read_text().splitlines()]
+    assert [name for name, _ in scenes] == [name for part in maps.values() for name in part]
+    name, scene = scenes[3]  # a picture of a background alone
+    assert np.unique(maps['training'][name]).tolist() == [ADE_CLASSES.index(scene) + 1]
+
+
+@pytest.mark.parametrize(
+    ('kind', 'classes'), [('ADE20KDataset', None), ('ADE20KDataset', ADE20K_NAMES), ('BaseSegDataset', ADE_CLASSES)]
+)
+def test_mmseg_reads_it(roots, kind, classes):
+    datasets = pytest.importorskip('mmseg.datasets')
+    dataset = getattr(datasets, kind)(
+        data_root=str(roots['ade']),
+        data_prefix=dict(img_path='images/training', seg_map_path='annotations/training'),
+        reduce_zero_label=True,
+        metainfo=dict(classes=classes) if classes else None,
+        pipeline=[dict(type='mmseg.LoadImageFromFile'), dict(type='mmseg.LoadAnnotations', reduce_zero_label=True)],
+    )
+    assert len(dataset) == 40
+    assert classes is None or dataset.metainfo['classes'] == classes
+    maps, seen = ade_maps(roots['ade'], 'training'), set()
+    for item in dataset:
+        labels = maps[Path(item['img_path']).stem]
+        assert (item['gt_seg_map'] == np.where(labels == 0, 255, labels - 1.0)).all()
+        seen |= set(np.unique(item['gt_seg_map']).tolist())
+    assert seen == {*range(len(ADE_CLASSES)), 255}
+
+
+def test_imagenet_layout(roots):
+    root = roots['imagenet']
+    for split, count, first in (('train', 24, 'n90000000_1.JPEG'), ('val', 12, 'ILSVRC2012_val_00000001.JPEG')):
+        lines = (root / 'meta' / f'{split}.txt').read_text().splitlines()
+        paths, labels = zip(*(line.split() for line in lines))
+        assert {f'{path.parent.name}/{path.name}' for path in (root / split).glob('n????????/*.JPEG')} == set(paths)
+        assert np.bincount(np.array(labels, int)).tolist() == [count // 12] * 12
+        folders = sorted({path.split('/')[0] for path in paths})
+        assert [folders.index(path.split('/')[0]) for path in paths] == list(map(int, labels))
+        assert paths[0] == f'n90000000/{first}'
+    names = (root / 'LOC_synset_mapping.txt').read_text().splitlines()
+    assert [line.split(' ', 1)[1] for line in names] == list(IMAGENET_CLASSES)
+
+
+@pytest.mark.parametrize(('classes', 'with_lists'), [(None, True), (IMAGENET_CLASSES, True), (IMAGENET_CLASSES, False)])
+def test_mmpretrain_reads_it(roots, tmp_path, classes, with_lists):
+    datasets = pytest.importorskip('mmpretrain.datasets')
+    root = roots['imagenet']
+    labels = dict(line.split() for line in (root / 'meta' / 'val.txt').open())
+    if not with_lists:  # labels from the order of the folders
+        (tmp_path / 'val').symlink_to(root / 'val')
+        root = tmp_path
+    dataset = datasets.ImageNet(
+        data_root=str(root),
+        split='val',
+        metainfo=dict(classes=classes) if classes else None,
+        pipeline=[dict(type='mmpretrain.LoadImageFromFile')],
+    )
+    assert len(dataset) == len(labels) == 12
+    for item in dataset:
+        assert item['gt_label'] == int(labels['/'.join(Path(item['img_path']).parts[-2:])])
+        assert item['img'].shape == (160, 160, 3)

@@ -1,0 +1,130 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What is written when, and when nothing is; the command line is tried in tests/tools."""
+
+import errno
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import cv2
+import pytest
+from tool_runs import in_this_process
+
+from mmlinattn.tooling.datasets import COCO_CLASSES, DatasetSpec, write_dataset
+from mmlinattn.tooling.datasets.writer import NOTE, STAGING
+
+TOOL = 'make_shapes_dataset.py'
+SMALL = DatasetSpec('coco', 3, 2, size=(64, 64))
+
+
+def digest(folder):
+    """Content of every file, by path."""
+    files = sorted(path for path in Path(folder).rglob('*') if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha1(path.read_bytes()).hexdigest() for path in files}
+
+
+def test_an_image_depends_on_its_number_split_and_seed_alone(tmp_path):
+    spec = dict(format='coco', size=(64, 64))
+    for name, numbers in {'one': (6, 3, 3), 'again': (6, 3, 3), 'fewer': (4, 2, 3), 'other': (6, 3, 4)}.items():
+        write_dataset(tmp_path / name, DatasetSpec(num_train=numbers[0], num_val=numbers[1], seed=numbers[2], **spec))
+    one, again, fewer, other = (digest(tmp_path / name) for name in ('one', 'again', 'fewer', 'other'))
+    images = [name for name in one if name.endswith('.jpg')]
+    assert one == again and len({one[name] for name in images}) == len(images) == 9
+    assert all(fewer[name] == one[name] for name in fewer if name.endswith('.jpg'))
+    assert all(other[name] != one[name] for name in images)
+
+
+def test_sizes_vary_where_that_is_asked_for(tmp_path):
+    write_dataset(tmp_path, DatasetSpec('coco', 12, 1, size=(200, 100), size_jitter=0.3))
+    images = json.loads((tmp_path / 'annotations' / 'instances_train2017.json').read_text())['images']
+    sizes = {(image['width'], image['height']) for image in images}
+    assert len(sizes) > 6 and all(140 <= width <= 200 and 70 <= height <= 100 for width, height in sizes)
+    assert len({round(width / height, 1) for width, height in sizes}) > 3  # each side by a fraction of its own
+    for image in images:
+        shape = cv2.imread(str(tmp_path / 'train2017' / image['file_name'])).shape
+        assert shape == (image['height'], image['width'], 3)
+
+
+@pytest.mark.parametrize('content', ['train2017/mine.jpg', 'somebody.txt', NOTE])
+def test_what_is_there_stays(tmp_path, content):
+    (tmp_path / content).parent.mkdir(exist_ok=True)
+    (tmp_path / content).write_text('{"content": "precious"}')
+    before = digest(tmp_path)
+    with pytest.raises(FileExistsError, match=f'holds ({content.partition("/")[0]}|a data set of other settings), '):
+        write_dataset(tmp_path, SMALL)
+    assert digest(tmp_path) == before
+
+
+def test_a_data_set_is_written_once(tmp_path):
+    assert write_dataset(tmp_path, SMALL) is True
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob('*')}
+    (tmp_path / 'mine.txt').touch()
+    assert write_dataset(tmp_path, SMALL) is False
+    (tmp_path / 'mine.txt').unlink()
+    with pytest.raises(FileExistsError, match='it holds a data set of other settings, and has to be empty'):
+        write_dataset(tmp_path, DatasetSpec('coco', 4, 2, size=(64, 64)))
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob('*')} == before
+
+
+@pytest.mark.parametrize('is_there', [False, True])
+def test_a_run_that_fails_leaves_nothing(tmp_path, is_there):
+    out, seen = tmp_path / 'new' / 'out', []
+    if is_there:
+        out.mkdir(parents=True)
+
+    def fail():
+        seen.extend(path.name for path in out.iterdir())
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        write_dataset(out, SMALL, fail)
+    assert seen == [STAGING] and out.exists() == is_there and not digest(tmp_path)
+
+
+def test_a_run_that_was_killed_is_begun_anew(tmp_path):
+    (tmp_path / STAGING / 'val2017').mkdir(parents=True)
+    (tmp_path / STAGING / 'val2017' / 'half.jpg').touch()
+    assert write_dataset(tmp_path, SMALL) is True
+    assert not (tmp_path / STAGING).exists() and len(list(tmp_path.rglob('*.jpg'))) == 5
+
+
+@pytest.mark.parametrize(
+    ('name', 'value'),
+    [
+        *(('format', 'voc'), ('num_train', 0), ('num_val', 0), ('seed', -1), ('size', (64, 63)), ('size', (64,))),
+        *(('size_jitter', 0.51), ('size_jitter', -0.1)),
+    ],
+)
+def test_what_a_data_set_may_be(name, value):
+    allowed = dict(format='coco', num_train=1, num_val=1, seed=0, size=(64, 8192), size_jitter=0.5)
+    DatasetSpec(**allowed)
+    with pytest.raises(ValueError, match=f'^{name} must be .*, got '):
+        DatasetSpec(**{**allowed, name: value})
+    assert DatasetSpec('coco', 1, 1) == DatasetSpec('coco', 1, 1, 0, (160, 160), 0.0)
+
+
+def test_the_command_line(tmp_path, capsys, monkeypatch):
+    options = ['--format', 'coco', '--num-train', '3', '--num-val', '2']
+    more = ['--seed', '5', '--size', '96', '64', '--size-jitter', '0.25']
+    for said in ('wrote ', 'already there, unchanged: '):
+        in_this_process(TOOL, tmp_path / 'out', *options, *more)
+        out, err = capsys.readouterr()
+        assert out.startswith(said + str(tmp_path / 'out')) and str(COCO_CLASSES) in out and not err
+    write_dataset(tmp_path / 'direct', DatasetSpec('coco', 3, 2, 5, (96, 64), 0.25))
+    assert digest(tmp_path / 'out') == digest(tmp_path / 'direct')
+
+    def refuses(*args):
+        with pytest.raises(SystemExit, match='1'):
+            in_this_process(TOOL, *args)
+        message = capsys.readouterr().err
+        assert message.startswith('error: OUT ') and message.count('\n') == 1
+        return message
+
+    assert 'has to be empty' in refuses(tmp_path / 'out', *options)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr('mmengine.fileio.LocalBackend.put', full)
+    assert 'No space left on device' in refuses(tmp_path / 'full', *options) and not (tmp_path / 'full').exists()

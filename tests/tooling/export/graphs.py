@@ -1,0 +1,50 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Small hosts for the tests of graphs that leave batch, height and width open."""
+
+import copy
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / 'backbones'))
+
+import goldens
+import small_hosts
+from mmengine.registry import MODELS
+
+from mmlinattn.tooling.export.models import deviation
+
+ATTNS = ('inline', 'focused', 'softmax', 'rala')
+# one block a stage, and of Swin two in the middle ones, whose second shifts
+ARCHS = {host: dict(arch, depths=(1,) * len(arch['depths'])) for host, arch in small_hosts.ARCHS.items()}
+ARCHS['LinearSwin']['depths'] = (1, 2, 2, 1)
+ARCHS['RAVLT'] = dict(ARCHS['LinearPVT'], num_heads=(1, 1, 2, 4))
+ARCHS['RAVLT'].pop('grids')
+HOSTS = tuple(ARCHS)
+# Sizes whose maps are whole windows, stripes and strides, and such whose are not; maps smaller than a window.
+SHAPES = [(1, 113, 150), (3, 224, 320), (2, 353, 481), (1, 40, 260)]
+TRACED_AT = (2, 65, 94)
+TOLERANCE = 3e-4  # of the formats' largest deviations, as docs/deploy.md has them: OpenVINO's
+
+
+def build(host, attns):
+    """A small host with one attention in all stages, or the given one in each of the first stages, and weights that
+    hide no term."""
+    arch = copy.deepcopy(ARCHS[host])
+    stages = len(arch['depths'])
+    attns = (attns,) * stages if isinstance(attns, str) else tuple(attns)[:stages]
+    options = dict(out_type='featmap') if host == 'LinearDeiT' else dict(out_indices=tuple(range(len(attns))))
+    attns += ('softmax',) * (stages - len(attns))  # of stages that are not built
+    return goldens.fill(MODELS.build(dict(type=host, arch=arch, stage_attns=attns, **options))).eval()
+
+
+def image(shape):
+    return torch.randn(shape[0], 3, *shape[1:])
+
+
+@torch.no_grad()
+def check(graph, model, shapes=SHAPES):
+    for shape in shapes:
+        x = image(shape)
+        assert deviation(graph(x), model(x)) < TOLERANCE, shape

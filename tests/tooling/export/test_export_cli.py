@@ -1,0 +1,148 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""``tools/export.py``: what it writes, checks and refuses. Whole models, one a format, are slow."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.registry import MODELS, init_default_scope
+from torch import nn
+
+from mmlinattn.tooling.export import FORMATS
+from mmlinattn.tooling.export.cli import load, main
+from mmlinattn.utils.errors import RunError
+
+ROOT = Path(__file__).resolve().parents[3]
+TOOL = ROOT / 'tools' / 'export.py'
+SMALL = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 4))
+
+
+def classifier(arch, stages=4):
+    """The text of a config; its model has the first ``stages`` of ``arch``."""
+    return f"""
+default_scope = 'mmpretrain'
+custom_imports = dict(imports=['mmlinattn'], allow_failed_imports=False)
+model = dict(
+    type='ImageClassifier',
+    data_preprocessor=dict(num_classes=3, mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0], to_rgb=True),
+    backbone=dict(type='RAVLT', arch={arch}, out_indices=({stages - 1},)),
+    neck=dict(type='GlobalAveragePooling'),
+    head=dict(type='LinearClsHead', num_classes=3, in_channels={arch['embed_dims'][stages - 1]}),
+)
+test_dataloader = dict(dataset=dict(type='CustomDataset', metainfo=dict(classes=('circle', 'square', 'star'))))
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    pytest.importorskip('mmpretrain')
+    path = tmp_path / 'classifier.py'
+    path.write_text(classifier(SMALL))
+    return path
+
+
+def options(config, out, *more, form='torchscript', checkpoint='none'):
+    return [str(config), str(checkpoint), '--format', form, '--out', str(out), '--shape', '64', '80', *more]
+
+
+def built(path):
+    init_default_scope('mmpretrain')
+    return MODELS.build(Config.fromfile(path).model).eval()
+
+
+def test_a_dynamic_graph_is_written_checked_and_described(config, tmp_path, capsys):
+    """With the weights of a checkpoint and its names of the classes."""
+    model, checkpoint, out = built(config), tmp_path / 'weights.pth', tmp_path / 'graph.pt'
+    meta = dict(dataset_meta=dict(classes=('one', 'two', 'three')))
+    torch.save(dict(state_dict=model.state_dict(), meta=meta), checkpoint)
+    main(options(config, out, '--dynamic', '--batch', '2', checkpoint=checkpoint))
+    said = capsys.readouterr().out
+    assert 'outputs logits' in said and 'batch >= 1, height and width >= 32' in said
+    assert said.count('deviation at') == 3 and 'deviation at 2x3x64x80' in said
+    graph = torch.jit.load(str(out))
+    with torch.no_grad():
+        for image in (torch.randn(1, 3, 100, 50), torch.randn(3, 3, 33, 200)):
+            torch.testing.assert_close(graph(image), model(image), rtol=1e-3, atol=1e-4)
+    with pytest.raises(Exception, match=r'image has the shape \[1, 3, 31, 64\]; allowed is'):
+        graph(torch.randn(1, 3, 31, 64))
+    meta = FORMATS['torchscript'].read_metadata(out)
+    assert meta['classes'] == ['one', 'two', 'three'] and meta['task'] == 'classifier'
+    assert (meta['mean'], meta['std'], meta['channel_order']) == ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0], 'RGB')
+    assert [path.name for path in tmp_path.glob('*graph*')] == ['graph.pt']
+
+
+def test_a_static_graph_names_the_size_it_was_traced_for(config, tmp_path, capsys):
+    """Names of the classes are those of the data set."""
+    out = tmp_path / 'graph.pt'
+    main(options(config, out))
+    assert 'serves image (1, 3, 64, 80), no other size' in capsys.readouterr().out
+    assert FORMATS['torchscript'].read_metadata(out)['classes'] == ['circle', 'square', 'star']
+    graph = torch.jit.load(str(out))
+    assert graph(torch.randn(1, 3, 64, 80)).shape == (1, 3)
+    with pytest.raises(Exception, match=r'traced for \[1, 3, 64, 80\] and serves no other'):
+        graph(torch.randn(1, 3, 80, 64))
+
+
+class Parts(nn.Module):
+    """What a segmentor has."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.decode_head, self.auxiliary_head = nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(2, 3)
+
+
+def test_a_checkpoint_fits_that_has_what_the_graph_holds(tmp_path):
+    """Auxiliary heads may be absent or of other classes, as in tests, and parts that the model does not have may be in
+    the file; what a part of the graph would hold besides is refused."""
+    checkpoint, source = tmp_path / 'weights.pth', Parts()
+    state = {key: value for key, value in source.state_dict().items() if not key.startswith('auxiliary_head')}
+    others = {'auxiliary_head.weight': torch.ones(9, 2), 'auxiliary_head.x': torch.ones(1), 'teacher.x': torch.ones(1)}
+    for more in ({}, others):
+        torch.save({**state, **more}, checkpoint)
+        model = Parts()
+        load(model, str(checkpoint), 'c.py')
+        assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
+    lacking = {key: value for key, value in state.items() if key != 'decode_head.bias'}
+    for kind, key, wrong in (
+        ('unexpected', 'decode_head.other', {**state, 'decode_head.other': torch.ones(1)}),
+        ('mismatched', 'decode_head.weight', {**state, 'decode_head.weight': torch.ones(1)}),
+        ('missing', 'decode_head.bias', lacking),
+    ):
+        torch.save(wrong, checkpoint)
+        with pytest.raises(RunError, match=rf'does not fit the model of c\.py; {kind}: {key}'):
+            load(Parts(), str(checkpoint), 'c.py')
+
+
+# --- whole models -----------------------------------------------------------------------------
+
+WHOLE = {
+    'torchscript': 'mmdet/ravlt_t_maskrcnn_1x.py',
+    'openvino': 'mmseg/flatten_pvt_v2_b1_fpn_80k.py',
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('form', WHOLE)
+def test_a_published_model_is_exported_at_every_size(form, tmp_path, capsys):
+    out = tmp_path / f'model{FORMATS[form].suffix}'
+    config = ROOT / 'configs' / WHOLE[form]
+    words = [str(config), 'none', '--format', form, '--out', str(out), '--shape', '96', '128', '--dynamic']
+    if form == 'torchscript':
+        run = subprocess.run([sys.executable, TOOL, *words], capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        said = run.stdout
+    else:  # in this process, which has imported what takes seconds
+        main(words)
+        said = capsys.readouterr().out
+    assert said.count('deviation at') == 3
+    meta = FORMATS[form].read_metadata(out)
+    assert json.loads(json.dumps(meta)) == meta and meta['mean'] == [123.675, 116.28, 103.53]
+    outputs = FORMATS[form].load(out)(torch.randn(1, 3, 70, 100))
+    assert meta['task'] in ('classifier', 'segmentor', 'detector')
+    if meta['task'] == 'segmentor':
+        outputs = outputs if torch.is_tensor(outputs) else outputs[0]
+        assert outputs.shape == (1, 150, 70, 100) and len(meta['classes']) == 150

@@ -1,0 +1,80 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Each format: files give what was written, serve what they say, and refuse the rest."""
+
+import pytest
+import torch
+from torch import nn
+
+from mmlinattn.tooling.export import FORMATS, formats
+from mmlinattn.utils.errors import RunError
+
+
+def test_onnx_graphs_give_all_their_outputs(tmp_path, capfd):
+    onnx = pytest.importorskip('onnx')
+    pytest.importorskip('onnxruntime')
+    helper, nodes = onnx.helper, dict(feat1='Neg', feat0='Abs', feat2='Relu')
+    image, *outs = (helper.make_tensor_value_info(name, 1, [2]) for name in ('image', *nodes))
+    graph = helper.make_graph(
+        [helper.make_node(kind, ['image'], [name]) for name, kind in nodes.items()], 'g', [image], outs
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid('', 18)], ir_version=9)
+    onnx.save(model, str(tmp_path / 'a.onnx'))
+    found = FORMATS['onnx'].load(tmp_path / 'a.onnx')(torch.tensor([1.0, -2.0]))
+    assert [out.tolist() for out in found] == [[-1.0, 2.0], [1.0, 2.0], [1.0, 0.0]]  # in the order of the graph
+    assert capfd.readouterr() == ('', '')  # runtimes are as quiet as exporters
+
+
+class Means(nn.Module):
+    """Two outputs of any size, cheap to record."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+
+    def forward(self, image):
+        means = image.mean((2, 3))
+        return means * self.weight, means + 1
+
+
+@pytest.mark.parametrize(
+    'name', ['torch-export', 'torchscript', 'openvino', pytest.param('onnx', marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize('smallest', [None, 40])
+@pytest.mark.filterwarnings('error')
+@torch.no_grad()
+def test_files_give_what_was_written(tmp_path, name, smallest):
+    """Outputs in their order, at every size from the smallest on or at one; and what they say of themselves. Of what
+    exporters and runtimes are about to give up nothing is heard."""
+    form = FORMATS[name]
+    for package in form.needs:
+        pytest.importorskip(package)
+    # a file of PyTorch may have any name
+    path, model = tmp_path / ('graph.xml' if name == 'openvino' else 'graph'), Means().requires_grad_(False)
+    meta = dict(outputs=['feat0', 'feat1'], classes=['a', 'b'], mean=[1.5], pad=None)
+    form.write(model, torch.randn(1, 3, 48, 64), path, smallest, meta)
+    assert form.read_metadata(path) == meta
+    run = form.load(path)
+    shapes = [(1, 3, 48, 64)] * 2 + ([] if smallest is None else [(1, 3, 40, 100), (3, 3, 65, 41)])
+    images = [torch.randn(shape) for shape in shapes]
+    found = [run(image) for image in images]  # what one image gives stays when the next one comes
+    for outs, image in zip(found, images):
+        assert len(outs) == 2
+        for out, truth in zip(outs, model(image)):
+            torch.testing.assert_close(out, truth, rtol=1e-4, atol=1e-5)
+    refused = [(2, 3, 48, 64), (1, 3, 64, 64)] if smallest is None else [(1, 4, 48, 64)]
+    refused += [(3, 48, 64)] + ([(1, 3, 39, 64), (1, 3, 64, 39)] if name != 'onnx' else [])
+    for shape in refused:
+        with pytest.raises(Exception, match=r'(?i)shape|size|guard|dimension|expected|rank'):
+            run(torch.randn(shape))
+    if name == 'openvino':
+        import openvino
+
+        graph = openvino.Core().read_model(str(path))
+        assert [port.get_any_name() for port in (*graph.inputs, *graph.outputs)] == ['image', 'feat0', 'feat1']
+
+
+def test_a_package_that_is_missing_is_named():
+    form = formats.Format()
+    form.needs = ('json', 'no_such_package')
+    with pytest.raises(RunError, match=r'needs the package no_such_package, .*: pip install "mmlinattn\[export\]"'):
+        form.check_installed()

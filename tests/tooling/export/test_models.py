@@ -1,0 +1,267 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What of a model becomes a graph, at which sizes, and how far a graph may be from it. Toys in place of models."""
+
+import json
+import types
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mmengine.config import Config
+from mmengine.registry import MODELS
+from torch import nn
+
+import mmlinattn
+from mmlinattn.tooling.export import FORMATS, ExportableModel, Sizes, export_model, formats, models
+from mmlinattn.utils.errors import RunError
+
+INF = float('inf')
+
+
+def test_sizes_to_check_at():
+    assert Sizes(2, 64, 80).others() == [] and Sizes(2, 64, 80).shape == (2, 3, 64, 80)
+    assert Sizes(2, 64, 80).describe() == 'image (2, 3, 64, 80), no other size'
+    open_sizes = Sizes(2, 64, 80, dynamic=True)
+    (one, *larger), (more, *smaller) = open_sizes.others()
+    assert one == 1 and larger[0] == smaller[0] == 3 and larger[1] > 64 and larger[2] > 80
+    assert more == 3 and 32 < smaller[1] < 64 and 32 < smaller[2] < 80
+    assert any(side % 16 for side in larger[1:]) and any(side % 16 for side in smaller[1:])  # no whole windows
+    assert open_sizes.describe() == 'image (batch, 3, height, width), batch >= 1, height and width >= 32'
+    pyramid = Sizes(1, 65, 65, dynamic=True, smallest=65)
+    assert pyramid.others()[1] == (2, 3, 66, 66) and '>= 65' in pyramid.describe()
+
+
+@pytest.mark.parametrize(
+    ('scope', 'cfg', 'shape'),
+    [
+        ('mmpretrain', dict(test_pipeline=[dict(type='CenterCrop', crop_size=384), dict(type='P')]), (384, 384)),
+        ('mmpretrain', dict(test_pipeline=[dict(type='mmpretrain.CenterCrop', crop_size=(96, 128))]), (96, 128)),
+        ('mmpretrain', dict(test_pipeline=[dict(type='CenterCrop', crop_size=n) for n in (512, 96)]), (96, 96)),
+        ('mmpretrain', dict(test_pipeline=[dict(type='Resize', crop_size=7)]), (224, 224)),
+        ('mmpretrain', {}, (224, 224)),
+        ('mmseg', dict(crop_size=(512, 1024)), (512, 1024)),
+        ('mmseg', {}, (512, 512)),
+        ('mmdet', dict(crop_size=(512, 1024)), (800, 1216)),
+    ],
+)
+def test_default_shape_is_what_the_config_tests_at(scope, cfg, shape):
+    assert models.default_shape(Config(dict(cfg, default_scope=scope))) == shape
+
+
+@pytest.mark.parametrize(
+    ('given', 'said'),
+    [
+        (dict(mean=(1.0, 2.0, 3.0), std=(4.0, 5.0, 6.0)), dict(mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0])),
+        (dict(bgr_to_rgb=True, pad_size_divisor=32), dict(channel_order='RGB', pad_size_divisor=32)),
+        (dict(to_rgb=True), dict(channel_order='RGB')),
+        # what a segmentor pads to at test time is what an application has to; size_divisor is that of training
+        (dict(size_divisor=512, test_cfg=dict(size_divisor=32)), dict(pad_size_divisor=32)),
+        ({}, {}),
+    ],
+)
+@pytest.mark.parametrize('place', ['in the model', 'beside it'])
+def test_what_a_file_says_of_itself(given, said, place):
+    here, beside = (given, dict(mean=[9.0] * 3) if given else {}) if place == 'in the model' else ({}, given)
+    cfg = Config(dict(model=dict(data_preprocessor=here), data_preprocessor=beside))
+    meta = dict(dataset_meta=dict(classes=('a', 'b')))
+    found = models.metadata(cfg, 'detector', Sizes(1, 64, 80), meta, ['feat0', 'feat1'])
+    unsaid = dict(channel_order='BGR', mean=[0.0] * 3, std=[1.0] * 3, pad_size_divisor=1)
+    assert json.loads(json.dumps(found)) == dict(
+        mmlinattn=mmlinattn.__version__,
+        task='detector',
+        serves='image (1, 3, 64, 80), no other size',
+        outputs=['feat0', 'feat1'],
+        input_range=[0, 255],
+        classes=['a', 'b'],
+        **{**unsaid, **said},
+    )
+
+
+class Backbone(nn.Module):
+    deployed = 0
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.drop, self.pool = nn.Conv2d(3, 2, 4, 4), nn.Dropout(0.9), nn.AdaptiveAvgPool2d(2)
+
+    def switch_to_deploy(self):
+        self.deployed += 1
+
+    def forward(self, x):
+        return self.drop(self.conv(x))
+
+
+class Toy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.neck = Backbone(), nn.Conv2d(2, 2, 1)
+        self.branches = nn.ModuleList([nn.AdaptiveAvgPool2d((2, 3))])
+
+    def extract_feat(self, x):
+        x = self.neck(self.backbone(x))
+        return x, F.max_pool2d(x, 1, stride=2)
+
+    def forward(self, x, mode):
+        assert mode == 'tensor'
+        return self.neck(self.backbone(x))
+
+
+class Segmentor(Toy):
+    def __init__(self, align_corners=False):
+        super().__init__()
+        self.decode_head = types.SimpleNamespace(align_corners=align_corners)
+
+    def encode_decode(self):
+        pass
+
+
+class Classifier(Toy):
+    with_head = True
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Identity()
+
+    def forward(self, x, mode):
+        return super().forward(x, mode).mean((2, 3))
+
+
+def test_models_are_told_apart_and_made_ready():
+    for model, task in ((Toy(), 'detector'), (Segmentor(), 'segmentor'), (Classifier(), 'classifier')):
+        found = ExportableModel(model.train())
+        assert found.task == task
+        assert not model.training and model.backbone.deployed == 1
+        assert not any(p.requires_grad for p in model.parameters())
+        for pool in (model.backbone.pool, model.branches[0]):  # of heads too
+            assert type(pool).__name__ == 'BinMeans'
+    headless = Classifier()
+    headless.with_head = False
+    assert ExportableModel(headless).task == 'detector'
+    with pytest.raises(RunError, match='^Sequential is no classifier, segmentor or detector with a backbone.$'):
+        ExportableModel(nn.Sequential())
+
+
+@pytest.mark.parametrize('align_corners', [False, True])
+def test_segmentors_give_maps_of_the_images_size(align_corners):
+    model = Segmentor(align_corners)
+    image = torch.randn(2, 3, 33, 50)
+    logits = ExportableModel(model)(image)
+    expected = F.interpolate(model(image, 'tensor'), (33, 50), mode='bilinear', align_corners=align_corners)
+    assert torch.equal(logits, expected)
+
+
+def test_outputs_of_each_task():
+    image = torch.randn(2, 3, 36, 64)
+    for model in (Toy(), Segmentor(), Classifier()):
+        exportable = ExportableModel(model)
+        outputs = exportable(image)
+        if exportable.task == 'detector':
+            assert exportable.output_names(outputs) == ['feat0', 'feat1']
+            assert type(outputs) is tuple and outputs[1].shape == (2, 2, 5, 8)
+        else:
+            assert exportable.output_names(outputs) == ['logits']
+
+
+class Fake(formats.Format):
+    """Gives the model for the file, and notes down what it was given to write."""
+
+    smallest_of_pyramids = 65
+
+    def write(self, model, example, path, smallest, metadata):
+        self.model, self.shape, self.smallest, self.metadata = model, tuple(example.shape), smallest, metadata
+        for file in (path, path.with_suffix('.bin')):
+            file.write_text('new')
+
+    def load(self, path):
+        assert path.read_text() == 'new'
+        return self.model
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    form = Fake()
+    monkeypatch.setitem(FORMATS, 'fake', form)
+    cfg, target = Config(dict(model={})), tmp_path / 'graph.x'
+    form.export = lambda model, sizes: export_model(model, cfg, target, 'fake', sizes)
+    return form
+
+
+def test_files_take_their_places_and_deviations_are_told(fake, tmp_path):
+    (tmp_path / 'graph.x').write_text('older')
+    found = fake.export(Toy(), Sizes(2, 64, 80))
+    assert (fake.shape, fake.smallest) == ((2, 3, 64, 80), None)
+    assert found.files == sorted(tmp_path.iterdir()) == [tmp_path / 'graph.bin', tmp_path / 'graph.x']
+    assert (tmp_path / 'graph.x').read_text() == 'new' and found.metadata == fake.metadata
+    assert found.errors == {(2, 3, 64, 80): 0.0}
+    assert found.metadata['outputs'] == ['feat0', 'feat1'] and found.metadata['task'] == 'detector'
+
+
+def test_from_which_size_on_a_dynamic_graph_serves(fake):
+    """Classifiers from 32, others from where the format can."""
+    for model, smallest in ((Toy(), 65), (Segmentor(), 65), (Classifier(), 32)):
+        found = fake.export(model, Sizes(1, 96, 96, dynamic=True))
+        assert fake.smallest == smallest and f'height and width >= {smallest}' in found.metadata['serves']
+        assert len(found.errors) == 3
+    fake.export(Toy(), Sizes(1, 32, 32))
+    assert fake.smallest is None  # of a fixed size it is no matter
+    for sizes, said in ((Sizes(1, 64, 96, True), '64 96: a side has 65'), (Sizes(1, 96, 31), '96 31: a side has 32')):
+        with pytest.raises(RunError, match=f'^--shape {said} pixels at least.$'):
+            fake.export(Toy(), sizes)
+
+
+@pytest.mark.parametrize('place', ['write', 'load'])
+def test_what_a_format_cannot_express(fake, tmp_path, monkeypatch, place):
+    monkeypatch.setattr(Fake, place, mock.Mock(side_effect=ValueError('no\n  such operator')))
+    with pytest.raises(RunError, match='^fake cannot express this model: ValueError: no such operator$'):
+        fake.export(Toy(), Sizes(1, 64, 64))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize('shape', [(1, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize('value', [0.0, -4.0])
+def test_outputs_that_are_all_alike_have_a_deviation(shape, value):
+    """One logit of one image has no standard deviation; of zeros, the error itself is told."""
+    expected = torch.full(shape, value)
+    assert models.deviation(expected, expected) == 0
+    assert models.deviation(expected + 0.5, expected) == pytest.approx(0.5 / (abs(value) or 1))
+    assert models.deviation(expected, expected + float('nan')) == INF
+
+
+def test_deviation_is_that_of_the_worst_output_in_its_standard_deviations():
+    x, y = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([10.0, 20.0, 30.0, 40.0])
+    off = torch.tensor([0.0, 0.0, 0.0, 1.0])
+    for outs, expected in (([x + off, y + off], [x, y]), ([y + off, x - off], [y, x])):
+        assert models.deviation(outs, expected) == pytest.approx(1 / x.std().item())
+    for outs in ([x[:2]], [x * float('nan')], [x * INF]):
+        assert models.deviation(outs, [x]) == models.deviation([x, *outs], [x, x]) == INF
+    assert models.deviation([x], [x, x]) == INF
+
+
+def test_what_deviates_is_not_written(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(models, 'deviation', lambda *_: 1e-3)
+    assert fake.export(Toy(), Sizes(1, 64, 64)).errors == {(1, 3, 64, 64): 1e-3}
+    monkeypatch.setattr(models, 'deviation', lambda *_: 1.1e-3)
+    with pytest.raises(RunError, match=r'^the fake graph deviates .* \(1x3x64x64: 1.1e-03\); .*was not written'):
+        fake.export(Toy(), Sizes(1, 64, 64))
+
+
+class Pyramid(nn.Module):
+    """What MMDetection's detectors have around their maps: levels that are pooled from the last one."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Conv2d(3, 4, 32, 32)
+        self.neck = MODELS.build(dict(type='mmdet.FPN', in_channels=[4], out_channels=4, num_outs=3))
+
+    def extract_feat(self, x):
+        return self.neck([self.backbone(x)])
+
+
+def test_a_graph_of_a_detector_serves_sizes_whose_last_levels_are_odd(tmp_path):
+    pytest.importorskip('mmdet.models')
+    sizes = Sizes(1, 128, 160, dynamic=True)
+    export = export_model(Pyramid(), Config(dict(model=dict())), tmp_path / 'graph.pt2', 'torch-export', sizes)
+    assert list(export.errors) == [(1, 3, 128, 160), (1, 3, 165, 178), (2, 3, 81, 101)]
+    graph = FORMATS['torch-export'].load(tmp_path / 'graph.pt2')
+    assert [out.shape[2:] for out in graph(torch.randn(1, 3, 96, 170))] == [(3, 5), (2, 3), (1, 2)]

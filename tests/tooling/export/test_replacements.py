@@ -1,0 +1,64 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.export import Dim
+
+from mmlinattn.tooling.export.replacements import BinMeans, replace_modules, strided_pools
+
+
+@pytest.mark.parametrize('bins', [(1, 1), (2, 2), (3, 3), (6, 6), (2, 5)], ids=str)
+@pytest.mark.parametrize('size', [(1, 1), (4, 7), (13, 6), (32, 32)], ids=str)
+def test_bin_means_are_adaptive_pools(bins, size):
+    x = torch.randn(2, 3, *size, dtype=torch.float64)
+    torch.testing.assert_close(BinMeans(bins)(x), nn.AdaptiveAvgPool2d(bins)(x))
+
+
+def upsample(module='mmseg.models.utils.wrappers', size=None, name='Upsample'):
+    found = type(name, (nn.Module,), dict(__module__=module))()
+    found.size, found.scale_factor, found.mode, found.align_corners = size, 2.0, 'bilinear', False
+    return found
+
+
+def test_upsampling_of_mmsegmentation_by_a_factor_is_pytorchs():
+    model = nn.Sequential(
+        nn.Sequential(upsample()), upsample(size=(4, 5)), upsample('mmdet.models'), upsample(name='U')
+    )
+    kept = list(model)[1:]
+    replace_modules(model)
+    assert list(model)[1:] == kept
+    new = model[0][0]
+    assert type(new) is nn.Upsample
+    assert (new.size, new.scale_factor, new.mode, new.align_corners) == (None, 2.0, 'bilinear', False)
+
+
+class LastLevel(nn.Module):
+    """As MMDetection's FPN makes it."""
+
+    def forward(self, x):
+        with strided_pools():
+            return F.max_pool2d(x, 1, stride=2)
+
+
+def test_pools_of_one_pixel_export_for_even_and_odd_sizes():
+    sizes = ({2: Dim('height', min=3), 3: Dim('width', min=3)},)
+    graph = torch.export.export(LastLevel(), (torch.randn(1, 2, 8, 10),), dynamic_shapes=sizes).module()
+    for size in ((8, 10), (7, 10), (9, 5)):
+        x = torch.randn(1, 2, *size)
+        assert torch.equal(graph(x), F.max_pool2d(x, 1, stride=2))
+
+
+def test_slices_are_of_pools_of_one_pixel_alone_and_end_with_the_context():
+    x, pool = torch.randn(1, 2, 9, 8), F.max_pool2d
+    calls = [(1, 3), (1, (2, 3)), (3, 2), (3, 2, 1), (1,)]
+    expected = [pool(x, *args) for args in calls]
+    with pytest.raises(ValueError, match='of the model'), strided_pools():
+        assert all(torch.equal(F.max_pool2d(x, *args), truth) for args, truth in zip(calls, expected))
+        assert F.max_pool2d(x, 1, 3, ceil_mode=True).shape == pool(x, 1, 3, ceil_mode=True).shape
+        values, places = F.max_pool2d(x, 1, 2, return_indices=True)
+        assert torch.equal(values, x[..., ::2, ::2]) and places.shape == values.shape
+        with pytest.raises(RuntimeError):  # padding above half of the kernel: PyTorch's to refuse
+            F.max_pool2d(x, 1, 2, 1)
+        raise ValueError('of the model')
+    assert F.max_pool2d is pool

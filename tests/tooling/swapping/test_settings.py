@@ -1,0 +1,116 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Hooks, imports, optimizers and schedules of a swapped config, and how its images come."""
+
+from types import SimpleNamespace
+
+import pytest
+from mmengine.config import Config
+
+from mmlinattn.tooling.swapping.settings import normalise, settings_for
+from mmlinattn.tooling.swapping.zoo import find_backbone
+
+for project in ('mmdet', 'mmseg', 'mmpretrain'):
+    pytest.importorskip(project)
+
+RGB = dict(mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375])
+
+
+@pytest.mark.parametrize(
+    ('given', 'expected'),
+    [
+        # ResNet's caffe weights: BGR, not scaled
+        (dict(mean=[103.53, 116.28, 123.675], std=[1, 1, 1], bgr_to_rgb=False), dict(RGB, bgr_to_rgb=True)),
+        (dict(RGB, to_rgb=True), dict(RGB, to_rgb=True)),
+        (dict(RGB, to_rgb=False), dict(RGB, to_rgb=False)),  # images are RGB as they are read
+        (dict(RGB), dict(RGB, bgr_to_rgb=False)),
+        (dict(mean=[0, 0, 0], std=[255, 255, 255]), dict(RGB, bgr_to_rgb=True)),
+        (dict(pad_size_divisor=32), dict(RGB, bgr_to_rgb=True, pad_size_divisor=32)),
+        (dict(RGB, bgr_to_rgb=False, rgb_to_bgr=True), dict(RGB, bgr_to_rgb=False)),
+        (dict(mean=[33.46], std=[78.87]), dict(mean=[33.46], std=[78.87])),
+    ],
+)
+def test_pictures_are_normalised_as_the_weights_know_them(given, expected):
+    model = dict(type='M', data_preprocessor=dict(type='P', **given), reid=dict(data_preprocessor=dict(given)))
+    normalise(model)
+    assert model == dict(type='M', data_preprocessor=dict(type='P', **expected), reid=dict(data_preprocessor=expected))
+    # also behind one of grey images
+    grey = dict(mean=[33.46], std=[78.87])
+    model = dict(data_preprocessor=dict(grey), reid=dict(data_preprocessor=dict(given)))
+    normalise(model)
+    assert model == dict(data_preprocessor=grey, reid=dict(data_preprocessor=expected))
+    # a wrapper of preprocessors: those inside
+    model = dict(data_preprocessor=dict(type='Multi', data_preprocessor=dict(given)))
+    normalise(model)
+    assert model == dict(data_preprocessor=dict(type='Multi', data_preprocessor=expected))
+
+
+def settings_of(task, model, cfg, keep=False, name='ravlt_t'):
+    source = SimpleNamespace(cfg=Config(cfg), model=model, task=task)
+    return settings_for(source, find_backbone(name, task), keep)
+
+
+def test_imports_and_hooks_of_upstream_stay():
+    """Of hooks that are there, as in a config that was swapped before, none is put in again."""
+    cfg = dict(custom_imports=dict(imports=['mmlinattn', 'mine']), custom_hooks=[dict(type='EMAHook')])
+    found, remarks = settings_of('mmdet', {}, cfg)
+    assert found['custom_imports'] == dict(imports=['mine', 'mmlinattn'], allow_failed_imports=False)
+    assert found['custom_hooks'][0] == dict(type='EMAHook') and remarks == []
+    ours = [hook['type'] for hook in found['custom_hooks'][1:]]
+    assert 'UnusedParametersHook' in ours
+    found, _ = settings_of('mmdet', {}, dict(custom_hooks=[dict(type=f'mmengine.{ours[0]}')]))
+    assert [hook['type'] for hook in found['custom_hooks']] == [f'mmengine.{ours[0]}', *ours[1:]]
+    found, _ = settings_of('mmdet', {}, dict(custom_imports=dict(imports='mine'), load_from='whole.pth'))
+    assert found['custom_imports']['imports'] == ['mine', 'mmlinattn'] and found['load_from'] is None
+
+
+@pytest.mark.parametrize(
+    ('task', 'model', 'rate', 'decay', 'batch'),
+    [
+        ('mmdet', dict(type='MaskRCNN'), 1e-4, 0.05, 16),
+        ('mmdet', dict(type='RetinaNet'), 1e-4, 1e-4, 16),
+        ('mmseg', dict(decode_head=dict(type='UPerHead')), 6e-5, 0.01, 16),
+        ('mmseg', dict(decode_head=[dict(type='FPNHead')]), 1e-4, 1e-4, 16),
+        ('mmpretrain', dict(head=dict(type='FPNHead')), 1e-3, 0.05, 1024),
+    ],
+)
+def test_the_recipe_is_that_of_the_paper_for_such_a_network(task, model, rate, decay, batch):
+    wrapper = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.02), accumulative_counts=4)
+    wrapper['paramwise_cfg'] = dict(bypass_duplicate=True, norm_decay_mult=0.5)
+    found, remarks = settings_of(task, model, dict(optim_wrapper=wrapper))
+    made = found['optim_wrapper']
+    assert (made['optimizer']['lr'], made['optimizer']['weight_decay']) == (rate, decay)
+    assert made['accumulative_counts'] == 4 and made['paramwise_cfg']['bypass_duplicate'] is True
+    assert '_scope_' not in made['optimizer'] and made['paramwise_cfg'].get('norm_decay_mult') != 0.5
+    assert found['auto_scale_lr'] == dict(base_batch_size=batch)
+    assert remarks == [f'the learning rate is for {batch} images a step (--auto-scale-lr scales it)']
+
+
+def test_what_is_taken_of_two_recipes():
+    """Of the same parameters the paper's word; heads of upstream keep theirs; gradients are clipped by either."""
+    keys = dict(norm=dict(decay_mult=0.5), query=dict(lr_mult=10.0), backbone=dict(lr_mult=0.1))
+    theirs = dict(type='OptimWrapper', optimizer=dict(type='SGD', lr=0.02), paramwise_cfg=dict(custom_keys=keys))
+
+    def made(task, name='ravlt_t', **more):
+        return settings_of(task, {}, dict(optim_wrapper=dict(theirs, **more)), name=name)[0]['optim_wrapper']
+
+    detector = made('mmdet')
+    assert detector['paramwise_cfg'] == dict(custom_keys=dict(norm=dict(decay_mult=0.0), query=dict(lr_mult=10.0)))
+    assert list(detector) == ['type', 'optimizer', 'paramwise_cfg'] and detector['optimizer']['betas'] == (0.9, 0.999)
+    assert made('mmseg', paramwise_cfg={})['paramwise_cfg'] == dict(norm_decay_mult=0.0)
+    assert 'clip_grad' not in made('mmpretrain')
+    assert made('mmpretrain', 'inline_deit_t')['clip_grad'] == dict(max_norm=5.0)
+    assert made('mmpretrain', 'inline_deit_t', clip_grad=dict(max_norm=1.0))['clip_grad'] == dict(max_norm=1.0)
+
+
+def test_schedules_end_in_proportion_and_precision_is_a_switch_of_the_tools():
+    steps = [dict(type='LinearLR', start_factor=0.1), dict(type='CosineAnnealingLR', eta_min=0.002)]
+    wrapper = dict(type='mmengine.AmpOptimWrapper', optimizer=dict(type='SGD', lr=0.02))
+    cfg = dict(optim_wrapper=wrapper, param_scheduler=[*steps, dict(type='OneCycleLR', eta_max=0.02)])
+    found, remarks = settings_of('mmdet', {}, cfg)
+    assert found['optim_wrapper']['type'] == 'OptimWrapper' and any('--amp' in remark for remark in remarks)
+    ends = [(each.get('eta_min'), each.get('eta_max')) for each in found['param_scheduler']]
+    assert ends == [(None, None), (1e-5, None), (None, 1e-4)]
+    found, remarks = settings_of('mmdet', {}, dict(cfg, param_scheduler=dict(type='LinearLR')))
+    assert 'param_scheduler' not in found
+    kept, remarks = settings_of('mmdet', {}, cfg, keep=True)
+    assert not {'optim_wrapper', 'param_scheduler', 'auto_scale_lr'} & set(kept) and remarks == []

@@ -1,0 +1,143 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Any backbone in any upstream config: the written file holds what was tried, and trains."""
+
+import ast
+
+import pytest
+import torch
+from config_helpers import without_gradient
+from mmengine.config import Config
+from mmengine.registry import MODELS, init_default_scope
+
+from mmlinattn.tooling.swapping import NoPlace, swap_backbone
+from mmlinattn.utils.building import build_model
+from mmlinattn.utils.errors import RunError
+
+for project in ('mmdet', 'mmseg', 'mmpretrain'):
+    pytest.importorskip(project)
+
+
+@pytest.fixture
+def swap(tmp_path):
+    def run(upstream, backbone, **kwargs):
+        out = tmp_path / 'made' / 'swapped.py'
+        swapped = swap_backbone(upstream, backbone, out, **kwargs)
+        assert swapped.trial.without_gradient == ()
+        return swapped, Config.fromfile(out)
+
+    return run
+
+
+def test_classifier(swap):
+    swapped, cfg = swap('mmpretrain::resnet/resnet18_8xb16_cifar10.py', 'flatten_pvt_v2_b0')
+    assert cfg.model.backbone.type == 'LinearPVTv2' and cfg.model.backbone.out_indices == (3,)
+    assert cfg.model.backbone.init_cfg.checkpoint == 'mmlinattn://flatten_pvt_v2_b0'
+    assert cfg.model.head.in_channels == 256 and cfg.model.head.num_classes == 10
+    assert cfg.data_preprocessor.mean == [123.675, 116.28, 103.53]
+    assert cfg.data_preprocessor.std == [58.395, 57.12, 57.375]
+    assert cfg.data_preprocessor.to_rgb is False  # this data set's images are RGB as they come
+    assert cfg.optim_wrapper.optimizer.type == 'AdamW'
+    optimizers = 'SGD lr=0.1 weight_decay=0.0001 -> AdamW lr=0.001 weight_decay=0.05'
+    assert f'optim_wrapper.optimizer: {optimizers}' in swapped.changes
+    hooks = [hook.type for hook in cfg.custom_hooks]
+    assert 'UnusedParametersHook' in hooks and 'mmlinattn' in cfg.custom_imports['imports']
+    assert without_gradient(build_model(cfg), cfg) == []  # beside the library's own trial
+
+
+CLASSIFIER = """
+default_scope = 'mmpretrain'
+data_preprocessor = dict(mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375], to_rgb=True)
+train_dataloader = dict(dataset=dict(pipeline=[dict(type='RandomCrop', crop_size=32)]))
+model = dict(type='ImageClassifier', backbone=dict(type='ResNet_CIFAR', depth=18, num_stages=4, out_indices=(3,), {}),
+             neck=dict(type='GlobalAveragePooling'), pretrained='whole.pth',
+             head=dict(type='LinearClsHead', num_classes=5, in_channels=512, loss=dict(type='{}')))
+load_from = 'whole.pth'
+optim_wrapper = dict(type='AmpOptimWrapper', loss_scale='dynamic', optimizer=dict(type='SGD', lr=0.1))
+"""
+
+
+@pytest.mark.parametrize('name, keep, optimizer', [("it's mine.py", False, 'AdamW'), ('plain.py', True, 'SGD')])
+def test_a_config_of_ones_own(tmp_path, swap, name, keep, optimizer):
+    """Any path is inherited; weights of the whole go with the backbone; frozen stages are said; optimizers may stay."""
+    path = tmp_path / name
+    path.write_text(CLASSIFIER.format('frozen_stages=4', 'CrossEntropyLoss'))
+    swapped, cfg = swap(str(path), 'flatten_pvt_v2_b0', keep_optimizer=keep)
+    assert cfg.model.head.in_channels == 256 and cfg.model.pretrained is None and cfg.load_from is None
+    assert any('frozen_stages=4' in remark for remark in swapped.remarks)
+    assert cfg.optim_wrapper.optimizer.type == optimizer
+    assert "load_from: 'whole.pth' -> None" in swapped.changes
+
+
+def test_upstreams_own_errors_are_said(tmp_path):
+    path = tmp_path / 'mine.py'
+    path.write_text(CLASSIFIER.format('frozen_stages=-1', 'NoSuchLoss'))
+    with pytest.raises(RunError, match='does not run here with its own backbone either: it cannot be built') as error:
+        swap_backbone(str(path), 'flatten_pvt_v2_b0', tmp_path / 'out.py')
+    assert not isinstance(error.value, NoPlace) and '\n' not in str(error.value)
+
+
+FAMILIES = """
+# maps that a neck skips are not returned: parameters of the first one's norm would get no gradient
+mmdet::retinanet/retinanet_r50_fpn_1x_coco.py ravlt_t
+    backbone.out_indices = (1, 2, 3); neck.in_channels = [128, 256, 512]; neck.start_level = 0
+# one stage, with a head that asks for the epoch
+mmdet::tood/tood_r50_fpn_1x_coco.py ravlt_t
+    neck.in_channels = [128, 256, 512]
+# real time
+mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py flatten_pvt_v2_b0
+    neck.in_channels = [64, 160, 256]; data_preprocessor.bgr_to_rgb = True
+# a backbone with a decoder of its own
+mmseg::bisenetv2/bisenetv2_fcn_4xb4-160k_cityscapes-1024x1024.py ravlt_t
+    neck.type = 'MapAdapter'; neck.out_channels = [128, 16, 32, 64, 128]; decode_head.in_channels = 128
+# branches in training, one of them in inference
+mmseg::ddrnet/ddrnet_23-slim_in1k-pre_2xb6-120k_cityscapes-1024x1024.py ravlt_t
+    neck.out_channels = [64, 128]; neck.inference_output = 1; backbone.out_indices = (1, 3)
+# a plain backbone in a network for pyramids
+mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py inline_deit_t
+    neck.type = 'SimpleFeaturePyramid'; backbone.out_type = 'featmap'
+# dilated, without a pyramid
+mmseg::pspnet/pspnet_r18-d8_4xb2-80k_cityscapes-512x1024.py ravlt_t
+    backbone.out_indices = (2, 3); decode_head.in_channels = 512; auxiliary_head.in_index = 0
+# heads that read tokens
+mmpretrain::vision_transformer/vit-base-p16_32xb128-mae_in1k.py ravlt_t
+    neck.type = 'GlobalAveragePooling'; head.in_channels = 512
+mmpretrain::deit/deit-tiny_4xb256_in1k.py inline_deit_t
+    neck = None; backbone.out_type = 'cls_token'
+# the backbone is the first entry of a list
+mmpretrain::arcface/resnet50-arcface_8xb32_inshop.py ravlt_t
+    image_encoder.0.type = 'RAVLT'; image_encoder.0.out_indices = (3,); head.in_channels = 512
+# a prediction stops as upstream's; maps of fixed widths
+mmdet::ssd/ssd300_coco.py ravlt_t
+    neck.0.type = 'MapAdapter'
+# grey images, and a backbone that holds the classifier
+mmpretrain::lenet/lenet5_mnist.py flatten_pvt_v2_b0
+    backbone.in_channels = 1; backbone.init_cfg = None; head.in_channels = 256; head.num_classes = 10
+# people to tell apart, in images of one size
+mmdet::reid/reid_r50_8xb32-6e_mot17train80_test-mot17val20.py flatten_pvt_v2_b0
+    head.in_channels = 256
+# without labels
+mmpretrain::mocov2/mocov2_resnet50_8xb32-coslr-200e_in1k.py ravlt_t
+    neck.in_channels = 512
+"""
+
+
+def families():
+    """A line names config and backbone, the next one says what is in the written model."""
+    lines = [line for line in FAMILIES.strip().splitlines() if not line.startswith('#')]
+    for names, settings in zip(lines[::2], lines[1::2]):
+        yield pytest.param(*names.split(), [each.split(' = ') for each in settings.strip().split('; ')], id=names)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('upstream, backbone, expected', list(families()))
+def test_families(swap, upstream, backbone, expected):
+    _, cfg = swap(upstream, backbone)
+    for key, value in expected:
+        found = cfg.model
+        for part in key.split('.'):
+            found = found[int(part)] if part.isdigit() else found.get(part)
+        assert found == ast.literal_eval(value), key
+    init_default_scope(cfg.default_scope)
+    cfg.model.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
+    with torch.device('meta'):
+        MODELS.build(cfg.model)  # as it stands in the file, with the weights that it names

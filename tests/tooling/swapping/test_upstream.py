@@ -1,0 +1,143 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Upstream configs: where the backbone is, what the images are, which maps it gives, and what has no place."""
+
+import pytest
+from mmengine.config import Config
+from mmengine.registry import MODELS
+from torch import nn
+
+from mmlinattn.tooling.swapping import NoModel, NoPlace, swap_backbone
+from mmlinattn.tooling.swapping.measuring import measure, through
+from mmlinattn.tooling.swapping.upstream import Upstream, apart, read_upstream, together
+from mmlinattn.tooling.swapping.zoo import FeatureMap
+from mmlinattn.utils.errors import RunError
+
+for project in ('mmdet', 'mmseg', 'mmpretrain'):
+    pytest.importorskip(project)
+
+
+@pytest.mark.parametrize(
+    ('text', 'kind', 'message'),
+    [
+        ("default_scope = 'mmpose'\nmodel = dict()", RunError, 'has default_scope {x}; allowed are: mmdet, mmseg, '),
+        ("default_scope = 'mmdet'\n", NoModel, 'has no model: it is a part that other configs inherit'),
+        ("default_scope = 'mmdet'\nmodel = 1 / 0", RunError, 'cannot be read: ZeroDivisionError: division by zero'),
+        ("raise __import__('queue').Empty('why')", RunError, 'cannot be read: Empty: why'),
+        *(
+            (
+                f"default_scope = 'mmdet'\nmodel = dict(type='M', {parts})",
+                NoPlace,
+                'M has no backbone of its own to build',
+            )
+            for parts in ("backbone=dict(arch='x')", 'image_encoder=1, text_backbone=2, head=3', 'detector=1')
+        ),
+    ],
+)
+def test_configs_without_a_place(tmp_path, text, kind, message):
+    path = tmp_path / 'mine.py'
+    path.write_text(text)
+    with pytest.raises(kind) as error:
+        read_upstream(str(path))
+    assert message.format(x=repr('mmpose')) in str(error.value) and '\n' not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    'upstream, reason',
+    [
+        (
+            'mmdet::cornernet/cornernet_hourglass104_8xb6-210e-mstest_coco.py',
+            'an hourglass gives equal maps of one stride',
+        ),
+        ('mmpretrain::mae/mae_vit-base-p16_8xb512-amp-coslr-300e_in1k.py', 'masked image modelling'),
+        ('mmpretrain::spark/spark_sparse-resnet50_8xb512-amp-coslr-800e_in1k.py', 'masked image modelling'),
+        ('mmpretrain::dinov2/vit-small-p14_dinov2-pre_headless.py', 'it has no head'),
+        ('mmseg::dpt/dpt_vit-b16_8xb2-160k_ade20k-512x512.py', 'a class token beside each map'),
+        ('mmdet::misc/d2_faster-rcnn_r50-caffe_fpn_ms-90k_coco.py', 'Detectron2Wrapper has no backbone'),
+    ],
+)
+def test_no_place_has_one_line(upstream, reason):
+    with pytest.raises(NoPlace) as error:
+        swap_backbone(upstream, 'ravlt_t', 'never_written.py')
+    assert reason in str(error.value) and '\n' not in str(error.value)
+
+
+def upstream_of(backbone, task='mmseg', **cfg):
+    model = dict(type='M', backbone=backbone, **cfg.pop('network', {}))
+    return Upstream('base.py', Config(dict(model=model, **cfg)), task)
+
+
+@pytest.mark.parametrize(
+    ('task', 'transform', 'size'),
+    [
+        ('mmdet', dict(type='Resize', scale=(300, 200), keep_ratio=False), (200, 300)),
+        ('mmdet', dict(type='Resize', scale=(1333, 800), keep_ratio=True), None),
+        ('mmpretrain', dict(type='RandomResizedCrop', scale=224), (224, 224)),
+        ('mmpretrain', dict(type='RandomCrop', crop_size=(28, 40)), (40, 32)),
+        ('mmpretrain', dict(type='Resize', scale=32), (32, 32)),
+        ('mmpretrain', dict(type='Flip'), None),
+    ],
+)
+def test_sizes_of_pictures(task, transform, size):
+    loader = dict(dataset=dict(pipeline=[dict(type='Load'), dict(type='Views', transforms=[transform])]))
+    source = upstream_of(dict(type='B'), task, train_dataloader=loader)
+    assert source.image_size == size and source.sizes[0] == (size or ((320, 320) if task == 'mmdet' else (256, 256)))
+    source = upstream_of(dict(type='B'), network=dict(data_preprocessor=dict(size=(512, 1024))))
+    assert source.sizes == [(256, 256), (512, 1024)]
+
+
+def test_masks_and_channels_of_pictures():
+    loading = dict(pipeline=[dict(type='LoadAnnotations', with_mask=True)])
+    source = upstream_of(dict(type='B', in_channels=1), 'mmdet', train_dataloader=loading)
+    assert source.has_masks and source.image_channels == 1
+    source = upstream_of(dict(type='B'), data_preprocessor=dict(mean=[0.5]))
+    assert not source.has_masks and source.image_channels == 1
+    assert upstream_of(dict(type='B')).image_channels == 3
+
+
+def test_encoders_of_retrievers_come_apart_and_together():
+    network = dict(type='ImageToImageRetriever', image_encoder=[dict(type='B'), dict(type='N')], head=1)
+    parts = apart(network)
+    assert (parts['backbone'], parts['neck'], parts['head']) == (dict(type='B'), [dict(type='N')], 1)
+    assert together(parts) == network and together(dict(type='M', backbone=1)) == dict(type='M', backbone=1)
+    clip = dict(type='X', image_encoder=dict(type='B'))
+    assert apart(clip) == clip
+
+
+@MODELS.register_module()
+class Measurable(nn.Module):
+    """Gives maps of these channels and strides; alone, the one at this place only, in inference."""
+
+    def __init__(self, maps=(), alone=None, fails=False):
+        super().__init__()
+        self.maps, self.alone, self.fails = maps, alone, fails
+
+    def forward(self, x):
+        if self.fails:
+            raise LookupError('of two\nlines')
+        outs = [x.new_zeros(len(x), dim, *(side // stride for side in x.shape[2:])) for dim, stride in self.maps]
+        return tuple(outs) if self.training or self.alone is None else outs[self.alone]
+
+
+def test_maps_are_measured():
+    assert measure(upstream_of(dict(type='Measurable', maps=[(3, 4), (5, 32)]))).maps == [(3, 4), (5, 32)]
+    found = measure(upstream_of(dict(type='Measurable', maps=[(3, 8), (5, 8)], alone=1)))
+    assert found.alone == 1 and found.maps == [FeatureMap(3, 8), FeatureMap(5, 8)]
+    with pytest.raises(NoPlace, match='returns no maps or tokens$'):
+        measure(upstream_of(dict(type='Measurable')))
+    with pytest.raises(RunError, match='does not run here: LookupError: of two lines$'):
+        measure(upstream_of(dict(type='Measurable', fails=True)))
+    with pytest.raises(RunError, match='cannot be built here: TypeError'):
+        measure(upstream_of(dict(type='Measurable', other=1)))
+    # of one that is not installed, the neck knows
+    neck = dict(in_channels=[24, 40, 96])
+    guessed = measure(upstream_of(dict(type='Measurable', other=1), network=dict(neck=neck)))
+    assert guessed.maps == [(24, 8), (40, 16), (96, 32)]
+
+
+def test_what_parts_make_of_maps():
+    maps, size = [FeatureMap(8, 4), FeatureMap(16, 8)], (64, 96)
+    neck = dict(type='mmdet.FPN', in_channels=[8, 16], out_channels=5, num_outs=3)
+    assert through(neck, maps, size) == [(5, 4), (5, 8), (5, 16)] and through(None, maps, size) == maps
+    pool = dict(type='mmpretrain.GlobalAveragePooling')
+    assert through([neck, pool], maps, size) == [(5, None)] * 3
+    assert through(dict(neck, in_channels=[8, 17]), maps, size) is None and through(pool, [], size) is None

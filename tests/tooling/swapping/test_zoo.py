@@ -1,0 +1,51 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Backbones by the stems of our configs, and the recipes they were trained with."""
+
+import pytest
+import torch
+
+from mmlinattn.tooling.swapping import zoo
+from mmlinattn.tooling.swapping.zoo import FeatureMap
+from mmlinattn.utils.errors import RunError
+
+for project in ('mmdet', 'mmseg', 'mmpretrain'):
+    pytest.importorskip(project)
+
+
+def test_a_backbone_is_that_of_the_tasks_config():
+    """Batch norms are synchronised in detectors; a size for larger images starts from the smaller one's weights."""
+    numbers = torch.get_rng_state()
+    detector, classifier = (zoo.find_backbone('ravlt_t', task) for task in ('mmdet', 'mmpretrain'))
+    assert detector.cfg == dict(type='RAVLT', arch='tiny', norm_cfg=dict(type='SyncBN'))
+    assert (
+        'norm_cfg' not in classifier.cfg
+        and [out.channels for out in classifier.stages] == [64, 128, 256, 512]
+        and not classifier.plain
+    )
+    assert classifier.checkpoint == 'mmlinattn://ravlt_t'
+    larger = zoo.find_backbone('inline_swin_b_384', 'mmdet')  # of which there are classifiers only
+    assert larger.checkpoint == 'mmlinattn://inline_swin_b' and larger.cfg['arch'] == 'inline-base-384'
+    deit = zoo.find_backbone('hydra_deit_t', 'mmpretrain')
+    assert torch.equal(torch.get_rng_state(), numbers)  # nothing was initialised
+    assert deit.plain and deit.stages == (FeatureMap(192, 16),) and deit.checkpoint is None
+
+
+def test_an_unknown_backbone_is_named_with_those_there_are():
+    with pytest.raises(RunError) as error:
+        zoo.find_backbone('ravlt_z', 'mmdet')
+    names = zoo.backbone_names()
+    assert str(error.value) == f"BACKBONE is 'ravlt_z'; allowed are: {', '.join(names)}" and names == sorted(set(names))
+
+
+def test_recipes_without_a_row_of_their_own():
+    """Another size of the same host, and failing that RAVLT's; of several recipes the preferred one."""
+    first = {task: zoo.recipe('ravlt_t', task) for task in ('mmdet', 'mmseg', 'mmpretrain')}
+    assert [cfg.model.type for cfg in first.values()] == ['MaskRCNN', 'EncoderDecoder', 'ImageClassifier']
+    assert first['mmseg'].model.decode_head.type == 'UPerHead'
+    several = zoo.recipe('ravlt_b', 'mmdet')  # of which the schedule of 12 epochs stands for all
+    assert (several.model.type, several.train_cfg.max_epochs) == ('MaskRCNN', 12)
+    assert zoo.recipe('ravlt_t', 'mmseg', 'fpn_80k').model.decode_head.type == 'FPNHead'
+    assert zoo.recipe('ravlt_t', 'mmdet', 'retinanet_1x').model.type == 'RetinaNet'
+    assert zoo.recipe('inline_swin_b', 'mmpretrain').model.backbone.arch == 'inline-base'  # not that of 384 pixels
+    assert zoo.recipe('inline_swin_x', 'mmseg').model.backbone.type == 'LinearSwin'
+    assert zoo.recipe('hydra_deit_t', 'mmseg').model.backbone.type == 'RAVLT'

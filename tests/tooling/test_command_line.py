@@ -1,0 +1,96 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""How command lines end: one line on any error and on Ctrl-C; lines themselves are in tests/tools/test_bad_input.py."""
+
+import multiprocessing
+import os
+import re
+import signal
+import time
+
+import pytest
+from mmengine.config import Config
+from mmengine.registry import MODELS
+
+from mmlinattn.tooling import command_line
+from mmlinattn.utils.errors import RunError
+
+
+@pytest.mark.parametrize(('age', 'is_resumed', 'is_its_own'), [(0, False, True), (99, True, True), (99, False, False)])
+@pytest.mark.parametrize('rank', ['0', '1'])
+def test_ctrl_c_names_the_run_s_own_checkpoint(tmp_path, monkeypatch, capsys, age, is_resumed, is_its_own, rank):
+    """In one process of all."""
+    monkeypatch.setenv('RANK', rank)
+    (tmp_path / 'last_checkpoint').write_text('work/epoch_1.pth\n')
+    os.utime(tmp_path / 'last_checkpoint', (time.time() - age,) * 2)
+    with pytest.raises(SystemExit) as end, command_line.clean_end() as run:
+        run.work_dir, run.since = str(tmp_path), 0 if is_resumed else run.since
+        raise KeyboardInterrupt
+    own = "the last checkpoint is 'work/epoch_1.pth'; the same command with --resume goes on from there."
+    none = f"no checkpoint was written to '{tmp_path}' yet; the same command begins anew."
+    line = f'interrupted: {own if is_its_own else none}\n'
+    assert end.value.code == 130 and capsys.readouterr().err == (line if rank == '0' else '')
+
+
+@pytest.mark.parametrize('error', [KeyboardInterrupt, ValueError])
+def test_workers_end_with_the_tool(error):
+    handler, worker = signal.getsignal(signal.SIGCHLD), multiprocessing.Process(target=time.sleep, args=(100,))
+    worker.start()
+    try:
+        with pytest.raises((SystemExit, error)), command_line.clean_end():
+            raise error
+        assert not worker.is_alive()
+    finally:
+        worker.kill()
+        signal.signal(signal.SIGCHLD, handler)
+
+
+def test_an_error_of_several_lines_is_one_line(capsys):
+    with pytest.raises(SystemExit, match='1'), command_line.one_line_errors():
+        raise RunError('of another library:\n\x1b[31mtwo lines\r')
+    assert re.fullmatch(r'error: of another library:[^\n\r\x1b]+two lines[^\n\r\x1b]*\n', capsys.readouterr().err)
+
+
+@MODELS.register_module(force=True)
+class Refuses:
+    def __init__(self):
+        raise KeyError('of the inner part')
+
+
+@MODELS.register_module(force=True)
+class Outer:
+    def __init__(self, part):
+        MODELS.build(part)
+
+
+def test_an_error_while_building_names_the_innermost_class(monkeypatch):
+    monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
+    model = dict(type='Outer', part=dict(type='Refuses'))
+    for whole in (True, False):
+        with pytest.raises(RunError, match=r'^c.py cannot be run: Refuses: KeyError: of the inner part'):
+            with command_line.explained_setup('c.py', whole):
+                MODELS.build(model)
+    with (
+        pytest.raises(RunError, match=r'^c.py cannot be run: ZeroDivisionError: '),
+        command_line.explained_setup('c.py'),
+    ):
+        Config(dict(a=1 / 0))
+    with pytest.raises(ZeroDivisionError), command_line.explained_setup('c.py', whole=False):
+        Config(dict(a=1 / 0))  # a run at work: nobody is building
+    with pytest.raises(RunError, match='^as it is$'), command_line.explained_setup('c.py'):
+        raise RunError('as it is')
+    with pytest.raises(RunError, match='The data set holds no image'), command_line.explained_setup('c.py'):
+        raise ValueError('need at least one array to concatenate')
+    monkeypatch.setenv('MMLINATTN_TRACEBACK', '1')
+    with pytest.raises(KeyError), command_line.explained_setup('c.py'):
+        MODELS.build(model)
+
+
+def test_a_place_for_what_is_written_at_the_end(tmp_path):
+    """Its folder is made, an earlier file stays as it is, nothing is left behind."""
+    (tmp_path / 'old.txt').write_text('old')
+    command_line.check_out_file(tmp_path / 'old.txt')
+    command_line.check_out_file(tmp_path / 'new' / 'deep' / 'a.txt')
+    assert (tmp_path / 'old.txt').read_text() == 'old' and not list((tmp_path / 'new' / 'deep').iterdir())
+    for path, reason in ((tmp_path, 'Is a directory'), (tmp_path / 'old.txt' / 'a', 'Not a directory|File exists')):
+        with pytest.raises(RunError, match=f'^--out {re.escape(repr(str(path)))} cannot be written: ({reason}).$'):
+            command_line.check_out_file(path)

@@ -1,0 +1,125 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""How the tools find configs, data and checkpoints."""
+
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from mmengine.config import Config
+
+from mmlinattn.checkpoints import CheckpointError
+from mmlinattn.tooling import configs
+from mmlinattn.utils.errors import RunError
+
+COCO, BARE = dict(type='CocoDataset', data_root='data/coco'), dict(type='CustomDataset', data_prefix='val')
+
+
+def wrapped(*datasets):
+    return dict(dataset=dict(type='RepeatDataset', dataset=dict(type='ConcatDataset', datasets=list(datasets))))
+
+
+@pytest.mark.parametrize(
+    ('inside', 'alone', 'roots'),
+    [
+        ([COCO, dict(COCO, data_root='')], dict(COCO, settings=dict(data_root='no data set')), ['mine'] * 3),
+        ([BARE, BARE], BARE, ['mine'] * 3),
+        ([BARE, BARE], COCO, [None, None, 'mine']),  # where others have one, these have their whole paths elsewhere
+    ],
+)
+def test_a_data_root_reaches_wrapped_data_sets(inside, alone, roots):
+    cfg = Config(dict(train_dataloader=wrapped(*inside), val_dataloader=dict(dataset=alone)))
+    configs.set_data_root(cfg, 'mine')
+    leaves = (*cfg.train_dataloader.dataset.dataset.datasets, cfg.val_dataloader.dataset)
+    assert [leaf.get('data_root') for leaf in leaves] == roots
+    assert 'data_root' not in cfg.train_dataloader.dataset and leaves[2].get('settings') == alone.get('settings')
+
+
+@pytest.mark.parametrize('dot', ['', './'])
+@pytest.mark.parametrize('slash', ['', '/'])
+def test_a_data_root_moves_the_files_of_evaluators(dot, slash):
+    """Those below the root of any data set, the longest first; a name that only begins with one is no part of it."""
+    roots = [dict(COCO, data_root=root) for root in (f'{dot}data/coco{slash}', 'data/', None)]
+    evaluator = dict(
+        type='MultiDatasetsEvaluator',
+        metrics=[dict(ann_file=f'{dot}data/coco/a.json'), dict(ann_file='data/b.json', count=3)],
+        files=['data/coco/a.json', 3, ('data/coco/b.json',), 'data/coco_2/a.json', 'other/data/coco/a.json'],
+        dataset_prefixes=['coco', 'data/coco', 'data/coco/'],
+    )
+    moved = dict(
+        type='MultiDatasetsEvaluator',
+        metrics=[dict(ann_file='mine/a.json'), dict(ann_file='mine/b.json', count=3)],
+        files=['mine/a.json', 3, ('mine/b.json',), 'mine/coco_2/a.json', 'other/data/coco/a.json'],
+        dataset_prefixes=['coco', 'mine/', 'mine/'],
+    )
+    cfg = Config(dict(test_dataloader=wrapped(*roots), val_evaluator=evaluator, test_evaluator=[evaluator]))
+    configs.set_data_root(cfg, 'mine')
+    assert cfg.val_evaluator == moved and cfg.test_evaluator == [moved]
+
+
+@pytest.mark.parametrize(
+    ('leaf', 'fits'),
+    [
+        (dict(data_root='gone'), False),
+        (dict(data_root='root/a.json'), False),
+        (dict(data_root='gone', type='CIFAR10'), True),  # makes its folder
+        (dict(data_root='s3://gone'), True),
+        (dict(data_root='gone', backend_args=dict(backend='petrel')), True),
+        (dict(ann_file='root/a.json', data_prefix='root'), True),
+    ],
+)
+def test_folders_that_are_not_there_are_named_with_their_key(tmp_path, monkeypatch, leaf, fits):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir('root')
+    Path('root/a.json').touch()
+    for loader, key in ((dict(dataset=leaf), 'dataset.'), (wrapped(dict(data_root='root'), leaf), 'datasets.1.')):
+        cfg = Config(dict(train_dataloader=loader, test_dataloader=dict(dataset=dict(data_root='not asked for'))))
+        with nullcontext() if fits else pytest.raises(RunError) as found:
+            configs.check_data_config(cfg, ['val', 'train'])
+        assert fits or f'{key}data_root = {leaf["data_root"]!r}: no such folder. It has to be' in str(found.value)
+
+
+def test_checkpoints_by_path_and_by_address(tmp_path, monkeypatch):
+    monkeypatch.setenv('HOME', str(tmp_path))
+    (tmp_path / 'a.pth').touch()
+    for path in ('~/a.pth', str(tmp_path / 'a.pth'), 'https://example.org/a.pth', 'mmlinattn://ravlt_t'):
+        assert configs.check_checkpoint(path, '--resume') == path
+    with pytest.raises(CheckpointError, match='no published checkpoint is called'):
+        configs.check_checkpoint('mmlinattn://ravlt', 'checkpoint')
+
+
+PIP = dict(
+    mmdet='"mmdet>=3.3,<3.4"',
+    mmseg='"mmsegmentation>=1.2.2,<1.3" ftfy regex',  # which it needs and does not install
+    mmpretrain='"mmpretrain>=1.2,<1.3"',
+)
+
+
+@pytest.mark.parametrize('scope', PIP)
+@pytest.mark.parametrize('how', ['scope', 'base', 'module'])
+def test_what_is_missing_is_named_as_pip_knows_it(tmp_path, monkeypatch, scope, how):
+    text = dict(
+        scope=f'default_scope = {scope!r}',
+        base=f"_base_ = '{scope}::_base_/default_runtime.py'",
+        module=f'__import__({scope!r})',
+    )
+    config = tmp_path / 'config.py'
+    config.write_text(text[how] + '\n')
+    monkeypatch.setattr(configs, 'find_spec', lambda name: None)  # as where it is not installed
+    monkeypatch.setattr('mmengine.config.config.is_installed', lambda name: False)
+    monkeypatch.setitem(sys.modules, scope, None)
+    with pytest.raises(RunError) as found:
+        configs.read_config(str(config))
+    assert str(found.value) == (
+        f'{config} needs {scope}, which is not installed in {sys.executable}: pip install {PIP[scope]}'
+    )
+
+
+@pytest.mark.parametrize('name', ['nobody_has_this', 'mmsegment'])  # the latter is a part of a name above
+def test_other_modules_that_a_config_lacks(tmp_path, name):
+    config = tmp_path / 'config.py'
+    config.write_text(f"__import__('{name}')\n")
+    with pytest.raises(RunError) as found:
+        configs.read_config(str(config))
+    assert str(found.value) == f"config {str(config)!r} cannot be read: ModuleNotFoundError: No module named '{name}'"
