@@ -23,7 +23,16 @@ has_bfloat16_units: Any = getattr(_mkldnn, '_is_mkldnn_bf16_supported', bool)
 num_modes: Any = torch._C._len_torch_dispatch_stack
 innermost_transform: Any = torch._C._functorch.peek_interpreter_stack
 forward_mode: Any = forward_ad  # whose level is 0 or more where derivatives are taken forward
-has_global_hooks: Any = _module._has_any_global_hook  # of modules
+
+
+def has_global_hooks() -> bool:
+    """Whether every module of the process has hooks. ``_has_any_global_hook`` is newer than PyTorch 2.4."""
+    return bool(
+        _module._global_forward_hooks
+        or _module._global_forward_pre_hooks
+        or _module._global_backward_hooks
+        or _module._global_backward_pre_hooks
+    )
 
 
 def has_static_value(size) -> bool:
