@@ -15,7 +15,7 @@ with warnings.catch_warnings():
     warnings.filterwarnings('ignore', message='`torch.jit', category=DeprecationWarning)
     import mmengine.model  # noqa: F401
 
-from . import backbones, engine, necks
+from . import backbones, engine, necks, registry
 from .checkpoints import schemes
 from .version import __version__
 
@@ -30,4 +30,4 @@ except PackageNotFoundError:
     MODULE2PACKAGE['mmseg'] = 'mmseg'
 schemes.register()
 
-__all__ = ['__version__', 'backbones', 'engine', 'necks']
+__all__ = ['__version__', 'backbones', 'engine', 'necks', 'registry']

@@ -11,7 +11,6 @@ _base_ = [
 data_root = 'data/shapes_coco/'
 metainfo = dict(classes=('disc', 'square', 'triangle', 'star', 'cross', 'heart'))
 num_classes = len(metainfo['classes'])
-norm_cfg = dict(type='BN')
 width = 64  # channels of the pyramid and the heads
 
 model = dict(
@@ -21,13 +20,13 @@ model = dict(
         arch=dict(embed_dims=(32, 64, 128, 160), depths=(1, 1, 2, 1), num_heads=(1, 2, 4, 5)),
         # strides 8 to 32: the shapes are 29 to 80 pixels, and the finest map would take half of the time
         out_indices=(1, 2, 3),
-        norm_cfg=norm_cfg,
+        norm_cfg=dict(type='BN'),
         drop_path_rate=0.0,
         # a narrow model that has minutes: the usual std of 0.02 suits widths of hundreds and weeks
         init_cfg=[dict(type='Xavier', layer='Linear', distribution='normal')],
     ),
     # batch norm throughout: it trains fastest from scratch
-    neck=dict(in_channels=[64, 128, 160], out_channels=width, num_outs=4, norm_cfg=norm_cfg),
+    neck=dict(in_channels=[64, 128, 160], out_channels=width, num_outs=4, norm_cfg=dict(type='BN')),
     rpn_head=dict(in_channels=width, feat_channels=width, anchor_generator=dict(scales=[4], strides=[8, 16, 32, 64])),
     roi_head=dict(
         bbox_roi_extractor=dict(out_channels=width, featmap_strides=[8, 16, 32], roi_layer=dict(sampling_ratio=1)),
@@ -38,12 +37,12 @@ model = dict(
             in_channels=width,
             conv_out_channels=width,
             fc_out_channels=256,
-            norm_cfg=norm_cfg,
+            norm_cfg=dict(type='BN'),
             num_classes=num_classes,
         ),
         mask_roi_extractor=dict(out_channels=width, featmap_strides=[8, 16, 32], roi_layer=dict(sampling_ratio=1)),
         mask_head=dict(
-            num_convs=2, in_channels=width, conv_out_channels=width, norm_cfg=norm_cfg, num_classes=num_classes
+            num_convs=2, in_channels=width, conv_out_channels=width, norm_cfg=dict(type='BN'), num_classes=num_classes
         ),
     ),
     train_cfg=dict(

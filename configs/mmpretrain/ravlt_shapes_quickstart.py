@@ -22,6 +22,7 @@ num_classes = len(metainfo['classes'])
 size = 64  # the shape is half of the image or more
 
 model = dict(
+    _scope_='mmpretrain',  # mmengine.hub builds it outside of any run
     type='ImageClassifier',
     backbone=dict(
         type='RAVLT',

@@ -12,7 +12,6 @@ data_root = 'data/shapes_ade/'
 metainfo = dict(
     classes=('gradient', 'clouds', 'stripes', 'checker', 'disc', 'square', 'triangle', 'star', 'cross', 'heart')
 )
-norm_cfg = dict(type='BN')
 
 model = dict(
     data_preprocessor=dict(size=None, size_divisor=32),
@@ -21,13 +20,13 @@ model = dict(
         _delete_=True,
         type='RAVLT',
         arch=dict(embed_dims=(32, 64, 128, 160), depths=(1, 1, 2, 1), num_heads=(1, 2, 4, 5)),
-        norm_cfg=norm_cfg,
+        norm_cfg=dict(type='BN'),
         drop_path_rate=0.0,
         init_cfg=[dict(type='Xavier', layer='Linear', distribution='normal')],  # narrow: see the detector's quickstart
     ),
-    neck=dict(in_channels=[32, 64, 128, 160], out_channels=64, norm_cfg=norm_cfg),
+    neck=dict(in_channels=[32, 64, 128, 160], out_channels=64, norm_cfg=dict(type='BN')),
     decode_head=dict(
-        in_channels=[64, 64, 64, 64], channels=64, num_classes=len(metainfo['classes']), norm_cfg=norm_cfg
+        in_channels=[64, 64, 64, 64], channels=64, num_classes=len(metainfo['classes']), norm_cfg=dict(type='BN')
     ),
 )
 

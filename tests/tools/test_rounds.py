@@ -17,7 +17,7 @@ from pprint import pformat
 import numpy as np
 import pytest
 import torch
-from config_helpers import CONFIG_DIR, load
+from config_helpers import load
 from tool_runs import TOOLS, in_one_process, losses
 from torch.utils._pytree import tree_leaves
 
@@ -55,7 +55,7 @@ SMALL = dict(
 def derived(task: str, name: str) -> str:
     """A config as users write theirs: a published one with its steps at small sizes."""
     cfg = load(f'{task}/{name}')
-    lines = [f'_base_ = {str(CONFIG_DIR / task / name) + ".py"!r}']
+    lines = [f'_base_ = "mmlinattn::{task}/{name}.py"']
     for part in ('train', 'val', 'test'):
         steps = [dict(step) for step in cfg[f'{part}_dataloader'].dataset.pipeline]
         pipeline = [

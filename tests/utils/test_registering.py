@@ -47,6 +47,7 @@ def test_classifiers_are_known_by_name(hub, monkeypatch):
         ('mmdet/ravlt_t_maskrcnn_1x', 'roi_head'),
         ('mmseg/inline_pvt_t_fpn_80k', 'decode_head'),
         ('mmpretrain/flatten_pvt_v2_b0_in1k', 'head'),
+        ('mmpretrain/ravlt_shapes_quickstart', 'head'),
     ],
 )
 def test_mmengine_builds_any_config_by_name(name, head, hub):
