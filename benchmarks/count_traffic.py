@@ -24,7 +24,7 @@ from mmlinattn.ops.focused import focused_attention_reference  # noqa: E402
 from mmlinattn.ops.inline import inline_attention_reference  # noqa: E402
 from mmlinattn.ops.plain_linear import linear_attention_reference  # noqa: E402
 from mmlinattn.ops.rank_augmented import rala_reference  # noqa: E402
-from mmlinattn.ops.triton import attention_launch as launch  # noqa: E402
+from mmlinattn.ops.triton import attention as triton_attention  # noqa: E402
 
 VIEWS = (
     'view',
@@ -79,37 +79,30 @@ def plain(op, q: Tensor, k: Tensor, v: Tensor, options: dict) -> dict[str, tuple
     return dict(forward=(forward.kernels, forward.bytes), backward=(backward.kernels, backward.bytes))
 
 
-def kernels(spec, q: Tensor, k: Tensor, v: Tensor, tensors: dict) -> dict[str, tuple[int, int]]:
+def kernels(q: Tensor, k: Tensor, v: Tensor, options: dict) -> dict[str, tuple[int, int]]:
     counts = []
 
     def count(kernel, grid, device, *args, **settings):
         counts.append(touched(args))
 
-    with mock.patch.object(launch, 'launch', count):
-        out, saved = launch.forward(spec, q, k, v, **tensors)
+    inputs = q, k, v, options.pop('rotary', None), None
+    options = dict(dict(kernel='elu', weight_scale=1.0, eps=1e-6), **options)
+    with mock.patch.object(triton_attention, 'launch', count):
+        out, kept = triton_attention.forward(*inputs, **options)
         forward, counts[:] = list(counts), []
-        grads = torch.empty(*q.shape[:2], 3 * q.shape[2], dtype=q.dtype, device=q.device).chunk(3, dim=-1)
-        launch.backward(spec, out, q, k, v, saved, grads, **tensors)
+        triton_attention.backward((out,), inputs, kept, (True,) * 3, **options)
     return dict(forward=(len(forward), sum(forward)), backward=(len(counts), sum(counts)))
 
 
 def cases(batch: int, heads: int, tokens: int, d: int, dtype: torch.dtype):
-    """Name, reference with its options, kernels with theirs."""
+    """Name, reference with its options, what kernels are given besides or None."""
     rotary = torch.empty(tokens, d // 2, 2, device='meta')
     scale = torch.empty(heads * d, device='meta')
     table = torch.empty(1, tokens, heads * d, dtype=dtype, device='meta')
-    shared = table.expand(batch, -1, -1)
-    attention = launch.Attention
-    yield 'RALA', rala_reference, dict(rotary=rotary), attention(heads, 'elu', weighted=True), dict(rotary=rotary)
-    yield 'InLine', inline_attention_reference, dict(scale=1.0), attention(heads, 'identity', centred=True), {}
-    yield (
-        'focused',
-        focused_attention_reference,
-        dict(inverse_scale=scale, power=3, offset=table),
-        attention(heads, 'focused', power=3.0),
-        dict(scale=scale, offset=shared),
-    )
-    yield 'linear, ELU + 1', linear_attention_reference, dict(kernel='elu'), attention(heads, 'elu'), {}
+    yield 'RALA', rala_reference, dict(rotary=rotary), dict(rotary=rotary)
+    yield 'InLine', inline_attention_reference, dict(scale=1.0), None
+    yield 'focused', focused_attention_reference, dict(inverse_scale=scale, power=3, offset=table), None
+    yield 'linear, ELU + 1', linear_attention_reference, dict(kernel='elu'), dict(weight_scale=None)
 
 
 def main(argv=None) -> None:
@@ -123,15 +116,15 @@ def main(argv=None) -> None:
     dtype = getattr(torch, args.dtype)
     print('| attention | pass | ideal, tensors | reference: kernels | tensors | GPU kernels: kernels | tensors |')
     print('| --- | --- | --- | --- | --- | --- | --- |')
-    for name, op, options, spec, tensors in cases(args.batch, args.heads, args.tokens, args.head_dim, dtype):
+    for name, op, options, given in cases(args.batch, args.heads, args.tokens, args.head_dim, dtype):
         x = torch.empty(args.batch, args.tokens, 3 * args.heads * args.head_dim, dtype=dtype, device='meta')
         q, k, v = x.requires_grad_().chunk(3, dim=-1)
         options = dict(num_heads=args.heads, **options)
         unit = touched([q])
         before = plain(op, q, k, v, options)
-        after = kernels(spec, *(t.detach() for t in (q, k, v)), tensors)
+        after = given and kernels(*(t.detach() for t in (q, k, v)), dict(num_heads=args.heads, **given))
         for part, ideal in IDEAL.items():
-            cells = [f'{count} | {size / unit:.1f}' for count, size in (before[part], after[part])]
+            cells = [f'{c[part][0]} | {c[part][1] / unit:.1f}' if c else '- | -' for c in (before, after)]
             print(f'| {name} | {part} | {ideal} | {" | ".join(cells)} |')
 
 

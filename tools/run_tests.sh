@@ -80,7 +80,7 @@ workers=$((cores < 8 ? cores : 8))
 OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow'
 # the reference backends, which compilers, exporters and unknown devices get; kernels have none
 MMLINATTN_OPS=reference OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow' \
-  --ignore-glob 'tests/ops/test_triton*' --ignore tests/ops/test_canary.py --ignore tests/ops/test_dispatch.py \
+  --ignore tests/ops/test_triton.py --ignore tests/ops/test_dispatch.py \
   tests/attention tests/layers tests/ops tests/backbones/test_hosts_parity.py
 OMP_NUM_THREADS=1 pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations=20 -m slow
 

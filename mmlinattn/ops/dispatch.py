@@ -16,11 +16,13 @@ from typing import NamedTuple, Optional
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion  # compares number by number
 
 from . import private
 
 VARIABLE = 'MMLINATTN_OPS'
-CHOICES = ('auto', 'eager', 'reference')
+OLDEST_TRITON = '3.0'  # comes with PyTorch 2.4
+CHOICES = ('auto', 'triton', 'reference')
 
 
 def _checked(choice: str, argument: str) -> str:
@@ -37,9 +39,10 @@ def use(backend: str):
     """A context that chooses the backend of every op.
 
     Args:
-        backend (str): ``'reference'``, the plain equations; ``'eager'``, the fastest there is without Triton;
-            ``'auto'``, the fastest there is. Outside of any context the environment variable ``MMLINATTN_OPS`` says
-            which, ``'auto'`` by default.
+        backend (str): ``'auto'``, PyTorch's operators with gradients written by hand; ``'triton'``, Triton kernels for
+            RALA and linear attention (ELU, ReLU) on GPUs of compute capability 8.0 or newer, and a warning where a call
+            can't have one; ``'reference'``, the plain equations. Outside of any context the environment variable
+            ``MMLINATTN_OPS`` says which, ``'auto'`` by default.
 
     Raises:
         ValueError: For another name.
@@ -55,8 +58,8 @@ def use(backend: str):
 class Route(NamedTuple):
     """What an op asks of its call, see :func:`route`.
 
-    ``backend``: ``'reference'``, ``'cpu'``, ``'triton'``, or ``'eager'`` (another device: PyTorch's own operators, with
-    memory reused and gradients written by hand). ``records``: whether gradients are recorded; where they are not, an op
+    ``backend``: ``'reference'``, ``'cpu'``, or ``'eager'`` (another device: PyTorch's own operators, with memory reused
+    and gradients written by hand). ``records``: whether gradients are recorded; where they are not, an op
     may write over queries and keys. ``autocasts``: whether autocast is on. ``dtype``: the type of matrix products, that
     of autocast where it is on. ``onednn``: whether oneDNN's fused operators serve tensors of this type here.
     """
@@ -81,12 +84,52 @@ def backend(first: Tensor, *others: Optional[Tensor]) -> str:
     """The backend for an op on the given tensors, see :class:`Route`; the first one's device counts."""
     if is_plain(first, *others):
         return 'reference'
-    device = first.device
-    if device.type == 'cpu':
-        return 'cpu'
-    if device.type == 'cuda' and _choice == 'auto' and _has_triton(device):
-        return 'triton'
-    return 'eager'
+    return 'cpu' if first.is_cpu else 'eager'
+
+
+def has_kernel(op: str, kernel: str, q: Tensor, v: Tensor, num_heads: int) -> bool:
+    """Whether Triton kernels are asked for and there is one for this attention; warns once where there is none."""
+    if _choice != 'triton' or num_heads < 1:
+        return False
+    return _has_kernel(op, kernel, q.device, q.dtype, max(q.shape[-1], v.shape[-1]) // num_heads)
+
+
+@functools.cache
+def _has_kernel(op: str, kernel: str, device: torch.device, dtype: torch.dtype, width: int) -> bool:
+    lack = _lack(op, kernel, device, dtype, width)
+    if lack is not None:
+        _say(lack)
+    return lack is None
+
+
+@functools.cache  # once, also where all warnings are shown
+def _say(lack: str) -> None:
+    warnings.warn(f"mmlinattn: 'triton' is asked for, but PyTorch's operators run: {lack}", stacklevel=5)
+
+
+def _lack(op: str, kernel: str, device: torch.device, dtype: torch.dtype, width: int) -> Optional[str]:
+    """Why there is no kernel; None if there is one."""
+    if op not in ('rala', 'linear_attention'):
+        return f'there are no kernels for {op}'
+    if importlib.util.find_spec('triton') is None:
+        return 'Triton is not installed'
+    try:
+        import triton
+
+        if TorchVersion(triton.__version__) < OLDEST_TRITON:
+            return f'Triton {triton.__version__} is older than {OLDEST_TRITON}'
+        from .triton import attention
+    except Exception as error:
+        return f'Triton cannot be imported: {error}'
+    if not attention.kernels.INTERPRETED:
+        if device.type != 'cuda':
+            return f'there are no kernels for the device {device.type!r}'
+        if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
+            return f'{torch.cuda.get_device_name(device)} is older than compute capability 8.0'
+    if kernel not in attention.MAPS:
+        return f'there are kernels for the maps {attention.MAPS}, not for {kernel!r}'
+    widest = attention.WIDEST_HEAD.get(dtype, 0)
+    return None if width <= widest else f'there is no kernel for heads of {width} channels in {dtype}'
 
 
 records = torch.is_grad_enabled  # whether gradients are recorded
@@ -159,24 +202,6 @@ def leaves_slow_autocast(forward):
             return forward(self, x.float() if x.dtype in (torch.bfloat16, torch.float16) else x)
 
     return wrapped
-
-
-@functools.cache
-def _has_triton(device: torch.device) -> bool:
-    """Whether a Triton that the kernels work with is installed, and compiles for this GPU (compute capability 8.0 or
-    newer); warns where not."""
-    if importlib.util.find_spec('triton') is None:
-        reason: Optional[str] = 'Triton is not installed'
-    elif torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
-        reason = f'{torch.cuda.get_device_name(device)} is older than the kernels (compute capability 8.0)'
-    else:
-        from .triton import compat
-
-        reason = compat.too_old()
-    if reason is None:
-        return True
-    warnings.warn(f'mmlinattn: no GPU kernels, plain PyTorch in their place: {reason}', stacklevel=2)
-    return False
 
 
 def autocasts(x: Tensor) -> bool:

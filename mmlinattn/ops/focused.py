@@ -48,10 +48,8 @@ def focused_attention(
     arguments = (q, k, v, num_heads, inverse_scale, power, offset, mask, eps)
     with dispatch.without_autocast(q):
         backend = dispatch.backend(q, k, v, inverse_scale)
-        if backend == 'triton':
-            from .triton import attention
-
-            return attention.focused_attention(*arguments)
+        if backend != 'reference':
+            dispatch.has_kernel('focused_attention', 'focused', q, v, num_heads)  # to say that there is none
         return (_focused_attention_on_cpu if backend == 'cpu' else focused_attention_reference)(*arguments)
 
 

@@ -53,10 +53,8 @@ def inline_attention(
     arguments = (q, k, v, num_heads, scale, kernel, mask)
     with dispatch.without_autocast(q):
         backend = dispatch.backend(q, k, v)
-        if backend == 'triton':
-            from .triton import attention
-
-            return attention.inline_attention(*arguments)
+        if backend != 'reference':
+            dispatch.has_kernel('inline_attention', kernel, q, v, num_heads)  # to say that there is none
         return (_inline_attention_on_cpu if backend == 'cpu' else inline_attention_reference)(*arguments)
 
 

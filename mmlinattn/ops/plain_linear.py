@@ -42,10 +42,12 @@ def linear_attention(
     """
     arguments = (q, k, v, num_heads, kernel, mask, eps)
     with dispatch.without_autocast(q):
-        if dispatch.backend(q, k, v) == 'triton':
+        backend = dispatch.backend(q, k, v)
+        if backend != 'reference' and dispatch.has_kernel('linear_attention', kernel, q, v, num_heads):
             from .triton import attention
 
-            return attention.linear_attention(*arguments)
+            if attention.takes(q, k, v, num_heads, None, mask):
+                return attention.attention(_equation, q, k, v, None, mask, num_heads, kernel, None, eps)
         return linear_attention_reference(*arguments)
 
 
@@ -64,3 +66,7 @@ def linear_attention_reference(q, k, v, num_heads, kernel='identity', mask=None,
     else:
         state = (k * divisor(count)).to(q.dtype).transpose(-1, -2) @ (v * divisor(count)).to(q.dtype)
     return tokens_of((q @ state / normaliser).to(v.dtype))
+
+
+def _equation(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps) -> Tensor:
+    return linear_attention_reference(q, k, v, num_heads, kernel, mask, eps)

@@ -69,10 +69,11 @@ def rala(
     arguments = (q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps)
     with dispatch.without_autocast(q):
         backend = dispatch.backend(q, k, v, rotary)
-        if backend == 'triton':
+        if backend != 'reference' and dispatch.has_kernel('rala', kernel, q, v, num_heads):
             from .triton import attention
 
-            return attention.rala(*arguments)
+            if attention.takes(q, k, v, num_heads, rotary, mask, same=True):
+                return attention.attention(_equation, q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps)
         learns_rotary = dispatch.records() and rotary is not None and rotary.requires_grad
         if backend != 'cpu' or kernel not in _MAPS or q.numel() == 0 or learns_rotary:
             return rala_reference(*arguments)
@@ -105,6 +106,10 @@ def rala_reference(q, k, v, num_heads, kernel='elu', rotary=None, mask=None, wei
     if rotary is not None:
         q, k = rotate_reference(q, rotary), rotate_reference(k, rotary)
     return tokens_of(q @ (k.transpose(-1, -2) @ v)).to(dtype)
+
+
+def _equation(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps) -> Tensor:
+    return rala_reference(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps)
 
 
 def token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:

@@ -2,10 +2,9 @@
 """Which backend runs an op, and that whatever transforms, watches or records a model gets one that stands it."""
 
 import importlib.util
-import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -51,11 +50,11 @@ def test_the_backend_is_that_of_the_device_unless_another_is_asked_for():
         assert dispatch.backend(x) == 'reference'
         # checkpointed blocks run backward in threads of their own
         assert ThreadPoolExecutor(1).submit(dispatch.backend, x).result() == 'reference'
-        with ops.use('eager'):
+        with ops.use('auto'):
             assert dispatch.backend(x) == 'cpu'
         assert dispatch.backend(x) == 'reference'
     assert dispatch.backend(x) == 'cpu'
-    with pytest.raises(ValueError, match=r"backend='fast' has to be one of \('auto', 'eager', 'reference'\)"):
+    with pytest.raises(ValueError, match=r"backend='fast' has to be one of \('auto', 'triton', 'reference'\)"):
         with ops.use('fast'):
             pass
     with pytest.raises(KeyError), ops.use('reference'):
@@ -63,35 +62,14 @@ def test_the_backend_is_that_of_the_device_unless_another_is_asked_for():
     assert dispatch.backend(x) == 'cpu'
 
 
-@pytest.mark.parametrize(
-    ('device', 'choice', 'has_triton', 'backend'),
-    [
-        ('cpu', 'auto', True, 'cpu'),
-        ('cuda', 'auto', True, 'triton'),
-        ('cuda', 'eager', True, 'eager'),
-        ('cuda', 'auto', False, 'eager'),
-        ('xpu', 'auto', True, 'eager'),
-    ],
-)
-def test_each_device_has_its_backend(device, choice, has_triton, backend, monkeypatch):
-    """The first tensor says which device."""
-    asked = []
-    monkeypatch.setattr(dispatch, 'is_plain', lambda *tensors: False)
-    monkeypatch.setattr(dispatch, '_has_triton', lambda gpu: asked.append(gpu) or has_triton)
-    first, second = (SimpleNamespace(device=torch.device(*place)) for place in ((device, 1), ('cpu',)))
-    with ops.use(choice):
-        assert dispatch.backend(first, None, second) == backend
-    assert asked == ([torch.device('cuda', 1)] if device == 'cuda' and choice == 'auto' else [])
-
-
-@pytest.mark.parametrize('value', ['reference', 'eager', '', 'auto', 'Reference'])
+@pytest.mark.parametrize('value', ['reference', 'triton', '', 'auto', 'eager'])
 def test_the_environment_says_which_backend_runs(value, monkeypatch):
     """It is read once, at import: here by a second copy of the module."""
     monkeypatch.setenv('MMLINATTN_OPS', value)
     spec = importlib.util.spec_from_file_location('mmlinattn.ops.dispatch_again', dispatch.__file__)
     again = importlib.util.module_from_spec(spec)
-    if value == 'Reference':
-        with pytest.raises(ValueError, match="MMLINATTN_OPS='Reference' has to be one of"):
+    if value == 'eager':
+        with pytest.raises(ValueError, match="MMLINATTN_OPS='eager' has to be one of"):
             spec.loader.exec_module(again)
     else:
         spec.loader.exec_module(again)
@@ -224,29 +202,53 @@ def test_compiled_softmax_attention_is_fused():
     assert not [op for op, value in nodes if value.shape[-2:] == (GRID.num_tokens,) * 2]
 
 
+@pytest.fixture
+def asked_anew():
+    for function in (dispatch._has_kernel, dispatch._say):
+        function.cache_clear()
+    with ops.use('triton'):
+        yield
+    for function in (dispatch._has_kernel, dispatch._say):
+        function.cache_clear()
+
+
+def test_a_request_for_kernels_that_a_cpu_cannot_have_is_one_line(asked_anew, recwarn):
+    """Results are PyTorch's; each reason is told once, and nothing is said of graphs."""
+    q, k, v = tokens(torch.float32), tokens(torch.float32), tokens(torch.float32)
+    calls = [partial(ops.linear_attention, kernel='elu'), partial(ops.inline_attention, scale=0.3)]
+    torch.jit.trace(lambda *t: calls[0](*t, HEADS), (q, k, v), check_trace=False)
+    assert not [w for w in recwarn if 'mmlinattn' in str(w.message)]
+    for call, heads in ((calls[0], 2), (calls[0], 4), (calls[1], 2)):
+        out = call(q, k, v, heads)
+        with ops.use('auto'):
+            assert torch.equal(out, call(q, k, v, heads))
+    told = [str(w.message) for w in recwarn if 'mmlinattn' in str(w.message)]
+    assert len(told) == 2 and ("for the device 'cpu'" in told[0] or 'not installed' in told[0])
+    assert "PyTorch's operators run: there are no kernels for inline_attention" in told[1]
+
+
 @pytest.mark.parametrize(
-    ('capability', 'triton', 'cuda', 'reason'),
+    ('capability', 'triton', 'cuda', 'lack'),
     [
         ((8, 0), True, '12.4', None),
-        ((7, 5), True, '12.4', 'T4 is older than the kernels (compute capability 8.0)'),
+        ((7, 5), True, '12.4', 'T4 is older than compute capability 8.0'),
         ((9, 0), True, None, 'T4 is older'),  # ROCm
-        ((9, 0), False, '12.4', 'Triton is not installed'),
+        ((9, 0), None, '12.4', 'Triton is not installed'),
         ((9, 0), '2.3.1', '12.4', 'Triton 2.3.1 is older than 3.0'),
+        ((9, 0), 'broken', '12.4', 'Triton cannot be imported: import of triton halted'),
     ],
 )
-def test_which_gpus_get_kernels(monkeypatch, capability, triton, cuda, reason):
-    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: triton or None)
+def test_which_gpus_have_kernels(monkeypatch, capability, triton, cuda, lack):
+    monkeypatch.setattr(importlib.util, 'find_spec', lambda name: triton)
     if isinstance(triton, str):
         monkeypatch.setattr(pytest.importorskip('triton'), '__version__', triton)
+    if triton == 'broken':
+        monkeypatch.setitem(sys.modules, 'triton', None)
     monkeypatch.setattr(torch.version, 'cuda', cuda)
     monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: capability)
     monkeypatch.setattr(torch.cuda, 'get_device_name', lambda device: 'T4')
-    has_triton = dispatch._has_triton.__wrapped__
-    if reason is None:
-        assert has_triton(torch.device('cuda', 0))
-        return
-    with pytest.warns(UserWarning, match='no GPU kernels, plain PyTorch in their place: ' + re.escape(reason)):
-        assert not has_triton(torch.device('cuda', 0))
+    found = dispatch._lack('rala', 'elu', torch.device('cuda', 0), torch.float16, 64)
+    assert found == lack if lack is None else lack in found
 
 
 class Asks(nn.Module):

@@ -1,0 +1,68 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Gradients written by hand, which keep less than autograd does."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from . import dispatch, private
+
+
+class Rule(NamedTuple):
+    """An op three times; ``options`` are all that is no tensor.
+
+    Attributes:
+        equation: ``(*tensors, **options)`` -> result, in operations that autograd records.
+        forward: The same -> result, and the tensors that ``backward`` needs besides the inputs.
+        backward: ``(gradients of the results, inputs, kept tensors, which inputs want one, **options)`` -> those of the
+            inputs.
+    """
+
+    equation: Callable
+    forward: Callable
+    backward: Callable
+
+
+def by_hand(rule: Rule, *tensors: Optional[Tensor], **options) -> Any:
+    """The result of ``rule.forward``; its gradients are those of ``rule.backward``.
+
+    Where gradients are differentiated themselves (``create_graph=True``) or batched (``is_grads_batched=True``), they
+    are those of the equation. No result may be an input or a view of one.
+    """
+    return _ByHand.apply(rule, options, *tensors)
+
+
+class _ByHand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rule: Rule, options: dict, *tensors):
+        out, kept = rule.forward(*tensors, **options)
+        ctx.rule, ctx.options, ctx.num_inputs = rule, options, len(tensors)
+        ctx.save_for_backward(*tensors, *kept)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads):
+        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        inputs, kept = saved[: ctx.num_inputs], saved[ctx.num_inputs :]
+        with dispatch.without_autocast(grads[0]):  # of which a backward pass knows nothing, unless it runs inside
+            transformed = any(private.is_batched(grad) for grad in grads) or dispatch.is_plain(*grads, *inputs)
+            if torch.is_grad_enabled() or transformed:
+                found = _gradients_of(ctx.rule.equation, inputs, wanted, grads, ctx.options)
+            else:
+                found = ctx.rule.backward(grads, inputs, kept, wanted, **ctx.options)
+        return None, None, *(grad if want else None for grad, want in zip(found, wanted))
+
+
+def _gradients_of(equation, inputs, wanted, grads, options) -> Sequence[Optional[Tensor]]:
+    twice = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views: each input gets its own share, also where it is another one, or made of it.
+        leaves = [
+            t if not want else t.view_as(t) if twice else t.detach().requires_grad_() for t, want in zip(inputs, wanted)
+        ]
+        out = equation(*leaves, **options)
+        asked = [t for t, want in zip(leaves, wanted) if want]
+        found = iter(torch.autograd.grad(out, asked, grads, create_graph=twice, allow_unused=True))
+    return [next(found) if want else None for want in wanted]
