@@ -18,7 +18,7 @@ from mmengine.runner.checkpoint import CheckpointLoader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
-from mmlinattn.engine.hooks.checkpoint_match import check_weights
+from mmlinattn.checkpoints.loading import check_trained
 from mmlinattn.tooling.analysis.loading import read_picture
 from mmlinattn.tooling.class_names import class_names, num_classes
 from mmlinattn.tooling.command_line import check_out_file, clean_end, explained_setup, notice, one_line_errors, writing
@@ -118,7 +118,7 @@ def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> None:
     # Inferencers load what fits and draw with the rest as it was initialised.
     checkpoint = CheckpointLoader.load_checkpoint(args.checkpoint, 'cpu', logger='silent')
     try:
-        check_weights(inferencer.model, checkpoint)
+        check_trained(inferencer.model, checkpoint)
     except RunError as error:
         raise RunError(f'{args.checkpoint}: {error}') from error
     # Where the checkpoint has no names, inferencers take those of COCO or ImageNet for any classes.

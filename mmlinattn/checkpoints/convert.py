@@ -3,67 +3,19 @@
 
 import os
 from pathlib import Path
-from typing import Any, NamedTuple, Union
+from typing import Union
 
 import torch
 from mmengine.config import Config
 from mmengine.runner import CheckpointLoader
-from torch import Tensor, nn
 
 from ..utils import written_whole
 from ..utils.building import build_model
 from ..utils.errors import CheckpointError
 from ..version import __version__
-from .states import LoadReport, fit_backbone, fit_state, model_state, strip_prefix
+from .loading import Conversion, convert_state
 
 PathLike = Union[str, 'os.PathLike[str]']
-
-
-class Conversion(NamedTuple):
-    """A converted state dict and how it fits the model.
-
-    Attributes:
-        state_dict: the tensors that fit, under the model's names.
-        report: what fits and what does not.
-        dropped: keys left out on purpose.
-    """
-
-    state_dict: dict[str, Tensor]
-    report: LoadReport
-    dropped: list[str]
-
-    @property
-    def complete(self) -> bool:
-        """Whether the state dict is the model's, key by key."""
-        return not (self.report.missing or self.report.unexpected or self.report.mismatched)
-
-
-def convert_state(checkpoint: Any, source: str, model: nn.Module) -> Conversion:
-    """Rewrite a loaded checkpoint in the names of ``model``.
-
-    Args:
-        checkpoint: a released classifier, backbone, MMDetection 2.x detector or MMSegmentation 0.x segmentor, or a
-            model of this project.
-        source: where it came from, for messages.
-        model: an MMDetection, MMSegmentation or MMPretrain model with a ``backbone``.
-
-    Raises:
-        CheckpointError: the checkpoint holds no weights, or the model has no backbone.
-    """
-    backbone = getattr(model, 'backbone', None)
-    if not isinstance(backbone, nn.Module):
-        raise CheckpointError(f'{source}: {type(model).__name__} has no backbone to convert a file for')
-    state, dropped = model_state(checkpoint, source)
-    of_backbone, report = fit_backbone(backbone, strip_prefix(state, 'backbone'))
-    own, rest = ({k: v for k, v in s.items() if not k.startswith('backbone.')} for s in (model.state_dict(), state))
-    of_rest, rest_report = fit_state(own, rest)
-    fits = {**{f'backbone.{key}': value for key, value in of_backbone.items()}, **of_rest}
-    report = LoadReport(*([f'backbone.{key}' for key in keys] + others for keys, others in zip(report, rest_report)))
-    # Batch counters are the one thing a file may lack: PyTorch's own strict loading wants them.
-    for key, value in model.state_dict().items():
-        if key.endswith('num_batches_tracked'):
-            fits.setdefault(key, value)
-    return Conversion(fits, report, dropped + report.ignored)
 
 
 def convert_checkpoint(source: PathLike, target: PathLike, config: PathLike) -> Conversion:

@@ -1,16 +1,39 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""From a checkpoint of any accepted kind to the weights of one backbone."""
+"""From a checkpoint of any accepted kind to a backbone that begins with its weights, or to a model that was trained.
+
+All tools load by this file. A model counts as trained when a checkpoint gave it every parameter; frozen ones, which
+adapters such as LoRA do not save, may come from the ``init_cfg`` that they had in training.
+"""
 
 import logging
-from typing import Any, Optional, Union
+import re
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Optional, Union
 
+from mmengine.config import Config
 from mmengine.logging import print_log
 from mmengine.model import update_init_info
 from mmengine.runner import CheckpointLoader
-from torch import nn
+from torch import Tensor, nn
 
-from ..utils.errors import CheckpointError
-from .states import LoadReport, backbone_state, fit_backbone, not_finite, some, state_dict_of
+from ..utils.building import build_model, is_pretrained
+from ..utils.errors import CheckpointError, RunError
+from .states import (
+    LoadReport,
+    backbone_state,
+    fit_backbone,
+    fit_state,
+    kind_of,
+    model_state,
+    not_finite,
+    some,
+    state_dict_of,
+    strip_prefix,
+)
+
+UNUSED_IN_TESTS = ('auxiliary_head',)
+_OTHER_SHAPE = re.compile(r'size mismatch for (\S+): .*?\[([\d, ]*)\]\D*\[([\d, ]*)\]')  # in PyTorch's own message
 
 
 def load_pretrained(
@@ -61,3 +84,209 @@ def load_pretrained(
     if listed:
         print_log(f'{checkpoint} and {kind} do not match exactly. {listed}', logger=logger, level=logging.WARNING)
     return report
+
+
+# --- whole models -----------------------------------------------------------------------------------------------------
+
+
+class Conversion(NamedTuple):
+    """A checkpoint in the names of a model, and how it fits.
+
+    Attributes:
+        state_dict: the tensors that fit, under the model's names.
+        report: what fits and what does not.
+        dropped: keys left out on purpose.
+    """
+
+    state_dict: dict[str, Tensor]
+    report: LoadReport
+    dropped: list[str]
+
+    @property
+    def complete(self) -> bool:
+        """Whether the state dict is the model's, key by key."""
+        return not (self.report.missing or self.report.unexpected or self.report.mismatched)
+
+
+def convert_state(checkpoint: Any, source: str, model: nn.Module) -> Conversion:
+    """Rewrite a loaded checkpoint in the names of ``model``.
+
+    Args:
+        checkpoint: a released classifier, backbone, MMDetection 2.x detector or MMSegmentation 0.x segmentor, or a
+            model of this project.
+        source: where it came from, for messages.
+        model: an MMDetection, MMSegmentation or MMPretrain model with a ``backbone``.
+
+    Raises:
+        CheckpointError: the checkpoint holds no weights, or the model has no backbone.
+    """
+    backbone = getattr(model, 'backbone', None)
+    if not isinstance(backbone, nn.Module):
+        raise CheckpointError(f'{source}: {type(model).__name__} has no backbone to convert a file for')
+    state, dropped = model_state(checkpoint, source)
+    of_backbone, report = fit_backbone(backbone, strip_prefix(state, 'backbone'))
+    own, rest = ({k: v for k, v in s.items() if not k.startswith('backbone.')} for s in (model.state_dict(), state))
+    of_rest, rest_report = fit_state(own, rest)
+    fits = {**{f'backbone.{key}': value for key, value in of_backbone.items()}, **of_rest}
+    report = LoadReport(*([f'backbone.{key}' for key in keys] + others for keys, others in zip(report, rest_report)))
+    # Batch counters are the one thing a file may lack: PyTorch's own strict loading wants them.
+    for key, value in model.state_dict().items():
+        if key.endswith('num_batches_tracked'):
+            fits.setdefault(key, value)
+    return Conversion(fits, report, dropped + report.ignored)
+
+
+class Lacking(NamedTuple):
+    """What a model still lacks after a checkpoint was loaded.
+
+    Attributes:
+        mismatched: keys of another shape, with both shapes.
+        missing: parameters that nobody trained: neither the checkpoint nor, of frozen ones, ``init_cfg`` gave them.
+    """
+
+    mismatched: list[str]
+    missing: list[str]
+
+    def __str__(self) -> str:
+        parts = [f'left out for its shape: {", ".join(self.mismatched)}'] * bool(self.mismatched)
+        parts += [f'{len(self.missing)} parameters not in the file: {some(self.missing)}'] * bool(self.missing)
+        return f'the checkpoint does not fit the model; {"; ".join(parts)}. '
+
+
+def fill(model: nn.Module, state: Mapping[str, Tensor], left_out: tuple[str, ...] = ()) -> Lacking:
+    """Load what fits of a state dict, and find what the model lacks then.
+
+    Modules may rename and resize weights while they load, and adapters keep frozen ones out of ``state_dict``, so what
+    counts is which parameters were written.
+
+    Args:
+        model: takes the weights.
+        state: may lack keys and have others.
+        left_out: beginnings of keys that may lack or differ.
+    """
+    parameters = dict(model.named_parameters())
+    versions = {name: parameter._version for name, parameter in parameters.items()}
+    differing = {}
+    try:
+        model.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        for key, *shapes in _OTHER_SHAPE.findall(str(error)):
+            theirs, ours = (shape.replace(', ', 'x') or 'scalar' for shape in shapes)
+            differing[key] = f'{key} ({theirs} in the file, {ours} in the model)'
+        if not differing:
+            raise
+    given = tuple(
+        f'{name}.' if name else ''
+        for name, module in model.named_modules()
+        if getattr(module, 'is_init', False) and is_pretrained(getattr(module, 'init_cfg', None))
+    )
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if parameter._version == versions[name]
+        and name not in state
+        and not name.startswith(left_out)
+        and (parameter.requires_grad or not name.startswith(given))
+    ]
+    return Lacking([text for key, text in differing.items() if not key.startswith(left_out)], missing)
+
+
+def check_values(
+    model: nn.Module, state: Mapping[str, Tensor], allow_nonfinite: bool = False, advice: str = ''
+) -> None:
+    """Refuse weights that no model computes with.
+
+    Raises:
+        RunError: weights of the model are no real numbers in ``state``, or NaN or infinite.
+    """
+    own = [key for key, value in model.state_dict().items() if key in state and kind_of(value) == 'real']
+    other = [f'{key} ({kind_of(state[key])})' for key in own if kind_of(state[key]) != 'real']
+    if other:
+        raise RunError(f'the checkpoint does not fit the model; no real numbers in memory: {some(other)}.')
+    # masks and tables among the buffers may well be infinite
+    running = [key for key, _ in model.named_buffers() if key.endswith(('running_mean', 'running_var'))]
+    broken = [] if allow_nonfinite else not_finite(state, [*dict(model.named_parameters()), *running])
+    if broken:
+        raise RunError(
+            f'{len(broken)} weights of the checkpoint are NaN or infinite: {some(broken)}. It was saved by a run that '
+            f'had failed; take an earlier one.{advice}'
+        )
+
+
+def runner_state(checkpoint: dict) -> OrderedDict:
+    """What MMEngine's Runner loads of a checkpoint."""
+    state = checkpoint.get('state_dict', checkpoint)
+    # the runner's own pattern, whose dot is any character: it loads nothing into a part named module_list
+    tensors = OrderedDict((re.sub('^module.', '', key), v) for key, v in state.items() if isinstance(v, Tensor))
+    vars(tensors)['_metadata'] = getattr(state, '_metadata', OrderedDict())  # the versions of its modules
+    return tensors
+
+
+def check_trained(model: nn.Module, checkpoint: dict) -> None:
+    """Refuse a checkpoint that leaves a model with weights nobody trained; it is loaded by this, as a Runner would.
+
+    Raises:
+        RunError: parameters are missing, have another shape, are no real numbers or are not finite.
+    """
+    state = runner_state(checkpoint)
+    check_values(model, state)
+    lacking = fill(model, state, UNUSED_IN_TESTS)
+    if any(lacking):
+        raise RunError(f'{lacking}The config has to be the one of the checkpoint.')
+
+
+def trained_model(
+    cfg: Config, source: str, part: str = '', name: str = 'the config', **backbone: Any
+) -> tuple[nn.Module, Optional[dict]]:
+    """The model of a config with the weights of a checkpoint, published or of this project.
+
+    What ``init_cfg`` names is read only where frozen weights come from it.
+
+    Args:
+        cfg: of a detector, segmentor or classifier.
+        source: a file, URL or ``mmlinattn://NAME``.
+        part: beginning of the keys that have to be trained; all but auxiliary heads by default.
+        name: of the config, for messages.
+        backbone: settings of the backbone to change; weights that no longer fit stay as they are initialised.
+
+    Returns:
+        The model, and ``meta`` of the checkpoint where it has one.
+
+    Raises:
+        RunError: the model cannot be built, the checkpoint cannot be read, or a weight that counts is missing, of
+            another shape, left over or no finite number.
+    """
+    checkpoint: Any = CheckpointLoader.load_checkpoint(source, 'cpu', logger='silent')
+
+    def wanted(keys: list[str]) -> list[str]:
+        return [key for key in keys if key.startswith(part) and not key.startswith(UNUSED_IN_TESTS)]
+
+    for pretrained in (False, True):
+        model: Any = build_model(cfg, pretrained, **backbone)
+        if pretrained or backbone:
+            model.init_weights()
+        state, report, _ = convert_state(checkpoint, source, model)
+        parameters = dict(model.named_parameters())
+        missing = wanted(fill(model, state).missing)
+        trains = [key for key in missing if parameters[key].requires_grad]
+        if trains or not missing:  # what trains is in the checkpoint or nowhere
+            missing = trains
+            break
+    own_parts = {child for child, _ in model.named_children()}
+    problems = dict(
+        mismatched=wanted(report.mismatched),
+        unexpected=wanted([key for key in report.unexpected if key.partition('.')[0] in own_parts]),
+        missing=missing + wanted([key for key in report.missing if key not in parameters]),
+    )
+    what, wrong = next(((what, keys) for what, keys in problems.items() if keys), ('', []))
+    if wrong and not backbone:
+        raise RunError(f'checkpoint {source!r} does not fit the model of {name}; {what}: {some(wrong)}.')
+    if not wanted(report.loaded):
+        raise RunError(
+            f'checkpoint {source!r} does not fit the model of {name}; it has {some(state_dict_of(checkpoint, source))}.'
+        )
+    try:
+        check_values(model, state)
+    except RunError as error:
+        raise RunError(f'{source}: {error}') from error
+    return model, checkpoint.get('meta') if isinstance(checkpoint, dict) else None

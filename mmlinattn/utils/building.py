@@ -45,11 +45,13 @@ def without_pretrained(node: Any) -> Any:
     return node
 
 
-def build_model(cfg: Config, **backbone: Any) -> nn.Module:
-    """The model of a config as its constructors leave it: nothing is initialised, read or downloaded.
+def build_model(cfg: Config, pretrained: bool = False, **backbone: Any) -> nn.Module:
+    """The model of a config as its constructors leave it.
 
     Args:
         cfg (Config): Of a detector, segmentor or classifier.
+        pretrained (bool): Keep what names a checkpoint, for ``init_weights``; some constructors, of adapters, read it.
+            Without, nothing is read or downloaded.
         backbone: Settings of the backbone to change.
 
     Raises:
@@ -60,7 +62,8 @@ def build_model(cfg: Config, **backbone: Any) -> nn.Module:
     if not isinstance(cfg.get('model'), dict):
         raise RunError(f'{name} has no model')
     init_default_scope(cfg.get('default_scope') or 'mmengine')
-    model = ConfigDict(without_pretrained(cfg.model.to_dict()))
+    given = cfg.model.to_dict()
+    model = ConfigDict(given if pretrained else without_pretrained(given))
     if backbone:
         model['backbone'].update(backbone)
     model.setdefault('data_preprocessor', cfg.get('data_preprocessor'))

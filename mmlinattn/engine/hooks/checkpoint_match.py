@@ -1,88 +1,15 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-import re
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Union
 
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner.base_loop import BaseLoop
-from torch import Tensor, nn
 
-from ...checkpoints.states import kind_of, not_finite, some
+from ...checkpoints.loading import UNUSED_IN_TESTS, Lacking, check_values, fill, runner_state
+from ...checkpoints.states import some
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
-
-UNUSED_IN_TESTS = ('auxiliary_head',)
-_OTHER_SHAPE = re.compile(r'size mismatch for (\S+): .*?\[([\d, ]*)\]\D*\[([\d, ]*)\]')  # in PyTorch's own message
-
-
-def _state_dict(checkpoint: dict) -> OrderedDict:
-    """What MMEngine will load of a checkpoint."""
-    state = checkpoint.get('state_dict', checkpoint)
-    # the runner's own pattern, whose dot is any character: it loads nothing into a part named module_list
-    tensors = OrderedDict((re.sub('^module.', '', key), v) for key, v in state.items() if isinstance(v, Tensor))
-    vars(tensors)['_metadata'] = getattr(state, '_metadata', OrderedDict())  # the versions of its modules
-    return tensors
-
-
-def _check_values(model: nn.Module, state: dict, allow_nonfinite: bool, advice: str = '') -> None:
-    own = [key for key, value in model.state_dict().items() if key in state and kind_of(value) == 'real']
-    other = [f'{key} ({kind_of(state[key])})' for key in own if kind_of(state[key]) != 'real']
-    if other:
-        raise RunError(f'the checkpoint does not fit the model; no real numbers in memory: {some(other)}.')
-    # masks and tables among the buffers may well be infinite
-    running = [key for key, _ in model.named_buffers() if key.endswith(('running_mean', 'running_var'))]
-    broken = [] if allow_nonfinite else not_finite(state, [*dict(model.named_parameters()), *running])
-    if broken:
-        raise RunError(
-            f'{len(broken)} weights of the checkpoint are NaN or infinite: {some(broken)}. It was saved by a run that '
-            f'had failed; take an earlier one.{advice}'
-        )
-
-
-def _not_loaded(model: nn.Module, state: dict, left_out: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Load, as modules may rename and resize weights then, and find the keys of other shapes and of parameters that
-    are missing; those that begin as ``left_out`` says aside."""
-    missing: list[str] = []
-    differing = {}
-    handle = model.register_load_state_dict_post_hook(lambda _, keys: missing.extend(keys.missing_keys))
-    try:
-        model.load_state_dict(state, strict=False)
-    except RuntimeError as error:
-        for key, *shapes in _OTHER_SHAPE.findall(str(error)):
-            theirs, ours = (shape.replace(', ', 'x') or 'scalar' for shape in shapes)
-            differing[key] = f'{key} ({theirs} in the file, {ours} in the model)'
-    finally:
-        handle.remove()
-    parameters = dict(model.named_parameters())
-    return (
-        [text for key, text in differing.items() if not key.startswith(left_out)],
-        [key for key in missing if key in parameters and not key.startswith(left_out)],
-    )
-
-
-def _does_not_fit(mismatched: list[str], missing: list[str]) -> str:
-    parts = [f'left out for its shape: {", ".join(mismatched)}'] * bool(mismatched)
-    parts += [f'{len(missing)} parameters not in the file: {some(missing)}'] * bool(missing)
-    return f'the checkpoint does not fit the model; {"; ".join(parts)}. '
-
-
-def check_weights(model: nn.Module, checkpoint: dict) -> None:
-    """Refuse a checkpoint that would leave a model with weights nobody trained.
-
-    Args:
-        model: the model to load into; the checkpoint is loaded by this.
-        checkpoint: what MMEngine's loader gave.
-
-    Raises:
-        RunError: parameters are missing, have another shape, are no real numbers or are not finite.
-    """
-    state = _state_dict(checkpoint)
-    _check_values(model, state, allow_nonfinite=False)
-    mismatched, missing = _not_loaded(model, state, UNUSED_IN_TESTS)
-    if mismatched or missing:
-        raise RunError(_does_not_fit(mismatched, missing) + 'The config has to be the one of the checkpoint.')
 
 
 @HOOKS.register_module(force=True)
@@ -113,21 +40,21 @@ class CheckpointMatchHook(Hook):
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Compare before MMEngine loads."""
         model = unwrapped(runner.model)
-        state = _state_dict(checkpoint)
+        state = runner_state(checkpoint)
         is_training = isinstance(runner._train_loop, BaseLoop)
         is_fatal = not is_training or runner._resume
         meant = f'--cfg-options custom_hooks.{type(self).__name__}'
         advice = f' If it is meant: {meant}.allow_nonfinite=True'
-        _check_values(model, state, self.allow_nonfinite or not is_fatal, advice)
+        check_values(model, state, self.allow_nonfinite or not is_fatal, advice)
         if not is_fatal and not any(key in state for key in model.state_dict()):
             raise RunError(
                 f'nothing in the checkpoint fits the model; it has {some(checkpoint.get("state_dict", checkpoint))}.'
             )
         left_out = self.left_out if is_training else self.left_out + UNUSED_IN_TESTS
-        mismatched, missing = _not_loaded(model, state, left_out)
+        mismatched, missing = fill(model, state, left_out)
         if not mismatched and not (missing and is_fatal):
             return
-        what = _does_not_fit(mismatched, missing)
+        what = Lacking(mismatched, missing)
         prefixes = dict.fromkeys(key.split()[0].rpartition('.')[0] for key in mismatched or missing)
         meant += f'.left_out={",".join(list(prefixes)[:5])}'
         if not is_fatal:

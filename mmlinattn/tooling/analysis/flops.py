@@ -53,7 +53,7 @@ class Cost(NamedTuple):
 
 def part_of(name: str) -> str:
     """Part of a model that a module's (or parameter's) name belongs to: ``backbone.stage1``, ``neck``, ..."""
-    stage = re.match(r'backbone\.(stages\.|patch_embeds\.|position_tables\.|out_norms\.|layer)(\d+)', name)
+    stage = re.match(r'backbone\.(?:module\.)?(stages\.|patch_embeds\.|position_tables\.|out_norms\.|layer)(\d+)', name)
     if stage:  # layers of upstream's ResNet count from one
         return f'backbone.stage{int(stage[2]) + (stage[1] != "layer")}'
     head = re.match(r'roi_head\.(\w+)', name)
@@ -86,10 +86,12 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
     shape = tuple(shape or image_shape(cfg))
     if min(shape) < 32:
         raise RunError(f'shape {shape[0]} {shape[1]}: height and width have to be at least 32.')
-    with torch.device('meta'):  # shapes without memory
-        model = build_model(cfg)
-        model.eval()  # which gives nothing back where MMDetection distils
-        model = revert_sync_batchnorm(model)
+    try:
+        with torch.device('meta'):  # shapes without memory
+            model = revert_sync_batchnorm(build_model(cfg))
+    except RunError:  # constructors of adapters initialise, which takes memory
+        model = revert_sync_batchnorm(build_model(cfg)).to('meta')
+    model.eval()  # which gives nothing back where MMDetection distils
     image = torch.empty(1, 3, *shape, device='meta')
     notes = ['one multiply-add is one operation; norms, activations, pooling and resizing are not counted']
     count = Count(model)

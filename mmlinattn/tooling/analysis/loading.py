@@ -9,11 +9,9 @@ from mmcv.transforms import Compose
 from mmengine.config import Config
 from mmengine.model import revert_sync_batchnorm
 from mmengine.registry import init_default_scope
-from mmengine.runner.checkpoint import CheckpointLoader
 from torch import Tensor, nn
 
-from ...checkpoints.convert import convert_state
-from ...checkpoints.states import LoadReport, some
+from ...checkpoints.loading import trained_model
 from ...utils.building import build_model
 from ...utils.errors import RunError
 from ...utils.registering import bare_name
@@ -94,24 +92,16 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', backbone: Opti
     """
     if 'backbone' not in (cfg.get('model') or {}):
         raise RunError('the config has no model.backbone to look into.')
-    model = revert_sync_batchnorm(build_model(cfg, **(backbone or {})))
-    model.init_weights()
-    meta = None if checkpoint.lower() == 'none' else _load(model, checkpoint, partly=backbone is not None)
+    model: Any
+    if checkpoint.lower() == 'none':
+        model, meta = build_model(cfg, **(backbone or {})), None
+        model.init_weights()
+    else:
+        model, meta = trained_model(cfg, checkpoint, part='backbone.', **(backbone or {}))
+    model = revert_sync_batchnorm(model)
     model.dataset_meta = dict(classes=class_names(cfg, meta))
     model.to(device).eval()  # which gives nothing back where MMDetection distils
     return model
-
-
-def _load(model: nn.Module, path: str, partly: bool) -> Optional[dict]:
-    """Load what fits; the checkpoint's ``meta``, where it has one."""
-    checkpoint = CheckpointLoader.load_checkpoint(path, 'cpu', 'silent')
-    state, report, _ = convert_state(checkpoint, path, model)
-    of_backbone = LoadReport(*([key for key in keys if key.startswith('backbone.')] for keys in report))
-    lacking = of_backbone.missing + of_backbone.mismatched
-    if not of_backbone.loaded or (lacking and not partly):
-        raise RunError(f'{path} does not fit the backbone of the config; missing or of another shape: {some(lacking)}')
-    model.load_state_dict(state, strict=False)
-    return checkpoint.get('meta') if isinstance(checkpoint, dict) else None
 
 
 # --- images ---------------------------------------------------------------------------------------------------------

@@ -3,14 +3,9 @@
 
 import argparse
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
-from mmengine.runner.checkpoint import CheckpointLoader
-from torch import nn
-
-from ...checkpoints.convert import convert_state
-from ...checkpoints.states import some
-from ...engine.hooks.checkpoint_match import UNUSED_IN_TESTS
+from ...checkpoints.loading import trained_model
 from ...utils.building import build_model
 from ...utils.errors import RunError
 from ..command_line import check_out_file, one_line_errors
@@ -35,26 +30,6 @@ def parse_args(args: Optional[list[str]] = None) -> argparse.Namespace:
     return parser.parse_args(args)
 
 
-def load(model: nn.Module, source: str, config: str) -> dict:
-    """Load a checkpoint of this project or a published one; returns its ``meta``.
-
-    As in tests, auxiliary heads need not fit, and the file may hold parts that the model does not have.
-
-    Raises:
-        RunError: It cannot be read, or does not fit the model key by key.
-    """
-    checkpoint: Any = CheckpointLoader.load_checkpoint(source, 'cpu', logger='silent')
-    state, report, _ = convert_state(checkpoint, source, model)
-    parts = {name for name, _ in model.named_children()}
-    unexpected = [key for key in report.unexpected if key.partition('.')[0] in parts]
-    for kind, keys in dict(mismatched=report.mismatched, unexpected=unexpected, missing=report.missing).items():
-        wrong = [key for key in keys if not key.startswith(UNUSED_IN_TESTS)]
-        if wrong:
-            raise RunError(f'checkpoint {source!r} does not fit the model of {config}; {kind}: {some(wrong)}.')
-    model.load_state_dict(state, strict=False)
-    return (checkpoint.get('meta') if isinstance(checkpoint, dict) else None) or {}
-
-
 def main(args: Optional[list[str]] = None) -> None:
     """Export as the arguments say; exits with status 1 and one line where that fails."""
     options = parse_args(args)
@@ -68,9 +43,10 @@ def main(args: Optional[list[str]] = None) -> None:
         height, width = options.shape or default_shape(cfg)
         sizes = Sizes(options.batch, height, width, options.dynamic)
         sizes.check()
-        model, meta = build_model(cfg), None
-        if options.checkpoint != 'none':
-            meta = load(model, check_checkpoint(options.checkpoint, 'checkpoint'), options.config)
+        if options.checkpoint == 'none':
+            model, meta = build_model(cfg), None
+        else:
+            model, meta = trained_model(cfg, check_checkpoint(options.checkpoint, 'checkpoint'), name=options.config)
         export = export_model(model, cfg, target, options.format, sizes, meta)
         size = sum(path.stat().st_size for path in export.files)
         files, outputs = ' and '.join(map(str, export.files)), ', '.join(export.metadata['outputs'])

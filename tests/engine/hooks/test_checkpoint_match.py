@@ -9,8 +9,8 @@ from engine_toys import LOADER, Augmented, Count, ToyModel, Wrapped, make_runner
 from mmengine.registry import MODELS
 from torch import nn
 
+from mmlinattn.checkpoints.loading import check_trained
 from mmlinattn.engine import RunError
-from mmlinattn.engine.hooks.checkpoint_match import check_weights
 
 
 @MODELS.register_module(force=True)
@@ -124,6 +124,6 @@ def test_models_in_wrappers(tmp_path):
     'num_classes, without, said', [(5, [], SHAPES), (3, ['layer.bias'], '1 parameters not in the')]
 )
 def test_weights_that_nobody_trained_are_refused_outside_of_runs(num_classes, without, said):
-    check_weights(ToyClassifier(), state_of(without=['auxiliary_head']))
+    check_trained(ToyClassifier(), state_of(without=['auxiliary_head']))
     with pytest.raises(RunError, match=re.escape(said)):
-        check_weights(ToyClassifier(), dict(state_dict=state_of(num_classes, without)))
+        check_trained(ToyClassifier(), dict(state_dict=state_of(num_classes, without)))

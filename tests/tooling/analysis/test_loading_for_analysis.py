@@ -199,12 +199,12 @@ def test_what_of_a_checkpoint_is_loaded(cfg, tmp_path):
     other = loading.load_model(cfg, saved(head__weight=torch.ones(7, 4), norm__weight=torch.full((4,), 5.0)))
     assert other.head.weight.shape == (3, 4) and other.norm.weight.tolist() == [5] * 4
     changed = {f'backbone.{name}': torch.ones(9)}
-    with pytest.raises(RunError, match=f'does not fit the backbone .*: backbone.{re.escape(name)}'):
+    with pytest.raises(RunError, match=f'does not fit the model .*; mismatched: backbone.{re.escape(name)}'):
         loading.load_model(cfg, saved(**changed))
     cfg.model.backbone.stage_attns = ('focused',) * 4
-    with pytest.raises(RunError, match='does not fit the backbone of the config; missing or of another shape'):
+    with pytest.raises(RunError, match='does not fit the model of the config; missing: backbone.stages.'):
         loading.load_model(cfg, saved())
     # nothing of a backbone is not a part of it
     torch.save(dict(state_dict={'head.weight': own.head.weight}), tmp_path / 'head.pth')
-    with pytest.raises(RunError, match='head.pth does not fit the backbone'):
+    with pytest.raises(RunError, match=r"head.pth' does not fit the model of the config; it has head.weight"):
         loading.load_model(cfg, str(tmp_path / 'head.pth'), backbone=dict(stage_attns=('focused',) * 4))

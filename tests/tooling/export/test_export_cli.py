@@ -10,11 +10,9 @@ import pytest
 import torch
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
-from torch import nn
 
 from mmlinattn.tooling.export import FORMATS
-from mmlinattn.tooling.export.cli import load, main
-from mmlinattn.utils.errors import RunError
+from mmlinattn.tooling.export.cli import main
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / 'tools' / 'export.py'
@@ -85,36 +83,6 @@ def test_a_static_graph_names_the_size_it_was_traced_for(config, tmp_path, capsy
     assert graph(torch.randn(1, 3, 64, 80)).shape == (1, 3)
     with pytest.raises(Exception, match=r'traced for \[1, 3, 64, 80\] and serves no other'):
         graph(torch.randn(1, 3, 80, 64))
-
-
-class Parts(nn.Module):
-    """What a segmentor has."""
-
-    def __init__(self):
-        super().__init__()
-        self.backbone, self.decode_head, self.auxiliary_head = nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(2, 3)
-
-
-def test_a_checkpoint_fits_that_has_what_the_graph_holds(tmp_path):
-    """Auxiliary heads may be absent or of other classes, as in tests, and parts that the model does not have may be in
-    the file; what a part of the graph would hold besides is refused."""
-    checkpoint, source = tmp_path / 'weights.pth', Parts()
-    state = {key: value for key, value in source.state_dict().items() if not key.startswith('auxiliary_head')}
-    others = {'auxiliary_head.weight': torch.ones(9, 2), 'auxiliary_head.x': torch.ones(1), 'teacher.x': torch.ones(1)}
-    for more in ({}, others):
-        torch.save({**state, **more}, checkpoint)
-        model = Parts()
-        load(model, str(checkpoint), 'c.py')
-        assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
-    lacking = {key: value for key, value in state.items() if key != 'decode_head.bias'}
-    for kind, key, wrong in (
-        ('unexpected', 'decode_head.other', {**state, 'decode_head.other': torch.ones(1)}),
-        ('mismatched', 'decode_head.weight', {**state, 'decode_head.weight': torch.ones(1)}),
-        ('missing', 'decode_head.bias', lacking),
-    ):
-        torch.save(wrong, checkpoint)
-        with pytest.raises(RunError, match=rf'does not fit the model of c\.py; {kind}: {key}'):
-            load(Parts(), str(checkpoint), 'c.py')
 
 
 # --- whole models -----------------------------------------------------------------------------

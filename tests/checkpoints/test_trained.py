@@ -1,0 +1,144 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""A model is what was trained, or is refused: whole models, and adapters that save a part of their weights."""
+
+import pytest
+import torch
+from mmengine.config import Config
+from mmengine.model import BaseModule
+from mmengine.registry import MODELS, init_default_scope
+from torch import nn
+
+from mmlinattn.backbones import RAVLT
+from mmlinattn.checkpoints.loading import check_trained, trained_model
+from mmlinattn.utils.errors import RunError
+
+
+class Parts(nn.Module):
+    """What a segmentor has."""
+
+    def __init__(self, data_preprocessor=None):
+        super().__init__()
+        self.backbone, self.decode_head, self.auxiliary_head = nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(2, 3)
+
+
+def test_a_checkpoint_has_what_the_model_needs(tmp_path, monkeypatch):
+    """Auxiliary heads may be absent or of other classes, as in tests, and parts that the model does not have may be in
+    the file; what one of its parts lacks or has besides is refused."""
+    monkeypatch.setitem(MODELS._module_dict, 'Parts', Parts)
+    cfg, checkpoint = Config(dict(model=dict(type='Parts'))), tmp_path / 'weights.pth'
+    state = {key: value for key, value in Parts().state_dict().items() if not key.startswith('auxiliary_head')}
+    others = {'auxiliary_head.weight': torch.ones(9, 2), 'auxiliary_head.x': torch.ones(1), 'teacher.x': torch.ones(1)}
+    for more in ({}, others):
+        torch.save({**state, **more}, checkpoint)
+        model, _ = trained_model(cfg, str(checkpoint))
+        assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
+    lacking = {key: value for key, value in state.items() if key != 'decode_head.bias'}
+    more = {**state, 'decode_head.x': torch.ones(1)}
+    for said, wrong in (
+        (
+            r'weights.pth\' does not fit the model of c\.py; unexpected: decode_head.x',
+            more,
+        ),
+        ('mismatched: decode_head.weight', {**state, 'decode_head.weight': torch.ones(1)}),
+        ('missing: decode_head.bias', lacking),
+        ('NaN or infinite: backbone.bias', {**state, 'backbone.bias': torch.tensor([1.0, float('nan')])}),
+    ):
+        torch.save(wrong, checkpoint)
+        with pytest.raises(RunError, match=said):
+            trained_model(cfg, str(checkpoint), name='c.py')
+
+
+# --- adapters -------------------------------------------------------------------------------------------------------
+
+ARCH = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 4))
+
+
+class OwnAdapter(BaseModule):
+    """Unlike MMPretrain's, it leaves initialising to ``init_weights``."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = MODELS.build(module).requires_grad_(False)
+        self.adapter = nn.Conv2d(32, 32, 1)
+        self._register_state_dict_hook(lambda module, state, prefix, _: self.drop(state, prefix))
+        self.register_load_state_dict_post_hook(lambda module, keys: keys.missing_keys.clear())
+
+    @staticmethod
+    def drop(state, prefix):
+        for key in [key for key in state if key.startswith(f'{prefix}module.')]:
+            del state[key]
+
+    def forward(self, x):
+        return tuple(self.adapter(out) for out in self.module(x))
+
+
+def lora(*targets):
+    return dict(type='LoRAModel', alpha=4, rank=2, targets=[dict(type=target) for target in targets])
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    """The config of an adapted classifier, the trained model and its checkpoint."""
+    pytest.importorskip('mmpretrain')
+    monkeypatch.setitem(MODELS._module_dict, 'OwnAdapter', OwnAdapter)
+    init_default_scope('mmpretrain')
+    base = RAVLT(ARCH, out_indices=(3,))
+    for parameter in base.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    torch.save(dict(state_dict=base.state_dict()), tmp_path / 'base.pth')
+
+    def make(adapter, init_cfg=True):
+        cfg = Config(
+            dict(
+                default_scope='mmpretrain',
+                model=dict(
+                    type='ImageClassifier',
+                    backbone=dict(adapter, module=dict(type='RAVLT', arch=ARCH, out_indices=(3,), out_norm=False)),
+                    neck=dict(type='GlobalAveragePooling'),
+                    head=dict(type='LinearClsHead', num_classes=3, in_channels=32),
+                ),
+            )
+        )
+        if init_cfg:
+            cfg.model.backbone.module.init_cfg = dict(type='Pretrained', checkpoint=str(tmp_path / 'base.pth'))
+        model = MODELS.build(cfg.model)
+        model.init_weights()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                nn.init.normal_(parameter, std=0.2)
+        torch.save(dict(state_dict=model.state_dict(), meta=dict(epoch=3)), tmp_path / 'trained.pth')
+        return cfg, model.eval(), tmp_path / 'trained.pth'
+
+    return make
+
+
+@pytest.mark.parametrize('adapter', [lora('qkv'), lora('proj', 'fc1'), lora('.*'), dict(type='OwnAdapter')])
+def test_frozen_weights_come_from_where_they_came_in_training(adapter, saved):
+    cfg, model, checkpoint = saved(adapter)
+    found, meta = trained_model(cfg, str(checkpoint))
+    image = torch.randn(1, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(found.eval()(image), model(image))
+    assert meta['epoch'] == 3
+    # a weight that trains is in the checkpoint or nowhere: init_cfg is not even read
+    state = torch.load(checkpoint)['state_dict']
+    lost = next(key for key in state if 'lora_' in key or 'adapter' in key)
+    torch.save({key: value for key, value in state.items() if key != lost}, checkpoint)
+    (checkpoint.parent / 'base.pth').unlink()
+    with pytest.raises(RunError, match=f'missing: .*{lost}'):
+        trained_model(cfg, str(checkpoint))
+
+
+@pytest.mark.parametrize('adapter', [lora('qkv'), dict(type='OwnAdapter')])
+def test_frozen_weights_that_nobody_keeps_are_refused(adapter, saved):
+    """By the tools that build the model, and by what watches MMEngine load."""
+    cfg, model, checkpoint = saved(adapter, init_cfg=False)
+    with pytest.raises(RunError, match='missing: backbone.module.patch_embeds.0'):
+        trained_model(cfg, str(checkpoint))
+    with pytest.raises(RunError, match='parameters not in the file: backbone.module.patch_embeds.0'):
+        check_trained(model, torch.load(checkpoint))
+    cfg, model, checkpoint = saved(adapter)
+    check_trained(model, torch.load(checkpoint))
+    if adapter['type'] == 'OwnAdapter':  # a Runner that tests initialises nothing
+        with pytest.raises(RunError, match='parameters not in the file: backbone.module.patch_embeds.0'):
+            check_trained(MODELS.build(cfg.model), torch.load(checkpoint))
