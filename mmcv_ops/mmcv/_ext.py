@@ -3,15 +3,19 @@
 
 ``mmcv.ops`` calls these functions by the names and arguments of MMCV's own C++ and CUDA module. Most of them fill
 tensors that the caller has made. A compiled ``mmcv/_ext.*.so`` beside this file comes first in Python's order of
-imports.
+imports. float16 and bfloat16 are computed in float32, as torchvision does under autocast.
 """
 
 import sys
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 import torchvision
 
+KERNELS = torch.ops.torchvision
 COMPILE = 'bash tools/setup_env.sh --compiled'
+TINY = torch.finfo(torch.float32).tiny
 
 
 def __getattr__(name: str):
@@ -38,25 +42,127 @@ def _asker() -> str:
     return f'{frame.f_code.co_filename}:{frame.f_lineno}'
 
 
-# --- what runs ---
+def _wide(*tensors):
+    """The tensors in float32, or in float64 where they are."""
+    return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
+
+
+def _gradients(function, inputs, grad_output):
+    """Gradients of ``function(*inputs)`` for each input, by autograd."""
+    with torch.enable_grad():
+        inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+        return torch.autograd.grad(function(*inputs), inputs, grad_output)
+
+
+# --- what runs: the lines "MMCV Compiler" and "MMCV CUDA Compiler" of collect_env ---
 
 
 def get_compiler_version() -> str:
-    return f'none (torchvision {torchvision.__version__} and PyTorch {torch.__version__})'
+    return f'none: torchvision {torchvision.__version__} and PyTorch {torch.__version__} run its operators'
 
 
 def get_compiling_cuda_version() -> str:
-    return f'none (PyTorch runs CUDA {torch.version.cuda})' if torch.version.cuda else 'not available'
+    return f'none: PyTorch of CUDA {torch.version.cuda}' if torch.version.cuda else 'not available'
 
 
-# --- non-maximum suppression ---
+# --- non-maximum suppression: the best box stays, what overlaps it goes, and so on ---
 
 
-def nms(boxes, scores, iou_threshold, offset=0):
-    """Indices of the boxes that are kept, best score first (int64). ``offset`` is added to each width and height."""
-    if offset:
-        boxes = torch.cat((boxes[:, :2], boxes[:, 2:] + offset), dim=1)
-    return torchvision.ops.nms(boxes, scores, iou_threshold)
+def nms(boxes, scores, iou_threshold, offset):
+    """Indices of the boxes that stay, best score first.
+
+    On CUDA by torchvision, which knows no offset: the boxes get wider by it. On CPUs block by block, the best ones of
+    those left against each other and then against the rest, which is faster than torchvision's loop and rounds as MMCV.
+    """
+    boxes, scores = _wide(boxes, scores)
+    if boxes.is_cuda:
+        return torchvision.ops.nms(torch.cat((boxes[:, :2], boxes[:, 2:] + offset), dim=1), scores, iou_threshold)
+    order, kept = scores.sort(descending=True).indices, []  # unstable as MMCV's: equal scores come in the same order
+    low, high = boxes[order].T.split(2)
+    size = high - low + offset
+    area = size[:1] * size[1:]
+    # A box without a finite area overlaps nothing. This one says so without a NaN.
+    nothing = boxes.new_tensor([[0.0], [0.0], [-2.0], [-2.0], [1.0]])
+    left = torch.where((area > 0) & (area < torch.inf), torch.cat((low, high, area)), nothing)
+    while len(order):
+        head, rest = left[:, :256], left[:, 256:]
+        above = (_overlaps(head, head, offset) - iou_threshold).relu_().triu_(1)
+        stays, before = torch.ones_like(head[0]), None
+        while before is None or not torch.equal(stays, before):  # each turn settles one box more at least
+            stays, before = (stays @ above == 0).to(head.dtype), stays
+        stays = stays.bool()
+        kept.append(order[:256][stays])
+        head = head[:, stays]
+        worst = [_overlaps(head, part, offset).amax(0) for part in rest.split(512, dim=1)]
+        alive = torch.cat(worst) <= iou_threshold
+        left, order = rest[:, alive], order[256:][alive]
+    return torch.cat(kept) if kept else order
+
+
+def _overlaps(a, b, offset):
+    """Intersection over union of boxes (5, N) and (5, M), rows x1, y1, x2, y2 and area, as (N, M)."""
+    a = a.unsqueeze(2)
+    size = torch.minimum(a[2:4], b[2:4, None]).sub_(torch.maximum(a[:2], b[:2, None]))
+    width, height = size.add_(offset) if offset else size
+    common = width.clamp_(min=0).mul_(height)
+    return common.div_((a[4] + b[4]).sub_(common))
+
+
+def _overlap(box, others, offset):
+    """The same in NumPy, of one box in (5,) with (5, N), for what goes box by box."""
+    width = np.maximum(np.minimum(box[2], others[2]) - np.maximum(box[0], others[0]) + offset, 0)
+    height = np.maximum(np.minimum(box[3], others[3]) - np.maximum(box[1], others[1]) + offset, 0)
+    common = width * height
+    union = box[4] + others[4] - common
+    return np.divide(common, union, out=np.zeros_like(union), where=union != 0)
+
+
+def softnms(boxes, scores, dets, iou_threshold, sigma, min_score, method, offset):
+    """Soft-NMS (https://arxiv.org/abs/1704.04503): lowers the scores of what overlaps.
+
+    ``method`` 0 to nothing, 1 linearly, 2 by a Gauss curve. Tensors on the CPU. Fills ``dets`` (N, 5) with boxes and
+    new scores, and gives the indices of its first rows.
+    """
+    boxes, scores = (tensor.numpy() for tensor in _wide(boxes.detach(), scores.detach()))
+    x1, y1, x2, y2 = boxes.T
+    left = np.stack((x1, y1, x2, y2, (x2 - x1 + offset) * (y2 - y1 + offset), scores))
+    indices, first, end = np.arange(len(scores)), 0, len(scores)
+    while first < end:
+        best = first + left[5, first:end].argmax()
+        left[:, [first, best]], indices[[first, best]] = left[:, [best, first]], indices[[best, first]]
+        first += 1
+        others = left[:, first:end]
+        overlap = _overlap(left[:, first - 1], others, offset)
+        if method == 2:
+            others[5] *= np.exp((-(overlap * overlap) / sigma).astype(np.float64)).astype(left.dtype)
+        else:
+            others[5] *= np.where(overlap >= iou_threshold, 1 - overlap if method == 1 else 0, 1)
+        goes = others[5] < min_score
+        if goes.any():
+            # The last boxes take the places of those that go, as in MMCV: the order decides between equal scores.
+            end -= np.count_nonzero(goes)
+            gaps = first + np.flatnonzero(goes[: end - first])
+            fillers = end + np.flatnonzero(~goes[end - first :])[::-1]
+            left[:, gaps], indices[gaps] = left[:, fillers], indices[fillers]
+    dets[:end] = torch.from_numpy(left[[0, 1, 2, 3, 5], :end].T)
+    return torch.from_numpy(indices[:end])
+
+
+def nms_match(dets, iou_threshold):
+    """Lists of indices, one for each box that stays: itself, then what it suppresses, best score first.
+
+    ``dets`` is (N, 5) on the CPU: boxes and scores. Here an overlap equal to the threshold suppresses.
+    """
+    (dets,) = _wide(dets)
+    order = dets[:, 4].sort(descending=True).indices.numpy()
+    x1, y1, x2, y2 = dets[:, :4].numpy()[order].T
+    left, matched = np.stack((x1, y1, x2, y2, (x2 - x1) * (y2 - y1))), []
+    while len(order):
+        goes = _overlap(left[:, 0], left, 0) >= np.asarray(iou_threshold, left.dtype)
+        goes[0] = True
+        matched.append([order[0], *order[1:][goes[1:]]])
+        left, order = left[:, ~goes], order[~goes]
+    return [[int(index) for index in group] for group in matched]
 
 
 # --- RoIAlign ---
@@ -75,13 +181,32 @@ def roi_align_forward(
     pool_mode,
     aligned,
 ):
-    if pool_mode == 0:
-        raise NotImplementedError('roi_align: pool_mode 0 (max)')
-    output.copy_(
-        torch.ops.torchvision.roi_align(
-            input, rois, spatial_scale, aligned_height, aligned_width, sampling_ratio, aligned
-        )
-    )
+    """Mean (``pool_mode`` 1) by torchvision. Maximum (0) over torchvision's means of one sample."""
+    input, rois = _wide(input, rois)
+    if aligned and not rois.is_cuda and not (rois[:, 3:] >= rois[:, 1:3]).all():
+        raise ValueError('roi_align: rois must be (index, x1, y1, x2, y2) with x1 <= x2 and y1 <= y2')
+    if pool_mode == 1:
+        result = KERNELS.roi_align(input, rois, spatial_scale, aligned_height, aligned_width, sampling_ratio, aligned)
+        output.copy_(result)
+        return
+    start = rois[:, [2, 1]] * spatial_scale - 0.5 * aligned
+    size = rois[:, [4, 3]] * spatial_scale - 0.5 * aligned - start
+    bins = (size if aligned else size.clamp(min=1)) / rois.new_tensor([aligned_height, aligned_width])
+    samples = torch.full_like(bins, sampling_ratio) if sampling_ratio > 0 else bins.ceil()
+    # What MMCV gives where a box has no sample.
+    output.fill_(-10000), argmax_y.fill_(-1), argmax_x.fill_(-1)
+    for down, right in samples.unique(dim=0).int().tolist():
+        if min(down, right) < 1:
+            continue
+        chosen = (samples == samples.new_tensor([down, right])).all(dim=1).nonzero()[:, 0]
+        height, width = aligned_height * down, aligned_width * right
+        for part in chosen.split(max(1, 2**24 // (input.shape[1] * height * width))):
+            each = KERNELS.roi_align(input, rois[part], spatial_scale, height, width, 1, aligned)
+            best, where = F.max_pool2d(each, (down, right), return_indices=True)
+            origin, step = (tensor[part, :, None, None, None].unbind(1) for tensor in (start, bins))
+            output[part] = best.to(output.dtype)
+            argmax_y[part] = (origin[0] + (where // width + 0.5) * step[0] / down).to(output.dtype)
+            argmax_x[part] = (origin[1] + (where % width + 0.5) * step[1] / right).to(output.dtype)
 
 
 def roi_align_backward(
@@ -97,15 +222,356 @@ def roi_align_backward(
     pool_mode,
     aligned,
 ):
-    grad_input.copy_(
-        torch.ops.torchvision._roi_align_backward(
+    grad_output, rois, y, x = _wide(grad_output, rois, argmax_y, argmax_x)
+    images, channels, height, width = grad_input.shape
+    if pool_mode == 1:
+        result = KERNELS._roi_align_backward(
             grad_output,
             rois,
             spatial_scale,
             aligned_height,
             aligned_width,
-            *grad_input.shape,
+            images,
+            channels,
+            height,
+            width,
             sampling_ratio,
             aligned,
         )
+        grad_input.copy_(result)
+        return
+    # The four neighbours of the sample that was the maximum.
+    pooled = (y != -1) & (y >= -1) & (y <= height) & (x >= -1) & (x <= width)
+    grad_output = grad_output * pooled
+    y, x = y.clamp(0, height - 1), x.clamp(0, width - 1)
+    top, left = y.floor(), x.floor()
+    plane = rois[:, 0].long()[:, None] * channels + torch.arange(channels, device=rois.device)
+    result = grad_output.new_zeros(grad_input.numel())
+    for row, down in ((top, 1 - (y - top)), ((top + 1).clamp(max=height - 1), y - top)):
+        for column, right in ((left, 1 - (x - left)), ((left + 1).clamp(max=width - 1), x - left)):
+            index = plane[:, :, None, None] * (height * width) + row.long() * width + column.long()
+            result.index_add_(0, index.flatten(), (grad_output * down * right).flatten())
+    grad_input.copy_(result.view_as(grad_input))
+
+
+# --- RoI pooling ---
+
+
+def roi_pool_forward(input, rois, output, argmax, pooled_height, pooled_width, spatial_scale):
+    """The maximum over each bin, whose borders are rounded outwards.
+
+    torchvision rounds the box first. Each bin is therefore a box of whole numbers to its kernel. An empty one gives 0
+    and no gradient.
+    """
+    input, rois = _wide(input, rois)
+    borders, valid = [], True
+    for first, last, count, limit in ((1, 3, pooled_width, input.shape[3]), (2, 4, pooled_height, input.shape[2])):
+        start = rois[:, first, None] * spatial_scale
+        size = (rois[:, last, None] + 1) * spatial_scale - start
+        steps = torch.arange(count + 1, device=rois.device) * (size / count) + start
+        borders.append((steps[:, :-1].floor().clamp(0, limit), steps[:, 1:].ceil().clamp(0, limit)))
+        valid = valid & (size > 0)
+    (left, right), (top, bottom) = borders
+    bins = torch.stack(
+        torch.broadcast_tensors(
+            rois[:, 0, None, None], left[:, None], top[:, :, None], right[:, None] - 1, bottom[:, :, None] - 1
+        ),
+        dim=-1,
     )
+    filled = valid[:, None] & (right > left)[:, None] & (bottom > top)[:, :, None]
+    best, where = KERNELS.roi_pool(input, bins.flatten(0, 2), 1.0, 1, 1)
+    best, where = (t.view(*bins.shape[:3], input.shape[1]).permute(0, 3, 1, 2) for t in (best, where))
+    output.copy_(best.masked_fill(~filled[:, None], 0))
+    argmax.copy_(where.masked_fill(~filled[:, None], -1))
+
+
+def roi_pool_backward(grad_output, rois, argmax, grad_input, pooled_height, pooled_width, spatial_scale):
+    grad_output, rois = _wide(grad_output, rois)
+    result = KERNELS._roi_pool_backward(
+        grad_output.contiguous(), rois, argmax, spatial_scale, pooled_height, pooled_width, *grad_input.shape
+    )
+    grad_input.copy_(result)
+
+
+# --- focal loss (https://arxiv.org/abs/1708.02002), without the reduction ---
+
+
+def _of_class(logits, target, weight, alpha):
+    """Which logits are of the target's class, and alpha times the weights; target C is background of weight 1."""
+    positive = target[:, None] == torch.arange(logits.shape[1], device=logits.device)
+    factor = torch.where(positive, alpha, 1 - alpha).to(logits.dtype)
+    if weight.numel():
+        factor = factor * F.pad(weight.to(logits.dtype), (0, 1), value=1.0)[target][:, None]
+    return positive, factor
+
+
+def sigmoid_focal_loss_forward(input, target, weight, output, gamma, alpha):
+    """Logits (N, C), classes (N,), weights of classes (C,) or none, to losses (N, C)."""
+    (logits,) = _wide(input)
+    positive, factor = _of_class(logits, target, weight, alpha)
+    signed = torch.where(positive, logits, -logits)
+    output.copy_(-factor * torch.sigmoid(-signed) ** gamma * F.logsigmoid(signed))
+
+
+def sigmoid_focal_loss_backward(input, target, weight, grad_input, gamma, alpha):
+    (logits,) = _wide(input)
+    positive, factor = _of_class(logits, target, weight, alpha)
+    signed = torch.where(positive, logits, -logits)
+    p, rest = torch.sigmoid(signed), torch.sigmoid(-signed)
+    slope = factor * rest**gamma * (gamma * p * F.logsigmoid(signed) - rest)
+    grad_input.copy_(torch.where(positive, slope, -slope))
+
+
+def _softmax_focal(softmax, target, weight, alpha):
+    """Probability of the target's class, the rest, and alpha times its weight; a negative target has no loss."""
+    p = softmax.gather(1, target.clamp(min=0)[:, None])[:, 0]
+    factor = alpha * (target >= 0).to(p.dtype)
+    if weight.numel():
+        factor = factor * weight.to(p.dtype)[target.clamp(min=0)]
+    return p, (1 - p).clamp(min=TINY), factor
+
+
+def softmax_focal_loss_forward(softmax, target, weight, output, gamma, alpha):
+    """Probabilities (N, C), classes (N,), weights of classes (C,) or none, to losses (N,)."""
+    p, rest, factor = _softmax_focal(*_wide(softmax), target, weight, alpha)
+    output.copy_(-factor * rest**gamma * p.clamp(min=TINY).log())
+
+
+def softmax_focal_loss_backward(softmax, target, weight, buff, grad_input, gamma, alpha):
+    (softmax,) = _wide(softmax)
+    p, rest, factor = _softmax_focal(softmax, target, weight, alpha)
+    slope = factor * (gamma * rest ** (gamma - 1) * p * p.clamp(min=TINY).log() - rest**gamma)
+    own = target[:, None] == torch.arange(softmax.shape[1], device=softmax.device)
+    buff.copy_(slope)
+    grad_input.copy_(slope[:, None] * (own.to(p.dtype) - softmax))
+
+
+# --- deformable convolution (https://arxiv.org/abs/1703.06211, modulated: https://arxiv.org/abs/1811.11168) ---
+# torchvision's, whose offsets have MMCV's order: y and x of each tap, group by group.
+
+
+def _plain(kW, kH, dW, dH, padW, padH, dilationW, dilationH, group, deformable_group, im2col_step):
+    """The settings of a deformable convolution without a mask as torchvision takes them."""
+    return dH, dW, padH, padW, dilationH, dilationW, group, deformable_group, False
+
+
+def deform_conv_forward(input, weight, offset, output, columns, ones, **settings):
+    tensors = _wide(input, weight, offset, input.new_zeros(len(input), 1), input.new_zeros(len(weight)))
+    output.copy_(KERNELS.deform_conv2d(*tensors, *_plain(**settings)))
+
+
+def deform_conv_backward_input(input, offset, gradOutput, gradInput, gradOffset, weight, columns, **settings):
+    """The gradient for the weight comes along and waits in ``columns`` for the next function."""
+    tensors = _wide(gradOutput, input, weight, offset, input.new_zeros(len(input), 1), input.new_zeros(len(weight)))
+    grad_input, grad_weight, grad_offset, *_ = KERNELS._deform_conv2d_backward(*tensors, *_plain(**settings))
+    gradInput.copy_(grad_input)
+    gradOffset.copy_(grad_offset)
+    columns.set_(grad_weight.to(columns.dtype))
+
+
+def deform_conv_backward_parameters(input, offset, gradOutput, gradWeight, columns, ones, scale, **settings):
+    """Adds ``scale`` times the gradient for the weight."""
+    if columns.shape != gradWeight.shape:
+        unused = torch.empty_like(input), torch.empty_like(offset)
+        deform_conv_backward_input(input, offset, gradOutput, *unused, gradWeight, columns, **settings)
+    gradWeight.add_(columns, alpha=scale)
+
+
+def _modulated(
+    kernel_h,
+    kernel_w,
+    stride_h,
+    stride_w,
+    pad_h,
+    pad_w,
+    dilation_h,
+    dilation_w,
+    group,
+    deformable_group,
+):
+    return stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w, group, deformable_group, True
+
+
+def modulated_deform_conv_forward(input, weight, bias, ones, offset, mask, output, columns, with_bias, **settings):
+    bias = bias if with_bias else weight.new_zeros(len(weight))
+    tensors = _wide(input, weight, offset, mask, bias)
+    output.copy_(KERNELS.deform_conv2d(*tensors, *_modulated(**settings)))
+
+
+def modulated_deform_conv_backward(
+    input,
+    weight,
+    bias,
+    ones,
+    offset,
+    mask,
+    columns,
+    grad_input,
+    grad_weight,
+    grad_bias,
+    grad_offset,
+    grad_mask,
+    grad_output,
+    with_bias,
+    **settings,
+):
+    bias = bias if with_bias else weight.new_zeros(len(weight))
+    tensors = _wide(grad_output, input, weight, offset, mask, bias)
+    results = KERNELS._deform_conv2d_backward(*tensors, *_modulated(**settings))
+    for target, result in zip((grad_input, grad_weight, grad_offset, grad_mask), results):
+        target.copy_(result)
+    if with_bias:
+        grad_bias.copy_(results[4])
+
+
+# --- multi-scale deformable attention (https://arxiv.org/abs/2010.04159, equation 3) ---
+
+
+def _deformable_attention(value, locations, weights, shapes, starts):
+    """Values (B, K, heads, D), locations (B, Q, heads, levels, points, 2), weights without the 2: (B, Q, heads * D)."""
+    maps = value.permute(0, 2, 3, 1).flatten(0, 1)
+    grids = (2 * locations - 1).transpose(1, 2).flatten(0, 1)
+    weights = weights.transpose(1, 2).flatten(0, 1)[:, None]
+    output = 0
+    for level, ((height, width), start) in enumerate(zip(shapes.tolist(), starts.tolist())):
+        level_map = maps[..., start : start + height * width].unflatten(-1, (height, width))
+        sampled = F.grid_sample(level_map, grids[:, :, level], align_corners=False)
+        output = output + (sampled * weights[:, :, :, level]).sum(-1)
+    return output.view(len(value), -1, output.shape[-1]).transpose(1, 2).contiguous()
+
+
+def ms_deform_attn_forward(
+    value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights, im2col_step
+):
+    """Zeros outside the maps; a location of 0 is the outer edge of the first pixel."""
+    tensors = _wide(value, sampling_locations, attention_weights)
+    return _deformable_attention(*tensors, value_spatial_shapes, value_level_start_index).to(value.dtype)
+
+
+def ms_deform_attn_backward(
+    value,
+    value_spatial_shapes,
+    value_level_start_index,
+    sampling_locations,
+    attention_weights,
+    grad_output,
+    grad_value,
+    grad_sampling_loc,
+    grad_attn_weight,
+    im2col_step,
+):
+    def attention(*tensors):
+        return _deformable_attention(*tensors, value_spatial_shapes, value_level_start_index)
+
+    value, locations, weights, grad_output = _wide(value, sampling_locations, attention_weights, grad_output)
+    results = _gradients(attention, (value, locations, weights), grad_output.view(*grad_output.shape[:2], -1))
+    for target, result in zip((grad_value, grad_sampling_loc, grad_attn_weight), results):
+        target.copy_(result)
+
+
+# --- CARAFE (https://arxiv.org/abs/1905.02188): each output pixel is a weighted sum of the pixels around its source ---
+
+
+def _reassemble(features, masks, kernel_size, group_size, scale_factor):
+    """Features (N, C, H, W), masks (N, groups * K * K, H * scale, W * scale): (N, C, H * scale, W * scale)."""
+    height, width = masks.shape[2:]
+    padded = F.pad(features, [kernel_size // 2] * 4).unflatten(1, (group_size, -1))
+    enlarged = padded.repeat_interleave(scale_factor, -2).repeat_interleave(scale_factor, -1)
+    masks = masks.unflatten(1, (group_size, 1, -1))
+    output = 0
+    for tap in range(kernel_size**2):
+        top, left = (scale_factor * step for step in divmod(tap, kernel_size))
+        output = output + enlarged[..., top : top + height, left : left + width] * masks[:, :, :, tap]
+    return output.flatten(1, 2)
+
+
+def carafe_naive_forward(features, masks, output, kernel_size, group_size, scale_factor):
+    output.copy_(_reassemble(*_wide(features, masks), kernel_size, group_size, scale_factor))
+
+
+def carafe_naive_backward(top_grad, features, masks, bottom_grad, mask_grad, kernel_size, group_size, scale_factor):
+    def reassemble(features, masks):
+        return _reassemble(features, masks, kernel_size, group_size, scale_factor)
+
+    top_grad, *inputs = _wide(top_grad, features, masks)
+    for target, result in zip((bottom_grad, mask_grad), _gradients(reassemble, inputs, top_grad)):
+        target.copy_(result)
+
+
+def carafe_forward(features, masks, rfeatures, routput, rmasks, output, kernel_size, group_size, scale_factor):
+    """The same; ``rfeatures`` is what MMCV keeps of the features for the gradient."""
+    rfeatures.copy_(features)
+    carafe_naive_forward(features, masks, output, kernel_size, group_size, scale_factor)
+
+
+def carafe_backward(
+    top_grad,
+    rfeatures,
+    masks,
+    rtop_grad,
+    rbottom_grad_hs,
+    rbottom_grad,
+    rmask_grad,
+    bottom_grad,
+    mask_grad,
+    kernel_size,
+    group_size,
+    scale_factor,
+):
+    carafe_naive_backward(top_grad, rfeatures, masks, bottom_grad, mask_grad, kernel_size, group_size, scale_factor)
+
+
+# --- convolution at chosen pixels (MaskedConv2d) ---
+
+
+def masked_im2col_forward(im, mask_h_idx, mask_w_idx, col, kernel_h, kernel_w, pad_h, pad_w):
+    """The windows around the chosen pixels of ``im`` (1, C, H, W) as columns of ``col`` (C * window, pixels)."""
+    below, right = max(kernel_h - 1 - pad_h, 0), max(kernel_w - 1 - pad_w, 0)
+    padded = F.pad(im[0], (pad_w, right, pad_h, below))
+    rows = mask_h_idx + torch.arange(kernel_h, device=im.device)[:, None, None]
+    columns = mask_w_idx + torch.arange(kernel_w, device=im.device)[:, None]
+    col.copy_(padded[:, rows, columns].flatten(0, 2))
+
+
+def masked_col2im_forward(col, mask_h_idx, mask_w_idx, im, height, width, channels):
+    """Puts the columns of ``col`` (C, pixels) at their pixels of ``im`` (1, C, H, W)."""
+    im[0, :, mask_h_idx, mask_w_idx] = col
+
+
+# --- point-wise spatial attention (PSANet, https://hszhao.github.io/papers/eccv18_psanet.pdf) ---
+
+
+def _pick(source, rows, columns):
+    """Of ``source`` (N, A, B, H, W) the entries at ``rows`` (R, H) of A and ``columns`` (S, W) of B: (N, R, S, H, W).
+
+    Zero where an index is outside.
+    """
+    inside = [(index >= 0) & (index < size) for index, size in zip((rows, columns), source.shape[1:3])]
+    rows, columns = rows.clamp(0, source.shape[1] - 1), columns.clamp(0, source.shape[2] - 1)
+    h, w = (torch.arange(size, device=source.device) for size in source.shape[3:])
+    picked = source[:, rows[:, None, :, None], columns[None, :, None, :], h[:, None], w]
+    return picked.masked_fill(~(inside[0][:, None, :, None] & inside[1][None, :, None, :]), 0)
+
+
+def psamask_forward(input, output, psa_type, num_, h_feature, w_feature, h_mask, w_mask, half_h_mask, half_w_mask):
+    """Spreads the mask of each pixel, (N, h_mask * w_mask, H, W), over the map around it: (N, H * W, H, W).
+
+    ``psa_type`` 0 (collect): which pixel of the map, then whose mask; 1 (distribute): the other way round.
+    """
+    y, x = torch.arange(h_feature, device=input.device), torch.arange(w_feature, device=input.device)
+    masks = input.view(num_, h_mask, w_mask, h_feature, w_feature)
+    spread = _pick(masks, y[:, None] - y + half_h_mask, x[:, None] - x + half_w_mask)
+    spread = spread.permute(0, 3, 4, 1, 2) if psa_type else spread
+    output.copy_(spread.reshape_as(output))
+
+
+def psamask_backward(
+    grad_output, grad_input, psa_type, num_, h_feature, w_feature, h_mask, w_mask, half_h_mask, half_w_mask
+):
+    y, x, rows, columns = (
+        torch.arange(size, device=grad_output.device) for size in (h_feature, w_feature, h_mask, w_mask)
+    )
+    grad = grad_output.reshape(num_, h_feature, w_feature, h_feature, w_feature)
+    grad = grad.permute(0, 3, 4, 1, 2) if psa_type else grad
+    picked = _pick(grad, rows[:, None] + y - half_h_mask, columns[:, None] + x - half_w_mask)
+    grad_input.copy_(picked.reshape_as(grad_input))

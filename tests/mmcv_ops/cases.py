@@ -1,0 +1,135 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Calls of ``mmcv.ops`` whose results with compiled MMCV are recorded: values, and gradients of a random weighting."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from mmcv import ops
+
+RECORDS = Path(__file__).resolve().parents[1] / 'data' / 'mmcv_ops' / 'records.npz'
+
+
+def users() -> list:
+    """The modules of ``mmcv.ops`` that call MMCV's compiled module, as ``ext_module``."""
+    return [module for name, module in sys.modules.items() if name[:9] == 'mmcv.ops.' and hasattr(module, 'ext_module')]
+
+
+def summary(results) -> np.ndarray:
+    """The shapes, whole numbers as they are, and 16 random projections of each array of floats: what a record holds."""
+    parts = []
+    for result in (np.asarray(each) for each in results):
+        values = result.ravel().astype(np.float64)
+        if result.dtype.kind == 'f' and values.size > 16:
+            values = np.random.RandomState(values.size).randn(16, values.size) @ values
+        parts += [result.shape, values]
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.RandomState(seed).randn(*shape)).float()
+
+
+def uniform(seed: int, *shape: int) -> torch.Tensor:
+    return torch.from_numpy(np.random.RandomState(seed).rand(*shape)).float()
+
+
+def boxes(seed: int, count: int, scale=60.0, whole=False) -> tuple:
+    """Boxes (N, 4) in crowds and different scores (N,)."""
+    corners, size = uniform(seed, count, 2) * scale, uniform(seed + 1, count, 2) * 40
+    made = torch.cat((corners, corners + size), dim=1)
+    scores = torch.from_numpy(np.random.RandomState(seed + 2).permutation(count) / max(count, 1)).float()
+    return (made.round() if whole else made), scores
+
+
+def rois(seed: int, count: int) -> torch.Tensor:
+    """RoIs (N, 5) of two images of 100 x 152, some of them partly outside, one without area."""
+    values = uniform(seed, count, 5)
+    start = values[:, 1:3] * torch.tensor([170.0, 115.0]) - 12
+    made = torch.cat(((values[:, :1] > 0.5).float(), start, start + values[:, 3:] ** 2 * 90), dim=1)
+    made[:1, 3:] = made[:1, 1:3]
+    return made
+
+
+def with_gradients(function, *tensors) -> list:
+    leaves = [tensor.clone().requires_grad_() for tensor in tensors]
+    value = function(*leaves)
+    value.backward(normal(99, *value.shape).to(value.dtype))
+    return [value.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def convolution(modulated, groups, deform_groups, stride, padding, dilation, kernel, bias=False, dtype=torch.float32):
+    x, weight = normal(1, 2, 4 * deform_groups, 7, 9), normal(2, 4, 4 * deform_groups // groups, *kernel)
+    size = torch.nn.functional.conv2d(x[:, :1], weight[:1, :1], None, stride, padding, dilation).shape[2:]
+    taps = deform_groups * kernel[0] * kernel[1]
+    offset, mask = normal(3, 2, 2 * taps, *size) * 2, uniform(4, 2, taps, *size)
+    settings = stride, padding, dilation, groups, deform_groups
+    if modulated:
+        tensors = [x, offset, mask, weight, *([normal(5, 4)] if bias else [])]
+
+        def run(x, offset, mask, weight, bias=None):
+            return ops.modulated_deform_conv2d(x, offset, mask, weight, bias, *settings)
+    else:
+        tensors = [x, offset, weight]
+
+        def run(x, offset, weight):
+            return ops.deform_conv2d(x, offset, weight, *settings)
+
+    return with_gradients(run, *(tensor.to(dtype) for tensor in tensors))
+
+
+def make_cases() -> dict:
+    cases = {}
+    for count in (0, 1, 300):
+        for offset in (0, 1):
+            for whole in (False, True):
+                made = boxes(count, count, whole=whole)
+                for threshold in (0.5, 0.6):  # whole numbers have overlaps of exactly these
+                    cases[f'nms-{count}-{offset}-{whole}-{threshold}'] = lambda m=made, t=threshold, o=offset: [
+                        ops.nms(*m, t, o)[1]
+                    ]
+                for method in ('naive', 'linear', 'gaussian'):
+                    if count < 300 or whole:
+                        continue
+                    cases[f'softnms-{offset}-{method}'] = lambda m=made, o=offset, k=method: ops.soft_nms(
+                        m[0][:60], m[1][:60], 0.3, 0.5, 0.05, k, o
+                    )
+    made = boxes(7, 300)
+    classes = torch.from_numpy(np.random.RandomState(8).randint(0, 4, 300))
+    cases['nms-limits'] = lambda: [ops.nms(*made, 0.5, 0, 0.3, 20)[1]]
+    for split in (10000, 100):
+        settings = dict(type='nms', iou_threshold=0.5, split_thr=split)
+        cases[f'batched_nms-{split}'] = lambda s=settings: [ops.batched_nms(*made, classes, s)[1]]
+    odd = made[0].clone()
+    odd[3], odd[10, 2], odd[30, 2] = torch.nan, torch.inf, odd[30, 0] - 5
+    odd[20:25, 2:] = odd[20:25, :2]
+    cases['nms-odd'] = lambda: [ops.nms(odd, made[1], 0.5)[1]]
+    cases['nms_match'] = lambda: ops.nms_match(torch.cat((made[0], made[1][:, None]), dim=1), 0.5)
+    x = normal(11, 2, 3, 25, 38)
+    for count in (0, 4):
+        for mode in ('avg', 'max'):
+            for aligned in (True, False):
+                for ratio in (0, 2):
+                    name = f'roi_align-{count}-{mode}-{aligned}-{ratio}'
+                    settings = (3, 2), 0.25, ratio, mode, aligned
+
+                    def align(count=count, settings=settings):
+                        return with_gradients(lambda x: ops.roi_align(x, rois(12, count), *settings), x)
+
+                    cases[name] = align
+    for index, settings in enumerate(
+        (
+            (1, 1, 1, 1, 1, (3, 3)),
+            (2, 1, 2, 1, 1, (3, 3)),
+            (1, 2, 1, 2, 2, (3, 3)),
+            (2, 2, (2, 1), (1, 0), (1, 2), (3, 2)),
+        )
+    ):
+        cases[f'deform_conv-{index}'] = lambda s=settings: convolution(False, *s)
+        cases[f'modulated-{index}'] = lambda s=settings, b=index % 2 == 1: convolution(True, *s, bias=b)
+    for kind in ('collect', 'distribute'):
+        for size in ((7, 9), (3, 1)):  # larger and smaller than the map
+            x_mask = normal(13, 2, size[0] * size[1], 3, 4)
+            cases[f'psamask-{kind}-{size[0]}'] = lambda k=kind, s=size, m=x_mask: with_gradients(ops.PSAMask(k, s), m)
+    return cases

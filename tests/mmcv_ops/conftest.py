@@ -1,0 +1,26 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+FILE = Path(__file__).resolve().parents[2] / 'mmcv_ops' / 'mmcv' / '_ext.py'
+pytest.importorskip('mmcv.ops')
+
+
+@pytest.fixture(scope='session')
+def ext():
+    """The module of this checkout, also where a compiled one is installed."""
+    spec = importlib.util.spec_from_file_location('mmcv_ext_of_checkout', FILE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(autouse=True)
+def used(ext, monkeypatch):
+    """``mmcv.ops`` calls it."""
+    import cases
+
+    for user in cases.users():
+        monkeypatch.setattr(user, 'ext_module', ext)

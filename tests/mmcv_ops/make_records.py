@@ -1,0 +1,11 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""``python tests/mmcv_ops/make_records.py`` writes what compiled MMCV, installed, gives for ``cases.py``."""
+
+import mmcv._ext
+import numpy as np
+from cases import RECORDS, make_cases, summary
+
+if __name__ == '__main__':
+    if mmcv._ext.__file__.endswith('.py'):
+        raise SystemExit(f'{mmcv._ext.__file__} is not compiled MMCV')
+    np.savez_compressed(RECORDS, **{name: summary(case()) for name, case in make_cases().items()})

@@ -1,0 +1,63 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What the distribution adds to an installed MMCV, and what happens to an operator that it does not have."""
+
+import importlib.machinery
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from mmcv import ops
+from mmcv.utils import collect_env
+
+SOURCE = Path(__file__).resolve().parents[2] / 'mmcv_ops'
+
+
+def test_the_wheel_adds_one_file(tmp_path):
+    shutil.copytree(SOURCE, tmp_path / 'source', ignore=shutil.ignore_patterns('build', '*.egg-info', '__pycache__'))
+    options = ('--quiet', '--no-build-isolation', '--no-deps', '--no-index', '--wheel-dir', '.')
+    subprocess.run([sys.executable, '-m', 'pip', 'wheel', *options, './source'], cwd=tmp_path, check=True)
+    names = zipfile.ZipFile(next(tmp_path.glob('*.whl'))).namelist()
+    assert [name for name in names if '.dist-info/' not in name] == ['mmcv/_ext.py']
+
+
+def test_a_compiled_module_beside_it_comes_first(tmp_path):
+    shutil.copytree(SOURCE / 'mmcv', tmp_path / 'beside')
+    find = importlib.machinery.PathFinder.find_spec
+    assert find('_ext', [str(tmp_path / 'beside')]).origin.endswith('_ext.py')
+    compiled = tmp_path / 'beside' / f'_ext{importlib.machinery.EXTENSION_SUFFIXES[0]}'
+    compiled.touch()
+    importlib.invalidate_caches()
+    assert find('_ext', [str(tmp_path / 'beside')]).origin == str(compiled)
+
+
+def test_every_name_that_mmcv_asks_for_is_there(ext):
+    folder = Path(ops.__file__).parent
+    asked = {
+        name
+        for file in folder.glob('*.py')
+        for names in re.findall(r"load_ext\(\s*'_ext',\s*\[(.*?)\]", file.read_text(encoding='utf-8'), re.DOTALL)
+        for name in re.findall(r"'(\w+)'", names)
+    }
+    assert len(asked) > 100 and all(callable(getattr(ext, name)) for name in asked)
+    assert not hasattr(ext, '__path__')
+
+
+def test_an_operator_that_is_not_there_says_who_asks_and_what_to_run():
+    layer = ops.Correlation()
+    with pytest.raises(NotImplementedError) as error:
+        layer(torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4, 4))
+    message = str(error.value)
+    assert "MMCV's operator correlation_forward" in message and f'{Path(__file__).name}:' in message
+    assert message.endswith('bash tools/setup_env.sh --compiled') and '\n' not in message
+
+
+def test_the_environment_report_says_what_runs():
+    report = collect_env()
+    assert f'torchvision {torchvision.__version__}' in report['MMCV Compiler']
+    assert str(torch.version.cuda) in report['MMCV CUDA Compiler'] or not torch.version.cuda

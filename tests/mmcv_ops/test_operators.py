@@ -1,0 +1,188 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""MMCV's operators by torchvision and PyTorch: against compiled MMCV's results and their definitions."""
+
+import cases
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import torchvision
+from mmcv import ops
+from mmcv.ops import multi_scale_deform_attn as attention
+
+CASES = cases.make_cases()
+RECORDS = np.load(cases.RECORDS)
+LOWER = [torch.float16, torch.bfloat16]
+
+
+def assert_close(result, expected, tolerance=1e-5):
+    assert result.shape == expected.shape and result.dtype == expected.dtype
+    assert (result - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+def test_every_case_is_recorded():
+    assert set(CASES) == set(RECORDS)
+
+
+@pytest.mark.parametrize('name', CASES)
+def test_results_are_those_of_compiled_mmcv(name):
+    result, expected = cases.summary(CASES[name]()), RECORDS[name]
+    assert result.shape == expected.shape
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=2e-5 * np.abs(expected).max(initial=0))
+
+
+@pytest.mark.parametrize('dtype', LOWER)
+def test_nms_in_lower_precision_keeps_what_the_same_numbers_keep_in_float32(dtype):
+    boxes, scores = (tensor.to(dtype) for tensor in cases.boxes(1, 200))
+    classes = torch.arange(200) % 3
+    kept = ops.nms(boxes, scores, 0.5)[1]
+    assert torch.equal(kept, ops.nms(boxes.float(), scores.float(), 0.5)[1])
+    dets, kept = ops.batched_nms(boxes, scores, classes, dict(type='nms', iou_threshold=0.5))
+    assert dets.dtype == dtype and 0 < len(kept) < 200
+
+
+def test_soft_nms_of_boxes_without_area_has_no_nan():
+    boxes = torch.tensor([[1.0, 1, 1, 1], [1, 1, 1, 1], [5, 5, 9, 9]])
+    dets, kept = ops.soft_nms(boxes, torch.tensor([0.9, 0.8, 0.7]), method='gaussian')
+    assert torch.equal(dets[:, 4], torch.tensor([0.9, 0.8, 0.7])) and kept.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize('dtype', LOWER)
+@pytest.mark.parametrize('mode', ['avg', 'max'])
+def test_roi_align_in_lower_precision(dtype, mode):
+    x, rois = cases.normal(1, 2, 3, 25, 38).to(dtype), cases.rois(2, 5).to(dtype)
+    results = cases.with_gradients(lambda x: ops.roi_align(x, rois, 3, 0.25, 2, mode), x)
+    expected = cases.with_gradients(lambda x: ops.roi_align(x, rois.float(), 3, 0.25, 2, mode), x.float())
+    for result, full in zip(results, expected):
+        assert (result.float() - full).norm() < 0.1 * full.norm()  # places of the maxima are rounded too
+
+
+def test_roi_align_refuses_a_box_that_ends_before_it_starts():
+    with pytest.raises(ValueError, match='x1 <= x2'):
+        ops.roi_align(torch.zeros(1, 1, 8, 8), torch.tensor([[0.0, 5, 1, 2, 3]]), 2)
+
+
+@pytest.mark.parametrize('modulated', [False, True])
+@pytest.mark.parametrize('dtype', LOWER)
+def test_deformable_convolution_in_lower_precision(modulated, dtype):
+    settings = modulated, 1, 2, 1, 1, 1, (3, 3)
+    for result, full in zip(cases.convolution(*settings, dtype=dtype), cases.convolution(*settings)):
+        assert result.dtype == dtype
+        # offsets are rounded too
+        assert (result.float() - full).norm() < 0.1 * full.norm()
+
+
+def test_deformable_convolution_whose_input_needs_no_gradient():
+    x, offset, weight = cases.normal(1, 2, 4, 6, 6), cases.normal(2, 2, 18, 6, 6), cases.normal(3, 4, 4, 3, 3)
+    weight.requires_grad_()
+    ops.deform_conv2d(x, offset, weight, 1, 1).sum().backward()
+    alone, weight.grad = weight.grad, None
+    ops.deform_conv2d(x.requires_grad_(), offset, weight, 1, 1).sum().backward()
+    assert torch.equal(alone, weight.grad)
+
+
+def pooled(x, rois, size, scale):
+    """The maximum over each bin of each RoI, pixel by pixel."""
+    output = x.new_zeros(len(rois), x.shape[1], size, size)
+    for n, (image, *box) in enumerate(rois.tolist()):
+        x1, y1, x2, y2 = box[0] * scale, box[1] * scale, (box[2] + 1) * scale, (box[3] + 1) * scale
+        for i in range(size):
+            for j in range(size):
+                top, bottom = (y1 + (i + k) * (y2 - y1) / size for k in (0, 1))
+                left, right = (x1 + (j + k) * (x2 - x1) / size for k in (0, 1))
+                rows = slice(max(int(np.floor(top)), 0), max(int(np.ceil(bottom)), 0))
+                columns = slice(max(int(np.floor(left)), 0), max(int(np.ceil(right)), 0))
+                part = x[int(image), :, rows, columns].flatten(1)
+                if part.shape[1] and x2 > x1 and y2 > y1:
+                    output[n, :, i, j] = part.amax(1)
+    return output
+
+
+def test_roi_pool_is_its_definition():
+    x, rois = cases.normal(1, 2, 3, 25, 38).double(), cases.rois(2, 6).double()
+    rois[1, 3] = rois[1, 1] - 3
+    results = cases.with_gradients(lambda x: ops.roi_pool(x, rois, 3, 0.25), x)
+    for result, expected in zip(results, cases.with_gradients(lambda x: pooled(x, rois, 3, 0.25), x)):
+        assert_close(result, expected, 1e-12)
+    assert ops.roi_pool(x, rois[:0], 3, 0.25).shape == (0, 3, 3, 3)
+    whole = torch.tensor([[0.0, 3, 4, 20, 11], [1, 0, 0, 9, 24]], dtype=torch.float64)
+    assert torch.equal(ops.roi_pool(x, whole, 4), torchvision.ops.roi_pool(x, whole, 4))
+
+
+def test_sigmoid_focal_loss_is_torchvisions():
+    logits, target = cases.normal(1, 6, 4).double() * 9, torch.tensor([0, 1, 2, 3, 4, 4])
+    own = F.one_hot(target, 5)[:, :4].double()
+    for reduction in ('none', 'mean', 'sum'):
+        expected = torchvision.ops.sigmoid_focal_loss(logits, own, 0.25, 2.0, reduction)
+        expected = expected * 4 if reduction == 'mean' else expected  # MMCV divides by the number of rows
+        assert_close(ops.sigmoid_focal_loss(logits, target, 2.0, 0.25, None, reduction), expected, 1e-12)
+    weight = torch.tensor([1.0, 2, 3, 4], dtype=torch.float64)
+    weighted = ops.sigmoid_focal_loss(logits, target, 2.0, 0.25, weight, 'none')
+    plain = ops.sigmoid_focal_loss(logits, target, 2.0, 0.25, None, 'none')
+    assert_close(weighted, plain * torch.tensor([1, 2, 3, 4, 1, 1])[:, None], 1e-12)
+    assert ops.sigmoid_focal_loss(logits[:0], target[:0], 2.0, 0.25, None, 'none').shape == (0, 4)
+
+
+def test_softmax_focal_loss_is_its_definition():
+    logits, target = cases.normal(1, 5, 4).double(), torch.tensor([0, 1, 2, 3, -1])
+    weight = torch.tensor([1.0, 2, 3, 4], dtype=torch.float64)
+    p = logits.softmax(1)[range(4), range(4)]
+    expected = torch.cat((-0.25 * weight * (1 - p) ** 2 * p.log(), p.new_zeros(1)))
+    assert_close(ops.softmax_focal_loss(logits, target, 2.0, 0.25, weight, 'none'), expected, 1e-12)
+
+
+@pytest.mark.parametrize('scale, groups', [(1, 1), (2, 2), (3, 1)])
+def test_carafe_is_its_definition(scale, groups):
+    x, masks = cases.normal(1, 2, 4, 5, 3), cases.uniform(2, 2, 9 * groups, 5 * scale, 3 * scale)
+    result = ops.carafe(x, masks, 3, groups, scale)
+    windows = F.unfold(x, 3, padding=1).view(2, groups, 4 // groups, 9, 5, 3)
+    windows = windows.repeat_interleave(scale, 4).repeat_interleave(scale, 5)
+    expected = (windows * masks.view(2, groups, 1, 9, 5 * scale, 3 * scale)).sum(3).flatten(1, 2)
+    assert_close(result, expected)
+    assert_close(ops.CARAFENaive(3, groups, scale)(x, masks), expected)
+
+
+@pytest.mark.parametrize('kernel, padding', [(3, 1), (1, 0), ((3, 5), (1, 2))])
+def test_masked_convolution_is_the_convolution_at_the_mask(kernel, padding):
+    layer, x, mask = ops.MaskedConv2d(3, 4, kernel, padding=padding), cases.normal(1, 1, 3, 7, 8), torch.zeros(1, 7, 8)
+    mask[0, [0, 3, 6], [7, 2, 0]] = 1
+    assert_close(layer(x, mask), layer(x) * mask)
+    assert not layer(x, torch.zeros_like(mask)).any()
+
+
+def test_deformable_attention_is_that_of_mmcv_on_cpus():
+    shapes = torch.tensor([[5, 7], [3, 4]])
+    value, weights = cases.normal(1, 2, 47, 2, 3), cases.uniform(2, 2, 6, 2, 2, 3)
+    locations = cases.uniform(3, 2, 6, 2, 2, 3, 2) * 1.4 - 0.2
+    results, expected = (
+        cases.with_gradients(function, value, locations, weights)
+        for function in (
+            lambda v, at, w: attention.MultiScaleDeformableAttnFunction.apply(
+                v, shapes, torch.tensor([0, 35]), at, w, 64
+            ),
+            lambda v, at, w: attention.multi_scale_deformable_attn_pytorch(v, shapes, at, w),
+        )
+    )
+    for result, reference in zip(results, expected):
+        assert_close(result, reference)
+
+
+def gradcheck_cases():
+    x, rois = cases.normal(1, 2, 2, 6, 7), torch.tensor([[0.0, 1.3, 2.1, 17.2, 13.9], [1, 5.5, 0.2, 26.1, 21.4]])
+    target, weight = torch.tensor([0, 3, 1]), cases.uniform(5, 3).double()
+    yield 'roi_pool', lambda x: ops.roi_pool(x, rois.double(), 2, 0.25), [x]
+    for mode in ('avg', 'max'):
+        yield f'roi_align_{mode}', lambda x, m=mode: ops.roi_align(x, rois.double(), 2, 0.25, 0, m), [x]
+    yield 'sigmoid', lambda x: ops.sigmoid_focal_loss(x, target, 2.0, 0.25, weight, 'sum'), [cases.normal(2, 3, 3)]
+    yield 'softmax', lambda x: ops.softmax_focal_loss(x, target - 1, 2.0, 0.25, weight, 'sum'), [cases.normal(2, 3, 3)]
+    yield 'carafe', lambda x, m: ops.carafe(x, m, 3, 2, 2), [x, cases.uniform(3, 2, 18, 12, 14)]
+    yield 'psamask', lambda x: ops.PSAMask('collect', (3, 5))(x), [cases.normal(4, 1, 15, 3, 4)]
+
+
+GRADCHECKS = {name: (function, inputs) for name, function, inputs in gradcheck_cases()}
+
+
+@pytest.mark.parametrize('name', GRADCHECKS)
+def test_gradients(name):
+    function, inputs = GRADCHECKS[name]
+    assert torch.autograd.gradcheck(function, [x.double().requires_grad_() for x in inputs])
