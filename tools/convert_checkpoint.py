@@ -5,10 +5,11 @@
 """
 
 import argparse
+import runpy
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
+runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
 
 import mmlinattn  # noqa: F401, registers the backbones
 from mmlinattn.checkpoints.convert import Conversion, convert_checkpoint

@@ -5,18 +5,19 @@ is a detector, segmentor or classifier."""
 
 import argparse
 import os.path as osp
+import runpy
 import shutil
 import sys
 import tempfile
 from pathlib import Path
+
+runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
 
 import mmcv
 import numpy as np
 from mmengine.device import get_device
 from mmengine.registry import init_default_scope
 from mmengine.runner.checkpoint import CheckpointLoader
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
 
 from mmlinattn.checkpoints.loading import check_trained
 from mmlinattn.tooling.analysis.loading import read_picture

@@ -7,8 +7,12 @@ ended the run, which torchrun hands on to its processes.
 """
 
 import os
+import runpy
 import sys
 import time
+from pathlib import Path
+
+runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
 
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -6,10 +6,11 @@ Example: ``python tools/make_shapes_dataset.py data/shapes --format coco --num-t
 """
 
 import argparse
+import runpy
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
+runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
 
 
 def parse_args() -> argparse.Namespace:

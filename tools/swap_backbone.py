@@ -10,10 +10,10 @@ the paper trained the backbone with. The result is built, trained for a step and
 """
 
 import argparse
-import sys
+import runpy
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
+runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
 
 from mmlinattn.tooling.command_line import check_out_file, one_line_errors
 

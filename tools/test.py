@@ -5,10 +5,10 @@
 import argparse
 import itertools
 import os.path as osp
-import sys
+import runpy
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
+runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
 
 import mmengine
 from mmengine.config import ConfigDict

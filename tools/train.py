@@ -3,10 +3,10 @@
 """Train a detector, segmentor or classifier: the config's ``default_scope`` says which."""
 
 import argparse
-import sys
+import runpy
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
+runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
 
 from mmlinattn.engine.runner import find_latest_checkpoint
 from mmlinattn.tooling.command_line import add_common_arguments, clean_end, explained_setup, notice, one_line_errors

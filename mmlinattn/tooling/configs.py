@@ -21,14 +21,10 @@ from ..utils.errors import RunError, described
 from ..utils.registering import bare_name
 from .class_names import leaf_datasets
 from .command_line import writing
+from .environment import PIP, explained, use
 
 # default_scope -> the distributions that provide it, as pip is told
-PIP_NAMES = {
-    'mmdet': '"mmdet>=3.3,<3.4"',
-    'mmseg': '"mmsegmentation>=1.2.2,<1.3" ftfy regex',
-    'mmpretrain': '"mmpretrain>=1.2,<1.3"',
-}
-
+PIP_NAMES = {scope: PIP[scope] for scope in ('mmdet', 'mmseg', 'mmpretrain')}
 
 LOADERS = ('train_dataloader', 'val_dataloader', 'test_dataloader')
 EVALUATORS = ('val_evaluator', 'test_evaluator')
@@ -103,9 +99,24 @@ def read_config(path: str) -> Config:
             said = _how_to_install(path, error.name or str(error).split()[0]) or said
         raise RunError(said) from error
     scope = cfg.get('default_scope')
-    if scope in PIP_NAMES and find_spec(scope) is None:
-        raise RunError(_how_to_install(path, scope))
+    if scope in PIP_NAMES:
+        if find_spec(scope) is None:
+            raise RunError(_how_to_install(path, scope))
+        check_scope(path, scope)
     return cfg
+
+
+def check_scope(config: str, scope: str) -> None:
+    """Import the package of a config's ``default_scope``, and run the operators that it takes from MMCV.
+
+    Raises:
+        RunError: With the part that does not work, the reason, and the command that mends it.
+    """
+    for module in ('mmcv.ops', f'{scope}.models') if scope == 'mmdet' else (f'{scope}.models',):
+        try:
+            use(module)
+        except Exception as error:
+            raise RunError(f'{config} needs {scope}: {explained(module, error)}') from error
 
 
 def _how_to_install(config: str, missing: str) -> str:

@@ -15,6 +15,7 @@ from ..engine import CheckpointMatchHook, CompileHook, SafeRunner, prepare_distr
 from ..utils.errors import RunError
 from ..utils.registering import bare_name
 from .command_line import notice
+from .environment import lacking_on_gpu
 
 
 def check_match(cfg: Config) -> None:
@@ -68,9 +69,13 @@ def build_runner(cfg: Config, compiles: bool = False) -> Runner:
         compiles (bool): Compile the blocks of the backbone.
 
     Raises:
-        RunError: Of :func:`~mmlinattn.engine.prepare_distributed`.
+        RunError: Of :func:`~mmlinattn.engine.prepare_distributed`, or MMCV's operators, which a detector calls, do not
+            run on the GPU that is there.
     """
     prepare_distributed(cfg)
+    lacking = lacking_on_gpu() if cfg.get('default_scope') == 'mmdet' and get_device() == 'cuda' else ''
+    if lacking:
+        raise RunError(lacking)
     if compiles:
         cfg.custom_hooks = [*(cfg.get('custom_hooks') or []), dict(type=CompileHook.__name__)]
     return RUNNERS.build(cfg) if 'runner_type' in cfg else SafeRunner.from_cfg(cfg)

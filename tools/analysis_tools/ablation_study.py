@@ -5,12 +5,13 @@
 python tools/analysis_tools/ablation_study.py --study rala --out work_dirs/study_rala --max-minutes 25
 """
 
+import runpy
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))  # a checkout serves without being installed
+runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout, and what is missing
 
+ROOT = Path(__file__).resolve().parents[2]
 if __name__ == '__main__':
     if not (ROOT / 'projects' / 'studies').is_dir():
         sys.exit(f'error: {ROOT / "projects" / "studies"} is not there: copy tools and projects of mmlinattn together')

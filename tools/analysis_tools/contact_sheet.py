@@ -3,13 +3,13 @@
 """Collect images that --show-dir wrote for a detector or segmentor, ground truth beside prediction, into one sheet."""
 
 import argparse
-import sys
+import runpy
 from itertools import zip_longest
 from pathlib import Path
 
-from matplotlib.figure import Figure
+runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout, and what is missing
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
+from matplotlib.figure import Figure
 
 from mmlinattn.tooling.analysis.loading import read_picture
 from mmlinattn.tooling.analysis.pictures import picked

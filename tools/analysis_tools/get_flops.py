@@ -3,14 +3,14 @@
 """Parameters, multiply-adds by part and kind, and activation memory of a config's model; nothing is downloaded."""
 
 import argparse
-import sys
+import runpy
 import warnings
 from pathlib import Path
 
+runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout, and what is missing
+
 from mmengine.config import DictAction
 from mmengine.logging import MMLogger
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
 
 from mmlinattn.tooling.analysis.counting import KINDS
 from mmlinattn.tooling.analysis.flops import Cost, count_model

@@ -10,16 +10,17 @@ Writes summary.json, one entry a block, and plots. CHECKPOINT may be none: weigh
 import argparse
 import json
 import os.path as osp
+import runpy
 import sys
 from pathlib import Path
+
+runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # finds the checkout, and what is missing
 
 import torch
 from mmengine.config import Config, DictAction
 from mmengine.logging import MMLogger
 from rich.console import Console
 from rich.progress import Progress
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a checkout serves without being installed
 
 from mmlinattn import __version__
 from mmlinattn.tooling.analysis import loading, pictures

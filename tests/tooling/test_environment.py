@@ -1,0 +1,59 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Half an environment: one line with the part and the command, before anything is trained."""
+
+import sys
+
+import pytest
+import torch
+from mmengine.config import Config
+
+from mmlinattn.tooling import environment, running
+from mmlinattn.tooling.configs import read_config
+from mmlinattn.utils.errors import RunError
+
+CONFIG = "default_scope = 'mmdet'\n"
+
+
+@pytest.fixture
+def no_operators(monkeypatch):
+    """mmcv-lite alone, in this process."""
+    for name in [name for name in sys.modules if name == 'mmcv.ops' or name.startswith('mmcv.ops.')]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, 'mmcv._ext', None)
+
+
+def test_config_of_a_detector_says_that_mmcv_has_no_operators(no_operators, tmp_path):
+    pytest.importorskip('mmdet')
+    (tmp_path / 'config.py').write_text(CONFIG)
+    with pytest.raises(RunError, match=r'needs mmdet: mmcv.ops does not work .*: pip install \S*mmcv_ops$'):
+        read_config(str(tmp_path / 'config.py'))
+
+
+@pytest.mark.parametrize(
+    ('module', 'error', 'command'),
+    [
+        ('mmseg', ModuleNotFoundError("No module named 'ftfy'", name='ftfy'), 'pip install ftfy'),
+        ('mmengine', ModuleNotFoundError('x', name='pkg_resources'), 'pip install "setuptools<82"'),
+        ('mmcv.ops', RuntimeError('operator torchvision::nms does not exist'), 'torch torchvision, both from the same'),
+        ('mmdet', AssertionError('MMCV==2.2.0 is used but incompatible'), 'no-deps "mmdet>=3.3,<3.4"'),
+    ],
+)
+def test_line_names_the_part_and_the_command(module, error, command):
+    line = environment.explained(module, error)
+    assert line.startswith(f'{module} does not work in {sys.executable}: {error}; mend it with: pip install')
+    assert command in line and '\n' not in line
+
+
+def test_gpu_without_operators_is_told_before_training(monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip('the GPU has them')
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(running, 'get_device', lambda: 'cuda')
+    monkeypatch.setattr(running, 'prepare_distributed', lambda cfg: None)
+    with pytest.raises(RunError, match='NMS and RoIAlign do not run on the GPU .* mend it with: pip '):
+        running.build_runner(Config(dict(default_scope='mmdet')))
+
+
+def test_whole_environment_has_nothing_to_say():
+    pytest.importorskip('mmdet')
+    assert environment.check(('torch', 'torchvision', 'mmengine', 'mmcv', 'mmcv.ops')) == []
