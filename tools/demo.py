@@ -4,6 +4,7 @@
 is a detector, segmentor or classifier."""
 
 import argparse
+import os
 import os.path as osp
 import runpy
 import shutil
@@ -20,11 +21,12 @@ from mmengine.registry import init_default_scope
 from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmlinattn.checkpoints.loading import check_trained
+from mmlinattn.engine.hooks.data_check import enough_colours
 from mmlinattn.tooling.analysis.loading import read_picture
 from mmlinattn.tooling.class_names import class_names, num_classes
 from mmlinattn.tooling.command_line import check_out_file, clean_end, explained_setup, notice, one_line_errors, writing
 from mmlinattn.tooling.configs import check_checkpoint, read_config, require
-from mmlinattn.utils.errors import RunError
+from mmlinattn.utils.errors import RunError, described
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
 
@@ -69,31 +71,32 @@ def check_out(out: str, is_folder: bool) -> Path:
 
 
 def name_classes(inferencer, classes) -> None:
-    meta = dict(getattr(inferencer.model, 'dataset_meta', None) or {}, classes=tuple(classes))
-    if len(meta.get('palette', ())) != len(classes) or isinstance(meta['palette'], str):
-        colors = np.random.default_rng(0).integers(0, 256, (len(classes), 3)).tolist()
-        meta['palette'] = [tuple(color) for color in colors]
-    inferencer.model.dataset_meta = meta
-    inferencer.visualizer.dataset_meta = meta
+    """Give labels these names, and each a colour."""
+    meta = dict(getattr(inferencer.model, 'dataset_meta', None) or {})
+    if classes and list(meta.get('classes') or ()) != list(classes):
+        meta['classes'] = tuple(classes)
+        if len(meta.get('palette', ())) != len(classes) or isinstance(meta['palette'], str):
+            meta['palette'] = [*map(tuple, np.random.default_rng(0).integers(0, 256, (len(classes), 3)).tolist())]
+    inferencer.model.dataset_meta = inferencer.visualizer.dataset_meta = enough_colours(meta)
 
 
-def build_inferencer(args: argparse.Namespace, scope: str, num_pictures: int):
+def build_inferencer(args: argparse.Namespace, scope: str):
     """The task's own inferencer."""
     init_default_scope(scope)
     if scope == 'mmdet':
         from mmdet.apis import DetInferencer
 
-        return DetInferencer(args.config, args.checkpoint, args.device, show_progress=num_pictures > 1)
+        return DetInferencer(args.config, args.checkpoint, args.device, show_progress=False)
     if scope == 'mmseg':
         from mmseg.apis import MMSegInferencer
 
         inferencer = MMSegInferencer(args.config, args.checkpoint, device=args.device)
-        inferencer.show_progress = num_pictures > 1
+        inferencer.show_progress = False
         return inferencer
     from mmpretrain import ImageClassificationInferencer
     from mmpretrain.utils import progress
 
-    progress.disable_progress_bar = not sys.stdout.isatty()  # in a file or pipe, the first label would follow the bar
+    progress.disable_progress_bar = True  # of each image
     return ImageClassificationInferencer(args.config, args.checkpoint, device=args.device)
 
 
@@ -106,8 +109,8 @@ def drawing_names(pictures: list) -> list:
     return names
 
 
-def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> None:
-    """Write the drawings into ``vis`` below ``folder``, one an image, in any format."""
+def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> dict:
+    """Write the drawings into ``vis`` below ``folder``, one an image, in any format; why by image that has none."""
     scope = cfg.get('default_scope')
     if scope not in ('mmdet', 'mmseg', 'mmpretrain'):
         raise RunError(f'{args.config}: default_scope = {scope!r} is none of mmdet, mmseg, mmpretrain.')
@@ -115,7 +118,7 @@ def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> None:
     if args.classes and num_classes(cfg) not in (0, len(args.classes)):
         raise RunError(f'--classes: {len(args.classes)} names given, the model has {num_classes(cfg)} classes.')
     with explained_setup(args.config):
-        inferencer = build_inferencer(args, scope, len(pictures))
+        inferencer = build_inferencer(args, scope)
     # Inferencers load what fits and draw with the rest as it was initialised.
     checkpoint = CheckpointLoader.load_checkpoint(args.checkpoint, 'cpu', logger='silent')
     try:
@@ -126,23 +129,34 @@ def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> None:
     names = args.classes or class_names(cfg, checkpoint.get('meta'))
     if scope == 'mmpretrain':
         inferencer.classes = names
-    elif names and list((getattr(inferencer.model, 'dataset_meta', None) or {}).get('classes') or ()) != list(names):
-        name_classes(inferencer, names)
-    if scope == 'mmdet':
-        inferencer(pictures, out_dir=folder, pred_score_thr=args.score_thr, no_save_pred=True)
-    elif scope == 'mmseg':
-        inferencer(pictures, out_dir=folder)
     else:
-        samples = inferencer(pictures, return_datasamples=True)
-        labels = inferencer.postprocess(samples, [])
-        Path(folder, 'vis').mkdir()
-        for picture, name, sample, found in zip(pictures, drawing_names(pictures), samples, labels):
-            # One by one: MMPretrain gives a.jpg and a.png the same name, and a.1.jpg and a.2.jpg.
-            inferencer.visualize([picture], [sample], show_dir=folder)
-            (drawn,) = Path(folder).glob('*.png')
-            drawn.rename(Path(folder, 'vis', name))
-            label = found.get('pred_class', found['pred_label'])
-            print(f'{picture}: {label} ({found["pred_score"]:.3f})')
+        name_classes(inferencer, names)
+    Path(folder, 'vis').mkdir()
+    refused = {}
+    for picture, name in zip(pictures, drawing_names(pictures)):
+        try:
+            draw_one(inferencer, scope, picture, args.score_thr, folder, name)
+        except (AssertionError, RuntimeError, ValueError) as error:  # an image too small for the model, for example
+            if os.environ.get('MMLINATTN_TRACEBACK') == '1':
+                raise
+            refused[picture] = described(error)
+    return refused
+
+
+def draw_one(inferencer, scope: str, picture: str, threshold: float, folder: str, name: str) -> None:
+    """Write the drawing of an image into ``vis`` below ``folder``; of a classifier, print the label too."""
+    if scope == 'mmdet':
+        inferencer(picture, out_dir=folder, pred_score_thr=threshold, no_save_pred=True)
+    elif scope == 'mmseg':
+        inferencer(picture, out_dir=folder)
+    else:
+        samples = inferencer(picture, return_datasamples=True)
+        (found,) = inferencer.postprocess(samples, [])
+        # MMPretrain gives a.jpg and a.png the same name, and a.1.jpg and a.2.jpg
+        inferencer.visualize([picture], samples, show_dir=folder)
+        (drawn,) = Path(folder).glob('*.png')
+        drawn.rename(Path(folder, 'vis', name))
+        print(f'{picture}: {found.get("pred_class", found["pred_label"])} ({found["pred_score"]:.3f})')
 
 
 def main() -> None:
@@ -156,14 +170,17 @@ def main() -> None:
         is_folder = osp.isdir(args.image)
         out = check_out(args.out, is_folder)
         with tempfile.TemporaryDirectory() as folder:
-            draw(args, cfg, pictures, folder)
+            refused = draw(args, cfg, pictures, folder)
             drawn = sorted(Path(folder, 'vis').iterdir())
             if is_folder:
                 for path in drawn:
                     shutil.copy2(path, out / path.name)
-            else:
+            elif drawn:
                 mmcv.imwrite(mmcv.imread(str(drawn[0])), str(out))
         notice(f'{len(drawn)} image(s) in {osp.abspath(out)}')
+        for picture, why in list(refused.items())[:1]:
+            more = f' and {len(refused) - 1} more' * (len(refused) > 1)
+            raise RunError(f'image {picture!r}{more}: the model refuses it: {why} (MMLINATTN_TRACEBACK=1 shows where)')
 
 
 if __name__ == '__main__':

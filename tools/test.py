@@ -11,12 +11,13 @@ from pathlib import Path
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
 
 import mmengine
+import torch
 from mmengine.config import ConfigDict
 from mmengine.evaluator import DumpResults
 
 from mmlinattn.tooling.command_line import add_common_arguments, clean_end, explained_setup, notice, one_line_errors
 from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_config, require
-from mmlinattn.tooling.running import build_runner, check_match
+from mmlinattn.tooling.running import add_checks, build_runner
 from mmlinattn.utils.errors import RunError
 
 
@@ -29,7 +30,8 @@ def parse_args() -> argparse.Namespace:
         '--out-item',
         choices=['metrics', 'pred'],
         default='pred',
-        help='what --out writes; metrics also to .json [pred]',
+        help='what --out writes: of each image the boxes and masks, label map or label (pred), or the numbers of the '
+        'evaluator (metrics, also to .json) [pred]',
     )
     parser.add_argument('--show', action='store_true', help='show predictions in a window')
     parser.add_argument('--show-dir', help='draw predictions into this folder')
@@ -46,11 +48,13 @@ def configure(args: argparse.Namespace):
     suffixes = ('.pkl', '.pickle') + ('.json',) * (args.out_item == 'metrics')
     if args.out and not args.out.endswith(suffixes):
         raise RunError(f'--out {args.out!r} has to end with {" or ".join(suffixes)}.')
+    if args.out_item == 'metrics' and not args.out:
+        raise RunError('--out-item metrics: --out has to name the file to write.')
     if args.interval < 1:
         raise RunError(f'--interval {args.interval} has to be at least 1.')
     cfg = load_config(args)
     require(cfg, args.config, 'model', 'test_dataloader', 'test_cfg', 'test_evaluator')
-    check_match(cfg)
+    add_checks(cfg)
     cfg.load_from = check_checkpoint(args.checkpoint, 'checkpoint')
     cfg.resume = False
     check_data_config(cfg, ['test'])
@@ -102,13 +106,24 @@ def every_nth(runner, interval: int) -> None:
             hook.after_test_iter = draw_some
 
 
+class DumpLabelMaps(DumpResults):
+    """Of each image the label map, a byte a pixel; logits would be hundreds."""
+
+    def process(self, data_batch, predictions) -> None:
+        for prediction in predictions:
+            kept = {key: value for key, value in prediction.items() if 'logits' not in key and key != 'gt_sem_seg'}
+            labels = kept['pred_sem_seg']['data'].cpu()
+            small = labels.to(torch.uint8 if labels.max() < 256 else torch.int16)
+            super().process(data_batch, [dict(kept, pred_sem_seg=dict(data=small))])
+
+
 def dump_metric(cfg, path: str):
     """The metric that only writes predictions down, in the form of the task."""
     if cfg.get('default_scope') == 'mmdet':
         from mmdet.evaluation import DumpDetResults  # keeps masks encoded
 
         return DumpDetResults(out_file_path=path)
-    return DumpResults(out_file_path=path)
+    return (DumpLabelMaps if cfg.get('default_scope') == 'mmseg' else DumpResults)(out_file_path=path)
 
 
 def main() -> None:

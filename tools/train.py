@@ -11,7 +11,7 @@ runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds
 from mmlinattn.engine.runner import find_latest_checkpoint
 from mmlinattn.tooling.command_line import add_common_arguments, clean_end, explained_setup, notice, one_line_errors
 from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_config, require
-from mmlinattn.tooling.running import build_runner, check_match, drop_amp_on_cpu, was_restarted
+from mmlinattn.tooling.running import add_checks, build_runner, drop_amp_on_cpu, was_restarted
 from mmlinattn.utils.errors import RunError
 
 
@@ -41,7 +41,7 @@ def configure(args: argparse.Namespace):
     """The config as it will run, with everything checked that can be checked before."""
     cfg = load_config(args)
     require(cfg, args.config, 'model', 'train_dataloader', 'train_cfg', 'optim_wrapper')
-    check_match(cfg)
+    add_checks(cfg)
     if args.no_validate:
         cfg.val_cfg = cfg.val_dataloader = cfg.val_evaluator = None
     if args.no_persistent_workers:

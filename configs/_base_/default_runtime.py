@@ -5,7 +5,7 @@
 custom_imports = dict(imports=['mmlinattn'], allow_failed_imports=False)
 
 custom_hooks = [
-    dict(type='DataCheckHook'),  # missing files, labels that the head has no class for: before training
+    dict(type='DataCheckHook'),  # classes, labels and annotation files that do not fit: before training
     dict(type='FiniteLossHook'),  # NaN or Inf: stop, naming the images
     dict(type='CheckpointGuardHook'),  # a full disk leaves the last checkpoint intact
     dict(type='ExactResumeHook'),  # --resume continues the same loss curve

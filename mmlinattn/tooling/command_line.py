@@ -17,6 +17,7 @@ from typing import Optional
 
 from mmengine.config import DictAction
 
+from ..engine.data.files import read_coco
 from ..engine.runner import leave_process_group
 from ..utils.errors import RunError, described, printable, say_last
 
@@ -148,6 +149,30 @@ def clean_end():
         raise
 
 
+# words of an error in the midst of a run -> what to set
+ADVICE = {
+    'Expected more than 1 value per channel': 'BatchNorm cannot train on one image whose map is one pixel. Set '
+    'train_dataloader.drop_last=True where the last batch of an epoch has one image, else a larger '
+    'train_dataloader.batch_size, or a norm_cfg of another type, such as GN',
+    'The image size in a batch should be the same': 'images of one batch differ in size. Set batch_size=1 in '
+    'val_dataloader and test_dataloader, or resize to one size in the pipeline',
+    'stack expects each tensor to be equal size': 'images of one batch differ in size. Set batch_size=1 in that '
+    'dataloader, or resize or crop to one size in the pipeline',
+    'is out of bounds': 'a label is beyond num_classes of the head, in a label image that DataCheckHook did not open. '
+    'custom_hooks.DataCheckHook.num_images=100000 opens more, and names the file',
+}
+
+
+def _annotations(error: BaseException) -> str:
+    """The annotation file that was being read, '' where there was none."""
+    for frame, _ in reversed([*walk_tb(error.__traceback__)]):
+        known = frame.f_locals
+        for path in (known.get('local_path'), known.get('ann_file'), getattr(known.get('self'), 'ann_file', None)):
+            if isinstance(path, str) and os.path.isfile(path):
+                return path
+    return ''
+
+
 @contextmanager
 def explained_setup(config: str, whole: bool = True):
     """Give an error of the setting up of a run in one line.
@@ -156,7 +181,8 @@ def explained_setup(config: str, whole: bool = True):
 
     Args:
         config (str): The config file, for messages.
-        whole (bool): False explains what fails while MMEngine builds something, and lets other errors pass.
+        whole (bool): False explains what fails while MMEngine builds something, and what :data:`ADVICE` knows; other
+            errors pass.
 
     Raises:
         RunError: With the class that was being built, if any, and why it failed. ``MMLINATTN_TRACEBACK=1`` keeps the
@@ -170,11 +196,22 @@ def explained_setup(config: str, whole: bool = True):
         # where MMEngine builds a part of the run: build_from_cfg, Runner.build_train_loop and so on
         frames = [frame for frame, _ in walk_tb(error.__traceback__) if 'mmengine' in frame.f_code.co_filename]
         building = [frame for frame in frames if frame.f_code.co_name.startswith('build_')]
-        if os.environ.get('MMLINATTN_TRACEBACK') == '1' or not (whole or building):
+        if os.environ.get('MMLINATTN_TRACEBACK') == '1':
+            raise
+        advice = next((advice for words, advice in ADVICE.items() if words in str(error)), '')
+        if advice:
+            raise RunError(f'{config}: {advice} ({described(error).splitlines()[-1]})') from error
+        if not (whole or building):
             raise
         built = [frame.f_locals.get('obj_cls') for frame in building]
-        innermost = [getattr(kind, '__name__', str(kind)) for kind in built if kind is not None][-1:]
-        what = ': '.join([*innermost, described(error)])
+        innermost = [kind for kind in built if kind is not None][-1:]
+        what = ': '.join([*(getattr(kind, '__name__', str(kind)) for kind in innermost), described(error)])
+        file = _annotations(error)
+        if file and innermost and hasattr(innermost[0], 'COCOAPI'):  # MMDetection's data sets in COCO's layout
+            fault = read_coco(file)['fault']
+            what += f'; {file} {fault}' if fault else f', in reading {file}'
+        elif file:
+            what += f', in reading {file}'
         if 'need at least one array to concatenate' in what:  # MMEngine's serialisation
             what += '. The data set holds no image, or none of metainfo.classes is a category of its ann_file'
         raise RunError(f'{config} cannot be run: {what} (MMLINATTN_TRACEBACK=1 shows where)') from error

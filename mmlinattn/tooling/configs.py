@@ -17,6 +17,7 @@ from mmengine.runner import CheckpointLoader
 from ..checkpoints.released import find_released
 from ..checkpoints.schemes import PREFIX
 from ..engine import hooks as engine_hooks
+from ..engine.data.checks import check_names
 from ..utils.errors import RunError, described
 from ..utils.registering import bare_name
 from .class_names import leaf_datasets
@@ -204,7 +205,8 @@ def require(cfg: Config, config: str, *keys: str) -> None:
 
 
 def check_data_config(cfg: Config, stages: Sequence[str]) -> None:
-    """Check that the folders of the data sets are there; what is missing in them, data sets and evaluators name.
+    """Check that the folders of the data sets are there, and class names no text; the rest the data sets and
+    ``DataCheckHook`` see when they are built.
 
     Args:
         cfg: The whole config.
@@ -222,3 +224,5 @@ def check_data_config(cfg: Config, stages: Sequence[str]) -> None:
                     f'{key}.data_root = {root!r}: no such folder. It has to be the one that ann_file and data_prefix '
                     'are relative to.'
                 )
+            for finding in check_names(key, dataset.get('metainfo') or {}):
+                raise RunError(finding.text)

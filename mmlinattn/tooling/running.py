@@ -11,18 +11,19 @@ from mmengine.optim import AmpOptimWrapper, ApexOptimWrapper
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
-from ..engine import CheckpointMatchHook, CompileHook, SafeRunner, prepare_distributed
+from ..engine import CheckpointMatchHook, CompileHook, DataCheckHook, SafeRunner, prepare_distributed
 from ..utils.errors import RunError
 from ..utils.registering import bare_name
 from .command_line import notice
 from .environment import lacking_on_gpu
 
 
-def check_match(cfg: Config) -> None:
-    """See to it that weights are compared with the model, in configs of others too."""
+def add_checks(cfg: Config) -> None:
+    """See to it that data sets are compared with the config, and weights with the model, in configs of others too."""
     hooks = cfg.get('custom_hooks') or []
-    if not any(bare_name(hook.get('type')) == CheckpointMatchHook.__name__ for hook in hooks):
-        cfg.custom_hooks = [*hooks, dict(type=CheckpointMatchHook.__name__)]
+    names = [bare_name(hook.get('type')) for hook in hooks]
+    missing = [kind.__name__ for kind in (DataCheckHook, CheckpointMatchHook) if kind.__name__ not in names]
+    cfg.custom_hooks = [*hooks, *(dict(type=name) for name in missing)]
 
 
 def was_restarted(work_dir: str) -> bool:

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from mmengine.config import Config
-from mmengine.registry import MODELS
+from mmengine.registry import DATASETS, MODELS, init_default_scope
 
 from mmlinattn.tooling import command_line
 from mmlinattn.utils.errors import RunError
@@ -83,6 +83,42 @@ def test_an_error_while_building_names_the_innermost_class(monkeypatch):
     monkeypatch.setenv('MMLINATTN_TRACEBACK', '1')
     with pytest.raises(KeyError), command_line.explained_setup('c.py'):
         MODELS.build(model)
+
+
+@pytest.mark.parametrize(
+    ('error', 'words'),
+    [
+        (ValueError('Expected more than 1 value per channel when training, got [1, 3, 1, 1]'), 'drop_last=True'),
+        (AssertionError('The image size in a batch should be the same.'), 'Set batch_size=1 in val_dataloader'),
+        (RuntimeError('Caught RuntimeError.\nstack expects each tensor to be equal size, but'), 'Set batch_size=1'),
+        (IndexError('Target 128 is out of bounds.'), 'beyond num_classes .*DataCheckHook.num_images=100000'),
+    ],
+)
+def test_what_to_set_where_a_run_stops(monkeypatch, error, words):
+    monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
+    with pytest.raises(RunError, match=f'^c.py: .*{words}') as found, command_line.explained_setup('c.py', whole=False):
+        raise error
+    assert str(error).splitlines()[-1] in str(found.value)
+
+
+@pytest.mark.parametrize('kind', ['CocoDataset', 'VOCDataset'])
+@pytest.mark.parametrize('text', ['', '[]', '{"images": [], "annotations": []}', 'x y z'])
+def test_an_error_in_an_annotation_file_names_it(tmp_path, monkeypatch, kind, text):
+    """Of any data set that was being built from one."""
+    pytest.importorskip('mmdet')
+    monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
+    init_default_scope('mmdet')
+    file = tmp_path / ('a.json' if kind == 'CocoDataset' else 'a.xml')
+    file.write_text(text)
+    config = dict(type=kind, ann_file=str(file))
+    if kind == 'VOCDataset':  # a list that names the file
+        (tmp_path / 'Annotations').mkdir()
+        file = file.rename(tmp_path / 'Annotations' / 'a.xml')
+        (tmp_path / 'list.txt').write_text('a')
+        config = dict(type=kind, ann_file='list.txt', data_root=str(tmp_path), data_prefix=dict(sub_data_root=''))
+    with pytest.raises(RunError, match=f'^c.py cannot be run: {kind}: .*{re.escape(str(file))}'):
+        with command_line.explained_setup('c.py'):
+            DATASETS.build(config)
 
 
 def test_a_place_for_what_is_written_at_the_end(tmp_path):

@@ -39,11 +39,11 @@ def test_mixed_precision(monkeypatch, capsys, wrapper, device, is_asked, expecte
 
 
 @pytest.mark.parametrize('hooks', [None, [dict(type='A')], [dict(type='mmlinattn.engine.CheckpointMatchHook')]])
-def test_weights_are_always_compared_with_the_model(hooks):
+def test_data_and_weights_are_always_checked(hooks):
     cfg = Config(dict(custom_hooks=hooks))
-    running.check_match(cfg)
+    running.add_checks(cfg)
     names = [hook.type.rpartition('.')[2] for hook in cfg.custom_hooks]
-    assert names == (['A'] if hooks == [dict(type='A')] else []) + ['CheckpointMatchHook']
+    assert sorted(names) == ['A'] * (hooks == [dict(type='A')]) + ['CheckpointMatchHook', 'DataCheckHook']
 
 
 def test_a_runner_of_the_config_s_own():

@@ -106,3 +106,20 @@ def test_one_picture_in_the_format_that_is_asked_for(run, pictures, tmp_path, ca
         assert inferencer.classes == names  # numbers where nobody has names
     elif names:
         assert list(inferencer.visualizer.dataset_meta['classes']) == names
+
+
+@pytest.mark.parametrize('task', ['mmseg', 'mmpretrain'])
+def test_an_image_that_is_too_small_keeps_no_other_from_being_drawn(run, tmp_path, capsys, task):
+    """It is named in the last line."""
+    folder, out = tmp_path / 'pictures', tmp_path / 'out'
+    for name, size in dict(a=60, b=20, c=60).items():
+        mmcv.imwrite(np.zeros((size, size, 3), np.uint8), str(folder / f'{name}.png'))
+    path = tmp_path / 'config.py'
+    steps = [dict(type='LoadImageFromFile'), dict(type='PackSegInputs' if task == 'mmseg' else 'PackInputs')]
+    loader = dict(dataset=dict(pipeline=steps))
+    path.write_text(f'_base_ = {str(config(task))!r}\ntest_pipeline = {steps!r}\ntest_dataloader = {loader!r}\n')
+    with pytest.raises(SystemExit, match='1'):
+        run(task, folder, out, of_config=path)
+    assert sorted(drawn.name for drawn in out.iterdir()) == ['a.png', 'c.png']
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"error: image '{folder}/b.png': the model refuses it: ValueError: ") and '32' in last

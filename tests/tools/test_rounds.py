@@ -155,6 +155,9 @@ def test_trains_and_tests(rounds, task, name):
     in_memory, tested = (pickle.loads((folder / f'{name}.{kind}.pkl').read_bytes()) for kind in ('val', 'test'))
     assert len(in_memory) == len(tested) == DATA[task][2]
     assert sum(torch.as_tensor(leaf).numel() for leaf in numbers(tested))
+    if task == 'mmseg':  # label maps without logits, a byte a pixel
+        assert {leaf.dtype for leaf in numbers(tested)} == {torch.uint8} and len(numbers(tested)) == len(tested)
+        in_memory = [sample['pred_sem_seg']['data'].byte() for sample in in_memory]
     torch.testing.assert_close(numbers(in_memory), numbers(tested))
 
 

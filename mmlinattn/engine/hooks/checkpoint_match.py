@@ -12,9 +12,36 @@ from ...utils.building import unwrapped
 from ...utils.errors import RunError
 
 
+def _kept_settings(groups: list, saved: list) -> list[str]:
+    """Settings of an optimizer that differ from those in a checkpoint, which MMEngine takes on resuming."""
+    kept: dict[str, str] = {}
+    for group, old in zip(groups, saved):
+        for key in old:
+            # with a schedule, lr is that of an iteration
+            begin = key in ('lr', 'momentum') and f'initial_{key}' in group and f'initial_{key}' in old
+            if key in group and key != 'params' and not begin and old[key] != group[key]:
+                kept.setdefault(key.replace('initial_', ''), f'{old[key]} (the config has {group[key]})')
+    return [f'{key} = {values}' for key, values in kept.items()]
+
+
+def _tell_kept_settings(runner, checkpoint: dict) -> None:
+    """Warn of settings of the config that a resumed run does not use."""
+    saved = checkpoint.get('optimizer')
+    if not isinstance(saved, dict) or not hasattr(runner.optim_wrapper, 'param_groups'):
+        return  # several optimizers, or none
+    kept = _kept_settings(runner.optim_wrapper.param_groups, saved.get('param_groups') or [])
+    if kept:
+        runner.logger.warning(
+            f'resuming goes on with the optimizer of the checkpoint: {"; ".join(kept)}. The learning rate and other '
+            'settings of the config take effect with load_from=CHECKPOINT in place of --resume, from iteration 0.'
+        )
+
+
 @HOOKS.register_module(force=True)
 class CheckpointMatchHook(Hook):
     """Say which weights of a checkpoint do not fit the model, above all those of a head for other classes.
+
+    A run that resumes keeps the learning rate of its checkpoint; where the config has another, one line says so.
 
     MMEngine loads what fits and lists the rest in its log. That is what one wants of ``load_from`` in training, so here
     this is one warning with both shapes of each weight. A model that is tested or that resumes with some of its weights
@@ -43,6 +70,8 @@ class CheckpointMatchHook(Hook):
         state = runner_state(checkpoint)
         is_training = isinstance(runner._train_loop, BaseLoop)
         is_fatal = not is_training or runner._resume
+        if is_training and runner._resume:
+            _tell_kept_settings(runner, checkpoint)
         meant = f'--cfg-options custom_hooks.{type(self).__name__}'
         advice = f' If it is meant: {meant}.allow_nonfinite=True'
         check_values(model, state, self.allow_nonfinite or not is_fatal, advice)
@@ -52,6 +81,14 @@ class CheckpointMatchHook(Hook):
             )
         left_out = self.left_out if is_training else self.left_out + UNUSED_IN_TESTS
         mismatched, missing = fill(model, state, left_out)
+        differs = mismatched or missing or not state.keys() <= model.state_dict().keys()
+        averaging = [type(hook).__name__ for hook in runner.hooks if getattr(hook, 'strict_load', False)]
+        if not is_fatal and differs and averaging:
+            raise RunError(
+                f'{averaging[0]} takes the weights of the checkpoint for its averages, and they are not those of the '
+                f'model: {some(mismatched or missing or state.keys() - model.state_dict().keys())}. Set '
+                f"strict_load=False in {averaging[0]}: the averages of the others then begin with the model's."
+            )
         if not mismatched and not (missing and is_fatal):
             return
         what = Lacking(mismatched, missing)

@@ -1,107 +1,121 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from collections.abc import Iterator
-from numbers import Integral
-from typing import Any, Optional
+import os.path as osp
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from typing import Any
 
 import numpy as np
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner.base_loop import BaseLoop
-from torch import nn
 
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
-
-_NUM_READ = 2000  # samples whose labels are looked at, spread evenly
-
-
-def _leaf_datasets(dataset) -> Iterator:
-    """The data sets inside wrappers such as ``RepeatDataset`` and ``ConcatDataset``."""
-    inner = vars(dataset).get('dataset', vars(dataset).get('_dataset'))
-    children = dataset.datasets if hasattr(dataset, 'datasets') else [] if inner is None else [inner]
-    for child in children:
-        yield from _leaf_datasets(child)
-    if not children:
-        yield dataset
+from ..data import checks
+from ..data.checks import leaf_datasets
+from ..data.files import Memory
+from ..data.findings import Finding, classes_of
 
 
-def _num_classes(model: nn.Module) -> Optional[int]:
-    """Classes of the head of a detector or classifier."""
-    head: Any = getattr(getattr(model, 'roi_head', None), 'bbox_head', None) or getattr(model, 'bbox_head', None)
-    head = head if head is not None else getattr(model, 'head', None)
-    stages = head if isinstance(head, nn.ModuleList) else [head]
-    counts = [getattr(stage, 'num_classes', None) for stage in stages]
-    return min((count for count in counts if type(count) is int), default=None)
+def enough_colours(meta: dict) -> dict:
+    """``meta`` of a data set with a palette of as many colours as classes; fewer stop the drawing of images."""
+    classes, palette = meta.get('classes'), meta.get('palette')
+    if isinstance(classes, (list, tuple)) and isinstance(palette, (list, tuple)) and 0 < len(palette) < len(classes):
+        more = np.random.default_rng(0).integers(0, 256, (len(classes) - len(palette), 3)).tolist()
+        meta = dict(meta, palette=[*palette, *map(tuple, more)])
+    return meta
 
 
-def _labels(info: dict) -> list[int]:
-    """Labels of the objects, and that, or those, of the image."""
-    found = [instance.get('bbox_label') for instance in info.get('instances') or () if isinstance(instance, dict)]
-    found += np.ravel(info['gt_label']).tolist() if info.get('gt_label') is not None else []
-    return [int(label) for label in found if isinstance(label, Integral)]
+def _datasets(loop: BaseLoop) -> list:
+    loaders = getattr(loop, 'dataloaders', None) or [loop.dataloader]
+    return [loader.dataset for loader in loaders if hasattr(loader, 'dataset')]
 
 
-def check_labels(dataset, model: nn.Module) -> None:
-    """Compare the labels of a data set with the classes of the head; PyTorch's own error names neither.
-
-    Args:
-        dataset: The data set that trains. Of some 2000 samples the labels are read; of segmentation maps none is, there
-            the number of class names counts.
-        model: A detector, segmentor or classifier.
-
-    Raises:
-        RunError: A label is beyond ``num_classes``.
-    """
-    model = unwrapped(model)
-    names = (getattr(dataset, 'metainfo', None) or {}).get('classes') or ()
-    advice = 'Set num_classes of the head, or metainfo.classes of the data set to those that count.'
-    if hasattr(model, 'decode_head'):
-        count = getattr(model, 'num_classes', None)
-        if type(count) is int and count < len(names):
-            raise RunError(
-                f'num_classes = {count} of the head is too small for the {len(names)} classes of the data. {advice}'
-            )
-        return
-    num_classes = _num_classes(model)
-    if num_classes is None or not hasattr(dataset, 'get_data_info'):
-        return
-    for index in range(0, len(dataset), max(1, len(dataset) // _NUM_READ)):
-        info = dataset.get_data_info(index)
-        for label in _labels(info):
-            if label >= num_classes:
-                name = f' ({names[label]})' if label < len(names) else ''
-                raise RunError(
-                    f'num_classes = {num_classes} of the head is too small for the data: {info.get("img_path")} has '
-                    f'label {label}{name}, and the data set {len(names)} classes. {advice}'
-                )
+def _with_wrappers(dataset: Any) -> Iterator[Any]:
+    yield dataset
+    inner = [getattr(dataset, 'dataset', None), *(getattr(dataset, 'datasets', None) or ())]
+    for child in inner:
+        if child is not None:
+            yield from _with_wrappers(child)
 
 
 @HOOKS.register_module(force=True)
 class DataCheckHook(Hook):
-    """Before the first iteration, look whether the data sets hold images, and the labels fit the head.
+    """Before the first iteration, look whether the data sets are what the config says.
 
-    The main process looks; the others wait for it where the model is first synchronised.
+    One pass over annotation files and folders and over a sample of the images, some seconds. What the files say is kept
+    in ``data_check.json`` in the work dir until they change. The main process looks; the others wait for it where
+    the model is first synchronised.
+
+    Faults that MMDetection, MMSegmentation and MMPretrain pass in silence: classes in another order than the categories
+    of a COCO file, or under other names; class names that are one text; other classes or folders in validation than in
+    training, or than in the checkpoint that is tested; label images whose values are no classes or do not count;
+    boxes, ids and sizes in COCO files that cannot be. Classes beyond the colours of a palette get colours.
+
+    Args:
+        fault: ``'stop'`` the run at a fault, ``'warn'`` of it and go on, or ``'skip'`` the check.
+        num_images: Label images to open, of each data set of a segmentor; a hundredth of a second each at most.
 
     Raises:
-        RunError: A data set holds no image; a label is beyond ``num_classes``.
+        RunError: At the first fault: the file, the names or values, what to write.
+        ValueError: ``fault`` is none of the three.
     """
 
     priority = 'VERY_HIGH'
 
+    def __init__(self, fault: str = 'stop', num_images: int = 200) -> None:
+        if fault not in ('stop', 'warn', 'skip'):
+            raise ValueError(f"DataCheckHook: fault = {fault!r} has to be 'stop', 'warn' or 'skip'")
+        self.fault, self.num_images = fault, num_images
+
     def before_run(self, runner) -> None:
         """Check the data sets of all loops that will run."""
-        if not is_main_process():
+        loops = {stage: getattr(runner, f'_{stage}_loop') for stage in ('train', 'val', 'test')}
+        loops = {stage: loop for stage, loop in loops.items() if isinstance(loop, BaseLoop)}  # else this run has none
+        for loop in loops.values():
+            for dataset in chain.from_iterable(map(_with_wrappers, _datasets(loop))):
+                if isinstance(getattr(dataset, '_metainfo', None), dict):
+                    dataset._metainfo = enough_colours(dataset._metainfo)
+        if isinstance(getattr(runner.visualizer, 'dataset_meta', None), dict):
+            runner.visualizer.dataset_meta = enough_colours(runner.visualizer.dataset_meta)
+        if is_main_process() and self.fault != 'skip':
+            self._say(runner, self._look(runner, loops))
+
+    def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
+        """Compare the classes of a checkpoint that is tested or resumed from with those of the data."""
+        is_training = isinstance(runner._train_loop, BaseLoop)
+        if not is_main_process() or self.fault == 'skip' or (is_training and not runner._resume):
             return
-        for stage in ('train', 'val', 'test'):
+        for stage in ('train',) if is_training else ('val', 'test'):
             loop = getattr(runner, f'_{stage}_loop')
-            if not isinstance(loop, BaseLoop):  # not built: this run does not use it
-                continue
-            for dataset in _leaf_datasets(loop.dataloader.dataset):
+            for dataset in (
+                chain.from_iterable(map(leaf_datasets, _datasets(loop))) if isinstance(loop, BaseLoop) else ()
+            ):
+                self._say(runner, checks.check_trained_names(f'{stage}_dataloader', dataset, checkpoint))
+
+    def _look(self, runner, loops: dict) -> Iterator[Finding]:
+        memory, model = Memory(osp.join(runner.work_dir, 'data_check.json')), unwrapped(runner.model)
+        stages: dict[str, list] = {}
+        for stage, loop in loops.items():
+            key = f'{stage}_dataloader'
+            for dataset in chain.from_iterable(map(leaf_datasets, _datasets(loop))):
                 if len(dataset) == 0:
                     ann_file = getattr(dataset, 'ann_file', '')
-                    raise RunError(
-                        f'{stage}_dataloader ({type(dataset).__name__}, ann_file {ann_file!r}) holds no image.'
-                    )
-                if stage == 'train':
-                    check_labels(dataset, runner.model)
+                    yield Finding(f'{key} ({type(dataset).__name__}, ann_file {ann_file!r}) holds no image.')
+                    continue
+                samples = checks.read_samples(dataset)
+                stages.setdefault(key, []).append((dataset, samples))
+                yield from checks.check_dataset(key, dataset, model, samples, memory, stage == 'train', self.num_images)
+            for dataset in _datasets(loop)[:1]:
+                yield from checks.check_evaluator(
+                    f'{stage}_evaluator', getattr(loop, 'evaluator', None), classes_of(dataset)
+                )
+        yield from checks.check_stages(stages)
+
+    def _say(self, runner, findings: Iterable[Finding]) -> None:
+        for finding in findings:
+            if finding.is_fault and self.fault == 'stop':
+                meant = f'--cfg-options custom_hooks.{type(self).__name__}.fault=warn'
+                raise RunError(f'{finding.text} If it is meant: {meant}')
+            runner.logger.warning(finding.text)

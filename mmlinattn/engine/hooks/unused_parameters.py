@@ -1,38 +1,23 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import re
-from typing import Optional
 
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...checkpoints.states import some
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
 
-_OUT_NORM = re.compile(r'(?:^|\.)backbone\.out_norms\.(\d+)\.')
-
-
-def read_outputs(model: nn.Module, unused: list[str]) -> Optional[tuple[int, ...]]:
-    """The ``out_indices`` that leave out the backbone's maps behind whose norms there is no gradient; None where no
-    output norm is unused, or all are."""
-    skipped = {int(found[1]) for found in map(_OUT_NORM.search, unused) if found}
-    backbone = next((module for name, module in model.named_modules() if name.split('.')[-1] == 'backbone'), None)
-    given = getattr(backbone, 'out_indices', None)
-    if not skipped or not isinstance(given, (list, tuple)):
-        return None
-    return tuple(i for i in given if i not in skipped) or None
-
 
 @HOOKS.register_module(force=True)
 class UnusedParametersHook(Hook):
-    """Name the parameters that the first iteration gave no gradient, and the ``out_indices`` that mend it.
+    """Name the parameters that the first iteration gave no gradient. Those of an output norm of a backbone say that a
+    neck skips its map (``start_level=1``).
 
-    Where a neck skips a map (``start_level=1``), the norm behind that map is never trained. One process goes on and
-    warns. ``DistributedDataParallel`` without ``find_unused_parameters`` would stop in the second iteration with a
-    puzzle; here the run stops before it, and says what to set.
+    One process warns. ``DistributedDataParallel`` without ``find_unused_parameters`` would stop in the second iteration
+    with a puzzle; here the run stops before it.
 
     Raises:
         RunError: In distributed training without ``find_unused_parameters``, some parameter got no gradient.
@@ -40,49 +25,31 @@ class UnusedParametersHook(Hook):
 
     priority = 'VERY_HIGH'
 
-    def __init__(self) -> None:
-        self._without: set[str] = set()
-        self._handles: list = []
-
     def before_train(self, runner) -> None:
         """Watch every parameter that is trained; optimizers clear gradients before a hook could look at them."""
-        model = runner.model
-        if is_model_wrapper(model) and not isinstance(model, DistributedDataParallel):
-            return  # others flatten parameters
-        self._release()
-        named = {name: p for name, p in unwrapped(model).named_parameters() if p.requires_grad}
-        self._without = set(named)
-        for name, parameter in named.items():
-            # returns None: the gradient stays as it is
-            self._handles.append(parameter.register_hook(lambda _, name=name: self._without.discard(name)))
+        is_flat = is_model_wrapper(runner.model) and not isinstance(runner.model, DistributedDataParallel)
+        named = {} if is_flat else dict(unwrapped(runner.model).named_parameters())
+        self._without = {name: None for name, parameter in named.items() if parameter.requires_grad}
+        # what they return is None: the gradient stays as it is
+        self._handles = [named[n].register_hook(lambda _, n=n: self._without.pop(n, None)) for n in self._without]
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
         """Once, after the first iteration."""
-        if not self._handles:
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+        if not handles or not self._without:
             return
-        self._release()
-        if not self._without:
-            return
-        model = runner.model
-        inner = unwrapped(model)
-        unused = [name for name, _ in inner.named_parameters() if name in self._without]
-        message = f'{len(unused)} parameters got no gradient in the first iteration: {some(unused)}. '
-        outputs_read = read_outputs(inner, unused)
-        if outputs_read:
+        message = f'{len(self._without)} parameters got no gradient in the first iteration: {some(self._without)}. '
+        unread = sorted({int(i) for i in re.findall(r'\bbackbone\.out_norms\.(\d+)\.', ' '.join(self._without))})
+        if unread:
             message += (
-                f'What follows the backbone does not read all of its maps: set model.backbone.out_indices='
-                f'{outputs_read}, the in_channels of the neck or heads to these maps, and start_level=0 or in_index to '
-                'match. '
+                f'What follows the backbone does not read its maps {unread}: leave them out of model.backbone.'
+                'out_indices, and set in_channels and start_level=0 or in_index of the neck or heads to match. '
             )
-        stops = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters
-        if stops:
+        if isinstance(runner.model, DistributedDataParallel) and not runner.model.find_unused_parameters:
             raise RunError(
                 f'{message}Distributed training stops at such parameters; find_unused_parameters=True lets them be, '
                 'at the price of a search in each iteration.'
             )
         runner.logger.warning(f'{message}They are not trained, and distributed training would stop here.')
-
-    def _release(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()

@@ -54,7 +54,7 @@ def _explained(filename: str):
         message = str(error)
         raise CheckpointError(message if str(filename) in message else f'{filename}: {message}') from error
     except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        reason = (str(error).splitlines() or [''])[0]
+        reason = printable(error)[:300]
         raise CheckpointError(f'{filename} cannot be used ({type(error).__name__}: {reason})') from error
 
 

@@ -127,3 +127,41 @@ def test_weights_that_nobody_trained_are_refused_outside_of_runs(num_classes, wi
     check_trained(ToyClassifier(), state_of(without=['auxiliary_head']))
     with pytest.raises(RunError, match=re.escape(said)):
         check_trained(ToyClassifier(), dict(state_dict=state_of(num_classes, without)))
+
+
+@pytest.mark.parametrize('scheduler', [None, dict(type='ConstantLR', factor=0.5, end=1)])
+def test_a_resumed_run_says_which_learning_rate_it_has(tmp_path, scheduler):
+    """MMEngine takes that of the checkpoint; with a schedule, the one that it begins with."""
+    lines = []
+
+    def train(lr, **kwargs):
+        hooks = [dict(type='CheckpointMatchHook')]
+        checkpoint = dict(type='CheckpointHook', interval=1)
+        runner = make_runner(
+            tmp_path, hooks, default_hooks=dict(checkpoint=checkpoint), param_scheduler=scheduler, **kwargs
+        )
+        runner.optim_wrapper['optimizer']['lr'] = lr
+        runner.logger.warning = lines.append
+        runner.train()
+        return runner.optim_wrapper.get_lr()['lr']
+
+    rates = train(0.01)
+    assert not [line for line in lines if 'resuming goes' in line]
+    resumed = dict(load_from=str(tmp_path / 'epoch_1.pth'), resume=True)
+    assert train(0.01, **resumed) == rates and not [line for line in lines if 'resuming goes' in line]
+    assert train(0.5, **resumed) == rates
+    (line,) = (line for line in lines if 'resuming goes' in line)
+    assert 'of the checkpoint: lr = 0.01 (the config has 0.5). ' in line and 'load_from=CHECKPOINT in place of' in line
+
+
+@pytest.mark.parametrize('strict', [True, False])
+def test_averages_of_a_model_with_other_classes(tmp_path, strict):
+    """EMAHook asks for all weights unless it is told."""
+    torch.save(dict(state_dict=state_of(5), meta={}), tmp_path / 'given.pth')
+    hooks = [dict(type='CheckpointMatchHook'), dict(type='EMAHook', strict_load=strict)]
+    runner = make_runner(tmp_path, hooks, model=dict(type='ToyClassifier'), load_from=str(tmp_path / 'given.pth'))
+    if strict:
+        with pytest.raises(RunError, match=f'EMAHook takes .*: {HEAD}.weight .* Set strict_load=False in EMAHook'):
+            runner.train()
+    else:
+        runner.train()

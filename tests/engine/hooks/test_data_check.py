@@ -1,27 +1,251 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What the check of data sets says before the first step, of data sets as the three upstream projects build them."""
+
+import json
+import os
+import re
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from engine_toys import make_runner
+from mmengine.registry import DATASETS, METRICS, init_default_scope
+from mmengine.runner.base_loop import BaseLoop
+from PIL import Image
 from torch import nn
 
 from mmlinattn.engine import DataCheckHook, RunError
+from mmlinattn.engine.data import files, label_images
 from mmlinattn.engine.hooks import data_check
-from mmlinattn.engine.hooks.data_check import check_labels
+from mmlinattn.engine.hooks.data_check import enough_colours
+from mmlinattn.utils.registering import bare_name
+
+MEANT = ' If it is meant: --cfg-options custom_hooks.DataCheckHook.fault=warn'
 
 
-def test_an_empty_data_set(tmp_path, monkeypatch):
-    runner = make_runner(tmp_path, [dict(type='DataCheckHook')], loader=dict(dataset=dict(type='ToyDataset', size=0)))
-    with pytest.raises(RunError, match='train_dataloader .ToyDataset, ann_file .* holds no image'):
-        runner.train()
-    # in a wrapper; one process looks for all
-    runner.train_loop.dataloader = SimpleNamespace(
-        dataset=SimpleNamespace(_dataset=runner.train_loop.dataloader.dataset)
+class Loop(BaseLoop):
+    """A loop over a data set, as a runner has it."""
+
+    def __init__(self, dataset, *metrics):
+        self.dataloader, self.evaluator = SimpleNamespace(dataset=dataset), SimpleNamespace(metrics=metrics)
+
+    def run(self):
+        raise NotImplementedError
+
+
+def model(**heads):
+    made = nn.Module()
+    made.__dict__.update({name: SimpleNamespace(num_classes=count) for name, count in heads.items()})
+    return made
+
+
+DETECTOR, SEGMENTOR, CLASSIFIER = model(bbox_head=3), model(decode_head=2), model(head=3)
+
+
+@pytest.fixture
+def look(tmp_path):
+    """The line that stops a run, '' where none does, and the warnings before it."""
+
+    def check(model, train=None, val=None, test=None, checkpoint=None, resumes=False, **hook):
+        loops = {name: data and Loop(*data) for name, data in dict(train=train, val=val, test=test).items()}
+        warnings = []
+        runner = SimpleNamespace(
+            work_dir=str(tmp_path),
+            model=model,
+            visualizer=SimpleNamespace(),
+            logger=SimpleNamespace(warning=warnings.append),
+            _resume=resumes,
+            **{f'_{name}_loop': loop for name, loop in loops.items()},
+        )
+        made = DataCheckHook(**hook)
+        try:
+            made.before_run(runner)
+            if checkpoint:
+                made.after_load_checkpoint(runner, checkpoint)
+        except RunError as error:
+            assert str(error).endswith(MEANT)
+            return str(error)[: -len(MEANT)], warnings
+        return '', warnings
+
+    return check
+
+
+def build(scope, config):
+    pytest.importorskip(scope)
+    init_default_scope(scope)
+    return DATASETS.build(config)
+
+
+# -- COCO files -------------------------------------------------------------------------------------------------------
+
+IMAGES = [dict(id=i, file_name=f'{i}.png', width=40, height=30) for i in (1, 2)]
+BOX = dict(iscrowd=0, area=100, bbox=[2, 2, 10, 10])
+NAMES = ('cat', 'dog', 'owl')
+
+
+def coco(folder, names=NAMES, name='a.json', **changes):
+    """A file whose category ids have gaps, with an object of each category, and its images."""
+    for entry in IMAGES:
+        Image.new('RGB', (40, 30)).save(folder / entry['file_name'])
+    categories = [dict(id=7 * i + 3, name=name) for i, name in enumerate(names)]
+    boxes = [dict(BOX, id=i, image_id=1 + i % 2, category_id=entry['id']) for i, entry in enumerate(categories)]
+    (folder / name).write_text(
+        json.dumps(dict(dict(images=IMAGES, annotations=boxes, categories=categories), **changes))
     )
-    with pytest.raises(RunError, match='holds no image'):
-        DataCheckHook().before_run(runner)
-    monkeypatch.setattr(data_check, 'is_main_process', lambda: False)
-    DataCheckHook().before_run(runner)
+    return folder / name
+
+
+def coco_data(file, classes=NAMES, **settings):
+    folder = str(file.parent) + '/'
+    config = dict(type='CocoDataset', ann_file=str(file), data_prefix=dict(img=folder), metainfo=dict(classes=classes))
+    return build('mmdet', dict(config, **settings))
+
+
+@pytest.mark.parametrize('wrap', [None, 'RepeatDataset', 'ClassBalancedDataset', 'ConcatDataset'])
+@pytest.mark.parametrize(
+    ('classes', 'words'),
+    [
+        (
+            ('owl', 'cat', 'dog'),
+            "follow the order of the categories in {}.*label 0 is 'cat' there and 'owl' in the",
+        ),
+        (('cat', 'owl', 'dog'), r"label 1 is 'dog' there .* Write classes=\('cat', 'dog', 'owl'\)"),
+        (('cat', 'bat', 'owl'), r"{} has no category \('bat',\).*labels behind it move up.*\('cat', 'dog', 'owl'\)"),
+        (('bat', 'fly'), r"{} has no category \('bat', 'fly'\)"),
+        ('cat', r"train_dataloader: metainfo.classes = 'cat' is a text.*classes=\('cat',\)"),
+    ],
+)
+def test_classes_that_are_not_the_categories_of_a_coco_file(look, tmp_path, wrap, classes, words):
+    file = coco(tmp_path)
+    dataset = coco_data(file, classes)
+    if wrap == 'ConcatDataset':
+        dataset = build('mmdet', dict(type=wrap, datasets=[dataset, dataset]))
+    elif wrap:
+        more = dict(oversample_thr=0.1) if wrap.startswith('Class') else dict(times=2)
+        dataset = build('mmdet', dict(type='RepeatDataset', times=2, dataset=dict(type=wrap, dataset=dataset, **more)))
+    line, _ = look(DETECTOR, train=[dataset])
+    assert line.startswith('train_dataloader: ')
+    assert re.search(words.format(file), line), line
+    # each of them is known in a test, too, and goes on where it is meant
+    assert look(DETECTOR, test=[dataset])[0] == line.replace('train_', 'test_', 1)
+    assert any(re.search(words.format(file), text) for text in look(DETECTOR, train=[dataset], fault='warn')[1])
+    assert look(DETECTOR, train=[dataset], fault='skip') == ('', [])
+
+
+@pytest.mark.parametrize('classes', [NAMES, ('cat', 'owl'), ('dog',), list(NAMES)])
+def test_classes_in_the_order_of_the_file_are_right(look, tmp_path, classes):
+    """All, or some on purpose; and the numbers that MMDetection gives say so."""
+    dataset = coco_data(coco(tmp_path), classes)
+    metric = METRICS.build(dict(type='CocoMetric', ann_file=str(tmp_path / 'a.json')))
+    assert look(model(bbox_head=len(classes)), train=[dataset], val=[dataset, metric]) == ('', [])
+    labels = [entry['bbox_label'] for i in range(2) for entry in dataset.get_data_info(i)['instances']]
+    content = json.loads((tmp_path / 'a.json').read_text())
+    names = {entry['id']: entry['name'] for entry in content['categories']}
+    kept = sorted((a['image_id'], names[a['category_id']]) for a in content['annotations'])
+    assert [classes[label] for label in labels] == [name for _, name in kept if name in classes]
+
+
+def test_a_last_class_that_only_the_config_has(look, tmp_path):
+    """Labels are right; training says it, and a metric that would run out of categories stops."""
+    dataset = coco_data(coco(tmp_path), (*NAMES, 'bat'))
+    line, warnings = look(model(bbox_head=4), train=[dataset])
+    assert not line and f"{tmp_path}/a.json has no category ('bat',)" in warnings[0]
+    metric = METRICS.build(dict(type='CocoMetric', ann_file=str(tmp_path / 'a.json')))
+    line, _ = look(model(bbox_head=4), val=[dataset, metric])
+    assert "val_evaluator (CocoMetric): its ann_file has no category ('bat',)" in line
+
+
+def test_a_metric_with_another_file(look, tmp_path):
+    dataset = coco_data(coco(tmp_path))
+    other = coco(tmp_path, NAMES[::-1], 'b.json')
+    metric = METRICS.build(dict(type='CocoMetric', ann_file=str(other)))
+    assert 'test_evaluator (CocoMetric): labels follow the order' in look(DETECTOR, test=[dataset, metric])[0]
+
+
+@pytest.mark.parametrize(
+    ('changes', 'words'),
+    [
+        (dict(annotations=[dict(BOX, id=9, image_id=1, category_id=4711)]), 'annotation 9 of image 1: category_id 47'),
+        (dict(annotations=[dict(BOX, id=9, image_id=1, category_id=3, bbox=[float('nan')] * 4)]), 'bbox = [nan, '),
+        (dict(images=IMAGES + IMAGES[:1]), 'has the id 1 2 times among its images'),
+        (dict(images=[dict(IMAGES[0], width=7), IMAGES[1]]), '1.png): width x height is 7x30 in it, and 40x30 in'),
+    ],
+)  # fmt: skip
+def test_faults_that_a_coco_file_is_built_with(look, tmp_path, changes, words):
+    file = coco(tmp_path, **changes)
+    line, _ = look(DETECTOR, train=[coco_data(file)])
+    assert line.startswith(f'train_dataloader: {file} ') and words in line
+
+
+@pytest.mark.parametrize(
+    ('text', 'words'),
+    [
+        ('', 'is empty'),
+        ('{"images": [', 'is no whole JSON file'),
+        ('[]', 'holds a list'),
+        ('{"images": []}', 'has no list of categories'),
+        ('{"images": [1], "categories": []}', 'has no list of images'),
+        ('{"images": [], "categories": [{"id": []}]}', 'neither numbers nor texts'),
+    ],
+)
+def test_files_that_are_no_coco(tmp_path, text, words):
+    (tmp_path / 'a.json').write_text(text)
+    assert words in files.read_coco(str(tmp_path / 'a.json'))['fault']
+
+
+def test_what_may_be_in_a_coco_file(tmp_path):
+    """Turned photographs, images that are not there, objects of no area, images without objects."""
+    exif = Image.Exif()
+    exif[files._ORIENTATION] = 6
+    images = [dict(IMAGES[0], file_name='turned.jpg', width=30, height=40), dict(IMAGES[1], file_name='gone.png')]
+    flat = [dict(BOX, id=1, image_id=1, category_id=3, bbox=[5, 5, 0, 3], iscrowd=1)]
+    file = coco(tmp_path, images=images, annotations=flat)
+    Image.new('RGB', (40, 30)).save(tmp_path / 'turned.jpg', exif=exif)
+    assert files.read_coco(str(file), str(tmp_path))['fault'] == ''
+    content = json.loads(file.read_text())
+    del content['annotations']
+    file.write_text(json.dumps(content))
+    assert files.read_coco(str(file), str(tmp_path))['fault'] == ''
+
+
+def test_files_are_read_once(look, tmp_path, monkeypatch):
+    """Until they change; in a work dir that cannot be written, again."""
+    file = coco(tmp_path)
+    dataset = coco_data(file)
+    assert look(DETECTOR, train=[dataset]) == ('', []) and (tmp_path / 'data_check.json').is_file()
+    monkeypatch.setattr(files.json, 'load', lambda _: pytest.fail('was read again'))
+    assert look(DETECTOR, train=[dataset]) == ('', [])
+    monkeypatch.undo()
+    coco(tmp_path, NAMES[::-1])
+    os.utime(file, (1, 1))
+    assert 'follow the order' in look(DETECTOR, train=[dataset])[0]
+    (tmp_path / 'data_check.json').write_text('no JSON')
+    assert 'follow the order' in look(DETECTOR, train=[dataset])[0]
+
+
+def test_nothing_to_detect(look, tmp_path):
+    file = coco(tmp_path, annotations=[])
+    assert "has an object of metainfo.classes = ('cat', 'dog', 'owl')" in look(DETECTOR, train=[coco_data(file)])[0]
+    assert look(DETECTOR, val=[coco_data(file)]) == ('', [])
+
+
+def test_more_classes_than_colours():
+    names = [f'kind {i}' for i in range(5)]
+    for palette in ([(1, 2, 3)] * 2, ((1, 2, 3),) * 2):
+        made = enough_colours(dict(classes=names, palette=palette))['palette']
+        assert len(made) == 5 and made[:2] == [(1, 2, 3)] * 2
+    for palette in ('random', None, [], [(1, 2, 3)] * 6):
+        assert enough_colours(dict(classes=names, palette=palette))['palette'] == palette
+
+
+def test_colours_reach_the_drawing(look, tmp_path):
+    names = tuple(f'kind {i}' for i in range(90))
+    dataset = build('mmdet', dict(type='RepeatDataset', times=2, dataset=coco_data(coco(tmp_path, names), names)))
+    assert look(model(bbox_head=90), train=[dataset], fault='skip') == ('', [])
+    assert len(dataset.metainfo['palette']) == len(dataset.dataset.metainfo['palette']) == 90
+
+
+# -- any data set -----------------------------------------------------------------------------------------------------
 
 
 class Data(list):
@@ -29,32 +253,274 @@ class Data(list):
 
     get_data_info = list.__getitem__
 
-    def __init__(self, *infos, classes=()):
+    def __init__(self, *infos, classes=(), **more):
         super().__init__(infos)
         self.metainfo = dict(classes=classes)
+        vars(self).update(more)
 
 
-def model(**heads):
-    made = nn.Module()
-    made.__dict__.update(heads)
-    return made
-
-
-@pytest.mark.parametrize('head', [
-    dict(head=SimpleNamespace(num_classes=2)),
-    dict(bbox_head=SimpleNamespace(num_classes=2)),
-    dict(roi_head=SimpleNamespace(bbox_head=SimpleNamespace(num_classes=2))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ('head', 'name'),
+    [
+        (dict(head=SimpleNamespace(num_classes=2)), 'head'),
+        (dict(bbox_head=SimpleNamespace(num_classes=2)), 'bbox_head'),
+        (dict(roi_head=SimpleNamespace(bbox_head=SimpleNamespace(num_classes=2))), 'bbox_head'),
+        (dict(roi_head=SimpleNamespace(mask_head=SimpleNamespace(num_classes=2))), 'mask_head'),
+    ],
+)
 @pytest.mark.parametrize('info', [dict(gt_label=2), dict(gt_label=[0, 2]), dict(instances=[dict(bbox_label=2)])])
-def test_a_label_beyond_the_head(head, info):
+def test_a_label_beyond_the_head(look, head, name, info):
     good = {key: value for key, value in dict(gt_label=1, instances=[dict(bbox_label=1)]).items() if key in info}
-    check_labels(Data(good, classes='ab'), model(**head))
-    with pytest.raises(RunError, match=r'num_classes = 2 .* a.jpg has label 2 \(c\), and the data set 3 classes'):
-        check_labels(Data(good, dict(info, img_path='a.jpg'), classes='abc'), model(**head))
+    made = nn.Module()
+    vars(made).update(head)
+    assert look(made, train=[Data(good, classes=['a', 'b'])])[0] == ''
+    for stage in ('train', 'val'):
+        line, _ = look(made, **{stage: [Data(good, dict(info, img_path='a.jpg'), classes=['a', 'b', 'c'])]})
+        text = f'num_classes = 2 of the {name} is too small for the data: a.jpg has label 2 (c), and the '
+        assert line.startswith(f'{stage}_dataloader: {text}')
 
 
-def test_segmentors_are_compared_by_names():
-    check_labels(Data(classes='abc'), model(decode_head=1, num_classes=3))
-    with pytest.raises(RunError, match='num_classes = 2 of the head is too small for the 3 classes'):
-        check_labels(Data(classes='abc'), model(decode_head=1, num_classes=2))
-    check_labels(Data(dict(gt_label=9)), model())
+def test_segmentors_are_compared_by_names(look):
+    three, four = [Data(0, classes=list('abc'))], [Data(0, classes=list('abcd'))]
+    assert look(model(decode_head=3), train=three) == ('', [])
+    assert (
+        'num_classes = 3 of the decode_head is too small for the 4 classes' in look(model(decode_head=3), train=four)[0]
+    )
+    assert (
+        'num_classes = 4 of the decode_head is more than the 3 classes' in look(model(decode_head=4), train=three)[1][0]
+    )
+
+
+@pytest.mark.parametrize(
+    ('train', 'val', 'words'),
+    [
+        ('abc', 'acb', "label 1 is 'b' in train_dataloader and 'c' in val_dataloader"),
+        ('abc', 'bc', "label 0 is 'a' in train_dataloader and 'b' in val_dataloader"),
+        ('abc', 'abd', "label 2 is 'c' in train_dataloader and 'd' in val_dataloader"),
+        ('abc', 'ABC', ''),
+        ('abc', 'ab', ''),  # of which the last occurs nowhere
+        ('ab', 'abc', ''),
+        ('a', 'b', ''),  # one class by two names
+        ('abc', '', ''),
+        ('', 'abc', ''),
+    ],
+)
+def test_a_validation_with_other_classes(look, train, val, words):
+    sets = [Data(0, classes=list(names)) for names in (train, val)]
+    line, _ = look(nn.Module(), train=[sets[0]], val=[sets[1]])
+    assert words in line and bool(words) == bool(line)
+    assert bool(look(nn.Module(), train=[Data(0, datasets=sets)])[0]) == bool(words)  # joined, too
+    for one in sets:
+        one.return_classes = True  # names are text that the model reads
+    assert look(nn.Module(), train=[sets[0]], val=[sets[1]])[0] == ''
+
+
+@pytest.mark.parametrize(
+    ('trained', 'tested', 'stops', 'warns'),
+    [
+        ('abc', 'abc', '', False),
+        (
+            'abc',
+            'bac',
+            "label 0 is 'a' in the checkpoint and 'b' in test_dataloader: the classes have another order",
+            False,
+        ),
+        ('abc', 'abd', '', True),  # may be another language
+        (None, 'abc', '', False),
+    ],
+)
+def test_a_checkpoint_of_other_classes(look, trained, tested, stops, warns):
+    data = Data(0, classes=list(tested))
+    checkpoint = dict(state_dict={}, meta=dict(dataset_meta=dict(classes=trained and list(trained))))
+    line, warnings = look(nn.Module(), test=[data], checkpoint=checkpoint)
+    assert stops in line and bool(line) == bool(stops) and bool(warnings) == warns
+    resumed = look(nn.Module(), train=[data], checkpoint=checkpoint, resumes=True)
+    assert bool(resumed[0]) == bool(stops)
+    assert look(nn.Module(), train=[data], checkpoint=checkpoint) == ('', [])  # fine-tuned
+    for other in (
+        {},
+        dict(meta=None),
+        dict(meta=dict(dataset_meta=3)),
+        dict(meta=dict(dataset_meta=dict(classes='abc'))),
+    ):
+        assert look(nn.Module(), test=[data], checkpoint=dict(other, state_dict={})) == ('', [])
+
+
+def test_old_keys(look):
+    data = Data(0)
+    data.metainfo = dict(CLASSES=('a', 'b'))
+    assert (
+        "metainfo.CLASSES is read by nobody. Write metainfo=dict(classes=('a', 'b'))"
+        in look(nn.Module(), train=[data])[0]
+    )
+
+
+def test_data_sets_of_others_pass(look):
+    class Bare:
+        def __len__(self):
+            return 3
+
+    assert look(DETECTOR, train=[Bare()], val=[[1, 2]], test=[Data(1, 2, 3)]) == ('', [])
+
+
+def test_an_empty_data_set(tmp_path, monkeypatch):
+    runner = make_runner(tmp_path, [dict(type='DataCheckHook')], loader=dict(dataset=dict(type='ToyDataset', size=0)))
+    with pytest.raises(RunError, match='train_dataloader .ToyDataset, ann_file .* holds no image'):
+        runner.train()
+    monkeypatch.setattr(data_check, 'is_main_process', lambda: False)  # one process looks for all
+    DataCheckHook().before_run(runner)
+    with pytest.raises(ValueError, match="fault = 'no' has to be 'stop', 'warn' or 'skip'"):
+        DataCheckHook(fault='no')
+
+
+# -- folders ----------------------------------------------------------------------------------------------------------
+
+
+def folders(root, names, **settings):
+    for name in names:
+        (root / name).mkdir(parents=True)
+        Image.new('RGB', (8, 8)).save(root / name / 'a.png')
+    return build('mmpretrain', dict(type='CustomDataset', data_prefix=str(root), pipeline=[], **settings))
+
+
+@pytest.mark.parametrize(
+    ('val', 'words'),
+    [
+        (('bee', 'cat'), "label 0 is the folder 'ant' in train_dataloader and the folder 'bee' in val_dataloader"),
+        (('ant', 'cat'), "label 1 is the folder 'bee' in train_dataloader and the folder 'cat' in val"),
+        (('ant', 'bee', 'dog'), "label 2 is the folder 'cat' in train_dataloader and the folder 'dog' in val"),
+        (('ant', 'bee', 'cat', 'dog'), "label 3 is no folder in train_dataloader and the folder 'dog' in val"),
+        (('ant', 'bee'), ''),
+        (('ant', 'bee', 'cat'), ''),
+    ],
+)
+@pytest.mark.parametrize('named', [False, True])
+def test_folders_that_differ(look, tmp_path, val, words, named):
+    """``metainfo.classes`` names folders, and does not move labels."""
+    names = [dict(metainfo=dict(classes=tuple(f'my {i}' for i in range(n)))) if named else {} for n in (3, len(val))]
+    train = folders(tmp_path / 'train', ('ant', 'bee', 'cat'), **names[0])
+    line, _ = look(model(head=4), train=[train], val=[folders(tmp_path / 'val', val, **names[1])])
+    assert words in line and bool(words) == bool(line)
+
+
+def test_class_names_in_another_order_than_the_folders(look, tmp_path):
+    names = dict(metainfo=dict(classes=('cat', 'ant', 'bee')))
+    line, _ = look(CLASSIFIER, train=[folders(tmp_path / 'a', ('ant', 'bee', 'cat'), **names)])
+    assert "label 0 is the folder 'ant', and 'cat' in the config. Write classes=('ant', 'bee', 'cat')" in line
+
+
+def test_lists_that_number_folders_otherwise(look, tmp_path):
+    made = {}
+    for name, lines in dict(
+        train=('x/a.png 0', 'y/b.png 1'), val=('x/c.png 1', 'y/d.png 0'), days=('x/a.png 0', 'x/b.png 1')
+    ).items():
+        (tmp_path / f'{name}.txt').write_text('\n'.join(lines))
+        config = dict(type='ImageNet', ann_file=str(tmp_path / f'{name}.txt'), data_prefix=str(tmp_path), pipeline=[])
+        made[name] = [build('mmpretrain', dict(config, metainfo=dict(classes=('x', 'y'))))]
+    line, _ = look(model(head=2), train=made['train'], val=made['val'])
+    assert "label 1 is the folder 'y' in train_dataloader and the folder 'x' in val_dataloader" in line
+    assert look(model(head=2), train=made['train'], val=made['days'])[0] == ''  # whose folders are no classes
+
+
+# -- label images -----------------------------------------------------------------------------------------------------
+
+
+def segmentation(root, *pictures, names=('sky', 'bird'), dtype=np.uint8, loading=None, **settings):
+    for i, values in enumerate(pictures):
+        for kind in ('img', 'ann'):
+            (root / kind).mkdir(parents=True, exist_ok=True)
+        Image.new('RGB', (8, 8)).save(root / 'img' / f'{i}.jpg')
+        labels = np.resize(np.array(values, dtype), (8, 8) + np.shape(values)[1:])
+        Image.fromarray(labels).save(root / 'ann' / f'{i}.png')
+    prefix = dict(img_path=str(root / 'img'), seg_map_path=str(root / 'ann'))
+    pipeline = [
+        dict(type='LoadImageFromFile'),
+        dict(type='LoadAnnotations', **(loading or {})),
+        dict(type='PackSegInputs'),
+    ]
+    config = dict(type='BaseSegDataset', data_prefix=prefix, metainfo=dict(classes=names), pipeline=pipeline)
+    return build('mmseg', dict(config, **settings))
+
+
+REDUCED = dict(reduce_zero_label=True)
+
+
+@pytest.mark.parametrize(
+    ('pictures', 'settings', 'words'),
+    [
+        (
+            [[0, 255]],
+            {},
+            r'have label 0 sky, and 255, which is ignored .* Write the number of the class in place of 255',
+        ),
+        ([[0], [255]], {}, 'no other class trains'),
+        ([[0, 128]], {}, r'ann/0.png has the label 128, which num_classes = 2 .* Write the numbers 0 to 1'),
+        ([[0, 1], [0, 1, 2]], {}, 'ann/1.png has the label 2, .* or reduce_zero_label=True'),
+        (
+            [[0, 1]],
+            REDUCED,
+            r'have label 0 sky, and 255 \(the value 0 in the file\).*reduce_zero_label=True ignores the value',
+        ),
+        ([[0, 255]], REDUCED, 'no label at all'),
+        ([[1, 2, 5]], REDUCED, r'the label 4 \(the value 5 in the file\)'),
+        ([[[9, 9, 9]]], {}, 'ann/0.png has 3 channels'),
+        ([[0, 1]], {}, ''),
+        ([[0, 1, 255]], {}, ''),
+        ([[0, 255], [1]], {}, ''),
+        ([[0, 1, 2]], REDUCED, ''),
+    ],
+)
+def test_values_of_label_images(look, tmp_path, pictures, settings, words):
+    dataset = segmentation(tmp_path / 'data', *pictures, **settings)
+    line, warnings = look(SEGMENTOR, train=[dataset])
+    assert re.search(words, line) and bool(words) == bool(line), line
+    assert warnings == []
+    if words and 'channels' not in words and 'label 0' not in words:
+        assert 'test_dataloader: ' in ''.join([look(SEGMENTOR, test=[dataset])[0], *look(SEGMENTOR, test=[dataset])[1]])
+
+
+def test_sixteen_bits(look, tmp_path):
+    dataset = segmentation(tmp_path / 'data', [0, 257], dtype=np.uint16)
+    assert 'has the value 257, of which MMSegmentation keeps 8 bits: 1' in look(SEGMENTOR, train=[dataset])[0]
+
+
+def test_zero_that_may_be_a_class(look, tmp_path):
+    dataset = segmentation(tmp_path / 'data', [0, 1, 2], names=('sky', 'bird', 'bat'), **REDUCED)
+    line, (warning,) = look(model(decode_head=3), train=[dataset])
+    assert (
+        not line and 'ignores the value 0 of label images, and 1 is the first class sky; the last, bat, then' in warning
+    )
+
+
+def test_label_images_that_are_not_there(look, tmp_path):
+    dataset = segmentation(tmp_path / 'data', [0, 1], [0, 1])
+    path = tmp_path / 'data' / 'ann' / '1.png'
+    path.write_text('no image')
+    assert f'the label image {path} cannot be read as an image' in look(SEGMENTOR, train=[dataset])[0]
+    path.unlink()
+    assert look(SEGMENTOR, train=[dataset])[0] == f'train_dataloader: the label image {path} is not there.'
+    dataset.pipeline.transforms = dataset.pipeline.transforms[:1]  # a test without labels
+    assert look(SEGMENTOR, test=[dataset]) == ('', [])
+
+
+def test_a_sample_of_many(look, tmp_path, monkeypatch):
+    """Twenty where that is enough; ten times as many where so far only one class is there."""
+    dataset = segmentation(tmp_path / 'data', *[[0, 255]] * 40, [0, 1])
+    assert look(SEGMENTOR, train=[dataset], num_images=20) == ('', [])
+    opened = []
+    load = label_images.Image.open
+    monkeypatch.setattr(label_images.Image, 'open', lambda path: opened.append(path) or load(path))
+    other = segmentation(tmp_path / 'other', *[[0, 1]] * 40)
+    assert look(SEGMENTOR, train=[other], num_images=20) == ('', [])
+    assert len({str(path) for path in opened if 'ann' in str(path)}) == 20
+    opened.clear()
+    assert look(SEGMENTOR, train=[other], num_images=20) == ('', []) and not opened
+
+
+def test_the_hook_is_in_every_config_s_runtime():
+    from config_helpers import load
+
+    for task in ('mmdet', 'mmseg', 'mmpretrain'):
+        pytest.importorskip(task)
+        hooks = [bare_name(hook.type) for hook in load(f'{task}/ravlt_shapes_quickstart').custom_hooks]
+        assert 'DataCheckHook' in hooks

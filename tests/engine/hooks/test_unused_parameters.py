@@ -4,16 +4,15 @@
 from functools import partial
 
 import pytest
-from engine_toys import SkippingModel, make_runner
+from engine_toys import make_runner
 from torch import nn
 
 from mmlinattn.engine import CPUDistributedDataParallel, RunError
-from mmlinattn.engine.hooks.unused_parameters import read_outputs
 
 NAMES = '2 parameters got no gradient in the first iteration: backbone.out_norms.0.weight, backbone.out_norms.0.bias. '
 READ = (
-    'What follows the backbone does not read all of its maps: set model.backbone.out_indices=(1, 3), the in_channels '
-    'of the neck or heads to these maps, and start_level=0 or in_index to match. '
+    'What follows the backbone does not read its maps [0]: leave them out of model.backbone.out_indices, '
+    'and set in_channels and start_level=0 or in_index of the neck or heads to match. '
 )
 WARNING = 'They are not trained, and distributed training would stop here.'
 
@@ -52,17 +51,6 @@ def test_names_parameters_and_outputs_once_a_training(tmp_path):
 def test_says_nothing_where_all_are_trained(tmp_path):
     assert warnings_of(tmp_path, skips=False) == []
     assert warnings_of(tmp_path, freeze) == []
-
-
-def test_outputs_that_are_read():
-    model = SkippingModel()
-    assert read_outputs(model, ['backbone.out_norms.3.bias', 'head.weight']) == (0, 1)
-    assert read_outputs(model, ['a_backbone.out_norms.0.bias', 'backbone.out_normss.0.bias']) is None  # of others
-    assert read_outputs(model, [f'backbone.out_norms.{i}.bias' for i in (0, 1, 3)]) is None
-    detector = nn.Module()
-    detector.a_backbone, detector.detector = nn.Module(), model
-    detector.a_backbone.out_indices = (0, 2)  # of another, that comes first
-    assert read_outputs(detector, ['detector.backbone.out_norms.0.bias']) == (1, 3)
 
 
 def test_distributed_training_stops_or_is_told_to_search(tmp_path, one_process):

@@ -1,0 +1,317 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Whether data sets, as they were built, mean what a config says. Each check yields what is wrong, in one line each."""
+
+import os.path as osp
+from collections.abc import Iterator, Sequence
+from numbers import Integral
+from typing import Any, NamedTuple, Optional
+
+import numpy as np
+from torch import nn
+
+from .files import Memory, read_coco
+from .findings import MOST_NAMES, Finding, classes_of, written
+from .label_images import check_label_images
+
+_NUM_READ = 2000  # samples whose labels are looked at
+
+
+class Samples(NamedTuple):
+    """What some samples of a data set say.
+
+    Attributes:
+        num: How many were read.
+        labels: Labels of objects and images, each with the path of an image that has it.
+        folders: The labels found by the first folder below the prefix of the images.
+    """
+
+    num: int
+    labels: dict[int, str]
+    folders: dict[str, set[int]]
+
+
+def leaf_datasets(dataset: Any) -> Iterator[Any]:
+    """The data sets inside wrappers such as ``RepeatDataset`` and ``ConcatDataset``."""
+    known = getattr(dataset, '__dict__', {})
+    inner = known.get('dataset', known.get('_dataset'))
+    children = dataset.datasets if isinstance(known.get('datasets'), (list, tuple)) else [inner] * (inner is not None)
+    for child in children:
+        yield from leaf_datasets(child)
+    if not children:
+        yield dataset
+
+
+def _alike(name: Any) -> str:
+    return ''.join(c for c in str(name).lower() if c.isalnum()) or str(name)
+
+
+def first_difference(first: Sequence, second: Sequence) -> Optional[int]:
+    """The first label that has one name here and another there; None where one list begins like the other.
+
+    Case, blanks and hyphens make no difference; of one class each, neither do names.
+    """
+    if len(first) == len(second) == 1:
+        return None
+    return next((i for i, (one, other) in enumerate(zip(first, second)) if _alike(one) != _alike(other)), None)
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def check_names(key: str, meta: dict) -> Iterator[Finding]:
+    """That the class names in a ``metainfo`` are several texts, or a file of them, and under the key that is read."""
+    names = meta.get('classes')
+    if isinstance(names, str) and not osp.isfile(names):
+        yield Finding(
+            f'{key}: metainfo.classes = {names!r} is a text, whose letters would be the classes. One class needs a '
+            f'comma: classes=({names!r},)'
+        )
+    if meta.get('CLASSES') and list(meta['CLASSES']) != list(names or ()):
+        yield Finding(
+            f'{key}: metainfo.CLASSES is read by nobody. Write metainfo=dict(classes={written(meta["CLASSES"])})'
+        )
+
+
+def check_categories(
+    key: str, file: str, in_file: Sequence, of_labels: Sequence, classes: Sequence, needs_all: bool
+) -> Iterator[Finding]:
+    """That labels which follow the order of a COCO file have the names of the config.
+
+    Args:
+        key: The data set or evaluator, for messages.
+        file: The COCO file.
+        in_file: Names of all its categories.
+        of_labels: The name that each label has in it.
+        classes: ``metainfo.classes``.
+        needs_all: Whether a class without category is a fault, not a note.
+    """
+    if not set(of_labels) <= set(classes):
+        return  # data sets that choose categories by something else
+    lacking = [name for name in classes if name not in of_labels]
+    order = written(of_labels) if len(of_labels) <= MOST_NAMES else 'in that order'
+    at = next((i for i, (one, other) in enumerate(zip(of_labels, classes)) if one != other), len(of_labels))
+    if lacking and (needs_all or at < len(of_labels) or not of_labels):
+        yield Finding(
+            f'{key}: {file} has no category {written(lacking)}, which metainfo.classes names'
+            f'{"" if at == len(of_labels) else ", and the labels behind it move up"}. Its categories are '
+            f'{written(in_file)}; write the names as they are there, in its order.'
+        )
+    elif lacking:
+        yield Finding(f'{key}: {file} has no category {written(lacking)}: nothing of these classes trains.', False)
+    elif len(of_labels) != len(set(of_labels)):
+        yield Finding(f'{key}: {file} has two categories of one name, which labels tell apart: {written(of_labels)}.')
+    elif at < len(of_labels):
+        yield Finding(
+            f'{key}: labels follow the order of the categories in {file}, not that of metainfo.classes: label {at} is '
+            f'{of_labels[at]!r} there and {classes[at]!r} in the config. Write classes={order}'
+        )
+
+
+def _check_coco(key: str, dataset: Any, memory: Memory, needs_all: bool) -> Iterator[Finding]:
+    path, labels = getattr(dataset, 'ann_file', ''), getattr(dataset, 'cat2label', None)
+    is_plain = isinstance(path, str) and path.endswith('.json') and osp.isfile(path)
+    if not is_plain or not isinstance(labels, dict) or not hasattr(dataset, 'cat_ids'):
+        return
+    prefix = getattr(dataset, 'data_prefix', None) or {}
+    folder = prefix.get('img') or ''
+    facts = memory.facts(read_coco, [path], path, folder=folder if osp.isdir(folder) else '')
+    if facts['fault']:
+        yield Finding(f'{key}: {path} {facts["fault"]}.')
+        return
+    names = dict(facts['categories'])
+    of_labels = [names.get(number) for number in sorted(labels, key=labels.__getitem__)]
+    yield from check_categories(key, path, list(names.values()), of_labels, classes_of(dataset), needs_all)
+
+
+def check_evaluator(key: str, evaluator: Any, classes: Sequence) -> Iterator[Finding]:
+    """That the annotation file of a ``CocoMetric`` has the classes, in their order: it counts its categories."""
+    for metric in getattr(evaluator, 'metrics', ()):
+        content = getattr(getattr(metric, '_coco_api', None), 'dataset', None)
+        if isinstance(content, dict) and classes:
+            names = [entry['name'] for entry in content.get('categories', ())]
+            chosen = [name for name in names if name in classes]
+            yield from check_categories(
+                f'{key} ({type(metric).__name__})', 'its ann_file', names, chosen, classes, True
+            )
+
+
+# -- labels -----------------------------------------------------------------------------------------------------------
+
+
+def heads_of(model: nn.Module) -> dict[str, int]:
+    """``num_classes`` of the heads that tell classes apart, by name."""
+    roi, found = getattr(model, 'roi_head', None), {}
+    heads = {'bbox_head': getattr(roi, 'bbox_head', None) or getattr(model, 'bbox_head', None)}
+    heads.update(mask_head=getattr(roi, 'mask_head', None), head=getattr(model, 'head', None))
+    heads.update({name: getattr(model, name, None) for name in ('decode_head', 'auxiliary_head')})
+    for name, head in heads.items():
+        stages = list(head) if isinstance(head, nn.ModuleList) else [head]
+        known = [getattr(one, 'num_classes', None) for one in stages if not getattr(one, 'class_agnostic', False)]
+        counts: list[int] = [count for count in known if type(count) is int]
+        if counts:
+            found[name] = min(counts)
+    return found
+
+
+def read_samples(dataset: Any) -> Samples:
+    """Labels of some 2000 samples of a data set."""
+    samples, length = Samples(0, {}, {}), len(dataset)
+    if not hasattr(dataset, 'get_data_info'):
+        return samples
+    prefix = getattr(dataset, 'data_prefix', None)
+    root = osp.join(str(prefix.get('img_path') or ''), '') if isinstance(prefix, dict) else ''
+    indices = range(0, length, max(1, length // _NUM_READ))
+    for index in indices:
+        info = dataset.get_data_info(index)
+        if not isinstance(info, dict):
+            return samples
+        path = str(info.get('img_path', ''))
+        labels = [instance.get('bbox_label') for instance in info.get('instances') or () if isinstance(instance, dict)]
+        of_image = np.ravel(info['gt_label']).tolist() if info.get('gt_label') is not None else []
+        for label in labels + of_image:
+            if isinstance(label, Integral):
+                samples.labels.setdefault(int(label), path)
+        inside = path[len(root) :] if root and path.startswith(root) else ''
+        if len(of_image) == 1 and '/' in inside:
+            samples.folders.setdefault(inside.split('/')[0], set()).add(of_image[0])
+    return samples._replace(num=len(indices))
+
+
+def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_training: bool) -> Iterator[Finding]:
+    """That the heads have an output for each label, and that there is something to learn."""
+    classes, heads = classes_of(dataset), heads_of(model)
+    advice = 'Set num_classes of the head, or metainfo.classes of the data set to those that count.'
+    for label, path in sorted(samples.labels.items()):
+        for head, count in heads.items():
+            if not 0 <= label < count and head not in ('decode_head', 'auxiliary_head'):
+                name = f' ({classes[label]})' if 0 <= label < len(classes) else ''
+                yield Finding(
+                    f'{key}: num_classes = {count} of the {head} is too small for the data: {path} has label '
+                    f'{label}{name}, and the data set {len(classes)} classes. {advice}'
+                )
+                return
+    if not is_training or not classes:
+        return
+    for head, count in heads.items():
+        if head == 'decode_head' and count < len(classes):
+            yield Finding(
+                f'{key}: num_classes = {count} of the {head} is too small for the {len(classes)} classes of the data. '
+                f'{advice}'
+            )
+        elif count > len(classes):
+            yield Finding(
+                f'{key}: num_classes = {count} of the {head} is more than the {len(classes)} classes of the data; what '
+                'it finds of the others has no name, and cannot be measured.',
+                False,
+            )
+    looks_for_objects = 'bbox_head' in heads and hasattr(dataset, 'get_data_info') and samples.num
+    if looks_for_objects and not samples.labels and 'instances' in dataset.get_data_info(0):
+        yield Finding(
+            f'{key}: no image of {getattr(dataset, "ann_file", "")} has an object of metainfo.classes = '
+            f'{written(classes)}. Write the names as they are there.'
+        )
+    unseen = [name for label, name in enumerate(classes) if label not in samples.labels]
+    if samples.labels and unseen and samples.num == len(dataset):
+        yield Finding(f'{key}: the data has no example of {written(unseen)}.', False)
+
+
+def check_folders(key: str, dataset: Any) -> Iterator[Finding]:
+    """That class names in the config are in the order of folders that have the same names."""
+    folders, classes = getattr(dataset, 'folder_to_idx', None), classes_of(dataset)
+    if not isinstance(folders, dict) or not classes:
+        return
+    places = {str(name): label for label, name in enumerate(classes)}
+    for folder, label in folders.items():
+        if places.get(folder, label) != label:
+            yield Finding(
+                f'{key}: labels follow the alphabetical order of the folders in {dataset.data_prefix["img_path"]}, not '
+                f'that of metainfo.classes: label {label} is the folder {folder!r}, and {classes[label]!r} in the '
+                f'config. Write classes={written(sorted(folders, key=folders.__getitem__))}'
+            )
+            return
+
+
+def _labelled_folders(dataset: Any, samples: Samples) -> dict[str, int]:
+    """The label of each folder where folders are classes."""
+    found = getattr(dataset, 'folder_to_idx', None)
+    if isinstance(found, dict) and found:
+        return found
+    labels = [label for of_folder in samples.folders.values() for label in of_folder]
+    is_class = len(labels) == len(set(labels)) == len(samples.folders) > 1
+    return {folder: next(iter(of_folder)) for folder, of_folder in samples.folders.items()} if is_class else {}
+
+
+def check_stages(stages: dict[str, list[tuple[Any, Samples]]]) -> Iterator[Finding]:
+    """That a label means the same in training as in validation, and in each of several data sets that are joined.
+
+    Args:
+        stages: Data sets, with what some samples say, by the key of their loader.
+    """
+    entries = [(key, dataset, samples) for key, several in stages.items() for dataset, samples in several]
+    entries = [entry for entry in entries if not getattr(entry[1], 'return_classes', False)]  # they are text to a model
+    if len(entries) < 2:
+        return
+    (key, dataset, samples), *others = entries
+    first, folders = classes_of(dataset), dict(_labelled_folders(dataset, samples))
+    for other_key, other, more in others:
+        theirs = _labelled_folders(other, more)
+        names = {label: folder for folder, label in folders.items()}
+        for folder, label in theirs.items() if folders else ():
+            is_new = other_key == key and folder not in folders and label not in names  # joined data sets may have more
+            if folders.get(folder) != label and not is_new:
+                here = f'the folder {names[label]!r}' if label in names else 'no folder'
+                yield Finding(
+                    f'label {label} is {here} in {key} and the folder {folder!r} in {other_key}: images are judged by '
+                    'other classes than they train. Both need the same folders (some may be empty).'
+                )
+                return
+        if other_key == key:
+            folders.update(theirs)
+        second = classes_of(other)
+        at = first_difference(first, second)
+        if at is not None and not (folders and theirs and not _is_given(dataset)):
+            yield Finding(
+                f'metainfo.classes: label {at} is {first[at]!r} in {key} and {second[at]!r} in {other_key}. Both need '
+                f'the same classes in one order: {written(first)}'
+            )
+            return
+
+
+def _is_given(dataset: Any) -> bool:
+    return list(getattr(dataset, 'folder_to_idx', None) or ()) != classes_of(dataset)
+
+
+def check_trained_names(key: str, dataset: Any, checkpoint: Any) -> Iterator[Finding]:
+    """That the labels of a checkpoint have the names of the data it is tested with.
+
+    Args:
+        key: The loader, for messages.
+        dataset: The data set.
+        checkpoint: A checkpoint of MMEngine; others say nothing of classes.
+    """
+    meta = checkpoint.get('meta') if isinstance(checkpoint, dict) else None
+    meta = (meta.get('dataset_meta') if isinstance(meta, dict) else None) or {}
+    trained = meta.get('classes') if isinstance(meta, dict) else None
+    if not isinstance(trained, (list, tuple)) or getattr(dataset, 'return_classes', False):
+        return
+    names = classes_of(dataset)
+    at = first_difference(trained, names)
+    if at is not None:
+        is_moved = names[at] in trained or trained[at] in names
+        yield Finding(
+            f'label {at} is {trained[at]!r} in the checkpoint and {names[at]!r} in {key}: '
+            f'{"the classes have another order" if is_moved else "these are other classes"}. It was trained with '
+            f'classes={written(trained)}',
+            is_moved,
+        )
+
+
+def check_dataset(
+    key: str, dataset: Any, model: nn.Module, samples: Samples, memory: Memory, is_training: bool, num_images: int
+) -> Iterator[Finding]:
+    """All that can be said of one data set by itself."""
+    yield from check_names(key, getattr(dataset, 'metainfo', None) or {})
+    yield from _check_coco(key, dataset, memory, needs_all=False)
+    yield from check_folders(key, dataset)
+    yield from check_labels(key, dataset, model, samples, is_training)
+    yield from check_label_images(key, dataset, model, memory, is_training, num_images)

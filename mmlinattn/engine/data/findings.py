@@ -1,0 +1,26 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What checks of data say, and how they write class names."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+MOST_NAMES = 30  # that are printed
+
+
+class Finding(NamedTuple):
+    """What a check found: a line, and whether training or testing would be wrong."""
+
+    text: str
+    is_fault: bool = True
+
+
+def classes_of(dataset: Any) -> list:
+    """``metainfo.classes``, empty where there are none."""
+    names = (getattr(dataset, 'metainfo', None) or {}).get('classes')
+    return list(names) if isinstance(names, (list, tuple)) else []
+
+
+def written(names: Sequence) -> str:
+    """Class names as a config has them."""
+    shown = ', '.join(repr(name) for name in names[:MOST_NAMES])
+    return f'({shown}{"," if len(names) == 1 else ", ..." if len(names) > MOST_NAMES else ""})'

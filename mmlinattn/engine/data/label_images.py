@@ -1,0 +1,134 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Whether label images have the labels of a segmentor's classes."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import nn
+
+from ...checkpoints.states import some
+from .files import Memory, spread
+from .findings import Finding, classes_of
+
+_LEAST = 16  # label images that are opened, however slow
+
+
+def read_labels(
+    dataset: Any, load: Callable[[dict], dict], paths: dict[int, str], ignored: Any, count: int, **_: Any
+) -> dict:
+    """The labels in a sample of label images, as the pipeline of their data set gives them.
+
+    As many as a hundredth of a second each allows. Where only one label was found so far, and pixels that do not count,
+    ten times as many.
+
+    Args:
+        dataset: A data set of MMSegmentation.
+        load: The transform that loads annotations.
+        paths: Label images by their index in the data set.
+        ignored: The label that does not count.
+        count: How many to open.
+
+    Returns:
+        dict: ``count`` of images; ``labels`` as ``[label, path of the first image with it]``; ``fault``.
+    """
+    found: dict[int, str] = {}
+    begin, last, fault = time.monotonic(), 0, ''
+    for done, (index, path) in enumerate(paths.items()):
+        most = count * 10 if ignored in found and len(found) <= 2 else count
+        if done >= _LEAST and (done >= most or time.monotonic() - begin > most / 100):
+            break
+        try:
+            labels = load(dataset.get_data_info(index))['gt_seg_map']
+            with Image.open(path) as image:
+                highest = int(np.max(np.asarray(image))) if image.mode[0] in 'IF' else 0
+        except (OSError, ValueError) as error:
+            reason = 'is not there' if isinstance(error, FileNotFoundError) else f'cannot be read as an image ({error})'
+            return dict(count=done, labels=[], fault=f'the label image {path} {reason}')
+        if labels.ndim != 2:
+            fault = f'the label image {path} has {labels.shape[-1]} channels: it has to have one, the number of a class'
+        elif highest > 255:
+            fault = (
+                f'the label image {path} has the value {highest}, of which MMSegmentation keeps 8 bits: {highest % 256}'
+            )
+        if fault:
+            return dict(count=done, labels=[], fault=fault)
+        numbers = np.bincount(labels.ravel()).nonzero()[0] if labels.dtype == np.uint8 else np.unique(labels)
+        for number in numbers.tolist():
+            found.setdefault(int(number), path)
+        last = done + 1
+    return dict(count=last, labels=[[number, found[number]] for number in sorted(found)], fault='')
+
+
+def values_behind(load: Callable[[dict], dict], info: dict, label: int) -> list[int]:
+    """The values in the file of a label image that its pipeline makes ``label``."""
+    with Image.open(info['seg_map_path']) as image:
+        raw = np.asarray(image)
+    labels = load(info)['gt_seg_map']
+    return np.unique(raw[labels == label]).tolist() if raw.shape == labels.shape else []
+
+
+def check_label_images(
+    key: str, dataset: Any, model: nn.Module, memory: Memory, is_training: bool, num_images: int
+) -> Iterator[Finding]:
+    """That a sample of the label images of a segmentor has labels of its classes, and more than one."""
+    head = getattr(model, 'decode_head', None)
+    head = head[-1] if isinstance(head, nn.ModuleList) else head
+    count, ignored = getattr(head, 'num_classes', None), getattr(head, 'ignore_index', 255)
+    transforms = getattr(getattr(dataset, 'pipeline', None), 'transforms', ())
+    load = next((step for step in transforms if type(step).__name__ == 'LoadAnnotations'), None)
+    if type(count) is not int or load is None or not hasattr(dataset, 'get_data_info'):
+        return
+    paths = {i: dataset.get_data_info(i).get('seg_map_path') for i in spread(len(dataset), 10 * num_images)}
+    paths = {i: path for i, path in paths.items() if isinstance(path, str) and '://' not in path}
+    backends = [getattr(part, 'backend_args', None) or {} for part in (dataset, load)]
+    if not paths or any(backend.get('backend', 'local') != 'local' for backend in backends):
+        return
+    reduces = bool(getattr(load, 'reduce_zero_label', None) or getattr(dataset, 'reduce_zero_label', False))
+    mapping = getattr(dataset, 'metainfo', {}).get('label_map')
+    settings = dict(mapping=mapping, reduces=reduces, ignored=ignored, count=num_images)
+    facts = memory.facts(read_labels, list(paths.values())[:num_images], dataset, load, paths, **settings)
+    if facts['fault']:
+        yield Finding(f'{key}: {facts["fault"]}.')
+        return
+    labels = {number: path for number, path in facts['labels'] if number != ignored}
+    of_path = {path: index for index, path in paths.items()}
+
+    def values(label: int, path: str) -> str:
+        found = values_behind(load, dataset.get_data_info(of_path[path]), label)
+        return f' (the value {some(found)} in the file)' if found not in ([], [label]) else ''
+
+    beyond = [label for label in labels if not 0 <= label < count]
+    if beyond:
+        advice = f'Write the numbers 0 to {count - 1} into the label images'
+        if beyond == [count] and not reduces:
+            advice += ', or reduce_zero_label=True where 0 is no class'
+        yield Finding(
+            f'{key}: {labels[beyond[0]]} has the label {beyond[0]}{values(beyond[0], labels[beyond[0]])}, which '
+            f'num_classes = {count} of the decode_head does not know; {ignored} does not count. {advice}.'
+        )
+        return
+    classes, paths_of = classes_of(dataset), dict(facts['labels'])
+    if len(labels) > 1 or facts['count'] == 0:
+        missing = set(range(count)) - set(labels)
+        if reduces and missing == {count - 1} and ignored in paths_of and len(labels) > 1:
+            yield Finding(
+                f'{key}: reduce_zero_label=True ignores the value 0 of label images, and 1 is the first class '
+                f'{some(classes[:1])}; the last, {some(classes[-1:])}, then is in none of {facts["count"]} of them. '
+                'Where 0 is a class, set it to False.',
+                False,
+            )
+        return
+    only = ', '.join(f'label {n} {classes[n] if n < len(classes) else ""}'.strip() for n in labels) or 'no label at all'
+    text = f'{key}: {facts["count"]} of its label images, {next(iter(paths_of.values()))} among them, have {only}'
+    if ignored in paths_of:
+        text += f', and {ignored}{values(ignored, paths_of[ignored])}, which is ignored (ignore_index): '
+        text += 'no other class trains. '
+        text += (
+            'reduce_zero_label=True ignores the value 0: set it to False where 0 is a class.'
+            if reduces
+            else (f'Write the number of the class in place of {ignored}.')
+        )
+    yield Finding(text, is_training and ignored in paths_of)
