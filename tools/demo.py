@@ -22,10 +22,10 @@ from mmengine.runner.checkpoint import CheckpointLoader
 
 from mmlinattn.checkpoints.loading import check_trained
 from mmlinattn.engine.hooks.data_check import enough_colours
-from mmlinattn.tooling.analysis.loading import read_picture
 from mmlinattn.tooling.class_names import class_names, num_classes
 from mmlinattn.tooling.command_line import check_out_file, clean_end, explained_setup, notice, one_line_errors, writing
 from mmlinattn.tooling.configs import check_checkpoint, read_config, require
+from mmlinattn.tooling.images import read_picture
 from mmlinattn.utils.errors import RunError, described
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
@@ -135,7 +135,7 @@ def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> dict:
     refused = {}
     for picture, name in zip(pictures, drawing_names(pictures)):
         try:
-            draw_one(inferencer, scope, picture, args.score_thr, folder, name)
+            draw_one(inferencer, cfg, picture, args.score_thr, folder, name)
         except (AssertionError, RuntimeError, ValueError) as error:  # an image too small for the model, for example
             if os.environ.get('MMLINATTN_TRACEBACK') == '1':
                 raise
@@ -143,14 +143,16 @@ def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> dict:
     return refused
 
 
-def draw_one(inferencer, scope: str, picture: str, threshold: float, folder: str, name: str) -> None:
+def draw_one(inferencer, cfg, picture: str, threshold: float, folder: str, name: str) -> None:
     """Write the drawing of an image into ``vis`` below ``folder``; of a classifier, print the label too."""
+    scope = cfg.default_scope
     if scope == 'mmdet':
         inferencer(picture, out_dir=folder, pred_score_thr=threshold, no_save_pred=True)
     elif scope == 'mmseg':
         inferencer(picture, out_dir=folder)
     else:
-        samples = inferencer(picture, return_datasamples=True)
+        # as the test pipeline reads it; of a path, the inferencer reads three channels of eight bits
+        samples = inferencer(read_picture(picture, cfg), return_datasamples=True)
         (found,) = inferencer.postprocess(samples, [])
         # MMPretrain gives a.jpg and a.png the same name, and a.1.jpg and a.2.jpg
         inferencer.visualize([picture], samples, show_dir=folder)
@@ -166,7 +168,7 @@ def main() -> None:
         args.checkpoint = check_checkpoint(args.checkpoint, 'checkpoint')
         pictures = find_pictures(args.image)
         for path in pictures:
-            read_picture(path)  # before the model is built
+            read_picture(path, cfg)  # before the model is built
         is_folder = osp.isdir(args.image)
         out = check_out(args.out, is_folder)
         with tempfile.TemporaryDirectory() as folder:

@@ -154,7 +154,8 @@ def set_data_root(cfg: Config, root: str) -> None:
 
     def moved(node):
         if isinstance(node, dict):
-            return type(node)({key: moved(value) for key, value in node.items()})
+            # of dict, as MMEngine would turn types of pure Python configs into classes, which a dump cannot write
+            return type(node)({key: moved(value) for key, value in dict.items(node)})
         if isinstance(node, (list, tuple)):
             return type(node)(moved(child) for child in node)
         path = _without_dot(node) if isinstance(node, str) else ''

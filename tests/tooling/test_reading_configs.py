@@ -123,3 +123,21 @@ def test_other_modules_that_a_config_lacks(tmp_path, name):
     with pytest.raises(RunError) as found:
         configs.read_config(str(config))
     assert str(found.value) == f"config {str(config)!r} cannot be read: ModuleNotFoundError: No module named '{name}'"
+
+
+def test_the_folder_of_a_pure_python_config(tmp_path):
+    """Its types stay names, so that the config of the run can be written."""
+    (tmp_path / 'base.py').write_text(
+        'from mmengine.evaluator import DumpResults\nfrom mmengine.dataset import BaseDataset\n'
+        "test_dataloader = dict(dataset=dict(type=BaseDataset, data_root='data/old'))\n"
+        "test_evaluator = dict(type=DumpResults, out_file_path='data/old/out.pkl')\n"
+    )
+    (tmp_path / 'config.py').write_text(
+        'from mmengine.config import read_base\nwith read_base():\n    from .base import *\n'
+    )
+    cfg = configs.read_config(str(tmp_path / 'config.py'))
+    configs.set_data_root(cfg, 'new')
+    cfg.dump(tmp_path / 'dumped.py')
+    dumped = Config.fromfile(tmp_path / 'dumped.py')
+    assert dumped.test_dataloader.dataset.data_root == 'new'
+    assert dumped.test_evaluator == dict(type='mmengine.evaluator.DumpResults', out_file_path='new/out.pkl')

@@ -11,9 +11,9 @@ runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # fin
 
 from matplotlib.figure import Figure
 
-from mmlinattn.tooling.analysis.loading import read_picture
 from mmlinattn.tooling.analysis.pictures import picked
 from mmlinattn.tooling.command_line import check_out_file, one_line_errors
+from mmlinattn.tooling.images import read_picture
 from mmlinattn.utils.errors import RunError
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp')

@@ -29,6 +29,7 @@ from mmlinattn.tooling.analysis.inspecting import NUM_QUERIES, WHAT, averaged, f
 from mmlinattn.tooling.analysis.measures import CONFUSION_DISTANCE
 from mmlinattn.tooling.command_line import one_line_errors, writing
 from mmlinattn.tooling.configs import check_checkpoint, read_config
+from mmlinattn.tooling.images import read_picture
 from mmlinattn.utils.errors import RunError
 
 
@@ -135,7 +136,7 @@ def main() -> None:
     MMLogger.get_instance('mmengine', log_level='ERROR')
     with one_line_errors():
         cfg = checked(args)
-        images = [(path, loading.read_picture(path)) for path in args.images]
+        images = [(path, read_picture(path, None if args.shape else cfg)) for path in args.images]
         torch.manual_seed(0)  # weights that no checkpoint gives are the same on every call
         model = loading.load_model(cfg, args.checkpoint, args.device)
         try:

@@ -12,6 +12,7 @@ from torch import nn
 
 from ...utils.building import build_model
 from ...utils.errors import RunError
+from ..images import image_channels, test_size
 from .counting import CONV, KINDS, LINEAR, Count
 
 SHAPES = {'mmdet': (800, 1280), 'mmseg': (512, 2048), 'mmpretrain': (224, 224)}
@@ -61,15 +62,10 @@ def part_of(name: str) -> str:
 
 
 def image_shape(cfg: Config) -> tuple:
-    """(height, width) a model is usually counted at: 800x1280 for detectors, 512x2048 for segmentors, and the crop of
-    a classifier's own test pipeline."""
-    scope = cfg.get('default_scope')
-    if scope == 'mmpretrain':
-        for transform in reversed(cfg.get('test_dataloader', {}).get('dataset', {}).get('pipeline', [])):
-            size = transform.get('crop_size') or transform.get('scale')
-            if size:
-                return (size, size) if isinstance(size, int) else tuple(size)
-    return SHAPES.get(scope, SHAPES['mmpretrain'])
+    """(height, width) a model is usually counted at: what a classifier's own test pipeline gives, 800x1280 for
+    detectors, 512x2048 for segmentors."""
+    scope = cfg.get('default_scope', 'mmpretrain')
+    return (test_size(cfg) if scope == 'mmpretrain' else None) or SHAPES.get(scope, SHAPES['mmpretrain'])
 
 
 def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
@@ -92,7 +88,7 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
     except RunError:  # constructors of adapters initialise, which takes memory
         model = revert_sync_batchnorm(build_model(cfg)).to('meta')
     model.eval()  # which gives nothing back where MMDetection distils
-    image = torch.empty(1, 3, *shape, device='meta')
+    image = torch.empty(1, image_channels(cfg), *shape, device='meta')
     notes = ['one multiply-add is one operation; norms, activations, pooling and resizing are not counted']
     count = Count(model)
     try:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ...checkpoints.loading import trained_model
 from ...utils.building import build_model
 from ...utils.errors import RunError
-from ...utils.registering import bare_name
 from ..class_names import class_names
+from ..images import image_channels, transforms
 
 
 class Picture(NamedTuple):
@@ -24,7 +24,7 @@ class Picture(NamedTuple):
     Attributes:
         name (str): File name without suffix.
         shown (ndarray): (h, w, 3) uint8 RGB, after resizing and cropping, before padding and normalisation.
-        inputs (Tensor): (1, 3, H, W), what the backbone is given; H >= h and W >= w.
+        inputs (Tensor): (1, channels, H, W), what the backbone is given; H >= h and W >= w.
         sample: The data sample of the pipeline.
         axes (tuple): For width and height (scale, offset): a pixel of ``shown`` is at ``scale * pixel + offset`` in the
             image as given.
@@ -107,49 +107,23 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', backbone: Opti
 # --- images ---------------------------------------------------------------------------------------------------------
 
 
-def read_picture(path: str) -> np.ndarray:
-    """(H, W, 3) uint8 BGR.
-
-    Raises:
-        RunError: The file is no image.
-    """
-    image = cv2.imread(str(path))
-    if image is None:
-        raise RunError(f'image {str(path)!r} cannot be read as an image.')
-    return image
-
-
-def test_pipeline(cfg: Config) -> list:
-    """The transforms of a config's test data that do without a file and annotations.
-
-    Raises:
-        RunError: The config has no test pipeline.
-    """
-    dataset: Any = (cfg.get('test_dataloader') or {}).get('dataset') or {}
-    while dataset and 'pipeline' not in dataset:
-        dataset = dataset.get('dataset') or (dataset.get('datasets') or [{}])[0]
-    if not dataset:
-        raise RunError('the config has no test_dataloader.dataset.pipeline; give --shape H W.')
-    skipped = ('Annotations', 'LoadImageFromFile', 'LoadImageFromNDArray')
-    return [step for step in dataset.pipeline if not bare_name(step['type']).endswith(skipped)]
-
-
 def prepare(cfg: Config, model: Any, image: np.ndarray, name: str, shape: Optional[tuple[int, int]] = None) -> Picture:
     """An image as the test pipeline makes it, or resized to ``shape``.
 
     Args:
         cfg (Config): Of the model.
         model (nn.Module): Its data preprocessor pads and normalises.
-        image (ndarray): (H, W, 3) uint8 BGR.
+        image (ndarray): As :func:`~mmlinattn.tooling.images.read_picture` gives it.
         name (str): Of the image.
         shape (tuple[int, int], optional): Height and width to resize to instead of what the pipeline does.
 
     Raises:
-        RunError: The pipeline turns images, or makes several of one, or leaves nothing of this one.
+        RunError: The pipeline turns images, or makes several of one, or leaves nothing of this one, or the model takes
+            other channels.
     """
     height, width = image.shape[:2]
     init_default_scope(cfg.get('default_scope') or 'mmengine')
-    steps = test_pipeline(cfg) if shape is None else _resizing(cfg.default_scope, *shape)
+    steps = transforms(cfg) if shape is None else _resizing(cfg.default_scope, *shape)
     run = Compose([dict(step) for step in steps])
 
     def through(pixels):
@@ -162,17 +136,30 @@ def prepare(cfg: Config, model: Any, image: np.ndarray, name: str, shape: Option
             raise RunError('the test pipeline makes several images of one; give --shape H W.')
         return packed
 
-    packed = through(image)
-    ramp = np.full((height, width, 3), 255, np.uint8)
-    ramp[..., 0] = np.linspace(0, 255, width)[None].round()
-    ramp[..., 1] = np.linspace(0, 255, height)[:, None].round()
-    axes = _axes(through(ramp)['inputs'].numpy(), (width, height))
-    shown = np.ascontiguousarray(packed['inputs'].permute(1, 2, 0).numpy()[..., ::-1]).astype(np.uint8)
+    packed, taken = through(image), image_channels(cfg)
+    if len(packed['inputs']) != taken:
+        raise RunError(f'{name} has {len(packed["inputs"])} channels after the test pipeline, the model takes {taken}.')
+    # images of the same kind whose pixels say where they lie
+    most = np.iinfo(image.dtype).max if image.dtype.kind in 'iu' else 255
+    ramps = [np.linspace(0, 1, width)[None], np.linspace(0, 1, height)[:, None], np.ones((1, 1))]
+    ramps = [np.broadcast_to((ramp * most).round().astype(image.dtype), (height, width)) for ramp in ramps]
+    channels = [np.stack([ramp] * image.shape[2], axis=-1) if image.ndim == 3 else ramp.copy() for ramp in ramps]
+    through_all = np.stack([through(ramp)['inputs'][0].double().numpy() for ramp in channels])
+    axes = _axes(through_all * (255 / max(through_all[2].max(), 1e-9)), (width, height))
+    shown = _as_rgb(packed['inputs'].permute(1, 2, 0).double().numpy())
     data = model.data_preprocessor({key: [packed[key]] for key in ('inputs', 'data_samples')}, False)
     inputs = data['inputs']
     if min(inputs.shape[-2:]) < 32:
         raise RunError(f'{name} is {inputs.shape[-1]} x {inputs.shape[-2]} pixels for the network; 32 are the least.')
     return Picture(name, shown, inputs, data['data_samples'][0], axes, (width, height))
+
+
+def _as_rgb(pixels: np.ndarray) -> np.ndarray:
+    """(h, w, 3) uint8 to look at: grey for fewer than three channels, else the first three, which are BGR."""
+    if pixels.max() > 255 or pixels.min() < 0 or 0 < pixels.max() <= 1:  # 16 bits, or normalised
+        pixels = (pixels - pixels.min()) * (255 / max(np.ptp(pixels), 1e-9))
+    pixels = pixels[..., 2::-1] if pixels.shape[2] > 2 else pixels[..., :1].repeat(3, axis=2)
+    return np.ascontiguousarray(pixels).astype(np.uint8)
 
 
 def _resizing(scope: str, height: int, width: int) -> list:

@@ -10,8 +10,9 @@ from ...utils.building import build_model
 from ...utils.errors import RunError
 from ..command_line import check_out_file, one_line_errors
 from ..configs import check_checkpoint, read_config
+from ..images import image_channels, usual_size
 from .formats import FORMATS
-from .models import SMALLEST, Sizes, default_shape, export_model
+from .models import SMALLEST, Sizes, export_model
 
 
 def parse_args(args: Optional[list[str]] = None) -> argparse.Namespace:
@@ -40,8 +41,8 @@ def main(args: Optional[list[str]] = None) -> None:
         form.check_installed()
         check_out_file(target)
         cfg = read_config(options.config)
-        height, width = options.shape or default_shape(cfg)
-        sizes = Sizes(options.batch, height, width, options.dynamic)
+        height, width = options.shape or usual_size(cfg)
+        sizes = Sizes(options.batch, height, width, options.dynamic, channels=image_channels(cfg))
         sizes.check()
         if options.checkpoint == 'none':
             model, meta = build_model(cfg), None

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ...ops.dispatch import serves_ones
 from ...utils.errors import RunError, described, printable
-from ...utils.registering import bare_name
 from ..class_names import class_names
+from ..images import is_8_bit, preprocessor
 from .formats import FORMATS
 from .replacements import replace_modules, strided_pools
 
@@ -31,17 +31,21 @@ class Sizes(NamedTuple):
     width: int
     dynamic: bool = False
     smallest: int = SMALLEST
+    channels: int = 3
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        return self.batch, 3, self.height, self.width
+        return self.batch, self.channels, self.height, self.width
 
     def others(self) -> list[tuple[int, int, int, int]]:
         """Two more shapes to check a dynamic graph at: a larger one, alone in its batch, and a smaller one."""
         if not self.dynamic:
             return []
         height, width = (max(self.smallest + 1, side * 5 // 8 + 1) for side in (self.height, self.width))
-        return [(1, 3, self.height + 37, self.width + 18), (self.batch + 1, 3, height, width)]
+        return [
+            (1, self.channels, self.height + 37, self.width + 18),
+            (self.batch + 1, self.channels, height, width),
+        ]
 
     def check(self) -> None:
         """
@@ -56,7 +60,8 @@ class Sizes(NamedTuple):
     def describe(self) -> str:
         """What the graph serves, in words."""
         if self.dynamic:
-            return f'image (batch, 3, height, width), batch >= 1, height and width >= {self.smallest}'
+            size = f'(batch, {self.channels}, height, width)'
+            return f'image {size}, batch >= 1, height and width >= {self.smallest}'
         return f'image {self.shape}, no other size'
 
 
@@ -70,8 +75,8 @@ class ExportableModel(nn.Module):
     Attributes:
         task (str): ``'classifier'``, ``'segmentor'`` or ``'detector'``.
 
-    Shape: (B, 3, H, W) -> (B, classes) logits of a classifier, (B, classes, H, W) of a segmentor, the maps of a
-    detector's neck (of its backbone, where it has none).
+    Shape: (B, channels, H, W) -> (B, classes) logits of a classifier, (B, classes, H, W) of a segmentor (one map of two
+    classes where its head decides by a threshold), the maps of a detector's neck (of its backbone, where it has none).
 
     Raises:
         RunError: For a model of another kind.
@@ -110,16 +115,29 @@ class ExportableModel(nn.Module):
         return ['logits'] if isinstance(outputs, Tensor) else [f'feat{i}' for i in range(len(outputs))]
 
 
+def decision(model: Any) -> dict:
+    """How labels follow from logits, as upstream's heads have it: the largest of a softmax, or a sigmoid above a
+    threshold: of a segmentor with one output channel the second of its two classes, else each class by itself."""
+    heads = getattr(model, 'decode_head', None) or getattr(model, 'head', None)
+    head: Any = heads[-1] if isinstance(heads, nn.ModuleList) else heads
+    if getattr(head, 'out_channels', None) == 1 and hasattr(head, 'threshold'):
+        return dict(activation='sigmoid', threshold=head.threshold)
+    if any('MultiLabel' in kind.__name__ for kind in type(head).__mro__):
+        return dict(activation='sigmoid', threshold=getattr(head, 'thr', None))
+    return dict(activation='softmax', threshold=None)
+
+
 def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dict], names: list[str]) -> dict:
-    """What an application has to know to use the graph, fit for JSON.
+    """What an application has to know to use the graph, fit for JSON; :func:`decision` is added for logits.
 
     Returns:
-        dict: ``task``, ``serves``, ``outputs``, ``input_range`` (of pixels before normalisation), ``channel_order``,
-        ``mean``, ``std``, ``pad_size_divisor`` and ``classes`` (None where neither checkpoint nor data set names them).
+        dict: ``task``, ``serves``, ``outputs``, ``input_range`` (of pixels before normalisation; None where the file
+        decides), ``channel_order`` (of three channels, None of others: as the test pipeline reads them), ``mean``,
+        ``std``, ``pad_size_divisor`` and ``classes`` (None where neither checkpoint nor data set names them).
     """
     from ... import __version__
 
-    given = cfg.model.get('data_preprocessor') or cfg.get('data_preprocessor') or {}
+    given = preprocessor(cfg)
     is_rgb = given.get('bgr_to_rgb') or given.get('to_rgb')
     at_test = given.get('test_cfg') or {}  # of MMSegmentation, whose own size_divisor is that of training
     return dict(
@@ -127,23 +145,13 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
         task=task,
         serves=sizes.describe(),
         outputs=names,
-        input_range=[0, 255],
-        channel_order='RGB' if is_rgb else 'BGR',
-        mean=list(given.get('mean') or [0.0] * 3),
-        std=list(given.get('std') or [1.0] * 3),
+        input_range=[0, 255] if is_8_bit(cfg) else None,
+        channel_order=('RGB' if is_rgb else 'BGR') if sizes.channels == 3 else None,
+        mean=list(given.get('mean') or [0.0] * sizes.channels),
+        std=list(given.get('std') or [1.0] * sizes.channels),
         pad_size_divisor=given.get('pad_size_divisor') or at_test.get('size_divisor') or 1,
         classes=class_names(cfg, checkpoint_meta),
     )
-
-
-def default_shape(cfg: Config) -> tuple[int, int]:
-    """Height and width that the config tests at: the crop of a classifier or segmentor, 800x1216 for detectors."""
-    crops = [step for step in cfg.get('test_pipeline') or [] if bare_name(step.get('type')) == 'CenterCrop']
-    size = dict(
-        mmpretrain=crops[-1]['crop_size'] if crops else 224,
-        mmseg=cfg.get('crop_size') or 512,
-    ).get(cfg.get('default_scope'), (800, 1216))
-    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def deviation(outputs, expected) -> float:
@@ -199,6 +207,8 @@ def export_model(
     images = [torch.randn(shape) for shape in (sizes.shape, *sizes.others())]
     expected = [exportable(image) for image in images]
     meta = metadata(cfg, exportable.task, sizes, checkpoint_meta, exportable.output_names(expected[0]))
+    if exportable.task != 'detector':
+        meta.update(decision(exportable.model))
     target = Path(target)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix='.export-') as folder:
         part = Path(folder) / target.name

@@ -13,6 +13,7 @@ from mmengine.utils import get_installed_path
 from ...utils.errors import RunError
 from ...utils.registering import bare_name
 from ..configs import PIP_NAMES, read_config
+from ..images import image_channels
 
 # Backbones that only their own heads understand, and why
 _OWN_HEADS = {
@@ -64,13 +65,8 @@ class Upstream(NamedTuple):
 
     @property
     def image_channels(self) -> int:
-        """Of the images: 3, unless the backbone or the means of the preprocessor say otherwise (grey ones)."""
-        network = self.network(self.model)
-        given = network['backbone'].get('in_channels')
-        if isinstance(given, int):
-            return given
-        mean = (network.get('data_preprocessor') or {}).get('mean')
-        return 1 if isinstance(mean, (list, tuple)) and len(mean) == 1 else 3
+        """Of the images."""
+        return image_channels(Config(dict(default_scope=self.task, model=self.network(self.model))))
 
     @property
     def image_size(self) -> Optional[tuple[int, int]]:

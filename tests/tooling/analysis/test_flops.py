@@ -96,10 +96,10 @@ def test_the_size_that_models_are_counted_at():
     def shape(scope, *pipeline):
         return image_shape(Config(dict(default_scope=scope, test_dataloader=dict(dataset=dict(pipeline=pipeline)))))
 
-    assert shape('mmdet', dict(scale=(1, 2))) == (800, 1280) and shape('mmseg') == (512, 2048)
-    assert shape('mmpretrain', dict(scale=256), dict(crop_size=288), dict(type='Pack')) == (288, 288)
-    assert shape('mmpretrain', dict(crop_size=256), dict(scale=(96, 128))) == (96, 128)
-    assert shape('mmpretrain', dict(crop_size=224, scale=(0.08, 1.0))) == (224, 224)  # a crop of that part
+    assert shape('mmdet', dict(type='Resize', scale=(1, 2))) == (800, 1280) and shape('mmseg') == (512, 2048)
+    crop, resize = dict(type='CenterCrop', crop_size=288), dict(type='Resize', scale=(96, 128))
+    assert shape('mmpretrain', resize, crop, dict(type='Pack')) == (288, 288)
+    assert shape('mmpretrain', crop, resize) == (128, 96)  # MMCV has the width first
     assert shape('mmpretrain', dict(type='Pack')) == image_shape(Config(dict())) == (224, 224)
 
 

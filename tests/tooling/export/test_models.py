@@ -3,6 +3,7 @@
 
 import json
 import types
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -33,23 +34,6 @@ def test_sizes_to_check_at():
 
 
 @pytest.mark.parametrize(
-    ('scope', 'cfg', 'shape'),
-    [
-        ('mmpretrain', dict(test_pipeline=[dict(type='CenterCrop', crop_size=384), dict(type='P')]), (384, 384)),
-        ('mmpretrain', dict(test_pipeline=[dict(type='mmpretrain.CenterCrop', crop_size=(96, 128))]), (96, 128)),
-        ('mmpretrain', dict(test_pipeline=[dict(type='CenterCrop', crop_size=n) for n in (512, 96)]), (96, 96)),
-        ('mmpretrain', dict(test_pipeline=[dict(type='Resize', crop_size=7)]), (224, 224)),
-        ('mmpretrain', {}, (224, 224)),
-        ('mmseg', dict(crop_size=(512, 1024)), (512, 1024)),
-        ('mmseg', {}, (512, 512)),
-        ('mmdet', dict(crop_size=(512, 1024)), (800, 1216)),
-    ],
-)
-def test_default_shape_is_what_the_config_tests_at(scope, cfg, shape):
-    assert models.default_shape(Config(dict(cfg, default_scope=scope))) == shape
-
-
-@pytest.mark.parametrize(
     ('given', 'said'),
     [
         (dict(mean=(1.0, 2.0, 3.0), std=(4.0, 5.0, 6.0)), dict(mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0])),
@@ -76,6 +60,23 @@ def test_what_a_file_says_of_itself(given, said, place):
         classes=['a', 'b'],
         **{**unsaid, **said},
     )
+
+
+def test_how_labels_follow_from_logits():
+    """mmseg's heads of one output channel, several heads in a row, and mmpretrain's of several labels."""
+    heads = pytest.importorskip('mmpretrain.models.heads')
+    binary = SimpleNamespace(out_channels=1, num_classes=2, threshold=0.3)
+    several = nn.ModuleList([nn.Identity(), nn.Identity()])
+    several[-1].out_channels, several[-1].threshold = 1, 0.7
+    labels = heads.MultiLabelLinearClsHead(num_classes=3, in_channels=4, thr=0.6)
+    for model, expected in (
+        (SimpleNamespace(decode_head=binary), ('sigmoid', 0.3)),
+        (SimpleNamespace(decode_head=several), ('sigmoid', 0.7)),
+        (SimpleNamespace(decode_head=SimpleNamespace(out_channels=2, threshold=None)), ('softmax', None)),
+        (SimpleNamespace(head=labels), ('sigmoid', 0.6)),
+        (SimpleNamespace(head=heads.LinearClsHead(num_classes=3, in_channels=4)), ('softmax', None)),
+    ):
+        assert models.decision(model) == dict(zip(('activation', 'threshold'), expected))
 
 
 class Backbone(nn.Module):
