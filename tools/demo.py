@@ -8,7 +8,6 @@ import os
 import os.path as osp
 import runpy
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
