@@ -17,10 +17,10 @@ ROOT = Path(__file__).resolve().parent
 REQUIREMENTS = ROOT / 'requirements'
 # oldest: the lower bounds of requirements/runtime.txt and mminstall.txt
 MATRIX = [('3.10', 'oldest'), ('3.11', 'newest'), ('3.12', 'newest'), ('3.13', 'newest'), ('3.11', 'onedl')]
-# lock -> the oldest Python that it is for
+# lock -> the oldest Python that it is for; all but the oldest versions are for newer ones, too, and for every platform
 LOCKS = {'lock': '3.9', 'lock-onedl': '3.10', 'lock-oldest': '3.10', 'lock-newest': '3.11'}
 HEADER = """\
-# The versions that the tests run with, for every Python and platform: `nox -s lock` makes it from {}.in.
+# Versions that the tests run with: `nox -s lock` makes this file from {}.in.
 # '===' keeps a local build such as 2.14.1+cpu out, which does not work with PyPI's torchvision.
 """
 VERSIONS = """
@@ -58,7 +58,8 @@ def lock(session: nox.Session) -> None:
     session.install('uv')
     for name, python in LOCKS.items():
         source, target = REQUIREMENTS / f'{name}.in', REQUIREMENTS / f'{name}.txt'
-        options = ['--universal', '--python-version', python, '--no-header', '--no-annotate', '--upgrade', '--quiet']
+        scope = [] if name == 'lock-oldest' else ['--universal']
+        options = [*scope, '--python-version', python, '--no-header', '--no-annotate', '--upgrade', '--quiet']
         session.run('uv', 'pip', 'compile', *options, str(source), '--output-file', str(target))
         pins = re.sub(r'^(torch|torchvision)==', r'\1===', target.read_text(), flags=re.MULTILINE)
         target.write_text(HEADER.format(name) + pins)

@@ -9,8 +9,8 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 # What mim and MMEngine look for inside an installed OpenMMLab package.
-MIM_CONTENT = ('configs', 'tools', 'projects', 'model-index.yml')
-LEFT_OUT = ('__pycache__', '*.py[cod]', 'tests', 'results')
+MIM_CONTENT = ('configs', 'tools', 'projects', 'mmcv_ops', 'model-index.yml')
+LEFT_OUT = ('__pycache__', '*.py[cod]', '*.egg-info', 'build', 'tests', 'results')
 
 
 def read_version() -> str:
@@ -89,6 +89,7 @@ setup(
         'Programming Language :: Python :: 3.10',
         'Programming Language :: Python :: 3.11',
         'Programming Language :: Python :: 3.12',
+        'Programming Language :: Python :: 3.13',
         'Topic :: Scientific/Engineering :: Artificial Intelligence',
         'Topic :: Scientific/Engineering :: Image Recognition',
         'Typing :: Typed',

@@ -1,33 +1,44 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Builds a wheel of MMCV with its CPU operators in less than half the time that ``pip install mmcv`` takes.
+"""Builds a wheel of MMCV with its own operators, on every PyTorch and Python, in half the time of ``pip install mmcv``.
 
 MMCV's operators are 77 small C++ files, and each makes the compiler read all of PyTorch's headers, which takes longer
 than the file itself. Here the 57 of them that only choose an implementation are joined before they are compiled. The 20
 that compute stay as they are: joined, ``cos`` of a float would become another function, and some names come twice.
+The set-up script of MMCV reads its version in a way that Python 3.13 ended, and asks for C++17, where PyTorch 2.14 and
+newer want C++20: both are mended in what was downloaded.
 
     python tools/build_mmcv.py mmcv==2.1.0
 
 prints the path of the wheel. It is kept for the next time in pip's cache folder, by the version of PyTorch it was built
-for (pip itself does not look at that). Needs setuptools, wheel, ninja and torch in the Python that runs it.
+for (pip itself does not look at that). Needs gcc, g++, and setuptools and torch in the Python that runs it. CUDA
+operators are built where PyTorch sees a GPU and nvcc is there, or with FORCE_CUDA=1.
 """
 
 import argparse
 import os
+import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 from pathlib import Path
+from urllib.parse import urljoin
+from urllib.request import urlopen
 
 SOURCES = Path('mmcv', 'ops', 'csrc', 'pytorch')
 
 
 def pip(*arguments: str, **environment: str) -> str:
     """Runs pip, whose progress goes to stderr; returns what a query printed."""
-    query = arguments[0] == 'cache'
+    query = arguments[0] in ('cache', 'config')
     command = [sys.executable, '-m', 'pip', *arguments]
     done = subprocess.run(
-        command, stdout=subprocess.PIPE if query else sys.stderr, text=True, env={**os.environ, **environment}
+        command,
+        stdout=subprocess.PIPE if query else sys.stderr,
+        stderr=subprocess.DEVNULL if query else None,
+        text=True,
+        env={**os.environ, **environment},
     )
     if done.returncode and not query:
         raise SystemExit(f'build_mmcv: `pip {" ".join(arguments)}` failed, see above')
@@ -44,24 +55,55 @@ def join(folder: Path, parts: int) -> None:
         (folder / f'joined_{part}.cpp').write_text(''.join(lines))
 
 
-def build(requirement: str, folder: Path, kept: Path) -> Path:
-    """Downloads the source, joins its files and builds the wheel into ``kept``."""
-    name = requirement.partition('==')[0]
-    source = folder / 'source'
-    pip('download', '--no-deps', '--no-build-isolation', '--no-binary', name, '-d', str(source), requirement)
-    (archive,) = source.glob('*.tar.gz')
-    with tarfile.open(archive) as file:
+def download(name: str, version: str, folder: Path) -> Path:
+    """The source from the package index. ``pip download`` would run its set-up script, which fails on Python 3.13."""
+    index = os.environ.get('PIP_INDEX_URL') or pip('config', 'get', 'global.index-url') or 'https://pypi.org/simple'
+    page = f'{index.rstrip("/")}/{name}/'
+    file = f'{name.replace("-", "_")}-{version}.tar.gz'
+    with urlopen(page) as answer:
+        found = re.search(rf'href="([^"]*/{re.escape(file)}[^"]*)"', answer.read().decode())
+    if found is None:
+        raise SystemExit(f'build_mmcv: {page} has no {file}')
+    archive = folder / file
+    with urlopen(urljoin(page, found[1])) as answer:
+        archive.write_bytes(answer.read())
+    with tarfile.open(archive) as content:
         # Python before 3.11.4 has no filters.
-        file.extractall(folder, **({'filter': 'data'} if hasattr(tarfile, 'data_filter') else {}))
-    root = folder / archive.name.removesuffix('.tar.gz')
+        content.extractall(folder, **({'filter': 'data'} if hasattr(tarfile, 'data_filter') else {}))
+    return folder / file[: -len('.tar.gz')]
+
+
+def mend(script: Path, version: str, torch_version: str) -> None:
+    """What Python 3.13 and PyTorch 2.14 want, in MMCV's setup.py."""
+    text = script.read_text(encoding='utf-8').replace("locals()['__version__']", repr(version))
+    if tuple(map(int, torch_version.split('.')[:2])) >= (2, 14):
+        text = text.replace('std=c++17', 'std=c++20').replace('std:c++17', 'std:c++20')
+    script.write_text(text, encoding='utf-8')
+
+
+def builds_cuda() -> bool:
+    """Whether CUDA operators are wanted and can be built. Compiled for a GPU that is not there they take an hour."""
+    import torch
+
+    forced = os.environ.get('FORCE_CUDA')
+    return forced == '1' or (forced is None and torch.cuda.is_available() and shutil.which('nvcc') is not None)
+
+
+def build(requirement: str, folder: Path, kept: Path) -> Path:
+    """Downloads the source, mends and joins its files, and builds the wheel into ``kept``."""
+    import torch
+
+    name, _, version = requirement.partition('==')
+    root = download(name, version, folder)
     if not (root / SOURCES / 'cpu').is_dir():
         raise SystemExit(f'build_mmcv: {requirement} has its sources elsewhere than in {SOURCES}/cpu')
+    mend(root / 'setup.py', version, torch.__version__)
     jobs = int(os.environ.get('MAX_JOBS') or os.cpu_count() or 1)
     join(root / SOURCES, min(jobs, 4))
     wheels = folder / 'wheels'
-    # with no GPU in sight MMCV builds the operators of CPUs alone
-    flags = {'CFLAGS': '-O1 -g0', 'MMCV_WITH_OPS': '1', 'MAX_JOBS': str(jobs)}
-    flags.update(CUDA_VISIBLE_DEVICES='', FORCE_CUDA='0')
+    flags = {'CFLAGS': '-O1 -g0', 'MMCV_WITH_OPS': '1', 'MAX_JOBS': str(jobs), 'FORCE_CUDA': str(int(builds_cuda()))}
+    if not builds_cuda():  # with a GPU in sight MMCV asks for the CUDA toolkit
+        flags['CUDA_VISIBLE_DEVICES'] = ''
     pip('wheel', '--no-deps', '--no-build-isolation', '--no-cache-dir', '-w', str(wheels), str(root), **flags)
     (wheel,) = wheels.glob('*.whl')
     kept.mkdir(parents=True, exist_ok=True)
@@ -85,7 +127,7 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         wheels = args.wheels or Path(pip('cache', 'dir') or '.')
-        kept = wheels / f'mmlinattn-torch-{torch.__version__}'
+        kept = wheels / f'mmlinattn-torch-{torch.__version__}{"-ops" if builds_cuda() else ""}'
         tag = f'cp{sys.version_info.major}{sys.version_info.minor}-'
         found = sorted(kept.glob(f'{name.replace("-", "_")}-{version}-{tag}*.whl'))
         print(found[-1] if found else build(args.requirement, Path(folder), kept))

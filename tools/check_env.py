@@ -8,6 +8,7 @@ exits with status 1 where it lacks something. Every tool imports this file first
 ends in one line where a package is missing.
 """
 
+import argparse
 import runpy
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ package = ROOT / 'mmlinattn' if (ROOT / 'mmlinattn').is_dir() else ROOT.parent
 environment = runpy.run_path(str(package / 'tooling' / 'environment.py'))
 
 if __name__ == '__main__':
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     # here the package has to be an installed one
     sys.path = [folder for folder in sys.path if Path(folder or '.').resolve() not in (ROOT, ROOT / 'tools')]
     lines = environment['check']()

@@ -5,23 +5,26 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage() {
   cat <<'USAGE'
-usage: tools/run_tests.sh [--with-onedl] [--use-existing] [pytest arguments]
+usage: tools/run_tests.sh [--with-onedl] [--with-newest] [--use-existing] [pytest arguments]
 
 Without pytest arguments: ruff, mypy, the fast tests, those of ops, attentions and layers once more in
-the reference backends, then the slow tests, stopping at the first of these that fails. With
---with-onedl, or where CI is set, one train -> resume -> test round on the onedl-* distributions
-follows. With pytest arguments: one pytest run with just these.
+the reference backends, then the slow tests, stopping at the first of these that fails. Where CI is
+set, the next two follow. With pytest arguments: one pytest run with just these.
 
+  --with-newest    the fast tests of ops, attentions, layers, hosts and engine, and one train -> resume
+                   -> test round, on the newest PyTorch (requirements/lock-newest.txt)
+  --with-onedl     one such round on the onedl-* distributions
   --use-existing   in the active Python instead of .venv (so does MMLINATTN_USE_EXISTING_ENV=1)
 USAGE
 }
 
 ci=${CI:-}
 case $ci in 0 | false) ci='' ;; esac
-onedl=$ci arguments=()
+onedl=$ci newest=$ci arguments=()
 for argument in "$@"; do
   case $argument in
     --with-onedl) onedl=1 ;;
+    --with-newest) newest=1 ;;
     --use-existing) export MMLINATTN_USE_EXISTING_ENV=1 ;;
     -h | --help) usage && exit 0 ;;
     *) arguments+=("$argument") ;;
@@ -54,21 +57,22 @@ if [ ${#arguments[@]} -gt 0 ]; then
   exec "$py" -m pytest "${arguments[@]}"
 fi
 
-# Beside lint, which takes one core. PyTorch and the rest by hard links: unpacking its gigabytes takes a minute.
-make_onedl() {
-  if [ "$py" = "$PWD/.venv/bin/python" ] && [ ! -e .venv-onedl ] && cp -al .venv .venv-onedl; then
-    rm -f .venv-onedl/.mmlinattn-ready .venv-onedl/.mmlinattn-lock .venv-onedl/setup.log
-    .venv-onedl/bin/python -m pip uninstall -q -y mmlinattn mmengine mmcv mmdet mmsegmentation mmpretrain
-  fi
-  MMLINATTN_USE_EXISTING_ENV='' tools/setup_env.sh --stack onedl >/dev/null
+# beside lint, which takes one core
+make_others() {
+  export MMLINATTN_USE_EXISTING_ENV=''
+  [ -z "$onedl" ] || tools/setup_env.sh --stack onedl >/dev/null
+  [ -z "$newest" ] || tools/setup_env.sh --venv .venv-newest --lock requirements/lock-newest.txt >/dev/null
 }
-making=''
-[ -z "$onedl" ] || { make_onedl & making=$!; }
+if [ -n "$newest" ] && ! "$py" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+  echo 'run_tests: the newest PyTorch needs Python 3.11: left out' >&2
+  newest=''
+fi
+make_others & making=$!
 
 "$py" -m ruff check .
 "$py" -m ruff format --check .
 "$py" -m mypy
-[ -z "$making" ] || wait "$making"
+wait "$making"
 
 # glibc gives large tensors back to the system one by one, and asks for the same pages again a moment later
 export MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=268435456
@@ -84,5 +88,11 @@ MMLINATTN_OPS=reference OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist w
   tests/attention tests/layers tests/ops tests/backbones/test_hosts_parity.py
 OMP_NUM_THREADS=1 pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations=20 -m slow
 
-[ -n "$onedl" ] || exit 0
-OMP_NUM_THREADS=1 pytest_if_any .venv-onedl/bin/python -m pytest -m roundtrip tests/tools/test_roundtrip.py
+export OMP_NUM_THREADS=1
+if [ -n "$newest" ]; then
+  .venv-newest/bin/python -m pytest -n "$workers" --dist worksteal -m 'not slow' \
+    tests/attention tests/backbones tests/engine tests/layers tests/ops
+fi
+for venv in ${newest:+.venv-newest} ${onedl:+.venv-onedl}; do
+  pytest_if_any "$venv/bin/python" -m pytest -m roundtrip tests/tools/test_roundtrip.py
+done

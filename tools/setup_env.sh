@@ -59,7 +59,7 @@ lock=${lock:-$ROOT/requirements/$default_lock}
 [ -f "$lock" ] || die "--lock is '$lock', which is no file"
 case $venv in /*) ;; *) venv=$PWD/$venv ;; esac
 
-check() { "$1" "$ROOT/tools/check_env.py" 2>&1 | sed 's/^/[setup_env] /' >&2; }
+check() { "$1" -W ignore "$ROOT/tools/check_env.py" 2>&1 | sed 's/^/[setup_env] /' >&2; }
 
 if [ -n "$existing" ]; then
   python=${python:-$(command -v python || command -v python3)} || die 'no python on PATH'

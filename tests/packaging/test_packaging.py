@@ -61,8 +61,8 @@ def copied(folder: Path) -> Path:
     """A copy of what packaging reads."""
     copy = folder / 'checkout'
     copy.mkdir()
-    ignore = shutil.ignore_patterns('__pycache__', '.mim', '*.egg-info')
-    for name in ('mmlinattn', 'configs', 'tools', 'projects', 'requirements'):
+    ignore = shutil.ignore_patterns('__pycache__', '.mim', '*.egg-info', 'build')
+    for name in ('mmlinattn', 'configs', 'tools', 'projects', 'mmcv_ops', 'requirements'):
         shutil.copytree(ROOT / name, copy / name, ignore=ignore)
     for path in ROOT.iterdir():
         if path.is_file():
@@ -90,7 +90,7 @@ def test_wheel(installed):
     checkout, content, _ = installed
     # Configs, tools, projects and index: all of them, as they are, and nothing that was deleted since.
     expected = {'model-index.yml': (checkout / 'model-index.yml').read_bytes()}
-    for folder in ('configs', 'tools', 'projects'):
+    for folder in ('configs', 'tools', 'projects', 'mmcv_ops'):
         for path in (checkout / folder).rglob('*'):
             if path.is_file() and not {'tests', 'results'} & set(path.parts):
                 expected[path.relative_to(checkout).as_posix()] = path.read_bytes()
@@ -145,6 +145,7 @@ def test_source_archive_holds_all_that_the_build_reads(tmp_path):
     expected |= {
         'configs/mmdet/ravlt_t_maskrcnn_1x.py',
         'tools/setup_env.sh',
+        'mmcv_ops/mmcv/_ext.py',
         'pyproject.toml',
         'projects/studies/main.py',
     }
