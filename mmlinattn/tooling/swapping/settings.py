@@ -14,18 +14,19 @@ from .zoo import ZooBackbone, recipe
 MEAN, STD = [123.675, 116.28, 103.53], [58.395, 57.12, 57.375]
 
 
-def normalise(model: dict) -> None:
+def normalise(model: dict, task: str) -> None:
     """Images as the released weights know them, in every preprocessor of a model."""
     for key, value in model.items():
         if not isinstance(value, dict):
             continue
         if key != 'data_preprocessor' or isinstance(value.get('data_preprocessor'), dict):
-            normalise(value)
+            normalise(value, task)
             continue
         mean = value.get('mean')
         if isinstance(mean, (list, tuple)) and len(mean) != 3:
             continue  # grey images
-        flag = next((name for name in ('to_rgb', 'bgr_to_rgb') if name in value), 'bgr_to_rgb')
+        flag = next((name for name in ('to_rgb', 'bgr_to_rgb') if name in value), None)
+        flag = flag or ('to_rgb' if task == 'mmpretrain' else 'bgr_to_rgb')
         # means that fall are in the order RGB: images come so, where nothing is swapped
         is_rgb = isinstance(mean, (list, tuple)) and list(mean) == sorted(mean, reverse=True) and len(set(mean)) == 3
         value.pop('rgb_to_bgr', None)

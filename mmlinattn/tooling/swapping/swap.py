@@ -64,7 +64,7 @@ def swap_backbone(upstream: str, backbone: str, out: Union[str, Path], keep_opti
     inner = _without_whole(together(network))
     model = _without_whole({**source.model, source.inner: inner}) if source.inner else inner
     if new.checkpoint:
-        normalise(model)
+        normalise(model, source.task)
     remarks += filter(None, [plan.remark])
     Path(out).parent.mkdir(parents=True, exist_ok=True)
     Path(out).write_text(_text(source, backbone, before, model, settings), encoding='utf-8')
@@ -127,6 +127,12 @@ def _without_whole(model: dict) -> dict:
 
 def _text(source: Upstream, backbone: str, before: dict, model: dict, settings: dict) -> str:
     """The file: the model's differences, then the settings."""
+    first = f'# {source.base} with {backbone}, by tools/swap_backbone.py of mmlinattn\n'
+    if source.is_whole:
+        whole = {**source.cfg.to_dict(), **settings, 'model': dict(model)}
+        if whole.get('data_preprocessor'):  # MMPretrain's stands beside the model
+            whole['data_preprocessor'] = whole['model'].pop('data_preprocessor')
+        return first + ''.join(statement(key, value) for key, value in whole.items())
     said = difference(before, model)
     values = dict(settings)
     if not source.cfg.model.get('data_preprocessor') and 'data_preprocessor' in said:
@@ -134,8 +140,7 @@ def _text(source: Upstream, backbone: str, before: dict, model: dict, settings: 
     values['model'] = said
     if 'optim_wrapper' in values:
         values['optim_wrapper'] = dict(_delete_=True, **values['optim_wrapper'])
-    first = f'# {source.base} with {backbone}, by tools/swap_backbone.py of mmlinattn\n_base_ = {source.base!r}\n\n'
-    return first + ''.join(statement(key, value) for key, value in values.items())
+    return f'{first}_base_ = {source.base!r}\n\n' + ''.join(statement(key, value) for key, value in values.items())
 
 
 def _said_of(settings: dict, upstream: Config) -> list[str]:

@@ -6,9 +6,10 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
+import mmengine.registry
 from mmengine.config import Config
-from mmengine.registry import init_default_scope
-from mmengine.utils import get_installed_path
+from mmengine.registry import Registry, init_default_scope
+from mmengine.utils import get_installed_path, get_object_from_string
 
 from ...utils.errors import RunError
 from ...utils.registering import bare_name
@@ -41,12 +42,14 @@ class Upstream(NamedTuple):
         task: ``mmdet``, ``mmseg`` or ``mmpretrain``.
         inner: Key of the part of the model that holds ``backbone``: 'detector' of trackers and semi-supervised
             training, else ''.
+        is_whole: Whether it is in pure Python, which no text config inherits: what is written then holds all of it.
     """
 
     base: str
     cfg: Config
     task: str
     inner: str = ''
+    is_whole: bool = False
 
     @property
     def model(self) -> dict:
@@ -136,10 +139,12 @@ def read_upstream(spec: str) -> Upstream:
         NoPlace: Its model has no backbone that gives maps.
     """
     base, file = _find_config(spec)
-    cfg = read_config(str(file))
+    cfg, is_whole = read_config(str(file)), Config._is_lazy_import(str(file))
     task = cfg.get('default_scope') or spec.partition('::')[0]
     if task not in PIP_NAMES:
         raise RunError(f'{spec} has default_scope {task!r}; allowed are: {", ".join(PIP_NAMES)}')
+    if is_whole:
+        cfg = Config(_named(cfg.to_dict(), task))
     model = cfg.get('model')
     if not isinstance(model, dict):
         raise NoModel(f'{spec} has no model: it is a part that other configs inherit')
@@ -151,7 +156,7 @@ def read_upstream(spec: str) -> Upstream:
             if kind in _OWN_HEADS:
                 raise NoPlace(f'{spec} has no place for a pyramid: {_OWN_HEADS[kind]}')
             init_default_scope(task)
-            return Upstream(base, cfg, task, inner)
+            return Upstream(base, cfg, task, inner, is_whole)
     raise NoPlace(f'{spec} has no place for a pyramid: {model.get("type")} has no backbone of its own to build')
 
 
@@ -178,6 +183,20 @@ def _find_config(spec: str) -> tuple[str, Path]:
         # MMEngine takes folders of plain letters only: gn+ws and legacy_1.x by way of one that is
         file = root / name
         base = spec if re.match(r'\w+::\w+/', spec) else f'{scope}::_base_/../{name}'
-    if Config._is_lazy_import(str(file)):
-        raise RunError(f'{spec} is written in pure Python, which MMEngine does not inherit: use its text config')
     return base, file
+
+
+def _named(node: Any, task: str) -> Any:
+    """A config with registered names for classes that it names by where they are."""
+    if isinstance(node, (list, tuple)):
+        return type(node)(_named(item, task) for item in node)
+    if not isinstance(node, dict):
+        return node
+    out = {key: _named(value, task) for key, value in node.items()}
+    kind = get_object_from_string(out['type']) if isinstance(out.get('type'), str) and '.' in out['type'] else None
+    name = getattr(kind, '__name__', '')
+    for root in (each for each in vars(mmengine.registry).values() if isinstance(each, Registry)):
+        with root.switch_scope_and_registry(task) as registry:
+            if name and registry.get(name) is kind:
+                return {**out, 'type': name}
+    return out

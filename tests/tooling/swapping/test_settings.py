@@ -31,16 +31,16 @@ RGB = dict(mean=[123.675, 116.28, 103.53], std=[58.395, 57.12, 57.375])
 )
 def test_pictures_are_normalised_as_the_weights_know_them(given, expected):
     model = dict(type='M', data_preprocessor=dict(type='P', **given), reid=dict(data_preprocessor=dict(given)))
-    normalise(model)
+    normalise(model, 'mmdet')
     assert model == dict(type='M', data_preprocessor=dict(type='P', **expected), reid=dict(data_preprocessor=expected))
     # also behind one of grey images
     grey = dict(mean=[33.46], std=[78.87])
     model = dict(data_preprocessor=dict(grey), reid=dict(data_preprocessor=dict(given)))
-    normalise(model)
+    normalise(model, 'mmdet')
     assert model == dict(data_preprocessor=grey, reid=dict(data_preprocessor=expected))
     # a wrapper of preprocessors: those inside
     model = dict(data_preprocessor=dict(type='Multi', data_preprocessor=dict(given)))
-    normalise(model)
+    normalise(model, 'mmdet')
     assert model == dict(data_preprocessor=dict(type='Multi', data_preprocessor=expected))
 
 

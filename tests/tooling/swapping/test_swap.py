@@ -141,3 +141,34 @@ def test_families(swap, upstream, backbone, expected):
     cfg.model.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
     with torch.device('meta'):
         MODELS.build(cfg.model)  # as it stands in the file, with the weights that it names
+
+
+PURE = """
+from mmengine.config import read_base
+from mmengine.optim import OptimWrapper
+from mmpretrain.models import GlobalAveragePooling, ImageClassifier, LinearClsHead, ResNet_CIFAR
+from torch.nn import CrossEntropyLoss
+from torch.optim import SGD
+
+with read_base():
+    from .scope import *
+
+model = dict(
+    type=ImageClassifier, backbone=dict(type=ResNet_CIFAR, depth=18, num_stages=4, out_indices=(3,)),
+    neck=dict(type=GlobalAveragePooling), head=dict(type=LinearClsHead, num_classes=5, in_channels=512))
+optim_wrapper = dict(type=OptimWrapper, optimizer=dict(type=SGD, lr=0.1))
+"""
+
+
+def test_a_pure_python_config(tmp_path, swap):
+    """No text config inherits it, so the written one holds it whole, by registered names."""
+    (tmp_path / 'pure.py').write_text(PURE)
+    (tmp_path / 'scope.py').write_text(
+        "default_scope = 'mmpretrain'\ndata_preprocessor = dict(mean=[127.0] * 3, std=[60.0] * 3)\nother = 5\n"
+    )
+    swapped, cfg = swap(str(tmp_path / 'pure.py'), 'ravlt_t')
+    assert (cfg.model.type, cfg.model.backbone.type, cfg.other) == ('ImageClassifier', 'RAVLT', 5)
+    assert cfg.model.head.in_channels == 512 and cfg.optim_wrapper.optimizer.type == 'AdamW'
+    assert 'neck' in cfg.model and cfg.data_preprocessor.mean == [123.675, 116.28, 103.53]
+    assert any(line.startswith('backbone: ResNet_CIFAR') or 'ResNet_CIFAR ->' in line for line in swapped.changes)
+    assert without_gradient(build_model(cfg), cfg) == []
