@@ -164,11 +164,13 @@ ADVICE = {
 
 
 def _annotations(error: BaseException) -> str:
-    """The annotation file that was being read, '' where there was none."""
+    """The annotation file, or the folder of classes, that was being read, '' where there was none."""
     for frame, _ in reversed([*walk_tb(error.__traceback__)]):
         known = frame.f_locals
-        for path in (known.get('local_path'), known.get('ann_file'), getattr(known.get('self'), 'ann_file', None)):
-            if isinstance(path, str) and os.path.isfile(path):
+        of_self = [getattr(known.get('self'), '__dict__', {}).get(key) for key in ('ann_file', 'data_prefix')]
+        for path in (known.get('local_path'), known.get('ann_file'), *of_self):
+            path = path.get('img_path') if isinstance(path, dict) else path
+            if isinstance(path, str) and path and os.path.exists(path):
                 return path
     return ''
 

@@ -123,15 +123,23 @@ def _check_coco(key: str, dataset: Any, memory: Memory, needs_all: bool) -> Iter
     yield from check_categories(key, path, list(names.values()), of_labels, classes_of(dataset), needs_all)
 
 
-def check_evaluator(key: str, evaluator: Any, classes: Sequence) -> Iterator[Finding]:
-    """That the annotation file of a ``CocoMetric`` has the classes, in their order: it counts its categories."""
+def check_evaluator(key: str, evaluator: Any, classes: Sequence, model: nn.Module) -> Iterator[Finding]:
+    """That the annotation file of a ``CocoMetric`` has the classes, in their order, and one for each label of the head:
+    it looks the id of a category up by its place."""
+    count = heads_of(model).get('bbox_head', 0)
     for metric in getattr(evaluator, 'metrics', ()):
         content = getattr(getattr(metric, '_coco_api', None), 'dataset', None)
-        if isinstance(content, dict) and classes:
-            names = [entry['name'] for entry in content.get('categories', ())]
-            chosen = [name for name in names if name in classes]
-            yield from check_categories(
-                f'{key} ({type(metric).__name__})', 'its ann_file', names, chosen, classes, True
+        if not isinstance(content, dict) or not classes:
+            continue
+        names = [entry['name'] for entry in content.get('categories', ())]
+        chosen = [name for name in names if name in classes]
+        name = f'{key} ({type(metric).__name__})'
+        yield from check_categories(name, 'its ann_file', names, chosen, classes, needs_all=True)
+        if count > len(chosen):
+            yield Finding(
+                f'{name}: num_classes = {count} of the bbox_head is more than the {len(chosen)} categories that '
+                f'metainfo.classes = {written(classes)} chooses in its ann_file: a prediction of another would end the '
+                f'evaluation in an IndexError. Set num_classes = {len(chosen)} in each head, or name all classes.'
             )
 
 

@@ -77,6 +77,9 @@ def check_label_images(
     head = getattr(model, 'decode_head', None)
     head = head[-1] if isinstance(head, nn.ModuleList) else head
     count, ignored = getattr(head, 'num_classes', None), getattr(head, 'ignore_index', 255)
+    ignored = 255 if ignored is None else ignored
+    if getattr(head, 'out_channels', None) == 1 and getattr(getattr(head, 'loss_decode', None), 'use_sigmoid', True):
+        count = 2  # background and foreground, by the sign of one number
     transforms = getattr(getattr(dataset, 'pipeline', None), 'transforms', ())
     load = next((step for step in transforms if type(step).__name__ == 'LoadAnnotations'), None)
     if type(count) is not int or load is None or not hasattr(dataset, 'get_data_info'):

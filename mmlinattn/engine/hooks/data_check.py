@@ -100,6 +100,8 @@ class DataCheckHook(Hook):
         for stage, loop in loops.items():
             key = f'{stage}_dataloader'
             for dataset in chain.from_iterable(map(leaf_datasets, _datasets(loop))):
+                if not hasattr(dataset, '__len__'):
+                    continue
                 if len(dataset) == 0:
                     ann_file = getattr(dataset, 'ann_file', '')
                     yield Finding(f'{key} ({type(dataset).__name__}, ann_file {ann_file!r}) holds no image.')
@@ -109,7 +111,7 @@ class DataCheckHook(Hook):
                 yield from checks.check_dataset(key, dataset, model, samples, memory, stage == 'train', self.num_images)
             for dataset in _datasets(loop)[:1]:
                 yield from checks.check_evaluator(
-                    f'{stage}_evaluator', getattr(loop, 'evaluator', None), classes_of(dataset)
+                    f'{stage}_evaluator', getattr(loop, 'evaluator', None), classes_of(dataset), model
                 )
         yield from checks.check_stages(stages)
 

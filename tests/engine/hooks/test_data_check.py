@@ -155,6 +155,15 @@ def test_a_last_class_that_only_the_config_has(look, tmp_path):
     assert "val_evaluator (CocoMetric): its ann_file has no category ('bat',)" in line
 
 
+def test_a_head_of_more_classes_than_the_metric_knows(look, tmp_path):
+    """Of all, or of those chosen."""
+    for classes in (NAMES, NAMES[:2]):
+        dataset = coco_data(coco(tmp_path), classes)
+        metric = METRICS.build(dict(type='CocoMetric', ann_file=str(tmp_path / 'a.json')))
+        line, _ = look(model(bbox_head=80), val=[dataset, metric])
+        assert f'num_classes = 80 of the bbox_head is more than the {len(classes)} categories' in line
+
+
 def test_a_metric_with_another_file(look, tmp_path):
     dataset = coco_data(coco(tmp_path))
     other = coco(tmp_path, NAMES[::-1], 'b.json')
@@ -206,6 +215,21 @@ def test_what_may_be_in_a_coco_file(tmp_path):
     del content['annotations']
     file.write_text(json.dumps(content))
     assert files.read_coco(str(file), str(tmp_path))['fault'] == ''
+
+
+def test_large_files_are_scanned(tmp_path, monkeypatch):
+    """With the same categories, as is the order of their keys in the file."""
+    box = dict(BOX, id=1, image_id=1, category_id=3, note='"categories": [1]')
+    file = coco(tmp_path, annotations=[box], info={'categories': ['a'], 'x': 1})
+    facts = files.read_coco(str(file))
+    monkeypatch.setattr(files, '_LARGE', 0)
+    assert files.read_coco(str(file)) == facts and facts['categories'][0] == [3, 'cat'] and facts['fault'] == ''
+    coco(tmp_path, annotations=[dict(box, category_id=-9)])
+    assert 'category_id -9, which is the id of none' in files.read_coco(str(file))['fault']
+    coco(tmp_path, annotations=[dict(box, bbox=[float('nan')] * 4)])
+    assert 'a bbox with NaN' in files.read_coco(str(file))['fault']
+    file.write_text('[]')
+    assert 'holds a list' in files.read_coco(str(file))['fault']
 
 
 def test_files_are_read_once(look, tmp_path, monkeypatch):
@@ -477,6 +501,16 @@ def test_values_of_label_images(look, tmp_path, pictures, settings, words):
     assert warnings == []
     if words and 'channels' not in words and 'label 0' not in words:
         assert 'test_dataloader: ' in ''.join([look(SEGMENTOR, test=[dataset])[0], *look(SEGMENTOR, test=[dataset])[1]])
+
+
+def test_one_channel_tells_two_classes(look, tmp_path):
+    dataset = segmentation(tmp_path / 'data', [0, 1, 255], names=('road',))
+    head = SimpleNamespace(num_classes=1, out_channels=1, ignore_index=None)
+    made = nn.Module()
+    made.decode_head = head
+    assert look(made, train=[dataset]) == ('', [])
+    head.loss_decode = SimpleNamespace(use_sigmoid=False)
+    assert 'the label 1' in look(made, train=[dataset])[0]
 
 
 def test_sixteen_bits(look, tmp_path):
