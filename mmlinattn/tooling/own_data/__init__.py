@@ -1,0 +1,2 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""From a folder of somebody's images to a config that trains on them."""
