@@ -24,17 +24,17 @@ _resnet = dict(type='mmdet.ResNet', depth=50, out_indices=(1, 2, 3), norm_eval=F
 BACKBONES = {
     'ravlt_t': (
         dict(type='RAVLT', arch='tiny', out_indices=(1, 2, 3), norm_cfg=dict(type='BN'), drop_path_rate=0.0),
-        (128, 256, 512),
+        [128, 256, 512],
     ),
-    'swin_t': (_swin, (192, 384, 768)),
-    'resnet50': (_resnet, (512, 1024, 2048)),
+    'swin_t': (_swin, [192, 384, 768]),
+    'resnet50': (_resnet, [512, 1024, 2048]),
     'inline_swin_t': (
         dict(type='LinearSwin', arch='inline-tiny', out_indices=(1, 2, 3), drop_path_rate=0.0),
-        (192, 384, 768),
+        [192, 384, 768],
     ),
     'flatten_pvt_v2_b1': (
         dict(type='LinearPVTv2', arch='flatten-b1', out_indices=(1, 2, 3), drop_path_rate=0.0),
-        (128, 320, 512),
+        [128, 320, 512],
     ),
 }
 
