@@ -45,7 +45,8 @@ def convert(data: Path, out: Path) -> None:
     classes = Config.fromfile(HERE / 'retinanet.py').metainfo.classes
     for split, listed in SPLITS.items():
         stems = (data / 'ImageSets' / 'Main' / f'{listed}.txt').read_text().split()
-        coco, flat = as_coco(read_voc(data, stems), list(classes))
+        photos = [read_voc(data / 'Annotations' / f'{stem}.xml', data / 'JPEGImages' / f'{stem}.jpg') for stem in stems]
+        coco, flat = as_coco(photos, list(classes), data / 'JPEGImages')
         (out / f'{split}.json').write_text(json.dumps(coco))
         boxes = len(coco['annotations'])
         print(f'{split}: {len(stems)} images, {boxes} boxes, {flat} without area left out', flush=True)

@@ -45,7 +45,9 @@ train_dataloader = dict(
     persistent_workers=False,
     dataset=dict(pipeline=train_pipeline, **_data),
 )
-val_dataloader = dict(batch_size=4, num_workers=0, persistent_workers=False, dataset=dict(pipeline=test_pipeline, **_data))
+val_dataloader = dict(
+    batch_size=4, num_workers=0, persistent_workers=False, dataset=dict(pipeline=test_pipeline, **_data)
+)
 test_dataloader = val_dataloader
 
 max_epochs = 8  # of 73 iterations

@@ -33,10 +33,17 @@ class TrialError(RunError):
     """The model could not be built or trained; the message says how far it came and why it stopped."""
 
 
-def try_model(network: dict, source: Upstream, size: tuple[int, int], optim_wrapper: Optional[dict] = None) -> Trial:
+def try_model(
+    network: dict,
+    source: Upstream,
+    size: tuple[int, int],
+    optim_wrapper: Optional[dict] = None,
+    batches: Optional[tuple[dict, dict]] = None,
+) -> Trial:
     """Build a network without the weights that it names, train it for a step on images ``size``, let it predict.
 
-    ``optim_wrapper`` None takes plain SGD. Where modules of the network share parameters, it is told so.
+    ``optim_wrapper`` None takes plain SGD. Where modules of the network share parameters, it is told so. ``batches``
+    of a training and of a test loader take the place of dummy inputs.
 
     Raises:
         TrialError: It cannot be built, or does not train.
@@ -57,11 +64,11 @@ def try_model(network: dict, source: Upstream, size: tuple[int, int], optim_wrap
         except Exception as error:  # anything may be raised by a model of another project
             raise TrialError(f'it cannot be built: {printable(described(error))}') from error
         try:
-            trial = _train(model, batch_for(model, source, network, size), optimizer)
+            trial = _train(model, batches[0] if batches else batch_for(model, source, network, size), optimizer)
         except Exception as error:
             raise TrialError(f'training stops: {printable(described(error))}') from error
         try:
-            _predict(model, batch_for(model, source, network, size))
+            _predict(model, batches[1] if batches else batch_for(model, source, network, size))
         except Exception as error:
             return trial._replace(stops=f'prediction stops: {printable(described(error))}')
     return trial

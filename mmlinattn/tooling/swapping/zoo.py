@@ -59,7 +59,7 @@ class ZooBackbone(NamedTuple):
 
 
 @functools.cache
-def _recipes() -> dict[tuple[str, str], dict[str, str]]:
+def recipes() -> dict[tuple[str, str], dict[str, str]]:
     """(backbone, task) -> recipe -> path of the config."""
     table: dict[tuple[str, str], dict[str, str]] = {}
     for kind in _RECIPES:
@@ -70,7 +70,7 @@ def _recipes() -> dict[tuple[str, str], dict[str, str]]:
 
 def backbone_names() -> list[str]:
     """Every name that :func:`find_backbone` takes."""
-    return sorted({name for name, _ in _recipes()})
+    return sorted({name for name, _ in recipes()})
 
 
 def find_backbone(name: str, task: str) -> ZooBackbone:
@@ -79,7 +79,7 @@ def find_backbone(name: str, task: str) -> ZooBackbone:
     Raises:
         RunError: There is no such backbone; the message lists those that are.
     """
-    of_tasks = [_recipes().get((name, other)) for other in (task, 'mmdet', 'mmseg', 'mmpretrain')]
+    of_tasks = [recipes().get((name, other)) for other in (task, 'mmdet', 'mmseg', 'mmpretrain')]
     paths = next(filter(None, of_tasks), None)
     if paths is None:
         raise RunError(f'BACKBONE is {name!r}; allowed are: {", ".join(backbone_names())}')
@@ -105,7 +105,7 @@ def recipe(name: str, task: str, preferred: str = '') -> Config:
     fitting = (
         paths
         for prefix in [*family, 'ravlt']
-        for (other, its_task), paths in sorted(_recipes().items())
+        for (other, its_task), paths in sorted(recipes().items())
         if its_task == task and f'{other}_'.startswith(f'{prefix}_')
     )
     paths = next(fitting)

@@ -1,0 +1,165 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What is common to all kinds of data: which images there are, in which split, and how they are read."""
+
+import os
+import random
+import re
+from pathlib import Path
+from typing import Any, Callable, NamedTuple, Optional
+
+import cv2
+import numpy as np
+from PIL import Image
+
+from ...utils.errors import RunError, described
+
+SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
+_NUM_READ = 50  # images that are decoded to see their form
+
+
+class OwnData(NamedTuple):
+    """A data set as it was found.
+
+    Attributes:
+        kind: What its files are, for messages.
+        classes: Names in the order of the labels.
+        images: Split ('train', 'val', perhaps 'test') -> paths of its images.
+        annotations: Split -> the text of its annotation file.
+        settings: Split -> what its data set in the config says more.
+        notes: What its owner is to know, a line each.
+        masks: Whether objects have outlines.
+    """
+
+    kind: str
+    classes: list[str]
+    images: dict[str, list[Path]]
+    annotations: dict[str, str]
+    settings: dict[str, dict]
+    notes: list[str]
+    masks: bool = False
+
+
+def find(root: Path, *suffixes: str) -> list[Path]:
+    """All files below a folder with one of the suffixes, by path; links are followed, hidden folders are not."""
+    found = []
+    for folder, inner, files in os.walk(root, followlinks=True):
+        inner[:] = [name for name in inner if not name.startswith('.')]
+        found += [Path(folder, name) for name in files if name.lower().endswith(suffixes) and not name.startswith('.')]
+    return sorted(found)
+
+
+def split_of(path: Path) -> Optional[str]:
+    """'train', 'val' or 'test' by the names in a path, the last first."""
+    names = (
+        re.search(r'(?:^|[^a-z])(train|val|test)(?:ing|id|idation|set)?(?![a-z])', part.lower())
+        for part in path.parts[::-1]
+    )
+    return next((found[1] for found in names if found), None)
+
+
+def divide(
+    items: list[tuple[Any, Optional[str]]], fraction: float, seed: int, group: Callable[[Any], Any] = lambda item: None
+) -> tuple[dict[str, list], list[str]]:
+    """Items by their split, and what is to be said of it.
+
+    Without val, test takes its place; without both, a part of train does, of each ``group`` of it alike.
+
+    Raises:
+        RunError: There are less than two items to train on.
+    """
+    splits: dict[str, list] = {}
+    for item, split in items:
+        splits.setdefault(split or 'none', []).append(item)
+    stray, notes = splits.pop('none', []), []
+    if 'train' not in splits:
+        splits['train'] = stray
+    elif stray:
+        notes.append(f'{len(stray)} images outside of train and val are left out')
+    if 'val' not in splits and 'test' in splits:
+        splits['val'] = splits.pop('test')
+        notes.append('no val in the data: test takes its place')
+    if 'val' not in splits:
+        groups: dict[Any, list] = {}
+        for item in splits['train']:
+            groups.setdefault(group(item), []).append(item)
+        splits['train'], splits['val'], draw = [], [], random.Random(seed)
+        for members in groups.values():
+            count = min(len(members) - 1, max(1, round(len(members) * fraction)))
+            chosen = set(draw.sample(range(len(members)), count))
+            for i, item in enumerate(members):
+                splits['val' if i in chosen else 'train'].append(item)
+        notes.append(f'no val in the data: {len(splits["val"])} images were drawn from train for it (--seed {seed})')
+    if len(splits['train']) < 2 or not splits['val']:
+        raise RunError(f'{len(splits["train"])} image(s) to train on and {len(splits["val"])} of val: 2 are the least.')
+    return {split: splits[split] for split in ('train', 'val', 'test') if split in splits}, notes
+
+
+def image_size(path: Path) -> tuple[int, int]:
+    """Width and height from the header, as the image is shown."""
+    try:
+        with Image.open(path) as image:
+            is_turned = image.getexif().get(0x0112, 1) > 4  # EXIF's orientation
+            return image.size[::-1] if is_turned else image.size
+    except Exception as error:  # Pillow's plugins raise anything at a broken file, and know no TIFF of many channels
+        pixels = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
+        if pixels is None:
+            raise RunError(f'{path} is no image that can be read: {described(error)}') from error
+        return pixels.shape[1], pixels.shape[0]
+
+
+class Form(NamedTuple):
+    """Of images: their usual size, channels, and mean and std where these are not ImageNet's."""
+
+    width: int
+    height: int
+    channels: int
+    mean: Optional[list[float]]
+    std: Optional[list[float]]
+    notes: list[str]
+
+
+def form_of(paths: list[Path], channels: Optional[int] = None) -> Form:
+    """Look into some images, spread evenly. Those of 8 bits are read as RGB, grey ones too, as released weights want.
+
+    Args:
+        paths: The images.
+        channels: What to read 8-bit images as; None leaves it to what is in them.
+
+    Raises:
+        RunError: One cannot be read, or they are of several forms.
+    """
+    sizes, kinds, pixels = [], {}, []
+    for path in paths[:: -(-len(paths) // _NUM_READ)]:
+        image = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
+        if image is None:
+            raise RunError(f'{path} is no image that OpenCV can read.')
+        image = image[..., None] if image.ndim == 2 else image
+        if image.shape[2] == 4 and image.dtype == np.uint8 and (image[..., 3] == 255).all():
+            image = image[..., :3]  # nothing is transparent
+        sizes.append(image_size(path))
+        kinds.setdefault((image.shape[2], str(image.dtype)), path)
+        pixels.append(image.reshape(-1, image.shape[2])[:: max(1, image[..., 0].size // 4096)])
+    width, height = (int(side) for side in np.median(sizes, axis=0))
+    allowed = (1, 3) if channels is None else (1, 3, 4)
+    if channels in (None, 3) and all(count in allowed and dtype == 'uint8' for count, dtype in kinds):
+        grey = any(count == 1 for count, _ in kinds)
+        notes = ['grey images are read as three equal channels (--channels 1: as one, without weights)'] * grey
+        return Form(width, height, 3, None, None, notes)
+    said = ', '.join(f'{path.name} {count} channel(s) of {dtype}' for (count, dtype), path in kinds.items())
+    if len(kinds) > 1:
+        raise RunError(f'the images are of several forms ({said}): make them one.')
+    count = next(iter(kinds))[0]
+    if channels not in (None, count):
+        raise RunError(f'--channels {channels}: the images have others ({said}).')
+    values = np.concatenate(pixels).astype(np.float64)
+    mean, std = values.mean(0).round(3).tolist(), np.maximum(values.std(0), 1e-3).round(3).tolist()
+    return Form(width, height, count, mean, std, [f'{said}: with their own mean and std, without released weights'])
+
+
+def read_names(root: Path, *files: str) -> Optional[list[str]]:
+    """Class names of the first of the files that is there: a line each, in CVAT's files up to the colon."""
+    for path in (root / file for file in files):
+        if path.is_file():
+            lines = [line.strip() for line in path.read_text(encoding='utf-8', errors='replace').splitlines()]
+            return [line.split(':')[0] for line in lines if line and not line.startswith('#')]
+    return None

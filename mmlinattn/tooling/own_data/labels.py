@@ -1,0 +1,200 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Label images, and folders of images, a class each."""
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import numpy as np
+from PIL import Image
+
+from ...utils.errors import RunError
+from .finding import SUFFIXES, OwnData, divide, find, image_size, read_names, split_of
+
+_IMAGES = ('images', 'image', 'imgs', 'img', 'img_dir', 'JPEGImages')
+_MASKS = ('masks', 'mask', 'labels', 'annotations', 'ann_dir', 'SegmentationClass')
+IGNORED = 255  # which MMSegmentation's losses and metrics leave out
+
+
+def read_folders(root: Path, fraction: float, seed: int) -> OwnData:
+    """Images in a folder a class, in train/ and val/ or undivided.
+
+    Lists say the labels: read from folders, they would follow the folders of each split, of which one may lack a class.
+
+    Raises:
+        RunError: There are less than two folders, or a class is in val alone.
+    """
+    splits = {path: split_of(Path(path.name)) for path in sorted(root.iterdir()) if path.is_dir()}
+    named = set(splits.values())
+    is_divided = 'train' in named and (named != {'train', None})  # else it is a class, of locomotives
+    tops = {path: split for path, split in splits.items() if split} if is_divided else {root: None}
+    items: list[tuple[Any, Optional[str]]] = []
+    for top, split in tops.items():
+        for path in find(top, *SUFFIXES):
+            if path.parent != top:
+                items.append(((path, path.relative_to(top).parts[0]), split))
+    divided, notes = divide(items, fraction, seed, group=lambda item: item[1])
+    classes = sorted({name for _, name in divided['train']})
+    for split, chosen in divided.items():
+        names = {name for _, name in chosen}
+        if names - set(classes):
+            raise RunError(
+                f'{split} has images of {min(names - set(classes))!r}, and train has none ({", ".join(classes)}).'
+            )
+        notes += [f'no image of {name!r} in {split}' for name in classes if name not in names]
+    if len(classes) < 2:
+        raise RunError(f'DATA {str(root)!r} has images of {len(classes)} class(es); it has to have a folder a class.')
+    lists = {
+        split: ''.join(f'{path.relative_to(root).as_posix()} {classes.index(name)}\n' for path, name in chosen)
+        for split, chosen in divided.items()
+    }
+    used = {split: [path for path, _ in chosen] for split, chosen in divided.items()}
+    return OwnData('folders of images', classes, used, lists, dict.fromkeys(lists, dict(data_prefix='')), notes)
+
+
+def read_masks(root: Path, fraction: float, seed: int, names: Optional[list[str]], remapped: Path) -> OwnData:
+    """Images and label images of their names. Of label images whose values are no labels, copies go to ``remapped``.
+
+    Raises:
+        RunError: There are none, they do not fit their images, or what their values mean is not clear.
+    """
+    pairs, notes = [], []
+    for images in (
+        Path(folder) for folder, *_ in sorted(os.walk(root, followlinks=True)) if Path(folder).name in _IMAGES
+    ):
+        masks = next((images.parent / name for name in _MASKS if (images.parent / name).is_dir()), None)
+        if masks:
+            pairs += _pairs(images, masks, notes)
+    if not pairs:
+        raise RunError(
+            f'DATA {str(root)!r} has no folder images beside masks (or labels, annotations) with files in both.'
+        )
+    values, is_plain = _values([pair.mask for pair in pairs])
+    names = names or read_names(root, 'classes.txt', 'labelmap.txt')
+    classes, table = meaning(values, names)
+    if table or not is_plain:
+        table = table or {value: value for value in values}
+        said = ', '.join(f'{old} -> {new}' for old, new in table.items() if old != new) or 'one number a pixel'
+        notes.append(f'label images are copied to {remapped}: {said}')
+    elif IGNORED in values:
+        notes.append(f'pixels of value {IGNORED} are ignored')
+    if not names:
+        notes.append(f'the classes have no names: give --classes, or write {root / "classes.txt"}, a name a line')
+    splits, said = divide([(pair, split_of(pair.image.parent.relative_to(root))) for pair in pairs], fraction, seed)
+    settings, lists = {}, {}
+    for split, chosen in splits.items():
+        first = chosen[0]
+        folder = remapped / split if table else first.masks
+        for pair in chosen:
+            if (pair.images, pair.suffixes) != (first.images, first.suffixes):
+                raise RunError(
+                    f'{pair.image} and {first.image} are both of {split}: MMSegmentation wants one folder and ending.'
+                )
+            if table:
+                lookup = np.full(65536, IGNORED, np.uint8)
+                lookup[list(table)] = list(table.values())
+                copy = folder / f'{pair.stem}{pair.suffixes[1]}'
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(lookup[read_mask(pair.mask)[0]]).save(copy)
+        prefix = dict(img_path=f'{first.images}/', seg_map_path=f'{folder}/')
+        settings[split] = dict(data_prefix=prefix, img_suffix=first.suffixes[0], seg_map_suffix=first.suffixes[1])
+        lists[split] = ''.join(f'{pair.stem}\n' for pair in chosen)
+    used = {split: [pair.image for pair in chosen] for split, chosen in splits.items()}
+    return OwnData('label images', classes, used, lists, settings, notes + said)
+
+
+class _Pair(NamedTuple):
+    images: Path  # the folder
+    masks: Path
+    stem: str  # of both, relative to their folders
+    suffixes: tuple[str, str]
+
+    @property
+    def image(self) -> Path:
+        return self.images / f'{self.stem}{self.suffixes[0]}'
+
+    @property
+    def mask(self) -> Path:
+        return self.masks / f'{self.stem}{self.suffixes[1]}'
+
+
+def _pairs(images: Path, masks: Path, notes: list[str]) -> list[_Pair]:
+    """Images with label images ``masks/STEM`` and the ending that most of them have (``.png``, ``_mask.png``)."""
+    stems = {path.relative_to(images).with_suffix('').as_posix(): path.suffix for path in find(images, *SUFFIXES)}
+    found = {path.relative_to(masks).as_posix() for path in find(masks, *SUFFIXES)}
+    endings = {name[len(stem) :] for stem in list(stems)[:20] for name in found if name.startswith(stem)}
+    counts = {ending: sum(f'{stem}{ending}' in found for stem in stems) for ending in sorted(endings)}
+    if not counts:
+        raise RunError(f'{masks} has no label image with the name of an image of {images}.')
+    ending = max(counts, key=lambda ending: counts[ending])
+    if ending.lower().endswith(('.jpg', '.jpeg')):
+        raise RunError(f'{masks} has JPEG files, which change the numbers of pixels: label images have to be PNG.')
+    if counts[ending] < len(stems):
+        notes.append(f'{len(stems) - counts[ending]} images of {images} have no label image and are left out')
+    pairs = [
+        _Pair(images, masks, stem, (suffix, ending)) for stem, suffix in stems.items() if f'{stem}{ending}' in found
+    ]
+    for pair in pairs:
+        size = image_size(pair.image)
+        if image_size(pair.mask) != size:
+            raise RunError(f'{pair.mask} has not the size of its image, {size[0]}x{size[1]}.')
+    return pairs
+
+
+def read_mask(path: Path) -> tuple[np.ndarray, bool]:
+    """The numbers of a label image (H, W), and whether MMSegmentation reads them so."""
+    with Image.open(path) as image:
+        pixels, mode = np.asarray(image), image.mode
+    if pixels.ndim == 3:
+        if (pixels[..., :3] != pixels[..., :1]).any():
+            raise RunError(f'{path} has colours: a label image has one number a pixel, that of its class, from 0.')
+        pixels = pixels[..., 0]
+    if pixels.min() < 0 or pixels.max() > 65535:
+        raise RunError(
+            f'{path} has values from {pixels.min()} to {pixels.max()}: labels are 0 to 254, and 255 is ignored.'
+        )
+    return pixels.astype(np.uint16), mode in ('L', 'P', '1')
+
+
+def _values(masks: list[Path]) -> tuple[list[int], bool]:
+    """All values of the label images, and whether MMSegmentation reads all of them."""
+    values, is_plain = set(), True
+    for path in masks:
+        pixels, plain = read_mask(path)
+        here, is_plain = set(np.unique(pixels).tolist()), is_plain and plain
+        if len(values | here) > 256:
+            raise RunError(f'{path}: more than 256 values; was it resized or saved with loss?')
+        values |= here
+    return sorted(values), is_plain
+
+
+def meaning(values: list[int], names: Optional[list[str]]) -> tuple[list[str], dict[int, int]]:
+    """Class names, and value -> label where values are no labels.
+
+    Args:
+        values: Those of the label images, ascending.
+        names: Of the classes; None where nobody gave any.
+
+    Raises:
+        RunError: Values and names do not fit.
+    """
+    labels = [value for value in values if value != IGNORED]
+    said = ', '.join(map(str, values[:12])) + ', ...' * (len(values) > 12)
+    if len(values) < 2:
+        raise RunError(f'the label images have the value {said} alone: there is nothing to tell apart.')
+    if len(values) == 2 and values[0] == 0 and values[1] > 1 and len(names or 'ab') == 2:
+        return names or ['background', 'foreground'], {0: 0, values[1]: 1}
+    if names is None:
+        if labels[-1] < 2 * len(labels):
+            return [f'class_{label}' for label in range(labels[-1] + 1)], {}
+        hint = ' (so many are of images resized or saved with loss)' if len(labels) > 40 else ''
+        raise RunError(f'the label images have the values {said}{hint}: give --classes NAME ..., a name a value.')
+    if labels[-1] < len(names):
+        return names, {}
+    for known in (labels, values):
+        if len(known) == len(names):
+            return names, {**{IGNORED: IGNORED}, **{value: label for label, value in enumerate(known)}}
+    raise RunError(
+        f'the label images have the values {said}, and {len(names)} classes have names ({", ".join(names)}): name '
+        'every value in their order, the background too.'
+    )

@@ -1,0 +1,290 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The config for data as it was found, and a training step on it."""
+
+import copy
+import math
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+from mmengine.config import Config
+from mmengine.registry import init_default_scope
+from mmengine.runner import Runner
+
+from ...checkpoints.released import released_checkpoints
+from ...utils.errors import RunError, described, printable
+from ...utils.files import project_files
+from ..swapping.smoke import Trial, try_model
+from ..swapping.upstream import Upstream
+from ..swapping.writing import difference, statement
+from ..swapping.zoo import find_backbone, recipes
+from .boxes import read_boxes
+from .finding import Form, OwnData, form_of
+from .labels import read_folders, read_masks
+
+TASKS = {'detection': 'mmdet', 'segmentation': 'mmseg', 'classification': 'mmpretrain'}
+_BATCH = {'detection': 2, 'segmentation': 4, 'classification': 32}
+_FROM_SCRATCH = 2e-4  # learning rate of AdamW at which docs/real_images.md learns without weights
+
+
+class Wish(NamedTuple):
+    """What the command line asks for."""
+
+    data: Path
+    task: str
+    backbone: str
+    out: Path
+    batch: Optional[int] = None
+    size: Optional[int] = None
+    channels: Optional[int] = None
+    classes: Optional[list[str]] = None
+    val_fraction: float = 0.2
+    seed: int = 0
+    scratch: bool = False
+
+    @property
+    def root(self) -> Path:
+        """The folder that paths of the data are relative to."""
+        return self.data if self.data.is_dir() else self.data.parent
+
+
+class _Code(str):
+    """An expression of the config."""
+
+    __repr__ = str.__str__
+
+
+def make_config(wish: Wish) -> tuple[list[str], Trial]:
+    """Look at the data, write the config and its annotation files, and train and predict with it once.
+
+    Returns:
+        What was found and done, a line each, and what the training step showed.
+
+    Raises:
+        RunError: The data is not of the task, or not right, or no config has the backbone; in one line.
+    """
+    if not wish.data.exists():
+        raise RunError(f'DATA {str(wish.data)!r}: no such folder.')
+    wish = wish._replace(data=wish.data.resolve(), out=wish.out.resolve(), batch=wish.batch or _BATCH[wish.task])
+    if wish.data in wish.out.parents:
+        raise RunError(f'--out {str(wish.out)!r} is inside of DATA: write it beside, as annotation files go with it.')
+    if wish.task == 'detection':
+        data = read_boxes(wish.data, wish.val_fraction, wish.seed)
+    elif wish.task == 'segmentation':
+        data = read_masks(
+            wish.root, wish.val_fraction, wish.seed, wish.classes, wish.out.with_name(f'{wish.out.stem}_labels')
+        )
+    else:
+        data = read_folders(wish.root, wish.val_fraction, wish.seed)
+    form = form_of(data.images['train'], wish.channels)
+    base = _base(wish, data)
+    cfg = Config.fromfile(str(project_files('configs') / f'{base}.py'))
+    values, notes = _values(wish, data, form, cfg, base.rpartition('/')[2])
+    for split, text in data.annotations.items():
+        _file(wish, split).write_text(text, encoding='utf-8')
+    counts = ', '.join(f'{len(paths)} of {split}' for split, paths in data.images.items())
+    found = f'{data.kind}: {counts}; {len(data.classes)} classes: {", ".join(data.classes)}'
+    lines = [
+        f'# {printable(found)}. By tools/make_config.py of mmlinattn.',
+        f'_base_ = {f"mmlinattn::{base}.py"!r}',
+        '',
+    ]
+    text = '\n'.join(lines) + '\n' + ''.join(statement(key, value) for key, value in values.items())
+    wish.out.write_text(text, encoding='utf-8')
+    return [found, *data.notes, *form.notes, *notes], _try(wish)
+
+
+def _base(wish: Wish, data: OwnData) -> str:
+    """The config to inherit."""
+    order = (
+        ('maskrcnn_1x', 'cascade_3x', 'retinanet_1x') if data.masks else ('retinanet_1x', 'maskrcnn_1x', 'cascade_3x')
+    )
+    order = order if wish.task == 'detection' else ('fpn_80k', 'upernet_160k', 'in1k')
+    scope = TASKS[wish.task]
+    there = {name: kinds for (name, other), kinds in recipes().items() if other == scope}
+    kind = next((kind for kind in order if kind in there.get(wish.backbone, ())), None)
+    if kind is None:
+        raise RunError(
+            f'--backbone {wish.backbone!r} has no config for {wish.task}; these have: {", ".join(sorted(there))}'
+        )
+    return f'{scope}/{wish.backbone}_{kind}'
+
+
+def _file(wish: Wish, split: str) -> Path:
+    """The annotation file of a split, beside the config."""
+    return wish.out.with_name(f'{wish.out.stem}_{split}.{"json" if wish.task == "detection" else "txt"}')
+
+
+def _fitted(node: Any, num_classes: int) -> Any:
+    """Heads for so many classes, and batch norms of one process."""
+    if isinstance(node, (list, tuple)):
+        return type(node)(_fitted(item, num_classes) for item in node)
+    if not isinstance(node, dict):
+        return node
+    out = {key: _fitted(value, num_classes) for key, value in node.items()}
+    if 'num_classes' in out:
+        out['num_classes'] = num_classes
+    if out.get('type') in ('SyncBN', 'MMSyncBN'):
+        out['type'] = 'BN'
+    return out
+
+
+def _values(wish: Wish, data: OwnData, form: Form, cfg: Config, stem: str) -> tuple[dict[str, Any], list[str]]:
+    """What the config says, name -> value, and what its owner is to know of it."""
+    whole, notes, values = cfg.to_dict(), [], {'metainfo': dict(classes=tuple(data.classes))}
+    model = _fitted(whole['model'], len(data.classes))
+    if model.get('roi_head') and not data.masks:
+        model['type'] = model['type'].replace('MaskRCNN', 'FasterRCNN')
+        model['roi_head'].update(mask_roi_extractor=None, mask_head=None)
+
+    weights = find_backbone(wish.backbone, TASKS[wish.task]).checkpoint
+    is_scratch = wish.scratch or form.mean is not None or weights is None
+    if is_scratch:
+        notes.append(
+            'it learns from scratch' + (': no weights of this backbone are released' if weights is None else '')
+        )
+    is_whole = not is_scratch and stem in released_checkpoints()
+    if not is_scratch and not is_whole:
+        model['backbone']['init_cfg'] = dict(type='Pretrained', checkpoint=weights)
+    elif model['backbone'].get('init_cfg'):
+        model['backbone']['init_cfg'] = None
+    values['load_from'] = f'mmlinattn://{stem}' if is_whole else None
+
+    seen = dict(num_classes=len(data.classes)) if wish.task == 'classification' else {}
+    if form.mean is not None and form.std is not None:
+        model['backbone']['in_channels'] = form.channels
+        mean, std = form.mean, form.std
+        if wish.task == 'detection' and len(mean) not in (1, 3):  # MMEngine takes no others
+            mean, std = [sum(mean) / len(mean)], [sum(std) / len(std)]
+        flag = 'to_rgb' if wish.task == 'classification' else 'bgr_to_rgb'
+        seen.update({'mean': mean, 'std': std, flag: False})
+    train, test, size = _pipelines(wish, data, form, cfg)
+    if wish.task == 'segmentation':
+        seen['size'] = (size, size)
+    if wish.task == 'classification':
+        values['data_preprocessor'] = seen
+    else:
+        model['data_preprocessor'] = {**model['data_preprocessor'], **seen}
+    values.update(model=difference(whole['model'], model), train_pipeline=train, test_pipeline=test)
+
+    kind = {'segmentation': 'BaseSegDataset', 'classification': 'CustomDataset'}.get(wish.task)
+    for split in data.images:
+        values[f'{split}_dataloader'] = loader = dict(num_workers=2)
+        dataset = dict(_delete_=True, type=kind) if kind else {}
+        dataset.update(data_root=f'{wish.root}/', metainfo=_Code('metainfo'), ann_file=str(_file(wish, split)))
+        dataset.update(data.settings[split], pipeline=_Code('train_pipeline' if split == 'train' else 'test_pipeline'))
+        loader['dataset'] = dataset
+        if split == 'train' or wish.task == 'classification':
+            loader['batch_size'] = wish.batch
+        if split == 'train':
+            continue
+        if wish.task == 'detection':
+            metric = ['bbox', 'segm'] if data.masks else 'bbox'
+            values[f'{split}_evaluator'] = dict(ann_file=str(_file(wish, split)), metric=metric, classwise=True)
+        elif wish.task == 'classification':
+            values[f'{split}_evaluator'] = dict(topk=(1, 5) if len(data.classes) > 5 else (1,))
+        if kind:
+            dataset['test_mode'] = True
+    if 'test' not in data.images:
+        values['test_dataloader'] = _Code('val_dataloader')
+        if 'val_evaluator' in values:
+            values['test_evaluator'] = _Code('val_evaluator')
+
+    given = cfg.optim_wrapper.optimizer.lr
+    base_batch = (cfg.get('auto_scale_lr') or {}).get('base_batch_size', 16)
+    rate = _FROM_SCRATCH if is_scratch else float(f'{given * wish.batch / base_batch:.2g}')
+    values['optim_wrapper'] = dict(optimizer=dict(lr=rate))
+    values['auto_scale_lr'] = dict(base_batch_size=wish.batch)
+    values.update(_schedule(wish.task, len(data.images['train']) / wish.batch, cfg))
+    said = '' if is_scratch else f" (the recipe's {given:g} is for {base_batch})"
+    notes.append(f'learning rate {rate:g} for {wish.batch} images a step{said}')
+    return values, notes
+
+
+def _pipelines(wish: Wish, data: OwnData, form: Form, cfg: Config) -> tuple[Any, Any, int]:
+    """Transforms of training and test, and the side of the images in training."""
+    loading = dict(type='LoadImageFromFile')
+    if form.mean is not None:
+        loading.update(color_type='unchanged', to_float32=True)
+    flip = dict(type='RandomFlip', prob=0.5)
+    long, short = max(form.width, form.height), min(form.width, form.height)
+    if wish.task == 'detection':
+        shrink = wish.size / long if wish.size else min(1, 1333 / long, 800 / short)
+        resize = dict(type='Resize', scale=(round(long * shrink), round(short * shrink)), keep_ratio=True)
+        drawn = dict(type='LoadAnnotations', with_bbox=True, **(dict(with_mask=True) if data.masks else {}))
+        keys = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor')
+        train = [loading, drawn, resize, flip, dict(type='PackDetInputs')]
+        return train, [loading, resize, drawn, dict(type='PackDetInputs', meta_keys=keys)], max(resize['scale'])
+    if wish.task == 'segmentation':
+        side = wish.size or max(32, min(512, short // 32 * 32))
+        drawn, pack = dict(type='LoadAnnotations'), dict(type='PackSegInputs')
+        whole = [dict(type='Resize', scale=(2048, 1024), keep_ratio=True)] if long > 2048 else []
+        scale = whole[0]['scale'] if whole else (long, short)
+        zoom = dict(type='RandomResize', scale=scale, ratio_range=(0.5, 2.0), keep_ratio=True)
+        crop = dict(type='RandomCrop', crop_size=(side, side), cat_max_ratio=0.75)
+        colours = [dict(type='PhotoMetricDistortion')] if form.mean is None else []
+        return [loading, drawn, zoom, crop, flip, *colours, pack], [loading, *whole, drawn, pack], side
+    given = next(step for step in cfg.train_pipeline if step.type == 'RandomResizedCrop').scale
+    side = wish.size or given
+    if form.mean is None and side == given:
+        return _Code('_base_.train_pipeline'), _Code('_base_.test_pipeline'), side
+    cut, pack = dict(type='RandomResizedCrop', scale=side), dict(type='PackInputs')
+    flip['direction'] = 'horizontal'
+    return [loading, cut, flip, pack], [loading, dict(type='Resize', scale=(side, side)), pack], side
+
+
+def _schedule(task: str, steps: float, cfg: Config) -> dict[str, Any]:
+    """Loops, learning rates and checkpoints for so many steps an epoch: a recipe's warm-up may be longer than all."""
+    if task == 'segmentation':
+        total = min(cfg.train_cfg.max_iters, max(4000, round(50 * steps)))
+        every, warm = max(1, total // 10), min(1500, total // 10)
+        return dict(
+            max_iters=total,
+            train_cfg=dict(max_iters=_Code('max_iters'), val_interval=every),
+            param_scheduler=[
+                dict(type='LinearLR', start_factor=1e-6, by_epoch=False, begin=0, end=warm),
+                dict(type='PolyLR', power=0.9, eta_min=0.0, by_epoch=False, begin=warm, end=_Code('max_iters')),
+            ],
+            default_hooks=dict(checkpoint=dict(interval=every, save_best='mIoU', max_keep_ckpts=2)),
+        )
+    steps, least = math.ceil(steps), 12 if task == 'detection' else 30
+    epochs = max(least, min(100, math.ceil(2000 / steps)))
+    every, warm = max(1, epochs // 12), max(1, min(500, epochs * steps // 10))
+    warming = dict(type='LinearLR', start_factor=0.001, by_epoch=False, begin=0, end=warm)
+    if task == 'detection':
+        marks = [epochs * 2 // 3, epochs * 11 // 12]
+        falling = dict(type='MultiStepLR', by_epoch=True, begin=0, end=_Code('max_epochs'), milestones=marks, gamma=0.1)
+    else:
+        falling = dict(type='CosineAnnealingLR', by_epoch=True, begin=0, end=_Code('max_epochs'), eta_min_ratio=0.01)
+        falling.update(T_max=_Code('max_epochs'), convert_to_iter_based=True)
+    best = 'coco/bbox_mAP' if task == 'detection' else 'accuracy/top1'
+    return dict(
+        max_epochs=epochs,
+        train_cfg=dict(max_epochs=_Code('max_epochs'), val_interval=every),
+        param_scheduler=[warming, falling],
+        default_hooks=dict(checkpoint=dict(interval=every, save_best=best, max_keep_ckpts=2)),
+    )
+
+
+def _try(wish: Wish) -> Trial:
+    """One training step and one prediction, on images of the data; those of a detector made smaller."""
+    cfg, scope = Config.fromfile(str(wish.out)), TASKS[wish.task]
+    init_default_scope(scope)
+    source = Upstream(str(wish.out), cfg, scope)
+    try:
+        batches = []
+        for key, batch in (('train_dataloader', 2), ('val_dataloader', 1)):
+            loader = copy.deepcopy(cfg[key])
+            loader.update(batch_size=batch, num_workers=0, persistent_workers=False)
+            if scope == 'mmpretrain':
+                loader.setdefault('collate_fn', dict(type='default_collate'))
+            for step in loader.dataset.pipeline:
+                if scope == 'mmdet' and step.type == 'Resize':
+                    step.scale = tuple(max(32, side * 384 // max(384, *step.scale)) for side in step.scale)
+            batches.append(next(iter(Runner.build_dataloader(loader, seed=0))))
+    except Exception as error:  # transforms and data sets raise anything
+        raise RunError(f'{wish.out}: the data cannot be read: {printable(described(error))}') from error
+    size = source.image_size or (384, 384)
+    trial = try_model(source.model, source, size, cfg.optim_wrapper.to_dict(), (batches[0], batches[1]))
+    if trial.stops:
+        raise RunError(f'{wish.out}: {trial.stops}')
+    return trial

@@ -1,0 +1,367 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Each kind of data as people have it: what is read, what is drawn for validation, and what is refused in a line."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from mmlinattn.tooling.own_data import boxes, finding, labels
+from mmlinattn.utils.errors import RunError
+
+WIDTH, HEIGHT = 64, 48
+VOC = """<annotation><size><width>{w}</width><height>{h}</height></size>{objects}</annotation>"""
+OBJECT = """<object><name>{name}</name><difficult>{hard}</difficult><bndbox><xmin>{box[0]}</xmin><ymin>{box[1]}</ymin>
+<xmax>{box[2]}</xmax><ymax>{box[3]}</ymax></bndbox></object>"""
+
+
+def picture(path, pixels=None, **how):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(0).integers(0, 255, (HEIGHT, WIDTH, 3), np.uint8) if pixels is None else pixels
+    Image.fromarray(pixels).save(path, **how)
+    return path
+
+
+def text(path, content):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def voc(path, *objects, w=WIDTH, h=HEIGHT):
+    drawn = ''.join(OBJECT.format(name=name, box=box, hard=hard) for name, box, hard in objects)
+    text(path, VOC.format(w=w, h=h, objects=drawn))
+
+
+def coco(names, classes=('b', 'a'), **more):
+    images = [dict(id=10 + i, file_name=name, width=WIDTH, height=HEIGHT) for i, name in enumerate(names)]
+    annotations = [dict(image_id=image['id'], category_id=7, bbox=[4, 8, 20, 30], **more) for image in images]
+    categories = [dict(id=i, name=name) for i, name in zip((7, 3), classes)]
+    return dict(images=images, annotations=annotations, categories=categories)
+
+
+def read(root, kind=boxes.read_boxes, *more):
+    return kind(root, 0.25, 0, *more)
+
+
+def boxes_of(data, split='train'):
+    loaded = json.loads(data.annotations[split])
+    names = {category['id']: category['name'] for category in loaded['categories']}
+    files = {image['id']: image['file_name'] for image in loaded['images']}
+    return [(files[item['image_id']], names[item['category_id']], item['bbox']) for item in loaded['annotations']]
+
+
+def test_voc_as_it_lies(tmp_path):
+    for name in 'abcd':
+        picture(tmp_path / 'JPEGImages' / f'{name}.jpg')
+        voc(tmp_path / 'Annotations' / f'{name}.xml', ('wheel', (4, 8, 24, 38), 0), ('car', (5, 5, 5, 5), 0))
+    voc(
+        tmp_path / 'Annotations' / 'd.xml', ('car', (50, 10, 80, 20), 1), w=0, h=0
+    )  # beyond the edge; tools that write 0
+    text(tmp_path / 'ImageSets/Main/train.txt', 'a\nb\n')
+    text(tmp_path / 'ImageSets/Main/val.txt', 'c\n')
+    text(tmp_path / 'ImageSets/Main/trainval.txt', 'a\nb\nc\n')
+    text(tmp_path / 'ImageSets/Main/test.txt', 'd\n')
+    data = read(tmp_path)
+    assert (data.kind, data.classes) == ('VOC XML', ['car', 'wheel'])
+    assert {split: len(paths) for split, paths in data.images.items()} == dict(train=2, val=1, test=1)
+    assert boxes_of(data, 'val') == [('JPEGImages/c.jpg', 'wheel', [4, 8, 20, 30])]
+    assert boxes_of(data, 'test') == [('JPEGImages/d.jpg', 'car', [50, 10, 14, 10])]
+    assert json.loads(data.annotations['test'])['annotations'][0]['iscrowd'] == 1
+    assert any('3 boxes without area' in note for note in data.notes)
+
+
+def test_voc_beside_the_images_and_no_val(tmp_path):
+    for i in range(8):
+        picture(tmp_path / f'train{i}.png')  # a name of an image is no split
+        voc(tmp_path / f'train{i}.xml', ('wheel', (4, 8, 24, 38), 0))
+    data, again = read(tmp_path), read(tmp_path)
+    assert {split: len(paths) for split, paths in data.images.items()} == dict(train=6, val=2)
+    assert data.images == again.images and any('--seed 0' in note for note in data.notes)
+
+
+def yolo(root, line='1 0.5 0.5 0.25 0.5'):
+    for split, count in (('train', 3), ('val', 1)):
+        for i in range(count):
+            picture(root / 'images' / split / f'{i}.jpg')
+            text(root / 'labels' / split / f'{i}.txt', line + '\n')
+    (root / 'labels' / 'train' / '2.txt').unlink()
+
+
+@pytest.mark.parametrize(
+    'name, content',
+    [
+        ('data.yaml', 'train: images/train\nnames: [b, a]'),
+        ('data.yaml', 'names: {0: b, 1: a}'),
+        ('classes.txt', 'b\na\n'),
+    ],
+)
+def test_yolo(tmp_path, name, content):
+    yolo(tmp_path)
+    text(tmp_path / name, content)
+    data = read(tmp_path)
+    assert data.classes == ['b', 'a'] and len(data.images['train']) == 3
+    assert boxes_of(data) == [(f'images/train/{i}.jpg', 'a', [24, 12, 16, 24]) for i in (0, 1)]
+    assert '1 of 4 images have no object' in data.notes
+
+
+def test_yolo_of_turned_photographs_and_polygons(tmp_path):
+    """The numbers are shares of the image as it is shown, which is how it is trained on too."""
+    yolo(tmp_path, '0 0.25 0.25 0.75 0.25 0.75 0.5')
+    text(tmp_path / 'classes.txt', 'a')
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture(tmp_path / 'images/val/0.jpg', exif=exif)
+    assert boxes_of(read(tmp_path), 'val') == [('images/val/0.jpg', 'a', [12, 16, 24, 16])]
+
+
+def test_coco_in_two_files(tmp_path):
+    for split in ('train', 'val'):
+        for i in range(2):
+            picture(tmp_path / 'images' / split / f'{i}.jpg')
+        text(tmp_path / 'annotations' / f'instances_{split}2017.json', coco(['0.jpg', '1.jpg']))
+    text(tmp_path / 'annotations' / 'captions_train2017.json', dict(images=[], annotations=[]))
+    data = read(tmp_path)
+    assert data.classes == ['b', 'a'] and not data.masks  # in the order of the file
+    assert boxes_of(data) == [(f'images/train/{i}.jpg', 'b', [4, 8, 20, 30]) for i in range(2)]
+    assert "no box of class 'a'" in data.notes
+    assert json.loads(data.annotations['val'])['annotations'][0]['area'] == 600  # some exports say none
+
+
+def test_coco_in_one_file(tmp_path):
+    outline = dict(segmentation=[[4, 8, 24, 8, 24, 38]])
+    for i in range(4):
+        picture(tmp_path / f'{i}.jpg')
+    data = read(text(tmp_path / 'result.json', coco([f'{i}.jpg' for i in range(4)], **outline)))
+    assert data.masks and len(data.images['train']) == 3 and len(data.images['val']) == 1
+
+
+def test_links_are_followed(tmp_path):
+    yolo(tmp_path / 'elsewhere')
+    text(tmp_path / 'data' / 'classes.txt', 'b\na')
+    for name in ('images', 'labels'):
+        os.symlink(tmp_path / 'elsewhere' / name, tmp_path / 'data' / name)
+    assert len(boxes_of(read(tmp_path / 'data'))) == 2
+
+
+def _broken_json(root):
+    picture(root / '0.jpg')
+    text(root / 'train.json', '[1, 2')
+
+
+def _array(root):
+    picture(root / '0.jpg')
+    text(root / 'train.json', [])
+
+
+def _other_order(root):
+    for split, classes in (('train', 'ab'), ('val', 'ba')):
+        picture(root / split / '0.jpg')
+        text(root / f'{split}.json', coco(['0.jpg'], classes))
+
+
+def _missing_image(root):
+    picture(root / '0.jpg')
+    text(root / 'train.json', coco(['0.jpg', '1.jpg']))
+
+
+def _unknown_category(root):
+    picture(root / '0.jpg')
+    text(root / 'train.json', dict(coco(['0.jpg']), categories=[dict(id=1, name='a')]))
+
+
+def _wrong_size(root):
+    picture(root / '0.jpg')
+    voc(root / '0.xml', ('a', (1, 1, 9, 9), 0), w=HEIGHT, h=WIDTH)
+
+
+def _broken_xml(root):
+    picture(root / '0.jpg')
+    text(root / '0.xml', '<annotation><object>')
+
+
+def _no_names(root):
+    yolo(root)
+
+
+def _class_beyond(root):
+    yolo(root)
+    text(root / 'classes.txt', 'a')
+
+
+def _pixels(root):
+    yolo(root, '0 24 12 40 36')
+    text(root / 'classes.txt', 'a')
+
+
+def _no_boxes(root):
+    picture(root / '0.jpg')
+    text(root / 'classes.txt', 'a')
+
+
+@pytest.mark.parametrize(
+    'make, said',
+    [
+        (_broken_json, 'train.json is no JSON'),
+        (_array, 'train.json is no COCO data set'),
+        (_other_order, "val.json has the categories ['b', 'a']"),
+        (_missing_image, "train.json names the image '1.jpg'"),
+        (_unknown_category, 'train.json: annotation'),
+        (_wrong_size, '0.xml is of an image of 48x64'),
+        (_broken_xml, '0.xml cannot be read'),
+        (_no_names, 'write classes.txt'),
+        (_class_beyond, "0.txt, line 1: '1 0.5 0.5 0.25 0.5'; classes are 0 to 0"),
+        (_pixels, 'shares of the image'),
+        (_no_boxes, 'no box in it'),
+    ],
+)
+def test_boxes_that_are_refused(tmp_path, make, said):
+    make(tmp_path)
+    with pytest.raises(RunError, match='.') as error:
+        read(tmp_path)
+    assert said in str(error.value) and '\n' not in str(error.value)
+
+
+def masks(root, values, names=None, suffix='.png', **how):
+    for i in range(4):
+        picture(root / 'images' / f'{i}.jpg')
+        pixels = np.resize(np.array(values, how.pop('dtype', np.uint8)), (HEIGHT, WIDTH))
+        picture(root / 'masks' / f'{i}{suffix}', pixels, **how)
+    return read(root, labels.read_masks, names, root.parent / 'mine_labels')
+
+
+@pytest.mark.parametrize(
+    'values, names, classes, table',
+    [
+        ([0, 1], None, ['class_0', 'class_1'], {}),
+        ([0, 1, 2, 255], ['a', 'b', 'c'], ['a', 'b', 'c'], {}),
+        ([0, 255], None, ['background', 'foreground'], {0: 0, 255: 1}),
+        ([0, 128], ['road', 'rest'], ['road', 'rest'], {0: 0, 128: 1}),
+        ([0, 128, 255], ['a', 'b', 'c'], ['a', 'b', 'c'], {0: 0, 128: 1, 255: 2}),
+        ([0, 38, 75, 255], ['a', 'b', 'c'], ['a', 'b', 'c'], {0: 0, 38: 1, 75: 2, 255: 255}),
+        ([0, 3], ['a', 'b', 'c', 'd'], ['a', 'b', 'c', 'd'], {}),
+    ],
+)
+def test_what_values_of_label_images_mean(values, names, classes, table):
+    assert labels.meaning(values, names) == (classes, table)
+
+
+@pytest.mark.parametrize(
+    'values, names, said',
+    [
+        ([7], None, 'the value 7 alone'),
+        ([0, 1, 2, 3], ['a', 'b', 'c'], 'name every value in their order, the background too'),
+        ([0, 128, 255], None, 'give --classes'),
+        (list(range(0, 250, 5)), None, 'saved with loss'),
+    ],
+)
+def test_values_that_are_refused(values, names, said):
+    with pytest.raises(RunError, match=said):
+        labels.meaning(values, names)
+
+
+def test_masks_of_0_and_255_are_copied_as_labels(tmp_path):
+    data = masks(tmp_path / 'data', [0, 255, 255], suffix='_mask.png')
+    train = data.settings['train']
+    assert (train['img_suffix'], train['seg_map_suffix']) == ('.jpg', '_mask.png')
+    stem = data.annotations['train'].split()[0]
+    copy = Image.open(f'{train["data_prefix"]["seg_map_path"]}{stem}_mask.png')
+    assert np.unique(copy).tolist() == [0, 1] and data.classes == ['background', 'foreground']
+    assert sum(map(len, data.images.values())) == 4 and 'copied' in ' '.join(data.notes)
+
+
+def test_masks_as_mmsegmentation_reads_them_stay(tmp_path):
+    """A folder a split, or one below another; those without a label image are left out."""
+    for split, count in (('train', 3), ('val', 1)):
+        for i in range(count):
+            picture(tmp_path / split / 'images' / f'{i}.png')
+            picture(tmp_path / split / 'masks' / f'{i}.png', np.full((HEIGHT, WIDTH), i, np.uint8))
+    picture(tmp_path / 'val' / 'images' / '9.png')
+    data = read(tmp_path, labels.read_masks, ['a', 'b', 'c'], tmp_path / 'none')
+    assert data.annotations == dict(train='0\n1\n2\n', val='0\n') and not (tmp_path / 'none').exists()
+    assert data.settings['val']['data_prefix']['seg_map_path'] == f'{tmp_path}/val/masks/'
+    assert any('1 images' in note and 'left out' in note for note in data.notes)
+
+
+@pytest.mark.parametrize(
+    'how, said',
+    [
+        (dict(values=[0, 1], suffix='.jpg'), 'JPEG'),
+        (dict(values=np.eye(3)), 'has not the size'),
+        (dict(values=[[[0, 1, 2]]]), 'has colours'),
+    ],
+)
+def test_masks_that_are_refused(tmp_path, how, said):
+    values = np.array(how.pop('values'), np.uint8)
+    for i in range(3):
+        picture(tmp_path / 'images' / f'{i}.jpg')
+        shape = values.shape if values.shape == (3, 3) else (HEIGHT, WIDTH, *values.shape[2:])
+        picture(tmp_path / 'masks' / f'{i}{how.get("suffix", ".png")}', np.resize(values, shape))
+    with pytest.raises(RunError, match=said):
+        read(tmp_path, labels.read_masks, None, tmp_path / 'none')
+
+
+def folders(root, *counts):
+    for name, count in counts:
+        for i in range(count):
+            picture(root / name / f'{i} x.jpg')
+    return root
+
+
+def test_folders_of_one_level_are_divided_class_by_class(tmp_path):
+    data = read(folders(tmp_path, ('train', 8), ('bus', 4), ('one', 1)), labels.read_folders)  # a class of locomotives
+    assert data.classes == ['bus', 'one', 'train']
+    assert {split: len(paths) for split, paths in data.images.items()} == dict(train=10, val=3)
+    assert sorted(line.rsplit(' ', 1)[1] for line in data.annotations['val'].splitlines()) == ['0', '2', '2']
+    assert "no image of 'one' in val" in data.notes
+
+
+def test_labels_of_val_follow_train(tmp_path):
+    data = read(folders(tmp_path, ('train/a', 2), ('train/b', 2), ('val/b', 2)), labels.read_folders)
+    assert data.annotations['val'] == 'val/b/0 x.jpg 1\nval/b/1 x.jpg 1\n'
+
+
+@pytest.mark.parametrize(
+    'counts, said',
+    [
+        ([('train/a', 2), ('train/b', 2), ('val/c', 2)], "val has images of 'c', and train has none"),
+        ([('a', 4)], '1 class'),
+        ([], '2 are the least'),
+    ],
+)
+def test_folders_that_are_refused(tmp_path, counts, said):
+    with pytest.raises(RunError, match=said):
+        read(folders(tmp_path, *counts), labels.read_folders)
+
+
+@pytest.mark.parametrize(
+    'pixels, channels, expected',
+    [
+        (np.zeros((8, 9, 3), np.uint8), None, 3),
+        (np.zeros((8, 9), np.uint8), None, 3),
+        (np.zeros((8, 9), np.uint8), 1, 1),
+        (np.full((8, 9, 4), 255, np.uint8), None, 3),  # nothing is transparent
+        (np.zeros((8, 9, 4), np.uint8), None, 4),
+        (np.zeros((8, 9, 4), np.uint8), 3, 3),
+        (np.full((8, 9), 4000, np.uint16), None, 1),
+    ],
+)
+def test_channels(tmp_path, pixels, channels, expected):
+    form = finding.form_of([picture(tmp_path / 'a.png', pixels)], channels)
+    is_plain = expected == 3
+    assert (form.channels, form.width, form.height, form.mean is None) == (expected, 9, 8, is_plain)
+    assert is_plain or form.mean == [pixels.max()] * expected
+
+
+def test_images_of_several_forms(tmp_path):
+    paths = [
+        picture(tmp_path / 'a.png', np.zeros((8, 8), np.uint16)),
+        picture(tmp_path / 'b.png', np.zeros((8, 8, 3), np.uint8)),
+    ]
+    with pytest.raises(RunError, match='several forms'):
+        finding.form_of(paths)
+    text(tmp_path / 'c.png', 'no image')
+    with pytest.raises(RunError, match='c.png'):
+        finding.form_of([tmp_path / 'c.png'])

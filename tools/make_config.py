@@ -1,0 +1,64 @@
+#!/usr/bin/env python
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Write a config that trains a backbone of this project on a folder of your own images.
+
+    python tools/make_config.py data/mine --task detection --backbone ravlt_t --out mine.py
+
+DATA is, by task: COCO JSON, VOC XML or YOLO text files; images beside label images; a folder of images a class. The
+config inherits this project's, with your classes, image size, learning rate and schedule. It is tried on your images:
+one training step, one prediction. Annotation files for upstream's data sets are written beside it.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a checkout serves without being installed
+
+from mmlinattn.tooling.command_line import check_out_file, one_line_errors
+from mmlinattn.utils.errors import RunError
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('data', type=Path, help='folder, or a COCO file with its images beside')
+    parser.add_argument('--task', required=True, choices=['detection', 'segmentation', 'classification'])
+    parser.add_argument('--backbone', required=True, help="stem of this project's configs: ravlt_t, inline_swin_s")
+    parser.add_argument('--out', required=True, type=Path, metavar='CONFIG.py', help='config file to write')
+    parser.add_argument('--batch', type=int, help='images a step [detection 2, segmentation 4, classification 32]')
+    parser.add_argument('--size', type=int, help="longer side of detectors' images, side of crops [as the images are]")
+    parser.add_argument('--channels', type=int, help='of the images [as they are; grey ones of 8 bits are read as RGB]')
+    parser.add_argument('--classes', nargs='+', metavar='NAME', help='of label images, in the order of their values')
+    parser.add_argument('--val-fraction', type=float, default=0.2, help='drawn for validation if none is there [0.2]')
+    parser.add_argument('--seed', type=int, default=0, help='of that draw [0]')
+    parser.add_argument('--scratch', action='store_true', help='start without the released weights')
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
+    with one_line_errors():
+        for name, value, least in (
+            ('--batch', args.batch, 1),
+            ('--size', args.size, 32),
+            ('--channels', args.channels, 1),
+        ):
+            if value is not None and value < least:
+                raise RunError(f'{name} {value} has to be at least {least}.')
+        if not 0 < args.val_fraction < 1:
+            raise RunError(f'--val-fraction {args.val_fraction} has to be between 0 and 1.')
+        if args.out.suffix != '.py':
+            raise RunError(f'--out {str(args.out)!r} has to end with .py.')
+        if args.classes and args.task != 'segmentation':
+            raise RunError(f'--classes is for label images: {args.task} has the names in the data.')
+        from mmlinattn.tooling.own_data import Wish, make_config
+
+        check_out_file(args.out)
+        lines, trial = make_config(Wish(**vars(args)))
+    print('\n'.join(f'  {line}' for line in lines))
+    print(f'{args.out}: trained one step on your images (loss {trial.loss:.4g}) and predicted. Next:')
+    print(f'python tools/train.py {args.out}')
+
+
+if __name__ == '__main__':
+    main()
