@@ -100,11 +100,8 @@ def image_size(path: Path) -> tuple[int, int]:
         with Image.open(path) as image:
             is_turned = image.getexif().get(0x0112, 1) > 4  # EXIF's orientation
             return image.size[::-1] if is_turned else image.size
-    except Exception as error:  # Pillow's plugins raise anything at a broken file, and know no TIFF of many channels
-        pixels = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
-        if pixels is None:
-            raise RunError(f'{path} is no image that can be read: {described(error)}') from error
-        return pixels.shape[1], pixels.shape[0]
+    except Exception as error:  # Pillow's plugins raise anything at a broken file
+        raise RunError(f'{path} is no image that can be read: {described(error)}') from error
 
 
 class Form(NamedTuple):
@@ -132,7 +129,7 @@ def form_of(paths: list[Path], channels: Optional[int] = None) -> Form:
     for path in paths[:: -(-len(paths) // _NUM_READ)]:
         image = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
         if image is None:
-            raise RunError(f'{path} is no image that OpenCV can read.')
+            raise RunError(f'{path} is no image that OpenCV can read, which takes up to four channels.')
         image = image[..., None] if image.ndim == 2 else image
         if image.shape[2] == 4 and image.dtype == np.uint8 and (image[..., 3] == 255).all():
             image = image[..., :3]  # nothing is transparent
