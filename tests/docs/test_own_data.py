@@ -11,12 +11,13 @@ PAGE = (ROOT / 'docs' / 'own_data.md').read_text(encoding='utf-8')
 BLOCKS = dict(zip(('detection', 'segmentation', 'classification'), re.findall(r'```shell\n(.*?)```', PAGE, re.S)))
 # what makes a line take seconds; the commands and what they name stay
 FEWER = [
-    (r'--num-train \d+ --num-val \d+', '--num-train 24 --num-val 12 --size 64 64'),
+    (r'--num-train \d+ --num-val \d+', '--num-train 12 --num-val 3 --size 64 64'),
     (r'epoch_\d+', 'epoch_1'),
     (r'iter_\d+', 'iter_2'),
 ]
+PROPOSALS = ['model.train_cfg.rpn_proposal.max_per_img=20', 'model.test_cfg.rpn.max_per_img=20']
 SHORT = dict(
-    detection=['train_cfg.max_epochs=1', 'train_dataloader.dataset.indices=4'],
+    detection=['train_cfg.max_epochs=1', 'train_dataloader.dataset.indices=2', *PROPOSALS],
     segmentation=['train_cfg.max_iters=2', 'train_cfg.val_interval=2', 'default_hooks.checkpoint.interval=2'],
     classification=[
         'train_cfg.max_epochs=1',
@@ -36,17 +37,19 @@ def lines_of(task):
     for line in text.splitlines():
         python, tool, *args = shlex.split(line)
         assert (python, tool[:6]) == ('python', 'tools/')
-        options = ['--cfg-options', *SHORT[task]] if tool == 'tools/train.py' else []
+        short = dict(train=SHORT[task], test=PROPOSALS[1:] if task == 'detection' else []).get(tool[6:-3])
+        options = ['--cfg-options', *short] if short else ['--shape', '64', '64'] if 'export' in tool else []
         yield [str(ROOT / tool), *args, *options]
 
 
 @pytest.mark.slow
-def test_page_on_own_data(tmp_path):
-    jobs = {task: list(lines_of(task)) for task in BLOCKS}
+@pytest.mark.parametrize('task', list(BLOCKS))
+def test_page_on_own_data(tmp_path, task):
+    jobs = {str(number): [line] for number, line in enumerate(lines_of(task))}
     printed, errors = in_one_process(jobs, tmp_path)
-    for task in jobs:
-        assert not errors[task], printed[task][-6000:]
-        assert SAID[task] in printed[task] and 'trained one step on your images' in printed[task]
+    for name in jobs:
+        assert not errors[name], printed[name][-6000:]
+    assert SAID[task] in printed['3'] and 'trained one step on your images' in printed['1']
 
 
 @pytest.mark.slow

@@ -1,0 +1,142 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The config that is written for data of each kind; ``tests/docs/test_own_data.py`` trains with it."""
+
+import json
+
+import numpy as np
+import pytest
+from mmengine.config import Config
+from PIL import Image
+from tool_runs import in_this_process
+
+from mmlinattn.tooling.own_data import making
+from mmlinattn.utils.errors import RunError
+
+
+@pytest.fixture
+def untried(monkeypatch):
+    monkeypatch.setattr(making, '_try', lambda wish: None)
+
+
+def picture(path, shape, dtype=np.uint8, low=0, high=250):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.random.default_rng(0).integers(low, high, shape).astype(dtype)).save(path)
+
+
+def boxes(root, outline=(), shape=(480, 640, 3), **how):
+    images, annotations = [], []
+    for i in range(10):
+        picture(root / f'{i}.png', shape, **how)
+        images.append(dict(id=i, file_name=f'{i}.png', width=shape[1], height=shape[0]))
+        segmentation = dict(segmentation=[list(outline)]) if outline else {}
+        annotations.append(dict(id=i + 1, image_id=i, category_id=5, bbox=[2, 2, 20, 20], **segmentation))
+    data = dict(images=images, annotations=annotations, categories=[dict(id=5, name='cell'), dict(id=2, name='dust')])
+    (root / 'all.json').write_text(json.dumps(data))
+    return root
+
+
+def made(root, task, backbone, **more):
+    wish = making.Wish(root, task, backbone, root.parent / 'mine.py', **more)
+    lines, _ = making.make_config(wish)
+    return Config.fromfile(str(wish.out)), lines
+
+
+def heads(node):
+    """``num_classes`` of every part of a model."""
+    if isinstance(node, (list, tuple)):
+        return [count for item in node for count in heads(item)]
+    if not isinstance(node, dict):
+        return []
+    own = [value for key, value in node.items() if key == 'num_classes']
+    return own + [n for value in node.values() for n in heads(value)]
+
+
+@pytest.mark.parametrize(
+    'backbone, outline, kind, count',
+    [
+        ('ravlt_t', (), 'RetinaNet', 1),
+        ('ravlt_t', (2, 2, 22, 2, 22, 22), 'MaskRCNN', 2),
+        ('inline_pvt_t', (), 'FasterRCNN', 1),
+        ('inline_swin_t', (2, 2, 22, 2, 22, 22), 'CascadeRCNN', 4),
+        ('inline_swin_t', (), 'CascadeRCNN', 3),
+    ],
+)
+def test_detectors(tmp_path, untried, backbone, outline, kind, count):
+    cfg, _ = made(boxes(tmp_path / 'data', outline), 'detection', backbone, batch=4)
+    assert cfg.model.type == kind and heads(cfg.model.to_dict()) == [2] * count
+    assert 'SyncBN' not in str(cfg.model)
+    assert cfg.train_pipeline[2].scale == (640, 480)  # as the images are, not COCO's
+    assert cfg.train_dataloader.dataset.metainfo.classes == ('cell', 'dust')
+    rate = 2e-4 if 'pvt' in backbone else 1e-4  # of the recipe, for 16 images
+    assert cfg.optim_wrapper.optimizer.lr == pytest.approx(rate * 4 / 16) and cfg.auto_scale_lr.base_batch_size == 4
+    assert cfg.param_scheduler[0].end < 2 * cfg.max_epochs  # of 2 iterations; the recipe warms up for 500
+    assert cfg.val_evaluator.metric == (['bbox', 'segm'] if outline else 'bbox')
+    whole = backbone == 'ravlt_t'
+    assert (cfg.load_from is not None, cfg.model.backbone.get('init_cfg') is None) == (whole, whole)
+
+
+@pytest.mark.parametrize('shape, dtype', [((96, 128, 4), np.uint8), ((96, 128), np.uint16)])
+def test_other_channels_start_from_none_and_are_tried(tmp_path, shape, dtype):
+    """Built, trained for a step and asked for a prediction on the images themselves."""
+    cfg, lines = made(boxes(tmp_path / 'data', shape=shape, dtype=dtype), 'detection', 'flatten_pvt_v2_b1')
+    assert cfg.model.backbone.in_channels == (shape[2] if len(shape) > 2 else 1)
+    assert cfg.load_from is None and cfg.model.backbone.get('init_cfg') is None
+    assert cfg.optim_wrapper.optimizer.lr == 2e-4 and 'it learns from scratch' in ' '.join(lines)
+    assert cfg.model.data_preprocessor.mean == pytest.approx([125], abs=5)
+
+
+def test_segmentation_of_small_images(tmp_path, untried):
+    for i in range(6):
+        picture(tmp_path / 'data' / 'images' / f'{i}.png', (100, 130, 3))
+        picture(tmp_path / 'data' / 'masks' / f'{i}.png', (100, 130), high=2)
+    cfg, _ = made(tmp_path / 'data', 'segmentation', 'inline_swin_t', classes=['soil', 'root'])
+    assert heads(cfg.model.to_dict()) == [2, 2] and cfg.model.data_preprocessor.size == (96, 96)
+    assert cfg.max_iters == 4000 and cfg.param_scheduler[-1].end == 4000
+    assert cfg.model.backbone.init_cfg.checkpoint == 'mmlinattn://inline_swin_t'
+    assert 'reduce_zero_label' not in str(cfg.train_dataloader)
+
+
+def test_classification(tmp_path, untried):
+    for name in 'ab':
+        for i in range(5):
+            picture(tmp_path / 'data' / name / f'{i}.png', (40, 50, 3))
+    cfg, _ = made(tmp_path / 'data', 'classification', 'ravlt_t')
+    assert (cfg.model.head.num_classes, cfg.data_preprocessor.num_classes) == (2, 2)
+    assert cfg.val_evaluator.topk == (1,) and cfg.train_pipeline[1].scale == 224
+    small, _ = made(tmp_path / 'data', 'classification', 'ravlt_t', size=64, scratch=True)
+    assert small.train_pipeline[1].scale == 64 and small.load_from is None
+
+
+def test_what_is_refused(tmp_path, untried, capsys):
+    root = boxes(tmp_path / 'data')
+    with pytest.raises(
+        RunError, match="--backbone 'flatten_swin_b' has no config for detection; these have: .*ravlt_t"
+    ):
+        made(root, 'detection', 'flatten_swin_b')
+    with pytest.raises(RunError, match='is inside of DATA'):
+        making.make_config(making.Wish(root, 'detection', 'ravlt_t', root / 'mine.py'))
+    common = ['--task', 'detection', '--backbone', 'ravlt_t', '--out']
+    for args, said in (
+        ([root, *common, tmp_path / 'mine.yaml'], 'has to end with .py'),
+        ([root, *common, tmp_path / 'mine.py', '--batch', '0'], '--batch 0 has to be at least 1'),
+        ([root, *common, tmp_path / 'mine.py', '--val-fraction', '1'], '--val-fraction 1.0'),
+        ([root, *common, tmp_path / 'mine.py', '--classes', 'a'], '--classes is for label images'),
+        ([tmp_path / 'nowhere', *common, tmp_path / 'mine.py'], 'no such folder'),
+    ):
+        with pytest.raises(SystemExit):
+            in_this_process('make_config.py', *args)
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last.startswith('error: ') and said in last
+
+
+def test_data_that_does_not_load_is_one_line(tmp_path, monkeypatch):
+    root, values = boxes(tmp_path / 'data'), making._values
+
+    def lose(wish, data, *more):  # what was looked at a moment ago
+        for path in data.images['train']:
+            path.write_bytes(b'')
+        return values(wish, data, *more)
+
+    monkeypatch.setattr(making, '_values', lose)
+    with pytest.raises(RunError, match='mine.py: the data cannot be read: '):
+        made(root, 'detection', 'ravlt_t')
