@@ -21,9 +21,9 @@ NAMES = dict(
 CLASSES = dict(RBC='red cells', WBC='white cells', Platelets='platelets')
 PAGE = """# Real photographs
 
-Detectors learnt from scratch on [BCCD](https://github.com/Shenggan/BCCD_Dataset): 292 photographs of blood under a microscope (640x480
-pixels) to train on, its `trainval`, and 72 of `test`, with 4155 red cells, 372 white cells and 361 platelets in all. Two
-boxes have no area and are left out. The photographs are not part of this repository.
+Detectors learnt from scratch on [BCCD][1], blood under a microscope at 640x480 pixels: 292 photographs to train on (its
+`trainval`) and 72 of `test`, with 4155 red cells, 372 white cells and 361 platelets in all. Two boxes have no area and
+are left out. The photographs are not part of this repository.
 
 {table}
 
@@ -33,22 +33,22 @@ the machine had other work.{missing}
 
 ![Ground truth beside the predictions of RAVLT-T](images/real_images.png)
 
-Photographs of BCCD, copyright (c) 2017 shenggan, [MIT licence](https://github.com/Shenggan/BCCD_Dataset/blob/master/LICENSE); to the left the boxes of the data
-set, to the right those of {shown} at scores from 0.4.
+Photographs of BCCD, copyright (c) 2017 shenggan, [MIT licence][2]. To the left the boxes of the data set, to the right
+those of {shown} at scores from 0.4.
 
 ## What it shows
 
-That the backbones learn from photographs by the same recipe and with the same heads as MMDetection's own, by this
-project's tools, without a weight from elsewhere. It does not show which backbone is better: 8 epochs of 73 steps are
-few, nobody tuned the recipe for any of the backbones, 72 images and two seeds leave differences of a few points open, and
-with ImageNet weights, as one would train, the order may be another. How accurate trained models are is in the
+The backbones learn from photographs by the same recipe and with the same heads as MMDetection's own, by this project's
+tools, without a weight from elsewhere. It does not show which backbone is better: 8 epochs of 73 steps are few, nobody
+tuned the recipe for any of the backbones, 72 images and two seeds leave differences of a few points open, and with
+ImageNet weights, as one would train, the order may be another. How accurate trained models are is in the
 [tables](tables.md).
 
 ## The recipe
 
 RetinaNet on the maps of strides 8, 16 and 32, a pyramid of 128 channels, two convolutions in each head, anchors from 16
 pixels up. AdamW 2e-4, weight decay 0.05 except on norms, 4 images a step, warm-up of 50 steps, the rate divided by ten
-after epochs 6 and 7 of 8; flips; no stochastic depth; batch norms train. `projects/bccd/retinanet.py` is the config, and
+after epochs 6 and 7 of 8; flips; no stochastic depth; batch norms train. The config is `projects/bccd/retinanet.py`.
 
 <!-- needs: data, minutes -->
 
@@ -57,7 +57,10 @@ git clone https://github.com/Shenggan/BCCD_Dataset
 python -m projects.bccd BCCD_Dataset/BCCD --out work_dirs/bccd
 ```
 
-trains all rows, one after another; run again, it goes on where it stopped.
+This trains all rows, one after another; run again, it goes on where it stopped.
+
+[1]: https://github.com/Shenggan/BCCD_Dataset
+[2]: https://github.com/Shenggan/BCCD_Dataset/blob/master/LICENSE
 """
 
 

@@ -26,7 +26,7 @@ def read_folders(root: Path, fraction: float, seed: int) -> OwnData:
     """
     splits = {path: split_of(Path(path.name)) for path in sorted(root.iterdir()) if path.is_dir()}
     named = set(splits.values())
-    is_divided = 'train' in named and (named != {'train', None})  # else it is a class, of locomotives
+    is_divided = 'train' in named and named != {'train', None}  # else it is a class, of locomotives
     tops = {path: split for path, split in splits.items() if split} if is_divided else {root: None}
     items: list[tuple[Any, Optional[str]]] = []
     for top, split in tops.items():
@@ -59,16 +59,14 @@ def read_masks(root: Path, fraction: float, seed: int, names: Optional[list[str]
         RunError: There are none, they do not fit their images, or what their values mean is not clear.
     """
     pairs, notes = [], []
-    for images in (
-        Path(folder) for folder, *_ in sorted(os.walk(root, followlinks=True)) if Path(folder).name in _IMAGES
-    ):
-        masks = next((images.parent / name for name in _MASKS if (images.parent / name).is_dir()), None)
-        if masks:
+    for folder, inner, _ in sorted(os.walk(root, followlinks=True)):
+        images, masks = (
+            next((Path(folder, name) for name in names if name in inner), None) for names in (_IMAGES, _MASKS)
+        )
+        if images and masks:
             pairs += _pairs(images, masks, notes)
     if not pairs:
-        raise RunError(
-            f'DATA {str(root)!r} has no folder images beside masks (or labels, annotations) with files in both.'
-        )
+        raise RunError(f'DATA {str(root)!r} has no folder images beside masks (or labels, annotations).')
     values, is_plain = _values([pair.mask for pair in pairs])
     names = names or read_names(root, 'classes.txt', 'labelmap.txt')
     classes, table = meaning(values, names)
@@ -131,9 +129,8 @@ def _pairs(images: Path, masks: Path, notes: list[str]) -> list[_Pair]:
         raise RunError(f'{masks} has JPEG files, which change the numbers of pixels: label images have to be PNG.')
     if counts[ending] < len(stems):
         notes.append(f'{len(stems) - counts[ending]} images of {images} have no label image and are left out')
-    pairs = [
-        _Pair(images, masks, stem, (suffix, ending)) for stem, suffix in stems.items() if f'{stem}{ending}' in found
-    ]
+    both = {stem: suffix for stem, suffix in stems.items() if f'{stem}{ending}' in found}
+    pairs = [_Pair(images, masks, stem, (suffix, ending)) for stem, suffix in both.items()]
     for pair in pairs:
         size = image_size(pair.image)
         if image_size(pair.mask) != size:
@@ -150,9 +147,7 @@ def read_mask(path: Path) -> tuple[np.ndarray, bool]:
             raise RunError(f'{path} has colours: a label image has one number a pixel, that of its class, from 0.')
         pixels = pixels[..., 0]
     if pixels.min() < 0 or pixels.max() > 65535:
-        raise RunError(
-            f'{path} has values from {pixels.min()} to {pixels.max()}: labels are 0 to 254, and 255 is ignored.'
-        )
+        raise RunError(f'{path} has values from {pixels.min()} to {pixels.max()}: labels are 0 to 254.')
     return pixels.astype(np.uint16), mode in ('L', 'P', '1')
 
 

@@ -70,9 +70,8 @@ def make_config(wish: Wish) -> tuple[list[str], Trial]:
     if wish.task == 'detection':
         data = read_boxes(wish.data, wish.val_fraction, wish.seed)
     elif wish.task == 'segmentation':
-        data = read_masks(
-            wish.root, wish.val_fraction, wish.seed, wish.classes, wish.out.with_name(f'{wish.out.stem}_labels')
-        )
+        copies = wish.out.with_name(f'{wish.out.stem}_labels')
+        data = read_masks(wish.root, wish.val_fraction, wish.seed, wish.classes, copies)
     else:
         data = read_folders(wish.root, wish.val_fraction, wish.seed)
     form = form_of(data.images['train'], wish.channels)
@@ -83,22 +82,16 @@ def make_config(wish: Wish) -> tuple[list[str], Trial]:
         _file(wish, split).write_text(text, encoding='utf-8')
     counts = ', '.join(f'{len(paths)} of {split}' for split, paths in data.images.items())
     found = f'{data.kind}: {counts}; {len(data.classes)} classes: {", ".join(data.classes)}'
-    lines = [
-        f'# {printable(found)}. By tools/make_config.py of mmlinattn.',
-        f'_base_ = {f"mmlinattn::{base}.py"!r}',
-        '',
-    ]
-    text = '\n'.join(lines) + '\n' + ''.join(statement(key, value) for key, value in values.items())
-    wish.out.write_text(text, encoding='utf-8')
+    first = f'# {printable(found)}; by tools/make_config.py of mmlinattn\n_base_ = {f"mmlinattn::{base}.py"!r}\n\n'
+    said = ''.join(statement(key, value) for key, value in values.items())
+    wish.out.write_text(first + said, encoding='utf-8')
     return [found, *data.notes, *form.notes, *notes], _try(wish)
 
 
 def _base(wish: Wish, data: OwnData) -> str:
     """The config to inherit."""
-    order = (
-        ('maskrcnn_1x', 'cascade_3x', 'retinanet_1x') if data.masks else ('retinanet_1x', 'maskrcnn_1x', 'cascade_3x')
-    )
-    order = order if wish.task == 'detection' else ('fpn_80k', 'upernet_160k', 'in1k')
+    order = ['retinanet_1x', 'maskrcnn_1x', 'cascade_3x', 'fpn_80k', 'upernet_160k', 'in1k']
+    order = order[1:] + order[:1] if data.masks else order
     scope = TASKS[wish.task]
     there = {name: kinds for (name, other), kinds in recipes().items() if other == scope}
     kind = next((kind for kind in order if kind in there.get(wish.backbone, ())), None)
@@ -139,15 +132,14 @@ def _values(wish: Wish, data: OwnData, form: Form, cfg: Config, stem: str) -> tu
     weights = find_backbone(wish.backbone, TASKS[wish.task]).checkpoint
     is_scratch = wish.scratch or form.mean is not None or weights is None
     if is_scratch:
-        notes.append(
-            'it learns from scratch' + (': no weights of this backbone are released' if weights is None else '')
-        )
+        notes.append('it learns from scratch' + ': no weights of this backbone are released' * (weights is None))
     is_whole = not is_scratch and stem in released_checkpoints()
     if not is_scratch and not is_whole:
         model['backbone']['init_cfg'] = dict(type='Pretrained', checkpoint=weights)
     elif model['backbone'].get('init_cfg'):
         model['backbone']['init_cfg'] = None
-    values['load_from'] = f'mmlinattn://{stem}' if is_whole else None
+    if is_whole:
+        values['load_from'] = f'mmlinattn://{stem}'
 
     seen = dict(num_classes=len(data.classes)) if wish.task == 'classification' else {}
     if form.mean is not None and form.std is not None:
