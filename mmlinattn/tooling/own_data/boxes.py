@@ -66,7 +66,9 @@ def read_boxes(root: Path, fraction: float, seed: int) -> OwnData:
 
 def as_coco(photos: list[Photo], classes: list[str], root: Path) -> tuple[dict, int]:
     """A COCO data set of boxes cut to their images, and how many boxes without area were left out."""
-    images, annotations, flat = [], [], 0
+    images: list[dict] = []
+    annotations: list[dict] = []
+    flat = 0
     for number, photo in enumerate(photos, 1):
         width, height = photo.size
         images.append(dict(id=number, file_name=photo.path.relative_to(root).as_posix(), width=width, height=height))
@@ -165,7 +167,8 @@ def _yolo_photo(root: Path, path: Path, classes: list[str]) -> Photo:
     parts = list(path.relative_to(root).parts)
     if 'images' in parts:
         parts[len(parts) - 1 - parts[::-1].index('images')] = 'labels'
-    file, size, objects = root.joinpath(*parts).with_suffix('.txt'), image_size(path), []
+    file, size = root.joinpath(*parts).with_suffix('.txt'), image_size(path)
+    objects: list[tuple] = []
     for number, line in enumerate(file.read_text().splitlines() if file.is_file() else [], 1):
         label, *values = line.split() or ['']
         try:
@@ -206,7 +209,8 @@ def _coco(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list
         ids, names = [item.get('id') for item in coco['categories']], [item.get('name') for item in coco['categories']]
         if names != (classes or names) or len(set(names)) < len(names):
             raise RunError(f'{path} has the categories {names}: they have to be different, and in all files the same.')
-        folder, classes, objects = _folder(path, coco, root, here, split), names, {}
+        folder, classes = _folder(path, coco, root, here, split), names
+        objects: dict[Any, list[tuple]] = {}
         for item in coco['annotations']:
             box = item.get('bbox')
             if item.get('category_id') not in ids or not isinstance(box, list) or len(box) != 4:

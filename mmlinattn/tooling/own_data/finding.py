@@ -125,7 +125,8 @@ def form_of(paths: list[Path], channels: Optional[int] = None) -> Form:
     Raises:
         RunError: One cannot be read, or they are of several forms.
     """
-    sizes, kinds, pixels = [], {}, []
+    sizes, pixels = [], []
+    kinds: dict[tuple[int, str], Path] = {}
     for path in paths[:: -(-len(paths) // _NUM_READ)]:
         image = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
         if image is None:

@@ -58,13 +58,12 @@ def read_masks(root: Path, fraction: float, seed: int, names: Optional[list[str]
     Raises:
         RunError: There are none, they do not fit their images, or what their values mean is not clear.
     """
-    pairs, notes = [], []
-    for folder, inner, _ in sorted(os.walk(root, followlinks=True)):
-        images, masks = (
-            next((Path(folder, name) for name in names if name in inner), None) for names in (_IMAGES, _MASKS)
-        )
+    pairs: list[_Pair] = []
+    notes: list[str] = []
+    for top, inner, _ in sorted(os.walk(root, followlinks=True)):
+        images, masks = (next((name for name in known if name in inner), '') for known in (_IMAGES, _MASKS))
         if images and masks:
-            pairs += _pairs(images, masks, notes)
+            pairs += _pairs(Path(top, images), Path(top, masks), notes)
     if not pairs:
         raise RunError(f'DATA {str(root)!r} has no folder images beside masks (or labels, annotations).')
     values, is_plain = _values([pair.mask for pair in pairs])
@@ -78,7 +77,7 @@ def read_masks(root: Path, fraction: float, seed: int, names: Optional[list[str]
         notes.append(f'pixels of value {IGNORED} are ignored')
     if not names:
         notes.append(f'the classes have no names: give --classes, or write {root / "classes.txt"}, a name a line')
-    splits, said = divide([(pair, split_of(pair.image.parent.relative_to(root))) for pair in pairs], fraction, seed)
+    splits, more = divide([(pair, split_of(pair.image.parent.relative_to(root))) for pair in pairs], fraction, seed)
     settings, lists = {}, {}
     for split, chosen in splits.items():
         first = chosen[0]
@@ -98,7 +97,7 @@ def read_masks(root: Path, fraction: float, seed: int, names: Optional[list[str]
         settings[split] = dict(data_prefix=prefix, img_suffix=first.suffixes[0], seg_map_suffix=first.suffixes[1])
         lists[split] = ''.join(f'{pair.stem}\n' for pair in chosen)
     used = {split: [pair.image for pair in chosen] for split, chosen in splits.items()}
-    return OwnData('label images', classes, used, lists, settings, notes + said)
+    return OwnData('label images', classes, used, lists, settings, notes + more)
 
 
 class _Pair(NamedTuple):
@@ -153,7 +152,8 @@ def read_mask(path: Path) -> tuple[np.ndarray, bool]:
 
 def _values(masks: list[Path]) -> tuple[list[int], bool]:
     """All values of the label images, and whether MMSegmentation reads all of them."""
-    values, is_plain = set(), True
+    values: set[int] = set()
+    is_plain = True
     for path in masks:
         pixels, plain = read_mask(path)
         here, is_plain = set(np.unique(pixels).tolist()), is_plain and plain

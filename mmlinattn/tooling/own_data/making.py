@@ -64,7 +64,7 @@ def make_config(wish: Wish) -> tuple[list[str], Trial]:
     """
     if not wish.data.exists():
         raise RunError(f'DATA {str(wish.data)!r}: no such folder.')
-    wish = wish._replace(data=wish.data.resolve(), out=wish.out.resolve(), batch=wish.batch or _BATCH[wish.task])
+    wish = wish._replace(data=wish.data.resolve(), out=wish.out.resolve())
     if wish.data in wish.out.parents:
         raise RunError(f'--out {str(wish.out)!r} is inside of DATA: write it beside, as annotation files go with it.')
     if wish.task == 'detection':
@@ -123,7 +123,9 @@ def _fitted(node: Any, num_classes: int) -> Any:
 
 def _values(wish: Wish, data: OwnData, form: Form, cfg: Config, stem: str) -> tuple[dict[str, Any], list[str]]:
     """What the config says, name -> value, and what its owner is to know of it."""
-    whole, notes, values = cfg.to_dict(), [], {'metainfo': dict(classes=tuple(data.classes))}
+    whole, batch = cfg.to_dict(), wish.batch or _BATCH[wish.task]
+    notes: list[str] = []
+    values: dict[str, Any] = dict(metainfo=dict(classes=tuple(data.classes)))
     model = _fitted(whole['model'], len(data.classes))
     if model.get('roi_head') and not data.masks:
         model['type'] = model['type'].replace('MaskRCNN', 'FasterRCNN')
@@ -141,7 +143,7 @@ def _values(wish: Wish, data: OwnData, form: Form, cfg: Config, stem: str) -> tu
     if is_whole:
         values['load_from'] = f'mmlinattn://{stem}'
 
-    seen = dict(num_classes=len(data.classes)) if wish.task == 'classification' else {}
+    seen: dict[str, Any] = dict(num_classes=len(data.classes)) if wish.task == 'classification' else {}
     if form.mean is not None and form.std is not None:
         model['backbone']['in_channels'] = form.channels
         mean, std = form.mean, form.std
@@ -160,13 +162,13 @@ def _values(wish: Wish, data: OwnData, form: Form, cfg: Config, stem: str) -> tu
 
     kind = {'segmentation': 'BaseSegDataset', 'classification': 'CustomDataset'}.get(wish.task)
     for split in data.images:
-        values[f'{split}_dataloader'] = loader = dict(num_workers=2)
-        dataset = dict(_delete_=True, type=kind) if kind else {}
+        values[f'{split}_dataloader'] = loader = dict[str, Any](num_workers=2)
+        dataset: dict[str, Any] = dict(_delete_=True, type=kind) if kind else {}
         dataset.update(data_root=f'{wish.root}/', metainfo=_Code('metainfo'), ann_file=str(_file(wish, split)))
         dataset.update(data.settings[split], pipeline=_Code('train_pipeline' if split == 'train' else 'test_pipeline'))
         loader['dataset'] = dataset
         if split == 'train' or wish.task == 'classification':
-            loader['batch_size'] = wish.batch
+            loader['batch_size'] = batch
         if split == 'train':
             continue
         if wish.task == 'detection':
@@ -183,35 +185,37 @@ def _values(wish: Wish, data: OwnData, form: Form, cfg: Config, stem: str) -> tu
 
     given = cfg.optim_wrapper.optimizer.lr
     base_batch = (cfg.get('auto_scale_lr') or {}).get('base_batch_size', 16)
-    rate = _FROM_SCRATCH if is_scratch else float(f'{given * wish.batch / base_batch:.2g}')
+    rate = _FROM_SCRATCH if is_scratch else float(f'{given * batch / base_batch:.2g}')
     values['optim_wrapper'] = dict(optimizer=dict(lr=rate))
-    values['auto_scale_lr'] = dict(base_batch_size=wish.batch)
-    values.update(_schedule(wish.task, len(data.images['train']) / wish.batch, cfg))
+    values['auto_scale_lr'] = dict(base_batch_size=batch)
+    values.update(_schedule(wish.task, len(data.images['train']) / batch, cfg))
     said = '' if is_scratch else f" (the recipe's {given:g} is for {base_batch})"
-    notes.append(f'learning rate {rate:g} for {wish.batch} images a step{said}')
+    notes.append(f'learning rate {rate:g} for {batch} images a step{said}')
     return values, notes
 
 
 def _pipelines(wish: Wish, data: OwnData, form: Form, cfg: Config) -> tuple[Any, Any, int]:
     """Transforms of training and test, and the side of the images in training."""
-    loading = dict(type='LoadImageFromFile')
+    loading: dict[str, Any] = dict(type='LoadImageFromFile')
     if form.mean is not None:
         loading.update(color_type='unchanged', to_float32=True)
-    flip = dict(type='RandomFlip', prob=0.5)
+    flip: dict[str, Any] = dict(type='RandomFlip', prob=0.5)
     long, short = max(form.width, form.height), min(form.width, form.height)
     if wish.task == 'detection':
         shrink = wish.size / long if wish.size else min(1, 1333 / long, 800 / short)
-        resize = dict(type='Resize', scale=(round(long * shrink), round(short * shrink)), keep_ratio=True)
+        scale = (round(long * shrink), round(short * shrink))
+        resize = dict(type='Resize', scale=scale, keep_ratio=True)
         drawn = dict(type='LoadAnnotations', with_bbox=True, **(dict(with_mask=True) if data.masks else {}))
         keys = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor')
         train = [loading, drawn, resize, flip, dict(type='PackDetInputs')]
-        return train, [loading, resize, drawn, dict(type='PackDetInputs', meta_keys=keys)], max(resize['scale'])
+        return train, [loading, resize, drawn, dict(type='PackDetInputs', meta_keys=keys)], max(scale)
     if wish.task == 'segmentation':
         side = wish.size or max(32, min(512, short // 32 * 32))
         drawn, pack = dict(type='LoadAnnotations'), dict(type='PackSegInputs')
         whole = [dict(type='Resize', scale=(2048, 1024), keep_ratio=True)] if long > 2048 else []
-        scale = whole[0]['scale'] if whole else (long, short)
-        zoom = dict(type='RandomResize', scale=scale, ratio_range=(0.5, 2.0), keep_ratio=True)
+        zoom = dict(
+            type='RandomResize', scale=(2048, 1024) if whole else (long, short), ratio_range=(0.5, 2.0), keep_ratio=True
+        )
         crop = dict(type='RandomCrop', crop_size=(side, side), cat_max_ratio=0.75)
         colours = [dict(type='PhotoMetricDistortion')] if form.mean is None else []
         return [loading, drawn, zoom, crop, flip, *colours, pack], [loading, *whole, drawn, pack], side
