@@ -38,7 +38,7 @@ def lines_of(task):
         python, tool, *args = shlex.split(line)
         assert (python, tool[:6]) == ('python', 'tools/')
         short = dict(train=SHORT[task], test=PROPOSALS[1:] if task == 'detection' else []).get(tool[6:-3])
-        options = ['--cfg-options', *short] if short else ['--shape', '64', '64'] if 'export' in tool else []
+        options = ['--cfg-options', *short] if short else []
         yield [str(ROOT / tool), *args, *options]
 
 

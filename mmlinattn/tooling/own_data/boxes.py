@@ -43,6 +43,10 @@ def read_boxes(root: Path, fraction: float, seed: int) -> OwnData:
             f'DATA {str(root)!r}: no box in it. Boxes are looked for in COCO JSON, VOC XML and labels/NAME.txt.'
         )
     splits, notes = divide(photos, fraction, seed)
+    for split in [split for split, chosen in splits.items() if not any(photo.objects for photo in chosen)]:
+        if split != 'test':
+            raise RunError(f'none of the {len(splits[split])} images of {split} has a box.')
+        notes.append(f'the {len(splits.pop(split))} images of test have no boxes: val is tested on')
     written = {split: as_coco(chosen, classes, root) for split, chosen in splits.items()}
     flat = sum(count for _, count in written.values())
     empty = sum(not photo.objects for photo, _ in photos)
@@ -232,8 +236,8 @@ def _loaded(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise RunError(f'{path} is no JSON: {error}') from error
     for key in ('images', 'annotations', 'categories'):
-        if not isinstance(coco, dict) or not isinstance(coco.get(key), list) or not coco[key]:
-            raise RunError(f'{path} is no COCO data set with boxes: it has no {key}.')
+        if not isinstance(coco, dict) or not isinstance(coco.get(key), list) or not (coco[key] or key == 'annotations'):
+            raise RunError(f'{path} is no COCO data set: it has no {key}.')
     return coco
 
 

@@ -138,6 +138,17 @@ def test_coco_in_one_file(tmp_path):
     assert data.masks and len(data.images['train']) == 3 and len(data.images['val']) == 1
 
 
+def test_splits_without_boxes(tmp_path):
+    yolo(tmp_path)
+    text(tmp_path / 'classes.txt', 'b\na')
+    picture(tmp_path / 'images' / 'test' / '0.jpg')
+    data = read(tmp_path)
+    assert list(data.images) == ['train', 'val'] and any('val is tested on' in note for note in data.notes)
+    (tmp_path / 'labels' / 'val' / '0.txt').unlink()
+    with pytest.raises(RunError, match='none of the 1 images of val has a box'):
+        read(tmp_path)
+
+
 def test_links_are_followed(tmp_path):
     yolo(tmp_path / 'elsewhere')
     text(tmp_path / 'data' / 'classes.txt', 'b\na')
