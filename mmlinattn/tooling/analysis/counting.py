@@ -7,11 +7,11 @@ Works on real and on meta tensors; on the latter nothing is computed and nothing
 import contextlib
 import weakref
 from collections import Counter
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -43,7 +43,7 @@ class Count(TorchDispatchMode):
     """Counts while it is entered; attributes to the modules of ``model`` by name.
 
     The formulas are those of ``torch.utils.flop_counter``. Its ``FlopCounterMode`` itself does not serve: it does not
-    tell linear layers from attention products, knows no memory, and puts hooks on modules (see ``_called_by_name``).
+    tell linear layers from attention products, and knows no memory.
 
     Args:
         model (nn.Module): Its sub-modules' names are what operations are counted under.
@@ -68,7 +68,16 @@ class Count(TorchDispatchMode):
         self._stack = contextlib.ExitStack()
 
     def __enter__(self):
-        self._stack.enter_context(mock.patch.object(nn.Module, '__call__', self._called_by_name()))
+        names = {id(module): name for name, module in self.model.named_modules()}
+
+        def enter(module, args):
+            self._names.append(names.get(id(module), self._names[-1]))
+
+        def leave(module, args, out):
+            self._names.pop()
+
+        self._stack.callback(register_module_forward_pre_hook(enter).remove)
+        self._stack.callback(register_module_forward_hook(leave, always_call=True).remove)
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             self._seen.add(tensor.untyped_storage()._cdata)
         self._stack.enter_context(_Functions(self))
@@ -77,23 +86,6 @@ class Count(TorchDispatchMode):
     def __exit__(self, *error):
         super().__exit__(*error)
         return self._stack.__exit__(*error)
-
-    def _called_by_name(self):
-        """``nn.Module.__call__`` that keeps account of whose call it is. Not by hooks: layers with hooks are called as
-        they are, where others may be cut to what is needed of them."""
-        names = {id(module): name for name, module in self.model.named_modules()}
-        call = nn.Module.__call__
-
-        def named(module, *args, **kwargs):
-            if id(module) not in names:
-                return call(module, *args, **kwargs)
-            self._names.append(names[id(module)])
-            try:
-                return call(module, *args, **kwargs)
-            finally:
-                self._names.pop()
-
-        return named
 
     def add(self, kind: str, macs: int) -> None:
         self.macs[self._names[-1], kind] += macs
@@ -142,8 +134,11 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is F.linear:
-            with mock.patch.object(self.count, 'kind_of_product', LINEAR):
+            kind, self.count.kind_of_product = self.count.kind_of_product, LINEAR
+            try:
                 return func(*args, **kwargs)
+            finally:
+                self.count.kind_of_product = kind
         if func not in (F.scaled_dot_product_attention, hallucinated_attention):
             return func(*args, **kwargs)
         q, k, v = args[:3]

@@ -17,7 +17,7 @@ from ...utils.errors import RunError, described, printable
 from ..class_names import class_names
 from ..images import is_8_bit, preprocessor
 from .formats import FORMATS
-from .replacements import replace_modules, strided_pools
+from .replacements import StridedPools, replace_modules
 
 SMALLEST = 32  # pixels a side, as the backbones take them
 TOLERANCE = 1e-3  # standard deviations of an output; a graph that is wrong at a size is off by 0.3 and more
@@ -103,7 +103,7 @@ class ExportableModel(nn.Module):
     @serves_ones
     def forward(self, image: Tensor):
         if self.task == 'detector':
-            with strided_pools():
+            with StridedPools():
                 return tuple(self.model.extract_feat(image))
         logits = self.model(image, mode='tensor')
         if self.task == 'classifier':

@@ -1,36 +1,41 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Parts of upstream heads whose graphs would hold for one size only, and such that compute the same at all."""
 
-from contextlib import contextmanager
+import inspect
 from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ...ops.sizes import as_tensor
 
 
-@contextmanager
-def strided_pools():
+class StridedPools(TorchFunctionMode):
     """A context in which max pools of one pixel, the last levels of MMDetection's FPN, are slices.
 
     The shape of a pool's result PyTorch's exporter works out by asking whether the size is divided by the stride, and
     writes the answer into the graph.
     """
-    pool = F.max_pool2d
 
-    def max_pool2d(x: Tensor, kernel_size, stride=None, *more, **options) -> Tensor:
-        if kernel_size != 1 or stride is None or more or options:
-            return pool(x, kernel_size, stride, *more, **options)
-        rows, columns = (stride, stride) if isinstance(stride, int) else stride
-        return x[..., ::rows, ::columns]
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in (F.max_pool2d, torch.max_pool2d):
+            given = inspect.signature(_pool).bind(*args, **kwargs).arguments
+            plain = not (given.get('padding') or given.get('return_indices')) and given.get('dilation', 1) in (
+                1,
+                (1, 1),
+            )
+            if given['kernel_size'] in (1, (1, 1)) and given.get('stride') and plain:
+                stride = given['stride']
+                rows, columns = (stride, stride) if isinstance(stride, int) else stride
+                return given['input'][..., ::rows, ::columns]
+        return func(*args, **kwargs)
 
-    F.max_pool2d = max_pool2d  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        F.max_pool2d = pool
+
+def _pool(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False):
+    """The arguments of PyTorch's max pool."""
 
 
 class BinMeans(nn.Module):

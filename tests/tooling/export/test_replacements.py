@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.export import Dim
 
-from mmlinattn.tooling.export.replacements import BinMeans, replace_modules, strided_pools
+from mmlinattn.tooling.export.replacements import BinMeans, StridedPools, replace_modules
 
 
 @pytest.mark.parametrize('bins', [(1, 1), (2, 2), (3, 3), (6, 6), (2, 5)], ids=str)
@@ -37,7 +37,7 @@ class LastLevel(nn.Module):
     """As MMDetection's FPN makes it."""
 
     def forward(self, x):
-        with strided_pools():
+        with StridedPools():
             return F.max_pool2d(x, 1, stride=2)
 
 
@@ -53,7 +53,7 @@ def test_slices_are_of_pools_of_one_pixel_alone_and_end_with_the_context():
     x, pool = torch.randn(1, 2, 9, 8), F.max_pool2d
     calls = [(1, 3), (1, (2, 3)), (3, 2), (3, 2, 1), (1,)]
     expected = [pool(x, *args) for args in calls]
-    with pytest.raises(ValueError, match='of the model'), strided_pools():
+    with pytest.raises(ValueError, match='of the model'), StridedPools():
         assert all(torch.equal(F.max_pool2d(x, *args), truth) for args, truth in zip(calls, expected))
         assert F.max_pool2d(x, 1, 3, ceil_mode=True).shape == pool(x, 1, 3, ceil_mode=True).shape
         values, places = F.max_pool2d(x, 1, 2, return_indices=True)
