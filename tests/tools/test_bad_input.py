@@ -97,6 +97,7 @@ FILES = {
 
 TRAIN, TEST = 'train.py {mmpretrain} --data-root imagenet --work-dir work', 'test.py {mmpretrain}'
 TESTED = '--data-root imagenet --work-dir work'
+METAINFO = 'train_dataloader.dataset.metainfo.classes'
 DEMO, EXPORT = 'demo.py photo.png {mmpretrain}', 'export.py {mmpretrain} none --format'
 INSPECT = 'analysis_tools/inspect_attention.py {mmpretrain}'
 LOOK = f'{INSPECT} none photo.png --out out --what locality --num-queries 4'
@@ -176,7 +177,16 @@ ROWS = [
         '--cfg-options custom_hooks.CheckpointMatchHook.left_out=head.fc',
         slow=True,
     ),
+    # data
+    bad(f'{TRAIN} --cfg-options {METAINFO}=disc', "metainfo.classes = 'disc' is a text"),
+    bad(
+        f'train.py {{mmdet}} --data-root coco --work-dir work --cfg-options {METAINFO}=[heart,cross,star,square,disc]',
+        'coco/annotations/instances_train2017.json, not that of metainfo.classes',
+        "Write classes=('disc', 'square', 'star', 'cross', 'heart')",
+        slow=True,
+    ),
     # arguments
+    bad('test.py {mmdet} empty.pth --out-item metrics', '--out-item metrics: --out has to name the file to write'),
     bad('test.py {mmdet} empty.pth --out x.txt', "--out 'x.txt' has to end with .pkl or .pickle."),
     bad('test.py {mmdet} empty.pth --out x --out-item metrics', "--out 'x' has to end with .pkl or .pickle or .json."),
     bad('test.py {mmdet} empty.pth --interval 0', '--interval 0 has to be at least 1.'),

@@ -188,14 +188,14 @@ def read_samples(dataset: Any) -> Samples:
 def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_training: bool) -> Iterator[Finding]:
     """That the heads have an output for each label, and that there is something to learn."""
     classes, heads = classes_of(dataset), heads_of(model)
-    advice = 'Set num_classes of the head, or metainfo.classes of the data set to those that count.'
+    advice = 'Set num_classes of the {}, or metainfo.classes of the data set to those that count.'
     for label, path in sorted(samples.labels.items()):
         for head, count in heads.items():
             if not 0 <= label < count and head not in ('decode_head', 'auxiliary_head'):
                 name = f' ({classes[label]})' if 0 <= label < len(classes) else ''
                 yield Finding(
-                    f'{key}: num_classes = {count} of the {head} is too small for the data: {path} has label '
-                    f'{label}{name}, and the data set {len(classes)} classes. {advice}'
+                    f'{key}: num_classes = {count} of the head is too small for the data: {path} has label '
+                    f'{label}{name}, and the data set {len(classes)} classes. {advice.format(head)}'
                 )
                 return
     if not is_training or not classes:
@@ -203,8 +203,8 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
     for head, count in heads.items():
         if head == 'decode_head' and count < len(classes):
             yield Finding(
-                f'{key}: num_classes = {count} of the {head} is too small for the {len(classes)} classes of the data. '
-                f'{advice}'
+                f'{key}: num_classes = {count} of the head is too small for the {len(classes)} classes of the data. '
+                f'{advice.format(head)}'
             )
         elif count > len(classes):
             yield Finding(

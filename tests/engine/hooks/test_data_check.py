@@ -300,16 +300,14 @@ def test_a_label_beyond_the_head(look, head, name, info):
     assert look(made, train=[Data(good, classes=['a', 'b'])])[0] == ''
     for stage in ('train', 'val'):
         line, _ = look(made, **{stage: [Data(good, dict(info, img_path='a.jpg'), classes=['a', 'b', 'c'])]})
-        text = f'num_classes = 2 of the {name} is too small for the data: a.jpg has label 2 (c), and the '
-        assert line.startswith(f'{stage}_dataloader: {text}')
+        text = 'num_classes = 2 of the head is too small for the data: a.jpg has label 2 (c), and the '
+        assert line.startswith(f'{stage}_dataloader: {text}') and f'Set num_classes of the {name}, or' in line
 
 
 def test_segmentors_are_compared_by_names(look):
     three, four = [Data(0, classes=list('abc'))], [Data(0, classes=list('abcd'))]
     assert look(model(decode_head=3), train=three) == ('', [])
-    assert (
-        'num_classes = 3 of the decode_head is too small for the 4 classes' in look(model(decode_head=3), train=four)[0]
-    )
+    assert 'num_classes = 3 of the head is too small for the 4 classes' in look(model(decode_head=3), train=four)[0]
     assert (
         'num_classes = 4 of the decode_head is more than the 3 classes' in look(model(decode_head=4), train=three)[1][0]
     )
