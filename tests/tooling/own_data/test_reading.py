@@ -3,10 +3,12 @@
 
 import json
 import os
+import re
 
 import numpy as np
 import pytest
 from PIL import Image
+from tool_runs import ROOT
 
 from mmlinattn.tooling.own_data import boxes, finding, labels
 from mmlinattn.utils.errors import RunError
@@ -51,6 +53,42 @@ def boxes_of(data, split='train'):
     names = {category['id']: category['name'] for category in loaded['categories']}
     files = {image['id']: image['file_name'] for image in loaded['images']}
     return [(files[item['image_id']], names[item['category_id']], item['bbox']) for item in loaded['annotations']]
+
+
+def layouts():
+    """Those of the page: task, name, paths."""
+    page = (ROOT / 'docs' / 'own_data.md').read_text(encoding='utf-8')
+    for kind, block in zip(
+        (boxes.read_boxes, labels.read_masks, labels.read_folders), re.findall('```text\n(.*?)```', page, re.S)
+    ):
+        for name, lines in re.findall(r'^(\S.*)\n((?:  .*\n)+)', block, re.M):
+            paths = []
+            for word in lines.split():
+                inside = re.search(r'\{(.*)\}', word)
+                paths += [word.replace(inside[0], each) for each in inside[1].split(',')] if inside else [word]
+            yield pytest.param(kind, paths, id=name)
+
+
+@pytest.mark.parametrize('kind, paths', list(layouts()))
+def test_layouts_of_the_page(tmp_path, kind, paths):
+    pictures = [path for path in paths if path.endswith('.jpg')]
+    for path in paths:
+        file, stem = tmp_path / path, path.rpartition('/')[2].partition('.')[0]
+        if path.endswith('.jpg'):
+            picture(file)
+        elif path.endswith('.png'):
+            picture(file, np.resize(np.array([0, 1], np.uint8), (HEIGHT, WIDTH)))
+        elif path.endswith('.json'):
+            text(file, coco([name for name in pictures if stem in (*name.split('/'), 'result')]))
+        elif path.endswith('.xml'):
+            voc(file, ('a', (4, 8, 24, 38), 0))
+        elif path.endswith('.yaml'):
+            text(file, 'names: [b, a]')
+        else:
+            text(file, dict(classes='b\na', train='a\nb', val='c').get(stem, '1 0.5 0.5 0.25 0.5'))
+    more = (None, tmp_path / 'copies') if kind is labels.read_masks else ()
+    data = read(tmp_path, kind, *more)
+    assert [len(data.images[split]) for split in ('train', 'val')] in ([2, 1], [4, 2])
 
 
 def test_voc_as_it_lies(tmp_path):
