@@ -70,5 +70,5 @@ def forward(model, x):
             hidden = hidden + F.conv2d(hidden, dwconv.weight, dwconv.bias, padding=1, groups=hidden.shape[1])
             x = x + block.gamma2[:, None, None] * pointwise(hidden, block.ffn.fc2)
         if i in model.out_indices:
-            outs.append(layer_norm(x, model.out_norms[str(i)]) if model.out_norm else x)
+            outs.append(model.out_norms[str(i)](x) if model.out_norm else x)
     return tuple(outs)

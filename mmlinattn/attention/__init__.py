@@ -1,13 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+from ..ops.grid import Grid
 from .angular import AngularMixer
-from .arrangements import MapWindows, ReducedAttention, StripeAttention, WindowAttention
-from .base import TOKEN_MIXERS, Attention, GlobalAttention, Grid, TokenMixer, get_mixer
+from .arrangements import ReducedAttention, StripeAttention, WindowAttention
+from .base import Attention, GlobalAttention, ReducedKeysAttention
+from .context import MapWindows, StageContext
 from .efficient import EfficientMixer
 from .enhanced import EnhancedMixer
 from .focused import FocusedMixer
 from .hallucinated import HallucinatedMixer
 from .hydra import HydraMixer
 from .inline import InLineMixer
+from .mixer import TOKEN_MIXERS, TokenMixer, get_mixer
 from .rala import RALAMixer
 from .softmax import SoftmaxMixer
 from .windows import Windows
@@ -27,7 +30,9 @@ __all__ = [
     'InLineMixer',
     'RALAMixer',
     'ReducedAttention',
+    'ReducedKeysAttention',
     'SoftmaxMixer',
+    'StageContext',
     'StripeAttention',
     'TokenMixer',
     'WindowAttention',

@@ -5,7 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from .base import TOKEN_MIXERS, TokenMixer, add_local
+from ..ops.grid import on_grid
+from .mixer import TOKEN_MIXERS, TokenMixer
 
 CONVS = ('grid', 'sequence', None)
 
@@ -55,14 +56,13 @@ class AngularMixer(TokenMixer):
     def forward(self, q, k, v, grid, key_grid, mask=None, **_) -> Tensor:
         out = ops.angular_attention(q, k, v, self.num_heads, mask, self.form == 'released', self.unit_output)
         if self.conv == 'grid':
-            return add_local(out, v, self.convolved, key_grid)
+            return out + on_grid(self.convolved, v, key_grid)
         return out if self.conv is None else out + self.convolved(v.transpose(1, 2).unsqueeze(-1))[..., 0].mT
 
-    def convolved(self, image: Tensor, onto: Optional[Tensor] = None) -> Tensor:
-        """(B, C, h, w), all channels of a head by its kernel, added ``onto`` a map."""
+    def convolved(self, image: Tensor) -> Tensor:
+        """(B, C, h, w), all channels of a head by its kernel."""
         weight = self.dconv.weight.repeat_interleave(self.head_dim, dim=0)
-        local = F.conv2d(image, weight, padding=self.dconv.padding, groups=self.dim)
-        return local if onto is None else onto + local
+        return F.conv2d(image, weight, padding=self.dconv.padding, groups=self.dim)
 
     def local_kernels(self, context=None):
         return (

@@ -1,9 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """How hosts lay tokens around an attention. All take and give (B, H, W, C) maps; none knows a method."""
 
-import itertools
-import math
-from collections.abc import Iterable
 from typing import Optional, Union
 
 import torch
@@ -12,17 +9,14 @@ from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
-from ..layers.linear import Projected, apply_linear
-from ..layers.patch_embed import strided_conv
-from ..ops import dispatch
-from ..ops.softmax import masked_logit
-from ..ops.tensors import multiply
-from .base import Attention, Grid, Mixing, mean_token, split_parts
-from .windows import OpenWindows, Region, Windows, assemble, cut
+from ..layers.patch_embed import PatchConv2d, pad_for
+from ..ops.tensors import split, to_image
+from .base import Attention, Mixing, ReducedKeysAttention, mean_token
+from .context import MapWindows, StageContext
 
 
-class ReducedAttention(Attention):
-    """Global attention whose keys and values live on a map reduced by a strided convolution and a norm (PVT Eq. 2-3).
+class ReducedAttention(ReducedKeysAttention):
+    """Keys and values of a map reduced by a strided convolution and a norm (PVT Eq. 2-3).
 
     Args:
         dim, num_heads, mixer, kwargs: See :class:`Attention`.
@@ -33,39 +27,11 @@ class ReducedAttention(Attention):
     def __init__(self, dim: int, num_heads: int, mixer, ratio: int, norm_cfg: dict, **kwargs) -> None:
         super().__init__(dim, num_heads, mixer, **kwargs)
         self.ratio = ratio
-        self.sr = nn.Conv2d(dim, dim, ratio, ratio)
+        self.sr = PatchConv2d(dim, dim, ratio)
         self.norm = build_norm_layer(norm_cfg, dim)[1]
 
-    def forward(self, x: Tensor, residual: Optional[Tensor] = None, **shared) -> Tensor:  # type: ignore[override]
-        height, width = x.shape[1:3]
-        reduced = self.norm(strided_conv(self.sr, x))
-        grid, key_grid = Grid(height, width), Grid(*reduced.shape[1:3])
-        if residual is not None:
-            shared['residual'] = residual.flatten(1, 2)
-        out = super().forward(x.flatten(1, 2), grid, kv=reduced.flatten(1, 2), key_grid=key_grid, **shared)
-        return out.unflatten(1, grid[:2])
-
-
-class MapWindows:
-    """The windows of one map with their masks, made once a forward pass and shared by the blocks of a stage."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.map = x
-        self._made: dict[tuple, tuple] = {}
-
-    def get(self, window, shift: bool) -> tuple[Union[Windows, OpenWindows], Optional[Tensor], Optional[Tensor]]:
-        """Windows, mask of real tokens (B * windows, N) and additive mask of foreign regions (windows, 1, N, N)."""
-        key = (window, shift)
-        if key not in self._made:
-            height, width = self.map.shape[1:3]
-            windows = Windows.fit(height, width, window, shift)
-            region, hidden = windows.regions_of_tokens(self.map), None
-            if region is not None:
-                apart = region[:, :, None] != region[:, None, :]
-                hidden = torch.zeros_like(apart, dtype=self.map.dtype)
-                hidden = hidden.masked_fill(apart, masked_logit(self.map.dtype))[:, None]
-            self._made[key] = windows, windows.real(self.map), hidden
-        return self._made[key]
+    def reduce(self, x: Tensor) -> Tensor:
+        return self.norm(self.sr(to_image(pad_for(self.sr, x))).permute(0, 2, 3, 1))
 
 
 class RelativePositionBias(nn.Module):
@@ -79,7 +45,6 @@ class RelativePositionBias(nn.Module):
         ValueError: For a window of more than :attr:`max_tokens` tokens.
     """
 
-    resizable = 'table'  # what checkpoints of another window have in another size, see :meth:`fit`
     # N tokens have N^2 pairs: at 8192, 512 MiB of index a block, and 256 MiB of bias a head and block in each pass
     max_tokens = 8192
 
@@ -93,6 +58,12 @@ class RelativePositionBias(nn.Module):
             )
         self.table = nn.Parameter(torch.zeros((2 * rows - 1) * (2 * columns - 1), num_heads))
         nn.init.trunc_normal_(self.table, std=0.02)
+
+    def adapt_state(self, state: dict, prefix: str) -> None:
+        """Resize the table in a state dict to this window, in place."""
+        key = f'{prefix}table'
+        if key in state:
+            state[key] = self.fit(state[key])
 
     def fit(self, table: Tensor) -> Tensor:
         """A checkpoint's table of another square window, ((2n - 1)^2, heads), resized bicubically as Swin's
@@ -132,14 +103,14 @@ def check_order(mixer, spec) -> None:
 class WindowAttention(Attention):
     """Attention within windows, shifted or not; padding never changes the output of a real token.
 
+    The map is projected before it is cut and after it is put together.
+
     Args:
         dim, num_heads, mixer, kwargs: See :class:`Attention`.
         window (tuple[int, int], optional): Largest window; None for the whole map.
         shift (bool): Shift the windows by half, as every second block of Swin.
         relative_bias (bool): Swin's relative position bias, for mixers that take a bias.
     """
-
-    small_numel = 2**22  # of a map whose windows pad, see :meth:`regions_of`
 
     def __init__(
         self,
@@ -160,73 +131,28 @@ class WindowAttention(Attention):
         if relative_bias and self.mixer.bias and window is not None:
             self.relative_bias = RelativePositionBias(window, self.mixer.num_heads)
 
-    def forward(  # type: ignore[override]
-        self, x: Tensor, map_windows: Optional[MapWindows] = None, residual: Optional[Tensor] = None, **shared
-    ) -> Tensor:
-        map_windows = map_windows or MapWindows(x)
-        windows, real, regions = map_windows.get(self.window, self.shift)
-        # a recorded graph has to hold as many windows at any size
-        is_cut_alike = self.mixer.quadratic or dispatch.is_traced()
-        if isinstance(windows, Windows) and not (is_cut_alike or windows.is_whole or any(windows.shift)):
-            return self.around_windows(x, windows, real, residual=residual, **shared)
-        # four dimensions: with three, PyTorch leaves its fused attention
-        bias = None if self.relative_bias is None else self.relative_bias(*windows.window)[None]
-        if regions is not None and self.mixer.bias:
-            bias = regions if bias is None else bias + regions
-            bias = bias.repeat(x.shape[0], 1, 1, 1)
-        if 'context_tokens' in shared:
-            shared['context_tokens'] = windows.partition(shared['context_tokens'])
-        tokens, grid = windows.partition(x), windows.grid(x)
+    def forward(self, x: Tensor, stage: StageContext, source: Optional[Tensor] = None) -> Tensor:
+        windows, real, hidden = windows_of(stage, x).get(self.window, self.shift)
+        q, k, v, *gate = split(windows.partition(self.qkv(x)), self.widths)  # padding is zero, values of it too
+        context = None
+        if self.mixer.context:
+            context = mean_token(windows.partition(x if source is None else source), real)
+        grid = windows.grid(x)
         if self.mixer.local_keys:
             grid = grid._replace(regions=windows.regions_of_tokens(x))
-        out = windows.merge(super().forward(tokens, grid, mask=real, bias=bias, **shared), x.shape[0])
-        return out if residual is None else residual + out
+        out = self.mix(q, k, v, grid, mask=real, bias=self.map_bias(windows, hidden, x.shape[0]), context=context)
+        if gate:
+            return self.proj(windows.merge(out * gate[0], x.shape[0]))
+        return self.proj(self.gated(windows.merge(out, x.shape[0]), x, gate))
 
-    def around_windows(
-        self,
-        x: Tensor,
-        windows: Windows,
-        real: Optional[Tensor],
-        context_tokens: Optional[Tensor] = None,
-        out_scale: Optional[Tensor] = None,
-        residual: Optional[Tensor] = None,
-        **shared,
-    ) -> Tensor:
-        """The whole map is projected at once, before it is cut and after it is put together.
-
-        Windows of a linear attention are large, and padding may be most of the last ones. So those of large maps end
-        where the map does, each size a group of its own. On small maps padding takes less time than the parallel
-        regions, or launches, of a group.
-        """
-        regions, parts = self.regions_of(x, windows), self.project(x)
-        source = x if context_tokens is None else context_tokens
-        mask = real if len(regions) == 1 else None
-
-        def mixed_regions():
-            pieces = [cut(p.tensor, regions) for p in parts]
-            contexts: Iterable[Optional[Tensor]] = itertools.repeat(None)
-            if self.mixer.context:
-                means = list(cut(source, regions, mean=True))
-                contexts = self.mixer.prepare(torch.cat(means)).split([len(part) for part in means])
-            for (_, _, part), context, *tensors in zip(regions, contexts, *pieces):
-                height, width = part.window
-                tokens = [Projected(tensor, p.widths) for tensor, p in zip(tensors, parts)]
-                q, k, v, *gate = split_parts(tokens)
-                grid = Grid(height, width, within=windows.window)
-                out = self.mix(q, k, v, grid, mask=mask, context=context, **shared)
-                yield multiply(out, gate[0]) if gate else out
-
-        out = assemble(mixed_regions(), regions)
-        out = out if self.gate == 'projection' else self.apply_gate(out, x)
-        return apply_linear(self.proj, out, out_scale, residual=residual)
-
-    def regions_of(self, x: Tensor, windows: Windows) -> list[Region]:
-        """The regions that ``x`` (B, H, W, C) is cut in: one that pads where that is little, else those that do not."""
-        pads_little = 2 * math.prod(windows.padded) <= 3 * windows.height * windows.width
-        most = self.small_numel // 2 if dispatch.records() else self.small_numel  # its gradient is padded, too
-        if pads_little and x.numel() <= most:
-            return [(slice(0, windows.height), slice(0, windows.width), windows)]
-        return windows.regions()
+    def map_bias(self, windows, hidden: Optional[Tensor], batch: int) -> Optional[Tensor]:
+        """What is added to the attention map, (1 or B * windows, heads, N, N): relative positions, and what hides
+        foreign regions (windows, 1, N, N) of a shifted map."""
+        # four dimensions: with three, PyTorch leaves its fused attention
+        bias = None if self.relative_bias is None else self.relative_bias(*windows.window)[None]
+        if hidden is None or not self.mixer.bias:
+            return bias
+        return (hidden if bias is None else bias + hidden).repeat(batch, 1, 1, 1)
 
 
 class StripeAttention(BaseModule):
@@ -242,8 +168,6 @@ class StripeAttention(BaseModule):
     Raises:
         ValueError: For an odd ``num_heads``.
     """
-
-    adds_residual = True
 
     def __init__(
         self,
@@ -270,30 +194,22 @@ class StripeAttention(BaseModule):
         self.qkv = nn.Linear(dim, 2 * sum(widths))
         self.proj = nn.Linear(2 * widths[2], dim)
 
-    @property
-    def wants_input(self) -> bool:
-        return self.branches[0].mixer.context
-
-    def forward(
-        self,
-        x: Tensor,
-        map_windows: Optional[MapWindows] = None,
-        context_tokens: Optional[Tensor] = None,
-        residual: Optional[Tensor] = None,
-        **shared,
-    ) -> Tensor:
-        map_windows = map_windows or MapWindows(x)
+    def forward(self, x: Tensor, stage: StageContext, source: Optional[Tensor] = None) -> Tensor:
         # (B, H, W, 2, w) for each of q, k, v (and gate): the halves of the channels belong to the two directions
-        parts = apply_linear(self.qkv, x).split([2 * width for width in self.widths], dim=-1)
+        parts = self.qkv(x).split([2 * width for width in self.widths], dim=-1)
         parts = [part.unflatten(-1, (2, -1)) for part in parts]
+        sources = (x if source is None else source).chunk(2, dim=-1)
         outs = []
         for i, window in enumerate(((None, self.stripe), (self.stripe, None))):
-            windows, real, _ = map_windows.get(window, False)
+            windows, real, _ = windows_of(stage, x).get(window)
             stripes = windows.partition(torch.cat([part[..., i, :] for part in parts], dim=-1))
             q, k, v, *gate = stripes.split(self.widths, dim=-1)
-            context = None
-            if context_tokens is not None:
-                context = mean_token(windows.partition(context_tokens.chunk(2, dim=-1)[i]), real)
-            out = self.branches[i].mix(q, k, v, windows.grid(x), mask=real, context=context, **shared)
+            context = mean_token(windows.partition(sources[i]), real) if self.branches[i].mixer.context else None
+            out = self.branches[i].mix(q, k, v, windows.grid(x), mask=real, context=context)
             outs.append(windows.merge(out * gate[0] if gate else out, x.shape[0]))
-        return apply_linear(self.proj, torch.cat(outs, dim=-1), residual=residual)
+        return self.proj(torch.cat(outs, dim=-1))
+
+
+def windows_of(stage: StageContext, x: Tensor) -> MapWindows:
+    """The windows that the blocks of the stage share, those of ``x`` where the host makes none."""
+    return stage.windows or MapWindows(x)

@@ -1,194 +1,37 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The interface between token mixers and hosts.
+"""What surrounds a token mixer: projections, the depth-wise convolution of the values, the gate.
 
-A **mixer** turns projected tokens into mixed tokens. It never sees an image, a window or a host: it gets
-``(q, k, v)`` as ``(B, N, width)`` tensors, the grids the tokens live on, and which of them are real.
-:class:`Attention` owns everything that is the same for all mixers: the projections, the gate, the
-depth-wise term on the values, masking and the output projection. Hosts arrange tokens (whole maps, windows, stripes,
-reduced keys, a class token) around an :class:`Attention` and name no method.
+Hosts arrange tokens (whole maps, windows, stripes, reduced keys, a class token) around it and name no method.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Optional, Union
+from typing import Any, Optional, Union
 
-import torch.nn.functional as F
+import torch
 from mmengine.model import BaseModule
-from mmengine.registry import Registry
 from torch import Tensor, nn
 
 from .. import ops
-from ..layers.linear import Projected, apply_linear, call, has_hooks, project
-from ..ops.dispatch import accumulation_dtype
-from ..ops.tensors import multiply, split, to_image
+from ..ops.grid import Grid, on_grid
+from ..ops.tensors import accumulation_dtype, split
+from .context import StageContext
+from .mixer import check_local_kernel, get_mixer
 
-TOKEN_MIXERS = Registry('token mixer', scope='mmlinattn', locations=['mmlinattn.attention'])
-
-
-class Grid(NamedTuple):
-    """Where a sequence of tokens lives: ``prefix`` class tokens, then ``height * width`` patch tokens, row by row.
-
-    ``within``: height and width of the window whose top left part this grid is. Windows at the right and lower border
-    of a map end where the map does; position tables are those of the whole window. In graphs that leave
-    sizes open, it is the grid that goes beyond, with padding; ``within`` is what tables are resized to either way.
-    ``regions``: (windows, N), below 4, for the windows of a rolled map: tokens of different regions are no neighbours.
-    """
-
-    height: int
-    width: int
-    prefix: int = 0
-    within: Optional[tuple[int, int]] = None
-    regions: Optional[Tensor] = None
-
-    @property
-    def num_tokens(self) -> int:
-        return self.prefix + self.height * self.width
+GATES = (None, 'projection', 'identity', 'tanh')
 
 
-class TokenMixer(BaseModule):
-    """Base class of every attention: ``(q, k, v) -> mixed values``.
+class DepthwiseConv2d(nn.Conv2d):
+    """:func:`~mmlinattn.ops.depthwise_conv2d` with its weights.
 
     Args:
-        dim (int): Width C of the tokens.
-        num_heads (int): Number of heads; has to divide ``dim``.
-        grid (tuple[int, int], optional): The grid (height, width) that tables over token positions are stored for.
-            Only mixers with ``position_table`` read it.
-
-    Class attributes describe what a mixer wants from its surroundings:
-
-    - ``quadratic``: the cost grows with N^2, so a windowed host gives it small windows and shifts them.
-    - ``gate``: how the output is gated by the block's input: None, ``'projection'``, ``'identity'`` or ``'tanh'``
-      (see :class:`Attention`).
-    - ``rotary``: understands ``rotary``, the encoding of :func:`mmlinattn.layers.rotary_table`.
-    - ``bias``: understands an additive ``bias`` on its attention map (relative position bias).
-    - ``local_keys``: looks at the neighbours of a key, so that it needs ``regions`` of its grid.
-    - ``sequential``: reads the tokens in their order, which windows and stripes do not keep.
-    - ``context``: wants the mean input token.
-    - ``position_table``: needs ``grid`` at construction.
-    - ``unit_output``: divides the output of each token by its norm within the head. :meth:`weights` leave that out:
-      they call :meth:`forward` with this attribute set to False.
-    - ``normalised``: the weights of each query are divided by their sum (RALA: by what it is without ``rotary``).
+        dim (int): Channels C.
+        kernel_size (int): Odd.
     """
 
-    quadratic = False
-    gate: Optional[str] = None
-    rotary = False
-    bias = False
-    local_keys = False
-    sequential = False
-    context = False
-    position_table = False
-    unit_output = False
-    normalised = True
+    def __init__(self, dim: int, kernel_size: int) -> None:
+        super().__init__(dim, dim, kernel_size, padding=kernel_size // 2, groups=dim)
 
-    def __init__(self, dim: int, num_heads: int, grid: Optional[tuple[int, int]] = None, init_cfg=None) -> None:
-        super().__init__(init_cfg)
-        if num_heads < 1 or dim % num_heads:
-            raise ValueError(f'num_heads={num_heads} has to divide the width {dim}')
-        self.dim = dim
-        self.num_heads = num_heads
-        self.head_dim = dim // num_heads
-        self.grid = grid
-
-    @property
-    def widths(self) -> tuple[int, int, int]:
-        """Projection widths (q, k, v) the mixer wants."""
-        return self.dim, self.dim, self.dim
-
-    def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: Grid,
-        key_grid: Grid,
-        mask: Optional[Tensor] = None,
-        *,
-        rotary: Optional[Tensor] = None,
-        bias: Optional[Tensor] = None,
-        context: Optional[Tensor] = None,
-    ) -> Tensor:
-        """Mix the values. A mixer names the terms that it understands; the others come all the same, as ``**_``.
-
-        In inference, ``q`` and ``k`` are scratch memory of the mixer, ``v`` is not, and the result may be written over.
-
-        Args:
-            q (Tensor): Queries, (B, N, widths[0]), before the split into heads.
-            k (Tensor): Keys, (B, M, widths[1]).
-            v (Tensor): Values, (B, M, widths[2]); zero where ``mask`` is False.
-            grid (Grid): The grid of the queries, ``grid.num_tokens == N``.
-            key_grid (Grid): The grid of keys and values, ``key_grid.num_tokens == M``.
-            mask (Tensor, optional): (B, M) bool, True for real tokens, None when all are real.
-            rotary (Tensor, optional): (N, head_dim / 2, 2), see :func:`mmlinattn.layers.rotary_table`.
-            bias (Tensor, optional): Additive, broadcastable to (B, heads, N, M).
-            context (Tensor, optional): Mean input token, (B, C), or what :meth:`prepare` made of it.
-
-        Returns:
-            Tensor: (B, N, widths[2]).
-        """
-        raise NotImplementedError
-
-    def prepare(self, context: Tensor) -> Tensor:
-        """What the mixer predicts from mean input tokens (B, C), for all windows of a map at once. :meth:`forward` and
-        :meth:`local_kernels` take it in place of the tokens."""
-        return context
-
-    def local_kernels(self, context: Optional[Tensor] = None) -> Optional[Tensor]:
-        """Kernels (B or 1, widths[2], k, k) of the depth-wise convolution of the values that the mixer adds, None if it
-        adds none; (B or 1, widths[2], k, 1) goes over the sequence of all tokens."""
-        return None
-
-    def weights(
-        self,
-        q: Tensor,
-        k: Tensor,
-        grid: Grid,
-        key_grid: Grid,
-        mask: Optional[Tensor] = None,
-        rotary: Optional[Tensor] = None,
-        bias: Optional[Tensor] = None,
-        rows: Optional[Union[Sequence[int], Tensor]] = None,
-    ) -> Tensor:
-        """The attention map that the mixer amounts to, for looking inside: O(N M) memory, never used in a forward pass.
-
-        ``weights @ v``, head by head, is what :meth:`forward` gives without :meth:`local_kernels`; normalisers and
-        signs are part of it. It is the derivative of the output by the values, one backward pass for as many queries as
-        a head has channels.
-
-        Args:
-            q, k, grid, key_grid, mask, rotary, bias: As in :meth:`forward`; nothing is overwritten.
-            rows (Sequence[int] | Tensor, optional): The queries wanted, all by default. Ask for a few at a time where
-                N is large.
-
-        Returns:
-            Tensor: (B, heads, N or len(rows), M), in float32 or better; zero at masked keys.
-
-        Raises:
-            ValueError: For ``rows`` out of range.
-            NotImplementedError: For a mixer that is no such map.
-        """
-        from ..tooling.analysis.weights import mixer_weights  # the only door to what looks inside
-
-        return mixer_weights(self, q, k, grid, key_grid, mask, rotary, bias, rows)
-
-
-def get_mixer(spec: Union[str, dict]) -> tuple[type['TokenMixer'], dict]:
-    """Class and options of an attention named as in ``stage_attns``.
-
-    Args:
-        spec (str | dict): A registered name, or ``dict(type=name, **options)``; as in MMEngine, a class may stand for
-            its name in the dict.
-
-    Raises:
-        ValueError: For an unknown name; lists the known ones.
-    """
-    options = dict(type=spec) if isinstance(spec, str) else dict(spec)
-    name = options.pop('type', None)
-    if isinstance(name, type) and issubclass(name, TokenMixer):
-        return name, options
-    mixer = TOKEN_MIXERS.module_dict.get(name)
-    if mixer is None:
-        raise ValueError(f'stage_attns: unknown attention {name!r}; known are {sorted(TOKEN_MIXERS.module_dict)}')
-    return mixer, options
+    def forward(self, x: Tensor) -> Tensor:
+        return ops.depthwise_conv2d(x, self.weight, self.bias)
 
 
 class Mixing(BaseModule):
@@ -218,20 +61,23 @@ class Mixing(BaseModule):
         mixer_type, options = get_mixer(mixer)
         self.mixer = mixer_type(dim, num_heads, grid=grid, **options)
         self.local = None
-        if local_kernel is not None and check_local_kernel(local_kernel):
-            v_dim = self.mixer.widths[2]
-            self.local = DepthwiseConv2d(v_dim, local_kernel)
+        if check_local_kernel(local_kernel):
+            self.local = DepthwiseConv2d(self.mixer.widths[2], local_kernel)  # type: ignore[arg-type]
 
     def mix(self, q, k, v, grid, key_grid=None, mask=None, rotary=None, bias=None, context=None) -> Tensor:
         """Mixed values, (B, N, widths[2]); arguments as in :meth:`TokenMixer.forward`, values of padding zero."""
-        terms = dict(
+        out = self.mixer(
+            q,
+            k,
+            v,
+            grid,
+            key_grid or grid,
             mask=mask,
             rotary=rotary if self.mixer.rotary else None,
             bias=bias if self.mixer.bias else None,
             context=context,
         )
-        out = call(self.mixer, q, k, v, grid, key_grid or grid, **terms)
-        return out if self.local is None else add_local(out, v, self.local, grid, has_hooks(self.local))
+        return out if self.local is None else out + on_grid(self.local, v, grid)
 
 
 class Attention(Mixing):
@@ -242,9 +88,12 @@ class Attention(Mixing):
         gate (str, optional): Gate for a mixer that has no opinion of its own: ``'projection'`` multiplies the output
             with a linear projection of the input (RALA Eq. 6), ``'identity'`` with the input, ``'tanh'`` with its tanh.
         qkv_bias (bool): Bias of the input projection.
+
+    Raises:
+        ValueError: For another ``gate``.
     """
 
-    adds_residual = True  # forward takes a ``residual``, see :class:`~mmlinattn.layers.Block`
+    qkv: Any
 
     def __init__(
         self,
@@ -259,75 +108,94 @@ class Attention(Mixing):
     ) -> None:
         super().__init__(dim, num_heads, mixer, grid, local_kernel, init_cfg)
         self.gate = gate if type(self.mixer).gate is None else self.mixer.gate
-        if self.gate not in (None, 'projection', 'identity', 'tanh'):
+        if self.gate not in GATES:
             raise ValueError(f"gate={self.gate!r} has to be None, 'projection', 'identity' or 'tanh'")
         self.widths = (*self.mixer.widths, dim) if self.gate == 'projection' else self.mixer.widths
-        # one matrix for all: a single pass over the tokens where queries and keys come from the same ones
-        self.qkv = nn.Linear(dim, sum(self.widths), bias=qkv_bias)
+        self.build_projections(dim, qkv_bias)
         self.proj = nn.Linear(self.widths[2], dim)
 
-    def project(self, x: Tensor, kv: Optional[Tensor] = None) -> list[Projected]:
-        """Queries, keys, values and, where there is one, the projected gate."""
-        convolves = not self.mixer.quadratic or self.local is not None
-        return project(self.qkv, x, self.widths, kv, convolves)
+    def build_projections(self, dim: int, bias: bool) -> None:
+        """One matrix for queries, keys, values and the gate: a single pass over the tokens."""
+        self.qkv = nn.Linear(dim, sum(self.widths), bias=bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        grid: Grid,
-        kv: Optional[Tensor] = None,
-        context_tokens: Optional[Tensor] = None,
-        out_scale: Optional[Tensor] = None,
-        residual: Optional[Tensor] = None,
-        **kwargs,
-    ) -> Tensor:
-        """Attend.
+    def forward(self, x: Tensor, stage: StageContext, source: Optional[Tensor] = None) -> Tensor:
+        """Attend among tokens.
 
         Args:
             x (Tensor): Tokens, (B, N, C).
-            grid (Grid): The grid they live on.
-            kv (Tensor, optional): Tokens of keys and values, (B, M, C), when they are not ``x`` (reduced keys).
-            context_tokens (Tensor, optional): Tokens (B, N', C) whose mean is the mixer's context, ``x`` by default.
-            out_scale (Tensor, optional): Layer scale, (C,), see :func:`~mmlinattn.layers.apply_linear`.
-            residual (Tensor, optional): Added to the result, (B, N, C).
-            key_grid, mask, rotary, bias: See :meth:`TokenMixer.forward`.
+            stage (StageContext): Their grid, and the rotary encoding if there is one.
+            source (Tensor, optional): Tokens (B, N, C) whose mean the mixer reads, ``x`` by default.
 
         Returns:
             Tensor: (B, N, C).
         """
-        q, k, v, *gate = split_parts(self.project(x, kv))
-        mask, context = kwargs.get('mask'), None
-        if mask is not None:  # what padding was projected to
-            v = v * mask.unsqueeze(-1).to(v.dtype)
-        if self.mixer.context:
-            context = mean_token(x if context_tokens is None else context_tokens, mask)
-        out = self.mix(q, k, v, grid, context=context, **kwargs)
-        return apply_linear(self.proj, self.apply_gate(out, x, *gate), out_scale, residual=residual)
+        q, k, v, *gate = split(self.qkv(x), self.widths)
+        context = self.context_of(x if source is None else source)
+        out = self.mix(q, k, v, stage.grid, rotary=stage.rotary, context=context)
+        return self.proj(self.gated(out, x, gate))
 
-    def apply_gate(self, out: Tensor, x: Tensor, projected: Optional[Tensor] = None) -> Tensor:
+    def context_of(self, x: Tensor, mask: Optional[Tensor] = None) -> Optional[Tensor]:
+        """Mean token (B, C) of (B, N, C) for a mixer that reads it."""
+        return mean_token(x, mask) if self.mixer.context else None
+
+    def gated(self, out: Tensor, x: Tensor, projected: list) -> Tensor:
+        """``out`` times its gate: projected, or of the input ``x``."""
         if self.gate is None:
             return out
-        if projected is not None:
-            return multiply(out, projected)
-        return multiply(out, x if self.gate == 'identity' else x.tanh())
+        return out * (projected[0] if projected else x if self.gate == 'identity' else x.tanh())
 
 
 class GlobalAttention(Attention):
-    """:class:`Attention` over the whole map."""
+    """:class:`Attention` over a whole map, (B, H, W, C) -> (B, H, W, C)."""
 
-    def forward(self, x: Tensor, residual: Optional[Tensor] = None, **shared) -> Tensor:  # type: ignore[override]
-        grid = Grid(*x.shape[1:3])
-        if residual is not None:
-            shared['residual'] = residual.flatten(1, 2)
-        return super().forward(x.flatten(1, 2), grid, **shared).unflatten(1, grid[:2])
+    def forward(self, x: Tensor, stage: StageContext, source: Optional[Tensor] = None) -> Tensor:
+        tokens = None if source is None else source.flatten(1, 2)
+        return super().forward(x.flatten(1, 2), stage, tokens).unflatten(1, stage.grid[:2])
 
 
-def split_parts(parts: Sequence[Projected]) -> list[Tensor]:
-    """Queries, keys, values and, where there is one, the gate."""
-    return [tensor for whole, widths in parts for tensor in ((whole,) if len(widths) == 1 else split(whole, widths))]
+class ReducedKeysAttention(Attention):
+    """Attention over a whole map whose keys and values are of a smaller one, which subclasses make (:meth:`reduce`).
+
+    Queries (and the gate) are projected by ``q``, keys and values by ``kv``. Checkpoints that hold both as ``qkv``
+    load.
+    """
+
+    def build_projections(self, dim: int, bias: bool) -> None:
+        q, k, v, *gate = self.widths
+        self.q = nn.Linear(dim, q + sum(gate), bias=bias)
+        self.kv = nn.Linear(dim, k + v, bias=bias)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """(B, H, W, C) -> (B, h, w, C)."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, stage: StageContext, source: Optional[Tensor] = None) -> Tensor:
+        """Attend; (B, H, W, C) -> (B, H, W, C). Arguments as of :class:`Attention`."""
+        reduced, tokens = self.reduce(x), x.flatten(1, 2)
+        q, *gate = split(self.q(tokens), (self.widths[0], *self.widths[3:]))
+        k, v = split(self.kv(reduced.flatten(1, 2)), self.widths[1:3])
+        context = self.context_of(tokens if source is None else source.flatten(1, 2))
+        key_grid = Grid(*reduced.shape[1:3])
+        out = self.mix(q, k, v, stage.grid, key_grid, context=context)
+        return self.proj(self.gated(out, tokens, gate)).unflatten(1, stage.grid[:2])
+
+    def adapt_state(self, state: dict, prefix: str) -> None:
+        """Take ``qkv`` apart in a state dict, in place."""
+        q, k, v, *gate = self.widths
+        for kind in ('weight', 'bias'):
+            whole = state.get(f'{prefix}qkv.{kind}')
+            if whole is not None and len(whole) == sum(self.widths):
+                parts = whole.split([q, k + v, *gate])
+                state[f'{prefix}q.{kind}'] = torch.cat((parts[0], *parts[2:]))
+                state[f'{prefix}kv.{kind}'] = parts[1]
+                del state[f'{prefix}qkv.{kind}']
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        self.adapt_state(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def mean_token(x: Tensor, mask: Optional[Tensor]) -> Tensor:
+def mean_token(x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
     """Mean of the real tokens: (B, N, C), (B, N) -> (B, C), accumulated in float32 or better."""
     dtype = accumulation_dtype(x)
     if mask is None:
@@ -335,61 +203,3 @@ def mean_token(x: Tensor, mask: Optional[Tensor]) -> Tensor:
     weight = mask.to(dtype)
     total = (x * weight.unsqueeze(-1)).sum(dim=1)
     return (total / weight.sum(dim=1, keepdim=True).clamp(min=1)).to(x.dtype)
-
-
-# --- depth-wise convolutions of tokens on their grid ------------------------------------------------------------------
-
-
-def to_map(x: Tensor, grid: Grid) -> Tensor:
-    """Patch tokens (B, prefix + h * w, C) as an (B, C, h, w) view in channels-last memory."""
-    return to_image(x[:, grid.prefix :].unflatten(1, (grid.height, grid.width)))
-
-
-def to_tokens(x: Tensor) -> Tensor:
-    """(B, C, h, w) -> (B, h * w, C); a view when the memory is channels-last."""
-    return x.permute(0, 2, 3, 1).flatten(1, 2)
-
-
-def add_local(out: Tensor, v: Tensor, conv, grid: Grid, watched: bool = False) -> Tensor:
-    """Add a convolution of the value map to the patch tokens of ``out``; class tokens have no neighbours.
-
-    Args:
-        out (Tensor): (B, N, C); in inference it may be written over.
-        v (Tensor): Values, (B, N, C).
-        conv (Callable): Takes a map (B, C, h, w) and the map ``onto`` which it adds its result.
-        grid (Grid): Where the tokens lie.
-        watched (bool): Whether hooks see what ``conv`` gives: it is to be the convolution alone.
-
-    Returns:
-        Tensor: (B, N, C).
-    """
-    if not grid.prefix and not watched:
-        return to_tokens(conv(to_map(v, grid), onto=to_map(out, grid)))
-    local = to_tokens(conv(to_map(v, grid)))
-    return out + (F.pad(local, (0, 0, grid.prefix, 0)) if grid.prefix else local)
-
-
-def check_local_kernel(size: Optional[int]) -> Optional[int]:
-    """``size`` itself, of a convolution that keeps the size of its map, or None for none.
-
-    Raises:
-        ValueError: For another one.
-    """
-    if size is not None and (type(size) is not int or size < 1 or size % 2 == 0):
-        raise ValueError(f'local_kernel={size!r} has to be None or an odd int >= 1')
-    return size
-
-
-class DepthwiseConv2d(nn.Conv2d):
-    """:func:`~mmlinattn.ops.depthwise_conv2d` with its weights.
-
-    Args:
-        dim (int): Channels C.
-        kernel_size (int): Odd.
-    """
-
-    def __init__(self, dim: int, kernel_size: int) -> None:
-        super().__init__(dim, dim, kernel_size, padding=kernel_size // 2, groups=dim)
-
-    def forward(self, x: Tensor, onto: Optional[Tensor] = None) -> Tensor:
-        return ops.depthwise_conv2d(x, self.weight, self.bias, onto)

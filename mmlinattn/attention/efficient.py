@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from .. import ops
-from .base import TOKEN_MIXERS, TokenMixer
+from .mixer import TOKEN_MIXERS, TokenMixer
 
 
 @TOKEN_MIXERS.register_module('efficient')

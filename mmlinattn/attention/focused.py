@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layers.position import PositionTable
-from .base import TOKEN_MIXERS, TokenMixer, add_local, check_local_kernel
+from ..ops.grid import on_grid
+from .mixer import TOKEN_MIXERS, TokenMixer, check_local_kernel
 
 
 @TOKEN_MIXERS.register_module('focused')
@@ -45,10 +46,10 @@ class FocusedMixer(TokenMixer):
                 self.head_dim, self.head_dim, local_kernel, padding=local_kernel // 2, groups=self.head_dim
             )
 
-    def shared_conv(self, image: Tensor, onto: Optional[Tensor] = None) -> Tensor:
+    def shared_conv(self, image: Tensor) -> Tensor:
         """The depth-wise convolution of (B, C, h, w), each head with the same weights."""
         weight = self.local.weight.repeat(self.num_heads, 1, 1, 1)
-        return ops.depthwise_conv2d(image, weight, self.local.bias.repeat(self.num_heads), onto)
+        return ops.depthwise_conv2d(image, weight, self.local.bias.repeat(self.num_heads))
 
     def forward(self, q, k, v, grid, key_grid, mask=None, **_) -> Tensor:
         offset = None if self.position is None else self.position.on(key_grid)
@@ -58,7 +59,7 @@ class FocusedMixer(TokenMixer):
         else:
             k = k if offset is None else k + offset.to(k.dtype)
             out = ops.linear_attention(q.relu() + 1e-6, k.relu() + 1e-6, v, self.num_heads, mask=mask)
-        return out if self.local is None else add_local(out, v, self.shared_conv, key_grid)
+        return out if self.local is None else out + on_grid(self.shared_conv, v, key_grid)
 
     def local_kernels(self, context=None):
         return None if self.local is None else self.local.weight.repeat(self.num_heads, 1, 1, 1).squeeze(1)[None]

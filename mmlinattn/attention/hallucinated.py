@@ -5,7 +5,7 @@ from typing import Optional
 from torch import Tensor, nn
 
 from .. import ops
-from .base import TOKEN_MIXERS, TokenMixer
+from .mixer import TOKEN_MIXERS, TokenMixer
 
 STEPS = ('ihh', 'chh')
 

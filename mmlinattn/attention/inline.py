@@ -1,15 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from functools import partial
-from typing import Any, Optional
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..layers.linear import has_hooks
 from ..ops.feature_maps import check_kernel
-from .base import TOKEN_MIXERS, TokenMixer, add_local
+from ..ops.grid import on_grid
+from .mixer import TOKEN_MIXERS, TokenMixer
 
 
 class PredictedConv(nn.Module):
@@ -29,17 +28,14 @@ class PredictedConv(nn.Module):
         weight = layer.weight.squeeze(-1).unflatten(0, (layer.groups, -1))
         return torch.einsum('bgi,goi->bgo', x.unflatten(-1, (layer.groups, -1)), weight).flatten(1) + layer.bias
 
-    def kernels(self, context: Tensor) -> Tensor:
-        """The kernels (B, C, 3, 3) of the mean tokens ``context`` (B, C); of kernels, themselves."""
-        if context.dim() == 4:
-            return context
-        kernels = self.by_head(self.fc2, F.gelu(self.by_head(self.fc1, context)))
+    def kernels(self, mean: Tensor) -> Tensor:
+        """The kernels (B, C, 3, 3) of mean tokens (B, C)."""
+        kernels = self.by_head(self.fc2, F.gelu(self.by_head(self.fc1, mean)))
         return kernels.unflatten(1, (-1, 3, 3))
 
-    def forward(self, image: Tensor, context: Tensor, onto: Optional[Tensor] = None) -> Tensor:
-        """Convolve ``image`` (B, C, h, w) with the kernels of ``context`` (see :meth:`kernels`), and add the result
-        ``onto`` a map."""
-        return ops.dynamic_depthwise_conv2d(image, self.kernels(context).to(image.dtype), onto)
+    def forward(self, image: Tensor, mean: Tensor) -> Tensor:
+        """Convolve ``image`` (B, C, h, w) with the kernels of the mean tokens ``mean`` (B, C)."""
+        return ops.dynamic_depthwise_conv2d(image, self.kernels(mean).to(image.dtype))
 
 
 @TOKEN_MIXERS.register_module('inline')
@@ -80,10 +76,8 @@ class InLineMixer(TokenMixer):
             out = ops.linear_attention(q, k, v, self.num_heads, self.kernel, mask)
         if self.residual is None:
             return out
-        return add_local(out, v, partial(self.residual, context=context), grid, has_hooks(self.residual))
-
-    def prepare(self, context: Tensor) -> Tensor:
-        return context if self.residual is None else self.residual.kernels(context)
+        residual = self.residual
+        return out + on_grid(lambda image: residual(image, context), v, grid)
 
     def local_kernels(self, context=None):
         return None if self.residual is None else self.residual.kernels(context)

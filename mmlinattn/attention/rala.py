@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .. import ops
 from ..ops.feature_maps import check_kernel
-from .base import TOKEN_MIXERS, TokenMixer
+from .mixer import TOKEN_MIXERS, TokenMixer
 
 
 @TOKEN_MIXERS.register_module('rala')

@@ -1,19 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Windows over (B, H, W, C) maps: pad to whole windows, shift, partition, and back."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Optional, Union
+from typing import NamedTuple, Optional, Union
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from ..ops import dispatch
-from ..ops.dispatch import accumulation_dtype
+from ..ops.grid import Grid
 from ..ops.sizes import as_tensor, is_known, round_up
 from ..ops.tensors import settled
-from .base import Grid
 
 
 class Windows(NamedTuple):
@@ -87,49 +84,6 @@ class Windows(NamedTuple):
             x = x.roll(self.shift, dims=(1, 2))
         return x[:, : self.height, : self.width]
 
-    def mean(self, x: Tensor) -> Tensor:
-        """Mean of the real tokens of each window of (B, H, W, C) without a shift, (B * windows, C)."""
-        (rows, columns), (h, w) = self.counts, self.window
-        height, width = self.padded
-        if (height, width) != (self.height, self.width):
-            x = F.pad(x, (0, 0, 0, width - self.width, 0, height - self.height))
-        cut = x.unflatten(2, (columns, w)).unflatten(1, (rows, h))
-        total = cut.sum(dim=(2, 4), dtype=accumulation_dtype(x)).flatten(1, 2)
-        return (total / self.num_real(total)).flatten(0, 1).to(x.dtype)
-
-    def num_real(self, like: Tensor) -> Tensor:
-        """How many tokens of each window without a shift are no padding, (windows, 1)."""
-        lengths = (
-            (size - torch.arange(count, device=like.device, dtype=like.dtype) * length).clamp(max=length)
-            for size, count, length in zip((self.height, self.width), self.counts, self.window)
-        )
-        return torch.outer(*lengths).flatten()[:, None]
-
-    def regions(self) -> list['Region']:
-        """Rows and columns of the map (without shift) whose windows are of one size, and those windows: the whole ones,
-        and what is left of windows at the right and at the bottom. None pads."""
-        return [
-            (slice(top, bottom), slice(left, right), Windows(bottom - top, right - left, (rows, columns)))
-            for top, bottom, rows in self._spans(0)
-            for left, right, columns in self._spans(1)
-        ]
-
-    def _spans(self, axis: int) -> list[tuple[int, int, int]]:
-        """First and last position and window of the whole windows of an axis, and of what is left."""
-        size, window = (self.height, self.width)[axis], self.window[axis]
-        whole = size - size % window
-        return [(0, whole, window)] + [(whole, size, size - whole)] * (whole < size)
-
-    def put(self, x: Tensor, out: Tensor) -> None:
-        """Write windows (B * windows, h * w or 1, C) without a shift to their places in (B, H, W, C)."""
-        (rows, columns), (h, w) = self.counts, self.window
-        if self.padded != (self.height, self.width):
-            out.copy_(self.merge(x.expand(-1, h * w, -1)))
-            return
-        places = out.unflatten(2, (columns, w)).unflatten(1, (rows, h)).transpose(2, 3)
-        x = x.unflatten(1, (h, w) if x.shape[1] > 1 else (1, 1))
-        places.copy_(x.unflatten(0, (-1, rows, columns)))
-
     def real(self, x: Tensor) -> Optional[Tensor]:
         """Which tokens of which window of ``x`` (B, H, W, C) are no padding: (B * windows, h * w) bool, None if all
         are real."""
@@ -152,71 +106,6 @@ class Windows(NamedTuple):
         )
         region = (2 * rows[:, None] + columns)[None, ..., None]
         return self._replace(height=self.padded[0], width=self.padded[1], shift=(0, 0)).partition(region)[..., 0]
-
-
-# Rows and columns of a map, and the windows without a shift that they are cut into.
-Region = tuple[slice, slice, Windows]
-
-
-def cut(x: Tensor, regions: Sequence[Region], mean: bool = False) -> Iterator[Tensor]:
-    """Of each of the regions that (B, H, W, C) consists of its windows, (B * windows, h * w, C), or their mean tokens,
-    (B * windows, C). Their gradients are written into one map; of slices, each would fill a map of its own."""
-    if dispatch.records() and x.requires_grad and not dispatch.is_plain(x):
-        return iter(_Cut.apply(x, regions, mean))
-    return _pieces(x, regions, mean)
-
-
-def assemble(pieces: Iterable[Tensor], regions: Sequence[Region]) -> Tensor:
-    """(B, H, W, C) from the windows of its regions, the inverse of :func:`cut`. In inference those of a region are
-    written to their places before the next are asked for."""
-    if dispatch.records():
-        pieces = list(pieces)
-        if not dispatch.is_plain(*pieces):
-            return _Assembled.apply(regions, *pieces)
-    return _assembled(pieces, regions)
-
-
-def _pieces(x: Tensor, regions: Sequence[Region], mean: bool) -> Iterator[Tensor]:
-    for rows, columns, part in regions:
-        yield part.mean(x[:, rows, columns]) if mean else part.partition(x[:, rows, columns])
-
-
-def _assembled(pieces: Iterable[Tensor], regions: Sequence[Region]) -> Tensor:
-    out: Any = None
-    for (rows, columns, part), windows in zip(regions, pieces):
-        if out is None:
-            batch = windows.shape[0] // (part.counts[0] * part.counts[1])
-            last_rows, last_columns, _ = regions[-1]
-            out = windows.new_empty(batch, last_rows.stop, last_columns.stop, windows.shape[-1])
-        part.put(windows, out[:, rows, columns])
-    return out
-
-
-class _Cut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x, regions, mean):
-        ctx.shape, ctx.regions, ctx.mean = x.shape, regions, mean
-        return tuple(_pieces(x, regions, mean))
-
-    @staticmethod
-    def backward(ctx: Any, *grads):
-        out = grads[0].new_empty(ctx.shape)
-        for (rows, columns, part), grad in zip(ctx.regions, grads):
-            if ctx.mean:
-                grad = (grad.unflatten(0, (ctx.shape[0], -1)) / part.num_real(grad)).flatten(0, 1).unsqueeze(1)
-            part.put(grad, out[:, rows, columns])
-        return out, None, None
-
-
-class _Assembled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, regions, *pieces):
-        ctx.regions = regions
-        return _assembled(pieces, regions)
-
-    @staticmethod
-    def backward(ctx: Any, grad):
-        return None, *_pieces(grad, ctx.regions, False)
 
 
 class OpenWindows:

@@ -2,10 +2,11 @@
 """What all hosts share: OpenMMLab arguments, checks, stage bookkeeping, freezing, checkpoints."""
 
 from collections.abc import Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from itertools import islice
-from typing import Any, Optional
+from typing import Any, Callable, Optional
 
 import numpy as np
 import torch
@@ -13,13 +14,12 @@ from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule, ModuleList
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from ..attention import Grid, StageContext
 from ..checkpoints.loading import load_pretrained
-from ..layers import FactorisedLinear, build_ffn
-from ..ops import dispatch
-from ..ops.dispatch import leaves_slow_autocast, serves_ones
-from ..ops.tensors import to_contiguous_image
+from ..inference import recomputed, run
+from ..layers import FactorisedLinear, MapLayerNorm, build_ffn
+from ..ops.tensors import to_image
 from ..utils.building import is_pretrained
 from .arch import Arch, Spec, check_count, check_type
 
@@ -39,7 +39,7 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 @contextmanager
 def statistics_kept(module: nn.Module):
-    """A context in which the running statistics of batch norms stay: recomputed blocks have been counted."""
+    """A stage in which the running statistics of batch norms stay: recomputed blocks have been counted."""
     norms = [m for m in module.modules() if is_batch_norm(m) and m.training]
     buffers = [dict(norm._buffers) for norm in norms]
     try:
@@ -127,11 +127,6 @@ class Backbone(Arch, BaseModule):
             raise ValueError(
                 f'x has the shape {tuple(x.shape)}; allowed is (B, {self.in_channels}, H, W) with H >= 32 and W >= 32'
             )
-        dtype = next(self.parameters()).dtype
-        # autocast turns any of its types into any other, but leaves float64 alone
-        casts = dispatch.autocasts(x) and torch.float64 not in (x.dtype, dtype)
-        if not x.is_floating_point() or (x.dtype != dtype and not casts):
-            raise ValueError(f'x has the type {x.dtype}; the model is in {dtype} and takes images of that type')
 
     def __prepare_scriptable__(self):
         """Asked by ``torch.jit.script`` before anything else.
@@ -169,14 +164,20 @@ class Backbone(Arch, BaseModule):
                 module.switch_to_deploy()
         return self.eval()
 
-    def run_block(self, block, x: Tensor, shared: dict) -> Tensor:
+    def run_block(self, block: nn.Module, x: Tensor, stage: StageContext, call: Callable) -> Tensor:
         """One block, recomputed in the backward pass under ``with_cp``."""
         if self.with_cp and x.requires_grad:
-            contexts: dict[str, Any] = {}
-            if not dispatch.is_traced():  # compilers take no contexts
-                contexts['context_fn'] = lambda: (nullcontext(), statistics_kept(block))
-            return checkpoint(block, x, use_reentrant=False, **contexts, **shared)
-        return block(x, **shared)
+            kept = partial(statistics_kept, block)
+            return recomputed(block, x, stage, kept)
+        return call(block, x, stage)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return run(self, x)
+
+    def features(self, x: Tensor, call: Callable) -> tuple[Tensor, ...]:
+        """The outputs for an image. ``call(module, *args)`` is ``module(*args)``, or what is faster on a CPU without
+        gradients, see :mod:`mmlinattn.inference`."""
+        raise NotImplementedError
 
     def train(self, mode: bool = True):
         super().train(mode)
@@ -244,14 +245,19 @@ class Backbone(Arch, BaseModule):
         raise NotImplementedError
 
     def adapt_state_dict(self, state_dict: dict) -> dict:
-        """Resize tables of another (square) grid to this model's, e.g. from 224 to 384 pixels: the parameter that a
-        module names as ``resizable``, by its ``fit``."""
+        """A checkpoint's weights as this model has them, by the ``adapt_state`` of its modules: tables of another
+        (square) grid resized, e.g. from 224 to 384 pixels; projections of reduced keys taken apart."""
         state_dict = dict(state_dict)
         for name, module in self.named_modules():
-            key = f'{name}.{getattr(module, "resizable", None)}'
-            if key in state_dict:
-                state_dict[key] = module.fit(state_dict[key])
+            if hasattr(module, 'adapt_state'):
+                module.adapt_state(state_dict, f'{name}.')
         return state_dict
+
+
+def build_output_norm(norm_cfg: dict, dim: int) -> nn.Module:
+    """A norm of (B, C, H, W) maps; ``'LN'`` is one over the channels."""
+    options = dict(norm_cfg)
+    return MapLayerNorm(dim, **options) if options.pop('type') == 'LN' else build_norm_layer(norm_cfg, dim)[1]
 
 
 class PyramidBackbone(Backbone):
@@ -276,6 +282,7 @@ class PyramidBackbone(Backbone):
     Shape: (B, in_channels, H, W) with H, W >= 32 -> tuple of (B, C_i, ceil(H / 4 / 2^i), ceil(W / 4 / 2^i)).
     """
 
+    num_extra_tokens = 0  # beside those of the map, for tools that ask as of MMPretrain's ViT
     norms_feed_on = False  # whether a stage's norm is part of the network, feeding the next stage
     stage_inputs: tuple[str, ...] = ('patch_embeds',)  # lists with what leads into each stage
 
@@ -311,7 +318,7 @@ class PyramidBackbone(Backbone):
         if self.norms_feed_on:
             normed |= set(range(self.num_stages - 1))
         self.out_norms = nn.ModuleDict(
-            {str(i): build_norm_layer(self.out_norm_cfg, self.embed_dims[i])[1] for i in sorted(normed)}
+            {str(i): build_output_norm(self.out_norm_cfg, self.embed_dims[i]) for i in sorted(normed)}
         )
         super().finish_init()
 
@@ -319,34 +326,28 @@ class PyramidBackbone(Backbone):
     def feature_info(self) -> list[dict]:
         return [dict(stage=i, channels=self.embed_dims[i], stride=4 * 2**i) for i in self.out_indices]
 
-    def embed(self, stage: int, x: Tensor) -> Tensor:
+    def embed(self, stage: int, x: Tensor, call: Callable) -> Tensor:
         """The map that enters the blocks of a stage."""
-        return self.patch_embeds[stage](x)
+        return call(self.patch_embeds[stage], x)
 
-    def shared(self, stage: int, x: Tensor) -> dict:
-        """Keyword arguments that all blocks of a stage get, computed once a forward pass."""
-        return {}
+    def stage_context(self, stage: int, x: Tensor) -> StageContext:
+        """What the blocks of a stage share, of the map that enters them."""
+        return StageContext(Grid(x.shape[1], x.shape[2]))
 
-    def norm_output(self, stage: int, x: Tensor) -> Tensor:
-        """The norm of a stage's map, (B, H, W, C) -> (B, H, W, C)."""
-        return self.out_norms[str(stage)](x)
-
-    @serves_ones
-    @leaves_slow_autocast
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        self.check_input(x)
+    def features(self, x: Tensor, call: Callable) -> tuple[Tensor, ...]:
         x = x.permute(0, 2, 3, 1).contiguous()
         outs = []
         for i in range(self.num_stages):
-            x = self.embed(i, x)
-            shared = self.shared(i, x)
+            x = self.embed(i, x, call)
+            stage = self.stage_context(i, x)
             for block in self.stages[i]:
-                x = self.run_block(block, x, shared)
-            out = self.norm_output(i, x) if str(i) in self.out_norms else x
+                x = self.run_block(block, x, stage, call)
+            raw = to_image(x)
+            out = self.out_norms[str(i)](raw) if str(i) in self.out_norms else raw
             if i in self.out_indices:
-                outs.append(to_contiguous_image(out if self.out_norm else x))
+                outs.append((out if self.out_norm else raw).contiguous())
             if self.norms_feed_on:
-                x = out
+                x = out.permute(0, 2, 3, 1)
         return tuple(outs)
 
     def frozen_modules(self) -> list:

@@ -4,20 +4,12 @@ from typing import Any
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
-from ..attention import MapWindows, StripeAttention, WindowAttention, get_mixer
-from ..layers import MLP, Block, PatchEmbed
+from ..attention import GlobalAttention, StageContext, StripeAttention, get_mixer
+from ..layers import MLP, PatchEmbed, SourceBlock
 from .base import PyramidBackbone
 
 NORM = dict(type='LN', eps=1e-5)
 LEPE = 3
-
-
-class WholeMapAttention(WindowAttention):
-    """CSWin's single branch: the whole map, LePE on the values, context from the block's input before its norm."""
-
-    def __init__(self, dim: int, num_heads: int, spec, grid: int) -> None:
-        super().__init__(dim, num_heads, spec, window=None, grid=(grid, grid), local_kernel=LEPE)
-        self.wants_input = self.mixer.context
 
 
 @MODELS.register_module()
@@ -89,8 +81,9 @@ class LinearCSWin(PyramidBackbone):
         if stripe is not None and get_mixer(spec)[0].quadratic:
             attn = StripeAttention(dim, heads, spec, stripe, local_kernel=LEPE)
         else:
-            attn = WholeMapAttention(dim, heads, spec, self.per_stage('grids')[stage])
-        return Block(dim, attn, self.build_ffn(stage, MLP), norm_cfg=NORM, drop_path=drop_path)
+            grid = (self.per_stage('grids')[stage],) * 2
+            attn = GlobalAttention(dim, heads, spec, grid=grid, local_kernel=LEPE)
+        return SourceBlock(dim, attn, self.build_ffn(stage, MLP), norm_cfg=NORM, drop_path=drop_path)
 
-    def shared(self, stage: int, x: Tensor) -> dict:
-        return dict(map_windows=MapWindows(x))
+    def stage_context(self, stage: int, x: Tensor) -> StageContext:
+        return StageContext.of(x)

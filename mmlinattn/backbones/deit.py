@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from collections.abc import Sequence
-from typing import Optional, Union
+from typing import Any, Callable, Optional, Union
 
 import torch
 from mmcv.cnn import build_norm_layer
@@ -8,10 +8,9 @@ from mmengine.model import ModuleList
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
-from ..attention import Attention, Grid
-from ..attention.base import to_map
-from ..layers import MLP, Block, PatchEmbed, PositionTable
-from ..ops.dispatch import leaves_slow_autocast, serves_ones
+from ..attention import Attention, Grid, StageContext
+from ..layers import MLP, Block, PatchEmbed, PositionTable, TokenBlock
+from ..ops.grid import to_map
 from .arch import check_type
 from .base import Backbone, numbered
 
@@ -51,6 +50,7 @@ class LinearDeiT(Backbone):
         torch.Size([1, 192, 4, 6])
     """
 
+    num_extra_tokens = 1  # as MMPretrain's ViT
     out_norm_cfg = NORM
     arch_counts = ('grid',)
     arch_defaults = dict(mlp_ratios=4, grid=14, qkv_bias=True, absolute_position=True, drop_path_rate=0.1)
@@ -105,34 +105,31 @@ class LinearDeiT(Backbone):
         nn.init.trunc_normal_(self.cls_token, std=0.02)
         self.position_table = PositionTable(dim, (side, side), prefix=1) if self.arch['absolute_position'] else None
         self.blocks = ModuleList(
-            Block(
-                dim,
-                Attention(dim, self.arch['num_heads'][0], spec, grid=(side, side), qkv_bias=self.arch['qkv_bias']),
-                self.build_ffn(0, MLP),
-                norm_cfg=NORM,
-                drop_path=rate,
-            )
+            self.build_block(spec, rate, (side, side))
             for spec, rate in list(zip(self.block_attns[0], self.drop_paths[0]))[: self.num_blocks]
         )
         self.out_norm = build_norm_layer(self.out_norm_cfg, dim)[1] if check_type('out_norm', out_norm, bool) else None
         self.finish_init()
 
+    def build_block(self, spec: Any, drop_path: float, grid: tuple[int, int]) -> Block:
+        dim, heads = self.embed_dims[0], self.arch['num_heads'][0]
+        attn, ffn = Attention(dim, heads, spec, grid=grid, qkv_bias=self.arch['qkv_bias']), self.build_ffn(0, MLP)
+        kind = TokenBlock if hasattr(ffn, 'dwconv') else Block
+        return kind(dim, attn, ffn, norm_cfg=NORM, drop_path=drop_path)
+
     @property
     def feature_info(self) -> list[dict]:
         return [dict(stage=i, channels=self.embed_dims[0], stride=16) for i in self.out_indices]
 
-    @serves_ones
-    @leaves_slow_autocast
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        self.check_input(x)
-        x = self.patch_embeds[0](x.permute(0, 2, 3, 1).contiguous())
+    def features(self, x: Tensor, call: Callable) -> tuple[Tensor, ...]:
+        x = call(self.patch_embeds[0], x.permute(0, 2, 3, 1).contiguous())
         grid = Grid(x.shape[1], x.shape[2], prefix=1)
         x = torch.cat((self.cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x.flatten(1, 2)), dim=1)
         if self.position_table is not None:
             x = self.position_table.add_to(x, grid)
-        outs = []
+        outs, stage = [], StageContext(grid)
         for i, block in enumerate(self.blocks):
-            x = self.run_block(block, x, dict(grid=grid))
+            x = self.run_block(block, x, stage, call)
             if i in self.out_indices:
                 outs.append(self.output(x if self.out_norm is None else self.out_norm(x), grid))
         return tuple(outs)

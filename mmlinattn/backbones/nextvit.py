@@ -2,7 +2,7 @@
 from typing import Any, Optional
 
 from mmengine.registry import MODELS
-from torch import Tensor, nn
+from torch import nn
 
 from ..attention import Attention, GlobalAttention, get_mixer
 from ..layers import build_ffn
@@ -17,7 +17,6 @@ from .nextvit_blocks import (
     ReLUMLP,
     Stem,
     TransformerBlock,
-    norm_map,
 )
 
 REDUCTIONS = ('grid', 'sequence')
@@ -188,9 +187,6 @@ class LinearNextViT(PyramidBackbone):
                     f'arch: embed_dims={self.embed_dims} have to be multiples of group_dim={group}, and at least three '
                     'times that where a stage has attentions'
                 )
-
-    def norm_output(self, stage: int, x: Tensor) -> Tensor:
-        return norm_map(self.out_norms[str(stage)], x)
 
     def ignorable_keys(self, key: str) -> bool:
         part, number = numbered(key)

@@ -10,8 +10,8 @@ from mmcv.cnn.bricks import DropPath
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from ..attention import Attention, Grid
-from ..layers import MLP, apply_linear, conv_norms
+from ..attention import ReducedKeysAttention, StageContext
+from ..layers import MLP
 from ..ops.sizes import is_known
 from ..ops.tensors import to_image
 
@@ -50,7 +50,7 @@ class ConvNorm(BaseModule):
         self.relu = relu
 
     def forward(self, x: Tensor) -> Tensor:
-        x = conv_norms(to_image(x), [(self.conv, self.norm)]).permute(0, 2, 3, 1)
+        x = self.norm(self.conv(to_image(x))).permute(0, 2, 3, 1)
         return F.relu(x) if self.relu else x
 
 
@@ -117,17 +117,17 @@ class ConvAttention(BaseModule):
         self.proj = nn.Linear(dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return apply_linear(self.proj, self.conv(x))
+        return self.proj(self.conv(x))
 
 
 class ReLUMLP(MLP):
     """Feed-forward network with ReLU. Arguments as :class:`~mmlinattn.layers.MLP`."""
 
     def hidden(self, x: Tensor) -> Tensor:
-        return F.relu(apply_linear(self.fc1, x))
+        return F.relu(self.fc1(x))
 
 
-class AveragedKeysAttention(Attention):
+class AveragedKeysAttention(ReducedKeysAttention):
     """Global attention whose keys and values are those of averaged tokens, after a batch norm (Next-ViT Eq. 5).
 
     Args:
@@ -147,19 +147,13 @@ class AveragedKeysAttention(Attention):
         self.norm = build_norm_layer(norm_cfg, dim)[1]
 
     def reduce(self, x: Tensor) -> Tensor:
-        """(B, H, W, C) -> (B, C, h, w); of sequences, h is 1."""
+        """(B, H, W, C) -> (B, h, w, C); of sequences, h is 1."""
         if self.reduction == 'grid':
-            return mean_pool(x, self.ratio)
-        sequence = to_image(x.flatten(1, 2)[:, None])
-        mean = F.avg_pool2d if is_known(*x.shape[1:3]) else conv_mean
-        return mean(sequence, (1, self.ratio**2))
-
-    def forward(self, x: Tensor, **shared) -> Tensor:  # type: ignore[override]
-        grid = Grid(*x.shape[1:3])
-        reduced = self.norm(self.reduce(x)).permute(0, 2, 3, 1)
-        key_grid = Grid(*reduced.shape[1:3])
-        out = super().forward(x.flatten(1, 2), grid, kv=reduced.flatten(1, 2), key_grid=key_grid, **shared)
-        return out.unflatten(1, grid[:2])
+            mean = mean_pool(x, self.ratio)
+        else:
+            pool = F.avg_pool2d if is_known(*x.shape[1:3]) else conv_mean
+            mean = pool(to_image(x.flatten(1, 2)[:, None]), (1, self.ratio**2))
+        return self.norm(mean).permute(0, 2, 3, 1)
 
 
 class ConvBlock(BaseModule):
@@ -182,7 +176,7 @@ class ConvBlock(BaseModule):
         self.ffn = ffn
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, **shared) -> Tensor:
+    def forward(self, x: Tensor, stage: StageContext) -> Tensor:
         x = x if self.embed is None else self.embed(x)
         x = x + self.drop_path(self.conv(x))
         return x + self.drop_path(self.ffn(norm_map(self.norm, x)))
@@ -225,9 +219,9 @@ class TransformerBlock(BaseModule):
         self.conv_drop_path = DropPath(drop_path * (1 - SHARE))
         self.drop_path = DropPath(drop_path)
 
-    def forward(self, x: Tensor, **shared) -> Tensor:
+    def forward(self, x: Tensor, stage: StageContext) -> Tensor:
         x = x if self.embed is None else self.embed(x)
-        x = x + self.attn_drop_path(self.attn(norm_map(self.norm1, x), **shared))
+        x = x + self.attn_drop_path(self.attn(norm_map(self.norm1, x), stage))
         y = self.narrow(x)
         y = y + self.conv_drop_path(self.conv(y))
         x = torch.cat((x, y), dim=-1)

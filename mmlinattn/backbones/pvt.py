@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Any
+from typing import Any, Callable
 
 from mmengine.model import ModuleList
 from mmengine.registry import MODELS
@@ -82,7 +82,7 @@ class LinearPVT(PyramidBackbone):
         ffn = self.build_ffn(stage, MLP)
         return Block(self.embed_dims[stage], spatial_attention(self, stage, spec), ffn, NORM, drop_path)
 
-    def embed(self, stage: int, x: Tensor) -> Tensor:
-        x = super().embed(stage, x)
+    def embed(self, stage: int, x: Tensor, call: Callable) -> Tensor:
+        x = super().embed(stage, x, call)
         grid = Grid(*x.shape[1:3])
         return self.position_tables[stage].add_to(x.flatten(1, 2), grid).unflatten(1, grid[:2])

@@ -7,7 +7,7 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..attention import GlobalAttention
+from ..attention import GlobalAttention, Grid, StageContext
 from ..layers import (
     Block,
     ConvDownsample,
@@ -18,7 +18,7 @@ from ..layers import (
     is_foldable,
     rotary_table,
 )
-from ..ops.dispatch import accumulation_dtype
+from ..ops.tensors import accumulation_dtype
 from .base import PyramidBackbone
 
 HYBRID = ('rala', 'rala', 'softmax', 'softmax')
@@ -114,12 +114,12 @@ class RAVLT(PyramidBackbone):
             position=ResidualDWConv(dim) if self.cpe else None,
         )
 
-    def shared(self, stage: int, x: Tensor) -> dict:
+    def stage_context(self, stage: int, x: Tensor) -> StageContext:
+        grid = Grid(x.shape[1], x.shape[2])
         if not self.rotary:
-            return {}
+            return StageContext(grid)
         # angles in float32 even where the map is half: indices above 256 are not exact in bfloat16
-        dtype = accumulation_dtype(x)
-        return dict(rotary=rotary_table(x.shape[1], x.shape[2], self.head_dims[stage], x.device, dtype))
+        return StageContext(grid, rotary_table(*grid[:2], self.head_dims[stage], x.device, accumulation_dtype(x)))
 
     @torch.no_grad()
     def switch_to_deploy(self) -> 'RAVLT':

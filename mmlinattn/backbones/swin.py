@@ -5,7 +5,7 @@ from typing import Any, Union
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
-from ..attention import MapWindows, WindowAttention, get_mixer
+from ..attention import StageContext, WindowAttention, get_mixer
 from ..layers import MLP, Block, PatchEmbed, PatchMerging
 from .base import PyramidBackbone
 
@@ -123,5 +123,5 @@ class LinearSwin(PyramidBackbone):
             )
         return sizes
 
-    def shared(self, stage: int, x: Tensor) -> dict:
-        return dict(map_windows=MapWindows(x))
+    def stage_context(self, stage: int, x: Tensor) -> StageContext:
+        return StageContext.of(x)

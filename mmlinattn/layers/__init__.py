@@ -1,17 +1,17 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from ..ops import rotary_table
-from .block import MLP, Block, ConvFFN, DWConvFFN, ResidualDWConv
+from .block import MLP, Block, ConvFFN, DWConvFFN, ResidualDWConv, SourceBlock, TokenBlock, of_tokens
 from .compact import FactorisedLinear, build_ffn, compact
-from .linear import apply_linear, project
 from .patch_embed import (
     ConvDownsample,
+    ConvOfGELU,
     ConvStem,
+    MapLayerNorm,
+    PatchConv2d,
     PatchEmbed,
     PatchMerging,
-    conv_norms,
     fold_batch_norm,
     is_foldable,
-    strided_conv,
 )
 from .position import PositionTable
 
@@ -20,20 +20,22 @@ __all__ = [
     'Block',
     'ConvDownsample',
     'ConvFFN',
+    'ConvOfGELU',
     'ConvStem',
     'DWConvFFN',
     'FactorisedLinear',
+    'MapLayerNorm',
+    'PatchConv2d',
     'PatchEmbed',
     'PatchMerging',
     'PositionTable',
     'ResidualDWConv',
-    'apply_linear',
+    'SourceBlock',
+    'TokenBlock',
     'build_ffn',
     'compact',
-    'conv_norms',
     'fold_batch_norm',
     'is_foldable',
-    'project',
+    'of_tokens',
     'rotary_table',
-    'strided_conv',
 ]

@@ -8,9 +8,7 @@ from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
-from .. import ops
 from .block import MLP, ConvFFN, DWConvFFN
-from .linear import apply_linear, has_hooks, is_just, is_plain_linear
 from .patch_embed import is_foldable
 
 FFNS = {'mlp': MLP, 'conv': ConvFFN, 'dwconv': DWConvFFN}
@@ -18,14 +16,11 @@ MATRICES = {'M1': 'fc1', 'M2': 'fc2'}
 
 
 def _merges(layer: nn.Module, norm: nn.Module) -> bool:
-    return is_just(nn.Linear, layer) and is_foldable(norm)
+    return type(layer) is nn.Linear and is_foldable(norm)
 
 
 class BranchedLinear(BaseModule):
     """Parallel linear layers, each with a batch norm over the tokens, summed: one matrix to all but the optimiser.
-
-    Where the batch norms are fixed (evaluation, ``norm_eval``) it computes with that matrix, unless a layer or norm
-    does something of its own (hooks, adapters, a ``forward``).
 
     Args:
         in_features, out_features (int): Widths.
@@ -45,14 +40,8 @@ class BranchedLinear(BaseModule):
             raise ValueError(f"norm_cfg={norm_cfg} of a compact FFN has to be of type 'BN1d' or 'SyncBN'")
 
     def forward(self, x: Tensor) -> Tensor:
-        if not any(norm.training for norm in self.norms) and self._is_one_matrix():
-            return ops.linear(x, *self.merged_weights())
         rows = x.flatten(0, -2)
         return sum(norm(layer(rows)) for layer, norm in zip(self.linears, self.norms)).unflatten(0, x.shape[:-1])
-
-    def _is_one_matrix(self) -> bool:
-        watched = any(map(has_hooks, (*self.linears, *self.norms)))
-        return not watched and all(map(_merges, self.linears, self.norms))
 
     def merged_weights(self) -> tuple[Tensor, Tensor]:
         """Weight and bias of the one layer that the branches are where their batch norms are fixed."""
@@ -113,10 +102,7 @@ class FactorisedLinear(BaseModule):
         self.bias = nn.Parameter(torch.zeros(out_features))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = apply_linear(self.down, x)
-        if is_plain_linear(self.up):
-            return ops.linear(x, self.up.weight, self.up.bias + self.bias)
-        return apply_linear(self.up, x) + self.bias
+        return self.up(self.down(x)) + self.bias
 
     def switch_to_deploy(self) -> None:
         """Merge the branches of each factor, in place."""
@@ -160,7 +146,6 @@ def compact(
     rank = max(int(t * widths[0] * widths[1] / sum(widths) + 1e-6), 1)
     gain = 0.0 if matrix == 'M2' else 0.02 * (widths[0] / r) ** 0.5
     setattr(ffn, MATRICES[matrix], FactorisedLinear(*widths, rank, r, norm_cfg, gain))
-    ffn.takes_statistics = True
     return ffn
 
 

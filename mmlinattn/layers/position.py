@@ -1,19 +1,17 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Optional
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops import dispatch
 from ..ops.sizes import as_tensor, is_known
+from ..ops.tensors import accumulation_dtype
 
 
 def resize_table(table: Tensor, grid: tuple[int, int], size: tuple[int, int], prefix: int = 0) -> Tensor:
     """(1, prefix + grid, C) -> (1, prefix + size, C), bilinear with ``align_corners=False``; class tokens stay."""
     image = table[:, prefix:].unflatten(1, tuple(grid)).permute(0, 3, 1, 2)
     # in float32: neither CPU nor CUDA interpolates every half type
-    wide = dispatch.accumulation_dtype(image)
+    wide = accumulation_dtype(image)
     image = F.interpolate(image.to(wide), size=tuple(size), mode='bilinear', align_corners=False).to(table.dtype)
     return torch.cat((table[:, :prefix], image.flatten(2).transpose(1, 2)), dim=1)
 
@@ -24,7 +22,7 @@ def bilinear_weights(length: int, count, size, like: Tensor) -> Tensor:
     Positions from ``size`` on, where ``count`` is larger, get the last value. ``count`` and ``size`` may be open sizes
     of a graph (:mod:`mmlinattn.ops.sizes`).
     """
-    wide = dispatch.accumulation_dtype(like)
+    wide = accumulation_dtype(like)
     centres = torch.arange(count, dtype=wide, device=like.device) + 0.5
     source = (centres * (length / as_tensor(size, like, wide)) - 0.5).clamp(0, length - 1)
     return (1 - (source[:, None] - torch.arange(length, dtype=wide, device=like.device)).abs()).clamp(min=0)
@@ -38,11 +36,8 @@ class PositionTable(nn.Module):
         grid (tuple[int, int]): Height and width of the stored table.
         prefix (int): Class tokens in front, whose vectors are never resized.
 
-    At the stored grid the table is added as it is. In inference a resized table is kept until size, weights, dtype or
-    device change, so that a sequence of equal images resizes it once.
+    At the stored grid the table is added as it is.
     """
-
-    resizable = 'weight'  # what checkpoints of another grid have in another size, see :meth:`fit`
 
     def __init__(self, dim: int, grid: tuple[int, int], prefix: int = 0) -> None:
         super().__init__()
@@ -50,24 +45,12 @@ class PositionTable(nn.Module):
         self.prefix = prefix
         self.weight = nn.Parameter(torch.zeros(1, prefix + self.grid[0] * self.grid[1], dim))
         nn.init.trunc_normal_(self.weight, std=0.02)
-        self._resized: Optional[tuple[Optional[tuple], Tensor, Tensor]] = None
 
     def resized(self, height: int, width: int) -> Tensor:
         """The table for a grid of ``height`` x ``width``, (1, prefix + height * width, C)."""
         if (height, width) == self.grid:
             return self.weight
-        weight = self.weight
-        learning = dispatch.records() and weight.requires_grad
-        # tensors of inference mode do not count their changes
-        keep = not (learning or dispatch.is_plain(weight) or weight.is_inference())
-        key = (height, width, weight._version, weight.data_ptr(), weight.dtype, weight.device) if keep else None
-        if keep and self._resized is not None and self._resized[0] == key:
-            return self._resized[1]
-        table = resize_table(weight, self.grid, (height, width), self.prefix)
-        if keep:
-            # holding the weight keeps its address from being given to another
-            self._resized = (key, table, weight.detach())
-        return table
+        return resize_table(self.weight, self.grid, (height, width), self.prefix)
 
     def resized_in_graph(self, grid) -> Tensor:
         """The table for a grid of open size, (1, prefix + height * width, C): resized at every size, also at that of
@@ -78,6 +61,12 @@ class PositionTable(nn.Module):
         image = torch.einsum('hi,wj,ijc->hwc', rows, columns, image).flatten(0, 1).to(self.weight.dtype)
         return torch.cat((self.weight[:, : self.prefix], image[None]), dim=1)
 
+    def adapt_state(self, state: dict, prefix: str) -> None:
+        """Resize the table in a state dict to this grid, in place."""
+        key = f'{prefix}weight'
+        if key in state:
+            state[key] = self.fit(state[key])
+
     def fit(self, weight: Tensor) -> Tensor:
         """A checkpoint's table, (1, prefix + n * n, C), for this grid; of another form it stays as it is, for the
         report."""
@@ -87,7 +76,7 @@ class PositionTable(nn.Module):
         return resize_table(weight, (side, side), self.grid, self.prefix)
 
     def on(self, grid) -> Tensor:
-        """The table for the tokens of a :class:`~mmlinattn.attention.Grid`, (1, prefix + height * width, C); zero for
+        """The table for the tokens of a :class:`~mmlinattn.ops.grid.Grid`, (1, prefix + height * width, C); zero for
         class tokens that the table has no vectors for."""
         if not is_known(*grid[:2], *(grid.within or ())):
             table = self.resized_in_graph(grid)
@@ -100,9 +89,5 @@ class PositionTable(nn.Module):
         return table
 
     def add_to(self, x: Tensor, grid) -> Tensor:
-        """``x`` (B, prefix + height * width, C) plus the table of its :class:`~mmlinattn.attention.Grid`."""
+        """``x`` (B, prefix + height * width, C) plus the table of its :class:`~mmlinattn.ops.grid.Grid`."""
         return x + self.on(grid).to(x.dtype)
-
-    def __getstate__(self):
-        # the kept table may belong to a graph or an inference tensor: copies and pickles go without
-        return {**self.__dict__, '_resized': None}

@@ -27,6 +27,7 @@ from mmlinattn.attention import Grid, TokenMixer
 from mmlinattn.tooling.analysis.capture import arrangements, reduction_of, watch_mixers
 from mmlinattn.tooling.analysis.loading import load_model
 from mmlinattn.tooling.analysis.measures import neighbours
+from mmlinattn.tooling.analysis.weights import mixer_weights
 from mmlinattn.tooling.command_line import one_line_errors, writing
 from mmlinattn.tooling.configs import check_checkpoint, read_config, set_data_root
 from mmlinattn.utils.errors import RunError
@@ -101,7 +102,7 @@ def masked(model: nn.Module, window: int, others: bool = False, seed: int = 0) -
         changes = []
         for rows in torch.arange(q.shape[1], device=v.device).split(size):
             shared = dict(mask=given['mask'], rotary=given['rotary'], bias=given['bias'], rows=rows)
-            weights = mixer.weights(q, k, grid, key_grid, **shared)
+            weights = mixer_weights(mixer, q, k, grid, key_grid, **shared)
             near = neighbours(places[rows], key_places, window // 2)
             rest = masked_weights(weights, near, window**2 if others else None, generator, mixer.normalised)
             values = rearrange(v.to(weights.dtype), 'b m (heads e) -> b heads m e', heads=weights.shape[1])

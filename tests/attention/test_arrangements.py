@@ -3,21 +3,20 @@
 
 import itertools
 import math
-from unittest import mock
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import interpolate, pad
-from twins import ATTENTIONS, DIM, HEADS, assert_same, filled
+from twins import ATTENTIONS, DIM, HEADS, assert_same, attend, filled
 
 from mmlinattn.attention import (
     Attention,
     GlobalAttention,
     Grid,
-    MapWindows,
     ReducedAttention,
+    StageContext,
     StripeAttention,
     WindowAttention,
     windows,
@@ -50,13 +49,13 @@ def parts(size, rows, columns):
 @pytest.mark.parametrize('name', ['angular, sequence', *MIXERS])
 def test_the_whole_map_is_its_tokens_row_by_row(name):
     """Also as one window."""
-    x, residual = feature_map(3, 5), feature_map(3, 5)
-    attention = filled(GlobalAttention(DIM, HEADS, ATTENTIONS[name]))
-    tokens = Attention.forward(attention, x.flatten(1, 2), Grid(3, 5)).unflatten(1, (3, 5))
-    torch.testing.assert_close(attention(x, residual=residual), residual + tokens)
+    x = feature_map(3, 5)
+    attention, context = filled(GlobalAttention(DIM, HEADS, ATTENTIONS[name])), StageContext.of(x)
+    tokens = attend(attention, x.flatten(1, 2), Grid(3, 5)).unflatten(1, (3, 5))
+    torch.testing.assert_close(attention(x, context), tokens)
     window = WindowAttention(DIM, HEADS, ATTENTIONS[name], None).double()
     window.load_state_dict(attention.state_dict())
-    torch.testing.assert_close(window(x, residual=residual), residual + tokens)
+    torch.testing.assert_close(window(x, context), tokens)
 
 
 @pytest.mark.parametrize('name', ['softmax', 'hallucinated ihh-chh', 'focused, no convolution'])
@@ -65,17 +64,16 @@ def test_the_whole_map_is_its_tokens_row_by_row(name):
 def test_reduced_keys(name, height, width, ratio):
     """Keys and values: a strided convolution of the zero-padded map, and a norm."""
     attention = filled(ReducedAttention(DIM, HEADS, ATTENTIONS[name], ratio, dict(type='LN')))
-    x, residual = feature_map(height, width), feature_map(height, width)
+    x = feature_map(height, width)
     rows, columns = math.ceil(height / ratio), math.ceil(width / ratio)
     padded = pad(x, (0, 0, 0, ratio * columns - width, 0, ratio * rows - height))
     reduced = attention.sr.bias
     for i, j in itertools.product(range(ratio), range(ratio)):
         reduced = reduced + padded[:, i::ratio, j::ratio] @ attention.sr.weight[:, :, i, j].T
     reduced = attention.norm(reduced).flatten(1, 2)
-    expected = Attention.forward(
-        attention, x.flatten(1, 2), Grid(height, width), kv=reduced, key_grid=Grid(rows, columns)
-    ).unflatten(1, (height, width))
-    assert_same(attention(x, residual=residual), residual + expected, leaves_of(attention, x), rtol=1e-6)
+    expected = attend(attention, x.flatten(1, 2), Grid(height, width), reduced, Grid(rows, columns))
+    expected = expected.unflatten(1, (height, width))
+    assert_same(attention(x, StageContext.of(x)), expected, leaves_of(attention, x), rtol=1e-6)
 
 
 # --- windows -----------------------------------------------------------------------------------
@@ -89,21 +87,15 @@ def test_linear_attention_in_windows_is_that_of_each_window_cropped(name, height
     """The last row and column of windows hold fewer tokens: sums, means, N and convolutions are theirs, and the mean
     of the tokens that they are told of."""
     attention = filled(WindowAttention(DIM, HEADS, ATTENTIONS[name], window))
-    x, context, residual = (feature_map(height, width) for _ in range(3))
-    scale = torch.randn(DIM, dtype=torch.float64)
+    x, other = (feature_map(height, width) for _ in range(2))
     expected = torch.empty_like(x)
     for where in parts((height, width), *window):
-        crop, source = x[where], context[where].flatten(1, 2)
+        crop, source = x[where], other[where].flatten(1, 2)
         grid = Grid(*crop.shape[1:3])
-        alone = Attention.forward(attention, crop.flatten(1, 2), grid, context_tokens=source)
+        alone = attend(attention, crop.flatten(1, 2), grid, source=source)
         expected[where] = alone.unflatten(1, grid[:2])
-    for attention.small_numel in (0, 2 * x.numel()):  # without padding; with little of it
-        out = attention(x, context_tokens=context, out_scale=scale, residual=residual)
-        assert_same(out, residual + scale * expected, leaves_of(attention, x, context), rtol=1e-6)
-    with mock.patch.object(torch.compiler, 'is_compiling', lambda: True):  # windows of one size, padded and masked
-        torch.testing.assert_close(attention(x, context_tokens=context, out_scale=scale, residual=residual), out)
-    with torch.no_grad():
-        torch.testing.assert_close(attention(x, context_tokens=context, out_scale=scale, residual=residual), out)
+    out = attention(x, StageContext.of(x), other)
+    assert_same(out, expected, leaves_of(attention, x, other), rtol=1e-6)
 
 
 @few
@@ -113,13 +105,13 @@ def test_focused_attention_in_windows_is_that_of_each_window_cropped(height, wid
     window = min(3, height), min(3, width)
     x = feature_map(height, width)
     attention = filled(WindowAttention(DIM, HEADS, 'focused', (3, 3), grid=(3, 3)))
-    out, table = attention(x), attention.mixer.position.resized(*window).unflatten(1, window)
+    out, table = attention(x, StageContext.of(x)), attention.mixer.position.resized(*window).unflatten(1, window)
     for where in parts((height, width), *window):
         grid = Grid(*x[where].shape[1:3])
         part = filled(Attention(DIM, HEADS, 'focused', grid=grid[:2]))
         corner = table[:, : grid.height, : grid.width].flatten(1, 2)
         part.load_state_dict({**attention.state_dict(), 'mixer.position.weight': corner})
-        torch.testing.assert_close(out[where], part(x[where].flatten(1, 2), grid).unflatten(1, grid[:2]))
+        torch.testing.assert_close(out[where], part(x[where].flatten(1, 2), StageContext(grid)).unflatten(1, grid[:2]))
 
 
 def literal_softmax_window(attention, x, window, shift):
@@ -145,10 +137,10 @@ def literal_softmax_window(attention, x, window, shift):
 def test_softmax_in_shifted_windows_equals_a_loop_over_pairs(height, width, window, shift):
     """Relative positions and the seam included, padding excluded; what it holds: tests/backbones/test_pairs.py."""
     attention = filled(WindowAttention(DIM, HEADS, 'softmax', window, shift=shift, relative_bias=True))
-    x, residual = feature_map(height, width), feature_map(height, width)
+    x = feature_map(height, width)
     slow = literal_softmax_window(attention, x, window, shift)
-    assert_same(attention(x, residual=residual), residual + slow, leaves_of(attention, x), rtol=1e-6)
-    torch.testing.assert_close(attention(x, map_windows=MapWindows(x)), slow)
+    assert_same(attention(x, StageContext.of(x)), slow, leaves_of(attention, x), rtol=1e-6)
+    torch.testing.assert_close(attention(x, StageContext(Grid(height, width))), slow)
 
 
 @pytest.mark.parametrize('height, width', [(7, 9), (8, 8)])
@@ -157,13 +149,13 @@ def test_windows_of_a_rolled_map_have_no_neighbours_from_its_other_side(height, 
     pad, the padding lies between the two sides; where they do not, only the regions keep the 3x3 of IHH apart."""
     attention = filled(WindowAttention(DIM, HEADS, 'hallucinated', (4, 4), shift=True, relative_bias=True))
     x = feature_map(height, width)
-    out = attention(x)
+    out = attention(x, StageContext.of(x))
     # each part of the rolled map alone, cut as the shift of 2 cuts it
     rows, columns = ((slice(0, 2), slice(2, 6), slice(6, end)) for end in (height, width))
     for high, wide in itertools.product(rows, columns):
         part = x[:, high, wide]
         grid = Grid(*part.shape[1:3])
-        alone = Attention.forward(attention, part.flatten(1, 2), grid, bias=attention.relative_bias(*grid[:2])[None])
+        alone = attend(attention, part.flatten(1, 2), grid, bias=attention.relative_bias(*grid[:2])[None])
         torch.testing.assert_close(out[:, high, wide], alone.unflatten(1, grid[:2]))
 
 
@@ -177,7 +169,7 @@ def test_windows_of_a_rolled_map_have_no_neighbours_from_its_other_side(height, 
 def test_stripes_are_two_halves_of_windows(name, height, width, stripe):
     """Half of the channels in vertical, half in horizontal stripes, each the size of what there is."""
     attention = filled(StripeAttention(DIM, HEADS, ATTENTIONS[name], stripe))
-    x, residual = feature_map(height, width), feature_map(height, width)
+    x = feature_map(height, width)
     thirds = [part.chunk(2, dim=-1) for part in attention.qkv(x).split([2 * w for w in attention.widths], dim=-1)]
     halves = []
     for i, (rows, columns) in enumerate(((height, stripe), (stripe, width))):
@@ -192,15 +184,13 @@ def test_stripes_are_two_halves_of_windows(name, height, width, stripe):
         halves.append(half)
     slow = attention.proj(torch.cat(halves, dim=-1))
     leaves = leaves_of(attention, x)
-    assert_same(attention(x, context_tokens=x, residual=residual), residual + slow, leaves, rtol=1e-6)
-    assert_same(attention(x, MapWindows(x), context_tokens=x), slow, leaves, rtol=1e-6)
+    assert_same(attention(x, StageContext.of(x)), slow, leaves, rtol=1e-6)
+    torch.testing.assert_close(attention(x, StageContext(Grid(height, width)), source=x), slow)
 
 
 def test_what_arrangements_have_by_default():
-    """Stripes tell their block whether they want its input; a position bias have those that ask for one, of an
-    attention that takes one, in windows: of whole maps it would not be bounded."""
-    mixers = 'softmax', 'inline', dict(type='inline', local_residual=False)
-    assert [StripeAttention(DIM, HEADS, mixer, 2).wants_input for mixer in mixers] == [False, True, False]
+    """A position bias have those that ask for one, of an attention that takes one, in windows: of whole maps it would
+    not be bounded."""
     for branch in StripeAttention(DIM, HEADS, 'softmax', 2).branches:
         assert branch.local.weight.shape == (DIM // 2, 1, 3, 3) and branch.local.padding == (1, 1)
     without = StripeAttention(DIM, HEADS, 'softmax', 2, local_kernel=None)

@@ -10,7 +10,7 @@ import twins
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from twins import ATTENTIONS, DIM, HEAD_DIM, HEADS, assert_same, build, tokens
+from twins import ATTENTIONS, DIM, HEAD_DIM, HEADS, assert_same, attend, build, tokens
 
 from mmlinattn import ops
 from mmlinattn.attention import (
@@ -22,6 +22,7 @@ from mmlinattn.attention import (
     HallucinatedMixer,
     InLineMixer,
     RALAMixer,
+    StageContext,
     StripeAttention,
     TokenMixer,
     WindowAttention,
@@ -58,28 +59,29 @@ def table(height, width):
 )
 def test_its_quadratic_twin(name, height, width, prefix, encoded, gate, local_kernel, qkv_bias, backend, batch, block):
     """Values and gradients on maps of any size, class tokens before them; the host's gate, local term, positions and
-    bias of the map; scaled and added to a residual. An item is the same alone as in a batch, as it is in the twin; one
-    of several blocks of tokens the same as of one."""
+    bias of the map. An item is the same alone as in a batch, as it is in the twin; one of several blocks of tokens the
+    same as of one."""
     torch.manual_seed(0)
     attention = build(name, grid=(3, 4) if encoded else None, gate=gate, local_kernel=local_kernel, qkv_bias=qkv_bias)
     mixer, grid = attention.mixer, Grid(height, width, prefix)
     assert (attention.qkv.bias is not None) == qkv_bias
-    x, context, residual = (tokens(batch, grid.num_tokens) for _ in range(3))
-    scale = torch.randn(DIM, dtype=torch.float64, requires_grad=True)
+    x, source = (tokens(batch, grid.num_tokens) for _ in range(2))
     is_turned = encoded and not prefix
     bias = torch.randn(1, mixer.num_heads, *2 * [grid.num_tokens], dtype=torch.float64, requires_grad=True)
-    leaves = [x, context, residual, scale, bias, *attention.parameters()]
+    leaves = [x, source, bias, *attention.parameters()]
     shared = dict(bias=bias if encoded else None, rotary=table(height, width) if is_turned else None)
     with ops.use(backend), mock.patch.object(ops.tensors, 'BLOCK_NUMEL', block):
-        out = attention(x, grid, context_tokens=context, out_scale=scale, residual=residual, **shared)
+        out = attend(attention, x, grid, source=source, **shared)
         size = (height, width) if is_turned and mixer.rotary else None
         slow = twins.twin(
-            attention, name, x, grid, size=size, bias=bias if encoded and mixer.bias else None, context=context
+            attention, name, x, grid, size=size, bias=bias if encoded and mixer.bias else None, context=source
         )
         # gradients of a norm of few numbers, and of powers, may be large
-        assert_same(out, residual + scale * slow, leaves, rtol=1e-6)
+        assert_same(out, slow, leaves, rtol=1e-6)
         with torch.no_grad():
-            torch.testing.assert_close(attention(x, grid, **shared, context_tokens=context) * scale + residual, out)
+            torch.testing.assert_close(attend(attention, x, grid, source=source, **shared), out)
+        if not encoded:
+            torch.testing.assert_close(attention(x, StageContext(grid), source), out)
 
 
 @every_attention
@@ -97,7 +99,7 @@ def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
     attention, spec = build(name, grid=(3, 4)), ATTENTIONS[name]
     if spec['type'] == 'angular' and spec.get('form') != 'paper':
         with pytest.raises(ValueError, match=r'as many keys as queries \(6\), not 4; released=False takes any'):
-            attention(tokens(2, 6), Grid(2, 3), kv=tokens(2, 4), key_grid=Grid(2, 2))
+            attend(attention, tokens(2, 6), Grid(2, 3), tokens(2, 4), Grid(2, 2))
         return
     torch.manual_seed(0)
     if spec['type'] == 'rala' or attention.mixer.local_kernels(tokens(1, 1)[:, 0]) is not None:  # as many keys
@@ -106,7 +108,7 @@ def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
     x, kv = tokens(2, grid.num_tokens), tokens(2, key_grid.num_tokens)
     slow = twins.twin(attention, name, x, grid, kv, key_grid)
     with ops.use(backend):
-        assert_same(attention(x, grid, kv=kv, key_grid=key_grid), slow, [x, kv, *attention.parameters()], rtol=1e-6)
+        assert_same(attend(attention, x, grid, kv, key_grid), slow, [x, kv, *attention.parameters()], rtol=1e-6)
 
 
 # --- padding -----------------------------------------------------------------------------------
@@ -143,8 +145,9 @@ def test_padding_changes_nothing_for_the_real_tokens(name, height, width, around
     bias = torch.randn(1, attention.mixer.num_heads, *2 * [whole.num_tokens], dtype=torch.float64)
     real = mask[0].nonzero()[:, 0]
     with ops.use(backend):
-        out = attention(padded, whole, mask=mask, rotary=table(*whole[:2]), bias=bias)[:, real]
-        alone = attention(x, Grid(height, width), rotary=table(height, width), bias=bias[..., real, :][..., real])
+        out = attend(attention, padded, whole, mask=mask, rotary=table(*whole[:2]), bias=bias)[:, real]
+        alone = bias[..., real, :][..., real]
+        alone = attend(attention, x, Grid(height, width), rotary=table(height, width), bias=alone)
         assert_same(out, alone, [x, *attention.parameters()], rtol=1e-6)
 
 
@@ -159,7 +162,7 @@ def test_a_window_of_padding_only_has_no_values_and_finite_gradients(name, dtype
     attention.mixer.register_forward_hook(lambda module, inputs, out: mixed.append(out))
     for learns in (True, False):
         with torch.autocast('cpu', dtype, enabled=dtype.itemsize < 4), torch.set_grad_enabled(learns):
-            out = attention(x, Grid(3, 5), mask=mask)
+            out = attend(attention, x, Grid(3, 5), mask=mask)
         assert out.isfinite().all()
         # biases of convolutions are not masked
         assert ATTENTIONS[name]['type'] == 'focused' or not mixed[-1][1].any()
@@ -210,7 +213,7 @@ def test_a_new_attention_is_one_class(gate, local_kernel):
     out = attention.proj(out * (gates[0] if gates else x if gate else 1))
     for learns in (True, False):
         with torch.set_grad_enabled(learns):
-            torch.testing.assert_close(attention(x, Grid(3, 5)), out)
+            torch.testing.assert_close(attention(x, StageContext(Grid(3, 5))), out)
 
 
 def test_the_options_of_an_attention_stay_what_they_are():

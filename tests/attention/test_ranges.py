@@ -6,10 +6,10 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from twins import ATTENTIONS, DIM, HEAD_DIM, HEADS, build, tokens
+from twins import ATTENTIONS, DIM, HEAD_DIM, HEADS, attend, build, tokens
 
 from mmlinattn import ops
-from mmlinattn.attention import Attention, Grid
+from mmlinattn.attention import Attention, Grid, StageContext
 from mmlinattn.attention.base import mean_token
 from mmlinattn.layers import rotary_table
 from mmlinattn.ops import dispatch, hallucinated
@@ -43,7 +43,7 @@ def test_tokens_without_a_direction_and_queries_that_meet_no_key(name, dead, dty
         attention.qkv.bias.data[query_dim : query_dim + key_dim] = -3
     x = (torch.zeros if dead else torch.randn)(1, 12, DIM).requires_grad_()
     with torch.autocast('cpu', dtype, enabled=dtype.itemsize < 4):
-        out = attention(x, Grid(3, 4))
+        out = attention(x, StageContext(Grid(3, 4)))
     (64 * out.float().sum()).backward()
     grads = [leaf.grad for leaf in (x, *attention.parameters())]
     assert all(t.isfinite().all() for t in (out, *grads))
@@ -89,7 +89,7 @@ def test_no_map_of_all_pairs_is_built(name, backend, learns, monkeypatch):
     for side in (24, 48):
         x = torch.randn(1, side * side, DIM, requires_grad=learns)
         with Largest() as largest, torch.set_grad_enabled(learns):
-            out = attention(x, Grid(side, side), rotary=rotary_table(side, side, HEAD_DIM))
+            out = attention(x, StageContext(Grid(side, side), rotary_table(side, side, HEAD_DIM)))
             if learns:
                 out.sum().backward()
         sizes.append(largest.size)
@@ -111,6 +111,6 @@ def test_blocks_of_hallucinated_attention(monkeypatch, steps, prefix):
     ):
         monkeypatch.setattr(hallucinated, '_BLOCK_NUMEL', budget)
         with ops.use('reference'):
-            expected = attention(x, grid, bias=bias, mask=real)
+            expected = attend(attention, x, grid, bias=bias, mask=real)
         with torch.no_grad():
-            torch.testing.assert_close(attention(x, grid, bias=bias, mask=real), expected)
+            torch.testing.assert_close(attend(attention, x, grid, bias=bias, mask=real), expected)

@@ -182,6 +182,21 @@ def twin(attention, name, x, grid, kv=None, key_grid=None, size=None, bias=None,
     return out @ attention.proj.weight.T + attention.proj.bias
 
 
+def attend(attention, x, grid, kv=None, key_grid=None, source=None, mask=None, rotary=None, bias=None):
+    """What arrangements do around the mixer, on tokens (B, N, C)."""
+    if hasattr(attention, 'qkv'):
+        q, k, v, *gate = attention.qkv(x).split(attention.widths, dim=-1)
+        if kv is not None:
+            k, v = attention.qkv(kv).split(attention.widths, dim=-1)[1:3]
+    else:
+        q, *gate = attention.q(x).split((attention.widths[0], *attention.widths[3:]), dim=-1)
+        k, v = attention.kv(kv).split(attention.widths[1:3], dim=-1)
+    v = v if mask is None else v * mask.unsqueeze(-1).to(v.dtype)
+    context = attention.context_of(x if source is None else source, mask)
+    out = attention.mix(q, k, v, grid, key_grid, mask, rotary, bias, context)
+    return attention.proj(attention.gated(out, x, gate))
+
+
 def gradients(out, leaves, probe):
     """Of a generic function of ``out``; zeros for what it does not depend on."""
     found = torch.autograd.grad((out * probe).sum(), leaves, retain_graph=True, allow_unused=True)

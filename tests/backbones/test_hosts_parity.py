@@ -58,7 +58,6 @@ def test_released_weights_give_the_released_outputs(name, tmp_path):
             norm.register_forward_pre_hook(lambda _, inputs: raw.append(inputs[0]))
     with torch.no_grad():
         outs = model.to(dtype)(goldens.image(name).to(dtype))
-    raw = raw if 'nextvit' in name else [x.permute(0, 3, 1, 2) for x in raw]
     if raw:
         found = outs if 'det' in name else raw
         for i, (out, feature) in enumerate(zip(found, goldens.info(name)['features'], strict=True)):

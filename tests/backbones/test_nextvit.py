@@ -10,8 +10,9 @@ import small_hosts
 import torch
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from torch import nn
+from twins import attend
 
-from mmlinattn.attention import Attention, GlobalAttention, Grid
+from mmlinattn.attention import GlobalAttention, Grid, StageContext
 from mmlinattn.backbones import LinearNextViT, nextvit_blocks
 from mmlinattn.backbones.nextvit_blocks import AveragedKeysAttention, ConvBlock, PooledEmbed, ReLUMLP, TransformerBlock
 from mmlinattn.checkpoints.loading import load_pretrained
@@ -53,7 +54,7 @@ def test_released_dense_backbones(tmp_path):
         for i, out in enumerate(outs):
             x = model.patch_embeds[i](x)
             for block in model.stages[i]:
-                x = block(x)
+                x = block(x, StageContext.of(x))
             key = 'norm' if i == 3 else f'extra_norm_list.{i}'
             mean, var, weight, bias = (
                 state[f'{key}.{role}'].double() for role in ('running_mean', 'running_var', 'weight', 'bias')
@@ -79,7 +80,11 @@ def test_files_of_every_size_load(size, params):
             number = int(block[1]) + shift * (int(block[1]) >= middle) if block else 0
             state[re.sub(r'^features\.\d+', f'features.{number}', key)] = value
     backbone, head, dropped = backbone_state(state, 'file')
-    found = {key: value.shape for key, value in backbone.items() if not key.endswith('num_batches_tracked')}
+    found = {
+        key: value.shape
+        for key, value in model.adapt_state_dict(backbone).items()
+        if not key.endswith('num_batches_tracked')
+    }
     assert found == own
     assert set(head) == {'head.fc.weight', 'head.fc.bias'} and not dropped
 
@@ -116,9 +121,8 @@ def test_keys_are_those_of_averaged_tokens(size, reduction, open_sizes, monkeypa
     tokens = x.flatten(1, 2)
     sequence = tokens[:, : 4 * count].unflatten(1, (count, 4)).mean(dim=2)[:, None]
     reduced = affine(attn.norm, sequence if reduction == 'sequence' else patches(x, 2))
-    grids = Grid(*size), Grid(*reduced.shape[1:3])
-    expected = Attention.forward(attn, tokens, grids[0], kv=reduced.flatten(1, 2), key_grid=grids[1])
-    torch.testing.assert_close(attn(x), expected.unflatten(1, size))
+    expected = attend(attn, tokens, Grid(*size), reduced.flatten(1, 2), Grid(*reduced.shape[1:3]))
+    torch.testing.assert_close(attn(x, StageContext.of(x)), expected.unflatten(1, size))
 
 
 def test_which_keys_are_averaged_how():
@@ -212,7 +216,8 @@ def test_each_branch_of_a_block_has_its_own_stochastic_depth():
     paths = block.attn_drop_path, block.conv_drop_path, block.drop_path
     assert [path.drop_prob for path in paths] == pytest.approx([0.3, 0.1, 0.4])
     block.attn_drop_path, block.conv_drop_path, block.drop_path = Factor(2), Factor(3), Factor(5)
-    y = x + 2 * block.attn(affine(block.norm1, x))
+    context = StageContext.of(x)
+    y = x + 2 * block.attn(affine(block.norm1, x), context)
     z = block.narrow(y)
     y = torch.cat((y, z + 3 * block.conv(z)), dim=-1)
-    torch.testing.assert_close(block(x), y + 5 * block.ffn(affine(block.norm2, y)))
+    torch.testing.assert_close(block(x, context), y + 5 * block.ffn(affine(block.norm2, y)))

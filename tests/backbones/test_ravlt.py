@@ -36,7 +36,7 @@ def test_ablations_of_the_paper_are_arguments(options):
     state, left = default.state_dict(), model.state_dict()
     assert any('.position.' in key for key in left) is ('cpe' not in options)
     assert any('.local.' in key for key in left) is ('local_kernel' not in options)
-    assert set(model.shared(0, torch.zeros(1, 8, 8, 8))) == ({'rotary'} - set(options))
+    assert (model.stage_context(0, torch.zeros(1, 8, 8, 8)).rotary is None) is ('rotary' in options)
     model.load_state_dict({key: state[key] for key in left})
     outs = model(x)
     sum(out.square().mean() for out in outs).backward()
@@ -47,5 +47,5 @@ def test_ablations_of_the_paper_are_arguments(options):
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_angles_are_no_numbers_of_half_precision(dtype):
     """bfloat16 counts to 256: the columns after it would share their angles."""
-    table = RAVLT(ARCH).shared(1, torch.zeros(1, 2, 300, 16, dtype=dtype))['rotary']
+    table = RAVLT(ARCH).stage_context(1, torch.zeros(1, 2, 300, 16, dtype=dtype)).rotary
     assert table.dtype == torch.promote_types(dtype, torch.float32) and len(table.unique(dim=0)) == 600

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mmlinattn.attention import Grid
-from mmlinattn.layers import MLP, Block, ConvFFN, DWConvFFN, apply_linear
-from mmlinattn.layers import block as blocks
+from mmlinattn.attention import Grid, StageContext
+from mmlinattn.layers import MLP, Block, ConvFFN, SourceBlock, TokenBlock
 
 LN = dict(type='LN', eps=1e-6)
 
@@ -20,8 +19,8 @@ class Branch(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
 
-    def forward(self, x, out_scale=None):
-        return apply_linear(self.linear, x, out_scale)
+    def forward(self, x, *context):
+        return self.linear(x)
 
 
 def block(layer_scale, drop_path=0.0):
@@ -48,7 +47,7 @@ def equation(model, x):
 def test_a_block_is_its_equation(layer_scale, training, shape):
     model = block(layer_scale).double().train(training)
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    ours, expected = model(x), equation(model, x)
+    ours, expected = model(x, None), equation(model, x)
     torch.testing.assert_close(ours, expected)
     leaves = [x, *model.parameters()]
     probe = torch.randn_like(ours)
@@ -57,43 +56,48 @@ def test_a_block_is_its_equation(layer_scale, training, shape):
 
 
 class Recorder(Branch):
-    def forward(self, x, **kwargs):
-        self.seen = x, kwargs
-        return super().forward(x, kwargs.get('out_scale'))
+    def forward(self, x, *args, **kwargs):
+        self.seen = x, args, kwargs
+        return super().forward(x)
 
 
-@pytest.mark.parametrize('wants_input', [False, True])
-def test_what_a_block_hands_to_its_branches(wants_input):
+@pytest.mark.parametrize('kind', [Block, SourceBlock])
+def test_what_a_block_hands_to_its_branches(kind):
     """Position encoding comes first; the attention gets what the stage shares, the feed-forward network does not."""
-    model = Block(4, Recorder(), Recorder(), LN, position=nn.Linear(4, 4))
-    model.attn.wants_input = wants_input
-    x = torch.randn(2, 7, 4)
-    out = model(x, mask=1, rotary=2)
+    model = kind(4, Recorder(), Recorder(), LN, position=nn.Linear(4, 4))
+    x, context = torch.randn(2, 3, 5, 4), StageContext(Grid(3, 5))
+    out = model(x, context)
     placed = model.position(x)
-    tokens, shared = model.attn.seen
+    (tokens, args, kwargs), (_, *others) = model.attn.seen, model.ffn.seen
     torch.testing.assert_close(tokens, model.norm1(placed))
-    context = shared.pop('context_tokens', None)
-    assert shared == dict(mask=1, rotary=2) and (context is not None) is wants_input
-    if wants_input:
-        torch.testing.assert_close(context, placed)
-    assert model.ffn.seen[1] == {}
+    assert args == (context,) and others == [(), {}] and list(kwargs) == ['source'] * (kind is SourceBlock)
+    for source in kwargs.values():
+        torch.testing.assert_close(source, placed)
     torch.testing.assert_close(out, equation(model, placed))
+
+
+def test_what_hooks_a_norm_sees_tokens():
+    """Tools that show activations take four dimensions for (B, C, H, W)."""
+    model, seen = block(None), []
+    for norm in (model.norm1, model.norm2):
+        norm.register_forward_hook(lambda module, inputs, out: seen.append(out.shape))
+    model(torch.randn(2, 3, 5, 4), None)
+    assert seen == [(2, 15, 4)] * 2
 
 
 @pytest.mark.parametrize('layer_scale', [None, 0.5])
 @pytest.mark.parametrize('prefix', [0, 1, 2])
-@pytest.mark.parametrize('ffn', [MLP, ConvFFN])
-def test_feed_forward_networks_of_maps_take_tokens(ffn, prefix, layer_scale):
-    """Those with a convolution know their map by the grid; class tokens have no neighbours."""
-    grid = Grid(2, 3, prefix=prefix)
-    model = Block(4, nn.Identity(), ffn(4, 8), LN, layer_scale=layer_scale)
-    model.attn.forward = lambda x, grid, out_scale=None: torch.zeros_like(x)
-    x = torch.randn(2, grid.num_tokens, 4)
+def test_feed_forward_networks_of_maps_take_tokens(prefix, layer_scale):
+    """They know their map by the grid; class tokens have no neighbours."""
+    context = StageContext(Grid(2, 3, prefix=prefix))
+    model = TokenBlock(4, nn.Identity(), ConvFFN(4, 8), LN, layer_scale=layer_scale)
+    model.attn.forward = lambda x, context: torch.zeros_like(x)
+    x = torch.randn(2, context.grid.num_tokens, 4)
     hidden = model.norm2(x)
     patches = model.ffn(hidden[:, prefix:].unflatten(1, (2, 3))).flatten(1, 2)
     alone = [model.ffn(hidden[:, i, None, None])[:, 0] for i in range(prefix)]
     expected = torch.cat((*alone, patches), dim=1)
-    torch.testing.assert_close(model(x, grid=grid), x + expected * (1 if layer_scale is None else 0.5))
+    torch.testing.assert_close(model(x, context), x + expected * (1 if layer_scale is None else 0.5))
 
 
 @pytest.mark.parametrize('form', ['float64', 'bfloat16', 'autocast'])
@@ -106,7 +110,7 @@ def test_stochastic_depth_drops_whole_items_and_keeps_the_mean(layer_scale, form
     nn.init.zeros_(model.ffn.linear.bias)
     x = torch.randn(1, 3, 4).to(dtype).expand(4000, -1, -1)
     with torch.autocast('cpu', torch.bfloat16, enabled=form == 'autocast'):
-        out = model(x) - x
+        out = model(x, None) - x
     assert out.dtype == dtype
     dropped = (out == 0).flatten(1).all(dim=1)
     assert 0.2 < dropped.float().mean() < 0.3
@@ -123,34 +127,9 @@ def test_small_layer_scales_under_float16(learns):
     model, x = Block(4, Branch(), MLP(4, 8), LN, layer_scale=1e-9), torch.zeros(2, 3, 4)
     nn.init.zeros_(model.gamma1), nn.init.ones_(model.ffn.fc2.bias)
     with torch.autocast('cpu', torch.float16), torch.set_grad_enabled(learns):
-        out = model(x)
+        out = model(x, None)
     exact = model.ffn(model.norm2(x))
     torch.testing.assert_close(out, 1e-9 * exact, rtol=0.01, atol=0)
     if learns:
         out.sum().backward()
         torch.testing.assert_close(model.gamma2.grad, exact.sum(dim=(0, 1)), rtol=0.01, atol=0.01)
-
-
-@pytest.mark.usefixtures('fast_forms')
-@pytest.mark.parametrize('ffn', [MLP, ConvFFN, DWConvFFN])
-@pytest.mark.parametrize('size', [(20, 3), (17, 3), (41, 3), (50,)], ids=str)
-@pytest.mark.parametrize('scaled', [True, False])
-def test_strips_change_nothing(ffn, size, scaled, monkeypatch):
-    """Of maps and of tokens, on a residual or alone; who watches the layer sees the whole map, who sends none gets
-    none."""
-    if ffn is not MLP and len(size) == 1:
-        size = (50, 1)
-    module, (x, residual) = ffn(4, 10).double(), torch.randn(2, 2, *size, 4, dtype=torch.float64)
-    scale = torch.rand(4, dtype=torch.float64) if scaled else None
-    whole = module(x, scale)
-    calls, seen, hidden = [], [], module.hidden
-    monkeypatch.setattr(module, 'hidden', lambda x: calls.append(x.shape[1]) or hidden(x))
-    monkeypatch.setattr(blocks, 'STRIP_NUMEL', 10 * 8 * (size[1] if len(size) > 1 else 1))
-    with torch.no_grad():
-        torch.testing.assert_close(module(x, scale), whole)
-        assert len(calls) == 2 * -(-size[0] // 8) and max(calls) <= 8 + 2 * ffn.halo
-        torch.testing.assert_close(module(x, scale, residual=residual), whole + residual)
-        assert module(x[:0]).shape == (0, *size, 4)
-        module.fc2.register_forward_hook(lambda module, inputs, out: seen.append(inputs[0].shape))
-        torch.testing.assert_close(module(x, scale, residual=residual), whole + residual)
-    assert seen == [(2, *size, 10)]

@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmlinattn.layers import MLP, ConvFFN, DWConvFFN, FactorisedLinear, block, build_ffn, compact
-
-every_ffn = pytest.mark.parametrize('ffn', [MLP, ConvFFN, DWConvFFN])
+from mmlinattn.layers import MLP, ConvFFN, DWConvFFN, FactorisedLinear, build_ffn, compact
 
 
 def unsettled(module):
@@ -108,21 +106,6 @@ def test_factors(t, dim, hidden, rank):
         assert [(layer.in_features, layer.out_features) for layer in factor.linears] == [widths] * 2
 
 
-@pytest.mark.parametrize('matrix', ['M1', 'M2'])
-@every_ffn
-def test_statistics_are_those_of_the_whole_map(ffn, matrix, monkeypatch):
-    """Training mode without gradients, as statistics are estimated anew: no strips; scaled as in any other pass."""
-    monkeypatch.setattr(block, 'STRIP_NUMEL', 64)
-    modules = [unsettled(compact(ffn(4, 8), matrix=matrix)).train()]
-    modules.append(copy.deepcopy(modules[0]))
-    x, scale = torch.randn(2, 40, 5, 4), torch.rand(4) + 0.5
-    with torch.no_grad():
-        scaled = modules[0](x, out_scale=scale)
-    torch.testing.assert_close(scaled, modules[1](x) * scale)
-    for mine, other in zip(modules[0].buffers(), modules[1].buffers()):
-        torch.testing.assert_close(mine, other)
-
-
 REFUSED = [
     ('compact', ["ffn='compact'", 'None', "'dwconv'", 'dict']),
     (dict(type='dwconv'), ["'dwconv'", 'None']),
@@ -146,13 +129,12 @@ def test_feed_forward_networks_by_name(spec, kind):
     """Alone and compact; options are the arch's, which names one for every block."""
     ffn = build_ffn(spec, DWConvFFN, 10, 30)
     assert type(ffn) is kind and (ffn.fc1.in_features, ffn.fc1.out_features, ffn.fc2.out_features) == (10, 30, 10)
-    assert ffn.takes_statistics is False and ffn.halo == (0 if kind is MLP else 1)
     inner = {} if spec is None else dict(ffn=spec)
     arch = dict(type='compact', t=0.8, r=3, matrix='M1', norm_cfg=dict(type='SyncBN', eps=0.5), **inner)
     kept = copy.deepcopy(arch)
     for _ in range(2):
         ffn = build_ffn(arch, DWConvFFN, 10, 30)
-        assert type(ffn) is kind and ffn.takes_statistics and type(ffn.fc2) is nn.Linear
+        assert type(ffn) is kind and type(ffn.fc2) is nn.Linear
         assert (ffn.fc1.down.out_features, len(ffn.fc1.up.linears)) == (6, 3)  # 0.8 * 3 * 10 / 4
         assert all(isinstance(norm, nn.SyncBatchNorm) and norm.eps == 0.5 for norm in ffn.fc1.down.norms)
     assert arch == kept

@@ -2,7 +2,6 @@
 """Position tables."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -59,31 +58,3 @@ def test_a_checkpoints_table_of_another_square_fits(prefix):
     odd = [(), (9,), (10, DIM), (1, 1, 9, DIM), (1, prefix + 15, DIM), (1, prefix, DIM)]
     for other in (table.weight.data, *(torch.randn(shape) for shape in odd)):
         assert table.fit(other) is other
-
-
-@pytest.mark.usefixtures('fast_forms')
-@pytest.mark.parametrize('mode', [torch.no_grad, torch.inference_mode])
-def test_inference_resizes_once_and_notices_changes(mode):
-    """Also of a model made for inference only; what was kept does not stop training, nor go into copies and files."""
-    with mode():
-        table = PositionTable(DIM, (4, 5))
-        first = table.resized(6, 7)
-        assert mode is torch.inference_mode or table.resized(6, 7) is first
-        assert table.resized(7, 6).shape[1] == 42
-        table.weight.mul_(2)
-        torch.testing.assert_close(table.resized(6, 7), 2 * first)
-        table.load_state_dict(dict(weight=torch.ones(1, 20, DIM)))
-        assert (table.resized(6, 7) == 1).all()
-        table.weight.data = torch.zeros(1, 20, DIM)
-        assert (table.resized(6, 7) == 0).all()
-        assert table.double().resized(6, 7).dtype == torch.float64
-        for value in range(5):  # freed memory is handed out again: an address says nothing about a weight that is gone
-            table.weight = None
-            table.weight = nn.Parameter(torch.full((1, 20, DIM), float(value)))
-            torch.testing.assert_close(table.resized(6, 7), torch.full((1, 42, DIM), float(value)))
-    trained = PositionTable(DIM, (4, 5))
-    with torch.inference_mode():
-        trained.resized(6, 7)
-    assert len(pickle.dumps(trained)) == len(pickle.dumps(PositionTable(DIM, (4, 5))))
-    trained.resized(6, 7).sum().backward()
-    assert trained.weight.grad.abs().min() > 0

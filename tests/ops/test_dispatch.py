@@ -14,9 +14,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
+from twins import attend
 
 from mmlinattn import ops
-from mmlinattn.attention import TOKEN_MIXERS, Attention, Grid
+from mmlinattn.attention import TOKEN_MIXERS, Attention, Grid, StageContext
 from mmlinattn.layers import rotary_table
 from mmlinattn.ops import dispatch
 
@@ -107,7 +108,7 @@ def test_transforms_of_functions(mixer):
     direction = torch.randn_like(x)
 
     def loss(x):
-        return attention(x, GRID, **options).square().sum()
+        return attend(attention, x, GRID, **options).square().sum()
 
     leaf = x.clone().requires_grad_()
     expected = torch.autograd.grad(loss(leaf), leaf)[0]
@@ -117,11 +118,12 @@ def test_transforms_of_functions(mixer):
     with forward_ad.dual_level():
         dual = loss(forward_ad.make_dual(x, direction))
         torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, along)
-    each = vmap(lambda item: attention(item[None], GRID, **options)[0])(x)
-    torch.testing.assert_close(each, attention(x, GRID, **options))
+    each = vmap(lambda item: attend(attention, item[None], GRID, **options)[0])(x)
+    torch.testing.assert_close(each, attend(attention, x, GRID, **options))
     parameters = dict(attention.named_parameters())
-    gradients = grad(lambda p: functional_call(attention, p, (x, GRID), options).sum())(parameters)
-    attention(x, GRID, **options).sum().backward()
+    stage = StageContext(GRID, options['rotary'])
+    gradients = grad(lambda p: functional_call(attention, p, (x, stage)).sum())(parameters)
+    attention(x, stage).sum().backward()
     torch.testing.assert_close(gradients, {name: parameter.grad for name, parameter in parameters.items()})
 
 
@@ -130,7 +132,7 @@ def test_gradients_of_gradients_are_the_references():
     attention, x = build('rala'), tokens(batch=1).requires_grad_()
 
     def second():
-        (first,) = torch.autograd.grad(attention(x, GRID).square().sum(), x, create_graph=True)
+        (first,) = torch.autograd.grad(attention(x, StageContext(GRID)).square().sum(), x, create_graph=True)
         return torch.autograd.grad(first.square().sum(), x)[0]
 
     with pytest.raises(RuntimeError, match='create_graph=True: this op has first derivatives only'):
@@ -163,7 +165,7 @@ def test_a_training_step_compiles(mixer, dynamic, backend):
         for module in (attention, compiled):
             leaf = x.clone().requires_grad_()
             attention.zero_grad()
-            out = module(leaf, grid, rotary=rotary)
+            out = module(leaf, StageContext(grid, rotary))
             out.square().mean().backward()
             results.append([out.detach(), leaf.grad, *(p.grad for p in attention.parameters())])
         torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)

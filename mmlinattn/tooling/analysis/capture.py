@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...attention import TOKEN_MIXERS, Grid, StripeAttention, TokenMixer, WindowAttention, Windows
 from ...attention.base import Mixing
 from ...ops.dispatch import accumulation_dtype
-from .weights import convolved, local_weights, state_keys
+from .weights import convolved, local_weights, mixer_weights, state_keys
 
 CLASS_TOKEN, PADDING = -1, -2  # in place of a token's place in a map
 
@@ -61,7 +61,7 @@ class MixerCall(NamedTuple):
         """
         given = self.of_window(window)
         asked = {name: given[name] for name in ('q', 'k', 'grid', 'key_grid', 'mask', 'rotary', 'bias')}
-        weights = self.mixer.weights(**asked, rows=rows)[0]
+        weights = mixer_weights(self.mixer, **asked, rows=rows)[0]
         if self.mixer.unit_output:
             norm = (weights @ self.values(window)).norm(dim=-1, keepdim=True)
             weights = weights / norm.clamp(min=1e-12)
@@ -252,8 +252,8 @@ def token_layout(attention: nn.Module, x: Tensor, given: list[dict]) -> tuple[tu
     size = (x.shape[1], x.shape[2]) if x.dim() == 4 else (grid[0], grid[1])
     index = torch.arange(size[0] * size[1], device=x.device).view(1, *size, 1) - PADDING  # partitions pad with 0
 
-    def windowed(windows: Any, part: Tensor = index) -> tuple[Tensor, Tensor]:
-        where = windows.partition(part)[..., 0] + PADDING
+    def windowed(windows: Any) -> tuple[Tensor, Tensor]:
+        where = windows.partition(index)[..., 0] + PADDING
         return where, where
 
     candidates = []  # key size and layout
@@ -263,9 +263,6 @@ def token_layout(attention: nn.Module, x: Tensor, given: list[dict]) -> tuple[tu
     elif isinstance(attention, WindowAttention):
         windows: Any = Windows.fit(size[0], size[1], attention.window, attention.shift)
         candidates.append((size, [windowed(windows)]))
-        candidates.append(
-            (size, [windowed(part, index[:, rows, columns]) for rows, columns, part in windows.regions()])
-        )
     if tuple(grid[:2]) == size:
         candidates.append((tuple(key_grid[:2]), [(_whole(grid, x.device), _whole(key_grid, x.device))]))
     for key_size, layout in candidates:

@@ -13,7 +13,6 @@ from torch import Tensor
 from ... import ops
 from ...attention import Grid, TokenMixer
 from ...attention.angular import AngularMixer
-from ...attention.base import to_map, to_tokens
 from ...attention.efficient import EfficientMixer
 from ...attention.enhanced import EnhancedMixer
 from ...attention.focused import FocusedMixer
@@ -23,6 +22,7 @@ from ...attention.rala import RALAMixer
 from ...ops.dispatch import accumulation_dtype, without_autocast
 from ...ops.feature_maps import feature_map, unit
 from ...ops.focused import focused_map
+from ...ops.grid import to_map, to_tokens
 from ...ops.rank_augmented import token_weights
 from ...ops.rotary import rotate_reference
 from ...ops.tensors import split_heads
@@ -41,9 +41,20 @@ def mixer_weights(
     bias: Optional[Tensor] = None,
     rows: Rows = None,
 ) -> Tensor:
-    """The weights of any mixer: how its output, without the convolution of the values, changes with the values.
+    """The attention map that a mixer amounts to, O(N M) memory; never used in a forward pass.
 
-    Args and returns: See :meth:`mmlinattn.attention.TokenMixer.weights`.
+    ``weights @ v``, head by head, is what the mixer gives without its ``local_kernels``; normalisers and signs are part
+    of it. It is the derivative of the output by the values, one backward pass for as many queries as a head has
+    channels.
+
+    Args:
+        mixer (TokenMixer): The attention.
+        q, k, grid, key_grid, mask, rotary, bias: As in :meth:`mmlinattn.attention.TokenMixer.forward`.
+        rows (Sequence[int] | Tensor, optional): The queries wanted, all by default. Ask for a few at a time where N is
+            large.
+
+    Returns:
+        Tensor: (B, heads, N or len(rows), M), in float32 or better; zero at masked keys.
 
     Raises:
         ValueError: For ``rows`` out of range.
@@ -57,7 +68,7 @@ def mixer_weights(
         mixer.unit_output = False
     context = q.new_zeros(len(q), mixer.dim, dtype=wide) if mixer.context else None
     rotary, bias = (None if t is None else t.to(wide) for t in (rotary, bias))
-    refusal = f'{type(mixer).__name__} has no weights(): what it gives is not one matrix a head times the values'
+    refusal = f'{type(mixer).__name__} has no weights: what it gives is not one matrix a head times the values'
     if mixer.context and mixer.local_kernels(context) is None:
         raise NotImplementedError(refusal)
 

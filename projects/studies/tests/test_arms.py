@@ -11,6 +11,7 @@ from mmengine.model import BaseModule
 from mmengine.registry import MODELS
 
 from mmlinattn.attention import TOKEN_MIXERS, Grid, TokenMixer
+from mmlinattn.tooling.analysis.weights import mixer_weights
 from projects.studies.arms import STUDIES
 from projects.studies.tasks import FIRST_TASK, TASKS
 from projects.studies.training import attention_measures, num_parameters
@@ -99,7 +100,7 @@ def test_confused_softmax():
     q[0, 2] = -q[0, 2].abs()
     unit = [F.normalize(head.relu(), dim=-1) for head in q.split(4, dim=-1)]
     expected = [(u @ key.mT / 2).softmax(-1) for u, key in zip(unit, k.split(4, dim=-1))]
-    weights = mixer.weights(q.clone(), k.clone(), grid, grid)[0]
+    weights = mixer_weights(mixer, q.clone(), k.clone(), grid, grid)[0]
     torch.testing.assert_close(weights, torch.cat(expected))
     torch.testing.assert_close(weights[:, 0], weights[:, 1])
     torch.testing.assert_close(weights[:, 2], torch.full((2, 5), 0.2))

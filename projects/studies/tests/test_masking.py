@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from mmengine.registry import DATASETS
 from torch import nn
 
-from mmlinattn.attention import GlobalAttention, Grid, ReducedAttention, WindowAttention, get_mixer
+from mmlinattn.attention import GlobalAttention, Grid, ReducedAttention, StageContext, WindowAttention, get_mixer
 from mmlinattn.backbones import LinearDeiT
 from mmlinattn.ops.tensors import merge_heads, split_heads
 from mmlinattn.tooling.analysis import measures
+from mmlinattn.tooling.analysis.weights import mixer_weights
 from mmlinattn.utils.errors import RunError
 from projects.studies import masking
 from projects.studies.masking import masked, masked_weights, masking_accuracies
@@ -60,7 +61,7 @@ def test_the_rest_of_an_attention_stays_as_it_is(mixer):
     mask = torch.arange(20).expand(2, 20) != 7
     given = dict(mask=mask, bias=torch.randn(1, mixer.num_heads, 20, 20) if mixer.bias else None)
     v = v * mask.unsqueeze(-1)
-    weights = mixer.weights(q, k, grid, grid, **given)
+    weights = mixer_weights(mixer, q, k, grid, grid, **given)
     rest = weights.masked_fill(measures.neighbours(at, at), 0)
     if mixer.normalised:
         rest = rest / rest.sum(dim=-1, keepdim=True)
@@ -116,7 +117,7 @@ def test_weights_are_built_in_parts(monkeypatch):
     for numel in (masking.BLOCK_NUMEL, 3 * 2 * 2 * 20, 1):
         monkeypatch.setattr(masking, 'BLOCK_NUMEL', numel)
         with masked(attention, 3):
-            found.append(attention(x))
+            found.append(attention(x, StageContext.of(x)))
     for other in found[1:]:
         torch.testing.assert_close(other, found[0])
 
@@ -128,11 +129,12 @@ def test_neighbourhoods_on_reduced_keys_are_of_cells():
     given = []
     attention.mixer.register_forward_pre_hook(lambda mixer, args, kwargs: given.append(args), with_kwargs=True)
     with masked(attention, 1):
-        out = attention(torch.randn(1, 4, 6, 8))
+        x = torch.randn(1, 4, 6, 8)
+        out = attention(x, StageContext.of(x))
     q, k, v, grid, key_grid = given[0][:5]
     index = torch.arange(24)
     own = F.one_hot(index // 6 // 2 * 3 + index % 6 // 2, 6).bool()
-    expected = masked_weights(attention.mixer.weights(q, k, grid, key_grid), own) @ split_heads(v, 2)
+    expected = masked_weights(mixer_weights(attention.mixer, q, k, grid, key_grid), own) @ split_heads(v, 2)
     torch.testing.assert_close(out, merge_heads(expected).view_as(out), rtol=1e-4, atol=1e-5)
 
 
@@ -143,7 +145,7 @@ def test_class_tokens_and_other_regions_of_a_rolled_map_are_no_neighbours():
     assert out.isfinite().all()
     attention, x = WindowAttention(8, 2, 'softmax', (4, 4), shift=True).eval(), torch.randn(1, 8, 8, 8)
     with masked(attention, 3, True):
-        assert attention(x).isfinite().all()
+        assert attention(x, StageContext.of(x)).isfinite().all()
 
 
 class Averaged(ReducedAttention):

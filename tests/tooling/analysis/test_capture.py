@@ -5,7 +5,15 @@ import pytest
 import torch
 from torch import nn
 
-from mmlinattn.attention import GlobalAttention, Grid, ReducedAttention, StripeAttention, TokenMixer, WindowAttention
+from mmlinattn.attention import (
+    GlobalAttention,
+    Grid,
+    ReducedAttention,
+    StageContext,
+    StripeAttention,
+    TokenMixer,
+    WindowAttention,
+)
 from mmlinattn.attention.arrangements import Attention
 from mmlinattn.tooling.analysis.capture import watched
 
@@ -17,7 +25,7 @@ def looked_into(attention, x):
     found = []
     model = nn.ModuleDict(dict(block=nn.ModuleDict(dict(attn=attention.eval()))))
     with watched(model, found.append):
-        out = attention(x)
+        out = attention(x, StageContext.of(x))
     (block,) = found
     return block, out
 
@@ -90,15 +98,15 @@ def test_hooks_go_also_where_something_fails():
 class Halves(Attention):
     """Tokens in an order that nobody else has."""
 
-    def forward(self, x, **shared):
+    def forward(self, x, stage):
         tokens = x.flatten(1, 2).unflatten(1, (2, -1))[0]
-        return super().forward(tokens, Grid(1, tokens.shape[1])).flatten(0, 1).view_as(x)
+        return super().forward(tokens, StageContext(Grid(1, tokens.shape[1]))).flatten(0, 1).view_as(x)
 
 
 def test_what_cannot_be_looked_into_is_named():
     attention = Halves(8, 2, 'softmax').eval()
     with pytest.raises(NotImplementedError, match='Halves lays its tokens in a way'), watched(attention, print):
-        attention(torch.randn(1, 4, 4, 8))
+        attention(torch.randn(1, 4, 4, 8), None)
     with pytest.raises(ValueError, match='Linear has no attention'), watched(nn.Linear(2, 2), print):
         pass
 
@@ -118,8 +126,8 @@ def test_weights_with_convolutions_are_the_whole_of_what_is_mixed(mixer):
         if mixer == 'inline':  # kernels that are predicted differ by channel: these do not
             attention.mixer.residual.fc2.weight.zero_()
             attention.mixer.residual.fc2.bias.copy_(torch.randn(2, 9).repeat_interleave(4, dim=0).flatten())
-    with watched(nn.Sequential(attention.eval()), found.append):
-        attention(x)
+    with watched(nn.ModuleList([attention.eval()]), found.append):
+        attention(x, StageContext.of(x))
     (call,) = found[0].calls
     rows, v = torch.tensor([0, 7, 19]), call.given['v'][0].unflatten(-1, (2, 4)).transpose(0, 1)
     ((_, whole),) = found[0].features()

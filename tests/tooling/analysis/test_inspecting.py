@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from mmlinattn.attention import (
-    Attention,
     GlobalAttention,
-    Grid,
     ReducedAttention,
+    StageContext,
     StripeAttention,
     WindowAttention,
 )
@@ -27,7 +26,7 @@ EVERYTHING = ('rank', 'confusion', 'locality', 'sharpness', 'ccs')
 def block_of(attention, x):
     found = []
     with watched(nn.Sequential(attention.eval()), found.append):
-        attention(x)
+        attention(x, StageContext.of(x))
     return found[0]
 
 
@@ -181,11 +180,8 @@ class Averaged(ReducedAttention):
 
     reduction = 'sequence'
 
-    def forward(self, x, **shared):
-        tokens = x.flatten(1, 2)
-        keys = tokens.unflatten(1, (-1, 4)).mean(dim=2)
-        grid = Grid(*x.shape[1:3])
-        return Attention.forward(self, tokens, grid, kv=keys, key_grid=Grid(1, keys.shape[1])).unflatten(1, grid[:2])
+    def reduce(self, x):
+        return x.flatten(1, 2).unflatten(1, (-1, 4)).mean(dim=2)[:, None]
 
 
 def test_keys_without_a_map_have_no_neighbourhood():

@@ -12,10 +12,10 @@ from torch import nn
 from twins import ATTENTIONS
 
 from mmlinattn.attention import Grid, TokenMixer, get_mixer
-from mmlinattn.attention.base import add_local
 from mmlinattn.layers import rotary_table
+from mmlinattn.ops.grid import on_grid
 from mmlinattn.ops.tensors import merge_heads, split_heads
-from mmlinattn.tooling.analysis.weights import convolved, local_weights, state_keys
+from mmlinattn.tooling.analysis.weights import convolved, local_weights, mixer_weights, state_keys
 
 DIM, HEADS, GRID = 16, 2, Grid(3, 5)
 # the maps alone: what a mixer adds from the neighbourhood is looked at by itself below
@@ -68,7 +68,7 @@ def test_weights_times_values_are_the_output(options, dtype, masked):
     shared = dict(mask=mask, **terms(mixer, dtype))
     before, state = (q.clone(), k.clone()), torch.get_rng_state()
     with torch.inference_mode():
-        weights = mixer.weights(q, k, GRID, GRID, **shared)
+        weights = mixer_weights(mixer, q, k, GRID, GRID, **shared)
     assert torch.equal(q, before[0]) and torch.equal(k, before[1]) and torch.equal(torch.get_rng_state(), state)
     assert weights.shape == (2, mixer.num_heads, 15, 15) and not weights.requires_grad
     if masked:
@@ -80,7 +80,7 @@ def test_weights_times_values_are_the_output(options, dtype, masked):
         assert (mixed - out).norm() <= tolerance * out.norm()
     for rows in ([7, 0, 14, 7], [], torch.tensor([3, 2], dtype=torch.uint8)):  # PyTorch takes bytes for masks
         index = torch.as_tensor(rows, dtype=torch.long)
-        torch.testing.assert_close(mixer.weights(q, k, GRID, GRID, **shared, rows=rows), weights[:, :, index])
+        torch.testing.assert_close(mixer_weights(mixer, q, k, GRID, GRID, **shared, rows=rows), weights[:, :, index])
 
 
 @pytest.mark.parametrize('name', sorted(set(OPTIONS) - {'focused, p = 4.5'}))  # whose products are as small as eps
@@ -88,7 +88,7 @@ def test_which_weights_sum_to_one(name):
     """Without a rotary encoding, which RALA's divisor leaves out."""
     mixer = build(OPTIONS[name])
     q, k, _ = tokens(mixer)
-    sums = mixer.weights(q, k, GRID, GRID).sum(dim=-1)
+    sums = mixer_weights(mixer, q, k, GRID, GRID).sum(dim=-1)
     assert torch.allclose(sums, torch.ones_like(sums), atol=0.01) == mixer.normalised
 
 
@@ -98,7 +98,7 @@ def test_angular_weights_are_those_of_the_paper():
     q, k, _ = tokens(mixer)
     q_, k_ = (nn.functional.normalize(split_heads(t, HEADS), dim=-1) for t in (q, k))
     expected = torch.eye(15) / 2 + q_ @ k_.mT / math.pi
-    torch.testing.assert_close(mixer.weights(q, k, GRID, GRID), expected)
+    torch.testing.assert_close(mixer_weights(mixer, q, k, GRID, GRID), expected)
 
 
 @pytest.mark.parametrize('name', ['softmax', 'inline', 'focused', 'hallucinated', 'hydra', 'efficient', 'enhanced'])
@@ -107,7 +107,7 @@ def test_reduced_keys_and_class_tokens(name):
     mixer = build(name)
     grid, key_grid = Grid(6, 4, prefix=1), Grid(3, 2, prefix=1)
     q, k, v = tokens(mixer, grid.num_tokens, key_grid.num_tokens)
-    weights = mixer.weights(q, k, grid, key_grid)
+    weights = mixer_weights(mixer, q, k, grid, key_grid)
     assert weights.shape == (2, mixer.num_heads, 25, 7)
     torch.testing.assert_close(by_head(mixer, weights, v), mixer(q, k, v, grid, key_grid))
 
@@ -124,7 +124,7 @@ def test_weights_and_the_local_term_are_the_whole_output(options, prefix):
     if options == 'focused':
         nn.init.zeros_(mixer.local.bias)  # no weight: a constant
     kernels = mixer.local_kernels(context)
-    mixed = by_head(mixer, mixer.weights(q, k, grid, grid), v) + convolved(v, kernels, grid)
+    mixed = by_head(mixer, mixer_weights(mixer, q, k, grid, grid), v) + convolved(v, kernels, grid)
     torch.testing.assert_close(mixed, mixer(q, k, v, grid, grid, context=context))
 
 
@@ -146,7 +146,7 @@ def test_a_convolution_as_a_matrix(height, width, prefix, size, heads):
         conv = nn.Conv2d(4, 4, size, padding=(size[0] // 2, size[1] // 2), groups=4, bias=False).double()
         conv.weight.data = kernels[item][:, None]
         along = Grid(grid.num_tokens, 1) if size == (9, 1) else grid
-        alone = add_local(torch.zeros_like(v[:1]), v[item : item + 1], conv, along, watched=True)
+        alone = on_grid(conv, v[item : item + 1], along)
         expected = split_heads(alone, heads).mean(dim=-1)
         torch.testing.assert_close(mixed[item].mean(dim=-1), expected[0])
         torch.testing.assert_close(convolved(v, kernels, grid)[item], alone[0])
@@ -185,7 +185,7 @@ def test_a_mixer_of_ones_own(masked):
     mask = torch.arange(15).expand(2, 15) < 9 if masked else None
     q, k, v = tokens(mixer, mask=mask)
     shared = dict(mask=mask, bias=torch.rand(1, HEADS, 15, 15))
-    weights = mixer.weights(q, k, GRID, GRID, **shared)
+    weights = mixer_weights(mixer, q, k, GRID, GRID, **shared)
     torch.testing.assert_close(by_head(mixer, weights, v), mixer(q, k, v, GRID, GRID, **shared))
 
 
@@ -194,7 +194,7 @@ def test_what_is_no_map_is_refused(kind):
     mixer = kind(DIM, HEADS)
     q, k, _ = tokens(mixer)
     with pytest.raises(NotImplementedError, match=f'^{kind.__name__} has no weights'):
-        mixer.weights(q, k, GRID, GRID)
+        mixer_weights(mixer, q, k, GRID, GRID)
 
 
 @pytest.mark.parametrize('rows', [[15], [3, -1], [0.5], [[0, 1]], [True, False]], ids=str)
@@ -203,7 +203,7 @@ def test_rows_that_are_no_queries(rows):
     q, k, _ = tokens(mixer)
     message = re.escape(f'rows={rows!r} have to be a sequence of indices of queries in [0, 14]')
     with pytest.raises(ValueError, match=message):
-        mixer.weights(q, k, GRID, GRID, rows=rows)
+        mixer_weights(mixer, q, k, GRID, GRID, rows=rows)
 
 
 # --- states -----------------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ def test_weights_of_linear_attentions_are_combinations_of_the_keys_of_their_stat
     if mixer.quadratic:
         assert keys is None
         return
-    weights = mixer.weights(q, k, GRID, GRID, **shared)
+    weights = mixer_weights(mixer, q, k, GRID, GRID, **shared)
     if getattr(mixer, 'injective', False):
         weights = weights - 1 / count  # the mean of the values
     if mixer.unit_output:

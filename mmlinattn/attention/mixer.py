@@ -1,0 +1,134 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The interface between token mixers and hosts.
+
+A **mixer** turns projected tokens into mixed tokens. It never sees an image, a window or a host: it gets
+``(q, k, v)`` as ``(B, N, width)`` tensors, the grids the tokens live on, and which of them are real.
+"""
+
+from typing import Optional, Union
+
+from mmengine.model import BaseModule
+from mmengine.registry import Registry
+from torch import Tensor
+
+from ..ops.grid import Grid
+
+TOKEN_MIXERS = Registry('token mixer', scope='mmlinattn', locations=['mmlinattn.attention'])
+
+
+class TokenMixer(BaseModule):
+    """Base class of every attention: ``(q, k, v) -> mixed values``.
+
+    Args:
+        dim (int): Width C of the tokens.
+        num_heads (int): Number of heads; has to divide ``dim``.
+        grid (tuple[int, int], optional): The grid (height, width) that tables over token positions are stored for.
+            Only mixers with ``position_table`` read it.
+
+    Class attributes describe what a mixer wants from its surroundings:
+
+    - ``quadratic``: the cost grows with N^2, so a windowed host gives it small windows and shifts them.
+    - ``gate``: how the output is gated by the block's input: None, ``'projection'``, ``'identity'`` or ``'tanh'``
+      (see :class:`~mmlinattn.attention.Attention`).
+    - ``rotary``: understands ``rotary``, the encoding of :func:`mmlinattn.layers.rotary_table`.
+    - ``bias``: understands an additive ``bias`` on its attention map (relative position bias).
+    - ``local_keys``: looks at the neighbours of a key, so that it needs ``regions`` of its grid.
+    - ``sequential``: reads the tokens in their order, which windows and stripes do not keep.
+    - ``context``: wants the mean input token.
+    - ``position_table``: needs ``grid`` at construction.
+    - ``unit_output``: divides the output of each token by its norm within the head. The weights that the analysis
+      shows leave that out: it calls :meth:`forward` with this attribute set to False.
+    - ``normalised``: the weights of each query are divided by their sum (RALA: by what it is without ``rotary``).
+    """
+
+    quadratic = False
+    gate: Optional[str] = None
+    rotary = False
+    bias = False
+    local_keys = False
+    sequential = False
+    context = False
+    position_table = False
+    unit_output = False
+    normalised = True
+
+    def __init__(self, dim: int, num_heads: int, grid: Optional[tuple[int, int]] = None, init_cfg=None) -> None:
+        super().__init__(init_cfg)
+        if num_heads < 1 or dim % num_heads:
+            raise ValueError(f'num_heads={num_heads} has to divide the width {dim}')
+        self.dim = dim
+        self.num_heads = num_heads
+        self.head_dim = dim // num_heads
+        self.grid = grid
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Projection widths (q, k, v) the mixer wants."""
+        return self.dim, self.dim, self.dim
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: Grid,
+        key_grid: Grid,
+        mask: Optional[Tensor] = None,
+        *,
+        rotary: Optional[Tensor] = None,
+        bias: Optional[Tensor] = None,
+        context: Optional[Tensor] = None,
+    ) -> Tensor:
+        """Mix the values. A mixer names the terms that it understands; the others are passed all the same (``**_``).
+
+        Args:
+            q (Tensor): Queries, (B, N, widths[0]), before the split into heads.
+            k (Tensor): Keys, (B, M, widths[1]).
+            v (Tensor): Values, (B, M, widths[2]); zero where ``mask`` is False.
+            grid (Grid): The grid of the queries, ``grid.num_tokens == N``.
+            key_grid (Grid): The grid of keys and values, ``key_grid.num_tokens == M``.
+            mask (Tensor, optional): (B, M) bool, True for real tokens, None when all are real.
+            rotary (Tensor, optional): (N, head_dim / 2, 2), see :func:`mmlinattn.layers.rotary_table`.
+            bias (Tensor, optional): Additive, broadcastable to (B, heads, N, M).
+            context (Tensor, optional): Mean input token, (B, C).
+
+        Returns:
+            Tensor: (B, N, widths[2]).
+        """
+        raise NotImplementedError
+
+    def local_kernels(self, context: Optional[Tensor] = None) -> Optional[Tensor]:
+        """Kernels (B or 1, widths[2], k, k) of the depth-wise convolution of the values that the mixer adds, None if it
+        adds none; (B or 1, widths[2], k, 1) goes over the sequence of all tokens. ``context``: see :meth:`forward`."""
+        return None
+
+
+def get_mixer(spec: Union[str, dict]) -> tuple[type['TokenMixer'], dict]:
+    """Class and options of an attention named as in ``stage_attns``.
+
+    Args:
+        spec (str | dict): A registered name, or ``dict(type=name, **options)``; as in MMEngine, a class may stand for
+            its name in the dict.
+
+    Raises:
+        ValueError: For an unknown name; lists the known ones.
+    """
+    options = dict(type=spec) if isinstance(spec, str) else dict(spec)
+    name = options.pop('type', None)
+    if isinstance(name, type) and issubclass(name, TokenMixer):
+        return name, options
+    mixer = TOKEN_MIXERS.module_dict.get(name)
+    if mixer is None:
+        raise ValueError(f'stage_attns: unknown attention {name!r}; known are {sorted(TOKEN_MIXERS.module_dict)}')
+    return mixer, options
+
+
+def check_local_kernel(size: Optional[int]) -> Optional[int]:
+    """``size`` itself, of a convolution that keeps the size of its map, or None for none.
+
+    Raises:
+        ValueError: For another one.
+    """
+    if size is not None and (type(size) is not int or size < 1 or size % 2 == 0):
+        raise ValueError(f'local_kernel={size!r} has to be None or an odd int >= 1')
+    return size

@@ -1,0 +1,74 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""How a backbone runs: asked once a forward pass, here and nowhere in layers, attentions and hosts.
+
+Modules are plain PyTorch. On a CPU without gradients, :class:`~mmlinattn.inference.room.Room` computes what they say
+with fused operators and memory used again; in graphs, on GPUs, in training, and wherever somebody changed or watches a
+module, the module itself is called.
+"""
+
+import functools
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..ops import dispatch, private
+from . import attention, layers  # noqa: F401  fill the table
+from .room import Room
+
+__all__ = ['Room', 'recomputed', 'run']
+
+
+def run(backbone, x: Tensor) -> tuple[Tensor, ...]:
+    """The outputs of a backbone for a batch of images, by its ``features``.
+
+    Raises:
+        ValueError: For images of another shape or type than the backbone takes.
+    """
+    backbone.check_input(x)
+    dtype = next(backbone.parameters()).dtype
+    casts = dispatch.autocasts(x) and torch.float64 not in (x.dtype, dtype)
+    # autocast turns any of its types into any other, but leaves float64 alone
+    if not x.is_floating_point() or (x.dtype != dtype and not casts):
+        raise ValueError(f'x has the type {x.dtype}; the model is in {dtype} and takes images of that type')
+    if dispatch.is_traced():
+        with private.serving_ones() if private.CAN_SERVE_ONES and dispatch.is_exported() else nullcontext():
+            return backbone.features(x, _call)
+    if casts and dtype == torch.float32 and _is_slow(x):
+        with dispatch.without_autocast(x):
+            x = x.float()
+            return backbone.features(x, _caller(backbone, x))
+    return backbone.features(x, _caller(backbone, x))
+
+
+def recomputed(block: nn.Module, x: Tensor, stage, backward_context) -> Tensor:
+    """``block(x, stage)``, computed again in the backward pass, there within ``backward_context()``."""
+    contexts: dict = {}
+    if not dispatch.is_traced():  # compilers take no contexts
+        contexts['context_fn'] = lambda: (nullcontext(), backward_context())
+    return checkpoint(block, x, stage, use_reentrant=False, **contexts)
+
+
+def _call(module, *args):
+    return module(*args)
+
+
+def _caller(backbone, x: Tensor):
+    """What calls the modules of a backbone."""
+    if not x.is_cpu or torch.is_grad_enabled() or backbone.training or dispatch.is_plain(x):
+        return _call
+    dtype = torch.get_autocast_dtype('cpu') if dispatch.autocasts(x) else x.dtype
+    # float16 would lose small layer scales in a matrix
+    return _call if dtype == torch.float16 or private.has_global_hooks() else Room(dtype, x.dtype).call
+
+
+@functools.cache
+def _has_bfloat16_units() -> bool:
+    return private.has_bfloat16_units()
+
+
+def _is_slow(x: Tensor) -> bool:
+    """Whether autocast is to bfloat16 on a CPU without units for it: a depth-wise convolution takes a hundred times as
+    long there as in float32."""
+    return x.is_cpu and torch.get_autocast_dtype('cpu') == torch.bfloat16 and not _has_bfloat16_units()

@@ -1,0 +1,149 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What is faster on a CPU without gradients, by a table from classes to functions."""
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import torch
+import torch.nn.functional as F
+from mmengine.model import ModuleList
+from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
+from torch import Tensor, nn
+
+from ..layers import ConvOfGELU, PatchConv2d, ResidualDWConv, fold_batch_norm
+from ..ops import private
+
+# class -> form(room, module, *args)
+FORMS: dict[type, Callable] = {}
+# classes whose weights say all that they compute
+CALLS_PARTS: set[Callable] = set()  # forms that use no weights of their parts, but ask for the parts' own forms
+KNOWN: set[type] = {
+    nn.Linear,
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.LayerNorm,
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    SyncBatchNorm,
+    nn.SyncBatchNorm,
+    nn.ModuleList,
+    nn.Sequential,
+    ModuleList,
+    ConvOfGELU,
+    PatchConv2d,
+    ResidualDWConv,
+}
+
+
+def form_of(*kinds: type) -> Callable:
+    """Registers the fused form of classes."""
+
+    def register(form: Callable) -> Callable:
+        FORMS.update(dict.fromkeys(kinds, form))
+        KNOWN.update(kinds)
+        return form
+
+    return register
+
+
+def is_intact(module: nn.Module) -> bool:
+    """Whether a module is what its class says: no subclass, adapter, parametrisation or ``forward`` of its own, and
+    nobody watches it with a hook."""
+    if type(module) not in KNOWN or 'forward' in module.__dict__:
+        return False
+    return not (
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+class Room:
+    """One forward pass on a CPU without gradients.
+
+    Args:
+        dtype (torch.dtype): The type of products, that of autocast where it is on.
+        stream_dtype (torch.dtype): The type of the residual stream.
+    """
+
+    def __init__(self, dtype: torch.dtype, stream_dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.casts = dtype != stream_dtype
+        has_units = dtype == torch.float32 or (dtype == torch.bfloat16 and private.has_bfloat16_units())
+        self.onednn = has_units and private.HAS_ONEDNN and torch.backends.mkldnn.enabled
+
+    def form(self, module: nn.Module) -> Optional[Callable]:
+        """The fused form of a module, None where the module itself has to be called: where it, or any part whose
+        weights the form would use, is not intact."""
+        form = FORMS.get(type(module))
+        parts = (module,) if form in CALLS_PARTS else module.modules()
+        return form if form is not None and all(map(is_intact, parts)) else None
+
+    def call(self, module: nn.Module, *args) -> Any:
+        """``module(*args)``."""
+        form = self.form(module)
+        return module(*args) if form is None else form(self, module, *args)
+
+    # --- layers -------------------------------------------------------------------------------------------------------
+
+    def linear(
+        self,
+        layer: Any,
+        x: Tensor,
+        scale: Optional[Tensor] = None,
+        gelu: bool = False,
+        residual: Optional[Tensor] = None,
+    ) -> Tensor:
+        """``layer(x) * scale + residual``, or ``gelu(layer(x))``: what follows a product in the pass that writes it.
+
+        Args:
+            layer (nn.Module): ``nn.Linear``, or another module, which is called.
+            x (Tensor): (..., C).
+            scale (Tensor, optional): (C',), becomes part of the matrix.
+            gelu (bool): Apply GELU; not together with ``scale`` or ``residual``.
+            residual (Tensor, optional): (..., C').
+        """
+        if type(layer) is not nn.Linear:
+            out = self.call(layer, x)
+            out = F.gelu(out) if gelu else out if scale is None else out * scale
+            return out if residual is None else residual + out
+        weight, bias = layer.weight, layer.bias
+        if scale is not None:
+            weight, bias = weight * scale[:, None], None if bias is None else bias * scale
+        return self.product(x, weight, bias, gelu, residual)
+
+    def product(
+        self, x: Tensor, weight: Tensor, bias: Optional[Tensor], gelu: bool = False, residual: Optional[Tensor] = None
+    ) -> Tensor:
+        """``x @ weight.T + bias``, its GELU, or its sum with a residual."""
+        x, weight, bias = self.cast(x), self.cast(weight), self.cast(bias)
+        if not (self.onednn and weight.is_contiguous() and x.numel()):
+            out = F.linear(x, weight, bias)
+            return F.gelu(out) if gelu else out if residual is None else residual + out
+        if residual is not None and residual.dtype == self.dtype:
+            return private.LINEAR.binary(x, residual, weight, bias, 'add')
+        out = private.LINEAR(x, weight, bias, 'gelu' if gelu else 'none', [], 'none' if gelu else '')
+        return out if residual is None else residual + out
+
+    def conv(self, x: Tensor, layer: Any, norm: Optional[nn.Module] = None, gelu: bool = False) -> Tensor:
+        """``gelu(norm(conv(x)))`` of (B, C, H, W), a batch norm folded into the convolution."""
+        weight, bias = layer.weight, layer.bias
+        if norm is not None:
+            weight, bias = fold_batch_norm(layer, norm)
+        return self.convolved(x, weight, bias, layer.stride[0], layer.padding[0], layer.groups, gelu)
+
+    def convolved(self, x, weight, bias, stride=1, padding=0, groups=1, gelu=False) -> Tensor:
+        x, weight, bias = self.cast(x), self.cast(weight), self.cast(bias)
+        if gelu and self.onednn and x.numel():
+            return private.CONV(x, weight, bias, [padding] * 2, [stride] * 2, [1, 1], groups, 'gelu', [], 'none')
+        out = F.conv2d(x, weight, bias, stride, padding, 1, groups)
+        return F.gelu(out) if gelu else out
+
+    def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """``norm(x)``. A LayerNorm gives the type of products under autocast: it sums in float32 all the same, and the
+        products that follow would round its result."""
+        if self.casts and type(norm) is nn.LayerNorm and x.dtype == self.dtype:
+            with torch.autocast('cpu', enabled=False):
+                return norm(x)
+        return norm(x)
+
+    def cast(self, x: Optional[Tensor]) -> Any:
+        return None if x is None else x.to(self.dtype)

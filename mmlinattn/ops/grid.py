@@ -1,0 +1,46 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Where a sequence of tokens lies."""
+
+from typing import NamedTuple, Optional
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from .tensors import to_image
+
+
+class Grid(NamedTuple):
+    """A sequence of tokens: ``prefix`` class tokens, then ``height * width`` patch tokens, row by row.
+
+    ``within``: height and width of the window whose top left part this grid is. Windows at the right and lower border
+    of a map end where the map does; position tables are those of the whole window. In graphs that leave
+    sizes open, it is the grid that goes beyond, with padding; ``within`` is what tables are resized to either way.
+    ``regions``: (windows, N), below 4, for the windows of a rolled map: tokens of different regions are no neighbours.
+    """
+
+    height: int
+    width: int
+    prefix: int = 0
+    within: Optional[tuple[int, int]] = None
+    regions: Optional[Tensor] = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prefix + self.height * self.width
+
+
+def to_map(x: Tensor, grid: Grid) -> Tensor:
+    """Patch tokens (B, prefix + h * w, C) as an (B, C, h, w) view in channels-last memory."""
+    return to_image(x[:, grid.prefix :].unflatten(1, (grid.height, grid.width)))
+
+
+def to_tokens(x: Tensor) -> Tensor:
+    """(B, C, h, w) -> (B, h * w, C); a view when the memory is channels-last."""
+    return x.permute(0, 2, 3, 1).flatten(1, 2)
+
+
+def on_grid(conv, x: Tensor, grid: Grid) -> Tensor:
+    """``conv``, a convolution of (B, C, h, w) maps, on the patch tokens of (B, N, C); zero at class tokens, which have
+    no neighbours."""
+    local = to_tokens(conv(to_map(x, grid)))
+    return F.pad(local, (0, 0, grid.prefix, 0)) if grid.prefix else local

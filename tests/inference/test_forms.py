@@ -1,0 +1,178 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Fused forms on CPUs without gradients give what the modules give, and leave alone what somebody changed or watches:
+hosts as a whole are in tests/backbones/test_pairs.py."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from twins import ATTENTIONS, DIM, HEADS, filled
+
+from mmlinattn.attention import Attention, GlobalAttention, Grid, ReducedAttention, StageContext, StripeAttention
+from mmlinattn.attention import WindowAttention as Windowed
+from mmlinattn.inference import Room, layers, regions
+from mmlinattn.layers import (
+    MLP,
+    Block,
+    ConvDownsample,
+    ConvFFN,
+    ConvStem,
+    DWConvFFN,
+    ResidualDWConv,
+    SourceBlock,
+    compact,
+    rotary_table,
+)
+
+ROOM = Room(torch.float64, torch.float64)
+LN = dict(type='LN', eps=1e-6)
+ARRANGEMENTS = {
+    'map': lambda spec, **kw: GlobalAttention(DIM, HEADS, spec, grid=(3, 4), **kw),
+    'tokens': lambda spec, **kw: Attention(DIM, HEADS, spec, grid=(3, 4), **kw),
+    'reduced': lambda spec, **kw: ReducedAttention(DIM, HEADS, spec, 2, LN, grid=(3, 4), **kw),
+    'windows': lambda spec, **kw: Windowed(DIM, HEADS, spec, (3, 4), grid=(3, 4), relative_bias=True, **kw),
+    'shifted': lambda spec, **kw: Windowed(DIM, HEADS, spec, (3, 4), shift=True, grid=(3, 4), relative_bias=True, **kw),
+    'stripes': lambda spec, **kw: StripeAttention(DIM, HEADS, spec, 3, **kw),
+}
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+def attention(arrangement, name, **options):
+    """None where the arrangement does not take the attention."""
+    try:
+        return filled(ARRANGEMENTS[arrangement](ATTENTIONS[name], **options)).eval()
+    except ValueError:
+        return None
+
+
+@pytest.mark.parametrize('options', [{}, dict(local_kernel=3), dict(gate='projection', local_kernel=5)], ids=str)
+@pytest.mark.parametrize('arrangement', ARRANGEMENTS)
+@pytest.mark.parametrize('name', ATTENTIONS)
+def test_attentions(name, arrangement, options, monkeypatch):
+    """With and without layer scale and residual, another source of the mean token, and windows that pad or do not."""
+    if arrangement == 'stripes':
+        options = {key: value for key, value in options.items() if key != 'gate'}
+    module = attention(arrangement, name, **options)
+    if module is None or (arrangement == 'reduced' and (options or not module.mixer.quadratic)):
+        return  # those who reduce keys have quadratic attentions without a local term
+    size = (7, 9)
+    x, source, residual = (torch.randn(2, *size, DIM, dtype=torch.float64) for _ in range(3))
+    stage = StageContext.of(x, rotary_table(*size, DIM // HEADS, dtype=torch.float64))
+    if arrangement == 'tokens':
+        x, source, residual = (torch.randn(2, 64, DIM, dtype=torch.float64) for _ in range(3))
+        stage = StageContext(Grid(*size, prefix=1))
+    form, scale = ROOM.form(module), torch.rand(DIM, dtype=torch.float64)
+    assert form is not None
+    for other, factor, rest, small in itertools.product((None, source), (None, scale), (None, residual), (0, 2**22)):
+        monkeypatch.setattr(regions, 'SMALL_NUMEL', small)
+        expected = module(x, stage, other)
+        expected = expected if factor is None else expected * factor
+        expected = expected if rest is None else rest + expected
+        given = x.clone()
+        torch.testing.assert_close(form(ROOM, module, given, stage, other, scale=factor, residual=rest), expected)
+        assert torch.equal(given, x)
+
+
+FFNS = {
+    'mlp': lambda: MLP(DIM, 40),
+    'conv': lambda: ConvFFN(DIM, 40),
+    'dwconv': lambda: DWConvFFN(DIM, 40),
+    'compact': lambda: compact(ConvFFN(DIM, 40)),
+    'compact M1': lambda: compact(DWConvFFN(DIM, 40), matrix='M1'),
+}
+
+
+@pytest.mark.parametrize('size', [(20, 3), (17, 3), (41, 3)], ids=str)
+@pytest.mark.parametrize('name', FFNS)
+def test_strips_of_feed_forward_networks_change_nothing(name, size, monkeypatch):
+    module = filled(FFNS[name]()).eval()
+    x, residual = (torch.randn(2, *size, DIM, dtype=torch.float64) for _ in range(2))
+    scale, form = torch.rand(DIM, dtype=torch.float64), ROOM.form(module)
+    for numel in (layers.STRIP_NUMEL, 40 * 8 * size[1]):
+        monkeypatch.setattr(layers, 'STRIP_NUMEL', numel)
+        torch.testing.assert_close(form(ROOM, module, x), module(x))
+        torch.testing.assert_close(form(ROOM, module, x, scale=scale, residual=residual), residual + scale * module(x))
+        assert form(ROOM, module, x[:0]).shape == (0, *size, DIM)
+
+
+@pytest.mark.parametrize('kind', [Block, SourceBlock])
+@pytest.mark.parametrize('layer_scale', [None, 0.5])
+@pytest.mark.parametrize('position', [False, True])
+def test_blocks(kind, layer_scale, position):
+    attn, conv = GlobalAttention(DIM, HEADS, 'inline'), ResidualDWConv(DIM) if position else None
+    block = filled(kind(DIM, attn, ConvFFN(DIM, 40), LN, 0.2, layer_scale, conv)).eval()
+    x = torch.randn(2, 3, 5, DIM, dtype=torch.float64)
+    torch.testing.assert_close(ROOM.call(block, x, StageContext.of(x)), block(x, StageContext.of(x)))
+
+
+@pytest.mark.parametrize('norm', ['BN', 'SyncBN', 'without weights', 'GN'])
+@pytest.mark.parametrize('kind', [ConvStem, ConvDownsample])
+def test_batch_norms_are_folded(kind, norm, monkeypatch):
+    """Where their weights and statistics say all that they do."""
+    cfg = dict(type='BN', affine=False) if norm == 'without weights' else dict(type=norm)
+    module = kind(4, 8, dict(cfg, num_groups=2) if norm == 'GN' else cfg)
+    for buffer in module.buffers():
+        if buffer.is_floating_point():
+            nn.init.uniform_(buffer, 0.5, 1.5)
+    module, x = filled(module).eval(), torch.randn(2, 16, 12, 4, dtype=torch.float64)
+    expected = module(x)
+    if norm in ('BN', 'SyncBN'):
+        monkeypatch.setattr(nn.functional, 'batch_norm', None)
+    torch.testing.assert_close(ROOM.call(module, x), expected)
+
+
+def hooked(layer):
+    layer.register_forward_hook(lambda module, inputs, out: 2 * out)
+
+
+def replaced(layer):
+    forward = layer.forward
+    layer.forward = lambda x: 2 * forward(x)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def adapted(layer):
+    layer.__class__ = Doubled
+
+
+def parametrised(layer):
+    class Twice(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    nn.utils.parametrize.register_parametrization(layer, 'weight', Twice())
+
+
+@pytest.mark.parametrize('change', [hooked, replaced, adapted, parametrised])
+@pytest.mark.parametrize('place', ['qkv', 'proj', 'fc1', 'fc2'])
+def test_what_somebody_changed_or_watches_is_called(place, change):
+    """The rest of its block keeps its fused form."""
+    block = filled(Block(DIM, GlobalAttention(DIM, HEADS, 'rala'), MLP(DIM, 40), LN)).eval()
+    part = block.attn if place in ('qkv', 'proj') else block.ffn
+    x = torch.randn(2, 3, 5, DIM, dtype=torch.float64)
+    before = block(x, StageContext.of(x))
+    change(getattr(part, place))
+    expected = block(x, StageContext.of(x))
+    assert (expected - before).abs().max() > 1e-3
+    torch.testing.assert_close(ROOM.call(block, x, StageContext.of(x)), expected)
+    assert ROOM.form(part) is None
+    assert all(ROOM.form(other) is not None for other in (block, block.attn, block.ffn) if other is not part)
+
+
+def test_products_under_autocast_are_of_its_type():
+    room, layer, x = Room(torch.bfloat16, torch.float32), nn.Linear(64, 64), torch.randn(2, 40, 64)
+    stem, image = ConvStem(3, 8, dict(type='BN')).eval(), torch.randn(1, 32, 32, 3)
+    with torch.autocast('cpu', torch.bfloat16):
+        assert room.linear(layer, x).dtype == layer(x).dtype == torch.bfloat16
+        assert room.linear(layer, x, gelu=True).dtype == room.call(stem, image).dtype == torch.bfloat16
+        torch.testing.assert_close(room.linear(layer, x), layer(x), rtol=0.05, atol=0.05)
