@@ -87,10 +87,10 @@ def test_what_a_mixer_was_given_and_gave_is_kept_as_it_was(make):
 
 def test_hooks_go_also_where_something_fails():
     model, found = nn.Sequential(GlobalAttention(8, 2, 'softmax')).eval(), []
+    images = [torch.randn(*size, 8) for size in ((1, 3, 4), (1, 2, 5), (2, 3, 4))]
     with pytest.raises(ValueError, match='one image at a time, not 2'), watched(model, found.append):
-        assert not model(torch.randn(1, 3, 4, 8)).requires_grad
-        model(torch.randn(1, 2, 5, 8))
-        model(torch.randn(2, 3, 4, 8))
+        for image in images:
+            assert not model[0](image, StageContext.of(image)).requires_grad
     assert [(block.size, len(block.calls)) for block in found] == [((3, 4), 1), ((2, 5), 1)]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
