@@ -8,7 +8,9 @@ config's task knows: MMDetection's ``LoadAnnotations`` in a detector's config, M
 from typing import Optional
 
 import mmengine.registry
-from mmengine.registry import DefaultScope, Registry
+from mmengine.registry import Registry
+
+from .utils.foreign import default_scopes
 
 SCOPE = 'mmlinattn'
 
@@ -18,9 +20,7 @@ class TaskRegistry(Registry):
 
     def get(self, key: str) -> Optional[type]:
         scope, name = self.split_scope_key(key)
-        # MMEngine has made ours the default scope while it builds a dict of ours; it has no public list of those before
-        scopes = [default.scope_name for default in DefaultScope._instance_dict.values()]
-        task = next((default for default in reversed(scopes) if default != SCOPE), self.root.scope)
+        task = next((default for default in reversed(default_scopes()) if default != SCOPE), self.root.scope)
         with self.root.switch_scope_and_registry(task) as registry:
             return registry.get(name if scope == SCOPE else key)
 

@@ -3,12 +3,14 @@
 
 import argparse
 import errno
+import logging
 import multiprocessing
 import os
 import signal
 import sys
 import tempfile
 import time
+import warnings
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from traceback import walk_tb
@@ -16,6 +18,7 @@ from types import SimpleNamespace
 from typing import Optional
 
 from mmengine.config import DictAction
+from mmengine.logging import MMLogger
 
 from ..engine.data.files import read_coco
 from ..engine.runner import leave_process_group
@@ -60,6 +63,23 @@ def one_line_errors():
         say_last(f'error: {printable(error)}')
         # Not sys.exit: waiting for data-loader workers and process groups could hang here.
         raise SystemExit(1) from None
+
+
+@contextmanager
+def quiet():
+    """A context without warnings and logs: upstream's models make them while they are built and run, exporters and
+    tracers of their own deprecations and of every check of a size; what counts is in the result."""
+    loggers = [MMLogger.get_current_instance(), logging.getLogger()]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels):
+                logger.setLevel(level)
 
 
 @contextmanager

@@ -12,13 +12,13 @@ from typing import Any
 
 from mmengine.config import Config
 from mmengine.device import get_device
-from mmengine.runner import CheckpointLoader
 
 from ..checkpoints.released import find_released
 from ..checkpoints.schemes import PREFIX
 from ..engine import hooks as engine_hooks
 from ..engine.data.checks import check_names
 from ..utils.errors import RunError, described
+from ..utils.foreign import checkpoint_prefixes
 from ..utils.registering import bare_name
 from .class_names import leaf_datasets
 from .command_line import writing
@@ -180,7 +180,7 @@ def check_checkpoint(path: str, name: str) -> str:
     Raises:
         RunError: ``path`` is local and there is no such file.
     """
-    is_address = '://' in path and any(path.startswith(prefix) for prefix in CheckpointLoader._schemes if prefix)
+    is_address = '://' in path and path.startswith(tuple(checkpoint_prefixes()))
     local = osp.expanduser(path)
     if not is_address and not osp.isfile(local):
         what = 'a folder' if osp.isdir(local) else 'a pipe or a device'

@@ -13,6 +13,7 @@ from mmengine.utils import mkdir_or_exist
 
 from ...utils import written_whole
 from ...utils.errors import RunError
+from ...utils.foreign import turn_into
 
 ATOMIC_BACKEND = 'mmlinattn.atomic_local'
 
@@ -169,4 +170,4 @@ class CheckpointGuardHook(Hook):
         """Swap the hook before anything is trained."""
         for hook in runner.hooks:
             if type(hook) is CheckpointHook:
-                hook.__class__ = SafeCheckpointHook
+                turn_into(hook, SafeCheckpointHook)

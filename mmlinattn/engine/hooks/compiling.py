@@ -11,6 +11,7 @@ from torch.fx.experimental import _config as shape_config
 
 from ...backbones.base import Backbone
 from ...utils.errors import RunError
+from ...utils.foreign import call_compiled, turn_into
 
 # Inductor's own search for the memory format of convolutions compares sizes, which it cannot where they are dynamic
 # (torch 2.11: "cannot determine truth value of Relational" in a training step). Ours is channels-last already.
@@ -52,7 +53,7 @@ def compile_blocks(model: nn.Module, **options) -> int:
             if kind not in kinds:
                 kinds[kind] = torch.compile(_call_with_code_of_its_own(), dynamic=True, **(options or OPTIONS))
             # what Module.compile sets: not copied, not saved, hooks are called as ever
-            block._compiled_call_impl = functools.partial(kinds[kind], block)
+            call_compiled(block, functools.partial(kinds[kind], block))
     return len(kinds)
 
 
@@ -93,7 +94,7 @@ class SharedDropPath(DropPath):
 
 def _share_drop_path(module: DropPath, device: torch.device) -> None:
     module.register_buffer('keep_rate', torch.tensor(1 - module.drop_prob, device=device), persistent=False)
-    module.__class__ = SharedDropPath
+    turn_into(module, SharedDropPath)
     del module.drop_prob
 
 

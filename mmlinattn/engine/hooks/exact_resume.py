@@ -13,6 +13,7 @@ from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch.utils.data import BatchSampler, DataLoader
 
 from ...utils.errors import RunError
+from ...utils.foreign import draw_from, number_from
 
 _STEP, _BATCH = 0, 1  # separate streams for the model and for the data
 
@@ -142,9 +143,7 @@ class ExactResumeHook(Hook):
         self.batches.set_epoch(runner.epoch)
         if self._num_done:
             self.batches.num_done = num_done = self._num_done
-            run_iter = loop.run_iter
-            # hooks see the batch's number in the epoch, and the loop counts from 0
-            loop.run_iter = lambda index, data_batch: run_iter(index + num_done, data_batch)
+            number_from(loop, num_done)
 
     def after_train_epoch(self, runner) -> None:
         """The epochs that follow are whole."""
@@ -166,11 +165,7 @@ class ExactResumeHook(Hook):
             dict(of_config), default_args=dict(sampler=sampler, batch_size=config.get('batch_size', 1))
         )
         batches = _NumberedBatches(batch_sampler, is_endless)
-        # PyTorch asks the data set for whole batches where it has this method
-        vars(loader.dataset)['__getitems__'] = partial(_load, loader.dataset, self.seed, self.rank)
-        # past the check that refuses other batches for the sake of iterators that are under way: there is none,
-        # but for that of a loop over iterations, which was begun too early and is dropped
-        vars(loader).update(batch_sampler=batches, _iterator=None)
+        draw_from(loader, batches, partial(_load, loader.dataset, self.seed, self.rank))
         return batches
 
 

@@ -2,8 +2,6 @@
 """The formats a model can be written in: how each is written, and run again."""
 
 import json
-import warnings
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Callable, Optional
@@ -12,17 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ...utils.errors import RunError
+from ..command_line import quiet
 
 METADATA = 'metadata.json'  # name of the metadata inside the files of PyTorch
 INSTALL = 'pip install "mmlinattn[export]"'
-
-
-@contextmanager
-def quiet():
-    """Exporters warn of their own deprecations, and tracers of every check of a size."""
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        yield
 
 
 class Format:

@@ -1,20 +1,17 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Channels and strides of the maps that a backbone gives, and a neck makes of maps: found by running it on noise."""
 
-import contextlib
 import inspect
-import logging
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
 from mmengine.config import ConfigDict
-from mmengine.logging import MMLogger
 from mmengine.registry import MODELS, init_default_scope
 
 from ...utils.building import without_pretrained
 from ...utils.errors import RunError, described, printable
+from ..command_line import quiet
 from .upstream import NoPlace, Upstream
 from .zoo import FeatureMap
 
@@ -25,22 +22,6 @@ class Measured(NamedTuple):
     maps: list[FeatureMap]
     size: tuple[int, int]
     alone: Optional[int] = None  # position of the only map that it returns in inference, not in a tuple
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Upstream's models warn and log while they are built and run; what counts is in the result."""
-    loggers = [MMLogger.get_current_instance(), logging.getLogger()]
-    levels = [logger.level for logger in loggers]
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        for logger in loggers:
-            logger.setLevel(logging.CRITICAL)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels):
-                logger.setLevel(level)
 
 
 def measure(upstream: Upstream) -> Measured:

@@ -15,8 +15,8 @@ from torch import Tensor
 from ...utils.building import without_pretrained
 from ...utils.errors import RunError, described, printable
 from ...utils.registering import bare_name
+from ..command_line import quiet
 from .dummy_inputs import batch_for, is_self_supervised
-from .measuring import quiet
 from .upstream import Upstream, together
 
 

@@ -1,0 +1,53 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""All that this package changes in objects of others, or reads of them, beyond their public interfaces.
+
+Each function names the version it was written for, and why nothing public does it.
+"""
+
+from typing import Any, Callable
+
+from mmengine.registry import DefaultScope
+from mmengine.runner import CheckpointLoader
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+def default_scopes() -> list[str]:
+    """MMEngine 0.10.7: the default scopes so far, the present one last; public is that one alone, which is ours while
+    MMEngine builds a dict of ours."""
+    return [scope.scope_name for scope in DefaultScope._instance_dict.values()]
+
+
+def checkpoint_prefixes() -> list[str]:
+    """MMEngine 0.10.7: how addresses begin that a loader of checkpoints is registered for; there is no list of them."""
+    return [prefix for prefix in CheckpointLoader._schemes if prefix]
+
+
+def turn_into(thing: Any, kind: type) -> None:
+    """An object of a class becomes one of a subclass and keeps its state.
+
+    MMEngine 0.10.7's ``CheckpointHook``, built before custom hooks see the run; a config cannot set its type where
+    upstream's base file does. MMCV 2.1's ``DropPath``, of which blocks hold references.
+    """
+    thing.__class__ = kind
+
+
+def call_compiled(module: nn.Module, call: Callable) -> None:
+    """PyTorch 2.11: what ``nn.Module.compile`` sets. It compiles each module by itself; here those of a kind share one
+    code."""
+    module._compiled_call_impl = call
+
+
+def draw_from(loader: DataLoader, batches: Any, load: Callable) -> None:
+    """PyTorch 2.11: another batch sampler for a loader, which refuses it for the sake of iterators that are under way,
+    and a function that loads whole batches, for which PyTorch looks in the data set. The iterator of a loop over
+    iterations, begun before any hook runs, is dropped."""
+    vars(loader.dataset)['__getitems__'] = load
+    vars(loader).update(batch_sampler=batches, _iterator=None)
+
+
+def number_from(loop: Any, num_done: int) -> None:
+    """MMEngine 0.10.7: ``EpochBasedTrainLoop`` numbers the batches of a resumed epoch from 0; hooks see the place in
+    the epoch. ``del loop.run_iter`` ends it."""
+    run_iter = loop.run_iter
+    loop.run_iter = lambda index, data_batch: run_iter(index + num_done, data_batch)
