@@ -368,6 +368,16 @@ def test_a_checkpoint_of_other_classes(look, trained, tested, stops, warns):
         assert look(nn.Module(), test=[data], checkpoint=dict(other, state_dict={})) == ('', [])
 
 
+def test_a_loop_over_several_data_sets(look):
+    """As MMagic's and those of users have them."""
+    loop = Loop(Data(0, classes=['a', 'b']))
+    loop.dataloaders = [loop.dataloader, SimpleNamespace(dataset=Data(0, classes=['b', 'a'])), SimpleNamespace()]
+    runner = SimpleNamespace(work_dir='gone', model=nn.Module(), visualizer=None, _train_loop=None, _test_loop=None)
+    runner._val_loop = loop
+    with pytest.raises(RunError, match="label 0 is 'a' in val_dataloader and 'b' in val_dataloader"):
+        DataCheckHook().before_run(runner)
+
+
 def test_old_keys(look):
     data = Data(0)
     data.metainfo = dict(CLASSES=('a', 'b'))
