@@ -73,12 +73,22 @@ def nms(boxes, scores, iou_threshold, offset):
 
     On CUDA by torchvision, which knows no offset: the boxes get wider by it. On CPUs block by block, the best ones of
     those left against each other and then against the rest, which is faster than torchvision's loop and rounds as MMCV.
+    By one thread: each step is too short for more, which wait for each other on a busy machine.
     """
     boxes, scores = _wide(boxes, scores)
     if boxes.is_cuda:
         return torchvision.ops.nms(torch.cat((boxes[:, :2], boxes[:, 2:] + offset), dim=1), scores, iou_threshold)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _nms_in_blocks(boxes, scores, iou_threshold, offset)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _nms_in_blocks(boxes, scores, iou_threshold, offset):
     order, kept = scores.sort(descending=True).indices, []  # unstable as MMCV's: equal scores come in the same order
-    low, high = boxes[order].T.split(2)
+    low, high = boxes[order].T.contiguous().split(2)
     size = high - low + offset
     area = size[:1] * size[1:]
     # A box without a finite area overlaps nothing. This one says so without a NaN.
