@@ -79,6 +79,8 @@ def nms(boxes, scores, iou_threshold, offset):
     if boxes.is_cuda:
         return torchvision.ops.nms(torch.cat((boxes[:, :2], boxes[:, 2:] + offset), dim=1), scores, iou_threshold)
     threads = torch.get_num_threads()
+    if threads == 1 or len(boxes) < 128:  # PyTorch takes one thread for what is small
+        return _nms_in_blocks(boxes, scores, iou_threshold, offset)
     torch.set_num_threads(1)
     try:
         return _nms_in_blocks(boxes, scores, iou_threshold, offset)
