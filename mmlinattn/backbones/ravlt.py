@@ -13,6 +13,7 @@ from ..layers import (
     ConvDownsample,
     ConvFFN,
     ConvStem,
+    FactorisedLinear,
     ResidualDWConv,
     fold_batch_norm,
     is_foldable,
@@ -143,7 +144,10 @@ class RAVLT(PyramidBackbone):
         for block in (block for stage in self.stages for block in stage):
             for layer, name in ((block.attn.proj, 'gamma1'), (block.ffn.fc2, 'gamma2')):
                 gamma = getattr(block, name)
-                for key, parameter in layer.named_parameters() if gamma is not None else ():
+                # beside an adapter, which has factors of its own, the scale stays
+                if gamma is None or any(type(part) not in (nn.Linear, FactorisedLinear) for part in layer.modules()):
+                    continue
+                for key, parameter in layer.named_parameters():
                     if not key.startswith('down.'):  # the first factor of a compact FFN stays
                         parameter.mul_(gamma if parameter.dim() == 1 else gamma[:, None])
                 setattr(block, name, None)

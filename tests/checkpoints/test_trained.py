@@ -119,6 +119,9 @@ def test_frozen_weights_come_from_where_they_came_in_training(adapter, saved):
     image = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
         torch.testing.assert_close(found.eval()(image), model(image))
+        # as it is exported: folded where nothing is adapted
+        getattr(found.backbone, 'module', found.backbone).switch_to_deploy()
+        torch.testing.assert_close(found(image), model(image))
     assert meta['epoch'] == 3
     # a weight that trains is in the checkpoint or nowhere: init_cfg is not even read
     state = torch.load(checkpoint)['state_dict']
