@@ -1,232 +1,376 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Whether the GPU kernels are right on this machine, and what they gain there.
+"""What to take on this GPU: eager, compiled (``--compile``) or Triton kernels (``MMLINATTN_OPS=triton``).
 
     python benchmarks/check_gpu.py --out DIR [--minutes M]
-    python benchmarks/check_gpu.py --out DIR --interpret     # the first half, on a CPU
+    python benchmarks/check_gpu.py --out DIR --interpret     # a rehearsal on a CPU: small, its times mean nothing
 
-Each kernel beside float64, the tests that want a GPU, then times: attention alone, RAVLT-T, Mask R-CNN. Every part is a
-process of its own: one that fails is reported, and the others go on. Run again, it goes on where it was. DIR gets
-``report.md``, ``report.json`` and ``attention.png``.
-
-Needs Triton, pytest, hypothesis, mmengine and mmcv-lite; the last part MMDetection.
+First whether each kernel is right, then a forward pass and a training step of each form, MMDetection's Swin-T beside
+them. Each part is a process of its own: one that fails or hangs is reported, and the others go on. DIR gets
+``report.md`` and ``report.json``; the last lines say which form to take. Needs mmengine and mmcv-lite; what needs
+MMDetection, Triton or pytest is skipped without them.
 """
 
 import argparse
+import contextlib
+import importlib
+import itertools
 import json
+import math
 import os
+import platform
+import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import warnings
+from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import Optional
+from types import SimpleNamespace
+from typing import Callable, Optional
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent)]
+import torch
 
-N = 16384  # tokens at which the goals of an attention are judged
-ATTENTIONS = ('rala', 'inline_attention', 'linear_attention', 'focused_attention')
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+INTERPRET = os.environ.get('TRITON_INTERPRET') == '1'
+SWIN = dict(embed_dims=96, depths=[2, 2, 6, 2], num_heads=[3, 6, 12, 24], window_size=7, convert_weights=False)
+PEER = "MMDetection's Swin-T"
+if INTERPRET:
+    DEVICE, IMAGES, REPEATS, COMPILER = 'cpu', (1, 2), 1, dict(backend='eager')
+    SIDES = dict(forward=(64, 96), train=(64, 64))
+    WIDTHS, TOKENS = (16, 24), (37, 300)
+    arch = dict(embed_dims=(16, 16, 32, 32), depths=(1,) * 4, num_heads=(1,) * 4, mlp_ratios=(2,) * 4)
+    rala, swin = dict(arch, stage_attns=('rala', 'rala', 'softmax', 'softmax')), dict(arch, stage_attns=('inline',) * 4)
+    SWIN.update(embed_dims=16, depths=[1] * 4, num_heads=[1] * 4)
+else:
+    DEVICE, IMAGES, REPEATS, COMPILER = 'cuda', (2, 8), 20, {}
+    SIDES = dict(forward=(800, 1216), train=(640, 640))
+    WIDTHS, TOKENS = (32, 48, 64), (1000, 16411)
+    rala, swin = 'tiny', 'inline-tiny'
+
+MODELS: dict = {
+    'RAVLT-T': dict(type='RAVLT', arch=rala),
+    'RAVLT-T, fully linear': dict(type='RAVLT', arch=rala, stage_attns=('rala',) * 4),
+    'InLine-Swin-T': dict(type='LinearSwin', arch=swin),
+    PEER: dict(type='mmdet.SwinTransformer', **SWIN),
+}
+FORMS = ('eager', 'compiled', 'kernels')
+OPS = {'rala elu': 'rala', 'linear elu': 'linear_attention', 'linear relu': 'linear_attention'}
+WRONG = 1e9  # an error that is no number
+FLOOR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of a relative error: rounding of the type
+
+
+class OnCPU:
+    """What this script asks of ``torch.cuda``, in a rehearsal."""
+
+    @staticmethod
+    def get_device_properties(device):
+        return SimpleNamespace(name='none, a rehearsal', major=8, minor=0, total_memory=0)
+
+    synchronize = empty_cache = reset_peak_memory_stats = staticmethod(lambda: None)
+    memory_allocated = max_memory_allocated = staticmethod(lambda: 0)
+
+
+cuda = OnCPU if INTERPRET else torch.cuda
+clock = time.perf_counter
+
+
+class Skip(Exception):
+    """Why a part cannot run here, in one line."""
+
+
+def require(module: str, name: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # MMDetection asserts versions
+        raise Skip(f'{name} cannot be imported ({type(error).__name__}: {error})'.replace('\n', ' ')) from error
+
+
+# --- parts, which yield rows ------------------------------------------------------------------------------------------
+
+
+def machine():
+    gpu, versions = cuda.get_device_properties(0), dict(python=platform.python_version(), cuda=str(torch.version.cuda))
+    for name in ('torch', 'triton', 'mmlinattn', 'mmdet'):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    yield dict(gpu=gpu.name, capability=f'{gpu.major}.{gpu.minor}', GiB=round(gpu.total_memory / 2**30, 1), **versions)
+
+
+def kernels(op: str):
+    """Relative errors of output and gradients beside float64, by kernels and by PyTorch's operators in one type."""
+    from mmlinattn import ops
+
+    require('triton', 'Triton')
+    if INTERPRET:
+        sys.path.insert(0, str(ROOT / 'tests' / 'ops'))
+        importlib.import_module('interpreter')  # for recent NumPy
+    function, kernel, heads, batch = getattr(ops, OPS[op]), op.split()[1], 3, 2
+
+    def results(choice: str, tensors, probe, **options) -> list:
+        leaves = [t.detach().requires_grad_() for t in tensors]
+        with ops.use(choice):
+            out = function(*leaves, heads, kernel=kernel, **options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, probe)]
+
+    def error(found: list, exact: list) -> float:
+        errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, exact)]
+        return max(errors) if all(map(math.isfinite, errors)) else WRONG  # max passes over NaN
+
+    for dtype, width, tokens, masked in itertools.product(FLOOR, WIDTHS, TOKENS, (False, True)):
+        torch.manual_seed(0)
+        shape = batch, tokens, heads * width
+        q, k, v, probe = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(4))
+        options: dict = {}
+        if masked:
+            options['mask'] = torch.arange(tokens, device=DEVICE).expand(batch, -1) < 0.7 * tokens
+            v = v * options['mask'][..., None]
+        wide = options
+        if OPS[op] == 'rala':
+            angle = 6 * torch.rand(tokens, width // 2, device=DEVICE)
+            options.update(rotary=torch.stack((angle.cos(), angle.sin()), dim=-1), weight_scale=width**-0.5)
+            wide = dict(options, rotary=options['rotary'].double())
+        exact = results('reference', [t.double() for t in (q, k, v)], probe.double(), **wide)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter('always')
+            found, again = (results('triton', (q, k, v), probe, **options) for _ in '12')
+        ours, plain = error(found, exact), error(results('auto', (q, k, v), probe, **options), exact)
+        same = all(map(torch.equal, found, again))
+        yield dict(
+            case=f'{str(dtype)[6:]}, heads of {width}, {tokens} tokens' + ', masked' * masked,
+            kernel=ours,
+            pytorch=plain,
+            same_bits_twice=same,
+            right=same and ours < WRONG and ours <= max(4 * plain, FLOOR[dtype]),
+            told=sorted({str(w.message) for w in caught if 'triton' in str(w.message)}),
+        )
+
+
+def steps(name: str, form: str):
+    """Times and memory of one model in one form."""
+    if name == PEER:
+        require('mmdet.models', 'MMDetection')
+    if form == 'kernels':
+        require('triton', 'Triton')
+    from mmengine.registry import MODELS as REGISTRY
+
+    import mmlinattn  # noqa: F401  registers the backbones
+    from mmlinattn import ops
+    from mmlinattn.engine.hooks.compiling import compile_blocks
+
+    torch.manual_seed(0)
+    model = REGISTRY.build(dict(MODELS[name], drop_path_rate=0.0)).to(DEVICE)
+    call: Callable = model
+    if form == 'compiled' and name == PEER:
+        call = torch.compile(model, **COMPILER)
+    elif form == 'compiled':
+        compile_blocks(model, **COMPILER)
+    half = torch.bfloat16 if cuda.get_device_properties(0).major >= 8 else torch.float16
+
+    def step(x, trains: bool) -> None:
+        with torch.autocast(DEVICE, half), torch.set_grad_enabled(trains):
+            outs = call(x)
+        if trains:
+            model.zero_grad()
+            sum(out.float().mean() for out in outs).backward()
+
+    with ops.use('triton' if form == 'kernels' else 'auto'):
+        for mode, sides in SIDES.items():
+            model.train(mode == 'train')
+            for images in IMAGES:
+                try:
+                    cuda.empty_cache()
+                    x = torch.randn(images, 3, *sides, device=DEVICE)
+                    found = measured(partial(step, x, mode == 'train'))
+                except Exception as error:  # what is left may still work
+                    found = dict(error=f'{type(error).__name__}: {error}'[:1000])
+                yield dict(step=f'{mode}, {images} images', **found)
+
+
+def measured(call: Callable[[], None]) -> dict:
+    """Milliseconds (median) and MiB of a call, and seconds of the first, in which compiling happens."""
+    seconds = []
+    for i in range(REPEATS + 2):
+        if i == 2:
+            cuda.synchronize()
+            before = cuda.memory_allocated()
+            cuda.reset_peak_memory_stats()
+        start = clock()
+        call()
+        cuda.synchronize()
+        seconds.append(clock() - start)
+    ms = 1e3 * statistics.median(seconds[2:])
+    return dict(ms=ms, MiB=(cuda.max_memory_allocated() - before) / 2**20, first_s=seconds[0])
+
+
+def tests():
+    """The project's own tests of a GPU: every host as on a CPU, finite in half precision."""
+    require('pytest', 'pytest')
+    command = [sys.executable, '-m', 'pytest', '-q', '-rfE', '--tb=line', '-m', 'not slow', 'tests/test_cuda.py']
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    counts = {word: int(n) for n, word in re.findall(r'(\d+) (passed|failed|skipped|error)', done.stdout)}
+    if not counts:
+        raise RuntimeError((done.stdout + done.stderr)[-2000:])
+    failed = re.findall(r'^(?:FAILED|ERROR) (.*)$', done.stdout, re.MULTILINE)
+    yield dict(counts=counts, failed=failed, right=not failed)
+
+
+PARTS: dict = {'machine': machine, **{f'kernels, {op}': partial(kernels, op) for op in OPS}}
+for name in MODELS:
+    for form in FORMS:
+        if form != 'kernels' or name.startswith('RAVLT'):
+            PARTS[f'{name}, {form}'] = partial(steps, name, form)
+PARTS['tests'] = tests
+
+
+def run_here(name: str, file: Path) -> None:
+    """Run a part and write what it has found so far after each row."""
+    rows: list = []
+    answer = dict(status='stopped', rows=rows)
+    try:
+        for row in PARTS[name]():
+            rows.append(row)
+            file.write_text(json.dumps(answer))
+        answer['status'] = 'done'
+    except Skip as reason:
+        answer['status'] = f'skipped: {reason}'
+    file.write_text(json.dumps(answer))
 
 
 def run_part(name: str, interpret: bool, seconds: float) -> dict:
-    """Status and result, or error, of a part."""
-    start = time.monotonic()
+    """:func:`run_here` in a process of its own: status, rows, and the error that ended it."""
     environment = {key: value for key, value in os.environ.items() if key != 'TRITON_INTERPRET'}
     if interpret:
         environment.update(TRITON_INTERPRET='1', CUDA_VISIBLE_DEVICES='')
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / 'result.json'
-        command = [sys.executable, str(HERE / 'gpu_parts.py'), name, str(file)]
+        file, error = Path(folder) / 'part.json', ''
+        command = [sys.executable, __file__, '--out', str(file), '--part', name]
         try:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
+            if done.returncode:
+                error = done.stderr.strip()[-3000:] or f'status {done.returncode}'
         except subprocess.TimeoutExpired:
-            return dict(status='no time left')
-        if done.returncode == 0 and file.exists():
-            took = round(time.monotonic() - start, 1)
-            return dict(status='done', seconds=took, result=json.loads(file.read_text()))
-    error = done.stderr.strip()[-3000:] or f'status {done.returncode}'
-    return dict(status='failed', error=error)
+            error = f'no end within {seconds:.0f} s'
+        answer = json.loads(file.read_text()) if file.exists() else dict(rows=[])
+    return dict(answer, status='failed', error=error) if error else answer
 
 
-# --- goals ------------------------------------------------------------------------------------------------------------
+# --- what it comes to -------------------------------------------------------------------------------------------------
 
 
-def result_of(parts: dict, name: str) -> dict:
-    return parts.get(name, {}).get('result', {})
+def rows_of(parts: dict, *names: str) -> list[dict]:
+    return [row for name in names for row in parts.get(name, {}).get('rows', [])]
 
 
-def ratio(parts: dict, part: str, slow: str, fast: str) -> Optional[float]:
-    times = result_of(parts, part).get('times', {})
-    return times[slow] / times[fast] if slow in times and fast in times else None
+def ms_of(parts: dict, name: str, form: str, step: str) -> Optional[float]:
+    return next((row.get('ms') for row in rows_of(parts, f'{name}, {form}') if row['step'] == step), None)
 
 
-def goals(parts: dict) -> list[tuple[str, Optional[bool], str]]:
-    """What is to hold, whether it does (None: not measured), and what was found."""
-    from gpu_parts import RIGHT
-
-    finished = [result_of(parts, name)['right'] for name in RIGHT if 'right' in result_of(parts, name)]
-    wrong = finished.count(False)
-    right = False if wrong else (True if len(finished) == len(RIGHT) - 1 else None)  # one is the environment
-    found = f'{len(finished)} of {len(RIGHT) - 1} parts, {wrong} with faults'
-    told: list = [('every kernel is right, every test passes', right, found)]
-    alone = f'attention {N}'
-    served = result_of(parts, alone).get('served', {}).get('rala')
-    for what, least in (('forward', 4.0), ('both', 3.0)):
-        found = ratio(parts, alone, f'rala plain {what}', f'rala kernels {what}') if served else None
-        title = 'forward' if what == 'forward' else 'forward and backward'
-        told.append((f'RALA alone, {title}, {N} tokens: {least:g}x plain PyTorch', *judged(found, least)))
-    for ours, other, least in (('fully linear', 'softmax twin', 1.3), ('RAVLT-T', 'literal', 1.8)):
-        found = ratio(parts, 'eager train', other, ours)
-        found = None if result_of(parts, 'eager train').get('told') else found
-        told.append((f'training step, {ours} against {other}: {least:g}x', *judged(found, least)))
-    return told
+def steps_of(parts: dict) -> list[str]:
+    return list(dict.fromkeys(row['step'] for row in rows_of(parts, *parts) if 'step' in row))
 
 
-def judged(found: Optional[float], least: float):
-    return (None, 'not measured') if found is None else (found >= least, f'{found:.2f}x')
+def kernels_right(parts: dict) -> Optional[bool]:
+    """None where they were not checked to the end, or PyTorch's operators ran in their place."""
+    names = [f'kernels, {op}' for op in OPS]
+    rows, status = rows_of(parts, *names), [parts.get(name, {}).get('status') for name in names]
+    if 'failed' in status or not all(row['right'] for row in rows):
+        return False
+    return True if set(status) == {'done'} and not any(row['told'] for row in rows) else None
 
 
-# --- the report -------------------------------------------------------------------------------------------------------
-
-
-def table(titles, rows) -> list[str]:
-    lines = ['', '| ' + ' | '.join(titles) + ' |', '| ' + ' | '.join(['---'] * len(titles)) + ' |']
-    return [*lines, *('| ' + ' | '.join(str(cell) for cell in row) + ' |' for row in rows)]
-
-
-def written(parts: dict, out: Path) -> list[str]:
-    machine = {key: value for key, value in result_of(parts, 'environment').items() if key != 'identity'}
-    lines = ['# mmlinattn on this GPU', '', ', '.join(f'{key} {value}' for key, value in machine.items())]
-    answers = {True: 'holds', False: '**does not hold**', None: 'not known'}
-    lines += ['', '## Goals', *table(('goal', '', 'found'), [(a, answers[b], c) for a, b, c in goals(parts)])]
-    lines += ['', '## Kernels beside float64']
-    rows = []
-    for name, part in parts.items():
-        if name.startswith('kernels') and part['status'] == 'done':
-            found = part['result']['rows']
-            largest = max((x for row in found for x in row['deviations'].values()), default=float('nan'))
-            faults = [f'{row["variant"]}: {row["faults"]}' for row in found if row['faults']]
-            rows.append((name[8:], len(found), f'{largest:.1e}', f'{part["result"]["bound"]:.0e}', '; '.join(faults)))
-    lines += table(('type, op', 'variants', 'largest deviation', 'bound', 'faults'), rows)
-    tests = result_of(parts, 'tests')
-    if tests:
-        lines += ['', f'Tests: {tests["counts"]}', *(f'- {name}' for name in tests['failed'])]
-    timed = {name: part for name, part in parts.items() if 'times' in part.get('result', {})}
-    if any(name.startswith('attention') for name in timed):
-        lines += [
-            '',
-            '## Attention alone, bfloat16, 16 heads of 64',
-            '',
-            'ms, kernels / plain PyTorch. The share is that',
-        ]
-        lines[-1] += ' of the bandwidth of a copy, of what has to be read and written; a star: no kernel served.'
-    for name, part in timed.items():
-        result = part['result']
-        times = result['times']
-        if name.startswith('attention'):
-            rows = []
-            for op in ATTENTIONS:
-                star = '' if result['served'][op] else ' *'
-                pairs = [
-                    [times[f'{op} {form} {what}'] for form in ('kernels', 'plain')] for what in ('forward', 'both')
-                ]
-                # a copy reads and writes 8 of the maps, a forward pass has to 4
-                share = times['copy'] / 2 / pairs[0][0]
-                cells = [f'{a:.3f} / {b:.3f}, {b / a:.2f}x' for a, b in pairs]
-                rows.append((op + star, *cells, f'{share:.0%}'))
-            for op in ('softmax', 'flash_bla'):
-                if f'{op} forward' in times:
-                    rows.append((op, *(f'{times[f"{op} {what}"]:.3f}' for what in ('forward', 'both')), ''))
-            title = f'N {result["tokens"]}, B {result["batch"]}'
-            lines += table((title, 'forward', 'forward and backward', 'share, forward'), rows)
-        else:
-            lines += [
-                '',
-                f'## {name}, bfloat16, {result["batch"]} images',
-                *(f'- {line}' for line in result.get('told', ())),
-            ]
-            memory = result.get('memory', {})
-            rows = [
-                (key, f'{value:.1f}', f'{memory[key]:.0f}' if key in memory else '') for key, value in times.items()
-            ]
-            lines += table(('', 'ms', 'peak MiB'), rows)
-    missing = [(name, part) for name, part in parts.items() if part['status'] != 'done']
-    if missing:
-        lines += ['', '## Not measured']
-        for name, part in missing:
-            lines += ['', f'{name}: {part["status"]}', *(['', '```', part['error'], '```'] if 'error' in part else [])]
-    if (out / 'attention.png').exists():
-        lines += ['', '![times of attention by tokens](attention.png)']
-    lines += ['', f'Please send this folder ({out.name}) to the authors of mmlinattn, as an issue of the repository.']
+def advice(parts: dict) -> list[str]:
+    """Which form to take, and whether kernels reach what makes them the default (docs/design.md)."""
+    lines, worth, right = [], [], kernels_right(parts)
+    flags = dict(eager='neither', compiled='--compile', kernels='MMLINATTN_OPS=triton')
+    for name in (name for name in MODELS if name != PEER):
+        for step in steps_of(parts):
+            times = {form: ms_of(parts, name, form, step) for form in FORMS}
+            gains = {form: times['eager'] / ms for form, ms in times.items() if ms and times['eager']}
+            if step.startswith('train') and f'{name}, kernels' in PARTS:
+                worth.append((gains.get('kernels'), gains.get('compiled')))
+            if len(gains) < 2:
+                lines.append(f'{name}, {step}: not measured')
+                continue
+            best = max((form for form in gains if form != 'kernels' or right), key=gains.__getitem__)
+            told = ', '.join(f'{form} {gain:.2f}x' for form, gain in gains.items() if form != 'eager')
+            lines.append(f'{name}, {step}: take {flags[best if gains[best] >= 1.05 else "eager"]} ({told} of eager)')
+    known = bool(worth) and all(a and b for a, b in worth)
+    reached = all(a >= 1.2 and a > b for a, b in worth) if known else None
+    answers = {True: 'yes', False: 'no', None: 'not known'}
+    lines.append(
+        f'Kernels right: {answers[right]}. Each training step at least 1.2x of eager and ahead of --compile: '
+        f'{answers[reached]}.'
+    )
     return lines
 
 
-def draw(parts: dict, file: Path) -> None:
-    """Times of a forward pass by the number of tokens."""
-    points = [result_of(parts, name) for name in parts if name.startswith('attention')]
-    points = sorted((p for p in points if p), key=lambda p: p['tokens'])
-    if len(points) < 2:
-        return
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
-    axes = (figure := Figure(figsize=(7, 4.5))).subplots()
-    for name in ('rala kernels', 'rala plain', 'linear_attention kernels', 'softmax', 'flash_bla'):
-        drawn = [
-            (p['tokens'], p['times'][f'{name} forward'] / p['batch']) for p in points if f'{name} forward' in p['times']
-        ]
-        if drawn:
-            axes.loglog(*zip(*drawn), marker='o', label=name)
-    axes.set(xlabel='tokens', ylabel='ms an image, forward', title='Attention alone, bfloat16, 16 heads of 64')
-    axes.legend()
-    figure.savefig(file, dpi=120, bbox_inches='tight')
+def table(titles, rows) -> list[str]:
+    return ['', *('| ' + ' | '.join(map(str, line)) + ' |' for line in (titles, ['---'] * len(titles), *rows))]
+
+
+def cell(row: dict, peer: Optional[float]) -> str:
+    if 'ms' not in row:
+        return row.get('error', '')[:80].replace('\n', ' ')
+    return f'{row["ms"]:.2f} ms, {row["MiB"]:.0f} MiB' + (f', {peer / row["ms"]:.2f}x' if peer else '')
+
+
+def report(parts: dict) -> list[str]:
+    lines = ['# mmlinattn on this GPU', '', *map(str, rows_of(parts, 'machine'))]
+    lines += ['', '## Which to take', '', *(f'- {line}' for line in advice(parts)), '', '## Kernels beside float64']
+    rows = []
+    for op in OPS:
+        for row in rows_of(parts, f'kernels, {op}'):
+            errors = (f'{row[form]:.1e}' for form in ('kernel', 'pytorch'))
+            rows.append((op, row['case'], *errors, 'yes' if row['right'] else '**no**', '; '.join(row['told'])))
+    lines += table(('attention', 'case', 'error of the kernel', "of PyTorch's operators", 'right', 'warnings'), rows)
+    lines += ['', '## Time and memory', '', 'Half precision, no stochastic depth. x: of the speed of eager']
+    lines[-1] += f" {PEER}. The first step holds the compiler's time."
+    rows = []
+    for name, form in ((name, form) for name in MODELS for form in FORMS):
+        found = {row['step']: row for row in rows_of(parts, f'{name}, {form}')}
+        cells = [cell(found.get(step, {}), ms_of(parts, PEER, 'eager', step)) for step in steps_of(parts)]
+        first = max((row.get('first_s', 0) for row in found.values()), default=0)
+        rows += [(name, form, *cells, f'{first:.1f}')] if found else []
+    lines += table(('', '', *steps_of(parts), 'longest first step, s'), rows)
+    for row in rows_of(parts, 'tests'):
+        lines += ['', f'Tests: {row["counts"]}', *(f'- {name}' for name in row['failed'])]
+    for name, part in parts.items():
+        if part['status'] != 'done':
+            lines += ['', f'{name}: {part["status"]}', *(['```', part['error'], '```'] if 'error' in part else [])]
+    return lines
 
 
 def main(argv=None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--out', type=Path, required=True, help='folder of the report')
-    parser.add_argument(
-        '--minutes', type=float, default=90, help='start nothing after so long; run again to go on [90]'
-    )
-    parser.add_argument('--interpret', action='store_true', help="correctness alone, in Triton's interpreter on a CPU")
-    parser.add_argument('--only', nargs='+', help='parts whose names begin with one of these')
+    parser.add_argument('--out', type=Path, required=True, help='folder for the report')
+    parser.add_argument('--minutes', type=float, default=60, help='begin no part after this time [60]')
+    parser.add_argument('--interpret', action='store_true', help='a rehearsal on a CPU, kernels in the interpreter')
+    parser.add_argument('--part', choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    import torch
-
+    if args.part:
+        run_here(args.part, args.out)
+        return 0
     if not args.interpret and not torch.cuda.is_available():
-        print('check_gpu.py: PyTorch sees no GPU here; --interpret checks the kernels on a CPU')
+        print('check_gpu.py: PyTorch sees no GPU here; --interpret rehearses on a CPU')
         return 1
-    from gpu_parts import PARTS, RIGHT
-
     end = time.monotonic() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
-    file = args.out / 'report.json'
-    before = json.loads(file.read_text())['parts'] if file.exists() else {}
-    parts = {'environment': run_part('environment', args.interpret, 300)}
-    if result_of(before, 'environment') == result_of(parts, 'environment'):
-        parts.update({name: part for name, part in before.items() if part['status'] == 'done'})
-
-    def save() -> None:
-        draw(parts, args.out / 'attention.png')
-        told = [dict(goal=goal, holds=holds, found=found) for goal, holds, found in goals(parts)]
-        new = file.with_suffix('.new')
-        new.write_text(json.dumps(dict(parts=parts, goals=told), indent=1))
-        new.replace(file)
-        (args.out / 'report.md').write_text('\n'.join(written(parts, args.out)) + '\n')
-
-    for name in RIGHT if args.interpret else PARTS:
-        if name in parts or (args.only and not name.startswith(tuple(args.only))):
-            continue
+    parts: dict = {}
+    for name in PARTS:
         left = end - time.monotonic()
-        parts[name] = run_part(name, args.interpret, left) if left > 0 else dict(status='no time left')
+        # one that hangs leaves time to others
+        parts[name] = run_part(name, args.interpret, min(left, 1200)) if left > 0 else dict(status='no time left')
         print(f'{name}: {parts[name]["status"]}', flush=True)
-        save()
-    save()
-    for goal, holds, found in goals(parts):
-        print({True: 'holds', False: 'DOES NOT HOLD', None: 'not known'}[holds], f'- {goal} ({found})')
+        (args.out / 'report.json').write_text(json.dumps(dict(parts=parts, take=advice(parts)), indent=1))
+        (args.out / 'report.md').write_text('\n'.join(report(parts)) + '\n')
     print(f'Please send {args.out} to the authors of mmlinattn, as an issue of the repository.')
-    return 1 if goals(parts)[0][1] is False or any(part['status'] == 'failed' for part in parts.values()) else 0
+    print(*advice(parts), sep='\n')
+    return int(kernels_right(parts) is False or any(part['status'] == 'failed' for part in parts.values()))
 
 
 if __name__ == '__main__':

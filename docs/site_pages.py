@@ -21,6 +21,7 @@ GUIDES = [
     'checkpoints',
     'deploy',
     'inspect',
+    'gpu',
     'distributed',
     'studies',
     'tables',

@@ -21,8 +21,8 @@ from mmlinattn import ops
 
 # the benchmarks' literal model is a twin of the fast one in the tests
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / 'benchmarks'))
-# the quadratic twins
-sys.path.insert(0, str(Path(__file__).resolve().parent / 'attention'))
+# the quadratic twins, small models of all hosts
+sys.path[:0] = [str(Path(__file__).resolve().parent / folder) for folder in ('attention', 'backbones')]
 
 
 def forget_instances(kind=ManagerMixin) -> None:

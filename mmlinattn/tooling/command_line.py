@@ -46,7 +46,8 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         '--compile',
         action='store_true',
-        help='compile the blocks of the backbone (torch.compile): the first iterations take minutes longer',
+        help='compile the blocks of the backbone (torch.compile): the first iteration takes minutes, on a GPU the '
+        'others are faster (docs/gpu.md)',
     )
     parser.add_argument('--no-pin-memory', action='store_true', help='do not pin loader memory')
     parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none')

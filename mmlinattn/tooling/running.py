@@ -77,6 +77,7 @@ def build_runner(cfg: Config, compiles: bool = False) -> Runner:
     lacking = lacking_on_gpu() if cfg.get('default_scope') == 'mmdet' and get_device() == 'cuda' else ''
     if lacking:
         raise RunError(lacking)
-    if compiles:
-        cfg.custom_hooks = [*(cfg.get('custom_hooks') or []), dict(type=CompileHook.__name__)]
+    hooks = cfg.get('custom_hooks') or []
+    if compiles and not any(bare_name(hook.get('type')) == CompileHook.__name__ for hook in hooks):
+        cfg.custom_hooks = [*hooks, dict(type=CompileHook.__name__)]
     return RUNNERS.build(cfg) if 'runner_type' in cfg else SafeRunner.from_cfg(cfg)

@@ -1,17 +1,20 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-import functools
-from collections.abc import Callable, Hashable
+import time
+from typing import Any, Callable, Optional
 
 import torch
 from mmcv.cnn.bricks import DropPath
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from torch import Tensor, nn
+from torch._dynamo import callback
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.utils import counters
 from torch.fx.experimental import _config as shape_config
 
 from ...backbones.base import Backbone
 from ...utils.errors import RunError
-from ...utils.foreign import call_compiled, turn_into
+from ...utils.foreign import call_compiled
 
 # Inductor's own search for the memory format of convolutions compares sizes, which it cannot where they are dynamic
 # (torch 2.11: "cannot determine truth value of Relational" in a training step). Ours is channels-last already.
@@ -22,10 +25,9 @@ def compile_blocks(model: nn.Module, **options) -> int:
     """Compile the blocks of every backbone of this package in ``model``, in place.
 
     The blocks, not the whole detector: what is around them (heads, data-dependent shapes, losses) is not worth its
-    compilation. Sizes are dynamic, and blocks that differ only in their weights share what is compiled: training at
-    many image sizes compiles each kind of block twice at most (the map that enters a stage may be a view, those that
-    follow are not), and as often again for inference. ``state_dict`` keeps its keys, copies of the model are not
-    compiled.
+    compilation. Sizes are dynamic, and blocks that differ only in their weights share what is compiled. A batch of one
+    image, windows of which a map has one, and inference are compiled once more. ``state_dict`` keeps its keys, copies
+    of the model are not compiled.
 
     Args:
         model (nn.Module): A model that is on its device already.
@@ -39,21 +41,21 @@ def compile_blocks(model: nn.Module, **options) -> int:
     """
     backbones = [module for module in model.modules() if isinstance(module, Backbone)]
     if not backbones:
-        raise RunError('--compile: the model has no backbone of mmlinattn.')
+        raise RunError('CompileHook (--compile): the model has no backbone of mmlinattn.')
     # by default, code compiled for a square map serves square maps only: equal sizes are taken to be one
     shape_config.use_duck_shape = False
-    kinds: dict[Hashable, Callable] = {}
-    for backbone in backbones:
-        for block in _blocks(backbone):
-            device = next(block.parameters()).device
-            for module in block.modules():
-                if type(module) is DropPath:
-                    _share_drop_path(module, device)
-            kind = _kind(block)
-            if kind not in kinds:
-                kinds[kind] = torch.compile(_call_with_code_of_its_own(), dynamic=True, **(options or OPTIONS))
-            # what Module.compile sets: not copied, not saved, hooks are called as ever
-            call_compiled(block, functools.partial(kinds[kind], block))
+    # by default, what is compiled more than 8 times runs without compilation from then on
+    dynamo_config.cache_size_limit = max(dynamo_config.cache_size_limit, 64)
+    kinds: dict[str, Callable] = {}
+    for block in (block for backbone in backbones for block in _blocks(backbone)):
+        for name, module in list(block.named_modules()):
+            if type(module) is DropPath:
+                parent, _, child = name.rpartition('.')
+                setattr(block.get_submodule(parent), child, SharedDropPath(module.drop_prob, _device(block)))
+        kind = repr(block)
+        if kind not in kinds:
+            kinds[kind] = torch.compile(_call_of_its_own(), dynamic=True, **(options or OPTIONS))
+        call_compiled(block, _without_views(kinds[kind], block))  # not copied, not saved
     return len(kinds)
 
 
@@ -62,27 +64,34 @@ def _blocks(backbone: Backbone) -> list[nn.Module]:
     return [block for stage in stages for block in stage] if stages is not None else list(backbone.blocks)
 
 
-def _call_with_code_of_its_own():
-    """A function that calls a block. Compiled code is kept, and counted against PyTorch's limit, with the code object
-    of a function: each kind of block gets one."""
+def _device(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
 
-    def call(block: nn.Module, *args, **kwargs):
-        return block._call_impl(*args, **kwargs)
+
+def _call_of_its_own() -> Callable:
+    """A function that calls a block. PyTorch keeps compiled code with a function's code object: each kind gets one."""
+
+    def call(block: nn.Module, x: Tensor, **shared):
+        # each block makes its windows: the first of a stage, which would make those of all, would be another graph
+        shared.pop('map_windows', None)
+        return block._call_impl(x, **shared)
 
     call.__code__ = call.__code__.replace()
     return call
 
 
-def _kind(module: nn.Module) -> Hashable:
-    """What blocks have to share so that compiled code of one serves the other: classes, settings, shapes."""
-    settings = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, str, tuple, type(None)))}
-    tensors = {k: (t.shape, t.dtype, t.requires_grad) for k, t in module._parameters.items() if t is not None}
-    children = tuple((name, _kind(child)) for name, child in module.named_children())
-    return type(module), repr(sorted(settings.items())), repr(sorted(tensors.items())), children
+def _without_views(call: Callable, block: nn.Module) -> Callable:
+    """The first block of a stage may get a view, the others do not; for views PyTorch compiles anew."""
+    return lambda x, **shared: call(block, x.clone() if x._is_view() else x, **shared)
 
 
 class SharedDropPath(DropPath):
     """Stochastic depth whose rate is a tensor: blocks of different rates share their compiled code."""
+
+    def __init__(self, drop_prob: float, device: Optional[torch.device] = None) -> None:
+        super().__init__()
+        del self.drop_prob
+        self.register_buffer('keep_rate', torch.tensor(1 - drop_prob, device=device), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -92,15 +101,10 @@ class SharedDropPath(DropPath):
         return x / keep * (keep + chance).floor()
 
 
-def _share_drop_path(module: DropPath, device: torch.device) -> None:
-    module.register_buffer('keep_rate', torch.tensor(1 - module.drop_prob, device=device), persistent=False)
-    turn_into(module, SharedDropPath)
-    del module.drop_prob
-
-
 @HOOKS.register_module(force=True)
 class CompileHook(Hook):
-    """Compile the blocks of the backbone with ``torch.compile``; ``--compile`` of the tools adds it.
+    """Compile the blocks of the backbone with ``torch.compile``, and say so in the log while it takes its time.
+    ``--compile`` of the tools adds it; in a config it is ``custom_hooks=[dict(type='CompileHook')]``.
 
     Raises:
         RunError: The model has no backbone of this package.
@@ -108,4 +112,23 @@ class CompileHook(Hook):
 
     def before_run(self, runner) -> None:
         """Wrap the blocks; each kind is compiled when it is first used."""
-        runner.logger.info(f'{compile_blocks(runner.model)} kinds of blocks are compiled as they are first used.')
+        self.since: Optional[float] = None
+
+        def begin(*_) -> None:
+            if self.since is None:
+                self.since, self.graphs = time.monotonic(), counters['stats']['unique_graphs']
+                runner.logger.info('CompileHook: compiling begins, this iteration takes longer.')
+
+        self.begin = begin
+        callback.callback_handler.register_start_callback(begin)
+        count = compile_blocks(runner.model)
+        runner.logger.info(f'CompileHook: {count} kinds of blocks are compiled when they are first used.')
+
+    def _after_iter(self, runner, *args: Any, **kwargs: Any) -> None:
+        if self.since is not None:
+            graphs, seconds = counters['stats']['unique_graphs'] - self.graphs, time.monotonic() - self.since
+            runner.logger.info(f'CompileHook: compiling ends, {graphs} graphs; the iteration took {seconds:.0f} s.')
+            self.since = None
+
+    def after_run(self, runner) -> None:
+        callback.callback_handler.remove_start_callback(self.begin)
