@@ -42,7 +42,7 @@ PEER = "MMDetection's Swin-T"
 if INTERPRET:
     DEVICE, IMAGES, REPEATS, COMPILER = 'cpu', (1, 2), 1, dict(backend='eager')
     SIDES = dict(forward=(64, 96), train=(64, 64))
-    WIDTHS, TOKENS = (16, 24), (37, 300)
+    WIDTHS, TOKENS = (16,), (37,)
     arch = dict(embed_dims=(16, 16, 32, 32), depths=(1,) * 4, num_heads=(1,) * 4, mlp_ratios=(2,) * 4)
     rala, swin = dict(arch, stage_attns=('rala', 'rala', 'softmax', 'softmax')), dict(arch, stage_attns=('inline',) * 4)
     SWIN.update(embed_dims=16, depths=[1] * 4, num_heads=[1] * 4)
@@ -60,7 +60,6 @@ MODELS: dict = {
 }
 FORMS = ('eager', 'compiled', 'kernels')
 OPS = {'rala elu': 'rala', 'linear elu': 'linear_attention', 'linear relu': 'linear_attention'}
-WRONG = 1e9  # an error that is no number
 FLOOR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of a relative error: rounding of the type
 
 
@@ -119,7 +118,7 @@ def kernels(op: str):
 
     def error(found: list, exact: list) -> float:
         errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, exact)]
-        return max(errors) if all(map(math.isfinite, errors)) else WRONG  # max passes over NaN
+        return max(value if math.isfinite(value) else 1e9 for value in errors)  # which JSON has, and max finds
 
     for dtype, width, tokens, masked in itertools.product(FLOOR, WIDTHS, TOKENS, (False, True)):
         torch.manual_seed(0)
@@ -145,7 +144,7 @@ def kernels(op: str):
             kernel=ours,
             pytorch=plain,
             same_bits_twice=same,
-            right=same and ours < WRONG and ours <= max(4 * plain, FLOOR[dtype]),
+            right=same and ours <= min(max(4 * plain, FLOOR[dtype]), 0.1),
             told=sorted({str(w.message) for w in caught if 'triton' in str(w.message)}),
         )
 
@@ -164,10 +163,8 @@ def steps(name: str, form: str):
 
     torch.manual_seed(0)
     model = REGISTRY.build(dict(MODELS[name], drop_path_rate=0.0)).to(DEVICE)
-    call: Callable = model
-    if form == 'compiled' and name == PEER:
-        call = torch.compile(model, **COMPILER)
-    elif form == 'compiled':
+    call: Callable = torch.compile(model, **COMPILER) if form == 'compiled' and name == PEER else model
+    if form == 'compiled' and name != PEER:
         compile_blocks(model, **COMPILER)
     half = torch.bfloat16 if cuda.get_device_properties(0).major >= 8 else torch.float16
 
@@ -178,17 +175,16 @@ def steps(name: str, form: str):
             model.zero_grad()
             sum(out.float().mean() for out in outs).backward()
 
-    with ops.use('triton' if form == 'kernels' else 'auto'):
-        for mode, sides in SIDES.items():
-            model.train(mode == 'train')
-            for images in IMAGES:
-                try:
-                    cuda.empty_cache()
-                    x = torch.randn(images, 3, *sides, device=DEVICE)
-                    found = measured(partial(step, x, mode == 'train'))
-                except Exception as error:  # what is left may still work
-                    found = dict(error=f'{type(error).__name__}: {error}'[:1000])
-                yield dict(step=f'{mode}, {images} images', **found)
+    for mode, images in itertools.product(SIDES, IMAGES):
+        model.train(mode == 'train')
+        try:
+            cuda.empty_cache()
+            x = torch.randn(images, 3, *SIDES[mode], device=DEVICE)
+            with ops.use('triton' if form == 'kernels' else 'auto'):
+                found = measured(partial(step, x, mode == 'train'))
+        except Exception as error:  # what is left may still work
+            found = dict(error=f'{type(error).__name__}: {error}'[:1000])
+        yield dict(step=f'{mode}, {images} images', **found)
 
 
 def measured(call: Callable[[], None]) -> dict:
@@ -220,10 +216,9 @@ def tests():
 
 
 PARTS: dict = {'machine': machine, **{f'kernels, {op}': partial(kernels, op) for op in OPS}}
-for name in MODELS:
-    for form in FORMS:
-        if form != 'kernels' or name.startswith('RAVLT'):
-            PARTS[f'{name}, {form}'] = partial(steps, name, form)
+for name, form in itertools.product(MODELS, FORMS):
+    if form != 'kernels' or name.startswith('RAVLT'):
+        PARTS[f'{name}, {form}'] = partial(steps, name, form)
 PARTS['tests'] = tests
 
 
@@ -247,12 +242,12 @@ def run_part(name: str, interpret: bool, seconds: float) -> dict:
     if interpret:
         environment.update(TRITON_INTERPRET='1', CUDA_VISIBLE_DEVICES='')
     with tempfile.TemporaryDirectory() as folder:
-        file, error = Path(folder) / 'part.json', ''
+        file, log, error = Path(folder) / 'part.json', Path(folder) / 'log', ''
         command = [sys.executable, __file__, '--out', str(file), '--part', name]
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds)
-            if done.returncode:
-                error = done.stderr.strip()[-3000:] or f'status {done.returncode}'
+            with log.open('w') as said:  # no pipe, which the compiler's processes may hold open
+                status = subprocess.run(command, env=environment, stdout=said, stderr=said, timeout=seconds).returncode
+            error = log.read_text().strip()[-3000:] or f'status {status}' if status else ''
         except subprocess.TimeoutExpired:
             error = f'no end within {seconds:.0f} s'
         answer = json.loads(file.read_text()) if file.exists() else dict(rows=[])

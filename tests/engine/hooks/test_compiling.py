@@ -71,6 +71,9 @@ def test_thirty_sizes_and_at_most_two_graphs_a_kind(host, attns, kinds):
     assert not counters['graph_break']
 
 
+EAGER = dict(backend='aot_eager')  # graphs, forward and backward, whose operators PyTorch runs
+
+
 def losses(model, steps=20, autocasts=False):
     """Of training at three sizes; running statistics and weights move."""
     torch.manual_seed(1)
@@ -89,15 +92,15 @@ def losses(model, steps=20, autocasts=False):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('how', ['plain', 'with_cp', 'autocasts'])
-def test_losses_of_twenty_steps(how):
-    """Of what ``--compile`` compiles with."""
+@pytest.mark.parametrize(('how', 'options'), [('plain', {}), *((how, EAGER) for how in ('with_cp', 'autocasts'))])
+def test_losses_of_twenty_steps(how, options):
+    """By Inductor, which takes longest, once."""
     torch.manual_seed(0)
-    eager = ravlt(depths=(2, 1, 1, 1), with_cp=how == 'with_cp')
+    eager = ravlt(depths=(2, 1, 1, 1), out_indices=(0,), with_cp=how == 'with_cp')
     compiled = copy.deepcopy(eager)
-    compile_blocks(compiled)
+    assert compile_blocks(compiled, **options) == 1
     expected, found = (losses(model, autocasts=how == 'autocasts') for model in (eager, compiled))
-    assert counters['stats']['unique_graphs'] >= 2
+    assert 1 <= counters['stats']['unique_graphs'] <= 2
     torch.testing.assert_close(found, expected, rtol=2e-2 if how == 'autocasts' else 1e-4, atol=0)
     assert expected[-1] < 0.9 * expected[0]
 
@@ -105,9 +108,9 @@ def test_losses_of_twenty_steps(how):
 def train_apart(rank, folder, compiles):
     distributed.init_process_group('gloo', f'file://{folder}/met{compiles}', rank=rank, world_size=2)
     torch.manual_seed(0)
-    model = DistributedDataParallel(ravlt(depths=(2, 1, 1, 1), norm_cfg=dict(type='BN')))
+    model = DistributedDataParallel(ravlt(depths=(2, 1, 1, 1), out_indices=(0,)))
     if compiles:
-        compile_blocks(model, backend='aot_eager')
+        compile_blocks(model, **EAGER)
     torch.save((losses(model, 6), counters['stats']['unique_graphs']), f'{folder}/{compiles}{rank}.pt')
     distributed.destroy_process_group()
 
@@ -119,7 +122,7 @@ def test_two_processes(tmp_path):
     for rank in (0, 1):
         (eager, none), (compiled, graphs) = (torch.load(tmp_path / f'{compiles}{rank}.pt') for compiles in (0, 1))
         torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=0)
-        assert (none, graphs) == (0, 2)
+        assert (none, graphs) == (0, 1)
 
 
 def test_stochastic_depth_with_a_rate_in_a_tensor():
