@@ -19,7 +19,7 @@ from mmengine.registry import MODELS
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'tests'))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'tests' / 'export'))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / 'tests' / 'tooling' / 'export'))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import goldens
