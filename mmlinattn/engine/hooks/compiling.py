@@ -71,10 +71,10 @@ def _device(module: nn.Module) -> torch.device:
 def _call_of_its_own() -> Callable:
     """A function that calls a block. PyTorch keeps compiled code with a function's code object: each kind gets one."""
 
-    def call(block: nn.Module, x: Tensor, **shared):
+    def call(block: nn.Module, x: Tensor, *args, **shared):
         # each block makes its windows: the first of a stage, which would make those of all, would be another graph
         shared.pop('map_windows', None)
-        return block._call_impl(x, **shared)
+        return block._call_impl(x, *args, **shared)
 
     call.__code__ = call.__code__.replace()
     return call
@@ -82,7 +82,7 @@ def _call_of_its_own() -> Callable:
 
 def _without_views(call: Callable, block: nn.Module) -> Callable:
     """The first block of a stage may get a view, the others do not; for views PyTorch compiles anew."""
-    return lambda x, **shared: call(block, x.clone() if x._is_view() else x, **shared)
+    return lambda x, *args, **shared: call(block, x.clone() if x._is_view() else x, *args, **shared)
 
 
 class SharedDropPath(DropPath):

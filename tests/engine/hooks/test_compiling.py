@@ -44,7 +44,7 @@ HOSTS = [
     ('LinearPVT', ('focused', 'softmax'), 3),
     ('LinearPVTv2', ('hallucinated', 'inline'), 3),
     ('LinearSwin', ('softmax', 'inline'), 4),
-    ('LinearCSWin', ('inline', 'focused'), 3),
+    ('LinearCSWin', ('inline', 'softmax'), 3),
     ('LinearNextViT', ('rala', 'hallucinated'), 3),
     ('LinearDeiT', ('rala',), 2),
 ]
@@ -53,18 +53,20 @@ HOSTS = [
 @pytest.mark.slow
 @pytest.mark.parametrize(('host', 'attns', 'kinds'), HOSTS)
 def test_thirty_sizes_and_at_most_two_graphs_a_kind(host, attns, kinds):
-    """Of one image and of two, which are one graph each; with windows that pad and that do not."""
+    """Of one image and of two, which are one graph each; with windows that pad and that do not. In float64: on CPUs,
+    PyTorch asks of the batch of a float32 convolution whether it is 16 or more, which toy windows may be or not."""
     if host == 'LinearDeiT':
         options = dict(arch=dict(small_hosts.ARCHS[host], depths=(3,)), stage_attns=attns)
     else:
         arch = dict(small_hosts.ARCHS[host], depths=(3, 2, 1, 1))
         options = dict(arch=arch, stage_attns=(*attns, 'softmax', 'softmax'), out_indices=(0, 1))
-    model = small_hosts.build(host, drop_path_rate=0.3, **options).train()
+    model = small_hosts.build(host, drop_path_rate=0.3, **options).double().train()
     compile_blocks(model, backend='eager')
-    draw, weight = random.Random(0), next(model.parameters())
+    draw = random.Random(0)
     for i in range(30):
-        sides = [draw.randrange(64, 321) // (32 if i % 5 == 3 else 1) * (32 if i % 5 == 3 else 1) for _ in '12']
-        outs = model(weight.new_empty(1 + (i > 9) * (i % 3 > 0), 3, *sides).normal_())
+        step = 32 if i % 5 == 3 else 1
+        sides = [draw.randrange(64, 321) // step * step for _ in '12']
+        outs = model(torch.randn(1 + (i > 9) * (i % 3 > 0), 3, *sides, dtype=torch.float64))
         sum(out.square().mean() for out in outs).backward()
         assert i != 9 or counters['stats']['unique_graphs'] == kinds
     assert counters['stats']['unique_graphs'] <= 2 * kinds
@@ -102,7 +104,7 @@ def test_losses_of_twenty_steps(how, options):
     expected, found = (losses(model, autocasts=how == 'autocasts') for model in (eager, compiled))
     assert 1 <= counters['stats']['unique_graphs'] <= 2
     torch.testing.assert_close(found, expected, rtol=2e-2 if how == 'autocasts' else 1e-4, atol=0)
-    assert expected[-1] < 0.9 * expected[0]
+    assert expected[-1] < 0.95 * expected[0]
 
 
 def train_apart(rank, folder, compiles):
