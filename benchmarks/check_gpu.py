@@ -40,7 +40,7 @@ INTERPRET = os.environ.get('TRITON_INTERPRET') == '1'
 SWIN = dict(embed_dims=96, depths=[2, 2, 6, 2], num_heads=[3, 6, 12, 24], window_size=7, convert_weights=False)
 PEER = "MMDetection's Swin-T"
 if INTERPRET:
-    DEVICE, IMAGES, REPEATS, COMPILER = 'cpu', (1, 2), 1, dict(backend='eager')
+    DEVICE, IMAGES, REPEATS, COMPILER = 'cpu', (2, 3), 1, dict(backend='eager')
     SIDES = dict(forward=(64, 96), train=(64, 64))
     WIDTHS, TOKENS = (16,), (37,)
     arch = dict(embed_dims=(16, 16, 32, 32), depths=(1,) * 4, num_heads=(1,) * 4, mlp_ratios=(2,) * 4)
@@ -111,9 +111,11 @@ def kernels(op: str):
     function, kernel, heads, batch = getattr(ops, OPS[op]), op.split()[1], 3, 2
 
     def results(choice: str, tensors, probe, **options) -> list:
-        leaves = [t.detach().requires_grad_() for t in tensors]
+        q, k, v = leaves = [t.detach().requires_grad_() for t in tensors]
+        if 'mask' in options:
+            v = v * options['mask'][..., None]  # has to be zero there; its gradient there says nothing
         with ops.use(choice):
-            out = function(*leaves, heads, kernel=kernel, **options)
+            out = function(q, k, v, heads, kernel=kernel, **options)
         return [out.detach(), *torch.autograd.grad(out, leaves, probe)]
 
     def error(found: list, exact: list) -> float:
@@ -127,7 +129,6 @@ def kernels(op: str):
         options: dict = {}
         if masked:
             options['mask'] = torch.arange(tokens, device=DEVICE).expand(batch, -1) < 0.7 * tokens
-            v = v * options['mask'][..., None]
         wide = options
         if OPS[op] == 'rala':
             angle = 6 * torch.rand(tokens, width // 2, device=DEVICE)
