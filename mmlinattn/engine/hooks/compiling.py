@@ -51,7 +51,8 @@ def compile_blocks(model: nn.Module, **options) -> int:
         for name, module in list(block.named_modules()):
             if type(module) is DropPath:
                 parent, _, child = name.rpartition('.')
-                setattr(block.get_submodule(parent), child, SharedDropPath(module.drop_prob, _device(block)))
+                shared = SharedDropPath(module.drop_prob, _device(block)).train(module.training)
+                setattr(block.get_submodule(parent), child, shared)
         kind = repr(block)
         if kind not in kinds:
             kinds[kind] = torch.compile(_call_of_its_own(), dynamic=True, **(options or OPTIONS))

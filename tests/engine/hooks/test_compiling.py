@@ -143,8 +143,9 @@ def test_stochastic_depth_with_a_rate_in_a_tensor():
     assert kept.unique().tolist() == pytest.approx([0, 1 / path.keep_rate.item()])
     assert kept.mean().item() == pytest.approx(1, abs=0.1)
     assert torch.equal(path.eval()(kept), kept)
-    elsewhere = ravlt(drop_path_rate=0.5).to('meta')  # rates lie where the weights do
+    elsewhere = ravlt(drop_path_rate=0.5).to('meta').eval()  # rates lie where the weights do
     compile_blocks(elsewhere, backend='eager')
+    assert not any(module.training for module in elsewhere.modules())
     assert {m.keep_rate.device.type for m in elsewhere.modules() if isinstance(m, SharedDropPath)} == {'meta'}
 
 
