@@ -47,9 +47,9 @@ def form_of(*kinds: type) -> Callable:
 
 
 def is_intact(module: nn.Module) -> bool:
-    """Whether a module is what its class says: no subclass, adapter, parametrisation or ``forward`` of its own, and
-    nobody watches it with a hook."""
-    if type(module) not in KNOWN or 'forward' in module.__dict__:
+    """Whether a module is what its class says: no subclass, adapter, parametrisation or ``forward`` of its own, not
+    compiled, and nobody watches it with a hook."""
+    if type(module) not in KNOWN or 'forward' in module.__dict__ or module._compiled_call_impl:
         return False
     return not (
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks

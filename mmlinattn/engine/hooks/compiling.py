@@ -12,6 +12,7 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo.utils import counters
 from torch.fx.experimental import _config as shape_config
 
+from ...attention import StageContext
 from ...backbones.base import Backbone
 from ...utils.errors import RunError
 from ...utils.foreign import call_compiled
@@ -72,10 +73,9 @@ def _device(module: nn.Module) -> torch.device:
 def _call_of_its_own() -> Callable:
     """A function that calls a block. PyTorch keeps compiled code with a function's code object: each kind gets one."""
 
-    def call(block: nn.Module, x: Tensor, *args, **shared):
+    def call(block: nn.Module, x: Tensor, stage: StageContext):
         # each block makes its windows: the first of a stage, which would make those of all, would be another graph
-        shared.pop('map_windows', None)
-        return block._call_impl(x, *args, **shared)
+        return block._call_impl(x, stage._replace(windows=None))
 
     call.__code__ = call.__code__.replace()
     return call
@@ -83,7 +83,7 @@ def _call_of_its_own() -> Callable:
 
 def _without_views(call: Callable, block: nn.Module) -> Callable:
     """The first block of a stage may get a view, the others do not; for views PyTorch compiles anew."""
-    return lambda x, *args, **shared: call(block, x.clone() if x._is_view() else x, *args, **shared)
+    return lambda x, stage: call(block, x.clone() if x._is_view() else x, stage)
 
 
 class SharedDropPath(DropPath):
