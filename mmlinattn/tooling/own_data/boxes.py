@@ -143,10 +143,17 @@ def read_voc(path: Path, picture: Optional[Path]) -> Photo:
         ]
     except (OSError, ElementTree.ParseError, ValueError) as error:
         raise RunError(f'{path} cannot be read: {described(error)}') from error
+    return Photo(picture, _size(path, picture, *given), objects)
+
+
+def _size(path: Path, picture: Path, width: Optional[int], height: Optional[int]) -> tuple[int, int]:
+    """Of an image, which is the one that its annotations are of, unless they say nothing or 0."""
     size = image_size(picture)
-    if all(given) and given != size:  # some tools write 0
-        raise RunError(f'{path} is of an image of {given[0]}x{given[1]}, and {picture} has {size[0]}x{size[1]}.')
-    return Photo(picture, size, objects)
+    if width and height and (width, height) != size:
+        raise RunError(
+            f'{path} has an image of {width}x{height}, and {picture} is {size[0]}x{size[1]} (turned by EXIF?).'
+        )
+    return size
 
 
 def _yolo_names(root: Path) -> list[str]:
@@ -222,8 +229,8 @@ def _coco(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list
             edges = (box[0], box[1], box[0] + box[2], box[1] + box[3])
             objects.setdefault(item.get('image_id'), []).append((names[ids.index(item['category_id'])], edges, item))
         for image in coco['images']:
-            picture, size = folder / image['file_name'], (image.get('width'), image.get('height'))
-            size = size if all(size) else image_size(picture)
+            picture = folder / image['file_name']
+            size = _size(path, picture, image.get('width'), image.get('height'))
             photos.append((Photo(picture, size, objects.pop(image.get('id'), [])), split))
         if objects:
             raise RunError(f'{path}: annotations of image {next(iter(objects))!r}, which is not in its list of images.')

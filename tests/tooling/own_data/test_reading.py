@@ -226,6 +226,13 @@ def _wrong_size(root):
     voc(root / '0.xml', ('a', (1, 1, 9, 9), 0), w=HEIGHT, h=WIDTH)
 
 
+def _turned(root):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture(root / '0.jpg', exif=exif)
+    text(root / 'train.json', coco(['0.jpg']))
+
+
 def _broken_xml(root):
     picture(root / '0.jpg')
     text(root / '0.xml', '<annotation><object>')
@@ -258,7 +265,8 @@ def _no_boxes(root):
         (_other_order, "val.json has the categories ['b', 'a']"),
         (_missing_image, "train.json names the image '1.jpg'"),
         (_unknown_category, 'train.json: annotation'),
-        (_wrong_size, '0.xml is of an image of 48x64'),
+        (_wrong_size, '0.xml has an image of 48x64'),
+        (_turned, 'train.json has an image of 64x48, and'),
         (_broken_xml, '0.xml cannot be read'),
         (_no_names, 'write classes.txt'),
         (_class_beyond, "0.txt, line 1: '1 0.5 0.5 0.25 0.5'; classes are 0 to 0"),
