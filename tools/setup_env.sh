@@ -97,6 +97,8 @@ else
   for python in python3 python python3.13 python3.12 python3.11 python3.10 python3.9 ''; do if fits "$python"; then break; fi; done
   [ -n "$python" ] || die 'no Python 3.9 to 3.13 on PATH (3.14 lacks pkgutil.find_loader, which MMEngine and MMCV call); name one with --python'
 fi
+[ -z "$compiled" ] || command -v "${CXX:-g++}" >/dev/null ||
+  die "--compiled needs '${CXX:-g++}', which is not there. Install gcc and g++ (Debian, Ubuntu: apt install build-essential python3-dev)."
 if fits "$vpy"; then
   "$vpy" -c "import importlib.metadata as m; m.version('$other')" 2>/dev/null &&
     die "$venv already holds '$other', whose modules have the same names. Name another folder with --venv."

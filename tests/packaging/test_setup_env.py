@@ -46,6 +46,11 @@ def test_python_that_the_stack_does_not_run_on_is_refused(version, tmp_path):
     assert 'Python 3.9 to 3.13' in line and 'find_loader' in line and not (tmp_path / 'venv').exists()
 
 
+def test_missing_compiler_is_told_before_anything_is_made(tmp_path):
+    line = refused(setup_env('--compiled', '--venv', tmp_path / 'venv', CXX='no-such-g++'))
+    assert "needs 'no-such-g++'" in line and 'build-essential' in line and not (tmp_path / 'venv').exists()
+
+
 def test_unreachable_index_is_one_line_without_the_password(tmp_path):
     index = 'http://user:secret@127.0.0.1:9/simple'
     done = setup_env('--venv', tmp_path / 'venv', '--python', sys.executable, PIP_INDEX_URL=index)
