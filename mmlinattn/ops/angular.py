@@ -7,6 +7,7 @@ from torch import Tensor
 from . import dispatch
 from .dispatch import accumulation_dtype
 from .feature_maps import unit
+from .gradients import by_hand, recomputed
 from .tensors import count_tokens, heads_of, tokens_of
 
 
@@ -49,15 +50,25 @@ def angular_attention(
             f'{k.shape[1]}; released=False takes any'
         )
     with dispatch.without_autocast(q):
-        wide, dtype = accumulation_dtype(q), v.dtype
-        # sums over tokens of the released form are not divided by their number, which float16 would not hold
-        q, k, v = (heads_of(t.to(wide), num_heads) for t in (q, k, v))
-        q, k = unit(q), unit(k)
-        if released:
-            out = v / 2 + q @ (k.transpose(-1, -2) @ v) / math.pi
-            return tokens_of((unit(out) if unit_output else out).to(dtype))
-        count = count_tokens(k, mask)
-        k = k if mask is None else k * mask[:, None, :, None].to(wide)
-        numerator = v.sum(dim=-2, keepdim=True) / 2 + q @ (k.transpose(-1, -2) @ v) / math.pi
-        weight = count / 2 + q @ k.sum(dim=-2, keepdim=True).transpose(-1, -2) / math.pi
-        return tokens_of((numerator / weight).to(dtype))
+        options = dict(num_heads=num_heads, released=released, unit_output=unit_output)
+        if dispatch.backend(q, k, v) == 'reference':
+            return _equation(q, k, v, mask, **options)
+        return by_hand(_RULE, q, k, v, mask, **options)
+
+
+def _equation(q, k, v, mask, num_heads, released, unit_output) -> Tensor:
+    wide, dtype = accumulation_dtype(q), v.dtype
+    # sums over tokens of the released form are not divided by their number, which float16 would not hold
+    q, k, v = (heads_of(t.to(wide), num_heads) for t in (q, k, v))
+    q, k = unit(q), unit(k)
+    if released:
+        out = v / 2 + q @ (k.transpose(-1, -2) @ v) / math.pi
+        return tokens_of((unit(out) if unit_output else out).to(dtype))
+    count = count_tokens(k, mask)
+    k = k if mask is None else k * mask[:, None, :, None].to(wide)
+    numerator = v.sum(dim=-2, keepdim=True) / 2 + q @ (k.transpose(-1, -2) @ v) / math.pi
+    weight = count / 2 + q @ k.sum(dim=-2, keepdim=True).transpose(-1, -2) / math.pi
+    return tokens_of((numerator / weight).to(dtype))
+
+
+_RULE = recomputed(_equation)

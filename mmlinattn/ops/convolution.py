@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import dispatch, private
-from .tensors import first_order
+from .gradients import Rule, by_hand
 
 # of a map whose 5x5 weight gradient costs at most 1.4 times what four 3x3 ones do, and 16 parallel regions less
 _SMALL_NUMEL = 2**19
@@ -39,7 +39,7 @@ def conv_of_gelu(
     if not route.records or casts or x.numel() == 0 or route.backend == 'reference':
         return conv_of_gelu_reference(x, weight, bias, stride, groups, residual)
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    return _ConvOfGELU.apply(x, weight, bias, stride, groups, residual)
+    return by_hand(_CONV_OF_GELU, x, weight, bias, stride=stride, groups=groups, residual=residual)
 
 
 def conv_of_gelu_reference(x, weight, bias, stride, groups, residual) -> Tensor:
@@ -48,33 +48,23 @@ def conv_of_gelu_reference(x, weight, bias, stride, groups, residual) -> Tensor:
     return hidden + out if residual else out
 
 
-class _ConvOfGELU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x, weight, bias, stride, groups, residual):
-        ctx.save_for_backward(x, weight)
-        ctx.stride, ctx.groups, ctx.residual = stride, groups, residual
-        return conv_of_gelu_reference(x, weight, bias, stride, groups, residual)
+def _conv_of_gelu(x, weight, bias, stride, groups, residual):
+    return conv_of_gelu_reference(x, weight, bias, stride, groups, residual), ()
 
-    @first_order
-    def backward(ctx: Any, grad):
-        x, weight = ctx.saved_tensors
-        padding = weight.shape[-1] // 2
-        grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
-            grad,
-            F.gelu(x),
-            weight,
-            [len(weight)],
-            [ctx.stride] * 2,
-            [padding] * 2,
-            [1, 1],
-            False,
-            [0, 0],
-            ctx.groups,
-            ctx.needs_input_grad[:3],
-        )
-        if grad_x is not None:
-            grad_x = torch.ops.aten.gelu_backward(grad_x + grad if ctx.residual else grad_x, x)
-        return grad_x, grad_weight, grad_bias, None, None, None
+
+def _conv_of_gelu_backward(grads, inputs, kept, wanted, stride, groups, residual):
+    (grad,), (x, weight, _) = grads, inputs
+    padding = [weight.shape[-1] // 2] * 2
+    steps = [stride] * 2, padding, [1, 1], False, [0, 0], groups
+    grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
+        grad, F.gelu(x), weight, [len(weight)], *steps, wanted
+    )
+    if grad_x is not None:
+        grad_x = torch.ops.aten.gelu_backward(grad_x + grad if residual else grad_x, x)
+    return grad_x, grad_weight, grad_bias
+
+
+_CONV_OF_GELU = Rule(conv_of_gelu_reference, _conv_of_gelu, _conv_of_gelu_backward)
 
 
 def gelu_of_conv(
@@ -111,47 +101,45 @@ def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, o
         x (Tensor): (B, C, h, w), best in channels-last memory.
         weight (Tensor): (C, 1, k, k), k odd.
         bias (Tensor, optional): (C,).
-        onto (Tensor, optional): (B, C, h, w), added. In inference it is scratch memory of this function, which may hold
-            the result.
+        onto (Tensor, optional): (B, C, h, w), added.
 
     Returns:
         Tensor: (B, C, h, w).
     """
-    return _depthwise(x, weight, bias, onto, dispatch.route(x, weight, bias, onto))
+    return _summed(_depthwise(x, weight, bias, dispatch.route(x, weight, bias, onto)), onto)
 
 
-def _depthwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], onto: Optional[Tensor], route) -> Tensor:
+def depthwise_conv2d_in_place(x: Tensor, weight: Tensor, bias: Optional[Tensor], onto: Tensor) -> Tensor:
+    """``depthwise_conv2d(x, weight, bias, onto)`` on a CPU without gradients, written over ``onto`` where types
+    allow."""
+    route = dispatch.route(x, weight, bias, onto)
+    dtype = onto.dtype
+    in_one = dtype == route.dtype and all(t.is_contiguous(memory_format=torch.channels_last) for t in (x, onto))
+    if not (in_one and route.onednn):
+        return _added(depthwise_conv2d_reference(x, weight, bias), onto)
+    x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    steps = ([weight.shape[-1] // 2] * 2, [1, 1], [1, 1], len(weight))
+    return private.CONV_ONTO.binary(onto, x, weight, bias, *steps, 'add', 1.0, None, [], None)
+
+
+def _depthwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], route) -> Tensor:
     if route.backend == 'cpu':
-        if not route.records and onto is not None and _can_add(x, onto, route.dtype):
-            return _convolved_onto(x, weight, bias, onto, route)
         plain = not route.autocasts and x.dtype == weight.dtype and x.numel() > _SMALL_NUMEL
         if route.records and weight.requires_grad and weight.shape[-1] > 3 and plain:
-            return _summed(_LargeDepthwise.apply(x, weight, bias), onto, route)
-    return _summed(depthwise_conv2d_reference(x, weight, bias), onto, route)
+            return by_hand(_LARGE_DEPTHWISE, x, weight, bias)
+    return depthwise_conv2d_reference(x, weight, bias)
 
 
 def depthwise_conv2d_reference(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
     return F.conv2d(x, weight, bias, 1, weight.shape[-1] // 2, 1, len(weight))
 
 
-def _summed(out: Tensor, onto: Optional[Tensor], route) -> Tensor:
-    if onto is None:
-        return out
-    in_place = not route.records and onto.dtype == out.dtype and route.backend != 'reference'
-    return onto.add_(out) if in_place else onto + out
+def _summed(out: Tensor, onto: Optional[Tensor]) -> Tensor:
+    return out if onto is None else onto + out
 
 
-def _can_add(x: Tensor, onto: Tensor, dtype: torch.dtype) -> bool:
-    return onto.dtype == dtype and all(t.is_contiguous(memory_format=torch.channels_last) for t in (x, onto))
-
-
-def _convolved_onto(x: Tensor, weight: Tensor, bias: Optional[Tensor], onto: Tensor, route) -> Tensor:
-    x, weight = x.to(onto.dtype), weight.to(onto.dtype)
-    bias = None if bias is None else bias.to(onto.dtype)
-    if not route.onednn:
-        return _summed(depthwise_conv2d_reference(x, weight, bias), onto, route)
-    steps = ([weight.shape[-1] // 2] * 2, [1, 1], [1, 1], len(weight))
-    return private.CONV_ONTO.binary(onto, x, weight, bias, *steps, 'add', 1.0, None, [], None)
+def _added(out: Tensor, onto: Tensor) -> Tensor:
+    return onto.add_(out) if onto.dtype == out.dtype else onto + out
 
 
 def residual_depthwise_conv2d(
@@ -179,48 +167,44 @@ def residual_depthwise_conv2d(
         weight, residual = weight + F.pad(weight.new_ones(1, 1, 1, 1), [weight.shape[-1] // 2] * 4), False
     if of_gelu:
         return conv_of_gelu(x, weight, bias, 1, len(weight), residual)
-    out = _depthwise(x, weight, bias, None, route)
+    out = _depthwise(x, weight, bias, route)
     return x + out if residual else out
 
 
-class _LargeDepthwise(torch.autograd.Function):
-    """Depth-wise convolution on CPUs whose weight gradient is put together from those of 3x3 convolutions.
+def _large_depthwise(x, weight, bias):
+    return depthwise_conv2d_reference(x, weight, bias), ()
 
-    oneDNN has fast weight gradients for 3x3 only; for 5x5 it takes twenty times as long as for the forward pass.
-    """
 
-    @staticmethod
-    def forward(ctx: Any, x, weight, bias):
-        ctx.save_for_backward(x, weight)
-        return depthwise_conv2d_reference(x, weight, bias)
+def _large_depthwise_backward(grads, inputs, kept, wanted):
+    """On CPUs; the weight gradient is put together from those of 3x3 convolutions. oneDNN has fast weight gradients for
+    3x3 only; for 5x5 it takes twenty times as long as for the forward pass."""
+    (grad,), (x, weight, _) = grads, inputs
+    size, (height, width) = weight.shape[-1], x.shape[-2:]
+    padding = size // 2
 
-    @first_order
-    def backward(ctx: Any, grad):
-        x, weight = ctx.saved_tensors
-        size, (height, width) = weight.shape[-1], x.shape[-2:]
-        padding = size // 2
+    def gradients(source, kernel, padding, wanted):
+        steps = [1, 1], [padding] * 2, [1, 1], False, [0, 0], len(kernel)
+        return torch.ops.aten.convolution_backward(grad, source, kernel, None, *steps, wanted)
 
-        def gradients(source, kernel, padding, wanted):
-            return torch.ops.aten.convolution_backward(
-                grad, source, kernel, None, [1, 1], [padding] * 2, [1, 1], False, [0, 0], len(kernel), wanted
-            )
+    grad_x = grad_weight = grad_bias = None
+    if wanted[0]:
+        grad_x = gradients(x, weight, padding, [True, False, False])[0]
+    if wanted[1]:
+        grad_weight = torch.empty_like(weight)
+        part = weight[..., :3, :3].contiguous()
+        padded = F.pad(x, [padding] * 4).contiguous(memory_format=torch.channels_last)
+        starts = [*range(0, size - 3, 3), size - 3]
+        for top in starts:
+            for left in starts:
+                shifted = padded[..., top : top + height + 2, left : left + width + 2]
+                taps = gradients(shifted, part, 0, [False, True, False])[1]
+                grad_weight[..., top : top + 3, left : left + 3] = taps
+    if wanted[2]:
+        grad_bias = grad.sum(dim=(0, 2, 3))
+    return grad_x, grad_weight, grad_bias
 
-        grad_x = grad_weight = grad_bias = None
-        if ctx.needs_input_grad[0]:
-            grad_x = gradients(x, weight, padding, [True, False, False])[0]
-        if ctx.needs_input_grad[1]:
-            grad_weight = torch.empty_like(weight)
-            part = weight[..., :3, :3].contiguous()
-            padded = F.pad(x, [padding] * 4).contiguous(memory_format=torch.channels_last)
-            starts = [*range(0, size - 3, 3), size - 3]
-            for top in starts:
-                for left in starts:
-                    shifted = padded[..., top : top + height + 2, left : left + width + 2]
-                    taps = gradients(shifted, part, 0, [False, True, False])[1]
-                    grad_weight[..., top : top + 3, left : left + 3] = taps
-        if ctx.needs_input_grad[2]:
-            grad_bias = grad.sum(dim=(0, 2, 3))
-        return grad_x, grad_weight, grad_bias
+
+_LARGE_DEPTHWISE = Rule(depthwise_conv2d_reference, _large_depthwise, _large_depthwise_backward)
 
 
 # --- kernels of each image's own --------------------------------------------------------------------------------------
@@ -239,10 +223,18 @@ def dynamic_depthwise_conv2d(x: Tensor, kernels: Tensor, onto: Optional[Tensor] 
     """
     route = dispatch.route(x, kernels, onto)
     if route.backend == 'reference':
-        return _summed(sum_of_shifts(x, kernels), onto, route)
+        return _summed(sum_of_shifts(x, kernels), onto)
     if x.shape[0] == 1:
-        return _depthwise(x, kernels.transpose(0, 1), None, onto, route)
-    return _summed(dynamic_depthwise_conv2d_eager(x, kernels), onto, route)
+        return _summed(_depthwise(x, kernels.transpose(0, 1), None, route), onto)
+    return _summed(dynamic_depthwise_conv2d_eager(x, kernels), onto)
+
+
+def dynamic_depthwise_conv2d_in_place(x: Tensor, kernels: Tensor, onto: Tensor) -> Tensor:
+    """``dynamic_depthwise_conv2d(x, kernels, onto)`` on a CPU without gradients, written over ``onto`` where types
+    allow."""
+    if x.shape[0] == 1:
+        return depthwise_conv2d_in_place(x, kernels.transpose(0, 1), None, onto)
+    return _added(dynamic_depthwise_conv2d_eager(x, kernels), onto)
 
 
 def sum_of_shifts(x: Tensor, kernels: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 """Which backend runs an op. Mixers, layers and hosts ask here, and nowhere else, for the device, grad mode, autocast,
 tracing and tensor types.
 
-Every op is one file with its equation in plain PyTorch (``..._reference``) and, where there is one, a faster backend
-for CPUs. GPU kernels lie in :mod:`.triton`. The public function of the file asks :func:`route` once and calls one
-of them.
+Every op is one file with its equation in plain PyTorch (``..._reference``) and, where that keeps or copies much, a form
+with a gradient written by hand for every device. What only CPUs gain from is chosen inside (:func:`on_cpu`). The public
+function of the file asks once and calls one of them, or the kernels in :mod:`.triton` where they are asked for.
 """
 
 import contextlib
@@ -31,6 +31,7 @@ def _checked(choice: str, argument: str) -> str:
     return choice
 
 
+_elsewhere = False
 _choice = _checked(os.environ.get(VARIABLE, '') or 'auto', VARIABLE)
 
 
@@ -58,10 +59,9 @@ def use(backend: str):
 class Route(NamedTuple):
     """What an op asks of its call, see :func:`route`.
 
-    ``backend``: ``'reference'``, ``'cpu'``, or ``'eager'`` (another device: PyTorch's own operators, with memory reused
-    and gradients written by hand). ``records``: whether gradients are recorded; where they are not, an op
-    may write over queries and keys. ``autocasts``: whether autocast is on. ``dtype``: the type of matrix products, that
-    of autocast where it is on. ``onednn``: whether oneDNN's fused operators serve tensors of this type here.
+    ``backend``: ``'reference'``, ``'cpu'``, or ``'eager'`` (another device). ``records``: whether gradients are
+    recorded. ``autocasts``: whether autocast is on. ``dtype``: of matrix products, that of autocast where it is
+    on. ``onednn``: whether oneDNN's fused operators take tensors of this type here.
     """
 
     backend: str
@@ -84,7 +84,23 @@ def backend(first: Tensor, *others: Optional[Tensor]) -> str:
     """The backend for an op on the given tensors, see :class:`Route`; the first one's device counts."""
     if is_plain(first, *others):
         return 'reference'
-    return 'cpu' if first.is_cpu else 'eager'
+    return 'cpu' if on_cpu(first) else 'eager'
+
+
+def on_cpu(x: Tensor) -> bool:
+    """Whether what is faster on CPUs alone runs: blocks that fit the cache, oneDNN, other orders of memory."""
+    return x.is_cpu and not _elsewhere
+
+
+@contextlib.contextmanager
+def elsewhere():
+    """A context in which a CPU runs what other devices do; for tests, and for counting."""
+    global _elsewhere
+    _elsewhere = True
+    try:
+        yield
+    finally:
+        _elsewhere = False
 
 
 def has_kernel(op: str, kernel: str, q: Tensor, v: Tensor, num_heads: int) -> bool:
@@ -221,8 +237,7 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 
 def onednn_takes(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN's fused operators serve these tensors."""
-    on_cpu = x.device.type == weight.device.type == 'cpu'
-    return on_cpu and x.dtype == weight.dtype and x.numel() > 0 and _onednn_serves(x.dtype)
+    return on_cpu(x) and weight.is_cpu and x.dtype == weight.dtype and x.numel() > 0 and _onednn_serves(x.dtype)
 
 
 def _onednn_serves(dtype: torch.dtype) -> bool:

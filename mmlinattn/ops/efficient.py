@@ -5,6 +5,7 @@ from torch import Tensor
 
 from . import dispatch
 from .dispatch import accumulation_dtype
+from .gradients import by_hand, recomputed
 from .softmax import masked_logit
 from .tensors import heads_of, tokens_of
 
@@ -28,10 +29,19 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, mask: O
         Tensor: (B, N, E), in the dtype of ``v``.
     """
     with dispatch.without_autocast(q):
-        wide = accumulation_dtype(q)
-        q, k, v = heads_of(q, num_heads), heads_of(k, num_heads).to(wide), heads_of(v, num_heads)
-        if mask is not None:
-            k = k.masked_fill(~mask[:, None, :, None], masked_logit(wide))
-        state = k.softmax(dim=-2).transpose(-1, -2) @ v.to(wide)
-        # the state is a mean of values: half precision holds it
-        return tokens_of(q.softmax(dim=-1, dtype=wide).to(v.dtype) @ state.to(v.dtype))
+        if dispatch.backend(q, k, v) == 'reference':
+            return _equation(q, k, v, mask, num_heads)
+        return by_hand(_RULE, q, k, v, mask, num_heads=num_heads)
+
+
+def _equation(q, k, v, mask, num_heads) -> Tensor:
+    wide = accumulation_dtype(q)
+    q, k, v = heads_of(q, num_heads), heads_of(k, num_heads).to(wide), heads_of(v, num_heads)
+    if mask is not None:
+        k = k.masked_fill(~mask[:, None, :, None], masked_logit(wide))
+    state = k.softmax(dim=-2).transpose(-1, -2) @ v.to(wide)
+    # the state is a mean of values: half precision holds it
+    return tokens_of(q.softmax(dim=-1, dtype=wide).to(v.dtype) @ state.to(v.dtype))
+
+
+_RULE = recomputed(_equation)

@@ -7,6 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import private
+from .tensors import blocks
+
 # What exponents stop at. exp of it, 1e-13, adds nothing to a sum with 1 in float32, and its products with others of its
 # kind and with gradients are no denormal numbers, with which many CPUs compute a hundred times more slowly.
 LOWEST_EXPONENT = -30.0
@@ -34,6 +37,33 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 def feature_map(x: Tensor, kernel: str) -> Tensor:
     """The feature map ``kernel``, a name of :data:`FEATURE_MAPS`, of (B, heads, N, d)."""
     return FEATURE_MAPS[kernel](x)
+
+
+def _elu_plus_one_(x: Tensor) -> Tensor:
+    if x.dtype != torch.bfloat16:
+        return F.elu_(x).add_(1)
+    # the digits of exp(x), of which 1 + (exp(x) - 1) would keep those of 1 alone
+    for images, rows in blocks(x, x.shape[-4], x.shape[-2]):
+        part = x[..., images, :, rows, :]
+        exponential = part.clamp(LOWEST_EXPONENT, 0).exp_()
+        part.clamp_(min=0).add_(exponential)
+    return x
+
+
+def _softmax_(x: Tensor) -> Tensor:
+    return x.copy_(_softmax(x.to(torch.promote_types(x.dtype, torch.float32))))
+
+
+# The map of (..., B, heads, N, d) in place; the gradient of what was mapped, from the mapped y and in place of the
+# gradient of y.
+IN_PLACE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    'identity': (lambda x: x, lambda y, d_y: d_y),
+    'relu': (F.relu_, lambda y, d_y: private.RELU_BACKWARD(d_y, y, 0, grad_input=d_y)),
+    'leakyrelu': (F.leaky_relu_, lambda y, d_y: d_y.mul_(torch.where(y > 0, 1.0, 0.01).to(y.dtype))),
+    'elu': (_elu_plus_one_, lambda y, d_y: d_y.mul_(y.clamp(max=1))),
+    'exp': (lambda x: x.mul_(0.2).exp_(), lambda y, d_y: d_y.mul_(y).mul_(0.2)),
+    'softmax': (_softmax_, lambda y, d_y: d_y.sub_((y * d_y).sum(dim=-1, keepdim=True)).mul_(y)),
+}
 
 
 def check_kernel(kernel: str, allowed: tuple[str, ...]) -> str:

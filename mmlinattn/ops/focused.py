@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -7,8 +7,9 @@ from torch import Tensor
 
 from . import dispatch, private
 from .dispatch import accumulation_dtype
+from .gradients import Rule, by_hand
 from .plain_linear import linear_attention_reference
-from .tensors import blocks, first_order, gradients_like, padded_eps, product, scratch, split_heads
+from .tensors import are_attended, blocks, gradients_like, padded_eps, product, split_heads, unshared
 
 
 def focused_attention(
@@ -29,8 +30,6 @@ def focused_attention(
     the split into heads. The maths runs in float32 or better: ``r^3`` overflows float16, and gradients grow with the
     inverse cube of small entries.
 
-    In inference, ``q`` and ``k`` are scratch memory of this function; ``v`` never is.
-
     Args:
         q (Tensor): Queries, (B, N, C).
         k (Tensor): Keys, (B, M, C).
@@ -45,18 +44,23 @@ def focused_attention(
     Returns:
         Tensor: (B, N, E), in the dtype of ``v``.
     """
-    arguments = (q, k, v, num_heads, inverse_scale, power, offset, mask, eps)
     with dispatch.without_autocast(q):
-        backend = dispatch.backend(q, k, v, inverse_scale)
-        if backend != 'reference':
-            dispatch.has_kernel('focused_attention', 'focused', q, v, num_heads)  # to say that there is none
-        return (_focused_attention_on_cpu if backend == 'cpu' else focused_attention_reference)(*arguments)
+        fits = are_attended(q, k, v, num_heads) and inverse_scale.shape == q.shape[-1:]
+        if dispatch.backend(q, k, v, inverse_scale, offset) == 'reference' or not fits:
+            return focused_attention_reference(q, k, v, num_heads, inverse_scale, power, offset, mask, eps)
+        dispatch.has_kernel('focused_attention', 'focused', q, v, num_heads)  # to say that there is none
+        options = dict(num_heads=num_heads, power=power, eps=eps)
+        return by_hand(_RULE, q, k, v, inverse_scale, offset, mask, **options)
 
 
 def focused_attention_reference(q, k, v, num_heads, inverse_scale, power, offset=None, mask=None, eps=1e-6) -> Tensor:
     k = k if offset is None else k + offset.to(k.dtype)
     q, k = (focused_map(t, inverse_scale, power, eps) for t in (q, k))
     return linear_attention_reference(q, k, v.to(q.dtype), num_heads, 'identity', mask, eps).to(v.dtype)
+
+
+def _equation(q, k, v, inverse_scale, offset, mask, num_heads, power, eps) -> Tensor:
+    return focused_attention_reference(q, k, v, num_heads, inverse_scale, power, offset, mask, eps)
 
 
 def focused_map(x: Tensor, inverse_scale: Tensor, power: float, eps: float = 1e-6) -> Tensor:
@@ -81,14 +85,15 @@ def smallest_base(dtype: torch.dtype, power: float) -> float:
     return 10 ** ((-75.0 if dtype == torch.float64 else -15.0) / power)
 
 
-# --- on CPUs: the backward pass computes the map once more ------------------------------------------------------------
+# --- by hand: the backward pass computes the map once more ------------------------------------------------------------
 
 
-def _focused_attention_on_cpu(q, k, v, num_heads, inverse_scale, power, offset, mask, eps) -> Tensor:
-    if offset is not None and not dispatch.records():
-        q, k = scratch(q, k, v)
+def focused_in_place(q, k, v, num_heads, inverse_scale, power, offset=None, mask=None, eps=1e-6) -> Tensor:
+    """:func:`focused_attention` on a CPU without gradients, written over ``k``."""
+    if offset is not None:
+        _, k = unshared(q, k, v) if k.data_ptr() != q.data_ptr() else (q, k.clone())
         k, offset = k.add_(offset), None
-    return _FocusedAttention.apply(q, k, v, inverse_scale, offset, power, num_heads, mask, eps)
+    return focused_attention(q, k, v, num_heads, inverse_scale, power, offset, mask, eps)
 
 
 def _placed(k: Tensor, offset: Optional[Tensor], images: slice, rows: slice) -> Tensor:
@@ -143,72 +148,70 @@ def _focus_backward(x, grad, y, r, norm, inverse_scale, power, out) -> Tensor:
     return grad_scale
 
 
-class _FocusedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q, k, v, inverse_scale, offset, power, num_heads, mask, eps):
-        wide = accumulation_dtype(q)
-        scale = inverse_scale.to(wide)
-        batch, tokens = k.shape[:2]
-        count = scale.new_full((batch,), tokens) if mask is None else mask.sum(dim=1).clamp(min=1).to(wide)
-        state = scale.new_zeros(batch, num_heads, q.shape[-1] // num_heads, v.shape[-1] // num_heads)
-        key_mean = scale.new_zeros(batch, 1, k.shape[-1])
-        for images, rows in blocks(*k.shape):
-            keys = _focus(_placed(k, offset, images, rows), scale, power, eps)
-            values = split_heads(v[images, rows].to(wide), num_heads)
-            state[images] += product(split_heads(keys, num_heads).transpose(-1, -2), values)
-            if mask is None:
-                key_mean[images] += keys.sum(dim=1, keepdim=True)
-            else:
-                key_mean[images] += mask[images, None, rows].to(wide) @ keys
-        state /= count[:, None, None, None]
-        key_mean = (key_mean / count[:, None, None]).unflatten(-1, (num_heads, -1))  # (B, 1, heads, d)
-        floor = scale.new_zeros(batch, 1, 1, 1) + padded_eps(eps, mask, wide)
-        out = torch.empty(*q.shape[:2], v.shape[-1], dtype=v.dtype, device=v.device)
-        for images, rows in blocks(*q.shape):
-            # The length of a query is a factor of numerator and denominator, so it is left out of both; what is
-            # added to the denominator is divided by it instead.
-            queries, factor, _, _ = _powers(q[images, rows], scale, power, eps)
-            normaliser = _normaliser(queries, key_mean[images], floor[images] / factor.unsqueeze(-1))
-            mixed = product(split_heads(queries, num_heads), state[images]).transpose(1, 2)
-            torch.div(mixed, normaliser, out=out[images, rows].unflatten(-1, (num_heads, -1)))
-        ctx.save_for_backward(q, k, v, inverse_scale, offset, mask, state, key_mean, count, floor)
-        ctx.options = power, num_heads, eps
-        return out
+def _forward(q, k, v, inverse_scale, offset, mask, num_heads, power, eps):
+    wide = accumulation_dtype(q)
+    scale = inverse_scale.to(wide)
+    batch, tokens = k.shape[:2]
+    count = scale.new_full((batch,), tokens) if mask is None else mask.sum(dim=1).clamp(min=1).to(wide)
+    state = scale.new_zeros(batch, num_heads, q.shape[-1] // num_heads, v.shape[-1] // num_heads)
+    key_mean = scale.new_zeros(batch, 1, k.shape[-1])
+    for images, rows in blocks(k, *k.shape[:2]):
+        keys = _focus(_placed(k, offset, images, rows), scale, power, eps)
+        values = split_heads(v[images, rows].to(wide), num_heads)
+        state[images] += product(split_heads(keys, num_heads).transpose(-1, -2), values)
+        if mask is None:
+            key_mean[images] += keys.sum(dim=1, keepdim=True)
+        else:
+            key_mean[images] += mask[images, None, rows].to(wide) @ keys
+    state /= count[:, None, None, None]
+    key_mean = (key_mean / count[:, None, None]).unflatten(-1, (num_heads, -1))  # (B, 1, heads, d)
+    floor = scale.new_zeros(batch, 1, 1, 1) + padded_eps(eps, mask, wide)
+    out = torch.empty(*q.shape[:2], v.shape[-1], dtype=v.dtype, device=v.device)
+    for images, rows in blocks(q, *q.shape[:2]):
+        # The length of a query is a factor of numerator and denominator, so it is left out of both; what is
+        # added to the denominator is divided by it instead.
+        queries, factor, _, _ = _powers(q[images, rows], scale, power, eps)
+        normaliser = _normaliser(queries, key_mean[images], floor[images] / factor.unsqueeze(-1))
+        mixed = product(split_heads(queries, num_heads), state[images]).transpose(1, 2)
+        torch.div(mixed, normaliser, out=out[images, rows].unflatten(-1, (num_heads, -1)))
+    return out, (state, key_mean, count, floor)
 
-    @first_order
-    def backward(ctx: Any, grad):
-        q, k, v, inverse_scale, offset, mask, state, key_mean, count, floor = ctx.saved_tensors
-        power, num_heads, eps = ctx.options
-        scale = inverse_scale.to(state.dtype)
-        grad_q, grad_k, grad_v = gradients_like(q, k, v)
-        grad_state, grad_mean, grad_scale = torch.zeros_like(state), torch.zeros_like(key_mean), torch.zeros_like(scale)
-        for images, rows in blocks(*q.shape):
-            part = q[images, rows]
-            y, r, norm = _focus_with_base(part, scale, power, eps)
-            queries, means = y.unflatten(-1, (num_heads, -1)), key_mean[images]
-            normaliser = _normaliser(y, means, floor[images])
-            # of the numerator, heads side by side
-            g = grad[images, rows].to(scale.dtype).unflatten(-1, (num_heads, -1)) / normaliser
-            inner = product(g.transpose(1, 2), state[images].transpose(-1, -2)).transpose(1, 2)
-            # g . out = queries . (state g): the numerator itself is not needed
-            grad_normaliser = -torch.linalg.vecdot(queries, inner).unsqueeze(-1) / normaliser
-            grad_state[images] += product(queries.permute(0, 2, 3, 1), g.transpose(1, 2))
-            grad_mean[images] += (queries * grad_normaliser).sum(dim=1, keepdim=True)
-            inner = inner.addcmul_(grad_normaliser, means).flatten(2)
-            grad_scale += _focus_backward(part, inner, y, r, norm, scale, power, grad_q[images, rows])
-        grad_state /= count[:, None, None, None]
-        grad_mean = (grad_mean / count[:, None, None, None]).flatten(2)  # (B, 1, C)
-        for images, rows in blocks(*k.shape):
-            part = _placed(k, offset, images, rows)
-            y, r, norm = _focus_with_base(part, scale, power, eps)
-            values = split_heads(v[images, rows].to(scale.dtype), num_heads)
-            split_heads(grad_v[images, rows], num_heads).copy_(product(split_heads(y, num_heads), grad_state[images]))
-            inner = product(values, grad_state[images].transpose(-1, -2)).transpose(1, 2).flatten(2)
-            if mask is None:
-                inner = inner.add_(grad_mean[images])
-            else:
-                inner = inner.addcmul_(mask[images, rows, None].to(inner.dtype), grad_mean[images])
-            grad_scale += _focus_backward(part, inner, y, r, norm, scale, power, grad_k[images, rows])
-        grad_scale = (grad_scale / scale).to(inverse_scale.dtype)
-        grad_offset = None if offset is None else grad_k.sum_to_size(offset.shape).to(offset.dtype)
-        return grad_q, grad_k, grad_v, grad_scale, grad_offset, None, None, None, None
+
+def _backward(grads, inputs, kept, wanted, num_heads, power, eps):
+    (q, k, v, inverse_scale, offset, mask), (state, key_mean, count, floor), (grad,) = inputs, kept, grads
+    scale = inverse_scale.to(state.dtype)
+    grad_q, grad_k, grad_v = gradients_like(q, k, v)
+    grad_state, grad_mean, grad_scale = torch.zeros_like(state), torch.zeros_like(key_mean), torch.zeros_like(scale)
+    for images, rows in blocks(q, *q.shape[:2]):
+        part = q[images, rows]
+        y, r, norm = _focus_with_base(part, scale, power, eps)
+        queries, means = y.unflatten(-1, (num_heads, -1)), key_mean[images]
+        normaliser = _normaliser(y, means, floor[images])
+        # of the numerator, heads side by side
+        g = grad[images, rows].to(scale.dtype).unflatten(-1, (num_heads, -1)) / normaliser
+        inner = product(g.transpose(1, 2), state[images].transpose(-1, -2)).transpose(1, 2)
+        # g . out = queries . (state g): the numerator itself is not needed
+        grad_normaliser = -torch.linalg.vecdot(queries, inner).unsqueeze(-1) / normaliser
+        grad_state[images] += product(queries.permute(0, 2, 3, 1), g.transpose(1, 2))
+        grad_mean[images] += (queries * grad_normaliser).sum(dim=1, keepdim=True)
+        inner = inner.addcmul_(grad_normaliser, means).flatten(2)
+        grad_scale += _focus_backward(part, inner, y, r, norm, scale, power, grad_q[images, rows])
+    grad_state /= count[:, None, None, None]
+    grad_mean = (grad_mean / count[:, None, None, None]).flatten(2)  # (B, 1, C)
+    for images, rows in blocks(k, *k.shape[:2]):
+        part = _placed(k, offset, images, rows)
+        y, r, norm = _focus_with_base(part, scale, power, eps)
+        values = split_heads(v[images, rows].to(scale.dtype), num_heads)
+        split_heads(grad_v[images, rows], num_heads).copy_(product(split_heads(y, num_heads), grad_state[images]))
+        inner = product(values, grad_state[images].transpose(-1, -2)).transpose(1, 2).flatten(2)
+        if mask is None:
+            inner = inner.add_(grad_mean[images])
+        else:
+            inner = inner.addcmul_(mask[images, rows, None].to(inner.dtype), grad_mean[images])
+        grad_scale += _focus_backward(part, inner, y, r, norm, scale, power, grad_k[images, rows])
+    grad_scale = (grad_scale / scale).to(inverse_scale.dtype)
+    grad_offset = None if offset is None else grad_k.sum_to_size(offset.shape).to(offset.dtype)
+    return grad_q, grad_k, grad_v, grad_scale, grad_offset, None
+
+
+_RULE = Rule(_equation, _forward, _backward)

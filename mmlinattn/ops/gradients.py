@@ -22,7 +22,12 @@ class Rule(NamedTuple):
 
     equation: Callable
     forward: Callable
-    backward: Callable
+    backward: Optional[Callable]
+
+
+def recomputed(equation: Callable) -> Rule:
+    """The equation, which the backward pass computes once more rather than keep what is between inputs and result."""
+    return Rule(equation, lambda *tensors, **options: (equation(*tensors, **options), ()), None)
 
 
 def by_hand(rule: Rule, *tensors: Optional[Tensor], **options) -> Any:
@@ -48,7 +53,7 @@ class _ByHand(torch.autograd.Function):
         inputs, kept = saved[: ctx.num_inputs], saved[ctx.num_inputs :]
         with dispatch.without_autocast(grads[0]):  # of which a backward pass knows nothing, unless it runs inside
             transformed = any(private.is_batched(grad) for grad in grads) or dispatch.is_plain(*grads, *inputs)
-            if torch.is_grad_enabled() or transformed:
+            if ctx.rule.backward is None or torch.is_grad_enabled() or transformed:
                 found = _gradients_of(ctx.rule.equation, inputs, wanted, grads, ctx.options)
             else:
                 found = ctx.rule.backward(grads, inputs, kept, wanted, **ctx.options)

@@ -3,8 +3,10 @@ from typing import Optional
 
 from torch import Tensor
 
+from . import dispatch
 from .dispatch import accumulation_dtype
 from .feature_maps import unit
+from .gradients import by_hand, recomputed
 
 
 def hydra_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:
@@ -23,6 +25,15 @@ def hydra_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = No
     Returns:
         Tensor: (B, N, C), in the dtype of ``v``.
     """
+    if dispatch.backend(q, k, v) == 'reference':
+        return _equation(q, k, v)
+    return by_hand(_RULE, q, k, v)
+
+
+def _equation(q, k, v) -> Tensor:
     wide = accumulation_dtype(q)
     state = (unit(k.to(wide)) * v).sum(dim=1, keepdim=True)  # (B, 1, C)
     return (unit(q.to(wide)) * state).to(v.dtype)
+
+
+_RULE = recomputed(_equation)

@@ -1,21 +1,23 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
 
 from . import dispatch
 from .dispatch import accumulation_dtype
-from .feature_maps import feature_map
+from .feature_maps import IN_PLACE, feature_map
+from .gradients import Rule, by_hand
 from .tensors import (
+    are_attended,
     blocks,
+    copy_by_head,
     count_tokens,
     divisor,
-    first_order,
     gradients_like,
     heads_of,
-    merge_heads,
     product,
+    product_dtype,
     split_heads,
     token_mean,
     tokens_of,
@@ -36,8 +38,6 @@ def inline_attention(
     The weights ``(scale q_i . (k_j - mean(k)) + 1) / N`` of mapped queries and keys sum to 1 without a division, so
     ``out_i = mean(v) + scale q_i cov(k, v)``: one small state, one pass over the queries.
 
-    In inference, ``q`` and ``k`` are scratch memory of this function; ``v`` never is.
-
     Args:
         q (Tensor): Queries before their feature map, (B, N, num_heads * d).
         k (Tensor): Keys before their feature map, (B, M, num_heads * d).
@@ -50,12 +50,11 @@ def inline_attention(
     Returns:
         Tensor: (B, N, E), in the dtype of ``v``.
     """
-    arguments = (q, k, v, num_heads, scale, kernel, mask)
     with dispatch.without_autocast(q):
-        backend = dispatch.backend(q, k, v)
-        if backend != 'reference':
-            dispatch.has_kernel('inline_attention', kernel, q, v, num_heads)  # to say that there is none
-        return (_inline_attention_on_cpu if backend == 'cpu' else inline_attention_reference)(*arguments)
+        if dispatch.backend(q, k, v) == 'reference' or not are_attended(q, k, v, num_heads):
+            return inline_attention_reference(q, k, v, num_heads, scale, kernel, mask)
+        dispatch.has_kernel('inline_attention', kernel, q, v, num_heads)  # to say that there is none
+        return by_hand(_RULE, q, k, v, mask, num_heads=num_heads, scale=scale, kernel=kernel)
 
 
 def inline_attention_reference(q, k, v, num_heads, scale, kernel='identity', mask=None) -> Tensor:
@@ -73,46 +72,79 @@ def inline_attention_reference(q, k, v, num_heads, scale, kernel='identity', mas
     return tokens_of((q @ covariance + value_mean.to(q.dtype)).to(dtype))
 
 
-def _inline_attention_on_cpu(q, k, v, num_heads, scale, kernel, mask) -> Tensor:
-    wide, dtype = torch.promote_types(accumulation_dtype(q), accumulation_dtype(v)), v.dtype
-    queries, keys, values = (split_heads(t.to(wide), num_heads) for t in (q, k, v))
-    queries, keys = feature_map(queries, kernel), feature_map(keys, kernel)
-    return merge_heads(_InLineAttention.apply(queries, keys, values, scale, mask)).to(dtype)
+def _equation(q, k, v, mask, num_heads, scale, kernel) -> Tensor:
+    return inline_attention_reference(q, k, v, num_heads, scale, kernel, mask)
 
 
-class _InLineAttention(torch.autograd.Function):
-    """One product a tensor each way."""
+# --- by hand: one product a tensor each way ---------------------------------------------------------------------------
 
-    @staticmethod
-    def forward(ctx: Any, q, k, v, scale, mask):
-        count = count_tokens(k, mask)
-        key_mean, value_mean = token_mean(k, mask, count), token_mean(v, mask, count)
-        covariance = product(k.transpose(-1, -2), v).mul_(scale / count)
-        covariance.addcmul_(key_mean.transpose(-1, -2), value_mean, value=-scale)
-        ctx.save_for_backward(q, k, v, covariance, key_mean, value_mean, mask)
-        ctx.scale, ctx.count = scale, count
-        batch, heads, tokens, _ = q.shape
-        out = q.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
-        for images, rows in blocks(batch, tokens, heads * v.shape[-1]):
-            torch.add(product(q[images, :, rows], covariance[images]), value_mean[images], out=out[images, :, rows])
-        return out
 
-    @first_order
-    def backward(ctx: Any, grad):
-        q, k, v, covariance, key_mean, value_mean, mask = ctx.saved_tensors
-        each = grad.sum(dim=2, keepdim=True) / ctx.count  # mean(v) is part of every token's output
-        inner = product(q.transpose(-1, -2), grad).mul_(ctx.scale / ctx.count)
-        grads = grad_q, grad_k, grad_v = gradients_like(q, k, v)
-        batch, heads, tokens, width = grad.shape
-        turned = inner.transpose(-1, -2)
+def _mapped(x: Tensor, num_heads: int, kernel: str, dtype: torch.dtype) -> Tensor:
+    """(B, N, heads * d) -> (B, heads, N, d), mapped; a view where nothing is to be done."""
+    if kernel == 'identity':
+        return split_heads(x, num_heads).to(dtype)
+    return IN_PLACE[kernel][0](copy_by_head(x, num_heads, torch.promote_types(dtype, torch.float32))).to(dtype)
+
+
+def _forward(q, k, v, mask, num_heads, scale, kernel):
+    wide, products, dtype = torch.promote_types(accumulation_dtype(q), v.dtype), product_dtype(q, v), v.dtype
+    q, k = _mapped(q, num_heads, kernel, products), _mapped(k, num_heads, kernel, products)
+    v = split_heads(v, num_heads).to(products)
+    count = count_tokens(k, mask)
+    key_mean, value_mean = token_mean(k, mask, count), token_mean(v, mask, count)
+    batch, heads, tokens, _ = k.shape
+    covariance = torch.zeros(batch, heads, k.shape[-1], v.shape[-1], dtype=wide, device=q.device)
+    for images, rows in blocks(k, batch, tokens):
+        # centred before the product: the difference of two rounded products would lose what rounding has left
+        centred = (k[images, :, rows] - key_mean[images]).to(products)
+        covariance[images] += product(centred.transpose(-1, -2), v[images, :, rows])
+    covariance *= scale / count
+    matrix = covariance.to(products)
+    out = q.new_empty(batch, q.shape[2], heads, v.shape[-1], dtype=dtype).transpose(1, 2)
+    for images, rows in blocks(out, batch, q.shape[2]):
+        torch.add(product(q[images, :, rows], matrix[images]), value_mean[images], out=out[images, :, rows])
+    return out.transpose(1, 2).flatten(2), (covariance, key_mean, value_mean)
+
+
+def _backward(grads, inputs, kept, wanted, num_heads, scale, kernel):
+    (q, k, v, mask), (covariance, key_mean, value_mean) = inputs, kept
+    products = product_dtype(q, v)
+    made = gradients_like(q, k, v)
+    grad_q, grad_k, grad_v = (split_heads(t, num_heads) for t in made)
+    q, k = _mapped(q, num_heads, kernel, products), _mapped(k, num_heads, kernel, products)
+    v, grad = split_heads(v, num_heads).to(products), split_heads(grads[0], num_heads).to(products)
+    count = count_tokens(k, mask)
+    each = grad.sum(dim=2, keepdim=True, dtype=covariance.dtype) / count  # mean(v) is part of every token's output
+    inner = (product(q.transpose(-1, -2), grad) * (scale / count)).to(products)
+    turned, back = inner.transpose(-1, -2), covariance.to(products).transpose(-1, -2)
+    # centred before the product where that rounds; after it, in the pass that writes, where it does not
+    rounds = products == torch.bfloat16
+    if not rounds:
         key_shift, value_shift = value_mean @ turned, each - key_mean @ inner
-        for images, rows in blocks(batch, tokens, heads * width):
-            grad_q[images, :, rows] = product(grad[images, :, rows], covariance[images].transpose(-1, -2))
-        for images, rows in blocks(batch, v.shape[2], heads * width):
-            part = (images, slice(None), rows)
-            torch.sub(product(v[part], turned[images]), key_shift[images], out=grad_k[part])
+    for images, rows in blocks(grad, len(grad), grad.shape[2]):
+        part = (images, slice(None), rows)
+        _write(grad_q[part], product(grad[part], back[images]), 0, q[part], kernel)
+    for images, rows in blocks(k, len(k), k.shape[2]):
+        part = (images, slice(None), rows)
+        if rounds:
+            keys, values = ((x[part] - mean[images]).to(products) for x, mean in ((k, key_mean), (v, value_mean)))
+            _write(grad_k[part], product(values, turned[images]), 0, k[part], kernel)
+            torch.add(product(keys, inner[images]), each[images], out=grad_v[part])
+        else:
+            _write(grad_k[part], product(v[part], turned[images]), key_shift[images], k[part], kernel)
             torch.add(product(k[part], inner[images]), value_shift[images], out=grad_v[part])
-        if mask is not None:
-            for of_keys in (grad_k, grad_v):
-                of_keys.mul_(mask[:, None, :, None])
-        return *grads, None, None
+    if mask is not None:
+        for of_keys in (grad_k, grad_v):
+            of_keys.mul_(mask[:, None, :, None])
+    return *made, None
+
+
+def _write(place: Tensor, grad: Tensor, shift, mapped: Tensor, kernel: str) -> None:
+    """The gradient of what was mapped, from that of ``mapped`` plus ``shift``."""
+    if kernel == 'identity':
+        torch.sub(grad, shift, out=place)
+    else:
+        place.copy_(IN_PLACE[kernel][1](mapped, grad.sub_(shift)))
+
+
+_RULE = Rule(_equation, _forward, _backward)

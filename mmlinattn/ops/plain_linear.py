@@ -4,10 +4,11 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from . import dispatch
+from . import dispatch, rank_augmented
 from .dispatch import accumulation_dtype
 from .feature_maps import feature_map
-from .tensors import count_tokens, divisor, heads_of, padded_eps, token_mean, tokens_of
+from .gradients import Rule, by_hand
+from .tensors import are_attended, count_tokens, divisor, heads_of, padded_eps, token_mean, tokens_of
 
 
 def linear_attention(
@@ -25,8 +26,6 @@ def linear_attention(
 
     Source: Katharopoulos et al. 2020, Eq. 5; InLine Eq. 2; FLatten Eq. 4.
 
-    In inference, ``q`` and ``k`` are scratch memory of this function; ``v`` never is.
-
     Args:
         q (Tensor): Queries, (B, N, num_heads * d).
         k (Tensor): Keys, (B, M, num_heads * d).
@@ -40,15 +39,16 @@ def linear_attention(
     Returns:
         Tensor: (B, N, E), in the dtype of ``v``.
     """
-    arguments = (q, k, v, num_heads, kernel, mask, eps)
     with dispatch.without_autocast(q):
-        backend = dispatch.backend(q, k, v)
-        if backend != 'reference' and dispatch.has_kernel('linear_attention', kernel, q, v, num_heads):
+        if dispatch.backend(q, k, v) == 'reference' or not are_attended(q, k, v, num_heads):
+            return linear_attention_reference(q, k, v, num_heads, kernel, mask, eps)
+        if dispatch.has_kernel('linear_attention', kernel, q, v, num_heads):
             from .triton import attention
 
             if attention.takes(q, k, v, num_heads, None, mask):
                 return attention.attention(_equation, q, k, v, None, mask, num_heads, kernel, None, eps)
-        return linear_attention_reference(*arguments)
+        options = dict(num_heads=num_heads, kernel=kernel, weight_scale=None, eps=eps)
+        return by_hand(_RULE, q, k, v, None, mask, **options)
 
 
 def linear_attention_reference(q, k, v, num_heads, kernel='identity', mask=None, eps=1e-6) -> Tensor:
@@ -70,3 +70,7 @@ def linear_attention_reference(q, k, v, num_heads, kernel='identity', mask=None,
 
 def _equation(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps) -> Tensor:
     return linear_attention_reference(q, k, v, num_heads, kernel, mask, eps)
+
+
+# RALA without token weights and rotation
+_RULE = Rule(_equation, rank_augmented.forward, rank_augmented.backward)

@@ -1,14 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Matrix products: linear layers, with what follows them in the pass that writes the product."""
 
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import dispatch, private
-from .tensors import first_order
+from .gradients import Rule, by_hand
 
 _MIN_TRAINED_MACS = 2**23  # below, calling Python in the backward pass costs what the product saves
 
@@ -48,7 +48,7 @@ def linear_by(
             return _fused(x, weight, bias, gelu, residual, route)
         large = x.numel() * len(weight) >= _MIN_TRAINED_MACS and not route.autocasts
         if large and x.dtype == torch.float32 and weight.is_contiguous() and dispatch.onednn_takes(x, weight):
-            return _finished(_Linear.apply(x, weight, bias), gelu, residual)
+            return _finished(by_hand(_LINEAR, x, weight, bias), gelu, residual)
     return _finished(F.linear(x, weight, bias), gelu, residual)
 
 
@@ -68,16 +68,16 @@ def _fused(x: Tensor, weight: Tensor, bias: Optional[Tensor], gelu: bool, residu
     return out if residual is None else residual + out
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x, weight, bias):
-        ctx.save_for_backward(x, weight)
-        return private.LINEAR(x, weight, bias, 'none', [], '')
+def _forward(x, weight, bias):
+    return private.LINEAR(x, weight, bias, 'none', [], ''), ()
 
-    @first_order
-    def backward(ctx: Any, grad):
-        x, weight = ctx.saved_tensors
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        rows = grad.flatten(0, -2)
-        grad_weight = rows.T @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        return grad_x, grad_weight, rows.sum(dim=0) if ctx.needs_input_grad[2] else None
+
+def _backward(grads, inputs, kept, wanted):
+    (grad,), (x, weight, _) = grads, inputs
+    grad_x = grad @ weight if wanted[0] else None
+    rows = grad.flatten(0, -2)
+    grad_weight = rows.T @ x.flatten(0, -2) if wanted[1] else None
+    return grad_x, grad_weight, rows.sum(dim=0) if wanted[2] else None
+
+
+_LINEAR = Rule(F.linear, _forward, _backward)

@@ -4,31 +4,36 @@
 Names below: ``g`` mean query, ``w`` token weights a / N, ``z`` mean weighted key, ``S`` state, ``d_x`` gradient of x.
 """
 
-from typing import Any, Optional
+from typing import Optional, Union
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from . import dispatch, private
 from .dispatch import accumulation_dtype
-from .feature_maps import LOWEST_EXPONENT, feature_map
-from .rotary import rotate, rotate_reference
+from .feature_maps import IN_PLACE, LOWEST_EXPONENT, feature_map
+from .gradients import Rule, by_hand
+from .rotary import backwards, rotate, rotate_reference
 from .tensors import (
-    blocks,
+    are_attended,
+    copies_by_head,
     count_tokens,
     divisor,
-    first_order,
+    dots,
     gradients_like,
     heads_of,
     padded_eps,
     pair_by_head,
     product,
     product_by_token,
-    scratch,
+    product_dtype,
+    quotient_by_head,
     split_heads,
     tokens_of,
+    unshared,
 )
+
+Both = Union[Tensor, tuple[Tensor, Tensor]]  # queries and keys (B, heads, N, d): in one tensor (2, ...) where they fit
 
 
 def rala(
@@ -49,8 +54,6 @@ def rala(
     ``out_i = R_i q_i (1/N sum_j a_j R_j k_j v_j^T) / (q_i . mean_j(a_j k_j) + eps)``. The rotary encoding R enters the
     numerator only.
 
-    In inference, ``q`` and ``k`` are scratch memory of this function; ``v`` never is.
-
     Args:
         q, k (Tensor): Queries and keys before their feature map, (B, N, num_heads * d).
         v (Tensor): Values, (B, N, E); zero where ``mask`` is False.
@@ -66,18 +69,18 @@ def rala(
     Returns:
         Tensor: (B, N, E), in the dtype of ``v``.
     """
-    arguments = (q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps)
     with dispatch.without_autocast(q):
-        backend = dispatch.backend(q, k, v, rotary)
-        if backend != 'reference' and dispatch.has_kernel('rala', kernel, q, v, num_heads):
+        learns_rotary = rotary is not None and rotary.requires_grad
+        fits = are_attended(q, k, v, num_heads) and q.shape == k.shape and not learns_rotary
+        if dispatch.backend(q, k, v, rotary) == 'reference' or not fits:
+            return rala_reference(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps)
+        if dispatch.has_kernel('rala', kernel, q, v, num_heads):
             from .triton import attention
 
-            if attention.takes(q, k, v, num_heads, rotary, mask, same=True):
+            if attention.takes(q, k, v, num_heads, rotary, mask):
                 return attention.attention(_equation, q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps)
-        learns_rotary = dispatch.records() and rotary is not None and rotary.requires_grad
-        if backend != 'cpu' or kernel not in _MAPS or q.numel() == 0 or learns_rotary:
-            return rala_reference(*arguments)
-        return _rala_on_cpu(*arguments)
+        options = dict(num_heads=num_heads, kernel=kernel, weight_scale=weight_scale, eps=eps)
+        return by_hand(_RALA, q, k, v, rotary, mask, **options)
 
 
 def rala_reference(q, k, v, num_heads, kernel='elu', rotary=None, mask=None, weight_scale=1.0, eps=1e-6) -> Tensor:
@@ -125,148 +128,137 @@ def token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
     return logits.softmax(dim=-2)
 
 
-# --- on CPUs: in place, in float32 or better (inference in bfloat16 where the CPU has units for it); the backward pass
-# --- computes maps and weights once more ------------------------------------------------------------------------------
+# --- by hand: maps and weights are computed once more in the backward pass --------------------------------------------
 
 
-def _elu_plus_one_(x: Tensor) -> Tensor:
-    if x.dtype != torch.bfloat16:
-        return F.elu_(x).add_(1)
-    # the digits of exp(x), of which 1 + (exp(x) - 1) would keep those of 1 alone
-    for images, rows in blocks(x.shape[0], x.shape[2], x.shape[1] * x.shape[3]):
-        part = x[images, :, rows]
-        exponential = part.clamp(LOWEST_EXPONENT, 0).exp_()
-        part.clamp_(min=0).add_(exponential)
-    return x
+def forward(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps):
+    """The result, and g, w, z, S. Where ``weight_scale`` is None (linear attention, too), g and w are None."""
+    wide = torch.promote_types(accumulation_dtype(q), v.dtype)
+    both, values = copies_by_head(q, k, num_heads, wide), split_heads(v, num_heads)
+    out, *kept = _mix(both, values, product_dtype(q, v), kernel, rotary, mask, weight_scale, eps)
+    return out.to(v.dtype), kept
 
 
-# The feature map in place, and the gradient of what was mapped from the mapped y and the gradient of y, in its place.
-_MAPS = {
-    'elu': (_elu_plus_one_, lambda y, d_y: d_y.mul_(y.clamp(max=1))),
-    'relu': (F.relu_, lambda y, d_y: d_y.mul_(y > 0)),
-    'softmax': (
-        lambda x: x.copy_(feature_map(x.to(accumulation_dtype(x)), 'softmax')),
-        lambda y, d_y: d_y.sub_(torch.linalg.vecdot(y, d_y).unsqueeze(-1)).mul_(y),
-    ),
-}
-
-
-def _rala_on_cpu(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps) -> Tensor:
-    wide, dtype = torch.promote_types(torch.promote_types(q.dtype, v.dtype), torch.float32), v.dtype
-    rotary = None if rotary is None else rotary.to(wide)
-    options = kernel, rotary, mask, weight_scale, eps
-    if dispatch.records():
-        q, k, v = (t.to(wide) for t in (q, k, v))
-        return _RALA.apply(q, k, v, num_heads, *options).to(dtype)
-    q, k = scratch(q, k, v)
+def rala_in_place(
+    q, k, v, num_heads, kernel='elu', rotary=None, mask=None, weight_scale: Optional[float] = 1.0, eps=1e-6
+) -> Tensor:
+    """:func:`rala` on a CPU without gradients, written over ``q`` and ``k``."""
+    q, k = unshared(q, k, v)
+    wide = torch.promote_types(accumulation_dtype(q), v.dtype)
     # without units for it, half precision is cheaper to widen once than to compute with, operation by operation
-    works_in = dtype if q.dtype == dtype == torch.bfloat16 and private.has_bfloat16_units() else wide
+    native = q.dtype == v.dtype == torch.bfloat16 and private.has_bfloat16_units()
+    dtype = q.dtype if native else wide
     pair = pair_by_head(q, k, num_heads)
-    if pair is None:
-        q, k = (split_heads(t.to(works_in), num_heads) for t in (q, k))
-    else:
-        pair = pair.to(works_in)
-        q, k = pair.chunk(2, dim=1)
-    return _forward(q, k, pair, split_heads(v.to(works_in), num_heads), *options)[0].to(dtype)
+    both: Both = (split_heads(q, num_heads), split_heads(k, num_heads)) if pair is None else pair
+    both = _each(lambda x: x.to(dtype), both)
+    with dispatch.without_autocast(q):
+        out, *_ = _mix(both, split_heads(v, num_heads), dtype, kernel, rotary, mask, weight_scale, eps)
+    return out.to(v.dtype)
 
 
-def _forward(q, k, pair, v, kernel, rotary, mask, weight_scale, eps):
-    """The result (B, N, heads * e) and g, w, z, S of (B, heads, N, d) tensors; overwrites ``q`` and ``k``. ``pair`` is
-    both in one, or None, see :func:`~mmlinattn.ops.tensors.pair_by_head`."""
-    _map(q, k, pair, kernel)
-    dtype, wide = q.dtype, torch.promote_types(q.dtype, torch.float32)
-    real = None if mask is None else mask[:, None, :, None].to(dtype)  # (B, 1, N, 1)
-    count = count_tokens(k, mask)
-    mean_query = (q if real is None else q * real).sum(dim=2, keepdim=True) / count
+def _mix(both: Both, v: Tensor, products: torch.dtype, kernel, rotary, mask, weight_scale, eps):
+    """The result (B, N, heads * e) and g, w, z, S of (B, heads, N, d) tensors; overwrites ``both``.
+
+    Args:
+        products (torch.dtype): Of the products with values and state. The rest is of the type of ``both``.
+    """
+    _each(IN_PLACE[kernel][0], both)
+    q, k = both
+    dtype, wide = q.dtype, accumulation_dtype(q)
+    count, floor = count_tokens(k, mask), padded_eps(eps, mask, wide)
+    mean_query = weight = None
     if weight_scale is None:
-        weight = (q.new_ones(1, 1, q.shape[2], 1) if real is None else real).to(wide) / count
+        key_mean = _mean(k, mask, count)
     else:
-        logits = product(k, mean_query.to(dtype).transpose(-1, -2)).to(wide)
-        weight = token_weights(logits.mul_(weight_scale), mask)
-    weight_row = weight.to(dtype).transpose(-1, -2)
-    key_mean = product(weight_row.expand(*k.shape[:2], -1, -1), k)
-    normaliser = product(q, key_mean.transpose(-1, -2)).to(wide) + padded_eps(eps, mask, wide)
-    factors = normaliser.reciprocal_().to(dtype), weight.to(dtype)
-    if pair is None:
-        q, k = (x.mul_(factor) for x, factor in zip((q, k), factors))
+        mean_query = _mean(q, mask, count)
+        weight = token_weights(product(k, mean_query.transpose(-1, -2)).to(wide).mul_(weight_scale), mask)
+        key_mean = product(weight.to(dtype).transpose(-1, -2), k)
+    over = product(q, key_mean.transpose(-1, -2)).to(wide).add_(floor).reciprocal_().to(dtype)
+    if weight is None:
+        q.mul_(over)
+    elif isinstance(both, Tensor):
+        both.mul_(torch.stack((over, weight.to(dtype))))
     else:
-        q, k = pair.mul_(torch.cat([factor.expand(*q.shape[:3], 1) for factor in factors], dim=1)).chunk(2, dim=1)
-    if rotary is not None and pair is not None:
-        q, k = rotate(pair, rotary, inplace=True).chunk(2, dim=1)
-    elif rotary is not None:
-        q, k = rotate(q, rotary, inplace=True), rotate(k, rotary, inplace=True)
-    state = product(k.transpose(-1, -2), v)
-    return product_by_token(q, state), mean_query, weight, key_mean, state
+        both = q.mul_(over), k.mul_(weight.to(dtype))
+    if rotary is not None:
+        both = _each(lambda x: rotate(x, rotary.to(wide), inplace=True), both)
+    q, k = _each(lambda x: x.to(products), both)
+    state = product(k.transpose(-1, -2), v.to(products))
+    state = state / count if weight is None else state
+    return product_by_token(q, state.to(products)), mean_query, weight, key_mean, state
 
 
-def _map(q, k, pair, kernel) -> None:
-    """The feature map of both, in place."""
-    for x in (q, k) if pair is None else (pair,):
-        _MAPS[kernel][0](x)
+def backward(grads, inputs, kept, wanted, num_heads, kernel, weight_scale, eps):
+    """``d_x``: gradient of x."""
+    (q, k, v, rotary, mask), (mean_query, weight, key_mean, state) = inputs, kept
+    wide, products = torch.promote_types(accumulation_dtype(q), v.dtype), product_dtype(q, v)
+    made = gradients_like(q, k, v)
+    both = _each(IN_PLACE[kernel][0], copies_by_head(q, k, num_heads, wide))
+    q, k = both
+    places, d_v = _places(made, num_heads), split_heads(made[2], num_heads)
+    d_both = places if q.dtype == made[0].dtype == made[1].dtype else _each(torch.empty_like, both)
+    d_q, d_k = d_both
+    v, state = split_heads(v, num_heads).to(products), state.to(products)
+    real = None if mask is None else mask[:, None, :, None].to(wide)
+    count, floor = count_tokens(k, mask), padded_eps(eps, mask, wide)
+    table = None if rotary is None else rotary.to(wide)
+    back = None if table is None else backwards(table)
 
+    def turned(x, table, inplace):
+        return x if table is None else rotate(x, table, inplace)
 
-def _copies(q, k, num_heads):
-    """Queries and keys (B, N, heads * d) in new memory by head, and both in one where they lay so."""
-    pair = pair_by_head(q, k, num_heads)
-    if pair is None:
-        return *(split_heads(t.clone(memory_format=torch.contiguous_format), num_heads) for t in (q, k)), None
-    pair = pair.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
-    return *pair.chunk(2, dim=1), pair
-
-
-class _RALA(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps):
-        queries, keys, pair = _copies(q, k, num_heads)
-        values = split_heads(v, num_heads)
-        out, *state = _forward(queries, keys, pair, values, kernel, rotary, mask, weight_scale, eps)
-        ctx.save_for_backward(q, k, v, rotary, mask, *state)
-        ctx.options = num_heads, kernel, weight_scale, eps
-        return out
-
-    @first_order
-    def backward(ctx: Any, grad):
-        q, k, v, rotary, mask, mean_query, weight, key_mean, state = ctx.saved_tensors
-        num_heads, kernel, weight_scale, eps = ctx.options
-        undo_map = _MAPS[kernel][1]
-        grads = gradients_like(q, k, v)
-        d_q, d_k, d_v = (split_heads(t, num_heads) for t in grads)
-        q, k, pair = _copies(q, k, num_heads)
-        _map(q, k, pair, kernel)
-        v, grad = split_heads(v, num_heads), split_heads(grad, num_heads)
-        real = None if mask is None else mask[:, None, :, None].to(q.dtype)
-        count, eps = count_tokens(k, mask), padded_eps(eps, mask, q.dtype)
-        back = None if rotary is None else torch.view_as_real(torch.view_as_complex(rotary).conj_physical())
-
-        def turned(x, table, inplace):
-            return x if table is None else rotate(x, table, inplace)
-
-        # out = n / m with the numerator n_i = R_i q_i S and the normaliser m_i = q_i . z + eps
-        normaliser = torch.linalg.vecdot(q, key_mean).unsqueeze(-1) + eps
-        d_numerator = grad / normaliser
-        inner = turned(product(d_numerator, state.transpose(-1, -2)), back, True)
-        # n_i . d_n_i = q_i . (R_i^T S d_n_i): the numerator itself is not needed
-        d_normaliser = -torch.linalg.vecdot(q, inner).unsqueeze(-1) / normaliser
-        d_mean = product(d_normaliser.transpose(-1, -2), q)
-        torch.addcmul(inner, d_normaliser, key_mean, out=d_q)
-        d_state = product(turned(q, rotary, False).transpose(-1, -2), d_numerator)
-        # S = sum_j w_j R_j k_j v_j^T and z = sum_j w_j k_j
-        inner = turned(product(v, d_state.transpose(-1, -2)), back, True).add_(d_mean)
-        torch.mul(inner, weight, out=d_k)
-        d_v.copy_(product(turned(k * weight, rotary, True), d_state))
+    # out = n / m with the numerator n_i = R_i q_i S and the normaliser m_i = q_i . z + eps
+    normaliser = dots(q, key_mean).add_(floor)
+    d_numerator = quotient_by_head(split_heads(grads[0], num_heads), normaliser, products)
+    inner = turned(product(d_numerator, state.transpose(-1, -2)).to(wide), back, True)
+    # n_i . d_n_i = q_i . (R_i^T S d_n_i): the numerator itself is not needed
+    d_normaliser = dots(q, inner).div_(normaliser)  # times -1
+    d_mean = product(d_normaliser.transpose(-1, -2), q)  # times -1
+    torch.addcmul(inner, d_normaliser, key_mean, value=-1, out=d_q)
+    d_state = product(turned(q, table, False).to(products).transpose(-1, -2), d_numerator)
+    if weight is None:
+        d_state, d_mean = d_state / count, d_mean / count
+    d_state = d_state.to(products)
+    # S = sum_j w_j R_j k_j v_j^T and z = sum_j w_j k_j
+    inner = turned(product(v, d_state.transpose(-1, -2)).to(wide), back, True)
+    if weight is None:
+        torch.sub(inner, d_mean if real is None else d_mean * real, out=d_k)
+        d_v.copy_(product(turned(k, table, False).to(products), d_state))
+    else:
+        torch.mul(inner.sub_(d_mean), weight, out=d_k)
+        d_v.copy_(product(turned(k * weight, table, True).to(products), d_state))
         # w = softmax_j(k_j . g * weight_scale) and g = mean_i q_i
-        if weight_scale is not None:
-            d_weight = torch.linalg.vecdot(k, inner).unsqueeze(-1)
-            d_logits = weight * (d_weight - (weight * d_weight).sum(dim=2, keepdim=True)) * weight_scale
-            if mask is not None:
-                d_logits = d_logits.masked_fill_(~mask[:, None, :, None], 0)
-            d_query = product(d_logits.transpose(-1, -2), k) / count
-            d_k.addcmul_(d_logits, mean_query)
-            d_q.add_(d_query if real is None else d_query * real)
-        d_pair = None if pair is None else pair_by_head(grads[0], grads[1], num_heads)
-        if d_pair is None:
-            undo_map(k, d_k)
-            undo_map(q, d_q)
-        else:
-            undo_map(pair, d_pair)
-        return *grads, *(None,) * 6
+        d_weight = dots(k, inner)
+        d_logits = weight * (d_weight - (weight * d_weight).sum(dim=2, keepdim=True)) * weight_scale
+        d_logits = d_logits if mask is None else d_logits.masked_fill_(~mask[:, None, :, None], 0)
+        d_query = product(d_logits.transpose(-1, -2), k) / count
+        d_k.addcmul_(d_logits, mean_query)
+        d_q.add_(d_query if real is None else d_query * real)
+    undo_map = IN_PLACE[kernel][1]
+    if isinstance(both, Tensor) and isinstance(d_both, Tensor):
+        undo_map(both, d_both)
+    else:
+        undo_map(q, d_q), undo_map(k, d_k)
+    if d_both is not places:
+        for place, grad in zip(places, d_both):
+            place.copy_(grad)
+    return *made, None, None
+
+
+def _each(function, both: Both) -> Both:
+    return function(both) if isinstance(both, Tensor) else (function(both[0]), function(both[1]))
+
+
+def _mean(x: Tensor, mask: Optional[Tensor], count) -> Tensor:
+    """Over the real tokens."""
+    real = x if mask is None else x * mask[:, None, :, None].to(x.dtype)
+    return (real.sum(dim=2, keepdim=True) / count).to(x.dtype)
+
+
+def _places(made: list[Tensor], num_heads: int) -> Both:
+    """The gradients of queries and keys by head, in one where they lie side by side."""
+    pair = pair_by_head(made[0], made[1], num_heads)
+    return (split_heads(made[0], num_heads), split_heads(made[1], num_heads)) if pair is None else pair
+
+
+_RALA = Rule(_equation, forward, backward)

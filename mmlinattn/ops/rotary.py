@@ -1,13 +1,12 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Rotary position encoding."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from . import dispatch
-from .tensors import first_order, pair_by_head, split_heads, widened
+from .gradients import Rule, by_hand
+from .tensors import are_attended, gradients_like, pair_by_head, split_heads, widened
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -51,68 +50,85 @@ def rotate(x: Tensor, table: Tensor, inplace: bool = False) -> Tensor:
     Source: Su et al. 2021 (RoFormer), Eq. 34; in two dimensions in the released RALA.
 
     Args:
-        x (Tensor): (B, heads, N, d).
+        x (Tensor): (..., B, heads, N, d).
         table (Tensor): (N, d / 2, 2), cos and sin of each pair's angle, see :func:`rotary_table`.
-        inplace (bool): ``x`` may be overwritten; for CPU backends.
+        inplace (bool): ``x`` may be written over; without gradients.
 
     Returns:
         Tensor: As ``x``, in its dtype.
     """
+    is_plain = not inplace and (dispatch.is_plain(x) or (table.requires_grad and dispatch.records()))
     # half precision is rotated by angles in float32, and there are no mixed complex products, nor any of bfloat16
-    as_complex = x.dtype == table.dtype and x.dtype in (torch.float32, torch.float64)
-    is_plain = not inplace and dispatch.is_plain(x)
-    if x.is_cpu and not is_plain and x.dtype in _HALF and table.dtype == torch.float32:
+    if (
+        not is_plain
+        and x.dtype in _HALF
+        and table.dtype == torch.float32
+        and not (dispatch.records() and x.requires_grad)
+    ):
         if not inplace:
             return rotate(x.to(table.dtype), table, inplace=True).to(x.dtype)
         for rows, wide in widened(x):
             rotate(wide, table[rows], inplace=True)
         return x
+    as_complex = x.dtype == table.dtype and x.dtype in (torch.float32, torch.float64)
     if is_plain or not as_complex or not (_pairs_lie_together(x) and _pairs_lie_together(table)):
-        return rotate_reference(x, table)
+        turned = rotate_reference(x, table)
+        return x.copy_(turned) if inplace else turned
     # a product of complex numbers is one pass over the memory
-    pairs, turn = torch.view_as_complex(x.unflatten(-1, (-1, 2))), torch.view_as_complex(table)
+    pairs, turn = _as_complex(x), torch.view_as_complex(table)
     return torch.view_as_real(pairs.mul_(turn) if inplace else pairs * turn).flatten(-2)
 
 
 def rotate_by_head(q: Tensor, k: Tensor, num_heads: int, table: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys (B, N, num_heads * d) as (B, num_heads, N, d), rotated. In one pass where they lie side by
     side."""
-    pair = None
-    if q.is_cpu and q.dtype not in _HALF and not (table.requires_grad or dispatch.is_plain(q, k, table)):
-        pair = pair_by_head(q, k, num_heads) if q.dtype == table.dtype and _pairs_lie_together(table) else None
-    if pair is None:
+    learned = table.requires_grad and dispatch.records()
+    fits = are_attended(q, k, k, num_heads) and q.shape == k.shape and q.dtype == k.dtype
+    if dispatch.backend(q, k, table) == 'reference' or learned or not fits:
         return rotate(split_heads(q, num_heads), table), rotate(split_heads(k, num_heads), table)
-    q, k = _RotatedPair.apply(q, k, num_heads, table) if dispatch.records() else rotate(pair, table).chunk(2, dim=1)
-    return q, k
+    return by_hand(_RULE, q, k, table, num_heads=num_heads)
 
 
-class _RotatedPair(torch.autograd.Function):
-    """Autograd would copy the gradients by head, and conjugate the table for each."""
+def _equation(q, k, table, num_heads):
+    return tuple(rotate_reference(split_heads(t, num_heads), table) for t in (q, k))
 
-    @staticmethod
-    def forward(ctx: Any, q, k, num_heads, table):
-        ctx.save_for_backward(table)
-        ctx.num_heads = num_heads
-        pair: Any = pair_by_head(q, k, num_heads)
-        return rotate(pair, table).chunk(2, dim=1)
 
-    @first_order
-    def backward(ctx: Any, *grads):
-        (table,) = ctx.saved_tensors
-        batch, heads, tokens, width = grads[0].shape
-        whole = grads[0].new_empty(batch, tokens, 2 * heads * width)  # which q and k are slices of
-        back = torch.view_as_complex(table).conj_physical()
-        for grad, place in zip(grads, split_heads(whole, 2 * heads).chunk(2, dim=1)):
-            grad = grad if _pairs_lie_together(grad) else grad.contiguous()
-            turned = torch.view_as_complex(place.unflatten(-1, (-1, 2)))
-            torch.mul(torch.view_as_complex(grad.unflatten(-1, (-1, 2))), back, out=turned)
-        return *whole.chunk(2, dim=-1), None, None
+def _forward(q, k, table, num_heads):
+    pair = pair_by_head(q, k, num_heads)
+    both = (split_heads(t, num_heads) for t in (q, k))
+    turned = rotate(pair, table).unbind(0) if pair is not None else (rotate(t, table) for t in both)
+    return tuple(turned), ()
+
+
+def _backward(grads, inputs, kept, wanted, num_heads):
+    """Slices of one tensor, as queries and keys are."""
+    q, k, table = inputs
+    made = gradients_like(q, k)
+    back = backwards(table)
+    for place, grad in zip((split_heads(t, num_heads) for t in made), grads):
+        if all(t.dtype == torch.float32 and _pairs_lie_together(t) for t in (place, grad, back)):
+            torch.mul(_as_complex(grad), torch.view_as_complex(back), out=_as_complex(place))
+        else:
+            place.copy_(rotate(grad, back))
+    return *made, None
+
+
+_RULE = Rule(_equation, _forward, _backward)
 
 
 def rotate_reference(x: Tensor, table: Tensor) -> Tensor:
     cos, sin = table.unbind(-1)
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2).to(x.dtype)
+
+
+def backwards(table: Tensor) -> Tensor:
+    """The table of the opposite angles, contiguous."""
+    return torch.stack((table[..., 0], -table[..., 1]), dim=-1)
+
+
+def _as_complex(x: Tensor) -> Tensor:
+    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
 
 
 def _pairs_lie_together(x: Tensor) -> bool:

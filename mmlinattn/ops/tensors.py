@@ -6,7 +6,6 @@ the whole: the three largest tensors of an attention twice. Here, an op that com
 :func:`gradients_like` for memory in which they lie as the slices do, and :func:`split` knows it when it sees it.
 """
 
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any, Optional, Union
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from . import dispatch, private
 from .dispatch import accumulation_dtype
+from .gradients import Rule, by_hand
 
 # On GPUs, copies of fewer elements take less time than Python does in the backward pass (counted, not measured).
 GPU_COPY_NUMEL = 2**24
@@ -33,8 +33,8 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 
 
 def pair_by_head(q: Tensor, k: Tensor, num_heads: int) -> Optional[Tensor]:
-    """Queries and keys (B, N, heads * d) as one (B, 2 * heads, N, d), a view: what is done to both is one parallel
-    region then. None where they do not lie side by side, as slices of one projection do."""
+    """Queries and keys (B, N, heads * d) as one (2, B, heads, N, d), a view: what is done to both is one pass over the
+    memory then. None where they do not lie side by side, as slices of one projection do."""
     width = q.shape[-1]
     side_by_side = (
         q.shape == k.shape
@@ -47,7 +47,53 @@ def pair_by_head(q: Tensor, k: Tensor, num_heads: int) -> Optional[Tensor]:
     )
     if not side_by_side:
         return None
-    return split_heads(q.as_strided((*q.shape[:-1], 2 * width), q.stride()), 2 * num_heads)
+    pair = q.as_strided((*q.shape[:-1], 2 * width), q.stride())
+    return pair.unflatten(-1, (2, num_heads, -1)).permute(2, 0, 3, 1, 4)
+
+
+def copies_by_head(q: Tensor, k: Tensor, num_heads: int, dtype: torch.dtype) -> Any:
+    """Queries and keys (B, N, heads * d) by head in new memory, (2, B, heads, N, d), or two tensors where there are
+    other keys than queries. On CPUs the heads of a token stay side by side; elsewhere the tokens of a head do, which
+    matrix products need not copy."""
+    if q.shape != k.shape:
+        return copy_by_head(q, num_heads, dtype), copy_by_head(k, num_heads, dtype)
+    (batch, tokens, _), width = q.shape, q.shape[-1] // num_heads
+    if dispatch.on_cpu(q):
+        both = q.new_empty(batch, tokens, 2, num_heads, width, dtype=dtype).permute(2, 0, 3, 1, 4)
+    else:
+        both = q.new_empty(2, batch, num_heads, tokens, width, dtype=dtype)
+    pair = pair_by_head(q, k, num_heads)
+    if pair is not None:
+        return both.copy_(pair)
+    for place, x in zip(both, (q, k)):
+        place.copy_(split_heads(x, num_heads))
+    return both
+
+
+def copy_by_head(x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
+    """One tensor of :func:`copies_by_head`."""
+    if dispatch.on_cpu(x):
+        return split_heads(x.to(dtype, copy=True, memory_format=torch.contiguous_format), num_heads)
+    return split_heads(x, num_heads).to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def are_attended(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> bool:
+    """Whether these are queries, keys and values of so many heads. The reference broadcasts others, or raises."""
+    fits = all(t.dim() == 3 and t.numel() and t.is_floating_point() for t in (q, k, v)) and num_heads > 0
+    return (
+        fits
+        and k.shape[::2] == q.shape[::2]
+        and v.shape[:2] == k.shape[:2]
+        and q.shape[-1] % num_heads == v.shape[-1] % num_heads == 0
+    )
+
+
+def product_dtype(q: Tensor, v: Tensor) -> torch.dtype:
+    """The type of matrix products: bfloat16 where GPUs have units for it. CPUs take float32 for half precision, and
+    quotients leave the range of float16."""
+    if q.dtype == v.dtype == torch.bfloat16 and not dispatch.on_cpu(q):
+        return torch.bfloat16
+    return torch.promote_types(accumulation_dtype(q), v.dtype)
 
 
 def merge_heads(x: Tensor) -> Tensor:
@@ -94,31 +140,33 @@ def to_contiguous_image(x: Tensor) -> Tensor:
     """(B, H, W, C) -> (B, C, H, W) in contiguous memory."""
     if dispatch.backend(x) != 'cpu':
         return to_image(x).contiguous()
-    return _Transposed.apply(x.flatten(1, 2)).unflatten(2, x.shape[1:3])
+    return by_hand(_TRANSPOSED, x.flatten(1, 2)).unflatten(2, x.shape[1:3])
 
 
-class _Transposed(torch.autograd.Function):
+def _transposed(x: Tensor) -> Tensor:
     """(B, N, C) -> (B, C, N), contiguous. PyTorch goes through a single matrix in tiles, three times as fast as through
     a batch."""
+    out = x.new_empty(x.shape[0], x.shape[2], x.shape[1])
+    for matrix, source in zip(out, x):
+        matrix.copy_(source.t())
+    return out
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        out = x.new_empty(x.shape[0], x.shape[2], x.shape[1])
-        for matrix, source in zip(out, x):
-            matrix.copy_(source.t())
-        return out
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return _Transposed.apply(grad)
+_TRANSPOSED = Rule(
+    lambda x: x.transpose(1, 2),
+    lambda x: (_transposed(x), ()),
+    lambda grads, inputs, kept, wanted: [_transposed(grads[0])],
+)
 
 
 def product(x: Tensor, matrix: Tensor) -> Tensor:
     """``x @ matrix`` by head, (B, heads, N, d) by (B, heads, d, e); not recorded by autograd.
 
     PyTorch would copy operands first wherever the heads of a token lie side by side and there are several images: a
-    batch of matrices has one stride. So it is one batch for each image or head, whichever are fewer.
+    batch of matrices has one stride. So on CPUs it is one batch for each image or head, whichever are fewer.
     """
+    if not dispatch.on_cpu(x):
+        return x @ matrix
     batch, heads, rows, _ = x.shape
     axis = 0 if batch <= heads else 1
     steps = x.shape[axis]
@@ -138,32 +186,49 @@ def product_by_token(x: Tensor, matrix: Tensor) -> Tensor:
     batch, heads, rows, _ = x.shape
     if heads == 1:
         return product(x, matrix).flatten(0, 1)
+    if not dispatch.on_cpu(x):
+        return (x @ matrix).transpose(1, 2).flatten(2)
     out = x.new_empty(batch, rows, heads, matrix.shape[-1])
     if batch * heads <= _MOST_STEPS and x.numel() >= batch * heads * _LARGE_STEP:
         for i, j in itertools.product(range(batch), range(heads)):
             torch.mm(x[i, j], matrix[i, j], out=out[i, :, j])
         return out.flatten(2)
-    for images, part in blocks(batch, rows, out.shape[2] * out.shape[3]):
+    for images, part in blocks(out, batch, rows):
         out[images, part] = product(x[images, :, part], matrix[images]).transpose(1, 2)
     return out.flatten(2)
 
 
-def blocks(batch: int, tokens: int, width: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of images and of tokens that cut (B, N, C) into blocks of :data:`BLOCK_NUMEL`. Small images go several to
-    a block; where one image spans several blocks, a block is part of one image."""
-    rows = max(1, min(tokens, BLOCK_NUMEL // max(width, 1)))
-    images = max(1, BLOCK_NUMEL // max(tokens * width, 1))
-    for first in range(0, batch, images):
-        for top in range(0, tokens, rows):
+def dots(x: Tensor, y: Tensor) -> Tensor:
+    """Scalar products of (B, heads, N, d) by (B, heads, N or 1, d), (B, heads, N, 1)."""
+    # on CPUs, matrix products of few columns take several times as long as the sum of products
+    if y.shape[-2] == 1 and not dispatch.on_cpu(x):
+        return x @ y.transpose(-1, -2)
+    return torch.linalg.vecdot(x, y).unsqueeze(-1)
+
+
+def quotient_by_head(x: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x / divisor`` of (B, heads, N, e) in ``dtype``, laid as :func:`copies_by_head` lays tokens."""
+    layout = torch.preserve_format if dispatch.on_cpu(x) else torch.contiguous_format
+    return torch.div(x, divisor, out=torch.empty_like(x, dtype=dtype, memory_format=layout))
+
+
+def blocks(x: Tensor, batch: int, tokens: int) -> Iterator[tuple[slice, slice]]:
+    """Slices of images and of tokens that cut ``x`` into blocks of :data:`BLOCK_NUMEL`; one block on other devices than
+    CPUs. Small images go several to a block; where one image spans several blocks, a block is part of one image."""
+    width = x.numel() // max(batch * tokens, 1)
+    whole = not dispatch.on_cpu(x)
+    rows = tokens if whole else max(1, min(tokens, BLOCK_NUMEL // max(width, 1)))
+    images = batch if whole else max(1, BLOCK_NUMEL // max(tokens * width, 1))
+    for first in range(0, batch, max(images, 1)):
+        for top in range(0, tokens, max(rows, 1)):
             yield slice(first, first + images), slice(top, top + rows)
 
 
 def widened(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of the tokens of (B, heads, N, d) in half precision, and what ``x`` has there in float32: what is done to
-    that in place is done to ``x``."""
-    batch, heads, tokens, width = x.shape
-    for images, rows in blocks(batch, tokens, heads * width):
-        part = x[images, :, rows]
+    """Slices of the tokens of (..., B, heads, N, d) in half precision, and what ``x`` has there in float32: what is
+    done to that in place is done to ``x``."""
+    for images, rows in blocks(x, x.shape[-4], x.shape[-2]):
+        part = x[..., images, :, rows, :]
         wide = part.to(accumulation_dtype(x))
         yield rows, wide
         part.copy_(wide)
@@ -176,33 +241,16 @@ def multiply(out: Tensor, factor: Tensor) -> Tensor:
     return out.mul_(factor) if in_place else out * factor
 
 
-def scratch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Clones of queries and keys, which an op may modify in place."""
-    return q.clone(), k.clone()
-
-
-def first_order(backward):
-    """Marks the ``backward`` of an autograd Function as one whose rule holds for first derivatives only.
-
-    It raises where derivatives of the gradients are asked for (``create_graph=True``). PyTorch's own mark,
-    ``once_differentiable``, leaves them out in silence where the same input has another path to the result.
-    """
-
-    @functools.wraps(backward)
-    def rule(ctx, *grads):
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True: this op has first derivatives only; with mmlinattn.ops.use('reference') it has all"
-            )
-        return backward(ctx, *grads)
-
-    return staticmethod(rule)
+def unshared(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys that may be written over: copies where one of the three tensors stands for another, too."""
+    q = q.clone() if q.data_ptr() in (k.data_ptr(), v.data_ptr()) else q
+    return q, k.clone() if k.data_ptr() == v.data_ptr() else k
 
 
 def split(x: Tensor, widths) -> tuple[Tensor, ...]:
     """``x.split(widths, dim=-1)``; gradients that lie as the slices do become that of ``x`` without a copy."""
     learns = dispatch.records() and x.requires_grad and x.is_contiguous()
-    worth_it = x.device.type == 'cpu' or x.numel() >= GPU_COPY_NUMEL
+    worth_it = dispatch.on_cpu(x) or x.numel() >= GPU_COPY_NUMEL
     if not (learns and worth_it) or dispatch.is_plain(x):
         return x.split(widths, dim=-1)
     return _Split.apply(x, *widths)

@@ -31,6 +31,13 @@ from mmlinattn.attention import (
 from mmlinattn.layers import rotary_table
 
 every_attention = pytest.mark.parametrize('name', ATTENTIONS)
+BACKENDS = ['auto', 'elsewhere', 'reference']  # elsewhere: what a GPU runs
+
+
+def using(backend):
+    return ops.dispatch.elsewhere() if backend == 'elsewhere' else ops.use(backend)
+
+
 few = settings(deadline=None, derandomize=True, max_examples=8)
 
 
@@ -53,7 +60,7 @@ def table(height, width):
     gate=st.sampled_from([None, 'projection', 'identity', 'tanh']),
     local_kernel=st.sampled_from([None, 1, 3, 5]),
     qkv_bias=st.booleans(),
-    backend=st.sampled_from(['auto', 'reference']),
+    backend=st.sampled_from(BACKENDS),
     batch=st.integers(1, 2),
     block=st.sampled_from([1, 40, 200, 2**21]),
 )
@@ -70,7 +77,7 @@ def test_its_quadratic_twin(name, height, width, prefix, encoded, gate, local_ke
     bias = torch.randn(1, mixer.num_heads, *2 * [grid.num_tokens], dtype=torch.float64, requires_grad=True)
     leaves = [x, source, bias, *attention.parameters()]
     shared = dict(bias=bias if encoded else None, rotary=table(height, width) if is_turned else None)
-    with ops.use(backend), mock.patch.object(ops.tensors, 'BLOCK_NUMEL', block):
+    with using(backend), mock.patch.object(ops.tensors, 'BLOCK_NUMEL', block):
         out = attend(attention, x, grid, source=source, **shared)
         size = (height, width) if is_turned and mixer.rotary else None
         slow = twins.twin(
@@ -92,7 +99,7 @@ def test_its_quadratic_twin(name, height, width, prefix, encoded, gate, local_ke
     width=st.integers(1, 5),
     rows=st.integers(1, 3),
     columns=st.integers(1, 3),
-    backend=st.sampled_from(['auto', 'reference']),
+    backend=st.sampled_from(BACKENDS),
 )
 def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
     """PVT's reduced keys. Kernels that are predicted come from the queries' tokens."""
@@ -107,7 +114,7 @@ def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
     grid, key_grid = Grid(height, width), Grid(rows, columns)
     x, kv = tokens(2, grid.num_tokens), tokens(2, key_grid.num_tokens)
     slow = twins.twin(attention, name, x, grid, kv, key_grid)
-    with ops.use(backend):
+    with using(backend):
         assert_same(attend(attention, x, grid, kv, key_grid), slow, [x, kv, *attention.parameters()], rtol=1e-6)
 
 
@@ -123,7 +130,7 @@ def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
     width=st.integers(1, 4),
     around=st.tuples(*[st.integers(0, 2)] * 4),
     held=st.sampled_from([0.0, 3.0, -30.0, 1e3]),
-    backend=st.sampled_from(['auto', 'reference']),
+    backend=st.sampled_from(BACKENDS),
     local=st.booleans(),
 )
 def test_padding_changes_nothing_for_the_real_tokens(name, height, width, around, held, backend, local):
@@ -144,7 +151,7 @@ def test_padding_changes_nothing_for_the_real_tokens(name, height, width, around
     padded = padded.masked_scatter(mask[..., None], x)
     bias = torch.randn(1, attention.mixer.num_heads, *2 * [whole.num_tokens], dtype=torch.float64)
     real = mask[0].nonzero()[:, 0]
-    with ops.use(backend):
+    with using(backend):
         out = attend(attention, padded, whole, mask=mask, rotary=table(*whole[:2]), bias=bias)[:, real]
         alone = bias[..., real, :][..., real]
         alone = attend(attention, x, Grid(height, width), rotary=table(height, width), bias=alone)

@@ -2,14 +2,18 @@
 """The fast backends of the equations give the values and gradients of their references, in every type and layout."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
-from attentions import ATTENTIONS
+from attentions import ATTENTIONS, FORMS, form
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmlinattn import ops
+from mmlinattn.ops.convolution import depthwise_conv2d_in_place
+from mmlinattn.ops.focused import focused_in_place
+from mmlinattn.ops.rank_augmented import rala_in_place
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
 draws = settings(max_examples=8, deadline=None, derandomize=True, database=None)
@@ -33,14 +37,15 @@ def inputs(draw):
 
 
 def assert_follows_reference(function, tensors, **tolerance):
-    """Values and gradients."""
+    """Values and gradients of all forms."""
     found = []
-    for form in ('auto', 'reference'):
+    for name in FORMS:
         leaves = [tensor.clone().requires_grad_() for tensor in tensors]
-        with ops.use(form):
+        with form(name):
             out = function(*leaves)
             found.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out) + 0.3 * out.detach())])
-    torch.testing.assert_close(*found, **tolerance)
+    for fast in found[:-1]:
+        torch.testing.assert_close(fast, found[-1], **tolerance)
 
 
 @every_attention
@@ -58,17 +63,41 @@ def test_values_and_gradients_are_the_references(name, given):
 @draws
 @given(inputs(), st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
 def test_inference_is_the_reference_in_float64_up_to_rounding(name, given, dtype):
-    """Inference writes over queries and keys, never over values."""
+    """Nothing is written over."""
     tensors, options = given
     with ops.use('reference'):
         exact = ATTENTIONS[name](*tensors, **options)
     q, k, v = (tensor.to(dtype) for tensor in tensors)
-    kept = v.clone()
-    with torch.inference_mode():
-        out = ATTENTIONS[name](q, k, v, **options)
-    assert out.dtype == dtype and torch.equal(v, kept)
-    error = (out.double() - exact).norm() / exact.norm().clamp(min=1e-3)
-    assert error < {torch.float32: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.15}[dtype]
+    kept = [t.clone() for t in (q, k, v)]
+    for which in FORMS[:2]:
+        with torch.inference_mode(), form(which):
+            out = ATTENTIONS[name](q, k, v, **options)
+        assert out.dtype == dtype and all(map(torch.equal, (q, k, v), kept))
+        error = (out.double() - exact).norm() / exact.norm().clamp(min=1e-3)
+        assert error < {torch.float32: 1e-5, torch.float16: 0.02, torch.bfloat16: 0.15}[dtype]
+
+
+@draws
+@given(inputs(), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), st.booleans())
+def test_attentions_that_write_over_queries_and_keys(given, dtype, native):
+    """For inference on CPUs that keeps neither; with and without units for bfloat16. Values stay."""
+    (q, k, v), options = given
+    q, k, v = (t.to(dtype) for t in (q, k, v))
+    scale, offset, kept = torch.rand(q.shape[-1]) + 0.5, torch.randn(1, *q.shape[1:]).to(dtype), v.clone()
+    for public, in_place, more in (
+        (ops.rala, rala_in_place, dict(rotary=ops.rotary_table(1, q.shape[1], 4))),
+        (ops.focused_attention, focused_in_place, dict(inverse_scale=scale, power=3, offset=offset)),
+    ):
+        with torch.inference_mode(), mock.patch.object(ops.private, 'has_bfloat16_units', lambda: native):
+            expected = public(q, k, v, **options, **more)
+            both = torch.cat((q, k), dim=-1).chunk(2, dim=-1)
+            found = in_place(*both, v, **options, **more)
+            tolerance = dict(rtol=0.1, atol=0.1) if dtype == torch.bfloat16 else {}
+            torch.testing.assert_close(found, expected, **tolerance)
+            torch.testing.assert_close(
+                in_place(v.clone(), k.clone(), v, **options, **more), public(v, k, v, **options, **more), **tolerance
+            )
+        assert torch.equal(v, kept)
 
 
 @every_attention
@@ -145,6 +174,6 @@ def test_without_onednns_operators(monkeypatch):
         torch.testing.assert_close(ops.linear(x, weight, residual=residual), x @ weight.T + residual)
         image, kernel = torch.randn(1, 4, 6, 5), torch.randn(4, 1, 3, 3)
         expected = torch.nn.functional.conv2d(image, kernel, padding=1, groups=4)
-        torch.testing.assert_close(ops.depthwise_conv2d(image, kernel, onto=image.clone()), image + expected)
+        torch.testing.assert_close(depthwise_conv2d_in_place(image, kernel, None, image.clone()), image + expected)
         gelu = torch.nn.functional.gelu(expected)
         torch.testing.assert_close(ops.gelu_of_conv(image, kernel, None, 1, 1, 4), gelu)

@@ -2,10 +2,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from attentions import FORMS, form
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmlinattn import ops
+from mmlinattn.ops.convolution import depthwise_conv2d_in_place, dynamic_depthwise_conv2d_in_place
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
 draws = settings(max_examples=40, deadline=None, derandomize=True, database=None)
@@ -20,15 +22,19 @@ def maps(draw, fewest=0):
 
 
 def compare(function, expected, *tensors):
-    """Values with and without gradients, and gradients of a sum that weighs all results differently."""
-    leaves = [t.clone().requires_grad_() for t in tensors]
-    twins = [t.clone().requires_grad_() for t in tensors]
-    out, plain = function(*leaves), expected(*twins)
-    torch.testing.assert_close(out, plain)
-    ours, theirs = (torch.autograd.grad(t.sin().sum(), inputs) for t, inputs in ((out, leaves), (plain, twins)))
-    torch.testing.assert_close(ours, theirs)
-    with torch.inference_mode():
-        torch.testing.assert_close(function(*(t.clone() for t in tensors)), plain.detach())
+    """Values with and without gradients, and gradients of a sum that weighs all results differently, of the forms of
+    this device and of others."""
+    for which in FORMS[:2]:
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        twins = [t.clone().requires_grad_() for t in tensors]
+        with form(which):
+            out, plain = function(*leaves), expected(*twins)
+            torch.testing.assert_close(out, plain)
+            ours, theirs = (torch.autograd.grad(t.sin().sum(), x) for t, x in ((out, leaves), (plain, twins)))
+            torch.testing.assert_close(ours, theirs)
+            with torch.inference_mode():
+                torch.testing.assert_close(function(*tensors), plain.detach())
+        assert all(map(torch.equal, leaves, tensors))
 
 
 LARGE = torch.randn(1, 4, 366, 365, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -51,6 +57,12 @@ def test_depthwise_convolutions(x, size, onto, bias):
         return sum(rest[bias:], F.conv2d(x, weight, rest[0] if bias else None, padding=size // 2, groups=4))
 
     compare(ours, plain, *tensors)
+    if onto:
+        with torch.inference_mode():
+            expected, place = plain(*tensors), tensors[-1].clone()
+            found = depthwise_conv2d_in_place(x, tensors[1], tensors[2] if bias else None, place)
+            torch.testing.assert_close(found, expected)
+            assert found.data_ptr() == place.data_ptr()
 
 
 @draws
@@ -74,9 +86,13 @@ def test_kernels_of_each_image_are_its_own(x, size, onto):
         each = [F.conv2d(one[None], k[:, None], padding=size // 2, groups=4) for one, k in zip(x, kernels)]
         return sum(other, torch.cat(each))
 
-    for form in ('auto', 'reference'):
-        with ops.use(form):
+    for choice in ('auto', 'reference'):
+        with ops.use(choice):
             compare(ops.dynamic_depthwise_conv2d, plain, *tensors)
+    if onto:
+        with torch.inference_mode():
+            found = dynamic_depthwise_conv2d_in_place(*tensors[:2], tensors[2].clone())
+            torch.testing.assert_close(found, plain(*tensors))
 
 
 @draws

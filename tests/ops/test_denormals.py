@@ -6,13 +6,13 @@ from functools import partial
 
 import pytest
 import torch
-from attentions import LINEAR, focused
+from attentions import FORMS, LINEAR, focused, form
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmlinattn.ops import dispatch
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
-VIEWS = r'aten.(empty|new_empty|as_strided|alias|view|_unsafe_view|transpose|permute|select|slice|expand|detach)'
+VIEWS = r'aten.(empty|new_empty|as_strided|alias|view|_unsafe_view|transpose|permute|select|slice|expand|detach|unbind)'
 DIM, TOKENS = 64, 200
 
 
@@ -45,15 +45,15 @@ def inputs():
     return [t.contiguous().requires_grad_() for t in (q, k, v)]
 
 
-def steps(op, form, monkeypatch):
+def steps(op, which, monkeypatch):
     """Forward and backward pass of training, and inference, of one form, under the count."""
-    if form == 'fast':  # what counts operations gets the reference otherwise
+    if which != 'reference':  # what counts operations gets the reference otherwise
         monkeypatch.setattr(dispatch, 'is_plain', lambda *tensors: False)
     leaves = inputs()
-    with Denormals() as denormals:
+    with form(which), Denormals() as denormals:
         out = op(*leaves)
         out.backward(torch.randn_like(out))
-        if form == 'fast':
+        if which != 'reference':
             with torch.no_grad():
                 op(*(leaf.clone() for leaf in leaves))
     assert out.isfinite().all()
@@ -64,10 +64,10 @@ CALLS = {f'focused, {power}': partial(focused, power=power) for power in (1, 1.5
 CALLS.update({name: call for name, call in LINEAR.items() if name.startswith(('rala', 'inline', 'linear'))})
 
 
-@pytest.mark.parametrize('form', ['fast', 'reference'])
+@pytest.mark.parametrize('which', FORMS)
 @pytest.mark.parametrize('name', CALLS)
-def test_linear_attentions(name, form, monkeypatch):
-    found = steps(partial(CALLS[name], num_heads=2), form, monkeypatch)
+def test_linear_attentions(name, which, monkeypatch):
+    found = steps(partial(CALLS[name], num_heads=2), which, monkeypatch)
     # of 150,000 and more: a power of 32 passes through the range now and then
     assert sum(found.values()) < (200 if 'focused' in name else 1)
 

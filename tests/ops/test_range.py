@@ -4,14 +4,14 @@
 import pytest
 import reference
 import torch
-from attentions import LINEAR
+from attentions import FORMS, LINEAR, form
 from torch import nn
 
 from mmlinattn import ops
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
 HALF = [torch.float16, torch.bfloat16]
-every_form = pytest.mark.parametrize('form', ['auto', 'reference'])
+every_form = pytest.mark.parametrize('which', FORMS)
 every_attention = pytest.mark.parametrize('name', LINEAR)
 
 
@@ -19,7 +19,7 @@ every_attention = pytest.mark.parametrize('name', LINEAR)
 @pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
 @pytest.mark.parametrize('dtype', HALF, ids=str)
 @every_attention
-def test_sums_over_the_tokens_of_a_detection_map(name, dtype, masked, form):
+def test_sums_over_the_tokens_of_a_detection_map(name, dtype, masked, which):
     """Stage 1 at 1333x800: the sum of 66,800 tokens of mean 1.2 is no number of float16, and bfloat16 stops counting at
     256."""
     q, k, v = (1.2 + 0.3 * torch.randn(1, 200 * 334, 8) for _ in range(3))
@@ -29,23 +29,25 @@ def test_sums_over_the_tokens_of_a_detection_map(name, dtype, masked, form):
     if masked:
         mask = torch.rand(1, q.shape[1]) > 0.1
         v = v * mask[..., None]
-    with ops.use(form):
+    with form(which):
         out = LINEAR[name](q.to(dtype), k.to(dtype), v.to(dtype), 1, mask=mask)
         exact = LINEAR[name](*(t.to(dtype).double() for t in (q, k, v)), 1, mask=mask)
     assert out.dtype == dtype and out.isfinite().all()
     assert (out - exact).abs().max() < 16 * torch.finfo(dtype).eps * exact.abs().max()
 
 
+@every_form
 @pytest.mark.parametrize('size', [1.0, 1e-3])
 @pytest.mark.parametrize('dtype', HALF, ids=str)
 @pytest.mark.parametrize('name', ['rala, turned', 'inline, identity', 'linear, elu', 'focused, 3'])
-def test_gradients_of_a_detection_map(name, dtype, size):
+def test_gradients_of_a_detection_map(name, dtype, size, which):
     """1 / N is below the normal numbers of float16. Of a sum over the tokens, as scaled losses give it: gradients of
     queries do not fall with N."""
     leaves = [(scale * torch.randn(1, 200 * 334, 16)).to(dtype).requires_grad_() for scale in (1, 1, size)]
     wide = [t.detach().double().requires_grad_() for t in leaves]
 
-    out, exact, resolution = LINEAR[name](*leaves, 1), LINEAR[name](*wide, 1), 16 * torch.finfo(dtype).eps
+    with form(which):
+        out, exact, resolution = LINEAR[name](*leaves, 1), LINEAR[name](*wide, 1), 16 * torch.finfo(dtype).eps
     assert out.dtype == dtype and (out - exact).abs().max() < resolution * max(exact.abs().max(), size)
     probe = torch.randn_like(exact) / size
     ours = torch.autograd.grad((out.double() * probe).sum(), leaves)
@@ -55,11 +57,11 @@ def test_gradients_of_a_detection_map(name, dtype, size):
 
 @every_form
 @every_attention
-def test_results_have_the_type_of_the_values(name, form):
+def test_results_have_the_type_of_the_values(name, which):
     """Where queries and keys have another one, and under autocast: sums over tokens are no products that it may
     round."""
     q, k, v = (torch.rand(2, 9, 8) + 0.5 for _ in range(3))
-    with ops.use(form):
+    with form(which):
         expected = LINEAR[name](q, k, v, 2)
         for queries, values in ((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)):
             out = LINEAR[name](q.to(queries), k.to(queries), v.to(values), 2)
@@ -72,7 +74,7 @@ def test_results_have_the_type_of_the_values(name, form):
 @every_form
 @pytest.mark.parametrize('width', [16, 64, 1024])
 @pytest.mark.parametrize('power', [1, 1.5, 2, 3, 5.5, 8, 16, 32])
-def test_every_power_with_dead_and_huge_tokens(power, width, form):
+def test_every_power_with_dead_and_huge_tokens(power, width, which):
     """One token of 1e4, one without a positive channel, one flat, one with a single positive channel."""
     q, k, v = torch.randn(3, 1, 12, width)
     for t in (q, k):
@@ -84,7 +86,7 @@ def test_every_power_with_dead_and_huge_tokens(power, width, form):
         t[:, 4] *= 1e-6
     scale = torch.linspace(-4, 8, width)
     leaves = [t.requires_grad_() for t in (q, k, v, scale)]
-    with ops.use(form):
+    with form(which):
         out = ops.focused_attention(*leaves[:3], 4, 1 / nn.functional.softplus(scale), power)
     assert out.isfinite().all()
     gradients = torch.autograd.grad(out.sum(), leaves)
@@ -98,12 +100,12 @@ def test_every_power_with_dead_and_huge_tokens(power, width, form):
 
 
 @every_form
-def test_weights_far_apart(form):
+def test_weights_far_apart(which):
     """One key that outweighs all others by more than float32 tells apart: they get nothing, and nothing is NaN."""
     q, k, v = torch.randn(3, 1, 20, 8)
     k[:, 7] = 500.0
     leaves = [t.requires_grad_() for t in (q.abs(), k, v)]
-    with ops.use(form):
+    with form(which):
         out = ops.rala(*leaves, 1)
     torch.testing.assert_close(out, v[:, 7:8].expand_as(out), rtol=1e-3, atol=1e-3)
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), leaves))
@@ -113,7 +115,7 @@ def test_weights_far_apart(form):
 @pytest.mark.parametrize('learns', [True, False])
 @pytest.mark.parametrize('eps', [dict(eps=0.5), {}], ids=['large', 'default'])
 @pytest.mark.parametrize('name', ['rala, elu', 'rala, relu', 'rala, softmax', 'rala without weights', 'linear, elu'])
-def test_what_is_added_to_the_normaliser(name, eps, learns, form):
+def test_what_is_added_to_the_normaliser(name, eps, learns, which):
     """No rounding guard here: as large as the normaliser itself; 1e-6 unless told otherwise, with as small products.
     The last two tokens of the mask are padding."""
     options, floor = LINEAR[name].keywords, eps.get('eps', 1e-6)
@@ -131,7 +133,7 @@ def test_what_is_added_to_the_normaliser(name, eps, learns, form):
         return reference.side_by_side(reference.rala_map(q, k, None, options['weight_scale'], floor) @ v)
 
     mask = (torch.arange(7) < 5).expand(2, 7)
-    with ops.use(form), torch.set_grad_enabled(learns):
+    with form(which), torch.set_grad_enabled(learns):
         q, k, v = leaves
         out = LINEAR[name](q.clone(), k.clone(), v, 2, **eps)
         masked = LINEAR[name](q.clone(), k.clone(), v * mask[..., None], 2, mask=mask, **eps)
@@ -144,14 +146,14 @@ def test_what_is_added_to_the_normaliser(name, eps, learns, form):
 
 @every_form
 @pytest.mark.parametrize('dtype', HALF, ids=str)
-def test_scales_of_the_focused_map_are_not_rounded_to_the_type_of_the_tokens(dtype, form):
+def test_scales_of_the_focused_map_are_not_rounded_to_the_type_of_the_tokens(dtype, which):
     """Parameters stay float32 under autocast; values of float32 show what the map of half-precision tokens is."""
     q, k = torch.randn(2, 2, 7, 8).to(dtype)
     v, scale = torch.randn(2, 7, 8), torch.rand(8) + 0.5
     results = []
     for tokens in ((q, k), (q.float(), k.float())):
         leaves = [t.clone().requires_grad_() for t in (v, scale)]
-        with ops.use(form):
+        with form(which):
             out = ops.focused_attention(*tokens, leaves[0], 2, leaves[1], 3)
         results.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
@@ -159,7 +161,7 @@ def test_scales_of_the_focused_map_are_not_rounded_to_the_type_of_the_tokens(dty
 
 @every_form
 @pytest.mark.parametrize(('eps', 'size'), [(dict(eps=0.3), 1), ({}, 1e-3)], ids=['large', 'default'])
-def test_the_floor_of_the_focused_map_and_its_normaliser(eps, size, form):
+def test_the_floor_of_the_focused_map_and_its_normaliser(eps, size, which):
     """One number is both: what is added to ReLU's results, and to the normaliser; 1e-6 unless told otherwise. Zeros get
     no gradient, as of ReLU."""
     q, k, v = torch.randn(3, 2, 7, 8, dtype=torch.float64) * torch.tensor([size, size, 1]).view(3, 1, 1, 1)
@@ -168,10 +170,10 @@ def test_the_floor_of_the_focused_map_and_its_normaliser(eps, size, form):
     mapped = [reference.by_head(reference.focused(t, scale, 2, eps=floor), 2) for t in (q, k + offset)]
     expected = reference.side_by_side(reference.linear_map(*mapped, eps=floor) @ reference.by_head(v, 2))
     for learns in (True, False):  # in inference the offset is added in place
-        with ops.use(form), torch.set_grad_enabled(learns):
+        with form(which), torch.set_grad_enabled(learns):
             out = ops.focused_attention(q.clone(), k.clone(), v, 2, inverse, 2, offset=offset, **eps)
         torch.testing.assert_close(out, expected)
     q, k = (torch.where(t > 0, t, 0).requires_grad_() for t in (q, k))
-    with ops.use(form):
+    with form(which):
         grads = torch.autograd.grad(ops.focused_attention(q, k, v, 1, inverse, 3).square().sum(), (q, k))
     assert all((grad[x == 0] == 0).all() and grad[x > 0].any() for x, grad in zip((q, k), grads))

@@ -33,9 +33,8 @@ def attention(equation, q, k, v, rotary, mask, num_heads, kernel, weight_scale, 
     return by_hand(Rule(equation, forward, backward), q, k, v, rotary, mask, **options)
 
 
-def takes(q, k, v, num_heads, rotary=None, mask=None, same=False) -> bool:
-    """Whether tensors have exactly the shapes that kernels index, of which others broadcast or raise in the reference.
-    ``same``: as many keys as queries."""
+def takes(q, k, v, num_heads, rotary=None, mask=None) -> bool:
+    """Whether tensors have exactly the shapes that kernels index. The reference broadcasts others, or raises."""
     tensors = (q, k, v)
     if not (num_heads > 0 and all(t.dim() == 3 and t.numel() and t.shape[-1] % num_heads == 0 for t in tensors)):
         return False
@@ -43,7 +42,6 @@ def takes(q, k, v, num_heads, rotary=None, mask=None, same=False) -> bool:
     others = (rotary, (tokens, d // 2, 2)), (mask, (batch, keys))
     return (
         k.shape == (batch, keys, channels)
-        and (tokens == keys or not same)
         and v.shape[:2] == (batch, keys)
         and all(t.dtype == q.dtype and t.device == q.device for t in tensors)
         and all(t is None or (t.shape == shape and t.device == q.device) for t, shape in others)

@@ -1,0 +1,200 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Gradients written by hand: what they keep, and that they are right in whatever way they are asked for."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attentions import ATTENTIONS, FORMS, LINEAR, form
+from torch import nn
+
+from mmlinattn import ops
+
+pytestmark = pytest.mark.usefixtures('fast_forms')
+every_attention = pytest.mark.parametrize('name', ATTENTIONS)
+by_hand = pytest.mark.parametrize('which', FORMS[:2])
+HALF = [torch.float16, torch.bfloat16]
+
+
+def layer(x, other, v):
+    """Linear layer, convolutions and rotation."""
+    weight = v[0, :8].sin()
+    x = ops.linear(x, v[0, :8], v[0, 0])
+    image = x.unflatten(1, (3, 3)).permute(0, 3, 1, 2)
+    image = image + ops.conv_of_gelu(image, weight[:, :3].reshape(8, 3, 1, 1).expand(8, 3, 3, 3)[:, :1], None, groups=8)
+    image = ops.residual_depthwise_conv2d(image, weight[:, None, :5, None] * weight[:, None, None, :5], None)
+    image = ops.depthwise_conv2d(image, weight[:, None, :5, None] * weight[:, None, None, :5], None)
+    q, k = ops.rotary.rotate_by_head(image.flatten(2).transpose(1, 2), x, 2, ops.rotary_table(3, 3, 4, dtype=x.dtype))
+    return q * k.sin() + other.unflatten(-1, (2, 4)).transpose(1, 2)
+
+
+# of fused softmax attention, PyTorch has no second derivatives
+ALL = {**{name: partial(call, num_heads=2) for name, call in LINEAR.items()}, 'layers': layer}
+# queries, keys and values made of one tensor, of each other, of slices of a projection
+MADE = {
+    'q is k is v': lambda x: (x, x, x),
+    'k of q': lambda q: (q, q.sin(), q.cos()),
+    'v of k': lambda x: (x[..., :8], *(lambda k: (k, k.sin()))(x.cos())) if x.shape[-1] == 8 else x,
+    'slices': lambda x: torch.cat((x, x.sin(), x.cos()), dim=-1).chunk(3, dim=-1),
+}
+
+
+@by_hand
+@pytest.mark.parametrize('made', MADE)
+@pytest.mark.parametrize('name', ALL)
+def test_gradients_of_gradients_and_batched_ones(name, made, which, monkeypatch):
+    """First and second derivatives where ``create_graph=True``, and first ones where ``is_grads_batched=True``."""
+    for module, number in ((ops.products, '_MIN_TRAINED_MACS'), (ops.convolution, '_SMALL_NUMEL')):
+        monkeypatch.setattr(module, number, 0)
+    x, results = (torch.rand(2, 9, 8, dtype=torch.float64) + 0.2).requires_grad_(), []
+    for choice in (which, 'reference'):
+        with form(choice):
+            parts = MADE[made](x)
+            out = ALL[name](*parts)
+            probe = torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)
+            firsts = torch.autograd.grad(out, parts, probe, create_graph=True)
+            (first,) = torch.autograd.grad(out, x, probe, create_graph=True)
+            (second,) = torch.autograd.grad(first.sin().sum(), x, retain_graph=True)
+            probes = torch.stack((probe, probe.sin()))
+            (batched,) = torch.autograd.grad(out, x, probes, is_grads_batched=True, retain_graph=True)
+            plain = torch.autograd.grad(out, x, probe)
+        results.append([*firsts, first, second, batched, *plain])
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-8)
+
+
+@by_hand
+@every_attention
+def test_a_backward_pass_under_autocast_is_that_outside(name, which):
+    x = torch.randn(2, 9, 8, requires_grad=True)
+    grads = []
+    for inside in (False, True):
+        with form(which):
+            out = ATTENTIONS[name](x, x + 0.1, x, 2)
+            with torch.autocast('cpu', torch.bfloat16, enabled=inside):
+                grads.append(torch.autograd.grad(out.sum(), x)[0])
+    torch.testing.assert_close(*grads, rtol=1e-5 if 'softmax' not in name else 0.1, atol=1e-5)
+
+
+@by_hand
+@every_attention
+def test_two_runs_give_the_same_bits(name, which):
+    leaves = [torch.randn(2, 50, 8, requires_grad=True) for _ in range(3)]
+    runs = []
+    for _ in range(2):
+        with form(which):
+            out = ATTENTIONS[name](*leaves, 2)
+            runs.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize('which', FORMS)
+@pytest.mark.parametrize('where', range(3))
+@pytest.mark.parametrize('name', LINEAR)
+def test_nan_of_an_input_shows_in_the_output(name, where, which):
+    tensors = [torch.rand(1, 9, 8) for _ in range(3)]
+    tensors[where][0, 4, 3] = torch.nan
+    with torch.no_grad(), form(which):
+        assert ATTENTIONS[name](*tensors, 2)[0, 4].isnan().any()
+
+
+DEAD = ['rala, relu', 'rala, relu, turned', 'linear, relu', 'focused, 3', 'rala, elu', 'focused, 4.5']
+
+
+@pytest.mark.parametrize('which', FORMS)
+@pytest.mark.parametrize('name', DEAD)
+def test_a_query_that_meets_no_key_in_float16(name, which):
+    """Alive only in channels in which all keys are dead, it is divided by eps alone: gradients stay finite, and those
+    of all others right."""
+    call = partial(ops.rala, kernel='relu', rotary=ops.rotary_table(3, 3, 8)) if 'turned' in name else LINEAR[name]
+    x = torch.randn(3, 1, 9, 8, generator=torch.Generator().manual_seed(0))
+    q, k, v = x
+    k[..., :2], q[:, 4], q[:, 4, :2] = -1, -1, 2
+    leaves = [t.half().requires_grad_() for t in (q, k, v)]
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    with form(which):
+        grads = torch.autograd.grad(call(*leaves, 1).float().sum() * 64, leaves)
+    assert all(grad.isfinite().all() for grad in grads)
+    others = torch.arange(9) != 4
+    expected = torch.autograd.grad(call(*wide, 1).sum() * 64, wide)
+    for ours, theirs in zip(grads[:1] + grads[2:], expected[:1] + expected[2:]):
+        error = (ours.double() - theirs)[:, others].norm()
+        assert error < 0.02 * (theirs[:, others].norm() + 1e-3)
+
+
+@pytest.mark.parametrize('which', FORMS)
+def test_keys_with_a_mean_of_a_hundred_deviations(which):
+    """InLine: only deviations from the mean count."""
+    q, k, v = (torch.randn(2, 4000, 16) for _ in range(3))
+    k = k + 100
+    leaves, wide = ([t.to(dtype).requires_grad_() for t in (q, k, v)] for dtype in (torch.float32, torch.float64))
+    with form(which):
+        out = ops.inline_attention(*leaves, 2, 0.3)
+        grads = torch.autograd.grad(out.square().sum(), leaves)
+    exact = ops.inline_attention(*wide, 2, 0.3)
+    deviation = (exact - wide[2].mean(dim=1, keepdim=True)).abs().max()
+    assert (out - exact).abs().max() < 1e-3 * deviation
+    for ours, theirs in zip(grads, torch.autograd.grad(exact.square().sum(), wide)):
+        assert (ours - theirs).norm() < 1e-3 * theirs.norm()
+
+
+# --- what the backward pass keeps, and how many operations there are --------------------------------------------------
+
+
+def kept(function, *leaves) -> int:
+    """Bytes that are kept besides the leaves."""
+    storages, own = {}, {t.untyped_storage().data_ptr() for t in leaves}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = function(*leaves)
+    storages.pop(out.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
+
+
+@by_hand
+@pytest.mark.parametrize('dtype', [torch.float32, *HALF], ids=str)
+@pytest.mark.parametrize('name', LINEAR)
+def test_what_is_kept_besides_queries_keys_and_values(name, dtype, which):
+    """In tensors of their size, whatever the device."""
+    leaves = [torch.randn(1, 4096, 128).to(dtype).requires_grad_() for _ in range(3)]
+    with form(which):
+        size = kept(lambda *t: LINEAR[name](*t, 2), *leaves)
+    assert size <= 0.1 * leaves[0].numel() * dtype.itemsize + (4096 * 64 * 4 if 'turned' in name else 0)
+
+
+def test_parameters_and_tokens_train_through_every_form():
+    """Frozen queries, keys, values or scales, in any combination."""
+    tensors = [torch.rand(2, 9, 8, dtype=torch.float64) for _ in range(3)] + [torch.rand(8, dtype=torch.float64) + 0.5]
+    for learning in [(0,), (1,), (2,), (3,), (0, 2), (1, 3)]:
+        found = []
+        for which in FORMS:
+            leaves = [t.clone().requires_grad_(i in learning) for i, t in enumerate(tensors)]
+            with form(which):
+                out = ops.focused_attention(*leaves[:3], 2, leaves[3], 3) + ops.rala(*leaves[:3], 2)
+                out = out + ops.inline_attention(*leaves[:3], 2, 0.3, 'leakyrelu') if learning != (3,) else out
+            found.append(torch.autograd.grad(out.sin().sum(), [leaves[i] for i in learning]))
+        for ours in found[:2]:
+            torch.testing.assert_close(ours, found[2])
+
+
+def test_checkpointing_and_saved_tensors_elsewhere():
+    """Gradients that would lie as slices of one projection, of tensors that hooks moved."""
+    weight = nn.Parameter(torch.randn(24, 8))
+    x, grads = torch.randn(2, 9, 8), []
+
+    def block(x):
+        return ops.rala(*ops.tensors.split(F.linear(x, weight), (8, 8, 8)), 2).sum()
+
+    grads.append(torch.autograd.grad(block(x), weight)[0])
+    out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+    grads.append(torch.autograd.grad(out, weight)[0])
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        out = block(x)
+    grads.append(torch.autograd.grad(out, weight)[0])
+    torch.testing.assert_close(grads[1:], [grads[0]] * 2)
