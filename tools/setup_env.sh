@@ -80,23 +80,19 @@ vpy=$venv/bin/python log=$venv/setup.log stamp=$venv/.mmlinattn-ready
 recipe() { echo "$stack $("$vpy" -V) $ROOT $(cat "$lock" "$ROOT"/mmcv_ops/mmcv/_ext.py | cksum)"; }
 is_ready() {
   [ -f "$stamp" ] || return 1
-  case $(cat "$stamp") in
-    "$(recipe 2>/dev/null)") [ -z "$compiled" ] ;;
-    "$(recipe 2>/dev/null) compiled") ;;
-    *) return 1 ;;
-  esac && check "$vpy"
+  case $(cat "$stamp") in "$(recipe)${compiled:+ compiled}" | "$(recipe) compiled") check "$vpy" ;; *) return 1 ;; esac
 }
+fits() { "$1" -c 'import sys; sys.exit(not (3, 9) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
+wanted='Python 3.9 to 3.13 (3.14 lacks pkgutil.find_loader, which MMEngine and MMCV call)'
+[ -z "$python" ] || fits "$python" || die "--python is '$python', which is missing or no $wanted"
+[ -z "$python" ] || ! fits "$vpy" || [ "$("$python" -V)" = "$("$vpy" -V)" ] ||
+  die "$venv has $("$vpy" -V), and --python is $("$python" -V). Remove it or name another folder with --venv."
 if is_ready; then echo "$vpy" && exit 0; fi
 
-fits() { "$1" -c 'import sys; sys.exit(not (3, 9) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; }
-if [ -z "$python" ] && fits "$vpy"; then
-  python=$vpy
-elif [ -n "$python" ]; then
-  fits "$python" || die "$python is missing or is not Python 3.9 to 3.13 (3.14 lacks pkgutil.find_loader, which MMEngine and MMCV call)"
-else
-  for python in python3 python python3.13 python3.12 python3.11 python3.10 python3.9 ''; do if fits "$python"; then break; fi; done
-  [ -n "$python" ] || die 'no Python 3.9 to 3.13 on PATH (3.14 lacks pkgutil.find_loader, which MMEngine and MMCV call); name one with --python'
-fi
+[ -n "$python" ] || for python in "$vpy" python3 python python3.13 python3.12 python3.11 python3.10 python3.9; do
+  if fits "$python"; then break; fi
+done
+fits "$python" || die "there is no $wanted on PATH; name one with --python"
 [ -z "$compiled" ] || command -v "${CXX:-g++}" >/dev/null ||
   die "--compiled needs '${CXX:-g++}', which is not there. Install gcc and g++ (Debian, Ubuntu: apt install build-essential python3-dev)."
 if fits "$vpy"; then
@@ -121,7 +117,7 @@ say "setting up $venv ($stack stack, $("$vpy" -V)); details in $log"
 pin() { sed -n -E "s/^($1===?[^ ;]*).*/\1/p" "$lock"; }
 failed() { die "$* ($(grep -iE '(error|cause)\b' "$log" | tail -n 1 | sed 's|//[^/@ ]*@|//|g')); all of the output: $log"; }
 
-# uv downloads and unpacks in parallel and never a version again, in a third of pip's time. It reads none of pip's settings.
+# uv uses all cores and unpacks a version only once. It reads none of pip's settings.
 index=${PIP_INDEX_URL:-$("$vpy" -m pip config get global.index-url 2>/dev/null || echo https://pypi.org/simple)}
 "$vpy" -m pip install -q --retries 1 --timeout 20 "$(pin uv)" >"$log" 2>&1 ||
   failed "pip cannot get $(pin uv) from the package index $(sed 's|//[^/@]*@|//|' <<<"$index"). Check the network, the proxy and PIP_INDEX_URL"

@@ -46,6 +46,14 @@ def test_python_that_the_stack_does_not_run_on_is_refused(version, tmp_path):
     assert 'Python 3.9 to 3.13' in line and 'find_loader' in line and not (tmp_path / 'venv').exists()
 
 
+def test_another_python_than_the_one_asked_for_is_not_used(tmp_path):
+    subprocess.run([sys.executable, '-m', 'venv', '--without-pip', str(tmp_path / 'venv')], check=True)
+    python = program(
+        tmp_path / 'python', '[ "$1" != -V ] || { echo Python 3.10.99; exit; }', f'exec {sys.executable} "$@"'
+    )
+    assert 'and --python is Python 3.10.99' in refused(setup_env('--venv', tmp_path / 'venv', '--python', python))
+
+
 def test_missing_compiler_is_told_before_anything_is_made(tmp_path):
     line = refused(setup_env('--compiled', '--venv', tmp_path / 'venv', CXX='no-such-g++'))
     assert "needs 'no-such-g++'" in line and 'build-essential' in line and not (tmp_path / 'venv').exists()
