@@ -17,6 +17,7 @@ GUIDES = [
     'get_started',
     'tutorial',
     'own_data',
+    'real_images',
     'configs',
     'checkpoints',
     'deploy',
