@@ -103,9 +103,9 @@ def context_of(self: Any, x: Tensor, mask: Optional[Tensor] = None) -> Optional[
 
 def prepared(self: Any, mean: Tensor) -> Tensor:
     """Of mean tokens (B, C) the kernels that an InLine mixer predicts."""
-    if type(self.mixer) is InLineMixer and self.mixer.injective:
-        return self.mixer.residual.kernels(mean)
-    return mean
+    mixer: Any = self.mixer
+    predicts = isinstance(mixer, InLineMixer) and mixer.injective
+    return mixer.residual.kernels(mean) if predicts else mean  # type: ignore[union-attr]
 
 
 def gated(self: Any, out: Tensor, x: Tensor, projected: list) -> Tensor:
@@ -144,7 +144,8 @@ def reduced_keys(
 
 @form_of(WindowAttention)
 def windows(room: Room, self: WindowAttention, x: Tensor, stage, source=None, scale=None, residual=None) -> Tensor:
-    windows, real, hidden = windows_of(stage, x).get(self.window, self.shift)
+    made: Any = windows_of(stage, x).get(self.window, self.shift)
+    windows, real, hidden = made
     if not (self.mixer.quadratic or windows.is_whole or any(windows.shift)):
         return _in_regions(room, self, x, windows, real, source, scale, residual)
     tokens, grid = windows.partition(x), windows.grid(x)
@@ -179,7 +180,9 @@ def _in_regions(
             of_windows = list(cut(x if source is None else source, regions, mean=True))
             means = prepared(self, torch.cat(of_windows)).split([len(part) for part in of_windows])
         for (_, _, part), context, *tensors in zip(regions, means, *pieces):
-            yield mix(room, self, *tensors, Grid(*part.window, within=windows.window), mask=mask, context=context)
+            (height, width), (queries, keys, values) = part.window, tensors
+            grid = Grid(height, width, within=windows.window)
+            yield mix(room, self, queries, keys, values, grid, mask=mask, context=context)
 
     out = assemble(mixed(), regions)
     return room.linear(self.proj, gated(self, out, x, gate), scale, residual=residual)

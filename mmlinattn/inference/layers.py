@@ -92,7 +92,8 @@ def _in_strips(
     numel = x.numel() // x.shape[-1] * self.hidden_dim
     if numel <= 2 * STRIP_NUMEL:
         return room.linear(self.fc2, hidden(x), scale, residual=residual)
-    height, out = x.shape[1], None
+    height = x.shape[1]
+    out: Any = None
     rows = max(STRIP_NUMEL // (numel // (x.shape[0] * height)), 8 * halo, 1)
     for i in range(x.shape[0]):
         for top in range(0, height, rows):

@@ -105,7 +105,8 @@ class Room:
             out = self.call(layer, x)
             out = F.gelu(out) if gelu else out if scale is None else out * scale
             return out if residual is None else residual + out
-        weight, bias = layer.weight, layer.bias
+        weight: Tensor = layer.weight
+        bias: Optional[Tensor] = layer.bias
         if scale is not None:
             weight, bias = weight * scale[:, None], None if bias is None else bias * scale
         return self.product(x, weight, bias, gelu, residual)
@@ -123,7 +124,7 @@ class Room:
         out = private.LINEAR(x, weight, bias, 'gelu' if gelu else 'none', [], 'none' if gelu else '')
         return out if residual is None else residual + out
 
-    def conv(self, x: Tensor, layer: Any, norm: Optional[nn.Module] = None, gelu: bool = False) -> Tensor:
+    def conv(self, x: Tensor, layer: Any, norm: Any = None, gelu: bool = False) -> Tensor:
         """``gelu(norm(conv(x)))`` of (B, C, H, W), a batch norm folded into the convolution."""
         weight, bias = layer.weight, layer.bias
         if norm is not None:

@@ -69,7 +69,8 @@ class Block(BaseModule):
         if gamma is None and not drops:
             return x + branch
         scale = x.new_ones(1) if gamma is None else gamma
-        scale = self.drop_path(scale.expand(x.shape[0], *(1,) * (x.dim() - 2), len(scale)))
+        if drops:
+            scale = self.drop_path(scale.expand(x.shape[0], *(1,) * (x.dim() - 2), len(scale)))
         return torch.addcmul(x, branch.to(x.dtype), scale.to(x.dtype))
 
 

@@ -12,7 +12,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 from torch import nn
 
-from mmlinattn.attention import GlobalAttention, ReducedAttention
+from mmlinattn.attention import GlobalAttention, ReducedAttention, StageContext
 from mmlinattn.tooling.analysis import pictures
 from mmlinattn.tooling.analysis.capture import watched
 from mmlinattn.tooling.analysis.inspecting import measure_block, query_map
@@ -85,7 +85,7 @@ def test_weights_lie_over_the_pixels_of_their_tokens(height, width, stride, data
 def block_of(attention, x):
     found = []
     with watched(nn.ModuleDict(dict(attn=attention.eval())), found.append):
-        attention(x)
+        attention(x, StageContext.of(x))
     return found[0]
 
 
