@@ -202,24 +202,6 @@ def serves_ones(forward):
     return wrapped
 
 
-def leaves_slow_autocast(forward):
-    """Decorates the ``forward`` of a backbone, so that float32 models leave bfloat16 autocast on CPUs without units.
-
-    There a depth-wise convolution takes a hundred times as long in bfloat16 as in float32. Outputs are then float32.
-    """
-
-    @functools.wraps(forward)
-    def wrapped(self, x: Tensor):
-        casts = x.device.type == 'cpu' and autocasts(x) and torch.get_autocast_dtype('cpu') == torch.bfloat16
-        is_float32 = next(self.parameters()).dtype == torch.float32
-        if not (casts and is_float32) or private.has_bfloat16_units() or is_traced():
-            return forward(self, x)
-        with without_autocast(x):
-            return forward(self, x.float() if x.dtype in (torch.bfloat16, torch.float16) else x)
-
-    return wrapped
-
-
 def autocasts(x: Tensor) -> bool:
     """Whether autocast is on for the device of ``x``; the meta device has none and PyTorch raises when asked for it."""
     return not x.is_meta and torch.is_autocast_enabled(x.device.type)

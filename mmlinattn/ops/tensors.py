@@ -15,7 +15,6 @@ from torch import Tensor
 
 from . import dispatch, private
 from .dispatch import accumulation_dtype
-from .gradients import Rule, by_hand
 
 # On GPUs, copies of fewer elements take less time than Python does in the backward pass (counted, not measured).
 GPU_COPY_NUMEL = 2**24
@@ -136,29 +135,6 @@ def to_image(x: Tensor) -> Tensor:
     return settled(x.permute(0, 3, 1, 2))
 
 
-def to_contiguous_image(x: Tensor) -> Tensor:
-    """(B, H, W, C) -> (B, C, H, W) in contiguous memory."""
-    if dispatch.backend(x) != 'cpu':
-        return to_image(x).contiguous()
-    return by_hand(_TRANSPOSED, x.flatten(1, 2)).unflatten(2, x.shape[1:3])
-
-
-def _transposed(x: Tensor) -> Tensor:
-    """(B, N, C) -> (B, C, N), contiguous. PyTorch goes through a single matrix in tiles, three times as fast as through
-    a batch."""
-    out = x.new_empty(x.shape[0], x.shape[2], x.shape[1])
-    for matrix, source in zip(out, x):
-        matrix.copy_(source.t())
-    return out
-
-
-_TRANSPOSED = Rule(
-    lambda x: x.transpose(1, 2),
-    lambda x: (_transposed(x), ()),
-    lambda grads, inputs, kept, wanted: [_transposed(grads[0])],
-)
-
-
 def product(x: Tensor, matrix: Tensor) -> Tensor:
     """``x @ matrix`` by head, (B, heads, N, d) by (B, heads, d, e); not recorded by autograd.
 
@@ -232,13 +208,6 @@ def widened(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
         wide = part.to(accumulation_dtype(x))
         yield rows, wide
         part.copy_(wide)
-
-
-def multiply(out: Tensor, factor: Tensor) -> Tensor:
-    """``out * factor``, broadcast to the shape of ``out``; in inference, ``out`` is scratch memory of this function and
-    holds the result."""
-    in_place = not dispatch.records() and out.dtype == factor.dtype and not dispatch.is_plain(out, factor)
-    return out.mul_(factor) if in_place else out * factor
 
 
 def unshared(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
