@@ -31,7 +31,10 @@ from ..attention.efficient import EfficientMixer
 from ..attention.inline import PredictedConv
 from ..attention.windows import Windows
 from ..layers import PositionTable
+from ..ops.convolution import depthwise_conv2d_in_place, dynamic_depthwise_conv2d_in_place
+from ..ops.focused import focused_in_place
 from ..ops.grid import on_grid, to_map, to_tokens
+from ..ops.rank_augmented import rala_in_place
 from .regions import assemble, cut, regions_of
 from .room import KNOWN, Room, form_of
 
@@ -66,34 +69,34 @@ def mix(
     key_grid = key_grid or grid
     kind = type(mixer)
     if kind is RALAMixer:
-        out = ops.rala(q, k, v, mixer.num_heads, mixer.kernel, rotary, mask, mixer.weight_scale)
+        out = rala_in_place(q, k, v, mixer.num_heads, mixer.kernel, rotary, mask, mixer.weight_scale)
     elif kind is InLineMixer and mixer.injective:
         out = ops.inline_attention(q, k, v, mixer.num_heads, mixer.head_dim**-0.5, mixer.kernel, mask)
         if context is not None:
             kernels = context.to(v.dtype)
-            out = _add_local(room, out, v, lambda x, onto: ops.dynamic_depthwise_conv2d(x, kernels, onto), grid)
+            out = _add_local(out, v, ops.dynamic_depthwise_conv2d, dynamic_depthwise_conv2d_in_place, (kernels,), grid)
     elif kind is FocusedMixer and mixer.scale is not None:
         offset = None if mixer.position is None else mixer.position.on(key_grid)
         inverse_scale = 1 / torch.nn.functional.softplus(mixer.scale)
-        out = ops.focused_attention(q, k, v, mixer.num_heads, inverse_scale, mixer.power, offset, mask)
+        out = focused_in_place(q, k, v, mixer.num_heads, inverse_scale, mixer.power, offset, mask)
         if mixer.local is not None:
             weight = mixer.local.weight.repeat(mixer.num_heads, 1, 1, 1)
             shared = mixer.local.bias.repeat(mixer.num_heads)
-            out = _add_local(room, out, v, lambda x, onto: ops.depthwise_conv2d(x, weight, shared, onto), key_grid)
+            out = _add_local(out, v, ops.depthwise_conv2d, depthwise_conv2d_in_place, (weight, shared), key_grid)
     else:
         terms = dict(rotary=rotary if mixer.rotary else None, bias=bias if mixer.bias else None, context=context)
         out = mixer(q, k, v, grid, key_grid, mask, **terms)
     local = self.local
     if local is None:
         return out
-    return _add_local(room, out, v, lambda x, onto: ops.depthwise_conv2d(x, local.weight, local.bias, onto), grid)
+    return _add_local(out, v, ops.depthwise_conv2d, depthwise_conv2d_in_place, (local.weight, local.bias), grid)
 
 
-def _add_local(room: Room, out: Tensor, v: Tensor, conv, grid: Grid) -> Tensor:
-    """``out`` plus a convolution of the values, onto it where there are no class tokens."""
+def _add_local(out: Tensor, v: Tensor, conv, conv_in_place, weights: tuple, grid: Grid) -> Tensor:
+    """``out`` plus a convolution of the values, in place where there are no class tokens."""
     if grid.prefix:
-        return out + on_grid(lambda image: conv(image, None), v, grid)
-    return to_tokens(conv(to_map(v, grid), to_map(out, grid)))
+        return out + on_grid(lambda image: conv(image, *weights), v, grid)
+    return to_tokens(conv_in_place(to_map(v, grid), *weights, to_map(out, grid)))
 
 
 def context_of(self: Any, x: Tensor, mask: Optional[Tensor] = None) -> Optional[Tensor]:
