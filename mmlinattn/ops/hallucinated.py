@@ -56,7 +56,7 @@ def hallucinated_attention(
         Tensor: (B, N, h * d), in the dtype of ``v``.
     """
     if has_torch_function((q, k, v)):  # counters see it whole, as they see fused attention
-        options = dict(intra=intra, cross=cross, cross_first=cross_first, mask=mask, bias=bias)
+        options: dict = dict(intra=intra, cross=cross, cross_first=cross_first, mask=mask, bias=bias)
         return handle_torch_function(hallucinated_attention, (q, k, v), q, k, v, num_heads, grid, **options)
     # With gradients, fused attention of wide heads is faster than computing the blocks again for the backward pass.
     whole = q.dtype == dispatch.accumulation_dtype(q) == v.dtype and not dispatch.autocasts(q)
