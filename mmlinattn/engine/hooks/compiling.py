@@ -7,9 +7,6 @@ from mmcv.cnn.bricks import DropPath
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from torch import Tensor, nn
-from torch._dynamo import callback
-from torch._dynamo import config as dynamo_config
-from torch._dynamo.utils import counters
 from torch.fx.experimental import _config as shape_config
 
 from ...attention import StageContext
@@ -40,6 +37,8 @@ def compile_blocks(model: nn.Module, **options) -> int:
     Raises:
         RunError: No backbone of this package in ``model``.
     """
+    from torch._dynamo import config as dynamo_config  # the import replaces functions of torch
+
     backbones = [module for module in model.modules() if isinstance(module, Backbone)]
     if not backbones:
         raise RunError('CompileHook (--compile): the model has no backbone of mmlinattn.')
@@ -113,23 +112,27 @@ class CompileHook(Hook):
 
     def before_run(self, runner) -> None:
         """Wrap the blocks; each kind is compiled when it is first used."""
+        from torch._dynamo import callback
+        from torch._dynamo.utils import counters
+
         self.since: Optional[float] = None
+        self.counters, self.callbacks = counters, callback.callback_handler
 
         def begin(*_) -> None:
             if self.since is None:
-                self.since, self.graphs = time.monotonic(), counters['stats']['unique_graphs']
+                self.since, self.graphs = time.monotonic(), self.counters['stats']['unique_graphs']
                 runner.logger.info('CompileHook: compiling begins, this iteration takes longer.')
 
         self.begin = begin
-        callback.callback_handler.register_start_callback(begin)
+        self.callbacks.register_start_callback(begin)
         count = compile_blocks(runner.model)
         runner.logger.info(f'CompileHook: {count} kinds of blocks are compiled when they are first used.')
 
     def _after_iter(self, runner, *args: Any, **kwargs: Any) -> None:
         if self.since is not None:
-            graphs, seconds = counters['stats']['unique_graphs'] - self.graphs, time.monotonic() - self.since
+            graphs, seconds = self.counters['stats']['unique_graphs'] - self.graphs, time.monotonic() - self.since
             runner.logger.info(f'CompileHook: compiling ends, {graphs} graphs; the iteration took {seconds:.0f} s.')
             self.since = None
 
     def after_run(self, runner) -> None:
-        callback.callback_handler.remove_start_callback(self.begin)
+        self.callbacks.remove_start_callback(self.begin)
