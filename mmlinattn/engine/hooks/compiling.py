@@ -17,6 +17,7 @@ from ...utils.foreign import call_compiled
 # Inductor's own search for the memory format of convolutions compares sizes, which it cannot where they are dynamic
 # (torch 2.11: "cannot determine truth value of Relational" in a training step). Ours is channels-last already.
 OPTIONS = dict(options=dict(layout_optimization=False))
+HAS_DUCK_SHAPES = hasattr(shape_config, 'use_duck_shape')  # since PyTorch 2.5
 
 
 def compile_blocks(model: nn.Module, **options) -> int:
@@ -43,7 +44,8 @@ def compile_blocks(model: nn.Module, **options) -> int:
     if not backbones:
         raise RunError('CompileHook (--compile): the model has no backbone of mmlinattn.')
     # by default, code compiled for a square map serves square maps only: equal sizes are taken to be one
-    shape_config.use_duck_shape = False
+    if HAS_DUCK_SHAPES:
+        shape_config.use_duck_shape = False
     # by default, what is compiled more than 8 times runs without compilation from then on
     dynamo_config.cache_size_limit = max(dynamo_config.cache_size_limit, 64)
     kinds: dict[str, Callable] = {}

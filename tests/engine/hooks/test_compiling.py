@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmlinattn.backbones import RAVLT
 from mmlinattn.engine import RunError
-from mmlinattn.engine.hooks.compiling import SharedDropPath, compile_blocks
+from mmlinattn.engine.hooks.compiling import HAS_DUCK_SHAPES, SharedDropPath, compile_blocks
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,8 @@ def nothing_compiled():
     counters.clear()
     # what compile_blocks sets for the process, tests of other graphs are not to find
     limit = dynamo_config.cache_size_limit
-    with shape_config.patch(use_duck_shape=shape_config.use_duck_shape), dynamo_config.patch(cache_size_limit=limit):
+    duck = dict(use_duck_shape=shape_config.use_duck_shape) if HAS_DUCK_SHAPES else {}
+    with shape_config.patch(duck), dynamo_config.patch(cache_size_limit=limit):
         yield
 
 
@@ -192,11 +193,12 @@ def test_what_is_asked_of_the_compiler(monkeypatch):
     """Dynamic sizes, of which equal ones are not one, and no search for a memory format, which fails on them."""
     asked = []
     monkeypatch.setattr(torch, 'compile', lambda function, **options: asked.append((function, options)) or function)
-    shape_config.use_duck_shape = True
+    if HAS_DUCK_SHAPES:
+        shape_config.use_duck_shape = True
     assert compile_blocks(nn.ModuleList([ravlt(), ravlt()])) == 2  # of two backbones alike
     assert all(options == dict(dynamic=True, options=dict(layout_optimization=False)) for _, options in asked)
     assert len({id(function.__code__) for function, _ in asked}) == 2  # PyTorch counts compilations by it
-    assert shape_config.use_duck_shape is False
+    assert not HAS_DUCK_SHAPES or shape_config.use_duck_shape is False
     asked.clear()
     compile_blocks(ravlt(), backend='eager', fullgraph=True)
     assert [options for _, options in asked] == 2 * [dict(dynamic=True, backend='eager', fullgraph=True)]
