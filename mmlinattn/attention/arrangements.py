@@ -10,7 +10,7 @@ from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
 from ..layers.patch_embed import PatchConv2d, pad_for
-from ..ops.tensors import split, to_image
+from ..ops.tensors import split, to_image, unflatten
 from .base import Attention, Mixing, ReducedKeysAttention, mean_token
 from .context import MapWindows, StageContext
 
@@ -79,7 +79,7 @@ class RelativePositionBias(nn.Module):
     def forward(self, height: int, width: int) -> Tensor:
         """(heads, N, N) for a window of ``height`` x ``width``."""
         index = self.index(height, width)
-        return self.table[index.flatten()].unflatten(0, index.shape).permute(2, 0, 1)
+        return unflatten(self.table[index.flatten()], 0, index.shape).permute(2, 0, 1)
 
     def index(self, height: int, width: int) -> Tensor:
         """Row of the table for each pair of tokens of a window, (N, N)."""
@@ -197,7 +197,7 @@ class StripeAttention(BaseModule):
     def forward(self, x: Tensor, stage: StageContext, source: Optional[Tensor] = None) -> Tensor:
         # (B, H, W, 2, w) for each of q, k, v (and gate): the halves of the channels belong to the two directions
         parts = self.qkv(x).split([2 * width for width in self.widths], dim=-1)
-        parts = [part.unflatten(-1, (2, -1)) for part in parts]
+        parts = [unflatten(part, -1, (2, -1)) for part in parts]
         sources = (x if source is None else source).chunk(2, dim=-1)
         outs = []
         for i, window in enumerate(((None, self.stripe), (self.stripe, None))):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.grid import Grid, on_grid
-from ..ops.tensors import accumulation_dtype, split
+from ..ops.tensors import accumulation_dtype, split, unflatten
 from .context import StageContext
 from .mixer import check_local_kernel, get_mixer
 
@@ -150,7 +150,7 @@ class GlobalAttention(Attention):
 
     def forward(self, x: Tensor, stage: StageContext, source: Optional[Tensor] = None) -> Tensor:
         tokens = None if source is None else source.flatten(1, 2)
-        return super().forward(x.flatten(1, 2), stage, tokens).unflatten(1, stage.grid[:2])
+        return unflatten(super().forward(x.flatten(1, 2), stage, tokens), 1, stage.grid[:2])
 
 
 class ReducedKeysAttention(Attention):
@@ -177,7 +177,7 @@ class ReducedKeysAttention(Attention):
         context = self.context_of(tokens if source is None else source.flatten(1, 2))
         key_grid = Grid(*reduced.shape[1:3])
         out = self.mix(q, k, v, stage.grid, key_grid, context=context)
-        return self.proj(self.gated(out, tokens, gate)).unflatten(1, stage.grid[:2])
+        return unflatten(self.proj(self.gated(out, tokens, gate)), 1, stage.grid[:2])
 
     def adapt_state(self, state: dict, prefix: str) -> None:
         """Take ``qkv`` apart in a state dict, in place."""

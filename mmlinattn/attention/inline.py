@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..ops.feature_maps import check_kernel
 from ..ops.grid import on_grid
+from ..ops.tensors import unflatten
 from .mixer import TOKEN_MIXERS, TokenMixer
 
 
@@ -25,13 +26,13 @@ class PredictedConv(nn.Module):
     @staticmethod
     def by_head(layer: Any, x: Tensor) -> Tensor:
         """The grouped 1x1 convolution on vectors (B, C): one batched product instead of a convolution a group."""
-        weight = layer.weight.squeeze(-1).unflatten(0, (layer.groups, -1))
-        return torch.einsum('bgi,goi->bgo', x.unflatten(-1, (layer.groups, -1)), weight).flatten(1) + layer.bias
+        weight = unflatten(layer.weight.squeeze(-1), 0, (layer.groups, -1))
+        return torch.einsum('bgi,goi->bgo', unflatten(x, -1, (layer.groups, -1)), weight).flatten(1) + layer.bias
 
     def kernels(self, mean: Tensor) -> Tensor:
         """The kernels (B, C, 3, 3) of mean tokens (B, C)."""
         kernels = self.by_head(self.fc2, F.gelu(self.by_head(self.fc1, mean)))
-        return kernels.unflatten(1, (-1, 3, 3))
+        return unflatten(kernels, 1, (-1, 3, 3))
 
     def forward(self, image: Tensor, mean: Tensor) -> Tensor:
         """Convolve ``image`` (B, C, h, w) with the kernels of the mean tokens ``mean`` (B, C)."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops.grid import Grid
 from ..ops.sizes import as_tensor, is_known, round_up
-from ..ops.tensors import settled
+from ..ops.tensors import settled, unflatten
 
 
 class Windows(NamedTuple):
@@ -76,7 +76,7 @@ class Windows(NamedTuple):
         A graph of open sizes needs ``batch``, B: its exporter cannot divide by a symbol.
         """
         if self.is_whole:
-            return x.unflatten(1, self.window)
+            return unflatten(x, 1, self.window)
         (rows, columns), (h, w) = self.counts, self.window
         pattern = '(b rows columns) (h w) c -> b (rows h) (columns w) c'
         x = rearrange(x, pattern, rows=rows, columns=columns, h=h, w=w)
@@ -151,14 +151,14 @@ class OpenWindows:
             if axis.shifts:
                 x = x.index_select(dim, axis.turned(1, x))
         # not einops: what it permutes and flattens in one go has to be settled in between
-        x = x.unflatten(2, (columns.count, columns.window)).unflatten(1, (rows.count, rows.window))
+        x = unflatten(unflatten(x, 2, (columns.count, columns.window)), 1, (rows.count, rows.window))
         return settled(x.transpose(2, 3)).flatten(0, 2).flatten(1, 2)
 
     def merge(self, x: Tensor, batch: int = -1) -> Tensor:
         """As :meth:`Windows.merge`."""
         if not self.has_windows:
-            return x.unflatten(1, self.window)
-        x = settled(x.unflatten(1, self.window).unflatten(0, (batch, *self.counts)).transpose(2, 3))
+            return unflatten(x, 1, self.window)
+        x = settled(unflatten(unflatten(x, 1, self.window), 0, (batch, *self.counts)).transpose(2, 3))
         x = x.flatten(3, 4).flatten(1, 2)
         for dim, axis in enumerate(self.axes, 1):
             if axis.has_windows:

@@ -54,23 +54,23 @@ class ConvNorm(BaseModule):
         return F.relu(x) if self.relu else x
 
 
-def mean_pool(x: Tensor, size: int) -> Tensor:
-    """Means of patches of ``size`` x ``size`` pixels, at odd borders of the pixels that are there: (B, H, W, C) ->
-    (B, C, ceil(H / size), ceil(W / size))."""
+def mean_pool(x: Tensor, size: int, dim: int) -> Tensor:
+    """Means of patches of ``size`` x ``size`` pixels, at odd borders of the pixels that are there: (B, H, W, dim) ->
+    (B, dim, ceil(H / size), ceil(W / size))."""
     image = to_image(x)
     if is_known(*x.shape[1:3]):
         return F.avg_pool2d(image, size, ceil_mode=True, count_include_pad=False)
     # whether the last patch is a whole one, a graph that leaves the size open cannot ask
     beyond = [0, size - 1, 0, size - 1]
-    shares = conv_mean(F.pad(torch.ones_like(image[:1, :1]), beyond), (size, size))
-    return conv_mean(F.pad(image, beyond), (size, size)) / shares
+    shares = conv_mean(F.pad(torch.ones_like(image[:1, :1]), beyond), (size, size), 1)
+    return conv_mean(F.pad(image, beyond), (size, size), dim) / shares
 
 
-def conv_mean(image: Tensor, size: tuple[int, int]) -> Tensor:
+def conv_mean(image: Tensor, size: tuple[int, int], dim: int) -> Tensor:
     """``F.avg_pool2d(image, size)`` by a convolution: of the pool, ``torch.export`` asks whether the size divides the
     map."""
-    weight = image.new_full((image.shape[1], 1, *size), 1 / (size[0] * size[1]))
-    return F.conv2d(image, weight, stride=size, groups=image.shape[1])
+    weight = image.new_full((dim, 1, *size), 1 / (size[0] * size[1]))
+    return F.conv2d(image, weight, stride=size, groups=dim)
 
 
 class PooledEmbed(ConvNorm):
@@ -80,7 +80,7 @@ class PooledEmbed(ConvNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(mean_pool(x, 2).permute(0, 2, 3, 1))
+        return super().forward(mean_pool(x, 2, self.conv.in_channels).permute(0, 2, 3, 1))
 
 
 class Stem(nn.Sequential):
@@ -149,10 +149,11 @@ class AveragedKeysAttention(ReducedKeysAttention):
     def reduce(self, x: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, h, w, C); of sequences, h is 1."""
         if self.reduction == 'grid':
-            mean = mean_pool(x, self.ratio)
+            mean = mean_pool(x, self.ratio, self.q.in_features)
         else:
-            pool = F.avg_pool2d if is_known(*x.shape[1:3]) else conv_mean
-            mean = pool(to_image(x.flatten(1, 2)[:, None]), (1, self.ratio**2))
+            sequence, size = to_image(x.flatten(1, 2)[:, None]), (1, self.ratio**2)
+            known = is_known(*x.shape[1:3])
+            mean = F.avg_pool2d(sequence, size) if known else conv_mean(sequence, size, self.q.in_features)
         return self.norm(mean).permute(0, 2, 3, 1)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ..attention import Attention, GlobalAttention, Grid, ReducedAttention, get_mixer
 from ..layers import MLP, Block, PatchEmbed, PositionTable
+from ..ops.tensors import unflatten
 from .base import PyramidBackbone
 
 NORM = dict(type='LN', eps=1e-6)
@@ -85,4 +86,4 @@ class LinearPVT(PyramidBackbone):
     def embed(self, stage: int, x: Tensor, call: Callable) -> Tensor:
         x = super().embed(stage, x, call)
         grid = Grid(*x.shape[1:3])
-        return self.position_tables[stage].add_to(x.flatten(1, 2), grid).unflatten(1, grid[:2])
+        return unflatten(self.position_tables[stage].add_to(x.flatten(1, 2), grid), 1, grid[:2])

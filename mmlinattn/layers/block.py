@@ -11,7 +11,7 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops.tensors import to_image
+from ..ops.tensors import to_image, unflatten
 
 
 class Block(BaseModule):
@@ -76,7 +76,7 @@ class Block(BaseModule):
 
 def of_tokens(norm: nn.Module, x: Tensor) -> Tensor:
     """``norm`` of (B, H, W, C) as (B, N, C): what hooks it would take four dimensions for (B, C, H, W)."""
-    return norm(x) if x.dim() == 3 else norm(x.flatten(1, 2)).unflatten(1, x.shape[1:3])
+    return norm(x) if x.dim() == 3 else unflatten(norm(x.flatten(1, 2)), 1, x.shape[1:3])
 
 
 class SourceBlock(Block):
@@ -91,7 +91,7 @@ class TokenBlock(Block):
 
     def feed_forward(self, x: Tensor, stage) -> Tensor:
         tokens, (height, width, prefix) = self.norm2(x), stage.grid[:3]
-        image = self.ffn(tokens[:, prefix:].unflatten(1, (height, width))).flatten(1, 2)
+        image = self.ffn(unflatten(tokens[:, prefix:], 1, (height, width))).flatten(1, 2)
         if not prefix:
             return image
         alone = self.ffn(tokens[:, :prefix].flatten(0, 1)[:, None, None])  # each a map of one pixel

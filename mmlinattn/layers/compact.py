@@ -8,6 +8,7 @@ from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
+from ..ops.tensors import unflatten
 from .block import MLP, ConvFFN, DWConvFFN
 from .patch_embed import is_foldable
 
@@ -41,7 +42,8 @@ class BranchedLinear(BaseModule):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        return sum(norm(layer(rows)) for layer, norm in zip(self.linears, self.norms)).unflatten(0, x.shape[:-1])
+        out = sum(norm(layer(rows)) for layer, norm in zip(self.linears, self.norms))
+        return unflatten(out, 0, x.shape[:-1])
 
     def merged_weights(self) -> tuple[Tensor, Tensor]:
         """Weight and bias of the one layer that the branches are where their batch norms are fixed."""

@@ -4,12 +4,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.sizes import as_tensor, is_known
-from ..ops.tensors import accumulation_dtype
+from ..ops.tensors import accumulation_dtype, unflatten
 
 
 def resize_table(table: Tensor, grid: tuple[int, int], size: tuple[int, int], prefix: int = 0) -> Tensor:
     """(1, prefix + grid, C) -> (1, prefix + size, C), bilinear with ``align_corners=False``; class tokens stay."""
-    image = table[:, prefix:].unflatten(1, tuple(grid)).permute(0, 3, 1, 2)
+    image = unflatten(table[:, prefix:], 1, grid).permute(0, 3, 1, 2)
     # in float32: neither CPU nor CUDA interpolates every half type
     wide = accumulation_dtype(image)
     image = F.interpolate(image.to(wide), size=tuple(size), mode='bilinear', align_corners=False).to(table.dtype)
@@ -57,7 +57,7 @@ class PositionTable(nn.Module):
         the table, where nothing changes."""
         sizes = grid.within or grid[:2]
         rows, columns = (bilinear_weights(*axis, self.weight) for axis in zip(self.grid, grid[:2], sizes))
-        image = self.weight[0, self.prefix :].unflatten(0, self.grid).to(rows.dtype)
+        image = unflatten(self.weight[0, self.prefix :], 0, self.grid).to(rows.dtype)
         image = torch.einsum('hi,wj,ijc->hwc', rows, columns, image).flatten(0, 1).to(self.weight.dtype)
         return torch.cat((self.weight[:, : self.prefix], image[None]), dim=1)
 
@@ -83,7 +83,7 @@ class PositionTable(nn.Module):
         else:
             table = self.resized(*(grid.within or grid[:2]))
             if grid.within:
-                table = table.unflatten(1, grid.within)[:, : grid.height, : grid.width].flatten(1, 2)
+                table = unflatten(table, 1, grid.within)[:, : grid.height, : grid.width].flatten(1, 2)
         if grid.prefix > self.prefix:
             table = F.pad(table, (0, 0, grid.prefix - self.prefix, 0))
         return table

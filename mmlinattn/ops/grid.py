@@ -6,7 +6,7 @@ from typing import NamedTuple, Optional
 import torch.nn.functional as F
 from torch import Tensor
 
-from .tensors import to_image
+from .tensors import to_image, unflatten
 
 
 class Grid(NamedTuple):
@@ -31,7 +31,7 @@ class Grid(NamedTuple):
 
 def to_map(x: Tensor, grid: Grid) -> Tensor:
     """Patch tokens (B, prefix + h * w, C) as an (B, C, h, w) view in channels-last memory."""
-    return to_image(x[:, grid.prefix :].unflatten(1, (grid.height, grid.width)))
+    return to_image(unflatten(x[:, grid.prefix :], 1, (grid.height, grid.width)))
 
 
 def to_tokens(x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from . import dispatch
 from .softmax import attend, hide
-from .tensors import split_heads, to_image
+from .tensors import split_heads, to_image, unflatten
 
 _BLOCK_NUMEL = 2**18  # elements of the maps of a block, for each thread
 _MIN_ROWS = 32  # queries of a block, which reads all keys
@@ -115,7 +115,8 @@ def local_keys(k: Tensor, grid, intra: Tensor, mask: Optional[Tensor], copies: i
     """
     k = k if mask is None else k * mask.unsqueeze(-1).to(k.dtype)
     k = k.repeat(1, 1, copies) if copies > 1 else k
-    weight = intra.repeat_interleave(k.shape[-1] // len(intra), dim=0).unsqueeze(1)
+    width = int(k.shape[-1]) // len(intra)  # a number also where torch.jit.trace hands out sizes as tensors
+    weight = intra[:, None].expand(-1, width, -1, -1).reshape(-1, 1, *intra.shape[1:])
     if grid.regions is None:
         return _convolved(k, grid, weight)
     # a rolled window holds up to four parts of the map that are no neighbours of each other
@@ -125,7 +126,7 @@ def local_keys(k: Tensor, grid, intra: Tensor, mask: Optional[Tensor], copies: i
 
 
 def _convolved(k: Tensor, grid, weight: Tensor) -> Tensor:
-    image = to_image(k[:, grid.prefix :].unflatten(1, (grid.height, grid.width)))
+    image = to_image(unflatten(k[:, grid.prefix :], 1, (grid.height, grid.width)))
     local = F.conv2d(image, weight, padding=1, groups=len(weight)).permute(0, 2, 3, 1).flatten(1, 2)
     return torch.cat((k[:, : grid.prefix].to(local.dtype), local), dim=1) if grid.prefix else local
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from . import dispatch
 from .gradients import Rule, by_hand
-from .tensors import are_attended, gradients_like, pair_by_head, split_heads, widened
+from .tensors import are_attended, gradients_like, pair_by_head, split_heads, unflatten, widened
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -118,7 +118,7 @@ _RULE = Rule(_equation, _forward, _backward)
 
 def rotate_reference(x: Tensor, table: Tensor) -> Tensor:
     cos, sin = table.unbind(-1)
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    first, second = unflatten(x, -1, (-1, 2)).unbind(-1)
     return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2).to(x.dtype)
 
 

@@ -7,6 +7,7 @@ the whole: the three largest tensors of an attention twice. Here, an op that com
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, Optional, Union
 
@@ -26,9 +27,20 @@ _MOST_STEPS, _LARGE_STEP = 8, 2**16
 _LONG_SUM = 2**9  # bfloat16 sums of more terms take oneDNN up to nine times as long in a batch of matrices as alone
 
 
+def unflatten(x: Tensor, dim: int, sizes) -> Tensor:
+    """``x.unflatten(dim, sizes)``, of which ``torch.onnx.export(..., dynamo=False)`` makes constants. One size may be
+    -1."""
+    dim = dim % x.dim()
+    sizes = list(sizes)
+    for i, size in enumerate(sizes):
+        if type(size) is int and size == -1:  # of no elements, a reshape could not tell
+            sizes[i] = x.shape[dim] // math.prod(other for j, other in enumerate(sizes) if j != i)
+    return x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
+
+
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """(B, N, heads * d) -> (B, heads, N, d), a view."""
-    return x.unflatten(-1, (num_heads, -1)).transpose(1, 2)
+    return unflatten(x, -1, (num_heads, -1)).transpose(1, 2)
 
 
 def pair_by_head(q: Tensor, k: Tensor, num_heads: int) -> Optional[Tensor]:
