@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""``torch.onnx.export(..., dynamo=False, dynamic_axes=...)``, by which MMDeploy exports: the graph is right at other sizes
-and batches. Ours writes graphs of its own (tests of export)."""
+"""``torch.onnx.export(..., dynamo=False, dynamic_axes=...)``, by which MMDeploy exports: right at other sizes and
+batches."""
 
 import sys
 import warnings
