@@ -51,9 +51,17 @@ def is_intact(module: nn.Module) -> bool:
     compiled, and nobody watches it with a hook."""
     if type(module) not in KNOWN or 'forward' in module.__dict__ or module._compiled_call_impl:
         return False
+    if isinstance(module, nn.Conv2d) and not is_ordinary(module):
+        return False
     return not (
         module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
     )
+
+
+def is_ordinary(conv: nn.Conv2d) -> bool:
+    """Whether a convolution pads with zeros, alike in height and width, and is not dilated."""
+    alike = all(len(set(pair)) == 1 for pair in (conv.stride, conv.padding))  # a padding may be 'same'
+    return conv.padding_mode == 'zeros' and not isinstance(conv.padding, str) and alike and conv.dilation == (1, 1)
 
 
 class Room:

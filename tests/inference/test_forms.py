@@ -169,6 +169,18 @@ def test_what_somebody_changed_or_watches_is_called(place, change):
     assert all(ROOM.form(other) is not None for other in (block, block.attn, block.ffn) if other is not part)
 
 
+@pytest.mark.parametrize(
+    'options', [dict(padding='same'), dict(padding_mode='reflect', padding=1), dict(dilation=2, padding=2)], ids=str
+)
+def test_another_convolution_is_called(options):
+    """Its weight alone does not say what it computes."""
+    module = DWConvFFN(DIM, 40)
+    module.dwconv = nn.Conv2d(40, 40, 3, groups=40, **options)
+    module, x = filled(module).eval(), torch.randn(2, 9, 12, DIM, dtype=torch.float64)
+    assert ROOM.form(module) is None
+    torch.testing.assert_close(ROOM.call(module, x), module(x))
+
+
 def test_products_under_autocast_are_of_its_type():
     room, layer, x = Room(torch.bfloat16, torch.float32), nn.Linear(64, 64), torch.randn(2, 40, 64)
     stem, image = ConvStem(3, 8, dict(type='BN')).eval(), torch.randn(1, 32, 32, 3)
