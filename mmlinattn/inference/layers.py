@@ -71,7 +71,7 @@ def conv_ffn(room, self, x, scale=None, residual=None) -> Tensor:
 
     def hidden(part):
         part = to_image(room.linear(self.fc1, part, gelu=True))
-        return room.convolved(part, kernel, self.dwconv.bias, 1, 1, len(kernel)).permute(0, 2, 3, 1)
+        return room.convolved(part, kernel, self.dwconv.bias, (1, 1), (1, 1), len(kernel)).permute(0, 2, 3, 1)
 
     return _in_strips(room, self, x, hidden, 1, scale, residual)
 

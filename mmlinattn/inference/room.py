@@ -59,9 +59,8 @@ def is_intact(module: nn.Module) -> bool:
 
 
 def is_ordinary(conv: nn.Conv2d) -> bool:
-    """Whether a convolution pads with zeros, alike in height and width, and is not dilated."""
-    alike = all(len(set(pair)) == 1 for pair in (conv.stride, conv.padding))  # a padding may be 'same'
-    return conv.padding_mode == 'zeros' and not isinstance(conv.padding, str) and alike and conv.dilation == (1, 1)
+    """Whether a convolution pads with zeros and is not dilated."""
+    return conv.padding_mode == 'zeros' and not isinstance(conv.padding, str) and conv.dilation == (1, 1)
 
 
 class Room:
@@ -137,12 +136,12 @@ class Room:
         weight, bias = layer.weight, layer.bias
         if norm is not None:
             weight, bias = fold_batch_norm(layer, norm)
-        return self.convolved(x, weight, bias, layer.stride[0], layer.padding[0], layer.groups, gelu)
+        return self.convolved(x, weight, bias, layer.stride, layer.padding, layer.groups, gelu)
 
-    def convolved(self, x, weight, bias, stride=1, padding=0, groups=1, gelu=False) -> Tensor:
+    def convolved(self, x, weight, bias, stride, padding, groups, gelu=False) -> Tensor:
         x, weight, bias = self.cast(x), self.cast(weight), self.cast(bias)
         if gelu and self.onednn and x.numel():
-            return private.CONV(x, weight, bias, [padding] * 2, [stride] * 2, [1, 1], groups, 'gelu', [], 'none')
+            return private.CONV(x, weight, bias, padding, stride, [1, 1], groups, 'gelu', [], 'none')
         out = F.conv2d(x, weight, bias, stride, padding, 1, groups)
         return F.gelu(out) if gelu else out
 

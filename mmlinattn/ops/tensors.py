@@ -7,7 +7,6 @@ the whole: the three largest tensors of an attention twice. Here, an op that com
 """
 
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Any, Optional, Union
 
@@ -30,11 +29,15 @@ _LONG_SUM = 2**9  # bfloat16 sums of more terms take oneDNN up to nine times as 
 def unflatten(x: Tensor, dim: int, sizes) -> Tensor:
     """``x.unflatten(dim, sizes)``, of which ``torch.onnx.export(..., dynamo=False)`` makes constants. One size may be
     -1."""
-    dim = dim % x.dim()
+    dim, known, open_at = dim % x.dim(), 1, None
     sizes = list(sizes)
     for i, size in enumerate(sizes):
-        if type(size) is int and size == -1:  # of no elements, a reshape could not tell
-            sizes[i] = x.shape[dim] // math.prod(other for j, other in enumerate(sizes) if j != i)
+        if type(size) is int and size == -1:
+            open_at = i
+        else:
+            known = known * size
+    if open_at is not None:  # of no elements, a reshape could not tell
+        sizes[open_at] = x.shape[dim] // known
     return x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
 
 
