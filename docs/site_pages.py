@@ -29,7 +29,16 @@ GUIDES = [
     'upstream',
 ]
 INSIDE = ['design', 'attentions', 'add_an_attention', 'add_a_host', 'testing']
-REFERENCE = ['attention', 'layers', 'necks', 'engine', 'checkpoints', 'datasets', 'swapping', 'utils']
+REFERENCE = [
+    'attention',
+    'layers',
+    'necks',
+    'engine',
+    'checkpoints',
+    'utils',
+    'tooling.datasets',
+    'tooling.swapping',
+]
 
 
 def hosts() -> dict:

@@ -103,7 +103,8 @@ def test_losses_of_twenty_steps(how, options):
     compiled = copy.deepcopy(eager)
     assert compile_blocks(compiled, **options) == 1
     expected, found = (losses(model, autocasts=how == 'autocasts') for model in (eager, compiled))
-    assert 1 <= counters['stats']['unique_graphs'] <= 2
+    # PyTorch 2.14's Inductor compiles the first two heights by themselves, then for all (2.11: twice)
+    assert 1 <= counters['stats']['unique_graphs'] <= (3 if how == 'plain' else 2)
     torch.testing.assert_close(found, expected, rtol=2e-2 if how == 'autocasts' else 1e-4, atol=0)
     assert expected[-1] < 0.95 * expected[0]
 
