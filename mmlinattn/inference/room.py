@@ -11,7 +11,8 @@ from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch import Tensor, nn
 
 from ..layers import ConvOfGELU, PatchConv2d, ResidualDWConv, fold_batch_norm
-from ..ops import private
+from ..ops import dispatch, private
+from ..ops.products import linear_by
 
 # class -> form(room, module, *args)
 FORMS: dict[type, Callable] = {}
@@ -74,8 +75,7 @@ class Room:
     def __init__(self, dtype: torch.dtype, stream_dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.casts = dtype != stream_dtype
-        has_units = dtype == torch.float32 or (dtype == torch.bfloat16 and private.has_bfloat16_units())
-        self.onednn = has_units and private.HAS_ONEDNN and torch.backends.mkldnn.enabled
+        self.route = dispatch.Route('cpu', False, self.casts, dtype, dispatch.onednn_serves(dtype))
 
     def form(self, module: nn.Module) -> Optional[Callable]:
         """The fused form of a module, None where the module itself has to be called: where it, or any part whose
@@ -122,14 +122,8 @@ class Room:
         self, x: Tensor, weight: Tensor, bias: Optional[Tensor], gelu: bool = False, residual: Optional[Tensor] = None
     ) -> Tensor:
         """``x @ weight.T + bias``, its GELU, or its sum with a residual."""
-        x, weight, bias = self.cast(x), self.cast(weight), self.cast(bias)
-        if not (self.onednn and weight.is_contiguous() and x.numel()):
-            out = F.linear(x, weight, bias)
-            return F.gelu(out) if gelu else out if residual is None else residual + out
-        if residual is not None and residual.dtype == self.dtype:
-            return private.LINEAR.binary(x, residual, weight, bias, 'add')
-        out = private.LINEAR(x, weight, bias, 'gelu' if gelu else 'none', [], 'none' if gelu else '')
-        return out if residual is None else residual + out
+        route = self.route if x.numel() else self.route._replace(onednn=False)
+        return linear_by(route, x, weight, bias, gelu, residual)
 
     def conv(self, x: Tensor, layer: Any, norm: Any = None, gelu: bool = False) -> Tensor:
         """``gelu(norm(conv(x)))`` of (B, C, H, W), a batch norm folded into the convolution."""
@@ -140,7 +134,7 @@ class Room:
 
     def convolved(self, x, weight, bias, stride, padding, groups, gelu=False) -> Tensor:
         x, weight, bias = self.cast(x), self.cast(weight), self.cast(bias)
-        if gelu and self.onednn and x.numel():
+        if gelu and self.route.onednn and x.numel():
             return private.CONV(x, weight, bias, padding, stride, [1, 1], groups, 'gelu', [], 'none')
         out = F.conv2d(x, weight, bias, stride, padding, 1, groups)
         return F.gelu(out) if gelu else out

@@ -76,7 +76,7 @@ def route(first: Tensor, *others: Optional[Tensor]) -> Route:
     device, casts = first.device.type, autocasts(first)
     dtype = torch.get_autocast_dtype(device) if casts and first.dtype != torch.float64 else first.dtype
     chosen = backend(first, *others)
-    onednn = chosen == 'cpu' and first.numel() > 0 and _onednn_serves(dtype)
+    onednn = chosen == 'cpu' and first.numel() > 0 and onednn_serves(dtype)
     return Route(chosen, records(), casts, dtype, onednn)
 
 
@@ -219,10 +219,10 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 
 def onednn_takes(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN's fused operators serve these tensors."""
-    return on_cpu(x) and weight.is_cpu and x.dtype == weight.dtype and x.numel() > 0 and _onednn_serves(x.dtype)
+    return on_cpu(x) and weight.is_cpu and x.dtype == weight.dtype and x.numel() > 0 and onednn_serves(x.dtype)
 
 
-def _onednn_serves(dtype: torch.dtype) -> bool:
+def onednn_serves(dtype: torch.dtype) -> bool:
     """float32, and bfloat16 where the CPU has units for it."""
     if not (private.HAS_ONEDNN and torch.backends.mkldnn.enabled):
         return False
