@@ -3,7 +3,6 @@
 
 from typing import Any, Callable, Optional
 
-import torch
 import torch.nn.functional as F
 from mmcv.cnn.bricks import DropPath
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from ..layers import (
     ConvStem,
     DWConvFFN,
     FactorisedLinear,
-    ResidualDWConv,
     SourceBlock,
     TokenBlock,
 )
@@ -34,7 +32,7 @@ KNOWN |= {nn.Identity, DropPath}
 def block(room: Room, self: Any, x: Tensor, stage) -> Tensor:
     """Residual and layer scale are part of the product that ends a branch."""
     if self.position is not None:
-        x = room.call(self.position, x)
+        x = self.position(x)
     source = (x,) if type(self) is SourceBlock else ()
     x = _add_branch(room, x, self.norm1, self.attn, self.gamma1, stage, *source)
     if type(self) is TokenBlock:
@@ -125,16 +123,6 @@ def factorised_linear(room: Room, self: Any, x: Tensor) -> Tensor:
 
 
 # --- convolutions -----------------------------------------------------------------------------------------------------
-
-
-@form_of(ResidualDWConv)
-def residual_dwconv(room: Room, self: Any, x: Tensor) -> Tensor:
-    """``x + DWConv(x)`` of the residual stream, which half precision would round once more in each block."""
-    image, pad = to_image(x), self.padding[0]
-    if self.of_gelu or room.casts or x.dtype not in (torch.float32, torch.float64):
-        return self(x)
-    kernel = self.weight + F.pad(self.weight.new_ones(1, 1, 1, 1), [pad] * 4)
-    return F.conv2d(image, kernel, self.bias, 1, pad, 1, len(kernel)).permute(0, 2, 3, 1)
 
 
 @form_of(ConvStem, ConvDownsample)

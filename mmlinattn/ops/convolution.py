@@ -142,9 +142,7 @@ def _added(out: Tensor, onto: Tensor) -> Tensor:
     return onto.add_(out) if onto.dtype == out.dtype else onto + out
 
 
-def residual_depthwise_conv2d(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], of_gelu: bool = False, is_hidden: bool = False
-) -> Tensor:
+def residual_depthwise_conv2d(x: Tensor, weight: Tensor, bias: Optional[Tensor], of_gelu: bool = False) -> Tensor:
     """``y + DWConv(y)`` of ``y = x``, or of ``y = gelu(x)``.
 
     Args:
@@ -152,7 +150,6 @@ def residual_depthwise_conv2d(
         weight (Tensor): (C, 1, k, k), k odd.
         bias (Tensor, optional): (C,).
         of_gelu (bool): Apply GELU first; it is computed again in the backward pass, which then needs ``x`` only.
-        is_hidden (bool): Not the residual stream, which half precision is not to round once more in each block.
 
     Returns:
         Tensor: (B, C, h, w).
@@ -161,8 +158,8 @@ def residual_depthwise_conv2d(
     if route.backend == 'reference':
         x = F.gelu(x) if of_gelu else x
         return x + depthwise_conv2d_reference(x, weight, bias)
-    residual, rounds = True, is_hidden and not route.records
-    if rounds or (x.dtype in (torch.float32, torch.float64) and not route.autocasts):
+    residual = True
+    if x.dtype in (torch.float32, torch.float64) and not route.autocasts:
         # The identity is a tap of the kernel: one pass over the map less. In half precision that rounds the map.
         weight, residual = weight + F.pad(weight.new_ones(1, 1, 1, 1), [weight.shape[-1] // 2] * 4), False
     if of_gelu:
