@@ -8,7 +8,6 @@ import argparse
 import functools
 import sys
 import warnings
-from collections import Counter
 from pathlib import Path
 from typing import Optional
 from unittest import mock
@@ -31,43 +30,17 @@ TITLES = {
     'mmdet': 'COCO detection, 1280x800',
     'mmseg': 'ADE20K segmentation, 512x2048',
 }
-# Ways of counting that papers use, as (name, what it adds to the one before)
-CONVENTIONS = {
-    'layers': 'convolutions and linear layers',
-    'products': 'and the products inside attentions (q k^T, k^T v, ...)',
-    'norms': 'and norms as fvcore counts them, 5 operations an element of a layer norm and 2 of a batch norm',
-}
 MERGED = 'hMHSA/cFFN'  # the paper that prints sizes of merged models
-HEADER = (
-    'model',
-    'recipe',
-    'params M, published',
-    'measured',
-    'difference',
-    'FLOPs G, published',
-    *CONVENTIONS,
-    'nearest',
-    'its difference',
-    'metrics, published',
-)
+# task -> the metrics that the page has; metafile.yml has all
+METRICS = {
+    'mmpretrain': ('Top 1 Accuracy',),
+    'mmdet': ('box AP', 'mask AP'),
+    'mmseg': ('mIoU', 'mAcc'),
+}
+HEADER = ('model', 'recipe', 'params M, published', 'counted', 'FLOPs G, published', 'layers', 'products')
 
 # MMEngine reads a project's whole model index, over a second, for each upstream base
 _load_once = functools.cache(config_utils.load)
-
-
-def in_conventions(cost: Cost) -> dict:
-    """G operations by each of :data:`CONVENTIONS`."""
-    products = cost.total_macs()
-    return {
-        'layers': cost.layer_macs / 1e9,
-        'products': products / 1e9,
-        'norms': (products + cost.norm_ops) / 1e9,
-    }
-
-
-def nearest_convention(published: float, counted: dict) -> str:
-    """The convention whose count is nearest to the published figure; of equals, the one that counts least."""
-    return min(counted, key=lambda name: abs(counted[name] - published))
 
 
 def measure(row: Row, configs: Path = CONFIGS) -> Optional[Cost]:
@@ -89,21 +62,13 @@ def measure(row: Row, configs: Path = CONFIGS) -> Optional[Cost]:
 
 
 def cells(row: Row, cost: Optional[Cost]) -> list:
-    """A table line; numbers as the paper prints them, differences as measured minus published."""
-    params = row.released_params or row.params
-    metrics = ', '.join(f'{name} {value:g}' for name, value in row.metrics.items())
-    if cost is None:
-        return [row.model, row.recipe, params, 'not built', '', row.flops, '', '', '', '', '', metrics]
-    millions, counted = cost.total_params / 1e6, in_conventions(cost)
-    line = [row.model, row.recipe, params, f'{millions:.2f}', f'{millions - float(params):+.2f}' if params else '']
-    line += [row.flops, *(f'{value:.2f}' for value in counted.values())]
-    if row.flops:
-        published = float(row.flops)
-        nearest = nearest_convention(published, counted)
-        line += [nearest, f'{100 * (counted[nearest] - published) / published:+.1f} %']
-    else:
-        line += ['', '']
-    return [*line, metrics]
+    """A table line: numbers as the paper prints them beside those that are counted."""
+    counted = ['not built', '', '']
+    if cost is not None:
+        counted = [f'{cost.total_params / 1e6:.2f}', f'{cost.layer_macs / 1e9:.2f}', f'{cost.total_macs() / 1e9:.2f}']
+    metrics = [f'{row.metrics[name]:g}' if name in row.metrics else '' for name in METRICS[row.task]]
+    published = row.released_params or row.params
+    return [row.model, row.recipe, published, counted[0], row.flops, *counted[1:], *metrics]
 
 
 def markdown_table(header, lines) -> str:
@@ -111,53 +76,24 @@ def markdown_table(header, lines) -> str:
     return '\n'.join('| ' + ' | '.join(row) + ' |' for row in rows)
 
 
-def which_convention(measured: list) -> str:
-    """Table of how many rows of a paper, by task, are nearest to each convention, and the median difference."""
-    groups = {}
-    for row, cost in measured:
-        if cost is not None and row.flops:
-            groups.setdefault((row.paper, row.task), []).append((float(row.flops), in_conventions(cost)))
-    lines = []
-    for (paper, task), pairs in groups.items():
-        votes = Counter(nearest_convention(published, counted) for published, counted in pairs)
-        medians = []
-        for name in CONVENTIONS:
-            errors = sorted(100 * (counted[name] - published) / published for published, counted in pairs)
-            medians.append(f'{errors[len(errors) // 2]:+.1f} %')
-        nearest = ', '.join(f'{name} {number}' for name, number in votes.most_common())
-        lines.append([paper, task, str(len(pairs)), nearest, *medians])
-    return markdown_table(('paper', 'task', 'rows', 'nearest, rows', *(f'{n}, median' for n in CONVENTIONS)), lines)
-
-
 def page(measured: list) -> str:
     """The Markdown page of (row, cost or None) pairs as :func:`measure` gives."""
     text = [
         "# The papers' tables",
-        'Written by `python -m projects.pages.tables --out docs/tables.md`.',
-        'Parameters and operations are counted on the configs of this repository (one multiply-add is one operation). '
-        "Metrics are the papers' own: none of these models was retrained here. Where a paper and its released code "
-        "differ in parameters, the published column has the released code's number. Differences are measured minus "
-        'published. "not built" rows have no config yet.',
-        '## Ways of counting',
-        '\n'.join(f'- **{name}**: {meaning}' for name, meaning in CONVENTIONS.items()),
-        "The models are those of the configs; where a config differs from the model of a paper's table (hybrid "
-        'RAVLT, heads as released), so does its count. Detectors: backbone, neck and RPN on all levels, box heads on '
-        'as many proposals as `test_cfg.rpn.max_per_img` (1000), mask heads on 100, each stage of a cascade, the '
-        'convention of MMDetection 2.x (3.x feeds all proposals to the mask heads of a cascade; the published figures '
-        'fit 100). '
-        'Segmentors: without the auxiliary head.',
-        'The models of the hMHSA paper are counted as deployed, the branches of their compact FFNs merged, and their '
-        'attention as the paper counts it: as if its maps were built and convolved.',
-        "The RALA paper's figures are **layers** in all three tables: the softmax and linear attention of the hybrid "
-        'model are not in them. Those of the InLine and FLatten papers include the **products**; whether norms are in '
-        'is below the rounding of most rows. The convention a figure is nearest to, by paper, and the median '
-        'difference in each:',
-        which_convention(measured),
+        'Written by `python -m projects.pages.tables --out docs/tables.md`. '
+        "Metrics are the papers' own: none of these models was retrained here; `configs/*/metafile.yml` has all of "
+        'them. Parameters and operations are counted on the configs of this repository, a multiply-add as one '
+        "operation. Where a paper and its released code differ in parameters, the code's are printed.",
+        '**layers** are convolutions and linear layers, which is what the RALA paper prints: the products inside '
+        'attentions are not in its figures. **products** has those too, as the other papers print it.',
+        'Detectors are counted as by MMDetection 2.x: 1000 proposals through the box heads, 100 through the mask '
+        'heads, each stage of a cascade. Segmentors: without the auxiliary head. Models of the hMHSA paper: merged '
+        'for deployment, and as if the maps of their attention were built.',
     ]
     for task, title in TITLES.items():
         rows = [cells(row, cost) for row, cost in measured if row.task == task]
         if rows:
-            text += [f'## {title}', markdown_table(HEADER, rows)]
+            text += [f'## {title}', markdown_table((*HEADER, *METRICS[task]), rows)]
     return '\n\n'.join(text) + '\n'
 
 

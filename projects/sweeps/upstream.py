@@ -106,25 +106,31 @@ def page(results: list[dict], backbone: str, total: int) -> str:
         f'Tried: {len(results)} configs of {len(folders)} of the {total} folders; '
         + ', '.join(f'{number} {kind}' for kind, number in counted.most_common())
         + '.',
-        'Upstream fails too: the config does not run here with its own backbone either. No place: none for a pyramid.',
+        'Folders that are not listed work. Upstream fails too: it does not run here with its own backbone either. No '
+        'place: none for a pyramid.',
         '',
     ]
+    tried = Counter((result['config'].partition('::')[0], family_of(result)) for result in results)
     for project in PROJECTS:
-        rows = [result for result in results if result['config'].startswith(f'{project}::')]
-        if not rows:
-            continue
-        plain = Counter(family_of(row) for row in rows if row['outcome'] == 'works' and not row['why'])
-        names = [name if number == 1 else f'{name} ({number} configs)' for name, number in plain.items()]
-        lines += [f'## {project}', '', *(['Works: ' + ', '.join(names) + '.', ''] if names else [])]
-        rest = [row for row in rows if row['outcome'] != 'works' or row['why']]
-        if rest:
-            lines += ['| family | config | outcome | why |', '| --- | --- | --- | --- |']
-            for row in rest:
-                config = row['config'].rpartition('/')[2]
+        groups: dict = {}
+        for row in results:
+            if row['config'].startswith(f'{project}::') and (row['outcome'] != 'works' or row['why']):
                 why = row['why'].replace(row['config'], 'it').replace('|', '/').replace('<', '&lt;')
                 for told in TOLD:
                     why = why.removeprefix(told)
-                lines.append(f'| {family_of(row)} | {config[:-3]} | {row["outcome"]} | {why[:200]} |')
+                groups.setdefault((row['outcome'], why[:120]), []).append(row)
+        if groups:
+            lines += [f'## {project}', '', '| outcome | why | folder, or the config where others of it work |']
+            lines += ['| --- | --- | --- |']
+            for (kind, why), rows in sorted(groups.items(), key=lambda group: group[0]):
+                alike = Counter(map(family_of, rows))
+                names = dict.fromkeys(
+                    family_of(row)
+                    if alike[family_of(row)] == tried[project, family_of(row)]
+                    else row['config'].partition('::')[2].removesuffix('.py')
+                    for row in rows
+                )
+                lines.append(f'| {kind} | {why} | {", ".join(names)} |')
             lines.append('')
     return '\n'.join(lines)
 

@@ -85,15 +85,15 @@ def test_the_page():
         row('mmdet::dino/dino_r101.py', 'works', 'a <b> | c of mmdet::dino/dino_r101.py'),
         row('mmseg::fcn/fcn.py', 'time', 'x' * 300),
         row('mmseg::sam/sam.py', 'no place', 'mmseg::sam/sam.py has no place for a pyramid: it has no head'),
+        *(row(f'mmseg::clip/{name}.py', 'no place', 'it has no place for a pyramid: it has no head') for name in 'ab'),
     ]
     text = upstream.page(rows, 'ravlt_s', 7)
     assert 'UPSTREAM ravlt_s`' in text
-    assert 'Tried: 6 configs of 4 of the 7 folders; 4 works, 1 time, 1 no place.' in text
+    assert 'Tried: 8 configs of 5 of the 7 folders; 4 works, 3 no place, 1 time.' in text
     lines = text.splitlines()
-    assert 'Works: dino (2 configs), atss.' in lines and text.count('Works:') == 1
-    assert '| dino | dino_r101 | works | a &lt;b> / c of it |' in lines
-    assert f'| fcn | fcn | time | {"x" * 200} |' in lines and '## mmpretrain' not in lines
-    assert '| sam | sam | no place | it has no head |' in lines
+    assert '| works | a &lt;b> / c of it | dino/dino_r101 |' in lines and 'atss' not in text
+    assert f'| time | {"x" * 120} | fcn |' in lines and '## mmpretrain' not in lines
+    assert '| no place | it has no head | sam, clip |' in lines
 
 
 def test_results_are_kept_and_not_tried_again(tmp_path, monkeypatch, fails):
