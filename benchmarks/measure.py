@@ -150,7 +150,7 @@ def _rss_growth(prepare: Callable, arguments: tuple, threads: int) -> int:
 def peak_rss(prepare: Callable, arguments: tuple, threads: int) -> int:
     """Largest growth of the resident memory during a call, in bytes, measured in a fresh process.
 
-    Weights, inputs, code and thread stacks are there before and do not count; whatever the call allocates does:
+    Weights, inputs, code and thread stacks are there before and do not count; what the call allocates does:
     outputs, temporaries, copies of weights, gradients. malloc is told to give freed memory back at once: what it would
     keep for later varies by a fifth from run to run.
 

@@ -5,7 +5,7 @@ parallel regions.
     python benchmarks/run_cpu.py --out cpu.md
     python benchmarks/run_cpu.py --busy 1 --modes forward
 
-The models take turns in one process, so that whatever else runs disturbs all alike; ratios are of the medians. A
+The models take turns in one process, so that other processes disturb all alike; ratios are of the medians. A
 parallel region is one call of OpenMP's ``GOMP_parallel`` with several threads: all are woken, and the last one is
 waited for, which costs a time slice whenever another process has its core. Regions are counted by a small library
 that gcc builds and the process preloads; without gcc, or with another OpenMP, the column is left out.

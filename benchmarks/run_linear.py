@@ -105,7 +105,7 @@ def run_attention(args, report):
 
 
 def run_traffic(args, report):
-    """How close focused attention, maps of q and k and all, is to reading q, k and v once and writing the result."""
+    """Time of focused attention, beside that of reading q, k and v once and writing the result."""
     width = args.heads * HEAD_DIM
     qkv = torch.randn(1, args.map_tokens, 3 * width).chunk(3, dim=-1)
     with torch.no_grad():

@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Registries of the scope ``mmlinattn``, which MMEngine writes into what a config inherits from us by name.
 
-This package registers in MMEngine's root registries and serves three tasks, so a type of that scope is the one that the
+This package registers in MMEngine's root registries for three tasks, so a type of that scope is the one that the
 config's task knows: MMDetection's ``LoadAnnotations`` in a detector's config, MMSegmentation's in a segmentor's.
 """
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # a checkout serves without being installed
+sys.path.insert(0, str(ROOT))  # a checkout works without being installed
 
 # beside tools/ in a checkout, around .mim/tools/ in a wheel
 package = ROOT / 'mmlinattn' if (ROOT / 'mmlinattn').is_dir() else ROOT.parent

@@ -2,8 +2,8 @@
 """torchrun for dist_train.sh and dist_test.sh, which ends as its processes do.
 
 ``python tools/launch.py [arguments of torchrun]``. torchrun itself ends with a traceback of its own and status 1,
-whatever its processes said. Here the exit status is that of the first process that failed, and 128 + N where signal N
-ended the run, which torchrun hands on to its processes.
+for every error. Here the exit status is that of the first process that failed, and 128 + N where signal N ended the
+run, which torchrun hands on to its processes.
 """
 
 import os

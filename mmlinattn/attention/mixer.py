@@ -107,8 +107,8 @@ def get_mixer(spec: Union[str, dict]) -> tuple[type['TokenMixer'], dict]:
     """Class and options of an attention named as in ``stage_attns``.
 
     Args:
-        spec (str | dict): A registered name, or ``dict(type=name, **options)``; as in MMEngine, a class may stand for
-            its name in the dict.
+        spec (str | dict): A registered name, or ``dict(type=name, **options)``; as in MMEngine, the type may be
+            a class.
 
     Raises:
         ValueError: For an unknown name; lists the known ones.

@@ -75,7 +75,7 @@ class Arch:
         return resolved
 
     def per_stage(self, key: str) -> tuple:
-        """An arch value for every stage; a single one stands for all."""
+        """An arch value for every stage; a single one is repeated."""
         value = self.arch[key]
         values = tuple(value) if isinstance(value, (list, tuple)) else (value,) * len(self.depths)
         if len(values) != len(self.depths):

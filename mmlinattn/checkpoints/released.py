@@ -28,7 +28,7 @@ class Released(NamedTuple):
         name: the name asked for.
         link: where its authors put it.
         file_name: name of the file in the cache; the link's own where it has one.
-        bare: whether the name stands for the backbone alone.
+        bare: whether the name is of a backbone without head.
     """
 
     name: str

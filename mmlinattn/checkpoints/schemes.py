@@ -102,7 +102,7 @@ def load_from_ceph(filename: str, map_location: Any = None) -> Any:
 
 
 def load_from_pavi(filename: str, map_location: Any = None) -> Any:
-    """MMEngine's own would unpickle whatever the service has."""
+    """MMEngine's own loader unpickles the service's file without a check."""
     raise CheckpointError(f'{filename} is not read after `import mmlinattn`: download the file and give its path')
 
 

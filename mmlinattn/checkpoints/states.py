@@ -126,7 +126,7 @@ def fit_state(
 
     Args:
         own: the state dict of the model.
-        state: what is to be loaded, in the same names.
+        state: the weights to load, by the same names.
         ignorable: whether a key may be missing or left over in silence.
     """
     differences = {key: _difference(value, own[key]) for key, value in state.items() if key in own}
@@ -166,7 +166,7 @@ def not_finite(state: Mapping[str, Tensor], keys: Iterable[str]) -> list[str]:
 
 
 def _difference(value: Tensor, own: Tensor) -> str:
-    """Shapes or kinds of a file's and a model's tensor where the one cannot stand for the other, else ''."""
+    """Shapes or kinds of a file's and a model's tensor where the file's does not fit, else ''."""
     theirs, ours = _shape(value), _shape(own)
     # PyTorch would round integers in silence and drop imaginary parts with a warning.
     if theirs == ours and kind_of(own) == 'real':

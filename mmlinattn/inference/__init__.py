@@ -69,6 +69,6 @@ def _has_bfloat16_units() -> bool:
 
 
 def _is_slow(x: Tensor) -> bool:
-    """Whether autocast is to bfloat16 on a CPU without units for it: a depth-wise convolution takes a hundred times as
-    long there as in float32."""
+    """Whether autocast casts to bfloat16 on a CPU without units for it: a depth-wise convolution takes a hundred times
+    as long there as in float32."""
     return x.is_cpu and torch.get_autocast_dtype('cpu') == torch.bfloat16 and not _has_bfloat16_units()

@@ -72,7 +72,7 @@ class Route(NamedTuple):
 
 
 def route(first: Tensor, *others: Optional[Tensor]) -> Route:
-    """How an op on the given tensors is to run; device and autocast are those of the first one."""
+    """How an op runs on the given tensors; device and autocast are those of the first one."""
     device, casts = first.device.type, autocasts(first)
     dtype = torch.get_autocast_dtype(device) if casts and first.dtype != torch.float64 else first.dtype
     chosen = backend(first, *others)
@@ -173,7 +173,7 @@ def is_transformed() -> bool:
 def is_traced() -> bool:
     """Whether a graph is being recorded (``torch.compile``, ``torch.export``, ``torch.jit.trace``).
 
-    It is to hold the reference: compilers fuse it, and it is right at sizes other than the traced one.
+    Graphs hold the reference: compilers fuse it, and it is right at sizes other than the traced one.
     """
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
@@ -218,7 +218,7 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 
 
 def onednn_takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN's fused operators serve these tensors."""
+    """Whether oneDNN's fused operators take these tensors."""
     return on_cpu(x) and weight.is_cpu and x.dtype == weight.dtype and x.numel() > 0 and onednn_serves(x.dtype)
 
 

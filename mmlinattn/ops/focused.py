@@ -89,7 +89,7 @@ def smallest_base(dtype: torch.dtype, power: float) -> float:
 
 
 def focused_in_place(q, k, v, num_heads, inverse_scale, power, offset=None, mask=None, eps=1e-6) -> Tensor:
-    """:func:`focused_attention` on a CPU without gradients, written over ``k``."""
+    """:func:`focused_attention` on a CPU without gradients, in place: ``k`` is overwritten."""
     if offset is not None:
         _, k = unshared(q, k, v) if k.data_ptr() != q.data_ptr() else (q, k.clone())
         k, offset = k.add_(offset), None

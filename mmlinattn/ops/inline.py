@@ -80,7 +80,7 @@ def _equation(q, k, v, mask, num_heads, scale, kernel) -> Tensor:
 
 
 def _mapped(x: Tensor, num_heads: int, kernel: str, dtype: torch.dtype) -> Tensor:
-    """(B, N, heads * d) -> (B, heads, N, d), mapped; a view where nothing is to be done."""
+    """(B, N, heads * d) -> (B, heads, N, d), mapped; a view for the identity."""
     if kernel == 'identity':
         return split_heads(x, num_heads).to(dtype)
     return IN_PLACE[kernel][0](copy_by_head(x, num_heads, torch.promote_types(dtype, torch.float32))).to(dtype)

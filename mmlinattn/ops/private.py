@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The private APIs of PyTorch that the package uses. Where a release lacks one, something public serves."""
+"""The private APIs of PyTorch that the package uses. Where a release lacks one, a public function replaces it."""
 
 from typing import Any
 

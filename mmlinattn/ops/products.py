@@ -42,7 +42,7 @@ def linear_by(
     gelu: bool = False,
     residual: Optional[Tensor] = None,
 ) -> Tensor:
-    """:func:`linear` where it has been found out how it is to run."""
+    """:func:`linear` by a route that is known already."""
     if route.backend == 'cpu':
         if not route.records:
             return _fused(x, weight, bias, gelu, residual, route)

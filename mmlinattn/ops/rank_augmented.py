@@ -142,7 +142,7 @@ def forward(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps):
 def rala_in_place(
     q, k, v, num_heads, kernel='elu', rotary=None, mask=None, weight_scale: Optional[float] = 1.0, eps=1e-6
 ) -> Tensor:
-    """:func:`rala` on a CPU without gradients, written over ``q`` and ``k``."""
+    """:func:`rala` on a CPU without gradients, in place: ``q`` and ``k`` are overwritten."""
     q, k = unshared(q, k, v)
     wide = torch.promote_types(accumulation_dtype(q), v.dtype)
     # without units for it, half precision is cheaper to widen once than to compute with, operation by operation

@@ -52,7 +52,7 @@ def rotate(x: Tensor, table: Tensor, inplace: bool = False) -> Tensor:
     Args:
         x (Tensor): (..., B, heads, N, d).
         table (Tensor): (N, d / 2, 2), cos and sin of each pair's angle, see :func:`rotary_table`.
-        inplace (bool): ``x`` may be written over; without gradients.
+        inplace (bool): ``x`` may be overwritten; without gradients.
 
     Returns:
         Tensor: As ``x``, in its dtype.

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Arithmetic of sizes that holds in graphs which serve other sizes than the one they were recorded at.
+"""Arithmetic of sizes that holds in graphs that also run at other sizes than the traced one.
 
 Height and width of a map are ints in eager mode, symbols in ``torch.compile`` and ``torch.export``, and tensors without
 dimensions in ``torch.jit.trace``. Comparing symbols or tensors in Python writes the answer for one size into the graph.

@@ -135,10 +135,9 @@ def tokens_of(x: Tensor) -> Tensor:
 
 
 def settled(x: Tensor) -> Tensor:
-    """``x`` itself; in a graph where one of its open sizes may be 1, a copy in plain memory.
+    """``x`` itself; in a graph where one of its open sizes may be 1, a contiguous clone.
 
-    How the memory of a tensor with such a size is to be described, PyTorch decides by asking whether it is 1. Of plain
-    memory it does not ask.
+    For another layout PyTorch compares the size with 1, and export would add that as a guard.
     """
     if any(isinstance(size, torch.SymInt) and not private.is_surely_above_one(size) for size in x.shape):
         return x.clone(memory_format=torch.contiguous_format)
@@ -226,7 +225,7 @@ def widened(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def unshared(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys that may be written over: copies where one of the three tensors stands for another, too."""
+    """Queries and keys that are safe to modify in place: clones where two of the three tensors share memory."""
     q = q.clone() if q.data_ptr() in (k.data_ptr(), v.data_ptr()) else q
     return q, k.clone() if k.data_ptr() == v.data_ptr() else k
 
@@ -330,7 +329,7 @@ def token_mean(x: Tensor, mask: Optional[Tensor], count: Count) -> Tensor:
 def padded_eps(eps: float, mask: Optional[Tensor], dtype: torch.dtype) -> Union[float, Tensor]:
     """``eps``, or (B, 1, 1, 1) with 1 more for items that consist of padding alone.
 
-    Their sum of keys is zero. So are their values, and the result is zero whatever the divisor; 1 keeps queries and
+    Their sum of keys is zero. So are their values, and the result is zero for every divisor; 1 keeps queries and
     gradients in range, which a division by ``eps`` alone would not.
     """
     return eps if mask is None else eps + (~mask.any(dim=1))[:, None, None, None].to(dtype)

@@ -147,7 +147,7 @@ def _interrupted(work_dir: Optional[str], since: float) -> str:
 
 @contextmanager
 def clean_end():
-    """For the main function of a tool: whatever ends it, workers and process group end with it.
+    """For the main function of a tool: its workers and process group end with it, also on errors and signals.
 
     Ctrl-C ends in one line that says where the last checkpoint is, and exit status 130. Errors pass through.
 

@@ -55,7 +55,7 @@ def _split(cfg: Config) -> tuple[list[dict], list[dict]]:
 
 
 def is_8_bit(cfg: Config) -> bool:
-    """Whether the test pipeline gives pixels from 0 to 255, whatever the file has."""
+    """Whether the test pipeline gives pixels from 0 to 255 for every file."""
     loading, _ = _split(cfg)
     return not loading or (
         bare_name(loading[0]['type']) == 'LoadImageFromFile' and loading[0].get('color_type', 'color') != 'unchanged'

@@ -23,12 +23,12 @@ from mmlinattn.tooling.command_line import check_out_file, one_line_errors
 from mmlinattn.utils.errors import RunError
 
 PROJECTS = ('mmdet', 'mmseg', 'mmpretrain')
-# which config stands for a folder: the first name with the first of these words in it
+# which config of a folder is tried: the first name with the first of these words in it
 USUAL = ('r50', 'resnet50', 'small', 'tiny', '_s_', 'base', 'b0', '')
 
 
 def pick(folder: Path) -> list[Path]:
-    """The config that stands for a folder; none where it holds no config of a model."""
+    """The config of a folder that is tried; none where it holds no config of a model."""
     files = sorted(path for path in folder.glob('[!_]*.py') if '_base_' not in path.parts)
     for word in USUAL:
         found = [path for path in files if word in path.stem]
@@ -49,7 +49,7 @@ def sample(projects: list[str]) -> list[str]:
 
 
 def attempt(name: str, backbone: str, send) -> None:
-    """In a process of its own: swap, and send ``(outcome, what is to be said)``."""
+    """In a process of its own: swap, and send ``(outcome, why)``."""
     sys.stdout = sys.stderr = open(os.devnull, 'w')
     from mmlinattn.tooling.swapping import NoModel, NoPlace, swap_backbone
 

@@ -43,7 +43,7 @@ def compile_blocks(model: nn.Module, **options) -> int:
     backbones = [module for module in model.modules() if isinstance(module, Backbone)]
     if not backbones:
         raise RunError('CompileHook (--compile): the model has no backbone of mmlinattn.')
-    # by default, code compiled for a square map serves square maps only: equal sizes are taken to be one
+    # by default, code compiled for a square map runs square maps only: equal sizes share one symbol
     if HAS_DUCK_SHAPES:
         shape_config.use_duck_shape = False
     # by default, what is compiled more than 8 times runs without compilation from then on

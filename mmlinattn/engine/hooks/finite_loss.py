@@ -23,7 +23,7 @@ class FiniteLossHook(Hook):
     """Stop at the first loss that is not finite, naming its images, and before weights that are not finite are saved.
 
     MMDetection's ``CheckInvalidLossHook`` looks at every 50th loss and names no images. By the time a loss is seen
-    the optimizer has taken a step with its gradients: the point is to keep the last good checkpoint the newest. A
+    the optimizer has taken a step with its gradients: the last good checkpoint has to stay the newest. A
     process that saw the bad loss stops by itself, and the launcher ends the others.
 
     Raises:

@@ -45,7 +45,7 @@ def _keep_own_files(runner, info: dict) -> list[str]:
 
 @contextmanager
 def _explained(filename: str):
-    """One line in place of whatever MMEngine stumbles over in a file of another form than it expects."""
+    """One line in place of the errors that MMEngine raises for a file of another form than it expects."""
     try:
         yield
     except (CheckpointError, OSError, MemoryError, torch.cuda.OutOfMemoryError):

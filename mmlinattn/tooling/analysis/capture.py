@@ -147,7 +147,7 @@ class BlockCall(NamedTuple):
 
 
 def arrangements(model: nn.Module) -> dict[str, nn.Module]:
-    """The attentions of a model, whatever lays tokens around its mixers, in the order in which they were built."""
+    """The attentions of a model, in all arrangements, in the order in which they were built."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inner = any(name.startswith(f'{known}.') for known in found)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Multiply-adds and live memory of whatever runs, counted operation by operation.
+"""Multiply-adds and live memory of PyTorch code, counted operation by operation.
 
 Works on real and on meta tensors; on the latter nothing is computed and nothing allocated.
 """
@@ -42,7 +42,7 @@ _NORM_COST = {
 class Count(TorchDispatchMode):
     """Counts while it is entered; attributes to the modules of ``model`` by name.
 
-    The formulas are those of ``torch.utils.flop_counter``. Its ``FlopCounterMode`` itself does not serve: it does not
+    The formulas are those of ``torch.utils.flop_counter``. Its ``FlopCounterMode`` does not
     tell linear layers from attention products, and knows no memory.
 
     Args:
@@ -124,7 +124,7 @@ class _Functions(TorchFunctionMode):
     All products of ``linear`` are of that kind, and ``scaled_dot_product_attention`` is counted as the fused kernel of
     real devices: two products, no N x N map. On meta tensors PyTorch would take it apart instead, map and
     all. Hallucinated attention counts as its paper counts it, as if maps were built: two products, a 3x3 convolution
-    of half of the maps and their mixture, whatever form runs.
+    of half of the maps and their mixture, for each form.
     """
 
     def __init__(self, count: Count) -> None:

@@ -180,7 +180,7 @@ def state_keys(
         q, k, key_grid, mask, rotary: As in :meth:`mmlinattn.attention.TokenMixer.forward`, in float32 or better.
 
     Returns:
-        Tensor | None: (B, heads, M, d), whatever where masked: the values are zero there. None for an attention
+        Tensor | None: (B, heads, M, d); any numbers where masked, as values are zero there. None for an attention
         without a state, as softmax.
     """
     return None

@@ -22,7 +22,7 @@ class Format:
     Attributes:
         suffix: Usual end of the file's name.
         needs: Packages to write and run it with.
-        smallest_of_pyramids: Pixels a side from which on a model with a head or neck on maps of up to stride 64 serves.
+        smallest_of_pyramids: Smallest side, in pixels, of a model with a head or neck on maps of up to stride 64.
     """
 
     suffix: str
@@ -30,7 +30,7 @@ class Format:
     smallest_of_pyramids = 32
 
     def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
-        """Write a graph; ``smallest`` is the pixels a side from which on it is to serve every size, None for one."""
+        """Write a graph for all sizes with sides of at least ``smallest`` pixels; None: for the example's size."""
         raise NotImplementedError
 
     def load(self, path: Path) -> Callable:

@@ -24,7 +24,7 @@ TOLERANCE = 1e-3  # standard deviations of an output; a graph that is wrong at a
 
 
 class Sizes(NamedTuple):
-    """Images a graph is exported with, whether it is to serve others, and from how many pixels a side on."""
+    """The shape a graph is exported with, whether others are allowed, and their smallest side in pixels."""
 
     batch: int
     height: int
@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
             raise RunError(f'--shape {self.height} {self.width}: a side has {self.smallest} pixels at least.')
 
     def describe(self) -> str:
-        """What the graph serves, in words."""
+        """The shapes that the graph takes, in words."""
         if self.dynamic:
             size = f'(batch, {self.channels}, height, width)'
             return f'image {size}, batch >= 1, height and width >= {self.smallest}'

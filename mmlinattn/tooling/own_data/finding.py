@@ -26,7 +26,7 @@ class OwnData(NamedTuple):
         images: Split ('train', 'val', perhaps 'test') -> paths of its images.
         annotations: Split -> the text of its annotation file.
         settings: Split -> what its data set in the config says more.
-        notes: What its owner is to know, a line each.
+        notes: What its owner should know, a line each.
         masks: Whether objects have outlines.
     """
 
@@ -60,7 +60,7 @@ def split_of(path: Path) -> Optional[str]:
 def divide(
     items: list[tuple[Any, Optional[str]]], fraction: float, seed: int, group: Callable[[Any], Any] = lambda item: None
 ) -> tuple[dict[str, list], list[str]]:
-    """Items by their split, and what is to be said of it.
+    """Items by their split, and notes on it for the user.
 
     Without val, test takes its place; without both, a part of train does, of each ``group`` of it alike.
 

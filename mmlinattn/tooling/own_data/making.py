@@ -122,7 +122,7 @@ def _fitted(node: Any, num_classes: int) -> Any:
 
 
 def _values(wish: Wish, data: OwnData, form: Form, cfg: Config, stem: str) -> tuple[dict[str, Any], list[str]]:
-    """What the config says, name -> value, and what its owner is to know of it."""
+    """The settings of the config, name -> value, and notes on them for the user."""
     whole, batch = cfg.to_dict(), wish.batch or _BATCH[wish.task]
     notes: list[str] = []
     values: dict[str, Any] = dict(metainfo=dict(classes=tuple(data.classes)))

@@ -20,7 +20,7 @@ Read = Optional[Sequence[bool]]
 
 
 class Plan(NamedTuple):
-    """A network with another backbone, and what is to be said of it beyond the changed values."""
+    """A network with another backbone, and a remark beyond the changed values."""
 
     network: dict
     remark: str = ''
@@ -41,7 +41,7 @@ def ways(network: dict, measured: Measured, backbone: ZooBackbone, task: str) ->
 
 
 class _Place(NamedTuple):
-    """A network, the maps that its backbone gives at an image ``size``, and the backbone that is to go in."""
+    """A network, the maps that its backbone gives at an image ``size``, and the new backbone."""
 
     network: dict
     old: Sequence[FeatureMap]
@@ -57,7 +57,7 @@ class _Place(NamedTuple):
         """In detectors and segmentors; ``alone`` is the position of the one map given in inference."""
         old, stages, kind = self.old, self.new.stages, self.network['backbone'].get('type')
         chosen = assign_stages(old, stages, deepest_last=task == 'mmseg')
-        if alone is not None or chosen is None:  # it comes up again to a fine map: that of the prediction the deepest
+        if alone is not None or chosen is None:  # it upsamples again: the prediction is of the deepest stage
             head = self.network.get('decode_head')
             head = head[-1] if isinstance(head, (list, tuple)) else head or {}
             main = head.get('in_index', -1) if alone is None else alone

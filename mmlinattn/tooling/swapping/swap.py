@@ -20,7 +20,7 @@ class Swapped(NamedTuple):
 
     Attributes:
         changes: What the written config changes of the upstream one, a line each.
-        remarks: What else is to be known of it.
+        remarks: Other notes on it for the user.
         trial: What the training step showed.
     """
 

@@ -73,7 +73,7 @@ class Upstream(NamedTuple):
 
     @property
     def image_size(self) -> Optional[tuple[int, int]]:
-        """Height and width that the images have in training whatever they had before, 32 at least; None where the
+        """Height and width that the training pipeline resizes or crops all images to, 32 at least; None where the
         recipe leaves them open."""
         given = (self.network(self.model).get('data_preprocessor') or {}).get('size')
         if not given:

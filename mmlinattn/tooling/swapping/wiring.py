@@ -104,7 +104,7 @@ class Wiring:
                 if values == [old[i] for i in here]:
                     return type(value)(new[i] for i in here if i in self.keep)
             return None
-        if key.startswith('c1_'):  # of DeepLabV3+: the first map, whatever in_index says
+        if key.startswith('c1_'):  # of DeepLabV3+: the first map, without regard to in_index
             return new[0] if old[0] == value else None
         if isinstance(index, int):
             return new[index] if -len(old) <= index < len(old) and old[index] == value else None

@@ -15,14 +15,14 @@ from ...checkpoints.released import released_checkpoints
 from ...utils.errors import RunError
 from ...utils.files import project_files
 
-# how names of configs end; the one that stands for its task first
+# how names of configs end; the usual one of each task first
 _RECIPES = ('maskrcnn_1x', 'cascade_3x', 'retinanet_1x', 'maskrcnn_3x', 'upernet_160k', 'fpn_80k', 'in1k')
 # of a config's backbone, what belongs to its task and not to the network
 _OF_THE_TASK = ('out_indices', 'out_norm', 'out_type', 'frozen_stages', 'init_cfg', 'deploy')
 
 
 class FeatureMap(NamedTuple):
-    """What a backbone gives: channels, and pixels of the image a position. ``stride`` None stands for tokens (B, C)."""
+    """What a backbone gives: channels, and pixels of the image a position. Tokens (B, C) have ``stride`` None."""
 
     channels: int
     stride: Optional[int]
@@ -46,7 +46,7 @@ class ZooBackbone(NamedTuple):
     plain: bool
 
     def with_outputs(self, stages: Sequence[int]) -> dict:
-        """Its config with these outputs; of a plain one that stands in for several maps, those of as many blocks."""
+        """Its config with these outputs; a plain one gives several maps as the outputs of several blocks."""
         cfg = copy.deepcopy(self.cfg)
         if self.plain:
             cfg['out_type'] = 'featmap'
