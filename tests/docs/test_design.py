@@ -1,0 +1,29 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""The table of rooms in docs/design.md is what the package imports."""
+
+import ast
+import re
+
+from config_helpers import ROOT
+
+ROWS = re.findall(r'^\| `([\w/]+)` \|.*\|([^|]*)\|$', (ROOT / 'docs' / 'design.md').read_text(encoding='utf-8'), re.M)
+ROOMS = {room: set(re.findall('`([^`]+)`', imports)) for room, imports in ROWS}
+
+
+def room_of(path: str) -> str:
+    return max((room for room in ROOMS if f'{path}/'.startswith(f'{room}/')), key=len, default='')
+
+
+def test_rooms_import_what_the_table_says():
+    package, found = ROOT / 'mmlinattn', {room: set() for room in ROOMS}
+    for file in package.rglob('*/*.py'):
+        place = file.relative_to(package).parts
+        for node in ast.walk(ast.parse(file.read_text(encoding='utf-8'))):
+            if isinstance(node, ast.ImportFrom) and (node.level or (node.module or '').startswith('mmlinattn.')):
+                base = place[: -node.level] if node.level else ()
+                module = '/'.join((*base, *(node.module or '').removeprefix('mmlinattn.').split('.'))).strip('/')
+                found[room_of('/'.join(place))] |= {
+                    room_of(f'{module}/{alias.name}'.strip('/')) for alias in node.names
+                }
+    assert {room: others - {room, ''} for room, others in found.items()} == ROOMS
+    assert {path.parent.name for path in package.glob('*/__init__.py')} <= ROOMS.keys()
