@@ -7,7 +7,6 @@ from .convolution import (
     conv_of_gelu,
     depthwise_conv2d,
     dynamic_depthwise_conv2d,
-    gelu_of_conv,
     residual_depthwise_conv2d,
 )
 from .dispatch import use
@@ -17,7 +16,6 @@ from .hallucinated import hallucinated_attention
 from .hydra import hydra_attention
 from .inline import inline_attention
 from .plain_linear import linear_attention
-from .products import linear
 from .rank_augmented import rala
 from .rotary import rotary_table, rotate
 from .softmax import softmax_attention
@@ -29,11 +27,9 @@ __all__ = [
     'dynamic_depthwise_conv2d',
     'efficient_attention',
     'focused_attention',
-    'gelu_of_conv',
     'hallucinated_attention',
     'hydra_attention',
     'inline_attention',
-    'linear',
     'linear_attention',
     'rala',
     'residual_depthwise_conv2d',

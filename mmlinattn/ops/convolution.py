@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Convolutions with a GELU before or after them, and depth-wise ones, which keep the size of the map."""
+"""Convolutions with a GELU before them, and depth-wise ones, which keep the size of the map."""
 
 from typing import Any, Optional
 
@@ -65,30 +65,6 @@ def _conv_of_gelu_backward(grads, inputs, kept, wanted, stride, groups, residual
 
 
 _CONV_OF_GELU = Rule(conv_of_gelu_reference, _conv_of_gelu, _conv_of_gelu_backward)
-
-
-def gelu_of_conv(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], stride: int = 1, padding: int = 0, groups: int = 1
-) -> Tensor:
-    """``gelu(conv(x))``, in one pass over the map in inference on CPUs.
-
-    Args:
-        x (Tensor): (B, C, H, W), best in channels-last memory.
-        weight (Tensor): (C', C / groups, k, k).
-        bias (Tensor, optional): (C',).
-        stride, padding, groups (int): Of the convolution.
-
-    Returns:
-        Tensor: (B, C', H', W').
-    """
-    route = dispatch.route(x, weight, bias)
-    if not route.records and route.backend == 'cpu':
-        dtype = route.dtype
-        x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        if route.onednn:
-            steps = ([padding] * 2, [stride] * 2, [1, 1], groups)
-            return private.CONV(x, weight, bias, *steps, 'gelu', [], 'none')
-    return F.gelu(F.conv2d(x, weight, bias, stride, padding, 1, groups))
 
 
 # --- depth-wise, of stride 1 ------------------------------------------------------------------------------------------

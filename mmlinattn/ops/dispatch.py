@@ -217,11 +217,6 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def onednn_takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether oneDNN's fused operators take these tensors."""
-    return on_cpu(x) and weight.is_cpu and x.dtype == weight.dtype and x.numel() > 0 and onednn_serves(x.dtype)
-
-
 def onednn_serves(dtype: torch.dtype) -> bool:
     """float32, and bfloat16 where the CPU has units for it."""
     if not (private.HAS_ONEDNN and torch.backends.mkldnn.enabled):

@@ -6,6 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from attentions import ATTENTIONS, FORMS, form
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from mmlinattn import ops
 from mmlinattn.ops.convolution import depthwise_conv2d_in_place
 from mmlinattn.ops.focused import focused_in_place
+from mmlinattn.ops.products import linear_by
 from mmlinattn.ops.rank_augmented import rala_in_place
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
@@ -126,54 +128,32 @@ def test_products_by_head_or_image_where_these_are_few_and_large(batch, heads, l
     torch.testing.assert_close(ops.tensors.product(x, matrix), torch.einsum('bhnd,bhde->bhne', x, matrix))
 
 
-@pytest.mark.parametrize('width', [70, 200])
-@pytest.mark.parametrize('learning', [(0, 1, 2), (0,), (1,), (2,)], ids=str)
-def test_linear_layers_train(width, learning, monkeypatch):
-    """Frozen ones, too."""
-    monkeypatch.setattr(ops.products, '_MIN_TRAINED_MACS', 1)
-    tensors = [torch.randn(2, 30, 100), torch.randn(width, 100), torch.randn(width)]
-
-    def found(**options):
-        leaves = [tensor.clone().requires_grad_(i in learning) for i, tensor in enumerate(tensors)]
-        out = ops.linear(*leaves, **options)
-        return [out, *torch.autograd.grad(out.sin().sum(), [leaves[i] for i in learning])]
-
-    for options in (dict(), dict(gelu=True), dict(residual=torch.randn(2, 30, width))):
-        ours = found(**options)
-        with ops.use('reference'):
-            torch.testing.assert_close(ours, found(**options), rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize('has_onednn', [True, False])  # a build of PyTorch may lack it
+@pytest.mark.parametrize('products', [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize('bias', [False, True])
-def test_linear_layers_in_inference(dtype, bias):
-    x, weight = torch.randn(3, 11, 12, dtype=dtype), torch.randn(10, 12, dtype=dtype)
-    bias = torch.randn(10, dtype=dtype) if bias else None
-    residual = torch.randn(3, 11, 10, dtype=dtype)
-    strided = torch.randn(3, 11, 30, dtype=dtype)[..., 6:18]
-    tolerance = dict(rtol=0.05, atol=0.1) if dtype == torch.bfloat16 else {}
-    with torch.inference_mode():
-        for tokens, options in itertools.product((x, strided), (dict(), dict(gelu=True), dict(residual=residual))):
-            with ops.use('reference'):
-                plain = ops.linear(tokens, weight, bias, **options)
-            torch.testing.assert_close(ops.linear(tokens, weight, bias, **options), plain, **tolerance)
-        assert ops.linear(x[:0], weight, bias, residual=residual[:0]).shape == (0, 11, 10)
-        with torch.autocast('cpu', torch.bfloat16):
-            mixed = ops.linear(
-                strided.float(), weight.float(), None if bias is None else bias.float(), residual=residual
-            )
-        assert mixed.dtype == torch.promote_types(torch.bfloat16, dtype)
-        torch.testing.assert_close(mixed.to(dtype), plain, rtol=0.05, atol=0.2)
+def test_linear_layers_in_inference(products, bias, has_onednn):
+    """In the type of products, which autocast may make another one than that of tokens and weights."""
+    route = ops.dispatch.Route('cpu', False, False, products, has_onednn and ops.dispatch.onednn_serves(products))
+    exact = torch.float32 if products == torch.bfloat16 else products
+    tolerance = dict(rtol=0.05, atol=0.1) if products == torch.bfloat16 else {}
+    weight, bias = torch.randn(10, 12), torch.randn(10) if bias else None
+    strided = torch.randn(3, 11, 30)[..., 6:18]
+    for x, residual in itertools.product((strided, strided.contiguous()), (torch.randn(3, 11, 10), None)):
+        plain = F.linear(*(t if t is None else t.to(exact) for t in (x, weight, bias)))
+        for of_product in (products, exact) if residual is not None else ():
+            found = linear_by(route, x, weight, bias, residual=residual.to(of_product))
+            torch.testing.assert_close(found, plain.to(found) + residual.to(found), **tolerance)
+            assert found.dtype == torch.promote_types(products, of_product)
+        for gelu, expected in ((False, plain), (True, F.gelu(plain))):
+            found = linear_by(route, x, weight.t().contiguous().t(), bias, gelu)
+            torch.testing.assert_close(found, expected.to(products), **tolerance)
+            torch.testing.assert_close(linear_by(route, x, weight, bias, gelu), found, **tolerance)
 
 
 def test_without_onednns_operators(monkeypatch):
     """A build of PyTorch may lack them: its own operators serve."""
     monkeypatch.setattr(ops.private, 'HAS_ONEDNN', False)
-    x, weight, residual = torch.randn(2, 5, 6), torch.randn(4, 6), torch.randn(2, 5, 4)
+    image, kernel = torch.randn(1, 4, 6, 5), torch.randn(4, 1, 3, 3)
+    expected = image + F.conv2d(image, kernel, padding=1, groups=4)
     with torch.inference_mode():
-        torch.testing.assert_close(ops.linear(x, weight, residual=residual), x @ weight.T + residual)
-        image, kernel = torch.randn(1, 4, 6, 5), torch.randn(4, 1, 3, 3)
-        expected = torch.nn.functional.conv2d(image, kernel, padding=1, groups=4)
-        torch.testing.assert_close(depthwise_conv2d_in_place(image, kernel, None, image.clone()), image + expected)
-        gelu = torch.nn.functional.gelu(expected)
-        torch.testing.assert_close(ops.gelu_of_conv(image, kernel, None, 1, 1, 4), gelu)
+        torch.testing.assert_close(depthwise_conv2d_in_place(image, kernel, None, image.clone()), expected)

@@ -97,7 +97,7 @@ def test_kernels_of_each_image_are_its_own(x, size, onto):
 
 @draws
 @given(maps(), st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4)]), st.sampled_from([1, 3]))
-def test_convolutions_of_gelu_and_before_it(x, steps, size):
+def test_convolutions_of_gelu(x, steps, size):
     stride, groups = steps
     weight, bias = torch.randn(8, 4 // groups, size, size, dtype=x.dtype), torch.randn(8, dtype=x.dtype)
 
@@ -105,9 +105,6 @@ def test_convolutions_of_gelu_and_before_it(x, steps, size):
         return F.conv2d(x, weight, bias, stride, size // 2, 1, groups)
 
     compare(lambda *t: ops.conv_of_gelu(*t, stride, groups), lambda x, *t: convolved(F.gelu(x), *t), x, weight, bias)
-    compare(
-        lambda *t: ops.gelu_of_conv(*t, stride, size // 2, groups), lambda *t: F.gelu(convolved(*t)), x, weight, bias
-    )
 
 
 @pytest.mark.parametrize('choice', ['auto', 'reference'])
