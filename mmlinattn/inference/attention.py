@@ -31,9 +31,8 @@ from ..attention.efficient import EfficientMixer
 from ..attention.inline import PredictedConv
 from ..attention.windows import Windows
 from ..layers import PositionTable
-from ..ops.convolution import depthwise_conv2d_in_place, dynamic_depthwise_conv2d_in_place
 from ..ops.focused import focused_in_place
-from ..ops.grid import on_grid, to_map, to_tokens
+from ..ops.grid import on_grid
 from ..ops.rank_augmented import rala_in_place
 from .regions import assemble, cut, regions_of
 from .room import KNOWN, Room, form_of
@@ -73,8 +72,7 @@ def mix(
     elif kind is InLineMixer and mixer.injective:
         out = ops.inline_attention(q, k, v, mixer.num_heads, mixer.head_dim**-0.5, mixer.kernel, mask)
         if context is not None:
-            kernels = context.to(v.dtype)
-            out = _add_local(out, v, ops.dynamic_depthwise_conv2d, dynamic_depthwise_conv2d_in_place, (kernels,), grid)
+            out = _add_dynamic(room, out, v, context.to(v.dtype), grid)
     elif kind is FocusedMixer and mixer.scale is not None:
         offset = None if mixer.position is None else mixer.position.on(key_grid)
         inverse_scale = 1 / torch.nn.functional.softplus(mixer.scale)
@@ -82,21 +80,32 @@ def mix(
         if mixer.local is not None:
             weight = mixer.local.weight.repeat(mixer.num_heads, 1, 1, 1)
             shared = mixer.local.bias.repeat(mixer.num_heads)
-            out = _add_local(out, v, ops.depthwise_conv2d, depthwise_conv2d_in_place, (weight, shared), key_grid)
+            out = _add_local(room, out, v, weight, shared, key_grid)
     else:
         terms = dict(rotary=rotary if mixer.rotary else None, bias=bias if mixer.bias else None, context=context)
         out = mixer(q, k, v, grid, key_grid, mask, **terms)
     local = self.local
-    if local is None:
-        return out
-    return _add_local(out, v, ops.depthwise_conv2d, depthwise_conv2d_in_place, (local.weight, local.bias), grid)
+    return out if local is None else _add_local(room, out, v, local.weight, local.bias, grid)
 
 
-def _add_local(out: Tensor, v: Tensor, conv, conv_in_place, weights: tuple, grid: Grid) -> Tensor:
-    """``out`` plus a convolution of the values, in place where there are no class tokens."""
+def _add_local(room: Room, out: Tensor, v: Tensor, weight: Tensor, bias: Optional[Tensor], grid: Grid) -> Tensor:
+    """``out`` plus a depth-wise convolution of the values, in place where there are no class tokens."""
     if grid.prefix:
-        return out + on_grid(lambda image: conv(image, *weights), v, grid)
-    return to_tokens(conv_in_place(to_map(v, grid), *weights, to_map(out, grid)))
+        return out + on_grid(lambda image: ops.depthwise_conv2d(image, weight, bias), v, grid)
+    made = room.depthwise(_map_of(v, grid), weight, bias, _map_of(out, grid))
+    return made.permute(0, 2, 3, 1).flatten(1, 2)
+
+
+def _add_dynamic(room: Room, out: Tensor, v: Tensor, kernels: Tensor, grid: Grid) -> Tensor:
+    """:func:`_add_local` by kernels (B, C, k, k), each image's own."""
+    if len(v) == 1:
+        return _add_local(room, out, v, kernels.transpose(0, 1), None, grid)
+    return out + on_grid(lambda image: ops.dynamic_depthwise_conv2d(image, kernels), v, grid)
+
+
+def _map_of(x: Tensor, grid: Grid) -> Tensor:
+    """(B, h * w, C) as a (B, C, h, w) view in channels-last memory."""
+    return x.unflatten(1, (grid.height, grid.width)).permute(0, 3, 1, 2)
 
 
 def context_of(self: Any, x: Tensor, mask: Optional[Tensor] = None) -> Optional[Tensor]:

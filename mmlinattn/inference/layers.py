@@ -15,12 +15,12 @@ from ..layers import (
     ConvStem,
     DWConvFFN,
     FactorisedLinear,
+    ResidualDWConv,
     SourceBlock,
     TokenBlock,
 )
 from ..layers.compact import BranchedLinear
 from ..layers.patch_embed import is_foldable
-from ..ops.tensors import to_image
 from .room import CALLS_PARTS, KNOWN, Room, form_of
 
 STRIP_NUMEL = 2**22  # of the hidden map: 16 MiB in float32
@@ -32,7 +32,7 @@ KNOWN |= {nn.Identity, DropPath}
 def block(room: Room, self: Any, x: Tensor, stage) -> Tensor:
     """Residual and layer scale are part of the product that ends a branch."""
     if self.position is not None:
-        x = self.position(x)
+        x = room.call(self.position, x)
     source = (x,) if type(self) is SourceBlock else ()
     x = _add_branch(room, x, self.norm1, self.attn, self.gamma1, stage, *source)
     if type(self) is TokenBlock:
@@ -64,12 +64,9 @@ def mlp(room: Room, self: Any, x: Tensor, scale: Optional[Tensor] = None, residu
 
 @form_of(ConvFFN)
 def conv_ffn(room, self, x, scale=None, residual=None) -> Tensor:
-    # the identity is a tap of the kernel
-    kernel = self.dwconv.weight + F.pad(self.dwconv.weight.new_ones(1, 1, 1, 1), [1] * 4)
-
     def hidden(part):
-        part = to_image(room.linear(self.fc1, part, gelu=True))
-        return room.convolved(part, kernel, self.dwconv.bias, (1, 1), (1, 1), len(kernel)).permute(0, 2, 3, 1)
+        part = room.linear(self.fc1, part, gelu=True).permute(0, 3, 1, 2)
+        return room.plus_depthwise(part, self.dwconv).permute(0, 2, 3, 1)
 
     return _in_strips(room, self, x, hidden, 1, scale, residual)
 
@@ -77,7 +74,7 @@ def conv_ffn(room, self, x, scale=None, residual=None) -> Tensor:
 @form_of(DWConvFFN)
 def dwconv_ffn(room, self, x, scale=None, residual=None) -> Tensor:
     def hidden(part):
-        return room.conv(to_image(room.linear(self.fc1, part)), self.dwconv, gelu=True).permute(0, 2, 3, 1)
+        return room.conv(room.linear(self.fc1, part).permute(0, 3, 1, 2), self.dwconv, gelu=True).permute(0, 2, 3, 1)
 
     return _in_strips(room, self, x, hidden, 1, scale, residual)
 
@@ -125,11 +122,17 @@ def factorised_linear(room: Room, self: Any, x: Tensor) -> Tensor:
 # --- convolutions -----------------------------------------------------------------------------------------------------
 
 
+@form_of(ResidualDWConv)
+def residual_dwconv(room: Room, self: Any, x: Tensor) -> Tensor:
+    x = F.gelu(x) if self.of_gelu else x
+    return room.plus_depthwise(x.permute(0, 3, 1, 2), self).permute(0, 2, 3, 1)
+
+
 @form_of(ConvStem, ConvDownsample)
 def conv_norms(room: Room, self: Any, x: Tensor) -> Tensor:
     """Batch norms are folded into the convolutions before them, GELU is part of the pass that writes their results."""
     layers = list(self.layers)
-    x = to_image(x)
+    x = x.permute(0, 3, 1, 2)
     while layers:
         conv = layers.pop(0)
         norm = layers.pop(0) if layers and not isinstance(layers[0], nn.Conv2d) else None

@@ -10,9 +10,8 @@ from mmengine.model import ModuleList
 from mmengine.utils.dl_utils.parrots_wrapper import SyncBatchNorm
 from torch import Tensor, nn
 
-from ..layers import ConvOfGELU, PatchConv2d, ResidualDWConv, fold_batch_norm
+from ..layers import ConvOfGELU, PatchConv2d, fold_batch_norm
 from ..ops import dispatch, private
-from ..ops.products import linear_by
 
 # class -> form(room, module, *args)
 FORMS: dict[type, Callable] = {}
@@ -32,7 +31,6 @@ KNOWN: set[type] = {
     ModuleList,
     ConvOfGELU,
     PatchConv2d,
-    ResidualDWConv,
 }
 
 
@@ -75,7 +73,7 @@ class Room:
     def __init__(self, dtype: torch.dtype, stream_dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.casts = dtype != stream_dtype
-        self.route = dispatch.Route('cpu', False, self.casts, dtype, dispatch.onednn_serves(dtype))
+        self.onednn = dispatch.onednn_serves(dtype)
 
     def form(self, module: nn.Module) -> Optional[Callable]:
         """The fused form of a module, None where the module itself has to be called: where it, or any part whose
@@ -122,8 +120,15 @@ class Room:
         self, x: Tensor, weight: Tensor, bias: Optional[Tensor], gelu: bool = False, residual: Optional[Tensor] = None
     ) -> Tensor:
         """``x @ weight.T + bias``, its GELU, or its sum with a residual."""
-        route = self.route if x.numel() else self.route._replace(onednn=False)
-        return linear_by(route, x, weight, bias, gelu, residual)
+        x, weight, bias = self.cast(x), self.cast(weight), self.cast(bias)
+        if not (self.onednn and x.numel() and weight.is_contiguous()):
+            out = F.linear(x, weight, bias)
+            out = F.gelu(out) if gelu else out
+        elif residual is not None and residual.dtype == self.dtype:
+            return private.LINEAR.binary(x, residual, weight, bias, 'add')
+        else:
+            out = private.LINEAR(x, weight, bias, 'gelu' if gelu else 'none', [], 'none' if gelu else '')
+        return out if residual is None else residual + out
 
     def conv(self, x: Tensor, layer: Any, norm: Any = None, gelu: bool = False) -> Tensor:
         """``gelu(norm(conv(x)))`` of (B, C, H, W), a batch norm folded into the convolution."""
@@ -134,10 +139,29 @@ class Room:
 
     def convolved(self, x, weight, bias, stride, padding, groups, gelu=False) -> Tensor:
         x, weight, bias = self.cast(x), self.cast(weight), self.cast(bias)
-        if gelu and self.route.onednn and x.numel():
+        if gelu and self.onednn and x.numel():
             return private.CONV(x, weight, bias, padding, stride, [1, 1], groups, 'gelu', [], 'none')
         out = F.conv2d(x, weight, bias, stride, padding, 1, groups)
         return F.gelu(out) if gelu else out
+
+    def depthwise(self, x: Tensor, weight: Tensor, bias: Optional[Tensor], onto: Tensor) -> Tensor:
+        """``onto`` plus a depth-wise convolution of ``x``, both (B, C, h, w); written over ``onto`` where types and
+        memory allow."""
+        channels_last = all(t.is_contiguous(memory_format=torch.channels_last) for t in (x, onto))
+        if not (self.onednn and x.numel() and channels_last and x.dtype == onto.dtype == self.dtype):
+            out = F.conv2d(x, weight, bias, 1, weight.shape[-1] // 2, 1, len(weight))
+            return onto.add_(out) if onto.dtype == out.dtype else onto + out
+        weight, bias = self.cast(weight), self.cast(bias)
+        steps = ([weight.shape[-1] // 2] * 2, [1, 1], [1, 1], len(weight))
+        return private.CONV_ONTO.binary(onto, x, weight, bias, *steps, 'add', 1.0, None, [], None)
+
+    def plus_depthwise(self, x: Tensor, conv: Any) -> Tensor:
+        """``x + conv(x)`` of (B, C, h, w) by a depth-wise convolution."""
+        if self.dtype == torch.bfloat16:  # whose digits the sum of identity and kernel would take from the map
+            return x + self.convolved(x, conv.weight, conv.bias, conv.stride, conv.padding, conv.groups)
+        # the identity is a tap of the kernel: one pass over the map less
+        weight = conv.weight + F.pad(conv.weight.new_ones(1, 1, 1, 1), [conv.padding[0]] * 4)
+        return F.conv2d(x, weight, conv.bias, 1, conv.padding, 1, conv.groups)
 
     def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
         """``norm(x)``. A LayerNorm gives the type of products under autocast: it sums in float32 all the same, and the

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import dispatch, private
+from . import dispatch
 from .gradients import Rule, by_hand
 
 # of a map whose 5x5 weight gradient costs at most 1.4 times what four 3x3 ones do, and 16 parallel regions less
@@ -85,19 +85,6 @@ def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, o
     return _summed(_depthwise(x, weight, bias, dispatch.route(x, weight, bias, onto)), onto)
 
 
-def depthwise_conv2d_in_place(x: Tensor, weight: Tensor, bias: Optional[Tensor], onto: Tensor) -> Tensor:
-    """``depthwise_conv2d(x, weight, bias, onto)`` on a CPU without gradients, written over ``onto`` where types
-    allow."""
-    route = dispatch.route(x, weight, bias, onto)
-    dtype = onto.dtype
-    in_one = dtype == route.dtype and all(t.is_contiguous(memory_format=torch.channels_last) for t in (x, onto))
-    if not (in_one and route.onednn):
-        return _added(depthwise_conv2d_reference(x, weight, bias), onto)
-    x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    steps = ([weight.shape[-1] // 2] * 2, [1, 1], [1, 1], len(weight))
-    return private.CONV_ONTO.binary(onto, x, weight, bias, *steps, 'add', 1.0, None, [], None)
-
-
 def _depthwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], route) -> Tensor:
     if route.backend == 'cpu':
         plain = not route.autocasts and x.dtype == weight.dtype and x.numel() > _SMALL_NUMEL
@@ -112,10 +99,6 @@ def depthwise_conv2d_reference(x: Tensor, weight: Tensor, bias: Optional[Tensor]
 
 def _summed(out: Tensor, onto: Optional[Tensor]) -> Tensor:
     return out if onto is None else onto + out
-
-
-def _added(out: Tensor, onto: Tensor) -> Tensor:
-    return onto.add_(out) if onto.dtype == out.dtype else onto + out
 
 
 def residual_depthwise_conv2d(x: Tensor, weight: Tensor, bias: Optional[Tensor], of_gelu: bool = False) -> Tensor:
@@ -200,14 +183,6 @@ def dynamic_depthwise_conv2d(x: Tensor, kernels: Tensor, onto: Optional[Tensor] 
     if x.shape[0] == 1:
         return _summed(_depthwise(x, kernels.transpose(0, 1), None, route), onto)
     return _summed(dynamic_depthwise_conv2d_eager(x, kernels), onto)
-
-
-def dynamic_depthwise_conv2d_in_place(x: Tensor, kernels: Tensor, onto: Tensor) -> Tensor:
-    """``dynamic_depthwise_conv2d(x, kernels, onto)`` on a CPU without gradients, written over ``onto`` where types
-    allow."""
-    if x.shape[0] == 1:
-        return depthwise_conv2d_in_place(x, kernels.transpose(0, 1), None, onto)
-    return _added(dynamic_depthwise_conv2d_eager(x, kernels), onto)
 
 
 def sum_of_shifts(x: Tensor, kernels: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from . import dispatch, private
 from .dispatch import accumulation_dtype
 from .gradients import Rule, by_hand
 from .plain_linear import linear_attention_reference
-from .tensors import are_attended, blocks, gradients_like, padded_eps, product, split_heads, unshared
+from .tensors import are_attended, blocks, gradients_like, multiplier, padded_eps, split_heads, unshared
 
 
 def focused_attention(
@@ -149,7 +149,7 @@ def _focus_backward(x, grad, y, r, norm, inverse_scale, power, out) -> Tensor:
 
 
 def _forward(q, k, v, inverse_scale, offset, mask, num_heads, power, eps):
-    wide = accumulation_dtype(q)
+    product, wide = multiplier(q), accumulation_dtype(q)
     scale = inverse_scale.to(wide)
     batch, tokens = k.shape[:2]
     count = scale.new_full((batch,), tokens) if mask is None else mask.sum(dim=1).clamp(min=1).to(wide)
@@ -179,7 +179,7 @@ def _forward(q, k, v, inverse_scale, offset, mask, num_heads, power, eps):
 
 def _backward(grads, inputs, kept, wanted, num_heads, power, eps):
     (q, k, v, inverse_scale, offset, mask), (state, key_mean, count, floor), (grad,) = inputs, kept, grads
-    scale = inverse_scale.to(state.dtype)
+    product, scale = multiplier(q), inverse_scale.to(state.dtype)
     grad_q, grad_k, grad_v = gradients_like(q, k, v)
     grad_state, grad_mean, grad_scale = torch.zeros_like(state), torch.zeros_like(key_mean), torch.zeros_like(scale)
     for images, rows in blocks(q, *q.shape[:2]):

@@ -16,7 +16,7 @@ from .tensors import (
     divisor,
     gradients_like,
     heads_of,
-    product,
+    multiplier,
     product_dtype,
     split_heads,
     token_mean,
@@ -87,6 +87,7 @@ def _mapped(x: Tensor, num_heads: int, kernel: str, dtype: torch.dtype) -> Tenso
 
 
 def _forward(q, k, v, mask, num_heads, scale, kernel):
+    product = multiplier(q)
     wide, products, dtype = torch.promote_types(accumulation_dtype(q), v.dtype), product_dtype(q, v), v.dtype
     q, k = _mapped(q, num_heads, kernel, products), _mapped(k, num_heads, kernel, products)
     v = split_heads(v, num_heads).to(products)
@@ -108,6 +109,7 @@ def _forward(q, k, v, mask, num_heads, scale, kernel):
 
 def _backward(grads, inputs, kept, wanted, num_heads, scale, kernel):
     (q, k, v, mask), (covariance, key_mean, value_mean) = inputs, kept
+    product = multiplier(q)
     products = product_dtype(q, v)
     made = gradients_like(q, k, v)
     grad_q, grad_k, grad_v = (split_heads(t, num_heads) for t in made)

@@ -22,9 +22,9 @@ from .tensors import (
     dots,
     gradients_like,
     heads_of,
+    multiplier,
     padded_eps,
     pair_by_head,
-    product,
     product_by_token,
     product_dtype,
     quotient_by_head,
@@ -164,6 +164,7 @@ def _mix(both: Both, v: Tensor, products: torch.dtype, kernel, rotary, mask, wei
     """
     _each(IN_PLACE[kernel][0], both)
     q, k = both
+    product = multiplier(q)
     dtype, wide = q.dtype, accumulation_dtype(q)
     count, floor = count_tokens(k, mask), padded_eps(eps, mask, wide)
     mean_query = weight = None
@@ -191,6 +192,7 @@ def _mix(both: Both, v: Tensor, products: torch.dtype, kernel, rotary, mask, wei
 def backward(grads, inputs, kept, wanted, num_heads, kernel, weight_scale, eps):
     """``d_x``: gradient of x."""
     (q, k, v, rotary, mask), (mean_query, weight, key_mean, state) = inputs, kept
+    product = multiplier(q)
     wide, products = torch.promote_types(accumulation_dtype(q), v.dtype), product_dtype(q, v)
     made = gradients_like(q, k, v)
     both = _each(IN_PLACE[kernel][0], copies_by_head(q, k, num_heads, wide))

@@ -7,7 +7,7 @@ the whole: the three largest tensors of an attention twice. Here, an op that com
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Optional, Union
 
 import torch
@@ -149,14 +149,15 @@ def to_image(x: Tensor) -> Tensor:
     return settled(x.permute(0, 3, 1, 2))
 
 
-def product(x: Tensor, matrix: Tensor) -> Tensor:
-    """``x @ matrix`` by head, (B, heads, N, d) by (B, heads, d, e); not recorded by autograd.
+def multiplier(x: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """How ``a @ b`` by head, (B, heads, N, d) by (B, heads, d, e), is computed on the device of ``x``; not recorded by
+    autograd."""
+    return _product_on_cpu if dispatch.on_cpu(x) else torch.matmul
 
-    PyTorch would copy operands first wherever the heads of a token lie side by side and there are several images: a
-    batch of matrices has one stride. So on CPUs it is one batch for each image or head, whichever are fewer.
-    """
-    if not dispatch.on_cpu(x):
-        return x @ matrix
+
+def _product_on_cpu(x: Tensor, matrix: Tensor) -> Tensor:
+    """PyTorch would copy operands first wherever the heads of a token lie side by side and there are several images: a
+    batch of matrices has one stride. So this is one batch for each image or head, whichever are fewer."""
     batch, heads, rows, _ = x.shape
     axis = 0 if batch <= heads else 1
     steps = x.shape[axis]
@@ -172,11 +173,11 @@ def product(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def product_by_token(x: Tensor, matrix: Tensor) -> Tensor:
-    """:func:`product` with the heads of a token side by side, (B, N, heads * e)."""
-    batch, heads, rows, _ = x.shape
+    """``x @ matrix`` by head with the heads of a token side by side, (B, N, heads * e)."""
+    product, (batch, heads, rows, _) = multiplier(x), x.shape
     if heads == 1:
         return product(x, matrix).flatten(0, 1)
-    if not dispatch.on_cpu(x):
+    if product is torch.matmul:
         return (x @ matrix).transpose(1, 2).flatten(2)
     out = x.new_empty(batch, rows, heads, matrix.shape[-1])
     if batch * heads <= _MOST_STEPS and x.numel() >= batch * heads * _LARGE_STEP:

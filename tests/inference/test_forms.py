@@ -24,6 +24,7 @@ from mmlinattn.layers import (
     compact,
     rotary_table,
 )
+from mmlinattn.ops import private
 
 ROOM = Room(torch.float64, torch.float64)
 LN = dict(type='LN', eps=1e-6)
@@ -179,6 +180,43 @@ def test_another_convolution_is_called(options):
     module, x = filled(module).eval(), torch.randn(2, 9, 12, DIM, dtype=torch.float64)
     assert ROOM.form(module) is None
     torch.testing.assert_close(ROOM.call(module, x), module(x))
+
+
+@pytest.mark.parametrize('onednn', [True, False])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
+def test_products(dtype, onednn, monkeypatch):
+    """By oneDNN's operators or, where PyTorch is built without them, by its own."""
+    monkeypatch.setattr(private, 'HAS_ONEDNN', private.HAS_ONEDNN and onednn)
+    room, layer = Room(dtype, dtype), nn.Linear(12, 10).to(dtype)
+    tolerance = dict(rtol=0.05, atol=0.1) if dtype == torch.bfloat16 else {}
+    residual = torch.randn(3, 11, 10, dtype=dtype)
+    for x in (torch.randn(3, 11, 12, dtype=dtype), torch.randn(3, 11, 30, dtype=dtype)[..., 6:18]):
+        expected = layer(x)
+        strided = layer.weight.t().contiguous().t()
+        torch.testing.assert_close(room.product(x, strided, layer.bias), expected, **tolerance)
+        torch.testing.assert_close(room.linear(layer, x), expected, **tolerance)
+        torch.testing.assert_close(room.linear(layer, x, gelu=True), nn.functional.gelu(expected), **tolerance)
+        torch.testing.assert_close(room.linear(layer, x, residual=residual), residual + expected, **tolerance)
+        wide = room.linear(layer, x, residual=residual.double())
+        assert wide.dtype == torch.float64
+        assert room.linear(layer, x[:0], residual=residual[:0]).shape == (0, 11, 10)
+
+
+@pytest.mark.parametrize('onednn', [True, False])
+@pytest.mark.parametrize('size', [1, 3, 5])
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
+def test_depthwise_convolutions(dtype, size, onednn, monkeypatch):
+    """Added to another map in place, and to the map itself."""
+    monkeypatch.setattr(private, 'HAS_ONEDNN', private.HAS_ONEDNN and onednn)
+    room, conv = Room(dtype, dtype), nn.Conv2d(4, 4, size, padding=size // 2, groups=4).to(dtype)
+    tolerance = dict(rtol=0.05, atol=0.1) if dtype == torch.bfloat16 else {}
+    for shape in ((2, 4, 7, 9), (1, 4, 1, 3)):
+        x, onto = (torch.randn(shape, dtype=dtype).contiguous(memory_format=torch.channels_last) for _ in '12')
+        expected = onto + conv(x)
+        found = room.depthwise(x, conv.weight, conv.bias, onto)
+        torch.testing.assert_close(found, expected, **tolerance)
+        assert found.data_ptr() == onto.data_ptr()
+        torch.testing.assert_close(room.plus_depthwise(x, conv), x + conv(x), **tolerance)
 
 
 def test_products_under_autocast_are_of_its_type():

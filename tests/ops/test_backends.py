@@ -1,20 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The fast backends of the equations give the values and gradients of their references, in every type and layout."""
 
-import itertools
 from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from attentions import ATTENTIONS, FORMS, form
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmlinattn import ops
-from mmlinattn.ops.convolution import depthwise_conv2d_in_place
 from mmlinattn.ops.focused import focused_in_place
-from mmlinattn.ops.products import linear_by
 from mmlinattn.ops.rank_augmented import rala_in_place
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
@@ -125,35 +121,4 @@ def test_one_tensor_may_stand_for_several(name, places):
 def test_products_by_head_or_image_where_these_are_few_and_large(batch, heads, large, monkeypatch):
     monkeypatch.setattr(ops.tensors, '_LARGE_STEP', 0 if large else 2**16)
     x, matrix = torch.randn(batch, 7, heads, 4).transpose(1, 2), torch.randn(batch, heads, 4, 5)
-    torch.testing.assert_close(ops.tensors.product(x, matrix), torch.einsum('bhnd,bhde->bhne', x, matrix))
-
-
-@pytest.mark.parametrize('has_onednn', [True, False])  # a build of PyTorch may lack it
-@pytest.mark.parametrize('products', [torch.float32, torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize('bias', [False, True])
-def test_linear_layers_in_inference(products, bias, has_onednn):
-    """In the type of products, which autocast may make another one than that of tokens and weights."""
-    route = ops.dispatch.Route('cpu', False, False, products, has_onednn and ops.dispatch.onednn_serves(products))
-    exact = torch.float32 if products == torch.bfloat16 else products
-    tolerance = dict(rtol=0.05, atol=0.1) if products == torch.bfloat16 else {}
-    weight, bias = torch.randn(10, 12), torch.randn(10) if bias else None
-    strided = torch.randn(3, 11, 30)[..., 6:18]
-    for x, residual in itertools.product((strided, strided.contiguous()), (torch.randn(3, 11, 10), None)):
-        plain = F.linear(*(t if t is None else t.to(exact) for t in (x, weight, bias)))
-        for of_product in (products, exact) if residual is not None else ():
-            found = linear_by(route, x, weight, bias, residual=residual.to(of_product))
-            torch.testing.assert_close(found, plain.to(found) + residual.to(found), **tolerance)
-            assert found.dtype == torch.promote_types(products, of_product)
-        for gelu, expected in ((False, plain), (True, F.gelu(plain))):
-            found = linear_by(route, x, weight.t().contiguous().t(), bias, gelu)
-            torch.testing.assert_close(found, expected.to(products), **tolerance)
-            torch.testing.assert_close(linear_by(route, x, weight, bias, gelu), found, **tolerance)
-
-
-def test_without_onednns_operators(monkeypatch):
-    """A build of PyTorch may lack them: its own operators serve."""
-    monkeypatch.setattr(ops.private, 'HAS_ONEDNN', False)
-    image, kernel = torch.randn(1, 4, 6, 5), torch.randn(4, 1, 3, 3)
-    expected = image + F.conv2d(image, kernel, padding=1, groups=4)
-    with torch.inference_mode():
-        torch.testing.assert_close(depthwise_conv2d_in_place(image, kernel, None, image.clone()), expected)
+    torch.testing.assert_close(ops.tensors.multiplier(x)(x, matrix), torch.einsum('bhnd,bhde->bhne', x, matrix))

@@ -123,7 +123,7 @@ def contrasting_colour(
         near = _distances(candidates, np.stack(neighbours)).min(axis=1) / NEIGHBOUR_CONTRAST
         margin = np.minimum(margin, near)
     good = np.flatnonzero(margin >= 1)
-    return candidates[good[0] if len(good) else int(margin.argmax())]
+    return candidates[good[0] if len(good) else int(np.argmax(margin))]
 
 
 def _of_hue(rng: np.random.Generator, hue: float, count: int) -> np.ndarray:
