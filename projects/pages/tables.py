@@ -37,7 +37,7 @@ METRICS = {
     'mmdet': ('box AP', 'mask AP'),
     'mmseg': ('mIoU', 'mAcc'),
 }
-HEADER = ('model', 'recipe', 'params M, published', 'counted', 'FLOPs G, published', 'layers', 'products')
+HEADER = ('model', 'recipe', 'params M, published', 'counted', 'FLOPs G, published', 'counted')
 
 # MMEngine reads a project's whole model index, over a second, for each upstream base
 _load_once = functools.cache(config_utils.load)
@@ -63,12 +63,13 @@ def measure(row: Row, configs: Path = CONFIGS) -> Optional[Cost]:
 
 def cells(row: Row, cost: Optional[Cost]) -> list:
     """A table line: numbers as the paper prints them beside those that are counted."""
-    counted = ['not built', '', '']
+    params, flops = 'not built', ''
     if cost is not None:
-        counted = [f'{cost.total_params / 1e6:.2f}', f'{cost.layer_macs / 1e9:.2f}', f'{cost.total_macs() / 1e9:.2f}']
+        macs = cost.layer_macs if row.paper == 'RALA' else cost.total_macs()
+        params, flops = f'{cost.total_params / 1e6:.2f}', f'{macs / 1e9:.2f}'
     metrics = [f'{row.metrics[name]:g}' if name in row.metrics else '' for name in METRICS[row.task]]
     published = row.released_params or row.params
-    return [row.model, row.recipe, published, counted[0], row.flops, *counted[1:], *metrics]
+    return [row.model, row.recipe, published, params, row.flops, flops, *metrics]
 
 
 def markdown_table(header, lines) -> str:
@@ -84,8 +85,8 @@ def page(measured: list) -> str:
         "Metrics are the papers' own: none of these models was retrained here; `configs/*/metafile.yml` has all of "
         'them. Parameters and operations are counted on the configs of this repository, a multiply-add as one '
         "operation. Where a paper and its released code differ in parameters, the code's are printed.",
-        '**layers** are convolutions and linear layers, which is what the RALA paper prints: the products inside '
-        'attentions are not in its figures. **products** has those too, as the other papers print it.',
+        'Operations are those of convolutions, linear layers and the products inside attentions; of rows of the RALA '
+        'paper, which prints it so, without these products.',
         'Detectors are counted as by MMDetection 2.x: 1000 proposals through the box heads, 100 through the mask '
         'heads, each stage of a cascade. Segmentors: without the auxiliary head. Models of the hMHSA paper: merged '
         'for deployment, and as if the maps of their attention were built.',

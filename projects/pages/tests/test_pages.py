@@ -68,13 +68,16 @@ def test_committed_page_has_every_row():
 
 def test_lines():
     macs = Counter({('a', CONV): 218e9, ('a', PRODUCT): 7e9})
-    line = cells(ROW, Cost((1, 1), {'a': 33_500_000}, macs, 0, 0, []))
-    assert line == ['RAVLT-T', 'Mask R-CNN 1x', '33.0', '33.50', '219', '218.00', '225.00', '47.3', '']
+    count = Cost((1, 1), {'a': 33_500_000}, macs, 0, 0, [])
+    line = cells(ROW, count)
+    assert line == ['RAVLT-T', 'Mask R-CNN 1x', '33.0', '33.50', '219', '218.00', '47.3', '']
+    other = ROW._replace(source='InLine Tab. 5')
+    assert cells(other, count)[5] == '225.00'
     missing = cells(ROW, measure(ROW, Path('nowhere')))
-    assert missing == ['RAVLT-T', 'Mask R-CNN 1x', '33.0', 'not built', '219', '', '', '47.3', '']
+    assert missing == ['RAVLT-T', 'Mask R-CNN 1x', '33.0', 'not built', '219', '', '47.3', '']
     text = page([(ROW, None), (ROW._replace(task='mmseg', metrics={'mIoU': 50.0}), None)])
     assert text.index('## COCO detection') < text.index('## ADE20K') and 'ImageNet-1K' not in text
-    assert '| products | mIoU | mAcc |' in text
+    assert '| counted | mIoU | mAcc |' in text
 
 
 def test_places_that_cannot_be_written_are_refused_at_once(tmp_path, monkeypatch, fails):
