@@ -1,7 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Train the arms of a paper's ablation, small, on images drawn in memory, and put the papers' differences beside
-those found. Results are kept after each run; run again, the study continues. Run in several terminals at once, they
-share the work.
+those found. Results are kept after each run; run again, the study continues.
 
     python tools/analysis_tools/ablation_study.py --study rala --out work_dirs/study_rala --max-minutes 25
 """
@@ -20,7 +19,7 @@ from mmlinattn.utils.errors import RunError
 
 from . import report
 from .arms import STUDIES
-from .study import reuse, run_study
+from .study import run_study
 from .tasks import FIRST_TASK, TASKS, Settings
 
 SETTINGS = dict(
@@ -43,15 +42,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--seeds', type=int, default=3, help='runs of each arm [3]')
     parser.add_argument('--max-minutes', type=float, help='begin no further run that would end later [no limit]')
     parser.add_argument('--arms', nargs='+', metavar='NAME', help='only these arms [all of the study]')
-    text = 'take runs of the same models, task and settings from these --out folders, of any study or machine'
-    parser.add_argument('--reuse', nargs='+', type=Path, default=[], metavar='FOLDER', help=text)
     tasks = '; '.join(f'{name}: {task.what}' for name, task in TASKS.items())
     text = f'what the arms learn [{FIRST_TASK}]. {tasks}'
     parser.add_argument('--task', choices=list(TASKS), default=FIRST_TASK, help=text)
     for name, value in Settings()._asdict().items():
-        uses = {key: task.settings for key, task in TASKS.items() if name not in task.unused}
-        text = ', '.join(f'{getattr(settings, name)} in {key}' for key, settings in uses.items())
-        parser.add_argument('--' + name.replace('_', '-'), type=type(value), help=f'{SETTINGS[name]} [{text}]')
+        parser.add_argument('--' + name.replace('_', '-'), type=type(value), help=f'{SETTINGS[name]} [{value}]')
     parser.add_argument('--device', default='cpu', help='cpu, cuda, ... [cpu]')
     return parser.parse_args()
 
@@ -62,7 +57,7 @@ def checked_settings(args: argparse.Namespace) -> Settings:
     for name in task.unused:
         if name in given:
             raise RunError(f'--{name.replace("_", "-")} {given[name]} has no meaning in task {args.task!r}.')
-    settings = task.settings._replace(**given)
+    settings = Settings(**given)
     least = dict(iterations=1, batch=2, num_train=settings.batch, num_val=4, size=64)
     for name, value in least.items():
         if getattr(settings, name) < value:
@@ -89,8 +84,6 @@ def main() -> None:
     MMLogger.get_instance('mmengine', log_level='ERROR')  # a line for each parameter that is initialised
     with one_line_errors():
         settings = checked_settings(args)
-        for run in reuse(args.study, args.out, settings, args.reuse, args.task):
-            print(f'{run["arm"]}, seed {run["seed"]}: {run[TASKS[args.task].metric]:.1f} %  (reused)')
         with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as bar:
             steps = bar.add_task('steps of a run', total=settings.iterations)
 

@@ -10,11 +10,7 @@ from matplotlib.figure import Figure
 
 from .arms import STUDIES, Study
 from .study import write_atomically
-from .tasks import FIRST_TASK, TASKS, Task
-
-
-def _task_of(results: dict) -> Task:
-    return TASKS[results.get('task', FIRST_TASK)]
+from .tasks import FIRST_TASK, TASKS
 
 
 def by_arm(results: dict) -> dict[str, list[dict]]:
@@ -41,10 +37,10 @@ def verdict(better: list[float], worse: list[float]) -> str:
     return 'reversed' if max(better) < min(worse) else 'within the spread'
 
 
-def differences(better: list[dict], worse: list[dict], metric: str = 'accuracy') -> list[float]:
+def differences(better: list[dict], worse: list[dict]) -> list[float]:
     """Of each seed that both have, which shows them the same images in the same order."""
-    others = {run['seed']: run[metric] for run in worse}
-    return [run[metric] - others[run['seed']] for run in better if run['seed'] in others]
+    others = {run['seed']: run['accuracy'] for run in worse}
+    return [run['accuracy'] - others[run['seed']] for run in better if run['seed'] in others]
 
 
 def attention_of(run: dict) -> dict[str, float]:
@@ -80,39 +76,34 @@ def _cell(runs: list[dict], key: str, form: str) -> str:
     return form.format(mean, most)
 
 
-def _paper_difference(study: Study, better: str, worse: str, metric, task: Task) -> str:
-    printed = [study.arms[arm].paper for arm in (better, worse)]
-    if task.paper_metric is not None:
-        metric = task.paper_metric if all(task.paper_metric in paper for paper in printed) else None
+def _paper_difference(study: Study, better: str, worse: str, metric) -> str:
     if metric is None:
         return 'not in our tables'
     if isinstance(metric, str):
-        return f'{printed[0][metric] - printed[1][metric]:+.1f} ({metric})'
+        return f'{study.arms[better].paper[metric] - study.arms[worse].paper[metric]:+.1f} ({metric})'
     return f'{metric:+.1f} (ImageNet)'
 
 
 def table(results: dict) -> str:
     """The study as markdown."""
-    study, runs, task = STUDIES[results['study']](), by_arm(results), _task_of(results)
-    settings, key = results['settings'], task.metric
-    name, chance = task.unit.partition(',')[0], f', chance {task.chance:.1f} %' if task.chance else ''
+    study, runs = STUDIES[results['study']](), by_arm(results)
+    settings, task = results['settings'], TASKS[results.get('task', FIRST_TASK)]
     lines = [
         f'Study `{results["study"]}` ({study.source}); task: {task.what}. {settings["iterations"]} steps of '
         f'{settings["batch"]} images of {settings["size"]} x {settings["size"]} for every arm, '
-        f'{settings["num_val"]} images to test on{chance}. In percent, mean and standard deviation over seeds.',
+        f'{settings["num_val"]} images to test on, chance {task.chance:.1f} %. In percent, mean and standard deviation '
+        'over seeds.',
         '',
     ]
-    head = ['arm', 'seeds', 'parameters', name, 'paper', 'effective rank of the state', 'effective rank of the output']
-    rows = [[*head, 'as projected', 'confused pairs', 'weight in 3x3 (if uniform)']]
+    ranks = ['effective rank of the state', 'effective rank of the output', 'as projected']
+    rows = [['arm', 'seeds', 'parameters', 'accuracy', 'paper', *ranks, 'confused pairs', 'weight in 3x3 (if uniform)']]
     for arm, found in runs.items():
         paper = study.arms[arm].paper if arm in study.arms else {}
-        if task.paper_metric is not None:
-            paper = {metric: value for metric, value in paper.items() if metric == task.paper_metric}
         cells = [
             arm,
             str(len(found)),
             f'{found[0]["params"] / 1e3:.0f} k',
-            spread([run[key] for run in found]),
+            spread([run['accuracy'] for run in found]),
             ', '.join(f'{value} {metric}' for metric, value in paper.items()),
             _cell(found, 'state', '{:.1f} of {:.0f}'),
             _cell(found, 'output', '{:.1f} of {:.0f}'),
@@ -128,36 +119,23 @@ def table(results: dict) -> str:
     if pairs:
         lines += ['', '| better in the paper | than | paper | here | seed by seed | ordering |', '| --- ' * 6 + '|']
     for better, worse, metric in pairs:
-        ours = [[run[key] for run in runs[arm]] for arm in (better, worse)]
-        each = differences(runs[better], runs[worse], key)
+        ours = [[run['accuracy'] for run in runs[arm]] for arm in (better, worse)]
+        each = differences(runs[better], runs[worse])
         mean = f'{statistics.fmean(each):+.1f}' if each else ''
         by_seed = ', '.join(f'{value:+.1f}' for value in each)
-        printed = _paper_difference(study, better, worse, metric, task)
+        printed = _paper_difference(study, better, worse, metric)
         lines.append(f'| {better} | {worse} | {printed} | {mean} | {by_seed} | {verdict(*ours)} |')
-    masked = {arm: [run for run in found if run.get('masked')] for arm, found in runs.items()}
-    masked = {arm: found for arm, found in masked.items() if found}
-    if masked:
-        names = list(next(iter(masked.values()))[0]['masked'])
-        lines += [
-            '',
-            f'| {name} with masked weights | none | {" | ".join(names)} |',
-            '| --- ' * (len(names) + 2) + '|',
-        ]
-        for arm, found in masked.items():
-            cells = [spread([run[key] for run in found])]
-            cells += [spread([run['masked'][name] for run in found]) for name in names]
-            lines.append(f'| {arm} | {" | ".join(cells)} |')
     return '\n'.join(lines) + '\n'
 
 
 def plot(results: dict, path: Path) -> None:
     """Score of each run by arm, and the mean curve of each arm."""
-    runs, task = by_arm(results), _task_of(results)
+    runs = by_arm(results)
     figure = Figure(figsize=(12, 0.42 * len(runs) + 2.6), layout='constrained')
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     colours = colormaps['tab10' if len(runs) <= 10 else 'tab20'].colors
     for i, found in enumerate(runs.values()):
-        colour, values = colours[i % len(colours)], [run[task.metric] for run in found]
+        colour, values = colours[i % len(colours)], [run['accuracy'] for run in found]
         left.plot(values, [i] * len(values), 'o', color=colour, alpha=0.6)
         left.plot([statistics.fmean(values)] * 2, [i - 0.3, i + 0.3], color=colour, linewidth=2)
         curves = np.array([[point[1] for point in run['curve']] for run in found])
@@ -167,9 +145,9 @@ def plot(results: dict, path: Path) -> None:
     left.set_yticks(range(len(runs)), [f'{arm} ({len(found)})' for arm, found in runs.items()], fontsize=8)
     left.invert_yaxis()
     left.grid(axis='x', alpha=0.3)
-    left.set_xlabel(f'{task.unit}: dots are seeds, the line is their mean')
+    left.set_xlabel('accuracy, %: dots are seeds, the line is their mean')
     right.set_xlabel('training steps (colours as on the left)')
-    right.set_ylabel(f'{task.unit} (band: lowest and highest seed)')
+    right.set_ylabel('accuracy, % (band: lowest and highest seed)')
     right.grid(alpha=0.3)
     name = f'study {results["study"]}, task {results.get("task", FIRST_TASK)}'
     figure.suptitle(f'{name}: arms (number of seeds), same images and steps for all', fontsize=10)

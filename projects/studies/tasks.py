@@ -1,21 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """What the small models of a study learn: images drawn in memory, a head, a loss and a score."""
 
-import contextlib
-import io
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import cv2
 import numpy as np
 import torch
 import torch.nn.functional as F
-from mmengine.config import ConfigDict
-from mmengine.logging import MMLogger
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
-from mmlinattn.tooling.datasets.shapes import MAX_SHAPES, SHAPES, draw_scene
-from mmlinattn.utils.errors import RunError
+from mmlinattn.tooling.datasets.shapes import SHAPES, draw_scene
 
 
 class Settings(NamedTuple):
@@ -43,20 +38,12 @@ class Task:
 
     Attributes:
         what (str): What is asked, for the help and the table.
-        metric (str): Key of the score in a run.
-        unit (str): Name of the score on axes and in tables.
-        chance (float, optional): Score of a guess.
-        paper_metric (str, optional): The papers' metric for the same task, where it is not that of the study's pairs.
-        settings (Settings): Defaults.
+        chance (float): Accuracy of a guess, in percent.
         unused (tuple[str]): Settings without a meaning here.
     """
 
     what: str
-    metric = 'accuracy'
-    unit = 'accuracy, %'
-    chance: Optional[float] = None
-    paper_metric: Optional[str] = None
-    settings = Settings()
+    chance: float
     unused: tuple = ()
 
     def draw(self, number: int, settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
@@ -79,9 +66,6 @@ class Task:
         raise NotImplementedError
 
 
-# --- classification ---------------------------------------------------------------------------------------------------
-
-
 def _normalised(images: Tensor) -> Tensor:
     return (images.float() - 127.5) / 64
 
@@ -101,32 +85,14 @@ class Classifier(nn.Module):
         return self.head(x.mean(dim=(2, 3), keepdim=True)).flatten(1) if self.pooled else self.head(x)
 
 
-class Classification(Task):
-    num_classes: int
-
-    def build(self, backbone):
-        return Classifier(backbone, self.num_classes)
-
-    def loss(self, model, images, targets):
-        return F.cross_entropy(model(images), targets, label_smoothing=0.1)
-
-    @torch.no_grad()
-    def score(self, model, images, targets, batch=128):
-        """Top-1."""
-        device = next(model.parameters()).device
-        parts = zip(images.split(batch), targets.split(batch))
-        return 100 * float(sum((model(x.to(device)).argmax(1).cpu() == y).sum() for x, y in parts)) / len(targets)
-
-
-class Largest(Classification):
+class Largest(Task):
     """Name the form of the largest of three to five shapes in clutter: tell forms apart, and compare places.
 
     The largest one covers at least 1.3 times the pixels of the next.
     """
 
     what = 'name the form of the largest of three to five shapes in clutter'
-    num_classes = len(SHAPES)
-    chance = 100 / num_classes
+    chance = 100 / len(SHAPES)
 
     def draw(self, number, settings, seed):
         rng, size = np.random.default_rng(seed), settings.size
@@ -143,6 +109,19 @@ class Largest(Classification):
             labels[done] = scene.labels[scene.masks.sum(axis=(1, 2)).argmax()]
             done += 1
         return _channels_first(images), torch.from_numpy(labels)
+
+    def build(self, backbone):
+        return Classifier(backbone, len(SHAPES))
+
+    def loss(self, model, images, targets):
+        return F.cross_entropy(model(images), targets, label_smoothing=0.1)
+
+    @torch.no_grad()
+    def score(self, model, images, targets, batch=128):
+        """Top-1."""
+        device = next(model.parameters()).device
+        parts = zip(images.split(batch), targets.split(batch))
+        return 100 * float(sum((model(x.to(device)).argmax(1).cpu() == y).sum() for x, y in parts)) / len(targets)
 
 
 class Recall(Task):
@@ -226,147 +205,7 @@ def _channels_first(images: np.ndarray) -> Tensor:
     return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
 
 
-# --- detection --------------------------------------------------------------------------------------------------------
-
-
-class Detector(nn.Module):
-    """MMDetection's RetinaNet, small, on the last two maps of a backbone; anchors from 20 to 64 pixels."""
-
-    smallest_anchor = 20
-
-    def __init__(self, backbone: dict, num_classes: int) -> None:
-        super().__init__()
-        try:
-            from mmdet.utils import register_all_modules
-        except ImportError as error:
-            raise RunError(f'detection needs MMDetection: {error}.') from error
-        register_all_modules(init_default_scope=False)
-        last = len(backbone['stage_attns']) - 1
-        backbone = {**backbone, 'out_indices': (last - 1, last)}
-        levels = MODELS.build(dict(backbone)).feature_info
-        strides = [level['stride'] for level in levels]
-        self.detector = MODELS.build(
-            ConfigDict(
-                type='mmdet.RetinaNet',
-                backbone=backbone,
-                neck=dict(
-                    type='mmdet.FPN', in_channels=[level['channels'] for level in levels], out_channels=64, num_outs=2
-                ),
-                bbox_head=dict(
-                    type='mmdet.RetinaHead',
-                    num_classes=num_classes,
-                    in_channels=64,
-                    feat_channels=64,
-                    stacked_convs=1,
-                    anchor_generator=dict(
-                        type='mmdet.AnchorGenerator',
-                        octave_base_scale=self.smallest_anchor / strides[0],
-                        scales_per_octave=3,
-                        ratios=[1.0],
-                        strides=strides,
-                    ),
-                ),
-                train_cfg=dict(
-                    assigner=dict(type='mmdet.MaxIoUAssigner', pos_iou_thr=0.5, neg_iou_thr=0.4, min_pos_iou=0),
-                    sampler=dict(type='mmdet.PseudoSampler'),
-                    allowed_border=-1,
-                    pos_weight=-1,
-                ),
-                test_cfg=dict(
-                    nms_pre=200,
-                    min_bbox_size=0,
-                    score_thr=0.02,
-                    nms=dict(type='nms', iou_threshold=0.5),
-                    max_per_img=20,
-                ),
-            )
-        )
-        self.detector.init_weights()
-
-    def forward(self, images: Tensor):
-        return self.detector(_normalised(images), mode='tensor')
-
-
-class Detection(Task):
-    """Box AP of one to five shapes in clutter, COCO's mean over IoU 0.5 to 0.95.
-
-    Targets are (number, MAX_SHAPES, 5): corners of each shape's visible pixels and its label, -1 where there is none.
-    """
-
-    what = 'find one to five shapes in clutter, box AP (IoU 0.5 to 0.95)'
-    metric = 'box_AP'
-    unit = 'box AP, %'
-    paper_metric = 'COCO box AP'
-    settings = Settings(iterations=400, batch=16, num_train=2048, num_val=256, size=96, lr=1e-3)
-
-    def draw(self, number, settings, seed):
-        rng, size = np.random.default_rng(seed), settings.size
-        images = np.empty((number, size, size, 3), np.uint8)
-        targets = np.full((number, MAX_SHAPES, 5), -1, np.float32)
-        for image, target in zip(images, targets):
-            scene = draw_scene(rng, (size, size), tinted=settings.tinted)
-            image[:] = scene.image
-            for row, mask, label in zip(target, scene.masks, scene.labels):
-                y, x = mask.nonzero()
-                row[:] = x.min(), y.min(), x.max() + 1, y.max() + 1, label
-        return _channels_first(images), torch.from_numpy(targets)
-
-    def mirrored(self, images, targets, which):
-        corners = images.shape[-1] - targets[..., [2, 0]]
-        turned = torch.stack((corners[..., 0], targets[..., 1], corners[..., 1], *targets[..., 3:].unbind(-1)), dim=-1)
-        turned = turned.where(targets[..., 4:] >= 0, targets)
-        return super().mirrored(images, targets, which)[0], torch.where(which[:, None, None], turned, targets)
-
-    def build(self, backbone):
-        return Detector(backbone, len(SHAPES))
-
-    def loss(self, model, images, targets):
-        losses = model.detector.loss(_normalised(images), _samples(images, targets))
-        return sum(sum(value) for name, value in losses.items() if 'loss' in name)
-
-    @torch.no_grad()
-    def score(self, model, images, targets, batch=64):
-        from mmdet.evaluation import CocoMetric
-
-        metric = CocoMetric(metric='bbox')
-        metric.dataset_meta = dict(classes=SHAPES)
-        device = next(model.parameters()).device
-        for first in range(0, len(images), batch):
-            x, boxes = images[first : first + batch].to(device), targets[first : first + batch]
-            found = model.detector.predict(_normalised(x), _samples(x, boxes.to(device)), rescale=False)
-            for i, (sample, rows) in enumerate(zip(found, boxes)):
-                instances = [
-                    dict(bbox=row[:4].tolist(), bbox_label=int(row[4]), ignore_flag=0) for row in rows if row[4] >= 0
-                ]
-                entry = dict(img_id=first + i, ori_shape=tuple(images.shape[-2:]), instances=instances)
-                metric.process({}, [dict(entry, pred_instances=sample.pred_instances.to_dict())])
-        logger = MMLogger.get_current_instance()
-        level = logger.level
-        logger.setLevel('CRITICAL')  # nothing found at all, as before training, is no error here
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its table
-                found = metric.evaluate(len(images))
-        finally:
-            logger.setLevel(level)
-        return 100 * float(found.get('coco/bbox_mAP', 0.0))
-
-
-def _samples(images: Tensor, targets: Tensor) -> list:
-    """What MMDetection wants to know of each image."""
-    from mmdet.structures import DetDataSample
-    from mmengine.structures import InstanceData
-
-    shape, samples = tuple(images.shape[-2:]), []
-    for rows in targets:
-        rows = rows[rows[:, 4] >= 0]
-        info = dict(img_shape=shape, ori_shape=shape, pad_shape=shape, batch_input_shape=shape, scale_factor=(1.0, 1.0))
-        sample = DetDataSample(metainfo=info)
-        sample.gt_instances = InstanceData(bboxes=rows[:, :4], labels=rows[:, 4].long())
-        samples.append(sample)
-    return samples
-
-
-TASKS: dict[str, Task] = dict(largest=Largest(), detection=Detection(), recall=Recall())
+TASKS: dict[str, Task] = dict(largest=Largest(), recall=Recall())
 
 FIRST_TASK = 'largest'
 """What results without a word of their task are of."""

@@ -14,7 +14,6 @@ from mmlinattn.tooling.analysis.inspecting import averaged, measure_block
 from mmlinattn.utils.errors import RunError
 
 from .arms import Arm
-from .masking import masked
 from .tasks import FIRST_TASK, TASKS, Settings
 
 
@@ -31,8 +30,8 @@ def train_arm(
     """Train one arm with one seed; the seed decides weights, order of images and mirroring, alike for every arm.
 
     Returns:
-        dict: The task's score in percent under the name of its metric (``accuracy``, ``box_AP``), ``curve`` of it,
-        ``loss``, ``params``, ``seconds``, and measures of the trained attention.
+        dict: ``accuracy`` in percent, ``curve`` of it, ``loss``, ``params``, ``seconds``, and measures of the trained
+        attention.
 
     Raises:
         RunError: The loss is not finite.
@@ -69,19 +68,12 @@ def train_arm(
             curve.append([step + 1, task.score(model.eval(), *val)])
     model.eval()
     result = {
-        task.metric: task.score(model, *val),
+        'accuracy': task.score(model, *val),
         'curve': curve,
         'loss': sum(losses[-20:]) / len(losses[-20:]),
         'params': num_parameters(model),
         'attention': attention_measures(model, val[0][:4].to(device)),
     }
-    if arm.masks:
-        result['masked'] = {}
-        for window in (3, 5, 7):
-            for others in (False, True):
-                with masked(model, window, others):
-                    name = f'{window**2} others' if others else f'{window}x{window}'
-                    result['masked'][name] = task.score(model, *val)
     return {**result, 'seconds': time.perf_counter() - started}
 
 

@@ -3,21 +3,18 @@
 
 import re
 import sys
-import types
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from mmengine.config import Config
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
-from torch import nn
 
 from mmlinattn.utils.errors import RunError
 from projects.attention_viewer import __main__ as app
-from projects.attention_viewer import looking
-from projects.attention_viewer.looking import COLUMNS, Looker, describe, in_words, numbers
+from projects.attention_viewer.looking import COLUMNS, Looker, describe, in_words
 
 CONFIGS = Path(__file__).resolve().parents[3] / 'configs'
 
@@ -75,23 +72,6 @@ def test_findings_in_words():
         assert in_words(BaseDataElement(pred_score=torch.tensor(scores)), names) == expected
 
 
-def test_a_row_of_numbers():
-    """Means over the heads; empty where a block has no such thing."""
-    entry = dict(
-        block='backbone.stages.0.1',
-        mixer='rala',
-        map=[16, 24],
-        rank=dict(state=dict(effective=[2, 3], at_most=32), output=dict(effective=[4, 5.5], at_most=20)),
-        locality=dict(share=[0.25, 0.5], if_uniform=0.125),
-        sharpness=dict(entropy=[1, 3], entropy_if_uniform=4),
-    )
-    row = ['stages.0.1', 'rala', '16 x 24', '2.5 of 32', '4.8 of 20', '0.375', '0.125', '0.500']
-    assert numbers(entry) == row and len(COLUMNS) == len(row)
-    del entry['rank']['state'], entry['locality']
-    entry['sharpness'] = dict(entropy=[0.0], entropy_if_uniform=0.0)  # a single key
-    assert numbers(entry) == [*row[:3], '', row[4], '', '', '0.000']
-
-
 def test_switching_the_attention_of_a_stage(looker):
     before = looker.look(picture())
     switched = looker.look(picture(), *describe('stage 1', 'softmax'))
@@ -116,64 +96,11 @@ def test_what_is_no_picture(looker, shape):
         looker.look(np.zeros(shape, np.uint8))
 
 
-def test_a_backbone_of_others_is_refused(monkeypatch):
-    monkeypatch.setattr(looking.loading, 'load_model', lambda *_: SimpleNamespace(backbone=nn.Linear(1, 1)))
-    with pytest.raises(RunError, match='the backbone Linear is none of mmlinattn'):
-        Looker(Config(dict()), 'none')
-
-
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-class Control:
-    """Anything on a page: what it was made with, and what was put onto its events."""
-
-    def __init__(self, *args, **kwargs):
-        self.args, self.kwargs, self.events = args, kwargs, []
-        made.append(self)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def __getattr__(self, name):
-        return lambda *args, **kwargs: self.events.append((name, args)) or self
-
-
-made: list = []
-
-
-@pytest.fixture
-def gradio(monkeypatch):
-    """Stands for gradio."""
-    made.clear()
-    module = types.ModuleType('gradio')
-    for kind in 'Blocks Markdown State Row Image Textbox Checkbox Dataframe Dropdown'.split():
-        setattr(module, kind, Control)
-    module.Error, module.SelectData = RuntimeError, object
-    monkeypatch.setitem(sys.modules, 'gradio', module)
-
-
-def test_controls_of_the_page(gradio, looker):
-    app.build_page(looker, 'Attention of mine')
-    by_label = {control.kwargs.get('label'): control for control in made}
-    stage, mixer = by_label['switch the attention of'], by_label['to']
-    assert stage.args[0] == [None, 'stage 1', 'stage 2', 'stage 3', 'stage 4'] and 'hydra' in mixer.args[0]
-    ((event, (show, inputs, outputs)),) = mixer.events
-    assert event == 'change' and len(inputs) == 5 and len(outputs) == 7
-    drawn, found, maps, rows, *switched = show(picture(), None, None, None, False)
-    assert found == looker.look(picture()).found and len(rows) == 5 and switched == [None, '', None]
-    assert (maps == looker.maps(looker.look(picture()), 70, 45)).all()  # the middle
-    *_, switched, found, rows = show(picture(), (3, 4), 'stage 1', 'hydra', False)
-    assert switched.ndim == 3 and rows[0][1] == 'hydra'
-    assert show(None, None, None, None, False)[0] is None
-    with pytest.raises(RuntimeError, match='at least 8 pixels'):
-        show(np.zeros((4, 4, 3), np.uint8), None, None, None, False)
-
-
-def test_the_page_is_served_to_this_machine_only(gradio, monkeypatch):
+def test_the_page_is_served_to_this_machine_only(monkeypatch):
+    monkeypatch.setitem(sys.modules, 'gradio', ModuleType('gradio'))
     launched = []
     monkeypatch.setattr(
         app, 'build_page', lambda *_: SimpleNamespace(launch=lambda **options: launched.append(options))
@@ -182,9 +109,3 @@ def test_the_page_is_served_to_this_machine_only(gradio, monkeypatch):
     monkeypatch.setattr(sys, 'argv', ['attention_viewer', config, 'none'])
     app.main()
     assert launched[0]['server_name'] == '127.0.0.1' and launched[0]['share'] is False
-
-
-def test_without_gradio_it_says_how_to_get_it(monkeypatch, fails):
-    monkeypatch.setitem(sys.modules, 'gradio', None)
-    config = CONFIGS / 'mmpretrain' / 'ravlt_shapes_quickstart.py'
-    assert 'the page needs gradio: pip install' in fails(app.main, config, 'none')

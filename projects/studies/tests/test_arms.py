@@ -10,43 +10,17 @@ import torch.nn.functional as F
 from mmengine.model import BaseModule
 from mmengine.registry import MODELS
 
-from mmlinattn.attention import TOKEN_MIXERS, Grid, TokenMixer
+from mmlinattn.attention import Grid
 from mmlinattn.tooling.analysis.weights import mixer_weights
 from projects.studies.arms import STUDIES
 from projects.studies.tasks import FIRST_TASK, TASKS
 from projects.studies.training import attention_measures, num_parameters
 
 RESULTS = sorted((Path(__file__).resolve().parents[1] / 'results').glob('*/results.json'))
-PRINTED = dict(
-    rala={
-        'full': (82.8, 47.3, 47.9),
-        'without KV augmentation': (82.1, 43.7, 43.6),
-        'without output gate': (82.5, 46.3, 47.0),
-        'without CPE': (82.7, 47.0, 47.6),
-        'gate: identity': (82.8,),
-        'gate: tanh': (82.7,),
-        'kernel: relu': (82.8,),
-        'kernel: softmax': (82.7,),
-    },
-    inline={'softmax': (72.2,), 'softmax, confused': (70.6,)},
-    hallucinated={
-        'plain': (69.3,),
-        'copies': (68.8,),
-        'IHH': (69.4,),
-        'CHH': (69.2,),
-        'IHH, CHH': (69.7,),
-        'CHH, IHH': (69.3,),
-        'smaller FFN ratio': (68.8,),
-        'cFFN, r = 1': (69.1,),
-        'cFFN, r = 2': (70.2,),
-        'cFFN, r = 3': (70.0,),
-        'cFFN of M1, r = 2': (70.0,),
-    },
-)
 
 
 @pytest.mark.parametrize('name', STUDIES)
-def test_arms_build_and_say_what_papers_print(name):
+def test_arms_build_in_the_order_of_the_papers(name):
     study = STUDIES[name]()
     for arm in study.arms.values():
         model = MODELS.build(dict(arm.backbone)).train()
@@ -58,37 +32,6 @@ def test_arms_build_and_say_what_papers_print(name):
         assert better in study.arms and worse in study.arms
         if isinstance(metric, str):  # the paper's own order
             assert study.arms[better].paper[metric] > study.arms[worse].paper[metric]
-    printed = {arm: tuple(value.paper.values()) for arm, value in study.arms.items() if value.paper}
-    assert printed == PRINTED.get(name, {})
-
-
-def test_every_attention_is_an_arm():
-    arms = STUDIES['attentions']().arms
-    assert {name: arm.backbone['stage_attns'] for name, arm in arms.items()} == {
-        name: (name, name) for name in TOKEN_MIXERS.module_dict
-    }
-
-
-def mixers(study, arm):
-    model = MODELS.build(dict(STUDIES[study]().arms[arm].backbone))
-    return [module for module in model.modules() if isinstance(module, TokenMixer)]
-
-
-def test_arms_differ_in_what_they_are_called_by():
-    for mixer in mixers('flatten', 'focused, depth-wise'):
-        assert mixer.focus and mixer.power == 3 and mixer.local.kernel_size == (5, 5)
-    for mixer in mixers('flatten', 'relu linear'):
-        assert not mixer.focus and mixer.local is None
-    for mixer in mixers('inline', 'identity, injective, local residual'):
-        assert mixer.kernel == 'identity' and mixer.injective and mixer.residual is not None
-    for mixer in mixers('inline', 'exp, linear'):
-        assert mixer.kernel == 'exp' and not mixer.injective and mixer.residual is None
-    for mixer in mixers('hallucinated', 'CHH, IHH'):
-        assert mixer.steps == ('chh', 'ihh')
-    arms = STUDIES['rala']().arms
-    sizes = {name: sum(p.numel() for p in MODELS.build(dict(arm.backbone)).parameters()) for name, arm in arms.items()}
-    # the wider feed-forward network of the arms without a gate makes up for it (RALA Tab. 9)
-    assert all(abs(size / sizes['full'] - 1) < 0.02 for size in sizes.values())
 
 
 def test_confused_softmax():
@@ -114,8 +57,6 @@ def test_models_are_those_of_the_results(path, monkeypatch):
     monkeypatch.setattr(BaseModule, 'init_weights', lambda self: None)  # changes no size, takes most of the time
     kept = json.loads(path.read_text())
     task, arms = TASKS[kept.get('task', FIRST_TASK)], STUDIES[kept['study']]().arms
-    if task.metric == 'box_AP':
-        pytest.importorskip('mmdet')
     for run in kept['runs']:
         if run['seed'] == 0:
             with torch.device('meta'):
