@@ -237,4 +237,6 @@ def explained_setup(config: str, whole: bool = True):
             what += f', in reading {file}'
         if 'need at least one array to concatenate' in what:  # MMEngine's serialisation
             what += '. The data set holds no image, or none of metainfo.classes is a category of its ann_file'
+        if 'unexpected keyword argument' in what:
+            what += '. Of a dict whose type you changed, _delete_=True leaves out the keys of the inherited type'
         raise RunError(f'{config} cannot be run: {what} (MMLINATTN_TRACEBACK=1 shows where)') from error

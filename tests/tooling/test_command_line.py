@@ -69,6 +69,8 @@ def test_an_error_while_building_names_the_innermost_class(monkeypatch):
         with pytest.raises(RunError, match=r'^c.py cannot be run: Refuses: KeyError: of the inner part'):
             with command_line.explained_setup('c.py', whole):
                 MODELS.build(model)
+    with pytest.raises(RunError, match=r"argument 'split'\. .*_delete_=True"), command_line.explained_setup('c.py'):
+        MODELS.build(dict(type='Refuses', split='train'))
     with (
         pytest.raises(RunError, match=r'^c.py cannot be run: ZeroDivisionError: '),
         command_line.explained_setup('c.py'),

@@ -198,6 +198,14 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
                     f'{label}{name}, and the data set {len(classes)} classes. {advice.format(head)}'
                 )
                 return
+    given = getattr(model, 'data_preprocessor', None)
+    made = getattr(given, 'num_classes', None)
+    if is_training and getattr(given, 'to_onehot', False) and made and made != heads.get('head', made):
+        yield Finding(
+            f'data_preprocessor.num_classes = {made} gives labels of {made} numbers, and num_classes of the head is '
+            f'{heads["head"]}. Set data_preprocessor=dict(num_classes={heads["head"]}).'
+        )
+        return
     if not is_training or not classes:
         return
     for head, count in heads.items():

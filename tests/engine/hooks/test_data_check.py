@@ -304,6 +304,19 @@ def test_a_label_beyond_the_head(look, head, name, info):
         assert line.startswith(f'{stage}_dataloader: {text}') and f'Set num_classes of the {name}, or' in line
 
 
+def test_one_hot_labels_of_another_number_of_classes(look):
+    """As of ImageNet's mixed images, where only the head was changed."""
+    made = model(head=3)
+    vars(made).update(data_preprocessor=SimpleNamespace(to_onehot=True, num_classes=1000))
+    data = [Data(dict(gt_label=2))]
+    line, _ = look(made, train=data)
+    assert line.startswith('data_preprocessor.num_classes = 1000') and 'data_preprocessor=dict(num_classes=3)' in line
+    assert look(made, test=data) == ('', [])
+    for change in (dict(to_onehot=False), dict(num_classes=3), dict(num_classes=None)):
+        vars(made).update(data_preprocessor=SimpleNamespace(**{**dict(to_onehot=True, num_classes=1000), **change}))
+        assert look(made, train=data) == ('', [])
+
+
 def test_segmentors_are_compared_by_names(look):
     three, four = [Data(0, classes=list('abc'))], [Data(0, classes=list('abcd'))]
     assert look(model(decode_head=3), train=three) == ('', [])
