@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Latency of backbones in PyTorch, ONNX Runtime and OpenVINO side by side on a CPU: a table of docs/deploy.md.
+"""Latency of backbones in PyTorch, ONNX Runtime and OpenVINO side by side on a CPU.
 
     python benchmarks/run_deploy.py --results deploy.jsonl --out deploy.md     # one thread, float32, batch 1
 

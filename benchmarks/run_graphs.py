@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Writes the table of docs/deploy.md: every host as a graph of every format, run at sizes it was not made at.
+"""Every host as a graph of every format, run at sizes it was not made at.
 
     python benchmarks/run_graphs.py --results graphs.jsonl --out graphs.md
 

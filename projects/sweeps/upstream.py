@@ -11,6 +11,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 import time
@@ -118,9 +119,10 @@ def page(results: list[dict], backbone: str, total: int) -> str:
                 why = row['why'].replace(row['config'], 'it').replace('|', '/').replace('<', '&lt;')
                 for told in TOLD:
                     why = why.removeprefix(told)
-                groups.setdefault((row['outcome'], why[:120]), []).append(row)
+                why = re.sub(r'^[A-Z]\w+(?= )|(?<= from )\w+$', 'it', why)  # a class, so that reasons are alike
+                groups.setdefault((row['outcome'], why[:100]), []).append(row)
         if groups:
-            lines += [f'## {project}', '', '| outcome | why | folder, or the config where others of it work |']
+            lines += [f'## {project}', '', '| outcome | why | folder, or config of a folder |']
             lines += ['| --- | --- | --- |']
             for (kind, why), rows in sorted(groups.items(), key=lambda group: group[0]):
                 alike = Counter(map(family_of, rows))
