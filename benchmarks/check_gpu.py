@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What to take on this GPU: eager, compiled (``--compile``) or Triton kernels (``MMLINATTN_OPS=triton``).
+"""Measures what to take on this GPU: eager, compiled (``--compile``) or Triton kernels (``MMLINATTN_OPS=triton``).
 
     python benchmarks/check_gpu.py --out DIR [--minutes M]
     python benchmarks/check_gpu.py --out DIR --interpret     # a rehearsal on a CPU: small, its times mean nothing
@@ -64,7 +64,7 @@ FLOOR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of a
 
 
 class OnCPU:
-    """What this script asks of ``torch.cuda``, in a rehearsal."""
+    """The part of ``torch.cuda`` that this script uses, for a rehearsal."""
 
     @staticmethod
     def get_device_properties(device):

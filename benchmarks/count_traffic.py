@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What a training step keeps and how many operations it has, counted without a GPU.
+"""Memory that a training step keeps, and the number of its operations, counted without a GPU.
 
     python benchmarks/count_traffic.py
 

@@ -34,7 +34,7 @@ def names() -> list[str]:
 
 
 def calls(name: str, mode: str, side: int, dim: int, heads: int) -> tuple[Callable, Callable]:
-    """What makes the inputs of one call, and the call on them: mixers may write over their queries and keys."""
+    """A function that makes inputs, and the call on them: mixers may overwrite their queries and keys."""
     torch.manual_seed(0)
     grid = Grid(side, side)
     mixer = TOKEN_MIXERS.module_dict[name](dim, heads, grid=grid[:2])
@@ -91,7 +91,7 @@ def run_memory(args, mode: str, seconds: dict) -> dict[tuple[str, int], int]:
 
 
 def growth(values: dict, name: str, sides) -> Optional[float]:
-    """What one more token costs between the two largest sizes that were measured."""
+    """The cost of one more token between the two largest sizes that were measured."""
     measured = [side for side in sides if (name, side) in values][-2:]
     if len(measured) < 2:
         return None

@@ -45,7 +45,7 @@ def backward(function, *tensors):
 
 
 def calls() -> dict:
-    """What is measured: ours and compiled MMCV's where there is one call, else (ours, compiled)."""
+    """The measured calls: ours and compiled MMCV's where there is one call, else (ours, compiled)."""
     found = {}
     for count in (1000, 10000):
         found[f'NMS, {count} boxes, 0.7'] = functools.partial(ops.nms, boxes(count, 160), torch.rand(count), 0.7)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What this project's hooks add to an iteration of the train loop.
+"""Time that this project's hooks add to an iteration of the train loop.
 
     python benchmarks/run_overhead.py --out overhead.md
     python benchmarks/run_overhead.py configs/mmdet/ravlt_t_maskrcnn_1x.py --data-root data/coco/

@@ -72,7 +72,7 @@ MODELS = {
 
 
 class Point(NamedTuple):
-    """What one forward pass takes.
+    """Time and memory of one forward pass.
 
     Attributes:
         side: of the square image.
@@ -142,7 +142,7 @@ def available_gib() -> float:
 
 
 def next_cost(points: list[Point], side: int, field: str) -> Optional[float]:
-    """What a size will take by the growth so far; proportional to the pixels where a single size is known."""
+    """The cost of a size by the growth so far; proportional to the pixels where a single size is known."""
     known = [(point.side**2, getattr(point, field)) for point in points if getattr(point, field)]
     if not known:
         return None

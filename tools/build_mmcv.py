@@ -74,7 +74,7 @@ def download(name: str, version: str, folder: Path) -> Path:
 
 
 def mend(script: Path, version: str, torch_version: str) -> None:
-    """What Python 3.13 and PyTorch 2.14 want, in MMCV's setup.py."""
+    """The changes of MMCV's setup.py that Python 3.13 and PyTorch 2.14 need."""
     text = script.read_text(encoding='utf-8').replace("locals()['__version__']", repr(version))
     if tuple(map(int, torch_version.split('.')[:2])) >= (2, 14):
         text = text.replace('std=c++17', 'std=c++20').replace('std:c++17', 'std:c++20')

@@ -107,7 +107,7 @@ def every_nth(runner, interval: int) -> None:
 
 
 class DumpLabelMaps(DumpResults):
-    """Of each image the label map, a byte a pixel; logits would be hundreds."""
+    """Keeps the label map of each image, a byte a pixel; logits would be hundreds."""
 
     def process(self, data_batch, predictions) -> None:
         for prediction in predictions:

@@ -146,8 +146,8 @@ class WindowAttention(Attention):
         return self.proj(self.gated(windows.merge(out, x.shape[0]), x, gate))
 
     def map_bias(self, windows, hidden: Optional[Tensor], batch: int) -> Optional[Tensor]:
-        """What is added to the attention map, (1 or B * windows, heads, N, N): relative positions, and what hides
-        foreign regions (windows, 1, N, N) of a shifted map."""
+        """The bias of the attention map, (1 or B * windows, heads, N, N): relative positions, and the mask (windows, 1,
+        N, N) that hides foreign regions of a shifted map."""
         # four dimensions: with three, PyTorch leaves its fused attention
         bias = None if self.relative_bias is None else self.relative_bias(*windows.window)[None]
         if hidden is None or not self.mixer.bias:

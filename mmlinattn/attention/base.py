@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What surrounds a token mixer: projections, the depth-wise convolution of the values, the gate.
+"""The modules around a token mixer: projections, the depth-wise convolution of the values, the gate.
 
 Hosts arrange tokens (whole maps, windows, stripes, reduced keys, a class token) around it and name no method.
 """

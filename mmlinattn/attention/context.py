@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the blocks of a stage share, made once a forward pass."""
+"""The context that the blocks of a stage share, made once a forward pass."""
 
 from typing import NamedTuple, Optional, Union
 
@@ -40,7 +40,7 @@ class MapWindows:
 
 
 class StageContext(NamedTuple):
-    """Where the tokens of a stage lie.
+    """Grid, rotary encoding and windows of a stage.
 
     Attributes:
         grid (Grid): Their grid.
@@ -54,5 +54,5 @@ class StageContext(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, rotary: Optional[Tensor] = None) -> 'StageContext':
-        """That of a map (B, H, W, C)."""
+        """The context of a map (B, H, W, C)."""
         return cls(Grid(x.shape[1], x.shape[2]), rotary, MapWindows(x))

@@ -150,7 +150,7 @@ class OpenWindows:
         for dim, axis in enumerate(self.axes, 1):
             if axis.shifts:
                 x = x.index_select(dim, axis.turned(1, x))
-        # not einops: what it permutes and flattens in one go has to be settled in between
+        # not einops, which permutes and flattens in one go: `settled` goes in between
         x = unflatten(unflatten(x, 2, (columns.count, columns.window)), 1, (rows.count, rows.window))
         return settled(x.transpose(2, 3)).flatten(0, 2).flatten(1, 2)
 
@@ -162,7 +162,7 @@ class OpenWindows:
         x = x.flatten(3, 4).flatten(1, 2)
         for dim, axis in enumerate(self.axes, 1):
             if axis.has_windows:
-                # of a slice, exporters would have to prove that it is not longer than what it is cut from
+                # not a slice: exporters would have to prove that it is not longer than the map
                 x = x.index_select(dim, axis.turned(-1, x))
         return x
 

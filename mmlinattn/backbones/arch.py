@@ -35,7 +35,7 @@ def check_count(name: str, value: int) -> int:
 
 
 class Arch:
-    """What a backbone reads off its arch, see :class:`~mmlinattn.backbones.base.Backbone`."""
+    """Sizes and attentions of a backbone by its arch, see :class:`~mmlinattn.backbones.base.Backbone`."""
 
     arch: dict
     depths: tuple[int, ...]

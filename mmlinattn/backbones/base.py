@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What all hosts share: OpenMMLab arguments, checks, stage bookkeeping, freezing, checkpoints."""
+"""The base classes of hosts: OpenMMLab arguments, checks, stage bookkeeping, freezing, checkpoints."""
 
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -52,7 +52,7 @@ def statistics_kept(module: nn.Module):
 
 
 class Backbone(Arch, BaseModule):
-    """What pyramids and plain backbones share.
+    """Base class of pyramids and plain backbones.
 
     Subclasses fill :attr:`arch_zoo` (published sizes) and :attr:`arch_defaults` (what sizes have in common). The
     arch of every host may name a feed-forward network under ``ffn``, for all stages or for each, see
@@ -209,11 +209,11 @@ class Backbone(Arch, BaseModule):
             self.switch_to_deploy()
 
     def get_layer_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:
-        """Where a parameter lies between image and head, for learning rates that decay layer by layer.
+        """The depth of a parameter between image and head, for learning rates that decay layer by layer.
 
-        What is before the first block has depth 0, block i (counted over all stages) depth i + 1. What leads from a
-        stage to the next has the depth of the last block before it, as in MMPretrain's Swin, and so have norms between
-        stages. Output norms and what is not of the backbone have the largest depth.
+        The stem has depth 0, block i (counted over all stages) depth i + 1. Down-sampling has the depth of the last
+        block before it, as in MMPretrain's Swin, and so have norms between stages. Output norms and parameters outside
+        the backbone have the largest depth.
 
         Args:
             param_name (str): Name of the parameter.
@@ -331,7 +331,7 @@ class PyramidBackbone(Backbone):
         return call(self.patch_embeds[stage], x)
 
     def stage_context(self, stage: int, x: Tensor) -> StageContext:
-        """What the blocks of a stage share, of the map that enters them."""
+        """The context of a stage for the map that enters it."""
         return StageContext(Grid(x.shape[1], x.shape[2]))
 
     def features(self, x: Tensor, call: Callable) -> tuple[Tensor, ...]:

@@ -137,7 +137,7 @@ def convert_state(checkpoint: Any, source: str, model: nn.Module) -> Conversion:
 
 
 class Lacking(NamedTuple):
-    """What a model still lacks after a checkpoint was loaded.
+    """The weights that a model still lacks after a checkpoint was loaded.
 
     Attributes:
         mismatched: keys of another shape, with both shapes.
@@ -214,7 +214,7 @@ def check_values(
 
 
 def runner_state(checkpoint: dict) -> OrderedDict:
-    """What MMEngine's Runner loads of a checkpoint."""
+    """The weights that MMEngine's Runner loads from a checkpoint."""
     state = checkpoint.get('state_dict', checkpoint)
     # the runner's own pattern, whose dot is any character: it loads nothing into a part named module_list
     tensors = OrderedDict((re.sub('^module.', '', key), v) for key, v in state.items() if isinstance(v, Tensor))

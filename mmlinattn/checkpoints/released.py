@@ -38,7 +38,7 @@ class Released(NamedTuple):
 
     @property
     def path(self) -> Path:
-        """Where the file is kept, and looked for before anything is downloaded."""
+        """The path of the file in the cache, which is tried before a download."""
         return Path(torch.hub.get_dir(), 'checkpoints', 'mmlinattn', self.file_name)
 
 

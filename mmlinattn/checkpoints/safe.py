@@ -51,7 +51,7 @@ _FUNCTIONS.update((name, getattr(OneCycleParamScheduler, name)) for name in ('_a
 
 
 def _known_attribute(owner: Any, name: str) -> Any:
-    """What ``getattr`` may answer inside a checkpoint: six functions of MMEngine, whoever is asked.
+    """``getattr`` inside a checkpoint: gives six functions of MMEngine and nothing else.
 
     Protocol 2 pickles a function defined inside a class as ``getattr(class, name)``, and every checkpoint of MMEngine
     holds four of them (the statistics of its HistoryBuffer). ``getattr`` itself would open every attribute of every
@@ -139,7 +139,7 @@ def _listed() -> Iterator[None]:
 
 
 def _why_not_a_checkpoint(path: Path) -> Optional[str]:
-    """What the file is if ``torch.save`` cannot have written it, by its first bytes."""
+    """The kind of a file that ``torch.save`` cannot have written, by its first bytes."""
     with open(path, 'rb') as file:
         head = file.read(256)
     text = head.lstrip().lower()

@@ -160,7 +160,7 @@ def kind_of(tensor: Tensor) -> str:
 
 
 def not_finite(state: Mapping[str, Tensor], keys: Iterable[str]) -> list[str]:
-    """Those of ``keys`` whose tensors hold NaN or infinite values."""
+    """The ``keys`` whose tensors hold NaN or infinite values."""
     real = [key for key in keys if key in state and kind_of(state[key]) == 'real']
     return [key for key in real if not state[key].float().isfinite().all()]
 

@@ -55,7 +55,7 @@ def _call(module, *args):
 
 
 def _caller(backbone, x: Tensor):
-    """What calls the modules of a backbone."""
+    """The function that calls the modules of a backbone."""
     if not x.is_cpu or torch.is_grad_enabled() or backbone.training or dispatch.is_plain(x):
         return _call
     dtype = torch.get_autocast_dtype('cpu') if dispatch.autocasts(x) else x.dtype

@@ -109,12 +109,12 @@ def _map_of(x: Tensor, grid: Grid) -> Tensor:
 
 
 def context_of(self: Any, x: Tensor, mask: Optional[Tensor] = None) -> Optional[Tensor]:
-    """What :func:`mix` takes as ``context``."""
+    """The argument ``context`` of :func:`mix`."""
     return prepared(self, mean_token(x, mask)) if self.mixer.context else None
 
 
 def prepared(self: Any, mean: Tensor) -> Tensor:
-    """Of mean tokens (B, C) the kernels that an InLine mixer predicts."""
+    """The kernels that an InLine mixer predicts from mean tokens (B, C)."""
     mixer: Any = self.mixer
     predicts = isinstance(mixer, InLineMixer) and mixer.injective
     return mixer.residual.kernels(mean) if predicts else mean  # type: ignore[union-attr]

@@ -37,8 +37,7 @@ def _spans(size: int, window: int) -> list[tuple[int, int, int]]:
 
 
 def cut(x: Tensor, regions: Sequence[Region], mean: bool = False) -> Iterator[Tensor]:
-    """Of each of the regions that (B, H, W, C) consists of its windows, (B * windows, h * w, C), or their mean tokens,
-    (B * windows, C)."""
+    """The windows of each region of (B, H, W, C): (B * windows, h * w, C), or their mean tokens, (B * windows, C)."""
     for rows, columns, part in regions:
         yield _means(part, x[:, rows, columns]) if mean else part.partition(x[:, rows, columns])
 

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What is faster on a CPU without gradients, by a table from classes to functions."""
+"""Fused forms for CPUs without gradients: a table from classes to functions."""
 
 from collections.abc import Callable
 from typing import Any, Optional
@@ -15,8 +15,8 @@ from ..ops import dispatch, private
 
 # class -> form(room, module, *args)
 FORMS: dict[type, Callable] = {}
-# classes whose weights say all that they compute
 CALLS_PARTS: set[Callable] = set()  # forms that use no weights of their parts, but ask for the parts' own forms
+# classes whose weights say all that they compute
 KNOWN: set[type] = {
     nn.Linear,
     nn.Conv1d,

@@ -109,7 +109,7 @@ class SimpleFeaturePyramid(BaseModule):
             raise ValueError(f'image_size={tuple(image_size)} does not have a map of {tuple(x.shape[2:])} at stride 16')
         outs = [level(x) for level in self.levels]
         if image_size is not None:
-            # The backbone pads to whole patches at the bottom and right, so what is beyond the image is cut off there:
+            # The backbone pads to whole patches at the bottom and right, so the padding is cut off there:
             # resizing would move every other position off the pixels that its anchors and RoIs belong to.
             outs = [
                 out[..., : -(-image_size[0] // stride), : -(-image_size[1] // stride)]

@@ -57,7 +57,7 @@ def use(backend: str):
 
 
 class Route(NamedTuple):
-    """What an op asks of its call, see :func:`route`.
+    """How an op runs for given tensors, see :func:`route`.
 
     ``backend``: ``'reference'``, ``'cpu'``, or ``'eager'`` (another device). ``records``: whether gradients are
     recorded. ``autocasts``: whether autocast is on. ``dtype``: of matrix products, that of autocast where it is

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Where a sequence of tokens lies."""
+"""The grid that a sequence of tokens lies on."""
 
 from typing import NamedTuple, Optional
 

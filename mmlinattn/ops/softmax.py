@@ -11,7 +11,7 @@ from .tensors import merge_heads, split_heads
 
 
 def masked_logit(dtype: torch.dtype) -> float:
-    """What is added to hide a key: exp of it is 0 beside any real key. It is finite so that a row of hidden keys alone
+    """The logit that hides a key: exp of it is 0 beside any real key. It is finite so that a row of hidden keys alone
     (all padding) stays so."""
     return torch.finfo(dtype).min / 4
 

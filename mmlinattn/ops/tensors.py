@@ -47,7 +47,7 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 
 
 def pair_by_head(q: Tensor, k: Tensor, num_heads: int) -> Optional[Tensor]:
-    """Queries and keys (B, N, heads * d) as one (2, B, heads, N, d), a view: what is done to both is one pass over the
+    """Queries and keys (B, N, heads * d) as one (2, B, heads, N, d), a view: an operation on both is one pass over the
     memory then. None where they do not lie side by side, as slices of one projection do."""
     width = q.shape[-1]
     side_by_side = (
@@ -216,8 +216,8 @@ def blocks(x: Tensor, batch: int, tokens: int) -> Iterator[tuple[slice, slice]]:
 
 
 def widened(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Slices of the tokens of (..., B, heads, N, d) in half precision, and what ``x`` has there in float32: what is
-    done to that in place is done to ``x``."""
+    """Slices of the tokens of (..., B, heads, N, d) in half precision, and a float32 copy of each
+    slice, which is written back after it was modified in place."""
     for images, rows in blocks(x, x.shape[-4], x.shape[-2]):
         part = x[..., images, :, rows, :]
         wide = part.to(accumulation_dtype(x))

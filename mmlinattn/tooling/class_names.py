@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What a config says of its data sets and of the classes of its model."""
+"""Data sets of a config and the class names of its model."""
 
 from collections.abc import Iterator
 from typing import Any, Optional

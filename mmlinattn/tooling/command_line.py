@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the command lines share: arguments, and ends of one line."""
+"""Shared by the command lines: arguments, and ends of one line."""
 
 import argparse
 import errno

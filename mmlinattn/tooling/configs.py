@@ -121,7 +121,7 @@ def check_scope(config: str, scope: str) -> None:
 
 
 def _how_to_install(config: str, missing: str) -> str:
-    """Of a package of a task, by the name of its scope or of its distribution; '' for others."""
+    """How to install the package of a task, by the name of its scope or distribution; '' for other packages."""
     for scope, pip_names in PIP_NAMES.items():
         if missing in (scope, pip_names.replace('"', '').split('>')[0]):
             return f'{config} needs {scope}, which is not installed in {sys.executable}: pip install {pip_names}'

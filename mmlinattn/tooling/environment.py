@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What an environment needs, whether it works, and the command that mends it.
+"""Checks an environment, and names the command that mends it.
 
 ``tools/check_env.py`` runs this file where PyTorch or MMEngine may be missing, so it imports Python's own modules only.
 """

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What MMEngine's hub looks for in a package: ``register_all_modules``."""
+"""``register_all_modules``, which MMEngine's hub looks for in a package."""
 
 from .files import project_files, written_whole
 from .registering import register_all_modules

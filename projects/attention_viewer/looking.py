@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the page shows, without the page."""
+"""The contents of the page, without the page."""
 
 import functools
 from typing import NamedTuple, Optional
@@ -113,7 +113,7 @@ class Looker:
         return Seen(picture, scale, blocks, rows, in_words(result, self.names), drawn)
 
     def maps(self, seen: Seen, x: float, y: float, local: bool = False) -> np.ndarray:
-        """Where the token at a pixel of the image as uploaded looks: a row a block, a column a head, as one image.
+        """Attention of the token at a pixel of the uploaded image: a row a block, a column a head, as one image.
 
         Raises:
             RunError: The pipeline crops that pixel away.
@@ -181,7 +181,7 @@ def mosaic(found: list, picture: loading.Picture, x: int, y: int) -> np.ndarray:
 
 
 def in_words(result, names: list[str]) -> str:
-    """What a model found, a data sample, by the names of its classes: labels, instances or shares of the pixels."""
+    """The predictions of a model, by the names of its classes: labels, instances or shares of the pixels."""
 
     def say(labels, numbers, form='{}: {:.2f}'):
         return ', '.join(form.format(names[i], number) for i, number in zip(labels.tolist(), numbers.tolist()))

@@ -53,7 +53,7 @@ This trains all rows, one after another; run again, it goes on where it stopped.
 
 
 def parameters(backbone: str) -> float:
-    """Of a backbone, in millions."""
+    """Parameters of a backbone, in millions."""
     model = MODELS.build(dict(BACKBONES[backbone][0]))
     return sum(parameter.numel() for parameter in model.parameters()) / 1e6
 

@@ -30,7 +30,7 @@ SWAPS = {
 
 
 def changes(node: ast.AST, text) -> Iterator[tuple[ast.AST, str]]:
-    """What may become of a node: (the part that is replaced, its new text). ``text`` gives the source of a node."""
+    """The mutations of a node: (the part that is replaced, its new text). ``text`` gives the source of a node."""
     if isinstance(node, ast.BinOp) and type(node.op) in SWAPS:
         yield node, f'({text(node.left)} {SWAPS[type(node.op)]} {text(node.right)})'
     elif isinstance(node, ast.Compare) and len(node.ops) == 1:

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the small models of a study learn: images drawn in memory, a head, a loss and a score."""
+"""The tasks of the small models of a study: images drawn in memory, a head, a loss and a score."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from mmlinattn.tooling.datasets.shapes import SHAPES, draw_scene
 
 
 class Settings(NamedTuple):
-    """What all arms of a study have in common.
+    """The settings that all arms of a study share.
 
     Attributes:
         iterations, batch: Steps and images a step.

@@ -17,7 +17,7 @@ _NUM_READ = 2000  # samples whose labels are looked at
 
 
 class Samples(NamedTuple):
-    """What some samples of a data set say.
+    """Facts from some samples of a data set.
 
     Attributes:
         num: How many were read.
@@ -59,7 +59,7 @@ def first_difference(first: Sequence, second: Sequence) -> Optional[int]:
 
 
 def check_names(key: str, meta: dict) -> Iterator[Finding]:
-    """That the class names in a ``metainfo`` are several texts, or a file of them, and under the key that is read."""
+    """Checks that class names in a ``metainfo`` are several texts, or a file of them, under the key that is read."""
     names = meta.get('classes')
     if isinstance(names, str) and not osp.isfile(names):
         yield Finding(
@@ -75,7 +75,7 @@ def check_names(key: str, meta: dict) -> Iterator[Finding]:
 def check_categories(
     key: str, file: str, in_file: Sequence, of_labels: Sequence, classes: Sequence, needs_all: bool
 ) -> Iterator[Finding]:
-    """That labels which follow the order of a COCO file have the names of the config.
+    """Checks that labels which follow the order of a COCO file have the names of the config.
 
     Args:
         key: The data set or evaluator, for messages.
@@ -124,8 +124,8 @@ def _check_coco(key: str, dataset: Any, memory: Memory, needs_all: bool) -> Iter
 
 
 def check_evaluator(key: str, evaluator: Any, classes: Sequence, model: nn.Module) -> Iterator[Finding]:
-    """That the annotation file of a ``CocoMetric`` has the classes, in their order, and one for each label of the head:
-    it looks the id of a category up by its place."""
+    """Checks that the annotation file of a ``CocoMetric`` has the classes, in their order, and one for each label of
+    the head: it looks the id of a category up by its place."""
     count = heads_of(model).get('bbox_head', 0)
     for metric in getattr(evaluator, 'metrics', ()):
         content = getattr(getattr(metric, '_coco_api', None), 'dataset', None)
@@ -186,7 +186,7 @@ def read_samples(dataset: Any) -> Samples:
 
 
 def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_training: bool) -> Iterator[Finding]:
-    """That the heads have an output for each label, and that there is something to learn."""
+    """Checks that the heads have an output for each label, and that there is something to learn."""
     classes, heads = classes_of(dataset), heads_of(model)
     advice = 'Set num_classes of the {}, or metainfo.classes of the data set to those that count.'
     for label, path in sorted(samples.labels.items()):
@@ -232,7 +232,7 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
 
 
 def check_folders(key: str, dataset: Any) -> Iterator[Finding]:
-    """That class names in the config are in the order of folders that have the same names."""
+    """Checks that class names in the config are in the order of folders that have the same names."""
     folders, classes = getattr(dataset, 'folder_to_idx', None), classes_of(dataset)
     if not isinstance(folders, dict) or not classes:
         return
@@ -258,7 +258,7 @@ def _labelled_folders(dataset: Any, samples: Samples) -> dict[str, int]:
 
 
 def check_stages(stages: dict[str, list[tuple[Any, Samples]]]) -> Iterator[Finding]:
-    """That a label means the same in training as in validation, and in each of several data sets that are joined.
+    """Checks that a label means the same in training as in validation, and in each of several joined data sets.
 
     Args:
         stages: Data sets, with what some samples say, by the key of their loader.
@@ -298,7 +298,7 @@ def _is_given(dataset: Any) -> bool:
 
 
 def check_trained_names(key: str, dataset: Any, checkpoint: Any) -> Iterator[Finding]:
-    """That the labels of a checkpoint have the names of the data it is tested with.
+    """Checks that the labels of a checkpoint have the names of the data it is tested with.
 
     Args:
         key: The loader, for messages.

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What files of data sets say, read once: facts that JSON can hold, without an opinion."""
+"""Facts from the files of data sets, read once and kept as JSON; checks judge them."""
 
 import json
 import math

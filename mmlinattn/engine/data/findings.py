@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What checks of data say, and how they write class names."""
+"""Findings of checks of data, and how they write class names."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ MOST_NAMES = 30  # that are printed
 
 
 class Finding(NamedTuple):
-    """What a check found: a line, and whether training or testing would be wrong."""
+    """A finding of a check: a line, and whether training or testing would be wrong."""
 
     text: str
     is_fault: bool = True

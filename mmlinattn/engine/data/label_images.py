@@ -73,7 +73,7 @@ def values_behind(load: Callable[[dict], dict], info: dict, label: int) -> list[
 def check_label_images(
     key: str, dataset: Any, model: nn.Module, memory: Memory, is_training: bool, num_images: int
 ) -> Iterator[Finding]:
-    """That a sample of the label images of a segmentor has labels of its classes, and more than one."""
+    """Checks that a sample of the label images of a segmentor has labels of its classes, and more than one."""
     head = getattr(model, 'decode_head', None)
     head = head[-1] if isinstance(head, nn.ModuleList) else head
     count, ignored = getattr(head, 'num_classes', None), getattr(head, 'ignore_index', 255)

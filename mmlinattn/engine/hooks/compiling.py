@@ -23,7 +23,7 @@ HAS_DUCK_SHAPES = hasattr(shape_config, 'use_duck_shape')  # since PyTorch 2.5
 def compile_blocks(model: nn.Module, **options) -> int:
     """Compile the blocks of every backbone of this package in ``model``, in place.
 
-    The blocks, not the whole detector: what is around them (heads, data-dependent shapes, losses) is not worth its
+    The blocks, not the whole detector: the rest (heads, data-dependent shapes, losses) is not worth its
     compilation. Sizes are dynamic, and blocks that differ only in their weights share what is compiled. A batch of one
     image, windows of which a map has one, and inference are compiled once more. ``state_dict`` keeps its keys, copies
     of the model are not compiled.
@@ -46,7 +46,7 @@ def compile_blocks(model: nn.Module, **options) -> int:
     # by default, code compiled for a square map runs square maps only: equal sizes share one symbol
     if HAS_DUCK_SHAPES:
         shape_config.use_duck_shape = False
-    # by default, what is compiled more than 8 times runs without compilation from then on
+    # by default, code that was compiled more than 8 times runs without compilation from then on
     dynamo_config.cache_size_limit = max(dynamo_config.cache_size_limit, 64)
     kinds: dict[str, Callable] = {}
     for block in (block for backbone in backbones for block in _blocks(backbone)):

@@ -30,7 +30,7 @@ class UnusedParametersHook(Hook):
         is_flat = is_model_wrapper(runner.model) and not isinstance(runner.model, DistributedDataParallel)
         named = {} if is_flat else dict(unwrapped(runner.model).named_parameters())
         self._without = {name: None for name, parameter in named.items() if parameter.requires_grad}
-        # what they return is None: the gradient stays as it is
+        # they return None: the gradient stays as it is
         self._handles = [named[n].register_hook(lambda _, n=n: self._without.pop(n, None)) for n in self._without]
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:

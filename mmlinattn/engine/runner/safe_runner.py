@@ -16,7 +16,7 @@ def _is_own_best(path: Any, folders: list[str]) -> bool:
     """Whether a path names a best checkpoint of this run: right inside a folder of it and called ``best_...``."""
     if not isinstance(path, str) or not osp.basename(path).startswith('best_'):
         return False
-    # Links are followed in the folder, never in the name itself: removing a link leaves what it points to.
+    # Links are followed in the folder, never in the name itself: removing a link leaves its target.
     resolve = str if '://' in path else osp.realpath
     return resolve(osp.dirname(path)) in [folder if '://' in folder else osp.realpath(folder) for folder in folders]
 
@@ -60,7 +60,7 @@ def _explained(filename: str):
 
 @RUNNERS.register_module(force=True)
 class SafeRunner(Runner):
-    """MMEngine's Runner for checkpoints of others: what they say of files outside of the run is dropped.
+    """MMEngine's Runner for checkpoints of others: names of files outside of the run are dropped.
 
     MMEngine's CheckpointHook removes the file or folder that ``best_ckpt`` of a resumed checkpoint names, and those
     that the numbers of ``keep_ckpt_ids`` make, when a newer one takes its place. The tools of this project use it;

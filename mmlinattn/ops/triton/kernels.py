@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What one program of each kernel does; :mod:`.attention` launches them.
+"""The kernels, as one program of each; :mod:`.attention` launches them.
 
 ``out_i = R phi(q_i) S / (phi(q_i) . z + eps)`` with a small state ``S = sum_j w_j R phi(k_j) v_j^T`` and the mean key
 ``z = sum_j w_j phi(k_j)`` of a head. Tokens are read where they lie, in slices of a projection; their map, weight and
@@ -286,8 +286,8 @@ def queries_backward(
     SUM: tl.constexpr, WRITE: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Where ``SUM``, the gradients of state and mean key. Where ``WRITE``, those of the queries, which need sums over
-    all tokens themselves where the mean query weighs the keys."""
+    """``SUM``: gradients of state and mean key. ``WRITE``: gradients of the queries, which need sums over all tokens
+    where the mean query weighs the keys."""
     image, head, split, owner = place(heads, splits)
     rows, columns, columns_v = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, WIDTH_V)
     channels, channels_v = columns < D, columns_v < E

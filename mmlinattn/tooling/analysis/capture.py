@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the attentions of a running model see, block by block, through hooks: no second copy of any model."""
+"""Records the attentions of a running model, block by block, through hooks: no second copy of any model."""
 
 import inspect
 from collections.abc import Iterator
@@ -95,7 +95,7 @@ class MixerCall(NamedTuple):
 
 
 class BlockCall(NamedTuple):
-    """What one block's attention saw of an image.
+    """The calls of one block's attention for an image.
 
     Attributes:
         name (str): Of the block within the model, ``backbone.stages.0.1``.
@@ -128,8 +128,8 @@ class BlockCall(NamedTuple):
         return next((name for name, known in TOKEN_MIXERS.module_dict.items() if known is kind), kind.__name__)
 
     def features(self) -> list[tuple[Tensor, Tensor]]:
-        """Of each branch the output of the mixer, and that with convolution and gate as it enters the output
-        projection: (heads, tokens of the map, d) both."""
+        """For each branch the output of the mixer, and the input of the output projection (with convolution and gate):
+        (heads, tokens of the map, d) both."""
         found = []
         for branch, whole in zip(self.branches, self.projected.chunk(len(self.branches), dim=-1)):
             places = torch.cat([call.queries.flatten() for call in branch])

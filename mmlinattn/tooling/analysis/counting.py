@@ -119,7 +119,7 @@ class Count(TorchDispatchMode):
 
 
 class _Functions(TorchFunctionMode):
-    """What the operations alone do not tell.
+    """Functions that the operations alone do not tell apart.
 
     All products of ``linear`` are of that kind, and ``scaled_dot_product_attention`` is counted as the fused kernel of
     real devices: two products, no N x N map. On meta tensors PyTorch would take it apart instead, map and

@@ -20,7 +20,7 @@ MASK_ROIS = 100  # of MMDetection 2.x's get_flops, which the papers used; 3.x ag
 
 
 class Cost(NamedTuple):
-    """What one forward pass of a model costs, batch size 1.
+    """The cost of one forward pass of a model, batch size 1.
 
     Attributes:
         shape: (height, width) of the image.
@@ -48,7 +48,7 @@ class Cost(NamedTuple):
 
     @property
     def layer_macs(self) -> int:
-        """Multiply-adds of convolutions and linear layers: what a counter that hooks layers sees."""
+        """Multiply-adds of convolutions and linear layers, as counters that hook layers see them."""
         return self.total_macs(CONV, LINEAR)
 
 

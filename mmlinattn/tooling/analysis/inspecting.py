@@ -161,7 +161,7 @@ def maps_of(block: BlockCall, queries: Tensor, keys: Tensor, local: bool = False
 
 
 def query_map(block: BlockCall, row: int, column: int, local: bool = False) -> tuple[Tensor, Tensor]:
-    """Where the token at ``row``, ``column`` of the block's map looks.
+    """The attention of the token at ``row``, ``column`` of the block's map.
 
     Returns:
         tuple[Tensor, Tensor]: The weights over the map of the keys, (heads, h, w), NaN where it cannot look (outside of
@@ -222,7 +222,7 @@ def _mean(values: list, weights: Optional[list] = None):
 
 
 def _merged(entries: list[dict], merge: Callable) -> dict:
-    """What several dicts have in common, their values under each key merged; dicts in them likewise."""
+    """The common keys of several dicts, their values merged; dicts in them likewise."""
     found = {}
     for key in entries[0]:
         if all(key in entry for entry in entries):

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the papers measure of attention maps, states and features, as functions of tensors; no model in here.
+"""The papers' measures of attention maps, states and features, as functions of tensors; no model in here.
 
 Weights are (..., n, M): n queries, some or all, and their weights of all M keys. Linear attentions may give negative
 weights; what is said of shares and entropies is then of their magnitudes.

@@ -20,7 +20,7 @@ TITLE_WIDTH = 7.5  # inches that titles need
 
 
 class QueryMaps(NamedTuple):
-    """Where one token of a block looks.
+    """The map of one token of a block.
 
     Attributes:
         block (str): Its name.
@@ -162,7 +162,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 class Plot(NamedTuple):
-    """What is drawn of a measure: title, name of the axis, and of each line the label and where its numbers are in an
+    """The plot of a measure: title, name of the axis, and for each line its label and the place of its numbers in an
     entry of ``summary.json``, ``KEY.KEY`` or ``KEY.KEY / NAME OF THE DIVISOR BESIDE IT``."""
 
     title: str

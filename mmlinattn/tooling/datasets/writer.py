@@ -106,7 +106,7 @@ def write_dataset(out: str | Path, spec: DatasetSpec, on_image: Callable[[], Any
 
 
 def _noted(out: Path) -> Any:
-    """What the note in a folder says of its data set; None without a note of ours."""
+    """The settings of a data set, from the note in its folder; None without a note of ours."""
     try:
         return json.loads((out / NOTE).read_text())['content']
     except (FileNotFoundError, NotADirectoryError, ValueError, TypeError, KeyError):

@@ -38,7 +38,7 @@ class Format:
         raise NotImplementedError
 
     def read_metadata(self, path: Path) -> dict:
-        """What the file says of itself."""
+        """The metadata in the file."""
         raise NotImplementedError
 
     def check_installed(self) -> None:

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What of a model becomes a graph, in which form, and whether the graph gives the model's numbers."""
+"""Models in the form that is exported, and the comparison of a graph with its model."""
 
 import math
 import os
@@ -128,7 +128,7 @@ def decision(model: Any) -> dict:
 
 
 def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dict], names: list[str]) -> dict:
-    """What an application has to know to use the graph, fit for JSON; :func:`decision` is added for logits.
+    """The metadata that an application needs to use the graph, fit for JSON; :func:`decision` is added for logits.
 
     Returns:
         dict: ``task``, ``serves``, ``outputs``, ``input_range`` (of pixels before normalisation; None where the file
@@ -169,7 +169,7 @@ def deviation(outputs, expected) -> float:
 
 
 class Export(NamedTuple):
-    """What was written, its metadata, and the :func:`deviation` at each shape it was run at."""
+    """The written files, their metadata, and the :func:`deviation` at each shape they were run at."""
 
     files: list[Path]
     metadata: dict

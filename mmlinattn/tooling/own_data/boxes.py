@@ -147,7 +147,7 @@ def read_voc(path: Path, picture: Optional[Path]) -> Photo:
 
 
 def _size(path: Path, picture: Path, width: Optional[int], height: Optional[int]) -> tuple[int, int]:
-    """Of an image, which is the one that its annotations are of, unless they say nothing or 0."""
+    """Width and height of an image, which have to be those of its annotations, unless they give none or 0."""
     size = image_size(picture)
     if width and height and (width, height) != size:
         raise RunError(

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What is common to all kinds of data: which images there are, in which split, and how they are read."""
+"""Shared by all kinds of data: which images there are, in which split, and how they are read."""
 
 import os
 import random
@@ -105,7 +105,7 @@ def image_size(path: Path) -> tuple[int, int]:
 
 
 class Form(NamedTuple):
-    """Of images: their usual size, channels, and mean and std where these are not ImageNet's."""
+    """The usual size and channels of images, and mean and std where these are not ImageNet's."""
 
     width: int
     height: int

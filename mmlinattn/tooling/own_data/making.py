@@ -27,7 +27,7 @@ _FROM_SCRATCH = 2e-4  # learning rate of AdamW at which docs/real_images.md lear
 
 
 class Wish(NamedTuple):
-    """What the command line asks for."""
+    """The arguments of the command line."""
 
     data: Path
     task: str

@@ -17,7 +17,7 @@ from .zoo import FeatureMap
 
 
 class Measured(NamedTuple):
-    """What an upstream backbone returns to noise of a height and width."""
+    """The outputs of an upstream backbone for noise of a height and width."""
 
     maps: list[FeatureMap]
     size: tuple[int, int]
@@ -80,8 +80,8 @@ def _built(cfg: dict) -> torch.nn.Module:
 
 
 def through(parts: Any, maps: Sequence[FeatureMap], size: tuple[int, int]) -> Optional[list[FeatureMap]]:
-    """What a neck or several after each other make of the maps of an image ``size``; None where they do not run on such
-    maps, or give something else."""
+    """The outputs of one neck, or several in sequence, for the maps of an image ``size``; None where they do not run on
+    such maps, or give something else."""
     parts = parts if isinstance(parts, (list, tuple)) else [parts] if parts else []
     shapes = [(2, out.channels, *([-(-side // out.stride) for side in size] if out.stride else [])) for out in maps]
     outs: Any = tuple(map(torch.rand, shapes))

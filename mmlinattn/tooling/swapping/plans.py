@@ -91,7 +91,7 @@ class _Place(NamedTuple):
         if all(out.stride == single.stride for out in self.old):
             parts = self._replace(new=self.new._replace(stages=(single,) * len(self.old)))
             return [partial(parts.rewired, range(len(self.old)))]
-        # not PAFPN, NASFPN and the like, whose paths beyond FPN's are what they are chosen for
+        # not PAFPN, NASFPN and the like, which are chosen for their paths beyond FPN's
         fpn = neck if isinstance(neck, dict) and bare_name(neck.get('type')) == 'FPN' else {}
         starts_at_4 = self.old[0].stride == 4 and not fpn.get('start_level') and not fpn.get('add_extra_convs')
         if starts_at_4 and fpn.get('num_outs') in (4, 5):

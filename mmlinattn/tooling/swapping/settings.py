@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What a swapped config says beside the model: hooks, imports, the optimizer and schedules; and how images come."""
+"""Settings of a swapped config beside the model: hooks, imports, optimizer, schedules, preprocessing of images."""
 
 from typing import Any, Optional
 
@@ -34,7 +34,7 @@ def normalise(model: dict, task: str) -> None:
 
 
 def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tuple[dict, list[str]]:
-    """What the file says beside the model: hooks, imports, the optimizer."""
+    """The settings of the file beside the model: hooks, imports, the optimizer."""
     settings: dict[str, Any] = {}
     remarks: list[str] = []
     imports = (source.cfg.get('custom_imports') or {}).get('imports', [])

@@ -21,7 +21,7 @@ from .upstream import Upstream, together
 
 
 class Trial(NamedTuple):
-    """What a step showed of the network and its backbone."""
+    """The results of a training step for the network and its backbone."""
 
     loss: float
     read: tuple[bool, ...]  # which of the backbone's outputs got a gradient

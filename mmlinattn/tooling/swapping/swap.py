@@ -144,7 +144,7 @@ def _text(source: Upstream, backbone: str, before: dict, model: dict, settings: 
 
 
 def _said_of(settings: dict, upstream: Config) -> list[str]:
-    """What the settings change, a line each."""
+    """The changes of the settings, a line each."""
     old = upstream.to_dict()
     old['optim_wrapper'] = dict(dict(type='OptimWrapper'), **(old.get('optim_wrapper') or {}))
     if isinstance(old.get('param_scheduler'), dict):

@@ -42,7 +42,7 @@ class Upstream(NamedTuple):
         task: ``mmdet``, ``mmseg`` or ``mmpretrain``.
         inner: Key of the part of the model that holds ``backbone``: 'detector' of trackers and semi-supervised
             training, else ''.
-        is_whole: Whether it is in pure Python, which no text config inherits: what is written then holds all of it.
+        is_whole: Whether it is in pure Python, which no text config inherits: the written file then holds all of it.
     """
 
     base: str
@@ -68,7 +68,7 @@ class Upstream(NamedTuple):
 
     @property
     def image_channels(self) -> int:
-        """Of the images."""
+        """The channels of the images."""
         return image_channels(Config(dict(default_scope=self.task, model=self.network(self.model))))
 
     @property
@@ -161,7 +161,7 @@ def read_upstream(spec: str) -> Upstream:
 
 
 def _find_config(spec: str) -> tuple[str, Path]:
-    """What a config inherits it by, and the file."""
+    """The name by which a config inherits it, and the file."""
     if '::' not in spec:
         path = Path(spec).expanduser()
         if not path.is_file():

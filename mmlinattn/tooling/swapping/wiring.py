@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What necks and heads say of the maps they read, rewritten for other maps.
+"""Settings of necks and heads for the maps they read, rewritten for other maps.
 
 All of it rests on one comparison: a value under a key such as ``in_channels`` that equals the measured channels of the
 upstream maps, or a list of them, becomes the channels of the maps that take their place.

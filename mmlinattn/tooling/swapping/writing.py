@@ -11,7 +11,7 @@ _STYLE = dict(
 
 
 def difference(old: dict, new: dict) -> dict:
-    """What a config that inherits ``old`` has to say to be ``new``, with MMEngine's ``_delete_`` where keys go."""
+    """The settings that turn an inherited ``old`` into ``new``, with MMEngine's ``_delete_`` where keys go."""
     out = {}
     for key, value in new.items():
         before = old.get(key)

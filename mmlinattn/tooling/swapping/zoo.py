@@ -22,7 +22,7 @@ _OF_THE_TASK = ('out_indices', 'out_norm', 'out_type', 'frozen_stages', 'init_cf
 
 
 class FeatureMap(NamedTuple):
-    """What a backbone gives: channels, and pixels of the image a position. Tokens (B, C) have ``stride`` None."""
+    """An output of a backbone: channels, and pixels of the image a position. Tokens (B, C) have ``stride`` None."""
 
     channels: int
     stride: Optional[int]
