@@ -26,7 +26,7 @@ with 4155 red cells, 372 white cells and 361 platelets in all. The photographs a
 
 {table}
 
-Box AP of COCO; AP50 counts a box from an overlap of 0.5. Of two seeds a cell has the mean, and AP that of each in
+Box AP of COCO; AP50 counts a box from an overlap of 0.5. With two seeds a cell has their mean, and AP each in
 brackets. Memory is the highest resident memory of the training process.{missing}
 
 ![Ground truth beside the predictions of RAVLT-T](images/real_images.png)
