@@ -280,7 +280,7 @@ def kernels_right(parts: dict) -> Optional[bool]:
 
 
 def advice(parts: dict) -> list[str]:
-    """Which form to take, and whether kernels reach what makes them the default (docs/design.md)."""
+    """Which form to take, and whether kernels reach what makes them the default (docs/gpu.md)."""
     lines, worth, right = [], [], kernels_right(parts)
     flags = dict(eager='neither', compiled='--compile', kernels='MMLINATTN_OPS=triton')
     for name in (name for name in MODELS if name != PEER):
