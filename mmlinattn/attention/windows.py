@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..ops.grid import Grid
 from ..ops.sizes import as_tensor, is_known, round_up
-from ..ops.tensors import settled, unflatten
+from ..ops.tensors import clone_if_open, unflatten
 
 
 class Windows(NamedTuple):
@@ -150,15 +150,15 @@ class OpenWindows:
         for dim, axis in enumerate(self.axes, 1):
             if axis.shifts:
                 x = x.index_select(dim, axis.turned(1, x))
-        # not einops, which permutes and flattens in one go: `settled` goes in between
+        # not einops, which permutes and flattens in one go: `clone_if_open` goes in between
         x = unflatten(unflatten(x, 2, (columns.count, columns.window)), 1, (rows.count, rows.window))
-        return settled(x.transpose(2, 3)).flatten(0, 2).flatten(1, 2)
+        return clone_if_open(x.transpose(2, 3)).flatten(0, 2).flatten(1, 2)
 
     def merge(self, x: Tensor, batch: int = -1) -> Tensor:
         """As :meth:`Windows.merge`."""
         if not self.has_windows:
             return unflatten(x, 1, self.window)
-        x = settled(unflatten(unflatten(x, 1, self.window), 0, (batch, *self.counts)).transpose(2, 3))
+        x = clone_if_open(unflatten(unflatten(x, 1, self.window), 0, (batch, *self.counts)).transpose(2, 3))
         x = x.flatten(3, 4).flatten(1, 2)
         for dim, axis in enumerate(self.axes, 1):
             if axis.has_windows:

@@ -33,7 +33,7 @@ def run(backbone, x: Tensor) -> tuple[Tensor, ...]:
     if not x.is_floating_point() or (x.dtype != dtype and not casts):
         raise ValueError(f'x has the type {x.dtype}; the model is in {dtype} and takes images of that type')
     if dispatch.is_traced():
-        with private.serving_ones() if private.CAN_SERVE_ONES and dispatch.is_exported() else nullcontext():
+        with private.size_oblivious() if private.CAN_BE_SIZE_OBLIVIOUS and dispatch.is_exported() else nullcontext():
             return backbone.features(x, _call)
     if casts and dtype == torch.float32 and _is_slow(x):
         with dispatch.without_autocast(x):
@@ -56,7 +56,7 @@ def _call(module, *args):
 
 def _caller(backbone, x: Tensor):
     """The function that calls the modules of a backbone."""
-    if not x.is_cpu or torch.is_grad_enabled() or backbone.training or dispatch.is_plain(x):
+    if not x.is_cpu or torch.is_grad_enabled() or backbone.training or dispatch.needs_reference(x):
         return _call
     dtype = torch.get_autocast_dtype('cpu') if dispatch.autocasts(x) else x.dtype
     # float16 would lose small layer scales in a matrix

@@ -43,10 +43,10 @@ KNOWN |= {
 }
 
 
-def project(room: Room, layer: nn.Linear, x: Tensor, widths, apart: bool) -> list[Tensor]:
-    """Outputs of a linear layer, one tensor each of ``widths``. ``apart``: in memory of their own, but for the first
-    two; convolutions would copy values that lie among other things."""
-    if not apart:
+def project(room: Room, layer: nn.Linear, x: Tensor, widths, separately: bool) -> list[Tensor]:
+    """Outputs of a linear layer, one tensor each of ``widths``. ``separately``: by products of their own, but for the
+    first two; a convolution would copy values that are a slice of something wider."""
+    if not separately:
         return list(room.linear(layer, x).split(widths, dim=-1))
     rows = [widths[0] + widths[1], *widths[2:]]
     biases = [None] * len(rows) if layer.bias is None else layer.bias.split(rows)

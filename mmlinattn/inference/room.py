@@ -73,7 +73,7 @@ class Room:
     def __init__(self, dtype: torch.dtype, stream_dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.casts = dtype != stream_dtype
-        self.onednn = dispatch.onednn_serves(dtype)
+        self.onednn = dispatch.onednn_takes(dtype)
 
     def form(self, module: nn.Module) -> Optional[Callable]:
         """The fused form of a module, None where the module itself has to be called: where it, or any part whose

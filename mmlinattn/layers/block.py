@@ -94,8 +94,8 @@ class TokenBlock(Block):
         image = self.ffn(unflatten(tokens[:, prefix:], 1, (height, width))).flatten(1, 2)
         if not prefix:
             return image
-        alone = self.ffn(tokens[:, :prefix].flatten(0, 1)[:, None, None])  # each a map of one pixel
-        return torch.cat((alone.reshape(x.shape[0], prefix, -1), image), dim=1)
+        class_tokens = self.ffn(tokens[:, :prefix].flatten(0, 1)[:, None, None])  # each a map of one pixel
+        return torch.cat((class_tokens.reshape(x.shape[0], prefix, -1), image), dim=1)
 
 
 # --- feed-forward networks --------------------------------------------------------------------------------------------

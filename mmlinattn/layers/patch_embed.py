@@ -13,7 +13,7 @@ from typing_extensions import TypeGuard
 
 from .. import ops
 from ..ops.sizes import is_known, round_up
-from ..ops.tensors import accumulation_dtype, settled, to_image, unflatten
+from ..ops.tensors import accumulation_dtype, clone_if_open, to_image, unflatten
 
 
 def build_map_norm(norm_cfg: dict, dim: int) -> nn.Module:
@@ -122,7 +122,7 @@ class PatchConv2d(nn.Conv2d):
 
 def cut_patches(x: Tensor, size: int) -> Tensor:
     """(B, H, W, C) of whole patches -> (B, H / size, W / size, size, size, C)."""
-    return settled(unflatten(unflatten(x, 2, (-1, size)), 1, (-1, size)).transpose(2, 3))
+    return clone_if_open(unflatten(unflatten(x, 2, (-1, size)), 1, (-1, size)).transpose(2, 3))
 
 
 class PatchEmbed(BaseModule):

@@ -34,9 +34,8 @@ def conv_of_gelu(
         Tensor: (B, C', ceil(H / stride), ceil(W / stride)).
     """
     # autocast would change the type of float32 maps on the way
-    route = dispatch.route(x, weight, bias)
-    casts = x.dtype == torch.float32 and route.autocasts
-    if not route.records or casts or x.numel() == 0 or route.backend == 'reference':
+    casts = x.dtype == torch.float32 and dispatch.autocasts(x)
+    if not torch.is_grad_enabled() or casts or x.numel() == 0 or dispatch.backend(x, weight, bias) == 'reference':
         return conv_of_gelu_reference(x, weight, bias, stride, groups, residual)
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
     return by_hand(_CONV_OF_GELU, x, weight, bias, stride=stride, groups=groups, residual=residual)
@@ -82,13 +81,12 @@ def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, o
     Returns:
         Tensor: (B, C, h, w).
     """
-    return _summed(_depthwise(x, weight, bias, dispatch.route(x, weight, bias, onto)), onto)
+    return _summed(_depthwise(x, weight, bias, dispatch.backend(x, weight, bias, onto)), onto)
 
 
-def _depthwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], route) -> Tensor:
-    if route.backend == 'cpu':
-        plain = not route.autocasts and x.dtype == weight.dtype and x.numel() > _SMALL_NUMEL
-        if route.records and weight.requires_grad and weight.shape[-1] > 3 and plain:
+def _depthwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], backend: str) -> Tensor:
+    if backend == 'cpu' and torch.is_grad_enabled() and weight.requires_grad and weight.shape[-1] > 3:
+        if x.dtype == weight.dtype and x.numel() > _SMALL_NUMEL and not dispatch.autocasts(x):
             return by_hand(_LARGE_DEPTHWISE, x, weight, bias)
     return depthwise_conv2d_reference(x, weight, bias)
 
@@ -113,17 +111,17 @@ def residual_depthwise_conv2d(x: Tensor, weight: Tensor, bias: Optional[Tensor],
     Returns:
         Tensor: (B, C, h, w).
     """
-    route = dispatch.route(x, weight, bias)
-    if route.backend == 'reference':
+    backend = dispatch.backend(x, weight, bias)
+    if backend == 'reference':
         x = F.gelu(x) if of_gelu else x
         return x + depthwise_conv2d_reference(x, weight, bias)
     residual = True
-    if x.dtype in (torch.float32, torch.float64) and not route.autocasts:
+    if x.dtype in (torch.float32, torch.float64) and not dispatch.autocasts(x):
         # The identity is a tap of the kernel: one pass over the map less. In half precision that rounds the map.
         weight, residual = weight + F.pad(weight.new_ones(1, 1, 1, 1), [weight.shape[-1] // 2] * 4), False
     if of_gelu:
         return conv_of_gelu(x, weight, bias, 1, len(weight), residual)
-    out = _depthwise(x, weight, bias, route)
+    out = _depthwise(x, weight, bias, backend)
     return x + out if residual else out
 
 
@@ -177,11 +175,11 @@ def dynamic_depthwise_conv2d(x: Tensor, kernels: Tensor, onto: Optional[Tensor] 
     Returns:
         Tensor: (B, C, h, w).
     """
-    route = dispatch.route(x, kernels, onto)
-    if route.backend == 'reference':
+    backend = dispatch.backend(x, kernels, onto)
+    if backend == 'reference':
         return _summed(sum_of_shifts(x, kernels), onto)
     if x.shape[0] == 1:
-        return _summed(_depthwise(x, kernels.transpose(0, 1), None, route), onto)
+        return _summed(_depthwise(x, kernels.transpose(0, 1), None, backend), onto)
     return _summed(dynamic_depthwise_conv2d_eager(x, kernels), onto)
 
 

@@ -12,7 +12,7 @@ import functools
 import importlib.util
 import os
 import warnings
-from typing import NamedTuple, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor, nn
@@ -56,33 +56,10 @@ def use(backend: str):
         _choice = before
 
 
-class Route(NamedTuple):
-    """How an op runs for given tensors, see :func:`route`.
-
-    ``backend``: ``'reference'``, ``'cpu'``, or ``'eager'`` (another device). ``records``: whether gradients are
-    recorded. ``autocasts``: whether autocast is on. ``dtype``: of matrix products, that of autocast where it is
-    on. ``onednn``: whether oneDNN's fused operators take tensors of this type here.
-    """
-
-    backend: str
-    records: bool
-    autocasts: bool
-    dtype: torch.dtype
-    onednn: bool
-
-
-def route(first: Tensor, *others: Optional[Tensor]) -> Route:
-    """How an op runs on the given tensors; device and autocast are those of the first one."""
-    device, casts = first.device.type, autocasts(first)
-    dtype = torch.get_autocast_dtype(device) if casts and first.dtype != torch.float64 else first.dtype
-    chosen = backend(first, *others)
-    onednn = chosen == 'cpu' and first.numel() > 0 and onednn_serves(dtype)
-    return Route(chosen, records(), casts, dtype, onednn)
-
-
 def backend(first: Tensor, *others: Optional[Tensor]) -> str:
-    """The backend for an op on the given tensors, see :class:`Route`; the first one's device counts."""
-    if is_plain(first, *others):
+    """The backend for an op on the given tensors: ``'reference'``, ``'cpu'``, or ``'eager'``, another device, which is
+    that of the first one."""
+    if needs_reference(first, *others):
         return 'reference'
     return 'cpu' if on_cpu(first) else 'eager'
 
@@ -148,10 +125,7 @@ def _lack(op: str, kernel: str, device: torch.device, dtype: torch.dtype, width:
     return None if width <= widest else f'there is no kernel for heads of {width} channels in {dtype}'
 
 
-records = torch.is_grad_enabled  # whether gradients are recorded
-
-
-def is_plain(*tensors: Optional[Tensor]) -> bool:
+def needs_reference(*tensors: Optional[Tensor]) -> bool:
     """Whether the call has to stay with plain differentiable operations on the given tensors.
 
     So it is where something watches or transforms them: a recorded graph, meta and fake tensors, other subclasses,
@@ -184,7 +158,7 @@ def is_exported() -> bool:
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
-def serves_ones(forward):
+def size_oblivious(forward):
     """Decorates the ``forward`` of a model, so that ``torch.export`` records what holds for sizes of 1 as for others.
 
     Export asks of every size that is left open whether it is 1, and writes the answer into the graph: the number of
@@ -194,8 +168,8 @@ def serves_ones(forward):
 
     @functools.wraps(forward)
     def wrapped(*args, **kwargs):
-        if private.CAN_SERVE_ONES and is_exported():
-            with private.serving_ones():
+        if private.CAN_BE_SIZE_OBLIVIOUS and is_exported():
+            with private.size_oblivious():
                 return forward(*args, **kwargs)
         return forward(*args, **kwargs)
 
@@ -217,7 +191,7 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def onednn_serves(dtype: torch.dtype) -> bool:
+def onednn_takes(dtype: torch.dtype) -> bool:
     """float32, and bfloat16 where the CPU has units for it."""
     if not (private.HAS_ONEDNN and torch.backends.mkldnn.enabled):
         return False

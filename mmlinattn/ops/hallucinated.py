@@ -60,7 +60,7 @@ def hallucinated_attention(
         return handle_torch_function(hallucinated_attention, (q, k, v), q, k, v, num_heads, grid, **options)
     # With gradients, fused attention of wide heads is faster than computing the blocks again for the backward pass.
     whole = q.dtype == dispatch.accumulation_dtype(q) == v.dtype and not dispatch.autocasts(q)
-    in_blocks = whole and not (dispatch.records() or cross_first) and dispatch.backend(q, k, v) == 'cpu'
+    in_blocks = whole and not (torch.is_grad_enabled() or cross_first) and dispatch.backend(q, k, v) == 'cpu'
     mixed_heads = _mixed_maps if in_blocks else _wide_heads
     half = num_heads // 2
     dtype, width = v.dtype, q.shape[-1] // half

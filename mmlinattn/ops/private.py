@@ -14,7 +14,7 @@ LINEAR: Any = getattr(_mkldnn, '_linear_pointwise', None)
 CONV: Any = getattr(_mkldnn, '_convolution_pointwise', None)
 CONV_ONTO: Any = getattr(_mkldnn, '_convolution_pointwise_', None)
 HAS_ONEDNN = None not in (LINEAR, CONV, CONV_ONTO) and hasattr(LINEAR, 'binary') and hasattr(CONV_ONTO, 'binary')
-CAN_SERVE_ONES = hasattr(_config, 'backed_size_oblivious')  # since torch 2.6
+CAN_BE_SIZE_OBLIVIOUS = hasattr(_config, 'backed_size_oblivious')  # since torch 2.6
 
 
 # whether oneDNN multiplies bfloat16 natively on this CPU (AVX-512 BF16, AMX)
@@ -46,7 +46,7 @@ def is_surely_above_one(size) -> bool:
     return symbolic_shapes.statically_known_true(size > 1)
 
 
-def serving_ones():
+def size_oblivious():
     """A context in which ``torch.export`` does not ask whether an open size is 1."""
     return _config.patch(  # type: ignore[attr-defined]
         backed_size_oblivious=True

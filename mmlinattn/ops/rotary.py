@@ -57,13 +57,13 @@ def rotate(x: Tensor, table: Tensor, inplace: bool = False) -> Tensor:
     Returns:
         Tensor: As ``x``, in its dtype.
     """
-    is_plain = not inplace and (dispatch.is_plain(x) or (table.requires_grad and dispatch.records()))
+    by_reference = not inplace and (dispatch.needs_reference(x) or (table.requires_grad and torch.is_grad_enabled()))
     # half precision is rotated by angles in float32, and there are no mixed complex products, nor any of bfloat16
     if (
-        not is_plain
+        not by_reference
         and x.dtype in _HALF
         and table.dtype == torch.float32
-        and not (dispatch.records() and x.requires_grad)
+        and not (torch.is_grad_enabled() and x.requires_grad)
     ):
         if not inplace:
             return rotate(x.to(table.dtype), table, inplace=True).to(x.dtype)
@@ -71,7 +71,7 @@ def rotate(x: Tensor, table: Tensor, inplace: bool = False) -> Tensor:
             rotate(wide, table[rows], inplace=True)
         return x
     as_complex = x.dtype == table.dtype and x.dtype in (torch.float32, torch.float64)
-    if is_plain or not as_complex or not (_pairs_lie_together(x) and _pairs_lie_together(table)):
+    if by_reference or not as_complex or not (_pairs_lie_together(x) and _pairs_lie_together(table)):
         turned = rotate_reference(x, table)
         return x.copy_(turned) if inplace else turned
     # a product of complex numbers is one pass over the memory
@@ -82,7 +82,7 @@ def rotate(x: Tensor, table: Tensor, inplace: bool = False) -> Tensor:
 def rotate_by_head(q: Tensor, k: Tensor, num_heads: int, table: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys (B, N, num_heads * d) as (B, num_heads, N, d), rotated. In one pass where they lie side by
     side."""
-    learned = table.requires_grad and dispatch.records()
+    learned = table.requires_grad and torch.is_grad_enabled()
     fits = are_attended(q, k, k, num_heads) and q.shape == k.shape and q.dtype == k.dtype
     if dispatch.backend(q, k, table) == 'reference' or learned or not fits:
         return rotate(split_heads(q, num_heads), table), rotate(split_heads(k, num_heads), table)

@@ -112,7 +112,7 @@ def product_dtype(q: Tensor, v: Tensor) -> torch.dtype:
 
 def merge_heads(x: Tensor) -> Tensor:
     """(B, heads, N, d) -> (B, N, heads * d); a view where the heads of a token lie side by side."""
-    return settled(x.transpose(1, 2)).flatten(2)
+    return clone_if_open(x.transpose(1, 2)).flatten(2)
 
 
 def heads_of(x: Tensor, num_heads: int) -> Tensor:
@@ -131,10 +131,10 @@ def heads_of(x: Tensor, num_heads: int) -> Tensor:
 def tokens_of(x: Tensor) -> Tensor:
     """(1, B, heads, N, d) -> (B, N, heads * d), back from :func:`heads_of`."""
     _, batch, heads, tokens, width = x.shape
-    return settled(x.transpose(2, 3)).reshape(batch, tokens, heads * width)
+    return clone_if_open(x.transpose(2, 3)).reshape(batch, tokens, heads * width)
 
 
-def settled(x: Tensor) -> Tensor:
+def clone_if_open(x: Tensor) -> Tensor:
     """``x`` itself; in a graph where one of its open sizes may be 1, a contiguous clone.
 
     For another layout PyTorch compares the size with 1, and export would add that as a guard.
@@ -145,8 +145,8 @@ def settled(x: Tensor) -> Tensor:
 
 
 def to_image(x: Tensor) -> Tensor:
-    """(B, H, W, C) -> (B, C, H, W), a view in channels-last memory where :func:`settled` leaves it one."""
-    return settled(x.permute(0, 3, 1, 2))
+    """(B, H, W, C) -> (B, C, H, W), a view in channels-last memory where :func:`clone_if_open` leaves it one."""
+    return clone_if_open(x.permute(0, 3, 1, 2))
 
 
 def multiplier(x: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
@@ -233,9 +233,9 @@ def unshared(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def split(x: Tensor, widths) -> tuple[Tensor, ...]:
     """``x.split(widths, dim=-1)``; gradients that lie as the slices do become that of ``x`` without a copy."""
-    learns = dispatch.records() and x.requires_grad and x.is_contiguous()
+    learns = torch.is_grad_enabled() and x.requires_grad and x.is_contiguous()
     worth_it = dispatch.on_cpu(x) or x.numel() >= GPU_COPY_NUMEL
-    if not (learns and worth_it) or dispatch.is_plain(x):
+    if not (learns and worth_it) or dispatch.needs_reference(x):
         return x.split(widths, dim=-1)
     return _Split.apply(x, *widths)
 

@@ -21,7 +21,7 @@ def test_numbers_are_known_and_tensors_are_not(old, monkeypatch):
 
 def test_known_sizes_leave_maps_where_they_are():
     x = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
-    assert tensors.settled(x) is x
+    assert tensors.clone_if_open(x) is x
     image = tensors.to_image(x)
     assert image.shape == (2, 5, 3, 4) and image.data_ptr() == x.data_ptr()
     assert image.is_contiguous(memory_format=torch.channels_last)
@@ -36,5 +36,5 @@ def test_open_sizes_that_may_be_one_are_settled(least, copied):
     torch._check(height >= least)
     with FakeTensorMode(shape_env=environment):
         x = torch.empty(height, 4, 3).transpose(1, 2)
-        settled = tensors.settled(x)
-    assert (settled is not x) is copied and settled.stride() == ((12, 4, 1) if copied else (12, 1, 3))
+        found = tensors.clone_if_open(x)
+    assert (found is not x) is copied and found.stride() == ((12, 4, 1) if copied else (12, 1, 3))

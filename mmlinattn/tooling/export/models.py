@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from mmengine.config import Config
 from torch import Tensor, nn
 
-from ...ops.dispatch import serves_ones
+from ...ops.dispatch import size_oblivious
 from ...utils.errors import RunError, described, printable
 from ..class_names import class_names
 from ..images import is_8_bit, preprocessor
@@ -100,7 +100,7 @@ class ExportableModel(nn.Module):
         replace_modules(model)
         self.model = model
 
-    @serves_ones
+    @size_oblivious
     def forward(self, image: Tensor):
         if self.task == 'detector':
             with StridedPools():
