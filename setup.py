@@ -9,7 +9,7 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 # What mim and MMEngine look for inside an installed OpenMMLab package.
-MIM_CONTENT = ('configs', 'tools', 'projects', 'mmcv_ops', 'model-index.yml')
+MIM_CONTENT = ('configs', 'tools', 'mmcv_ops', 'model-index.yml')
 LEFT_OUT = ('__pycache__', '*.py[cod]', '*.egg-info', 'build', 'tests', 'results')
 
 
@@ -43,7 +43,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 class BuildWithMim(build_py):
-    """Puts configs, tools, projects and model index under ``mmlinattn/.mim``.
+    """Puts configs, tools, MMCV's operators and model index under ``mmlinattn/.mim``.
 
     A wheel gets copies. An editable install gets links, so that an edited config is the one in use.
     """

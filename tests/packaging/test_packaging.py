@@ -88,9 +88,9 @@ def installed(tmp_path_factory):
 
 def test_wheel(installed):
     checkout, content, _ = installed
-    # Configs, tools, projects and index: all of them, as they are, and nothing that was deleted since.
+    # Configs, tools, operators and index: all of them, as they are, and nothing that was deleted since.
     expected = {'model-index.yml': (checkout / 'model-index.yml').read_bytes()}
-    for folder in ('configs', 'tools', 'projects', 'mmcv_ops'):
+    for folder in ('configs', 'tools', 'mmcv_ops'):
         for path in (checkout / folder).rglob('*'):
             if path.is_file() and not {'tests', 'results'} & set(path.parts):
                 expected[path.relative_to(checkout).as_posix()] = path.read_bytes()

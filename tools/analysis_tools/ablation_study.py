@@ -14,7 +14,7 @@ runpy.run_path(str(Path(__file__).resolve().parents[1] / 'check_env.py'))  # fin
 ROOT = Path(__file__).resolve().parents[2]
 if __name__ == '__main__':
     if not (ROOT / 'projects' / 'studies').is_dir():
-        sys.exit(f'error: {ROOT / "projects" / "studies"} is not there: copy tools and projects of mmlinattn together')
+        sys.exit(f'error: {ROOT / "projects" / "studies"} is not there: studies run from a checkout')
     from projects.studies.main import main
 
     main()
