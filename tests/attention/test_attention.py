@@ -181,11 +181,6 @@ def test_a_window_of_padding_only_has_no_values_and_finite_gradients(name, dtype
 # --- the interface -----------------------------------------------------------------------------
 
 
-def test_what_the_twins_do_not_say():
-    assert not FocusedMixer(8, 2).scale.any()  # softplus(0) to begin with
-    assert HallucinatedMixer(DIM, HEADS).steps == ('ihh', 'chh')
-
-
 def test_a_host_gates_those_that_have_no_opinion():
     """RALA without output augmentation (Tab. 9) stays without where the host gates all others."""
     for gate, found in (('projection', [None, 'projection', 'projection']), (None, [None, 'projection', None])):

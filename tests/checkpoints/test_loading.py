@@ -94,16 +94,6 @@ def test_what_does_not_fit_is_listed_in_one_warning(load):
     assert target.state_dict()[NORM].shape == (16,)
 
 
-def test_parts_the_model_was_configured_without_are_no_news(load):
-    dense = {'state_dict': released_ravlt(dense=True)}
-    report, warned = load(model(out_indices=(1, 2)), dense)
-    assert warned == [] and 'out_norms.0.weight' in report.ignored
-    report, warned = load(model(out_norm=False), dense)
-    assert warned == [] and len(report.ignored) == 8
-    report, warned = load(model(), released_ravlt())  # but norms that a classifier lacks are
-    assert len(warned) == 1 and len(report.missing) == 8 and all(key.startswith('out_norms.') for key in report.missing)
-
-
 @pytest.mark.parametrize(
     'alien, said',
     [

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import recipes
 from config_helpers import CONFIG_DIR, CONFIGS, build, configs_of, load
 
 import mmlinattn  # noqa: F401
@@ -65,6 +64,19 @@ def test_upstream_tools_can_run_it(name):
     assert {base.split('::')[0] for base in bases} == {task}
     statements = [line for line in path.read_text().splitlines() if not line.startswith('#')]
     assert len(statements) <= 35, 'a config says only what differs from its bases'
+
+
+def parse(name: str) -> tuple[str, str, str, int]:
+    """``task/stem`` -> task, host, size, pixels of classification."""
+    task, stem = name.split('/')
+    backbone = re.fullmatch(r'(.*?)_(maskrcnn_.x|cascade_.x|retinanet_.x|fpn_80k|upernet_160k|in1k)', stem)[1]
+    method, *rest = backbone.split('_')
+    pixels = 224
+    if rest[-1] == '384':
+        pixels, rest = 384, rest[:-1]
+    *host, size = rest
+    host = '_'.join(host) or method
+    return task, host, size, pixels
 
 
 # ---- published rows
@@ -133,7 +145,7 @@ def test_parameter_count_and_widths(name):
 @pytest.mark.parametrize('name', CONFIGS)
 def test_backbone_is_the_one_in_the_name(name):
     """With the released weights, where there are any; a classifier is the run that makes them."""
-    task, host, size, pixels, _ = recipes.parse(name)
+    task, host, size, pixels = parse(name)
     method, backbone = name.split('/')[1].split('_')[0], load(name).model.backbone
     arch = {key.lower(): value for key, value in SIZES.items()}.get(size, size) + ('-384' if pixels == 384 else '')
     kind = 'RAVLT' if host == 'ravlt' else next(v for k, v in HOSTS.items() if k.lower() == host.replace('_', ''))

@@ -76,15 +76,6 @@ def test_what_a_block_hands_to_its_branches(kind):
     torch.testing.assert_close(out, equation(model, placed))
 
 
-def test_what_hooks_a_norm_sees_tokens():
-    """Tools that show activations take four dimensions for (B, C, H, W)."""
-    model, seen = block(None), []
-    for norm in (model.norm1, model.norm2):
-        norm.register_forward_hook(lambda module, inputs, out: seen.append(out.shape))
-    model(torch.randn(2, 3, 5, 4), None)
-    assert seen == [(2, 15, 4)] * 2
-
-
 @pytest.mark.parametrize('layer_scale', [None, 0.5])
 @pytest.mark.parametrize('prefix', [0, 1, 2])
 def test_feed_forward_networks_of_maps_take_tokens(prefix, layer_scale):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmlinattn.layers import DWConvFFN, MapLayerNorm, PatchConv2d, PatchEmbed, PatchMerging
+from mmlinattn.layers import MapLayerNorm, PatchConv2d, PatchEmbed, PatchMerging
 
 
 @pytest.mark.parametrize('channels', [3, 8, 24, 40])
@@ -21,24 +21,6 @@ def test_patches_without_overlap(dtype, kernel, channels):
             out = conv(x)
         assert out.dtype == dtype and out.shape == (2, 16, 2, 3)
         assert (out.double() - expected).norm() < (0.01 if dtype == torch.bfloat16 else 1e-12) * expected.norm()
-
-
-OTHER_CONVS = {  # their weight alone does not say what they compute
-    'same': lambda: nn.Conv2d(6, 6, 3, padding='same'),
-    'reflect': lambda: nn.Conv2d(6, 6, 3, padding=1, padding_mode='reflect'),
-    'weight norm': lambda: nn.utils.parametrizations.weight_norm(nn.Conv2d(6, 6, 3, padding=1)),
-    'adapter': lambda: nn.Sequential(nn.Conv2d(6, 6, 1), nn.ReLU()),
-}
-
-
-@pytest.mark.parametrize('conv', OTHER_CONVS.values(), ids=OTHER_CONVS)
-def test_another_convolution_of_a_feed_forward_network_is_called(conv):
-    ffn, tokens = DWConvFFN(3, 6), torch.randn(2, 9, 12, 3)
-    ffn.dwconv = conv()
-    expected = ffn.fc2(nn.functional.gelu(ffn.dwconv(ffn.fc1(tokens).permute(0, 3, 1, 2))).permute(0, 2, 3, 1))
-    for learns in (True, False):
-        with torch.set_grad_enabled(learns):
-            torch.testing.assert_close(ffn(tokens), expected)
 
 
 def padded(x, multiple):

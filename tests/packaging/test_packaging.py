@@ -201,9 +201,3 @@ def test_oldest_lock_is_the_lower_bounds():
     for requirement in requirements('runtime') + requirements('mminstall'):
         for specifier in requirement.specifier:
             assert specifier.operator != '>=' or locked[canonicalize_name(requirement.name)] == specifier.version
-
-
-def test_python_3_9_has_what_is_called():
-    """Its syntax is looked at by ruff; ``zip`` has no ``strict`` there."""
-    for path in [path for name in ('mmlinattn', 'tools') for path in (ROOT / name).rglob('*.py')]:
-        assert not re.search(r'\bzip\(.*strict=', path.read_text(encoding='utf-8')), path

@@ -66,12 +66,6 @@ def test_unreachable_index_is_one_line_without_the_password(tmp_path):
     assert 'secret' not in done.stderr
 
 
-def test_folder_of_other_work_is_left_alone(tmp_path):
-    (tmp_path / 'thesis.tex').touch()
-    assert 'is no virtual environment' in refused(setup_env('--venv', tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ['thesis.tex']
-
-
 @pytest.mark.parametrize(
     ('arguments', 'message'),
     [

@@ -186,8 +186,7 @@ def reduction_of(attention: nn.Module) -> int:
 
 
 def watch_mixers(module: nn.Module, see: Callable) -> list:
-    """Hooks that show each call of a mixer in a module to ``see(mixer, arguments, out)``; what that gives, if anything,
-    takes the place of ``out``.
+    """Hooks that show each call of a mixer in a module to ``see(mixer, arguments, out)``.
 
     The arguments are those of :meth:`mmlinattn.attention.TokenMixer.forward` by their names. Tokens are copied: a mixer
     may overwrite its queries and keys, and what follows the values.
@@ -200,7 +199,7 @@ def watch_mixers(module: nn.Module, see: Callable) -> list:
         kept[mixer] = {name: t.clone() if name in ('q', 'k', 'v') else t for name, t in given.arguments.items()}
 
     def after(mixer, args, out):
-        return see(mixer, kept.pop(mixer), out)
+        see(mixer, kept.pop(mixer), out)
 
     for mixer in module.modules():
         if isinstance(mixer, TokenMixer):

@@ -111,30 +111,6 @@ def test_what_cannot_be_looked_into_is_named():
         pass
 
 
-@pytest.mark.parametrize('mixer', ['softmax', 'inline', 'focused', 'angular'])
-def test_weights_with_convolutions_are_the_whole_of_what_is_mixed(mixer):
-    """Where all channels of a head have one kernel, their mean is no loss: of the mixer's own and that around it."""
-    attention = GlobalAttention(8, 2, mixer, local_kernel=3)
-    x, found = torch.randn(1, 4, 5, 8), []
-    nn.init.normal_(attention.qkv.weight)
-    with torch.no_grad():
-        for convolution in (attention.local, getattr(attention.mixer, 'local', None)):
-            if convolution is not None:
-                size, width = convolution.kernel_size[0], len(convolution.weight)
-                convolution.weight.copy_(torch.randn(width // 4, 1, size, size).repeat_interleave(4, dim=0))
-                convolution.bias.zero_()
-        if mixer == 'inline':  # kernels that are predicted differ by channel: these do not
-            attention.mixer.residual.fc2.weight.zero_()
-            attention.mixer.residual.fc2.bias.copy_(torch.randn(2, 9).repeat_interleave(4, dim=0).flatten())
-    with watched(nn.ModuleList([attention.eval()]), found.append):
-        attention(x, StageContext.of(x))
-    (call,) = found[0].calls
-    rows, v = torch.tensor([0, 7, 19]), call.given['v'][0].unflatten(-1, (2, 4)).transpose(0, 1)
-    ((_, whole),) = found[0].features()
-    torch.testing.assert_close(call.weights(0, rows, local=True) @ v, whole[:, rows], rtol=1e-4, atol=1e-5)
-    assert len(call.local_kernels()) == (1 if mixer == 'softmax' else 2)
-
-
 def test_each_window_has_kernels_and_regions_of_its_own():
     block, _ = looked_into(WindowAttention(8, 2, 'inline', (4, 4)), torch.randn(1, 8, 8, 8))
     (call,), rows = block.calls, torch.tensor([5])  # row 1, column 1 of the window

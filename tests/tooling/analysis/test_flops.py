@@ -13,25 +13,20 @@ from mmlinattn.tooling.analysis.counting import CONV, LINEAR
 from mmlinattn.tooling.analysis.flops import count_model, image_shape, part_of
 from mmlinattn.utils.errors import RunError
 
-# RAVLT-T and -L, G multiply-adds at 224x224: convolutions and linear layers; all with norms, hybrid and fully linear
-LAYERS = {'t': 2.41, 'l': 16.09}
-HYBRID = {'t': 2.63, 'l': 17.26}
-LINEAR_ONLY = {'t': 2.55, 'l': 16.83}
 
-
-@pytest.mark.parametrize('size', 'tl')
-def test_ravlt_costs(size):
+def test_ravlt_costs():
+    """G multiply-adds at 224x224: convolutions and linear layers; all with norms, hybrid and fully linear."""
     pytest.importorskip('mmpretrain')
-    cfg = load(f'mmpretrain/ravlt_{size}_in1k').copy()
+    cfg = load('mmpretrain/ravlt_l_in1k').copy()
     cost = count_model(cfg)
     assert cost.shape == (224, 224)
-    assert cost.layer_macs / 1e9 == pytest.approx(LAYERS[size], abs=0.01)
-    assert (cost.total_macs() + cost.norm_ops) / 1e9 == pytest.approx(HYBRID[size], abs=0.01)
+    assert cost.layer_macs / 1e9 == pytest.approx(16.09, abs=0.01)
+    assert (cost.total_macs() + cost.norm_ops) / 1e9 == pytest.approx(17.26, abs=0.01)
     cfg.merge_from_dict({'model.backbone.stage_attns': ('rala',) * 4, 'model.backbone.frozen_stages': 1})
     linear = count_model(cfg)
     assert linear.layer_macs == cost.layer_macs
     assert linear.params['backbone.stage1'] == cost.params['backbone.stage1']  # frozen ones are parameters too
-    assert (linear.total_macs() + linear.norm_ops) / 1e9 == pytest.approx(LINEAR_ONLY[size], abs=0.01)
+    assert (linear.total_macs() + linear.norm_ops) / 1e9 == pytest.approx(16.83, abs=0.01)
 
 
 def test_two_stage_parts_by_hand():
@@ -47,16 +42,6 @@ def test_two_stage_parts_by_hand():
     # RPN on strides 4 to 64
     pixels = sum(-(-800 // stride) * -(-1280 // stride) for stride in (4, 8, 16, 32, 64))
     assert cost.macs['rpn_head', CONV] == pixels * (256 * 256 * 9 + 256 * 3 * 5)
-
-
-def test_cascades_run_each_stage_and_fewer_proposals_cost_less():
-    pytest.importorskip('mmdet')
-    cfg = load('mmdet/ravlt_b_cascade_3x').copy()
-    cost = count_model(cfg, (320, 320))
-    single = cost.macs['roi_head.bbox_head', CONV] / 3
-    assert single == 1000 * 4 * 7 * 7 * 256 * 256 * 9  # 4 convs in each of three heads
-    cfg.model.test_cfg.rpn.max_per_img = 100
-    assert count_model(cfg, (320, 320)).macs['roi_head.bbox_head', CONV] == 3 * single / 10
 
 
 class Segmentor(nn.Module):

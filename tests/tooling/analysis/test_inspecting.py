@@ -17,7 +17,7 @@ from mmlinattn.attention import (
 from mmlinattn.backbones import RAVLT, LinearCSWin, LinearDeiT, LinearPVT, LinearSwin
 from mmlinattn.tooling.analysis import inspecting, measures
 from mmlinattn.tooling.analysis.capture import MixerCall, arrangements, watched
-from mmlinattn.tooling.analysis.inspecting import averaged, full_map, measure_block, query_map
+from mmlinattn.tooling.analysis.inspecting import full_map, measure_block, query_map
 
 SMALL = dict(embed_dims=(16, 32, 32, 32), depths=(1, 1, 2, 1), num_heads=(2, 2, 4, 4))
 EVERYTHING = ('rank', 'confusion', 'locality', 'sharpness', 'ccs')
@@ -230,10 +230,3 @@ def test_queries_are_sampled_and_the_whole_map_never_built(monkeypatch):
     measured(WindowAttention(8, 2, 'softmax', (4, 4)), torch.randn(1, 40, 40, 8), ['confusion'], num_queries=5)
     assert asked == [2, 2]  # of one query there is no pair
     assert 'confusion' not in measured(GlobalAttention(8, 2, 'softmax'), torch.randn(1, 1, 1, 8))
-
-
-def test_means_of_entries():
-    entries = [(dict(a=1.0, b=[1, 2], c=dict(d=4), name='x'), 1), (dict(a=2.0, b=[3, 2], c=dict(d=4), name='x'), 3)]
-    assert averaged(entries) == dict(a=1.75, b=[2.5, 2], c=dict(d=4), name='x')
-    assert averaged([(dict(a=1.0, e=1.0), 1), (dict(a=4.0), 1), (dict(a=4.0, e=1.0), 1)]) == dict(a=3.0)
-    assert repr(averaged([(dict(heads=4, a=0.1), 3)] * 2)) == "{'heads': 4, 'a': 0.1}"  # what is one number stays it

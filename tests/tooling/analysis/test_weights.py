@@ -1,7 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """``mixer.weights``: the map that a mixer amounts to, against what the mixer does; states, against their equations."""
 
-import math
 import re
 
 import pytest
@@ -90,15 +89,6 @@ def test_which_weights_sum_to_one(name):
     q, k, _ = tokens(mixer)
     sums = mixer_weights(mixer, q, k, GRID, GRID).sum(dim=-1)
     assert torch.allclose(sums, torch.ones_like(sums), atol=0.01) == mixer.normalised
-
-
-def test_angular_weights_are_those_of_the_paper():
-    """Of the released form, which no output tells: every output has a norm of one."""
-    mixer = build('angular')
-    q, k, _ = tokens(mixer)
-    q_, k_ = (nn.functional.normalize(split_heads(t, HEADS), dim=-1) for t in (q, k))
-    expected = torch.eye(15) / 2 + q_ @ k_.mT / math.pi
-    torch.testing.assert_close(mixer_weights(mixer, q, k, GRID, GRID), expected)
 
 
 @pytest.mark.parametrize('name', ['softmax', 'inline', 'focused', 'hallucinated', 'hydra', 'efficient', 'enhanced'])

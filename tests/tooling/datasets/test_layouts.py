@@ -90,27 +90,6 @@ def test_coco_layout(roots):
             assert (entry['area'], entry['iscrowd']) == (len(xs), 0)
 
 
-def test_mmdet_reads_it(roots):
-    datasets = pytest.importorskip('mmdet.datasets')
-    steps = [dict(type='LoadImageFromFile'), dict(type='LoadAnnotations', with_bbox=True, with_mask=True)]
-    kwargs = dict(
-        data_root=str(roots['coco']),
-        ann_file='annotations/instances_train2017.json',
-        data_prefix=dict(img='train2017/'),
-        metainfo=dict(classes=COCO_CLASSES),
-        pipeline=[dict(step, type=f'mmdet.{step["type"]}') for step in steps],
-    )
-    assert len(datasets.CocoDataset(test_mode=True, **kwargs)) == 60
-    train = datasets.CocoDataset(filter_cfg=dict(filter_empty_gt=True, min_size=32), **kwargs)
-    assert len(train) == 57  # three show no shapes
-    content = json.loads((roots['coco'] / kwargs['ann_file']).read_text())
-    for item in (train[i] for i in range(5)):
-        expected = [e for e in content['annotations'] if e['image_id'] == item['img_id']]
-        assert item['img'].shape == (160, 160, 3)
-        assert item['gt_bboxes_labels'].tolist() == [e['category_id'] - 1 for e in expected]
-        assert item['gt_masks'].masks.sum(axis=(1, 2)).tolist() == [e['area'] for e in expected]
-
-
 def ade_maps(root, folder):
     paths = sorted((root / 'annotations' / folder).iterdir())
     return {path.stem: cv2.imread(str(path), cv2.IMREAD_UNCHANGED) for path in paths}
@@ -170,23 +149,3 @@ def test_imagenet_layout(roots):
         assert paths[0] == f'n90000000/{first}'
     names = (root / 'LOC_synset_mapping.txt').read_text().splitlines()
     assert [line.split(' ', 1)[1] for line in names] == list(IMAGENET_CLASSES)
-
-
-@pytest.mark.parametrize(('classes', 'with_lists'), [(None, True), (IMAGENET_CLASSES, True), (IMAGENET_CLASSES, False)])
-def test_mmpretrain_reads_it(roots, tmp_path, classes, with_lists):
-    datasets = pytest.importorskip('mmpretrain.datasets')
-    root = roots['imagenet']
-    labels = dict(line.split() for line in (root / 'meta' / 'val.txt').open())
-    if not with_lists:  # labels from the order of the folders
-        (tmp_path / 'val').symlink_to(root / 'val')
-        root = tmp_path
-    dataset = datasets.ImageNet(
-        data_root=str(root),
-        split='val',
-        metainfo=dict(classes=classes) if classes else None,
-        pipeline=[dict(type='mmpretrain.LoadImageFromFile')],
-    )
-    assert len(dataset) == len(labels) == 12
-    for item in dataset:
-        assert item['gt_label'] == int(labels['/'.join(Path(item['img_path']).parts[-2:])])
-        assert item['img'].shape == (160, 160, 3)
