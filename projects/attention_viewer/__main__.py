@@ -17,7 +17,7 @@ from mmlinattn.tooling.command_line import one_line_errors
 from mmlinattn.tooling.configs import check_checkpoint, read_config
 from mmlinattn.utils.errors import RunError
 
-from .looking import COLUMNS, Looker, describe
+from .looking import Looker
 
 MAX_UPLOAD = '20mb'
 
@@ -36,22 +36,14 @@ def build_page(looker: Looker, title: str):
     """The page, as gradio blocks."""
     import gradio as gr
 
-    def show(image, click, stage, mixer, local):
-        """Everything of the page for an image and a clicked pixel."""
+    def show(image, click, local):
         if image is None:
-            return None, '', None, None, None, '', None
+            return None
         x, y = click or (image.shape[1] / 2, image.shape[0] / 2)
         try:
-            seen = looker.look(image)
-            maps = looker.maps(seen, x, y, local)
-            index, name = describe(stage, mixer)
-            if not name:
-                return seen.drawn, seen.found, maps, seen.rows, None, '', None
-            other = looker.look(image, index, name)
-            switched = looker.maps(other, x, y, local)
+            return looker.maps(looker.look(image), x, y, local)
         except RunError as error:
             raise gr.Error(str(error)) from error
-        return seen.drawn, seen.found, maps, seen.rows, switched, other.found, other.rows
 
     def clicked(event: gr.SelectData):
         return tuple(event.index)
@@ -61,27 +53,13 @@ def build_page(looker: Looker, title: str):
             f'## {title}\nDrop an image and click on it. Red: positive weight, blue: negative, dark: cannot look.'
         )
         click = gr.State(None)
-        with gr.Row():
-            image = gr.Image(type='numpy', image_mode='RGB', sources=['upload', 'clipboard'], label='image: click it')
-            drawn = gr.Image(label='what the model finds', interactive=False)
-        found = gr.Textbox(label='found', interactive=False, elem_id='found')
+        image = gr.Image(type='numpy', image_mode='RGB', sources=['upload', 'clipboard'], label='image: click it')
         local = gr.Checkbox(label='with the convolutions of the values (mean over channels)')
         maps = gr.Image(label='where the clicked token looks', interactive=False, elem_id='maps')
-        table = gr.Dataframe(headers=list(COLUMNS), label='effective ranks, locality, sharpness', interactive=False)
-        with gr.Row():
-            stage = gr.Dropdown([None, *looker.stages], label='switch the attention of', elem_id='stage')
-            mixer = gr.Dropdown([None, *looker.mixers], label='to', elem_id='mixer')
-        gr.Markdown('Weights that another attention does not have start at random.')
-        switched = gr.Image(label='where it looks then', interactive=False, elem_id='switched')
-        found_then = gr.Textbox(label='found then', interactive=False)
-        table_then = gr.Dataframe(headers=list(COLUMNS), label='measures then', interactive=False)
-        inputs = [image, click, stage, mixer, local]
-        outputs = [drawn, found, maps, table, switched, found_then, table_then]
-        private = dict(api_name=False, show_progress='minimal')
-        image.upload(lambda: None, None, click, api_name=False).then(show, inputs, outputs, **private)
-        image.select(clicked, None, click, api_name=False).then(show, inputs, outputs, **private)
-        for control in (stage, mixer, local):
-            control.change(show, inputs, outputs, **private)
+        inputs, private = [image, click, local], dict(api_name=False, show_progress='minimal')
+        image.upload(lambda: None, None, click, api_name=False).then(show, inputs, maps, **private)
+        image.select(clicked, None, click, api_name=False).then(show, inputs, maps, **private)
+        local.change(show, inputs, maps, **private)
     return page
 
 

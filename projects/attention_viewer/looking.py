@@ -1,25 +1,20 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The contents of the page, without the page."""
+"""What the page shows, without the page."""
 
 import functools
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import cv2
 import numpy as np
 import torch
 from mmengine.config import Config
-from mmengine.registry import VISUALIZERS
 
-from mmlinattn.attention import TOKEN_MIXERS
 from mmlinattn.tooling.analysis import loading
 from mmlinattn.tooling.analysis.capture import BlockCall, watched
-from mmlinattn.tooling.analysis.inspecting import measure_block
 from mmlinattn.tooling.analysis.pictures import MAX_HEADS, collect_query, overlay, picked
-from mmlinattn.tooling.class_names import num_classes
 from mmlinattn.utils.errors import RunError
 
 LONGEST, THUMB = 1024, 132
-COLUMNS = ('block', 'attention', 'map', 'state rank', 'output rank', 'in 3x3', 'if uniform', 'entropy / log keys')
 
 
 class Seen(NamedTuple):
@@ -30,21 +25,15 @@ class Seen(NamedTuple):
         scale (tuple[float, float]): From pixels of the image as uploaded to those of the image that was prepared,
             across and down.
         blocks (list[BlockCall]): One for each block.
-        rows (list[list]): Numbers of each block, as :data:`COLUMNS` says.
-        found (str): What the model says of the image.
-        drawn (ndarray): The image with that drawn on it.
     """
 
     picture: loading.Picture
     scale: tuple[float, float]
     blocks: list[BlockCall]
-    rows: list[list]
-    found: str
-    drawn: np.ndarray
 
 
 class Looker:
-    """A model to ask where it looks; the same weights under other attentions on request.
+    """A model to ask where it looks.
 
     Args:
         cfg (Config): Of a detector, segmentor or classifier.
@@ -53,67 +42,33 @@ class Looker:
     """
 
     def __init__(self, cfg: Config, checkpoint: str, device: str = 'cpu') -> None:
-        self.cfg, self.checkpoint, self.device = cfg, checkpoint, device
-        self.own = loading.load_model(cfg, checkpoint, device)
-        if not hasattr(self.own.backbone, 'block_attns'):
-            raise RunError(f'the backbone {type(self.own.backbone).__name__} is none of mmlinattn.')
-        self.attentions = [list(blocks) for blocks in self.own.backbone.block_attns]
-        self.stages = [f'stage {i + 1}' for i in range(len(self.attentions))]
-        self.mixers = sorted(TOKEN_MIXERS.module_dict)
-        number = num_classes(cfg)
-        self.names = self.own.dataset_meta['classes'] or [f'class {i}' for i in range(number)]
-        self.visualizer = None
-        if cfg.get('default_scope') in ('mmdet', 'mmseg'):  # a label needs no drawing
-            self.visualizer = VISUALIZERS.build(dict(cfg.visualizer, name='attention viewer', vis_backends=None))
-            palette = np.random.default_rng(1).integers(0, 256, (number, 3)).tolist()
-            self.visualizer.dataset_meta = dict(classes=self.names, palette=palette)
-        # one model at a time beside the model itself, and the last two images
-        self.switched = functools.lru_cache(1)(self._switched)
+        self.cfg, self.device = cfg, device
+        self.model = loading.load_model(cfg, checkpoint, device)
         self._look = functools.lru_cache(2)(self._seen)
 
-    def _switched(self, stage: int, mixer: str):
-        attns = [list(blocks) for blocks in self.attentions]
-        attns[stage] = [mixer] * len(attns[stage])
-        return loading.load_model(self.cfg, self.checkpoint, self.device, dict(stage_attns=attns))
-
-    def look(self, image: np.ndarray, stage: int = 0, mixer: str = '') -> Seen:
-        """Run the model, or the one with another attention in a stage, on an image, (H, W, 3) uint8 RGB.
+    def look(self, image: np.ndarray) -> Seen:
+        """Run the model on an image, (H, W, 3) uint8 RGB.
 
         Raises:
-            RunError: The image is too small or too narrow, or the attention does not fit.
+            RunError: The image is too small or too narrow.
         """
         if image.ndim != 3 or image.shape[2] != 3 or min(image.shape[:2]) < 8:
             raise RunError('the image has to be in colour and at least 8 pixels wide and high.')
-        return self._look(image.tobytes(), image.shape, stage if mixer else 0, mixer)
+        return self._look(image.tobytes(), image.shape)
 
-    def _seen(self, pixels: bytes, shape: tuple, stage: int, mixer: str) -> Seen:
-        model, image = (
-            self.switched(stage, mixer) if mixer else self.own,
-            np.frombuffer(pixels, np.uint8).reshape(shape),
-        )
-        small = resized(image, LONGEST)
+    def _seen(self, pixels: bytes, shape: tuple) -> Seen:
+        small = resized(np.frombuffer(pixels, np.uint8).reshape(shape), LONGEST)
         if min(small.shape[:2]) < 2:
             raise RunError(f'the image is too narrow: of {LONGEST} pixels by one, nothing is to be seen.')
-        picture = loading.prepare(self.cfg, model, np.ascontiguousarray(small[..., ::-1]), 'picture')
-        blocks, rows = [], []
-
-        def keep(block):
-            blocks.append(block)
-            rows.append(numbers(measure_block(block, ('rank', 'locality', 'sharpness'), 64)))
-
-        with watched(model, keep):
-            model.backbone(picture.inputs.to(self.device))
-        with torch.no_grad():
-            (result,) = model(picture.inputs.to(self.device), [picture.sample], mode='predict')
-        drawn = small
-        if self.visualizer is not None:
-            self.visualizer.add_datasample('picture', small, result.cpu(), draw_gt=False)
-            drawn = self.visualizer.get_image()
+        picture = loading.prepare(self.cfg, self.model, np.ascontiguousarray(small[..., ::-1]), 'picture')
+        blocks: list[BlockCall] = []
+        with watched(self.model, blocks.append):
+            self.model.backbone(picture.inputs.to(self.device))
         scale = small.shape[1] / shape[1], small.shape[0] / shape[0]  # each side is rounded by itself
-        return Seen(picture, scale, blocks, rows, in_words(result, self.names), drawn)
+        return Seen(picture, scale, blocks)
 
     def maps(self, seen: Seen, x: float, y: float, local: bool = False) -> np.ndarray:
-        """Attention of the token at a pixel of the uploaded image: a row a block, a column a head, as one image.
+        """Where the token at a pixel of the image as uploaded looks: a row a block, a column a head, as one image.
 
         Raises:
             RunError: The pipeline crops that pixel away.
@@ -131,26 +86,6 @@ def resized(image: np.ndarray, longest: int) -> np.ndarray:
     scale = longest / max(image.shape[:2])
     height, width = (max(1, round(side * scale)) for side in image.shape[:2])
     return image if scale >= 1 else cv2.resize(image, (width, height), interpolation=cv2.INTER_AREA)
-
-
-def numbers(entry: dict) -> list:
-    """A row of :data:`COLUMNS`: means over heads."""
-
-    def mean(values):
-        return sum(values) / len(values)
-
-    rank, near, sharp = entry['rank'], entry.get('locality'), entry['sharpness']
-    state = rank.get('state')
-    return [
-        entry['block'].removeprefix('backbone.'),
-        entry['mixer'],
-        '{} x {}'.format(*entry['map']),
-        '' if state is None else f'{mean(state["effective"]):.1f} of {state["at_most"]:.0f}',
-        f'{mean(rank["output"]["effective"]):.1f} of {rank["output"]["at_most"]}',
-        '' if near is None else f'{mean(near["share"]):.3f}',
-        '' if near is None else f'{near["if_uniform"]:.3f}',
-        f'{mean(sharp["entropy"]) / max(sharp["entropy_if_uniform"], 1e-9):.3f}',
-    ]
 
 
 def mosaic(found: list, picture: loading.Picture, x: int, y: int) -> np.ndarray:
@@ -178,27 +113,3 @@ def mosaic(found: list, picture: loading.Picture, x: int, y: int) -> np.ndarray:
             canvas[top : top + height, left : left + THUMB] = thumb
             write(f'{"mean" if head is None else f"head {head}"}, max {peak:.2g}', (left, top - 4))
     return canvas
-
-
-def in_words(result, names: list[str]) -> str:
-    """The predictions of a model, by the names of its classes: labels, instances or shares of the pixels."""
-
-    def say(labels, numbers, form='{}: {:.2f}'):
-        return ', '.join(form.format(names[i], number) for i, number in zip(labels.tolist(), numbers.tolist()))
-
-    if 'pred_score' in result:
-        best = result.pred_score.float().cpu().topk(min(3, len(result.pred_score)))
-        return say(best.indices, best.values)
-    if 'pred_instances' in result:
-        found = result.pred_instances[result.pred_instances.scores >= 0.3]
-        return f'{len(found)} found with a score of 0.3 or more. {say(found.labels, found.scores)}'
-    labels, counts = result.pred_sem_seg.data.unique(return_counts=True)
-    order = counts.argsort(descending=True)
-    return say(labels[order], counts[order] / counts.sum(), '{}: {:.0%} of the pixels')
-
-
-def describe(stage: Optional[str], mixer: Optional[str]) -> tuple[int, str]:
-    """Index of a stage and name of an attention as the page gives them; no switch where either is missing."""
-    if not stage or not mixer:
-        return 0, ''
-    return int(stage.rpartition(' ')[2]) - 1, mixer

@@ -1,8 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The hosts against the authors' released code, and their baselines against the papers' sizes. Sizes of all others, as
+"""The hosts against the authors' released code. Sizes, as
 printed: tests/configs."""
-
-import math
 
 import goldens
 import pytest
@@ -86,22 +84,3 @@ def millions(host, arch):
         head = nn.Sequential(nn.Linear(width, 1024), nn.BatchNorm1d(1024), nn.Linear(1024, 1000))
         head = head if host is RAVLT else nn.Linear(width, 1000)
     return sum(p.numel() for module in (model, head) for p in module.parameters()) / 1e6
-
-
-PUBLISHED = {
-    LinearPVT: dict(tiny=[13.2], small=[24.5], medium=[44.2], large=[61.4]),
-    # the paper and its released code differ in the third digit
-    LinearPVTv2: dict(b0=[3.4, 3.7], b1=[13.1, 14.0], b2=[25.4], b3=[45.2], b4=[62.6]),
-    LinearSwin: dict(tiny=[28.3], small=[49.6], base=[87.8]),
-    LinearCSWin: dict(tiny=[23], small=[35], base=[78]),
-    LinearDeiT: dict(tiny=[5.7], small=[22.1], base=[86.6]),
-}
-
-
-@pytest.mark.parametrize(('host', 'size'), [(host, size) for host, sizes in PUBLISHED.items() for size in sizes])
-def test_softmax_baselines_have_their_papers_sizes(host, size):
-    count, published = millions(host, f'softmax-{size}'), PUBLISHED[host][size]
-    if host is LinearCSWin:  # rounded up
-        assert math.ceil(count) == published[0]
-    else:
-        assert any(count == pytest.approx(value, abs=0.051) for value in published), count
