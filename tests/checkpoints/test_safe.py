@@ -200,14 +200,6 @@ def test_what_mmengine_would_stumble_over(save, thing, said):
     assert re.search(said, refused(save(thing)))
 
 
-def test_data_without_end_is_gone_through_once(save):
-    shared, endless = ['ha'], []
-    for _ in range(60):
-        shared = [shared, shared]
-    endless.append(endless)
-    assert load_file(save({'meta': {'x': shared, 'y': endless}}))['meta']['y'][0][0]
-
-
 def test_the_text_that_runner_resume_runs_is_dropped_and_nothing_else(save):
     meta = dict(config='import os', cfg='model = 1', epoch=3, hook_msgs=dict(config=1))
     found = load_file(save(dict(meta=meta, state_dict=nn.Linear(1, 1).state_dict(), optimizer=dict(config=2))))

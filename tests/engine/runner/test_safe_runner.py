@@ -119,9 +119,7 @@ def test_files_with_another_form_are_one_line(resume, part):
     assert '\n' not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    'content', ['', 'a\nb', 'x' * 5000, '\x1b[2J', 's3://x/y.pth', '/etc/passwd']
-)
+@pytest.mark.parametrize('content', ['', 'a\nb', 'x' * 5000, '\x1b[2J', 's3://x/y.pth', '/etc/passwd'])
 def test_a_last_checkpoint_that_is_none_of_the_run(tmp_path, content):
     (tmp_path / 'last_checkpoint').write_text(content)
     with pytest.raises(CheckpointError, match='last_checkpoint names .*delete that file') as error:
