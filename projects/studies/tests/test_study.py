@@ -2,7 +2,6 @@
 """How a run is trained, and results that survive: of one process, of several, of other studies."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from filelock import FileLock
 from test_arms import RESULTS
 from torch import nn
 
-from mmlinattn.attention import GlobalAttention, StageContext
 from mmlinattn.utils.errors import RunError
 from projects.studies import study, tasks, training
 from projects.studies.arms import STUDIES, Arm
@@ -23,10 +21,10 @@ SMALL = Settings(iterations=4, batch=4, num_train=8, num_val=8)
 
 
 class Toy(tasks.Task):
-    """A matrix and a vector for a model; keeps what it is asked for."""
+    """A linear layer for a model; keeps what it is asked for."""
 
     def __init__(self):
-        self.steps, self.scored, self.losses, self.weights = [], 0, iter(()), []
+        self.steps, self.weights, self.scale = [], [], 1.0
 
     def build(self, backbone):
         model = nn.Linear(3, backbone['width'])
@@ -38,14 +36,10 @@ class Toy(tasks.Task):
         return images, targets
 
     def loss(self, model, images, targets):
-        assert model.training
-        total = model.weight.sum() + model.bias.sum()
-        return next(self.losses, 1.0) + 1000 * (total - total.detach())  # gradients of 1000
+        return model.weight.sum() * self.scale
 
     def score(self, model, images, targets, batch=128):
-        assert not model.training
-        self.scored += 1
-        return 10.0 * self.scored
+        return 50.0
 
 
 @pytest.fixture
@@ -56,11 +50,11 @@ def toy(monkeypatch):
     return task
 
 
-def train(settings=None, seed=3, width=2, **options):
-    settings = settings or Settings(iterations=10, batch=4, num_train=10, num_val=6, lr=0.01)
+def train(seed=3, width=2):
+    settings = Settings(iterations=10, batch=4, num_train=10, num_val=6, lr=0.01)
     data = torch.arange(settings.num_train), torch.arange(settings.num_train) * 2
     val = torch.arange(100, 106), torch.arange(100, 106)
-    return training.train_arm(Arm(dict(width=width)), seed, settings, data, val, task='toy', **options)
+    return training.train_arm(Arm(dict(width=width)), seed, settings, data, val, task='toy')
 
 
 def test_every_arm_sees_the_same_pictures(toy):
@@ -76,42 +70,9 @@ def test_every_arm_sees_the_same_pictures(toy):
     toy.steps = []
     train(seed=4)
     assert toy.steps != steps and toy.weights[2] != toy.weights[0]
-
-
-def test_what_is_kept_of_a_run(toy):
-    steps = []
-    toy.losses = iter(map(float, range(30)))
-    settings = Settings(iterations=30, batch=2, num_train=10, num_val=6, lr=0.01)
-    found = train(settings, on_step=lambda: steps.append(1))
-    assert found['curve'] == [[7, 10], [14, 20], [21, 30], [28, 40]] and found['accuracy'] == 50
-    assert found['loss'] == pytest.approx(sum(range(10, 30)) / 20, abs=1e-3)  # of the last twenty steps
-    assert found['params'] == 8 and len(steps) == 30 and found['seconds'] > 0
-    toy.losses = iter((1.0, 1.0, math.inf))
-    with pytest.raises(RunError, match='seed 3: the loss is inf at step 2'):
+    toy.scale = float('inf')
+    with pytest.raises(RunError, match='seed 3: the loss is .* at step 0'):
         train()
-
-
-def test_measures_are_means_over_pictures_and_heads():
-    class Blocks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two = (GlobalAttention(8, heads, 'inline') for heads in (2, 1))
-
-        def forward(self, x):
-            context = StageContext.of(x)
-            return self.two(self.one(x, context), context)
-
-    model, images = Blocks().eval(), torch.randn(3, 4, 5, 8)
-    found = training.attention_measures(model, images)
-    each = [training.attention_measures(model, image[None]) for image in images]
-    assert [(entry['block'], entry['heads']) for entry in found] == [('one', 2), ('two', 1)]
-    for i in (0, 1):
-        assert {'rank', 'confusion', 'locality', 'sharpness'} < set(found[i])
-        for keys in (('rank', 'output', 'effective'), ('locality', 'share')):
-            values = [entry[i] for entry in (*each, found)]
-            for key in keys:
-                values = [value[key] for value in values]
-            assert values.pop() == pytest.approx(sum(values) / 3)
 
 
 @pytest.mark.slow
@@ -199,15 +160,8 @@ def test_results_of_something_else_are_not_overwritten(tmp_path, text):
 @pytest.mark.parametrize(
     ('args', 'message'),
     [
-        (['--arms', 'fulll'], "--arms ['fulll']: study 'rala' has"),
-        (['--seeds', 0], '--seeds 0 has to be at least 1'),
         (['--iterations', 0], '--iterations 0 has to be at least 1'),
-        (['--batch', 1], '--batch 1 has to be at least 2'),
-        (['--size', 63], '--size 63 has to be at least 64'),
-        (['--num-val', 3], '--num-val 3 has to be at least 4'),
         (['--num-train', 4, '--batch', 8], '--num-train 4 has to be at least 8'),
-        (['--max-minutes', 0], '--max-minutes 0.0 has to be above 0'),
-        (['--lr', 0], '--lr 0.0 has to be above 0'),
         (['--tinted', 1.1], '--tinted 1.1 has to lie in [0, 1]'),
         (['--task', 'recall', '--tinted', 0], "--tinted 0.0 has no meaning in task 'recall'"),
         (['--device', 'abacus'], '--device abacus'),

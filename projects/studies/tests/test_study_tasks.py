@@ -5,8 +5,6 @@ import cv2
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from projects.studies.tasks import TASKS, Settings
 
@@ -68,41 +66,3 @@ def middles(mask):
     """Of the pieces of a mask that are as large as a disc, or its ring."""
     _, _, boxes, _ = cv2.connectedComponentsWithStats(mask.numpy().astype('uint8'), connectivity=8)
     return [(x + w / 2, y + h / 2) for x, y, w, h, _ in boxes[1:] if min(w, h) >= 10]
-
-
-class Answers(nn.Module):
-    """Gives logits that were prepared, batch by batch."""
-
-    def __init__(self, logits):
-        super().__init__()
-        self.weight, self.logits, self.sizes = nn.Parameter(torch.zeros(1)), logits, []
-
-    def forward(self, images):
-        first = sum(self.sizes)
-        self.sizes.append(len(images))
-        return self.logits[first : first + len(images)]
-
-
-def test_accuracy_is_top_1():
-    labels = torch.tensor([0, 1, 2, 3, 4])
-    logits = F.one_hot(torch.tensor([0, 1, 5, 3, 0]), 6).float()
-    model, task = Answers(logits), TASKS['largest']
-    assert task.score(model, torch.zeros(5, 3, 8, 8), labels, batch=2) == 60 and model.sizes == [2, 2, 1]
-    loss = task.loss(lambda images: logits, None, labels)
-    assert loss.item() == pytest.approx(F.cross_entropy(logits, labels, label_smoothing=0.1).item())
-
-
-def test_scores_and_losses_at_points():
-    """Maps of 2 x 4 cells of images of 16 x 24: 6 pixels wide and 8 high; points on the border are inside."""
-    task = TASKS['recall']
-    points = torch.tensor([[[5.9, 7.9, 0], [6.0, 8.0, 1], [24.0, 0.0, 2], [0.0, 16.0, 3]]]).repeat(3, 1, 1)
-    logits = torch.zeros(3, 6, 2, 4)
-    for row, column, label in ((0, 0, 0), (1, 1, 1), (0, 3, 2), (1, 0, 3)):
-        logits[:, label, row, column] = 1
-    logits[2] = 0
-    logits[2, 3] = 1  # one in four right
-    model = Answers(logits)
-    assert task.score(model, torch.zeros(3, 3, 16, 24), points, batch=2) == 75 and model.sizes == [2, 1]
-    loss = task.loss(lambda images: logits[:2], torch.zeros(2, 3, 16, 24), points[:2])
-    right = F.cross_entropy(torch.eye(6)[:4], torch.arange(4), label_smoothing=0.1)
-    assert loss.item() == pytest.approx(right.item())

@@ -2,7 +2,6 @@
 """Files of each layout: read by hand and by upstream's data sets."""
 
 import json
-from pathlib import Path
 
 import cv2
 import numpy as np
@@ -10,7 +9,6 @@ import pytest
 from test_polygons import rasterise
 
 from mmlinattn.tooling.datasets import (
-    ADE20K_NAMES,
     ADE_CLASSES,
     COCO_CLASSES,
     IMAGENET_CLASSES,
@@ -113,28 +111,6 @@ def test_ade_layout(roots):
     assert [name for name, _ in scenes] == [name for part in maps.values() for name in part]
     name, scene = scenes[3]  # a picture of a background alone
     assert np.unique(maps['training'][name]).tolist() == [ADE_CLASSES.index(scene) + 1]
-
-
-@pytest.mark.parametrize(
-    ('kind', 'classes'), [('ADE20KDataset', None), ('ADE20KDataset', ADE20K_NAMES), ('BaseSegDataset', ADE_CLASSES)]
-)
-def test_mmseg_reads_it(roots, kind, classes):
-    datasets = pytest.importorskip('mmseg.datasets')
-    dataset = getattr(datasets, kind)(
-        data_root=str(roots['ade']),
-        data_prefix=dict(img_path='images/training', seg_map_path='annotations/training'),
-        reduce_zero_label=True,
-        metainfo=dict(classes=classes) if classes else None,
-        pipeline=[dict(type='mmseg.LoadImageFromFile'), dict(type='mmseg.LoadAnnotations', reduce_zero_label=True)],
-    )
-    assert len(dataset) == 40
-    assert classes is None or dataset.metainfo['classes'] == classes
-    maps, seen = ade_maps(roots['ade'], 'training'), set()
-    for item in dataset:
-        labels = maps[Path(item['img_path']).stem]
-        assert (item['gt_seg_map'] == np.where(labels == 0, 255, labels - 1.0)).all()
-        seen |= set(np.unique(item['gt_seg_map']).tolist())
-    assert seen == {*range(len(ADE_CLASSES)), 255}
 
 
 def test_imagenet_layout(roots):

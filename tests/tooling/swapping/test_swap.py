@@ -80,24 +80,12 @@ FAMILIES = """
 # maps that a neck skips are not returned: parameters of the first one's norm would get no gradient
 mmdet::retinanet/retinanet_r50_fpn_1x_coco.py ravlt_t
     backbone.out_indices = (1, 2, 3); neck.in_channels = [128, 256, 512]; neck.start_level = 0
-# one stage, with a head that asks for the epoch
-mmdet::tood/tood_r50_fpn_1x_coco.py ravlt_t
-    neck.in_channels = [128, 256, 512]
-# real time
-mmdet::rtmdet/rtmdet_tiny_8xb32-300e_coco.py flatten_pvt_v2_b0
-    neck.in_channels = [64, 160, 256]; data_preprocessor.bgr_to_rgb = True
-# a backbone with a decoder of its own
-mmseg::bisenetv2/bisenetv2_fcn_4xb4-160k_cityscapes-1024x1024.py ravlt_t
-    neck.type = 'MapAdapter'; neck.out_channels = [128, 16, 32, 64, 128]; decode_head.in_channels = 128
 # branches in training, one of them in inference
 mmseg::ddrnet/ddrnet_23-slim_in1k-pre_2xb6-120k_cityscapes-1024x1024.py ravlt_t
     neck.out_channels = [64, 128]; neck.inference_output = 1; backbone.out_indices = (1, 3)
 # a plain backbone in a network for pyramids
 mmdet::faster_rcnn/faster-rcnn_r50_fpn_1x_coco.py inline_deit_t
     neck.type = 'SimpleFeaturePyramid'; backbone.out_type = 'featmap'
-# dilated, without a pyramid
-mmseg::pspnet/pspnet_r18-d8_4xb2-80k_cityscapes-512x1024.py ravlt_t
-    backbone.out_indices = (2, 3); decode_head.in_channels = 512; auxiliary_head.in_index = 0
 # heads that read tokens
 mmpretrain::vision_transformer/vit-base-p16_32xb128-mae_in1k.py ravlt_t
     neck.type = 'GlobalAveragePooling'; head.in_channels = 512
@@ -112,12 +100,6 @@ mmdet::ssd/ssd300_coco.py ravlt_t
 # grey images, and a backbone that holds the classifier
 mmpretrain::lenet/lenet5_mnist.py flatten_pvt_v2_b0
     backbone.in_channels = 1; backbone.init_cfg = None; head.in_channels = 256; head.num_classes = 10
-# people to tell apart, in images of one size
-mmdet::reid/reid_r50_8xb32-6e_mot17train80_test-mot17val20.py flatten_pvt_v2_b0
-    head.in_channels = 256
-# without labels
-mmpretrain::mocov2/mocov2_resnet50_8xb32-coslr-200e_in1k.py ravlt_t
-    neck.in_channels = 512
 """
 
 
