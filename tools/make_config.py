@@ -29,8 +29,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--size', type=int, help="longer side of detectors' images, side of crops [as the images are]")
     parser.add_argument('--channels', type=int, help='of the images [as they are; grey ones of 8 bits are read as RGB]')
     parser.add_argument('--classes', nargs='+', metavar='NAME', help='of label images, in the order of their values')
-    parser.add_argument('--val-fraction', type=float, default=0.2, help='drawn for validation if none is there [0.2]')
-    parser.add_argument('--seed', type=int, default=0, help='of that draw [0]')
     parser.add_argument('--scratch', action='store_true', help='start without the released weights')
     return parser.parse_args()
 
@@ -45,8 +43,6 @@ def main() -> None:
         ):
             if value is not None and value < least:
                 raise RunError(f'{name} {value} has to be at least {least}.')
-        if not 0 < args.val_fraction < 1:
-            raise RunError(f'--val-fraction {args.val_fraction} has to be between 0 and 1.')
         if args.out.suffix != '.py':
             raise RunError(f'--out {str(args.out)!r} has to end with .py.')
         if args.classes and args.task != 'segmentation':

@@ -41,9 +41,13 @@ def conv_of_gelu(
     return by_hand(_CONV_OF_GELU, x, weight, bias, stride=stride, groups=groups, residual=residual)
 
 
+def _padding(weight: Tensor) -> int:
+    return int(weight.shape[-1] // 2)  # a tensor where PyTorch 2.4 traces
+
+
 def conv_of_gelu_reference(x, weight, bias, stride, groups, residual) -> Tensor:
     hidden = F.gelu(x)
-    out = F.conv2d(hidden, weight, bias, stride, weight.shape[-1] // 2, 1, groups)
+    out = F.conv2d(hidden, weight, bias, stride, _padding(weight), 1, groups)
     return hidden + out if residual else out
 
 
@@ -92,7 +96,7 @@ def _depthwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], backend: str) 
 
 
 def depthwise_conv2d_reference(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
-    return F.conv2d(x, weight, bias, 1, weight.shape[-1] // 2, 1, len(weight))
+    return F.conv2d(x, weight, bias, 1, _padding(weight), 1, len(weight))
 
 
 def _summed(out: Tensor, onto: Optional[Tensor]) -> Tensor:

@@ -226,9 +226,6 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
             f'{key}: no image of {getattr(dataset, "ann_file", "")} has an object of metainfo.classes = '
             f'{written(classes)}. Write the names as they are there.'
         )
-    unseen = [name for label, name in enumerate(classes) if label not in samples.labels]
-    if samples.labels and unseen and samples.num == len(dataset):
-        yield Finding(f'{key}: the data has no example of {written(unseen)}.', False)
 
 
 def check_folders(key: str, dataset: Any) -> Iterator[Finding]:

@@ -3,10 +3,8 @@
 
 import json
 import math
-import mmap
 import os
 import os.path as osp
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,7 +15,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-_LARGE, _LONGEST = 2**26, 2**24  # bytes of a file, and of its list of categories
 _NUM_SIZES = 200  # images whose sizes are compared
 _ROTATED = (5, 6, 7, 8)  # values of the EXIF orientation
 _ORIENTATION = 274
@@ -57,6 +54,26 @@ class Memory:
         return facts
 
 
+def load_coco(path: str) -> tuple[dict, str]:
+    """What an annotation file in COCO's layout holds, and the first thing in it that is wrong, '' where nothing is."""
+    try:
+        with open(path, encoding='utf-8') as file:
+            content = json.load(file)
+    except ValueError as error:
+        return {}, f'is no whole JSON file: {error}' if osp.getsize(path) else 'is empty'
+    if not isinstance(content, dict):
+        return {}, f'holds a {type(content).__name__}, not images, annotations and categories'
+    content.setdefault('annotations', [])  # of images to be sent to a server of COCO's
+    for key in ('images', 'annotations', 'categories'):
+        if not isinstance(content.get(key), list) or not all(isinstance(entry, dict) for entry in content[key]):
+            return {}, f'has no list of {key}'
+    try:
+        ids = {entry.get('id') for entry in content['categories']}
+        return content, _fault_of_ids(content) or _fault_of_boxes(content['annotations'], ids)
+    except TypeError:  # an id that has no hash
+        return content, 'has ids that are neither numbers nor texts'
+
+
 def read_coco(path: str, folder: str = '') -> dict:
     """The categories of an annotation file in COCO's layout, and the first thing in it that is wrong.
 
@@ -65,50 +82,11 @@ def read_coco(path: str, folder: str = '') -> dict:
         folder: Where its images are; the sizes of some of them are compared. '' compares none.
 
     Returns:
-        dict: ``categories`` as ``[id, name]`` in the order of the file; ``fault``, '' where there is none. In large
-            files (COCO's training set has 450 MB) category ids and boxes alone are looked at: parsing takes long.
+        dict: ``categories`` as ``[id, name]`` in the order of the file; ``fault``, '' where there is none.
     """
-    if osp.getsize(path) > _LARGE:
-        facts = _scan_coco(path)
-        if facts:
-            return facts
-    try:
-        with open(path, encoding='utf-8') as file:
-            content = json.load(file)
-    except ValueError as error:
-        return dict(categories=[], fault='is empty' if not osp.getsize(path) else f'is no whole JSON file: {error}')
-    if not isinstance(content, dict):
-        return dict(categories=[], fault=f'holds a {type(content).__name__}, not images, annotations and categories')
-    content.setdefault('annotations', [])  # of images to be sent to a server of COCO's
-    for key in ('images', 'annotations', 'categories'):
-        if not isinstance(content.get(key), list) or not all(isinstance(entry, dict) for entry in content[key]):
-            return dict(categories=[], fault=f'has no list of {key}')
-    categories = [[entry.get('id'), entry.get('name')] for entry in content['categories']]
-    try:
-        fault = _fault_of_ids(content) or _fault_of_boxes(content['annotations'], {number for number, _ in categories})
-    except TypeError:  # an id that has no hash
-        fault = 'has ids that are neither numbers nor texts'
-    return dict(categories=categories, fault=fault or _fault_of_sizes(content['images'], folder))
-
-
-def _scan_coco(path: str) -> dict:
-    """The facts of a large file, by its bytes; empty where it has no list of categories like COCO's."""
-    with open(path, 'rb') as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        for found in re.finditer(rb'"categories"\s*:\s*(?=\[)', content):
-            text = content[found.end() : found.end() + _LONGEST].decode(errors='replace')
-            with suppress(ValueError, TypeError, KeyError):
-                entries = json.JSONDecoder().raw_decode(text)[0]
-                categories = [[entry['id'], entry['name']] for entry in entries]
-                break
-        else:
-            return {}
-        used = set(map(int, set(re.findall(rb'"category_id"\s*:\s*(-?\d+)', content))))
-        unknown, fault = sorted(used - {number for number, _ in categories}), ''
-        if unknown:
-            fault = f'has annotations of category_id {unknown[0]}, which is the id of none of its categories'
-        elif re.search(rb'"bbox"\s*:\s*\[[^\]]*(NaN|Infinity)', content):
-            fault = 'has a bbox with NaN or Infinity'
-    return dict(categories=categories, fault=fault)
+    content, fault = load_coco(path)
+    categories = [[entry.get('id'), entry.get('name')] for entry in content.get('categories', ())]
+    return dict(categories=categories, fault=fault or _fault_of_sizes(content.get('images', []), folder))
 
 
 def _fault_of_ids(content: dict) -> str:

@@ -62,14 +62,6 @@ def read_labels(
     return dict(count=last, labels=[[number, found[number]] for number in sorted(found)], fault='')
 
 
-def values_behind(load: Callable[[dict], dict], info: dict, label: int) -> list[int]:
-    """The values in the file of a label image that its pipeline makes ``label``."""
-    with Image.open(info['seg_map_path']) as image:
-        raw = np.asarray(image)
-    labels = load(info)['gt_seg_map']
-    return np.unique(raw[labels == label]).tolist() if raw.shape == labels.shape else []
-
-
 def check_label_images(
     key: str, dataset: Any, model: nn.Module, memory: Memory, is_training: bool, num_images: int
 ) -> Iterator[Finding]:
@@ -97,11 +89,10 @@ def check_label_images(
         yield Finding(f'{key}: {facts["fault"]}.')
         return
     labels = {number: path for number, path in facts['labels'] if number != ignored}
-    of_path = {path: index for index, path in paths.items()}
 
-    def values(label: int, path: str) -> str:
-        found = values_behind(load, dataset.get_data_info(of_path[path]), label)
-        return f' (the value {some(found)} in the file)' if found not in ([], [label]) else ''
+    def value(label: int) -> str:
+        of_ignored = ' or 255' if label == 255 else ''
+        return f' (the value {(label + 1) % 256}{of_ignored} in the file)' if reduces else ''
 
     beyond = [label for label in labels if not 0 <= label < count]
     if beyond:
@@ -109,7 +100,7 @@ def check_label_images(
         if beyond == [count] and not reduces:
             advice += ', or reduce_zero_label=True where 0 is no class'
         yield Finding(
-            f'{key}: {labels[beyond[0]]} has the label {beyond[0]}{values(beyond[0], labels[beyond[0]])}, which '
+            f'{key}: {labels[beyond[0]]} has the label {beyond[0]}{value(beyond[0])}, which '
             f'num_classes = {count} of the decode_head does not know; {ignored} does not count. {advice}.'
         )
         return
@@ -127,7 +118,7 @@ def check_label_images(
     only = ', '.join(f'label {n} {classes[n] if n < len(classes) else ""}'.strip() for n in labels) or 'no label at all'
     text = f'{key}: {facts["count"]} of its label images, {next(iter(paths_of.values()))} among them, have {only}'
     if ignored in paths_of:
-        text += f', and {ignored}{values(ignored, paths_of[ignored])}, which is ignored (ignore_index): '
+        text += f', and {ignored}{value(ignored)}, which is ignored (ignore_index): '
         text += 'no other class trains. '
         text += (
             'reduce_zero_label=True ignores the value 0: set it to False where 0 is a class.'

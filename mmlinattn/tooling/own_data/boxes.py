@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Optional
 
 import yaml
 
+from ...engine.data.files import load_coco
 from ...utils.errors import RunError, described
 from .finding import SUFFIXES, OwnData, divide, find, image_size, read_names, split_of
 
@@ -20,7 +21,7 @@ class Photo(NamedTuple):
     objects: list  # (name of its class, (left, top, right, bottom) in pixels, what else COCO says)
 
 
-def read_boxes(root: Path, fraction: float, seed: int) -> OwnData:
+def read_boxes(root: Path) -> OwnData:
     """The boxes of a folder, or of one COCO file beside its images.
 
     Raises:
@@ -42,18 +43,14 @@ def read_boxes(root: Path, fraction: float, seed: int) -> OwnData:
         raise RunError(
             f'DATA {str(root)!r}: no box in it. Boxes are looked for in COCO JSON, VOC XML and labels/NAME.txt.'
         )
-    splits, notes = divide(photos, fraction, seed)
+    splits, notes = divide(photos)
     for split in [split for split, chosen in splits.items() if not any(photo.objects for photo in chosen)]:
         if split != 'test':
             raise RunError(f'none of the {len(splits[split])} images of {split} has a box.')
         notes.append(f'the {len(splits.pop(split))} images of test have no boxes: val is tested on')
     written = {split: as_coco(chosen, classes, root) for split, chosen in splits.items()}
     flat = sum(count for _, count in written.values())
-    empty = sum(not photo.objects for photo, _ in photos)
-    notes += [f'{empty} of {len(photos)} images have no object'] * bool(empty)
     notes += [f'{flat} boxes without area are left out'] * bool(flat)
-    found = {item['category_id'] for coco, _ in written.values() for item in coco['annotations']}
-    notes += [f'no box of class {name!r}' for i, name in enumerate(classes) if i + 1 not in found]
     outlined = [bool(more.get('segmentation')) for photo, _ in photos for *_, more in photo.objects]
     if any(outlined) and not all(outlined):
         notes.append(f'{outlined.count(False)} of {len(outlined)} objects have no outline: boxes alone are learnt')
@@ -216,17 +213,18 @@ def _coco(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list
     """The images of the files with their objects, and the classes, which have to be the same in all."""
     here, photos, classes = set(images), [], None
     for path in [path for path in files if path.name.startswith('instances')] or files:  # beside captions, key points
-        coco, split = _loaded(path), split_of(path.relative_to(root))
+        coco, fault = load_coco(str(path))
+        if fault or not coco['images']:
+            raise RunError(f'{path} {fault or "has no images"}.')
+        split = split_of(path.relative_to(root))
         ids, names = [item.get('id') for item in coco['categories']], [item.get('name') for item in coco['categories']]
         if names != (classes or names) or len(set(names)) < len(names):
             raise RunError(f'{path} has the categories {names}: they have to be different, and in all files the same.')
         folder, classes = _folder(path, coco, root, here, split), names
         objects: dict[Any, list[tuple]] = {}
         for item in coco['annotations']:
-            box = item.get('bbox')
-            if item.get('category_id') not in ids or not isinstance(box, list) or len(box) != 4:
-                raise RunError(f'{path}: annotation {str(item)[:100]} has no box or none of the categories.')
-            edges = (box[0], box[1], box[0] + box[2], box[1] + box[3])
+            x, y, width, height = item['bbox']
+            edges = (x, y, x + width, y + height)
             objects.setdefault(item.get('image_id'), []).append((names[ids.index(item['category_id'])], edges, item))
         for image in coco['images']:
             picture = folder / image['file_name']
@@ -235,17 +233,6 @@ def _coco(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list
         if objects:
             raise RunError(f'{path}: annotations of image {next(iter(objects))!r}, which is not in its list of images.')
     return photos, classes or []
-
-
-def _loaded(path: Path) -> dict[str, Any]:
-    try:
-        coco = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise RunError(f'{path} is no JSON: {error}') from error
-    for key in ('images', 'annotations', 'categories'):
-        if not isinstance(coco, dict) or not isinstance(coco.get(key), list) or not (coco[key] or key == 'annotations'):
-            raise RunError(f'{path} is no COCO data set: it has no {key}.')
-    return coco
 
 
 def _folder(path: Path, coco: dict, root: Path, here: set, split: Optional[str]) -> Path:

@@ -58,11 +58,11 @@ def split_of(path: Path) -> Optional[str]:
 
 
 def divide(
-    items: list[tuple[Any, Optional[str]]], fraction: float, seed: int, group: Callable[[Any], Any] = lambda item: None
+    items: list[tuple[Any, Optional[str]]], group: Callable[[Any], Any] = lambda item: None
 ) -> tuple[dict[str, list], list[str]]:
     """Items by their split, and notes on it for the user.
 
-    Without val, test takes its place; without both, a part of train does, of each ``group`` of it alike.
+    Without val, test takes its place; without both, a fifth of train does, of each ``group`` of it alike.
 
     Raises:
         RunError: There are less than two items to train on.
@@ -82,13 +82,13 @@ def divide(
         groups: dict[Any, list] = {}
         for item in splits['train']:
             groups.setdefault(group(item), []).append(item)
-        splits['train'], splits['val'], draw = [], [], random.Random(seed)
+        splits['train'], splits['val'], draw = [], [], random.Random(0)
         for members in groups.values():
-            count = min(len(members) - 1, max(1, round(len(members) * fraction)))
+            count = min(len(members) - 1, max(1, round(len(members) / 5)))
             chosen = set(draw.sample(range(len(members)), count))
             for i, item in enumerate(members):
                 splits['val' if i in chosen else 'train'].append(item)
-        notes.append(f'no val in the data: {len(splits["val"])} images were drawn from train for it (--seed {seed})')
+        notes.append(f'no val in the data: {len(splits["val"])} images were drawn from train for it')
     if len(splits['train']) < 2 or not splits['val']:
         raise RunError(f'{len(splits["train"])} image(s) to train on and {len(splits["val"])} of val: 2 are the least.')
     return {split: splits[split] for split in ('train', 'val', 'test') if split in splits}, notes

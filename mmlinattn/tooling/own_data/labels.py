@@ -16,7 +16,7 @@ _MASKS = ('masks', 'mask', 'labels', 'annotations', 'ann_dir', 'SegmentationClas
 IGNORED = 255  # which MMSegmentation's losses and metrics leave out
 
 
-def read_folders(root: Path, fraction: float, seed: int) -> OwnData:
+def read_folders(root: Path) -> OwnData:
     """Images in a folder a class, in train/ and val/ or undivided.
 
     Lists say the labels: read from folders, they would follow the folders of each split, of which one may lack a class.
@@ -33,7 +33,7 @@ def read_folders(root: Path, fraction: float, seed: int) -> OwnData:
         for path in find(top, *SUFFIXES):
             if path.parent != top:
                 items.append(((path, path.relative_to(top).parts[0]), split))
-    divided, notes = divide(items, fraction, seed, group=lambda item: item[1])
+    divided, notes = divide(items, group=lambda item: item[1])
     classes = sorted({name for _, name in divided['train']})
     for split, chosen in divided.items():
         names = {name for _, name in chosen}
@@ -52,7 +52,7 @@ def read_folders(root: Path, fraction: float, seed: int) -> OwnData:
     return OwnData('folders of images', classes, used, lists, dict.fromkeys(lists, dict(data_prefix='')), notes)
 
 
-def read_masks(root: Path, fraction: float, seed: int, names: Optional[list[str]], remapped: Path) -> OwnData:
+def read_masks(root: Path, names: Optional[list[str]], remapped: Path) -> OwnData:
     """Images and label images of their names. Of label images whose values are no labels, copies go to ``remapped``.
 
     Raises:
@@ -77,7 +77,7 @@ def read_masks(root: Path, fraction: float, seed: int, names: Optional[list[str]
         notes.append(f'pixels of value {IGNORED} are ignored')
     if not names:
         notes.append(f'the classes have no names: give --classes, or write {root / "classes.txt"}, a name a line')
-    splits, more = divide([(pair, split_of(pair.image.parent.relative_to(root))) for pair in pairs], fraction, seed)
+    splits, more = divide([(pair, split_of(pair.image.parent.relative_to(root))) for pair in pairs])
     settings, lists = {}, {}
     for split, chosen in splits.items():
         first = chosen[0]
@@ -182,8 +182,7 @@ def meaning(values: list[int], names: Optional[list[str]]) -> tuple[list[str], d
     if names is None:
         if labels[-1] < 2 * len(labels):
             return [f'class_{label}' for label in range(labels[-1] + 1)], {}
-        hint = ' (so many are of images resized or saved with loss)' if len(labels) > 40 else ''
-        raise RunError(f'the label images have the values {said}{hint}: give --classes NAME ..., a name a value.')
+        raise RunError(f'the label images have the values {said}: give --classes NAME ..., a name a value.')
     if labels[-1] < len(names):
         return names, {}
     for known in (labels, values):

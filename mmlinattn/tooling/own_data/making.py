@@ -37,8 +37,6 @@ class Wish(NamedTuple):
     size: Optional[int] = None
     channels: Optional[int] = None
     classes: Optional[list[str]] = None
-    val_fraction: float = 0.2
-    seed: int = 0
     scratch: bool = False
 
     @property
@@ -68,12 +66,12 @@ def make_config(wish: Wish) -> tuple[list[str], Trial]:
     if wish.data in wish.out.parents:
         raise RunError(f'--out {str(wish.out)!r} is inside of DATA: write it beside, as annotation files go with it.')
     if wish.task == 'detection':
-        data = read_boxes(wish.data, wish.val_fraction, wish.seed)
+        data = read_boxes(wish.data)
     elif wish.task == 'segmentation':
         copies = wish.out.with_name(f'{wish.out.stem}_labels')
-        data = read_masks(wish.root, wish.val_fraction, wish.seed, wish.classes, copies)
+        data = read_masks(wish.root, wish.classes, copies)
     else:
-        data = read_folders(wish.root, wish.val_fraction, wish.seed)
+        data = read_folders(wish.root)
     form = form_of(data.images['train'], wish.channels)
     base = _base(wish, data)
     cfg = Config.fromfile(str(project_files('configs') / f'{base}.py'))

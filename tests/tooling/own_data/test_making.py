@@ -119,7 +119,6 @@ def test_what_is_refused(tmp_path, untried, capsys):
     for args, said in (
         ([root, *common, tmp_path / 'mine.yaml'], 'has to end with .py'),
         ([root, *common, tmp_path / 'mine.py', '--batch', '0'], '--batch 0 has to be at least 1'),
-        ([root, *common, tmp_path / 'mine.py', '--val-fraction', '1'], '--val-fraction 1.0'),
         ([root, *common, tmp_path / 'mine.py', '--classes', 'a'], '--classes is for label images'),
         ([tmp_path / 'nowhere', *common, tmp_path / 'mine.py'], 'no such folder'),
     ):
