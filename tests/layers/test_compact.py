@@ -58,20 +58,6 @@ def test_branches_are_parallel_and_merge_into_one_matrix(branches, fixed):
     torch.testing.assert_close(layer(x), expected)
 
 
-@pytest.mark.parametrize(
-    'part', [nn.BatchNorm1d(5, track_running_stats=False), nn.Sequential(nn.Linear(12, 5), nn.ReLU())]
-)
-def test_branches_with_something_of_their_own_are_not_merged(part):
-    """A norm without statistics, an adapter. Layers with a ``forward`` of their own: tests/backbones/test_pairs.py."""
-    layer, x = unsettled(FactorisedLinear(12, 8, 5)), torch.randn(3, 12)
-    kept = layer.down
-    (kept.norms if isinstance(part, nn.BatchNorm1d) else kept.linears)[1] = part
-    torch.testing.assert_close(layer.eval()(x), one_by_one(layer, x))
-    with pytest.raises(ValueError, match=r'^switch_to_deploy: \w+ and \w+ of a compact FFN cannot be merged; allowed'):
-        layer.switch_to_deploy()
-    assert layer.down is kept
-
-
 @pytest.mark.parametrize(('matrix', 'r', 'gain'), [('M2', 3, 0.0), ('M1', 1, 0.08), ('M1', 4, 0.04)])
 def test_gains_to_begin_with(matrix, r, gain):
     """M2 ends the residual branch, at zero. M1 is in its middle, and starts as a linear layer of weights of deviation

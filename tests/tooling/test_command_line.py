@@ -123,17 +123,6 @@ def test_an_error_in_an_annotation_file_names_it(tmp_path, monkeypatch, kind, te
             DATASETS.build(config)
 
 
-def test_an_error_in_folders_of_classes_names_them(tmp_path, monkeypatch):
-    pytest.importorskip('mmpretrain')
-    monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
-    init_default_scope('mmpretrain')
-    (tmp_path / 'cat').mkdir()
-    names = dict(metainfo=dict(classes=('cat', 'dog')))
-    with pytest.raises(RunError, match=f'CustomDataset: .* subfolders .1. .* in reading {tmp_path}'):
-        with command_line.explained_setup('c.py'):
-            DATASETS.build(dict(type='CustomDataset', data_prefix=str(tmp_path), **names))
-
-
 def test_a_place_for_what_is_written_at_the_end(tmp_path):
     """Its folder is made, an earlier file stays as it is, nothing is left behind."""
     (tmp_path / 'old.txt').write_text('old')

@@ -6,8 +6,7 @@ import runpy
 
 import numpy as np
 import pytest
-import torch
-from config_helpers import ROOT, build
+from config_helpers import ROOT
 from PIL import Image
 from tool_runs import TOOLS, in_this_process
 
@@ -74,22 +73,3 @@ def test_several_pictures_of_any_size_and_some_of_it(picture, inspect):
     merged = runpy.run_path(str(TOOLS / TOOL))['merged']
     blocks = [[dict(block='a', map=[4, size], rank=float(size), key_map=[2, 2])] for size in (6, 9, 6)]
     assert merged(blocks) == [dict(block='a', map=[[4, 6], [4, 9], [4, 6]], key_map=[2, 2], rank=7.0)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('task', ['mmdet', 'mmseg'])
-def test_detectors_and_segmentors_with_a_checkpoint(picture, inspect, tmp_path, task):
-    pytest.importorskip(task)
-    config = ROOT / 'configs' / task / 'ravlt_shapes_quickstart.py'
-    model, _ = build(f'{task}/ravlt_shapes_quickstart')
-    with torch.no_grad():
-        for parameter in model.backbone.parameters():
-            parameter.normal_(std=0.3)
-    torch.save(dict(state_dict=model.state_dict(), meta={}), tmp_path / 'model.pth')
-    args = picture, '--num-queries', 24
-    summary, _ = inspect(config, tmp_path / 'model.pth', *args)
-    assert len(summary['blocks']) == sum(model.backbone.depths)
-    assert max(block['forward_error'] for block in summary['blocks']) < 1e-4
-    other, _ = inspect(config, 'none', *args, '--what', 'sharpness', out=tmp_path / 'random')
-    trained, fresh = (s['blocks'][0]['sharpness']['entropy'] for s in (summary, other))
-    assert trained != fresh  # the checkpoint was read

@@ -140,16 +140,3 @@ def test_a_resumed_run_says_which_learning_rate_it_has(tmp_path, scheduler):
     assert train(0.5, **resumed) == rates
     (line,) = (line for line in lines if 'resuming goes' in line)
     assert 'of the checkpoint: lr = 0.01 (the config has 0.5). ' in line and 'load_from=CHECKPOINT in place of' in line
-
-
-@pytest.mark.parametrize('strict', [True, False])
-def test_averages_of_a_model_with_other_classes(tmp_path, strict):
-    """EMAHook asks for all weights unless it is told."""
-    torch.save(dict(state_dict=state_of(5), meta={}), tmp_path / 'given.pth')
-    hooks = [dict(type='CheckpointMatchHook'), dict(type='EMAHook', strict_load=strict)]
-    runner = make_runner(tmp_path, hooks, model=dict(type='ToyClassifier'), load_from=str(tmp_path / 'given.pth'))
-    if strict:
-        with pytest.raises(RunError, match=f'EMAHook takes .*: {HEAD}.weight .* Set strict_load=False in EMAHook'):
-            runner.train()
-    else:
-        runner.train()

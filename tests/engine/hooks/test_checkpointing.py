@@ -103,18 +103,6 @@ def test_full_disk_leaves_the_previous_checkpoint(tmp_path, full_disk, monkeypat
     assert resumed.epoch == 2 and 'optimizer' in load_file(tmp_path / 'epoch_2.pth')
 
 
-def test_full_disk_leaves_the_previous_best_checkpoint(tmp_path, full_disk, monkeypatch):
-    monkeypatch.setattr(Count, 'calls', 0)
-    full_disk('best_acc_epoch_2.pth')
-    with pytest.raises(RunError, match='the best checkpoint could not be written.*best_acc_epoch_1.pth is intact'):
-        runner_of(tmp_path, save_best='acc').train()
-    assert 'best_acc_epoch_1.pth' in files(tmp_path)
-    monkeypatch.undo()
-    monkeypatch.setattr(Count, 'calls', 2)
-    runner_of(tmp_path, epochs(3), save_best='acc', resume=True).train()
-    assert [name for name in files(tmp_path) if 'best' in name] == ['best_acc_epoch_3.pth']
-
-
 @pytest.mark.parametrize('metrics', [['acc'], ['a/acc', 'b/acc']])
 def test_a_best_checkpoint_whose_name_comes_again_stays(tmp_path, monkeypatch, metrics):
     """As where a validation is made up for: what takes the place of the best is not the old one that goes."""

@@ -11,7 +11,6 @@ from mmlinattn.attention import (
     GlobalAttention,
     ReducedAttention,
     StageContext,
-    StripeAttention,
     WindowAttention,
 )
 from mmlinattn.backbones import RAVLT, LinearCSWin, LinearDeiT, LinearPVT, LinearSwin
@@ -152,14 +151,6 @@ def test_windows_of_several_sizes(size, sizes):
     assert entry['locality']['chance'] == pytest.approx(len(sizes) * 9 / total)
     assert entry['sharpness']['entropy_if_uniform'] == pytest.approx(sum(n * math.log(n) for n in sizes) / total)
     assert entry['sharpness']['entropy'] == pytest.approx([entry['sharpness']['entropy_if_uniform']] * 2)
-
-
-@pytest.mark.parametrize(('heads', 'similarity'), [(2, 1 / 2), (4, (2 * 1 + 4 * 1 / 2) / 6)])
-def test_directions_of_stripes_are_compared_with_each_other(heads, similarity):
-    """Where nobody prefers any key, on 4 x 4 tokens: 4 of the 8 keys of one direction are keys of the other one."""
-    entry = measured(uniform(StripeAttention(8, heads, 'softmax', 2)), torch.randn(1, 4, 4, 8))
-    assert entry['heads'] == len(entry['confusion']['share']) == heads and entry['ccs'] == pytest.approx(similarity)
-    assert entry['rank']['output']['at_most'] == 8 // heads and entry['sampled_queries'] == 2 * 16
 
 
 def test_ranks_are_those_of_features_state_and_weights():

@@ -1,8 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """``mixer.weights``: the map that a mixer amounts to, against what the mixer does; states, against their equations."""
 
-import re
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -185,15 +183,6 @@ def test_what_is_no_map_is_refused(kind):
     q, k, _ = tokens(mixer)
     with pytest.raises(NotImplementedError, match=f'^{kind.__name__} has no weights'):
         mixer_weights(mixer, q, k, GRID, GRID)
-
-
-@pytest.mark.parametrize('rows', [[15], [3, -1], [0.5], [[0, 1]], [True, False]], ids=str)
-def test_rows_that_are_no_queries(rows):
-    mixer = build('softmax')
-    q, k, _ = tokens(mixer)
-    message = re.escape(f'rows={rows!r} have to be a sequence of indices of queries in [0, 14]')
-    with pytest.raises(ValueError, match=message):
-        mixer_weights(mixer, q, k, GRID, GRID, rows=rows)
 
 
 # --- states -----------------------------------------------------------------------------------------------------------
