@@ -19,7 +19,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from mmlinattn import ops
 
-# the benchmarks' literal model is a twin of the fast one in the tests
+# the benchmarks; their literal RAVLT is checked against ours
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / 'benchmarks'))
 # the quadratic twins, small models of all hosts
 sys.path[:0] = [str(Path(__file__).resolve().parent / folder) for folder in ('attention', 'backbones')]

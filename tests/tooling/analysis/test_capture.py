@@ -111,20 +111,6 @@ def test_what_cannot_be_looked_into_is_named():
         pass
 
 
-def test_each_window_has_kernels_and_regions_of_its_own():
-    block, _ = looked_into(WindowAttention(8, 2, 'inline', (4, 4)), torch.randn(1, 8, 8, 8))
-    (call,), rows = block.calls, torch.tensor([5])  # row 1, column 1 of the window
-    kernels = call.mixer.local_kernels(call.given['context'])
-    assert kernels.shape == (4, 8, 3, 3) and (kernels[0] - kernels[3]).abs().max() > 0.1
-    for window in range(4):
-        added = call.weights(window, rows, local=True) - call.weights(window, rows)
-        expected = kernels[window].unflatten(0, (2, 4)).mean(dim=1)
-        torch.testing.assert_close(added[:, 0].unflatten(-1, (4, 4))[:, :3, :3], expected, rtol=1e-4, atol=1e-5)
-    block, _ = looked_into(WindowAttention(8, 2, 'hallucinated', (4, 4), shift=True), torch.randn(1, 8, 8, 8))
-    (call,), rows = block.calls, torch.arange(16)
-    assert all(call.error(window, rows, call.weights(window, rows)) < 1e-4 for window in range(4))
-
-
 def test_states_are_of_the_real_tokens_of_a_window():
     """A map of 5 rows in stripes of 2: the last one has a row of tokens that are none."""
     block, _ = looked_into(StripeAttention(8, 2, dict(type='inline', local_residual=False), 2), torch.randn(1, 5, 6, 8))

@@ -82,7 +82,9 @@ def test_plots_are_of_the_numbers_of_a_block(tmp_path, monkeypatch):
     assert kept['q.png'][0].lines[0].get_xydata().tolist() == [[47, 5]]
     whole = full_map(block, 36).numpy()
     pictures.plot_full([(block.name, 'softmax', whole)], 'p', tmp_path / 'full.png')
-    assert np.array_equal(kept['full.png'][1].images[0].get_array(), whole[1])
+    drawn = kept['full.png'][1].images[0]
+    assert np.array_equal(drawn.get_array(), whole[1])
+    assert drawn.get_clim()[1] == pytest.approx(np.quantile(np.abs(whole[1]), 0.995))
     entry = measure_block(block_of(GlobalAttention(8, 2, 'inline', local_kernel=3), torch.randn(1, 4, 5, 8)))
     made = pictures.plot_measures([entry], ['maps', *pictures.PLOTS], tmp_path, 'mine')
     assert made == [tmp_path / f'{name}.png' for name in pictures.PLOTS]

@@ -80,15 +80,6 @@ def test_weights_times_values_are_the_output(options, dtype, masked):
         torch.testing.assert_close(mixer_weights(mixer, q, k, GRID, GRID, **shared, rows=rows), weights[:, :, index])
 
 
-@pytest.mark.parametrize('name', sorted(set(OPTIONS) - {'focused, p = 4.5'}))  # whose products are as small as eps
-def test_which_weights_sum_to_one(name):
-    """Without a rotary encoding, which RALA's divisor leaves out."""
-    mixer = build(OPTIONS[name])
-    q, k, _ = tokens(mixer)
-    sums = mixer_weights(mixer, q, k, GRID, GRID).sum(dim=-1)
-    assert torch.allclose(sums, torch.ones_like(sums), atol=0.01) == mixer.normalised
-
-
 @pytest.mark.parametrize('name', ['softmax', 'inline', 'focused', 'hallucinated', 'hydra', 'efficient', 'enhanced'])
 def test_reduced_keys_and_class_tokens(name):
     """Queries 1 + 6x4, keys 1 + 3x2 as of a reduced map; the position table is resized to the keys."""

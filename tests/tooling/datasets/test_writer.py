@@ -1,9 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """What is written when, and when nothing is; the command line is tried in tests/tools."""
 
-import errno
 import hashlib
-import os
 from pathlib import Path
 
 import pytest
@@ -91,27 +89,15 @@ def test_what_a_data_set_may_be(name, value):
     assert DatasetSpec('coco', 1, 1) == DatasetSpec('coco', 1, 1, 0, (160, 160), 0.0)
 
 
-def test_the_command_line(tmp_path, capsys, monkeypatch):
-    options = ['--format', 'coco', '--num-train', '3', '--num-val', '2']
-    more = ['--seed', '5', '--size', '96', '64', '--size-jitter', '0.25']
+def test_the_command_line(tmp_path, capsys):
+    options = ['--format', 'coco', '--num-train', '3', '--num-val', '2', '--seed', '5', '--size', '96', '64']
     for said in ('wrote ', 'already there, unchanged: '):
-        in_this_process(TOOL, tmp_path / 'out', *options, *more)
+        in_this_process(TOOL, tmp_path / 'out', *options, '--size-jitter', '0.25')
         out, err = capsys.readouterr()
         assert out.startswith(said + str(tmp_path / 'out')) and str(COCO_CLASSES) in out and not err
     write_dataset(tmp_path / 'direct', DatasetSpec('coco', 3, 2, 5, (96, 64), 0.25))
     assert digest(tmp_path / 'out') == digest(tmp_path / 'direct')
-
-    def refuses(*args):
-        with pytest.raises(SystemExit, match='1'):
-            in_this_process(TOOL, *args)
-        message = capsys.readouterr().err
-        assert message.startswith('error: OUT ') and message.count('\n') == 1
-        return message
-
-    assert 'has to be empty' in refuses(tmp_path / 'out', *options)
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr('mmengine.fileio.LocalBackend.put', full)
-    assert 'No space left on device' in refuses(tmp_path / 'full', *options) and not (tmp_path / 'full').exists()
+    with pytest.raises(SystemExit, match='1'):
+        in_this_process(TOOL, tmp_path / 'out', *options)
+    message = capsys.readouterr().err
+    assert message.startswith('error: OUT ') and message.count('\n') == 1 and 'has to be empty' in message
