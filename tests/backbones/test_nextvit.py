@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Next-ViT: the released files, its averaged keys, its blocks, and norms that feed the next stage."""
+"""Next-ViT: its averaged keys, its blocks, its norms."""
 
 import goldens
 import pytest
@@ -14,6 +14,7 @@ from mmlinattn.backbones.nextvit_blocks import AveragedKeysAttention, ConvBlock,
 
 ARCH = small_hosts.ARCHS['LinearNextViT']
 BN = dict(type='BN', eps=1e-5)
+
 # --- averaged keys ------------------------------------------------------------------------------
 
 
