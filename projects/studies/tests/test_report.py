@@ -1,9 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Tables and plots of a study: every column, every dot."""
 
-import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from projects.studies import report
 from projects.studies.tasks import Settings
@@ -84,21 +82,3 @@ def test_the_whole_table_of_a_study():
 )
 def test_verdicts(better, worse, found):
     assert report.verdict(better, worse) == found
-
-
-def test_what_is_written(monkeypatch, tmp_path):
-    """One dot a run and one curve an arm."""
-    kept, save = {}, Figure.savefig
-    monkeypatch.setattr(
-        Figure, 'savefig', lambda self, path, **k: kept.update({path.name: self}) or save(self, path, **k)
-    )
-    assert report.write(of('inline', []), tmp_path) == []
-    paths = report.write(INLINE, tmp_path)
-    assert [path.name for path in paths] == ['results.json', 'table.md', 'plot.png']
-    assert all(path.is_file() for path in paths[1:]) and paths[1].read_text(encoding='utf-8') == TABLE
-    left, right = kept['plot.png'].axes
-    scores = [[40, 44], [42, 38], [40], [36], [30]]  # by seed
-    assert [line.get_xdata().tolist() for line in left.lines[::2]] == scores
-    assert [set(line.get_xdata()) for line in left.lines[1::2]] == [{np.mean(values)} for values in scores]
-    assert [line.get_ydata().tolist() for line in right.lines] == [[np.mean(v) / 2, np.mean(v)] for v in scores]
-    assert len({line.get_color() for line in right.lines}) == 5

@@ -105,6 +105,15 @@ def test_neither_workers_nor_a_second_hook_change_the_data(tmp_path):
     assert runs[0] == runs[1] == runs[2] == train(tmp_path / 'twice', hooks=HOOKS * 2)[0].losses
 
 
+@pytest.mark.parametrize('train_cfg', [EPOCHS, dict(ITERS, max_iters=4)])
+def test_every_epoch_sees_other_augmentations(tmp_path, train_cfg):
+    """One sample in order, no shuffling: only augmentation and dropout can differ."""
+    dataset, sampler = dict(type='ToyDataset', size=1), dict(type='DefaultSampler', shuffle=False)
+    loader = dict(dataset=dataset, sampler=sampler, batch_size=1, num_workers=1)
+    note, _ = train(tmp_path, train_cfg, loader=loader)
+    assert len(set(note.data)) == 4
+
+
 def test_every_epoch_has_an_order_of_its_own(tmp_path):
     """By the seed; MMEngine's hook for that no longer reaches the sampler."""
     seen = []
