@@ -6,6 +6,7 @@ Each function names the version it was written for, and why nothing public does 
 
 from typing import Any, Callable
 
+import torch
 from mmengine.registry import DefaultScope
 from mmengine.runner import CheckpointLoader
 from torch import nn
@@ -36,6 +37,14 @@ def call_compiled(module: nn.Module, call: Callable) -> None:
     """PyTorch 2.11: what ``nn.Module.compile`` sets. It compiles each module by itself; here those of a kind share one
     code."""
     module._compiled_call_impl = call
+
+
+def keep_sizes_open() -> None:
+    """PyTorch 2.14's Inductor compiles the gradient of a convolution for each image size; up to 2.11 it calls PyTorch's
+    operator, as it does again after this."""
+    from torch._inductor import lowering
+
+    lowering.make_fallback(torch.ops.aten.convolution_backward, lowering.constrain_to_fx_strides, warn=False)
 
 
 def draw_from(loader: DataLoader, batches: Any, load: Callable) -> None:

@@ -19,7 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmlinattn.backbones import RAVLT
 from mmlinattn.engine import RunError
-from mmlinattn.engine.hooks.compiling import HAS_DUCK_SHAPES, SharedDropPath, compile_blocks
+from mmlinattn.engine.hooks.compiling import SharedDropPath, compile_blocks
+
+HAS_DUCK_SHAPES = hasattr(shape_config, 'use_duck_shape')
 
 
 @pytest.fixture(autouse=True)
@@ -96,15 +98,15 @@ def losses(model, steps=20, autocasts=False):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(('how', 'options'), [('plain', {}), *((how, EAGER) for how in ('with_cp', 'autocasts'))])
-def test_losses_of_twenty_steps(how, options):
-    """By Inductor, which takes longest, once."""
+def test_losses_of_twenty_steps(how, options, monkeypatch, tmp_path):
+    """One graph at three sizes, by Inductor, which takes longest, once; what is in its cache may hold one size."""
+    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path))
     torch.manual_seed(0)
     eager = ravlt(depths=(2, 1, 1, 1), out_indices=(0,), with_cp=how == 'with_cp')
     compiled = copy.deepcopy(eager)
-    assert compile_blocks(compiled, **options) == 1
+    compile_blocks(compiled, **options)
     expected, found = (losses(model, autocasts=how == 'autocasts') for model in (eager, compiled))
-    # PyTorch 2.14's Inductor compiles the first two heights by themselves, then for all (2.11: twice)
-    assert 1 <= counters['stats']['unique_graphs'] <= (3 if how == 'plain' else 2)
+    assert counters['stats']['unique_graphs'] == 1
     torch.testing.assert_close(found, expected, rtol=2e-2 if how == 'autocasts' else 1e-4, atol=0)
     assert expected[-1] < 0.95 * expected[0]
 
@@ -136,7 +138,7 @@ def test_stochastic_depth_with_a_rate_in_a_tensor():
     keys = list(model.state_dict())
     assert len(set(rates)) > 3
     for _ in range(2):  # once more changes nothing
-        assert compile_blocks(model, backend='eager') == 3
+        compile_blocks(model, backend='eager')
     assert list(model.state_dict()) == keys
     paths = [module for module in model.modules() if isinstance(module, SharedDropPath)]
     assert [path.keep_rate.item() for path in paths] == pytest.approx([1 - rate for rate in rates])
@@ -173,13 +175,9 @@ def test_the_hook_of_a_config_compiles_and_says_so(tmp_path, monkeypatch):
     runner = make_runner(tmp_path, [dict(type='CompileHook')], model=dict(type='BackboneModel'))
     monkeypatch.setattr(runner.logger, 'info', told.append)
     runner.train()
-    told = [line.partition(': ')[2] for line in told if 'CompileHook: ' in str(line)]
-    assert told[:2] == [
-        '2 kinds of blocks are compiled when they are first used.',
-        'compiling begins, this iteration takes longer.',
-    ]
-    assert told[2].startswith('compiling ends, 2 graphs; the iteration took ') and len(told) == 3
-    assert not torch._dynamo.callback.callback_handler.start_callbacks
+    first, second = (line.partition(': ')[2] for line in told if 'CompileHook: ' in str(line))
+    assert first == 'blocks are compiled when they are first used; those iterations take longer.'
+    assert second.startswith('compiled 2 graphs; the iteration took ')
     model = runner.model.backbone
     assert all(block._compiled_call_impl is not None for stage in model.stages for block in stage)
     assert all(block._compiled_call_impl is None for stage in copy.deepcopy(model).stages for block in stage)
@@ -193,13 +191,13 @@ def test_without_a_backbone_one_line():
 def test_what_is_asked_of_the_compiler(monkeypatch):
     """Dynamic sizes, of which equal ones are not one, and no search for a memory format, which fails on them."""
     asked = []
-    monkeypatch.setattr(torch, 'compile', lambda function, **options: asked.append((function, options)) or function)
+    monkeypatch.setattr(torch, 'compile', lambda function, **options: asked.append(options) or function)
     if HAS_DUCK_SHAPES:
         shape_config.use_duck_shape = True
-    assert compile_blocks(nn.ModuleList([ravlt(), ravlt()])) == 2  # of two backbones alike
-    assert all(options == dict(dynamic=True, options=dict(layout_optimization=False)) for _, options in asked)
-    assert len({id(function.__code__) for function, _ in asked}) == 2  # PyTorch counts compilations by it
+    compile_blocks(nn.ModuleList([ravlt(), ravlt()]))
     assert not HAS_DUCK_SHAPES or shape_config.use_duck_shape is False
-    asked.clear()
     compile_blocks(ravlt(), backend='eager', fullgraph=True)
-    assert [options for _, options in asked] == 2 * [dict(dynamic=True, backend='eager', fullgraph=True)]
+    assert asked == [
+        dict(dynamic=True, options=dict(layout_optimization=False)),
+        dict(dynamic=True, backend='eager', fullgraph=True),
+    ]
