@@ -59,7 +59,8 @@ def test_a_rehearsal_runs_all_of_it(tmp_path):
     kernels = [row for row in rows if 'case' in row]
     assert len(kernels) == 18 and all(row['kernel'] < 0.1 and not row['told'] for row in kernels)
     assert any(row['kernel'] != row['pytorch'] for row in kernels)  # kernels ran
-    last = done.stdout.splitlines()[-13:]
+    note, *last = done.stdout.splitlines()[-14:]
+    assert note.startswith('A rehearsal: ')
     assert all(': take ' in line for line in last[:-1]) and last[-1].startswith('Kernels right: yes.')
     assert last == report['take'] and all(f'- {line}' in text for line in last)
     assert "MMDetection's Swin-T | compiled" in text and 'of eager' in text
@@ -114,7 +115,7 @@ def test_a_part_that_fails_or_hangs_keeps_its_rows(monkeypatch, tmp_path, capsys
 
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     monkeypatch.setattr(check_gpu.subprocess, 'run', hangs)
-    assert check_gpu.main(['--out', str(tmp_path)]) == 1 and 'tests: failed' in capsys.readouterr().out
+    assert check_gpu.main(['--out', str(tmp_path)]) == 1 and 'machine: failed' in capsys.readouterr().out
     machine = json.loads((tmp_path / 'report.json').read_text())['parts']['machine']
     assert machine == dict(status='failed', rows=[dict(gpu='H100')], error='no end within 1200 s')
     monkeypatch.undo()
