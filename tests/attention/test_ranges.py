@@ -77,7 +77,7 @@ def test_no_map_of_all_pairs_is_built(name, backend, learns, monkeypatch):
     """4 x the tokens: the largest tensor grows 4-fold, not 16-fold, in both directions."""
     # a block of rows of softmax attention is of one size for both; whoever watches sees the reference otherwise
     monkeypatch.setattr(hallucinated, '_BLOCK_NUMEL', 1024)
-    monkeypatch.setattr(dispatch, 'is_plain', lambda *_: backend == 'reference')
+    monkeypatch.setattr(dispatch, 'needs_reference', lambda *_: backend == 'reference')
     attention, sizes = Attention(DIM, HEADS, ATTENTIONS[name], local_kernel=5), []
     for side in (24, 48):
         x = torch.randn(1, side * side, DIM, requires_grad=learns)
