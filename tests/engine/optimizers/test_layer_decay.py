@@ -16,6 +16,7 @@ from torch import nn
 
 import mmlinattn.backbones as backbones
 from mmlinattn.backbones.base import Backbone, PyramidBackbone
+from mmlinattn.engine.optimizers import layer_decay
 
 OURS = 'BackboneLayerDecayOptimWrapperConstructor'
 # Every host, the next one that is written included
@@ -153,6 +154,22 @@ def test_constructors_and_optimizers_are_found_in_every_scope(scope):
         assert group['weight_decay'] == 0.01 * name.endswith('.weight'), name
     scales = [groups[f'{part}.weight']['lr_scale'] for part in ('backbone.stem', 'backbone.block', 'head')]
     assert scales == [0.25, 0.5, 1]
+
+
+def test_two_backbones_and_the_user_s_own_factors(monkeypatch):
+    lines = []
+    monkeypatch.setattr(layer_decay, 'print_log', lambda line, _: lines.append(line))
+    model = nn.ModuleDict(dict(student=Detector(Layers()), teacher=Detector(Layers())))
+    keys = {'cls_token': dict(decay_mult=1.0, lr_mult=0.5), 'teacher': dict(lr_mult=2.0)}
+    groups = groups_of(0.1, model=model, custom_keys=keys, bias_decay_mult=0.5)
+    assert groups['student.backbone.cls_token']['lr'] == pytest.approx(8 * 0.01 * 0.5)
+    assert groups['student.backbone.cls_token']['weight_decay'] == 0.1
+    assert groups['student.backbone.position_table']['weight_decay'] == 0
+    assert groups['student.head.bias']['weight_decay'] == pytest.approx(0.05)
+    assert groups['teacher.backbone.block.weight']['lr'] == pytest.approx(8 * 0.1 * 2)
+    # of what a key matches it alone says how it decays, as in MMEngine
+    assert groups['teacher.backbone.position_table']['weight_decay'] == 0.1
+    assert lines == ['learning rates of student.backbone, teacher.backbone: 2 depths, 0.08 to 0.8; of the rest 8']
 
 
 @pytest.mark.parametrize(
