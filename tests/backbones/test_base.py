@@ -240,3 +240,23 @@ def test_attentions_by_name_or_dict_a_stage_or_a_block(host):
     ]
     for name, block in zip(names, blocks_of(named), strict=True):
         assert not hasattr(block, 'attn') or any(isinstance(m, get_mixer(name)[0]) for m in block.attn.modules())
+
+
+def test_weights_may_come_from_several_files_and_the_rest_starts_as_without_one(tmp_path):
+    """As from scratch, not by what the config says beside the files; a second ``init_weights`` changes nothing."""
+    source, given = build('RAVLT').state_dict(), [dict(type='Constant', layer='Linear', val=3.0)]
+    for part in ('patch_embeds', 'out_norms'):
+        path = tmp_path / f'{part}.pth'
+        torch.save({key: value for key, value in source.items() if key.startswith(part)}, path)
+        given.append(dict(type='Pretrained', checkpoint=str(path)))
+    model = build('RAVLT', init_cfg=given)
+    model.init_weights()
+    assert model.init_cfg == given
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, source[name]) or name.startswith('stages'), name
+    linear, norm = model.stages[0][0].ffn.fc1, model.stages[0][0].norm1
+    assert linear.weight.detach().std() == pytest.approx(0.02, rel=0.5) and (norm.weight == 1).all()
+    assert not linear.bias.any() and not norm.bias.any()
+    nn.init.ones_(norm.bias)
+    model.init_weights()
+    assert norm.bias.all()

@@ -1,19 +1,93 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Next-ViT: its averaged keys, its blocks, its norms."""
+"""Next-ViT: the released files, its averaged keys, its blocks, and norms that feed the next stage."""
+
+import functools
+import re
 
 import goldens
 import pytest
 import small_hosts
 import torch
+from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from torch import nn
 from twins import attend
 
 from mmlinattn.attention import GlobalAttention, Grid, StageContext
-from mmlinattn.backbones import nextvit_blocks
+from mmlinattn.backbones import LinearNextViT, nextvit_blocks
 from mmlinattn.backbones.nextvit_blocks import AveragedKeysAttention, ConvBlock, PooledEmbed, ReLUMLP, TransformerBlock
+from mmlinattn.checkpoints.loading import load_pretrained
+from mmlinattn.checkpoints.states import backbone_state
 
+NAME = 'softmax_nextvit_s'
 ARCH = small_hosts.ARCHS['LinearNextViT']
 BN = dict(type='BN', eps=1e-5)
+COMPACT = dict(ARCH, ffn=dict(type='compact'), stage_attns=('hallucinated',) * 4)
+
+
+@functools.cache
+def file():
+    return goldens.state_dict(NAME)
+
+
+def dense_state():
+    """A segmentation backbone's file: a norm a stage; the fourth of the list lies unused beside ``norm``."""
+    state = {key: value for key, value in file().items() if not key.startswith('proj_head')}
+    for i, dim in enumerate((96, 256, 512, 1024)):
+        for role in ('weight', 'bias', 'running_mean', 'running_var'):
+            key = f'extra_norm_list.{i}.{role}'
+            state[key] = goldens.weight(key, (dim,))
+    return state
+
+
+def test_released_dense_backbones(tmp_path):
+    state = dense_state()
+    torch.save({'model': state}, tmp_path / 'released.pth')
+    model = LinearNextViT('softmax-small')
+    report = load_pretrained(model, str(tmp_path / 'released.pth'), logger='silent')
+    assert not report.missing and not report.unexpected and not report.mismatched and not report.ignored
+    model.double().eval()
+    x = torch.randn(1, 3, 70, 99, dtype=torch.float64)
+    with torch.no_grad():
+        outs = model(x)
+        # stage by stage: the result of a norm is an output, and what the next stage gets
+        x = x.permute(0, 2, 3, 1)
+        for i, out in enumerate(outs):
+            x = model.patch_embeds[i](x)
+            for block in model.stages[i]:
+                x = block(x, StageContext.of(x))
+            key = 'norm' if i == 3 else f'extra_norm_list.{i}'
+            mean, var, weight, bias = (
+                state[f'{key}.{role}'].double() for role in ('running_mean', 'running_var', 'weight', 'bias')
+            )
+            x = (x - mean) / (var + 1e-5).sqrt() * weight + bias
+            torch.testing.assert_close(out, x.permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize(('size', 'params'), [('small', 31.7), ('base', 44.8), ('large', 57.8)])
+def test_files_of_every_size_load(size, params):
+    """Blocks of the third stage come in groups of five; the file counts blocks from the first to the last stage."""
+    with torch.device('meta'):
+        model = LinearNextViT(f'softmax-{size}', out_indices=(3,))
+    own = {key: value.shape for key, value in model.state_dict().items() if not key.endswith('num_batches_tracked')}
+    # published with their second digit cut off; a linear classifier has 1.025 M
+    assert params <= sum(p.numel() for p in model.parameters()) / 1e6 + 1.025 < params + 0.1
+    # the small model's keys, with its second group of the third stage repeated
+    middle, state = 12, {}
+    more = model.depths[2] - 10
+    for key, value in file().items():
+        block = re.match(r'features\.(\d+)\.', key)
+        for shift in range(0, more + 1, 5) if block and middle <= int(block[1]) < middle + 5 else (more,):
+            number = int(block[1]) + shift * (int(block[1]) >= middle) if block else 0
+            state[re.sub(r'^features\.\d+', f'features.{number}', key)] = value
+    backbone, head, dropped = backbone_state(state, 'file')
+    found = {
+        key: value.shape
+        for key, value in model.adapt_state_dict(backbone).items()
+        if not key.endswith('num_batches_tracked')
+    }
+    assert found == own
+    assert set(head) == {'head.fc.weight', 'head.fc.bias'} and not dropped
+
 
 # --- averaged keys ------------------------------------------------------------------------------
 
@@ -104,6 +178,22 @@ def test_norms_by_option():
     assert norms(out_norm=False, stage_norms=True) == ['0', '1', '2']
     assert norms(stage_norms=False) == ['0', '1', '2', '3']
     assert norms(out_indices=(3,), stage_norms=True) == ['0', '1', '2', '3']
+
+
+def test_norm_cfg_is_of_all_norms():
+    """What it says of eps and momentum holds, also of the outputs' norms and of compact networks' branches; these may
+    have a norm of their own."""
+    fixed, sync = dict(type='BN', eps=1e-3, momentum=0.2), dict(type='SyncBN')
+    mixed = dict(COMPACT, ffn=dict(type='compact', norm_cfg=sync))
+    found = []
+    for arch, norm_cfg in ((COMPACT, fixed), (COMPACT, sync), (mixed, fixed)):
+        model = small_hosts.build('LinearNextViT', arch=arch, norm_cfg=norm_cfg)
+        norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+        found.append({('.fc2.' in name, module._get_name(), module.eps, module.momentum) for name, module in norms})
+    assert fixed == dict(type='BN', eps=1e-3, momentum=0.2)
+    maps, branches = (False, 'BatchNorm2d', 1e-3, 0.2), (True, 'BatchNorm1d', 1e-3, 0.2)
+    synced = [(is_branch, 'SyncBatchNorm', 1e-5, 0.1) for is_branch in (False, True)]
+    assert found == [{maps, branches}, set(synced), {maps, synced[1]}]
 
 
 class Factor(nn.Module):

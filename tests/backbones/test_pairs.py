@@ -293,3 +293,12 @@ def test_compiled():
     with torch.no_grad():
         for out, expected in zip(compiled(x), model(x)):
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(('host', 'arch'), PUBLISHED, ids=str)
+def test_autocast_is_finite_at_published_depths(host, arch):
+    options = dict(out_type='featmap') if host == 'LinearDeiT' else {}
+    model = MODELS.build(dict(type=host, arch=arch, **options)).train()
+    assert_trains(model, image(2, 64, 64), torch.bfloat16)
+    if (host, arch) in (('RAVLT', 'tiny'), ('RAVLT', 'small')):  # CPUs have few float16 kernels
+        assert_trains(model, image(2, 32, 32), torch.float16)

@@ -221,3 +221,12 @@ def test_reading_leaves_no_traces(save, tmp_path):
     finally:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(theirs)
+
+
+@pytest.mark.parametrize('protocol', [2, 3, 4, 5])
+def test_code_under_any_pickle_protocol(save, tmp_path, protocol):
+    marker = tmp_path / 'was_run'
+    refused(save(touch_when_loaded(marker), pickle_protocol=protocol))
+    (tmp_path / 'plain.pkl').write_bytes(pickle.dumps({'model': touch_when_loaded(marker)}, protocol))
+    assert 'not a checkpoint written by torch.save' in refused(tmp_path / 'plain.pkl')
+    assert not marker.exists()

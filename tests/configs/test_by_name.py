@@ -1,13 +1,18 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """``_base_ = 'mmlinattn::TASK/NAME.py'``: the same config as by its path, and the same classes for its types."""
 
+from importlib import import_module
+from pathlib import Path
+
 import mmengine.registry
 import pytest
 from config_helpers import CONFIG_DIR, ROOT, load
 from mmengine.config import Config
 from mmengine.registry import MODELS, Registry, init_default_scope
+from tool_runs import TOOLS, in_one_process
 
 import mmlinattn  # noqa: F401
+from mmlinattn.tooling.datasets import DatasetSpec, write_dataset
 
 pytestmark = pytest.mark.skipif(not (ROOT / 'mmlinattn/.mim').is_dir(), reason='mmlinattn is not installed')
 TASKS = 'mmdet', 'mmseg', 'mmpretrain'
@@ -62,3 +67,72 @@ def test_the_scope_is_that_of_the_run(task):
     assert type(MODELS.build(dict(type='mmlinattn.CrossEntropyLoss'))).__module__.startswith(f'{task}.')
     with pytest.raises(KeyError, match='NoSuchLoss is not in the'):
         MODELS.build(dict(loss, type='NoSuchLoss'))
+
+
+# --- children that change types ---------------------------------------------------------------------------------------
+
+DATA = dict(mmdet='coco', mmseg='ade', mmpretrain='imagenet')
+CHILDREN = dict(
+    mmdet="""
+train_pipeline = [
+    dict(type='LoadImageFromFile'), dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
+    dict(type='PhotoMetricDistortion'), dict(type='PackDetInputs')]
+train_dataloader = dict(
+    batch_size=2, num_workers=0, persistent_workers=False, sampler=dict(type='InfiniteSampler'),
+    dataset=dict(_delete_=True, type='RepeatDataset', times=2,
+                 dataset=dict(_base_.train_dataloader.dataset, data_root='data/', pipeline=train_pipeline)))
+val_evaluator = dict(_delete_=True, type='DumpDetResults', out_file_path='dumped.pkl')
+train_cfg = dict(_delete_=True, type='IterBasedTrainLoop', max_iters=1, val_interval=1)
+default_hooks = dict(checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=1))
+custom_hooks = [*_base_.custom_hooks, dict(type='NumClassCheckHook')]
+optim_wrapper = dict(optimizer=dict(_delete_=True, type='SGD', lr=0.001, weight_decay=0.0))
+model = dict(neck=dict(type='PAFPN'), roi_head=dict(bbox_head=dict(loss_bbox=dict(_delete_=True, type='SmoothL1Loss'))))
+""",
+    mmseg="""
+train_dataloader = dict(
+    batch_size=2, num_workers=0, persistent_workers=False, sampler=dict(type='DefaultSampler'),
+    dataset=dict(_delete_=True, type='RepeatDataset', times=1, dataset=dict(
+        _base_.train_dataloader.dataset, data_root='data/',
+        pipeline=[*_base_.train_pipeline[:2], dict(type='PhotoMetricDistortion'), *_base_.train_pipeline[-1:]])))
+val_evaluator = dict(type='IoUMetric', iou_metrics=['mDice'])
+train_cfg = dict(_delete_=True, type='EpochBasedTrainLoop', max_epochs=1)
+default_hooks = dict(checkpoint=dict(type='CheckpointHook', by_epoch=True, interval=1))
+param_scheduler = {{_base_.param_scheduler}}
+model = dict(decode_head=dict(loss_decode=dict(_delete_=True, type='DiceLoss')))
+""",
+    mmpretrain="""
+train_pipeline = [
+    dict(type='LoadImageFromFile'), dict(type='RandomResizedCrop', scale=64), dict(type='ColorJitter', brightness=0.2),
+    dict(type='PackInputs')]
+train_dataloader = dict(
+    batch_size=2, num_workers=0, persistent_workers=False, sampler=dict(type='RepeatAugSampler'),
+    dataset=dict(_delete_=True, type='CustomDataset', data_root='data/train', pipeline=train_pipeline))
+val_evaluator = dict(_delete_=True, type='SingleLabelMetric')
+train_cfg = dict(max_epochs=1)
+custom_hooks = [*_base_.custom_hooks, dict(type='EMAHook')]
+visualizer = dict(type='UniversalVisualizer')
+model = dict(head=dict(loss=dict(_delete_=True, type='LabelSmoothLoss', label_smooth_val=0.1)))
+""",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('task', TASKS)
+def test_a_child_with_other_types_trains(task, tmp_path):
+    """By our tool, and by upstream's, which do not import mmlinattn before they read a config."""
+    pytest.importorskip(task)
+    write_dataset(tmp_path / 'data', DatasetSpec(DATA[task], 4, 2, size=(64, 64)))
+    for tool, base in ('ours', "'mmlinattn::"), ('upstream', "__import__('mmlinattn').__name__ + '::"):
+        (tmp_path / f'{tool}.py').write_text(f"""
+_base_ = {base}{task}/ravlt_shapes_quickstart.py'
+{CHILDREN[task]}
+val_dataloader = dict(num_workers=0, persistent_workers=False, dataset=dict(data_root='data/'))
+test_dataloader = val_dataloader
+test_evaluator = val_evaluator
+""")
+    upstream = Path(import_module(task).__file__).parent / '.mim/tools/train.py'
+    jobs = {tool: [[str(path), f'{tool}.py', '--work-dir', tool]]
+            for tool, path in dict(ours=TOOLS / 'train.py', upstream=upstream).items()}  # fmt: skip
+    _, errors = in_one_process(jobs, tmp_path)
+    assert errors == dict(ours='', upstream='')
+    assert list(tmp_path.glob('upstream/*.pth'))

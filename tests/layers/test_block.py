@@ -124,3 +124,12 @@ def test_small_layer_scales_under_float16(learns):
     if learns:
         out.sum().backward()
         torch.testing.assert_close(model.gamma2.grad, exact.sum(dim=(0, 1)), rtol=0.01, atol=0.01)
+
+
+def test_what_hooks_a_norm_sees_tokens():
+    """Tools that show activations take four dimensions for (B, C, H, W)."""
+    model, seen = block(None), []
+    for norm in (model.norm1, model.norm2):
+        norm.register_forward_hook(lambda module, inputs, out: seen.append(out.shape))
+    model(torch.randn(2, 3, 5, 4), None)
+    assert seen == [(2, 15, 4)] * 2

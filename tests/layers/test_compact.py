@@ -124,3 +124,17 @@ def test_feed_forward_networks_by_name(spec, kind):
         assert (ffn.fc1.down.out_features, len(ffn.fc1.up.linears)) == (6, 3)  # 0.8 * 3 * 10 / 4
         assert all(isinstance(norm, nn.SyncBatchNorm) and norm.eps == 0.5 for norm in ffn.fc1.down.norms)
     assert arch == kept
+
+
+@pytest.mark.parametrize(
+    'part', [nn.BatchNorm1d(5, track_running_stats=False), nn.Sequential(nn.Linear(12, 5), nn.ReLU())]
+)
+def test_branches_with_something_of_their_own_are_not_merged(part):
+    """A norm without statistics, an adapter. Layers with a ``forward`` of their own: tests/backbones/test_pairs.py."""
+    layer, x = unsettled(FactorisedLinear(12, 8, 5)), torch.randn(3, 12)
+    kept = layer.down
+    (kept.norms if isinstance(part, nn.BatchNorm1d) else kept.linears)[1] = part
+    torch.testing.assert_close(layer.eval()(x), one_by_one(layer, x))
+    with pytest.raises(ValueError, match=r'^switch_to_deploy: \w+ and \w+ of a compact FFN cannot be merged; allowed'):
+        layer.switch_to_deploy()
+    assert layer.down is kept

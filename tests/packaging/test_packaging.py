@@ -9,6 +9,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -183,3 +184,26 @@ def test_oldest_lock_is_the_lower_bounds():
     for requirement in requirements('runtime') + requirements('mminstall'):
         for specifier in requirement.specifier:
             assert specifier.operator != '>=' or locked[canonicalize_name(requirement.name)] == specifier.version
+
+
+def test_source_archive_holds_all_that_the_build_reads(tmp_path):
+    checkout = copied(tmp_path)
+    code = 'from setuptools.build_meta import build_sdist; print(build_sdist("."))'
+    name = run(sys.executable, '-c', code, cwd=checkout).splitlines()[-1]
+    with tarfile.open(checkout / name) as archive:
+        names = {member.name.partition('/')[2] for member in archive if member.isfile()}
+    expected = {'setup.py', 'LICENSE', 'model-index.yml', 'requirements/runtime.txt'}
+    expected |= {
+        'configs/mmdet/ravlt_t_maskrcnn_1x.py',
+        'tools/setup_env.sh',
+        'mmcv_ops/mmcv/_ext.py',
+        'pyproject.toml',
+        'projects/studies/main.py',
+    }
+    assert expected <= names
+
+
+def test_python_3_9_has_what_is_called():
+    """Its syntax is looked at by ruff; ``zip`` has no ``strict`` there."""
+    for path in [path for name in ('mmlinattn', 'tools') for path in (ROOT / name).rglob('*.py')]:
+        assert not re.search(r'\bzip\(.*strict=', path.read_text(encoding='utf-8')), path

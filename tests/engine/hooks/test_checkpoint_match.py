@@ -1,12 +1,15 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """A checkpoint whose head is of other classes than the model's."""
 
+import re
+
 import pytest
 import torch
 from engine_toys import LOADER, Augmented, Count, ToyModel, Wrapped, make_runner
 from mmengine.registry import MODELS
 from torch import nn
 
+from mmlinattn.checkpoints.loading import check_trained
 from mmlinattn.engine import RunError
 
 
@@ -140,3 +143,25 @@ def test_a_resumed_run_says_which_learning_rate_it_has(tmp_path, scheduler):
     assert train(0.5, **resumed) == rates
     (line,) = (line for line in lines if 'resuming goes' in line)
     assert 'of the checkpoint: lr = 0.01 (the config has 0.5). ' in line and 'load_from=CHECKPOINT in place of' in line
+
+
+@pytest.mark.parametrize(
+    'num_classes, without, said', [(5, [], SHAPES), (3, ['layer.bias'], '1 parameters not in the')]
+)
+def test_weights_that_nobody_trained_are_refused_outside_of_runs(num_classes, without, said):
+    check_trained(ToyClassifier(), state_of(without=['auxiliary_head']))
+    with pytest.raises(RunError, match=re.escape(said)):
+        check_trained(ToyClassifier(), dict(state_dict=state_of(num_classes, without)))
+
+
+@pytest.mark.parametrize('strict', [True, False])
+def test_averages_of_a_model_with_other_classes(tmp_path, strict):
+    """EMAHook asks for all weights unless it is told."""
+    torch.save(dict(state_dict=state_of(5), meta={}), tmp_path / 'given.pth')
+    hooks = [dict(type='CheckpointMatchHook'), dict(type='EMAHook', strict_load=strict)]
+    runner = make_runner(tmp_path, hooks, model=dict(type='ToyClassifier'), load_from=str(tmp_path / 'given.pth'))
+    if strict:
+        with pytest.raises(RunError, match=f'EMAHook takes .*: {HEAD}.weight .* Set strict_load=False in EMAHook'):
+            runner.train()
+    else:
+        runner.train()

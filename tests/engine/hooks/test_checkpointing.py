@@ -118,3 +118,28 @@ def test_a_best_checkpoint_whose_name_comes_again_stays(tmp_path, monkeypatch, m
     assert runner.message_hub.get_info('keep_ckpt_ids') == [1, 2] and {'epoch_1.pth', 'epoch_2.pth'} < {
         *files(tmp_path)
     }
+
+
+def test_keeps_the_newest_checkpoints_also_across_a_resume(tmp_path):
+    runner_of(tmp_path, epochs(3), max_keep_ckpts=2).train()
+    assert files(tmp_path) == ['epoch_2.pth', 'epoch_3.pth', 'last_checkpoint']
+    runner_of(tmp_path, epochs(5), max_keep_ckpts=2, resume=True).train()
+    assert files(tmp_path) == ['epoch_4.pth', 'epoch_5.pth', 'last_checkpoint']
+
+
+def test_a_disk_that_is_full_from_the_start(tmp_path, full_disk):
+    full_disk('epoch_1.pth')
+    with pytest.raises(RunError, match='epoch_1.pth could not be written: No space left on device. Make room'):
+        runner_of(tmp_path).train()
+
+
+def test_full_disk_leaves_the_previous_best_checkpoint(tmp_path, full_disk, monkeypatch):
+    monkeypatch.setattr(Count, 'calls', 0)
+    full_disk('best_acc_epoch_2.pth')
+    with pytest.raises(RunError, match='the best checkpoint could not be written.*best_acc_epoch_1.pth is intact'):
+        runner_of(tmp_path, save_best='acc').train()
+    assert 'best_acc_epoch_1.pth' in files(tmp_path)
+    monkeypatch.undo()
+    monkeypatch.setattr(Count, 'calls', 2)
+    runner_of(tmp_path, epochs(3), save_best='acc', resume=True).train()
+    assert [name for name in files(tmp_path) if 'best' in name] == ['best_acc_epoch_3.pth']
