@@ -404,9 +404,21 @@ def _modulated(
     return stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w, group, deformable_group, True
 
 
+def _packed(x, output):
+    """Offsets or masks of a map larger than the output, which DyHead has, as MMCV reads them: the first values in
+    memory, as if they were of the output's size."""
+    size = output.shape[-2:]
+    return x if x.shape[-2:] == size else x.flatten(1)[:, : x.shape[1] * size.numel()].unflatten(1, (-1, *size))
+
+
+def _fill(target, result):
+    """Write the gradient of what :func:`_packed` gives."""
+    target.flatten(1)[:, : result[0].numel()] = result.flatten(1)
+
+
 def modulated_deform_conv_forward(input, weight, bias, ones, offset, mask, output, columns, with_bias, **settings):
     bias = bias if with_bias else weight.new_zeros(len(weight))
-    tensors = _wide(input, weight, offset, mask, bias)
+    tensors = _wide(input, weight, _packed(offset, output), _packed(mask, output), bias)
     output.copy_(KERNELS.deform_conv2d(*tensors, *_modulated(**settings)))
 
 
@@ -428,10 +440,12 @@ def modulated_deform_conv_backward(
     **settings,
 ):
     bias = bias if with_bias else weight.new_zeros(len(weight))
-    tensors = _wide(grad_output, input, weight, offset, mask, bias)
+    tensors = _wide(grad_output, input, weight, _packed(offset, grad_output), _packed(mask, grad_output), bias)
     results = KERNELS._deform_conv2d_backward(*tensors, *_modulated(**settings))
-    for target, result in zip((grad_input, grad_weight, grad_offset, grad_mask), results):
+    for target, result in zip((grad_input, grad_weight), results):
         target.copy_(result)
+    for target, result in zip((grad_offset, grad_mask), results[2:]):
+        _fill(target, result)
     if with_bias:
         grad_bias.copy_(results[4])
 

@@ -196,3 +196,20 @@ GRADCHECKS = {name: (function, inputs) for name, function, inputs in gradcheck_c
 def test_gradients(name):
     function, inputs = GRADCHECKS[name]
     assert torch.autograd.gradcheck(function, [x.double().requires_grad_() for x in inputs])
+
+
+def test_offsets_of_a_map_larger_than_the_output():
+    """DyHead has them: as in compiled MMCV, the first values in memory are those of the output's pixels."""
+    x, weight, small = torch.randn(2, 4, 5, 6), torch.randn(6, 4, 3, 3), torch.randn(2, 18, 5, 6)
+    large, masks = torch.randn(2, 18, 10, 12), torch.rand(2, 9, 10, 12)
+    large.flatten(1)[:, : 18 * 30] = small.flatten(1)
+    fitting = masks.flatten(1)[:, : 9 * 30].reshape(2, 9, 5, 6)
+    found = []
+    for offset, mask in ((small, fitting), (large, masks)):
+        leaf = offset.clone().requires_grad_()
+        out = ops.modulated_deform_conv2d(x, leaf, mask, weight, None, 1, 1)
+        found.append((out, *torch.autograd.grad(out.sin().sum(), leaf)))
+    (expected, gradient), (out, whole) = found
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(whole.flatten(1)[:, : 18 * 30], gradient.flatten(1))
+    assert not whole.flatten(1)[:, 18 * 30 :].any()
