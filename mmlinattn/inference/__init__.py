@@ -33,7 +33,7 @@ def run(backbone, x: Tensor) -> tuple[Tensor, ...]:
     if not x.is_floating_point() or (x.dtype != dtype and not casts):
         raise ValueError(f'x has the type {x.dtype}; the model is in {dtype} and takes images of that type')
     if dispatch.is_traced():
-        with private.size_oblivious() if private.CAN_BE_SIZE_OBLIVIOUS and dispatch.is_exported() else nullcontext():
+        with dispatch.size_oblivious():
             return backbone.features(x, _call)
     if casts and dtype == torch.float32 and _is_slow(x):
         with dispatch.without_autocast(x):

@@ -31,11 +31,12 @@ from ..attention.efficient import EfficientMixer
 from ..attention.inline import PredictedConv
 from ..attention.windows import Windows
 from ..layers import PositionTable
+from ..ops.convolution import dynamic_depthwise_conv2d_eager
 from ..ops.focused import focused_in_place
 from ..ops.grid import on_grid
 from ..ops.rank_augmented import rala_in_place
 from .regions import assemble, cut, regions_of
-from .room import KNOWN, Room, form_of
+from .room import KNOWN, Room, added, form_of
 
 KNOWN |= {
     *(AngularMixer, EfficientMixer, EnhancedMixer, FocusedMixer, HallucinatedMixer, HydraMixer, InLineMixer),
@@ -100,7 +101,7 @@ def _add_dynamic(room: Room, out: Tensor, v: Tensor, kernels: Tensor, grid: Grid
     """:func:`_add_local` by kernels (B, C, k, k), each image's own."""
     if len(v) == 1:
         return _add_local(room, out, v, kernels.transpose(0, 1), None, grid)
-    return out + on_grid(lambda image: ops.dynamic_depthwise_conv2d(image, kernels), v, grid)
+    return added(out, on_grid(lambda image: dynamic_depthwise_conv2d_eager(image, kernels), v, grid))
 
 
 def _map_of(x: Tensor, grid: Grid) -> Tensor:

@@ -62,6 +62,11 @@ def is_ordinary(conv: nn.Conv2d) -> bool:
     return conv.padding_mode == 'zeros' and not isinstance(conv.padding, str) and conv.dilation == (1, 1)
 
 
+def added(x: Tensor, y: Tensor) -> Tensor:
+    """``x + y``, in place of ``x`` where both are of one type."""
+    return x.add_(y) if x.dtype == y.dtype else x + y
+
+
 class Room:
     """One forward pass on a CPU without gradients.
 
@@ -150,7 +155,7 @@ class Room:
         channels_last = all(t.is_contiguous(memory_format=torch.channels_last) for t in (x, onto))
         if not (self.onednn and x.numel() and channels_last and x.dtype == onto.dtype == self.dtype):
             out = F.conv2d(x, weight, bias, 1, weight.shape[-1] // 2, 1, len(weight))
-            return onto.add_(out) if onto.dtype == out.dtype else onto + out
+            return added(onto, out)
         weight, bias = self.cast(weight), self.cast(bias)
         steps = ([weight.shape[-1] // 2] * 2, [1, 1], [1, 1], len(weight))
         return private.CONV_ONTO.binary(onto, x, weight, bias, *steps, 'add', 1.0, None, [], None)

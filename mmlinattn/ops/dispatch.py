@@ -154,22 +154,15 @@ def is_exported() -> bool:
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
-def size_oblivious(forward):
-    """Decorates the ``forward`` of a model, so that ``torch.export`` records what holds for sizes of 1 as for others.
+def size_oblivious():
+    """A context in which ``torch.export`` records what holds for sizes of 1 as for others.
 
     Export asks of every size that is left open whether it is 1, and writes the answer into the graph: the number of
     windows of a small map, or of its rows, would have to stay above 1 (or be 1) for ever. ``torch.onnx.export``
     switches that off by itself. ``torch.compile`` makes one more graph for such a size instead.
     """
-
-    @functools.wraps(forward)
-    def wrapped(*args, **kwargs):
-        if private.CAN_BE_SIZE_OBLIVIOUS and is_exported():
-            with private.size_oblivious():
-                return forward(*args, **kwargs)
-        return forward(*args, **kwargs)
-
-    return wrapped
+    applies = private.CAN_BE_SIZE_OBLIVIOUS and is_exported()
+    return private.size_oblivious() if applies else contextlib.nullcontext()
 
 
 def autocasts(x: Tensor) -> bool:

@@ -100,8 +100,11 @@ class ExportableModel(nn.Module):
         replace_modules(model)
         self.model = model
 
-    @size_oblivious
     def forward(self, image: Tensor):
+        with size_oblivious():
+            return self._outputs(image)
+
+    def _outputs(self, image: Tensor):
         if self.task == 'detector':
             with StridedPools():
                 return tuple(self.model.extract_feat(image))
