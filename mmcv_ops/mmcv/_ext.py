@@ -453,25 +453,43 @@ def modulated_deform_conv_backward(
 # --- multi-scale deformable attention (https://arxiv.org/abs/2010.04159, equation 3) ---
 
 
-def _deformable_attention(value, locations, weights, shapes, starts):
-    """Values (B, K, heads, D), locations (B, Q, heads, levels, points, 2), weights without the 2: (B, Q, heads * D)."""
-    maps = value.permute(0, 2, 3, 1).flatten(0, 1)
-    grids = (2 * locations - 1).transpose(1, 2).flatten(0, 1)
-    weights = weights.transpose(1, 2).flatten(0, 1)[:, None]
-    output = 0
-    for level, ((height, width), start) in enumerate(zip(shapes.tolist(), starts.tolist())):
-        level_map = maps[..., start : start + height * width].unflatten(-1, (height, width))
-        sampled = F.grid_sample(level_map, grids[:, :, level], align_corners=False)
-        output = output + (sampled * weights[:, :, :, level]).sum(-1)
-    return output.view(len(value), -1, output.shape[-1]).transpose(1, 2).contiguous()
+def _samples(locations, weights, shapes, starts, keys):
+    """Rows of the values (B * keys * heads, D) that each query and head reads, and with which weights, both (B, Q, heads,
+    samples): the four pixels around each location, bilinear; outside the maps the weight is 0."""
+    batch, _, heads = locations.shape[:3]
+    shapes, starts = shapes.to(locations.device), starts.to(locations.device)
+    height, width = (side[:, None] for side in shapes.unbind(1))
+    place = locations * shapes.flip(1)[:, None] - 0.5
+    corner = place.detach().floor()
+    right, lower = (place - corner).unbind(-1)
+    left, top = corner.long().unbind(-1)
+    first = (torch.arange(batch, device=left.device) * keys).view(-1, 1, 1, 1, 1) + starts[:, None]
+    head = torch.arange(heads, device=left.device).view(-1, 1, 1)
+    rows, parts = [], []
+    for y, share in ((top, 1 - lower), (top + 1, lower)):
+        for x, part in ((left, 1 - right), (left + 1, right)):
+            is_inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
+            rows.append(torch.where(is_inside, (first + y * width + x) * heads + head, 0))
+            parts.append(torch.where(is_inside, share * part * weights, 0))
+    return torch.stack(rows, -1).flatten(3), torch.stack(parts, -1).flatten(3)
+
+
+def _sums(values, rows, weights):
+    """Weighted sums of rows of the values (N, D): those of ``rows`` (M, samples) -> (M, D)."""
+    return F.embedding_bag(rows, values, mode='sum', per_sample_weights=weights)
 
 
 def ms_deform_attn_forward(
     value, value_spatial_shapes, value_level_start_index, sampling_locations, attention_weights, im2col_step
 ):
-    """Zeros outside the maps; a location of 0 is the outer edge of the first pixel."""
-    tensors = _wide(value, sampling_locations, attention_weights)
-    return _deformable_attention(*tensors, value_spatial_shapes, value_level_start_index).to(value.dtype)
+    """Values (B, K, heads, D), locations (B, Q, heads, levels, points, 2), weights without the 2: (B, Q, heads * D).
+
+    Zeros outside the maps; a location of 0 is the outer edge of the first pixel.
+    """
+    values, *tensors = _wide(value, sampling_locations, attention_weights)
+    rows, weights = _samples(*tensors, value_spatial_shapes, value_level_start_index, value.shape[1])
+    output = _sums(values.flatten(0, 2), rows.flatten(0, 2), weights.flatten(0, 2))
+    return output.view(*rows.shape[:2], output.shape[-1] * value.shape[2]).to(value.dtype)
 
 
 def ms_deform_attn_backward(
@@ -486,13 +504,26 @@ def ms_deform_attn_backward(
     grad_attn_weight,
     im2col_step,
 ):
-    def attention(*tensors):
-        return _deformable_attention(*tensors, value_spatial_shapes, value_level_start_index)
-
     value, locations, weights, grad_output = _wide(value, sampling_locations, attention_weights, grad_output)
-    results = _gradients(attention, (value, locations, weights), grad_output.view(*grad_output.shape[:2], -1))
-    for target, result in zip((grad_value, grad_sampling_loc, grad_attn_weight), results):
+    keys, grad_output = value.shape[1], grad_output.reshape(-1, value.shape[-1])
+    value, read = value.flatten(0, 2), []
+
+    def attention(locations, weights):
+        rows, weights = _samples(locations, weights, value_spatial_shapes, value_level_start_index, keys)
+        read.extend((rows.flatten(), weights.detach().flatten(), rows.shape[-1]))
+        return _sums(value, rows.flatten(0, 2), weights.flatten(0, 2))
+
+    results = _gradients(attention, (locations, weights), grad_output)
+    for target, result in zip((grad_sampling_loc, grad_attn_weight), results):
         target.copy_(result)
+    # of the values: sums over the queries that read each row, in the order of the rows
+    rows, weights, samples = read
+    order = rows.argsort()
+    count = rows.bincount(minlength=len(value))
+    result = F.embedding_bag(
+        order // samples, grad_output, count.cumsum(0) - count, mode='sum', per_sample_weights=weights[order]
+    )
+    grad_value.copy_(result.view_as(grad_value))
 
 
 # --- CARAFE (https://arxiv.org/abs/1905.02188): each output pixel is a weighted sum of the pixels around its source ---

@@ -161,20 +161,22 @@ def test_masked_convolution_is_the_convolution_at_the_mask(kernel, padding):
 
 
 def test_deformable_attention_is_that_of_mmcv_on_cpus():
-    shapes = torch.tensor([[5, 7], [3, 4]])
+    shapes, starts = torch.tensor([[5, 7], [3, 4]]), torch.tensor([0, 35])
     value, weights = cases.normal(1, 2, 47, 2, 3), cases.uniform(2, 2, 6, 2, 2, 3)
     locations = cases.uniform(3, 2, 6, 2, 2, 3, 2) * 1.4 - 0.2
+
+    def ours(value, at, weights):
+        return attention.MultiScaleDeformableAttnFunction.apply(value, shapes, starts, at, weights, 64)
+
     results, expected = (
         cases.with_gradients(function, value, locations, weights)
-        for function in (
-            lambda v, at, w: attention.MultiScaleDeformableAttnFunction.apply(
-                v, shapes, torch.tensor([0, 35]), at, w, 64
-            ),
-            lambda v, at, w: attention.multi_scale_deformable_attn_pytorch(v, shapes, at, w),
-        )
+        for function in (ours, lambda v, at, w: attention.multi_scale_deformable_attn_pytorch(v, shapes, at, w))
     )
     for result, reference in zip(results, expected):
         assert_close(result, reference)
+    nothing = value.requires_grad_(), locations[:, :0], weights[:, :0]
+    assert ours(*nothing).shape == (2, 0, 6)
+    assert not torch.autograd.grad(ours(*nothing).sum(), value)[0].any()
 
 
 def gradcheck_cases():
