@@ -1,38 +1,23 @@
 #!/usr/bin/env bash
-# Makes an environment that mmlinattn runs in, or checks the one at hand. `--help` explains.
-# Progress goes to stderr. The only line on stdout is the path of the environment's Python:
-#     PY=$(tools/setup_env.sh) && "$PY" tools/train.py ...
+# Makes an environment with the tested versions of PyTorch, MMCV, MMDetection, MMSegmentation and MMPretrain and this
+# checkout (editable). Prints one line, the path of its Python:
+#   PY=$(tools/setup_env.sh) && "$PY" tools/train.py ...
+# Needs Python 3.9 to 3.13 and a package index, no compiler. The first time it downloads 3 GB, in a minute or two.
+#   --venv DIR       where to make it (default: .venv, or .venv-onedl for the onedl stack)
+#   --stack onedl    the maintained onedl-* distributions of the same modules, from Python 3.10 (default: openmmlab)
+#   --python PY      the Python to make it with (default: python3, else the newest that fits)
+#   --lock FILE      other versions, such as those of requirements/lock-oldest.txt or lock-newest.txt
+#   --compiled       compile MMCV's own operators in place of those of mmcv_ops/ (gcc, g++, minutes); with CUDA where a
+#                    GPU and nvcc are there, or with FORCE_CUDA=1
+#   --use-existing   make nothing: check that the active Python (or --python) has all it takes, and say how to install
+#                    what is missing. MMLINATTN_USE_EXISTING_ENV=1 does the same.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-
-usage() {
-  cat <<'USAGE'
-usage: tools/setup_env.sh [--venv DIR] [--stack openmmlab|onedl] [--python PY] [--lock FILE]
-                          [--compiled] [--use-existing] [--quiet]
-
-Makes a virtual environment with the tested versions of PyTorch, MMCV, MMDetection, MMSegmentation
-and MMPretrain, installs this checkout into it (editable), and prints the path of its Python. Needs
-Python 3.9 to 3.13 and a package index; no compiler. The first time it downloads 3 GB, which takes
-one or two minutes; after that it takes a few seconds.
-
-  --venv DIR       where to make it (default: .venv, or .venv-onedl for the onedl stack)
-  --stack NAME     openmmlab: the original distributions (default)
-                   onedl: the maintained onedl-* distributions of the same modules, from Python 3.10
-  --python PY      the Python to make it with (default: python3, else the newest that fits)
-  --lock FILE      other versions, such as those of requirements/lock-oldest.txt or lock-newest.txt
-  --compiled       compile MMCV's own operators in place of those of mmcv_ops/ (gcc, g++, minutes);
-                   with CUDA where a GPU and nvcc are there, or with FORCE_CUDA=1
-  --use-existing   make nothing: check that the active Python (or --python) has all it takes, and
-                   say how to install what is missing. MMLINATTN_USE_EXISTING_ENV=1 does the same.
-  --quiet          no progress lines; errors only
-USAGE
-}
-
-say() { [ -n "$quiet" ] || echo "[setup_env] $*" >&2; }
+say() { echo "[setup_env] $*" >&2; }
 die() { echo "[setup_env] ERROR: $*" >&2 && exit 1; }
 
-venv='' stack=openmmlab python='' lock='' quiet='' existing='' compiled=''
+venv='' stack=openmmlab python='' lock='' existing='' compiled=''
 case ${MMLINATTN_USE_EXISTING_ENV:-} in '' | 0) ;; *) existing=1 ;; esac
 while [ $# -gt 0 ]; do
   case $1 in --venv=* | --stack=* | --python=* | --lock=*) set -- "${1%%=*}" "${1#*=}" "${@:2}" ;; esac
@@ -43,8 +28,8 @@ while [ $# -gt 0 ]; do
       shift
       ;;
     --use-existing) existing=1 ;;
-    --compiled | --quiet) printf -v "${1#--}" 1 ;;
-    -h | --help) usage && exit 0 ;;
+    --compiled) compiled=1 ;;
+    -h | --help) sed -n '/^# /s/^# //p; /^set/q' "$0" && exit 0 ;;
     *) die "unknown argument '$1'; see tools/setup_env.sh --help" ;;
   esac
   shift
@@ -54,24 +39,20 @@ case $stack in
   onedl) default_lock=lock-onedl.txt mmcv=onedl-mmcv source=onedl-mmcv other=mmengine default=.venv-onedl ;;
   *) die "--stack is '$stack', allowed are: openmmlab, onedl" ;;
 esac
-venv=${venv:-$ROOT/$default}
-lock=${lock:-$ROOT/requirements/$default_lock}
+venv=${venv:-$ROOT/$default} lock=${lock:-$ROOT/requirements/$default_lock}
 [ -f "$lock" ] || die "--lock is '$lock', which is no file"
 case $venv in /*) ;; *) venv=$PWD/$venv ;; esac
 
 check() { "$1" -W ignore "$ROOT/tools/check_env.py" 2>&1 | sed 's/^/[setup_env] /' >&2; }
 
 if [ -n "$existing" ]; then
-  python=${python:-$(command -v python || command -v python3)} || die 'no python on PATH'
-  python=$(command -v "$python") || die "--python is '$python', which is not a program"
-  say "using $python as it is"
-  check "$python" ||
-    die "$python lacks what is listed above; nothing was installed. Without --use-existing this script makes an environment of its own."
-  echo "$python" && exit 0
+  found=$(command -v "${python:-python}" || command -v "${python:-python3}") || die "there is no program '${python:-python}'"
+  check "$found" ||
+    die "$found lacks what is listed above; nothing was installed. Without --use-existing this script makes an environment of its own."
+  echo "$found" && exit 0
 fi
 
-# Packages of another environment must not hide what is missing from this one. Without byte code, which containers often
-# forbid, each start of a tool would compile all that it imports anew, 12 s in place of 5.
+# Packages of elsewhere would hide what is missing; without byte code each start of a tool takes 12 s in place of 5.
 unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE
 export PYTHONNOUSERSITE=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_USER=0
 vpy=$venv/bin/python log=$venv/setup.log stamp=$venv/.mmlinattn-ready
@@ -89,30 +70,20 @@ wanted='Python 3.9 to 3.13 (3.14 lacks pkgutil.find_loader, which MMEngine and M
   die "$venv has $("$vpy" -V), and --python is $("$python" -V). Remove it or name another folder with --venv."
 if is_ready; then echo "$vpy" && exit 0; fi
 
-[ -n "$python" ] || for python in "$vpy" python3 python python3.13 python3.12 python3.11 python3.10 python3.9; do
-  if fits "$python"; then break; fi
-done
+[ -n "$python" ] || for python in "$vpy" python3 python python3.{13,12,11,10,9}; do if fits "$python"; then break; fi; done
 fits "$python" || die "there is no $wanted on PATH; name one with --python"
 [ -z "$compiled" ] || command -v "${CXX:-g++}" >/dev/null ||
   die "--compiled needs '${CXX:-g++}', which is not there. Install gcc and g++ (Debian, Ubuntu: apt install build-essential python3-dev)."
 if fits "$vpy"; then
-  "$vpy" -c "import importlib.metadata as m; m.version('$other')" 2>/dev/null &&
+  ! "$vpy" -c "import importlib.metadata as m; m.version('$other')" 2>/dev/null ||
     die "$venv already holds '$other', whose modules have the same names. Name another folder with --venv."
 elif [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv")" ]; then
-  # somebody's work is not cleared
   die "$venv exists and is no virtual environment. Name another folder with --venv."
 else
   "$python" -m venv --clear "$venv" >&2 || die "'$python -m venv $venv' failed (Debian, Ubuntu: apt install python3-venv)"
 fi
 
-# A second run in the same folder waits for the first and then finds its work done.
-if command -v flock >/dev/null; then
-  exec 9>"$venv/.mmlinattn-lock"
-  flock -n 9 || { say "waiting for another set-up of $venv" && flock 9; }
-  if is_ready 2>/dev/null; then echo "$vpy" && exit 0; fi
-fi
-rm -f "$stamp"
-say "setting up $venv ($stack stack, $("$vpy" -V)); details in $log"
+rm -f "$stamp" && say "setting up $venv ($stack stack, $("$vpy" -V)); details in $log"
 
 pin() { sed -n -E "s/^($1===?[^ ;]*).*/\1/p" "$lock"; }
 failed() { die "$* ($(grep -iE '(error|cause)\b' "$log" | tail -n 1 | sed 's|//[^/@ ]*@|//|g')); all of the output: $log"; }
@@ -145,9 +116,5 @@ fi
 say '3/3 this checkout'
 install --no-deps --no-build-isolation -e "$ROOT"
 check "$vpy" || die "the environment does not work, see above and $log"
-# what tools import: their byte code is kept for users who may not write it
-"$vpy" -c 'import mmdet.apis, mmdet.evaluation, mmseg.apis, mmpretrain.apis' >>"$log" 2>&1 || true
-
 recipe | sed "s/$/${compiled:+ compiled}/" >"$stamp"
-say "ready: $vpy"
 echo "$vpy"
