@@ -454,7 +454,7 @@ def modulated_deform_conv_backward(
 
 
 def _samples(locations, weights, shapes, starts, keys):
-    """Rows of the values (B * keys * heads, D) that each query and head reads, and with which weights, both (B, Q, heads,
+    """Rows of the values (B * keys * heads, D) that a query reads by head, and with which weights, both (B, Q, heads,
     samples): the four pixels around each location, bilinear; outside the maps the weight is 0."""
     batch, _, heads = locations.shape[:3]
     shapes, starts = shapes.to(locations.device), starts.to(locations.device)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..ops import dispatch, private
-from . import attention, layers  # noqa: F401  fill the table
+from . import attention  # noqa: F401  fills the table
 from .room import Room
 
 __all__ = ['Room', 'recomputed', 'run']

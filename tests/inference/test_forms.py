@@ -11,7 +11,7 @@ from twins import ATTENTIONS, DIM, HEADS, filled
 
 from mmlinattn.attention import Attention, GlobalAttention, Grid, ReducedAttention, StageContext, StripeAttention
 from mmlinattn.attention import WindowAttention as Windowed
-from mmlinattn.inference import Room, layers, regions
+from mmlinattn.inference import Room, regions, room
 from mmlinattn.layers import (
     MLP,
     Block,
@@ -95,8 +95,8 @@ def test_strips_of_feed_forward_networks_change_nothing(name, size, monkeypatch)
     module = filled(FFNS[name]()).eval()
     x, residual = (torch.randn(2, *size, DIM, dtype=torch.float64) for _ in range(2))
     scale, form = torch.rand(DIM, dtype=torch.float64), ROOM.form(module)
-    for numel in (layers.STRIP_NUMEL, 40 * 8 * size[1]):
-        monkeypatch.setattr(layers, 'STRIP_NUMEL', numel)
+    for numel in (room.STRIP_NUMEL, 40 * 8 * size[1]):
+        monkeypatch.setattr(room, 'STRIP_NUMEL', numel)
         torch.testing.assert_close(form(ROOM, module, x), module(x))
         torch.testing.assert_close(form(ROOM, module, x, scale=scale, residual=residual), residual + scale * module(x))
         assert form(ROOM, module, x[:0]).shape == (0, *size, DIM)

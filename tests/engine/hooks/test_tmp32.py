@@ -1,0 +1,204 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""``--compile``: each kind of block at most twice at all image sizes, with what eager training gives."""
+
+import copy
+import random
+
+import pytest
+import small_hosts
+import torch
+import torch.multiprocessing
+from engine_toys import make_runner
+from mmcv.cnn.bricks import DropPath
+from mmengine.registry import MODELS
+from torch import distributed, nn
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.utils import counters
+from torch.fx.experimental import _config as shape_config
+from torch.nn.parallel import DistributedDataParallel
+
+from mmlinattn.backbones import RAVLT
+from mmlinattn.engine import RunError
+from mmlinattn.engine.hooks.compiling import SharedDropPath, compile_blocks
+
+HAS_DUCK_SHAPES = hasattr(shape_config, 'use_duck_shape')
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch.backends.nnpack.set_flags(False)
+    torch._dynamo.reset()
+    counters.clear()
+    # what compile_blocks sets for the process, tests of other graphs are not to find
+    limit = dynamo_config.cache_size_limit
+    duck = dict(use_duck_shape=shape_config.use_duck_shape) if HAS_DUCK_SHAPES else {}
+    with shape_config.patch(duck), dynamo_config.patch(cache_size_limit=limit):
+        yield
+
+
+def ravlt(drop_path_rate=0.0, depths=(3, 2, 1, 1), **options):
+    """Two stages: RALA, softmax."""
+    arch = dict(small_hosts.ARCHS['RAVLT'], depths=depths, stage_attns=('rala', 'softmax') * 2)
+    return RAVLT(arch, **{'out_indices': (0, 1), 'drop_path_rate': drop_path_rate, **options})
+
+
+# (host, an attention a stage, kinds): the first block of all has no stochastic depth, every second one of Swin a shift
+HOSTS = [
+    ('RAVLT', ('rala', 'softmax'), 3),
+    ('LinearPVT', ('focused', 'softmax'), 3),
+    ('LinearPVTv2', ('hallucinated', 'inline'), 3),
+    ('LinearSwin', ('softmax', 'inline'), 4),
+    ('LinearCSWin', ('inline', 'softmax'), 3),
+    ('LinearNextViT', ('rala', 'hallucinated'), 3),
+    ('LinearDeiT', ('rala',), 2),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('host', 'attns', 'kinds'), HOSTS)
+def test_thirty_sizes_and_at_most_two_graphs_a_kind(host, attns, kinds):
+    """Of one image and of two, which are one graph each; with windows that pad and that do not. In float64: on CPUs,
+    PyTorch asks of the batch of a float32 convolution whether it is 16 or more, which toy windows may be or not."""
+    if host == 'LinearDeiT':
+        options = dict(arch=dict(small_hosts.ARCHS[host], depths=(3,)), stage_attns=attns)
+    else:
+        arch = dict(small_hosts.ARCHS[host], depths=(3, 2, 1, 1))
+        options = dict(arch=arch, stage_attns=(*attns, 'softmax', 'softmax'), out_indices=(0, 1))
+    model = small_hosts.build(host, drop_path_rate=0.3, **options).train()
+    compile_blocks(model, backend='eager')
+    draw = random.Random(0)
+    for i in range(30):
+        step = 32 if i % 5 == 3 else 1
+        sides = [draw.randrange(64, 321) // step * step for _ in '12']
+        outs = model(torch.randn(1 + (i > 9) * (i % 3 > 0), 3, *sides))
+        sum(out.square().mean() for out in outs).backward()
+        assert i != 9 or counters['stats']['unique_graphs'] == kinds
+    assert counters['stats']['unique_graphs'] <= 2 * kinds
+    assert not counters['graph_break']
+
+
+EAGER = dict(backend='aot_eager')  # graphs, forward and backward, whose operators PyTorch runs
+
+
+def losses(model, steps=20, autocasts=False):
+    """Of training at three sizes; running statistics and weights move."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = []
+    for i in range(steps):
+        image = torch.randn(2, 3, *((64, 96), (80, 64), (104, 72))[i % 3])
+        with torch.autocast('cpu', torch.bfloat16, enabled=autocasts):
+            outs = model(image)
+        loss = sum((out.float() - image[:, :1].mean()).square().mean() for out in outs)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return torch.tensor(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('how', 'options'), [('plain', {}), *((how, EAGER) for how in ('with_cp', 'autocasts'))])
+def test_losses_of_twenty_steps(how, options, monkeypatch, tmp_path):
+    """One graph at three sizes, by Inductor, which takes longest, once; what is in its cache may hold one size."""
+    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path))
+    torch.manual_seed(0)
+    eager = ravlt(depths=(2, 1, 1, 1), out_indices=(0,), with_cp=how == 'with_cp')
+    compiled = copy.deepcopy(eager)
+    compile_blocks(compiled, **options)
+    expected, found = (losses(model, autocasts=how == 'autocasts') for model in (eager, compiled))
+    assert counters['stats']['unique_graphs'] == 1
+    torch.testing.assert_close(found, expected, rtol=2e-2 if how == 'autocasts' else 1e-4, atol=0)
+    assert expected[-1] < 0.95 * expected[0]
+
+
+def train_apart(rank, folder, compiles):
+    distributed.init_process_group('gloo', f'file://{folder}/met{compiles}', rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(ravlt(depths=(2, 1, 1, 1), out_indices=(0,)))
+    if compiles:
+        compile_blocks(model, **EAGER)
+    torch.save((losses(model, 6), counters['stats']['unique_graphs']), f'{folder}/{compiles}{rank}.pt')
+    distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    for compiles in (0, 1):
+        torch.multiprocessing.spawn(train_apart, (tmp_path, compiles), nprocs=2)
+    for rank in (0, 1):
+        (eager, none), (compiled, graphs) = (torch.load(tmp_path / f'{compiles}{rank}.pt') for compiles in (0, 1))
+        torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=0)
+        assert (none, graphs) == (0, 1)
+
+
+def test_stochastic_depth_with_a_rate_in_a_tensor():
+    """So that blocks of different rates share what is compiled; the first of all has none."""
+    model = ravlt(drop_path_rate=0.5).double()
+    rates = [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
+    keys = list(model.state_dict())
+    assert len(set(rates)) > 3
+    for _ in range(2):  # once more changes nothing
+        compile_blocks(model, backend='eager')
+    assert list(model.state_dict()) == keys
+    paths = [module for module in model.modules() if isinstance(module, SharedDropPath)]
+    assert [path.keep_rate.item() for path in paths] == pytest.approx([1 - rate for rate in rates])
+    path = paths[-1].train()
+    kept = path(torch.ones(4000, 1, 1))
+    assert kept.unique().tolist() == pytest.approx([0, 1 / path.keep_rate.item()])
+    assert kept.mean().item() == pytest.approx(1, abs=0.1)
+    assert torch.equal(path.eval()(kept), kept)
+    elsewhere = ravlt(drop_path_rate=0.5).to('meta').eval()  # rates lie where the weights do
+    compile_blocks(elsewhere, backend='eager')
+    assert not any(module.training for module in elsewhere.modules())
+    assert {m.keep_rate.device.type for m in elsewhere.modules() if isinstance(m, SharedDropPath)} == {'meta'}
+
+
+@MODELS.register_module(force=True)
+class BackboneModel(nn.Module):
+    """A model that MMEngine trains, with a backbone of ours."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = ravlt(depths=(1, 1, 1, 1))
+
+    def train_step(self, data, optim_wrapper):
+        loss = sum(out.square().mean() for out in self.backbone(torch.randn(2, 3, 64, 64)))
+        optim_wrapper.update_params(loss)
+        return dict(loss=loss)
+
+
+@pytest.mark.slow
+def test_the_hook_of_a_config_compiles_and_says_so(tmp_path, monkeypatch):
+    """Blocks of the model, but not of its copies, which EMA and others make."""
+    compiles, told = torch.compile, []
+    monkeypatch.setattr(torch, 'compile', lambda *args, **_: compiles(*args, dynamic=True, backend='eager'))
+    runner = make_runner(tmp_path, [dict(type='CompileHook')], model=dict(type='BackboneModel'))
+    monkeypatch.setattr(runner.logger, 'info', told.append)
+    runner.train()
+    first, second = (line.partition(': ')[2] for line in told if 'CompileHook: ' in str(line))
+    assert first == 'blocks are compiled when they are first used; those iterations take longer.'
+    assert second.startswith('compiled 2 graphs; the iteration took ')
+    model = runner.model.backbone
+    assert all(block._compiled_call_impl is not None for stage in model.stages for block in stage)
+    assert all(block._compiled_call_impl is None for stage in copy.deepcopy(model).stages for block in stage)
+
+
+def test_without_a_backbone_one_line():
+    with pytest.raises(RunError, match='the model has no backbone of mmlinattn'):
+        compile_blocks(nn.Linear(2, 2))
+
+
+def test_what_is_asked_of_the_compiler(monkeypatch):
+    """Dynamic sizes, of which equal ones are not one, and no search for a memory format, which fails on them."""
+    asked = []
+    monkeypatch.setattr(torch, 'compile', lambda function, **options: asked.append(options) or function)
+    if HAS_DUCK_SHAPES:
+        shape_config.use_duck_shape = True
+    compile_blocks(nn.ModuleList([ravlt(), ravlt()]))
+    assert not HAS_DUCK_SHAPES or shape_config.use_duck_shape is False
+    compile_blocks(ravlt(), backend='eager', fullgraph=True)
+    assert asked == [
+        dict(dynamic=True, options=dict(layout_optimization=False)),
+        dict(dynamic=True, backend='eager', fullgraph=True),
+    ]
