@@ -45,11 +45,10 @@ class Coco:
     """Images, and one file of instance annotations for each split."""
 
     folders = ('train2017', 'val2017', 'annotations')
-    fills = ('plain', 'plain', 'plain', 'striped')  # mostly plain: a small model learns it in minutes
 
     @classmethod
     def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> dict:
-        scene = draw_scene(rng, size, num_shapes=0 if is_empty(number) else None, fills=cls.fills)
+        scene = draw_scene(rng, size, num_shapes=0 if is_empty(number) else None)
         name = f'{number:012d}.jpg'
         save_picture(root / f'{split}2017' / name, scene.image)
         image = dict(id=number, file_name=name, width=size[0], height=size[1], license=1)
@@ -91,8 +90,7 @@ class Ade:
 
     @classmethod
     def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> dict:
-        kinds = (*SHAPES, UNLABELLED_SHAPE)
-        scene = draw_scene(rng, size, num_shapes=0 if is_empty(number) else None, kinds=kinds, muted=True)
+        scene = draw_scene(rng, size, num_shapes=0 if is_empty(number) else None, kinds=(*SHAPES, UNLABELLED_SHAPE))
         values = [ADE_CLASSES.index(kind) + 1 for kind in SHAPES] + [0]
         labels = np.full(scene.image.shape[:2], ADE_CLASSES.index(scene.background) + 1, np.uint8)
         for mask, kind in zip(scene.masks, scene.labels):
@@ -123,7 +121,6 @@ class ImageNet:
     it finds ``meta/{train,val}.txt``, with which a model of all 1000 classes trains as well."""
 
     folders = (*(f'{split}/{wnid}' for split in ('train', 'val') for wnid in WNIDS), 'meta')
-    backgrounds = ('gradient', 'clouds')  # the others have bands themselves, as the striped shapes do
 
     @classmethod
     def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> str:
@@ -134,12 +131,9 @@ class ImageNet:
             size,
             num_shapes=1,
             kinds=(SHAPES[shape],),
-            fills=(FILLS[fill],),
+            fill=FILLS[fill],
             diameters=(0.45, 0.9),
-            min_visible=0.9,
-            backgrounds=cls.backgrounds,
-            muted=True,
-            band_strength=0.9,
+            backgrounds=('gradient', 'clouds'),  # the others have bands themselves, as the striped shapes do
         )
         wnid = WNIDS[label]
         path = f'{wnid}/{wnid}_{number}.JPEG' if split == 'train' else f'{wnid}/ILSVRC2012_val_{number:08d}.JPEG'

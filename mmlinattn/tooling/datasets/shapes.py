@@ -13,7 +13,7 @@ from typing import NamedTuple
 import cv2
 import numpy as np
 
-from .textures import BACKGROUNDS, BAND_STRENGTH, FILLS, contrasting_colour, draw_background, draw_fill
+from .textures import BACKGROUNDS, FILLS, contrasting_colour, draw_background, draw_fill
 
 SHAPES = ('disc', 'square', 'triangle', 'star', 'cross', 'heart')
 UNLABELLED_SHAPE = 'ring'
@@ -30,14 +30,10 @@ IMAGENET_CLASSES = tuple(f'{fill} {shape}' for shape in SHAPES for fill in FILLS
 CLASSES = dict(coco=COCO_CLASSES, ade=ADE_CLASSES, imagenet=IMAGENET_CLASSES)
 
 MAX_SHAPES = 5
-DIAMETERS = (0.18, 0.5)  # of the shorter side of the image
 MIN_DIAMETER = 12.0  # pixels; below it the forms cannot be told apart
-MIN_VISIBLE = 0.7  # of a shape's area, after clipping at the border and occlusion
+MIN_VISIBLE = 0.7  # of a shape's pixels
 MAX_TURN = 0.5  # radians; with full turns a square is a diamond, and minutes of training tell fewer forms apart
-TINTED = 0.95
-MIN_SIDE, MAX_SIDE = 64, 8192
 
-_SUPERSAMPLING = 8
 _PLACEMENT_TRIES = 12
 
 
@@ -63,32 +59,26 @@ def draw_scene(
     *,
     num_shapes: int | None = None,
     kinds: Sequence[str] = SHAPES,
-    fills: Sequence[str] = FILLS,
-    diameters: tuple[float, float] = DIAMETERS,
-    min_visible: float = MIN_VISIBLE,
-    tinted: float = TINTED,
+    fill: str = 'plain',
+    diameters: tuple[float, float] = (0.18, 0.5),
+    tinted: float = 0.95,
     backgrounds: Sequence[str] = BACKGROUNDS,
-    muted: bool = False,
-    band_strength: float = BAND_STRENGTH,
 ) -> Scene:
     """Draw an image of shapes, each of which covers those drawn before it.
 
-    A place where a shape would be, or leave another one, less than ``min_visible`` visible is not
-    taken, so that everything in the image is annotated. Where no place is found after a few
-    tries the image gets fewer shapes; the first one always finds a place.
+    A shape lies in the image as a whole. Where it would leave less than ``MIN_VISIBLE`` of another one visible, it is
+    not drawn, so that everything in the image is annotated. Where no place is found after a few tries the image gets
+    fewer shapes; the first one always finds a place.
 
     Args:
         rng: Source of randomness.
-        size: Width and height in pixels, each in ``[MIN_SIDE, MAX_SIDE]``.
+        size: Width and height in pixels, 64 at least.
         num_shapes: How many shapes; drawn from 1 to ``MAX_SHAPES`` if None. 0 gives a background.
         kinds: Forms to choose from: ``SHAPES`` and ``UNLABELLED_SHAPE``.
-        fills: Surfaces to choose from, of ``FILLS``; repeat one to see it more often.
+        fill: Surface of the shapes, of ``FILLS``.
         diameters: Smallest and largest diameter, as a fraction of the image's shorter side.
-        min_visible: Least visible fraction of a shape's area.
         tinted: Fraction of the shapes that have a colour typical of their form; the others have any colour.
         backgrounds: Backgrounds to choose from, of ``BACKGROUNDS``.
-        muted: Backgrounds are pale and have a colour typical of their kind, in place of any colour.
-        band_strength: How far the bands of a striped fill go towards black or white.
 
     Returns:
         The image with its ground truth.
@@ -98,86 +88,50 @@ def draw_scene(
         >>> scene.image.shape, scene.image.dtype
         ((120, 160, 3), dtype('uint8'))
     """
-    width, height = size
     background = backgrounds[int(rng.integers(len(backgrounds)))]
-    canvas, ends = draw_background(rng, size, background, muted)
+    canvas, colours = draw_background(rng, size, background)
     if num_shapes is None:
         num_shapes = int(rng.integers(1, MAX_SHAPES + 1))
 
-    owner = np.zeros((height, width), np.uint8)  # 0: background, i: the i-th shape
-    needed = np.zeros(1)  # fewest pixels that must stay visible, per owner
-    visible = np.zeros(1)
+    owner = np.zeros(canvas.shape[:2], np.uint8)  # 0: background, i: the i-th shape
     labels: list[int] = []
-    colours: list[np.ndarray] = []
+    areas: list[int] = []
     for _ in range(num_shapes):
-        for tries_left in reversed(range(_PLACEMENT_TRIES)):
+        for _ in range(_PLACEMENT_TRIES):
             label = int(rng.integers(len(kinds)))
             diameter = max(MIN_DIAMETER, rng.uniform(*diameters) * min(size))
-            coverage = _coverage(rng, kinds[label], diameter)
-            centred = not labels and not tries_left  # where a shape is wholly visible
-            window, patch = _place(rng, size, coverage.shape[0], centred)
-            clipped = coverage[patch] / np.float32(255)
-            mask = clipped >= 0.5
-            full, seen = np.count_nonzero(coverage >= 127.5), np.count_nonzero(mask)
-            lost = np.bincount(owner[window][mask], minlength=len(visible))
-            left = visible - lost
-            left[0], needed[0] = seen, min_visible * full
-            if (left >= needed).all():
+            coverage = _coverage(rng, kinds[label], diameter, size)
+            mask = coverage >= 0.5
+            left = np.bincount(owner[~mask], minlength=len(areas) + 1)[1:]
+            if (left >= MIN_VISIBLE * np.array(areas)).all():
                 break
         else:
             continue
-        visible, needed = np.append(left, seen), np.append(needed, min_visible * full)
         labels.append(label)
-        owner[window][mask] = len(labels)
+        areas.append(np.count_nonzero(mask))
+        owner[mask] = len(labels)
         hue = tuple(_FORMS).index(kinds[label]) / len(_FORMS) if rng.random() < tinted else None
-        colours.append(contrasting_colour(rng, ends, colours, hue))
-        fill = fills[int(rng.integers(len(fills)))]
-        surface = draw_fill(rng, coverage.shape[0], colours[-1], fill, diameter, band_strength)[patch]
-        target = canvas[window]
-        target += (surface - target) * clipped[..., None]
+        colours.append(contrasting_colour(rng, colours, hue))
+        canvas += (draw_fill(rng, size, colours[-1], fill, diameter) - canvas) * coverage[..., None]
 
-    canvas += rng.normal(0, rng.uniform(1, 5), (height, width, 1)).astype(np.float32)
+    canvas += rng.normal(0, rng.uniform(1, 5), (*owner.shape, 1))
     image = np.clip(np.rint(canvas), 0, 255).astype(np.uint8)
     masks = owner[None] == np.arange(1, len(labels) + 1, dtype=np.uint8)[:, None, None]
     return Scene(image, masks, np.array(labels, np.int64), background)
 
 
-def are_sides(size: Sequence[int]) -> bool:
-    """Whether an image may have this width and height."""
-    return len(size) == 2 and all(MIN_SIDE <= side <= MAX_SIDE for side in size)
-
-
-def _place(rng: np.random.Generator, size: tuple[int, int], side: int, centred: bool) -> list[tuple[slice, slice]]:
-    """Put a square patch so that its centre lies in the image; it may cross the border.
-
-    Returns:
-        The window of the image that it covers, and the part of the patch that lies there.
-    """
-    width, height = size
-    x, y = (width // 2, height // 2) if centred else rng.integers(0, size)
-    left, top = int(x) - side // 2, int(y) - side // 2
-    x0, x1, y0, y1 = max(left, 0), min(left + side, width), max(top, 0), min(top + side, height)
-    return [(slice(y0, y1), slice(x0, x1)), (slice(y0 - top, y1 - top), slice(x0 - left, x1 - left))]
-
-
-def _coverage(rng: np.random.Generator, kind: str, diameter: float) -> np.ndarray:
-    """Draw a turned and slightly stretched form; (side, side) float32, 255 = pixel all covered."""
+def _coverage(rng: np.random.Generator, kind: str, diameter: float, size: tuple[int, int]) -> np.ndarray:
+    """Draw a turned and slightly stretched form somewhere; (H, W) float32, the part of each pixel that it covers."""
     angle = rng.uniform(-MAX_TURN, MAX_TURN)
     stretch = np.exp(rng.uniform(-0.12, 0.12))
     scale = np.diag([min(1.0, stretch), min(1.0, 1 / stretch)])  # narrower or lower, never beyond the unit circle
     turn = np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
-    side = int(np.ceil(diameter)) + 3
-    shift_bits = 4
-    outlines = []
-    for outline in _FORMS[kind]:
-        points = (outline @ scale @ turn.T) * (diameter / 2) + side / 2
-        # A pixel's centre is at a whole number for OpenCV, at a half for us.
-        fine = (points * _SUPERSAMPLING - 0.5) * (1 << shift_bits)
-        outlines.append(np.rint(fine).astype(np.int32))
-    fine_side = side * _SUPERSAMPLING
-    fine = np.zeros((fine_side, fine_side), np.uint8)
-    cv2.fillPoly(fine, outlines, 255, shift=shift_bits)  # even-odd: an inner outline is a hole
-    return cv2.resize(fine.astype(np.float32), (side, side), interpolation=cv2.INTER_AREA)
+    centre = rng.uniform(diameter / 2, np.array(size) - diameter / 2)
+    canvas, shift = np.zeros(size[::-1], np.uint8), 4
+    outlines = [(outline @ scale @ turn.T * diameter / 2 + centre) * 2**shift for outline in _FORMS[kind]]
+    # even-odd: an inner outline is a hole
+    cv2.fillPoly(canvas, [np.rint(points).astype(np.int32) for points in outlines], 255, cv2.LINE_AA, shift)
+    return canvas / np.float32(255)
 
 
 def _circle(radius: float, points: int) -> np.ndarray:

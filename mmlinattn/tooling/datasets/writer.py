@@ -12,12 +12,12 @@ from typing import Any, Callable
 import numpy as np
 
 from .layouts import LAYOUTS
-from .shapes import MAX_SIDE, MIN_SIDE, are_sides
 
 SPLITS = ('train', 'val')
+MIN_SIDE, MAX_SIDE = 64, 8192
 NOTE, STAGING = '.shapes_dataset.json', '.partial'
 
-GENERATOR_VERSION = 6
+GENERATOR_VERSION = 7
 """To be raised whenever the same arguments give other images or annotations."""
 
 
@@ -51,7 +51,7 @@ class DatasetSpec:
         for name, least in (('num_train', 1), ('num_val', 1), ('seed', 0)):
             if getattr(self, name) < least:
                 raise ValueError(f'{name} must be at least {least}, got {getattr(self, name)}')
-        if not are_sides(self.size):
+        if len(self.size) != 2 or not all(MIN_SIDE <= side <= MAX_SIDE for side in self.size):
             raise ValueError(f'size must be a width and a height from {MIN_SIDE} to {MAX_SIDE} pixels, got {self.size}')
         if not 0 <= self.size_jitter <= 0.5:
             raise ValueError(f'size_jitter must be from 0 to 0.5, got {self.size_jitter}')
