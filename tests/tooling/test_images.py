@@ -92,7 +92,7 @@ def test_images_of_other_channels_reach_the_model_as_they_are(channels, dtype, t
     expected = torch.from_numpy(pixels[:, 8:72].astype(np.float32)).permute(2, 0, 1)
     torch.testing.assert_close(picture.inputs[0], (expected - most / 2) / (most / 4))
     assert picture.shown.shape == (48, 64, 3) and picture.shown.dtype == np.uint8 and picture.shown.std() > 30
-    assert picture.to_given(0, 0) == (8, 0)
+    assert picture.to_shown(8, 0) == (0, 0) and picture.to_shown(40, 20) == (32, 20)
     with pytest.raises(RunError, match=f'image has 3 channels after the test pipeline, the model takes {channels}'):
         prepare(cfg, model, np.zeros((48, 80, 3), np.uint8), 'image')
     assert count_model(cfg).total_params == sum(parameter.numel() for parameter in model.parameters())

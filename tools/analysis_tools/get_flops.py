@@ -45,7 +45,6 @@ def report(cost: Cost) -> str:
     text = [f'image {cost.shape[0]} x {cost.shape[1]} (height x width), batch 1']
     text.append(columns[0].ljust(width) + ''.join(column.rjust(21) for column in columns[1:]))
     text += [line[0].ljust(width) + ''.join(f'{value:21.3f}' for value in line[1:]) for line in lines]
-    text.append(f'norms, as fvcore counts them, not in the table: {cost.norm_ops / 1e9:.3f} G operations')
     text.append(f'peak activation memory (float32, inference, estimate): {cost.peak_bytes / 2**20:.0f} MiB')
     return '\n'.join([*text, *(f'note: {note}' for note in cost.notes)])
 

@@ -92,7 +92,7 @@ def checked(args: argparse.Namespace) -> Config:
 
 def inspect_picture(model, picture, args, progress, query, pixel) -> list:
     """The measures of each block on an image; draws the maps of the query, ``pixel`` of the image as given."""
-    entries, maps, local_maps, full = [], [], [], []
+    entries, maps, full = [], [], []
     generator = torch.Generator().manual_seed(0)
     numbers = [name for name in args.what if name != 'maps']
 
@@ -101,19 +101,16 @@ def inspect_picture(model, picture, args, progress, query, pixel) -> list:
         if 'maps' in args.what:
             if block.ratio:  # keys that lie on no map are in the full maps only
                 maps.append(pictures.collect_query(block, picture, *query))
-                if any(call.local_kernels() for call in block.calls):
-                    local_maps.append(pictures.collect_query(block, picture, *query, local=True))
             full.append((block.name, block.mixer_name, full_map(block).cpu().numpy()))
         progress()
 
     with watched(model, look):
         model.backbone(picture.inputs.to(args.device))
     if 'maps' in args.what:
-        folder, where = args.out / 'maps', f'query_{pixel[0]:g}_{pixel[1]:g}'
-        for found, local, end in ((maps, False, ''), (local_maps, True, '_with_local')):
-            if found:
-                path = folder / f'{picture.name}_{where}{end}.png'
-                pictures.plot_query(found, picture, query, pixel, path, local)
+        folder = args.out / 'maps'
+        if maps:
+            path = folder / f'{picture.name}_query_{pixel[0]:g}_{pixel[1]:g}.png'
+            pictures.plot_query(maps, picture, query, pixel, path)
         pictures.plot_full(full, picture.name, folder / f'{picture.name}_full.png')
     return entries
 
@@ -146,10 +143,9 @@ def main() -> None:
                 for i, (path, image) in enumerate(images):
                     name = f'{i}_{Path(path).stem}' if len(images) > 1 else Path(path).stem
                     picture = loading.prepare(cfg, model, image, name, args.shape)
-                    height, width = picture.shown.shape[:2]
-                    query = picture.to_shown(*args.query) if args.query else (width // 2, height // 2)
-                    pixel = args.query or picture.to_given(*query)
-                    asked.append(dict(image=path, query=list(pixel), shown=[height, width], query_shown=list(query)))
+                    pixel = args.query or [side // 2 for side in picture.size]
+                    query, shown = picture.to_shown(*pixel), list(picture.shown.shape[:2])
+                    asked.append(dict(image=path, query=pixel, shown=shown, query_shown=list(query)))
                     per_image.append(inspect_picture(model, picture, args, lambda: bar.advance(task), query, pixel))
         except (NotImplementedError, ValueError) as error:
             raise RunError(str(error)) from error

@@ -29,14 +29,6 @@ _KIND_OF = {
     _aten.mm: LINEAR,
     _aten.addmm: LINEAR,
 }
-# Operations per element that fvcore counts for norms with affine parameters, at test time
-_NORM_COST = {
-    _aten.native_layer_norm: 5,
-    _aten.native_group_norm: 5,
-    _aten.native_batch_norm: 2,
-    _aten._native_batch_norm_legit_no_training: 2,
-    _aten._batch_norm_impl_index: 2,
-}
 
 
 class Count(TorchDispatchMode):
@@ -50,7 +42,6 @@ class Count(TorchDispatchMode):
 
     Attributes:
         macs (Counter): ``(module name, kind)`` -> multiply-adds, ``kind`` one of :data:`KINDS`.
-        norm_ops (int): Operations of layer, group and batch norms as fvcore counts them; not part of ``macs``.
         peak_bytes (int): Largest sum of tensors alive at one time that were made while counting: activations, not
             weights. Temporaries inside an operation (a convolution's workspace) are not seen.
     """
@@ -59,7 +50,6 @@ class Count(TorchDispatchMode):
         super().__init__()
         self.model = model
         self.macs: Counter = Counter()
-        self.norm_ops = 0
         self.peak_bytes = 0
         self.kind_of_product = PRODUCT
         self._live_bytes = 0
@@ -97,7 +87,6 @@ class Count(TorchDispatchMode):
         if packet in flop_registry:
             operations = flop_registry[packet](*args, **kwargs, out_val=out)  # two a multiply-add
             self.add(_KIND_OF.get(packet, self.kind_of_product), operations // 2)
-        self.norm_ops += _NORM_COST.get(packet, 0) * (args[0].numel() if packet in _NORM_COST else 0)
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._track(tensor)

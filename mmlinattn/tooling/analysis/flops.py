@@ -26,7 +26,6 @@ class Cost(NamedTuple):
         shape: (height, width) of the image.
         params: parameters of each part, in the order in which they run.
         macs: ``(part, kind)`` -> multiply-adds, kinds as in :data:`~mmlinattn.tooling.analysis.counting.KINDS`.
-        norm_ops: operations of the norms as fvcore counts them: 5 an element of a layer norm, 2 of a batch norm.
         peak_bytes: activations alive at one time, float32, as an estimate.
         notes: what was counted how.
     """
@@ -34,7 +33,6 @@ class Cost(NamedTuple):
     shape: tuple
     params: dict
     macs: Counter
-    norm_ops: int
     peak_bytes: int
     notes: list
 
@@ -107,7 +105,7 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
         macs[part_of(name), kind] += number
     if getattr(model, 'auxiliary_head', None) is not None:
         notes.append('the auxiliary head has parameters but does not run at test time')
-    return Cost(shape, dict(params), macs, count.norm_ops, count.peak_bytes, notes)
+    return Cost(shape, dict(params), macs, count.peak_bytes, notes)
 
 
 def run_two_stage(model: Any, image: torch.Tensor) -> list:

@@ -10,13 +10,12 @@ from torch import Tensor
 
 from ...ops.dispatch import accumulation_dtype
 from . import measures
-from .capture import CLASS_TOKEN, PADDING, BlockCall, MixerCall
+from .capture import CLASS_TOKEN, PADDING, BlockCall, Window
 
 WHAT = ('rank', 'confusion', 'locality', 'sharpness', 'ccs', 'maps')
 NUM_QUERIES = 196  # tokens of a DeiT at 224, which the papers measure
 MAX_WINDOWS = 8
 NUMEL = 2**25  # weights built at a time: 128 MiB
-_FAR = -(10**6)
 
 
 def measure_block(
@@ -36,91 +35,85 @@ def measure_block(
         dict: What ``summary.json`` holds for the block. Lists have a number a head; with stripes, the heads of the
         vertical ones come first.
     """
-    calls, branches = block.calls, block.branches
-    samples = [sample(branch, num_queries, generator) for branch in branches]
-    heads = sum(branch[0].mixer.num_heads for branch in branches)
+    samples = [_sample(branch, num_queries, generator) for branch in block.branches]
+    heads = sum(branch[0].mixer.num_heads for branch in block.branches)
     entry: dict = dict(
         block=block.name,
         mixer=block.mixer_name,
         heads=heads,
         map=list(block.size),
         key_map=list(block.key_size),
-        windows=sum(len(call.queries) for call in calls),
-        queries_a_window=max(call.queries.shape[1] for call in calls),
-        keys_a_window=max(call.keys.shape[1] for call in calls),
-        sampled_queries=sum(len(rows) for found in samples for _, _, rows in found),
+        windows=len(block.windows),
+        queries_a_window=max(len(window.queries) for window in block.windows),
+        keys_a_window=max(len(window.keys) for window in block.windows),
+        sampled_queries=sum(len(rows) for found in samples for _, rows in found),
     )
-    entry.update(_joined([_measure_windows(block, found, what) for found in samples]))
+    by_branch = [
+        averaged([(_measure_window(block, window, rows, what), float(len(rows))) for window, rows in found])
+        for found in samples
+    ]
+    entry.update(_joined(by_branch))
     if 'rank' in what:
         for name, features in zip(('output', 'projected'), zip(*block.features())):
-            entry['rank'][name] = _joined([_ranks(t) for t in features])
+            entry['rank'][name] = _joined([measures.ranks(t) for t in features])
     if 'ccs' in what:
         entry['ccs'] = measures.cross_head_similarity(_some_rows(block, heads, num_queries)) if heads > 1 else None
     return entry
 
 
-def _measure_windows(block: BlockCall, samples: list, what) -> dict:
-    found = []  # measures of a window and how many queries speak for it
-    for call, window, rows in samples:
-        weights = call.weights(window, rows)
-        both = call.weights(window, rows, local=True) if call.local_kernels() else None
-        entry: dict = dict(forward_error=call.error(window, rows, weights))
-        if 'rank' in what:
-            matrices = dict(weights=weights, weights_with_local=both, state=call.state(window))
-            entry['rank'] = {name: _ranks(matrix) for name, matrix in matrices.items() if matrix is not None}
-        if 'confusion' in what and len(rows) > 1:
-            entry['confusion'] = _confusion(weights)
-        num_keys = int((call.keys[window] != PADDING).sum())
-        if 'locality' in what and block.ratio:
-            near = measures.neighbours(*coordinates(block, call, window, rows))
-            entry['locality'] = _locality(weights, both, near, num_keys)
-        if 'sharpness' in what:
-            entry['sharpness'] = _sharpness(weights, num_keys)
-        found.append((entry, float(len(rows))))
-    return averaged(found)
+def _measure_window(block: BlockCall, window: Window, rows: Tensor, what) -> dict:
+    weights = window.weights(rows)
+    both = window.weights(rows, local=True) if window.local_kernels() else None
+    entry: dict = dict(forward_error=window.error(rows, weights))
+    if 'rank' in what:
+        matrices = dict(weights=weights, weights_with_local=both, state=window.state())
+        entry['rank'] = {name: measures.ranks(matrix) for name, matrix in matrices.items() if matrix is not None}
+    if 'confusion' in what and len(rows) > 1:
+        distances = measures.pair_distances(weights)
+        entry['confusion'] = dict(
+            share=(distances < measures.CONFUSION_DISTANCE).double().mean(dim=-1).tolist(),
+            median_distance=distances.median(dim=-1).values.tolist(),
+            mean_norm=weights.norm(dim=-1).mean(dim=-1).tolist(),
+        )
+    num_keys = int((window.keys != PADDING).sum())
+    if 'locality' in what and block.ratio:
+        near = _near(block, window, rows)
+        uniform = float(near.sum(dim=-1).double().mean()) / num_keys  # fewer than 9 neighbours at the border
+        entry['locality'] = dict(chance=9 / num_keys, if_uniform=uniform)
+        for name, map_ in (('', weights), ('_with_local', both)):
+            if map_ is not None:
+                total, share = measures.inside(map_, near)
+                entry['locality'].update({f'sum{name}': total.tolist(), f'share{name}': share.tolist()})
+    if 'sharpness' in what:
+        negative = (measures.magnitudes(weights) * (weights < 0)).sum(dim=-1)
+        entry['sharpness'] = dict(
+            entropy=measures.entropy(weights).tolist(),
+            entropy_if_uniform=math.log(num_keys),
+            negative=negative.mean(dim=-1).tolist(),
+            **{f'top_{n}': measures.top_mass(weights, n).tolist() for n in (1, 9, 25)},
+        )
+    return entry
 
 
-def _ranks(matrix: Tensor) -> dict:
-    return {**measures.ranks(matrix), 'at_most': min(matrix.shape[1:])}
+def _near(block: BlockCall, window: Window, rows: Tensor) -> Tensor:
+    """Which keys of a window lie in the 3x3 around which of its queries, in the map of the keys: (n, M) bool."""
+
+    def places(tokens: Tensor, width: int) -> Tensor:
+        return torch.stack((tokens // width, tokens % width), dim=-1)
+
+    queries = places(window.queries[rows], block.size[1]) // block.ratio  # the cell of the reduced map
+    return measures.neighbours(queries, places(window.keys, block.key_size[1])) & (window.keys >= 0)
 
 
-def _confusion(weights: Tensor) -> dict:
-    return dict(
-        share=measures.confusion(weights).tolist(),
-        median_distance=measures.pair_distances(weights).median(dim=-1).values.tolist(),
-        mean_norm=weights.norm(dim=-1).mean(dim=-1).tolist(),
-    )
-
-
-def _locality(weights: Tensor, both: Optional[Tensor], near: Tensor, num_keys: int) -> dict:
-    uniform = float(near.sum(dim=-1).double().mean()) / num_keys  # fewer than 9 neighbours at the border
-    found: dict = dict(chance=9 / num_keys, if_uniform=uniform)
-    for name, map_ in (('', weights), ('_with_local', both)):
-        if map_ is not None:
-            total, share = measures.inside(map_, near)
-            found.update({f'sum{name}': total.tolist(), f'share{name}': share.tolist()})
-    return found
-
-
-def _sharpness(weights: Tensor, num_keys: int) -> dict:
-    negative = (measures.magnitudes(weights) * (weights < 0)).sum(dim=-1)
-    return dict(
-        entropy=measures.entropy(weights).tolist(),
-        entropy_if_uniform=math.log(num_keys),
-        negative=negative.mean(dim=-1).tolist(),
-        **{f'top_{n}': measures.top_mass(weights, n).tolist() for n in (1, 9, 25)},
-    )
-
-
-def sample(branch: list[MixerCall], num_queries: int, generator=None) -> list[tuple[MixerCall, int, Tensor]]:
+def _sample(branch: list[Window], num_queries: int, generator=None) -> list[tuple[Window, Tensor]]:
     """Windows and rows of queries to look at, spread over the image; no class tokens, no padding, and windows of one
     token, which has no pair, only where there are no others."""
-    most = NUMEL // (branch[0].mixer.num_heads * max(call.keys.shape[1] for call in branch))
+    most = NUMEL // (branch[0].mixer.num_heads * max(len(window.keys) for window in branch))
     num_queries = max(2, min(num_queries, most))  # an attention may have as many heads as channels
-    windows = [(call, i, (call.queries[i] >= 0).nonzero()[:, 0]) for call in branch for i in range(len(call.queries))]
-    windows = [window for window in windows if len(window[2]) > 1] or windows
+    windows = [(window, (window.queries >= 0).nonzero()[:, 0]) for window in branch]
+    windows = [(window, rows) for window, rows in windows if len(rows) > 1] or windows
     windows = _some(windows, min(MAX_WINDOWS, num_queries // 2), generator)  # two of a window make a pair
-    return [(call, i, _some(rows, num_queries // len(windows), generator)) for call, i, rows in windows]
+    return [(window, _some(rows, num_queries // len(windows), generator)) for window, rows in windows]
 
 
 def _some(things, most: int, generator):
@@ -131,31 +124,25 @@ def _some(things, most: int, generator):
     return things[picked.to(things.device)] if isinstance(things, Tensor) else [things[i] for i in picked]
 
 
-def coordinates(block: BlockCall, call: MixerCall, window: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and columns, in the map of the keys, of some queries (n, 2) and of all keys (M, 2) of a window."""
-    keys = call.keys[window]
-    where = torch.stack((keys // block.key_size[1], keys % block.key_size[1]), dim=-1)
-    queries = call.queries[window, rows]
-    at = torch.stack((queries // block.size[1], queries % block.size[1]), dim=-1)
-    at = at // block.ratio  # the cell of the reduced map that a query lies in
-    return at, where.where((keys >= 0)[:, None], torch.full_like(where, _FAR))
+# --- maps -------------------------------------------------------------------------------------------------------------
 
 
 def maps_of(block: BlockCall, queries: Tensor, keys: Tensor, local: bool = False) -> Tensor:
     """Weights of some tokens of the block's map on some keys, both as ascending places as in
-    :class:`~mmlinattn.tooling.analysis.capture.MixerCall`: (heads, n, m), NaN where a query cannot look."""
+    :class:`~mmlinattn.tooling.analysis.capture.Window`: (heads, n, m), NaN where a query cannot look."""
     maps = []
     for branch in block.branches:
         heads, wide = branch[0].mixer.num_heads, accumulation_dtype(branch[0].out)
         out = torch.full((heads, len(queries), len(keys)), math.nan, dtype=wide, device=queries.device)
-        for call in branch:
-            asked = torch.isin(call.queries, queries)
-            for window in asked.any(dim=1).nonzero()[:, 0].tolist():
-                columns = torch.isin(call.keys[window], keys).nonzero()[:, 0]
-                to = torch.searchsorted(keys, call.keys[window, columns])
-                for rows in asked[window].nonzero()[:, 0].split(max(1, NUMEL // (heads * call.keys.shape[1]))):
-                    at = torch.searchsorted(queries, call.queries[window, rows])
-                    out[:, at[:, None], to] = call.weights(window, rows, local)[:, :, columns]
+        for window in branch:
+            asked = torch.isin(window.queries, queries).nonzero()[:, 0]
+            if not len(asked):
+                continue
+            columns = torch.isin(window.keys, keys).nonzero()[:, 0]
+            to = torch.searchsorted(keys, window.keys[columns])
+            for rows in asked.split(max(1, NUMEL // (heads * len(window.keys)))):
+                at = torch.searchsorted(queries, window.queries[rows])
+                out[:, at[:, None], to] = window.weights(rows, local)[:, :, columns]
         maps.append(out)
     return torch.cat(maps)
 
@@ -180,12 +167,12 @@ def query_map(block: BlockCall, row: int, column: int, local: bool = False) -> t
     return weights[:, 1:].unflatten(1, block.key_size), weights[:, 0].nan_to_num()
 
 
-def full_map(block: BlockCall, side: int = 128, local: bool = False) -> Tensor:
+def full_map(block: BlockCall, side: int = 128) -> Tensor:
     """The whole N x M map, or every so-many-th of its rows and columns, (heads, n, m) with n, m <= ``side``; NaN where
     a query cannot look."""
     sizes = math.prod(block.size), math.prod(block.key_size)
     queries, keys = (torch.arange(0, size, -(-size // side), device=block.projected.device) for size in sizes)
-    return maps_of(block, queries, keys, local)
+    return maps_of(block, queries, keys)
 
 
 def _some_rows(block: BlockCall, heads: int, num_queries: int) -> Tensor:
@@ -208,11 +195,7 @@ def averaged(entries: list[tuple[dict, float]]) -> dict:
 
 def _joined(branches: list[dict]) -> dict:
     """Measures of the two directions of stripes as one: heads one after the other, other numbers averaged."""
-
-    def join(values: list):
-        return [number for part in values for number in part] if isinstance(values[0], list) else _mean(values)
-
-    return _merged(branches, join)
+    return _merged(branches, lambda values: sum(values, []) if isinstance(values[0], list) else _mean(values))
 
 
 def _mean(values: list, weights: Optional[list] = None):

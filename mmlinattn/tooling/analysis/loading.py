@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The model of a config with its weights, and images as its test pipeline makes them, for the analysis tools."""
 
-from typing import Any, NamedTuple, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import cv2
 import numpy as np
@@ -26,8 +26,7 @@ class Picture(NamedTuple):
         shown (ndarray): (h, w, 3) uint8 RGB, after resizing and cropping, before padding and normalisation.
         inputs (Tensor): (1, channels, H, W), what the backbone is given; H >= h and W >= w.
         sample: The data sample of the pipeline.
-        axes (tuple): For width and height (scale, offset): a pixel of ``shown`` is at ``scale * pixel + offset`` in the
-            image as given.
+        pipeline (Callable): Takes an image of the same size to what the pipeline makes of its first channel, (h, w).
         size (tuple[int, int]): Width and height of the image as given.
     """
 
@@ -35,30 +34,28 @@ class Picture(NamedTuple):
     shown: np.ndarray
     inputs: Tensor
     sample: object
-    axes: tuple
-    size: tuple
+    pipeline: Callable[[np.ndarray], np.ndarray]
+    size: tuple[int, int]
 
     def to_shown(self, x: float, y: float) -> tuple[int, int]:
-        """Column and row in ``shown`` of a pixel of the image as given.
+        """Column and row in ``shown`` of a pixel of the image as given: where the pipeline leaves a spot there.
 
         Raises:
             RunError: The pixel is outside of the image, or of what the pipeline keeps of it.
         """
-        if not (0 <= x < self.size[0] and 0 <= y < self.size[1]):
-            raise RunError(f'query {x:g} {y:g} is outside of {self.name} ({self.size[0]} x {self.size[1]} pixels).')
-        at = [round((value - offset) / scale) for value, (scale, offset) in zip((x, y), self.axes)]
-        height, width = self.shown.shape[:2]
-        if not (-1 <= at[0] <= width and -1 <= at[1] <= height):
-            (left, top), (right, bottom) = self.to_given(0, 0), self.to_given(width - 1, height - 1)
-            raise RunError(
-                f'query {x:g} {y:g} of {self.name} is cropped away by the test pipeline, which keeps x from {left} to '
-                f'{right} and y from {top} to {bottom}.'
-            )
-        return min(max(at[0], 0), width - 1), min(max(at[1], 0), height - 1)
-
-    def to_given(self, column: int, row: int) -> tuple[int, int]:
-        """Pixel (x, y) of the image as given that lies at a pixel of ``shown``."""
-        return tuple(round(scale * at + offset) for at, (scale, offset) in zip((column, row), self.axes))
+        width, height = self.size
+        if not (0 <= x < width and 0 <= y < height):
+            raise RunError(f'query {x:g} {y:g} is outside of {self.name} ({width} x {height} pixels).')
+        scales = getattr(self.sample, 'scale_factor', None)
+        scales = scales or [seen / given for seen, given in zip(sorted(self.shown.shape[:2]), sorted(self.size))]
+        radius = 2 / min(1, *scales)  # pixels that are left out by resizing lie in the spot of another one
+        distance = (np.arange(width) - x) ** 2 + (np.arange(height)[:, None] - y) ** 2
+        nothing, all_ = (self.pipeline(np.full((height, width), level)) for level in (0.0, 1.0))
+        spot = self.pipeline(np.exp(-distance / radius**2)) - nothing
+        row, column = np.argwhere(spot == spot.max()).mean(axis=0).round().astype(int)
+        if spot[row, column] < 0.7 * (all_ - nothing)[row, column]:
+            raise RunError(f'query {x:g} {y:g} of {self.name} is cropped away by the test pipeline.')
+        return int(column), int(row)
 
 
 def pixels_a_token(length: int, tokens: int) -> float:
@@ -118,8 +115,8 @@ def prepare(cfg: Config, model: Any, image: np.ndarray, name: str, shape: Option
         shape (tuple[int, int], optional): Height and width to resize to instead of what the pipeline does.
 
     Raises:
-        RunError: The pipeline turns images, or makes several of one, or leaves nothing of this one, or the model takes
-            other channels.
+        RunError: The pipeline makes several images of one, or leaves nothing of this one, or the model takes other
+            channels.
     """
     height, width = image.shape[:2]
     init_default_scope(cfg.get('default_scope') or 'mmengine')
@@ -136,22 +133,21 @@ def prepare(cfg: Config, model: Any, image: np.ndarray, name: str, shape: Option
             raise RunError('the test pipeline makes several images of one; give --shape H W.')
         return packed
 
+    def alike(level):  # an image of the same kind
+        most = np.iinfo(image.dtype).max if image.dtype.kind in 'iu' else 255
+        level = (level * most).round().astype(image.dtype)
+        level = level if image.ndim == 2 else np.repeat(level[..., None], image.shape[2], axis=2)
+        return through(level)['inputs'][0].double().numpy()
+
     packed, taken = through(image), image_channels(cfg)
     if len(packed['inputs']) != taken:
         raise RunError(f'{name} has {len(packed["inputs"])} channels after the test pipeline, the model takes {taken}.')
-    # images of the same kind whose pixels say where they lie
-    most = np.iinfo(image.dtype).max if image.dtype.kind in 'iu' else 255
-    ramps = [np.linspace(0, 1, width)[None], np.linspace(0, 1, height)[:, None], np.ones((1, 1))]
-    ramps = [np.broadcast_to((ramp * most).round().astype(image.dtype), (height, width)) for ramp in ramps]
-    channels = [np.stack([ramp] * image.shape[2], axis=-1) if image.ndim == 3 else ramp.copy() for ramp in ramps]
-    through_all = np.stack([through(ramp)['inputs'][0].double().numpy() for ramp in channels])
-    axes = _axes(through_all * (255 / max(through_all[2].max(), 1e-9)), (width, height))
     shown = _as_rgb(packed['inputs'].permute(1, 2, 0).double().numpy())
     data = model.data_preprocessor({key: [packed[key]] for key in ('inputs', 'data_samples')}, False)
     inputs = data['inputs']
     if min(inputs.shape[-2:]) < 32:
         raise RunError(f'{name} is {inputs.shape[-1]} x {inputs.shape[-2]} pixels for the network; 32 are the least.')
-    return Picture(name, shown, inputs, data['data_samples'][0], axes, (width, height))
+    return Picture(name, shown, inputs, data['data_samples'][0], alike, (width, height))
 
 
 def _as_rgb(pixels: np.ndarray) -> np.ndarray:
@@ -169,24 +165,3 @@ def _resizing(scope: str, height: int, width: int) -> list:
         mmpretrain=('PackInputs', {}),
     )[scope]
     return [dict(type='Resize', scale=(width, height), **more), dict(type=pack)]
-
-
-def _axes(ramp: np.ndarray, size: tuple[int, int]) -> tuple:
-    """Scale and offset from pixels of the pipeline's output to those of the image, by what it makes of an image of
-    its own coordinates: (3, h, w)."""
-    real = ramp[2] >= 250
-    axes = []
-    for axis, length in enumerate(size):
-        inside = real.any(axis=axis)
-        values = (ramp[axis] * real).sum(axis=axis) / np.maximum(real.sum(axis=axis), 1)
-        at = np.flatnonzero(inside)
-        steady = at[(values[at] > 1) & (values[at] < 254)]
-        at = steady if len(steady) > 2 else at
-        scale, offset = np.polyfit(at, values[at] * (length - 1) / 255, 1) if len(at) > 1 else (1.0, 0.0)
-        lines, known = (ramp[axis].T, real.T) if axis else (ramp[axis], real)
-        # of every line, not of their mean, which says nothing where the image is turned
-        off = np.abs(scale * at + offset - lines[:, at] * ((length - 1) / 255))[known[:, at]].max()
-        if scale <= 0 or off > 2 + length / 100:
-            raise RunError('the test pipeline turns or mirrors images; give --shape H W.')
-        axes.append((float(scale), float(offset)))
-    return tuple(axes)

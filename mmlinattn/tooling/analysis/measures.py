@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The papers' measures of attention maps, states and features, as functions of tensors; no model in here.
 
-Weights are (..., n, M): n queries, some or all, and their weights of all M keys. Linear attentions may give negative
+Weights are (heads, n, M): n queries, some or all, and their weights of all M keys. Linear attentions may give negative
 weights; what is said of shares and entropies is then of their magnitudes.
 """
 
@@ -11,64 +11,41 @@ from torch import Tensor
 CONFUSION_DISTANCE = 1e-3  # InLine Sec. 4.1
 
 
-def singular_values(matrix: Tensor) -> Tensor:
-    """Singular values of (..., N, d), largest first, in float64; of tall matrices through their d x d Gram matrix."""
-    matrix = matrix.double()
-    rows, columns = matrix.shape[-2:]
-    if max(rows, columns) <= 4 * min(rows, columns):
-        return torch.linalg.svdvals(matrix)
-    gram = matrix.transpose(-1, -2) @ matrix if rows > columns else matrix @ matrix.transpose(-1, -2)
-    return torch.linalg.eigvalsh(gram).flip(-1).clamp(min=0).sqrt()
-
-
-def rank_above(values: Tensor, threshold: float) -> Tensor:
-    """How many singular values (..., r), largest first, lie above ``threshold`` times the largest."""
-    return (values > values[..., :1] * threshold).sum(dim=-1)
-
-
-def effective_rank(values: Tensor) -> Tensor:
-    """``exp`` of the entropy of the singular values (..., r), largest first, as a distribution (Roy & Vetterli 2007):
-    between 1 and r, and r only where all are equal; 0 for a zero matrix."""
-    return torch.special.entr(magnitudes(values)).sum(dim=-1).exp() * (values[..., 0] > 0)
-
-
 def ranks(matrix: Tensor) -> dict[str, list[float]]:
-    """The three ranks of each matrix (heads, N, d): ``rank`` with the usual tolerance (NumPy's ``matrix_rank``) of a
-    float32 matrix."""
-    values = singular_values(matrix)
-    rounding = max(matrix.shape[-2:]) * torch.finfo(torch.float32).eps
+    """Ranks of each matrix (heads, N, d).
+
+    ``rank`` counts singular values above the usual tolerance (NumPy's ``matrix_rank``) of a float32 matrix, and
+    ``above_1_percent`` those above 1 % of the largest. ``effective`` is ``exp`` of the entropy of the singular values
+    as a distribution (Roy & Vetterli 2007): 0 for a zero matrix, else from 1 to ``at_most``.
+    """
+    matrix = matrix.double()
+    matrix = matrix if matrix.shape[-1] <= matrix.shape[-2] else matrix.mT
+    values = torch.linalg.eigvalsh(matrix.mT @ matrix).clamp(min=0).sqrt()
+    largest = values.amax(dim=-1, keepdim=True)
+    rounding = matrix.shape[-2] * torch.finfo(torch.float32).eps
+    effective = torch.special.entr(magnitudes(values)).sum(dim=-1).exp() * (largest[..., 0] > 0)
     return dict(
-        rank=rank_above(values, rounding).tolist(),
-        above_1_percent=rank_above(values, 0.01).tolist(),
-        effective=effective_rank(values).tolist(),
+        rank=(values > largest * rounding).sum(dim=-1).tolist(),
+        above_1_percent=(values > largest * 0.01).sum(dim=-1).tolist(),
+        effective=effective.tolist(),
+        at_most=matrix.shape[-1],
     )
 
 
 def pair_distances(weights: Tensor) -> Tensor:
-    """Euclidean distances of the weights of all pairs of queries: (..., n, M) -> (..., n (n - 1) / 2)."""
+    """Euclidean distances of the weights of all pairs of queries: (heads, n, M) -> (heads, n (n - 1) / 2).
+
+    Two queries closer than :data:`CONFUSION_DISTANCE` are confused (InLine Def. 1, Fig. 2).
+    """
     distance = torch.cdist(weights.double(), weights.double())
     first, second = torch.triu_indices(weights.shape[-2], weights.shape[-2], offset=1, device=weights.device)
     return distance[..., first, second]
 
 
-def confusion(weights: Tensor, distance: float = CONFUSION_DISTANCE) -> Tensor:
-    """Share of the pairs of queries that are confused (InLine Def. 1, Fig. 2): whose weights differ by less than
-    ``distance`` in L2. (..., n, M) -> (...)."""
-    return (pair_distances(weights) < distance).double().mean(dim=-1)
-
-
-def neighbours(queries: Tensor, keys: Tensor, reach: int = 1) -> Tensor:
-    """Which keys lie in the (2 reach + 1)^2 window around which query.
-
-    Args:
-        queries (Tensor): Row and column of each query in the grid of the keys, (..., n, 2).
-        keys (Tensor): Those of the keys, (..., M, 2); class tokens and padding far away.
-
-    Returns:
-        Tensor: (..., n, M) bool.
-    """
-    offset = queries[..., :, None, :] - keys[..., None, :, :]
-    return (offset.abs() <= reach).all(dim=-1)
+def neighbours(queries: Tensor, keys: Tensor) -> Tensor:
+    """Which keys (M, 2) lie in the 3x3 around which query (n, 2), both by row and column in the grid of the keys:
+    (n, M) bool."""
+    return ((queries[:, None] - keys).abs() <= 1).all(dim=-1)
 
 
 def inside(weights: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Plots of what was measured of the attentions of a model."""
 
-import textwrap
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib import colormaps
@@ -77,17 +76,9 @@ def picked(number: int, most: int) -> list[int]:
     return sorted({round(i) for i in np.linspace(0, number - 1, min(number, most))})
 
 
-class Panel(NamedTuple):
-    """A drawing of a grid: its title, an image, options of ``imshow``, and where a cross is."""
-
-    title: str
-    image: np.ndarray
-    options: dict = {}
-    mark: Optional[tuple] = None
-
-
-def _plot_grid(rows: list[tuple[str, list[Panel]]], size: tuple[float, float], title: str, path: Path) -> None:
-    """A row for each block, evenly spread ones where there are many, with its label; ``size`` of a panel in inches."""
+def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path, mark: tuple = ()) -> None:
+    """A row for each block, evenly spread ones where there are many: its label, and panels of a title, an image and
+    options of ``imshow``. ``size``: of a panel, in inches. ``mark``: where a cross is."""
     rows = [rows[i] for i in picked(len(rows), SHOWN_BLOCKS)]
     columns = max(len(panels) for _, panels in rows)
     width, height = max(size[0] * columns + 1.0, TITLE_WIDTH), size[1] * len(rows) + 0.9
@@ -97,17 +88,14 @@ def _plot_grid(rows: list[tuple[str, list[Panel]]], size: tuple[float, float], t
         for axis, panel in zip_longest(axes, panels):
             axis.set(xticks=[], yticks=[], visible=panel is not None, facecolor='0.85')
             if panel is not None:
-                axis.imshow(panel.image, interpolation='nearest', **panel.options)
-                axis.set_title(panel.title, fontsize=6.5, pad=2)
-                if panel.mark is not None:
-                    axis.plot(*panel.mark, marker='+', color='lime', markersize=7, markeredgewidth=1.6)
+                axis.imshow(panel[1], interpolation='nearest', **panel[2])
+                axis.set_title(panel[0], fontsize=6.5, pad=2)
+                axis.plot(*mark, marker='+', color='lime', markersize=7, markeredgewidth=1.6)
     figure.suptitle(title, fontsize=8)
     _save(figure, path)
 
 
-def plot_query(
-    found: list[QueryMaps], picture: Picture, query: tuple, pixel: tuple, path: Path, local: bool = False
-) -> None:
+def plot_query(found: list[QueryMaps], picture: Picture, query: tuple, pixel: tuple, path: Path) -> None:
     """A row for each block, a column for each head.
 
     Args:
@@ -116,24 +104,23 @@ def plot_query(
         query (tuple[int, int]): Column and row of the token's mark in the image as shown.
         pixel (tuple[int, int]): The same place in the image as given, for the title.
         path (Path): Of the drawing.
-        local (bool): Whether the convolutions of the values are in the weights, for the title.
     """
     rows = []
     for maps in found:
-        panels = [Panel('image and query', picture.shown, mark=query)]
+        panels: list[tuple] = [('image and query', picture.shown, {})]
         for head in (None, *picked(len(maps.maps), MAX_HEADS)):
             drawn, peak = overlay(maps.mean if head is None else maps.maps[head], picture)
             name = 'mean of heads' if head is None else f'head {head}'
-            panels.append(Panel(f'{name}, max {peak:.2g}', drawn, mark=query))
+            panels.append((f'{name}, max {peak:.2g}', drawn, {}))
         alike = 1 / max(np.isfinite(maps.maps[0]).sum(), 1)
         size = f'{maps.size[0]}x{maps.size[1]}'
         rows.append((f'{maps.block}\n{maps.mixer}, {size}\nall keys alike: {alike:.2g}', panels))
-    title = 'with the convolutions of the values (mean over channels)' if local else 'attention weights'
     title = (
-        f'{picture.name}: where the token at pixel {pixel[0]:g}, {pixel[1]:g} [+] looks, {title}\n'
+        f'{picture.name}: where the token at pixel {pixel[0]:g}, {pixel[1]:g} [+] looks\n'
         'red: positive, blue: negative; full colour is the largest magnitude of the panel; dark: outside of its window'
     )
-    _plot_grid(rows, (1.7, 1.7 * picture.shown.shape[0] / picture.shown.shape[1] + 0.35), title, path)
+    height, width = picture.shown.shape[:2]
+    _plot_grid(rows, (1.7, 1.7 * height / width + 0.35), title, path, query)
 
 
 def plot_full(found: list[tuple[str, str, np.ndarray]], name: str, path: Path) -> None:
@@ -144,7 +131,7 @@ def plot_full(found: list[tuple[str, str, np.ndarray]], name: str, path: Path) -
         for head in picked(len(maps), MAX_HEADS):
             peak = float(np.nanquantile(np.abs(maps[head]), 0.995)) or 1.0
             options = dict(cmap='RdBu_r', vmin=-peak, vmax=peak, aspect='auto')
-            panels.append(Panel(f'head {head}, ±{peak:.2g}', maps[head], options))
+            panels.append((f'head {head}, ±{peak:.2g}', maps[head], options))
         rows.append((f'{block}\n{mixer}\nqueries ↓  keys →', panels))
     title = (
         f'{name}: weights of every query (rows) on every key (columns), row by row of the map, evenly sampled\n'
@@ -153,69 +140,42 @@ def plot_full(found: list[tuple[str, str, np.ndarray]], name: str, path: Path) -
     _plot_grid(rows, (1.5, 1.6), title, path)
 
 
-def _save(figure: Figure, path: Path) -> None:
+def _save(figure: Figure, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
+    return path
 
 
 # --- measures by block ------------------------------------------------------------------------------------------------
 
-
-class Plot(NamedTuple):
-    """The plot of a measure: title, name of the axis, and for each line its label and the place of its numbers in an
-    entry of ``summary.json``, ``KEY.KEY`` or ``KEY.KEY / NAME OF THE DIVISOR BESIDE IT``."""
-
-    title: str
-    axis: str
-    lines: dict
-
-
 PLOTS = dict(
-    rank=Plot(
-        'effective rank of state, output and weights',
-        'effective rank / largest possible',
-        {
-            'state of keys and values': 'rank.state.effective / at_most',
-            'output of the attention': 'rank.output.effective / at_most',
-            'with convolution and gate, before the output projection': 'rank.projected.effective / at_most',
-            'weights of the sampled queries': 'rank.weights.effective / at_most',
-            'weights with the convolutions of the values': 'rank.weights_with_local.effective / at_most',
-        },
+    rank=(
+        'effective rank / largest possible; projected: after convolution and gate',
+        [
+            f'rank.{name}.effective / at_most'
+            for name in ('state', 'output', 'projected', 'weights', 'weights_with_local')
+        ],
     ),
-    confusion=Plot(
-        'confused pairs of queries (weights closer than 1e-3 in L2)',
-        'share of pairs',
-        {'confused pairs within a window': 'confusion.share'},
-    ),
-    locality=Plot(
+    confusion=('pairs of queries whose weights are closer than 1e-3 in L2', ['confusion.share']),
+    locality=(
         'weight inside the 3x3 around the query',
-        'weight',
-        {
-            'sum of weights, attention': 'locality.sum',
-            'share of magnitudes, attention': 'locality.share',
-            'share of magnitudes, with the convolutions of the values': 'locality.share_with_local',
-            'all keys alike (9 / number of keys, fewer at the border)': 'locality.if_uniform',
-        },
+        ['locality.sum', 'locality.share', 'locality.share_with_local', 'locality.if_uniform'],
     ),
-    sharpness=Plot(
+    sharpness=(
         'how sharp the weights of a query are',
-        'share',
-        {
-            'entropy / log(number of keys); 1: all keys alike': 'sharpness.entropy / entropy_if_uniform',
-            **{f'mass of the {n} strongest key(s)': f'sharpness.top_{n}' for n in (1, 9, 25)},
-            'negative share of the magnitude': 'sharpness.negative',
-        },
+        [
+            'sharpness.entropy / entropy_if_uniform',
+            *(f'sharpness.{name}' for name in ('top_1', 'top_9', 'top_25', 'negative')),
+        ],
     ),
-    ccs=Plot(
-        'similarity of the heads of a block (blocks with one head are left out)',
-        'cosine similarity',
-        {"mean over pairs of heads' maps": 'ccs'},
-    ),
+    ccs=('cosine similarity of the maps of two heads', ['ccs']),
 )
+"""Title of each plot, and its lines: places of numbers in an entry of ``summary.json``, ``KEY.KEY`` or ``KEY.KEY /
+NAME OF THE DIVISOR BESIDE IT``."""
 
 
 def numbers_at(entry: dict, place: str) -> np.ndarray:
-    """Numbers of a block, one a head, see :class:`Plot`; NaN where it has no such measure, or divides by zero (a single
+    """Numbers of a block, one a head, see :data:`PLOTS`; NaN where it has no such measure, or divides by zero (a single
     key says nothing)."""
     path, _, divisor = place.partition(' / ')
     *parents, name = path.split('.')
@@ -237,31 +197,29 @@ def plot_measures(entries: list[dict], what, out: Path, title: str) -> list[Path
     Returns:
         list[Path]: The files made.
     """
-    made = [(name, out / f'{name}.png') for name in what if name in PLOTS]
-    return [path for name, path in made if _plot(PLOTS[name], entries, path, title)]
-
-
-def _plot(plot: Plot, entries: list[dict], path: Path, title: str) -> bool:
-    width = max(TITLE_WIDTH, 0.42 * len(entries) + 2)
-    figure = Figure(figsize=(width, 5.2), layout='constrained')
-    axis = figure.subplots()
-    for label, place in plot.lines.items():
-        values = [numbers_at(entry, place) for entry in entries]
-        if np.isfinite(np.concatenate(values)).any():
-            (line,) = axis.plot([value.mean() for value in values], marker='.', label=label)
-            bands = [value.min() for value in values], [value.max() for value in values]
-            axis.fill_between(range(len(entries)), *bands, alpha=0.15, color=line.get_color())
-    if not axis.lines:
-        return False
-    words = f'{title}: {plot.title}; lines: mean over heads, bands: lowest and highest head'
-    axis.set_title('\n'.join(textwrap.wrap(words, int(12 * width))), fontsize=9)
-    axis.set_ylim(bottom=min(0, axis.get_ylim()[0]))
-    axis.set_ylabel(plot.axis, fontsize=9)
-    blocks = [entry['block'].removeprefix('backbone.').removeprefix('stages.') for entry in entries]
-    names = [f'{block} {entry["mixer"]}' for block, entry in zip(blocks, entries)]
-    axis.set_xticks(range(len(names)), names, rotation=60, ha='right', fontsize=7)
-    axis.set_xlabel('block and its attention, input to output', fontsize=9)
-    axis.grid(alpha=0.3)
-    figure.legend(fontsize=7.5, ncols=2, loc='outside lower center')
-    _save(figure, path)
-    return True
+    made = []
+    for name in [name for name in what if name in PLOTS]:
+        words, places = PLOTS[name]
+        width = max(TITLE_WIDTH, 0.42 * len(entries) + 2)
+        figure = Figure(figsize=(width, 5.2), layout='constrained')
+        axis = figure.subplots()
+        for place in places:
+            values = [numbers_at(entry, place) for entry in entries]
+            if np.isfinite(np.concatenate(values)).any():
+                (line,) = axis.plot([value.mean() for value in values], marker='.', label=place)
+                bands = [value.min() for value in values], [value.max() for value in values]
+                axis.fill_between(range(len(entries)), *bands, alpha=0.15, color=line.get_color())
+        if not axis.lines:
+            continue
+        axis.set_title(
+            f'{title}: {words}\nlines: mean over heads, bands: lowest and highest head', fontsize=9, wrap=True
+        )
+        axis.set_ylim(bottom=min(0, axis.get_ylim()[0]))
+        blocks = [entry['block'].removeprefix('backbone.').removeprefix('stages.') for entry in entries]
+        names = [f'{block} {entry["mixer"]}' for block, entry in zip(blocks, entries)]
+        axis.set_xticks(range(len(names)), names, rotation=60, ha='right', fontsize=7)
+        axis.set_xlabel('block and its attention, input to output', fontsize=9)
+        axis.grid(alpha=0.3)
+        figure.legend(fontsize=7.5, ncols=2, loc='outside lower center')
+        made.append(_save(figure, out / f'{name}.png'))
+    return made

@@ -108,7 +108,7 @@ def draw_scene(
         else:
             continue
         labels.append(label)
-        areas.append(np.count_nonzero(mask))
+        areas.append(int(np.count_nonzero(mask)))
         owner[mask] = len(labels)
         hue = tuple(_FORMS).index(kinds[label]) / len(_FORMS) if rng.random() < tinted else None
         colours.append(contrasting_colour(rng, colours, hue))

@@ -65,7 +65,7 @@ def test_committed_page_has_every_row():
 
 def test_lines():
     macs = Counter({('a', CONV): 218e9, ('a', PRODUCT): 7e9})
-    count = Cost((1, 1), {'a': 33_500_000}, macs, 0, 0, [])
+    count = Cost((1, 1), {'a': 33_500_000}, macs, 0, [])
     line = cells(ROW, count)
     assert line == ['RAVLT-T', 'Mask R-CNN 1x', '33.0', '33.50', '219', '218.00', '47.3', '']
     other = ROW._replace(source='InLine Tab. 5')

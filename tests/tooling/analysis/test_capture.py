@@ -58,9 +58,9 @@ def test_features_are_what_the_output_projection_sees(make):
     features = block.features()
     assert (block.name, block.size) == ('block', (5, 6)) and len(features) == len(block.branches)
     for branch, (mixed, whole) in zip(block.branches, features):  # the mixer's own, without convolution and gate
-        for call in branch:
-            real = call.queries >= 0
-            assert torch.equal(mixed.transpose(0, 1).flatten(1)[call.queries[real]], call.out[real])
+        for window in branch:
+            real = window.queries >= 0
+            assert torch.equal(mixed.transpose(0, 1).flatten(1)[window.queries[real]], window.out[real])
         if not branch[0].local_kernels() and not getattr(attention, 'gate', 'gate'):
             torch.testing.assert_close(mixed, whole)
     merged = torch.cat([whole.transpose(0, 1).flatten(1) for _, whole in features], dim=-1)
@@ -76,13 +76,16 @@ def test_what_a_mixer_was_given_and_gave_is_kept_as_it_was(make):
             module.register_forward_pre_hook(lambda mixer, args: given.append([t.clone() for t in args[:3]]))
             module.register_forward_hook(lambda mixer, args, out: gave.append(out.clone()))
     block, _ = looked_into(attention, torch.randn(1, 5, 6, 8))
-    assert len(block.calls) == len(given) == len(gave)
-    for call, tokens, out in zip(block.calls, given, gave):
-        assert torch.equal(call.out, out)
-        assert all(torch.equal(call.given[name], t) for name, t in zip('qkv', tokens))
-        rows = (call.queries[0] >= 0).nonzero()[:, 0]
-        weights = call.weights(0, rows)
-        assert call.error(0, rows, weights) < 1e-4 < 0.1 < call.error(0, rows, 2 * weights)
+    tokens = [torch.cat([one for call in given for one in call[i]]) for i in range(3)]
+    assert torch.equal(
+        torch.cat([window.out for window in block.windows]), torch.cat([out.flatten(0, 1) for out in gave])
+    )
+    for name, expected in zip('qkv', tokens):
+        assert torch.equal(torch.cat([window.given[name][0] for window in block.windows]), expected)
+    for window in block.windows:
+        rows = (window.queries >= 0).nonzero()[:, 0]
+        weights = window.weights(rows)
+        assert window.error(rows, weights) < 1e-4 < 0.1 < window.error(rows, 2 * weights)
 
 
 def test_hooks_go_also_where_something_fails():
@@ -91,7 +94,7 @@ def test_hooks_go_also_where_something_fails():
     with pytest.raises(ValueError, match='one image at a time, not 2'), watched(model, found.append):
         for image in images:
             assert not model[0](image, StageContext.of(image)).requires_grad
-    assert [(block.size, len(block.calls)) for block in found] == [((3, 4), 1), ((2, 5), 1)]
+    assert [(block.size, len(block.windows)) for block in found] == [((3, 4), 1), ((2, 5), 1)]
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
@@ -114,10 +117,12 @@ def test_what_cannot_be_looked_into_is_named():
 def test_states_are_of_the_real_tokens_of_a_window():
     """A map of 5 rows in stripes of 2: the last one has a row of tokens that are none."""
     block, _ = looked_into(StripeAttention(8, 2, dict(type='inline', local_residual=False), 2), torch.randn(1, 5, 6, 8))
-    _, wide = block.calls
-    last, real = len(wide.queries) - 1, wide.queries[-1] >= 0
+    last = block.branches[1][-1]
+    real = last.queries >= 0
     assert real.sum() == 6 and len(real) == 12
-    k, v = wide.given['k'][-1, real], wide.given['v'][-1, real]
-    torch.testing.assert_close(wide.state(last)[0], (k - k.mean(dim=0)).mT @ v, rtol=1e-4, atol=1e-5)
+    k, v = last.given['k'][0, real], last.given['v'][0, real]
+    expected = (k - k.mean(dim=0)).mT @ v
+    state = last.state()[0]
+    torch.testing.assert_close(state / state.norm(), expected / expected.norm(), rtol=1e-4, atol=1e-5)
     block, _ = looked_into(GlobalAttention(8, 2, 'softmax'), torch.randn(1, 4, 5, 8))
-    assert block.calls[0].state(0) is None
+    assert block.windows[0].state() is None

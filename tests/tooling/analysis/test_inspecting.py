@@ -15,7 +15,7 @@ from mmlinattn.attention import (
 )
 from mmlinattn.backbones import RAVLT, LinearCSWin, LinearDeiT, LinearPVT, LinearSwin
 from mmlinattn.tooling.analysis import inspecting, measures
-from mmlinattn.tooling.analysis.capture import MixerCall, arrangements, watched
+from mmlinattn.tooling.analysis.capture import Window, arrangements, watched
 from mmlinattn.tooling.analysis.inspecting import full_map, measure_block, query_map
 
 SMALL = dict(embed_dims=(16, 32, 32, 32), depths=(1, 1, 2, 1), num_heads=(2, 2, 4, 4))
@@ -36,15 +36,15 @@ def measured(attention, x, what=EVERYTHING, **options):
 def known(monkeypatch, weights, with_local=None):
     """Whatever an attention is, its weights (n, M) are these."""
     maps = {False: weights, True: with_local}
-    monkeypatch.setattr(MixerCall, 'weights', lambda self, window, rows, local=False: maps[local][None, rows])
-    monkeypatch.setattr(MixerCall, 'local_kernels', lambda self: [] if with_local is None else ['one'])
+    monkeypatch.setattr(Window, 'weights', lambda self, rows, local=False: maps[local][None, rows])
+    monkeypatch.setattr(Window, 'local_kernels', lambda self: [] if with_local is None else ['one'])
 
 
 def test_every_number_of_a_block(monkeypatch):
     """Worked out by hand, of four tokens in a row: two look alike, the last looks back, once with a negative weight."""
     weights = torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [1.2, -1.6, 0, 0]])
     known(monkeypatch, weights, torch.eye(4))
-    monkeypatch.setattr(MixerCall, 'error', lambda self, window, rows, weights: float(weights[0, 3, 1]))
+    monkeypatch.setattr(Window, 'error', lambda self, rows, weights: float(weights[0, 3, 1]))
     entry = measured(GlobalAttention(8, 1, 'softmax'), torch.randn(1, 1, 4, 8))
     ranks = entry.pop('rank')
     last = -(3 / 7 * math.log(3 / 7) + 4 / 7 * math.log(4 / 7))
@@ -95,10 +95,10 @@ def literal_row(block, token):
     """Weights of a token, key by key: (heads, keys)."""
     rows = []
     for branch in block.branches:
-        ((call, window, index),) = ((c, *at.tolist()) for c in branch for at in (c.queries == token).nonzero())
-        weights = call.weights(window, torch.tensor([index]))[:, 0]
+        ((window, index),) = ((w, int(at)) for w in branch for at in (w.queries == token).nonzero())
+        weights = window.weights(torch.tensor([index]))[:, 0]
         rows.append(torch.full((len(weights), math.prod(block.key_size)), math.nan))
-        for key, place in enumerate(call.keys[window].tolist()):
+        for key, place in enumerate(window.keys.tolist()):
             if place >= 0:
                 rows[-1][:, place] = weights[:, key]
     return torch.cat(rows)
@@ -156,10 +156,11 @@ def test_windows_of_several_sizes(size, sizes):
 def test_ranks_are_those_of_features_state_and_weights():
     block = block_of(GlobalAttention(8, 2, 'rala'), torch.randn(1, 4, 5, 8))
     rank = measure_block(block, ('rank',))['rank']
+    (window,) = block.windows
     for name, features in zip(('output', 'projected'), block.features()[0]):
-        assert rank[name] == {**measures.ranks(features), 'at_most': 4}
-    assert rank['state'] == {**measures.ranks(block.calls[0].state(0)), 'at_most': 4}
-    assert rank['weights'] == {**measures.ranks(block.calls[0].weights(0, torch.arange(20))), 'at_most': 20}
+        assert rank[name] == measures.ranks(features)
+    assert rank['state'] == measures.ranks(window.state())
+    assert rank['weights'] == measures.ranks(window.weights(torch.arange(20)))
     reduced = measured(ReducedAttention(8, 2, 'enhanced', 2, dict(type='LN')), torch.randn(1, 6, 8, 8), ('rank',))
     assert {part: found['at_most'] for part, found in reduced['rank'].items()} == dict(
         weights=12, state=4, output=4, projected=4
@@ -191,8 +192,8 @@ def test_tokens_outside_of_a_map_and_fewer_of_a_full_one(monkeypatch):
     whole, some = full_map(block, 42), full_map(block, 20)
     assert whole.shape == (2, 42, 42) and some.shape == (2, 14, 14)  # every third: the fewest that are no more
     torch.testing.assert_close(some, whole[:, ::3, ::3])
-    torch.testing.assert_close(full_map(block, 42, local=True)[:, 9], query_map(block, 1, 2, True)[0].flatten(1))
-    assert not torch.allclose(full_map(block, 42, local=True), whole)
+    torch.testing.assert_close(whole[:, 9], query_map(block, 1, 2)[0].flatten(1))
+    assert not torch.allclose(whole[:, 9], query_map(block, 1, 2, local=True)[0].flatten(1))
     monkeypatch.setattr(inspecting, 'NUMEL', 3 * 2 * 42)  # however few weights fit at a time
     torch.testing.assert_close(full_map(block, 42), whole)
     assert measure_block(block)['sampled_queries'] == 3
@@ -203,13 +204,13 @@ def test_tokens_outside_of_a_map_and_fewer_of_a_full_one(monkeypatch):
 
 def test_queries_are_sampled_and_the_whole_map_never_built(monkeypatch):
     """64 rows of 1024 keys at a time; at most eight windows."""
-    asked, weights = [], MixerCall.weights
+    asked, weights = [], Window.weights
 
-    def counted(self, window, rows, local=False):
+    def counted(self, rows, local=False):
         asked.append(len(rows))
-        return weights(self, window, rows, local)
+        return weights(self, rows, local)
 
-    monkeypatch.setattr(MixerCall, 'weights', counted)
+    monkeypatch.setattr(Window, 'weights', counted)
     generators = [torch.Generator().manual_seed(seed) for seed in (0, 0, 1)]
     block = block_of(GlobalAttention(8, 2, 'softmax'), torch.randn(1, 32, 32, 8))
     found = [measure_block(block, ('sharpness',), 64, generator)['sharpness'] for generator in generators]

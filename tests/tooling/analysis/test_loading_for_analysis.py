@@ -74,22 +74,40 @@ def test_a_picture_as_the_pipeline_makes_it():
     assert picture.inputs.shape == (1, 3, 64, 64) and not picture.inputs[0, :, 40:].any()  # padding
     torch.testing.assert_close(picture.inputs[0, :, :40], expected)
     assert (picture.sample.img_path, picture.sample.ori_shape) == ('photo', (120, 200))
-    for (scale, offset), (true_scale, true_offset) in zip(picture.axes, ((2, 36.5), (2, 20.5))):
-        assert scale == pytest.approx(true_scale, abs=0.03) and offset == pytest.approx(true_offset, abs=1.5)
-    column, row = picture.to_shown(100, 60)
-    assert abs(column - 32) <= 1 and abs(row - 20) <= 1
+    for query, at in (((36, 20), (0, 0)), ((100, 60), (32, 20)), ((163, 99), (63, 39))):
+        assert max(abs(a - b) for a, b in zip(picture.to_shown(*query), at)) <= 1
+    for query in ((30, 60), (170, 60), (100, 14), (100, 106)):
+        with pytest.raises(
+            RunError, match=f'query {query[0]} {query[1]} of photo is cropped away by the test pipeline'
+        ):
+            picture.to_shown(*query)
+    for query in ((-0.5, 30), (200, 30), (30, -1), (30, 120)):
+        with pytest.raises(
+            RunError, match=rf'query {query[0]:g} {query[1]:g} is outside of photo \(200 x 120 pixels\)'
+        ):
+            picture.to_shown(*query)
 
 
-TURNS = (
-    *(dict(type=RandomFlip, prob=1.0, direction=direction) for direction in ('horizontal', 'vertical')),
-    *(dict(type=Turn, degrees=degrees) for degrees in (15, 90, 180)),
+@pytest.mark.parametrize(
+    ('step', 'at'),
+    [
+        (dict(type=RandomFlip, prob=1.0, direction='horizontal'), (43, 20)),
+        (dict(type=RandomFlip, prob=1.0, direction='vertical'), (20, 43)),
+        (dict(type=Turn, degrees=90), (20, 43)),
+        (dict(type=Resize, scale=(640, 320)), (205, 102)),
+        (dict(type=Resize, scale=(16, 8)), (5, 2)),
+    ],
+    ids=str,
 )
+def test_a_pixel_is_found_whatever_a_pipeline_does(step, at):
+    """Of an image of 64 x 64, at (20, 20)."""
+    picture = loading.prepare(config(step), model(), photo(64, 64), 'photo')
+    assert max(abs(a - b) for a, b in zip(picture.to_shown(20, 20), at)) <= 2
 
 
 @pytest.mark.parametrize(
     ('steps', 'image', 'message'),
     [
-        *(([turn], (64, 64), 'turns or mirrors images; give --shape') for turn in TURNS),
         ([dict(type=Resize, scale=(160, 160), keep_ratio=True)], (2, 1024), 'cannot resize photo, 1024 x 2 pixels'),
         ([], (64, 31), 'photo is 31 x 64 pixels for the network; 32 are the least'),
     ],
@@ -114,23 +132,6 @@ def test_a_shape_takes_the_place_of_the_pipeline(scope):
     picture = loading.prepare(cfg, model(), photo(40, 50), 'photo', (75, 101))
     assert picture.shown.shape == (75, 101, 3) and picture.inputs.shape == (1, 3, 96, 128)
     assert type(picture.sample).__module__.startswith(scope)
-
-
-def test_pixels_of_a_picture():
-    """Of an image of 100 x 80, every second pixel of the 40 x 30 from (10, 20) on is shown: 20 x 15."""
-    shown = np.zeros((15, 20, 3), np.uint8)
-    picture = loading.Picture('photo', shown, torch.zeros(1, 3, 32, 32), None, ((2.0, 10.0), (2.0, 20.0)), (100, 80))
-    assert picture.to_shown(10, 20) == (0, 0) and picture.to_shown(30, 24) == (10, 2)
-    assert picture.to_given(10, 2) == (30, 24)
-    # a pixel beside what is kept is the one at its border
-    assert picture.to_shown(8, 18) == (0, 0) and picture.to_shown(50, 50) == (19, 14)
-    kept = re.escape('of photo is cropped away by the test pipeline, which keeps x from 10 to 48 and y from 20 to 48')
-    for x, y in ((6, 30), (52, 30), (30, 16), (30, 52)):
-        with pytest.raises(RunError, match=f'query {x} {y} {kept}'):
-            picture.to_shown(x, y)
-    for x, y in ((-0.5, 30), (100, 30), (30, -1), (30, 80)):
-        with pytest.raises(RunError, match=rf'query {x:g} {y:g} is outside of photo \(100 x 80 pixels\)'):
-            picture.to_shown(x, y)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

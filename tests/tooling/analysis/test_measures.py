@@ -22,25 +22,27 @@ def test_a_product_of_rank_r_has_rank_r(rank, shape):
 
 
 def test_effective_rank_and_threshold():
-    values = torch.tensor([[4.0, 4.0, 4.0, 0.0], [1.0, 0.02, 0.005, 0.0], [0.0, 0.0, 0.0, 0.0]])
-    assert measures.effective_rank(values)[0] == pytest.approx(3) and measures.effective_rank(values)[2] == 0
-    assert measures.rank_above(values, 0.01).tolist() == [3, 2, 0]
-    assert measures.rank_above(torch.tensor([[1.0, 0.5, 0.25]]), 0.25).tolist() == [2]  # not what lies on it
+    for values, rank, above, effective in (
+        ((4.0, 4.0, 4.0, 0.0), 3, 3, 3),
+        ((1.0, 0.02, 0.005, 0.0), 3, 2, None),
+        ((0.0, 0.0, 0.0, 0.0), 0, 0, 0),
+    ):
+        found = measures.ranks(torch.tensor(values).diag()[None])
+        assert (found['rank'], found['above_1_percent'], found['at_most']) == ([rank], [above], 4)
+        assert effective is None or found['effective'] == pytest.approx([effective])
     orthogonal = torch.linalg.qr(torch.randn(16, 16))[0]
     assert measures.ranks(orthogonal[None])['effective'] == pytest.approx([16])
 
 
-def test_confusion_is_a_share_of_pairs():
+def test_distances_of_pairs():
     weights = torch.tensor([[[0.0, 0.0], [1.0, 0.0], [1.0, 2.0]]])  # 1, 2 and the root of 5 apart
     assert sorted(measures.pair_distances(weights)[0].tolist()) == pytest.approx([1, 2, math.sqrt(5)])
-    for distance, share in ((1.0, 0), (1.5, 1 / 3), (2.1, 2 / 3), (3.0, 1)):
-        assert measures.confusion(weights, distance).tolist() == pytest.approx([share])
     # a tenth of what counts as confused, between rows of length ten; rounded to either side of zero
     one = torch.tensor([10.0, 0, 0])
     near = torch.stack((one, one + torch.tensor([0, 1e-4, 0])))[None]
     assert measures.pair_distances(near).item() == pytest.approx(1e-4, rel=1e-3)
     alike = torch.rand(40, 1, 30, dtype=torch.double) * (1 + 1e-9 * torch.rand(40, 5, 1, dtype=torch.double))
-    assert measures.confusion(alike).tolist() == [1] * 40
+    assert measures.pair_distances(alike).max() < measures.CONFUSION_DISTANCE
 
 
 def places(height, width):
@@ -67,7 +69,6 @@ def test_negative_weights_count_by_magnitude_and_zeros_are_nothing():
     total, share = measures.inside(weights, near)
     assert (total.item(), share.item()) == (0.0, 0.5) and measures.top_mass(weights, 1).item() == 0.5
     zeros = torch.zeros(1, 3, 5)
-    assert measures.ranks(zeros) == dict(rank=[0], above_1_percent=[0], effective=[0])
     assert [value.tolist() for value in measures.inside(zeros, torch.ones(3, 5, dtype=torch.bool))] == [[0], [0]]
     assert measures.entropy(zeros).tolist() == measures.top_mass(zeros, 2).tolist() == [0]
 

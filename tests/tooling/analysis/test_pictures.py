@@ -22,7 +22,7 @@ from mmlinattn.tooling.analysis.loading import Picture, token_at
 def of_size(shown, inputs=None):
     """A grey image as shown, and what the network is given of it, padded."""
     inputs = torch.zeros(1, 3, *(inputs or shown))
-    return Picture('photo', np.full((*shown, 3), 100, np.uint8), inputs, None, ((1.0, 0.0),) * 2, shown[::-1])
+    return Picture('photo', np.full((*shown, 3), 100, np.uint8), inputs, None, np.asarray, shown[::-1])
 
 
 def block_of(attention, x):
@@ -73,7 +73,7 @@ def test_plots_are_of_the_numbers_of_a_block(tmp_path, monkeypatch):
     picture = of_size((48, 48))
     maps = pictures.collect_query(block, picture, 47, 5)
     np.testing.assert_array_equal(maps.maps, query_map(block, 1, 11)[0].numpy())
-    pictures.plot_query([maps], picture, (47, 5), (94, 10), tmp_path / 'new' / 'q.png', local=True)
+    pictures.plot_query([maps], picture, (47, 5), (94, 10), tmp_path / 'new' / 'q.png')
     drawn = [axis.images[0].get_array() for axis in kept['q.png']]
     for found, expected in zip(
         drawn, (picture.shown, *(pictures.overlay(m, picture)[0] for m in (maps.mean, *maps.maps)))
@@ -88,8 +88,8 @@ def test_plots_are_of_the_numbers_of_a_block(tmp_path, monkeypatch):
     entry = measure_block(block_of(GlobalAttention(8, 2, 'inline', local_kernel=3), torch.randn(1, 4, 5, 8)))
     made = pictures.plot_measures([entry], ['maps', *pictures.PLOTS], tmp_path, 'mine')
     assert made == [tmp_path / f'{name}.png' for name in pictures.PLOTS]
-    for name, plot in pictures.PLOTS.items():  # every line finds its numbers
-        assert [line.get_label() for line in kept[f'{name}.png'][0].lines] == list(plot.lines)
+    for name, (_, places) in pictures.PLOTS.items():  # every line finds its numbers
+        assert [line.get_label() for line in kept[f'{name}.png'][0].lines] == places
     for path in (*made, tmp_path / 'full.png', tmp_path / 'new' / 'q.png'):
         Image.open(path).verify()
     assert pictures.plot_measures([dict(block='a', mixer='rala', ccs=None)], ['ccs'], tmp_path, 'mine') == []

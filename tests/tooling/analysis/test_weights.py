@@ -12,7 +12,7 @@ from mmlinattn.attention import Grid, TokenMixer, get_mixer
 from mmlinattn.layers import rotary_table
 from mmlinattn.ops.grid import on_grid
 from mmlinattn.ops.tensors import merge_heads, split_heads
-from mmlinattn.tooling.analysis.weights import convolved, local_weights, mixer_weights, state_keys
+from mmlinattn.tooling.analysis.weights import convolved, local_weights, mixer_state, mixer_weights
 
 DIM, HEADS, GRID = 16, 2, Grid(3, 5)
 # the maps alone: what a mixer adds from the neighbourhood is looked at by itself below
@@ -182,13 +182,18 @@ def test_what_is_no_map_is_refused(kind):
 @pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
 @pytest.mark.parametrize('name', sorted(set(OPTIONS) - {'angular, paper', 'angular, paper, alone'}))
 def test_weights_of_linear_attentions_are_combinations_of_the_keys_of_their_states(name, masked):
+    """The keys are found as the states of values of which each has one token alone."""
     mixer, count = build(OPTIONS[name]), 9 if masked else 15
     q, k, _ = tokens(mixer)
     shared = dict(mask=torch.arange(15).expand(2, 15) < 9 if masked else None, **terms(mixer))
-    keys = state_keys(mixer, q, k, GRID, shared['mask'], shared.get('rotary'))
-    if mixer.quadratic:
-        assert keys is None
+    ones = torch.zeros(15, *k.shape[:2], mixer.widths[2], dtype=k.dtype)
+    ones[torch.arange(15), :, torch.arange(15)] = 1
+    states = [mixer_state(mixer, q, k, one, GRID, GRID, **shared) for one in ones]
+    if mixer.quadratic or name == 'hydra':
+        assert states == [None] * 15
         return
+    keys = torch.stack([state[..., 0] for state in states], dim=2)  # (B, heads, M, d)
+    assert not keys[:, :, count:].any()
     weights = mixer_weights(mixer, q, k, GRID, GRID, **shared)
     if getattr(mixer, 'injective', False):
         weights = weights - 1 / count  # the mean of the values
