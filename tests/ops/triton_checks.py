@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip('triton')
 from mmlinattn.ops.triton import attention
-from mmlinattn.ops.triton.kernels import INTERPRETED
+from mmlinattn.ops.triton.tiles import INTERPRETED
 
 if INTERPRETED:
     DEVICE = 'cpu'

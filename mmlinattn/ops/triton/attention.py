@@ -10,6 +10,7 @@ from torch import Tensor
 from ..gradients import Rule, by_hand
 from ..tensors import gradients_like
 from . import kernels
+from .tiles import INTERPRETED
 
 MAPS = 'elu', 'relu'
 # wider heads would take more than the 99 KB of shared memory that consumer GPUs have, or spill
@@ -93,7 +94,7 @@ class _Call:
 
 
 def launch(kernel, grid: tuple, device: torch.device, *args, **settings) -> None:
-    if kernels.INTERPRETED:
+    if INTERPRETED:
         kernel[grid](*args, **settings)
         return
     with torch.cuda.device(device):
