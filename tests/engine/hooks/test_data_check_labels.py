@@ -1,0 +1,326 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What the check of data sets says before the first step, of labels, folders and label images."""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from data_checks import CLASSIFIER, DETECTOR, SEGMENTOR, Loop, build, model
+from engine_toys import make_runner
+from PIL import Image
+from torch import nn
+
+from mmlinattn.engine import DataCheckHook, RunError
+from mmlinattn.engine.data import label_images
+from mmlinattn.engine.hooks import data_check
+from mmlinattn.utils.registering import bare_name
+
+
+class Data(list):
+    """Samples with names of classes."""
+
+    get_data_info = list.__getitem__
+
+    def __init__(self, *infos, classes=(), **more):
+        super().__init__(infos)
+        self.metainfo = dict(classes=classes)
+        vars(self).update(more)
+
+
+@pytest.mark.parametrize(
+    ('head', 'name'),
+    [
+        (dict(head=SimpleNamespace(num_classes=2)), 'head'),
+        (dict(bbox_head=SimpleNamespace(num_classes=2)), 'bbox_head'),
+        (dict(roi_head=SimpleNamespace(bbox_head=SimpleNamespace(num_classes=2))), 'bbox_head'),
+        (dict(roi_head=SimpleNamespace(mask_head=SimpleNamespace(num_classes=2))), 'mask_head'),
+    ],
+)
+@pytest.mark.parametrize('info', [dict(gt_label=2), dict(gt_label=[0, 2]), dict(instances=[dict(bbox_label=2)])])
+def test_a_label_beyond_the_head(look, head, name, info):
+    good = {key: value for key, value in dict(gt_label=1, instances=[dict(bbox_label=1)]).items() if key in info}
+    made = nn.Module()
+    vars(made).update(head)
+    assert look(made, train=[Data(good, classes=['a', 'b'])])[0] == ''
+    for stage in ('train', 'val'):
+        line, _ = look(made, **{stage: [Data(good, dict(info, img_path='a.jpg'), classes=['a', 'b', 'c'])]})
+        text = 'num_classes = 2 of the head is too small for the data: a.jpg has label 2 (c), and the '
+        assert line.startswith(f'{stage}_dataloader: {text}') and f'Set num_classes of the {name}, or' in line
+
+
+def test_one_hot_labels_of_another_number_of_classes(look):
+    """As of ImageNet's mixed images, where only the head was changed."""
+    made = model(head=3)
+    vars(made).update(data_preprocessor=SimpleNamespace(to_onehot=True, num_classes=1000))
+    data = [Data(dict(gt_label=2))]
+    line, _ = look(made, train=data)
+    assert line.startswith('data_preprocessor.num_classes = 1000') and 'data_preprocessor=dict(num_classes=3)' in line
+    assert look(made, test=data) == ('', [])
+    for change in (dict(to_onehot=False), dict(num_classes=3), dict(num_classes=None)):
+        vars(made).update(data_preprocessor=SimpleNamespace(**{**dict(to_onehot=True, num_classes=1000), **change}))
+        assert look(made, train=data) == ('', [])
+
+
+def test_segmentors_are_compared_by_names(look):
+    three, four = [Data(0, classes=list('abc'))], [Data(0, classes=list('abcd'))]
+    assert look(model(decode_head=3), train=three) == ('', [])
+    assert 'num_classes = 3 of the head is too small for the 4 classes' in look(model(decode_head=3), train=four)[0]
+    assert (
+        'num_classes = 4 of the decode_head is more than the 3 classes' in look(model(decode_head=4), train=three)[1][0]
+    )
+
+
+@pytest.mark.parametrize(
+    ('train', 'val', 'words'),
+    [
+        ('abc', 'acb', "label 1 is 'b' in train_dataloader and 'c' in val_dataloader"),
+        ('abc', 'bc', "label 0 is 'a' in train_dataloader and 'b' in val_dataloader"),
+        ('abc', 'abd', "label 2 is 'c' in train_dataloader and 'd' in val_dataloader"),
+        ('abc', 'ABC', ''),
+        ('abc', 'ab', ''),  # of which the last occurs nowhere
+        ('ab', 'abc', ''),
+        ('a', 'b', ''),  # one class by two names
+        ('abc', '', ''),
+        ('', 'abc', ''),
+    ],
+)
+def test_a_validation_with_other_classes(look, train, val, words):
+    sets = [Data(0, classes=list(names)) for names in (train, val)]
+    line, _ = look(nn.Module(), train=[sets[0]], val=[sets[1]])
+    assert words in line and bool(words) == bool(line)
+    assert bool(look(nn.Module(), train=[Data(0, datasets=sets)])[0]) == bool(words)  # joined, too
+    for one in sets:
+        one.return_classes = True  # names are text that the model reads
+    assert look(nn.Module(), train=[sets[0]], val=[sets[1]])[0] == ''
+
+
+@pytest.mark.parametrize(
+    ('trained', 'tested', 'stops', 'warns'),
+    [
+        ('abc', 'abc', '', False),
+        (
+            'abc',
+            'bac',
+            "label 0 is 'a' in the checkpoint and 'b' in test_dataloader: the classes have another order",
+            False,
+        ),
+        ('abc', 'abd', '', True),  # may be another language
+        (None, 'abc', '', False),
+    ],
+)
+def test_a_checkpoint_of_other_classes(look, trained, tested, stops, warns):
+    data = Data(0, classes=list(tested))
+    checkpoint = dict(state_dict={}, meta=dict(dataset_meta=dict(classes=trained and list(trained))))
+    line, warnings = look(nn.Module(), test=[data], checkpoint=checkpoint)
+    assert stops in line and bool(line) == bool(stops) and bool(warnings) == warns
+    resumed = look(nn.Module(), train=[data], checkpoint=checkpoint, resumes=True)
+    assert bool(resumed[0]) == bool(stops)
+    assert look(nn.Module(), train=[data], checkpoint=checkpoint) == ('', [])  # fine-tuned
+    for other in (
+        {},
+        dict(meta=None),
+        dict(meta=dict(dataset_meta=3)),
+        dict(meta=dict(dataset_meta=dict(classes='abc'))),
+    ):
+        assert look(nn.Module(), test=[data], checkpoint=dict(other, state_dict={})) == ('', [])
+
+
+def test_a_loop_over_several_data_sets(look):
+    """As MMagic's and those of users have them."""
+    loop = Loop(Data(0, classes=['a', 'b']))
+    loop.dataloaders = [loop.dataloader, SimpleNamespace(dataset=Data(0, classes=['b', 'a'])), SimpleNamespace()]
+    runner = SimpleNamespace(work_dir='gone', model=nn.Module(), visualizer=None, _train_loop=None, _test_loop=None)
+    runner._val_loop = loop
+    with pytest.raises(RunError, match="label 0 is 'a' in val_dataloader and 'b' in val_dataloader"):
+        DataCheckHook().before_run(runner)
+
+
+def test_old_keys(look):
+    data = Data(0)
+    data.metainfo = dict(CLASSES=('a', 'b'))
+    assert (
+        "metainfo.CLASSES is read by nobody. Write metainfo=dict(classes=('a', 'b'))"
+        in look(nn.Module(), train=[data])[0]
+    )
+
+
+def test_data_sets_of_others_pass(look):
+    class Bare:
+        def __len__(self):
+            return 3
+
+    assert look(DETECTOR, train=[Bare()], val=[[1, 2]], test=[Data(1, 2, 3)]) == ('', [])
+
+
+def test_an_empty_data_set(tmp_path, monkeypatch):
+    runner = make_runner(tmp_path, [dict(type='DataCheckHook')], loader=dict(dataset=dict(type='ToyDataset', size=0)))
+    with pytest.raises(RunError, match='train_dataloader .ToyDataset, ann_file .* holds no image'):
+        runner.train()
+    monkeypatch.setattr(data_check, 'is_main_process', lambda: False)  # one process looks for all
+    DataCheckHook().before_run(runner)
+    with pytest.raises(ValueError, match="fault = 'no' has to be 'stop', 'warn' or 'skip'"):
+        DataCheckHook(fault='no')
+
+
+# -- folders ----------------------------------------------------------------------------------------------------------
+
+
+def folders(root, names, **settings):
+    for name in names:
+        (root / name).mkdir(parents=True)
+        Image.new('RGB', (8, 8)).save(root / name / 'a.png')
+    return build('mmpretrain', dict(type='CustomDataset', data_prefix=str(root), pipeline=[], **settings))
+
+
+@pytest.mark.parametrize(
+    ('val', 'words'),
+    [
+        (('bee', 'cat'), "label 0 is the folder 'ant' in train_dataloader and the folder 'bee' in val_dataloader"),
+        (('ant', 'cat'), "label 1 is the folder 'bee' in train_dataloader and the folder 'cat' in val"),
+        (('ant', 'bee', 'dog'), "label 2 is the folder 'cat' in train_dataloader and the folder 'dog' in val"),
+        (('ant', 'bee', 'cat', 'dog'), "label 3 is no folder in train_dataloader and the folder 'dog' in val"),
+        (('ant', 'bee'), ''),
+        (('ant', 'bee', 'cat'), ''),
+    ],
+)
+@pytest.mark.parametrize('named', [False, True])
+def test_folders_that_differ(look, tmp_path, val, words, named):
+    """``metainfo.classes`` names folders, and does not move labels."""
+    names = [dict(metainfo=dict(classes=tuple(f'my {i}' for i in range(n)))) if named else {} for n in (3, len(val))]
+    train = folders(tmp_path / 'train', ('ant', 'bee', 'cat'), **names[0])
+    line, _ = look(model(head=4), train=[train], val=[folders(tmp_path / 'val', val, **names[1])])
+    assert words in line and bool(words) == bool(line)
+
+
+def test_class_names_in_another_order_than_the_folders(look, tmp_path):
+    names = dict(metainfo=dict(classes=('cat', 'ant', 'bee')))
+    line, _ = look(CLASSIFIER, train=[folders(tmp_path / 'a', ('ant', 'bee', 'cat'), **names)])
+    assert "label 0 is the folder 'ant', and 'cat' in the config. Write classes=('ant', 'bee', 'cat')" in line
+
+
+def test_lists_that_number_folders_otherwise(look, tmp_path):
+    made = {}
+    for name, lines in dict(
+        train=('x/a.png 0', 'y/b.png 1'), val=('x/c.png 1', 'y/d.png 0'), days=('x/a.png 0', 'x/b.png 1')
+    ).items():
+        (tmp_path / f'{name}.txt').write_text('\n'.join(lines))
+        config = dict(type='ImageNet', ann_file=str(tmp_path / f'{name}.txt'), data_prefix=str(tmp_path), pipeline=[])
+        made[name] = [build('mmpretrain', dict(config, metainfo=dict(classes=('x', 'y'))))]
+    line, _ = look(model(head=2), train=made['train'], val=made['val'])
+    assert "label 1 is the folder 'y' in train_dataloader and the folder 'x' in val_dataloader" in line
+    assert look(model(head=2), train=made['train'], val=made['days'])[0] == ''  # whose folders are no classes
+
+
+# -- label images -----------------------------------------------------------------------------------------------------
+
+
+def segmentation(root, *pictures, names=('sky', 'bird'), dtype=np.uint8, loading=None, **settings):
+    for i, values in enumerate(pictures):
+        for kind in ('img', 'ann'):
+            (root / kind).mkdir(parents=True, exist_ok=True)
+        Image.new('RGB', (8, 8)).save(root / 'img' / f'{i}.jpg')
+        labels = np.resize(np.array(values, dtype), (8, 8) + np.shape(values)[1:])
+        Image.fromarray(labels).save(root / 'ann' / f'{i}.png')
+    prefix = dict(img_path=str(root / 'img'), seg_map_path=str(root / 'ann'))
+    pipeline = [
+        dict(type='LoadImageFromFile'),
+        dict(type='LoadAnnotations', **(loading or {})),
+        dict(type='PackSegInputs'),
+    ]
+    config = dict(type='BaseSegDataset', data_prefix=prefix, metainfo=dict(classes=names), pipeline=pipeline)
+    return build('mmseg', dict(config, **settings))
+
+
+REDUCED = dict(reduce_zero_label=True)
+
+
+@pytest.mark.parametrize(
+    ('pictures', 'settings', 'words'),
+    [
+        (
+            [[0, 255]],
+            {},
+            r'have label 0 sky, and 255, which is ignored .* Write the number of the class in place of 255',
+        ),
+        ([[0], [255]], {}, 'no other class trains'),
+        ([[0, 128]], {}, r'ann/0.png has the label 128, which num_classes = 2 .* Write the numbers 0 to 1'),
+        ([[0, 1], [0, 1, 2]], {}, 'ann/1.png has the label 2, .* or reduce_zero_label=True'),
+        (
+            [[0, 1]],
+            REDUCED,
+            r'have label 0 sky, and 255 \(the value 0 or 255 in the file\).*reduce_zero_label=True ignores the value',
+        ),
+        ([[0, 255]], REDUCED, 'no label at all'),
+        ([[1, 2, 5]], REDUCED, r'the label 4 \(the value 5 in the file\)'),
+        ([[[9, 9, 9]]], {}, 'ann/0.png has 3 channels'),
+        ([[0, 1]], {}, ''),
+        ([[0, 1, 255]], {}, ''),
+        ([[0, 255], [1]], {}, ''),
+        ([[0, 1, 2]], REDUCED, ''),
+    ],
+)
+def test_values_of_label_images(look, tmp_path, pictures, settings, words):
+    dataset = segmentation(tmp_path / 'data', *pictures, **settings)
+    line, warnings = look(SEGMENTOR, train=[dataset])
+    assert re.search(words, line) and bool(words) == bool(line), line
+    assert warnings == []
+    if words and 'channels' not in words and 'label 0' not in words:
+        assert 'test_dataloader: ' in ''.join([look(SEGMENTOR, test=[dataset])[0], *look(SEGMENTOR, test=[dataset])[1]])
+
+
+def test_one_channel_tells_two_classes(look, tmp_path):
+    dataset = segmentation(tmp_path / 'data', [0, 1, 255], names=('road',))
+    head = SimpleNamespace(num_classes=1, out_channels=1, ignore_index=None)
+    made = nn.Module()
+    made.decode_head = head
+    assert look(made, train=[dataset]) == ('', [])
+    head.loss_decode = SimpleNamespace(use_sigmoid=False)
+    assert 'the label 1' in look(made, train=[dataset])[0]
+
+
+def test_sixteen_bits(look, tmp_path):
+    dataset = segmentation(tmp_path / 'data', [0, 257], dtype=np.uint16)
+    assert 'has the value 257, of which MMSegmentation keeps 8 bits: 1' in look(SEGMENTOR, train=[dataset])[0]
+
+
+def test_zero_that_may_be_a_class(look, tmp_path):
+    dataset = segmentation(tmp_path / 'data', [0, 1, 2], names=('sky', 'bird', 'bat'), **REDUCED)
+    line, (warning,) = look(model(decode_head=3), train=[dataset])
+    assert (
+        not line and 'ignores the value 0 of label images, and 1 is the first class sky; the last, bat, then' in warning
+    )
+
+
+def test_label_images_that_are_not_there(look, tmp_path):
+    dataset = segmentation(tmp_path / 'data', [0, 1], [0, 1])
+    path = tmp_path / 'data' / 'ann' / '1.png'
+    path.write_text('no image')
+    assert f'the label image {path} cannot be read as an image' in look(SEGMENTOR, train=[dataset])[0]
+    path.unlink()
+    assert look(SEGMENTOR, train=[dataset])[0] == f'train_dataloader: the label image {path} is not there.'
+    dataset.pipeline.transforms = dataset.pipeline.transforms[:1]  # a test without labels
+    assert look(SEGMENTOR, test=[dataset]) == ('', [])
+
+
+def test_a_sample_of_many(look, tmp_path, monkeypatch):
+    """Twenty where that is enough; ten times as many where so far only one class is there."""
+    dataset = segmentation(tmp_path / 'data', *[[0, 255]] * 40, [0, 1])
+    assert look(SEGMENTOR, train=[dataset], num_images=20) == ('', [])
+    opened = []
+    load = label_images.Image.open
+    monkeypatch.setattr(label_images.Image, 'open', lambda path: opened.append(path) or load(path))
+    other = segmentation(tmp_path / 'other', *[[0, 1]] * 40)
+    assert look(SEGMENTOR, train=[other], num_images=20) == ('', [])
+    assert len({str(path) for path in opened if 'ann' in str(path)}) == 20
+    opened.clear()
+    assert look(SEGMENTOR, train=[other], num_images=20) == ('', []) and not opened
+
+
+def test_the_hook_is_in_every_config_s_runtime():
+    from config_helpers import load
+
+    for task in ('mmdet', 'mmseg', 'mmpretrain'):
+        pytest.importorskip(task)
+        hooks = [bare_name(hook.type) for hook in load(f'{task}/ravlt_shapes_quickstart').custom_hooks]
+        assert 'DataCheckHook' in hooks
