@@ -173,8 +173,11 @@ class PatchMerging(BaseModule):
         self.reduction = nn.Linear(4 * in_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        neighbours = cut_patches(pad_to_multiple(x, 2), 2)
-        return self.reduction(self.norm(neighbours.transpose(3, 4).flatten(3)))  # the one below comes second
+        return self.reduction(self.norm(self.neighbours(x)))
+
+    def neighbours(self, x: Tensor) -> Tensor:
+        """(B, H, W, C) -> (B, ceil(H / 2), ceil(W / 2), 4 C); the neighbour below comes second."""
+        return cut_patches(pad_to_multiple(x, 2), 2).transpose(3, 4).flatten(3)
 
 
 # --- batch norms folded into convolutions -----------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from mmlinattn.layers import (
     ConvFFN,
     ConvStem,
     DWConvFFN,
+    PatchMerging,
     ResidualDWConv,
     SourceBlock,
     compact,
@@ -126,6 +127,11 @@ def test_batch_norms_are_folded(kind, norm, monkeypatch):
     if norm in ('BN', 'SyncBN'):
         monkeypatch.setattr(nn.functional, 'batch_norm', None)
     torch.testing.assert_close(ROOM.call(module, x), expected)
+
+
+def test_patches_are_merged():
+    module, x = filled(PatchMerging(DIM, 12, LN)).eval(), torch.randn(2, 3, 5, DIM, dtype=torch.float64)
+    torch.testing.assert_close(ROOM.call(module, x), module(x))
 
 
 def hooked(layer):
