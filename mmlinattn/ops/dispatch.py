@@ -151,7 +151,7 @@ def is_traced() -> bool:
 def is_exported() -> bool:
     """Whether ``torch.export`` runs the model's Python code itself. Under ``strict=True`` it does not, nor does
     ``torch.compile``: both read it."""
-    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    return private.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def size_oblivious():

@@ -24,6 +24,7 @@ num_modes: Any = torch._C._len_torch_dispatch_stack
 innermost_transform: Any = torch._C._functorch.peek_interpreter_stack
 forward_mode: Any = forward_ad  # whose level is 0 or more where derivatives are taken forward
 is_batched: Any = torch._C._functorch.is_legacy_batchedtensor  # by ``torch.autograd.grad(..., is_grads_batched=True)``
+is_exporting: Any = getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)  # since torch 2.7
 
 
 def has_global_hooks() -> bool:

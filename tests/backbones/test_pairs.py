@@ -108,8 +108,11 @@ def test_a_batch_of_no_images_gives_empty_maps(host, stage_attns, training):
 @every_mix
 def test_half_precision_is_finite_and_close_to_float32(host, stage_attns, dtype):
     """Under autocast, also of inputs 100 times their usual size, as a badly scaled fine-tuning run has them; and of a
-    model that is all in half precision, of the mix that rounds least."""
-    model, x = small_hosts.build(host, stage_attns=stage_attns), image(2, 64, 80)
+    model that is all in half precision, of the mix that rounds least.
+
+    The middle one of three images counts. With ReLU as kernel an image can have a query that meets no key: its result
+    is zero, and a mean of values once rounding lets the query meet one, in float32, too."""
+    model, x = small_hosts.build(host, stage_attns=stage_attns), image(3, 64, 80)
     assert_trains(model.train(), x, dtype)
     assert_trains(model, 100 * x, dtype, loss_scale=1)
     model.eval()
@@ -121,7 +124,8 @@ def test_half_precision_is_finite_and_close_to_float32(host, stage_attns, dtype)
             found += model.to(dtype)(x.to(dtype))
             assert all(out.dtype == dtype for out in found[len(exact) :])
     for out, expected in zip(found, exact * 2):
-        assert (out - expected).norm() < 16 * torch.finfo(dtype).eps * expected.norm()
+        deviation = (out - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+        assert deviation.median() < 6 * torch.finfo(dtype).eps
 
 
 PUBLISHED = [

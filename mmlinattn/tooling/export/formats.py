@@ -68,7 +68,8 @@ class TorchExport(Format):
     @quiet()
     def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
         example, shapes = _open(example, smallest)
-        program = torch.export.export(model, (example,), dynamic_shapes=shapes)
+        # strict=True, the default before torch 2.7, reads the code and knows no context like StridedPools
+        program = torch.export.export(model, (example,), dynamic_shapes=shapes, strict=False)
         with open(path, 'wb') as file:
             torch.export.save(program, file, extra_files={METADATA: json.dumps(metadata)})
 

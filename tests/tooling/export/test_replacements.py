@@ -43,7 +43,7 @@ class LastLevel(nn.Module):
 
 def test_pools_of_one_pixel_export_for_even_and_odd_sizes():
     sizes = ({2: Dim('height', min=3), 3: Dim('width', min=3)},)
-    graph = torch.export.export(LastLevel(), (torch.randn(1, 2, 8, 10),), dynamic_shapes=sizes).module()
+    graph = torch.export.export(LastLevel(), (torch.randn(1, 2, 8, 10),), dynamic_shapes=sizes, strict=False).module()
     for size in ((8, 10), (7, 10), (9, 5)):
         x = torch.randn(1, 2, *size)
         assert torch.equal(graph(x), F.max_pool2d(x, 1, stride=2))
