@@ -108,7 +108,7 @@ def test_a_batch_of_no_images_gives_empty_maps(host, stage_attns, training):
 @every_mix
 def test_half_precision_is_finite_and_close_to_float32(host, stage_attns, dtype):
     """Under autocast, also of inputs 100 times their usual size, as a badly scaled fine-tuning run has them; and of a
-    model that is all in half precision, of the mix that rounds least.
+    model that is all in half precision, of the mix that rounds least. Long sums: tests/ops/test_range.py.
 
     The middle one of three images counts. With ReLU as kernel an image can have a query that meets no key: its result
     is zero, and a mean of values once rounding lets the query meet one, in float32, too."""
