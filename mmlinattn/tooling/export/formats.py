@@ -17,17 +17,11 @@ INSTALL = 'pip install "mmlinattn[export]"'
 
 
 class Format:
-    """A kind of file.
+    """A kind of file."""
 
-    Attributes:
-        suffix: Usual end of the file's name.
-        needs: Packages to write and run it with.
-        smallest_of_pyramids: Smallest side, in pixels, of a model with a head or neck on maps of up to stride 64.
-    """
-
-    suffix: str
-    needs: tuple[str, ...] = ()
-    smallest_of_pyramids = 32
+    suffix: str  # usual end of the file's name
+    needs: tuple[str, ...] = ()  # packages to write and run it with
+    smallest_of_pyramids = 32  # smallest side, in pixels, of a model with a head or neck on maps of up to stride 64
 
     def write(self, model: nn.Module, example: Tensor, path: Path, smallest: Optional[int], metadata: dict) -> None:
         """Write a graph for all sizes with sides of at least ``smallest`` pixels; None: for the example's size."""
@@ -35,10 +29,6 @@ class Format:
 
     def load(self, path: Path) -> Callable:
         """A function of an image."""
-        raise NotImplementedError
-
-    def read_metadata(self, path: Path) -> dict:
-        """The metadata in the file."""
         raise NotImplementedError
 
     def check_installed(self) -> None:
@@ -77,13 +67,6 @@ class TorchExport(Format):
     def load(self, path: Path) -> Callable:
         with open(path, 'rb') as file:
             return torch.export.load(file).module()
-
-    @quiet()
-    def read_metadata(self, path: Path) -> dict:
-        files = {METADATA: ''}
-        with open(path, 'rb') as file:
-            torch.export.load(file, extra_files=files)
-        return json.loads(files[METADATA])
 
 
 class Checked(nn.Module):
@@ -126,12 +109,6 @@ class TorchScript(Format):
     def load(self, path: Path) -> Callable:
         return torch.jit.load(str(path))
 
-    @quiet()
-    def read_metadata(self, path: Path) -> dict:
-        files = {METADATA: ''}
-        torch.jit.load(str(path), _extra_files=files)
-        return json.loads(files[METADATA])
-
 
 class Onnx(Format):
     suffix = '.onnx'
@@ -153,17 +130,6 @@ class Onnx(Format):
         options.log_severity_level = 3
         session = onnxruntime.InferenceSession(str(path), options, providers=['CPUExecutionProvider'])
         return lambda image: [torch.from_numpy(out) for out in session.run(None, {'image': image.numpy()})]
-
-    def read_metadata(self, path: Path) -> dict:
-        import onnx
-
-        found: dict = {}
-        for prop in onnx.load(str(path), load_external_data=False).metadata_props:
-            try:
-                found[prop.key] = json.loads(prop.value)
-            except ValueError:  # text
-                found[prop.key] = prop.value
-        return found
 
 
 class OpenVino(Format):
@@ -189,11 +155,6 @@ class OpenVino(Format):
         # by default CPUs with bfloat16 or float16 units round to it
         compiled = openvino.compile_model(str(path), 'CPU', {'INFERENCE_PRECISION_HINT': 'f32'})
         return lambda image: [torch.from_numpy(out.copy()) for out in compiled(image.numpy()).values()]
-
-    def read_metadata(self, path: Path) -> dict:
-        import openvino
-
-        return json.loads(openvino.Core().read_model(str(path)).get_rt_info(['mmlinattn']).astype(str))
 
 
 FORMATS: dict[str, Format] = {

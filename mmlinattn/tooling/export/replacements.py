@@ -1,11 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Parts of upstream heads whose graphs would hold for one size only, and such that compute the same at all."""
 
-import inspect
 from typing import Any, Optional
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -13,29 +11,17 @@ from ...ops.sizes import as_tensor
 
 
 class StridedPools(TorchFunctionMode):
-    """A context in which max pools of one pixel, the last levels of MMDetection's FPN, are slices.
+    """A context in which max pools of one pixel and stride 2, the last levels of MMDetection's FPN, are slices.
 
-    The shape of a pool's result PyTorch's exporter works out by asking whether the size is divided by the stride, and
-    writes the answer into the graph.
+    The shape of a pool's result older exporters of PyTorch work out by asking whether the size is even, and write the
+    answer into the graph.
     """
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in (F.max_pool2d, torch.max_pool2d):
-            given = inspect.signature(_pool).bind(*args, **kwargs).arguments
-            plain = not (given.get('padding') or given.get('return_indices')) and given.get('dilation', 1) in (
-                1,
-                (1, 1),
-            )
-            if given['kernel_size'] in (1, (1, 1)) and given.get('stride') and plain:
-                stride = given['stride']
-                rows, columns = (stride, stride) if isinstance(stride, int) else stride
-                return given['input'][..., ::rows, ::columns]
+        if func is torch.max_pool2d and args[1] == 1 and kwargs.get('stride') == 2 and kwargs.get('padding') == 0:
+            return args[0][..., ::2, ::2]
         return func(*args, **kwargs)
-
-
-def _pool(input, kernel_size, stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False):
-    """The arguments of PyTorch's max pool."""
 
 
 class BinMeans(nn.Module):

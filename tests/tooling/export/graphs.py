@@ -2,7 +2,9 @@
 """Small hosts for the tests of graphs that leave batch, height and width open."""
 
 import copy
+import json
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -48,3 +50,25 @@ def check(graph, model, shapes=SHAPES):
     for shape in shapes:
         x = image(shape)
         assert deviation(graph(x), model(x)) < TOLERANCE, shape
+
+
+def metadata_of(form, path):
+    """The metadata in a file."""
+    files = {'metadata.json': ''}
+    if form == 'torch-export':
+        with open(path, 'rb') as file:
+            torch.export.load(file, extra_files=files)
+    elif form == 'torchscript':
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')
+            torch.jit.load(str(path), _extra_files=files)
+    elif form == 'openvino':
+        import openvino
+
+        return json.loads(openvino.Core().read_model(str(path)).get_rt_info(['mmlinattn']).astype(str))
+    else:
+        import onnx
+
+        found = {prop.key: prop.value for prop in onnx.load(str(path), load_external_data=False).metadata_props}
+        return {key: value if key == 'task' else json.loads(value) for key, value in found.items()}
+    return json.loads(files['metadata.json'])

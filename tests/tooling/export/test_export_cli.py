@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from graphs import metadata_of
 from mmengine.config import Config
 from mmengine.registry import MODELS, init_default_scope
 
@@ -67,7 +68,7 @@ def test_a_dynamic_graph_is_written_checked_and_described(config, tmp_path, caps
             torch.testing.assert_close(graph(image), model(image), rtol=1e-3, atol=1e-4)
     with pytest.raises(Exception, match=r'image has the shape \[1, 3, 31, 64\]; allowed is'):
         graph(torch.randn(1, 3, 31, 64))
-    meta = FORMATS['torchscript'].read_metadata(out)
+    meta = metadata_of('torchscript', out)
     assert meta['classes'] == ['one', 'two', 'three'] and meta['task'] == 'classifier'
     assert (meta['mean'], meta['std'], meta['channel_order']) == ([1.0, 2.0, 3.0], [4.0, 5.0, 6.0], 'RGB')
     assert [path.name for path in tmp_path.glob('*graph*')] == ['graph.pt']
@@ -78,7 +79,7 @@ def test_a_static_graph_names_the_size_it_was_traced_for(config, tmp_path, capsy
     out = tmp_path / 'graph.pt'
     main(options(config, out))
     assert 'serves image (1, 3, 64, 80), no other size' in capsys.readouterr().out
-    assert FORMATS['torchscript'].read_metadata(out)['classes'] == ['circle', 'square', 'star']
+    assert metadata_of('torchscript', out)['classes'] == ['circle', 'square', 'star']
     graph = torch.jit.load(str(out))
     assert graph(torch.randn(1, 3, 64, 80)).shape == (1, 3)
     with pytest.raises(Exception, match=r'traced for \[1, 3, 64, 80\] and serves no other'):
@@ -107,7 +108,7 @@ def test_a_published_model_is_exported_at_every_size(form, tmp_path, capsys):
         main(words)
         said = capsys.readouterr().out
     assert said.count('deviation at') == 3
-    meta = FORMATS[form].read_metadata(out)
+    meta = metadata_of(form, out)
     assert json.loads(json.dumps(meta)) == meta and meta['mean'] == [123.675, 116.28, 103.53]
     outputs = FORMATS[form].load(out)(torch.randn(1, 3, 70, 100))
     assert meta['task'] in ('classifier', 'segmentor', 'detector')
