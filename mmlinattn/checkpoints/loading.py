@@ -236,7 +236,7 @@ def check_trained(model: nn.Module, checkpoint: dict) -> None:
 
 
 def trained_model(
-    cfg: Config, source: str, part: str = '', name: str = 'the config', **backbone: Any
+    cfg: Config, source: str, part: str = '', name: str = 'the config'
 ) -> tuple[nn.Module, Optional[dict]]:
     """The model of a config with the weights of a checkpoint, published or of this project.
 
@@ -247,7 +247,6 @@ def trained_model(
         source: a file, URL or ``mmlinattn://NAME``.
         part: beginning of the keys that have to be trained; all but auxiliary heads by default.
         name: of the config, for messages.
-        backbone: settings of the backbone to change; weights that no longer fit stay as they are initialised.
 
     Returns:
         The model, and ``meta`` of the checkpoint where it has one.
@@ -262,8 +261,8 @@ def trained_model(
         return [key for key in keys if key.startswith(part) and not key.startswith(UNUSED_IN_TESTS)]
 
     for pretrained in (False, True):
-        model: Any = build_model(cfg, pretrained, **backbone)
-        if pretrained or backbone:
+        model: Any = build_model(cfg, pretrained)
+        if pretrained:
             model.init_weights()
         state, report, _ = convert_state(checkpoint, source, model)
         parameters = dict(model.named_parameters())
@@ -279,7 +278,7 @@ def trained_model(
         missing=missing + wanted([key for key in report.missing if key not in parameters]),
     )
     what, wrong = next(((what, keys) for what, keys in problems.items() if keys), ('', []))
-    if wrong and not backbone:
+    if wrong:
         raise RunError(f'checkpoint {source!r} does not fit the model of {name}; {what}: {some(wrong)}.')
     if not wanted(report.loaded):
         raise RunError(

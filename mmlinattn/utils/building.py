@@ -45,14 +45,13 @@ def without_pretrained(node: Any) -> Any:
     return node
 
 
-def build_model(cfg: Config, pretrained: bool = False, **backbone: Any) -> nn.Module:
+def build_model(cfg: Config, pretrained: bool = False) -> nn.Module:
     """The model of a config as its constructors leave it.
 
     Args:
         cfg (Config): Of a detector, segmentor or classifier.
         pretrained (bool): Keep what names a checkpoint, for ``init_weights``; some constructors, of adapters, read it.
             Without, nothing is read or downloaded.
-        backbone: Settings of the backbone to change.
 
     Raises:
         RunError: The config has no model, or a part of it refuses its arguments; ``MMLINATTN_TRACEBACK=1`` keeps errors
@@ -64,8 +63,6 @@ def build_model(cfg: Config, pretrained: bool = False, **backbone: Any) -> nn.Mo
     init_default_scope(cfg.get('default_scope') or 'mmengine')
     given = cfg.model.to_dict()
     model = ConfigDict(given if pretrained else without_pretrained(given))
-    if backbone:
-        model['backbone'].update(backbone)
     model.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
     try:
         return MODELS.build(model)

@@ -56,8 +56,8 @@ def test_nothing_to_fetch_is_left_in_a_config():
 def test_models_are_built_as_a_runner_builds_them():
     model = dict(type='Given', backbone=dict(depth=1, init_cfg=PRETRAINED))
     cfg = Config(dict(model=model, data_preprocessor=dict(mean=3), default_scope='mmseg'))
-    given = build_model(cfg, depth=2, width=4).given
-    assert given == dict(backbone=dict(depth=2, width=4, init_cfg=None), data_preprocessor=dict(mean=3))
+    given = build_model(cfg).given
+    assert given == dict(backbone=dict(depth=1, init_cfg=None), data_preprocessor=dict(mean=3))
     assert DefaultScope.get_current_instance().scope_name == 'mmseg'
     assert cfg.model.backbone.depth == 1 and 'data_preprocessor' not in cfg.model
     assert (

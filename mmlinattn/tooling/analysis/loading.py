@@ -71,7 +71,7 @@ def token_at(column: int, row: int, inputs: Tensor, size: tuple[int, int]) -> tu
     return at[0], at[1]
 
 
-def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', backbone: Optional[dict] = None) -> nn.Module:
+def load_model(cfg: Config, checkpoint: str, device: str = 'cpu') -> nn.Module:
     """The model of a config in eval mode.
 
     Args:
@@ -79,7 +79,6 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', backbone: Opti
         checkpoint (str): A file, URL or ``mmlinattn://NAME``; ``'none'`` initialises the weights at random, without any
             download.
         device (str): Where to.
-        backbone (dict, optional): Settings of the backbone to change; weights that no longer fit then start at random.
 
     Returns:
         nn.Module: With ``dataset_meta``, as upstream's inferencers have it: ``classes``, None where nobody names them.
@@ -91,10 +90,10 @@ def load_model(cfg: Config, checkpoint: str, device: str = 'cpu', backbone: Opti
         raise RunError('the config has no model.backbone to look into.')
     model: Any
     if checkpoint.lower() == 'none':
-        model, meta = build_model(cfg, **(backbone or {})), None
+        model, meta = build_model(cfg), None
         model.init_weights()
     else:
-        model, meta = trained_model(cfg, checkpoint, part='backbone.', **(backbone or {}))
+        model, meta = trained_model(cfg, checkpoint, part='backbone.')
     model = revert_sync_batchnorm(model)
     model.dataset_meta = dict(classes=class_names(cfg, meta))
     model.to(device).eval()  # which gives nothing back where MMDetection distils

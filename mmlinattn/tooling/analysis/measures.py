@@ -50,14 +50,7 @@ def neighbours(queries: Tensor, keys: Tensor) -> Tensor:
 
 def inside(weights: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
     """Weight inside the neighbourhood, mean over queries: its plain sum (InLine Fig. 3), and its share of all
-    magnitudes, which is the same where no weight is negative and the rows sum to one.
-
-    Args:
-        weights (Tensor): (heads, n, M).
-        near (Tensor): (n, M) bool, see :func:`neighbours`.
-
-    Returns:
-        tuple[Tensor, Tensor]: (heads,) each.
+    magnitudes, which is the same where no weight is negative and the rows sum to one. ``near``: see :func:`neighbours`.
     """
     total, share = ((t * near).sum(dim=-1).mean(dim=-1) for t in (weights, magnitudes(weights)))
     return total, share

@@ -19,19 +19,12 @@ TITLE_WIDTH = 7.5  # inches that titles need
 
 
 class QueryMaps(NamedTuple):
-    """The map of one token of a block.
-
-    Attributes:
-        block (str): Its name.
-        mixer (str): Its attention.
-        maps (ndarray): (heads, h, w), NaN where it cannot look.
-        size (tuple[int, int]): Height and width of the map of the queries.
-    """
+    """The map of one token of a block."""
 
     block: str
     mixer: str
-    maps: np.ndarray
-    size: tuple[int, int]
+    maps: np.ndarray  # (heads, h, w), NaN where it cannot look
+    size: tuple[int, int]  # of the map of the queries
 
     @property
     def mean(self) -> np.ndarray:
@@ -96,15 +89,8 @@ def _plot_grid(rows: list[tuple[str, list]], size: tuple, title: str, path: Path
 
 
 def plot_query(found: list[QueryMaps], picture: Picture, query: tuple, pixel: tuple, path: Path) -> None:
-    """A row for each block, a column for each head.
-
-    Args:
-        found (list[QueryMaps]): One a block.
-        picture (Picture): What they are drawn over.
-        query (tuple[int, int]): Column and row of the token's mark in the image as shown.
-        pixel (tuple[int, int]): The same place in the image as given, for the title.
-        path (Path): Of the drawing.
-    """
+    """A row for each block, a column for each head, over the image. The token's mark is at ``query``, column and row in
+    the image as shown: ``pixel`` of the image as given."""
     rows = []
     for maps in found:
         panels: list[tuple] = [('image and query', picture.shown, {})]
@@ -186,17 +172,7 @@ def numbers_at(entry: dict, place: str) -> np.ndarray:
 
 
 def plot_measures(entries: list[dict], what, out: Path, title: str) -> list[Path]:
-    """A plot for each measure asked for, ``NAME.png``; those that no block has are left out.
-
-    Args:
-        entries (list[dict]): Blocks as in ``summary.json``.
-        what (Sequence[str]): Names of :data:`PLOTS`; others are passed over.
-        out (Path): The folder.
-        title (str): Of the model.
-
-    Returns:
-        list[Path]: The files made.
-    """
+    """A plot for each measure of ``what`` that some block of ``summary.json`` has: the files made, ``NAME.png``."""
     made = []
     for name in [name for name in what if name in PLOTS]:
         words, places = PLOTS[name]

@@ -125,15 +125,8 @@ def _of_values(mixer, q, k, grid, key_grid, mask=None, rotary=None, bias=None) -
 def local_weights(kernels: Tensor, grid: Grid, heads: int, rows: Rows = None) -> Tensor:
     """A depth-wise convolution of the values as the matrix it is, mean over the channels of each head.
 
-    Args:
-        kernels (Tensor): (B or 1, C, k, k), k odd, for each channel; (B or 1, C, k, 1) goes over the sequence of all
-            tokens instead of their grid.
-        grid (Grid): Of the tokens; class tokens have no neighbours.
-        heads (int): Heads that the channels are split into.
-        rows (Sequence[int] | Tensor, optional): The queries wanted, all by default.
-
-    Returns:
-        Tensor: (B or 1, heads, N or len(rows), N).
+    ``kernels``: (B or 1, C, k, k), k odd; (B or 1, C, k, 1) goes over the sequence of all tokens instead of their grid.
+    Class tokens have no neighbours. Gives (B or 1, heads, N or len(rows), N).
     """
     kernels = kernels.detach().unflatten(1, (heads, -1))
     kernels = kernels.mean(dim=2, keepdim=True).expand_as(kernels).flatten(1, 2)
@@ -156,12 +149,6 @@ def matrix_of(function: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows:
 
     The channels of a head share one matrix, and each channel of the output depends on the same channel of the values:
     so each answers for another row, and one backward pass gives as many rows as a head has channels.
-
-    Args:
-        function (Callable): Of values (B, M, C); gives (B, N, C).
-        v (Tensor): Any values.
-        heads (int): Heads that the channels are split into.
-        rows (Sequence[int] | Tensor, optional): The rows wanted, all by default.
 
     Returns:
         tuple[Tensor, float]: (B, heads, N or len(rows), M), and how far it times ``v`` is from what the function gives,

@@ -16,24 +16,15 @@ import mmcv
 import numpy as np
 
 from .polygons import mask_to_polygons
-from .shapes import (
-    ADE20K_NAMES,
-    ADE_CLASSES,
-    COCO_CLASSES,
-    IMAGENET_CLASSES,
-    SHAPES,
-    UNLABELLED_SHAPE,
-    draw_scene,
-)
+from .shapes import ADE20K_NAMES, ADE_CLASSES, COCO_CLASSES, IMAGENET_CLASSES, SHAPES, UNLABELLED_SHAPE, draw_scene
 from .textures import BACKGROUNDS, FILLS
 
 WNIDS = tuple(f'n9{label:07d}' for label in range(len(IMAGENET_CLASSES)))  # sort as the labels do
-EMPTY_EVERY, FIRST_EMPTY = 20, 4  # images 4, 24, 44, ... show no shapes: even a small set has an empty one
 
 
-def is_empty(number: int) -> bool:
-    """Whether the ``number``-th image of a split (from 1) shows a background only."""
-    return number % EMPTY_EVERY == FIRST_EMPTY
+def shapes_of(number: int) -> int | None:
+    """Images 4, 24, 44, ... of a split show no shapes: even a small set has an empty one."""
+    return 0 if number % 20 == 4 else None
 
 
 def save_picture(path: Path, image: np.ndarray) -> None:
@@ -48,7 +39,7 @@ class Coco:
 
     @classmethod
     def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> dict:
-        scene = draw_scene(rng, size, num_shapes=0 if is_empty(number) else None)
+        scene = draw_scene(rng, size, num_shapes=shapes_of(number))
         name = f'{number:012d}.jpg'
         save_picture(root / f'{split}2017' / name, scene.image)
         image = dict(id=number, file_name=name, width=size[0], height=size[1], license=1)
@@ -90,7 +81,7 @@ class Ade:
 
     @classmethod
     def write_image(cls, root: Path, split: str, number: int, rng: np.random.Generator, size: tuple[int, int]) -> dict:
-        scene = draw_scene(rng, size, num_shapes=0 if is_empty(number) else None, kinds=(*SHAPES, UNLABELLED_SHAPE))
+        scene = draw_scene(rng, size, num_shapes=shapes_of(number), kinds=(*SHAPES, UNLABELLED_SHAPE))
         values = [ADE_CLASSES.index(kind) + 1 for kind in SHAPES] + [0]
         labels = np.full(scene.image.shape[:2], ADE_CLASSES.index(scene.background) + 1, np.uint8)
         for mask, kind in zip(scene.masks, scene.labels):

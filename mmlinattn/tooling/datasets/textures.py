@@ -13,18 +13,11 @@ FILLS = ('plain', 'striped')
 
 
 def draw_background(rng: np.random.Generator, size: tuple[int, int], kind: str) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Draw one of ``BACKGROUNDS``, pale and of a colour typical of its kind.
+    """One of ``BACKGROUNDS``, pale and in a colour typical of its kind, ``(H, W, 3)`` float32, and the two colours that
+    it mixes.
 
     The mean colour of an image is by far its strongest signal: where it is random, small models spend their first
     hundreds of iterations on not heeding it.
-
-    Args:
-        rng: Source of randomness.
-        size: Width and height in pixels.
-        kind: One of ``BACKGROUNDS``.
-
-    Returns:
-        The image, ``(H, W, 3)`` float32, and the two colours that it mixes.
     """
     hue = (BACKGROUNDS.index(kind) + 0.3) / len(BACKGROUNDS) + rng.normal(0, 0.03)
     saturation, value = rng.uniform(0.2, 0.45), rng.uniform(0.5, 0.9)
@@ -66,16 +59,7 @@ def _bands(distance: np.ndarray, period: float) -> np.ndarray:
 
 
 def contrasting_colour(rng: np.random.Generator, others: list[np.ndarray], hue: float | None) -> np.ndarray:
-    """The one of some random colours that is farthest from all others.
-
-    Args:
-        rng: Source of randomness.
-        others: Colours of the background and of other shapes.
-        hue: Hue in [0, 1) around which to choose saturated colours; any colour where None.
-
-    Returns:
-        ``(3,)`` RGB.
-    """
+    """The one of some random colours, saturated ones around ``hue`` or any, that is farthest from all others."""
     if hue is None:
         candidates = rng.uniform(0, 255, (8, 3))
     else:

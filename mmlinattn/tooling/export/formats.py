@@ -70,13 +70,8 @@ class TorchExport(Format):
 
 
 class Checked(nn.Module):
-    """A traced graph that refuses images of sizes it was not made for.
-
-    Args:
-        graph (ScriptModule): The graph.
-        shape (list[int]): Of the traced image.
-        smallest (int, optional): Pixels a side from which on every size is served; None for that shape alone.
-    """
+    """A traced graph that refuses images of sizes it was not made for: all but ``shape``, or those with a side of less
+    than ``smallest`` pixels."""
 
     def __init__(self, graph: torch.jit.ScriptModule, shape: list[int], smallest: Optional[int]) -> None:
         super().__init__()

@@ -101,18 +101,14 @@ class ExportableModel(nn.Module):
         self.model = model
 
     def forward(self, image: Tensor):
-        with size_oblivious():
-            return self._outputs(image)
-
-    def _outputs(self, image: Tensor):
-        if self.task == 'detector':
-            with StridedPools():
+        with size_oblivious(), StridedPools():
+            if self.task == 'detector':
                 return tuple(self.model.extract_feat(image))
-        logits = self.model(image, mode='tensor')
-        if self.task == 'classifier':
-            return logits
-        align = self.model.decode_head.align_corners
-        return F.interpolate(logits, image.shape[2:], mode='bilinear', align_corners=align)
+            logits = self.model(image, mode='tensor')
+            if self.task == 'classifier':
+                return logits
+            align = self.model.decode_head.align_corners
+            return F.interpolate(logits, image.shape[2:], mode='bilinear', align_corners=align)
 
     def output_names(self, outputs) -> list[str]:
         return ['logits'] if isinstance(outputs, Tensor) else [f'feat{i}' for i in range(len(outputs))]

@@ -135,6 +135,9 @@ def test_models_are_told_apart_and_made_ready():
         assert found.task == task
         assert not model.training and model.backbone.deployed == 1
         assert not any(p.requires_grad for p in model.parameters())
+        outputs = found(torch.randn(2, 3, 36, 64))
+        names = ['feat0', 'feat1'] if task == 'detector' else ['logits']
+        assert found.output_names(outputs) == names and (task != 'detector' or outputs[1].shape == (2, 2, 5, 8))
         for pool in (model.backbone.pool, model.branches[0]):  # of heads too
             assert type(pool).__name__ == 'BinMeans'
     headless = Classifier()
@@ -151,18 +154,6 @@ def test_segmentors_give_maps_of_the_images_size(align_corners):
     logits = ExportableModel(model)(image)
     expected = F.interpolate(model(image, 'tensor'), (33, 50), mode='bilinear', align_corners=align_corners)
     assert torch.equal(logits, expected)
-
-
-def test_outputs_of_each_task():
-    image = torch.randn(2, 3, 36, 64)
-    for model in (Toy(), Segmentor(), Classifier()):
-        exportable = ExportableModel(model)
-        outputs = exportable(image)
-        if exportable.task == 'detector':
-            assert exportable.output_names(outputs) == ['feat0', 'feat1']
-            assert type(outputs) is tuple and outputs[1].shape == (2, 2, 5, 8)
-        else:
-            assert exportable.output_names(outputs) == ['logits']
 
 
 class Fake(formats.Format):
@@ -220,16 +211,6 @@ def test_what_a_format_cannot_express(fake, tmp_path, monkeypatch, place):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize('shape', [(1, 1), (2, 3)], ids=str)
-@pytest.mark.parametrize('value', [0.0, -4.0])
-def test_outputs_that_are_all_alike_have_a_deviation(shape, value):
-    """One logit of one image has no standard deviation; of zeros, the error itself is told."""
-    expected = torch.full(shape, value)
-    assert models.deviation(expected, expected) == 0
-    assert models.deviation(expected + 0.5, expected) == pytest.approx(0.5 / (abs(value) or 1))
-    assert models.deviation(expected, expected + float('nan')) == INF
-
-
 def test_deviation_is_that_of_the_worst_output_in_its_standard_deviations():
     x, y = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([10.0, 20.0, 30.0, 40.0])
     off = torch.tensor([0.0, 0.0, 0.0, 1.0])
@@ -238,6 +219,10 @@ def test_deviation_is_that_of_the_worst_output_in_its_standard_deviations():
     for outs in ([x[:2]], [x * float('nan')], [x * INF]):
         assert models.deviation(outs, [x]) == models.deviation([x, *outs], [x, x]) == INF
     assert models.deviation([x], [x, x]) == INF
+    for value in (0.0, -4.0):  # of outputs that are all alike, one logit of one image say, in units of their size
+        alike = torch.full((1, 1), value)
+        assert models.deviation(alike, alike) == 0
+        assert models.deviation(alike + 0.5, alike) == pytest.approx(0.5 / (abs(value) or 1))
 
 
 def test_what_deviates_is_not_written(fake, tmp_path, monkeypatch):
