@@ -20,25 +20,15 @@ CLASS_TOKEN, PADDING = -1, -2  # in place of a token's place in a map
 
 
 class Window(NamedTuple):
-    """What a mixer did in one window, or in the whole map, of an image.
-
-    Attributes:
-        mixer (TokenMixer): The mixer.
-        given (dict): Its arguments ``q, k, v, grid, key_grid, mask, rotary, bias, context``, untouched by what it does,
-            of this window alone: batches of one.
-        out (Tensor): What it gave, (N, E).
-        local (nn.Module, optional): Depth-wise convolution of the values that is added around the mixer.
-        queries (Tensor): Where each query lies in the block's map, (N,): ``row * width + column``, :data:`PADDING` or
-            :data:`CLASS_TOKEN`.
-        keys (Tensor): Where each key lies in the map of the keys, (M,), likewise.
-    """
+    """What a mixer did in one window, or in the whole map, of an image."""
 
     mixer: TokenMixer
-    given: dict
-    out: Tensor
-    local: Any
+    given: dict  # its arguments, untouched by what it does, of this window alone: batches of one
+    out: Tensor  # what it gave, (N, E)
+    local: Optional[nn.Module]  # depth-wise convolution of the values that is added around the mixer
+    # where each query lies in the block's map, (N,): row * width + column, PADDING or CLASS_TOKEN
     queries: Tensor
-    keys: Tensor
+    keys: Tensor  # where each key lies in the map of the keys, (M,), likewise
 
     @property
     def values(self) -> Tensor:
@@ -62,7 +52,7 @@ class Window(NamedTuple):
 
     def local_kernels(self) -> list[Tensor]:
         """Kernels (1, E, k, k) of the convolutions of the values: the mixer's own and that around it."""
-        around = None if self.local is None else self.local.weight[None, :, 0]
+        around = None if self.local is None else self.local.weight[None, :, 0]  # type: ignore[index]
         own = self.mixer.local_kernels(self.given['context'])
         return [kernels.detach() for kernels in (own, around) if kernels is not None]
 
@@ -83,23 +73,14 @@ class Window(NamedTuple):
 
 
 class BlockCall(NamedTuple):
-    """What one block's attention did with an image.
+    """What one block's attention did with an image."""
 
-    Attributes:
-        name (str): Of the block within the model, ``backbone.stages.0.1``.
-        branches (list[list[Window]]): Windows by mixer: one list for all heads, or one for each direction of stripes.
-        size (tuple[int, int]): Height and width of the map of the queries.
-        key_size (tuple[int, int]): Those of the map of the keys.
-        projected (Tensor): What entered the output projection, (1, H, W, E) or (windows, N, E).
-        ratio (int): Reduction of the keys' map; 0 for keys that lie on no map (averages over the token sequence).
-    """
-
-    name: str
-    branches: list[list[Window]]
-    size: tuple[int, int]
-    key_size: tuple[int, int]
-    projected: Tensor
-    ratio: int
+    name: str  # of the block within the model, backbone.stages.0.1
+    branches: list[list[Window]]  # one list for all heads, or one for each direction of stripes
+    size: tuple[int, int]  # height and width of the map of the queries
+    key_size: tuple[int, int]  # those of the map of the keys
+    projected: Tensor  # what entered the output projection, (1, H, W, E) or (windows, N, E)
+    ratio: int  # reduction of the keys' map; 0 for keys that lie on no map (averages over the token sequence)
 
     @property
     def windows(self) -> list[Window]:

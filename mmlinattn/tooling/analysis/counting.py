@@ -39,17 +39,14 @@ class Count(TorchDispatchMode):
 
     Args:
         model (nn.Module): Its sub-modules' names are what operations are counted under.
-
-    Attributes:
-        macs (Counter): ``(module name, kind)`` -> multiply-adds, ``kind`` one of :data:`KINDS`.
-        peak_bytes (int): Largest sum of tensors alive at one time that were made while counting: activations, not
-            weights. Temporaries inside an operation (a convolution's workspace) are not seen.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        self.macs: Counter = Counter()
+        self.macs: Counter = Counter()  # (module name, kind) -> multiply-adds, of KINDS
+        # The largest sum of tensors alive at one time that were made while counting: activations, not weights.
+        # Temporaries inside an operation (a convolution's workspace) are not seen.
         self.peak_bytes = 0
         self.kind_of_product = PRODUCT
         self._live_bytes = 0

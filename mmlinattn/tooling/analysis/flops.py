@@ -20,21 +20,13 @@ MASK_ROIS = 100  # of MMDetection 2.x's get_flops, which the papers used; 3.x ag
 
 
 class Cost(NamedTuple):
-    """The cost of one forward pass of a model, batch size 1.
+    """The cost of one forward pass of a model, batch size 1."""
 
-    Attributes:
-        shape: (height, width) of the image.
-        params: parameters of each part, in the order in which they run.
-        macs: ``(part, kind)`` -> multiply-adds, kinds as in :data:`~mmlinattn.tooling.analysis.counting.KINDS`.
-        peak_bytes: activations alive at one time, float32, as an estimate.
-        notes: what was counted how.
-    """
-
-    shape: tuple
-    params: dict
-    macs: Counter
-    peak_bytes: int
-    notes: list
+    shape: tuple  # height and width of the image
+    params: dict  # of each part, in the order in which they run
+    macs: Counter  # (part, kind) -> multiply-adds, kinds as in mmlinattn.tooling.analysis.counting.KINDS
+    peak_bytes: int  # activations alive at one time, float32, as an estimate
+    notes: list  # what was counted how
 
     @property
     def total_params(self) -> int:

@@ -19,23 +19,15 @@ from ..images import image_channels, transforms
 
 
 class Picture(NamedTuple):
-    """An image as the network sees it.
+    """An image as the network sees it."""
 
-    Attributes:
-        name (str): File name without suffix.
-        shown (ndarray): (h, w, 3) uint8 RGB, after resizing and cropping, before padding and normalisation.
-        inputs (Tensor): (1, channels, H, W), what the backbone is given; H >= h and W >= w.
-        sample: The data sample of the pipeline.
-        pipeline (Callable): Takes an image of the same size to what the pipeline makes of its first channel, (h, w).
-        size (tuple[int, int]): Width and height of the image as given.
-    """
-
-    name: str
-    shown: np.ndarray
-    inputs: Tensor
-    sample: object
+    name: str  # of the file, without suffix
+    shown: np.ndarray  # (h, w, 3) uint8 RGB, after resizing and cropping, before padding and normalisation
+    inputs: Tensor  # (1, channels, H, W), what the backbone is given; H >= h and W >= w
+    sample: object  # the data sample of the pipeline
+    # takes levels from 0 to 1, (height, width), to what the pipeline makes of them, (h, w)
     pipeline: Callable[[np.ndarray], np.ndarray]
-    size: tuple[int, int]
+    size: tuple[int, int]  # width and height of the image as given
 
     def to_shown(self, x: float, y: float) -> tuple[int, int]:
         """Column and row in ``shown`` of a pixel of the image as given: where the pipeline leaves a spot there.

@@ -38,19 +38,12 @@ _PLACEMENT_TRIES = 12
 
 
 class Scene(NamedTuple):
-    """One image and its ground truth; ``N`` shapes, back to front.
+    """One image and its ground truth; ``N`` shapes, back to front."""
 
-    Attributes:
-        image: ``(H, W, 3)`` uint8, RGB.
-        masks: ``(N, H, W)`` bool, the *visible* pixels of each shape; no two overlap.
-        labels: ``(N,)`` int64, index of each shape in the ``kinds`` asked for.
-        background: Name of the background, one of ``BACKGROUNDS``.
-    """
-
-    image: np.ndarray
-    masks: np.ndarray
-    labels: np.ndarray
-    background: str
+    image: np.ndarray  # (H, W, 3) uint8, RGB
+    masks: np.ndarray  # (N, H, W) bool, the *visible* pixels of each shape; no two overlap
+    labels: np.ndarray  # (N,) int64, index of each shape in the kinds asked for
+    background: str  # one of BACKGROUNDS
 
 
 def draw_scene(
