@@ -136,7 +136,7 @@ def _save(figure: Figure, path: Path) -> Path:
 
 PLOTS = dict(
     rank=(
-        'effective rank / largest possible; projected: after convolution and gate',
+        'effective rank / largest possible',
         [
             f'rank.{name}.effective / at_most'
             for name in ('state', 'output', 'projected', 'weights', 'weights_with_local')

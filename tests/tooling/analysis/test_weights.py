@@ -158,16 +158,6 @@ class OfContext(Squared):
     context = True
 
 
-@pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
-def test_a_mixer_of_ones_own(masked):
-    mixer = Squared(DIM, HEADS)
-    mask = torch.arange(15).expand(2, 15) < 9 if masked else None
-    q, k, v = tokens(mixer, mask=mask)
-    shared = dict(mask=mask, bias=torch.rand(1, HEADS, 15, 15))
-    weights = mixer_weights(mixer, q, k, GRID, GRID, **shared)
-    torch.testing.assert_close(by_head(mixer, weights, v), mixer(q, k, v, GRID, GRID, **shared))
-
-
 @pytest.mark.parametrize('kind', [WithNeighbours, NotANumber, OfContext])
 def test_what_is_no_map_is_refused(kind):
     mixer = kind(DIM, HEADS)

@@ -3,7 +3,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.export import Dim
 
 from mmlinattn.tooling.export.replacements import BinMeans, StridedPools, replace_modules
 
@@ -31,22 +30,6 @@ def test_upsampling_of_mmsegmentation_by_a_factor_is_pytorchs():
     new = model[0][0]
     assert type(new) is nn.Upsample
     assert (new.size, new.scale_factor, new.mode, new.align_corners) == (None, 2.0, 'bilinear', False)
-
-
-class LastLevel(nn.Module):
-    """As MMDetection's FPN makes it."""
-
-    def forward(self, x):
-        with StridedPools():
-            return F.max_pool2d(x, 1, stride=2)
-
-
-def test_pools_of_one_pixel_export_for_even_and_odd_sizes():
-    sizes = ({2: Dim('height', min=3), 3: Dim('width', min=3)},)
-    graph = torch.export.export(LastLevel(), (torch.randn(1, 2, 8, 10),), dynamic_shapes=sizes, strict=False).module()
-    for size in ((8, 10), (7, 10), (9, 5)):
-        x = torch.randn(1, 2, *size)
-        assert torch.equal(graph(x), F.max_pool2d(x, 1, stride=2))
 
 
 def test_slices_are_of_pools_of_one_pixel_and_stride_2_alone():
