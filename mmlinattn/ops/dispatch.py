@@ -110,7 +110,7 @@ def _lack(op: str, kernel: str, device: torch.device, dtype: torch.dtype, width:
         from .triton import attention
     except Exception as error:  # Triton's, which may be any
         return f'Triton cannot be imported: {error}'
-    if not attention.INTERPRETED:
+    if not attention.kernels.INTERPRETED:
         if device.type != 'cuda':
             return f'there are no kernels for the device {device.type!r}'
         if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):

@@ -21,7 +21,7 @@ from triton.runtime import driver
 from mmlinattn.ops.triton import attention
 
 BIN = Path(triton.__file__).parent / 'backends' / 'nvidia' / 'bin'
-REDUCES_LOGITS = 'sum_keys', 'combine'  # the weights of a NaN are NaN, whichever logit is the largest
+REDUCES_LOGITS = ('sum_keys',)  # the weights of a NaN are NaN, whichever logit is the largest
 
 
 class NoGPU:

@@ -10,7 +10,6 @@ from torch import Tensor
 from ..gradients import Rule, by_hand
 from ..tensors import gradients_like
 from . import kernels
-from .tiles import INTERPRETED
 
 MAPS = 'elu', 'relu'
 # wider heads would take more than the 99 KB of shared memory that consumer GPUs have, or spill
@@ -18,7 +17,6 @@ WIDEST_HEAD = {torch.float32: 64, torch.float16: 64, torch.bfloat16: 128}
 # Spans of the tokens: enough programs for every GPU, each with tokens enough to be worth its start. One program adds up
 # all spans of a head.
 PROGRAMS, FEWEST_TOKENS, MOST_SPLITS = 1024, 256, 128
-COMBINED_ROWS = 16
 
 
 def attention(equation, q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps) -> Tensor:
@@ -68,10 +66,8 @@ class _Call:
             D=d, WIDTH=width, ROWS=self.rows, num_warps=8 if widest > 32 else 4, num_stages=2 if widest <= 64 else 1
         )
         self.narrow, self.wide = narrow, dict(narrow, E=e, WIDTH_V=width_v)
-        self.combined = dict(D=d, E=e, WIDTH_V=width_v, ROWS=COMBINED_ROWS)
         self.flags = dict(KERNEL=kernel, HAS_ROTARY=rotary is not None)
         self.mask = dict(HAS_MASK=mask is not None)
-        self.blocks = -(-d // COMBINED_ROWS)
 
     def spans(self, x: Tensor) -> tuple[tuple[int], dict[str, int]]:
         """One program a span, head and image; sizes of tensor and spans."""
@@ -94,7 +90,7 @@ class _Call:
 
 
 def launch(kernel, grid: tuple, device: torch.device, *args, **settings) -> None:
-    if INTERPRETED:
+    if kernels.INTERPRETED:
         kernel[grid](*args, **settings)
         return
     with torch.cuda.device(device):
@@ -110,7 +106,6 @@ def forward(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps):
     call = _Call(q, k, v, rotary, mask, num_heads, kernel, weight_scale)
     (grid, sizes), d, e = call.spans(k), call.d, call.e
     splits, device = sizes['splits'], q.device
-    state, key_mean, stats = call.empty(d, e), call.empty(d), call.empty(2)
     parts, key_parts, part_stats = call.empty(splits, d, e), call.empty(splits, d), call.empty(splits, 2)
     query_mean: Any = call.empty(d) if call.weighted else None
     query_parts = call.empty(splits, d) if call.weighted else None
@@ -124,10 +119,15 @@ def forward(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps):
         parts, key_parts, part_stats, *_strides(k), *_strides(v), **sizes, weight_scale=call.scale,
         **call.flags, **call.mask, WEIGHTED=call.weighted, **call.wide,
     )  # fmt: skip
-    launch(
-        kernels.combine, (call.batch * num_heads, call.blocks), device, parts, key_parts, part_stats,
-        state, key_mean, stats, splits, MOST_SPLITS=MOST_SPLITS, **call.combined,
-    )  # fmt: skip
+    logits, totals = part_stats.unbind(-1)
+    largest = logits.amax(-1, keepdim=True)
+    largest = torch.where(largest == -torch.inf, 0, largest)  # of padding alone
+    share = (logits - largest).exp()
+    total = (totals * share).sum(-1)
+    share /= torch.where(total == 0, 1, total)[..., None]  # where sums are zero, so are the means
+    state = parts.mul_(share[..., None, None]).sum(2)
+    key_mean = key_parts.mul_(share[..., None]).sum(2)
+    stats = torch.stack((largest[..., 0], total), -1)
     out = torch.empty(*q.shape[:2], v.shape[-1], dtype=v.dtype, device=device)
     grid, sizes = call.spans(q)
     launch(
@@ -145,8 +145,7 @@ def backward(grads, inputs, kept, wanted, num_heads, kernel, weight_scale, eps):
     call = _Call(q, k, v, rotary, mask, num_heads, kernel, weight_scale)
     (grid, sizes), (key_grid, key_sizes) = call.spans(q), call.spans(k)
     splits, device, d, e = sizes['splits'], q.device, call.d, call.e
-    parts, key_parts, inner_parts = call.empty(splits, d, e), call.empty(splits, d), call.empty(call.blocks)
-    grad_state, grad_mean = call.empty(d, e), call.empty(d)
+    parts, key_parts = call.empty(splits, d, e), call.empty(splits, d)
     query_grads = call.empty(key_sizes['splits'], d) if call.weighted else None
     count = call.count(k, mask)
 
@@ -159,15 +158,15 @@ def backward(grads, inputs, kept, wanted, num_heads, kernel, weight_scale, eps):
         )  # fmt: skip
 
     over_queries(SUM=True, WRITE=not call.weighted)
-    launch(
-        kernels.combine_backward, (call.batch * num_heads, call.blocks), device, parts, key_parts, stats, state,
-        key_mean, grad_state, grad_mean, inner_parts, splits, **call.combined,
-    )  # fmt: skip
+    total = stats[..., 1]
+    over = 1 / torch.where(total == 0, 1, total)[..., None]
+    grad_state, grad_mean = parts.sum(2) * over[..., None], key_parts.sum(2) * over
+    shift = (grad_state * state).sum((-2, -1)) + (grad_mean * key_mean).sum(-1)
     launch(
         kernels.keys_backward, key_grid, device, k, v, mask, rotary, query_mean, grad_state, grad_mean, stats,
-        inner_parts, query_grads, grad_k, grad_v,
+        shift, query_grads, grad_k, grad_v,
         *_strides(k), *_strides(v), *_strides(grad_k), *_strides(grad_v), **key_sizes, weight_scale=call.scale,
-        **call.flags, **call.mask, WEIGHTED=call.weighted, INNER_PARTS=call.blocks, **call.wide,
+        **call.flags, **call.mask, WEIGHTED=call.weighted, **call.wide,
     )  # fmt: skip
     if call.weighted:
         over_queries(SUM=False, WRITE=True)

@@ -6,7 +6,7 @@
 rotation never leave the registers, and the backward pass computes them again.
 
 - A program has one head of one image and a span of its tokens. What it sums over them it writes to memory of its own,
-  and :func:`combine` adds that up in a fixed order: the same bits in every run.
+  and PyTorch adds that up in a fixed order: the same bits in every run.
 - Sums, maps, weights and normalisers are float32. Products are of the inputs' type, but float16: quotients by ``eps``
   leave its range, and two bfloat16 numbers have its digits with the range of float32. float32 takes three products of
   TF32.
@@ -19,23 +19,123 @@ rotation never leave the registers, and the backward pass computes them again.
 import triton
 import triton.language as tl
 
-from .tiles import (
-    angles,
-    mapped,
-    mapped_backward,
-    place,
-    product,
-    put,
-    put_turned,
-    real_tokens,
-    sum_of_parts,
-    tile,
-    tile_turned,
-    turned,
-)
-
 # sizes of images and batches; a kernel is not to be compiled again for another one
 SIZES = ['tokens', 'heads', 'splits', 'span']
+SPLITS_AT_ONCE = tl.constexpr(16)
+
+
+@triton.jit
+def place(heads, splits):
+    """Image, head and split of a program, and the place of its results among all of the head's."""
+    program = tl.program_id(0)
+    head = program % heads
+    split = (program // heads) % splits
+    image = program // (heads * splits)
+    owner = image.to(tl.int64) * heads + head
+    return image.to(tl.int64), head.to(tl.int64), split, owner
+
+
+INTERPRETED = not isinstance(place, triton.JITFunction)  # TRITON_INTERPRET=1
+INTERPRETED_HERE = tl.constexpr(INTERPRETED)  # where there is no product of bfloat16
+
+
+@triton.jit
+def product(a, b, like):
+    """Matrix product, summed in float32, of operands with the digits of ``like``."""
+    if INTERPRETED_HERE:
+        if like.dtype == tl.bfloat16:
+            a, b = a.to(tl.bfloat16), b.to(tl.bfloat16)
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision='ieee')
+    if like.dtype == tl.float32:
+        return tl.dot(a, b, input_precision='tf32x3')
+    high_a, high_b = a.to(tl.bfloat16), b.to(tl.bfloat16)
+    if like.dtype == tl.bfloat16:
+        return tl.dot(high_a, high_b)
+    low_a = (a.to(tl.float32) - high_a.to(tl.float32)).to(tl.bfloat16)
+    low_b = (b.to(tl.float32) - high_b.to(tl.float32)).to(tl.bfloat16)
+    return tl.dot(high_a, high_b, tl.dot(high_a, low_b, tl.dot(low_a, high_b)))
+
+
+@triton.jit
+def tile(pointer, stride, rows, columns, real_rows, real_columns):
+    """A tile of ``rows`` x ``columns``; zero where they are not real."""
+    mask = real_rows[:, None] & real_columns[None, :]
+    return tl.load(pointer + rows[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def tile_turned(pointer, stride, rows, columns, real_rows, real_columns):
+    """The transpose of :func:`tile`."""
+    mask = real_columns[:, None] & real_rows[None, :]
+    return tl.load(pointer + columns[:, None] + rows[None, :] * stride, mask=mask, other=0.0)
+
+
+@triton.jit
+def put(pointer, stride, rows, columns, real_rows, real_columns, values):
+    mask = real_rows[:, None] & real_columns[None, :]
+    tl.store(pointer + rows[:, None] * stride + columns[None, :], values.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def put_turned(pointer, stride, rows, columns, real_rows, real_columns, values):
+    """Write the transpose of ``values`` (columns, rows)."""
+    mask = real_columns[:, None] & real_rows[None, :]
+    tl.store(pointer + columns[:, None] + rows[None, :] * stride, values, mask=mask)
+
+
+@triton.jit
+def mapped(x, columns, KERNEL: tl.constexpr):
+    """phi of a tile in float32, zero in columns that are not real."""
+    if KERNEL == 'elu':
+        y = tl.where(x > 0, x + 1, tl.exp(x))
+    else:
+        y = tl.where(x < 0, 0.0, x)
+    return tl.where(columns[None, :], y, 0.0)
+
+
+@triton.jit
+def mapped_backward(x, y, grad, KERNEL: tl.constexpr):
+    """Gradient of ``x`` from that of ``y = phi(x)``."""
+    if KERNEL == 'elu':
+        return tl.where(x > 0, grad, grad * y)
+    else:
+        return tl.where(x <= 0, 0.0, grad)
+
+
+@triton.jit
+def turned(x, cos, sin, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Interleaved channel pairs turned by the angles of ``cos`` and ``sin`` (ROWS, WIDTH / 2)."""
+    first, second = tl.split(tl.reshape(x, [ROWS, WIDTH // 2, 2]))
+    pairs = tl.join(first * cos - second * sin, second * cos + first * sin)
+    return tl.reshape(pairs, [ROWS, WIDTH])
+
+
+@triton.jit
+def angles(rotary, start, rows, columns, real, channels, D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """cos and sin of a tile, from the table (N, d / 2, 2)."""
+    pairs = tile(rotary + tl.cast(start, tl.int64) * D, D, rows, columns, real, channels).to(tl.float32)
+    return tl.split(tl.reshape(pairs, [ROWS, WIDTH // 2, 2]))
+
+
+@triton.jit
+def real_tokens(mask, image, start, rows, end, tokens, HAS_MASK: tl.constexpr):
+    """Which tokens of a tile there are, and which of those are no padding."""
+    inside = start + rows < end
+    real = inside
+    if HAS_MASK:
+        real = inside & (tl.load(mask + image * tokens + start + rows, mask=inside, other=0) != 0)
+    return inside, real
+
+
+@triton.jit
+def sum_of_parts(parts, owner, splits, columns, real_columns, WIDTH: tl.constexpr, D: tl.constexpr):
+    """Sum over splits of (owners, splits, D)."""
+    total = tl.zeros([WIDTH], dtype=tl.float32)
+    each = tl.arange(0, SPLITS_AT_ONCE)
+    for first in range(0, splits, SPLITS_AT_ONCE):
+        start = parts + (owner * splits + first) * D
+        total += tl.sum(tile(start, D, each, columns, first + each < splits, real_columns), 0)
+    return total
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -111,37 +211,6 @@ def sum_keys(
     tl.store(key_parts + at * D + columns, tl.sum(keys, 0), mask=channels)
     tl.store(stats + at * 2, largest if WEIGHTED else 0.0)
     tl.store(stats + at * 2 + 1, total)
-
-
-@triton.jit(do_not_specialize=SIZES)
-def combine(
-    parts, key_parts, part_stats, state, key_mean, stats, splits,
-    D: tl.constexpr, E: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr, MOST_SPLITS: tl.constexpr,
-):  # fmt: skip
-    """State and mean key from the sums of all spans, some rows of the state a program; the largest logit and the sum of
-    weights of all."""
-    owner = tl.program_id(0).to(tl.int64)
-    rows, columns = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH_V)
-    real_rows, channels = rows < D, columns < E
-    each = tl.arange(0, MOST_SPLITS)
-    logits = tl.load(part_stats + (owner * splits + each) * 2, mask=each < splits, other=-float('inf'))
-    totals = tl.load(part_stats + (owner * splits + each) * 2 + 1, mask=each < splits, other=0.0)
-    largest = tl.max(logits, 0)
-    base = tl.where(largest == -float('inf'), 0.0, largest)
-    total = tl.sum(totals * tl.exp(logits - base), 0)
-    over = 1 / tl.where(total == 0, 1.0, total)  # no token but padding: sums are zero, and so are the means
-    matrix = tl.zeros([ROWS, WIDTH_V], dtype=tl.float32)
-    keys = tl.zeros([ROWS], dtype=tl.float32)
-    for split in range(splits):
-        at = owner * splits + split
-        share = tl.exp(tl.load(part_stats + at * 2) - base) * over
-        matrix += tile(parts + at * D * E, E, rows, columns, real_rows, channels) * share
-        keys += tl.load(key_parts + at * D + rows, mask=real_rows, other=0.0) * share
-    put(state + owner * D * E, E, rows, columns, real_rows, channels, matrix)
-    tl.store(key_mean + owner * D + rows, keys, mask=real_rows)
-    if tl.program_id(1) == 0:
-        tl.store(stats + owner * 2, base)
-        tl.store(stats + owner * 2 + 1, total)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -229,42 +298,14 @@ def queries_backward(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def combine_backward(
-    parts, key_parts, stats, state, key_mean, grad_state, grad_mean, inner_parts, splits,
-    D: tl.constexpr, E: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Gradients of state and mean key over the sum of the weights, and their inner products with what they are the
-    gradients of (``inner_parts``, one a program): the sum over tokens in the derivative of a softmax."""
-    owner = tl.program_id(0).to(tl.int64)
-    rows, columns = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDTH_V)
-    real_rows, channels = rows < D, columns < E
-    matrix = tl.zeros([ROWS, WIDTH_V], dtype=tl.float32)
-    keys = tl.zeros([ROWS], dtype=tl.float32)
-    for split in range(splits):
-        at = owner * splits + split
-        matrix += tile(parts + at * D * E, E, rows, columns, real_rows, channels)
-        keys += tl.load(key_parts + at * D + rows, mask=real_rows, other=0.0)
-    total = tl.load(stats + owner * 2 + 1)
-    over = 1 / tl.where(total == 0, 1.0, total)
-    matrix *= over
-    keys *= over
-    put(grad_state + owner * D * E, E, rows, columns, real_rows, channels, matrix)
-    tl.store(grad_mean + owner * D + rows, keys, mask=real_rows)
-    forward = tile(state + owner * D * E, E, rows, columns, real_rows, channels)
-    means = tl.load(key_mean + owner * D + rows, mask=real_rows, other=0.0)
-    inner = tl.sum(tl.sum(matrix * forward, 1) + keys * means, 0)
-    tl.store(inner_parts + owner * tl.num_programs(1) + tl.program_id(1), inner)
-
-
-@triton.jit(do_not_specialize=SIZES)
 def keys_backward(
-    k, v, mask, rotary, query_mean, grad_state, grad_mean, stats, inner_parts, query_grad_parts, grad_k, grad_v,
+    k, v, mask, rotary, query_mean, grad_state, grad_mean, stats, shift, query_grad_parts, grad_k, grad_v,
     k_b, k_n, v_b, v_n, grad_k_b, grad_k_n, grad_v_b, grad_v_n, tokens, heads, splits, span, weight_scale,
     KERNEL: tl.constexpr, HAS_MASK: tl.constexpr, HAS_ROTARY: tl.constexpr, WEIGHTED: tl.constexpr,
-    INNER_PARTS: tl.constexpr,
     D: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of keys and values, and of the mean query where ``WEIGHTED``."""
+    """Gradients of keys and values, and of the mean query where ``WEIGHTED``; ``shift`` is the sum over tokens in the
+    derivative of a softmax."""
     image, head, split, owner = place(heads, splits)
     rows, columns, columns_v = tl.arange(0, ROWS), tl.arange(0, WIDTH), tl.arange(0, WIDTH_V)
     channels, channels_v = columns < D, columns_v < E
@@ -277,9 +318,7 @@ def keys_backward(
     if WEIGHTED:
         query = tl.load(query_mean + owner * D + columns, mask=channels, other=0.0)
         largest = tl.load(stats + owner * 2)
-        shift = 0.0
-        for part in range(INNER_PARTS):
-            shift += tl.load(inner_parts + owner * INNER_PARTS + part)
+        all_tokens = tl.load(shift + owner)
         grad_query = tl.zeros([ROWS, WIDTH], dtype=tl.float32)
     for start in range(split * span, end, ROWS):
         inside, real = real_tokens(mask, image, start, rows, end, tokens, HAS_MASK)
@@ -303,7 +342,7 @@ def keys_backward(
         target = grad_v + image * grad_v_b + tl.cast(start, tl.int64) * grad_v_n + head * E
         put(target, grad_v_n, rows, columns_v, inside, channels_v, grad_value)
         if WEIGHTED:
-            grad_logit = p * (tl.sum(y * inner, 1) - shift) * weight_scale
+            grad_logit = p * (tl.sum(y * inner, 1) - all_tokens) * weight_scale
             inner = inner * p[:, None] + grad_logit[:, None] * query[None, :]
             grad_query += grad_logit[:, None] * y
         else:
