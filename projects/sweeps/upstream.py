@@ -116,7 +116,8 @@ def page(results: list[dict], backbone: str, total: int) -> str:
         groups: dict = {}
         for row in results:
             if row['config'].startswith(f'{project}::') and (row['outcome'] != 'works' or row['why']):
-                why = row['why'].replace(row['config'], 'it').replace('|', '/').replace('<', '&lt;')
+                why = re.sub(r"^config '\S+'", 'it', row['why'].replace(row['config'], 'it'))  # by its name, or path
+                why = why.replace('|', '/').replace('<', '&lt;')
                 for told in TOLD:
                     why = why.removeprefix(told)
                 why = re.sub(r'^[A-Z]\w+(?= )|(?<= from )\w+$', 'it', why)  # a class, so that reasons are alike
