@@ -74,6 +74,13 @@ def _load(dataset, seed: int, rank: int, batch: list) -> list:
     return [dataset[index] for index in indices]
 
 
+class _Batches(chain):
+    """What an iteration-based loop draws from."""
+
+    def skip_iter(self, num_iters: int) -> None:
+        """Called by the loop of onedl-mmengine, in place of drawing; these batches are left out already."""
+
+
 @HOOKS.register_module(force=True)
 class ExactResumeHook(Hook):
     """Make a resumed run see the data and the random numbers the uninterrupted one sees.
@@ -130,8 +137,9 @@ class ExactResumeHook(Hook):
         self.batches = self._number(loader, config, by_iterations)
         if by_iterations:
             self.batches.num_done = loop.iter
-            # the loop draws and drops as many batches as were trained on: nothing, as those are left out already
-            loop.dataloader_iterator = chain(repeat(None, loop.iter), loader)
+            # MMEngine's loop draws and drops as many batches as were trained on: nothing, as those are left out already
+            num_drawn = 0 if hasattr(loop.dataloader_iterator, 'skip_iter') else loop.iter
+            loop.dataloader_iterator = _Batches(repeat(None, num_drawn), loader)
         elif self._meta.get('stopped') and (self._meta['epoch'], self._meta['iter']) == (loop.epoch, loop.iter):
             self._num_done = _batches_done(self._meta['stopped'], len(loader))
 
