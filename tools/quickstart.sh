@@ -52,7 +52,7 @@ started=$SECONDS
 
 step "2/5 data set: $DATA"
 # The tool keeps a data set with these settings, and refuses a folder with other content.
-logged "$PY" tools/make_shapes_dataset.py "$DATA" --format coco --num-train 740 --num-val 60
+logged "$PY" tools/make_shapes_dataset.py "$DATA" --format coco --num-train 716 --num-val 60
 
 made_from=$(fingerprint "$CONFIG" "$DATA"/annotations/*.json)-$DATA
 if is_done train "$made_from"; then
@@ -65,7 +65,7 @@ else
         rm -f "$WORK_DIR"/epoch_*.pth "$WORK_DIR"/last_checkpoint "$WORK_DIR"/.*.done
         done_with begin "$made_from"
     fi
-    step "3/5 training, 440 iterations (some minutes; log: $LOG)"
+    step "3/5 training, 425 iterations (some minutes; log: $LOG)"
     "$PY" tools/train.py "$CONFIG" --data-root "$DATA" --work-dir "$WORK_DIR" \
         --no-validate "${resume[@]}" 2>&1 | tee -a "$LOG" | grep --line-buffered -E \
         'Epoch\(train\)|^(error|notice):' | sed -u -E 's/.*(Epoch.train.).*(\[[0-9]+\]\[ *[0-9]+\/[0-9]+\]).*(eta: [^ ]+).* (loss: [0-9.]+).*/   \2  \3  \4/' >&2 || {
