@@ -13,7 +13,7 @@ set, the next two follow. With pytest arguments: one pytest run with just these.
 
   --with-newest    the fast tests of ops, attentions, layers, hosts and engine, and one train -> resume
                    -> test round, on the newest PyTorch (requirements/lock-newest.txt)
-  --with-onedl     one such round on the onedl-* distributions
+  --with-onedl     the fast tests of the engine, and one such round, on the onedl-* distributions
   --use-existing   in the active Python instead of .venv (so does MMLINATTN_USE_EXISTING_ENV=1)
 USAGE
 }
@@ -93,6 +93,7 @@ if [ -n "$newest" ]; then
   .venv-newest/bin/python -m pytest -n "$workers" --dist worksteal -m 'not slow' \
     tests/attention tests/backbones tests/engine tests/layers tests/ops
 fi
+[ -z "$onedl" ] || .venv-onedl/bin/python -m pytest -n "$workers" --dist worksteal -m 'not slow' tests/engine
 for venv in ${newest:+.venv-newest} ${onedl:+.venv-onedl}; do
   pytest_if_any "$venv/bin/python" -m pytest -m roundtrip tests/tools/test_roundtrip.py
 done
