@@ -138,7 +138,8 @@ def count_models(side: int, batch: int, autocast: bool) -> None:
 
 
 def count_kernels(batch: int, heads: int, tokens: int, d: int) -> None:
-    """Launches of the Triton kernels and what they are started with, in tensors of (B, N, C); nothing is computed."""
+    """Launches of the Triton kernels and what they are started with, in tensors of (B, N, C); nothing is computed. The
+    sums of spans by PyTorch, of small tensors, come on top."""
     from mmlinattn.ops.triton import attention
 
     def touched(tensors) -> int:
