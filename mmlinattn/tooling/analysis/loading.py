@@ -39,7 +39,8 @@ class Picture(NamedTuple):
         if not (0 <= x < width and 0 <= y < height):
             raise RunError(f'query {x:g} {y:g} is outside of {self.name} ({width} x {height} pixels).')
         scales = getattr(self.sample, 'scale_factor', None)
-        scales = scales or [seen / given for seen, given in zip(sorted(self.shown.shape[:2]), sorted(self.size))]
+        if scales is None:
+            scales = [seen / given for seen, given in zip(sorted(self.shown.shape[:2]), sorted(self.size))]
         radius = 2 / min(1, *scales)  # pixels that are left out by resizing lie in the spot of another one
         distance = (np.arange(width) - x) ** 2 + (np.arange(height)[:, None] - y) ** 2
         nothing, all_ = (self.pipeline(np.full((height, width), level)) for level in (0.0, 1.0))

@@ -46,6 +46,7 @@ def mixer_weights(
         Tensor: (B, heads, N or len(rows), M), in float32 or better; zero at masked keys.
 
     Raises:
+        ValueError: For ``rows`` that are no indices of queries.
         NotImplementedError: For a mixer whose output is not one matrix a head times the values.
     """
     refusal = f'{type(mixer).__name__} has no weights: what it gives is not one matrix a head times the values'
@@ -70,17 +71,18 @@ def mixer_state(mixer: TokenMixer, q: Tensor, k: Tensor, v: Tensor, *args, **ter
         q, k, v, args, terms: As in :meth:`mmlinattn.attention.TokenMixer.forward`, without ``context``.
 
     Returns:
-        Tensor | None: (B, heads, d, e), up to a factor a head; None for an attention without such a product, as softmax
-        and Hydra attention, whose heads have one channel.
+        Tensor | None: (B, heads, d, e), up to a factor a head; None for an attention without one, as softmax.
     """
     if mixer.quadratic:
         return None
     depth, number, width = k.shape[-1] // mixer.num_heads, k.shape[1], v.shape[-1] // mixer.num_heads
     products = _Products((depth, number), (number, width))
     with torch.no_grad(), products:
-        _of_values(mixer, q, k, *args, **terms)(v.to(accumulation_dtype(v)))
+        out = _of_values(mixer, q, k, *args, **terms)(v.to(accumulation_dtype(v)))
     found = products.found  # with five axes, as the plain forms have them
-    return None if found is None else found.reshape(len(q), mixer.num_heads, *found.shape[-2:])
+    if found is None and depth == width == 1:  # a number, which Hydra attention multiplies its queries by
+        found = out[:, :1]
+    return None if found is None else found.reshape(len(q), mixer.num_heads, depth, width)
 
 
 class _Products(TorchFunctionMode):
@@ -157,8 +159,7 @@ def matrix_of(function: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows:
     with torch.inference_mode(False), torch.enable_grad():
         v = v.clone().requires_grad_()
         out = function(v).unflatten(-1, (heads, -1))  # (B, N, heads, e)
-        index = torch.arange(out.shape[1]) if rows is None else torch.as_tensor(rows).long()
-        index = index.to(v.device)
+        index = _checked_rows(rows, out.shape[1]).to(v.device)
         parts = []
         channels = torch.arange(out.shape[-1], device=v.device)
         for some in index.split(len(channels)):
@@ -172,3 +173,12 @@ def matrix_of(function: Callable[[Tensor], Tensor], v: Tensor, heads: int, rows:
         error = matrix @ values - (out - bias)[:, index].transpose(1, 2)
         size = (matrix.abs() @ values.abs()).norm().clamp(min=1e-30)
     return matrix, float(error.norm() / size)
+
+
+def _checked_rows(rows: Rows, num_tokens: int) -> Tensor:
+    index = torch.arange(num_tokens) if rows is None else torch.as_tensor(rows)
+    if index.numel():
+        whole = index.dim() == 1 and not index.is_floating_point() and index.dtype != torch.bool
+        if not whole or index.min() < 0 or index.max() >= num_tokens:
+            raise ValueError(f'rows={rows!r} have to be a sequence of indices of queries in [0, {num_tokens - 1}]')
+    return index.long()

@@ -19,7 +19,7 @@ class StridedPools(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func is torch.max_pool2d and args[1] == 1 and kwargs.get('stride') == 2 and kwargs.get('padding') == 0:
+        if func is torch.max_pool2d and args[1:] == (1,) and kwargs.get('stride') == 2 and kwargs.get('padding') == 0:
             return args[0][..., ::2, ::2]
         return func(*args, **kwargs)
 

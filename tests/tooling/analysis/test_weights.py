@@ -158,6 +158,24 @@ class OfContext(Squared):
     context = True
 
 
+@pytest.mark.parametrize('masked', [False, True], ids=['', 'masked'])
+def test_a_mixer_of_ones_own(masked):
+    mixer = Squared(DIM, HEADS)
+    mask = torch.arange(15).expand(2, 15) < 9 if masked else None
+    q, k, v = tokens(mixer, mask=mask)
+    shared = dict(mask=mask, bias=torch.rand(1, HEADS, 15, 15))
+    weights = mixer_weights(mixer, q, k, GRID, GRID, **shared)
+    torch.testing.assert_close(by_head(mixer, weights, v), mixer(q, k, v, GRID, GRID, **shared))
+
+
+@pytest.mark.parametrize('rows', [[15], [-1], [0.5], [True, False], [[0]]], ids=str)
+def test_rows_that_are_no_indices_are_refused(rows):
+    mixer = build(dict(type='efficient'))
+    q, k, _ = tokens(mixer)
+    with pytest.raises(ValueError, match='have to be a sequence of indices of queries in .0, 14.'):
+        mixer_weights(mixer, q, k, GRID, GRID, rows=rows)
+
+
 @pytest.mark.parametrize('kind', [WithNeighbours, NotANumber, OfContext])
 def test_what_is_no_map_is_refused(kind):
     mixer = kind(DIM, HEADS)
@@ -179,7 +197,7 @@ def test_weights_of_linear_attentions_are_combinations_of_the_keys_of_their_stat
     ones = torch.zeros(15, *k.shape[:2], mixer.widths[2], dtype=k.dtype)
     ones[torch.arange(15), :, torch.arange(15)] = 1
     states = [mixer_state(mixer, q, k, one, GRID, GRID, **shared) for one in ones]
-    if mixer.quadratic or name == 'hydra':
+    if mixer.quadratic:
         assert states == [None] * 15
         return
     keys = torch.stack([state[..., 0] for state in states], dim=2)  # (B, heads, M, d)
