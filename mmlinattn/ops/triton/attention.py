@@ -14,8 +14,8 @@ from . import kernels
 MAPS = 'elu', 'relu'
 # wider heads would take more than the 99 KB of shared memory that consumer GPUs have, or spill
 WIDEST_HEAD = {torch.float32: 64, torch.float16: 64, torch.bfloat16: 128}
-# Spans of the tokens: enough programs for every GPU, each with tokens enough to be worth its start. One program adds up
-# all spans of a head.
+# Spans of the tokens: enough programs for every GPU, each with tokens enough to be worth its start, and few enough for
+# the memory of what they sum.
 PROGRAMS, FEWEST_TOKENS, MOST_SPLITS = 1024, 256, 128
 
 
