@@ -6,13 +6,13 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.grid import on_grid
-from .mixer import TOKEN_MIXERS, TokenMixer
+from .mixer import TOKEN_MIXERS, LocalMixer
 
 CONVS = ('grid', 'sequence', None)
 
 
 @TOKEN_MIXERS.register_module('angular')
-class AngularMixer(TokenMixer):
+class AngularMixer(LocalMixer):
     """Linear angular attention of Castling-ViT (You et al. 2023, Eq. 4-6) plus a depth-wise convolution of the values.
 
     The auxiliary softmax branch of the released training code, which builds N x N maps, is left out; so it is in the
@@ -53,11 +53,13 @@ class AngularMixer(TokenMixer):
             kernel, padding = dict(grid=((3, 3), (1, 1)), sequence=((9, 1), (4, 0)))[conv]
             self.dconv = nn.Conv2d(num_heads, num_heads, kernel, padding=padding, groups=num_heads, bias=False)
 
-    def forward(self, q, k, v, grid, key_grid, mask=None, **_) -> Tensor:
-        out = ops.angular_attention(q, k, v, self.num_heads, mask, self.form == 'released', self.unit_output)
+    def attend(self, q, k, v, key_grid, mask=None) -> Tensor:
+        return ops.angular_attention(q, k, v, self.num_heads, mask, self.form == 'released', self.unit_output)
+
+    def convolve(self, v, key_grid, context=None):
         if self.conv == 'grid':
-            return out + on_grid(self.convolved, v, key_grid)
-        return out if self.conv is None else out + self.convolved(v.transpose(1, 2).unsqueeze(-1))[..., 0].mT
+            return on_grid(self.convolved, v, key_grid)
+        return None if self.conv is None else self.convolved(v.transpose(1, 2).unsqueeze(-1))[..., 0].mT
 
     def convolved(self, image: Tensor) -> Tensor:
         """(B, C, h, w), all channels of a head by its kernel."""

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from .. import ops
 from ..layers.position import PositionTable
 from ..ops.grid import on_grid
-from .mixer import TOKEN_MIXERS, TokenMixer, check_local_kernel
+from .mixer import TOKEN_MIXERS, LocalMixer, check_local_kernel
 
 
 @TOKEN_MIXERS.register_module('focused')
-class FocusedMixer(TokenMixer):
+class FocusedMixer(LocalMixer):
     """Focused linear attention (FLatten Eq. 5-12).
 
     Args:
@@ -51,15 +51,16 @@ class FocusedMixer(TokenMixer):
         weight = self.local.weight.repeat(self.num_heads, 1, 1, 1)
         return ops.depthwise_conv2d(image, weight, self.local.bias.repeat(self.num_heads))
 
-    def forward(self, q, k, v, grid, key_grid, mask=None, **_) -> Tensor:
+    def attend(self, q, k, v, key_grid, mask=None) -> Tensor:
         offset = None if self.position is None else self.position.on(key_grid)
         if self.scale is not None:
             inverse_scale = 1 / F.softplus(self.scale)
-            out = ops.focused_attention(q, k, v, self.num_heads, inverse_scale, self.power, offset, mask)
-        else:
-            k = k if offset is None else k + offset.to(k.dtype)
-            out = ops.linear_attention(q.relu() + 1e-6, k.relu() + 1e-6, v, self.num_heads, mask=mask)
-        return out if self.local is None else out + on_grid(self.shared_conv, v, key_grid)
+            return ops.focused_attention(q, k, v, self.num_heads, inverse_scale, self.power, offset, mask)
+        k = k if offset is None else k + offset.to(k.dtype)
+        return ops.linear_attention(q.relu() + 1e-6, k.relu() + 1e-6, v, self.num_heads, mask=mask)
+
+    def convolve(self, v, key_grid, context=None):
+        return None if self.local is None else on_grid(self.shared_conv, v, key_grid)
 
     def local_kernels(self, context=None):
         return None if self.local is None else self.local.weight.repeat(self.num_heads, 1, 1, 1).squeeze(1)[None]

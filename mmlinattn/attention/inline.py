@@ -9,7 +9,7 @@ from .. import ops
 from ..ops.feature_maps import check_kernel
 from ..ops.grid import on_grid
 from ..ops.tensors import unflatten
-from .mixer import TOKEN_MIXERS, TokenMixer
+from .mixer import TOKEN_MIXERS, LocalMixer
 
 
 class PredictedConv(nn.Module):
@@ -40,7 +40,7 @@ class PredictedConv(nn.Module):
 
 
 @TOKEN_MIXERS.register_module('inline')
-class InLineMixer(TokenMixer):
+class InLineMixer(LocalMixer):
     """Injective linear attention with the local residual (InLine Eq. 3-6).
 
     Args:
@@ -70,15 +70,14 @@ class InLineMixer(TokenMixer):
         self.context = local_residual
         self.residual = PredictedConv(dim, num_heads) if local_residual else None
 
-    def forward(self, q, k, v, grid, key_grid, mask=None, context=None, **_) -> Tensor:
+    def attend(self, q, k, v, key_grid, mask=None) -> Tensor:
         if self.injective:
-            out = ops.inline_attention(q, k, v, self.num_heads, self.head_dim**-0.5, self.kernel, mask)
-        else:
-            out = ops.linear_attention(q, k, v, self.num_heads, self.kernel, mask)
-        if self.residual is None:
-            return out
+            return ops.inline_attention(q, k, v, self.num_heads, self.head_dim**-0.5, self.kernel, mask)
+        return ops.linear_attention(q, k, v, self.num_heads, self.kernel, mask)
+
+    def convolve(self, v, key_grid, context=None):
         residual = self.residual
-        return out + on_grid(lambda image: residual(image, context), v, grid)
+        return None if residual is None else on_grid(lambda image: residual(image, context), v, key_grid)
 
     def local_kernels(self, context=None):
         return None if self.residual is None else self.residual.kernels(context)

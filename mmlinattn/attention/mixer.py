@@ -103,6 +103,22 @@ class TokenMixer(BaseModule):
         return None
 
 
+class LocalMixer(TokenMixer):
+    """A mixer that adds a convolution of the values to its attention: ``out = attend(q, k, v) + convolve(v)``."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, key_grid: Grid, mask: Optional[Tensor] = None) -> Tensor:
+        """The attention alone, (B, N, widths[2]); arguments as in :meth:`forward`."""
+        raise NotImplementedError
+
+    def convolve(self, v: Tensor, key_grid: Grid, context: Optional[Tensor] = None) -> Optional[Tensor]:
+        """The convolution of the values, (B, M, widths[2]); None for none."""
+        raise NotImplementedError
+
+    def forward(self, q, k, v, grid, key_grid, mask=None, context=None, **_) -> Tensor:
+        out, local = self.attend(q, k, v, key_grid, mask), self.convolve(v, key_grid, context)
+        return out if local is None else out + local
+
+
 def get_mixer(spec: Union[str, dict]) -> tuple[type['TokenMixer'], dict]:
     """Class and options of an attention named as in ``stage_attns``.
 

@@ -171,25 +171,6 @@ class Room:
         out = F.conv2d(x, weight, bias, stride, padding, 1, groups)
         return F.gelu(out) if gelu else out
 
-    def depthwise(self, x: Tensor, weight: Tensor, bias: Optional[Tensor], onto: Tensor) -> Tensor:
-        """``onto`` plus a depth-wise convolution of ``x``, both (B, C, h, w); written over ``onto`` where types and
-        memory allow."""
-        channels_last = all(t.is_contiguous(memory_format=torch.channels_last) for t in (x, onto))
-        if not (self.onednn and x.numel() and channels_last and x.dtype == onto.dtype == self.dtype):
-            out = F.conv2d(x, weight, bias, 1, weight.shape[-1] // 2, 1, len(weight))
-            return added(onto, out)
-        weight, bias = self.cast(weight), self.cast(bias)
-        steps = ([weight.shape[-1] // 2] * 2, [1, 1], [1, 1], len(weight))
-        return private.CONV_ONTO.binary(onto, x, weight, bias, *steps, 'add', 1.0, None, [], None)
-
-    def plus_depthwise(self, x: Tensor, conv: Any) -> Tensor:
-        """``x + conv(x)`` of (B, C, h, w) by a depth-wise convolution."""
-        if self.dtype == torch.bfloat16:  # whose digits the sum of identity and kernel would take from the map
-            return x + self.convolved(x, conv.weight, conv.bias, conv.stride, conv.padding, conv.groups)
-        # the identity is a tap of the kernel: one pass over the map less
-        weight = conv.weight + F.pad(conv.weight.new_ones(1, 1, 1, 1), [conv.padding[0]] * 4)
-        return F.conv2d(x, weight, conv.bias, 1, conv.padding, 1, conv.groups)
-
     def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
         """``norm(x)``. A LayerNorm gives the type of products under autocast: it sums in float32 all the same, and the
         products that follow would round its result."""
@@ -243,7 +224,7 @@ def mlp(room: Room, self: Any, x: Tensor, scale: Optional[Tensor] = None, residu
 def conv_ffn(room, self, x, scale=None, residual=None) -> Tensor:
     def hidden(part):
         part = room.linear(self.fc1, part, gelu=True).permute(0, 3, 1, 2)
-        return room.plus_depthwise(part, self.dwconv).permute(0, 2, 3, 1)
+        return added(room.conv(part, self.dwconv), part).permute(0, 2, 3, 1)
 
     return _in_strips(room, self, x, hidden, 1, scale, residual)
 
@@ -306,8 +287,8 @@ def factorised_linear(room: Room, self: Any, x: Tensor) -> Tensor:
 
 @form_of(ResidualDWConv)
 def residual_dwconv(room: Room, self: Any, x: Tensor) -> Tensor:
-    x = F.gelu(x) if self.of_gelu else x
-    return room.plus_depthwise(x.permute(0, 3, 1, 2), self).permute(0, 2, 3, 1)
+    image = (F.gelu(x) if self.of_gelu else x).permute(0, 3, 1, 2)
+    return added(room.conv(image, self), image).permute(0, 2, 3, 1)
 
 
 @form_of(ConvStem, ConvDownsample)

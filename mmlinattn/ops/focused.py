@@ -9,7 +9,7 @@ from . import dispatch, private
 from .dispatch import accumulation_dtype
 from .gradients import Rule, by_hand
 from .plain_linear import linear_attention_reference
-from .tensors import are_attended, blocks, gradients_like, multiplier, padded_eps, split_heads, unshared
+from .tensors import are_attended, blocks, gradients_like, multiplier, padded_eps, split_heads
 
 
 def focused_attention(
@@ -86,14 +86,6 @@ def smallest_base(dtype: torch.dtype, power: float) -> float:
 
 
 # --- by hand: the backward pass computes the map once more ------------------------------------------------------------
-
-
-def focused_in_place(q, k, v, num_heads, inverse_scale, power, offset=None, mask=None, eps=1e-6) -> Tensor:
-    """:func:`focused_attention` on a CPU without gradients, in place: ``k`` is overwritten."""
-    if offset is not None:
-        _, k = unshared(q, k, v) if k.data_ptr() != q.data_ptr() else (q, k.clone())
-        k, offset = k.add_(offset), None
-    return focused_attention(q, k, v, num_heads, inverse_scale, power, offset, mask, eps)
 
 
 def _placed(k: Tensor, offset: Optional[Tensor], images: slice, rows: slice) -> Tensor:

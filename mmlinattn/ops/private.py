@@ -12,8 +12,7 @@ from torch.nn.modules import module as _module
 _mkldnn = torch.ops.mkldnn
 LINEAR: Any = getattr(_mkldnn, '_linear_pointwise', None)
 CONV: Any = getattr(_mkldnn, '_convolution_pointwise', None)
-CONV_ONTO: Any = getattr(_mkldnn, '_convolution_pointwise_', None)
-HAS_ONEDNN = None not in (LINEAR, CONV, CONV_ONTO) and hasattr(LINEAR, 'binary') and hasattr(CONV_ONTO, 'binary')
+HAS_ONEDNN = None not in (LINEAR, CONV) and hasattr(LINEAR, 'binary')
 CAN_BE_SIZE_OBLIVIOUS = hasattr(_config, 'backed_size_oblivious')  # since torch 2.6
 
 

@@ -30,7 +30,6 @@ from .tensors import (
     quotient_by_head,
     split_heads,
     tokens_of,
-    unshared,
 )
 
 Both = Union[Tensor, tuple[Tensor, Tensor]]  # queries and keys (B, heads, N, d): in one tensor (2, ...) where they fit
@@ -139,18 +138,12 @@ def forward(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps):
     return out.to(v.dtype), kept
 
 
-def rala_in_place(
-    q, k, v, num_heads, kernel='elu', rotary=None, mask=None, weight_scale: Optional[float] = 1.0, eps=1e-6
-) -> Tensor:
-    """:func:`rala` on a CPU without gradients, in place: ``q`` and ``k`` are overwritten."""
-    q, k = unshared(q, k, v)
-    wide = torch.promote_types(accumulation_dtype(q), v.dtype)
+def rala_in_place(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps=1e-6) -> Tensor:
+    """:func:`rala` on a CPU without gradients, in place: ``q`` and ``k``, which share no memory, are overwritten."""
     # without units for it, half precision is cheaper to widen once than to compute with, operation by operation
     native = q.dtype == v.dtype == torch.bfloat16 and private.has_bfloat16_units()
-    dtype = q.dtype if native else wide
-    pair = pair_by_head(q, k, num_heads)
-    both: Both = (split_heads(q, num_heads), split_heads(k, num_heads)) if pair is None else pair
-    both = _each(lambda x: x.to(dtype), both)
+    dtype = q.dtype if native else torch.promote_types(accumulation_dtype(q), v.dtype)
+    both = _each(lambda x: x.to(dtype), _places([q, k], num_heads))
     with dispatch.without_autocast(q):
         out, *_ = _mix(both, split_heads(v, num_heads), dtype, kernel, rotary, mask, weight_scale, eps)
     return out.to(v.dtype)

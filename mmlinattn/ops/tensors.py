@@ -225,12 +225,6 @@ def widened(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
         part.copy_(wide)
 
 
-def unshared(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys that are safe to modify in place: clones where two of the three tensors share memory."""
-    q = q.clone() if q.data_ptr() in (k.data_ptr(), v.data_ptr()) else q
-    return q, k.clone() if k.data_ptr() == v.data_ptr() else k
-
-
 def split(x: Tensor, widths) -> tuple[Tensor, ...]:
     """``x.split(widths, dim=-1)``; gradients that lie as the slices do become that of ``x`` without a copy."""
     learns = torch.is_grad_enabled() and x.requires_grad and x.is_contiguous()

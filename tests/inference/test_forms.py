@@ -208,23 +208,6 @@ def test_products(dtype, onednn, monkeypatch):
         assert room.linear(layer, x[:0], residual=residual[:0]).shape == (0, 11, 10)
 
 
-@pytest.mark.parametrize('onednn', [True, False])
-@pytest.mark.parametrize('size', [1, 3, 5])
-@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
-def test_depthwise_convolutions(dtype, size, onednn, monkeypatch):
-    """Added to another map in place, and to the map itself."""
-    monkeypatch.setattr(private, 'HAS_ONEDNN', private.HAS_ONEDNN and onednn)
-    room, conv = Room(dtype, dtype), nn.Conv2d(4, 4, size, padding=size // 2, groups=4).to(dtype)
-    tolerance = dict(rtol=0.05, atol=0.1) if dtype == torch.bfloat16 else {}
-    for shape in ((2, 4, 7, 9), (1, 4, 1, 3)):
-        x, onto = (torch.randn(shape, dtype=dtype).contiguous(memory_format=torch.channels_last) for _ in '12')
-        expected = onto + conv(x)
-        found = room.depthwise(x, conv.weight, conv.bias, onto)
-        torch.testing.assert_close(found, expected, **tolerance)
-        assert found.data_ptr() == onto.data_ptr()
-        torch.testing.assert_close(room.plus_depthwise(x, conv), x + conv(x), **tolerance)
-
-
 def test_products_under_autocast_are_of_its_type():
     room, layer, x = Room(torch.bfloat16, torch.float32), nn.Linear(64, 64), torch.randn(2, 40, 64)
     stem, image = ConvStem(3, 8, dict(type='BN')).eval(), torch.randn(1, 32, 32, 3)

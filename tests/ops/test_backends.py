@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmlinattn import ops
-from mmlinattn.ops.focused import focused_in_place
 from mmlinattn.ops.rank_augmented import rala_in_place
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
@@ -77,25 +76,18 @@ def test_inference_is_the_reference_in_float64_up_to_rounding(name, given, dtype
 
 @draws
 @given(inputs(), st.sampled_from([torch.float64, torch.float32, torch.bfloat16]), st.booleans())
-def test_attentions_that_write_over_queries_and_keys(given, dtype, native):
-    """For inference on CPUs that keeps neither; with and without units for bfloat16. Values stay."""
+def test_rala_in_place(given, dtype, native):
+    """Queries and keys side by side or not, with and without units for bfloat16. Values stay."""
     (q, k, v), options = given
     q, k, v = (t.to(dtype) for t in (q, k, v))
-    scale, offset, kept = torch.rand(q.shape[-1]) + 0.5, torch.randn(1, *q.shape[1:]).to(dtype), v.clone()
-    for public, in_place, more in (
-        (ops.rala, rala_in_place, dict(rotary=ops.rotary_table(1, q.shape[1], 4))),
-        (ops.focused_attention, focused_in_place, dict(inverse_scale=scale, power=3, offset=offset)),
-    ):
-        with torch.inference_mode(), mock.patch.object(ops.private, 'has_bfloat16_units', lambda: native):
-            expected = public(q, k, v, **options, **more)
-            both = torch.cat((q, k), dim=-1).chunk(2, dim=-1)
-            found = in_place(*both, v, **options, **more)
-            tolerance = dict(rtol=0.1, atol=0.1) if dtype == torch.bfloat16 else {}
-            torch.testing.assert_close(found, expected, **tolerance)
-            torch.testing.assert_close(
-                in_place(v.clone(), k.clone(), v, **options, **more), public(v, k, v, **options, **more), **tolerance
-            )
-        assert torch.equal(v, kept)
+    kept = v.clone()
+    options.update(kernel='elu', rotary=ops.rotary_table(1, q.shape[1], 4), weight_scale=0.5)
+    with torch.inference_mode(), mock.patch.object(ops.private, 'has_bfloat16_units', lambda: native):
+        expected = ops.rala(q, k, v, **options)
+        tolerance = dict(rtol=0.1, atol=0.1) if dtype == torch.bfloat16 else {}
+        for both in (torch.cat((q, k), dim=-1).chunk(2, dim=-1), (q, k)):
+            torch.testing.assert_close(rala_in_place(*both, v, **options), expected, **tolerance)
+    assert torch.equal(v, kept)
 
 
 @every_attention
