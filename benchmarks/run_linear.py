@@ -28,7 +28,6 @@ from run_ravlt import Report, Target, compare, machine, mib, ms  # noqa: E402
 
 from mmlinattn import ops  # noqa: E402
 from mmlinattn.backbones import LinearCSWin, LinearPVT, LinearPVTv2, LinearSwin  # noqa: E402
-from mmlinattn.ops.tensors import split  # noqa: E402
 
 HEAD_DIM, POWER = 32, 3
 MODELS = {
@@ -78,7 +77,7 @@ def attention_calls(name, literal, train, tokens, heads):
 
         def call():
             with torch.set_grad_enabled(train):
-                parts = qkv.chunk(3, dim=-1) if literal else split(qkv, [heads * HEAD_DIM] * 3)
+                parts = qkv.chunk(3, dim=-1)
                 out = ATTENTIONS[name](*parts, heads, literal)
             if train:
                 qkv.grad = None

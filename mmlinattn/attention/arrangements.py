@@ -10,7 +10,7 @@ from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
 from ..layers.patch_embed import PatchConv2d, pad_for
-from ..ops.tensors import split, to_image, unflatten
+from ..ops.tensors import to_image, unflatten
 from .base import Attention, Mixing, ReducedKeysAttention, mean_token
 from .context import MapWindows, StageContext
 
@@ -133,7 +133,8 @@ class WindowAttention(Attention):
 
     def forward(self, x: Tensor, stage: StageContext, source: Optional[Tensor] = None) -> Tensor:
         windows, real, hidden = windows_of(stage, x).get(self.window, self.shift)
-        q, k, v, *gate = split(windows.partition(self.qkv(x)), self.widths)  # padding is zero, values of it too
+        # padding is zero, values of it too
+        q, k, v, *gate = windows.partition(self.qkv(x)).split(self.widths, dim=-1)
         context = None
         if self.mixer.context:
             context = mean_token(windows.partition(x if source is None else source), real)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.grid import Grid, on_grid
-from ..ops.tensors import accumulation_dtype, split, unflatten
+from ..ops.tensors import accumulation_dtype, unflatten
 from .context import StageContext
 from .mixer import check_local_kernel, get_mixer
 
@@ -129,7 +129,7 @@ class Attention(Mixing):
         Returns:
             Tensor: (B, N, C).
         """
-        q, k, v, *gate = split(self.qkv(x), self.widths)
+        q, k, v, *gate = self.qkv(x).split(self.widths, dim=-1)
         context = self.context_of(x if source is None else source)
         out = self.mix(q, k, v, stage.grid, rotary=stage.rotary, context=context)
         return self.proj(self.gated(out, x, gate))
@@ -172,8 +172,8 @@ class ReducedKeysAttention(Attention):
     def forward(self, x: Tensor, stage: StageContext, source: Optional[Tensor] = None) -> Tensor:
         """Attend; (B, H, W, C) -> (B, H, W, C). Arguments as of :class:`Attention`."""
         reduced, tokens = self.reduce(x), x.flatten(1, 2)
-        q, *gate = split(self.q(tokens), (self.widths[0], *self.widths[3:]))
-        k, v = split(self.kv(reduced.flatten(1, 2)), self.widths[1:3])
+        q, *gate = self.q(tokens).split((self.widths[0], *self.widths[3:]), dim=-1)
+        k, v = self.kv(reduced.flatten(1, 2)).split(self.widths[1:3], dim=-1)
         context = self.context_of(tokens if source is None else source.flatten(1, 2))
         key_grid = Grid(*reduced.shape[1:3])
         out = self.mix(q, k, v, stage.grid, key_grid, context=context)

@@ -137,7 +137,11 @@ class ResidualDWConv(nn.Conv2d):
         self.of_gelu = of_gelu
 
     def forward(self, x: Tensor) -> Tensor:
-        image = ops.residual_depthwise_conv2d(to_image(x), self.weight, self.bias, self.of_gelu)
+        image = to_image(x)
+        if self.of_gelu:
+            image = ops.conv_of_gelu(image, self.weight, self.bias, groups=len(self.weight), residual=True)
+        else:
+            image = image + ops.depthwise_conv2d(image, self.weight, self.bias)
         return image.permute(0, 2, 3, 1)
 
 

@@ -7,7 +7,6 @@ from .convolution import (
     conv_of_gelu,
     depthwise_conv2d,
     dynamic_depthwise_conv2d,
-    residual_depthwise_conv2d,
 )
 from .dispatch import use
 from .efficient import efficient_attention
@@ -32,7 +31,6 @@ __all__ = [
     'inline_attention',
     'linear_attention',
     'rala',
-    'residual_depthwise_conv2d',
     'rotary_table',
     'rotate',
     'softmax_attention',

@@ -73,19 +73,18 @@ _CONV_OF_GELU = Rule(conv_of_gelu_reference, _conv_of_gelu, _conv_of_gelu_backwa
 # --- depth-wise, of stride 1 ------------------------------------------------------------------------------------------
 
 
-def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None, onto: Optional[Tensor] = None) -> Tensor:
-    """Depth-wise convolution, added to another map where one is given.
+def depthwise_conv2d(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+    """Depth-wise convolution.
 
     Args:
         x (Tensor): (B, C, h, w), best in channels-last memory.
         weight (Tensor): (C, 1, k, k), k odd.
         bias (Tensor, optional): (C,).
-        onto (Tensor, optional): (B, C, h, w), added.
 
     Returns:
         Tensor: (B, C, h, w).
     """
-    return _summed(_depthwise(x, weight, bias, dispatch.backend(x, weight, bias, onto)), onto)
+    return _depthwise(x, weight, bias, dispatch.backend(x, weight, bias))
 
 
 def _depthwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], backend: str) -> Tensor:
@@ -97,36 +96,6 @@ def _depthwise(x: Tensor, weight: Tensor, bias: Optional[Tensor], backend: str) 
 
 def depthwise_conv2d_reference(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
     return F.conv2d(x, weight, bias, 1, _padding(weight), 1, len(weight))
-
-
-def _summed(out: Tensor, onto: Optional[Tensor]) -> Tensor:
-    return out if onto is None else onto + out
-
-
-def residual_depthwise_conv2d(x: Tensor, weight: Tensor, bias: Optional[Tensor], of_gelu: bool = False) -> Tensor:
-    """``y + DWConv(y)`` of ``y = x``, or of ``y = gelu(x)``.
-
-    Args:
-        x (Tensor): (B, C, h, w), best in channels-last memory.
-        weight (Tensor): (C, 1, k, k), k odd.
-        bias (Tensor, optional): (C,).
-        of_gelu (bool): Apply GELU first; it is computed again in the backward pass, which then needs ``x`` only.
-
-    Returns:
-        Tensor: (B, C, h, w).
-    """
-    backend = dispatch.backend(x, weight, bias)
-    if backend == 'reference':
-        x = F.gelu(x) if of_gelu else x
-        return x + depthwise_conv2d_reference(x, weight, bias)
-    residual = True
-    if x.dtype in (torch.float32, torch.float64) and not dispatch.autocasts(x):
-        # The identity is a tap of the kernel: one pass over the map less. In half precision that rounds the map.
-        weight, residual = weight + F.pad(weight.new_ones(1, 1, 1, 1), [weight.shape[-1] // 2] * 4), False
-    if of_gelu:
-        return conv_of_gelu(x, weight, bias, 1, len(weight), residual)
-    out = _depthwise(x, weight, bias, backend)
-    return x + out if residual else out
 
 
 def _large_depthwise(x, weight, bias):
@@ -168,23 +137,22 @@ _LARGE_DEPTHWISE = Rule(depthwise_conv2d_reference, _large_depthwise, _large_dep
 # --- kernels of each image's own --------------------------------------------------------------------------------------
 
 
-def dynamic_depthwise_conv2d(x: Tensor, kernels: Tensor, onto: Optional[Tensor] = None) -> Tensor:
+def dynamic_depthwise_conv2d(x: Tensor, kernels: Tensor) -> Tensor:
     """Dynamic depth-wise convolution: each image has kernels of its own (InLine Eq. 6).
 
     Args:
         x (Tensor): (B, C, h, w), best in channels-last memory.
         kernels (Tensor): (B, C, k, k), k odd.
-        onto (Tensor, optional): As in :func:`depthwise_conv2d`.
 
     Returns:
         Tensor: (B, C, h, w).
     """
-    backend = dispatch.backend(x, kernels, onto)
+    backend = dispatch.backend(x, kernels)
     if backend == 'reference':
-        return _summed(sum_of_shifts(x, kernels), onto)
+        return sum_of_shifts(x, kernels)
     if x.shape[0] == 1:
-        return _summed(_depthwise(x, kernels.transpose(0, 1), None, backend), onto)
-    return _summed(dynamic_depthwise_conv2d_eager(x, kernels), onto)
+        return _depthwise(x, kernels.transpose(0, 1), None, backend)
+    return dynamic_depthwise_conv2d_eager(x, kernels)
 
 
 def sum_of_shifts(x: Tensor, kernels: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from . import dispatch, private
 from .dispatch import accumulation_dtype
 from .gradients import Rule, by_hand
 from .plain_linear import linear_attention_reference
-from .tensors import are_attended, blocks, gradients_like, multiplier, padded_eps, split_heads
+from .tensors import are_attended, blocks, multiplier, padded_eps, split_heads
 
 
 def focused_attention(
@@ -172,7 +172,7 @@ def _forward(q, k, v, inverse_scale, offset, mask, num_heads, power, eps):
 def _backward(grads, inputs, kept, wanted, num_heads, power, eps):
     (q, k, v, inverse_scale, offset, mask), (state, key_mean, count, floor), (grad,) = inputs, kept, grads
     product, scale = multiplier(q), inverse_scale.to(state.dtype)
-    grad_q, grad_k, grad_v = gradients_like(q, k, v)
+    grad_q, grad_k, grad_v = [torch.empty_like(t) for t in (q, k, v)]
     grad_state, grad_mean, grad_scale = torch.zeros_like(state), torch.zeros_like(key_mean), torch.zeros_like(scale)
     for images, rows in blocks(q, *q.shape[:2]):
         part = q[images, rows]

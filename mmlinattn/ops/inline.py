@@ -14,7 +14,6 @@ from .tensors import (
     copy_by_head,
     count_tokens,
     divisor,
-    gradients_like,
     heads_of,
     multiplier,
     product_dtype,
@@ -111,7 +110,7 @@ def _backward(grads, inputs, kept, wanted, num_heads, scale, kernel):
     (q, k, v, mask), (covariance, key_mean, value_mean) = inputs, kept
     product = multiplier(q)
     products = product_dtype(q, v)
-    made = gradients_like(q, k, v)
+    made = [torch.empty_like(t) for t in (q, k, v)]
     grad_q, grad_k, grad_v = (split_heads(t, num_heads) for t in made)
     q, k = _mapped(q, num_heads, kernel, products), _mapped(k, num_heads, kernel, products)
     v, grad = split_heads(v, num_heads).to(products), split_heads(grads[0], num_heads).to(products)

@@ -4,6 +4,7 @@
 Names below: ``g`` mean query, ``w`` token weights a / N, ``z`` mean weighted key, ``S`` state, ``d_x`` gradient of x.
 """
 
+from collections.abc import Sequence
 from typing import Optional, Union
 
 import torch
@@ -20,7 +21,6 @@ from .tensors import (
     count_tokens,
     divisor,
     dots,
-    gradients_like,
     heads_of,
     multiplier,
     padded_eps,
@@ -143,7 +143,9 @@ def rala_in_place(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps=1e
     # without units for it, half precision is cheaper to widen once than to compute with, operation by operation
     native = q.dtype == v.dtype == torch.bfloat16 and private.has_bfloat16_units()
     dtype = q.dtype if native else torch.promote_types(accumulation_dtype(q), v.dtype)
-    both = _each(lambda x: x.to(dtype), _places([q, k], num_heads))
+    pair = pair_by_head(q, k, num_heads)
+    both: Both = (split_heads(q, num_heads), split_heads(k, num_heads)) if pair is None else pair
+    both = _each(lambda x: x.to(dtype), both)
     with dispatch.without_autocast(q):
         out, *_ = _mix(both, split_heads(v, num_heads), dtype, kernel, rotary, mask, weight_scale, eps)
     return out.to(v.dtype)
@@ -187,10 +189,11 @@ def backward(grads, inputs, kept, wanted, num_heads, kernel, weight_scale, eps):
     (q, k, v, rotary, mask), (mean_query, weight, key_mean, state) = inputs, kept
     product = multiplier(q)
     wide, products = torch.promote_types(accumulation_dtype(q), v.dtype), product_dtype(q, v)
-    made = gradients_like(q, k, v)
+    made, places = _gradients(q, k, num_heads)
+    grad_v = torch.empty_like(v)
     both = _each(IN_PLACE[kernel][0], copies_by_head(q, k, num_heads, wide))
     q, k = both
-    places, d_v = _places(made, num_heads), split_heads(made[2], num_heads)
+    d_v = split_heads(grad_v, num_heads)
     d_both = places if q.dtype == made[0].dtype == made[1].dtype else _each(torch.empty_like, both)
     d_q, d_k = d_both
     v, state = split_heads(v, num_heads).to(products), state.to(products)
@@ -237,7 +240,7 @@ def backward(grads, inputs, kept, wanted, num_heads, kernel, weight_scale, eps):
     if d_both is not places:
         for place, grad in zip(places, d_both):
             place.copy_(grad)
-    return *made, None, None
+    return *made, grad_v, None, None
 
 
 def _each(function, both: Both) -> Both:
@@ -250,10 +253,13 @@ def _mean(x: Tensor, mask: Optional[Tensor], count) -> Tensor:
     return (real.sum(dim=2, keepdim=True) / count).to(x.dtype)
 
 
-def _places(made: list[Tensor], num_heads: int) -> Both:
-    """The gradients of queries and keys by head, in one where they lie side by side."""
-    pair = pair_by_head(made[0], made[1], num_heads)
-    return (split_heads(made[0], num_heads), split_heads(made[1], num_heads)) if pair is None else pair
+def _gradients(q: Tensor, k: Tensor, num_heads: int) -> tuple[Sequence[Tensor], Both]:
+    """Memory for the gradients of queries and keys, and the same by head; in one tensor where they fit."""
+    if q.shape != k.shape or q.dtype != k.dtype:
+        made = torch.empty_like(q), torch.empty_like(k)
+        return made, (split_heads(made[0], num_heads), split_heads(made[1], num_heads))
+    pair = q.new_empty(2, *q.shape)
+    return list(pair), pair.unflatten(-1, (num_heads, -1)).transpose(2, 3)
 
 
 _RALA = Rule(_equation, forward, backward)

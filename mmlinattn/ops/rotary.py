@@ -5,8 +5,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .gradients import Rule, by_hand
-from .tensors import are_attended, gradients_like, pair_by_head, split_heads, unflatten, widened
+from .tensors import unflatten, widened
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -77,43 +76,6 @@ def rotate(x: Tensor, table: Tensor, inplace: bool = False) -> Tensor:
     # a product of complex numbers is one pass over the memory
     pairs, turn = _as_complex(x), torch.view_as_complex(table)
     return torch.view_as_real(pairs.mul_(turn) if inplace else pairs * turn).flatten(-2)
-
-
-def rotate_by_head(q: Tensor, k: Tensor, num_heads: int, table: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys (B, N, num_heads * d) as (B, num_heads, N, d), rotated. In one pass where they lie side by
-    side."""
-    learned = table.requires_grad and torch.is_grad_enabled()
-    fits = are_attended(q, k, k, num_heads) and q.shape == k.shape and q.dtype == k.dtype
-    if dispatch.backend(q, k, table) == 'reference' or learned or not fits:
-        return rotate(split_heads(q, num_heads), table), rotate(split_heads(k, num_heads), table)
-    return by_hand(_RULE, q, k, table, num_heads=num_heads)
-
-
-def _equation(q, k, table, num_heads):
-    return tuple(rotate_reference(split_heads(t, num_heads), table) for t in (q, k))
-
-
-def _forward(q, k, table, num_heads):
-    pair = pair_by_head(q, k, num_heads)
-    both = (split_heads(t, num_heads) for t in (q, k))
-    turned = rotate(pair, table).unbind(0) if pair is not None else (rotate(t, table) for t in both)
-    return tuple(turned), ()
-
-
-def _backward(grads, inputs, kept, wanted, num_heads):
-    """Slices of one tensor, as queries and keys are."""
-    q, k, table = inputs
-    made = gradients_like(q, k)
-    back = backwards(table)
-    for place, grad in zip((split_heads(t, num_heads) for t in made), grads):
-        if all(t.dtype == torch.float32 and _pairs_lie_together(t) for t in (place, grad, back)):
-            torch.mul(_as_complex(grad), torch.view_as_complex(back), out=_as_complex(place))
-        else:
-            place.copy_(rotate(grad, back))
-    return *made, None
-
-
-_RULE = Rule(_equation, _forward, _backward)
 
 
 def rotate_reference(x: Tensor, table: Tensor) -> Tensor:

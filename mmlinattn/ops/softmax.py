@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import dispatch
-from .rotary import rotate_by_head
+from .rotary import rotate
 from .tensors import merge_heads, split_heads
 
 
@@ -52,11 +52,9 @@ def softmax_attention(
     Returns:
         Tensor: (B, N, E).
     """
-    if rotary is None:
-        q, k = split_heads(q, num_heads), split_heads(k, num_heads)
-    else:
-        q, k = rotate_by_head(q, k, num_heads, rotary)
-    v = split_heads(v, num_heads)
+    q, k, v = (split_heads(t, num_heads) for t in (q, k, v))
+    if rotary is not None:
+        q, k = rotate(q, rotary), rotate(k, rotary)
     return merge_heads(attend(q, k, v, hide(bias, mask, q)))
 
 

@@ -1,10 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Tensors of tokens: heads, maps, products by head, slices of one projection, padding.
-
-Queries, keys and values are slices of one tensor. Autograd would make the gradient of each, and copy them into that of
-the whole: the three largest tensors of an attention twice. Here, an op that computes the gradients asks
-:func:`gradients_like` for memory in which they lie as the slices do, and :func:`split` knows it when it sees it.
-"""
+"""Tensors of tokens: heads, maps, products by head, padding."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -16,8 +11,6 @@ from torch import Tensor
 from . import dispatch, private
 from .dispatch import accumulation_dtype
 
-# On GPUs, copies of fewer elements take less time than Python does in the backward pass (counted, not measured).
-GPU_COPY_NUMEL = 2**24
 # Elements of the intermediate results of an op on CPUs that are made at once, which bounds its memory. Smaller blocks
 # mean more parallel regions, each of which waits for its last thread.
 BLOCK_NUMEL = 2**21
@@ -223,75 +216,6 @@ def widened(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
         wide = part.to(accumulation_dtype(x))
         yield rows, wide
         part.copy_(wide)
-
-
-def split(x: Tensor, widths) -> tuple[Tensor, ...]:
-    """``x.split(widths, dim=-1)``; gradients that lie as the slices do become that of ``x`` without a copy."""
-    learns = torch.is_grad_enabled() and x.requires_grad and x.is_contiguous()
-    worth_it = dispatch.on_cpu(x) or x.numel() >= GPU_COPY_NUMEL
-    if not (learns and worth_it) or dispatch.needs_reference(x):
-        return x.split(widths, dim=-1)
-    return _Split.apply(x, *widths)
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, *widths):
-        ctx.set_materialize_grads(False)
-        ctx.shape, ctx.widths, ctx.dtype, ctx.device = x.shape, widths, x.dtype, x.device
-        return x.split(widths, dim=-1)
-
-    @staticmethod
-    def backward(ctx: Any, *grads):
-        parts: list[Tensor] = [
-            torch.zeros((), dtype=ctx.dtype, device=ctx.device).expand(*ctx.shape[:-1], width) if grad is None else grad
-            for grad, width in zip(grads, ctx.widths)
-        ]
-        whole = None if torch.is_grad_enabled() else _whole(parts, ctx.shape, ctx.widths)
-        return torch.cat(parts, dim=-1) if whole is None else whole, *(None for _ in ctx.widths)
-
-
-def _whole(parts: list[Tensor], shape: torch.Size, widths) -> Optional[Tensor]:
-    """The contiguous tensor of ``shape`` whose slices ``parts`` are, None if there is none."""
-    first = parts[0]
-    left = first.untyped_storage().nbytes() // first.element_size() - first.storage_offset()
-    if left < shape.numel():
-        return None
-    strides = torch.empty(shape, device='meta').stride()
-    whole = first.as_strided(shape, strides)
-    return whole if all(_same(*pair) for pair in zip(whole.split(widths, dim=-1), parts)) else None
-
-
-def _same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same memory; axes of one element may have any stride."""
-    steps = [[stride for stride, size in zip(t.stride(), t.shape) if size > 1] for t in (a, b)]
-    return a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.shape == b.shape and steps[0] == steps[1]
-
-
-def gradients_like(*tensors: Tensor) -> list[Tensor]:
-    """Uninitialised gradients for tensors of one dtype and device.
-
-    Tensors that together fill a stretch of memory get gradients that do so in the same way.
-    """
-    groups: dict[int, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        groups.setdefault(tensor.untyped_storage().data_ptr(), []).append(i)
-    made: list[Any] = [None] * len(tensors)
-    for group in groups.values():
-        starts = [tensors[i].storage_offset() for i in group]
-        ends = [start + _span(tensors[i]) for start, i in zip(starts, group)]
-        first, size = min(starts), max(ends) - min(starts)
-        dense = all(stride > 0 for i in group for stride in tensors[i].stride()) and len(set(starts)) == len(group)
-        if dense and size == sum(tensors[i].numel() for i in group):
-            memory = tensors[group[0]].new_empty(size)
-            for i, start in zip(group, starts):
-                made[i] = memory.as_strided(tensors[i].shape, tensors[i].stride(), start - first)
-    return [torch.empty_like(tensor) if grad is None else grad for grad, tensor in zip(made, tensors)]
-
-
-def _span(x: Tensor) -> int:
-    """Elements of memory between the first and the last of ``x``."""
-    return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride())) + 1
 
 
 # --- counts, means and guards of tokens of which some are padding -----------------------------------------------------

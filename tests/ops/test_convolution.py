@@ -40,70 +40,41 @@ LARGE = torch.randn(1, 4, 366, 365, generator=torch.Generator().manual_seed(0), 
 
 
 @draws
-@example(LARGE, 5, True, True)
-@example(LARGE, 7, False, False)
-@example(LARGE, 9, False, True)
-@given(maps(), st.sampled_from([1, 3, 5, 7, 9]), st.booleans(), st.booleans())
-def test_depthwise_convolutions(x, size, onto, bias):
-    """Alone, or added to another map."""
+@example(LARGE, 5, True)
+@example(LARGE, 7, False)
+@example(LARGE, 9, True)
+@given(maps(), st.sampled_from([1, 3, 5, 7, 9]), st.booleans())
+def test_depthwise_convolutions(x, size, bias):
     tensors = [x, torch.randn(4, 1, size, size, dtype=x.dtype)] + [torch.randn(4, dtype=x.dtype)] * bias
-    tensors += [torch.randn(x.shape, dtype=x.dtype).contiguous(memory_format=torch.channels_last)] * onto
-
-    def ours(x, weight, *rest):
-        return ops.depthwise_conv2d(x, weight, rest[0] if bias else None, *rest[bias:])
-
-    def plain(x, weight, *rest):
-        return sum(rest[bias:], F.conv2d(x, weight, rest[0] if bias else None, padding=size // 2, groups=4))
-
-    compare(ours, plain, *tensors)
+    compare(ops.depthwise_conv2d, lambda x, *t: F.conv2d(x, *t, padding=size // 2, groups=4), *tensors)
 
 
 @draws
-@given(maps(), st.sampled_from([3, 5]), st.booleans())
-def test_a_convolution_beside_what_it_convolves(x, size, of_gelu):
-    def plain(x, weight, bias):
-        x = F.gelu(x) if of_gelu else x
-        return x + F.conv2d(x, weight, bias, padding=size // 2, groups=4)
+@given(maps(fewest=1), st.sampled_from([3, 5]))
+def test_kernels_of_each_image_are_its_own(x, size):
+    kernels = torch.randn(*x.shape[:2], size, size, dtype=x.dtype)
 
-    weight, bias = torch.randn(4, 1, size, size, dtype=x.dtype), torch.randn(4, dtype=x.dtype)
-    compare(lambda *t: ops.residual_depthwise_conv2d(*t, of_gelu), plain, x, weight, bias)
-
-
-@draws
-@given(maps(fewest=1), st.sampled_from([3, 5]), st.booleans())
-def test_kernels_of_each_image_are_its_own(x, size, onto):
-    tensors = [x, torch.randn(*x.shape[:2], size, size, dtype=x.dtype)]
-    tensors += [torch.randn(x.shape, dtype=x.dtype).contiguous(memory_format=torch.channels_last)] * onto
-
-    def plain(x, kernels, *other):
-        each = [F.conv2d(one[None], k[:, None], padding=size // 2, groups=4) for one, k in zip(x, kernels)]
-        return sum(other, torch.cat(each))
+    def plain(x, kernels):
+        return torch.cat([F.conv2d(one[None], k[:, None], padding=size // 2, groups=4) for one, k in zip(x, kernels)])
 
     for choice in ('auto', 'reference'):
         with ops.use(choice):
-            compare(ops.dynamic_depthwise_conv2d, plain, *tensors)
+            compare(ops.dynamic_depthwise_conv2d, plain, x, kernels)
 
 
 @draws
-@given(maps(), st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4)]), st.sampled_from([1, 3]))
-def test_convolutions_of_gelu(x, steps, size):
-    stride, groups = steps
-    weight, bias = torch.randn(8, 4 // groups, size, size, dtype=x.dtype), torch.randn(8, dtype=x.dtype)
+@given(maps(), st.sampled_from([(1, 1), (2, 1), (1, 2), (1, 4)]), st.sampled_from([1, 3, 5]), st.booleans())
+def test_convolutions_of_gelu(x, steps, size, residual):
+    """And of as many channels and stride 1, beside what they convolve."""
+    stride, groups = (1, steps[1]) if residual else steps
+    dim = 4 if residual else 8
+    weight, bias = torch.randn(dim, 4 // groups, size, size, dtype=x.dtype), torch.randn(dim, dtype=x.dtype)
 
-    def convolved(x, weight, bias):
-        return F.conv2d(x, weight, bias, stride, size // 2, 1, groups)
+    def plain(x, weight, bias):
+        out = F.conv2d(F.gelu(x), weight, bias, stride, size // 2, 1, groups)
+        return F.gelu(x) + out if residual else out
 
-    compare(lambda *t: ops.conv_of_gelu(*t, stride, groups), lambda x, *t: convolved(F.gelu(x), *t), x, weight, bias)
-
-
-@pytest.mark.parametrize('choice', ['auto', 'reference'])
-def test_half_precision_adds_the_input_after_the_convolution(choice):
-    """A tap of the kernel would round the residual stream."""
-    x = torch.full((1, 4, 3, 3), 257.0, dtype=torch.bfloat16)
-    x[0, 0, 0, 0] = 1 / 3
-    with ops.use(choice):
-        out = ops.residual_depthwise_conv2d(x, torch.zeros(4, 1, 3, 3).bfloat16(), torch.zeros(4).bfloat16())
-    assert torch.equal(out, x)
+    compare(lambda *t: ops.conv_of_gelu(*t, stride, groups, residual), plain, x, weight, bias)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
@@ -113,11 +84,10 @@ def test_under_autocast(dtype, learns):
     weight, kernels = torch.randn(4, 1, 5, 5, requires_grad=learns), torch.randn(2, 4, 3, 3)
     expected = F.conv2d(x.float(), weight, padding=2, groups=4)
     with torch.set_grad_enabled(learns), torch.autocast('cpu', torch.bfloat16):
-        outs = [ops.depthwise_conv2d(x, weight), ops.depthwise_conv2d(x, weight, onto=torch.zeros_like(x))]
+        out = ops.depthwise_conv2d(x, weight)
         dynamic = ops.dynamic_depthwise_conv2d(x, kernels.to(dtype))
-    for out in outs:
-        torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.2)
-    assert outs[0].dtype == torch.bfloat16 and dynamic.isfinite().all()
+    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.2)
+    assert out.dtype == torch.bfloat16 and dynamic.isfinite().all()
     if learns:
-        (grad,) = torch.autograd.grad(outs[0].float().sum(), weight)
+        (grad,) = torch.autograd.grad(out.float().sum(), weight)
         assert grad.dtype == torch.float32 and grad.isfinite().all()

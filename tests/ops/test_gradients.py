@@ -22,10 +22,11 @@ def layer(x, other, v):
     weight = v[0, :8].sin()
     image = x.unflatten(1, (3, 3)).permute(0, 3, 1, 2)
     image = image + ops.conv_of_gelu(image, weight[:, :3].reshape(8, 3, 1, 1).expand(8, 3, 3, 3)[:, :1], None, groups=8)
-    image = ops.residual_depthwise_conv2d(image, weight[:, None, :5, None] * weight[:, None, None, :5], None)
-    image = ops.depthwise_conv2d(image, weight[:, None, :5, None] * weight[:, None, None, :5], None)
-    q, k = ops.rotary.rotate_by_head(image.flatten(2).transpose(1, 2), x, 2, ops.rotary_table(3, 3, 4, dtype=x.dtype))
-    return q * k.sin() + other.unflatten(-1, (2, 4)).transpose(1, 2)
+    kernel = weight[:, None, :5, None] * weight[:, None, None, :5]
+    image = ops.conv_of_gelu(image, kernel, None, groups=8, residual=True)
+    image = ops.depthwise_conv2d(image, kernel, None)
+    tokens = (image.flatten(2).transpose(1, 2) * x.sin() + other).unflatten(-1, (2, 4)).transpose(1, 2)
+    return ops.rotate(tokens, ops.rotary_table(3, 3, 4, dtype=x.dtype))
 
 
 # of fused softmax attention, PyTorch has no second derivatives
@@ -182,12 +183,12 @@ def test_parameters_and_tokens_train_through_every_form():
 
 
 def test_checkpointing_and_saved_tensors_elsewhere():
-    """Gradients that would lie as slices of one projection, of tensors that hooks moved."""
+    """Of slices of one projection, which hooks move."""
     weight = nn.Parameter(torch.randn(24, 8))
     x, grads = torch.randn(2, 9, 8), []
 
     def block(x):
-        return ops.rala(*ops.tensors.split(F.linear(x, weight), (8, 8, 8)), 2).sum()
+        return ops.rala(*F.linear(x, weight).split(8, dim=-1), 2).sum()
 
     grads.append(torch.autograd.grad(block(x), weight)[0])
     out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)

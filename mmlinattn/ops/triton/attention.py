@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ..gradients import Rule, by_hand
-from ..tensors import gradients_like
 from . import kernels
 
 MAPS = 'elu', 'relu'
@@ -141,7 +140,7 @@ def backward(grads, inputs, kept, wanted, num_heads, kernel, weight_scale, eps):
     """Gradients of queries, keys and values."""
     (q, k, v, rotary, mask), (state, key_mean, stats, query_mean) = inputs, kept
     grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
-    grad_q, grad_k, grad_v = gradients_like(q, k, v)
+    grad_q, grad_k, grad_v = (torch.empty_like(t) for t in (q, k, v))
     call = _Call(q, k, v, rotary, mask, num_heads, kernel, weight_scale)
     (grid, sizes), (key_grid, key_sizes) = call.spans(q), call.spans(k)
     splits, device, d, e = sizes['splits'], q.device, call.d, call.e
