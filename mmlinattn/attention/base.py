@@ -10,28 +10,12 @@ import torch
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
-from .. import ops
 from ..ops.grid import Grid, on_grid
 from ..ops.tensors import accumulation_dtype, unflatten
 from .context import StageContext
 from .mixer import check_local_kernel, get_mixer
 
 GATES = (None, 'projection', 'identity', 'tanh')
-
-
-class DepthwiseConv2d(nn.Conv2d):
-    """:func:`~mmlinattn.ops.depthwise_conv2d` with its weights.
-
-    Args:
-        dim (int): Channels C.
-        kernel_size (int): Odd.
-    """
-
-    def __init__(self, dim: int, kernel_size: int) -> None:
-        super().__init__(dim, dim, kernel_size, padding=kernel_size // 2, groups=dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return ops.depthwise_conv2d(x, self.weight, self.bias)
 
 
 class Mixing(BaseModule):
@@ -60,9 +44,10 @@ class Mixing(BaseModule):
         super().__init__(init_cfg)
         mixer_type, options = get_mixer(mixer)
         self.mixer = mixer_type(dim, num_heads, grid=grid, **options)
-        self.local = None
+        self.local: Any = None
         if check_local_kernel(local_kernel):
-            self.local = DepthwiseConv2d(self.mixer.widths[2], local_kernel)  # type: ignore[arg-type]
+            width, size = self.mixer.widths[2], local_kernel
+            self.local = nn.Conv2d(width, width, size, padding=size // 2, groups=width)  # type: ignore[operator,arg-type]
 
     def mix(self, q, k, v, grid, key_grid=None, mask=None, rotary=None, bias=None, context=None) -> Tensor:
         """Mixed values, (B, N, widths[2]); arguments as in :meth:`TokenMixer.forward`, values of padding zero."""

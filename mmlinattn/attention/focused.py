@@ -49,7 +49,8 @@ class FocusedMixer(LocalMixer):
     def shared_conv(self, image: Tensor) -> Tensor:
         """The depth-wise convolution of (B, C, h, w), each head with the same weights."""
         weight = self.local.weight.repeat(self.num_heads, 1, 1, 1)
-        return ops.depthwise_conv2d(image, weight, self.local.bias.repeat(self.num_heads))
+        bias = self.local.bias.repeat(self.num_heads)
+        return F.conv2d(image, weight, bias, padding=self.local.padding, groups=self.dim)
 
     def attend(self, q, k, v, key_grid, mask=None) -> Tensor:
         offset = None if self.position is None else self.position.on(key_grid)

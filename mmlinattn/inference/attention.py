@@ -24,7 +24,7 @@ from ..attention import (
 )
 from ..attention.angular import AngularMixer
 from ..attention.arrangements import RelativePositionBias, windows_of
-from ..attention.base import DepthwiseConv2d, Mixing, ReducedKeysAttention, mean_token
+from ..attention.base import Mixing, ReducedKeysAttention, mean_token
 from ..attention.efficient import EfficientMixer
 from ..attention.inline import PredictedConv
 from ..attention.mixer import LocalMixer
@@ -36,7 +36,7 @@ from .room import KNOWN, Room, added, form_of
 
 KNOWN |= {
     *(AngularMixer, EfficientMixer, EnhancedMixer, FocusedMixer, HallucinatedMixer, HydraMixer, InLineMixer),
-    *(RALAMixer, SoftmaxMixer, DepthwiseConv2d, Mixing, PositionTable, PredictedConv, RelativePositionBias),
+    *(RALAMixer, SoftmaxMixer, Mixing, PositionTable, PredictedConv, RelativePositionBias),
 }
 
 

@@ -141,7 +141,7 @@ class ResidualDWConv(nn.Conv2d):
         if self.of_gelu:
             image = ops.conv_of_gelu(image, self.weight, self.bias, groups=len(self.weight), residual=True)
         else:
-            image = image + ops.depthwise_conv2d(image, self.weight, self.bias)
+            image = image + super().forward(image)
         return image.permute(0, 2, 3, 1)
 
 

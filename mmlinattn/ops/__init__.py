@@ -5,7 +5,6 @@
 from .angular import angular_attention
 from .convolution import (
     conv_of_gelu,
-    depthwise_conv2d,
     dynamic_depthwise_conv2d,
 )
 from .dispatch import use
@@ -22,7 +21,6 @@ from .softmax import softmax_attention
 __all__ = [
     'angular_attention',
     'conv_of_gelu',
-    'depthwise_conv2d',
     'dynamic_depthwise_conv2d',
     'efficient_attention',
     'focused_attention',

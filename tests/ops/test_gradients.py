@@ -24,7 +24,6 @@ def layer(x, other, v):
     image = image + ops.conv_of_gelu(image, weight[:, :3].reshape(8, 3, 1, 1).expand(8, 3, 3, 3)[:, :1], None, groups=8)
     kernel = weight[:, None, :5, None] * weight[:, None, None, :5]
     image = ops.conv_of_gelu(image, kernel, None, groups=8, residual=True)
-    image = ops.depthwise_conv2d(image, kernel, None)
     tokens = (image.flatten(2).transpose(1, 2) * x.sin() + other).unflatten(-1, (2, 4)).transpose(1, 2)
     return ops.rotate(tokens, ops.rotary_table(3, 3, 4, dtype=x.dtype))
 
@@ -43,9 +42,8 @@ MADE = {
 @by_hand
 @pytest.mark.parametrize('made', MADE)
 @pytest.mark.parametrize('name', ALL)
-def test_gradients_of_gradients_and_batched_ones(name, made, which, monkeypatch):
+def test_gradients_of_gradients_and_batched_ones(name, made, which):
     """First and second derivatives where ``create_graph=True``, and first ones where ``is_grads_batched=True``."""
-    monkeypatch.setattr(ops.convolution, '_SMALL_NUMEL', 0)
     x, results = (torch.rand(2, 9, 8, dtype=torch.float64) + 0.2).requires_grad_(), []
     for choice in (which, 'reference'):
         with form(choice):
