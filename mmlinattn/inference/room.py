@@ -21,7 +21,6 @@ from ..layers import (
     DWConvFFN,
     FactorisedLinear,
     PatchConv2d,
-    PatchMerging,
     ResidualDWConv,
     SourceBlock,
     TokenBlock,
@@ -259,11 +258,6 @@ def _in_strips(
                 out = made.new_empty(*x.shape[:-1], made.shape[-1])
             out[i, top:bottom] = made[0]
     return out
-
-
-@form_of(PatchMerging)
-def patch_merging(room: Room, self: Any, x: Tensor) -> Tensor:
-    return room.linear(self.reduction, room.norm(self.norm, self.neighbours(x)))
 
 
 @form_of(BranchedLinear)

@@ -173,11 +173,8 @@ class PatchMerging(BaseModule):
         self.reduction = nn.Linear(4 * in_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.reduction(self.norm(self.neighbours(x)))
-
-    def neighbours(self, x: Tensor) -> Tensor:
-        """(B, H, W, C) -> (B, ceil(H / 2), ceil(W / 2), 4 C); the neighbour below comes second."""
-        return cut_patches(pad_to_multiple(x, 2), 2).transpose(3, 4).flatten(3)
+        patches = cut_patches(pad_to_multiple(x, 2), 2).transpose(3, 4)  # the neighbour below comes second
+        return self.reduction(self.norm(patches.flatten(3)))
 
 
 # --- batch norms folded into convolutions -----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from . import dispatch, private
 from .dispatch import accumulation_dtype
 from .gradients import Rule, by_hand
 from .plain_linear import linear_attention_reference
-from .tensors import are_attended, blocks, multiplier, padded_eps, split_heads
+from .tensors import are_attended, blocks, padded_eps, split_heads
 
 
 def focused_attention(
@@ -141,7 +141,7 @@ def _focus_backward(x, grad, y, r, norm, inverse_scale, power, out) -> Tensor:
 
 
 def _forward(q, k, v, inverse_scale, offset, mask, num_heads, power, eps):
-    product, wide = multiplier(q), accumulation_dtype(q)
+    wide = accumulation_dtype(q)
     scale = inverse_scale.to(wide)
     batch, tokens = k.shape[:2]
     count = scale.new_full((batch,), tokens) if mask is None else mask.sum(dim=1).clamp(min=1).to(wide)
@@ -150,7 +150,7 @@ def _forward(q, k, v, inverse_scale, offset, mask, num_heads, power, eps):
     for images, rows in blocks(k, *k.shape[:2]):
         keys = _focus(_placed(k, offset, images, rows), scale, power, eps)
         values = split_heads(v[images, rows].to(wide), num_heads)
-        state[images] += product(split_heads(keys, num_heads).transpose(-1, -2), values)
+        state[images] += split_heads(keys, num_heads).transpose(-1, -2) @ values
         if mask is None:
             key_mean[images] += keys.sum(dim=1, keepdim=True)
         else:
@@ -164,14 +164,14 @@ def _forward(q, k, v, inverse_scale, offset, mask, num_heads, power, eps):
         # added to the denominator is divided by it instead.
         queries, factor, _, _ = _powers(q[images, rows], scale, power, eps)
         normaliser = _normaliser(queries, key_mean[images], floor[images] / factor.unsqueeze(-1))
-        mixed = product(split_heads(queries, num_heads), state[images]).transpose(1, 2)
+        mixed = (split_heads(queries, num_heads) @ state[images]).transpose(1, 2)
         torch.div(mixed, normaliser, out=out[images, rows].unflatten(-1, (num_heads, -1)))
     return out, (state, key_mean, count, floor)
 
 
 def _backward(grads, inputs, kept, wanted, num_heads, power, eps):
     (q, k, v, inverse_scale, offset, mask), (state, key_mean, count, floor), (grad,) = inputs, kept, grads
-    product, scale = multiplier(q), inverse_scale.to(state.dtype)
+    scale = inverse_scale.to(state.dtype)
     grad_q, grad_k, grad_v = [torch.empty_like(t) for t in (q, k, v)]
     grad_state, grad_mean, grad_scale = torch.zeros_like(state), torch.zeros_like(key_mean), torch.zeros_like(scale)
     for images, rows in blocks(q, *q.shape[:2]):
@@ -181,10 +181,10 @@ def _backward(grads, inputs, kept, wanted, num_heads, power, eps):
         normaliser = _normaliser(y, means, floor[images])
         # of the numerator, heads side by side
         g = grad[images, rows].to(scale.dtype).unflatten(-1, (num_heads, -1)) / normaliser
-        inner = product(g.transpose(1, 2), state[images].transpose(-1, -2)).transpose(1, 2)
+        inner = (g.transpose(1, 2) @ state[images].transpose(-1, -2)).transpose(1, 2)
         # g . out = queries . (state g): the numerator itself is not needed
         grad_normaliser = -torch.linalg.vecdot(queries, inner).unsqueeze(-1) / normaliser
-        grad_state[images] += product(queries.permute(0, 2, 3, 1), g.transpose(1, 2))
+        grad_state[images] += queries.permute(0, 2, 3, 1) @ g.transpose(1, 2)
         grad_mean[images] += (queries * grad_normaliser).sum(dim=1, keepdim=True)
         inner = inner.addcmul_(grad_normaliser, means).flatten(2)
         grad_scale += _focus_backward(part, inner, y, r, norm, scale, power, grad_q[images, rows])
@@ -194,8 +194,8 @@ def _backward(grads, inputs, kept, wanted, num_heads, power, eps):
         part = _placed(k, offset, images, rows)
         y, r, norm = _focus_with_base(part, scale, power, eps)
         values = split_heads(v[images, rows].to(scale.dtype), num_heads)
-        split_heads(grad_v[images, rows], num_heads).copy_(product(split_heads(y, num_heads), grad_state[images]))
-        inner = product(values, grad_state[images].transpose(-1, -2)).transpose(1, 2).flatten(2)
+        split_heads(grad_v[images, rows], num_heads).copy_(split_heads(y, num_heads) @ grad_state[images])
+        inner = (values @ grad_state[images].transpose(-1, -2)).transpose(1, 2).flatten(2)
         if mask is None:
             inner = inner.add_(grad_mean[images])
         else:

@@ -15,7 +15,6 @@ from .tensors import (
     count_tokens,
     divisor,
     heads_of,
-    multiplier,
     product_dtype,
     split_heads,
     token_mean,
@@ -86,7 +85,6 @@ def _mapped(x: Tensor, num_heads: int, kernel: str, dtype: torch.dtype) -> Tenso
 
 
 def _forward(q, k, v, mask, num_heads, scale, kernel):
-    product = multiplier(q)
     wide, products, dtype = torch.promote_types(accumulation_dtype(q), v.dtype), product_dtype(q, v), v.dtype
     q, k = _mapped(q, num_heads, kernel, products), _mapped(k, num_heads, kernel, products)
     v = split_heads(v, num_heads).to(products)
@@ -97,18 +95,17 @@ def _forward(q, k, v, mask, num_heads, scale, kernel):
     for images, rows in blocks(k, batch, tokens):
         # centred before the product: the difference of two rounded products would lose what rounding has left
         centred = (k[images, :, rows] - key_mean[images]).to(products)
-        covariance[images] += product(centred.transpose(-1, -2), v[images, :, rows])
+        covariance[images] += centred.transpose(-1, -2) @ v[images, :, rows]
     covariance *= scale / count
     matrix = covariance.to(products)
     out = q.new_empty(batch, q.shape[2], heads, v.shape[-1], dtype=dtype).transpose(1, 2)
     for images, rows in blocks(out, batch, q.shape[2]):
-        torch.add(product(q[images, :, rows], matrix[images]), value_mean[images], out=out[images, :, rows])
+        torch.add(q[images, :, rows] @ matrix[images], value_mean[images], out=out[images, :, rows])
     return out.transpose(1, 2).flatten(2), (covariance, key_mean, value_mean)
 
 
 def _backward(grads, inputs, kept, wanted, num_heads, scale, kernel):
     (q, k, v, mask), (covariance, key_mean, value_mean) = inputs, kept
-    product = multiplier(q)
     products = product_dtype(q, v)
     made = [torch.empty_like(t) for t in (q, k, v)]
     grad_q, grad_k, grad_v = (split_heads(t, num_heads) for t in made)
@@ -116,7 +113,7 @@ def _backward(grads, inputs, kept, wanted, num_heads, scale, kernel):
     v, grad = split_heads(v, num_heads).to(products), split_heads(grads[0], num_heads).to(products)
     count = count_tokens(k, mask)
     each = grad.sum(dim=2, keepdim=True, dtype=covariance.dtype) / count  # mean(v) is part of every token's output
-    inner = (product(q.transpose(-1, -2), grad) * (scale / count)).to(products)
+    inner = ((q.transpose(-1, -2) @ grad) * (scale / count)).to(products)
     turned, back = inner.transpose(-1, -2), covariance.to(products).transpose(-1, -2)
     # centred before the product where that rounds; after it, in the pass that writes, where it does not
     rounds = products == torch.bfloat16
@@ -124,16 +121,16 @@ def _backward(grads, inputs, kept, wanted, num_heads, scale, kernel):
         key_shift, value_shift = value_mean @ turned, each - key_mean @ inner
     for images, rows in blocks(grad, len(grad), grad.shape[2]):
         part = (images, slice(None), rows)
-        _write(grad_q[part], product(grad[part], back[images]), 0, q[part], kernel)
+        _write(grad_q[part], grad[part] @ back[images], 0, q[part], kernel)
     for images, rows in blocks(k, len(k), k.shape[2]):
         part = (images, slice(None), rows)
         if rounds:
             keys, values = ((x[part] - mean[images]).to(products) for x, mean in ((k, key_mean), (v, value_mean)))
-            _write(grad_k[part], product(values, turned[images]), 0, k[part], kernel)
-            torch.add(product(keys, inner[images]), each[images], out=grad_v[part])
+            _write(grad_k[part], values @ turned[images], 0, k[part], kernel)
+            torch.add(keys @ inner[images], each[images], out=grad_v[part])
         else:
-            _write(grad_k[part], product(v[part], turned[images]), key_shift[images], k[part], kernel)
-            torch.add(product(k[part], inner[images]), value_shift[images], out=grad_v[part])
+            _write(grad_k[part], v[part] @ turned[images], key_shift[images], k[part], kernel)
+            torch.add(k[part] @ inner[images], value_shift[images], out=grad_v[part])
     if mask is not None:
         for of_keys in (grad_k, grad_v):
             of_keys.mul_(mask[:, None, :, None])

@@ -22,10 +22,8 @@ from .tensors import (
     divisor,
     dots,
     heads_of,
-    multiplier,
     padded_eps,
     pair_by_head,
-    product_by_token,
     product_dtype,
     quotient_by_head,
     split_heads,
@@ -159,7 +157,6 @@ def _mix(both: Both, v: Tensor, products: torch.dtype, kernel, rotary, mask, wei
     """
     _each(IN_PLACE[kernel][0], both)
     q, k = both
-    product = multiplier(q)
     dtype, wide = q.dtype, accumulation_dtype(q)
     count, floor = count_tokens(k, mask), padded_eps(eps, mask, wide)
     mean_query = weight = None
@@ -167,9 +164,9 @@ def _mix(both: Both, v: Tensor, products: torch.dtype, kernel, rotary, mask, wei
         key_mean = _mean(k, mask, count)
     else:
         mean_query = _mean(q, mask, count)
-        weight = token_weights(product(k, mean_query.transpose(-1, -2)).to(wide).mul_(weight_scale), mask)
-        key_mean = product(weight.to(dtype).transpose(-1, -2), k)
-    over = product(q, key_mean.transpose(-1, -2)).to(wide).add_(floor).reciprocal_().to(dtype)
+        weight = token_weights((k @ mean_query.transpose(-1, -2)).to(wide).mul_(weight_scale), mask)
+        key_mean = weight.to(dtype).transpose(-1, -2) @ k
+    over = (q @ key_mean.transpose(-1, -2)).to(wide).add_(floor).reciprocal_().to(dtype)
     if weight is None:
         q.mul_(over)
     elif isinstance(both, Tensor):
@@ -179,15 +176,14 @@ def _mix(both: Both, v: Tensor, products: torch.dtype, kernel, rotary, mask, wei
     if rotary is not None:
         both = _each(lambda x: rotate(x, rotary.to(wide), inplace=True), both)
     q, k = _each(lambda x: x.to(products), both)
-    state = product(k.transpose(-1, -2), v.to(products))
+    state = k.transpose(-1, -2) @ v.to(products)
     state = state / count if weight is None else state
-    return product_by_token(q, state.to(products)), mean_query, weight, key_mean, state
+    return (q @ state.to(products)).transpose(1, 2).flatten(2), mean_query, weight, key_mean, state
 
 
 def backward(grads, inputs, kept, wanted, num_heads, kernel, weight_scale, eps):
     """``d_x``: gradient of x."""
     (q, k, v, rotary, mask), (mean_query, weight, key_mean, state) = inputs, kept
-    product = multiplier(q)
     wide, products = torch.promote_types(accumulation_dtype(q), v.dtype), product_dtype(q, v)
     made, places = _gradients(q, k, num_heads)
     grad_v = torch.empty_like(v)
@@ -208,28 +204,28 @@ def backward(grads, inputs, kept, wanted, num_heads, kernel, weight_scale, eps):
     # out = n / m with the numerator n_i = R_i q_i S and the normaliser m_i = q_i . z + eps
     normaliser = dots(q, key_mean).add_(floor)
     d_numerator = quotient_by_head(split_heads(grads[0], num_heads), normaliser, products)
-    inner = turned(product(d_numerator, state.transpose(-1, -2)).to(wide), back, True)
+    inner = turned((d_numerator @ state.transpose(-1, -2)).to(wide), back, True)
     # n_i . d_n_i = q_i . (R_i^T S d_n_i): the numerator itself is not needed
     d_normaliser = dots(q, inner).div_(normaliser)  # times -1
-    d_mean = product(d_normaliser.transpose(-1, -2), q)  # times -1
+    d_mean = d_normaliser.transpose(-1, -2) @ q  # times -1
     torch.addcmul(inner, d_normaliser, key_mean, value=-1, out=d_q)
-    d_state = product(turned(q, table, False).to(products).transpose(-1, -2), d_numerator)
+    d_state = turned(q, table, False).to(products).transpose(-1, -2) @ d_numerator
     if weight is None:
         d_state, d_mean = d_state / count, d_mean / count
     d_state = d_state.to(products)
     # S = sum_j w_j R_j k_j v_j^T and z = sum_j w_j k_j
-    inner = turned(product(v, d_state.transpose(-1, -2)).to(wide), back, True)
+    inner = turned((v @ d_state.transpose(-1, -2)).to(wide), back, True)
     if weight is None:
         torch.sub(inner, d_mean if real is None else d_mean * real, out=d_k)
-        d_v.copy_(product(turned(k, table, False).to(products), d_state))
+        d_v.copy_(turned(k, table, False).to(products) @ d_state)
     else:
         torch.mul(inner.sub_(d_mean), weight, out=d_k)
-        d_v.copy_(product(turned(k * weight, table, True).to(products), d_state))
+        d_v.copy_(turned(k * weight, table, True).to(products) @ d_state)
         # w = softmax_j(k_j . g * weight_scale) and g = mean_i q_i
         d_weight = dots(k, inner)
         d_logits = weight * (d_weight - (weight * d_weight).sum(dim=2, keepdim=True)) * weight_scale
         d_logits = d_logits if mask is None else d_logits.masked_fill_(~mask[:, None, :, None], 0)
-        d_query = product(d_logits.transpose(-1, -2), k) / count
+        d_query = (d_logits.transpose(-1, -2) @ k) / count
         d_k.addcmul_(d_logits, mean_query)
         d_q.add_(d_query if real is None else d_query * real)
     undo_map = IN_PLACE[kernel][1]

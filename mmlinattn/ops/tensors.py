@@ -1,8 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Tensors of tokens: heads, maps, products by head, padding."""
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Optional, Union
 
 import torch
@@ -14,9 +13,6 @@ from .dispatch import accumulation_dtype
 # Elements of the intermediate results of an op on CPUs that are made at once, which bounds its memory. Smaller blocks
 # mean more parallel regions, each of which waits for its last thread.
 BLOCK_NUMEL = 2**21
-# A product is made image by image, or head by head, where these are few and large: a copy takes longer than a start.
-_MOST_STEPS, _LARGE_STEP = 8, 2**16
-_LONG_SUM = 2**9  # bfloat16 sums of more terms take oneDNN up to nine times as long in a batch of matrices as alone
 
 
 def unflatten(x: Tensor, dim: int, sizes) -> Tensor:
@@ -140,46 +136,6 @@ def clone_if_open(x: Tensor) -> Tensor:
 def to_image(x: Tensor) -> Tensor:
     """(B, H, W, C) -> (B, C, H, W), a view in channels-last memory where :func:`clone_if_open` leaves it one."""
     return clone_if_open(x.permute(0, 3, 1, 2))
-
-
-def multiplier(x: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """How ``a @ b`` by head, (B, heads, N, d) by (B, heads, d, e), is computed on the device of ``x``; not recorded by
-    autograd."""
-    return _product_on_cpu if dispatch.on_cpu(x) else torch.matmul
-
-
-def _product_on_cpu(x: Tensor, matrix: Tensor) -> Tensor:
-    """PyTorch would copy operands first wherever the heads of a token lie side by side and there are several images: a
-    batch of matrices has one stride. So this is one batch for each image or head, whichever are fewer."""
-    batch, heads, rows, _ = x.shape
-    axis = 0 if batch <= heads else 1
-    steps = x.shape[axis]
-    if batch == 1 and heads <= _MOST_STEPS and x.dtype == torch.bfloat16 and x.shape[3] > _LONG_SUM:
-        return torch.stack([a @ b for a, b in zip(x[0], matrix[0])])[None]
-    if batch == 1 or steps > _MOST_STEPS or x.numel() < steps * _LARGE_STEP:
-        return x @ matrix
-    sizes = (batch, heads, rows, matrix.shape[-1])
-    out = x.new_empty(steps, *sizes[:axis], *sizes[axis + 1 :])
-    for i, part in enumerate(out):
-        torch.bmm(x.select(axis, i), matrix.select(axis, i), out=part)
-    return out.movedim(0, axis)
-
-
-def product_by_token(x: Tensor, matrix: Tensor) -> Tensor:
-    """``x @ matrix`` by head with the heads of a token side by side, (B, N, heads * e)."""
-    product, (batch, heads, rows, _) = multiplier(x), x.shape
-    if heads == 1:
-        return product(x, matrix).flatten(0, 1)
-    if product is torch.matmul:
-        return (x @ matrix).transpose(1, 2).flatten(2)
-    out = x.new_empty(batch, rows, heads, matrix.shape[-1])
-    if batch * heads <= _MOST_STEPS and x.numel() >= batch * heads * _LARGE_STEP:
-        for i, j in itertools.product(range(batch), range(heads)):
-            torch.mm(x[i, j], matrix[i, j], out=out[i, :, j])
-        return out.flatten(2)
-    for images, part in blocks(out, batch, rows):
-        out[images, part] = product(x[images, :, part], matrix[images]).transpose(1, 2)
-    return out.flatten(2)
 
 
 def dots(x: Tensor, y: Tensor) -> Tensor:

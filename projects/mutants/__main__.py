@@ -90,11 +90,12 @@ def main() -> None:
     args = parser.parse_args()
     copy, kept = args.out / 'copy', args.out / 'results.json'
     if not copy.exists():
-        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns('.git', '.venv*', 'work_dirs', 'data', '__pycache__'))
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns('.git', '.venv*', 'work_dirs', '__pycache__'))
     results = json.loads(kept.read_text()) if kept.exists() else {}
     files = [file for path in args.paths for file in (sorted(Path(path).rglob('*.py')) or [Path(path)])]
     drawn = [(file, number) for file in files for number in range(len(mutants(copy / file)))]
     random.Random(args.seed).shuffle(drawn)
+    passing: list[list[str]] = []
     env = dict(os.environ, PYTHONPATH=str(copy.resolve()), OMP_NUM_THREADS='1', PYTHONDONTWRITEBYTECODE='1')
     for file, number in drawn[: args.sample]:
         name = f'{file}#{number}'
@@ -104,6 +105,9 @@ def main() -> None:
         line, changed = mutants(copy / file)[number]
         tests = args.tests or [tests_of(file, copy)]
         command = [sys.executable, '-m', 'pytest', '-x', '-q', '-p', 'no:cacheprovider', '-m', 'not slow', *tests]
+        if tests not in passing:
+            subprocess.run(command, cwd=copy, env=env, check=True)  # else every defect would seem to be noticed
+            passing.append(tests)
         try:
             (copy / file).write_text(changed, encoding='utf-8')
             status = subprocess.run(command, cwd=copy, env=env, capture_output=True, timeout=args.seconds).returncode

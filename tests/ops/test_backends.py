@@ -105,12 +105,3 @@ def test_one_tensor_may_stand_for_several(name, places):
     with torch.inference_mode():
         found = mixed(*(tensor.clone() for tensor in tensors.values()))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize('batch', [1, 2, 5, 9])
-@pytest.mark.parametrize('heads', [1, 3, 9])
-@pytest.mark.parametrize('large', [False, True])
-def test_products_by_head_or_image_where_these_are_few_and_large(batch, heads, large, monkeypatch):
-    monkeypatch.setattr(ops.tensors, '_LARGE_STEP', 0 if large else 2**16)
-    x, matrix = torch.randn(batch, 7, heads, 4).transpose(1, 2), torch.randn(batch, heads, 4, 5)
-    torch.testing.assert_close(ops.tensors.multiplier(x)(x, matrix), torch.einsum('bhnd,bhde->bhne', x, matrix))
