@@ -52,11 +52,6 @@ def project(room: Room, layer: nn.Linear, x: Tensor, widths, separately: bool) -
     return [*both.split(widths[:2], dim=-1), *rest]
 
 
-def convolves(self: Any) -> bool:
-    """Whether values are convolved."""
-    return self.local is not None or not self.mixer.quadratic
-
-
 def mix(
     room: Room, self: Mixing, q, k, v, grid: Grid, key_grid=None, mask=None, rotary=None, bias=None, context=None
 ) -> Tensor:
@@ -89,13 +84,14 @@ def gated(self: Any, out: Tensor, x: Tensor, projected: list) -> Tensor:
 
 
 @form_of(Attention, GlobalAttention)
-def whole(room: Room, self: Any, x: Tensor, stage, source=None, scale=None, residual=None) -> Tensor:
+def whole(room: Room, self: Any, x: Tensor, stage, source=None) -> Tensor:
     tokens = x.flatten(1, -2)
-    q, k, v, *gate = project(room, self.qkv, tokens, self.widths, convolves(self))
+    convolves = self.local is not None or isinstance(self.mixer, LocalMixer)
+    q, k, v, *gate = project(room, self.qkv, tokens, self.widths, convolves)
     context = mean_token(tokens if source is None else source.flatten(1, -2)) if self.mixer.context else None
     out = mix(room, self, q, k, v, stage.grid, rotary=stage.rotary, context=context)
     out = gated(self, out, tokens, gate)
-    return room.linear(self.proj, out.view(*x.shape[:-1], out.shape[-1]), scale, residual=residual)
+    return room.linear(self.proj, out.view(*x.shape[:-1], out.shape[-1]))
 
 
 @form_of(ReducedAttention)
@@ -108,15 +104,15 @@ def reduced_keys(
     context = self.context_of(tokens if source is None else source.flatten(1, 2))
     out = mix(room, self, q, k, v, stage.grid, Grid(*reduced.shape[1:3]), context=context)
     out = gated(self, out, tokens, gate).unflatten(1, stage.grid[:2])
-    return room.linear(self.proj, out, scale, residual=residual)
+    return room.linear(self.proj, out)
 
 
 @form_of(WindowAttention)
-def windows(room: Room, self: WindowAttention, x: Tensor, stage, source=None, scale=None, residual=None) -> Tensor:
+def windows(room: Room, self: WindowAttention, x: Tensor, stage, source=None) -> Tensor:
     """Windows of a linear attention are large, and padding may be most of the last ones: see :mod:`.regions`."""
     made: Any = windows_of(stage, x).get(self.window, self.shift)
     windows, real, hidden = made
-    q, k, v, *gate = project(room, self.qkv, x, self.widths, convolves(self))
+    q, k, v, *gate = project(room, self.qkv, x, self.widths, self.local is not None)
     regions = [] if self.mixer.quadratic or any(windows.shift) else regions_of(x, windows)
     source = x if source is None else source
     if regions:
@@ -132,11 +128,11 @@ def windows(room: Room, self: WindowAttention, x: Tensor, stage, source=None, sc
         tokens = (windows.partition(part) for part in (q, k, v))
         bias = self.map_bias(windows, hidden, x.shape[0])
         out = windows.merge(mix(room, self, *tokens, grid, mask=real, bias=bias, context=context), x.shape[0])
-    return room.linear(self.proj, gated(self, out, x, gate), scale, residual=residual)
+    return room.linear(self.proj, gated(self, out, x, gate))
 
 
 @form_of(StripeAttention)
-def stripes(room: Room, self: StripeAttention, x: Tensor, stage, source=None, scale=None, residual=None) -> Tensor:
+def stripes(room: Room, self: StripeAttention, x: Tensor, stage, source=None) -> Tensor:
     parts = room.linear(self.qkv, x).split([2 * width for width in self.widths], dim=-1)
     parts = [part.unflatten(-1, (2, -1)) for part in parts]
     outs = []
@@ -151,4 +147,4 @@ def stripes(room: Room, self: StripeAttention, x: Tensor, stage, source=None, sc
             context = mean_token(tokens, real)
         out = mix(room, branch, q, k, v, windows.grid(x), mask=real, context=context)
         outs.append(windows.merge(out * gate[0] if gate else out, x.shape[0]))
-    return room.linear(self.proj, torch.cat(outs, dim=-1), scale, residual=residual)
+    return room.linear(self.proj, torch.cat(outs, dim=-1))

@@ -115,46 +115,20 @@ class Room:
 
     # --- linear layers, convolutions, norms ---------------------------------------------------------------------------
 
-    def linear(
-        self,
-        layer: Any,
-        x: Tensor,
-        scale: Optional[Tensor] = None,
-        gelu: bool = False,
-        residual: Optional[Tensor] = None,
-    ) -> Tensor:
-        """``layer(x) * scale + residual``, or ``gelu(layer(x))``: what follows a product in the pass that writes it.
+    def linear(self, layer: Any, x: Tensor, gelu: bool = False) -> Tensor:
+        """``layer(x)`` of ``nn.Linear``, or of another module, which is called; perhaps its GELU."""
+        if type(layer) is nn.Linear:
+            return self.product(x, layer.weight, layer.bias, gelu)
+        out = self.call(layer, x)
+        return F.gelu(out) if gelu else out
 
-        Args:
-            layer (nn.Module): ``nn.Linear``, or another module, which is called.
-            x (Tensor): (..., C).
-            scale (Tensor, optional): (C',), becomes part of the matrix.
-            gelu (bool): Apply GELU; not together with ``scale`` or ``residual``.
-            residual (Tensor, optional): (..., C').
-        """
-        if type(layer) is not nn.Linear:
-            out = self.call(layer, x)
-            out = F.gelu(out) if gelu else out if scale is None else out * scale
-            return out if residual is None else residual + out
-        weight: Tensor = layer.weight
-        bias: Optional[Tensor] = layer.bias
-        if scale is not None:
-            weight, bias = weight * scale[:, None], None if bias is None else bias * scale
-        return self.product(x, weight, bias, gelu, residual)
-
-    def product(
-        self, x: Tensor, weight: Tensor, bias: Optional[Tensor], gelu: bool = False, residual: Optional[Tensor] = None
-    ) -> Tensor:
-        """``x @ weight.T + bias``, its GELU, or its sum with a residual."""
+    def product(self, x: Tensor, weight: Tensor, bias: Optional[Tensor], gelu: bool = False) -> Tensor:
+        """``x @ weight.T + bias``, or its GELU by the pass that writes the product."""
         x, weight, bias = self.cast(x), self.cast(weight), self.cast(bias)
-        if not (self.onednn and x.numel() and weight.is_contiguous()):
-            out = F.linear(x, weight, bias)
-            out = F.gelu(out) if gelu else out
-        elif residual is not None and residual.dtype == self.dtype:
-            return private.LINEAR.binary(x, residual, weight, bias, 'add')
-        else:
-            out = private.LINEAR(x, weight, bias, 'gelu' if gelu else 'none', [], 'none' if gelu else '')
-        return out if residual is None else residual + out
+        if self.onednn and x.numel() and weight.is_contiguous():
+            return private.LINEAR(x, weight, bias, 'gelu' if gelu else 'none', [], 'none' if gelu else '')
+        out = F.linear(x, weight, bias)
+        return F.gelu(out) if gelu else out
 
     def conv(self, x: Tensor, layer: Any, norm: Any = None, gelu: bool = False) -> Tensor:
         """``gelu(norm(conv(x)))`` of (B, C, H, W), a batch norm folded into the convolution."""
@@ -187,7 +161,6 @@ class Room:
 
 @form_of(Block, SourceBlock, TokenBlock)
 def block(room: Room, self: Any, x: Tensor, stage) -> Tensor:
-    """Residual and layer scale are part of the product that ends a branch."""
     if self.position is not None:
         x = room.call(self.position, x)
     source = (x,) if type(self) is SourceBlock else ()
@@ -201,49 +174,51 @@ CALLS_PARTS.add(block)
 
 
 def _add_branch(room: Room, x: Tensor, norm: nn.Module, branch: nn.Module, gamma: Optional[Tensor], *args) -> Tensor:
+    """``x + branch(norm(x)) * gamma``, in place of a result that nobody else has."""
     form = room.form(branch)
     if form is None:
         out = branch(norm(x), *args)
         return x + (out if gamma is None else out * gamma)
-    return form(room, branch, room.norm(norm, x), *args, scale=gamma, residual=x)
+    out = form(room, branch, room.norm(norm, x), *args)
+    if gamma is None:
+        return added(out, x)
+    return torch.addcmul(x, out, gamma, out=out) if out.dtype == x.dtype == gamma.dtype else x + out * gamma
 
 
 # --- feed-forward networks --------------------------------------------------------------------------------------------
 
 
 @form_of(MLP)
-def mlp(room: Room, self: Any, x: Tensor, scale: Optional[Tensor] = None, residual: Optional[Tensor] = None) -> Tensor:
+def mlp(room: Room, self: Any, x: Tensor) -> Tensor:
     def hidden(part):
         return room.linear(self.fc1, part, gelu=True)
 
-    return _in_strips(room, self, x, hidden, 0, scale, residual)
+    return _in_strips(room, self, x, hidden, 0)
 
 
 @form_of(ConvFFN)
-def conv_ffn(room, self, x, scale=None, residual=None) -> Tensor:
+def conv_ffn(room: Room, self: Any, x: Tensor) -> Tensor:
     def hidden(part):
         part = room.linear(self.fc1, part, gelu=True).permute(0, 3, 1, 2)
         return added(room.conv(part, self.dwconv), part).permute(0, 2, 3, 1)
 
-    return _in_strips(room, self, x, hidden, 1, scale, residual)
+    return _in_strips(room, self, x, hidden, 1)
 
 
 @form_of(DWConvFFN)
-def dwconv_ffn(room, self, x, scale=None, residual=None) -> Tensor:
+def dwconv_ffn(room: Room, self: Any, x: Tensor) -> Tensor:
     def hidden(part):
         return room.conv(room.linear(self.fc1, part).permute(0, 3, 1, 2), self.dwconv, gelu=True).permute(0, 2, 3, 1)
 
-    return _in_strips(room, self, x, hidden, 1, scale, residual)
+    return _in_strips(room, self, x, hidden, 1)
 
 
-def _in_strips(
-    room: Room, self: Any, x: Tensor, hidden: Callable, halo: int, scale: Optional[Tensor], residual: Optional[Tensor]
-) -> Tensor:
-    """``fc2(hidden(x)) * scale + residual``, large maps in strips of rows: the hidden map, several times as wide as its
+def _in_strips(room: Room, self: Any, x: Tensor, hidden: Callable, halo: int) -> Tensor:
+    """``fc2(hidden(x))``, large maps in strips of rows: the hidden map, several times as wide as its
     input, is never allocated whole. ``halo``: rows above and below that a row of the hidden map depends on."""
     numel = x.numel() // x.shape[-1] * self.hidden_dim
     if numel <= 2 * STRIP_NUMEL:
-        return room.linear(self.fc2, hidden(x), scale, residual=residual)
+        return room.linear(self.fc2, hidden(x))
     height = x.shape[1]
     out: Any = None
     rows = max(STRIP_NUMEL // (numel // (x.shape[0] * height)), 8 * halo, 1)
@@ -251,9 +226,8 @@ def _in_strips(
         for top in range(0, height, rows):
             bottom = min(top + rows, height)
             first, last = max(top - halo, 0), min(bottom + halo, height)
-            over = None if residual is None else residual[i : i + 1, top:bottom]
             made = hidden(x[i : i + 1, first:last])[:, top - first : bottom - first]
-            made = room.linear(self.fc2, made, scale, residual=over)
+            made = room.linear(self.fc2, made)
             if out is None:
                 out = made.new_empty(*x.shape[:-1], made.shape[-1])
             out[i, top:bottom] = made[0]

@@ -12,7 +12,7 @@ from torch.nn.modules import module as _module
 _mkldnn = torch.ops.mkldnn
 LINEAR: Any = getattr(_mkldnn, '_linear_pointwise', None)
 CONV: Any = getattr(_mkldnn, '_convolution_pointwise', None)
-HAS_ONEDNN = None not in (LINEAR, CONV) and hasattr(LINEAR, 'binary')
+HAS_ONEDNN = None not in (LINEAR, CONV)
 CAN_BE_SIZE_OBLIVIOUS = hasattr(_config, 'backed_size_oblivious')  # since torch 2.6
 
 
