@@ -101,8 +101,7 @@ def reduced_keys(
     reduced, tokens = self.reduce(x), x.flatten(1, 2)
     q, *gate = room.linear(self.q, tokens).split((self.widths[0], *self.widths[3:]), dim=-1)
     k, v = room.linear(self.kv, reduced.flatten(1, 2)).split(self.widths[1:3], dim=-1)
-    context = self.context_of(tokens if source is None else source.flatten(1, 2))
-    out = mix(room, self, q, k, v, stage.grid, Grid(*reduced.shape[1:3]), context=context)
+    out = mix(room, self, q, k, v, stage.grid, Grid(*reduced.shape[1:3]))  # none that reads a mean token reduces keys
     out = gated(self, out, tokens, gate).unflatten(1, stage.grid[:2])
     return room.linear(self.proj, out)
 

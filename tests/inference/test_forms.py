@@ -199,6 +199,22 @@ def test_products(dtype, onednn, monkeypatch):
         assert room.linear(layer, x[:0]).shape == (0, 11, 10)
 
 
+@pytest.mark.parametrize('onednn', [True, False])
+@pytest.mark.parametrize('module', [ConvStem(4, 8, dict(type='BN')), DWConvFFN(4, 8), ConvFFN(4, 8)])
+def test_convolutions_in_float32(module, onednn, monkeypatch):
+    """Which oneDNN's operators take."""
+    monkeypatch.setattr(private, 'HAS_ONEDNN', private.HAS_ONEDNN and onednn)
+    module, x = module.eval(), torch.randn(2, 16, 12, 4)
+    torch.testing.assert_close(Room(x.dtype, x.dtype).call(module, x), module(x))
+
+
+def test_sums_are_in_place_where_types_allow():
+    x, half = torch.rand(3), torch.rand(3).bfloat16()
+    assert room.added(x, torch.ones(3)) is x
+    before = half.clone()
+    assert room.added(half, x).dtype == torch.float32 and torch.equal(half, before)
+
+
 def test_products_under_autocast_are_of_its_type():
     room, layer, x = Room(torch.bfloat16, torch.float32), nn.Linear(64, 64), torch.randn(2, 40, 64)
     stem, image = ConvStem(3, 8, dict(type='BN')).eval(), torch.randn(1, 32, 32, 3)
