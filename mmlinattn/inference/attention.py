@@ -116,17 +116,17 @@ def windows(room: Room, self: WindowAttention, x: Tensor, stage, source=None) ->
     source = x if source is None else source
     if regions:
         means = cut(source, regions, mean=True) if self.mixer.context else itertools.repeat(None)
-        pieces = zip(regions, *(cut(part, regions) for part in (q, k, v)), means)
         grids = (Grid(*part.window, within=windows.window) for _, _, part in regions)
-        out = assemble((mix(room, self, *piece[1:4], next(grids), context=piece[4]) for piece in pieces), regions)
+        pieces = zip(cut(q, regions), cut(k, regions), cut(v, regions), grids, means)
+        out = assemble((mix(room, self, q, k, v, grid, context=mean) for q, k, v, grid, mean in pieces), regions)
     else:
         grid = windows.grid(x)
         if self.mixer.local_keys:
             grid = grid._replace(regions=windows.regions_of_tokens(x))
         context = mean_token(windows.partition(source), real) if self.mixer.context else None
-        tokens = (windows.partition(part) for part in (q, k, v))
+        q, k, v = (windows.partition(part) for part in (q, k, v))
         bias = self.map_bias(windows, hidden, x.shape[0])
-        out = windows.merge(mix(room, self, *tokens, grid, mask=real, bias=bias, context=context), x.shape[0])
+        out = windows.merge(mix(room, self, q, k, v, grid, mask=real, bias=bias, context=context), x.shape[0])
     return room.linear(self.proj, gated(self, out, x, gate))
 
 
