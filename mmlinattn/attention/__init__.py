@@ -10,7 +10,7 @@ from .focused import FocusedMixer
 from .hallucinated import HallucinatedMixer
 from .hydra import HydraMixer
 from .inline import InLineMixer
-from .mixer import TOKEN_MIXERS, TokenMixer, get_mixer
+from .mixer import TOKEN_MIXERS, LocalMixer, TokenMixer, get_mixer
 from .rala import RALAMixer
 from .softmax import SoftmaxMixer
 from .windows import Windows
@@ -28,6 +28,7 @@ __all__ = [
     'HallucinatedMixer',
     'HydraMixer',
     'InLineMixer',
+    'LocalMixer',
     'RALAMixer',
     'ReducedAttention',
     'ReducedKeysAttention',

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Fused forms of attentions: what is added to a result is added in place, or by the product that writes it."""
+"""Fused forms of attentions: what follows a mixer is added or multiplied in place."""
 
 import itertools
 from typing import Any
@@ -16,6 +16,7 @@ from ..attention import (
     HallucinatedMixer,
     HydraMixer,
     InLineMixer,
+    LocalMixer,
     RALAMixer,
     ReducedAttention,
     SoftmaxMixer,
@@ -27,7 +28,6 @@ from ..attention.arrangements import RelativePositionBias, windows_of
 from ..attention.base import Mixing, ReducedKeysAttention, mean_token
 from ..attention.efficient import EfficientMixer
 from ..attention.inline import PredictedConv
-from ..attention.mixer import LocalMixer
 from ..layers import PositionTable
 from ..ops.grid import on_grid
 from ..ops.rank_augmented import rala_in_place

@@ -135,13 +135,10 @@ class Room:
         weight, bias = layer.weight, layer.bias
         if norm is not None:
             weight, bias = fold_batch_norm(layer, norm)
-        return self.convolved(x, weight, bias, layer.stride, layer.padding, layer.groups, gelu)
-
-    def convolved(self, x, weight, bias, stride, padding, groups, gelu=False) -> Tensor:
         x, weight, bias = self.cast(x), self.cast(weight), self.cast(bias)
         if gelu and self.onednn and x.numel():
-            return private.CONV(x, weight, bias, padding, stride, [1, 1], groups, 'gelu', [], 'none')
-        out = F.conv2d(x, weight, bias, stride, padding, 1, groups)
+            return private.CONV(x, weight, bias, layer.padding, layer.stride, [1, 1], layer.groups, 'gelu', [], 'none')
+        out = F.conv2d(x, weight, bias, layer.stride, layer.padding, 1, layer.groups)
         return F.gelu(out) if gelu else out
 
     def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
@@ -164,25 +161,24 @@ def block(room: Room, self: Any, x: Tensor, stage) -> Tensor:
     if self.position is not None:
         x = room.call(self.position, x)
     source = (x,) if type(self) is SourceBlock else ()
-    x = _add_branch(room, x, self.norm1, self.attn, self.gamma1, stage, *source)
+    x = _add_branch(room, self, x, self.norm1, self.attn, self.gamma1, stage, *source)
     if type(self) is TokenBlock:
         return self.add(x, self.feed_forward(x, stage), self.gamma2)
-    return _add_branch(room, x, self.norm2, self.ffn, self.gamma2)
+    return _add_branch(room, self, x, self.norm2, self.ffn, self.gamma2)
 
 
 CALLS_PARTS.add(block)
 
 
-def _add_branch(room: Room, x: Tensor, norm: nn.Module, branch: nn.Module, gamma: Optional[Tensor], *args) -> Tensor:
+def _add_branch(room: Room, self: Any, x: Tensor, norm, branch: nn.Module, gamma: Optional[Tensor], *args) -> Tensor:
     """``x + branch(norm(x)) * gamma``, in place of a result that nobody else has."""
     form = room.form(branch)
     if form is None:
-        out = branch(norm(x), *args)
-        return x + (out if gamma is None else out * gamma)
+        return self.add(x, branch(norm(x), *args), gamma)
     out = form(room, branch, room.norm(norm, x), *args)
     if gamma is None:
         return added(out, x)
-    return torch.addcmul(x, out, gamma, out=out) if out.dtype == x.dtype == gamma.dtype else x + out * gamma
+    return torch.addcmul(x, out, gamma, out=out) if out.dtype == x.dtype == gamma.dtype else self.add(x, out, gamma)
 
 
 # --- feed-forward networks --------------------------------------------------------------------------------------------

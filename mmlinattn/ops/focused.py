@@ -89,7 +89,7 @@ def smallest_base(dtype: torch.dtype, power: float) -> float:
 
 
 def _placed(k: Tensor, offset: Optional[Tensor], images: slice, rows: slice) -> Tensor:
-    """A block of keys, their positions added: so the gradients of queries and keys can lie side by side as these do."""
+    """A block of keys, their positions added."""
     part = k[images, rows]
     return part if offset is None else part + offset.expand_as(k)[images, rows].to(k.dtype)
 
