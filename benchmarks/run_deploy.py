@@ -70,6 +70,7 @@ def measure(name: str, size: str, threads: int, repeats: int, max_seconds: float
     model = ExportableModel(Pyramid(MODELS.build(BACKBONES[name])))
     image = torch.randn(1, 3, height, width)
     names = model.output_names(model(image))
+    model.fold()
     with TemporaryDirectory() as folder:
         calls = {'PyTorch': model}
         for runtime, form, load in (

@@ -63,6 +63,7 @@ def measure(host: str, form: str, mix: tuple, folder: Path) -> dict:
     example = torch.randn(graphs.TRACED_AT[0], 3, *graphs.TRACED_AT[1:])
     images = [torch.randn(shape) for shape in [*SHAPES, ONE_PIXEL]]
     expected = [model(image) for image in images]
+    model.fold()
     names = model.output_names(expected[0])
     path = folder / f'graph{backend.suffix}'
     began = time.process_time()

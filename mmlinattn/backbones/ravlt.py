@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any, Optional
 
 import torch
@@ -12,6 +12,7 @@ from ..layers import (
     Block,
     ConvDownsample,
     ConvFFN,
+    ConvOfGELU,
     ConvStem,
     FactorisedLinear,
     ResidualDWConv,
@@ -20,6 +21,7 @@ from ..layers import (
     rotary_table,
 )
 from ..ops.tensors import accumulation_dtype
+from ..utils.foreign import is_altered
 from .base import PyramidBackbone
 
 HYBRID = ('rala', 'rala', 'softmax', 'softmax')
@@ -132,25 +134,34 @@ class RAVLT(PyramidBackbone):
         Raises:
             ValueError: For a batch norm that cannot be folded, before anything is changed.
         """
-        for norm in (layer for embed in self.patch_embeds for layer in embed.layers if isinstance(layer, _BatchNorm)):
-            if not is_foldable(norm):
-                raise ValueError(
-                    f'switch_to_deploy: {type(norm).__name__} cannot be folded into a convolution; allowed are batch '
-                    "norms with weights, running statistics and PyTorch's own forward"
-                )
+        for embed in self.patch_embeds:
+            for conv, norm in zip(embed.layers, list(embed.layers)[1:]):
+                is_pair = type(conv) in (nn.Conv2d, ConvOfGELU) and not is_altered(conv) and is_foldable(norm)
+                if isinstance(norm, _BatchNorm) and not is_pair:
+                    raise ValueError(
+                        f'switch_to_deploy: {type(norm).__name__} cannot be folded into {type(conv).__name__}; allowed '
+                        "are batch norms with weights and running statistics, and convolutions, of PyTorch's own "
+                        'forward, without hooks and computed weights'
+                    )
         super().switch_to_deploy()
         for embed in self.patch_embeds:
             embed.layers = fold_batch_norms(embed.layers)
-        for block in (block for stage in self.stages for block in stage):
-            for layer, name in ((block.attn.proj, 'gamma1'), (block.ffn.fc2, 'gamma2')):
-                gamma = getattr(block, name)
-                # beside an adapter, which has factors of its own, the scale stays
-                if gamma is None or any(type(part) not in (nn.Linear, FactorisedLinear) for part in layer.modules()):
-                    continue
-                for key, parameter in layer.named_parameters():
-                    if not key.startswith('down.'):  # the first factor of a compact FFN stays
-                        parameter.mul_(gamma if parameter.dim() == 1 else gamma[:, None])
-                setattr(block, name, None)
+        blocks = [block for stage in self.stages for block in stage]
+        scaled = [
+            pair for block in dict.fromkeys(blocks) for pair in ((block, block.attn.proj), (block, block.ffn.fc2))
+        ]
+        uses = Counter(parameter for _, layer in scaled for parameter in layer.parameters())
+        for i, (block, layer) in enumerate(scaled):
+            name = f'gamma{i % 2 + 1}'
+            gamma = getattr(block, name)
+            # beside an adapter, which has factors of its own, and in a layer of several blocks the scale stays
+            parts = [type(part) in (nn.Linear, FactorisedLinear) and not is_altered(part) for part in layer.modules()]
+            if gamma is None or not all(parts) or any(uses[parameter] > 1 for parameter in layer.parameters()):
+                continue
+            for key, parameter in layer.named_parameters():
+                if not key.startswith('down.'):  # the first factor of a compact FFN stays
+                    parameter.mul_(gamma if parameter.dim() == 1 else gamma[:, None])
+            setattr(block, name, None)
         return self.eval()
 
 
@@ -160,7 +171,9 @@ def fold_batch_norms(layers: nn.Sequential) -> nn.Sequential:
     for name, layer in layers.named_children():
         if isinstance(layer, _BatchNorm):
             conv = next(reversed(folded.values()))
-            conv.weight.data, conv.bias.data = fold_batch_norm(conv, layer)
+            weight, bias = fold_batch_norm(conv, layer)
+            conv.weight.data = weight
+            conv.bias = nn.Parameter(bias, conv.weight.requires_grad)
         else:
             folded[name] = layer
     return nn.Sequential(folded)

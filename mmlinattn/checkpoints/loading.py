@@ -26,6 +26,7 @@ from .states import (
     fit_state,
     kind_of,
     model_state,
+    not_compiled,
     not_finite,
     some,
     state_dict_of,
@@ -142,14 +143,18 @@ class Lacking(NamedTuple):
     Attributes:
         mismatched: keys of another shape, with both shapes.
         missing: parameters that nobody trained: neither the checkpoint nor, of frozen ones, ``init_cfg`` gave them.
+        unexpected: weights that a backbone of this package has no place for: it computes something else than the one
+            that was trained.
     """
 
     mismatched: list[str]
     missing: list[str]
+    unexpected: list[str]
 
     def __str__(self) -> str:
         parts = [f'left out for its shape: {", ".join(self.mismatched)}'] * bool(self.mismatched)
         parts += [f'{len(self.missing)} parameters not in the file: {some(self.missing)}'] * bool(self.missing)
+        parts += [f'{len(self.unexpected)} weights not in the model: {some(self.unexpected)}'] * bool(self.unexpected)
         return f'the checkpoint does not fit the model; {"; ".join(parts)}. '
 
 
@@ -167,8 +172,9 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], left_out: tuple[str, ...
     parameters = dict(model.named_parameters())
     versions = {name: parameter._version for name, parameter in parameters.items()}
     differing = {}
+    unexpected: list[str] = []
     try:
-        model.load_state_dict(state, strict=False)
+        unexpected = getattr(model.load_state_dict(state, strict=False), 'unexpected_keys', [])
     except RuntimeError as error:
         for key, *shapes in _OTHER_SHAPE.findall(str(error)):
             theirs, ours = (shape.replace(', ', 'x') or 'scalar' for shape in shapes)
@@ -188,7 +194,18 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], left_out: tuple[str, ...
         and not name.startswith(left_out)
         and (parameter.requires_grad or not name.startswith(given))
     ]
-    return Lacking([text for key, text in differing.items() if not key.startswith(left_out)], missing)
+    backbones = [(f'{n}.' if n else '', part) for n, part in model.named_modules() if hasattr(part, 'ignorable_keys')]
+    return Lacking(
+        [text for key, text in differing.items() if not key.startswith(left_out)],
+        missing,
+        [
+            key
+            for key in unexpected
+            for beginning, backbone in backbones
+            if key.startswith(beginning) and not key.startswith(left_out)
+            if not backbone.ignorable_keys(key.removeprefix(beginning))
+        ],
+    )
 
 
 def check_values(
@@ -213,6 +230,13 @@ def check_values(
         )
 
 
+def rename_compiled(state: dict, model: nn.Module) -> None:
+    """Take ``_orig_mod`` out of the keys of a state dict, in place, for a model that is not compiled."""
+    if not any('_orig_mod.' in key for key in model.state_dict()):
+        for key in [key for key in state if '_orig_mod.' in key]:
+            state[not_compiled(key)] = state.pop(key)
+
+
 def runner_state(checkpoint: dict) -> OrderedDict:
     """The weights that MMEngine's Runner loads from a checkpoint."""
     state = checkpoint.get('state_dict', checkpoint)
@@ -226,8 +250,10 @@ def check_trained(model: nn.Module, checkpoint: dict) -> None:
     """Refuse a checkpoint that leaves a model with weights nobody trained; it is loaded by this, as a Runner would.
 
     Raises:
-        RunError: parameters are missing, have another shape, are no real numbers or are not finite.
+        RunError: parameters are missing, have another shape, are no real numbers or are not finite, or the backbone
+            lacks some of the checkpoint's.
     """
+    rename_compiled(checkpoint.get('state_dict', checkpoint), model)
     state = runner_state(checkpoint)
     check_values(model, state)
     lacking = fill(model, state, UNUSED_IN_TESTS)

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, Optional
 
+import torch
 from torch import Tensor, nn
 
 from ..utils.errors import CheckpointError
@@ -37,7 +38,7 @@ class LoadReport(NamedTuple):
 
 
 def state_dict_of(checkpoint: Any, source: str) -> dict[str, Tensor]:
-    """The tensors of a loaded checkpoint by name, ``module.`` prefixes removed.
+    """The tensors of a loaded checkpoint by name, without what DDP (``module.``) and ``torch.compile`` put before it.
 
     Args:
         checkpoint: a state dict, or a dict that holds one under ``state_dict``, ``model``, ``model_ema`` or
@@ -57,9 +58,15 @@ def state_dict_of(checkpoint: Any, source: str) -> dict[str, Tensor]:
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
     if not tensors:
         raise CheckpointError(f'{source} holds no weights; it has {some(state)}')
+    tensors = {not_compiled(key): value for key, value in tensors.items()}
     if all(key.startswith('module.') for key in tensors):
         tensors = {re.sub(r'^(module\.)+', '', key): value for key, value in tensors.items()}
     return tensors
+
+
+def not_compiled(key: str) -> str:
+    """A key without ``_orig_mod``, which ``torch.compile(module)`` puts before the names of a module."""
+    return re.sub(r'(^|\.)(_orig_mod\.)+', r'\1', key)
 
 
 def strip_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
@@ -155,7 +162,9 @@ def fit_backbone(backbone: nn.Module, state: Mapping[str, Tensor]) -> tuple[dict
 
 
 def kind_of(tensor: Tensor) -> str:
-    """``'real'`` for a tensor of floating-point numbers, else its type."""
+    """``'real'`` for a tensor of floating-point numbers, else its type or layout."""
+    if tensor.layout != torch.strided:
+        return str(tensor.layout).replace('torch.', '')
     return 'real' if tensor.is_floating_point() else str(tensor.dtype).replace('torch.', '')
 
 

@@ -14,10 +14,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..ops import dispatch, private
+from ..utils.foreign import methods_of
 from . import attention  # noqa: F401  fills the table
-from .room import Room
+from .room import KNOWN, Room
 
 __all__ = ['Room', 'recomputed', 'run']
+
+_METHODS = methods_of(KNOWN)
 
 
 def run(backbone, x: Tensor) -> tuple[Tensor, ...]:
@@ -60,7 +63,14 @@ def _caller(backbone, x: Tensor):
         return _call
     dtype = torch.get_autocast_dtype('cpu') if dispatch.autocasts(x) else x.dtype
     # float16 would lose small layer scales in a matrix
-    return _call if dtype == torch.float16 or private.has_global_hooks() else Room(dtype, x.dtype).call
+    if dtype == torch.float16 or private.has_global_hooks() or _classes_are_changed():
+        return _call
+    return Room(dtype, x.dtype).call
+
+
+def _classes_are_changed() -> bool:
+    """Whether somebody replaced a method of a class that has a fused form, or whose weights one takes."""
+    return any(vars(kind).get(name) is not method for kind, name, method in _METHODS)
 
 
 @functools.cache

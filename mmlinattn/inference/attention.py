@@ -43,7 +43,7 @@ KNOWN |= {
 def project(room: Room, layer: nn.Linear, x: Tensor, widths, separately: bool) -> list[Tensor]:
     """Outputs of a linear layer, one tensor each of ``widths``. ``separately``: by products of their own, but for the
     first two; a convolution would copy values that are a slice of something wider."""
-    if not separately:
+    if not separately or type(layer) is not nn.Linear:
         return list(room.linear(layer, x).split(widths, dim=-1))
     rows = [widths[0] + widths[1], *widths[2:]]
     biases = [None] * len(rows) if layer.bias is None else layer.bias.split(rows)
@@ -66,7 +66,7 @@ def mix(
     out = out if local is None else added(out, local)
     if self.local is None:
         return out
-    if grid.prefix:
+    if grid.prefix or type(self.local) is not nn.Conv2d:
         return added(out, on_grid(self.local, v, grid))
     image = v.unflatten(1, (grid.height, grid.width)).permute(0, 3, 1, 2)
     return added(out, room.conv(image, self.local).permute(0, 2, 3, 1).flatten(1, 2))

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Fused forms for CPUs without gradients: a table from classes to functions, and those of layers."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Optional
 
@@ -26,9 +27,11 @@ from ..layers import (
     TokenBlock,
     fold_batch_norm,
 )
-from ..layers.compact import BranchedLinear
+from ..layers.block import of_tokens
+from ..layers.compact import BranchedLinear, merges
 from ..layers.patch_embed import is_foldable
 from ..ops import dispatch, private
+from ..utils.foreign import is_altered
 
 STRIP_NUMEL = 2**22  # of the hidden map of a feed-forward network: 16 MiB in float32
 
@@ -67,15 +70,11 @@ def form_of(*kinds: type) -> Callable:
 
 
 def is_intact(module: nn.Module) -> bool:
-    """Whether a module is what its class says: no subclass, adapter, parametrisation or ``forward`` of its own, not
-    compiled, and nobody watches it with a hook."""
-    if type(module) not in KNOWN or 'forward' in module.__dict__ or module._compiled_call_impl:
+    """Whether a module is what its class says in eval mode: no subclass, adapter, parametrisation or method of its own,
+    not compiled, and nobody watches it with a hook."""
+    if type(module) not in KNOWN or module.training or is_altered(module):
         return False
-    if isinstance(module, nn.Conv2d) and not is_ordinary(module):
-        return False
-    return not (
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
+    return is_ordinary(module) if isinstance(module, nn.Conv2d) else True
 
 
 def is_ordinary(conv: nn.Conv2d) -> bool:
@@ -174,8 +173,8 @@ def _add_branch(room: Room, self: Any, x: Tensor, norm, branch: nn.Module, gamma
     """``x + branch(norm(x)) * gamma``, in place of a result that nobody else has."""
     form = room.form(branch)
     if form is None:
-        return self.add(x, branch(norm(x), *args), gamma)
-    out = form(room, branch, room.norm(norm, x), *args)
+        return self.add(x, branch(of_tokens(norm, x), *args), gamma)
+    out = form(room, branch, of_tokens(functools.partial(room.norm, norm), x), *args)
     if gamma is None:
         return added(out, x)
     return torch.addcmul(x, out, gamma, out=out) if out.dtype == x.dtype == gamma.dtype else self.add(x, out, gamma)
@@ -194,6 +193,9 @@ def mlp(room: Room, self: Any, x: Tensor) -> Tensor:
 
 @form_of(ConvFFN)
 def conv_ffn(room: Room, self: Any, x: Tensor) -> Tensor:
+    if type(self.dwconv) is not ResidualDWConv or not self.dwconv.of_gelu:
+        return self(x)
+
     def hidden(part):
         part = room.linear(self.fc1, part, gelu=True).permute(0, 3, 1, 2)
         return added(room.conv(part, self.dwconv), part).permute(0, 2, 3, 1)
@@ -203,6 +205,9 @@ def conv_ffn(room: Room, self: Any, x: Tensor) -> Tensor:
 
 @form_of(DWConvFFN)
 def dwconv_ffn(room: Room, self: Any, x: Tensor) -> Tensor:
+    if type(self.dwconv) is not nn.Conv2d:
+        return self(x)
+
     def hidden(part):
         return room.conv(room.linear(self.fc1, part).permute(0, 3, 1, 2), self.dwconv, gelu=True).permute(0, 2, 3, 1)
 
@@ -233,7 +238,7 @@ def _in_strips(room: Room, self: Any, x: Tensor, hidden: Callable, halo: int) ->
 @form_of(BranchedLinear)
 def branched_linear(room: Room, self: Any, x: Tensor) -> Tensor:
     """Batch norms that are fixed make the branches one matrix."""
-    if not all(map(is_foldable, self.norms)):
+    if not all(map(merges, self.linears, self.norms)):
         return self(x)
     return room.product(x, *self.merged_weights())
 
@@ -241,7 +246,7 @@ def branched_linear(room: Room, self: Any, x: Tensor) -> Tensor:
 @form_of(FactorisedLinear)
 def factorised_linear(room: Room, self: Any, x: Tensor) -> Tensor:
     x = room.linear(self.down, x)
-    if type(self.up) is nn.Linear:
+    if type(self.up) is nn.Linear and self.up.bias is not None:
         return room.product(x, self.up.weight, self.up.bias + self.bias)
     return room.call(self.up, x) + self.bias
 
@@ -258,14 +263,16 @@ def residual_dwconv(room: Room, self: Any, x: Tensor) -> Tensor:
 @form_of(ConvStem, ConvDownsample)
 def conv_norms(room: Room, self: Any, x: Tensor) -> Tensor:
     """Batch norms are folded into the convolutions before them, GELU is part of the pass that writes their results."""
-    layers = list(self.layers)
+    layers, is_gelu = list(self.layers), False
     x = x.permute(0, 3, 1, 2)
     while layers:
-        conv = layers.pop(0)
-        norm = layers.pop(0) if layers and not isinstance(layers[0], nn.Conv2d) else None
-        if norm is None or is_foldable(norm):
-            x = room.conv(x, conv, norm, gelu=bool(layers))
-        else:
-            x = norm(room.conv(x, conv))
-            x = F.gelu(x) if layers else x
+        layer = layers.pop(0)
+        if type(layer) not in (nn.Conv2d, ConvOfGELU):
+            x = layer(x)
+            continue
+        if type(layer) is ConvOfGELU and not is_gelu:
+            x = F.gelu(x)
+        norm = layers.pop(0) if layers and is_foldable(layers[0]) else None
+        is_gelu = bool(layers) and type(layers[0]) is ConvOfGELU
+        x = room.conv(x, layer, norm, is_gelu)
     return x.permute(0, 2, 3, 1)

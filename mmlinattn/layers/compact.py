@@ -9,6 +9,7 @@ from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
 from ..ops.tensors import unflatten
+from ..utils.foreign import is_altered
 from .block import MLP, ConvFFN, DWConvFFN
 from .patch_embed import is_foldable
 
@@ -16,8 +17,9 @@ FFNS = {'mlp': MLP, 'conv': ConvFFN, 'dwconv': DWConvFFN}
 MATRICES = {'M1': 'fc1', 'M2': 'fc2'}
 
 
-def _merges(layer: nn.Module, norm: nn.Module) -> bool:
-    return type(layer) is nn.Linear and is_foldable(norm)
+def merges(layer: nn.Module, norm: nn.Module) -> bool:
+    """Whether a linear layer and a batch norm are one matrix in eval mode."""
+    return type(layer) is nn.Linear and not is_altered(layer) and is_foldable(norm)
 
 
 class BranchedLinear(BaseModule):
@@ -58,7 +60,7 @@ class BranchedLinear(BaseModule):
     @torch.no_grad()
     def merged(self) -> nn.Linear:
         for layer, norm in zip(self.linears, self.norms):
-            if not _merges(layer, norm):
+            if is_altered(self) or not merges(layer, norm):
                 raise ValueError(
                     f'switch_to_deploy: {type(layer).__name__} and {type(norm).__name__} of a compact FFN cannot be '
                     'merged; allowed are linear layers, and batch norms with weights and running statistics, of '

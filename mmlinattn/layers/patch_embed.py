@@ -14,6 +14,7 @@ from typing_extensions import TypeGuard
 from .. import ops
 from ..ops.sizes import is_known, round_up
 from ..ops.tensors import accumulation_dtype, clone_if_open, to_image, unflatten
+from ..utils.foreign import is_altered
 
 
 def build_map_norm(norm_cfg: dict, dim: int) -> nn.Module:
@@ -181,11 +182,10 @@ class PatchMerging(BaseModule):
 
 
 def is_foldable(norm: Optional[nn.Module]) -> TypeGuard[_BatchNorm]:
-    """Whether ``norm`` is a batch norm and statistics and weights say all that it does in eval mode: subclasses and
-    instances may have a ``forward`` of their own."""
-    if not isinstance(norm, _BatchNorm) or norm.running_var is None or not norm.affine:
+    """Whether ``norm`` is a batch norm, and statistics and weights say all that it does in eval mode."""
+    if not isinstance(norm, _BatchNorm) or norm.running_var is None or not norm.affine or is_altered(norm):
         return False
-    return getattr(norm.forward, '__func__', None) in (_BatchNorm.forward, SyncBatchNorm.forward)
+    return type(norm).forward in (_BatchNorm.forward, SyncBatchNorm.forward)
 
 
 def fold_batch_norm(conv: nn.Conv2d, norm: _BatchNorm) -> tuple[Tensor, Tensor]:

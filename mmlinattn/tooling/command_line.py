@@ -23,6 +23,7 @@ from mmengine.logging import MMLogger
 from ..engine.data.files import read_coco
 from ..engine.runner import leave_process_group
 from ..utils.errors import RunError, described, printable, say_last
+from ..utils.files import PACKAGE
 
 INTERRUPTED = 128 + signal.SIGINT  # exit status, as shells count
 
@@ -204,8 +205,8 @@ def explained_setup(config: str, whole: bool = True):
 
     Args:
         config (str): The config file, for messages.
-        whole (bool): False explains what fails while MMEngine builds something, and what :data:`ADVICE` knows; other
-            errors pass.
+        whole (bool): False explains what fails while MMEngine builds something, what :data:`ADVICE` knows and what this
+            package refuses; other errors pass.
 
     Raises:
         RunError: With the class that was being built, if any, and why it failed. ``MMLINATTN_TRACEBACK=1`` keeps the
@@ -225,6 +226,9 @@ def explained_setup(config: str, whole: bool = True):
         if advice:
             raise RunError(f'{config}: {advice} ({described(error).splitlines()[-1]})') from error
         if not (whole or building):
+            *_, (last, _) = walk_tb(error.__traceback__)
+            if isinstance(error, ValueError) and Path(last.f_code.co_filename).is_relative_to(PACKAGE):
+                raise RunError(f'{config}: {error}') from error
             raise
         built = [frame.f_locals.get('obj_cls') for frame in building]
         innermost = [kind for kind in built if kind is not None][-1:]

@@ -4,9 +4,12 @@
 Each function names the version it was written for, and why nothing public does it.
 """
 
+import functools
+from collections.abc import Iterable
 from typing import Any, Callable
 
 import torch
+from mmengine.model import BaseModule
 from mmengine.registry import DefaultScope
 from mmengine.runner import CheckpointLoader
 from torch import nn
@@ -37,6 +40,28 @@ def call_compiled(module: nn.Module, call: Callable) -> None:
     """PyTorch 2.11: what ``nn.Module.compile`` sets. It compiles each module by itself; here those of a kind share one
     code."""
     module._compiled_call_impl = call
+
+
+def is_altered(module: nn.Module) -> bool:
+    """PyTorch 2.14: whether a module computes more than its class and weights say. It has hooks or a method of its own,
+    is compiled, or its weights are sparse or of a subclass of tensors. There is no public list of hooks."""
+    if module._compiled_call_impl or not _methods(type(module)).isdisjoint(vars(module)):
+        return True
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return True
+    weights = (weight for weight in module._parameters.values() if weight is not None)
+    return any(type(w) not in (torch.Tensor, nn.Parameter) or w.layout != torch.strided for w in weights)
+
+
+@functools.cache
+def _methods(kind: type) -> frozenset:
+    return frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
+
+
+def methods_of(kinds: Iterable[type]) -> list[tuple[type, str, Any]]:
+    """The methods of modules, those of ``nn.Module`` aside: (class, name, function)."""
+    classes = {base for kind in kinds for base in kind.__mro__} - set(BaseModule.__mro__)
+    return [(base, name, value) for base in classes for name, value in vars(base).items() if callable(value)]
 
 
 def keep_sizes_open() -> None:

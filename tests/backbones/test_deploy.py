@@ -53,13 +53,61 @@ def test_the_merged_model_computes_the_same_and_its_weights_load(host, options, 
         assert all(module is None for block in model.stages[0] for module in (block.gamma1, block.gamma2))
 
 
+def doubled(layer):
+    layer.register_forward_hook(lambda module, inputs, out: 2 * out)
+
+
+def own_forward(layer):
+    forward = layer.forward
+    layer.forward = lambda x: 2 * forward(x)
+
+
+CHANGES = [doubled, own_forward, nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm]
+
+
+@pytest.mark.parametrize('change', CHANGES)
+@pytest.mark.parametrize('place', ['attn.proj', 'ffn.fc2'])
+def test_a_layer_scale_beside_a_changed_layer_stays(place, change):
+    model, x = build('RAVLT').eval(), image(2, 70, 99)
+    change(model.stages[0][0].get_submodule(place))
+    expected = model.eval()(x)
+    for out, other in zip(model.switch_to_deploy()(x), expected):
+        assert (out - other).norm() < 1e-4 * other.norm()
+    block = model.stages[0][0]
+    assert (block.gamma1 is None, block.gamma2 is None) == (place == 'ffn.fc2', place == 'attn.proj')
+
+
+@pytest.mark.parametrize('change', CHANGES)
+@pytest.mark.parametrize('place', ['0.layers.0', '0.layers.3', '1.layers.conv', '1.layers.norm'])
+def test_a_changed_convolution_or_norm_is_not_folded(place, change):
+    model = build('RAVLT').eval()
+    layer = model.patch_embeds.get_submodule(place)
+    change(layer) if 'norm' not in place else doubled(layer)
+    with pytest.raises(ValueError, match='^switch_to_deploy: BatchNorm2d cannot be folded into'):
+        model.switch_to_deploy()
+
+
+@pytest.mark.parametrize('part', ['attn', 'ffn', None])
+def test_layers_of_several_blocks_and_convolutions_without_bias(part):
+    model, x = build('RAVLT').eval(), image(2, 70, 99)
+    first, second = model.stages[2]
+    if part is None:
+        model.stages[2][1] = first
+    else:
+        setattr(second, part, getattr(first, part))
+    model.patch_embeds[0].layers[0].bias = None
+    expected = model(x)
+    for out, other in zip(model.switch_to_deploy()(x), expected):
+        assert (out - other).norm() < 1e-4 * other.norm()
+
+
 @pytest.mark.parametrize('change', [('forward', lambda x: x + 1), ('running_var', None)], ids=lambda c: c[0])
 def test_a_batch_norm_that_cannot_be_folded_is_refused_before_anything_is_changed(change):
     model = build('RAVLT')
     norm = [layer for layer in model.patch_embeds[-1].layers if isinstance(layer, nn.BatchNorm2d)][-1]
     setattr(norm, *change)
     state = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(ValueError, match='switch_to_deploy: BatchNorm2d cannot be folded into a convolution; allowed'):
+    with pytest.raises(ValueError, match='switch_to_deploy: BatchNorm2d cannot be folded into Conv2d; allowed'):
         model.switch_to_deploy()
     found = model.state_dict()
     assert found.keys() == state.keys() and all(torch.equal(found[key], state[key]) for key in state)

@@ -33,6 +33,8 @@ def test_prefixes():
     assert list(state_dict_of({'module.module.a': ONE, 'module.b': ONE}, 'x')) == ['a', 'b']
     assert list(state_dict_of({'module.a': ONE, 'b': ONE}, 'x')) == ['module.a', 'b']  # a part of that name
     assert list(state_dict_of({'a': ONE, 'epoch': 3}, 'x')) == ['a']
+    compiled = {'_orig_mod.module.a': ONE, '_orig_mod.module.b._orig_mod.c': ONE, '_orig_mod.module.my_orig_mod.d': ONE}
+    assert list(state_dict_of(compiled, 'x')) == ['a', 'b.c', 'my_orig_mod.d']
 
 
 def test_parts_of_a_file():

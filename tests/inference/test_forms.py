@@ -6,11 +6,13 @@ import itertools
 
 import pytest
 import torch
+from small_hosts import ARCHS
 from torch import nn
 from twins import ATTENTIONS, DIM, HEADS, filled
 
 from mmlinattn.attention import Attention, GlobalAttention, Grid, ReducedAttention, StageContext, StripeAttention
 from mmlinattn.attention import WindowAttention as Windowed
+from mmlinattn.backbones import RAVLT
 from mmlinattn.inference import Room, regions, room
 from mmlinattn.layers import (
     MLP,
@@ -169,6 +171,116 @@ def test_what_somebody_changed_or_watches_is_called(place, change):
     torch.testing.assert_close(ROOM.call(block, x, StageContext.of(x)), expected)
     assert ROOM.form(part) is None
     assert all(ROOM.form(other) is not None for other in (block, block.attn, block.ffn) if other is not part)
+
+
+class Centred(nn.Module):
+    def forward(self, x):
+        return x - x.mean(1, keepdim=True)
+
+
+def of_block(name):
+    """Something else in place of a part of the first block."""
+
+    def put(make):
+        def change(model):
+            owner, _, part = f'stages.0.0.{name}'.rpartition('.')
+            owner = model.get_submodule(owner)
+            setattr(owner, part, make(getattr(owner, part)))
+
+        return change
+
+    return put
+
+
+def twice(function):
+    return lambda *args, **kwargs: 2 * function(*args, **kwargs)
+
+
+def recalibrated(model):
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.train().momentum = 0.0
+
+
+def without_first_token(model):
+    model.stages[0][0].norm1.register_forward_hook(
+        lambda module, args, out: out * (torch.arange(len(out[0])) > 0)[:, None]
+    )
+
+
+def plain_stem(model):
+    old = model.patch_embeds[0].layers[2]
+    new = nn.Conv2d(old.in_channels, old.out_channels, 3, 1, 1)
+    new.load_state_dict(old.state_dict())
+    model.patch_embeds[0].layers[2] = new.double()
+
+
+class Tagged(torch.Tensor):
+    """As quantised weights are."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is not nn.functional.linear:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        x, weight, *bias = (t.as_subclass(torch.Tensor) if isinstance(t, Tagged) else t for t in args)
+        return nn.functional.linear(x, 2 * weight, *bias)
+
+
+def tagged(layer):
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Tagged), requires_grad=False)
+    return layer
+
+
+CHANGES = {
+    'batch norms that train': recalibrated,
+    'a hook on tokens': without_first_token,
+    'a norm over tokens': of_block('norm2')(lambda norm: Centred()),
+    'a stem without GELU': plain_stem,
+    'one more layer of the stem': lambda model: model.patch_embeds[0].layers.append(nn.Hardtanh()),
+    'a norm of down-sampling': lambda model: model.patch_embeds[1].layers.append(filled(nn.BatchNorm2d(16)).eval()),
+    'low rank': of_block('attn.qkv')(lambda old: nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 32)).double()),
+    'no convolution of values': of_block('attn.local')(lambda conv: nn.Identity()),
+    'a norm of values': of_block('attn.local')(lambda conv: nn.Sequential(conv, filled(nn.BatchNorm2d(8))).eval()),
+    'no convolution': of_block('ffn.dwconv')(lambda conv: nn.Identity()),
+    'weights of another type': of_block('ffn.fc1')(tagged),
+    'its own mix': of_block('attn.mix')(twice),
+    'its own attend': of_block('attend')(twice),
+    'its own hidden': of_block('ffn.hidden')(twice),
+}
+
+
+@pytest.mark.parametrize('change', CHANGES.values(), ids=CHANGES)
+def test_what_acts_with_gradients_acts_without(change):
+    model, x = filled(RAVLT(ARCHS['RAVLT'])).eval(), torch.rand(2, 3, 70, 52, dtype=torch.float64)
+    before = model(x)
+    change(model)
+    with torch.enable_grad():
+        expected = model(x)
+    assert any((out - other).abs().max() > 1e-3 for out, other in zip(before, expected))
+    for out, other in zip(model(x), expected):
+        torch.testing.assert_close(out, other)
+
+
+def test_convolutions_of_pvt_may_be_something_else():
+    module, x = filled(DWConvFFN(DIM, 40)).eval(), torch.randn(2, 9, 12, DIM, dtype=torch.float64)
+    module.dwconv = nn.Identity()
+    torch.testing.assert_close(ROOM.call(module, x), module(x))
+
+
+def test_classes_that_somebody_changed(monkeypatch):
+    """Replaced for all modules of a class, as tools that quantise or count do."""
+    model, x = filled(RAVLT(ARCHS['RAVLT'])).eval(), torch.rand(1, 3, 64, 64, dtype=torch.float64)
+    calls = []
+    forward = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, 'forward', lambda self, x: calls.append(self) or forward(self, x))
+    model(x)
+    assert len(calls) == sum(isinstance(module, nn.Linear) for module in model.modules())
+
+
+def test_drop_paths_of_a_block_that_trains():
+    block = Block(DIM, GlobalAttention(DIM, HEADS, 'rala'), MLP(DIM, 40), LN, 0.5)
+    assert ROOM.form(block) is None and ROOM.form(block.eval()) is not None
+    assert ROOM.form(filled(MLP(DIM, 40)).eval()) is not None
 
 
 @pytest.mark.parametrize(

@@ -138,3 +138,11 @@ def test_branches_with_something_of_their_own_are_not_merged(part):
     with pytest.raises(ValueError, match=r'^switch_to_deploy: \w+ and \w+ of a compact FFN cannot be merged; allowed'):
         layer.switch_to_deploy()
     assert layer.down is kept
+
+
+@pytest.mark.parametrize('place', ['down', 'up.linears.0', 'up.norms.1'])
+def test_branches_that_somebody_watches_are_not_merged(place):
+    layer = FactorisedLinear(12, 8, 5).eval()
+    layer.get_submodule(place).register_forward_hook(lambda module, inputs, out: 2 * out)
+    with pytest.raises(ValueError, match='^switch_to_deploy: '):
+        layer.switch_to_deploy()

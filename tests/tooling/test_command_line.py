@@ -11,6 +11,7 @@ import pytest
 from mmengine.config import Config
 from mmengine.registry import DATASETS, MODELS, init_default_scope
 
+from mmlinattn.ops.feature_maps import check_kernel
 from mmlinattn.tooling import command_line
 from mmlinattn.utils.errors import RunError
 
@@ -78,6 +79,11 @@ def test_an_error_while_building_names_the_innermost_class(monkeypatch):
         Config(dict(a=1 / 0))
     with pytest.raises(ZeroDivisionError), command_line.explained_setup('c.py', whole=False):
         Config(dict(a=1 / 0))  # a run at work: nobody is building
+    with (
+        pytest.raises(RunError, match="^c.py: kernel='x' has to be"),
+        command_line.explained_setup('c.py', whole=False),
+    ):
+        check_kernel('x', ('y',))  # what this package refuses
     with pytest.raises(RunError, match='^as it is$'), command_line.explained_setup('c.py'):
         raise RunError('as it is')
     with pytest.raises(RunError, match='The data set holds no image'), command_line.explained_setup('c.py'):

@@ -6,7 +6,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner.base_loop import BaseLoop
 
-from ...checkpoints.loading import UNUSED_IN_TESTS, Lacking, check_values, fill, runner_state
+from ...checkpoints.loading import UNUSED_IN_TESTS, check_values, fill, rename_compiled, runner_state
 from ...checkpoints.states import some
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
@@ -24,16 +24,47 @@ def _kept_settings(groups: list, saved: list) -> list[str]:
     return [f'{key} = {values}' for key, values in kept.items()]
 
 
+def _kept_schedule(schedulers: list, saved: list) -> list[str]:
+    """Settings of the schedules that differ from those in a checkpoint, which MMEngine takes on resuming."""
+    if len(schedulers) != len(saved):
+        return [f'{len(saved)} of its param_schedulers (the config has {len(schedulers)})']
+    kept = []
+    for scheduler, old in zip(schedulers, saved):
+        state, name = scheduler.state_dict(), type(scheduler).__name__
+        own = {key for key in state if key[0] != '_' and key not in ('last_step', 'base_values', 'verbose')}
+        changed = [key for key in own & old.keys() if state[key] != old[key]]
+        kept += [f'{name}.{key} = {old[key]} (the config has {state[key]})' for key in sorted(changed)]
+        if own - old.keys():
+            kept.append(f'another schedule than {name}')
+    return kept
+
+
 def _tell_kept_settings(runner, checkpoint: dict) -> None:
-    """Warn of settings of the config that a resumed run does not use."""
-    saved = checkpoint.get('optimizer')
+    """Warn of settings of the config that a resumed run does not use.
+
+    Raises:
+        RunError: The checkpoint is of another kind of optimizer.
+    """
+    saved, schedulers = checkpoint.get('optimizer'), runner.param_schedulers
     if not isinstance(saved, dict) or not hasattr(runner.optim_wrapper, 'param_groups'):
         return  # several optimizers, or none
-    kept = _kept_settings(runner.optim_wrapper.param_groups, saved.get('param_groups') or [])
+    groups, old_groups = runner.optim_wrapper.param_groups, saved.get('param_groups') or []
+    for group, old in zip(groups, old_groups):
+        added, gone = group.keys() - old.keys(), old.keys() - group.keys()
+        if added and gone:  # a newer PyTorch has more settings, an older one fewer
+            kind = type(runner.optim_wrapper.optimizer).__name__
+            raise RunError(
+                f'the checkpoint to resume from is of another optimizer than {kind}: it has {some(sorted(gone))} and '
+                f'lacks {some(sorted(added))}. Set optim_wrapper.optimizer as it was, or load_from=CHECKPOINT in place '
+                'of --resume, which begins at iteration 0.'
+            )
+    kept = _kept_settings(groups, old_groups)
+    if isinstance(schedulers, list) and isinstance(checkpoint.get('param_schedulers'), list):
+        kept += _kept_schedule(schedulers, checkpoint['param_schedulers'])
     if kept:
         runner.logger.warning(
-            f'resuming goes on with the optimizer of the checkpoint: {"; ".join(kept)}. The learning rate and other '
-            'settings of the config take effect with load_from=CHECKPOINT in place of --resume, from iteration 0.'
+            f'resuming goes on with optimizer and schedule of the checkpoint: {"; ".join(kept)}. The learning rate and '
+            'other settings of the config take effect with load_from=CHECKPOINT in place of --resume, from iteration 0.'
         )
 
 
@@ -67,6 +98,7 @@ class CheckpointMatchHook(Hook):
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Compare before MMEngine loads."""
         model = unwrapped(runner.model)
+        rename_compiled(checkpoint.get('state_dict', checkpoint), model)
         state = runner_state(checkpoint)
         is_training = isinstance(runner._train_loop, BaseLoop)
         is_fatal = not is_training or runner._resume
@@ -80,7 +112,8 @@ class CheckpointMatchHook(Hook):
                 f'nothing in the checkpoint fits the model; it has {some(checkpoint.get("state_dict", checkpoint))}.'
             )
         left_out = self.left_out if is_training else self.left_out + UNUSED_IN_TESTS
-        mismatched, missing = fill(model, state, left_out)
+        lacking = fill(model, state, left_out)
+        mismatched, missing, unexpected = lacking
         differs = mismatched or missing or not state.keys() <= model.state_dict().keys()
         averaging = [type(hook).__name__ for hook in runner.hooks if getattr(hook, 'strict_load', False)]
         if not is_fatal and differs and averaging:
@@ -89,20 +122,20 @@ class CheckpointMatchHook(Hook):
                 f'model: {some(mismatched or missing or state.keys() - model.state_dict().keys())}. Set '
                 f"strict_load=False in {averaging[0]}: the averages of the others then begin with the model's."
             )
-        if not mismatched and not (missing and is_fatal):
+        if not mismatched and not (is_fatal and (missing or unexpected)):
             return
-        what = Lacking(mismatched, missing)
-        prefixes = dict.fromkeys(key.split()[0].rpartition('.')[0] for key in mismatched or missing)
+        prefixes = dict.fromkeys(key.split()[0].rpartition('.')[0] for key in mismatched or missing or unexpected)
         meant += f'.left_out={",".join(list(prefixes)[:5])}'
         if not is_fatal:
             runner.logger.warning(
-                f'{what}These train from their initial values, as is usual for other classes than those of the '
+                f'{lacking}These train from their initial values, as is usual for other classes than those of the '
                 f'checkpoint. To say that it is meant: {meant}'
             )
             return
+        used = 'These would be used as initialised. ' if mismatched or missing else ''
         # resumed from, the state of the optimizer has the old shapes, too
         advice = 'load_from=... in place of resuming trains other parts anew.' if is_training else ''
         raise RunError(
-            f'{what}These would be used as initialised. The config has to be the one of the checkpoint, its class '
+            f'{lacking}{used}The config has to be the one of the checkpoint, its class '
             f'count included. {advice or f"If it is meant: {meant}"}'
         )

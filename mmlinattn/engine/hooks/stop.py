@@ -81,6 +81,7 @@ class StopHook(Hook):
         self.is_asked = False  # this process had the signal
         self._is_agreed = False  # all processes know of it
         self._found: Any = None  # the handler in whose place this hook's is
+        self._listening = 0  # the process that listens
 
     def before_run(self, runner) -> None:
         """Keep the workers alive that the last iteration needs."""
@@ -95,7 +96,7 @@ class StopHook(Hook):
             return
         found = signal.getsignal(signal.SIGTERM)
         if found in (signal.SIG_DFL, signal.SIG_IGN):
-            self._found = found
+            self._found, self._listening = found, os.getpid()
             signal.signal(signal.SIGTERM, self._on_sigterm)
         else:
             runner.logger.warning('StopHook: SIGTERM has a handler already, which stays: no checkpoint is saved.')
@@ -130,6 +131,8 @@ class StopHook(Hook):
             self._found = None
 
     def _on_sigterm(self, signum, frame) -> None:
+        if os.getpid() != self._listening:  # a pool of processes, of a metric for example, ends its own by SIGTERM
+            os._exit(TERMINATED)
         self.is_asked = True
 
     def _save_and_end(self, runner, epoch: int, iteration: int, batch: int, waits: bool = True) -> None:

@@ -4,6 +4,7 @@
 import math
 import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
@@ -70,7 +71,7 @@ class ExportableModel(nn.Module):
 
     Args:
         model (nn.Module): Of MMPretrain, MMSegmentation or MMDetection, with a backbone; is changed in place: put in
-            eval mode, folded (``switch_to_deploy``), its adaptive pools replaced by such that hold at every size.
+            eval mode, its adaptive pools replaced by such that hold at every size.
 
     Attributes:
         task (str): ``'classifier'``, ``'segmentor'`` or ``'detector'``.
@@ -95,10 +96,14 @@ class ExportableModel(nn.Module):
         else:
             raise RunError(f'{type(model).__name__} is no classifier, segmentor or detector with a backbone.')
         model.eval().requires_grad_(False)
-        if hasattr(model.backbone, 'switch_to_deploy'):
-            model.backbone.switch_to_deploy()
         replace_modules(model)
         self.model = model
+
+    def fold(self) -> None:
+        """Fold what can be into fewer layers (``switch_to_deploy``), in place."""
+        if hasattr(self.model.backbone, 'switch_to_deploy'):
+            with suppress(ValueError):  # layers that somebody changed run as they are
+                self.model.backbone.switch_to_deploy()
 
     def forward(self, image: Tensor):
         with size_oblivious(), StridedPools():
@@ -205,6 +210,7 @@ def export_model(
     sizes.check()
     images = [torch.randn(shape) for shape in (sizes.shape, *sizes.others())]
     expected = [exportable(image) for image in images]
+    exportable.fold()
     meta = metadata(cfg, exportable.task, sizes, checkpoint_meta, exportable.output_names(expected[0]))
     if exportable.task != 'detector':
         meta.update(decision(exportable.model))

@@ -115,6 +115,44 @@ def test_nothing_that_fits_is_nothing_to_train_from(tmp_path):
         load(tmp_path, 'train', {f'other.{i}': torch.ones(1) for i in range(4)})
 
 
+class Backbone(nn.Linear):
+    """Keys of its second stage may be left over."""
+
+    def ignorable_keys(self, key):
+        return key.startswith('stages.1')
+
+
+@pytest.mark.parametrize('mode', ['test', 'resume', 'train'])
+def test_a_backbone_that_lacks_weights_of_the_checkpoint(tmp_path, mode):
+    """It is another network than the one that was trained; heads may be left out."""
+
+    def wrap(model):
+        model.backbone = Backbone(1, 1)
+        return model
+
+    own = dict(state_of(), **{'backbone.weight': torch.ones(1, 1), 'backbone.bias': torch.ones(1)})
+    for key in ('backbone.stages.0.weight', 'backbone.stages.1.weight', 'other_head.weight'):
+        state = dict(state_dict=dict(own, **{key: torch.ones(1)}), meta={})
+        if mode == 'train' or 'stages.0' not in key:
+            assert mode == 'resume' or load(tmp_path, mode, state, wrap) == []
+            continue
+        with pytest.raises(RunError, match='1 weights not in the model: backbone.stages.0.weight. The config has to'):
+            load(tmp_path, mode, state, wrap)
+        with pytest.raises(RunError, match='1 weights not in the model: backbone.stages.0.weight'):
+            check_trained(wrap(ToyClassifier()), state)
+    if mode == 'test':
+        assert load(tmp_path, mode, state_of(), left_out='backbone') == []
+
+
+def test_weights_of_a_compiled_model(tmp_path):
+    state = {f'_orig_mod.{key}': torch.full_like(value, 0.5) for key, value in state_of().items()}
+    assert load(tmp_path, 'test', dict(state_dict=state)) == []
+    assert load(tmp_path, 'train', state) == []
+    model = ToyClassifier()
+    check_trained(model, dict(state_dict=state))
+    assert all(parameter.unique().tolist() == [0.5] for parameter in model.parameters())
+
+
 def test_models_in_wrappers(tmp_path):
     with pytest.raises(RunError, match='1 parameters not in the file: layer.bias'):
         load(tmp_path, 'test', state_of(without=['layer.bias']), lambda model: Wrapped(Augmented(model)))
@@ -143,6 +181,45 @@ def test_a_resumed_run_says_which_learning_rate_it_has(tmp_path, scheduler):
     assert train(0.5, **resumed) == rates
     (line,) = (line for line in lines if 'resuming goes' in line)
     assert 'of the checkpoint: lr = 0.01 (the config has 0.5). ' in line and 'load_from=CHECKPOINT in place of' in line
+
+
+STEPS, LINEAR = (dict(type='MultiStepLR', milestones=[4]), dict(type='LinearLR', start_factor=0.1, end=2))
+
+
+@pytest.mark.parametrize(
+    'before, after, said',
+    [
+        ([STEPS], [STEPS], ''),
+        ([STEPS], [dict(STEPS, gamma=0.5)], 'MultiStepLR.gamma = 0.1 (the config has 0.5). '),
+        ([dict(LINEAR, end=3)], [LINEAR], 'LinearLR.end = 3 (the config has 2)'),
+        ([STEPS], [LINEAR, STEPS], '1 of its param_schedulers (the config has 2). '),
+        ([STEPS], [LINEAR], 'another schedule than LinearLR. '),
+    ],
+)
+def test_a_resumed_run_says_which_schedule_it_has(tmp_path, before, after, said):
+    lines = []
+
+    def train(schedule, **kwargs):
+        hooks = [dict(type='CheckpointMatchHook')]
+        kept = dict(checkpoint=dict(type='CheckpointHook', interval=1))
+        runner = make_runner(tmp_path, hooks, default_hooks=kept, param_scheduler=schedule, **kwargs)
+        runner.logger.warning = lines.append
+        runner.train()
+
+    train(before)
+    train(after, load_from=str(tmp_path / 'epoch_1.pth'), resume=True)
+    found = [line for line in lines if 'resuming goes' in line]
+    assert len(found) == bool(said) and said in ''.join(found)
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    kept = dict(checkpoint=dict(type='CheckpointHook', interval=1))
+    hooks = [dict(type='CheckpointMatchHook')]
+    make_runner(tmp_path, hooks, default_hooks=kept).train()
+    resumed = make_runner(tmp_path, hooks, load_from=str(tmp_path / 'epoch_1.pth'), resume=True)
+    resumed.optim_wrapper['optimizer'] = dict(type='AdamW', lr=0.1)
+    with pytest.raises(RunError, match='of another optimizer than AdamW: it has dampening, momentum, .* and lacks'):
+        resumed.train()
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,26 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, by_epoch):
     assert resumed.iter == 9 and torch.equal(ours, theirs)
 
 
+class Fork(Hook):
+    """A process of its own, as pools of metrics have, that is told to end."""
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(30)
+            os._exit(0)
+        os.kill(pid, signal.SIGTERM)
+        assert os.waitpid(pid, 0)[1] != 0
+
+
+def test_processes_of_others_end_at_a_sigterm(tmp_path):
+    runner = make_runner(tmp_path, HOOKS, train_cfg=dict(by_epoch=True, max_epochs=1))
+    runner.register_hook(Fork())
+    begin = time.monotonic()
+    runner.train()
+    assert time.monotonic() - begin < 20
+
+
 def test_in_a_validation_it_is_saved_at_once(tmp_path):
     """The weights, not their average, which is in their place then; to the folder of the other checkpoints."""
     saved = stopped(

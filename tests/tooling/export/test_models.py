@@ -133,6 +133,7 @@ def test_models_are_told_apart_and_made_ready():
     for model, task in ((Toy(), 'detector'), (Segmentor(), 'segmentor'), (Classifier(), 'classifier')):
         found = ExportableModel(model.train())
         assert found.task == task
+        found.fold()
         assert not model.training and model.backbone.deployed == 1
         assert not any(p.requires_grad for p in model.parameters())
         outputs = found(torch.randn(2, 3, 36, 64))
@@ -188,6 +189,16 @@ def test_files_take_their_places_and_deviations_are_told(fake, tmp_path):
     assert (tmp_path / 'graph.x').read_text() == 'new' and found.metadata == fake.metadata
     assert found.errors == {(2, 3, 64, 80): 0.0}
     assert found.metadata['outputs'] == ['feat0', 'feat1'] and found.metadata['task'] == 'detector'
+
+
+def test_folding_that_changes_the_numbers_is_found(fake):
+    """What a graph is compared with ran before; a backbone that refuses to be folded is exported as it is."""
+    model = Toy()
+    model.backbone.switch_to_deploy = lambda: model.backbone.conv.weight.data.mul_(2)
+    with pytest.raises(RunError, match='deviates from the model'):
+        fake.export(model, Sizes(1, 64, 64))
+    model.backbone.switch_to_deploy = mock.Mock(side_effect=ValueError)
+    assert fake.export(model, Sizes(1, 64, 64)).errors == {(1, 3, 64, 64): 0.0}
 
 
 def test_from_which_size_on_a_dynamic_graph_serves(fake):
