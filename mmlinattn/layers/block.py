@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The transformer block of all hosts, and its feed-forward networks on (B, H, W, C) maps."""
 
+from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
@@ -74,7 +75,7 @@ class Block(BaseModule):
         return torch.addcmul(x, branch.to(x.dtype), scale.to(x.dtype))
 
 
-def of_tokens(norm: nn.Module, x: Tensor) -> Tensor:
+def of_tokens(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """``norm`` of (B, H, W, C) as (B, N, C): what hooks it would take four dimensions for (B, C, H, W)."""
     return norm(x) if x.dim() == 3 else unflatten(norm(x.flatten(1, 2)), 1, x.shape[1:3])
 

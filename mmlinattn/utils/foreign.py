@@ -6,7 +6,7 @@ Each function names the version it was written for, and why nothing public does 
 
 import functools
 from collections.abc import Iterable
-from typing import Any, Callable
+from typing import Any, Callable, cast
 
 import torch
 from mmengine.model import BaseModule
@@ -45,7 +45,7 @@ def call_compiled(module: nn.Module, call: Callable) -> None:
 def is_altered(module: nn.Module) -> bool:
     """PyTorch 2.14: whether a module computes more than its class and weights say. It has hooks or a method of its own,
     is compiled, or its weights are sparse or of a subclass of tensors. There is no public list of hooks."""
-    if module._compiled_call_impl or not _methods(type(module)).isdisjoint(vars(module)):
+    if module._compiled_call_impl or not _methods(cast(Any, type(module))).isdisjoint(vars(module)):
         return True
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
@@ -54,7 +54,7 @@ def is_altered(module: nn.Module) -> bool:
 
 
 @functools.cache
-def _methods(kind: type) -> frozenset:
+def _methods(kind: Any) -> frozenset:
     return frozenset(name for name in dir(kind) if callable(getattr(kind, name, None)))
 
 

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import atexit
 import ctypes
+import functools
 import os
 import signal
 import sys
@@ -54,6 +55,27 @@ def shield_workers(loader: DataLoader) -> None:
         loader.worker_init_fn = _Shielded(loader.worker_init_fn)
 
 
+_forking = threading.local()  # mask: the signals that a thread blocked before it forks
+
+
+@functools.cache
+def _spare_children() -> None:
+    """Let processes that are forked while a StopHook listens end at a SIGTERM: pools, of metrics for example, end theirs
+    so, and would wait for ever. Python loses a signal that comes while it sets up the child, so it is blocked then."""
+
+    def before() -> None:
+        listens = isinstance(getattr(signal.getsignal(signal.SIGTERM), '__self__', None), StopHook)
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]) if listens else None
+
+    def after(is_child: bool) -> None:
+        if _forking.mask is not None:
+            if is_child:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+    os.register_at_fork(before=before, after_in_parent=lambda: after(False), after_in_child=lambda: after(True))
+
+
 @HOOKS.register_module(force=True)
 class StopHook(Hook):
     """At SIGTERM, which Slurm, Kubernetes and torchrun send, save a checkpoint and end with exit status 143.
@@ -81,7 +103,6 @@ class StopHook(Hook):
         self.is_asked = False  # this process had the signal
         self._is_agreed = False  # all processes know of it
         self._found: Any = None  # the handler in whose place this hook's is
-        self._listening = 0  # the process that listens
 
     def before_run(self, runner) -> None:
         """Keep the workers alive that the last iteration needs."""
@@ -96,7 +117,8 @@ class StopHook(Hook):
             return
         found = signal.getsignal(signal.SIGTERM)
         if found in (signal.SIG_DFL, signal.SIG_IGN):
-            self._found, self._listening = found, os.getpid()
+            self._found = found
+            _spare_children()
             signal.signal(signal.SIGTERM, self._on_sigterm)
         else:
             runner.logger.warning('StopHook: SIGTERM has a handler already, which stays: no checkpoint is saved.')
@@ -131,8 +153,6 @@ class StopHook(Hook):
             self._found = None
 
     def _on_sigterm(self, signum, frame) -> None:
-        if os.getpid() != self._listening:  # a pool of processes, of a metric for example, ends its own by SIGTERM
-            os._exit(TERMINATED)
         self.is_asked = True
 
     def _save_and_end(self, runner, epoch: int, iteration: int, batch: int, waits: bool = True) -> None:

@@ -60,12 +60,14 @@ class Fork(Hook):
     """A process of its own, as pools of metrics have, that is told to end."""
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        pid = os.fork()
-        if pid == 0:
-            time.sleep(30)
-            os._exit(0)
-        os.kill(pid, signal.SIGTERM)
-        assert os.waitpid(pid, 0)[1] != 0
+        for _ in range(20):
+            pid = os.fork()
+            if pid == 0:
+                time.sleep(30)
+                os._exit(0)
+            os.kill(pid, signal.SIGTERM)
+            assert os.waitpid(pid, 0)[1] == signal.SIGTERM
+        assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
 def test_processes_of_others_end_at_a_sigterm(tmp_path):
