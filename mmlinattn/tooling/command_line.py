@@ -180,6 +180,11 @@ ADVICE = {
     'val_dataloader and test_dataloader, or resize to one size in the pipeline',
     'stack expects each tensor to be equal size': 'images of one batch differ in size. Set batch_size=1 in that '
     'dataloader, or resize or crop to one size in the pipeline',
+    'selected index k out of range': 'the metric asks for the best 5 of fewer classes. Set topk=(1,) in val_evaluator, '
+    'test_evaluator and the head',
+    'weight tensor should be defined': 'class_weight of a loss has to have a number for each class of its head',
+    'No enough information to get one-hot': 'mixed images need data_preprocessor=dict(num_classes=...), as many as the '
+    'head has',
     'is out of bounds': 'a label is beyond num_classes of the head, in a label image that DataCheckHook did not open. '
     'custom_hooks.DataCheckHook.num_images=100000 opens more, and names the file',
 }

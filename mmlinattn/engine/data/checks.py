@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 from torch import nn
 
-from .files import Memory, read_coco
+from .files import Memory, fault_of_sizes, read_coco
 from .findings import MOST_NAMES, Finding, classes_of, written
 from .label_images import check_label_images
 
@@ -23,11 +23,13 @@ class Samples(NamedTuple):
         num: How many were read.
         labels: Labels of objects and images, each with the path of an image that has it.
         folders: The labels found by the first folder below the prefix of the images.
+        fault: An image that cannot be loaded, '' where there is none.
     """
 
     num: int
     labels: dict[int, str]
     folders: dict[str, set[int]]
+    fault: str = ''
 
 
 def leaf_datasets(dataset: Any) -> Iterator[Any]:
@@ -112,12 +114,20 @@ def _check_coco(key: str, dataset: Any, memory: Memory, needs_all: bool) -> Iter
     is_plain = isinstance(path, str) and path.endswith('.json') and osp.isfile(path)
     if not is_plain or not isinstance(labels, dict) or not hasattr(dataset, 'cat_ids'):
         return
-    prefix = getattr(dataset, 'data_prefix', None) or {}
-    folder = prefix.get('img') or ''
-    facts = memory.facts(read_coco, [path], path, folder=folder if osp.isdir(folder) else '')
-    if facts['fault']:
-        yield Finding(f'{key}: {path} {facts["fault"]}.')
+    folder = (getattr(dataset, 'data_prefix', None) or {}).get('img') or ''
+    transforms = getattr(getattr(dataset, 'pipeline', None), 'transforms', ())
+    outlines = any(getattr(step, 'with_mask', False) for step in transforms)
+    turns = not any(
+        'ignore' in kind or kind == 'unchanged' for kind in (getattr(s, 'color_type', '') for s in transforms)
+    )
+    facts = memory.facts(read_coco, [path], path, outlines=outlines)
+    sizes = fault_of_sizes(facts['images'], folder, turns) if osp.isdir(folder) else ''
+    fault = facts['fault'] or sizes or facts['shapes']
+    if fault:
+        yield Finding(f'{key}: {path} {fault}.')
         return
+    if facts['note']:
+        yield Finding(f'{key}: {path}: {facts["note"]}.', False)
     names = dict(facts['categories'])
     of_labels = [names.get(number) for number in sorted(labels, key=labels.__getitem__)]
     yield from check_categories(key, path, list(names.values()), of_labels, classes_of(dataset), needs_all)
@@ -126,14 +136,25 @@ def _check_coco(key: str, dataset: Any, memory: Memory, needs_all: bool) -> Iter
 def check_evaluator(key: str, evaluator: Any, classes: Sequence, model: nn.Module) -> Iterator[Finding]:
     """Checks that the annotation file of a ``CocoMetric`` has the classes, in their order, and one for each label of
     the head: it looks the id of a category up by its place."""
-    count = heads_of(model).get('bbox_head', 0)
+    heads = heads_of(model)
+    count = heads.get('bbox_head', 0)
     for metric in getattr(evaluator, 'metrics', ()):
+        yield from _check_iou_metric(f'{key} ({type(metric).__name__})', metric, classes, model)
         content = getattr(getattr(metric, '_coco_api', None), 'dataset', None)
         if not isinstance(content, dict) or not classes:
             continue
         names = [entry['name'] for entry in content.get('categories', ())]
         chosen = [name for name in names if name in classes]
         name = f'{key} ({type(metric).__name__})'
+        ids = [entry['id'] for entry in content.get('categories', ()) if entry['name'] in classes]
+        if getattr(metric, 'classwise', False) and ids != sorted(ids):
+            yield Finding(
+                f'{name}: classwise=True gives the results of one class the name of another where category ids do not '
+                f'ascend, as {ids[:10]} in its ann_file. Sort the categories by id, or set it to False.'
+            )
+        crowds = [entry for entry in content.get('annotations', ()) if 'iscrowd' not in entry]
+        if crowds and 'segm' in getattr(metric, 'metrics', ()):
+            yield Finding(f'{name}: annotation {crowds[0].get("id")} of its ann_file has no iscrowd; write 0.')
         yield from check_categories(name, 'its ann_file', names, chosen, classes, needs_all=True)
         if count > len(chosen):
             yield Finding(
@@ -141,6 +162,25 @@ def check_evaluator(key: str, evaluator: Any, classes: Sequence, model: nn.Modul
                 f'metainfo.classes = {written(classes)} chooses in its ann_file: a prediction of another would end the '
                 f'evaluation in an IndexError. Set num_classes = {len(chosen)} in each head, or name all classes.'
             )
+
+
+def _check_iou_metric(name: str, metric: Any, classes: Sequence, model: nn.Module) -> Iterator[Finding]:
+    head = getattr(model, 'decode_head', None)
+    head = head[-1] if isinstance(head, nn.ModuleList) else head
+    if head is None or not any(kind.__name__ == 'IoUMetric' for kind in type(metric).__mro__):
+        return
+    if len(classes) == 1:
+        yield Finding(
+            f'{name}: of one class, {written(classes)}, it counts every pixel as found. Write classes=("background", '
+            f'{classes[0]!r}), and num_classes=2, out_channels=1, threshold=0.5 of the decode_head with '
+            'loss_decode.use_sigmoid=True.'
+        )
+    ours, theirs = getattr(head, 'ignore_index', None), getattr(metric, 'ignore_index', None)
+    if type(ours) is int and type(theirs) is int and ours != theirs:
+        yield Finding(
+            f'{name}: ignore_index = {theirs}, and {ours} of the decode_head: pixels are judged that do not train. Set '
+            'both to one number.'
+        )
 
 
 # -- labels -----------------------------------------------------------------------------------------------------------
@@ -168,7 +208,7 @@ def read_samples(dataset: Any) -> Samples:
         return samples
     prefix = getattr(dataset, 'data_prefix', None)
     root = osp.join(str(prefix.get('img_path') or ''), '') if isinstance(prefix, dict) else ''
-    indices = range(0, length, max(1, length // _NUM_READ))
+    indices, fault = range(0, length, max(1, length // _NUM_READ)), ''
     for index in indices:
         info = dataset.get_data_info(index)
         if not isinstance(info, dict):
@@ -182,7 +222,16 @@ def read_samples(dataset: Any) -> Samples:
         inside = path[len(root) :] if root and path.startswith(root) else ''
         if len(of_image) == 1 and '/' in inside:
             samples.folders.setdefault(inside.split('/')[0], set()).add(of_image[0])
-    return samples._replace(num=len(indices))
+        if not fault and path and '://' not in path and osp.isdir(osp.dirname(path)) and not _is_there(path):
+            fault = f'the image {path} {"has no bytes" if osp.exists(path) else "is not there"}'
+    return samples._replace(num=len(indices), fault=fault)
+
+
+def _is_there(path: str) -> bool:
+    try:
+        return osp.getsize(path) > 0
+    except OSError:
+        return False
 
 
 def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_training: bool) -> Iterator[Finding]:
@@ -206,6 +255,9 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
             f'{heads["head"]}. Set data_preprocessor=dict(num_classes={heads["head"]}).'
         )
         return
+    if samples.fault:
+        yield Finding(f'{key}: {samples.fault}. Put it there, or take it out of the data set.')
+        return
     if not is_training or not classes:
         return
     for head, count in heads.items():
@@ -220,11 +272,20 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
                 'it finds of the others has no name, and cannot be measured.',
                 False,
             )
+    rest = [name for label, name in enumerate(classes) if label not in samples.labels]
+    if (
+        'bbox_head' in heads
+        and samples.labels
+        and rest
+        and samples.num == len(dataset)
+        and not hasattr(dataset, 'cat2label')
+    ):
+        yield Finding(f'{key}: none of its {samples.num} images has an object of {written(rest)}.', False)
     looks_for_objects = 'bbox_head' in heads and hasattr(dataset, 'get_data_info') and samples.num
     if looks_for_objects and not samples.labels and 'instances' in dataset.get_data_info(0):
         yield Finding(
             f'{key}: no image of {getattr(dataset, "ann_file", "")} has an object of metainfo.classes = '
-            f'{written(classes)}. Write the names as they are there.'
+            f'{written(classes)}: they have other names there, no area, or an image_id that is no image.'
         )
 
 

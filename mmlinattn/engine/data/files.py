@@ -54,10 +54,21 @@ class Memory:
         return facts
 
 
+def shown_size(path: Any, turns: bool = True) -> tuple[int, int]:
+    """Width and height of an image from its header; where EXIF turns it, those of the turned image.
+
+    Raises:
+        Exception: Of any kind: Pillow's plugins raise what they like at a broken file.
+    """
+    with Image.open(path) as image:
+        is_turned = turns and image.getexif().get(_ORIENTATION) in _ROTATED
+        return image.size[::-1] if is_turned else image.size
+
+
 def load_coco(path: str) -> tuple[dict, str]:
     """What an annotation file in COCO's layout holds, and the first thing in it that is wrong, '' where nothing is."""
     try:
-        with open(path, encoding='utf-8') as file:
+        with open(path, encoding='utf-8-sig') as file:
             content = json.load(file)
     except ValueError as error:
         return {}, f'is no whole JSON file: {error}' if osp.getsize(path) else 'is empty'
@@ -74,19 +85,44 @@ def load_coco(path: str) -> tuple[dict, str]:
         return content, 'has ids that are neither numbers nor texts'
 
 
-def read_coco(path: str, folder: str = '') -> dict:
-    """The categories of an annotation file in COCO's layout, and the first thing in it that is wrong.
+def read_coco(path: str, outlines: bool = False) -> dict:
+    """What an annotation file in COCO's layout says.
 
     Args:
         path: The JSON file.
-        folder: Where its images are; the sizes of some of them are compared. '' compares none.
+        outlines: Whether masks are learnt.
 
     Returns:
-        dict: ``categories`` as ``[id, name]`` in the order of the file; ``fault``, '' where there is none.
+        dict: ``categories`` as ``[id, name]`` in the order of the file; some ``images`` as ``[id, file name, width,
+        height]``; ``fault``, one of ``shapes``, and a ``note`` of objects that do not train, '' where there are none.
     """
     content, fault = load_coco(path)
-    categories = [[entry.get('id'), entry.get('name')] for entry in content.get('categories', ())]
-    return dict(categories=categories, fault=fault or _fault_of_sizes(content.get('images', []), folder))
+    images = content.get('images', [])
+    some = [images[i] for i in spread(len(images), _NUM_SIZES)]
+    return dict(
+        categories=[[entry.get('id'), entry.get('name')] for entry in content.get('categories', ())],
+        images=[[image.get(key) for key in ('id', 'file_name', 'width', 'height')] for image in some],
+        fault=fault,
+        shapes='' if fault else fault_of_shapes(content, outlines),
+        note='' if fault else _lost_objects(content),
+    )
+
+
+def _lost_objects(content: dict) -> str:
+    """The annotations that MMDetection leaves out."""
+    images, lost = {image.get('id') for image in content['images']}, []
+    for entry in content['annotations'] if images else ():
+        if 'bbox' in entry and 'segments_info' not in entry:
+            area = entry.get('area', 1)
+            is_flat = (isinstance(area, (int, float)) and area <= 0) or entry['bbox'][2] < 1 or entry['bbox'][3] < 1
+            if is_flat or entry.get('image_id') not in images:
+                lost.append(entry)
+    if not lost:
+        return ''
+    return (
+        f'{len(lost)} of {len(content["annotations"])} annotations are left out, {lost[0].get("id")} first: their area '
+        'is 0, their box is narrower than a pixel, or their image_id is no image of the file'
+    )
 
 
 def _fault_of_ids(content: dict) -> str:
@@ -114,16 +150,58 @@ def _fault_of_boxes(annotations: list, category_ids: set) -> str:
     return ''
 
 
-def _fault_of_sizes(images: list, folder: str) -> str:
-    for entry in (images[i] for i in spread(len(images) if folder else 0, _NUM_SIZES)):
-        with (
-            suppress(OSError, TypeError, KeyError, ValueError),
-            Image.open(osp.join(folder, entry['file_name'])) as image,
-        ):
-            said, size = (entry['width'], entry['height']), image.size
-            if said != size and not (said == size[::-1] and image.getexif().get(_ORIENTATION) in _ROTATED):
+def fault_of_shapes(content: dict, outlines: bool = False) -> str:
+    """Boxes that are shares of the image, or hold two corners; where masks are learnt, objects without outline."""
+    sizes = {image.get('id'): (image.get('width'), image.get('height')) for image in content['images']}
+    boxes = [
+        (entry, entry['bbox'], sizes.get(entry.get('image_id'))) for entry in content['annotations'] if 'bbox' in entry
+    ]
+    if boxes and all(max(box) <= 1 for _, box, _ in boxes):
+        return f'has boxes that are shares of the image, {boxes[0][1]}; they have to be pixels: x, y, width, height'
+    beyond = [
+        (entry, box, size)
+        for entry, box, size in boxes
+        if size and all(isinstance(side, (int, float)) for side in size)
+        if box[0] + box[2] > size[0] + 2 or box[1] + box[3] > size[1] + 2
+    ]
+    if len(beyond) <= len(boxes) / 5:
+        return _fault_of_outlines(content) if outlines else ''
+    entry, box, size = beyond[0]
+    return (
+        f'has {len(beyond)} of {len(boxes)} boxes that pass the edge of their image, annotation {entry.get("id")} with '
+        f'bbox = {box} in {size[0]}x{size[1]} first: they have to be x, y, width, height'
+    )
+
+
+def _fault_of_outlines(content: dict) -> str:
+    sizes = {image.get('id'): [image.get('height'), image.get('width')] for image in content['images']}
+    for entry in content['annotations']:
+        outline, size = entry.get('segmentation'), sizes.get(entry.get('image_id'))
+        if isinstance(outline, dict):
+            is_right = size in (None, list(outline.get('size') or ()))
+        else:
+            is_list = isinstance(outline, list) and bool(outline) and all(isinstance(part, list) for part in outline)
+            is_right = is_list and all(len(part) >= 6 and len(part) % 2 == 0 for part in outline)
+        if not is_right and 'segments_info' not in entry:
+            return (
+                f'annotation {entry.get("id")} of image {entry.get("image_id")}: segmentation = {outline!r:.60} has to '
+                'be a list of polygons of three points or more, [[x, y, ...], ...], or an RLE of the size of its '
+                'image, where masks are learnt'
+            )
+    return ''
+
+
+def fault_of_sizes(images: list, folder: str, turns: bool) -> str:
+    """The first image, of ``[id, file name, width, height]`` below a folder, that has another size than it is said to.
+
+    ``turns``: whether images are turned as their EXIF data says when they are loaded, as MMCV does by default.
+    """
+    for number, name, *said in images:
+        with suppress(Exception):  # what is no image is found where samples are read
+            size = shown_size(osp.join(folder, name), turns)
+            if list(size) != said:
                 return (
-                    f'image {entry["id"]} ({entry["file_name"]}): width x height is {said[0]}x{said[1]} in it, and '
-                    f'{size[0]}x{size[1]} in the image'
+                    f'image {number} ({name}): width x height is {said[0]}x{said[1]} in it, and {size[0]}x{size[1]} in '
+                    'the image' + ' (turned by its EXIF data, as MMCV loads it)' * (list(size[::-1]) == said)
                 )
     return ''

@@ -16,7 +16,8 @@ class Finding(NamedTuple):
 
 def classes_of(dataset: Any) -> list:
     """``metainfo.classes``, empty where there are none."""
-    names = (getattr(dataset, 'metainfo', None) or {}).get('classes')
+    meta = getattr(dataset, 'metainfo', None)  # a list, of joined data sets that differ
+    names = meta.get('classes') if isinstance(meta, dict) else None
     return list(names) if isinstance(names, (list, tuple)) else []
 
 

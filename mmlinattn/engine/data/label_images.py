@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Whether label images have the labels of a segmentor's classes."""
 
+import os.path as osp
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -10,7 +11,8 @@ from PIL import Image
 from torch import nn
 
 from ...checkpoints.states import some
-from .files import Memory, spread
+from ...utils.errors import printable
+from .files import Memory, shown_size, spread
 from .findings import Finding, classes_of
 
 _LEAST = 16  # label images that are opened, however slow
@@ -41,9 +43,14 @@ def read_labels(
         if done >= _LEAST and (done >= most or time.monotonic() - begin > most / 100):
             break
         try:
-            labels = load(dataset.get_data_info(index))['gt_seg_map']
+            info = dataset.get_data_info(index)
+            picture = info.get('img_path')
+            size = shown_size(picture) if isinstance(picture, str) and osp.isfile(picture) else None
+            labels = load(info)['gt_seg_map']
             with Image.open(path) as image:
                 highest = int(np.max(np.asarray(image))) if image.mode[0] in 'IF' else 0
+        except AssertionError as error:  # of two settings of reduce_zero_label
+            return dict(count=done, labels=[], fault=f'the label image {path} cannot be loaded: {printable(error)}')
         except (OSError, ValueError) as error:
             reason = 'is not there' if isinstance(error, FileNotFoundError) else f'cannot be read as an image ({error})'
             return dict(count=done, labels=[], fault=f'the label image {path} {reason}')
@@ -52,6 +59,11 @@ def read_labels(
         elif highest > 255:
             fault = (
                 f'the label image {path} has the value {highest}, of which MMSegmentation keeps 8 bits: {highest % 256}'
+            )
+        elif size and size != labels.shape[::-1]:
+            fault = (
+                f'the label image {path} is {labels.shape[1]}x{labels.shape[0]}, and its image {picture} '
+                f'{size[0]}x{size[1]}: they have to be of one size'
             )
         if fault:
             return dict(count=done, labels=[], fault=fault)
@@ -99,6 +111,8 @@ def check_label_images(
         advice = f'Write the numbers 0 to {count - 1} into the label images'
         if beyond == [count] and not reduces:
             advice += ', or reduce_zero_label=True where 0 is no class'
+        if labels[beyond[0]].lower().endswith(('.jpg', '.jpeg')):
+            advice = 'JPEG changes the numbers of pixels: label images have to be PNG'
         yield Finding(
             f'{key}: {labels[beyond[0]]} has the label {beyond[0]}{value(beyond[0])}, which '
             f'num_classes = {count} of the decode_head does not know; {ignored} does not count. {advice}.'

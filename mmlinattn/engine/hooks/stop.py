@@ -60,8 +60,11 @@ _forking = threading.local()  # mask: the signals that a thread blocked before i
 
 @functools.cache
 def _spare_children() -> None:
-    """Let processes that are forked while a StopHook listens end at a SIGTERM: pools, of metrics for example, end theirs
-    so, and would wait for ever. Python loses a signal that comes while it sets up the child, so it is blocked then."""
+    """Let processes that are forked while a StopHook listens end at a SIGTERM.
+
+    Pools, of metrics for example, end theirs so, and would wait for ever. Python loses a signal that comes while it
+    sets up the child, so it is blocked then.
+    """
 
     def before() -> None:
         listens = isinstance(getattr(signal.getsignal(signal.SIGTERM), '__self__', None), StopHook)

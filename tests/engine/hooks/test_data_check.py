@@ -111,6 +111,8 @@ def test_a_metric_with_another_file(look, tmp_path):
     [
         (dict(annotations=[dict(BOX, id=9, image_id=1, category_id=4711)]), 'annotation 9 of image 1: category_id 47'),
         (dict(annotations=[dict(BOX, id=9, image_id=1, category_id=3, bbox=[float('nan')] * 4)]), 'bbox = [nan, '),
+        (dict(annotations=[dict(BOX, id=9, image_id=1, category_id=3, bbox=[0.1, 0.1, 0.5, 1])]), 'are shares'),
+        (dict(annotations=[dict(BOX, id=9, image_id=1, category_id=3, bbox=[20, 9, 38, 28])]), 'pass the edge'),
         (dict(images=IMAGES + IMAGES[:1]), 'has the id 1 2 times among its images'),
         (dict(images=[dict(IMAGES[0], width=7), IMAGES[1]]), '1.png): width x height is 7x30 in it, and 40x30 in'),
     ],
@@ -119,6 +121,70 @@ def test_faults_that_a_coco_file_is_built_with(look, tmp_path, changes, words):
     file = coco(tmp_path, **changes)
     line, _ = look(DETECTOR, train=[coco_data(file)])
     assert line.startswith(f'train_dataloader: {file} ') and words in line
+
+
+OUTLINE = [[2, 2, 12, 2, 12, 12]]
+
+
+@pytest.mark.parametrize(
+    ('outline', 'is_right'),
+    [
+        (OUTLINE, True),
+        (dict(size=[30, 40], counts='0'), True),
+        (dict(size=[40, 30], counts='0'), False),
+        (OUTLINE[0], False),
+        ([OUTLINE[0][:4]], False),
+        ([], False),
+        (None, False),
+    ],
+)
+def test_outlines_where_masks_are_learnt(look, tmp_path, outline, is_right):
+    boxes = [dict(BOX, id=i, image_id=1, category_id=3, segmentation=s) for i, s in enumerate((OUTLINE, outline))]
+    file = coco(tmp_path, annotations=boxes)
+    loads = dict(type='LoadAnnotations', with_bbox=True, with_mask=True)
+    line, _ = look(DETECTOR, train=[coco_data(file, pipeline=[loads])])
+    assert ('annotation 1 of image 1: segmentation' in line) != is_right and bool(line) != is_right
+    assert look(DETECTOR, train=[coco_data(file)]) == ('', [])
+
+
+def test_objects_that_do_not_train(look, tmp_path):
+    boxes = [dict(BOX, id=i, image_id=1, category_id=3) for i in range(4)]
+    boxes[1]['area'], boxes[2]['image_id'], boxes[3]['bbox'] = 0, 77, [9, 9, -5, 5]
+    line, (warning,) = look(model(bbox_head=3), train=[coco_data(coco(tmp_path, annotations=boxes))])
+    assert not line and '3 of 4 annotations are left out, 1 first' in warning
+
+
+def test_a_mended_image_is_looked_at_again(look, tmp_path):
+    dataset = coco_data(coco(tmp_path))
+    Image.new('RGB', (41, 30)).save(tmp_path / '1.png')
+    assert 'width x height is 40x30 in it, and 41x30' in look(DETECTOR, train=[dataset])[0]
+    Image.new('RGB', (40, 30)).save(tmp_path / '1.png')
+    assert look(DETECTOR, train=[dataset]) == ('', [])
+    (tmp_path / '2.png').write_bytes(b'')
+    assert f'the image {tmp_path}/2.png has no bytes' in look(DETECTOR, train=[dataset])[0]
+    (tmp_path / '2.png').unlink()
+    assert f'the image {tmp_path}/2.png is not there' in look(DETECTOR, test=[dataset])[0]
+
+
+def test_a_metric_that_names_classes(look, tmp_path):
+    """By their place among sorted ids."""
+    file = coco(tmp_path)
+    content = json.loads(file.read_text())
+    content['categories'].reverse()
+    file.write_text(json.dumps(content))
+    dataset = coco_data(file, NAMES[::-1])
+    for classwise in (True, False):
+        metric = METRICS.build(dict(type='CocoMetric', ann_file=str(file), classwise=classwise))
+        line, _ = look(model(bbox_head=3), val=[dataset, metric])
+        assert ('[17, 10, 3] in its ann_file' in line) == classwise == bool(line)
+
+
+def test_objects_of_some_classes_alone(look):
+    data = type('Data', (list,), dict(get_data_info=list.__getitem__))
+    dataset = data([dict(instances=[dict(bbox_label=0)], img_path='')] * 3)
+    dataset.metainfo = dict(classes=['a', 'b', 'c'])
+    line, warnings = look(model(bbox_head=3), train=[dataset])
+    assert not line and "none of its 3 images has an object of ('b', 'c')" in warnings[0]
 
 
 @pytest.mark.parametrize(
@@ -145,11 +211,14 @@ def test_what_may_be_in_a_coco_file(tmp_path):
     flat = [dict(BOX, id=1, image_id=1, category_id=3, bbox=[5, 5, 0, 3], iscrowd=1)]
     file = coco(tmp_path, images=images, annotations=flat)
     Image.new('RGB', (40, 30)).save(tmp_path / 'turned.jpg', exif=exif)
-    assert files.read_coco(str(file), str(tmp_path))['fault'] == ''
+    facts = files.read_coco(str(file))
+    assert facts['fault'] == files.fault_of_sizes(facts['images'], str(tmp_path), True) == ''
+    assert 'turned by its EXIF data' in files.fault_of_sizes([[1, 'turned.jpg', 40, 30]], str(tmp_path), True)
+    assert files.fault_of_sizes([[1, 'turned.jpg', 40, 30]], str(tmp_path), False) == ''
     content = json.loads(file.read_text())
     del content['annotations']
     file.write_text(json.dumps(content))
-    assert files.read_coco(str(file), str(tmp_path))['fault'] == ''
+    assert files.read_coco(str(file))['fault'] == ''
 
 
 def test_files_are_read_once(look, tmp_path, monkeypatch):

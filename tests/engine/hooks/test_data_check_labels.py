@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from data_checks import CLASSIFIER, DETECTOR, SEGMENTOR, Loop, build, model
 from engine_toys import make_runner
+from mmengine.registry import METRICS
 from PIL import Image
 from torch import nn
 
@@ -277,6 +278,40 @@ def test_one_channel_tells_two_classes(look, tmp_path):
     assert look(made, train=[dataset]) == ('', [])
     head.loss_decode = SimpleNamespace(use_sigmoid=False)
     assert 'the label 1' in look(made, train=[dataset])[0]
+
+
+def test_label_images_of_another_size(look, tmp_path):
+    dataset = segmentation(tmp_path / 'data', [0, 1])
+    Image.new('RGB', (4, 8)).save(tmp_path / 'data' / 'img' / '0.jpg')
+    assert re.search('ann/0.png is 8x8, and its image .*img/0.jpg 4x8', look(SEGMENTOR, train=[dataset])[0])
+
+
+def test_settings_that_differ(look, tmp_path):
+    dataset = segmentation(tmp_path / 'data', [0, 1], loading=REDUCED)
+    assert 'ann/0.png cannot be loaded: ' in look(SEGMENTOR, train=[dataset])[0]
+
+
+@pytest.mark.parametrize(
+    ('names', 'ignored', 'words'),
+    [
+        (('sky', 'bird'), 255, ''),
+        (('bird',), 255, 'of one class, .* it counts every pixel as found. Write classes='),
+        (('sky', 'bird'), 99, 'ignore_index = 99, and 255 of the decode_head'),
+    ],
+)
+def test_metrics_that_count_otherwise(look, tmp_path, names, ignored, words):
+    dataset = segmentation(tmp_path / 'data', [0, 1], names=names)
+    metric = METRICS.build(dict(type='mmseg.IoUMetric', ignore_index=ignored))
+    made = model(decode_head=2)
+    made.decode_head.ignore_index = 255
+    line, _ = look(made, val=[dataset, metric])
+    assert re.search(words, line) and bool(words) == bool(line)
+
+
+def test_joined_data_sets_that_differ(look):
+    joined = Data(0, datasets=[Data(0, classes=['a']), Data(0, classes=['b', 'c'])])
+    joined.metainfo = [dict(classes=['a']), dict(classes=['b', 'c'])]
+    assert "label 0 is 'a' in train_dataloader and 'b'" in look(nn.Module(), train=[joined])[0]
 
 
 def test_sixteen_bits(look, tmp_path):
