@@ -1,16 +1,18 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Boxes of COCO JSON, VOC XML and YOLO text files, all as COCO JSON: upstream's reader of VOC looks for .jpg alone."""
 
+import itertools
 import json
+import math
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import yaml
 
-from ...engine.data.files import load_coco
+from ...engine.data.files import fault_of_shapes, load_coco
 from ...utils.errors import RunError, described
-from .finding import SUFFIXES, OwnData, divide, find, image_size, read_names, split_of
+from .finding import SUFFIXES, OwnData, divide, find, image_size, read_lines, read_names, split_of
 
 
 class Photo(NamedTuple):
@@ -37,12 +39,16 @@ def read_boxes(root: Path) -> OwnData:
     elif find(root, '.xml'):
         kind, (photos, classes) = 'VOC XML', _voc(root, images)
     else:
-        kind, classes = 'YOLO text files', _yolo_names(root)
-        photos = [(_yolo_photo(root, path, classes), split_of(path.parent.relative_to(root))) for path in images]
+        kind, (photos, classes) = 'YOLO text files', _yolo(root, images)
     if not any(photo.objects for photo, _ in photos):
         raise RunError(
             f'DATA {str(root)!r}: no box in it. Boxes are looked for in COCO JSON, VOC XML and labels/NAME.txt.'
         )
+    places: dict[Path, Optional[str]] = {}
+    for photo, split in photos:
+        if photo.path in places:
+            raise RunError(f'{photo.path} is in {places[photo.path]} and again in {split}; it belongs in one.')
+        places[photo.path] = split
     splits, notes = divide(photos)
     for split in [split for split, chosen in splits.items() if not any(photo.objects for photo in chosen)]:
         if split != 'test':
@@ -81,25 +87,28 @@ def as_coco(photos: list[Photo], classes: list[str], root: Path) -> tuple[dict, 
                 continue
             box, area = [left, top, right - left, bottom - top], (right - left) * (bottom - top)
             whose = dict(id=len(annotations) + 1, image_id=number, category_id=classes.index(name) + 1, bbox=box)
-            annotations.append({**dict(area=area, iscrowd=0), **more, **whose})
+            annotations.append({**dict(iscrowd=0), **more, 'area': _positive(more.get('area')) or area, **whose})
     categories = [dict(id=i, name=name) for i, name in enumerate(classes, 1)]
     return dict(images=images, annotations=annotations, categories=categories), flat
 
 
+def _positive(number: Any) -> Any:
+    return number if isinstance(number, (int, float)) and number > 0 else None
+
+
 def _voc(root: Path, images: list[Path]) -> tuple[list, list[str]]:
     """Every XML file with the image of its name, and its split: of ImageSets/Main, else of its folder."""
-    beside = {path.with_suffix(''): path for path in images}
-    anywhere = {path.stem: path for path in images}
-    lists: dict[str, str] = {}
+    files, lists = find(root, '.xml'), {}
+    stems = {path.stem for path in files}
     for name in ('trainval', 'train', 'val', 'test'):
         listed = root / 'ImageSets' / 'Main' / f'{name}.txt'
         if listed.is_file():
-            stems = (line.split()[0] for line in listed.read_text().splitlines() if line.strip())
-            lists.update(dict.fromkeys(stems, name.replace('trainval', 'train')))
-    photos = []
-    for path in find(root, '.xml'):
+            named = (line if line in stems else line.split()[0] for line in read_lines(listed))
+            lists.update(dict.fromkeys(named, name.replace('trainval', 'train')))
+    photos: list[tuple[Photo, Optional[str]]] = []
+    pictures = _pictures(root, [path for path in files if not lists or path.stem in lists], images)
+    for path, picture in pictures.items():
         if not lists or path.stem in lists:
-            picture = beside.get(path.with_suffix('')) or anywhere.get(path.stem)
             split = lists[path.stem] if lists else split_of(path.parent.relative_to(root))
             photos.append((read_voc(path, picture), split))
     missing = set(lists) - {photo.path.stem for photo, _ in photos}
@@ -110,6 +119,33 @@ def _voc(root: Path, images: list[Path]) -> tuple[list, list[str]]:
     if found - set(classes):
         raise RunError(f'the XML files have boxes of {min(found - set(classes))!r}, which classes.txt does not list.')
     return photos, classes
+
+
+def _pictures(root: Path, files: list[Path], images: list[Path]) -> dict[Path, Optional[Path]]:
+    """The image of each XML file: beside it, else in JPEGImages, else anywhere.
+
+    Raises:
+        RunError: Several would do, or one is of two files.
+    """
+    by_stem: dict[str, list[Path]] = {}
+    for image in images:
+        by_stem.setdefault(image.stem, []).append(image)
+
+    def distance(path: Path, image: Path) -> tuple:
+        ours, theirs = (each.relative_to(root).parts[:-1] for each in (path, image))
+        differing = sum(a != b for a, b in itertools.zip_longest(ours, theirs))
+        return ours != theirs, 'JPEGImages' not in theirs, any('Segmentation' in part for part in theirs), differing > 1
+
+    found: dict[Path, Optional[Path]] = {}
+    owners: dict[Path, Path] = {}
+    for path in files:
+        alike = sorted(by_stem.get(path.stem, ()), key=lambda image: distance(path, image))  # noqa: B023
+        if len(alike) > 1 and distance(path, alike[0]) == distance(path, alike[1]):
+            raise RunError(f'{path}: its image may be {alike[0]} or {alike[1]}; keep one.')
+        found[path] = alike[0] if alike else None
+        if alike and owners.setdefault(alike[0], path) != path:
+            raise RunError(f'{owners[alike[0]]} and {path} are both of the image {alike[0]}.')
+    return found
 
 
 def read_voc(path: Path, picture: Optional[Path]) -> Photo:
@@ -138,6 +174,8 @@ def read_voc(path: Path, picture: Optional[Path]) -> Photo:
             )
             for item in tree.iter('object')
         ]
+        if not all(math.isfinite(edge) for _, box, _ in objects for edge in box):
+            raise ValueError('a box that is no number')
     except (OSError, ElementTree.ParseError, ValueError) as error:
         raise RunError(f'{path} cannot be read: {described(error)}') from error
     return Photo(picture, _size(path, picture, *given), objects)
@@ -153,44 +191,86 @@ def _size(path: Path, picture: Path, width: Optional[int], height: Optional[int]
     return size
 
 
-def _yolo_names(root: Path) -> list[str]:
-    for path in sorted([*root.glob('*.yaml'), *root.glob('*.yml')]):
-        try:
-            names = (yaml.safe_load(path.read_text(encoding='utf-8')) or {}).get('names')
-        except (yaml.YAMLError, AttributeError) as error:
-            raise RunError(f'{path} cannot be read: {described(error)}') from error
-        if names:
-            return [str(names[i]) for i in sorted(names, key=int)] if isinstance(names, dict) else list(map(str, names))
-    found = read_names(root, 'classes.txt', 'labels/classes.txt', 'obj.names')
-    if not found:
+def _yolo(root: Path, images: list[Path]) -> tuple[list, list[str]]:
+    """Every image with its text file, and its split: of data.yaml, else of its folder."""
+    file, content = _yolo_settings(root)
+    names = content.get('names')
+    if isinstance(names, dict):
+        if sorted(names, key=str) != sorted(range(len(names)), key=str):
+            raise RunError(f'{file}: names have the numbers {list(names)}; they have to be 0 to {len(names) - 1}.')
+        names = [names[number] for number in range(len(names))]
+    elif names is not None and not isinstance(names, list):
+        raise RunError(f'{file}: names = {names!r} has to be a list, or numbers and their names.')
+    classes = [str(name) for name in names or ()] or read_names(root, 'classes.txt', 'labels/classes.txt', 'obj.names')
+    if not classes:
         raise RunError(
             f'DATA {str(root)!r} has neither COCO JSON nor VOC XML, and for YOLO text files no class names: write '
             'classes.txt, a name a line, or data.yaml with names: [...].'
         )
-    return found
+    listed = _yolo_splits(root, content, images)
+    has_points = 'kpt_shape' in content
+    photos = []
+    for path in images:
+        split = listed.get(path) if listed else split_of(path.parent.relative_to(root))
+        photos.append((_yolo_photo(root, path, classes, has_points), split))
+    return photos, classes
 
 
-def _yolo_photo(root: Path, path: Path, classes: list[str]) -> Photo:
-    """An image with the boxes of its text file, polygons as boxes; without one it has no object."""
+def _yolo_settings(root: Path) -> tuple[Optional[Path], dict]:
+    for path in sorted([*root.glob('*.yaml'), *root.glob('*.yml')]):
+        try:
+            content = yaml.safe_load(path.read_text(encoding='utf-8-sig'))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise RunError(f'{path} cannot be read: {described(error)}') from error
+        if isinstance(content, dict) and content.get('names'):
+            return path, content
+    return None, {}
+
+
+def _yolo_splits(root: Path, content: dict, images: list[Path]) -> dict[Path, str]:
+    """The split of each image by ``train``, ``val`` and ``test`` of a data.yaml: folders, or lists of files; nothing
+    where they are not below ``root``, as ``path`` of others often says."""
+    known, listed = {path.resolve(): path for path in images}, {}
+    for split in ('train', 'val', 'test'):
+        given = content.get(split)
+        for entry in given if isinstance(given, list) else [given] if isinstance(given, str) else []:
+            inside = Path(*(part for part in Path(str(entry)).parts if part not in ('..', '.', '/')))
+            places = [root / str(content.get('path') or '') / str(entry), root / inside]
+            place = next((place for place in places if place.exists() and place.resolve() != root.resolve()), None)
+            if place is None:
+                return {}
+            if place.is_file():
+                found = [root / line for line in read_lines(place)]
+                missing = [path for path in found if path.resolve() not in known]
+                if missing:
+                    raise RunError(f'{place} names the image {missing[0]}, which is not there.')
+            else:
+                found = find(place, *SUFFIXES)
+            listed.update({known[path.resolve()]: split for path in found if path.resolve() in known})
+    return listed if {'val', 'test'} & set(listed.values()) else {}
+
+
+def _yolo_photo(root: Path, path: Path, classes: list[str], has_points: bool = False) -> Photo:
+    """An image with the boxes of its text file, polygons as boxes; without one it has no object. ``has_points``: of
+    people, say, whose key points follow the box."""
     parts = list(path.relative_to(root).parts)
     if 'images' in parts:
         parts[len(parts) - 1 - parts[::-1].index('images')] = 'labels'
     file, size = root.joinpath(*parts).with_suffix('.txt'), image_size(path)
     objects: list[tuple] = []
-    for number, line in enumerate(file.read_text().splitlines() if file.is_file() else [], 1):
-        label, *values = line.split() or ['']
+    for number, line in enumerate(read_lines(file) if file.is_file() else [], 1):
+        label, *values = line.split()
         try:
             numbers = [float(value) for value in values]
             name = classes[int(label)] if label and int(label) >= 0 else ''
         except (ValueError, IndexError):
             raise RunError(f'{file}, line {number}: {line[:60]!r}; classes are 0 to {len(classes) - 1}.') from None
-        if not line.strip():
-            continue
+        numbers = numbers[:4] if has_points else numbers
         if not name or not (len(numbers) == 4 or len(numbers) >= 6 and len(numbers) % 2 == 0):
             raise RunError(
                 f'{file}, line {number}: {line[:60]!r} is no class and x y width height, or x y of a polygon.'
             )
-        if min(numbers) < -0.01 or max(numbers) > 1.01:
+        if not all(-0.01 <= number <= 1.01 for number in numbers):
             raise RunError(f'{file}, line {number}: {line[:60]!r}; numbers are shares of the image, from 0 to 1.')
         if len(numbers) == 4:
             x, y, w, h = numbers
@@ -217,7 +297,10 @@ def _coco(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list
         if fault or not coco['images']:
             raise RunError(f'{path} {fault or "has no images"}.')
         split = split_of(path.relative_to(root))
-        ids, names = [item.get('id') for item in coco['categories']], [item.get('name') for item in coco['categories']]
+        ids, given = [item.get('id') for item in coco['categories']], [item.get('name') for item in coco['categories']]
+        if None in given:
+            raise RunError(f'{path} has a category without a name.')
+        names = list(map(str, given))
         if names != (classes or names) or len(set(names)) < len(names):
             raise RunError(f'{path} has the categories {names}: they have to be different, and in all files the same.')
         folder, classes = _folder(path, coco, root, here, split), names
@@ -227,20 +310,35 @@ def _coco(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list
             edges = (x, y, x + width, y + height)
             objects.setdefault(item.get('image_id'), []).append((names[ids.index(item['category_id'])], edges, item))
         for image in coco['images']:
-            picture = folder / image['file_name']
+            picture = folder / _name_of(image)
             size = _size(path, picture, image.get('width'), image.get('height'))
             photos.append((Photo(picture, size, objects.pop(image.get('id'), [])), split))
+        shapes = fault_of_shapes(coco)
+        if shapes:
+            raise RunError(f'{path} {shapes}.')
         if objects:
             raise RunError(f'{path}: annotations of image {next(iter(objects))!r}, which is not in its list of images.')
     return photos, classes or []
 
 
+def _name_of(image: dict) -> str:
+    return str(image.get('file_name')).replace('\\', '/').removeprefix('./')
+
+
 def _folder(path: Path, coco: dict, root: Path, here: set, split: Optional[str]) -> Path:
-    """The folder that the file names of a COCO file are relative to."""
-    names = [str(image.get('file_name')) for image in coco['images']]
-    folders = [Path(image.as_posix()[: -len(names[0])]) for image in here if image.as_posix().endswith(f'/{names[0]}')]
-    folders.sort(key=lambda folder: (split_of(folder.relative_to(root)) != split, len(folder.parts)))
+    """The folder that the file names of a COCO file are relative to, of several that of its split."""
+    names = list(map(_name_of, coco['images']))
+    ends = f'/{names[0]}'
+    folders = sorted(Path(image.as_posix()[: -len(names[0])]) for image in here if image.as_posix().endswith(ends))
     missing = [next((name for name in names if folder / name not in here), None) for folder in folders]
     if None not in missing:
         raise RunError(f'{path} names the image {(missing or names)[0]!r}, which is in no folder below {root}.')
-    return folders[missing.index(None)]
+    folders = [folder for folder, lacks in zip(folders, missing) if lacks is None]
+    for is_nearer in (
+        lambda folder: split_of(folder.relative_to(root)) == split,
+        lambda folder: folder.name.lower() in ('images', 'jpegimages', 'img', 'imgs'),
+    ):
+        folders = list(filter(is_nearer, folders)) or folders
+    if len(folders) > 1:
+        raise RunError(f'{path}: its images are in {folders[0]} and in {folders[1]}; keep one.')
+    return folders[0]

@@ -9,8 +9,8 @@ from typing import Any, Callable, NamedTuple, Optional
 
 import cv2
 import numpy as np
-from PIL import Image
 
+from ...engine.data.files import shown_size
 from ...utils.errors import RunError, described
 
 SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
@@ -41,9 +41,12 @@ class OwnData(NamedTuple):
 
 def find(root: Path, *suffixes: str) -> list[Path]:
     """All files below a folder with one of the suffixes, by path; links are followed, hidden folders are not."""
-    found = []
+    found, seen = [], set()
     for folder, inner, files in os.walk(root, followlinks=True):
-        inner[:] = [name for name in inner if not name.startswith('.')]
+        seen.add(os.path.realpath(folder))
+        inner[:] = [
+            name for name in inner if name[0] != '.' and os.path.realpath(os.path.join(folder, name)) not in seen
+        ]
         found += [Path(folder, name) for name in files if name.lower().endswith(suffixes) and not name.startswith('.')]
     return sorted(found)
 
@@ -97,9 +100,7 @@ def divide(
 def image_size(path: Path) -> tuple[int, int]:
     """Width and height from the header, as the image is shown."""
     try:
-        with Image.open(path) as image:
-            is_turned = image.getexif().get(0x0112, 1) > 4  # EXIF's orientation
-            return image.size[::-1] if is_turned else image.size
+        return shown_size(path)
     except Exception as error:  # Pillow's plugins raise anything at a broken file
         raise RunError(f'{path} is no image that can be read: {described(error)}') from error
 
@@ -150,14 +151,34 @@ def form_of(paths: list[Path], channels: Optional[int] = None) -> Form:
     if channels not in (None, count):
         raise RunError(f'--channels {channels}: the images have others ({said}).')
     values = np.concatenate(pixels).astype(np.float64)
+    if not np.isfinite(values).all():
+        raise RunError(f'the images ({said}) have values that are NaN or infinite.')
     mean, std = values.mean(0).round(3).tolist(), np.maximum(values.std(0), 1e-3).round(3).tolist()
     return Form(width, height, count, mean, std, [f'{said}: with their own mean and std, without released weights'])
 
 
+def read_lines(path: Path) -> list[str]:
+    """The lines of a text file that are not empty, without blanks around them.
+
+    Raises:
+        RunError: It is no text of UTF-8.
+    """
+    try:
+        return list(filter(None, map(str.strip, path.read_text(encoding='utf-8-sig').splitlines())))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f'{path} cannot be read as text of UTF-8: {described(error)}') from error
+
+
 def read_names(root: Path, *files: str) -> Optional[list[str]]:
-    """Class names of the first of the files that is there: a line each, in CVAT's files up to the colon."""
+    """Class names of the first of the files that is there: a line each, perhaps behind its number; of CVAT's
+    ``labelmap.txt`` up to the colon, without comments."""
     for path in (root / file for file in files):
         if path.is_file():
-            lines = [line.strip() for line in path.read_text(encoding='utf-8', errors='replace').splitlines()]
-            return [line.split(':')[0] for line in lines if line and not line.startswith('#')]
+            lines = read_lines(path)
+            if path.name == 'labelmap.txt':
+                return [line.split(':')[0] for line in lines if not line.startswith('#')]
+            numbered = [re.match(r'(\d+)[:,\s]\s*(.+)', line) for line in lines]
+            if all(found and int(found[1]) == i for i, found in enumerate(numbered)):
+                return [found[2] for found in numbered if found]
+            return lines
     return None

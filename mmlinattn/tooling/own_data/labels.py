@@ -32,7 +32,8 @@ def read_folders(root: Path) -> OwnData:
     for top, split in tops.items():
         for path in find(top, *SUFFIXES):
             if path.parent != top:
-                items.append(((path, path.relative_to(top).parts[0]), split))
+                name, *inside = path.relative_to(top).parts
+                items.append(((path, name), split or split_of(Path(*inside[:-1]))))
     divided, notes = divide(items, group=lambda item: item[1])
     classes = sorted({name for _, name in divided['train']})
     for split, chosen in divided.items():
@@ -117,13 +118,20 @@ class _Pair(NamedTuple):
 
 def _pairs(images: Path, masks: Path, notes: list[str]) -> list[_Pair]:
     """Images with label images ``masks/STEM`` and the ending that most of them have (``.png``, ``_mask.png``)."""
-    stems = {path.relative_to(images).with_suffix('').as_posix(): path.suffix for path in find(images, *SUFFIXES)}
+    stems: dict[str, str] = {}
+    for path in find(images, *SUFFIXES):
+        stem = path.relative_to(images).with_suffix('').as_posix()
+        if stem in stems:
+            raise RunError(f'{images / stem}{stems[stem]} and {path} have one name: of which is the label image?')
+        stems[stem] = path.suffix
     found = {path.relative_to(masks).as_posix() for path in find(masks, *SUFFIXES)}
     endings = {name[len(stem) :] for stem in list(stems)[:20] for name in found if name.startswith(stem)}
     counts = {ending: sum(f'{stem}{ending}' in found for stem in stems) for ending in sorted(endings)}
     if not counts:
         raise RunError(f'{masks} has no label image with the name of an image of {images}.')
-    ending = max(counts, key=lambda ending: counts[ending])
+    ending, *others = [ending for ending in counts if counts[ending] == max(counts.values())]
+    if others:
+        raise RunError(f'{masks} has two label images of each image, *{ending} and *{others[0]}: keep one kind.')
     if ending.lower().endswith(('.jpg', '.jpeg')):
         raise RunError(f'{masks} has JPEG files, which change the numbers of pixels: label images have to be PNG.')
     if counts[ending] < len(stems):
@@ -141,6 +149,10 @@ def read_mask(path: Path) -> tuple[np.ndarray, bool]:
     """The numbers of a label image (H, W), and whether MMSegmentation reads them so."""
     with Image.open(path) as image:
         pixels, mode = np.asarray(image), image.mode
+    if pixels.dtype.kind == 'f' and not (pixels == np.floor(pixels)).all():
+        raise RunError(f'{path} has values with fractions, or NaN: labels are whole numbers from 0.')
+    if mode == 'LA':
+        pixels = pixels[..., 0]
     if pixels.ndim == 3:
         if (pixels[..., :3] != pixels[..., :1]).any():
             raise RunError(f'{path} has colours: a label image has one number a pixel, that of its class, from 0.')

@@ -38,8 +38,9 @@ def voc(path, *objects, w=WIDTH, h=HEIGHT):
 
 
 def coco(names, classes=('b', 'a'), **more):
+    more.setdefault('bbox', [4, 8, 20, 30])
     images = [dict(id=10 + i, file_name=name, width=WIDTH, height=HEIGHT) for i, name in enumerate(names)]
-    annotations = [dict(image_id=image['id'], category_id=7, bbox=[4, 8, 20, 30], **more) for image in images]
+    annotations = [dict(image_id=image['id'], category_id=7, **more) for image in images]
     categories = [dict(id=i, name=name) for i, name in zip((7, 3), classes)]
     return dict(images=images, annotations=annotations, categories=categories)
 
@@ -134,6 +135,8 @@ def yolo(root, line='1 0.5 0.5 0.25 0.5'):
         ('data.yaml', 'train: images/train\nnames: [b, a]'),
         ('data.yaml', 'names: {0: b, 1: a}'),
         ('classes.txt', 'b\na\n'),
+        ('classes.txt', '\ufeffb\r\na\r\n'),
+        ('classes.txt', '0 b\n1: a\n'),
     ],
 )
 def test_yolo(tmp_path, name, content):
@@ -144,6 +147,25 @@ def test_yolo(tmp_path, name, content):
     assert boxes_of(data) == [(f'images/train/{i}.jpg', 'a', [24, 12, 16, 24]) for i in (0, 1)]
 
 
+@pytest.mark.parametrize('train', ['images/train', '../images/train', 'train.txt', ['images/train', 'train.txt']])
+def test_yolo_splits_of_data_yaml(tmp_path, train):
+    """Names of folders aside."""
+    yolo(tmp_path)
+    for kind in ('images', 'labels'):
+        (tmp_path / kind / 'val').rename(tmp_path / kind / 'held_out')
+    text(tmp_path / 'train.txt', '\n'.join(f'./images/train/{i}.jpg' for i in range(3)))
+    content = json.dumps(dict(path='/elsewhere', train=train, val='images/held_out', names=['b', 'a']))
+    text(tmp_path / 'data.yaml', content)
+    data = read(tmp_path)
+    assert [len(data.images[split]) for split in ('train', 'val')] == [3, 1] and not data.notes
+
+
+def test_yolo_boxes_before_key_points(tmp_path):
+    yolo(tmp_path, '0 0.5 0.5 0.5 0.5 0.1 0.1 0.2 0.2')
+    text(tmp_path / 'data.yaml', 'kpt_shape: [2, 2]\nnames: [person]')
+    assert boxes_of(read(tmp_path), 'val') == [('images/val/0.jpg', 'person', [16, 12, 32, 24])]
+
+
 def test_yolo_of_turned_photographs_and_polygons(tmp_path):
     """The numbers are shares of the image as it is shown, which is how it is trained on too."""
     yolo(tmp_path, '0 0.25 0.25 0.75 0.25 0.75 0.5')
@@ -152,6 +174,46 @@ def test_yolo_of_turned_photographs_and_polygons(tmp_path):
     exif[0x0112] = 6
     picture(tmp_path / 'images/val/0.jpg', exif=exif)
     assert boxes_of(read(tmp_path), 'val') == [('images/val/0.jpg', 'a', [12, 16, 24, 16])]
+
+
+def test_images_of_xml_files_that_have_several(tmp_path):
+    """Segmentations beside them, and one name in two splits."""
+    for name in ('train/a', 'train/c', 'val/c'):
+        for folder in ('JPEGImages', 'SegmentationClass', 'SegmentationObject', 'thumbnails'):
+            picture(tmp_path / folder / f'{name}.{"jpg" if folder == "JPEGImages" else "png"}')
+        voc(tmp_path / 'Annotations' / f'{name}.xml', ('car', (4, 8, 24, 38), 0))
+    data = read(tmp_path)
+    assert [name for name, *_ in boxes_of(data) + boxes_of(data, 'val')] == [
+        'JPEGImages/train/a.jpg',
+        'JPEGImages/train/c.jpg',
+        'JPEGImages/val/c.jpg',
+    ]
+    (tmp_path / 'JPEGImages' / 'val' / 'c.jpg').rename(tmp_path / 'JPEGImages' / 'd.jpg')
+    with pytest.raises(RunError, match=r'train/c.xml and .*val/c.xml are both of the image .*JPEGImages/train/c.jpg'):
+        read(tmp_path)
+    picture(tmp_path / 'JPEGImages' / 'one' / 'c.jpg')
+    picture(tmp_path / 'JPEGImages' / 'two' / 'c.jpg')
+    with pytest.raises(RunError, match='val/c.xml: its image may be .*/c.jpg or .*/c.jpg; keep one'):
+        read(tmp_path)
+
+
+def test_coco_files_whose_images_may_be_in_two_folders(tmp_path):
+    for folder in ('gt', 'images', 'train', 'val'):
+        for i in range(2):
+            picture(tmp_path / folder / f'{i}.jpg')
+    text(tmp_path / 'train.json', coco(['./0.jpg', '1.jpg'], area=None))
+    text(tmp_path / 'val.json', coco(['0.jpg', '1.jpg']))
+    data = read(tmp_path)
+    assert [[name for name, *_ in boxes_of(data, split)] for split in ('train', 'val')] == [
+        ['train/0.jpg', 'train/1.jpg'],
+        ['val/0.jpg', 'val/1.jpg'],
+    ]
+    assert json.loads(data.annotations['train'])['annotations'][0]['area'] == 600
+    (tmp_path / 'train' / '0.jpg').unlink()
+    assert boxes_of(read(tmp_path))[0][0] == 'images/0.jpg'
+    (tmp_path / 'images').rename(tmp_path / 'more')
+    with pytest.raises(RunError, match=r'train.json: its images are in .*/gt and in .*/more; keep one'):
+        read(tmp_path)
 
 
 def test_coco_in_two_files(tmp_path):
@@ -205,6 +267,11 @@ XML = VOC.format(w=HEIGHT, h=WIDTH, objects=OBJECT.format(name='a', box=(1, 1, 9
         ({'train.json': coco(['0.jpg'], 'ab'), 'val.json': coco(['0.jpg'])}, "val.json has the categories ['b', 'a']"),
         ({'train.json': coco(['0.jpg', '1.jpg'])}, "train.json names the image '1.jpg'"),
         ({'train.json': dict(coco(['0.jpg']), categories=[dict(id=1, name='a')])}, 'category_id 7 is the id of none'),
+        ({'train.json': coco(['0.jpg']), 'val.json': coco(['0.jpg'])}, 'is in train and again in val'),
+        ({'train.json': coco(['0.jpg'], bbox=[0, 0, 1, 0.5])}, 'shares of the image'),
+        ({'train.json': coco(['0.jpg'], bbox=[30, 8, 60, 40])}, 'pass the edge of their image'),
+        ({'train.json': coco(['0.jpg'], classes=(None, 'a'))}, 'has a category without a name'),
+        ({'0.xml': XML.replace('9', 'nan')}, 'a box that is no number'),
         ({'0.xml': XML}, '0.xml has an image of 48x64'),
         ({'0.xml': '<annotation><object>'}, '0.xml cannot be read'),
         ({'labels/0.txt': '1 0.5 0.5 0.25 0.5'}, 'write classes.txt'),
@@ -213,6 +280,9 @@ XML = VOC.format(w=HEIGHT, h=WIDTH, objects=OBJECT.format(name='a', box=(1, 1, 9
             "0.txt, line 1: '1 0.5 0.5 0.25 0.5'; classes are",
         ),
         ({'labels/0.txt': '0 24 12 40 36', 'classes.txt': 'a'}, 'shares of the image'),
+        ({'labels/0.txt': '0 nan 0.5 0.1 0.1', 'classes.txt': 'a'}, 'shares of the image'),
+        ({'data.yaml': 'names: {1: a, 2: b}'}, 'names have the numbers [1, 2]; they have to be 0 to 1'),
+        ({'data.yaml': 'names: coco.names'}, "names = 'coco.names' has to be a list"),
         ({'classes.txt': 'a'}, 'no box in it'),
     ],
 )
@@ -300,14 +370,26 @@ def test_masks_as_mmsegmentation_reads_them_stay(tmp_path):
         (dict(values=[0, 1], suffix='.jpg'), 'JPEG'),
         (dict(values=np.eye(3)), 'has not the size'),
         (dict(values=[[[0, 1, 2]]]), 'has colours'),
+        (dict(values=[0, 0.5], dtype=np.float32, suffix='.tif'), 'has values with fractions'),
     ],
 )
 def test_masks_that_are_refused(tmp_path, how, said):
-    values = np.array(how.pop('values'), np.uint8)
+    values = np.array(how.pop('values'), how.pop('dtype', np.uint8))
     for i in range(3):
         picture(tmp_path / 'images' / f'{i}.jpg')
         shape = values.shape if values.shape == (3, 3) else (HEIGHT, WIDTH, *values.shape[2:])
         picture(tmp_path / 'masks' / f'{i}{how.get("suffix", ".png")}', np.resize(values, shape))
+    with pytest.raises(RunError, match=said):
+        read(tmp_path, labels.read_masks, None, tmp_path / 'none')
+
+
+@pytest.mark.parametrize(
+    'name, said',
+    [('masks/0_b.png', r'two label images of each image, \*_b.png and \*_c.png'), ('images/0.png', 'one name')],
+)
+def test_label_images_of_which_there_are_two(tmp_path, name, said):
+    for path in ('images/0.jpg', 'masks/0_c.png', name):
+        picture(tmp_path / path, np.resize(np.array([0, 1], np.uint8), (HEIGHT, WIDTH)))
     with pytest.raises(RunError, match=said):
         read(tmp_path, labels.read_masks, None, tmp_path / 'none')
 
@@ -325,6 +407,12 @@ def test_folders_of_one_level_are_divided_class_by_class(tmp_path):
     assert {split: len(paths) for split, paths in data.images.items()} == dict(train=10, val=3)
     assert sorted(line.rsplit(' ', 1)[1] for line in data.annotations['val'].splitlines()) == ['0', '2', '2']
     assert "no image of 'one' in val" in data.notes
+
+
+def test_splits_below_classes(tmp_path):
+    counts = [('a/train', 3), ('a/val', 1), ('b/train', 3), ('b/val', 1)]
+    data = read(folders(tmp_path, *counts), labels.read_folders)
+    assert data.classes == ['a', 'b'] and [len(data.images[split]) for split in ('train', 'val')] == [6, 2]
 
 
 def test_labels_of_val_follow_train(tmp_path):
