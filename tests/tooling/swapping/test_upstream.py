@@ -2,11 +2,14 @@
 """Upstream configs: where the backbone is, what the images are, which maps it gives, and what has no place."""
 
 import pytest
+import torch
 from mmengine.config import Config
+from mmengine.optim import OptimWrapper
 from mmengine.registry import MODELS
 from torch import nn
+from torch.optim import SGD
 
-from mmlinattn.tooling.swapping import NoModel, NoPlace, swap_backbone
+from mmlinattn.tooling.swapping import NoModel, NoPlace, smoke, swap_backbone
 from mmlinattn.tooling.swapping.measuring import measure, through
 from mmlinattn.tooling.swapping.upstream import Upstream, apart, read_upstream, together
 from mmlinattn.tooling.swapping.zoo import FeatureMap
@@ -107,7 +110,7 @@ def test_encoders_of_retrievers_come_apart_and_together():
 class Measurable(nn.Module):
     """Gives maps of these channels and strides; alone, the one at this place only, in inference."""
 
-    def __init__(self, maps=(), alone=None, fails=False):
+    def __init__(self, maps=(), alone=None, fails=False, img_size=None):
         super().__init__()
         self.maps, self.alone, self.fails = maps, alone, fails
 
@@ -122,6 +125,34 @@ def test_maps_are_measured():
     assert measure(upstream_of(dict(type='Measurable', maps=[(3, 4), (5, 32)]))).maps == [(3, 4), (5, 32)]
     found = measure(upstream_of(dict(type='Measurable', maps=[(3, 8), (5, 8)], alone=1)))
     assert found.alone == 1 and found.maps == [FeatureMap(3, 8), FeatureMap(5, 8)]
+    assert measure(upstream_of(dict(type='Measurable', maps=[(3, 4)], img_size=96))).size == (96, 96)
+    images = dict(dataset=dict(pipeline=[dict(type='Resize', scale=64)]))
+    classifier = upstream_of(dict(type='Measurable', maps=[(3, 4)]), 'mmpretrain', train_dataloader=images)
+    assert measure(classifier).size == (64, 64)
+
+
+def test_which_maps_a_step_reads():
+    """A neck that skips the first, whose norm then has no gradient."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.backbone = nn.Module()
+            self.backbone.norms = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+            self.backbone.forward = lambda x: [norm(x) for norm in self.backbone.norms]
+            self.data_preprocessor = lambda batch, training: dict(x=batch)
+
+        def forward(self, x, mode):
+            return dict(loss=sum(out.sum() for out in self.backbone(x)[1:]))
+
+        def parse_losses(self, losses):
+            return losses['loss'], losses
+
+    model = Model()
+    optimizer = OptimWrapper(SGD(model.parameters(), lr=0.1))
+    optimizer.backward = lambda loss: loss.backward()
+    found = smoke._train(model, torch.rand(1, 2), optimizer)
+    assert found[1:3] == ((False, True, True), ('norms.0.weight', 'norms.0.bias'))
     with pytest.raises(NoPlace, match='returns no maps or tokens$'):
         measure(upstream_of(dict(type='Measurable')))
     with pytest.raises(RunError, match='does not run here: LookupError: of two lines$'):
