@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 from torch import nn
 
-from .files import Memory, fault_of_sizes, read_coco
+from .files import Memory, fault_of_sizes, read_coco, reads_files
 from .findings import MOST_NAMES, Finding, classes_of, written
 from .label_images import check_label_images
 
@@ -209,6 +209,7 @@ def read_samples(dataset: Any) -> Samples:
     prefix = getattr(dataset, 'data_prefix', None)
     root = osp.join(str(prefix.get('img_path') or ''), '') if isinstance(prefix, dict) else ''
     indices, fault = range(0, length, max(1, length // _NUM_READ)), ''
+    is_local = reads_files(dataset, *getattr(getattr(dataset, 'pipeline', None), 'transforms', ()))
     for index in indices:
         info = dataset.get_data_info(index)
         if not isinstance(info, dict):
@@ -222,7 +223,7 @@ def read_samples(dataset: Any) -> Samples:
         inside = path[len(root) :] if root and path.startswith(root) else ''
         if len(of_image) == 1 and '/' in inside:
             samples.folders.setdefault(inside.split('/')[0], set()).add(of_image[0])
-        if not fault and path and '://' not in path and osp.isdir(osp.dirname(path)) and not _is_there(path):
+        if is_local and not fault and osp.isdir(osp.dirname(path)) and not _is_there(path):
             fault = f'the image {path} {"has no bytes" if osp.exists(path) else "is not there"}'
     return samples._replace(num=len(indices), fault=fault)
 

@@ -6,7 +6,7 @@ import math
 import os
 import os.path as osp
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -24,6 +24,12 @@ def spread(length: int, count: int) -> list[int]:
     """Up to ``count`` of ``length`` indices, the first among them, in an order that is spread at every length."""
     chosen = np.unique(np.linspace(0, max(length - 1, 0), min(length, count)).round().astype(int))
     return [int(i) for i in np.random.default_rng(0).permutation(chosen)]
+
+
+def reads_files(*parts: Any) -> bool:
+    """Whether a data set, and transforms that load, read files of this machine."""
+    backends = (getattr(part, 'backend_args', None) or {} for part in parts)
+    return all(backend.get('backend', 'local') == 'local' for backend in backends)
 
 
 class Memory:
@@ -108,15 +114,18 @@ def read_coco(path: str, outlines: bool = False) -> dict:
     )
 
 
+def _is_lost(entry: dict, images: Container) -> bool:
+    area = entry.get('area', 1)
+    is_flat = isinstance(area, (int, float)) and area <= 0
+    return is_flat or min(entry.get('bbox', [0])[2:], default=0) < 1 or entry.get('image_id') not in images
+
+
 def _lost_objects(content: dict) -> str:
     """The annotations that MMDetection leaves out."""
     images, lost = {image.get('id') for image in content['images']}, []
     for entry in content['annotations'] if images else ():
-        if 'bbox' in entry and 'segments_info' not in entry:
-            area = entry.get('area', 1)
-            is_flat = (isinstance(area, (int, float)) and area <= 0) or entry['bbox'][2] < 1 or entry['bbox'][3] < 1
-            if is_flat or entry.get('image_id') not in images:
-                lost.append(entry)
+        if 'segments_info' not in entry and _is_lost(entry, images):
+            lost.append(entry)
     if not lost:
         return ''
     return (
@@ -180,9 +189,9 @@ def _fault_of_outlines(content: dict) -> str:
         if isinstance(outline, dict):
             is_right = size in (None, list(outline.get('size') or ()))
         else:
-            is_list = isinstance(outline, list) and bool(outline) and all(isinstance(part, list) for part in outline)
-            is_right = is_list and all(len(part) >= 6 and len(part) % 2 == 0 for part in outline)
-        if not is_right and 'segments_info' not in entry:
+            parts = outline if isinstance(outline, list) else []
+            is_right = any(isinstance(part, list) and len(part) >= 6 and len(part) % 2 == 0 for part in parts)
+        if not is_right and not _is_lost(entry, sizes):
             return (
                 f'annotation {entry.get("id")} of image {entry.get("image_id")}: segmentation = {outline!r:.60} has to '
                 'be a list of polygons of three points or more, [[x, y, ...], ...], or an RLE of the size of its '

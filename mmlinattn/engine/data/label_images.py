@@ -1,9 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Whether label images have the labels of a segmentor's classes."""
 
-import os.path as osp
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch import nn
 
 from ...checkpoints.states import some
 from ...utils.errors import printable
-from .files import Memory, shown_size, spread
+from .files import Memory, reads_files, shown_size, spread
 from .findings import Finding, classes_of
 
 _LEAST = 16  # label images that are opened, however slow
@@ -43,9 +43,10 @@ def read_labels(
         if done >= _LEAST and (done >= most or time.monotonic() - begin > most / 100):
             break
         try:
-            info = dataset.get_data_info(index)
+            info, size = dataset.get_data_info(index), None
             picture = info.get('img_path')
-            size = shown_size(picture) if isinstance(picture, str) and osp.isfile(picture) else None
+            with suppress(Exception):  # of images that Pillow does not know nothing is said
+                size = shown_size(picture)
             labels = load(info)['gt_seg_map']
             with Image.open(path) as image:
                 highest = int(np.max(np.asarray(image))) if image.mode[0] in 'IF' else 0
@@ -90,8 +91,7 @@ def check_label_images(
         return
     paths = {i: dataset.get_data_info(i).get('seg_map_path') for i in spread(len(dataset), 10 * num_images)}
     paths = {i: path for i, path in paths.items() if isinstance(path, str) and '://' not in path}
-    backends = [getattr(part, 'backend_args', None) or {} for part in (dataset, load)]
-    if not paths or any(backend.get('backend', 'local') != 'local' for backend in backends):
+    if not paths or not reads_files(dataset, load):
         return
     reduces = bool(getattr(load, 'reduce_zero_label', None) or getattr(dataset, 'reduce_zero_label', False))
     mapping = getattr(dataset, 'metainfo', {}).get('label_map')

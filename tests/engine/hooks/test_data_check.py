@@ -130,6 +130,7 @@ OUTLINE = [[2, 2, 12, 2, 12, 12]]
     ('outline', 'is_right'),
     [
         (OUTLINE, True),
+        ([[1, 2, 3, 4], *OUTLINE], True),  # which MMDetection leaves out
         (dict(size=[30, 40], counts='0'), True),
         (dict(size=[40, 30], counts='0'), False),
         (OUTLINE[0], False),
