@@ -185,8 +185,9 @@ ADVICE = {
     'weight tensor should be defined': 'class_weight of a loss has to have a number for each class of its head',
     'No enough information to get one-hot': 'mixed images need data_preprocessor=dict(num_classes=...), as many as the '
     'head has',
-    'is out of bounds': 'a label is beyond num_classes of the head, in a label image that DataCheckHook did not open. '
-    'custom_hooks.DataCheckHook.num_images=100000 opens more, and names the file',
+    'is out of bounds': 'a label is beyond num_classes of the head: in a label image that DataCheckHook did not open '
+    '(custom_hooks.DataCheckHook.num_images=100000 opens more, and names the file), or as padding, where '
+    'data_preprocessor.seg_pad_val is another number than ignore_index',
 }
 
 

@@ -63,7 +63,9 @@ def first_difference(first: Sequence, second: Sequence) -> Optional[int]:
 def check_names(key: str, meta: dict) -> Iterator[Finding]:
     """Checks that class names in a ``metainfo`` are several texts, or a file of them, under the key that is read."""
     names = meta.get('classes')
-    if isinstance(names, str) and not osp.isfile(names):
+    if isinstance(names, str) and names.endswith('.txt') and not osp.isfile(names):
+        yield Finding(f'{key}: metainfo.classes = {names!r}: there is no such file of class names.')
+    elif isinstance(names, str) and not osp.isfile(names):
         yield Finding(
             f'{key}: metainfo.classes = {names!r} is a text, whose letters would be the classes. One class needs a '
             f'comma: classes=({names!r},)'

@@ -148,7 +148,7 @@ def _fault_of_boxes(annotations: list, category_ids: set) -> str:
         if 'segments_info' in entry:  # a panoptic file
             continue
         if entry.get('category_id') not in category_ids:
-            return f'{name}: category_id {entry.get("category_id")} is the id of none of its categories'
+            return f'{name}: category_id {entry.get("category_id")!r} is the id of none of its categories'
         box = entry.get('bbox')
         try:
             is_box = box is not None and len(box) == 4 and math.isfinite(sum(box))

@@ -146,6 +146,12 @@ def test_old_keys(look):
     )
 
 
+def test_a_file_of_names_that_is_not_there(look):
+    data = Data(0)
+    data.metainfo = dict(classes='nowhere.txt')
+    assert "metainfo.classes = 'nowhere.txt': there is no such file" in look(nn.Module(), train=[data])[0]
+
+
 def test_data_sets_of_others_pass(look):
     class Bare:
         def __len__(self):
