@@ -40,6 +40,7 @@ class _Shielded:
         signal.signal(signal.SIGTERM, self._on_sigterm)
         if sys.platform == 'linux':
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphans after a kill -9
+        sys.excepthook = _excepthook
         if self.init_fn is not None:
             self.init_fn(worker_id)
 
@@ -47,6 +48,12 @@ class _Shielded:
         if self.main_ends.item():
             os._exit(0)  # as PyTorch's own handler, which this one replaces
         signal.alarm(GRACE)
+
+
+def _excepthook(kind, error, traceback) -> None:
+    """Of a worker, whose thread that shares memory would print a main process that hangs up at Ctrl-C as an error."""
+    if not issubclass(kind, (EOFError, ConnectionError)):
+        sys.__excepthook__(kind, error, traceback)
 
 
 def shield_workers(loader: DataLoader) -> None:
