@@ -111,20 +111,28 @@ def windows(room: Room, self: WindowAttention, x: Tensor, stage, source=None) ->
     """Windows of a linear attention are large, and padding may be most of the last ones: see :mod:`.regions`."""
     made: Any = windows_of(stage, x).get(self.window, self.shift)
     windows, real, hidden = made
-    q, k, v, *gate = project(room, self.qkv, x, self.widths, self.local is not None)
+    # one pass over what lies side by side; values that are convolved get memory of their own
+    convolves = self.local is not None or isinstance(self.mixer, LocalMixer)
+    groups = [self.widths[:2], self.widths[2:3]] if convolves else [self.widths[:3]]
+    projected = list(room.linear(self.qkv, x).split([*map(sum, groups), *self.widths[3:]], dim=-1))
+    parts, gate = projected[: len(groups)], projected[len(groups) :]
+
+    def apart(cuts) -> Any:
+        return (t for part, widths in zip(cuts, groups) for t in part.split(widths, dim=-1))
+
     regions = [] if self.mixer.quadratic or any(windows.shift) else regions_of(x, windows)
     source = x if source is None else source
     if regions:
         means = cut(source, regions, mean=True) if self.mixer.context else itertools.repeat(None)
         grids = (Grid(*part.window, within=windows.window) for _, _, part in regions)
-        pieces = zip(cut(q, regions), cut(k, regions), cut(v, regions), grids, means)
-        out = assemble((mix(room, self, q, k, v, grid, context=mean) for q, k, v, grid, mean in pieces), regions)
+        pieces = zip(zip(*(cut(part, regions) for part in parts)), grids, means)
+        out = assemble((mix(room, self, *apart(piece), grid, context=mean) for piece, grid, mean in pieces), regions)
     else:
         grid = windows.grid(x)
         if self.mixer.local_keys:
             grid = grid._replace(regions=windows.regions_of_tokens(x))
         context = mean_token(windows.partition(source), real) if self.mixer.context else None
-        q, k, v = (windows.partition(part) for part in (q, k, v))
+        q, k, v = apart(map(windows.partition, parts))
         bias = self.map_bias(windows, hidden, x.shape[0])
         out = windows.merge(mix(room, self, q, k, v, grid, mask=real, bias=bias, context=context), x.shape[0])
     return room.linear(self.proj, gated(self, out, x, gate))
