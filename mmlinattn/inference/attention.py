@@ -125,8 +125,12 @@ def windows(room: Room, self: WindowAttention, x: Tensor, stage, source=None) ->
     if regions:
         means = cut(source, regions, mean=True) if self.mixer.context else itertools.repeat(None)
         grids = (Grid(*part.window, within=windows.window) for _, _, part in regions)
-        pieces = zip(zip(*(cut(part, regions) for part in parts)), grids, means)
-        out = assemble((mix(room, self, *apart(piece), grid, context=mean) for piece, grid, mean in pieces), regions)
+
+        def mixed(cuts, grid, mean) -> Tensor:
+            q, k, v = apart(cuts)
+            return mix(room, self, q, k, v, grid, context=mean)
+
+        out = assemble(map(mixed, zip(*(cut(part, regions) for part in parts)), grids, means), regions)
     else:
         grid = windows.grid(x)
         if self.mixer.local_keys:
