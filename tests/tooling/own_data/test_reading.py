@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Each kind of data as people have it: what is read, what is drawn for validation, and what is refused in a line."""
+"""Boxes as people have them: what is read, what is drawn for validation, and what is refused in a line."""
 
 import json
 import os
@@ -7,29 +7,16 @@ import re
 
 import numpy as np
 import pytest
+from own_files import HEIGHT, WIDTH, picture, text
 from PIL import Image
 from tool_runs import ROOT
 
-from mmlinattn.tooling.own_data import boxes, finding, labels
+from mmlinattn.tooling.own_data import boxes, labels
 from mmlinattn.utils.errors import RunError
 
-WIDTH, HEIGHT = 64, 48
 VOC = """<annotation><size><width>{w}</width><height>{h}</height></size>{objects}</annotation>"""
 OBJECT = """<object><name>{name}</name><difficult>{hard}</difficult><bndbox><xmin>{box[0]}</xmin><ymin>{box[1]}</ymin>
 <xmax>{box[2]}</xmax><ymax>{box[3]}</ymax></bndbox></object>"""
-
-
-def picture(path, pixels=None, **how):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.random.default_rng(0).integers(0, 255, (HEIGHT, WIDTH, 3), np.uint8) if pixels is None else pixels
-    Image.fromarray(pixels).save(path, **how)
-    return path
-
-
-def text(path, content):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(content if isinstance(content, str) else json.dumps(content))
-    return path
 
 
 def voc(path, *objects, w=WIDTH, h=HEIGHT):
@@ -302,163 +289,3 @@ def test_photographs_that_were_turned_behind_their_boxes(tmp_path):
     text(tmp_path / 'train.json', coco(['0.jpg']))
     with pytest.raises(RunError, match='train.json has an image of 64x48, and'):
         read(tmp_path)
-
-
-def masks(root, values, names=None, suffix='.png', **how):
-    for i in range(4):
-        picture(root / 'images' / f'{i}.jpg')
-        pixels = np.resize(np.array(values, how.pop('dtype', np.uint8)), (HEIGHT, WIDTH))
-        picture(root / 'masks' / f'{i}{suffix}', pixels, **how)
-    return read(root, labels.read_masks, names, root.parent / 'mine_labels')
-
-
-@pytest.mark.parametrize(
-    'values, names, classes, table',
-    [
-        ([0, 1], None, ['class_0', 'class_1'], {}),
-        ([0, 1, 2, 255], ['a', 'b', 'c'], ['a', 'b', 'c'], {}),
-        ([0, 255], None, ['background', 'foreground'], {0: 0, 255: 1}),
-        ([0, 128], ['road', 'rest'], ['road', 'rest'], {0: 0, 128: 1}),
-        ([0, 128, 255], ['a', 'b', 'c'], ['a', 'b', 'c'], {0: 0, 128: 1, 255: 2}),
-        ([0, 38, 75, 255], ['a', 'b', 'c'], ['a', 'b', 'c'], {0: 0, 38: 1, 75: 2, 255: 255}),
-        ([0, 3], ['a', 'b', 'c', 'd'], ['a', 'b', 'c', 'd'], {}),
-    ],
-)
-def test_what_values_of_label_images_mean(values, names, classes, table):
-    assert labels.meaning(values, names) == (classes, table)
-
-
-@pytest.mark.parametrize(
-    'values, names, said',
-    [
-        ([7], None, 'the value 7 alone'),
-        ([0, 1, 2, 3], ['a', 'b', 'c'], 'name every value in their order, the background too'),
-        ([0, 128, 255], None, 'give --classes'),
-    ],
-)
-def test_values_that_are_refused(values, names, said):
-    with pytest.raises(RunError, match=said):
-        labels.meaning(values, names)
-
-
-def test_masks_of_0_and_255_are_copied_as_labels(tmp_path):
-    data = masks(tmp_path / 'data', [0, 255, 255], suffix='_mask.png')
-    train = data.settings['train']
-    assert (train['img_suffix'], train['seg_map_suffix']) == ('.jpg', '_mask.png')
-    stem = data.annotations['train'].split()[0]
-    copy = Image.open(f'{train["data_prefix"]["seg_map_path"]}{stem}_mask.png')
-    assert np.unique(copy).tolist() == [0, 1] and data.classes == ['background', 'foreground']
-    assert sum(map(len, data.images.values())) == 4 and 'copied' in ' '.join(data.notes)
-
-
-def test_masks_as_mmsegmentation_reads_them_stay(tmp_path):
-    """A folder a split, or one below another; those without a label image are left out."""
-    for split, count in (('train', 3), ('val', 1)):
-        for i in range(count):
-            picture(tmp_path / split / 'images' / f'{i}.png')
-            picture(tmp_path / split / 'masks' / f'{i}.png', np.full((HEIGHT, WIDTH), i, np.uint8))
-    picture(tmp_path / 'val' / 'images' / '9.png')
-    data = read(tmp_path, labels.read_masks, ['a', 'b', 'c'], tmp_path / 'none')
-    assert data.annotations == dict(train='0\n1\n2\n', val='0\n') and not (tmp_path / 'none').exists()
-    assert data.settings['val']['data_prefix']['seg_map_path'] == f'{tmp_path}/val/masks/'
-    assert any('1 images' in note and 'left out' in note for note in data.notes)
-
-
-@pytest.mark.parametrize(
-    'how, said',
-    [
-        (dict(values=[0, 1], suffix='.jpg'), 'JPEG'),
-        (dict(values=np.eye(3)), 'has not the size'),
-        (dict(values=[[[0, 1, 2]]]), 'has colours'),
-        (dict(values=[0, 0.5], dtype=np.float32, suffix='.tif'), 'has values with fractions'),
-    ],
-)
-def test_masks_that_are_refused(tmp_path, how, said):
-    values = np.array(how.pop('values'), how.pop('dtype', np.uint8))
-    for i in range(3):
-        picture(tmp_path / 'images' / f'{i}.jpg')
-        shape = values.shape if values.shape == (3, 3) else (HEIGHT, WIDTH, *values.shape[2:])
-        picture(tmp_path / 'masks' / f'{i}{how.get("suffix", ".png")}', np.resize(values, shape))
-    with pytest.raises(RunError, match=said):
-        read(tmp_path, labels.read_masks, None, tmp_path / 'none')
-
-
-@pytest.mark.parametrize(
-    'name, said',
-    [('masks/0_b.png', r'two label images of each image, \*_b.png and \*_c.png'), ('images/0.png', 'one name')],
-)
-def test_label_images_of_which_there_are_two(tmp_path, name, said):
-    for path in ('images/0.jpg', 'masks/0_c.png', name):
-        picture(tmp_path / path, np.resize(np.array([0, 1], np.uint8), (HEIGHT, WIDTH)))
-    with pytest.raises(RunError, match=said):
-        read(tmp_path, labels.read_masks, None, tmp_path / 'none')
-
-
-def folders(root, *counts):
-    for name, count in counts:
-        for i in range(count):
-            picture(root / name / f'{i} x.jpg')
-    return root
-
-
-def test_folders_of_one_level_are_divided_class_by_class(tmp_path):
-    data = read(folders(tmp_path, ('train', 8), ('bus', 4), ('one', 1)), labels.read_folders)  # a class of locomotives
-    assert data.classes == ['bus', 'one', 'train']
-    assert {split: len(paths) for split, paths in data.images.items()} == dict(train=10, val=3)
-    assert sorted(line.rsplit(' ', 1)[1] for line in data.annotations['val'].splitlines()) == ['0', '2', '2']
-    assert "no image of 'one' in val" in data.notes
-
-
-def test_splits_below_classes(tmp_path):
-    counts = [('a/train', 3), ('a/val', 1), ('b/train', 3), ('b/val', 1)]
-    data = read(folders(tmp_path, *counts), labels.read_folders)
-    assert data.classes == ['a', 'b'] and [len(data.images[split]) for split in ('train', 'val')] == [6, 2]
-
-
-def test_labels_of_val_follow_train(tmp_path):
-    data = read(folders(tmp_path, ('train/a', 2), ('train/b', 2), ('val/b', 2)), labels.read_folders)
-    assert data.annotations['val'] == 'val/b/0 x.jpg 1\nval/b/1 x.jpg 1\n'
-
-
-@pytest.mark.parametrize(
-    'counts, said',
-    [
-        ([('train/a', 2), ('train/b', 2), ('val/c', 2)], "val has images of 'c', and train has none"),
-        ([('a', 4)], '1 class'),
-        ([], '2 are the least'),
-    ],
-)
-def test_folders_that_are_refused(tmp_path, counts, said):
-    with pytest.raises(RunError, match=said):
-        read(folders(tmp_path, *counts), labels.read_folders)
-
-
-@pytest.mark.parametrize(
-    'pixels, channels, expected',
-    [
-        (np.zeros((8, 9, 3), np.uint8), None, 3),
-        (np.zeros((8, 9), np.uint8), None, 3),
-        (np.zeros((8, 9), np.uint8), 1, 1),
-        (np.full((8, 9, 4), 255, np.uint8), None, 3),  # nothing is transparent
-        (np.zeros((8, 9, 4), np.uint8), None, 4),
-        (np.zeros((8, 9, 4), np.uint8), 3, 3),
-        (np.full((8, 9), 4000, np.uint16), None, 1),
-    ],
-)
-def test_channels(tmp_path, pixels, channels, expected):
-    form = finding.form_of([picture(tmp_path / 'a.png', pixels)], channels)
-    is_plain = expected == 3
-    assert (form.channels, form.width, form.height, form.mean is None) == (expected, 9, 8, is_plain)
-    assert is_plain or form.mean == [pixels.max()] * expected
-
-
-def test_images_of_several_forms(tmp_path):
-    paths = [
-        picture(tmp_path / 'a.png', np.zeros((8, 8), np.uint16)),
-        picture(tmp_path / 'b.png', np.zeros((8, 8, 3), np.uint8)),
-    ]
-    with pytest.raises(RunError, match='several forms'):
-        finding.form_of(paths)
-    text(tmp_path / 'c.png', 'no image')
-    with pytest.raises(RunError, match='c.png'):
-        finding.form_of([tmp_path / 'c.png'])
