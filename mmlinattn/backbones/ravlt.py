@@ -148,11 +148,12 @@ class RAVLT(PyramidBackbone):
             embed.layers = fold_batch_norms(embed.layers)
         blocks = [block for stage in self.stages for block in stage]
         scaled = [
-            pair for block in dict.fromkeys(blocks) for pair in ((block, block.attn.proj), (block, block.ffn.fc2))
+            (block, layer, name)
+            for block in dict.fromkeys(blocks)
+            for layer, name in ((block.attn.proj, 'gamma1'), (block.ffn.fc2, 'gamma2'))
         ]
-        uses = Counter(parameter for _, layer in scaled for parameter in layer.parameters())
-        for i, (block, layer) in enumerate(scaled):
-            name = f'gamma{i % 2 + 1}'
+        uses = Counter(parameter for _, layer, _ in scaled for parameter in layer.parameters())
+        for block, layer, name in scaled:
             gamma = getattr(block, name)
             # beside an adapter, which has factors of its own, and in a layer of several blocks the scale stays
             parts = [type(part) in (nn.Linear, FactorisedLinear) and not is_altered(part) for part in layer.modules()]

@@ -232,8 +232,9 @@ def check_values(
 
 def rename_compiled(state: dict, model: nn.Module) -> None:
     """Take ``_orig_mod`` out of the keys of a state dict, in place, for a model that is not compiled."""
-    if not any('_orig_mod.' in key for key in model.state_dict()):
-        for key in [key for key in state if '_orig_mod.' in key]:
+    keys = [key for key in state if '_orig_mod.' in key]
+    if keys and not any('_orig_mod.' in key for key in model.state_dict()):
+        for key in keys:
             state[not_compiled(key)] = state.pop(key)
 
 

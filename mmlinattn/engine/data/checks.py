@@ -10,7 +10,7 @@ import numpy as np
 from torch import nn
 
 from .files import Memory, fault_of_sizes, read_coco, reads_files
-from .findings import MOST_NAMES, Finding, classes_of, written
+from .findings import MOST_NAMES, Finding, classes_of, decode_head_of, transforms_of, written
 from .label_images import check_label_images
 
 _NUM_READ = 2000  # samples whose labels are looked at
@@ -117,7 +117,7 @@ def _check_coco(key: str, dataset: Any, memory: Memory, needs_all: bool) -> Iter
     if not is_plain or not isinstance(labels, dict) or not hasattr(dataset, 'cat_ids'):
         return
     folder = (getattr(dataset, 'data_prefix', None) or {}).get('img') or ''
-    transforms = getattr(getattr(dataset, 'pipeline', None), 'transforms', ())
+    transforms = transforms_of(dataset)
     outlines = any(getattr(step, 'with_mask', False) for step in transforms)
     turns = not any(
         'ignore' in kind or kind == 'unchanged' for kind in (getattr(s, 'color_type', '') for s in transforms)
@@ -138,16 +138,15 @@ def _check_coco(key: str, dataset: Any, memory: Memory, needs_all: bool) -> Iter
 def check_evaluator(key: str, evaluator: Any, classes: Sequence, model: nn.Module) -> Iterator[Finding]:
     """Checks that the annotation file of a ``CocoMetric`` has the classes, in their order, and one for each label of
     the head: it looks the id of a category up by its place."""
-    heads = heads_of(model)
-    count = heads.get('bbox_head', 0)
+    count = heads_of(model).get('bbox_head', 0)
     for metric in getattr(evaluator, 'metrics', ()):
-        yield from _check_iou_metric(f'{key} ({type(metric).__name__})', metric, classes, model)
+        name = f'{key} ({type(metric).__name__})'
+        yield from _check_iou_metric(name, metric, classes, decode_head_of(model))
         content = getattr(getattr(metric, '_coco_api', None), 'dataset', None)
         if not isinstance(content, dict) or not classes:
             continue
         names = [entry['name'] for entry in content.get('categories', ())]
-        chosen = [name for name in names if name in classes]
-        name = f'{key} ({type(metric).__name__})'
+        chosen = [each for each in names if each in classes]
         ids = [entry['id'] for entry in content.get('categories', ()) if entry['name'] in classes]
         if getattr(metric, 'classwise', False) and ids != sorted(ids):
             yield Finding(
@@ -166,9 +165,7 @@ def check_evaluator(key: str, evaluator: Any, classes: Sequence, model: nn.Modul
             )
 
 
-def _check_iou_metric(name: str, metric: Any, classes: Sequence, model: nn.Module) -> Iterator[Finding]:
-    head = getattr(model, 'decode_head', None)
-    head = head[-1] if isinstance(head, nn.ModuleList) else head
+def _check_iou_metric(name: str, metric: Any, classes: Sequence, head: Any) -> Iterator[Finding]:
     if head is None or not any(kind.__name__ == 'IoUMetric' for kind in type(metric).__mro__):
         return
     if len(classes) == 1:
@@ -211,7 +208,7 @@ def read_samples(dataset: Any) -> Samples:
     prefix = getattr(dataset, 'data_prefix', None)
     root = osp.join(str(prefix.get('img_path') or ''), '') if isinstance(prefix, dict) else ''
     indices, fault = range(0, length, max(1, length // _NUM_READ)), ''
-    is_local = reads_files(dataset, *getattr(getattr(dataset, 'pipeline', None), 'transforms', ()))
+    is_local = reads_files(dataset, *transforms_of(dataset))
     for index in indices:
         info = dataset.get_data_info(index)
         if not isinstance(info, dict):
@@ -225,16 +222,9 @@ def read_samples(dataset: Any) -> Samples:
         inside = path[len(root) :] if root and path.startswith(root) else ''
         if len(of_image) == 1 and '/' in inside:
             samples.folders.setdefault(inside.split('/')[0], set()).add(of_image[0])
-        if is_local and not fault and osp.isdir(osp.dirname(path)) and not _is_there(path):
+        if is_local and not fault and osp.isdir(osp.dirname(path)) and not (osp.isfile(path) and osp.getsize(path)):
             fault = f'the image {path} {"has no bytes" if osp.exists(path) else "is not there"}'
     return samples._replace(num=len(indices), fault=fault)
-
-
-def _is_there(path: str) -> bool:
-    try:
-        return osp.getsize(path) > 0
-    except OSError:
-        return False
 
 
 def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_training: bool) -> Iterator[Finding]:

@@ -122,14 +122,12 @@ def _is_lost(entry: dict, images: Container) -> bool:
 
 def _lost_objects(content: dict) -> str:
     """The annotations that MMDetection leaves out."""
-    images, lost = {image.get('id') for image in content['images']}, []
-    for entry in content['annotations'] if images else ():
-        if 'segments_info' not in entry and _is_lost(entry, images):
-            lost.append(entry)
-    if not lost:
+    images, annotations = {image.get('id') for image in content['images']}, content['annotations']
+    lost = [entry for entry in annotations if 'segments_info' not in entry and _is_lost(entry, images)]
+    if not lost or not images:
         return ''
     return (
-        f'{len(lost)} of {len(content["annotations"])} annotations are left out, {lost[0].get("id")} first: their area '
+        f'{len(lost)} of {len(annotations)} annotations are left out, {lost[0].get("id")} first: their area '
         'is 0, their box is narrower than a pixel, or their image_id is no image of the file'
     )
 

@@ -4,6 +4,8 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from torch import nn
+
 MOST_NAMES = 30  # that are printed
 
 
@@ -19,6 +21,17 @@ def classes_of(dataset: Any) -> list:
     meta = getattr(dataset, 'metainfo', None)  # a list, of joined data sets that differ
     names = meta.get('classes') if isinstance(meta, dict) else None
     return list(names) if isinstance(names, (list, tuple)) else []
+
+
+def transforms_of(dataset: Any) -> Sequence:
+    """The steps of its pipeline."""
+    return getattr(getattr(dataset, 'pipeline', None), 'transforms', ())
+
+
+def decode_head_of(model: Any) -> Any:
+    """The head of a segmentor that decides, the last of a cascade; None of other models."""
+    head = getattr(model, 'decode_head', None)
+    return head[-1] if isinstance(head, nn.ModuleList) else head
 
 
 def written(names: Sequence) -> str:

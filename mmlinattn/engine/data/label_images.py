@@ -13,7 +13,7 @@ from torch import nn
 from ...checkpoints.states import some
 from ...utils.errors import printable
 from .files import Memory, reads_files, shown_size, spread
-from .findings import Finding, classes_of
+from .findings import Finding, classes_of, decode_head_of, transforms_of
 
 _LEAST = 16  # label images that are opened, however slow
 
@@ -79,14 +79,12 @@ def check_label_images(
     key: str, dataset: Any, model: nn.Module, memory: Memory, is_training: bool, num_images: int
 ) -> Iterator[Finding]:
     """Checks that a sample of the label images of a segmentor has labels of its classes, and more than one."""
-    head = getattr(model, 'decode_head', None)
-    head = head[-1] if isinstance(head, nn.ModuleList) else head
+    head = decode_head_of(model)
     count, ignored = getattr(head, 'num_classes', None), getattr(head, 'ignore_index', 255)
     ignored = 255 if ignored is None else ignored
     if getattr(head, 'out_channels', None) == 1 and getattr(getattr(head, 'loss_decode', None), 'use_sigmoid', True):
         count = 2  # background and foreground, by the sign of one number
-    transforms = getattr(getattr(dataset, 'pipeline', None), 'transforms', ())
-    load = next((step for step in transforms if type(step).__name__ == 'LoadAnnotations'), None)
+    load = next((step for step in transforms_of(dataset) if type(step).__name__ == 'LoadAnnotations'), None)
     if type(count) is not int or load is None or not hasattr(dataset, 'get_data_info'):
         return
     paths = {i: dataset.get_data_info(i).get('seg_map_path') for i in spread(len(dataset), 10 * num_images)}

@@ -108,9 +108,8 @@ def _voc(root: Path, images: list[Path]) -> tuple[list, list[str]]:
     photos: list[tuple[Photo, Optional[str]]] = []
     pictures = _pictures(root, [path for path in files if not lists or path.stem in lists], images)
     for path, picture in pictures.items():
-        if not lists or path.stem in lists:
-            split = lists[path.stem] if lists else split_of(path.parent.relative_to(root))
-            photos.append((read_voc(path, picture), split))
+        split = lists[path.stem] if lists else split_of(path.parent.relative_to(root))
+        photos.append((read_voc(path, picture), split))
     missing = set(lists) - {photo.path.stem for photo, _ in photos}
     if missing:
         raise RunError(f'{root / "ImageSets" / "Main"} names {min(missing)}, of which there is no XML file.')

@@ -40,13 +40,15 @@ class OwnData(NamedTuple):
 
 
 def find(root: Path, *suffixes: str) -> list[Path]:
-    """All files below a folder with one of the suffixes, by path; links are followed, hidden folders are not."""
-    found, seen = [], set()
+    """All files below a folder with one of the suffixes, by path. Links are followed, but for those to a folder that
+    they are in; hidden folders are not."""
+
+    def is_loop(path: Path) -> bool:
+        return path.is_symlink() and path.resolve() in {parent.resolve() for parent in path.parents}
+
+    found = []
     for folder, inner, files in os.walk(root, followlinks=True):
-        seen.add(os.path.realpath(folder))
-        inner[:] = [
-            name for name in inner if name[0] != '.' and os.path.realpath(os.path.join(folder, name)) not in seen
-        ]
+        inner[:] = [name for name in inner if name[0] != '.' and not is_loop(Path(folder, name))]
         found += [Path(folder, name) for name in files if name.lower().endswith(suffixes) and not name.startswith('.')]
     return sorted(found)
 

@@ -239,7 +239,11 @@ def test_links_are_followed(tmp_path):
     text(tmp_path / 'data' / 'classes.txt', 'b\na')
     for name in ('images', 'labels'):
         os.symlink(tmp_path / 'elsewhere' / name, tmp_path / 'data' / name)
-    assert len(boxes_of(read(tmp_path / 'data'))) == 2
+    os.symlink(tmp_path / 'data', tmp_path / 'elsewhere' / 'images' / 'again')  # a loop
+    os.symlink(tmp_path / 'elsewhere' / 'images' / 'train', tmp_path / 'data' / 'images' / 'test')  # train once more
+    data = read(tmp_path / 'data')
+    assert len(boxes_of(data)) == 2 and [len(data.images[split]) for split in ('train', 'val')] == [3, 1]
+    assert any('the 3 images of test have no boxes' in note for note in data.notes)
 
 
 XML = VOC.format(w=HEIGHT, h=WIDTH, objects=OBJECT.format(name='a', box=(1, 1, 9, 9), hard=0))
