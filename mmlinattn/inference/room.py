@@ -140,6 +140,15 @@ class Room:
         out = F.conv2d(x, weight, bias, layer.stride, layer.padding, 1, layer.groups)
         return F.gelu(out) if gelu else out
 
+    def residual_conv(self, x: Tensor, layer: nn.Conv2d) -> Tensor:
+        """``x + layer(x)`` of a depth-wise convolution of stride 1: one more on the central tap adds ``x`` in the same
+        pass. bfloat16 would round the tap."""
+        if self.dtype.itemsize < 4:
+            return added(self.conv(x, layer), x)
+        weight = layer.weight.clone()
+        weight[:, :, weight.shape[2] // 2, weight.shape[3] // 2] += 1
+        return F.conv2d(x, weight, layer.bias, 1, layer.padding, 1, layer.groups)
+
     def norm(self, norm: nn.Module, x: Tensor) -> Tensor:
         """``norm(x)``. A LayerNorm gives the type of products under autocast: it sums in float32 all the same, and the
         products that follow would round its result."""
@@ -198,7 +207,7 @@ def conv_ffn(room: Room, self: Any, x: Tensor) -> Tensor:
 
     def hidden(part):
         part = room.linear(self.fc1, part, gelu=True).permute(0, 3, 1, 2)
-        return added(room.conv(part, self.dwconv), part).permute(0, 2, 3, 1)
+        return room.residual_conv(part, self.dwconv).permute(0, 2, 3, 1)
 
     return _in_strips(room, self, x, hidden, 1)
 
@@ -257,7 +266,7 @@ def factorised_linear(room: Room, self: Any, x: Tensor) -> Tensor:
 @form_of(ResidualDWConv)
 def residual_dwconv(room: Room, self: Any, x: Tensor) -> Tensor:
     image = (F.gelu(x) if self.of_gelu else x).permute(0, 3, 1, 2)
-    return added(room.conv(image, self), image).permute(0, 2, 3, 1)
+    return room.residual_conv(image, self).permute(0, 2, 3, 1)
 
 
 @form_of(ConvStem, ConvDownsample)
