@@ -3,6 +3,7 @@
 
 import os.path as osp
 from collections.abc import Iterator, Sequence
+from itertools import chain, repeat
 from numbers import Integral
 from typing import Any, NamedTuple, Optional
 
@@ -135,11 +136,14 @@ def _check_coco(key: str, dataset: Any, memory: Memory, needs_all: bool) -> Iter
     yield from check_categories(key, path, list(names.values()), of_labels, classes_of(dataset), needs_all)
 
 
-def check_evaluator(key: str, evaluator: Any, classes: Sequence, model: nn.Module) -> Iterator[Finding]:
+def check_evaluator(key: str, evaluator: Any, config: Any, classes: Sequence, model: nn.Module) -> Iterator[Finding]:
     """Checks that the annotation file of a ``CocoMetric`` has the classes, in their order, and one for each label of
     the head: it looks the id of a category up by its place."""
     count = heads_of(model).get('bbox_head', 0)
-    for metric in getattr(evaluator, 'metrics', ()):
+    entries = config if isinstance(config, (list, tuple)) else [config]
+    files = [entry.get('ann_file') if isinstance(entry, dict) else None for entry in entries]
+    for metric, file in zip(getattr(evaluator, 'metrics', ()), chain(files, repeat(None))):
+        file = file or 'its ann_file'
         name = f'{key} ({type(metric).__name__})'
         yield from _check_iou_metric(name, metric, classes, decode_head_of(model))
         content = getattr(getattr(metric, '_coco_api', None), 'dataset', None)
@@ -151,16 +155,16 @@ def check_evaluator(key: str, evaluator: Any, classes: Sequence, model: nn.Modul
         if getattr(metric, 'classwise', False) and ids != sorted(ids):
             yield Finding(
                 f'{name}: classwise=True gives the results of one class the name of another where category ids do not '
-                f'ascend, as {ids[:10]} in its ann_file. Sort the categories by id, or set it to False.'
+                f'ascend, as {ids[:10]} in {file}. Sort the categories by id, or set it to False.'
             )
         crowds = [entry for entry in content.get('annotations', ()) if 'iscrowd' not in entry]
         if crowds and 'segm' in getattr(metric, 'metrics', ()):
-            yield Finding(f'{name}: annotation {crowds[0].get("id")} of its ann_file has no iscrowd; write 0.')
-        yield from check_categories(name, 'its ann_file', names, chosen, classes, needs_all=True)
+            yield Finding(f'{name}: annotation {crowds[0].get("id")} of {file} has no iscrowd; write 0.')
+        yield from check_categories(name, file, names, chosen, classes, needs_all=True)
         if count > len(chosen):
             yield Finding(
                 f'{name}: num_classes = {count} of the bbox_head is more than the {len(chosen)} categories that '
-                f'metainfo.classes = {written(classes)} chooses in its ann_file: a prediction of another would end the '
+                f'metainfo.classes = {written(classes)} chooses in {file}: a prediction of another would end the '
                 f'evaluation in an IndexError. Set num_classes = {len(chosen)} in each head, or name all classes.'
             )
 

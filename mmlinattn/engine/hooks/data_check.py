@@ -110,9 +110,8 @@ class DataCheckHook(Hook):
                 stages.setdefault(key, []).append((dataset, samples))
                 yield from checks.check_dataset(key, dataset, model, samples, memory, stage == 'train', self.num_images)
             for dataset in _datasets(loop)[:1]:
-                yield from checks.check_evaluator(
-                    f'{stage}_evaluator', getattr(loop, 'evaluator', None), classes_of(dataset), model
-                )
+                key, evaluator = f'{stage}_evaluator', getattr(loop, 'evaluator', None)
+                yield from checks.check_evaluator(key, evaluator, runner.cfg.get(key), classes_of(dataset), model)
         yield from checks.check_stages(stages)
 
     def _say(self, runner, findings: Iterable[Finding]) -> None:

@@ -13,12 +13,13 @@ MEANT = ' If it is meant: --cfg-options custom_hooks.DataCheckHook.fault=warn'
 def look(tmp_path):
     """The line that stops a run, '' where none does, and the warnings before it."""
 
-    def check(model, train=None, val=None, test=None, checkpoint=None, resumes=False, **hook):
+    def check(model, train=None, val=None, test=None, checkpoint=None, resumes=False, cfg=(), **hook):
         loops = {name: data and Loop(*data) for name, data in dict(train=train, val=val, test=test).items()}
         warnings = []
         runner = SimpleNamespace(
             work_dir=str(tmp_path),
             model=model,
+            cfg=dict(cfg),
             visualizer=SimpleNamespace(),
             logger=SimpleNamespace(warning=warnings.append),
             _resume=resumes,

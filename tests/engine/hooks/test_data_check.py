@@ -85,9 +85,9 @@ def test_a_last_class_that_only_the_config_has(look, tmp_path):
     dataset = coco_data(coco(tmp_path), (*NAMES, 'bat'))
     line, warnings = look(model(bbox_head=4), train=[dataset])
     assert not line and f"{tmp_path}/a.json has no category ('bat',)" in warnings[0]
-    metric = METRICS.build(dict(type='CocoMetric', ann_file=str(tmp_path / 'a.json')))
-    line, _ = look(model(bbox_head=4), val=[dataset, metric])
-    assert "val_evaluator (CocoMetric): its ann_file has no category ('bat',)" in line
+    metric = dict(type='CocoMetric', ann_file=str(tmp_path / 'a.json'))
+    line, _ = look(model(bbox_head=4), val=[dataset, METRICS.build(metric)], cfg=dict(val_evaluator=[metric]))
+    assert f"val_evaluator (CocoMetric): {tmp_path}/a.json has no category ('bat',)" in line
 
 
 def test_a_head_of_more_classes_than_the_metric_knows(look, tmp_path):

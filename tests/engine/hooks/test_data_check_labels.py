@@ -132,7 +132,7 @@ def test_a_loop_over_several_data_sets(look):
     loop = Loop(Data(0, classes=['a', 'b']))
     loop.dataloaders = [loop.dataloader, SimpleNamespace(dataset=Data(0, classes=['b', 'a'])), SimpleNamespace()]
     runner = SimpleNamespace(work_dir='gone', model=nn.Module(), visualizer=None, _train_loop=None, _test_loop=None)
-    runner._val_loop = loop
+    runner._val_loop, runner.cfg = loop, {}
     with pytest.raises(RunError, match="label 0 is 'a' in val_dataloader and 'b' in val_dataloader"):
         DataCheckHook().before_run(runner)
 
