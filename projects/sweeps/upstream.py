@@ -102,7 +102,8 @@ def page(results: list[dict], backbone: str, total: int) -> str:
         '',
         f'`python tools/swap_backbone.py UPSTREAM {backbone}`, tried on configs of the upstream projects:',
         'built, trained for a step, asked for a prediction, every parameter of the backbone with a gradient.',
-        'This page is written by `python -m projects.sweeps.upstream`.',
+        'This page is written by `python -m projects.sweeps.upstream`. BoxInst, LAD and PAA need `pip install '
+        'scikit-image scikit-learn`.',
         '',
         f'Tried: {len(results)} configs of {len(folders)} of the {total} folders; '
         + ', '.join(f'{number} {kind}' for kind, number in counted.most_common())

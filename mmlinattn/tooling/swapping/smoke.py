@@ -50,8 +50,9 @@ def try_model(
     """
     init_default_scope(source.task)
     run = MessageHub.get_current_instance()
-    if run.get_info('epoch') is None:  # heads that change in the course of a run ask for it (TOOD)
-        run.update_info('epoch', 0)
+    for time in ('epoch', 'iter'):
+        if run.get_info(time) is None:  # heads that change in the course of a run ask for it (TOOD, BoxInst)
+            run.update_info(time, 0)
     cfg = _small(_alone(together(without_pretrained(network)), source), size)
     with quiet():
         try:

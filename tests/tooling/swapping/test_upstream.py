@@ -4,6 +4,8 @@
 import pytest
 import torch
 from mmengine.config import Config
+from mmengine.logging import MessageHub
+from mmengine.model import BaseModel
 from mmengine.optim import OptimWrapper
 from mmengine.registry import MODELS
 from torch import nn
@@ -163,6 +165,28 @@ def test_which_maps_a_step_reads():
     neck = dict(in_channels=[24, 40, 96])
     guessed = measure(upstream_of(dict(type='Measurable', other=1), network=dict(neck=neck)))
     assert guessed.maps == [(24, 8), (40, 16), (96, 32)]
+
+
+@MODELS.register_module()
+class Timed(BaseModel):
+    """Its loss changes in the course of a run (TOOD by epochs, BoxInst by iterations)."""
+
+    def __init__(self, backbone, data_preprocessor=None):
+        super().__init__(data_preprocessor)
+        self.backbone = nn.Linear(2, 2)
+
+    def forward(self, inputs, mode):
+        times = [MessageHub.get_current_instance().get_info(name) / 10 for name in ('epoch', 'iter')]
+        return dict(loss=self.backbone(inputs).sum() + sum(times)) if mode == 'loss' else []
+
+
+def test_heads_that_ask_for_the_time():
+    source, batch = upstream_of(dict(type='B')), dict(inputs=torch.ones(1, 2))
+    hub = MessageHub.get_current_instance()
+    known = {name: hub.runtime_info.pop(name, None) for name in ('epoch', 'iter')}
+    trial = smoke.try_model(dict(type='Timed', backbone=dict(type='B')), source, (32, 32), batches=(batch, batch))
+    hub.runtime_info.update({name: value for name, value in known.items() if value is not None})
+    assert trial.read == (True,) and not trial.stops
 
 
 def test_what_parts_make_of_maps():
