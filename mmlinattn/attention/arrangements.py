@@ -9,7 +9,7 @@ from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
-from ..layers.patch_embed import PatchConv2d, pad_for
+from ..layers.patch_embed import PatchConv2d, pad_to_multiple
 from ..ops.tensors import to_image, unflatten
 from .base import Attention, Mixing, ReducedKeysAttention, mean_token
 from .context import MapWindows, StageContext
@@ -31,7 +31,7 @@ class ReducedAttention(ReducedKeysAttention):
         self.norm = build_norm_layer(norm_cfg, dim)[1]
 
     def reduce(self, x: Tensor) -> Tensor:
-        return self.norm(self.sr(to_image(pad_for(self.sr, x))).permute(0, 2, 3, 1))
+        return self.norm(self.sr(to_image(pad_to_multiple(x, self.ratio))).permute(0, 2, 3, 1))
 
 
 class RelativePositionBias(nn.Module):

@@ -49,7 +49,7 @@ class FocusedMixer(LocalMixer):
     def shared_conv(self, image: Tensor) -> Tensor:
         """The depth-wise convolution of (B, C, h, w), each head with the same weights."""
         weight = self.local.weight.repeat(self.num_heads, 1, 1, 1)
-        bias = self.local.bias.repeat(self.num_heads)
+        bias = None if self.local.bias is None else self.local.bias.repeat(self.num_heads)
         return F.conv2d(image, weight, bias, padding=self.local.padding, groups=self.dim)
 
     def attend(self, q, k, v, key_grid, mask=None) -> Tensor:

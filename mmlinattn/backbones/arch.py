@@ -104,6 +104,9 @@ class Arch:
             for value in self.per_stage(key) if key in self.arch else ():
                 if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float('inf'):
                     raise ValueError(f'arch: {key}={self.arch[key]!r} has to consist of numbers above 0')
+        for value in self.per_stage('layer_scales') if 'layer_scales' in self.arch else ():
+            if isinstance(value, bool) or not isinstance(value, (int, float, type(None))):
+                raise ValueError(f'arch: layer_scales={self.arch["layer_scales"]!r} has to consist of numbers or None')
 
     def _check_outputs(self, out_indices: Sequence[int], outputs: int) -> tuple[int, ...]:
         """``out_indices`` of a host of so many stages or blocks, which may be frozen one by one."""

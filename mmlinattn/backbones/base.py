@@ -119,8 +119,10 @@ class Backbone(Arch, BaseModule):
 
     def build_ffn(self, stage: int, default: type):
         """Feed-forward network of a block: the arch's, or ``default``."""
-        dim = self.embed_dims[stage]
-        return build_ffn(self.per_stage('ffn')[stage], default, dim, int(dim * self.per_stage('mlp_ratios')[stage]))
+        dim, ratio = self.embed_dims[stage], self.per_stage('mlp_ratios')[stage]
+        if int(dim * ratio) < 1:
+            raise ValueError(f'arch: mlp_ratios={ratio} of the width {dim} is no hidden channel')
+        return build_ffn(self.per_stage('ffn')[stage], default, dim, int(dim * ratio))
 
     def check_input(self, x: Tensor) -> None:
         if x.dim() != 4 or x.shape[1] != self.in_channels or x.shape[2] < 32 or x.shape[3] < 32:
@@ -200,7 +202,11 @@ class Backbone(Arch, BaseModule):
         super().init_weights()
         self.init_cfg = given
         for cfg in pretrained:
-            load_pretrained(self, cfg['checkpoint'], prefix=cfg.get('prefix'))
+            options = {key: value for key, value in cfg.items() if key != 'type'}
+            unknown = sorted(options.keys() - {'checkpoint', 'prefix', 'map_location'})
+            if unknown:
+                raise ValueError(f'init_cfg={dict(cfg)} has {unknown}; allowed are checkpoint, prefix, map_location')
+            load_pretrained(self, **{'checkpoint': None, **options})
 
     def finish_init(self) -> None:
         """Freeze and merge as the arguments say; hosts call it last."""
@@ -360,10 +366,10 @@ class PyramidBackbone(Backbone):
         return self.depths[: self.num_stages]
 
     def depth_of(self, part: str, *rest: str) -> Optional[int]:
-        stage = int(rest[0])
+        stage = range(len(self.depths)).index(int(rest[0]))
         before = sum(self.depths[:stage])
         if part == 'stages':
-            return before + int(rest[1]) + 1
+            return before + range(self.depths[stage]).index(int(rest[1])) + 1
         if part == 'out_norms':
             return before + self.depths[stage] if self.norms_feed_on and stage < self.num_stages - 1 else None
         return before

@@ -156,7 +156,7 @@ class LinearDeiT(Backbone):
 
     def depth_of(self, part: str, *rest: str) -> Optional[int]:
         if part == 'blocks':
-            return int(rest[0]) + 1
+            return range(self.depths[0]).index(int(rest[0])) + 1
         return None if part == 'out_norm' else 0
 
     def ignorable_keys(self, key: str) -> bool:

@@ -22,6 +22,7 @@ from ..layers import (
 )
 from ..ops.tensors import accumulation_dtype
 from ..utils.foreign import is_altered
+from .arch import check_type
 from .base import PyramidBackbone
 
 HYBRID = ('rala', 'rala', 'softmax', 'softmax')
@@ -94,8 +95,9 @@ class RAVLT(PyramidBackbone):
         **kwargs,
     ) -> None:
         super().__init__(arch, **kwargs)
-        self.norm_cfg = norm_cfg or dict(type='BN')
-        self.rotary, self.local_kernel, self.cpe = rotary, local_kernel, cpe
+        self.norm_cfg = check_type('norm_cfg', norm_cfg or dict(type='BN'), dict)
+        self.rotary, self.cpe = check_type('rotary', rotary, bool), check_type('cpe', cpe, bool)
+        self.local_kernel = local_kernel
         self.head_dims = [dim // heads for dim, heads in zip(self.embed_dims, self.arch['num_heads'])]
         self.build_stages()
         if rotary:

@@ -61,7 +61,10 @@ def load_pretrained(
 
     Raises:
         CheckpointError: the file cannot be read, or nothing of it fits (the backbone is then as it was).
+        ValueError: ``checkpoint`` is no such text.
     """
+    if not isinstance(checkpoint, str) or not checkpoint:
+        raise ValueError(f'checkpoint={checkpoint!r} has to be a path, an address or mmlinattn://NAME')
     loaded = CheckpointLoader.load_checkpoint(checkpoint, map_location, logger)
     state, _, _ = backbone_state(loaded, checkpoint, prefix)
     fits, report = fit_backbone(backbone, state)

@@ -10,6 +10,7 @@ import functools
 from contextlib import nullcontext
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +21,12 @@ from .room import KNOWN, Room
 
 __all__ = ['Room', 'recomputed', 'run']
 
-_METHODS = methods_of(KNOWN)
+# what forward passes of modules call, and fused forms may not: somebody may replace it
+_METHODS = [
+    *methods_of(KNOWN),
+    (nn.Module, '__call__', nn.Module.__call__),
+    *((F, name, getattr(F, name)) for name in ('linear', 'conv2d', 'gelu', 'layer_norm', 'batch_norm')),
+]
 
 
 def run(backbone, x: Tensor) -> tuple[Tensor, ...]:
@@ -63,14 +69,15 @@ def _caller(backbone, x: Tensor):
         return _call
     dtype = torch.get_autocast_dtype('cpu') if dispatch.autocasts(x) else x.dtype
     # float16 would lose small layer scales in a matrix
-    if dtype == torch.float16 or private.has_global_hooks() or _classes_are_changed():
+    if dtype == torch.float16 or private.has_global_hooks() or private.has_function_modes() or _code_is_changed():
         return _call
     return Room(dtype, x.dtype).call
 
 
-def _classes_are_changed() -> bool:
-    """Whether somebody replaced a method of a class that has a fused form, or whose weights one takes."""
-    return any(vars(kind).get(name) is not method for kind, name, method in _METHODS)
+def _code_is_changed() -> bool:
+    """Whether somebody replaced a function of PyTorch, or a method of a class that has a fused form or whose weights
+    one takes."""
+    return any(vars(holder).get(name) is not function for holder, name, function in _METHODS)
 
 
 @functools.cache

@@ -74,6 +74,9 @@ def is_intact(module: nn.Module) -> bool:
     not compiled, and nobody watches it with a hook."""
     if type(module) not in KNOWN or module.training or is_altered(module):
         return False
+    weight, bias = module._parameters.get('weight'), module._parameters.get('bias')
+    if bias is not None and not (bias.is_contiguous() and (weight is None or len(bias) == len(weight))):
+        return False  # oneDNN reads it as so many numbers in a row, whatever its strides and size
     return is_ordinary(module) if isinstance(module, nn.Conv2d) else True
 
 

@@ -2,7 +2,9 @@
 """Convolutions from images to maps, and from a map to the next coarser one. Maps are (B, H, W, C)."""
 
 from collections import OrderedDict
-from typing import Any, Optional
+from collections.abc import Callable
+from functools import partial
+from typing import Optional
 
 import torch.nn.functional as F
 from mmcv.cnn import build_norm_layer
@@ -80,15 +82,13 @@ class ConvDownsample(BaseModule):
         return self.layers(to_image(x)).permute(0, 2, 3, 1)
 
 
-def pad_for(conv: Any, x: Tensor) -> Tensor:
-    """Zero-pad (B, H, W, C) at the bottom and right so that ``conv`` gives ceil(H / stride) x ceil(W / stride).
+def pad_by(x: Tensor, beyond: int) -> Tensor:
+    """Zero-pad (B, H, W, C) at the bottom and right so that a convolution gives ceil(H / stride) x ceil(W / stride):
+    ``beyond`` is its kernel size less twice its padding less 1.
 
     By the same number at every size: where whole strides need fewer, the convolution does not read the rest. So graphs
-    hold for sizes other than their own. Patches without overlap want whole ones.
+    hold for sizes other than their own.
     """
-    if isinstance(conv, PatchConv2d):
-        return pad_to_multiple(x, conv.kernel_size[0])
-    beyond = conv.kernel_size[0] - 2 * conv.padding[0] - 1
     return F.pad(x, (0, 0, 0, beyond, 0, beyond)) if beyond else x
 
 
@@ -150,15 +150,17 @@ class PatchEmbed(BaseModule):
         init_cfg=None,
     ) -> None:
         super().__init__(init_cfg)
-        self.proj: Any = (
-            PatchConv2d(in_dim, dim, stride)
-            if (kernel_size, padding) == (stride, 0)
-            else nn.Conv2d(in_dim, dim, kernel_size, stride, padding)
-        )
+        self.pad: Callable[[Tensor], Tensor]
+        if (kernel_size, padding) == (stride, 0):
+            self.proj: nn.Module = PatchConv2d(in_dim, dim, stride)
+            self.pad = partial(pad_to_multiple, step=stride)
+        else:
+            self.proj = nn.Conv2d(in_dim, dim, kernel_size, stride, padding)
+            self.pad = partial(pad_by, beyond=kernel_size - 2 * padding - 1)
         self.norm = None if norm_cfg is None else build_norm_layer(norm_cfg, dim)[1]
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.proj(to_image(pad_for(self.proj, x))).permute(0, 2, 3, 1)
+        x = self.proj(to_image(self.pad(x))).permute(0, 2, 3, 1)
         return x if self.norm is None else self.norm(x)
 
 

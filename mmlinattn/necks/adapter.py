@@ -29,7 +29,7 @@ class MapAdapter(BaseModule):
 
     Raises:
         ValueError: The arguments have different numbers of outputs, or name an input or output that is not there, or
-            an input has another width.
+            another width, or a scale is not above 0.
 
     Shape: sequence of (B, in_channels[i], h_i, w_i) -> tuple of (B, out_channels[j], ceil(h * scales[j]), ceil(w *
     scales[j])) with h, w of input ``sources[j]``.
@@ -59,6 +59,8 @@ class MapAdapter(BaseModule):
                 f'sources={tuple(sources)} and scales={tuple(scales)} have to have one entry for each of the {num} '
                 f'out_channels, and sources have to lie in [0, {len(in_channels) - 1}]'
             )
+        if not all(isinstance(scale, (int, float)) and 0 < scale < float('inf') for scale in scales):
+            raise ValueError(f'scales={tuple(scales)} have to be numbers above 0')
         if inference_output is not None and not 0 <= inference_output < num:
             raise ValueError(f'inference_output={inference_output} has to lie in [0, {num - 1}]')
         self.in_channels = tuple(in_channels)

@@ -68,7 +68,7 @@ class SimpleFeaturePyramid(BaseModule):
         super().__init__(init_cfg or dict(type='Xavier', layer='Conv2d', distribution='uniform'))
         if num_outs not in (4, 5):
             raise ValueError(f'num_outs={num_outs} has to be 4 or 5')
-        if in_channels < 4 or in_channels % 4:
+        if type(in_channels) is not int or in_channels < 4 or in_channels % 4:
             raise ValueError(f'in_channels={in_channels} has to be a multiple of 4')
         self.in_channels = in_channels
         self.num_outs = num_outs

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from . import dispatch
 from .dispatch import accumulation_dtype
-from .feature_maps import IN_PLACE, feature_map
+from .feature_maps import FEATURE_MAPS, IN_PLACE, check_kernel, feature_map
 from .gradients import Rule, by_hand
 from .tensors import (
     are_attended,
@@ -47,7 +47,11 @@ def inline_attention(
 
     Returns:
         Tensor: (B, N, E), in the dtype of ``v``.
+
+    Raises:
+        ValueError: For another ``kernel``.
     """
+    check_kernel(kernel, tuple(FEATURE_MAPS))
     with dispatch.without_autocast(q):
         if dispatch.backend(q, k, v) == 'reference' or not are_attended(q, k, v, num_heads):
             return inline_attention_reference(q, k, v, num_heads, scale, kernel, mask)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from . import dispatch, rank_augmented
 from .dispatch import accumulation_dtype
-from .feature_maps import feature_map
+from .feature_maps import FEATURE_MAPS, check_kernel, feature_map
 from .gradients import Rule, by_hand
 from .tensors import are_attended, count_tokens, divisor, heads_of, padded_eps, token_mean, tokens_of
 
@@ -38,7 +38,11 @@ def linear_attention(
 
     Returns:
         Tensor: (B, N, E), in the dtype of ``v``.
+
+    Raises:
+        ValueError: For another ``kernel``.
     """
+    check_kernel(kernel, tuple(FEATURE_MAPS))
     with dispatch.without_autocast(q):
         if dispatch.backend(q, k, v) == 'reference' or not are_attended(q, k, v, num_heads):
             return linear_attention_reference(q, k, v, num_heads, kernel, mask, eps)

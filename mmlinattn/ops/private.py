@@ -4,9 +4,11 @@
 from typing import Any
 
 import torch
+from torch import overrides
 from torch.autograd import forward_ad
 from torch.fx.experimental import _config, symbolic_shapes
 from torch.nn.modules import module as _module
+from torch.utils._device import DeviceContext
 
 # oneDNN's operators with a fused activation or sum, which torch.compile uses on CPUs
 _mkldnn = torch.ops.mkldnn
@@ -34,6 +36,11 @@ def has_global_hooks() -> bool:
         or _module._global_backward_hooks
         or _module._global_backward_pre_hooks
     )
+
+
+def has_function_modes() -> bool:
+    """Whether functions of PyTorch are watched or replaced; ``torch.device`` as a context does neither."""
+    return any(type(mode) is not DeviceContext for mode in overrides._get_current_function_mode_stack())
 
 
 def has_static_value(size) -> bool:

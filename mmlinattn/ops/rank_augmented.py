@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import dispatch, private
 from .dispatch import accumulation_dtype
-from .feature_maps import IN_PLACE, LOWEST_EXPONENT, feature_map
+from .feature_maps import FEATURE_MAPS, IN_PLACE, LOWEST_EXPONENT, check_kernel, feature_map
 from .gradients import Rule, by_hand
 from .rotary import backwards, rotate, rotate_reference
 from .tensors import (
@@ -65,7 +65,11 @@ def rala(
 
     Returns:
         Tensor: (B, N, E), in the dtype of ``v``.
+
+    Raises:
+        ValueError: For another ``kernel``.
     """
+    check_kernel(kernel, tuple(FEATURE_MAPS))
     with dispatch.without_autocast(q):
         learns_rotary = rotary is not None and rotary.requires_grad
         fits = are_attended(q, k, v, num_heads) and q.shape == k.shape and not learns_rotary

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from . import dispatch
 from .rotary import rotate
+from .sizes import is_known
 from .tensors import merge_heads, split_heads
 
 
@@ -50,8 +51,13 @@ def softmax_attention(
         bias (Tensor, optional): Added to the logits, broadcastable to (B, heads, N, M), with four dimensions.
 
     Returns:
-        Tensor: (B, N, E).
+        Tensor: (B, N, E). Second derivatives need ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` around it.
+
+    Raises:
+        ValueError: For another number of values than of keys, which PyTorch's kernel for CPUs would read over.
     """
+    if is_known(k.shape[1], v.shape[1]) and k.shape[1] != v.shape[1]:
+        raise ValueError(f'k has {k.shape[1]} tokens and v {v.shape[1]}; allowed is one value for each key')
     q, k, v = (split_heads(t, num_heads) for t in (q, k, v))
     if rotary is not None:
         q, k = rotate(q, rotary), rotate(k, rotary)

@@ -16,6 +16,8 @@ def test_a_released_file_is_of_one_layout_and_others_are_of_none():
         (layout,) = [layout for layout in LAYOUTS if layout.matches(keys)]
         found.add(layout)
     assert found == set(LAYOUTS)
+    deit = [key for key in goldens.info('inline_deit_t')['state'] if key != 'blocks.0.attn.qkv.weight']
+    assert find_layout(deit).__name__.endswith('.deit')
     assert find_layout(RAVLT(ARCH).state_dict()) is None
     assert find_layout(['patch_embed.proj.weight', 'norm.weight']) is None
 
@@ -35,6 +37,8 @@ RELEASED = {
         'patch_embed1.proj.weight': 'patch_embeds.0.proj.weight',
         'block1.0.attn.q.weight': 'stages.0.0.attn.q.weight',  # to be listed as unexpected
         'block2.0.attn.kv.weight': 'stages.1.0.attn.kv.weight',
+        'block2.1.attn.q.weight': 'stages.1.1.attn.q.weight',  # of another width than what it would be joined with
+        'block2.1.attn.kv.weight': 'stages.1.1.attn.kv.weight',
         'norm1.bias': 'out_norms.0.bias',
         'norm4.bias': 'out_norms.3.bias',
         'norm.weight': 'out_norms.3.weight',
@@ -57,7 +61,7 @@ RELEASED = {
 @pytest.mark.parametrize('layout', RELEASED)
 def test_names_of_released_files(layout):
     names = RELEASED[layout]
-    state = {key: torch.rand(4) for key in names}
+    state = {key: torch.rand(4, 3 if key == 'block2.1.attn.q.weight' else 2) for key in names}
     assert find_layout(state).__name__.endswith(f'.{layout}')
     backbone, head, dropped = backbone_state(state, 'x')
     assert dropped == [key for key, name in names.items() if name is None]

@@ -2,6 +2,7 @@
 """``init_cfg=dict(type='Pretrained')`` of our backbones, and what it says."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -110,3 +111,11 @@ def test_init_weights_takes_the_part_that_is_asked_for(tmp_path):
         backbone = model(init_cfg=dict(type='Pretrained', checkpoint=str(tmp_path / 'a.pth'), **options))
         backbone.init_weights()
         assert all((value == expected).all() for value in backbone.state_dict().values())
+    for wrong, said in (
+        (dict(prefx='teacher.'), "has ['prefx']; allowed are checkpoint, prefix, map_location"),
+        (dict(checkpoint=None), 'checkpoint=None has to be a path, an address or mmlinattn://NAME'),
+        (dict(checkpoint=''), "checkpoint='' has to be a path"),
+    ):
+        backbone = model(init_cfg=dict(dict(type='Pretrained', checkpoint=str(tmp_path / 'a.pth')), **wrong))
+        with pytest.raises(ValueError, match=re.escape(said)):
+            backbone.init_weights()

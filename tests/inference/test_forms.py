@@ -3,11 +3,14 @@
 hosts as a whole are in tests/backbones/test_pairs.py."""
 
 import itertools
+from contextlib import contextmanager
 
 import pytest
+import small_hosts
 import torch
 from small_hosts import ARCHS
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from twins import ATTENTIONS, DIM, HEADS, filled
 
 from mmlinattn.attention import Attention, GlobalAttention, Grid, ReducedAttention, StageContext, StripeAttention
@@ -275,6 +278,73 @@ def test_classes_that_somebody_changed(monkeypatch):
     monkeypatch.setattr(nn.Linear, 'forward', lambda self, x: calls.append(self) or forward(self, x))
     model(x)
     assert len(calls) == sum(isinstance(module, nn.Linear) for module in model.modules())
+
+
+class Halved(TorchFunctionMode):
+    """As modes that quantise."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out / 2 if func is nn.functional.linear else out
+
+
+@contextmanager
+def halved(holder, name):
+    """What tensors and linear layers give to a function."""
+    whole = getattr(holder, name)
+
+    def half(*args, **kwargs):
+        out = whole(*args, **kwargs)
+        return out / 2 if isinstance(args[0], (torch.Tensor, nn.Linear)) else out
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(holder, name, half)
+        yield
+
+
+@pytest.mark.parametrize(
+    'change',
+    [Halved, lambda: halved(nn.functional, 'linear'), lambda: halved(nn.Module, '__call__')],
+    ids=['mode', 'function', 'call'],
+)
+def test_functions_that_somebody_replaced(change):
+    model, x = filled(RAVLT(ARCHS['RAVLT'])).eval(), torch.rand(1, 3, 64, 64, dtype=torch.float64)
+    before = model(x)
+    with change():
+        with torch.enable_grad():
+            expected = model(x)
+        assert (expected[0] - before[0]).abs().max() > 1e-3
+        for out, other in zip(model(x), expected):
+            torch.testing.assert_close(out, other)
+
+
+def test_a_device_as_a_context_replaces_nothing(monkeypatch):
+    called = []
+    monkeypatch.setattr(Room, 'call', lambda self, module, *args: called.append(module) or module(*args))
+    with torch.device('cpu'):
+        RAVLT(ARCHS['RAVLT']).eval()(torch.rand(1, 3, 64, 64))
+    assert called
+
+
+BIASES = {
+    'strided': lambda bias: torch.stack((bias, bias + 9), 1)[:, 0],
+    'expanded': lambda bias: bias[:1].expand_as(bias),
+    'broadcast': lambda bias: bias[:1],
+}
+
+
+@pytest.mark.parametrize('change', BIASES.values(), ids=BIASES)
+@pytest.mark.parametrize('host', ['RAVLT', 'LinearPVTv2'])
+def test_biases_of_other_strides_and_sizes(host, change):
+    """In float32, of which oneDNN's operators would read something else."""
+    model, x = filled(small_hosts.build(host, 'inline')).float().eval(), torch.rand(2, 3, 70, 52)
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear if change is BIASES['broadcast'] else (nn.Linear, nn.Conv2d)):
+            layer.bias = None if layer.bias is None else nn.Parameter(change(layer.bias.detach()))
+    with torch.enable_grad():
+        expected = model(x)
+    for out, other in zip(model(x), expected):
+        torch.testing.assert_close(out, other, rtol=1e-3, atol=1e-4)
 
 
 def test_drop_paths_of_a_block_that_trains():

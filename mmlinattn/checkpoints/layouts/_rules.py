@@ -51,13 +51,14 @@ def convert(state: Mapping[str, Tensor], rules: Sequence[tuple]) -> tuple[dict, 
 
 
 def joined(state: Mapping[str, Tensor], parts: Sequence[str]) -> dict[str, Tensor]:
-    """The state with ``attn.q`` and ``attn.kv`` (or what ``parts`` names) as one ``attn.qkv``, where all are there."""
+    """The state with ``attn.q`` and ``attn.kv`` (or what ``parts`` names) as one ``attn.qkv``, where all are there
+    and of one width."""
     whole: dict[str, Tensor] = {}
     for key, value in state.items():
         part = re.search(r'\.attn\.(\w+)\.', key)
         keys = [key.replace(part[0], f'.attn.{name}.') for name in parts] if part and part[1] in parts else []
-        if not keys or not all(name in state for name in keys):
-            whole[key] = value
+        if not keys or len({state[name].shape[1:] if name in state else None for name in keys}) > 1:
+            whole[key] = value  # alone, or of another width: reported under its own name
         elif part and part[1] == parts[0]:
             whole[key.replace(part[0], '.attn.qkv.')] = torch.cat([state[name] for name in keys])
     return whole

@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Released DeiT files: InLine-DeiT and the softmax baseline."""
 
+import re
+
 from . import _rules
 
 _RULES = [
@@ -12,7 +14,7 @@ _RULES = [
 
 
 def matches(keys) -> bool:
-    return 'pos_embed' in keys and 'blocks.0.attn.qkv.weight' in keys
+    return 'pos_embed' in keys and any(re.match(r'blocks\.\d+\.attn\.qkv\.', key) for key in keys)
 
 
 def convert(state) -> tuple:

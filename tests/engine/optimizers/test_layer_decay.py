@@ -74,7 +74,7 @@ def test_parts_that_are_not_there():
     assert smallest('RAVLT', out_indices=(1,)).get_layer_depth('stages.0.0.x') == (1, 2 + 2 + 2)  # two stages are built
     deit = smallest('LinearDeiT', out_indices=(4,))  # five blocks
     assert [deit.get_layer_depth(f'{name}.weight') for name in ('out_norm', 'blocks.4.norm1')] == [(6, 7), (5, 7)]
-    for name in ('nonsense.weight', 'stages.norm.weight', 'stages'):
+    for name in ('nonsense.weight', 'stages.norm.weight', 'stages', 'stages.4.0.x', 'stages.0.9.x', 'stages.-1.0.x'):
         with pytest.raises(ValueError) as error:
             smallest('RAVLT').get_layer_depth(f'backbone.{name}', 'backbone.')
         assert str(error.value) == f"param_name='backbone.{name}' is no parameter of a stage of RAVLT"
