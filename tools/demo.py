@@ -55,7 +55,7 @@ def find_pictures(path: str) -> list:
     return pictures
 
 
-def check_out(out: str, is_folder: bool) -> Path:
+def check_out(out: str, is_folder: bool, pictures: list) -> Path:
     out = Path(out)
     if is_folder and out.is_file():
         raise RunError(f'--out {str(out)!r} is a file; for a folder of images it has to be a folder.')
@@ -64,8 +64,10 @@ def check_out(out: str, is_folder: bool) -> Path:
     if is_folder:
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
+        for name in drawing_names(pictures):
+            check_out_file(out / name, *pictures)
     else:
-        check_out_file(out)
+        check_out_file(out, *pictures)
     return out
 
 
@@ -169,7 +171,7 @@ def main() -> None:
         for path in pictures:
             read_picture(path, cfg)  # before the model is built
         is_folder = osp.isdir(args.image)
-        out = check_out(args.out, is_folder)
+        out = check_out(args.out, is_folder, pictures)
         with tempfile.TemporaryDirectory() as folder:
             refused = draw(args, cfg, pictures, folder)
             drawn = sorted(Path(folder, 'vis').iterdir())

@@ -15,7 +15,7 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
 
-from mmlinattn.tooling.command_line import check_out_file, one_line_errors
+from mmlinattn.tooling.command_line import check_out_file, clean_end, one_line_errors
 from mmlinattn.utils.errors import RunError
 
 
@@ -35,7 +35,7 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    with one_line_errors():
+    with clean_end(), one_line_errors():
         for name, value, least in (
             ('--batch', args.batch, 1),
             ('--size', args.size, 32),

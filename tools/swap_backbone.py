@@ -15,7 +15,8 @@ from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
 
-from mmlinattn.tooling.command_line import check_out_file, one_line_errors
+from mmlinattn.tooling.command_line import check_out_file, clean_end, one_line_errors
+from mmlinattn.utils.errors import RunError
 
 
 def parse_args() -> argparse.Namespace:
@@ -31,10 +32,12 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    with one_line_errors():
+    with clean_end(), one_line_errors():
         from mmlinattn.tooling.swapping import swap_backbone
 
-        check_out_file(args.out)
+        if not args.out.endswith('.py'):
+            raise RunError(f'--out {args.out!r} has to end with .py.')
+        check_out_file(args.out, args.upstream)
         swapped = swap_backbone(args.upstream, args.backbone, args.out, args.keep_optimizer)
         for line in swapped.changes:
             print(f'  {line}')

@@ -4,6 +4,7 @@
 
 import argparse
 import itertools
+import os
 import os.path as osp
 import runpy
 from pathlib import Path
@@ -13,9 +14,18 @@ runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds
 import mmengine
 import torch
 from mmengine.config import ConfigDict
+from mmengine.device import get_device
 from mmengine.evaluator import DumpResults
 
-from mmlinattn.tooling.command_line import add_common_arguments, clean_end, explained_setup, notice, one_line_errors
+from mmlinattn.tooling.command_line import (
+    add_common_arguments,
+    check_out_file,
+    clean_end,
+    explained_setup,
+    notice,
+    one_line_errors,
+    writing,
+)
 from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_config, require
 from mmlinattn.tooling.running import add_checks, build_runner
 from mmlinattn.utils.errors import RunError
@@ -38,7 +48,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--interval', type=int, default=1, help='draw every n-th image [1]')
     parser.add_argument('--wait-time', type=float, default=2, help='seconds --show waits [2]')
     parser.add_argument('--tta', action='store_true', help='test-time augmentation of the config')
-    parser.add_argument('--amp', action='store_true', help='mixed precision')
+    parser.add_argument('--amp', action='store_true', help='mixed precision (fp32 where there is no accelerator)')
     add_common_arguments(parser)
     return parser.parse_args()
 
@@ -58,7 +68,11 @@ def configure(args: argparse.Namespace):
     cfg.load_from = check_checkpoint(args.checkpoint, 'checkpoint')
     cfg.resume = False
     check_data_config(cfg, ['test'])
-    if args.amp:
+    if args.out:
+        check_out_file(args.out)
+    if args.amp and get_device() == 'cpu':
+        notice('no accelerator: mixed precision is off, testing in fp32.')
+    elif args.amp:
         cfg.test_cfg.fp16 = True
     if args.show or args.show_dir:
         draw_predictions(cfg, args)
@@ -78,6 +92,9 @@ def draw_predictions(cfg, args: argparse.Namespace) -> None:
     if hook is None:
         raise RunError('--show, --show-dir: the config has no default_hooks.visualization.')
     show_dir = osp.abspath(args.show_dir) if args.show_dir else None
+    if show_dir:
+        with writing(show_dir, '--show-dir'):
+            os.makedirs(show_dir, exist_ok=True)
     hook.show = args.show
     hook.wait_time = args.wait_time
     if scope == 'mmpretrain':

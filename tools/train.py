@@ -54,18 +54,17 @@ def configure(args: argparse.Namespace):
             raise RunError('--auto-scale-lr: the config has no auto_scale_lr.base_batch_size.')
         cfg.auto_scale_lr.enable = True
 
-    resume = args.resume or ('auto' if cfg.get('resume') and not cfg.get('load_from') else None)
+    resume = args.resume or ((cfg.get('load_from') or 'auto') if cfg.get('resume') else None)
     if was_restarted(cfg.work_dir):
         resume = 'auto'
-    if resume == 'auto':
-        cfg.resume, cfg.load_from = True, find_latest_checkpoint(cfg.work_dir)
-        if cfg.load_from is None:
-            cfg.resume = False
-            notice(f'no checkpoint to resume from in {cfg.work_dir!r}: beginning from the start.')
-    elif resume is not None:
-        cfg.resume, cfg.load_from = True, check_checkpoint(resume, '--resume')
-    elif cfg.get('load_from'):
-        check_checkpoint(cfg.load_from, 'load_from')
+    last = find_latest_checkpoint(cfg.work_dir) if resume == 'auto' else resume
+    if resume == 'auto' and last is None:
+        start = f'with the weights of {cfg.load_from!r}' if cfg.get('load_from') else 'from the start'
+        notice(f'no checkpoint to resume from in {cfg.work_dir!r}: beginning {start}.')
+    cfg.resume = last is not None
+    cfg.load_from = last or cfg.get('load_from') or None
+    if cfg.load_from:
+        check_checkpoint(cfg.load_from, '--resume' if cfg.resume else 'load_from')
     check_data_config(cfg, ['train', 'val'] if cfg.get('val_dataloader') else ['train'])
     return cfg
 

@@ -101,16 +101,20 @@ def writing(path, name: str = '--out'):
         raise RunError(f'{name} {str(path)!r} cannot be written: {error.strerror}.') from error
 
 
-def check_out_file(out) -> None:
+def check_out_file(out, *sources) -> None:
     """Make the folder of a file that a tool writes at its end, before it works.
 
     Args:
         out (str | Path): The file, which need not exist and stays as it is.
+        sources (str | Path): Files and other arguments that the tool reads.
 
     Raises:
-        RunError: It is a folder, or nothing can be written in the folder it is in.
+        RunError: It is a folder or one of ``sources``, or nothing can be written in the folder it is in.
     """
     out = Path(out)
+    for source in filter(os.path.exists, sources if out.exists() else ()):
+        if out.samefile(source):
+            raise RunError(f'--out {str(out)!r} is {str(source)!r}, which is read; it would be lost.')
     with writing(out):
         if out.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
@@ -182,6 +186,7 @@ ADVICE = {
     'dataloader, or resize or crop to one size in the pipeline',
     'selected index k out of range': 'the metric asks for the best 5 of fewer classes. Set topk=(1,) in val_evaluator, '
     'test_evaluator and the head',
+    'None is not a callable object': 'optim_wrapper.optimizer.type is no optimizer that is known here',
     'weight tensor should be defined': 'class_weight of a loss has to have a number for each class of its head',
     'No enough information to get one-hot': 'mixed images need data_preprocessor=dict(num_classes=...), as many as the '
     'head has',

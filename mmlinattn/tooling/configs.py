@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Optional
 
 from mmengine.config import Config
 from mmengine.device import get_device
@@ -49,7 +49,7 @@ def load_config(args: argparse.Namespace) -> Config:
         set_data_root(cfg, args.data_root)
     if args.cfg_options:
         try:
-            cfg.merge_from_dict(_hooks_by_place(cfg, args.cfg_options))
+            cfg.merge_from_dict(hooks_by_place(cfg, args.cfg_options))
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise RunError(f'--cfg-options {args.cfg_options} does not fit the config: {error}') from error
     if args.no_pin_memory:
@@ -63,10 +63,13 @@ def load_config(args: argparse.Namespace) -> Config:
     return cfg
 
 
-def _hooks_by_place(cfg: Config, options: dict[str, Any]) -> dict[str, Any]:
+def hooks_by_place(cfg: Config, options: dict[str, Any]) -> dict[str, Any]:
     """``custom_hooks.StopHook.interval`` with the hook's place in the list, as MMEngine wants it, in place of its name.
 
     A hook of ours that the config does not have is added.
+
+    Raises:
+        RunError: For a hook that is neither.
     """
     placed = {}
     for key, value in options.items():
@@ -77,6 +80,8 @@ def _hooks_by_place(cfg: Config, options: dict[str, Any]) -> dict[str, Any]:
             if rest[0] not in names and rest[0] in engine_hooks.__all__:
                 names.append(rest[0])
                 cfg.custom_hooks = [*hooks, dict(type=rest[0])]
+            if rest[0] not in names and not rest[0].isdecimal():
+                raise RunError(f'--cfg-options {key}: there is no such hook; custom_hooks has {", ".join(names)}.')
             if rest[0] in names:
                 rest[0] = str(names.index(rest[0]))
         placed['.'.join([head, *rest])] = value
@@ -96,15 +101,27 @@ def read_config(path: str) -> Config:
         cfg = Config.fromfile(path)
     except Exception as error:  # a config is a program: anything may be raised by one with a mistake in it
         said = f'config {path!r} cannot be read: {described(error)}'
+        if isinstance(error, FileNotFoundError) and str(error.filename).endswith('.mim/model-index.yml'):
+            said = f'config {path!r} inherits one by its name, which takes an installation: pip install -e . (in the '
+            said += 'checkout of mmlinattn), or the path of the config in place of its name'
         if isinstance(error, ModuleNotFoundError):  # MMEngine's message begins with the name of the distribution
             said = _how_to_install(path, error.name or str(error).split()[0]) or said
         raise RunError(said) from error
-    scope = cfg.get('default_scope')
+    scope = cfg.get('default_scope') or _scope_of_model(cfg)
     if scope in PIP_NAMES:
         if find_spec(scope) is None:
             raise RunError(_how_to_install(path, scope))
         check_scope(path, scope)
+        cfg.default_scope = scope
     return cfg
+
+
+def _scope_of_model(cfg: Config) -> Optional[str]:
+    """The task of a config without a scope, as those of the pure Python style: the package of its model's class."""
+    model = cfg.get('model')
+    kind = model.get('type') if isinstance(model, dict) else None
+    places = [base.__module__ for base in kind.__mro__] if isinstance(kind, type) else [str(kind)]
+    return next((scope for scope in (place.split('.')[0] for place in places) if scope in PIP_NAMES), None)
 
 
 def check_scope(config: str, scope: str) -> None:

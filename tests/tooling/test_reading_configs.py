@@ -125,6 +125,28 @@ def test_other_modules_that_a_config_lacks(tmp_path, name):
     assert str(found.value) == f"config {str(config)!r} cannot be read: ModuleNotFoundError: No module named '{name}'"
 
 
+def test_the_task_of_a_config_without_a_scope(tmp_path):
+    """As upstream's own of the pure Python style: that of its model's class."""
+    pytest.importorskip('mmpretrain')
+    for text, scope in (
+        ('from mmpretrain.models import ImageClassifier\nmodel = dict(type=ImageClassifier)', 'mmpretrain'),
+        ("model = dict(type='mmpretrain.ImageClassifier')", 'mmpretrain'),
+        ("model = dict(type='ImageClassifier')", None),
+        ('from torch.nn import Linear\nmodel = dict(type=Linear)', None),
+    ):
+        (tmp_path / 'config.py').write_text(text)
+        assert configs.read_config(str(tmp_path / 'config.py')).get('default_scope') == scope
+
+
+def test_a_config_by_name_where_nothing_is_installed(tmp_path, monkeypatch):
+    """The folder that an installation makes is not there."""
+    (tmp_path / 'mmlinattn').mkdir()
+    monkeypatch.setattr('mmengine.config.config.get_installed_path', lambda name: str(tmp_path / 'mmlinattn'))
+    (tmp_path / 'config.py').write_text("_base_ = 'mmlinattn::mmpretrain/ravlt_t_in1k.py'")
+    with pytest.raises(RunError, match=r'inherits one by its name, which takes an installation: pip install -e \.'):
+        configs.read_config(str(tmp_path / 'config.py'))
+
+
 def test_the_folder_of_a_pure_python_config(tmp_path):
     """Its types stay names, so that the config of the run can be written."""
     (tmp_path / 'base.py').write_text(

@@ -65,6 +65,7 @@ FILES = {
 
 TRAIN, TEST = 'train.py {mmpretrain} --data-root imagenet --work-dir work', 'test.py {mmpretrain}'
 TESTED = '--data-root imagenet --work-dir work'
+COCO = '--data-root coco --work-dir work'
 METAINFO = 'train_dataloader.dataset.metainfo.classes'
 DEMO, EXPORT = 'demo.py photo.png {mmpretrain}', 'export.py {mmpretrain} none --format'
 INSPECT = 'analysis_tools/inspect_attention.py {mmpretrain}'
@@ -97,7 +98,15 @@ ROWS = [
     # places
     bad('train.py {mmdet} --work-dir file', "work dir 'file' cannot be written: File exists"),
     bad('train.py {mmdet} --data-root nowhere', "train_dataloader.dataset.data_root = 'nowhere': no such folder"),
-    bad('swap_backbone.py mmdet::a/b.py ravlt_t --out empty', "--out 'empty' cannot be written: Is a directory."),
+    bad('swap_backbone.py mmdet::a/b.py ravlt_t --out file/o.py', "--out 'file/o.py' cannot be written: "),
+    bad('swap_backbone.py mmdet::a/b.py ravlt_t --out o.txt', "--out 'o.txt' has to end with .py."),
+    bad(f'test.py {{mmdet}} empty.pth {COCO} --out file/x.pkl', "--out 'file/x.pkl' cannot be written: "),
+    bad(f'test.py {{mmdet}} empty.pth {COCO} --show-dir file', 'cannot be written: File exists.'),
+    # a file that is read
+    bad('swap_backbone.py comment.py ravlt_t --out comment.py', "--out 'comment.py' is 'comment.py', which is read"),
+    bad('export.py {mmdet} empty.pth --format torchscript --out empty.pth', "--out 'empty.pth' is 'empty.pth'"),
+    bad('demo.py photo.png {mmdet} empty.pth --out photo.png', "--out 'photo.png' is 'photo.png', which is read"),
+    bad('demo.py pictures {mmdet} empty.pth --out pictures', "--out 'pictures/a.png' is 'pictures/a.png'"),
     bad('swap_backbone.py nowhere.py ravlt_t --out o.py', "UPSTREAM is 'nowhere.py': no such file"),
     bad(f'{INSPECT} none photo.png --out file', "--out 'file' cannot be written"),
     bad(SHAPES.replace('out', 'file', 1), "OUT 'file' cannot be written: "),

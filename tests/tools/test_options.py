@@ -56,10 +56,16 @@ def test_switches_of_a_training(configured):
     assert all(plain[part] for part in parts) and [unvalidated[part] for part in parts] == [None] * 3
 
 
-def test_switches_of_a_test(configured):
-    for words, fp16, launcher in (([], None, 'none'), (['--amp', '--launcher', 'mpi'], True, 'mpi')):
+def test_switches_of_a_test(configured, monkeypatch, capsys):
+    for words, device, fp16, launcher in (
+        ([], 'cuda', None, 'none'),
+        (['--amp', '--launcher', 'mpi'], 'cuda', True, 'mpi'),
+        (['--amp'], 'cpu', None, 'none'),  # where MMDetection's metrics do not take bfloat16
+    ):
+        monkeypatch.setattr('mmengine.device.get_device', lambda device=device: device)
         cfg = configured('test.py', DETECTOR, 'some.pth', *words)
         assert (cfg.test_cfg.get('fp16'), cfg.launcher) == (fp16, launcher)
+    assert 'notice: no accelerator: mixed precision is off' in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('device', ['cpu', 'cuda'])
@@ -97,6 +103,7 @@ def test_augmentation_of_the_test_wraps_the_model_and_takes_its_pipeline(configu
 
 RESUME = ['--cfg-options', 'resume=True']
 LAST = 'work/epoch_1.pth'
+SOME = ['--cfg-options', 'load_from=some.pth']
 
 
 @pytest.mark.parametrize(
@@ -106,7 +113,10 @@ LAST = 'work/epoch_1.pth'
         (['--resume', 'epoch_3.pth'], 100, None, (True, 'epoch_3.pth')),
         (['--resume'], None, None, (False, None)),
         (['--resume'], 100, None, (True, LAST)),
-        (['--cfg-options', 'load_from=some.pth'], 100, None, (False, 'some.pth')),
+        (SOME, 100, None, (False, 'some.pth')),
+        (['--cfg-options', 'load_from='], 100, None, (False, None)),
+        (['--resume', *SOME], None, None, (False, 'some.pth')),
+        (['--resume', *SOME], 100, None, (True, LAST)),
         (RESUME, None, None, (False, None)),
         (RESUME, 100, None, (True, LAST)),
         ([*RESUME, 'load_from=some.pth'], 100, None, (True, 'some.pth')),
@@ -130,8 +140,9 @@ def test_what_a_training_begins_with(configured, monkeypatch, capsys, words, wri
         os.utime('work/last_checkpoint', (written, written))
     cfg = configured('train.py', DETECTOR, *words)
     assert (cfg.get('resume', False), cfg.get('load_from')) == expected
-    asked = words in (['--resume'], RESUME)
-    line = "notice: no checkpoint to resume from in 'work': beginning from the start.\n"
+    asked = words in (['--resume'], ['--resume', *SOME], RESUME)
+    begins = "with the weights of 'some.pth'" if SOME[1] in words else 'from the start'
+    line = f"notice: no checkpoint to resume from in 'work': beginning {begins}.\n"
     assert capsys.readouterr().err == (line if asked and not written else '')
 
 
@@ -141,7 +152,7 @@ def test_options_of_hooks_go_by_name_or_place(configured):
     hooks = {hook.type: hook for hook in configured('train.py', DETECTOR, '--cfg-options', *words).custom_hooks}
     assert (hooks['StopHook'].interval, hooks['CheckpointMatchHook'].left_out) == (3, 'a')
     assert hooks['CompileHook'].priority == 'LOW' and [*hooks][-1] == 'CompileHook'
-    with pytest.raises(RunError, match='custom_hooks.NoHook.x'):
+    with pytest.raises(RunError, match='custom_hooks.NoHook.x: there is no such hook; custom_hooks has .*StopHook'):
         configured('train.py', DETECTOR, '--cfg-options', 'custom_hooks.NoHook.x=1')
 
 

@@ -12,7 +12,7 @@ from tool_runs import ROOT, in_this_process
 @pytest.mark.slow
 def test_it_says_what_it_changed(tmp_path, capsys):
     pytest.importorskip('mmdet')
-    page = (ROOT / 'docs' / 'get_started.md').read_text(encoding='utf-8')
+    page = (ROOT / 'README.md').read_text(encoding='utf-8')
     _, tool, *words, name = shlex.split(re.search(r'^python tools/swap_backbone.*dino-4scale.*', page, re.M)[0])
     out = tmp_path / 'made' / name
     in_this_process(ROOT / tool, *words, out)

@@ -130,7 +130,7 @@ class StopHook(Hook):
             self._found = found
             _spare_children()
             signal.signal(signal.SIGTERM, self._on_sigterm)
-        else:
+        elif not isinstance(getattr(found, '__self__', None), StopHook):  # one of the config's own, and of its base
             runner.logger.warning('StopHook: SIGTERM has a handler already, which stays: no checkpoint is saved.')
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:

@@ -11,7 +11,7 @@ from mmengine.model import revert_sync_batchnorm
 from torch import nn
 
 from ...utils.building import build_model
-from ...utils.errors import RunError
+from ...utils.errors import RunError, described
 from ..images import image_channels, test_size
 from .counting import CONV, KINDS, LINEAR, Count
 
@@ -87,16 +87,22 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
                 notes += run_two_stage(model, image)
             else:
                 model(image, mode='tensor')
-    except (NotImplementedError, RuntimeError) as error:
-        raise RunError(f'{type(model).__name__} cannot be counted without running it: {error}') from error
+    except Exception as error:  # of models whose forward pass wants data samples, or reads values
+        raise RunError(
+            f'{type(model).__name__} cannot be counted: it does not run on an image without values ({described(error)})'
+        ) from error
     params: Counter = Counter()
     for name, parameter in model.named_parameters():
         params[part_of(name)] += parameter.numel()
     macs: Counter = Counter()
     for (name, kind), number in count.macs.items():
         macs[part_of(name), kind] += number
-    if getattr(model, 'auxiliary_head', None) is not None:
-        notes.append('the auxiliary head has parameters but does not run at test time')
+    counted = {name for name, _ in macs}
+    for part in params:
+        if part == 'auxiliary_head':
+            notes.append('the auxiliary head has parameters but does not run at test time')
+        elif part not in counted and part.endswith('head'):
+            notes.append(f'{part} did not run; its operations are missing')
     return Cost(shape, dict(params), macs, count.peak_bytes, notes)
 
 

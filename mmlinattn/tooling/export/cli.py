@@ -8,7 +8,7 @@ from typing import Optional
 from ...checkpoints.loading import trained_model
 from ...utils.building import build_model
 from ...utils.errors import RunError
-from ..command_line import check_out_file, one_line_errors
+from ..command_line import check_out_file, clean_end, one_line_errors
 from ..configs import check_checkpoint, read_config
 from ..images import image_channels, usual_size
 from .formats import FORMATS
@@ -34,12 +34,12 @@ def parse_args(args: Optional[list[str]] = None) -> argparse.Namespace:
 def main(args: Optional[list[str]] = None) -> None:
     """Export as the arguments say; exits with status 1 and one line where that fails."""
     options = parse_args(args)
-    with one_line_errors():
+    with clean_end(), one_line_errors():
         target, form = Path(options.out).expanduser(), FORMATS[options.format]
         if options.format == 'openvino' and target.suffix != form.suffix:  # the weights lie beside it, in a .bin
             raise RunError(f'--out {options.out!r} has to end with {form.suffix} for --format {options.format}.')
         form.check_installed()
-        check_out_file(target)
+        check_out_file(target, options.config, options.checkpoint)
         cfg = read_config(options.config)
         height, width = options.shape or usual_size(cfg)
         sizes = Sizes(options.batch, height, width, options.dynamic, channels=image_channels(cfg))

@@ -95,7 +95,8 @@ class ExportableModel(nn.Module):
             self.task = 'detector'
         else:
             raise RunError(f'{type(model).__name__} is no classifier, segmentor or detector with a backbone.')
-        model.eval().requires_grad_(False)
+        model.eval()  # which gives nothing back where MMDetection distils
+        model.requires_grad_(False)
         replace_modules(model)
         self.model = model
 
@@ -112,7 +113,7 @@ class ExportableModel(nn.Module):
             logits = self.model(image, mode='tensor')
             if self.task == 'classifier':
                 return logits
-            align = self.model.decode_head.align_corners
+            align = self.model.align_corners
             return F.interpolate(logits, image.shape[2:], mode='bilinear', align_corners=align)
 
     def output_names(self, outputs) -> list[str]:
@@ -209,7 +210,10 @@ def export_model(
         sizes = sizes._replace(smallest=backend.smallest_of_pyramids)
     sizes.check()
     images = [torch.randn(shape) for shape in (sizes.shape, *sizes.others())]
-    expected = [exportable(image) for image in images]
+    try:
+        expected = [exportable(image) for image in images]
+    except TypeError as error:  # heads that want data samples beside the image (PointRend)
+        raise RunError(f'{type(model).__name__} does not run on images alone: {described(error)}') from error
     exportable.fold()
     meta = metadata(cfg, exportable.task, sizes, checkpoint_meta, exportable.output_names(expected[0]))
     if exportable.task != 'detector':

@@ -13,6 +13,7 @@ from mmengine.runner import Runner
 from ...checkpoints.released import released_checkpoints
 from ...utils.errors import RunError, described, printable
 from ...utils.files import project_files
+from ..configs import read_config
 from ..swapping.smoke import Trial, try_model
 from ..swapping.upstream import Upstream
 from ..swapping.writing import difference, statement
@@ -261,7 +262,7 @@ def _schedule(task: str, steps: float, cfg: Config) -> dict[str, Any]:
 
 def _try(wish: Wish) -> Trial:
     """One training step and one prediction, on images of the data; those of a detector made smaller."""
-    cfg, scope = Config.fromfile(str(wish.out)), TASKS[wish.task]
+    cfg, scope = read_config(str(wish.out)), TASKS[wish.task]
     init_default_scope(scope)
     source = Upstream(str(wish.out), cfg, scope)
     try:

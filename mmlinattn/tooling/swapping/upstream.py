@@ -140,7 +140,7 @@ def read_upstream(spec: str) -> Upstream:
     """
     base, file = _find_config(spec)
     cfg, is_whole = read_config(str(file)), Config._is_lazy_import(str(file))
-    task = cfg.get('default_scope') or spec.partition('::')[0]
+    task = cfg.get('default_scope') or (spec.partition('::')[0] if '::' in spec else None)
     if task not in PIP_NAMES:
         raise RunError(f'{spec} has default_scope {task!r}; allowed are: {", ".join(PIP_NAMES)}')
     if is_whole:

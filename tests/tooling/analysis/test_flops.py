@@ -44,16 +44,20 @@ def test_two_stage_parts_by_hand():
 
 
 class Segmentor(nn.Module):
-    def __init__(self, data_preprocessor=None, auxiliary=True, teacher_ckpt=None):
+    def __init__(self, data_preprocessor=None, auxiliary=True, teacher_ckpt=None, fails=False):
         super().__init__()
         assert data_preprocessor == dict(a=1) and teacher_ckpt is None
         self.backbone, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.SyncBatchNorm(4)
         self.auxiliary_head = nn.Linear(4, 4) if auxiliary else None
+        self.semantic_head = nn.Linear(4, 4) if auxiliary else None
+        self.fails = fails
 
     def train(self, mode=True):  # as of MMDetection's students: gives nothing back
         super().train(mode)
 
     def forward(self, image, mode):
+        if self.fails:
+            raise TypeError('no data samples')
         assert mode == 'tensor' and not torch.is_grad_enabled() and not self.training and image.is_meta
         return self.norm(self.backbone(image))
 
@@ -68,9 +72,14 @@ def test_a_model_is_counted_without_memory_and_reads_no_file(monkeypatch, auxili
     pixels = 32 * 40
     assert cost.shape == (32, 40) and cost.macs == {('backbone', CONV): pixels * 3 * 4 * 9}
     assert cost.peak_bytes >= 2 * 4 * 4 * pixels
-    assert cost.params == dict(backbone=112, norm=8, **(dict(auxiliary_head=20) if auxiliary else {}))
+    assert cost.params == dict(backbone=112, norm=8, **(dict(auxiliary_head=20, semantic_head=20) if auxiliary else {}))
     assert cost.total_params == sum(cost.params.values())
-    assert any('auxiliary' in note for note in cost.notes) == auxiliary
+    assert [note for note in cost.notes if 'did not run' in note or 'does not run' in note] == [
+        'the auxiliary head has parameters but does not run at test time',
+        'semantic_head did not run; its operations are missing',
+    ][: 2 * auxiliary]
+    with pytest.raises(RunError, match=r'Segmentor cannot be counted: .* \(TypeError: no data samples\)$'):
+        count_model(Config(dict(model=dict(model, fails=True), data_preprocessor=dict(a=1))), (32, 40))
     for shape in ((31, 64), (64, 31)):
         with pytest.raises(RunError, match=f'shape {shape[0]} {shape[1]}: height and width have to be at least 32'):
             count_model(cfg, shape)

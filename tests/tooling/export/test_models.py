@@ -100,6 +100,9 @@ class Toy(nn.Module):
         self.backbone, self.neck = Backbone(), nn.Conv2d(2, 2, 1)
         self.branches = nn.ModuleList([nn.AdaptiveAvgPool2d((2, 3))])
 
+    def train(self, mode=True):  # as of MMDetection's students: gives nothing back
+        super().train(mode)
+
     def extract_feat(self, x):
         x = self.neck(self.backbone(x))
         return x, F.max_pool2d(x, 1, stride=2)
@@ -112,7 +115,7 @@ class Toy(nn.Module):
 class Segmentor(Toy):
     def __init__(self, align_corners=False):
         super().__init__()
-        self.decode_head = types.SimpleNamespace(align_corners=align_corners)
+        self.align_corners, self.decode_head = align_corners, types.SimpleNamespace()  # of a cascade, a list
 
     def encode_decode(self):
         pass
@@ -131,7 +134,8 @@ class Classifier(Toy):
 
 def test_models_are_told_apart_and_made_ready():
     for model, task in ((Toy(), 'detector'), (Segmentor(), 'segmentor'), (Classifier(), 'classifier')):
-        found = ExportableModel(model.train())
+        model.train()
+        found = ExportableModel(model)
         assert found.task == task
         found.fold()
         assert not model.training and model.backbone.deployed == 1
