@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any, Optional
+from typing import Any
 
 from mmengine.config import Config
 from mmengine.device import get_device
@@ -17,6 +17,7 @@ from ..checkpoints.released import find_released
 from ..checkpoints.schemes import PREFIX
 from ..engine import hooks as engine_hooks
 from ..engine.data.checks import check_names
+from ..utils.building import scope_of
 from ..utils.errors import RunError, described
 from ..utils.foreign import checkpoint_prefixes
 from ..utils.registering import bare_name
@@ -107,21 +108,13 @@ def read_config(path: str) -> Config:
         if isinstance(error, ModuleNotFoundError):  # MMEngine's message begins with the name of the distribution
             said = _how_to_install(path, error.name or str(error).split()[0]) or said
         raise RunError(said) from error
-    scope = cfg.get('default_scope') or _scope_of_model(cfg)
+    scope = scope_of(cfg)
     if scope in PIP_NAMES:
         if find_spec(scope) is None:
             raise RunError(_how_to_install(path, scope))
         check_scope(path, scope)
         cfg.default_scope = scope
     return cfg
-
-
-def _scope_of_model(cfg: Config) -> Optional[str]:
-    """The task of a config without a scope, as those of the pure Python style: the package of its model's class."""
-    model = cfg.get('model')
-    kind = model.get('type') if isinstance(model, dict) else None
-    places = [base.__module__ for base in kind.__mro__] if isinstance(kind, type) else [str(kind)]
-    return next((scope for scope in (place.split('.')[0] for place in places) if scope in PIP_NAMES), None)
 
 
 def check_scope(config: str, scope: str) -> None:

@@ -2,7 +2,7 @@
 """The model of a config, for tools that bring weights of their own or need none."""
 
 import os
-from typing import Any
+from typing import Any, Optional
 
 from mmengine.config import Config, ConfigDict
 from mmengine.model import BaseTTAModel, is_model_wrapper
@@ -18,6 +18,18 @@ def unwrapped(model: Any) -> nn.Module:
     while is_model_wrapper(model) or isinstance(model, BaseTTAModel):
         model = model.module
     return model
+
+
+def scope_of(cfg: Config) -> Optional[str]:
+    """``default_scope``, or of a config without one, as those of the pure Python style, the project of its model's
+    class."""
+    model = cfg.get('model')
+    kind = model.get('type') if isinstance(model, dict) else None
+    places = [base.__module__ for base in kind.__mro__] if isinstance(kind, type) else [str(kind)]
+    projects = (place.split('.')[0] for place in places)
+    return cfg.get('default_scope') or next(
+        (name for name in projects if name in ('mmdet', 'mmseg', 'mmpretrain')), None
+    )
 
 
 def is_pretrained(init_cfg: Any) -> bool:
@@ -60,7 +72,7 @@ def build_model(cfg: Config, pretrained: bool = False) -> nn.Module:
     name = cfg.filename or 'the config'
     if not isinstance(cfg.get('model'), dict):
         raise RunError(f'{name} has no model')
-    init_default_scope(cfg.get('default_scope') or 'mmengine')
+    init_default_scope(scope_of(cfg) or 'mmengine')
     given = cfg.model.to_dict()
     model = ConfigDict(given if pretrained else without_pretrained(given))
     model.setdefault('data_preprocessor', cfg.get('data_preprocessor'))
