@@ -129,9 +129,10 @@ class DumpLabelMaps(DumpResults):
     def process(self, data_batch, predictions) -> None:
         for prediction in predictions:
             kept = {key: value for key, value in prediction.items() if 'logits' not in key and key != 'gt_sem_seg'}
-            labels = kept['pred_sem_seg']['data'].cpu()
-            small = labels.to(torch.uint8 if labels.max() < 256 else torch.int16)
-            super().process(data_batch, [dict(kept, pred_sem_seg=dict(data=small))])
+            if 'pred_sem_seg' in kept:  # of depth there is none
+                labels = kept['pred_sem_seg']['data'].cpu()
+                kept['pred_sem_seg'] = dict(data=labels.to(torch.uint8 if labels.max() < 256 else torch.int16))
+            super().process(data_batch, [kept])
 
 
 def dump_metric(cfg, path: str):

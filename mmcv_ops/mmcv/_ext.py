@@ -387,6 +387,7 @@ def deform_conv_backward_parameters(input, offset, gradOutput, gradWeight, colum
         unused = torch.empty_like(input), torch.empty_like(offset)
         deform_conv_backward_input(input, offset, gradOutput, *unused, gradWeight, columns, **settings)
     gradWeight.add_(columns, alpha=scale)
+    columns.set_(columns.new_empty(0))  # of this backward pass; of another one of the graph it would be too old
 
 
 def _modulated(

@@ -13,6 +13,7 @@ from ..layers.patch_embed import PatchConv2d, pad_to_multiple
 from ..ops.tensors import to_image, unflatten
 from .base import Attention, Mixing, ReducedKeysAttention, mean_token
 from .context import MapWindows, StageContext
+from .mixer import LocalMixer
 
 
 class ReducedAttention(ReducedKeysAttention):
@@ -22,10 +23,16 @@ class ReducedAttention(ReducedKeysAttention):
         dim, num_heads, mixer, kwargs: See :class:`Attention`.
         ratio (int): Reduction of height and width; the map is zero-padded to a multiple of it.
         norm_cfg (dict): Norm of the reduced map.
+
+    Raises:
+        ValueError: For a ratio above 1 with an attention that adds a convolution of the values.
     """
 
     def __init__(self, dim: int, num_heads: int, mixer, ratio: int, norm_cfg: dict, **kwargs) -> None:
         super().__init__(dim, num_heads, mixer, **kwargs)
+        convolves = any(isinstance(part, (nn.Conv1d, nn.Conv2d)) for part in self.mixer.modules())
+        if ratio > 1 and (self.local is not None or (convolves and isinstance(self.mixer, LocalMixer))):
+            raise ValueError(f'ratio={ratio}: {mixer!r} adds a convolution of the values, which has to keep their map')
         self.ratio = ratio
         self.sr = PatchConv2d(dim, dim, ratio)
         self.norm = build_norm_layer(norm_cfg, dim)[1]
@@ -110,6 +117,9 @@ class WindowAttention(Attention):
         window (tuple[int, int], optional): Largest window; None for the whole map.
         shift (bool): Shift the windows by half, as every second block of Swin.
         relative_bias (bool): Swin's relative position bias, for mixers that take a bias.
+
+    Raises:
+        ValueError: For ``shift`` with a mixer that takes no bias.
     """
 
     def __init__(
@@ -125,6 +135,9 @@ class WindowAttention(Attention):
         super().__init__(dim, num_heads, mixer, **kwargs)
         if window is not None:
             check_order(self.mixer, mixer)
+            window = (window[0], window[1])
+        if shift and not self.mixer.bias:
+            raise ValueError(f'shift=True: {mixer!r} takes no bias, which hides the opposite border in shifted windows')
         self.window = window
         self.shift = shift
         self.relative_bias = None

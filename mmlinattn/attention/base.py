@@ -92,7 +92,8 @@ class Attention(Mixing):
         init_cfg=None,
     ) -> None:
         super().__init__(dim, num_heads, mixer, grid, local_kernel, init_cfg)
-        self.gate = gate if type(self.mixer).gate is None else self.mixer.gate
+        own = type(self.mixer).gate is not None or 'gate' in vars(self.mixer)  # None of a mixer's own counts as well
+        self.gate = self.mixer.gate if own else gate
         if self.gate not in GATES:
             raise ValueError(f"gate={self.gate!r} has to be None, 'projection', 'identity' or 'tanh'")
         self.widths = (*self.mixer.widths, dim) if self.gate == 'projection' else self.mixer.widths

@@ -2,7 +2,6 @@
 """The base classes of hosts: OpenMMLab arguments, checks, stage bookkeeping, freezing, checkpoints."""
 
 from collections.abc import Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from itertools import islice
@@ -37,17 +36,21 @@ def is_batch_norm(module: nn.Module) -> bool:
     return isinstance(module, _BatchNorm) or type(module).__name__ == 'SyncBatchNorm'
 
 
-@contextmanager
-def statistics_kept(module: nn.Module):
-    """A stage in which the running statistics of batch norms stay: recomputed blocks have been counted."""
-    norms = [m for m in module.modules() if is_batch_norm(m) and m.training]
-    buffers = [dict(norm._buffers) for norm in norms]
-    try:
-        for norm, kept in zip(norms, buffers):
+class StatisticsKept:
+    """A context in which the running statistics of batch norms stay: recomputed blocks have been counted. A class, as
+    several backward passes of one graph enter it again."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.kept: list[tuple[nn.Module, dict]] = []
+
+    def __enter__(self) -> None:
+        self.kept = [(m, dict(m._buffers)) for m in self.module.modules() if is_batch_norm(m) and m.training]
+        for norm, kept in self.kept:
             norm._buffers.update({name: None if value is None else value.clone() for name, value in kept.items()})
-        yield
-    finally:
-        for norm, kept in zip(norms, buffers):
+
+    def __exit__(self, *error) -> None:
+        for norm, kept in self.kept:
             norm._buffers.update(kept)
 
 
@@ -169,8 +172,7 @@ class Backbone(Arch, BaseModule):
     def run_block(self, block: nn.Module, x: Tensor, stage: StageContext, call: Callable) -> Tensor:
         """One block, recomputed in the backward pass under ``with_cp``."""
         if self.with_cp and x.requires_grad:
-            kept = partial(statistics_kept, block)
-            return recomputed(block, x, stage, kept)
+            return recomputed(block, x, stage, partial(StatisticsKept, block))
         return call(block, x, stage)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:

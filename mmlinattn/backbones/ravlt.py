@@ -136,14 +136,16 @@ class RAVLT(PyramidBackbone):
         Raises:
             ValueError: For a batch norm that cannot be folded, before anything is changed.
         """
+        owners = Counter(p for module in self.modules() for p in module._parameters.values() if p is not None)
         for embed in self.patch_embeds:
             for conv, norm in zip(embed.layers, list(embed.layers)[1:]):
                 is_pair = type(conv) in (nn.Conv2d, ConvOfGELU) and not is_altered(conv) and is_foldable(norm)
+                is_pair = is_pair and all(owners[parameter] == 1 for parameter in conv.parameters())
                 if isinstance(norm, _BatchNorm) and not is_pair:
                     raise ValueError(
                         f'switch_to_deploy: {type(norm).__name__} cannot be folded into {type(conv).__name__}; allowed '
                         "are batch norms with weights and running statistics, and convolutions, of PyTorch's own "
-                        'forward, without hooks and computed weights'
+                        'forward, without hooks, shared or computed weights'
                     )
         super().switch_to_deploy()
         for embed in self.patch_embeds:

@@ -95,7 +95,8 @@ class LinearSwin(PyramidBackbone):
 
     def build_block(self, stage: int, index: int, spec: Any, drop_path: float) -> nn.Module:
         dim, given = self.embed_dims[stage], self.window_sizes[stage]
-        quadratic = get_mixer(spec)[0].quadratic
+        mixer = get_mixer(spec)[0]
+        quadratic = mixer.quadratic
         window = self.arch['window'] if quadratic else self.per_stage('linear_windows')[stage]
         grid = window  # of position tables: the trained window, also where the block is made global
         if isinstance(given, int):
@@ -107,7 +108,7 @@ class LinearSwin(PyramidBackbone):
             self.arch['num_heads'][stage],
             spec,
             window=window and (window, window),
-            shift=quadratic and index % 2 == 1,
+            shift=quadratic and mixer.bias and index % 2 == 1,
             relative_bias=True,
             grid=(grid, grid),
         )

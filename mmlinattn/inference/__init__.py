@@ -67,7 +67,8 @@ def _caller(backbone, x: Tensor):
     """The function that calls the modules of a backbone."""
     if not x.is_cpu or torch.is_grad_enabled() or backbone.training or dispatch.needs_reference(x):
         return _call
-    dtype = torch.get_autocast_dtype('cpu') if dispatch.autocasts(x) else x.dtype
+    casts = dispatch.autocasts(x) and x.dtype != torch.float64  # which autocast leaves alone
+    dtype = torch.get_autocast_dtype('cpu') if casts else x.dtype
     # float16 would lose small layer scales in a matrix
     if dtype == torch.float16 or private.has_global_hooks() or private.has_function_modes() or _code_is_changed():
         return _call

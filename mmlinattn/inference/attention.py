@@ -57,12 +57,13 @@ def mix(
 ) -> Tensor:
     """:meth:`Mixing.mix`, convolutions of the values added in place."""
     mixer, key_grid, local = self.mixer, key_grid or grid, None
+    rotary, bias = rotary if mixer.rotary else None, bias if mixer.bias else None
     if isinstance(mixer, RALAMixer):
         out = rala_in_place(q, k, v, mixer.num_heads, mixer.kernel, rotary, mask, mixer.weight_scale)
     elif isinstance(mixer, LocalMixer):
         out, local = mixer.attend(q, k, v, key_grid, mask), mixer.convolve(v, key_grid, context)
     else:
-        out = mixer(q, k, v, grid, key_grid, mask, rotary=rotary if mixer.rotary else None, bias=bias)
+        out = mixer(q, k, v, grid, key_grid, mask, rotary=rotary, bias=bias, context=context)
     out = out if local is None else added(out, local)
     if self.local is None:
         return out
@@ -95,13 +96,12 @@ def whole(room: Room, self: Any, x: Tensor, stage, source=None) -> Tensor:
 
 
 @form_of(ReducedAttention)
-def reduced_keys(
-    room: Room, self: ReducedKeysAttention, x: Tensor, stage, source=None, scale=None, residual=None
-) -> Tensor:
+def reduced_keys(room: Room, self: ReducedKeysAttention, x: Tensor, stage, source=None) -> Tensor:
     reduced, tokens = self.reduce(x), x.flatten(1, 2)
     q, *gate = room.linear(self.q, tokens).split((self.widths[0], *self.widths[3:]), dim=-1)
     k, v = room.linear(self.kv, reduced.flatten(1, 2)).split(self.widths[1:3], dim=-1)
-    out = mix(room, self, q, k, v, stage.grid, Grid(*reduced.shape[1:3]))  # none that reads a mean token reduces keys
+    context = mean_token(tokens if source is None else source.flatten(1, 2)) if self.mixer.context else None
+    out = mix(room, self, q, k, v, stage.grid, Grid(*reduced.shape[1:3]), context=context)
     out = gated(self, out, tokens, gate).unflatten(1, stage.grid[:2])
     return room.linear(self.proj, out)
 

@@ -75,7 +75,7 @@ def is_intact(module: nn.Module) -> bool:
     if type(module) not in KNOWN or module.training or is_altered(module):
         return False
     weight, bias = module._parameters.get('weight'), module._parameters.get('bias')
-    if bias is not None and not (bias.is_contiguous() and (weight is None or len(bias) == len(weight))):
+    if bias is not None and not (bias.is_contiguous() and (weight is None or bias.shape == weight.shape[:1])):
         return False  # oneDNN reads it as so many numbers in a row, whatever its strides and size
     return is_ordinary(module) if isinstance(module, nn.Conv2d) else True
 
@@ -171,8 +171,8 @@ class Room:
 def block(room: Room, self: Any, x: Tensor, stage) -> Tensor:
     if self.position is not None:
         x = room.call(self.position, x)
-    source = (x,) if type(self) is SourceBlock else ()
-    x = _add_branch(room, self, x, self.norm1, self.attn, self.gamma1, stage, *source)
+    source = dict(source=x) if type(self) is SourceBlock else {}
+    x = _add_branch(room, self, x, self.norm1, self.attn, self.gamma1, stage, **source)
     if type(self) is TokenBlock:
         return self.add(x, self.feed_forward(x, stage), self.gamma2)
     return _add_branch(room, self, x, self.norm2, self.ffn, self.gamma2)
@@ -181,12 +181,14 @@ def block(room: Room, self: Any, x: Tensor, stage) -> Tensor:
 CALLS_PARTS.add(block)
 
 
-def _add_branch(room: Room, self: Any, x: Tensor, norm, branch: nn.Module, gamma: Optional[Tensor], *args) -> Tensor:
+def _add_branch(
+    room: Room, self: Any, x: Tensor, norm, branch: nn.Module, gamma: Optional[Tensor], *args, **kwargs
+) -> Tensor:
     """``x + branch(norm(x)) * gamma``, in place of a result that nobody else has."""
     form = room.form(branch)
     if form is None:
-        return self.add(x, branch(of_tokens(norm, x), *args), gamma)
-    out = form(room, branch, of_tokens(functools.partial(room.norm, norm), x), *args)
+        return self.add(x, branch(of_tokens(norm, x), *args, **kwargs), gamma)
+    out = form(room, branch, of_tokens(functools.partial(room.norm, norm), x), *args, **kwargs)
     if gamma is None:
         return added(out, x)
     return torch.addcmul(x, out, gamma, out=out) if out.dtype == x.dtype == gamma.dtype else self.add(x, out, gamma)
@@ -212,18 +214,18 @@ def conv_ffn(room: Room, self: Any, x: Tensor) -> Tensor:
         part = room.linear(self.fc1, part, gelu=True).permute(0, 3, 1, 2)
         return room.residual_conv(part, self.dwconv).permute(0, 2, 3, 1)
 
-    return _in_strips(room, self, x, hidden, 1)
+    return _in_strips(room, self, x, hidden, self.dwconv.kernel_size[0] // 2)
 
 
 @form_of(DWConvFFN)
 def dwconv_ffn(room: Room, self: Any, x: Tensor) -> Tensor:
-    if type(self.dwconv) is not nn.Conv2d:
+    if type(self.dwconv) is not nn.Conv2d or self.dwconv.stride != (1, 1):
         return self(x)
 
     def hidden(part):
         return room.conv(room.linear(self.fc1, part).permute(0, 3, 1, 2), self.dwconv, gelu=True).permute(0, 2, 3, 1)
 
-    return _in_strips(room, self, x, hidden, 1)
+    return _in_strips(room, self, x, hidden, self.dwconv.kernel_size[0] // 2)
 
 
 def _in_strips(room: Room, self: Any, x: Tensor, hidden: Callable, halo: int) -> Tensor:

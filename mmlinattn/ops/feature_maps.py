@@ -59,7 +59,7 @@ def _softmax_(x: Tensor) -> Tensor:
 IN_PLACE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     'identity': (lambda x: x, lambda y, d_y: d_y),
     'relu': (F.relu_, lambda y, d_y: private.RELU_BACKWARD(d_y, y, 0, grad_input=d_y)),
-    'leakyrelu': (F.leaky_relu_, lambda y, d_y: d_y.mul_(torch.where(y > 0, 1.0, 0.01).to(y.dtype))),
+    'leakyrelu': (F.leaky_relu_, lambda y, d_y: d_y.copy_(torch.where(y > 0, d_y, d_y * 0.01))),
     'elu': (_elu_plus_one_, lambda y, d_y: d_y.mul_(y.clamp(max=1))),
     'exp': (lambda x: x.mul_(0.2).exp_(), lambda y, d_y: d_y.mul_(y).mul_(0.2)),
     'softmax': (_softmax_, lambda y, d_y: d_y.sub_((y * d_y).sum(dim=-1, keepdim=True)).mul_(y)),

@@ -15,6 +15,7 @@ from .dispatch import accumulation_dtype
 from .feature_maps import FEATURE_MAPS, IN_PLACE, LOWEST_EXPONENT, check_kernel, feature_map
 from .gradients import Rule, by_hand
 from .rotary import backwards, rotate, rotate_reference
+from .sizes import is_known
 from .tensors import (
     are_attended,
     copies_by_head,
@@ -67,9 +68,11 @@ def rala(
         Tensor: (B, N, E), in the dtype of ``v``.
 
     Raises:
-        ValueError: For another ``kernel``.
+        ValueError: For another ``kernel``, and for keys of other tokens than queries.
     """
     check_kernel(kernel, tuple(FEATURE_MAPS))
+    if is_known(q.shape[1], k.shape[1]) and q.shape[1] != k.shape[1]:
+        raise ValueError(f'rala: q has {q.shape[1]} tokens and k {k.shape[1]}; allowed is one map, of queries and keys')
     with dispatch.without_autocast(q):
         learns_rotary = rotary is not None and rotary.requires_grad
         fits = are_attended(q, k, v, num_heads) and q.shape == k.shape and not learns_rotary

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 from torch.nn.functional import interpolate, pad
 from twins import ATTENTIONS, DIM, HEADS, assert_same, attend, filled
 
+from mmlinattn import ops
 from mmlinattn.attention import (
     Attention,
     GlobalAttention,
     Grid,
     ReducedAttention,
+    SoftmaxMixer,
     StageContext,
     StripeAttention,
     WindowAttention,
@@ -74,6 +76,30 @@ def test_reduced_keys(name, height, width, ratio):
     expected = attend(attention, x.flatten(1, 2), Grid(height, width), reduced, Grid(rows, columns))
     expected = expected.unflatten(1, (height, width))
     assert_same(attention(x, StageContext.of(x)), expected, leaves_of(attention, x), rtol=1e-6)
+
+
+def test_what_arrangements_refuse():
+    """What would be wrong at some places of the map, or at most sizes."""
+    with pytest.raises(ValueError, match=r"shift=True: 'inline' takes no bias"):
+        WindowAttention(DIM, HEADS, 'inline', (4, 4), shift=True)
+    for spec, options in (('inline', {}), ('softmax', dict(local_kernel=3))):
+        with pytest.raises(ValueError, match=f"ratio=2: '{spec}' adds a convolution of the values"):
+            ReducedAttention(DIM, HEADS, spec, 2, dict(type='LN'), **options)
+    q, k = torch.rand(1, 12, DIM), torch.rand(1, 3, DIM)
+    with pytest.raises(ValueError, match='q has 12 tokens and k 3'):
+        ops.rala(q, k, k, HEADS)
+
+
+def test_a_gate_of_a_mixers_own():
+    """Of the object, where the class has none."""
+
+    class Gated(SoftmaxMixer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.gate = 'tanh'
+
+    assert GlobalAttention(DIM, HEADS, dict(type=Gated), gate='projection').gate == 'tanh'
+    assert GlobalAttention(DIM, HEADS, dict(type='rala', output_gate=None), gate='projection').gate is None
 
 
 # --- windows -----------------------------------------------------------------------------------

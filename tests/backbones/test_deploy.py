@@ -101,6 +101,14 @@ def test_layers_of_several_blocks_and_convolutions_without_bias(part):
         assert (out - other).norm() < 1e-4 * other.norm()
 
 
+def test_convolutions_that_share_weights_are_refused():
+    model = build('RAVLT')
+    convs = [layer for layer in model.patch_embeds[0].layers if isinstance(layer, nn.Conv2d)]
+    convs[2].weight = convs[1].weight
+    with pytest.raises(ValueError, match='without hooks, shared or computed weights'):
+        model.switch_to_deploy()
+
+
 @pytest.mark.parametrize('change', [('forward', lambda x: x + 1), ('running_var', None)], ids=lambda c: c[0])
 def test_a_batch_norm_that_cannot_be_folded_is_refused_before_anything_is_changed(change):
     model = build('RAVLT')

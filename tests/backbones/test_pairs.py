@@ -247,6 +247,17 @@ def test_recomputed_blocks_give_the_same_gradients(host, stage_attns):
         assert not name.endswith('num_batches_tracked') or other == 1
 
 
+@pytest.mark.parametrize('host', ['RAVLT', 'LinearPVTv2'])
+def test_several_backward_passes_of_recomputed_blocks(host):
+    options = dict(arch=dict(ARCHS[host], ffn=dict(type='compact')), with_cp=True, drop_path_rate=0.0)
+    model = small_hosts.build(host, 'rala', **options).train()
+    out = loss(model(image()))
+    state = {name: value.clone() for name, value in model.named_buffers()}
+    first, second = (torch.autograd.grad(out, tuple(model.parameters()), retain_graph=True) for _ in '12')
+    torch.testing.assert_close(first, second)
+    assert all(torch.equal(value, state[name]) for name, value in model.named_buffers())
+
+
 @pytest.fixture(scope='module')
 def process_group(tmp_path_factory):
     """A group of this process alone: DistributedDataParallel minds unused parameters all the same."""

@@ -82,10 +82,17 @@ def test_attentions(name, arrangement, options, monkeypatch):
         assert torch.equal(given, x)
 
 
+def with_conv(ffn, conv):
+    ffn.dwconv = conv
+    return ffn
+
+
 FFNS = {
     'mlp': lambda: MLP(DIM, 40),
     'conv': lambda: ConvFFN(DIM, 40),
     'dwconv': lambda: DWConvFFN(DIM, 40),
+    'conv 5': lambda: with_conv(ConvFFN(DIM, 40), ResidualDWConv(40, 5, of_gelu=True)),
+    'dwconv 5': lambda: with_conv(DWConvFFN(DIM, 40), nn.Conv2d(40, 40, 5, padding=2, groups=40)),
     'compact': lambda: compact(ConvFFN(DIM, 40)),
     'compact M1': lambda: compact(DWConvFFN(DIM, 40), matrix='M1'),
 }
@@ -116,6 +123,31 @@ def test_blocks(kind, layer_scale, position):
     block.attn.register_forward_hook(lambda module, inputs, out: seen.append((out, out.clone())))
     ROOM.call(block, x, StageContext.of(x))
     torch.testing.assert_close(*seen[0])
+
+
+class Listening(nn.Module):
+    def forward(self, x, stage, *, source=None):
+        return x - 2 * source
+
+
+def test_a_block_of_users_gets_its_source_by_name():
+    block = filled(SourceBlock(DIM, Listening(), MLP(DIM, 40), LN)).eval()
+    x = torch.randn(2, 3, 5, DIM, dtype=torch.float64)
+    torch.testing.assert_close(ROOM.call(block, x, StageContext.of(x)), block(x, StageContext.of(x)))
+
+
+def test_a_mean_token_where_no_key_is_left_out():
+    module = filled(ReducedAttention(DIM, HEADS, 'inline', 1, LN)).eval()
+    x = torch.randn(2, 7, 9, DIM, dtype=torch.float64)
+    torch.testing.assert_close(ROOM.call(module, x, StageContext.of(x)), module(x, StageContext.of(x)))
+
+
+def test_autocast_leaves_float64_alone():
+    model, x = filled(small_hosts.build('LinearSwin', 'inline')).eval(), torch.rand(1, 3, 64, 64, dtype=torch.float64)
+    with torch.autocast('cpu', torch.bfloat16):
+        out = model(x)
+    for one, other in zip(out, model(x)):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize('norm', ['BN', 'SyncBN', 'without weights', 'GN'])
@@ -246,6 +278,7 @@ CHANGES = {
     'a norm of values': of_block('attn.local')(lambda conv: nn.Sequential(conv, filled(nn.BatchNorm2d(8))).eval()),
     'no convolution': of_block('ffn.dwconv')(lambda conv: nn.Identity()),
     'weights of another type': of_block('ffn.fc1')(tagged),
+    'a mixer without rotation': lambda model: setattr(model.stages[0][0].attn.mixer, 'rotary', False),
     'its own mix': of_block('attn.mix')(twice),
     'its own attend': of_block('attend')(twice),
     'its own hidden': of_block('ffn.hidden')(twice),

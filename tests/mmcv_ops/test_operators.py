@@ -91,6 +91,13 @@ def test_deformable_convolution_whose_input_needs_no_gradient():
     assert torch.equal(alone, weight.grad)
 
 
+def test_several_backward_passes_of_one_deformable_convolution():
+    x, offset, weight = cases.normal(1, 2, 4, 6, 6), cases.normal(2, 2, 18, 6, 6), cases.normal(3, 4, 4, 3, 3)
+    out = ops.deform_conv2d(x, offset, weight.requires_grad_(), 1, 1).sum()
+    one, two = (torch.autograd.grad(out * scale, weight, retain_graph=True)[0] for scale in (1, 2))
+    torch.testing.assert_close(two, 2 * one)
+
+
 def pooled(x, rois, size, scale):
     """The maximum over each bin of each RoI, pixel by pixel."""
     output = x.new_zeros(len(rois), x.shape[1], size, size)

@@ -190,7 +190,10 @@ def _check_iou_metric(name: str, metric: Any, classes: Sequence, head: Any) -> I
 
 
 def heads_of(model: nn.Module) -> dict[str, int]:
-    """``num_classes`` of the heads that tell classes apart, by name."""
+    """``num_classes`` of the heads that tell classes apart, by name. None of models that learn to find anything (RPN),
+    or for which classes are places in a text."""
+    if type(model).__name__ == 'RPN' or hasattr(model, 'language_model'):
+        return {}
     roi, found = getattr(model, 'roi_head', None), {}
     heads = {'bbox_head': getattr(roi, 'bbox_head', None) or getattr(model, 'bbox_head', None)}
     heads.update(mask_head=getattr(roi, 'mask_head', None), head=getattr(model, 'head', None))
@@ -212,13 +215,15 @@ def read_samples(dataset: Any) -> Samples:
     prefix = getattr(dataset, 'data_prefix', None)
     root = osp.join(str(prefix.get('img_path') or ''), '') if isinstance(prefix, dict) else ''
     indices, fault = range(0, length, max(1, length // _NUM_READ)), ''
-    is_local = reads_files(dataset, *transforms_of(dataset))
+    steps = transforms_of(dataset)
+    is_local = reads_files(dataset, *steps) and not any(getattr(step, 'ignore_empty', False) for step in steps)
     for index in indices:
         info = dataset.get_data_info(index)
         if not isinstance(info, dict):
             return samples
         path = str(info.get('img_path', ''))
-        labels = [instance.get('bbox_label') for instance in info.get('instances') or () if isinstance(instance, dict)]
+        objects = [instance for instance in info.get('instances') or () if isinstance(instance, dict)]
+        labels = [instance.get('bbox_label') for instance in objects if not instance.get('ignore_flag')]
         of_image = np.ravel(info['gt_label']).tolist() if info.get('gt_label') is not None else []
         for label in labels + of_image:
             if isinstance(label, Integral):
@@ -234,6 +239,8 @@ def read_samples(dataset: Any) -> Samples:
 def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_training: bool) -> Iterator[Finding]:
     """Checks that the heads have an output for each label, and that there is something to learn."""
     classes, heads = classes_of(dataset), heads_of(model)
+    if not is_training and 'Retriever' in type(model).__name__:
+        return  # a query is labelled by the places of what it should find
     advice = 'Set num_classes of the {}, or metainfo.classes of the data set to those that count.'
     for label, path in sorted(samples.labels.items()):
         for head, count in heads.items():
@@ -258,7 +265,8 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
     if not is_training or not classes:
         return
     for head, count in heads.items():
-        if head == 'decode_head' and count < len(classes):
+        one = getattr(decode_head_of(model), 'out_channels', None) == 1  # background and foreground, by a sign
+        if head == 'decode_head' and count + (one and count == 1) < len(classes):
             yield Finding(
                 f'{key}: num_classes = {count} of the head is too small for the {len(classes)} classes of the data. '
                 f'{advice.format(head)}'
@@ -279,7 +287,7 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
     ):
         yield Finding(f'{key}: none of its {samples.num} images has an object of {written(rest)}.', False)
     looks_for_objects = 'bbox_head' in heads and hasattr(dataset, 'get_data_info') and samples.num
-    if looks_for_objects and not samples.labels and 'instances' in dataset.get_data_info(0):
+    if looks_for_objects and not samples.labels and samples.num == len(dataset):
         yield Finding(
             f'{key}: no image of {getattr(dataset, "ann_file", "")} has an object of metainfo.classes = '
             f'{written(classes)}: they have other names there, no area, or an image_id that is no image.'
@@ -329,6 +337,7 @@ def check_stages(stages: dict[str, list[tuple[Any, Samples]]]) -> Iterator[Findi
         names = {label: folder for folder, label in folders.items()}
         for folder, label in theirs.items() if folders else ():
             is_new = other_key == key and folder not in folders and label not in names  # joined data sets may have more
+            is_new = is_new or (folder not in folders and not getattr(other, 'folder_to_idx', None))  # of some samples
             if folders.get(folder) != label and not is_new:
                 here = f'the folder {names[label]!r}' if label in names else 'no folder'
                 yield Finding(

@@ -170,6 +170,8 @@ def fault_of_shapes(content: dict, outlines: bool = False) -> str:
         for entry, box, size in boxes
         if size and all(isinstance(side, (int, float)) for side in size)
         if box[0] + box[2] > size[0] + 2 or box[1] + box[3] > size[1] + 2
+        # as two corners they would fit; boxes of hidden parts of an object may pass the edge
+        if box[0] < box[2] <= size[0] + 2 and box[1] < box[3] <= size[1] + 2
     ]
     if len(beyond) <= len(boxes) / 5:
         return _fault_of_outlines(content) if outlines else ''

@@ -14,6 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from ...utils.errors import RunError
 from ...utils.foreign import draw_from, number_from
+from ..data.checks import leaf_datasets
+from ..data.findings import transforms_of
 
 _STEP, _BATCH = 0, 1  # separate streams for the model and for the data
 
@@ -133,6 +135,13 @@ class ExactResumeHook(Hook):
         loader = loop.dataloader
         if isinstance(loader.batch_sampler, _NumberedBatches):
             return
+        steps = (step for dataset in leaf_datasets(loader.dataset) for step in transforms_of(dataset))
+        caches = sorted({type(step).__name__ for step in steps if hasattr(step, 'results_cache')})
+        if runner.iter > 0 and caches:
+            runner.logger.warning(
+                f'ExactResumeHook: {", ".join(caches)} keeps images of earlier batches, so that this resumed run sees '
+                'others than an uninterrupted one.'
+            )
         by_iterations = isinstance(loop, IterBasedTrainLoop)
         self.batches = self._number(loader, config, by_iterations)
         if by_iterations:

@@ -153,6 +153,7 @@ class StopHook(Hook):
             return
         for hook in runner.hooks:
             if isinstance(hook, EMAHook):  # averaged weights are in the model's place while it is validated
+                vars(hook).update(evaluate_on_origin=False)  # MMPretrain's would validate once more
                 hook.after_val_epoch(runner)
         self._save_and_end(runner, runner.epoch, runner.iter, 0, waits=False)
 

@@ -47,7 +47,8 @@ class UnusedParametersHook(Hook):
                 f'What follows the backbone does not read its maps {unread}: leave them out of model.backbone.'
                 'out_indices, and set in_channels and start_level=0 or in_index of the neck or heads to match. '
             )
-        if isinstance(runner.model, DistributedDataParallel) and not runner.model.find_unused_parameters:
+        model = runner.model
+        if isinstance(model, DistributedDataParallel) and not (model.find_unused_parameters or model.static_graph):
             raise RunError(
                 f'{message}Distributed training stops at such parameters; find_unused_parameters=True lets them be, '
                 'at the price of a search in each iteration.'

@@ -112,7 +112,7 @@ def find_latest_checkpoint(work_dir: str) -> Optional[str]:
     folder, name = osp.split(latest if latest.isprintable() else '')
     same_name = osp.basename(folder) == osp.basename(osp.abspath(work_dir))
     is_own = same_name or osp.realpath(folder) == osp.realpath(work_dir)
-    for candidate in [latest] * is_own + [osp.join(work_dir, name)] * bool(name):
+    for candidate in [osp.join(work_dir, name)] * bool(name) + [latest] * is_own:
         # of other addresses the loader tells whether they are there; nothing is downloaded in the name of a file
         if osp.exists(candidate) or '://' in candidate and not candidate.startswith(('http://', 'https://')):
             return candidate

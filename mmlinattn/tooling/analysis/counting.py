@@ -84,6 +84,8 @@ class Count(TorchDispatchMode):
         if packet in flop_registry:
             operations = flop_registry[packet](*args, **kwargs, out_val=out)  # two a multiply-add
             self.add(_KIND_OF.get(packet, self.kind_of_product), operations // 2)
+        elif str(packet) == 'torchvision.deform_conv2d':
+            self.add(CONV, out.numel() * args[1][0].numel())
         for tensor in tree_leaves(out):
             if isinstance(tensor, torch.Tensor):
                 self._track(tensor)

@@ -166,6 +166,8 @@ def _values(wish: Wish, data: OwnData, form: Form, cfg: Config, stem: str) -> tu
         dataset.update(data_root=f'{wish.root}/', metainfo=_Code('metainfo'), ann_file=str(_file(wish, split)))
         dataset.update(data.settings[split], pipeline=_Code('train_pipeline' if split == 'train' else 'test_pipeline'))
         loader['dataset'] = dataset
+        if split == 'train' and wish.task == 'detection':  # all that was counted: background, and images below 32 px
+            dataset['filter_cfg'] = dict(filter_empty_gt=False, min_size=1)
         if split == 'train' or wish.task == 'classification':
             loader['batch_size'] = batch
         if split == 'train':

@@ -123,6 +123,11 @@ def test_faults_that_a_coco_file_is_built_with(look, tmp_path, changes, words):
     assert line.startswith(f'train_dataloader: {file} ') and words in line
 
 
+def test_boxes_of_hidden_parts_pass_the_edge(look, tmp_path):
+    file = coco(tmp_path, annotations=[dict(BOX, id=9, image_id=1, category_id=3, bbox=[20, 9, 18, 28])])
+    assert look(DETECTOR, train=[coco_data(file)])[0] == ''
+
+
 OUTLINE = [[2, 2, 12, 2, 12, 12]]
 
 

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import nn
 
 from mmlinattn.engine import DataCheckHook, RunError
-from mmlinattn.engine.data import label_images
+from mmlinattn.engine.data import checks, label_images
 from mmlinattn.engine.hooks import data_check
 from mmlinattn.utils.registering import bare_name
 
@@ -48,6 +48,46 @@ def test_a_label_beyond_the_head(look, head, name, info):
         line, _ = look(made, **{stage: [Data(good, dict(info, img_path='a.jpg'), classes=['a', 'b', 'c'])]})
         text = 'num_classes = 2 of the head is too small for the data: a.jpg has label 2 (c), and the '
         assert line.startswith(f'{stage}_dataloader: {text}') and f'Set num_classes of the {name}, or' in line
+
+
+class RPN(nn.Module):
+    rpn_head = bbox_head = SimpleNamespace(num_classes=1)
+
+
+class Grounding(nn.Module):
+    bbox_head, language_model = SimpleNamespace(num_classes=2), nn.Identity()
+
+
+class Retriever(nn.Module):
+    head = SimpleNamespace(num_classes=2)
+
+
+def test_labels_that_are_no_outputs_of_a_head(look):
+    """What learns to find anything, places in a text, what a query should find, objects that do not count."""
+    objects, image = Data(dict(instances=[dict(bbox_label=7)]), classes=list('abcdefgh')), Data(dict(gt_label=[0, 9]))
+    ignored = Data(dict(instances=[dict(bbox_label=-1, ignore_flag=1), dict(bbox_label=1)]), classes=list('abc'))
+    assert look(RPN(), train=[objects]) == look(Grounding(), train=[objects]) == ('', [])
+    assert look(Retriever(), val=[image]) == ('', []) and 'too small' in look(Retriever(), train=[image])[0]
+    assert look(DETECTOR, train=[ignored])[0] == ''
+
+
+def test_objects_that_the_sample_may_miss(look, monkeypatch):
+    monkeypatch.setattr(checks, '_NUM_READ', 2)
+    empty, found = dict(instances=[]), dict(instances=[dict(bbox_label=0)])
+    assert look(DETECTOR, train=[Data(empty, found, empty, found, classes=list('abc'))])[0] == ''
+    assert 'has an object of metainfo.classes' in look(DETECTOR, train=[Data(empty, empty, classes=list('abc'))])[0]
+
+
+def test_folders_that_the_sample_may_miss(look):
+    """Of lists of files; the same folder under another label is a fault."""
+
+    def listed(*names):
+        infos = [dict(gt_label=label, img_path=f'root/{name}/a.jpg') for name, label in names]
+        return Data(*infos, data_prefix=dict(img_path='root'), classes=list('abc'))
+
+    train = listed(('a', 0), ('b', 1))
+    assert look(CLASSIFIER, train=[train], val=[listed(('a', 0), ('c', 2))])[0] == ''
+    assert 'and the folder' in look(CLASSIFIER, train=[train], val=[listed(('a', 1), ('b', 0))])[0]
 
 
 def test_one_hot_labels_of_another_number_of_classes(look):
@@ -281,6 +321,8 @@ def test_one_channel_tells_two_classes(look, tmp_path):
     head = SimpleNamespace(num_classes=1, out_channels=1, ignore_index=None)
     made = nn.Module()
     made.decode_head = head
+    assert look(made, train=[dataset]) == ('', [])
+    dataset.METAINFO = dataset._metainfo = dict(classes=('background', 'road'))
     assert look(made, train=[dataset]) == ('', [])
     head.loss_decode = SimpleNamespace(use_sigmoid=False)
     assert 'the label 1' in look(made, train=[dataset])[0]

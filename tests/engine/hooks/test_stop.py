@@ -7,7 +7,8 @@ import pytest
 import torch
 from engine_toys import make_runner, validation
 from mmengine.dataset import DefaultSampler
-from mmengine.hooks import Hook
+from mmengine.hooks import EMAHook, Hook
+from mmengine.registry import HOOKS as HOOKS_OF_MMENGINE
 
 from mmlinattn.engine.hooks import stop
 from mmlinattn.engine.hooks.stop import shield_workers
@@ -93,6 +94,21 @@ def test_in_a_validation_it_is_saved_at_once(tmp_path):
     assert saved['meta']['iter'] == 3 and saved['param_schedulers'] == epoch['param_schedulers']
     assert all(torch.equal(value, epoch['state_dict'][key]) for key, value in saved['state_dict'].items())
     assert not torch.equal(saved['state_dict']['layer.weight'], saved['ema_state_dict']['module.layer.weight'])
+
+
+@HOOKS_OF_MMENGINE.register_module()
+class TwiceValidated(EMAHook):
+    """As MMPretrain's."""
+
+    evaluate_on_origin = True
+
+    def after_val_epoch(self, runner, metrics=None):
+        super().after_val_epoch(runner, metrics)
+        assert not self.evaluate_on_origin
+
+
+def test_a_stopped_validation_is_not_repeated(tmp_path):
+    assert stopped(tmp_path / 'work', Kill(3, 'val'), [*HOOKS, dict(type='TwiceValidated')], **validation())
 
 
 def test_a_validation_goes_on_where_nobody_asks(tmp_path):

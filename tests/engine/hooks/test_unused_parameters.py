@@ -62,4 +62,6 @@ def test_distributed_training_stops_or_is_told_to_search(tmp_path, one_process):
     )
     assert warnings_of(tmp_path, CPUDistributedDataParallel, skips=False) == []
     searching = partial(CPUDistributedDataParallel, find_unused_parameters=True)
+    static = partial(CPUDistributedDataParallel, static_graph=True)
+    assert warnings_of(tmp_path, static) == [f'{NAMES}{READ}{WARNING}']
     assert warnings_of(tmp_path, searching) == [f'{NAMES}{READ}{WARNING}']

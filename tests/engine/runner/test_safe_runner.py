@@ -137,7 +137,10 @@ def test_the_last_checkpoint(tmp_path, monkeypatch):
     elsewhere = tmp_path / 'out' / 'work' / 'epoch_2.pth'
     elsewhere.parent.mkdir(parents=True)
     elsewhere.touch()
+    (work / 'epoch_2.pth').touch()
     (work / 'last_checkpoint').write_text(str(elsewhere))
+    assert find_latest_checkpoint(str(work)) == str(work / 'epoch_2.pth')  # of another run, whose folder was copied
+    (work / 'epoch_2.pth').unlink()
     assert find_latest_checkpoint(str(work)) == str(elsewhere)
     (work / 'last_checkpoint').write_text('s3://out/work/epoch_2.pth')
     assert find_latest_checkpoint(str(work)) == 's3://out/work/epoch_2.pth'

@@ -26,6 +26,14 @@ class Toy(nn.Module):
         return F.scaled_dot_product_attention(x[:, None], x[:, None], self.nameless[0](x)[:, None]), state
 
 
+def test_deformable_convolutions():
+    deform_conv2d = pytest.importorskip('torchvision.ops').deform_conv2d
+    x, offset, weight = (torch.empty(*shape, device='meta') for shape in ((1, 4, 9, 7), (1, 18, 9, 7), (6, 2, 3, 3)))
+    with Count(nn.Identity()) as count:
+        deform_conv2d(x, offset, weight, padding=1)
+    assert count.macs == {('', CONV): 6 * 9 * 7 * 2 * 9}
+
+
 @pytest.mark.parametrize('device', ['cpu', 'meta'])
 def test_counts_by_kind_and_module(device):
     """Twice the same; modules without a name, and products, count as part of what calls them."""

@@ -67,6 +67,7 @@ def test_detectors(tmp_path, untried, backbone, outline, kind, count):
     assert 'SyncBN' not in str(cfg.model)
     assert cfg.train_pipeline[2].scale == (640, 480)  # as the images are, not COCO's
     assert cfg.train_dataloader.dataset.metainfo.classes == ('cell', 'dust')
+    assert cfg.train_dataloader.dataset.filter_cfg == dict(filter_empty_gt=False, min_size=1)  # all that was counted
     rate = 2e-4 if 'pvt' in backbone else 1e-4  # of the recipe, for 16 images
     assert cfg.optim_wrapper.optimizer.lr == pytest.approx(rate * 4 / 16) and cfg.auto_scale_lr.base_batch_size == 4
     assert cfg.param_scheduler[0].end < 2 * cfg.max_epochs  # of 2 iterations; the recipe warms up for 500
