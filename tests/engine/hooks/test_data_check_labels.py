@@ -15,7 +15,6 @@ from torch import nn
 from mmlinattn.engine import DataCheckHook, RunError
 from mmlinattn.engine.data import checks, label_images
 from mmlinattn.engine.hooks import data_check
-from mmlinattn.utils.registering import bare_name
 
 
 class Data(list):
@@ -398,12 +397,3 @@ def test_a_sample_of_many(look, tmp_path, monkeypatch):
     assert len({str(path) for path in opened if 'ann' in str(path)}) == 20
     opened.clear()
     assert look(SEGMENTOR, train=[other], num_images=20) == ('', []) and not opened
-
-
-def test_the_hook_is_in_every_config_s_runtime():
-    from config_helpers import load
-
-    for task in ('mmdet', 'mmseg', 'mmpretrain'):
-        pytest.importorskip(task)
-        hooks = [bare_name(hook.type) for hook in load(f'{task}/ravlt_shapes_quickstart').custom_hooks]
-        assert 'DataCheckHook' in hooks
