@@ -155,7 +155,7 @@ class WindowAttention(Attention):
         if self.mixer.local_keys:
             grid = grid._replace(regions=windows.regions_of_tokens(x))
         out = self.mix(q, k, v, grid, mask=real, bias=self.map_bias(windows, hidden, x.shape[0]), context=context)
-        if gate:
+        if gate and self.gate:
             return self.proj(windows.merge(out * gate[0], x.shape[0]))
         return self.proj(self.gated(windows.merge(out, x.shape[0]), x, gate))
 
