@@ -64,8 +64,10 @@ def check_out(out: str, is_folder: bool, pictures: list) -> Path:
     if is_folder:
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
-        for name in drawing_names(pictures):
-            check_out_file(out / name, *pictures)
+        read = {osp.realpath(path): path for path in pictures}
+        for path in (out / name for name in drawing_names(pictures)):
+            if osp.realpath(path) in read:
+                check_out_file(path, read[osp.realpath(path)])
     else:
         check_out_file(out, *pictures)
     return out

@@ -123,9 +123,10 @@ class Backbone(Arch, BaseModule):
     def build_ffn(self, stage: int, default: type):
         """Feed-forward network of a block: the arch's, or ``default``."""
         dim, ratio = self.embed_dims[stage], self.per_stage('mlp_ratios')[stage]
-        if int(dim * ratio) < 1:
+        hidden = int(dim * ratio)
+        if hidden < 1:
             raise ValueError(f'arch: mlp_ratios={ratio} of the width {dim} is no hidden channel')
-        return build_ffn(self.per_stage('ffn')[stage], default, dim, int(dim * ratio))
+        return build_ffn(self.per_stage('ffn')[stage], default, dim, hidden)
 
     def check_input(self, x: Tensor) -> None:
         if x.dim() != 4 or x.shape[1] != self.in_channels or x.shape[2] < 32 or x.shape[3] < 32:

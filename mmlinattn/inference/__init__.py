@@ -47,8 +47,9 @@ def run(backbone, x: Tensor) -> tuple[Tensor, ...]:
     if casts and dtype == torch.float32 and _is_slow(x):
         with dispatch.without_autocast(x):
             x = x.float()
-            return backbone.features(x, _caller(backbone, x))
-    return backbone.features(x, _caller(backbone, x))
+            return backbone.features(x, _caller(backbone, x, x.dtype))
+    products = torch.get_autocast_dtype(x.device.type) if casts else x.dtype
+    return backbone.features(x, _caller(backbone, x, products))
 
 
 def recomputed(block: nn.Module, x: Tensor, stage, backward_context) -> Tensor:
@@ -63,12 +64,10 @@ def _call(module, *args):
     return module(*args)
 
 
-def _caller(backbone, x: Tensor):
-    """The function that calls the modules of a backbone."""
+def _caller(backbone, x: Tensor, dtype: torch.dtype):
+    """The function that calls the modules of a backbone, whose products are of type ``dtype``."""
     if not x.is_cpu or torch.is_grad_enabled() or backbone.training or dispatch.needs_reference(x):
         return _call
-    casts = dispatch.autocasts(x) and x.dtype != torch.float64  # which autocast leaves alone
-    dtype = torch.get_autocast_dtype('cpu') if casts else x.dtype
     # float16 would lose small layer scales in a matrix
     if dtype == torch.float16 or private.has_global_hooks() or private.has_function_modes() or _code_is_changed():
         return _call

@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Feature maps of queries and keys, by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 import torch.nn.functional as F
@@ -66,7 +66,7 @@ IN_PLACE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor],
 }
 
 
-def check_kernel(kernel: str, allowed: tuple[str, ...]) -> str:
+def check_kernel(kernel: str, allowed: Collection[str]) -> str:
     """``kernel`` itself.
 
     Raises:

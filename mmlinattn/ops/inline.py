@@ -51,7 +51,7 @@ def inline_attention(
     Raises:
         ValueError: For another ``kernel``.
     """
-    check_kernel(kernel, tuple(FEATURE_MAPS))
+    check_kernel(kernel, FEATURE_MAPS)
     with dispatch.without_autocast(q):
         if dispatch.backend(q, k, v) == 'reference' or not are_attended(q, k, v, num_heads):
             return inline_attention_reference(q, k, v, num_heads, scale, kernel, mask)

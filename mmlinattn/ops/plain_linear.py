@@ -42,7 +42,7 @@ def linear_attention(
     Raises:
         ValueError: For another ``kernel``.
     """
-    check_kernel(kernel, tuple(FEATURE_MAPS))
+    check_kernel(kernel, FEATURE_MAPS)
     with dispatch.without_autocast(q):
         if dispatch.backend(q, k, v) == 'reference' or not are_attended(q, k, v, num_heads):
             return linear_attention_reference(q, k, v, num_heads, kernel, mask, eps)

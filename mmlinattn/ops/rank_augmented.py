@@ -70,7 +70,7 @@ def rala(
     Raises:
         ValueError: For another ``kernel``, and for keys of other tokens than queries.
     """
-    check_kernel(kernel, tuple(FEATURE_MAPS))
+    check_kernel(kernel, FEATURE_MAPS)
     if is_known(q.shape[1], k.shape[1]) and q.shape[1] != k.shape[1]:
         raise ValueError(f'rala: q has {q.shape[1]} tokens and k {k.shape[1]}; allowed is one map, of queries and keys')
     with dispatch.without_autocast(q):

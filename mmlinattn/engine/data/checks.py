@@ -238,9 +238,8 @@ def read_samples(dataset: Any) -> Samples:
 
 def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_training: bool) -> Iterator[Finding]:
     """Checks that the heads have an output for each label, and that there is something to learn."""
-    classes, heads = classes_of(dataset), heads_of(model)
-    if not is_training and 'Retriever' in type(model).__name__:
-        return  # a query is labelled by the places of what it should find
+    finds_places = not is_training and 'Retriever' in type(model).__name__  # which are the labels of a query
+    classes, heads = classes_of(dataset), {} if finds_places else heads_of(model)
     advice = 'Set num_classes of the {}, or metainfo.classes of the data set to those that count.'
     for label, path in sorted(samples.labels.items()):
         for head, count in heads.items():
@@ -264,9 +263,9 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
         return
     if not is_training or not classes:
         return
+    is_binary = getattr(decode_head_of(model), 'out_channels', None) == 1  # background and foreground, by a sign
     for head, count in heads.items():
-        one = getattr(decode_head_of(model), 'out_channels', None) == 1  # background and foreground, by a sign
-        if head == 'decode_head' and count + (one and count == 1) < len(classes):
+        if head == 'decode_head' and (max(count, 2) if is_binary else count) < len(classes):
             yield Finding(
                 f'{key}: num_classes = {count} of the head is too small for the {len(classes)} classes of the data. '
                 f'{advice.format(head)}'
@@ -286,8 +285,8 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
         and not hasattr(dataset, 'cat2label')
     ):
         yield Finding(f'{key}: none of its {samples.num} images has an object of {written(rest)}.', False)
-    looks_for_objects = 'bbox_head' in heads and hasattr(dataset, 'get_data_info') and samples.num
-    if looks_for_objects and not samples.labels and samples.num == len(dataset):
+    looks_for_objects = 'bbox_head' in heads and samples.num and samples.num == len(dataset)
+    if looks_for_objects and not samples.labels and 'instances' in dataset.get_data_info(0):
         yield Finding(
             f'{key}: no image of {getattr(dataset, "ann_file", "")} has an object of metainfo.classes = '
             f'{written(classes)}: they have other names there, no area, or an image_id that is no image.'
@@ -336,8 +335,9 @@ def check_stages(stages: dict[str, list[tuple[Any, Samples]]]) -> Iterator[Findi
         theirs = _labelled_folders(other, more)
         names = {label: folder for folder, label in folders.items()}
         for folder, label in theirs.items() if folders else ():
-            is_new = other_key == key and folder not in folders and label not in names  # joined data sets may have more
-            is_new = is_new or (folder not in folders and not getattr(other, 'folder_to_idx', None))  # of some samples
+            # a sample may miss folders, and joined data sets may have more
+            is_sample = not getattr(other, 'folder_to_idx', None)
+            is_new = folder not in folders and (is_sample or (other_key == key and label not in names))
             if folders.get(folder) != label and not is_new:
                 here = f'the folder {names[label]!r}' if label in names else 'no folder'
                 yield Finding(

@@ -75,6 +75,7 @@ def test_objects_that_the_sample_may_miss(look, monkeypatch):
     empty, found = dict(instances=[]), dict(instances=[dict(bbox_label=0)])
     assert look(DETECTOR, train=[Data(empty, found, empty, found, classes=list('abc'))])[0] == ''
     assert 'has an object of metainfo.classes' in look(DETECTOR, train=[Data(empty, empty, classes=list('abc'))])[0]
+    assert look(DETECTOR, train=[Data({}, {}, classes=list('abc'))])[0] == ''  # which says nothing of objects
 
 
 def test_folders_that_the_sample_may_miss(look):
