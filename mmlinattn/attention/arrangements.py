@@ -5,11 +5,10 @@ from typing import Optional, Union
 
 import torch
 import torch.nn.functional as F
-from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
-from ..layers.patch_embed import PatchConv2d, pad_to_multiple
+from ..layers.patch_embed import PatchConv2d, build_token_norm, pad_to_multiple
 from ..ops.tensors import to_image, unflatten
 from .base import Attention, Mixing, ReducedKeysAttention, mean_token
 from .context import MapWindows, StageContext
@@ -35,7 +34,7 @@ class ReducedAttention(ReducedKeysAttention):
             raise ValueError(f'ratio={ratio}: {mixer!r} adds a convolution of the values, which has to keep their map')
         self.ratio = ratio
         self.sr = PatchConv2d(dim, dim, ratio)
-        self.norm = build_norm_layer(norm_cfg, dim)[1]
+        self.norm = build_token_norm(norm_cfg, dim)
 
     def reduce(self, x: Tensor) -> Tensor:
         return self.norm(self.sr(to_image(pad_to_multiple(x, self.ratio))).permute(0, 2, 3, 1))
@@ -203,7 +202,7 @@ class StripeAttention(BaseModule):
             raise ValueError(f'gate={mixer_module.gate!r} of {mixer!r} is not available in stripes')
         widths = mixer_module.widths
         if mixer_module.gate:
-            widths = (*widths, dim // 2)
+            widths = (*widths, widths[2])
         self.widths = tuple(widths)
         self.qkv = nn.Linear(dim, 2 * sum(widths))
         self.proj = nn.Linear(2 * widths[2], dim)

@@ -96,7 +96,7 @@ class Attention(Mixing):
         self.gate = self.mixer.gate if own else gate
         if self.gate not in GATES:
             raise ValueError(f"gate={self.gate!r} has to be None, 'projection', 'identity' or 'tanh'")
-        self.widths = (*self.mixer.widths, dim) if self.gate == 'projection' else self.mixer.widths
+        self.widths = (*self.mixer.widths, self.mixer.widths[2]) if self.gate == 'projection' else self.mixer.widths
         self.build_projections(dim, qkv_bias)
         self.proj = nn.Linear(self.widths[2], dim)
 

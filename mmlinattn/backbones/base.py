@@ -165,9 +165,11 @@ class Backbone(Arch, BaseModule):
         Returns:
             Backbone: The model itself, in eval mode. Its ``state_dict`` loads into one built with ``deploy=True``.
         """
-        for module in self.modules():
-            if isinstance(module, FactorisedLinear):
-                module.switch_to_deploy()
+        factorised = [module for module in self.modules() if isinstance(module, FactorisedLinear)]
+        for module in factorised:
+            module.merged()  # raises before any is replaced
+        for module in factorised:
+            module.switch_to_deploy()
         return self.eval()
 
     def run_block(self, block: nn.Module, x: Tensor, stage: StageContext, call: Callable) -> Tensor:

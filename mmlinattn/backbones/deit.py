@@ -3,13 +3,12 @@ from collections.abc import Sequence
 from typing import Any, Callable, Optional, Union
 
 import torch
-from mmcv.cnn import build_norm_layer
 from mmengine.model import ModuleList
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from ..attention import Attention, Grid, StageContext
-from ..layers import MLP, Block, PatchEmbed, PositionTable, TokenBlock
+from ..layers import MLP, Block, PatchEmbed, PositionTable, TokenBlock, build_token_norm
 from ..ops.grid import to_map
 from .arch import check_type
 from .base import Backbone, numbered
@@ -108,7 +107,7 @@ class LinearDeiT(Backbone):
             self.build_block(spec, rate, (side, side))
             for spec, rate in list(zip(self.block_attns[0], self.drop_paths[0]))[: self.num_blocks]
         )
-        self.out_norm = build_norm_layer(self.out_norm_cfg, dim)[1] if check_type('out_norm', out_norm, bool) else None
+        self.out_norm = build_token_norm(self.out_norm_cfg, dim) if check_type('out_norm', out_norm, bool) else None
         self.finish_init()
 
     def build_block(self, spec: Any, drop_path: float, grid: tuple[int, int]) -> Block:

@@ -5,13 +5,12 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from mmcv.cnn import build_norm_layer
 from mmcv.cnn.bricks import DropPath
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from ..attention import ReducedKeysAttention, StageContext
-from ..layers import MLP
+from ..layers import MLP, build_map_norm
 from ..ops.sizes import is_known
 from ..ops.tensors import to_image
 
@@ -46,7 +45,7 @@ class ConvNorm(BaseModule):
     ) -> None:
         super().__init__()
         self.conv = nn.Conv2d(in_dim, dim, kernel_size, stride, kernel_size // 2, groups=groups, bias=False)
-        self.norm = build_norm_layer(norm_cfg, dim)[1]
+        self.norm = build_map_norm(norm_cfg, dim)
         self.relu = relu
 
     def forward(self, x: Tensor) -> Tensor:
@@ -144,7 +143,7 @@ class AveragedKeysAttention(ReducedKeysAttention):
         super().__init__(dim, num_heads, mixer, **kwargs)
         self.ratio = ratio
         self.reduction = reduction
-        self.norm = build_norm_layer(norm_cfg, dim)[1]
+        self.norm = build_map_norm(norm_cfg, dim)
 
     def reduce(self, x: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, h, w, C); of sequences, h is 1."""
@@ -173,7 +172,7 @@ class ConvBlock(BaseModule):
         super().__init__()
         self.embed = ConvNorm(in_dim, dim, norm_cfg) if in_dim != dim else None
         self.conv = ConvAttention(dim, group_dim, norm_cfg)
-        self.norm = build_norm_layer(norm_cfg, dim)[1]
+        self.norm = build_map_norm(norm_cfg, dim)
         self.ffn = ffn
         self.drop_path = DropPath(drop_path)
 
@@ -210,11 +209,11 @@ class TransformerBlock(BaseModule):
     ) -> None:
         super().__init__()
         self.embed = ConvNorm(in_dim, attn_dim, norm_cfg) if in_dim != attn_dim else None
-        self.norm1 = build_norm_layer(norm_cfg, attn_dim)[1]
+        self.norm1 = build_map_norm(norm_cfg, attn_dim)
         self.attn = attn
         self.narrow = ConvNorm(attn_dim, dim - attn_dim, norm_cfg)
         self.conv = ConvAttention(dim - attn_dim, group_dim, norm_cfg)
-        self.norm2 = build_norm_layer(norm_cfg, dim)[1]
+        self.norm2 = build_map_norm(norm_cfg, dim)
         self.ffn = ffn
         self.attn_drop_path = DropPath(drop_path * SHARE)
         self.conv_drop_path = DropPath(drop_path * (1 - SHARE))

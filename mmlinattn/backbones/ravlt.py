@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..attention import GlobalAttention, Grid, StageContext
 from ..layers import (
+    MLP,
     Block,
     ConvDownsample,
     ConvFFN,
@@ -16,6 +17,7 @@ from ..layers import (
     ConvStem,
     FactorisedLinear,
     ResidualDWConv,
+    SourceBlock,
     fold_batch_norm,
     is_foldable,
     rotary_table,
@@ -137,7 +139,8 @@ class RAVLT(PyramidBackbone):
             ValueError: For a batch norm that cannot be folded, before anything is changed.
         """
         owners = Counter(p for module in self.modules() for p in module._parameters.values() if p is not None)
-        for embed in self.patch_embeds:
+        embeds = [embed for embed in self.patch_embeds if isinstance(embed, (ConvStem, ConvDownsample))]
+        for embed in embeds:
             for conv, norm in zip(embed.layers, list(embed.layers)[1:]):
                 is_pair = type(conv) in (nn.Conv2d, ConvOfGELU) and not is_altered(conv) and is_foldable(norm)
                 is_pair = is_pair and all(owners[parameter] == 1 for parameter in conv.parameters())
@@ -148,9 +151,9 @@ class RAVLT(PyramidBackbone):
                         'forward, without hooks, shared or computed weights'
                     )
         super().switch_to_deploy()
-        for embed in self.patch_embeds:
+        for embed in embeds:
             embed.layers = fold_batch_norms(embed.layers)
-        blocks = [block for stage in self.stages for block in stage]
+        blocks = [block for stage in self.stages for block in stage if ends_in_products(block)]
         scaled = [
             (block, layer, name)
             for block in dict.fromkeys(blocks)
@@ -168,6 +171,13 @@ class RAVLT(PyramidBackbone):
                     parameter.mul_(gamma if parameter.dim() == 1 else gamma[:, None])
             setattr(block, name, None)
         return self.eval()
+
+
+def ends_in_products(block: nn.Module) -> bool:
+    """Whether both branches of a block end in the products that layer scales can be part of."""
+    if type(block) not in (Block, SourceBlock):
+        return False
+    return type(block.attn) is GlobalAttention and type(block.ffn).forward is MLP.forward
 
 
 def fold_batch_norms(layers: nn.Sequential) -> nn.Sequential:

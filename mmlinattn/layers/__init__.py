@@ -10,6 +10,8 @@ from .patch_embed import (
     PatchConv2d,
     PatchEmbed,
     PatchMerging,
+    build_map_norm,
+    build_token_norm,
     fold_batch_norm,
     is_foldable,
 )
@@ -33,6 +35,8 @@ __all__ = [
     'SourceBlock',
     'TokenBlock',
     'build_ffn',
+    'build_map_norm',
+    'build_token_norm',
     'compact',
     'fold_batch_norm',
     'is_foldable',

@@ -6,13 +6,13 @@ from typing import Any, Optional
 
 import torch
 import torch.nn.functional as F
-from mmcv.cnn import build_norm_layer
 from mmcv.cnn.bricks import DropPath
 from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from .. import ops
 from ..ops.tensors import to_image, unflatten
+from .patch_embed import build_token_norm
 
 
 class Block(BaseModule):
@@ -44,9 +44,9 @@ class Block(BaseModule):
     ) -> None:
         super().__init__(init_cfg)
         self.position = position
-        self.norm1 = build_norm_layer(norm_cfg, dim)[1]
+        self.norm1 = build_token_norm(norm_cfg, dim)
         self.attn = attn
-        self.norm2 = build_norm_layer(norm_cfg, dim)[1]
+        self.norm2 = build_token_norm(norm_cfg, dim)
         self.ffn = ffn
         self.drop_path = DropPath(drop_path) if drop_path > 0 else nn.Identity()
         gammas = [None if layer_scale is None else nn.Parameter(torch.full((dim,), float(layer_scale))) for _ in '12']

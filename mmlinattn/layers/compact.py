@@ -108,10 +108,15 @@ class FactorisedLinear(BaseModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.up(self.down(x)) + self.bias
 
+    def merged(self) -> tuple[nn.Module, nn.Module]:
+        """Both factors, each with its branches merged."""
+        if isinstance(self.down, BranchedLinear) and isinstance(self.up, BranchedLinear):
+            return self.down.merged(), self.up.merged()
+        return self.down, self.up
+
     def switch_to_deploy(self) -> None:
         """Merge the branches of each factor, in place."""
-        if isinstance(self.down, BranchedLinear) and isinstance(self.up, BranchedLinear):
-            self.down, self.up = self.down.merged(), self.up.merged()
+        self.down, self.up = self.merged()
 
 
 def compact(

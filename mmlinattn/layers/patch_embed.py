@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm, _NormBase
 from typing_extensions import TypeGuard
 
 from .. import ops
@@ -28,6 +28,18 @@ def build_map_norm(norm_cfg: dict, dim: int) -> nn.Module:
     norm = build_norm_layer(norm_cfg, dim)[1]
     if type(norm) is nn.LayerNorm:
         raise ValueError(f"norm_cfg={norm_cfg} has to be a norm of (B, C, H, W) maps, as 'BN', 'SyncBN' or 'GN'")
+    return norm
+
+
+def build_token_norm(norm_cfg: dict, dim: int) -> nn.Module:
+    """A norm over the last axis, of (B, N, C) tokens or (B, H, W, C) maps.
+
+    Raises:
+        ValueError: For one of (B, C, ...) maps, which would take rows or tokens for channels.
+    """
+    norm = build_norm_layer(norm_cfg, dim)[1]
+    if isinstance(norm, (_NormBase, nn.GroupNorm)):
+        raise ValueError(f"norm_cfg={norm_cfg} has to be a norm over the last axis, as 'LN'")
     return norm
 
 
@@ -157,7 +169,7 @@ class PatchEmbed(BaseModule):
         else:
             self.proj = nn.Conv2d(in_dim, dim, kernel_size, stride, padding)
             self.pad = partial(pad_by, beyond=kernel_size - 2 * padding - 1)
-        self.norm = None if norm_cfg is None else build_norm_layer(norm_cfg, dim)[1]
+        self.norm = None if norm_cfg is None else build_token_norm(norm_cfg, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.proj(to_image(self.pad(x))).permute(0, 2, 3, 1)
@@ -172,7 +184,7 @@ class PatchMerging(BaseModule):
 
     def __init__(self, in_dim: int, dim: int, norm_cfg: dict, init_cfg=None) -> None:
         super().__init__(init_cfg)
-        self.norm = build_norm_layer(norm_cfg, 4 * in_dim)[1]
+        self.norm = build_token_norm(norm_cfg, 4 * in_dim)
         self.reduction = nn.Linear(4 * in_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

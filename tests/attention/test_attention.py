@@ -190,15 +190,15 @@ def test_a_host_gates_those_that_have_no_opinion():
 @pytest.mark.parametrize('gate', [None, 'projection', 'identity'])
 @pytest.mark.parametrize('local_kernel', [None, 3])
 def test_a_new_attention_is_one_class(gate, local_kernel):
-    """Registered under a name it works wherever the others do, with any widths of queries, keys and values, those of a
-    gated one as wide as the tokens; what it gives may be a view that cannot be written over."""
+    """Registered under a name it works wherever the others do, with any widths of queries, keys and values, those of one
+    that is gated by its input as wide as the tokens; what it gives may be a view that cannot be written over."""
 
     def mean(q, k, v):
         return (2 * v + q.sum(-1, keepdim=True) - k.sum(-1, keepdim=True)).mean(dim=1, keepdim=True).expand_as(v)
 
     @TOKEN_MIXERS.register_module('narrow', force=True)
     class Narrow(TokenMixer):
-        widths = 2, 3, 6 if gate is None else DIM
+        widths = 2, 3, DIM if gate == 'identity' else 6
 
         def forward(self, q, k, v, grid, key_grid, **_):
             return mean(q, k, v)
@@ -208,7 +208,7 @@ def test_a_new_attention_is_one_class(gate, local_kernel):
         assert get_mixer(dict(type=Narrow, a=1)) == (Narrow, dict(a=1))  # a class may stand for its name
     finally:
         TOKEN_MIXERS._module_dict.pop('narrow')
-    q, k, v, *gates = attention.qkv(x).split([*Narrow.widths, *([DIM] if gate == 'projection' else [])], dim=-1)
+    q, k, v, *gates = attention.qkv(x).split([*Narrow.widths, *([6] if gate == 'projection' else [])], dim=-1)
     out = mean(q, k, v)
     if local_kernel:
         out = out + reference.local_term(v, attention.local.weight, attention.local.bias, 3, 5)

@@ -10,6 +10,7 @@ from small_hosts import ARCHS, build, image
 from torch import nn
 
 from mmlinattn import ops
+from mmlinattn.layers import Block, PatchEmbed
 
 COMPACT = {host: dict(arch=dict(arch, ffn=dict(type='compact'))) for host, arch in ARCHS.items()}
 CASES = [
@@ -101,6 +102,23 @@ def test_layers_of_several_blocks_and_convolutions_without_bias(part):
         assert (out - other).norm() < 1e-4 * other.norm()
 
 
+class Sharpened(Block):
+    def attend(self, x, stage):
+        return super().attend(x, stage).tanh()
+
+
+def test_an_own_stem_and_own_blocks_stay():
+    """What a block does to its attention's output, a scale inside the attention's projection would not undergo."""
+    model, x = build('RAVLT').eval(), image(2, 70, 99)
+    model.patch_embeds[0] = PatchEmbed(3, model.embed_dims[0], 4, 4)
+    model.stages[0][0].__class__ = Sharpened
+    model.stages[1][0].attn = nn.Sequential(model.stages[1][0].attn)
+    model.stages[1][0].attn.forward = lambda x, stage: model.stages[1][0].attn[0](x, stage)
+    expected = model(x)
+    for out, other in zip(model.switch_to_deploy()(x), expected):
+        assert (out - other).norm() < 1e-4 * other.norm()
+
+
 def test_convolutions_that_share_weights_are_refused():
     model = build('RAVLT')
     convs = [layer for layer in model.patch_embeds[0].layers if isinstance(layer, nn.Conv2d)]
@@ -110,12 +128,13 @@ def test_convolutions_that_share_weights_are_refused():
 
 
 @pytest.mark.parametrize('change', [('forward', lambda x: x + 1), ('running_var', None)], ids=lambda c: c[0])
-def test_a_batch_norm_that_cannot_be_folded_is_refused_before_anything_is_changed(change):
-    model = build('RAVLT')
-    norm = [layer for layer in model.patch_embeds[-1].layers if isinstance(layer, nn.BatchNorm2d)][-1]
-    setattr(norm, *change)
+@pytest.mark.parametrize('place', ['stem', 'ffn'])
+def test_a_batch_norm_that_cannot_be_folded_is_refused_before_anything_is_changed(place, change):
+    model = build('RAVLT', **COMPACT['RAVLT'])
+    embed, factor = model.patch_embeds[-1].layers, model.stages[-1][-1].ffn.fc2.up
+    setattr(embed.norm if place == 'stem' else factor.norms[-1], *change)
     state = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(ValueError, match='switch_to_deploy: BatchNorm2d cannot be folded into Conv2d; allowed'):
+    with pytest.raises(ValueError, match='switch_to_deploy: .* cannot be (folded into Conv2d|merged); allowed'):
         model.switch_to_deploy()
     found = model.state_dict()
     assert found.keys() == state.keys() and all(torch.equal(found[key], state[key]) for key in state)

@@ -79,7 +79,7 @@ SPECIAL = [
     ('RAVLT', dict(norm_cfg='BN'), ["norm_cfg='BN'", 'dict']),
     ('RAVLT', dict(arch=arch('RAVLT', layer_scales='a')), ["arch: layer_scales='a'", 'numbers or None']),
     ('RAVLT', dict(arch=arch('RAVLT', mlp_ratios=0.01)), ['mlp_ratios=0.01', 'no hidden channel']),
-    ('RAVLT', dict(norm_cfg=dict(type='LN')), ["norm_cfg={'type': 'LN'}", '(B, C, H, W)']),
+    *((host, dict(norm_cfg=dict(type='LN')), ["'type': 'LN'", '(B, C, H, W)']) for host in ('RAVLT', NEXT)),
     ('RAVLT', dict(arch=arch('RAVLT', num_heads=(1, 2, 3, 16))), ['head_dim=2', 'multiple of 4']),
     (NEXT, dict(stage_norms='yes'), ["stage_norms='yes'", 'bool']),
     (NEXT, dict(key_reduction='rows'), ["key_reduction='rows'", "'grid', 'sequence'"]),

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mmlinattn.attention import Grid, StageContext
-from mmlinattn.layers import MLP, Block, ConvFFN, SourceBlock, TokenBlock
+from mmlinattn.attention import Grid, ReducedAttention, StageContext
+from mmlinattn.layers import MLP, Block, ConvFFN, PatchEmbed, PatchMerging, SourceBlock, TokenBlock
 
 LN = dict(type='LN', eps=1e-6)
 
@@ -124,6 +124,22 @@ def test_small_layer_scales_under_float16(learns):
     if learns:
         out.sum().backward()
         torch.testing.assert_close(model.gamma2.grad, exact.sum(dim=(0, 1)), rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize('norm', ['BN1d', 'IN', 'GN', 'SyncBN'])
+@pytest.mark.parametrize(
+    'build',
+    [
+        lambda cfg: Block(4, Branch(), Branch(), cfg),
+        lambda cfg: PatchEmbed(3, 4, 2, 2, norm_cfg=cfg),
+        lambda cfg: PatchMerging(4, 8, cfg),
+        lambda cfg: ReducedAttention(4, 2, 'softmax', 2, cfg),
+    ],
+)
+def test_norms_that_would_take_rows_for_channels_are_refused(build, norm):
+    """Of a map with as many rows as channels they would compute something."""
+    with pytest.raises(ValueError, match=f"^norm_cfg=.*'{norm}'.* has to be a norm over the last axis, as 'LN'"):
+        build(dict(type=norm, **(dict(num_groups=2) if norm == 'GN' else {})))
 
 
 def test_what_hooks_a_norm_sees_tokens():
