@@ -69,10 +69,10 @@ def form_of(*kinds: type) -> Callable:
     return register
 
 
-def is_intact(module: nn.Module) -> bool:
-    """Whether a module is what its class says in eval mode: no subclass, adapter, parametrisation or method of its own,
-    not compiled, and nobody watches it with a hook."""
-    if type(module) not in KNOWN or module.training or is_altered(module):
+def is_known(module: nn.Module) -> bool:
+    """Whether the class of a module, in eval mode, and its weights say what it computes: no subclass, adapter or
+    parametrisation."""
+    if type(module) not in KNOWN or module.training:
         return False
     weight, bias = module._parameters.get('weight'), module._parameters.get('bias')
     if bias is not None and not (bias.is_contiguous() and (weight is None or bias.shape == weight.shape[:1])):
@@ -105,10 +105,10 @@ class Room:
 
     def form(self, module: nn.Module) -> Optional[Callable]:
         """The fused form of a module, None where the module itself has to be called: where it, or any part whose
-        weights the form would use, is not intact."""
+        weights the form would use, is of another class, or altered, as by a hook."""
         form = FORMS.get(type(module))
-        parts = (module,) if form in CALLS_PARTS else module.modules()
-        return form if form is not None and all(map(is_intact, parts)) else None
+        parts = [module] if form in CALLS_PARTS else list(module.modules())
+        return form if form is not None and all(map(is_known, parts)) and not is_altered(*parts) else None
 
     def call(self, module: nn.Module, *args) -> Any:
         """``module(*args)``."""

@@ -42,9 +42,13 @@ def call_compiled(module: nn.Module, call: Callable) -> None:
     module._compiled_call_impl = call
 
 
-def is_altered(module: nn.Module) -> bool:
-    """PyTorch 2.14: whether a module computes more than its class and weights say. It has hooks or a method of its own,
-    is compiled, or its weights are sparse or of a subclass of tensors. There is no public list of hooks."""
+def is_altered(*modules: nn.Module) -> bool:
+    """PyTorch 2.14: whether one of the modules computes more than its class and weights say. It has hooks or a method of
+    its own, is compiled, or its weights are sparse or of a subclass of tensors. There is no public list of hooks."""
+    return any(map(_is_altered, modules))
+
+
+def _is_altered(module: nn.Module) -> bool:
     if module._compiled_call_impl or not _methods(cast(Any, type(module))).isdisjoint(vars(module)):
         return True
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
