@@ -143,7 +143,8 @@ def test_stochastic_depth_with_a_rate_in_a_tensor():
     paths = [module for module in model.modules() if isinstance(module, SharedDropPath)]
     assert [path.keep_rate.item() for path in paths] == pytest.approx([1 - rate for rate in rates])
     path = paths[-1].train()
-    kept = path(torch.ones(4000, 1, 1, dtype=torch.float64))
+    kept = path(torch.ones(4000, 2, 3, dtype=torch.float64))
+    assert kept.shape == (4000, 2, 3) and torch.equal(kept, kept[:, :1, :1].expand(-1, 2, 3))  # images as a whole
     assert kept.unique().tolist() == pytest.approx([0, 1 / path.keep_rate.item()])
     assert kept.mean().item() == pytest.approx(1, abs=0.1)
     assert torch.equal(path.eval()(kept), kept)
