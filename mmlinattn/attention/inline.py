@@ -26,8 +26,10 @@ class PredictedConv(nn.Module):
     @staticmethod
     def by_head(layer: Any, x: Tensor) -> Tensor:
         """The grouped 1x1 convolution on vectors (B, C): one batched product instead of a convolution a group."""
-        weight = unflatten(layer.weight.squeeze(-1), 0, (layer.groups, -1))
-        return torch.einsum('bgi,goi->bgo', unflatten(x, -1, (layer.groups, -1)), weight).flatten(1) + layer.bias
+        weight = unflatten(layer.weight.squeeze(-1), 0, (layer.groups, -1))  # (groups, outputs, inputs)
+        x = unflatten(x, -1, (layer.groups, -1)).transpose(0, 1)
+        # not einsum: traces do not record what autocast does inside of it
+        return torch.bmm(x, weight.transpose(1, 2)).transpose(0, 1).flatten(1) + layer.bias
 
     def kernels(self, mean: Tensor) -> Tensor:
         """The kernels (B, C, 3, 3) of mean tokens (B, C)."""

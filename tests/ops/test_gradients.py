@@ -60,6 +60,17 @@ def test_gradients_of_gradients_and_batched_ones(name, made, which):
     torch.testing.assert_close(*results, rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.parametrize('name', ALL)
+def test_gradients_of_gradients_of_tokens_of_zeros(name):
+    """Padded ones, say, under a gradient penalty."""
+    x = torch.rand(2, 9, 8, dtype=torch.float64)
+    x[:, 4:6] = 0
+    x.requires_grad_()
+    (first,) = torch.autograd.grad(ALL[name](x, x, x).sin().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x)
+    assert second.isfinite().all()
+
+
 @by_hand
 @every_attention
 def test_a_backward_pass_under_autocast_is_that_outside(name, which):

@@ -21,6 +21,7 @@ from .formats import FORMATS
 from .replacements import StridedPools, replace_modules
 
 SMALLEST = 32  # pixels a side, as the backbones take them
+FIRST_PREDICTS = ('DAHead', 'EncHead')  # MMSegmentation's heads of several results that predict by the first
 TOLERANCE = 1e-3  # standard deviations of an output; a graph that is wrong at a size is off by 0.3 and more
 
 
@@ -111,24 +112,38 @@ class ExportableModel(nn.Module):
             if self.task == 'detector':
                 return tuple(self.model.extract_feat(image))
             logits = self.model(image, mode='tensor')
+            if isinstance(logits, tuple) and type(self.head).__name__ in FIRST_PREDICTS:
+                logits = logits[0]
+            if not isinstance(logits, Tensor):
+                raise RunError(
+                    f'{type(self.head).__name__} gives a {type(logits).__name__}; a graph needs a head with one tensor '
+                    'of logits.'
+                )
             if self.task == 'classifier':
                 return logits
             align = self.model.align_corners
             return F.interpolate(logits, image.shape[2:], mode='bilinear', align_corners=align)
 
+    @property
+    def head(self) -> Any:
+        """The head of a classifier or segmentor, the last one of a cascade."""
+        heads = self.model.decode_head if self.task == 'segmentor' else self.model.head
+        return heads[-1] if isinstance(heads, nn.ModuleList) else heads
+
     def output_names(self, outputs) -> list[str]:
         return ['logits'] if isinstance(outputs, Tensor) else [f'feat{i}' for i in range(len(outputs))]
 
 
-def decision(model: Any) -> dict:
+def decision(head: Any) -> dict:
     """How labels follow from logits, as upstream's heads have it: the largest of a softmax, or a sigmoid above a
-    threshold: of a segmentor with one output channel the second of its two classes, else each class by itself."""
-    heads = getattr(model, 'decode_head', None) or getattr(model, 'head', None)
-    head: Any = heads[-1] if isinstance(heads, nn.ModuleList) else heads
+    threshold: of a segmentor with one output channel the second of its two classes, else each class by itself, or the
+    ``topk`` largest."""
     if getattr(head, 'out_channels', None) == 1 and hasattr(head, 'threshold'):
         return dict(activation='sigmoid', threshold=head.threshold)
     if any('MultiLabel' in kind.__name__ for kind in type(head).__mro__):
-        return dict(activation='sigmoid', threshold=getattr(head, 'thr', None))
+        threshold, number = getattr(head, 'thr', None), getattr(head, 'topk', None)
+        decides = {'topk': number} if threshold is None and number else {}
+        return dict(activation='sigmoid', threshold=threshold, **decides)
     return dict(activation='softmax', threshold=None)
 
 
@@ -217,7 +232,7 @@ def export_model(
     exportable.fold()
     meta = metadata(cfg, exportable.task, sizes, checkpoint_meta, exportable.output_names(expected[0]))
     if exportable.task != 'detector':
-        meta.update(decision(exportable.model))
+        meta.update(decision(exportable.head))
     target = Path(target)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix='.export-') as folder:
         part = Path(folder) / target.name

@@ -128,19 +128,20 @@ def form_of(paths: list[Path], channels: Optional[int] = None) -> Form:
     Raises:
         RunError: One cannot be read, or they are of several forms.
     """
-    sizes, pixels = [], []
-    kinds: dict[tuple[int, str], Path] = {}
+    found = []
     for path in paths[:: -(-len(paths) // _NUM_READ)]:
         image = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
         if image is None:
             raise RunError(f'{path} is no image that OpenCV can read, which takes up to four channels.')
         image = image[..., None] if image.ndim == 2 else image
-        if image.shape[2] == 4 and image.dtype == np.uint8 and (image[..., 3] == 255).all():
-            image = image[..., :3]  # nothing is transparent
-        sizes.append(image_size(path))
-        kinds.setdefault((image.shape[2], str(image.dtype)), path)
-        pixels.append(image.reshape(-1, image.shape[2])[:: max(1, image[..., 0].size // 4096)])
-    width, height = (int(side) for side in np.median(sizes, axis=0))
+        is_opaque = image.shape[2] == 4 and image.dtype == np.uint8 and bool((image[..., 3] == 255).all())
+        values = image.reshape(-1, image.shape[2])[:: max(1, image[..., 0].size // 4096)]
+        found.append((path, image_size(path), values, is_opaque))
+    width, height = (int(side) for side in np.median([size for _, size, *_ in found], axis=0))
+    # a fourth channel that is 255 everywhere is none, unless that of another image is not
+    drops = channels != 4 and all(is_opaque for *_, values, is_opaque in found if values.shape[1] == 4)
+    pixels = [values[:, :3] if drops else values for *_, values, _ in found]
+    kinds = {(values.shape[1], str(values.dtype)): path for (path, *_), values in reversed([*zip(found, pixels)])}
     allowed = (1, 3) if channels is None else (1, 3, 4)
     if channels in (None, 3) and all(count in allowed and dtype == 'uint8' for count, dtype in kinds):
         grey = any(count == 1 for count, _ in kinds)

@@ -59,6 +59,18 @@ def test_torch_jit_trace(host, attns):
     graphs.check(trace(model, traced_at), model)
 
 
+@pytest.mark.parametrize('attns', MIXES[:1] + MIXES[4:], ids='-'.join)
+def test_a_trace_under_autocast_runs_outside_of_it(attns):
+    model, image = graphs.build('LinearPVT', attns), graphs.image((1, 70, 96))
+    with torch.no_grad(), torch.autocast('cpu', torch.bfloat16, cache_enabled=False):
+        expected = model(image)
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore', torch.jit.TracerWarning)
+            graph = torch.jit.trace(model, image, check_trace=False)
+    for out, other in zip(graph(image), expected):
+        assert (out - other).norm() < 0.03 * other.norm()
+
+
 @pytest.mark.parametrize('host', ['LinearSwin', 'LinearCSWin'])
 def test_torch_jit_trace_of_one_pixel_maps(host):
     model = graphs.build(host, MIXES[0])

@@ -67,17 +67,17 @@ def test_how_labels_follow_from_logits():
     """mmseg's heads of one output channel, several heads in a row, and mmpretrain's of several labels."""
     heads = pytest.importorskip('mmpretrain.models.heads')
     binary = SimpleNamespace(out_channels=1, num_classes=2, threshold=0.3)
-    several = nn.ModuleList([nn.Identity(), nn.Identity()])
-    several[-1].out_channels, several[-1].threshold = 1, 0.7
-    labels = heads.MultiLabelLinearClsHead(num_classes=3, in_channels=4, thr=0.6)
-    for model, expected in (
-        (SimpleNamespace(decode_head=binary), ('sigmoid', 0.3)),
-        (SimpleNamespace(decode_head=several), ('sigmoid', 0.7)),
-        (SimpleNamespace(decode_head=SimpleNamespace(out_channels=2, threshold=None)), ('softmax', None)),
-        (SimpleNamespace(head=labels), ('sigmoid', 0.6)),
-        (SimpleNamespace(head=heads.LinearClsHead(num_classes=3, in_channels=4)), ('softmax', None)),
+    labels = [
+        heads.MultiLabelLinearClsHead(num_classes=3, in_channels=4, **options) for options in (dict(thr=0.6), dict(topk=2))
+    ]
+    for head, expected in (
+        (binary, ('sigmoid', 0.3)),
+        (SimpleNamespace(out_channels=2, threshold=None), ('softmax', None)),
+        (labels[0], ('sigmoid', 0.6)),
+        (labels[1], ('sigmoid', None, 2)),
+        (heads.LinearClsHead(num_classes=3, in_channels=4), ('softmax', None)),
     ):
-        assert models.decision(model) == dict(zip(('activation', 'threshold'), expected))
+        assert models.decision(head) == dict(zip(('activation', 'threshold', 'topk'), expected))
 
 
 class Backbone(nn.Module):
@@ -159,6 +159,23 @@ def test_segmentors_give_maps_of_the_images_size(align_corners):
     logits = ExportableModel(model)(image)
     expected = F.interpolate(model(image, 'tensor'), (33, 50), mode='bilinear', align_corners=align_corners)
     assert torch.equal(logits, expected)
+
+
+class DAHead(nn.Module):
+    pass
+
+
+def test_heads_of_several_results(fake):
+    """DAHead and EncHead of MMSegmentation predict by the first, also in a cascade; others are refused."""
+    model, image = Segmentor(), torch.randn(2, 3, 33, 50)
+    model.decode_head = nn.ModuleList([nn.Identity(), DAHead()])
+    expected = ExportableModel(model)(image)
+    forward = model.forward
+    model.forward = lambda x, mode: (forward(x, mode), x, x)
+    assert torch.equal(ExportableModel(model)(image), expected)
+    model.decode_head = nn.Identity()
+    with pytest.raises(RunError, match='^Identity gives a tuple; a graph needs a head with one tensor of logits.$'):
+        fake.export(model, Sizes(1, 64, 64))
 
 
 class Fake(formats.Format):

@@ -146,6 +146,7 @@ def test_folders_that_are_refused(tmp_path, counts, said):
         (np.zeros((8, 9), np.uint8), None, 3),
         (np.zeros((8, 9), np.uint8), 1, 1),
         (np.full((8, 9, 4), 255, np.uint8), None, 3),  # nothing is transparent
+        (np.full((8, 9, 4), 255, np.uint8), 4, 4),
         (np.zeros((8, 9, 4), np.uint8), None, 4),
         (np.zeros((8, 9, 4), np.uint8), 3, 3),
         (np.full((8, 9), 4000, np.uint16), None, 1),
@@ -156,6 +157,12 @@ def test_channels(tmp_path, pixels, channels, expected):
     is_plain = expected == 3
     assert (form.channels, form.width, form.height, form.mean is None) == (expected, 9, 8, is_plain)
     assert is_plain or form.mean == [pixels.max()] * expected
+
+
+def test_a_fourth_channel_that_is_full_in_some_images(tmp_path):
+    paths = [picture(tmp_path / f'{value}.png', np.full((8, 9, 4), value, np.uint8)) for value in (255, 55)]
+    form = finding.form_of(paths)
+    assert (form.channels, form.mean) == (4, [155] * 4)
 
 
 def test_images_of_several_forms(tmp_path):
