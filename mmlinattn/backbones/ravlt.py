@@ -173,7 +173,7 @@ class RAVLT(PyramidBackbone):
         return self.eval()
 
 
-def ends_in_products(block: nn.Module) -> bool:
+def ends_in_products(block: Any) -> bool:
     """Whether both branches of a block end in the products that layer scales can be part of."""
     if type(block) not in (Block, SourceBlock):
         return False

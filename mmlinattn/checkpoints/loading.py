@@ -33,6 +33,7 @@ from .states import (
     strip_prefix,
 )
 
+_INSIDE = re.compile(r'\b(module|original_layer)\.')  # what LoRAModel and LoRALinear call what they adapt
 UNUSED_IN_TESTS = ('auxiliary_head',)
 _OTHER_SHAPE = re.compile(r'size mismatch for (\S+): .*?\[([\d, ]*)\]\D*\[([\d, ]*)\]')  # in PyTorch's own message
 
@@ -233,12 +234,18 @@ def check_values(
         )
 
 
-def rename_compiled(state: dict, model: nn.Module) -> None:
-    """Take ``_orig_mod`` out of the keys of a state dict, in place, for a model that is not compiled."""
+def rename_wrapped(state: dict, model: nn.Module) -> None:
+    """Give weights of a state dict, in place, the names that they have in ``model``: without ``_orig_mod`` where it is
+    not compiled; inside of adapters (MMPretrain's LoRA), where they are of a model that has none."""
     keys = [key for key in state if '_orig_mod.' in key]
     if keys and not any('_orig_mod.' in key for key in model.state_dict()):
         for key in keys:
             state[not_compiled(key)] = state.pop(key)
+    own = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}  # adapters save some of them
+    for name in own:
+        plain = _INSIDE.sub('', name)
+        if plain in state and plain not in own and name not in state:
+            state[name] = state.pop(plain)
 
 
 def runner_state(checkpoint: dict) -> OrderedDict:
@@ -257,7 +264,7 @@ def check_trained(model: nn.Module, checkpoint: dict) -> None:
         RunError: parameters are missing, have another shape, are no real numbers or are not finite, or the backbone
             lacks some of the checkpoint's.
     """
-    rename_compiled(checkpoint.get('state_dict', checkpoint), model)
+    rename_wrapped(checkpoint.get('state_dict', checkpoint), model)
     state = runner_state(checkpoint)
     check_values(model, state)
     lacking = fill(model, state, UNUSED_IN_TESTS)

@@ -43,8 +43,8 @@ def call_compiled(module: nn.Module, call: Callable) -> None:
 
 
 def is_altered(*modules: nn.Module) -> bool:
-    """PyTorch 2.14: whether one of the modules computes more than its class and weights say. It has hooks or a method of
-    its own, is compiled, or its weights are sparse or of a subclass of tensors. There is no public list of hooks."""
+    """PyTorch 2.14: whether a module computes more than its class and weights say. It has hooks or a method of its own,
+    is compiled, or its weights are sparse or of a subclass of tensors. There is no public list of hooks."""
     return any(map(_is_altered, modules))
 
 

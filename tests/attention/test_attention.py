@@ -190,8 +190,8 @@ def test_a_host_gates_those_that_have_no_opinion():
 @pytest.mark.parametrize('gate', [None, 'projection', 'identity'])
 @pytest.mark.parametrize('local_kernel', [None, 3])
 def test_a_new_attention_is_one_class(gate, local_kernel):
-    """Registered under a name it works wherever the others do, with any widths of queries, keys and values, those of one
-    that is gated by its input as wide as the tokens; what it gives may be a view that cannot be written over."""
+    """Registered under a name it works wherever the others do, with any widths of queries, keys and values (as wide as
+    the tokens where they are its gate); what it gives may be a view that cannot be written over."""
 
     def mean(q, k, v):
         return (2 * v + q.sum(-1, keepdim=True) - k.sum(-1, keepdim=True)).mean(dim=1, keepdim=True).expand_as(v)

@@ -8,7 +8,7 @@ from mmengine.registry import MODELS, init_default_scope
 from torch import nn
 
 from mmlinattn.backbones import RAVLT
-from mmlinattn.checkpoints.loading import check_trained, trained_model
+from mmlinattn.checkpoints.loading import check_trained, fill, rename_wrapped, trained_model
 from mmlinattn.utils.errors import RunError
 
 
@@ -120,3 +120,21 @@ def test_frozen_weights_that_nobody_keeps_are_refused(saved):
         check_trained(model, torch.load(checkpoint))
     _, model, checkpoint = saved(lora('qkv'))
     check_trained(model, torch.load(checkpoint))
+
+
+def test_weights_of_a_model_without_adapters_go_inside_of_them(saved):
+    cfg, adapted, _ = saved(lora('qkv', 'fc1'), init_cfg=False)
+    cfg.model.backbone = cfg.model.backbone.module
+    plain = MODELS.build(cfg.model).eval()
+    for value in (*plain.parameters(), *plain.buffers()):
+        if value.is_floating_point():
+            nn.init.uniform_(value, 0.1, 0.5)
+    state = plain.state_dict()
+    rename_wrapped(state, adapted)
+    missing = fill(adapted, state).missing
+    assert missing and all('.lora_' in key for key in missing)
+    for key, parameter in adapted.named_parameters():
+        if '.lora_' in key:
+            nn.init.zeros_(parameter)
+    image = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(adapted(image), plain(image))

@@ -6,7 +6,8 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner.base_loop import BaseLoop
 
-from ...checkpoints.loading import UNUSED_IN_TESTS, check_values, fill, rename_compiled, runner_state
+from ...backbones.base import Backbone
+from ...checkpoints.loading import UNUSED_IN_TESTS, check_values, fill, rename_wrapped, runner_state
 from ...checkpoints.states import some
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
@@ -85,8 +86,9 @@ class CheckpointMatchHook(Hook):
 
     Raises:
         RunError: In test, validation or resuming, weights of the checkpoint have another shape than the model's, are
-            not finite, or parameters of the model are missing (auxiliary heads, which only train, aside). In all of
-            them and in ``load_from``, weights are no real numbers, or nothing of the checkpoint fits.
+            not finite, or parameters of the model are missing (auxiliary heads, which only train, aside). In
+            ``load_from``, frozen parameters of a backbone of this package are neither in the checkpoint nor in an
+            ``init_cfg``. In all of them, weights are no real numbers, or nothing of the checkpoint fits.
     """
 
     priority = 'VERY_HIGH'
@@ -98,7 +100,7 @@ class CheckpointMatchHook(Hook):
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Compare before MMEngine loads."""
         model = unwrapped(runner.model)
-        rename_compiled(checkpoint.get('state_dict', checkpoint), model)
+        rename_wrapped(checkpoint.get('state_dict', checkpoint), model)
         state = runner_state(checkpoint)
         is_training = isinstance(runner._train_loop, BaseLoop)
         is_fatal = not is_training or runner._resume
@@ -107,13 +109,22 @@ class CheckpointMatchHook(Hook):
         meant = f'--cfg-options custom_hooks.{type(self).__name__}'
         advice = f' If it is meant: {meant}.allow_nonfinite=True'
         check_values(model, state, self.allow_nonfinite or not is_fatal, advice)
-        if not is_fatal and not any(key in state for key in model.state_dict()):
-            raise RunError(
-                f'nothing in the checkpoint fits the model; it has {some(checkpoint.get("state_dict", checkpoint))}.'
-            )
         left_out = self.left_out if is_training else self.left_out + UNUSED_IN_TESTS
         lacking = fill(model, state, left_out)
         mismatched, missing, unexpected = lacking
+        if not is_fatal and missing and not any(key in state for key in model.state_dict()):
+            raise RunError(
+                f'nothing in the checkpoint fits the model; it has {some(checkpoint.get("state_dict", checkpoint))}.'
+            )
+        for name in [] if is_fatal else [n for n, module in model.named_modules() if isinstance(module, Backbone)]:
+            own = model.get_submodule(name).named_parameters(name)
+            frozen = [key for key, parameter in own if key in missing and not parameter.requires_grad]
+            if frozen:
+                raise RunError(
+                    f'{len(frozen)} frozen parameters of the backbone are not in the checkpoint: {some(frozen)}. They '
+                    'would stay as they are initialised. Name their weights in its init_cfg, or, if it is meant: '
+                    f'{meant}.left_out={name}'
+                )
         differs = mismatched or missing or not state.keys() <= model.state_dict().keys()
         averaging = [type(hook).__name__ for hook in runner.hooks if getattr(hook, 'strict_load', False)]
         if not is_fatal and differs and averaging:

@@ -12,6 +12,7 @@ from mmengine.registry import DATA_SAMPLERS, HOOKS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
 from torch.utils.data import BatchSampler, DataLoader
 
+from ...utils.building import unwrapped
 from ...utils.errors import RunError
 from ...utils.foreign import draw_from, number_from
 from ..data.checks import leaf_datasets
@@ -136,11 +137,14 @@ class ExactResumeHook(Hook):
         if isinstance(loader.batch_sampler, _NumberedBatches):
             return
         steps = (step for dataset in leaf_datasets(loader.dataset) for step in transforms_of(dataset))
-        caches = sorted({type(step).__name__ for step in steps if hasattr(step, 'results_cache')})
-        if runner.iter > 0 and caches:
+        # those of MMDetection's data preprocessor resize batches
+        augments = getattr(getattr(unwrapped(runner.model), 'data_preprocessor', None), 'batch_augments', None) or ()
+        keeps = {type(step).__name__ for step in steps if hasattr(step, 'results_cache')}
+        keeps |= {type(augment).__name__ for augment in augments if hasattr(augment, '_input_size')}
+        if runner.iter > 0 and keeps:
             runner.logger.warning(
-                f'ExactResumeHook: {", ".join(caches)} keeps images of earlier batches, so that this resumed run sees '
-                'others than an uninterrupted one.'
+                f'ExactResumeHook: {", ".join(sorted(keeps))} keeps images or sizes of earlier batches, so that this '
+                'resumed run sees others than an uninterrupted one.'
             )
         by_iterations = isinstance(loop, IterBasedTrainLoop)
         self.batches = self._number(loader, config, by_iterations)

@@ -39,7 +39,7 @@ class BackboneLayerDecayOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
     Raises:
         ValueError: ``layer_decay_rate`` is missing or out of range, the optimizer has no ``lr``, or no module called
-            ``backbone`` has a ``get_layer_depth``.
+            ``backbone``, or inside of one, has a ``get_layer_depth``.
 
     Examples:
         >>> optim_wrapper = dict(
@@ -87,11 +87,13 @@ class BackboneLayerDecayOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         found = [
             (f'{name}.', module)
             for name, module in model.named_modules()
-            if name.rpartition('.')[2] == 'backbone' and hasattr(module, 'get_layer_depth')
+            # of the class: adapters pass on what the backbone inside of them has
+            if 'backbone' in name.split('.') and hasattr(type(module), 'get_layer_depth')
         ]
         if not found:
             raise ValueError(
-                f'layer_decay_rate: no module of {type(model).__name__} called backbone has a get_layer_depth'
+                f'layer_decay_rate: no module of {type(model).__name__} called backbone, or inside of one, has a '
+                'get_layer_depth'
             )
         scales = {}
         for prefix, backbone in found:

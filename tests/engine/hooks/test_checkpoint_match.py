@@ -9,6 +9,7 @@ from engine_toys import LOADER, Augmented, Count, ToyModel, Wrapped, make_runner
 from mmengine.registry import MODELS
 from torch import nn
 
+from mmlinattn.backbones import RAVLT
 from mmlinattn.checkpoints.loading import check_trained
 from mmlinattn.engine import RunError
 
@@ -113,6 +114,33 @@ def test_what_is_a_mistake(tmp_path, mode, state, expected, option):
 def test_nothing_that_fits_is_nothing_to_train_from(tmp_path):
     with pytest.raises(RunError, match=r'nothing in the checkpoint fits the model; it has other.0, other.1, other.2, '):
         load(tmp_path, 'train', {f'other.{i}': torch.ones(1) for i in range(4)})
+
+
+def test_a_model_that_renames_while_it_loads(tmp_path):
+    """As MMDetection's semi-supervised ones, which give a detector's weights to student and teacher."""
+
+    def wrap(model):
+        def rename(state, prefix, *args):
+            for key in list(state):
+                state[key.removeprefix('other.')] = state.pop(key)
+
+        model._register_load_state_dict_pre_hook(rename)
+        return model
+
+    assert load(tmp_path, 'train', {f'other.{key}': value for key, value in state_of().items()}, wrap) == []
+
+
+def test_frozen_weights_that_nobody_gave(tmp_path):
+    arch = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 4))
+
+    def wrap(model):
+        model.backbone = RAVLT(arch, frozen_stages=0)
+        return model
+
+    said = r'^16 frozen parameters of the backbone .*: backbone.patch_embeds.0.layers.0.weight, .*left_out=backbone$'
+    with pytest.raises(RunError, match=said):
+        load(tmp_path, 'train', state_of(), wrap)
+    assert load(tmp_path, 'train', state_of(), wrap, left_out='backbone') == []
 
 
 class Backbone(nn.Linear):

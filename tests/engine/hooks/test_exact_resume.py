@@ -150,3 +150,19 @@ def test_the_middle_of_an_epoch_needs_the_same_batches(tmp_path):
     with pytest.raises(RunError, match='after 2 of the 3 batches of an epoch, and here an epoch has 6'):
         train(tmp_path / 'other', loader=dict(batch_size=2), resume=True, **options)
     assert train(tmp_path / 'new', **options)[0].places == [0, 1, 2] * 3  # a new run from these weights
+
+
+class Resizes(torch.nn.Identity):
+    """MMDetection's BatchSyncRandomResize, in what the hook asks for."""
+
+    _input_size = None
+
+
+def test_what_keeps_sizes_of_earlier_batches_is_named(tmp_path):
+    for resume in (False, True):
+        runner = make_runner(tmp_path, HOOKS, train_cfg=dict(by_epoch=True, max_epochs=1 + resume), resume=resume)
+        runner.model.data_preprocessor.batch_augments = [Resizes()]
+        lines = []
+        runner.logger.warning = lines.append
+        runner.train()
+        assert sum('ExactResumeHook: Resizes keeps images or sizes' in line for line in lines) == resume

@@ -172,6 +172,31 @@ def test_two_backbones_and_the_user_s_own_factors(monkeypatch):
     assert lines == ['learning rates of student.backbone, teacher.backbone: 2 depths, 0.08 to 0.8; of the rest 8']
 
 
+class Adapter(nn.Module):
+    """Has what the backbone inside of it has, as MMPretrain's LoRAModel."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
+
+@pytest.mark.parametrize(
+    ('backbone', 'inside'),
+    [(Adapter(Layers()), ['module']), (nn.ModuleDict(dict(rgb=Layers(), depth=Layers())), ['rgb', 'depth'])],
+)
+def test_backbones_inside_of_others(backbone, inside):
+    groups = groups_of(model=Detector(backbone))
+    for part in inside:
+        scales = [groups[f'backbone.{part}.{layer}.weight']['lr_scale'] for layer in ('stem', 'block')]
+        assert scales == [0.25, 0.5]
+
+
 @pytest.mark.parametrize(
     'arguments, line',
     [
@@ -180,7 +205,10 @@ def test_two_backbones_and_the_user_s_own_factors(monkeypatch):
             for rate in (0, 1.01, '0.5', None)
         ),
         (dict(optimizer=dict(type='Adadelta')), 'optim_wrapper.optimizer.lr is missing'),
-        (dict(model=Detector(nn.Linear(2, 2))), 'no module of Detector called backbone has a get_layer_depth'),
+        (
+            dict(model=Detector(nn.Linear(2, 2))),
+            'no module of Detector called backbone, or inside of one, has a get_layer_depth',
+        ),
         (dict(model=nn.ModuleDict(dict(img_backbone=Layers()))), 'no module of ModuleDict called backbone'),
     ],
     ids=['zero', 'above one', 'text', 'none', 'no lr', 'other backbone', 'other name'],

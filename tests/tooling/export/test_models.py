@@ -68,7 +68,8 @@ def test_how_labels_follow_from_logits():
     heads = pytest.importorskip('mmpretrain.models.heads')
     binary = SimpleNamespace(out_channels=1, num_classes=2, threshold=0.3)
     labels = [
-        heads.MultiLabelLinearClsHead(num_classes=3, in_channels=4, **options) for options in (dict(thr=0.6), dict(topk=2))
+        heads.MultiLabelLinearClsHead(num_classes=3, in_channels=4, **options)
+        for options in (dict(thr=0.6), dict(topk=2))
     ]
     for head, expected in (
         (binary, ('sigmoid', 0.3)),
