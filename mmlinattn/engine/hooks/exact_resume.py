@@ -10,6 +10,7 @@ from mmengine.dist import broadcast, get_rank
 from mmengine.hooks import Hook
 from mmengine.registry import DATA_SAMPLERS, HOOKS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader
 
 from ...utils.building import unwrapped
@@ -137,8 +138,8 @@ class ExactResumeHook(Hook):
         if isinstance(loader.batch_sampler, _NumberedBatches):
             return
         steps = (step for dataset in leaf_datasets(loader.dataset) for step in transforms_of(dataset))
-        # those of MMDetection's data preprocessor resize batches
-        augments = getattr(getattr(unwrapped(runner.model), 'data_preprocessor', None), 'batch_augments', None) or ()
+        # of MMDetection's data preprocessor, which resizes batches
+        augments = getattr(unwrapped(runner.model), 'data_preprocessor', nn.Identity()).modules()
         keeps = {type(step).__name__ for step in steps if hasattr(step, 'results_cache')}
         keeps |= {type(augment).__name__ for augment in augments if hasattr(augment, '_input_size')}
         if runner.iter > 0 and keeps:

@@ -161,7 +161,7 @@ class Resizes(torch.nn.Identity):
 def test_what_keeps_sizes_of_earlier_batches_is_named(tmp_path):
     for resume in (False, True):
         runner = make_runner(tmp_path, HOOKS, train_cfg=dict(by_epoch=True, max_epochs=1 + resume), resume=resume)
-        runner.model.data_preprocessor.batch_augments = [Resizes()]
+        runner.model.data_preprocessor.batch_augments = torch.nn.ModuleList([Resizes()])
         lines = []
         runner.logger.warning = lines.append
         runner.train()
