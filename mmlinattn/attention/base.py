@@ -75,7 +75,7 @@ class Attention(Mixing):
         qkv_bias (bool): Bias of the input projection.
 
     Raises:
-        ValueError: For another ``gate``.
+        ValueError: For another ``gate``, or one of the input with a mixer of another width.
     """
 
     qkv: Any
@@ -96,6 +96,8 @@ class Attention(Mixing):
         self.gate = self.mixer.gate if own else gate
         if self.gate not in GATES:
             raise ValueError(f"gate={self.gate!r} has to be None, 'projection', 'identity' or 'tanh'")
+        if self.gate in ('identity', 'tanh') and self.mixer.widths[2] != dim:
+            raise ValueError(f'gate={self.gate!r} multiplies by the input, {dim} wide, and {mixer!r} gives others')
         self.widths = (*self.mixer.widths, self.mixer.widths[2]) if self.gate == 'projection' else self.mixer.widths
         self.build_projections(dim, qkv_bias)
         self.proj = nn.Linear(self.widths[2], dim)

@@ -203,7 +203,8 @@ class Backbone(Arch, BaseModule):
             return
         # what the checkpoint lacks starts as in training from scratch; MMEngine's own initialiser knows no released
         # layouts
-        given, self.init_cfg = self.init_cfg, deepcopy(self.default_init_cfg)
+        others = [cfg for cfg in configs if not is_pretrained(cfg)]
+        given, self.init_cfg = self.init_cfg, deepcopy(others or self.default_init_cfg)
         super().init_weights()
         self.init_cfg = given
         for cfg in pretrained:

@@ -8,7 +8,7 @@ from mmengine.registry import MODELS
 from torch import Tensor, nn
 
 from ..attention import Attention, Grid, StageContext
-from ..layers import MLP, Block, PatchEmbed, PositionTable, TokenBlock, build_token_norm
+from ..layers import MLP, Block, FactorisedLinear, PatchEmbed, PositionTable, TokenBlock, build_token_norm
 from ..ops.grid import to_map
 from .arch import check_type
 from .base import Backbone, numbered
@@ -114,6 +114,9 @@ class LinearDeiT(Backbone):
         dim, heads = self.embed_dims[0], self.arch['num_heads'][0]
         attn, ffn = Attention(dim, heads, spec, grid=grid, qkv_bias=self.arch['qkv_bias']), self.build_ffn(0, MLP)
         kind = TokenBlock if hasattr(ffn, 'dwconv') else Block
+        if kind is TokenBlock and any(isinstance(layer, FactorisedLinear) for layer in ffn.children()):
+            # class tokens go through it apart, and their statistics are others
+            raise ValueError("arch: ffn of type 'compact' has batch norms, which do not go with a convolution here")
         return kind(dim, attn, ffn, norm_cfg=NORM, drop_path=drop_path)
 
     @property

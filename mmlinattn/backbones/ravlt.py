@@ -141,6 +141,8 @@ class RAVLT(PyramidBackbone):
         owners = Counter(p for module in self.modules() for p in module._parameters.values() if p is not None)
         embeds = [embed for embed in self.patch_embeds if isinstance(embed, (ConvStem, ConvDownsample))]
         for embed in embeds:
+            if is_altered(embed.layers):
+                raise ValueError('switch_to_deploy: the layers of a stem have a hook, which folding them would lose')
             for conv, norm in zip(embed.layers, list(embed.layers)[1:]):
                 is_pair = type(conv) in (nn.Conv2d, ConvOfGELU) and not is_altered(conv) and is_foldable(norm)
                 is_pair = is_pair and all(owners[parameter] == 1 for parameter in conv.parameters())
@@ -175,7 +177,7 @@ class RAVLT(PyramidBackbone):
 
 def ends_in_products(block: Any) -> bool:
     """Whether both branches of a block end in the products that layer scales can be part of."""
-    if type(block) not in (Block, SourceBlock):
+    if type(block) not in (Block, SourceBlock) or is_altered(block, block.attn, block.ffn):
         return False
     return type(block.attn) is GlobalAttention and type(block.ffn).forward is MLP.forward
 

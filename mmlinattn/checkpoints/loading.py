@@ -34,6 +34,7 @@ from .states import (
 )
 
 _INSIDE = re.compile(r'\b(module|original_layer)\.')  # what LoRAModel and LoRALinear call what they adapt
+_RUNNING = ('running_mean', 'running_var')
 UNUSED_IN_TESTS = ('auxiliary_head',)
 _OTHER_SHAPE = re.compile(r'size mismatch for (\S+): .*?\[([\d, ]*)\]\D*\[([\d, ]*)\]')  # in PyTorch's own message
 
@@ -146,7 +147,7 @@ class Lacking(NamedTuple):
 
     Attributes:
         mismatched: keys of another shape, with both shapes.
-        missing: parameters that nobody trained: neither the checkpoint nor, of frozen ones, ``init_cfg`` gave them.
+        missing: parameters, and running statistics, that nobody trained: neither the checkpoint nor, of frozen ones, ``init_cfg`` gave them.
         unexpected: weights that a backbone of this package has no place for: it computes something else than the one
             that was trained.
     """
@@ -173,7 +174,8 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], left_out: tuple[str, ...
         state: may lack keys and have others.
         left_out: beginnings of keys that may lack or differ.
     """
-    parameters = dict(model.named_parameters())
+    running = ((key, value) for key, value in model.named_buffers() if key.endswith(_RUNNING))
+    parameters = {**dict(model.named_parameters()), **dict(running)}
     versions = {name: parameter._version for name, parameter in parameters.items()}
     differing = {}
     unexpected: list[str] = []
@@ -225,7 +227,7 @@ def check_values(
     if other:
         raise RunError(f'the checkpoint does not fit the model; no real numbers in memory: {some(other)}.')
     # masks and tables among the buffers may well be infinite
-    running = [key for key, _ in model.named_buffers() if key.endswith(('running_mean', 'running_var'))]
+    running = [key for key, _ in model.named_buffers() if key.endswith(_RUNNING)]
     broken = [] if allow_nonfinite else not_finite(state, [*dict(model.named_parameters()), *running])
     if broken:
         raise RunError(
@@ -304,7 +306,7 @@ def trained_model(
         state, report, _ = convert_state(checkpoint, source, model)
         parameters = dict(model.named_parameters())
         missing = wanted(fill(model, state).missing)
-        trains = [key for key in missing if parameters[key].requires_grad]
+        trains = [key for key in missing if key in parameters and parameters[key].requires_grad]
         if trains or not missing:  # what trains is in the checkpoint or nowhere
             missing = trains
             break
@@ -312,7 +314,7 @@ def trained_model(
     problems = dict(
         mismatched=wanted(report.mismatched),
         unexpected=wanted([key for key in report.unexpected if key.partition('.')[0] in own_parts]),
-        missing=missing + wanted([key for key in report.missing if key not in parameters]),
+        missing=[*dict.fromkeys(missing + wanted([key for key in report.missing if key not in parameters]))],
     )
     what, wrong = next(((what, keys) for what, keys in problems.items() if keys), ('', []))
     if wrong:

@@ -107,6 +107,30 @@ class Sharpened(Block):
         return super().attend(x, stage).tanh()
 
 
+def gated(module, args, out):
+    return out.clamp(-0.2, 0.2)
+
+
+@pytest.mark.parametrize('place', ['attn', 'ffn', 'add'])
+def test_layer_scales_stay_where_something_comes_between(place):
+    model, x = build('RAVLT').eval(), image(2, 70, 99)
+    block = model.stages[0][0]
+    if place == 'add':
+        block.add = lambda x, branch, gamma: x + (branch * gamma).tanh()
+    else:
+        block.get_submodule(place).register_forward_hook(gated)
+    expected = model(x)
+    for out, other in zip(model.switch_to_deploy()(x), expected):
+        assert (out - other).norm() < 1e-4 * other.norm()
+
+
+def test_a_hook_on_a_stem_is_not_lost():
+    model = build('RAVLT').eval()
+    model.patch_embeds[0].layers.register_forward_hook(gated)
+    with pytest.raises(ValueError, match='the layers of a stem have a hook'):
+        model.switch_to_deploy()
+
+
 def test_an_own_stem_and_own_blocks_stay():
     """What a block does to its attention's output, a scale inside the attention's projection would not undergo."""
     model, x = build('RAVLT').eval(), image(2, 70, 99)

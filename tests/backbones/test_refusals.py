@@ -67,6 +67,10 @@ SPECIAL = [
     ),
     # softmax windows whose bias would not fit in memory are named before anything of their size is built
     ('LinearSwin', dict(window_size=2**20, stage_attns=('softmax',) * 4), [f'window_size=({2**20}, {2**20})', '8192']),
+    *(
+        (DEIT, dict(arch=arch(DEIT, ffn=dict(type='compact', ffn=ffn))), ["'compact'", 'convolution'])
+        for ffn in ('conv', 'dwconv')
+    ),
     (DEIT, dict(out_type='tokens'), ["out_type='tokens'", "'raw'", "'featmap'"]),
     (DEIT, dict(out_indices=None), ['out_indices=None', 'list or tuple']),
     (

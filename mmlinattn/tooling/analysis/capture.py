@@ -171,8 +171,11 @@ def _watch(name: str, attention: Any, on_block: Callable) -> list:
             windows = zip(_by_window(given, len(out)), out, *places)
             branches[mixer] += [Window(mixer, one, o, locals_[mixer], q, k) for one, o, q, k in windows]
         calls.clear()
-        # averages over the sequence of tokens lie on no map
-        ratio = 0 if getattr(attention, 'reduction', 'grid') == 'sequence' else getattr(attention, 'ratio', 1)
+        ratio = getattr(attention, 'ratio', None)
+        if type(ratio) is not int:
+            ratio = 1 if key_size == size else 0
+        elif getattr(attention, 'reduction', 'grid') == 'sequence':  # averages that lie on no map
+            ratio = 0
         shown = list(filter(None, branches.values()))
         on_block(BlockCall(name.removesuffix('.attn'), shown, size, key_size, projected.pop(), ratio))
 
@@ -211,10 +214,11 @@ def _token_layout(attention: nn.Module, x: Tensor, given: list[dict]) -> tuple[t
         return where, where
 
     candidates = []  # key size and layout
-    if isinstance(attention, StripeAttention):
+    keeps_order = type(attention).forward in (WindowAttention.forward, StripeAttention.forward)  # others may permute
+    if isinstance(attention, StripeAttention) and keeps_order:
         stripes = ((None, attention.stripe), (attention.stripe, None))
         candidates.append((size, [windowed(Windows.fit(size[0], size[1], window)) for window in stripes]))
-    elif isinstance(attention, WindowAttention):
+    elif isinstance(attention, WindowAttention) and keeps_order:
         windows: Any = Windows.fit(size[0], size[1], attention.window, attention.shift)
         candidates.append((size, [windowed(windows)]))
     if tuple(grid[:2]) == size:

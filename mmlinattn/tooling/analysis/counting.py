@@ -129,7 +129,7 @@ class _Functions(TorchFunctionMode):
                 self.count.kind_of_product = kind
         if func not in (F.scaled_dot_product_attention, hallucinated_attention):
             return func(*args, **kwargs)
-        q, k, v = args[:3]
+        q, k, v = (*args, *map(kwargs.get, ('query', 'key', 'value')[len(args) :]))[:3]
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         pairs = q.shape[:-1].numel() * k.shape[-2]
         if func is hallucinated_attention:

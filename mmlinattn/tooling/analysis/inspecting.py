@@ -142,7 +142,9 @@ def maps_of(block: BlockCall, queries: Tensor, keys: Tensor, local: bool = False
             to = torch.searchsorted(keys, window.keys[columns])
             for rows in asked.split(max(1, NUMEL // (heads * len(window.keys)))):
                 at = torch.searchsorted(queries, window.queries[rows])
-                out[:, at[:, None], to] = window.weights(rows, local)[:, :, columns]
+                weights = window.weights(rows, local)[:, :, columns]
+                summed = weights.new_zeros(*weights.shape[:2], len(keys)).index_add_(2, to, weights)  # class tokens
+                out[:, at[:, None], to] = summed[:, :, to]
         maps.append(out)
     return torch.cat(maps)
 

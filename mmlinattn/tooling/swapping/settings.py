@@ -29,7 +29,7 @@ def normalise(model: dict, task: str) -> None:
         flag = flag or ('to_rgb' if task == 'mmpretrain' else 'bgr_to_rgb')
         # means that fall are in the order RGB: images come so, where nothing is swapped
         is_rgb = isinstance(mean, (list, tuple)) and list(mean) == sorted(mean, reverse=True) and len(set(mean)) == 3
-        value.pop('rgb_to_bgr', None)
+        is_rgb = value.pop('rgb_to_bgr', False) or is_rgb
         value.update({'mean': MEAN, 'std': STD, flag: bool(value.get(flag)) or not is_rgb})
 
 

@@ -46,6 +46,7 @@ def changes(old: Any, new: Any, path: str = '') -> list[str]:
 def _short(value: Any) -> str:
     if isinstance(value, dict):
         told = [f'{key}={value[key]}' for key in ('lr', 'weight_decay') if key in value]
+        told += [_short(value['optimizer'])] if isinstance(value.get('optimizer'), dict) else []
         return ' '.join([*(str(value[key]) for key in ('type', 'arch') if key in value), *told]) or 'dict'
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + '...'
