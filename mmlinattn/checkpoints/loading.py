@@ -147,7 +147,8 @@ class Lacking(NamedTuple):
 
     Attributes:
         mismatched: keys of another shape, with both shapes.
-        missing: parameters, and running statistics, that nobody trained: neither the checkpoint nor, of frozen ones, ``init_cfg`` gave them.
+        missing: parameters and running statistics that nobody trained: neither the checkpoint nor, of frozen ones,
+            ``init_cfg`` gave them.
         unexpected: weights that a backbone of this package has no place for: it computes something else than the one
             that was trained.
     """

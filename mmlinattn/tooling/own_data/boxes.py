@@ -4,6 +4,7 @@
 import itertools
 import json
 import math
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -13,6 +14,11 @@ import yaml
 from ...engine.data.files import fault_of_shapes, load_coco
 from ...utils.errors import RunError, described
 from .finding import SUFFIXES, OwnData, divide, find, image_size, read_lines, read_names, split_of
+
+_ORDER = ('trainval', 'train', 'val', 'test')
+_SPLIT_FILE = re.compile(r'(trainval|train|val|test)(?:ing|id|idation)?\.txt', re.IGNORECASE)  # not bird_train.txt
+# of COCO, beside what has the boxes
+_OTHER_COCO = ('captions', 'person_keypoints', 'image_info', 'stuff', 'panoptic')
 
 
 class Photo(NamedTuple):
@@ -55,6 +61,16 @@ def read_boxes(root: Path) -> OwnData:
             raise RunError(f'none of the {len(splits[split])} images of {split} has a box.')
         notes.append(f'the {len(splits.pop(split))} images of test have no boxes: val is tested on')
     written = {split: as_coco(chosen, classes, root) for split, chosen in splits.items()}
+    used = {path.parent for path in places}
+    unnamed = sum(path not in places and path.parent in used for path in images)
+    notes += [f'{unnamed} images that no annotation names are left out'] * bool(unnamed)
+    boxes = [(photo, *item) for chosen in splits.values() for photo in chosen for item in photo.objects]
+    beyond = sum(_reaches_beyond(photo.size, box) for photo, _, box, _ in boxes)
+    notes += [f'{beyond} of {len(boxes)} boxes reach beyond their images and are cut'] * bool(beyond)
+    hard = sum(bool(more.get('iscrowd')) for *_, more in boxes)
+    notes += [f'{hard} of {len(boxes)} boxes are of crowds or difficult: neither learnt nor counted'] * bool(hard)
+    if kind.startswith('YOLO'):
+        notes += _unpaired(root, images)
     flat = sum(count for _, count in written.values())
     notes += [f'{flat} boxes without area are left out'] * bool(flat)
     outlined = [bool(more.get('segmentation')) for photo, _ in photos for *_, more in photo.objects]
@@ -92,6 +108,11 @@ def as_coco(photos: list[Photo], classes: list[str], root: Path) -> tuple[dict, 
     return dict(images=images, annotations=annotations, categories=categories), flat
 
 
+def _reaches_beyond(size: tuple[int, int], box: tuple) -> bool:
+    """By more than two pixels: exporters round, and some count from 1."""
+    return min(box[:2]) < -2 or box[2] > size[0] + 2 or box[3] > size[1] + 2
+
+
 def _positive(number: Any) -> Any:
     return number if isinstance(number, (int, float)) and number > 0 else None
 
@@ -100,11 +121,12 @@ def _voc(root: Path, images: list[Path]) -> tuple[list, list[str]]:
     """Every XML file with the image of its name, and its split: of ImageSets/Main, else of its folder."""
     files, lists = find(root, '.xml'), {}
     stems = {path.stem for path in files}
-    for name in ('trainval', 'train', 'val', 'test'):
-        listed = root / 'ImageSets' / 'Main' / f'{name}.txt'
-        if listed.is_file():
-            named = (line if line in stems else line.split()[0] for line in read_lines(listed))
-            lists.update(dict.fromkeys(named, name.replace('trainval', 'train')))
+    there = [(_SPLIT_FILE.fullmatch(path.name), path) for path in find(root, '.txt') if path.parent.name == 'Main']
+    listed = sorted((_ORDER.index(found[1].lower()), path) for found, path in there if found)
+    for number, path in listed:
+        if number or not any(other == 1 for other, _ in listed):  # trainval, where there is no train
+            named = (line if line in stems else line.split()[0] for line in read_lines(path))
+            lists.update(dict.fromkeys(named, _ORDER[max(number, 1)]))
     photos: list[tuple[Photo, Optional[str]]] = []
     pictures = _pictures(root, [path for path in files if not lists or path.stem in lists], images)
     for path, picture in pictures.items():
@@ -112,7 +134,7 @@ def _voc(root: Path, images: list[Path]) -> tuple[list, list[str]]:
         photos.append((read_voc(path, picture), split))
     missing = set(lists) - {photo.path.stem for photo, _ in photos}
     if missing:
-        raise RunError(f'{root / "ImageSets" / "Main"} names {min(missing)}, of which there is no XML file.')
+        raise RunError(f'{listed[0][1].parent} names {min(missing)}, of which there is no XML file.')
     found = {name for photo, _ in photos for name, *_ in photo.objects}
     classes = read_names(root, 'classes.txt', 'labelmap.txt') or sorted(found)
     if found - set(classes):
@@ -229,15 +251,18 @@ def _yolo_settings(root: Path) -> tuple[Optional[Path], dict]:
 def _yolo_splits(root: Path, content: dict, images: list[Path]) -> dict[Path, str]:
     """The split of each image by ``train``, ``val`` and ``test`` of a data.yaml: folders, or lists of files; nothing
     where they are not below ``root``, as ``path`` of others often says."""
-    known, listed = {path.resolve(): path for path in images}, {}
+    known, listed, lost = {path.resolve(): path for path in images}, {}, []
     for split in ('train', 'val', 'test'):
         given = content.get(split)
         for entry in given if isinstance(given, list) else [given] if isinstance(given, str) else []:
             inside = Path(*(part for part in Path(str(entry)).parts if part not in ('..', '.', '/')))
             places = [root / str(content.get('path') or '') / str(entry), root / inside]
             place = next((place for place in places if place.exists() and place.resolve() != root.resolve()), None)
+            if split != 'train' and given == content.get('train'):
+                continue
             if place is None:
-                return {}
+                lost += [] if split == 'test' else [f'{split}: {entry}']
+                continue
             if place.is_file():
                 found = [root / line for line in read_lines(place)]
                 missing = [path for path in found if path.resolve() not in known]
@@ -246,16 +271,34 @@ def _yolo_splits(root: Path, content: dict, images: list[Path]) -> dict[Path, st
             else:
                 found = find(place, *SUFFIXES)
             listed.update({known[path.resolve()]: split for path in found if path.resolve() in known})
+    if lost and listed:
+        raise RunError(f'{root}: the YAML file says {lost[0]!r}, which is not there, and the others are.')
     return listed if {'val', 'test'} & set(listed.values()) else {}
+
+
+def _yolo_file(root: Path, path: Path) -> Path:
+    """The text file of an image."""
+    parts = list(path.relative_to(root).parts)
+    if 'images' in parts:
+        parts[len(parts) - 1 - parts[::-1].index('images')] = 'labels'
+    return root.joinpath(*parts).with_suffix('.txt')
+
+
+def _unpaired(root: Path, images: list[Path]) -> list[str]:
+    """Notes on images without text files, and on text files beside those of others that are of no image."""
+    files = {_yolo_file(root, path) for path in images}
+    there = {path for path in find(root, '.txt') if path.parent in {file.parent for file in files}}
+    lone = [path for path in sorted(there - files) if re.match(r'\d+ [\d.]', path.read_text(errors='replace'))]
+    empty = len(files - there)
+    return [f'{empty} of {len(files)} images have no text file: they are background'] * bool(empty) + [
+        f'{len(lone)} text files have no image, as {path}: left out' for path in lone[:1]
+    ]
 
 
 def _yolo_photo(root: Path, path: Path, classes: list[str], has_points: bool = False) -> Photo:
     """An image with the boxes of its text file, polygons as boxes; without one it has no object. ``has_points``: of
     people, say, whose key points follow the box."""
-    parts = list(path.relative_to(root).parts)
-    if 'images' in parts:
-        parts[len(parts) - 1 - parts[::-1].index('images')] = 'labels'
-    file, size = root.joinpath(*parts).with_suffix('.txt'), image_size(path)
+    file, size = _yolo_file(root, path), image_size(path)
     objects: list[tuple] = []
     for number, line in enumerate(read_lines(file) if file.is_file() else [], 1):
         label, *values = line.split()
@@ -285,13 +328,19 @@ def _is_coco(path: Path) -> bool:
         return True
     with path.open(errors='replace') as file:
         start = file.read(4096)
-    return any(f'"{key}"' in start for key in ('images', 'annotations', 'categories'))
+        if '"categories"' in start:  # which may fill the beginning; Label Studio's notes.json has them alone
+            start += file.read()
+    return any(f'"{key}"' in start for key in ('images', 'annotations'))
 
 
 def _coco(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list[str]]:
     """The images of the files with their objects, and the classes, which have to be the same in all."""
     here, photos, classes = set(images), [], None
-    for path in [path for path in files if path.name.startswith('instances')] or files:  # beside captions, key points
+    of_boxes = {split_of(path.relative_to(root)) for path in files if path.name.startswith('instances')}
+    if of_boxes:
+        files = [path for path in files if not path.name.startswith(_OTHER_COCO)]
+        files = [p for p in files if p.name.startswith('instances') or split_of(p.relative_to(root)) not in of_boxes]
+    for path in files:
         coco, fault = load_coco(str(path))
         if fault or not coco['images']:
             raise RunError(f'{path} {fault or "has no images"}.')

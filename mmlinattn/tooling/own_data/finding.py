@@ -13,7 +13,8 @@ import numpy as np
 from ...engine.data.files import shown_size
 from ...utils.errors import RunError, described
 
-SUFFIXES = ('.jpg', '.jpeg', '.png', '.bmp', '.tif', '.tiff', '.webp')
+SUFFIXES = ('.jpg', '.jpeg', '.jfif', '.png', '.bmp', '.tif', '.tiff', '.webp')
+NOT_READ = ('.gif', '.heic', '.heif', '.avif')
 _NUM_READ = 50  # images that are decoded to see their form
 
 
@@ -39,16 +40,20 @@ class OwnData(NamedTuple):
     masks: bool = False
 
 
+def is_hidden(name: str) -> bool:
+    return name.startswith('.') or name == '__MACOSX'
+
+
 def find(root: Path, *suffixes: str) -> list[Path]:
     """All files below a folder with one of the suffixes, by path. Links are followed, but for those to a folder that
-    they are in; hidden folders are not."""
+    they are in; hidden folders and those of macOS are not."""
 
     def is_loop(path: Path) -> bool:
         return path.is_symlink() and path.resolve() in {parent.resolve() for parent in path.parents}
 
     found = []
     for folder, inner, files in os.walk(root, followlinks=True):
-        inner[:] = [name for name in inner if name[0] != '.' and not is_loop(Path(folder, name))]
+        inner[:] = [name for name in inner if not is_hidden(name) and not is_loop(Path(folder, name))]
         found += [Path(folder, name) for name in files if name.lower().endswith(suffixes) and not name.startswith('.')]
     return sorted(found)
 
@@ -95,7 +100,10 @@ def divide(
                 splits['val' if i in chosen else 'train'].append(item)
         notes.append(f'no val in the data: {len(splits["val"])} images were drawn from train for it')
     if len(splits['train']) < 2 or not splits['val']:
-        raise RunError(f'{len(splits["train"])} image(s) to train on and {len(splits["val"])} of val: 2 are the least.')
+        raise RunError(
+            f'{len(splits["train"])} image(s) to train on and {len(splits["val"])} of val: 2 are the least. Splits are '
+            'named by folders or files with train, val or test in their names, classes by folders.'
+        )
     return {split: splits[split] for split in ('train', 'val', 'test') if split in splits}, notes
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from ...utils.errors import RunError
-from .finding import SUFFIXES, OwnData, divide, find, image_size, read_names, split_of
+from .finding import SUFFIXES, OwnData, divide, find, image_size, is_hidden, read_names, split_of
 
 _IMAGES = ('images', 'image', 'imgs', 'img', 'img_dir', 'JPEGImages')
 _MASKS = ('masks', 'mask', 'labels', 'annotations', 'ann_dir', 'SegmentationClass')
@@ -24,17 +24,24 @@ def read_folders(root: Path) -> OwnData:
     Raises:
         RunError: There are less than two folders, or a class is in val alone.
     """
-    splits = {path: split_of(Path(path.name)) for path in sorted(root.iterdir()) if path.is_dir()}
+    folders = [path for path in sorted(root.iterdir()) if path.is_dir() and not is_hidden(path.name)]
+    splits = {path: split_of(Path(path.name)) for path in folders}
     named = set(splits.values())
-    is_divided = 'train' in named and named != {'train', None}  # else it is a class, of locomotives
+    inside = [each for path in folders if splits[path] == 'train' for each in path.iterdir() if each.is_dir()]
+    # a folder train among others is a class, of locomotives, unless it has classes inside
+    is_divided = 'train' in named and (
+        named != {'train', None} or sum(bool(find(each, *SUFFIXES)) for each in inside) > 1
+    )
+    others = [path.name for path in folders if is_divided and not splits[path] and find(path, *SUFFIXES)]
     tops = {path: split for path, split in splits.items() if split} if is_divided else {root: None}
     items: list[tuple[Any, Optional[str]]] = []
     for top, split in tops.items():
         for path in find(top, *SUFFIXES):
             if path.parent != top:
-                name, *inside = path.relative_to(top).parts
-                items.append(((path, name), split or split_of(Path(*inside[:-1]))))
+                name, *rest = path.relative_to(top).parts
+                items.append(((path, name), split or split_of(Path(*rest[:-1]))))
     divided, notes = divide(items, group=lambda item: item[1])
+    notes += [f'{", ".join(others)} beside train: left out'] * bool(others)
     classes = sorted({name for _, name in divided['train']})
     for split, chosen in divided.items():
         names = {name for _, name in chosen}
@@ -62,6 +69,8 @@ def read_masks(root: Path, names: Optional[list[str]], remapped: Path) -> OwnDat
     pairs: list[_Pair] = []
     notes: list[str] = []
     for top, inner, _ in sorted(os.walk(root, followlinks=True)):
+        if any(map(is_hidden, Path(top).relative_to(root).parts)):
+            continue
         images, masks = (next((name for name in known if name in inner), '') for known in (_IMAGES, _MASKS))
         if images and masks:
             pairs += _pairs(Path(top, images), Path(top, masks), notes)
@@ -74,7 +83,10 @@ def read_masks(root: Path, names: Optional[list[str]], remapped: Path) -> OwnDat
         table = table or {value: value for value in values}
         said = ', '.join(f'{old} -> {new}' for old, new in table.items() if old != new) or 'one number a pixel'
         notes.append(f'label images are copied to {remapped}: {said}')
-    elif IGNORED in values:
+    elif names:
+        shown = [f'{value} is {classes[value]}' for value in values if value != IGNORED]
+        notes.append(f'label {", ".join(shown[:12])}{", ..." * (len(shown) > 12)}')
+    if not table and IGNORED in values:
         notes.append(f'pixels of value {IGNORED} are ignored')
     if not names:
         notes.append(f'the classes have no names: give --classes, or write {root / "classes.txt"}, a name a line')

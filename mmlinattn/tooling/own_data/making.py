@@ -19,7 +19,7 @@ from ..swapping.upstream import Upstream
 from ..swapping.writing import difference, statement
 from ..swapping.zoo import find_backbone, recipes
 from .boxes import read_boxes
-from .finding import Form, OwnData, form_of
+from .finding import NOT_READ, Form, OwnData, find, form_of
 from .labels import read_folders, read_masks
 
 TASKS = {'detection': 'mmdet', 'segmentation': 'mmseg', 'classification': 'mmpretrain'}
@@ -73,6 +73,9 @@ def make_config(wish: Wish) -> tuple[list[str], Trial]:
         data = read_masks(wish.root, wish.classes, copies)
     else:
         data = read_folders(wish.root)
+    skipped = find(wish.root, *NOT_READ)
+    if skipped:
+        data.notes.append(f'{len(skipped)} files are of a kind that is not read, as {skipped[0].name}: left out')
     form = form_of(data.images['train'], wish.channels)
     base = _base(wish, data)
     cfg = Config.fromfile(str(project_files('configs') / f'{base}.py'))

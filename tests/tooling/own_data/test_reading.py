@@ -99,6 +99,38 @@ def test_voc_as_it_lies(tmp_path):
     assert any('3 boxes without area' in note for note in data.notes)
 
 
+@pytest.mark.parametrize('lists', [dict(Train='ab', Validation='c'), dict(trainval='abcd', train='ab', val='c')])
+def test_voc_of_a_folder_above_and_lists_by_other_names(tmp_path, lists):
+    for name in 'abcd':
+        picture(tmp_path / 'VOCdevkit/VOC2007/JPEGImages' / f'{name}.jpg')
+        voc(tmp_path / 'VOCdevkit/VOC2007/Annotations' / f'{name}.xml', ('wheel', (4, 8, 24, 70), 1))
+    for name, ids in lists.items():
+        text(tmp_path / 'VOCdevkit/VOC2007/ImageSets/Main' / f'{name}.txt', '\n'.join(ids))
+    text(tmp_path / 'VOCdevkit/VOC2007/ImageSets/Main/wheel_train.txt', 'a 1\nb -1\nd 1')
+    data = read(tmp_path)
+    assert {split: [path.stem for path in paths] for split, paths in data.images.items()} == dict(
+        train=[*'ab'], val=['c']
+    )
+    assert data.notes == [
+        '1 images that no annotation names are left out',
+        '3 of 3 boxes reach beyond their images and are cut',
+        '3 of 3 boxes are of crowds or difficult: neither learnt nor counted',
+    ]
+
+
+def test_files_beside_those_of_coco_boxes(tmp_path):
+    for split in ('train', 'val', 'test'):
+        for i in range(2):
+            picture(tmp_path / split / f'{split}{i}.jpg')
+    given = {split: coco([f'{split}{i}.jpg' for i in range(2)]) for split in ('train', 'val', 'test')}
+    text(tmp_path / 'annotations/instances_train.json', given['train'])
+    text(tmp_path / 'annotations/captions_train.json', dict(given['train'], annotations=[dict(caption='a')]))
+    text(tmp_path / 'val.json', given['val'])
+    text(tmp_path / 'annotations/image_info_test.json', dict(images=given['test']['images']))
+    text(tmp_path / 'notes.json', dict(categories=[dict(id=0, name='a')], info={}))  # of Label Studio
+    assert {split: len(paths) for split, paths in read(tmp_path).images.items()} == dict(train=2, val=2)
+
+
 def test_voc_beside_the_images_and_no_val(tmp_path):
     for i in range(8):
         picture(tmp_path / f'train{i}.png')  # a name of an image is no split
@@ -144,7 +176,25 @@ def test_yolo_splits_of_data_yaml(tmp_path, train):
     content = json.dumps(dict(path='/elsewhere', train=train, val='images/held_out', names=['b', 'a']))
     text(tmp_path / 'data.yaml', content)
     data = read(tmp_path)
-    assert [len(data.images[split]) for split in ('train', 'val')] == [3, 1] and not data.notes
+    assert [len(data.images[split]) for split in ('train', 'val')] == [3, 1]
+    assert data.notes == ['1 of 4 images have no text file: they are background']
+    text(tmp_path / 'data.yaml', content.replace('images/held_out', 'images/valid'))
+    with pytest.raises(RunError, match="says 'val: images/valid', which is not there, and the others are"):
+        read(tmp_path)
+
+
+def test_one_folder_to_train_and_validate_on_is_divided(tmp_path):
+    yolo(tmp_path)
+    text(tmp_path / 'data.yaml', 'train: images/train\nval: images/train\nnames: [b, a]')
+    data = read(tmp_path)
+    assert [len(data.images[split]) for split in ('train', 'val')] == [3, 1]
+
+
+def test_text_files_without_image(tmp_path):
+    yolo(tmp_path)
+    text(tmp_path / 'classes.txt', 'b\na\n')
+    text(tmp_path / 'labels/train/other.txt', '1 0.5 0.5 0.25 0.5\n')
+    assert f'1 text files have no image, as {tmp_path}/labels/train/other.txt: left out' in read(tmp_path).notes
 
 
 def test_yolo_boxes_before_key_points(tmp_path):

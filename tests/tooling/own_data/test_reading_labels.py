@@ -175,3 +175,21 @@ def test_images_of_several_forms(tmp_path):
     text(tmp_path / 'c.png', 'no image')
     with pytest.raises(RunError, match='c.png'):
         finding.form_of([tmp_path / 'c.png'])
+
+
+@pytest.mark.parametrize('other', ['unlabeled', '__MACOSX', 'results/plots'])
+def test_folders_beside_train(tmp_path, other):
+    for name in ('train/cat', 'train/dog', other):
+        for i in range(3):
+            picture(tmp_path / name / f'{i}.jpg')
+    data = labels.read_folders(tmp_path)
+    assert data.classes == ['cat', 'dog'] and sum(map(len, data.images.values())) == 6
+    assert (f'{other.split("/")[0]} beside train: left out' in data.notes) is (other != '__MACOSX')
+
+
+def test_masks_packed_on_a_mac(tmp_path):
+    for name in ('images/._0.jpg', 'masks/._0.png'):
+        text(tmp_path / 'data/__MACOSX/data' / name, 'no image')
+    data = masks(tmp_path / 'data', [0, 1, 2], ['sky', 'road', 'car'])
+    assert sum(map(len, data.images.values())) == 4
+    assert 'label 0 is sky, 1 is road, 2 is car' in data.notes
