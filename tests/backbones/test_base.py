@@ -242,9 +242,10 @@ def test_attentions_by_name_or_dict_a_stage_or_a_block(host):
         assert not hasattr(block, 'attn') or any(isinstance(m, get_mixer(name)[0]) for m in block.attn.modules())
 
 
-def test_weights_may_come_from_several_files_and_the_rest_starts_as_without_one(tmp_path):
-    """As from scratch, not by what the config says beside the files; a second ``init_weights`` changes nothing."""
-    source, given = build('RAVLT').state_dict(), [dict(type='Constant', layer='Linear', val=3.0)]
+@pytest.mark.parametrize('others', [[], [dict(type='Constant', layer='Linear', val=3.0)]])
+def test_weights_may_come_from_several_files_and_the_rest_starts_as_without_one(tmp_path, others):
+    """By the entries beside the files, else as from scratch; a second ``init_weights`` changes nothing."""
+    source, given = build('RAVLT').state_dict(), [*others]
     for part in ('patch_embeds', 'out_norms'):
         path = tmp_path / f'{part}.pth'
         torch.save({key: value for key, value in source.items() if key.startswith(part)}, path)
@@ -255,8 +256,9 @@ def test_weights_may_come_from_several_files_and_the_rest_starts_as_without_one(
     for name, value in model.state_dict().items():
         assert torch.equal(value, source[name]) or name.startswith('stages'), name
     linear, norm = model.stages[0][0].ffn.fc1, model.stages[0][0].norm1
-    assert linear.weight.detach().std() == pytest.approx(0.02, rel=0.5) and (norm.weight == 1).all()
-    assert not linear.bias.any() and not norm.bias.any()
+    drawn = (linear.weight == 3).all() if others else linear.weight.detach().std() == pytest.approx(0.02, rel=0.5)
+    assert drawn and not linear.bias.any()
+    assert others or ((norm.weight == 1).all() and not norm.bias.any())
     nn.init.ones_(norm.bias)
     model.init_weights()
     assert norm.bias.all()

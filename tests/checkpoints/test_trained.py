@@ -122,6 +122,13 @@ def test_frozen_weights_that_nobody_keeps_are_refused(saved):
     check_trained(model, torch.load(checkpoint))
 
 
+def test_running_statistics_that_the_file_lacks_are_refused():
+    model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
+    state = {key: value for key, value in model.state_dict().items() if 'running_var' not in key}
+    with pytest.raises(RunError, match='1 parameters not in the file: 1.running_var'):
+        check_trained(model, dict(state_dict=state))
+
+
 def test_weights_of_a_model_without_adapters_go_inside_of_them(saved):
     cfg, adapted, _ = saved(lora('qkv', 'fc1'), init_cfg=False)
     cfg.model.backbone = cfg.model.backbone.module

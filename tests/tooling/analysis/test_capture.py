@@ -106,7 +106,19 @@ class Halves(Attention):
         return super().forward(tokens, StageContext(Grid(1, tokens.shape[1]))).flatten(0, 1).view_as(x)
 
 
+class Strided(WindowAttention):
+    """Windows of tokens that are not neighbours, as MaxViT's grid."""
+
+    def forward(self, x, stage):
+        return super().forward(x.flip(1), stage).flip(1)
+
+
 def test_what_cannot_be_looked_into_is_named():
+    with pytest.raises(NotImplementedError, match='Strided lays its tokens in a way'):
+        attention = Strided(8, 2, 'softmax', (2, 2)).eval()
+        with watched(attention, print):
+            x = torch.randn(1, 4, 4, 8)
+            attention(x, StageContext.of(x))
     attention = Halves(8, 2, 'softmax').eval()
     with pytest.raises(NotImplementedError, match='Halves lays its tokens in a way'), watched(attention, print):
         attention(torch.randn(1, 4, 4, 8), None)

@@ -8,8 +8,11 @@ import torch
 from torch import nn
 
 from mmlinattn.attention import (
+    Attention,
     GlobalAttention,
+    Grid,
     ReducedAttention,
+    ReducedKeysAttention,
     StageContext,
     WindowAttention,
 )
@@ -182,6 +185,24 @@ def test_keys_without_a_map_have_no_neighbourhood():
     assert entry['keys_a_window'] == 12 and 'locality' not in entry and entry['forward_error'] < 1e-5
     with pytest.raises(ValueError, match='lie on no map'):
         query_map(block, 0, 0)
+
+
+class Pooled(ReducedKeysAttention):
+    def reduce(self, x):
+        return x.unflatten(1, (-1, 2)).unflatten(3, (-1, 2)).mean(dim=(2, 4))
+
+
+def test_keys_of_a_smaller_map_without_a_known_ratio_have_no_neighbourhood():
+    entry = measure_block(block_of(Pooled(8, 2, 'softmax'), torch.randn(1, 6, 8, 8)))
+    assert entry['keys_a_window'] == 12 and 'locality' not in entry and entry['forward_error'] < 1e-5
+
+
+def test_weights_of_two_class_tokens_are_one_sum():
+    attention, found = Attention(8, 2, 'softmax').eval(), []
+    with watched(attention, found.append):
+        attention(torch.randn(1, 2 + 12, 8), StageContext(Grid(3, 4, prefix=2)))
+    weights, of_class = query_map(found[0], 1, 1)
+    torch.testing.assert_close(weights.sum((1, 2)) + of_class, torch.ones(2, dtype=weights.dtype))
 
 
 def test_tokens_outside_of_a_map_and_fewer_of_a_full_one(monkeypatch):
