@@ -1,21 +1,17 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Fused forms on CPUs without gradients give what the modules give, and leave alone what somebody changed or watches:
-hosts as a whole are in tests/backbones/test_pairs.py."""
+"""Fused forms on CPUs without gradients give what the modules give; hosts as a whole are in
+tests/backbones/test_pairs.py."""
 
 import itertools
-from contextlib import contextmanager
 
 import pytest
 import small_hosts
 import torch
-from small_hosts import ARCHS
 from torch import nn
-from torch.overrides import TorchFunctionMode
 from twins import ATTENTIONS, DIM, HEADS, filled
 
 from mmlinattn.attention import Attention, GlobalAttention, Grid, ReducedAttention, StageContext, StripeAttention
 from mmlinattn.attention import WindowAttention as Windowed
-from mmlinattn.backbones import RAVLT
 from mmlinattn.inference import Room, regions, room
 from mmlinattn.layers import (
     MLP,
@@ -164,220 +160,6 @@ def test_batch_norms_are_folded(kind, norm, monkeypatch):
     if norm in ('BN', 'SyncBN'):
         monkeypatch.setattr(nn.functional, 'batch_norm', None)
     torch.testing.assert_close(ROOM.call(module, x), expected)
-
-
-def hooked(layer):
-    layer.register_forward_hook(lambda module, inputs, out: 2 * out)
-
-
-def replaced(layer):
-    forward = layer.forward
-    layer.forward = lambda x: 2 * forward(x)
-
-
-class Doubled(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-def adapted(layer):
-    layer.__class__ = Doubled
-
-
-def parametrised(layer):
-    class Twice(nn.Module):
-        def forward(self, weight):
-            return 2 * weight
-
-    nn.utils.parametrize.register_parametrization(layer, 'weight', Twice())
-
-
-@pytest.mark.parametrize('change', [hooked, replaced, adapted, parametrised])
-@pytest.mark.parametrize('place', ['qkv', 'proj', 'fc1', 'fc2'])
-def test_what_somebody_changed_or_watches_is_called(place, change):
-    """The rest of its block keeps its fused form."""
-    block = filled(Block(DIM, GlobalAttention(DIM, HEADS, 'rala'), MLP(DIM, 40), LN)).eval()
-    part = block.attn if place in ('qkv', 'proj') else block.ffn
-    x = torch.randn(2, 3, 5, DIM, dtype=torch.float64)
-    before = block(x, StageContext.of(x))
-    change(getattr(part, place))
-    expected = block(x, StageContext.of(x))
-    assert (expected - before).abs().max() > 1e-3
-    torch.testing.assert_close(ROOM.call(block, x, StageContext.of(x)), expected)
-    assert ROOM.form(part) is None
-    assert all(ROOM.form(other) is not None for other in (block, block.attn, block.ffn) if other is not part)
-
-
-class Centred(nn.Module):
-    def forward(self, x):
-        return x - x.mean(1, keepdim=True)
-
-
-def of_block(name):
-    """Something else in place of a part of the first block."""
-
-    def put(make):
-        def change(model):
-            owner, _, part = f'stages.0.0.{name}'.rpartition('.')
-            owner = model.get_submodule(owner)
-            setattr(owner, part, make(getattr(owner, part)))
-
-        return change
-
-    return put
-
-
-def twice(function):
-    return lambda *args, **kwargs: 2 * function(*args, **kwargs)
-
-
-def recalibrated(model):
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.train().momentum = 0.0
-
-
-def without_first_token(model):
-    model.stages[0][0].norm1.register_forward_hook(
-        lambda module, args, out: out * (torch.arange(len(out[0])) > 0)[:, None]
-    )
-
-
-def plain_stem(model):
-    old = model.patch_embeds[0].layers[2]
-    new = nn.Conv2d(old.in_channels, old.out_channels, 3, 1, 1)
-    new.load_state_dict(old.state_dict())
-    model.patch_embeds[0].layers[2] = new.double()
-
-
-class Tagged(torch.Tensor):
-    """As quantised weights are."""
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is not nn.functional.linear:
-            return super().__torch_function__(func, types, args, kwargs or {})
-        x, weight, *bias = (t.as_subclass(torch.Tensor) if isinstance(t, Tagged) else t for t in args)
-        return nn.functional.linear(x, 2 * weight, *bias)
-
-
-def tagged(layer):
-    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Tagged), requires_grad=False)
-    return layer
-
-
-CHANGES = {
-    'batch norms that train': recalibrated,
-    'a hook on tokens': without_first_token,
-    'a norm over tokens': of_block('norm2')(lambda norm: Centred()),
-    'a stem without GELU': plain_stem,
-    'one more layer of the stem': lambda model: model.patch_embeds[0].layers.append(nn.Hardtanh()),
-    'a norm of down-sampling': lambda model: model.patch_embeds[1].layers.append(filled(nn.BatchNorm2d(16)).eval()),
-    'low rank': of_block('attn.qkv')(lambda old: nn.Sequential(nn.Linear(8, 2), nn.Linear(2, 32)).double()),
-    'no convolution of values': of_block('attn.local')(lambda conv: nn.Identity()),
-    'a norm of values': of_block('attn.local')(lambda conv: nn.Sequential(conv, filled(nn.BatchNorm2d(8))).eval()),
-    'no convolution': of_block('ffn.dwconv')(lambda conv: nn.Identity()),
-    'weights of another type': of_block('ffn.fc1')(tagged),
-    'a mixer without rotation': lambda model: setattr(model.stages[0][0].attn.mixer, 'rotary', False),
-    'its own mix': of_block('attn.mix')(twice),
-    'its own attend': of_block('attend')(twice),
-    'its own hidden': of_block('ffn.hidden')(twice),
-}
-
-
-@pytest.mark.parametrize('change', CHANGES.values(), ids=CHANGES)
-def test_what_acts_with_gradients_acts_without(change):
-    model, x = filled(RAVLT(ARCHS['RAVLT'])).eval(), torch.rand(2, 3, 70, 52, dtype=torch.float64)
-    before = model(x)
-    change(model)
-    with torch.enable_grad():
-        expected = model(x)
-    assert any((out - other).abs().max() > 1e-3 for out, other in zip(before, expected))
-    for out, other in zip(model(x), expected):
-        torch.testing.assert_close(out, other)
-
-
-def test_convolutions_of_pvt_may_be_something_else():
-    module, x = filled(DWConvFFN(DIM, 40)).eval(), torch.randn(2, 9, 12, DIM, dtype=torch.float64)
-    module.dwconv = nn.Identity()
-    torch.testing.assert_close(ROOM.call(module, x), module(x))
-
-
-def test_classes_that_somebody_changed(monkeypatch):
-    """Replaced for all modules of a class, as tools that quantise or count do."""
-    model, x = filled(RAVLT(ARCHS['RAVLT'])).eval(), torch.rand(1, 3, 64, 64, dtype=torch.float64)
-    calls = []
-    forward = nn.Linear.forward
-    monkeypatch.setattr(nn.Linear, 'forward', lambda self, x: calls.append(self) or forward(self, x))
-    model(x)
-    assert len(calls) == sum(isinstance(module, nn.Linear) for module in model.modules())
-
-
-class Halved(TorchFunctionMode):
-    """As modes that quantise."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        return out / 2 if func is nn.functional.linear else out
-
-
-@contextmanager
-def halved(holder, name):
-    """What tensors and linear layers give to a function."""
-    whole = getattr(holder, name)
-
-    def half(*args, **kwargs):
-        out = whole(*args, **kwargs)
-        return out / 2 if isinstance(args[0], (torch.Tensor, nn.Linear)) else out
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(holder, name, half)
-        yield
-
-
-@pytest.mark.parametrize(
-    'change',
-    [Halved, lambda: halved(nn.functional, 'linear'), lambda: halved(nn.Module, '__call__')],
-    ids=['mode', 'function', 'call'],
-)
-def test_functions_that_somebody_replaced(change):
-    model, x = filled(RAVLT(ARCHS['RAVLT'])).eval(), torch.rand(1, 3, 64, 64, dtype=torch.float64)
-    before = model(x)
-    with change():
-        with torch.enable_grad():
-            expected = model(x)
-        assert (expected[0] - before[0]).abs().max() > 1e-3
-        for out, other in zip(model(x), expected):
-            torch.testing.assert_close(out, other)
-
-
-def test_a_device_as_a_context_replaces_nothing(monkeypatch):
-    called = []
-    monkeypatch.setattr(Room, 'call', lambda self, module, *args: called.append(module) or module(*args))
-    with torch.device('cpu'):
-        RAVLT(ARCHS['RAVLT']).eval()(torch.rand(1, 3, 64, 64))
-    assert called
-
-
-BIASES = {
-    'strided': lambda bias: torch.stack((bias, bias + 9), 1)[:, 0],
-    'expanded': lambda bias: bias[:1].expand_as(bias),
-    'broadcast': lambda bias: bias[:1],
-}
-
-
-@pytest.mark.parametrize('change', BIASES.values(), ids=BIASES)
-@pytest.mark.parametrize('host', ['RAVLT', 'LinearPVTv2'])
-def test_biases_of_other_strides_and_sizes(host, change):
-    """In float32, of which oneDNN's operators would read something else."""
-    model, x = filled(small_hosts.build(host, 'inline')).float().eval(), torch.rand(2, 3, 70, 52)
-    for layer in model.modules():
-        if isinstance(layer, nn.Linear if change is BIASES['broadcast'] else (nn.Linear, nn.Conv2d)):
-            layer.bias = None if layer.bias is None else nn.Parameter(change(layer.bias.detach()))
-    with torch.enable_grad():
-        expected = model(x)
-    for out, other in zip(model(x), expected):
-        torch.testing.assert_close(out, other, rtol=1e-3, atol=1e-4)
 
 
 def test_drop_paths_of_a_block_that_trains():
