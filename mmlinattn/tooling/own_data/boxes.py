@@ -287,12 +287,12 @@ def _yolo_file(root: Path, path: Path) -> Path:
 def _unpaired(root: Path, images: list[Path]) -> list[str]:
     """Notes on images without text files, and on text files beside those of others that are of no image."""
     files = {_yolo_file(root, path) for path in images}
-    there = {path for path in find(root, '.txt') if path.parent in {file.parent for file in files}}
+    folders = {file.parent for file in files}
+    there = {path for path in find(root, '.txt') if path.parent in folders}
     lone = [path for path in sorted(there - files) if re.match(r'\d+ [\d.]', path.read_text(errors='replace'))]
     empty = len(files - there)
-    return [f'{empty} of {len(files)} images have no text file: they are background'] * bool(empty) + [
-        f'{len(lone)} text files have no image, as {path}: left out' for path in lone[:1]
-    ]
+    notes = [f'{empty} of {len(files)} images have no text file: they are background'] * bool(empty)
+    return [*notes, *(f'{len(lone)} text files have no image, as {path}: left out' for path in lone[:1])]
 
 
 def _yolo_photo(root: Path, path: Path, classes: list[str], has_points: bool = False) -> Photo:
