@@ -165,11 +165,10 @@ class Backbone(Arch, BaseModule):
         Returns:
             Backbone: The model itself, in eval mode. Its ``state_dict`` loads into one built with ``deploy=True``.
         """
-        factorised = [module for module in self.modules() if isinstance(module, FactorisedLinear)]
-        for module in factorised:
-            module.merged()  # raises before any is replaced
-        for module in factorised:
-            module.switch_to_deploy()
+        # all are merged before any is replaced: an error leaves the model as it was
+        merged = [(module, module.merged()) for module in self.modules() if isinstance(module, FactorisedLinear)]
+        for module, factors in merged:
+            module.down, module.up = factors
         return self.eval()
 
     def run_block(self, block: nn.Module, x: Tensor, stage: StageContext, call: Callable) -> Tensor:

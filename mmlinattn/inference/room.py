@@ -107,8 +107,10 @@ class Room:
         """The fused form of a module, None where the module itself has to be called: where it, or any part whose
         weights the form would use, is of another class, or altered, as by a hook."""
         form = FORMS.get(type(module))
+        if form is None:
+            return None
         parts = [module] if form in CALLS_PARTS else list(module.modules())
-        return form if form is not None and all(map(is_known, parts)) and not is_altered(*parts) else None
+        return form if all(map(is_known, parts)) and not is_altered(*parts) else None
 
     def call(self, module: nn.Module, *args) -> Any:
         """``module(*args)``."""

@@ -116,8 +116,8 @@ class CheckpointMatchHook(Hook):
             raise RunError(
                 f'nothing in the checkpoint fits the model; it has {some(checkpoint.get("state_dict", checkpoint))}.'
             )
-        for name in [] if is_fatal else [n for n, module in model.named_modules() if isinstance(module, Backbone)]:
-            own = model.get_submodule(name).named_parameters(name)
+        for name, module in model.named_modules():
+            own = module.named_parameters(name) if isinstance(module, Backbone) and not is_fatal else ()
             frozen = [key for key, parameter in own if key in missing and not parameter.requires_grad]
             if frozen:
                 raise RunError(
