@@ -19,8 +19,6 @@ from mmlinattn.utils.errors import RunError
 
 from .looking import Looker
 
-MAX_UPLOAD = '20mb'
-
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -78,9 +76,8 @@ def main() -> None:
         looker = Looker(cfg, args.checkpoint, args.device)
         page = build_page(looker, f'Attention of {Path(args.config).stem}')
         try:
-            page.launch(
-                server_name=args.host, server_port=args.port, share=False, max_file_size=MAX_UPLOAD, inbrowser=False
-            )
+            options = dict(share=False, max_file_size='20mb', inbrowser=False)
+            page.launch(server_name=args.host, server_port=args.port, **options)
         except OSError as error:
             raise RunError(f'--port {args.port}: {error}') from error
 

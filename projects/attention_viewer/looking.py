@@ -18,17 +18,10 @@ LONGEST, THUMB = 1024, 132
 
 
 class Seen(NamedTuple):
-    """An image and what the model's attentions saw of it.
+    """An image and what the model's attentions saw of it."""
 
-    Attributes:
-        picture (Picture): As the network sees it.
-        scale (tuple[float, float]): From pixels of the image as uploaded to those of the image that was prepared,
-            across and down.
-        blocks (list[BlockCall]): One for each block.
-    """
-
-    picture: loading.Picture
-    scale: tuple[float, float]
+    picture: loading.Picture  # as the network sees it
+    scale: tuple[float, float]  # from pixels as uploaded to those as prepared, across and down
     blocks: list[BlockCall]
 
 

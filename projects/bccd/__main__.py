@@ -4,6 +4,7 @@
 import argparse
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -69,13 +70,10 @@ def make_config(data: Path, out: Path, backbone: str, size: tuple, seed: int) ->
 
 def run(tool: str, *args: str, log: Path) -> float:
     """One of the tools in a process of its own; returns its peak resident memory in MiB."""
-    pid = os.fork()
-    if pid == 0:
-        with log.open('ab') as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-            os.execv(sys.executable, [sys.executable, str(HERE.parents[1] / 'tools' / tool), *args])
-    _, status, usage = os.wait4(pid, 0)
+    with log.open('ab') as file:
+        command = [sys.executable, str(HERE.parents[1] / 'tools' / tool), *args]
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+        _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f'{tool} {" ".join(args)} ended with status {status}: {log}')
     return usage.ru_maxrss / 1024

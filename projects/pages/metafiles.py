@@ -2,11 +2,10 @@
 """Write ``model-index.yml`` and ``configs/FAMILY/metafile.yml`` from the configs, the papers' tables and the list of
 released checkpoints. Run it after adding a config.
 
-    python -m projects.pages.metafiles [--check]
+    python -m projects.pages.metafiles
 """
 
 import argparse
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -139,20 +138,12 @@ def dump(content: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--check', action='store_true', help='write nothing; exit 1 where a file would change')
-    args = parser.parse_args()
-    stale = []
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for path, text in make_files().items():
         target = ROOT / path
-        if not target.is_file() or target.read_text(encoding='utf-8') != text:
-            stale.append(path)
-            if not args.check:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_text(text, encoding='utf-8')
-    print(f'{"out of date" if args.check else "written"}: {", ".join(stale) or "nothing"}')
-    if args.check and stale:
-        sys.exit(1)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding='utf-8')
+        print(target)
 
 
 if __name__ == '__main__':

@@ -5,15 +5,11 @@ python -m projects.pages.tables --out docs/tables.md
 """
 
 import argparse
-import functools
 import sys
 import warnings
 from pathlib import Path
-from typing import Optional
-from unittest import mock
 
 from mmengine.config import Config
-from mmengine.config import utils as config_utils
 from mmengine.logging import MMLogger
 from mmengine.utils import ProgressBar
 
@@ -39,34 +35,20 @@ METRICS = {
 }
 HEADER = ('model', 'recipe', 'params M, published', 'counted', 'FLOPs G, published', 'counted')
 
-# MMEngine reads a project's whole model index, over a second, for each upstream base
-_load_once = functools.cache(config_utils.load)
 
-
-def measure(row: Row, configs: Path = CONFIGS) -> Optional[Cost]:
-    """Count the model of a row; None where its config does not exist.
-
-    Args:
-        row (Row): Row of a table. The hMHSA paper's models are counted as they are deployed, its compact FFNs merged.
-        configs (Path): The folder ``configs``.
-    """
-    path = configs / f'{row.name}.py'
-    if not path.is_file():
-        return None
-    with mock.patch.object(config_utils, 'load', _load_once):
-        cfg = Config.fromfile(path)
+def measure(row: Row) -> Cost:
+    """Count the model of a row. Those of the hMHSA paper are counted as they are deployed, compact FFNs merged."""
+    cfg = Config.fromfile(CONFIGS / f'{row.name}.py')
     if row.paper == MERGED:
         cfg.model.backbone.deploy = True
     shape = (row.resolution, row.resolution) if row.resolution else SHAPES[row.task]
     return count_model(cfg, shape)
 
 
-def cells(row: Row, cost: Optional[Cost]) -> list:
+def cells(row: Row, cost: Cost) -> list:
     """A table line: numbers as the paper prints them beside those that are counted."""
-    params, flops = 'not built', ''
-    if cost is not None:
-        macs = cost.layer_macs if row.paper == 'RALA' else cost.total_macs()
-        params, flops = f'{cost.total_params / 1e6:.2f}', f'{macs / 1e9:.2f}'
+    macs = cost.layer_macs if row.paper == 'RALA' else cost.total_macs()
+    params, flops = f'{cost.total_params / 1e6:.2f}', f'{macs / 1e9:.2f}'
     metrics = [f'{row.metrics[name]:g}' if name in row.metrics else '' for name in METRICS[row.task]]
     published = row.released_params or row.params
     return [row.model, row.recipe, published, params, row.flops, flops, *metrics]
@@ -78,7 +60,7 @@ def markdown_table(header, lines) -> str:
 
 
 def page(measured: list) -> str:
-    """The Markdown page of (row, cost or None) pairs as :func:`measure` gives."""
+    """The Markdown page of (row, cost) pairs as :func:`measure` gives."""
     text = [
         "# The papers' tables",
         'Written by `python -m projects.pages.tables --out docs/tables.md`. '
@@ -101,14 +83,13 @@ def page(measured: list) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out', type=Path, help='Markdown file to write [print]')
-    parser.add_argument('--task', nargs='+', choices=list(TITLES), default=list(TITLES), help='tables [all]')
     args = parser.parse_args()
     warnings.simplefilter('ignore')  # of model constructors, once a row
     MMLogger.get_instance('mmengine', log_level='ERROR')
     with one_line_errors():
         if args.out:
             check_out_file(args.out)
-        rows = [row for task in args.task for row in read_rows(task)]
+        rows = [row for task in TITLES for row in read_rows(task)]
         bar = ProgressBar(len(rows), file=sys.stderr)
         measured = []
         for row in rows:

@@ -20,15 +20,15 @@ from mmlinattn.utils.errors import RunError
 from . import report
 from .arms import STUDIES
 from .study import run_study
-from .tasks import FIRST_TASK, TASKS, Settings
+from .task import Settings
 
 SETTINGS = dict(
     iterations='training steps of a run',
     batch='images a step',
-    num_train='training images',
+    num_train='training images, mirrored at random',
     num_val='test images',
     size='side of an image in pixels, at least 64',
-    lr='peak learning rate of AdamW',
+    lr='peak learning rate of AdamW, after a warm-up over 5 %% of the steps, before a cosine to 0',
     tinted='fraction of the shapes in a colour typical of their form; at 1, colours alone would do',
 )
 
@@ -42,9 +42,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--seeds', type=int, default=3, help='runs of each arm [3]')
     parser.add_argument('--max-minutes', type=float, help='begin no further run that would end later [no limit]')
     parser.add_argument('--arms', nargs='+', metavar='NAME', help='only these arms [all of the study]')
-    tasks = '; '.join(f'{name}: {task.what}' for name, task in TASKS.items())
-    text = f'what the arms learn [{FIRST_TASK}]. {tasks}'
-    parser.add_argument('--task', choices=list(TASKS), default=FIRST_TASK, help=text)
     for name, value in Settings()._asdict().items():
         parser.add_argument('--' + name.replace('_', '-'), type=type(value), help=f'{SETTINGS[name]} [{value}]')
     parser.add_argument('--device', default='cpu', help='cpu, cuda, ... [cpu]')
@@ -52,11 +49,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def checked_settings(args: argparse.Namespace) -> Settings:
-    task = TASKS[args.task]
     given = {name: getattr(args, name) for name in Settings._fields if getattr(args, name) is not None}
-    for name in task.unused:
-        if name in given:
-            raise RunError(f'--{name.replace("_", "-")} {given[name]} has no meaning in task {args.task!r}.')
     settings = Settings(**given)
     least = dict(iterations=1, batch=2, num_train=settings.batch, num_val=4, size=64)
     for name, value in least.items():
@@ -66,10 +59,9 @@ def checked_settings(args: argparse.Namespace) -> Settings:
         raise RunError(f'--seeds {args.seeds} has to be at least 1.')
     if not 0 <= settings.tinted <= 1:
         raise RunError(f'--tinted {settings.tinted} has to lie in [0, 1].')
-    if settings.lr <= 0:
-        raise RunError(f'--lr {settings.lr} has to be above 0.')
-    if args.max_minutes is not None and args.max_minutes <= 0:
-        raise RunError(f'--max-minutes {args.max_minutes} has to be above 0.')
+    for name, value in (('lr', settings.lr), ('max-minutes', args.max_minutes)):
+        if value is not None and value <= 0:
+            raise RunError(f'--{name} {value} has to be above 0.')
     try:
         torch.empty(0, device=args.device)
     except RuntimeError as error:
@@ -92,6 +84,6 @@ def main() -> None:
                 bar.reset(steps)
 
             arguments = args.study, args.out, args.seeds, settings, args.max_minutes, args.arms, args.device
-            results = run_study(*arguments, finished, lambda: bar.advance(steps), args.task)
+            results = run_study(*arguments, finished, lambda: bar.advance(steps))
         for path in report.write(results, args.out):
             print(path)

@@ -9,8 +9,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from .arms import STUDIES, Study
-from .study import write_atomically
-from .tasks import FIRST_TASK, TASKS
+from .task import CHANCE, QUESTION
 
 
 def by_arm(results: dict) -> dict[str, list[dict]]:
@@ -35,12 +34,6 @@ def verdict(better: list[float], worse: list[float]) -> str:
     if min(better) > max(worse):
         return 'holds'
     return 'reversed' if max(better) < min(worse) else 'within the spread'
-
-
-def differences(better: list[dict], worse: list[dict]) -> list[float]:
-    """Of each seed that both have, which shows them the same images in the same order."""
-    others = {run['seed']: run['accuracy'] for run in worse}
-    return [run['accuracy'] - others[run['seed']] for run in better if run['seed'] in others]
 
 
 def attention_of(run: dict) -> dict[str, float]:
@@ -87,11 +80,11 @@ def _paper_difference(study: Study, better: str, worse: str, metric) -> str:
 def table(results: dict) -> str:
     """The study as markdown."""
     study, runs = STUDIES[results['study']](), by_arm(results)
-    settings, task = results['settings'], TASKS[results.get('task', FIRST_TASK)]
+    settings = results['settings']
     lines = [
-        f'Study `{results["study"]}` ({study.source}); task: {task.what}. {settings["iterations"]} steps of '
+        f'Study `{results["study"]}` ({study.source}); task: {QUESTION}. {settings["iterations"]} steps of '
         f'{settings["batch"]} images of {settings["size"]} x {settings["size"]} for every arm, '
-        f'{settings["num_val"]} images to test on, chance {task.chance:.1f} %. In percent, mean and standard deviation '
+        f'{settings["num_val"]} images to test on, chance {CHANCE:.1f} %. In percent, mean and standard deviation '
         'over seeds.',
         '',
     ]
@@ -117,14 +110,12 @@ def table(results: dict) -> str:
     lines += ['| ' + ' | '.join(row[i] for i in known) + ' |' for row in rows]
     pairs = [pair for pair in study.pairs if pair[0] in runs and pair[1] in runs]
     if pairs:
-        lines += ['', '| better in the paper | than | paper | here | seed by seed | ordering |', '| --- ' * 6 + '|']
+        lines += ['', '| better in the paper | than | paper | here | ordering |', '| --- ' * 5 + '|']
     for better, worse, metric in pairs:
         ours = [[run['accuracy'] for run in runs[arm]] for arm in (better, worse)]
-        each = differences(runs[better], runs[worse])
-        mean = f'{statistics.fmean(each):+.1f}' if each else ''
-        by_seed = ', '.join(f'{value:+.1f}' for value in each)
+        difference = statistics.fmean(ours[0]) - statistics.fmean(ours[1])
         printed = _paper_difference(study, better, worse, metric)
-        lines.append(f'| {better} | {worse} | {printed} | {mean} | {by_seed} | {verdict(*ours)} |')
+        lines.append(f'| {better} | {worse} | {printed} | {difference:+.1f} | {verdict(*ours)} |')
     return '\n'.join(lines) + '\n'
 
 
@@ -149,8 +140,7 @@ def plot(results: dict, path: Path) -> None:
     right.set_xlabel('training steps (colours as on the left)')
     right.set_ylabel('accuracy, % (band: lowest and highest seed)')
     right.grid(alpha=0.3)
-    name = f'study {results["study"]}, task {results.get("task", FIRST_TASK)}'
-    figure.suptitle(f'{name}: arms (number of seeds), same images and steps for all', fontsize=10)
+    figure.suptitle(f'study {results["study"]}: arms (number of seeds), same images and steps for all', fontsize=10)
     figure.savefig(path, dpi=110)
 
 
@@ -159,6 +149,6 @@ def write(results: dict, out: Path) -> list[Path]:
     paths = [out / 'results.json', out / 'table.md', out / 'plot.png']
     if not results['runs']:
         return []
-    write_atomically(paths[1], table(results))
+    paths[1].write_text(table(results), encoding='utf-8')
     plot(results, paths[2])
     return paths

@@ -14,37 +14,31 @@ from mmlinattn.utils import written_whole
 from mmlinattn.utils.errors import RunError
 
 from .arms import STUDIES
-from .tasks import FIRST_TASK, TASKS, Settings
+from .task import Settings, draw
 from .training import train_arm
 
 
-def load_results(path: Path, name: str, settings: Settings, task: str = FIRST_TASK) -> dict:
+def load_results(path: Path, name: str, settings: Settings) -> dict:
     """Results so far, or none.
 
     Raises:
-        RunError: The file is not of this study and task, or was made with other settings.
+        RunError: The file is not of this study, or was made with other settings.
     """
     if not path.exists():
-        return dict(study=name, task=task, version=__version__, settings=settings._asdict(), runs=[])
+        return dict(study=name, version=__version__, settings=settings._asdict(), runs=[])
     try:
         results = json.loads(path.read_text(encoding='utf-8'))
-        found = results['study'], results.setdefault('task', FIRST_TASK), results['settings']
+        found = results['study'], results['settings']
         if any({'arm', 'seed'} - run.keys() for run in results['runs']):
             raise KeyError('arm and seed of each run')
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f'{path} is no results file of a study: {type(error).__name__} {error}') from error
-    if found != (name, task, settings._asdict()):
+    if found != (name, settings._asdict()):
         raise RunError(
-            f'{path} is of study {found[0]!r}, task {found[1]!r} with {found[2]}, not of {name!r}, task {task!r} with '
-            f'{settings._asdict()}, which needs another --out.'
+            f'{path} is of study {found[0]!r} with {found[1]}, not of {name!r} with {settings._asdict()}, which needs '
+            'another --out.'
         )
     return results
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Whole or not at all, also when the machine stops."""
-    with written_whole(path) as file:
-        file.write(text.encode('utf-8'))
 
 
 def run_study(
@@ -57,7 +51,6 @@ def run_study(
     device: str = 'cpu',
     progress: Callable = lambda message: None,
     on_step: Callable = lambda: None,
-    task: str = FIRST_TASK,
 ) -> dict:
     """Run what is missing of a study: every arm with seed 0, then with seed 1, and so on.
 
@@ -80,22 +73,22 @@ def run_study(
     except Timeout:
         raise RunError(f'--out {str(out)!r}: another process runs a study there.') from None
     with lock:
-        results = load_results(path, name, settings, task)
+        results = load_results(path, name, settings)
         done = {(run['arm'], run['seed']) for run in results['runs']}
         wanted = [(arm, seed) for seed in range(seeds) for arm in arms or study.arms]
         todo = [run for run in wanted if run not in done]
         if todo:
-            train = TASKS[task].draw(settings.num_train, settings, 1)
-            val = TASKS[task].draw(settings.num_val, settings, 2)
+            train, val = draw(settings.num_train, settings, 1), draw(settings.num_val, settings, 2)
         started, slowest = time.monotonic(), 0.0
         for i, (arm, seed) in enumerate(todo):
             begun = time.monotonic()
             if max_minutes is not None and slowest and begun - started + slowest > 60 * max_minutes:
                 progress(f'{len(todo) - i} of {len(wanted)} runs are left for next time (--max-minutes)')
                 break
-            result = train_arm(study.arms[arm], seed, settings, train, val, device, on_step, task)
+            result = train_arm(study.arms[arm], seed, settings, train, val, device, on_step)
             results['runs'].append(dict(arm=arm, seed=seed, device=device, **result))
-            write_atomically(path, json.dumps(results, indent=1))
+            with written_whole(path) as file:
+                file.write(json.dumps(results, indent=1).encode())
             slowest = max(slowest, time.monotonic() - begun)
             count = f'[{len(wanted) - len(todo) + i + 1}/{len(wanted)}]'
             progress(f'{count} {arm}, seed {seed}: {result["accuracy"]:.1f} %  ({result["seconds"]:.0f} s)')

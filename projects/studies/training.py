@@ -6,6 +6,7 @@ import math
 import time
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmlinattn.layers.compact import FactorisedLinear
@@ -14,7 +15,7 @@ from mmlinattn.tooling.analysis.inspecting import averaged, measure_block
 from mmlinattn.utils.errors import RunError
 
 from .arms import Arm
-from .tasks import FIRST_TASK, TASKS, Settings
+from .task import Classifier, Settings, score
 
 
 def train_arm(
@@ -25,7 +26,6 @@ def train_arm(
     val: tuple,
     device: str = 'cpu',
     on_step=lambda: None,
-    task: str = FIRST_TASK,
 ) -> dict:
     """Train one arm with one seed; the seed decides weights, order of images and mirroring, alike for every arm.
 
@@ -36,14 +36,14 @@ def train_arm(
     Raises:
         RunError: The loss is not finite.
     """
-    started, task = time.perf_counter(), TASKS[task]
+    started = time.perf_counter()
     torch.manual_seed(seed)
-    model = task.build(arm.backbone).to(device)
+    model = Classifier(arm.backbone).to(device)
     order = torch.Generator().manual_seed(seed)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW([dict(params=decayed), dict(params=others, weight_decay=0.0)], weight_decay=0.05)
-    images, targets = train
+    images, labels = train
     losses, curve, index = [], [], torch.empty(0, dtype=torch.long)
     for step in range(settings.iterations):
         done, warm = step / settings.iterations, 0.05
@@ -53,9 +53,9 @@ def train_arm(
         if len(index) < settings.batch:
             index = torch.randperm(len(images), generator=order)
         now, index = index.split([settings.batch, len(index) - settings.batch])
-        flipped = (torch.rand(len(now), generator=order) < 0.5).to(device)
-        x, y = task.mirrored(images[now].to(device), targets[now].to(device), flipped)
-        loss = task.loss(model.train(), x, y)
+        mirrored = torch.rand(len(now), 1, 1, 1, generator=order) < 0.5
+        x = torch.where(mirrored, images[now].flip(-1), images[now]).to(device)
+        loss = F.cross_entropy(model.train()(x), labels[now].to(device), label_smoothing=0.1)
         if not loss.isfinite():
             raise RunError(f'seed {seed}: the loss is {float(loss)} at step {step}.')
         optimizer.zero_grad()
@@ -65,10 +65,10 @@ def train_arm(
         losses.append(float(loss.detach()))
         on_step()
         if (step + 1) % max(1, settings.iterations // 4) == 0:
-            curve.append([step + 1, task.score(model.eval(), *val)])
+            curve.append([step + 1, score(model.eval(), *val)])
     model.eval()
     result = {
-        'accuracy': task.score(model, *val),
+        'accuracy': score(model, *val),
         'curve': curve,
         'loss': sum(losses[-20:]) / len(losses[-20:]),
         'params': num_parameters(model),

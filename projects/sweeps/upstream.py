@@ -4,7 +4,7 @@
     python -m projects.sweeps.upstream --out docs/upstream.md
 
 Each config is tried in a process of its own, with a time limit. Results of a backbone are kept (``--results``, JSON
-lines) and not tried again; ``--fresh`` forgets them. It takes an hour or two on one core.
+lines) and not tried again. It takes an hour or two on one core.
 """
 
 import argparse
@@ -38,10 +38,10 @@ def pick(folder: Path) -> list[Path]:
     return []
 
 
-def sample(projects: list[str]) -> list[str]:
+def sample() -> list[str]:
     """``mmdet::FOLDER/CONFIG.py`` of every folder."""
     names = []
-    for project in projects:
+    for project in PROJECTS:
         root = Path(get_installed_path(project), '.mim', 'configs')
         for folder in sorted(root.iterdir()):
             if folder.is_dir() and folder.name != '_base_':
@@ -144,30 +144,24 @@ def main() -> None:
     parser.add_argument('--out', help='Markdown page to write')
     parser.add_argument('--results', default='work_dirs/upstream.jsonl', help='where results are kept [%(default)s]')
     parser.add_argument('--backbone', default='ravlt_t')
-    parser.add_argument('--projects', nargs='+', choices=PROJECTS, default=list(PROJECTS))
     parser.add_argument('--configs', nargs='+', help='these configs in place of one a folder')
     parser.add_argument('--seconds', type=float, default=180, help='time limit of a config [%(default)s]')
-    parser.add_argument('--max-minutes', type=float, default=1e9, help='stop beginning new ones after this time')
-    parser.add_argument('--fresh', action='store_true', help='forget earlier results')
     args = parser.parse_args()
     if args.out:
         with one_line_errors():
             check_out_file(args.out)
     kept = Path(args.results)
     kept.parent.mkdir(parents=True, exist_ok=True)
-    if args.fresh:
-        kept.unlink(missing_ok=True)
     results = {}
     if kept.is_file():
         rows = map(json.loads, kept.read_text().splitlines())
         results = {row['config']: row for row in rows if row.get('backbone') == args.backbone}
-    names = args.configs or sample(args.projects)
+    names = args.configs or sample()
     for project in PROJECTS:  # once, not in every process
         __import__(f'{project}.models')
     __import__('mmlinattn.tooling.swapping')
-    begin = time.monotonic()
     for name in names:
-        if name in results or time.monotonic() - begin > args.max_minutes * 60:
+        if name in results:
             continue
         before = time.monotonic()
         kind, why = outcome(name, args.backbone, args.seconds)
@@ -176,10 +170,8 @@ def main() -> None:
         with kept.open('a') as file:
             file.write(json.dumps(results[name]) + '\n')
     if args.out:
-        rows = [
-            results[name] for name in sorted(results, key=lambda name: (PROJECTS.index(name.partition('::')[0]), name))
-        ]
-        Path(args.out).write_text(page(rows, args.backbone, len(sample(args.projects))), encoding='utf-8')
+        rows = [results[name] for name in sorted(results)]
+        Path(args.out).write_text(page(rows, args.backbone, len(sample())), encoding='utf-8')
 
 
 if __name__ == '__main__':

@@ -10,86 +10,73 @@ from test_arms import RESULTS
 from torch import nn
 
 from mmlinattn.utils.errors import RunError
-from projects.studies import study, tasks, training
+from projects.studies import study, training
 from projects.studies.arms import STUDIES, Arm
 from projects.studies.main import main
 from projects.studies.report import table
 from projects.studies.study import run_study
-from projects.studies.tasks import FIRST_TASK, TASKS, Settings
+from projects.studies.task import Settings, draw
 
 SMALL = Settings(iterations=4, batch=4, num_train=8, num_val=8)
 
 
-class Toy(tasks.Task):
-    """A linear layer for a model; keeps what it is asked for."""
+class Toy(nn.Linear):
+    """A model of two forms that keeps the images it sees."""
 
-    def __init__(self):
-        self.steps, self.weights, self.scale = [], [], 1.0
+    weights: list
+    images: list
 
-    def build(self, backbone):
-        model = nn.Linear(3, backbone['width'])
-        self.weights.append(model.weight[0, 0].item())
-        return model
+    def __init__(self, backbone):
+        super().__init__(12, backbone['width'])
+        self.weights.append(self.weight[0, 0].item())
 
-    def mirrored(self, images, targets, which):
-        self.steps.append((images.tolist(), targets.tolist(), which.tolist()))
-        return images, targets
-
-    def loss(self, model, images, targets):
-        return model.weight.sum() * self.scale
-
-    def score(self, model, images, targets, batch=128):
-        return 50.0
+    def forward(self, images):
+        self.images.append(images[:, 0].int().tolist())
+        return super().forward(images.flatten(1) * self.scale)
 
 
 @pytest.fixture
 def toy(monkeypatch):
-    task = Toy()
-    monkeypatch.setitem(TASKS, 'toy', task)
+    Toy.weights, Toy.images, Toy.scale = [], [], 1.0
+    monkeypatch.setattr(training, 'Classifier', Toy)
+    monkeypatch.setattr(training, 'score', lambda model, images, labels: 50.0)
     monkeypatch.setattr(training, 'attention_measures', lambda model, images: [])
-    return task
+    return Toy
 
 
 def train(seed=3, width=2):
     settings = Settings(iterations=10, batch=4, num_train=10, num_val=6, lr=0.01)
-    data = torch.arange(settings.num_train), torch.arange(settings.num_train) * 2
-    val = torch.arange(100, 106), torch.arange(100, 106)
-    return training.train_arm(Arm(dict(width=width)), seed, settings, data, val, task='toy')
+    images = torch.arange(120.0).view(10, 3, 2, 2)  # the first number of image i is 12 i, mirrored 12 i + 1
+    labels = torch.arange(10) % 2
+    return training.train_arm(Arm(dict(width=width)), seed, settings, (images, labels), (images, labels))
 
 
 def test_every_arm_sees_the_same_pictures(toy):
     """All of them before one comes again but for what is left of a batch; half of them mirrored; by the seed alone."""
     train()
-    steps, toy.steps = toy.steps, []
+    steps, toy.images = toy.images, []
     torch.rand(7)
     train(width=5)  # weights of another size take other random numbers
-    assert toy.steps == steps and toy.weights[0] == toy.weights[1]
-    assert all(targets == [2 * i for i in images] and len(images) == 4 for images, targets, _ in steps)
-    assert all(len({*one[0], *two[0]}) == 8 for one, two in zip(steps[::2], steps[1::2]))
-    assert 8 < sum(sum(which) for _, _, which in steps) < 32
-    toy.steps = []
+    assert toy.images == steps and len(steps) == 10
+    seen = [[image[0][0] // 12 for image in step] for step in steps]
+    assert all(len({*one, *two}) == 8 for one, two in zip(seen[::2], seen[1::2]))
+    mirrored = [image for step in steps for image in step if image[0][0] % 12]
+    assert all(row[0] == row[1] + 1 for image in mirrored for row in image) and 8 < len(mirrored) < 32
+    toy.images = []
     train(seed=4)
-    assert toy.steps != steps and toy.weights[2] != toy.weights[0]
+    assert toy.images != steps and toy.weights[0] == toy.weights[1] != toy.weights[2]
     toy.scale = float('inf')
     with pytest.raises(RunError, match='seed 3: the loss is .* at step 0'):
         train()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ('task', 'study_', 'arm', 'least'),
-    [
-        ('largest', 'inline', 'identity, injective', 60),
-        ('recall', 'inline', 'softmax', 60),
-    ],
-)
-def test_tasks_are_learned_by_heart_and_repeat(task, study_, arm, least):
+def test_pictures_are_learned_by_heart_and_runs_repeat():
     torch.set_num_threads(1)
     settings = Settings(iterations=60, batch=4, num_train=4, num_val=4, lr=2e-3)
-    data = TASKS[task].draw(4, settings, 1)
-    arm = STUDIES[study_]().arms[arm]
-    found = [training.train_arm(arm, 0, settings, data, data, task=task) for _ in range(2)]
-    assert found[0]['accuracy'] > least and found[0]['loss'] == found[1]['loss']
+    data, arm = draw(4, settings, 1), STUDIES['inline']().arms['identity, injective']
+    found = [training.train_arm(arm, 0, settings, data, data) for _ in range(2)]
+    assert found[0]['accuracy'] > 60 and found[0]['loss'] == found[1]['loss']
     assert len(found[0]['attention']) == 5
 
 
@@ -118,7 +105,7 @@ def test_a_study_goes_seed_by_seed_and_on_where_it_was(trained, tmp_path):
     results = run_study('rala', tmp_path, 2, SMALL, arms=arms, device='cuda:1')
     assert trained.runs == [(known[arm], seed) for seed in (0, 1) for arm in arms]
     assert json.loads((tmp_path / 'results.json').read_text()) == results
-    assert (results['study'], results['task'], results['settings']) == ('rala', 'largest', SMALL._asdict())
+    assert (results['study'], results['settings']) == ('rala', SMALL._asdict())
     assert results['runs'][0]['device'] == 'cuda:1'
     results = run_study('rala', tmp_path, 1, SMALL)  # later, of all arms
     assert [run['arm'] for run in results['runs'][4:]] == [arm for arm in known if arm not in arms]
@@ -140,11 +127,11 @@ def test_two_processes_do_not_share_a_folder(trained, tmp_path):
 
 
 def test_runs_of_the_page_are_continued(trained, tmp_path):
-    assert len(RESULTS) == 6
+    assert len(RESULTS) == 5
     for path in RESULTS:
         (tmp_path / 'results.json').write_text(path.read_text())
         kept = json.loads(path.read_text())
-        results = run_study(kept['study'], tmp_path, 1, Settings(), task=kept.get('task', FIRST_TASK))
+        results = run_study(kept['study'], tmp_path, 1, Settings())
         assert f'| {results["runs"][0]["arm"]} |' in table(results)
     assert not trained.runs
 
@@ -163,7 +150,6 @@ def test_results_of_something_else_are_not_overwritten(tmp_path, text):
         (['--iterations', 0], '--iterations 0 has to be at least 1'),
         (['--num-train', 4, '--batch', 8], '--num-train 4 has to be at least 8'),
         (['--tinted', 1.1], '--tinted 1.1 has to lie in [0, 1]'),
-        (['--task', 'recall', '--tinted', 0], "--tinted 0.0 has no meaning in task 'recall'"),
         (['--device', 'abacus'], '--device abacus'),
     ],
 )

@@ -1,0 +1,68 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""What the small models of a study learn: images drawn in memory, a head and a score."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from mmengine.registry import MODELS
+from torch import Tensor, nn
+
+from mmlinattn.tooling.datasets.shapes import SHAPES, draw_scene
+
+
+class Settings(NamedTuple):
+    """What all arms of a study share; ``ablation_study.py --help`` explains each."""
+
+    iterations: int = 300
+    batch: int = 32
+    num_train: int = 4096
+    num_val: int = 512
+    size: int = 64
+    lr: float = 2e-3
+    tinted: float = 0.5
+
+
+QUESTION = 'name the form of the largest of three to five shapes in clutter'
+CHANCE = 100 / len(SHAPES)  # accuracy of a guess, in percent
+
+
+def draw(number: int, settings: Settings, seed: int) -> tuple[Tensor, Tensor]:
+    """Images (number, 3, size, size) uint8, and the form of the largest shape of each, (number,): forms have to be told
+    apart, and places compared. The largest covers at least 1.3 times the pixels of the next."""
+    rng, size = np.random.default_rng(seed), settings.size
+    images = np.empty((number, size, size, 3), np.uint8)
+    labels = np.empty(number, np.int64)
+    done = 0
+    while done < number:
+        count = int(rng.integers(3, 6))
+        scene = draw_scene(rng, (size, size), num_shapes=count, diameters=(0.2, 0.55), tinted=settings.tinted)
+        areas = np.sort(scene.masks.sum(axis=(1, 2)))
+        if len(areas) > 1 and areas[-1] < 1.3 * areas[-2]:
+            continue
+        images[done] = scene.image
+        labels[done] = scene.labels[scene.masks.sum(axis=(1, 2)).argmax()]
+        done += 1
+    return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous(), torch.from_numpy(labels)
+
+
+class Classifier(nn.Module):
+    """A backbone and a linear layer of the mean of its last map: uint8 images -> logits of the forms."""
+
+    def __init__(self, backbone: dict) -> None:
+        super().__init__()
+        self.backbone = MODELS.build(dict(backbone))
+        self.backbone.init_weights()
+        self.head = nn.Conv2d(self.backbone.feature_info[-1]['channels'], len(SHAPES), 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.backbone((images.float() - 127.5) / 64)[-1]
+        return self.head(x.mean(dim=(2, 3), keepdim=True)).flatten(1)
+
+
+@torch.no_grad()
+def score(model: nn.Module, images: Tensor, labels: Tensor, batch: int = 128) -> float:
+    """Top-1 accuracy in percent."""
+    device = next(model.parameters()).device
+    parts = zip(images.split(batch), labels.split(batch))
+    return 100 * float(sum((model(x.to(device)).argmax(1).cpu() == y).sum() for x, y in parts)) / len(labels)
