@@ -9,8 +9,7 @@ from einops import rearrange
 from torch import Tensor
 
 from ..ops.grid import Grid
-from ..ops.sizes import as_tensor, is_known, round_up
-from ..ops.tensors import clone_if_open, unflatten
+from ..ops.tensors import as_tensor, clone_if_open, is_known, round_up, unflatten
 
 
 class Windows(NamedTuple):

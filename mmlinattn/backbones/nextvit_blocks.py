@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from ..attention import ReducedKeysAttention, StageContext
 from ..layers import MLP, build_map_norm
-from ..ops.sizes import is_known
-from ..ops.tensors import to_image
+from ..ops.tensors import is_known, to_image
 
 SHARE = 0.75  # of a transformer block's channels, and of its stochastic depth, that belong to the attention
 

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..ops import dispatch, private
+from ..ops import dispatch
+from ..utils import foreign
 from ..utils.foreign import methods_of
 from . import attention  # noqa: F401  fills the table
 from .room import KNOWN, Room
@@ -69,7 +70,7 @@ def _caller(backbone, x: Tensor, dtype: torch.dtype):
     if not x.is_cpu or torch.is_grad_enabled() or backbone.training or dispatch.needs_reference(x):
         return _call
     # float16 would lose small layer scales in a matrix
-    if dtype == torch.float16 or private.has_global_hooks() or private.has_function_modes() or _code_is_changed():
+    if dtype == torch.float16 or foreign.has_global_hooks() or foreign.has_function_modes() or _code_is_changed():
         return _call
     return Room(dtype, x.dtype).call
 
@@ -82,7 +83,7 @@ def _code_is_changed() -> bool:
 
 @functools.cache
 def _has_bfloat16_units() -> bool:
-    return private.has_bfloat16_units()
+    return foreign.has_bfloat16_units()
 
 
 def _is_slow(x: Tensor) -> bool:

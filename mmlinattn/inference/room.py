@@ -30,7 +30,8 @@ from ..layers import (
 from ..layers.block import of_tokens
 from ..layers.compact import BranchedLinear, merges
 from ..layers.patch_embed import is_foldable
-from ..ops import dispatch, private
+from ..ops import dispatch
+from ..utils import foreign
 from ..utils.foreign import is_altered
 
 STRIP_NUMEL = 2**22  # of the hidden map of a feed-forward network: 16 MiB in float32
@@ -130,7 +131,7 @@ class Room:
         """``x @ weight.T + bias``, or its GELU by the pass that writes the product."""
         x, weight, bias = self.cast(x), self.cast(weight), self.cast(bias)
         if self.onednn and x.numel() and weight.is_contiguous():
-            return private.LINEAR(x, weight, bias, 'gelu' if gelu else 'none', [], 'none' if gelu else '')
+            return foreign.LINEAR(x, weight, bias, 'gelu' if gelu else 'none', [], 'none' if gelu else '')
         out = F.linear(x, weight, bias)
         return F.gelu(out) if gelu else out
 
@@ -141,7 +142,7 @@ class Room:
             weight, bias = fold_batch_norm(layer, norm)
         x, weight, bias = self.cast(x), self.cast(weight), self.cast(bias)
         if gelu and self.onednn and x.numel():
-            return private.CONV(x, weight, bias, layer.padding, layer.stride, [1, 1], layer.groups, 'gelu', [], 'none')
+            return foreign.CONV(x, weight, bias, layer.padding, layer.stride, [1, 1], layer.groups, 'gelu', [], 'none')
         out = F.conv2d(x, weight, bias, layer.stride, layer.padding, 1, layer.groups)
         return F.gelu(out) if gelu else out
 

@@ -14,8 +14,7 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm, _NormBase
 from typing_extensions import TypeGuard
 
 from .. import ops
-from ..ops.sizes import is_known, round_up
-from ..ops.tensors import accumulation_dtype, clone_if_open, to_image, unflatten
+from ..ops.tensors import accumulation_dtype, clone_if_open, is_known, round_up, to_image, unflatten
 from ..utils.foreign import is_altered
 
 

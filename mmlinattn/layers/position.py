@@ -3,8 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..ops.sizes import as_tensor, is_known
-from ..ops.tensors import accumulation_dtype, unflatten
+from ..ops.tensors import accumulation_dtype, as_tensor, is_known, unflatten
 
 
 def resize_table(table: Tensor, grid: tuple[int, int], size: tuple[int, int], prefix: int = 0) -> Tensor:
@@ -20,7 +19,7 @@ def bilinear_weights(length: int, count, size, like: Tensor) -> Tensor:
     """Matrix (count, length) that resizes ``length`` values to ``size``, as :func:`resize_table` does along an axis.
 
     Positions from ``size`` on, where ``count`` is larger, get the last value. ``count`` and ``size`` may be open sizes
-    of a graph (:mod:`mmlinattn.ops.sizes`).
+    of a graph (:mod:`mmlinattn.ops.tensors`).
     """
     wide = accumulation_dtype(like)
     centres = torch.arange(count, dtype=wide, device=like.device) + 0.5

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import private
+from ..utils import foreign
 from .tensors import blocks
 
 # What exponents stop at. exp of it, 1e-13, adds nothing to a sum with 1 in float32, and its products with others of its
@@ -58,7 +58,7 @@ def _softmax_(x: Tensor) -> Tensor:
 # gradient of y.
 IN_PLACE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     'identity': (lambda x: x, lambda y, d_y: d_y),
-    'relu': (F.relu_, lambda y, d_y: private.RELU_BACKWARD(d_y, y, 0, grad_input=d_y)),
+    'relu': (F.relu_, lambda y, d_y: foreign.RELU_BACKWARD(d_y, y, 0, grad_input=d_y)),
     'leakyrelu': (F.leaky_relu_, lambda y, d_y: d_y.copy_(torch.where(y > 0, d_y, d_y * 0.01))),
     'elu': (_elu_plus_one_, lambda y, d_y: d_y.mul_(y.clamp(max=1))),
     'exp': (lambda x: x.mul_(0.2).exp_(), lambda y, d_y: d_y.mul_(y).mul_(0.2)),

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import dispatch, private
+from ..utils import foreign
+from . import dispatch
 from .dispatch import accumulation_dtype
 from .gradients import Rule, by_hand
 from .plain_linear import linear_attention_reference
@@ -134,7 +135,7 @@ def _focus_backward(x, grad, y, r, norm, inverse_scale, power, out) -> Tensor:
     grad_scale = r.mul_(grad_r).sum(dim=(0, 1))
     grad_r.mul_(inverse_scale)
     if out.dtype == grad_r.dtype:
-        private.RELU_BACKWARD(grad_r, x, 0, grad_input=out)
+        foreign.RELU_BACKWARD(grad_r, x, 0, grad_input=out)
     else:
         out.copy_(grad_r.masked_fill_(x <= 0, 0))
     return grad_scale

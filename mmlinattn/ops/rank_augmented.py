@@ -10,12 +10,12 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-from . import dispatch, private
+from ..utils import foreign
+from . import dispatch
 from .dispatch import accumulation_dtype
 from .feature_maps import FEATURE_MAPS, IN_PLACE, LOWEST_EXPONENT, check_kernel, feature_map
 from .gradients import Rule, by_hand
 from .rotary import backwards, rotate, rotate_reference
-from .sizes import is_known
 from .tensors import (
     are_attended,
     copies_by_head,
@@ -23,6 +23,7 @@ from .tensors import (
     divisor,
     dots,
     heads_of,
+    is_known,
     padded_eps,
     pair_by_head,
     product_dtype,
@@ -146,7 +147,7 @@ def forward(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps):
 def rala_in_place(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps=1e-6) -> Tensor:
     """:func:`rala` on a CPU without gradients, in place: ``q`` and ``k``, which share no memory, are overwritten."""
     # without units for it, half precision is cheaper to widen once than to compute with, operation by operation
-    native = q.dtype == v.dtype == torch.bfloat16 and private.has_bfloat16_units()
+    native = q.dtype == v.dtype == torch.bfloat16 and foreign.has_bfloat16_units()
     dtype = q.dtype if native else torch.promote_types(accumulation_dtype(q), v.dtype)
     pair = pair_by_head(q, k, num_heads)
     both: Both = (split_heads(q, num_heads), split_heads(k, num_heads)) if pair is None else pair

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from . import dispatch
 from .rotary import rotate
-from .sizes import is_known
-from .tensors import merge_heads, split_heads
+from .tensors import is_known, merge_heads, split_heads
 
 
 def masked_logit(dtype: torch.dtype) -> float:

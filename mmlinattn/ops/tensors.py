@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Tensors of tokens: heads, maps, products by head, padding."""
+"""Tensors of tokens: heads, maps, products by head, padding; and arithmetic of sizes that holds in graphs for other
+sizes."""
 
 from collections.abc import Iterator
 from typing import Any, Optional, Union
@@ -7,7 +8,8 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-from . import dispatch, private
+from ..utils import foreign
+from . import dispatch
 from .dispatch import accumulation_dtype
 
 # Elements of the intermediate results of an op on CPUs that are made at once, which bounds its memory. Smaller blocks
@@ -128,7 +130,7 @@ def clone_if_open(x: Tensor) -> Tensor:
 
     For another layout PyTorch compares the size with 1, and export would add that as a guard.
     """
-    if any(isinstance(size, torch.SymInt) and not private.is_surely_above_one(size) for size in x.shape):
+    if any(isinstance(size, torch.SymInt) and not foreign.is_surely_above_one(size) for size in x.shape):
         return x.clone(memory_format=torch.contiguous_format)
     return x
 
@@ -208,3 +210,29 @@ def padded_eps(eps: float, mask: Optional[Tensor], dtype: torch.dtype) -> Union[
     gradients in range, which a division by ``eps`` alone would not.
     """
     return eps if mask is None else eps + (~mask.any(dim=1))[:, None, None, None].to(dtype)
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+#
+# Height and width of a map are ints in eager mode, symbols in torch.compile and torch.export, and tensors without
+# dimensions in torch.jit.trace. Comparing symbols or tensors in Python writes the answer for one size into the graph.
+# Negative numbers are divided in another way by graphs than by Python, so nothing here divides one.
+
+
+def is_known(*sizes) -> bool:
+    """Whether all sizes are numbers now, rather than something that a graph leaves open."""
+    if any(isinstance(size, Tensor) for size in sizes):
+        return False
+    return all(foreign.has_static_value(size) for size in sizes)
+
+
+def round_up(size, step: int):
+    """The smallest multiple of ``step`` that is not below ``size``, positive."""
+    return (size + step - 1) // step * step
+
+
+def as_tensor(size, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """A size, known or not, as a tensor without dimensions on the device of ``like``."""
+    if isinstance(size, Tensor):
+        return size.to(device=like.device, dtype=dtype)
+    return torch.scalar_tensor(size, dtype=dtype, device=like.device)

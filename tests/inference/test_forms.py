@@ -25,7 +25,7 @@ from mmlinattn.layers import (
     compact,
     rotary_table,
 )
-from mmlinattn.ops import private
+from mmlinattn.utils import foreign
 
 ROOM = Room(torch.float64, torch.float64)
 LN = dict(type='LN', eps=1e-6)
@@ -184,7 +184,7 @@ def test_another_convolution_is_called(options):
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
 def test_products(dtype, onednn, monkeypatch):
     """By oneDNN's operators or, where PyTorch is built without them, by its own."""
-    monkeypatch.setattr(private, 'HAS_ONEDNN', private.HAS_ONEDNN and onednn)
+    monkeypatch.setattr(foreign, 'HAS_ONEDNN', foreign.HAS_ONEDNN and onednn)
     room, layer = Room(dtype, dtype), nn.Linear(12, 10).to(dtype)
     tolerance = dict(rtol=0.05, atol=0.1) if dtype == torch.bfloat16 else {}
     for x in (torch.randn(3, 11, 12, dtype=dtype), torch.randn(3, 11, 30, dtype=dtype)[..., 6:18]):
@@ -200,7 +200,7 @@ def test_products(dtype, onednn, monkeypatch):
 @pytest.mark.parametrize('module', [ConvStem(4, 8, dict(type='BN')), DWConvFFN(4, 8), ConvFFN(4, 8)])
 def test_convolutions_in_float32(module, onednn, monkeypatch):
     """Which oneDNN's operators take."""
-    monkeypatch.setattr(private, 'HAS_ONEDNN', private.HAS_ONEDNN and onednn)
+    monkeypatch.setattr(foreign, 'HAS_ONEDNN', foreign.HAS_ONEDNN and onednn)
     module, x = module.eval(), torch.randn(2, 16, 12, 4)
     torch.testing.assert_close(Room(x.dtype, x.dtype).call(module, x), module(x))
 

@@ -6,17 +6,18 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from mmlinattn.ops import private, sizes, tensors
+from mmlinattn.ops import tensors
+from mmlinattn.utils import foreign
 
 
 @pytest.mark.parametrize('old', [False, True])
 def test_numbers_are_known_and_tensors_are_not(old, monkeypatch):
     """Also by PyTorch before 2.5, which is asked for the type of each."""
     if old:
-        monkeypatch.delattr(private.symbolic_shapes, 'has_static_value', raising=False)
-    assert sizes.is_known() and sizes.is_known(3) and sizes.is_known(3, 4)
+        monkeypatch.delattr(foreign.symbolic_shapes, 'has_static_value', raising=False)
+    assert tensors.is_known() and tensors.is_known(3) and tensors.is_known(3, 4)
     for unknown in ((torch.tensor(3),), (3, torch.tensor(4)), (torch.tensor(4), 3)):
-        assert not sizes.is_known(*unknown)
+        assert not tensors.is_known(*unknown)
 
 
 def test_known_sizes_leave_maps_where_they_are():

@@ -14,8 +14,8 @@ from mmengine.registry import MODELS
 from torch import nn
 
 import mmlinattn
-from mmlinattn.ops import private
 from mmlinattn.tooling.export import FORMATS, ExportableModel, Sizes, export_model, formats, models
+from mmlinattn.utils import foreign
 from mmlinattn.utils.errors import RunError
 
 INF = float('inf')
@@ -278,7 +278,7 @@ class Pyramid(nn.Module):
         return self.neck([self.backbone(x)])
 
 
-@pytest.mark.skipif(not private.CAN_BE_SIZE_OBLIVIOUS, reason='since torch 2.6')
+@pytest.mark.skipif(not foreign.CAN_BE_SIZE_OBLIVIOUS, reason='since torch 2.6')
 def test_a_graph_of_a_detector_serves_sizes_whose_last_levels_are_odd(tmp_path):
     pytest.importorskip('mmdet.models')
     sizes = Sizes(1, 128, 160, dynamic=True)
