@@ -67,11 +67,10 @@ def page(measured: list) -> str:
         "Metrics are the papers' own: none of these models was retrained here; `configs/*/metafile.yml` has all of "
         'them. Parameters and operations are counted on the configs of this repository, a multiply-add as one '
         "operation. Where a paper and its released code differ in parameters, the code's are printed.",
-        'Operations are those of convolutions, linear layers and the products inside attentions; of rows of the RALA '
-        'paper, which prints it so, without these products.',
-        'Detectors are counted as by MMDetection 2.x: 1000 proposals through the box heads, 100 through the mask '
-        'heads, each stage of a cascade. Segmentors: without the auxiliary head. Models of the hMHSA paper: merged '
-        'for deployment, and as if the maps of their attention were built.',
+        'Operations are those of convolutions, linear layers and, but for rows of the RALA paper, the products inside '
+        'attentions. Detectors: 1000 proposals through the box heads, 100 through the mask heads, each stage of a '
+        "cascade. Segmentors: without the auxiliary head. The hMHSA paper's: merged for deployment, and as if the maps "
+        'of their attention were built.',
     ]
     for task, title in TITLES.items():
         rows = [cells(row, cost) for row, cost in measured if row.task == task]
