@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from ...ops import hallucinated_attention
+from ...ops import dynamic_depthwise_conv2d, hallucinated_attention
 
 CONV, LINEAR, PRODUCT = KINDS = ('convolution', 'linear', 'attention product')
 _aten = torch.ops.aten
@@ -112,7 +112,7 @@ class _Functions(TorchFunctionMode):
     All products of ``linear`` are of that kind, and ``scaled_dot_product_attention`` is counted as the fused kernel of
     real devices: two products, no N x N map. On meta tensors PyTorch would take it apart instead, map and
     all. Hallucinated attention counts as its paper counts it, as if maps were built: two products, a 3x3 convolution
-    of half of the maps and their mixture, for each form.
+    of half of the maps and their mixture, for each form. A convolution by predicted kernels counts as any other.
     """
 
     def __init__(self, count: Count) -> None:
@@ -127,6 +127,10 @@ class _Functions(TorchFunctionMode):
                 return func(*args, **kwargs)
             finally:
                 self.count.kind_of_product = kind
+        if func is dynamic_depthwise_conv2d:
+            x, kernels = args
+            self.count.add(CONV, x.numel() * kernels.shape[-1] ** 2)
+            return x.new_empty(x.shape)
         if func not in (F.scaled_dot_product_attention, hallucinated_attention):
             return func(*args, **kwargs)
         q, k, v = (*args, *map(kwargs.get, ('query', 'key', 'value')[len(args) :]))[:3]

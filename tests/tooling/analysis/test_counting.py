@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mmlinattn.attention import Grid, HallucinatedMixer
+from mmlinattn.attention import Grid, HallucinatedMixer, InLineMixer
 from mmlinattn.tooling.analysis.counting import CONV, LINEAR, PRODUCT, Count
 
 
@@ -32,6 +32,17 @@ def test_deformable_convolutions():
     with Count(nn.Identity()) as count:
         deform_conv2d(x, offset, weight, padding=1)
     assert count.macs == {('', CONV): 6 * 9 * 7 * 2 * 9}
+
+
+@pytest.mark.parametrize('device', ['cpu', 'meta'])
+def test_convolutions_by_predicted_kernels(device):
+    """InLine on 20 tokens: keys by values and queries by states, of 3 heads of 8 channels; 9 taps; two grouped layers."""
+    with torch.device(device):
+        mixer, mean = InLineMixer(24, 3), torch.zeros(2, 24)
+        q, k, v = torch.zeros(3, 2, 20, 24)
+    with torch.no_grad(), Count(mixer) as count:
+        assert mixer(q, k, v, Grid(4, 5), Grid(4, 5), context=mean).shape == (2, 20, 24)
+    assert count.macs['residual', CONV] + count.macs['', CONV] == 2 * 20 * 24 * 9
 
 
 def test_attention_called_by_names():
