@@ -279,8 +279,9 @@ def _yolo_splits(root: Path, content: dict, images: list[Path]) -> dict[Path, st
 def _yolo_file(root: Path, path: Path) -> Path:
     """The text file of an image."""
     parts = list(path.relative_to(root).parts)
-    if 'images' in parts:
-        parts[len(parts) - 1 - parts[::-1].index('images')] = 'labels'
+    at = next((i for i in reversed(range(len(parts))) if parts[i] in ('images', 'Images')), None)
+    if at is not None:
+        parts[at] = 'labels' if parts[at] == 'images' else 'Labels'
     return root.joinpath(*parts).with_suffix('.txt')
 
 

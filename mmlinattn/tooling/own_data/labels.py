@@ -11,8 +11,9 @@ from PIL import Image
 from ...utils.errors import RunError
 from .finding import SUFFIXES, OwnData, divide, find, image_size, is_hidden, read_names, split_of
 
-_IMAGES = ('images', 'image', 'imgs', 'img', 'img_dir', 'JPEGImages')
-_MASKS = ('masks', 'mask', 'labels', 'annotations', 'ann_dir', 'SegmentationClass')
+# folders, in small letters
+_IMAGES = ('images', 'image', 'imgs', 'img', 'img_dir', 'jpegimages')
+_MASKS = ('masks', 'mask', 'labels', 'annotations', 'ann_dir', 'segmentationclass')
 IGNORED = 255  # which MMSegmentation's losses and metrics leave out
 
 
@@ -71,7 +72,8 @@ def read_masks(root: Path, names: Optional[list[str]], remapped: Path) -> OwnDat
     for top, inner, _ in sorted(os.walk(root, followlinks=True)):
         if any(map(is_hidden, Path(top).relative_to(root).parts)):
             continue
-        images, masks = (next((name for name in known if name in inner), '') for known in (_IMAGES, _MASKS))
+        here = {name.lower(): name for name in sorted(inner)}
+        images, masks = (next((here[name] for name in known if name in here), '') for known in (_IMAGES, _MASKS))
         if images and masks:
             pairs += _pairs(Path(top, images), Path(top, masks), notes)
     if not pairs:

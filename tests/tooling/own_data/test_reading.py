@@ -183,6 +183,14 @@ def test_yolo_splits_of_data_yaml(tmp_path, train):
         read(tmp_path)
 
 
+def test_yolo_folders_with_capitals(tmp_path):
+    yolo(tmp_path)
+    text(tmp_path / 'classes.txt', 'b\na\n')
+    for kind in ('images', 'labels'):
+        (tmp_path / kind).rename(tmp_path / kind.capitalize())
+    assert boxes_of(read(tmp_path)) == [(f'Images/train/{i}.jpg', 'a', [24, 12, 16, 24]) for i in (0, 1)]
+
+
 def test_one_folder_to_train_and_validate_on_is_divided(tmp_path):
     yolo(tmp_path)
     text(tmp_path / 'data.yaml', 'train: images/train\nval: images/train\nnames: [b, a]')

@@ -193,3 +193,11 @@ def test_masks_packed_on_a_mac(tmp_path):
     data = masks(tmp_path / 'data', [0, 1, 2], ['sky', 'road', 'car'])
     assert sum(map(len, data.images.values())) == 4
     assert 'label 0 is sky, 1 is road, 2 is car' in data.notes
+
+
+def test_folders_of_masks_with_capitals(tmp_path):
+    masks(tmp_path, [0, 1])
+    for kind in ('images', 'masks'):
+        (tmp_path / kind).rename(tmp_path / kind.capitalize())
+    data = labels.read_masks(tmp_path, None, tmp_path / 'copies')
+    assert data.settings['train']['data_prefix']['seg_map_path'] == f'{tmp_path}/Masks/'
