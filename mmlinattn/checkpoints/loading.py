@@ -15,6 +15,7 @@ from mmengine.config import Config
 from mmengine.logging import print_log
 from mmengine.model import update_init_info
 from mmengine.runner import CheckpointLoader
+from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm, _InstanceNorm
 from torch import Tensor, nn
 
 from ..utils.building import build_model, is_pretrained
@@ -151,11 +152,13 @@ class Lacking(NamedTuple):
             ``init_cfg`` gave them.
         unexpected: weights that a backbone of this package has no place for: it computes something else than the one
             that was trained.
+        nothing_fits: whether the checkpoint gave no weight at all.
     """
 
     mismatched: list[str]
     missing: list[str]
     unexpected: list[str]
+    nothing_fits: bool
 
     def __str__(self) -> str:
         parts = [f'left out for its shape: {", ".join(self.mismatched)}'] * bool(self.mismatched)
@@ -175,8 +178,7 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], left_out: tuple[str, ...
         state: may lack keys and have others.
         left_out: beginnings of keys that may lack or differ.
     """
-    running = ((key, value) for key, value in model.named_buffers() if key.endswith(_RUNNING))
-    parameters = {**dict(model.named_parameters()), **dict(running)}
+    parameters = {**dict(model.named_parameters()), **running_statistics(model)}
     versions = {name: parameter._version for name, parameter in parameters.items()}
     differing = {}
     unexpected: list[str] = []
@@ -193,13 +195,13 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], left_out: tuple[str, ...
         for name, module in model.named_modules()
         if getattr(module, 'is_init', False) and is_pretrained(getattr(module, 'init_cfg', None))
     )
+    untouched = [name for name, parameter in parameters.items() if parameter._version == versions[name]]
     missing = [
         name
-        for name, parameter in parameters.items()
-        if parameter._version == versions[name]
-        and name not in state
+        for name in untouched
+        if name not in state
         and not name.startswith(left_out)
-        and (parameter.requires_grad or not name.startswith(given))
+        and (parameters[name].requires_grad or not name.startswith(given))
     ]
     backbones = [(f'{n}.' if n else '', part) for n, part in model.named_modules() if hasattr(part, 'ignorable_keys')]
     return Lacking(
@@ -212,7 +214,19 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], left_out: tuple[str, ...
             if key.startswith(beginning) and not key.startswith(left_out)
             if not backbone.ignorable_keys(key.removeprefix(beginning))
         ],
+        len(untouched) == len(parameters) > 0,
     )
+
+
+def running_statistics(model: nn.Module, that_change: bool = False) -> dict[str, Tensor]:
+    """Running means and variances of the norms of a model, by their keys; perhaps of those in training mode alone."""
+    return {
+        f'{name}.{key}'.lstrip('.'): buffer
+        for name, norm in model.named_modules()
+        if isinstance(norm, (_BatchNorm, _InstanceNorm)) and (norm.training or not that_change)
+        for key, buffer in norm.named_buffers()
+        if key in _RUNNING
+    }
 
 
 def check_values(
@@ -228,8 +242,8 @@ def check_values(
     if other:
         raise RunError(f'the checkpoint does not fit the model; no real numbers in memory: {some(other)}.')
     # masks and tables among the buffers may well be infinite
-    running = [key for key, _ in model.named_buffers() if key.endswith(_RUNNING)]
-    broken = [] if allow_nonfinite else not_finite(state, [*dict(model.named_parameters()), *running])
+    keys = [*dict(model.named_parameters()), *running_statistics(model)]
+    broken = [] if allow_nonfinite else not_finite(state, keys)
     if broken:
         raise RunError(
             f'{len(broken)} weights of the checkpoint are NaN or infinite: {some(broken)}. It was saved by a run that '
@@ -247,8 +261,9 @@ def rename_wrapped(state: dict, model: nn.Module) -> None:
     own = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}  # adapters save some of them
     for name in own:
         plain = _INSIDE.sub('', name)
-        if plain in state and plain not in own and name not in state:
-            state[name] = state.pop(plain)
+        for key in (plain, f'module.{plain}'):  # which DDP's wrapper puts before all keys
+            if key in state and key not in own and name not in state:
+                state[name] = state.pop(key)
 
 
 def runner_state(checkpoint: dict) -> OrderedDict:
@@ -271,7 +286,7 @@ def check_trained(model: nn.Module, checkpoint: dict) -> None:
     state = runner_state(checkpoint)
     check_values(model, state)
     lacking = fill(model, state, UNUSED_IN_TESTS)
-    if any(lacking):
+    if any(lacking[:3]):
         raise RunError(f'{lacking}The config has to be the one of the checkpoint.')
 
 

@@ -129,14 +129,15 @@ def test_running_statistics_that_the_file_lacks_are_refused():
         check_trained(model, dict(state_dict=state))
 
 
-def test_weights_of_a_model_without_adapters_go_inside_of_them(saved):
+@pytest.mark.parametrize('prefix', ['', 'module.'])  # as processes save them
+def test_weights_of_a_model_without_adapters_go_inside_of_them(saved, prefix):
     cfg, adapted, _ = saved(lora('qkv', 'fc1'), init_cfg=False)
     cfg.model.backbone = cfg.model.backbone.module
     plain = MODELS.build(cfg.model).eval()
     for value in (*plain.parameters(), *plain.buffers()):
         if value.is_floating_point():
             nn.init.uniform_(value, 0.1, 0.5)
-    state = plain.state_dict()
+    state = {prefix + key: value for key, value in plain.state_dict().items()}
     rename_wrapped(state, adapted)
     missing = fill(adapted, state).missing
     assert missing and all('.lora_' in key for key in missing)

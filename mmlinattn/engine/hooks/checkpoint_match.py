@@ -7,10 +7,20 @@ from mmengine.registry import HOOKS
 from mmengine.runner.base_loop import BaseLoop
 
 from ...backbones.base import Backbone
-from ...checkpoints.loading import UNUSED_IN_TESTS, check_values, fill, rename_wrapped, runner_state
+from ...checkpoints.loading import (
+    UNUSED_IN_TESTS,
+    check_values,
+    fill,
+    rename_wrapped,
+    runner_state,
+    running_statistics,
+)
 from ...checkpoints.states import some
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
+
+# of a schedule's state, what is no setting
+_PROGRESS = ('last_step', 'base_values', 'verbose', 'best', 'num_bad_epochs', 'cooldown_counter')
 
 
 def _kept_settings(groups: list, saved: list) -> list[str]:
@@ -32,7 +42,7 @@ def _kept_schedule(schedulers: list, saved: list) -> list[str]:
     kept = []
     for scheduler, old in zip(schedulers, saved):
         state, name = scheduler.state_dict(), type(scheduler).__name__
-        own = {key for key in state if key[0] != '_' and key not in ('last_step', 'base_values', 'verbose')}
+        own = {key for key in state if key[0] != '_' and key not in _PROGRESS}
         changed = [key for key in own & old.keys() if state[key] != old[key]]
         kept += [f'{name}.{key} = {old[key]} (the config has {state[key]})' for key in sorted(changed)]
         if own - old.keys():
@@ -51,7 +61,10 @@ def _tell_kept_settings(runner, checkpoint: dict) -> None:
         return  # several optimizers, or none
     groups, old_groups = runner.optim_wrapper.param_groups, saved.get('param_groups') or []
     for group, old in zip(groups, old_groups):
-        added, gone = group.keys() - old.keys(), old.keys() - group.keys()
+        added, gone = (
+            {key for key in one.keys() - other.keys() if not key.startswith('initial_')}  # by a schedule, where any is
+            for one, other in ((group, old), (old, group))
+        )
         if added and gone:  # a newer PyTorch has more settings, an older one fewer
             kind = type(runner.optim_wrapper.optimizer).__name__
             raise RunError(
@@ -67,6 +80,11 @@ def _tell_kept_settings(runner, checkpoint: dict) -> None:
             f'resuming goes on with optimizer and schedule of the checkpoint: {"; ".join(kept)}. The learning rate and '
             'other settings of the config take effect with load_from=CHECKPOINT in place of --resume, from iteration 0.'
         )
+
+
+def _parts_of(keys: list[str]) -> str:
+    """The modules of some weights, for ``left_out``."""
+    return ','.join(list(dict.fromkeys(key.split()[0].rpartition('.')[0] for key in keys))[:5])
 
 
 @HOOKS.register_module(force=True)
@@ -88,7 +106,8 @@ class CheckpointMatchHook(Hook):
         RunError: In test, validation or resuming, weights of the checkpoint have another shape than the model's, are
             not finite, or parameters of the model are missing (auxiliary heads, which only train, aside). In
             ``load_from``, frozen parameters of a backbone of this package are neither in the checkpoint nor in an
-            ``init_cfg``. In all of them, weights are no real numbers, or nothing of the checkpoint fits.
+            ``init_cfg``. In all of them, weights are no real numbers, or nothing of the checkpoint fits. In training,
+            batch norms of a backbone of this package would change statistics that an adapter does not save.
     """
 
     priority = 'VERY_HIGH'
@@ -96,6 +115,18 @@ class CheckpointMatchHook(Hook):
     def __init__(self, left_out: Union[str, Sequence[str]] = (), allow_nonfinite: bool = False):
         self.allow_nonfinite = allow_nonfinite
         self.left_out = (left_out,) if isinstance(left_out, str) else tuple(left_out)
+
+    def before_train(self, runner) -> None:
+        """Adapters (MMPretrain's LoRA) save what they train, which running statistics are not."""
+        model = unwrapped(runner.model).train()
+        for name, module in model.named_modules():
+            changing = running_statistics(module, that_change=True) if isinstance(module, Backbone) else ()
+            lost = [f'{name}.{key}' for key in changing if f'{name}.{key}' not in model.state_dict()]
+            if lost:
+                raise RunError(
+                    f'running statistics of {name} change in training, and its adapter does not save them: '
+                    f'{some(lost)}. Set norm_eval=True of this backbone.'
+                )
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Compare before MMEngine loads."""
@@ -111,19 +142,23 @@ class CheckpointMatchHook(Hook):
         check_values(model, state, self.allow_nonfinite or not is_fatal, advice)
         left_out = self.left_out if is_training else self.left_out + UNUSED_IN_TESTS
         lacking = fill(model, state, left_out)
-        mismatched, missing, unexpected = lacking
-        if not is_fatal and missing and not any(key in state for key in model.state_dict()):
+        mismatched, missing, unexpected, nothing_fits = lacking
+        if not is_fatal and missing and nothing_fits:
             raise RunError(
                 f'nothing in the checkpoint fits the model; it has {some(checkpoint.get("state_dict", checkpoint))}.'
             )
         for name, module in model.named_modules():
             own = module.named_parameters(name) if isinstance(module, Backbone) and not is_fatal else ()
-            frozen = [key for key, parameter in own if key in missing and not parameter.requires_grad]
+            left = {*missing, *(text.split()[0] for text in mismatched)}
+            # output norms begin as plain norms, which frozen weights of a classifier come without
+            frozen = [
+                key for key, weight in own if key in left and not weight.requires_grad and '.out_norms.' not in key
+            ]
             if frozen:
                 raise RunError(
                     f'{len(frozen)} frozen parameters of the backbone are not in the checkpoint: {some(frozen)}. They '
                     'would stay as they are initialised. Name their weights in its init_cfg, or, if it is meant: '
-                    f'{meant}.left_out={name}'
+                    f'{meant}.left_out={_parts_of(frozen)}'
                 )
         differs = mismatched or missing or not state.keys() <= model.state_dict().keys()
         averaging = [type(hook).__name__ for hook in runner.hooks if getattr(hook, 'strict_load', False)]
@@ -135,8 +170,7 @@ class CheckpointMatchHook(Hook):
             )
         if not mismatched and not (is_fatal and (missing or unexpected)):
             return
-        prefixes = dict.fromkeys(key.split()[0].rpartition('.')[0] for key in mismatched or missing or unexpected)
-        meant += f'.left_out={",".join(list(prefixes)[:5])}'
+        meant += f'.left_out={_parts_of(mismatched or missing or unexpected)}'
         if not is_fatal:
             runner.logger.warning(
                 f'{lacking}These train from their initial values, as is usual for other classes than those of the '

@@ -130,17 +130,48 @@ def test_a_model_that_renames_while_it_loads(tmp_path):
     assert load(tmp_path, 'train', {f'other.{key}': value for key, value in state_of().items()}, wrap) == []
 
 
-def test_frozen_weights_that_nobody_gave(tmp_path):
-    arch = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 4))
+ARCH = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), num_heads=(1, 1, 2, 4))
+
+
+def with_backbone(hides=False, **options):
+    """A model with a backbone, which may be hidden in checkpoints, as adapters hide what they do not train."""
 
     def wrap(model):
-        model.backbone = RAVLT(arch, frozen_stages=0)
+        model.backbone = RAVLT(ARCH, **options)
+        if hides:
+
+            def hide(module, state, *_):
+                for key in [key for key in state if key.startswith('backbone.')]:
+                    del state[key]
+
+            model._register_state_dict_hook(hide)
         return model
 
-    said = r'^16 frozen parameters of the backbone .*: backbone.patch_embeds.0.layers.0.weight, .*left_out=backbone$'
+    return wrap
+
+
+def of_backbone(arch=ARCH, **options):
+    return {f'backbone.{key}': value for key, value in RAVLT(arch, **options).state_dict().items()}
+
+
+def test_frozen_weights_that_nobody_gave(tmp_path):
+    wrap, stem = with_backbone(frozen_stages=0), 'backbone.patch_embeds.0.layers.0'
+    said = f'^16 frozen parameters of the backbone .*: {stem}.weight, .*left_out={stem},'
     with pytest.raises(RunError, match=said):
         load(tmp_path, 'train', state_of(), wrap)
+    wider = dict(state_of(), **of_backbone(dict(ARCH, embed_dims=(16, 16, 24, 32))))
+    with pytest.raises(RunError, match=said):
+        load(tmp_path, 'train', wider, wrap)
     assert load(tmp_path, 'train', state_of(), wrap, left_out='backbone') == []
+    of_classifier = dict(state_of(), **of_backbone(out_norm=False))
+    assert load(tmp_path, 'train', of_classifier, with_backbone(frozen_stages=1)) == []
+
+
+def test_adapters_that_hide_the_backbone(tmp_path):
+    wrap = with_backbone(hides=True, norm_eval=True)
+    assert load(tmp_path, 'train', of_backbone(), wrap) == []
+    with pytest.raises(RunError, match='running statistics of backbone change .*: backbone.* Set norm_eval=True of'):
+        load(tmp_path, 'train', dict(state_of(), **of_backbone()), with_backbone(hides=True))
 
 
 class Backbone(nn.Linear):
@@ -240,6 +271,21 @@ def test_a_resumed_run_says_which_schedule_it_has(tmp_path, before, after, said)
     assert len(found) == bool(said) and said in ''.join(found)
 
 
+def test_what_a_schedule_has_seen_is_no_setting(tmp_path):
+    """MMEngine keeps the best metric so far in the schedule."""
+    lines, kept = [], dict(checkpoint=dict(type='CheckpointHook', interval=1))
+    options = dict(default_hooks=kept, param_scheduler=[dict(type='ReduceOnPlateauLR', monitor='loss')])
+    hooks = [dict(type='CheckpointMatchHook')]
+    make_runner(tmp_path, hooks, **options).train()
+    checkpoint = torch.load(tmp_path / 'epoch_1.pth', weights_only=False)
+    checkpoint['param_schedulers'][0].update(best=3.0, num_bad_epochs=1)
+    torch.save(checkpoint, tmp_path / 'epoch_1.pth')
+    runner = make_runner(tmp_path, hooks, load_from=str(tmp_path / 'epoch_1.pth'), resume=True, **options)
+    runner.logger.warning = lines.append
+    runner.train()
+    assert not [line for line in lines if 'resuming goes' in line]
+
+
 def test_another_optimizer_is_refused(tmp_path):
     kept = dict(checkpoint=dict(type='CheckpointHook', interval=1))
     hooks = [dict(type='CheckpointMatchHook')]
@@ -248,6 +294,19 @@ def test_another_optimizer_is_refused(tmp_path):
     resumed.optim_wrapper['optimizer'] = dict(type='AdamW', lr=0.1)
     with pytest.raises(RunError, match='of another optimizer than AdamW: it has dampening, momentum, .* and lacks'):
         resumed.train()
+
+
+def test_an_optimizer_of_an_older_pytorch_with_a_schedule_that_is_gone(tmp_path):
+    kept = dict(checkpoint=dict(type='CheckpointHook', interval=1))
+    hooks = [dict(type='CheckpointMatchHook')]
+    make_runner(tmp_path, hooks, default_hooks=kept, param_scheduler=[dict(type='ConstantLR')]).train()
+    checkpoint = torch.load(tmp_path / 'epoch_1.pth', weights_only=False)
+    for group in checkpoint['optimizer']['param_groups']:
+        del group['nesterov']
+    torch.save(checkpoint, tmp_path / 'epoch_1.pth')
+    resumed = make_runner(tmp_path, hooks, load_from=str(tmp_path / 'epoch_1.pth'), resume=True)
+    resumed.train()
+    assert resumed.epoch == 2
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ def test_deformable_convolutions():
 
 @pytest.mark.parametrize('device', ['cpu', 'meta'])
 def test_convolutions_by_predicted_kernels(device):
-    """InLine on 20 tokens: keys by values and queries by states, of 3 heads of 8 channels; 9 taps; two grouped layers."""
+    """InLine on two images of 20 tokens of 24 channels, 9 taps."""
     with torch.device(device):
         mixer, mean = InLineMixer(24, 3), torch.zeros(2, 24)
         q, k, v = torch.zeros(3, 2, 20, 24)
