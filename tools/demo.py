@@ -64,10 +64,11 @@ def check_out(out: str, is_folder: bool, pictures: list) -> Path:
     if is_folder:
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=out).close()
         read = {osp.realpath(path): path for path in pictures}
         for path in (out / name for name in drawing_names(pictures)):
-            if osp.realpath(path) in read:
-                check_out_file(path, read[osp.realpath(path)])
+            if osp.realpath(path) in read or path.is_dir():
+                check_out_file(path, *read.values())
     else:
         check_out_file(out, *pictures)
     return out

@@ -47,7 +47,6 @@ class AngularMixer(LocalMixer):
             raise ValueError(f'conv={conv!r} has to be one of {CONVS}')
         self.form, self.conv, self.sequential = form, conv, conv == 'sequence'
         self.unit_output = form == 'released'  # each token's output has length 1 within the head
-        self.normalised = form == 'paper'
         self.dconv: Any = None
         if conv is not None:
             kernel, padding = dict(grid=((3, 3), (1, 1)), sequence=((9, 1), (4, 0)))[conv]

@@ -11,8 +11,6 @@ class HydraMixer(TokenMixer):
     """Hydra attention: as many heads as channels (Bolya et al. 2022, Eq. 5-7). The host's number of heads has no
     influence."""
 
-    normalised = False
-
     def __init__(self, dim: int, num_heads: int, grid=None, init_cfg=None) -> None:
         super().__init__(dim, num_heads, grid, init_cfg)
         self.num_heads, self.head_dim = dim, 1

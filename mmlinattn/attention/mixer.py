@@ -38,7 +38,6 @@ class TokenMixer(BaseModule):
     - ``position_table``: needs ``grid`` at construction.
     - ``unit_output``: divides the output of each token by its norm within the head. The weights that the analysis
       shows leave that out: it calls :meth:`forward` with this attribute set to False.
-    - ``normalised``: the weights of each query are divided by their sum (RALA: by what it is without ``rotary``).
     """
 
     quadratic = False
@@ -50,7 +49,6 @@ class TokenMixer(BaseModule):
     context = False
     position_table = False
     unit_output = False
-    normalised = True
 
     def __init__(self, dim: int, num_heads: int, grid: Optional[tuple[int, int]] = None, init_cfg=None) -> None:
         super().__init__(init_cfg)

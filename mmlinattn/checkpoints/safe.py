@@ -13,6 +13,7 @@ import os
 import pathlib
 import pickle
 import re
+import threading
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -102,6 +103,7 @@ def safe_globals() -> list[Any]:
     made: dict[str, Callable] = {
         'mmengine.logging.history_buffer.HistoryBuffer': _ReadHistoryBuffer,
         'builtins.getattr': _known_attribute,
+        'builtins.bytes': lambda: b'',  # protocol 2, of arrays without numbers
         f'{OneCycleParamScheduler.__module__}.OneCycleParamScheduler': object,
         'numpy.dtype': _numpy_dtype,
         'pathlib.PosixPath': pathlib.PurePosixPath,
@@ -120,6 +122,9 @@ def safe_globals() -> list[Any]:
     return named_so + [_stand_in(name, make) for name, make in made.items()]
 
 
+_LIST = threading.Lock()  # the list is the process's: threads that load take turns
+
+
 @contextmanager
 def _listed() -> Iterator[None]:
     """PyTorch's list with :func:`safe_globals`, for a while.
@@ -127,15 +132,16 @@ def _listed() -> Iterator[None]:
     What the process has put on the list counts, except ``getattr``, which is common advice on MMEngine's error with
     PyTorch 2.6 and opens every attribute.
     """
-    theirs = torch.serialization.get_safe_globals()
-    torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals([thing for thing in theirs if thing not in (getattr, HistoryBuffer)])
-    torch.serialization.add_safe_globals(safe_globals())
-    try:
-        yield
-    finally:
+    with _LIST:
+        theirs = torch.serialization.get_safe_globals()
         torch.serialization.clear_safe_globals()
-        torch.serialization.add_safe_globals(theirs)
+        torch.serialization.add_safe_globals([thing for thing in theirs if thing not in (getattr, HistoryBuffer)])
+        torch.serialization.add_safe_globals(safe_globals())
+        try:
+            yield
+        finally:
+            torch.serialization.clear_safe_globals()
+            torch.serialization.add_safe_globals(theirs)
 
 
 def _why_not_a_checkpoint(path: Path) -> Optional[str]:

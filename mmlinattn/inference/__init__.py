@@ -6,7 +6,6 @@ with fused operators and memory used again; in graphs, on GPUs, in training, and
 module, the module itself is called.
 """
 
-import functools
 from contextlib import nullcontext
 
 import torch
@@ -81,12 +80,7 @@ def _code_is_changed() -> bool:
     return any(vars(holder).get(name) is not function for holder, name, function in _METHODS)
 
 
-@functools.cache
-def _has_bfloat16_units() -> bool:
-    return foreign.has_bfloat16_units()
-
-
 def _is_slow(x: Tensor) -> bool:
     """Whether autocast casts to bfloat16 on a CPU without units for it: a depth-wise convolution takes a hundred times
     as long there as in float32."""
-    return x.is_cpu and torch.get_autocast_dtype('cpu') == torch.bfloat16 and not _has_bfloat16_units()
+    return x.is_cpu and torch.get_autocast_dtype('cpu') == torch.bfloat16 and not foreign.has_bfloat16_units()

@@ -17,7 +17,8 @@ LOWEST_EXPONENT = -30.0
 
 def _elu_plus_one(x: Tensor) -> Tensor:
     # spelled out: compiled, the gradient of PyTorch's ELU comes with other strides than its own shape function says
-    return torch.where(x > 0, x + 1, x.clamp(LOWEST_EXPONENT, 0.0).exp())  # of one type: torch.onnx promotes ints alone
+    # of one type, as torch.onnx promotes ints alone; clamped above 0, where clamp has no gradient at its bound
+    return torch.where(x > 0, x + 1, x.clamp(LOWEST_EXPONENT, 1.0).exp())
 
 
 def _softmax(x: Tensor) -> Tensor:

@@ -184,9 +184,10 @@ ADVICE = {
     'val_dataloader and test_dataloader, or resize to one size in the pipeline',
     'stack expects each tensor to be equal size': 'images of one batch differ in size. Set batch_size=1 in that '
     'dataloader, or resize or crop to one size in the pipeline',
-    'selected index k out of range': 'the metric asks for the best 5 of fewer classes. Set topk=(1,) in val_evaluator, '
-    'test_evaluator and the head',
+    'selected index k out of range': 'more are asked for than there are. Of classes: set topk=(1,) in val_evaluator, '
+    'test_evaluator and the head. Of the boxes of a detector: lower max_per_img or max_per_image of its test_cfg',
     'None is not a callable object': 'optim_wrapper.optimizer.type is no optimizer that is known here',
+    'base_wd should not be None': 'paramwise_cfg has *_decay_mult: set optim_wrapper.optimizer.weight_decay, too',
     'weight tensor should be defined': 'class_weight of a loss has to have a number for each class of its head',
     'No enough information to get one-hot': 'mixed images need data_preprocessor=dict(num_classes=...), as many as the '
     'head has',

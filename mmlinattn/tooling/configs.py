@@ -4,6 +4,7 @@
 import argparse
 import os
 import os.path as osp
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -158,30 +159,27 @@ def set_data_root(cfg: Config, root: str) -> None:
     """
     datasets = [dataset for loader in LOADERS for _, dataset in leaf_datasets(cfg, loader)]
     rooted = [dataset for dataset in datasets if 'data_root' in dataset]
-    old_roots = {_without_dot(str(dataset['data_root'] or '')) for dataset in rooted}
+    old_roots = {osp.normpath(dataset['data_root'] or '') for dataset in rooted}
     for dataset in rooted or datasets:
         dataset['data_root'] = root
 
-    def moved(node):
+    def moved(node, key=''):
         if isinstance(node, dict):
             # of dict, as MMEngine would turn types of pure Python configs into classes, which a dump cannot write
-            return type(node)({key: moved(value) for key, value in dict.items(node)})
+            return type(node)({key: moved(value, key) for key, value in dict.items(node)})
         if isinstance(node, (list, tuple)):
-            return type(node)(moved(child) for child in node)
-        path = _without_dot(node) if isinstance(node, str) else ''
+            return type(node)(moved(child, key) for child in node)
+        path = osp.normpath(node) if isinstance(node, str) else ''
         # the longest first, as one root may lie in another; whole names, as data/coco is no part of data/coco_2
-        for old in sorted(filter(None, old_roots), key=len, reverse=True):
-            if osp.join(path, '').startswith(osp.join(old, '')):
+        for old in sorted(old_roots, key=len, reverse=True):
+            if old != '.' and osp.join(path, '').startswith(osp.join(old, '')):
                 return osp.join(root, path[len(old) :].lstrip('/'))
-        return node
+        is_beside = '.' in old_roots and key == 'ann_file' and path and not osp.isabs(path) and '://' not in node
+        return osp.join(root, path) if is_beside else node
 
     for key in EVALUATORS:
         if cfg.get(key):
             cfg[key] = moved(cfg[key])
-
-
-def _without_dot(path: str) -> str:
-    return path[2:].lstrip('/') if path.startswith('./') else path
 
 
 def check_checkpoint(path: str, name: str) -> str:
@@ -190,7 +188,7 @@ def check_checkpoint(path: str, name: str) -> str:
     Raises:
         RunError: ``path`` is local and there is no such file.
     """
-    is_address = '://' in path and path.startswith(tuple(checkpoint_prefixes()))
+    is_address = '://' in path and any(re.match(prefix, path) for prefix in checkpoint_prefixes())
     local = osp.expanduser(path)
     if not is_address and not osp.isfile(local):
         what = 'a folder' if osp.isdir(local) else 'a pipe or a device'

@@ -106,7 +106,8 @@ def test_size(cfg: Config) -> Optional[tuple[int, int]]:
     if size is None:
         return None
     width, height = (size, size) if isinstance(size, int) else size  # as MMCV has them
-    divisor = preprocessor(cfg).get('pad_size_divisor') or 1
+    given = preprocessor(cfg)
+    divisor = given.get('pad_size_divisor') or (given.get('test_cfg') or {}).get('size_divisor') or 1
     return -(-height // divisor) * divisor, -(-width // divisor) * divisor
 
 

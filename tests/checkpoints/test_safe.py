@@ -7,6 +7,8 @@ import io
 import os
 import pickle
 import re
+import threading
+import time
 import warnings
 import zipfile
 from collections import Counter
@@ -53,6 +55,10 @@ def test_history_buffers_keep_their_statistics_and_bring_no_functions(save):
     for value in (5.0, 7.0):
         buffer.update(value)
     assert buffer.current() == 7.0 and list(buffer.data[0]) == [1.0, 5.0, 7.0]
+
+
+def test_a_history_buffer_without_numbers(save):
+    assert load_file(save(dict(loss=HistoryBuffer())))['loss'].data[0].size == 0
 
 
 @pytest.mark.parametrize('strategy', ['cos', 'linear'])
@@ -221,6 +227,24 @@ def test_reading_leaves_no_traces(save, tmp_path):
     finally:
         torch.serialization.clear_safe_globals()
         torch.serialization.add_safe_globals(theirs)
+
+
+def test_threads_that_load_at_the_same_time(save, monkeypatch):
+    """The second begins before the first has ended, and ends later."""
+    path, load, found = save(dict(loss=HistoryBuffer([1.0], [1]))), torch.load, []
+
+    def slow(*args, **kwargs):
+        time.sleep(0.2)
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(torch, 'load', slow)
+    threads = [threading.Thread(target=lambda: found.append(load_file(path))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2
 
 
 @pytest.mark.parametrize('protocol', [2, 3, 4, 5])

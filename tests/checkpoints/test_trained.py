@@ -18,6 +18,7 @@ class Parts(nn.Module):
     def __init__(self, data_preprocessor=None):
         super().__init__()
         self.backbone, self.decode_head, self.auxiliary_head = nn.Linear(2, 2), nn.Linear(2, 3), nn.Linear(2, 3)
+        self.data_preprocessor = nn.Identity()
 
 
 def test_a_checkpoint_has_what_the_model_needs(tmp_path, monkeypatch):
@@ -27,6 +28,7 @@ def test_a_checkpoint_has_what_the_model_needs(tmp_path, monkeypatch):
     cfg, checkpoint = Config(dict(model=dict(type='Parts'))), tmp_path / 'weights.pth'
     state = {key: value for key, value in Parts().state_dict().items() if not key.startswith('auxiliary_head')}
     others = {'auxiliary_head.weight': torch.ones(9, 2), 'auxiliary_head.x': torch.ones(1), 'teacher.x': torch.ones(1)}
+    others['data_preprocessor.mean'] = torch.ones(3)  # older ones register it
     for more in ({}, others):
         torch.save({**state, **more}, checkpoint)
         model, _ = trained_model(cfg, str(checkpoint))

@@ -106,6 +106,20 @@ def test_nan_of_an_input_shows_in_the_output(name, where, which):
         assert ATTENTIONS[name](*tensors, 2)[0, 4].isnan().any()
 
 
+@pytest.mark.parametrize('which', FORMS)
+def test_queries_and_keys_of_zero_learn(which):
+    """As those of pruned channels: ELU has the slope 1 there."""
+    x = torch.randn(3, 1, 6, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x[:2, :, :, :3] = 0
+    near = x + 1e-9 * (x == 0)
+    with form(which):
+        grads, others = (
+            torch.autograd.grad(ops.linear_attention(*leaves, 2, 'elu').sin().sum(), leaves)
+            for leaves in ([t.clone().requires_grad_() for t in given] for given in (x, near))
+        )
+    torch.testing.assert_close(grads, others, rtol=1e-6, atol=1e-9)
+
+
 DEAD = ['rala, relu', 'rala, relu, turned', 'linear, relu', 'focused, 3', 'rala, elu', 'focused, 4.5']
 
 

@@ -83,10 +83,24 @@ def test_folders_that_are_not_there_are_named_with_their_key(tmp_path, monkeypat
 def test_checkpoints_by_path_and_by_address(tmp_path, monkeypatch):
     monkeypatch.setenv('HOME', str(tmp_path))
     (tmp_path / 'a.pth').touch()
-    for path in ('~/a.pth', str(tmp_path / 'a.pth'), 'https://example.org/a.pth', 'mmlinattn://ravlt_t'):
+    for path in (
+        '~/a.pth',
+        str(tmp_path / 'a.pth'),
+        'https://example.org/a.pth',
+        's3://a/b.pth',
+        'mmlinattn://ravlt_t',
+    ):
         assert configs.check_checkpoint(path, '--resume') == path
     with pytest.raises(CheckpointError, match='no published checkpoint is called'):
         configs.check_checkpoint('mmlinattn://ravlt', 'checkpoint')
+
+
+@pytest.mark.parametrize('root', ['', '.', './'])
+def test_a_data_root_where_there_was_none_moves_relative_files(root):
+    metrics = [dict(ann_file='ann/a.json', metric='bbox'), dict(ann_file='/ann/a.json')]
+    cfg = Config(dict(test_dataloader=dict(dataset=dict(COCO, data_root=root)), test_evaluator=metrics))
+    configs.set_data_root(cfg, 'mine')
+    assert cfg.test_evaluator == [dict(ann_file='mine/ann/a.json', metric='bbox'), dict(ann_file='/ann/a.json')]
 
 
 PIP = dict(

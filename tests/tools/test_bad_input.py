@@ -128,6 +128,7 @@ ROWS = [
     bad('demo.py gone.jpg {mmdet} empty.pth --out o.jpg', "image 'gone.jpg': no such file or folder."),
     bad('demo.py empty {mmdet} empty.pth --out o', "image 'empty': no image (.jpg .jpeg .png", 'in this folder'),
     bad('demo.py notes.png {mmdet} empty.pth --out o.jpg', "image 'notes.png' cannot be read as an image."),
+    bad('demo.py pictures {mmdet} empty.pth --out /proc', "--out '/proc' cannot be written"),
     bad('demo.py photo.png {mmdet} empty.pth --out found.gif', "--out 'found.gif' has to end in one of .jpg .jpeg"),
     bad('demo.py pictures {mmdet} empty.pth --out file', "--out 'file' is a file; for a folder of images it has to be"),
     bad(f'{DEMO} empty.pth --out o.jpg --classes one two', '2 names given, the model has 12 classes'),

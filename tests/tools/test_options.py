@@ -99,6 +99,11 @@ def test_augmentation_of_the_test_wraps_the_model_and_takes_its_pipeline(configu
     assert cfg.model.type == 'DetTTAModel' and cfg.model.module.type == 'MaskRCNN'
     assert [step.type for step in cfg.test_dataloader.dataset.pipeline] == ['LoadImageFromFile', 'TestTimeAug']
     assert configured('test.py', 'with_tta.py', 'some.pth').model.type == 'MaskRCNN'
+    joined = dict(_delete_=True, type='ConcatDataset', datasets=[dict(type='A')])
+    text = f"_base_ = 'with_tta.py'\ntest_dataloader = dict(dataset={joined})\n"
+    (tmp_path / 'joined.py').write_text(text)
+    wrapper = configured('test.py', 'joined.py', 'some.pth', '--tta').test_dataloader.dataset
+    assert 'pipeline' not in wrapper and wrapper.datasets[0].pipeline[1].type == 'TestTimeAug'
 
 
 RESUME = ['--cfg-options', 'resume=True']

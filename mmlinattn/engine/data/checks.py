@@ -11,7 +11,7 @@ import numpy as np
 from torch import nn
 
 from .files import Memory, fault_of_sizes, read_coco, reads_files
-from .findings import MOST_NAMES, Finding, classes_of, decode_head_of, transforms_of, written
+from .findings import MOST_NAMES, Finding, classes_of, compares_images, decode_head_of, transforms_of, written
 from .label_images import check_label_images
 
 _NUM_READ = 2000  # samples whose labels are looked at
@@ -25,12 +25,14 @@ class Samples(NamedTuple):
         labels: Labels of objects and images, each with the path of an image that has it.
         folders: The labels found by the first folder below the prefix of the images.
         fault: An image that cannot be loaded, '' where there is none.
+        is_part: Whether others are joined to the data set, so that it may be background alone.
     """
 
     num: int
     labels: dict[int, str]
     folders: dict[str, set[int]]
     fault: str = ''
+    is_part: bool = False
 
 
 def leaf_datasets(dataset: Any) -> Iterator[Any]:
@@ -191,8 +193,8 @@ def _check_iou_metric(name: str, metric: Any, classes: Sequence, head: Any) -> I
 
 def heads_of(model: nn.Module) -> dict[str, int]:
     """``num_classes`` of the heads that tell classes apart, by name. None of models that learn to find anything (RPN),
-    or for which classes are places in a text."""
-    if type(model).__name__ == 'RPN' or hasattr(model, 'language_model'):
+    or distances, or for which classes are places in a text."""
+    if type(model).__name__ in ('RPN', 'DepthEstimator') or hasattr(model, 'language_model'):
         return {}
     roi, found = getattr(model, 'roi_head', None), {}
     heads = {'bbox_head': getattr(roi, 'bbox_head', None) or getattr(model, 'bbox_head', None)}
@@ -238,8 +240,8 @@ def read_samples(dataset: Any) -> Samples:
 
 def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_training: bool) -> Iterator[Finding]:
     """Checks that the heads have an output for each label, and that there is something to learn."""
-    finds_places = not is_training and 'Retriever' in type(model).__name__  # which are the labels of a query
-    classes, heads = classes_of(dataset), {} if finds_places else heads_of(model)
+    heads = {} if not is_training and compares_images(model) else heads_of(model)
+    classes = classes_of(dataset)
     advice = 'Set num_classes of the {}, or metainfo.classes of the data set to those that count.'
     for label, path in sorted(samples.labels.items()):
         for head, count in heads.items():
@@ -289,7 +291,8 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
     if looks_for_objects and not samples.labels and 'instances' in dataset.get_data_info(0):
         yield Finding(
             f'{key}: no image of {getattr(dataset, "ann_file", "")} has an object of metainfo.classes = '
-            f'{written(classes)}: they have other names there, no area, or an image_id that is no image.'
+            f'{written(classes)}: they have other names there, no area, or an image_id that is no image.',
+            not samples.is_part,
         )
 
 

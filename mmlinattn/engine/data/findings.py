@@ -28,6 +28,11 @@ def transforms_of(dataset: Any) -> Sequence:
     return getattr(getattr(dataset, 'pipeline', None), 'transforms', ())
 
 
+def compares_images(model: Any) -> bool:
+    """Whether a model looks for images of one class or person, which in validation are others than in training."""
+    return any(word in type(model).__name__ for word in ('Retriever', 'ReID'))
+
+
 def decode_head_of(model: Any) -> Any:
     """The head of a segmentor that decides, the last of a cascade; None of other models."""
     head = getattr(model, 'decode_head', None)

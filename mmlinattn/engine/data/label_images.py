@@ -94,7 +94,9 @@ def check_label_images(
     reduces = bool(getattr(load, 'reduce_zero_label', None) or getattr(dataset, 'reduce_zero_label', False))
     mapping = getattr(dataset, 'metainfo', {}).get('label_map')
     settings = dict(mapping=mapping, reduces=reduces, ignored=ignored, count=num_images)
-    facts = memory.facts(read_labels, list(paths.values())[:num_images], dataset, load, paths, **settings)
+    pictures = (dataset.get_data_info(i).get('img_path') for i in paths)
+    files = [*paths.values(), *(path for path in pictures if isinstance(path, str))]
+    facts = memory.facts(read_labels, files, dataset, load, paths, **settings)
     if facts['fault']:
         yield Finding(f'{key}: {facts["fault"]}.')
         return

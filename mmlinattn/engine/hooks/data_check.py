@@ -15,7 +15,7 @@ from ...utils.errors import RunError
 from ..data import checks
 from ..data.checks import leaf_datasets
 from ..data.files import Memory
-from ..data.findings import Finding, classes_of
+from ..data.findings import Finding, classes_of, compares_images
 
 
 def enough_colours(meta: dict) -> dict:
@@ -87,6 +87,8 @@ class DataCheckHook(Hook):
         is_training = isinstance(runner._train_loop, BaseLoop)
         if not is_main_process() or self.fault == 'skip' or (is_training and not runner._resume):
             return
+        if not is_training and compares_images(unwrapped(runner.model)):
+            return
         for stage in ('train',) if is_training else ('val', 'test'):
             loop = getattr(runner, f'_{stage}_loop')
             for dataset in (
@@ -99,19 +101,22 @@ class DataCheckHook(Hook):
         stages: dict[str, list] = {}
         for stage, loop in loops.items():
             key = f'{stage}_dataloader'
-            for dataset in chain.from_iterable(map(leaf_datasets, _datasets(loop))):
+            leaves = [*chain.from_iterable(map(leaf_datasets, _datasets(loop)))]
+            for dataset in leaves:
                 if not hasattr(dataset, '__len__'):
                     continue
                 if len(dataset) == 0:
                     ann_file = getattr(dataset, 'ann_file', '')
                     yield Finding(f'{key} ({type(dataset).__name__}, ann_file {ann_file!r}) holds no image.')
                     continue
-                samples = checks.read_samples(dataset)
+                samples = checks.read_samples(dataset)._replace(is_part=len(leaves) > 1)
                 stages.setdefault(key, []).append((dataset, samples))
                 yield from checks.check_dataset(key, dataset, model, samples, memory, stage == 'train', self.num_images)
             for dataset in _datasets(loop)[:1]:
                 key, evaluator = f'{stage}_evaluator', getattr(loop, 'evaluator', None)
                 yield from checks.check_evaluator(key, evaluator, runner.cfg.get(key), classes_of(dataset), model)
+        if compares_images(model):
+            stages = {key: entries for key, entries in stages.items() if key.startswith('train')}
         yield from checks.check_stages(stages)
 
     def _say(self, runner, findings: Iterable[Finding]) -> None:

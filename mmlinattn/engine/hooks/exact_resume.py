@@ -139,7 +139,7 @@ class ExactResumeHook(Hook):
             return
         steps = (step for dataset in leaf_datasets(loader.dataset) for step in transforms_of(dataset))
         # of MMDetection's data preprocessor, which resizes batches
-        augments = getattr(unwrapped(runner.model), 'data_preprocessor', nn.Identity()).modules()
+        augments = (getattr(unwrapped(runner.model), 'data_preprocessor', None) or nn.Identity()).modules()
         keeps = {type(step).__name__ for step in steps if hasattr(step, 'results_cache')}
         keeps |= {type(augment).__name__ for augment in augments if hasattr(augment, '_input_size')}
         if runner.iter > 0 and keeps:

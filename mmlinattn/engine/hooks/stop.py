@@ -126,11 +126,14 @@ class StopHook(Hook):
         if not self.save_on_sigterm or threading.current_thread() is not threading.main_thread():
             return
         found = signal.getsignal(signal.SIGTERM)
+        other = getattr(found, '__self__', None)
+        if isinstance(other, StopHook) and other not in runner.hooks:  # of a training that ended in an error
+            found = other._found
         if found in (signal.SIG_DFL, signal.SIG_IGN):
             self._found = found
             _spare_children()
             signal.signal(signal.SIGTERM, self._on_sigterm)
-        elif not isinstance(getattr(found, '__self__', None), StopHook):  # one of the config's own, and of its base
+        elif not isinstance(other, StopHook):  # one of the config's own, and of its base
             runner.logger.warning('StopHook: SIGTERM has a handler already, which stays: no checkpoint is saved.')
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:

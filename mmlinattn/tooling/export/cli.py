@@ -53,5 +53,7 @@ def main(args: Optional[list[str]] = None) -> None:
         files, outputs = ' and '.join(map(str, export.files)), ', '.join(export.metadata['outputs'])
         print(f'wrote {files}: {options.format}, {size / 2**20:.1f} MiB, outputs {outputs}')
         print(f'serves {export.metadata["serves"]}')
+        if export.metadata['windows']:
+            print(f'one window of those that model.test_cfg tests in: {export.metadata["windows"]}')
         for shape, error in export.errors.items():
             print(f'deviation at {"x".join(map(str, shape))}: {error:.1e} standard deviations')

@@ -147,18 +147,34 @@ def decision(head: Any) -> dict:
     return dict(activation='softmax', threshold=None)
 
 
+def windows_of(cfg: Config) -> Optional[dict]:
+    """``crop_size`` and ``stride`` of a segmentor that is tested in windows, of each of which the graph is."""
+    test_cfg = cfg.model.get('test_cfg') or {}
+    if test_cfg.get('mode') != 'slide':
+        return None
+    return dict(crop_size=list(test_cfg['crop_size']), stride=list(test_cfg['stride']))
+
+
+def _per_channel(values: Any, default: float, channels: int) -> list[float]:
+    """Mean or std as a number a channel; configs may give one for all."""
+    values = default if values is None else values
+    values = list(values) if isinstance(values, (list, tuple)) else [values]
+    return values * channels if len(values) == 1 else values
+
+
 def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dict], names: list[str]) -> dict:
     """The metadata that an application needs to use the graph, fit for JSON; :func:`decision` is added for logits.
 
     Returns:
         dict: ``task``, ``serves``, ``outputs``, ``input_range`` (of pixels before normalisation; None where the file
         decides), ``channel_order`` (of three channels, None of others: as the test pipeline reads them), ``mean``,
-        ``std``, ``pad_size_divisor`` and ``classes`` (None where neither checkpoint nor data set names them).
+        ``std``, ``pad_size_divisor`` and ``pad_value``, ``windows`` of :func:`windows_of` and ``classes`` (None where
+        neither checkpoint nor data set names them).
     """
     from ... import __version__
 
     given = preprocessor(cfg)
-    is_rgb = given.get('bgr_to_rgb') or given.get('to_rgb')
+    is_rgb = any(map(given.get, ('bgr_to_rgb', 'rgb_to_bgr', 'to_rgb')))  # upstream's all turn what MMCV reads as BGR
     at_test = given.get('test_cfg') or {}  # of MMSegmentation, whose own size_divisor is that of training
     return dict(
         mmlinattn=__version__,
@@ -167,9 +183,11 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
         outputs=names,
         input_range=[0, 255] if is_8_bit(cfg) else None,
         channel_order=('RGB' if is_rgb else 'BGR') if sizes.channels == 3 else None,
-        mean=list(given.get('mean') or [0.0] * sizes.channels),
-        std=list(given.get('std') or [1.0] * sizes.channels),
+        mean=_per_channel(given.get('mean'), 0.0, sizes.channels),
+        std=_per_channel(given.get('std'), 1.0, sizes.channels),
         pad_size_divisor=given.get('pad_size_divisor') or at_test.get('size_divisor') or 1,
+        pad_value=given.get('pad_val', given.get('pad_value')) or 0,
+        windows=windows_of(cfg),
         classes=class_names(cfg, checkpoint_meta),
     )
 

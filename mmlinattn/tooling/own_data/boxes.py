@@ -17,6 +17,7 @@ from .finding import SUFFIXES, OwnData, divide, find, image_size, read_lines, re
 
 _ORDER = ('trainval', 'train', 'val', 'test')
 _SPLIT_FILE = re.compile(r'(trainval|train|val|test)(?:ing|id|idation)?\.txt', re.IGNORECASE)  # not bird_train.txt
+_SPLIT_JSON = re.compile(r'(instances_)?(train|val|test)(?:ing|id|idation)?\d*\.json', re.IGNORECASE)
 # of COCO, beside what has the boxes
 _OTHER_COCO = ('captions', 'person_keypoints', 'image_info', 'stuff', 'panoptic')
 
@@ -124,7 +125,8 @@ def _voc(root: Path, images: list[Path]) -> tuple[list, list[str]]:
     there = [(_SPLIT_FILE.fullmatch(path.name), path) for path in find(root, '.txt') if path.parent.name == 'Main']
     listed = sorted((_ORDER.index(found[1].lower()), path) for found, path in there if found)
     for number, path in listed:
-        if number or not any(other == 1 for other, _ in listed):  # trainval, where there is no train
+        # trainval, where there is no train
+        if number or not any(other == 1 and train.parent == path.parent for other, train in listed):
             named = (line if line in stems else line.split()[0] for line in read_lines(path))
             lists.update(dict.fromkeys(named, _ORDER[max(number, 1)]))
     photos: list[tuple[Photo, Optional[str]]] = []
@@ -324,8 +326,8 @@ def _yolo_photo(root: Path, path: Path, classes: list[str], has_points: bool = F
 
 
 def _is_coco(path: Path) -> bool:
-    """Whether a JSON file is in a place where annotations are, or begins like them."""
-    if split_of(Path(path.name)) or path.parent.name == 'annotations':
+    """Whether a JSON file has the place or the name of annotations, or begins like them."""
+    if _SPLIT_JSON.fullmatch(path.name) or path.parent.name == 'annotations':
         return True
     with path.open(errors='replace') as file:
         start = file.read(4096)

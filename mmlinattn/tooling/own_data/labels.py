@@ -28,11 +28,19 @@ def read_folders(root: Path) -> OwnData:
     folders = [path for path in sorted(root.iterdir()) if path.is_dir() and not is_hidden(path.name)]
     splits = {path: split_of(Path(path.name)) for path in folders}
     named = set(splits.values())
-    inside = [each for path in folders if splits[path] == 'train' for each in path.iterdir() if each.is_dir()]
-    # a folder train among others is a class, of locomotives, unless it has classes inside
-    is_divided = 'train' in named and (
-        named != {'train', None} or sum(bool(find(each, *SUFFIXES)) for each in inside) > 1
-    )
+
+    def has_classes(top: Path) -> bool:
+        return sum(bool(find(each, *SUFFIXES)) for each in top.iterdir() if each.is_dir()) > 1
+
+    is_divided = 'train' in named
+    if named == {'train', None}:  # a folder train among others is a class, of locomotives, unless it has classes inside
+        is_divided = any(has_classes(path) for path in folders if splits[path])
+        other = next((path for path in folders if not splits[path] and has_classes(path)), None)
+        if is_divided and other:
+            raise RunError(
+                f'DATA {str(root)!r}: train and {other.name} both hold folders of images. Is train a class, or the '
+                'split? Move what is not part of it.'
+            )
     others = [path.name for path in folders if is_divided and not splits[path] and find(path, *SUFFIXES)]
     tops = {path: split for path, split in splits.items() if split} if is_divided else {root: None}
     items: list[tuple[Any, Optional[str]]] = []

@@ -27,9 +27,9 @@ def normalise(model: dict, task: str) -> None:
             continue  # grey images
         flag = next((name for name in ('to_rgb', 'bgr_to_rgb') if name in value), None)
         flag = flag or ('to_rgb' if task == 'mmpretrain' else 'bgr_to_rgb')
-        # means that fall are in the order RGB: images come so, where nothing is swapped
+        # means that fall are in the order RGB: images come so, where nothing turns them
         is_rgb = isinstance(mean, (list, tuple)) and list(mean) == sorted(mean, reverse=True) and len(set(mean)) == 3
-        is_rgb = value.pop('rgb_to_bgr', False) or is_rgb
+        is_rgb ^= bool(value.pop('rgb_to_bgr', False))
         value.update({'mean': MEAN, 'std': STD, flag: bool(value.get(flag)) or not is_rgb})
 
 

@@ -284,6 +284,7 @@ def test_what_a_schedule_has_seen_is_no_setting(tmp_path):
     runner.logger.warning = lines.append
     runner.train()
     assert not [line for line in lines if 'resuming goes' in line]
+    assert len([line for line in lines if 'resuming with ReduceOnPlateau' in line]) == 1
 
 
 def test_another_optimizer_is_refused(tmp_path):

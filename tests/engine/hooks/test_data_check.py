@@ -4,11 +4,13 @@
 import json
 import os
 import re
+from types import SimpleNamespace
 
 import pytest
 from data_checks import DETECTOR, build, model
 from mmengine.registry import METRICS
 from PIL import Image
+from torch import nn
 
 from mmlinattn.engine.data import files
 from mmlinattn.engine.hooks.data_check import enough_colours
@@ -246,6 +248,36 @@ def test_nothing_to_detect(look, tmp_path):
     file = coco(tmp_path, annotations=[])
     assert "has an object of metainfo.classes = ('cat', 'dog', 'owl')" in look(DETECTOR, train=[coco_data(file)])[0]
     assert look(DETECTOR, val=[coco_data(file)]) == ('', [])
+
+
+def test_images_without_objects_beside_others(look, tmp_path):
+    """Hard negatives, joined to what is labelled."""
+    (tmp_path / 'none').mkdir()
+    parts = [coco_data(coco(tmp_path)), coco_data(coco(tmp_path / 'none', annotations=[]))]
+    line, warnings = look(DETECTOR, train=[SimpleNamespace(datasets=parts)])
+    assert not line and any('no image of' in warning for warning in warnings)
+
+
+class BaseReID(nn.Module):
+    """Of MMDetection: persons of a validation are others than those of training."""
+
+    head = SimpleNamespace(num_classes=2)
+
+
+def test_models_that_compare_images_and_distances(look):
+    data = type('Data', (list,), dict(get_data_info=list.__getitem__))
+    train, val = (data([dict(gt_label=label, img_path='')] * 2) for label in (1, 8))
+    train.folder_to_idx, val.folder_to_idx = dict(a=0, b=1), dict(c=0)
+    assert look(BaseReID(), train=[train], val=[val]) == look(BaseReID(), test=[val]) == ('', [])
+    assert 'the folder' in look(model(head=9), train=[train], val=[val])[0]
+    depths = type('DepthEstimator', (nn.Module,), dict(decode_head=SimpleNamespace(num_classes=1)))()
+    train.metainfo = dict(classes=['kitchen', 'office'])
+    assert look(depths, train=[train]) == ('', [])
+
+
+def test_a_file_of_names_that_is_not_there(look):
+    data = type('Data', (list,), dict(metainfo=dict(classes='nowhere.txt')))([0])
+    assert "metainfo.classes = 'nowhere.txt': there is no such file" in look(nn.Module(), train=[data])[0]
 
 
 def test_more_classes_than_colours():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine_toys import make_runner
 from mmengine.hooks import Hook
-from mmengine.registry import DATA_SAMPLERS
+from mmengine.registry import DATA_SAMPLERS, MODELS
 from torch.utils.data import BatchSampler
 
 from mmlinattn.engine import RunError
@@ -150,6 +150,27 @@ def test_the_middle_of_an_epoch_needs_the_same_batches(tmp_path):
     with pytest.raises(RunError, match='after 2 of the 3 batches of an epoch, and here an epoch has 6'):
         train(tmp_path / 'other', loader=dict(batch_size=2), resume=True, **options)
     assert train(tmp_path / 'new', **options)[0].places == [0, 1, 2] * 3  # a new run from these weights
+
+
+@MODELS.register_module(force=True)
+class OwnStep(torch.nn.Linear):
+    """A model without MMEngine's data preprocessor."""
+
+    data_preprocessor = None
+
+    def __init__(self):
+        super().__init__(4, 1)
+
+    def train_step(self, data, optim_wrapper):
+        loss = self(torch.stack(list(data['inputs']))).sum()
+        optim_wrapper.update_params(loss)
+        return dict(loss=loss)
+
+
+def test_a_model_without_preprocessor(tmp_path):
+    runner = make_runner(tmp_path, HOOKS, model=dict(type='OwnStep'))
+    runner.train()
+    assert runner.iter == 6
 
 
 class Resizes(torch.nn.Identity):

@@ -29,6 +29,13 @@ def test_no_checkpoint_after_the_last_iteration_of_an_epoch_broke(tmp_path, brea
     assert not list(tmp_path.glob('*.pth'))
 
 
+def test_infinite_masks_are_saved(tmp_path):
+    runner = make_runner(tmp_path, HOOKS)
+    runner.model.register_buffer('mask', torch.full((2,), -float('inf')))
+    runner.train()
+    assert (tmp_path / 'epoch_2.pth').exists()
+
+
 @pytest.mark.parametrize('nest', [
     lambda sample: dict(inputs=[], data_samples=[sample]), lambda sample: dict(data_samples=sample),
     lambda sample: [dict(data_samples=sample)], lambda sample: [sample],

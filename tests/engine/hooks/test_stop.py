@@ -77,6 +77,19 @@ def test_processes_of_others_end_at_a_sigterm(tmp_path):
     runner.train()
 
 
+class Fail(Hook):
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        raise MemoryError
+
+
+def test_a_training_after_one_that_failed(tmp_path):
+    failing = make_runner(tmp_path / 'first', HOOKS)
+    failing.register_hook(Fail())
+    with pytest.raises(MemoryError):
+        failing.train()
+    assert stopped(tmp_path / 'second', Kill(4))['meta']['iter'] == 5
+
+
 def test_in_a_validation_it_is_saved_at_once(tmp_path):
     """The weights, not their average, which is in their place then; to the folder of the other checkpoints."""
     saved = stopped(

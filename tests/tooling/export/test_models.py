@@ -40,6 +40,8 @@ def test_sizes_to_check_at():
         (dict(mean=(1.0, 2.0, 3.0), std=(4.0, 5.0, 6.0)), dict(mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0])),
         (dict(bgr_to_rgb=True, pad_size_divisor=32), dict(channel_order='RGB', pad_size_divisor=32)),
         (dict(to_rgb=True), dict(channel_order='RGB')),
+        (dict(rgb_to_bgr=True, mean=[9.0]), dict(channel_order='RGB', mean=[9.0] * 3)),
+        (dict(std=2.0, pad_val=7), dict(std=[2.0] * 3, pad_value=7)),
         # what a segmentor pads to at test time is what an application has to; size_divisor is that of training
         (dict(size_divisor=512, test_cfg=dict(size_divisor=32)), dict(pad_size_divisor=32)),
         ({}, {}),
@@ -51,7 +53,7 @@ def test_what_a_file_says_of_itself(given, said, place):
     cfg = Config(dict(model=dict(data_preprocessor=here), data_preprocessor=beside))
     meta = dict(dataset_meta=dict(classes=('a', 'b')))
     found = models.metadata(cfg, 'detector', Sizes(1, 64, 80), meta, ['feat0', 'feat1'])
-    unsaid = dict(channel_order='BGR', mean=[0.0] * 3, std=[1.0] * 3, pad_size_divisor=1)
+    unsaid = dict(channel_order='BGR', mean=[0.0] * 3, std=[1.0] * 3, pad_size_divisor=1, pad_value=0)
     assert json.loads(json.dumps(found)) == dict(
         mmlinattn=mmlinattn.__version__,
         task='detector',
@@ -59,7 +61,16 @@ def test_what_a_file_says_of_itself(given, said, place):
         outputs=['feat0', 'feat1'],
         input_range=[0, 255],
         classes=['a', 'b'],
+        windows=None,
         **{**unsaid, **said},
+    )
+
+
+def test_windows_that_a_segmentor_is_tested_in():
+    test_cfg = dict(mode='slide', crop_size=(64, 80), stride=(32, 40))
+    cfg = Config(dict(model=dict(test_cfg=test_cfg)))
+    assert models.metadata(cfg, 'segmentor', Sizes(1, 64, 80), None, ['logits'])['windows'] == dict(
+        crop_size=[64, 80], stride=[32, 40]
     )
 
 

@@ -118,6 +118,20 @@ def test_voc_of_a_folder_above_and_lists_by_other_names(tmp_path, lists):
     ]
 
 
+def test_voc_of_two_years(tmp_path):
+    """The later one without train."""
+    for year, lists in (('VOC2007', dict(train='ab', val='c')), ('VOC2012', dict(trainval='de', val='e'))):
+        for name in ''.join(lists.values()):
+            picture(tmp_path / year / 'JPEGImages' / f'{name}.jpg')
+            voc(tmp_path / year / 'Annotations' / f'{name}.xml', ('wheel', (4, 8, 24, 38), 0))
+        for name, ids in lists.items():
+            text(tmp_path / year / 'ImageSets/Main' / f'{name}.txt', '\n'.join(ids))
+    data = read(tmp_path)
+    assert {split: [path.stem for path in paths] for split, paths in data.images.items()} == dict(
+        train=[*'abd'], val=[*'ce']
+    )
+
+
 def test_files_beside_those_of_coco_boxes(tmp_path):
     for split in ('train', 'val', 'test'):
         for i in range(2):
@@ -185,6 +199,7 @@ def test_yolo_splits_of_data_yaml(tmp_path, train):
 
 def test_yolo_folders_with_capitals(tmp_path):
     yolo(tmp_path)
+    text(tmp_path / 'train_log.json', '{"loss": 1}')
     text(tmp_path / 'classes.txt', 'b\na\n')
     for kind in ('images', 'labels'):
         (tmp_path / kind).rename(tmp_path / kind.capitalize())

@@ -132,6 +132,7 @@ def test_labels_of_val_follow_train(tmp_path):
         ([('train/a', 2), ('train/b', 2), ('val/c', 2)], "val has images of 'c', and train has none"),
         ([('a', 4)], '1 class'),
         ([], '2 are the least'),
+        ([(f'{name}/{side}', 2) for name in ('bus', 'train') for side in ('a', 'b')], 'train and bus both hold'),
     ],
 )
 def test_folders_that_are_refused(tmp_path, counts, said):
