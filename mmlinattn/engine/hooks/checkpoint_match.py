@@ -111,8 +111,7 @@ class CheckpointMatchHook(Hook):
         RunError: In test, validation or resuming, weights of the checkpoint have another shape than the model's, are
             not finite, or parameters of the model are missing (auxiliary heads, which only train, aside). In
             ``load_from``, frozen parameters of a backbone of this package are neither in the checkpoint nor in an
-            ``init_cfg``. In all of them, weights are no real numbers, or nothing of the checkpoint fits. In training,
-            batch norms of a backbone of this package would change statistics that an adapter does not save.
+            ``init_cfg``. In all of them, weights are no real numbers, or nothing of the checkpoint fits.
     """
 
     priority = 'VERY_HIGH'
@@ -122,15 +121,17 @@ class CheckpointMatchHook(Hook):
         self.left_out = (left_out,) if isinstance(left_out, str) else tuple(left_out)
 
     def before_train(self, runner) -> None:
-        """Adapters (MMPretrain's LoRA) save what they train, which running statistics are not."""
+        """Keep running statistics that adapters (MMPretrain's LoRA) do not save: a test would have others."""
         model = unwrapped(runner.model).train()
+        saved = model.state_dict().keys()
         for name, module in model.named_modules():
             changing = running_statistics(module, that_change=True) if isinstance(module, Backbone) else ()
-            lost = [f'{name}.{key}' for key in changing if f'{name}.{key}' not in model.state_dict()]
+            lost = [f'{name}.{key}' for key in changing if f'{name}.{key}' not in saved]
             if lost:
-                raise RunError(
-                    f'running statistics of {name} change in training, and its adapter does not save them: '
-                    f'{some(lost)}. Set norm_eval=True of this backbone.'
+                module.norm_eval = True
+                runner.logger.warning(
+                    f'running statistics of {name} stay as they are (norm_eval=True): its adapter does not save '
+                    f'{some(lost)}.'
                 )
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
