@@ -187,6 +187,7 @@ ADVICE = {
     'selected index k out of range': 'more are asked for than there are. Of classes: set topk=(1,) in val_evaluator, '
     'test_evaluator and the head. Of the boxes of a detector: lower max_per_img or max_per_image of its test_cfg',
     'None is not a callable object': 'optim_wrapper.optimizer.type is no optimizer that is known here',
+    'Scale must be a number or tuple of int': 'a scale is a list; write it in brackets, scale="(96,96)"',
     'base_wd should not be None': 'paramwise_cfg has *_decay_mult: set optim_wrapper.optimizer.weight_decay, too',
     'weight tensor should be defined': 'class_weight of a loss has to have a number for each class of its head',
     'No enough information to get one-hot': 'mixed images need data_preprocessor=dict(num_classes=...), as many as the '
