@@ -66,7 +66,8 @@ def check_out(out: str, is_folder: bool, pictures: list) -> Path:
             out.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=out).close()
         read = {osp.realpath(path): path for path in pictures}
-        for path in (out / name for name in drawing_names(pictures)):
+        # MMDetection and MMSegmentation keep the names of the images
+        for path in (out / name for name in (*drawing_names(pictures), *map(osp.basename, pictures))):
             if osp.realpath(path) in read or path.is_dir():
                 check_out_file(path, *read.values())
     else:

@@ -4,6 +4,7 @@
 #   bash tools/dist_test.sh CONFIG CHECKPOINT GPUS [arguments of tools/test.py]
 # Environment: NNODES NODE_RANK MASTER_ADDR PORT (several machines), PYTHON (the interpreter).
 set -euo pipefail
+unset CDPATH
 
 if [ $# -lt 3 ]; then
     echo "usage: bash $0 CONFIG CHECKPOINT GPUS [arguments of tools/test.py]" >&2

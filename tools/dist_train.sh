@@ -5,6 +5,7 @@
 # Environment: NNODES NODE_RANK MASTER_ADDR PORT (several machines), PYTHON (the interpreter), MAX_RESTARTS (how often a
 # run goes on from its last checkpoint by itself after one of its processes died; 0).
 set -euo pipefail
+unset CDPATH
 
 if [ $# -lt 2 ]; then
     echo "usage: bash $0 CONFIG GPUS [arguments of tools/train.py]" >&2

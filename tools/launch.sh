@@ -23,10 +23,13 @@ launch() { # PROCESSES SCRIPT [arguments]
         echo "error: GPUS = '$processes' has to be a number from 1 up." >&2
         exit 2
     fi
-    if ! [[ ${MAX_RESTARTS:-0} =~ ^[0-9]+$ ]]; then
-        echo "error: MAX_RESTARTS = '$MAX_RESTARTS' has to be a number from 0 up." >&2
-        exit 2
-    fi
+    local name
+    for name in MAX_RESTARTS NODE_RANK; do
+        if ! [[ ${!name:-0} =~ ^(0|[1-9][0-9]*)$ ]]; then
+            echo "error: $name = '${!name}' has to be a number from 0 up." >&2
+            exit 2
+        fi
+    done
     if [ "${NODE_RANK:-0}" = 0 ]; then check_port "$python" || exit 1; fi
     local gpus
     gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')
@@ -51,7 +54,7 @@ launch() { # PROCESSES SCRIPT [arguments]
             --rdzv_endpoint="${MASTER_ADDR:-127.0.0.1}:${PORT:-29500}"
             --rdzv_conf="is_host=$((${NODE_RANK:-0} == 0))"
         )
-        if [ "${NNODES:-1}" -eq 1 ]; then rendezvous+=(--local_addr=127.0.0.1); fi
+        if [ "${NNODES:-1}" = 1 ]; then rendezvous+=(--local_addr=127.0.0.1); fi
     fi
     PYTHONPATH="$HERE/..${PYTHONPATH:+:$PYTHONPATH}" exec "$python" "$HERE/launch.py" \
         --nnodes="${NNODES:-1}" \

@@ -3,8 +3,9 @@
 # From nothing to a trained detector: environment, data set, training, test, pictures.
 #   bash tools/quickstart.sh [arguments of tools/setup_env.sh]
 # Done steps are skipped when it runs again; a training that was cut off continues.
-# Environment: DATA (data/shapes_coco), WORK_DIR (work_dirs/quickstart): where things go.
+# Environment: DATA (data/shapes_coco), WORK_DIR (work_dirs/quickstart): where things go, from this checkout on.
 set -euo pipefail
+unset CDPATH
 
 cd "$(dirname "$0")/.."
 for argument; do
@@ -61,14 +62,17 @@ else
     resume=()
     if is_done begin "$made_from"; then
         resume=(--resume)
+    elif [ ! -e "$WORK_DIR/.begin.done" ] && ls "$WORK_DIR"/*.pth >/dev/null 2>&1; then
+        echo "error: WORK_DIR = $WORK_DIR holds checkpoints of another run. Name another folder." >&2
+        exit 1
     else # checkpoints of another config or data set are no use
         rm -f "$WORK_DIR"/epoch_*.pth "$WORK_DIR"/last_checkpoint "$WORK_DIR"/.*.done
         done_with begin "$made_from"
     fi
     step "3/5 training, 425 iterations (some minutes; log: $LOG)"
     "$PY" tools/train.py "$CONFIG" --data-root "$DATA" --work-dir "$WORK_DIR" \
-        --no-validate "${resume[@]}" 2>&1 | tee -a "$LOG" | grep --line-buffered -E \
-        'Epoch\(train\)|^(error|notice):' | sed -u -E 's/.*(Epoch.train.).*(\[[0-9]+\]\[ *[0-9]+\/[0-9]+\]).*(eta: [^ ]+).* (loss: [0-9.]+).*/   \2  \3  \4/' >&2 || {
+        --no-validate "${resume[@]}" 2>&1 | tee -a "$LOG" | { grep --line-buffered -E \
+        'Epoch\(train\)|^(error|notice):' || true; } | sed -u -E 's/.*(Epoch.train.).*(\[[0-9]+\]\[ *[0-9]+\/[0-9]+\]).*(eta: [^ ]+).* (loss: [0-9.]+).*/   \2  \3  \4/' >&2 || {
         tail -n 20 "$LOG" >&2
         echo "error: the training failed; the whole log is in $LOG" >&2
         exit 1

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Sets up the environment, then lint, the fast tests and the slow ones. `--help` explains.
 set -euo pipefail
+unset CDPATH
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 usage() {

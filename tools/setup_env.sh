@@ -12,6 +12,7 @@
 #   --use-existing   make nothing: check that the active Python (or --python) has all it takes, and say how to install
 #                    what is missing. MMLINATTN_USE_EXISTING_ENV=1 does the same.
 set -euo pipefail
+unset CDPATH
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 say() { echo "[setup_env] $*" >&2; }
@@ -39,7 +40,7 @@ case $stack in
   onedl) default_lock=lock-onedl.txt mmcv=onedl-mmcv source=onedl-mmcv other=mmengine default=.venv-onedl ;;
   *) die "--stack is '$stack', allowed are: openmmlab, onedl" ;;
 esac
-venv=${venv:-$ROOT/$default} lock=${lock:-$ROOT/requirements/$default_lock}
+venv=${venv:-$ROOT/$default} && venv=${venv/#\~\//$HOME/} lock=${lock:-$ROOT/requirements/$default_lock}
 [ -f "$lock" ] || die "--lock is '$lock', which is no file"
 case $venv in /*) ;; *) venv=$PWD/$venv ;; esac
 
@@ -77,8 +78,8 @@ fits "$python" || die "there is no $wanted on PATH; name one with --python"
 if fits "$vpy"; then
   ! "$vpy" -c "import importlib.metadata as m; m.version('$other')" 2>/dev/null ||
     die "$venv already holds '$other', whose modules have the same names. Name another folder with --venv."
-elif [ -e "$venv" ] && [ ! -f "$venv/pyvenv.cfg" ] && [ -n "$(ls -A "$venv")" ]; then
-  die "$venv exists and is no virtual environment. Name another folder with --venv."
+elif [ -e "$venv" ] && [ ! -f "$log" ] && [ -n "$(ls -A "$venv")" ]; then
+  die "$venv exists and is no environment that this script made. Name another folder with --venv."
 else
   "$python" -m venv --clear "$venv" >&2 || die "'$python -m venv $venv' failed (Debian, Ubuntu: apt install python3-venv)"
 fi

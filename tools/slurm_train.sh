@@ -5,6 +5,7 @@
 #   bash tools/slurm_train.sh PARTITION JOB_NAME CONFIG WORK_DIR [arguments of tools/train.py]
 # GPUS_PER_NODE=0 asks for no GPU: GPUS processes on CPUs over gloo.
 set -euo pipefail
+unset CDPATH
 
 if [ $# -lt 4 ]; then
     echo "usage: bash $0 PARTITION JOB_NAME CONFIG WORK_DIR [arguments of tools/train.py]" >&2

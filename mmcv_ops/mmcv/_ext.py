@@ -413,8 +413,10 @@ def _packed(x, output):
 
 
 def _fill(target, result):
-    """Write the gradient of what :func:`_packed` gives."""
-    target.flatten(1)[:, : result[0].numel()] = result.flatten(1)
+    """Write the gradient of what :func:`_packed` gives, into memory of any format."""
+    packed = target.new_zeros(target.shape)
+    packed.flatten(1)[:, : result[0].numel()] = result.flatten(1)
+    target.copy_(packed)
 
 
 def modulated_deform_conv_forward(input, weight, bias, ones, offset, mask, output, columns, with_bias, **settings):

@@ -5,6 +5,7 @@
 """
 
 import importlib
+import shlex
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
@@ -13,6 +14,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parents[1]
 # the checkout, else what a wheel brings along
 ROOT = HERE.parent if (HERE.parent / 'mmcv_ops').is_dir() else HERE / '.mim'
+
+_OPERATORS = shlex.quote(str(ROOT / 'mmcv_ops'))
 
 # module -> the arguments of `pip install`; the versions are those of requirements/mminstall.txt
 PIP = {
@@ -23,8 +26,8 @@ PIP = {
     'numpy': 'numpy',
     'pkg_resources': '"setuptools<82"',
     'mmengine': 'mmengine "setuptools<82"',
-    'mmcv': f'"mmcv-lite>=2.1,<2.2" {ROOT / "mmcv_ops"}',
-    'mmcv._ext': f'{ROOT / "mmcv_ops"}',
+    'mmcv': f'"mmcv-lite>=2.1,<2.2" {_OPERATORS}',
+    'mmcv._ext': _OPERATORS,
     'ftfy': 'ftfy',
     'regex': 'regex',
     'mmdet': '"mmdet>=3.3,<3.4"',
@@ -53,7 +56,7 @@ def explained(module: str, error: Exception) -> str:
     elif module == 'mmcv.ops' and _is_there('mmcv'):  # a compiled one, of another PyTorch
         command = f'pip uninstall -y mmcv && pip install {PIP["mmcv"]}'
     elif module == 'mmcv.ops' and _is_there('onedl-mmcv'):
-        command = f'pip install --force-reinstall --no-deps onedl-mmcv {ROOT / "mmcv_ops"}'
+        command = f'pip install --force-reinstall --no-deps onedl-mmcv {_OPERATORS}'
     else:
         command = f'pip install --force-reinstall --no-deps {PIP.get(module, PIP["mmcv._ext"])}'
     return f'{module} does not work in {sys.executable}: {reason}; mend it with: {command}'

@@ -72,6 +72,21 @@ def test_roi_align_refuses_a_box_that_ends_before_it_starts():
         ops.roi_align(torch.zeros(1, 1, 8, 8), torch.tensor([[0.0, 5, 1, 2, 3]]), 2)
 
 
+@pytest.mark.parametrize('kernel', [(3, 3), (3, 1)])
+def test_gradients_of_channels_last_offsets_and_masks(kernel):
+    """As convolutions behind channels-last maps give them."""
+    taps = kernel[0] * kernel[1]
+    x, offset, mask = (cases.normal(i, 2, c, 7, 9) for i, c in enumerate((4, 2 * taps, taps)))
+    weight, padding = cases.normal(3, 5, 4, *kernel), [size // 2 for size in kernel]
+    found = []
+    for memory in (torch.contiguous_format, torch.channels_last):
+        leaves = [t.to(memory_format=memory).requires_grad_() for t in (x, offset, mask)]
+        out = ops.modulated_deform_conv2d(*leaves, weight, None, 1, padding)
+        found.append([out, *torch.autograd.grad(out.sin().sum(), leaves)])
+    assert all(tensor.abs().max() > 0 for tensor in found[0])
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize('modulated', [False, True])
 @pytest.mark.parametrize('dtype', LOWER)
 def test_deformable_convolution_in_lower_precision(modulated, dtype):

@@ -54,6 +54,16 @@ def test_another_python_than_the_one_asked_for_is_not_used(tmp_path):
     assert 'and --python is Python 3.10.99' in refused(setup_env('--venv', tmp_path / 'venv', '--python', python))
 
 
+def test_an_environment_of_somebody_else_is_not_erased(tmp_path):
+    """Of a Python that does not fit, say."""
+    kept = tmp_path / 'venv' / 'lib' / 'python3.8' / 'site-packages' / 'mine.py'
+    kept.parent.mkdir(parents=True)
+    kept.touch()
+    (tmp_path / 'venv' / 'pyvenv.cfg').touch()
+    line = refused(setup_env('--venv', tmp_path / 'venv', '--python', sys.executable, CDPATH='.:/'))
+    assert 'exists and is no environment that this script made' in line and kept.exists()
+
+
 def test_missing_compiler_is_told_before_anything_is_made(tmp_path):
     line = refused(setup_env('--compiled', '--venv', tmp_path / 'venv', CXX='no-such-g++'))
     assert "needs 'no-such-g++'" in line and 'build-essential' in line and not (tmp_path / 'venv').exists()

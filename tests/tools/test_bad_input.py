@@ -60,6 +60,7 @@ FILES = {
     'file': Path.touch,
     'empty': Path.mkdir,
     'pictures': lambda path: path.mkdir() or photo(path / 'a.png'),
+    'photos': lambda path: path.mkdir() or photo(path / 'a.jpg'),
     'broken': lambda path: path.mkdir() or (path / 'a.png').touch(),
 }
 
@@ -107,6 +108,7 @@ ROWS = [
     bad('export.py {mmdet} empty.pth --format torchscript --out empty.pth', "--out 'empty.pth' is 'empty.pth'"),
     bad('demo.py photo.png {mmdet} empty.pth --out photo.png', "--out 'photo.png' is 'photo.png', which is read"),
     bad('demo.py pictures {mmdet} empty.pth --out pictures', "--out 'pictures/a.png' is 'pictures/a.png'"),
+    bad('demo.py photos {mmdet} empty.pth --out photos', "--out 'photos/a.jpg' is 'photos/a.jpg', which is read"),
     bad('swap_backbone.py nowhere.py ravlt_t --out o.py', "UPSTREAM is 'nowhere.py': no such file"),
     bad(f'{INSPECT} none photo.png --out file', "--out 'file' cannot be written"),
     bad(SHAPES.replace('out', 'file', 1), "OUT 'file' cannot be written: "),

@@ -128,6 +128,8 @@ def test_processes_and_gpus(script):
             else f"GPUS = '{number}' has to be a number from 1"
         )
         assert (status, lines, said) == (2, [], f'error: {wrong} up.\n')
+    status, lines, said = script('dist_train.sh', 'config.py', 1, NODE_RANK='08', CDPATH='.:/')
+    assert (status, lines, said) == (2, [], "error: NODE_RANK = '08' has to be a number from 0 up.\n")
 
 
 def test_a_port_that_is_taken(script):

@@ -30,8 +30,8 @@ def parse_args() -> argparse.Namespace:
 
 def find_pictures(show_dir: Path, sheet: Path) -> list[Path]:
     """All images below ``show_dir`` by path, without an earlier ``sheet`` among them."""
-    found = (path for path in show_dir.rglob('*') if path.suffix.lower() in SUFFIXES and path != sheet)
-    return sorted(found)
+    found = (path for path in show_dir.rglob('*') if path.suffix.lower() in SUFFIXES)
+    return sorted(path for path in found if path.resolve() != sheet.resolve())
 
 
 def make_sheet(paths: list[Path]) -> Figure:

@@ -307,7 +307,7 @@ def _yolo_photo(root: Path, path: Path, classes: list[str], has_points: bool = F
         label, *values = line.split()
         try:
             numbers = [float(value) for value in values]
-            name = classes[int(label)] if label and int(label) >= 0 else ''
+            name = classes[int(label)] if int(label) >= 0 else ''
         except (ValueError, IndexError):
             raise RunError(f'{file}, line {number}: {line[:60]!r}; classes are 0 to {len(classes) - 1}.') from None
         numbers = numbers[:4] if has_points else numbers

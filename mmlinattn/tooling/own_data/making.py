@@ -66,6 +66,8 @@ def make_config(wish: Wish) -> tuple[list[str], Trial]:
     wish = wish._replace(data=wish.data.resolve(), out=wish.out.resolve())
     if wish.data in wish.out.parents:
         raise RunError(f'--out {str(wish.out)!r} is inside of DATA: write it beside, as annotation files go with it.')
+    if wish.data in (_file(wish, split) for split in ('train', 'val', 'test')):
+        raise RunError(f'--out {str(wish.out)!r}: an annotation file beside it would be written over DATA; rename it.')
     if wish.task == 'detection':
         data = read_boxes(wish.data)
     elif wish.task == 'segmentation':

@@ -6,7 +6,8 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from engine_toys import make_runner
+from engine_toys import ToyDataset, make_runner
+from mmengine.dataset import DefaultSampler
 from mmengine.hooks import Hook
 from mmengine.registry import DATA_SAMPLERS, MODELS
 from torch.utils.data import BatchSampler
@@ -171,6 +172,15 @@ def test_a_model_without_preprocessor(tmp_path):
     runner = make_runner(tmp_path, HOOKS, model=dict(type='OwnStep'))
     runner.train()
     assert runner.iter == 6
+
+
+def test_a_sampler_of_the_users_own_stays(tmp_path):
+    data = ToyDataset()
+    loader, lines = dict(dataset=data, sampler=DefaultSampler(data)), []
+    runner = make_runner(tmp_path, HOOKS, loader=loader)
+    runner.logger.warning = lines.append
+    runner.train()
+    assert runner.iter == 6 and 'ExactResumeHook leaves the data of EpochBasedTrainLoop alone' in lines[0]
 
 
 class Resizes(torch.nn.Identity):

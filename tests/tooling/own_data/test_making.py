@@ -116,6 +116,10 @@ def test_what_is_refused(tmp_path, untried, capsys):
         made(root, 'detection', 'flatten_swin_b')
     with pytest.raises(RunError, match='is inside of DATA'):
         making.make_config(making.Wish(root, 'detection', 'ravlt_t', root / 'mine.py'))
+    given = tmp_path / 'mine_train.json'
+    given.write_text('{}')
+    with pytest.raises(RunError, match='would be written over DATA'):
+        making.make_config(making.Wish(given, 'detection', 'ravlt_t', tmp_path / 'mine.py'))
     common = ['--task', 'detection', '--backbone', 'ravlt_t', '--out']
     for args, said in (
         ([root, *common, tmp_path / 'mine.yaml'], 'has to end with .py'),
