@@ -174,8 +174,15 @@ def set_data_root(cfg: Config, root: str) -> None:
         for old in sorted(old_roots, key=len, reverse=True):
             if old != '.' and osp.join(path, '').startswith(osp.join(old, '')):
                 return osp.join(root, path[len(old) :].lstrip('/'))
-        is_beside = '.' in old_roots and key == 'ann_file' and path and not osp.isabs(path) and '://' not in node
-        return osp.join(root, path) if is_beside else node
+        if (
+            '.' in old_roots
+            and key == 'ann_file'
+            and path not in ('', '.')
+            and not osp.isabs(path)
+            and '://' not in node
+        ):
+            return osp.join(root, path)
+        return node
 
     for key in EVALUATORS:
         if cfg.get(key):

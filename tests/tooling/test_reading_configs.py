@@ -97,10 +97,11 @@ def test_checkpoints_by_path_and_by_address(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize('root', ['', '.', './'])
 def test_a_data_root_where_there_was_none_moves_relative_files(root):
-    metrics = [dict(ann_file='ann/a.json', metric='bbox'), dict(ann_file='/ann/a.json')]
+    others = [dict(ann_file='/ann/a.json'), dict(ann_file=''), dict(ann_file=None)]
+    metrics = [dict(ann_file='ann/a.json', metric='bbox'), *others]
     cfg = Config(dict(test_dataloader=dict(dataset=dict(COCO, data_root=root)), test_evaluator=metrics))
     configs.set_data_root(cfg, 'mine')
-    assert cfg.test_evaluator == [dict(ann_file='mine/ann/a.json', metric='bbox'), dict(ann_file='/ann/a.json')]
+    assert cfg.test_evaluator == [dict(ann_file='mine/ann/a.json', metric='bbox'), *others]
 
 
 PIP = dict(

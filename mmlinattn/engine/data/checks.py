@@ -25,7 +25,7 @@ class Samples(NamedTuple):
         labels: Labels of objects and images, each with the path of an image that has it.
         folders: The labels found by the first folder below the prefix of the images.
         fault: An image that cannot be loaded, '' where there is none.
-        is_part: Whether others are joined to the data set, so that it may be background alone.
+        is_part: Whether data sets joined to this one have labels, so that it may be background alone.
     """
 
     num: int

@@ -122,12 +122,12 @@ class CheckpointMatchHook(Hook):
 
     def before_train(self, runner) -> None:
         """Keep running statistics that adapters (MMPretrain's LoRA) do not save: a test would have others."""
-        model = unwrapped(runner.model).train()
+        model = unwrapped(runner.model)
         saved = model.state_dict().keys()
         for name, module in model.named_modules():
-            changing = running_statistics(module, that_change=True) if isinstance(module, Backbone) else ()
-            lost = [f'{name}.{key}' for key in changing if f'{name}.{key}' not in saved]
-            if lost:
+            held = running_statistics(module) if isinstance(module, Backbone) else ()
+            lost = [key for key in held if f'{name}.{key}'.lstrip('.') not in saved]
+            if lost and running_statistics(module.train(), that_change=True):
                 module.norm_eval = True
                 runner.logger.warning(
                     f'running statistics of {name} stay as they are (norm_eval=True): its adapter does not save '

@@ -101,17 +101,20 @@ class DataCheckHook(Hook):
         stages: dict[str, list] = {}
         for stage, loop in loops.items():
             key = f'{stage}_dataloader'
-            leaves = [*chain.from_iterable(map(leaf_datasets, _datasets(loop)))]
-            for dataset in leaves:
-                if not hasattr(dataset, '__len__'):
-                    continue
-                if len(dataset) == 0:
-                    ann_file = getattr(dataset, 'ann_file', '')
-                    yield Finding(f'{key} ({type(dataset).__name__}, ann_file {ann_file!r}) holds no image.')
-                    continue
-                samples = checks.read_samples(dataset)._replace(is_part=len(leaves) > 1)
-                stages.setdefault(key, []).append((dataset, samples))
-                yield from checks.check_dataset(key, dataset, model, samples, memory, stage == 'train', self.num_images)
+            for whole in _datasets(loop):
+                leaves = [dataset for dataset in leaf_datasets(whole) if hasattr(dataset, '__len__')]
+                read = [checks.read_samples(dataset) for dataset in leaves]
+                is_part = any(samples.labels for samples in read)
+                for dataset, samples in zip(leaves, read):
+                    if len(dataset) == 0:
+                        ann_file = getattr(dataset, 'ann_file', '')
+                        yield Finding(f'{key} ({type(dataset).__name__}, ann_file {ann_file!r}) holds no image.')
+                        continue
+                    samples = samples._replace(is_part=is_part)
+                    stages.setdefault(key, []).append((dataset, samples))
+                    yield from checks.check_dataset(
+                        key, dataset, model, samples, memory, stage == 'train', self.num_images
+                    )
             for dataset in _datasets(loop)[:1]:
                 key, evaluator = f'{stage}_evaluator', getattr(loop, 'evaluator', None)
                 yield from checks.check_evaluator(key, evaluator, runner.cfg.get(key), classes_of(dataset), model)

@@ -128,11 +128,9 @@ class ExactResumeHook(Hook):
         broadcast(seed)
         self.seed, self.rank = int(seed), get_rank()
         loop, config = runner.train_loop, runner._train_dataloader
-        parts = (
-            [config, config.get('sampler'), config.get('batch_sampler') or {}] if isinstance(config, dict) else [None]
-        )
-        is_made = not all(isinstance(part, dict) for part in parts)  # by the user, who knows its seed
-        if type(loop) not in (EpochBasedTrainLoop, IterBasedTrainLoop) or is_made:
+        given = config if isinstance(config, dict) else {}
+        is_made = not isinstance(given.get('sampler'), dict) or not isinstance(given.get('batch_sampler') or {}, dict)
+        if type(loop) not in (EpochBasedTrainLoop, IterBasedTrainLoop) or is_made:  # by the user, perhaps without seed
             runner.logger.warning(
                 f'ExactResumeHook leaves the data of {type(loop).__name__} alone: a resumed run '
                 'will see other augmentations than an uninterrupted one.'

@@ -256,6 +256,7 @@ def test_images_without_objects_beside_others(look, tmp_path):
     parts = [coco_data(coco(tmp_path)), coco_data(coco(tmp_path / 'none', annotations=[]))]
     line, warnings = look(DETECTOR, train=[SimpleNamespace(datasets=parts)])
     assert not line and any('no image of' in warning for warning in warnings)
+    assert 'no image of' in look(DETECTOR, train=[SimpleNamespace(datasets=[parts[1], parts[1]])])[0]
 
 
 class BaseReID(nn.Module):
