@@ -9,7 +9,7 @@ import logging
 import re
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple, Optional, Union
 
 from mmengine.config import Config
 from mmengine.logging import print_log
@@ -44,6 +44,7 @@ def load_pretrained(
     backbone: nn.Module,
     checkpoint: str,
     map_location: Any = 'cpu',
+    logger: Union[logging.Logger, str, None] = 'current',
     prefix: Optional[str] = None,
 ) -> LoadReport:
     """Load pretrained weights into one of our backbones.
@@ -54,6 +55,7 @@ def load_pretrained(
             file as its authors published it (a classifier, a dense backbone, or a whole detector or segmentor) or our
             own (a backbone, or a whole model with a ``backbone.`` part).
         map_location: as in :func:`torch.load`.
+        logger: where MMEngine's ``print_log`` writes. Defaults to the current logger.
         prefix: the part of the file to take. Defaults to ``backbone.`` where there is one.
 
     Returns:
@@ -66,7 +68,7 @@ def load_pretrained(
     """
     if not isinstance(checkpoint, str) or not checkpoint:
         raise ValueError(f'checkpoint={checkpoint!r} has to be a path, an address or mmlinattn://NAME')
-    loaded = CheckpointLoader.load_checkpoint(checkpoint, map_location, 'current')
+    loaded = CheckpointLoader.load_checkpoint(checkpoint, map_location, logger)
     state, _, _ = backbone_state(loaded, checkpoint, prefix)
     fits, report = fit_backbone(backbone, state)
     kind = type(backbone).__name__
@@ -87,7 +89,7 @@ def load_pretrained(
     }
     listed = '; '.join(f'{title}: {", ".join(keys)}' for title, keys in problems.items() if keys)
     if listed:
-        print_log(f'{checkpoint} and {kind} do not match exactly. {listed}', logger='current', level=logging.WARNING)
+        print_log(f'{checkpoint} and {kind} do not match exactly. {listed}', logger=logger, level=logging.WARNING)
     return report
 
 

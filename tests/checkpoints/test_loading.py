@@ -24,11 +24,12 @@ def load(caplog, tmp_path):
     """Load what is given as a file; the report, and the warnings that are logged."""
     logger = MMLogger.get_instance('checkpoint-tests', log_level='INFO')
     logger.addHandler(caplog.handler)
+    MMLogger.get_instance('the current one')  # is not the one that is given
 
     def run(backbone, thing, **kwargs):
         caplog.clear()
         torch.save(thing, tmp_path / 'a.pth')
-        report = load_pretrained(backbone, str(tmp_path / 'a.pth'), **kwargs)
+        report = load_pretrained(backbone, str(tmp_path / 'a.pth'), logger=logger, **kwargs)
         warned = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
         assert all(line.startswith(f'{tmp_path}/a.pth and ') for line in warned)
         return report, warned
