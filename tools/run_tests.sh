@@ -80,7 +80,7 @@ export MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=268435456
 
 # One single-threaded process a core: the tensors of the tests are too small to be shared by threads. The slow tests of
 # a file stay together, since they share what they train.
-cores=$(nproc 2>/dev/null || echo 2)
+cores=$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2) # it would answer with OMP_NUM_THREADS
 workers=$((cores < 8 ? cores : 8))
 OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow'
 # the reference backends, which compilers, exporters and unknown devices get; kernels have none
