@@ -15,8 +15,8 @@ from mmengine.config import Config
 from mmengine.logging import print_log
 from mmengine.model import update_init_info
 from mmengine.runner import CheckpointLoader
-from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm, _InstanceNorm
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from ..utils.building import build_model, is_pretrained
 from ..utils.errors import CheckpointError, RunError
@@ -178,7 +178,7 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], left_out: tuple[str, ...
         state: may lack keys and have others.
         left_out: beginnings of keys that may lack or differ.
     """
-    parameters = {**dict(model.named_parameters()), **running_statistics(model)}
+    parameters = trained_weights(model)
     versions = {name: parameter._version for name, parameter in parameters.items()}
     differing = {}
     unexpected: list[str] = []
@@ -218,12 +218,18 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], left_out: tuple[str, ...
     )
 
 
-def running_statistics(model: nn.Module, that_change: bool = False) -> dict[str, Tensor]:
-    """Running means and variances of the norms of a model, by their keys; perhaps of those in training mode alone."""
+def trained_weights(model: nn.Module) -> dict[str, Tensor]:
+    """What training changes, by its keys: parameters and running statistics. Masks and tables among the other buffers
+    may well be infinite."""
+    return {**dict(model.named_parameters()), **running_statistics(model)}
+
+
+def running_statistics(model: nn.Module) -> dict[str, Tensor]:
+    """Running means and variances of the norms of a model, by their keys."""
     return {
         f'{name}.{key}'.lstrip('.'): buffer
         for name, norm in model.named_modules()
-        if isinstance(norm, (_BatchNorm, _InstanceNorm)) and (norm.training or not that_change)
+        if isinstance(norm, _NormBase)
         for key, buffer in norm.named_buffers()
         if key in _RUNNING
     }
@@ -241,9 +247,7 @@ def check_values(
     other = [f'{key} ({kind_of(state[key])})' for key in own if kind_of(state[key]) != 'real']
     if other:
         raise RunError(f'the checkpoint does not fit the model; no real numbers in memory: {some(other)}.')
-    # masks and tables among the buffers may well be infinite
-    keys = [*dict(model.named_parameters()), *running_statistics(model)]
-    broken = [] if allow_nonfinite else not_finite(state, keys)
+    broken = [] if allow_nonfinite else not_finite(state, trained_weights(model))
     if broken:
         raise RunError(
             f'{len(broken)} weights of the checkpoint are NaN or infinite: {some(broken)}. It was saved by a run that '

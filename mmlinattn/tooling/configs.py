@@ -174,13 +174,8 @@ def set_data_root(cfg: Config, root: str) -> None:
         for old in sorted(old_roots, key=len, reverse=True):
             if old != '.' and osp.join(path, '').startswith(osp.join(old, '')):
                 return osp.join(root, path[len(old) :].lstrip('/'))
-        if (
-            '.' in old_roots
-            and key == 'ann_file'
-            and path not in ('', '.')
-            and not osp.isabs(path)
-            and '://' not in node
-        ):
+        # without a root, files were relative to the present folder; join leaves whole paths alone
+        if '.' in old_roots and key == 'ann_file' and path not in ('', '.') and '://' not in node:
             return osp.join(root, path)
         return node
 

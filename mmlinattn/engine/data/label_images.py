@@ -87,14 +87,15 @@ def check_label_images(
     load = next((step for step in transforms_of(dataset) if type(step).__name__ == 'LoadAnnotations'), None)
     if type(count) is not int or load is None or not hasattr(dataset, 'get_data_info'):
         return
-    paths = {i: dataset.get_data_info(i).get('seg_map_path') for i in spread(len(dataset), 10 * num_images)}
+    infos = {i: dataset.get_data_info(i) for i in spread(len(dataset), 10 * num_images)}
+    paths = {i: info.get('seg_map_path') for i, info in infos.items()}
     paths = {i: path for i, path in paths.items() if isinstance(path, str) and '://' not in path}
     if not paths or not reads_files(dataset, load):
         return
     reduces = bool(getattr(load, 'reduce_zero_label', None) or getattr(dataset, 'reduce_zero_label', False))
     mapping = getattr(dataset, 'metainfo', {}).get('label_map')
     settings = dict(mapping=mapping, reduces=reduces, ignored=ignored, count=num_images)
-    pictures = (dataset.get_data_info(i).get('img_path') for i in paths)
+    pictures = (infos[i].get('img_path') for i in paths)
     files = [*paths.values(), *(path for path in pictures if isinstance(path, str))]
     facts = memory.facts(read_labels, files, dataset, load, paths, **settings)
     if facts['fault']:

@@ -127,7 +127,7 @@ class CheckpointMatchHook(Hook):
         for name, module in model.named_modules():
             held = running_statistics(module) if isinstance(module, Backbone) else ()
             lost = [key for key in held if f'{name}.{key}'.lstrip('.') not in saved]
-            if lost and running_statistics(module.train(), that_change=True):
+            if lost and not module.norm_eval:
                 module.norm_eval = True
                 runner.logger.warning(
                     f'running statistics of {name} stay as they are (norm_eval=True): its adapter does not save '
@@ -153,9 +153,9 @@ class CheckpointMatchHook(Hook):
             raise RunError(
                 f'nothing in the checkpoint fits the model; it has {some(checkpoint.get("state_dict", checkpoint))}.'
             )
+        left = set() if is_fatal else {*missing, *(text.split()[0] for text in mismatched)}
         for name, module in model.named_modules():
-            own = module.named_parameters(name) if isinstance(module, Backbone) and not is_fatal else ()
-            left = {*missing, *(text.split()[0] for text in mismatched)}
+            own = module.named_parameters(name) if isinstance(module, Backbone) else ()
             # output norms begin as plain norms, which frozen weights of a classifier come without
             frozen = [
                 key for key, weight in own if key in left and not weight.requires_grad and '.out_norms.' not in key

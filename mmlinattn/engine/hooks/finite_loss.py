@@ -6,7 +6,7 @@ from mmengine.dist import get_rank
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from ...checkpoints.loading import running_statistics
+from ...checkpoints.loading import trained_weights
 from ...checkpoints.states import not_finite, some
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
@@ -56,9 +56,7 @@ class FiniteLossHook(Hook):
     def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
         """Refuse to write weights that are not finite."""
         tensors = {key: value for key, value in checkpoint['state_dict'].items() if isinstance(value, torch.Tensor)}
-        model = unwrapped(runner.model)
-        # masks and tables among the buffers may well be infinite
-        broken = not_finite(tensors, [*dict(model.named_parameters()), *running_statistics(model)])
+        broken = not_finite(tensors, trained_weights(unwrapped(runner.model)))
         if broken:
             raise RunError(
                 f'{len(broken)} tensors of the model are not finite at iteration {runner.iter + 1}: {some(broken)}. '

@@ -147,7 +147,7 @@ def decision(head: Any) -> dict:
     return dict(activation='softmax', threshold=None)
 
 
-def windows_of(cfg: Config) -> Optional[dict]:
+def test_windows(cfg: Config) -> Optional[dict]:
     """``crop_size`` and ``stride`` of a segmentor that is tested in windows, of each of which the graph is."""
     test_cfg = cfg.model.get('test_cfg') or {}
     if test_cfg.get('mode') != 'slide':
@@ -168,7 +168,7 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
     Returns:
         dict: ``task``, ``serves``, ``outputs``, ``input_range`` (of pixels before normalisation; None where the file
         decides), ``channel_order`` (of three channels, None of others: as the test pipeline reads them), ``mean``,
-        ``std``, ``pad_size_divisor`` and ``pad_value``, ``windows`` of :func:`windows_of` and ``classes`` (None where
+        ``std``, ``pad_size_divisor`` and ``pad_value``, ``windows`` of :func:`test_windows` and ``classes`` (None where
         neither checkpoint nor data set names them).
     """
     from ... import __version__
@@ -187,7 +187,7 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
         std=_per_channel(given.get('std'), 1.0, sizes.channels),
         pad_size_divisor=given.get('pad_size_divisor') or at_test.get('size_divisor') or 1,
         pad_value=given.get('pad_val', given.get('pad_value')) or 0,
-        windows=windows_of(cfg),
+        windows=test_windows(cfg),
         classes=class_names(cfg, checkpoint_meta),
     )
 
