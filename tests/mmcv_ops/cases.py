@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Calls of ``mmcv.ops`` whose results with compiled MMCV are recorded: values, and gradients of a random weighting."""
+"""Calls of ``mmcv.ops`` whose results with compiled MMCV are recorded: values, and gradients of a random weighting.
+Tensors are made on PyTorch's default device."""
 
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ def users() -> list:
 def summary(results) -> np.ndarray:
     """The shapes, whole numbers as they are, and 16 random projections of each array of floats: what a record holds."""
     parts = []
-    for result in (np.asarray(each) for each in results):
+    for result in (np.asarray(torch.as_tensor(each).cpu()) for each in results):
         values = result.ravel().astype(np.float64)
         if result.dtype.kind == 'f' and values.size > 16:
             values = np.random.RandomState(values.size).randn(16, values.size) @ values
@@ -28,18 +29,18 @@ def summary(results) -> np.ndarray:
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
-    return torch.from_numpy(np.random.RandomState(seed).randn(*shape)).float()
+    return torch.tensor(np.random.RandomState(seed).randn(*shape)).float()
 
 
 def uniform(seed: int, *shape: int) -> torch.Tensor:
-    return torch.from_numpy(np.random.RandomState(seed).rand(*shape)).float()
+    return torch.tensor(np.random.RandomState(seed).rand(*shape)).float()
 
 
 def boxes(seed: int, count: int, scale=60.0, whole=False) -> tuple:
     """Boxes (N, 4) in crowds and different scores (N,)."""
     corners, size = uniform(seed, count, 2) * scale, uniform(seed + 1, count, 2) * 40
     made = torch.cat((corners, corners + size), dim=1)
-    scores = torch.from_numpy(np.random.RandomState(seed + 2).permutation(count) / max(count, 1)).float()
+    scores = torch.tensor(np.random.RandomState(seed + 2).permutation(count) / max(count, 1)).float()
     return (made.round() if whole else made), scores
 
 
@@ -96,7 +97,7 @@ def make_cases() -> dict:
                         m[0][:60], m[1][:60], 0.3, 0.5, 0.05, k, o
                     )
     made = boxes(7, 300)
-    classes = torch.from_numpy(np.random.RandomState(8).randint(0, 4, 300))
+    classes = torch.tensor(np.random.RandomState(8).randint(0, 4, 300))
     cases['nms-limits'] = lambda: [ops.nms(*made, 0.5, 0, 0.3, 20)[1]]
     for split in (10000, 100):
         settings = dict(type='nms', iou_threshold=0.5, split_thr=split)
