@@ -24,8 +24,8 @@ def build(cfg: dict):
     torch.manual_seed(0)
     model = MODELS.build(cfg)
     for parameter in model.parameters():
-        if parameter.dim() > 1:  # weights that give the branches something to say
-            torch.nn.init.normal_(parameter, std=0.05)
+        if parameter.dim() > 1:  # branches say something, and Next-ViT, without a last norm, stays within float16
+            torch.nn.init.normal_(parameter, std=0.7 * parameter[0].numel() ** -0.5)
     return model
 
 
@@ -70,4 +70,4 @@ def test_autocast_follows_float32(cfg, dtype):
         with torch.autocast('cuda', dtype):
             outs = model(image)
     for out, reference in zip(outs, expected):
-        assert distance(out, reference) < (0.02 if dtype == torch.float16 else 0.12)
+        assert distance(out, reference) < (0.02 if dtype == torch.float16 else 0.03)

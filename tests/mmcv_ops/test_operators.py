@@ -75,7 +75,9 @@ def test_roi_align_in_lower_precision(dtype, mode):
         assert (result.float() - full).norm() < 0.1 * full.norm()  # places of the maxima are rounded too
 
 
-def test_roi_align_refuses_a_box_that_ends_before_it_starts():
+def test_roi_align_refuses_a_box_that_ends_before_it_starts(device):
+    if device == 'cuda':
+        pytest.skip('there it would wait for the GPU')
     with pytest.raises(ValueError, match='x1 <= x2'):
         ops.roi_align(torch.zeros(1, 1, 8, 8), torch.tensor([[0.0, 5, 1, 2, 3]]), 2)
 
