@@ -58,14 +58,10 @@ def rotate(x: Tensor, table: Tensor, inplace: bool = False) -> Tensor:
     """
     by_reference = not inplace and (dispatch.needs_reference(x) or (table.requires_grad and torch.is_grad_enabled()))
     # half precision is rotated by angles in float32, and there are no mixed complex products, nor any of bfloat16
-    if (
-        not by_reference
-        and x.dtype in _HALF
-        and table.dtype == torch.float32
-        and not (torch.is_grad_enabled() and x.requires_grad)
-    ):
+    if not by_reference and x.dtype in _HALF and table.dtype == torch.float32:
         if not inplace:
-            return rotate(x.to(table.dtype), table, inplace=True).to(x.dtype)
+            has_gradient = torch.is_grad_enabled() and x.requires_grad
+            return rotate(x.to(table.dtype), table, inplace=not has_gradient).to(x.dtype)
         for rows, wide in widened(x):
             rotate(wide, table[rows], inplace=True)
         return x
