@@ -27,9 +27,8 @@ from ..layers import (
     TokenBlock,
     fold_batch_norm,
 )
-from ..layers.block import of_tokens
 from ..layers.compact import BranchedLinear, merges
-from ..layers.patch_embed import is_foldable
+from ..layers.patch_embed import is_foldable, norm_tokens
 from ..ops import dispatch
 from ..utils import foreign
 from ..utils.foreign import is_altered
@@ -190,8 +189,8 @@ def _add_branch(
     """``x + branch(norm(x)) * gamma``, in place of a result that nobody else has."""
     form = room.form(branch)
     if form is None:
-        return self.add(x, branch(of_tokens(norm, x), *args, **kwargs), gamma)
-    out = form(room, branch, of_tokens(functools.partial(room.norm, norm), x), *args, **kwargs)
+        return self.add(x, branch(norm_tokens(norm, x), *args, **kwargs), gamma)
+    out = form(room, branch, norm_tokens(functools.partial(room.norm, norm), x), *args, **kwargs)
     if gamma is None:
         return added(out, x)
     return torch.addcmul(x, out, gamma, out=out) if out.dtype == x.dtype == gamma.dtype else self.add(x, out, gamma)

@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from ..ops import rotary_table
-from .block import MLP, Block, ConvFFN, DWConvFFN, ResidualDWConv, SourceBlock, TokenBlock, of_tokens
+from .block import MLP, Block, ConvFFN, DWConvFFN, ResidualDWConv, SourceBlock, TokenBlock
 from .compact import FactorisedLinear, build_ffn, compact
 from .patch_embed import (
     ConvDownsample,
@@ -40,6 +40,5 @@ __all__ = [
     'compact',
     'fold_batch_norm',
     'is_foldable',
-    'of_tokens',
     'rotary_table',
 ]

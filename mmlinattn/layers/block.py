@@ -1,7 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The transformer block of all hosts, and its feed-forward networks on (B, H, W, C) maps."""
 
-from collections.abc import Callable
 from typing import Any, Optional
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.tensors import to_image, unflatten
-from .patch_embed import build_token_norm
+from .patch_embed import build_token_norm, norm_tokens
 
 
 class Block(BaseModule):
@@ -59,10 +58,10 @@ class Block(BaseModule):
         return self.add(x, self.feed_forward(x, stage), self.gamma2)
 
     def attend(self, x: Tensor, stage) -> Tensor:
-        return self.attn(of_tokens(self.norm1, x), stage)
+        return self.attn(norm_tokens(self.norm1, x), stage)
 
     def feed_forward(self, x: Tensor, stage) -> Tensor:
-        return self.ffn(of_tokens(self.norm2, x))
+        return self.ffn(norm_tokens(self.norm2, x))
 
     def add(self, x: Tensor, branch: Tensor, gamma: Optional[Tensor]) -> Tensor:
         """``x + DropPath(gamma * branch)``. Paths are dropped in a small tensor of scales, not in the map."""
@@ -75,16 +74,11 @@ class Block(BaseModule):
         return torch.addcmul(x, branch.to(x.dtype), scale.to(x.dtype))
 
 
-def of_tokens(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``norm`` of (B, H, W, C) as (B, N, C): what hooks it would take four dimensions for (B, C, H, W)."""
-    return norm(x) if x.dim() == 3 else unflatten(norm(x.flatten(1, 2)), 1, x.shape[1:3])
-
-
 class SourceBlock(Block):
     """:class:`Block` whose attention reads the mean token of what goes into ``norm1``."""
 
     def attend(self, x: Tensor, stage) -> Tensor:
-        return self.attn(of_tokens(self.norm1, x), stage, source=x)
+        return self.attn(norm_tokens(self.norm1, x), stage, source=x)
 
 
 class TokenBlock(Block):

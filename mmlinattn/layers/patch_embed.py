@@ -42,6 +42,12 @@ def build_token_norm(norm_cfg: dict, dim: int) -> nn.Module:
     return norm
 
 
+def norm_tokens(norm: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``norm(x)`` of tokens (B, N, C) or a map (B, H, W, C), called with three dimensions: hooks of upstream's tools
+    take four for (B, C, H, W)."""
+    return norm(x) if x.dim() == 3 else unflatten(norm(x.flatten(1, 2)), 1, x.shape[1:3])
+
+
 class MapLayerNorm(nn.LayerNorm):
     """LayerNorm over the channels of (B, C, H, W), the layout in which tools read a backbone's last norm."""
 
