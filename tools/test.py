@@ -17,7 +17,7 @@ from mmengine.config import ConfigDict
 from mmengine.device import get_device
 from mmengine.evaluator import DumpResults
 
-from mmlinattn.tooling.class_names import leaf_datasets
+from mmlinattn.tooling.class_names import dataset_configs
 from mmlinattn.tooling.command_line import (
     add_common_arguments,
     check_out_file,
@@ -82,7 +82,7 @@ def configure(args: argparse.Namespace):
         if missing:
             raise RunError(f'--tta: {args.config} has no {" and no ".join(missing)}.')
         cfg.model = ConfigDict(dict(cfg.tta_model, module=cfg.model))
-        for _, dataset in leaf_datasets(cfg, 'test_dataloader'):
+        for _, dataset in dataset_configs(cfg, 'test_dataloader'):
             dataset['pipeline'] = cfg.tta_pipeline
     return cfg
 

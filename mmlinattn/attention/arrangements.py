@@ -172,7 +172,7 @@ class StripeAttention(BaseModule):
     """Cross-shaped windows: half of the heads mix within vertical, half within horizontal stripes (CSWin Eq. 3-5).
 
     Args:
-        dim (int): Width C, a multiple of ``2 * num_heads / 2``.
+        dim (int): Width C, a multiple of ``num_heads``.
         num_heads (int): Number of heads, even.
         mixer (str | dict): The attention of both halves.
         stripe (int): Width of a stripe; its length follows the map.

@@ -19,7 +19,7 @@ GATES = (None, 'projection', 'identity', 'tanh')
 
 
 class Mixing(BaseModule):
-    """A token mixer and the depth-wise convolution of the values that is added to what it gives.
+    """A token mixer plus an optional depth-wise convolution of the values.
 
     Args:
         dim (int): Width C of the tokens.

@@ -108,7 +108,7 @@ class Windows(NamedTuple):
 
 
 class OpenWindows:
-    """:class:`Windows` of a map whose size a graph leaves open: one course of action for all sizes.
+    """:class:`Windows` of a map of dynamic size: the same operations at every size.
 
     Windows larger than the map are padded, not clipped, every window is masked, and the shift, 0 along an axis that
     holds one window, is a number the graph computes.

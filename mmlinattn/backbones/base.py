@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..attention import Grid, StageContext
 from ..checkpoints.loading import load_pretrained
-from ..inference import recomputed, run
+from ..inference import checkpointed, run
 from ..layers import FactorisedLinear, MapLayerNorm, build_ffn
 from ..ops.tensors import to_image
 from ..utils.building import is_pretrained
@@ -37,8 +37,8 @@ def is_batch_norm(module: nn.Module) -> bool:
 
 
 class StatisticsKept:
-    """A context in which the running statistics of batch norms stay: recomputed blocks have been counted. A class, as
-    several backward passes of one graph enter it again."""
+    """A context that keeps running statistics of batch norms: the forward pass has updated them. A class, as several
+    backward passes of one graph enter it again."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -160,7 +160,7 @@ class Backbone(Arch, BaseModule):
 
     @torch.no_grad()
     def switch_to_deploy(self) -> 'Backbone':
-        """Merge what is several layers for training only, in place, for inference: the branches of compact FFNs.
+        """Merge training-time branches (of compact FFNs) into single layers for inference, in place.
 
         Returns:
             Backbone: The model itself, in eval mode. Its ``state_dict`` loads into one built with ``deploy=True``.
@@ -174,7 +174,7 @@ class Backbone(Arch, BaseModule):
     def run_block(self, block: nn.Module, x: Tensor, stage: StageContext, call: Callable) -> Tensor:
         """One block, recomputed in the backward pass under ``with_cp``."""
         if self.with_cp and x.requires_grad:
-            return recomputed(block, x, stage, partial(StatisticsKept, block))
+            return checkpointed(block, x, stage, partial(StatisticsKept, block))
         return call(block, x, stage)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:

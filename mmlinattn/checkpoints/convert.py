@@ -9,7 +9,7 @@ import torch
 from mmengine.config import Config
 from mmengine.runner import CheckpointLoader
 
-from ..utils import written_whole
+from ..utils import atomic_write
 from ..utils.building import build_model
 from ..utils.errors import CheckpointError
 from ..version import __version__
@@ -43,7 +43,7 @@ def convert_checkpoint(source: PathLike, target: PathLike, config: PathLike) -> 
     meta: dict = dict(source=os.path.basename(source), config_name=os.path.basename(config))
     meta.update(mmlinattn_version=__version__, **_dataset_meta(checkpoint.get('meta') or {}))
     try:
-        with written_whole(target) as file:
+        with atomic_write(target) as file:
             torch.save(dict(state_dict=conversion.state_dict, meta=meta), file)
     except (OSError, RuntimeError) as error:  # PyTorch reports a full disk as RuntimeError
         raise CheckpointError(f'cannot write {target}: {str(error).splitlines()[0]}') from error

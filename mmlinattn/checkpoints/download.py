@@ -21,7 +21,7 @@ def fetch(link: str, path: Path) -> None:
     """Download ``link`` to ``path``, with a progress bar on a terminal, unless a file is there already.
 
     The file appears at ``path`` whole, and only after the safe loader has read it: a broken transfer or an error page
-    is never kept. Of the processes of one machine one downloads and the others wait for it.
+    is never kept. One process per machine downloads, and the others wait for it.
 
     Args:
         link: an http or https link.

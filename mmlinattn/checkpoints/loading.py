@@ -143,7 +143,7 @@ def convert_state(checkpoint: Any, source: str, model: nn.Module) -> Conversion:
     return Conversion(fits, report, dropped + report.ignored)
 
 
-class Lacking(NamedTuple):
+class MissingWeights(NamedTuple):
     """The weights that a model still lacks after a checkpoint was loaded.
 
     Attributes:
@@ -167,7 +167,7 @@ class Lacking(NamedTuple):
         return f'the checkpoint does not fit the model; {"; ".join(parts)}. '
 
 
-def fill(model: nn.Module, state: Mapping[str, Tensor], left_out: tuple[str, ...] = ()) -> Lacking:
+def fill(model: nn.Module, state: Mapping[str, Tensor], left_out: tuple[str, ...] = ()) -> MissingWeights:
     """Load what fits of a state dict, and find what the model lacks then.
 
     Modules may rename and resize weights while they load, and adapters keep frozen ones out of ``state_dict``, so what
@@ -204,7 +204,7 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], left_out: tuple[str, ...
         and (parameters[name].requires_grad or not name.startswith(given))
     ]
     backbones = [(f'{n}.' if n else '', part) for n, part in model.named_modules() if hasattr(part, 'ignorable_keys')]
-    return Lacking(
+    return MissingWeights(
         [text for key, text in differing.items() if not key.startswith(left_out)],
         missing,
         [

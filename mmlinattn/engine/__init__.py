@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Hooks, optimizers and the runner. Each hook is opt-in, by its name in a config.
+"""Hooks, optimizers, runner. Configs name their hooks; our tools add two checks.
 
 Importing this registers hooks, constructors, the CPU model wrapper, the runner and the atomic storage backend.
 """

@@ -1,9 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""How a backbone runs: asked once a forward pass, here and nowhere in layers, attentions and hosts.
+"""How a backbone runs: chosen here once a forward pass, never in layers, attentions or hosts.
 
-Modules are plain PyTorch. On a CPU without gradients, :class:`~mmlinattn.inference.room.Room` computes what they say
-with fused operators and memory used again; in graphs, on GPUs, in training, and wherever somebody changed or watches a
-module, the module itself is called.
+Modules are plain PyTorch. On a CPU without gradients, :class:`~mmlinattn.inference.room.Room` computes the same
+with fused operators and reused memory; in graphs, on GPUs, in training, and for modules that are patched or hooked,
+the module itself is called.
 """
 
 from contextlib import nullcontext
@@ -19,7 +19,7 @@ from ..utils.foreign import methods_of
 from . import attention  # noqa: F401  fills the table
 from .room import KNOWN, Room
 
-__all__ = ['Room', 'recomputed', 'run']
+__all__ = ['Room', 'checkpointed', 'run']
 
 # what forward passes of modules call, and fused forms may not: somebody may replace it
 _METHODS = [
@@ -52,7 +52,7 @@ def run(backbone, x: Tensor) -> tuple[Tensor, ...]:
     return backbone.features(x, _caller(backbone, x, products))
 
 
-def recomputed(block: nn.Module, x: Tensor, stage, backward_context) -> Tensor:
+def checkpointed(block: nn.Module, x: Tensor, stage, backward_context) -> Tensor:
     """``block(x, stage)``, computed again in the backward pass, there within ``backward_context()``."""
     contexts: dict = {}
     if not dispatch.is_traced():  # compilers take no contexts

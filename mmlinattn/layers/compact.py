@@ -129,8 +129,8 @@ def compact(
     """Compact feed-forward network, cFFN (Xu et al. 2023, Sec. 3.3): one matrix of ``ffn`` is factorised, in place.
 
     Its rank ``k = t m C / (m + 1)``, m the ratio of hidden width and width C, leaves the share t of its parameters.
-    The paper does not say how it starts. With gains of one, as batch norms do, the network drowns what it is added to,
-    and small models learned far less (docs/studies.md). So M2, which ends the residual branch, starts at zero, as the
+    The paper does not say how it starts. With batch norms' usual gains of one, the branch drowns the residual stream,
+    and small models learned far less. So M2, which ends the residual branch, starts at zero, as the
     last batch norms of ResNet's blocks do (Goyal et al. 2017, Sec. 5.1), and M1 with the variance of the linear layer
     in its place, of weights of deviation 0.02, for tokens of unit variance.
 

@@ -13,7 +13,7 @@ from ..ops.tensors import round_up
 
 @MODELS.register_module()
 class MapAdapter(BaseModule):
-    """Maps of the widths and strides that a network expects, for one whose next part cannot be told other ones.
+    """Converts maps to the widths and strides that the next part expects, where it takes no others.
 
     Each output is a 1x1 convolution of one input, resized (bilinear) where the strides differ.
 
@@ -22,7 +22,7 @@ class MapAdapter(BaseModule):
         out_channels (Sequence[int]): Widths of the outputs.
         sources (Sequence[int | None], optional): The input that each output is made of. None takes the input at the
             same place. An entry None is an output that nobody reads: zeros, at one position.
-        scales (Sequence[float], optional): Rows of an output a row of its input. None takes 1.
+        scales (Sequence[float], optional): Size of an output over its input's. None takes 1.
         inference_output (int, optional): In inference the output at this place alone, and not in a tuple: heads of
             networks with branches (DDRNet, PIDNet) read one branch then. None gives all outputs.
         init_cfg (dict, optional): MMEngine's initialisation. None takes uniform Xavier for convolutions.

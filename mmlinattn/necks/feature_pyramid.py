@@ -8,14 +8,9 @@ from mmengine.model import BaseModule, ModuleList
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 
+from ..layers import MapLayerNorm
+
 STRIDES = (4, 8, 16, 32)
-
-
-class MapNorm(nn.LayerNorm):
-    """LayerNorm over the channels of (B, C, H, W)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
 def resample(dim: int, stride: int) -> tuple[nn.Module, int]:
@@ -23,7 +18,7 @@ def resample(dim: int, stride: int) -> tuple[nn.Module, int]:
     if stride == 4:
         layers = dict(
             up1=nn.ConvTranspose2d(dim, dim // 2, 2, 2),
-            norm=MapNorm(dim // 2, eps=1e-6),
+            norm=MapLayerNorm(dim // 2, eps=1e-6),
             act=nn.GELU(),
             up2=nn.ConvTranspose2d(dim // 2, dim // 4, 2, 2),
         )
@@ -79,9 +74,9 @@ class SimpleFeaturePyramid(BaseModule):
             layers = dict(
                 scale=scale,
                 lateral=nn.Conv2d(width, out_channels, 1, bias=False),
-                norm1=MapNorm(out_channels, eps=1e-6),
+                norm1=MapLayerNorm(out_channels, eps=1e-6),
                 smooth=nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False),
-                norm2=MapNorm(out_channels, eps=1e-6),
+                norm2=MapLayerNorm(out_channels, eps=1e-6),
             )
             self.levels.append(nn.Sequential(OrderedDict(layers)))
 

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The equations, one file each: the public function, its reference in plain PyTorch and its fast backend for CPUs.
+"""The equations, one file each: the public function, its reference in plain PyTorch, its form with own gradient.
 :mod:`.dispatch` says which runs; :mod:`.triton` holds the GPU kernels."""
 
 from .angular import angular_attention

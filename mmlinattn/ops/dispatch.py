@@ -1,6 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Which backend runs an op. Mixers, layers and hosts ask here, and nowhere else, for the device, grad mode, autocast,
-tracing and tensor types.
+"""Which backend runs an op. Ops and ``inference`` ask here for device, grad mode, autocast and
+tracing; mixers, layers and hosts never do.
 
 Every op is one file with its equation in plain PyTorch (``..._reference``) and, where that keeps or copies much, a form
 with a gradient written by hand for every device. What only CPUs gain from is chosen inside (:func:`on_cpu`). The public
@@ -55,8 +55,8 @@ def use(backend: str):
 
 
 def backend(first: Tensor, *others: Optional[Tensor]) -> str:
-    """The backend for an op on the given tensors: ``'reference'``, ``'cpu'``, or ``'eager'``, another device, which is
-    that of the first one."""
+    """The backend for an op on the given tensors: ``'reference'``, or by the device of the first ``'cpu'`` or
+    ``'eager'`` (all others)."""
     if needs_reference(first, *others):
         return 'reference'
     return 'cpu' if on_cpu(first) else 'eager'

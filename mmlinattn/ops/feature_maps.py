@@ -10,8 +10,8 @@ from torch import Tensor
 from ..utils import foreign
 from .tensors import blocks
 
-# What exponents stop at. exp of it, 1e-13, adds nothing to a sum with 1 in float32, and its products with others of its
-# kind and with gradients are no denormal numbers, with which many CPUs compute a hundred times more slowly.
+# Lower bound of exponents. Its exp, 1e-13, vanishes beside 1 in float32, and its products with itself and gradients are
+# not denormal: many CPUs compute with denormal numbers a hundred times more slowly.
 LOWEST_EXPONENT = -30.0
 
 

@@ -49,7 +49,7 @@ def focused_attention(
         fits = are_attended(q, k, v, num_heads) and inverse_scale.shape == q.shape[-1:]
         if dispatch.backend(q, k, v, inverse_scale, offset) == 'reference' or not fits:
             return focused_attention_reference(q, k, v, num_heads, inverse_scale, power, offset, mask, eps)
-        dispatch.has_kernel('focused_attention', 'focused', q, v, num_heads)  # to say that there is none
+        dispatch.has_kernel('focused_attention', 'focused', q, v, num_heads)  # warns that there is none
         options = dict(num_heads=num_heads, power=power, eps=eps)
         return by_hand(_RULE, q, k, v, inverse_scale, offset, mask, **options)
 

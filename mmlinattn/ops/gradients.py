@@ -12,7 +12,7 @@ from . import dispatch
 
 
 class Rule(NamedTuple):
-    """An op three times; ``options`` are all that is no tensor.
+    """Three forms of an op; ``options`` are the non-tensors.
 
     Attributes:
         equation: ``(*tensors, **options)`` -> result, in operations that autograd records.
@@ -27,7 +27,7 @@ class Rule(NamedTuple):
 
 
 def recomputed(equation: Callable) -> Rule:
-    """The equation, which the backward pass computes once more rather than keep what is between inputs and result."""
+    """A rule that recomputes the equation in the backward pass instead of keeping its intermediate results."""
     return Rule(equation, lambda *tensors, **options: (equation(*tensors, **options), ()), None)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import dispatch
-from .softmax import attend, hide
+from .softmax import attend, masked_bias
 from .tensors import split_heads, to_image, unflatten
 
 _BLOCK_NUMEL = 2**18  # elements of the maps of a block, for each thread
@@ -64,7 +64,7 @@ def hallucinated_attention(
     mixed_heads = _mixed_maps if in_blocks else _wide_heads
     half = num_heads // 2
     dtype, width = v.dtype, q.shape[-1] // half
-    bias = hide(bias, mask, q)
+    bias = masked_bias(bias, mask, q)
     real_bias, bias = (None, None) if bias is None else _halves(bias, half)
     queries, keys, values = split_heads(q, half), split_heads(k, half), split_heads(v, num_heads)
     real, hallucinated = values[:, :half], values[:, half:]

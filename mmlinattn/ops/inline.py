@@ -13,8 +13,8 @@ from .tensors import (
     blocks,
     copy_by_head,
     count_tokens,
-    divisor,
     heads_of,
+    inverse_sqrt,
     product_dtype,
     split_heads,
     token_mean,
@@ -55,19 +55,19 @@ def inline_attention(
     with dispatch.without_autocast(q):
         if dispatch.backend(q, k, v) == 'reference' or not are_attended(q, k, v, num_heads):
             return inline_attention_reference(q, k, v, num_heads, scale, kernel, mask)
-        dispatch.has_kernel('inline_attention', kernel, q, v, num_heads)  # to say that there is none
+        dispatch.has_kernel('inline_attention', kernel, q, v, num_heads)  # warns that there is none
         return by_hand(_RULE, q, k, v, mask, num_heads=num_heads, scale=scale, kernel=kernel)
 
 
 def inline_attention_reference(q, k, v, num_heads, scale, kernel='identity', mask=None) -> Tensor:
     dtype = v.dtype
     q, k, v = (heads_of(t, num_heads) for t in (q, k, v))
-    if q.dtype == torch.float16:  # of small deviations from the mean, it would keep a digit
+    if q.dtype == torch.float16:  # it keeps one digit of small deviations from the mean
         q, k, v = (t.to(accumulation_dtype(t)) for t in (q, k, v))
     q, k = feature_map(q, kernel), feature_map(k, kernel)
     count = count_tokens(k, mask)
     key_mean, value_mean = token_mean(k, mask, count), token_mean(v, mask, count)
-    root = divisor(count)
+    root = inverse_sqrt(count)
     # centred before the product: the difference of two rounded products would lose what half precision has left.
     # Padded keys do not matter, their values are zero.
     covariance = ((k - key_mean) * root).to(q.dtype).transpose(-1, -2) @ (v * (root * scale)).to(q.dtype)

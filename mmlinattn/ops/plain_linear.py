@@ -8,7 +8,7 @@ from . import dispatch, rank_augmented
 from .dispatch import accumulation_dtype
 from .feature_maps import FEATURE_MAPS, check_kernel, feature_map
 from .gradients import Rule, by_hand
-from .tensors import are_attended, count_tokens, divisor, heads_of, padded_eps, token_mean, tokens_of
+from .tensors import are_attended, count_tokens, heads_of, inverse_sqrt, padded_eps, token_mean, tokens_of
 
 
 def linear_attention(
@@ -68,7 +68,7 @@ def linear_attention_reference(q, k, v, num_heads, kernel='identity', mask=None,
     if wide == q.dtype:
         state = (k.transpose(-1, -2) @ v.to(q.dtype)) / count
     else:
-        state = (k * divisor(count)).to(q.dtype).transpose(-1, -2) @ (v * divisor(count)).to(q.dtype)
+        state = (k * inverse_sqrt(count)).to(q.dtype).transpose(-1, -2) @ (v * inverse_sqrt(count)).to(q.dtype)
     return tokens_of((q @ state / normaliser).to(v.dtype))
 
 

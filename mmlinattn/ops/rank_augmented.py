@@ -20,9 +20,9 @@ from .tensors import (
     are_attended,
     copies_by_head,
     count_tokens,
-    divisor,
     dots,
     heads_of,
+    inverse_sqrt,
     is_known,
     padded_eps,
     pair_by_head,
@@ -110,7 +110,7 @@ def rala_reference(q, k, v, num_heads, kernel='elu', rotary=None, mask=None, wei
         v = v * weight
     else:
         # 1/N leaves the range of float16; its root on each factor does not
-        k, v = (k * divisor(count)).to(q.dtype), (v * (weight / divisor(count))).to(q.dtype)
+        k, v = (k * inverse_sqrt(count)).to(q.dtype), (v * (weight / inverse_sqrt(count))).to(q.dtype)
     if rotary is not None:
         q, k = rotate_reference(q, rotary), rotate_reference(k, rotary)
     return tokens_of(q @ (k.transpose(-1, -2) @ v)).to(dtype)

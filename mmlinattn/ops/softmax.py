@@ -16,7 +16,7 @@ def masked_logit(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min / 4
 
 
-def hide(bias: Optional[Tensor], mask: Optional[Tensor], like: Tensor) -> Optional[Tensor]:
+def masked_bias(bias: Optional[Tensor], mask: Optional[Tensor], like: Tensor) -> Optional[Tensor]:
     """``bias`` in the type of ``like``, plus what hides the keys that ``mask`` (B, M) leaves out."""
     if mask is not None:
         hidden = torch.zeros(mask.shape, dtype=like.dtype, device=like.device)
@@ -53,14 +53,14 @@ def softmax_attention(
         Tensor: (B, N, E). Second derivatives need ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`` around it.
 
     Raises:
-        ValueError: For another number of values than of keys, which PyTorch's kernel for CPUs would read over.
+        ValueError: If k and v differ in length: PyTorch's CPU kernel would read out of bounds.
     """
     if is_known(k.shape[1], v.shape[1]) and k.shape[1] != v.shape[1]:
         raise ValueError(f'k has {k.shape[1]} tokens and v {v.shape[1]}; allowed is one value for each key')
     q, k, v = (split_heads(t, num_heads) for t in (q, k, v))
     if rotary is not None:
         q, k = rotate(q, rotary), rotate(k, rotary)
-    return merge_heads(attend(q, k, v, hide(bias, mask, q)))
+    return merge_heads(attend(q, k, v, masked_bias(bias, mask, q)))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor]) -> Tensor:

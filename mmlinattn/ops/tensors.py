@@ -179,22 +179,22 @@ def widened(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
 # --- counts, means and guards of tokens of which some are padding -----------------------------------------------------
 
 # Sizes enter as numbers and never as tensors made from them, so that a recorded graph keeps them free.
-Count = Union[int, Tensor]
+TokenCount = Union[int, Tensor]
 
 
-def count_tokens(x: Tensor, mask: Optional[Tensor]) -> Count:
+def count_tokens(x: Tensor, mask: Optional[Tensor]) -> TokenCount:
     """Number of real tokens of (..., B, heads, N, d): N, or (B, 1, 1, 1) with a mask, at least 1."""
     if mask is None:
         return x.shape[-2]
     return mask.sum(dim=1)[:, None, None, None].clamp(min=1).to(accumulation_dtype(x))
 
 
-def divisor(count: Count) -> Union[float, Tensor]:
+def inverse_sqrt(count: TokenCount) -> Union[float, Tensor]:
     """``count ** -0.5``: 1 / N leaves the range of float16, its root on each of two factors does not."""
     return count**-0.5
 
 
-def token_mean(x: Tensor, mask: Optional[Tensor], count: Count) -> Tensor:
+def token_mean(x: Tensor, mask: Optional[Tensor], count: TokenCount) -> Tensor:
     """Mean over the real tokens, (..., B, heads, N, d) -> (..., B, heads, 1, d), in float32 or better."""
     wide = accumulation_dtype(x)
     if mask is None:

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The work of the command lines, one floor above the plugin: nothing outside this folder imports it.
+"""Code of the command lines, on top of the plugin: no other subpackage imports it.
 
 :mod:`command_line` has arguments and ends of one line, :mod:`configs` reads and checks, :mod:`running` builds the
 Runner; `analysis/`, `datasets/`, `export/`, `own_data/` and `swapping/` are the tools'

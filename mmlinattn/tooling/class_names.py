@@ -7,10 +7,10 @@ from typing import Any, Optional
 from mmengine.config import Config
 from mmengine.registry import DATASETS
 
-__all__ = ['class_names', 'leaf_datasets', 'num_classes']
+__all__ = ['class_names', 'dataset_configs', 'num_classes']
 
 
-def leaf_datasets(cfg: Config, loader: str) -> Iterator[tuple[str, dict]]:
+def dataset_configs(cfg: Config, loader: str) -> Iterator[tuple[str, dict]]:
     """The data sets of a loader by their keys, inside wrappers such as ``RepeatDataset`` and ``ConcatDataset``."""
     nodes = [(f'{loader}.dataset', (cfg.get(loader) or {}).get('dataset'))]
     while nodes:
@@ -57,7 +57,7 @@ def class_names(cfg: Config, checkpoint_meta: Optional[dict] = None) -> Optional
 
 
 def _of_data(cfg: Config) -> tuple:
-    _, dataset = next(leaf_datasets(cfg, 'test_dataloader'), ('', {}))
+    _, dataset = next(dataset_configs(cfg, 'test_dataloader'), ('', {}))
     known: Any = {}
     if dataset.get('type'):
         with DATASETS.switch_scope_and_registry(cfg.get('default_scope')) as registry:

@@ -22,7 +22,7 @@ from ..utils.building import scope_of
 from ..utils.errors import RunError, described
 from ..utils.foreign import checkpoint_prefixes
 from ..utils.registering import bare_name
-from .class_names import leaf_datasets
+from .class_names import dataset_configs
 from .command_line import writing
 from .environment import PIP, explained, use
 
@@ -157,7 +157,7 @@ def set_data_root(cfg: Config, root: str) -> None:
         root (str): ``data_root`` of every data set, in any wrappers. One without, where others have one, has its whole
             paths elsewhere and stays.
     """
-    datasets = [dataset for loader in LOADERS for _, dataset in leaf_datasets(cfg, loader)]
+    datasets = [dataset for loader in LOADERS for _, dataset in dataset_configs(cfg, loader)]
     rooted = [dataset for dataset in datasets if 'data_root' in dataset]
     old_roots = {osp.normpath(dataset['data_root'] or '') for dataset in rooted}
     for dataset in rooted or datasets:
@@ -227,7 +227,7 @@ def check_data_config(cfg: Config, stages: Sequence[str]) -> None:
         RunError: One is missing. The message has the config key, its value and what belongs there.
     """
     for stage in stages:
-        for key, dataset in leaf_datasets(cfg, f'{stage}_dataloader'):
+        for key, dataset in dataset_configs(cfg, f'{stage}_dataloader'):
             root = str(dataset.get('data_root') or '.')
             is_local = '://' not in root and (dataset.get('backend_args') or {}).get('backend', 'local') == 'local'
             if is_local and not osp.isdir(root) and bare_name(dataset.get('type')) not in DOWNLOADED:

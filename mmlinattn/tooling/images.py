@@ -13,7 +13,7 @@ from mmengine.registry import MODELS, init_default_scope
 
 from ..utils.errors import RunError, described
 from ..utils.registering import bare_name
-from .class_names import leaf_datasets
+from .class_names import dataset_configs
 
 
 def image_channels(cfg: Config) -> int:
@@ -41,7 +41,7 @@ def preprocessor(cfg: Config) -> dict:
 
 def test_pipeline(cfg: Config) -> list[dict]:
     """The transforms of a config's test data that do without annotations; none where it has no test data."""
-    pipelines = (data.get('pipeline') for _, data in leaf_datasets(cfg, 'test_dataloader'))
+    pipelines = (data.get('pipeline') for _, data in dataset_configs(cfg, 'test_dataloader'))
     steps: list = next(filter(None, pipelines), [])
     return [step for step in steps if not bare_name(step['type']).endswith('Annotations')]
 

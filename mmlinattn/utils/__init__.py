@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """``register_all_modules``, which MMEngine's hub looks for in a package."""
 
-from .files import project_files, written_whole
+from .files import atomic_write, project_files
 from .registering import register_all_modules
 
-__all__ = ['project_files', 'register_all_modules', 'written_whole']
+__all__ = ['project_files', 'register_all_modules', 'atomic_write']

@@ -37,8 +37,8 @@ def described(error: BaseException) -> str:
 
 
 def say_last(line: str) -> None:
-    """The last line of a run, on stderr after all that stdout has. Who reads stdout may have gone first, or be nobody
-    (``>&-``), and the line is said all the same."""
+    """Print the last line of a run to stderr, after flushing stdout, even if stdout is closed (``>&-``) or its reader
+    is gone."""
     with suppress(AttributeError, OSError, ValueError):
         sys.stdout.flush()
     with suppress(OSError, ValueError):

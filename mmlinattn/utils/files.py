@@ -23,11 +23,11 @@ def project_files(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def written_whole(path: Union[str, 'os.PathLike[str]']) -> Iterator[BinaryIO]:
+def atomic_write(path: Union[str, 'os.PathLike[str]']) -> Iterator[BinaryIO]:
     """A file to write that gets its name when it is whole and on the disk, or not at all.
 
-    It is written to ``NAME.part`` beside it. On any error what was written is removed, and what stood under the name
-    before is untouched; a process killed while writing leaves that one file, which the next write reuses.
+    It is written to ``NAME.part`` beside it. On any error it is removed, and an earlier file of the name is
+    untouched; a process killed while writing leaves that one file, which the next write reuses.
 
     Yields:
         BinaryIO: The file, open for writing bytes.

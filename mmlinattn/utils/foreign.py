@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""All that this package changes in objects of others, or reads of them, beyond their public interfaces.
+"""Most private APIs of PyTorch, MMEngine and MMCV that this package reads or patches.
 
-Each function names the version it was written for, and why nothing public does it. Where a release lacks a private API
-of PyTorch, a public function replaces it.
+Docstrings of patches name the version they were written for, and why nothing public does it. Where a release lacks a
+private API of PyTorch, a public one replaces it.
 """
 
 import functools

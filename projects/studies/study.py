@@ -10,7 +10,7 @@ from typing import Callable, Optional
 from filelock import FileLock, Timeout
 
 from mmlinattn import __version__
-from mmlinattn.utils import written_whole
+from mmlinattn.utils import atomic_write
 from mmlinattn.utils.errors import RunError
 
 from .arms import STUDIES
@@ -87,7 +87,7 @@ def run_study(
                 break
             result = train_arm(study.arms[arm], seed, settings, train, val, device, on_step)
             results['runs'].append(dict(arm=arm, seed=seed, device=device, **result))
-            with written_whole(path) as file:
+            with atomic_write(path) as file:
                 file.write(json.dumps(results, indent=1).encode())
             slowest = max(slowest, time.monotonic() - begun)
             count = f'[{len(wanted) - len(todo) + i + 1}/{len(wanted)}]'

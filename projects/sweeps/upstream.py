@@ -14,6 +14,7 @@ import os
 import re
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from pathlib import Path
@@ -106,7 +107,7 @@ def page(results: list[dict], backbone: str, total: int) -> str:
         'scikit-image scikit-learn`.',
         '',
         f'Tried: {len(results)} configs of {len(folders)} of the {total} folders; '
-        + ', '.join(f'{number} {kind}' for kind, number in counted.most_common())
+        + ', '.join(f'{kind}: {number}' for kind, number in counted.most_common())
         + '.',
         'Folders that are not listed work. Upstream fails too: it does not run here with its own backbone either. No '
         'place: none for a pyramid.',
@@ -122,7 +123,7 @@ def page(results: list[dict], backbone: str, total: int) -> str:
                 for told in TOLD:
                     why = why.removeprefix(told)
                 why = re.sub(r'^[A-Z]\w+(?= )|(?<= from )\w+$', 'it', why)  # a class, so that reasons are alike
-                groups.setdefault((row['outcome'], why[:100]), []).append(row)
+                groups.setdefault((row['outcome'], textwrap.shorten(why, 100, placeholder=' ...')), []).append(row)
         if groups:
             lines += [f'## {project}', '', '| outcome | why | folder, or config of a folder |']
             lines += ['| --- | --- | --- |']

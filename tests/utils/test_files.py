@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from mmlinattn.utils import files, project_files, written_whole
+from mmlinattn.utils import atomic_write, files, project_files
 
 
 def test_files_of_an_installation_come_first(tmp_path, monkeypatch):
@@ -27,14 +27,14 @@ def test_a_file_gets_its_name_when_it_is_on_the_disk(tmp_path, monkeypatch):
     replace = os.replace
     monkeypatch.setattr(os, 'fsync', lambda fd: steps.append(Path(f'/proc/self/fd/{fd}').read_bytes()))
     monkeypatch.setattr(os, 'replace', lambda *paths: steps.append(tuple(map(str, paths))) or replace(*paths))
-    with written_whole(target) as file:
+    with atomic_write(target) as file:
         file.write(b'whole')
         assert written.exists() and not target.exists()
     assert steps == [b'whole', (str(written), str(target))] and target.read_bytes() == b'whole'
     for error in (ValueError, KeyboardInterrupt):
-        with pytest.raises(error), written_whole(target) as file:
+        with pytest.raises(error), atomic_write(target) as file:
             file.write(b'broken')
             raise error
         assert target.read_bytes() == b'whole' and os.listdir(tmp_path) == ['a.bin']
-    with pytest.raises(OSError), written_whole(tmp_path / 'no' / 'a.bin'):
+    with pytest.raises(OSError), atomic_write(tmp_path / 'no' / 'a.bin'):
         raise AssertionError

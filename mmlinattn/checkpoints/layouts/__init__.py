@@ -7,7 +7,7 @@ Each has two functions:
   classifier or backbone of the family; False for our own keys.
 - ``convert(state)``: such a state dict in three parts: our keys of the backbone, without prefix; those of the head
   in the names of the MMPretrain model of the family's config (``head.*``, ``neck.*``); a list of released keys left out
-  on purpose, buffers that the model derives by itself. Keys it does not know stay in the first part under their own
+  on purpose: derived buffers, unused norms. Keys it does not know stay in the first part under their own
   name, so that they are reported as unexpected rather than lost.
 
 A module named in :data:`LAYOUTS` loads everywhere: in ``init_cfg``, through ``mmlinattn://`` and in

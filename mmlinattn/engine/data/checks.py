@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Optional
 import numpy as np
 from torch import nn
 
-from .files import Memory, fault_of_sizes, read_coco, reads_files
+from .files import FactCache, fault_of_sizes, read_coco, reads_files
 from .findings import MOST_NAMES, Finding, classes_of, compares_images, decode_head_of, transforms_of, written
 from .label_images import check_label_images
 
@@ -114,7 +114,7 @@ def check_categories(
         )
 
 
-def _check_coco(key: str, dataset: Any, memory: Memory, needs_all: bool) -> Iterator[Finding]:
+def _check_coco(key: str, dataset: Any, memory: FactCache, needs_all: bool) -> Iterator[Finding]:
     path, labels = getattr(dataset, 'ann_file', ''), getattr(dataset, 'cat2label', None)
     is_plain = isinstance(path, str) and path.endswith('.json') and osp.isfile(path)
     if not is_plain or not isinstance(labels, dict) or not hasattr(dataset, 'cat_ids'):
@@ -141,7 +141,7 @@ def _check_coco(key: str, dataset: Any, memory: Memory, needs_all: bool) -> Iter
 def check_evaluator(key: str, evaluator: Any, config: Any, classes: Sequence, model: nn.Module) -> Iterator[Finding]:
     """Checks that the annotation file of a ``CocoMetric`` has the classes, in their order, and one for each label of
     the head: it looks the id of a category up by its place."""
-    count = heads_of(model).get('bbox_head', 0)
+    count = num_classes_of_heads(model).get('bbox_head', 0)
     entries = config if isinstance(config, (list, tuple)) else [config]
     files = [entry.get('ann_file') if isinstance(entry, dict) else None for entry in entries]
     for metric, file in zip(getattr(evaluator, 'metrics', ()), chain(files, repeat(None))):
@@ -191,7 +191,7 @@ def _check_iou_metric(name: str, metric: Any, classes: Sequence, head: Any) -> I
 # -- labels -----------------------------------------------------------------------------------------------------------
 
 
-def heads_of(model: nn.Module) -> dict[str, int]:
+def num_classes_of_heads(model: nn.Module) -> dict[str, int]:
     """``num_classes`` of the heads that tell classes apart, by name. None of models that learn to find anything (RPN),
     or distances, or for which classes are places in a text."""
     if type(model).__name__ in ('RPN', 'DepthEstimator') or hasattr(model, 'language_model'):
@@ -240,7 +240,7 @@ def read_samples(dataset: Any) -> Samples:
 
 def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_training: bool) -> Iterator[Finding]:
     """Checks that the heads have an output for each label, and that there is something to learn."""
-    heads = {} if not is_training and compares_images(model) else heads_of(model)
+    heads = {} if not is_training and compares_images(model) else num_classes_of_heads(model)
     classes = classes_of(dataset)
     advice = 'Set num_classes of the {}, or metainfo.classes of the data set to those that count.'
     for label, path in sorted(samples.labels.items()):
@@ -390,7 +390,7 @@ def check_trained_names(key: str, dataset: Any, checkpoint: Any) -> Iterator[Fin
 
 
 def check_dataset(
-    key: str, dataset: Any, model: nn.Module, samples: Samples, memory: Memory, is_training: bool, num_images: int
+    key: str, dataset: Any, model: nn.Module, samples: Samples, memory: FactCache, is_training: bool, num_images: int
 ) -> Iterator[Finding]:
     """All that can be said of one data set by itself."""
     yield from check_names(key, getattr(dataset, 'metainfo', None) or {})

@@ -32,8 +32,8 @@ def reads_files(*parts: Any) -> bool:
     return all(backend.get('backend', 'local') == 'local' for backend in backends)
 
 
-class Memory:
-    """Facts of an earlier run, kept in a file beside the sizes and times of change of what they were read from.
+class FactCache:
+    """A cache of facts on disk, valid while sizes and modification times of their source files stay.
 
     Args:
         path: A JSON file, made where it can be.

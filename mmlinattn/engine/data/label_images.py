@@ -12,7 +12,7 @@ from torch import nn
 
 from ...checkpoints.states import some
 from ...utils.errors import printable
-from .files import Memory, reads_files, shown_size, spread
+from .files import FactCache, reads_files, shown_size, spread
 from .findings import Finding, classes_of, decode_head_of, transforms_of
 
 _LEAST = 16  # label images that are opened, however slow
@@ -76,7 +76,7 @@ def read_labels(
 
 
 def check_label_images(
-    key: str, dataset: Any, model: nn.Module, memory: Memory, is_training: bool, num_images: int
+    key: str, dataset: Any, model: nn.Module, memory: FactCache, is_training: bool, num_images: int
 ) -> Iterator[Finding]:
     """Checks that a sample of the label images of a segmentor has labels of its classes, and more than one."""
     head = decode_head_of(model)

@@ -98,9 +98,9 @@ class CheckpointMatchHook(Hook):
 
     A run that resumes keeps the learning rate of its checkpoint; where the config has another, one line says so.
 
-    MMEngine loads what fits and lists the rest in its log. That is what one wants of ``load_from`` in training, so here
-    this is one warning with both shapes of each weight. A model that is tested or that resumes with some of its weights
-    as they were initialised is a mistake, and stops.
+    MMEngine loads the weights that fit and logs the rest. For ``load_from`` in training that is right: here it is one
+    warning with both shapes of each weight. Testing or resuming with weights as they were initialised is a mistake:
+    the run stops.
 
     Args:
         left_out: Beginnings of the keys that may stay as they are initialised, e.g. ``'decode_head.conv_seg'``: no

@@ -11,7 +11,7 @@ from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.utils import mkdir_or_exist
 
-from ...utils import written_whole
+from ...utils import atomic_write
 from ...utils.errors import RunError
 from ...utils.foreign import turn_into
 
@@ -31,7 +31,7 @@ class AtomicLocalBackend(LocalBackend):
         """Write bytes to ``filepath``, making its folder where needed."""
         filepath = os.fspath(filepath)
         mkdir_or_exist(osp.dirname(filepath))
-        with written_whole(filepath) as stream:
+        with atomic_write(filepath) as stream:
             stream.write(obj)
 
 
@@ -65,7 +65,7 @@ def write_checkpoint(runner, folder: str, name: str, *args, **options) -> str:
     with _explained(path, previous):
         runner.save_checkpoint(folder, name, *args, **options)
         if is_main_process():
-            with written_whole(osp.join(runner.work_dir, 'last_checkpoint')) as file:
+            with atomic_write(osp.join(runner.work_dir, 'last_checkpoint')) as file:
                 file.write(path.encode())
     return path
 

@@ -14,7 +14,7 @@ from ...utils.building import unwrapped
 from ...utils.errors import RunError
 from ..data import checks
 from ..data.checks import leaf_datasets
-from ..data.files import Memory
+from ..data.files import FactCache
 from ..data.findings import Finding, classes_of, compares_images
 
 
@@ -42,7 +42,7 @@ def _with_wrappers(dataset: Any) -> Iterator[Any]:
 
 @HOOKS.register_module(force=True)
 class DataCheckHook(Hook):
-    """Before the first iteration, look whether the data sets are what the config says.
+    """Before the first iteration, check that the data sets match the config.
 
     One pass over annotation files and folders and over a sample of the images, some seconds. What the files say is kept
     in ``data_check.json`` in the work dir until they change. The main process looks; the others wait for it where
@@ -97,7 +97,7 @@ class DataCheckHook(Hook):
                 self._say(runner, checks.check_trained_names(f'{stage}_dataloader', dataset, checkpoint))
 
     def _look(self, runner, loops: dict) -> Iterator[Finding]:
-        memory, model = Memory(osp.join(runner.work_dir, 'data_check.json')), unwrapped(runner.model)
+        memory, model = FactCache(osp.join(runner.work_dir, 'data_check.json')), unwrapped(runner.model)
         stages: dict[str, list] = {}
         for stage, loop in loops.items():
             key = f'{stage}_dataloader'

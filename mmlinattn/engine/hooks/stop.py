@@ -51,7 +51,7 @@ class _Shielded:
 
 
 def _excepthook(kind, error, traceback) -> None:
-    """Of a worker, whose thread that shares memory would print a main process that hangs up at Ctrl-C as an error."""
+    """Of a worker: its memory-sharing thread would print a traceback when Ctrl-C ends the main process."""
     if not issubclass(kind, (EOFError, ConnectionError)):
         sys.__excepthook__(kind, error, traceback)
 

@@ -16,8 +16,8 @@ class UnusedParametersHook(Hook):
     """Name the parameters that the first iteration gave no gradient. Those of an output norm of a backbone say that a
     neck skips its map (``start_level=1``).
 
-    One process warns. ``DistributedDataParallel`` without ``find_unused_parameters`` would stop in the second iteration
-    with a puzzle; here the run stops before it.
+    One process warns. ``DistributedDataParallel`` without ``find_unused_parameters`` would raise an obscure error
+    in iteration 2; here the run stops first.
 
     Raises:
         RunError: In distributed training without ``find_unused_parameters``, some parameter got no gradient.

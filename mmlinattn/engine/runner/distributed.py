@@ -122,8 +122,8 @@ def leave_process_group(failed: bool) -> None:
             with suppress(Exception):  # the error that ended the run is the one to be seen
                 abort()
         return
-    # To free its last tensors, gloo's thread waits for the GIL, with the lock of the group. To destroy the group, this
-    # one waits for the lock, with the GIL (PyTorch 2.11). So the other has its turn first.
+    # Deadlock (PyTorch 2.11): freeing its last tensors, gloo's thread holds the group's lock and waits for the GIL;
+    # destroying the group holds the GIL and waits for the lock. So gloo's runs first.
     time.sleep(0.1)
     torch.distributed.destroy_process_group()
     gc.collect()  # the threads of gloo end with the last model that holds the group

@@ -5,8 +5,8 @@
 ``z = sum_j w_j phi(k_j)`` of a head. Tokens are read where they lie, in slices of a projection; their map, weight and
 rotation never leave the registers, and the backward pass computes them again.
 
-- A program has one head of one image and a span of its tokens. What it sums over them it writes to memory of its own,
-  and PyTorch adds that up in a fixed order: the same bits in every run.
+- A program has one head of one image and a span of its tokens. It writes its partial sums to memory of its own,
+  and PyTorch adds them in a fixed order: the same bits in every run.
 - Sums, maps, weights and normalisers are float32. Products are of the inputs' type, but float16: quotients by ``eps``
   leave its range, and two bfloat16 numbers have its digits with the range of float32. float32 takes three products of
   TF32.
@@ -19,7 +19,7 @@ rotation never leave the registers, and the backward pass computes them again.
 import triton
 import triton.language as tl
 
-# sizes of images and batches; a kernel is not to be compiled again for another one
+# sizes of images and batches; another one must not recompile a kernel
 SIZES = ['tokens', 'heads', 'splits', 'span']
 SPLITS_AT_ONCE = tl.constexpr(16)
 
@@ -64,7 +64,7 @@ def tile(pointer, stride, rows, columns, real_rows, real_columns):
 
 
 @triton.jit
-def tile_turned(pointer, stride, rows, columns, real_rows, real_columns):
+def tile_transposed(pointer, stride, rows, columns, real_rows, real_columns):
     """The transpose of :func:`tile`."""
     mask = real_columns[:, None] & real_rows[None, :]
     return tl.load(pointer + columns[:, None] + rows[None, :] * stride, mask=mask, other=0.0)
@@ -77,7 +77,7 @@ def put(pointer, stride, rows, columns, real_rows, real_columns, values):
 
 
 @triton.jit
-def put_turned(pointer, stride, rows, columns, real_rows, real_columns, values):
+def put_transposed(pointer, stride, rows, columns, real_rows, real_columns, values):
     """Write the transpose of ``values`` (columns, rows)."""
     mask = real_columns[:, None] & real_rows[None, :]
     tl.store(pointer + columns[:, None] + rows[None, :] * stride, values, mask=mask)
@@ -184,7 +184,7 @@ def sum_keys(
     for start in range(split * span, end, ROWS):
         inside, real = real_tokens(mask, image, start, rows, end, tokens, HAS_MASK)
         x = tile(k + tl.cast(start, tl.int64) * k_n, k_n, rows, columns, inside, channels)
-        value = tile_turned(v + tl.cast(start, tl.int64) * v_n, v_n, rows, columns_v, real, channels_v)
+        value = tile_transposed(v + tl.cast(start, tl.int64) * v_n, v_n, rows, columns_v, real, channels_v)
         y = mapped(x.to(tl.float32), channels, KERNEL)
         if WEIGHTED:
             logits = tl.where(real, tl.sum(y * query[None, :], 1) * weight_scale, -float('inf'))
@@ -207,7 +207,7 @@ def sum_keys(
             y = turned(y, cos, sin, ROWS, WIDTH)
         state += product(value, y, x)
     at = owner * splits + split
-    put_turned(parts + at * D * E, E, columns, columns_v, channels, channels_v, state)
+    put_transposed(parts + at * D * E, E, columns, columns_v, channels, channels_v, state)
     tl.store(key_parts + at * D + columns, tl.sum(keys, 0), mask=channels)
     tl.store(stats + at * 2, largest if WEIGHTED else 0.0)
     tl.store(stats + at * 2 + 1, total)
@@ -258,7 +258,7 @@ def queries_backward(
     q += image * q_b + head * D
     grad += image * grad_b + head * E
     end = tl.minimum((split + 1) * span, tokens)
-    matrix = tile_turned(state + owner * D * E, E, columns, columns_v, channels, channels_v)
+    matrix = tile_transposed(state + owner * D * E, E, columns, columns_v, channels, channels_v)
     mean = tl.load(key_mean + owner * D + columns, mask=channels, other=0.0)
     floor = eps + tl.where(tl.load(stats + owner * 2 + 1) == 0, 1.0, 0.0)
     if WRITE and WEIGHTED:
@@ -283,7 +283,7 @@ def queries_backward(
             if HAS_ROTARY:
                 divided = turned(divided, cos, sin, ROWS, WIDTH)
             divided = tl.where(inside[:, None], divided, 0.0)
-            g = tile_turned(grad + tl.cast(start, tl.int64) * grad_n, grad_n, rows, columns_v, inside, channels_v)
+            g = tile_transposed(grad + tl.cast(start, tl.int64) * grad_n, grad_n, rows, columns_v, inside, channels_v)
             grad_state += product(g, divided, x)
         if WRITE:
             inner += grad_normaliser[:, None] * mean[None, :]
@@ -293,7 +293,7 @@ def queries_backward(
             put(target, grad_q_n, rows, columns, inside, channels, mapped_backward(wide, y, inner, KERNEL))
     if SUM:
         at = owner * splits + split
-        put_turned(parts + at * D * E, E, columns, columns_v, channels, channels_v, grad_state)
+        put_transposed(parts + at * D * E, E, columns, columns_v, channels, channels_v, grad_state)
         tl.store(key_parts + at * D + columns, tl.sum(grad_mean, 0), mask=channels)
 
 
@@ -312,7 +312,7 @@ def keys_backward(
     k += image * k_b + head * D
     v += image * v_b + head * E
     end = tl.minimum((split + 1) * span, tokens)
-    matrix_turned = tile_turned(grad_state + owner * D * E, E, columns, columns_v, channels, channels_v)
+    matrix_transposed = tile_transposed(grad_state + owner * D * E, E, columns, columns_v, channels, channels_v)
     matrix = tile(grad_state + owner * D * E, E, columns, columns_v, channels, channels_v)
     mean = tl.load(grad_mean + owner * D + columns, mask=channels, other=0.0)
     if WEIGHTED:
@@ -331,7 +331,7 @@ def keys_backward(
             p = tl.exp(tl.where(real, logits - largest, -float('inf')))
         else:
             p = real.to(tl.float32)
-        inner = product(value, matrix_turned, x)
+        inner = product(value, matrix_transposed, x)
         turned_y = y
         if HAS_ROTARY:
             cos, sin = angles(rotary, start, rows, columns, inside, channels, D, ROWS, WIDTH)

@@ -1,2 +1,2 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Sizes, costs and published figures of the models; nothing here is needed to train or test one."""
+"""Sizes, costs and attention maps of models; nothing here is needed to train or test one."""

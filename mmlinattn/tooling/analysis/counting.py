@@ -31,7 +31,7 @@ _KIND_OF = {
 }
 
 
-class Count(TorchDispatchMode):
+class OpCounter(TorchDispatchMode):
     """Counts while it is entered; attributes to the modules of ``model`` by name.
 
     The formulas are those of ``torch.utils.flop_counter``. Its ``FlopCounterMode`` does not
@@ -115,7 +115,7 @@ class _Functions(TorchFunctionMode):
     of half of the maps and their mixture, for each form. A convolution by predicted kernels counts as any other.
     """
 
-    def __init__(self, count: Count) -> None:
+    def __init__(self, count: OpCounter) -> None:
         super().__init__()
         self.count = count
 

@@ -13,7 +13,7 @@ from torch import nn
 from ...utils.building import build_model
 from ...utils.errors import RunError, described
 from ..images import image_channels, test_size
-from .counting import CONV, KINDS, LINEAR, Count
+from .counting import CONV, KINDS, LINEAR, OpCounter
 
 SHAPES = {'mmdet': (800, 1280), 'mmseg': (512, 2048), 'mmpretrain': (224, 224)}
 MASK_ROIS = 100  # of MMDetection 2.x's get_flops, which the papers used; 3.x agrees but for cascades
@@ -80,7 +80,7 @@ def count_model(cfg: Config, shape: Optional[tuple] = None) -> Cost:
     model.eval()  # which gives nothing back where MMDetection distils
     image = torch.empty(1, image_channels(cfg), *shape, device='meta')
     notes = ['one multiply-add is one operation; norms, activations, pooling and resizing are not counted']
-    count = Count(model)
+    count = OpCounter(model)
     try:
         with torch.no_grad(), count:
             if hasattr(model, 'roi_head'):

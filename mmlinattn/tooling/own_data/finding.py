@@ -26,7 +26,7 @@ class OwnData(NamedTuple):
         classes: Names in the order of the labels.
         images: Split ('train', 'val', perhaps 'test') -> paths of its images.
         annotations: Split -> the text of its annotation file.
-        settings: Split -> what its data set in the config says more.
+        settings: Split -> further settings of its data set.
         notes: What its owner should know, a line each.
         masks: Whether objects have outlines.
     """

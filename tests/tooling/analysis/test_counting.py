@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mmlinattn.attention import Grid, HallucinatedMixer, InLineMixer
-from mmlinattn.tooling.analysis.counting import CONV, LINEAR, PRODUCT, Count
+from mmlinattn.tooling.analysis.counting import CONV, LINEAR, PRODUCT, OpCounter
 
 
 class Toy(nn.Module):
@@ -29,7 +29,7 @@ class Toy(nn.Module):
 def test_deformable_convolutions():
     deform_conv2d = pytest.importorskip('torchvision.ops').deform_conv2d
     x, offset, weight = (torch.empty(*shape, device='meta') for shape in ((1, 4, 9, 7), (1, 18, 9, 7), (6, 2, 3, 3)))
-    with Count(nn.Identity()) as count:
+    with OpCounter(nn.Identity()) as count:
         deform_conv2d(x, offset, weight, padding=1)
     assert count.macs == {('', CONV): 6 * 9 * 7 * 2 * 9}
 
@@ -40,7 +40,7 @@ def test_convolutions_by_predicted_kernels(device):
     with torch.device(device):
         mixer, mean = InLineMixer(24, 3), torch.zeros(2, 24)
         q, k, v = torch.zeros(3, 2, 20, 24)
-    with torch.no_grad(), Count(mixer) as count:
+    with torch.no_grad(), OpCounter(mixer) as count:
         assert mixer(q, k, v, Grid(4, 5), Grid(4, 5), context=mean).shape == (2, 20, 24)
     assert count.macs['residual', CONV] + count.macs['', CONV] == 2 * 20 * 24 * 9
 
@@ -48,7 +48,7 @@ def test_convolutions_by_predicted_kernels(device):
 def test_attention_called_by_names():
     q, k, v = (torch.empty(1, 2, n, 4, device='meta') for n in (6, 5, 5))
     for args, named in ((3, ()), (1, ('key', 'value')), (0, ('query', 'key', 'value'))):
-        with Count(nn.Identity()) as count:
+        with OpCounter(nn.Identity()) as count:
             F.scaled_dot_product_attention(*(q, k, v)[:args], **dict(zip(named, (q, k, v)[args:])))
         assert count.macs == {('', PRODUCT): 2 * 6 * 5 * 8}
 
@@ -62,7 +62,7 @@ def test_counts_by_kind_and_module(device):
             layer.to(device)
     tokens, call = 2 * 5 * 7, nn.Module.__call__
     for _ in range(2):
-        with torch.no_grad(), Count(model) as count:
+        with torch.no_grad(), OpCounter(model) as count:
             model(x)
         assert count.macs == {
             ('0.conv', CONV): tokens * 8 * 2 * 9,
@@ -82,7 +82,7 @@ def test_hallucinated_attention_counts_as_its_paper_counts(device, steps, taps):
     with torch.device(device):
         mixer = HallucinatedMixer(24, 3, steps=steps)
         q, k, v = torch.zeros(2, 30, 12), torch.zeros(2, 20, 12), torch.zeros(2, 20, 24)
-    with torch.no_grad(), Count(mixer) as count:
+    with torch.no_grad(), OpCounter(mixer) as count:
         assert mixer(q, k, v, Grid(5, 6), Grid(4, 5)).shape == (2, 30, 24)
     assert count.macs == {('', PRODUCT): 2 * 30 * 20 * (12 + 24 + taps)}
     assert count.peak_bytes < 2 * 4 * 30 * 24 * 4
@@ -90,11 +90,11 @@ def test_hallucinated_attention_counts_as_its_paper_counts(device, steps, taps):
 
 def test_memory_is_what_is_alive_at_one_time():
     """Each map with the one before it, which is freed when the next one is there; a view keeps all that it is of."""
-    with Count(nn.Identity()) as count:
+    with OpCounter(nn.Identity()) as count:
         for length in range(1, 8):
             x = torch.zeros(1000 * length, device='meta')
     assert count.peak_bytes == 4 * (6000 + 7000) and len(x) == 7000
-    with torch.inference_mode(), Count(nn.Identity()) as count:
+    with torch.inference_mode(), OpCounter(nn.Identity()) as count:
         kept = torch.zeros(1000, device='meta')[:1]
         other = torch.zeros(500, device='meta')
     assert count.peak_bytes == 4 * (1000 + 500) and (len(kept), len(other)) == (1, 500)
