@@ -122,6 +122,9 @@ def draw(args: argparse.Namespace, cfg, pictures: list, folder: str) -> dict:
     require(cfg, args.config, 'model', 'test_dataloader')
     if args.classes and num_classes(cfg) not in (0, len(args.classes)):
         raise RunError(f'--classes: {len(args.classes)} names given, the model has {num_classes(cfg)} classes.')
+    head = cfg.model.get('head')
+    if isinstance(head, dict) and head.get('task_heads'):
+        raise RunError(f'{args.config}: labels of several tasks are not drawn; tools/test.py --out writes them.')
     with explained_setup(args.config):
         inferencer = build_inferencer(args, scope)
     # Inferencers load what fits and draw with the rest as it was initialised.
@@ -158,12 +161,17 @@ def draw_one(inferencer, cfg, picture: str, threshold: float, folder: str, name:
     else:
         # as the test pipeline reads it; of a path, the inferencer reads three channels of eight bits
         samples = inferencer(read_picture(picture, cfg), return_datasamples=True)
-        (found,) = inferencer.postprocess(samples, [])
+        labels, scores = (
+            samples[0].pred_label.flatten().tolist(),
+            samples[0].pred_score,
+        )  # none or several of some heads
         # MMPretrain gives a.jpg and a.png the same name, and a.1.jpg and a.2.jpg
         inferencer.visualize([picture], samples, show_dir=folder)
         (drawn,) = Path(folder).glob('*.png')
         drawn.rename(Path(folder, 'vis', name))
-        print(f'{picture}: {found.get("pred_class", found["pred_label"])} ({found["pred_score"]:.3f})')
+        names = dict(enumerate(inferencer.classes or ()))
+        said = ', '.join(f'{names.get(label, label)} ({scores[label]:.3f})' for label in labels)
+        print(f'{picture}: {said or "no class"}')
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import itertools
 import os
 import os.path as osp
 import runpy
+from functools import partial
 from pathlib import Path
 
 runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
@@ -17,6 +18,7 @@ from mmengine.config import ConfigDict
 from mmengine.device import get_device
 from mmengine.evaluator import DumpResults
 
+from mmlinattn.engine.data.checks import leaf_datasets
 from mmlinattn.tooling.class_names import dataset_configs
 from mmlinattn.tooling.command_line import (
     add_common_arguments,
@@ -71,7 +73,7 @@ def configure(args: argparse.Namespace):
     check_data_config(cfg, ['test'])
     if args.out:
         check_out_file(args.out)
-    if args.amp and get_device() == 'cpu':
+    if args.amp and get_device() in ('cpu', 'mps'):
         notice('no accelerator: mixed precision is off, testing in fp32.')
     elif args.amp:
         cfg.test_cfg.fp16 = True
@@ -125,6 +127,27 @@ def every_nth(runner, interval: int) -> None:
             hook.after_test_iter = draw_some
 
 
+def keep_folders(runner) -> None:
+    """Where images of several folders have one name, let hooks draw into folders of the same names. MMSegmentation's
+    numbers its drawings."""
+    leaves = [data for data in leaf_datasets(runner.test_dataloader.dataset) if hasattr(data, 'get_data_info')]
+    infos = (data.get_data_info(i) for data in leaves for i in range(len(data)))
+    paths = [str(info['img_path']) for info in infos if isinstance(info, dict) and 'img_path' in info]
+    if len(set(map(osp.basename, paths))) == len(paths):
+        return
+    root = osp.commonpath([osp.dirname(osp.abspath(path)) for path in paths])
+    for name in {'add_datasample', 'visualize_cls'} & set(dir(runner.visualizer)):
+        setattr(runner.visualizer, name, partial(draw_below, getattr(runner.visualizer, name), root))
+
+
+def draw_below(draw, root: str, *args, data_sample=None, out_file=None, **kwargs) -> None:
+    path = getattr(data_sample, 'img_path', '')
+    if out_file and path:
+        folder = osp.relpath(osp.dirname(osp.abspath(path)), root)
+        out_file = osp.join(osp.dirname(out_file), folder, osp.basename(out_file))
+    draw(*args, data_sample=data_sample, out_file=out_file, **kwargs)
+
+
 class DumpLabelMaps(DumpResults):
     """Keeps the label map of each image, a byte a pixel; logits would be hundreds."""
 
@@ -154,6 +177,8 @@ def main() -> None:
             runner = build_runner(cfg, compiles=args.compile)
             if args.interval > 1:
                 every_nth(runner, args.interval)
+            if args.show_dir:
+                keep_folders(runner)
             if args.out and args.out_item == 'pred':
                 runner.test_evaluator.metrics.append(dump_metric(cfg, args.out))
         with explained_setup(args.config, whole=False):

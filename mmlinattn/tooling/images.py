@@ -57,9 +57,10 @@ def _split(cfg: Config) -> tuple[list[dict], list[dict]]:
 def is_8_bit(cfg: Config) -> bool:
     """Whether the test pipeline gives pixels from 0 to 255 for every file."""
     loading, _ = _split(cfg)
-    return not loading or (
-        bare_name(loading[0]['type']) == 'LoadImageFromFile' and loading[0].get('color_type', 'color') != 'unchanged'
-    )
+    if not loading:
+        return True
+    is_plain = bare_name(loading[0]['type']) == 'LoadImageFromFile' and loading[0].get('imdecode_backend') != 'tifffile'
+    return is_plain and loading[0].get('color_type', 'color') != 'unchanged'
 
 
 def transforms(cfg: Config) -> list[dict]:

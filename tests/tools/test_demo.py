@@ -125,3 +125,23 @@ def test_an_image_that_is_too_small_keeps_no_other_from_being_drawn(run, tmp_pat
     assert sorted(drawn.name for drawn in out.iterdir()) == ['a.png', 'c.png']
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"error: image '{folder}/b.png': the model refuses it: ValueError: ") and '32' in last
+
+
+@pytest.mark.parametrize(('threshold', 'count'), [(0.01, 12), (0.99, 0)])
+def test_a_classifier_of_several_labels(run, pictures, tmp_path, capsys, threshold, count):
+    """All of them are named, or none."""
+    path, loss = tmp_path / 'config.py', dict(type='CrossEntropyLoss', use_sigmoid=True)
+    head = dict(type='MultiLabelLinearClsHead', topk=None, thr=threshold, loss=loss)
+    path.write_text(f'_base_ = {str(config("mmpretrain"))!r}\nmodel = dict(head={head!r})\n')
+    run('mmpretrain', pictures / 'b.png', tmp_path / 'out.png', '--classes', *NAMES['mmpretrain'], of_config=path)
+    said = capsys.readouterr().out
+    assert len(re.findall(r'name_\d+ \(0\.\d{3}\)', said)) == count and ('b.png: no class' in said) == (count == 0)
+
+
+def test_a_classifier_of_several_tasks_is_refused(run, pictures, tmp_path, capsys):
+    path, fc = tmp_path / 'config.py', dict(type='LinearClsHead', num_classes=12)
+    head = dict(_delete_=True, type='MultiTaskHead', in_channels=64, task_heads=dict(a=fc, b=fc))
+    path.write_text(f'_base_ = {str(config("mmpretrain"))!r}\nmodel = dict(head={head!r})\n')
+    with pytest.raises(SystemExit, match='1'):
+        run('mmpretrain', pictures / 'b.png', tmp_path / 'out.png', of_config=path)
+    assert 'labels of several tasks are not drawn' in capsys.readouterr().err

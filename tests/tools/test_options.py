@@ -7,6 +7,7 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tool_runs import ROOT, TOOLS
@@ -204,3 +205,28 @@ def test_drawings_of_each_task(configured, tmp_path, config):
     assert not quiet.get('draw') and not quiet.get('enable')
     with pytest.raises(RunError, match='--show, --show-dir: the config has no default_hooks.visualization'):
         configured(*words, '--show', '--cfg-options', 'default_hooks.visualization=None')
+
+
+@pytest.mark.parametrize('method', ['add_datasample', 'visualize_cls'])
+@pytest.mark.parametrize(
+    ('paths', 'drawn'),
+    [
+        (['v/a/1.jpg', 'v/b/1.jpg', 'v/1.jpg'], ['a/1.jpg', 'b/1.jpg', '1.jpg']),
+        (['v/a/1.jpg', 'v/b/2.jpg'], ['1.jpg', '2.jpg']),
+    ],
+)
+def test_images_of_one_name_are_drawn_into_folders(method, paths, drawn):
+    class Data(list):
+        def get_data_info(self, index):
+            return dict(img_path=self[index])
+
+    found = []
+    visualizer = SimpleNamespace(
+        **{method: lambda *_, data_sample, out_file: found.append(os.path.relpath(out_file, 'out'))}
+    )
+    runner = SimpleNamespace(test_dataloader=SimpleNamespace(dataset=Data(paths)), visualizer=visualizer)
+    runpy.run_path(str(TOOLS / 'test.py'))['keep_folders'](runner)
+    for path in paths:
+        sample = SimpleNamespace(img_path=path)
+        getattr(visualizer, method)('name', data_sample=sample, out_file=os.path.join('out', os.path.basename(path)))
+    assert found == drawn

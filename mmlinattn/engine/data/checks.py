@@ -160,7 +160,7 @@ def check_evaluator(key: str, evaluator: Any, config: Any, classes: Sequence, mo
                 f'ascend, as {ids[:10]} in {file}. Sort the categories by id, or set it to False.'
             )
         crowds = [entry for entry in content.get('annotations', ()) if 'iscrowd' not in entry]
-        if crowds and 'segm' in getattr(metric, 'metrics', ()):
+        if crowds and {'bbox', 'segm', 'proposal'} & set(getattr(metric, 'metrics', ())):
             yield Finding(f'{name}: annotation {crowds[0].get("id")} of {file} has no iscrowd; write 0.')
         yield from check_categories(name, file, names, chosen, classes, needs_all=True)
         if count > len(chosen):
@@ -199,9 +199,10 @@ def num_classes_of_heads(model: nn.Module) -> dict[str, int]:
     roi, found = getattr(model, 'roi_head', None), {}
     heads = {'bbox_head': getattr(roi, 'bbox_head', None) or getattr(model, 'bbox_head', None)}
     heads.update(mask_head=getattr(roi, 'mask_head', None), head=getattr(model, 'head', None))
-    heads.update({name: getattr(model, name, None) for name in ('decode_head', 'auxiliary_head')})
+    heads.update((name, getattr(model, name, None)) for name in ('decode_head', 'auxiliary_head'))
     for name, head in heads.items():
-        stages = list(head) if isinstance(head, nn.ModuleList) else [head]
+        several = head if isinstance(head, nn.ModuleList) else [head]
+        stages = [one for one in several if type(one).__name__ != 'STDCHead']  # which learns edges
         known = [getattr(one, 'num_classes', None) for one in stages if not getattr(one, 'class_agnostic', False)]
         counts: list[int] = [count for count in known if type(count) is int]
         if counts:
@@ -267,7 +268,7 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
         return
     is_binary = getattr(decode_head_of(model), 'out_channels', None) == 1  # background and foreground, by a sign
     for head, count in heads.items():
-        if head == 'decode_head' and (max(count, 2) if is_binary else count) < len(classes):
+        if head in ('decode_head', 'auxiliary_head') and (max(count, 2) if is_binary else count) < len(classes):
             yield Finding(
                 f'{key}: num_classes = {count} of the head is too small for the {len(classes)} classes of the data. '
                 f'{advice.format(head)}'
@@ -279,16 +280,10 @@ def check_labels(key: str, dataset: Any, model: nn.Module, samples: Samples, is_
                 False,
             )
     rest = [name for label, name in enumerate(classes) if label not in samples.labels]
-    if (
-        'bbox_head' in heads
-        and samples.labels
-        and rest
-        and samples.num == len(dataset)
-        and not hasattr(dataset, 'cat2label')
-    ):
+    all_are_read = 'bbox_head' in heads and samples.num and samples.num == len(dataset)
+    if all_are_read and samples.labels and rest and not hasattr(dataset, 'cat2label'):
         yield Finding(f'{key}: none of its {samples.num} images has an object of {written(rest)}.', False)
-    looks_for_objects = 'bbox_head' in heads and samples.num and samples.num == len(dataset)
-    if looks_for_objects and not samples.labels and 'instances' in dataset.get_data_info(0):
+    if all_are_read and not samples.labels and 'instances' in dataset.get_data_info(0):
         yield Finding(
             f'{key}: no image of {getattr(dataset, "ann_file", "")} has an object of metainfo.classes = '
             f'{written(classes)}: they have other names there, no area, or an image_id that is no image.',

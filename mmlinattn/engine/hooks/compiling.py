@@ -55,8 +55,8 @@ def compile_blocks(model: nn.Module, **options) -> None:
     for block in (block for stage in stages for block in stage):
         for path in (module for module in block.modules() if type(module) is DropPath):
             turn_into(path, SharedDropPath)
-            rate = torch.tensor(1 - path.drop_prob, device=next(block.parameters()).device)
-            path.register_buffer('keep_rate', rate, persistent=False)
+            # no buffer: EMAHook pairs those of the model and of its copy, which may be older, by their order
+            path.keep_rate = torch.tensor(1 - path.drop_prob, device=next(block.parameters()).device)
         call_compiled(block, call_of(block))  # not copied, not saved
 
 

@@ -99,8 +99,8 @@ class ExactResumeHook(Hook):
     - samplers begin anew with the seed that a resumed run takes over from its checkpoint.
 
     Runs continue at any iteration that a checkpoint was saved at: iteration-based ones always did, and no longer load
-    all the data they had trained on just to drop it; of epoch-based ones MMEngine saves epochs only, and
-    :class:`StopHook` what a run was stopped in the middle of. On CPU the losses are equal bit by bit. On a GPU they are
+    all the data they had trained on just to drop it; checkpoints in the middle of an epoch (``by_epoch=False``,
+    :class:`StopHook`) get its place there as ``stopped``. On CPU the losses are equal bit by bit. On a GPU they are
     as equal as two runs of the same program are there (see ``randomness.deterministic`` in MMEngine).
 
     It needs ``train_dataloader`` as a config; a ready-made ``DataLoader``, and train loops other
@@ -116,6 +116,7 @@ class ExactResumeHook(Hook):
         self.batches: Optional[_NumberedBatches] = None
         self._meta: dict = {}
         self._num_done = 0  # batches of the first epoch that an earlier run trained on
+        self._place = 0  # batches of this epoch that are trained on
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Keep where in its epoch it was saved. Only when the run resumes from it, the loop will be there too."""
@@ -171,6 +172,7 @@ class ExactResumeHook(Hook):
 
     def after_train_epoch(self, runner) -> None:
         """The epochs that follow are whole."""
+        self._place = 0
         if self._num_done:
             self._num_done = 0
             del runner.train_loop.run_iter
@@ -178,6 +180,13 @@ class ExactResumeHook(Hook):
     def before_train_iter(self, runner, batch_idx: int, data_batch=None) -> None:
         """Seed what the model draws in this iteration."""
         seed_everything(self.seed, self.rank, _STEP, runner.iter)
+        self._place = batch_idx + 1
+
+    def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
+        """Note the place of a checkpoint that is saved in the middle of an epoch; MMEngine's resume would repeat it."""
+        if self.batches is not None and self._place and type(runner.train_loop) is EpochBasedTrainLoop:
+            stopped = dict(batch=self._place, num_batches=len(runner.train_dataloader))
+            checkpoint['meta'].setdefault('stopped', stopped)
 
     def _number(self, loader: DataLoader, config: dict, is_endless: bool) -> _NumberedBatches:
         """Let a loader draw numbered batches, from the beginning."""
@@ -194,7 +203,7 @@ class ExactResumeHook(Hook):
 
 
 def _batches_done(stopped: dict, num_batches: int) -> int:
-    """How far into its epoch a checkpoint of ``StopHook`` is, checked against the epochs of this run."""
+    """How far into its epoch a checkpoint is, checked against the epochs of this run."""
     done, saved_num = stopped['batch'], stopped['num_batches']
     if done and saved_num != num_batches:
         raise RunError(

@@ -17,6 +17,12 @@ from torch import nn
 from ...utils.errors import RunError
 from ...utils.registering import bare_name
 
+# What launchers set: the rank of a process, their number, and the rank among those of its machine.
+_RANKS = {
+    'pytorch': ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'),
+    'slurm': ('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_LOCALID'),
+    'mpi': ('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE', 'OMPI_COMM_WORLD_LOCAL_RANK'),
+}
 _SYNC_BN = ('SyncBatchNorm', 'NaiveSyncBatchNorm')
 
 
@@ -50,11 +56,7 @@ def _slurm_master() -> str:
 
 def _export_rank(launcher: str) -> None:
     """Give PyTorch's ``env://`` the variables it wants from what a launcher sets."""
-    names = {
-        'pytorch': ('RANK', 'WORLD_SIZE', 'LOCAL_RANK'),
-        'slurm': ('SLURM_PROCID', 'SLURM_NTASKS', 'SLURM_LOCALID'),
-        'mpi': ('OMPI_COMM_WORLD_RANK', 'OMPI_COMM_WORLD_SIZE', 'OMPI_COMM_WORLD_LOCAL_RANK'),
-    }[launcher]
+    names = _RANKS[launcher]
     missing = [name for name in names if name not in os.environ]
     if missing:
         raise RunError(
@@ -72,9 +74,8 @@ def _export_rank(launcher: str) -> None:
 def prepare_distributed(cfg: Config) -> None:
     """Make a run with ``cfg.launcher`` possible on this machine; call before the Runner is built.
 
-    With an accelerator nothing is done beyond checking that there are enough. Without one, the
-    processes are joined over gloo, since MMEngine's own start needs CUDA, and the config gets the
-    CPU model wrapper.
+    With GPUs each process takes its own, before anything makes a context on the first one. Without an accelerator the
+    processes are joined over gloo, since MMEngine's own start needs CUDA, and the config gets the CPU model wrapper.
 
     Raises:
         RunError: More processes than GPUs, a launcher's environment is missing, or the config asks
@@ -83,12 +84,14 @@ def prepare_distributed(cfg: Config) -> None:
     if cfg.launcher == 'none':
         return
     if get_device() != 'cpu':
-        local_rank = int(os.environ.get('LOCAL_RANK', 0))
+        local_rank = int(os.environ.get(_RANKS[cfg.launcher][2], 0))
         if torch.cuda.is_available() and local_rank >= torch.cuda.device_count():
             raise RunError(
                 f'process {local_rank + 1} of this machine has no GPU: there are '
                 f'{torch.cuda.device_count()}. Start at most that many processes per machine.'
             )
+        if torch.cuda.is_available():
+            torch.cuda.set_device(local_rank)
         return
 
     wrapper = dict(cfg.get('model_wrapper_cfg') or {})

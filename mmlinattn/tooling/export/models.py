@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...ops.dispatch import size_oblivious
 from ...utils.errors import RunError, described, printable
 from ..class_names import class_names
-from ..images import is_8_bit, preprocessor
+from ..images import is_8_bit, preprocessor, test_pipeline
 from .formats import FORMATS
 from .replacements import StridedPools, replace_modules
 
@@ -162,6 +162,30 @@ def _per_channel(values: Any, default: float, channels: int) -> list[float]:
     return values * channels if len(values) == 1 else values
 
 
+TURNS = ('bgr_to_rgb', 'rgb_to_bgr', 'to_rgb')
+
+
+def normalisation(cfg: Config) -> dict:
+    """The data preprocessor's settings, with those of MMCV's ``Normalize`` in the test pipeline.
+
+    Raises:
+        RunError: The test pipeline normalises in another way, or both do.
+    """
+    given, steps = preprocessor(cfg), [step for step in test_pipeline(cfg) if 'Normalize' in str(step['type'])]
+    if not steps:
+        return given
+    (step, *more), turns = steps, any(map(given.get, TURNS))
+    changes = (
+        turns or set(_per_channel(given.get('mean'), 0, 1)) != {0} or set(_per_channel(given.get('std'), 1, 1)) != {1}
+    )
+    if more or changes or 'torchvision' in str(step['type']):
+        raise RunError(
+            f'the test pipeline has {step["type"]} and the data preprocessor mean={given.get("mean")}: the file cannot '
+            'say how to normalise. Write mean and std (of pixels from 0 to 255) into the data preprocessor alone.'
+        )
+    return {**given, **{key: step[key] for key in ('mean', 'std')}, 'to_rgb': step.get('to_rgb', True)}
+
+
 def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dict], names: list[str]) -> dict:
     """The metadata that an application needs to use the graph, fit for JSON; :func:`decision` is added for logits.
 
@@ -173,8 +197,8 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
     """
     from ... import __version__
 
-    given = preprocessor(cfg)
-    is_rgb = any(map(given.get, ('bgr_to_rgb', 'rgb_to_bgr', 'to_rgb')))  # upstream's all turn what MMCV reads as BGR
+    given = normalisation(cfg)
+    is_rgb = any(map(given.get, TURNS))  # upstream's all turn what MMCV reads as BGR
     at_test = given.get('test_cfg') or {}  # of MMSegmentation, whose own size_divisor is that of training
     return dict(
         mmlinattn=__version__,

@@ -132,14 +132,16 @@ def test_two_processes(tmp_path):
 
 
 def test_stochastic_depth_with_a_rate_in_a_tensor():
-    """So that blocks of different rates share what is compiled; the first of all has none."""
+    """So that blocks of different rates share what is compiled; the first of all has none. The rate is no buffer:
+    EMAHook pairs those of a model and its copy by their order."""
     model = ravlt(drop_path_rate=0.5).double()
+    buffers = [name for name, _ in model.named_buffers()]
     rates = [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
     keys = list(model.state_dict())
     assert len(set(rates)) > 3
     for _ in range(2):  # once more changes nothing
         compile_blocks(model, backend='eager')
-    assert list(model.state_dict()) == keys
+    assert list(model.state_dict()) == keys and [name for name, _ in model.named_buffers()] == buffers
     paths = [module for module in model.modules() if isinstance(module, SharedDropPath)]
     assert [path.keep_rate.item() for path in paths] == pytest.approx([1 - rate for rate in rates])
     path = paths[-1].train()

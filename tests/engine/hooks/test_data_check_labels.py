@@ -110,6 +110,8 @@ def test_segmentors_are_compared_by_names(look):
     assert (
         'num_classes = 4 of the decode_head is more than the 3 classes' in look(model(decode_head=4), train=three)[1][0]
     )
+    forgotten = look(model(decode_head=4, auxiliary_head=3), train=four)[0]
+    assert 'num_classes = 3 of the head is too small for the 4 classes' in forgotten and 'auxiliary_head' in forgotten
 
 
 @pytest.mark.parametrize(

@@ -153,6 +153,21 @@ def test_the_middle_of_an_epoch_needs_the_same_batches(tmp_path):
     assert train(tmp_path / 'new', **options)[0].places == [0, 1, 2] * 3  # a new run from these weights
 
 
+@pytest.mark.parametrize('interval', [2, 3])
+def test_checkpoints_by_iterations_of_epochs(tmp_path, interval):
+    """In the middle of an epoch of three batches, and after its last one, whose end comes with the resumed run."""
+    options = dict(default_hooks=dict(checkpoint=dict(type='CheckpointHook', interval=interval, by_epoch=False)))
+    options.update(train_cfg=EPOCHS, randomness=dict(seed=1))
+    runs = []
+    for name in ('whole', 'cut'):
+        resumes = dict(resume=True, load_from=str(tmp_path / f'whole/iter_{interval}.pth')) if name == 'cut' else {}
+        runner = make_runner(tmp_path / name, HOOKS, name=name, **resumes, **options)
+        runner.register_hook(note := Note(None))
+        runner.train()
+        runs.append((runner.epoch, runner.iter, [*note.losses.items()][-12 + interval :]))
+    assert runs[0] == runs[1] and runs[0][:2] == (4, 12)
+
+
 @MODELS.register_module(force=True)
 class OwnStep(torch.nn.Linear):
     """A model without MMEngine's data preprocessor."""

@@ -133,15 +133,21 @@ def test_variables_that_a_launcher_sets(joined, monkeypatch):
     assert joined == []
 
 
-def test_with_an_accelerator_processes_are_mmengine_s_business(joined, monkeypatch):
+@pytest.mark.parametrize(('launcher', 'variable'), [('pytorch', 'LOCAL_RANK'), ('slurm', 'SLURM_LOCALID')])
+def test_with_gpus_each_process_takes_its_own(joined, monkeypatch, launcher, variable):
+    """MMEngine joins them; what runs before, such as a check of operators, would run on the first GPU."""
+    chosen = []
     monkeypatch.setattr('mmlinattn.engine.runner.distributed.get_device', lambda: 'cuda')
     monkeypatch.setattr('torch.cuda.is_available', lambda: True)
-    monkeypatch.setattr('torch.cuda.device_count', lambda: 1)
-    cfg = Config(dict(launcher='pytorch'))
-    prepare_distributed(cfg)
-    assert joined == [] and 'model_wrapper_cfg' not in cfg
-    monkeypatch.setenv('LOCAL_RANK', '1')
-    with pytest.raises(RunError, match='process 2 of this machine has no GPU: there are 1. Start at most that many'):
+    monkeypatch.setattr('torch.cuda.device_count', lambda: 2)
+    monkeypatch.setattr('torch.cuda.set_device', chosen.append)
+    cfg = Config(dict(launcher=launcher))
+    for rank in '01':
+        monkeypatch.setenv(variable, rank)
+        prepare_distributed(cfg)
+    assert joined == [] and 'model_wrapper_cfg' not in cfg and chosen == [0, 1]
+    monkeypatch.setenv(variable, '2')
+    with pytest.raises(RunError, match='process 3 of this machine has no GPU: there are 2. Start at most that many'):
         prepare_distributed(cfg)
 
 

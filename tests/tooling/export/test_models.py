@@ -66,6 +66,31 @@ def test_what_a_file_says_of_itself(given, said, place):
     )
 
 
+def test_a_test_pipeline_that_normalises():
+    """As in configs that come from MMDetection 2; the file says it, where it can."""
+    step = dict(type='Normalize', mean=[1.0, 2.0, 3.0], std=[4.0, 5.0, 6.0])
+
+    def said(*steps, **given):
+        pipeline = [dict(type='LoadImageFromFile'), *steps, dict(type='PackInputs')]
+        data = dict(test_dataloader=dict(dataset=dict(pipeline=pipeline)))
+        cfg = Config(dict(data, model=dict(data_preprocessor=given)))
+        meta = models.metadata(cfg, 'classifier', Sizes(1, 64, 80), None, ['logits'])
+        return [meta[key] for key in ('mean', 'std', 'channel_order')]
+
+    neutral = dict(mean=[0, 0, 0], std=[1, 1, 1], to_rgb=False)
+    assert said(step, **neutral) == said(step) == [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], 'RGB']
+    assert said(dict(step, to_rgb=False))[2] == 'BGR'
+    of_torchvision = dict(step, type='torchvision/Normalize')
+    for steps, given in (
+        ([step], dict(to_rgb=True)),
+        ([step, step], {}),
+        ([of_torchvision], {}),
+        ([step], dict(std=2)),
+    ):
+        with pytest.raises(RunError, match='the file cannot say how to normalise. Write mean and std'):
+            said(*steps, **given)
+
+
 def test_windows_that_a_segmentor_is_tested_in():
     test_cfg = dict(mode='slide', crop_size=(64, 80), stride=(32, 40))
     cfg = Config(dict(model=dict(test_cfg=test_cfg)))
