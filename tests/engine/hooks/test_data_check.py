@@ -191,9 +191,9 @@ def test_a_metric_that_names_classes(look, tmp_path):
 def test_an_evaluation_needs_to_know_crowds(look, tmp_path, kind):
     """pycocotools would end in a KeyError after the first epoch; MMDetection's own recall does not ask."""
     boxes = [dict(id=1, image_id=1, category_id=3, area=100, bbox=[2, 2, 10, 10])]
-    file = coco(tmp_path, annotations=boxes)
+    dataset = coco_data(file := coco(tmp_path, annotations=boxes))
     metric = METRICS.build(dict(type='CocoMetric', ann_file=str(file), metric=kind))
-    line, _ = look(model(bbox_head=3), val=[coco_data(file), metric])
+    line, _ = look(model(bbox_head=3), val=[dataset, metric])
     assert ('annotation 1 of its ann_file has no iscrowd; write 0' in line) == (kind != 'proposal_fast')
 
 
