@@ -192,6 +192,11 @@ ADVICE = {
     'weight tensor should be defined': 'class_weight of a loss has to have a number for each class of its head',
     'No enough information to get one-hot': 'mixed images need data_preprocessor=dict(num_classes=...), as many as the '
     'head has',
+    "unexpected keyword argument 'pretrained'": 'weights of a backbone go into its init_cfg=dict(type="Pretrained", '
+    'checkpoint=...)',
+    '!_src.empty()': 'OpenCV cannot read an image; where a transform of your own reads them, leave --show-dir out',
+    'LoadImageFromFile is not found': "upstream's inferencers read images by LoadImageFromFile alone; tools/test.py "
+    'reads them by your own transform',
     'is out of bounds': 'a label is beyond num_classes of the head: in a label image that DataCheckHook did not open '
     '(custom_hooks.DataCheckHook.num_images=100000 opens more, and names the file), or as padding, where '
     'data_preprocessor.seg_pad_val is another number than ignore_index',
