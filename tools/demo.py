@@ -161,10 +161,8 @@ def draw_one(inferencer, cfg, picture: str, threshold: float, folder: str, name:
     else:
         # as the test pipeline reads it; of a path, the inferencer reads three channels of eight bits
         samples = inferencer(read_picture(picture, cfg), return_datasamples=True)
-        labels, scores = (
-            samples[0].pred_label.flatten().tolist(),
-            samples[0].pred_score,
-        )  # none or several of some heads
+        labels = samples[0].pred_label.flatten().tolist()  # none or several of some heads
+        scores = samples[0].pred_score
         # MMPretrain gives a.jpg and a.png the same name, and a.1.jpg and a.2.jpg
         inferencer.visualize([picture], samples, show_dir=folder)
         (drawn,) = Path(folder).glob('*.png')
