@@ -129,6 +129,7 @@ def count_models(side: int, batch: int, autocast: bool) -> None:
 
         cells = []
         for each in FORMS:
+            model.zero_grad()  # to add up gradients of several forms would count as launches
             # CPUs without units for bfloat16 leave autocast, which GPUs do not
             with form(each), mock.patch.object(foreign, 'has_bfloat16_units', lambda: True):
                 size = kept(step, images, *parameters)[1]

@@ -140,12 +140,12 @@ def keep_folders(runner) -> None:
         setattr(runner.visualizer, name, partial(draw_below, getattr(runner.visualizer, name), root))
 
 
-def draw_below(draw, root: str, *args, data_sample=None, out_file=None, **kwargs) -> None:
+def draw_below(draw, root: str, *args, data_sample=None, out_file=None, **kwargs):
     path = getattr(data_sample, 'img_path', '')
     if out_file and path:
         folder = osp.relpath(osp.dirname(osp.abspath(path)), root)
         out_file = osp.join(osp.dirname(out_file), folder, osp.basename(out_file))
-    draw(*args, data_sample=data_sample, out_file=out_file, **kwargs)
+    return draw(*args, data_sample=data_sample, out_file=out_file, **kwargs)
 
 
 class DumpLabelMaps(DumpResults):

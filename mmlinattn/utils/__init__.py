@@ -4,4 +4,4 @@
 from .files import atomic_write, project_files
 from .registering import register_all_modules
 
-__all__ = ['project_files', 'register_all_modules', 'atomic_write']
+__all__ = ['atomic_write', 'project_files', 'register_all_modules']

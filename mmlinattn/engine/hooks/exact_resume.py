@@ -185,8 +185,7 @@ class ExactResumeHook(Hook):
     def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
         """Note the place of a checkpoint that is saved in the middle of an epoch; MMEngine's resume would repeat it."""
         if self.batches is not None and self._place and type(runner.train_loop) is EpochBasedTrainLoop:
-            stopped = dict(batch=self._place, num_batches=len(runner.train_dataloader))
-            checkpoint['meta'].setdefault('stopped', stopped)
+            checkpoint['meta']['stopped'] = dict(batch=self._place, num_batches=len(runner.train_dataloader))
 
     def _number(self, loader: DataLoader, config: dict, is_endless: bool) -> _NumberedBatches:
         """Let a loader draw numbered batches, from the beginning."""

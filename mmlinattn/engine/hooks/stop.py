@@ -147,8 +147,7 @@ class StopHook(Hook):
             all_reduce(is_asked, op='max')
             self._is_agreed = bool(is_asked.item())
         if self._is_agreed and _weights_are_updated(runner):
-            is_epochs = type(runner.train_loop) is EpochBasedTrainLoop
-            self._save_and_end(runner, runner.epoch, runner.iter + 1, batch_idx + 1 if is_epochs else 0)
+            self._save_and_end(runner, runner.iter + 1)
 
     def before_val_iter(self, runner, batch_idx: int, data_batch=None) -> None:
         """In a validation of a training, weights do not change: there is nothing to wait for."""
@@ -158,7 +157,7 @@ class StopHook(Hook):
             if isinstance(hook, EMAHook):  # averaged weights are in the model's place while it is validated
                 vars(hook).update(evaluate_on_origin=False)  # MMPretrain's would validate once more
                 hook.after_val_epoch(runner)
-        self._save_and_end(runner, runner.epoch, runner.iter, 0, waits=False)
+        self._save_and_end(runner, runner.iter, waits=False)
 
     def after_train(self, runner) -> None:
         """Stop listening."""
@@ -169,9 +168,9 @@ class StopHook(Hook):
     def _on_sigterm(self, signum, frame) -> None:
         self.is_asked = True
 
-    def _save_and_end(self, runner, epoch: int, iteration: int, batch: int, waits: bool = True) -> None:
+    def _save_and_end(self, runner, iteration: int, waits: bool = True) -> None:
         if _can_resume(runner):
-            path = self._save(runner, dict(epoch=epoch, iter=iteration), batch)
+            path = self._save(runner, dict(epoch=runner.epoch, iter=iteration))
             runner.logger.warning(
                 f'SIGTERM: iteration {iteration} is saved in {path!r}; the same command with --resume goes on from '
                 'there.'
@@ -183,13 +182,12 @@ class StopHook(Hook):
         self.after_train(runner)
         raise SystemExit(TERMINATED)
 
-    def _save(self, runner, meta: dict, batch: int) -> str:
+    def _save(self, runner, meta: dict) -> str:
         hook = next((hook for hook in runner.hooks if isinstance(hook, CheckpointHook)), None)
         folder = getattr(hook, 'out_dir', None) or runner.work_dir
         backend = getattr(hook, 'backend_args', None)
         if backend is None and '://' not in folder:
             backend = dict(backend=ATOMIC_BACKEND)
-        meta['stopped'] = dict(batch=batch, num_batches=len(runner.train_dataloader) if batch else 0)
         return write_checkpoint(
             runner,
             folder,

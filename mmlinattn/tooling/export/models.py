@@ -162,7 +162,7 @@ def _per_channel(values: Any, default: float, channels: int) -> list[float]:
     return values * channels if len(values) == 1 else values
 
 
-TURNS = ('bgr_to_rgb', 'rgb_to_bgr', 'to_rgb')
+TURNS = ('bgr_to_rgb', 'rgb_to_bgr', 'to_rgb')  # upstream's all turn what MMCV reads as BGR
 
 
 def normalisation(cfg: Config) -> dict:
@@ -174,11 +174,10 @@ def normalisation(cfg: Config) -> dict:
     given, steps = preprocessor(cfg), [step for step in test_pipeline(cfg) if 'Normalize' in str(step['type'])]
     if not steps:
         return given
-    (step, *more), turns = steps, any(map(given.get, TURNS))
-    changes = (
-        turns or set(_per_channel(given.get('mean'), 0, 1)) != {0} or set(_per_channel(given.get('std'), 1, 1)) != {1}
-    )
-    if more or changes or 'torchvision' in str(step['type']):
+    step, *more = steps
+    mean, std = _per_channel(given.get('mean'), 0, 1), _per_channel(given.get('std'), 1, 1)
+    is_neutral = not any(mean) and set(std) == {1} and not any(map(given.get, TURNS))
+    if more or not is_neutral or 'torchvision' in str(step['type']):
         raise RunError(
             f'the test pipeline has {step["type"]} and the data preprocessor mean={given.get("mean")}: the file cannot '
             'say how to normalise. Write mean and std (of pixels from 0 to 255) into the data preprocessor alone.'
@@ -198,7 +197,7 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
     from ... import __version__
 
     given = normalisation(cfg)
-    is_rgb = any(map(given.get, TURNS))  # upstream's all turn what MMCV reads as BGR
+    is_rgb = any(map(given.get, TURNS))
     at_test = given.get('test_cfg') or {}  # of MMSegmentation, whose own size_divisor is that of training
     return dict(
         mmlinattn=__version__,
