@@ -23,7 +23,7 @@ from ..utils.errors import RunError, described
 from ..utils.foreign import checkpoint_prefixes
 from ..utils.registering import bare_name
 from .class_names import dataset_configs
-from .command_line import writing
+from .command_line import notice, writing
 from .environment import PIP, explained, use
 
 # default_scope -> the distributions that provide it, as pip is told
@@ -54,6 +54,8 @@ def load_config(args: argparse.Namespace) -> Config:
             cfg.merge_from_dict(hooks_by_place(cfg, args.cfg_options))
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise RunError(f'--cfg-options {args.cfg_options} does not fit the config: {error}') from error
+    if scope == 'mmpretrain':
+        follow_own_classes(cfg)
     if args.no_pin_memory:
         for loader in filter(None, map(cfg.get, LOADERS)):
             loader.pin_memory = False
@@ -147,6 +149,24 @@ def _set_mmpretrain_loader_defaults(cfg: Config) -> None:
             loader.setdefault('pin_memory', get_device() != 'cpu')
             if loader.get('num_workers', 0) > 0:
                 loader.setdefault('persistent_workers', True)
+
+
+def follow_own_classes(cfg: Config) -> None:
+    """Let a classifier's own head and folders of classes do, in a config that inherits one for ImageNet.
+
+    Of the inherited settings ``data_preprocessor.num_classes`` has to be that of the head, and ``CustomDataset`` does
+    not take ImageNet's ``split``; both can only be left over, so that they are mended, with a notice.
+    """
+    count = (cfg.model.get('head') or {}).get('num_classes') if cfg.get('model') else None
+    made = (cfg.get('data_preprocessor') or {}).get('num_classes')
+    if None not in (count, made) and count != made:
+        cfg.data_preprocessor.num_classes = count
+        notice(f'data_preprocessor.num_classes = {made} is {count} here, as num_classes of the head.')
+    for loader in LOADERS:
+        for key, dataset in dataset_configs(cfg, loader):
+            if bare_name(dataset.get('type')) == 'CustomDataset' and 'split' in dataset:
+                split = dataset.pop('split')
+                notice(f'{key}: CustomDataset knows no split; {split!r} is left out, all of data_root is read.')
 
 
 def set_data_root(cfg: Config, root: str) -> None:

@@ -5,8 +5,10 @@ from typing import Any, Optional
 
 from mmengine.config import Config
 
+from ...utils.errors import RunError
 from ...utils.files import project_files
 from ...utils.registering import bare_name
+from ..configs import LOADERS
 from .upstream import Upstream
 from .zoo import ZooBackbone, recipe
 
@@ -31,6 +33,27 @@ def normalise(model: dict, task: str) -> None:
         is_rgb = isinstance(mean, (list, tuple)) and list(mean) == sorted(mean, reverse=True) and len(set(mean)) == 3
         is_rgb ^= bool(value.pop('rgb_to_bgr', False))
         value.update({'mean': MEAN, 'std': STD, flag: bool(value.get(flag)) or not is_rgb})
+
+
+def check_pipelines(cfg: Config) -> None:
+    """Refuse images that a pipeline has normalised: the weights' preprocessor would do it again.
+
+    Raises:
+        RunError: A data set of ``cfg`` has ``Normalize`` in its pipeline.
+    """
+    for loader in LOADERS:
+        if _normalises(cfg.to_dict().get(loader)):
+            raise RunError(
+                f'{loader} has Normalize in its pipeline, as configs of MMDetection 2 and MMSegmentation 0 do; with '
+                'ImageNet weights images would be normalised twice. Write its mean, std and to_rgb into '
+                'data_preprocessor (there bgr_to_rgb, of classifiers to_rgb), and take it out of the pipelines.'
+            )
+
+
+def _normalises(node: Any) -> bool:
+    children = list(node.values()) if isinstance(node, dict) else node if isinstance(node, (list, tuple)) else ()
+    is_one = isinstance(node, dict) and bare_name(node.get('type')) == 'Normalize'
+    return is_one or any(map(_normalises, children))
 
 
 def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tuple[dict, list[str]]:

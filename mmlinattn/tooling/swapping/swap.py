@@ -8,7 +8,7 @@ from ...utils.building import is_pretrained
 from ...utils.errors import RunError
 from .measuring import measure
 from .plans import Plan, Way, ways
-from .settings import normalise, settings_for
+from .settings import check_pipelines, normalise, settings_for
 from .smoke import Trial, TrialError, try_model
 from .upstream import NoPlace, Upstream, read_upstream, together
 from .writing import changes, difference, statement
@@ -40,7 +40,7 @@ def swap_backbone(upstream: str, backbone: str, out: Union[str, Path], keep_opti
 
     Raises:
         NoPlace: The network has no place for a pyramid of maps.
-        RunError: The arguments name nothing, or the upstream model does not train here either.
+        RunError: The arguments name nothing, the upstream model does not train here either, or its pipelines normalise.
     """
     source = read_upstream(upstream)
     new = find_backbone(backbone, source.task)
@@ -48,6 +48,8 @@ def swap_backbone(upstream: str, backbone: str, out: Union[str, Path], keep_opti
     if source.image_channels != 3:
         new = new._replace(cfg={**new.cfg, 'in_channels': source.image_channels}, checkpoint=None)
         without_weights = f'images of {source.image_channels} channel(s)'
+    if new.checkpoint:
+        check_pipelines(source.cfg)
     settings, remarks = settings_for(source, new, keep_optimizer)
     plan, trial = _wire(source, new, settings.get('optim_wrapper') or source.cfg.get('optim_wrapper'))
     before, network = source.model, plan.network

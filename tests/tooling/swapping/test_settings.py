@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 from mmengine.config import Config
 
-from mmlinattn.tooling.swapping.settings import normalise, settings_for
+from mmlinattn.tooling.swapping.settings import check_pipelines, normalise, settings_for
 from mmlinattn.tooling.swapping.zoo import find_backbone
+from mmlinattn.utils.errors import RunError
 
 for project in ('mmdet', 'mmseg', 'mmpretrain'):
     pytest.importorskip(project)
@@ -43,6 +44,17 @@ def test_pictures_are_normalised_as_the_weights_know_them(given, expected):
     model = dict(data_preprocessor=dict(type='Multi', data_preprocessor=dict(given)))
     normalise(model, 'mmdet')
     assert model == dict(data_preprocessor=dict(type='Multi', data_preprocessor=expected))
+
+
+@pytest.mark.parametrize('kind', ['Normalize', 'mmcv.Normalize'])
+def test_images_are_not_normalised_twice(kind):
+    steps = [dict(type='LoadImageFromFile'), dict(type='TestTimeAug', transforms=[[dict(type='Flip')]])]
+    cfg = Config(dict(val_dataloader=dict(dataset=dict(dataset=dict(pipeline=steps)))))
+    check_pipelines(cfg)
+    steps[1]['transforms'][0].append(dict(RGB, type=kind))
+    cfg = Config(dict(val_dataloader=dict(dataset=dict(dataset=dict(pipeline=steps)))))
+    with pytest.raises(RunError, match='Normalize.*twice.*data_preprocessor'):
+        check_pipelines(cfg)
 
 
 def settings_of(task, model, cfg, keep=False, name='ravlt_t'):
