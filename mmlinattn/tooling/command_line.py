@@ -184,6 +184,8 @@ ADVICE = {
     'val_dataloader and test_dataloader, or resize to one size in the pipeline',
     'stack expects each tensor to be equal size': 'images of one batch differ in size. Set batch_size=1 in that '
     'dataloader, or resize or crop to one size in the pipeline',
+    'is not a subset of classes': 'metainfo.classes can only choose among the classes of this data set. For others set '
+    "type='BaseSegDataset' of each data set (with reduce_zero_label=True where 0 is no class)",
     'selected index k out of range': 'top-k exceeds the number of classes or boxes: set topk=(1,) in val_evaluator, '
     'test_evaluator and the head. Of the boxes of a detector: lower max_per_img or max_per_image of its test_cfg',
     'None is not a callable object': 'optim_wrapper.optimizer.type is no optimizer that is known here',

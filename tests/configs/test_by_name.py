@@ -5,10 +5,12 @@ from importlib import import_module
 from pathlib import Path
 
 import mmengine.registry
+import numpy as np
 import pytest
 from config_helpers import CONFIG_DIR, ROOT, load
 from mmengine.config import Config
-from mmengine.registry import MODELS, Registry, init_default_scope
+from mmengine.registry import DATASETS, MODELS, Registry, init_default_scope
+from PIL import Image
 from tool_runs import TOOLS, in_one_process
 
 import mmlinattn  # noqa: F401
@@ -67,6 +69,33 @@ def test_the_scope_is_that_of_the_run(task):
     assert type(MODELS.build(dict(type='mmlinattn.CrossEntropyLoss'))).__module__.startswith(f'{task}.')
     with pytest.raises(KeyError, match='NoSuchLoss is not in the'):
         MODELS.build(dict(loss, type='NoSuchLoss'))
+
+
+OWN = "type='BaseSegDataset', metainfo=dict(classes=('a', 'b', 'c')), "
+
+
+@pytest.mark.parametrize(
+    ('changes', 'expected'),
+    [
+        ('', [255, 0, 1]),  # ADE20K
+        (OWN, [0, 1, 2]),
+        (f'{OWN}reduce_zero_label=False, ', [0, 1, 2]),
+        (f'{OWN}reduce_zero_label=True, ', [255, 0, 1]),
+    ],
+)
+def test_label_images_of_ones_own_take_one_setting(changes, expected, tmp_path):
+    pytest.importorskip('mmseg')
+    write_dataset(tmp_path / 'data', DatasetSpec('ade', 1, 1, size=(64, 64)))
+    (label,) = tmp_path.glob('data/annotations/validation/*.png')
+    Image.fromarray(np.tile(np.uint8([0, 1, 2, 2]), (64, 16))).save(label)
+    (tmp_path / 'child.py').write_text(f"""
+_base_ = 'mmlinattn::mmseg/ravlt_t_upernet_160k.py'
+val_dataloader = dict(dataset=dict({changes}data_root={str(tmp_path / 'data')!r}))
+""")
+    cfg = Config.fromfile(tmp_path / 'child.py')
+    init_default_scope('mmseg')
+    sample = DATASETS.build(cfg.val_dataloader.dataset)[0]['data_samples']
+    assert sample.gt_sem_seg.data[0, 0, :3].tolist() == expected
 
 
 # --- children that change types ---------------------------------------------------------------------------------------

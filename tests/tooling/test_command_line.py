@@ -98,6 +98,7 @@ def test_an_error_while_building_names_the_innermost_class(monkeypatch):
     [
         (TypeError("Scale must be a number or tuple of int, but got <class 'list'>"), 'write it in brackets'),
         (ValueError('base_wd should not be None'), 'set optim_wrapper.optimizer.weight_decay'),
+        (ValueError("new classes ('a',) is not a subset of classes ('wall',) in METAINFO."), "type='BaseSegDataset'"),
         (ValueError('Expected more than 1 value per channel when training, got [1, 3, 1, 1]'), 'drop_last=True'),
         (TypeError("Backbone.__init__() got an unexpected keyword argument 'pretrained'"), 'go into its init_cfg='),
         (ValueError('LoadImageFromFile is not found in the test pipeline'), 'inferencers read images by LoadImage'),
