@@ -13,10 +13,8 @@ import yaml
 
 from ...engine.data.files import fault_of_shapes, load_coco
 from ...utils.errors import RunError, described
-from .finding import SUFFIXES, OwnData, divide, find, image_size, read_lines, read_names, split_of
+from .finding import SUFFIXES, OwnData, divide, find, image_size, read_lines, read_lists, read_names, split_of
 
-_ORDER = ('trainval', 'train', 'val', 'test')
-_SPLIT_FILE = re.compile(r'(trainval|train|val|test)(?:ing|id|idation)?\.txt', re.IGNORECASE)  # not bird_train.txt
 _SPLIT_JSON = re.compile(r'(instances_)?(train|val|test)(?:ing|id|idation)?\d*\.json', re.IGNORECASE)
 # of COCO, beside what has the boxes
 _OTHER_COCO = ('captions', 'person_keypoints', 'image_info', 'stuff', 'panoptic')
@@ -120,15 +118,8 @@ def _positive(number: Any) -> Any:
 
 def _voc(root: Path, images: list[Path]) -> tuple[list, list[str]]:
     """Every XML file with the image of its name, and its split: of ImageSets/Main, else of its folder."""
-    files, lists = find(root, '.xml'), {}
-    stems = {path.stem for path in files}
-    there = [(_SPLIT_FILE.fullmatch(path.name), path) for path in find(root, '.txt') if path.parent.name == 'Main']
-    listed = sorted((_ORDER.index(found[1].lower()), path) for found, path in there if found)
-    for number, path in listed:
-        # trainval, where there is no train
-        if number or not any(other == 1 and train.parent == path.parent for other, train in listed):
-            named = (line if line in stems else line.split()[0] for line in read_lines(path))
-            lists.update(dict.fromkeys(named, _ORDER[max(number, 1)]))
+    files = find(root, '.xml')
+    lists, source = read_lists(root, 'Main', {path.stem for path in files})
     photos: list[tuple[Photo, Optional[str]]] = []
     pictures = _pictures(root, [path for path in files if not lists or path.stem in lists], images)
     for path, picture in pictures.items():
@@ -136,7 +127,7 @@ def _voc(root: Path, images: list[Path]) -> tuple[list, list[str]]:
         photos.append((read_voc(path, picture), split))
     missing = set(lists) - {photo.path.stem for photo, _ in photos}
     if missing:
-        raise RunError(f'{listed[0][1].parent} names {min(missing)}, of which there is no XML file.')
+        raise RunError(f'{source} names {min(missing)}, of which there is no XML file.')
     found = {name for photo, _ in photos for name, *_ in photo.objects}
     classes = read_names(root, 'classes.txt', 'labelmap.txt') or sorted(found)
     if found - set(classes):

@@ -4,6 +4,7 @@
 import os
 import random
 import re
+from collections.abc import Container
 from pathlib import Path
 from typing import Any, Callable, NamedTuple, Optional
 
@@ -15,6 +16,8 @@ from ...utils.errors import RunError, described
 
 SUFFIXES = ('.jpg', '.jpeg', '.jfif', '.png', '.bmp', '.tif', '.tiff', '.webp')
 NOT_READ = ('.gif', '.heic', '.heif', '.avif')
+_ORDER = ('trainval', 'train', 'val', 'test')
+_SPLIT_FILE = re.compile(r'(trainval|train|val|test)(?:ing|id|idation)?\.txt', re.IGNORECASE)  # not bird_train.txt
 _NUM_READ = 50  # images that are decoded to see their form
 
 
@@ -65,6 +68,28 @@ def split_of(path: Path) -> Optional[str]:
         for part in path.parts[::-1]
     )
     return next((found[1] for found in names if found), None)
+
+
+def read_lists(root: Path, name: str, stems: Container[str]) -> tuple[dict[str, str], Optional[Path]]:
+    """The split of each image by VOC's ``ImageSets/NAME/{trainval,train,val,test}.txt``.
+
+    Args:
+        root: The data set; the lists may be anywhere below.
+        name: The folder: ``'Main'`` of boxes, ``'Segmentation'`` of label images.
+        stems: Names of images; a line of another is one and a number.
+
+    Returns:
+        Name of an image -> 'train', 'val' or 'test', and the folder of the lists; empty and None where there are none.
+    """
+    there = [(_SPLIT_FILE.fullmatch(path.name), path) for path in find(root, '.txt') if path.parent.name == name]
+    listed = sorted((_ORDER.index(found[1].lower()), path) for found, path in there if found)
+    lists: dict[str, str] = {}
+    for number, path in listed:
+        # trainval, where there is no train
+        if number or not any(other == 1 and train.parent == path.parent for other, train in listed):
+            named = (line if line in stems else line.split()[0] for line in read_lines(path))
+            lists.update(dict.fromkeys(named, _ORDER[max(number, 1)]))
+    return lists, listed[0][1].parent if listed else None
 
 
 def divide(

@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 
 from ...utils.errors import RunError
-from .finding import SUFFIXES, OwnData, divide, find, image_size, is_hidden, read_names, split_of
+from .finding import SUFFIXES, OwnData, divide, find, image_size, is_hidden, read_lists, read_names, split_of
 
 # folders, in small letters
 _IMAGES = ('images', 'image', 'imgs', 'img', 'img_dir', 'jpegimages')
@@ -100,7 +100,12 @@ def read_masks(root: Path, names: Optional[list[str]], remapped: Path) -> OwnDat
         notes.append(f'pixels of value {IGNORED} are ignored')
     if not names:
         notes.append(f'the classes have no names: give --classes, or write {root / "classes.txt"}, a name a line')
-    splits, more = divide([(pair, split_of(pair.image.parent.relative_to(root))) for pair in pairs])
+    listed, source = read_lists(root, 'Segmentation', {pair.stem for pair in pairs})
+    missing = set(listed) - {pair.stem for pair in pairs}
+    if missing:
+        raise RunError(f'{source} names {min(missing)}, of which there is no label image.')
+    named = [listed.get(pair.stem) if listed else split_of(pair.image.parent.relative_to(root)) for pair in pairs]
+    splits, more = divide(list(zip(pairs, named)))
     settings, lists = {}, {}
     for split, chosen in splits.items():
         first = chosen[0]

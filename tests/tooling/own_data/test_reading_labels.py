@@ -57,6 +57,19 @@ def test_masks_of_0_and_255_are_copied_as_labels(tmp_path):
     assert sum(map(len, data.images.values())) == 4 and 'copied' in ' '.join(data.notes)
 
 
+def test_masks_divided_by_the_lists_of_voc(tmp_path):
+    """``ImageSets/Segmentation``; those of boxes beside it are others."""
+    root = tmp_path / 'data'
+    for name, listed in (('Segmentation/train', '0\n2\n'), ('Segmentation/val', '3'), ('Main/train', '1\n3\n0')):
+        text(root / 'ImageSets' / f'{name}.txt', listed)
+    data = masks(root, [0, 1, 2])
+    assert data.annotations == dict(train='0\n2\n', val='3\n')
+    assert '1 images outside of train and val are left out' in data.notes
+    text(root / 'ImageSets/Segmentation/val.txt', '3\n7')
+    with pytest.raises(RunError, match='Segmentation names 7, of which there is no label image'):
+        masks(root, [0, 1, 2])
+
+
 def test_masks_as_mmsegmentation_reads_them_stay(tmp_path):
     """A folder a split, or one below another; those without a label image are left out."""
     for split, count in (('train', 3), ('val', 1)):
