@@ -80,13 +80,32 @@ def configure(args: argparse.Namespace):
     if args.show or args.show_dir:
         draw_predictions(cfg, args)
     if args.tta:
-        missing = [key for key in ('tta_model', 'tta_pipeline') if not cfg.get(key)]
-        if missing:
-            raise RunError(f'--tta: {args.config} has no {" and no ".join(missing)}.')
-        cfg.model = ConfigDict(dict(cfg.tta_model, module=cfg.model))
-        for _, dataset in dataset_configs(cfg, 'test_dataloader'):
-            dataset['pipeline'] = cfg.tta_pipeline
+        augment(cfg, args.config)
     return cfg
+
+
+# what upstream's tools take where a config has none
+TTA_MODELS = dict(
+    mmdet=dict(type='DetTTAModel', tta_cfg=dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100)),
+    mmpretrain=dict(type='AverageClsScoreTTA'),
+)
+
+
+def augment(cfg, config: str) -> None:
+    """Test-time augmentation of the config, else the image and its mirror image."""
+    model = cfg.get('tta_model') or TTA_MODELS.get(cfg.get('default_scope'))
+    if not model:
+        raise RunError(f'--tta: {config} has no tta_model.')
+    cfg.model = ConfigDict(dict(model, module=cfg.model))
+    for _, dataset in dataset_configs(cfg, 'test_dataloader'):
+        dataset['pipeline'] = cfg.get('tta_pipeline') or with_mirror_image(dataset['pipeline'])
+
+
+def with_mirror_image(pipeline: list) -> list:
+    *steps, pack = pipeline
+    pack = {key: value for key, value in pack.items() if key != 'meta_keys'}  # by default flips are among them
+    flips = [dict(type='RandomFlip', prob=prob) for prob in (0.0, 1.0)]
+    return [*steps, dict(type='TestTimeAug', transforms=[flips, [pack]])]
 
 
 def draw_predictions(cfg, args: argparse.Namespace) -> None:

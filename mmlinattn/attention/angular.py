@@ -1,12 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from typing import Any, Optional
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import ops
 from ..ops.grid import on_grid
-from .mixer import TOKEN_MIXERS, LocalMixer
+from .mixer import TOKEN_MIXERS, LocalMixer, RepeatedConv2d
 
 CONVS = ('grid', 'sequence', None)
 
@@ -49,21 +48,16 @@ class AngularMixer(LocalMixer):
         self.unit_output = form == 'released'  # each token's output has length 1 within the head
         self.dconv: Any = None
         if conv is not None:
-            kernel, padding = dict(grid=((3, 3), (1, 1)), sequence=((9, 1), (4, 0)))[conv]
-            self.dconv = nn.Conv2d(num_heads, num_heads, kernel, padding=padding, groups=num_heads, bias=False)
+            kernel = dict(grid=(3, 3), sequence=(9, 1))[conv]
+            self.dconv = RepeatedConv2d(num_heads, self.head_dim, kernel, interleaved=True, bias=False)
 
     def attend(self, q, k, v, key_grid, mask=None) -> Tensor:
         return ops.angular_attention(q, k, v, self.num_heads, mask, self.form == 'released', self.unit_output)
 
     def convolve(self, v, key_grid, context=None):
         if self.conv == 'grid':
-            return on_grid(self.convolved, v, key_grid)
-        return None if self.conv is None else self.convolved(v.transpose(1, 2).unsqueeze(-1))[..., 0].mT
-
-    def convolved(self, image: Tensor) -> Tensor:
-        """(B, C, h, w), all channels of a head by its kernel."""
-        weight = self.dconv.weight.repeat_interleave(self.head_dim, dim=0)
-        return F.conv2d(image, weight, padding=self.dconv.padding, groups=self.dim)
+            return on_grid(self.dconv, v, key_grid)
+        return None if self.conv is None else self.dconv(v.transpose(1, 2).unsqueeze(-1))[..., 0].mT
 
     def local_kernels(self, context=None):
         return (

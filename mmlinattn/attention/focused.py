@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..layers.position import PositionTable
 from ..ops.grid import on_grid
-from .mixer import TOKEN_MIXERS, LocalMixer, check_local_kernel
+from .mixer import TOKEN_MIXERS, LocalMixer, RepeatedConv2d, check_local_kernel
 
 
 @TOKEN_MIXERS.register_module('focused')
@@ -42,15 +42,7 @@ class FocusedMixer(LocalMixer):
         self.scale = nn.Parameter(torch.zeros(dim)) if focus else None
         self.local: Any = None
         if check_local_kernel(local_kernel):
-            self.local = nn.Conv2d(
-                self.head_dim, self.head_dim, local_kernel, padding=local_kernel // 2, groups=self.head_dim
-            )
-
-    def shared_conv(self, image: Tensor) -> Tensor:
-        """The depth-wise convolution of (B, C, h, w), each head with the same weights."""
-        weight = self.local.weight.repeat(self.num_heads, 1, 1, 1)
-        bias = None if self.local.bias is None else self.local.bias.repeat(self.num_heads)
-        return F.conv2d(image, weight, bias, padding=self.local.padding, groups=self.dim)
+            self.local = RepeatedConv2d(self.head_dim, num_heads, local_kernel)
 
     def attend(self, q, k, v, key_grid, mask=None) -> Tensor:
         offset = None if self.position is None else self.position.on(key_grid)
@@ -61,7 +53,7 @@ class FocusedMixer(LocalMixer):
         return ops.linear_attention(q.relu() + 1e-6, k.relu() + 1e-6, v, self.num_heads, mask=mask)
 
     def convolve(self, v, key_grid, context=None):
-        return None if self.local is None else on_grid(self.shared_conv, v, key_grid)
+        return None if self.local is None else on_grid(self.local, v, key_grid)
 
     def local_kernels(self, context=None):
         return None if self.local is None else self.local.weight.repeat(self.num_heads, 1, 1, 1).squeeze(1)[None]

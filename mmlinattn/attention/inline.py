@@ -1,6 +1,4 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +10,17 @@ from ..ops.tensors import unflatten
 from .mixer import TOKEN_MIXERS, LocalMixer
 
 
+class GroupedLinear(nn.Conv1d):
+    """A grouped 1x1 convolution on vectors (B, C): one batched product instead of a convolution a group."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = unflatten(self.weight.squeeze(-1), 0, (self.groups, -1))  # (groups, outputs, inputs)
+        x = unflatten(x, -1, (self.groups, -1)).transpose(0, 1)
+        # not einsum: traces do not record what autocast does inside of it
+        out = torch.bmm(x, weight.transpose(1, 2)).transpose(0, 1).flatten(1)
+        return out if self.bias is None else out + self.bias
+
+
 class PredictedConv(nn.Module):
     """Depth-wise convolution whose kernel is predicted for each image from its mean token (InLine Eq. 6).
 
@@ -20,21 +29,12 @@ class PredictedConv(nn.Module):
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
-        self.fc1 = nn.Conv1d(dim, dim, 1, groups=num_heads)
-        self.fc2 = nn.Conv1d(dim, dim * 3**2, 1, groups=num_heads)
-
-    @staticmethod
-    def by_head(layer: Any, x: Tensor) -> Tensor:
-        """The grouped 1x1 convolution on vectors (B, C): one batched product instead of a convolution a group."""
-        weight = unflatten(layer.weight.squeeze(-1), 0, (layer.groups, -1))  # (groups, outputs, inputs)
-        x = unflatten(x, -1, (layer.groups, -1)).transpose(0, 1)
-        # not einsum: traces do not record what autocast does inside of it
-        return torch.bmm(x, weight.transpose(1, 2)).transpose(0, 1).flatten(1) + layer.bias
+        self.fc1 = GroupedLinear(dim, dim, 1, groups=num_heads)
+        self.fc2 = GroupedLinear(dim, dim * 3**2, 1, groups=num_heads)
 
     def kernels(self, mean: Tensor) -> Tensor:
         """The kernels (B, C, 3, 3) of mean tokens (B, C)."""
-        kernels = self.by_head(self.fc2, F.gelu(self.by_head(self.fc1, mean)))
-        return unflatten(kernels, 1, (-1, 3, 3))
+        return unflatten(self.fc2(F.gelu(self.fc1(mean))), 1, (-1, 3, 3))
 
     def forward(self, image: Tensor, mean: Tensor) -> Tensor:
         """Convolve ``image`` (B, C, h, w) with the kernels of the mean tokens ``mean`` (B, C)."""

@@ -7,9 +7,10 @@ A **mixer** turns projected tokens into mixed tokens. It never sees an image, a 
 
 from typing import Optional, Union
 
+import torch.nn.functional as F
 from mmengine.model import BaseModule
 from mmengine.registry import Registry
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..ops.grid import Grid
 
@@ -115,6 +116,35 @@ class LocalMixer(TokenMixer):
     def forward(self, q, k, v, grid, key_grid, mask=None, context=None, **_) -> Tensor:
         out, local = self.attend(q, k, v, key_grid, mask), self.convolve(v, key_grid, context)
         return out if local is None else out + local
+
+
+class RepeatedConv2d(nn.Conv2d):
+    """Depth-wise convolution of (B, C, h, w) whose kernels several channels share.
+
+    Args:
+        channels (int): Kernels.
+        repeats (int): C / channels.
+        kernel_size (int | tuple[int, int]): Odd; the map keeps its size.
+        interleaved (bool): The channels of a kernel lie side by side; else ``channels`` apart.
+        bias (bool): Add a bias.
+    """
+
+    def __init__(self, channels: int, repeats: int, kernel_size, interleaved: bool = False, bias: bool = True) -> None:
+        height, width = kernel_size if isinstance(kernel_size, tuple) else (kernel_size, kernel_size)
+        super().__init__(
+            channels, channels, (height, width), padding=(height // 2, width // 2), groups=channels, bias=bias
+        )
+        self.repeats, self.interleaved = repeats, interleaved
+
+    def repeated(self, x: Tensor) -> Tensor:
+        """Weights or biases (channels, ...) of all C channels."""
+        return (
+            x.repeat_interleave(self.repeats, 0) if self.interleaved else x.repeat(self.repeats, *(1,) * (x.dim() - 1))
+        )
+
+    def forward(self, image: Tensor) -> Tensor:
+        weight, bias = self.repeated(self.weight), None if self.bias is None else self.repeated(self.bias)
+        return F.conv2d(image, weight, bias, self.stride, self.padding, self.dilation, self.groups * self.repeats)
 
 
 def get_mixer(spec: Union[str, dict]) -> tuple[type['TokenMixer'], dict]:

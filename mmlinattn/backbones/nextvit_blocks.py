@@ -147,11 +147,11 @@ class AveragedKeysAttention(ReducedKeysAttention):
     def reduce(self, x: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, h, w, C); of sequences, h is 1."""
         if self.reduction == 'grid':
-            mean = mean_pool(x, self.ratio, self.q.in_features)
+            mean = mean_pool(x, self.ratio, self.mixer.dim)
         else:
             sequence, size = to_image(x.flatten(1, 2)[:, None]), (1, self.ratio**2)
             known = is_known(*x.shape[1:3])
-            mean = F.avg_pool2d(sequence, size) if known else conv_mean(sequence, size, self.q.in_features)
+            mean = F.avg_pool2d(sequence, size) if known else conv_mean(sequence, size, self.mixer.dim)
         return self.norm(mean).permute(0, 2, 3, 1)
 
 

@@ -24,9 +24,10 @@ __all__ = ['Room', 'checkpointed', 'run']
 # what forward passes of modules call, and fused forms may not: somebody may replace it
 _METHODS = [
     *methods_of(KNOWN),
-    (nn.Module, '__call__', nn.Module.__call__),
+    *((nn.Module, name, getattr(nn.Module, name)) for name in ('__call__', '_call_impl')),
     *((F, name, getattr(F, name)) for name in ('linear', 'conv2d', 'gelu', 'layer_norm', 'batch_norm')),
 ]
+_NAMES = [(kind, frozenset(vars(kind))) for kind in {holder for holder, *_ in methods_of(KNOWN)}]
 
 
 def run(backbone, x: Tensor) -> tuple[Tensor, ...]:
@@ -36,7 +37,7 @@ def run(backbone, x: Tensor) -> tuple[Tensor, ...]:
         ValueError: For images of another shape or type than the backbone takes.
     """
     backbone.check_input(x)
-    dtype = next(backbone.parameters()).dtype
+    dtype = next(backbone.parameters(), x).dtype  # replicas of DataParallel have no parameters
     casts = dispatch.autocasts(x) and torch.float64 not in (x.dtype, dtype)
     # autocast turns any of its types into any other, but leaves float64 alone
     if not x.is_floating_point() or (x.dtype != dtype and not casts):
@@ -77,7 +78,12 @@ def _caller(backbone, x: Tensor, dtype: torch.dtype):
 def _code_is_changed() -> bool:
     """Whether somebody replaced a function of PyTorch, or a method of a class that has a fused form or whose weights
     one takes."""
-    return any(vars(holder).get(name) is not function for holder, name, function in _METHODS)
+    if any(vars(holder).get(name) is not function for holder, name, function in _METHODS):
+        return True
+    return any(
+        len(vars(kind)) != len(names) and any(callable(vars(kind)[name]) for name in vars(kind).keys() - names)
+        for kind, names in _NAMES
+    )
 
 
 def _is_slow(x: Tensor) -> bool:

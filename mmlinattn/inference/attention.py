@@ -27,7 +27,8 @@ from ..attention.angular import AngularMixer
 from ..attention.arrangements import RelativePositionBias, windows_of
 from ..attention.base import Mixing, ReducedKeysAttention, mean_token
 from ..attention.efficient import EfficientMixer
-from ..attention.inline import PredictedConv
+from ..attention.inline import GroupedLinear, PredictedConv
+from ..attention.mixer import RepeatedConv2d
 from ..layers import PositionTable
 from ..ops.grid import on_grid
 from ..ops.rank_augmented import rala_in_place
@@ -36,7 +37,8 @@ from .room import KNOWN, Room, added, form_of
 
 KNOWN |= {
     *(AngularMixer, EfficientMixer, EnhancedMixer, FocusedMixer, HallucinatedMixer, HydraMixer, InLineMixer),
-    *(RALAMixer, SoftmaxMixer, Mixing, PositionTable, PredictedConv, RelativePositionBias),
+    *(RALAMixer, SoftmaxMixer, Mixing, PositionTable, RelativePositionBias),
+    *(GroupedLinear, PredictedConv, RepeatedConv2d),
 }
 
 

@@ -74,6 +74,8 @@ def is_known(module: nn.Module) -> bool:
     parametrisation."""
     if type(module) not in KNOWN or module.training:
         return False
+    if any(name in kept for name in ('weight', 'bias') for kept in (vars(module), module._buffers)):
+        return False  # weights that are no parameters may be anything
     weight, bias = module._parameters.get('weight'), module._parameters.get('bias')
     if bias is not None and not (bias.is_contiguous() and (weight is None or bias.shape == weight.shape[:1])):
         return False  # oneDNN reads it as so many numbers in a row, whatever its strides and size
@@ -148,7 +150,7 @@ class Room:
     def residual_conv(self, x: Tensor, layer: nn.Conv2d) -> Tensor:
         """``x + layer(x)`` of a depth-wise convolution of stride 1: one more on the central tap adds ``x`` in the same
         pass. bfloat16 would round the tap."""
-        if self.dtype.itemsize < 4:
+        if self.dtype.itemsize < 4 or layer.groups != len(layer.weight):
             return added(self.conv(x, layer), x)
         weight = layer.weight.clone()
         weight[:, :, weight.shape[2] // 2, weight.shape[3] // 2] += 1
@@ -171,6 +173,8 @@ class Room:
 
 @form_of(Block, SourceBlock, TokenBlock)
 def block(room: Room, self: Any, x: Tensor, stage) -> Tensor:
+    if self.drop_path.training:  # Monte Carlo dropout
+        return self(x, stage)
     if self.position is not None:
         x = room.call(self.position, x)
     source = dict(source=x) if type(self) is SourceBlock else {}

@@ -65,7 +65,7 @@ class Block(BaseModule):
 
     def add(self, x: Tensor, branch: Tensor, gamma: Optional[Tensor]) -> Tensor:
         """``x + DropPath(gamma * branch)``. Paths are dropped in a small tensor of scales, not in the map."""
-        drops = self.training and not isinstance(self.drop_path, nn.Identity)
+        drops = self.drop_path.training and not isinstance(self.drop_path, nn.Identity)
         if gamma is None and not drops:
             return x + branch
         scale = x.new_ones(1) if gamma is None else gamma
@@ -133,9 +133,11 @@ class ResidualDWConv(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         image = to_image(x)
-        if self.of_gelu:
-            image = ops.conv_of_gelu(image, self.weight, self.bias, groups=len(self.weight), residual=True)
+        if self.of_gelu and self.padding_mode == 'zeros':
+            spans: Any = dict(padding=self.padding, dilation=self.dilation)
+            image = ops.conv_of_gelu(image, self.weight, self.bias, groups=self.groups, residual=True, **spans)
         else:
+            image = F.gelu(image) if self.of_gelu else image
             image = image + super().forward(image)
         return image.permute(0, 2, 3, 1)
 

@@ -4,7 +4,7 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Optional
+from typing import Any, Optional
 
 import torch.nn.functional as F
 from mmcv.cnn import build_norm_layer
@@ -56,10 +56,13 @@ class MapLayerNorm(nn.LayerNorm):
 
 
 class ConvOfGELU(nn.Conv2d):
-    """Convolution of ``gelu(x)``, whose backward pass keeps ``x`` alone; zero padding ``k // 2``, k odd."""
+    """Convolution of ``gelu(x)``, whose backward pass keeps ``x`` alone where it pads with zeros."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.conv_of_gelu(x, self.weight, self.bias, self.stride[0])
+        if self.padding_mode != 'zeros':
+            return super().forward(F.gelu(x))
+        spans: Any = dict(padding=self.padding, dilation=self.dilation)
+        return ops.conv_of_gelu(x, self.weight, self.bias, self.stride, self.groups, **spans)
 
 
 class ConvStem(BaseModule):
@@ -133,6 +136,8 @@ class PatchConv2d(nn.Conv2d):
         super().__init__(in_channels, out_channels, size, size)
 
     def forward(self, x: Tensor) -> Tensor:
+        if (self.stride, self.padding) != (self.kernel_size, (0, 0)):  # somebody wants a finer grid
+            return super().forward(x)
         patches = cut_patches(x.permute(0, 2, 3, 1), self.kernel_size[0])
         weight = self.weight.permute(0, 2, 3, 1).flatten(1)  # (C', rows * columns * C)
         return F.linear(patches.flatten(3), weight, self.bias).permute(0, 3, 1, 2)
@@ -202,7 +207,9 @@ class PatchMerging(BaseModule):
 
 def is_foldable(norm: Optional[nn.Module]) -> TypeGuard[_BatchNorm]:
     """Whether ``norm`` is a batch norm, and statistics and weights say all that it does in eval mode."""
-    if not isinstance(norm, _BatchNorm) or norm.running_var is None or not norm.affine or is_altered(norm):
+    if not isinstance(norm, _BatchNorm) or norm.running_var is None or is_altered(norm):
+        return False
+    if norm.weight is None or norm.bias is None:
         return False
     return type(norm).forward in (_BatchNorm.forward, SyncBatchNorm.forward)
 

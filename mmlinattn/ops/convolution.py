@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Convolutions with a GELU before them, and depth-wise ones by kernels of each image."""
 
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
 import torch.nn.functional as F
@@ -11,9 +11,18 @@ from torch.overrides import handle_torch_function, has_torch_function
 from . import dispatch
 from .gradients import Rule, by_hand
 
+Spans = Union[int, tuple[int, ...]]
+
 
 def conv_of_gelu(
-    x: Tensor, weight: Tensor, bias: Optional[Tensor], stride: int = 1, groups: int = 1, residual: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    stride: Spans = 1,
+    groups: int = 1,
+    residual: bool = False,
+    padding: Spans = 1,
+    dilation: Spans = 1,
 ) -> Tensor:
     """Convolution of ``gelu(x)``, plus ``gelu(x)`` itself where ``residual``, that keeps only ``x`` for the backward
     pass.
@@ -23,40 +32,37 @@ def conv_of_gelu(
 
     Args:
         x (Tensor): (B, C, H, W), in any memory format.
-        weight (Tensor): (C', C / groups, k, k), k odd; the padding is ``k // 2``.
+        weight (Tensor): (C', C / groups, k, k).
         bias (Tensor, optional): (C',).
-        stride, groups (int): Of the convolution.
-        residual (bool): Add ``gelu(x)``; needs C' = C and stride 1.
+        stride, groups, padding, dilation (int | tuple[int, int]): Of the convolution.
+        residual (bool): Add ``gelu(x)``; needs C' = C and a map of the same size.
 
     Returns:
-        Tensor: (B, C', ceil(H / stride), ceil(W / stride)).
+        Tensor: (B, C', H', W'), as of ``F.conv2d``.
     """
     # autocast would change the type of float32 maps on the way
     casts = x.dtype == torch.float32 and dispatch.autocasts(x)
     if not torch.is_grad_enabled() or casts or x.numel() == 0 or dispatch.backend(x, weight, bias) == 'reference':
-        return conv_of_gelu_reference(x, weight, bias, stride, groups, residual)
+        return conv_of_gelu_reference(x, weight, bias, stride, groups, residual, padding, dilation)
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    return by_hand(_CONV_OF_GELU, x, weight, bias, stride=stride, groups=groups, residual=residual)
+    settings = dict(stride=stride, groups=groups, residual=residual, padding=padding, dilation=dilation)
+    return by_hand(_CONV_OF_GELU, x, weight, bias, **settings)
 
 
-def _padding(weight: Tensor) -> int:
-    return int(weight.shape[-1] // 2)  # a tensor where PyTorch 2.4 traces
-
-
-def conv_of_gelu_reference(x, weight, bias, stride, groups, residual) -> Tensor:
+def conv_of_gelu_reference(x, weight, bias, stride, groups, residual, padding, dilation) -> Tensor:
     hidden = F.gelu(x)
-    out = F.conv2d(hidden, weight, bias, stride, _padding(weight), 1, groups)
+    out = F.conv2d(hidden, weight, bias, stride, padding, dilation, groups)
     return hidden + out if residual else out
 
 
-def _conv_of_gelu(x, weight, bias, stride, groups, residual):
-    return conv_of_gelu_reference(x, weight, bias, stride, groups, residual), ()
+def _conv_of_gelu(*args, **settings):
+    return conv_of_gelu_reference(*args, **settings), ()
 
 
-def _conv_of_gelu_backward(grads, inputs, kept, wanted, stride, groups, residual):
+def _conv_of_gelu_backward(grads, inputs, kept, wanted, stride, groups, residual, padding, dilation):
     (grad,), (x, weight, _) = grads, inputs
-    padding = [weight.shape[-1] // 2] * 2
-    steps = [stride] * 2, padding, [1, 1], False, [0, 0], groups
+    stride, padding, dilation = ([s] * 2 if isinstance(s, int) else list(s) for s in (stride, padding, dilation))
+    steps = stride, padding, dilation, False, [0, 0], groups
     grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
         grad, F.gelu(x), weight, [len(weight)], *steps, wanted
     )

@@ -201,7 +201,8 @@ ADVICE = {
     'reads them by your own transform',
     'is out of bounds': 'a label is beyond num_classes of the head: in a label image that DataCheckHook did not open '
     '(custom_hooks.DataCheckHook.num_images=100000 opens more, and names the file), or as padding, where '
-    'data_preprocessor.seg_pad_val is another number than ignore_index',
+    'data_preprocessor.seg_pad_val is another number than ignore_index. Or a loss has class_weight beside ignored '
+    "pixels, which MMSegmentation 1.2's CrossEntropyLoss looks up in it",
 }
 
 
@@ -261,6 +262,8 @@ def explained_setup(config: str, whole: bool = True):
             what += f', in reading {file}'
         if 'need at least one array to concatenate' in what:  # MMEngine's serialisation
             what += '. The data set holds no image, or none of metainfo.classes is a category of its ann_file'
-        if 'unexpected keyword argument' in what:
+        if "unexpected keyword argument '_delete_'" in what:
+            what += '. It goes into a dict that replaces one of the same key in _base_; take it out elsewhere'
+        elif 'unexpected keyword argument' in what:
             what += '. Of a dict whose type you changed, _delete_=True leaves out the keys of the inherited type'
         raise RunError(f'{config} cannot be run: {what} (MMLINATTN_TRACEBACK=1 shows where)') from error

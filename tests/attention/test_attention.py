@@ -267,3 +267,27 @@ def test_what_is_refused(build, arguments, words):
     with pytest.raises(ValueError) as error:
         build(*arguments)
     assert all(word in str(error.value) for word in words) and '\n' not in str(error.value)
+
+
+CONVOLUTIONS = [('focused', 'local'), ('angular', 'dconv'), ('inline', 'residual.fc1'), ('inline', 'residual.fc2')]
+
+
+@pytest.mark.parametrize(('name', 'place'), CONVOLUTIONS)
+def test_convolutions_of_mixers_are_called(name, place):
+    """Pruned weights and those with a norm are made by hooks before a call; adapters take the module's place."""
+    attention, x, grid = build(name), tokens(2, 12, False), Grid(3, 4)
+    owner, _, part = place.rpartition('.')
+    owner = attention.mixer.get_submodule(owner)
+    conv = nn.utils.weight_norm(getattr(owner, part))
+    before = attend(attention, x, grid)
+    with torch.no_grad():
+        conv.weight_g.mul_(4)
+    now = attend(attention, x, grid)
+    nn.utils.remove_weight_norm(conv)
+    assert (now - before).abs().max() > 1e-3
+    torch.testing.assert_close(attend(attention, x, grid), now)
+    if conv.bias is not None:
+        conv.bias = None
+        attend(attention, x, grid)
+    setattr(owner, part, nn.Sequential(conv, nn.Hardtanh(0, 1e-3)))
+    assert (attend(attention, x, grid) - now).abs().max() > 1e-3

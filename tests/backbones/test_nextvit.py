@@ -123,6 +123,8 @@ def test_keys_are_those_of_averaged_tokens(size, reduction, open_sizes, monkeypa
     reduced = affine(attn.norm, sequence if reduction == 'sequence' else patches(x, 2))
     expected = attend(attn, tokens, Grid(*size), reduced.flatten(1, 2), Grid(*reduced.shape[1:3]))
     torch.testing.assert_close(attn(x, StageContext.of(x)), expected.unflatten(1, size))
+    attn.q = nn.Sequential(attn.q)  # as adapters do
+    torch.testing.assert_close(attn(x, StageContext.of(x)), expected.unflatten(1, size))
 
 
 def test_which_keys_are_averaged_how():

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import pytest
 import small_hosts
 import torch
+from mmcv.cnn.bricks import DropPath
 from small_hosts import ARCHS
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -14,7 +15,7 @@ from twins import DIM, HEADS, filled
 from mmlinattn.attention import GlobalAttention, StageContext
 from mmlinattn.backbones import RAVLT
 from mmlinattn.inference import Room
-from mmlinattn.layers import MLP, Block, DWConvFFN
+from mmlinattn.layers import MLP, Block, ConvFFN, DWConvFFN
 
 ROOM = Room(torch.float64, torch.float64)
 LN = dict(type='LN', eps=1e-6)
@@ -126,7 +127,41 @@ def tagged(layer):
     return layer
 
 
+def padded_in_a_circle(model):
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d) and module.kernel_size == (3, 3):
+            module.padding_mode = 'circular'
+            module._reversed_padding_repeated_twice = [1] * 4
+
+
+def with_spans(**spans):
+    def change(model):
+        for name, span in spans.items():
+            setattr(model.patch_embeds[0].layers[2], name, span)
+
+    return change
+
+
+def dense(conv):
+    """The same convolution, not depth-wise."""
+    new = nn.Conv2d(len(conv.weight), len(conv.weight), 3, padding=1)
+    conv.groups, conv.weight, conv.bias = 1, new.double().weight, None
+    return conv
+
+
+def without_affine(model):
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.weight = module.bias = None
+
+
 CHANGES = {
+    'circular padding': padded_in_a_circle,
+    'no padding': with_spans(padding=(0, 0)),
+    'strides of two lengths': with_spans(stride=(2, 1)),
+    'holes': with_spans(dilation=(2, 2), padding=(2, 2)),
+    'a dense position encoding': of_block('position')(dense),
+    'batch norms without weights': without_affine,
     'batch norms that train': recalibrated,
     'a hook on tokens': without_first_token,
     'a norm over tokens': of_block('norm2')(lambda norm: Centred()),
@@ -152,7 +187,7 @@ def test_what_acts_with_gradients_acts_without(change):
     change(model)
     with torch.enable_grad():
         expected = model(x)
-    assert any((out - other).abs().max() > 1e-3 for out, other in zip(before, expected))
+    assert any(a.shape != b.shape or (a - b).abs().max() > 1e-3 for a, b in zip(before, expected))
     for out, other in zip(model(x), expected):
         torch.testing.assert_close(out, other)
 
@@ -171,6 +206,53 @@ def test_classes_that_somebody_changed(monkeypatch):
     monkeypatch.setattr(nn.Linear, 'forward', lambda self, x: calls.append(self) or forward(self, x))
     model(x)
     assert len(calls) == sum(isinstance(module, nn.Linear) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    'kind, name', [(ConvFFN, 'forward'), (GlobalAttention, 'mix'), (nn.Linear, '__call__'), (nn.Module, '_call_impl')]
+)
+def test_methods_that_a_class_only_inherits(monkeypatch, kind, name):
+    model, x = filled(RAVLT(ARCHS['RAVLT'])).eval(), torch.rand(1, 3, 64, 64, dtype=torch.float64)
+    inherited, calls = getattr(kind, name), []
+    monkeypatch.setattr(
+        kind, name, lambda self, *args, **kwargs: calls.append(self) or inherited(self, *args, **kwargs)
+    )
+    model(x)
+    count = len(calls)
+    with torch.enable_grad():
+        model(x)
+    assert count > 0 and len(calls) == 2 * count
+
+
+def test_dropped_paths_in_eval_mode():
+    """Monte Carlo dropout: ``block.drop_path.train()``."""
+    model, x = filled(RAVLT(ARCHS['RAVLT'], drop_path_rate=0.5)).eval(), torch.rand(4, 3, 64, 64, dtype=torch.float64)
+    before = model(x)
+    for module in model.modules():
+        if isinstance(module, DropPath):
+            module.train()
+    outs = []
+    for learns in (True, False):
+        torch.manual_seed(0)
+        with torch.set_grad_enabled(learns):
+            outs.append(model(x))
+    assert (outs[0][3] - before[3]).abs().max() > 1e-3
+    for out, other in zip(*outs):
+        torch.testing.assert_close(out, other)
+
+
+@pytest.mark.parametrize('host', sorted(ARCHS))
+def test_replicas_of_data_parallel(host):
+    """Their weights are plain attributes, and no parameters."""
+    model, x = filled(small_hosts.build(host, 'rala')).eval(), torch.rand(2, 3, 64, 64, dtype=torch.float64)
+    expected = model(x)
+    for module in model.modules():
+        for name, weight in list(module._parameters.items()):
+            if weight is not None:
+                delattr(module, name)
+                setattr(module, name, weight.detach())
+    for out, other in zip(model(x), expected):
+        torch.testing.assert_close(out, other)
 
 
 class Halved(TorchFunctionMode):
@@ -226,14 +308,20 @@ BIASES = {
 }
 
 
+@pytest.mark.parametrize('is_buffer', [False, True])
 @pytest.mark.parametrize('change', BIASES.values(), ids=BIASES)
 @pytest.mark.parametrize('host', ['RAVLT', 'LinearPVTv2'])
-def test_biases_of_other_strides_and_sizes(host, change):
+def test_biases_of_other_strides_and_sizes(host, change, is_buffer):
     """In float32, of which oneDNN's operators would read something else."""
     model, x = filled(small_hosts.build(host, 'inline')).float().eval(), torch.rand(2, 3, 70, 52)
     for layer in model.modules():
         if isinstance(layer, nn.Linear if change is BIASES['broadcast'] else (nn.Linear, nn.Conv2d)):
-            layer.bias = None if layer.bias is None else nn.Parameter(change(layer.bias.detach()))
+            bias = None if layer.bias is None else change(layer.bias.detach())
+            if is_buffer:
+                del layer.bias
+                layer.register_buffer('bias', bias)
+            else:
+                layer.bias = None if bias is None else nn.Parameter(bias)
     with torch.enable_grad():
         expected = model(x)
     for out, other in zip(model(x), expected):

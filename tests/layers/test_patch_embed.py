@@ -23,6 +23,13 @@ def test_patches_without_overlap(dtype, kernel, channels):
         assert (out.double() - expected).norm() < (0.01 if dtype == torch.bfloat16 else 1e-12) * expected.norm()
 
 
+def test_patches_may_be_made_to_overlap():
+    """The usual way to finer maps of a trained model."""
+    conv, x = PatchConv2d(3, 16, 8), torch.randn(2, 3, 32, 24)
+    conv.stride = (4, 4)
+    torch.testing.assert_close(conv(x), nn.functional.conv2d(x, conv.weight, conv.bias, 4))
+
+
 def padded(x, multiple):
     """A map with zeros at the bottom and right, of whole strides."""
     out = x.new_zeros(len(x), *(-(-side // multiple) * multiple for side in x.shape[1:3]), x.shape[-1])

@@ -23,7 +23,7 @@ def layer(x, other, v):
     image = x.unflatten(1, (3, 3)).permute(0, 3, 1, 2)
     image = image + ops.conv_of_gelu(image, weight[:, :3].reshape(8, 3, 1, 1).expand(8, 3, 3, 3)[:, :1], None, groups=8)
     kernel = weight[:, None, :5, None] * weight[:, None, None, :5]
-    image = ops.conv_of_gelu(image, kernel, None, groups=8, residual=True)
+    image = ops.conv_of_gelu(image, kernel, None, groups=8, residual=True, padding=2)
     tokens = (image.flatten(2).transpose(1, 2) * x.sin() + other).unflatten(-1, (2, 4)).transpose(1, 2)
     return ops.rotate(tokens, ops.rotary_table(3, 3, 4, dtype=x.dtype))
 

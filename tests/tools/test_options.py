@@ -100,6 +100,12 @@ def test_augmentation_of_the_test_wraps_the_model_and_takes_its_pipeline(configu
     assert cfg.model.type == 'DetTTAModel' and cfg.model.module.type == 'MaskRCNN'
     assert [step.type for step in cfg.test_dataloader.dataset.pipeline] == ['LoadImageFromFile', 'TestTimeAug']
     assert configured('test.py', 'with_tta.py', 'some.pth').model.type == 'MaskRCNN'
+    # a config without both: as upstream's tools do
+    for config, kind in ((DETECTOR, 'DetTTAModel'), (CLASSIFIER, 'AverageClsScoreTTA')):
+        cfg = configured('test.py', config, 'some.pth', '--tta')
+        flips, (pack,) = cfg.test_dataloader.dataset.pipeline[-1].transforms
+        assert cfg.model.type == kind and [step.prob for step in flips] == [0, 1]
+        assert pack.type.startswith('Pack') and 'meta_keys' not in pack
     joined = dict(_delete_=True, type='ConcatDataset', datasets=[dict(type='A')])
     text = f"_base_ = 'with_tta.py'\ntest_dataloader = dict(dataset={joined})\n"
     (tmp_path / 'joined.py').write_text(text)

@@ -3,7 +3,6 @@
 
 import os.path as osp
 from collections.abc import Iterator, Sequence
-from itertools import chain, repeat
 from numbers import Integral
 from typing import Any, NamedTuple, Optional
 
@@ -136,56 +135,6 @@ def _check_coco(key: str, dataset: Any, memory: FactCache, needs_all: bool) -> I
     names = dict(facts['categories'])
     of_labels = [names.get(number) for number in sorted(labels, key=labels.__getitem__)]
     yield from check_categories(key, path, list(names.values()), of_labels, classes_of(dataset), needs_all)
-
-
-def check_evaluator(key: str, evaluator: Any, config: Any, classes: Sequence, model: nn.Module) -> Iterator[Finding]:
-    """Checks that the annotation file of a ``CocoMetric`` has the classes, in their order, and one for each label of
-    the head: it looks the id of a category up by its place."""
-    count = num_classes_of_heads(model).get('bbox_head', 0)
-    entries = config if isinstance(config, (list, tuple)) else [config]
-    files = [entry.get('ann_file') if isinstance(entry, dict) else None for entry in entries]
-    for metric, file in zip(getattr(evaluator, 'metrics', ()), chain(files, repeat(None))):
-        file = file or 'its ann_file'
-        name = f'{key} ({type(metric).__name__})'
-        yield from _check_iou_metric(name, metric, classes, decode_head_of(model))
-        content = getattr(getattr(metric, '_coco_api', None), 'dataset', None)
-        if not isinstance(content, dict) or not classes:
-            continue
-        names = [entry['name'] for entry in content.get('categories', ())]
-        chosen = [each for each in names if each in classes]
-        ids = [entry['id'] for entry in content.get('categories', ()) if entry['name'] in classes]
-        if getattr(metric, 'classwise', False) and ids != sorted(ids):
-            yield Finding(
-                f'{name}: classwise=True gives the results of one class the name of another where category ids do not '
-                f'ascend, as {ids[:10]} in {file}. Sort the categories by id, or set it to False.'
-            )
-        crowds = [entry for entry in content.get('annotations', ()) if 'iscrowd' not in entry]
-        if crowds and {'bbox', 'segm', 'proposal'} & set(getattr(metric, 'metrics', ())):
-            yield Finding(f'{name}: annotation {crowds[0].get("id")} of {file} has no iscrowd; write 0.')
-        yield from check_categories(name, file, names, chosen, classes, needs_all=True)
-        if count > len(chosen):
-            yield Finding(
-                f'{name}: num_classes = {count} of the bbox_head is more than the {len(chosen)} categories that '
-                f'metainfo.classes = {written(classes)} chooses in {file}: a prediction of another would end the '
-                f'evaluation in an IndexError. Set num_classes = {len(chosen)} in each head, or name all classes.'
-            )
-
-
-def _check_iou_metric(name: str, metric: Any, classes: Sequence, head: Any) -> Iterator[Finding]:
-    if head is None or not any(kind.__name__ == 'IoUMetric' for kind in type(metric).__mro__):
-        return
-    if len(classes) == 1:
-        yield Finding(
-            f'{name}: of one class, {written(classes)}, it counts every pixel as found. Write classes=("background", '
-            f'{classes[0]!r}), and num_classes=2, out_channels=1, threshold=0.5 of the decode_head with '
-            'loss_decode.use_sigmoid=True.'
-        )
-    ours, theirs = getattr(head, 'ignore_index', None), getattr(metric, 'ignore_index', None)
-    if type(ours) is int and type(theirs) is int and ours != theirs:
-        yield Finding(
-            f'{name}: ignore_index = {theirs}, and {ours} of the decode_head: pixels are judged that do not train. Set '
-            'both to one number.'
-        )
 
 
 # -- labels -----------------------------------------------------------------------------------------------------------

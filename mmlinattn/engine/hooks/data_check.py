@@ -12,7 +12,7 @@ from mmengine.runner.base_loop import BaseLoop
 
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
-from ..data import checks
+from ..data import checks, evaluation
 from ..data.checks import leaf_datasets
 from ..data.files import FactCache
 from ..data.findings import Finding, classes_of, compares_images
@@ -29,7 +29,8 @@ def enough_colours(meta: dict) -> dict:
 
 def _datasets(loop: BaseLoop) -> list:
     loaders = getattr(loop, 'dataloaders', None) or [loop.dataloader]
-    return [loader.dataset for loader in loaders if hasattr(loader, 'dataset')]
+    # MMPretrain's vis_scheduler.py has a list with a mock of a data set
+    return [loader.dataset for loader in loaders if hasattr(loader, 'dataset') and not isinstance(loader, list)]
 
 
 def _with_wrappers(dataset: Any) -> Iterator[Any]:
@@ -115,9 +116,11 @@ class DataCheckHook(Hook):
                     yield from checks.check_dataset(
                         key, dataset, model, samples, memory, stage == 'train', self.num_images
                     )
+            yield from evaluation.check_sampler(key, loop)
             for dataset in _datasets(loop)[:1]:
                 key, evaluator = f'{stage}_evaluator', getattr(loop, 'evaluator', None)
-                yield from checks.check_evaluator(key, evaluator, runner.cfg.get(key), classes_of(dataset), model)
+                yield from evaluation.check_evaluated_images(key, evaluator, leaf_datasets(dataset))
+                yield from evaluation.check_evaluator(key, evaluator, runner.cfg.get(key), classes_of(dataset), model)
         if compares_images(model):
             stages = {key: entries for key, entries in stages.items() if key.startswith('train')}
         yield from checks.check_stages(stages)

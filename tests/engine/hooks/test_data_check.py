@@ -5,14 +5,19 @@ import json
 import os
 import re
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 from data_checks import DETECTOR, build, model
+from mmengine.dataset import DefaultSampler, InfiniteSampler
 from mmengine.registry import METRICS
+from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, ValLoop
 from PIL import Image
 from torch import nn
 
 from mmlinattn.engine.data import files
+from mmlinattn.engine.data.evaluation import check_sampler
+from mmlinattn.engine.hooks import data_check
 from mmlinattn.engine.hooks.data_check import enough_colours
 
 IMAGES = [dict(id=i, file_name=f'{i}.png', width=40, height=30) for i in (1, 2)]
@@ -106,6 +111,55 @@ def test_a_metric_with_another_file(look, tmp_path):
     other = coco(tmp_path, NAMES[::-1], 'b.json')
     metric = METRICS.build(dict(type='CocoMetric', ann_file=str(other)))
     assert 'test_evaluator (CocoMetric): labels follow the order' in look(DETECTOR, test=[dataset, metric])[0]
+
+
+@pytest.mark.parametrize(
+    ('images', 'words'),
+    [
+        (IMAGES[:1], 'image 2 is .*2.png in the data set and none of its images in ann_file'),
+        (
+            [dict(IMAGES[0], file_name='2.png'), dict(IMAGES[1], file_name='1.png')],
+            'image 1 is .*1.png .* and 2.png in',
+        ),
+    ],
+)
+def test_a_metric_with_the_file_of_other_images(look, tmp_path, images, words):
+    """As that of the training set, whose ids begin with 1 as well."""
+    dataset = coco_data(coco(tmp_path))
+    boxes = [dict(BOX, id=i, image_id=1, category_id=7 * i + 3) for i in range(3)]
+    metric = METRICS.build(
+        dict(type='CocoMetric', ann_file=str(coco(tmp_path, name='b.json', images=images, annotations=boxes)))
+    )
+    assert re.search(f'val_evaluator: {words}', look(DETECTOR, val=[dataset, metric])[0])
+
+
+def test_a_metric_with_other_boxes(look, tmp_path):
+    """A warning, as they may be the better ones."""
+    dataset = coco_data(coco(tmp_path))
+    boxes = [dict(BOX, id=i, image_id=1 + i % 2, category_id=7 * i + 3, bbox=[3, 2, 10, 10]) for i in range(3)]
+    metric = METRICS.build(dict(type='CocoMetric', ann_file=str(coco(tmp_path, name='b.json', annotations=boxes))))
+    line, (warning,) = look(DETECTOR, val=[dataset, metric])
+    assert not line and 'has other boxes in ann_file of the evaluator' in warning
+
+
+@pytest.mark.parametrize('kind', [EpochBasedTrainLoop, ValLoop, IterBasedTrainLoop])
+@pytest.mark.parametrize('sampler', [InfiniteSampler, DefaultSampler])
+def test_epochs_that_never_end(kind, sampler):
+    """MMSegmentation's configs train by iterations; with epochs alone they would go on for ever."""
+    loop = object.__new__(kind)
+    loop.dataloader = SimpleNamespace(sampler=sampler([1, 2]))
+    said = [finding.text for finding in check_sampler('train_dataloader', loop)]
+    assert bool(said) == (sampler is InfiniteSampler and kind is not IterBasedTrainLoop)
+    assert not said or "train_dataloader.sampler = dict(type='DefaultSampler', shuffle=True)" in said[0]
+
+
+def test_a_mock_in_place_of_data():
+    """As in MMPretrain's vis_scheduler.py."""
+
+    class Loader(list):
+        dataset = MagicMock()
+
+    assert data_check._datasets(SimpleNamespace(dataloader=Loader())) == []
 
 
 @pytest.mark.parametrize(

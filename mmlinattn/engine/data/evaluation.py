@@ -1,0 +1,107 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Whether evaluators and samplers fit the data sets of their loops."""
+
+import os.path as osp
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, repeat
+from typing import Any
+
+from mmengine.runner import EpochBasedTrainLoop, TestLoop, ValLoop
+from torch import nn
+
+from .checks import check_categories, num_classes_of_heads
+from .files import spread
+from .findings import Finding, decode_head_of, written
+
+_NUM_IMAGES = 2000  # whose ids are compared
+_ENDLESS = {'InfiniteSampler', 'MultiSourceSampler'}
+
+
+def check_sampler(key: str, loop: Any) -> Iterator[Finding]:
+    """Checks that a loop that runs through its data comes to an end."""
+    if not isinstance(loop, (EpochBasedTrainLoop, ValLoop, TestLoop)):
+        return
+    samplers = (getattr(loop.dataloader, name, None) for name in ('sampler', 'batch_sampler'))
+    kinds = {kind.__name__ for sampler in samplers for kind in type(sampler).__mro__}
+    if kinds & _ENDLESS:
+        yield Finding(
+            f'{key}: {min(kinds & _ENDLESS)} never ends, and {type(loop).__name__} waits for the end of an epoch. '
+            f"Set {key}.sampler = dict(type='DefaultSampler', shuffle={key.startswith('train')})."
+        )
+
+
+def check_evaluated_images(key: str, evaluator: Any, datasets: Iterable[Any]) -> Iterator[Finding]:
+    """Checks that the annotation file of a ``CocoMetric`` is of the images that are shown: it looks them up by id."""
+    apis: list[Any] = [getattr(metric, '_coco_api', None) for metric in getattr(evaluator, 'metrics', ())]
+    known = [api for api in apis if isinstance(getattr(api, 'imgs', None), dict)]
+    for dataset in datasets if known else ():
+        for i in spread(len(dataset), _NUM_IMAGES) if hasattr(dataset, 'get_data_info') else ():
+            info = dataset.get_data_info(i)
+            number, path = info.get('img_id'), info.get('img_path')
+            for api in known if isinstance(path, str) else ():
+                there = str(api.imgs[number].get('file_name') or path) if number in api.imgs else 'none of its images'
+                if osp.basename(there) != osp.basename(path):
+                    yield Finding(
+                        f'{key}: image {number} is {path} in the data set and {there} in ann_file of the evaluator, '
+                        'which would judge it by the boxes of another. Set it to the ann_file of the data set.'
+                    )
+                    return
+                boxes = {tuple(map(round, entry['bbox'])) for entry in api.imgToAnns[number] if 'bbox' in entry}
+                for left, top, right, bottom in (entry['bbox'] for entry in info.get('instances', ())):
+                    if tuple(map(round, (left, top, right - left, bottom - top))) not in boxes:
+                        yield Finding(
+                            f'{key}: image {number}, {path}, has other boxes in ann_file of the evaluator than in the '
+                            'data set. Is it the file of another split?',
+                            False,
+                        )
+                        return
+
+
+def check_evaluator(key: str, evaluator: Any, config: Any, classes: Sequence, model: nn.Module) -> Iterator[Finding]:
+    """Checks that the annotation file of a ``CocoMetric`` has the classes, in their order, and one for each label of
+    the head: it looks the id of a category up by its place."""
+    count = num_classes_of_heads(model).get('bbox_head', 0)
+    entries = config if isinstance(config, (list, tuple)) else [config]
+    files = [entry.get('ann_file') if isinstance(entry, dict) else None for entry in entries]
+    for metric, file in zip(getattr(evaluator, 'metrics', ()), chain(files, repeat(None))):
+        file = file or 'its ann_file'
+        name = f'{key} ({type(metric).__name__})'
+        yield from _check_iou_metric(name, metric, classes, decode_head_of(model))
+        content = getattr(getattr(metric, '_coco_api', None), 'dataset', None)
+        if not isinstance(content, dict) or not classes:
+            continue
+        names = [entry['name'] for entry in content.get('categories', ())]
+        chosen = [each for each in names if each in classes]
+        ids = [entry['id'] for entry in content.get('categories', ()) if entry['name'] in classes]
+        if getattr(metric, 'classwise', False) and ids != sorted(ids):
+            yield Finding(
+                f'{name}: classwise=True gives the results of one class the name of another where category ids do not '
+                f'ascend, as {ids[:10]} in {file}. Sort the categories by id, or set it to False.'
+            )
+        crowds = [entry for entry in content.get('annotations', ()) if 'iscrowd' not in entry]
+        if crowds and {'bbox', 'segm', 'proposal'} & set(getattr(metric, 'metrics', ())):
+            yield Finding(f'{name}: annotation {crowds[0].get("id")} of {file} has no iscrowd; write 0.')
+        yield from check_categories(name, file, names, chosen, classes, needs_all=True)
+        if count > len(chosen):
+            yield Finding(
+                f'{name}: num_classes = {count} of the bbox_head is more than the {len(chosen)} categories that '
+                f'metainfo.classes = {written(classes)} chooses in {file}: a prediction of another would end the '
+                f'evaluation in an IndexError. Set num_classes = {len(chosen)} in each head, or name all classes.'
+            )
+
+
+def _check_iou_metric(name: str, metric: Any, classes: Sequence, head: Any) -> Iterator[Finding]:
+    if head is None or not any(kind.__name__ == 'IoUMetric' for kind in type(metric).__mro__):
+        return
+    if len(classes) == 1:
+        yield Finding(
+            f'{name}: of one class, {written(classes)}, it counts every pixel as found. Write classes=("background", '
+            f'{classes[0]!r}), and num_classes=2, out_channels=1, threshold=0.5 of the decode_head with '
+            'loss_decode.use_sigmoid=True.'
+        )
+    ours, theirs = getattr(head, 'ignore_index', None), getattr(metric, 'ignore_index', None)
+    if type(ours) is int and type(theirs) is int and ours != theirs:
+        yield Finding(
+            f'{name}: ignore_index = {theirs}, and {ours} of the decode_head: pixels are judged that do not train. Set '
+            'both to one number.'
+        )
