@@ -74,7 +74,8 @@ def is_known(module: nn.Module) -> bool:
     parametrisation."""
     if type(module) not in KNOWN or module.training:
         return False
-    if any(name in kept for name in ('weight', 'bias') for kept in (vars(module), module._buffers)):
+    own, buffers = vars(module), module._buffers
+    if 'weight' in own or 'bias' in own or 'weight' in buffers or 'bias' in buffers:
         return False  # weights that are no parameters may be anything
     weight, bias = module._parameters.get('weight'), module._parameters.get('bias')
     if bias is not None and not (bias.is_contiguous() and (weight is None or bias.shape == weight.shape[:1])):
