@@ -60,6 +60,4 @@ class AngularMixer(LocalMixer):
         return None if self.conv is None else self.dconv(v.transpose(1, 2).unsqueeze(-1))[..., 0].mT
 
     def local_kernels(self, context=None):
-        return (
-            None if self.dconv is None else self.dconv.weight.repeat_interleave(self.head_dim, dim=0).squeeze(1)[None]
-        )
+        return None if self.dconv is None else self.dconv.repeated(self.dconv.weight).squeeze(1)[None]

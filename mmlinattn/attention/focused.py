@@ -42,7 +42,7 @@ class FocusedMixer(LocalMixer):
         self.scale = nn.Parameter(torch.zeros(dim)) if focus else None
         self.local: Any = None
         if check_local_kernel(local_kernel):
-            self.local = RepeatedConv2d(self.head_dim, num_heads, local_kernel)
+            self.local = RepeatedConv2d(self.head_dim, num_heads, (local_kernel, local_kernel))
 
     def attend(self, q, k, v, key_grid, mask=None) -> Tensor:
         offset = None if self.position is None else self.position.on(key_grid)
@@ -56,4 +56,4 @@ class FocusedMixer(LocalMixer):
         return None if self.local is None else on_grid(self.local, v, key_grid)
 
     def local_kernels(self, context=None):
-        return None if self.local is None else self.local.weight.repeat(self.num_heads, 1, 1, 1).squeeze(1)[None]
+        return None if self.local is None else self.local.repeated(self.local.weight).squeeze(1)[None]

@@ -124,23 +124,28 @@ class RepeatedConv2d(nn.Conv2d):
     Args:
         channels (int): Kernels.
         repeats (int): C / channels.
-        kernel_size (int | tuple[int, int]): Odd; the map keeps its size.
+        kernel_size (tuple[int, int]): Odd; the map keeps its size.
         interleaved (bool): The channels of a kernel lie side by side; else ``channels`` apart.
         bias (bool): Add a bias.
     """
 
-    def __init__(self, channels: int, repeats: int, kernel_size, interleaved: bool = False, bias: bool = True) -> None:
-        height, width = kernel_size if isinstance(kernel_size, tuple) else (kernel_size, kernel_size)
-        super().__init__(
-            channels, channels, (height, width), padding=(height // 2, width // 2), groups=channels, bias=bias
-        )
+    def __init__(
+        self,
+        channels: int,
+        repeats: int,
+        kernel_size: tuple[int, int],
+        interleaved: bool = False,
+        bias: bool = True,
+    ) -> None:
+        padding = kernel_size[0] // 2, kernel_size[1] // 2
+        super().__init__(channels, channels, kernel_size, padding=padding, groups=channels, bias=bias)
         self.repeats, self.interleaved = repeats, interleaved
 
     def repeated(self, x: Tensor) -> Tensor:
         """Weights or biases (channels, ...) of all C channels."""
-        return (
-            x.repeat_interleave(self.repeats, 0) if self.interleaved else x.repeat(self.repeats, *(1,) * (x.dim() - 1))
-        )
+        if self.interleaved:
+            return x.repeat_interleave(self.repeats, dim=0)
+        return x.repeat(self.repeats, *(1,) * (x.dim() - 1))
 
     def forward(self, image: Tensor) -> Tensor:
         weight, bias = self.repeated(self.weight), None if self.bias is None else self.repeated(self.bias)

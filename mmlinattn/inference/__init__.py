@@ -22,12 +22,13 @@ from .room import KNOWN, Room
 __all__ = ['Room', 'checkpointed', 'run']
 
 # what forward passes of modules call, and fused forms may not: somebody may replace it
+_OWN = methods_of(KNOWN)
 _METHODS = [
-    *methods_of(KNOWN),
+    *_OWN,
     *((nn.Module, name, getattr(nn.Module, name)) for name in ('__call__', '_call_impl')),
     *((F, name, getattr(F, name)) for name in ('linear', 'conv2d', 'gelu', 'layer_norm', 'batch_norm')),
 ]
-_NAMES = [(kind, frozenset(vars(kind))) for kind in {holder for holder, *_ in methods_of(KNOWN)}]
+_NAMES = {kind: frozenset(vars(kind)) for kind, *_ in _OWN}
 
 
 def run(backbone, x: Tensor) -> tuple[Tensor, ...]:
@@ -82,7 +83,7 @@ def _code_is_changed() -> bool:
         return True
     return any(
         len(vars(kind)) != len(names) and any(callable(vars(kind)[name]) for name in vars(kind).keys() - names)
-        for kind, names in _NAMES
+        for kind, names in _NAMES.items()
     )
 
 

@@ -134,8 +134,8 @@ class ResidualDWConv(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         image = to_image(x)
         if self.of_gelu and self.padding_mode == 'zeros':
-            spans: Any = dict(padding=self.padding, dilation=self.dilation)
-            image = ops.conv_of_gelu(image, self.weight, self.bias, groups=self.groups, residual=True, **spans)
+            settings = self.stride, self.padding, self.dilation, self.groups
+            image = ops.conv_of_gelu(image, self.weight, self.bias, *settings, residual=True)
         else:
             image = F.gelu(image) if self.of_gelu else image
             image = image + super().forward(image)

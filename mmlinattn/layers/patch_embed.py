@@ -4,7 +4,7 @@
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Optional
+from typing import Optional
 
 import torch.nn.functional as F
 from mmcv.cnn import build_norm_layer
@@ -61,8 +61,7 @@ class ConvOfGELU(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         if self.padding_mode != 'zeros':
             return super().forward(F.gelu(x))
-        spans: Any = dict(padding=self.padding, dilation=self.dilation)
-        return ops.conv_of_gelu(x, self.weight, self.bias, self.stride, self.groups, **spans)
+        return ops.conv_of_gelu(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
 
 class ConvStem(BaseModule):
@@ -207,9 +206,9 @@ class PatchMerging(BaseModule):
 
 def is_foldable(norm: Optional[nn.Module]) -> TypeGuard[_BatchNorm]:
     """Whether ``norm`` is a batch norm, and statistics and weights say all that it does in eval mode."""
-    if not isinstance(norm, _BatchNorm) or norm.running_var is None or is_altered(norm):
+    if not isinstance(norm, _BatchNorm) or is_altered(norm):
         return False
-    if norm.weight is None or norm.bias is None:
+    if norm.running_var is None or norm.weight is None or norm.bias is None:
         return False
     return type(norm).forward in (_BatchNorm.forward, SyncBatchNorm.forward)
 

@@ -11,7 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from . import dispatch
 from .gradients import Rule, by_hand
 
-Spans = Union[int, tuple[int, ...]]
+Spans = Union[int, str, tuple[int, ...]]
 
 
 def conv_of_gelu(
@@ -19,10 +19,10 @@ def conv_of_gelu(
     weight: Tensor,
     bias: Optional[Tensor],
     stride: Spans = 1,
+    padding: Spans = 0,
+    dilation: Spans = 1,
     groups: int = 1,
     residual: bool = False,
-    padding: Spans = 1,
-    dilation: Spans = 1,
 ) -> Tensor:
     """Convolution of ``gelu(x)``, plus ``gelu(x)`` itself where ``residual``, that keeps only ``x`` for the backward
     pass.
@@ -34,7 +34,7 @@ def conv_of_gelu(
         x (Tensor): (B, C, H, W), in any memory format.
         weight (Tensor): (C', C / groups, k, k).
         bias (Tensor, optional): (C',).
-        stride, groups, padding, dilation (int | tuple[int, int]): Of the convolution.
+        stride, padding, dilation, groups: Of ``F.conv2d``.
         residual (bool): Add ``gelu(x)``; needs C' = C and a map of the same size.
 
     Returns:
@@ -42,14 +42,15 @@ def conv_of_gelu(
     """
     # autocast would change the type of float32 maps on the way
     casts = x.dtype == torch.float32 and dispatch.autocasts(x)
-    if not torch.is_grad_enabled() or casts or x.numel() == 0 or dispatch.backend(x, weight, bias) == 'reference':
-        return conv_of_gelu_reference(x, weight, bias, stride, groups, residual, padding, dilation)
+    settings = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, residual=residual)
+    is_plain = not torch.is_grad_enabled() or casts or x.numel() == 0 or isinstance(padding, str)
+    if is_plain or dispatch.backend(x, weight, bias) == 'reference':
+        return conv_of_gelu_reference(x, weight, bias, **settings)
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    settings = dict(stride=stride, groups=groups, residual=residual, padding=padding, dilation=dilation)
     return by_hand(_CONV_OF_GELU, x, weight, bias, **settings)
 
 
-def conv_of_gelu_reference(x, weight, bias, stride, groups, residual, padding, dilation) -> Tensor:
+def conv_of_gelu_reference(x, weight, bias, stride, padding, dilation, groups, residual) -> Tensor:
     hidden = F.gelu(x)
     out = F.conv2d(hidden, weight, bias, stride, padding, dilation, groups)
     return hidden + out if residual else out
@@ -59,10 +60,10 @@ def _conv_of_gelu(*args, **settings):
     return conv_of_gelu_reference(*args, **settings), ()
 
 
-def _conv_of_gelu_backward(grads, inputs, kept, wanted, stride, groups, residual, padding, dilation):
+def _conv_of_gelu_backward(grads, inputs, kept, wanted, stride, padding, dilation, groups, residual):
     (grad,), (x, weight, _) = grads, inputs
-    stride, padding, dilation = ([s] * 2 if isinstance(s, int) else list(s) for s in (stride, padding, dilation))
-    steps = stride, padding, dilation, False, [0, 0], groups
+    spans = ([span] * 2 if isinstance(span, int) else list(span) for span in (stride, padding, dilation))
+    steps = *spans, False, [0, 0], groups
     grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
         grad, F.gelu(x), weight, [len(weight)], *steps, wanted
     )

@@ -22,7 +22,7 @@ from ..utils.building import scope_of
 from ..utils.errors import RunError, described
 from ..utils.foreign import checkpoint_prefixes
 from ..utils.registering import bare_name
-from .class_names import dataset_configs
+from .class_names import dataset_configs, num_classes
 from .command_line import notice, writing
 from .environment import PIP, explained, use
 
@@ -157,9 +157,9 @@ def follow_own_classes(cfg: Config) -> None:
     Of the inherited settings ``data_preprocessor.num_classes`` has to be that of the head, and ``CustomDataset`` does
     not take ImageNet's ``split``; both can only be left over, so that they are mended, with a notice.
     """
-    count = (cfg.model.get('head') or {}).get('num_classes') if cfg.get('model') else None
+    count = num_classes(cfg) if cfg.get('model') else 0
     made = (cfg.get('data_preprocessor') or {}).get('num_classes')
-    if None not in (count, made) and count != made:
+    if count and made and count != made:
         cfg.data_preprocessor.num_classes = count
         notice(f'data_preprocessor.num_classes = {made} is {count} here, as num_classes of the head.')
     for loader in LOADERS:

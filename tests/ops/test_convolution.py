@@ -61,7 +61,7 @@ def test_convolutions_of_gelu(x, steps, size, residual):
         out = F.conv2d(F.gelu(x), weight, bias, stride, size // 2, 1, groups)
         return F.gelu(x) + out if residual else out
 
-    compare(lambda *t: ops.conv_of_gelu(*t, stride, groups, residual, size // 2), plain, x, weight, bias)
+    compare(lambda *t: ops.conv_of_gelu(*t, stride, size // 2, 1, groups, residual), plain, x, weight, bias)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)

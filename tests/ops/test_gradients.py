@@ -21,9 +21,11 @@ def layer(x, other, v):
     """Convolutions and rotation."""
     weight = v[0, :8].sin()
     image = x.unflatten(1, (3, 3)).permute(0, 3, 1, 2)
-    image = image + ops.conv_of_gelu(image, weight[:, :3].reshape(8, 3, 1, 1).expand(8, 3, 3, 3)[:, :1], None, groups=8)
+    image = image + ops.conv_of_gelu(
+        image, weight[:, :3].reshape(8, 3, 1, 1).expand(8, 3, 3, 3)[:, :1], None, 1, 1, groups=8
+    )
     kernel = weight[:, None, :5, None] * weight[:, None, None, :5]
-    image = ops.conv_of_gelu(image, kernel, None, groups=8, residual=True, padding=2)
+    image = ops.conv_of_gelu(image, kernel, None, 1, 2, groups=8, residual=True)
     tokens = (image.flatten(2).transpose(1, 2) * x.sin() + other).unflatten(-1, (2, 4)).transpose(1, 2)
     return ops.rotate(tokens, ops.rotary_table(3, 3, 4, dtype=x.dtype))
 

@@ -126,6 +126,7 @@ ROWS = [
     bad('test.py {mmdet} empty.pth --out-item metrics', '--out-item metrics: --out has to name the file to write'),
     bad('test.py {mmdet} empty.pth --out x --out-item metrics', "--out 'x' has to end with .pkl or .pickle or .json."),
     bad('test.py {mmdet} empty.pth --interval 0', '--interval 0 has to be at least 1.'),
+    bad('test.py {mmseg} empty.pth --data-root ade --tta --cfg-options tta_model=None', 'has no tta_model'),
     bad('demo.py gone.jpg {mmdet} empty.pth --out o.jpg', "image 'gone.jpg': no such file or folder."),
     bad('demo.py empty {mmdet} empty.pth --out o', "image 'empty': no image (.jpg .jpeg .png", 'in this folder'),
     bad('demo.py notes.png {mmdet} empty.pth --out o.jpg', "image 'notes.png' cannot be read as an image."),

@@ -2,17 +2,17 @@
 """Whether evaluators and samplers fit the data sets of their loops."""
 
 import os.path as osp
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, repeat
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice, repeat
 from typing import Any, Optional
 
 import numpy as np
 from mmengine.runner import EpochBasedTrainLoop, TestLoop, ValLoop
 from torch import nn
 
-from .checks import check_categories, num_classes_of_heads
+from .checks import check_categories, leaf_datasets, num_classes_of_heads
 from .files import spread
-from .findings import Finding, decode_head_of, written
+from .findings import Finding, classes_of, decode_head_of, written
 
 _NUM_IMAGES = 500  # whose ids are compared
 _ENDLESS = {'InfiniteSampler', 'MultiSourceSampler'}
@@ -31,54 +31,46 @@ def check_sampler(key: str, loop: Any) -> Iterator[Finding]:
         )
 
 
-def check_evaluated_images(key: str, evaluator: Any, datasets: Iterable[Any]) -> Iterator[Finding]:
-    """Checks that the annotation file of a ``CocoMetric`` is of the images that are shown: it looks them up by id."""
-    apis: list[Any] = [getattr(metric, '_coco_api', None) for metric in getattr(evaluator, 'metrics', ())]
-    known = [api for api in apis if isinstance(getattr(api, 'imgs', None), dict)]
-    for dataset in datasets if known else ():
-        for i in spread(len(dataset), _NUM_IMAGES) if hasattr(dataset, 'get_data_info') else ():
-            info = dataset.get_data_info(i)
-            found = (_other_image(key, info, api) for api in known if isinstance(info.get('img_path'), str))
-            finding = next(filter(None, found), None)
-            if finding:
-                yield finding
-                return
-
-
-def _other_image(key: str, info: dict, api: Any) -> Optional[Finding]:
+def _other_image(name: str, file: str, api: Any, info: dict) -> Optional[Finding]:
     """What an image of the data set and that of its id in the evaluator's file do not share."""
-    number, path = info.get('img_id'), info['img_path']
+    number, path = info.get('img_id'), info.get('img_path')
+    if not isinstance(path, str):
+        return None
     there = str(api.imgs[number].get('file_name') or path) if number in api.imgs else 'none of its images'
     if osp.basename(there) != osp.basename(path):
         return Finding(
-            f'{key}: image {number} is {path} in the data set and {there} in ann_file of the evaluator, which would '
-            'judge it by the boxes of another. Set it to the ann_file of the data set.'
+            f'{name}: image {number} is {path} in the data set and {there} in {file}, by whose boxes it would be '
+            'judged. Set ann_file of the evaluator to that of the data set.'
         )
     judged = [entry['bbox'] for entry in api.imgToAnns.get(number, ()) if 'bbox' in entry]
     for left, top, right, bottom in (entry['bbox'] for entry in info.get('instances', ()) if 'bbox' in entry):
         box = left, top, right - left, bottom - top
         if not judged or np.abs(np.subtract(judged, box)).max(axis=1).min() > 0.5:
             return Finding(
-                f'{key}: image {number}, {path}, has other boxes in ann_file of the evaluator than in the data set. Is '
-                'it the file of another split?',
+                f'{name}: image {number}, {path}, has other boxes in {file} than in the data set. Is it the file of '
+                'another split?',
                 False,
             )
     return None
 
 
-def check_evaluator(key: str, evaluator: Any, config: Any, classes: Sequence, model: nn.Module) -> Iterator[Finding]:
-    """Checks that the annotation file of a ``CocoMetric`` has the classes, in their order, and one for each label of
-    the head: it looks the id of a category up by its place."""
-    count = num_classes_of_heads(model).get('bbox_head', 0)
+def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: nn.Module) -> Iterator[Finding]:
+    """Checks that the annotation file of a ``CocoMetric`` has the images, which it looks up by id, and the classes, in
+    their order, and one for each label of the head: it looks the id of a category up by its place."""
+    classes, count = classes_of(dataset), num_classes_of_heads(model).get('bbox_head', 0)
     entries = config if isinstance(config, (list, tuple)) else [config]
     files = [entry.get('ann_file') if isinstance(entry, dict) else None for entry in entries]
     for metric, file in zip(getattr(evaluator, 'metrics', ()), chain(files, repeat(None))):
         file = file or 'its ann_file'
         name = f'{key} ({type(metric).__name__})'
         yield from _check_iou_metric(name, metric, classes, decode_head_of(model))
-        content = getattr(getattr(metric, '_coco_api', None), 'dataset', None)
+        api = getattr(metric, '_coco_api', None)
+        content = getattr(api, 'dataset', None)
         if not isinstance(content, dict) or not classes:
             continue
+        leaves = [leaf for leaf in leaf_datasets(dataset) if hasattr(leaf, 'get_data_info')]
+        infos = (leaf.get_data_info(i) for leaf in leaves for i in spread(len(leaf), _NUM_IMAGES))
+        yield from islice(filter(None, (_other_image(name, file, api, info) for info in infos)), 1)
         names = [entry['name'] for entry in content.get('categories', ())]
         chosen = [each for each in names if each in classes]
         ids = [entry['id'] for entry in content.get('categories', ()) if entry['name'] in classes]

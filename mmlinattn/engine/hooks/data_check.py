@@ -15,7 +15,7 @@ from ...utils.errors import RunError
 from ..data import checks, evaluation
 from ..data.checks import leaf_datasets
 from ..data.files import FactCache
-from ..data.findings import Finding, classes_of, compares_images
+from ..data.findings import Finding, compares_images
 
 
 def enough_colours(meta: dict) -> dict:
@@ -119,8 +119,7 @@ class DataCheckHook(Hook):
             yield from evaluation.check_sampler(key, loop)
             for dataset in _datasets(loop)[:1]:
                 key, evaluator = f'{stage}_evaluator', getattr(loop, 'evaluator', None)
-                yield from evaluation.check_evaluated_images(key, evaluator, leaf_datasets(dataset))
-                yield from evaluation.check_evaluator(key, evaluator, runner.cfg.get(key), classes_of(dataset), model)
+                yield from evaluation.check_evaluator(key, evaluator, runner.cfg.get(key), dataset, model)
         if compares_images(model):
             stages = {key: entries for key, entries in stages.items() if key.startswith('train')}
         yield from checks.check_stages(stages)

@@ -9,7 +9,7 @@ from ...utils.errors import RunError
 from ...utils.files import project_files
 from ...utils.registering import bare_name
 from ..configs import LOADERS
-from .upstream import Upstream
+from .upstream import Upstream, find_dict
 from .zoo import ZooBackbone, recipe
 
 # What the released weights were trained with: ImageNet's, RGB
@@ -41,19 +41,14 @@ def check_pipelines(cfg: Config) -> None:
     Raises:
         RunError: A data set of ``cfg`` has ``Normalize`` in its pipeline.
     """
+    loaders = cfg.to_dict()
     for loader in LOADERS:
-        if _normalises(cfg.to_dict().get(loader)):
+        if find_dict(loaders.get(loader), dict(type='Normalize')):
             raise RunError(
                 f'{loader} has Normalize in its pipeline, as configs of MMDetection 2 and MMSegmentation 0 do; with '
                 'ImageNet weights images would be normalised twice. Write its mean, std and to_rgb into '
                 'data_preprocessor (there bgr_to_rgb, of classifiers to_rgb), and take it out of the pipelines.'
             )
-
-
-def _normalises(node: Any) -> bool:
-    children = list(node.values()) if isinstance(node, dict) else node if isinstance(node, (list, tuple)) else ()
-    is_one = isinstance(node, dict) and bare_name(node.get('type')) == 'Normalize'
-    return is_one or any(map(_normalises, children))
 
 
 def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tuple[dict, list[str]]:

@@ -64,7 +64,7 @@ class Upstream(NamedTuple):
     def has_masks(self) -> bool:
         """Whether the training data has masks."""
         loading = (dict(with_mask=True), dict(type='LoadPanopticAnnotations'))  # which loads them unasked
-        return any(_find(self.cfg.get('train_dataloader'), wanted) is not None for wanted in loading)
+        return any(find_dict(self.cfg.get('train_dataloader'), wanted) is not None for wanted in loading)
 
     @property
     def image_channels(self) -> int:
@@ -80,7 +80,7 @@ class Upstream(NamedTuple):
             crops = ('RandomResizedCrop', 'RandomCrop', 'CenterCrop') if self.task == 'mmpretrain' else ()
             wanted: list[dict] = [dict(type=kind) for kind in crops]
             wanted += [dict(type='Resize') if self.task == 'mmpretrain' else dict(type='Resize', keep_ratio=False)]
-            found = [_find(self.cfg.get('train_dataloader'), each) for each in wanted]
+            found = [find_dict(self.cfg.get('train_dataloader'), each) for each in wanted]
             given = next((each.get('crop_size', each.get('scale')) for each in found if each), None)
             given = given[::-1] if isinstance(given, (list, tuple)) else given and (given, given)  # width first
         if isinstance(given, (list, tuple)) and len(given) == 2 and all(isinstance(side, int) for side in given):
@@ -119,14 +119,15 @@ def together(network: dict) -> dict:
     return {**rest, 'image_encoder': [network['backbone'], *network['neck']]}
 
 
-def _find(node: Any, wanted: dict) -> Optional[dict]:
-    """The first dict inside that has these values."""
+def find_dict(node: Any, wanted: dict) -> Optional[dict]:
+    """The first dict inside that has these values, a type in any scope."""
     if isinstance(node, dict):
-        if all(key in node and node[key] == value for key, value in wanted.items()):
+        values = {**node, 'type': bare_name(node.get('type'))}
+        if all(key in node and values[key] == value for key, value in wanted.items()):
             return node
         node = list(node.values())
     if isinstance(node, (list, tuple)):
-        return next(filter(None, (_find(item, wanted) for item in node)), None)
+        return next(filter(None, (find_dict(item, wanted) for item in node)), None)
     return None
 
 

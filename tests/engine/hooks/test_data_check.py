@@ -116,10 +116,10 @@ def test_a_metric_with_another_file(look, tmp_path):
 @pytest.mark.parametrize(
     ('images', 'words'),
     [
-        (IMAGES[:1], 'image 2 is .*2.png in the data set and none of its images in ann_file'),
+        (IMAGES[:1], 'image 2 is .*2.png in the data set and none of its images in {}'),
         (
             [dict(IMAGES[0], file_name='2.png'), dict(IMAGES[1], file_name='1.png')],
-            'image 1 is .*1.png .* and 2.png in',
+            'image 1 is .*1.png .* and 2.png in {}',
         ),
     ],
 )
@@ -127,19 +127,20 @@ def test_a_metric_with_the_file_of_other_images(look, tmp_path, images, words):
     """As that of the training set, whose ids begin with 1 as well."""
     dataset = coco_data(coco(tmp_path))
     boxes = [dict(BOX, id=i, image_id=1, category_id=7 * i + 3) for i in range(3)]
-    metric = METRICS.build(
-        dict(type='CocoMetric', ann_file=str(coco(tmp_path, name='b.json', images=images, annotations=boxes)))
-    )
-    assert re.search(f'val_evaluator: {words}', look(DETECTOR, val=[dataset, metric])[0])
+    file = str(coco(tmp_path, name='b.json', images=images, annotations=boxes))
+    metric = dict(type='CocoMetric', ann_file=file)
+    line, _ = look(DETECTOR, val=[dataset, METRICS.build(metric)], cfg=dict(val_evaluator=metric))
+    assert re.search(rf'val_evaluator \(CocoMetric\): {words.format(file)}', line)
 
 
 def test_a_metric_with_other_boxes(look, tmp_path):
     """A warning, as they may be the better ones."""
     dataset = coco_data(coco(tmp_path))
     boxes = [dict(BOX, id=i, image_id=1 + i % 2, category_id=7 * i + 3, bbox=[3, 2, 10, 10]) for i in range(3)]
-    metric = METRICS.build(dict(type='CocoMetric', ann_file=str(coco(tmp_path, name='b.json', annotations=boxes))))
-    line, (warning,) = look(DETECTOR, val=[dataset, metric])
-    assert not line and 'has other boxes in ann_file of the evaluator' in warning
+    file = str(coco(tmp_path, name='b.json', annotations=boxes))
+    metric = dict(type='CocoMetric', ann_file=file)
+    line, (warning,) = look(DETECTOR, val=[dataset, METRICS.build(metric)], cfg=dict(val_evaluator=metric))
+    assert not line and f'has other boxes in {file} than in the data set' in warning
 
 
 @pytest.mark.parametrize('kind', [EpochBasedTrainLoop, ValLoop, IterBasedTrainLoop])
