@@ -7,6 +7,7 @@ from itertools import chain, islice, repeat
 from typing import Any, Optional
 
 import numpy as np
+from mmengine.evaluator import DumpResults
 from mmengine.runner import EpochBasedTrainLoop, TestLoop, ValLoop
 from torch import nn
 
@@ -59,10 +60,16 @@ def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: 
     their order, and one for each label of the head: it looks the id of a category up by its place."""
     classes, count = classes_of(dataset), num_classes_of_heads(model).get('bbox_head', 0)
     entries = config if isinstance(config, (list, tuple)) else [config]
+    unlabelled = [leaf for leaf in leaf_datasets(dataset) if getattr(leaf, 'with_label', True) is False]
     files = [entry.get('ann_file') if isinstance(entry, dict) else None for entry in entries]
     for metric, file in zip(getattr(evaluator, 'metrics', ()), chain(files, repeat(None))):
         file = file or 'its ann_file'
         name = f'{key} ({type(metric).__name__})'
+        if unlabelled and type(metric) is not DumpResults:
+            yield Finding(
+                f'{name}: with_label=False of the data set leaves no labels to judge by. For predictions alone set '
+                f'{key} = [], and give tools/test.py --out.'
+            )
         yield from _check_iou_metric(name, metric, classes, decode_head_of(model))
         api = getattr(metric, '_coco_api', None)
         content = getattr(api, 'dataset', None)

@@ -252,6 +252,16 @@ def test_an_evaluation_needs_to_know_crowds(look, tmp_path, kind):
     assert ('annotation 1 of its ann_file has no iscrowd; write 0' in line) == (kind != 'proposal_fast')
 
 
+@pytest.mark.parametrize('metric', ['Accuracy', 'DumpResults'])
+def test_predictions_for_images_without_labels(look, tmp_path, metric):
+    """`tools/test.py --out`: upstream's metrics would end in a KeyError after the first batch."""
+    Image.new('RGB', (40, 30)).save(tmp_path / '1.png')
+    dataset = build('mmpretrain', dict(type='CustomDataset', data_root=str(tmp_path), with_label=False))
+    judge = METRICS.build(dict(type=metric, **dict(out_file_path='a.pkl') if metric == 'DumpResults' else {}))
+    line, _ = look(model(head=3), test=[dataset, judge])
+    assert ('set test_evaluator = [], and give tools/test.py --out' in line) == (metric == 'Accuracy') == bool(line)
+
+
 def test_objects_of_some_classes_alone(look):
     data = type('Data', (list,), dict(get_data_info=list.__getitem__))
     dataset = data([dict(instances=[dict(bbox_label=0)], img_path='')] * 3)
