@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -164,3 +166,19 @@ def test_workers_outlive_signals_meant_for_the_run():
     os.kill(pid, signal.SIGINT)
     os.kill(pid, signal.SIGTERM)
     assert int(next(batches)) == pid
+
+
+END = """
+from torch.utils.data import DataLoader
+from mmlinattn.engine.hooks import stop
+stop.GRACE = 600
+loader = DataLoader([0] * 8, num_workers=1)
+stop.shield_workers(loader)
+batches = iter(loader)
+next(batches)
+"""
+
+
+def test_workers_end_with_the_run():
+    """In the middle of an epoch, too: its process does not wait for their grace."""
+    subprocess.run([sys.executable, '-c', END], check=True, timeout=200)

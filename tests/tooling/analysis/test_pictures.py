@@ -80,6 +80,15 @@ def test_files_are_pictures_of_what_a_block_has(tmp_path):
     assert pictures.plot_measures([dict(block='a', mixer='rala', ccs=None)], ['ccs'], tmp_path, 'mine') == []
 
 
+def test_panels_are_of_the_heads_that_they_name(tmp_path, monkeypatch):
+    rows = []
+    monkeypatch.setattr(pictures, '_plot_grid', lambda found, *_: rows.extend(found))
+    maps = pictures.QueryMaps('a', 'softmax', np.array([[[1, 0]], [[0.5, 0.25]]]), (1, 2))
+    pictures.plot_query([maps], of_size((8, 16)), (0, 0), (0, 0), tmp_path / 'q.png')
+    (_, panels), *_ = rows
+    assert [panel[0] for panel in panels[1:]] == ['mean of heads, max 0.75', 'head 0, max 1', 'head 1, max 0.5']
+
+
 def test_numbers_of_lines():
     """Heads that cannot look give nothing to the mean; a single key says nothing of entropies."""
     maps = pictures.QueryMaps('a', 'softmax', np.array([[[0.5, math.nan, math.nan]], [[0.25, 0.5, math.nan]]]), (1, 3))
