@@ -328,8 +328,9 @@ def _is_coco(path: Path) -> bool:
 
 
 def _coco(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list[str]]:
-    """The images of the files with their objects, and the classes, which have to be the same in all."""
-    here, photos, classes = set(images), [], None
+    """The images of the files with their objects, and the classes, which have to be the same in all. A category without
+    objects that others name as their group, as Roboflow writes first, is none."""
+    here, photos, classes, groups = set(images), [], None, set()
     of_boxes = {split_of(path.relative_to(root)) for path in files if path.name.startswith('instances')}
     if of_boxes:
         files = [path for path in files if not path.name.startswith(_OTHER_COCO)]
@@ -346,6 +347,8 @@ def _coco(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list
         if names != (classes or names) or len(set(names)) < len(names):
             raise RunError(f'{path} has the categories {names}: they have to be different, and in all files the same.')
         folder, classes = _folder(path, coco, root, here, split), names
+        of_others = (item for item in coco['categories'] if item.get('supercategory') != item['name'])
+        groups.update(str(item.get('supercategory')) for item in of_others)
         objects: dict[Any, list[tuple]] = {}
         for item in coco['annotations']:
             x, y, width, height = item['bbox']
@@ -360,7 +363,8 @@ def _coco(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list
             raise RunError(f'{path} {shapes}.')
         if objects:
             raise RunError(f'{path}: annotations of image {next(iter(objects))!r}, which is not in its list of images.')
-    return photos, classes or []
+    groups -= {name for photo, _ in photos for name, *_ in photo.objects}
+    return photos, [name for name in classes or [] if name not in groups]
 
 
 def _name_of(image: dict) -> str:

@@ -288,6 +288,20 @@ def test_coco_in_two_files(tmp_path):
     assert json.loads(data.annotations['val'])['annotations'][0]['area'] == 600  # some exports say none
 
 
+def test_a_group_of_categories_is_no_class(tmp_path):
+    """Roboflow's files begin with one. COCO's persons, of whom there may be none, name themselves."""
+    for i in range(3):
+        picture(tmp_path / f'{i}.jpg')
+    content = coco(['0.jpg', '1.jpg', '2.jpg'])
+    groups = 'animals', 'none', 'a'  # of the classes b, animals, a
+    content['categories'].insert(1, dict(id=0, name='animals'))
+    for category, group in zip(content['categories'], groups):
+        category['supercategory'] = group
+    assert read(text(tmp_path / 'result.json', content)).classes == ['b', 'a']
+    content['annotations'][0]['category_id'] = 0
+    assert read(text(tmp_path / 'result.json', content)).classes == ['b', 'animals', 'a']
+
+
 def test_coco_in_one_file(tmp_path):
     outline = dict(segmentation=[[4, 8, 24, 8, 24, 38]])
     for i in range(4):
