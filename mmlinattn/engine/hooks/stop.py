@@ -194,7 +194,6 @@ class StopHook(Hook):
             CHECKPOINT_NAME,
             save_param_scheduler=runner.param_schedulers is not None,
             meta=meta,
-            by_epoch=False,
             backend_args=backend,
         )
 

@@ -310,6 +310,16 @@ def test_coco_in_one_file(tmp_path):
     assert data.masks and len(data.images['train']) == 3 and len(data.images['val']) == 1
 
 
+def test_a_coco_file_that_begins_with_many_categories(tmp_path):
+    for i in range(3):
+        picture(tmp_path / f'{i}.jpg')
+    images = coco(['0.jpg', '1.jpg', '2.jpg'], [f'class number {i}' for i in range(2)])
+    more = [dict(id=100 + i, name=f'another class, number {i}') for i in range(99)]
+    content = dict(categories=[*images.pop('categories'), *more], **images)
+    text(tmp_path / 'result.json', content)
+    assert len(read(tmp_path).classes) == 101
+
+
 def test_splits_without_boxes(tmp_path):
     yolo(tmp_path)
     text(tmp_path / 'classes.txt', 'b\na')
