@@ -330,7 +330,8 @@ def _is_coco(path: Path) -> bool:
 def _coco(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list[str]]:
     """The images of the files with their objects, and the classes, which have to be the same in all. A category without
     objects that others name as their group, as Roboflow writes first, is none."""
-    here, photos, classes, groups = set(images), [], None, set()
+    here, photos, classes = set(images), [], None
+    groups: set[str] = set()
     of_boxes = {split_of(path.relative_to(root)) for path in files if path.name.startswith('instances')}
     if of_boxes:
         files = [path for path in files if not path.name.startswith(_OTHER_COCO)]
