@@ -106,3 +106,10 @@ def test_one_tensor_may_stand_for_several(name, places):
     with torch.inference_mode():
         found = mixed(*(tensor.clone() for tensor in tensors.values()))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize('name', ['rala, elu', 'linear, elu', 'inline, exp'])
+def test_a_kernel_that_is_none(name):
+    q = torch.randn(1, 4, 8)
+    with pytest.raises(ValueError, match=r"kernel='gelu' has to be one of \['"):
+        ATTENTIONS[name](q, q, q, 2, kernel='gelu')
