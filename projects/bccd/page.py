@@ -35,8 +35,9 @@ Photographs of BCCD, copyright (c) 2017 shenggan, [MIT licence][2]. To the left 
 leaves some red cells out; to the right those of RAVLT-T at 256x192 at scores from 0.4.
 
 This shows that the tools train from few images without weights. It does not show which backbone is better: 8 epochs
-of 73 steps are few, nobody tuned the recipe (`projects/bccd/retinanet.py`), and with ImageNet weights the order may
-be another. How accurate trained models are is in the [tables](tables.md).
+of 73 steps are few (two seeds of InLine-Swin-T are 10 points apart, most of it in red cells), nobody tuned the recipe
+(`projects/bccd/retinanet.py`), and with ImageNet weights the order may be another. How accurate trained models are is
+in the [tables](tables.md).
 
 <!-- needs: data, minutes -->
 

@@ -348,8 +348,8 @@ def _coco(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list
         if names != (classes or names) or len(set(names)) < len(names):
             raise RunError(f'{path} has the categories {names}: they have to be different, and in all files the same.')
         folder, classes = _folder(path, coco, root, here, split), names
-        of_others = (item for item in coco['categories'] if item.get('supercategory') != item['name'])
-        groups.update(str(item.get('supercategory')) for item in of_others)
+        over = ((item.get('supercategory'), item['name']) for item in coco['categories'])
+        groups.update(str(group) for group, name in over if group not in (None, name))
         objects: dict[Any, list[tuple]] = {}
         for item in coco['annotations']:
             x, y, width, height = item['bbox']
