@@ -1,5 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 from ..ops.grid import Grid
+from ..ops.windows import Windows
 from .angular import AngularMixer
 from .arrangements import ReducedAttention, StripeAttention, WindowAttention
 from .base import Attention, GlobalAttention, ReducedKeysAttention
@@ -13,7 +14,6 @@ from .inline import InLineMixer
 from .mixer import TOKEN_MIXERS, LocalMixer, TokenMixer, get_mixer
 from .rala import RALAMixer
 from .softmax import SoftmaxMixer
-from .windows import Windows
 
 __all__ = [
     'TOKEN_MIXERS',

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
-from ..layers.patch_embed import PatchConv2d, build_token_norm, pad_to_multiple
+from ..layers.patch_embed import PatchConv2d, build_token_norm
+from ..ops.maps import pad_to_multiple
 from ..ops.tensors import to_image, unflatten
 from .base import Attention, Mixing, ReducedKeysAttention, mean_token
 from .context import MapWindows, StageContext

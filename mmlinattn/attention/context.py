@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..ops.grid import Grid
 from ..ops.softmax import masked_logit
-from .windows import OpenWindows, Windows
+from ..ops.windows import OpenWindows, Windows
 
 
 class MapWindows:

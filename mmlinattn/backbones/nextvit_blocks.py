@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..attention import ReducedKeysAttention, StageContext
 from ..layers import MLP, build_map_norm
-from ..ops.tensors import is_known, to_image
+from ..ops.maps import mean_pool, sequence_mean
+from ..ops.tensors import to_image
 
 SHARE = 0.75  # of a transformer block's channels, and of its stochastic depth, that belong to the attention
 
@@ -50,25 +51,6 @@ class ConvNorm(BaseModule):
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.conv(to_image(x))).permute(0, 2, 3, 1)
         return F.relu(x) if self.relu else x
-
-
-def mean_pool(x: Tensor, size: int, dim: int) -> Tensor:
-    """Means of patches of ``size`` x ``size`` pixels, at odd borders of the pixels that are there: (B, H, W, dim) ->
-    (B, dim, ceil(H / size), ceil(W / size))."""
-    image = to_image(x)
-    if is_known(*x.shape[1:3]):
-        return F.avg_pool2d(image, size, ceil_mode=True, count_include_pad=False)
-    # whether the last patch is a whole one, a graph that leaves the size open cannot ask
-    beyond = [0, size - 1, 0, size - 1]
-    shares = conv_mean(F.pad(torch.ones_like(image[:1, :1]), beyond), (size, size), 1)
-    return conv_mean(F.pad(image, beyond), (size, size), dim) / shares
-
-
-def conv_mean(image: Tensor, size: tuple[int, int], dim: int) -> Tensor:
-    """``F.avg_pool2d(image, size)`` by a convolution: of the pool, ``torch.export`` asks whether the size divides the
-    map."""
-    weight = image.new_full((dim, 1, *size), 1 / (size[0] * size[1]))
-    return F.conv2d(image, weight, stride=size, groups=dim)
 
 
 class PooledEmbed(ConvNorm):
@@ -146,12 +128,8 @@ class AveragedKeysAttention(ReducedKeysAttention):
 
     def reduce(self, x: Tensor) -> Tensor:
         """(B, H, W, C) -> (B, h, w, C); of sequences, h is 1."""
-        if self.reduction == 'grid':
-            mean = mean_pool(x, self.ratio, self.mixer.dim)
-        else:
-            sequence, size = to_image(x.flatten(1, 2)[:, None]), (1, self.ratio**2)
-            known = is_known(*x.shape[1:3])
-            mean = F.avg_pool2d(sequence, size) if known else conv_mean(sequence, size, self.mixer.dim)
+        dim, ratio = self.mixer.dim, self.ratio
+        mean = mean_pool(x, ratio, dim) if self.reduction == 'grid' else sequence_mean(x, ratio**2, dim)
         return self.norm(mean).permute(0, 2, 3, 1)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..attention.windows import Windows
 from ..ops.tensors import accumulation_dtype
+from ..ops.windows import Windows
 
 # Rows and columns of a map, and the windows without a shift that they are cut into.
 Region = tuple[slice, slice, Windows]

@@ -14,7 +14,8 @@ from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm, _NormBase
 from typing_extensions import TypeGuard
 
 from .. import ops
-from ..ops.tensors import accumulation_dtype, clone_if_open, is_known, round_up, to_image, unflatten
+from ..ops.maps import cut_patches, pad_by, pad_to_multiple
+from ..ops.tensors import accumulation_dtype, to_image, unflatten
 from ..utils.foreign import is_altered
 
 
@@ -101,24 +102,6 @@ class ConvDownsample(BaseModule):
         return self.layers(to_image(x)).permute(0, 2, 3, 1)
 
 
-def pad_by(x: Tensor, beyond: int) -> Tensor:
-    """Zero-pad (B, H, W, C) at the bottom and right so that a convolution gives ceil(H / stride) x ceil(W / stride):
-    ``beyond`` is its kernel size less twice its padding less 1.
-
-    By the same number at every size: where whole strides need fewer, the convolution does not read the rest. So graphs
-    hold for sizes other than their own.
-    """
-    return F.pad(x, (0, 0, 0, beyond, 0, beyond)) if beyond else x
-
-
-def pad_to_multiple(x: Tensor, step: int) -> Tensor:
-    """Zero-pad (B, H, W, C) at the bottom and right to multiples of ``step``."""
-    height, width = (round_up(side, step) - side for side in x.shape[1:3])
-    if is_known(height, width) and not (height or width):  # padding by nothing would copy the map
-        return x
-    return F.pad(x, (0, 0, 0, width, 0, height))
-
-
 class PatchConv2d(nn.Conv2d):
     """Convolution of patches that do not overlap, (B, C, H, W) of whole patches -> (B, C', H / k, W / k): a product of
     matrices.
@@ -140,11 +123,6 @@ class PatchConv2d(nn.Conv2d):
         patches = cut_patches(x.permute(0, 2, 3, 1), self.kernel_size[0])
         weight = self.weight.permute(0, 2, 3, 1).flatten(1)  # (C', rows * columns * C)
         return F.linear(patches.flatten(3), weight, self.bias).permute(0, 3, 1, 2)
-
-
-def cut_patches(x: Tensor, size: int) -> Tensor:
-    """(B, H, W, C) of whole patches -> (B, H / size, W / size, size, size, C)."""
-    return clone_if_open(unflatten(unflatten(x, 2, (-1, size)), 1, (-1, size)).transpose(2, 3))
 
 
 class PatchEmbed(BaseModule):

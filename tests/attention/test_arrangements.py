@@ -21,7 +21,7 @@ from mmlinattn.attention import (
     StageContext,
     StripeAttention,
     WindowAttention,
-    windows,
+    Windows,
 )
 from mmlinattn.attention.arrangements import RelativePositionBias
 
@@ -131,7 +131,7 @@ def test_focused_attention_in_windows_is_that_of_each_window_cropped(height, wid
     window = min(3, height), min(3, width)
     x = feature_map(height, width)
     attention = filled(WindowAttention(DIM, HEADS, 'focused', (3, 3), grid=(3, 3)))
-    out, table = attention(x, StageContext.of(x)), attention.mixer.position.resized(*window).unflatten(1, window)
+    out, table = attention(x, StageContext.of(x)), attention.mixer.position.on(Grid(*window)).unflatten(1, window)
     for where in parts((height, width), *window):
         grid = Grid(*x[where].shape[1:3])
         part = filled(Attention(DIM, HEADS, 'focused', grid=grid[:2]))
@@ -143,7 +143,7 @@ def test_focused_attention_in_windows_is_that_of_each_window_cropped(height, wid
 def literal_softmax_window(attention, x, window, shift):
     """Of all pairs of tokens those in the same window, and on the same side of the seam that the roll made."""
     size, (rows, columns) = x.shape[1:3], window
-    cut = windows.Windows.fit(*size, window, shift)
+    cut = Windows.fit(*size, window, shift)
     places = torch.cartesian_prod(*map(torch.arange, size))
     rolled = (places - torch.tensor(cut.shift)) % torch.tensor(cut.padded)
     part, offset = rolled // torch.tensor(cut.window), places[:, None] - places

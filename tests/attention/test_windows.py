@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mmlinattn.attention import Windows
-from mmlinattn.attention.windows import Axis
+from mmlinattn.ops.windows import Axis
 
 sizes = st.integers(1, 9)
 

@@ -7,7 +7,7 @@ import reference
 import torch
 from torch import nn
 
-from mmlinattn.attention import Attention
+from mmlinattn.attention import Attention, Grid
 
 DIM, HEADS = 16, 2
 HEAD_DIM = DIM // HEADS
@@ -99,7 +99,7 @@ def focused(mixer, spec, q, k, v, grid, size, bias, context):
     """The map goes over all channels, before the split into heads; positions are added to the keys before it."""
     q, k, values = (reference.side_by_side(t) for t in (q, k, v))
     if mixer.position is not None:  # class tokens have no position
-        table = mixer.position.resized(grid.height, grid.width)
+        table = mixer.position.on(Grid(grid.height, grid.width))
         k = k + torch.nn.functional.pad(table, (0, 0, grid.prefix, 0))
     if spec.get('focus', True):
         q, k = (reference.focused(t, mixer.scale, spec.get('power', 3)) for t in (q, k))

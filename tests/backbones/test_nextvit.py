@@ -13,8 +13,9 @@ from torch import nn
 from twins import attend
 
 from mmlinattn.attention import GlobalAttention, Grid, StageContext
-from mmlinattn.backbones import LinearNextViT, nextvit_blocks
+from mmlinattn.backbones import LinearNextViT
 from mmlinattn.backbones.nextvit_blocks import AveragedKeysAttention, ConvBlock, PooledEmbed, ReLUMLP, TransformerBlock
+from mmlinattn.ops import maps
 from mmlinattn.checkpoints.loading import load_pretrained
 from mmlinattn.checkpoints.states import backbone_state
 
@@ -115,7 +116,7 @@ open_or_known = pytest.mark.parametrize('open_sizes', [False, True], ids=['known
 @open_or_known
 def test_keys_are_those_of_averaged_tokens(size, reduction, open_sizes, monkeypatch):
     """As released: of r^2 tokens that follow each other, the rest at the end dropped. Or of patches of r x r tokens."""
-    monkeypatch.setattr(nextvit_blocks, 'is_known', lambda *sizes: not open_sizes)
+    monkeypatch.setattr(maps, 'is_known', lambda *sizes: not open_sizes)
     attn = goldens.fill(AveragedKeysAttention(8, 2, 'hallucinated', 2, reduction, BN)).double().eval()
     x, count = torch.randn(2, *size, 8, dtype=torch.float64), size[0] * size[1] // 4
     tokens = x.flatten(1, 2)
@@ -151,7 +152,7 @@ def test_which_keys_are_averaged_how():
 @pytest.mark.parametrize('size', [(4, 6), (5, 7), (1, 1), (1, 4)], ids=str)
 @open_or_known
 def test_down_sampling_averages_the_pixels_that_are_there(size, open_sizes, monkeypatch):
-    monkeypatch.setattr(nextvit_blocks, 'is_known', lambda *sizes: not open_sizes)
+    monkeypatch.setattr(maps, 'is_known', lambda *sizes: not open_sizes)
     embed = goldens.fill(PooledEmbed(3, 5, BN)).double().eval()
     x = torch.randn(2, *size, 3, dtype=torch.float64)
     expected = affine(embed.norm, patches(x, 2) @ embed.conv.weight[:, :, 0, 0].T)

@@ -11,6 +11,7 @@ from torch import nn
 
 from mmlinattn.attention import Grid
 from mmlinattn.layers import PositionTable
+from mmlinattn.ops.maps import resize_table_in_graph
 
 DIM = 6
 
@@ -28,11 +29,11 @@ def test_tables_are_resized_bilinearly(height, width, prefix):
     grid, half = Grid(height, width, prefix=prefix), copy.deepcopy(table).half()
     expected = bilinear(table.weight.data[:, prefix:], (4, 5), (height, width))
     expected = torch.cat((table.weight[:, :prefix], expected), dim=1)
-    for resized in (table.resized(height, width), table.on(grid), table.resized_in_graph(grid)):
+    for resized in (table.on(grid), resize_table_in_graph(table.weight, table.grid, grid, prefix)):
         assert torch.equal(resized[:, :prefix], table.weight[:, :prefix])
         torch.testing.assert_close(resized, expected)
-    assert table.resized(4, 5) is table.weight
-    for resized in (half.resized(height, width), half.resized_in_graph(grid)):
+    assert table.on(Grid(4, 5, prefix)) is table.weight
+    for resized in (half.on(grid), resize_table_in_graph(half.weight, half.grid, grid, prefix)):
         assert resized.dtype == torch.float16
         torch.testing.assert_close(resized.double(), expected, rtol=0.01, atol=1e-4)
 

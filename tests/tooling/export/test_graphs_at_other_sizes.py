@@ -10,8 +10,7 @@ from graphs import ATTNS, HOSTS, TRACED_AT
 from torch._dynamo.testing import CompileCounter
 from torch.export import Dim
 
-from mmlinattn.attention.windows import OpenWindows, Windows
-from mmlinattn.layers.position import PositionTable, bilinear_weights
+from mmlinattn.ops.windows import OpenWindows, Windows
 from mmlinattn.tooling.export import FORMATS
 
 MIXES = [ATTNS[i:] + ATTNS[:i] for i in range(4)]  # each of these in every stage
@@ -164,12 +163,3 @@ def test_open_windows_hold_what_those_of_known_size_hold(window, size, shift):
             matrix[row[a], row[b]] = True
         sees.append(matrix)
     assert torch.equal(*sees)
-
-
-@pytest.mark.parametrize('size', [(5, 3), (4, 9), (1, 1), (13, 6)], ids=str)
-def test_weights_of_a_resized_table_are_those_of_interpolate(size):
-    table = PositionTable(4, (5, 6)).double()
-    rows, columns = (bilinear_weights(n, m, m, table.weight) for n, m in zip((5, 6), size))
-    image = table.weight.unflatten(1, (5, 6))[0]
-    expected = table.resized(*size)[0].unflatten(0, size)
-    torch.testing.assert_close(torch.einsum('hi,wj,ijc->hwc', rows, columns, image), expected)

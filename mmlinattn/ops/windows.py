@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from ..ops.grid import Grid
-from ..ops.tensors import as_tensor, clone_if_open, is_known, round_up, unflatten
+from .grid import Grid
+from .tensors import as_tensor, clone_if_open, is_known, round_up, unflatten
 
 
 class Windows(NamedTuple):
