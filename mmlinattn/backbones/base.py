@@ -3,7 +3,6 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
-from functools import partial
 from itertools import islice
 from typing import Any, Callable, Optional
 
@@ -11,13 +10,12 @@ import numpy as np
 import torch
 from mmcv.cnn import build_norm_layer
 from mmengine.model import BaseModule, ModuleList
-from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from torch import Tensor, nn
 
 from ..attention import Grid, StageContext
 from ..checkpoints.loading import load_pretrained
-from ..inference import checkpointed, run
-from ..layers import FactorisedLinear, MapLayerNorm, build_ffn
+from ..inference import run
+from ..layers import FactorisedLinear, MapLayerNorm, build_ffn, is_batch_norm
 from ..ops.tensors import to_image
 from ..utils.building import is_pretrained
 from .arch import Arch, Spec, check_count, check_type
@@ -29,29 +27,6 @@ def numbered(key: str) -> tuple[str, Optional[int]]:
     part, _, rest = key.partition('.')
     number = rest.partition('.')[0]
     return part, int(number) if number.isdecimal() else None
-
-
-def is_batch_norm(module: nn.Module) -> bool:
-    """Whether a layer is a batch norm; MMCV's own synchronised one (``MMSyncBN``) is no ``_BatchNorm`` of PyTorch's."""
-    return isinstance(module, _BatchNorm) or type(module).__name__ == 'SyncBatchNorm'
-
-
-class StatisticsKept:
-    """A context that keeps running statistics of batch norms: the forward pass has updated them. A class, as several
-    backward passes of one graph enter it again."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.kept: list[tuple[nn.Module, dict]] = []
-
-    def __enter__(self) -> None:
-        self.kept = [(m, dict(m._buffers)) for m in self.module.modules() if is_batch_norm(m) and m.training]
-        for norm, kept in self.kept:
-            norm._buffers.update({name: None if value is None else value.clone() for name, value in kept.items()})
-
-    def __exit__(self, *error) -> None:
-        for norm, kept in self.kept:
-            norm._buffers.update(kept)
 
 
 class Backbone(Arch, BaseModule):
@@ -171,18 +146,12 @@ class Backbone(Arch, BaseModule):
             module.down, module.up = factors
         return self.eval()
 
-    def run_block(self, block: nn.Module, x: Tensor, stage: StageContext, call: Callable) -> Tensor:
-        """One block, recomputed in the backward pass under ``with_cp``."""
-        if self.with_cp and x.requires_grad:
-            return checkpointed(block, x, stage, partial(StatisticsKept, block))
-        return call(block, x, stage)
-
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         return run(self, x)
 
     def features(self, x: Tensor, call: Callable) -> tuple[Tensor, ...]:
-        """The outputs for an image. ``call(module, *args)`` is ``module(*args)``, or what is faster on a CPU without
-        gradients, see :mod:`mmlinattn.inference`."""
+        """The outputs for an image. ``call(module, *args)`` is ``module(*args)``, recomputed in the backward pass or
+        fused on a CPU without gradients, see :mod:`mmlinattn.inference`. Blocks alone get a stage's context."""
         raise NotImplementedError
 
     def train(self, mode: bool = True):
@@ -352,7 +321,7 @@ class PyramidBackbone(Backbone):
             x = self.embed(i, x, call)
             stage = self.stage_context(i, x)
             for block in self.stages[i]:
-                x = self.run_block(block, x, stage, call)
+                x = call(block, x, stage)
             raw = to_image(x)
             out = self.out_norms[str(i)](raw) if str(i) in self.out_norms else raw
             if i in self.out_indices:

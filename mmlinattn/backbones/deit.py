@@ -131,7 +131,7 @@ class LinearDeiT(Backbone):
             x = self.position_table.add_to(x, grid)
         outs, stage = [], StageContext(grid)
         for i, block in enumerate(self.blocks):
-            x = self.run_block(block, x, stage, call)
+            x = call(block, x, stage)
             if i in self.out_indices:
                 outs.append(self.output(x if self.out_norm is None else self.out_norm(x), grid))
         return tuple(outs)

@@ -6,20 +6,18 @@ with fused operators and reused memory; in graphs, on GPUs, in training, and for
 the module itself is called.
 """
 
-from contextlib import nullcontext
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ..ops import dispatch
 from ..utils import foreign
 from ..utils.foreign import methods_of
 from . import attention  # noqa: F401  fills the table
+from .recomputing import call_recomputed
 from .room import KNOWN, Room
 
-__all__ = ['Room', 'checkpointed', 'run']
+__all__ = ['Room', 'run']
 
 # what forward passes of modules call, and fused forms may not: somebody may replace it
 _OWN = methods_of(KNOWN)
@@ -45,7 +43,7 @@ def run(backbone, x: Tensor) -> tuple[Tensor, ...]:
         raise ValueError(f'x has the type {x.dtype}; the model is in {dtype} and takes images of that type')
     if dispatch.is_traced():
         with dispatch.size_oblivious():
-            return backbone.features(x, _call)
+            return backbone.features(x, _plain(backbone))
     if casts and dtype == torch.float32 and _is_slow(x):
         with dispatch.without_autocast(x):
             x = x.float()
@@ -54,25 +52,22 @@ def run(backbone, x: Tensor) -> tuple[Tensor, ...]:
     return backbone.features(x, _caller(backbone, x, products))
 
 
-def checkpointed(block: nn.Module, x: Tensor, stage, backward_context) -> Tensor:
-    """``block(x, stage)``, computed again in the backward pass, there within ``backward_context()``."""
-    contexts: dict = {}
-    if not dispatch.is_traced():  # compilers take no contexts
-        contexts['context_fn'] = lambda: (nullcontext(), backward_context())
-    return checkpoint(block, x, stage, use_reentrant=False, **contexts)
-
-
 def _call(module, *args):
     return module(*args)
+
+
+def _plain(backbone):
+    """What calls the modules of a backbone as they are."""
+    return call_recomputed if backbone.with_cp else _call
 
 
 def _caller(backbone, x: Tensor, dtype: torch.dtype):
     """The function that calls the modules of a backbone, whose products are of type ``dtype``."""
     if not x.is_cpu or torch.is_grad_enabled() or backbone.training or dispatch.needs_reference(x):
-        return _call
+        return _plain(backbone)
     # float16 would lose small layer scales in a matrix
     if dtype == torch.float16 or foreign.has_global_hooks() or foreign.has_function_modes() or _code_is_changed():
-        return _call
+        return _plain(backbone)
     return Room(dtype, x.dtype).call
 
 

@@ -13,6 +13,7 @@ from .patch_embed import (
     build_map_norm,
     build_token_norm,
     fold_batch_norm,
+    is_batch_norm,
     is_foldable,
 )
 from .position import PositionTable
@@ -39,6 +40,7 @@ __all__ = [
     'build_token_norm',
     'compact',
     'fold_batch_norm',
+    'is_batch_norm',
     'is_foldable',
     'rotary_table',
 ]

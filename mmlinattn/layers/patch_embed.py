@@ -182,6 +182,11 @@ class PatchMerging(BaseModule):
 # --- batch norms folded into convolutions -----------------------------------------------------------------------------
 
 
+def is_batch_norm(module: nn.Module) -> bool:
+    """Whether a layer is a batch norm; MMCV's own synchronised one (``MMSyncBN``) is no ``_BatchNorm`` of PyTorch's."""
+    return isinstance(module, _BatchNorm) or type(module).__name__ == 'SyncBatchNorm'
+
+
 def is_foldable(norm: Optional[nn.Module]) -> TypeGuard[_BatchNorm]:
     """Whether ``norm`` is a batch norm, and statistics and weights say all that it does in eval mode."""
     if not isinstance(norm, _BatchNorm) or is_altered(norm):

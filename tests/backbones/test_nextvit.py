@@ -15,9 +15,9 @@ from twins import attend
 from mmlinattn.attention import GlobalAttention, Grid, StageContext
 from mmlinattn.backbones import LinearNextViT
 from mmlinattn.backbones.nextvit_blocks import AveragedKeysAttention, ConvBlock, PooledEmbed, ReLUMLP, TransformerBlock
-from mmlinattn.ops import maps
 from mmlinattn.checkpoints.loading import load_pretrained
 from mmlinattn.checkpoints.states import backbone_state
+from mmlinattn.ops import maps
 
 NAME = 'softmax_nextvit_s'
 ARCH = small_hosts.ARCHS['LinearNextViT']

@@ -1,0 +1,38 @@
+# Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+"""Blocks whose backward pass computes them again, which saves memory in training (``with_cp``)."""
+
+from contextlib import nullcontext
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ..layers import is_batch_norm
+from ..ops import dispatch
+
+
+def call_recomputed(module: nn.Module, x: Tensor, *stage) -> Tensor:
+    """``module(x, *stage)``; of a block, which gets the context of its stage, nothing but ``x`` is kept."""
+    if not stage or not x.requires_grad:
+        return module(x, *stage)
+    contexts: dict = {}
+    if not dispatch.is_traced():  # compilers take no contexts
+        contexts['context_fn'] = lambda: (nullcontext(), PreserveStatistics(module))
+    return checkpoint(module, x, *stage, use_reentrant=False, **contexts)
+
+
+class PreserveStatistics:
+    """A context that leaves running statistics of batch norms alone: the forward pass has updated them. A class, as
+    several backward passes of one graph enter it again."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.kept: list[tuple[nn.Module, dict]] = []
+
+    def __enter__(self) -> None:
+        self.kept = [(m, dict(m._buffers)) for m in self.module.modules() if is_batch_norm(m) and m.training]
+        for norm, kept in self.kept:
+            norm._buffers.update({name: None if value is None else value.clone() for name, value in kept.items()})
+
+    def __exit__(self, *error) -> None:
+        for norm, kept in self.kept:
+            norm._buffers.update(kept)
