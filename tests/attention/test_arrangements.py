@@ -17,7 +17,6 @@ from mmlinattn.attention import (
     GlobalAttention,
     Grid,
     ReducedAttention,
-    SoftmaxMixer,
     StageContext,
     StripeAttention,
     WindowAttention,
@@ -88,18 +87,6 @@ def test_what_arrangements_refuse():
     q, k = torch.rand(1, 12, DIM), torch.rand(1, 3, DIM)
     with pytest.raises(ValueError, match='q has 12 tokens and k 3'):
         ops.rala(q, k, k, HEADS)
-
-
-def test_a_gate_of_a_mixers_own():
-    """Of the object, where the class has none."""
-
-    class Gated(SoftmaxMixer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.gate = 'tanh'
-
-    assert GlobalAttention(DIM, HEADS, dict(type=Gated), gate='projection').gate == 'tanh'
-    assert GlobalAttention(DIM, HEADS, dict(type='rala', output_gate=None), gate='projection').gate is None
 
 
 # --- windows -----------------------------------------------------------------------------------

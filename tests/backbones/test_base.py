@@ -9,13 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mmcv.cnn.bricks import DropPath
-from mmengine.config import Config
 from mmengine.registry import MODELS
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
 from small_hosts import ARCHS, build, image, loss
 from torch import nn
 
-from mmlinattn.attention import get_mixer
 from mmlinattn.checkpoints.states import fit_backbone
 from mmlinattn.layers import PositionTable
 from mmlinattn.utils import foreign
@@ -192,16 +190,6 @@ def test_init_weights_starts_as_documented(host):
             assert weight.detach().std() == pytest.approx(0.02, rel=0.3) and weight.abs().max() < 0.15, name
 
 
-@pytest.mark.parametrize('listed', [False, True])
-def test_an_init_cfg_takes_the_place_of_the_hosts_own(listed):
-    given = dict(type='Constant', layer='Linear', val=0.25, bias=2.0)
-    model = build('RAVLT', init_cfg=[given] if listed else given)
-    kept = {name: value.clone() for name, value in model.state_dict().items() if 'norm' in name}
-    model.init_weights()
-    assert all((m.weight == 0.25).all() and (m.bias == 2).all() for m in model.modules() if isinstance(m, nn.Linear))
-    assert kept and all(torch.equal(model.state_dict()[name], value) for name, value in kept.items())
-
-
 @every_host
 @pytest.mark.parametrize('options', [{}, dict(out_indices=(0,)), dict(out_norm=False)], ids=str)
 def test_what_a_file_has_too_many_of_is_left_out_in_silence(host, options):
@@ -220,26 +208,6 @@ def test_what_a_file_has_too_many_of_is_left_out_in_silence(host, options):
     assert set(report.loaded) == set(part.state_dict())
     left_out = set(whole.state_dict()) - set(part.state_dict())
     assert set(report.ignored) == left_out and bool(left_out) == bool(options)
-
-
-# --- attentions -------------------------------------------------------------------------------
-
-
-@every_host
-def test_attentions_by_name_or_dict_a_stage_or_a_block(host):
-    """Also as MMEngine's Config hands them over; each is the attention of that name, to the last digit."""
-    attns = mixed(host)
-    lists = [[dict(type=name) for name in ([spec] if isinstance(spec, str) else spec)] for spec in attns]
-    lists = [specs if len(specs) > 1 or host == NEXT else specs[0] for specs in lists]
-    named, given = (build(host, stage_attns=a).eval() for a in (attns, Config(dict(attns=lists)).attns))
-    x = image(1, 40, 56)
-    for out, expected in zip(given(x), named(x)):
-        torch.testing.assert_close(out, expected, rtol=0, atol=0)
-    names = [
-        n for spec, d in zip(attns, ARCHS[host]['depths']) for n in ([spec] * d if isinstance(spec, str) else spec)
-    ]
-    for name, block in zip(names, blocks_of(named), strict=True):
-        assert not hasattr(block, 'attn') or any(isinstance(m, get_mixer(name)[0]) for m in block.attn.modules())
 
 
 @pytest.mark.parametrize('others', [[], [dict(type='Constant', layer='Linear', val=3.0)]])

@@ -84,8 +84,7 @@ def test_any_size(host, attn, height, width):
         if host in ('RAVLT', 'LinearNextViT'):  # their stems are of convolutions
             return
         patch = 16 if host == 'LinearDeiT' else 4
-        for out, expected in zip(outs, model(pad(x, (0, -width % patch, 0, -height % patch)))):
-            torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(model(pad(x, (0, -width % patch, 0, -height % patch))), outs)
 
 
 @pytest.mark.parametrize('training', [False, True], ids=['inference', 'training'])
@@ -194,8 +193,7 @@ def test_layers_that_somebody_watches_are_called(host, stage_attns, kind):
                 handle.remove()
             assert not [name for name, layer in layers_of(model).items() if layer not in seen]
             seen.clear()
-            for out, other in zip(outs, expected):
-                torch.testing.assert_close(out, other, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(outs, expected, rtol=1e-4, atol=1e-4)
     assert all(torch.equal(*pair) for pair in kept)
 
 
@@ -224,8 +222,7 @@ def test_layers_that_somebody_changed_are_called(host, stage_attns, kind):
                 parameter.data *= 2
     for learns in (True, False):
         with torch.set_grad_enabled(learns):
-            for out, other in zip(model.double()(x.double()), twin.double()(x.double())):
-                torch.testing.assert_close(out, other)
+            torch.testing.assert_close(model.double()(x.double()), twin.double()(x.double()))
 
 
 @every_mix
@@ -306,8 +303,7 @@ def test_compiled():
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True)
     with torch.no_grad():
-        for out, expected in zip(compiled(x), model(x)):
-            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(compiled(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(('host', 'arch'), PUBLISHED, ids=str)
@@ -315,5 +311,5 @@ def test_autocast_is_finite_at_published_depths(host, arch):
     options = dict(out_type='featmap') if host == 'LinearDeiT' else {}
     model = MODELS.build(dict(type=host, arch=arch, **options)).train()
     assert_trains(model, image(2, 64, 64), torch.bfloat16)
-    if (host, arch) in (('RAVLT', 'tiny'), ('RAVLT', 'small')):  # CPUs have few float16 kernels
+    if host == 'RAVLT':  # CPUs have few float16 kernels
         assert_trains(model, image(2, 32, 32), torch.float16)

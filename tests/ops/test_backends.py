@@ -91,23 +91,6 @@ def test_rala_in_place(given, dtype, native):
     assert torch.equal(v, kept)
 
 
-@every_attention
-@pytest.mark.parametrize('places', ['qqv', 'qkk', 'qqq'])
-def test_one_tensor_may_stand_for_several(name, places):
-    """Neither what inference writes over nor the gradients get mixed up."""
-    tensors = {place: torch.randn(2, 9, 16) for place in set(places)}
-
-    def mixed(*given):
-        return ATTENTIONS[name](*(dict(zip(tensors, given))[place] for place in places), num_heads=2)
-
-    assert_follows_reference(mixed, list(tensors.values()), rtol=1e-4, atol=1e-5)
-    with ops.use('reference'):
-        expected = mixed(*tensors.values())
-    with torch.inference_mode():
-        found = mixed(*(tensor.clone() for tensor in tensors.values()))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize('name', ['rala, elu', 'linear, elu', 'inline, exp'])
 def test_a_kernel_that_is_none(name):
     q = torch.randn(1, 4, 8)
