@@ -20,6 +20,7 @@ from mmlinattn.attention import (
     StageContext,
     StripeAttention,
     WindowAttention,
+    Windows,
     windows,
 )
 from mmlinattn.attention.arrangements import RelativePositionBias
@@ -92,6 +93,21 @@ def test_what_arrangements_refuse():
 # --- windows -----------------------------------------------------------------------------------
 
 
+def test_windows_are_clipped_to_the_map():
+    assert Windows.fit(5, 9, (7, 7), True) == Windows(5, 9, (5, 7), (0, 3))
+    assert Windows.fit(7, 7, (7, 7), True) == Windows(7, 7, (7, 7), (0, 0))
+    assert Windows.fit(5, 9, None, True) == Windows(5, 9, (5, 9), (0, 0))
+    x, whole = torch.randn(2, 5, 9, 3), Windows.fit(5, 9, (56, 56))
+    assert whole.is_whole  # one window is the map without a copy
+    assert whole.partition(x).data_ptr() == whole.merge(whole.partition(x)).data_ptr() == x.data_ptr()
+
+
+def test_positions_of_open_windows_are_on_the_device_of_the_map():
+    axis, x = windows.Axis(7, 2, shift=True), torch.empty(1, 7, 7, 3, device='meta')
+    assert axis.positions(x).shape == (4, 2)
+    assert axis.positions(x).device == axis.region(x).device == x.device
+
+
 @pytest.mark.parametrize('name', LINEAR)
 @few
 @example(7, 9, (3, 4))
@@ -130,7 +146,7 @@ def test_focused_attention_in_windows_is_that_of_each_window_cropped(height, wid
 def literal_softmax_window(attention, x, window, shift):
     """Of all pairs of tokens those in the same window, and on the same side of the seam that the roll made."""
     size, (rows, columns) = x.shape[1:3], window
-    cut = windows.Windows.fit(*size, window, shift)
+    cut = Windows.fit(*size, window, shift)
     places = torch.cartesian_prod(*map(torch.arange, size))
     rolled = (places - torch.tensor(cut.shift)) % torch.tensor(cut.padded)
     part, offset = rolled // torch.tensor(cut.window), places[:, None] - places

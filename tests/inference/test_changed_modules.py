@@ -27,41 +27,14 @@ def without_gradients():
         yield
 
 
-def hooked(layer):
-    layer.register_forward_hook(lambda module, inputs, out: 2 * out)
-
-
-def replaced(layer):
-    forward = layer.forward
-    layer.forward = lambda x: 2 * forward(x)
-
-
-class Doubled(nn.Linear):
-    def forward(self, x):
-        return 2 * super().forward(x)
-
-
-def adapted(layer):
-    layer.__class__ = Doubled
-
-
-def parametrised(layer):
-    class Twice(nn.Module):
-        def forward(self, weight):
-            return 2 * weight
-
-    nn.utils.parametrize.register_parametrization(layer, 'weight', Twice())
-
-
-@pytest.mark.parametrize('change', [hooked, replaced, adapted, parametrised])
 @pytest.mark.parametrize('place', ['qkv', 'proj', 'fc1', 'fc2'])
-def test_what_somebody_changed_or_watches_is_called(place, change):
-    """The rest of its block keeps its fused form."""
+def test_what_somebody_watches_is_called(place):
+    """The rest of its block keeps its fused form. A ``forward`` that is another: tests/backbones/test_pairs.py."""
     block = filled(Block(DIM, GlobalAttention(DIM, HEADS, 'rala'), MLP(DIM, 40), LN)).eval()
     part = block.attn if place in ('qkv', 'proj') else block.ffn
     x = torch.randn(2, 3, 5, DIM, dtype=torch.float64)
     before = block(x, StageContext.of(x))
-    change(getattr(part, place))
+    getattr(part, place).register_forward_hook(lambda module, inputs, out: 2 * out)
     expected = block(x, StageContext.of(x))
     assert (expected - before).abs().max() > 1e-3
     torch.testing.assert_close(ROOM.call(block, x, StageContext.of(x)), expected)
@@ -96,12 +69,6 @@ def recalibrated(model):
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.train().momentum = 0.0
-
-
-def without_first_token(model):
-    model.stages[0][0].norm1.register_forward_hook(
-        lambda module, args, out: out * (torch.arange(len(out[0])) > 0)[:, None]
-    )
 
 
 def plain_stem(model):
@@ -149,21 +116,13 @@ def dense(conv):
     return conv
 
 
-def without_affine(model):
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.weight = module.bias = None
-
-
 CHANGES = {
     'circular padding': padded_in_a_circle,
     'no padding': with_spans(padding=(0, 0)),
     'strides of two lengths': with_spans(stride=(2, 1)),
     'holes': with_spans(dilation=(2, 2), padding=(2, 2)),
     'a dense position encoding': of_block('position')(dense),
-    'batch norms without weights': without_affine,
     'batch norms that train': recalibrated,
-    'a hook on tokens': without_first_token,
     'a norm over tokens': of_block('norm2')(lambda norm: Centred()),
     'a stem without GELU': plain_stem,
     'one more layer of the stem': lambda model: model.patch_embeds[0].layers.append(nn.Hardtanh()),
@@ -266,13 +225,14 @@ class Halved(TorchFunctionMode):
 
 @pytest.mark.parametrize('change', [Halved, lambda: mock.patch.object(nn.functional, 'linear', half_linear)])
 def test_functions_that_somebody_replaced(change):
-    model, x = filled(RAVLT(ARCHS['RAVLT'])).eval(), torch.rand(1, 3, 64, 64, dtype=torch.float64)
+    """In float32, which has operators of its own."""
+    model, x = filled(RAVLT(ARCHS['RAVLT'])).float().eval(), torch.rand(1, 3, 64, 64)
     before = model(x)
     with change():
         with torch.enable_grad():
             expected = model(x)
         assert (expected[0] - before[0]).abs().max() > 1e-3
-        torch.testing.assert_close(model(x), expected)
+        torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_device_as_a_context_replaces_nothing(monkeypatch):

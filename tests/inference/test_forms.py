@@ -189,15 +189,6 @@ def test_products(dtype, onednn, monkeypatch):
         assert room.linear(layer, x[:0]).shape == (0, 11, 10)
 
 
-@pytest.mark.parametrize('onednn', [True, False])
-@pytest.mark.parametrize('module', [ConvStem(4, 8, dict(type='BN')), DWConvFFN(4, 8), ConvFFN(4, 8)])
-def test_convolutions_in_float32(module, onednn, monkeypatch):
-    """Which oneDNN's operators take."""
-    monkeypatch.setattr(foreign, 'HAS_ONEDNN', foreign.HAS_ONEDNN and onednn)
-    module, x = module.eval(), torch.randn(2, 16, 12, 4)
-    torch.testing.assert_close(Room(x.dtype, x.dtype).call(module, x), module(x))
-
-
 def test_sums_are_in_place_where_types_allow():
     x, half = torch.rand(3), torch.rand(3).bfloat16()
     assert room.added(x, torch.ones(3)) is x

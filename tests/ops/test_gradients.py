@@ -5,9 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from attentions import ATTENTIONS, FORMS, LINEAR, form
-from torch import nn
 
 from mmlinattn import ops
 
@@ -36,7 +34,7 @@ ALL = {**{name: partial(call, num_heads=2) for name, call in LINEAR.items()}, 'l
 MADE = {
     'q is k is v': lambda x: (x, x, x),
     'k of q': lambda q: (q, q.sin(), q.cos()),
-    'v of k': lambda x: (x[..., :8], *(lambda k: (k, k.sin()))(x.cos())) if x.shape[-1] == 8 else x,
+    'v of k': lambda x: (lambda k: (x, k, k.sin()))(x.cos()),
     'slices': lambda x: torch.cat((x, x.sin(), x.cos()), dim=-1).chunk(3, dim=-1),
 }
 
@@ -178,20 +176,3 @@ def test_what_is_kept_besides_queries_keys_and_values(name, dtype, which):
     with form(which):
         size = kept(lambda *t: LINEAR[name](*t, 2), *leaves)
     assert size <= 0.1 * leaves[0].numel() * dtype.itemsize + (4096 * 64 * 4 if 'turned' in name else 0)
-
-
-def test_checkpointing_and_saved_tensors_elsewhere():
-    """Of slices of one projection, which hooks move."""
-    weight = nn.Parameter(torch.randn(24, 8))
-    x, grads = torch.randn(2, 9, 8), []
-
-    def block(x):
-        return ops.rala(*F.linear(x, weight).split(8, dim=-1), 2).sum()
-
-    grads.append(torch.autograd.grad(block(x), weight)[0])
-    out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-    grads.append(torch.autograd.grad(out, weight)[0])
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        out = block(x)
-    grads.append(torch.autograd.grad(out, weight)[0])
-    torch.testing.assert_close(grads[1:], [grads[0]] * 2)
