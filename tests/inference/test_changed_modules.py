@@ -27,14 +27,28 @@ def without_gradients():
         yield
 
 
+def hooked(layer):
+    layer.register_forward_hook(lambda module, inputs, out: 2 * out)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def adapted(layer):
+    layer.__class__ = Doubled
+
+
+@pytest.mark.parametrize('change', [hooked, adapted])
 @pytest.mark.parametrize('place', ['qkv', 'proj', 'fc1', 'fc2'])
-def test_what_somebody_watches_is_called(place):
-    """The rest of its block keeps its fused form. A ``forward`` that is another: tests/backbones/test_pairs.py."""
+def test_what_somebody_changed_or_watches_is_called(place, change):
+    """The rest of its block keeps its fused form. All layers at once: tests/backbones/test_pairs.py."""
     block = filled(Block(DIM, GlobalAttention(DIM, HEADS, 'rala'), MLP(DIM, 40), LN)).eval()
     part = block.attn if place in ('qkv', 'proj') else block.ffn
     x = torch.randn(2, 3, 5, DIM, dtype=torch.float64)
     before = block(x, StageContext.of(x))
-    getattr(part, place).register_forward_hook(lambda module, inputs, out: 2 * out)
+    change(getattr(part, place))
     expected = block(x, StageContext.of(x))
     assert (expected - before).abs().max() > 1e-3
     torch.testing.assert_close(ROOM.call(block, x, StageContext.of(x)), expected)
@@ -69,6 +83,12 @@ def recalibrated(model):
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.train().momentum = 0.0
+
+
+def without_first_token(model):
+    model.stages[0][0].norm1.register_forward_hook(
+        lambda module, args, out: out * (torch.arange(len(out[0])) > 0)[:, None]
+    )
 
 
 def plain_stem(model):
@@ -123,6 +143,7 @@ CHANGES = {
     'holes': with_spans(dilation=(2, 2), padding=(2, 2)),
     'a dense position encoding': of_block('position')(dense),
     'batch norms that train': recalibrated,
+    'a hook on tokens': without_first_token,
     'a norm over tokens': of_block('norm2')(lambda norm: Centred()),
     'a stem without GELU': plain_stem,
     'one more layer of the stem': lambda model: model.patch_embeds[0].layers.append(nn.Hardtanh()),
