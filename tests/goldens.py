@@ -17,8 +17,8 @@ from torch import Tensor
 FOLDER = Path(__file__).resolve().parent / 'data' / 'goldens'
 
 
-def cases(prefix: str = '') -> list[str]:
-    return sorted(path.stem for path in FOLDER.glob(f'{prefix}*.json'))
+def cases() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob('*.json'))
 
 
 def info(name: str) -> dict:

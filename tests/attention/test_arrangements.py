@@ -17,7 +17,6 @@ from mmlinattn.attention import (
     GlobalAttention,
     Grid,
     ReducedAttention,
-    SoftmaxMixer,
     StageContext,
     StripeAttention,
     WindowAttention,
@@ -90,19 +89,22 @@ def test_what_arrangements_refuse():
         ops.rala(q, k, k, HEADS)
 
 
-def test_a_gate_of_a_mixers_own():
-    """Of the object, where the class has none."""
-
-    class Gated(SoftmaxMixer):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.gate = 'tanh'
-
-    assert GlobalAttention(DIM, HEADS, dict(type=Gated), gate='projection').gate == 'tanh'
-    assert GlobalAttention(DIM, HEADS, dict(type='rala', output_gate=None), gate='projection').gate is None
-
-
 # --- windows -----------------------------------------------------------------------------------
+
+
+def test_windows_are_clipped_to_the_map():
+    assert Windows.fit(5, 9, (7, 7), True) == Windows(5, 9, (5, 7), (0, 3))
+    assert Windows.fit(7, 7, (7, 7), True) == Windows(7, 7, (7, 7), (0, 0))
+    assert Windows.fit(5, 9, None, True) == Windows(5, 9, (5, 9), (0, 0))
+    x, whole = torch.randn(2, 5, 9, 3), Windows.fit(5, 9, (56, 56))
+    assert whole.is_whole  # one window is the map without a copy
+    assert whole.partition(x).data_ptr() == whole.merge(whole.partition(x)).data_ptr() == x.data_ptr()
+
+
+def test_positions_of_open_windows_are_on_the_device_of_the_map():
+    axis, x = windows.Axis(7, 2, shift=True), torch.empty(1, 7, 7, 3, device='meta')
+    assert axis.positions(x).shape == (4, 2)
+    assert axis.positions(x).device == axis.region(x).device == x.device
 
 
 @pytest.mark.parametrize('name', LINEAR)

@@ -4,13 +4,12 @@
 from unittest import mock
 
 import pytest
-import reference
 import torch
 import twins
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
-from twins import ATTENTIONS, DIM, HEAD_DIM, HEADS, assert_same, attend, build, tokens
+from twins import ATTENTIONS, DIM, FORMS, HEAD_DIM, HEADS, assert_same, attend, build, form, tokens
 
 from mmlinattn import ops
 from mmlinattn.attention import (
@@ -22,6 +21,7 @@ from mmlinattn.attention import (
     HallucinatedMixer,
     InLineMixer,
     RALAMixer,
+    SoftmaxMixer,
     StageContext,
     StripeAttention,
     TokenMixer,
@@ -31,13 +31,6 @@ from mmlinattn.attention import (
 from mmlinattn.layers import rotary_table
 
 every_attention = pytest.mark.parametrize('name', ATTENTIONS)
-BACKENDS = ['auto', 'elsewhere', 'reference']  # elsewhere: what a GPU runs
-
-
-def using(backend):
-    return ops.dispatch.elsewhere() if backend == 'elsewhere' else ops.use(backend)
-
-
 few = settings(deadline=None, derandomize=True, max_examples=8)
 
 
@@ -60,7 +53,7 @@ def table(height, width):
     gate=st.sampled_from([None, 'projection', 'identity', 'tanh']),
     local_kernel=st.sampled_from([None, 1, 3, 5]),
     qkv_bias=st.booleans(),
-    backend=st.sampled_from(BACKENDS),
+    backend=st.sampled_from(FORMS),
     batch=st.integers(1, 2),
     block=st.sampled_from([1, 40, 200, 2**21]),
 )
@@ -77,7 +70,7 @@ def test_its_quadratic_twin(name, height, width, prefix, encoded, gate, local_ke
     bias = torch.randn(1, mixer.num_heads, *2 * [grid.num_tokens], dtype=torch.float64, requires_grad=True)
     leaves = [x, source, bias, *attention.parameters()]
     shared = dict(bias=bias if encoded else None, rotary=table(height, width) if is_turned else None)
-    with using(backend), mock.patch.object(ops.tensors, 'BLOCK_NUMEL', block):
+    with form(backend), mock.patch.object(ops.tensors, 'BLOCK_NUMEL', block):
         out = attend(attention, x, grid, source=source, **shared)
         size = (height, width) if is_turned and mixer.rotary else None
         slow = twins.twin(
@@ -99,7 +92,7 @@ def test_its_quadratic_twin(name, height, width, prefix, encoded, gate, local_ke
     width=st.integers(1, 5),
     rows=st.integers(1, 3),
     columns=st.integers(1, 3),
-    backend=st.sampled_from(BACKENDS),
+    backend=st.sampled_from(FORMS),
 )
 def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
     """PVT's reduced keys. Kernels that are predicted come from the queries' tokens."""
@@ -114,7 +107,7 @@ def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
     grid, key_grid = Grid(height, width), Grid(rows, columns)
     x, kv = tokens(2, grid.num_tokens), tokens(2, key_grid.num_tokens)
     slow = twins.twin(attention, name, x, grid, kv, key_grid)
-    with using(backend):
+    with form(backend):
         assert_same(attend(attention, x, grid, kv, key_grid), slow, [x, kv, *attention.parameters()], rtol=1e-6)
 
 
@@ -130,7 +123,7 @@ def test_keys_of_other_tokens(name, height, width, rows, columns, backend):
     width=st.integers(1, 4),
     around=st.tuples(*[st.integers(0, 2)] * 4),
     held=st.sampled_from([0.0, 3.0, -30.0, 1e3]),
-    backend=st.sampled_from(BACKENDS),
+    backend=st.sampled_from(FORMS),
     local=st.booleans(),
 )
 def test_padding_changes_nothing_for_the_real_tokens(name, height, width, around, held, backend, local):
@@ -151,7 +144,7 @@ def test_padding_changes_nothing_for_the_real_tokens(name, height, width, around
     padded = padded.masked_scatter(mask[..., None], x)
     bias = torch.randn(1, attention.mixer.num_heads, *2 * [whole.num_tokens], dtype=torch.float64)
     real = mask[0].nonzero()[:, 0]
-    with using(backend):
+    with form(backend):
         out = attend(attention, padded, whole, mask=mask, rotary=table(*whole[:2]), bias=bias)[:, real]
         alone = bias[..., real, :][..., real]
         alone = attend(attention, x, Grid(height, width), rotary=table(height, width), bias=alone)
@@ -186,6 +179,13 @@ def test_a_host_gates_those_that_have_no_opinion():
     for gate, found in (('projection', [None, 'projection', 'projection']), (None, [None, 'projection', None])):
         assert [build(name, gate=gate).gate for name in ('rala, no gate', 'rala', 'softmax')] == found
 
+    class Gated(SoftmaxMixer):  # the object, where the class has none
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.gate = 'tanh'
+
+    assert Attention(DIM, HEADS, dict(type=Gated), gate='projection').gate == 'tanh'
+
 
 @pytest.mark.parametrize('gate', [None, 'projection', 'identity'])
 @pytest.mark.parametrize('local_kernel', [None, 3])
@@ -211,17 +211,11 @@ def test_a_new_attention_is_one_class(gate, local_kernel):
     q, k, v, *gates = attention.qkv(x).split([*Narrow.widths, *([6] if gate == 'projection' else [])], dim=-1)
     out = mean(q, k, v)
     if local_kernel:
-        out = out + reference.local_term(v, attention.local.weight, attention.local.bias, 3, 5)
+        out = out + twins.sum_of(attention.local.weight[None], v, Grid(3, 5)) + attention.local.bias
     out = attention.proj(out * (gates[0] if gates else x if gate else 1))
     for learns in (True, False):
         with torch.set_grad_enabled(learns):
             torch.testing.assert_close(attention(x, StageContext(Grid(3, 5))), out)
-
-
-def test_the_options_of_an_attention_stay_what_they_are():
-    """One dict of a config may name the attention of many blocks."""
-    given = dict(type='rala', kernel='relu')
-    assert get_mixer(given) == (RALAMixer, dict(kernel='relu')) and given == dict(type='rala', kernel='relu')
 
 
 GATES = ["gate='{}'", "None, 'projection', 'identity' or 'tanh'"]

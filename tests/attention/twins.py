@@ -1,13 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Every attention with its options, and what it is by its paper's equation, with N x N maps."""
+"""Every attention with its options, and what it is by its paper's equation: its N x N map A built literally, (B, heads,
+N, N), and ``out = A v``. Equations take (B, heads, N, d) tensors; use float64."""
 
+import contextlib
 import math
 
-import reference
 import torch
 from torch import nn
+from torch.nn.functional import conv2d, pad
 
-from mmlinattn.attention import Attention, Grid
+from mmlinattn import ops
+from mmlinattn.attention import Attention
 
 DIM, HEADS = 16, 2
 HEAD_DIM = DIM // HEADS
@@ -62,72 +65,177 @@ def tokens(batch, count, learns=True):
     return torch.randn(batch, count, DIM, dtype=torch.float64, requires_grad=learns)
 
 
+FORMS = ['auto', 'elsewhere', 'reference']  # elsewhere: what a GPU runs, on this CPU
+
+
+@contextlib.contextmanager
+def form(name):
+    with ops.use('reference' if name == 'reference' else 'auto'):
+        with ops.dispatch.elsewhere() if name == 'elsewhere' else contextlib.nullcontext():
+            yield
+
+
+# --- equations ---------------------------------------------------------------------------------
+
+
+def side_by_side(x):
+    """(B, heads, N, d) -> (B, N, heads * d), as the ops take it."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def by_head(x, heads):
+    """(B, N, heads * d) -> (B, heads, N, d)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def turn(x, height, width, base=10000.0):
+    """The released rotary encoding, spelled out with complex numbers.
+
+    Channel pair c of d / 2 is the complex number ``x[2c] + i x[2c + 1]``. The first half of the
+    pairs turns with the row, the second with the column, pair c of a half by
+    ``base ** -(c / (d / 4 - 1))`` radians a token. Returns complex (B, heads, N, d / 2).
+    """
+    quarter = x.shape[-1] // 4
+    speed = base ** -(torch.arange(quarter, dtype=x.dtype) / max(quarter - 1, 1))
+    rows, columns = (torch.arange(size, dtype=x.dtype) for size in (height, width))
+    angles = (torch.cartesian_prod(rows, columns)[..., None] * speed).flatten(1)
+    return torch.complex(x[..., 0::2], x[..., 1::2]) * torch.polar(torch.ones_like(angles), angles)
+
+
+def similarity(q, k, size=None):
+    """``q_i . k_j`` (B, heads, N, N); of turned tokens where ``size`` = (height, width)."""
+    if size is None:
+        return torch.einsum('bhid,bhjd->bhij', q, k)
+    # the dot product of two vectors of pairs is the real part of one with the other's conjugate
+    return torch.einsum('bhic,bhjc->bhij', turn(q, *size), turn(k, *size).conj()).real
+
+
+def kernel(x, name):
+    """kappa of RALA Tab. 9, phi of InLine."""
+    if name in ('relu', 'leakyrelu'):
+        return torch.where(x > 0, x, 0.01 * x if name == 'leakyrelu' else 0)
+    if name == 'softmax':
+        return x.exp() / x.exp().sum(dim=-1, keepdim=True)
+    if name == 'elu':  # + 1
+        return torch.where(x > 0, x, x.exp() - 1) + 1
+    return (0.2 * x).exp() if name == 'exp' else x
+
+
+def linear_map(q, k, size=None, eps=1e-6):
+    """Plain linear attention on mapped queries and keys (InLine Eq. 2), ``A_ij = (R_i q_i) . (R_j k_j) / sum_m(q_i .
+    k_m)``, ``eps`` added to the mean over the keys."""
+    normaliser = similarity(q, k).mean(dim=-1, keepdim=True) + eps
+    return similarity(q, k, size) / k.shape[2] / normaliser
+
+
+def rala_map(q, k, size=None, weight_scale=1.0, eps=1e-6):
+    """Attention map of RALA, Eq. 2-4: that of keys ``a_j k_j``, ``a_j = N exp(q_g . k_j s) / sum_m exp(q_g . k_m s)``
+    with the global query ``q_g = mean_i q_i``; all a_j are one for ``s = None``."""
+    if weight_scale is None:
+        return linear_map(q, k, size, eps)
+    score = torch.einsum('bhd,bhjd->bhj', q.mean(dim=2), k).mul(weight_scale).exp()
+    a = k.shape[2] * score / score.sum(dim=-1, keepdim=True)
+    return linear_map(q, a[..., None] * k, size, eps)
+
+
+def focused_map(x, scale, power, eps=1e-6):
+    """phi_p of FLatten, Eq. 7-8, over all channels of (..., C)."""
+    r = (x.clamp(min=0) + eps) / torch.log1p(scale.exp())
+    powered = r**power
+    length = r.square().sum(dim=-1, keepdim=True).sqrt()
+    return length / powered.square().sum(dim=-1, keepdim=True).sqrt() * powered
+
+
 def unit(x):
     return x / x.square().sum(dim=-1, keepdim=True).sqrt()
 
 
-def sum_of(kernels, v, grid, prefix):
-    """Each item of the patches of ``v`` convolved with ``kernels`` (B or 1, C, 1, k, k)."""
+def sum_of(kernels, v, grid):
+    """Each item of the patches of ``v`` (B, N, C) convolved with ``kernels`` (B or 1, C, 1, k, k); zero at class
+    tokens."""
+    images = v[:, grid.prefix :].unflatten(1, grid[:2]).permute(0, 3, 1, 2)
     kernels = kernels.expand(len(v), *kernels.shape[1:])
-    local = [reference.local_term(v[i : i + 1, prefix:], kernels[i], 0, *grid[:2]) for i in range(len(v))]
-    return torch.cat((torch.zeros_like(v[:, :prefix]), torch.cat(local)), dim=1)
+    local = [conv2d(x, w, padding=w.shape[-1] // 2, groups=len(w)) for x, w in zip(images, kernels)]
+    return pad(torch.stack(local).flatten(2).transpose(1, 2), (0, 0, grid.prefix, 0))
+
+
+# --- attentions --------------------------------------------------------------------------------
 
 
 def rala(mixer, spec, q, k, v, grid, size, bias, context):
     scale = HEAD_DIM**-0.5 if spec.get('scale_weights', True) else 1.0
     scale = scale if spec.get('augment_kv', True) else None
-    q, k = (reference.kernel(t, spec.get('kernel', 'elu')) for t in (q, k))
-    return reference.side_by_side(reference.rala_map(q, k, size, scale) @ v)
+    q, k = (kernel(t, spec.get('kernel', 'elu')) for t in (q, k))
+    return side_by_side(rala_map(q, k, size, scale) @ v)
 
 
 def softmax(mixer, spec, q, k, v, grid, size, bias, context):
-    return reference.side_by_side(reference.softmax_map(q, k, size, bias) @ v)
+    score = similarity(q, k, size) / math.sqrt(HEAD_DIM)
+    weights = (score if bias is None else score + bias).exp()
+    return side_by_side(weights / weights.sum(dim=-1, keepdim=True) @ v)
 
 
 def inline(mixer, spec, q, k, v, grid, size, bias, context):
-    q, k = (reference.inline_kernel(t, spec.get('kernel', 'identity')) for t in (q, k))
-    injective = spec.get('injective', True)
-    weights = reference.inline_map(q, k, HEAD_DIM**-0.5) if injective else reference.linear_map(q, k)
-    out, values = reference.side_by_side(weights @ v), reference.side_by_side(v)
+    """InLine Eq. 3-5, ``A_ij = s q_i . k_j / N - mean_m(s q_i . k_m) / N + 1 / N``: rows sum to one without a division.
+    Kernels of Eq. 6, head by head from the mean token."""
+    q, k = (kernel(t, spec.get('kernel', 'identity')) for t in (q, k))
+    score = similarity(q, k) * HEAD_DIM**-0.5 / k.shape[2]
+    weights = score - score.mean(dim=-1, keepdim=True) + 1 / k.shape[2]
+    out = side_by_side((weights if spec.get('injective', True) else linear_map(q, k)) @ v)
     if not spec.get('local_residual', True):
         return out
-    kernels = reference.predicted_kernels(context.mean(dim=1), mixer.residual.fc1, mixer.residual.fc2, HEADS)
-    return out + sum_of(kernels, values, grid, grid.prefix)
+    kernels = []
+    for head, token in enumerate(context.mean(dim=1).chunk(HEADS, dim=1)):
+        first, second = (
+            (layer.weight.chunk(HEADS)[head][..., 0], layer.bias.chunk(HEADS)[head])
+            for layer in (mixer.residual.fc1, mixer.residual.fc2)
+        )
+        hidden = token @ first[0].T + first[1]
+        hidden = hidden * (1 + torch.erf(hidden / math.sqrt(2))) / 2  # GELU
+        kernels.append((hidden @ second[0].T + second[1]).unflatten(1, (-1, 1, 3, 3)))
+    return out + sum_of(torch.cat(kernels, dim=1), side_by_side(v), grid)
 
 
 def focused(mixer, spec, q, k, v, grid, size, bias, context):
     """The map goes over all channels, before the split into heads; positions are added to the keys before it."""
-    q, k, values = (reference.side_by_side(t) for t in (q, k, v))
+    q, k, values = (side_by_side(t) for t in (q, k, v))
     if mixer.position is not None:  # class tokens have no position
-        table = mixer.position.on(Grid(grid.height, grid.width))
-        k = k + torch.nn.functional.pad(table, (0, 0, grid.prefix, 0))
+        k = k + mixer.position.on(grid)
     if spec.get('focus', True):
-        q, k = (reference.focused(t, mixer.scale, spec.get('power', 3)) for t in (q, k))
+        q, k = (focused_map(t, mixer.scale, spec.get('power', 3)) for t in (q, k))
     else:
         q, k = (t.clamp(min=0) + 1e-6 for t in (q, k))
-    out = reference.side_by_side(reference.linear_map(*(reference.by_head(t, HEADS) for t in (q, k))) @ v)
+    out = side_by_side(linear_map(*(by_head(t, HEADS) for t in (q, k))) @ v)
     if mixer.local is None:
         return out
     assert mixer.local.kernel_size[0] == spec.get('local_kernel', 5)
     kernels, shared = (torch.cat([t] * HEADS) for t in (mixer.local.weight, mixer.local.bias))
-    out = out + sum_of(kernels[None], values, grid, grid.prefix)
+    out = out + sum_of(kernels[None], values, grid)
     return out + torch.arange(out.shape[1]).ge(grid.prefix)[:, None] * shared  # class tokens have no bias either
 
 
 def hallucinated(mixer, spec, q, k, v, grid, size, bias, context):
-    """Twice the heads, half as wide; those of queries and keys are the real ones."""
-    q, k = (reference.by_head(reference.side_by_side(t), HEADS) for t in (q, k))
-    convs = dict(ihh=mixer.ihh, chh=mixer.chh)
-    steps = [(name, (convs[name].weight, convs[name].bias)) for name in spec['steps']]
-    real = reference.similarity(q, k) / math.sqrt(HEAD_DIM // 2)
-    logits = torch.cat((real, reference.hallucinated_maps(real, steps, grid[:2], grid.prefix)), dim=1)
+    """Twice the heads, half as wide; those of queries and keys are the real ones. Of the others' logits (hMHSA Eq. 2),
+    IHH goes over the keys' grid, query by query. Keys of class tokens have no neighbours; biases are added to all."""
+    q, k = (by_head(side_by_side(t), HEADS) for t in (q, k))
+    maps = real = similarity(q, k) / math.sqrt(HEAD_DIM // 2)
+    for step in spec['steps']:
+        conv = getattr(mixer, step)
+        if step == 'chh':
+            maps = torch.einsum('mi,binj->bmnj', conv.weight[:, :, 0, 0], maps)
+        else:
+            queries = maps.transpose(1, 2).flatten(0, 1)[..., grid.prefix :].unflatten(2, grid[:2])
+            patches = conv2d(queries, conv.weight, padding=1, groups=len(conv.weight))
+            patches = patches.unflatten(0, (len(maps), -1)).transpose(1, 2).flatten(3)
+            maps = torch.cat((maps[..., : grid.prefix], patches), dim=-1)
+        maps = maps if conv.bias is None else maps + conv.bias[:, None, None]
+    logits = torch.cat((real, maps), dim=1)
     logits = logits if bias is None else logits + bias
-    values = reference.by_head(reference.side_by_side(v), 2 * HEADS)
-    return reference.side_by_side(logits.softmax(dim=-1) @ values)
+    return side_by_side(logits.softmax(dim=-1) @ by_head(side_by_side(v), 2 * HEADS))
 
 
 def hydra(mixer, spec, q, k, v, grid, size, bias, context):
-    q, k, v = (reference.side_by_side(t) for t in (q, k, v))
+    q, k, v = (side_by_side(t) for t in (q, k, v))
     weights = torch.einsum('bic,bjc->bcij', unit(q), unit(k))  # a map for every channel
     return torch.einsum('bcij,bjc->bic', weights, v)
 
@@ -135,27 +243,27 @@ def hydra(mixer, spec, q, k, v, grid, size, bias, context):
 def efficient(mixer, spec, q, k, v, grid, size, bias, context):
     queries = q.exp() / q.exp().sum(dim=-1, keepdim=True)
     keys = k.exp() / k.exp().sum(dim=-2, keepdim=True)
-    return reference.side_by_side(reference.similarity(queries, keys) @ v)
+    return side_by_side(similarity(queries, keys) @ v)
 
 
 def enhanced(mixer, spec, q, k, v, grid, size, bias, context):
-    return reference.side_by_side(reference.linear_map(q.clamp(min=0), k.clamp(min=0)) @ v)
+    return side_by_side(linear_map(q.clamp(min=0), k.clamp(min=0)) @ v)
 
 
 def angular(mixer, spec, q, k, v, grid, size, bias, context):
-    cosine = reference.similarity(unit(q), unit(k)) / math.pi
+    cosine = similarity(unit(q), unit(k)) / math.pi
     if spec.get('form') == 'paper':
         weights = cosine + 0.5
-        out = reference.side_by_side(weights / weights.sum(dim=-1, keepdim=True) @ v)
+        out = side_by_side(weights / weights.sum(dim=-1, keepdim=True) @ v)
     else:
-        out = reference.side_by_side(unit((cosine + torch.eye(q.shape[2], dtype=q.dtype) / 2) @ v))
-    conv, values = spec.get('conv', 'grid'), reference.side_by_side(v)
+        out = side_by_side(unit((cosine + torch.eye(q.shape[2], dtype=q.dtype) / 2) @ v))
+    conv, values = spec.get('conv', 'grid'), side_by_side(v)
     if conv is None:
         return out
     kernels = mixer.dconv.weight.repeat_interleave(HEAD_DIM, dim=0)
     if conv == 'grid':
-        return out + sum_of(kernels[None], values, grid, grid.prefix)
-    padded = torch.nn.functional.pad(values, (0, 0, 4, 4))
+        return out + sum_of(kernels[None], values, grid)
+    padded = pad(values, (0, 0, 4, 4))
     return out + sum(padded[:, tap : tap + values.shape[1]] * kernels[:, 0, tap, 0] for tap in range(9))
 
 
@@ -169,11 +277,11 @@ def twin(attention, name, x, grid, kv=None, key_grid=None, size=None, bias=None,
     assert (q.shape[-1], k.shape[-1], v.shape[-1]) == widths
     mix = globals()[spec['type']]
     out = mix(
-        attention.mixer, spec, *(reference.by_head(t, HEADS) for t in (q, k, v)), key_grid, size, bias,
+        attention.mixer, spec, *(by_head(t, HEADS) for t in (q, k, v)), key_grid, size, bias,
         x if context is None else context,
     )  # fmt: skip
     if attention.local is not None:
-        out = out + sum_of(attention.local.weight[None], v, grid, grid.prefix)
+        out = out + sum_of(attention.local.weight[None], v, grid)
         out = out + torch.arange(out.shape[1]).ge(grid.prefix)[:, None] * attention.local.bias
     if attention.gate == 'projection':
         out = out * (x @ weights[3].T + biases[3])

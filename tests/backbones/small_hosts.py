@@ -10,8 +10,6 @@ from mmengine.registry import MODELS
 import mmlinattn  # noqa: F401  registers the hosts
 from mmlinattn.attention import TOKEN_MIXERS
 
-# for tests of what hosts do: a mixer of each kind. Every attention in every host: test_pairs.py
-ATTNS = ('inline', 'focused', 'softmax', 'rala')
 EVERY_ATTN = tuple(sorted(TOKEN_MIXERS.module_dict))
 _PYRAMID = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 2, 1), num_heads=(1, 2, 3, 4))
 ARCHS = {

@@ -9,13 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mmcv.cnn.bricks import DropPath
-from mmengine.config import Config
 from mmengine.registry import MODELS
 from mmengine.utils.dl_utils.parrots_wrapper import _BatchNorm
-from small_hosts import ARCHS, build, image, loss
+from small_hosts import ARCHS, build, image, loss, mixes
 from torch import nn
 
-from mmlinattn.attention import get_mixer
 from mmlinattn.checkpoints.states import fit_backbone
 from mmlinattn.layers import PositionTable
 from mmlinattn.utils import foreign
@@ -23,10 +21,6 @@ from mmlinattn.utils import foreign
 DEIT, NEXT = 'LinearDeiT', 'LinearNextViT'
 every_host = pytest.mark.parametrize('host', ARCHS)
 few = settings(deadline=None, derandomize=True, max_examples=6)
-
-
-def mixed(host):
-    return (['inline', 'focused'],) if host == DEIT else ('inline', 'focused', ['softmax', 'rala'], 'softmax')
 
 
 def blocks_of(model):
@@ -56,7 +50,7 @@ def test_outputs_that_are_asked_for(host, data, out_norm, channels):
     without a gradient (RetinaNet reads the last three maps). They are those of the whole model."""
     count = 2 if host == DEIT else 4
     out_indices = tuple(sorted(data.draw(st.sets(st.integers(0, count - 1), min_size=1))))
-    options = dict(stage_attns=mixed(host), out_norm=out_norm, in_channels=channels)
+    options = dict(stage_attns=mixes(host)[-1], out_norm=out_norm, in_channels=channels)
     model, x = build(host, out_indices=out_indices, **options), image(channels=channels)
     assert len(model.blocks if host == DEIT else model.stages) == out_indices[-1] + 1
     asked, outs = model.eval()(x), model.train()(x)
@@ -71,28 +65,6 @@ def test_outputs_that_are_asked_for(host, data, out_norm, channels):
     whole = build(host, out_indices=tuple(range(count)), **options).eval()(x)
     for i, out in zip(out_indices, asked):
         torch.testing.assert_close(out, whole[i], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ('host', 'options'),
-    [
-        *((host, {}) for host in ARCHS),
-        *((NEXT, dict(stage_norms=on)) for on in (True, False)),
-        (NEXT, dict(stage_norms=True, norm_cfg=dict(type='GN', num_groups=2))),
-    ],
-)
-def test_norms_of_outputs(host, options):
-    """Over the channels of each raw output; Next-ViT's are batch norms, or what it is told. Later stages see none of
-    them, but where norms are part of the network."""
-    if host == DEIT:
-        options = dict(out_indices=(0, 1))
-    elif host == NEXT:
-        options = options or dict(stage_norms=True)
-    normed, raw = (build(host, 'rala', out_norm=norm, **options).eval() for norm in (True, False))
-    for i, (out, plain) in enumerate(zip(normed(x := image()), raw(x))):
-        norm = normed.out_norm if host == DEIT else normed.out_norms[str(i)]
-        expected = norm(plain.permute(0, 2, 3, 1)).permute(0, 3, 1, 2) if host == DEIT else norm(plain)
-        torch.testing.assert_close(out, expected)
 
 
 # --- freezing and modes -----------------------------------------------------------------------
@@ -111,7 +83,7 @@ def test_frozen_stages(host, table):
     """0 the stem, i the stem and stages (or blocks) 1..i with what leads to them and their output norms."""
     arch = ARCHS[host] if table else dict(ARCHS[host], absolute_position=False)
     for frozen in range(-1, 3 if host == DEIT else 5):
-        model = build(host, arch=arch, stage_attns=mixed(host), frozen_stages=frozen, drop_path_rate=0.0)
+        model = build(host, arch=arch, stage_attns=mixes(host)[-1], frozen_stages=frozen, drop_path_rate=0.0)
         for _ in range(2):  # optimizers are built before the first call of train(); frozen parts stay so afterwards
             for name, parameter in model.named_parameters():
                 assert parameter.requires_grad != is_frozen(name, frozen), name
@@ -178,7 +150,7 @@ def test_init_weights_starts_as_documented(host):
     """Matrices, and convolutions of Next-ViT, position tables, biases of windows and class tokens: normal of deviation
     0.02, truncated; biases 0, norms 1."""
     arch = dict(ARCHS[host], embed_dims=(64,) if host == DEIT else (32, 64, 96, 128))
-    model = MODELS.build(small_hosts.config(host, arch=arch, stage_attns=mixed(host)))
+    model = MODELS.build(small_hosts.config(host, arch=arch, stage_attns=mixes(host)[-1]))
     model.init_weights()
     drawn = {name: p for name, p in model.named_parameters() if name.endswith(('relative_bias.table', 'cls_token'))}
     for name, module in model.named_modules():
@@ -190,16 +162,6 @@ def test_init_weights_starts_as_documented(host):
     for name, weight in drawn.items():
         if weight.numel() > 100:
             assert weight.detach().std() == pytest.approx(0.02, rel=0.3) and weight.abs().max() < 0.15, name
-
-
-@pytest.mark.parametrize('listed', [False, True])
-def test_an_init_cfg_takes_the_place_of_the_hosts_own(listed):
-    given = dict(type='Constant', layer='Linear', val=0.25, bias=2.0)
-    model = build('RAVLT', init_cfg=[given] if listed else given)
-    kept = {name: value.clone() for name, value in model.state_dict().items() if 'norm' in name}
-    model.init_weights()
-    assert all((m.weight == 0.25).all() and (m.bias == 2).all() for m in model.modules() if isinstance(m, nn.Linear))
-    assert kept and all(torch.equal(model.state_dict()[name], value) for name, value in kept.items())
 
 
 @every_host
@@ -220,26 +182,6 @@ def test_what_a_file_has_too_many_of_is_left_out_in_silence(host, options):
     assert set(report.loaded) == set(part.state_dict())
     left_out = set(whole.state_dict()) - set(part.state_dict())
     assert set(report.ignored) == left_out and bool(left_out) == bool(options)
-
-
-# --- attentions -------------------------------------------------------------------------------
-
-
-@every_host
-def test_attentions_by_name_or_dict_a_stage_or_a_block(host):
-    """Also as MMEngine's Config hands them over; each is the attention of that name, to the last digit."""
-    attns = mixed(host)
-    lists = [[dict(type=name) for name in ([spec] if isinstance(spec, str) else spec)] for spec in attns]
-    lists = [specs if len(specs) > 1 or host == NEXT else specs[0] for specs in lists]
-    named, given = (build(host, stage_attns=a).eval() for a in (attns, Config(dict(attns=lists)).attns))
-    x = image(1, 40, 56)
-    for out, expected in zip(given(x), named(x)):
-        torch.testing.assert_close(out, expected, rtol=0, atol=0)
-    names = [
-        n for spec, d in zip(attns, ARCHS[host]['depths']) for n in ([spec] * d if isinstance(spec, str) else spec)
-    ]
-    for name, block in zip(names, blocks_of(named), strict=True):
-        assert not hasattr(block, 'attn') or any(isinstance(m, get_mixer(name)[0]) for m in block.attn.modules())
 
 
 @pytest.mark.parametrize('others', [[], [dict(type='Constant', layer='Linear', val=3.0)]])

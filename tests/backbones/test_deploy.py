@@ -24,6 +24,11 @@ def cases():
     return [pytest.param(host, options, id=f'{host}-{i}') for i, (host, options) in enumerate(CASES)]
 
 
+def assert_near(outs, expected):
+    for out, other in zip(outs, expected, strict=True):
+        assert (out - other).norm() < 1e-4 * other.norm()
+
+
 @pytest.mark.parametrize(('host', 'options'), cases())
 def test_the_merged_model_computes_the_same_and_its_weights_load(host, options, tmp_path):
     """Strictly, and through ``init_cfg``; merged once more it stays what it is. Norms without statistics stay."""
@@ -31,8 +36,7 @@ def test_the_merged_model_computes_the_same_and_its_weights_load(host, options, 
     with ops.use('reference'):  # the fast backend of stems folds by itself
         expected, exact = model(x), copy.deepcopy(model).double()(x.double())
     wide = copy.deepcopy(model).double().switch_to_deploy()
-    for out, other in zip(wide(x.double()), exact):
-        torch.testing.assert_close(out, other)
+    torch.testing.assert_close(wide(x.double()), exact)
     count = sum(p.numel() for p in model.parameters())
     assert model.train().switch_to_deploy() is model and not model.training
     torch.save(dict(state_dict=model.state_dict()), tmp_path / 'merged.pth')
@@ -44,8 +48,7 @@ def test_the_merged_model_computes_the_same_and_its_weights_load(host, options, 
     merged = model(x)
     for twin in (loaded, filled.eval(), model.switch_to_deploy()):
         assert all(torch.equal(*pair) for pair in zip(twin(x), merged))
-    for out, other in zip(merged, expected):
-        assert (out - other).norm() < 1e-4 * other.norm()
+    assert_near(merged, expected)
     assert not any(isinstance(module, nn.BatchNorm1d) for module in model.modules())
     assert sum(p.numel() for p in model.parameters()) <= count
     if host == 'RAVLT':
@@ -72,8 +75,7 @@ def test_a_layer_scale_beside_a_changed_layer_stays(place, change):
     model, x = build('RAVLT').eval(), image(2, 70, 99)
     change(model.stages[0][0].get_submodule(place))
     expected = model.eval()(x)
-    for out, other in zip(model.switch_to_deploy()(x), expected):
-        assert (out - other).norm() < 1e-4 * other.norm()
+    assert_near(model.switch_to_deploy()(x), expected)
     block = model.stages[0][0]
     assert (block.gamma1 is None, block.gamma2 is None) == (place == 'ffn.fc2', place == 'attn.proj')
 
@@ -98,8 +100,7 @@ def test_layers_of_several_blocks_and_convolutions_without_bias(part):
         setattr(second, part, getattr(first, part))
     model.patch_embeds[0].layers[0].bias = None
     expected = model(x)
-    for out, other in zip(model.switch_to_deploy()(x), expected):
-        assert (out - other).norm() < 1e-4 * other.norm()
+    assert_near(model.switch_to_deploy()(x), expected)
 
 
 class Sharpened(Block):
@@ -120,8 +121,7 @@ def test_layer_scales_stay_where_something_comes_between(place):
     else:
         block.get_submodule(place).register_forward_hook(gated)
     expected = model(x)
-    for out, other in zip(model.switch_to_deploy()(x), expected):
-        assert (out - other).norm() < 1e-4 * other.norm()
+    assert_near(model.switch_to_deploy()(x), expected)
 
 
 def test_a_hook_on_a_stem_is_not_lost():
@@ -139,8 +139,7 @@ def test_an_own_stem_and_own_blocks_stay():
     model.stages[1][0].attn = nn.Sequential(model.stages[1][0].attn)
     model.stages[1][0].attn.forward = lambda x, stage: model.stages[1][0].attn[0](x, stage)
     expected = model(x)
-    for out, other in zip(model.switch_to_deploy()(x), expected):
-        assert (out - other).norm() < 1e-4 * other.norm()
+    assert_near(model.switch_to_deploy()(x), expected)
 
 
 def test_convolutions_that_share_weights_are_refused():

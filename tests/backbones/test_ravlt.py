@@ -19,13 +19,11 @@ def test_equals_the_equations_written_plainly(attns, training):
     model = goldens.fill(RAVLT(ARCH, stage_attns=attns, drop_path_rate=0.0)).double().train(training)
     x = image().double()
     outs, literal = model(x), literal_ravlt.forward(model, x)
-    for out, expected in zip(outs, literal):
-        torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(outs, literal)
     probes = [torch.randn_like(out) for out in outs]
     parameters = list(model.parameters())
-    ours = torch.autograd.grad(outs, parameters, probes)
-    for mine, other in zip(ours, torch.autograd.grad(literal, parameters, probes)):
-        torch.testing.assert_close(mine, other, atol=1e-8, rtol=1e-6)
+    grads = (torch.autograd.grad(found, parameters, probes) for found in (outs, literal))
+    torch.testing.assert_close(*grads, atol=1e-8, rtol=1e-6)
 
 
 @pytest.mark.parametrize('options', [dict(cpe=False), dict(rotary=False), dict(local_kernel=None)], ids=str)

@@ -78,7 +78,6 @@ SPECIAL = [
         dict(arch=dict(embed_dims=(16, 32), depths=(2, 3), num_heads=(2, 2), grid=3), stage_attns=('softmax',) * 2),
         ['depths=(2, 3)', 'one entry'],
     ),
-    ('RAVLT', dict(out_indices=3), ['out_indices=3', 'list or tuple']),
     *(('RAVLT', dict([(name, 'no')]), [f"{name}='no'", 'bool']) for name in ('rotary', 'cpe')),
     ('RAVLT', dict(norm_cfg='BN'), ["norm_cfg='BN'", 'dict']),
     ('RAVLT', dict(arch=arch('RAVLT', layer_scales='a')), ["arch: layer_scales='a'", 'numbers or None']),
@@ -95,7 +94,6 @@ SPECIAL = [
             *((dict(stem_dims=value), [f'stem_dims={value}', 'three entries']) for value in (8, (8, 4), (8,) * 4)),
             (dict(stem_dims=(8, 0, 8)), ['stem_dims=(8, 0, 8)', 'ints >= 1']),
             (dict(group_dim=3), ['embed_dims=(8, 16, 24, 32)', 'multiples of group_dim=3']),
-            (dict(group_dim=8, embed_dims=(8, 8, 8, 8)), ['group_dim=8', 'at least three times']),
             (dict(group_dim=8, embed_dims=(8, 16, 24, 24)), ['group_dim=8', 'at least three times']),
         )
     ),

@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Fused forms on CPUs without gradients leave alone what somebody changed or watches."""
 
-from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import small_hosts
@@ -31,11 +31,6 @@ def hooked(layer):
     layer.register_forward_hook(lambda module, inputs, out: 2 * out)
 
 
-def replaced(layer):
-    forward = layer.forward
-    layer.forward = lambda x: 2 * forward(x)
-
-
 class Doubled(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)
@@ -45,18 +40,10 @@ def adapted(layer):
     layer.__class__ = Doubled
 
 
-def parametrised(layer):
-    class Twice(nn.Module):
-        def forward(self, weight):
-            return 2 * weight
-
-    nn.utils.parametrize.register_parametrization(layer, 'weight', Twice())
-
-
-@pytest.mark.parametrize('change', [hooked, replaced, adapted, parametrised])
+@pytest.mark.parametrize('change', [hooked, adapted])
 @pytest.mark.parametrize('place', ['qkv', 'proj', 'fc1', 'fc2'])
 def test_what_somebody_changed_or_watches_is_called(place, change):
-    """The rest of its block keeps its fused form."""
+    """The rest of its block keeps its fused form. All layers at once: tests/backbones/test_pairs.py."""
     block = filled(Block(DIM, GlobalAttention(DIM, HEADS, 'rala'), MLP(DIM, 40), LN)).eval()
     part = block.attn if place in ('qkv', 'proj') else block.ffn
     x = torch.randn(2, 3, 5, DIM, dtype=torch.float64)
@@ -149,19 +136,12 @@ def dense(conv):
     return conv
 
 
-def without_affine(model):
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.weight = module.bias = None
-
-
 CHANGES = {
     'circular padding': padded_in_a_circle,
     'no padding': with_spans(padding=(0, 0)),
     'strides of two lengths': with_spans(stride=(2, 1)),
     'holes': with_spans(dilation=(2, 2), padding=(2, 2)),
     'a dense position encoding': of_block('position')(dense),
-    'batch norms without weights': without_affine,
     'batch norms that train': recalibrated,
     'a hook on tokens': without_first_token,
     'a norm over tokens': of_block('norm2')(lambda norm: Centred()),
@@ -188,8 +168,7 @@ def test_what_acts_with_gradients_acts_without(change):
     with torch.enable_grad():
         expected = model(x)
     assert any(a.shape != b.shape or (a - b).abs().max() > 1e-3 for a, b in zip(before, expected))
-    for out, other in zip(model(x), expected):
-        torch.testing.assert_close(out, other)
+    torch.testing.assert_close(model(x), expected)
 
 
 def test_convolutions_of_pvt_may_be_something_else():
@@ -198,20 +177,17 @@ def test_convolutions_of_pvt_may_be_something_else():
     torch.testing.assert_close(ROOM.call(module, x), module(x))
 
 
-def test_classes_that_somebody_changed(monkeypatch):
-    """Replaced for all modules of a class, as tools that quantise or count do."""
-    model, x = filled(RAVLT(ARCHS['RAVLT'])).eval(), torch.rand(1, 3, 64, 64, dtype=torch.float64)
-    calls = []
-    forward = nn.Linear.forward
-    monkeypatch.setattr(nn.Linear, 'forward', lambda self, x: calls.append(self) or forward(self, x))
-    model(x)
-    assert len(calls) == sum(isinstance(module, nn.Linear) for module in model.modules())
+METHODS = [
+    (nn.Linear, 'forward'),
+    *((nn.Module, name) for name in ('__call__', '_call_impl')),
+    # that a class only inherits
+    *((ConvFFN, 'forward'), (GlobalAttention, 'mix'), (nn.Linear, '__call__')),
+]
 
 
-@pytest.mark.parametrize(
-    'kind, name', [(ConvFFN, 'forward'), (GlobalAttention, 'mix'), (nn.Linear, '__call__'), (nn.Module, '_call_impl')]
-)
-def test_methods_that_a_class_only_inherits(monkeypatch, kind, name):
+@pytest.mark.parametrize(('kind', 'name'), METHODS)
+def test_methods_that_somebody_replaced(monkeypatch, kind, name):
+    """For all modules of a class, as tools that quantise or count do."""
     model, x = filled(RAVLT(ARCHS['RAVLT'])).eval(), torch.rand(1, 3, 64, 64, dtype=torch.float64)
     inherited, calls = getattr(kind, name), []
     monkeypatch.setattr(
@@ -237,8 +213,7 @@ def test_dropped_paths_in_eval_mode():
         with torch.set_grad_enabled(learns):
             outs.append(model(x))
     assert (outs[0][3] - before[3]).abs().max() > 1e-3
-    for out, other in zip(*outs):
-        torch.testing.assert_close(out, other)
+    torch.testing.assert_close(*outs)
 
 
 @pytest.mark.parametrize('host', sorted(ARCHS))
@@ -251,8 +226,14 @@ def test_replicas_of_data_parallel(host):
             if weight is not None:
                 delattr(module, name)
                 setattr(module, name, weight.detach())
-    for out, other in zip(model(x), expected):
-        torch.testing.assert_close(out, other)
+    torch.testing.assert_close(model(x), expected)
+
+
+linear = nn.functional.linear
+
+
+def half_linear(*args):
+    return linear(*args) / 2
 
 
 class Halved(TorchFunctionMode):
@@ -260,37 +241,19 @@ class Halved(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        return out / 2 if func is nn.functional.linear else out
+        return out / 2 if func is linear else out
 
 
-@contextmanager
-def halved(holder, name):
-    """What tensors and linear layers give to a function."""
-    whole = getattr(holder, name)
-
-    def half(*args, **kwargs):
-        out = whole(*args, **kwargs)
-        return out / 2 if isinstance(args[0], (torch.Tensor, nn.Linear)) else out
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(holder, name, half)
-        yield
-
-
-@pytest.mark.parametrize(
-    'change',
-    [Halved, lambda: halved(nn.functional, 'linear'), lambda: halved(nn.Module, '__call__')],
-    ids=['mode', 'function', 'call'],
-)
+@pytest.mark.parametrize('change', [Halved, lambda: mock.patch.object(nn.functional, 'linear', half_linear)])
 def test_functions_that_somebody_replaced(change):
-    model, x = filled(RAVLT(ARCHS['RAVLT'])).eval(), torch.rand(1, 3, 64, 64, dtype=torch.float64)
+    """In float32, which has operators of its own."""
+    model, x = filled(RAVLT(ARCHS['RAVLT'])).float().eval(), torch.rand(1, 3, 64, 64)
     before = model(x)
     with change():
         with torch.enable_grad():
             expected = model(x)
         assert (expected[0] - before[0]).abs().max() > 1e-3
-        for out, other in zip(model(x), expected):
-            torch.testing.assert_close(out, other)
+        torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_device_as_a_context_replaces_nothing(monkeypatch):
@@ -324,5 +287,4 @@ def test_biases_of_other_strides_and_sizes(host, change, is_buffer):
                 layer.bias = None if bias is None else nn.Parameter(bias)
     with torch.enable_grad():
         expected = model(x)
-    for out, other in zip(model(x), expected):
-        torch.testing.assert_close(out, other, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(model(x), expected, rtol=1e-3, atol=1e-4)

@@ -142,8 +142,7 @@ def test_autocast_leaves_float64_alone():
     model, x = filled(small_hosts.build('LinearSwin', 'inline')).eval(), torch.rand(1, 3, 64, 64, dtype=torch.float64)
     with torch.autocast('cpu', torch.bfloat16):
         out = model(x)
-    for one, other in zip(out, model(x)):
-        torch.testing.assert_close(one, other)
+    torch.testing.assert_close(out, model(x))
 
 
 @pytest.mark.parametrize('norm', ['BN', 'SyncBN', 'without weights', 'GN'])
@@ -160,12 +159,6 @@ def test_batch_norms_are_folded(kind, norm, monkeypatch):
     if norm in ('BN', 'SyncBN'):
         monkeypatch.setattr(nn.functional, 'batch_norm', None)
     torch.testing.assert_close(ROOM.call(module, x), expected)
-
-
-def test_drop_paths_of_a_block_that_trains():
-    block = Block(DIM, GlobalAttention(DIM, HEADS, 'rala'), MLP(DIM, 40), LN, 0.5)
-    assert ROOM.form(block) is None and ROOM.form(block.eval()) is not None
-    assert ROOM.form(filled(MLP(DIM, 40)).eval()) is not None
 
 
 @pytest.mark.parametrize(
@@ -194,15 +187,6 @@ def test_products(dtype, onednn, monkeypatch):
         torch.testing.assert_close(room.linear(layer, x), expected, **tolerance)
         torch.testing.assert_close(room.linear(layer, x, gelu=True), nn.functional.gelu(expected), **tolerance)
         assert room.linear(layer, x[:0]).shape == (0, 11, 10)
-
-
-@pytest.mark.parametrize('onednn', [True, False])
-@pytest.mark.parametrize('module', [ConvStem(4, 8, dict(type='BN')), DWConvFFN(4, 8), ConvFFN(4, 8)])
-def test_convolutions_in_float32(module, onednn, monkeypatch):
-    """Which oneDNN's operators take."""
-    monkeypatch.setattr(foreign, 'HAS_ONEDNN', foreign.HAS_ONEDNN and onednn)
-    module, x = module.eval(), torch.randn(2, 16, 12, 4)
-    torch.testing.assert_close(Room(x.dtype, x.dtype).call(module, x), module(x))
 
 
 def test_sums_are_in_place_where_types_allow():

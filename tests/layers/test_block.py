@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mmlinattn.attention import Grid, ReducedAttention, StageContext
-from mmlinattn.layers import MLP, Block, ConvFFN, PatchEmbed, PatchMerging, SourceBlock, TokenBlock
+from mmlinattn.layers import MLP, Block, ConvFFN, PatchEmbed, PatchMerging, TokenBlock
 
 LN = dict(type='LN', eps=1e-6)
 
@@ -39,41 +39,6 @@ def equation(model, x):
         out = branch.linear(norm(x))
         x = x + (out if gamma is None else gamma * out)
     return x
-
-
-@pytest.mark.parametrize('training', [False, True], ids=['eval', 'train'])
-@pytest.mark.parametrize('layer_scale', [None, 1.0])
-@pytest.mark.parametrize('shape', [(2, 3, 5, 4), (2, 7, 4)], ids=['map', 'tokens'])
-def test_a_block_is_its_equation(layer_scale, training, shape):
-    model = block(layer_scale).double().train(training)
-    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    ours, expected = model(x, None), equation(model, x)
-    torch.testing.assert_close(ours, expected)
-    leaves = [x, *model.parameters()]
-    probe = torch.randn_like(ours)
-    for mine, other in zip(*(torch.autograd.grad(out, leaves, probe) for out in (ours, expected))):
-        torch.testing.assert_close(mine, other)
-
-
-class Recorder(Branch):
-    def forward(self, x, *args, **kwargs):
-        self.seen = x, args, kwargs
-        return super().forward(x)
-
-
-@pytest.mark.parametrize('kind', [Block, SourceBlock])
-def test_what_a_block_hands_to_its_branches(kind):
-    """Position encoding comes first; the attention gets what the stage shares, the feed-forward network does not."""
-    model = kind(4, Recorder(), Recorder(), LN, position=nn.Linear(4, 4))
-    x, context = torch.randn(2, 3, 5, 4), StageContext(Grid(3, 5))
-    out = model(x, context)
-    placed = model.position(x)
-    (tokens, args, kwargs), (_, *others) = model.attn.seen, model.ffn.seen
-    torch.testing.assert_close(tokens, model.norm1(placed))
-    assert args == (context,) and others == [(), {}] and list(kwargs) == ['source'] * (kind is SourceBlock)
-    for source in kwargs.values():
-        torch.testing.assert_close(source, placed)
-    torch.testing.assert_close(out, equation(model, placed))
 
 
 @pytest.mark.parametrize('layer_scale', [None, 0.5])

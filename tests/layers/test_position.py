@@ -38,11 +38,6 @@ def test_tables_are_resized_bilinearly(height, width, prefix):
         torch.testing.assert_close(resized.double(), expected, rtol=0.01, atol=1e-4)
 
 
-def test_position_tables_begin_as_released_ones():
-    torch.manual_seed(0)
-    assert PositionTable(64, (9, 9)).weight.std().item() == pytest.approx(0.02, rel=0.05)
-
-
 def test_position_tables_are_added_in_the_type_of_the_tokens():
     """Class tokens that the table has no vectors for get none; those that it has, as they are."""
     table, x = PositionTable(DIM, (2, 3), prefix=1), torch.randn(2, 7, DIM)

@@ -1,22 +1,13 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Every attention of ``mmlinattn.ops`` as a function ``(q, k, v, num_heads, mask=None)``, and the forms it has."""
+"""Every attention of ``mmlinattn.ops`` as a function ``(q, k, v, num_heads, mask=None)``."""
 
-import contextlib
 from functools import partial
 
 import torch
+from twins import FORMS, form  # noqa: F401  the forms they have
 
 from mmlinattn import ops
 from mmlinattn.layers import rotary_table
-
-FORMS = ['auto', 'elsewhere', 'reference']  # elsewhere: what a GPU runs, on this CPU
-
-
-@contextlib.contextmanager
-def form(name):
-    with ops.use('reference' if name == 'reference' else 'auto'):
-        with ops.dispatch.elsewhere() if name == 'elsewhere' else contextlib.nullcontext():
-            yield
 
 
 def turned(q, k, v, num_heads, mask=None, op=ops.rala):

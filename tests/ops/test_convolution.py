@@ -62,17 +62,3 @@ def test_convolutions_of_gelu(x, steps, size, residual):
         return F.gelu(x) + out if residual else out
 
     compare(lambda *t: ops.conv_of_gelu(*t, stride, size // 2, 1, groups, residual), plain, x, weight, bias)
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize('learns', [False, True])
-def test_under_autocast(dtype, learns):
-    x = torch.randn(2, 4, 8, 7).to(dtype).contiguous(memory_format=torch.channels_last).requires_grad_(learns)
-    kernels = torch.randn(2, 4, 5, 5, requires_grad=learns)
-    expected = torch.cat([F.conv2d(one[None].float(), k[:, None], padding=2, groups=4) for one, k in zip(x, kernels)])
-    with torch.set_grad_enabled(learns), torch.autocast('cpu', torch.bfloat16):
-        out = ops.dynamic_depthwise_conv2d(x, kernels.to(dtype))
-    torch.testing.assert_close(out.float(), expected, rtol=0.05, atol=0.2)
-    if learns:
-        (grad,) = torch.autograd.grad(out.float().sum(), kernels)
-        assert grad.dtype == torch.float32 and grad.isfinite().all()

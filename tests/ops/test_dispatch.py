@@ -15,34 +15,25 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
-from twins import attend
+from twins import DIM, HEADS, attend, build
 
 from mmlinattn import ops
-from mmlinattn.attention import TOKEN_MIXERS, Attention, Grid, StageContext
+from mmlinattn.attention import TOKEN_MIXERS, Grid, StageContext
 from mmlinattn.layers import rotary_table
 from mmlinattn.ops import dispatch
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
-DIM, HEADS, GRID = 16, 2, Grid(3, 4)
+GRID = Grid(3, 4)
 MIXERS = sorted(name for name in TOKEN_MIXERS.module_dict if name.isidentifier())
 every_mixer = pytest.mark.parametrize('mixer', MIXERS)
 
 
-def build(mixer, dtype=torch.float64, **options):
-    module = TOKEN_MIXERS.get(mixer)
-    grid = GRID[:2] if module.position_table else None
-    attention = Attention(DIM, HEADS, mixer, grid=grid, local_kernel=5, **options).to(dtype)
-    for parameter in attention.parameters():
-        nn.init.normal_(parameter, std=0.4)
-    return attention
+def tokens():
+    return torch.randn(2, GRID.num_tokens, DIM)
 
 
-def tokens(dtype=torch.float64, batch=2):
-    return torch.randn(batch, GRID.num_tokens, DIM, dtype=dtype)
-
-
-def table(dtype=torch.float64):
-    return rotary_table(*GRID[:2], DIM // HEADS, dtype=dtype)
+def build_local(mixer):
+    return build(mixer, grid=GRID[:2], local_kernel=5)
 
 
 def test_the_backend_is_that_of_the_device_unless_another_is_asked_for():
@@ -106,8 +97,9 @@ def test_what_only_stands_for_a_tensor_gets_the_reference():
 
 @every_mixer
 def test_transforms_of_functions(mixer):
-    attention, x = build(mixer), tokens()
-    options = dict(rotary=table(), bias=torch.randn(1, attention.mixer.num_heads, *[x.shape[1]] * 2, dtype=x.dtype))
+    attention, x = build_local(mixer), tokens().double()
+    rotary = rotary_table(*GRID[:2], DIM // HEADS, dtype=x.dtype)
+    options = dict(rotary=rotary, bias=torch.randn(1, attention.mixer.num_heads, *[x.shape[1]] * 2, dtype=x.dtype))
     direction = torch.randn_like(x)
 
     def loss(x):
@@ -144,7 +136,7 @@ def test_transforms_of_functions(mixer):
 )
 def test_a_training_step_compiles(mixer, dynamic, backend):
     torch._dynamo.reset()
-    attention = build(mixer, torch.float32)
+    attention = build_local(mixer).float()
     compiled = torch.compile(attention, backend=backend, fullgraph=True, dynamic=dynamic)
     grids = [GRID, Grid(5, 4)] if dynamic else [GRID]
     for grid in grids:
@@ -179,7 +171,7 @@ def compiled_nodes(function, *inputs):
 def test_compiled_heads_are_no_axis_of_channels_last_maps(name, masked):
     """Code that Inductor makes for sums in that order writes past their end (pytorch/pytorch#196681)."""
     mask = torch.arange(GRID.num_tokens).expand(2, -1) < 9 if masked else None
-    inputs = [tokens(torch.float32) for _ in range(3)]
+    inputs = [tokens() for _ in range(3)]
     nodes = compiled_nodes(partial(LINEAR[name], num_heads=HEADS, mask=mask), *inputs)
     assert [op for op, value in nodes if 'bmm' in op]
     assert [op for op, value in nodes if value.dim() == 4 and value.shape[1] == HEADS] == []
@@ -187,7 +179,7 @@ def test_compiled_heads_are_no_axis_of_channels_last_maps(name, masked):
 
 def test_compiled_softmax_attention_is_fused():
     """The map of all pairs is in no graph; Dynamo answers for itself when asked whether torch.func is at work."""
-    inputs = [tokens(torch.float32) for _ in range(3)]
+    inputs = [tokens() for _ in range(3)]
     nodes = compiled_nodes(lambda q, k, v: ops.softmax_attention(q, k, v, HEADS), *inputs)
     assert [op for op, _ in nodes if 'scaled_dot_product' in op]
     assert not [op for op, value in nodes if value.shape[-2:] == (GRID.num_tokens,) * 2]
@@ -205,7 +197,7 @@ def asked_anew():
 
 def test_a_request_for_kernels_that_a_cpu_cannot_have_is_one_line(asked_anew, recwarn):
     """Results are PyTorch's; each reason is told once, and nothing is said of graphs."""
-    q, k, v = tokens(torch.float32), tokens(torch.float32), tokens(torch.float32)
+    q, k, v = tokens(), tokens(), tokens()
     calls = [partial(ops.linear_attention, kernel='elu'), partial(ops.inline_attention, scale=0.3)]
     torch.jit.trace(lambda *t: calls[0](*t, HEADS), (q, k, v), check_trace=False)
     assert not [w for w in recwarn if 'mmlinattn' in str(w.message)]

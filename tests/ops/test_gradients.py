@@ -5,9 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from attentions import ATTENTIONS, FORMS, LINEAR, form
-from torch import nn
 
 from mmlinattn import ops
 
@@ -36,7 +34,7 @@ ALL = {**{name: partial(call, num_heads=2) for name, call in LINEAR.items()}, 'l
 MADE = {
     'q is k is v': lambda x: (x, x, x),
     'k of q': lambda q: (q, q.sin(), q.cos()),
-    'v of k': lambda x: (x[..., :8], *(lambda k: (k, k.sin()))(x.cos())) if x.shape[-1] == 8 else x,
+    'v of k': lambda x: (lambda k: (x, k, k.sin()))(x.cos()),
     'slices': lambda x: torch.cat((x, x.sin(), x.cos()), dim=-1).chunk(3, dim=-1),
 }
 
@@ -84,18 +82,6 @@ def test_a_backward_pass_under_autocast_is_that_outside(name, which):
             with torch.autocast('cpu', torch.bfloat16, enabled=inside):
                 grads.append(torch.autograd.grad(out.sum(), x)[0])
     torch.testing.assert_close(*grads, rtol=1e-5 if 'softmax' not in name else 0.1, atol=1e-5)
-
-
-@by_hand
-@every_attention
-def test_two_runs_give_the_same_bits(name, which):
-    leaves = [torch.randn(2, 50, 8, requires_grad=True) for _ in range(3)]
-    runs = []
-    for _ in range(2):
-        with form(which):
-            out = ATTENTIONS[name](*leaves, 2)
-            runs.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
-    assert all(map(torch.equal, *runs))
 
 
 @pytest.mark.parametrize('which', FORMS)
@@ -190,35 +176,3 @@ def test_what_is_kept_besides_queries_keys_and_values(name, dtype, which):
     with form(which):
         size = kept(lambda *t: LINEAR[name](*t, 2), *leaves)
     assert size <= 0.1 * leaves[0].numel() * dtype.itemsize + (4096 * 64 * 4 if 'turned' in name else 0)
-
-
-def test_parameters_and_tokens_train_through_every_form():
-    """Frozen queries, keys, values or scales, in any combination."""
-    tensors = [torch.rand(2, 9, 8, dtype=torch.float64) for _ in range(3)] + [torch.rand(8, dtype=torch.float64) + 0.5]
-    for learning in [(0,), (1,), (2,), (3,), (0, 2), (1, 3)]:
-        found = []
-        for which in FORMS:
-            leaves = [t.clone().requires_grad_(i in learning) for i, t in enumerate(tensors)]
-            with form(which):
-                out = ops.focused_attention(*leaves[:3], 2, leaves[3], 3) + ops.rala(*leaves[:3], 2)
-                out = out + ops.inline_attention(*leaves[:3], 2, 0.3, 'leakyrelu') if learning != (3,) else out
-            found.append(torch.autograd.grad(out.sin().sum(), [leaves[i] for i in learning]))
-        for ours in found[:2]:
-            torch.testing.assert_close(ours, found[2])
-
-
-def test_checkpointing_and_saved_tensors_elsewhere():
-    """Of slices of one projection, which hooks move."""
-    weight = nn.Parameter(torch.randn(24, 8))
-    x, grads = torch.randn(2, 9, 8), []
-
-    def block(x):
-        return ops.rala(*F.linear(x, weight).split(8, dim=-1), 2).sum()
-
-    grads.append(torch.autograd.grad(block(x), weight)[0])
-    out = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-    grads.append(torch.autograd.grad(out, weight)[0])
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
-        out = block(x)
-    grads.append(torch.autograd.grad(out, weight)[0])
-    torch.testing.assert_close(grads[1:], [grads[0]] * 2)

@@ -2,10 +2,10 @@
 """Every form of every attention at the ends of its numbers: long sums in half precision, dead and huge tokens."""
 
 import pytest
-import reference
 import torch
 from attentions import FORMS, LINEAR, form
 from torch import nn
+from twins import by_head, focused_map, kernel, linear_map, rala_map, side_by_side
 
 from mmlinattn import ops
 
@@ -92,8 +92,8 @@ def test_every_power_with_dead_and_huge_tokens(power, width, which):
     gradients = torch.autograd.grad(out.sum(), leaves)
     assert all(g.isfinite().all() for g in gradients)
     q, k, v, scale = (t.detach().double() for t in leaves)
-    q, k = (reference.by_head(reference.focused(t, scale, power), 4) for t in (q, k))
-    exact = reference.side_by_side(reference.linear_map(q, k) @ reference.by_head(v, 4))
+    q, k = (by_head(focused_map(t, scale, power), 4) for t in (q, k))
+    exact = side_by_side(linear_map(q, k) @ by_head(v, 4))
     if power <= 16:  # the literal powers of the twin underflow beyond
         # beside tokens of 1e4, what is 1e-15 of their largest component is not quite nothing
         torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
@@ -119,18 +119,18 @@ def test_what_is_added_to_the_normaliser(name, eps, learns, which):
     """No rounding guard here: as large as the normaliser itself; 1e-6 unless told otherwise, with as small products.
     The last two tokens of the mask are padding."""
     options, floor = LINEAR[name].keywords, eps.get('eps', 1e-6)
-    kernel = options.get('kernel', 'elu')
+    phi = options.get('kernel', 'elu')
     q, k, v = torch.randn(3, 2, 7, 8, dtype=torch.float64)
     if not eps:  # what kernels make some 1e-3 of
-        q, k = (t - 8 if kernel == 'elu' else t / 1000 for t in (q, k))
+        q, k = (t - 8 if phi == 'elu' else t / 1000 for t in (q, k))
     leaves = [t.requires_grad_(learns) for t in (q, k, v)]
 
     def exact(tokens):
-        q, k, v = (reference.by_head(t[:, :tokens], 2) for t in leaves)
-        q, k = reference.kernel(q, kernel), reference.kernel(k, kernel)
+        q, k, v = (by_head(t[:, :tokens], 2) for t in leaves)
+        q, k = kernel(q, phi), kernel(k, phi)
         if name == 'linear, elu':
-            return reference.side_by_side(reference.linear_map(q, k, floor) @ v)
-        return reference.side_by_side(reference.rala_map(q, k, None, options['weight_scale'], floor) @ v)
+            return side_by_side(linear_map(q, k, eps=floor) @ v)
+        return side_by_side(rala_map(q, k, None, options['weight_scale'], floor) @ v)
 
     mask = (torch.arange(7) < 5).expand(2, 7)
     with form(which), torch.set_grad_enabled(learns):
@@ -167,8 +167,8 @@ def test_the_floor_of_the_focused_map_and_its_normaliser(eps, size, which):
     q, k, v = torch.randn(3, 2, 7, 8, dtype=torch.float64) * torch.tensor([size, size, 1]).view(3, 1, 1, 1)
     scale, offset = torch.randn(8, dtype=torch.float64), size * torch.randn(1, 7, 8, dtype=torch.float64)
     floor, inverse = eps.get('eps', 1e-6), 1 / nn.functional.softplus(scale)
-    mapped = [reference.by_head(reference.focused(t, scale, 2, eps=floor), 2) for t in (q, k + offset)]
-    expected = reference.side_by_side(reference.linear_map(*mapped, eps=floor) @ reference.by_head(v, 2))
+    mapped = [by_head(focused_map(t, scale, 2, eps=floor), 2) for t in (q, k + offset)]
+    expected = side_by_side(linear_map(*mapped, eps=floor) @ by_head(v, 2))
     for learns in (True, False):  # in inference the offset is added in place
         with form(which), torch.set_grad_enabled(learns):
             out = ops.focused_attention(q.clone(), k.clone(), v, 2, inverse, 2, offset=offset, **eps)
