@@ -23,6 +23,7 @@ from mmlinattn.attention import (
     Windows,
 )
 from mmlinattn.attention.arrangements import RelativePositionBias
+from mmlinattn.ops.windows import Axis
 
 MIXERS = ['softmax', 'rala', 'inline', 'focused', 'hallucinated ihh-chh', 'angular']
 LINEAR = ['rala', 'rala, tanh', 'inline', 'inline, division', 'focused', 'angular', 'efficient', 'hydra']
@@ -102,7 +103,7 @@ def test_windows_are_clipped_to_the_map():
 
 
 def test_positions_of_open_windows_are_on_the_device_of_the_map():
-    axis, x = windows.Axis(7, 2, shift=True), torch.empty(1, 7, 7, 3, device='meta')
+    axis, x = Axis(7, 2, shift=True), torch.empty(1, 7, 7, 3, device='meta')
     assert axis.positions(x).shape == (4, 2)
     assert axis.positions(x).device == axis.region(x).device == x.device
 
