@@ -38,29 +38,14 @@ def load(caplog, tmp_path):
     logger.removeHandler(caplog.handler)
 
 
-WRAPPINGS = {
-    'bare': lambda state: state,
-    'model': lambda state: {'model': {f'module.{key}': v for key, v in state.items()}},
-    'a detector': lambda state: {
-        'state_dict': {**{f'backbone.{key}': v for key, v in state.items()}, 'neck.w': torch.ones(1)}
-    },
-}
-
-
-@pytest.mark.parametrize('wrapping', WRAPPINGS)
 @pytest.mark.parametrize('dense', [False, True])
-def test_released_files_however_wrapped(load, wrapping, dense):
-    released = released_ravlt(dense)
-    backbone = model(out_norm=dense)
-    report, warned = load(backbone, WRAPPINGS[wrapping](released))
+def test_nothing_is_said_of_a_released_file(load, dense):
+    """Neither of a classifier's head nor of a detector's other parts."""
+    backbone, released = model(out_norm=dense), released_ravlt(dense)
+    if dense:
+        released = {f'backbone.{key}': value for key, value in released.items()} | {'neck.w': torch.ones(1)}
+    report, warned = load(backbone, released)
     assert warned == [] and set(report.loaded) == set(backbone.state_dict())
-    # Each tensor arrived: 1x1 convolutions as linear layers, the rest as it was.
-    ours = sorted(float(v.double().sum()) for v in backbone.state_dict().values())
-    others = ('proj.', 'norm.', 'head.')
-    theirs = sorted(
-        float(v.double().sum()) for key, v in released.items() if 'RoPE' not in key and not key.startswith(others)
-    )
-    assert ours == pytest.approx(theirs)
 
 
 def test_what_does_not_fit_is_listed_in_one_warning(load):
