@@ -55,14 +55,6 @@ def test_a_link_of_the_table_is_converted_as_well(server):
     assert 'head.fc.weight' in found['state_dict'] and server.kept() == ['RAVLT_T.pth']
 
 
-def test_a_file_put_there_by_hand_needs_no_server(server):
-    path = released.find_released('ravlt_s').path
-    path.parent.mkdir(parents=True)
-    path.write_bytes(WHOLE)
-    server.stop()
-    assert LOAD('mmlinattn://ravlt_s', 'cpu')['state_dict']
-
-
 @pytest.mark.parametrize(
     'reply, said',
     [

@@ -174,15 +174,14 @@ def scripts():
         if block.language == 'python' and block.kind in ('run', 'slow'):
             pages.setdefault(block.page, []).append(block)
     for page, blocks in pages.items():
-        is_slow = any(block.kind == 'slow' for block in blocks)
-        yield pytest.param(blocks, is_slow, id=page, marks=[pytest.mark.slow] * is_slow)
+        yield pytest.param(blocks, id=page, marks=[pytest.mark.slow] * any(block.kind == 'slow' for block in blocks))
 
 
-@pytest.mark.parametrize(('blocks', 'is_slow'), scripts())
-def test_python_runs(blocks, is_slow, tmp_path, monkeypatch):
+@pytest.mark.parametrize('blocks', scripts())
+def test_python_runs(blocks, tmp_path, monkeypatch):
     """All blocks of a page in one file; slow pages in a process of their own: they fill upstream's registries."""
     code = '\n'.join(block.text for block in blocks)
-    if is_slow:
+    if any(block.kind == 'slow' for block in blocks):
         (tmp_path / 'page.py').write_text(code)
         python('page.py', cwd=tmp_path)
         return
