@@ -21,7 +21,6 @@ in_half_precision = pytest.mark.parametrize('dtype', [torch.float16, torch.bfloa
 
 
 def build(cfg: dict):
-    torch.manual_seed(0)
     model = MODELS.build(cfg)
     for parameter in model.parameters():
         if parameter.dim() > 1:  # branches say something, and Next-ViT, without a last norm, stays within float16

@@ -195,12 +195,6 @@ PYTHON = [block for block in BLOCKS if block.language == 'python']
 CONFIGS = [block for block in PYTHON if '_base_ =' in block.text or block.kind == 'config']
 
 
-def load(block: Block, path: Path) -> Config:
-    inherited = '' if '_base_ =' in block.text else f'_base_ = {block.note.removeprefix("config of ")!r}\n'
-    path.write_text(inherited + block.text)
-    return Config.fromfile(path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('block', CONFIGS, ids=str)
 def test_configs_load_and_build(block, tmp_path, monkeypatch):
@@ -208,7 +202,9 @@ def test_configs_load_and_build(block, tmp_path, monkeypatch):
         first = next(other for other in PYTHON if other.page == block.page)
         (tmp_path / f'{module}.py').write_text(first.text)
         monkeypatch.syspath_prepend(tmp_path)
-    cfg = load(block, tmp_path / 'config.py')
+    inherited = '' if '_base_ =' in block.text else f'_base_ = {block.note.removeprefix("config of ")!r}\n'
+    (tmp_path / 'config.py').write_text(inherited + block.text)
+    cfg = Config.fromfile(tmp_path / 'config.py')
     if block.kind == 'needs':
         return
     model = build_model(cfg, random_init=False).eval()
