@@ -7,7 +7,6 @@ import re
 import pytest
 import torch
 from checkpoint_helpers import ARCH, released_ravlt
-from mmengine.logging import MMLogger
 
 from mmlinattn.backbones import RAVLT
 from mmlinattn.checkpoints import CheckpointError, load_pretrained
@@ -22,20 +21,17 @@ def model(**kwargs) -> RAVLT:
 @pytest.fixture
 def load(caplog, tmp_path):
     """Load what is given as a file; the report, and the warnings that are logged."""
-    logger = MMLogger.get_instance('checkpoint-tests', log_level='INFO')
-    logger.addHandler(caplog.handler)
-    MMLogger.get_instance('the current one')  # is not the one that is given
 
-    def run(backbone, thing, **kwargs):
-        caplog.clear()
+    def run(backbone, thing):
         torch.save(thing, tmp_path / 'a.pth')
-        report = load_pretrained(backbone, str(tmp_path / 'a.pth'), logger=logger, **kwargs)
-        warned = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-        assert all(line.startswith(f'{tmp_path}/a.pth and ') for line in warned)
-        return report, warned
+        report = load_pretrained(backbone, str(tmp_path / 'a.pth'), logger=logging.getLogger('of-loading'))
+        warned = [record for record in caplog.records if record.levelno >= logging.WARNING]
+        assert all(record.name == 'of-loading' for record in warned)
+        lines = [record.getMessage() for record in warned]
+        assert all(line.startswith(f'{tmp_path}/a.pth and ') for line in lines)
+        return report, lines
 
-    yield run
-    logger.removeHandler(caplog.handler)
+    return run
 
 
 @pytest.mark.parametrize('dense', [False, True])

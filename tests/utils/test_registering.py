@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Models by their names, through MMEngine's hub and MMPretrain's."""
+"""Models by their names in MMPretrain's hub; in MMEngine's: the page docs/get_started.md."""
 
 from types import SimpleNamespace
 
