@@ -47,22 +47,16 @@ def released_ravlt(dense: bool = False) -> dict:
 
 
 class FileServer:
-    """An HTTP server on this machine that answers each path with the next of its replies.
-
-    A reply is ``(status, body)`` or ``(status, body, announced_length)``; the last one repeats.
-    """
+    """An HTTP server on this machine with one reply a path: ``(status, body)`` or ``(status, body, its length)``."""
 
     def __init__(self):
-        self.replies: dict[str, list] = {}
+        self.replies: dict[str, tuple] = {}
         self.requests: list[str] = []
-        lock = threading.Lock()
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(handler):
-                with lock:
-                    self.requests.append(handler.path)
-                    queue = self.replies.get(handler.path, [(404, b'no such file')])
-                    status, body, *length = queue.pop(0) if len(queue) > 1 else queue[0]
+                self.requests.append(handler.path)
+                status, body, *length = self.replies.get(handler.path, (404, b'no such file'))
                 handler.send_response(status)
                 handler.send_header('Content-Length', str(length[0] if length else len(body)))
                 handler.end_headers()

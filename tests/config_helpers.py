@@ -1,7 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """What the tests of configs share: each loaded once, models without random weights."""
 
-import contextlib
 import copy
 import functools
 from pathlib import Path
@@ -52,10 +51,8 @@ def build_model(cfg: Config, random_init: bool) -> nn.Module:
     """As the Runner does."""
     init_default_scope(cfg.default_scope)
     cfg.model.setdefault('data_preprocessor', cfg.get('data_preprocessor'))  # MMPretrain keeps it outside the model
-    with contextlib.ExitStack() as stack:
-        for initialiser in () if random_init else _INITIALISERS:
-            keep = mock.patch.object(torch.nn.init, initialiser, lambda tensor, *_, **__: tensor)
-            stack.enter_context(keep)
+    kept = {} if random_init else dict.fromkeys(_INITIALISERS, lambda tensor, *_, **__: tensor)
+    with mock.patch.dict(vars(torch.nn.init), kept):
         return MODELS.build(cfg.model)
 
 

@@ -16,7 +16,6 @@ from mmengine.logging import print_log
 from mmengine.model import update_init_info
 from mmengine.runner import CheckpointLoader
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from ..utils.building import build_model, is_pretrained
 from ..utils.errors import CheckpointError, RunError
@@ -35,7 +34,6 @@ from .states import (
 )
 
 _INSIDE = re.compile(r'\b(module|original_layer)\.')  # what LoRAModel and LoRALinear call what they adapt
-_RUNNING = ('running_mean', 'running_var')
 UNUSED_IN_TESTS = ('auxiliary_head',)
 _OTHER_SHAPE = re.compile(r'size mismatch for (\S+): .*?\[([\d, ]*)\]\D*\[([\d, ]*)\]')  # in PyTorch's own message
 
@@ -171,12 +169,7 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], left_out: tuple[str, ...
     """Load what fits of a state dict, and find what the model lacks then.
 
     Modules may rename and resize weights while they load, and adapters keep frozen ones out of ``state_dict``, so what
-    counts is which parameters were written.
-
-    Args:
-        model: takes the weights.
-        state: may lack keys and have others.
-        left_out: beginnings of keys that may lack or differ.
+    counts is which parameters were written. Keys that begin as one of ``left_out`` may lack or differ.
     """
     parameters = trained_weights(model)
     versions = {name: parameter._version for name, parameter in parameters.items()}
@@ -226,13 +219,7 @@ def trained_weights(model: nn.Module) -> dict[str, Tensor]:
 
 def running_statistics(model: nn.Module) -> dict[str, Tensor]:
     """Running means and variances of the norms of a model, by their keys."""
-    return {
-        f'{name}.{key}'.lstrip('.'): buffer
-        for name, norm in model.named_modules()
-        if isinstance(norm, _NormBase)
-        for key, buffer in norm.named_buffers()
-        if key in _RUNNING
-    }
+    return {key: buffer for key, buffer in model.named_buffers() if key.endswith(('running_mean', 'running_var'))}
 
 
 def check_values(

@@ -1,5 +1,4 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-import importlib
 from importlib.util import find_spec
 from typing import Any
 
@@ -22,12 +21,8 @@ def register_all_modules(init_default_scope: bool = True) -> None:
         init_default_scope (bool): What MMEngine's registries pass; without effect, since the scope of a config is that
             of the task's package.
     """
-    importlib.import_module('mmlinattn')  # registers on import
-    if find_spec('mmpretrain') is not None:
-        _register_classifiers()
-
-
-def _register_classifiers() -> None:
+    if find_spec('mmpretrain') is None:
+        return  # the modules are registered by the import of the package
     from mmpretrain.apis import ModelHub
     from modelindex.load_model_index import load
 

@@ -30,7 +30,6 @@ RELEASED = {
         'layers.0.blocks.1.attn.relative_position_index': None,
         'layers.0.blocks.1.attn_mask': None,
         'layers.2.blocks.17.attn.qkv.weight': 'stages.2.17.attn.qkv.weight',
-        'norm.weight': 'out_norms.3.weight',
         'norm1.weight': 'out_norms.1.weight',  # of a dense backbone
     },
     'pvt': {
@@ -39,19 +38,13 @@ RELEASED = {
         'block2.0.attn.kv.weight': 'stages.1.0.attn.kv.weight',
         'block2.1.attn.q.weight': 'stages.1.1.attn.q.weight',  # of another width than what it would be joined with
         'block2.1.attn.kv.weight': 'stages.1.1.attn.kv.weight',
-        'norm1.bias': 'out_norms.0.bias',
         'norm4.bias': 'out_norms.3.bias',
         'norm.weight': 'out_norms.3.weight',
     },
     'nextvit': {
-        'stem.3.conv.weight': 'patch_embeds.0.0.3.conv.weight',
         'stem.0.conv.weight': 'patch_embeds.0.0.0.conv.weight',
         'features.0.patch_embed.conv.weight': 'patch_embeds.0.1.conv.weight',
         'features.0.mhca.group_conv3x3.weight': 'stages.0.0.conv.conv.conv.weight',
-        'features.0.e_mhsa.q.weight': 'stages.0.0.attn.q.weight',  # to be listed as unexpected
-        'features.0.e_mhsa.k.weight': 'stages.0.0.attn.k.weight',
-        'features.0.e_mhsa.k.bias': 'stages.0.0.attn.k.bias',
-        'features.0.e_mhsa.v.bias': 'stages.0.0.attn.v.bias',
         'extra_norm_list.3.weight': 'out_norms.3.weight',  # of a file without `norm`
         'proj_head.0.weight': 'head.fc.weight',
     },

@@ -93,7 +93,7 @@ def saved(tmp_path, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize('adapter', [lora('qkv'), lora('proj', 'fc1'), lora('.*')])
+@pytest.mark.parametrize('adapter', [lora('proj', 'fc1'), lora('.*')])
 def test_frozen_weights_come_from_where_they_came_in_training(adapter, saved):
     cfg, model, checkpoint = saved(adapter)
     found, meta = trained_model(cfg, str(checkpoint))
@@ -114,14 +114,9 @@ def test_frozen_weights_come_from_where_they_came_in_training(adapter, saved):
 
 
 def test_frozen_weights_that_nobody_keeps_are_refused(saved):
-    """By the tools that build the model, and by what watches MMEngine load."""
-    cfg, model, checkpoint = saved(lora('qkv'), init_cfg=False)
+    cfg, _, checkpoint = saved(lora('qkv'), init_cfg=False)
     with pytest.raises(RunError, match='missing: backbone.module.patch_embeds.0'):
         trained_model(cfg, str(checkpoint))
-    with pytest.raises(RunError, match='parameters not in the file: backbone.module.patch_embeds.0'):
-        check_trained(model, torch.load(checkpoint))
-    _, model, checkpoint = saved(lora('qkv'))
-    check_trained(model, torch.load(checkpoint))
 
 
 def test_running_statistics_that_the_file_lacks_are_refused():

@@ -20,20 +20,14 @@ CLASSIFIERS = (
 FAST = {'ravlt_t', 'inline_pvt_t', 'inline_deit_t', 'flatten_pvt_t'}
 
 
-def config_of(case: str) -> str:
-    """``ravlt_t_288x416`` -> ``mmpretrain/ravlt_t_in1k``."""
-    return f'mmpretrain/{"_".join(part for part in case.split("_") if not part[0].isdigit())}_in1k'
-
-
 @pytest.mark.parametrize(
     'case', [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CLASSIFIERS]
 )
 def test_released_classifier(case):
     """Converted as tools/convert_checkpoint.py does, it loads key by key and gives the released logits."""
-    if case.startswith('softmax'):  # a baseline is its sibling's config with another arch
-        model, _ = build(config_of(case.replace('softmax', 'hmhsa')), False, model__backbone__arch='softmax-small')
-    else:
-        model, _ = build(config_of(case), random_init=False)
+    # a baseline is its sibling's config with another arch
+    arch = dict(model__backbone__arch='softmax-small') if case.startswith('softmax') else {}
+    model, _ = build(f'mmpretrain/{case.replace("softmax", "hmhsa")}_in1k', random_init=False, **arch)
     released = {'model': goldens.state_dict(case)}
     conversion = convert_state(released, case, model)
     assert conversion.complete, conversion.report

@@ -66,30 +66,18 @@ def test_upstream_tools_can_run_it(name):
     assert len(statements) <= 35, 'a config says only what differs from its bases'
 
 
-def parse(name: str) -> tuple[str, str, str, int]:
-    """``task/stem`` -> task, host, size, pixels of classification."""
-    task, stem = name.split('/')
-    backbone = re.fullmatch(r'(.*?)_(maskrcnn_.x|cascade_.x|retinanet_.x|fpn_80k|upernet_160k|in1k)', stem)[1]
-    method, *rest = backbone.split('_')
-    pixels = 224
-    if rest[-1] == '384':
-        pixels, rest = 384, rest[:-1]
-    *host, size = rest
-    host = '_'.join(host) or method
-    return task, host, size, pixels
-
-
 # ---- published rows
 
-HOSTS = {
-    'PVT': 'LinearPVT',
-    'PVTv2': 'LinearPVTv2',
-    'Swin': 'LinearSwin',
-    'CSWin': 'LinearCSWin',
-    'DeiT': 'LinearDeiT',
-    'NextViT': 'LinearNextViT',
-}
-SIZES = dict(T='tiny', S='small', M='medium', B='base', L='large')
+HOSTS = dict(
+    ravlt='RAVLT',
+    pvt='LinearPVT',
+    pvt_v2='LinearPVTv2',
+    swin='LinearSwin',
+    cswin='LinearCSWin',
+    deit='LinearDeiT',
+    nextvit='LinearNextViT',
+)
+SIZES = dict(t='tiny', s='small', m='medium', b='base', l='large')
 # Rows whose paper and whose released code disagree; the release decides.
 CONTRADICTORY = {'mmpretrain/inline_pvt_l_in1k', 'mmpretrain/inline_swin_t_in1k'}
 # Rows whose size is not rounded from our count but explained by it (in millions).
@@ -145,21 +133,24 @@ def test_parameter_count_and_widths(name):
 @pytest.mark.parametrize('name', CONFIGS)
 def test_backbone_is_the_one_in_the_name(name):
     """With the released weights, where there are any; a classifier is the run that makes them."""
-    task, host, size, pixels = parse(name)
-    method, backbone = name.split('/')[1].split('_')[0], load(name).model.backbone
-    arch = {key.lower(): value for key, value in SIZES.items()}.get(size, size) + ('-384' if pixels == 384 else '')
-    kind = 'RAVLT' if host == 'ravlt' else next(v for k, v in HOSTS.items() if k.lower() == host.replace('_', ''))
-    assert (backbone.type, backbone.arch) == (kind, arch if host == 'ravlt' else f'{method}-{arch}')
+    task, method, host, size, larger = re.match(
+        rf'(\w+)/(?:(\w+)_)?({"|".join(HOSTS)})_(b\d|[tsmbl])(_384)?_', name
+    ).groups()
+    model = load(name).model
+    backbone, arch = model.backbone, SIZES.get(size, size) + ('-384' if larger else '')
+    assert (backbone.type, backbone.arch) == (HOSTS[host], f'{method}-{arch}' if method else arch)
     # its own widths, windows and rates are the arch's: tests/backbones/test_published_sizes.py
     assert set(backbone) <= {'type', 'arch', 'init_cfg', 'out_indices', 'out_norm', 'out_type', 'norm_cfg'}
-    weights, init_cfg = f'ravlt_{size}' if host == 'ravlt' else f'{method}_{host}_{size}', backbone.get('init_cfg')
+    weights, init_cfg = f'{method}_{host}_{size}' if method else f'{host}_{size}', backbone.get('init_cfg')
     assert task == 'mmpretrain' or 'out_norm' not in backbone, 'a LayerNorm on each map, as the default'
-    if task == 'mmpretrain' and pixels != 384:
-        assert 'init_cfg' not in backbone
-    elif weights in released_checkpoints():
-        assert init_cfg == dict(type='Pretrained', checkpoint=f'mmlinattn://{weights}')
-    elif pixels == 384:
-        assert init_cfg.checkpoint == f'work_dirs/{weights}_in1k/epoch_300.pth'
+    known = f'mmlinattn://{weights}' if weights in released_checkpoints() else None
+    if larger:  # the head, too, of the same file as the backbone
+        made_here = f'work_dirs/{weights}_in1k/epoch_300.pth'
+        assert init_cfg == dict(type='Pretrained', checkpoint=known or made_here)
+        whole = f'{known}_in1k' if known else made_here
+        assert model.head.init_cfg == dict(type='Pretrained', checkpoint=whole, prefix='head.')
+    elif task != 'mmpretrain' and known:
+        assert init_cfg == dict(type='Pretrained', checkpoint=known)
     else:
         assert 'init_cfg' not in backbone
 

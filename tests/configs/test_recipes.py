@@ -74,16 +74,6 @@ def test_a_config_is_its_published_recipe(name):
     assert summary(load(name)) == PUBLISHED['recipes'][PUBLISHED['configs'][name]]
 
 
-@pytest.mark.parametrize('name', [name for name in CONFIGS if '_384_' in name])
-def test_a_larger_size_starts_from_the_smaller_one(name):
-    """The head, too, of the same file as the backbone."""
-    model = load(name).model
-    backbone, head = model.backbone.init_cfg.checkpoint, model.head.init_cfg
-    assert (head.type, head.prefix) == ('Pretrained', 'head.')
-    assert head.checkpoint == (f'{backbone}_in1k' if backbone.startswith('mmlinattn://') else backbone)
-    assert name.split('/')[1].replace('_384_in1k', '') in backbone
-
-
 # ---- weight decay, as the Runner would build the optimizer
 
 TABLES = r'(relative_bias\.table|position_tables?\.(\d\.)?weight|cls_token|mixer\.position\.weight|mixer\.scale)$'

@@ -174,15 +174,14 @@ def scripts():
         if block.language == 'python' and block.kind in ('run', 'slow'):
             pages.setdefault(block.page, []).append(block)
     for page, blocks in pages.items():
-        is_slow = any(block.kind == 'slow' for block in blocks)
-        yield pytest.param(blocks, is_slow, id=page, marks=[pytest.mark.slow] * is_slow)
+        yield pytest.param(blocks, id=page, marks=[pytest.mark.slow] * any(block.kind == 'slow' for block in blocks))
 
 
-@pytest.mark.parametrize(('blocks', 'is_slow'), scripts())
-def test_python_runs(blocks, is_slow, tmp_path, monkeypatch):
+@pytest.mark.parametrize('blocks', scripts())
+def test_python_runs(blocks, tmp_path, monkeypatch):
     """All blocks of a page in one file; slow pages in a process of their own: they fill upstream's registries."""
     code = '\n'.join(block.text for block in blocks)
-    if is_slow:
+    if any(block.kind == 'slow' for block in blocks):
         (tmp_path / 'page.py').write_text(code)
         python('page.py', cwd=tmp_path)
         return
@@ -196,12 +195,6 @@ PYTHON = [block for block in BLOCKS if block.language == 'python']
 CONFIGS = [block for block in PYTHON if '_base_ =' in block.text or block.kind == 'config']
 
 
-def load(block: Block, path: Path) -> Config:
-    inherited = '' if '_base_ =' in block.text else f'_base_ = {block.note.removeprefix("config of ")!r}\n'
-    path.write_text(inherited + block.text)
-    return Config.fromfile(path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize('block', CONFIGS, ids=str)
 def test_configs_load_and_build(block, tmp_path, monkeypatch):
@@ -209,7 +202,9 @@ def test_configs_load_and_build(block, tmp_path, monkeypatch):
         first = next(other for other in PYTHON if other.page == block.page)
         (tmp_path / f'{module}.py').write_text(first.text)
         monkeypatch.syspath_prepend(tmp_path)
-    cfg = load(block, tmp_path / 'config.py')
+    inherited = '' if '_base_ =' in block.text else f'_base_ = {block.note.removeprefix("config of ")!r}\n'
+    (tmp_path / 'config.py').write_text(inherited + block.text)
+    cfg = Config.fromfile(tmp_path / 'config.py')
     if block.kind == 'needs':
         return
     model = build_model(cfg, random_init=False).eval()

@@ -3,6 +3,7 @@
 Tensors are made on PyTorch's default device."""
 
 import sys
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -82,20 +83,14 @@ def convolution(modulated, groups, deform_groups, stride, padding, dilation, ker
 
 def make_cases() -> dict:
     cases = {}
-    for count in (0, 1, 300):
-        for offset in (0, 1):
-            for whole in (False, True):
-                made = boxes(count, count, whole=whole)
-                for threshold in (0.5, 0.6):  # whole numbers have overlaps of exactly these
-                    cases[f'nms-{count}-{offset}-{whole}-{threshold}'] = lambda m=made, t=threshold, o=offset: [
-                        ops.nms(*m, t, o)[1]
-                    ]
-                for method in ('naive', 'linear', 'gaussian'):
-                    if count < 300 or whole:
-                        continue
-                    cases[f'softnms-{offset}-{method}'] = lambda m=made, o=offset, k=method: ops.soft_nms(
-                        m[0][:60], m[1][:60], 0.3, 0.5, 0.05, k, o
-                    )
+    # whole numbers have overlaps of exactly 0.5 and 0.6
+    for count, offset, whole, threshold in product((0, 1, 300), (0, 1), (False, True), (0.5, 0.6)):
+        made = boxes(count, count, whole=whole)
+        name = f'nms-{count}-{offset}-{whole}-{threshold}'
+        cases[name] = lambda m=made, t=threshold, o=offset: [ops.nms(*m, t, o)[1]]
+    few = [tensor[:60] for tensor in boxes(300, 300)]
+    for offset, method in product((0, 1), ('naive', 'linear', 'gaussian')):
+        cases[f'softnms-{offset}-{method}'] = lambda o=offset, k=method: ops.soft_nms(*few, 0.3, 0.5, 0.05, k, o)
     made = boxes(7, 300)
     classes = torch.tensor(np.random.RandomState(8).randint(0, 4, 300))
     cases['nms-limits'] = lambda: [ops.nms(*made, 0.5, 0, 0.3, 20)[1]]
@@ -108,17 +103,12 @@ def make_cases() -> dict:
     cases['nms-odd'] = lambda: [ops.nms(odd, made[1], 0.5)[1]]
     cases['nms_match'] = lambda: ops.nms_match(torch.cat((made[0], made[1][:, None]), dim=1), 0.5)
     x = normal(11, 2, 3, 25, 38)
-    for count in (0, 4):
-        for mode in ('avg', 'max'):
-            for aligned in (True, False):
-                for ratio in (0, 2):
-                    name = f'roi_align-{count}-{mode}-{aligned}-{ratio}'
-                    settings = (3, 2), 0.25, ratio, mode, aligned
+    for count, mode, aligned, ratio in product((0, 4), ('avg', 'max'), (True, False), (0, 2)):
 
-                    def align(count=count, settings=settings):
-                        return with_gradients(lambda x: ops.roi_align(x, rois(12, count), *settings), x)
+        def align(count=count, settings=((3, 2), 0.25, ratio, mode, aligned)):
+            return with_gradients(lambda x: ops.roi_align(x, rois(12, count), *settings), x)
 
-                    cases[name] = align
+        cases[f'roi_align-{count}-{mode}-{aligned}-{ratio}'] = align
     for index, settings in enumerate(
         (
             (1, 1, 1, 1, 1, (3, 3)),

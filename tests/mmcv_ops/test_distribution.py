@@ -1,8 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """What the distribution adds to an installed MMCV, and what happens to an operator that it does not have."""
 
-import importlib.machinery
-import re
 import shutil
 import subprocess
 import sys
@@ -24,29 +22,8 @@ def test_the_wheel_adds_one_file(tmp_path):
     assert [name for name in names if '.dist-info/' not in name] == ['mmcv/_ext.py']
 
 
-def test_a_compiled_module_beside_it_comes_first(tmp_path):
-    shutil.copytree(SOURCE / 'mmcv', tmp_path / 'beside')
-    find = importlib.machinery.PathFinder.find_spec
-    assert find('_ext', [str(tmp_path / 'beside')]).origin.endswith('_ext.py')
-    compiled = tmp_path / 'beside' / f'_ext{importlib.machinery.EXTENSION_SUFFIXES[0]}'
-    compiled.touch()
-    importlib.invalidate_caches()
-    assert find('_ext', [str(tmp_path / 'beside')]).origin == str(compiled)
-
-
-def test_every_name_that_mmcv_asks_for_is_there(ext):
-    folder = Path(ops.__file__).parent
-    asked = {
-        name
-        for file in folder.glob('*.py')
-        for names in re.findall(r"load_ext\(\s*'_ext',\s*\[(.*?)\]", file.read_text(encoding='utf-8'), re.DOTALL)
-        for name in re.findall(r"'(\w+)'", names)
-    }
-    assert len(asked) > 100 and all(callable(getattr(ext, name)) for name in asked)
-    assert not hasattr(ext, '__path__')
-
-
-def test_an_operator_that_is_not_there_says_who_asks_and_what_to_run():
+def test_an_operator_that_is_not_there_says_who_asks_and_what_to_run(ext):
+    assert not hasattr(ext, '__path__')  # as a package has it
     layer = ops.Correlation()
     with pytest.raises(NotImplementedError) as error:
         layer(torch.zeros(1, 1, 4, 4), torch.zeros(1, 1, 4, 4))

