@@ -86,14 +86,12 @@ def test_a_model_is_counted_without_memory_and_reads_no_file(monkeypatch, auxili
 
 
 def test_the_size_that_models_are_counted_at():
-    def shape(scope, *pipeline):
-        return image_shape(Config(dict(default_scope=scope, test_dataloader=dict(dataset=dict(pipeline=pipeline)))))
-
-    assert shape('mmdet', dict(type='Resize', scale=(1, 2))) == (800, 1280) and shape('mmseg') == (512, 2048)
-    crop, resize = dict(type='CenterCrop', crop_size=288), dict(type='Resize', scale=(96, 128))
-    assert shape('mmpretrain', resize, crop, dict(type='Pack')) == (288, 288)
-    assert shape('mmpretrain', crop, resize) == (128, 96)  # MMCV has the width first
-    assert shape('mmpretrain', dict(type='Pack')) == image_shape(Config(dict())) == (224, 224)
+    """Of a classifier the pipeline's, see tests/tooling/test_images.py."""
+    crop = dict(type='CenterCrop', crop_size=288)
+    data = dict(test_dataloader=dict(dataset=dict(pipeline=[crop])))
+    for scope, shape in dict(mmdet=(800, 1280), mmseg=(512, 2048), mmpretrain=(288, 288)).items():
+        assert image_shape(Config(dict(data, default_scope=scope))) == shape
+    assert image_shape(Config(dict())) == (224, 224)
 
 
 def test_parts_of_models():

@@ -44,17 +44,17 @@ def known(monkeypatch, weights, with_local=None):
 
 
 def test_every_number_of_a_block(monkeypatch):
-    """Worked out by hand, of four tokens in a row: two look alike, the last looks back, once with a negative weight."""
-    weights = torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [1.2, -1.6, 0, 0]])
+    """Worked out by hand, of four tokens in a row: two look alike, one weight of the last is negative."""
+    weights = torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1.2, -1.6]])
     known(monkeypatch, weights, torch.eye(4))
-    monkeypatch.setattr(Window, 'error', lambda self, rows, weights: float(weights[0, 3, 1]))
+    monkeypatch.setattr(Window, 'error', lambda self, rows, weights: float(weights[0, 3, 3]))
     entry = measured(GlobalAttention(8, 1, 'softmax'), torch.randn(1, 1, 4, 8))
     ranks = entry.pop('rank')
     last = -(3 / 7 * math.log(3 / 7) + 4 / 7 * math.log(4 / 7))
     expected = dict(
         confusion=dict(share=[1 / 6], median_distance=[2**0.5], mean_norm=[5 / 4]),
         locality=dict(
-            chance=9 / 4, if_uniform=10 / 16, sum=[3 / 4], share=[3 / 4], sum_with_local=[1], share_with_local=[1]
+            chance=9 / 4, if_uniform=10 / 16, sum=[(3 - 0.4) / 4], share=[1], sum_with_local=[1], share_with_local=[1]
         ),
         sharpness=dict(
             entropy=[last / 4],
@@ -67,7 +67,7 @@ def test_every_number_of_a_block(monkeypatch):
     )
     for measure, numbers in expected.items():
         assert entry.pop(measure) == {key: pytest.approx(value) for key, value in numbers.items()}
-    for name, number in (('weights', 2), ('weights_with_local', 4)):
+    for name, number in (('weights', 3), ('weights_with_local', 4)):
         found = ranks[name]
         assert found['rank'] == found['above_1_percent'] == [number] and found['at_most'] == 4
     assert set(ranks) == {'weights', 'weights_with_local', 'output', 'projected'}
@@ -179,22 +179,20 @@ class Averaged(ReducedAttention):
         return x.flatten(1, 2).unflatten(1, (-1, 4)).mean(dim=2)[:, None]
 
 
-def test_keys_without_a_map_have_no_neighbourhood():
-    block = block_of(Averaged(8, 2, 'softmax', 2, dict(type='LN')), torch.randn(1, 6, 8, 8))
-    entry = measure_block(block)
-    assert entry['keys_a_window'] == 12 and 'locality' not in entry and entry['forward_error'] < 1e-5
-    with pytest.raises(ValueError, match='lie on no map'):
-        query_map(block, 0, 0)
-
-
 class Pooled(ReducedKeysAttention):
+    """Keys of a smaller map without a known ratio."""
+
     def reduce(self, x):
         return x.unflatten(1, (-1, 2)).unflatten(3, (-1, 2)).mean(dim=(2, 4))
 
 
-def test_keys_of_a_smaller_map_without_a_known_ratio_have_no_neighbourhood():
-    entry = measure_block(block_of(Pooled(8, 2, 'softmax'), torch.randn(1, 6, 8, 8)))
+@pytest.mark.parametrize(('kind', 'more'), [(Averaged, (2, dict(type='LN'))), (Pooled, ())])
+def test_keys_without_a_known_map_have_no_neighbourhood(kind, more):
+    block = block_of(kind(8, 2, 'softmax', *more), torch.randn(1, 6, 8, 8))
+    entry = measure_block(block)
     assert entry['keys_a_window'] == 12 and 'locality' not in entry and entry['forward_error'] < 1e-5
+    with pytest.raises(ValueError, match='lie on no map'):
+        query_map(block, 0, 0)
 
 
 def test_weights_of_two_class_tokens_are_one_sum():

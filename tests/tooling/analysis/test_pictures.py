@@ -9,11 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from torch import nn
+from test_inspecting import block_of
 
-from mmlinattn.attention import GlobalAttention, ReducedAttention, StageContext
+from mmlinattn.attention import GlobalAttention, ReducedAttention
 from mmlinattn.tooling.analysis import pictures
-from mmlinattn.tooling.analysis.capture import watched
 from mmlinattn.tooling.analysis.inspecting import full_map, measure_block, query_map
 from mmlinattn.tooling.analysis.loading import Picture, token_at
 
@@ -22,13 +21,6 @@ def of_size(shown, inputs=None):
     """A grey image as shown, and what the network is given of it, padded."""
     inputs = torch.zeros(1, 3, *(inputs or shown))
     return Picture('photo', np.full((*shown, 3), 100, np.uint8), inputs, None, np.asarray, shown[::-1])
-
-
-def block_of(attention, x):
-    found = []
-    with watched(nn.ModuleDict(dict(attn=attention.eval())), found.append):
-        attention(x, StageContext.of(x))
-    return found[0]
 
 
 def test_colours_of_weights():

@@ -93,9 +93,10 @@ def test_a_trace_under_autocast_runs_outside_of_it(attns):
 
 
 @pytest.mark.parametrize('host', ['LinearSwin', 'LinearCSWin'])
-def test_a_trace_of_one_pixel_maps(host):
-    model = graphs.build(host, ('inline', 'focused', 'softmax', 'rala'))
-    graphs.check(trace(model, graphs.image((2, 32, 32))), model, graphs.SHAPES[:2])
+def test_a_trace_of_maps_smaller_than_a_window(host):
+    """Of one pixel; tables of positions are those of what a window has of the map."""
+    model = graphs.build(host, ('inline', 'softmax', 'focused', 'focused'))
+    graphs.check(trace(model, graphs.image((2, 32, 32))), model, [(1, 32, 32), *graphs.SHAPES[:2]])
 
 
 # --- other graphs -----------------------------------------------------------------------------------------------------
