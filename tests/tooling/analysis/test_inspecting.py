@@ -17,6 +17,7 @@ from mmlinattn.attention import (
     WindowAttention,
 )
 from mmlinattn.backbones import RAVLT, LinearCSWin, LinearDeiT, LinearPVT, LinearSwin
+from mmlinattn.backbones.nextvit_blocks import AveragedKeysAttention
 from mmlinattn.tooling.analysis import inspecting, measures
 from mmlinattn.tooling.analysis.capture import Window, arrangements, watched
 from mmlinattn.tooling.analysis.inspecting import full_map, measure_block, query_map
@@ -170,15 +171,6 @@ def test_ranks_are_those_of_features_state_and_weights():
     )
 
 
-class Averaged(ReducedAttention):
-    """Keys that are averages over the sequence, as in the released Next-ViT."""
-
-    reduction = 'sequence'
-
-    def reduce(self, x):
-        return x.flatten(1, 2).unflatten(1, (-1, 4)).mean(dim=2)[:, None]
-
-
 class Pooled(ReducedKeysAttention):
     """Keys of a smaller map without a known ratio."""
 
@@ -186,7 +178,7 @@ class Pooled(ReducedKeysAttention):
         return x.unflatten(1, (-1, 2)).unflatten(3, (-1, 2)).mean(dim=(2, 4))
 
 
-@pytest.mark.parametrize(('kind', 'more'), [(Averaged, (2, dict(type='LN'))), (Pooled, ())])
+@pytest.mark.parametrize(('kind', 'more'), [(AveragedKeysAttention, (2, 'sequence', dict(type='BN'))), (Pooled, ())])
 def test_keys_without_a_known_map_have_no_neighbourhood(kind, more):
     block = block_of(kind(8, 2, 'softmax', *more), torch.randn(1, 6, 8, 8))
     entry = measure_block(block)
