@@ -196,7 +196,7 @@ def test_weights_of_two_class_tokens_are_one_sum():
 
 
 def test_tokens_outside_of_a_map_and_fewer_of_a_full_one(monkeypatch):
-    block = block_of(GlobalAttention(8, 2, 'inline'), torch.randn(1, 6, 7, 8))
+    block = block_of(GlobalAttention(8, 2, 'softmax', local_kernel=3), torch.randn(1, 6, 7, 8))
     for row, column in ((6, 0), (0, 7), (-1, 0), (0, -1)):
         with pytest.raises(ValueError, match=rf'row={row}, column={column} is outside of the map of 0, \(6, 7\)'):
             query_map(block, row, column)

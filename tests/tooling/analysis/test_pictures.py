@@ -56,7 +56,7 @@ def test_weights_lie_over_the_pixels_of_their_tokens(height, width, stride, data
 
 def test_plots_are_of_what_a_block_has(tmp_path):
     """Of each measure; every line finds its numbers."""
-    block = block_of(GlobalAttention(8, 2, 'inline', local_kernel=3), torch.randn(1, 12, 12, 8))
+    block = block_of(GlobalAttention(8, 2, 'inline'), torch.randn(1, 12, 12, 8))
     maps = pictures.collect_query(block, of_size((48, 48)), 47, 5)
     np.testing.assert_array_equal(maps.maps, query_map(block, 1, 11)[0].numpy())
     entry = measure_block(block)

@@ -77,11 +77,10 @@ def test_a_test_pipeline_that_normalises():
 
 
 def test_windows_that_a_segmentor_is_tested_in():
-    test_cfg = dict(mode='slide', crop_size=(64, 80), stride=(32, 40))
-    cfg = Config(dict(model=dict(test_cfg=test_cfg)))
-    assert models.metadata(cfg, 'segmentor', Sizes(1, 64, 80), None, ['logits'])['windows'] == dict(
-        crop_size=[64, 80], stride=[32, 40]
-    )
+    windows = dict(crop_size=[64, 80], stride=[32, 40])
+    for test_cfg, said in ((dict(windows, mode='slide'), windows), (dict(mode='whole'), None)):
+        cfg = Config(dict(model=dict(test_cfg=test_cfg)))
+        assert models.metadata(cfg, 'segmentor', Sizes(1, 64, 80), None, ['logits'])['windows'] == said
 
 
 def test_how_labels_follow_from_logits():
