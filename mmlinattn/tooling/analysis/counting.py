@@ -122,11 +122,10 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is F.linear:
-            kind, self.count.kind_of_product = self.count.kind_of_product, LINEAR
-            try:
-                return func(*args, **kwargs)
-            finally:
-                self.count.kind_of_product = kind
+            self.count.kind_of_product = LINEAR
+            out = func(*args, **kwargs)
+            self.count.kind_of_product = PRODUCT
+            return out
         if func is dynamic_depthwise_conv2d:
             x, kernels = args
             self.count.add(CONV, x.numel() * kernels.shape[-1] ** 2)

@@ -102,7 +102,8 @@ def _near(block: BlockCall, window: Window, rows: Tensor) -> Tensor:
         return torch.stack((tokens // width, tokens % width), dim=-1)
 
     queries = places(window.queries[rows], block.size[1]) // block.ratio  # the cell of the reduced map
-    return measures.neighbours(queries, places(window.keys, block.key_size[1])) & (window.keys >= 0)
+    distances = (queries[:, None] - places(window.keys, block.key_size[1])).abs()
+    return (distances <= 1).all(dim=-1) & (window.keys >= 0)
 
 
 def _sample(branch: list[Window], num_queries: int, generator=None) -> list[tuple[Window, Tensor]]:

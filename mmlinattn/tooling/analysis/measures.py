@@ -42,15 +42,10 @@ def pair_distances(weights: Tensor) -> Tensor:
     return distance[..., first, second]
 
 
-def neighbours(queries: Tensor, keys: Tensor) -> Tensor:
-    """Which keys (M, 2) lie in the 3x3 around which query (n, 2), both by row and column in the grid of the keys:
-    (n, M) bool."""
-    return ((queries[:, None] - keys).abs() <= 1).all(dim=-1)
-
-
 def inside(weights: Tensor, near: Tensor) -> tuple[Tensor, Tensor]:
     """Weight inside the neighbourhood, mean over queries: its plain sum (InLine Fig. 3), and its share of all
-    magnitudes, which is the same where no weight is negative and the rows sum to one. ``near``: see :func:`neighbours`.
+    magnitudes, which is the same where no weight is negative and the rows sum to one. ``near``: which keys are in it,
+    (n, M) bool.
     """
     total, share = ((t * near).sum(dim=-1).mean(dim=-1) for t in (weights, magnitudes(weights)))
     return total, share

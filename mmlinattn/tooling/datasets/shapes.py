@@ -73,9 +73,6 @@ def draw_scene(
         tinted: Fraction of the shapes that have a colour typical of their form; the others have any colour.
         backgrounds: Backgrounds to choose from, of ``BACKGROUNDS``.
 
-    Returns:
-        The image with its ground truth.
-
     Examples:
         >>> scene = draw_scene(np.random.default_rng(0), (160, 120), num_shapes=3)
         >>> scene.image.shape, scene.image.dtype

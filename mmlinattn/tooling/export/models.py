@@ -147,14 +147,6 @@ def decision(head: Any) -> dict:
     return dict(activation='softmax', threshold=None)
 
 
-def test_windows(cfg: Config) -> Optional[dict]:
-    """``crop_size`` and ``stride`` of a segmentor that is tested in windows, of each of which the graph is."""
-    test_cfg = cfg.model.get('test_cfg') or {}
-    if test_cfg.get('mode') != 'slide':
-        return None
-    return dict(crop_size=list(test_cfg['crop_size']), stride=list(test_cfg['stride']))
-
-
 def _per_channel(values: Any, default: float, channels: int) -> list[float]:
     """Mean or std as a number a channel; configs may give one for all."""
     values = default if values is None else values
@@ -191,12 +183,14 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
     Returns:
         dict: ``task``, ``serves``, ``outputs``, ``input_range`` (of pixels before normalisation; None where the file
         decides), ``channel_order`` (of three channels, None of others: as the test pipeline reads them), ``mean``,
-        ``std``, ``pad_size_divisor`` and ``pad_value``, ``windows`` of :func:`test_windows` and ``classes`` (None where
-        neither checkpoint nor data set names them).
+        ``std``, ``pad_size_divisor`` and ``pad_value``, ``windows`` (None, or ``crop_size`` and ``stride`` of a
+        segmentor that is tested in windows, of each of which the graph is) and ``classes`` (None where neither
+        checkpoint nor data set names them).
     """
     from ... import __version__
 
-    given = normalisation(cfg)
+    given, test_cfg = normalisation(cfg), cfg.model.get('test_cfg') or {}
+    is_windowed = test_cfg.get('mode') == 'slide'
     is_rgb = any(map(given.get, TURNS))
     at_test = given.get('test_cfg') or {}  # of MMSegmentation, whose own size_divisor is that of training
     return dict(
@@ -210,7 +204,7 @@ def metadata(cfg: Config, task: str, sizes: Sizes, checkpoint_meta: Optional[dic
         std=_per_channel(given.get('std'), 1.0, sizes.channels),
         pad_size_divisor=given.get('pad_size_divisor') or at_test.get('size_divisor') or 1,
         pad_value=given.get('pad_val', given.get('pad_value')) or 0,
-        windows=test_windows(cfg),
+        windows={key: list(test_cfg[key]) for key in ('crop_size', 'stride')} if is_windowed else None,
         classes=class_names(cfg, checkpoint_meta),
     )
 

@@ -17,6 +17,7 @@ from mmlinattn.attention import (
     WindowAttention,
 )
 from mmlinattn.backbones import RAVLT, LinearCSWin, LinearDeiT, LinearPVT, LinearSwin
+from mmlinattn.backbones.nextvit_blocks import AveragedKeysAttention
 from mmlinattn.tooling.analysis import inspecting, measures
 from mmlinattn.tooling.analysis.capture import Window, arrangements, watched
 from mmlinattn.tooling.analysis.inspecting import full_map, measure_block, query_map
@@ -44,17 +45,17 @@ def known(monkeypatch, weights, with_local=None):
 
 
 def test_every_number_of_a_block(monkeypatch):
-    """Worked out by hand, of four tokens in a row: two look alike, the last looks back, once with a negative weight."""
-    weights = torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [1.2, -1.6, 0, 0]])
+    """Worked out by hand, of four tokens in a row: two look alike, one weight of the last is negative."""
+    weights = torch.tensor([[1.0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1.2, -1.6]])
     known(monkeypatch, weights, torch.eye(4))
-    monkeypatch.setattr(Window, 'error', lambda self, rows, weights: float(weights[0, 3, 1]))
+    monkeypatch.setattr(Window, 'error', lambda self, rows, weights: float(weights[0, 3, 3]))
     entry = measured(GlobalAttention(8, 1, 'softmax'), torch.randn(1, 1, 4, 8))
     ranks = entry.pop('rank')
     last = -(3 / 7 * math.log(3 / 7) + 4 / 7 * math.log(4 / 7))
     expected = dict(
         confusion=dict(share=[1 / 6], median_distance=[2**0.5], mean_norm=[5 / 4]),
         locality=dict(
-            chance=9 / 4, if_uniform=10 / 16, sum=[3 / 4], share=[3 / 4], sum_with_local=[1], share_with_local=[1]
+            chance=9 / 4, if_uniform=10 / 16, sum=[(3 - 0.4) / 4], share=[1], sum_with_local=[1], share_with_local=[1]
         ),
         sharpness=dict(
             entropy=[last / 4],
@@ -67,7 +68,7 @@ def test_every_number_of_a_block(monkeypatch):
     )
     for measure, numbers in expected.items():
         assert entry.pop(measure) == {key: pytest.approx(value) for key, value in numbers.items()}
-    for name, number in (('weights', 2), ('weights_with_local', 4)):
+    for name, number in (('weights', 3), ('weights_with_local', 4)):
         found = ranks[name]
         assert found['rank'] == found['above_1_percent'] == [number] and found['at_most'] == 4
     assert set(ranks) == {'weights', 'weights_with_local', 'output', 'projected'}
@@ -170,31 +171,20 @@ def test_ranks_are_those_of_features_state_and_weights():
     )
 
 
-class Averaged(ReducedAttention):
-    """Keys that are averages over the sequence, as in the released Next-ViT."""
-
-    reduction = 'sequence'
-
-    def reduce(self, x):
-        return x.flatten(1, 2).unflatten(1, (-1, 4)).mean(dim=2)[:, None]
-
-
-def test_keys_without_a_map_have_no_neighbourhood():
-    block = block_of(Averaged(8, 2, 'softmax', 2, dict(type='LN')), torch.randn(1, 6, 8, 8))
-    entry = measure_block(block)
-    assert entry['keys_a_window'] == 12 and 'locality' not in entry and entry['forward_error'] < 1e-5
-    with pytest.raises(ValueError, match='lie on no map'):
-        query_map(block, 0, 0)
-
-
 class Pooled(ReducedKeysAttention):
+    """Keys of a smaller map without a known ratio."""
+
     def reduce(self, x):
         return x.unflatten(1, (-1, 2)).unflatten(3, (-1, 2)).mean(dim=(2, 4))
 
 
-def test_keys_of_a_smaller_map_without_a_known_ratio_have_no_neighbourhood():
-    entry = measure_block(block_of(Pooled(8, 2, 'softmax'), torch.randn(1, 6, 8, 8)))
+@pytest.mark.parametrize(('kind', 'more'), [(AveragedKeysAttention, (2, 'sequence', dict(type='BN'))), (Pooled, ())])
+def test_keys_without_a_known_map_have_no_neighbourhood(kind, more):
+    block = block_of(kind(8, 2, 'softmax', *more), torch.randn(1, 6, 8, 8))
+    entry = measure_block(block)
     assert entry['keys_a_window'] == 12 and 'locality' not in entry and entry['forward_error'] < 1e-5
+    with pytest.raises(ValueError, match='lie on no map'):
+        query_map(block, 0, 0)
 
 
 def test_weights_of_two_class_tokens_are_one_sum():
@@ -206,7 +196,7 @@ def test_weights_of_two_class_tokens_are_one_sum():
 
 
 def test_tokens_outside_of_a_map_and_fewer_of_a_full_one(monkeypatch):
-    block = block_of(GlobalAttention(8, 2, 'inline'), torch.randn(1, 6, 7, 8))
+    block = block_of(GlobalAttention(8, 2, 'softmax', local_kernel=3), torch.randn(1, 6, 7, 8))
     for row, column in ((6, 0), (0, 7), (-1, 0), (0, -1)):
         with pytest.raises(ValueError, match=rf'row={row}, column={column} is outside of the map of 0, \(6, 7\)'):
             query_map(block, row, column)

@@ -2,19 +2,18 @@
 """Weights lie over the pixels of their tokens; numbers of blocks are found; files are images."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
-from torch import nn
+from test_inspecting import block_of
 
-from mmlinattn.attention import GlobalAttention, ReducedAttention, StageContext
+from mmlinattn.attention import GlobalAttention
 from mmlinattn.tooling.analysis import pictures
-from mmlinattn.tooling.analysis.capture import watched
-from mmlinattn.tooling.analysis.inspecting import full_map, measure_block, query_map
+from mmlinattn.tooling.analysis.inspecting import measure_block, query_map
 from mmlinattn.tooling.analysis.loading import Picture, token_at
 
 
@@ -22,13 +21,6 @@ def of_size(shown, inputs=None):
     """A grey image as shown, and what the network is given of it, padded."""
     inputs = torch.zeros(1, 3, *(inputs or shown))
     return Picture('photo', np.full((*shown, 3), 100, np.uint8), inputs, None, np.asarray, shown[::-1])
-
-
-def block_of(attention, x):
-    found = []
-    with watched(nn.ModuleDict(dict(attn=attention.eval())), found.append):
-        attention(x, StageContext.of(x))
-    return found[0]
 
 
 def test_colours_of_weights():
@@ -62,21 +54,16 @@ def test_weights_lie_over_the_pixels_of_their_tokens(height, width, stride, data
     assert np.array_equal(drawn[..., 0] > drawn[..., 2] + 0.1, expected)
 
 
-def test_files_are_pictures_of_what_a_block_has(tmp_path):
-    """A query on reduced keys, the full map, and each measure that the block has."""
-    block = block_of(ReducedAttention(8, 2, 'softmax', 2, dict(type='LN')), torch.randn(1, 12, 12, 8))
-    picture = of_size((48, 48))
-    maps = pictures.collect_query(block, picture, 47, 5)
+def test_plots_are_of_what_a_block_has(tmp_path):
+    """Of each measure; every line finds its numbers."""
+    block = block_of(GlobalAttention(8, 2, 'inline'), torch.randn(1, 12, 12, 8))
+    maps = pictures.collect_query(block, of_size((48, 48)), 47, 5)
     np.testing.assert_array_equal(maps.maps, query_map(block, 1, 11)[0].numpy())
-    pictures.plot_query([maps], picture, (47, 5), (94, 10), tmp_path / 'new' / 'q.png')
-    pictures.plot_full([(block.name, 'softmax', full_map(block, 36).numpy())], 'p', tmp_path / 'full.png')
-    entry = measure_block(block_of(GlobalAttention(8, 2, 'inline', local_kernel=3), torch.randn(1, 4, 5, 8)))
-    made = pictures.plot_measures([entry], ['maps', *pictures.PLOTS], tmp_path, 'mine')
-    assert made == [tmp_path / f'{name}.png' for name in pictures.PLOTS]
-    for _, places in pictures.PLOTS.values():  # every line finds its numbers
+    entry = measure_block(block)
+    made = pictures.plot_measures([entry], ['maps', *pictures.PLOTS], tmp_path / 'new', 'mine')
+    assert made == [tmp_path / 'new' / f'{name}.png' for name in pictures.PLOTS] and all(map(Path.is_file, made))
+    for _, places in pictures.PLOTS.values():
         assert all(np.isfinite(pictures.numbers_at(entry, place)).all() for place in places)
-    for path in (*made, tmp_path / 'full.png', tmp_path / 'new' / 'q.png'):
-        Image.open(path).verify()
     assert pictures.plot_measures([dict(block='a', mixer='rala', ccs=None)], ['ccs'], tmp_path, 'mine') == []
 
 

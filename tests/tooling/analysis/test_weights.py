@@ -80,33 +80,6 @@ def test_weights_times_values_are_the_output(options, dtype, masked):
         torch.testing.assert_close(mixer_weights(mixer, q, k, GRID, GRID, **shared, rows=rows), weights[:, :, index])
 
 
-@pytest.mark.parametrize('name', ['softmax', 'inline', 'focused', 'hallucinated', 'hydra', 'efficient', 'enhanced'])
-def test_reduced_keys_and_class_tokens(name):
-    """Queries 1 + 6x4, keys 1 + 3x2 as of a reduced map; the position table is resized to the keys."""
-    mixer = build(name)
-    grid, key_grid = Grid(6, 4, prefix=1), Grid(3, 2, prefix=1)
-    q, k, v = tokens(mixer, grid.num_tokens, key_grid.num_tokens)
-    weights = mixer_weights(mixer, q, k, grid, key_grid)
-    assert weights.shape == (2, mixer.num_heads, 25, 7)
-    torch.testing.assert_close(by_head(mixer, weights, v), mixer(q, k, v, grid, key_grid))
-
-
-@pytest.mark.parametrize('prefix', [0, 1])
-@pytest.mark.parametrize(
-    'options', ['inline', 'focused', *(dict(type='angular', form='paper', conv=conv) for conv in ('grid', 'sequence'))]
-)
-def test_weights_and_the_local_term_are_the_whole_output(options, prefix):
-    mixer = build(options, plain=False)
-    grid = Grid(3, 5, prefix=prefix)
-    q, k, v = tokens(mixer, grid.num_tokens, grid.num_tokens)
-    context = torch.randn(2, DIM, dtype=torch.float64) if mixer.context else None
-    if options == 'focused':
-        nn.init.zeros_(mixer.local.bias)  # no weight: a constant
-    kernels = mixer.local_kernels(context)
-    mixed = by_head(mixer, mixer_weights(mixer, q, k, grid, grid), v) + convolved(v, kernels, grid)
-    torch.testing.assert_close(mixed, mixer(q, k, v, grid, grid, context=context))
-
-
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(
     height=st.integers(1, 7),

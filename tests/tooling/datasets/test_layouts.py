@@ -50,28 +50,18 @@ def test_the_same_arguments_give_the_same_pictures_until_the_version_is_raised(t
         assert [np.unique(each).tolist() for each in maps] == LABELS
 
 
-@pytest.fixture(scope='module')
-def roots(tmp_path_factory):
-    """A data set of each layout."""
-    root = tmp_path_factory.mktemp('shapes')
-    specs = dict(coco=(60, 24, 3), ade=(40, 8, 1, (160, 160), 0.3), imagenet=(24, 12, 1))
-    for form, arguments in specs.items():
-        write_dataset(root / form, DatasetSpec(form, *arguments))
-    return {form: root / form for form in specs}
-
-
 def listed(folder):
     return sorted(path.name for path in folder.iterdir() if path.name[0] != '.')
 
 
-def test_coco_layout(roots):
+def test_coco_layout(tmp_path):
     """Annotations are exact: of the polygons, pycocotools makes the pixels that box and area are of."""
-    root = roots['coco']
-    assert listed(root) == ['annotations', 'train2017', 'val2017']
+    write_dataset(tmp_path, DatasetSpec('coco', 60, 24, 3))
+    assert listed(tmp_path) == ['annotations', 'train2017', 'val2017']
     for split, count in (('train', 60), ('val', 24)):
-        content = json.loads((root / 'annotations' / f'instances_{split}2017.json').read_text())
+        content = json.loads((tmp_path / 'annotations' / f'instances_{split}2017.json').read_text())
         names = [f'{i:012d}.jpg' for i in range(1, count + 1)]
-        assert [image['file_name'] for image in content['images']] == listed(root / f'{split}2017') == names
+        assert [image['file_name'] for image in content['images']] == listed(tmp_path / f'{split}2017') == names
         assert [image['id'] for image in content['images']] == list(range(1, count + 1))
         assert [(entry['id'], entry['name']) for entry in content['categories']] == [*enumerate(COCO_CLASSES, start=1)]
         assert [entry['id'] for entry in content['annotations']] == list(range(1, len(content['annotations']) + 1))
@@ -93,35 +83,35 @@ def ade_maps(root, folder):
     return {path.stem: cv2.imread(str(path), cv2.IMREAD_UNCHANGED) for path in paths}
 
 
-def test_ade_layout(roots):
-    root = roots['ade']
-    maps = {part: ade_maps(root, part) for part in ('training', 'validation')}
+def test_ade_layout(tmp_path):
+    write_dataset(tmp_path, DatasetSpec('ade', 40, 8, 1, (160, 160), 0.3))
+    maps = {part: ade_maps(tmp_path, part) for part in ('training', 'validation')}
     for (part, found), split, count in zip(maps.items(), ('train', 'val'), (40, 8)):
         assert list(found) == [f'ADE_{split}_{i:08d}' for i in range(1, count + 1)]
-        assert listed(root / 'images' / part) == [f'{name}.jpg' for name in found]
+        assert listed(tmp_path / 'images' / part) == [f'{name}.jpg' for name in found]
         assert all(labels.dtype == np.uint8 and labels.ndim == 2 for labels in found.values())
-    title, *info = (line.split('\t') for line in (root / 'objectInfo150.txt').read_text().splitlines())
+    title, *info = (line.split('\t') for line in (tmp_path / 'objectInfo150.txt').read_text().splitlines())
     assert title == ['Idx', 'Ratio', 'Train', 'Val', 'Stuff', 'Name']
     assert info[0][4:] == ['1', 'wall, gradient'] and info[7][4:] == ['0', 'bed, star']  # backgrounds are stuff
     trained = np.concatenate([labels.ravel() for labels in maps['training'].values()])
     for value, (number, ratio, *pictures, _, _) in enumerate(info, 1):  # of the pixels in training; images of both
         assert number == str(value) and float(ratio) == pytest.approx(np.mean(trained == value), abs=6e-5)
         assert pictures == [str(sum((labels == value).any() for labels in part.values())) for part in maps.values()]
-    scenes = [line.split() for line in (root / 'sceneCategories.txt').read_text().splitlines()]
+    scenes = [line.split() for line in (tmp_path / 'sceneCategories.txt').read_text().splitlines()]
     assert [name for name, _ in scenes] == [name for part in maps.values() for name in part]
     name, scene = scenes[3]  # a picture of a background alone
     assert np.unique(maps['training'][name]).tolist() == [ADE_CLASSES.index(scene) + 1]
 
 
-def test_imagenet_layout(roots):
-    root = roots['imagenet']
+def test_imagenet_layout(tmp_path):
+    write_dataset(tmp_path, DatasetSpec('imagenet', 24, 12, 1))
     for split, count, first in (('train', 24, 'n90000000_1.JPEG'), ('val', 12, 'ILSVRC2012_val_00000001.JPEG')):
-        lines = (root / 'meta' / f'{split}.txt').read_text().splitlines()
+        lines = (tmp_path / 'meta' / f'{split}.txt').read_text().splitlines()
         paths, labels = zip(*(line.split() for line in lines))
-        assert {f'{path.parent.name}/{path.name}' for path in (root / split).glob('n????????/*.JPEG')} == set(paths)
+        assert {f'{path.parent.name}/{path.name}' for path in (tmp_path / split).glob('n????????/*.JPEG')} == set(paths)
         assert np.bincount(np.array(labels, int)).tolist() == [count // 12] * 12
         folders = sorted({path.split('/')[0] for path in paths})
         assert [folders.index(path.split('/')[0]) for path in paths] == list(map(int, labels))
         assert paths[0] == f'n90000000/{first}'
-    names = (root / 'LOC_synset_mapping.txt').read_text().splitlines()
+    names = (tmp_path / 'LOC_synset_mapping.txt').read_text().splitlines()
     assert [line.split(' ', 1)[1] for line in names] == list(IMAGENET_CLASSES)

@@ -17,7 +17,6 @@ from mmengine.registry import MODELS
 
 from mmlinattn.tooling.export.models import deviation
 
-ATTNS = ('inline', 'focused', 'softmax', 'rala')
 # one block a stage, and of Swin two in the middle ones, whose second shifts
 ARCHS = {host: dict(arch, depths=(1,) * len(arch['depths'])) for host, arch in small_hosts.ARCHS.items()}
 ARCHS['LinearSwin']['depths'] = (1, 2, 2, 1)
@@ -27,7 +26,9 @@ HOSTS = tuple(ARCHS)
 # Sizes whose maps are whole windows, stripes and strides, and such whose are not; maps smaller than a window.
 SHAPES = [(1, 113, 150), (3, 224, 320), (2, 353, 481), (1, 40, 260)]
 TRACED_AT = (2, 65, 94)
-TOLERANCE = 3e-4  # of the formats' largest deviations, as docs/deploy.md has them: OpenVINO's
+# A graph that is wrong at a size is off by 0.3 and more. Runtimes round in their own way, and some heads here are two
+# channels wide, whose norms are small.
+TOLERANCE = 0.01
 
 
 def build(host, attns):
