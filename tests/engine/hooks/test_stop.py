@@ -24,12 +24,8 @@ class Kill(Hook):
     def __init__(self, iteration, mode='train'):
         self.iteration, self.mode = iteration, mode
 
-    def before_train_iter(self, runner, batch_idx, data_batch=None):
-        if runner.iter == self.iteration and self.mode == 'train':
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def before_val_iter(self, runner, batch_idx, data_batch=None):
-        if runner.iter == self.iteration and self.mode == 'val':
+    def _before_iter(self, runner, batch_idx, data_batch=None, mode='train'):
+        if (runner.iter, mode) == (self.iteration, self.mode):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -93,18 +89,19 @@ def test_a_training_after_one_that_failed(tmp_path):
 
 
 def test_in_a_validation_it_is_saved_at_once(tmp_path):
-    """The weights, not their average, which is in their place then; to the folder of the other checkpoints."""
+    """The second one; nobody asks in the first. The weights are saved, not their average, which is in their place then;
+    to the folder of the other checkpoints."""
     saved = stopped(
         tmp_path / 'work',
-        Kill(3, 'val'),
+        Kill(6, 'val'),
         [*HOOKS, dict(type='EMAHook')],
         default_hooks=dict(checkpoint=dict(type='CheckpointHook', interval=1, out_dir=str(tmp_path / 'out'))),
         param_scheduler=dict(type='ConstantLR', factor=0.5),
         **validation(),
     )
-    epoch = torch.load(tmp_path / 'out/work/epoch_1.pth', weights_only=False)
+    epoch = torch.load(tmp_path / 'out/work/epoch_2.pth', weights_only=False)
     assert (tmp_path / 'out/work/stopped.pth').exists()
-    assert saved['meta']['iter'] == 3 and saved['param_schedulers'] == epoch['param_schedulers']
+    assert saved['meta']['iter'] == 6 and saved['param_schedulers'] == epoch['param_schedulers']
     assert all(torch.equal(value, epoch['state_dict'][key]) for key, value in saved['state_dict'].items())
     assert not torch.equal(saved['state_dict']['layer.weight'], saved['ema_state_dict']['module.layer.weight'])
 
@@ -122,12 +119,6 @@ class TwiceValidated(EMAHook):
 
 def test_a_stopped_validation_is_not_repeated(tmp_path):
     assert stopped(tmp_path / 'work', Kill(3, 'val'), [*HOOKS, dict(type='TwiceValidated')], **validation())
-
-
-def test_a_validation_goes_on_where_nobody_asks(tmp_path):
-    runner = make_runner(tmp_path, HOOKS, **validation())
-    runner.train()
-    assert runner.iter == 6
 
 
 def test_gradients_that_are_summed_are_used_first(tmp_path):
