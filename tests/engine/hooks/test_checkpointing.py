@@ -10,13 +10,12 @@ from mmengine.runner import find_latest_checkpoint
 from mmlinattn.checkpoints import load_file
 from mmlinattn.engine import RunError, SafeCheckpointHook
 
-GUARD = [dict(type='CheckpointGuardHook')]
 
-
-def runner_of(folder, train_cfg=None, evaluators=(), hooks=GUARD, resume=False, **checkpoint):
+def runner_of(folder, train_cfg=None, evaluators=(), resume=False, **checkpoint):
     """A Runner with settings of its checkpoint hook, and a validation where they name a best."""
     evaluation = validation(*evaluators) if 'save_best' in checkpoint else {}
     default_hooks = dict(checkpoint={'type': 'CheckpointHook', 'interval': 1, **checkpoint})
+    hooks = [dict(type='CheckpointGuardHook')]
     return make_runner(folder, hooks, train_cfg, default_hooks=default_hooks, resume=resume, **evaluation)
 
 
@@ -101,9 +100,8 @@ def test_full_disk_leaves_the_previous_checkpoint(tmp_path, full_disk, monkeypat
 
 
 @pytest.mark.parametrize('metrics', [['acc'], ['a/acc', 'b/acc']])
-def test_a_best_checkpoint_whose_name_comes_again_stays(tmp_path, monkeypatch, metrics):
+def test_a_best_checkpoint_whose_name_comes_again_stays(tmp_path, metrics):
     """As where a validation is made up for: what takes the place of the best is not the old one that goes."""
-    monkeypatch.setattr(Count, 'calls', 0)
     evaluators = [Count(prefix=metric.rpartition('/')[0] or None) for metric in metrics]
     save_best = metrics if len(metrics) > 1 else metrics[0]
     runner = runner_of(tmp_path, evaluators=evaluators, save_best=save_best, max_keep_ckpts=2)
@@ -123,8 +121,7 @@ def test_a_disk_that_is_full_from_the_start(tmp_path, full_disk):
         runner_of(tmp_path).train()
 
 
-def test_full_disk_leaves_the_previous_best_checkpoint(tmp_path, full_disk, monkeypatch):
-    monkeypatch.setattr(Count, 'calls', 0)
+def test_full_disk_leaves_the_previous_best_checkpoint(tmp_path, full_disk):
     full_disk('best_acc_epoch_2.pth')
     with pytest.raises(RunError, match='the best checkpoint could not be written.*best_acc_epoch_1.pth is intact'):
         runner_of(tmp_path, save_best='acc').train()
