@@ -101,8 +101,8 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path, loop, lo
 
 def test_neither_workers_nor_a_second_hook_change_the_data(tmp_path):
     """As where a config inherits one and adds one."""
-    runs = [train(tmp_path / str(workers), loader=dict(num_workers=workers))[0].losses for workers in (0, 1, 2)]
-    assert runs[0] == runs[1] == runs[2] == train(tmp_path / 'twice', hooks=HOOKS * 2)[0].losses
+    runs = [train(tmp_path / str(workers), loader=dict(num_workers=workers))[0].losses for workers in (0, 2)]
+    assert runs[0] == runs[1] == train(tmp_path / 'twice', hooks=HOOKS * 2)[0].losses
 
 
 @pytest.mark.parametrize('train_cfg', [EPOCHS, dict(ITERS, max_iters=4)])

@@ -10,7 +10,6 @@ import torch
 from engine_toys import make_runner, validation
 from mmengine.dataset import DefaultSampler
 from mmengine.hooks import EMAHook, Hook
-from mmengine.registry import HOOKS as HOOKS_OF_MMENGINE
 
 from mmlinattn.engine.hooks import stop
 from mmlinattn.engine.hooks.stop import shield_workers
@@ -88,13 +87,23 @@ def test_a_training_after_one_that_failed(tmp_path):
     assert stopped(tmp_path / 'second', Kill(4))['meta']['iter'] == 5
 
 
+class TwiceValidated(EMAHook):
+    """As MMPretrain's, which validates the model without averages, too."""
+
+    evaluate_on_origin = True
+
+    def after_val_epoch(self, runner, metrics=None):
+        super().after_val_epoch(runner, metrics)
+        assert not self.evaluate_on_origin or runner.iter < 6
+
+
 def test_in_a_validation_it_is_saved_at_once(tmp_path):
     """The second one; nobody asks in the first. The weights are saved, not their average, which is in their place then;
     to the folder of the other checkpoints."""
     saved = stopped(
         tmp_path / 'work',
         Kill(6, 'val'),
-        [*HOOKS, dict(type='EMAHook')],
+        [*HOOKS, TwiceValidated()],
         default_hooks=dict(checkpoint=dict(type='CheckpointHook', interval=1, out_dir=str(tmp_path / 'out'))),
         param_scheduler=dict(type='ConstantLR', factor=0.5),
         **validation(),
@@ -104,21 +113,6 @@ def test_in_a_validation_it_is_saved_at_once(tmp_path):
     assert saved['meta']['iter'] == 6 and saved['param_schedulers'] == epoch['param_schedulers']
     assert all(torch.equal(value, epoch['state_dict'][key]) for key, value in saved['state_dict'].items())
     assert not torch.equal(saved['state_dict']['layer.weight'], saved['ema_state_dict']['module.layer.weight'])
-
-
-@HOOKS_OF_MMENGINE.register_module()
-class TwiceValidated(EMAHook):
-    """As MMPretrain's."""
-
-    evaluate_on_origin = True
-
-    def after_val_epoch(self, runner, metrics=None):
-        super().after_val_epoch(runner, metrics)
-        assert not self.evaluate_on_origin
-
-
-def test_a_stopped_validation_is_not_repeated(tmp_path):
-    assert stopped(tmp_path / 'work', Kill(3, 'val'), [*HOOKS, dict(type='TwiceValidated')], **validation())
 
 
 def test_gradients_that_are_summed_are_used_first(tmp_path):

@@ -66,11 +66,9 @@ def files(tmp_path):
     [
         '{home}/best_thesis.pth',
         '{home}/folder',
-        '{run}',
         '{run}/best_link/best_thesis.pth',
         '{run}/best_/../../home/best_thesis.pth',
         ['{home}/best_thesis.pth'],
-        7,
     ],
     ids=str,
 )
@@ -84,7 +82,7 @@ def test_best_ckpt_of_a_checkpoint_removes_nothing_of_others(resume, files, targ
     assert len(lines) == 1 and '(best_ckpt)' in lines[0]
 
 
-@pytest.mark.parametrize('ids', [['/../../home/best_thesis', 1], '12', [-1], [None], {1: 2}, 5], ids=str)
+@pytest.mark.parametrize('ids', [['/../../home/best_thesis', 1], [-1], {1: 2}], ids=str)
 def test_kept_checkpoints_are_numbers(resume, files, ids):
     _, kept = files
     _, lines = resume(dict(keep_ckpt_ids=ids), filename_tmpl='../home/{}.pth')
