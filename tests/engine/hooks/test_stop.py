@@ -48,7 +48,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, by_epoch):
     assert stopped(tmp_path / 'work', Kill(4), **options)['meta']['iter'] == 5
     path = (tmp_path / 'work/last_checkpoint').read_text()
     assert path == str(tmp_path / 'work/stopped.pth')
-    resumed = make_runner(tmp_path / 'work', HOOKS, resume=True, load_from=path, name='resumed', **options)
+    resumed = make_runner(tmp_path / 'work', HOOKS, resume=True, load_from=path, **options)
     whole = make_runner(tmp_path / 'whole', HOOKS, **options)
     ours, theirs = (torch.cat([p.detach().flatten() for p in run.train().parameters()]) for run in (resumed, whole))
     assert resumed.iter == 9 and torch.equal(ours, theirs)
@@ -74,15 +74,10 @@ def test_processes_of_others_end_at_a_sigterm(tmp_path):
     runner.train()
 
 
-class Fail(Hook):
-    def before_train_iter(self, runner, batch_idx, data_batch=None):
-        raise MemoryError
-
-
 def test_a_training_after_one_that_failed(tmp_path):
     failing = make_runner(tmp_path / 'first', HOOKS)
-    failing.register_hook(Fail())
-    with pytest.raises(MemoryError):
+    failing.model.train_step = None
+    with pytest.raises(TypeError):
         failing.train()
     assert stopped(tmp_path / 'second', Kill(4))['meta']['iter'] == 5
 

@@ -32,7 +32,6 @@ if __name__ == '__main__':
     runner = make_runner(
         Path(work_dir),
         [dict(type=name) for name in hooks],
-        name='shared',
         launcher=cfg.launcher,
         cfg=dict(model_wrapper_cfg=cfg.model_wrapper_cfg.to_dict()),
         model=dict(bad_at=int(bad_at) if rank == 1 else None),

@@ -51,9 +51,9 @@ def resume(saved, tmp_path):
 
 @pytest.fixture
 def files(tmp_path):
-    """What a hostile checkpoint would like to see gone: a file, a folder, and things of the run itself."""
+    """What a hostile checkpoint would like to see gone: a file, and things of the run itself."""
     run, home = tmp_path / 'run', tmp_path / 'home'
-    kept = [home / 'best_thesis.pth', home / 'folder' / 'x', run / 'notes.txt']
+    kept = [home / 'best_thesis.pth', run / 'notes.txt']
     for path in kept:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text('precious')
@@ -65,7 +65,7 @@ def files(tmp_path):
     'target',
     [
         '{home}/best_thesis.pth',
-        '{home}/folder',
+        '{run}/notes.txt',
         '{run}/best_link/best_thesis.pth',
         '{run}/best_/../../home/best_thesis.pth',
         ['{home}/best_thesis.pth'],
