@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from mmengine.dataset import BaseDataset
 from mmengine.evaluator import BaseMetric
-from mmengine.model import BaseModel, BaseTTAModel, MMDistributedDataParallel
+from mmengine.model import BaseModel
 from mmengine.registry import DATASETS, MODELS
 from mmengine.runner import Runner
 from mmengine.structures import BaseDataElement
@@ -97,41 +97,17 @@ def validation(*metrics):
     return dict(val_dataloader=LOADER, val_cfg={}, val_evaluator=list(metrics) or [Count()])
 
 
-def make_runner(work_dir, hooks, train_cfg=None, loader=None, model=None, optim=None, name='toy', **kwargs):
+def make_runner(work_dir, hooks, train_cfg=None, loader=None, model=None, optim=None, **kwargs):
     """A Runner of 2 epochs of 3 batches of 4 samples, ready for ``train()``."""
-    train_dataloader = dict(
-        dataset=dict(type='ToyDataset'),
-        sampler=dict(type='DefaultSampler', shuffle=True),
-        batch_size=4,
-        num_workers=0,
-    )
-    train_dataloader.update(loader or {})
-    default_hooks = dict(logger=dict(type='LoggerHook', interval=1), **kwargs.pop('default_hooks', {}))
     return Runner(
         model={'type': 'ToyModel', **(model or {})},
         work_dir=str(work_dir),
-        train_dataloader=train_dataloader,
+        train_dataloader={**LOADER, 'sampler': dict(type='DefaultSampler', shuffle=True), **(loader or {})},
         train_cfg=train_cfg or dict(by_epoch=True, max_epochs=2),
         optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.01, momentum=0.9), **(optim or {})),
         custom_hooks=hooks,
-        default_hooks=default_hooks,
         log_level='ERROR',
-        experiment_name=f'{name}_{work_dir}_{random.random()}',
+        experiment_name=f'{work_dir}_{random.random()}',
         default_scope='mmengine',
         **kwargs,
     )
-
-
-class Wrapped(MMDistributedDataParallel):
-    """What processes put around a model, without them."""
-
-    def __init__(self, module):
-        nn.Module.__init__(self)
-        self.module = module
-
-
-class Augmented(BaseTTAModel):
-    """What test-time augmentation puts around a model, without merging."""
-
-    def merge_preds(self, data_samples_list):
-        return data_samples_list

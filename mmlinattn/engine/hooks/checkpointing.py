@@ -1,5 +1,4 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-import os
 import os.path as osp
 from collections import deque
 from contextlib import contextmanager
@@ -19,17 +18,9 @@ ATOMIC_BACKEND = 'mmlinattn.atomic_local'
 
 
 class AtomicLocalBackend(LocalBackend):
-    """Local files that appear under their name when they are whole, or not at all.
-
-    Data goes to ``NAME.part`` beside the target, is flushed to the disk and then takes the name in
-    one rename. On any error the part file is removed and what stood under the name before is
-    untouched. The name of the part file is fixed, so a process killed while writing leaves at most
-    one of them per target, and the next write reuses it.
-    """
+    """Local files that appear under their name when they are whole, or not at all."""
 
     def put(self, obj: bytes, filepath) -> None:
-        """Write bytes to ``filepath``, making its folder where needed."""
-        filepath = os.fspath(filepath)
         mkdir_or_exist(osp.dirname(filepath))
         with atomic_write(filepath) as stream:
             stream.write(obj)
@@ -167,7 +158,6 @@ class CheckpointGuardHook(Hook):
     priority = 'VERY_HIGH'
 
     def before_run(self, runner) -> None:
-        """Swap the hook before anything is trained."""
         for hook in runner.hooks:
             if type(hook) is CheckpointHook:
                 turn_into(hook, SafeCheckpointHook)

@@ -89,19 +89,16 @@ class _Batches(chain):
 class ExactResumeHook(Hook):
     """Make a resumed run see the data and the random numbers the uninterrupted one sees.
 
-    MMEngine saves the seed, but not how far each generator has run: a resumed run repeats the
-    augmentations of the first epoch, draws other drop-path patterns, and, with no seed in the
-    config, other orders of the data. Here nothing is carried along, so nothing has to be saved:
+    MMEngine saves the seed, but not how far each generator has run. Here nothing has to be saved:
 
     - before each train iteration all generators are seeded from (seed, rank, iteration);
     - each batch is loaded under a seed from (seed, rank, epoch, number in the epoch), whichever
       worker loads it, so that the number of workers does not matter either;
     - samplers begin anew with the seed that a resumed run takes over from its checkpoint.
 
-    Runs continue at any iteration that a checkpoint was saved at: iteration-based ones always did, and no longer load
-    all the data they had trained on just to drop it; checkpoints in the middle of an epoch (``by_epoch=False``,
-    :class:`StopHook`) get its place there as ``stopped``. On CPU the losses are equal bit by bit. On a GPU they are
-    as equal as two runs of the same program are there (see ``randomness.deterministic`` in MMEngine).
+    Runs continue at any iteration that a checkpoint was saved at; checkpoints in the middle of an epoch
+    (``by_epoch=False``, :class:`StopHook`) get its place there as ``stopped``. On CPU the losses are equal bit by bit.
+    On a GPU they are as equal as two runs of the same program are there (see ``randomness.deterministic`` in MMEngine).
 
     It needs ``train_dataloader`` as a config; a ready-made ``DataLoader``, and train loops other
     than MMEngine's two, keep MMEngine's behaviour, and the log says so. Of two of this hook one does the work.
@@ -158,17 +155,20 @@ class ExactResumeHook(Hook):
             num_drawn = 0 if hasattr(loop.dataloader_iterator, 'skip_iter') else loop.iter
             loop.dataloader_iterator = _Batches(repeat(None, num_drawn), loader)
         elif self._meta.get('stopped') and (self._meta['epoch'], self._meta['iter']) == (loop.epoch, loop.iter):
-            self._num_done = _batches_done(self._meta['stopped'], len(loader))
+            done, saved_num = (self._meta['stopped'][key] for key in ('batch', 'num_batches'))
+            if done and saved_num != len(loader):
+                raise RunError(
+                    f'the checkpoint was saved after {done} of the {saved_num} batches of an epoch, and here an epoch '
+                    f'has {len(loader)}. Resume with the same data set, batch size and number of processes, or from '
+                    'the checkpoint of an epoch.'
+                )
+            self._num_done = self.batches.num_done = done
+            number_from(loop, done)
 
     def before_train_epoch(self, runner) -> None:
-        """Number the batches of this epoch, and leave out those that were trained on before the run was stopped."""
-        loop = runner.train_loop
-        if self.batches is None or not isinstance(loop, EpochBasedTrainLoop):
-            return
-        self.batches.set_epoch(runner.epoch)
-        if self._num_done:
-            self.batches.num_done = num_done = self._num_done
-            number_from(loop, num_done)
+        """Number the batches of this epoch."""
+        if self.batches is not None and isinstance(runner.train_loop, EpochBasedTrainLoop):
+            self.batches.set_epoch(runner.epoch)
 
     def after_train_epoch(self, runner) -> None:
         """The epochs that follow are whole."""
@@ -199,15 +199,3 @@ class ExactResumeHook(Hook):
         batches = _NumberedBatches(batch_sampler, is_endless)
         draw_from(loader, batches, partial(_load, loader.dataset, self.seed, self.rank))
         return batches
-
-
-def _batches_done(stopped: dict, num_batches: int) -> int:
-    """How far into its epoch a checkpoint is, checked against the epochs of this run."""
-    done, saved_num = stopped['batch'], stopped['num_batches']
-    if done and saved_num != num_batches:
-        raise RunError(
-            f'the checkpoint was saved after {done} of the {saved_num} batches of an epoch, and here an epoch has '
-            f'{num_batches}. Resume with the same data set, batch size and number of processes, or from the checkpoint '
-            'of an epoch.'
-        )
-    return done

@@ -36,7 +36,6 @@ class FiniteLossHook(Hook):
     priority = 'VERY_HIGH'
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs: Optional[dict] = None) -> None:
-        """Look at the summed loss of this iteration."""
         outputs = outputs or {}
         loss = outputs.get('loss')
         if not isinstance(loss, torch.Tensor) or torch.isfinite(loss.detach()).all():
@@ -54,7 +53,6 @@ class FiniteLossHook(Hook):
         )
 
     def before_save_checkpoint(self, runner, checkpoint: dict) -> None:
-        """Refuse to write weights that are not finite."""
         tensors = {key: value for key, value in checkpoint['state_dict'].items() if isinstance(value, torch.Tensor)}
         broken = not_finite(tensors, trained_weights(unwrapped(runner.model)))
         if broken:

@@ -122,7 +122,6 @@ class StopHook(Hook):
                 shield_workers(loader)
 
     def before_train(self, runner) -> None:
-        """Listen from here on."""
         if not self.save_on_sigterm or threading.current_thread() is not threading.main_thread():
             return
         found = signal.getsignal(signal.SIGTERM)
@@ -160,7 +159,6 @@ class StopHook(Hook):
         self._save_and_end(runner, runner.iter, waits=False)
 
     def after_train(self, runner) -> None:
-        """Stop listening."""
         if self._found is not None:
             signal.signal(signal.SIGTERM, self._found)
             self._found = None

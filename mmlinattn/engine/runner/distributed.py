@@ -84,13 +84,13 @@ def prepare_distributed(cfg: Config) -> None:
     if cfg.launcher == 'none':
         return
     if get_device() != 'cpu':
-        local_rank = int(os.environ.get(_RANKS[cfg.launcher][2], 0))
-        if torch.cuda.is_available() and local_rank >= torch.cuda.device_count():
-            raise RunError(
-                f'process {local_rank + 1} of this machine has no GPU: there are '
-                f'{torch.cuda.device_count()}. Start at most that many processes per machine.'
-            )
         if torch.cuda.is_available():
+            local_rank = int(os.environ.get(_RANKS[cfg.launcher][2], 0))
+            if local_rank >= torch.cuda.device_count():
+                raise RunError(
+                    f'process {local_rank + 1} of this machine has no GPU: there are '
+                    f'{torch.cuda.device_count()}. Start at most that many processes per machine.'
+                )
             torch.cuda.set_device(local_rank)
         return
 

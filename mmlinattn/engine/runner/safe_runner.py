@@ -83,7 +83,6 @@ class SafeRunner(Runner):
         return checkpoint
 
     def resume(self, filename: str, *args, **kwargs) -> None:
-        """Load weights and state of a run."""
         with _explained(filename):
             super().resume(filename, *args, **kwargs)
 

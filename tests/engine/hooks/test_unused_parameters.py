@@ -48,11 +48,6 @@ def test_names_parameters_and_outputs_once_a_training(tmp_path):
     ]
 
 
-def test_says_nothing_where_all_are_trained(tmp_path):
-    assert warnings_of(tmp_path, skips=False) == []
-    assert warnings_of(tmp_path, freeze) == []
-
-
 def test_distributed_training_stops_or_is_told_to_search(tmp_path, one_process):
     with pytest.raises(RunError) as found:
         warnings_of(tmp_path, CPUDistributedDataParallel)

@@ -2,19 +2,16 @@
 """What several processes have to agree on, with two of them over gloo."""
 
 import os
-import subprocess
 import sys
-import textwrap
-from pathlib import Path
 
 import pytest
+import tool_runs
 import torch
 from mmengine.config import Config
 from torch import nn
 
 from mmlinattn.engine import CPUDistributedDataParallel, RunError, prepare_distributed
 
-TESTS = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -35,7 +32,6 @@ if __name__ == '__main__':
     runner = make_runner(
         Path(work_dir),
         [dict(type=name) for name in hooks],
-        name='shared',
         launcher=cfg.launcher,
         cfg=dict(model_wrapper_cfg=cfg.model_wrapper_cfg.to_dict()),
         model=dict(bad_at=int(bad_at) if rank == 1 else None),
@@ -65,18 +61,9 @@ if __name__ == '__main__':
 
 def run(tmp_path, bad_at=99):
     """How the training of two processes ended in each, of which the second sees a bad loss after so many steps."""
-    script = tmp_path / 'script.py'
-    script.write_text(textwrap.dedent(SCRIPT))
+    (tmp_path / 'script.py').write_text(SCRIPT)
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2']
-    paths = f'{TESTS}/lean:{TESTS}:{TESTS.parent}'
-    done = subprocess.run(
-        [*command, str(script), str(tmp_path / 'work'), str(bad_at)],
-        capture_output=True,
-        text=True,
-        env=dict(os.environ, PYTHONPATH=paths, CUDA_VISIBLE_DEVICES=''),
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    tool_runs.run(*command, 'script.py', 'work', bad_at, cwd=tmp_path)
     return [(tmp_path / 'work' / f'rank{rank}.txt').read_text() for rank in range(2)]
 
 
@@ -133,20 +120,19 @@ def test_variables_that_a_launcher_sets(joined, monkeypatch):
     assert joined == []
 
 
-@pytest.mark.parametrize(('launcher', 'variable'), [('pytorch', 'LOCAL_RANK'), ('slurm', 'SLURM_LOCALID')])
-def test_with_gpus_each_process_takes_its_own(joined, monkeypatch, launcher, variable):
+def test_with_gpus_each_process_takes_its_own(joined, monkeypatch):
     """MMEngine joins them; what runs before, such as a check of operators, would run on the first GPU."""
     chosen = []
     monkeypatch.setattr('mmlinattn.engine.runner.distributed.get_device', lambda: 'cuda')
     monkeypatch.setattr('torch.cuda.is_available', lambda: True)
     monkeypatch.setattr('torch.cuda.device_count', lambda: 2)
     monkeypatch.setattr('torch.cuda.set_device', chosen.append)
-    cfg = Config(dict(launcher=launcher))
+    cfg = Config(dict(launcher='slurm'))
     for rank in '01':
-        monkeypatch.setenv(variable, rank)
+        monkeypatch.setenv('SLURM_LOCALID', rank)
         prepare_distributed(cfg)
     assert joined == [] and 'model_wrapper_cfg' not in cfg and chosen == [0, 1]
-    monkeypatch.setenv(variable, '2')
+    monkeypatch.setenv('SLURM_LOCALID', '2')
     with pytest.raises(RunError, match='process 3 of this machine has no GPU: there are 2. Start at most that many'):
         prepare_distributed(cfg)
 
