@@ -21,21 +21,18 @@ for project in ('mmdet', 'mmseg', 'mmpretrain'):
     pytest.importorskip(project)
 
 
+DETECTOR = "default_scope = 'mmdet'\nmodel = dict(type='M', "
+
+
 @pytest.mark.parametrize(
     ('text', 'kind', 'message'),
     [
         ("default_scope = 'mmpose'\nmodel = dict()", RunError, 'has default_scope {x}; allowed are: mmdet, mmseg, '),
         ("default_scope = 'mmdet'\n", NoModel, 'has no model: it is a part that other configs inherit'),
         ("default_scope = 'mmdet'\nmodel = 1 / 0", RunError, 'cannot be read: ZeroDivisionError: division by zero'),
-        ("raise __import__('queue').Empty('why')", RunError, 'cannot be read: Empty: why'),
-        *(
-            (
-                f"default_scope = 'mmdet'\nmodel = dict(type='M', {parts})",
-                NoPlace,
-                'M has no backbone of its own to build',
-            )
-            for parts in ("backbone=dict(arch='x')", 'image_encoder=1, text_backbone=2, head=3', 'detector=1')
-        ),
+        (f"{DETECTOR}backbone=dict(arch='x'))", NoPlace, 'M has no backbone of its own to build'),
+        (f'{DETECTOR}image_encoder=1, head=3)', NoPlace, 'M has no backbone of its own to build'),
+        (f'{DETECTOR}detector=1)', NoPlace, 'M has no backbone of its own to build'),
     ],
 )
 def test_configs_without_a_place(tmp_path, text, kind, message):
@@ -57,7 +54,6 @@ def test_configs_without_a_place(tmp_path, text, kind, message):
         ('mmpretrain::spark/spark_sparse-resnet50_8xb512-amp-coslr-800e_in1k.py', 'masked image modelling'),
         ('mmpretrain::dinov2/vit-small-p14_dinov2-pre_headless.py', 'it has no head'),
         ('mmseg::dpt/dpt_vit-b16_8xb2-160k_ade20k-512x512.py', 'a class token beside each map'),
-        ('mmdet::misc/d2_faster-rcnn_r50-caffe_fpn_ms-90k_coco.py', 'Detectron2Wrapper has no backbone'),
     ],
 )
 def test_no_place_has_one_line(upstream, reason):
@@ -96,7 +92,6 @@ def test_masks_and_channels_of_pictures():
     assert source.has_masks and source.image_channels == 1
     source = upstream_of(dict(type='B'), data_preprocessor=dict(mean=[0.5]))
     assert not source.has_masks and source.image_channels == 1
-    assert upstream_of(dict(type='B')).image_channels == 3
 
 
 def test_encoders_of_retrievers_come_apart_and_together():
@@ -104,8 +99,6 @@ def test_encoders_of_retrievers_come_apart_and_together():
     parts = apart(network)
     assert (parts['backbone'], parts['neck'], parts['head']) == (dict(type='B'), [dict(type='N')], 1)
     assert together(parts) == network and together(dict(type='M', backbone=1)) == dict(type='M', backbone=1)
-    clip = dict(type='X', image_encoder=dict(type='B'))
-    assert apart(clip) == clip
 
 
 @MODELS.register_module()

@@ -60,7 +60,6 @@ def test_stages_stand_in_by_stride(old, deepest_last, chosen):
         (dict(strides=(4, 8, 16, 32), in_strides=[4, 8, 16, 32]), [1, 2], dict(strides=(8, 16), in_strides=[8, 16])),
         (dict(featmap_strides=[4, 8, 16, 32]), [2, 3], dict(featmap_strides=[16, 32])),
         (dict(feature_strides=[4, 8, 16, 32]), [2, 3], dict(feature_strides=[16, 32])),
-        (dict(strides=[8, 16, 32, 64]), None, None),
         (dict(start_level=2, end_level=3), [1, 2, 3], dict(start_level=1, end_level=2)),
         (dict(start_level=0, end_level=-1), [1, 2, 3], None),
         (dict(bbox_roi_extractor=dict(out_channels=1024)), None, dict(bbox_roi_extractor=dict(out_channels=256))),
@@ -168,7 +167,6 @@ def test_plain_backbones(neck, old, kind):
         (POOL, RESNET[3:], PYRAMID, 0, (POOL, 512)),
         (None, RESNET[3:], PYRAMID, 0, (None, 512)),
         (None, RESNET[3:], PYRAMID, 1, (POOL, 512)),  # for heads that read vectors
-        (None, [FeatureMap(2048, None)], PYRAMID, 1, (POOL, 512)),
         (None, [FeatureMap(2048, None)], PLAIN, 0, (None, 192)),
         (POOL, [FeatureMap(2048, 16)], PLAIN, 0, (None, 192)),  # its class token
     ],
