@@ -16,15 +16,12 @@ import pytest
 import torch
 from checkpoint_helpers import touch_when_loaded
 from PIL import Image
-from tool_runs import TOOLS, in_this_process
+from tool_runs import QUICK, in_this_process
 
 from mmlinattn.tooling.datasets import DatasetSpec, write_dataset
 
 for package in ('mmdet', 'mmseg', 'mmpretrain'):
     pytest.importorskip(package)
-QUICK = {
-    task: TOOLS.parent / 'configs' / task / 'ravlt_shapes_quickstart.py' for task in ('mmdet', 'mmseg', 'mmpretrain')
-}
 DATA = ('coco', 'ade', 'imagenet')
 
 
