@@ -96,7 +96,6 @@ ROWS = [
     # places
     bad('train.py {mmdet} --work-dir file', "work dir 'file' cannot be written: File exists"),
     bad('train.py {mmdet} --data-root nowhere', "train_dataloader.dataset.data_root = 'nowhere': no such folder"),
-    bad('swap_backbone.py mmdet::a/b.py ravlt_t --out file/o.py', "--out 'file/o.py' cannot be written: "),
     bad('swap_backbone.py mmdet::a/b.py ravlt_t --out o.txt', "--out 'o.txt' has to end with .py."),
     bad(f'test.py {{mmdet}} empty.pth {COCO} --out file/x.pkl', "--out 'file/x.pkl' cannot be written: "),
     bad(f'test.py {{mmdet}} empty.pth {COCO} --show-dir file', 'cannot be written: File exists.'),
