@@ -21,7 +21,8 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 TOOLS = ROOT / 'tools'
-
+# The small model of each task, for a data set of shapes
+QUICK = {task: str(ROOT / 'configs' / task / 'ravlt_shapes_quickstart.py') for task in ('mmdet', 'mmseg', 'mmpretrain')}
 
 # A quick-start config for a run that is stopped: few epochs on a data set beside it, held by ``hold.py``.
 HELD = """

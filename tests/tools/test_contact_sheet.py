@@ -20,7 +20,7 @@ def shown(sheet):
     return sorted(places, key=places.get)
 
 
-@pytest.mark.parametrize(('number', 'expected'), [(8, [0, 1, 2, 3, 4]), (3, [0, 2, 4]), (1, [0])])
+@pytest.mark.parametrize(('number', 'expected'), [(3, [0, 2, 4]), (1, [0])])
 def test_pictures_in_order_and_evenly_spread(tmp_path, capsys, number, expected):
     """As mmdet (.jpg) and mmseg (.png in sub-folders) name them; an earlier sheet is none of them."""
     names = ['0.jpg', '1.jpg', '2.jpg', 'vis_data/vis_image/val_3.PNG', 'vis_data/vis_image/val_4.PNG']

@@ -16,13 +16,11 @@ WIDTHS = list(ARCH['embed_dims'])
 BACKBONE = (
     f"dict(_delete_=True, type='RAVLT', arch={ARCH}, init_cfg=dict(type='Pretrained', checkpoint='mmlinattn://nobody'))"
 )
-DETECTOR = f'backbone={BACKBONE}, neck=dict(in_channels={WIDTHS})'
 MODELS = {
-    'mmdet mask-rcnn_r50_fpn': DETECTOR,
+    'mmdet mask-rcnn_r50_fpn': f'backbone={BACKBONE}, neck=dict(in_channels={WIDTHS})',
     # as the configs have it: the file's norm of the first map is left out
     'mmdet retinanet_r50_fpn': f'backbone={BACKBONE[:-1]}, out_indices=(1, 2, 3)), '
     f'neck=dict(in_channels={WIDTHS[1:]}, start_level=0)',
-    'mmseg fpn_r50': f'{DETECTOR}, pretrained=None',
     'mmseg upernet_r50': f'backbone={BACKBONE}, decode_head=dict(in_channels={WIDTHS}), '
     f"auxiliary_head=dict(in_channels={WIDTHS[2]}), pretrained='mmlinattn://nobody'",
 }

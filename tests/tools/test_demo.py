@@ -9,9 +9,9 @@ import mmcv
 import numpy as np
 import pytest
 import torch
-from config_helpers import ROOT, load
+from config_helpers import load
 from mmengine.registry import MODELS, DefaultScope, init_default_scope
-from tool_runs import in_this_process
+from tool_runs import QUICK, in_this_process
 
 INFERENCERS = dict(
     mmdet='mmdet.apis:DetInferencer',
@@ -19,10 +19,6 @@ INFERENCERS = dict(
     mmpretrain='mmpretrain:ImageClassificationInferencer',
 )
 NAMES = {task: [f'name_{i}' for i in range(number)] for task, number in dict(mmdet=6, mmseg=10, mmpretrain=12).items()}
-
-
-def config(task):
-    return ROOT / 'configs' / task / 'ravlt_shapes_quickstart.py'
 
 
 @pytest.fixture
@@ -40,7 +36,7 @@ def run(tmp_path):
             kind, '__init__', lambda self, *a, init=kind.__init__, **k: made.append(self) or init(self, *a, **k)
         )
         with keep:
-            in_this_process('demo.py', image, of_config or config(task), tmp_path / 'model.pth', '--out', out, *args)
+            in_this_process('demo.py', image, of_config or QUICK[task], tmp_path / 'model.pth', '--out', out, *args)
         assert DefaultScope.get_current_instance().scope_name == task
         return made[0]
 
@@ -93,7 +89,7 @@ def test_one_picture_in_the_format_that_is_asked_for(run, pictures, tmp_path, ca
     names = {'checkpoint': NAMES[task], 'config': of_config, 'nobody': None}[named]
     data = dict(metainfo=dict(classes=None if named == 'nobody' else of_config))
     path, out = tmp_path / 'config.py', tmp_path / 'new' / 'found.bmp'
-    path.write_text(f'_base_ = {str(config(task))!r}\ntest_dataloader = dict(dataset={data!r})\n')
+    path.write_text(f'_base_ = {QUICK[task]!r}\ntest_dataloader = dict(dataset={data!r})\n')
     palette = [(i, 9, 9) for i in range(len(NAMES[task]))]
     meta = dict(dataset_meta=dict(classes=NAMES[task], palette=palette)) if named == 'checkpoint' else {}
     plain = np.full((70, 101, 3), 100, np.uint8)  # Matplotlib before 3.11 draws pictures a part of a pixel off
@@ -119,7 +115,7 @@ def test_an_image_that_is_too_small_keeps_no_other_from_being_drawn(run, tmp_pat
     path = tmp_path / 'config.py'
     steps = [dict(type='LoadImageFromFile'), dict(type='PackSegInputs' if task == 'mmseg' else 'PackInputs')]
     loader = dict(dataset=dict(pipeline=steps))
-    path.write_text(f'_base_ = {str(config(task))!r}\ntest_pipeline = {steps!r}\ntest_dataloader = {loader!r}\n')
+    path.write_text(f'_base_ = {QUICK[task]!r}\ntest_pipeline = {steps!r}\ntest_dataloader = {loader!r}\n')
     with pytest.raises(SystemExit, match='1'):
         run(task, folder, out, of_config=path)
     assert sorted(drawn.name for drawn in out.iterdir()) == ['a.png', 'c.png']
@@ -132,7 +128,7 @@ def test_a_classifier_of_several_labels(run, pictures, tmp_path, capsys, thresho
     """All of them are named, or none."""
     path, loss = tmp_path / 'config.py', dict(type='CrossEntropyLoss', use_sigmoid=True)
     head = dict(type='MultiLabelLinearClsHead', topk=None, thr=threshold, loss=loss)
-    path.write_text(f'_base_ = {str(config("mmpretrain"))!r}\nmodel = dict(head={head!r})\n')
+    path.write_text(f'_base_ = {QUICK["mmpretrain"]!r}\nmodel = dict(head={head!r})\n')
     run('mmpretrain', pictures / 'b.png', tmp_path / 'out.png', '--classes', *NAMES['mmpretrain'], of_config=path)
     said = capsys.readouterr().out
     assert len(re.findall(r'name_\d+ \(0\.\d{3}\)', said)) == count and ('b.png: no class' in said) == (count == 0)
@@ -141,7 +137,7 @@ def test_a_classifier_of_several_labels(run, pictures, tmp_path, capsys, thresho
 def test_a_classifier_of_several_tasks_is_refused(run, pictures, tmp_path, capsys):
     path, fc = tmp_path / 'config.py', dict(type='LinearClsHead', num_classes=12)
     head = dict(_delete_=True, type='MultiTaskHead', in_channels=64, task_heads=dict(a=fc, b=fc))
-    path.write_text(f'_base_ = {str(config("mmpretrain"))!r}\nmodel = dict(head={head!r})\n')
+    path.write_text(f'_base_ = {QUICK["mmpretrain"]!r}\nmodel = dict(head={head!r})\n')
     with pytest.raises(SystemExit, match='1'):
         run('mmpretrain', pictures / 'b.png', tmp_path / 'out.png', of_config=path)
     assert 'labels of several tasks are not drawn' in capsys.readouterr().err

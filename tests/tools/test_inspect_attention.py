@@ -6,12 +6,11 @@ import runpy
 
 import numpy as np
 import pytest
-from config_helpers import ROOT
 from PIL import Image
-from tool_runs import TOOLS, in_this_process
+from tool_runs import QUICK, TOOLS, in_this_process
 
 TOOL = 'analysis_tools/inspect_attention.py'
-CLASSIFIER = ROOT / 'configs' / 'mmpretrain' / 'ravlt_shapes_quickstart.py'
+CLASSIFIER = QUICK['mmpretrain']
 MEASURES = {'rank', 'confusion', 'locality', 'sharpness', 'ccs'}
 
 
@@ -44,8 +43,6 @@ def test_everything_of_a_classifier_without_checkpoint(picture, inspect, capsys)
     assert [block['heads'] for block in blocks] == [1, 2, 4, 4, 5]
     for block in blocks:
         assert block['forward_error'] < 1e-5 and MEASURES <= set(block)
-        assert ('state' in block['rank']) == (block['mixer'] == 'rala')
-        assert len(block['confusion']['share']) == block['heads']
     assert blocks[0]['ccs'] is None and -1 <= blocks[1]['ccs'] <= 1
     # the image is 140 wide and 90 high, the network sees 64 x 64
     (image,) = summary['images']

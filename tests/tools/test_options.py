@@ -10,16 +10,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tool_runs import ROOT, TOOLS
+from tool_runs import QUICK, TOOLS
 
 from mmlinattn.tooling import configs, running
 from mmlinattn.utils.errors import RunError
 
 for package in ('mmdet', 'mmseg', 'mmpretrain'):
     pytest.importorskip(package)
-DETECTOR, SEGMENTOR, CLASSIFIER = (
-    str(ROOT / 'configs' / task / 'ravlt_shapes_quickstart.py') for task in ('mmdet', 'mmseg', 'mmpretrain')
-)
+DETECTOR, SEGMENTOR, CLASSIFIER = QUICK.values()
 LOADERS = [f'{stage}_dataloader' for stage in ('train', 'val', 'test')]
 read_once = functools.cache(configs.read_config)
 
@@ -121,7 +119,6 @@ SOME = ['--cfg-options', 'load_from=some.pth']
 @pytest.mark.parametrize(
     ('words', 'written', 'restarted', 'expected'),
     [
-        ([], 100, None, (False, None)),
         (['--resume', 'epoch_3.pth'], 100, None, (True, 'epoch_3.pth')),
         (['--resume'], None, None, (False, None)),
         (['--resume'], 100, None, (True, LAST)),
@@ -193,7 +190,7 @@ def test_options_have_the_last_word(configured, monkeypatch):
     assert os.environ['LOCAL_RANK'] == '3'  # of the launcher
 
 
-@pytest.mark.parametrize('config', [DETECTOR, SEGMENTOR, CLASSIFIER], ids=['mmdet', 'mmseg', 'mmpretrain'])
+@pytest.mark.parametrize('config', QUICK.values(), ids=QUICK)
 def test_drawings_of_each_task(configured, tmp_path, config):
     """Each of the three projects spells it its own way, and MMDetection puts relative folders into the work_dir."""
     words = ['test.py', config, 'some.pth']

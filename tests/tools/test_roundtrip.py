@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from tool_runs import HELD, ROOT, TOOLS, in_one_process, losses, python, run, start, wait_for
+from tool_runs import HELD, QUICK, ROOT, TOOLS, in_one_process, losses, python, start, wait_for
+
+from mmlinattn.tooling.datasets import DatasetSpec, write_dataset
 
 mmdet = pytest.importorskip('mmdet')
 pytestmark = pytest.mark.slow
@@ -25,13 +27,8 @@ test_evaluator = val_evaluator
 def place(tmp_path_factory):
     """A folder with a tiny data set and a config for it."""
     folder = tmp_path_factory.mktemp('roundtrip')
-    run(
-        *[sys.executable, TOOLS / 'make_shapes_dataset.py', folder / 'shapes', '--format', 'coco'],
-        *['--num-train', 12, '--num-val', 4, '--size', 96, 96],
-        cwd=folder,
-    )
-    base = str(ROOT / 'configs' / 'mmdet' / 'ravlt_shapes_quickstart.py')
-    (folder / 'config.py').write_text(HELD.format(base=base, batch=4) + EVALUATOR)
+    write_dataset(folder / 'shapes', DatasetSpec('coco', 12, 4, size=(96, 96)))
+    (folder / 'config.py').write_text(HELD.format(base=QUICK['mmdet'], batch=4) + EVALUATOR)
     return folder
 
 

@@ -10,7 +10,9 @@ import time
 import psutil
 import pytest
 import torch
-from tool_runs import HELD, ROOT, TOOLS, free_port, losses, run, start, wait_for
+from tool_runs import HELD, QUICK, TOOLS, free_port, losses, run, start, wait_for
+
+from mmlinattn.tooling.datasets import DatasetSpec, write_dataset
 
 pytest.importorskip('mmpretrain')
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(os.name != 'posix', reason='signals')]
@@ -26,12 +28,9 @@ TRAIN = 'bash', TOOLS / 'dist_train.sh', 'config.py'
 @pytest.fixture(scope='module')
 def place(tmp_path_factory):
     """A folder with a tiny data set and a config for it."""
-    from mmlinattn.tooling.datasets import DatasetSpec, write_dataset
-
     folder = tmp_path_factory.mktemp('stopping')
     write_dataset(str(folder / 'shapes'), DatasetSpec('imagenet', 24, 12, size=(64, 64)))
-    base = str(ROOT / 'configs' / 'mmpretrain' / 'ravlt_shapes_quickstart.py')
-    (folder / 'config.py').write_text(HELD.format(base=base, batch=3) + SMALL)
+    (folder / 'config.py').write_text(HELD.format(base=QUICK['mmpretrain'], batch=3) + SMALL)
     return folder
 
 

@@ -79,16 +79,15 @@ def _built(cfg: dict) -> torch.nn.Module:
     return module
 
 
-def through(parts: Any, maps: Sequence[FeatureMap], size: tuple[int, int]) -> Optional[list[FeatureMap]]:
-    """The outputs of one neck, or several in sequence, for the maps of an image ``size``; None where they do not run on
-    such maps, or give something else."""
-    parts = parts if isinstance(parts, (list, tuple)) else [parts] if parts else []
+def through(necks: Sequence[dict], maps: Sequence[FeatureMap], size: tuple[int, int]) -> Optional[list[FeatureMap]]:
+    """The outputs of necks in sequence for the maps of an image ``size``; None where they do not run on such maps, or
+    give something else."""
     shapes = [(2, out.channels, *([-(-side // out.stride) for side in size] if out.stride else [])) for out in maps]
     outs: Any = tuple(map(torch.rand, shapes))
     with quiet(), torch.no_grad():
         try:
-            for part in parts:
-                outs = _built(without_pretrained(part))(outs)
+            for neck in necks:
+                outs = _built(without_pretrained(neck))(outs)
         except Exception:  # that it does not run is the answer
             return None
     return _maps(outs, size[0]) or None

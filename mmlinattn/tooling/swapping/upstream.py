@@ -167,24 +167,21 @@ def _find_config(spec: str) -> tuple[str, Path]:
         path = Path(spec).expanduser()
         if not path.is_file():
             raise RunError(f'UPSTREAM is {spec!r}: no such file (of an installed project: mmdet::FOLDER/CONFIG.py)')
-        base, file = str(path.resolve()), path
-    else:
-        scope, _, name = spec.partition('::')
-        if scope not in PIP_NAMES:
-            raise RunError(f'UPSTREAM is {spec!r}; allowed before :: are: {", ".join(PIP_NAMES)}')
-        try:
-            root = Path(get_installed_path(scope), '.mim', 'configs')
-        except Exception as error:
-            raise RunError(f'{spec} needs {scope}, which is not installed: pip install {PIP_NAMES[scope]}') from error
-        if not (root / name).is_file():
-            there = [path.relative_to(root).as_posix() for path in root.glob('*/*.py')]
-            close = difflib.get_close_matches(name, there, n=3, cutoff=0.5)
-            hint = f'; did you mean {" or ".join(f"{scope}::{other}" for other in close)}?' if close else ''
-            raise RunError(f'UPSTREAM is {spec!r}, and {scope} has no such config{hint}')
-        # MMEngine takes folders of plain letters only: gn+ws and legacy_1.x by way of one that is
-        file = root / name
-        base = spec if re.match(r'\w+::\w+/', spec) else f'{scope}::_base_/../{name}'
-    return base, file
+        return str(path.resolve()), path
+    scope, _, name = spec.partition('::')
+    if scope not in PIP_NAMES:
+        raise RunError(f'UPSTREAM is {spec!r}; allowed before :: are: {", ".join(PIP_NAMES)}')
+    try:
+        root = Path(get_installed_path(scope), '.mim', 'configs')
+    except Exception as error:
+        raise RunError(f'{spec} needs {scope}, which is not installed: pip install {PIP_NAMES[scope]}') from error
+    if not (root / name).is_file():
+        there = [path.relative_to(root).as_posix() for path in root.glob('*/*.py')]
+        close = difflib.get_close_matches(name, there, n=3, cutoff=0.5)
+        hint = f'; did you mean {" or ".join(f"{scope}::{other}" for other in close)}?' if close else ''
+        raise RunError(f'UPSTREAM is {spec!r}, and {scope} has no such config{hint}')
+    # MMEngine takes folders of plain letters only: gn+ws and legacy_1.x by way of one that is
+    return spec if re.match(r'\w+::\w+/', spec) else f'{scope}::_base_/../{name}', root / name
 
 
 def _named(node: Any, task: str) -> Any:

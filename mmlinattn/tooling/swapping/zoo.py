@@ -18,7 +18,7 @@ from ...utils.files import project_files
 # how names of configs end; the usual one of each task first
 _RECIPES = ('maskrcnn_1x', 'cascade_3x', 'retinanet_1x', 'maskrcnn_3x', 'upernet_160k', 'fpn_80k', 'in1k')
 # of a config's backbone, what belongs to its task and not to the network
-_OF_THE_TASK = ('out_indices', 'out_norm', 'out_type', 'frozen_stages', 'init_cfg', 'deploy')
+_OF_THE_TASK = ('out_indices', 'out_norm', 'out_type', 'frozen_stages', 'init_cfg', 'deploy', '_scope_')
 
 
 class FeatureMap(NamedTuple):
@@ -85,7 +85,6 @@ def find_backbone(name: str, task: str) -> ZooBackbone:
         raise RunError(f'BACKBONE is {name!r}; allowed are: {", ".join(backbone_names())}')
     config = Config.fromfile(next(iter(paths.values())))
     cfg = {key: value for key, value in config.model.backbone.to_dict().items() if key not in _OF_THE_TASK}
-    cfg.pop('_scope_', None)
     # a size for larger images starts from the weights of the smaller one, which its config names
     init_cfg = config.model.backbone.get('init_cfg') or {}
     checkpoint = f'mmlinattn://{name}' if name in released_checkpoints() else init_cfg.get('checkpoint')

@@ -6,10 +6,8 @@ import torch
 from mmengine.config import Config
 from mmengine.logging import MessageHub
 from mmengine.model import BaseModel
-from mmengine.optim import OptimWrapper
 from mmengine.registry import MODELS
 from torch import nn
-from torch.optim import SGD
 
 from mmlinattn.tooling.swapping import NoModel, NoPlace, smoke, swap_backbone
 from mmlinattn.tooling.swapping.measuring import measure, through
@@ -21,21 +19,18 @@ for project in ('mmdet', 'mmseg', 'mmpretrain'):
     pytest.importorskip(project)
 
 
+DETECTOR = "default_scope = 'mmdet'\nmodel = dict(type='M', "
+
+
 @pytest.mark.parametrize(
     ('text', 'kind', 'message'),
     [
-        ("default_scope = 'mmpose'\nmodel = dict()", RunError, 'has default_scope {x}; allowed are: mmdet, mmseg, '),
+        ("default_scope = 'mmpose'\nmodel = dict()", RunError, "has default_scope 'mmpose'; allowed are: mmdet, "),
         ("default_scope = 'mmdet'\n", NoModel, 'has no model: it is a part that other configs inherit'),
         ("default_scope = 'mmdet'\nmodel = 1 / 0", RunError, 'cannot be read: ZeroDivisionError: division by zero'),
-        ("raise __import__('queue').Empty('why')", RunError, 'cannot be read: Empty: why'),
-        *(
-            (
-                f"default_scope = 'mmdet'\nmodel = dict(type='M', {parts})",
-                NoPlace,
-                'M has no backbone of its own to build',
-            )
-            for parts in ("backbone=dict(arch='x')", 'image_encoder=1, text_backbone=2, head=3', 'detector=1')
-        ),
+        (f"{DETECTOR}backbone=dict(arch='x'))", NoPlace, 'M has no backbone of its own to build'),
+        (f'{DETECTOR}image_encoder=1, head=3)', NoPlace, 'M has no backbone of its own to build'),
+        (f'{DETECTOR}detector=1)', NoPlace, 'M has no backbone of its own to build'),
     ],
 )
 def test_configs_without_a_place(tmp_path, text, kind, message):
@@ -43,7 +38,7 @@ def test_configs_without_a_place(tmp_path, text, kind, message):
     path.write_text(text)
     with pytest.raises(kind) as error:
         read_upstream(str(path))
-    assert message.format(x=repr('mmpose')) in str(error.value) and '\n' not in str(error.value)
+    assert message in str(error.value) and '\n' not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +52,6 @@ def test_configs_without_a_place(tmp_path, text, kind, message):
         ('mmpretrain::spark/spark_sparse-resnet50_8xb512-amp-coslr-800e_in1k.py', 'masked image modelling'),
         ('mmpretrain::dinov2/vit-small-p14_dinov2-pre_headless.py', 'it has no head'),
         ('mmseg::dpt/dpt_vit-b16_8xb2-160k_ade20k-512x512.py', 'a class token beside each map'),
-        ('mmdet::misc/d2_faster-rcnn_r50-caffe_fpn_ms-90k_coco.py', 'Detectron2Wrapper has no backbone'),
     ],
 )
 def test_no_place_has_one_line(upstream, reason):
@@ -96,7 +90,6 @@ def test_masks_and_channels_of_pictures():
     assert source.has_masks and source.image_channels == 1
     source = upstream_of(dict(type='B'), data_preprocessor=dict(mean=[0.5]))
     assert not source.has_masks and source.image_channels == 1
-    assert upstream_of(dict(type='B')).image_channels == 3
 
 
 def test_encoders_of_retrievers_come_apart_and_together():
@@ -104,8 +97,6 @@ def test_encoders_of_retrievers_come_apart_and_together():
     parts = apart(network)
     assert (parts['backbone'], parts['neck'], parts['head']) == (dict(type='B'), [dict(type='N')], 1)
     assert together(parts) == network and together(dict(type='M', backbone=1)) == dict(type='M', backbone=1)
-    clip = dict(type='X', image_encoder=dict(type='B'))
-    assert apart(clip) == clip
 
 
 @MODELS.register_module()
@@ -133,28 +124,7 @@ def test_maps_are_measured():
     assert measure(classifier).size == (64, 64)
 
 
-def test_which_maps_a_step_reads():
-    """A neck that skips the first, whose norm then has no gradient."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.backbone = nn.Module()
-            self.backbone.norms = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
-            self.backbone.forward = lambda x: [norm(x) for norm in self.backbone.norms]
-            self.data_preprocessor = lambda batch, training: dict(x=batch)
-
-        def forward(self, x, mode):
-            return dict(loss=sum(out.sum() for out in self.backbone(x)[1:]))
-
-        def parse_losses(self, losses):
-            return losses['loss'], losses
-
-    model = Model()
-    optimizer = OptimWrapper(SGD(model.parameters(), lr=0.1))
-    optimizer.backward = lambda loss: loss.backward()
-    found = smoke._train(model, torch.rand(1, 2), optimizer)
-    assert found[1:3] == ((False, True, True), ('norms.0.weight', 'norms.0.bias'))
+def test_what_cannot_be_measured():
     with pytest.raises(NoPlace, match='returns no maps or tokens$'):
         measure(upstream_of(dict(type='Measurable')))
     with pytest.raises(RunError, match='does not run here: LookupError: of two lines$'):
@@ -169,30 +139,32 @@ def test_which_maps_a_step_reads():
 
 @MODELS.register_module()
 class Timed(BaseModel):
-    """Its loss changes in the course of a run (TOOD by epochs, BoxInst by iterations)."""
+    """Skips the first map; its loss changes in the course of a run (TOOD by epochs, BoxInst by iterations)."""
 
     def __init__(self, backbone, data_preprocessor=None):
         super().__init__(data_preprocessor)
-        self.backbone = nn.Linear(2, 2)
+        self.backbone = nn.Module()
+        self.backbone.norms = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
+        self.backbone.forward = lambda x: [norm(x) for norm in self.backbone.norms]
 
     def forward(self, inputs, mode):
+        if mode != 'loss':
+            return []
         times = [MessageHub.get_current_instance().get_info(name) / 10 for name in ('epoch', 'iter')]
-        return dict(loss=self.backbone(inputs).sum() + sum(times)) if mode == 'loss' else []
+        return dict(loss=sum(out.sum() for out in self.backbone(inputs)[1:]) + sum(times))
 
 
-def test_heads_that_ask_for_the_time():
+def test_which_maps_a_step_reads():
     source, batch = upstream_of(dict(type='B')), dict(inputs=torch.ones(1, 2))
-    hub = MessageHub.get_current_instance()
-    known = {name: hub.runtime_info.pop(name, None) for name in ('epoch', 'iter')}
     trial = smoke.try_model(dict(type='Timed', backbone=dict(type='B')), source, (32, 32), batches=(batch, batch))
-    hub.runtime_info.update({name: value for name, value in known.items() if value is not None})
-    assert trial.read == (True,) and not trial.stops
+    assert trial.read == (False, True, True) and trial.without_gradient == ('norms.0.weight', 'norms.0.bias')
+    assert not trial.stops
 
 
 def test_what_parts_make_of_maps():
     maps, size = [FeatureMap(8, 4), FeatureMap(16, 8)], (64, 96)
     neck = dict(type='mmdet.FPN', in_channels=[8, 16], out_channels=5, num_outs=3)
-    assert through(neck, maps, size) == [(5, 4), (5, 8), (5, 16)] and through(None, maps, size) == maps
+    assert through([neck], maps, size) == [(5, 4), (5, 8), (5, 16)] and through([], maps, size) == maps
     pool = dict(type='mmpretrain.GlobalAveragePooling')
     assert through([neck, pool], maps, size) == [(5, None)] * 3
-    assert through(dict(neck, in_channels=[8, 17]), maps, size) is None and through(pool, [], size) is None
+    assert through([dict(neck, in_channels=[8, 17])], maps, size) is None and through([pool], [], size) is None

@@ -42,8 +42,6 @@ def test_a_child_with_the_difference_is_the_new_one(old, new):
         (dict(a=1, b=(1,)), dict(a=True, b=(1,)), dict(a=True)),
         (dict(a=dict(x=1, _scope_='s')), dict(a=dict(x=2)), dict(a=dict(x=2))),
         (dict(a=dict(type='A', x=1)), dict(a=dict(type='B', x=1)), dict(a=dict(_delete_=True, type='B', x=1))),
-        ({}, dict(a=dict(type='A'), b=None), dict(a=dict(type='A'), b=None)),  # there is nothing to delete
-        (dict(a=dict(b=1)), dict(a={}), dict(a=dict(_delete_=True))),
         (dict(a=dict(b=dict(c=1, d=1))), dict(a=dict(b=dict(c=1, d=2))), dict(a=dict(b=dict(d=2)))),
     ],
 )

@@ -17,11 +17,8 @@ def test_a_backbone_is_that_of_the_tasks_config():
     numbers = torch.get_rng_state()
     detector, classifier = (zoo.find_backbone('ravlt_t', task) for task in ('mmdet', 'mmpretrain'))
     assert detector.cfg == dict(type='RAVLT', arch='tiny', norm_cfg=dict(type='SyncBN'))
-    assert (
-        'norm_cfg' not in classifier.cfg
-        and [out.channels for out in classifier.stages] == [64, 128, 256, 512]
-        and not classifier.plain
-    )
+    assert 'norm_cfg' not in classifier.cfg and not classifier.plain
+    assert [out.channels for out in classifier.stages] == [64, 128, 256, 512]
     assert classifier.checkpoint == 'mmlinattn://ravlt_t'
     larger = zoo.find_backbone('inline_swin_b_384', 'mmdet')  # of which there are classifiers only
     assert larger.checkpoint == 'mmlinattn://inline_swin_b' and larger.cfg['arch'] == 'inline-base-384'
@@ -38,14 +35,9 @@ def test_an_unknown_backbone_is_named_with_those_there_are():
 
 
 def test_recipes_without_a_row_of_their_own():
-    """Another size of the same host, and failing that RAVLT's; of several recipes the preferred one."""
-    first = {task: zoo.recipe('ravlt_t', task) for task in ('mmdet', 'mmseg', 'mmpretrain')}
-    assert [cfg.model.type for cfg in first.values()] == ['MaskRCNN', 'EncoderDecoder', 'ImageClassifier']
-    assert first['mmseg'].model.decode_head.type == 'UPerHead'
+    """Another size of the same host, and failing that RAVLT's; a preferred one of several: ``test_settings.py``."""
     several = zoo.recipe('ravlt_b', 'mmdet')  # of which the schedule of 12 epochs stands for all
     assert (several.model.type, several.train_cfg.max_epochs) == ('MaskRCNN', 12)
-    assert zoo.recipe('ravlt_t', 'mmseg', 'fpn_80k').model.decode_head.type == 'FPNHead'
-    assert zoo.recipe('ravlt_t', 'mmdet', 'retinanet_1x').model.type == 'RetinaNet'
     assert zoo.recipe('inline_swin_b', 'mmpretrain').model.backbone.arch == 'inline-base'  # not that of 384 pixels
     assert zoo.recipe('inline_swin_x', 'mmseg').model.backbone.type == 'LinearSwin'
     assert zoo.recipe('hydra_deit_t', 'mmseg').model.backbone.type == 'RAVLT'
