@@ -35,11 +35,6 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def feature_map(x: Tensor, kernel: str) -> Tensor:
-    """The feature map ``kernel``, a name of :data:`FEATURE_MAPS`, of (B, heads, N, d)."""
-    return FEATURE_MAPS[kernel](x)
-
-
 def _elu_plus_one_(x: Tensor) -> Tensor:
     if x.dtype != torch.bfloat16:
         return F.elu_(x).add_(1)

@@ -47,21 +47,17 @@ def focused_attention(
     """
     with dispatch.without_autocast(q):
         fits = are_attended(q, k, v, num_heads) and inverse_scale.shape == q.shape[-1:]
-        if dispatch.backend(q, k, v, inverse_scale, offset) == 'reference' or not fits:
-            return focused_attention_reference(q, k, v, num_heads, inverse_scale, power, offset, mask, eps)
-        dispatch.has_kernel('focused_attention', 'focused', q, v, num_heads)  # warns that there is none
         options = dict(num_heads=num_heads, power=power, eps=eps)
+        if dispatch.backend(q, k, v, inverse_scale, offset) == 'reference' or not fits:
+            return _equation(q, k, v, inverse_scale, offset, mask, **options)
+        dispatch.has_kernel('focused_attention', 'focused', q, v, num_heads)  # warns that there is none
         return by_hand(_RULE, q, k, v, inverse_scale, offset, mask, **options)
 
 
-def focused_attention_reference(q, k, v, num_heads, inverse_scale, power, offset=None, mask=None, eps=1e-6) -> Tensor:
+def _equation(q, k, v, inverse_scale, offset, mask, num_heads, power, eps) -> Tensor:
     k = k if offset is None else k + offset.to(k.dtype)
     q, k = (focused_map(t, inverse_scale, power, eps) for t in (q, k))
     return linear_attention_reference(q, k, v.to(q.dtype), num_heads, 'identity', mask, eps).to(v.dtype)
-
-
-def _equation(q, k, v, inverse_scale, offset, mask, num_heads, power, eps) -> Tensor:
-    return focused_attention_reference(q, k, v, num_heads, inverse_scale, power, offset, mask, eps)
 
 
 def focused_map(x: Tensor, inverse_scale: Tensor, power: float, eps: float = 1e-6) -> Tensor:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from . import dispatch
 from .dispatch import accumulation_dtype
-from .feature_maps import FEATURE_MAPS, IN_PLACE, check_kernel, feature_map
+from .feature_maps import FEATURE_MAPS, IN_PLACE, check_kernel
 from .gradients import Rule, by_hand
 from .tensors import (
     are_attended,
@@ -53,18 +53,19 @@ def inline_attention(
     """
     check_kernel(kernel, FEATURE_MAPS)
     with dispatch.without_autocast(q):
+        options = dict(num_heads=num_heads, scale=scale, kernel=kernel)
         if dispatch.backend(q, k, v) == 'reference' or not are_attended(q, k, v, num_heads):
-            return inline_attention_reference(q, k, v, num_heads, scale, kernel, mask)
+            return _equation(q, k, v, mask, **options)
         dispatch.has_kernel('inline_attention', kernel, q, v, num_heads)  # warns that there is none
-        return by_hand(_RULE, q, k, v, mask, num_heads=num_heads, scale=scale, kernel=kernel)
+        return by_hand(_RULE, q, k, v, mask, **options)
 
 
-def inline_attention_reference(q, k, v, num_heads, scale, kernel='identity', mask=None) -> Tensor:
+def _equation(q, k, v, mask, num_heads, scale, kernel) -> Tensor:
     dtype = v.dtype
     q, k, v = (heads_of(t, num_heads) for t in (q, k, v))
     if q.dtype == torch.float16:  # it keeps one digit of small deviations from the mean
         q, k, v = (t.to(accumulation_dtype(t)) for t in (q, k, v))
-    q, k = feature_map(q, kernel), feature_map(k, kernel)
+    q, k = map(FEATURE_MAPS[kernel], (q, k))
     count = count_tokens(k, mask)
     key_mean, value_mean = token_mean(k, mask, count), token_mean(v, mask, count)
     root = inverse_sqrt(count)
@@ -72,10 +73,6 @@ def inline_attention_reference(q, k, v, num_heads, scale, kernel='identity', mas
     # Padded keys do not matter, their values are zero.
     covariance = ((k - key_mean) * root).to(q.dtype).transpose(-1, -2) @ (v * (root * scale)).to(q.dtype)
     return tokens_of((q @ covariance + value_mean.to(q.dtype)).to(dtype))
-
-
-def _equation(q, k, v, mask, num_heads, scale, kernel) -> Tensor:
-    return inline_attention_reference(q, k, v, num_heads, scale, kernel, mask)
 
 
 # --- by hand: one product a tensor each way ---------------------------------------------------------------------------

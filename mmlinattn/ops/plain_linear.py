@@ -6,7 +6,7 @@ from torch import Tensor
 
 from . import dispatch, rank_augmented
 from .dispatch import accumulation_dtype
-from .feature_maps import FEATURE_MAPS, check_kernel, feature_map
+from .feature_maps import FEATURE_MAPS, check_kernel
 from .gradients import Rule, by_hand
 from .tensors import are_attended, count_tokens, heads_of, inverse_sqrt, padded_eps, token_mean, tokens_of
 
@@ -55,9 +55,9 @@ def linear_attention(
         return by_hand(_RULE, q, k, v, None, mask, **options)
 
 
-def linear_attention_reference(q, k, v, num_heads, kernel='identity', mask=None, eps=1e-6) -> Tensor:
+def linear_attention_reference(q, k, v, num_heads, kernel, mask, eps) -> Tensor:
     q, k, v = (heads_of(t, num_heads) for t in (q, k, v))
-    q, k = feature_map(q, kernel), feature_map(k, kernel)
+    q, k = map(FEATURE_MAPS[kernel], (q, k))
     wide = accumulation_dtype(q)
     if q.dtype == torch.float16:  # gradients divided by a normaliser near eps would leave its range
         q, k = q.to(wide), k.to(wide)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..utils import foreign
 from . import dispatch
 from .dispatch import accumulation_dtype
-from .feature_maps import FEATURE_MAPS, IN_PLACE, LOWEST_EXPONENT, check_kernel, feature_map
+from .feature_maps import FEATURE_MAPS, IN_PLACE, LOWEST_EXPONENT, check_kernel
 from .gradients import Rule, by_hand
 from .rotary import backwards, rotate, rotate_reference
 from .tensors import (
@@ -77,21 +77,21 @@ def rala(
     with dispatch.without_autocast(q):
         learns_rotary = rotary is not None and rotary.requires_grad
         fits = are_attended(q, k, v, num_heads) and q.shape == k.shape and not learns_rotary
+        options = dict(num_heads=num_heads, kernel=kernel, weight_scale=weight_scale, eps=eps)
         if dispatch.backend(q, k, v, rotary) == 'reference' or not fits:
-            return rala_reference(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps)
+            return _equation(q, k, v, rotary, mask, **options)
         if dispatch.has_kernel('rala', kernel, q, v, num_heads):
             from .triton import attention
 
             if attention.takes(q, k, v, num_heads, rotary, mask):
-                return attention.attention(_equation, q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps)
-        options = dict(num_heads=num_heads, kernel=kernel, weight_scale=weight_scale, eps=eps)
+                return attention.attention(_equation, q, k, v, rotary, mask, **options)
         return by_hand(_RALA, q, k, v, rotary, mask, **options)
 
 
-def rala_reference(q, k, v, num_heads, kernel='elu', rotary=None, mask=None, weight_scale=1.0, eps=1e-6) -> Tensor:
+def _equation(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps) -> Tensor:
     dtype = v.dtype
     q, k, v = (heads_of(t, num_heads) for t in (q, k, v))
-    q, k = feature_map(q, kernel), feature_map(k, kernel)
+    q, k = map(FEATURE_MAPS[kernel], (q, k))
     wide = accumulation_dtype(q)
     if q.dtype == torch.float16 and kernel == 'relu':  # a query that meets no key is divided by eps alone
         q, k, v = q.to(wide), k.to(wide), v.to(wide)
@@ -114,10 +114,6 @@ def rala_reference(q, k, v, num_heads, kernel='elu', rotary=None, mask=None, wei
     if rotary is not None:
         q, k = rotate_reference(q, rotary), rotate_reference(k, rotary)
     return tokens_of(q @ (k.transpose(-1, -2) @ v)).to(dtype)
-
-
-def _equation(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps) -> Tensor:
-    return rala_reference(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps)
 
 
 def token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
