@@ -121,6 +121,8 @@ def test_a_process_stops_with_another_that_was_asked(tmp_path, monkeypatch):
     monkeypatch.setattr(stop, 'all_reduce', lambda own, op: asked.append((own.item(), op)) or own.fill_(len(asked) > 1))
     saved = stopped(tmp_path / 'work', Kill(99), [HOOKS[0], dict(type='StopHook', interval=2)])
     assert saved['meta']['iter'] == 4 and asked == [(0, 'max')] * 2
+    with pytest.raises(ValueError, match='StopHook: interval=0 has to be an integer from 1 up'):
+        stop.StopHook(interval=0)
 
 
 def test_epochs_without_exact_resume_are_not_saved(tmp_path):

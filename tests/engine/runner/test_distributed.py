@@ -156,6 +156,13 @@ def test_settings_of_the_user_stay(joined, monkeypatch, kind):
     assert os.environ['MASTER_PORT'] == '1234' and os.environ['MASTER_ADDR'] == 'elsewhere'
 
 
+def test_a_wrapper_that_needs_an_accelerator(joined):
+    cfg = Config(dict(launcher='pytorch', model_wrapper_cfg=dict(type='MMFullyShardedDataParallel')))
+    with pytest.raises(RunError, match="model_wrapper_cfg.type = 'MMFullyShardedDataParallel' needs an accelerator"):
+        prepare_distributed(cfg)
+    assert joined == []
+
+
 def test_synchronised_norms_are_plain_ones_on_the_cpu(one_process):
     """PyTorch trains SyncBatchNorm on GPUs only."""
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SyncBatchNorm(4))

@@ -93,12 +93,13 @@ def test_kept_checkpoints_are_numbers(resume, files, ids):
 @pytest.mark.parametrize('hook', ['CheckpointHook', 'SafeCheckpointHook'])
 @pytest.mark.parametrize('out_dir', [None, 'out'])
 def test_its_own_older_checkpoints_are_replaced_as_before(resume, tmp_path, hook, out_dir):
-    """In a folder for all runs, too."""
+    """In a folder for all runs, too, and by the name of a link to it."""
     folder = tmp_path / (out_dir or '') / 'run'
     folder.mkdir(parents=True)
     for name in ('best_acc_epoch_0.pth', 'epoch_1.pth'):
         (folder / name).touch()
-    info = dict(best_ckpt=str(folder / 'best_acc_epoch_0.pth'), best_score=-1.0, keep_ckpt_ids=[1])
+    (tmp_path / 'link').symlink_to(folder)
+    info = dict(best_ckpt=str(tmp_path / 'link' / 'best_acc_epoch_0.pth'), best_score=-1.0, keep_ckpt_ids=[1])
     _, lines = resume(info, type=hook, out_dir=out_dir and str(tmp_path / out_dir))
     assert lines == [] and {path.name for path in folder.glob('*.pth')} == {'best_acc_epoch_2.pth', 'epoch_2.pth'}
 

@@ -42,6 +42,19 @@ def test_configs_without_a_place(tmp_path, text, kind, message):
 
 
 @pytest.mark.parametrize(
+    'upstream, message',
+    [
+        ('mmdet::dino/dino-4scale_r50_8xb2-12e.py', 'did you mean mmdet::dino/dino-4scale_r50_8xb2-12e_coco.py or '),
+        ('mmpose::dino/x.py', "UPSTREAM is 'mmpose::dino/x.py'; allowed before :: are: mmdet, mmseg, mmpretrain"),
+    ],
+)
+def test_names_of_upstream_configs(upstream, message):
+    with pytest.raises(RunError) as error:
+        read_upstream(upstream)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
     'upstream, reason',
     [
         (
