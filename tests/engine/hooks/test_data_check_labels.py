@@ -16,7 +16,6 @@ from mmlinattn.engine import DataCheckHook, RunError
 from mmlinattn.engine.data import checks, label_images
 from mmlinattn.engine.hooks import data_check
 
-
 TWO = SimpleNamespace(num_classes=2)
 OBJECT = dict(instances=[dict(bbox_label=2)])
 
