@@ -38,7 +38,7 @@ def test_where_class_names_come_from(meta, expected):
         (dict(decode_head=[dict(num_classes=2), dict(num_classes=3)]), 3),  # cascades: the last decides
         (dict(roi_head=dict(bbox_head=[dict(num_classes=3)]), bbox_head=dict(num_classes=1)), 3),
         (dict(head=dict(num_classes=3), neck=None), 3),
-        (dict(head=dict()), 0),
+        (dict(), 0),
     ],
     ids=str,
 )

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
-from data_checks import DETECTOR, Data, build, model
+from data_checks import DETECTOR, build, model
 from mmengine.dataset import DefaultSampler, InfiniteSampler
 from mmengine.registry import METRICS
 from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop, ValLoop
@@ -68,12 +68,9 @@ def test_classes_that_are_not_the_categories_of_a_coco_file(look, tmp_path, clas
     assert look(DETECTOR, train=[dataset], fault='skip') == ('', [])
 
 
-@pytest.mark.parametrize('classes', [list(NAMES), ('cat', 'owl')])
-def test_classes_in_the_order_of_the_file_are_right(look, tmp_path, classes):
-    """All, or some on purpose."""
-    dataset = coco_data(coco(tmp_path), classes)
-    judge = coco_metric(tmp_path / 'a.json')
-    assert look(model(bbox_head=len(classes)), train=[dataset], val=[dataset, judge]) == ('', [])
+def test_some_classes_in_the_order_of_the_file_are_right(look, tmp_path):
+    file = coco(tmp_path)
+    assert look(model(bbox_head=2), val=[coco_data(file, ['cat', 'owl']), coco_metric(file)]) == ('', [])
 
 
 def test_a_last_class_that_only_the_config_has(look, tmp_path):
@@ -217,12 +214,6 @@ def test_predictions_for_images_without_labels(look, tmp_path, metric):
     assert ('set test_evaluator = [], and give tools/test.py --out' in line) == (metric == 'Accuracy') == bool(line)
 
 
-def test_objects_of_some_classes_alone(look):
-    dataset = Data(*[dict(instances=[dict(bbox_label=0)], img_path='')] * 3, classes=['a', 'b', 'c'])
-    line, warnings = look(DETECTOR, train=[dataset])
-    assert not line and "none of its 3 images has an object of ('b', 'c')" in warnings[0]
-
-
 @pytest.mark.parametrize(
     ('text', 'words'),
     [
@@ -282,17 +273,12 @@ def test_images_without_objects(look, tmp_path):
     assert look(DETECTOR, val=[none]) == ('', [])
 
 
-def test_more_classes_than_colours():
-    names = [f'kind {i}' for i in range(5)]
-    for palette in ([(1, 2, 3)] * 2, ((1, 2, 3),) * 2):
-        made = enough_colours(dict(classes=names, palette=palette))['palette']
-        assert len(made) == 5 and made[:2] == [(1, 2, 3)] * 2
-    for palette in ('random', None, [], [(1, 2, 3)] * 6):
-        assert enough_colours(dict(classes=names, palette=palette))['palette'] == palette
-
-
-def test_colours_reach_the_drawing(look, tmp_path):
+def test_more_classes_than_colours(look, tmp_path):
     names = tuple(f'kind {i}' for i in range(90))
     dataset = build('mmdet', dict(type='RepeatDataset', times=2, dataset=coco_data(coco(tmp_path, names), names)))
     assert look(model(bbox_head=90), train=[dataset], fault='skip') == ('', [])
     assert len(dataset.metainfo['palette']) == len(dataset.dataset.metainfo['palette']) == 90
+    made = enough_colours(dict(classes=names, palette=((1, 2, 3),) * 2))['palette']
+    assert len(made) == 90 and made[:2] == [(1, 2, 3)] * 2
+    for palette in ('random', None, [], [(1, 2, 3)] * 91):
+        assert enough_colours(dict(classes=names, palette=palette))['palette'] == palette

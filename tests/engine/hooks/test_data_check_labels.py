@@ -69,6 +69,8 @@ def test_objects_that_the_sample_may_miss(look, monkeypatch):
     empty, found = dict(instances=[]), dict(instances=[dict(bbox_label=0)])
     assert look(DETECTOR, train=[Data(empty, found, empty, found, classes=list('abc'))])[0] == ''
     assert look(DETECTOR, train=[Data({}, {}, classes=list('abc'))])[0] == ''  # which says nothing of objects
+    line, warnings = look(DETECTOR, train=[Data(found, found, classes=list('abc'))])
+    assert not line and "none of its 2 images has an object of ('b', 'c')" in warnings[0]
 
 
 def test_one_hot_labels_of_another_number_of_classes(look):
@@ -107,7 +109,9 @@ def test_a_validation_with_other_classes(look, train, val, words):
     sets = [Data(0, classes=list(names)) for names in (train, val)]
     line, _ = look(nn.Module(), train=[sets[0]], val=[sets[1]])
     assert words in line and bool(words) == bool(line)
-    assert bool(look(nn.Module(), train=[Data(0, datasets=sets)])[0]) == bool(words)  # joined, too
+    joined = Data(0, datasets=sets)
+    joined.metainfo = [one.metainfo for one in sets]
+    assert bool(look(nn.Module(), train=[joined])[0]) == bool(words)
     for one in sets:
         one.return_classes = True  # names are text that the model reads
     assert look(nn.Module(), train=[sets[0]], val=[sets[1]])[0] == ''
@@ -317,12 +321,6 @@ def test_metrics_that_count_otherwise(look, tmp_path, names, ignored, words):
     made.decode_head.ignore_index = 255
     line, _ = look(made, val=[dataset, metric])
     assert re.search(words, line) and bool(words) == bool(line)
-
-
-def test_joined_data_sets_that_differ(look):
-    joined = Data(0, datasets=[Data(0, classes=['a']), Data(0, classes=['b', 'c'])])
-    joined.metainfo = [dict(classes=['a']), dict(classes=['b', 'c'])]
-    assert "label 0 is 'a' in train_dataloader and 'b'" in look(nn.Module(), train=[joined])[0]
 
 
 def test_zero_that_may_be_a_class(look, tmp_path):

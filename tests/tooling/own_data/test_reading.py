@@ -112,8 +112,8 @@ def test_voc_of_a_folder_above_and_lists_by_other_names(tmp_path):
 
 
 def test_voc_of_two_years(tmp_path):
-    """The later one without train."""
-    voc_folder(tmp_path / 'VOC2007', 'abc', WHEEL, train='ab', val='c')
+    """The later one without train, whose place trainval takes."""
+    voc_folder(tmp_path / 'VOC2007', 'abcx', WHEEL, trainval='abcx', train='ab', val='c')
     voc_folder(tmp_path / 'VOC2012', 'de', WHEEL, trainval='de', val='e')
     data = read(tmp_path)
     stems = {split: ''.join(path.stem for path in paths) for split, paths in data.images.items()}
