@@ -28,6 +28,17 @@ def model(**heads):
 DETECTOR, SEGMENTOR, CLASSIFIER = model(bbox_head=3), model(decode_head=2), model(head=3)
 
 
+class Data(list):
+    """Samples with names of classes."""
+
+    get_data_info = list.__getitem__
+
+    def __init__(self, *infos, classes=(), **more):
+        super().__init__(infos)
+        self.metainfo = dict(classes=classes)
+        vars(self).update(more)
+
+
 def build(scope, config):
     pytest.importorskip(scope)
     init_default_scope(scope)

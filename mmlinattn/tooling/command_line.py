@@ -86,15 +86,8 @@ def quiet():
 
 @contextmanager
 def writing(path, name: str = '--out'):
-    """A context in which an OSError becomes the RunError that a path cannot be written.
-
-    Args:
-        path (str | Path): What is written.
-        name (str): What names it on the command line.
-
-    Raises:
-        RunError: With the name, the path and the reason, in one line.
-    """
+    """A context in which an OSError becomes the RunError that a path cannot be written, under its name on the command
+    line."""
     try:
         yield
     except OSError as error:
@@ -163,16 +156,14 @@ def clean_end():
     try:
         yield run
         leave_process_group(failed=False)
-    except KeyboardInterrupt:
+    except BaseException as error:
         _end_workers()
         leave_process_group(failed=True)
+        if not isinstance(error, KeyboardInterrupt):
+            raise
         if int(os.environ.get('RANK', os.environ.get('SLURM_PROCID', 0))) == 0:
             say_last(_interrupted(run.work_dir, run.since))
         raise SystemExit(INTERRUPTED) from None
-    except BaseException:
-        _end_workers()
-        leave_process_group(failed=True)
-        raise
 
 
 # words of an error in the midst of a run -> what to set

@@ -18,7 +18,6 @@ from mmlinattn.tooling.datasets.shapes import COCO_CLASSES
         (dict(dataset_meta=dict(CLASSES=tuple('abcdef'))), list('abcdef')),
         (dict(CLASSES=tuple('abcdef')), list('abcdef')),  # MMDetection 2.x
         (dict(dataset_meta=dict(classes=tuple('abc'))), None),  # of another head: those of the config
-        (dict(dataset_meta=None), None),
         (None, None),
     ],
 )
@@ -39,17 +38,14 @@ def test_where_class_names_come_from(meta, expected):
         (dict(decode_head=[dict(num_classes=2), dict(num_classes=3)]), 3),  # cascades: the last decides
         (dict(roi_head=dict(bbox_head=[dict(num_classes=3)]), bbox_head=dict(num_classes=1)), 3),
         (dict(head=dict(num_classes=3), neck=None), 3),
-        (dict(head=dict()), 0),
         (dict(), 0),
     ],
     ids=str,
 )
-@pytest.mark.parametrize('wrapper', [None, 'dataset', 'datasets'])
-def test_names_of_the_data_where_they_are_as_many_as_the_head_has(model, expected, wrapper):
+def test_names_of_the_data_where_they_are_as_many_as_the_head_has(model, expected):
     for names, given in ((['x', 'y', 'z'], 'metainfo'), (('x', 'y', 'z'), 'classes'), (['x'], 'metainfo')):
         data = dict(metainfo=dict(classes=names)) if given == 'metainfo' else dict(classes=names)
-        data = {None: data, 'dataset': dict(dataset=data), 'datasets': dict(datasets=[data, {}])}[wrapper]
-        cfg = Config(dict(model=model, test_dataloader=dict(dataset=data)))
+        cfg = Config(dict(model=model, test_dataloader=dict(dataset=dict(datasets=[data, {}]))))
         assert num_classes(cfg) == expected
         assert class_names(cfg) == (list(names) if expected in (0, len(names)) else None)
     assert class_names(Config(dict(model=model))) is None

@@ -8,7 +8,6 @@ import signal
 import time
 
 import pytest
-from mmengine.config import Config
 from mmengine.registry import DATASETS, MODELS, init_default_scope
 
 from mmlinattn.ops.feature_maps import check_kernel
@@ -32,12 +31,12 @@ def test_ctrl_c_names_the_run_s_own_checkpoint(tmp_path, monkeypatch, capsys, ag
     assert end.value.code == 130 and capsys.readouterr().err == (line if rank == '0' else '')
 
 
-@pytest.mark.parametrize('error', [KeyboardInterrupt, ValueError])
-def test_workers_end_with_the_tool(error):
+@pytest.mark.parametrize(('error', 'end'), [(KeyboardInterrupt, SystemExit), (ValueError, ValueError)])
+def test_workers_end_with_the_tool(error, end):
     handler, worker = signal.getsignal(signal.SIGCHLD), multiprocessing.Process(target=time.sleep, args=(100,))
     worker.start()
     try:
-        with pytest.raises((SystemExit, error)), command_line.clean_end():
+        with pytest.raises(end), command_line.clean_end():
             raise error
         assert not worker.is_alive()
     finally:
@@ -65,31 +64,25 @@ class Outer:
 
 def test_an_error_while_building_names_the_innermost_class(monkeypatch):
     monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
+    explained = command_line.explained_setup
     model = dict(type='Outer', part=dict(type='Refuses'))
     for whole in (True, False):
-        with pytest.raises(RunError, match=r'^c.py cannot be run: Refuses: KeyError: of the inner part'):
-            with command_line.explained_setup('c.py', whole):
-                MODELS.build(model)
-    with pytest.raises(RunError, match=r"argument 'split'\. .*_delete_=True"), command_line.explained_setup('c.py'):
+        with pytest.raises(RunError, match='^c.py cannot be run: Refuses: KeyError: '), explained('c.py', whole):
+            MODELS.build(model)
+    with pytest.raises(RunError, match=r"argument 'split'\. .*_delete_=True"), explained('c.py'):
         MODELS.build(dict(type='Refuses', split='train'))
-    with (
-        pytest.raises(RunError, match=r'^c.py cannot be run: ZeroDivisionError: '),
-        command_line.explained_setup('c.py'),
-    ):
-        Config(dict(a=1 / 0))
-    with pytest.raises(ZeroDivisionError), command_line.explained_setup('c.py', whole=False):
-        Config(dict(a=1 / 0))  # a run at work: nobody is building
-    with (
-        pytest.raises(RunError, match="^c.py: kernel='x' has to be"),
-        command_line.explained_setup('c.py', whole=False),
-    ):
+    with pytest.raises(RunError, match='^c.py cannot be run: ZeroDivisionError: '), explained('c.py'):
+        1 / 0  # noqa: B018
+    with pytest.raises(ZeroDivisionError), explained('c.py', whole=False):
+        1 / 0  # noqa: B018 -- a run at work: nobody is building
+    with pytest.raises(RunError, match="^c.py: kernel='x' has to be"), explained('c.py', whole=False):
         check_kernel('x', ('y',))  # what this package refuses
-    with pytest.raises(RunError, match='^as it is$'), command_line.explained_setup('c.py'):
+    with pytest.raises(RunError, match='^as it is$'), explained('c.py'):
         raise RunError('as it is')
-    with pytest.raises(RunError, match='The data set holds no image'), command_line.explained_setup('c.py'):
+    with pytest.raises(RunError, match='The data set holds no image'), explained('c.py'):
         raise ValueError('need at least one array to concatenate')
     monkeypatch.setenv('MMLINATTN_TRACEBACK', '1')
-    with pytest.raises(KeyError), command_line.explained_setup('c.py'):
+    with pytest.raises(KeyError), explained('c.py'):
         MODELS.build(model)
 
 
@@ -115,14 +108,13 @@ def test_what_to_set_where_a_run_stops(monkeypatch, error, words):
 
 
 @pytest.mark.parametrize('kind', ['CocoDataset', 'VOCDataset'])
-@pytest.mark.parametrize('text', ['', '[]', '{"images": [], "annotations": []}', 'x y z'])
-def test_an_error_in_an_annotation_file_names_it(tmp_path, monkeypatch, kind, text):
+def test_an_error_in_an_annotation_file_names_it(tmp_path, monkeypatch, kind):
     """Of any data set that was being built from one."""
     pytest.importorskip('mmdet')
     monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
     init_default_scope('mmdet')
     file = tmp_path / ('a.json' if kind == 'CocoDataset' else 'a.xml')
-    file.write_text(text)
+    file.write_text('x y z')
     config = dict(type=kind, ann_file=str(file))
     if kind == 'VOCDataset':  # a list that names the file
         (tmp_path / 'Annotations').mkdir()

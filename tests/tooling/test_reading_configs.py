@@ -120,31 +120,24 @@ def test_a_data_root_where_there_was_none_moves_relative_files(root):
     assert cfg.test_evaluator == [dict(ann_file='mine/ann/a.json', metric='bbox'), *others]
 
 
-PIP = dict(
-    mmdet='"mmdet>=3.3,<3.4"',
-    mmseg='"mmsegmentation>=1.2.2,<1.3" ftfy regex',  # which it needs and does not install
-    mmpretrain='"mmpretrain>=1.2,<1.3"',
+@pytest.mark.parametrize(
+    ('scope', 'line', 'pip'),
+    [
+        ('mmdet', "default_scope = 'mmdet'", '"mmdet>=3.3,<3.4"'),
+        # beside what it needs and does not install
+        ('mmseg', "_base_ = 'mmseg::_base_/default_runtime.py'", '"mmsegmentation>=1.2.2,<1.3" ftfy regex'),
+        ('mmpretrain', "__import__('mmpretrain')", '"mmpretrain>=1.2,<1.3"'),
+    ],
 )
-
-
-@pytest.mark.parametrize('scope', PIP)
-@pytest.mark.parametrize('how', ['scope', 'base', 'module'])
-def test_what_is_missing_is_named_as_pip_knows_it(tmp_path, monkeypatch, scope, how):
-    text = dict(
-        scope=f'default_scope = {scope!r}',
-        base=f"_base_ = '{scope}::_base_/default_runtime.py'",
-        module=f'__import__({scope!r})',
-    )
+def test_what_is_missing_is_named_as_pip_knows_it(tmp_path, monkeypatch, scope, line, pip):
     config = tmp_path / 'config.py'
-    config.write_text(text[how] + '\n')
+    config.write_text(line)
     monkeypatch.setattr(configs, 'find_spec', lambda name: None)  # as where it is not installed
     monkeypatch.setattr('mmengine.config.config.is_installed', lambda name: False)
     monkeypatch.setitem(sys.modules, scope, None)
     with pytest.raises(RunError) as found:
         configs.read_config(str(config))
-    assert str(found.value) == (
-        f'{config} needs {scope}, which is not installed in {sys.executable}: pip install {PIP[scope]}'
-    )
+    assert str(found.value) == f'{config} needs {scope}, which is not installed in {sys.executable}: pip install {pip}'
 
 
 @pytest.mark.parametrize('name', ['nobody_has_this', 'mmsegment'])  # the latter is a part of a name above

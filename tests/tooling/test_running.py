@@ -3,7 +3,7 @@
 
 import pytest
 from mmengine.config import Config
-from mmengine.optim import AmpOptimWrapper, OptimWrapper
+from mmengine.optim import OptimWrapper
 from mmengine.registry import RUNNERS
 
 from mmlinattn.tooling import running
@@ -19,7 +19,6 @@ OFF = ': mixed precision is off, training in fp32.'
     [
         # where there is none, none of its arguments stays, which the plain wrapper does not take
         (dict(AMP, clip_grad=None), 'cpu', False, PLAIN, f'no accelerator{OFF}'),
-        (dict(AMP, clip_grad=None, type=AmpOptimWrapper), 'cpu', True, PLAIN, f'no accelerator{OFF}'),
         (dict(APEX, clip_grad=None), 'mps', False, PLAIN, f'mps is no device of AmpOptimWrapper{OFF}'),
         (PLAIN, 'cpu', True, PLAIN, f'no accelerator{OFF}'),
         (PLAIN, 'cpu', False, PLAIN, None),

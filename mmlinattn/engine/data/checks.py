@@ -17,28 +17,25 @@ _NUM_READ = 2000  # samples whose labels are looked at
 
 
 class Samples(NamedTuple):
-    """Facts from some samples of a data set.
+    """Facts from some samples of a data set."""
 
-    Attributes:
-        num: How many were read.
-        labels: Labels of objects and images, each with the path of an image that has it.
-        folders: The labels found by the first folder below the prefix of the images.
-        fault: An image that cannot be loaded, '' where there is none.
-        is_part: Whether data sets joined to this one have labels, so that it may be background alone.
-    """
+    num: int  # how many were read
+    labels: dict[int, str]  # of objects and images, each with the path of an image that has it
+    folders: dict[str, set[int]]  # labels by the first folder below the prefix of the images
+    fault: str = ''  # an image that cannot be loaded
+    is_part: bool = False  # data sets joined to this one have labels, so that it may be background alone
 
-    num: int
-    labels: dict[int, str]
-    folders: dict[str, set[int]]
-    fault: str = ''
-    is_part: bool = False
+
+def inner_datasets(dataset: Any) -> Sequence:
+    """What a wrapper such as ``RepeatDataset`` or ``ConcatDataset`` is around, none of a data set itself."""
+    known = getattr(dataset, '__dict__', {})
+    inner = known.get('dataset', known.get('_dataset'))
+    return dataset.datasets if isinstance(known.get('datasets'), (list, tuple)) else [inner] * (inner is not None)
 
 
 def leaf_datasets(dataset: Any) -> Iterator[Any]:
-    """The data sets inside wrappers such as ``RepeatDataset`` and ``ConcatDataset``."""
-    known = getattr(dataset, '__dict__', {})
-    inner = known.get('dataset', known.get('_dataset'))
-    children = dataset.datasets if isinstance(known.get('datasets'), (list, tuple)) else [inner] * (inner is not None)
+    """The data sets inside wrappers."""
+    children = inner_datasets(dataset)
     for child in children:
         yield from leaf_datasets(child)
     if not children:
@@ -83,13 +80,8 @@ def check_categories(
 ) -> Iterator[Finding]:
     """Checks that labels which follow the order of a COCO file have the names of the config.
 
-    Args:
-        key: The data set or evaluator, for messages.
-        file: The COCO file.
-        in_file: Names of all its categories.
-        of_labels: The name that each label has in it.
-        classes: ``metainfo.classes``.
-        needs_all: Whether a class without category is a fault, not a note.
+    ``in_file`` has the names of all its categories, ``of_labels`` that of each label. ``needs_all``: whether a class
+    without category is a fault, not a note.
     """
     if not set(of_labels) <= set(classes):
         return  # data sets that choose categories by something else
@@ -113,7 +105,7 @@ def check_categories(
         )
 
 
-def _check_coco(key: str, dataset: Any, memory: FactCache, needs_all: bool) -> Iterator[Finding]:
+def _check_coco(key: str, dataset: Any, memory: FactCache) -> Iterator[Finding]:
     path, labels = getattr(dataset, 'ann_file', ''), getattr(dataset, 'cat2label', None)
     is_plain = isinstance(path, str) and path.endswith('.json') and osp.isfile(path)
     if not is_plain or not isinstance(labels, dict) or not hasattr(dataset, 'cat_ids'):
@@ -134,7 +126,7 @@ def _check_coco(key: str, dataset: Any, memory: FactCache, needs_all: bool) -> I
         yield Finding(f'{key}: {path}: {facts["note"]}.', False)
     names = dict(facts['categories'])
     of_labels = [names.get(number) for number in sorted(labels, key=labels.__getitem__)]
-    yield from check_categories(key, path, list(names.values()), of_labels, classes_of(dataset), needs_all)
+    yield from check_categories(key, path, list(names.values()), of_labels, classes_of(dataset), needs_all=False)
 
 
 # -- labels -----------------------------------------------------------------------------------------------------------
@@ -267,17 +259,14 @@ def _labelled_folders(dataset: Any, samples: Samples) -> dict[str, int]:
 
 
 def check_stages(stages: dict[str, list[tuple[Any, Samples]]]) -> Iterator[Finding]:
-    """Checks that a label means the same in training as in validation, and in each of several joined data sets.
-
-    Args:
-        stages: Data sets, with what some samples say, by the key of their loader.
-    """
+    """Checks that a label means the same in training as in validation, and in each of several joined data sets."""
     entries = [(key, dataset, samples) for key, several in stages.items() for dataset, samples in several]
     entries = [entry for entry in entries if not getattr(entry[1], 'return_classes', False)]  # they are text to a model
     if len(entries) < 2:
         return
     (key, dataset, samples), *others = entries
     first, folders = classes_of(dataset), dict(_labelled_folders(dataset, samples))
+    is_given = list(getattr(dataset, 'folder_to_idx', None) or ()) != first
     for other_key, other, more in others:
         theirs = _labelled_folders(other, more)
         names = {label: folder for folder, label in folders.items()}
@@ -296,7 +285,7 @@ def check_stages(stages: dict[str, list[tuple[Any, Samples]]]) -> Iterator[Findi
             folders.update(theirs)
         second = classes_of(other)
         at = first_difference(first, second)
-        if at is not None and not (folders and theirs and not _is_given(dataset)):
+        if at is not None and not (folders and theirs and not is_given):
             yield Finding(
                 f'metainfo.classes: label {at} is {first[at]!r} in {key} and {second[at]!r} in {other_key}. Both need '
                 f'the same classes in one order: {written(first)}'
@@ -304,18 +293,8 @@ def check_stages(stages: dict[str, list[tuple[Any, Samples]]]) -> Iterator[Findi
             return
 
 
-def _is_given(dataset: Any) -> bool:
-    return list(getattr(dataset, 'folder_to_idx', None) or ()) != classes_of(dataset)
-
-
 def check_trained_names(key: str, dataset: Any, checkpoint: Any) -> Iterator[Finding]:
-    """Checks that the labels of a checkpoint have the names of the data it is tested with.
-
-    Args:
-        key: The loader, for messages.
-        dataset: The data set.
-        checkpoint: A checkpoint of MMEngine; others say nothing of classes.
-    """
+    """Checks that the labels of a checkpoint of MMEngine have the names of the data it is tested with."""
     meta = checkpoint.get('meta') if isinstance(checkpoint, dict) else None
     meta = (meta.get('dataset_meta') if isinstance(meta, dict) else None) or {}
     trained = meta.get('classes') if isinstance(meta, dict) else None
@@ -338,7 +317,7 @@ def check_dataset(
 ) -> Iterator[Finding]:
     """All that can be said of one data set by itself."""
     yield from check_names(key, getattr(dataset, 'metainfo', None) or {})
-    yield from _check_coco(key, dataset, memory, needs_all=False)
+    yield from _check_coco(key, dataset, memory)
     yield from check_folders(key, dataset)
     yield from check_labels(key, dataset, model, samples, is_training)
     yield from check_label_images(key, dataset, model, memory, is_training, num_images)

@@ -92,11 +92,7 @@ def load_coco(path: str) -> tuple[dict, str]:
 
 
 def read_coco(path: str, outlines: bool = False) -> dict:
-    """What an annotation file in COCO's layout says.
-
-    Args:
-        path: The JSON file.
-        outlines: Whether masks are learnt.
+    """What an annotation file in COCO's layout says. ``outlines``: whether masks are learnt.
 
     Returns:
         dict: ``categories`` as ``[id, name]`` in the order of the file; some ``images`` as ``[id, file name, width,
@@ -149,7 +145,7 @@ def _fault_of_boxes(annotations: list, category_ids: set) -> str:
             return f'{name}: category_id {entry.get("category_id")!r} is the id of none of its categories'
         box = entry.get('bbox')
         try:
-            is_box = box is not None and len(box) == 4 and math.isfinite(sum(box))
+            is_box = len(box) == 4 and math.isfinite(sum(box))
         except TypeError:
             is_box = False
         if not is_box:

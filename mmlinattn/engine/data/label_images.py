@@ -28,8 +28,8 @@ def read_labels(
 
     Args:
         dataset: A data set of MMSegmentation.
-        load: The transform that loads annotations.
-        paths: Label images by their index in the data set.
+        load: Its transform that loads annotations.
+        paths: Label images by their index in it.
         ignored: The label that does not count.
         count: How many to open.
 

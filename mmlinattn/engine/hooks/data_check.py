@@ -13,7 +13,6 @@ from mmengine.runner.base_loop import BaseLoop
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
 from ..data import checks, evaluation
-from ..data.checks import leaf_datasets
 from ..data.files import FactCache
 from ..data.findings import Finding, compares_images
 
@@ -33,12 +32,16 @@ def _datasets(loop: BaseLoop) -> list:
     return [loader.dataset for loader in loaders if hasattr(loader, 'dataset') and not isinstance(loader, list)]
 
 
+def _loops(runner) -> dict:
+    """The loops of this run by their stage; the runner holds the configs of others."""
+    loops = {stage: getattr(runner, f'_{stage}_loop') for stage in ('train', 'val', 'test')}
+    return {stage: loop for stage, loop in loops.items() if isinstance(loop, BaseLoop)}
+
+
 def _with_wrappers(dataset: Any) -> Iterator[Any]:
     yield dataset
-    inner = [getattr(dataset, 'dataset', None), *(getattr(dataset, 'datasets', None) or ())]
-    for child in inner:
-        if child is not None:
-            yield from _with_wrappers(child)
+    for child in checks.inner_datasets(dataset):
+        yield from _with_wrappers(child)
 
 
 @HOOKS.register_module(force=True)
@@ -72,8 +75,7 @@ class DataCheckHook(Hook):
 
     def before_run(self, runner) -> None:
         """Check the data sets of all loops that will run."""
-        loops = {stage: getattr(runner, f'_{stage}_loop') for stage in ('train', 'val', 'test')}
-        loops = {stage: loop for stage, loop in loops.items() if isinstance(loop, BaseLoop)}  # else this run has none
+        loops = _loops(runner)
         for loop in loops.values():
             for dataset in chain.from_iterable(map(_with_wrappers, _datasets(loop))):
                 if isinstance(getattr(dataset, '_metainfo', None), dict):
@@ -85,16 +87,14 @@ class DataCheckHook(Hook):
 
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Compare the classes of a checkpoint that is tested or resumed from with those of the data."""
-        is_training = isinstance(runner._train_loop, BaseLoop)
+        loops = _loops(runner)
+        is_training = 'train' in loops
         if not is_main_process() or self.fault == 'skip' or (is_training and not runner._resume):
             return
         if not is_training and compares_images(unwrapped(runner.model)):
             return
-        for stage in ('train',) if is_training else ('val', 'test'):
-            loop = getattr(runner, f'_{stage}_loop')
-            for dataset in (
-                chain.from_iterable(map(leaf_datasets, _datasets(loop))) if isinstance(loop, BaseLoop) else ()
-            ):
+        for stage in ('train',) if is_training else loops:
+            for dataset in chain.from_iterable(map(checks.leaf_datasets, _datasets(loops[stage]))):
                 self._say(runner, checks.check_trained_names(f'{stage}_dataloader', dataset, checkpoint))
 
     def _look(self, runner, loops: dict) -> Iterator[Finding]:
@@ -103,7 +103,7 @@ class DataCheckHook(Hook):
         for stage, loop in loops.items():
             key = f'{stage}_dataloader'
             for whole in _datasets(loop):
-                leaves = [dataset for dataset in leaf_datasets(whole) if hasattr(dataset, '__len__')]
+                leaves = [dataset for dataset in checks.leaf_datasets(whole) if hasattr(dataset, '__len__')]
                 read = [checks.read_samples(dataset) for dataset in leaves]
                 is_part = any(samples.labels for samples in read)
                 for dataset, samples in zip(leaves, read):

@@ -22,25 +22,15 @@ _NUM_READ = 50  # images that are decoded to see their form
 
 
 class OwnData(NamedTuple):
-    """A data set as it was found.
+    """A data set as it was found."""
 
-    Attributes:
-        kind: What its files are, for messages.
-        classes: Names in the order of the labels.
-        images: Split ('train', 'val', perhaps 'test') -> paths of its images.
-        annotations: Split -> the text of its annotation file.
-        settings: Split -> further settings of its data set.
-        notes: What its owner should know, a line each.
-        masks: Whether objects have outlines.
-    """
-
-    kind: str
-    classes: list[str]
-    images: dict[str, list[Path]]
-    annotations: dict[str, str]
-    settings: dict[str, dict]
-    notes: list[str]
-    masks: bool = False
+    kind: str  # what its files are, for messages
+    classes: list[str]  # in the order of the labels
+    images: dict[str, list[Path]]  # by split: 'train', 'val', perhaps 'test'
+    annotations: dict[str, str]  # split -> the text of its annotation file
+    settings: dict[str, dict]  # split -> further settings of its data set
+    notes: list[str]  # what its owner should know, a line each
+    masks: bool = False  # whether objects have outlines
 
 
 def is_hidden(name: str) -> bool:
@@ -71,10 +61,10 @@ def split_of(path: Path) -> Optional[str]:
 
 
 def read_lists(root: Path, name: str, stems: Container[str]) -> tuple[dict[str, str], Optional[Path]]:
-    """The split of each image by VOC's ``ImageSets/NAME/{trainval,train,val,test}.txt``.
+    """The split of each image by VOC's ``ImageSets/NAME/{trainval,train,val,test}.txt``, anywhere below ``root``.
 
     Args:
-        root: The data set; the lists may be anywhere below.
+        root: The data set.
         name: The folder: ``'Main'`` of boxes, ``'Segmentation'`` of label images.
         stems: Names of images; a line of another is one and a number.
 

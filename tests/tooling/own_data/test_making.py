@@ -1,12 +1,12 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The config that is written for data of each kind; ``tests/docs/test_own_data.py`` trains with it."""
 
-import json
+import re
 
 import numpy as np
 import pytest
 from mmengine.config import Config
-from PIL import Image
+from own_files import picture, text
 from tool_runs import in_this_process
 
 from mmlinattn.tooling.own_data import making
@@ -18,20 +18,19 @@ def untried(monkeypatch):
     monkeypatch.setattr(making, '_try', lambda wish: None)
 
 
-def picture(path, shape, dtype=np.uint8, low=0, high=250):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(np.random.default_rng(0).integers(low, high, shape).astype(dtype)).save(path)
+def noise(shape, dtype=np.uint8, high=250):
+    return np.random.default_rng(0).integers(0, high, shape).astype(dtype)
 
 
-def boxes(root, outline=(), shape=(480, 640, 3), **how):
+def boxes(root, outline=(), shape=(480, 640, 3), dtype=np.uint8):
     images, annotations = [], []
     for i in range(10):
-        picture(root / f'{i}.png', shape, **how)
+        picture(root / f'{i}.png', noise(shape, dtype))
         images.append(dict(id=i, file_name=f'{i}.png', width=shape[1], height=shape[0]))
         segmentation = dict(segmentation=[list(outline)]) if outline else {}
         annotations.append(dict(id=i + 1, image_id=i, category_id=5, bbox=[2, 2, 20, 20], **segmentation))
-    data = dict(images=images, annotations=annotations, categories=[dict(id=5, name='cell'), dict(id=2, name='dust')])
-    (root / 'all.json').write_text(json.dumps(data))
+    categories = [dict(id=5, name='cell'), dict(id=2, name='dust')]
+    text(root / 'all.json', dict(images=images, annotations=annotations, categories=categories))
     return root
 
 
@@ -41,14 +40,9 @@ def made(root, task, backbone, **more):
     return Config.fromfile(str(wish.out)), lines
 
 
-def heads(node):
-    """``num_classes`` of every part of a model."""
-    if isinstance(node, (list, tuple)):
-        return [count for item in node for count in heads(item)]
-    if not isinstance(node, dict):
-        return []
-    own = [value for key, value in node.items() if key == 'num_classes']
-    return own + [n for value in node.values() for n in heads(value)]
+def heads(cfg):
+    """``num_classes`` of every part of its model."""
+    return re.findall(r"'num_classes': (\d+)", str(cfg.model.to_dict()))
 
 
 @pytest.mark.parametrize(
@@ -58,12 +52,11 @@ def heads(node):
         ('ravlt_t', (2, 2, 22, 2, 22, 22), 'MaskRCNN', 2),
         ('inline_pvt_t', (), 'FasterRCNN', 1),
         ('inline_swin_t', (2, 2, 22, 2, 22, 22), 'CascadeRCNN', 4),
-        ('inline_swin_t', (), 'CascadeRCNN', 3),
     ],
 )
 def test_detectors(tmp_path, untried, backbone, outline, kind, count):
     cfg, _ = made(boxes(tmp_path / 'data', outline), 'detection', backbone, batch=4)
-    assert cfg.model.type == kind and heads(cfg.model.to_dict()) == [2] * count
+    assert cfg.model.type == kind and heads(cfg) == ['2'] * count
     assert 'SyncBN' not in str(cfg.model)
     assert cfg.train_pipeline[2].scale == (640, 480)  # as the images are, not COCO's
     assert cfg.train_dataloader.dataset.metainfo.classes == ('cell', 'dust')
@@ -88,10 +81,10 @@ def test_other_channels_start_from_none_and_are_tried(tmp_path, shape, dtype):
 
 def test_segmentation_of_small_images(tmp_path, untried):
     for i in range(6):
-        picture(tmp_path / 'data' / 'images' / f'{i}.png', (100, 130, 3))
-        picture(tmp_path / 'data' / 'masks' / f'{i}.png', (100, 130), high=2)
+        picture(tmp_path / 'data' / 'images' / f'{i}.png', noise((100, 130, 3)))
+        picture(tmp_path / 'data' / 'masks' / f'{i}.png', noise((100, 130), high=2))
     cfg, _ = made(tmp_path / 'data', 'segmentation', 'inline_swin_t', classes=['soil', 'root'])
-    assert heads(cfg.model.to_dict()) == [2, 2] and cfg.model.data_preprocessor.size == (96, 96)
+    assert heads(cfg) == ['2', '2'] and cfg.model.data_preprocessor.size == (96, 96)
     assert cfg.max_iters == 4000 and cfg.param_scheduler[-1].end == 4000
     assert cfg.model.backbone.init_cfg.checkpoint == 'mmlinattn://inline_swin_t'
     assert 'reduce_zero_label' not in str(cfg.train_dataloader)
@@ -100,7 +93,7 @@ def test_segmentation_of_small_images(tmp_path, untried):
 def test_classification(tmp_path, untried):
     for name in 'ab':
         for i in range(5):
-            picture(tmp_path / 'data' / name / f'{i}.png', (40, 50, 3))
+            picture(tmp_path / 'data' / name / f'{i}.png')
     cfg, _ = made(tmp_path / 'data', 'classification', 'ravlt_t')
     assert (cfg.model.head.num_classes, cfg.data_preprocessor.num_classes) == (2, 2)
     assert cfg.val_evaluator.topk == (1,) and cfg.train_pipeline[1].scale == 224
@@ -116,10 +109,8 @@ def test_what_is_refused(tmp_path, untried, capsys):
         made(root, 'detection', 'flatten_swin_b')
     with pytest.raises(RunError, match='is inside of DATA'):
         making.make_config(making.Wish(root, 'detection', 'ravlt_t', root / 'mine.py'))
-    given = tmp_path / 'mine_train.json'
-    given.write_text('{}')
     with pytest.raises(RunError, match='would be written over DATA'):
-        making.make_config(making.Wish(given, 'detection', 'ravlt_t', tmp_path / 'mine.py'))
+        made(text(tmp_path / 'mine_train.json', '{}'), 'detection', 'ravlt_t')
     common = ['--task', 'detection', '--backbone', 'ravlt_t', '--out']
     for args, said in (
         ([root, *common, tmp_path / 'mine.yaml'], 'has to end with .py'),
