@@ -27,7 +27,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
 
 import mmlinattn  # noqa: E402, F401
 from mmlinattn import ops  # noqa: E402
-from mmlinattn.utils import foreign  # noqa: E402
+from mmlinattn.utils import private_apis  # noqa: E402
 
 NO_KERNELS = 'view alias as_strided _unsafe_view _reshape detach t. empty new_empty'.split()  # besides views
 FORMS = ('reference', 'CPU', 'elsewhere')
@@ -54,8 +54,11 @@ class Launches(TorchDispatchMode):
 
 @contextlib.contextmanager
 def form(name: str):
-    with ops.use('reference' if name == 'reference' else 'auto'), mock.patch.object(foreign, 'num_modes', lambda: 0):
-        with ops.dispatch.elsewhere() if name == 'elsewhere' else contextlib.nullcontext():
+    with (
+        ops.use('reference' if name == 'reference' else 'auto'),
+        mock.patch.object(private_apis, 'num_modes', lambda: 0),
+    ):
+        with ops.dispatch.as_on_gpu() if name == 'elsewhere' else contextlib.nullcontext():
             yield
 
 
@@ -131,7 +134,7 @@ def count_models(side: int, batch: int, autocast: bool) -> None:
         for each in FORMS:
             model.zero_grad()  # to add up gradients of several forms would count as launches
             # CPUs without units for bfloat16 leave autocast, which GPUs do not
-            with form(each), mock.patch.object(foreign, 'has_bfloat16_units', lambda: True):
+            with form(each), mock.patch.object(private_apis, 'has_bfloat16_units', lambda: True):
                 size = kept(step, images, *parameters)[1]
                 forward, backward = launches(step, parameters)
             cells.append(f'{size / 1e6:.0f} | {forward}, {backward}')

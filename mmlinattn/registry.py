@@ -10,7 +10,7 @@ from typing import Optional
 import mmengine.registry
 from mmengine.registry import Registry
 
-from .utils.foreign import default_scopes
+from .utils.private_apis import default_scopes
 
 SCOPE = 'mmlinattn'
 

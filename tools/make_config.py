@@ -47,10 +47,10 @@ def main() -> None:
             raise RunError(f'--out {str(args.out)!r} has to end with .py.')
         if args.classes and args.task != 'segmentation':
             raise RunError(f'--classes is for label images: {args.task} has the names in the data.')
-        from mmlinattn.tooling.own_data import Wish, make_config
+        from mmlinattn.tooling.own_data import ConfigArgs, make_config
 
         check_out_file(args.out)
-        lines, trial = make_config(Wish(**vars(args)))
+        lines, trial = make_config(ConfigArgs(**vars(args)))
     print('\n'.join(f'  {line}' for line in lines))
     print(f'{args.out}: trained one step on your images (loss {trial.loss:.4g}) and predicted. Next:')
     print(f'python tools/train.py {args.out}')

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..ops.grid import Grid
 from ..ops.softmax import masked_logit
-from ..ops.windows import OpenWindows, Windows
+from ..ops.windows import DynamicWindows, Windows
 
 
 class MapWindows:
@@ -24,7 +24,7 @@ class MapWindows:
 
     def get(
         self, window, shift: bool = False
-    ) -> tuple[Union[Windows, OpenWindows], Optional[Tensor], Optional[Tensor]]:
+    ) -> tuple[Union[Windows, DynamicWindows], Optional[Tensor], Optional[Tensor]]:
         """Windows, mask of real tokens (B * windows, N) and additive mask of foreign regions (windows, 1, N, N)."""
         key = (window, shift)
         if key not in self._made:
@@ -35,7 +35,7 @@ class MapWindows:
                 apart = region[:, :, None] != region[:, None, :]
                 hidden = torch.zeros_like(apart, dtype=self.map.dtype)
                 hidden = hidden.masked_fill(apart, masked_logit(self.map.dtype))[:, None]
-            self._made[key] = windows, windows.real(self.map), hidden
+            self._made[key] = windows, windows.token_mask(self.map), hidden
         return self._made[key]
 
 

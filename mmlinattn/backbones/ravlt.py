@@ -23,7 +23,7 @@ from ..layers import (
     rotary_table,
 )
 from ..ops.tensors import accumulation_dtype
-from ..utils.foreign import is_altered
+from ..utils.private_apis import is_altered
 from .arch import check_type
 from .base import PyramidBackbone
 

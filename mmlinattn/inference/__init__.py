@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """How a backbone runs: chosen here once a forward pass, never in layers, attentions or hosts.
 
-Modules are plain PyTorch. On a CPU without gradients, :class:`~mmlinattn.inference.room.Room` computes the same
+Modules are plain PyTorch. On a CPU without gradients, :class:`~mmlinattn.inference.cpu.CPUForward` computes the same
 with fused operators and reused memory; in graphs, on GPUs, in training, and for modules that are patched or hooked,
 the module itself is called.
 """
@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops import dispatch
-from ..utils import foreign
-from ..utils.foreign import methods_of
+from ..utils import private_apis
+from ..utils.private_apis import methods_of
 from . import attention  # noqa: F401  fills the table
+from .cpu import KNOWN, CPUForward
 from .recomputing import call_recomputed
-from .room import KNOWN, Room
 
-__all__ = ['Room', 'run']
+__all__ = ['CPUForward', 'run']
 
 # what forward passes of modules call, and fused forms may not: somebody may replace it
 _OWN = methods_of(KNOWN)
@@ -66,9 +66,14 @@ def _caller(backbone, x: Tensor, dtype: torch.dtype):
     if not x.is_cpu or torch.is_grad_enabled() or backbone.training or dispatch.needs_reference(x):
         return _plain(backbone)
     # float16 would lose small layer scales in a matrix
-    if dtype == torch.float16 or foreign.has_global_hooks() or foreign.has_function_modes() or _code_is_changed():
+    if (
+        dtype == torch.float16
+        or private_apis.has_global_hooks()
+        or private_apis.has_function_modes()
+        or _code_is_changed()
+    ):
         return _plain(backbone)
-    return Room(dtype, x.dtype).call
+    return CPUForward(dtype, x.dtype).call
 
 
 def _code_is_changed() -> bool:
@@ -85,4 +90,4 @@ def _code_is_changed() -> bool:
 def _is_slow(x: Tensor) -> bool:
     """Whether autocast casts to bfloat16 on a CPU without units for it: a depth-wise convolution takes a hundred times
     as long there as in float32."""
-    return x.is_cpu and torch.get_autocast_dtype('cpu') == torch.bfloat16 and not foreign.has_bfloat16_units()
+    return x.is_cpu and torch.get_autocast_dtype('cpu') == torch.bfloat16 and not private_apis.has_bfloat16_units()

@@ -32,8 +32,8 @@ from ..attention.mixer import RepeatedConv2d
 from ..layers import PositionTable
 from ..ops.grid import on_grid
 from ..ops.rank_augmented import rala_in_place
+from .cpu import KNOWN, CPUForward, added, form_of
 from .regions import assemble, cut, regions_of
-from .room import KNOWN, Room, added, form_of
 
 KNOWN |= {
     *(AngularMixer, EfficientMixer, EnhancedMixer, FocusedMixer, HallucinatedMixer, HydraMixer, InLineMixer),
@@ -42,20 +42,20 @@ KNOWN |= {
 }
 
 
-def project(room: Room, layer: nn.Linear, x: Tensor, widths, separately: bool) -> list[Tensor]:
+def project(cpu: CPUForward, layer: nn.Linear, x: Tensor, widths, separately: bool) -> list[Tensor]:
     """Outputs of a linear layer, one tensor each of ``widths``. ``separately``: by products of their own, but for the
     first two; a convolution would copy values that are a slice of something wider."""
     if not separately or type(layer) is not nn.Linear:
-        return list(room.linear(layer, x).split(widths, dim=-1))
+        return list(cpu.linear(layer, x).split(widths, dim=-1))
     rows = [widths[0] + widths[1], *widths[2:]]
     biases = [None] * len(rows) if layer.bias is None else layer.bias.split(rows)
-    x = room.cast(x)
-    both, *rest = (room.product(x, weight, bias) for weight, bias in zip(layer.weight.split(rows), biases))
+    x = cpu.cast(x)
+    both, *rest = (cpu.product(x, weight, bias) for weight, bias in zip(layer.weight.split(rows), biases))
     return [*both.split(widths[:2], dim=-1), *rest]
 
 
 def mix(
-    room: Room, self: Mixing, q, k, v, grid: Grid, key_grid=None, mask=None, rotary=None, bias=None, context=None
+    cpu: CPUForward, self: Mixing, q, k, v, grid: Grid, key_grid=None, mask=None, rotary=None, bias=None, context=None
 ) -> Tensor:
     """:meth:`Mixing.mix`, convolutions of the values added in place."""
     mixer, key_grid, local = self.mixer, key_grid or grid, None
@@ -72,7 +72,7 @@ def mix(
     if grid.prefix or type(self.local) is not nn.Conv2d:
         return added(out, on_grid(self.local, v, grid))
     image = v.unflatten(1, (grid.height, grid.width)).permute(0, 3, 1, 2)
-    return added(out, room.conv(image, self.local).permute(0, 2, 3, 1).flatten(1, 2))
+    return added(out, cpu.conv(image, self.local).permute(0, 2, 3, 1).flatten(1, 2))
 
 
 def gated(self: Any, out: Tensor, x: Tensor, projected: list) -> Tensor:
@@ -87,36 +87,36 @@ def gated(self: Any, out: Tensor, x: Tensor, projected: list) -> Tensor:
 
 
 @form_of(Attention, GlobalAttention)
-def whole(room: Room, self: Any, x: Tensor, stage, source=None) -> Tensor:
+def whole(cpu: CPUForward, self: Any, x: Tensor, stage, source=None) -> Tensor:
     tokens = x.flatten(1, -2)
     convolves = self.local is not None or isinstance(self.mixer, LocalMixer)
-    q, k, v, *gate = project(room, self.qkv, tokens, self.widths, convolves)
+    q, k, v, *gate = project(cpu, self.qkv, tokens, self.widths, convolves)
     context = mean_token(tokens if source is None else source.flatten(1, -2)) if self.mixer.context else None
-    out = mix(room, self, q, k, v, stage.grid, rotary=stage.rotary, context=context)
+    out = mix(cpu, self, q, k, v, stage.grid, rotary=stage.rotary, context=context)
     out = gated(self, out, tokens, gate)
-    return room.linear(self.proj, out.view(*x.shape[:-1], out.shape[-1]))
+    return cpu.linear(self.proj, out.view(*x.shape[:-1], out.shape[-1]))
 
 
 @form_of(ReducedAttention)
-def reduced_keys(room: Room, self: ReducedKeysAttention, x: Tensor, stage, source=None) -> Tensor:
+def reduced_keys(cpu: CPUForward, self: ReducedKeysAttention, x: Tensor, stage, source=None) -> Tensor:
     reduced, tokens = self.reduce(x), x.flatten(1, 2)
-    q, *gate = room.linear(self.q, tokens).split((self.widths[0], *self.widths[3:]), dim=-1)
-    k, v = room.linear(self.kv, reduced.flatten(1, 2)).split(self.widths[1:3], dim=-1)
+    q, *gate = cpu.linear(self.q, tokens).split((self.widths[0], *self.widths[3:]), dim=-1)
+    k, v = cpu.linear(self.kv, reduced.flatten(1, 2)).split(self.widths[1:3], dim=-1)
     context = mean_token(tokens if source is None else source.flatten(1, 2)) if self.mixer.context else None
-    out = mix(room, self, q, k, v, stage.grid, Grid(*reduced.shape[1:3]), context=context)
+    out = mix(cpu, self, q, k, v, stage.grid, Grid(*reduced.shape[1:3]), context=context)
     out = gated(self, out, tokens, gate).unflatten(1, stage.grid[:2])
-    return room.linear(self.proj, out)
+    return cpu.linear(self.proj, out)
 
 
 @form_of(WindowAttention)
-def windows(room: Room, self: WindowAttention, x: Tensor, stage, source=None) -> Tensor:
+def windows(cpu: CPUForward, self: WindowAttention, x: Tensor, stage, source=None) -> Tensor:
     """Windows of a linear attention are large, and padding may be most of the last ones: see :mod:`.regions`."""
     made: Any = windows_of(stage, x).get(self.window, self.shift)
     windows, real, hidden = made
     # one pass over what lies side by side; values that are convolved get memory of their own
     convolves = self.local is not None or isinstance(self.mixer, LocalMixer)
     groups = [self.widths[:2], self.widths[2:3]] if convolves else [self.widths[:3]]
-    projected = list(room.linear(self.qkv, x).split([*map(sum, groups), *self.widths[3:]], dim=-1))
+    projected = list(cpu.linear(self.qkv, x).split([*map(sum, groups), *self.widths[3:]], dim=-1))
     parts, gate = projected[: len(groups)], projected[len(groups) :]
 
     def apart(cuts) -> Any:
@@ -130,7 +130,7 @@ def windows(room: Room, self: WindowAttention, x: Tensor, stage, source=None) ->
 
         def mixed(cuts, grid, mean) -> Tensor:
             q, k, v = apart(cuts)
-            return mix(room, self, q, k, v, grid, context=mean)
+            return mix(cpu, self, q, k, v, grid, context=mean)
 
         out = assemble(map(mixed, zip(*(cut(part, regions) for part in parts)), grids, means), regions)
     else:
@@ -140,13 +140,13 @@ def windows(room: Room, self: WindowAttention, x: Tensor, stage, source=None) ->
         context = mean_token(windows.partition(source), real) if self.mixer.context else None
         q, k, v = apart(map(windows.partition, parts))
         bias = self.map_bias(windows, hidden, x.shape[0])
-        out = windows.merge(mix(room, self, q, k, v, grid, mask=real, bias=bias, context=context), x.shape[0])
-    return room.linear(self.proj, gated(self, out, x, gate))
+        out = windows.merge(mix(cpu, self, q, k, v, grid, mask=real, bias=bias, context=context), x.shape[0])
+    return cpu.linear(self.proj, gated(self, out, x, gate))
 
 
 @form_of(StripeAttention)
-def stripes(room: Room, self: StripeAttention, x: Tensor, stage, source=None) -> Tensor:
-    parts = room.linear(self.qkv, x).split([2 * width for width in self.widths], dim=-1)
+def stripes(cpu: CPUForward, self: StripeAttention, x: Tensor, stage, source=None) -> Tensor:
+    parts = cpu.linear(self.qkv, x).split([2 * width for width in self.widths], dim=-1)
     parts = [part.unflatten(-1, (2, -1)) for part in parts]
     outs = []
     for i, window in enumerate(((None, self.stripe), (self.stripe, None))):
@@ -158,6 +158,6 @@ def stripes(room: Room, self: StripeAttention, x: Tensor, stage, source=None) ->
         if branch.mixer.context:
             tokens = windows.partition((x if source is None else source).chunk(2, dim=-1)[i])
             context = mean_token(tokens, real)
-        out = mix(room, branch, q, k, v, windows.grid(x), mask=real, context=context)
+        out = mix(cpu, branch, q, k, v, windows.grid(x), mask=real, context=context)
         outs.append(windows.merge(out * gate[0] if gate else out, x.shape[0]))
-    return room.linear(self.proj, torch.cat(outs, dim=-1))
+    return cpu.linear(self.proj, torch.cat(outs, dim=-1))

@@ -9,7 +9,7 @@ from mmengine.model import BaseModule, ModuleList
 from torch import Tensor, nn
 
 from ..ops.tensors import unflatten
-from ..utils.foreign import is_altered
+from ..utils.private_apis import is_altered
 from .block import MLP, ConvFFN, DWConvFFN
 from .patch_embed import is_foldable
 

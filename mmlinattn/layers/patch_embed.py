@@ -16,7 +16,7 @@ from typing_extensions import TypeGuard
 from .. import ops
 from ..ops.maps import cut_patches, pad_by, pad_to_multiple
 from ..ops.tensors import accumulation_dtype, to_image, unflatten
-from ..utils.foreign import is_altered
+from ..utils.private_apis import is_altered
 
 
 def build_map_norm(norm_cfg: dict, dim: int) -> nn.Module:

@@ -17,7 +17,7 @@ from typing import Optional
 import torch
 from torch import Tensor, nn
 
-from ..utils import foreign
+from ..utils import private_apis
 
 VARIABLE = 'MMLINATTN_OPS'
 CHOICES = ('auto', 'triton', 'reference')
@@ -29,7 +29,7 @@ def _checked(choice: str, argument: str) -> str:
     return choice
 
 
-_elsewhere = False
+_as_on_gpu = False
 _choice = _checked(os.environ.get(VARIABLE, '') or 'auto', VARIABLE)
 
 
@@ -64,18 +64,18 @@ def backend(first: Tensor, *others: Optional[Tensor]) -> str:
 
 def on_cpu(x: Tensor) -> bool:
     """Whether what is faster on CPUs alone runs: blocks that fit the cache, oneDNN, other orders of memory."""
-    return x.is_cpu and not _elsewhere
+    return x.is_cpu and not _as_on_gpu
 
 
 @contextlib.contextmanager
-def elsewhere():
+def as_on_gpu():
     """A context in which a CPU runs what other devices do; for tests, and for counting."""
-    global _elsewhere
-    _elsewhere = True
+    global _as_on_gpu
+    _as_on_gpu = True
     try:
         yield
     finally:
-        _elsewhere = False
+        _as_on_gpu = False
 
 
 def has_kernel(op: str, kernel: str, q: Tensor, v: Tensor, num_heads: int) -> bool:
@@ -127,7 +127,7 @@ def needs_reference(*tensors: Optional[Tensor]) -> bool:
     So it is where something watches or transforms them: a recorded graph, meta and fake tensors, other subclasses,
     ``torch.func`` transforms, forward-mode derivatives, dispatch modes that count or record.
     """
-    if _choice == 'reference' or is_traced() or foreign.num_modes() > 0 or is_transformed():
+    if _choice == 'reference' or is_traced() or private_apis.num_modes() > 0 or is_transformed():
         return True
     return any(t is not None and (type(t) not in (Tensor, nn.Parameter) or t.is_meta) for t in tensors)
 
@@ -137,7 +137,7 @@ def is_transformed() -> bool:
     whose tracer answers such questions about itself."""
     if torch.compiler.is_dynamo_compiling():
         return False
-    return foreign.innermost_transform() is not None or foreign.forward_mode._current_level >= 0
+    return private_apis.innermost_transform() is not None or private_apis.forward_mode._current_level >= 0
 
 
 def is_traced() -> bool:
@@ -151,7 +151,7 @@ def is_traced() -> bool:
 def is_exported() -> bool:
     """Whether ``torch.export`` runs the model's Python code itself. Under ``strict=True`` it does not, nor does
     ``torch.compile``: both read it."""
-    return foreign.is_exporting() and not torch.compiler.is_dynamo_compiling()
+    return private_apis.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def size_oblivious():
@@ -161,8 +161,8 @@ def size_oblivious():
     windows of a small map, or of its rows, would have to stay above 1 (or be 1) for ever. ``torch.onnx.export``
     switches that off by itself. ``torch.compile`` makes one more graph for such a size instead.
     """
-    applies = foreign.CAN_BE_SIZE_OBLIVIOUS and is_exported()
-    return foreign.size_oblivious() if applies else contextlib.nullcontext()
+    applies = private_apis.CAN_BE_SIZE_OBLIVIOUS and is_exported()
+    return private_apis.size_oblivious() if applies else contextlib.nullcontext()
 
 
 def autocasts(x: Tensor) -> bool:
@@ -182,6 +182,6 @@ def accumulation_dtype(x: Tensor) -> torch.dtype:
 
 def onednn_takes(dtype: torch.dtype) -> bool:
     """float32, and bfloat16 where the CPU has units for it."""
-    if not (foreign.HAS_ONEDNN and torch.backends.mkldnn.enabled):
+    if not (private_apis.HAS_ONEDNN and torch.backends.mkldnn.enabled):
         return False
-    return dtype == torch.float32 or (dtype == torch.bfloat16 and foreign.has_bfloat16_units())
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and private_apis.has_bfloat16_units())

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..utils import foreign
+from ..utils import private_apis
 from .tensors import blocks
 
 # Lower bound of exponents. Its exp, 1e-13, vanishes beside 1 in float32, and its products with itself and gradients are
@@ -54,7 +54,7 @@ def _softmax_(x: Tensor) -> Tensor:
 # gradient of y.
 IN_PLACE: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     'identity': (lambda x: x, lambda y, d_y: d_y),
-    'relu': (F.relu_, lambda y, d_y: foreign.RELU_BACKWARD(d_y, y, 0, grad_input=d_y)),
+    'relu': (F.relu_, lambda y, d_y: private_apis.RELU_BACKWARD(d_y, y, 0, grad_input=d_y)),
     'leakyrelu': (F.leaky_relu_, lambda y, d_y: d_y.copy_(torch.where(y > 0, d_y, d_y * 0.01))),
     'elu': (_elu_plus_one_, lambda y, d_y: d_y.mul_(y.clamp(max=1))),
     'exp': (lambda x: x.mul_(0.2).exp_(), lambda y, d_y: d_y.mul_(y).mul_(0.2)),

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..utils import foreign
+from ..utils import private_apis
 from . import dispatch
 from .dispatch import accumulation_dtype
 from .gradients import Rule, by_hand
@@ -131,7 +131,7 @@ def _focus_backward(x, grad, y, r, norm, inverse_scale, power, out) -> Tensor:
     grad_scale = r.mul_(grad_r).sum(dim=(0, 1))
     grad_r.mul_(inverse_scale)
     if out.dtype == grad_r.dtype:
-        foreign.RELU_BACKWARD(grad_r, x, 0, grad_input=out)
+        private_apis.RELU_BACKWARD(grad_r, x, 0, grad_input=out)
     else:
         out.copy_(grad_r.masked_fill_(x <= 0, 0))
     return grad_scale

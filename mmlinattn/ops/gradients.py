@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch import Tensor
 
-from ..utils import foreign
+from ..utils import private_apis
 from . import dispatch
 
 
@@ -53,7 +53,9 @@ class _ByHand(torch.autograd.Function):
         saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:]
         inputs, kept = saved[: ctx.num_inputs], saved[ctx.num_inputs :]
         with dispatch.without_autocast(grads[0]):  # of which a backward pass knows nothing, unless it runs inside
-            transformed = any(foreign.is_batched(grad) for grad in grads) or dispatch.needs_reference(*grads, *inputs)
+            transformed = any(private_apis.is_batched(grad) for grad in grads) or dispatch.needs_reference(
+                *grads, *inputs
+            )
             if ctx.rule.backward is None or torch.is_grad_enabled() or transformed:
                 found = _gradients_of(ctx.rule.equation, inputs, wanted, grads, ctx.options)
             else:

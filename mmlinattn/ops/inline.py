@@ -115,11 +115,11 @@ def _backward(grads, inputs, kept, wanted, num_heads, scale, kernel):
     count = count_tokens(k, mask)
     each = grad.sum(dim=2, keepdim=True, dtype=covariance.dtype) / count  # mean(v) is part of every token's output
     inner = ((q.transpose(-1, -2) @ grad) * (scale / count)).to(products)
-    turned, back = inner.transpose(-1, -2), covariance.to(products).transpose(-1, -2)
+    inner_t, back = inner.transpose(-1, -2), covariance.to(products).transpose(-1, -2)
     # centred before the product where that rounds; after it, in the pass that writes, where it does not
     rounds = products == torch.bfloat16
     if not rounds:
-        key_shift, value_shift = value_mean @ turned, each - key_mean @ inner
+        key_shift, value_shift = value_mean @ inner_t, each - key_mean @ inner
     for images, rows in blocks(grad, len(grad), grad.shape[2]):
         part = (images, slice(None), rows)
         _write(grad_q[part], grad[part] @ back[images], 0, q[part], kernel)
@@ -127,10 +127,10 @@ def _backward(grads, inputs, kept, wanted, num_heads, scale, kernel):
         part = (images, slice(None), rows)
         if rounds:
             keys, values = ((x[part] - mean[images]).to(products) for x, mean in ((k, key_mean), (v, value_mean)))
-            _write(grad_k[part], values @ turned[images], 0, k[part], kernel)
+            _write(grad_k[part], values @ inner_t[images], 0, k[part], kernel)
             torch.add(keys @ inner[images], each[images], out=grad_v[part])
         else:
-            _write(grad_k[part], v[part] @ turned[images], key_shift[images], k[part], kernel)
+            _write(grad_k[part], v[part] @ inner_t[images], key_shift[images], k[part], kernel)
             torch.add(k[part] @ inner[images], value_shift[images], out=grad_v[part])
     if mask is not None:
         for of_keys in (grad_k, grad_v):

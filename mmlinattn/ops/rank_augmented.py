@@ -10,7 +10,7 @@ from typing import Optional, Union
 import torch
 from torch import Tensor
 
-from ..utils import foreign
+from ..utils import private_apis
 from . import dispatch
 from .dispatch import accumulation_dtype
 from .feature_maps import FEATURE_MAPS, IN_PLACE, LOWEST_EXPONENT, check_kernel
@@ -143,7 +143,7 @@ def forward(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps):
 def rala_in_place(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps=1e-6) -> Tensor:
     """:func:`rala` on a CPU without gradients, in place: ``q`` and ``k``, which share no memory, are overwritten."""
     # without units for it, half precision is cheaper to widen once than to compute with, operation by operation
-    native = q.dtype == v.dtype == torch.bfloat16 and foreign.has_bfloat16_units()
+    native = q.dtype == v.dtype == torch.bfloat16 and private_apis.has_bfloat16_units()
     dtype = q.dtype if native else torch.promote_types(accumulation_dtype(q), v.dtype)
     pair = pair_by_head(q, k, num_heads)
     both: Both = (split_heads(q, num_heads), split_heads(k, num_heads)) if pair is None else pair
@@ -202,29 +202,29 @@ def backward(grads, inputs, kept, wanted, num_heads, kernel, weight_scale, eps):
     table = None if rotary is None else rotary.to(wide)
     back = None if table is None else backwards(table)
 
-    def turned(x, table, inplace):
+    def rotated(x, table, inplace):
         return x if table is None else rotate(x, table, inplace)
 
     # out = n / m with the numerator n_i = R_i q_i S and the normaliser m_i = q_i . z + eps
     normaliser = dots(q, key_mean).add_(floor)
     d_numerator = quotient_by_head(split_heads(grads[0], num_heads), normaliser, products)
-    inner = turned((d_numerator @ state.transpose(-1, -2)).to(wide), back, True)
+    inner = rotated((d_numerator @ state.transpose(-1, -2)).to(wide), back, True)
     # n_i . d_n_i = q_i . (R_i^T S d_n_i): the numerator itself is not needed
     d_normaliser = dots(q, inner).div_(normaliser)  # times -1
     d_mean = d_normaliser.transpose(-1, -2) @ q  # times -1
     torch.addcmul(inner, d_normaliser, key_mean, value=-1, out=d_q)
-    d_state = turned(q, table, False).to(products).transpose(-1, -2) @ d_numerator
+    d_state = rotated(q, table, False).to(products).transpose(-1, -2) @ d_numerator
     if weight is None:
         d_state, d_mean = d_state / count, d_mean / count
     d_state = d_state.to(products)
     # S = sum_j w_j R_j k_j v_j^T and z = sum_j w_j k_j
-    inner = turned((v @ d_state.transpose(-1, -2)).to(wide), back, True)
+    inner = rotated((v @ d_state.transpose(-1, -2)).to(wide), back, True)
     if weight is None:
         torch.sub(inner, d_mean if real is None else d_mean * real, out=d_k)
-        d_v.copy_(turned(k, table, False).to(products) @ d_state)
+        d_v.copy_(rotated(k, table, False).to(products) @ d_state)
     else:
         torch.mul(inner.sub_(d_mean), weight, out=d_k)
-        d_v.copy_(turned(k * weight, table, True).to(products) @ d_state)
+        d_v.copy_(rotated(k * weight, table, True).to(products) @ d_state)
         # w = softmax_j(k_j . g * weight_scale) and g = mean_i q_i
         d_weight = dots(k, inner)
         d_logits = weight * (d_weight - (weight * d_weight).sum(dim=2, keepdim=True)) * weight_scale

@@ -8,7 +8,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import Tensor
 
-from ..utils import foreign
+from ..utils import private_apis
 from . import dispatch
 from .dispatch import accumulation_dtype
 
@@ -130,7 +130,7 @@ def clone_if_open(x: Tensor) -> Tensor:
 
     For another layout PyTorch compares the size with 1, and export would add that as a guard.
     """
-    if any(isinstance(size, torch.SymInt) and not foreign.is_surely_above_one(size) for size in x.shape):
+    if any(isinstance(size, torch.SymInt) and not private_apis.is_surely_above_one(size) for size in x.shape):
         return x.clone(memory_format=torch.contiguous_format)
     return x
 
@@ -223,7 +223,7 @@ def is_known(*sizes) -> bool:
     """Whether all sizes are numbers now, rather than something that a graph leaves open."""
     if any(isinstance(size, Tensor) for size in sizes):
         return False
-    return all(foreign.has_static_value(size) for size in sizes)
+    return all(private_apis.has_static_value(size) for size in sizes)
 
 
 def round_up(size, step: int):

@@ -29,12 +29,12 @@ class Windows(NamedTuple):
     @classmethod
     def fit(
         cls, height: int, width: int, window: Optional[tuple[Optional[int], Optional[int]]], shift: bool = False
-    ) -> Union['Windows', 'OpenWindows']:
+    ) -> Union['Windows', 'DynamicWindows']:
         """Windows of at most ``window`` (the whole map, or axis, where None), clipped to the map; no shift along an
         axis that holds a single window."""
         window = window or (None, None)
         if not is_known(height, width):
-            return OpenWindows(height, width, window, shift)
+            return DynamicWindows(height, width, window, shift)
         rows, columns = (size if length is None else min(length, size) for length, size in zip(window, (height, width)))
         steps = (rows // 2 if rows < height else 0, columns // 2 if columns < width else 0) if shift else (0, 0)
         return cls(height, width, (rows, columns), steps)
@@ -83,7 +83,7 @@ class Windows(NamedTuple):
             x = x.roll(self.shift, dims=(1, 2))
         return x[:, : self.height, : self.width]
 
-    def real(self, x: Tensor) -> Optional[Tensor]:
+    def token_mask(self, x: Tensor) -> Optional[Tensor]:
         """Which tokens of which window of ``x`` (B, H, W, C) are no padding: (B * windows, h * w) bool, None if all
         are real."""
         if self.padded == (self.height, self.width):
@@ -107,7 +107,7 @@ class Windows(NamedTuple):
         return self._replace(height=self.padded[0], width=self.padded[1], shift=(0, 0)).partition(region)[..., 0]
 
 
-class OpenWindows:
+class DynamicWindows:
     """:class:`Windows` of a map of dynamic size: the same operations at every size.
 
     Windows larger than the map are padded, not clipped, every window is masked, and the shift, 0 along an axis that
@@ -148,7 +148,7 @@ class OpenWindows:
         x = F.pad(x, (0, 0, 0, columns.padded - columns.size, 0, rows.padded - rows.size))
         for dim, axis in enumerate(self.axes, 1):
             if axis.shifts:
-                x = x.index_select(dim, axis.turned(1, x))
+                x = x.index_select(dim, axis.shifted(1, x))
         # not einops, which permutes and flattens in one go: `clone_if_open` goes in between
         x = unflatten(unflatten(x, 2, (columns.count, columns.window)), 1, (rows.count, rows.window))
         return clone_if_open(x.transpose(2, 3)).flatten(0, 2).flatten(1, 2)
@@ -162,15 +162,15 @@ class OpenWindows:
         for dim, axis in enumerate(self.axes, 1):
             if axis.has_windows:
                 # not a slice: exporters would have to prove that it is not longer than the map
-                x = x.index_select(dim, axis.turned(-1, x))
+                x = x.index_select(dim, axis.shifted(-1, x))
         return x
 
-    def real(self, x: Tensor) -> Optional[Tensor]:
+    def token_mask(self, x: Tensor) -> Optional[Tensor]:
         """Which tokens of which window of ``x`` (B, H, W, C) are no padding: (B * windows, h * w) bool, None where no
         size pads."""
         if not self.has_windows:
             return None
-        rows, columns = ((axis.turned(1, x, by_window=True) < axis.size) for axis in self.axes)
+        rows, columns = ((axis.shifted(1, x, by_window=True) < axis.size) for axis in self.axes)
         real = rows[:, None, :, None] & columns[None, :, None, :]
         return real.flatten(2).flatten(0, 1).repeat(x.shape[0], 1)
 
@@ -183,7 +183,7 @@ class OpenWindows:
 
 
 class Axis:
-    """Rows or columns of :class:`OpenWindows`: ``size`` of them in windows of ``window`` (None: one, of all)."""
+    """Rows or columns of :class:`DynamicWindows`: ``size`` of them in windows of ``window`` (None: one, of all)."""
 
     def __init__(self, size, window: Optional[int], shift: bool) -> None:
         self.size = size
@@ -206,7 +206,7 @@ class Axis:
         first = torch.arange(self.count, device=x.device) * self.window
         return first[:, None] + torch.arange(self.window, device=x.device)
 
-    def turned(self, direction: int, x: Tensor, by_window: bool = False) -> Tensor:
+    def shifted(self, direction: int, x: Tensor, by_window: bool = False) -> Tensor:
         """Positions before the shift (1) of the padded positions, or after it (-1) of those of the map."""
         length = self.padded if direction == 1 else self.size
         position = self.positions(x) if by_window else torch.arange(length, device=x.device)

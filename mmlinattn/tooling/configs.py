@@ -20,7 +20,7 @@ from ..engine import hooks as engine_hooks
 from ..engine.data.checks import check_names
 from ..utils.building import scope_of
 from ..utils.errors import RunError, described
-from ..utils.foreign import checkpoint_prefixes
+from ..utils.private_apis import checkpoint_prefixes
 from ..utils.registering import bare_name
 from .class_names import dataset_configs, num_classes
 from .command_line import notice, writing

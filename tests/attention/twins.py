@@ -71,7 +71,7 @@ FORMS = ['auto', 'elsewhere', 'reference']  # elsewhere: what a GPU runs, on thi
 @contextlib.contextmanager
 def form(name):
     with ops.use('reference' if name == 'reference' else 'auto'):
-        with ops.dispatch.elsewhere() if name == 'elsewhere' else contextlib.nullcontext():
+        with ops.dispatch.as_on_gpu() if name == 'elsewhere' else contextlib.nullcontext():
             yield
 
 

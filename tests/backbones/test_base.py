@@ -16,7 +16,7 @@ from torch import nn
 
 from mmlinattn.checkpoints.states import fit_backbone
 from mmlinattn.layers import PositionTable
-from mmlinattn.utils import foreign
+from mmlinattn.utils import private_apis
 
 DEIT, NEXT = 'LinearDeiT', 'LinearNextViT'
 every_host = pytest.mark.parametrize('host', ARCHS)
@@ -33,7 +33,7 @@ def blocks_of(model):
 @every_host
 def test_bfloat16_autocast_is_left_on_cpus_without_units_for_it(host, monkeypatch):
     """PyTorch's depth-wise convolutions in bfloat16 take a hundred times as long there."""
-    monkeypatch.setattr(foreign, 'has_bfloat16_units', lambda: False)
+    monkeypatch.setattr(private_apis, 'has_bfloat16_units', lambda: False)
     model, x = build(host).eval(), image().bfloat16()
     exact = model(x.float())
     with torch.autocast('cpu', torch.bfloat16):

@@ -14,10 +14,10 @@ from twins import DIM, HEADS, filled
 
 from mmlinattn.attention import GlobalAttention, StageContext
 from mmlinattn.backbones import RAVLT
-from mmlinattn.inference import Room
+from mmlinattn.inference import CPUForward
 from mmlinattn.layers import MLP, Block, ConvFFN, DWConvFFN
 
-ROOM = Room(torch.float64, torch.float64)
+ROOM = CPUForward(torch.float64, torch.float64)
 LN = dict(type='LN', eps=1e-6)
 
 
@@ -258,7 +258,7 @@ def test_functions_that_somebody_replaced(change):
 
 def test_a_device_as_a_context_replaces_nothing(monkeypatch):
     called = []
-    monkeypatch.setattr(Room, 'call', lambda self, module, *args: called.append(module) or module(*args))
+    monkeypatch.setattr(CPUForward, 'call', lambda self, module, *args: called.append(module) or module(*args))
     with torch.device('cpu'):
         RAVLT(ARCHS['RAVLT']).eval()(torch.rand(1, 3, 64, 64))
     assert called

@@ -12,7 +12,7 @@ from twins import ATTENTIONS, DIM, HEADS, filled
 
 from mmlinattn.attention import Attention, GlobalAttention, Grid, ReducedAttention, StageContext, StripeAttention
 from mmlinattn.attention import WindowAttention as Windowed
-from mmlinattn.inference import Room, regions, room
+from mmlinattn.inference import CPUForward, cpu, regions
 from mmlinattn.layers import (
     MLP,
     Block,
@@ -25,9 +25,9 @@ from mmlinattn.layers import (
     compact,
     rotary_table,
 )
-from mmlinattn.utils import foreign
+from mmlinattn.utils import private_apis
 
-ROOM = Room(torch.float64, torch.float64)
+ROOM = CPUForward(torch.float64, torch.float64)
 LN = dict(type='LN', eps=1e-6)
 ARRANGEMENTS = {
     'map': lambda spec, **kw: GlobalAttention(DIM, HEADS, spec, grid=(3, 4), **kw),
@@ -99,8 +99,8 @@ FFNS = {
 def test_strips_of_feed_forward_networks_change_nothing(name, size, monkeypatch):
     module = filled(FFNS[name]()).eval()
     x, form = torch.randn(2, *size, DIM, dtype=torch.float64), ROOM.form(module)
-    for numel in (room.STRIP_NUMEL, 40 * 8 * size[1]):
-        monkeypatch.setattr(room, 'STRIP_NUMEL', numel)
+    for numel in (cpu.STRIP_NUMEL, 40 * 8 * size[1]):
+        monkeypatch.setattr(cpu, 'STRIP_NUMEL', numel)
         torch.testing.assert_close(form(ROOM, module, x), module(x))
         assert form(ROOM, module, x[:0]).shape == (0, *size, DIM)
 
@@ -177,29 +177,29 @@ def test_another_convolution_is_called(options):
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
 def test_products(dtype, onednn, monkeypatch):
     """By oneDNN's operators or, where PyTorch is built without them, by its own."""
-    monkeypatch.setattr(foreign, 'HAS_ONEDNN', foreign.HAS_ONEDNN and onednn)
-    room, layer = Room(dtype, dtype), nn.Linear(12, 10).to(dtype)
+    monkeypatch.setattr(private_apis, 'HAS_ONEDNN', private_apis.HAS_ONEDNN and onednn)
+    cpu, layer = CPUForward(dtype, dtype), nn.Linear(12, 10).to(dtype)
     tolerance = dict(rtol=0.05, atol=0.1) if dtype == torch.bfloat16 else {}
     for x in (torch.randn(3, 11, 12, dtype=dtype), torch.randn(3, 11, 30, dtype=dtype)[..., 6:18]):
         expected = layer(x)
         strided = layer.weight.t().contiguous().t()
-        torch.testing.assert_close(room.product(x, strided, layer.bias), expected, **tolerance)
-        torch.testing.assert_close(room.linear(layer, x), expected, **tolerance)
-        torch.testing.assert_close(room.linear(layer, x, gelu=True), nn.functional.gelu(expected), **tolerance)
-        assert room.linear(layer, x[:0]).shape == (0, 11, 10)
+        torch.testing.assert_close(cpu.product(x, strided, layer.bias), expected, **tolerance)
+        torch.testing.assert_close(cpu.linear(layer, x), expected, **tolerance)
+        torch.testing.assert_close(cpu.linear(layer, x, gelu=True), nn.functional.gelu(expected), **tolerance)
+        assert cpu.linear(layer, x[:0]).shape == (0, 11, 10)
 
 
 def test_sums_are_in_place_where_types_allow():
     x, half = torch.rand(3), torch.rand(3).bfloat16()
-    assert room.added(x, torch.ones(3)) is x
+    assert cpu.added(x, torch.ones(3)) is x
     before = half.clone()
-    assert room.added(half, x).dtype == torch.float32 and torch.equal(half, before)
+    assert cpu.added(half, x).dtype == torch.float32 and torch.equal(half, before)
 
 
 def test_products_under_autocast_are_of_its_type():
-    room, layer, x = Room(torch.bfloat16, torch.float32), nn.Linear(64, 64), torch.randn(2, 40, 64)
+    cpu, layer, x = CPUForward(torch.bfloat16, torch.float32), nn.Linear(64, 64), torch.randn(2, 40, 64)
     stem, image = ConvStem(3, 8, dict(type='BN')).eval(), torch.randn(1, 32, 32, 3)
     with torch.autocast('cpu', torch.bfloat16):
-        assert room.linear(layer, x).dtype == layer(x).dtype == torch.bfloat16
-        assert room.linear(layer, x, gelu=True).dtype == room.call(stem, image).dtype == torch.bfloat16
-        torch.testing.assert_close(room.linear(layer, x), layer(x), rtol=0.05, atol=0.05)
+        assert cpu.linear(layer, x).dtype == layer(x).dtype == torch.bfloat16
+        assert cpu.linear(layer, x, gelu=True).dtype == cpu.call(stem, image).dtype == torch.bfloat16
+        torch.testing.assert_close(cpu.linear(layer, x), layer(x), rtol=0.05, atol=0.05)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mmlinattn import ops
 from mmlinattn.ops.rank_augmented import rala_in_place
-from mmlinattn.utils import foreign
+from mmlinattn.utils import private_apis
 
 pytestmark = pytest.mark.usefixtures('fast_forms')
 draws = settings(max_examples=8, deadline=None, derandomize=True, database=None)
@@ -77,7 +77,7 @@ def test_rala_in_place(given, dtype, native):
     q, k, v = (t.to(dtype) for t in (q, k, v))
     kept = v.clone()
     options.update(kernel='elu', rotary=ops.rotary_table(1, q.shape[1], 4), weight_scale=0.5)
-    with torch.inference_mode(), mock.patch.object(foreign, 'has_bfloat16_units', lambda: native):
+    with torch.inference_mode(), mock.patch.object(private_apis, 'has_bfloat16_units', lambda: native):
         expected = ops.rala(q, k, v, **options)
         tolerance = dict(rtol=0.1, atol=0.1) if dtype == torch.bfloat16 else {}
         for both in (torch.cat((q, k), dim=-1).chunk(2, dim=-1), (q, k)):

@@ -39,7 +39,7 @@ def build_local(mixer):
 def test_the_backend_is_that_of_the_device_unless_another_is_asked_for():
     x = torch.zeros(2)
     assert dispatch.backend(x) == 'cpu' == dispatch.backend(nn.Parameter(x))
-    with dispatch.elsewhere():
+    with dispatch.as_on_gpu():
         assert dispatch.backend(x) == 'eager'
     with ops.use('reference'):
         assert dispatch.backend(x) == 'reference'

@@ -7,14 +7,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from mmlinattn.ops import tensors
-from mmlinattn.utils import foreign
+from mmlinattn.utils import private_apis
 
 
 @pytest.mark.parametrize('old', [False, True])
 def test_numbers_are_known_and_tensors_are_not(old, monkeypatch):
     """Also by PyTorch before 2.5, which is asked for the type of each."""
     if old:
-        monkeypatch.delattr(foreign.symbolic_shapes, 'has_static_value', raising=False)
+        monkeypatch.delattr(private_apis.symbolic_shapes, 'has_static_value', raising=False)
     assert tensors.is_known() and tensors.is_known(3) and tensors.is_known(3, 4)
     for unknown in ((torch.tensor(3),), (3, torch.tensor(4)), (torch.tensor(4), 3)):
         assert not tensors.is_known(*unknown)

@@ -12,7 +12,7 @@ from mmengine.utils import mkdir_or_exist
 
 from ...utils import atomic_write
 from ...utils.errors import RunError
-from ...utils.foreign import turn_into
+from ...utils.private_apis import turn_into
 
 ATOMIC_BACKEND = 'mmlinattn.atomic_local'
 

@@ -12,7 +12,7 @@ from torch.fx.experimental import _config as shape_config
 from ...attention import StageContext
 from ...backbones.base import Backbone
 from ...utils.errors import RunError
-from ...utils.foreign import call_compiled, keep_sizes_open, turn_into
+from ...utils.private_apis import call_compiled, keep_sizes_open, turn_into
 
 # Inductor's own search for the memory format of convolutions compares sizes, which it cannot where they are dynamic
 # ("cannot determine truth value of Relational" in a training step, PyTorch 2.14). Ours is channels-last already.

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
-from ...utils.foreign import draw_from, number_from
+from ...utils.private_apis import draw_from, number_from
 from ..data.checks import leaf_datasets
 from ..data.findings import transforms_of
 

@@ -103,7 +103,7 @@ def mapped_backward(x, y, grad, KERNEL: tl.constexpr):
 
 
 @triton.jit
-def turned(x, cos, sin, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+def rotated(x, cos, sin, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Interleaved channel pairs turned by the angles of ``cos`` and ``sin`` (ROWS, WIDTH / 2)."""
     first, second = tl.split(tl.reshape(x, [ROWS, WIDTH // 2, 2]))
     pairs = tl.join(first * cos - second * sin, second * cos + first * sin)
@@ -204,7 +204,7 @@ def sum_keys(
         keys += y
         if HAS_ROTARY:
             cos, sin = angles(rotary, start, rows, columns, inside, channels, D, ROWS, WIDTH)
-            y = turned(y, cos, sin, ROWS, WIDTH)
+            y = rotated(y, cos, sin, ROWS, WIDTH)
         state += product(value, y, x)
     at = owner * splits + split
     put_transposed(parts + at * D * E, E, columns, columns_v, channels, channels_v, state)
@@ -237,7 +237,7 @@ def mix_values(
         normaliser = tl.sum(y * mean[None, :], 1) + floor
         if HAS_ROTARY:
             cos, sin = angles(rotary, start, rows, columns, inside, channels, D, ROWS, WIDTH)
-            y = turned(y, cos, sin, ROWS, WIDTH)
+            y = rotated(y, cos, sin, ROWS, WIDTH)
         mixed = product(y, matrix, x) / normaliser[:, None]
         put(out + tl.cast(start, tl.int64) * out_n, out_n, rows, columns_v, inside, channels_v, mixed)
 
@@ -275,13 +275,13 @@ def queries_backward(
         inner = product(g, matrix, x) / normaliser[:, None]  # of the turned query
         if HAS_ROTARY:
             cos, sin = angles(rotary, start, rows, columns, inside, channels, D, ROWS, WIDTH)
-            inner = turned(inner, cos, -sin, ROWS, WIDTH)
+            inner = rotated(inner, cos, -sin, ROWS, WIDTH)
         grad_normaliser = -tl.sum(y * inner, 1) / normaliser
         if SUM:
             grad_mean += tl.where(inside[:, None], y * grad_normaliser[:, None], 0.0)
             divided = y / normaliser[:, None]
             if HAS_ROTARY:
-                divided = turned(divided, cos, sin, ROWS, WIDTH)
+                divided = rotated(divided, cos, sin, ROWS, WIDTH)
             divided = tl.where(inside[:, None], divided, 0.0)
             g = tile_transposed(grad + tl.cast(start, tl.int64) * grad_n, grad_n, rows, columns_v, inside, channels_v)
             grad_state += product(g, divided, x)
@@ -332,13 +332,13 @@ def keys_backward(
         else:
             p = real.to(tl.float32)
         inner = product(value, matrix_transposed, x)
-        turned_y = y
+        rotated_y = y
         if HAS_ROTARY:
             cos, sin = angles(rotary, start, rows, columns, inside, channels, D, ROWS, WIDTH)
-            turned_y = turned(y, cos, sin, ROWS, WIDTH)
-            inner = turned(inner, cos, -sin, ROWS, WIDTH)
+            rotated_y = rotated(y, cos, sin, ROWS, WIDTH)
+            inner = rotated(inner, cos, -sin, ROWS, WIDTH)
         inner += mean[None, :]
-        grad_value = product(turned_y, matrix, x) * p[:, None]
+        grad_value = product(rotated_y, matrix, x) * p[:, None]
         target = grad_v + image * grad_v_b + tl.cast(start, tl.int64) * grad_v_n + head * E
         put(target, grad_v_n, rows, columns_v, inside, channels_v, grad_value)
         if WEIGHTED:

@@ -130,7 +130,7 @@ def image_size(path: Path) -> tuple[int, int]:
         raise RunError(f'{path} is no image that can be read: {described(error)}') from error
 
 
-class Form(NamedTuple):
+class ImageFormat(NamedTuple):
     """The usual size and channels of images, and mean and std where these are not ImageNet's."""
 
     width: int
@@ -141,7 +141,7 @@ class Form(NamedTuple):
     notes: list[str]
 
 
-def form_of(paths: list[Path], channels: Optional[int] = None) -> Form:
+def image_format(paths: list[Path], channels: Optional[int] = None) -> ImageFormat:
     """Look into some images, spread evenly. Those of 8 bits are read as RGB, grey ones too, as released weights want.
 
     Args:
@@ -169,7 +169,7 @@ def form_of(paths: list[Path], channels: Optional[int] = None) -> Form:
     if channels in (None, 3) and all(count in allowed and dtype == 'uint8' for count, dtype in kinds):
         grey = any(count == 1 for count, _ in kinds)
         notes = ['grey images are read as three equal channels (--channels 1: as one, without weights)'] * grey
-        return Form(width, height, 3, None, None, notes)
+        return ImageFormat(width, height, 3, None, None, notes)
     said = ', '.join(f'{path.name} {count} channel(s) of {dtype}' for (count, dtype), path in kinds.items())
     if len(kinds) > 1:
         raise RunError(f'the images are of several forms ({said}): make them one.')
@@ -180,7 +180,9 @@ def form_of(paths: list[Path], channels: Optional[int] = None) -> Form:
     if not np.isfinite(values).all():
         raise RunError(f'the images ({said}) have values that are NaN or infinite.')
     mean, std = values.mean(0).round(3).tolist(), np.maximum(values.std(0), 1e-3).round(3).tolist()
-    return Form(width, height, count, mean, std, [f'{said}: with their own mean and std, without released weights'])
+    return ImageFormat(
+        width, height, count, mean, std, [f'{said}: with their own mean and std, without released weights']
+    )
 
 
 def read_lines(path: Path) -> list[str]:

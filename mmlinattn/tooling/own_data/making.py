@@ -19,7 +19,7 @@ from ..swapping.upstream import Upstream
 from ..swapping.writing import difference, statement
 from ..swapping.zoo import find_backbone, recipes
 from .boxes import read_boxes
-from .finding import NOT_READ, Form, OwnData, find, form_of
+from .finding import NOT_READ, ImageFormat, OwnData, find, image_format
 from .labels import read_folders, read_masks
 
 TASKS = {'detection': 'mmdet', 'segmentation': 'mmseg', 'classification': 'mmpretrain'}
@@ -27,7 +27,7 @@ _BATCH = {'detection': 2, 'segmentation': 4, 'classification': 32}
 _FROM_SCRATCH = 2e-4  # learning rate of AdamW at which docs/real_images.md learns without weights
 
 
-class Wish(NamedTuple):
+class ConfigArgs(NamedTuple):
     """The arguments of the command line."""
 
     data: Path
@@ -52,7 +52,7 @@ class _Code(str):
     __repr__ = str.__str__
 
 
-def make_config(wish: Wish) -> tuple[list[str], Trial]:
+def make_config(args: ConfigArgs) -> tuple[list[str], Trial]:
     """Look at the data, write the config and its annotation files, and train and predict with it once.
 
     Returns:
@@ -61,54 +61,54 @@ def make_config(wish: Wish) -> tuple[list[str], Trial]:
     Raises:
         RunError: The data is not of the task, or not right, or no config has the backbone; in one line.
     """
-    if not wish.data.exists():
-        raise RunError(f'DATA {str(wish.data)!r}: no such folder.')
-    wish = wish._replace(data=wish.data.resolve(), out=wish.out.resolve())
-    if wish.data in wish.out.parents:
-        raise RunError(f'--out {str(wish.out)!r} is inside of DATA: write it beside, as annotation files go with it.')
-    if wish.data in (_file(wish, split) for split in ('train', 'val', 'test')):
-        raise RunError(f'--out {str(wish.out)!r}: an annotation file beside it would be written over DATA; rename it.')
-    if wish.task == 'detection':
-        data = read_boxes(wish.data)
-    elif wish.task == 'segmentation':
-        copies = wish.out.with_name(f'{wish.out.stem}_labels')
-        data = read_masks(wish.root, wish.classes, copies)
+    if not args.data.exists():
+        raise RunError(f'DATA {str(args.data)!r}: no such folder.')
+    args = args._replace(data=args.data.resolve(), out=args.out.resolve())
+    if args.data in args.out.parents:
+        raise RunError(f'--out {str(args.out)!r} is inside of DATA: write it beside, as annotation files go with it.')
+    if args.data in (_file(args, split) for split in ('train', 'val', 'test')):
+        raise RunError(f'--out {str(args.out)!r}: an annotation file beside it would be written over DATA; rename it.')
+    if args.task == 'detection':
+        data = read_boxes(args.data)
+    elif args.task == 'segmentation':
+        copies = args.out.with_name(f'{args.out.stem}_labels')
+        data = read_masks(args.root, args.classes, copies)
     else:
-        data = read_folders(wish.root)
-    skipped = find(wish.root, *NOT_READ)
+        data = read_folders(args.root)
+    skipped = find(args.root, *NOT_READ)
     if skipped:
         data.notes.append(f'{len(skipped)} files are of a kind that is not read, as {skipped[0].name}: left out')
-    form = form_of(data.images['train'], wish.channels)
-    base = _base(wish, data)
+    form = image_format(data.images['train'], args.channels)
+    base = _base(args, data)
     cfg = Config.fromfile(str(project_files('configs') / f'{base}.py'))
-    values, notes = _values(wish, data, form, cfg, base.rpartition('/')[2])
+    values, notes = _values(args, data, form, cfg, base.rpartition('/')[2])
     for split, text in data.annotations.items():
-        _file(wish, split).write_text(text, encoding='utf-8')
+        _file(args, split).write_text(text, encoding='utf-8')
     counts = ', '.join(f'{len(paths)} of {split}' for split, paths in data.images.items())
     found = f'{data.kind}: {counts}; {len(data.classes)} classes: {", ".join(data.classes)}'
     first = f'# {printable(found)}; by tools/make_config.py of mmlinattn\n_base_ = {f"mmlinattn::{base}.py"!r}\n\n'
     said = ''.join(statement(key, value) for key, value in values.items())
-    wish.out.write_text(first + said, encoding='utf-8')
-    return [found, *data.notes, *form.notes, *notes], _try(wish)
+    args.out.write_text(first + said, encoding='utf-8')
+    return [found, *data.notes, *form.notes, *notes], _try(args)
 
 
-def _base(wish: Wish, data: OwnData) -> str:
+def _base(args: ConfigArgs, data: OwnData) -> str:
     """The config to inherit."""
     order = ['retinanet_1x', 'maskrcnn_1x', 'cascade_3x', 'fpn_80k', 'upernet_160k', 'in1k']
     order = order[1:] + order[:1] if data.masks else order
-    scope = TASKS[wish.task]
+    scope = TASKS[args.task]
     there = {name: kinds for (name, other), kinds in recipes().items() if other == scope}
-    kind = next((kind for kind in order if kind in there.get(wish.backbone, ())), None)
+    kind = next((kind for kind in order if kind in there.get(args.backbone, ())), None)
     if kind is None:
         raise RunError(
-            f'--backbone {wish.backbone!r} has no config for {wish.task}; these have: {", ".join(sorted(there))}'
+            f'--backbone {args.backbone!r} has no config for {args.task}; these have: {", ".join(sorted(there))}'
         )
-    return f'{scope}/{wish.backbone}_{kind}'
+    return f'{scope}/{args.backbone}_{kind}'
 
 
-def _file(wish: Wish, split: str) -> Path:
+def _file(args: ConfigArgs, split: str) -> Path:
     """The annotation file of a split, beside the config."""
-    return wish.out.with_name(f'{wish.out.stem}_{split}.{"json" if wish.task == "detection" else "txt"}')
+    return args.out.with_name(f'{args.out.stem}_{split}.{"json" if args.task == "detection" else "txt"}')
 
 
 def _fitted(node: Any, num_classes: int) -> Any:
@@ -125,9 +125,11 @@ def _fitted(node: Any, num_classes: int) -> Any:
     return out
 
 
-def _values(wish: Wish, data: OwnData, form: Form, cfg: Config, stem: str) -> tuple[dict[str, Any], list[str]]:
+def _values(
+    args: ConfigArgs, data: OwnData, form: ImageFormat, cfg: Config, stem: str
+) -> tuple[dict[str, Any], list[str]]:
     """The settings of the config, name -> value, and notes on them for the user."""
-    whole, batch = cfg.to_dict(), wish.batch or _BATCH[wish.task]
+    whole, batch = cfg.to_dict(), args.batch or _BATCH[args.task]
     notes: list[str] = []
     values: dict[str, Any] = dict(metainfo=dict(classes=tuple(data.classes)))
     model = _fitted(whole['model'], len(data.classes))
@@ -135,8 +137,8 @@ def _values(wish: Wish, data: OwnData, form: Form, cfg: Config, stem: str) -> tu
         model['type'] = model['type'].replace('MaskRCNN', 'FasterRCNN')
         model['roi_head'].update(mask_roi_extractor=None, mask_head=None)
 
-    weights = find_backbone(wish.backbone, TASKS[wish.task]).checkpoint
-    is_scratch = wish.scratch or form.mean is not None or weights is None
+    weights = find_backbone(args.backbone, TASKS[args.task]).checkpoint
+    is_scratch = args.scratch or form.mean is not None or weights is None
     if is_scratch:
         notes.append('it learns from scratch' + ': no weights of this backbone are released' * (weights is None))
     is_whole = not is_scratch and stem in released_checkpoints()
@@ -147,40 +149,40 @@ def _values(wish: Wish, data: OwnData, form: Form, cfg: Config, stem: str) -> tu
     if is_whole:
         values['load_from'] = f'mmlinattn://{stem}'
 
-    seen: dict[str, Any] = dict(num_classes=len(data.classes)) if wish.task == 'classification' else {}
+    seen: dict[str, Any] = dict(num_classes=len(data.classes)) if args.task == 'classification' else {}
     if form.mean is not None and form.std is not None:
         model['backbone']['in_channels'] = form.channels
         mean, std = form.mean, form.std
-        if wish.task == 'detection' and len(mean) not in (1, 3):  # MMEngine takes no others
+        if args.task == 'detection' and len(mean) not in (1, 3):  # MMEngine takes no others
             mean, std = [sum(mean) / len(mean)], [sum(std) / len(std)]
-        flag = 'to_rgb' if wish.task == 'classification' else 'bgr_to_rgb'
+        flag = 'to_rgb' if args.task == 'classification' else 'bgr_to_rgb'
         seen.update({'mean': mean, 'std': std, flag: False})
-    train, test, size = _pipelines(wish, data, form, cfg)
-    if wish.task == 'segmentation':
+    train, test, size = _pipelines(args, data, form, cfg)
+    if args.task == 'segmentation':
         seen['size'] = (size, size)
-    if wish.task == 'classification':
+    if args.task == 'classification':
         values['data_preprocessor'] = seen
     else:
         model['data_preprocessor'] = {**model['data_preprocessor'], **seen}
     values.update(model=difference(whole['model'], model), train_pipeline=train, test_pipeline=test)
 
-    kind = {'segmentation': 'BaseSegDataset', 'classification': 'CustomDataset'}.get(wish.task)
+    kind = {'segmentation': 'BaseSegDataset', 'classification': 'CustomDataset'}.get(args.task)
     for split in data.images:
         values[f'{split}_dataloader'] = loader = dict[str, Any](num_workers=2)
         dataset: dict[str, Any] = dict(_delete_=True, type=kind) if kind else {}
-        dataset.update(data_root=f'{wish.root}/', metainfo=_Code('metainfo'), ann_file=str(_file(wish, split)))
+        dataset.update(data_root=f'{args.root}/', metainfo=_Code('metainfo'), ann_file=str(_file(args, split)))
         dataset.update(data.settings[split], pipeline=_Code('train_pipeline' if split == 'train' else 'test_pipeline'))
         loader['dataset'] = dataset
-        if split == 'train' and wish.task == 'detection':  # all that was counted: background, and images below 32 px
+        if split == 'train' and args.task == 'detection':  # all that was counted: background, and images below 32 px
             dataset['filter_cfg'] = dict(filter_empty_gt=False, min_size=1)
-        if split == 'train' or wish.task == 'classification':
+        if split == 'train' or args.task == 'classification':
             loader['batch_size'] = batch
         if split == 'train':
             continue
-        if wish.task == 'detection':
+        if args.task == 'detection':
             metric = ['bbox', 'segm'] if data.masks else 'bbox'
-            values[f'{split}_evaluator'] = dict(ann_file=str(_file(wish, split)), metric=metric, classwise=True)
-        elif wish.task == 'classification':
+            values[f'{split}_evaluator'] = dict(ann_file=str(_file(args, split)), metric=metric, classwise=True)
+        elif args.task == 'classification':
             values[f'{split}_evaluator'] = dict(topk=(1, 5) if len(data.classes) > 5 else (1,))
         if kind:
             dataset['test_mode'] = True
@@ -194,29 +196,29 @@ def _values(wish: Wish, data: OwnData, form: Form, cfg: Config, stem: str) -> tu
     rate = _FROM_SCRATCH if is_scratch else float(f'{given * batch / base_batch:.2g}')
     values['optim_wrapper'] = dict(optimizer=dict(lr=rate))
     values['auto_scale_lr'] = dict(base_batch_size=batch)
-    values.update(_schedule(wish.task, len(data.images['train']) / batch, cfg))
+    values.update(_schedule(args.task, len(data.images['train']) / batch, cfg))
     said = '' if is_scratch else f" (the recipe's {given:g} is for {base_batch})"
     notes.append(f'learning rate {rate:g} for {batch} images a step{said}')
     return values, notes
 
 
-def _pipelines(wish: Wish, data: OwnData, form: Form, cfg: Config) -> tuple[Any, Any, int]:
+def _pipelines(args: ConfigArgs, data: OwnData, form: ImageFormat, cfg: Config) -> tuple[Any, Any, int]:
     """Transforms of training and test, and the side of the images in training."""
     loading: dict[str, Any] = dict(type='LoadImageFromFile')
     if form.mean is not None:
         loading.update(color_type='unchanged', to_float32=True)
     flip: dict[str, Any] = dict(type='RandomFlip', prob=0.5)
     long, short = max(form.width, form.height), min(form.width, form.height)
-    if wish.task == 'detection':
-        shrink = wish.size / long if wish.size else min(1, 1333 / long, 800 / short)
+    if args.task == 'detection':
+        shrink = args.size / long if args.size else min(1, 1333 / long, 800 / short)
         scale = (round(long * shrink), round(short * shrink))
         resize = dict(type='Resize', scale=scale, keep_ratio=True)
         drawn = dict(type='LoadAnnotations', with_bbox=True, **(dict(with_mask=True) if data.masks else {}))
         keys = ('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor')
         train = [loading, drawn, resize, flip, dict(type='PackDetInputs')]
         return train, [loading, resize, drawn, dict(type='PackDetInputs', meta_keys=keys)], max(scale)
-    if wish.task == 'segmentation':
-        side = wish.size or max(32, min(512, short // 32 * 32))
+    if args.task == 'segmentation':
+        side = args.size or max(32, min(512, short // 32 * 32))
         drawn, pack = dict(type='LoadAnnotations'), dict(type='PackSegInputs')
         whole = [dict(type='Resize', scale=(2048, 1024), keep_ratio=True)] if long > 2048 else []
         zoom = dict(
@@ -226,7 +228,7 @@ def _pipelines(wish: Wish, data: OwnData, form: Form, cfg: Config) -> tuple[Any,
         colours = [dict(type='PhotoMetricDistortion')] if form.mean is None else []
         return [loading, drawn, zoom, crop, flip, *colours, pack], [loading, *whole, drawn, pack], side
     given = next(step for step in cfg.train_pipeline if step.type == 'RandomResizedCrop').scale
-    side = wish.size or given
+    side = args.size or given
     if form.mean is None and side == given:
         return _Code('_base_.train_pipeline'), _Code('_base_.test_pipeline'), side
     cut, pack = dict(type='RandomResizedCrop', scale=side), dict(type='PackInputs')
@@ -267,11 +269,11 @@ def _schedule(task: str, steps: float, cfg: Config) -> dict[str, Any]:
     )
 
 
-def _try(wish: Wish) -> Trial:
+def _try(args: ConfigArgs) -> Trial:
     """One training step and one prediction, on images of the data; those of a detector made smaller."""
-    cfg, scope = read_config(str(wish.out)), TASKS[wish.task]
+    cfg, scope = read_config(str(args.out)), TASKS[args.task]
     init_default_scope(scope)
-    source = Upstream(str(wish.out), cfg, scope)
+    source = Upstream(str(args.out), cfg, scope)
     try:
         batches = []
         for key, batch in (('train_dataloader', 2), ('val_dataloader', 1)):
@@ -284,9 +286,9 @@ def _try(wish: Wish) -> Trial:
                     step.scale = tuple(max(32, side * 384 // max(384, *step.scale)) for side in step.scale)
             batches.append(next(iter(Runner.build_dataloader(loader, seed=0))))
     except Exception as error:  # transforms and data sets raise anything
-        raise RunError(f'{wish.out}: the data cannot be read: {printable(described(error))}') from error
+        raise RunError(f'{args.out}: the data cannot be read: {printable(described(error))}') from error
     size = source.image_size or (384, 384)
     trial = try_model(source.model, source, size, cfg.optim_wrapper.to_dict(), (batches[0], batches[1]))
     if trial.stops:
-        raise RunError(f'{wish.out}: {trial.stops}')
+        raise RunError(f'{args.out}: {trial.stops}')
     return trial

@@ -15,7 +15,7 @@ from torch import nn
 
 import mmlinattn
 from mmlinattn.tooling.export import FORMATS, ExportableModel, Sizes, export_model, formats, models
-from mmlinattn.utils import foreign
+from mmlinattn.utils import private_apis
 from mmlinattn.utils.errors import RunError
 
 INF = float('inf')
@@ -298,7 +298,7 @@ class Pyramid(nn.Module):
         return self.neck([self.backbone(x)])
 
 
-@pytest.mark.skipif(not foreign.CAN_BE_SIZE_OBLIVIOUS, reason='since torch 2.6')
+@pytest.mark.skipif(not private_apis.CAN_BE_SIZE_OBLIVIOUS, reason='since torch 2.6')
 def test_a_graph_of_a_detector_serves_sizes_whose_last_levels_are_odd(tmp_path):
     pytest.importorskip('mmdet.models')
     sizes = Sizes(1, 96, 160, dynamic=True)

@@ -15,7 +15,7 @@ from mmlinattn.utils.errors import RunError
 
 @pytest.fixture
 def untried(monkeypatch):
-    monkeypatch.setattr(making, '_try', lambda wish: None)
+    monkeypatch.setattr(making, '_try', lambda args: None)
 
 
 def noise(shape, dtype=np.uint8, high=250):
@@ -35,9 +35,9 @@ def boxes(root, outline=(), shape=(480, 640, 3), dtype=np.uint8):
 
 
 def made(root, task, backbone, **more):
-    wish = making.Wish(root, task, backbone, root.parent / 'mine.py', **more)
-    lines, _ = making.make_config(wish)
-    return Config.fromfile(str(wish.out)), lines
+    args = making.ConfigArgs(root, task, backbone, root.parent / 'mine.py', **more)
+    lines, _ = making.make_config(args)
+    return Config.fromfile(str(args.out)), lines
 
 
 def heads(cfg):
@@ -108,7 +108,7 @@ def test_what_is_refused(tmp_path, untried, capsys):
     ):
         made(root, 'detection', 'flatten_swin_b')
     with pytest.raises(RunError, match='is inside of DATA'):
-        making.make_config(making.Wish(root, 'detection', 'ravlt_t', root / 'mine.py'))
+        making.make_config(making.ConfigArgs(root, 'detection', 'ravlt_t', root / 'mine.py'))
     with pytest.raises(RunError, match='would be written over DATA'):
         made(text(tmp_path / 'mine_train.json', '{}'), 'detection', 'ravlt_t')
     common = ['--task', 'detection', '--backbone', 'ravlt_t', '--out']
@@ -127,10 +127,10 @@ def test_what_is_refused(tmp_path, untried, capsys):
 def test_data_that_does_not_load_is_one_line(tmp_path, monkeypatch):
     root, values = boxes(tmp_path / 'data'), making._values
 
-    def lose(wish, data, *more):  # what was looked at a moment ago
+    def lose(args, data, *more):  # what was looked at a moment ago
         for path in data.images['train']:
             path.write_bytes(b'')
-        return values(wish, data, *more)
+        return values(args, data, *more)
 
     monkeypatch.setattr(making, '_values', lose)
     with pytest.raises(RunError, match='mine.py: the data cannot be read: '):

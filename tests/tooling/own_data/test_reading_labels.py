@@ -159,7 +159,7 @@ def test_folders_that_are_refused(tmp_path, counts, said):
     ],
 )
 def test_channels(tmp_path, pixels, channels, expected):
-    form = finding.form_of([picture(tmp_path / 'a.png', pixels)], channels)
+    form = finding.image_format([picture(tmp_path / 'a.png', pixels)], channels)
     is_plain = expected == 3
     assert (form.channels, form.width, form.height, form.mean is None) == (expected, 9, 8, is_plain)
     assert is_plain or form.mean == [pixels.max()] * expected
@@ -167,7 +167,7 @@ def test_channels(tmp_path, pixels, channels, expected):
 
 def test_a_fourth_channel_that_is_full_in_some_images(tmp_path):
     paths = [picture(tmp_path / f'{value}.png', np.full((8, 9, 4), value, np.uint8)) for value in (255, 55)]
-    form = finding.form_of(paths)
+    form = finding.image_format(paths)
     assert (form.channels, form.mean) == (4, [155] * 4)
 
 
@@ -175,9 +175,9 @@ def test_images_of_several_forms(tmp_path):
     shapes = dict(a=((8, 8), np.uint16), b=((8, 8, 3), np.uint8))
     paths = [picture(tmp_path / f'{name}.png', np.zeros(*shape)) for name, shape in shapes.items()]
     with pytest.raises(RunError, match='several forms'):
-        finding.form_of(paths)
+        finding.image_format(paths)
     with pytest.raises(RunError, match='c.png'):
-        finding.form_of([text(tmp_path / 'c.png', 'no image')])
+        finding.image_format([text(tmp_path / 'c.png', 'no image')])
 
 
 @pytest.mark.parametrize('other', ['__MACOSX', 'results/plots'])

@@ -30,12 +30,12 @@ from ..layers import (
 from ..layers.compact import BranchedLinear, merges
 from ..layers.patch_embed import is_foldable, norm_tokens
 from ..ops import dispatch
-from ..utils import foreign
-from ..utils.foreign import is_altered
+from ..utils import private_apis
+from ..utils.private_apis import is_altered
 
 STRIP_NUMEL = 2**22  # of the hidden map of a feed-forward network: 16 MiB in float32
 
-# class -> form(room, module, *args)
+# class -> form(cpu, module, *args)
 FORMS: dict[type, Callable] = {}
 CALLS_PARTS: set[Callable] = set()  # forms that use no weights of their parts, but ask for the parts' own forms
 # classes whose weights say all that they compute
@@ -93,7 +93,7 @@ def added(x: Tensor, y: Tensor) -> Tensor:
     return x.add_(y) if x.dtype == y.dtype else x + y
 
 
-class Room:
+class CPUForward:
     """One forward pass on a CPU without gradients.
 
     Args:
@@ -133,7 +133,7 @@ class Room:
         """``x @ weight.T + bias``, or its GELU by the pass that writes the product."""
         x, weight, bias = self.cast(x), self.cast(weight), self.cast(bias)
         if self.onednn and x.numel() and weight.is_contiguous():
-            return foreign.LINEAR(x, weight, bias, 'gelu' if gelu else 'none', [], 'none' if gelu else '')
+            return private_apis.LINEAR(x, weight, bias, 'gelu' if gelu else 'none', [], 'none' if gelu else '')
         out = F.linear(x, weight, bias)
         return F.gelu(out) if gelu else out
 
@@ -144,7 +144,9 @@ class Room:
             weight, bias = fold_batch_norm(layer, norm)
         x, weight, bias = self.cast(x), self.cast(weight), self.cast(bias)
         if gelu and self.onednn and x.numel():
-            return foreign.CONV(x, weight, bias, layer.padding, layer.stride, [1, 1], layer.groups, 'gelu', [], 'none')
+            return private_apis.CONV(
+                x, weight, bias, layer.padding, layer.stride, [1, 1], layer.groups, 'gelu', [], 'none'
+            )
         out = F.conv2d(x, weight, bias, layer.stride, layer.padding, 1, layer.groups)
         return F.gelu(out) if gelu else out
 
@@ -173,29 +175,29 @@ class Room:
 
 
 @form_of(Block, SourceBlock, TokenBlock)
-def block(room: Room, self: Any, x: Tensor, stage) -> Tensor:
+def block(cpu: CPUForward, self: Any, x: Tensor, stage) -> Tensor:
     if self.drop_path.training:  # Monte Carlo dropout
         return self(x, stage)
     if self.position is not None:
-        x = room.call(self.position, x)
+        x = cpu.call(self.position, x)
     source = dict(source=x) if type(self) is SourceBlock else {}
-    x = _add_branch(room, self, x, self.norm1, self.attn, self.gamma1, stage, **source)
+    x = _add_branch(cpu, self, x, self.norm1, self.attn, self.gamma1, stage, **source)
     if type(self) is TokenBlock:
         return self.add(x, self.feed_forward(x, stage), self.gamma2)
-    return _add_branch(room, self, x, self.norm2, self.ffn, self.gamma2)
+    return _add_branch(cpu, self, x, self.norm2, self.ffn, self.gamma2)
 
 
 CALLS_PARTS.add(block)
 
 
 def _add_branch(
-    room: Room, self: Any, x: Tensor, norm, branch: nn.Module, gamma: Optional[Tensor], *args, **kwargs
+    cpu: CPUForward, self: Any, x: Tensor, norm, branch: nn.Module, gamma: Optional[Tensor], *args, **kwargs
 ) -> Tensor:
     """``x + branch(norm(x)) * gamma``, in place of a result that nobody else has."""
-    form = room.form(branch)
+    form = cpu.form(branch)
     if form is None:
         return self.add(x, branch(norm_tokens(norm, x), *args, **kwargs), gamma)
-    out = form(room, branch, norm_tokens(functools.partial(room.norm, norm), x), *args, **kwargs)
+    out = form(cpu, branch, norm_tokens(functools.partial(cpu.norm, norm), x), *args, **kwargs)
     if gamma is None:
         return added(out, x)
     return torch.addcmul(x, out, gamma, out=out) if out.dtype == x.dtype == gamma.dtype else self.add(x, out, gamma)
@@ -205,42 +207,42 @@ def _add_branch(
 
 
 @form_of(MLP)
-def mlp(room: Room, self: Any, x: Tensor) -> Tensor:
+def mlp(cpu: CPUForward, self: Any, x: Tensor) -> Tensor:
     def hidden(part):
-        return room.linear(self.fc1, part, gelu=True)
+        return cpu.linear(self.fc1, part, gelu=True)
 
-    return _in_strips(room, self, x, hidden, 0)
+    return _in_strips(cpu, self, x, hidden, 0)
 
 
 @form_of(ConvFFN)
-def conv_ffn(room: Room, self: Any, x: Tensor) -> Tensor:
+def conv_ffn(cpu: CPUForward, self: Any, x: Tensor) -> Tensor:
     if type(self.dwconv) is not ResidualDWConv or not self.dwconv.of_gelu:
         return self(x)
 
     def hidden(part):
-        part = room.linear(self.fc1, part, gelu=True).permute(0, 3, 1, 2)
-        return room.residual_conv(part, self.dwconv).permute(0, 2, 3, 1)
+        part = cpu.linear(self.fc1, part, gelu=True).permute(0, 3, 1, 2)
+        return cpu.residual_conv(part, self.dwconv).permute(0, 2, 3, 1)
 
-    return _in_strips(room, self, x, hidden, self.dwconv.kernel_size[0] // 2)
+    return _in_strips(cpu, self, x, hidden, self.dwconv.kernel_size[0] // 2)
 
 
 @form_of(DWConvFFN)
-def dwconv_ffn(room: Room, self: Any, x: Tensor) -> Tensor:
+def dwconv_ffn(cpu: CPUForward, self: Any, x: Tensor) -> Tensor:
     if type(self.dwconv) is not nn.Conv2d or self.dwconv.stride != (1, 1):
         return self(x)
 
     def hidden(part):
-        return room.conv(room.linear(self.fc1, part).permute(0, 3, 1, 2), self.dwconv, gelu=True).permute(0, 2, 3, 1)
+        return cpu.conv(cpu.linear(self.fc1, part).permute(0, 3, 1, 2), self.dwconv, gelu=True).permute(0, 2, 3, 1)
 
-    return _in_strips(room, self, x, hidden, self.dwconv.kernel_size[0] // 2)
+    return _in_strips(cpu, self, x, hidden, self.dwconv.kernel_size[0] // 2)
 
 
-def _in_strips(room: Room, self: Any, x: Tensor, hidden: Callable, halo: int) -> Tensor:
+def _in_strips(cpu: CPUForward, self: Any, x: Tensor, hidden: Callable, halo: int) -> Tensor:
     """``fc2(hidden(x))``, large maps in strips of rows: the hidden map, several times as wide as its
     input, is never allocated whole. ``halo``: rows above and below that a row of the hidden map depends on."""
     numel = x.numel() // x.shape[-1] * self.hidden_dim
     if numel <= 2 * STRIP_NUMEL:
-        return room.linear(self.fc2, hidden(x))
+        return cpu.linear(self.fc2, hidden(x))
     height = x.shape[1]
     out: Any = None
     rows = max(STRIP_NUMEL // (numel // (x.shape[0] * height)), 8 * halo, 1)
@@ -249,7 +251,7 @@ def _in_strips(room: Room, self: Any, x: Tensor, hidden: Callable, halo: int) ->
             bottom = min(top + rows, height)
             first, last = max(top - halo, 0), min(bottom + halo, height)
             made = hidden(x[i : i + 1, first:last])[:, top - first : bottom - first]
-            made = room.linear(self.fc2, made)
+            made = cpu.linear(self.fc2, made)
             if out is None:
                 out = made.new_empty(*x.shape[:-1], made.shape[-1])
             out[i, top:bottom] = made[0]
@@ -257,32 +259,32 @@ def _in_strips(room: Room, self: Any, x: Tensor, hidden: Callable, halo: int) ->
 
 
 @form_of(BranchedLinear)
-def branched_linear(room: Room, self: Any, x: Tensor) -> Tensor:
+def branched_linear(cpu: CPUForward, self: Any, x: Tensor) -> Tensor:
     """Batch norms that are fixed make the branches one matrix."""
     if not all(map(merges, self.linears, self.norms)):
         return self(x)
-    return room.product(x, *self.merged_weights())
+    return cpu.product(x, *self.merged_weights())
 
 
 @form_of(FactorisedLinear)
-def factorised_linear(room: Room, self: Any, x: Tensor) -> Tensor:
-    x = room.linear(self.down, x)
+def factorised_linear(cpu: CPUForward, self: Any, x: Tensor) -> Tensor:
+    x = cpu.linear(self.down, x)
     if type(self.up) is nn.Linear and self.up.bias is not None:
-        return room.product(x, self.up.weight, self.up.bias + self.bias)
-    return room.call(self.up, x) + self.bias
+        return cpu.product(x, self.up.weight, self.up.bias + self.bias)
+    return cpu.call(self.up, x) + self.bias
 
 
 # --- convolutions -----------------------------------------------------------------------------------------------------
 
 
 @form_of(ResidualDWConv)
-def residual_dwconv(room: Room, self: Any, x: Tensor) -> Tensor:
+def residual_dwconv(cpu: CPUForward, self: Any, x: Tensor) -> Tensor:
     image = (F.gelu(x) if self.of_gelu else x).permute(0, 3, 1, 2)
-    return room.residual_conv(image, self).permute(0, 2, 3, 1)
+    return cpu.residual_conv(image, self).permute(0, 2, 3, 1)
 
 
 @form_of(ConvStem, ConvDownsample)
-def conv_norms(room: Room, self: Any, x: Tensor) -> Tensor:
+def conv_norms(cpu: CPUForward, self: Any, x: Tensor) -> Tensor:
     """Batch norms are folded into the convolutions before them, GELU is part of the pass that writes their results."""
     layers, is_gelu = list(self.layers), False
     x = x.permute(0, 3, 1, 2)
@@ -295,5 +297,5 @@ def conv_norms(room: Room, self: Any, x: Tensor) -> Tensor:
             x = F.gelu(x)
         norm = layers.pop(0) if layers and is_foldable(layers[0]) else None
         is_gelu = bool(layers) and type(layers[0]) is ConvOfGELU
-        x = room.conv(x, layer, norm, is_gelu)
+        x = cpu.conv(x, layer, norm, is_gelu)
     return x.permute(0, 2, 3, 1)
