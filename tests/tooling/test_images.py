@@ -40,6 +40,7 @@ KEEP = dict(type='Resize', scale=(1333, 800), keep_ratio=True)
         ('mmdet', [dict(RESIZE, keep_ratio=False)], dict(data_preprocessor=dict(pad_size_divisor=64)), (512, 640)),
         ('mmseg', [RESIZE], dict(data_preprocessor=dict(test_cfg=dict(size_divisor=64))), (512, 640)),
         ('mmdet', [KEEP, dict(type='Pad', size=(640, 608))], {}, (608, 640)),
+        ('mmdet', [KEEP, dict(type='Pad', size_divisor=32)], {}, (800, 1216)),
         ('mmdet', [], {}, (800, 1216)),
     ],
 )

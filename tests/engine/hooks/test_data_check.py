@@ -230,7 +230,7 @@ def test_files_that_are_no_coco(tmp_path, text, words):
     assert words in files.read_coco(str(tmp_path / 'a.json'))['fault']
 
 
-def test_what_may_be_in_a_coco_file(tmp_path):
+def test_what_may_be_in_a_coco_file(look, tmp_path):
     """Turned photographs, images that are not there, objects of no area, images without objects."""
     exif = Image.Exif()
     exif[files._ORIENTATION] = 6
@@ -242,6 +242,10 @@ def test_what_may_be_in_a_coco_file(tmp_path):
     assert facts['fault'] == files.fault_of_sizes(facts['images'], str(tmp_path), True) == ''
     assert 'turned by its EXIF data' in files.fault_of_sizes([[1, 'turned.jpg', 40, 30]], str(tmp_path), True)
     assert files.fault_of_sizes([[1, 'turned.jpg', 40, 30]], str(tmp_path), False) == ''
+    for form, turns in (('color', True), ('unchanged', False), ('color_ignore_orientation', False)):
+        data = coco_data(file, pipeline=[dict(type='LoadImageFromFile', color_type=form)])
+        line, _ = look(DETECTOR, train=[data])
+        assert ('width x height is 30x40 in it, and 40x30 in the image' in line) != turns, line
     content = json.loads(file.read_text())
     del content['annotations']
     file.write_text(json.dumps(content))

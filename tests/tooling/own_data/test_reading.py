@@ -254,6 +254,8 @@ def test_coco_files_whose_images_may_be_in_two_folders(tmp_path):
     for split in ('train', 'val'):
         assert [name for name, *_ in boxes_of(data, split)] == [f'{split}/0.jpg', f'{split}/1.jpg']
     assert json.loads(data.annotations['train'])['annotations'][0]['area'] == 600
+    text(tmp_path / 'train.json', coco(['0.jpg', '1.jpg'], area=0))
+    assert json.loads(read(tmp_path).annotations['train'])['annotations'][0]['area'] == 600
     (tmp_path / 'train' / '0.jpg').unlink()
     assert boxes_of(read(tmp_path))[0][0] == 'images/0.jpg'
     (tmp_path / 'images').rename(tmp_path / 'more')
@@ -281,10 +283,13 @@ def test_coco_in_one_file(tmp_path):
         picture(tmp_path / f'{i}.jpg')
     content = coco([f'{i}.jpg' for i in range(4)], segmentation=[[4, 8, 24, 8, 24, 38]])
     more = [dict(id=100 + i, name=f'a class of a long name, number {i}') for i in range(99)]
-    text(tmp_path / 'result.json', dict(categories=[*content.pop('categories'), *more], **content))
-    data = read(tmp_path)
+    content = dict(categories=[*content.pop('categories'), *more], **content)  # in this order
+    data = read(text(tmp_path / 'result.json', content).parent)
     assert data.masks and len(data.images['train']) == 3 and len(data.images['val']) == 1
     assert len(data.classes) == 101
+    content['annotations'][0]['segmentation'] = []
+    data = read(text(tmp_path / 'result.json', content))
+    assert not data.masks and '1 of 4 objects have no outline: boxes alone are learnt' in data.notes
 
 
 def test_splits_without_boxes(tmp_path):
@@ -333,6 +338,8 @@ XML = VOC.format(w=HEIGHT, h=WIDTH, objects=OBJECT.format(name='a', box=(1, 1, 9
         ),
         ({'labels/0.txt': '0 24 12 40 36', 'classes.txt': 'a'}, 'shares of the image'),
         ({'labels/0.txt': '0 nan 0.5 0.1 0.1', 'classes.txt': 'a'}, 'shares of the image'),
+        ({'labels/0.txt': '0 0.1 0.2 0.3 0.4 0.5', 'classes.txt': 'a'}, 'is no class and x y width height, or x y of'),
+        ({'labels/0.txt': '0 0.1 0.2 0.3 0.4 0.5 0.6 0.7', 'classes.txt': 'a'}, 'is no class and x y width height'),
         ({'data.yaml': 'names: {1: a, 2: b}'}, 'names have the numbers [1, 2]; they have to be 0 to 1'),
         ({'data.yaml': 'names: coco.names'}, "names = 'coco.names' has to be a list"),
         ({'classes.txt': 'a'}, 'no box in it'),

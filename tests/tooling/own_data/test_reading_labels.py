@@ -88,11 +88,31 @@ def test_masks_as_mmsegmentation_reads_them_stay(tmp_path):
         (dict(values=[0, 1], shape=(3, 3)), 'has not the size'),
         (dict(values=[0, 1, 2], shape=(HEIGHT, WIDTH, 3)), 'has colours'),
         (dict(values=[0, 0.5], dtype=np.float32, suffix='.tif'), 'has values with fractions'),
+        (dict(values=[0, 65536], dtype=np.int32, suffix='.tif'), 'has values from 0 to 65536: labels are 0 to 254'),
+        (dict(values=[-1, 1], dtype=np.int32, suffix='.tif'), 'has values from -1 to 1'),
     ],
 )
 def test_masks_that_are_refused(tmp_path, how, said):
     with pytest.raises(RunError, match=said):
         masks(tmp_path / 'data', **how)
+
+
+@pytest.mark.parametrize(
+    'how',
+    [
+        dict(values=[0, 1], dtype=np.float32, suffix='.tif'),
+        dict(values=[0, 1], dtype=np.uint16),
+        dict(values=[0, 0, 0, 1, 1, 1], shape=(HEIGHT, WIDTH, 3)),  # grey, as RGB
+        dict(values=[0, 9, 1, 9], shape=(HEIGHT, WIDTH, 2)),  # with alpha
+    ],
+    ids=str,
+)
+def test_masks_that_are_copied(tmp_path, how):
+    data = masks(tmp_path / 'data', **how)
+    copies = data.settings['train']['data_prefix']['seg_map_path']
+    copy = Image.open(copies + data.annotations['train'].split()[0] + how.get('suffix', '.png'))
+    assert (copy.mode, np.unique(copy).tolist()) == ('L', [0, 1])
+    assert f'label images are copied to {tmp_path}/mine_labels: one number a pixel' in data.notes
 
 
 @pytest.mark.parametrize(
@@ -163,6 +183,12 @@ def test_channels(tmp_path, pixels, channels, expected):
     is_plain = expected == 3
     assert (form.channels, form.width, form.height, form.mean is None) == (expected, 9, 8, is_plain)
     assert is_plain or form.mean == [pixels.max()] * expected
+    assert any('grey images are read as three' in note for note in form.notes) == (is_plain and pixels.ndim == 2)
+
+
+def test_images_whose_values_are_no_numbers(tmp_path):
+    with pytest.raises(RunError, match='have values that are NaN or infinite'):
+        finding.image_format([picture(tmp_path / 'a.tif', np.full((8, 9), np.nan, np.float32))])
 
 
 def test_a_fourth_channel_that_is_full_in_some_images(tmp_path):
