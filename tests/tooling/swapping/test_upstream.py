@@ -154,15 +154,15 @@ def test_what_cannot_be_measured():
 class Timed(BaseModel):
     """Skips the first map; its loss changes in the course of a run (TOOD by epochs, BoxInst by iterations)."""
 
-    def __init__(self, backbone, data_preprocessor=None):
+    def __init__(self, backbone, data_preprocessor=None, predicts=True):
         super().__init__(data_preprocessor)
-        self.backbone = nn.Module()
+        self.predicts, self.backbone = predicts, nn.Module()
         self.backbone.norms = nn.ModuleList(nn.Linear(2, 2) for _ in range(3))
         self.backbone.forward = lambda x: [norm(x) for norm in self.backbone.norms]
 
     def forward(self, inputs, mode):
-        if mode != 'loss':
-            return []
+        if mode == 'predict':
+            return [] if self.predicts else inputs[7]
         times = [MessageHub.get_current_instance().get_info(name) / 10 for name in ('epoch', 'iter')]
         return dict(loss=sum(out.sum() for out in self.backbone(inputs)[1:]) + sum(times))
 
@@ -172,6 +172,9 @@ def test_which_maps_a_step_reads():
     trial = smoke.try_model(dict(type='Timed', backbone=dict(type='B')), source, (32, 32), batches=(batch, batch))
     assert trial.read == (False, True, True) and trial.without_gradient == ('norms.0.weight', 'norms.0.bias')
     assert not trial.stops
+    network = dict(type='Timed', backbone=dict(type='B'), predicts=False)
+    stops = smoke.try_model(network, source, (32, 32), batches=(batch, batch)).stops
+    assert stops.startswith('prediction stops: IndexError: index 7 is out of bounds')
 
 
 def test_what_parts_make_of_maps():
