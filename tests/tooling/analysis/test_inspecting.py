@@ -79,6 +79,12 @@ def test_every_number_of_a_block(monkeypatch):
     assert set(some) & set(EVERYTHING) == {'ccs'}
 
 
+def test_the_negative_share_is_a_mean_over_the_sampled_queries(monkeypatch):
+    known(monkeypatch, torch.tensor([[0.5, 0.5, 1.0, -2.0]] * 4))
+    entry = measured(GlobalAttention(8, 1, 'softmax'), torch.randn(1, 1, 4, 8), ['sharpness'], num_queries=2)
+    assert entry['sampled_queries'] == 2 and entry['sharpness']['negative'] == [0.5]
+
+
 COMPARED = (['hallucinated', 'angular'], ['hydra', 'efficient'], 'hallucinated', 'enhanced')
 IN_A_ROW = (['hallucinated', dict(type='angular', conv='sequence'), 'hydra', 'inline', 'softmax', 'focused'],)
 HOSTS = {
