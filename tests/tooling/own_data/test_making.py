@@ -101,6 +101,26 @@ def test_classification(tmp_path, untried):
     assert small.train_pipeline[1].scale == 64 and small.load_from is None
 
 
+@pytest.mark.parametrize(
+    'task, steps, length, warm, every',
+    [
+        ('detection', 0.5, 100, 10, 8),
+        ('detection', 72.5, 28, 204, 2),
+        ('detection', 5000, 12, 500, 1),
+        ('classification', 20, 100, 200, 8),
+        ('classification', 5000, 30, 500, 2),
+        ('segmentation', 7, 4000, 400, 400),
+        ('segmentation', 100, 5000, 500, 500),
+        ('segmentation', 5000, 160000, 1500, 16000),
+    ],
+)
+def test_the_length_of_a_training_follows_the_data(task, steps, length, warm, every):
+    schedule = making._schedule(task, steps, Config(dict(train_cfg=dict(max_iters=160000))))
+    assert schedule['max_iters' if task == 'segmentation' else 'max_epochs'] == length
+    assert schedule['param_scheduler'][0]['end'] == warm
+    assert schedule['train_cfg']['val_interval'] == schedule['default_hooks']['checkpoint']['interval'] == every
+
+
 def test_what_is_refused(tmp_path, untried, capsys):
     root = boxes(tmp_path / 'data')
     with pytest.raises(
