@@ -214,6 +214,9 @@ def test_predictions_for_images_without_labels(look, tmp_path, metric):
     assert ('set test_evaluator = [], and give tools/test.py --out' in line) == (metric == 'Accuracy') == bool(line)
 
 
+DRAWN = '{"images": [], "categories": [{"id": 1}], "annotations": [{"id": 7, "image_id": 1, "category_id": 1, BOX}]}'
+
+
 @pytest.mark.parametrize(
     ('text', 'words'),
     [
@@ -223,6 +226,8 @@ def test_predictions_for_images_without_labels(look, tmp_path, metric):
         ('{"images": []}', 'has no list of categories'),
         ('{"images": [1], "categories": []}', 'has no list of images'),
         ('{"images": [], "categories": [{"id": []}]}', 'neither numbers nor texts'),
+        (DRAWN.replace(', BOX', ''), 'annotation 7 of image 1: bbox = None has to be four finite numbers'),
+        (DRAWN.replace('BOX', '"bbox": [1, 2, 3]'), 'bbox = [1, 2, 3] has to be four finite numbers'),
     ],
 )
 def test_files_that_are_no_coco(tmp_path, text, words):
