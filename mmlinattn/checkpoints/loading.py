@@ -257,9 +257,10 @@ def rename_wrapped(state: dict, model: nn.Module) -> None:
                 state[name] = state.pop(key)
 
 
-def runner_state(checkpoint: dict) -> OrderedDict:
-    """The weights that MMEngine's Runner loads from a checkpoint."""
+def runner_state(checkpoint: dict, model: nn.Module) -> OrderedDict:
+    """The weights that MMEngine's Runner loads from a checkpoint, which get the names they have in ``model``."""
     state = checkpoint.get('state_dict', checkpoint)
+    rename_wrapped(state, model)
     # the runner's own pattern, whose dot is any character: it loads nothing into a part named module_list
     tensors = OrderedDict((re.sub('^module.', '', key), v) for key, v in state.items() if isinstance(v, Tensor))
     vars(tensors)['_metadata'] = getattr(state, '_metadata', OrderedDict())  # the versions of its modules
@@ -273,8 +274,7 @@ def check_trained(model: nn.Module, checkpoint: dict) -> None:
         RunError: parameters are missing, have another shape, are no real numbers or are not finite, or the backbone
             lacks some of the checkpoint's.
     """
-    rename_wrapped(checkpoint.get('state_dict', checkpoint), model)
-    state = runner_state(checkpoint)
+    state = runner_state(checkpoint, model)
     check_values(model, state)
     lacking = fill(model, state, UNUSED_IN_TESTS)
     if any(lacking[:3]):

@@ -2,9 +2,9 @@
 """Which backend runs an op. Ops and ``inference`` ask here for device, grad mode, autocast and
 tracing; mixers, layers and hosts never do.
 
-Every op is one file with its equation in plain PyTorch and, where that keeps or copies much, a form
-with a gradient written by hand for every device. What only CPUs gain from is chosen inside (:func:`on_cpu`). The public
-function of the file asks once and calls one of them, or the kernels in :mod:`.triton` where they are asked for.
+Every op is one file with its equation in plain PyTorch and, where that keeps or copies much, a form with a gradient
+written by hand for every device. What only CPUs gain from is chosen inside (:func:`on_cpu`). The public function of the
+file asks once and calls one of them, or the kernels in :mod:`.triton` where they are asked for.
 """
 
 import contextlib

@@ -33,13 +33,16 @@ def inner_datasets(dataset: Any) -> Sequence:
     return dataset.datasets if isinstance(known.get('datasets'), (list, tuple)) else [inner] * (inner is not None)
 
 
+def all_datasets(dataset: Any) -> Iterator[Any]:
+    """A data set, and those inside of it where it is a wrapper."""
+    yield dataset
+    for child in inner_datasets(dataset):
+        yield from all_datasets(child)
+
+
 def leaf_datasets(dataset: Any) -> Iterator[Any]:
     """The data sets inside wrappers."""
-    children = inner_datasets(dataset)
-    for child in children:
-        yield from leaf_datasets(child)
-    if not children:
-        yield dataset
+    return (each for each in all_datasets(dataset) if not inner_datasets(each))
 
 
 def _alike(name: Any) -> str:

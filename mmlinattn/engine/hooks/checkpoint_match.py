@@ -11,7 +11,6 @@ from ...checkpoints.loading import (
     UNUSED_IN_TESTS,
     check_values,
     fill,
-    rename_wrapped,
     runner_state,
     running_statistics,
 )
@@ -137,8 +136,7 @@ class CheckpointMatchHook(Hook):
     def after_load_checkpoint(self, runner, checkpoint: dict) -> None:
         """Compare before MMEngine loads."""
         model = unwrapped(runner.model)
-        rename_wrapped(checkpoint.get('state_dict', checkpoint), model)
-        state = runner_state(checkpoint)
+        state = runner_state(checkpoint, model)
         is_training = isinstance(runner._train_loop, BaseLoop)
         is_fatal = not is_training or runner._resume
         if is_training and runner._resume:

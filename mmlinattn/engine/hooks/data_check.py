@@ -2,7 +2,6 @@
 import os.path as osp
 from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any
 
 import numpy as np
 from mmengine.dist import is_main_process
@@ -38,12 +37,6 @@ def _loops(runner) -> dict:
     return {stage: loop for stage, loop in loops.items() if isinstance(loop, BaseLoop)}
 
 
-def _with_wrappers(dataset: Any) -> Iterator[Any]:
-    yield dataset
-    for child in checks.inner_datasets(dataset):
-        yield from _with_wrappers(child)
-
-
 @HOOKS.register_module(force=True)
 class DataCheckHook(Hook):
     """Before the first iteration, check that the data sets match the config.
@@ -77,7 +70,7 @@ class DataCheckHook(Hook):
         """Check the data sets of all loops that will run."""
         loops = _loops(runner)
         for loop in loops.values():
-            for dataset in chain.from_iterable(map(_with_wrappers, _datasets(loop))):
+            for dataset in chain.from_iterable(map(checks.all_datasets, _datasets(loop))):
                 if isinstance(getattr(dataset, '_metainfo', None), dict):
                     dataset._metainfo = enough_colours(dataset._metainfo)
         if isinstance(getattr(runner.visualizer, 'dataset_meta', None), dict):
