@@ -4,14 +4,11 @@ tracing; mixers, layers and hosts never do.
 
 Every op is one file with its equation in plain PyTorch and, where that keeps or copies much, a form with a gradient
 written by hand for every device. What only CPUs gain from is chosen inside (:func:`on_cpu`). The public function of the
-file asks once and calls one of them, or the kernels in :mod:`.triton` where they are asked for.
+file asks once and calls one of them.
 """
 
 import contextlib
-import functools
-import importlib.util
 import os
-import warnings
 from typing import Optional
 
 import torch
@@ -20,12 +17,14 @@ from torch import Tensor, nn
 from ..utils import private_apis
 
 VARIABLE = 'MMLINATTN_OPS'
-CHOICES = ('auto', 'triton', 'reference')
+CHOICES = ('auto', 'reference')
 
 
 def _checked(choice: str, argument: str) -> str:
+    if choice == 'triton':
+        raise ValueError(f"{argument}='triton': the Triton kernels were removed; compile the blocks with --compile")
     if choice not in CHOICES:
-        raise ValueError(f'{argument}={choice!r} has to be one of {CHOICES}')
+        raise ValueError(f'{argument}={choice!r}: expected one of {CHOICES}')
     return choice
 
 
@@ -38,10 +37,8 @@ def use(backend: str):
     """A context that chooses the backend of every op.
 
     Args:
-        backend (str): ``'auto'``, PyTorch's operators with gradients written by hand; ``'triton'``, Triton kernels for
-            RALA and linear attention (ELU, ReLU) on GPUs of compute capability 8.0 or newer, and a warning where a call
-            can't have one; ``'reference'``, the plain equations. Outside of any context the environment variable
-            ``MMLINATTN_OPS`` says which, ``'auto'`` by default.
+        backend (str): ``'auto'``, PyTorch's operators, some with a gradient of our own; ``'reference'``, the plain
+            equations. The environment variable ``MMLINATTN_OPS`` sets the default, ``'auto'`` if unset.
 
     Raises:
         ValueError: For another name.
@@ -76,49 +73,6 @@ def as_on_gpu():
         yield
     finally:
         _as_on_gpu = False
-
-
-def has_kernel(op: str, kernel: str, q: Tensor, v: Tensor, num_heads: int) -> bool:
-    """Whether Triton kernels are asked for and there is one for this attention; warns once where there is none."""
-    if _choice != 'triton' or num_heads < 1:
-        return False
-    return _has_kernel(op, kernel, q.device, q.dtype, max(q.shape[-1], v.shape[-1]) // num_heads)
-
-
-@functools.cache
-def _has_kernel(op: str, kernel: str, device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    lack = _lack(op, kernel, device, dtype, width)
-    if lack is not None:
-        _say(lack)
-    return lack is None
-
-
-@functools.cache  # once, also where all warnings are shown
-def _say(lack: str) -> None:
-    warnings.warn(f"mmlinattn: 'triton' is asked for, but PyTorch's operators run: {lack}", stacklevel=5)
-
-
-def _lack(op: str, kernel: str, device: torch.device, dtype: torch.dtype, width: int) -> Optional[str]:
-    """Why there is no kernel; None if there is one."""
-    if op not in ('rala', 'linear_attention'):
-        return f'there are no kernels for {op}'
-    if importlib.util.find_spec('triton') is None:
-        return 'Triton is not installed'
-    try:
-        import triton  # noqa: F401
-
-        from .triton import attention
-    except Exception as error:  # Triton's, which may be any
-        return f'Triton cannot be imported: {error}'
-    if not attention.kernels.INTERPRETED:
-        if device.type != 'cuda':
-            return f'there are no kernels for the device {device.type!r}'
-        if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
-            return f'{torch.cuda.get_device_name(device)} is older than compute capability 8.0'
-    if kernel not in attention.MAPS:
-        return f'there are kernels for the maps {attention.MAPS}, not for {kernel!r}'
-    widest = attention.WIDEST_HEAD.get(dtype, 0)
-    return None if width <= widest else f'there is no kernel for heads of {width} channels in {dtype}'
 
 
 def needs_reference(*tensors: Optional[Tensor]) -> bool:

@@ -50,7 +50,6 @@ def focused_attention(
         options = dict(num_heads=num_heads, power=power, eps=eps)
         if dispatch.backend(q, k, v, inverse_scale, offset) == 'reference' or not fits:
             return _equation(q, k, v, inverse_scale, offset, mask, **options)
-        dispatch.has_kernel('focused_attention', 'focused', q, v, num_heads)  # warns that there is none
         return by_hand(_RULE, q, k, v, inverse_scale, offset, mask, **options)
 
 

@@ -56,7 +56,6 @@ def inline_attention(
         options = dict(num_heads=num_heads, scale=scale, kernel=kernel)
         if dispatch.backend(q, k, v) == 'reference' or not are_attended(q, k, v, num_heads):
             return _equation(q, k, v, mask, **options)
-        dispatch.has_kernel('inline_attention', kernel, q, v, num_heads)  # warns that there is none
         return by_hand(_RULE, q, k, v, mask, **options)
 
 

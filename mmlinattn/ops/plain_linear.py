@@ -46,11 +46,6 @@ def linear_attention(
     with dispatch.without_autocast(q):
         if dispatch.backend(q, k, v) == 'reference' or not are_attended(q, k, v, num_heads):
             return linear_attention_reference(q, k, v, num_heads, kernel, mask, eps)
-        if dispatch.has_kernel('linear_attention', kernel, q, v, num_heads):
-            from .triton import attention
-
-            if attention.takes(q, k, v, num_heads, None, mask):
-                return attention.attention(_equation, q, k, v, None, mask, num_heads, kernel, None, eps)
         options = dict(num_heads=num_heads, kernel=kernel, weight_scale=None, eps=eps)
         return by_hand(_RULE, q, k, v, None, mask, **options)
 

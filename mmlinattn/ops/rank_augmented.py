@@ -80,11 +80,6 @@ def rala(
         options = dict(num_heads=num_heads, kernel=kernel, weight_scale=weight_scale, eps=eps)
         if dispatch.backend(q, k, v, rotary) == 'reference' or not fits:
             return _equation(q, k, v, rotary, mask, **options)
-        if dispatch.has_kernel('rala', kernel, q, v, num_heads):
-            from .triton import attention
-
-            if attention.takes(q, k, v, num_heads, rotary, mask):
-                return attention.attention(_equation, q, k, v, rotary, mask, **options)
         return by_hand(_RALA, q, k, v, rotary, mask, **options)
 
 
