@@ -15,7 +15,9 @@ from ..utils import private_apis
 from ..utils.private_apis import methods_of
 from . import attention  # noqa: F401  fills the table
 from .cpu import KNOWN, CPUForward
+from .mixed_precision import MixedPrecision
 from .recomputing import call_recomputed
+from .snapshot import is_known, snapshot_of
 
 __all__ = ['CPUForward', 'run']
 
@@ -43,51 +45,55 @@ def run(backbone, x: Tensor) -> tuple[Tensor, ...]:
         raise ValueError(f'x has the type {x.dtype}; the model is in {dtype} and takes images of that type')
     if dispatch.is_traced():
         with dispatch.size_oblivious():
-            return backbone.features(x, _plain(backbone))
+            return backbone.features(x, plain_caller(backbone))
     if casts and dtype == torch.float32 and _is_slow(x):
         with dispatch.without_autocast(x):
             x = x.float()
-            return backbone.features(x, _caller(backbone, x, x.dtype))
+            return backbone.features(x, module_caller(backbone, x, x.dtype))
     products = torch.get_autocast_dtype(x.device.type) if casts else x.dtype
-    return backbone.features(x, _caller(backbone, x, products))
+    return backbone.features(x, module_caller(backbone, x, products))
 
 
 def _call(module, *args):
     return module(*args)
 
 
-def _plain(backbone):
-    """What calls the modules of a backbone as they are."""
+def plain_caller(backbone):
+    """The default module caller."""
     return call_recomputed if backbone.with_cp else _call
 
 
-def _caller(backbone, x: Tensor, dtype: torch.dtype):
-    """The function that calls the modules of a backbone, whose products are of type ``dtype``."""
-    if not x.is_cpu or torch.is_grad_enabled() or backbone.training or dispatch.needs_reference(x):
-        return _plain(backbone)
+def module_caller(backbone, x: Tensor, dtype: torch.dtype):
+    """Return the function that calls the modules of a backbone, with products of type ``dtype``."""
+    if dispatch.needs_reference(x) or private_apis.has_global_hooks():
+        return plain_caller(backbone)
+    if torch.is_grad_enabled():
+        # hosts of other packages may compute between the modules as autocast casts
+        if dtype == x.dtype or not is_known(type(backbone)) or _code_is_changed():
+            return plain_caller(backbone)
+        snapshot = snapshot_of(backbone)
+        return MixedPrecision(snapshot.groups, x, backbone.with_cp) if snapshot.is_plain else plain_caller(backbone)
     # float16 would lose small layer scales in a matrix
-    if (
-        dtype == torch.float16
-        or private_apis.has_global_hooks()
-        or private_apis.has_function_modes()
-        or _code_is_changed()
-    ):
-        return _plain(backbone)
+    if not dispatch.on_cpu(x) or backbone.training or dtype == torch.float16:
+        return plain_caller(backbone)
+    if private_apis.has_function_modes() or _code_is_changed():
+        return plain_caller(backbone)
     return CPUForward(dtype, x.dtype).call
 
 
 def _code_is_changed() -> bool:
     """Whether somebody replaced a function of PyTorch, or a method of a class that has a fused form or whose weights
     one takes."""
-    if any(vars(holder).get(name) is not function for holder, name, function in _METHODS):
-        return True
-    return any(
-        len(vars(kind)) != len(names) and any(callable(vars(kind)[name]) for name in vars(kind).keys() - names)
-        for kind, names in _NAMES.items()
-    )
+    for holder, name, function in _METHODS:
+        if holder.__dict__.get(name) is not function:
+            return True
+    for kind, names in _NAMES.items():
+        if len(kind.__dict__) != len(names) and any(callable(vars(kind)[name]) for name in vars(kind).keys() - names):
+            return True
+    return False
 
 
 def _is_slow(x: Tensor) -> bool:
     """Whether autocast casts to bfloat16 on a CPU without units for it: a depth-wise convolution takes a hundred times
     as long there as in float32."""
-    return x.is_cpu and torch.get_autocast_dtype('cpu') == torch.bfloat16 and not private_apis.has_bfloat16_units()
+    return dispatch.on_cpu(x) and torch.get_autocast_dtype('cpu') == torch.bfloat16 and not private_apis.has_bfloat16_units()

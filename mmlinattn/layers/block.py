@@ -71,7 +71,7 @@ class Block(BaseModule):
         scale = x.new_ones(1) if gamma is None else gamma
         if drops:
             scale = self.drop_path(scale.expand(x.shape[0], *(1,) * (x.dim() - 2), len(scale)))
-        return torch.addcmul(x, branch.to(x.dtype), scale.to(x.dtype))
+        return ops.add_scaled(x, branch, scale)
 
 
 class SourceBlock(Block):

@@ -12,10 +12,12 @@ from .hydra import hydra_attention
 from .inline import inline_attention
 from .plain_linear import linear_attention
 from .rank_augmented import rala
+from .residual import add_scaled
 from .rotary import rotary_table, rotate
 from .softmax import softmax_attention
 
 __all__ = [
+    'add_scaled',
     'angular_attention',
     'conv_of_gelu',
     'dynamic_depthwise_conv2d',

@@ -81,7 +81,9 @@ def needs_reference(*tensors: Optional[Tensor]) -> bool:
     So it is where something watches or transforms them: a recorded graph, meta and fake tensors, other subclasses,
     ``torch.func`` transforms, forward-mode derivatives, dispatch modes that count or record.
     """
-    if _choice == 'reference' or is_traced() or private_apis.num_modes() > 0 or is_transformed():
+    if _choice == 'reference' or is_traced() or is_transformed():
+        return True
+    if private_apis.num_modes() > 0 and not _as_on_gpu:
         return True
     return any(t is not None and (type(t) not in (Tensor, nn.Parameter) or t.is_meta) for t in tensors)
 

@@ -2,7 +2,7 @@
 """Tensors of tokens: heads, maps, products by head, padding; and arithmetic of sizes that holds in graphs for other
 sizes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Optional, Union
 
 import torch
@@ -12,6 +12,7 @@ from ..utils import private_apis
 from . import dispatch
 from .dispatch import accumulation_dtype
 
+Both = Union[Tensor, tuple[Tensor, Tensor]]  # queries and keys (B, heads, N, d): in one tensor (2, ...) where they fit
 # Elements of the intermediate results of an op on CPUs that are made at once, which bounds its memory. Smaller blocks
 # mean more parallel regions, each of which waits for its last thread.
 BLOCK_NUMEL = 2**21
@@ -82,6 +83,15 @@ def copy_by_head(x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
     return split_heads(x, num_heads).to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
+def gradients_by_head(q: Tensor, k: Tensor, num_heads: int) -> tuple[Sequence[Tensor], Both]:
+    """Memory for the gradients of queries and keys, and the same by head; in one tensor where they fit."""
+    if q.shape != k.shape or q.dtype != k.dtype:
+        made = torch.empty_like(q), torch.empty_like(k)
+        return made, (split_heads(made[0], num_heads), split_heads(made[1], num_heads))
+    pair = q.new_empty(2, *q.shape)
+    return list(pair), pair.unflatten(-1, (num_heads, -1)).transpose(2, 3)
+
+
 def are_attended(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> bool:
     """Whether these are queries, keys and values of so many heads. The reference broadcasts others, or raises."""
     fits = all(t.dim() == 3 and t.numel() and t.is_floating_point() for t in (q, k, v)) and num_heads > 0
@@ -141,17 +151,17 @@ def to_image(x: Tensor) -> Tensor:
 
 
 def dots(x: Tensor, y: Tensor) -> Tensor:
-    """Scalar products of (B, heads, N, d) by (B, heads, N or 1, d), (B, heads, N, 1)."""
+    """Scalar products of (..., B, heads, N, d) by (..., B, heads, N or 1, d), (..., B, heads, N, 1)."""
     # on CPUs, matrix products of few columns take several times as long as the sum of products
     if y.shape[-2] == 1 and not dispatch.on_cpu(x):
         return x @ y.transpose(-1, -2)
     return torch.linalg.vecdot(x, y).unsqueeze(-1)
 
 
-def quotient_by_head(x: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x / divisor`` of (B, heads, N, e) in ``dtype``, laid as :func:`copies_by_head` lays tokens."""
+def multiply_by_head(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x * factor`` of (B, heads, N, e) in ``dtype``, laid as :func:`copies_by_head` lays tokens."""
     layout = torch.preserve_format if dispatch.on_cpu(x) else torch.contiguous_format
-    return torch.div(x, divisor, out=torch.empty_like(x, dtype=dtype, memory_format=layout))
+    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype, memory_format=layout))
 
 
 def blocks(x: Tensor, batch: int, tokens: int) -> Iterator[tuple[slice, slice]]:

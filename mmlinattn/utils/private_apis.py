@@ -72,8 +72,11 @@ def size_oblivious():
     )
 
 
+# copies of a list of tensors by one kernel, other types included
+FOREACH_COPY: Any = torch._foreach_copy_
 # the gradient of ReLU in one pass, into given memory
 RELU_BACKWARD = torch.ops.aten.threshold_backward.grad_input
+SOFTMAX_BACKWARD: Any = torch._softmax_backward_data
 
 
 # --- objects of MMEngine, MMCV and PyTorch ----------------------------------------------------------------------------
