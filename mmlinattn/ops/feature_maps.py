@@ -36,9 +36,7 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _elu_plus_one_(x: Tensor) -> Tensor:
-    if x.dtype != torch.bfloat16:
-        return F.elu_(x).add_(1)
-    # the digits of exp(x), of which 1 + (exp(x) - 1) would keep those of 1 alone
+    # not 1 + elu(x): its digits would be those of 1
     for images, rows in blocks(x, x.shape[-4], x.shape[-2]):
         part = x[..., images, :, rows, :]
         exponential = part.clamp(LOWEST_EXPONENT, 0).exp_()
