@@ -28,7 +28,7 @@ from ..layers import (
     fold_batch_norm,
 )
 from ..layers.compact import BranchedLinear, merges
-from ..layers.patch_embed import is_foldable, norm_tokens
+from ..layers.patch_embed import is_batch_norm, is_foldable, norm_tokens
 from ..ops import dispatch
 from ..utils import private_apis
 from ..utils.private_apis import is_altered
@@ -74,6 +74,8 @@ def is_known(module: nn.Module) -> bool:
     parametrisation."""
     if type(module) not in KNOWN or module.training:
         return False
+    if is_batch_norm(module) and module.running_mean is None:
+        return False  # statistics of a strip or window are others
     own, buffers = vars(module), module._buffers
     if 'weight' in own or 'bias' in own or 'weight' in buffers or 'bias' in buffers:
         return False  # weights that are no parameters may be anything

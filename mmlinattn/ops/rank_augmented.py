@@ -117,6 +117,8 @@ def token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
     lowest = torch.finfo(logits.dtype).min
     if hidden is not None:
         logits = logits.masked_fill(hidden, lowest)
+    if is_known(logits.shape[-2]) and not logits.shape[-2]:
+        return logits
     logits = torch.maximum(logits, logits.amax(dim=-2, keepdim=True) + LOWEST_EXPONENT)
     if hidden is not None:
         logits = logits.masked_fill(hidden, lowest)

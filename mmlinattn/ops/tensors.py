@@ -211,7 +211,10 @@ TokenCount = Union[int, Tensor]
 def count_tokens(x: Tensor, mask: Optional[Tensor]) -> TokenCount:
     """Number of real tokens of (..., B, heads, N, d): N, or (B, 1, 1, 1) with a mask, at least 1."""
     if mask is None:
-        return x.shape[-2]
+        count: Any = x.shape[-2]
+        if isinstance(count, Tensor):  # by torch.jit.trace; the root of an int would be of the default type
+            return count.to(accumulation_dtype(x))
+        return max(count, 1) if is_known(count) else count
     global _last_count
     wide = accumulation_dtype(x)
     if dispatch.needs_reference(mask):
