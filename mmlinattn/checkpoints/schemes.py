@@ -8,25 +8,24 @@ argument and the inferencers, all of which go through MMEngine's CheckpointLoade
 
 import hashlib
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from mmengine.fileio import get_file_backend
 from mmengine.runner import (
     CheckpointLoader,
     get_deprecated_model_names,
     get_external_models,
-    get_mmcls_models,
     get_torchvision_models,
 )
 
 from ..utils.errors import CheckpointError
+from ..utils.private_apis import checkpoint_loaders
 from . import download, released
+from .fit import some
 from .safe import load_file
-from .states import backbone_state, model_state, some, state_dict_of, strip_prefix
+from .states import backbone_state, model_state
 
 PREFIX = 'mmlinattn://'
 _ZOOS = {
@@ -34,7 +33,6 @@ _ZOOS = {
     'modelzoo': get_torchvision_models,
     'open-mmlab': get_external_models,
     'openmmlab': get_external_models,
-    'mmcls': get_mmcls_models,
 }
 
 
@@ -80,40 +78,29 @@ def load_from_mmlinattn(filename: str, map_location: Any = None) -> dict:
 
 
 def load_from_zoo(filename: str, map_location: Any = None) -> Any:
-    """The checkpoint of ``torchvision://NAME``, ``open-mmlab://NAME`` or ``mmcls://NAME``, by MMEngine's tables."""
+    """Load ``torchvision://NAME`` or ``open-mmlab://NAME``, by MMEngine's tables of links."""
     zoo, _, name = filename.partition('://')
     models = _ZOOS[zoo]()
     if 'mmlab' in zoo:
         name = get_deprecated_model_names().get(name, name)
     if name not in models:
         raise CheckpointError(f'{filename}: {zoo} has no model {name!r}; it has {some(sorted(models), 10)}')
-    checkpoint = load_from_http(models[name], map_location)
-    if zoo == 'mmcls':
-        return dict(state_dict=strip_prefix(state_dict_of(checkpoint, filename), 'backbone'))
-    return checkpoint
+    return load_from_http(models[name], map_location)
 
 
-def load_from_ceph(filename: str, map_location: Any = None) -> Any:
-    """The checkpoint of an ``s3://`` or ``petrel://`` address."""
-    with tempfile.NamedTemporaryFile(suffix='.pth') as file:
-        file.write(get_file_backend(filename, backend_args={'backend': 'petrel'}).get(filename))
-        file.flush()
-        return load_file(file.name, map_location, name=filename)
-
-
-def load_from_pavi(filename: str, map_location: Any = None) -> Any:
-    """MMEngine's own loader unpickles the service's file without a check."""
+def load_from_elsewhere(filename: str, map_location: Any = None) -> Any:
+    """Refuse an address that MMEngine would unpickle without a check."""
     raise CheckpointError(f'{filename} is not read after `import mmlinattn`: download the file and give its path')
 
 
 def register() -> None:
-    """Make MMEngine's checkpoint loading safe in this process; calling it again does no harm."""
+    """Make MMEngine's checkpoint loading safe in this process. Idempotent; loaders of other packages stay."""
+    unsafe = [prefix for prefix, loader in checkpoint_loaders().items() if loader.__module__.startswith('mmengine.')]
     for prefixes, loader in {
+        tuple(unsafe): load_from_elsewhere,
         '': load_from_local,
         ('http://', 'https://'): load_from_http,
         PREFIX: load_from_mmlinattn,
         tuple(f'{zoo}://' for zoo in _ZOOS): load_from_zoo,
-        (r'(\S+\:)?s3://', r'(\S+\:)?petrel://'): load_from_ceph,
-        'pavi://': load_from_pavi,
     }.items():
         CheckpointLoader.register_scheme(prefixes, loader, force=True)

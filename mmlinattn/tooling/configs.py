@@ -20,7 +20,7 @@ from ..engine import hooks as engine_hooks
 from ..engine.data.checks import check_names
 from ..utils.building import scope_of
 from ..utils.errors import RunError, described
-from ..utils.private_apis import checkpoint_prefixes
+from ..utils.private_apis import checkpoint_loaders
 from ..utils.registering import bare_name
 from .class_names import dataset_configs, num_classes
 from .command_line import notice, writing
@@ -210,7 +210,7 @@ def check_checkpoint(path: str, name: str) -> str:
     Raises:
         RunError: ``path`` is local and there is no such file.
     """
-    is_address = '://' in path and any(re.match(prefix, path) for prefix in checkpoint_prefixes())
+    is_address = '://' in path and any(re.match(prefix, path) for prefix in filter(None, checkpoint_loaders()))
     local = osp.expanduser(path)
     if not is_address and not osp.isfile(local):
         what = 'a folder' if osp.isdir(local) else 'a pipe or a device'

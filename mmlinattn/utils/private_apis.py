@@ -6,7 +6,8 @@ private API of PyTorch, a public one replaces it.
 """
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Callable, cast
 
 import torch
@@ -85,9 +86,9 @@ def default_scopes() -> list[str]:
     return [scope.scope_name for scope in DefaultScope._instance_dict.values()]
 
 
-def checkpoint_prefixes() -> list[str]:
-    """MMEngine 0.10.7: how addresses begin that a loader of checkpoints is registered for; there is no list of them."""
-    return [prefix for prefix in CheckpointLoader._schemes if prefix]
+def checkpoint_loaders() -> dict[str, Callable]:
+    """MMEngine 0.10.7: the loaders of checkpoints by the beginning of their addresses; there is no public list."""
+    return dict(CheckpointLoader._schemes)
 
 
 def turn_into(thing: Any, kind: type) -> None:
@@ -97,6 +98,25 @@ def turn_into(thing: Any, kind: type) -> None:
     upstream's base file does. MMCV 2.1's ``DropPath``, of which blocks hold references.
     """
     thing.__class__ = kind
+
+
+def own_state(module: nn.Module) -> dict[str, torch.Tensor]:
+    """PyTorch 2.14: parameters and persistent buffers of a module, without its children. Hooks of adapters take entries
+    out of ``state_dict``."""
+    named = {**module._parameters, **module._buffers}
+    return {key: t for key, t in named.items() if t is not None and key not in module._non_persistent_buffers_set}
+
+
+@contextmanager
+def before_loading(model: nn.Module, hook: Callable) -> Iterator[None]:
+    """PyTorch 2.4 has no public ``register_load_state_dict_pre_hook``, which is newer: call ``hook(module, state_dict,
+    prefix, ...)`` before each module of ``model`` loads its own weights, after all other hooks."""
+    handles = [module._register_load_state_dict_pre_hook(hook, with_module=True) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def call_compiled(module: nn.Module, call: Callable) -> None:

@@ -20,16 +20,16 @@ def model(**kwargs) -> RAVLT:
 
 @pytest.fixture
 def load(caplog, tmp_path):
-    """Load what is given as a file; the report, and the warnings that are logged."""
+    """Load what is given as a file; the fit, and the warnings that are logged."""
 
     def run(backbone, thing):
         torch.save(thing, tmp_path / 'a.pth')
-        report = load_pretrained(backbone, str(tmp_path / 'a.pth'), logger=logging.getLogger('of-loading'))
+        fit = load_pretrained(backbone, str(tmp_path / 'a.pth'), logger=logging.getLogger('of-loading'))
         warned = [record for record in caplog.records if record.levelno >= logging.WARNING]
         assert all(record.name == 'of-loading' for record in warned)
         lines = [record.getMessage() for record in warned]
         assert all(line.startswith(f'{tmp_path}/a.pth and ') for line in lines)
-        return report, lines
+        return fit, lines
 
     return run
 
@@ -40,8 +40,8 @@ def test_nothing_is_said_of_a_released_file(load, dense):
     backbone, released = model(out_norm=dense), released_ravlt(dense)
     if dense:
         released = {f'backbone.{key}': value for key, value in released.items()} | {'neck.w': torch.ones(1)}
-    report, warned = load(backbone, released)
-    assert warned == [] and set(report.loaded) == set(backbone.state_dict())
+    fit, warned = load(backbone, released)
+    assert warned == [] and set(fit.weights) == set(backbone.state_dict())
 
 
 def test_what_does_not_fit_is_listed_in_one_warning(load):
@@ -50,8 +50,8 @@ def test_what_does_not_fit_is_listed_in_one_warning(load):
     state['out_norms.2.weight'][3] = float('nan')
     del state[stem]
     target = model()
-    report, (warning,) = load(target, state)
-    assert report.missing == [stem] and report.unexpected == ['mystery.weight']
+    fit, (warning,) = load(target, state)
+    assert fit.missing == [stem] and fit.unexpected == ['mystery.weight']
     for part in (
         f'missing in the file: {stem}',
         'unexpected in the file: mystery.weight',

@@ -5,9 +5,7 @@ import torch
 from mmlinattn.checkpoints import CheckpointError
 from mmlinattn.checkpoints.states import (
     backbone_state,
-    fit_state,
     model_state,
-    not_finite,
     state_dict_of,
     strip_prefix,
 )
@@ -55,29 +53,3 @@ def test_parts_of_a_file():
         backbone_state(whole, 'x.pth', 'student.')
     assert model_state(whole, 'x') == (whole, [])
     assert model_state(bare, 'x')[0] == {'backbone.stem.w': a, 'backbone.header.w': d, **heads}
-
-
-def test_the_report_of_a_fit():
-    """Kinds are compared where the model has real numbers; old files have counters of 32 bits."""
-    shape, ints = torch.ones(2, 3), torch.ones(1, dtype=torch.int64)
-    own = dict(same=ONE, shape=shape, kind=ONE, absent=ONE, late=ONE, count=ints[0], num_batches_tracked=ints[0])
-    state = dict(same=ONE, shape=ONE, kind=ints, extra=ONE, later=ONE, count=ints.int()[0])
-    fits, report = fit_state(own, state, lambda key: key.startswith('late'))
-    assert fits == dict(same=ONE, count=ints.int()[0]) and report == (
-        ['same', 'count'],
-        ['absent'],
-        ['extra'],
-        ['shape (1 in the file, 2x3 in the model)', 'kind (int64 in the file, real in the model)'],
-        ['later'],
-    )
-    _, report = fit_state(own, dict(count=shape))
-    assert report.mismatched == ['count (2x3 in the file, scalar in the model)']
-    assert report.missing == ['same', 'shape', 'kind', 'absent', 'late'] and report.ignored == []
-
-
-def test_values_that_are_no_numbers():
-    """Of any floating type; masks and counters are none."""
-    nan = torch.tensor(float('nan'))
-    broken = dict(bad=torch.tensor([1, -float('inf')]), half=nan.half(), small=nan.to(torch.float8_e4m3fn))
-    state = dict(broken, fine=ONE, count=torch.ones(1, dtype=torch.int64))
-    assert not_finite(state, [*state, 'not there']) == list(broken) and not_finite(state, ['bad']) == ['bad']

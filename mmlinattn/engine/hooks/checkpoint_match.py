@@ -1,20 +1,15 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Union
 
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner.base_loop import BaseLoop
+from torch import nn
 
 from ...backbones.base import Backbone
-from ...checkpoints.loading import (
-    UNUSED_IN_TESTS,
-    check_values,
-    fill,
-    runner_state,
-    running_statistics,
-)
-from ...checkpoints.states import some
+from ...checkpoints.fit import Fit, compare, listed, needed, running_statistics, some, trained_weights
+from ...checkpoints.loading import UNUSED_IN_TESTS, runner_state
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
 
@@ -86,9 +81,9 @@ def _tell_kept_settings(runner, checkpoint: dict) -> None:
         )
 
 
-def _parts_of(keys: list[str]) -> str:
+def _parts_of(keys: Iterable[str]) -> str:
     """The modules of some weights, for ``left_out``."""
-    return ','.join(list(dict.fromkeys(key.split()[0].rpartition('.')[0] for key in keys))[:5])
+    return ','.join(list(dict.fromkeys(key.rpartition('.')[0] for key in keys))[:5])
 
 
 @HOOKS.register_module(force=True)
@@ -142,49 +137,51 @@ class CheckpointMatchHook(Hook):
         if is_training and runner._resume:
             _tell_kept_settings(runner, checkpoint)
         meant = f'--cfg-options custom_hooks.{type(self).__name__}'
-        advice = f' If it is meant: {meant}.allow_nonfinite=True'
-        check_values(model, state, self.allow_nonfinite or not is_fatal, advice)
-        left_out = self.left_out if is_training else self.left_out + UNUSED_IN_TESTS
-        lacking = fill(model, state, left_out)
-        mismatched, missing, unexpected, nothing_fits = lacking
-        if not is_fatal and missing and nothing_fits:
+        whole = compare(model, state)
+        whole.check_values(self.allow_nonfinite or not is_fatal, f' If it is meant: {meant}.allow_nonfinite=True')
+        fit = needed(model, whole, self.left_out if is_training else self.left_out + UNUSED_IN_TESTS)
+        if not is_fatal:
+            self._check_start(runner, model, whole, fit, checkpoint)
+            if fit.mismatched:
+                runner.logger.warning(
+                    f'{fit}These train from their initial values, as is usual for other classes than those of the '
+                    f'checkpoint. To say that it is meant: {meant}.left_out={_parts_of(fit.mismatched)}'
+                )
+        elif fit.mismatched or fit.missing or fit.unexpected:
+            used = 'These would be used as initialised. ' if fit.mismatched or fit.missing else ''
+            # resumed from, the state of the optimizer has the old shapes, too
+            remedy = f'If it is meant: {meant}.left_out={_parts_of(fit.mismatched or fit.missing or fit.unexpected)}'
+            if is_training:
+                remedy = 'load_from=... in place of resuming trains other parts anew.'
+            raise RunError(
+                f'{fit}{used}The config has to be the one of the checkpoint, its class count included. {remedy}'
+            )
+
+    def _check_start(self, runner, model: nn.Module, whole: Fit, fit: Fit, checkpoint: dict) -> None:
+        """Refuse weights that no training should start from."""
+        if fit.missing and whole.weights.keys().isdisjoint(trained_weights(model)):
             raise RunError(
                 f'nothing in the checkpoint fits the model; it has {some(checkpoint.get("state_dict", checkpoint))}.'
             )
-        left = set() if is_fatal else {*missing, *(text.split()[0] for text in mismatched)}
         for name, module in model.named_modules():
             own = module.named_parameters(name) if isinstance(module, Backbone) else ()
             # output norms begin as plain norms, which frozen weights of a classifier come without
             frozen = [
-                key for key, weight in own if key in left and not weight.requires_grad and '.out_norms.' not in key
+                key
+                for key, weight in own
+                if key in {*fit.missing, *fit.mismatched} and not weight.requires_grad and '.out_norms.' not in key
             ]
             if frozen:
                 raise RunError(
                     f'{len(frozen)} frozen parameters of the backbone are not in the checkpoint: {some(frozen)}. They '
                     'would stay as they are initialised. Name their weights in its init_cfg, or, if it is meant: '
-                    f'{meant}.left_out={_parts_of(frozen)}'
+                    f'--cfg-options custom_hooks.{type(self).__name__}.left_out={_parts_of(frozen)}'
                 )
-        differs = mismatched or missing or not state.keys() <= model.state_dict().keys()
         averaging = [type(hook).__name__ for hook in runner.hooks if getattr(hook, 'strict_load', False)]
-        if not is_fatal and differs and averaging:
+        differing = [*listed(whole.mismatched), *whole.missing, *whole.unexpected, *whole.ignored]
+        if averaging and differing:
             raise RunError(
                 f'{averaging[0]} takes the weights of the checkpoint for its averages, and they are not those of the '
-                f'model: {some(mismatched or missing or state.keys() - model.state_dict().keys())}. Set '
-                f"strict_load=False in {averaging[0]}: the averages of the others then begin with the model's."
+                f'model: {some(differing)}. Set strict_load=False in {averaging[0]}: the averages of the others then '
+                "begin with the model's."
             )
-        if not mismatched and not (is_fatal and (missing or unexpected)):
-            return
-        meant += f'.left_out={_parts_of(mismatched or missing or unexpected)}'
-        if not is_fatal:
-            runner.logger.warning(
-                f'{lacking}These train from their initial values, as is usual for other classes than those of the '
-                f'checkpoint. To say that it is meant: {meant}'
-            )
-            return
-        used = 'These would be used as initialised. ' if mismatched or missing else ''
-        # resumed from, the state of the optimizer has the old shapes, too
-        advice = 'load_from=... in place of resuming trains other parts anew.' if is_training else ''
-        raise RunError(
-            f'{lacking}{used}The config has to be the one of the checkpoint, its class '
-            f'count included. {advice or f"If it is meant: {meant}"}'
-        )

@@ -6,8 +6,7 @@ from mmengine.dist import get_rank
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 
-from ...checkpoints.loading import trained_weights
-from ...checkpoints.states import not_finite, some
+from ...checkpoints.fit import not_finite, some, trained_weights
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
 

@@ -6,7 +6,7 @@ from mmengine.model import is_model_wrapper
 from mmengine.registry import HOOKS
 from torch.nn.parallel import DistributedDataParallel
 
-from ...checkpoints.states import some
+from ...checkpoints.fit import some
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
 
