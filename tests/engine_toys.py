@@ -97,9 +97,9 @@ def validation(*metrics):
     return dict(val_dataloader=LOADER, val_cfg={}, val_evaluator=list(metrics) or [Count()])
 
 
-def make_runner(work_dir, hooks, train_cfg=None, loader=None, model=None, optim=None, **kwargs):
+def make_runner(work_dir, hooks, train_cfg=None, loader=None, model=None, optim=None, kind=Runner, **kwargs):
     """A Runner of 2 epochs of 3 batches of 4 samples, ready for ``train()``."""
-    return Runner(
+    return kind(
         model={'type': 'ToyModel', **(model or {})},
         work_dir=str(work_dir),
         train_dataloader={**LOADER, 'sampler': dict(type='DefaultSampler', shuffle=True), **(loader or {})},

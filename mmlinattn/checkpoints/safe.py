@@ -36,15 +36,17 @@ STATE_KEYS = ('state_dict', 'model', 'model_ema', 'state_dict_ema')
 
 
 class _ReadHistoryBuffer(HistoryBuffer):
-    """MMEngine's log buffer as it is read: its own ``__setstate__`` takes any attribute, and functions for all buffers.
+    """MMEngine's log buffer, without its ``__setstate__``, which takes any attribute and functions for all buffers.
 
-    Once read it is a plain HistoryBuffer.
+    Its copies and pickles are plain HistoryBuffers.
     """
 
     def __setstate__(self, state: Any) -> None:
         log, count = (np.asarray(state[f'_{kind}_history'], float) for kind in ('log', 'count'))
         super().__init__(log, count, int(state['max_length']))
-        self.__class__ = HistoryBuffer
+
+    def __reduce__(self) -> tuple:
+        return HistoryBuffer, (*self.data, self.max_length)
 
 
 _FUNCTIONS = {name: getattr(HistoryBuffer, name) for name in ('min', 'max', 'mean', 'current')}

@@ -19,7 +19,6 @@ from torch.autograd import forward_ad
 from torch.fx.experimental import _config, symbolic_shapes
 from torch.nn.modules import module as _module
 from torch.utils._device import DeviceContext
-from torch.utils.data import DataLoader
 
 # --- what PyTorch says of itself --------------------------------------------------------------------------------------
 
@@ -91,15 +90,6 @@ def checkpoint_loaders() -> dict[str, Callable]:
     return dict(CheckpointLoader._schemes)
 
 
-def turn_into(thing: Any, kind: type) -> None:
-    """An object of a class becomes one of a subclass and keeps its state.
-
-    MMEngine 0.10.7's ``CheckpointHook``, built before custom hooks see the run; a config cannot set its type where
-    upstream's base file does. MMCV 2.1's ``DropPath``, of which blocks hold references.
-    """
-    thing.__class__ = kind
-
-
 def own_state(module: nn.Module) -> dict[str, torch.Tensor]:
     """PyTorch 2.14: parameters and persistent buffers of a module, without its children. Hooks of adapters take entries
     out of ``state_dict``."""
@@ -157,18 +147,3 @@ def keep_sizes_open() -> None:
     from torch._inductor import lowering
 
     lowering.make_fallback(torch.ops.aten.convolution_backward, lowering.constrain_to_fx_strides, warn=False)
-
-
-def draw_from(loader: DataLoader, batches: Any, load: Callable) -> None:
-    """PyTorch 2.11: another batch sampler for a loader, which refuses it for the sake of iterators that are under way,
-    and a function that loads whole batches, for which PyTorch looks in the data set. The iterator of a loop over
-    iterations, begun before any hook runs, is dropped."""
-    vars(loader.dataset)['__getitems__'] = load
-    vars(loader).update(batch_sampler=batches, _iterator=None)
-
-
-def number_from(loop: Any, num_done: int) -> None:
-    """MMEngine 0.10.7: ``EpochBasedTrainLoop`` numbers the batches of a resumed epoch from 0; hooks see the place in
-    the epoch. ``del loop.run_iter`` ends it."""
-    run_iter = loop.run_iter
-    loop.run_iter = lambda index, data_batch: run_iter(index + num_done, data_batch)

@@ -6,13 +6,12 @@ from typing import Any, Optional
 
 from mmengine.dist import is_main_process
 from mmengine.fileio import LocalBackend, get_file_backend, register_backend
-from mmengine.hooks import CheckpointHook, Hook
+from mmengine.hooks import CheckpointHook
 from mmengine.registry import HOOKS
 from mmengine.utils import mkdir_or_exist
 
 from ...utils import atomic_write
 from ...utils.errors import RunError
-from ...utils.private_apis import turn_into
 
 ATOMIC_BACKEND = 'mmlinattn.atomic_local'
 
@@ -144,20 +143,3 @@ class SafeCheckpointHook(CheckpointHook):
             # A run that resumes can reach the same best epoch, hence the same name, again.
             if path not in current:
                 _remove(backend, path)
-
-
-@HOOKS.register_module(force=True)
-class CheckpointGuardHook(Hook):
-    """Turn the run's ``CheckpointHook`` into a :class:`SafeCheckpointHook`, keeping its settings.
-
-    Upstream base files set ``default_hooks.checkpoint`` each in their own way, and MMEngine lets
-    only one base file set a key. So a config adds this to ``custom_hooks`` and keeps the checkpoint
-    settings it inherits. Subclasses of ``CheckpointHook`` are left as they are.
-    """
-
-    priority = 'VERY_HIGH'
-
-    def before_run(self, runner) -> None:
-        for hook in runner.hooks:
-            if type(hook) is CheckpointHook:
-                turn_into(hook, SafeCheckpointHook)

@@ -12,7 +12,7 @@ from torch.fx.experimental import _config as shape_config
 from ...attention import StageContext
 from ...backbones.base import Backbone
 from ...utils.errors import RunError
-from ...utils.private_apis import call_compiled, keep_sizes_open, turn_into
+from ...utils.private_apis import call_compiled, keep_sizes_open
 
 # Inductor's own search for the memory format of convolutions compares sizes, which it cannot where they are dynamic
 # ("cannot determine truth value of Relational" in a training step, PyTorch 2.14). Ours is channels-last already.
@@ -53,10 +53,11 @@ def compile_blocks(model: nn.Module, **options) -> None:
 
     stages = (stage for backbone in backbones for stage in getattr(backbone, 'stages', None) or [backbone.blocks])
     for block in (block for stage in stages for block in stage):
-        for path in (module for module in block.modules() if type(module) is DropPath):
-            turn_into(path, SharedDropPath)
-            # no buffer: EMAHook pairs those of the model and of its copy, which may be older, by their order
-            path.keep_rate = torch.tensor(1 - path.drop_prob, device=next(block.parameters()).device)
+        device = next(block.parameters()).device
+        for module in [*block.modules()]:
+            for name, path in module.named_children():
+                if type(path) is DropPath:
+                    setattr(module, name, SharedDropPath(path.drop_prob, device).train(path.training))
         call_compiled(block, call_of(block))  # not copied, not saved
 
 
@@ -66,9 +67,12 @@ def _call(block: nn.Module, x: Tensor, stage: StageContext):
 
 
 class SharedDropPath(DropPath):
-    """Stochastic depth whose rate is a tensor: blocks of different rates share their compiled code."""
+    """Stochastic depth with a tensor as rate: blocks of different rates share their compiled code."""
 
-    keep_rate: Tensor
+    def __init__(self, drop_prob: float, device: torch.device):
+        super().__init__(drop_prob)
+        # no buffer: EMAHook pairs those of the model and of its copy, which may be older, by their order
+        self.keep_rate = torch.tensor(1 - drop_prob, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:

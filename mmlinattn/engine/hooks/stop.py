@@ -12,7 +12,7 @@ import torch
 from mmengine.dist import all_reduce, barrier, get_world_size
 from mmengine.hooks import CheckpointHook, EMAHook, Hook
 from mmengine.registry import HOOKS
-from mmengine.runner import EpochBasedTrainLoop, IterBasedTrainLoop
+from mmengine.runner import IterBasedTrainLoop
 from torch.utils.data import DataLoader
 
 from .checkpointing import ATOMIC_BACKEND, write_checkpoint
@@ -154,8 +154,7 @@ class StopHook(Hook):
             return
         for hook in runner.hooks:
             if isinstance(hook, EMAHook):  # averaged weights are in the model's place while it is validated
-                vars(hook).update(evaluate_on_origin=False)  # MMPretrain's would validate once more
-                hook.after_val_epoch(runner)
+                EMAHook.after_val_epoch(hook, runner)  # MMPretrain's would validate once more
         self._save_and_end(runner, runner.iter, waits=False)
 
     def after_train(self, runner) -> None:
@@ -197,10 +196,8 @@ class StopHook(Hook):
 
 
 def _can_resume(runner) -> bool:
-    kind = type(runner.train_loop)
-    if kind is EpochBasedTrainLoop:
-        return any(isinstance(hook, ExactResumeHook) and hook.batches is not None for hook in runner.hooks)
-    return kind is IterBasedTrainLoop
+    has_place = any(isinstance(hook, ExactResumeHook) and hook.batches is not None for hook in runner.hooks)
+    return has_place or type(runner.train_loop) is IterBasedTrainLoop
 
 
 def _weights_are_updated(runner) -> bool:

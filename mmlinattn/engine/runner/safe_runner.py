@@ -2,14 +2,17 @@
 import os
 import os.path as osp
 from contextlib import contextmanager
-from typing import Any, Optional
+from typing import Any, Optional, Union
 
 import torch
-from mmengine.hooks import CheckpointHook
+from mmengine.hooks import CheckpointHook, Hook
 from mmengine.registry import RUNNERS
-from mmengine.runner import Runner
+from mmengine.runner import BaseLoop, EpochBasedTrainLoop, Runner
 
 from ...utils.errors import CheckpointError, RunError, printable
+from ...utils.registering import bare_name
+from ..hooks.checkpointing import SafeCheckpointHook
+from ..hooks.exact_resume import ResumedEpochLoop
 
 
 def _is_own_best(path: Any, folders: list[str]) -> bool:
@@ -60,15 +63,31 @@ def _explained(filename: str):
 
 @RUNNERS.register_module(force=True)
 class SafeRunner(Runner):
-    """MMEngine's Runner for checkpoints of others: names of files outside of the run are dropped.
+    """MMEngine's Runner, careful with files.
 
-    MMEngine's CheckpointHook removes the file or folder that ``best_ckpt`` of a resumed checkpoint names, and those
-    that the numbers of ``keep_ckpt_ids`` make, when a newer one takes its place. The tools of this project use it;
-    elsewhere a config has it as ``runner_type='SafeRunner'``.
+    - A ``CheckpointHook`` of a config is a :class:`SafeCheckpointHook`, an ``EpochBasedTrainLoop`` a
+      :class:`ResumedEpochLoop`.
+    - Names of files outside of the run are dropped from a resumed checkpoint. MMEngine's CheckpointHook would remove
+      the file or folder that ``best_ckpt`` names, and those numbered in ``keep_ckpt_ids``.
+
+    Our configs name it, as ``runner_type='SafeRunner'``; our tools use it for all configs without ``runner_type``.
 
     Raises:
         CheckpointError: A file cannot be loaded or resumed from; in one line that names it.
     """
+
+    def register_hook(self, hook: Union[Hook, dict], priority: Any = None) -> None:
+        if isinstance(hook, dict) and bare_name(hook.get('type')) == CheckpointHook.__name__:
+            hook = dict(hook, type=SafeCheckpointHook)
+        super().register_hook(hook, priority)
+
+    def build_train_loop(self, loop: Union[BaseLoop, dict]) -> BaseLoop:
+        if isinstance(loop, dict):
+            is_by_epoch = loop.get('by_epoch') or bare_name(loop.get('type')) == EpochBasedTrainLoop.__name__
+            if is_by_epoch and not ('type' in loop and 'by_epoch' in loop):  # which MMEngine refuses
+                loop = {key: value for key, value in loop.items() if key != 'by_epoch'}
+                loop['type'] = ResumedEpochLoop
+        return super().build_train_loop(loop)
 
     def load_checkpoint(self, filename: str, *args, **kwargs) -> dict:
         """Load weights, as MMEngine does, and return the checkpoint without names of files of others."""

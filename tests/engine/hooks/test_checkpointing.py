@@ -8,15 +8,15 @@ from mmengine.hooks import CheckpointHook
 from mmengine.runner import find_latest_checkpoint
 
 from mmlinattn.checkpoints import load_file
-from mmlinattn.engine import RunError, SafeCheckpointHook
+from mmlinattn.engine import RunError, SafeCheckpointHook, SafeRunner
 
 
 def runner_of(folder, train_cfg=None, evaluators=(), resume=False, **checkpoint):
     """A Runner with settings of its checkpoint hook, and a validation where they name a best."""
     evaluation = validation(*evaluators) if 'save_best' in checkpoint else {}
     default_hooks = dict(checkpoint={'type': 'CheckpointHook', 'interval': 1, **checkpoint})
-    hooks = [dict(type='CheckpointGuardHook')]
-    return make_runner(folder, hooks, train_cfg, default_hooks=default_hooks, resume=resume, **evaluation)
+    options = dict(default_hooks=default_hooks, resume=resume, kind=SafeRunner)
+    return make_runner(folder, [], train_cfg, **options, **evaluation)
 
 
 def files(folder):
@@ -45,15 +45,13 @@ class Own(CheckpointHook):
     """A checkpoint hook of the user."""
 
 
-def test_guard_keeps_the_settings_of_the_checkpoint_hook(tmp_path):
-    own = Own(interval=5)
-    runner = runner_of(tmp_path, max_keep_ckpts=3, save_optimizer=False, priority='LOW')
-    runner.register_hook(own)
-    places = [isinstance(hook, CheckpointHook) for hook in runner.hooks]
+@pytest.mark.parametrize('kind', ['CheckpointHook', 'mmengine.CheckpointHook', CheckpointHook])
+def test_the_runner_s_hook_has_the_settings_of_mmengine_s(tmp_path, kind):
+    runner = runner_of(tmp_path, type=kind, max_keep_ckpts=3, save_optimizer=False, priority='LOW')
+    runner.register_hook(Own(interval=5))
     runner.train()
-    assert [isinstance(hook, CheckpointHook) for hook in runner.hooks] == places
-    hook, left = (hook for hook in runner.hooks if isinstance(hook, CheckpointHook) or hook is own)
-    assert (type(hook), type(left)) == (SafeCheckpointHook, Own)
+    hook, own = (hook for hook in runner.hooks if isinstance(hook, CheckpointHook))
+    assert (type(hook), type(own)) == (SafeCheckpointHook, Own)
     assert (hook.max_keep_ckpts, hook.save_optimizer, hook.priority) == (3, False, 'LOW')
     assert files(tmp_path) == ['epoch_1.pth', 'epoch_2.pth', 'last_checkpoint']
     assert find_latest_checkpoint(str(tmp_path)) == str(tmp_path / 'epoch_2.pth')

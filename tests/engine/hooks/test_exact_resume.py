@@ -13,7 +13,7 @@ from mmengine.hooks import Hook
 from mmengine.registry import DATA_SAMPLERS
 from torch.utils.data import BatchSampler
 
-from mmlinattn.engine import RunError
+from mmlinattn.engine import RunError, SafeRunner
 from mmlinattn.engine.hooks import exact_resume
 
 HOOKS = [dict(type='ExactResumeHook')]
@@ -68,6 +68,7 @@ def train(work_dir, train_cfg=EPOCHS, hooks=HOOKS, seed=1, until=None, **kwargs)
     """What a run noted, and its Runner."""
     if not train_cfg['by_epoch']:
         kwargs.update(default_hooks=saved_every(3))
+    kwargs.setdefault('kind', SafeRunner)
     runner = make_runner(work_dir, hooks, train_cfg=dict(train_cfg), randomness=dict(seed=seed), **kwargs)
     note = Note(until)
     runner.register_hook(note)

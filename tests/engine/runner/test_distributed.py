@@ -28,7 +28,7 @@ if __name__ == '__main__':
     cfg = Config(dict(launcher='pytorch'))
     prepare_distributed(cfg)
     rank = torch.distributed.get_rank()
-    hooks = ['FiniteLossHook', 'CheckpointGuardHook', 'ExactResumeHook', 'UnusedParametersHook']
+    hooks = ['FiniteLossHook', 'ExactResumeHook', 'UnusedParametersHook']
     runner = make_runner(
         Path(work_dir),
         [dict(type=name) for name in hooks],
