@@ -1,12 +1,15 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Nothing that a checkpoint names is removed by the Runner of our tools, whichever checkpoint hook a config has."""
+"""The Runner of our tools removes no file that a checkpoint names, and builds our subclasses of MMEngine's parts."""
 
 import copy
+from functools import partial
 from pathlib import Path
 
+import engine_toys
 import pytest
 import torch
-from engine_toys import make_runner, validation
+from engine_toys import validation
+from mmengine.runner import EpochBasedTrainLoop
 
 from mmlinattn.checkpoints import load_file
 from mmlinattn.engine import SafeRunner
@@ -14,9 +17,23 @@ from mmlinattn.engine.runner import find_latest_checkpoint
 from mmlinattn.utils.errors import CheckpointError
 
 
-@pytest.fixture(autouse=True)
-def safe(monkeypatch):
-    monkeypatch.setattr('engine_toys.Runner', SafeRunner)
+make_runner = partial(engine_toys.make_runner, kind=SafeRunner)
+
+
+@pytest.mark.parametrize(
+    'train_cfg, kind',
+    [
+        (dict(by_epoch=True, max_epochs=2), 'ResumedEpochLoop'),
+        (dict(type='EpochBasedTrainLoop', max_epochs=2), 'ResumedEpochLoop'),
+        (dict(type=EpochBasedTrainLoop, max_epochs=2), 'ResumedEpochLoop'),
+        (dict(by_epoch=False, max_iters=2), 'IterBasedTrainLoop'),
+        (dict(type='mmengine.IterBasedTrainLoop', max_iters=2), 'IterBasedTrainLoop'),
+    ],
+)
+def test_train_loops(tmp_path, train_cfg, kind):
+    assert type(make_runner(tmp_path, [], train_cfg).train_loop).__name__ == kind
+    with pytest.raises(RuntimeError, match='Only one of `type` or `by_epoch`'):
+        _ = make_runner(tmp_path, [], dict(train_cfg, by_epoch=True, type='EpochBasedTrainLoop')).train_loop
 
 
 @pytest.fixture(scope='module')
@@ -90,9 +107,8 @@ def test_kept_checkpoints_are_numbers(resume, files, ids):
     assert len(lines) == 1 and '(keep_ckpt_ids)' in lines[0]
 
 
-@pytest.mark.parametrize('hook', ['CheckpointHook', 'SafeCheckpointHook'])
 @pytest.mark.parametrize('out_dir', [None, 'out'])
-def test_its_own_older_checkpoints_are_replaced_as_before(resume, tmp_path, hook, out_dir):
+def test_its_own_older_checkpoints_are_replaced_as_before(resume, tmp_path, out_dir):
     """In a folder for all runs, too, and by the name of a link to it."""
     folder = tmp_path / (out_dir or '') / 'run'
     folder.mkdir(parents=True)
@@ -100,7 +116,7 @@ def test_its_own_older_checkpoints_are_replaced_as_before(resume, tmp_path, hook
         (folder / name).touch()
     (tmp_path / 'link').symlink_to(folder)
     info = dict(best_ckpt=str(tmp_path / 'link' / 'best_acc_epoch_0.pth'), best_score=-1.0, keep_ckpt_ids=[1])
-    _, lines = resume(info, type=hook, out_dir=out_dir and str(tmp_path / out_dir))
+    _, lines = resume(info, out_dir=out_dir and str(tmp_path / out_dir))
     assert lines == [] and {path.name for path in folder.glob('*.pth')} == {'best_acc_epoch_2.pth', 'epoch_2.pth'}
 
 
