@@ -16,7 +16,6 @@ from mmlinattn.engine import SafeRunner
 from mmlinattn.engine.runner import find_latest_checkpoint
 from mmlinattn.utils.errors import CheckpointError
 
-
 make_runner = partial(engine_toys.make_runner, kind=SafeRunner)
 
 
