@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Checkpoints: safe reading, the published files, and loading them into our models."""
+"""Checkpoints: safe reading, published files, loading into models."""
 
 from ..utils.errors import CheckpointError, CheckpointNotFoundError
 from .fit import Fit, compare

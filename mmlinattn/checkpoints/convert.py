@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""From a published file to one that a config's model loads with ``strict=True``."""
+"""Conversion of published files for ``load_checkpoint(strict=True)``."""
 
 import os
 from pathlib import Path
@@ -20,9 +20,17 @@ PathLike = Union[str, 'os.PathLike[str]']
 
 
 def convert_checkpoint(source: PathLike, target: PathLike, config: PathLike) -> Fit:
-    """Write ``source`` to ``target`` in the names of the model of ``config``.
+    """Write ``source`` to ``target`` under the names of the model of ``config``.
 
-    ``target`` appears whole, and only when the conversion is complete; ``source`` is never written to.
+    ``target`` is written whole, and only if the conversion is complete. ``source`` is never written to.
+
+    Args:
+        source (str | Path): A file, URL or ``mmlinattn://NAME``.
+        target (str | Path): The file to write.
+        config (str | Path): Config of the model.
+
+    Returns:
+        Fit: The comparison of ``source`` with the model.
 
     Raises:
         RunError: ``source`` cannot be read (:class:`CheckpointError`), ``target`` is the same file, a folder, or cannot
@@ -52,7 +60,7 @@ def convert_checkpoint(source: PathLike, target: PathLike, config: PathLike) -> 
 
 
 def _dataset_meta(meta: dict) -> dict:
-    """``dataset_meta``, if there is any: class names and colours, which today's inferencers look for in one place."""
+    """Return class names and colours as ``dataset_meta``, also of older files, for inferencers."""
     old_names = dict(CLASSES='classes', PALETTE='palette')
     names = {new: meta[old] for old, new in old_names.items() if meta.get(old) is not None}
     known = meta.get('dataset_meta') or names

@@ -51,7 +51,7 @@ def load_pretrained(
         ValueError: ``checkpoint`` is not a text.
     """
     if not isinstance(checkpoint, str) or not checkpoint:
-        raise ValueError(f'checkpoint={checkpoint!r} has to be a path, an address or mmlinattn://NAME')
+        raise ValueError(f'checkpoint={checkpoint!r}: expected a path, an address or mmlinattn://NAME')
     loaded = CheckpointLoader.load_checkpoint(checkpoint, map_location, logger)
     state, _, _ = backbone_state(loaded, checkpoint, prefix)
     fit = compare(backbone, _adapted(backbone, state))
@@ -79,7 +79,7 @@ def load_pretrained(
 
 
 def _adapted(backbone: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Resize what a backbone can resize: position tables of another grid, for example."""
+    """Resize position tables of another grid, if the backbone can."""
     adapt = getattr(backbone, 'adapt_state_dict', None)
     return adapt(state) if adapt else state
 

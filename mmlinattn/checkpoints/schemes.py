@@ -1,9 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""MMEngine's checkpoint loading, made safe, and ``mmlinattn://``.
+"""Safe loaders for MMEngine's CheckpointLoader, and ``mmlinattn://``.
 
-Importing mmlinattn calls :func:`register`. From then on ``load_from``, ``--resume``, ``init_cfg``, the test tools'
-argument and the inferencers, all of which go through MMEngine's CheckpointLoader, read every kind of address with
-:func:`~mmlinattn.checkpoints.safe.load_file`. The loaders take MMEngine's arguments, and raise CheckpointError.
+``import mmlinattn`` calls :func:`register`. All users of the CheckpointLoader (``load_from``, ``--resume``,
+``init_cfg``, test tools, inferencers) then read files with :func:`~mmlinattn.checkpoints.safe.load_file`. The loaders
+take MMEngine's arguments and raise CheckpointError.
 """
 
 import hashlib
@@ -37,15 +37,15 @@ _ZOOS = {
 
 
 def load_from_local(filename: str, map_location: Any = None) -> Any:
-    """The checkpoint of a local file."""
+    """Load a local file."""
     return load_file(filename, map_location)
 
 
 def load_from_http(filename: str, map_location: Any = None) -> Any:
-    """The checkpoint behind a link, kept where MMEngine keeps it.
+    """Load a link, cached in MMEngine's folder.
 
-    A link without a file name in it is kept under a name made from the link. One of a published checkpoint, as in our
-    metafiles, is ``mmlinattn://NAME`` of that checkpoint: its layout is converted.
+    A link without a file name gets one derived from the link. The link of a published checkpoint, as in our metafiles,
+    is loaded as ``mmlinattn://NAME``.
     """
     entry = released.find_link(filename)
     if entry is not None:
@@ -59,15 +59,14 @@ def load_from_http(filename: str, map_location: Any = None) -> Any:
 
 
 def load_from_mmlinattn(filename: str, map_location: Any = None) -> dict:
-    """The published checkpoint ``mmlinattn://NAME``, in the names of this project.
+    """Load the published checkpoint ``mmlinattn://NAME``, under the names of this project.
 
     Returns:
-        ``dict(state_dict=..., meta=...)``: bare backbone keys for a backbone's name, those of the whole model for a
-        config's stem. ``meta`` is the file's own, and its name and link.
+        dict: ``state_dict`` of the backbone for a backbone's name, of the whole model for a config's stem; ``meta`` of
+        the file, with the ``source`` and ``link``.
 
     Raises:
-        CheckpointError: the name is unknown, or the file can neither be found nor downloaded, or is not what it should
-            be.
+        CheckpointError: The name is unknown, or the file cannot be downloaded or read.
     """
     entry = released.find_released(filename[len(PREFIX) :])
     download.fetch(entry.link, entry.path)

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""State dicts of any accepted kind, in the names of this project."""
+"""State dicts of all accepted checkpoints, under the names of this project."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from .fit import some
 from .layouts import find_layout
 from .safe import STATE_KEYS
 
-# Parts of OpenMMLab models beside the backbone. A key of one of them in a bare file is a head.
+# parts of OpenMMLab models beside the backbone: heads, in a file of a bare backbone
 _HEADS = tuple(
     f'{part}.'
     for part in ('head neck rpn_head roi_head bbox_head mask_head decode_head auxiliary_head data_preprocessor').split()
@@ -20,15 +20,15 @@ _HEADS = tuple(
 
 
 def state_dict_of(checkpoint: Any, source: str) -> dict[str, Tensor]:
-    """The tensors of a loaded checkpoint by name, without what DDP (``module.``) and ``torch.compile`` put before it.
+    """Return the tensors of a loaded checkpoint by name, without the prefixes of DDP and ``torch.compile``.
 
     Args:
-        checkpoint: a state dict, or a dict that holds one under ``state_dict``, ``model``, ``model_ema`` or
+        checkpoint (dict): A state dict, or a dict with one under ``state_dict``, ``model``, ``model_ema`` or
             ``state_dict_ema`` (the first one present).
-        source: where it came from, for messages.
+        source (str): Its address, for messages.
 
     Raises:
-        CheckpointError: it holds no tensors.
+        CheckpointError: It holds no tensors.
     """
     state = checkpoint
     for key in STATE_KEYS:
@@ -47,12 +47,12 @@ def state_dict_of(checkpoint: Any, source: str) -> dict[str, Tensor]:
 
 
 def not_compiled(key: str) -> str:
-    """A key without ``_orig_mod``, which ``torch.compile(module)`` puts before the names of a module."""
+    """Strip ``_orig_mod``, the prefix of ``torch.compile(module)``, from a key."""
     return re.sub(r'(^|\.)(_orig_mod\.)+', r'\1', key)
 
 
 def strip_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The entries of ``state`` under ``prefix`` (``'backbone'`` or ``'backbone.'``), without it."""
+    """Return the entries of ``state`` under ``prefix`` (``'backbone'`` or ``'backbone.'``), without it."""
     prefix = prefix if prefix.endswith('.') else f'{prefix}.'
     return {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
 
@@ -60,20 +60,20 @@ def strip_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 def backbone_state(
     checkpoint: Any, source: str, prefix: Optional[str] = None
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
-    """Our backbone keys, classifier head keys and deliberately dropped keys of a checkpoint.
+    """Split a checkpoint into backbone weights, head weights and keys dropped on purpose.
 
     Args:
-        checkpoint: what was loaded: a released file of a known layout or one of ours, a backbone alone or a whole model
-            with a ``backbone.`` part.
-        source: where it came from, for messages.
-        prefix: the part to take. Defaults to ``backbone.`` where there is one.
+        checkpoint (dict): A released file of a known layout or one of ours; a backbone, or a whole model with a
+            ``backbone.`` part.
+        source (str): Its address, for messages.
+        prefix (str, optional): The part to take. Defaults to ``backbone.`` if the file has one.
 
     Raises:
-        CheckpointError: there are no tensors, or none under ``prefix``.
+        CheckpointError: There are no tensors, or none under ``prefix``.
     """
     state = state_dict_of(checkpoint, source)
     part = strip_prefix(state, prefix or 'backbone')
-    # A bare backbone has no prefix to take away, so asking for 'backbone.' is not held against it.
+    # a bare backbone has no prefix: 'backbone.' is accepted
     if not part and prefix and prefix.rstrip('.') != 'backbone':
         raise CheckpointError(f'{source} holds nothing under prefix {prefix!r}; its keys are like {some(state)}')
     state = part or state
@@ -85,16 +85,16 @@ def backbone_state(
 
 
 def model_state(checkpoint: Any, source: str) -> tuple[dict[str, Tensor], list[str]]:
-    """The whole model of a checkpoint under MMDetection's, MMSegmentation's or MMPretrain's names.
+    """Return the whole model of a checkpoint under the names of MMDetection, MMSegmentation or MMPretrain.
 
-    Heads and necks of MMDetection 2.x and MMSegmentation 0.x have the names they have today (FPN, RPN, RoI, RetinaNet,
-    Semantic FPN, UperNet and FCN heads), so only the backbone changes.
+    Only the backbone is renamed: heads and necks of MMDetection 2.x and MMSegmentation 0.x (FPN, RPN, RoI, RetinaNet,
+    Semantic FPN, UperNet, FCN) kept their names.
 
     Returns:
-        The state dict, and the keys deliberately dropped.
+        tuple[dict, list[str]]: The state dict, and the keys dropped on purpose.
 
     Raises:
-        CheckpointError: there are no tensors.
+        CheckpointError: There are no tensors.
     """
     state = state_dict_of(checkpoint, source)
     backbone, head, dropped = backbone_state(state, source)

@@ -1,8 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Most private APIs of PyTorch, MMEngine and MMCV that this package reads or patches.
+"""Private APIs of PyTorch, MMEngine and MMCV that this package uses.
 
-Docstrings of patches name the version they were written for, and why nothing public does it. Where a release lacks a
-private API of PyTorch, a public one replaces it.
+Docstrings name the version they were written for, and the reason. A public API replaces a missing one of PyTorch.
 """
 
 import functools
@@ -20,9 +19,9 @@ from torch.fx.experimental import _config, symbolic_shapes
 from torch.nn.modules import module as _module
 from torch.utils._device import DeviceContext
 
-# --- what PyTorch says of itself --------------------------------------------------------------------------------------
+# --- state of PyTorch -------------------------------------------------------------------------------------------------
 
-# oneDNN's operators with a fused activation or sum, which torch.compile uses on CPUs
+# oneDNN's operators with a fused activation or sum, as torch.compile uses them on CPUs
 _mkldnn = torch.ops.mkldnn
 LINEAR: Any = getattr(_mkldnn, '_linear_pointwise', None)
 CONV: Any = getattr(_mkldnn, '_convolution_pointwise', None)
@@ -30,18 +29,18 @@ HAS_ONEDNN = None not in (LINEAR, CONV)
 CAN_BE_SIZE_OBLIVIOUS = hasattr(_config, 'backed_size_oblivious')  # since torch 2.6
 
 
-# whether oneDNN multiplies bfloat16 natively on this CPU (AVX-512 BF16, AMX)
+# True if oneDNN multiplies bfloat16 natively on this CPU (AVX-512 BF16, AMX)
 has_bfloat16_units: Any = getattr(_mkldnn, '_is_mkldnn_bf16_supported', bool)
-# how many dispatch modes, which count or record every operation, are on; the innermost torch.func transform
+# number of active dispatch modes, which count or record operations; the innermost torch.func transform
 num_modes: Any = torch._C._len_torch_dispatch_stack
 innermost_transform: Any = torch._C._functorch.peek_interpreter_stack
-forward_mode: Any = forward_ad  # whose level is 0 or more where derivatives are taken forward
+forward_mode: Any = forward_ad  # its level is 0 or more in forward-mode differentiation
 is_batched: Any = torch._C._functorch.is_legacy_batchedtensor  # by ``torch.autograd.grad(..., is_grads_batched=True)``
 is_exporting: Any = getattr(torch.compiler, 'is_exporting', torch.compiler.is_compiling)  # since torch 2.7
 
 
 def has_global_hooks() -> bool:
-    """Whether every module of the process has hooks. ``_has_any_global_hook`` is newer than PyTorch 2.4."""
+    """Return True if there are global module hooks. ``_has_any_global_hook`` is newer than PyTorch 2.4."""
     return bool(
         _module._global_forward_hooks
         or _module._global_forward_pre_hooks
@@ -51,12 +50,12 @@ def has_global_hooks() -> bool:
 
 
 def has_function_modes() -> bool:
-    """Whether functions of PyTorch are watched or replaced; ``torch.device`` as a context does neither."""
+    """Return True if a function mode is active, other than ``torch.device`` as a context."""
     return any(type(mode) is not DeviceContext for mode in overrides._get_current_function_mode_stack())
 
 
 def has_static_value(size) -> bool:
-    """Whether a size is a number now, not something that a graph leaves open."""
+    """Return True if a size is a number, not a symbol of a graph."""
     check = getattr(symbolic_shapes, 'has_static_value', None)  # since torch 2.5
     return type(size) is int if check is None else check(size)
 
@@ -66,7 +65,7 @@ def is_surely_above_one(size) -> bool:
 
 
 def size_oblivious():
-    """A context in which ``torch.export`` does not ask whether an open size is 1."""
+    """Context for ``torch.export`` without guards on sizes of 1."""
     return _config.patch(  # type: ignore[attr-defined]
         backed_size_oblivious=True
     )
@@ -80,27 +79,27 @@ RELU_BACKWARD = torch.ops.aten.threshold_backward.grad_input
 
 
 def default_scopes() -> list[str]:
-    """MMEngine 0.10.7: the default scopes so far, the present one last; public is that one alone, which is ours while
+    """MMEngine 0.10.7: all default scopes, the current one last. Only the current one is public, and it is ours while
     MMEngine builds a dict of ours."""
     return [scope.scope_name for scope in DefaultScope._instance_dict.values()]
 
 
 def checkpoint_loaders() -> dict[str, Callable]:
-    """MMEngine 0.10.7: the loaders of checkpoints by the beginning of their addresses; there is no public list."""
+    """MMEngine 0.10.7: loaders of checkpoints by address prefix. There is no public list."""
     return dict(CheckpointLoader._schemes)
 
 
 def own_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """PyTorch 2.14: parameters and persistent buffers of a module, without its children. Hooks of adapters take entries
-    out of ``state_dict``."""
+    """PyTorch 2.14: parameters and persistent buffers of a module, without its children. Hooks of adapters remove
+    entries from ``state_dict``."""
     named = {**module._parameters, **module._buffers}
     return {key: t for key, t in named.items() if t is not None and key not in module._non_persistent_buffers_set}
 
 
 @contextmanager
 def before_loading(model: nn.Module, hook: Callable) -> Iterator[None]:
-    """PyTorch 2.4 has no public ``register_load_state_dict_pre_hook``, which is newer: call ``hook(module, state_dict,
-    prefix, ...)`` before each module of ``model`` loads its own weights, after all other hooks."""
+    """PyTorch 2.4: call ``hook(module, state_dict, prefix, ...)`` before each module loads its own weights, after all
+    other hooks. The public ``register_load_state_dict_pre_hook`` is newer."""
     handles = [module._register_load_state_dict_pre_hook(hook, with_module=True) for module in model.modules()]
     try:
         yield
@@ -110,14 +109,14 @@ def before_loading(model: nn.Module, hook: Callable) -> Iterator[None]:
 
 
 def call_compiled(module: nn.Module, call: Callable) -> None:
-    """PyTorch 2.11: what ``nn.Module.compile`` sets. It compiles each module by itself; here those of a kind share one
-    code."""
+    """PyTorch 2.11: set the attribute of ``nn.Module.compile``, which compiles each module by itself. Here modules of a
+    kind share one graph."""
     module._compiled_call_impl = call
 
 
 def is_altered(*modules: nn.Module) -> bool:
-    """PyTorch 2.14: whether a module computes more than its class and weights say. It has hooks or a method of its own,
-    is compiled, or its weights are sparse or of a subclass of tensors. There is no public list of hooks."""
+    """PyTorch 2.14: return True if a module has hooks or a method of its own, is compiled, or has sparse or subclassed
+    weights. There is no public list of hooks."""
     return any(map(_is_altered, modules))
 
 
@@ -136,14 +135,14 @@ def _methods(kind: Any) -> frozenset:
 
 
 def methods_of(kinds: Iterable[type]) -> list[tuple[type, str, Any]]:
-    """The methods of modules, those of ``nn.Module`` aside: (class, name, function)."""
+    """Return (class, name, function) of the methods of modules, without those of ``nn.Module``."""
     classes = {base for kind in kinds for base in kind.__mro__} - set(BaseModule.__mro__)
     return [(base, name, value) for base in classes for name, value in vars(base).items() if callable(value)]
 
 
 def keep_sizes_open() -> None:
-    """PyTorch 2.14's Inductor compiles the gradient of a convolution for each image size; up to 2.11 it calls PyTorch's
-    operator, as it does again after this."""
+    """PyTorch 2.14: let Inductor call PyTorch's operator for the gradient of a convolution, as up to 2.11. It would
+    compile one for each image size."""
     from torch._inductor import lowering
 
     lowering.make_fallback(torch.ops.aten.convolution_backward, lowering.constrain_to_fx_strides, warn=False)

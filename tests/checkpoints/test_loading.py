@@ -94,8 +94,8 @@ def test_init_weights_takes_the_part_that_is_asked_for(tmp_path):
         assert all((value == expected).all() for value in backbone.state_dict().values())
     for wrong, said in (
         (dict(prefx='teacher.'), "has ['prefx']; allowed are checkpoint, prefix, map_location"),
-        (dict(checkpoint=None), 'checkpoint=None has to be a path, an address or mmlinattn://NAME'),
-        (dict(checkpoint=''), "checkpoint='' has to be a path"),
+        (dict(checkpoint=None), 'checkpoint=None: expected a path, an address or mmlinattn://NAME'),
+        (dict(checkpoint=''), "checkpoint='': expected a path"),
     ):
         backbone = model(init_cfg=dict(dict(type='Pretrained', checkpoint=str(tmp_path / 'a.pth')), **wrong))
         with pytest.raises(ValueError, match=re.escape(said)):
