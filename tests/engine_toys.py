@@ -33,7 +33,7 @@ class ToyDataset(BaseDataset):
 
 @MODELS.register_module(force=True)
 class ToyModel(BaseModel):
-    """One linear layer behind dropout; the loss is not finite once ``bad_at`` steps were done."""
+    """One linear layer behind dropout. The loss is not finite after ``bad_at`` steps."""
 
     def __init__(self, bad_at=None, break_weights=False, bad=float('nan')):
         super().__init__()
@@ -51,7 +51,7 @@ class ToyModel(BaseModel):
         self.steps += 1
         loss = self.layer(self.dropout(x)).square().mean()
         if self.bad_at is not None and self.steps > self.bad_at:
-            if self.break_weights:  # a finite loss whose step leaves broken weights behind
+            if self.break_weights:  # a finite loss with a step to broken weights
                 self.layer.weight.register_hook(lambda grad: grad * self.bad)
             else:
                 loss = loss * self.bad

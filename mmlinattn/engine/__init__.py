@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Hooks, optimizers, runner. Configs name their hooks; our tools add two checks.
+"""Hooks, optimizers, runner. Importing it registers them, the CPU model wrapper and the atomic storage backend.
 
-Importing this registers hooks, constructors, the CPU model wrapper, the runner and the atomic storage backend.
+Configs name their hooks; our tools add two checks.
 """
 
 from ..utils.errors import RunError

@@ -30,7 +30,7 @@ def serve(server, name, *reply) -> str:
 
 
 def error_line(name) -> str:
-    """Of a name that cannot be fetched: with link and path, and nothing is left behind."""
+    """A name that cannot be fetched: with link and path, and nothing is left behind."""
     entry = released.find_released(name.rpartition('/')[2])
     with pytest.raises(CheckpointError) as caught:
         LOAD(name, 'cpu')

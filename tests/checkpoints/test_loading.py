@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""``init_cfg=dict(type='Pretrained')`` of our backbones, and what it says."""
+"""``init_cfg=dict(type='Pretrained')`` of our backbones, and its warning."""
 
 import logging
 import re
@@ -20,7 +20,7 @@ def model(**kwargs) -> RAVLT:
 
 @pytest.fixture
 def load(caplog, tmp_path):
-    """Load what is given as a file; the fit, and the warnings that are logged."""
+    """Save an object and load it; return the fit and the logged warnings."""
 
     def run(backbone, thing):
         torch.save(thing, tmp_path / 'a.pth')
@@ -35,8 +35,8 @@ def load(caplog, tmp_path):
 
 
 @pytest.mark.parametrize('dense', [False, True])
-def test_nothing_is_said_of_a_released_file(load, dense):
-    """Neither of a classifier's head nor of a detector's other parts."""
+def test_a_released_file_loads_without_a_warning(load, dense):
+    """A classifier's head and a detector's other parts are skipped."""
     backbone, released = model(out_norm=dense), released_ravlt(dense)
     if dense:
         released = {f'backbone.{key}': value for key, value in released.items()} | {'neck.w': torch.ones(1)}
@@ -44,7 +44,7 @@ def test_nothing_is_said_of_a_released_file(load, dense):
     assert warned == [] and set(fit.weights) == set(backbone.state_dict())
 
 
-def test_what_does_not_fit_is_listed_in_one_warning(load):
+def test_differences_are_listed_in_one_warning(load):
     state, stem = model().state_dict(), 'patch_embeds.0.layers.0.weight'
     state.update({'mystery.weight': torch.ones(1), NORM: torch.full((5,), 3.0)})
     state['out_norms.2.weight'][3] = float('nan')
@@ -81,7 +81,7 @@ def test_nothing_loaded_at_all_is_an_error(load, tmp_path, alien, said):
 
 
 def test_init_weights_takes_the_part_that_is_asked_for(tmp_path):
-    """Of a file of two: without ``prefix``, that under ``backbone.``."""
+    """One of two parts; ``backbone.`` without a ``prefix``."""
     parts = {
         f'{prefix}{key}': torch.full_like(value, number)
         for number, prefix in ((1, 'backbone.'), (2, 'teacher.'))

@@ -36,7 +36,7 @@ def save(request, tmp_path):
 
 
 def refused(path) -> str:
-    """The line of a file that is not loaded."""
+    """Return the line of a refused file."""
     with pytest.raises(CheckpointError) as caught:
         load_file(path)
     line = str(caught.value)
@@ -44,7 +44,7 @@ def refused(path) -> str:
     return line
 
 
-# what training frameworks leave beside the weights
+# data of training frameworks
 
 
 def test_history_buffers_keep_their_statistics_and_bring_no_functions(save):
@@ -73,7 +73,7 @@ def test_one_cycle_schedules(save, strategy):
 
 
 def test_plain_data(save):
-    """Numbers of each of NumPy's types, a schedule's milestones, settings, and what PyTorch itself allows."""
+    """All types of NumPy, milestones of schedules, settings, and the types that PyTorch allows."""
     arrays = {code: np.arange(3).astype(code) for code in '?bhilqBHILQefdgFDG'}
     scalars = {code: array[1] for code, array in arrays.items() if code not in 'gG'}
     others = dict(
@@ -102,7 +102,7 @@ def renamed(path, *names: bytes) -> Path:
 
 @pytest.mark.parametrize('core', [b'core', b'_core'])
 def test_numpy_data_of_numpy_1_and_2(tmp_path, core):
-    """NumPy 2 renamed the modules that a pickle names; both kinds of file are about."""
+    """NumPy 2 renamed the modules in a pickle."""
     torch.save({'array': np.arange(6.0).reshape(2, 3), 'scalar': np.float32(0.5)}, tmp_path / 'a.pth')
     names = (b'numpy.%s.multiarray' % name for name in (b'core', b'_core', core))
     loaded = load_file(renamed(tmp_path / 'a.pth', *names))
@@ -119,7 +119,7 @@ class Settings(dict):
 
 @pytest.mark.parametrize('name', [b'yacs.config\nCfgNode', b'addict.addict\nDict', b'mmcv.utils.config\nConfigDict'])
 def test_settings_of_packages_that_are_not_there(tmp_path, name):
-    """Swin-type files hold a yacs node, MMCV 1.x a ConfigDict. What hangs on a dict would stand in for its methods."""
+    """Swin-type files hold a yacs node, MMCV 1.x a ConfigDict. Attributes of a dict could replace its methods."""
     node = Settings(MODEL=Settings(DEPTHS=[2, 2]))
     vars(node).update(__immutable__=True, pop=Settings)
     torch.save(dict(config=node, meta=node), tmp_path / 'a.pth')
@@ -128,7 +128,7 @@ def test_settings_of_packages_that_are_not_there(tmp_path, name):
     assert found['config'] == {'MODEL': {'DEPTHS': [2, 2]}} and not vars(found['config'])
 
 
-# what is hostile
+# hostile files
 
 HOSTILE = {
     'posix.system': touch_when_loaded,
@@ -182,10 +182,10 @@ def test_a_file_that_is_cut_short(save, kept):
     refused(path)
 
 
-def test_what_is_no_regular_file(tmp_path):
+def test_missing_files_folders_and_pipes(tmp_path):
     missing = tmp_path / 'no.pth'
     assert refused(missing) == f'checkpoint {missing} does not exist'
-    with pytest.raises(FileNotFoundError):  # what code written against MMEngine catches
+    with pytest.raises(FileNotFoundError):  # caught by code written for MMEngine
         load_file(missing)
     os.mkfifo(tmp_path / 'pipe')
     for path in (tmp_path, tmp_path / 'pipe'):
@@ -205,7 +205,7 @@ def test_what_is_no_regular_file(tmp_path):
     ],
     ids=str,
 )
-def test_what_mmengine_would_stumble_over(save, thing, said):
+def test_contents_that_mmengine_does_not_expect(save, thing, said):
     assert re.search(said, refused(save(thing)))
 
 
@@ -217,7 +217,7 @@ def test_the_text_that_runner_resume_runs_is_dropped_and_nothing_else(save):
 
 
 def test_reading_leaves_no_traces(save, tmp_path):
-    """Neither news of other pickle protocols, nor a longer list of what PyTorch may build."""
+    """No warnings on other pickle protocols, and PyTorch's list as before."""
     theirs = torch.serialization.get_safe_globals()
     torch.serialization.add_safe_globals([getattr])  # common advice on MMEngine's error
     try:

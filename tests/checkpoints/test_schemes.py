@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""MMEngine's own ways to load a checkpoint, after ``import mmlinattn`` and nothing else."""
+"""MMEngine's checkpoint loading after ``import mmlinattn``."""
 
 import json
 import logging
@@ -58,7 +58,7 @@ def test_mmengine_s_arguments_have_their_effect(tmp_path, monkeypatch, caplog, c
 
 
 def test_a_plain_import_is_all_an_upstream_tool_needs_and_patches_nothing(tmp_path):
-    """Classes, functions and modules of MMEngine and PyTorch are what they were; registries and schemes aside."""
+    """MMEngine and PyTorch are unchanged, but for registries and schemes."""
     runner(tmp_path).train()
     script = f"""
         import mmengine.runner, mmengine.hooks, mmengine.infer, torch
@@ -85,7 +85,7 @@ def test_a_plain_import_is_all_an_upstream_tool_needs_and_patches_nothing(tmp_pa
 
 
 def test_links_are_kept_where_mmengine_keeps_them(server):
-    """Those without a file name, as the shares of InLine and FLatten have them, under names of their own."""
+    """Links without a file name, as the shares of InLine and FLatten, get a name."""
     for number, path in enumerate(('/a/model.pth', '/f/1/?dl=1', '/g/1/?dl=1', '/?dl=1')):
         server.replies[path] = (200, saved({'w': torch.tensor(number)}))
         for _ in range(2):

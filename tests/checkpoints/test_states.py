@@ -14,8 +14,8 @@ ONE = torch.ones(1)
 
 
 def test_the_first_state_dict_of_a_file_counts():
-    """In the order of the documentation, the trained weights before their average, in whatever order the file has
-    them; what is no dict is passed over, as the name of a model is; what lies deeper is of somebody else."""
+    """Trained weights come before their average, in any order of the file. Values other than dicts, such as the name of
+    a model, and nested ones are skipped."""
     names = ['state_dict', 'model', 'model_ema', 'state_dict_ema']
     for first in range(4):
         parts = {name: dict(w=torch.tensor(float(i))) for i, name in enumerate(names) if i >= first}
@@ -36,7 +36,7 @@ def test_prefixes():
 
 
 def test_parts_of_a_file():
-    """What of a bare file is a head, what of a whole one is its backbone, and what is asked for by its prefix."""
+    """Heads of a bare file, the backbone of a whole one, and any part by its prefix."""
     a, b, c, d = (torch.full((1,), float(i)) for i in range(4))
     parts = 'head neck rpn_head roi_head bbox_head mask_head decode_head auxiliary_head data_preprocessor'.split()
     heads = {f'{part}.w': b for part in parts}

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""A model is what was trained, or is refused: whole models, and adapters that save a part of their weights."""
+"""Whole trained models, and adapters that save a part of their weights."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from mmlinattn.utils.errors import RunError
 
 
 class Parts(nn.Module):
-    """What a segmentor has."""
+    """Parts of a segmentor."""
 
     def __init__(self, data_preprocessor=None):
         super().__init__()
@@ -23,8 +23,7 @@ class Parts(nn.Module):
 
 
 def test_a_checkpoint_has_what_the_model_needs(tmp_path, monkeypatch):
-    """Auxiliary heads may be absent or of other classes, as in tests, and parts that the model does not have may be in
-    the file; what one of its parts lacks or has besides is refused."""
+    """Auxiliary heads may differ, and the file may have parts that the model lacks. Other differences are refused."""
     monkeypatch.setitem(MODELS._module_dict, 'Parts', Parts)
     cfg, checkpoint = Config(dict(model=dict(type='Parts'))), tmp_path / 'weights.pth'
     state = {key: value for key, value in Parts().state_dict().items() if not key.startswith('auxiliary_head')}

@@ -13,16 +13,16 @@ from ...checkpoints.loading import UNUSED_IN_TESTS, runner_state
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
 
-# of a schedule's state, what is no setting
+# state of a schedule, not settings
 _PROGRESS = ('last_step', 'base_values', 'verbose', 'best', 'num_bad_epochs', 'cooldown_counter')
 
 
 def _kept_settings(groups: list, saved: list) -> list[str]:
-    """Settings of an optimizer that differ from those in a checkpoint, which MMEngine takes on resuming."""
+    """List settings of an optimizer that a checkpoint replaces on resuming."""
     kept: dict[str, str] = {}
     for group, old in zip(groups, saved):
         for key in old:
-            # with a schedule, lr is that of an iteration
+            # with a schedule, lr belongs to the iteration
             begin = key in ('lr', 'momentum') and f'initial_{key}' in group and f'initial_{key}' in old
             if key in group and key != 'params' and not begin and old[key] != group[key]:
                 kept.setdefault(key.replace('initial_', ''), f'{old[key]} (the config has {group[key]})')
@@ -30,7 +30,7 @@ def _kept_settings(groups: list, saved: list) -> list[str]:
 
 
 def _kept_schedule(schedulers: list, saved: list) -> list[str]:
-    """Settings of the schedules that differ from those in a checkpoint, which MMEngine takes on resuming."""
+    """List settings of schedules that a checkpoint replaces on resuming."""
     if len(schedulers) != len(saved):
         return [f'{len(saved)} of its param_schedulers (the config has {len(schedulers)})']
     kept = []
@@ -48,7 +48,7 @@ def _tell_kept_settings(runner, checkpoint: dict) -> None:
     """Warn of settings of the config that a resumed run does not use.
 
     Raises:
-        RunError: The checkpoint is of another kind of optimizer.
+        RunError: The checkpoint belongs to another kind of optimizer.
     """
     saved, schedulers = checkpoint.get('optimizer'), runner.param_schedulers
     if not isinstance(saved, dict) or not hasattr(runner.optim_wrapper, 'param_groups'):
@@ -56,7 +56,7 @@ def _tell_kept_settings(runner, checkpoint: dict) -> None:
     groups, old_groups = runner.optim_wrapper.param_groups, saved.get('param_groups') or []
     for group, old in zip(groups, old_groups):
         added, gone = (
-            {key for key in one.keys() - other.keys() if not key.startswith('initial_')}  # by a schedule, where any is
+            {key for key in one.keys() - other.keys() if not key.startswith('initial_')}  # set by a schedule
             for one, other in ((group, old), (old, group))
         )
         if added and gone:  # a newer PyTorch has more settings, an older one fewer
@@ -82,30 +82,33 @@ def _tell_kept_settings(runner, checkpoint: dict) -> None:
 
 
 def _parts_of(keys: Iterable[str]) -> str:
-    """The modules of some weights, for ``left_out``."""
+    """Join the modules of weights, for ``left_out``."""
     return ','.join(list(dict.fromkeys(key.rpartition('.')[0] for key in keys))[:5])
 
 
 @HOOKS.register_module(force=True)
 class CheckpointMatchHook(Hook):
-    """Say which weights of a checkpoint do not fit the model, above all those of a head for other classes.
+    """Compare a checkpoint with the model before MMEngine loads it.
 
-    A run that resumes keeps the learning rate of its checkpoint; where the config has another, one line says so.
+    MMEngine loads the weights that fit and logs the others.
 
-    MMEngine loads the weights that fit and logs the rest. For ``load_from`` in training that is right: here it is one
-    warning with both shapes of each weight. Testing or resuming with weights as they were initialised is a mistake:
-    the run stops.
+    - ``load_from`` in training: one warning lists the weights of another shape, such as a head for other classes.
+    - Testing and resuming: the run stops if weights would stay as initialised.
+    - Resuming: one warning lists settings of optimizer and schedule that the checkpoint replaces.
 
     Args:
-        left_out: Beginnings of the keys that may stay as they are initialised, e.g. ``'decode_head.conv_seg'``: no
-            warning and no error for these.
-        allow_nonfinite: Whether to test with, and resume from, NaN and infinite weights.
+        left_out (str | Sequence[str]): Beginnings of keys that may stay as initialised, without a warning or an error,
+            e.g. ``'decode_head.conv_seg'``.
+        allow_nonfinite (bool): Test with, and resume from, NaN and infinite weights.
 
     Raises:
-        RunError: In test, validation or resuming, weights of the checkpoint have another shape than the model's, are
-            not finite, or parameters of the model are missing (auxiliary heads, which only train, aside). In
-            ``load_from``, frozen parameters of a backbone of this package are neither in the checkpoint nor in an
-            ``init_cfg``. In all of them, weights are no real numbers, or nothing of the checkpoint fits.
+        RunError: One of these:
+
+            - Weights are no real numbers, or nothing of the checkpoint fits.
+            - In testing and resuming, weights have another shape, are not finite, or are missing. Testing needs no
+              auxiliary heads.
+            - In ``load_from``, frozen parameters of a backbone of this package are neither in the checkpoint nor in an
+              ``init_cfg``.
     """
 
     priority = 'VERY_HIGH'
@@ -115,7 +118,7 @@ class CheckpointMatchHook(Hook):
         self.left_out = (left_out,) if isinstance(left_out, str) else tuple(left_out)
 
     def before_train(self, runner) -> None:
-        """Keep running statistics that adapters (MMPretrain's LoRA) do not save: a test would have others."""
+        """Freeze running statistics that adapters (MMPretrain's LoRA) do not save."""
         model = unwrapped(runner.model)
         saved = model.state_dict().keys()
         for name, module in model.named_modules():
@@ -149,7 +152,7 @@ class CheckpointMatchHook(Hook):
                 )
         elif fit.mismatched or fit.missing or fit.unexpected:
             used = 'These would be used as initialised. ' if fit.mismatched or fit.missing else ''
-            # resumed from, the state of the optimizer has the old shapes, too
+            # on resuming, the state of the optimizer would have the old shapes
             remedy = f'If it is meant: {meant}.left_out={_parts_of(fit.mismatched or fit.missing or fit.unexpected)}'
             if is_training:
                 remedy = 'load_from=... in place of resuming trains other parts anew.'
@@ -165,7 +168,7 @@ class CheckpointMatchHook(Hook):
             )
         for name, module in model.named_modules():
             own = module.named_parameters(name) if isinstance(module, Backbone) else ()
-            # output norms begin as plain norms, which frozen weights of a classifier come without
+            # classifiers have no output norms; they start as plain norms
             frozen = [
                 key
                 for key, weight in own

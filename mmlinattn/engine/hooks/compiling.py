@@ -14,22 +14,21 @@ from ...backbones.base import Backbone
 from ...utils.errors import RunError
 from ...utils.private_apis import call_compiled, keep_sizes_open
 
-# Inductor's own search for the memory format of convolutions compares sizes, which it cannot where they are dynamic
-# ("cannot determine truth value of Relational" in a training step, PyTorch 2.14). Ours is channels-last already.
+# Inductor compares sizes to choose the memory format of convolutions, and fails for dynamic ones in training ("cannot
+# determine truth value of Relational", PyTorch 2.14). Ours are channels-last already.
 OPTIONS = dict(options=dict(layout_optimization=False))
 
 
 def compile_blocks(model: nn.Module, **options) -> None:
     """Compile the blocks of every backbone of this package in ``model``, in place.
 
-    The blocks, not the whole detector: the rest (heads, data-dependent shapes, losses) is not worth its
-    compilation. Sizes are dynamic, and blocks that differ only in their weights share what is compiled. A batch of one
-    image, windows of which a map has one, and inference are compiled once more. ``state_dict`` keeps its keys, copies
-    of the model are not compiled.
+    Heads, data-dependent shapes and losses are not worth their compilation. Sizes are dynamic, and blocks that differ
+    only in their weights share a graph. A batch of one image, a map of one window, and inference get another graph.
+    ``state_dict`` keeps its keys; copies of the model are not compiled.
 
     Args:
-        model (nn.Module): A model that is on its device already.
-        options: Of ``torch.compile`` in place of :data:`OPTIONS`, for example ``backend``.
+        model (nn.Module): A model on its final device.
+        options: Arguments of ``torch.compile`` instead of :data:`OPTIONS`, for example ``backend``.
 
     Raises:
         RunError: No backbone of this package in ``model``.
@@ -39,16 +38,16 @@ def compile_blocks(model: nn.Module, **options) -> None:
     backbones: list[Any] = [module for module in model.modules() if isinstance(module, Backbone)]
     if not backbones:
         raise RunError('CompileHook (--compile): the model has no backbone of mmlinattn.')
-    # by default, code compiled for a square map runs square maps only: equal sizes share one symbol
+    # duck shapes share a symbol between equal sizes: code compiled for a square map would run square maps only
     if hasattr(shape_config, 'use_duck_shape'):  # since PyTorch 2.5
         shape_config.use_duck_shape = False
-    # by default, code that was compiled more than 8 times runs without compilation from then on
+    # at its default of 8 graphs, PyTorch falls back to eager mode
     dynamo_config.cache_size_limit = max(dynamo_config.cache_size_limit, 256)
     keep_sizes_open()
     compiled = torch.compile(_call, dynamic=True, **(options or OPTIONS))
 
     def call_of(block: nn.Module):
-        # the first block of a stage may get a view, the others do not; for views PyTorch compiles anew
+        # views get a graph of their own; only the first block of a stage may get one
         return lambda x, stage: compiled(block, x.clone() if x._is_view() else x, stage)
 
     stages = (stage for backbone in backbones for stage in getattr(backbone, 'stages', None) or [backbone.blocks])
@@ -62,7 +61,7 @@ def compile_blocks(model: nn.Module, **options) -> None:
 
 
 def _call(block: nn.Module, x: Tensor, stage: StageContext):
-    # each block makes its windows: the first of a stage, which would make those of all, would be another graph
+    # each block makes its windows: else the first block of a stage would need another graph
     return block._call_impl(x, stage._replace(windows=None))
 
 
@@ -84,8 +83,9 @@ class SharedDropPath(DropPath):
 
 @HOOKS.register_module(force=True)
 class CompileHook(Hook):
-    """Compile the blocks of the backbone with ``torch.compile``, and log each iteration that takes its time for it.
-    ``--compile`` of the tools adds it; in a config it is ``custom_hooks=[dict(type='CompileHook')]``.
+    """Compile the blocks of the backbone with ``torch.compile``, and log the iterations that compile.
+
+    ``--compile`` of the tools adds it to ``custom_hooks``.
 
     Raises:
         RunError: The model has no backbone of this package.

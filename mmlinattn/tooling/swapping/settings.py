@@ -64,6 +64,7 @@ def settings_for(source: Upstream, new: ZooBackbone, keep_optimizer: bool) -> tu
     hooks = source.cfg.to_dict().get('custom_hooks') or []
     known = {bare_name(hook['type']) for hook in hooks}  # as where it was swapped before
     settings['custom_hooks'] = hooks + [each for each in runtime.to_dict()['custom_hooks'] if each['type'] not in known]
+    settings['runner_type'] = source.cfg.get('runner_type', runtime.runner_type)
     if source.cfg.get('load_from') is not None:
         settings['load_from'] = None
     upstream = source.cfg.to_dict().get('optim_wrapper') or {}

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""A checkpoint whose head is of other classes than the model's."""
+"""Checkpoints with other weights than the model's, such as a head for other classes."""
 
 import re
 
@@ -17,7 +17,7 @@ from mmlinattn.engine import CPUDistributedDataParallel, RunError
 
 @MODELS.register_module(force=True)
 class ToyClassifier(ToyModel):
-    """ToyModel with a head, and one that only trains."""
+    """ToyModel with a head and an auxiliary head."""
 
     def __init__(self, num_classes=3, **kwargs):
         super().__init__(**kwargs)
@@ -28,7 +28,7 @@ class ToyClassifier(ToyModel):
 
 
 def load(tmp_path, mode, state, wrap=lambda model: model, hooks=(), **options):
-    """Let a Runner load a state dict: what the hook warns of."""
+    """Let a Runner load a state dict; return the warnings of the hook."""
     torch.save(state, tmp_path / 'given.pth')
     hooks = [dict(type='CheckpointMatchHook', **options), *hooks]
     kwargs = dict(load_from=str(tmp_path / 'given.pth'))
@@ -64,7 +64,7 @@ SHAPES = (
 NAN = torch.tensor([float('nan')])
 
 
-def test_training_goes_on_and_says_what_was_left_out(tmp_path):
+def test_training_continues_and_lists_skipped_weights(tmp_path):
     wrapped = {f'module.{key}': value for key, value in state_of(5, ['layer.bias']).items()}  # as processes save them
     (line,) = load(tmp_path, 'train', dict(state_dict=wrapped, meta={}))
     assert f'{SHAPES}, auxiliary_head.weight (5x4 in the file' in line
@@ -76,7 +76,7 @@ def test_training_goes_on_and_says_what_was_left_out(tmp_path):
     'mode, state, options',
     [
         ('train', state_of(5), dict(left_out=[HEAD, 'auxiliary_head'])),
-        ('train', state_of(without=['layer']), {}),  # a backbone alone is what one fine-tunes from
+        ('train', state_of(without=['layer']), {}),  # fine-tuning starts from a backbone
         ('train', state_of(norm__bias=NAN.expand(2)), {}),
         ('test', state_of(5), dict(left_out='decode_head')),  # one beginning is no list of letters
         ('test', state_of(without=['auxiliary_head', 'count']), {}),
@@ -84,7 +84,7 @@ def test_training_goes_on_and_says_what_was_left_out(tmp_path):
         ('test', state_of(count=torch.tensor(float('inf'))), {}),  # a buffer that is no running statistic
     ],
 )
-def test_what_may_be(tmp_path, mode, state, options):
+def test_accepted_differences(tmp_path, mode, state, options):
     assert load(tmp_path, mode, state, **options) == []
 
 
@@ -100,8 +100,8 @@ def test_what_may_be(tmp_path, mode, state, options):
     ],
     ids=['shapes', 'missing', 'NaN', 'NaN statistics', 'integer'],
 )
-def test_what_is_a_mistake(tmp_path, mode, state, expected, option):
-    if mode == 'resume':  # what is left out of the model is not left out of the optimizer
+def test_refused_differences(tmp_path, mode, state, expected, option):
+    if mode == 'resume':  # the state of the optimizer has the old shapes
         state = dict(state_dict=state, meta={})
         option = 'load_from=... in place of resuming trains other parts anew.' if OPTION in option else option
     with pytest.raises(RunError) as found:
@@ -117,7 +117,7 @@ def test_nothing_that_fits_is_nothing_to_train_from(tmp_path):
 
 
 def test_a_model_that_renames_while_it_loads(tmp_path):
-    """As MMDetection's semi-supervised ones, which give a detector's weights to student and teacher."""
+    """MMDetection's semi-supervised detectors share a detector's weights out to student and teacher."""
 
     def wrap(model):
         def rename(state, prefix, *args):
@@ -134,7 +134,7 @@ ARCH = dict(embed_dims=(8, 16, 24, 32), depths=(1, 1, 1, 1), num_heads=(1, 1, 2,
 
 
 def with_backbone(hides=False, **options):
-    """A model with a backbone, which may be hidden in checkpoints, as adapters hide what they do not train."""
+    """A model with a backbone, hidden from checkpoints as adapters hide frozen weights."""
 
     def wrap(model):
         model.backbone = RAVLT(ARCH, **options)
@@ -190,7 +190,7 @@ class Backbone(nn.Linear):
 
 
 def test_a_backbone_that_lacks_weights_of_the_checkpoint(tmp_path):
-    """It is another network than the one that was trained; heads may be left out."""
+    """Its network differs from the trained one. Heads may be left out."""
 
     def wrap(model):
         model.backbone = Backbone(1, 1)
@@ -222,7 +222,7 @@ def test_weights_of_a_compiled_model(tmp_path):
 
 
 class Augmented(BaseTTAModel):
-    """What test-time augmentation puts around a model."""
+    """Wrapper of test-time augmentation."""
 
     merge_preds = None
 
@@ -236,7 +236,7 @@ def test_models_in_wrappers(tmp_path, one_process):
 
 
 def resume(folder, before=None, after=None, optimizer=None, change=lambda checkpoint: None):
-    """What the second of two epochs, resumed with another schedule or optimizer, warns of."""
+    """Resume the second of two epochs with another schedule or optimizer; return its warnings."""
     hooks, path = [dict(type='CheckpointMatchHook')], folder / 'epoch_1.pth'
     make_runner(folder, hooks, param_scheduler=before).train()
     checkpoint = torch.load(path, weights_only=False)
@@ -267,13 +267,13 @@ STEPS, LINEAR = (dict(type='MultiStepLR', milestones=[4]), dict(type='LinearLR',
         (STEPS, LINEAR, None, 'another schedule than LinearLR. '),
     ],
 )
-def test_a_resumed_run_says_which_settings_it_has(tmp_path, before, after, optimizer, said):
-    """MMEngine takes those of the checkpoint."""
+def test_a_resumed_run_lists_settings_of_the_checkpoint(tmp_path, before, after, optimizer, said):
+    """MMEngine ignores those of the config."""
     found = resume(tmp_path, before, after, optimizer)
     assert len(found) == bool(said) and said in ''.join(found)
 
 
-def test_what_a_schedule_has_seen_is_no_setting(tmp_path):
+def test_the_state_of_a_schedule_is_no_setting(tmp_path):
     """MMEngine keeps the best metric so far in the schedule."""
 
     def train_on(checkpoint):
@@ -298,14 +298,14 @@ def test_an_optimizer_of_an_older_pytorch_with_a_schedule_that_is_gone(tmp_path)
     assert 'of the checkpoint: lr = ' in line
 
 
-def test_weights_that_nobody_trained_are_refused_outside_of_runs():
+def test_untrained_weights_are_refused_outside_of_runs():
     check_trained(ToyClassifier(), state_of(without=['auxiliary_head']))
     with pytest.raises(RunError, match=re.escape(SHAPES)):
         check_trained(ToyClassifier(), dict(state_dict=state_of(5)))
 
 
 def test_averages_of_a_model_with_other_classes(tmp_path):
-    """EMAHook asks for all weights where it is told."""
+    """``strict_load`` of EMAHook needs all weights."""
     state, averages = dict(state_dict=state_of(5), meta={}), dict(type='EMAHook', strict_load=True)
     with pytest.raises(RunError, match=f'EMAHook takes .*: {HEAD}.weight .* Set strict_load=False in EMAHook'):
         load(tmp_path, 'train', state, hooks=[averages])

@@ -12,7 +12,7 @@ from mmlinattn.engine import RunError, SafeCheckpointHook, SafeRunner
 
 
 def runner_of(folder, train_cfg=None, evaluators=(), resume=False, **checkpoint):
-    """A Runner with settings of its checkpoint hook, and a validation where they name a best."""
+    """A Runner with settings of its checkpoint hook, and a validation for ``save_best``."""
     evaluation = validation(*evaluators) if 'save_best' in checkpoint else {}
     default_hooks = dict(checkpoint={'type': 'CheckpointHook', 'interval': 1, **checkpoint})
     options = dict(default_hooks=default_hooks, resume=resume, kind=SafeRunner)
@@ -73,7 +73,7 @@ def test_every_setting_of_the_hook_counts(tmp_path):
     assert (tmp_path / 'work' / 'last_checkpoint').read_text() == str(out / 'at_6.pth')
     saved = load_file(out / 'at_6.pth')  # by the safe loader
     assert saved['meta']['iter'] == 6 and 'optimizer' not in saved and 'param_schedulers' not in saved
-    # what a run that resumes is told
+    # for the run that resumes
     assert saved['message_hub']['runtime_info']['keep_ckpt_ids'] == [4, 6]
     assert saved['message_hub']['runtime_info']['last_ckpt'] == str(out / 'at_6.pth')
 
@@ -99,7 +99,7 @@ def test_full_disk_leaves_the_previous_checkpoint(tmp_path, full_disk, monkeypat
 
 @pytest.mark.parametrize('metrics', [['acc'], ['a/acc', 'b/acc']])
 def test_a_best_checkpoint_whose_name_comes_again_stays(tmp_path, metrics):
-    """As where a validation is made up for: what takes the place of the best is not the old one that goes."""
+    """A repeated validation gives the best checkpoint the name of the old one, which is not removed."""
     evaluators = [Count(prefix=metric.rpartition('/')[0] or None) for metric in metrics]
     save_best = metrics if len(metrics) > 1 else metrics[0]
     runner = runner_of(tmp_path, evaluators=evaluators, save_best=save_best, max_keep_ckpts=2)

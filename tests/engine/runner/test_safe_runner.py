@@ -37,7 +37,7 @@ def test_train_loops(tmp_path, train_cfg, kind):
 
 @pytest.fixture(scope='module')
 def saved(tmp_path_factory):
-    """A checkpoint of MMEngine's own, after the first of two epochs."""
+    """A checkpoint of the first of two epochs."""
     folder = tmp_path_factory.mktemp('saved')
     make_runner(folder, [], train_cfg=dict(by_epoch=True, max_epochs=1)).train()
     return load_file(folder / 'epoch_1.pth')
@@ -45,7 +45,7 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def resume(saved, tmp_path):
-    """Resume in ``run`` from the checkpoint, with changes: the runner and its warnings."""
+    """Resume in ``run`` from a changed checkpoint; return the runner and its warnings."""
 
     def resume(info=None, parts=None, **checkpoint_hook):
         checkpoint = copy.deepcopy({**saved, **(parts or {})})
@@ -67,7 +67,7 @@ def resume(saved, tmp_path):
 
 @pytest.fixture
 def files(tmp_path):
-    """What a hostile checkpoint would like to see gone: a file, and things of the run itself."""
+    """Targets of a hostile checkpoint: a file elsewhere, and files of the run."""
     run, home = tmp_path / 'run', tmp_path / 'home'
     kept = [home / 'best_thesis.pth', run / 'notes.txt']
     for path in kept:
@@ -88,7 +88,7 @@ def files(tmp_path):
     ],
     ids=str,
 )
-def test_best_ckpt_of_a_checkpoint_removes_nothing_of_others(resume, files, target):
+def test_best_ckpt_of_a_checkpoint_removes_no_foreign_files(resume, files, target):
     run, kept = files
     if isinstance(target, str):
         target = target.format(home=run.parent / 'home', run=run)
@@ -108,7 +108,7 @@ def test_kept_checkpoints_are_numbers(resume, files, ids):
 
 @pytest.mark.parametrize('out_dir', [None, 'out'])
 def test_its_own_older_checkpoints_are_replaced_as_before(resume, tmp_path, out_dir):
-    """In a folder for all runs, too, and by the name of a link to it."""
+    """Also in a folder for all runs, and through a link."""
     folder = tmp_path / (out_dir or '') / 'run'
     folder.mkdir(parents=True)
     for name in ('best_acc_epoch_0.pth', 'epoch_1.pth'):
@@ -120,7 +120,7 @@ def test_its_own_older_checkpoints_are_replaced_as_before(resume, tmp_path, out_
 
 
 def test_the_resumed_run_writes_its_own_config_down(resume, tmp_path):
-    """The text of the older file would travel on to whoever loads the newer one."""
+    """The text of the older file is not copied into the newer one."""
     runner, _ = resume(dict(cfg='import os', experiment_name='theirs'))
     info = load_file(tmp_path / 'run' / 'epoch_2.pth')['message_hub']['runtime_info']
     assert info['cfg'] == runner.cfg.pretty_text and info['experiment_name'] == runner.experiment_name

@@ -67,6 +67,7 @@ def test_imports_and_hooks_of_upstream_stay():
     found, remarks = settings_of('mmdet', {}, cfg)
     assert found['custom_imports'] == dict(imports=['mine', 'mmlinattn'], allow_failed_imports=False)
     assert found['custom_hooks'][0] == dict(type='EMAHook') and remarks == []
+    assert found['runner_type'] == 'SafeRunner'
     ours = [hook['type'] for hook in found['custom_hooks'][1:]]
     assert 'UnusedParametersHook' in ours
     found, _ = settings_of('mmdet', {}, dict(custom_hooks=[dict(type=f'mmengine.{ours[0]}')]))
