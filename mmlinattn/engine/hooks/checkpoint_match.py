@@ -69,11 +69,6 @@ def _tell_kept_settings(runner, checkpoint: dict) -> None:
     kept = _kept_settings(groups, old_groups)
     if isinstance(schedulers, list) and isinstance(checkpoint.get('param_schedulers'), list):
         kept += _kept_schedule(schedulers, checkpoint['param_schedulers'])
-    if any(type(scheduler).__name__.startswith('ReduceOnPlateau') for scheduler in schedulers or ()):
-        runner.logger.warning(
-            'resuming with ReduceOnPlateau: checkpoints are written before the validation whose result changes the '
-            'learning rate, so that from here it may differ from that of a run without interruption.'
-        )
     if kept:
         runner.logger.warning(
             f'resuming goes on with optimizer and schedule of the checkpoint: {"; ".join(kept)}. The learning rate and '
