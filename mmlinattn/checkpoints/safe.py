@@ -99,7 +99,7 @@ def safe_globals() -> list[Any]:
 
     An inert object replaces a type that does more than hold data, or of a package that is usually not installed.
     """
-    made: dict[str, Callable] = {
+    stand_ins: dict[str, Callable] = {
         'mmengine.logging.history_buffer.HistoryBuffer': _ReadHistoryBuffer,
         'builtins.getattr': _known_attribute,
         'builtins.bytes': lambda: b'',  # empty arrays in protocol 2
@@ -113,12 +113,12 @@ def safe_globals() -> list[Any]:
         'mmengine.config.config.ConfigDict': _settings,
     }
     for core in ('core', '_core'):  # renamed in NumPy 2; either reads files of both
-        made[f'numpy.{core}.multiarray._reconstruct'] = _numpy_array
-        made[f'numpy.{core}.multiarray.scalar'] = _numpy_scalar
+        stand_ins[f'numpy.{core}.multiarray._reconstruct'] = _numpy_array
+        stand_ins[f'numpy.{core}.multiarray.scalar'] = _numpy_scalar
     # PyTorch lists the last two since 2.5 and 2.6
-    named_so = [_ReadHistoryBuffer, argparse.Namespace, np.ndarray, codecs.encode, set]
-    named_so += {type(np.dtype(code)) for code in '?bhilqBHILQefdgFDG'}
-    return named_so + [_stand_in(name, make) for name, make in made.items()]
+    known = [_ReadHistoryBuffer, argparse.Namespace, np.ndarray, codecs.encode, set]
+    known += {type(np.dtype(code)) for code in '?bhilqBHILQefdgFDG'}
+    return known + [_stand_in(name, make) for name, make in stand_ins.items()]
 
 
 _LIST = threading.Lock()  # one list per process: threads take turns
@@ -226,9 +226,9 @@ def _plain(checkpoint: Any, name: str) -> Any:
             seen.add(id(node))
             stack.extend(dict.values(node) if isinstance(node, dict) else node)
             # an attribute of a dict, as settings have them, could replace a method: the `pop` below
-            hung = getattr(node, '__dict__', {})
-            for attribute in hung.keys() - {'_metadata'}:
-                del hung[attribute]
+            attributes = getattr(node, '__dict__', {})
+            for attribute in attributes.keys() - {'_metadata'}:
+                del attributes[attribute]
     for part in ('state_dict', 'meta'):
         if not isinstance(checkpoint.get(part) or {}, dict):
             raise CheckpointError(f'{part} of {name} is a {type(checkpoint[part]).__name__}, not a dict')

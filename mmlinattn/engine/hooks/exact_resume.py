@@ -151,8 +151,8 @@ class ExactResumeHook(Hook):
         self.seed, self.rank, self._num_trained = int(seed), get_rank(), 0
         loop, config = runner.train_loop, runner._train_dataloader
         given = config if isinstance(config, dict) else {}
-        is_made = not isinstance(given.get('sampler'), dict) or not isinstance(given.get('batch_sampler') or {}, dict)
-        if type(loop) not in _LOOPS or is_made:  # a sampler of the user may ignore seeds
+        samplers = given.get('sampler'), given.get('batch_sampler') or {}
+        if type(loop) not in _LOOPS or not all(isinstance(each, dict) for each in samplers):  # built ones have no seed
             runner.logger.warning(
                 f'ExactResumeHook leaves the data of {type(loop).__name__} alone: a resumed run '
                 'will see other augmentations than an uninterrupted one.'
@@ -174,7 +174,7 @@ class ExactResumeHook(Hook):
         by_iterations = isinstance(loop, IterBasedTrainLoop)
         key = (self.seed, self.rank, _BATCH)
         self.batches = _SeededBatches(_build_batch_sampler(loader, config, self.seed), key, by_iterations)
-        loop.dataloader = _over(self.batches, loader)
+        loop.dataloader = _with_batches(self.batches, loader)
         if by_iterations:
             self.batches.num_done = loop.iter
             # MMEngine's loop draws and drops one batch for each iteration
@@ -223,7 +223,7 @@ def _build_batch_sampler(loader: DataLoader, config: dict, seed: int) -> Any:
     )
 
 
-def _over(batches: _SeededBatches, loader: DataLoader) -> DataLoader:
+def _with_batches(batches: _SeededBatches, loader: DataLoader) -> DataLoader:
     """Build a loader with another batch sampler, and the data set and settings of ``loader``, which may be in use."""
     names = inspect.signature(DataLoader).parameters.keys() - {'batch_size', 'shuffle', 'sampler', 'drop_last'}
     settings = {name: getattr(loader, name) for name in names if hasattr(loader, name)}

@@ -66,7 +66,7 @@ _forking = threading.local()  # mask: signals blocked by a thread before it fork
 
 
 @functools.cache
-def _spare_children() -> None:
+def _reset_in_children() -> None:
     """Let processes that are forked while a StopHook listens end at a SIGTERM.
 
     Pools, of metrics for example, end their processes with it, and would wait forever. The signal is blocked during the
@@ -111,9 +111,9 @@ class StopHook(Hook):
             raise ValueError(f'StopHook: interval={interval!r}: expected a positive integer')
         self.save_on_sigterm = save_on_sigterm
         self.interval = interval
-        self.is_asked = False  # this process got the signal
-        self._is_agreed = False  # all processes know of it
-        self._found: Any = None  # the previous handler
+        self.is_signalled = False  # this process got the signal
+        self._all_signalled = False  # all processes know of it
+        self._previous: Any = None  # the previous handler
 
     def before_run(self, runner) -> None:
         """Keep workers alive for the last iteration."""
@@ -128,30 +128,30 @@ class StopHook(Hook):
         found = signal.getsignal(signal.SIGTERM)
         other = getattr(found, '__self__', None)
         if isinstance(other, StopHook) and other not in runner.hooks:  # left by a training that ended in an error
-            found = other._found
+            found = other._previous
         if found in (signal.SIG_DFL, signal.SIG_IGN):
-            self._found = found
-            _spare_children()
+            self._previous = found
+            _reset_in_children()
             signal.signal(signal.SIGTERM, self._on_sigterm)
         elif not isinstance(other, StopHook):  # a config and its base may each have one
             runner.logger.warning('StopHook: SIGTERM has a handler already, which stays: no checkpoint is saved.')
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
         """Save and end if any process got the signal."""
-        if self._found is None:
+        if self._previous is None:
             return
         if get_world_size() == 1:
-            self._is_agreed = self.is_asked
-        elif not self._is_agreed and (runner.iter + 1) % self.interval == 0:
-            is_asked = torch.tensor([float(self.is_asked)])
-            all_reduce(is_asked, op='max')
-            self._is_agreed = bool(is_asked.item())
-        if self._is_agreed and _weights_are_updated(runner):
+            self._all_signalled = self.is_signalled
+        elif not self._all_signalled and (runner.iter + 1) % self.interval == 0:
+            any_signalled = torch.tensor([float(self.is_signalled)])
+            all_reduce(any_signalled, op='max')
+            self._all_signalled = bool(any_signalled.item())
+        if self._all_signalled and _weights_are_updated(runner):
             self._save_and_end(runner, runner.iter + 1)
 
     def before_val_iter(self, runner, batch_idx: int, data_batch=None) -> None:
         """Save and end at once: weights do not change in a validation."""
-        if self._found is None or not self.is_asked:
+        if self._previous is None or not self.is_signalled:
             return
         for hook in runner.hooks:
             if isinstance(hook, EMAHook):  # swap the averaged weights of the validation back
@@ -159,12 +159,12 @@ class StopHook(Hook):
         self._save_and_end(runner, runner.iter, waits=False)
 
     def after_train(self, runner) -> None:
-        if self._found is not None:
-            signal.signal(signal.SIGTERM, self._found)
-            self._found = None
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
+            self._previous = None
 
     def _on_sigterm(self, signum, frame) -> None:
-        self.is_asked = True
+        self.is_signalled = True
 
     def _save_and_end(self, runner, iteration: int, waits: bool = True) -> None:
         if _can_resume(runner):
@@ -197,8 +197,8 @@ class StopHook(Hook):
 
 
 def _can_resume(runner) -> bool:
-    has_place = any(isinstance(hook, ExactResumeHook) and hook.batches is not None for hook in runner.hooks)
-    return has_place or type(runner.train_loop) is IterBasedTrainLoop
+    has_position = any(isinstance(hook, ExactResumeHook) and hook.batches is not None for hook in runner.hooks)
+    return has_position or type(runner.train_loop) is IterBasedTrainLoop
 
 
 def _weights_are_updated(runner) -> bool:

@@ -221,6 +221,18 @@ def test_weights_of_a_compiled_model(tmp_path):
     assert all(parameter.unique().tolist() == [0.5] for parameter in model.parameters())
 
 
+def test_a_test_loads_its_checkpoint_once(tmp_path):
+    """The comparison copies no weight; MMEngine copies each."""
+    versions = {}
+
+    def wrap(model):
+        versions.update({weight: weight._version for weight in model.parameters()})
+        return model
+
+    load(tmp_path, 'test', state_of(), wrap)
+    assert versions and all(weight._version == version + 1 for weight, version in versions.items())
+
+
 class Augmented(BaseTTAModel):
     """Wrapper of test-time augmentation."""
 
