@@ -8,7 +8,7 @@ from mmengine.runner.base_loop import BaseLoop
 from torch import nn
 
 from ...backbones.base import Backbone
-from ...checkpoints.fit import Fit, compare, listed, needed, running_statistics, some, trained_weights
+from ...checkpoints.fit import Fit, compare, needed, running_statistics, some, trained_weights
 from ...checkpoints.loading import UNUSED_IN_TESTS, runner_state
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
@@ -139,7 +139,7 @@ class CheckpointMatchHook(Hook):
         whole.check_values(self.allow_nonfinite or not is_fatal, f' If it is meant: {meant}.allow_nonfinite=True')
         fit = needed(model, whole, self.left_out if is_training else self.left_out + UNUSED_IN_TESTS)
         if not is_fatal:
-            self._check_start(runner, model, whole, fit, checkpoint)
+            self._check_start(model, whole, fit, checkpoint)
             if fit.mismatched:
                 runner.logger.warning(
                     f'{fit}These train from their initial values, as is usual for other classes than those of the '
@@ -155,7 +155,7 @@ class CheckpointMatchHook(Hook):
                 f'{fit}{used}The config has to be the one of the checkpoint, its class count included. {remedy}'
             )
 
-    def _check_start(self, runner, model: nn.Module, whole: Fit, fit: Fit, checkpoint: dict) -> None:
+    def _check_start(self, model: nn.Module, whole: Fit, fit: Fit, checkpoint: dict) -> None:
         """Refuse weights that no training should start from."""
         if fit.missing and whole.weights.keys().isdisjoint(trained_weights(model)):
             raise RunError(
@@ -175,11 +175,3 @@ class CheckpointMatchHook(Hook):
                     'would stay as they are initialised. Name their weights in its init_cfg, or, if it is meant: '
                     f'--cfg-options custom_hooks.{type(self).__name__}.left_out={_parts_of(frozen)}'
                 )
-        averaging = [type(hook).__name__ for hook in runner.hooks if getattr(hook, 'strict_load', False)]
-        differing = [*listed(whole.mismatched), *whole.missing, *whole.unexpected, *whole.ignored]
-        if averaging and differing:
-            raise RunError(
-                f'{averaging[0]} takes the weights of the checkpoint for its averages, and they are not those of the '
-                f'model: {some(differing)}. Set strict_load=False in {averaging[0]}: the averages of the others then '
-                "begin with the model's."
-            )

@@ -313,11 +313,3 @@ def test_untrained_weights_are_refused_outside_of_runs():
     check_trained(ToyClassifier(), state_of(without=['auxiliary_head']))
     with pytest.raises(RunError, match=re.escape(SHAPES)):
         check_trained(ToyClassifier(), dict(state_dict=state_of(5)))
-
-
-def test_averages_of_a_model_with_other_classes(tmp_path):
-    """``strict_load`` of EMAHook needs all weights."""
-    state, averages = dict(state_dict=state_of(5), meta={}), dict(type='EMAHook', strict_load=True)
-    with pytest.raises(RunError, match=f'EMAHook takes .*: {HEAD}.weight .* Set strict_load=False in EMAHook'):
-        load(tmp_path, 'train', state, hooks=[averages])
-    assert load(tmp_path, 'train', state, hooks=[dict(averages, strict_load=False)])
