@@ -151,7 +151,7 @@ def check_trained(model: nn.Module, checkpoint: dict) -> None:
     fit.check_values()
     fit = needed(model, fit, UNUSED_IN_TESTS)
     if fit.missing or fit.unexpected or fit.mismatched:
-        raise RunError(f'{fit}The config has to be the one of the checkpoint.')
+        raise RunError(f'{fit}Use the config of the checkpoint.')
     model.load_state_dict(fit.weights, strict=False)
 
 

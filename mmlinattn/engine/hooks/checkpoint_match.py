@@ -63,16 +63,16 @@ def _tell_kept_settings(runner, checkpoint: dict) -> None:
             kind = type(runner.optim_wrapper.optimizer).__name__
             raise RunError(
                 f'the checkpoint to resume from is of another optimizer than {kind}: it has {some(sorted(gone))} and '
-                f'lacks {some(sorted(added))}. Set optim_wrapper.optimizer as it was, or load_from=CHECKPOINT in place '
-                'of --resume, which begins at iteration 0.'
+                f'lacks {some(sorted(added))}. Set optim_wrapper.optimizer as it was, or load_from=CHECKPOINT instead '
+                'of --resume; it starts at iteration 0.'
             )
     kept = _kept_settings(groups, old_groups)
     if isinstance(schedulers, list) and isinstance(checkpoint.get('param_schedulers'), list):
         kept += _kept_schedule(schedulers, checkpoint['param_schedulers'])
     if kept:
         runner.logger.warning(
-            f'resuming goes on with optimizer and schedule of the checkpoint: {"; ".join(kept)}. The learning rate and '
-            'other settings of the config take effect with load_from=CHECKPOINT in place of --resume, from iteration 0.'
+            f'resuming takes optimizer and schedule of the checkpoint: {"; ".join(kept)}. For those of the config, set '
+            'load_from=CHECKPOINT instead of --resume; it starts at iteration 0.'
         )
 
 
@@ -150,10 +150,8 @@ class CheckpointMatchHook(Hook):
             # on resuming, the state of the optimizer would have the old shapes
             remedy = f'If it is meant: {meant}.left_out={_parts_of(fit.mismatched or fit.missing or fit.unexpected)}'
             if is_training:
-                remedy = 'load_from=... in place of resuming trains other parts anew.'
-            raise RunError(
-                f'{fit}{used}The config has to be the one of the checkpoint, its class count included. {remedy}'
-            )
+                remedy = 'load_from=CHECKPOINT instead of --resume trains other parts from scratch.'
+            raise RunError(f'{fit}{used}Use the config of the checkpoint, with its number of classes. {remedy}')
 
     def _check_start(self, model: nn.Module, whole: Fit, fit: Fit, checkpoint: dict) -> None:
         """Refuse weights that no training should start from."""

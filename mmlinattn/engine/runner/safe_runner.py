@@ -41,7 +41,7 @@ def _keep_own_files(runner, info: dict) -> list[str]:
     if dropped:
         runner.logger.warning(
             f'the checkpoint names files that are not checkpoints of this run in {runner.work_dir} '
-            f'({printable(", ".join(dropped))}). They are left alone.'
+            f'({printable(", ".join(dropped))}). They are dropped, and the files stay.'
         )
     return dropped
 
