@@ -11,13 +11,14 @@ import functools
 import os
 import pathlib
 import pickle
-import re
+import pickletools
 import threading
 import warnings
 import zipfile
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -27,11 +28,16 @@ from mmengine.logging import HistoryBuffer
 from mmengine.optim.scheduler.param_scheduler import OneCycleParamScheduler
 
 from ..utils.errors import CheckpointError, CheckpointNotFoundError
+from ..utils.private_apis import listed_globals
 
 _ZIP_START = b'PK\x03\x04'
 _LEGACY_START = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
 # keys of the weights in files; the first one present counts
 STATE_KEYS = ('state_dict', 'model', 'model_ema', 'state_dict_ema')
+
+
+class _Refused(Exception):
+    """Object in a checkpoint that is not known to be harmless; the message is its name."""
 
 
 class _ReadHistoryBuffer(HistoryBuffer):
@@ -59,13 +65,13 @@ def _known_attribute(owner: Any, name: str) -> Any:
     statistics of its HistoryBuffer. ``getattr`` itself, with every attribute of every listed type, is never listed.
     """
     if name not in _FUNCTIONS:
-        raise pickle.UnpicklingError('Unsupported global: GLOBAL builtins.getattr')
+        raise _Refused('builtins.getattr')
     return _FUNCTIONS[name]
 
 
 def _numeric(dtype: np.dtype) -> np.dtype:
     if dtype.kind not in 'biufc':
-        raise pickle.UnpicklingError(f'Unsupported global: GLOBAL numpy.dtype[{dtype}]')
+        raise _Refused(f'numpy.dtype[{dtype}]')
     return dtype
 
 
@@ -199,18 +205,40 @@ def load_file(path: Union[str, os.PathLike], map_location: Any = 'cpu', name: Op
     except (CheckpointError, torch.cuda.OutOfMemoryError):
         raise
     except Exception as error:
-        refused = re.search(r'(?:unsupported global:?|unsupported) GLOBAL (\S+)', str(error), re.I)
+        refused = str(error) if isinstance(error, _Refused) else ''
+        if isinstance(error, pickle.UnpicklingError):
+            with suppress(Exception), _listed():  # a damaged file has no readable names
+                refused = _unlisted(path)
         if refused:
             raise CheckpointError(
-                f'{name} was refused: it asks for {refused[1]}, which is not known to be harmless '
+                f'{name} was refused: it asks for {refused}, which is not known to be harmless '
                 '(a checkpoint can hide code); nothing was run'
             ) from None
-        # PyTorch gives advice on its list first, and then the reason
-        lines = [line.strip() for line in str(error).rpartition('WeightsUnpickler error:')[2].splitlines()]
-        detail = next(filter(None, lines), '')
         raise CheckpointError(
-            f'{name} cannot be read ({type(error).__name__}: {detail[:200]}); the file may be cut short or damaged'
+            f'{name} cannot be read ({type(error).__name__}); the file may be cut short or damaged'
         ) from error
+
+
+def _unlisted(path: Path) -> str:
+    """Return the full name of the first type that the pickles of a file ask for and that is not listed, or ''."""
+    listed = listed_globals()
+    with open(path, 'rb') as file:
+        pickles: list = [file] * 4  # of the older format: magic number, protocol, system, checkpoint
+        if file.read(4) == _ZIP_START:
+            archive = zipfile.ZipFile(file)
+            pickles = [archive.open(entry) for entry in archive.namelist() if entry.endswith('data.pkl')]
+        else:
+            file.seek(0)
+        for stream in pickles:
+            texts: list[str] = []
+            for opcode, argument, _ in pickletools.genops(stream):
+                texts += [argument] * isinstance(argument, str)
+                if opcode.name in ('GLOBAL', 'STACK_GLOBAL'):  # protocol 4 puts module and name on the stack
+                    module, name = ' '.join(texts[-2:]).split(' ')[-2:]
+                    module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+                    if f'{module}.{name}' not in listed:
+                        return f'{module}.{name}'
+    return ''
 
 
 def _plain(checkpoint: Any, name: str) -> Any:

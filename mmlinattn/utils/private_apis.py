@@ -13,7 +13,7 @@ import torch
 from mmengine.model import BaseModule
 from mmengine.registry import DefaultScope
 from mmengine.runner import CheckpointLoader
-from torch import nn, overrides
+from torch import _weights_only_unpickler, nn, overrides
 from torch.autograd import forward_ad
 from torch.fx.experimental import _config, symbolic_shapes
 from torch.nn.modules import module as _module
@@ -87,6 +87,11 @@ def default_scopes() -> list[str]:
 def checkpoint_loaders() -> dict[str, Callable]:
     """MMEngine 0.10.7: loaders of checkpoints by address prefix. There is no public list."""
     return dict(CheckpointLoader._schemes)
+
+
+def listed_globals() -> set[str]:
+    """PyTorch 2.14: names of the types that ``weights_only`` builds. The public list has the added types only."""
+    return {*_weights_only_unpickler._get_allowed_globals(), *_weights_only_unpickler._get_user_allowed_globals()}
 
 
 def own_state(module: nn.Module) -> dict[str, torch.Tensor]:
