@@ -9,7 +9,7 @@ from mmlinattn.checkpoints.layouts import LAYOUTS, find_layout
 from mmlinattn.checkpoints.states import backbone_state
 
 
-def test_a_released_file_is_of_one_layout_and_others_are_of_none():
+def test_every_released_file_matches_one_layout():
     found = set()
     for case in goldens.cases():
         keys = frozenset(goldens.info(case)['state'])

@@ -56,7 +56,7 @@ def test_a_complete_fit_loads_strictly():
     assert compare(model, dict(alien=ONE)).is_empty
 
 
-def test_weights_under_the_names_that_a_module_gives_them():
+def test_modules_rename_weights():
     """As MMDetection's semi-supervised detectors, which share a detector's weights out to student and teacher."""
 
     class Renames(nn.Sequential):
@@ -69,13 +69,13 @@ def test_weights_under_the_names_that_a_module_gives_them():
     assert (list(fit.weights), fit.missing) == (['0.weight', '0.bias'], ['1.weight', '1.bias']) and not fit.unexpected
 
 
-def test_a_shared_weight_is_there_under_any_of_its_names():
+def test_a_shared_weight_has_several_names():
     model = nn.ModuleDict(dict(a=nn.Linear(1, 1), b=nn.Linear(1, 1)))
     model.b.weight = model.a.weight
     assert compare(model, {'b.weight': torch.ones(1, 1)}).missing == ['a.bias', 'b.bias']
 
 
-def test_values_that_are_no_numbers():
+def test_nonfinite_values():
     """In floating-point weights of any width, not in masks and counters."""
     broken = dict(bad=torch.tensor([1, -float('inf')]), half=NAN.half(), small=NAN.to(torch.float8_e4m3fn))
     state = dict(broken, fine=ONE, count=torch.ones(1, dtype=torch.int64))

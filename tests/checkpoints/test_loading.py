@@ -71,7 +71,7 @@ def test_differences_are_listed_in_one_warning(load):
         ({'epoch': 3}, 'holds no weights'),
     ],
 )
-def test_nothing_loaded_at_all_is_an_error(load, tmp_path, alien, said):
+def test_a_file_without_a_fitting_weight_is_an_error(load, tmp_path, alien, said):
     backbone = model()
     before = {key: value.clone() for key, value in backbone.state_dict().items()}
     with pytest.raises(CheckpointError, match=f'{tmp_path}/a.pth') as caught:
@@ -80,7 +80,7 @@ def test_nothing_loaded_at_all_is_an_error(load, tmp_path, alien, said):
     assert all(torch.equal(before[key], v) for key, v in backbone.state_dict().items())
 
 
-def test_init_weights_takes_the_part_that_is_asked_for(tmp_path):
+def test_init_weights_takes_a_prefix(tmp_path):
     """One of two parts; ``backbone.`` without a ``prefix``."""
     parts = {
         f'{prefix}{key}': torch.full_like(value, number)

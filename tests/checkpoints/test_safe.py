@@ -47,7 +47,7 @@ def refused(path) -> str:
 # data of training frameworks
 
 
-def test_history_buffers_keep_their_statistics_and_bring_no_functions(save):
+def test_history_buffers_keep_statistics_without_functions(save):
     given = HistoryBuffer([3.0, 1.0], [1, 1], max_length=3)
     vars(given).update(update=1, _statistics_methods={'mean': HistoryBuffer.max})
     (buffer,) = load_file(save({'scalars': [given]}))['scalars']
@@ -118,7 +118,7 @@ class Settings(dict):
 
 
 @pytest.mark.parametrize('name', [b'yacs.config\nCfgNode', b'addict.addict\nDict', b'mmcv.utils.config\nConfigDict'])
-def test_settings_of_packages_that_are_not_there(tmp_path, name):
+def test_settings_of_packages_not_installed(tmp_path, name):
     """Swin-type files hold a yacs node, MMCV 1.x a ConfigDict. Attributes of a dict could replace its methods."""
     node = Settings(MODEL=Settings(DEPTHS=[2, 2]))
     vars(node).update(__immutable__=True, pop=Settings)
@@ -142,7 +142,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize('name', HOSTILE)
-def test_code_is_refused_by_name_and_not_run(save, tmp_path, name):
+def test_code_is_refused_by_name(save, tmp_path, name):
     marker = tmp_path / 'was_run'
     line = refused(save({'state_dict': {'w': torch.ones(1)}, 'meta': {'x': HOSTILE[name](marker)}}))
     assert 'was refused: it asks for' in line and name.rpartition('.')[2] in line and not marker.exists()
@@ -175,7 +175,7 @@ def test_other_containers_are_not_opened(tmp_path, kind):
 
 
 @pytest.mark.parametrize('kept', [0.001, 0.5, 0.999])
-def test_a_file_that_is_cut_short(save, kept):
+def test_truncated_files(save, kept):
     path = save({'state_dict': {f'w{i}': torch.randn(100) for i in range(20)}})
     content = path.read_bytes()
     path.write_bytes(content[: int(kept * len(content)) + 1])
@@ -209,14 +209,14 @@ def test_contents_that_mmengine_does_not_expect(save, thing, said):
     assert re.search(said, refused(save(thing)))
 
 
-def test_the_text_that_runner_resume_runs_is_dropped_and_nothing_else(save):
+def test_the_config_text_of_meta_is_dropped(save):
     meta = dict(config='import os', cfg='model = 1', epoch=3, hook_msgs=dict(config=1))
     found = load_file(save(dict(meta=meta, state_dict=nn.Linear(1, 1).state_dict(), optimizer=dict(config=2))))
     assert found['meta'] == dict(cfg='model = 1', epoch=3, hook_msgs=dict(config=1))
     assert found['optimizer'] == dict(config=2) and found['state_dict']._metadata
 
 
-def test_reading_leaves_no_traces(save, tmp_path):
+def test_reading_changes_no_global_state(save, tmp_path):
     """No warnings on other pickle protocols, and PyTorch's list as before."""
     theirs = torch.serialization.get_safe_globals()
     torch.serialization.add_safe_globals([getattr])  # common advice on MMEngine's error
@@ -232,7 +232,7 @@ def test_reading_leaves_no_traces(save, tmp_path):
         torch.serialization.add_safe_globals(theirs)
 
 
-def test_threads_that_load_at_the_same_time(save, monkeypatch):
+def test_concurrent_threads(save, monkeypatch):
     """The second begins before the first has ended, and ends later."""
     path, load, found = save(dict(loss=HistoryBuffer([1.0], [1]))), torch.load, []
 

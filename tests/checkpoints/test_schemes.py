@@ -42,7 +42,7 @@ def test_hostile_files_are_refused_in_load_from_and_init_cfg(tmp_path):
     assert not marker.exists()
 
 
-def test_mmengine_s_arguments_have_their_effect(tmp_path, monkeypatch, caplog, capsys):
+def test_arguments_of_mmengine_s_loader(tmp_path, monkeypatch, caplog, capsys):
     path, logger, layer = str(tmp_path / 'a.pth'), logging.getLogger('of-schemes'), nn.Linear(1, 1)
     torch.save({'state_dict': {'weight': torch.ones(1, 1), 'bias': torch.ones(1)}}, path)
     load_checkpoint(layer, path, map_location='cpu', strict=True)
@@ -57,7 +57,7 @@ def test_mmengine_s_arguments_have_their_effect(tmp_path, monkeypatch, caplog, c
         LOAD(str(tmp_path / 'no.pth'))
 
 
-def test_a_plain_import_is_all_an_upstream_tool_needs_and_patches_nothing(tmp_path):
+def test_an_import_registers_loaders_and_patches_nothing(tmp_path):
     """MMEngine and PyTorch are unchanged, but for registries and schemes."""
     runner(tmp_path).train()
     script = f"""
@@ -84,7 +84,7 @@ def test_a_plain_import_is_all_an_upstream_tool_needs_and_patches_nothing(tmp_pa
 # --- addresses
 
 
-def test_links_are_kept_where_mmengine_keeps_them(server):
+def test_links_are_cached_in_mmengine_s_folder(server):
     """Links without a file name, as the shares of InLine and FLatten, get a name."""
     for number, path in enumerate(('/a/model.pth', '/f/1/?dl=1', '/g/1/?dl=1', '/?dl=1')):
         server.replies[path] = (200, saved({'w': torch.tensor(number)}))

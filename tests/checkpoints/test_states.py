@@ -13,7 +13,7 @@ from mmlinattn.checkpoints.states import (
 ONE = torch.ones(1)
 
 
-def test_the_first_state_dict_of_a_file_counts():
+def test_order_of_state_dicts_in_a_file():
     """Trained weights come before their average, in any order of the file. Values other than dicts, such as the name of
     a model, and nested ones are skipped."""
     names = ['state_dict', 'model', 'model_ema', 'state_dict_ema']

@@ -22,7 +22,7 @@ class Parts(nn.Module):
         self.data_preprocessor = nn.Identity()
 
 
-def test_a_checkpoint_has_what_the_model_needs(tmp_path, monkeypatch):
+def test_a_trained_model_needs_all_weights(tmp_path, monkeypatch):
     """Auxiliary heads may differ, and the file may have parts that the model lacks. Other differences are refused."""
     monkeypatch.setitem(MODELS._module_dict, 'Parts', Parts)
     cfg, checkpoint = Config(dict(model=dict(type='Parts'))), tmp_path / 'weights.pth'
@@ -94,7 +94,7 @@ def saved(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize('adapter', [lora('proj', 'fc1'), lora('.*')])
-def test_frozen_weights_come_from_where_they_came_in_training(adapter, saved):
+def test_frozen_weights_come_from_init_cfg(adapter, saved):
     cfg, model, checkpoint = saved(adapter)
     found, meta = trained_model(cfg, str(checkpoint))
     image = torch.randn(1, 3, 64, 64)
@@ -113,13 +113,13 @@ def test_frozen_weights_come_from_where_they_came_in_training(adapter, saved):
         trained_model(cfg, str(checkpoint))
 
 
-def test_frozen_weights_that_nobody_keeps_are_refused(saved):
+def test_missing_frozen_weights_are_refused(saved):
     cfg, _, checkpoint = saved(lora('qkv'), init_cfg=False)
     with pytest.raises(RunError, match='missing: backbone.module.patch_embeds.0'):
         trained_model(cfg, str(checkpoint))
 
 
-def test_running_statistics_that_the_file_lacks_are_refused():
+def test_missing_running_statistics_are_refused():
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
     state = {key: value for key, value in model.state_dict().items() if 'running_var' not in key}
     with pytest.raises(RunError, match='1 parameters not in the file: 1.running_var'):
@@ -127,7 +127,7 @@ def test_running_statistics_that_the_file_lacks_are_refused():
 
 
 @pytest.mark.parametrize('prefix', ['', 'module.'])  # as processes save them
-def test_weights_of_a_model_without_adapters_go_inside_of_them(saved, prefix):
+def test_plain_weights_load_into_adapters(saved, prefix):
     cfg, adapted, _ = saved(lora('qkv', 'fc1'), init_cfg=False)
     cfg.model.backbone = cfg.model.backbone.module
     plain = MODELS.build(cfg.model).eval()

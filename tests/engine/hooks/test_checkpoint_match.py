@@ -113,7 +113,7 @@ def test_refused_differences(tmp_path, mode, state, expected, option):
     assert ('auxiliary_head' in message) == (mode == 'resume' and expected == SHAPES)  # they train on
 
 
-def test_nothing_that_fits_is_nothing_to_train_from(tmp_path):
+def test_training_from_a_checkpoint_without_a_fitting_weight(tmp_path):
     with pytest.raises(RunError, match=r'nothing in the checkpoint fits the model; it has other.0, other.1, other.2, '):
         load(tmp_path, 'train', {f'other.{i}': torch.ones(1) for i in range(4)})
 
@@ -156,7 +156,7 @@ def of_backbone(arch=ARCH, **options):
     return {f'backbone.{key}': value for key, value in RAVLT(arch, **options).state_dict().items()}
 
 
-def test_frozen_weights_that_nobody_gave(tmp_path):
+def test_training_with_random_frozen_weights(tmp_path):
     wrap, stem = with_backbone(frozen_stages=0), 'backbone.patch_embeds.0.layers.0'
     said = f'^16 frozen parameters of the backbone .*: {stem}.weight, .*left_out={stem},'
     with pytest.raises(RunError, match=said):
@@ -174,7 +174,7 @@ def test_adapters_that_hide_the_backbone(tmp_path):
 
 
 @pytest.mark.parametrize('hides', [True, False])
-def test_statistics_that_an_adapter_does_not_save_stay(tmp_path, hides):
+def test_running_statistics_of_adapters_are_frozen(tmp_path, hides):
     runner, lines = make_runner(tmp_path, [dict(type='CheckpointMatchHook')]), []
     runner.model = with_backbone(hides)(runner.model)
     runner.logger.warning = lines.append
@@ -302,7 +302,7 @@ def test_another_optimizer_is_refused(tmp_path):
         resume(tmp_path, optimizer=dict(type='AdamW', lr=0.1))
 
 
-def test_an_optimizer_of_an_older_pytorch_with_a_schedule_that_is_gone(tmp_path):
+def test_an_optimizer_of_an_older_pytorch_and_a_removed_schedule(tmp_path):
     def age(checkpoint):
         for group in checkpoint['optimizer']['param_groups']:
             del group['nesterov']

@@ -46,7 +46,7 @@ class Own(CheckpointHook):
 
 
 @pytest.mark.parametrize('kind', ['CheckpointHook', 'mmengine.CheckpointHook', CheckpointHook])
-def test_the_runner_s_hook_has_the_settings_of_mmengine_s(tmp_path, kind):
+def test_the_runner_builds_the_safe_hook_with_all_settings(tmp_path, kind):
     runner = runner_of(tmp_path, type=kind, max_keep_ckpts=3, save_optimizer=False, priority='LOW')
     runner.register_hook(Own(interval=5))
     runner.train()
@@ -98,7 +98,7 @@ def test_full_disk_leaves_the_previous_checkpoint(tmp_path, full_disk, monkeypat
 
 
 @pytest.mark.parametrize('metrics', [['acc'], ['a/acc', 'b/acc']])
-def test_a_best_checkpoint_whose_name_comes_again_stays(tmp_path, metrics):
+def test_a_best_checkpoint_of_a_repeated_name_stays(tmp_path, metrics):
     """A repeated validation gives the best checkpoint the name of the old one, which is not removed."""
     evaluators = [Count(prefix=metric.rpartition('/')[0] or None) for metric in metrics]
     save_best = metrics if len(metrics) > 1 else metrics[0]

@@ -55,7 +55,7 @@ HOSTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(('host', 'attns', 'kinds'), HOSTS)
-def test_thirty_sizes_and_at_most_two_graphs_a_kind(host, attns, kinds):
+def test_two_graphs_for_thirty_sizes(host, attns, kinds):
     """One graph for one image, one for more, with and without padded windows. In float64, as the CPU's float32
     convolution has a guard on batches of 16."""
     if host == 'LinearDeiT':
@@ -171,7 +171,7 @@ class BackboneModel(nn.Module):
 
 
 @pytest.mark.slow
-def test_the_hook_of_a_config_compiles_and_says_so(tmp_path, monkeypatch):
+def test_the_hook_compiles_and_logs(tmp_path, monkeypatch):
     """The model's blocks, not those of its copies (EMA)."""
     compiles, told = torch.compile, []
     monkeypatch.setattr(torch, 'compile', lambda *args, **_: compiles(*args, dynamic=True, backend='eager'))

@@ -107,7 +107,7 @@ def test_neither_workers_nor_a_second_hook_change_the_data(tmp_path):
     assert runs[0] == runs[1] == train(tmp_path / 'twice', hooks=HOOKS * 2)[0].losses
 
 
-def test_every_epoch_has_an_order_and_augmentations_of_its_own(tmp_path):
+def test_epochs_differ_in_order_and_augmentations(tmp_path):
     """The seed decides; MMEngine's DistSamplerSeedHook no longer reaches the sampler."""
     seen = []
     for seed, cfg in ((1, EPOCHS), (1, ITERS), (2, EPOCHS)):
@@ -120,7 +120,7 @@ def test_every_epoch_has_an_order_and_augmentations_of_its_own(tmp_path):
     assert seen[0] == seen[1] != seen[2]
 
 
-def test_processes_draw_numbers_of_their_own(tmp_path, monkeypatch):
+def test_processes_have_separate_streams(tmp_path, monkeypatch):
     """One seed gives other stochastic depth and augmentations in each process and iteration."""
     runs = []
     for seed, rank in ((11, 0), (11, 1), (11, 1), (12, 1)):

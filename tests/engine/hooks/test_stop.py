@@ -68,7 +68,7 @@ class Fork(Hook):
         assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_processes_of_others_end_at_a_sigterm(tmp_path):
+def test_forked_processes_end_at_a_sigterm(tmp_path):
     runner = make_runner(tmp_path, HOOKS, train_cfg=dict(by_epoch=True, max_epochs=1))
     runner.register_hook(Fork())
     runner.train()
@@ -109,7 +109,7 @@ def test_in_a_validation_it_is_saved_at_once(tmp_path):
     assert not torch.equal(saved['state_dict']['layer.weight'], saved['ema_state_dict']['module.layer.weight'])
 
 
-def test_gradients_that_are_summed_are_used_first(tmp_path):
+def test_accumulated_gradients_are_applied_first(tmp_path):
     assert stopped(tmp_path / 'work', Kill(3), optim=dict(accumulative_counts=3))['meta']['iter'] == 6
 
 
@@ -137,7 +137,7 @@ class Slow(torch.utils.data.Dataset):
         return os.getpid()
 
 
-def test_workers_outlive_signals_meant_for_the_run():
+def test_workers_survive_signals():
     data = Slow()
     loader = torch.utils.data.DataLoader(data, num_workers=1, sampler=DefaultSampler(data, shuffle=False))
     shield_workers(loader)

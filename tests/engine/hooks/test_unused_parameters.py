@@ -41,14 +41,14 @@ def warnings_of(folder, prepare=lambda model: model, times=1, **model):
     return [line for line in lines if 'gradient' in line]
 
 
-def test_names_parameters_and_outputs_once_a_training(tmp_path):
+def test_parameters_and_maps_are_named_once(tmp_path):
     assert warnings_of(tmp_path, times=2) == [f'{NAMES}{READ}{WARNING}'] * 2
     assert warnings_of(tmp_path, extend) == [
         f'2 parameters got no gradient in the first iteration: unread.weight, unread.bias. {WARNING}'
     ]
 
 
-def test_distributed_training_stops_or_is_told_to_search(tmp_path, one_process):
+def test_distributed_training_stops_or_searches(tmp_path, one_process):
     with pytest.raises(RunError) as found:
         warnings_of(tmp_path, CPUDistributedDataParallel)
     assert str(found.value) == (

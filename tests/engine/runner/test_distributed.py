@@ -120,7 +120,7 @@ def test_variables_that_a_launcher_sets(joined, monkeypatch):
     assert joined == []
 
 
-def test_with_gpus_each_process_takes_its_own(joined, monkeypatch):
+def test_each_process_takes_its_gpu(joined, monkeypatch):
     """MMEngine joins them later; a check of operators would run on the first GPU."""
     chosen = []
     monkeypatch.setattr('mmlinattn.engine.runner.distributed.get_device', lambda: 'cuda')
@@ -163,7 +163,7 @@ def test_a_wrapper_that_needs_an_accelerator(joined):
     assert joined == []
 
 
-def test_synchronised_norms_are_plain_ones_on_the_cpu(one_process):
+def test_sync_batch_norm_becomes_batch_norm_on_the_cpu(one_process):
     """PyTorch trains SyncBatchNorm on GPUs only."""
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.SyncBatchNorm(4))
     wrapped = CPUDistributedDataParallel(model, device_ids=[0])
@@ -181,7 +181,7 @@ def test_two_processes_train_the_same_weights(tmp_path):
 
 
 @pytest.mark.slow
-def test_all_stop_where_one_sees_a_bad_loss_and_say_which(tmp_path):
+def test_all_processes_stop_at_a_bad_loss(tmp_path):
     """The other process stops at weights that are not finite any more, or is ended by the launcher."""
     first, second = run(tmp_path, bad_at=2)
     assert 'iteration 3' in second and 'process 1: loss=nan' in second and 'folder/' in second

@@ -107,7 +107,7 @@ def test_kept_checkpoints_are_numbers(resume, files, ids):
 
 
 @pytest.mark.parametrize('out_dir', [None, 'out'])
-def test_its_own_older_checkpoints_are_replaced_as_before(resume, tmp_path, out_dir):
+def test_older_checkpoints_of_the_run_are_replaced(resume, tmp_path, out_dir):
     """Also in a folder for all runs, and through a link."""
     folder = tmp_path / (out_dir or '') / 'run'
     folder.mkdir(parents=True)
@@ -119,7 +119,7 @@ def test_its_own_older_checkpoints_are_replaced_as_before(resume, tmp_path, out_
     assert lines == [] and {path.name for path in folder.glob('*.pth')} == {'best_acc_epoch_2.pth', 'epoch_2.pth'}
 
 
-def test_the_resumed_run_writes_its_own_config_down(resume, tmp_path):
+def test_a_resumed_run_stores_its_own_config(resume, tmp_path):
     """The text of the older file is not copied into the newer one."""
     runner, _ = resume(dict(cfg='import os', experiment_name='theirs'))
     info = load_file(tmp_path / 'run' / 'epoch_2.pth')['message_hub']['runtime_info']
@@ -127,14 +127,14 @@ def test_the_resumed_run_writes_its_own_config_down(resume, tmp_path):
 
 
 @pytest.mark.parametrize('part', ['meta', 'message_hub', 'optimizer', 'state_dict'])
-def test_files_with_another_form_are_one_line(resume, part):
+def test_malformed_files_are_one_line(resume, part):
     with pytest.raises(CheckpointError, match='given.pth') as error:
         resume(parts={part: 1})
     assert '\n' not in str(error.value)
 
 
 @pytest.mark.parametrize('content', ['', 'a\nb', 'x' * 5000, '\x1b[2J', 's3://x/y.pth', '/etc/passwd'])
-def test_a_last_checkpoint_that_is_none_of_the_run(tmp_path, content):
+def test_a_last_checkpoint_of_another_run(tmp_path, content):
     (tmp_path / 'last_checkpoint').write_text(content)
     with pytest.raises(CheckpointError, match='last_checkpoint names .*delete that file') as error:
         find_latest_checkpoint(str(tmp_path))
