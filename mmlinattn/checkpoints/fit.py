@@ -138,7 +138,8 @@ def needed(model: nn.Module, fit: Fit, left_out: tuple[str, ...] = ()) -> Fit:
         left_out (tuple[str, ...]): Beginnings of keys that may be missing or differ.
     """
     weights = trained_weights(model)
-    backbones, initialised = (), ()  # type: tuple[str, ...], tuple[str, ...]
+    backbones: tuple[str, ...] = ()
+    initialised: tuple[str, ...] = ()
     for name, module in model.named_modules():
         start = f'{name}.' * bool(name)
         backbones += (start,) * hasattr(type(module), 'ignorable_keys')
