@@ -21,7 +21,7 @@ def test_files_of_an_installation_come_first(tmp_path, monkeypatch):
     assert project_files('tools') == package / '.mim' / 'tools'
 
 
-def test_atomic_writes(tmp_path, monkeypatch):
+def test_a_file_gets_its_name_when_it_is_on_the_disk(tmp_path, monkeypatch):
     target, steps = tmp_path / 'a.bin', []
     written = tmp_path / 'a.bin.part'
     replace = os.replace
