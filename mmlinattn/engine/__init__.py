@@ -7,12 +7,13 @@ Configs name their hooks; our tools add two checks.
 from ..utils.errors import RunError
 from . import hooks
 from .hooks import *  # noqa: F403
-from .optimizers import BackboneLayerDecayOptimWrapperConstructor
+from .optimizers import BackboneLayerDecayOptimWrapperConstructor, MergedOptimWrapperConstructor
 from .runner import CPUDistributedDataParallel, SafeRunner, prepare_distributed
 
 __all__ = [
     'BackboneLayerDecayOptimWrapperConstructor',
     'CPUDistributedDataParallel',
+    'MergedOptimWrapperConstructor',
     'RunError',
     'SafeRunner',
     'prepare_distributed',

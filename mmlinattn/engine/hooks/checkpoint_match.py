@@ -6,12 +6,14 @@ from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from mmengine.runner.base_loop import BaseLoop
 from torch import nn
+from torch.optim import Optimizer
 
 from ...backbones.base import Backbone
 from ...checkpoints.fit import Fit, compare, needed, running_statistics, some, trained_weights
 from ...checkpoints.loading import UNUSED_IN_TESTS, runner_state
 from ...utils.building import unwrapped
 from ...utils.errors import RunError
+from ..optimizers.saved_groups import fit_checkpoint
 
 # state of a schedule, not settings
 _PROGRESS = ('last_step', 'base_values', 'verbose', 'best', 'num_bad_epochs', 'cooldown_counter')
@@ -53,6 +55,9 @@ def _tell_kept_settings(runner, checkpoint: dict) -> None:
     saved, schedulers = checkpoint.get('optimizer'), runner.param_schedulers
     if not isinstance(saved, dict) or not hasattr(runner.optim_wrapper, 'param_groups'):
         return  # several optimizers, or none
+    if isinstance(getattr(runner.optim_wrapper, 'optimizer', None), Optimizer) and saved.get('param_groups'):
+        fit_checkpoint(runner.optim_wrapper.optimizer, checkpoint, unwrapped(runner.model))
+        saved = checkpoint['optimizer']
     groups, old_groups = runner.optim_wrapper.param_groups, saved.get('param_groups') or []
     for group, old in zip(groups, old_groups):
         added, gone = (
