@@ -30,6 +30,7 @@ from mmlinattn.tooling.command_line import (
     writing,
 )
 from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_config, require
+from mmlinattn.tooling.console import quiet_upstream
 from mmlinattn.tooling.running import add_checks, build_runner
 from mmlinattn.utils.errors import RunError
 
@@ -190,6 +191,7 @@ def dump_metric(cfg, path: str):
 
 def main() -> None:
     args = parse_args()
+    quiet_upstream()
     with clean_end(), one_line_errors():
         with explained_setup(args.config):
             cfg = configure(args)

@@ -11,7 +11,8 @@ runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds
 from mmlinattn.engine.runner import find_latest_checkpoint
 from mmlinattn.tooling.command_line import add_common_arguments, clean_end, explained_setup, notice, one_line_errors
 from mmlinattn.tooling.configs import check_checkpoint, check_data_config, load_config, require
-from mmlinattn.tooling.running import add_checks, build_runner, drop_amp_on_cpu, was_restarted
+from mmlinattn.tooling.console import quiet_upstream
+from mmlinattn.tooling.running import add_checks, build_runner, set_precision, was_restarted
 from mmlinattn.utils.errors import RunError
 
 
@@ -48,7 +49,7 @@ def configure(args: argparse.Namespace):
         for loader in (cfg.train_dataloader, cfg.get('val_dataloader')):
             if loader:
                 loader.persistent_workers = False
-    drop_amp_on_cpu(cfg, is_asked=args.amp)
+    set_precision(cfg, is_asked=args.amp)
     if args.auto_scale_lr:
         if 'base_batch_size' not in (cfg.get('auto_scale_lr') or {}):
             raise RunError('--auto-scale-lr: the config has no auto_scale_lr.base_batch_size.')
@@ -71,6 +72,7 @@ def configure(args: argparse.Namespace):
 
 def main() -> None:
     args = parse_args()
+    quiet_upstream()
     with clean_end() as run, one_line_errors():
         with explained_setup(args.config):
             cfg = configure(args)

@@ -25,6 +25,7 @@ from ..utils.registering import bare_name
 from .class_names import dataset_configs, num_classes
 from .command_line import notice, writing
 from .environment import PIP, explained, use
+from .running import fit_schedule
 
 # default_scope -> the distributions that provide it, as pip is told
 PIP_NAMES = {scope: PIP[scope] for scope in ('mmdet', 'mmseg', 'mmpretrain')}
@@ -50,10 +51,12 @@ def load_config(args: argparse.Namespace) -> Config:
     if args.data_root:
         set_data_root(cfg, args.data_root)
     if args.cfg_options:
+        before = dict(cfg.get('train_cfg') or {})
         try:
             cfg.merge_from_dict(hooks_by_place(cfg, args.cfg_options))
         except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
             raise RunError(f'--cfg-options {args.cfg_options} does not fit the config: {error}') from error
+        fit_schedule(cfg, before, args.cfg_options)
     if scope == 'mmpretrain':
         follow_own_classes(cfg)
     if args.no_pin_memory:
