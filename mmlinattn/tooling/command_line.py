@@ -94,12 +94,13 @@ def writing(path, name: str = '--out'):
         raise RunError(f'{name} {str(path)!r} cannot be written: {error.strerror}.') from error
 
 
-def check_out_file(out, *sources) -> None:
+def check_out_file(out, *sources, name: str = '--out') -> None:
     """Make the folder of a file that a tool writes at its end, before it works.
 
     Args:
         out (str | Path): The file, which need not exist and stays as it is.
         sources (str | Path): Files and other arguments that the tool reads.
+        name (str): The argument, for messages.
 
     Raises:
         RunError: It is a folder or one of ``sources``, or nothing can be written in the folder it is in.
@@ -107,8 +108,8 @@ def check_out_file(out, *sources) -> None:
     out = Path(out)
     for source in filter(os.path.exists, sources if out.exists() else ()):
         if out.samefile(source):
-            raise RunError(f'--out {str(out)!r} is {str(source)!r}, which is read; it would be lost.')
-    with writing(out):
+            raise RunError(f'{name} {str(out)!r} is {str(source)!r}, which is read; it would be lost.')
+    with writing(out, name):
         if out.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         out.parent.mkdir(parents=True, exist_ok=True)

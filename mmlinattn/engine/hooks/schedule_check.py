@@ -82,5 +82,5 @@ class ScheduleCheckHook(Hook):
         if is_by_iteration and steps > 1:
             runner.logger.warning(
                 f'max_iters = {runner.max_iters} iterations are {runner.max_iters // steps} updates with '
-                f'accumulative_counts = {steps}. To train as long as without, multiply max_iters and the schedule by it.'
+                f'accumulative_counts = {steps}. Multiply max_iters and the schedule by it to train as long as without.'
             )
