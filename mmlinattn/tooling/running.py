@@ -128,7 +128,7 @@ def set_precision(cfg: Config, is_asked: bool) -> None:
         scale = wrapper.get('loss_scale', 'dynamic')
         scaled = 'without' if isinstance(scale, dict) and scale.get('enabled') is False else 'with'
         notice(f'mixed precision: {wrapper.get("dtype") or "float16"} {scaled} loss scaling.')
-    elif device == 'cuda' and torch.cuda.get_device_capability() >= (8, 0):
+    elif device == 'cuda' and not torch.version.hip and has_bfloat16(device):  # TF32 came with the same GPUs
         is_on = torch.get_float32_matmul_precision() != 'highest'
         more = 'uses TF32' if is_on else 'does not use TF32; TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 before the command does'
         notice(f'training in float32, which {more}. --amp trains in bfloat16.')
@@ -137,7 +137,9 @@ def set_precision(cfg: Config, is_asked: bool) -> None:
 def has_bfloat16(device: str) -> bool:
     """Return True if the accelerator computes bfloat16 products in hardware."""
     if device == 'cuda':
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        if not torch.cuda.is_available():
+            return False
+        return bool(torch.version.hip) or torch.cuda.get_device_capability() >= (8, 0)
     return device in ('npu', 'musa')
 
 
