@@ -191,6 +191,8 @@ def main() -> None:
             mmengine.dump(metrics, args.out)
         if args.show_dir:
             notice(f'images are in {osp.abspath(args.show_dir)}')
+        for path in filter(None, (args.out, args.save_json, args.save_txt, args.save_labels)):
+            notice(f'predictions are in {osp.abspath(path)}')
 
 
 if __name__ == '__main__':

@@ -32,7 +32,9 @@ def plot_training(path: str, losses: dict, rates: dict, metrics: dict, unit: str
             bold = name in ('loss', 'lr')
             axes.plot(positions, values, label=name, marker=marker, markersize=4, linewidth=2 if bold else 1)
         axes.set(title=title, xlabel=label)
-        if title == 'loss' and curves:
+        if label == unit == 'epoch':
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        if curves and all(min(values) >= 0 for _, values in curves.values()):
             axes.set_ylim(bottom=0)
         if curves:
             axes.legend(fontsize='x-small', ncols=1 + len(curves) // 9)

@@ -27,16 +27,13 @@ HIDDEN = (
     'Failed to import `None.registry`',
     'Failed to add None',
 )
-# beginnings of UserWarnings that announce deprecations of dependencies, or repeat the config
+# UserWarnings that announce deprecations of dependencies, or say that a default is the default
 WARNINGS = (
-    'pkg_resources is deprecated',
+    '(?is).*deprecat',
     'torch.meshgrid',
-    '`torch.cuda.amp',
     'The draw is False',
-    'The current default scope',
-    'TypedStorage is deprecated',
-    '__floordiv__ is deprecated',
-    'init_cfg',
+    'Default ``avg_non_ignore`` is False',
+    'Warning: The (bbox|polygon) is out of bounds',
 )
 
 

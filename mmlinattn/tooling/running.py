@@ -12,6 +12,7 @@ from mmengine.config import Config
 from mmengine.device import get_device
 from mmengine.logging import MMLogger
 from mmengine.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, OptimWrapperDict
+from mmengine.optim.scheduler.param_scheduler import INF
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
 
@@ -162,19 +163,20 @@ def fit_schedule(cfg: Config, before: dict, options: dict) -> None:
         old, new = before.get(key), (cfg.get('train_cfg') or {}).get(key)
         if f'train_cfg.{key}' not in options or not all(type(each) is int and each > 0 for each in (old, new)):
             continue
-        changed = []
-        for schedule in schedules if isinstance(schedules, (list, tuple)) else [schedules]:
-            if schedule.get('by_epoch', True) is by_epoch and stretch(schedule, new / old, new):
-                changed.append(bare_name(schedule['type']))
+        listed = schedules if isinstance(schedules, (list, tuple)) else [schedules]
+        listed = [each for each in listed if each.get('by_epoch', True) is by_epoch]
+        made_for = max([old, *(each['end'] for each in listed if 0 < each.get('end', 0) < INF)])
+        changed = [bare_name(each['type']) for each in listed if stretch(each, new / made_for, new)]
         if changed:
-            notice(f'param_scheduler is fitted to train_cfg.{key}={new} (the file has {old}): {", ".join(changed)}.')
+            names = ', '.join(changed)
+            notice(f'param_scheduler is fitted to train_cfg.{key}={new} (it was made for {made_for}): {names}.')
 
 
 def stretch(schedule: dict, ratio: float, length: int) -> bool:
     """Multiply the steps of a schedule by a ratio, to whole steps from 1 to ``length``; True if any changed."""
 
     def scaled(step: int) -> int:
-        return min(max(1, round(step * ratio)), length) if 0 < step < 10**9 else step
+        return min(max(1, round(step * ratio)), length) if 0 < step < INF else step
 
     old = dict(schedule)
     for key in _IN_STEPS:

@@ -130,7 +130,13 @@ def test_a_schedule_follows_the_length_that_the_command_line_gives(capsys, epoch
     cfg = Config(dict(train_cfg=dict(max_epochs=epochs), param_scheduler=schedules()))
     running.fit_schedule(cfg, dict(max_epochs=300), options)
     assert cfg.param_scheduler == [dict(old, **new) for old, new in zip(schedules(), expected)]
-    assert f'fitted to train_cfg.max_epochs={epochs} (the file has 300)' in capsys.readouterr().err
+    assert f'fitted to train_cfg.max_epochs={epochs} (it was made for 300)' in capsys.readouterr().err
+
+
+def test_a_schedule_longer_than_the_file_s_own_training_is_fitted_from_its_end():
+    cfg = Config(dict(train_cfg=dict(max_iters=40), param_scheduler=[dict(type='PolyLR', end=800, by_epoch=False)]))
+    running.fit_schedule(cfg, dict(max_iters=6), {'train_cfg.max_iters': 40})
+    assert cfg.param_scheduler[0].end == 40
 
 
 @pytest.mark.parametrize('options', [{}, {'train_cfg.max_epochs': 6, 'param_scheduler.0.end': 2}])

@@ -7,6 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Optional, Union
 
+import numpy as np
+import torch
 from mmengine.dist import is_main_process
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
@@ -20,6 +22,16 @@ _OF_LOGGER_HOOK = ('Epoch(', 'Iter(')
 def is_error(name: str) -> bool:
     """Return True if the lowest value of a metric is the best."""
     return bool({'loss', 'mae', 'mse', 'rmse', 'error', 'rel'} & set(name.lower().replace('/', '_').split('_')))
+
+
+def scalars(metrics: Optional[dict]) -> dict[str, float]:
+    """Return the metrics that are one number, of Python, NumPy or PyTorch."""
+    found = (metrics or {}).items()
+    return {
+        name: float(value)
+        for name, value in found
+        if isinstance(value, (int, float, np.number)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    }
 
 
 @HOOKS.register_module(force=True)
@@ -131,17 +143,17 @@ class ProgressHook(Hook):
 
     def after_val_epoch(self, runner, metrics: Optional[dict[str, float]] = None) -> None:
         self._close(runner, 'val', is_last='train' not in self._tasks)
-        self._show(metrics or {}, runner, ' '.join(['validation', position(runner)]))
+        self._show(metrics, runner, ' '.join(['validation', position(runner)]))
 
     def after_test_epoch(self, runner, metrics: Optional[dict[str, float]] = None) -> None:
         self._close(runner, 'test', is_last=True)
-        self._show(metrics or {}, runner, 'test')
+        self._show(metrics, runner, 'test')
 
-    def _show(self, metrics: dict, runner, title: str) -> None:
+    def _show(self, metrics: Optional[dict], runner, title: str) -> None:
         from rich.console import Console
         from rich.table import Table
 
-        numbers = {name: float(value) for name, value in metrics.items() if isinstance(value, (int, float))}
+        numbers = scalars(metrics)
         if not numbers or not is_main_process():
             return
         scalars = runner.message_hub.log_scalars  # of the run before, too, where this one resumed

@@ -16,7 +16,7 @@ from mmengine.runner import IterBasedTrainLoop
 
 from ..data.checks import leaf_datasets
 from ..data.detections import Boxes, count_confusion, objects_of, precision_over_recall
-from .progress import position
+from .progress import position, scalars
 
 CSV = 'results.csv'
 KEYS = ('epoch', 'iteration', 'seconds', 'lr')  # the first columns
@@ -217,7 +217,7 @@ class ResultsHook(Hook):
             return
         loop = runner.train_loop
         row = self._add_row(runner, loop.iter, None if isinstance(loop, IterBasedTrainLoop) else loop.epoch)
-        row.update({key: float(value) for key, value in (metrics or {}).items() if isinstance(value, (int, float))})
+        row.update(scalars(metrics))
         self._write(runner)
 
     def after_test_epoch(self, runner, metrics: Optional[dict[str, float]] = None) -> None:
