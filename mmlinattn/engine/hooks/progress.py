@@ -58,7 +58,8 @@ class ProgressHook(Hook):
     # -- bar or lines ------------------------------------------------------------------------------------------------
 
     def _open(self, runner, stage: str, text: str, total: int, done: int = 0) -> None:
-        self._last_line = 0.0
+        # the first line is after the first step of a training, and after some seconds of a validation
+        self._last_line = -float('inf') if stage == 'train' else time.monotonic()
         if not is_main_process():
             return
         if sys.stdout.isatty() and self._bar is None:
@@ -113,9 +114,9 @@ class ProgressHook(Hook):
         self._open(runner, 'train', _running(runner), runner.max_iters, runner.iter)
 
     def after_train_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
-        scalars = runner.message_hub.log_scalars
+        known = runner.message_hub.log_scalars
         values = '  '.join(
-            f'{name} {scalars[f"train/{name}"].current():.4g}' for name in ('loss', 'lr') if f'train/{name}' in scalars
+            f'{name} {known[f"train/{name}"].current():.4g}' for name in ('loss', 'lr') if f'train/{name}' in known
         )
         eta = runner.message_hub.get_info('eta', 0.0)
         self._advance('train', _running(runner), runner.iter + 1, runner.max_iters, values, eta)
@@ -156,8 +157,8 @@ class ProgressHook(Hook):
         numbers = scalars(metrics)
         if not numbers or not is_main_process():
             return
-        scalars = runner.message_hub.log_scalars  # of the run before, too, where this one resumed
-        earlier = {name: scalars[f'val/{name}'].data[0] for name in numbers if f'val/{name}' in scalars}
+        past = runner.message_hub.log_scalars  # of the run before, too, where this one resumed
+        earlier = {name: past[f'val/{name}'].data[0] for name in numbers if f'val/{name}' in past}
         table = Table(title=title, title_justify='left')
         table.add_column('metric')
         table.add_column('value', justify='right')
