@@ -53,7 +53,7 @@ def plot_confusion(path: str, matrix: np.ndarray, names: Sequence[str], title: s
     """
     shares = matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1)
     side = 4.5 + 0.45 * min(len(names), 40)
-    figure = Figure(figsize=(side + 1, side), layout='constrained')
+    figure = Figure(figsize=(side + 2.5, side), layout='constrained')
     axes = figure.subplots()
     image = axes.imshow(shares, cmap='Blues', vmin=0, vmax=1)
     figure.colorbar(image, ax=axes, fraction=0.046, label='share of the true class')
