@@ -29,7 +29,15 @@ from mmengine.runner.checkpoint import CheckpointLoader
 from mmlinattn.checkpoints.loading import check_trained
 from mmlinattn.engine.hooks.data_check import enough_colours
 from mmlinattn.tooling.class_names import class_names, num_classes
-from mmlinattn.tooling.command_line import check_out_file, clean_end, explained_setup, notice, one_line_errors, writing
+from mmlinattn.tooling.command_line import (
+    check_display,
+    check_out_file,
+    clean_end,
+    explained_setup,
+    notice,
+    one_line_errors,
+    writing,
+)
 from mmlinattn.tooling.configs import check_checkpoint, read_config, require
 from mmlinattn.tooling.console import quiet_upstream
 from mmlinattn.tooling.images import read_picture
@@ -393,6 +401,8 @@ def main() -> None:
                 read_picture(path, cfg)  # before the model is built
         elif '://' not in args.image and not args.image.isdecimal() and not osp.isfile(args.image):
             raise RunError(f'video {args.image!r}: no such file.')
+        if args.show:
+            check_display()
         check_out(args, pictures)
         check_prediction_arguments(args, scope, args.config, args.checkpoint, *pictures)
         predictor = Predictor(args, cfg)

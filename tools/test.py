@@ -20,6 +20,7 @@ from mmengine.registry import MODELS
 from mmlinattn.tooling.class_names import dataset_configs
 from mmlinattn.tooling.command_line import (
     add_common_arguments,
+    check_display,
     check_out_file,
     clean_end,
     explained_setup,
@@ -90,6 +91,8 @@ def configure(args: argparse.Namespace):
         notice('no accelerator: mixed precision is off, testing in fp32.')
     elif args.amp:
         cfg.test_cfg.fp16 = True
+    if args.show:
+        check_display()
     if args.show_dir:
         with writing(args.show_dir, '--show-dir'):
             os.makedirs(args.show_dir, exist_ok=True)

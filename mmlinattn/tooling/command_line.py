@@ -117,6 +117,16 @@ def check_out_file(out, *sources, name: str = '--out') -> None:
             pass
 
 
+def check_display(flag: str = '--show') -> None:
+    """Check that a window can be opened; OpenCV aborts without a display, and Matplotlib shows nothing in silence.
+
+    Raises:
+        RunError: There is no display.
+    """
+    if sys.platform == 'linux' and not (os.environ.get('DISPLAY') or os.environ.get('WAYLAND_DISPLAY')):
+        raise RunError(f'{flag}: there is no display (DISPLAY is not set).')
+
+
 def notice(message: str) -> None:
     """One line on stderr, from one process per machine."""
     if int(os.environ.get('LOCAL_RANK', 0)) == 0:

@@ -130,7 +130,7 @@ def yolo_lines(sample, threshold: float, with_score: bool = False) -> list[str]:
             if len(outline) < 3:  # no area
                 continue
             numbers = (outline[:, 0] / (width, height)).flatten().tolist()
-        numbers = [min(max(number, 0.0), 1.0) for number in numbers] + [score] * with_score
+        numbers = [min(max(number, 0.0), 1.0) for number in numbers] + [score] * bool(with_score)
         lines.append(' '.join([str(label), *(f'{number:.6f}' for number in numbers)]))
     return lines
 
@@ -205,14 +205,17 @@ class PredictionFilesHook(Hook):
         self.ids: Optional[dict[int, int]] = None
 
     def before_test_epoch(self, runner) -> None:
-        dataset = runner.test_dataloader.dataset
+        dataset, args = runner.test_dataloader.dataset, self.args
+        if args.save_json:
+            self.ids = category_ids(self.cfg, (getattr(dataset, 'metainfo', None) or {}).get('classes'))
+        if not (args.show_dir or args.save_txt or args.save_labels):
+            return
         leaves = [leaf for leaf in leaf_datasets(dataset) if hasattr(leaf, 'get_data_info')]
         infos = (leaf.get_data_info(i) for leaf in leaves for i in range(len(leaf)))
         paths = [str(info['img_path']) for info in infos if isinstance(info, dict) and info.get('img_path')]
         self.drawings = dict(zip(paths, names_below(paths)))
         self.texts = dict(zip(paths, names_below(paths, '.txt')))
         self.labels = dict(zip(paths, names_below(paths, '.png')))
-        self.ids = category_ids(self.cfg, (getattr(dataset, 'metainfo', None) or {}).get('classes'))
 
     def after_test_iter(self, runner, batch_idx: int, data_batch=None, outputs=None) -> None:
         args = self.args

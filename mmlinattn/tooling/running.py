@@ -15,6 +15,7 @@ from mmengine.optim import AmpOptimWrapper, ApexOptimWrapper, OptimWrapper, Opti
 from mmengine.optim.scheduler.param_scheduler import INF
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
+from mmengine.runner.base_loop import BaseLoop
 
 from ..engine import (
     CheckpointMatchHook,
@@ -44,6 +45,21 @@ class ToolRunner(SafeRunner):
         quiet_console(logger)
         return logger
 
+    def build_train_loop(self, loop: Any) -> BaseLoop:
+        """Build the loop.
+
+        Raises:
+            RunError: An epoch has no iteration.
+        """
+        built = super().build_train_loop(loop)
+        loader = built.dataloader
+        if getattr(loader, 'drop_last', False) and len(loader) == 0:
+            raise RunError(
+                f'train_dataloader.batch_size={loader.batch_size} exceeds the {len(loader.dataset)} images of the data '
+                'set, and drop_last=True leaves no batch. Set a smaller batch_size.'
+            )
+        return built
+
     def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: Optional[dict] = None) -> None:
         """Scale learning rates by images an update over ``base_batch_size``; MMEngine leaves out accumulation.
 
@@ -58,7 +74,7 @@ class ToolRunner(SafeRunner):
         for wrapper in wrappers:
             steps = getattr(wrapper, '_accumulative_counts', 1)
             batch = (size or 1) * self.world_size * steps
-            parts = f'{size} images x {self.world_size} processes x {steps} accumulated steps'
+            parts = f'{size} images x {self.world_size} process(es) x {steps} accumulated step(s)'
             if is_on:
                 super().scale_lr(wrapper, dict(auto_scale_lr or {}, base_batch_size=base / steps))
                 notice(f'learning rate x {batch / base:g}: {batch} images an update ({parts}), base_batch_size {base}.')
@@ -145,7 +161,8 @@ def has_bfloat16(device: str) -> bool:
 
 
 LENGTHS = dict(max_epochs=True, max_iters=False)  # of train_cfg: whether schedules by epoch follow it
-_IN_STEPS = ('begin', 'end', 'T_max', 'total_steps', 'step_size')
+_IN_STEPS = ('begin', 'end', 'step_size')
+_PERIODS = ('T_max', 'total_steps')  # from begin on
 
 
 def fit_schedule(cfg: Config, before: dict, options: dict) -> None:
@@ -186,6 +203,9 @@ def stretch(schedule: dict, ratio: float, length: int) -> bool:
         schedule['milestones'] = sorted({scaled(step) for step in schedule['milestones']})
     if schedule.get('begin', 0) >= length:  # rounded up, as a warm-up shorter than a step
         schedule['begin'] = length - 1
+    for key in _PERIODS:
+        if isinstance(schedule.get(key), (int, float)):
+            schedule[key] = scaled(old.get('begin', 0) + schedule[key]) - schedule.get('begin', 0)
     return old != dict(schedule)
 
 

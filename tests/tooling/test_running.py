@@ -3,6 +3,7 @@
 
 import logging
 
+import engine_toys  # noqa: F401 -- registers its toys
 import pytest
 import torch
 from mmengine.config import Config
@@ -120,7 +121,7 @@ def schedules():
 @pytest.mark.parametrize(
     ('epochs', 'expected'),
     [
-        (6, [dict(end=1), dict(begin=1, end=6, T_max=6), dict(milestones=[4, 5]), {}]),
+        (6, [dict(end=1), dict(begin=1, end=6, T_max=5), dict(milestones=[4, 5]), {}]),
         (1, [dict(end=1), dict(begin=0, end=1, T_max=1), dict(milestones=[1]), {}]),
         (600, [dict(end=10), dict(begin=10, end=600, T_max=590), dict(milestones=[400, 500]), {}]),
     ],
@@ -159,3 +160,18 @@ def test_a_runner_of_the_config_s_own():
     for _ in range(2):  # also of a config that asks for it itself
         hooks = running.build_runner(Config(dict(cfg, custom_hooks=hooks)), True)
         assert hooks == [dict(type='A'), dict(type='CompileHook')]
+
+
+def test_a_batch_larger_than_the_data_is_refused(tmp_path):
+    loader = dict(dataset=dict(type='ToyDataset', size=3), sampler=dict(type='DefaultSampler'), batch_size=4)
+    cfg = dict(
+        model=dict(type='ToyModel'),
+        work_dir=str(tmp_path),
+        train_dataloader=dict(loader, drop_last=True),
+        train_cfg=dict(by_epoch=True, max_epochs=1),
+        optim_wrapper=dict(optimizer=dict(type='SGD', lr=0.1)),
+        param_scheduler=dict(type='LinearLR', end=1, convert_to_iter_based=True),
+        default_scope='mmengine',
+    )
+    with pytest.raises(RunError, match='batch_size=4 exceeds the 3 images of the data set, and drop_last=True'):
+        running.build_runner(Config(dict(cfg, launcher='none'))).train()

@@ -206,9 +206,12 @@ def test_options_have_the_last_word(configured, monkeypatch):
         (DETECTOR, '--save-txt some.pth', "--save-txt 'some.pth' cannot be written"),
         (DETECTOR, '--save-conf', '--save-conf: --save-txt is missing.'),
         (DETECTOR, '--show-dir x --cfg-options visualizer=None', '--show, --show-dir: .* has no visualizer'),
+        (DETECTOR, '--show', '--show: there is no display'),
     ],
 )
-def test_files_of_predictions_are_for_their_task(configured, config, words, line):
+def test_files_of_predictions_are_for_their_task(configured, monkeypatch, config, words, line):
+    for name in ('DISPLAY', 'WAYLAND_DISPLAY'):
+        monkeypatch.delenv(name, raising=False)
     with pytest.raises(RunError, match=line):
         configured('test.py', config, 'some.pth', *words.split())
 

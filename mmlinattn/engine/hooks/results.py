@@ -21,6 +21,8 @@ from .progress import position, scalars
 CSV = 'results.csv'
 KEYS = ('epoch', 'iteration', 'seconds', 'lr')  # the first columns
 
+MOST_EVALUATED = 2_000_000  # images times classes that pycocotools evaluates in about a minute
+
 
 def _number(text: str) -> Any:
     try:
@@ -113,6 +115,8 @@ class _Predictions:
             count_confusion(matrix, truth, found)
         paths = [osp.join(folder, f'{prefix}{name}.png') for name in ('confusion_matrix', 'precision_recall')]
         plot_confusion(paths[0], matrix, names, 'confusion matrix of boxes (score from 0.3, IoU from 0.5)')
+        if len(pairs) * len(self.names) > MOST_EVALUATED:
+            return paths[:1]
         plot_precision_recall(paths[1], *precision_over_recall(*zip(*pairs), len(self.names)), self.names)
         return paths
 

@@ -75,6 +75,12 @@ class ScheduleCheckHook(Hook):
     def before_train(self, runner) -> None:
         if not is_main_process():
             return
+        if 0 < runner.max_iters <= runner.iter:
+            runner.logger.warning(
+                f'nothing is left to train: the checkpoint is at iteration {runner.iter} of {runner.max_iters}. Set '
+                'train_cfg.max_epochs or max_iters higher to go on.'
+            )
+            return
         is_by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
         for fault in schedule_faults(runner.param_schedulers, runner.max_epochs, runner.max_iters, is_by_iteration):
             runner.logger.warning(f'schedule and length of the training differ: {fault} Set param_scheduler to fit.')

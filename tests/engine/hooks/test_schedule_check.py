@@ -78,6 +78,15 @@ def test_it_is_said_before_the_first_step(tmp_path, monkeypatch, max_iters):
     assert len(said) == 1 + (max_iters == 6) and ('PolyLR falls until iteration 20' in said[0][1]) == (max_iters == 6)
 
 
+def test_a_training_that_is_complete(tmp_path, monkeypatch):
+    make_runner(tmp_path, []).train()
+    more = dict(load_from=str(tmp_path / 'epoch_2.pth'), resume=True)
+    runner, said = make_runner(tmp_path, [dict(type='ScheduleCheckHook')], **more), []
+    monkeypatch.setattr(runner.logger, 'warning', said.append)
+    runner.train()
+    assert any('nothing is left to train: the checkpoint is at iteration 6 of 6' in line for line in said)
+
+
 def test_other_processes_are_silent(monkeypatch):
     monkeypatch.setattr('mmlinattn.engine.hooks.schedule_check.is_main_process', lambda: False)
     ScheduleCheckHook().before_train(SimpleNamespace(logger=logging.getLogger()))
