@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
+runpy.run_path(
+    str(Path(__file__).resolve().with_name('check_env.py'))
+)  # put the checkout on the path, report missing packages
 
 import cv2
 import mmcv
@@ -165,7 +167,7 @@ def check_out(args: argparse.Namespace, pictures: list) -> None:
 
 
 def name_classes(inferencer, classes) -> None:
-    """Give labels these names, and each a colour."""
+    """Set the class names, and a colour for each."""
     meta = dict(getattr(inferencer.model, 'dataset_meta', None) or {})
     if classes and list(meta.get('classes') or ()) != list(classes):
         meta['classes'] = tuple(classes)
@@ -175,7 +177,7 @@ def name_classes(inferencer, classes) -> None:
 
 
 def build_inferencer(args: argparse.Namespace, scope: str):
-    """The task's own inferencer."""
+    """Build the inferencer of the task."""
     init_default_scope(scope)
     if scope == 'mmdet':
         from mmdet.apis import DetInferencer
@@ -190,12 +192,12 @@ def build_inferencer(args: argparse.Namespace, scope: str):
     from mmpretrain import ImageClassificationInferencer
     from mmpretrain.utils import progress
 
-    progress.disable_progress_bar = True  # of each image
+    progress.disable_progress_bar = True  # one an image
     return ImageClassificationInferencer(args.config, args.checkpoint, device=args.device)
 
 
 def drawing_names(pictures: list) -> list:
-    """A name for each drawing: ``a.png`` of a.jpg, ``a.jpg.png`` where another image has that already."""
+    """Return a name for each drawing: ``a.png`` of a.jpg, ``a.jpg.png`` if another image has it."""
     names: list = []
     for path in map(Path, pictures):
         name = f'{path.stem}.png'
@@ -217,13 +219,13 @@ def load_model(args: argparse.Namespace, cfg):
         raise RunError(f'{args.config}: labels of several tasks are not drawn; tools/test.py --out writes them.')
     with explained_setup(args.config):
         inferencer = build_inferencer(args, scope)
-    # Inferencers load what fits and draw with the rest as it was initialised.
+    # inferencers load the weights that fit, and keep the initial values of the others
     checkpoint = CheckpointLoader.load_checkpoint(args.checkpoint, 'cpu', logger='silent')
     try:
         check_trained(inferencer.model, checkpoint)
     except RunError as error:
         raise RunError(f'{args.checkpoint}: {error}') from error
-    # Where the checkpoint has no names, inferencers take those of COCO or ImageNet for any classes.
+    # inferencers fall back to the names of COCO or ImageNet
     names = args.classes or class_names(cfg, checkpoint.get('meta'))
     if scope == 'mmpretrain':
         from mmpretrain.visualization import UniversalVisualizer

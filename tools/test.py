@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Test a detector, segmentor or classifier: the config's ``default_scope`` says which."""
+"""Test a detector, segmentor or classifier, by the ``default_scope`` of the config."""
 
 import argparse
 import os
@@ -8,7 +8,9 @@ import os.path as osp
 import runpy
 from pathlib import Path
 
-runpy.run_path(str(Path(__file__).resolve().with_name('check_env.py')))  # finds the checkout, and what is missing
+runpy.run_path(
+    str(Path(__file__).resolve().with_name('check_env.py'))
+)  # put the checkout on the path, report missing packages
 
 import mmengine
 import torch
@@ -49,8 +51,8 @@ def parse_args() -> argparse.Namespace:
         '--out-item',
         choices=['metrics', 'pred'],
         default='pred',
-        help='what --out writes: of each image the boxes and masks, label map or label (pred), or the numbers of the '
-        'evaluator (metrics, also to .json) [pred]',
+        help='content of --out: boxes and masks, label map or label of each image (pred), or the metrics (also to '
+        '.json) [pred]',
     )
     add_prediction_arguments(parser)
     parser.add_argument('--show', action='store_true', help='show predictions in a window')
@@ -63,13 +65,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument('--interval', type=int, default=1, help='draw every n-th image [1]')
     parser.add_argument('--wait-time', type=float, default=2, help='seconds --show waits [2]')
     parser.add_argument('--tta', action='store_true', help='test-time augmentation of the config')
-    parser.add_argument('--amp', action='store_true', help='mixed precision (fp32 where there is no accelerator)')
+    parser.add_argument('--amp', action='store_true', help='float16 (off without an accelerator)')
     add_common_arguments(parser)
     return parser.parse_args()
 
 
 def configure(args: argparse.Namespace):
-    """The config as it will run, with everything checked that can be checked before."""
+    """Return the checked config of the run."""
     suffixes = ('.pkl', '.pickle') + ('.json',) * (args.out_item == 'metrics')
     if args.out and not args.out.endswith(suffixes):
         raise RunError(f'--out {args.out!r} has to end with {" or ".join(suffixes)}.')
@@ -158,21 +160,21 @@ def with_mirror_image(pipeline: list) -> list:
 
 
 class DumpLabelMaps(DumpResults):
-    """Keeps the label map of each image, a byte a pixel; logits would be hundreds."""
+    """DumpResults that keeps the label map of each image, a byte a pixel; logits take hundreds."""
 
     def process(self, data_batch, predictions) -> None:
         for prediction in predictions:
             kept = {key: value for key, value in prediction.items() if 'logits' not in key and key != 'gt_sem_seg'}
-            if 'pred_sem_seg' in kept:  # of depth there is none
+            if 'pred_sem_seg' in kept:  # not of depth models
                 labels = kept['pred_sem_seg']['data'].cpu()
                 kept['pred_sem_seg'] = dict(data=labels.to(torch.uint8 if labels.max() < 256 else torch.int16))
             super().process(data_batch, [kept])
 
 
 def dump_metric(cfg, path: str):
-    """The metric that only writes predictions down, in the form of the task."""
+    """Return the metric that dumps the predictions of a task."""
     if cfg.get('default_scope') == 'mmdet':
-        from mmdet.evaluation import DumpDetResults  # keeps masks encoded
+        from mmdet.evaluation import DumpDetResults  # encodes masks
 
         return DumpDetResults(out_file_path=path)
     return (DumpLabelMaps if cfg.get('default_scope') == 'mmseg' else DumpResults)(out_file_path=path)

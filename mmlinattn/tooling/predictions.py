@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Predictions as files that other programs read: COCO results, YOLO text, label images, drawings."""
+"""Prediction files for other programs: COCO results, YOLO text, label images, drawings."""
 
 import argparse
 import itertools
@@ -25,9 +25,9 @@ from ..utils.errors import RunError
 from .class_names import dataset_configs
 from .command_line import check_out_file, notice, writing
 
-# formats that hold a drawing of three channels under the name of the image
+# image formats that OpenCV writes in three channels
 DRAWN = ('.jpg', '.jpeg', '.png', '.bmp', '.webp')
-# flag -> the tasks that it is for
+# flag -> scope and kind of model
 FLAGS = {
     '--save-json': ('mmdet', 'detector'),
     '--save-txt': ('mmdet', 'detector'),
@@ -73,7 +73,7 @@ def check_prediction_arguments(args: argparse.Namespace, scope: str, config: str
 
 
 def category_ids(cfg: Config, names: Optional[Sequence[str]]) -> Optional[dict[int, int]]:
-    """Return category ids by label from the COCO file of the test data, None where there is none with these names."""
+    """Return category ids by label from the COCO file of the test data, None without a file that has these names."""
     for _, dataset in dataset_configs(cfg, 'test_dataloader'):
         path = osp.join(dataset.get('data_root') or '', dataset.get('ann_file') or '')
         if names and path.endswith('.json') and osp.isfile(path):
@@ -149,7 +149,7 @@ def write_label_image(path, sample) -> None:
 
 
 def write_coco(path: str, entries: Iterable[dict], ids: Optional[dict[int, int]]) -> None:
-    """Write COCO results, and say which category ids they have where no annotation file gives them."""
+    """Write COCO results, with a notice if no annotation file gives the category ids."""
     with writing(path, '--save-json'), open(path, 'w') as file:
         json.dump(list(entries), file)
     if ids is None:
@@ -159,11 +159,11 @@ def write_coco(path: str, entries: Iterable[dict], ids: Optional[dict[int, int]]
 def names_below(paths: Sequence[str], suffix: str = '') -> list[str]:
     """Return a name for the file of each image, relative to an output folder.
 
-    Images of one folder keep their names. Those of several keep their folders below the common one where names repeat.
+    Images keep their names. If names repeat in several folders, they keep their folders below the common one.
 
     Args:
         paths (Sequence[str]): Image files.
-        suffix (str): In place of each image's own, which is kept in front of it where names would repeat.
+        suffix (str): Replaces the suffix of each image; it is appended if names would repeat.
     """
     full = [osp.abspath(path) if '://' not in path else path for path in paths]
     names = [osp.basename(path) for path in full]
@@ -180,7 +180,7 @@ def names_below(paths: Sequence[str], suffix: str = '') -> list[str]:
 
 
 class PredictionFilesHook(Hook):
-    """Write what a test predicts for each image, as ``tools/test.py`` was asked.
+    """Write the predictions of each image of a test, by the options of ``tools/test.py``.
 
     Drawings are written whatever ``vis_backends`` the visualizer of the config has.
 

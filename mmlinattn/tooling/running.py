@@ -33,7 +33,7 @@ from .command_line import notice
 from .console import quiet_console
 from .environment import lacking_on_gpu
 
-# what the tools of this project add to the hooks of any config
+# hooks that the tools add to any config
 TOOL_HOOKS = (DataCheckHook, CheckpointMatchHook, ScheduleCheckHook, ProgressHook, ResultsHook)
 
 
@@ -63,7 +63,7 @@ class ToolRunner(SafeRunner):
     def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: Optional[dict] = None) -> None:
         """Scale learning rates by images an update over ``base_batch_size``; MMEngine leaves out accumulation.
 
-        Where the scaling is off and the two differ, one line says so.
+        With scaling off, one line reports a difference.
         """
         base, is_on = (auto_scale_lr or {}).get('base_batch_size'), (auto_scale_lr or {}).get('enable', False)
         if is_on and not base:
@@ -93,10 +93,10 @@ def add_checks(cfg: Config, hooks: Sequence[type] = TOOL_HOOKS) -> None:
 
 
 def was_restarted(work_dir: str) -> bool:
-    """Whether torchrun started this process anew and the run before has left a checkpoint to go on from.
+    """Return True if torchrun restarted this process and the run left a checkpoint before.
 
-    One that was there when ``tools/launch.py`` began belongs to another run: what began without ``--resume`` begins
-    anew. Without ``tools/launch.py`` nothing tells the two apart, and the answer is no.
+    A checkpoint older than the start of ``tools/launch.py`` belongs to another run. Without ``tools/launch.py`` the two
+    cannot be told apart, and the answer is False.
     """
     if int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)) == 0 or 'MMLINATTN_LAUNCHED' not in os.environ:
         return False
@@ -111,7 +111,7 @@ def set_precision(cfg: Config, is_asked: bool) -> None:
 
     Args:
         cfg (Config): The config, whose ``optim_wrapper`` is changed. An AmpOptimWrapper of its own is kept.
-        is_asked (bool): Whether ``--amp`` was given.
+        is_asked (bool): True with ``--amp``.
 
     Raises:
         RunError: ``--amp`` beside an optimizer wrapper that is neither OptimWrapper nor AmpOptimWrapper.
@@ -160,7 +160,7 @@ def has_bfloat16(device: str) -> bool:
     return device in ('npu', 'musa')
 
 
-LENGTHS = dict(max_epochs=True, max_iters=False)  # of train_cfg: whether schedules by epoch follow it
+LENGTHS = dict(max_epochs=True, max_iters=False)  # key of train_cfg -> by_epoch of the schedules that follow it
 _IN_STEPS = ('begin', 'end', 'step_size')
 _PERIODS = ('T_max', 'total_steps')  # from begin on
 
@@ -171,7 +171,7 @@ def fit_schedule(cfg: Config, before: dict, options: dict) -> None:
     Args:
         cfg (Config): The config after ``--cfg-options``, whose ``param_scheduler`` is changed.
         before (dict): ``train_cfg`` of the file.
-        options (dict): ``--cfg-options``; one for ``param_scheduler`` leaves the schedule alone.
+        options (dict): ``--cfg-options``. With one for ``param_scheduler`` the schedule stays.
     """
     schedules = cfg.get('param_scheduler')
     if not schedules or any(key.split('.')[0] == 'param_scheduler' for key in options):
@@ -210,15 +210,15 @@ def stretch(schedule: dict, ratio: float, length: int) -> bool:
 
 
 def build_runner(cfg: Config, compiles: bool = False) -> Runner:
-    """Join the processes where there are several, and build a ToolRunner (or ``runner_type``).
+    """Join the processes of a distributed run, and build a ToolRunner (or ``runner_type``).
 
     Args:
         cfg (Config): The config as it will run.
         compiles (bool): Compile the blocks of the backbone.
 
     Raises:
-        RunError: Of :func:`~mmlinattn.engine.prepare_distributed`, or MMCV's operators, which a detector calls, do not
-            run on the GPU that is there.
+        RunError: :func:`~mmlinattn.engine.prepare_distributed` fails, or MMCV's operators of a detector do not run on
+            the GPU.
     """
     prepare_distributed(cfg)
     lacking = lacking_on_gpu() if cfg.get('default_scope') == 'mmdet' and get_device() == 'cuda' else ''

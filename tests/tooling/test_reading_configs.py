@@ -167,7 +167,7 @@ def test_a_config_by_name_where_nothing_is_installed(tmp_path, monkeypatch):
     (tmp_path / 'mmlinattn').mkdir()
     monkeypatch.setattr('mmengine.config.config.get_installed_path', lambda name: str(tmp_path / 'mmlinattn'))
     (tmp_path / 'config.py').write_text("_base_ = 'mmlinattn::mmpretrain/ravlt_t_in1k.py'")
-    with pytest.raises(RunError, match=r'inherits one by its name, which takes an installation: pip install -e \.'):
+    with pytest.raises(RunError, match=r'inherits one by its name, and mmlinattn is not installed. Run pip install -e \.'):
         configs.read_config(str(tmp_path / 'config.py'))
 
 

@@ -11,7 +11,7 @@ import torch
 
 
 class Boxes(NamedTuple):
-    """Boxes of an image. Of objects, ``scores`` is 0 for those that evaluation ignores (crowds), else 1."""
+    """Boxes of an image. Objects have a score of 1, or 0 if evaluation ignores them (crowds)."""
 
     boxes: np.ndarray  # (n, 4) x1, y1, x2, y2 in pixels
     labels: np.ndarray  # (n,)

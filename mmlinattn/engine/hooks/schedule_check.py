@@ -30,7 +30,7 @@ def schedule_faults(schedulers, max_epochs: int, max_iters: int, is_by_iteration
         schedulers (list or dict): MMEngine's schedulers as the runner has built them.
         max_epochs (int): Epochs of the training.
         max_iters (int): Iterations of the training.
-        is_by_iteration (bool): Whether the loop is iteration-based, which never ends an epoch.
+        is_by_iteration (bool): True for an iteration-based loop; it never ends an epoch.
 
     Yields:
         str: A fault: a warm-up or a decay of another length than the training.
@@ -67,7 +67,8 @@ def schedule_faults(schedulers, max_epochs: int, max_iters: int, is_by_iteration
 class ScheduleCheckHook(Hook):
     """Warn before the first step if the learning rate schedule does not fit the length of the training.
 
-    Of iteration-based loops with gradient accumulation the number of updates is said, as MMEngine counts iterations.
+    An iteration-based loop with gradient accumulation gets a warning with the number of updates, as MMEngine counts
+    iterations. So does a checkpoint at the end of the training.
     """
 
     priority = 'VERY_LOW'  # after --resume, which takes the schedule of the checkpoint
