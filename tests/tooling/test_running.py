@@ -22,7 +22,7 @@ OFF = ': mixed precision is off, training in fp32.'
 @pytest.mark.parametrize(
     ('wrapper', 'device', 'is_asked', 'expected', 'said'),
     [
-        # where there is none, none of its arguments stays, which the plain wrapper does not take
+        # the plain wrapper does not take the arguments of the others
         (dict(AMP, clip_grad=None), 'cpu', False, PLAIN, f'no accelerator{OFF}'),
         (dict(APEX, clip_grad=None), 'mps', False, PLAIN, f'mps is no device of AmpOptimWrapper{OFF}'),
         (PLAIN, 'cpu', True, PLAIN, f'no accelerator{OFF}'),
@@ -56,7 +56,7 @@ SAID = {
         (dict(type=OptimWrapper), (9, 0), True, BF16, 'bf16'),
         (dict(type=OptimWrapper), (7, 5), True, FP16, 'fp16'),
         (dict(loss_scale=512.0), (7, 5), True, dict(FP16, loss_scale=512.0), 'fp16'),
-        (dict(dtype='float16'), (8, 0), True, dict(FP16, dtype='float16'), 'fp16'),  # of the config's own
+        (dict(dtype='float16'), (8, 0), True, dict(FP16, dtype='float16'), 'fp16'),  # set in the config
         (AMP, (8, 0), True, AMP, 'scaled bf16'),
         (AMP, (8, 0), False, AMP, 'scaled bf16'),
         (PLAIN, (8, 0), False, PLAIN, 'fp32'),
@@ -157,7 +157,7 @@ def test_a_runner_of_the_config_s_own():
     cfg = dict(runner_type='TestRunner', launcher='none')
     assert running.build_runner(Config(cfg)) is None
     hooks = [dict(type='A')]
-    for _ in range(2):  # also of a config that asks for it itself
+    for _ in range(2):  # also a config with the hook of its own
         hooks = running.build_runner(Config(dict(cfg, custom_hooks=hooks)), True)
         assert hooks == [dict(type='A'), dict(type='CompileHook')]
 

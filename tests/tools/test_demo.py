@@ -26,7 +26,7 @@ NAMES = {task: [f'name_{i}' for i in range(number)] for task, number in dict(mmd
 
 @pytest.fixture
 def run(tmp_path):
-    """Runs the tool with an untrained model whose file has ``meta``; gives the inferencer it built."""
+    """Run the tool on a checkpoint of an untrained model with ``meta``; return the inferencer."""
 
     def start(task, image, out, *args, of_config=None, **meta):
         pytest.importorskip(task)
@@ -49,7 +49,7 @@ def run(tmp_path):
 
 @pytest.fixture
 def pictures(tmp_path):
-    """A folder with images, some of whose names begin alike, and with what is none: a text, a folder, macOS's file."""
+    """A folder with images of similar names, a text, a folder and a hidden file of macOS."""
     folder = tmp_path / 'pictures'
     (folder / 'folder.png').mkdir(parents=True)
     rng = np.random.default_rng(0)
@@ -62,9 +62,9 @@ def pictures(tmp_path):
 
 @pytest.mark.parametrize('task', INFERENCERS)
 def test_a_folder_of_pictures(run, pictures, tmp_path, capsys, task):
-    """A drawing each, in a folder that is made, with the names of ``--classes``."""
+    """A drawing an image, in a new folder, with the names of ``--classes``."""
     out, threshold = tmp_path / 'deep' / 'folder', ['--score-thr', 0] if task == 'mmdet' else []
-    if task != 'mmpretrain':  # whose drawings alone would be named alike
+    if task != 'mmpretrain':  # its drawings alone would have one name
         for name in ('2024.01.02.jpg', 'b.png', 'b.png.bmp'):
             (pictures / name).unlink()
     inferencer = run(task, pictures, out, '--classes', *NAMES[task], *threshold)
@@ -87,8 +87,8 @@ def test_a_folder_of_pictures(run, pictures, tmp_path, capsys, task):
 @pytest.mark.parametrize('task', INFERENCERS)
 @pytest.mark.parametrize('named', ['checkpoint', 'config', 'nobody'])
 def test_one_picture_in_the_format_that_is_asked_for(run, pictures, tmp_path, capsys, task, named):
-    """Above a score that nothing has, a detector draws nothing. Labels have the names of the checkpoint, else of the
-    config; not those of COCO or ImageNet, which inferencers take."""
+    """A detector draws nothing below the threshold. Names come from the checkpoint, else from the config; never from
+    COCO or ImageNet, the defaults of inferencers."""
     of_config = [f'of_config_{i}' for i in range(len(NAMES[task]))]
     names = {'checkpoint': NAMES[task], 'config': of_config, 'nobody': None}[named]
     data = dict(metainfo=dict(classes=None if named == 'nobody' else of_config))
@@ -105,14 +105,14 @@ def test_one_picture_in_the_format_that_is_asked_for(run, pictures, tmp_path, ca
     drawing = mmcv.imread(str(out))
     assert drawing.shape == plain.shape and (task == 'mmdet') == np.array_equal(drawing, plain)
     if task == 'mmpretrain':
-        assert inferencer.classes == names  # numbers where nobody has names
+        assert inferencer.classes == names  # numbers without names
     elif names:
         assert list(inferencer.visualizer.dataset_meta['classes']) == names
 
 
 @pytest.mark.parametrize('task', ['mmseg', 'mmpretrain'])
 def test_an_image_that_is_too_small_keeps_no_other_from_being_drawn(run, tmp_path, capsys, task):
-    """It is named in the last line."""
+    """The last line names it."""
     folder, out = tmp_path / 'pictures', tmp_path / 'out'
     for name, size in dict(a=60, b=20, c=60).items():
         mmcv.imwrite(np.zeros((size, size, 3), np.uint8), str(folder / f'{name}.png'))
@@ -129,7 +129,7 @@ def test_an_image_that_is_too_small_keeps_no_other_from_being_drawn(run, tmp_pat
 
 @pytest.mark.parametrize(('threshold', 'count'), [(0.01, 12), (0.99, 0)])
 def test_a_classifier_of_several_labels(run, pictures, tmp_path, capsys, threshold, count):
-    """All of them are named, or none."""
+    """All labels are printed, or none."""
     path, loss = tmp_path / 'config.py', dict(type='CrossEntropyLoss', use_sigmoid=True)
     head = dict(type='MultiLabelLinearClsHead', topk=None, thr=threshold, loss=loss)
     path.write_text(f'_base_ = {QUICK["mmpretrain"]!r}\nmodel = dict(head={head!r})\n')
@@ -151,7 +151,7 @@ def test_a_classifier_of_several_tasks_is_refused(run, pictures, tmp_path, capsy
 
 
 def test_detections_of_a_folder_as_coco_results_and_yolo_text(run, pictures, tmp_path):
-    """Without drawings. Ids are the names, or their numbers; categories count from 1 where no data set has ids."""
+    """Without drawings. Ids are the names or their numbers; categories count from 1 without a data set."""
     (pictures / 'b.jpg').rename(pictures / '12.jpg')
     found, texts = tmp_path / 'new' / 'found.json', tmp_path / 'texts'
     words = ['--save-json', found, '--save-txt', texts, '--save-conf', '--score-thr', 0.12]

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the options of tools/train.py and tools/test.py change in the config that runs."""
+"""Options of tools/train.py and tools/test.py, by their effect on the config of the run."""
 
 import copy
 import functools
@@ -23,7 +23,7 @@ read_once = functools.cache(configs.read_config)
 
 @pytest.fixture
 def configured(tmp_path, monkeypatch):
-    """The config that a tool would run, beside a folder for data."""
+    """Return the config of a run of a tool, in a folder with data and checkpoints."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv('LOCAL_RANK', '0')
     monkeypatch.setattr(configs, 'read_config', lambda path: copy.deepcopy(read_once(os.path.abspath(path))))
@@ -58,7 +58,7 @@ def test_switches_of_a_test(configured, monkeypatch, capsys):
     for words, device, fp16, launcher in (
         ([], 'cuda', None, 'none'),
         (['--amp', '--launcher', 'mpi'], 'cuda', True, 'mpi'),
-        (['--amp'], 'cpu', None, 'none'),  # where MMDetection's metrics do not take bfloat16
+        (['--amp'], 'cpu', None, 'none'),  # its autocast is bfloat16, and MMDetection's metrics refuse that
     ):
         monkeypatch.setattr('mmengine.device.get_device', lambda device=device: device)
         cfg = configured('test.py', DETECTOR, 'some.pth', *words)
@@ -68,7 +68,7 @@ def test_switches_of_a_test(configured, monkeypatch, capsys):
 
 @pytest.mark.parametrize('device', ['cpu', 'cuda'])
 def test_loaders_of_classifiers_have_the_settings_their_configs_rely_on(configured, tmp_path, monkeypatch, device):
-    """MMPretrain's own tools fill them in; a config's own stay."""
+    """As MMPretrain's own tools set them; settings of a config stay."""
     for module in (configs, running):
         monkeypatch.setattr(module, 'get_device', lambda: device)
     cfg = configured('train.py', CLASSIFIER)
@@ -134,15 +134,15 @@ SOME = ['--cfg-options', 'load_from=some.pth']
         (RESUME, None, None, (False, None)),
         (RESUME, 100, None, (True, LAST)),
         ([*RESUME, 'load_from=some.pth'], 100, None, (True, 'some.pth')),
-        # by torchrun: from what was written since tools/launch.py began; file systems round down
+        # restarted by torchrun: checkpoints since the start of tools/launch.py; file systems round down
         ([], 100, 101, (True, LAST)),
         (['--resume', 'epoch_3.pth'], 100, 101, (True, LAST)),  # it is further on
-        ([], 100, 102, (False, None)),  # of a run before
+        ([], 100, 102, (False, None)),  # an earlier run
         (['--resume', 'epoch_3.pth'], None, 0, (True, 'epoch_3.pth')),
-        ([], 100, 'by another launcher', (False, None)),  # nothing tells it from a run before
+        ([], 100, 'by another launcher', (False, None)),  # indistinguishable from an earlier run
     ],
 )
-def test_what_a_training_begins_with(configured, monkeypatch, capsys, words, written, restarted, expected):
+def test_checkpoint_that_a_training_begins_with(configured, monkeypatch, capsys, words, written, restarted, expected):
     monkeypatch.setenv('TORCHELASTIC_RESTART_COUNT', '0' if restarted is None else '2')
     monkeypatch.setenv('MMLINATTN_LAUNCHED', str(restarted or 0))
     if restarted == 'by another launcher':
@@ -161,7 +161,7 @@ def test_what_a_training_begins_with(configured, monkeypatch, capsys, words, wri
 
 
 def test_options_of_hooks_go_by_name_or_place(configured):
-    """Of hooks of ours that a config does not have, too."""
+    """Also of hooks of this package that the config lacks."""
     words = ['custom_hooks.StopHook.interval=3', 'custom_hooks.4.left_out=a', 'custom_hooks.CompileHook.priority=LOW']
     hooks = {hook.type: hook for hook in configured('train.py', DETECTOR, '--cfg-options', *words).custom_hooks}
     assert (hooks['StopHook'].interval, hooks['CheckpointMatchHook'].left_out) == (3, 'a')
@@ -192,7 +192,7 @@ def test_options_have_the_last_word(configured, monkeypatch):
     assert (cfg.train_dataloader.dataset.data_root, cfg.val_dataloader.dataset.data_root) == ('data', 'mine')
     assert os.environ['LOCAL_RANK'] == '3'
     configured('train.py', DETECTOR, '--local-rank', 4)
-    assert os.environ['LOCAL_RANK'] == '3'  # of the launcher
+    assert os.environ['LOCAL_RANK'] == '3'  # set by the launcher
 
 
 @pytest.mark.parametrize(
