@@ -1,8 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Every tool on bad input: one line with the argument, its value and the allowed values; nothing is written.
 
-A new case is a line of ``ROWS``: the command, words of its line, and ``slow`` if a model is built. Files of ``FILES`` and
-data sets of ``DATA`` in a command are made for it; ``{mmdet}`` and so on are the quick-start configs.
+A new case is a line of ``ROWS``: the command, words of its line, and ``slow`` if a model is built. Files of ``FILES``
+and data sets of ``DATA`` in a command are made for it; ``{mmdet}`` and so on are the quick-start configs.
 """
 
 import functools

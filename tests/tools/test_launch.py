@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Exit status of tools/launch.py, and arguments of the scripts for torchrun and srun; test_stopping.py has whole runs."""
+"""Exit status of tools/launch.py, and arguments of the scripts for torchrun and srun. Whole runs: test_stopping.py."""
 
 import os
 import runpy
