@@ -65,7 +65,8 @@ class ToolRunner(SafeRunner):
 
         With scaling off, one line reports a difference.
         """
-        base, is_on = (auto_scale_lr or {}).get('base_batch_size'), (auto_scale_lr or {}).get('enable', False)
+        settings: dict[str, Any] = dict(auto_scale_lr or {})
+        base, is_on = settings.get('base_batch_size', 0), settings.get('enable', False)
         if is_on and not base:
             raise RunError('auto_scale_lr.enable=True: auto_scale_lr.base_batch_size is missing.')
         loader: Any = self._train_dataloader
@@ -76,7 +77,7 @@ class ToolRunner(SafeRunner):
             batch = (size or 1) * self.world_size * steps
             parts = f'{size} images x {self.world_size} process(es) x {steps} accumulated step(s)'
             if is_on:
-                super().scale_lr(wrapper, dict(auto_scale_lr or {}, base_batch_size=base / steps))
+                super().scale_lr(wrapper, dict(settings, base_batch_size=base / steps))
                 notice(f'learning rate x {batch / base:g}: {batch} images an update ({parts}), base_batch_size {base}.')
             elif base and base != batch:
                 notice(
@@ -177,7 +178,8 @@ def fit_schedule(cfg: Config, before: dict, options: dict) -> None:
     if not schedules or any(key.split('.')[0] == 'param_scheduler' for key in options):
         return
     for key, by_epoch in LENGTHS.items():
-        old, new = before.get(key), (cfg.get('train_cfg') or {}).get(key)
+        old: Any = before.get(key)
+        new: Any = (cfg.get('train_cfg') or {}).get(key)
         if f'train_cfg.{key}' not in options or not all(type(each) is int and each > 0 for each in (old, new)):
             continue
         listed = schedules if isinstance(schedules, (list, tuple)) else [schedules]

@@ -46,8 +46,8 @@ def count_confusion(
             matrix[objects.labels[row], labels[column]] += 1
             is_missed[row] = is_free[column] = False
     ignored = (ious[objects.scores == 0] >= iou_thr).any(axis=0)
-    np.add.at(matrix, (objects.labels[is_missed], -1), 1)
-    np.add.at(matrix, (-1, labels[is_free & ~ignored]), 1)
+    np.add.at(matrix[:, -1], objects.labels[is_missed], 1)
+    np.add.at(matrix[-1], labels[is_free & ~ignored], 1)
 
 
 def precision_over_recall(

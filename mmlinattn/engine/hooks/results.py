@@ -117,7 +117,8 @@ class _Predictions:
         plot_confusion(paths[0], matrix, names, 'confusion matrix of boxes (score from 0.3, IoU from 0.5)')
         if len(pairs) * len(self.names) > MOST_EVALUATED:
             return paths[:1]
-        plot_precision_recall(paths[1], *precision_over_recall(*zip(*pairs), len(self.names)), self.names)
+        curves = precision_over_recall([truth for truth, _ in pairs], [found for _, found in pairs], len(self.names))
+        plot_precision_recall(paths[1], *curves, self.names)
         return paths
 
     def _objects(self) -> dict[str, Boxes]:
