@@ -93,7 +93,7 @@ def test_folders_that_are_not_there_are_named_with_their_key(tmp_path, monkeypat
         cfg = Config(dict(train_dataloader=loader, test_dataloader=dict(dataset=dict(data_root='not asked for'))))
         with nullcontext() if fits else pytest.raises(RunError) as found:
             configs.check_data_config(cfg, ['val', 'train'])
-        assert fits or f'{key}data_root = {leaf["data_root"]!r}: no such folder. It has to be' in str(found.value)
+        assert fits or f'{key}data_root = {leaf["data_root"]!r}: no such folder. Set the folder' in str(found.value)
 
 
 def test_checkpoints_by_path_and_by_address(tmp_path, monkeypatch):
