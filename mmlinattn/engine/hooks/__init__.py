@@ -7,6 +7,9 @@ from .compiling import CompileHook
 from .data_check import DataCheckHook
 from .exact_resume import ExactResumeHook
 from .finite_loss import FiniteLossHook
+from .progress import ProgressHook
+from .results import ResultsHook
+from .schedule_check import ScheduleCheckHook
 from .stop import StopHook
 from .unused_parameters import UnusedParametersHook
 
@@ -16,7 +19,10 @@ __all__ = [
     'DataCheckHook',
     'ExactResumeHook',
     'FiniteLossHook',
+    'ProgressHook',
+    'ResultsHook',
     'SafeCheckpointHook',
+    'ScheduleCheckHook',
     'StopHook',
     'UnusedParametersHook',
 ]
