@@ -35,7 +35,7 @@ def test_attentions_by_tokens(tmp_path, capsys):
 
 def test_kept_memory_and_launches_of_attentions(capsys):
     """Gradients by hand keep a tenth of a tensor at most; RALA's start two thirds of the launches of its equation."""
-    count_traffic.main(['--only', 'attentions', '--tokens', '1024', '--head-dim', '16'])
+    count_traffic.main(['--only', 'attentions', '--tokens', '1024'])
     rows = [line.strip('| ').split(' | ') for line in capsys.readouterr().out.splitlines()]
     found = [row for row in rows if len(row) == 7 and row[1][0].isdigit()]
     assert len(found) == 14
