@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..layers.patch_embed import PatchConv2d, build_token_norm
 from ..ops.maps import pad_to_multiple
 from ..ops.tensors import to_image, unflatten
+from ..ops.windows import relative_index
 from .base import Attention, Mixing, ReducedKeysAttention, mean_token
 from .context import MapWindows, StageContext
 from .mixer import LocalMixer
@@ -90,13 +91,7 @@ class RelativePositionBias(nn.Module):
 
     def index(self, height: int, width: int) -> Tensor:
         """Row of the table for each pair of tokens of a window, (N, N)."""
-        # Made anew: a buffer that no checkpoint holds is lost where models are built without memory (``torch.device(
-        # 'meta')``) and then given their weights.
-        rows, columns = (torch.arange(size, device=self.table.device) for size in (height, width))
-        row = rows[:, None] - rows + self.window[0] - 1
-        column = columns[:, None] - columns + self.window[1] - 1
-        index = row[:, None, :, None] * (2 * self.window[1] - 1) + column[None, :, None, :]  # (h, w, h, w)
-        return index.flatten(2).flatten(0, 1)
+        return relative_index(height, width, self.window, self.table)
 
 
 def check_order(mixer, spec) -> None:

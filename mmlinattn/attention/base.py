@@ -11,7 +11,7 @@ from mmengine.model import BaseModule
 from torch import Tensor, nn
 
 from ..ops.grid import Grid, on_grid
-from ..ops.tensors import accumulation_dtype, unflatten
+from ..ops.tensors import accumulation_dtype, count_tokens, unflatten
 from .context import StageContext
 from .mixer import check_local_kernel, get_mixer
 
@@ -184,10 +184,8 @@ class ReducedKeysAttention(Attention):
 
 
 def mean_token(x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
-    """Mean of the real tokens: (B, N, C), (B, N) -> (B, C), accumulated in float32 or better."""
+    """Mean of the real tokens: (B, N, C), (B, N) -> (B, C), accumulated in float32 or better. Padding is zero."""
     dtype = accumulation_dtype(x)
     if mask is None:
         return x.mean(dim=1, dtype=dtype).to(x.dtype)
-    weight = mask.to(dtype)
-    total = (x * weight.unsqueeze(-1)).sum(dim=1)
-    return (total / weight.sum(dim=1, keepdim=True).clamp(min=1)).to(x.dtype)
+    return (x.sum(dim=1, dtype=dtype) / count_tokens(x, mask)[:, :, 0, 0]).to(x.dtype)

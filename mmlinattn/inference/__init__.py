@@ -94,6 +94,7 @@ def _code_is_changed() -> bool:
 
 
 def _is_slow(x: Tensor) -> bool:
-    """Whether autocast casts to bfloat16 on a CPU without units for it: a depth-wise convolution takes a hundred times
-    as long there as in float32."""
-    return dispatch.on_cpu(x) and torch.get_autocast_dtype('cpu') == torch.bfloat16 and not private_apis.has_bfloat16_units()
+    """Return True if autocast casts to bfloat16 on a CPU without units for it: a depth-wise convolution takes a hundred
+    times as long there as in float32."""
+    is_bfloat16 = torch.get_autocast_dtype('cpu') == torch.bfloat16
+    return dispatch.on_cpu(x) and is_bfloat16 and not private_apis.has_bfloat16_units()

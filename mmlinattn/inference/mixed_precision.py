@@ -60,10 +60,8 @@ class WeightGroup:
             # the norm of a patch embedding gives the residual stream, which keeps its precision
             stream = () if isinstance(module, PatchEmbed) else (nn.LayerNorm, Block)
             for kind, classes in zip(KINDS, (PRODUCTS, stream)):
-                owners = [part for part in parts if isinstance(part, classes)]
-                self.slots[kind][module] = [
-                    (owner._parameters, name) for owner in owners for name, p in owner._parameters.items() if p is not None
-                ]
+                owned = [part._parameters for part in parts if isinstance(part, classes)]
+                self.slots[kind][module] = [(own, name) for own in owned for name in own if own[name] is not None]
 
 
 class MixedPrecision:

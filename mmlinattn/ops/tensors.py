@@ -2,7 +2,8 @@
 """Tensors of tokens: heads, maps, products by head, padding; and arithmetic of sizes that holds in graphs for other
 sizes."""
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional, Union
 
 import torch
@@ -164,6 +165,13 @@ def multiply_by_head(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype, memory_format=layout))
 
 
+def subtract(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x - y`` in ``dtype``, by one operation."""
+    if dispatch.on_cpu(x):
+        return (x - y).to(dtype)
+    return torch.sub(x, y, out=x.new_empty(x.shape, dtype=dtype))
+
+
 def blocks(x: Tensor, batch: int, tokens: int) -> Iterator[tuple[slice, slice]]:
     """Slices of images and of tokens that cut ``x`` into blocks of :data:`BLOCK_NUMEL`; one block on other devices than
     CPUs. Small images go several to a block; where one image spans several blocks, a block is part of one image."""
@@ -196,7 +204,23 @@ def count_tokens(x: Tensor, mask: Optional[Tensor]) -> TokenCount:
     """Number of real tokens of (..., B, heads, N, d): N, or (B, 1, 1, 1) with a mask, at least 1."""
     if mask is None:
         return x.shape[-2]
-    return mask.sum(dim=1)[:, None, None, None].clamp(min=1).to(accumulation_dtype(x))
+    global _last_count
+    wide = accumulation_dtype(x)
+    if dispatch.needs_reference(mask):
+        return _count(mask, wide)
+    found, dtype, count = _last_count
+    if found() is not mask or dtype != wide:
+        count = _count(mask, wide)
+        _last_count = weakref.ref(mask), wide, count
+    return count
+
+
+def _count(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return mask.sum(dim=1)[:, None, None, None].clamp(min=1).to(dtype)
+
+
+# of the last mask, which the blocks of a stage share
+_last_count: tuple[Callable, Any, Any] = (lambda: None, None, None)
 
 
 def inverse_sqrt(count: TokenCount) -> Union[float, Tensor]:
@@ -209,8 +233,9 @@ def token_mean(x: Tensor, mask: Optional[Tensor], count: TokenCount) -> Tensor:
     wide = accumulation_dtype(x)
     if mask is None:
         return x.sum(dim=-2, keepdim=True, dtype=wide) / count
-    # a product with the mask is a masked sum without a masked copy
-    return (mask[:, None, None].to(wide) @ x.to(wide)) / count
+    if dispatch.on_cpu(x):  # a product with the mask is a masked sum without a masked copy
+        return (mask[:, None, None].to(wide) @ x.to(wide)) / count
+    return (x * mask[:, None, :, None]).sum(dim=-2, keepdim=True, dtype=wide) / count
 
 
 def padded_eps(eps: float, mask: Optional[Tensor], dtype: torch.dtype) -> Union[float, Tensor]:
