@@ -19,6 +19,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -152,8 +153,14 @@ def count_backbones(args) -> None:
             row(name, *counts, f'{total / peer:.2f}', found['inference_calls'], found['forward_calls'])
 
 
-def detector(name: str) -> tuple:
-    """Build the model and the optimizer of :data:`DETECTORS`, without checkpoints."""
+def detector(name: str, constructor: Optional[str] = None, device: str = 'cpu') -> tuple:
+    """Build the model and the optimizer of :data:`DETECTORS`, without checkpoints.
+
+    Args:
+        name (str): Key of :data:`DETECTORS`.
+        constructor (str, optional): Constructor of the optimizer in place of the config's.
+        device (str): Device of the weights.
+    """
     from mmengine.config import Config
     from mmengine.hub import get_config
     from mmengine.optim import build_optim_wrapper
@@ -163,7 +170,9 @@ def detector(name: str) -> tuple:
     cfg = get_config(path) if '::' in path else Config.fromfile(CONFIGS / path)
     init_default_scope(cfg.default_scope)
     cfg.model.backbone.update(backbone or {}, init_cfg=None)
-    model = MODELS.build(cfg.model)
+    if constructor:
+        cfg.optim_wrapper.constructor = constructor
+    model = MODELS.build(cfg.model).to(device)
     logging.disable(logging.CRITICAL)  # some constructors log three lines for each parameter
     optimizer = build_optim_wrapper(model, cfg.optim_wrapper).optimizer
     logging.disable(logging.NOTSET)

@@ -15,9 +15,7 @@ from collections.abc import Iterator
 from typing import Any, Callable
 from unittest import mock
 
-import mmcv._ext
 import torch
-import torchvision
 from mmengine.registry import MODELS
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -210,6 +208,9 @@ def detector_step(model: nn.Module, data: dict) -> dict[str, int]:
         model (nn.Module): Detector of MMDetection.
         data (dict): Batch of its data loader.
     """
+    import mmcv._ext
+    import torchvision
+
     outs: list[Tensor] = []
     leaves: list[Tensor] = []
     forward = model.backbone.forward
