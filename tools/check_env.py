@@ -11,10 +11,14 @@ ends in one line where a package is missing.
 import argparse
 import runpy
 import sys
+import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # a checkout works without being installed
+
+if not sys.warnoptions:  # MMEngine imports it; setup_env.sh pins a setuptools that has it
+    warnings.filterwarnings('ignore', message='pkg_resources is deprecated')
 
 # beside tools/ in a checkout, around .mim/tools/ in a wheel
 package = ROOT / 'mmlinattn' if (ROOT / 'mmlinattn').is_dir() else ROOT.parent

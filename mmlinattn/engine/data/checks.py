@@ -135,10 +135,12 @@ def _check_coco(key: str, dataset: Any, memory: FactCache) -> Iterator[Finding]:
 # -- labels -----------------------------------------------------------------------------------------------------------
 
 
+_NO_CLASSES = ('rpn_conv', 'max_depth', 'boundary_threshold')  # attributes of heads of proposals, depth and edges
+
+
 def num_classes_of_heads(model: nn.Module) -> dict[str, int]:
-    """``num_classes`` of the heads that tell classes apart, by name. None of models that learn to find anything (RPN),
-    or distances, or for which classes are places in a text."""
-    if type(model).__name__ in ('RPN', 'DepthEstimator') or hasattr(model, 'language_model'):
+    """``num_classes`` of the heads that tell classes apart, by name. Empty if classes are positions in a text."""
+    if hasattr(model, 'language_model'):
         return {}
     roi, found = getattr(model, 'roi_head', None), {}
     heads = {'bbox_head': getattr(roi, 'bbox_head', None) or getattr(model, 'bbox_head', None)}
@@ -146,7 +148,7 @@ def num_classes_of_heads(model: nn.Module) -> dict[str, int]:
     heads.update((name, getattr(model, name, None)) for name in ('decode_head', 'auxiliary_head'))
     for name, head in heads.items():
         several = head if isinstance(head, nn.ModuleList) else [head]
-        stages = [one for one in several if type(one).__name__ != 'STDCHead']  # which learns edges
+        stages = [one for one in several if not any(hasattr(one, name) for name in _NO_CLASSES)]
         known = [getattr(one, 'num_classes', None) for one in stages if not getattr(one, 'class_agnostic', False)]
         counts: list[int] = [count for count in known if type(count) is int]
         if counts:

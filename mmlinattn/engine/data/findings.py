@@ -29,8 +29,8 @@ def transforms_of(dataset: Any) -> Sequence:
 
 
 def compares_images(model: Any) -> bool:
-    """Whether a model looks for images of one class or person, which in validation are others than in training."""
-    return any(word in type(model).__name__ for word in ('Retriever', 'ReID'))
+    """Return True if a model compares images, by prototypes or a triplet loss: it is validated with other classes."""
+    return hasattr(model, 'prototype') or hasattr(getattr(model, 'head', None), 'loss_triplet')
 
 
 def decode_head_of(model: Any) -> Any:
