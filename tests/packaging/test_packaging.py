@@ -138,6 +138,22 @@ def test_downstream_example_on_an_installed_wheel(installed, tmp_path):
     assert '--resume' in run(sys.executable, str(train), '--help', cwd=tmp_path)
 
 
+@pytest.mark.slow
+def test_tools_of_a_checkout_run_beside_a_wheel(installed, tmp_path):
+    """README's install with pip: the tools take package and configs of the clone, not of the wheel."""
+    pytest.importorskip('mmdet')
+    checkout, site = shutil.copytree(installed[0], tmp_path / 'checkout'), installed[2]
+    marked = checkout / 'configs' / 'mmdet' / 'ravlt_shapes_quickstart.py'
+    marked.write_text(marked.read_text() + '\ntrain_cfg.update(max_epochs=1, val_interval=1)\nmark = "checkout"\n')
+    env = {**CLEAN, 'PYTHONPATH': str(site), 'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''}
+    shapes = ('shapes', '--format', 'coco', '--num-train', '4', '--num-val', '2')
+    run(sys.executable, 'checkout/tools/make_shapes_dataset.py', *shapes, cwd=tmp_path, env=env)
+    (tmp_path / 'mine.py').write_text("_base_ = 'mmlinattn::mmdet/ravlt_shapes_quickstart.py'\n")
+    train = ('checkout/tools/train.py', 'mine.py', '--data-root', 'shapes')
+    said = run(sys.executable, *train, cwd=tmp_path, env=env)
+    assert "mark = 'checkout'" in said and (tmp_path / 'work_dirs' / 'mine' / 'epoch_1.pth').is_file()
+
+
 def requirements(name: str) -> list:
     lines = (ROOT / 'requirements' / f'{name}.txt').read_text().splitlines()
     return [Requirement(line) for line in lines if line and not line.startswith('#')]
