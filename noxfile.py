@@ -18,7 +18,7 @@ REQUIREMENTS = ROOT / 'requirements'
 # oldest: the lower bounds of requirements/runtime.txt and mminstall.txt
 MATRIX = [('3.10', 'oldest'), ('3.11', 'newest'), ('3.12', 'newest'), ('3.13', 'newest'), ('3.11', 'onedl')]
 # lock -> the oldest Python that it is for; all but the oldest versions are for newer ones, too, and for every platform
-LOCKS = {'lock': '3.9', 'lock-onedl': '3.10', 'lock-oldest': '3.10', 'lock-newest': '3.11'}
+LOCKS = {'lock': '3.10', 'lock-onedl': '3.10', 'lock-oldest': '3.10', 'lock-newest': '3.11'}
 HEADER = """\
 # Versions that the tests run with: `nox -s lock` makes this file from {}.in.
 # '===' keeps a local build such as 2.14.1+cpu out, which does not work with PyPI's torchvision.
