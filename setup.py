@@ -85,11 +85,11 @@ setup(
         'Operating System :: OS Independent',
         'Programming Language :: Python :: 3',
         'Programming Language :: Python :: 3 :: Only',
-        'Programming Language :: Python :: 3.9',
         'Programming Language :: Python :: 3.10',
         'Programming Language :: Python :: 3.11',
         'Programming Language :: Python :: 3.12',
         'Programming Language :: Python :: 3.13',
+        'Programming Language :: Python :: 3.14',
         'Topic :: Scientific/Engineering :: Artificial Intelligence',
         'Topic :: Scientific/Engineering :: Image Recognition',
         'Typing :: Typed',
@@ -98,7 +98,7 @@ setup(
     package_data={'mmlinattn': ['py.typed', '*.csv', '*.json', '**/*.csv', '**/*.json']},
     # Links that an editable install left in the checkout are not data of their own.
     exclude_package_data={'mmlinattn': ['.mim/*']},
-    python_requires='>=3.9',
+    python_requires='>=3.10',
     install_requires=read_requirements('runtime'),
     extras_require={
         'mim': read_requirements('mminstall'),
