@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """What a wheel, a source archive and an editable install contain, and which versions are pinned."""
 
+import ast
 import email
 import json
 import os
@@ -14,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -111,6 +113,7 @@ def test_wheel(installed):
     metadata = email.message_from_bytes(content[f'mmlinattn-{VERSION}.dist-info/METADATA'])
     assert metadata['Version'] == VERSION
     assert metadata['Requires-Python'] == '>=3.10'
+    assert metadata.get_all('Project-URL')
     assert 'Apache-2.0' in (metadata['License'], metadata['License-Expression'])
     assert {'mim', 'tests', 'all'} <= set(metadata.get_all('Provides-Extra'))
     required = [Requirement(line) for line in metadata.get_all('Requires-Dist')]
@@ -196,6 +199,20 @@ def test_lock_pins_every_requirement_within_its_range(lock, pythons):
     # A local build (2.14.1+cpu) satisfies '==' and does not work with PyPI's torchvision.
     text = (ROOT / 'requirements' / f'{lock}.txt').read_text()
     assert not re.search(r'^torch(vision)?==[^=]', text, re.M)
+
+
+def test_workflow_runs_the_matrix_of_nox():
+    (text,) = (path.read_text() for path in (ROOT / '.github' / 'workflows').glob('*.yml'))
+    jobs = yaml.safe_load(text)['jobs']
+    tree = ast.parse((ROOT / 'noxfile.py').read_text())
+    names = {
+        node.targets[0].id: compile(ast.Expression(node.value), 'noxfile.py', 'eval')
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+    }
+    matrix = eval(names['MATRIX'], {'NEWEST': eval(names['NEWEST'])})
+    assert [(job['python'], job['versions']) for job in jobs['versions']['strategy']['matrix']['include']] == matrix
+    assert jobs['ci']['steps'][-1]['run'] == 'bash .ci/run'
 
 
 def test_oldest_lock_is_the_lower_bounds():
