@@ -204,13 +204,9 @@ def test_lock_pins_every_requirement_within_its_range(lock, pythons):
 def test_workflow_runs_the_matrix_of_nox():
     (text,) = (path.read_text() for path in (ROOT / '.github' / 'workflows').glob('*.yml'))
     jobs = yaml.safe_load(text)['jobs']
-    tree = ast.parse((ROOT / 'noxfile.py').read_text())
-    names = {
-        node.targets[0].id: compile(ast.Expression(node.value), 'noxfile.py', 'eval')
-        for node in tree.body
-        if isinstance(node, ast.Assign)
-    }
-    matrix = eval(names['MATRIX'], {'NEWEST': eval(names['NEWEST'])})
+    nodes = [node for node in ast.parse((ROOT / 'noxfile.py').read_text()).body if isinstance(node, ast.Assign)]
+    values = {ast.unparse(node.targets[0]): ast.unparse(node.value) for node in nodes}
+    matrix = eval(values['MATRIX'], {'NEWEST': eval(values['NEWEST'])})
     assert [(job['python'], job['versions']) for job in jobs['versions']['strategy']['matrix']['include']] == matrix
     assert jobs['ci']['steps'][-1]['run'] == 'bash .ci/run'
 
