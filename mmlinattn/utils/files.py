@@ -22,6 +22,20 @@ def project_files(name: str) -> Path:
     )
 
 
+def link_checkout() -> None:
+    """Link ``configs`` and ``model-index.yml`` into ``mmlinattn/.mim`` of a checkout that is not installed.
+
+    MMEngine resolves ``mmlinattn::`` to that folder. Installing makes it; the tools of a checkout run without.
+    A folder without write permission stays as it is.
+    """
+    for name in ('configs', 'model-index.yml'):
+        link = PACKAGE / '.mim' / name
+        if not link.exists() and (PACKAGE.parent / name).exists():
+            with contextlib.suppress(OSError):  # read-only, or another rank was first
+                link.parent.mkdir(exist_ok=True)
+                link.symlink_to(os.path.join('..', '..', name))
+
+
 @contextlib.contextmanager
 def atomic_write(path: Union[str, 'os.PathLike[str]']) -> Iterator[BinaryIO]:
     """Open a file for writing that replaces ``path`` when it is complete and on the disk.
