@@ -8,7 +8,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from . import dispatch
 from .softmax import attend, masked_bias
-from .tensors import split_heads, to_image, unflatten
+from .tensors import inverse_sqrt, split_heads, to_image, unflatten
 
 _BLOCK_NUMEL = 2**18  # elements of the maps of a block, for each thread
 _MIN_ROWS = 32  # queries of a block, which reads all keys
@@ -75,7 +75,7 @@ def hallucinated_attention(
     else:
         # (B, h/2 or 1, M, C/2): one set of keys for all hallucinated heads, or one for each
         keys = split_heads(local, local.shape[-1] // q.shape[-1])
-        mixed = mixed_heads(queries, keys, hallucinated, cross * width**-0.5, bias)
+        mixed = mixed_heads(queries, keys, hallucinated, cross * inverse_sqrt(width, cross), bias)
     return torch.cat((real.transpose(1, 2), mixed.to(real.dtype).transpose(1, 2)), dim=2).flatten(2).to(dtype)
 
 
@@ -93,7 +93,7 @@ def _wide_heads(q: Tensor, k: Tensor, v: Tensor, cross: Tensor, bias: Optional[T
         Tensor: (B, h/2, N, d).
     """
     heads, width, value_width = len(cross), k.shape[-1], v.shape[-1]
-    cross = (cross * width**0.5).to(q.dtype)  # fused attention divides by it
+    cross = (cross / inverse_sqrt(width, cross)).to(q.dtype)  # fused attention divides by it
     q = (q.transpose(1, 2).unsqueeze(1) * cross[:, None, :, None]).flatten(3)  # (B, h/2, N, C/2)
     k = k.expand(-1, heads, -1, -1)
     v = F.pad(v, (0, width - value_width))  # with values as wide as the keys, it stays fused everywhere

@@ -68,7 +68,7 @@ def _equation(q, k, v, mask, num_heads, scale, kernel) -> Tensor:
     q, k = map(FEATURE_MAPS[kernel], (q, k))
     count = count_tokens(k, mask)
     key_mean, value_mean = token_mean(k, mask, count), token_mean(v, mask, count)
-    root = inverse_sqrt(count)
+    root = inverse_sqrt(count, k)
     # centred before the product: the difference of two rounded products would lose what half precision has left.
     # Padded keys do not matter, their values are zero.
     covariance = ((k - key_mean) * root).to(q.dtype).transpose(-1, -2) @ (v * (root * scale)).to(q.dtype)

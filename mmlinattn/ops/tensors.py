@@ -189,8 +189,14 @@ def count_tokens(x: Tensor, mask: Optional[Tensor]) -> TokenCount:
     return mask.sum(dim=1)[:, None, None, None].clamp(min=1).to(accumulation_dtype(x))
 
 
-def inverse_sqrt(count: TokenCount) -> Union[float, Tensor]:
-    """``count ** -0.5``: 1 / N leaves the range of float16, its root on each of two factors does not."""
+def inverse_sqrt(count: TokenCount, like: Optional[Tensor] = None) -> Union[float, Tensor]:
+    """``count ** -0.5``: 1 / N leaves the range of float16, its root on each of two factors does not.
+
+    Sizes are integer tensors in ``torch.jit.trace``; ``like`` gives the type of their root, by default PyTorch's
+    default dtype.
+    """
+    if like is not None and isinstance(count, Tensor):
+        count = count.to(accumulation_dtype(like))
     return count**-0.5
 
 

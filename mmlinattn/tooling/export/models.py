@@ -24,6 +24,7 @@ from .replacements import StridedPools, replace_modules
 SMALLEST = 32  # pixels a side, as the backbones take them
 FIRST_PREDICTS = ('DAHead', 'EncHead')  # MMSegmentation's heads of several results that predict by the first
 TOLERANCE = 1e-3  # standard deviations of an output; a graph that is wrong at a size is off by 0.3 and more
+BOX_UNIT = 'of the image and of the best score, for 9 of 10 boxes'
 
 
 class Sizes(NamedTuple):
@@ -280,11 +281,12 @@ def detection_deviation(outputs, expected, share: float = 0.9) -> float:
 
 
 class Export(NamedTuple):
-    """The written files, their metadata, and the :func:`deviation` at each shape they were run at."""
+    """The written files, their metadata, the deviation at each checked shape, and its unit."""
 
     files: list[Path]
     metadata: dict
     errors: dict[tuple, float]
+    unit: str = 'standard deviations'
 
 
 @torch.no_grad()
@@ -312,15 +314,17 @@ def export_model(
     Raises:
         RunError: The model cannot be exported, or the file does not give the model's numbers.
     """
-    backend = FORMATS[form]
+    backend, unit = FORMATS[form], Export._field_defaults['unit']
     exportable = ExportableModel(model, boxes=backend.holds_boxes and not neck)
+    if neck and exportable.task != 'detector':
+        raise RunError(f'--neck is for detectors; the config builds a {exportable.task}.')
     if sizes.dynamic and exportable.task != 'classifier':
         sizes = sizes._replace(smallest=backend.smallest_of_pyramids)
     sizes.check()
     images = [torch.randn(shape) for shape in (sizes.shape, *sizes.others())]
     compare, boxes = deviation, exportable.boxes
     if boxes is not None:
-        compare, threshold = detection_deviation, boxes.score_thr.item()
+        compare, threshold, unit = detection_deviation, boxes.score_thr.item(), BOX_UNIT
         boxes.score_thr.zero_()  # so that there are boxes to compare, whatever the image
     try:
         expected = [exportable(image) for image in images]
@@ -347,10 +351,10 @@ def export_model(
         if max(errors.values()) > TOLERANCE:
             listed = ', '.join(f'{"x".join(map(str, shape))}: {error:.1e}' for shape, error in errors.items())
             raise RunError(
-                f'the {form} graph deviates from the model by more than {TOLERANCE} standard deviations of an output '
-                f'({listed}); {target} was not written.'
+                f'the {form} graph deviates from the model by more than {TOLERANCE} {unit} ({listed}); {target} was not '
+                'written.'
             )
         files = sorted(Path(folder).iterdir())
         for path in files:
             os.replace(path, target.parent / path.name)
-    return Export([target.parent / path.name for path in files], meta, errors)
+    return Export([target.parent / path.name for path in files], meta, errors, unit)
