@@ -16,7 +16,7 @@ from ..attention import Grid, StageContext
 from ..checkpoints.loading import load_pretrained
 from ..inference import run
 from ..layers import FactorisedLinear, MapLayerNorm, build_ffn, is_batch_norm
-from ..ops.tensors import to_image
+from ..ops.tensors import clone_if_open, to_image
 from ..utils.building import is_pretrained
 from .arch import Arch, Spec, check_count, check_type
 
@@ -329,7 +329,7 @@ class PyramidBackbone(Backbone):
             raw = to_image(x)
             out = call(norms[str(i)], raw) if str(i) in norms else raw
             if i in self.out_indices:
-                outs.append((out if self.out_norm else raw).contiguous())
+                outs.append(clone_if_open(out if self.out_norm else raw).contiguous())
             if self.norms_feed_on:
                 x = out.permute(0, 2, 3, 1)
         return tuple(outs)

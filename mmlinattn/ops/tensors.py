@@ -235,7 +235,7 @@ _last_count: tuple[Callable, Any, Any] = (lambda: None, None, None)
 
 
 def inverse_sqrt(count: TokenCount) -> Union[float, Tensor]:
-    """``count ** -0.5``: 1 / N leaves the range of float16, its root on each of two factors does not."""
+    """Return ``count ** -0.5``: 1 / N leaves the range of float16, its root on each of two factors does not."""
     return count**-0.5
 
 
