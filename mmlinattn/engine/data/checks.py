@@ -108,7 +108,7 @@ def check_categories(
         )
 
 
-def _check_coco(key: str, dataset: Any, memory: FactCache) -> Iterator[Finding]:
+def _check_coco(key: str, dataset: Any, model: nn.Module, memory: FactCache, is_training: bool) -> Iterator[Finding]:
     path, labels = getattr(dataset, 'ann_file', ''), getattr(dataset, 'cat2label', None)
     is_plain = isinstance(path, str) and path.endswith('.json') and osp.isfile(path)
     if not is_plain or not isinstance(labels, dict) or not hasattr(dataset, 'cat_ids'):
@@ -128,8 +128,32 @@ def _check_coco(key: str, dataset: Any, memory: FactCache) -> Iterator[Finding]:
     if facts['note']:
         yield Finding(f'{key}: {path}: {facts["note"]}.', False)
     names = dict(facts['categories'])
+    order = [name for name in names.values() if name not in facts['stuff']]
+    if facts['stuff'] and list(names.values()) != (first := [*order, *facts['stuff']]):
+        yield Finding(
+            f'{key}: {path} lists {facts["stuff"][0]!r}, which is stuff, before things: labels follow its order, and '
+            f'heads count things first. Sort its categories, and write classes={written(first)}'
+        )
+        return
+    most = max_per_image(model)
+    if 0 < most < facts['densest']:
+        yield Finding(
+            f'{key}: {path} has up to {facts["densest"]} objects an image, and max_per_img = {most} of test_cfg gives '
+            'no more: raise it, and give CocoMetric use_mp_eval=True and proposal_nums of as many.',
+            False,
+        )
+    unused = [names[number] for number in labels if number in names and number not in facts['used']]
+    if is_training and facts['used'] and unused:
+        yield Finding(f'{key}: {path} has no object of {written(unused)}: nothing of these classes trains.', False)
     of_labels = [names.get(number) for number in sorted(labels, key=labels.__getitem__)]
     yield from check_categories(key, path, list(names.values()), of_labels, classes_of(dataset), needs_all=False)
+
+
+def max_per_image(model: nn.Module) -> int:
+    """Return the most objects that a detector finds in an image, 0 of other models."""
+    head = getattr(model, 'roi_head', None) or getattr(model, 'bbox_head', None)
+    limits = getattr(head, 'test_cfg', None) or {}
+    return int(limits.get('max_per_img', 0) or 0) if isinstance(limits, dict) else 0
 
 
 # -- labels -----------------------------------------------------------------------------------------------------------
@@ -320,7 +344,7 @@ def check_dataset(
 ) -> Iterator[Finding]:
     """All that can be said of one data set by itself."""
     yield from check_names(key, getattr(dataset, 'metainfo', None) or {})
-    yield from _check_coco(key, dataset, memory)
+    yield from _check_coco(key, dataset, model, memory, is_training)
     yield from check_folders(key, dataset)
     yield from check_labels(key, dataset, model, samples, is_training)
     yield from check_label_images(key, dataset, model, memory, is_training, num_images)

@@ -89,6 +89,12 @@ def check_evaluator(key: str, evaluator: Any, config: Any, dataset: Any, model: 
         crowds = [entry for entry in content.get('annotations', ()) if 'iscrowd' not in entry]
         if crowds and {'bbox', 'segm', 'proposal'} & set(getattr(metric, 'metrics', ())):
             yield Finding(f'{name}: annotation {crowds[0].get("id")} of {file} has no iscrowd; write 0.')
+        zero = [entry for entry in content.get('annotations', ()) if entry.get('id') == 0 and 'bbox' in entry]
+        if zero and {'bbox', 'segm'} & set(getattr(metric, 'metrics', ())):
+            yield Finding(
+                f'{name}: annotation 0 of {file}, of image {zero[0].get("image_id")}: pycocotools takes the id 0 as no '
+                'match, and counts this object as missed. Number annotations from 1.'
+            )
         yield from check_categories(name, file, names, chosen, classes, needs_all=True)
         if count > len(chosen):
             yield Finding(

@@ -92,18 +92,27 @@ def load_coco(path: str) -> tuple[dict, str]:
 
 
 def read_coco(path: str, outlines: bool = False) -> dict:
-    """What an annotation file in COCO's layout says. ``outlines``: whether masks are learnt.
+    """Read an annotation file in COCO's layout. ``outlines``: Masks are learnt.
 
     Returns:
-        dict: ``categories`` as ``[id, name]`` in the order of the file; some ``images`` as ``[id, file name, width,
-        height]``; ``fault``, one of ``shapes``, and a ``note`` of objects that do not train, '' where there are none.
+        dict: ``categories`` as ``[id, name]`` in the order of the file; ``stuff``, names of those that are no things;
+        ``used``, ids of those with objects that train; ``densest``, the most of these objects in an image; some
+        ``images`` as ``[id, file name, width, height]``; ``fault``, one of ``shapes``, and a ``note`` of objects that
+        do not train, '' where there are none.
     """
     content, fault = load_coco(path)
+    fault = fault or _fault_of_annotation_ids(content)
+    annotations = [] if fault else content['annotations']
+    trained = [entry for entry in annotations if not (entry.get('iscrowd') or entry.get('ignore'))]
+    segments = [segment for entry in annotations for segment in entry.get('segments_info', ())]
     images = content.get('images', [])
     some = [images[i] for i in spread(len(images), _NUM_SIZES)]
     return dict(
         categories=[[entry.get('id'), entry.get('name')] for entry in content.get('categories', ())],
         images=[[image.get(key) for key in ('id', 'file_name', 'width', 'height')] for image in some],
+        stuff=[entry.get('name') for entry in content.get('categories', ()) if entry.get('isthing', 1) in (0, False)],
+        used=sorted({entry['category_id'] for entry in [*trained, *segments] if 'category_id' in entry}, key=str),
+        densest=max(Counter(entry.get('image_id') for entry in trained).values(), default=0) if not segments else 0,
         fault=fault,
         shapes='' if fault else fault_of_shapes(content, outlines),
         note='' if fault else _lost_objects(content),
@@ -120,6 +129,13 @@ def _lost_objects(content: dict) -> str:
     """The annotations that MMDetection leaves out."""
     images, annotations = {image.get('id') for image in content['images']}, content['annotations']
     lost = [entry for entry in annotations if 'segments_info' not in entry and _is_lost(entry, images)]
+    ignored = [entry for entry in annotations if entry.get('ignore') and not entry.get('iscrowd')]
+    if ignored:
+        return (
+            f'{len(ignored)} of {len(annotations)} annotations have ignore = {ignored[0]["ignore"]!r}, '
+            f'{ignored[0].get("id")} first: MMDetection trains them as background, and pycocotools counts them as '
+            'missed. Write iscrowd = 1 for them'
+        )
     if not lost or not images:
         return ''
     return (
@@ -134,6 +150,16 @@ def _fault_of_ids(content: dict) -> str:
             if count > 1:
                 return f'has the id {number} {count} times among its {key}'
     return ''
+
+
+def _fault_of_annotation_ids(content: dict) -> str:
+    """Find ids of annotations that MMDetection's reader would mix up."""
+    annotations = [entry for entry in content.get('annotations', ()) if 'segments_info' not in entry]
+    counts = Counter(entry.get('id') for entry in annotations)
+    number, count = next(iter(counts.most_common(1)), (0, 1))
+    if None in counts:
+        return 'has annotations without id'
+    return f'has the id {number} {count} times among its annotations' if count > 1 else ''
 
 
 def _fault_of_boxes(annotations: list, category_ids: set) -> str:

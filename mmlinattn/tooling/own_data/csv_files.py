@@ -18,7 +18,7 @@ _IMAGE = tuple(
     'filename file imagename imagepath image imageid path filepath img imgname id photo picture imgpath name'.split()
 )
 _CLASS = tuple(
-    'class classname label labelname category categoryname target species breed labels classid diagnosis dx name'.split()
+    'class classname label labelname category categoryname target species labels classid diagnosis dx name'.split()
 )
 _EDGES = (('xmin', 'x1', 'left', 'xtl', 'bboxxmin'), ('ymin', 'y1', 'top', 'ytl', 'bboxymin'))
 _ENDS = (('xmax', 'x2', 'right', 'xbr', 'bboxxmax'), ('ymax', 'y2', 'bottom', 'ybr', 'bboxymax'))

@@ -30,8 +30,8 @@ from .kinds import kinds_of
 # folders, in small letters
 _IMAGES = ('images', 'image', 'imgs', 'img', 'img_dir', 'jpegimages', 'leftimg8bit', 'image_2', '701_stillsraw_full')
 _MASKS = tuple(
-    'masks mask labels label annotations ann_dir segmentationclass gtfine semantic semantic_rgb gt labeledapproved_full '
-    'groundtruth ground_truth segmentations png'.split()
+    'masks mask labels label annotations ann_dir segmentationclass gtfine semantic semantic_rgb gt png '
+    'labeledapproved_full groundtruth ground_truth segmentations'.split()
 )
 _BESIDE = re.compile(r'(.+?)[_-]?(annot|annotations?|labels?|masks?|gt)', re.IGNORECASE)  # train and trainannot
 _ENDING = re.compile(r'[_-](masks?|labels?|seg|gt|L|P)\.(png|tiff?|bmp)$', re.IGNORECASE)  # both in one folder
