@@ -158,6 +158,7 @@ def _all_pairs(root: Path, notes: list[str]) -> list[_Pair]:
     if not pairs:
         for folder in sorted({path.parent for path in find(root, '.png', '.tif', '.tiff', '.bmp')}):
             stems = {path.stem for path in folder.iterdir() if path.suffix.lower() in SUFFIXES}
+            stems |= {stem.removesuffix(end) for stem in stems for end in _OF_IMAGES}
             ends = [(_ENDING.search(path.name), path) for path in folder.iterdir()]
             counts = Counter(end[0] for end, path in ends if end and path.name[: end.start()] in stems - {path.stem})
             plain = Counter(path.suffix for path in folder.glob('*.png') if path.with_suffix('.jpg').exists())

@@ -404,6 +404,7 @@ def test_the_last_images_of_a_class_stay_in_train(tmp_path, write):
     assert 'no image of van in val: not measured' in data.notes
 
 
+KITTI_LINE = 'Car 0 0 0 1 2 3 4 5 6 7 8 9 10 11'
 UNREAD = {
     'via.json': ({'_via_img_metadata': {'a': {'regions': []}}}, 'VGG Image Annotator JSON', 'COCO JSON'),
     'a.jpg.json': ({'objects': [{'classTitle': 'car', 'geometryType': 'rectangle'}]}, 'Supervisely JSON', 'COCO'),
@@ -444,7 +445,7 @@ def test_formats_that_are_not_read_are_named(tmp_path, name):
         (lambda root: labelme(root, {'a': [('car', (1, 1, float('nan'), 9))]}), 'a.json cannot be read'),
         (lambda root: text(root / 'b.csv', 'image,x,y,w,h,label\na.jpg,1,2,3,x,car'), 'has no box of four numbers'),
         (lambda root: text(root / 'b.csv', 'image,x,y,w,h,label\na.jpg,1,2,3,4,'), 'line 2'),
-        (lambda root: text(root / 'label_2/a.txt', 'Car 0 0 0 1 2 3 4 5 6 7 8 9 10 11\nCar 0 0'), 'Car is not followed by the 14 numbers'),
+        (lambda root: text(root / 'label_2/a.txt', KITTI_LINE + '\nCar 0 0'), 'Car is not followed by the 14 numbers'),
     ],
 )
 def test_files_of_labelling_tools_that_are_refused(tmp_path, write, said):
