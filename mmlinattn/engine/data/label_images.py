@@ -13,7 +13,7 @@ from torch import nn
 from ...checkpoints.states import some
 from ...utils.errors import printable
 from .files import FactCache, reads_files, shown_size, spread
-from .findings import Finding, classes_of, decode_head_of, transforms_of
+from .findings import Finding, classes_of, decode_head_of, transforms_of, written
 
 _LEAST = 16  # label images that are opened, however slow
 
@@ -129,6 +129,9 @@ def check_label_images(
                 'Where 0 is a class, set it to False.',
                 False,
             )
+        elif is_training and missing and facts['count'] == len(dataset) and max(missing) < len(classes):
+            lacking = written([classes[label] for label in sorted(missing)])
+            yield Finding(f'{key}: none of its {len(dataset)} label images has {lacking}: nothing of it trains.', False)
         return
     only = ', '.join(f'label {n} {classes[n] if n < len(classes) else ""}'.strip() for n in labels) or 'no label at all'
     text = f'{key}: {facts["count"]} of its label images, {next(iter(paths_of.values()))} among them, have {only}'

@@ -12,7 +12,7 @@ import numpy as np
 from ...utils.errors import RunError
 from .coco import read_coco_files
 from .csv_files import read_box_tables
-from .finding import SUFFIXES, OwnData, divide, find, unseen_classes
+from .finding import SUFFIXES, OwnData, divide, find, turned_notes, unseen_classes
 from .kinds import BOXES, Kinds, kinds_of
 from .labelling_tools import read_cvat, read_label_studio, read_labelme
 from .objects import IGNORED, Object, Photo
@@ -31,6 +31,8 @@ READERS: dict[str, Callable[[list[Path], Path, list[Path]], tuple[list[tuple[Pho
     'KITTI text files': read_kitti,
     'YOLO text files': read_yolo,
 }
+# classes of CrowdHuman, KITTI, LabelMe, VisDrone
+_REGIONS = ('ignore', 'ignored', '__ignore__', 'dontcare', "don't care", 'ignored regions', 'ignored-regions')
 _MEANING = {
     'turned': 'the upright boxes around them are learnt',
     'truncated': 'learnt as whole ones',
@@ -71,6 +73,11 @@ def _own_data(
 ) -> OwnData:
     if not any(photo.objects for photo, _ in photos):
         raise RunError(f'DATA {str(root)!r}: no box in its {kind}.')
+    twice = next((name for name, count in Counter(classes).items() if count > 1), None)
+    if twice is not None:
+        raise RunError(f'DATA {str(root)!r}: two classes have the name {twice!r}.')
+    photos = [(_with_regions(photo), split) for photo, split in photos]
+    classes = [name for name in classes if name.lower() not in _REGIONS]
     places: dict[Path, Split] = {}
     for photo, split in photos:
         if photo.path in places:
@@ -95,7 +102,7 @@ def _own_data(
     used = {path.parent for path in places}
     unnamed = sum(path not in places and path.parent in used for path in images)
     notes += [f'{unnamed} images that no annotation names are left out'] * bool(unnamed)
-    notes += _notes_on(photos)
+    notes += _notes_on(photos) + turned_notes(places)
     flat = sum(count for _, count in written.values())
     notes += [f'{flat} boxes without area are left out'] * bool(flat)
     counts = [Counter(a['image_id'] for a in coco['annotations'] if not a['iscrowd']) for coco, _ in written.values()]
@@ -110,6 +117,15 @@ def _own_data(
         max((most for count in counts for most in count.values()), default=0),
         any(item.is_ignored for item in objects),
     )
+
+
+def _with_regions(photo: Photo) -> Photo:
+    """Let objects whose class is a name for regions to be ignored be ignored for every class."""
+    objects = [
+        item._replace(name=None, marks=item.marks | {'ignore'}) if str(item.name).lower() in _REGIONS else item
+        for item in photo.objects
+    ]
+    return photo._replace(objects=objects)
 
 
 def _notes_on(photos: list[tuple[Photo, Split]]) -> list[str]:

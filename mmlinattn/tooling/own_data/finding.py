@@ -20,8 +20,8 @@ SUFFIXES = ('.jpg', '.jpeg', '.jfif', '.png', '.bmp', '.tif', '.tiff', '.webp')
 NOT_READ = ('.gif', '.heic', '.heif', '.avif')
 _ORDER = ('trainval', 'train', 'val', 'test')
 _SPLIT_FILE = re.compile(r'(trainval|train|val|test)(?:ing|id|idation)?\.txt', re.IGNORECASE)  # not bird_train.txt
-_SEVERAL_PAGES = ('.tif', '.tiff', '.webp', '.png')
-_NODATA, _SUBFILE = 42113, 254  # TIFF tags
+_SEVERAL_PAGES = ('.tif', '.tiff', '.webp')
+_NODATA, _SUBFILE, _ORIENTATION = 42113, 254, 274  # TIFF and EXIF tags
 _NUM_READ = 50  # images that are decoded to see their form
 
 
@@ -183,6 +183,19 @@ def image_size(path: Path) -> tuple[int, int]:
 
 def _some(names: list[str]) -> str:
     return ', '.join(names[:12]) + f' and {len(names) - 12} more' * (len(names) > 12)
+
+
+def turned_notes(paths: Iterable[Path]) -> list[str]:
+    """Say how labels are taken on images that EXIF turns or mirrors."""
+    turned = [path for path in paths if path.suffix.lower() in ('.jpg', '.jpeg', '.jfif') and _orientation(path) > 1]
+    said = 'labels are taken as drawn on the turned image, as loaders turn it'
+    return [f'{len(turned)} images are turned by EXIF, as {turned[0].name}: {said}'] if turned else []
+
+
+def _orientation(path: Path) -> int:
+    with suppress(Exception), Image.open(path) as image:
+        return int(image.getexif().get(_ORIENTATION, 1))
+    return 1
 
 
 def page_notes(paths: Iterable[Path]) -> list[str]:

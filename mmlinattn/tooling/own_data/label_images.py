@@ -23,6 +23,7 @@ from .finding import (
     read_lists,
     read_names,
     split_of,
+    turned_notes,
     unseen_classes,
 )  # fmt: skip
 from .kinds import kinds_of
@@ -96,7 +97,7 @@ def read_masks(root: Path, names: Optional[list[str]], remapped: Path) -> OwnDat
             raise RunError(f'the label images of {split} have no pixel of {", ".join(classes)}.')
         notes.append(f'the {len(splits.pop(split))} label images of test have no class: val is tested on')
     notes += unseen_classes(classes, splits, labels.__getitem__)
-    notes += page_notes(pair.mask for pair in pairs)
+    notes += page_notes(pair.mask for pair in pairs) + turned_notes(pair.image for pair in pairs)
     settings, lists = {}, {}
     for split, chosen in splits.items():
         first = chosen[0]

@@ -18,8 +18,6 @@ from ...utils.errors import RunError, described
 from .finding import SUFFIXES, read_names, split_of
 from .objects import Object, Photo, Pictures, checked_size, corners, ellipse, from_points, marks_of
 
-_IGNORED_NAMES = ('__ignore__', 'ignore', 'DontCare')
-
 
 class _Shape(NamedTuple):
     """A shape as it was drawn."""
@@ -28,7 +26,7 @@ class _Shape(NamedTuple):
     points: np.ndarray  # (N, 2) pixels, or the pixels of a mask (H, W) bool
     is_outline: bool
     marks: frozenset
-    group: Hashable = None  # shapes of one group and name are parts of one object
+    group: Hashable = None  # outlines of one group and name are parts of one object
 
 
 def _objects(shapes: Iterator[_Shape]) -> list[Object]:
@@ -36,23 +34,22 @@ def _objects(shapes: Iterator[_Shape]) -> list[Object]:
     found: list[Object] = []
     groups: dict[tuple, list[_Shape]] = {}
     for number, shape in enumerate(shapes):
-        key = (shape.name, shape.group) if shape.group not in (None, 0, '', '0') else (shape.name, None, number)
+        is_grouped, is_mask = shape.group not in (None, 0, '', '0'), shape.points.dtype == bool
+        if is_grouped and not shape.is_outline:
+            shape = shape._replace(marks=shape.marks | {'group'})
+        key = (shape.name, is_mask, shape.group) if is_grouped and shape.is_outline else (number,)
         groups.setdefault(key, []).append(shape)
     for several in groups.values():
-        marks = frozenset().union(*(shape.marks for shape in several))
-        name: Optional[str] = several[0].name
-        if name in _IGNORED_NAMES:
-            name, marks = None, marks | {'ignore'}
-        if several[0].points.dtype == bool:
-            found += [_of_mask(name, shape.points, marks) for shape in several]
-            continue
-        marks |= {'parts'} if len(several) > 1 else set()
-        is_outline = all(shape.is_outline for shape in several)
-        found.append(from_points(name, [shape.points for shape in several], marks, is_outline))
+        marks = frozenset().union(*(shape.marks for shape in several)) | ({'parts'} if len(several) > 1 else set())
+        name, points = several[0].name, [shape.points for shape in several]
+        if points[0].dtype == bool:
+            found.append(_of_mask(name, np.logical_or.reduce(points), marks))
+        else:
+            found.append(from_points(name, points, marks, several[0].is_outline))
     return found
 
 
-def _of_mask(name: Optional[str], mask: np.ndarray, marks: frozenset) -> Object:
+def _of_mask(name: str, mask: np.ndarray, marks: frozenset) -> Object:
     from pycocotools import mask as coco_masks
 
     rle = coco_masks.encode(np.asfortranarray(mask.astype(np.uint8)))

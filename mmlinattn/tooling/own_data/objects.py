@@ -55,10 +55,8 @@ _KNOWN = IGNORED | {'turned', 'truncated', 'occluded', 'score', 'keypoints', 'pa
 
 
 def _says_something(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_says_something, value.values()))
-    if isinstance(value, (list, tuple)):
-        return len(value) > 0
+    if isinstance(value, (dict, list, tuple)):
+        return any(map(_says_something, value.values() if isinstance(value, dict) else value))
     return value is not None and str(value).strip().lower() not in _NOTHING
 
 

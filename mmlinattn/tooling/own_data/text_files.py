@@ -141,8 +141,6 @@ def _yolo_photo(root: Path, path: Path, classes: list[str], has_points: bool = F
 def read_kitti(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list[str], list[str]]:
     """Read KITTI's label files: type, truncated, occluded, alpha, left, top, right, bottom, then seven fields of 3D.
 
-    Regions of ``DontCare`` are ignored for every class.
-
     Raises:
         RunError: A line is none of KITTI's, or a file has no image.
     """
@@ -160,11 +158,9 @@ def read_kitti(files: list[Path], root: Path, images: list[Path]) -> tuple[list,
             except ValueError:
                 raise RunError(f'{path}, line {number}: {kind} is not followed by the 14 numbers of KITTI.') from None
             marks = marks_of(dict(truncated=truncated > 0, occluded=occluded > 0, score=len(values) > 14))
-            if kind == 'DontCare':
-                item, marks = item._replace(name=None), frozenset({'ignore'})
             objects.append(item._replace(marks=marks))
         picture = pictures.find(path, f'{path.parent.parent.name}/image_2/{path.stem}')
         split = lists.get(path.stem) if lists else split_of(path.relative_to(root).parent)
         photos.append((Photo(picture, image_size(picture), objects), split))
-    classes = sorted({str(item.name) for photo, _ in photos for item in photo.objects if item.name is not None})
+    classes = sorted({str(item.name) for photo, _ in photos for item in photo.objects})
     return photos, read_names(root, 'classes.txt') or classes, ['of KITTI the boxes are learnt, nothing in 3D']
