@@ -3,75 +3,82 @@
 
 import csv
 import re
-from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Optional
+from typing import Optional
 
 import numpy as np
 
 from ...utils.errors import RunError, described
-from .finding import read_names, split_of
+from .finding import read_lines, read_names, split_of
 from .objects import Object, Photo, Pictures, checked_size, from_points, marks_of
 
 # columns by their meaning, in small letters without other signs
-_IMAGE = tuple(
+_IMAGE = (
     'filename file imagename imagepath image imageid path filepath img imgname id photo picture imgpath name'.split()
 )
-_CLASS = tuple(
-    'class classname label labelname category categoryname target species labels classid diagnosis dx name'.split()
-)
-_EDGES = (('xmin', 'x1', 'left', 'xtl', 'bboxxmin'), ('ymin', 'y1', 'top', 'ytl', 'bboxymin'))
-_ENDS = (('xmax', 'x2', 'right', 'xbr', 'bboxxmax'), ('ymax', 'y2', 'bottom', 'ybr', 'bboxymax'))
-_SIDES = (('w', 'width', 'bboxwidth', 'boxwidth'), ('h', 'height', 'bboxheight', 'boxheight'))
-_STARTS = (('x', 'bboxx', 'left', 'xmin'), ('y', 'bboxy', 'top', 'ymin'))
-_BOX, _SPLIT = ('bbox', 'box', 'boundingbox'), ('split', 'set', 'subset', 'datasplit', 'partition', 'phase')
-_SIZE = (('width', 'imagewidth', 'imgwidth'), ('height', 'imageheight', 'imgheight'))
-_MARKS = tuple('confidence score difficult truncated occluded ignore iscrowd isoccluded istruncated isgroupof'.split())
+_CLASS = 'class classname label labelname category categoryname target species labels classid diagnosis dx name'.split()
+_SPLIT, _BOX = ['split', 'set', 'subset', 'partition', 'phase'], ['bbox', 'box', 'boundingbox']
+_CORNERS = ['xmin x1 left xtl', 'ymin y1 top ytl', 'xmax x2 right xbr', 'ymax y2 bottom ybr']
+_SIDES = ['x bboxx left xmin', 'y bboxy top ymin', 'w width bboxwidth boxwidth', 'h height bboxheight boxheight']
+_SIZE = ['width imagewidth imgwidth', 'height imageheight imgheight']
+_MARKS = 'confidence score difficult truncated occluded ignore iscrowd isoccluded istruncated isgroupof'.split()
+_RETINANET = ['filename', 'xmin', 'ymin', 'xmax', 'ymax', 'class']  # without names of columns
 
 
-def _rows(path: Path) -> tuple[list[str], list[list[str]]]:
-    """Return the columns and rows of a table; columns are empty where the first row is one of values."""
-    try:
-        text = path.read_text(encoding='utf-8-sig')
-    except (OSError, UnicodeDecodeError) as error:
-        raise RunError(f'{path} cannot be read as text of UTF-8: {described(error)}') from error
-    first = text.partition('\n')[0]
-    delimiter = max(',;\t', key=first.count)
-    rows = [row for row in csv.reader(text.splitlines(), delimiter=delimiter) if any(cell.strip() for cell in row)]
-    columns = [re.sub('[^a-z0-9]', '', cell.lower()) for cell in rows[0]] if rows else []
-    if _is_plain_row(rows[0] if rows else []):
-        return [], rows
-    return columns, rows[1:]
+class _Table:
+    """Rows of a CSV file, with ``,``, ``;`` or tabs, and the meaning of its columns."""
 
+    def __init__(self, path: Path):
+        lines = read_lines(path)
+        rows = list(csv.reader(lines, delimiter=max(',;\t', key=lines[0].count))) if lines else [[]]
+        first = [cell.strip() for cell in rows[0]]
+        is_plain = len(first) == 6 and all(re.fullmatch(r'(-?\d+(\.\d+)?)?', cell) for cell in first[1:5])
+        self.path, self.names = path, _RETINANET if is_plain else first
+        self.columns = [re.sub('[^a-z0-9]', '', name.lower()) for name in self.names]
+        rows = rows if is_plain else rows[1:]
+        self.rows = [dict(zip(self.columns, [*map(str.strip, row), *[''] * len(self.columns)])) for row in rows]
+        self.image, self.split = self.key(_IMAGE), self.key(_SPLIT)
+        self.label = next((name for name in _CLASS if name in self.columns and name != self.image), '')
+        self.written = self.key(_BOX)
+        corners, sides = ([self.key(names.split()) for names in each] for each in (_CORNERS, _SIDES))
+        self.has_sides = not all(corners)
+        self.box = [self.written] if self.written else corners if all(corners) else sides if all(sides) else []
+        self.size = [key if key not in self.box else '' for key in (self.key(names.split()) for names in _SIZE)]
 
-def _is_plain_row(row: list[str]) -> bool:
-    """Return True of ``path, x1, y1, x2, y2, class`` without names of columns; empty edges mean no object."""
-    return len(row) == 6 and all(not cell.strip() or re.fullmatch(r'-?\d+(\.\d+)?', cell.strip()) for cell in row[1:5])
+    def key(self, names: Iterable[str]) -> str:
+        return next((name for name in names if name in self.columns), '')
 
+    def unused(self, *used: str) -> list[str]:
+        return [name for name, column in zip(self.names, self.columns) if column not in (self.image, self.split, *used)]
 
-def _place(columns: list[str], names: tuple[str, ...]) -> Optional[int]:
-    return next((columns.index(name) for name in names if name in columns), None)
+    def edges(self, row: dict[str, str]) -> list[float]:
+        """Return left, top, right, bottom as they are written, empty of an image without object."""
+        cells = [row[key] for key in self.box]
+        if self.written:
+            cells = re.findall(r'-?\d+\.?\d*(?:e-?\d+)?', cells[0])
+        if not any(cells):
+            return []
+        try:
+            left, top, right, bottom = map(float, cells)
+        except ValueError:
+            raise RunError(f'{self.path}: {list(row.values())} has no box of four numbers.') from None
+        return [left, top, left + right, top + bottom] if self.has_sides or self.written else [left, top, right, bottom]
 
-
-def _box_columns(columns: list[str]) -> Optional[tuple[list[int], bool]]:
-    """Return the columns of left, top, right, bottom, or of left, top, width, height and True."""
-    for pairs, has_sides in (((*_EDGES, *_ENDS), False), ((*_STARTS, *_SIDES), True)):
-        places = [_place(columns, names) for names in pairs]
-        if None not in places:
-            return [place for place in places if place is not None], has_sides
-    return None
+    def split_of(self, row: dict[str, str], root: Path, picture: Path) -> Optional[str]:
+        said = (Path(row.get(self.split, '')), self.path.relative_to(root), picture.relative_to(root).parent)
+        return next(filter(None, map(split_of, said)), None)
 
 
 def kind_of_table(path: Path) -> Optional[str]:
     """Return ``'CSV of boxes'``, ``'CSV of classes'``, or None of other tables."""
     try:
-        columns, rows = _rows(path)
-    except RunError:
+        table = _Table(path)
+    except (RunError, csv.Error):
         return None
-    if (rows and not columns) or _box_columns(columns) or _place(columns, _BOX) is not None:
+    if table.box and table.image:
         return 'CSV of boxes'
-    is_list = rows and _place(columns, _IMAGE) is not None and len(columns) > 1
-    return 'CSV of classes' if is_list and columns[0] not in ('epoch', 'step', 'r') else None
+    return 'CSV of classes' if table.image and table.rows and len(table.columns) > 1 else None
 
 
 def read_box_tables(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list[str], list[str]]:
@@ -82,95 +89,39 @@ def read_box_tables(files: list[Path], root: Path, images: list[Path]) -> tuple[
     Raises:
         RunError: A row is no box, or its image is not there.
     """
-    pictures = Pictures(root, images)
+    pictures, notes = Pictures(root, images), list[str]()
     found: dict[tuple[Path, Optional[str]], list[Object]] = {}
     sizes: dict[Path, tuple[int, int]] = {}
-    notes: list[str] = []
     for path in files:
-        columns, rows = _rows(path)
-        get = _Columns(path, columns)
-        notes += [f'not used of {path.name}: {", ".join(get.unused)}'] * bool(get.unused)
-        notes += [f'{path.name} has no column of classes: all boxes are of one, "object"'] * (get.klass is None)
-        shares = bool(rows) and all(max(map(abs, edges), default=0) <= 1 for edges in map(get.edges, rows))
-        for number, row in enumerate(rows, 2 if columns else 1):
-            name = get.text(row, get.image)
-            picture = pictures.find(path, name)
-            size = sizes.get(picture)
-            if size is None:
-                size = sizes[picture] = checked_size(path, picture, *(get.text(row, place) for place in get.size))
-            split = split_of(Path(get.text(row, get.split))) or split_of(path.relative_to(root))
-            key = (picture, split or split_of(picture.relative_to(root).parent))
-            objects = found.setdefault(key, [])
-            edges = get.edges(row)
+        table = _Table(path)
+        unused = table.unused(table.label, *table.box, *table.size)
+        unused = [name for name in unused if re.sub('[^a-z0-9]', '', name.lower()) not in _MARKS]
+        notes += [f'not used of {path.name}: {", ".join(unused)}'] * bool(unused)
+        notes += [f'{path.name} has no column of classes: all boxes are of one, "object"'] * (not table.label)
+        shares = bool(table.rows) and all(max(map(abs, table.edges(row)), default=0) <= 1 for row in table.rows)
+        for row in table.rows:
+            picture = pictures.find(path, row[table.image])
+            if picture not in sizes:
+                sizes[picture] = checked_size(path, picture, *(row.get(key) for key in table.size))
+            objects = found.setdefault((picture, table.split_of(row, root, picture)), [])
+            edges, label = table.edges(row), row.get(table.label, 'object')
             if not edges:
                 continue  # an image without object
+            certain = {key for key in ('confidence', 'score') if re.fullmatch(r'1(\.0*)?', row.get(key, ''))}
+            marks = marks_of({key: row[key] for key in _MARKS if key in row and key not in certain})
             try:
-                corners = np.reshape(edges, (2, 2)) * (size if shares else 1)
-                objects.append(from_points(get.label(row), [corners], get.marks(row), is_outline=False))
+                corners = np.reshape(edges, (2, 2)) * (sizes[picture] if shares else 1)
+                objects.append(from_points(label, [corners], marks, is_outline=False))
             except ValueError as error:
-                raise RunError(f'{path}, line {number}: {row} is no box of an image: {described(error)}.') from error
+                raise RunError(f'{path}: {list(row.values())} is no box: {described(error)}.') from error
+            if not label:
+                raise RunError(f'{path}: {list(row.values())} has no class.')
     photos = [(Photo(picture, sizes[picture], objects), split) for (picture, split), objects in found.items()]
     classes = {str(item.name) for photo, _ in photos for item in photo.objects}
     return photos, read_names(root, 'classes.txt') or in_order(classes), notes
 
 
-class _Columns:
-    """Columns of a table of boxes."""
-
-    def __init__(self, path: Path, columns: list[str]):
-        self.path, self.columns = path, columns
-        if not columns:  # keras-retinanet
-            self.image, self.box, self.has_sides = 0, [1, 2, 3, 4], False
-            self.klass: Optional[int] = 5
-            self.size: list[Optional[int]] = [None, None]
-            self.split, self.written, self.unused = None, None, list[str]()
-            return
-        self.written = _place(columns, _BOX)
-        box = _box_columns(columns) if self.written is None else ([], True)
-        image = _place(columns, _IMAGE)
-        self.klass = _place([column * (i != image) for i, column in enumerate(columns)], _CLASS)
-        if box is None or image is None:
-            raise RunError(f'{path}: expected a column of images ({", ".join(_IMAGE[:6])}) among {columns}.')
-        self.image, (self.box, self.has_sides) = image, box
-        self.split = _place(columns, _SPLIT)
-        self.size = [None if p in self.box else p for p in (_place(columns, names) for names in _SIZE)]
-        read = {self.image, self.klass, self.split, self.written, *self.box, *self.size}
-        self.unused = [name for i, name in enumerate(columns) if i not in read and name not in _MARKS]
-
-    def text(self, row: list[str], place: Optional[int]) -> str:
-        return row[place].strip() if place is not None and place < len(row) else ''
-
-    def label(self, row: list[str]) -> str:
-        """Return the class of a row; one class is called object where no column has it."""
-        name = self.text(row, self.klass) if self.klass is not None else 'object'
-        if not name:
-            raise ValueError('no class')
-        return name
-
-    def edges(self, row: list[str]) -> list[float]:
-        """Return left, top, right, bottom as they are written, empty of an image without object."""
-        cells = [self.text(row, place) for place in self.box]
-        if self.written is not None:
-            cells = re.findall(r'-?\d+\.?\d*(?:e-?\d+)?', self.text(row, self.written))
-        if not any(cells):
-            return []
-        try:
-            left, top, right, bottom = map(float, cells)
-        except ValueError:
-            raise RunError(f'{self.path}: {row} has no box of four numbers.') from None
-        return [left, top, left + right, top + bottom] if self.has_sides else [left, top, right, bottom]
-
-    def marks(self, row: list[str]) -> frozenset:
-        """Return marks of columns such as Open Images' IsGroupOf. A confidence of 1 says nothing."""
-        said = {name: self.text(row, self.columns.index(name)) for name in _MARKS if name in self.columns}
-        return marks_of({key: value for key, value in said.items() if not _is_certain(key, value)})
-
-
-def _is_certain(key: str, value: str) -> bool:
-    return key in ('confidence', 'score') and re.fullmatch(r'1(\.0*)?', value) is not None
-
-
-def in_order(names: Any) -> list[str]:
+def in_order(names: Iterable[str]) -> list[str]:
     """Sort class names, numbers by their value."""
     return sorted(names, key=lambda name: (0, float(name), '') if re.fullmatch(r'\d+', name) else (1, 0.0, name))
 
@@ -186,40 +137,22 @@ def read_class_tables(
     Raises:
         RunError: A row has no class or several, or its image is not there.
     """
-    pictures, unused = Pictures(root, images), Counter[str]()
+    pictures, notes = Pictures(root, images), list[str]()
     items: dict[Path, tuple[str, Optional[str]]] = {}
     for path in files:
-        columns, rows = _rows(path)
-        image, split = _place(columns, _IMAGE), _place(columns, _SPLIT)
-        others = [i for i in range(len(columns)) if i not in (image, split)]
-        klass = next((columns.index(n) for n in _CLASS if n in columns and columns.index(n) != image), None)
-        header = _header(path)
-        one_hot = klass is None and len(others) > 1
-        if klass is None and len(others) == 1:
-            klass = others[0]
-        for number, row in enumerate(rows, 2):
-            cells = [cell.strip() for cell in row] + [''] * (len(columns) - len(row))
-            if one_hot:
-                if any(not re.fullmatch(r'[01](\.0*)?', cells[i]) for i in others):
-                    raise RunError(f'{path}: expected a column of classes ({", ".join(_CLASS[:6])}) among {header}.')
-                names = [header[i] for i in others if float(cells[i])]
-            else:
-                names = [cells[klass]] if klass is not None and cells[klass] else []
+        table = _Table(path)
+        others = table.unused(table.label)
+        label = table.label or (table.columns[table.names.index(others[0])] if len(others) == 1 else '')
+        notes += [f'not used of {path.name}: columns {", ".join(others)}'] * bool(table.label and others)
+        for row in table.rows:
+            flags = dict(zip(others, (row[table.columns[table.names.index(name)]] for name in others)))
+            if not label and not all(re.fullmatch(r'[01](\.0*)?', flag) for flag in flags.values()):
+                raise RunError(f'{path}: expected a column of classes ({", ".join(_CLASS[:6])}) among {table.names}.')
+            names = [row[label]] * bool(row[label]) if label else [name for name in others if float(flags[name])]
             if len(names) != 1:
-                raise RunError(f'{path}, line {number}: {row} has {len(names)} classes; one an image is learnt.')
-            picture = pictures.find(path, cells[image or 0])
-            said = split_of(Path(cells[split])) if split is not None else None
-            said = said or split_of(path.relative_to(root)) or split_of(picture.relative_to(root).parent)
-            if items.setdefault(picture, (names[0], said)) != (names[0], said):
-                raise RunError(
-                    f'{path}, line {number}: {picture} is {items[picture]} and {(names[0], said)}; keep one.'
-                )
-        if not one_hot:
-            unused.update(header[i] for i in others if i != klass)
-    notes = [f'not used: columns {", ".join(unused)}'] * bool(unused)
+                raise RunError(f'{path}: {list(row.values())} has {len(names)} classes; one an image is learnt.')
+            picture = pictures.find(path, row[table.image])
+            item = (names[0], table.split_of(row, root, picture))
+            if items.setdefault(picture, item) != item:
+                raise RunError(f'{path}: {picture} is of {items[picture]} and of {item}.')
     return [((picture, name), split) for picture, (name, split) in items.items()], notes
-
-
-def _header(path: Path) -> list[str]:
-    text = path.read_text(encoding='utf-8-sig').partition('\n')[0]
-    return [cell.strip() for cell in next(csv.reader([text], delimiter=max(',;\t', key=text.count)))]

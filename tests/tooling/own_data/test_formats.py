@@ -444,7 +444,7 @@ def test_formats_that_are_not_read_are_named(tmp_path, name):
         (lambda root: labelme(root, {'z': [CAR]}), "names the image 'z', which is in no folder"),
         (lambda root: labelme(root, {'a': [('car', (1, 1, float('nan'), 9))]}), 'a.json cannot be read'),
         (lambda root: text(root / 'b.csv', 'image,x,y,w,h,label\na.jpg,1,2,3,x,car'), 'has no box of four numbers'),
-        (lambda root: text(root / 'b.csv', 'image,x,y,w,h,label\na.jpg,1,2,3,4,'), 'line 2'),
+        (lambda root: text(root / 'b.csv', 'image,x,y,w,h,label\na.jpg,1,2,3,4,'), 'has no class'),
         (lambda root: text(root / 'label_2/a.txt', KITTI_LINE + '\nCar 0 0'), 'Car is not followed by the 14 numbers'),
     ],
 )
@@ -484,7 +484,7 @@ def test_tables_of_classes_with_splits_and_numbers(tmp_path):
     text(tmp_path / 'labels.csv', '\n'.join(['image,class,split,photographer', *rows]))
     data = folders.read_classes(tmp_path)
     assert data.classes == ['2', '10'] and [len(data.images[split]) for split in ('train', 'val')] == [4, 2]
-    assert 'not used: columns photographer' in data.notes
+    assert 'not used of labels.csv: columns photographer' in data.notes
 
 
 @pytest.mark.parametrize(
@@ -493,7 +493,7 @@ def test_tables_of_classes_with_splits_and_numbers(tmp_path):
         (['image,a,b', 'a,1,1'], 'has 2 classes; one an image is learnt'),
         (['image,label', 'a.jpg,'], 'has 0 classes'),
         (['image,label', 'z.jpg,a'], "names the image 'z.jpg'"),
-        (['image,label', 'a.jpg,a', 'a.jpg,b'], 'line 3'),
+        (['image,label', 'a.jpg,a', 'a.jpg,b'], "a.jpg is of ('a', None) and of ('b', None)"),
     ],
 )
 def test_tables_of_classes_that_are_refused(tmp_path, rows, said):
