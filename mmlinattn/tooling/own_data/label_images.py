@@ -19,7 +19,6 @@ from .finding import (
     image_size,
     is_hidden,
     page_notes,
-    read_lines,
     read_lists,
     read_names,
     split_of,
@@ -31,7 +30,7 @@ from .kinds import kinds_of
 # folders, in small letters
 _IMAGES = ('images', 'image', 'imgs', 'img', 'img_dir', 'jpegimages', 'leftimg8bit', 'image_2', '701_stillsraw_full')
 _MASKS = tuple(
-    'masks mask labels label annotations ann_dir segmentationclass gtfine semantic semantic_rgb gt png '
+    'masks mask labels label annotations ann_dir segmentationclass gtfine semantic semantic_rgb gt '
     'labeledapproved_full groundtruth ground_truth segmentations'.split()
 )
 _BESIDE = re.compile(r'(.+?)[_-]?(annot|annotations?|labels?|masks?|gt)', re.IGNORECASE)  # train and trainannot
@@ -39,8 +38,8 @@ _ENDING = re.compile(r'[_-](masks?|labels?|seg|gt|L|P)\.(png|tiff?|bmp)$', re.IG
 _OF_IMAGES = ('_leftImg8bit', '_sat', '_image', '_img', '_rgb')  # endings of images
 _KINDS = ('labelTrainIds', 'labelIds')  # of label images, the first is taken of several
 _VALUE_LINE = re.compile(
-    r'(?P<before>\d+(?:[,;\s]+\d+[,;\s]+\d+)?)[,;:\s]+(?P<name>[^\d,;:][^,;:]*)'
-    r'|(?P<name2>[^\d,;:][^,;:]*?)[,;:\s]+(?P<after>\d+[,;\s]+\d+[,;\s]+\d+)[,;:\s]*'
+    r'(?P<before>\d+(?:[,;\s]+\d+[,;\s]+\d+)?)[,;:\s]+(?P<name>[^\W\d][^,;:]*)'
+    r'|(?P<name2>[^\W\d][^,;:]*?)[,;:\s]+(?P<after>\d+[,;\s]+\d+[,;\s]+\d+)[,;:\s]*'
 )
 _MOST_VALUES = 256
 _VOID = ('void', 'unlabelled', 'unlabeled', 'ignore', 'ignored', '__ignore__')
@@ -293,29 +292,27 @@ def _meaning_of(
     root: Path, given: Optional[list[str]], pairs: list[_Pair], seen: _Seen, notes: list[str]
 ) -> tuple[list[str], dict[int, int]]:
     """Return the class names, and value -> label where copies are needed."""
-    values, mask = sorted(seen.pixels), pairs[0].mask
-    names, table = given, dict[int, int]()
+    values, listed = sorted(seen.pixels), read_values(root)
+    named = given or read_names(root, 'classes.txt', 'labelmap.txt', 'codes.txt', 'class_names.txt')
+    numbers = sorted(value for value in listed if value < _IS_COLOUR)
+    known = None if named or listed else _known_layout(pairs, values)
+    blurred = _blurred(seen, named)
     if seen.coloured:
-        names, table = _of_colours(root, given, mask, seen, notes)
+        names, table = _of_colours(listed, given, pairs[0].mask, seen, notes)
+    elif known or blurred:
+        names, table, said = known or (named or ['background', 'foreground'], *(blurred or ({}, '')))
+        notes.append(said)
+    elif numbers and not given:
+        strange = [value for value in values if value not in numbers and value != IGNORED]
+        if strange:
+            raise RunError(f'the label images have the value {strange[0]}, which the list of values does not name.')
+        names = [listed[value] for value in numbers]
+        table = {} if numbers == list(range(len(numbers))) else {value: i for i, value in enumerate(numbers)}
     else:
-        known = None if given else _known_layout(pairs, values)
-        blurred = _blurred(seen, given)
-        if known:
-            names, table, said = known
-            notes.append(said)
-        elif blurred:
-            names, table, said = given or ['background', 'foreground'], *blurred
-            notes.append(said)
-        else:
-            listed = read_values(root) or {}
-            names = given or ([listed[value] for value in sorted(listed)] if listed else None)
-            names = names or read_names(root, 'classes.txt', 'labelmap.txt', 'codes.txt', 'class_names.txt')
-            names, table = meaning(values, names)
-            if not given and names[0] in ('class_0',):
-                notes.append(
-                    f'the classes have no names: give --classes, or write {root / "classes.txt"}, a name a line'
-                )
-    assert names is not None
+        names, table = meaning(values, named)
+        if names[0] == 'class_0':
+            file = root / 'classes.txt'
+            notes.append(f'the classes have no names: give --classes, or write {file}, a name a line')
     void = [label for label, name in enumerate(names) if name.strip().lower() in _VOID]
     if void:
         table = table or {value: value for value in values}
@@ -342,7 +339,8 @@ def _meaning_of(
 def _known_layout(pairs: list[_Pair], values: list[int]) -> Optional[tuple[list[str], dict[int, int], str]]:
     """Return names, labels and a note for Cityscapes' ids, also of KITTI, and for CamVid's."""
     folder, ending = pairs[0].masks, pairs[0].suffixes[1]
-    if 'labelTrainIds' in ending or 'labelIds' in ending or folder.name == 'semantic':
+    is_kitti = (pairs[0].images.name, folder.name) == ('image_2', 'semantic')
+    if 'labelTrainIds' in ending or 'labelIds' in ending or is_kitti:
         from mmseg.utils import get_classes
 
         train_ids = {number: label for label, number in enumerate(_CITYSCAPES_IDS)}
@@ -382,10 +380,10 @@ def read_values(root: Path) -> dict[int, str]:
     found: dict[int, str] = {}
     first: Optional[Path] = None
     for path in find(root, '.txt', '.csv'):
-        if path.stat().st_size > 1 << 16:
+        if path.stat().st_size > 1 << 16 or len(path.relative_to(root).parts) > 3:
             continue
-        lines = [line for line in read_lines(path) if not line.startswith('#')]
-        parsed = [_VALUE_LINE.fullmatch(line) for line in lines]
+        lines = path.read_text(encoding='utf-8-sig', errors='replace').splitlines()
+        parsed = [_VALUE_LINE.fullmatch(line.strip()) for line in lines if line.strip() and not line.startswith('#')]
         parsed = parsed[1:] if parsed and not parsed[0] else parsed  # names of columns
         if len(parsed) < 2 or not all(parsed):
             continue
@@ -403,12 +401,12 @@ def read_values(root: Path) -> dict[int, str]:
 
 
 def _of_colours(
-    root: Path, given: Optional[list[str]], mask: Path, seen: _Seen, notes: list[str]
+    listed: dict[int, str], given: Optional[list[str]], mask: Path, seen: _Seen, notes: list[str]
 ) -> tuple[list[str], dict[int, int]]:
     """Return names and labels of colours, by a file that lists them, else those of Cityscapes or VOC."""
     from mmseg.utils import get_classes, get_palette
 
-    listed = {value: name for value, name in read_values(root).items() if value >= _IS_COLOUR}
+    listed = {value: name for value, name in listed.items() if value >= _IS_COLOUR}
     black, colours = _IS_COLOUR, sorted(seen.pixels)
     for dataset in () if listed else ('cityscapes', 'voc'):
         palette = [_IS_COLOUR + (r << 16 | g << 8 | b) for r, g, b in get_palette(dataset)]

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Objects in images, as readers of all formats give them."""
 
+import itertools
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -129,6 +130,8 @@ class Pictures:
     def find(self, file: Path, name: str, is_upload: bool = False) -> Path:
         """Return the image of a name, path or address: of several, the one with the most folders alike.
 
+        Among equal ones, images beside the file and in VOC's JPEGImages are preferred.
+
         Args:
             file: The annotation file, for messages and for paths relative to it.
             name: As it is written there; the ending may lack.
@@ -143,10 +146,15 @@ class Pictures:
         if not found:
             raise RunError(f'{file} names the image {str(name)!r}, which is in no folder below {self.root}.')
 
-        def alike(path: Path) -> tuple[int, bool]:
-            folders = zip(reversed(path.parts[:-1]), reversed(parts[:-1]))
-            same = next((i for i, (one, other) in enumerate(folders) if one != other), len(parts) - 1)
-            return same, path.parent == file.parent
+        ours = file.relative_to(self.root).parts[:-1]
+
+        def alike(path: Path) -> tuple:
+            theirs = path.relative_to(self.root).parts[:-1]
+            pairs = [one == other for one, other in zip(reversed(theirs), reversed(parts[:-1]))]
+            same = (*pairs, False).index(False)
+            differing = sum(a != b for a, b in itertools.zip_longest(ours, theirs))
+            is_label = any('Segmentation' in part for part in theirs)
+            return same, ours == theirs, 'JPEGImages' in theirs, not is_label, differing <= 1
 
         best = max(map(alike, found))
         found = [path for path in found if alike(path) == best]

@@ -1,7 +1,6 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Reader of VOC XML. Upstream's looks for .jpg alone."""
 
-import itertools
 import math
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -11,7 +10,7 @@ import numpy as np
 
 from ...utils.errors import RunError, described
 from .finding import read_lists, read_names, split_of
-from .objects import Object, Photo, checked_size, corners, from_points, marks_of
+from .objects import Object, Photo, Pictures, checked_size, corners, from_points, marks_of
 
 
 def read_voc_files(files: list[Path], root: Path, images: list[Path]) -> tuple[list, list[str], list[str]]:
@@ -22,8 +21,11 @@ def read_voc_files(files: list[Path], root: Path, images: list[Path]) -> tuple[l
     """
     lists, source = read_lists(root, 'Main', {path.stem for path in files})
     photos: list[tuple[Photo, Optional[str]]] = []
-    pictures = _pictures(root, [path for path in files if not lists or path.stem in lists], images)
-    for path, picture in pictures.items():
+    pictures, owners = Pictures(root, images), dict[Path, Path]()
+    for path in [path for path in files if not lists or path.stem in lists]:
+        picture = pictures.find(path, path.stem)
+        if owners.setdefault(picture, path) != path:
+            raise RunError(f'{owners[picture]} and {path} are both of the image {picture}.')
         split = lists[path.stem] if lists else split_of(path.parent.relative_to(root))
         photos.append((read_voc(path, picture), split))
     missing = set(lists) - {photo.path.stem for photo, _ in photos}
@@ -36,41 +38,12 @@ def read_voc_files(files: list[Path], root: Path, images: list[Path]) -> tuple[l
     return photos, classes, []
 
 
-def _pictures(root: Path, files: list[Path], images: list[Path]) -> dict[Path, Optional[Path]]:
-    """Find the image of each XML file: beside it, else in JPEGImages, else anywhere.
-
-    Raises:
-        RunError: Several would do, or one is of two files.
-    """
-    by_stem: dict[str, list[Path]] = {}
-    for image in images:
-        by_stem.setdefault(image.stem, []).append(image)
-
-    def distance(path: Path, image: Path) -> tuple:
-        ours, theirs = (each.relative_to(root).parts[:-1] for each in (path, image))
-        differing = sum(a != b for a, b in itertools.zip_longest(ours, theirs))
-        return ours != theirs, 'JPEGImages' not in theirs, any('Segmentation' in part for part in theirs), differing > 1
-
-    found: dict[Path, Optional[Path]] = {}
-    owners: dict[Path, Path] = {}
-    for path in files:
-        alike = sorted(by_stem.get(path.stem, ()), key=lambda image: distance(path, image))  # noqa: B023
-        if len(alike) > 1 and distance(path, alike[0]) == distance(path, alike[1]):
-            raise RunError(f'{path}: its image may be {alike[0]} or {alike[1]}; keep one.')
-        found[path] = alike[0] if alike else None
-        if alike and owners.setdefault(alike[0], path) != path:
-            raise RunError(f'{owners[alike[0]]} and {path} are both of the image {alike[0]}.')
-    return found
-
-
-def read_voc(path: Path, picture: Optional[Path]) -> Photo:
+def read_voc(path: Path, picture: Path) -> Photo:
     """Read one XML file. Coordinates are pixels from the left and upper edge of the image, as they are written.
 
     Raises:
         RunError: It is no VOC annotation, or not of this image.
     """
-    if picture is None:
-        raise RunError(f'{path}: there is no image of this name.')
     try:
         tree = ElementTree.parse(path).getroot()
         given = [tree.findtext(f'size/{side}') for side in ('width', 'height')]

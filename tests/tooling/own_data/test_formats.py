@@ -14,6 +14,7 @@ from pycocotools import mask as coco_masks
 
 from mmlinattn.tooling.own_data import folders
 from mmlinattn.tooling.own_data.boxes import read_boxes
+from mmlinattn.tooling.own_data.objects import Pictures
 from mmlinattn.utils.errors import RunError
 
 CAR, BUS = ('car', (4, 8, 24, 38)), ('bus', (30, 10, 60, 40))
@@ -515,3 +516,16 @@ def test_boxes_where_classes_were_asked_for(tmp_path):
     cvat(tmp_path)
     with pytest.raises(RunError, match='annotations.xml is CVAT XML, which this task does not take'):
         folders.read_classes(tmp_path)
+
+
+def test_images_of_one_name_in_several_folders(tmp_path):
+    """The folders of the name decide, then those of the annotation file."""
+    for folder in ('', 'train/', 'val/'):
+        picture(tmp_path / f'{folder}a.jpg')
+    pictures = Pictures(tmp_path, sorted(tmp_path.rglob('*.jpg')))
+    assert pictures.find(tmp_path / 'all.csv', 'train/a.jpg') == tmp_path / 'train/a.jpg'
+    assert pictures.find(tmp_path / 'all.csv', r'C:\data\val\a.jpg') == tmp_path / 'val/a.jpg'
+    assert pictures.find(tmp_path / 'val/all.csv', 'a.jpg') == tmp_path / 'val/a.jpg'
+    with pytest.raises(RunError, match=r"'a.jpg' may be .*/train/a.jpg or .*/val/a.jpg; keep one"):
+        (tmp_path / 'a.jpg').unlink()
+        Pictures(tmp_path, sorted(tmp_path.rglob('*.jpg'))).find(tmp_path / 'all.csv', 'a.jpg')

@@ -243,7 +243,7 @@ def test_images_of_xml_files_that_have_several(tmp_path):
         read(tmp_path)
     picture(tmp_path / 'JPEGImages' / 'one' / 'c.jpg')
     picture(tmp_path / 'JPEGImages' / 'two' / 'c.jpg')
-    with pytest.raises(RunError, match='val/c.xml: its image may be .*/c.jpg or .*/c.jpg; keep one'):
+    with pytest.raises(RunError, match="val/c.xml: 'c' may be .*/c.jpg or .*/c.jpg; keep one"):
         read(tmp_path)
 
 

@@ -230,6 +230,12 @@ def test_values_and_classes_of_a_table(tmp_path):
         text(tmp_path / f'data/{split}/_classes.csv', 'Pixel Value, Class\n0, background\n1, leaf\n2, root')
     data = layout(tmp_path / 'data', 'Roboflow', lambda number: halves(0, 1, 2))
     assert data.classes == ['background', 'leaf', 'root']
+    with pytest.raises(RunError, match='the value 7, which the list of values does not name'):
+        layout(tmp_path / 'data', 'Roboflow', lambda number: halves(0, 1, 7))
+    for split in ('train', 'val'):
+        text(tmp_path / f'data/{split}/_classes.csv', 'Pixel Value, Class\n0, background\n90, leaf\n170, root')
+    layout(tmp_path / 'data', 'Roboflow', lambda number: halves(0, 170))
+    assert np.unique(Image.open(tmp_path / 'copies/train/0.png')).tolist() == [0, 2]  # by its value, not its place
 
 
 LINEAR, CUBIC = cv2.INTER_LINEAR, cv2.INTER_CUBIC
