@@ -264,14 +264,15 @@ def _durations(args: ConfigArgs, values: dict, data: OwnData, trial: Optional[Tr
     """Say how long a step took, and from it how long the whole training takes."""
     if trial is None:
         return []
-    batch = values['train_dataloader']['batch_size']
     height, width = trial.size
-    most = width * height if args.task != 'detection' else math.prod(values['train_pipeline'][2]['scale'])
-    steps = values.get('max_iters') or values['max_epochs'] * math.ceil(len(data.images['train']) / batch)
-    hours = trial.seconds * steps * batch / 2 * most / (width * height) / 3600
+    pixels = math.prod(values['train_pipeline'][2]['scale']) if args.task == 'detection' else width * height
+    epochs, batch = values.get('max_epochs', 0), values['train_dataloader']['batch_size']
+    images = epochs * len(data.images['train']) or values['max_iters'] * batch
+    hours = trial.seconds / 2 * images * pixels / (width * height) / 3600
     said = f'{hours:.1f} h' if hours >= 1 else f'{max(1, round(60 * hours))} min'
+    length = f'{epochs} epochs' if epochs else f'{values["max_iters"]} steps of {batch}'
     step = f'a step of 2 images of {width}x{height} took {trial.seconds:.1f} s on the CPU'
-    return [f'{step}: {steps} steps of {batch} take about {said} on it, validation aside']
+    return [f'{step}; the whole, {length}, takes about {said} on it, validation aside']
 
 
 def _pipelines(args: ConfigArgs, data: OwnData, form: ImageFormat, cfg: Config) -> tuple[Any, Any, int]:

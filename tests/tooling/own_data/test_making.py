@@ -118,7 +118,8 @@ def test_what_a_step_took_and_the_whole_will_take(tmp_path):
     values = dict(train_dataloader=dict(batch_size=4), max_epochs=20, train_pipeline=[{}, {}, dict(scale=(768, 576))])
     (line,) = making._durations(args, values, data, trial)
     assert line == (
-        'a step of 2 images of 384x288 took 3.0 s on the CPU: 200 steps of 4 take about 1.3 h on it, validation aside'
+        'a step of 2 images of 384x288 took 3.0 s on the CPU; the whole, 20 epochs, takes about 1.3 h on it, '
+        'validation aside'
     )
 
 
