@@ -20,7 +20,7 @@ from .text_files import read_kitti, read_yolo
 from .voc import read_voc_files
 
 Split = Optional[str]
-# in the order of preference where a folder has several
+# in the order of preference
 READERS: dict[str, Callable[[list[Path], Path, list[Path]], tuple[list[tuple[Photo, Split]], list[str], list[str]]]] = {
     'COCO JSON': read_coco_files,
     'CVAT XML': read_cvat,
@@ -120,7 +120,7 @@ def _own_data(
 
 
 def _with_regions(photo: Photo) -> Photo:
-    """Let objects whose class is a name for regions to be ignored be ignored for every class."""
+    """Turn objects of an ignore class into regions ignored for every class."""
     objects = [
         item._replace(name=None, marks=item.marks | {'ignore'}) if str(item.name).lower() in _REGIONS else item
         for item in photo.objects
@@ -129,7 +129,7 @@ def _with_regions(photo: Photo) -> Photo:
 
 
 def _notes_on(photos: list[tuple[Photo, Split]]) -> list[str]:
-    """Say what becomes of marks of objects, and of boxes that pass the edge of their image."""
+    """Report marks of objects and boxes beyond the image edge."""
     boxes = [(photo.size, item) for photo, _ in photos for item in photo.objects]
     beyond = sum(_reaches_beyond(size, item.box) for size, item in boxes)
     notes = [f'{beyond} of {len(boxes)} boxes reach beyond their images and are cut'] * bool(beyond)
@@ -153,7 +153,7 @@ def as_coco(photos: list[Photo], classes: list[str], root: Path, masks: bool = F
         masks: Write outlines.
 
     Returns:
-        The data set, and the number of boxes without area, which are left out.
+        The data set, and the number of boxes without area (left out).
     """
     images: list[dict] = []
     annotations: list[dict] = []
@@ -178,7 +178,7 @@ def as_coco(photos: list[Photo], classes: list[str], root: Path, masks: bool = F
 
 
 def _area(outline: Any) -> float:
-    """Return the area of polygons in square pixels; 0 of run lengths, whose box serves."""
+    """Return the area of polygons in square pixels, 0 for run lengths."""
     parts = outline if isinstance(outline, list) else []
     return sum(float(cv2.contourArea(np.reshape(part, (-1, 2)).astype(np.float32))) for part in parts)
 

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Shared by all kinds of data: which images there are, in which split, and how they are read."""
+"""Find the images of a data set, their splits and their pixel format."""
 
 import os
 import random
@@ -28,15 +28,15 @@ _NUM_READ = 50  # images that are decoded to see their form
 class OwnData(NamedTuple):
     """A data set as it was found."""
 
-    kind: str  # what its files are, for messages
+    kind: str  # format, for messages
     classes: list[str]  # in the order of the labels
     images: dict[str, list[Path]]  # by split: 'train', 'val', perhaps 'test'
     annotations: dict[str, str]  # split -> the text of its annotation file
     settings: dict[str, dict]  # split -> further settings of its data set
-    notes: list[str]  # what its owner should know, a line each
-    masks: bool = False  # whether objects have outlines
+    notes: list[str]  # for the user, a line each
+    masks: bool = False  # objects have outlines
     densest: int = 0  # objects in the image that has most
-    ignores: bool = False  # whether objects are neither learnt nor counted
+    ignores: bool = False  # some objects are neither learnt nor counted
 
 
 def is_hidden(name: str) -> bool:
@@ -78,13 +78,13 @@ def read_lists(
         is_file_name: Lines are names or paths of files; those of other images are skipped.
 
     Returns:
-        Name of an image -> 'train', 'val' or 'test', and the folder of the lists; empty and None where there are none.
+        Name of an image -> 'train', 'val' or 'test', and the folder of the lists; empty and None without lists.
     """
     there = [(_SPLIT_FILE.fullmatch(path.name), path) for path in find(root, '.txt') if path.parent.name == name]
     listed = sorted((_ORDER.index(found[1].lower()), path) for found, path in there if found)
     lists: dict[str, str] = {}
     for number, path in listed:
-        # trainval, where there is no train
+        # trainval takes the place of a missing train
         if number or not any(other == 1 and train.parent == path.parent for other, train in listed):
             named = (line if line in stems else line.split()[0] for line in read_lines(path))
             if is_file_name:
@@ -221,7 +221,7 @@ def page_notes(paths: Iterable[Path]) -> list[str]:
 
 
 class ImageFormat(NamedTuple):
-    """The usual size and channels of images, and mean and std where these are not ImageNet's."""
+    """Median size and channels of images; mean and std if they differ from ImageNet's."""
 
     width: int
     height: int
@@ -232,11 +232,11 @@ class ImageFormat(NamedTuple):
 
 
 def image_format(paths: list[Path], channels: Optional[int] = None) -> ImageFormat:
-    """Look into some images, spread evenly. Those of 8 bits are read as RGB, grey ones too, as released weights want.
+    """Infer the format from a sample of images. 8-bit images, grey ones too, are read as RGB for the released weights.
 
     Args:
         paths: The images.
-        channels: What to read 8-bit images as; None leaves it to what is in them.
+        channels: Channels of 8-bit images; None infers them.
 
     Raises:
         RunError: One cannot be read, or they are of several forms.

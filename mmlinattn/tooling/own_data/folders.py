@@ -15,8 +15,7 @@ Item = tuple[tuple[Path, str], Optional[str]]  # (image, class), split
 def read_classes(root: Path) -> OwnData:
     """Read images with a class each: of CSV files that name half of the images or more, else of folders.
 
-    Lists give the labels to the data sets: read from folders, they would follow the folders of each split, of which one
-    may lack a class.
+    Labels are written to lists: data sets would number the folders of each split anew, and one may lack a class.
 
     Raises:
         RunError: There are less than two classes, or one is in val alone.

@@ -11,14 +11,14 @@ from .csv_files import kind_of_table
 from .finding import find
 
 _GLIMPSE = 1 << 16  # characters at each end of a file
-_LEAST_PARSED = 200  # label files whose format is looked at
+_LEAST_PARSED = 200  # label files that are opened
 BOXES = (
     'COCO JSON, VOC XML, YOLO text files (labels/NAME.txt), LabelMe JSON, CVAT XML 1.1, Label Studio JSON, CSV and '
     'KITTI text files'
 )
 _AS_COCO = 'export it as COCO JSON'
 
-# suffix -> (format, patterns that all occur, remedy where it is not read), the first that fits
+# suffix -> (format, patterns that all occur, remedy if it is not read); the first match counts
 _PATTERNS: dict[str, list[tuple[str, Sequence[str], str]]] = {
     '.json': [
         ('LabelMe JSON', [r'"shapes"\s*:', r'"(imagePath|imageHeight)"'], ''),
@@ -76,7 +76,7 @@ class Kinds(NamedTuple):
     unread: dict[str, list[Path]]  # of others, and containers
 
     def refusal(self, root: Path, read: str) -> str:
-        """Say by its name what is there in place of a format that is read."""
+        """Name the format found in place of a supported one."""
         for kind, files in self.unread.items():
             if kind in _REMEDIES or not self.files:
                 remedy = _REMEDIES.get(kind, 'unpack or convert it')
@@ -122,7 +122,7 @@ def kinds_of(root: Path, files: Optional[list[Path]] = None) -> Kinds:
             continue
         kind = kind_of(path)
         if kind is None and path.suffix.lower() == '.json' and _SPLIT_NAME.fullmatch(path.stem):
-            kind = 'COCO JSON'  # its reader says what is wrong
+            kind = 'COCO JSON'  # its reader reports the fault
         if kind:
             found.setdefault(kind, []).append(path)
     counts: dict[str, list[Path]] = {}

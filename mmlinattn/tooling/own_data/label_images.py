@@ -36,7 +36,7 @@ _MASKS = tuple(
 _BESIDE = re.compile(r'(.+?)[_-]?(annot|annotations?|labels?|masks?|gt)', re.IGNORECASE)  # train and trainannot
 _ENDING = re.compile(r'[_-](masks?|labels?|seg|gt|L|P)\.(png|tiff?|bmp)$', re.IGNORECASE)  # both in one folder
 _OF_IMAGES = ('_leftImg8bit', '_sat', '_image', '_img', '_rgb')  # endings of images
-_KINDS = ('labelTrainIds', 'labelIds')  # of label images, the first is taken of several
+_KINDS = ('labelTrainIds', 'labelIds')  # of label images, in the order of preference
 _VALUE_LINE = re.compile(
     r'(?P<before>\d+(?:[,;\s]+\d+[,;\s]+\d+)?)[,;:\s]+(?P<name>[^\W\d][^,;:]*)'
     r'|(?P<name2>[^\W\d][^,;:]*?)[,;:\s]+(?P<after>\d+[,;\s]+\d+[,;\s]+\d+)[,;:\s]*'
@@ -60,11 +60,11 @@ class _Seen(NamedTuple):
 
 
 def read_masks(root: Path, names: Optional[list[str]], remapped: Path) -> OwnData:
-    """Read images and their label images. Where values are no labels, copies go to ``remapped``.
+    """Read images and their label images. Copies with labels from 0 go to ``remapped`` if values are no labels.
 
     Args:
         root: The data set.
-        names: Of the classes, in the order of their values; None takes those of the files.
+        names: Class names in the order of their values; None takes those of the files.
         remapped: Folder for copies.
 
     Raises:
@@ -209,7 +209,7 @@ def _pairs(images: Path, masks: Path, notes: list[str], ending: str = '') -> lis
 
 
 def read_mask(path: Path) -> tuple[np.ndarray, bool]:
-    """Return the values of a label image ``(H, W)``, and whether MMSegmentation reads them so.
+    """Return the values of a label image ``(H, W)``, and True if MMSegmentation reads the same.
 
     Values are numbers, or of coloured pixels 0xRRGGBB above ``_IS_COLOUR``.
 
@@ -247,7 +247,7 @@ def _shown(value: int) -> str:
 
 
 def _look(masks: list[Path]) -> _Seen:
-    """Look at all label images. Of several with palettes that give one number two colours, the colours count."""
+    """Collect the values of all label images: colours if palettes of two files differ."""
     palettes: dict[int, bytes] = {}
     coloured = False
     for path in masks:
@@ -291,7 +291,7 @@ def _mapped(path: Path, table: dict[int, int], coloured: bool) -> np.ndarray:
 def _meaning_of(
     root: Path, given: Optional[list[str]], pairs: list[_Pair], seen: _Seen, notes: list[str]
 ) -> tuple[list[str], dict[int, int]]:
-    """Return the class names, and value -> label where copies are needed."""
+    """Return the class names, and value -> label if copies are needed."""
     values, listed = sorted(seen.pixels), read_values(root)
     named = given or read_names(root, 'classes.txt', 'labelmap.txt', 'codes.txt', 'class_names.txt')
     numbers = sorted(value for value in listed if value < _IS_COLOUR)
@@ -440,11 +440,11 @@ def _of_colours(
 
 
 def meaning(values: list[int], names: Optional[list[str]]) -> tuple[list[str], dict[int, int]]:
-    """Class names, and value -> label where values are no labels.
+    """Return class names, and value -> label if values are no labels.
 
     Args:
-        values: Those of the label images, ascending.
-        names: Of the classes; None where nobody gave any.
+        values: Values in the label images, ascending.
+        names: Class names, if given.
 
     Raises:
         RunError: Values and names do not fit.

@@ -180,7 +180,7 @@ def _cvat_shapes(image: ElementTree.Element, size: tuple[int, int], lost: Counte
             points = np.array([pair.split(',') for pair in given['points'].split(';')], float)
         elif kind == 'ellipse':
             points = ellipse(numbers['cx'], numbers['cy'], numbers['rx'], numbers['ry'], turn)
-        elif kind == 'mask':  # run lengths of rows, which begin with background
+        elif kind == 'mask':  # run lengths of rows, background first
             left, top, width, height = (int(numbers[key]) for key in ('left', 'top', 'width', 'height'))
             runs = [int(run) for run in given['rle'].split(',')]
             part = np.repeat(np.arange(len(runs)) % 2 == 1, runs).reshape(height, width)

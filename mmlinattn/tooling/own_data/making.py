@@ -29,9 +29,9 @@ from .label_images import read_masks
 
 TASKS = {'detection': 'mmdet', 'segmentation': 'mmseg', 'classification': 'mmpretrain'}
 _BATCH = {'detection': 2, 'segmentation': 4, 'classification': 32}
-# upstream's tools know the scope once the package is imported, which a config may do in this line alone
+# the import makes the scope known to upstream's tools; MMEngine evaluates this line before all others
 _BASE = "_base_ = __import__('mmlinattn').__name__ + '::%s.py'\n"
-_FROM_SCRATCH = 2e-4  # learning rate of AdamW at which docs/real_images.md learns without weights
+_FROM_SCRATCH = 2e-4  # learning rate of AdamW in docs/real_images.md, without released weights
 
 
 class ConfigArgs(NamedTuple):
@@ -60,9 +60,9 @@ class _Code(str):
 
 
 def _portable(args: ConfigArgs, path: Any) -> str:
-    """Return a path relative to the config where it lies below the config's folder or beside it, else the whole path.
+    """Return a path relative to the config if it lies below or beside the folder of the config, else an absolute path.
 
-    MMEngine puts the folder of the config for ``{{ fileDirname }}``, so that both can be moved together.
+    MMEngine replaces ``{{ fileDirname }}`` by the folder of the config.
     """
     path, here = Path(path), args.out.parent
     is_near = here in [path, *path.parents] or here.parent in path.parents and here.parent != Path(here.anchor)
@@ -73,7 +73,7 @@ def make_config(args: ConfigArgs) -> tuple[list[str], Trial]:
     """Look at the data, write the config and its annotation files, and train and predict with it once.
 
     Returns:
-        What was found and done, a line each, and what the training step showed.
+        Notes for the user, a line each, and the result of the training step.
 
     Raises:
         RunError: The data is not of the task, or not right, or no config has the backbone; in one line.
@@ -253,7 +253,7 @@ def _widen(model: dict, data: OwnData, notes: list[str]) -> int:
 
 
 def _ignore_regions(node: Any) -> None:
-    """Take regions of ignored objects as neither background nor objects, which MMDetection's recipes do not."""
+    """Exclude regions of ignored objects from the background. MMDetection's recipes do not."""
     for child in node.values() if isinstance(node, dict) else node if isinstance(node, (list, tuple)) else ():
         _ignore_regions(child)
     if isinstance(node, dict) and 'ignore_iof_thr' in node:
@@ -261,7 +261,7 @@ def _ignore_regions(node: Any) -> None:
 
 
 def _durations(args: ConfigArgs, values: dict, data: OwnData, trial: Optional[Trial]) -> list[str]:
-    """Say how long a step took, and from it how long the whole training takes."""
+    """Report the time of a step and an estimate for the whole training."""
     if trial is None:
         return []
     height, width = trial.size

@@ -26,7 +26,7 @@ class Object(NamedTuple):
     box: tuple  # left, top, right, bottom in pixels
     outline: Any = None  # polygons [[x, y, ...], ...] in pixels or run lengths, as COCO has them
     marks: frozenset = frozenset()  # further statements of the annotation: 'crowd', 'turned', 'attribute color'
-    area: float = 0.0  # square pixels; 0 where the format says nothing
+    area: float = 0.0  # square pixels; 0 if the format has none
 
     @property
     def is_ignored(self) -> bool:
@@ -93,7 +93,7 @@ def ellipse(x: float, y: float, rx: float, ry: float, degrees: float = 0.0) -> n
 
 
 def checked_size(file: Path, picture: Path, width: Any = None, height: Any = None) -> tuple[int, int]:
-    """Return width and height of an image. Those in its annotations have to be the same, unless they are 0 or lack.
+    """Return width and height of an image. The size in the annotations has to agree, unless it is 0 or missing.
 
     Raises:
         RunError: They differ.

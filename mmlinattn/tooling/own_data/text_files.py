@@ -62,7 +62,8 @@ def _yolo_settings(root: Path) -> tuple[Optional[Path], dict]:
 def _yolo_splits(root: Path, content: dict, images: list[Path]) -> dict[Path, str]:
     """Return the split of each image by ``train``, ``val`` and ``test`` of a data.yaml, folders or lists of files.
 
-    Nothing where they are not below ``root``, as ``path`` of another machine often says."""
+    Folders of another machine are skipped.
+    """
     known, listed, lost = {path.resolve(): path for path in images}, dict[Path, str](), []
     for split in ('train', 'val', 'test'):
         given = content.get(split)
