@@ -24,7 +24,7 @@ OF_ARCHS = [
     (dict(embed_dims='4444'), ["arch: embed_dims='4444'", 'list or tuple']),
     (dict(depths=(4,) * 7), ['embed_dims, depths and num_heads', "'depths': 7"]),
     *((dict(depths=(value, 1, 2, 1)), ['arch: depths=', 'ints >= 1']) for value in (0, 1.5, True)),
-    *((dict(num_heads=(n, 2, 3, 4)), [f'num_heads={n}', 'divide the width 8']) for n in (5, 0, 1.0)),
+    *((dict(num_heads=(n, 2, 3, 4)), [f'num_heads={n}', 'divisor of the width 8']) for n in (5, 0, 1.0)),
     *(
         (dict(mlp_ratios=value), [f'arch: mlp_ratios={value!r}', 'numbers above 0'])
         for value in (0, '4', None, True, float('nan'), float('inf'), (0,) * 4)
