@@ -32,6 +32,7 @@ WARNINGS = (
     '(?is).*deprecat',
     'torch.meshgrid',
     'The draw is False',
+    'Failed to add <class',  # a visualizer without folder, as inferencers have
     'Setting (MKL|OMP)_NUM_THREADS',
     'Default ``avg_non_ignore`` is False',
     'Warning: The (bbox|polygon) is out of bounds',
