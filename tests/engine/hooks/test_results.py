@@ -173,7 +173,7 @@ def test_other_predictions_have_no_plots(tmp_path):
 def test_early_stopping_and_averages(tmp_path):
     """The run ends early: its rows and plots are there."""
     stop = dict(type='EarlyStoppingHook', monitor='acc', patience=1, rule='less')
-    average = dict(type='EMAHook', ema_type='ExpMomentumEMA')
+    average = dict(type='EMAHook', momentum=2e-4)
     loop = dict(by_epoch=True, max_epochs=9)
     make_runner(tmp_path, [*HOOKS, dict(type='ProgressHook'), stop, average], loop, **validation()).train()
     assert len(rows(tmp_path)) == 2 and (tmp_path / 'results.png').exists()
