@@ -1,13 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Measures what to take on this GPU: eager, compiled (``--compile``) or Triton kernels (``MMLINATTN_OPS=triton``).
+"""Check the backbones on this GPU and time them: eager, compiled (``--compile``), and MMDetection's Swin-T.
 
     python benchmarks/check_gpu.py --out DIR [--minutes M]
-    python benchmarks/check_gpu.py --out DIR --interpret     # a rehearsal on a CPU: small, its times mean nothing
+    python benchmarks/check_gpu.py --out DIR --rehearse     # on a CPU: small models, times without meaning
 
-First whether each kernel is right, then a forward pass and a training step of each form, MMDetection's Swin-T beside
-them. Each part is a process of its own: one that fails or hangs is reported, and the others go on. DIR gets
-``report.md`` and ``report.json``; the last lines say which form to take. Needs mmengine and mmcv-lite; what needs
-MMDetection or Triton is skipped without them.
+values: outputs and gradients of every host beside float64. steps: a forward pass and a training step of a backbone.
+detectors: whole Mask R-CNN steps, with one optimizer group a parameter (MMEngine) and with merged groups (ours).
+layouts: depth-wise convolutions in both memory formats. Each part is a process, so a part that fails or hangs leaves
+the others alone. DIR gets ``report.md`` and ``report.json``; the last lines say which form to take. Needs mmengine and
+mmcv-lite; without MMDetection its parts are skipped.
 """
 
 import argparse
@@ -16,50 +17,61 @@ import importlib
 import itertools
 import json
 import math
-import os
 import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Callable, Optional
+from typing import Any, Callable, NamedTuple, Optional
 
 import torch
+import torch.nn.functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT / 'benchmarks'), str(ROOT)]
 
-INTERPRET = os.environ.get('TRITON_INTERPRET') == '1'
-SWIN = dict(embed_dims=96, depths=[2, 2, 6, 2], num_heads=[3, 6, 12, 24], window_size=7, convert_weights=False)
-PEER = "MMDetection's Swin-T"
-if INTERPRET:
-    DEVICE, IMAGES, REPEATS, COMPILER = 'cpu', (2, 3), 1, dict(backend='eager')
-    SIDES = dict(forward=(64, 96), train=(64, 64))
-    WIDTHS, TOKENS = (16,), (37,)
-    arch = dict(embed_dims=(16, 16, 32, 32), depths=(1,) * 4, num_heads=(1,) * 4, mlp_ratios=(2,) * 4)
-    rala, swin = dict(arch, stage_attns=('rala', 'rala', 'softmax', 'softmax')), dict(arch, stage_attns=('inline',) * 4)
-    SWIN.update(embed_dims=16, depths=[1] * 4, num_heads=[1] * 4)
-else:
-    DEVICE, IMAGES, REPEATS, COMPILER = 'cuda', (2, 8), 20, {}
-    SIDES = dict(forward=(800, 1216), train=(640, 640))
-    WIDTHS, TOKENS = (32, 48, 64), (1000, 16411)
-    rala, swin = 'tiny', 'inline-tiny'
+# fmt: off
+HOSTS = ('RAVLT-T', 'RAVLT-T, fully linear', 'InLine-Swin-T', 'FLatten-Swin-T', 'RALA-Swin-T', 'InLine-PVT-T',
+         'FLatten-PVT-T', 'FLatten-PVTv2-B0', 'hMHSA-PVTv2-B1', 'InLine-CSWin-T', 'FLatten-CSWin-T', 'InLine-DeiT-T',
+         'hMHSA-Next-ViT-S')
+# fmt: on
+PEER = 'Swin-T of MMDetection'
+TIMED = (*HOSTS[:4], PEER)
+FORMS = ('eager', 'compiled')
+DETECTORS = ('RAVLT-T', PEER)
+GROUPS = {'one a parameter': 'DefaultOptimWrapperConstructor', 'merged': 'MergedOptimWrapperConstructor'}
+LAYOUTS = {'channels last': torch.channels_last, 'contiguous': torch.contiguous_format}
+FLOOR = {torch.float32: 1e-5, torch.bfloat16: 3e-2}  # relative error by rounding of the type alone
 
-MODELS: dict = {
-    'RAVLT-T': dict(type='RAVLT', arch=rala),
-    'RAVLT-T, fully linear': dict(type='RAVLT', arch=rala, stage_attns=('rala',) * 4),
-    'InLine-Swin-T': dict(type='LinearSwin', arch=swin),
-    PEER: dict(type='mmdet.SwinTransformer', **SWIN),
-}
-FORMS = ('eager', 'compiled', 'kernels')
-OPS = {'rala elu': 'rala', 'linear elu': 'linear_attention', 'linear relu': 'linear_attention'}
-FLOOR = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of a relative error: rounding of the type
+
+class Setup(NamedTuple):
+    """Sizes of a check.
+
+    Attributes:
+        device (str): Device of the tensors.
+        shrink (int): Divisor of the published widths.
+        images (tuple[int, ...]): Batch sizes.
+        sides (dict): Height and width by mode.
+        repeats (int): Timed calls.
+        compiler (dict): Arguments of ``torch.compile``.
+    """
+
+    device: str
+    shrink: int
+    images: tuple[int, ...]
+    sides: dict[str, tuple[int, int]]
+    repeats: int
+    compiler: dict[str, Any]
+
+
+REAL = Setup('cuda', 1, (2, 8), dict(forward=(800, 1216), train=(640, 640)), 20, {})
+REHEARSAL = Setup('cpu', 8, (2,), dict(forward=(64, 96), train=(64, 64)), 1, dict(backend='eager'))
+setup = REAL
 
 
 class OnCPU:
@@ -73,12 +85,12 @@ class OnCPU:
     memory_allocated = max_memory_allocated = staticmethod(lambda: 0)
 
 
-cuda = OnCPU if INTERPRET else torch.cuda
+cuda: Any = torch.cuda
 clock = time.perf_counter
 
 
 class Skip(Exception):
-    """Why a part cannot run here, in one line."""
+    """Reason why a part cannot run, in one line."""
 
 
 def require(module: str, name: str) -> None:
@@ -88,113 +100,155 @@ def require(module: str, name: str) -> None:
         raise Skip(f'{name} cannot be imported ({type(error).__name__}: {error})'.replace('\n', ' ')) from error
 
 
-# --- parts, which yield rows ------------------------------------------------------------------------------------------
+def half() -> torch.dtype:
+    return torch.bfloat16 if cuda.get_device_properties(0).major >= 8 else torch.float16
+
+
+# --- parts: generators of rows ----------------------------------------------------------------------------------------
 
 
 def machine():
     gpu, versions = cuda.get_device_properties(0), dict(python=platform.python_version(), cuda=str(torch.version.cuda))
-    for name in ('torch', 'triton', 'mmlinattn', 'mmdet'):
+    for name in ('torch', 'mmlinattn', 'mmdet'):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     yield dict(gpu=gpu.name, capability=f'{gpu.major}.{gpu.minor}', GiB=round(gpu.total_memory / 2**30, 1), **versions)
 
 
-def kernels(op: str):
-    """Relative errors of output and gradients beside float64, by kernels and by PyTorch's operators in one type."""
-    from mmlinattn import ops
+def values(name: str):
+    """Relative errors of outputs and gradients beside float64: this package, and its plain equations."""
+    import launches
 
-    require('triton', 'Triton')
-    if INTERPRET:
-        sys.path.insert(0, str(ROOT / 'tests' / 'ops'))
-        importlib.import_module('interpreter')  # for recent NumPy
-    function, kernel, heads, batch = getattr(ops, OPS[op]), op.split()[1], 3, 2
-
-    def results(choice: str, tensors, probe, **options) -> list:
-        q, k, v = leaves = [t.detach().requires_grad_() for t in tensors]
-        if 'mask' in options:
-            v = v * options['mask'][..., None]  # has to be zero there; its gradient there says nothing
-        with ops.use(choice):
-            out = function(q, k, v, heads, kernel=kernel, **options)
-        return [out.detach(), *torch.autograd.grad(out, leaves, probe)]
-
-    def error(found: list, exact: list) -> float:
-        errors = [((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, exact)]
-        return max(value if math.isfinite(value) else 1e9 for value in errors)  # which JSON has, and max finds
-
-    for dtype, width, tokens, masked in itertools.product(FLOOR, WIDTHS, TOKENS, (False, True)):
-        torch.manual_seed(0)
-        shape = batch, tokens, heads * width
-        q, k, v, probe = (torch.randn(shape, device=DEVICE).to(dtype) for _ in range(4))
-        options: dict = {}
-        if masked:
-            options['mask'] = torch.arange(tokens, device=DEVICE).expand(batch, -1) < 0.7 * tokens
-        wide = options
-        if OPS[op] == 'rala':
-            angle = 6 * torch.rand(tokens, width // 2, device=DEVICE)
-            options.update(rotary=torch.stack((angle.cos(), angle.sin()), dim=-1), weight_scale=width**-0.5)
-            wide = dict(options, rotary=options['rotary'].double())
-        exact = results('reference', [t.double() for t in (q, k, v)], probe.double(), **wide)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter('always')
-            found, again = (results('triton', (q, k, v), probe, **options) for _ in '12')
-        ours, plain = error(found, exact), error(results('auto', (q, k, v), probe, **options), exact)
-        same = all(map(torch.equal, found, again))
-        yield dict(
-            case=f'{str(dtype)[6:]}, heads of {width}, {tokens} tokens' + ', masked' * masked,
-            kernel=ours,
-            pytorch=plain,
-            same_bits_twice=same,
-            right=same and ours <= min(max(4 * plain, FLOOR[dtype]), 0.1),
-            told=sorted({str(w.message) for w in caught if 'triton' in str(w.message)}),
-        )
-
-
-def steps(name: str, form: str):
-    """Times and memory of one model in one form."""
-    if name == PEER:
-        require('mmdet.models', 'MMDetection')
-    if form == 'kernels':
-        require('triton', 'Triton')
-    from mmengine.registry import MODELS as REGISTRY
-
-    import mmlinattn  # noqa: F401  registers the backbones
     from mmlinattn import ops
     from mmlinattn.engine.hooks.compiling import compile_blocks
 
     torch.manual_seed(0)
-    model = REGISTRY.build(dict(MODELS[name], drop_path_rate=0.0)).to(DEVICE)
-    call: Callable = torch.compile(model, **COMPILER) if form == 'compiled' and name == PEER else model
+    torch.backends.cudnn.allow_tf32 = False
+    state, probes = launches.build(name, shrink=setup.shrink).state_dict(), []
+    images = torch.randn(2, 3, 96, 128, device=setup.device)
+
+    def results(dtype: torch.dtype, path: str) -> list:
+        net = launches.build(name, shrink=setup.shrink).to(setup.device).train()
+        net.load_state_dict(state)
+        net.to(torch.float64 if dtype == torch.float64 else torch.float32)
+        if path == 'compiled':
+            compile_blocks(net, **setup.compiler)
+        is_half = dtype not in (torch.float32, torch.float64)
+        with ops.use('reference' if path == 'plain' else 'auto'):
+            with torch.autocast(setup.device, half(), enabled=is_half):
+                outs = net(images.to(next(net.parameters()).dtype))
+            if not probes:
+                probes.extend(torch.randn_like(out) for out in outs)
+            sum((out.to(probe.dtype) * probe).sum() for out, probe in zip(outs, probes)).backward()
+        grads = [parameter.grad.flatten().double() for parameter in net.parameters() if parameter.grad is not None]
+        return [torch.cat([out.detach().flatten().double() for out in outs]), torch.cat(grads)]
+
+    def error(found: list, exact: list) -> float:
+        errors = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact)]
+        return max(value if math.isfinite(value) else 1e9 for value in errors)  # JSON has no infinity
+
+    exact = results(torch.float64, 'plain')
+    for dtype, path in itertools.product(FLOOR, FORMS if name in TIMED else FORMS[:1]):
+        ours, plain = (error(results(dtype, each), exact) for each in (path, 'plain'))
+        is_right = ours <= max(4 * plain, FLOOR[dtype])
+        yield dict(case=f'{path}, {str(dtype)[6:]}', error=ours, plain=plain, right=is_right)
+
+
+def steps(name: str, form: str):
+    """Times and memory of a backbone."""
+    if name == PEER:
+        require('mmdet.models', 'MMDetection')
+    import launches
+
+    from mmlinattn.engine.hooks.compiling import compile_blocks
+
+    torch.manual_seed(0)
+    model = launches.build(name, shrink=setup.shrink).to(setup.device)
+    call: Callable = torch.compile(model, **setup.compiler) if form == 'compiled' and name == PEER else model
     if form == 'compiled' and name != PEER:
-        compile_blocks(model, **COMPILER)
-    half = torch.bfloat16 if cuda.get_device_properties(0).major >= 8 else torch.float16
+        compile_blocks(model, **setup.compiler)
 
     def step(x, trains: bool) -> None:
-        with torch.autocast(DEVICE, half), torch.set_grad_enabled(trains):
+        with torch.autocast(setup.device, half()), torch.set_grad_enabled(trains):
             outs = call(x)
         if trains:
             model.zero_grad()
             sum(out.float().mean() for out in outs).backward()
 
-    for mode, images in itertools.product(SIDES, IMAGES):
+    for mode, images in itertools.product(setup.sides, setup.images):
         model.train(mode == 'train')
-        try:
-            cuda.empty_cache()
-            x = torch.randn(images, 3, *SIDES[mode], device=DEVICE)
-            with ops.use('triton' if form == 'kernels' else 'auto'):
-                found = measured(partial(step, x, mode == 'train'))
-        except Exception as error:  # what is left may still work
-            found = dict(error=f'{type(error).__name__}: {error}'[:1000])
-        yield dict(step=f'{mode}, {images} images', **found)
+        yield dict(step=f'{mode}, {images} images', **guarded(step, images, mode))
 
 
-def measured(call: Callable[[], None]) -> dict:
-    """Milliseconds (median) and MiB of a call, and seconds of the first, in which compiling happens."""
+def guarded(step: Callable, images: int, mode: str) -> dict:
+    try:
+        cuda.empty_cache()
+        x = torch.randn(images, 3, *setup.sides[mode], device=setup.device)
+        return measured(partial(step, x, mode == 'train'))
+    except Exception as error:  # other steps may still work
+        return dict(error=f'{type(error).__name__}: {error}'[:1000])
+
+
+def detectors(name: str, form: str, groups: str):
+    """Times of a whole Mask R-CNN step, and of its optimizer alone."""
+    require('mmdet.models', 'MMDetection')
+    import count_traffic
+    from mmdet.testing import demo_mm_inputs
+    from mmengine.optim import OptimWrapper
+    from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
+
+    from mmlinattn.engine.hooks.compiling import compile_blocks
+
+    constructor = GROUPS[groups]
+    if constructor not in OPTIM_WRAPPER_CONSTRUCTORS:
+        raise Skip(f'{constructor} is not registered')
+    model, optimizer = count_traffic.detector(name, constructor, setup.device)
+    model.train()
+    if form == 'compiled':
+        compile_blocks(model, **setup.compiler)
+    height, width = setup.sides['train']
+    data = demo_mm_inputs(2, [[3, height, width]] * 2, num_classes=80, num_items=[5, 5], with_mask=True)
+    wrapper = OptimWrapper(optimizer)  # bfloat16 needs no scaler
+
+    def step() -> None:
+        batch = model.data_preprocessor(dict(data), training=True)
+        with torch.autocast(setup.device, half()):
+            losses = model(**batch, mode='loss')
+        wrapper.update_params(model.parse_losses(losses)[0])
+
+    row = dict(step='train, 2 images', groups=len(optimizer.param_groups), **measured(step))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    yield dict(row, optimizer_ms=measured(optimizer.step)['ms'])
+
+
+def layouts():
+    """Times of depth-wise convolutions of RAVLT-T, forward and backward, from and to channels-last maps."""
+    shapes = zip((64, 128, 256, 512), (160, 80, 40, 20))
+    for (width, side), size in itertools.product(shapes, (3, 5)):
+        width, side = width // setup.shrink, side // setup.shrink
+        x = torch.randn(2, width, side, side, device=setup.device, dtype=half()).to(memory_format=torch.channels_last)
+        weight = torch.randn(width, 1, size, size, device=setup.device, dtype=half(), requires_grad=True)
+        x.requires_grad_()
+        row: dict = dict(case=f'{size}x{size}, {width} x {side} x {side}')
+        for name, layout in LAYOUTS.items():
+
+            def call(layout=layout, x=x, weight=weight, size=size, width=width):
+                out = F.conv2d(x.contiguous(memory_format=layout), weight, padding=size // 2, groups=width)
+                out.contiguous(memory_format=torch.channels_last).sum().backward()
+
+            row[name] = measured(call)['ms']
+        yield row
+
+
+def measured(call: Callable[[], Any]) -> dict:
+    """Milliseconds (median) and MiB of a call, and seconds of the first, with its compilation."""
     seconds = []
-    for i in range(REPEATS + 2):
+    cuda.synchronize()
+    for i in range(setup.repeats + 2):
         if i == 2:
-            cuda.synchronize()
-            before = cuda.memory_allocated()
             cuda.reset_peak_memory_stats()
+            before = cuda.memory_allocated()
         start = clock()
         call()
         cuda.synchronize()
@@ -203,14 +257,17 @@ def measured(call: Callable[[], None]) -> dict:
     return dict(ms=ms, MiB=(cuda.max_memory_allocated() - before) / 2**20, first_s=seconds[0])
 
 
-PARTS: dict = {'machine': machine, **{f'kernels, {op}': partial(kernels, op) for op in OPS}}
-for name, form in itertools.product(MODELS, FORMS):
-    if form != 'kernels' or name.startswith('RAVLT'):
-        PARTS[f'{name}, {form}'] = partial(steps, name, form)
+PARTS: dict = {'machine': machine}
+PARTS.update({f'values, {name}': partial(values, name) for name in HOSTS})
+for name, form, groups in itertools.product(DETECTORS, FORMS, GROUPS):
+    if name != PEER or form == 'eager':
+        PARTS[f'detectors, {name}, {form}, {groups}'] = partial(detectors, name, form, groups)
+PARTS.update({f'steps, {name}, {form}': partial(steps, name, form) for name, form in itertools.product(TIMED, FORMS)})
+PARTS['layouts'] = layouts
 
 
 def run_here(name: str, file: Path) -> None:
-    """Run a part and write what it has found so far after each row."""
+    """Run a part and write the rows found so far after each of them."""
     rows: list = []
     answer = dict(status='stopped', rows=rows)
     try:
@@ -223,17 +280,14 @@ def run_here(name: str, file: Path) -> None:
     file.write_text(json.dumps(answer))
 
 
-def run_part(name: str, interpret: bool, seconds: float) -> dict:
-    """:func:`run_here` in a process of its own: status, rows, and the error that ended it."""
-    environment = {key: value for key, value in os.environ.items() if key != 'TRITON_INTERPRET'}
-    if interpret:
-        environment.update(TRITON_INTERPRET='1', CUDA_VISIBLE_DEVICES='')
+def run_part(name: str, rehearse: bool, seconds: float) -> dict:
+    """:func:`run_here` in a process: status, rows, and the error that ended it."""
     with tempfile.TemporaryDirectory() as folder:
         file, log, error = Path(folder) / 'part.json', Path(folder) / 'log', ''
-        command = [sys.executable, __file__, '--out', str(file), '--part', name]
+        command = [sys.executable, __file__, '--out', str(file), *['--rehearse'] * rehearse, '--part', name]
         try:
             with log.open('w') as said:  # no pipe, which the compiler's processes may hold open
-                status = subprocess.run(command, env=environment, stdout=said, stderr=said, timeout=seconds).returncode
+                status = subprocess.run(command, stdout=said, stderr=said, timeout=seconds).returncode
             error = log.read_text().strip()[-3000:] or f'status {status}' if status else ''
         except subprocess.TimeoutExpired:
             error = f'no end within {seconds:.0f} s'
@@ -241,53 +295,54 @@ def run_part(name: str, interpret: bool, seconds: float) -> dict:
     return dict(answer, status='failed', error=error) if error else answer
 
 
-# --- what it comes to -------------------------------------------------------------------------------------------------
+# --- conclusions ------------------------------------------------------------------------------------------------------
 
 
 def rows_of(parts: dict, *names: str) -> list[dict]:
     return [row for name in names for row in parts.get(name, {}).get('rows', [])]
 
 
-def ms_of(parts: dict, name: str, form: str, step: str) -> Optional[float]:
-    return next((row.get('ms') for row in rows_of(parts, f'{name}, {form}') if row['step'] == step), None)
+def ms_of(parts: dict, name: str, step: str) -> Optional[float]:
+    return next((row.get('ms') for row in rows_of(parts, name) if row['step'] == step), None)
 
 
 def steps_of(parts: dict) -> list[str]:
     return list(dict.fromkeys(row['step'] for row in rows_of(parts, *parts) if 'step' in row))
 
 
-def kernels_right(parts: dict) -> Optional[bool]:
-    """None where they were not checked to the end, or PyTorch's operators ran in their place."""
-    names = [f'kernels, {op}' for op in OPS]
-    rows, status = rows_of(parts, *names), [parts.get(name, {}).get('status') for name in names]
-    if 'failed' in status or not all(row['right'] for row in rows):
+def values_right(parts: dict) -> Optional[bool]:
+    """True if all hosts are right; None if some were not checked to the end."""
+    names = [f'values, {name}' for name in HOSTS]
+    status = [parts.get(name, {}).get('status') for name in names]
+    if 'failed' in status or not all(row['right'] for row in rows_of(parts, *names)):
         return False
-    return True if set(status) == {'done'} and not any(row['told'] for row in rows) else None
+    return True if set(status) == {'done'} else None
 
 
 def advice(parts: dict) -> list[str]:
-    """Which form to take, and whether kernels reach what makes them the default (docs/gpu.md)."""
-    lines, worth, right = [], [], kernels_right(parts)
-    flags = dict(eager='neither', compiled='--compile', kernels='MMLINATTN_OPS=triton')
-    for name in (name for name in MODELS if name != PEER):
-        for step in steps_of(parts):
-            times = {form: ms_of(parts, name, form, step) for form in FORMS}
-            gains = {form: times['eager'] / ms for form, ms in times.items() if ms and times['eager']}
-            if step.startswith('train') and f'{name}, kernels' in PARTS:
-                worth.append((gains.get('kernels'), gains.get('compiled')))
-            if len(gains) < 2:
-                lines.append(f'{name}, {step}: not measured')
-                continue
-            best = max((form for form in gains if form != 'kernels' or right), key=gains.__getitem__)
-            told = ', '.join(f'{form} {gain:.2f}x' for form, gain in gains.items() if form != 'eager')
-            lines.append(f'{name}, {step}: take {flags[best if gains[best] >= 1.05 else "eager"]} ({told} of eager)')
-    known = bool(worth) and all(a and b for a, b in worth)
-    reached = all(a >= 1.2 and a > b for a, b in worth) if known else None
-    answers = {True: 'yes', False: 'no', None: 'not known'}
-    lines.append(
-        f'Kernels right: {answers[right]}. Each training step at least 1.2x of eager and ahead of --compile: '
-        f'{answers[reached]}.'
+    """Name the form to take for each step, and the gain of merged groups."""
+    lines = []
+    cases = [(f'steps, {name}', '') for name in TIMED if name != PEER]
+    cases += [(f'detectors, {name}', ', merged') for name in DETECTORS if name != PEER]
+    for (prefix, suffix), step in itertools.product(cases, steps_of(parts)):
+        kind, name = prefix.split(', ', 1)
+        if not any(row.get('step') == step for part in parts if part.startswith(kind) for row in rows_of(parts, part)):
+            continue
+        times = {form: ms_of(parts, f'{prefix}, {form}{suffix}', step) for form in FORMS}
+        peer = ms_of(parts, f'{kind}, {PEER}, eager{suffix}', step)
+        label = f'{"Mask R-CNN with " * (kind == "detectors")}{name}, {step}'
+        if not all(times.values()):
+            lines.append(f'{label}: not measured')
+            continue
+        gain = times['eager'] / times['compiled']
+        beside = f', eager {peer / times["eager"]:.2f}x of Swin-T' if peer else ''
+        lines.append(f'{label}: take {"--compile" if gain >= 1.05 else "eager"} ({gain:.2f}x of eager{beside})')
+    one, merged = (
+        next((row for row in rows_of(parts, f'detectors, RAVLT-T, eager, {groups}')), None) for groups in GROUPS
     )
+    if one and merged:
+        lines.append(f'Optimizer of Mask R-CNN: {one["optimizer_ms"]:.2f} ms, merged {merged["optimizer_ms"]:.2f} ms')
+    lines.append(f'Hosts right: { {True: "yes", False: "no", None: "not known"}[values_right(parts)] }.')
     return lines
 
 
@@ -303,22 +358,33 @@ def cell(row: dict, peer: Optional[float]) -> str:
 
 def report(parts: dict) -> list[str]:
     lines = ['# mmlinattn on this GPU', '', *map(str, rows_of(parts, 'machine'))]
-    lines += ['', '## Which to take', '', *(f'- {line}' for line in advice(parts)), '', '## Kernels beside float64']
+    lines += ['', '## Form to take', '', *(f'- {line}' for line in advice(parts)), '', '## Values beside float64']
+    rows = [
+        (name, row['case'], f'{row["error"]:.1e}', f'{row["plain"]:.1e}', 'yes' if row['right'] else '**no**')
+        for name in HOSTS
+        for row in rows_of(parts, f'values, {name}')
+    ]
+    lines += table(('host', 'case', 'error', 'of the plain equations', 'right'), rows)
+    lines += ['', '## Whole Mask R-CNN steps']
     rows = []
-    for op in OPS:
-        for row in rows_of(parts, f'kernels, {op}'):
-            errors = (f'{row[form]:.1e}' for form in ('kernel', 'pytorch'))
-            rows.append((op, row['case'], *errors, 'yes' if row['right'] else '**no**', '; '.join(row['told'])))
-    lines += table(('attention', 'case', 'error of the kernel', "of PyTorch's operators", 'right', 'warnings'), rows)
-    lines += ['', '## Time and memory', '', 'Half precision, no stochastic depth. x: of the speed of eager']
-    lines[-1] += f" {PEER}. The first step holds the compiler's time."
-    rows = []
-    for name, form in ((name, form) for name in MODELS for form in FORMS):
-        found = {row['step']: row for row in rows_of(parts, f'{name}, {form}')}
-        cells = [cell(found.get(step, {}), ms_of(parts, PEER, 'eager', step)) for step in steps_of(parts)]
+    for name, form, groups in itertools.product(DETECTORS, FORMS, GROUPS):
+        for row in rows_of(parts, f'detectors, {name}, {form}, {groups}'):
+            peer = ms_of(parts, f'detectors, {PEER}, eager, {groups}', row['step'])
+            optimizer = f'{row["optimizer_ms"]:.2f} ms'
+            rows.append((name, form, f'{groups}: {row["groups"]}', cell(row, peer), optimizer, f'{row["first_s"]:.1f}'))
+    lines += table(('', '', 'optimizer groups', 'step', 'optimizer', 'first step, s'), rows)
+    lines += ['', '## Backbones', '', f'Half precision, no stochastic depth. x: of the speed of eager {PEER}.']
+    lines[-1] += ' The first step holds the compilation.'
+    rows, titles = [], [step for step in steps_of(parts) if any(f', {n} ' in step for n in setup.images)]
+    for name, form in itertools.product(TIMED, FORMS):
+        found = {row['step']: row for row in rows_of(parts, f'steps, {name}, {form}')}
+        cells = [cell(found.get(step, {}), ms_of(parts, f'steps, {PEER}, eager', step)) for step in titles]
         first = max((row.get('first_s', 0) for row in found.values()), default=0)
         rows += [(name, form, *cells, f'{first:.1f}')] if found else []
-    lines += table(('', '', *steps_of(parts), 'longest first step, s'), rows)
+    lines += table(('', '', *titles, 'longest first step, s'), rows)
+    lines += ['', '## Depth-wise convolutions', '', 'Forward and backward, 2 images, copies between formats included.']
+    rows = [(row['case'], *(f'{row[name]:.3f} ms' for name in LAYOUTS)) for row in rows_of(parts, 'layouts')]
+    lines += table(('kernel, map', *LAYOUTS), rows)
     for name, part in parts.items():
         if part['status'] != 'done':
             lines += ['', f'{name}: {part["status"]}', *(['```', part['error'], '```'] if 'error' in part else [])]
@@ -326,34 +392,36 @@ def report(parts: dict) -> list[str]:
 
 
 def main(argv=None) -> int:
+    global setup, cuda
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--out', type=Path, required=True, help='folder for the report')
-    parser.add_argument('--minutes', type=float, default=60, help='begin no part after this time [60]')
-    parser.add_argument('--interpret', action='store_true', help='a rehearsal on a CPU, kernels in the interpreter')
+    parser.add_argument('--minutes', type=float, default=60, help='start no part after this time [60]')
+    parser.add_argument('--rehearse', action='store_true', help='run all parts on a CPU with small models')
     parser.add_argument('--part', choices=PARTS, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if not args.rehearse and not torch.cuda.is_available():
+        print('check_gpu.py: PyTorch sees no GPU; --rehearse runs the parts on a CPU')
+        return 1
+    setup, cuda = (REHEARSAL, OnCPU) if args.rehearse else (REAL, torch.cuda)
     if args.part:
         run_here(args.part, args.out)
         return 0
-    if not args.interpret and not torch.cuda.is_available():
-        print('check_gpu.py: PyTorch sees no GPU here; --interpret rehearses on a CPU')
-        return 1
     end = time.monotonic() + 60 * args.minutes
     args.out.mkdir(parents=True, exist_ok=True)
     parts: dict = {}
     for name in PARTS:
         left = end - time.monotonic()
-        # one that hangs leaves time to others
-        parts[name] = run_part(name, args.interpret, min(left, 1200)) if left > 0 else dict(status='no time left')
+        # a part that hangs leaves time to others
+        parts[name] = run_part(name, args.rehearse, min(left, 1200)) if left > 0 else dict(status='no time left')
         print(f'{name}: {parts[name]["status"]}', flush=True)
         (args.out / 'report.json').write_text(json.dumps(dict(parts=parts, take=advice(parts)), indent=1))
         (args.out / 'report.md').write_text('\n'.join(report(parts)) + '\n')
-    if args.interpret:
-        print('A rehearsal: its times, and what they say to take, mean nothing.')
+    if args.rehearse:
+        print('A rehearsal: its times mean nothing.')
     else:
         print(f'Please send {args.out} to the authors of mmlinattn, as an issue of the repository.')
     print(*advice(parts), sep='\n')
-    return int(kernels_right(parts) is False or any(part['status'] == 'failed' for part in parts.values()))
+    return int(values_right(parts) is False or any(part['status'] == 'failed' for part in parts.values()))
 
 
 if __name__ == '__main__':

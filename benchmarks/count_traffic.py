@@ -1,69 +1,73 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Memory that a training step keeps, and the number of its operations, counted without a GPU.
+"""Count kernel launches, Python calls and kept memory of a training step. No GPU needed.
 
     python benchmarks/count_traffic.py
+    python benchmarks/count_traffic.py --only detectors
 
-``reference``: the equations as autograd runs them (``MMLINATTN_OPS=reference``). ``CPU``: what a CPU runs.
-``elsewhere``: what a GPU and every other device runs. ``kernels``: ``MMLINATTN_OPS=triton``.
+attentions: one call of each op on one projection. kept: memory that the backward pass reads besides queries, keys,
+values and given tables, in tensors of the queries' size. memory: the same of whole models, in MB. backbones: launches
+and Python calls of each host. detectors: a whole Mask R-CNN step with its optimizer. Launches are counted as in
+launches.py, in bfloat16.
 
-Kept: what the backward pass reads besides queries, keys, values and tables that are given, in tensors of the queries'
-size; of a model, in MB.
-Launches: operations that are no views and reserve no memory, each of which is a kernel on a GPU.
+reference: the plain equations under autograd (``MMLINATTN_OPS=reference``). CPU, GPU: the path of these devices.
 """
 
 import argparse
 import contextlib
+import logging
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from unittest import mock
+from typing import Optional
 
 import torch
-from mmengine.registry import MODELS
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent)]
 
-import mmlinattn  # noqa: E402, F401
+from launches import (  # noqa: E402
+    HOSTS,
+    SWIN,
+    adamw_launches,
+    autocast,
+    backbone_step,
+    build,
+    cuda_autocast,
+    detector_step,
+    gpu_path,
+    launches,
+)
+
 from mmlinattn import ops  # noqa: E402
-from mmlinattn.utils import private_apis  # noqa: E402
 
-NO_KERNELS = 'view alias as_strided _unsafe_view _reshape detach t. empty new_empty'.split()  # besides views
-FORMS = ('reference', 'CPU', 'elsewhere')
-MODELS_OF = {
-    'RAVLT-T': dict(type='RAVLT', arch='tiny'),
-    'fully linear': dict(type='RAVLT', arch='tiny', stage_attns=('rala',) * 4),
-    'InLine-Swin-T': dict(type='LinearSwin', arch='inline-tiny'),
-    'FLatten-Swin-T': dict(type='LinearSwin', arch='flatten-tiny'),
+PATHS = ('reference', 'CPU', 'GPU')
+CONFIGS = Path(__file__).resolve().parents[1] / 'configs' / 'mmdet'
+DETECTORS = {  # name: config, and the architecture of its backbone if it is another one
+    SWIN: ('mmdet::swin/mask-rcnn_swin-t-p4-w7_fpn_1x_coco.py', None),
+    'RAVLT-T': ('ravlt_t_maskrcnn_1x.py', None),
+    'RAVLT-T, fully linear': ('ravlt_t_maskrcnn_1x.py', dict(stage_attns=('rala',) * 4)),
+    'RALA-Swin-T': ('rala_swin_t_maskrcnn_1x.py', None),
+    'InLine-Swin-T': ('rala_swin_t_maskrcnn_1x.py', dict(arch='inline-tiny')),
+    'FLatten-Swin-T': ('rala_swin_t_maskrcnn_1x.py', dict(arch='flatten-tiny')),
+    'InLine-PVT-T': ('inline_pvt_t_maskrcnn_1x.py', None),
+    'FLatten-PVT-T': ('flatten_pvt_t_maskrcnn_1x.py', None),
+    'hMHSA-PVTv2-B1': ('hmhsa_pvt_v2_b1_maskrcnn_1x.py', None),
+    'InLine-CSWin-T': ('inline_cswin_t_maskrcnn_1x.py', None),
+    'FLatten-CSWin-T': ('flatten_cswin_t_maskrcnn_1x.py', None),
+    'InLine-DeiT-T': ('inline_deit_t_maskrcnn_1x.py', None),
+    'hMHSA-Next-ViT-S': ('hmhsa_nextvit_s_maskrcnn_1x.py', None),
 }
 
 
-class Launches(TorchDispatchMode):
-    """Counts operations; what chooses an op's form does not see that it is watched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.name().removeprefix('aten::') + '.'
-        self.count += not func.is_view and not name.startswith(tuple(NO_KERNELS))
-        return func(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
-def form(name: str):
-    with (
-        ops.use('reference' if name == 'reference' else 'auto'),
-        mock.patch.object(private_apis, 'num_modes', lambda: 0),
-    ):
-        with ops.dispatch.as_on_gpu() if name == 'elsewhere' else contextlib.nullcontext():
-            yield
+def path_of(name: str) -> Iterator[None]:
+    with ops.use('reference' if name == 'reference' else 'auto'), gpu_path(is_gpu=name == 'GPU'):
+        yield
 
 
 def kept(function, *leaves: Tensor, own=()):
-    """The result, and bytes that its backward pass keeps besides the leaves and what is there anyway."""
+    """Return the result, and the bytes that its backward pass keeps besides ``leaves`` and ``own``."""
     storages, given = {}, {t.untyped_storage().data_ptr() for t in (*leaves, *own)}
 
     def pack(t: Tensor) -> Tensor:
@@ -75,17 +79,18 @@ def kept(function, *leaves: Tensor, own=()):
     return out, sum(size for place, size in storages.items() if place not in given)
 
 
-def launches(function, leaves) -> tuple[int, int]:
-    """Forward and backward."""
-    with Launches() as forward:
-        out = function(*leaves)
-    with Launches() as backward:
-        torch.autograd.backward(out, torch.ones_like(out))
-    return forward.count, backward.count
+def row(*cells) -> None:
+    print('| ' + ' | '.join(map(str, cells)) + ' |', flush=True)
+
+
+def head(*titles: str) -> None:
+    print()
+    row(*titles)
+    row(*['---'] * len(titles))
 
 
 def attentions(tokens: int, width: int, heads: int) -> tuple[dict, list[Tensor]]:
-    """And the tables that they are given."""
+    """Return the ops by name, and their tables."""
     rotary = ops.rotary_table(1, tokens, width // heads)
     scale, offset = torch.rand(width) + 0.5, torch.randn(1, tokens, width)
     calls = {
@@ -100,86 +105,111 @@ def attentions(tokens: int, width: int, heads: int) -> tuple[dict, list[Tensor]]
     return calls, [rotary, scale, offset]
 
 
-def count_attentions(batch: int, tokens: int, width: int, heads: int, dtype: torch.dtype) -> None:
-    print(f'| {str(dtype)[6:]} | ' + ' | '.join(f'{name}: kept | launches, backward' for name in FORMS) + ' |')
-    print('| --- |' + ' --- |' * 2 * len(FORMS))
-    calls, tables = attentions(tokens, width, heads)
-    for name, function in calls.items():
-        cells = []
-        for each in FORMS:
-            x = torch.randn(batch, tokens, 3 * width).to(dtype).requires_grad_()
-            parts = x.chunk(3, dim=-1)
-            with form(each):
-                size = kept(function, *parts, own=tables)[1] / (batch * tokens * width * dtype.itemsize)
-                forward, backward = launches(function, parts)
-            cells.append(f'{size:.2f} | {forward}, {backward}')
-        print(f'| {name} | {" | ".join(cells)} |', flush=True)
+def count_attentions(args) -> None:
+    width = args.heads * args.head_dim
+    calls, tables = attentions(args.tokens, width, args.heads)
+    for dtype in (torch.float32, torch.bfloat16):
+        head(str(dtype)[6:], *(title for name in PATHS for title in (f'{name}: kept', 'launches, backward')))
+        for name, function in calls.items():
+            cells = []
+            for path in PATHS:
+                x = torch.randn(args.batch, args.tokens, 3 * width).to(dtype).requires_grad_()
+                parts = x.chunk(3, dim=-1)
+                with path_of(path):
+                    size = kept(function, *parts, own=tables)[1] / (args.batch * args.tokens * width * dtype.itemsize)
+                    out = function(*parts)
+                    forward = launches(function, *parts)
+                    backward = launches(torch.autograd.backward, out, torch.ones_like(out))
+                cells += [f'{size:.2f}', f'{forward}, {backward}']
+            row(name, *cells)
 
 
-def count_models(side: int, batch: int, autocast: bool) -> None:
-    kind = 'bfloat16 autocast' if autocast else 'float32'
-    print(f'| {kind}, {side}x{side} | ' + ' | '.join(f'{name}: MB | launches, backward' for name in FORMS) + ' |')
-    print('| --- |' + ' --- |' * 2 * len(FORMS))
-    for name, config in MODELS_OF.items():
-        torch.manual_seed(0)
-        model = MODELS.build(dict(config, drop_path_rate=0.0)).train()
-        images = torch.randn(batch, 3, side, side)
-        parameters = list(model.parameters())
-
-        def step(*_, model=model, images=images):
-            with torch.autocast('cpu', torch.bfloat16, enabled=autocast):
-                return sum(out.float().square().mean() for out in model(images))
-
-        cells = []
-        for each in FORMS:
-            model.zero_grad()  # to add up gradients of several forms would count as launches
-            # CPUs without units for bfloat16 leave autocast, which GPUs do not
-            with form(each), mock.patch.object(private_apis, 'has_bfloat16_units', lambda: True):
-                size = kept(step, images, *parameters)[1]
-                forward, backward = launches(step, parameters)
-            cells.append(f'{size / 1e6:.0f} | {forward}, {backward}')
-        print(f'| {name} | {" | ".join(cells)} |', flush=True)
+def count_memory(args) -> None:
+    for side in args.sides:
+        head(f'MB kept, {args.batch} images, {side} pixels', *PATHS, 'GPU, bfloat16')
+        for name in (SWIN, *HOSTS):
+            model = build(name, shrink=1)
+            model.train()
+            images, weights = torch.randn(args.batch, 3, side, side), list(model.parameters())
+            cells = []
+            for path in PATHS:
+                with path_of(path):
+                    cells.append(f'{kept(model, images, own=weights)[1] / 1e6:.0f}')
+            with path_of('GPU'), cuda_autocast(), autocast():
+                cells.append(f'{kept(model, images, own=weights)[1] / 1e6:.0f}')
+            row(name, *cells)
 
 
-def count_kernels(batch: int, heads: int, tokens: int, d: int) -> None:
-    """Launches of the Triton kernels and what they are started with, in tensors of (B, N, C); nothing is computed. The
-    sums of spans by PyTorch, of small tensors, come on top."""
-    from mmlinattn.ops.triton import attention
+def count_backbones(args) -> None:
+    for side in args.sides:
+        titles = 'inference', 'training: forward', 'backward', 'sum', 'of Swin-T', 'Python calls: inference', 'training'
+        head(f'{side} pixels', *titles)
+        peer = None
+        for name in (SWIN, *HOSTS):
+            found = backbone_step(build(name), torch.randn(args.batch, 3, side, side))
+            total = found['forward'] + found['backward']
+            peer = peer or total
+            counts = found['inference'], found['forward'], found['backward'], total
+            row(name, *counts, f'{total / peer:.2f}', found['inference_calls'], found['forward_calls'])
 
-    def touched(tensors) -> int:
-        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
-    x = torch.empty(batch, tokens, 3 * heads * d, dtype=torch.bfloat16, device='meta')
-    q, k, v = x.chunk(3, dim=-1)
-    rotary, unit = torch.empty(tokens, d // 2, 2, device='meta'), touched([q])
-    print('| kernels, bfloat16 | forward: launches | read and written | backward: launches | read and written |')
-    print('| --- | --- | --- | --- | --- |')
-    for name, table, scale in (('RALA', rotary, 1.0), ('linear', None, None)):
-        started: list[int] = []
-        with mock.patch.object(attention, 'launch', lambda *args, seen=started, **more: seen.append(touched(args))):
-            options = dict(num_heads=heads, kernel='elu', weight_scale=scale, eps=1e-6)
-            out, small = attention.forward(q, k, v, table, None, **options)
-            forward = list(started)
-            attention.backward((out,), (q, k, v, table, None), small, (True,) * 3, **options)
-        cells = [f'{len(part)} | {sum(part) / unit:.1f}' for part in (forward, started[len(forward) :])]
-        print(f'| {name} | {" | ".join(cells)} |')
+def detector(name: str, constructor: Optional[str] = None, device: str = 'cpu') -> tuple:
+    """Build the model and the optimizer of :data:`DETECTORS`, without checkpoints.
+
+    Args:
+        name (str): Key of :data:`DETECTORS`.
+        constructor (str, optional): Constructor of the optimizer in place of the config's.
+        device (str): Device of the weights.
+    """
+    from mmengine.config import Config
+    from mmengine.hub import get_config
+    from mmengine.optim import build_optim_wrapper
+    from mmengine.registry import MODELS, init_default_scope
+
+    path, backbone = DETECTORS[name]
+    cfg = get_config(path) if '::' in path else Config.fromfile(CONFIGS / path)
+    init_default_scope(cfg.default_scope)
+    cfg.model.backbone.update(backbone or {}, init_cfg=None)
+    if constructor:
+        cfg.optim_wrapper.constructor = constructor
+    model = MODELS.build(cfg.model).to(device)
+    logging.disable(logging.CRITICAL)  # some constructors log three lines for each parameter
+    optimizer = build_optim_wrapper(model, cfg.optim_wrapper).optimizer
+    logging.disable(logging.NOTSET)
+    return model, optimizer
+
+
+def count_detectors(args) -> None:
+    from mmdet.testing import demo_mm_inputs
+
+    head('whole Mask R-CNN step', 'backbone', 'neck, heads', 'optimizer', 'its groups', 'sum', 'of Swin-T')
+    peer = None
+    for name in DETECTORS:
+        model, optimizer = detector(name)
+        data = demo_mm_inputs(2, [[3, 192, 192]] * 2, num_classes=80, num_items=[3, 3], with_mask=True)
+        found, step = detector_step(model, data), adamw_launches(optimizer)
+        total = sum(found.values()) + step
+        peer = peer or total
+        row(name, *found.values(), step, len(optimizer.param_groups), total, f'{total / peer:.2f}')
+
+
+PARTS = dict(
+    attentions=count_attentions, memory=count_memory, backbones=count_backbones, detectors=count_detectors
+)  # fmt: skip
 
 
 def main(argv=None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--only', nargs='+', choices=PARTS, default=list(PARTS), help='tables to print [all]')
+    parser.add_argument('--sides', type=int, nargs='+', default=[224, 640], help='image sizes of backbones, pixels')
     parser.add_argument('--batch', type=int, default=2)
-    parser.add_argument('--heads', type=int, default=4)
-    parser.add_argument('--tokens', type=int, default=4096)
-    parser.add_argument('--head-dim', type=int, default=64)
-    parser.add_argument('--side', type=int, default=224, help='of the images, pixels; 0 leaves models out')
-    parser.add_argument('--no-kernels', dest='kernels', action='store_false', help='for environments without Triton')
+    parser.add_argument('--heads', type=int, default=4, help='of attentions')
+    parser.add_argument('--tokens', type=int, default=4096, help='of attentions')
+    parser.add_argument('--head-dim', type=int, default=64, help='of attentions')
     args = parser.parse_args(argv)
-    for dtype in (torch.float32, torch.bfloat16):
-        count_attentions(args.batch, args.tokens, args.heads * args.head_dim, args.heads, dtype)
-    if args.kernels:
-        count_kernels(8, 16, 16384, 64)
-    for autocast in (False, True) if args.side else ():
-        count_models(args.side, args.batch, autocast)
+    torch.manual_seed(0)
+    for part in args.only:
+        PARTS[part](args)
 
 
 if __name__ == '__main__':

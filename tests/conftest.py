@@ -80,5 +80,5 @@ def pytest_collection_finish(session):
 def pytest_collection_modifyitems(items):
     """Slow tests run last: a broken equation shows within seconds. Of these the longest files begin first, so that
     no process is left alone with one in the end."""
-    longest = 'test_pairs', 'test_swap', 'test_stopping', 'test_triton', 'test_rounds'
+    longest = 'test_pairs', 'test_swap', 'test_stopping', 'test_rounds'
     items.sort(key=lambda item: (item.get_closest_marker('slow') is not None) * (1 + (item.path.stem not in longest)))

@@ -83,9 +83,9 @@ export MALLOC_MMAP_THRESHOLD_=268435456 MALLOC_TRIM_THRESHOLD_=268435456
 cores=$(env -u OMP_NUM_THREADS nproc 2>/dev/null || echo 2) # it would answer with OMP_NUM_THREADS
 workers=$((cores < 8 ? cores : 8))
 OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow'
-# the reference backends, which compilers, exporters and unknown devices get; kernels have none
+# the reference backends, which compilers, exporters and unknown devices get
 MMLINATTN_OPS=reference OMP_NUM_THREADS=1 "$py" -m pytest -n "$workers" --dist worksteal -m 'not slow' \
-  --ignore tests/ops/test_triton.py --ignore tests/ops/test_dispatch.py \
+  --ignore tests/ops/test_dispatch.py \
   tests/attention tests/layers tests/ops tests/backbones/test_hosts_parity.py
 OMP_NUM_THREADS=1 pytest_if_any "$py" -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder --durations=20 -m slow
 

@@ -57,7 +57,7 @@ class AngularMixer(LocalMixer):
     def convolve(self, v, key_grid, context=None):
         if self.conv == 'grid':
             return on_grid(self.dconv, v, key_grid)
-        return None if self.conv is None else self.dconv(v.transpose(1, 2).unsqueeze(-1))[..., 0].mT
+        return None if self.conv is None else self.dconv(v.transpose(1, 2).unsqueeze(-1))[..., 0].transpose(1, 2)
 
     def local_kernels(self, context=None):
         return None if self.dconv is None else self.dconv.repeated(self.dconv.weight).squeeze(1)[None]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..layers.patch_embed import PatchConv2d, build_token_norm
 from ..ops.maps import pad_to_multiple
 from ..ops.tensors import to_image, unflatten
+from ..ops.windows import relative_index
 from .base import Attention, Mixing, ReducedKeysAttention, mean_token
 from .context import MapWindows, StageContext
 from .mixer import LocalMixer
@@ -90,13 +91,7 @@ class RelativePositionBias(nn.Module):
 
     def index(self, height: int, width: int) -> Tensor:
         """Row of the table for each pair of tokens of a window, (N, N)."""
-        # Made anew: a buffer that no checkpoint holds is lost where models are built without memory (``torch.device(
-        # 'meta')``) and then given their weights.
-        rows, columns = (torch.arange(size, device=self.table.device) for size in (height, width))
-        row = rows[:, None] - rows + self.window[0] - 1
-        column = columns[:, None] - columns + self.window[1] - 1
-        index = row[:, None, :, None] * (2 * self.window[1] - 1) + column[None, :, None, :]  # (h, w, h, w)
-        return index.flatten(2).flatten(0, 1)
+        return relative_index(height, width, self.window, self.table)
 
 
 def check_order(mixer, spec) -> None:
@@ -144,13 +139,13 @@ class WindowAttention(Attention):
         if relative_bias and self.mixer.bias and window is not None:
             self.relative_bias = RelativePositionBias(window, self.mixer.num_heads)
 
-    def forward(self, x: Tensor, stage: StageContext, source: Optional[Tensor] = None) -> Tensor:
+    def forward(self, x: Tensor, stage: StageContext) -> Tensor:
         windows, real, hidden = windows_of(stage, x).get(self.window, self.shift)
         # padding is zero, values of it too
         q, k, v, *gate = windows.partition(self.qkv(x)).split(self.widths, dim=-1)
         context = None
         if self.mixer.context:
-            context = mean_token(windows.partition(x if source is None else source), real)
+            context = mean_token(windows.partition(x if stage.source is None else stage.source), real)
         grid = windows.grid(x)
         if self.mixer.local_keys:
             grid = grid._replace(regions=windows.regions_of_tokens(x))
@@ -208,11 +203,11 @@ class StripeAttention(BaseModule):
         self.qkv = nn.Linear(dim, 2 * sum(widths))
         self.proj = nn.Linear(2 * widths[2], dim)
 
-    def forward(self, x: Tensor, stage: StageContext, source: Optional[Tensor] = None) -> Tensor:
+    def forward(self, x: Tensor, stage: StageContext) -> Tensor:
         # (B, H, W, 2, w) for each of q, k, v (and gate): the halves of the channels belong to the two directions
         parts = self.qkv(x).split([2 * width for width in self.widths], dim=-1)
         parts = [unflatten(part, -1, (2, -1)) for part in parts]
-        sources = (x if source is None else source).chunk(2, dim=-1)
+        sources = (x if stage.source is None else stage.source).chunk(2, dim=-1)
         outs = []
         for i, window in enumerate(((None, self.stripe), (self.stripe, None))):
             windows, real, _ = windows_of(stage, x).get(window)

@@ -16,7 +16,7 @@ from ..attention import Grid, StageContext
 from ..checkpoints.loading import load_pretrained
 from ..inference import run
 from ..layers import FactorisedLinear, MapLayerNorm, build_ffn, is_batch_norm
-from ..ops.tensors import to_image
+from ..ops.tensors import clone_if_open, to_image
 from ..utils.building import is_pretrained
 from .arch import Arch, Spec, check_count, check_type
 
@@ -122,6 +122,10 @@ class Backbone(Arch, BaseModule):
 
     def frozen_modules(self) -> list:
         """The stem and the first ``frozen_stages`` stages, with what belongs to them."""
+        raise NotImplementedError
+
+    def stage_modules(self) -> list[list[nn.Module]]:
+        """Modules that :meth:`features` calls, by stage; their weights are cast together under autocast."""
         raise NotImplementedError
 
     def freeze(self) -> None:
@@ -316,19 +320,23 @@ class PyramidBackbone(Backbone):
 
     def features(self, x: Tensor, call: Callable) -> tuple[Tensor, ...]:
         x = x.permute(0, 2, 3, 1).contiguous()
-        outs = []
-        for i in range(self.num_stages):
+        outs, norms = [], dict(self.out_norms.items())
+        for i, blocks in enumerate(self.stages):
             x = self.embed(i, x, call)
             stage = self.stage_context(i, x)
-            for block in self.stages[i]:
+            for block in blocks:
                 x = call(block, x, stage)
             raw = to_image(x)
-            out = self.out_norms[str(i)](raw) if str(i) in self.out_norms else raw
+            out = call(norms[str(i)], raw) if str(i) in norms else raw
             if i in self.out_indices:
-                outs.append((out if self.out_norm else raw).contiguous())
+                outs.append(clone_if_open(out if self.out_norm else raw).contiguous())
             if self.norms_feed_on:
                 x = out.permute(0, 2, 3, 1)
         return tuple(outs)
+
+    def stage_modules(self) -> list[list[nn.Module]]:
+        inputs = [getattr(self, part) for part in self.stage_inputs]
+        return [[*(part[i] for part in inputs), *self.stages[i]] for i in range(self.num_stages)]
 
     def frozen_modules(self) -> list:
         k = self.frozen_stages

@@ -128,12 +128,12 @@ class LinearDeiT(Backbone):
         grid = Grid(x.shape[1], x.shape[2], prefix=1)
         x = torch.cat((self.cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x.flatten(1, 2)), dim=1)
         if self.position_table is not None:
-            x = self.position_table.add_to(x, grid)
+            x = x + self.position_table(grid).to(x.dtype)
         outs, stage = [], StageContext(grid)
         for i, block in enumerate(self.blocks):
             x = call(block, x, stage)
             if i in self.out_indices:
-                outs.append(self.output(x if self.out_norm is None else self.out_norm(x), grid))
+                outs.append(self.output(x if self.out_norm is None else call(self.out_norm, x), grid))
         return tuple(outs)
 
     def output(self, x: Tensor, grid: Grid) -> Tensor:
@@ -142,6 +142,11 @@ class LinearDeiT(Backbone):
         if self.out_type == 'cls_token':
             return x[:, 0]
         return to_map(x, grid).contiguous() if self.out_type == 'featmap' else x[:, 1:].mean(dim=1)
+
+    def stage_modules(self) -> list[list[nn.Module]]:
+        # four blocks each: their gradients are cast, and sent by DDP, while earlier ones are computed
+        blocks = list(self.blocks)
+        return [list(self.patch_embeds), *(blocks[i : i + 4] for i in range(0, len(blocks), 4))]
 
     def frozen_modules(self) -> list:
         stem = [self.patch_embeds] if self.position_table is None else [self.patch_embeds, self.position_table]

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Blocks whose backward pass computes them again, which saves memory in training (``with_cp``)."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 from torch import Tensor, nn
@@ -11,13 +12,18 @@ from ..ops import dispatch
 
 
 def call_recomputed(module: nn.Module, x: Tensor, *stage) -> Tensor:
-    """``module(x, *stage)``; of a block, which gets the context of its stage, nothing but ``x`` is kept."""
+    """Call ``module(x, *stage)``. Of a block, called with the context of its stage, only ``x`` is kept."""
     if not stage or not x.requires_grad:
         return module(x, *stage)
+    return recompute(module, module, x, *stage)
+
+
+def recompute(module: nn.Module, function: Callable, *args) -> Tensor:
+    """Call ``function(*args)``, a forward pass of ``module`` that the backward pass repeats."""
     contexts: dict = {}
     if not dispatch.is_traced():  # compilers take no contexts
         contexts['context_fn'] = lambda: (nullcontext(), PreserveStatistics(module))
-    return checkpoint(module, x, *stage, use_reentrant=False, **contexts)
+    return checkpoint(function, *args, use_reentrant=False, **contexts)
 
 
 class PreserveStatistics:

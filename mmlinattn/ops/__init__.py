@@ -1,12 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The equations, one file each: the public function, its reference in plain PyTorch, its form with own gradient.
-:mod:`.dispatch` says which runs; :mod:`.triton` holds the GPU kernels."""
+:mod:`.dispatch` says which runs."""
 
 from .angular import angular_attention
-from .convolution import (
-    conv_of_gelu,
-    dynamic_depthwise_conv2d,
-)
+from .convolution import conv_of_gelu, dynamic_depthwise_conv2d
 from .dispatch import use
 from .efficient import efficient_attention
 from .focused import focused_attention
@@ -15,10 +12,12 @@ from .hydra import hydra_attention
 from .inline import inline_attention
 from .plain_linear import linear_attention
 from .rank_augmented import rala
+from .residual import add_scaled
 from .rotary import rotary_table, rotate
 from .softmax import softmax_attention
 
 __all__ = [
+    'add_scaled',
     'angular_attention',
     'conv_of_gelu',
     'dynamic_depthwise_conv2d',

@@ -4,14 +4,12 @@ tracing; mixers, layers and hosts never do.
 
 Every op is one file with its equation in plain PyTorch and, where that keeps or copies much, a form with a gradient
 written by hand for every device. What only CPUs gain from is chosen inside (:func:`on_cpu`). The public function of the
-file asks once and calls one of them, or the kernels in :mod:`.triton` where they are asked for.
+file asks once and calls one of them.
 """
 
 import contextlib
-import functools
-import importlib.util
 import os
-import warnings
+import threading
 from typing import Optional
 
 import torch
@@ -20,15 +18,28 @@ from torch import Tensor, nn
 from ..utils import private_apis
 
 VARIABLE = 'MMLINATTN_OPS'
-CHOICES = ('auto', 'triton', 'reference')
+CHOICES = ('auto', 'reference')
 
 
 def _checked(choice: str, argument: str) -> str:
+    if choice == 'triton':
+        raise ValueError(f"{argument}='triton': the Triton kernels were removed; compile the blocks with --compile")
     if choice not in CHOICES:
-        raise ValueError(f'{argument}={choice!r} has to be one of {CHOICES}')
+        raise ValueError(f'{argument}={choice!r}: expected one of {CHOICES}')
     return choice
 
 
+class State(threading.local):
+    """Answers that hold for a forward pass of a backbone, of one thread.
+
+    Attributes:
+        settled (bool): Nothing watches, transforms or records the pass: :func:`needs_reference` is False throughout.
+    """
+
+    settled = False
+
+
+state = State()
 _as_on_gpu = False
 _choice = _checked(os.environ.get(VARIABLE, '') or 'auto', VARIABLE)
 
@@ -38,10 +49,8 @@ def use(backend: str):
     """A context that chooses the backend of every op.
 
     Args:
-        backend (str): ``'auto'``, PyTorch's operators with gradients written by hand; ``'triton'``, Triton kernels for
-            RALA and linear attention (ELU, ReLU) on GPUs of compute capability 8.0 or newer, and a warning where a call
-            can't have one; ``'reference'``, the plain equations. Outside of any context the environment variable
-            ``MMLINATTN_OPS`` says which, ``'auto'`` by default.
+        backend (str): ``'auto'``, PyTorch's operators, some with a gradient of our own; ``'reference'``, the plain
+            equations. The environment variable ``MMLINATTN_OPS`` sets the default, ``'auto'`` if unset.
 
     Raises:
         ValueError: For another name.
@@ -57,9 +66,9 @@ def use(backend: str):
 def backend(first: Tensor, *others: Optional[Tensor]) -> str:
     """The backend for an op on the given tensors: ``'reference'``, or by the device of the first ``'cpu'`` or
     ``'eager'`` (all others)."""
-    if needs_reference(first, *others):
+    if not state.settled and needs_reference(first, *others):
         return 'reference'
-    return 'cpu' if on_cpu(first) else 'eager'
+    return 'cpu' if first.is_cpu and not _as_on_gpu else 'eager'
 
 
 def on_cpu(x: Tensor) -> bool:
@@ -78,64 +87,38 @@ def as_on_gpu():
         _as_on_gpu = False
 
 
-def has_kernel(op: str, kernel: str, q: Tensor, v: Tensor, num_heads: int) -> bool:
-    """Whether Triton kernels are asked for and there is one for this attention; warns once where there is none."""
-    if _choice != 'triton' or num_heads < 1:
-        return False
-    return _has_kernel(op, kernel, q.device, q.dtype, max(q.shape[-1], v.shape[-1]) // num_heads)
-
-
-@functools.cache
-def _has_kernel(op: str, kernel: str, device: torch.device, dtype: torch.dtype, width: int) -> bool:
-    lack = _lack(op, kernel, device, dtype, width)
-    if lack is not None:
-        _say(lack)
-    return lack is None
-
-
-@functools.cache  # once, also where all warnings are shown
-def _say(lack: str) -> None:
-    warnings.warn(f"mmlinattn: 'triton' is asked for, but PyTorch's operators run: {lack}", stacklevel=5)
-
-
-def _lack(op: str, kernel: str, device: torch.device, dtype: torch.dtype, width: int) -> Optional[str]:
-    """Why there is no kernel; None if there is one."""
-    if op not in ('rala', 'linear_attention'):
-        return f'there are no kernels for {op}'
-    if importlib.util.find_spec('triton') is None:
-        return 'Triton is not installed'
-    try:
-        import triton  # noqa: F401
-
-        from .triton import attention
-    except Exception as error:  # Triton's, which may be any
-        return f'Triton cannot be imported: {error}'
-    if not attention.kernels.INTERPRETED:
-        if device.type != 'cuda':
-            return f'there are no kernels for the device {device.type!r}'
-        if torch.version.cuda is None or torch.cuda.get_device_capability(device) < (8, 0):
-            return f'{torch.cuda.get_device_name(device)} is older than compute capability 8.0'
-    if kernel not in attention.MAPS:
-        return f'there are kernels for the maps {attention.MAPS}, not for {kernel!r}'
-    widest = attention.WIDEST_HEAD.get(dtype, 0)
-    return None if width <= widest else f'there is no kernel for heads of {width} channels in {dtype}'
-
-
 def needs_reference(*tensors: Optional[Tensor]) -> bool:
     """Whether the call has to stay with plain differentiable operations on the given tensors.
 
     So it is where something watches or transforms them: a recorded graph, meta and fake tensors, other subclasses,
     ``torch.func`` transforms, forward-mode derivatives, dispatch modes that count or record.
     """
-    if _choice == 'reference' or is_traced() or private_apis.num_modes() > 0 or is_transformed():
+    if state.settled:
+        return False
+    if _choice == 'reference' or is_traced() or is_transformed():
         return True
-    return any(t is not None and (type(t) not in (Tensor, nn.Parameter) or t.is_meta) for t in tensors)
+    if private_apis.num_modes() > 0 and not _as_on_gpu:
+        return True
+    for t in tensors:
+        if t is not None and (type(t) not in (Tensor, nn.Parameter) or t.is_meta):
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def settle():
+    """A context in which :func:`needs_reference` and the questions about open sizes are answered: no."""
+    state.settled = True
+    try:
+        yield
+    finally:
+        state.settled = False
 
 
 def is_transformed() -> bool:
     """Whether ``torch.func`` transforms the call or forward-mode derivatives are taken; False in ``torch.compile``,
     whose tracer answers such questions about itself."""
-    if torch.compiler.is_dynamo_compiling():
+    if state.settled or torch.compiler.is_dynamo_compiling():
         return False
     return private_apis.innermost_transform() is not None or private_apis.forward_mode._current_level >= 0
 
@@ -145,7 +128,7 @@ def is_traced() -> bool:
 
     Graphs hold the reference: compilers fuse it, and it is right at sizes other than the traced one.
     """
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return not state.settled and (torch.compiler.is_compiling() or torch.jit.is_tracing())
 
 
 def is_exported() -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 from . import dispatch
 from .dispatch import accumulation_dtype
 from .feature_maps import FEATURE_MAPS, IN_PLACE, check_kernel
-from .gradients import Rule, by_hand
+from .gradients import GradientRule, apply_rule
 from .tensors import (
     are_attended,
     blocks,
@@ -17,6 +17,7 @@ from .tensors import (
     inverse_sqrt,
     product_dtype,
     split_heads,
+    subtract,
     token_mean,
     tokens_of,
 )
@@ -56,8 +57,7 @@ def inline_attention(
         options = dict(num_heads=num_heads, scale=scale, kernel=kernel)
         if dispatch.backend(q, k, v) == 'reference' or not are_attended(q, k, v, num_heads):
             return _equation(q, k, v, mask, **options)
-        dispatch.has_kernel('inline_attention', kernel, q, v, num_heads)  # warns that there is none
-        return by_hand(_RULE, q, k, v, mask, **options)
+        return apply_rule(_RULE, options, q, k, v, mask)
 
 
 def _equation(q, k, v, mask, num_heads, scale, kernel) -> Tensor:
@@ -90,32 +90,43 @@ def _forward(q, k, v, mask, num_heads, scale, kernel):
     q, k = _mapped(q, num_heads, kernel, products), _mapped(k, num_heads, kernel, products)
     v = split_heads(v, num_heads).to(products)
     count = count_tokens(k, mask)
-    key_mean, value_mean = token_mean(k, mask, count), token_mean(v, mask, count)
+    # padded values are zero
+    key_mean, value_mean = token_mean(k, mask, count), v.sum(dim=2, keepdim=True, dtype=wide) / count
     batch, heads, tokens, _ = k.shape
-    covariance = torch.zeros(batch, heads, k.shape[-1], v.shape[-1], dtype=wide, device=q.device)
-    for images, rows in blocks(k, batch, tokens):
+
+    def covary(images=slice(None), rows=slice(None)) -> Tensor:
         # centred before the product: the difference of two rounded products would lose what rounding has left
-        centred = (k[images, :, rows] - key_mean[images]).to(products)
-        covariance[images] += centred.transpose(-1, -2) @ v[images, :, rows]
-    covariance *= scale / count
+        centred = subtract(k[images, :, rows], key_mean[images], products)
+        return centred.transpose(-1, -2) @ v[images, :, rows]
+
+    parts = list(blocks(k, batch, tokens))
+    if len(parts) == 1:
+        covariance = covary()
+    else:
+        covariance = torch.zeros(batch, heads, k.shape[-1], v.shape[-1], dtype=wide, device=q.device)
+        for images, rows in parts:
+            covariance[images] += covary(images, rows)
+    covariance = covariance * (scale / count)
     matrix = covariance.to(products)
     out = q.new_empty(batch, q.shape[2], heads, v.shape[-1], dtype=dtype).transpose(1, 2)
     for images, rows in blocks(out, batch, q.shape[2]):
         torch.add(q[images, :, rows] @ matrix[images], value_mean[images], out=out[images, :, rows])
-    return out.transpose(1, 2).flatten(2), (covariance, key_mean, value_mean)
+    return out.transpose(1, 2).flatten(2), (matrix, key_mean, value_mean, count if mask is not None else None)
 
 
 def _backward(grads, inputs, kept, wanted, num_heads, scale, kernel):
-    (q, k, v, mask), (covariance, key_mean, value_mean) = inputs, kept
-    products = product_dtype(q, v)
+    (q, k, v, mask), (matrix, key_mean, value_mean, count) = inputs, kept
+    products, wide = product_dtype(q, v), key_mean.dtype
     made = [torch.empty_like(t) for t in (q, k, v)]
     grad_q, grad_k, grad_v = (split_heads(t, num_heads) for t in made)
     q, k = _mapped(q, num_heads, kernel, products), _mapped(k, num_heads, kernel, products)
     v, grad = split_heads(v, num_heads).to(products), split_heads(grads[0], num_heads).to(products)
-    count = count_tokens(k, mask)
-    each = grad.sum(dim=2, keepdim=True, dtype=covariance.dtype) / count  # mean(v) is part of every token's output
+    count = k.shape[2] if count is None else count
+    if not dispatch.on_cpu(grad):  # for two products
+        grad = grad.contiguous()
+    each = grad.sum(dim=2, keepdim=True, dtype=wide) / count  # mean(v) is part of every token's output
     inner = ((q.transpose(-1, -2) @ grad) * (scale / count)).to(products)
-    inner_t, back = inner.transpose(-1, -2), covariance.to(products).transpose(-1, -2)
+    inner_t, back = inner.transpose(-1, -2), matrix.transpose(-1, -2)
     # centred before the product where that rounds; after it, in the pass that writes, where it does not
     rounds = products == torch.bfloat16
     if not rounds:
@@ -126,7 +137,7 @@ def _backward(grads, inputs, kept, wanted, num_heads, scale, kernel):
     for images, rows in blocks(k, len(k), k.shape[2]):
         part = (images, slice(None), rows)
         if rounds:
-            keys, values = ((x[part] - mean[images]).to(products) for x, mean in ((k, key_mean), (v, value_mean)))
+            keys, values = (subtract(x[part], mean[images], products) for x, mean in ((k, key_mean), (v, value_mean)))
             _write(grad_k[part], values @ inner_t[images], 0, k[part], kernel)
             torch.add(keys @ inner[images], each[images], out=grad_v[part])
         else:
@@ -140,10 +151,12 @@ def _backward(grads, inputs, kept, wanted, num_heads, scale, kernel):
 
 def _write(place: Tensor, grad: Tensor, shift, mapped: Tensor, kernel: str) -> None:
     """The gradient of what was mapped, from that of ``mapped`` plus ``shift``."""
-    if kernel == 'identity':
+    if kernel == 'identity' and isinstance(shift, Tensor):
         torch.sub(grad, shift, out=place)
+    elif kernel == 'identity':
+        place.copy_(grad)
     else:
         place.copy_(IN_PLACE[kernel][1](mapped, grad.sub_(shift)))
 
 
-_RULE = Rule(_equation, _forward, _backward)
+_RULE = GradientRule(_equation, _forward, _backward)

@@ -4,8 +4,7 @@
 Names below: ``g`` mean query, ``w`` token weights a / N, ``z`` mean weighted key, ``S`` state, ``d_x`` gradient of x.
 """
 
-from collections.abc import Sequence
-from typing import Optional, Union
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -14,25 +13,25 @@ from ..utils import private_apis
 from . import dispatch
 from .dispatch import accumulation_dtype
 from .feature_maps import FEATURE_MAPS, IN_PLACE, LOWEST_EXPONENT, check_kernel
-from .gradients import Rule, by_hand
+from .gradients import GradientRule, apply_rule
 from .rotary import backwards, rotate, rotate_reference
 from .tensors import (
+    Both,
     are_attended,
     copies_by_head,
     count_tokens,
     dots,
+    gradients_by_head,
     heads_of,
     inverse_sqrt,
     is_known,
+    multiply_by_head,
     padded_eps,
     pair_by_head,
     product_dtype,
-    quotient_by_head,
     split_heads,
     tokens_of,
 )
-
-Both = Union[Tensor, tuple[Tensor, Tensor]]  # queries and keys (B, heads, N, d): in one tensor (2, ...) where they fit
 
 
 def rala(
@@ -80,12 +79,7 @@ def rala(
         options = dict(num_heads=num_heads, kernel=kernel, weight_scale=weight_scale, eps=eps)
         if dispatch.backend(q, k, v, rotary) == 'reference' or not fits:
             return _equation(q, k, v, rotary, mask, **options)
-        if dispatch.has_kernel('rala', kernel, q, v, num_heads):
-            from .triton import attention
-
-            if attention.takes(q, k, v, num_heads, rotary, mask):
-                return attention.attention(_equation, q, k, v, rotary, mask, **options)
-        return by_hand(_RALA, q, k, v, rotary, mask, **options)
+        return apply_rule(_RALA, options, q, k, v, rotary, mask)
 
 
 def _equation(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps) -> Tensor:
@@ -123,6 +117,8 @@ def token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
     lowest = torch.finfo(logits.dtype).min
     if hidden is not None:
         logits = logits.masked_fill(hidden, lowest)
+    if is_known(logits.shape[-2]) and not logits.shape[-2]:
+        return logits
     logits = torch.maximum(logits, logits.amax(dim=-2, keepdim=True) + LOWEST_EXPONENT)
     if hidden is not None:
         logits = logits.masked_fill(hidden, lowest)
@@ -133,7 +129,7 @@ def token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
 
 
 def forward(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps):
-    """The result, and g, w, z, S. Where ``weight_scale`` is None (linear attention, too), g and w are None."""
+    """The result, and g, 1 / m, w, z, S. Where ``weight_scale`` is None (linear attention, too), g and w are None."""
     wide = torch.promote_types(accumulation_dtype(q), v.dtype)
     both, values = copies_by_head(q, k, num_heads, wide), split_heads(v, num_heads)
     out, *kept = _mix(both, values, product_dtype(q, v), kernel, rotary, mask, weight_scale, eps)
@@ -154,7 +150,7 @@ def rala_in_place(q, k, v, num_heads, kernel, rotary, mask, weight_scale, eps=1e
 
 
 def _mix(both: Both, v: Tensor, products: torch.dtype, kernel, rotary, mask, weight_scale, eps):
-    """The result (B, N, heads * e) and g, w, z, S of (B, heads, N, d) tensors; overwrites ``both``.
+    """The result (B, N, heads * e) and g, 1 / m, w, z, S of (B, heads, N, d) tensors; overwrites ``both``.
 
     Args:
         products (torch.dtype): Of the products with values and state. The rest is of the type of ``both``.
@@ -163,83 +159,88 @@ def _mix(both: Both, v: Tensor, products: torch.dtype, kernel, rotary, mask, wei
     q, k = both
     dtype, wide = q.dtype, accumulation_dtype(q)
     count, floor = count_tokens(k, mask), padded_eps(eps, mask, wide)
-    mean_query = weight = None
-    if weight_scale is None:
+    mean_query, scales = None, q.new_empty(1 if weight_scale is None else 2, *q.shape[:-1], 1, dtype=wide)
+    weight = None if weight_scale is None else scales[1]
+    if weight is None:
         key_mean = _mean(k, mask, count)
     else:
         mean_query = _mean(q, mask, count)
-        weight = token_weights((k @ mean_query.transpose(-1, -2)).to(wide).mul_(weight_scale), mask)
+        logits = (k @ mean_query.transpose(-1, -2)).to(wide).mul_(weight_scale)
+        if mask is None and not dispatch.on_cpu(q):  # GPUs compute with denormal numbers as fast as with others
+            torch.softmax(logits, dim=-2, out=weight)
+        else:
+            weight.copy_(token_weights(logits, mask))
         key_mean = weight.to(dtype).transpose(-1, -2) @ k
-    over = (q @ key_mean.transpose(-1, -2)).to(wide).add_(floor).reciprocal_().to(dtype)
+    torch.reciprocal((q @ key_mean.transpose(-1, -2)).to(wide).add_(floor), out=scales[0])
     if weight is None:
-        q.mul_(over)
+        q.mul_(scales[0].to(dtype))
     elif isinstance(both, Tensor):
-        both.mul_(torch.stack((over, weight.to(dtype))))
+        both.mul_(scales.to(dtype))
     else:
-        both = q.mul_(over), k.mul_(weight.to(dtype))
+        both = q.mul_(scales[0].to(dtype)), k.mul_(weight.to(dtype))
     if rotary is not None:
         both = _each(lambda x: rotate(x, rotary.to(wide), inplace=True), both)
     q, k = _each(lambda x: x.to(products), both)
     state = k.transpose(-1, -2) @ v.to(products)
     state = state / count if weight is None else state
-    return (q @ state.to(products)).transpose(1, 2).flatten(2), mean_query, weight, key_mean, state
+    return (q @ state.to(products)).transpose(1, 2).flatten(2), mean_query, scales[0], weight, key_mean, state
 
 
 def backward(grads, inputs, kept, wanted, num_heads, kernel, weight_scale, eps):
     """``d_x``: gradient of x."""
-    (q, k, v, rotary, mask), (mean_query, weight, key_mean, state) = inputs, kept
+    (q, k, v, rotary, mask), (mean_query, inverse, weight, key_mean, state) = inputs, kept
     wide, products = torch.promote_types(accumulation_dtype(q), v.dtype), product_dtype(q, v)
-    made, places = _gradients(q, k, num_heads)
+    made, places = gradients_by_head(q, k, num_heads)
     grad_v = torch.empty_like(v)
     both = _each(IN_PLACE[kernel][0], copies_by_head(q, k, num_heads, wide))
     q, k = both
-    d_v = split_heads(grad_v, num_heads)
-    d_both = places if q.dtype == made[0].dtype == made[1].dtype else _each(torch.empty_like, both)
-    d_q, d_k = d_both
     v, state = split_heads(v, num_heads).to(products), state.to(products)
     real = None if mask is None else mask[:, None, :, None].to(wide)
-    count, floor = count_tokens(k, mask), padded_eps(eps, mask, wide)
+    count = count_tokens(k, mask)
     table = None if rotary is None else rotary.to(wide)
-    back = None if table is None else backwards(table)
-
-    def rotated(x, table, inplace):
-        return x if table is None else rotate(x, table, inplace)
-
     # out = n / m with the numerator n_i = R_i q_i S and the normaliser m_i = q_i . z + eps
-    normaliser = dots(q, key_mean).add_(floor)
-    d_numerator = quotient_by_head(split_heads(grads[0], num_heads), normaliser, products)
-    inner = rotated((d_numerator @ state.transpose(-1, -2)).to(wide), back, True)
-    # n_i . d_n_i = q_i . (R_i^T S d_n_i): the numerator itself is not needed
-    d_normaliser = dots(q, inner).div_(normaliser)  # times -1
-    d_mean = d_normaliser.transpose(-1, -2) @ q  # times -1
-    torch.addcmul(inner, d_normaliser, key_mean, value=-1, out=d_q)
-    d_state = rotated(q, table, False).to(products).transpose(-1, -2) @ d_numerator
-    if weight is None:
-        d_state, d_mean = d_state / count, d_mean / count
-    d_state = d_state.to(products)
-    # S = sum_j w_j R_j k_j v_j^T and z = sum_j w_j k_j
-    inner = rotated((v @ d_state.transpose(-1, -2)).to(wide), back, True)
-    if weight is None:
-        torch.sub(inner, d_mean if real is None else d_mean * real, out=d_k)
-        d_v.copy_(rotated(k, table, False).to(products) @ d_state)
+    d_numerator = multiply_by_head(split_heads(grads[0], num_heads), inverse, products)
+    turned = both if table is None else _each(lambda x: rotate(x, table), both)
+    keys = turned[1] if weight is None else turned[1] * weight if table is None else turned[1].mul_(weight)
+    d_state = turned[0].to(products).transpose(-1, -2) @ d_numerator
+    # S = sum_j w_j R_j k_j v_j^T, or without weights their mean
+    d_state = (d_state / count if weight is None else d_state).to(products)
+    split_heads(grad_v, num_heads).copy_(keys.to(products) @ d_state)
+    del turned, keys
+    if isinstance(both, Tensor):
+        inner: Both = v.new_empty(2, *q.shape)
+        torch.matmul(d_numerator, state.transpose(-1, -2), out=inner[0])
+        torch.matmul(v, d_state.transpose(-1, -2), out=inner[1])
     else:
-        torch.mul(inner.sub_(d_mean), weight, out=d_k)
-        d_v.copy_(rotated(k * weight, table, True).to(products) @ d_state)
+        inner = d_numerator @ state.transpose(-1, -2), v @ d_state.transpose(-1, -2)
+    inner = _each(lambda x: x.to(wide), inner)
+    if table is not None:
+        back = backwards(table)
+        inner = _each(lambda x: rotate(x, back, inplace=True), inner)
+    d_q, d_k = inner
+    # n_i . d_n_i = q_i . (R_i^T S d_n_i): the numerator itself is not needed
+    along = dots(both, inner) if isinstance(both, Tensor) else (dots(q, d_q), None)
+    d_normaliser = along[0] * inverse  # times -1
+    d_mean = d_normaliser.transpose(-1, -2) @ q  # times -1
+    d_q.addcmul_(d_normaliser, key_mean, value=-1)
+    # z = sum_j w_j k_j, or the mean key
+    if weight is None:
+        d_mean = d_mean / count
+        d_k.sub_(d_mean if real is None else d_mean * real)
+    else:
         # w = softmax_j(k_j . g * weight_scale) and g = mean_i q_i
-        d_weight = dots(k, inner)
-        d_logits = weight * (d_weight - (weight * d_weight).sum(dim=2, keepdim=True)) * weight_scale
+        d_weight = (dots(k, d_k) if along[1] is None else along[1]) - dots(k, d_mean)
+        d_k.sub_(d_mean).mul_(weight)
+        d_logits = private_apis.SOFTMAX_BACKWARD(d_weight, weight, -2, weight.dtype)
         d_logits = d_logits if mask is None else d_logits.masked_fill_(~mask[:, None, :, None], 0)
-        d_query = (d_logits.transpose(-1, -2) @ k) / count
-        d_k.addcmul_(d_logits, mean_query)
+        d_query = (d_logits.transpose(-1, -2) @ k) * (weight_scale / count)
+        d_k.addcmul_(d_logits, mean_query, value=weight_scale)
         d_q.add_(d_query if real is None else d_query * real)
     undo_map = IN_PLACE[kernel][1]
-    if isinstance(both, Tensor) and isinstance(d_both, Tensor):
-        undo_map(both, d_both)
+    if isinstance(both, Tensor) and isinstance(places, Tensor):
+        places.copy_(undo_map(both, inner))
     else:
-        undo_map(q, d_q), undo_map(k, d_k)
-    if d_both is not places:
-        for place, grad in zip(places, d_both):
-            place.copy_(grad)
+        places[0].copy_(undo_map(q, d_q)), places[1].copy_(undo_map(k, d_k))
     return *made, grad_v, None, None
 
 
@@ -249,17 +250,9 @@ def _each(function, both: Both) -> Both:
 
 def _mean(x: Tensor, mask: Optional[Tensor], count) -> Tensor:
     """Over the real tokens."""
-    real = x if mask is None else x * mask[:, None, :, None].to(x.dtype)
-    return (real.sum(dim=2, keepdim=True) / count).to(x.dtype)
+    if mask is None:
+        return x.mean(dim=2, keepdim=True)
+    return ((x * mask[:, None, :, None].to(x.dtype)).sum(dim=2, keepdim=True) / count).to(x.dtype)
 
 
-def _gradients(q: Tensor, k: Tensor, num_heads: int) -> tuple[Sequence[Tensor], Both]:
-    """Memory for the gradients of queries and keys, and the same by head; in one tensor where they fit."""
-    if q.shape != k.shape or q.dtype != k.dtype:
-        made = torch.empty_like(q), torch.empty_like(k)
-        return made, (split_heads(made[0], num_heads), split_heads(made[1], num_heads))
-    pair = q.new_empty(2, *q.shape)
-    return list(pair), pair.unflatten(-1, (num_heads, -1)).transpose(2, 3)
-
-
-_RALA = Rule(_equation, forward, backward)
+_RALA = GradientRule(_equation, forward, backward)

@@ -1,11 +1,14 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Rotary position encoding."""
 
+import functools
+
 import torch
 from torch import Tensor
 
 from . import dispatch
-from .tensors import unflatten, widened
+from .gradients import GradientRule, apply_rule
+from .tensors import accumulation_dtype, copies_by_head, gradients_by_head, is_known, split_heads, unflatten, widened
 
 _HALF = (torch.float16, torch.bfloat16)
 
@@ -34,13 +37,28 @@ def rotary_table(
         raise ValueError(
             f'rotary encoding: head_dim={head_dim} has to be a multiple of 4 (change num_heads or rotary=False)'
         )
-    speed = base ** -torch.linspace(0, 1, head_dim // 4, device=device, dtype=dtype)
-    positions = torch.cat([torch.arange(size, device=device, dtype=dtype) for size in (height, width)])
-    angles = positions[:, None] * speed
-    turns = torch.stack((angles.cos(), angles.sin()), dim=-1)
-    rows, columns = turns[:height], turns[height:]
+    longest, cached = (height, width), device is not None and is_known(height, width) and not dispatch.needs_reference()
+    if cached:
+        length = 2 ** (max(longest) - 1).bit_length()
+        rows = columns = _cached_turns(length, head_dim, torch.device(device), dtype, base)
+    else:
+        rows, columns = (_turns(size, head_dim, device, dtype, base) for size in longest)
+    rows, columns = rows[:height], columns[:width]
     halves = (rows[:, None].expand(height, width, -1, -1), columns[None].expand(height, width, -1, -1))
     return torch.cat(halves, dim=2).flatten(0, 1)
+
+
+def _turns(length: int, head_dim: int, device, dtype: torch.dtype, base: float) -> Tensor:
+    """Cos and sin of the angles at each position of an axis, (length, head_dim / 4, 2)."""
+    speed = base ** -torch.linspace(0, 1, head_dim // 4, device=device, dtype=dtype)
+    angles = torch.arange(length, device=device, dtype=dtype)[:, None] * speed
+    return torch.stack((angles.cos(), angles.sin()), dim=-1)
+
+
+@functools.lru_cache(maxsize=64)
+def _cached_turns(*args) -> Tensor:
+    with torch.inference_mode(False):  # a training pass may use it after a test
+        return _turns(*args)
 
 
 def rotate(x: Tensor, table: Tensor, inplace: bool = False) -> Tensor:
@@ -82,13 +100,58 @@ def rotate_reference(x: Tensor, table: Tensor) -> Tensor:
 
 def backwards(table: Tensor) -> Tensor:
     """The table of the opposite angles, contiguous."""
-    return torch.stack((table[..., 0], -table[..., 1]), dim=-1)
+    return torch.view_as_real(torch.view_as_complex(table).conj().resolve_conj())
 
 
 def _as_complex(x: Tensor) -> Tensor:
-    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_complex(torch.unflatten(x, -1, (-1, 2)))
 
 
 def _pairs_lie_together(x: Tensor) -> bool:
+    if x.is_contiguous() and x.shape[-1] % 2 == 0 and x.storage_offset() % 2 == 0:
+        return True
     *strides, last = x.stride()
-    return last == 1 and not any(stride % 2 for stride in (*strides, x.storage_offset()))
+    for stride in (*strides, x.storage_offset()):
+        if stride % 2:
+            return False
+    return last == 1
+
+
+def rotate_pair(q: Tensor, k: Tensor, table: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
+    """:func:`rotate` queries and keys together.
+
+    Args:
+        q, k (Tensor): (B, N, heads * d).
+        table (Tensor): (N, d / 2, 2), see :func:`rotary_table`.
+        num_heads (int): Heads that the channels are split into.
+
+    Returns:
+        tuple[Tensor, Tensor]: (B, heads, N, d) each, in the dtype of ``q``.
+    """
+    angles = accumulation_dtype(q)
+    together = q.shape == k.shape and q.dtype == k.dtype and table.dtype == angles and not table.requires_grad
+    if not together or q.numel() == 0 or not dispatch.state.settled and dispatch.needs_reference(q, k, table):
+        return rotate(split_heads(q, num_heads), table), rotate(split_heads(k, num_heads), table)
+    return apply_rule(_PAIR, dict(num_heads=num_heads), q, k, table)
+
+
+def _pair(q, k, table, num_heads):
+    return tuple(rotate_reference(split_heads(x, num_heads), table) for x in (q, k))
+
+
+def _pair_forward(q, k, table, num_heads):
+    both = rotate(copies_by_head(q, k, num_heads, table.dtype), table, inplace=True)
+    return tuple(both.to(q.dtype).unbind()), ()
+
+
+def _pair_backward(grads, inputs, kept, wanted, num_heads):
+    q, k, table = inputs
+    both = grads[0].new_empty(2, *grads[0].shape, dtype=table.dtype)
+    for place, grad in zip(both, grads):
+        place.copy_(grad)
+    made, places = gradients_by_head(q, k, num_heads)
+    places.copy_(rotate(both, backwards(table), inplace=True))
+    return *made, None
+
+
+_PAIR = GradientRule(_pair, _pair_forward, _pair_backward)

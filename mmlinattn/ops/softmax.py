@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import dispatch
-from .rotary import rotate
+from .rotary import rotate_pair
 from .tensors import is_known, merge_heads, split_heads
 
 
@@ -57,10 +57,11 @@ def softmax_attention(
     """
     if is_known(k.shape[1], v.shape[1]) and k.shape[1] != v.shape[1]:
         raise ValueError(f'k has {k.shape[1]} tokens and v {v.shape[1]}; allowed is one value for each key')
-    q, k, v = (split_heads(t, num_heads) for t in (q, k, v))
-    if rotary is not None:
-        q, k = rotate(q, rotary), rotate(k, rotary)
-    return merge_heads(attend(q, k, v, masked_bias(bias, mask, q)))
+    if rotary is None:
+        q, k = split_heads(q, num_heads), split_heads(k, num_heads)
+    else:
+        q, k = rotate_pair(q, k, rotary, num_heads)
+    return merge_heads(attend(q, k, split_heads(v, num_heads), masked_bias(bias, mask, q)))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, bias: Optional[Tensor]) -> Tensor:

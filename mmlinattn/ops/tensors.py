@@ -2,7 +2,8 @@
 """Tensors of tokens: heads, maps, products by head, padding; and arithmetic of sizes that holds in graphs for other
 sizes."""
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Optional, Union
 
 import torch
@@ -12,6 +13,7 @@ from ..utils import private_apis
 from . import dispatch
 from .dispatch import accumulation_dtype
 
+Both = Union[Tensor, tuple[Tensor, Tensor]]  # queries and keys (B, heads, N, d): in one tensor (2, ...) where they fit
 # Elements of the intermediate results of an op on CPUs that are made at once, which bounds its memory. Smaller blocks
 # mean more parallel regions, each of which waits for its last thread.
 BLOCK_NUMEL = 2**21
@@ -20,6 +22,8 @@ BLOCK_NUMEL = 2**21
 def unflatten(x: Tensor, dim: int, sizes) -> Tensor:
     """``x.unflatten(dim, sizes)``, of which ``torch.onnx.export(..., dynamo=False)`` makes constants. One size may be
     -1."""
+    if dispatch.state.settled:
+        return torch.unflatten(x, dim, sizes)
     dim, known, open_at = dim % x.dim(), 1, None
     sizes = list(sizes)
     for i, size in enumerate(sizes):
@@ -53,7 +57,7 @@ def pair_by_head(q: Tensor, k: Tensor, num_heads: int) -> Optional[Tensor]:
     if not side_by_side:
         return None
     pair = q.as_strided((*q.shape[:-1], 2 * width), q.stride())
-    return pair.unflatten(-1, (2, num_heads, -1)).permute(2, 0, 3, 1, 4)
+    return torch.unflatten(pair, -1, (2, num_heads, -1)).permute(2, 0, 3, 1, 4)
 
 
 def copies_by_head(q: Tensor, k: Tensor, num_heads: int, dtype: torch.dtype) -> Any:
@@ -82,11 +86,22 @@ def copy_by_head(x: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
     return split_heads(x, num_heads).to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
+def gradients_by_head(q: Tensor, k: Tensor, num_heads: int) -> tuple[Sequence[Tensor], Both]:
+    """Memory for the gradients of queries and keys, and the same by head; in one tensor where they fit."""
+    if q.shape != k.shape or q.dtype != k.dtype:
+        made = torch.empty_like(q), torch.empty_like(k)
+        return made, (split_heads(made[0], num_heads), split_heads(made[1], num_heads))
+    pair = q.new_empty(2, *q.shape)
+    return list(pair), torch.unflatten(pair, -1, (num_heads, -1)).transpose(2, 3)
+
+
 def are_attended(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> bool:
     """Whether these are queries, keys and values of so many heads. The reference broadcasts others, or raises."""
-    fits = all(t.dim() == 3 and t.numel() and t.is_floating_point() for t in (q, k, v)) and num_heads > 0
+    for t in (q, k, v):
+        if t.dim() != 3 or not t.numel() or not t.is_floating_point():
+            return False
     return (
-        fits
+        num_heads > 0
         and k.shape[::2] == q.shape[::2]
         and v.shape[:2] == k.shape[:2]
         and q.shape[-1] % num_heads == v.shape[-1] % num_heads == 0
@@ -103,7 +118,8 @@ def product_dtype(q: Tensor, v: Tensor) -> torch.dtype:
 
 def merge_heads(x: Tensor) -> Tensor:
     """(B, heads, N, d) -> (B, N, heads * d); a view where the heads of a token lie side by side."""
-    return clone_if_open(x.transpose(1, 2)).flatten(2)
+    x = x.transpose(1, 2)
+    return (x if dispatch.state.settled else clone_if_open(x)).flatten(2)
 
 
 def heads_of(x: Tensor, num_heads: int) -> Tensor:
@@ -130,6 +146,8 @@ def clone_if_open(x: Tensor) -> Tensor:
 
     For another layout PyTorch compares the size with 1, and export would add that as a guard.
     """
+    if dispatch.state.settled:
+        return x
     if any(isinstance(size, torch.SymInt) and not private_apis.is_surely_above_one(size) for size in x.shape):
         return x.clone(memory_format=torch.contiguous_format)
     return x
@@ -137,21 +155,29 @@ def clone_if_open(x: Tensor) -> Tensor:
 
 def to_image(x: Tensor) -> Tensor:
     """(B, H, W, C) -> (B, C, H, W), a view in channels-last memory where :func:`clone_if_open` leaves it one."""
-    return clone_if_open(x.permute(0, 3, 1, 2))
+    x = x.permute(0, 3, 1, 2)
+    return x if dispatch.state.settled else clone_if_open(x)
 
 
 def dots(x: Tensor, y: Tensor) -> Tensor:
-    """Scalar products of (B, heads, N, d) by (B, heads, N or 1, d), (B, heads, N, 1)."""
+    """Scalar products of (..., B, heads, N, d) by (..., B, heads, N or 1, d), (..., B, heads, N, 1)."""
     # on CPUs, matrix products of few columns take several times as long as the sum of products
     if y.shape[-2] == 1 and not dispatch.on_cpu(x):
         return x @ y.transpose(-1, -2)
     return torch.linalg.vecdot(x, y).unsqueeze(-1)
 
 
-def quotient_by_head(x: Tensor, divisor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x / divisor`` of (B, heads, N, e) in ``dtype``, laid as :func:`copies_by_head` lays tokens."""
+def multiply_by_head(x: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x * factor`` of (B, heads, N, e) in ``dtype``, laid as :func:`copies_by_head` lays tokens."""
     layout = torch.preserve_format if dispatch.on_cpu(x) else torch.contiguous_format
-    return torch.div(x, divisor, out=torch.empty_like(x, dtype=dtype, memory_format=layout))
+    return torch.mul(x, factor, out=torch.empty_like(x, dtype=dtype, memory_format=layout))
+
+
+def subtract(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x - y`` in ``dtype``, by one operation."""
+    if dispatch.on_cpu(x):
+        return (x - y).to(dtype)
+    return torch.sub(x, y, out=x.new_empty(x.shape, dtype=dtype))
 
 
 def blocks(x: Tensor, batch: int, tokens: int) -> Iterator[tuple[slice, slice]]:
@@ -185,12 +211,31 @@ TokenCount = Union[int, Tensor]
 def count_tokens(x: Tensor, mask: Optional[Tensor]) -> TokenCount:
     """Number of real tokens of (..., B, heads, N, d): N, or (B, 1, 1, 1) with a mask, at least 1."""
     if mask is None:
-        return x.shape[-2]
-    return mask.sum(dim=1)[:, None, None, None].clamp(min=1).to(accumulation_dtype(x))
+        count: Any = x.shape[-2]
+        if isinstance(count, Tensor):  # by torch.jit.trace; the root of an int would be of the default type
+            return count.to(accumulation_dtype(x))
+        return max(count, 1) if is_known(count) else count
+    global _last_count
+    wide = accumulation_dtype(x)
+    if dispatch.needs_reference(mask):
+        return _count(mask, wide)
+    found, dtype, count = _last_count
+    if found() is not mask or dtype != wide:
+        count = _count(mask, wide)
+        _last_count = weakref.ref(mask), wide, count
+    return count
+
+
+def _count(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    return mask.sum(dim=1)[:, None, None, None].clamp(min=1).to(dtype)
+
+
+# of the last mask, which the blocks of a stage share
+_last_count: tuple[Callable, Any, Any] = (lambda: None, None, None)
 
 
 def inverse_sqrt(count: TokenCount) -> Union[float, Tensor]:
-    """``count ** -0.5``: 1 / N leaves the range of float16, its root on each of two factors does not."""
+    """Return ``count ** -0.5``: 1 / N leaves the range of float16, its root on each of two factors does not."""
     return count**-0.5
 
 
@@ -199,8 +244,9 @@ def token_mean(x: Tensor, mask: Optional[Tensor], count: TokenCount) -> Tensor:
     wide = accumulation_dtype(x)
     if mask is None:
         return x.sum(dim=-2, keepdim=True, dtype=wide) / count
-    # a product with the mask is a masked sum without a masked copy
-    return (mask[:, None, None].to(wide) @ x.to(wide)) / count
+    if dispatch.on_cpu(x):  # a product with the mask is a masked sum without a masked copy
+        return (mask[:, None, None].to(wide) @ x.to(wide)) / count
+    return (x * mask[:, None, :, None]).sum(dim=-2, keepdim=True, dtype=wide) / count
 
 
 def padded_eps(eps: float, mask: Optional[Tensor], dtype: torch.dtype) -> Union[float, Tensor]:
@@ -221,6 +267,8 @@ def padded_eps(eps: float, mask: Optional[Tensor], dtype: torch.dtype) -> Union[
 
 def is_known(*sizes) -> bool:
     """Whether all sizes are numbers now, rather than something that a graph leaves open."""
+    if dispatch.state.settled:
+        return True
     if any(isinstance(size, Tensor) for size in sizes):
         return False
     return all(private_apis.has_static_value(size) for size in sizes)

@@ -189,14 +189,15 @@ ADVICE = {
     'dataloader, or resize or crop to one size in the pipeline',
     'is not a subset of classes': 'metainfo.classes can only choose among the classes of this data set. For others set '
     "type='BaseSegDataset' of each data set (with reduce_zero_label=True if 0 is no class)",
-    'selected index k out of range': 'top-k exceeds the number of classes or boxes: set topk=(1,) in val_evaluator, '
-    'test_evaluator and the head. Of the boxes of a detector: lower max_per_img or max_per_image of its test_cfg',
+    'selected index k out of range': 'the detector has fewer boxes: lower max_per_img or max_per_image in its test_cfg',
+    'accuracy is unavailable since the number of categories': 'set topk=(1,) in val_evaluator, test_evaluator and the '
+    'head',
     'None is not a callable object': 'optim_wrapper.optimizer.type is no known optimizer',
     'Scale must be a number or tuple of int': 'a scale is a list; write it in brackets, scale="(96,96)"',
     'base_wd should not be None': 'paramwise_cfg has *_decay_mult: set optim_wrapper.optimizer.weight_decay, too',
     'weight tensor should be defined': 'class_weight of a loss has to have a number for each class of its head',
-    'No enough information to get one-hot': 'mixed images need data_preprocessor=dict(num_classes=...), as many as the '
-    'head has',
+    'Cannot generate one-hot format labels': 'mixed images need data_preprocessor=dict(num_classes=...), the number of '
+    'the head',
     "unexpected keyword argument 'pretrained'": 'weights of a backbone go into its init_cfg=dict(type="Pretrained", '
     'checkpoint=...)',
     '!_src.empty()': 'OpenCV cannot read an image. If a transform of your own reads them, leave --show-dir out',

@@ -20,7 +20,7 @@ from ..engine import hooks as engine_hooks
 from ..engine.data.checks import check_names
 from ..utils.building import scope_of
 from ..utils.errors import RunError, described
-from ..utils.private_apis import checkpoint_prefixes
+from ..utils.private_apis import checkpoint_loaders
 from ..utils.registering import bare_name
 from .class_names import dataset_configs, num_classes
 from .command_line import notice, writing
@@ -173,7 +173,9 @@ def follow_own_classes(cfg: Config) -> None:
 
 
 def set_data_root(cfg: Config, root: str) -> None:
-    """Move all data sets of a config, and the annotation files of its evaluators, to another folder.
+    """Move all data sets of a config, and the files that its evaluators read, to another folder.
+
+    Absolute paths move if they lie below the old folder. A missing file is looked for by its name in the new one.
 
     Args:
         cfg (Config): The config to change.
@@ -183,6 +185,7 @@ def set_data_root(cfg: Config, root: str) -> None:
     datasets = [dataset for loader in LOADERS for _, dataset in dataset_configs(cfg, loader)]
     rooted = [dataset for dataset in datasets if 'data_root' in dataset]
     old_roots = {osp.normpath(dataset['data_root'] or '') for dataset in rooted}
+    old_roots |= {osp.abspath(old) for old in old_roots - {'.'}}
     for dataset in rooted or datasets:
         dataset['data_root'] = root
 
@@ -197,6 +200,9 @@ def set_data_root(cfg: Config, root: str) -> None:
         for old in sorted(old_roots, key=len, reverse=True):
             if old != '.' and osp.join(path, '').startswith(osp.join(old, '')):
                 return osp.join(root, path[len(old) :].lstrip('/'))
+        beside = osp.join(root, osp.basename(path))
+        if key == 'ann_file' and osp.isabs(path) and not osp.exists(path) and osp.exists(beside):
+            return beside
         # without a root, files were relative to the current folder; join leaves absolute paths alone
         if '.' in old_roots and key == 'ann_file' and path not in ('', '.') and '://' not in node:
             return osp.join(root, path)
@@ -205,6 +211,11 @@ def set_data_root(cfg: Config, root: str) -> None:
     for key in EVALUATORS:
         if cfg.get(key):
             cfg[key] = moved(cfg[key])
+    for dataset in rooted or datasets:
+        prefixes = dataset['data_prefix'] if isinstance(dataset.get('data_prefix'), dict) else {}
+        for node, key in [(dataset, 'ann_file'), (dataset, 'data_prefix'), *((prefixes, key) for key in prefixes)]:
+            if isinstance(node.get(key), str) and osp.isabs(node[key]):
+                node[key] = osp.abspath(moved(node[key], key))  # as data_root is put before others
 
 
 def check_checkpoint(path: str, name: str) -> str:
@@ -213,7 +224,7 @@ def check_checkpoint(path: str, name: str) -> str:
     Raises:
         RunError: ``path`` is local and no file.
     """
-    is_address = '://' in path and any(re.match(prefix, path) for prefix in checkpoint_prefixes())
+    is_address = '://' in path and any(re.match(prefix, path) for prefix in filter(None, checkpoint_loaders()))
     local = osp.expanduser(path)
     if not is_address and not osp.isfile(local):
         what = 'a folder' if osp.isdir(local) else 'a pipe or a device'

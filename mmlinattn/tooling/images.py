@@ -114,6 +114,25 @@ def test_size(cfg: Config) -> Optional[tuple[int, int]]:
     return -(-height // divisor) * divisor, -(-width // divisor) * divisor
 
 
+def resizing(cfg: Config) -> dict:
+    """How the test pipeline sizes an image, fit for JSON.
+
+    Returns:
+        dict: ``resize``, the arguments of the last step that resizes (``scale`` is width and height, or an edge), and
+        ``crop``, height and width of a crop after it; None for steps that the pipeline lacks.
+    """
+    found: dict = dict(resize=None, crop=None)
+    for step in test_pipeline(cfg):
+        kind = bare_name(step['type'])
+        if step.get('crop_size'):
+            size = step['crop_size']
+            found['crop'] = [size, size] if isinstance(size, int) else list(size)[::-1]
+        elif step.get('scale') and 'Resize' in kind:
+            found['resize'] = {key: list(value) if isinstance(value, tuple) else value for key, value in step.items()}
+            del found['resize']['type']
+    return found
+
+
 def usual_size(cfg: Config) -> tuple[int, int]:
     """Return height and width for an exported graph.
 

@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """The benchmarks measure what they say; what they find is for a quiet machine."""
 
+import count_traffic
 import measure
 import pytest
 import run_attentions
@@ -32,16 +33,13 @@ def test_attentions_by_tokens(tmp_path, capsys):
     assert [row.split(' | ')[2] for row in (first, second)] == ['-', '-']
 
 
-def test_traffic_is_counted_without_a_gpu(capsys):
-    pytest.importorskip('triton')
-    import count_traffic
-
-    count_traffic.main(['--side', '0'])
+def test_kept_memory_and_launches_of_attentions(capsys):
+    """Gradients by hand keep a tenth of a tensor at most; RALA's start two thirds of the launches of its equation."""
+    count_traffic.main(['--only', 'attentions', '--tokens', '1024'])
     rows = [line.strip('| ').split(' | ') for line in capsys.readouterr().out.splitlines()]
-    attentions = [row for row in rows if len(row) == 7 and row[1][0].isdigit()]
-    assert len(attentions) == 14
-    for name, plain, launches, on_cpu, _, elsewhere, ours in attentions:
-        assert max(float(on_cpu), float(elsewhere)) <= 0.1 and 2 < float(plain)
-        if name == 'RALA':  # at most two thirds of the reference's
+    found = [row for row in rows if len(row) == 7 and row[1][0].isdigit()]
+    assert len(found) == 14
+    for name, plain, launches, on_cpu, _, on_gpu, ours in found:
+        assert max(float(on_cpu), float(on_gpu)) <= 0.1 and 2 < float(plain)
+        if name == 'RALA':
             assert all(3 * int(a) <= 2 * int(b) for a, b in zip(ours.split(', '), launches.split(', ')))
-    assert [row[1:] for row in rows[-2:]] == [['3', '5.1', '3', '10.2'], ['2', '4.1', '2', '7.1']]

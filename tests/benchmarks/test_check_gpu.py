@@ -19,36 +19,35 @@ def run(*command):
     return subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason='where there is none')
+@pytest.mark.skipif(torch.cuda.is_available(), reason='there is a GPU')
 def test_without_a_gpu_one_line(tmp_path):
     done = run(ROOT / 'benchmarks' / 'check_gpu.py', '--out', tmp_path / 'report')
-    assert done.returncode == 1 and len(done.stdout.splitlines()) == 1 and '--interpret' in done.stdout
+    assert done.returncode == 1 and len(done.stdout.splitlines()) == 1 and '--rehearse' in done.stdout
     assert not (tmp_path / 'report').exists()
 
 
 # parts one after the other in one process: to import PyTorch for each takes longer
 REHEARSAL = """
-import os, sys
-os.environ['TRITON_INTERPRET'] = '1'
+import sys
 import check_gpu
 from pathlib import Path
 
 by_process, file = check_gpu.run_part, Path(sys.argv[1]) / 'part.json'
 
-def run_part(name, interpret, seconds):
+def run_part(name, rehearse, seconds):
     if name == 'machine':
-        return by_process(name, interpret, seconds)
+        return by_process(name, rehearse, seconds)
     check_gpu.run_here(name, file)
     return check_gpu.json.loads(file.read_text())
 
 check_gpu.run_part = run_part
-sys.exit(check_gpu.main(['--out', sys.argv[1], '--interpret']))
+sys.exit(check_gpu.main(['--out', sys.argv[1], '--rehearse']))
 """
 
 
 @pytest.mark.slow
-def test_a_rehearsal_runs_all_of_it(tmp_path):
-    pytest.importorskip('triton')
+def test_rehearsal(tmp_path):
+    """Run all parts on a CPU, with small models."""
     pytest.importorskip('mmdet')
     done = run('-c', REHEARSAL, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -56,55 +55,61 @@ def test_a_rehearsal_runs_all_of_it(tmp_path):
     assert {part['status'] for part in report['parts'].values()} == {'done'}
     rows = [row for part in report['parts'].values() for row in part['rows']]
     assert all(row['ms'] > 0 and row['first_s'] > 0 for row in rows if 'step' in row)
-    kernels = [row for row in rows if 'case' in row]
-    assert len(kernels) == 18 and all(row['kernel'] < 0.1 and not row['told'] for row in kernels)
-    assert any(row['kernel'] != row['pytorch'] for row in kernels)  # kernels ran
-    note, *last = done.stdout.splitlines()[-14:]
-    assert note.startswith('A rehearsal: ')
-    assert all(': take ' in line for line in last[:-1]) and last[-1].startswith('Kernels right: yes.')
-    assert last == report['take'] and all(f'- {line}' in text for line in last)
-    assert "MMDetection's Swin-T | compiled" in text and 'of eager' in text
+    found = [row for row in rows if 'right' in row]
+    assert len(found) == 2 * len(check_gpu.HOSTS) + 2 * (len(check_gpu.TIMED) - 1)
+    assert all(row['right'] and 0 < row['error'] < 0.1 for row in found)
+    detectors = [row for row in rows if 'optimizer_ms' in row]
+    assert len(detectors) == 6 and min(row['groups'] for row in detectors) < 10 < max(
+        row['groups'] for row in detectors
+    )
+    *_, last = done.stdout.splitlines()
+    assert 'A rehearsal: its times mean nothing.' in done.stdout and last == 'Hosts right: yes.'
+    assert all(f'- {line}' in text for line in report['take'])
+    assert f'{check_gpu.PEER} | compiled' in text and '5x5, ' in text
 
 
-@pytest.mark.skipif(check_gpu.INTERPRET, reason='a rehearsal itself')
-def test_what_a_rehearsal_replaces_is_of_pytorch():
+def test_stand_in_of_a_rehearsal_is_of_pytorch():
     names = [name for name in vars(check_gpu.OnCPU) if not name.startswith('__')]
     assert len(names) == 6 and all(callable(getattr(torch.cuda, name)) for name in names)
     assert check_gpu.cuda is torch.cuda
 
 
-def made_up(ms, right=True, told=()):
-    """Parts of a report. ``ms``: of eager, compiled, kernels; None for what failed."""
+def test_hosts_are_those_of_the_counts():
+    import launches
+
+    assert tuple(launches.HOSTS) == check_gpu.HOSTS and launches.SWIN == check_gpu.PEER
+
+
+def made_up(eager, compiled, right=True, status='done'):
+    """Parts of a report with these milliseconds, None for a step that failed."""
     parts = {'machine': dict(status='done', rows=[dict(gpu='H100')])}
-    row = dict(case='float32', kernel=1e-6, pytorch=2e-6, right=right, told=list(told))
-    parts.update({f'kernels, {op}': dict(status='done', rows=[row]) for op in check_gpu.OPS})
-    for name in (name for name in check_gpu.PARTS if name.startswith(tuple(check_gpu.MODELS))):
-        time = ms[check_gpu.FORMS.index(name.rpartition(', ')[2])]
-        rows = [dict(step='train, 8 images', **(dict(error='no\nmemory') if time is None else dict(ms=time, MiB=9.0)))]
-        parts[name] = dict(status='done', rows=rows)
+    row = dict(case='eager, float32', error=1e-6, plain=2e-6, right=right)
+    parts.update({f'values, {host}': dict(status=status, rows=[row]) for host in check_gpu.HOSTS})
+    for name in (name for name in check_gpu.PARTS if name.startswith(('steps', 'detectors'))):
+        ms = compiled if ', compiled' in name else eager
+        row = dict(error='no\nmemory') if ms is None else dict(ms=ms, MiB=9.0, first_s=1.0)
+        if name.startswith('detectors'):
+            row = dict(ms=eager, MiB=9.0, first_s=1.0, groups=2, optimizer_ms=3.0)
+        parts[name] = dict(status='done', rows=[dict(step='train, 2 images', **row)])
     return parts
 
 
 @pytest.mark.parametrize(
-    ('parts', 'takes', 'verdict'),
+    ('times', 'options', 'takes', 'verdict'),
     [
-        (made_up((10.0, 5.0, 4.0)), 'MMLINATTN_OPS=triton (compiled 2.00x, kernels 2.50x of eager)', 'yes. yes.'),
-        (made_up((10.0, 5.0, 4.0), right=False), '--compile (compiled 2.00x, kernels 2.50x of eager)', 'no. yes.'),
-        (made_up((10.0, 5.0, 4.0), told=['no Triton']), '--compile (compiled 2.00x, kern', 'not known. yes.'),
-        (made_up((10.0, 5.0, 8.0)), '--compile (compiled 2.00x, kernels 1.25x of eager)', 'yes. no.'),
-        (made_up((10.0, 9.9, 8.5)), 'MMLINATTN_OPS=triton (compiled 1.01x', 'yes. no.'),
-        (made_up((10.0, 9.9, 9.8)), 'neither (compiled 1.01x', 'yes. no.'),
-        (made_up((10.0, None, 8.0)), 'MMLINATTN_OPS=triton (kernels 1.25x of eager)', 'yes. not known.'),
-        (made_up((None, 5.0, 8.0)), None, 'yes. not known.'),
+        ((10.0, 5.0), {}, 'take --compile (2.00x of eager, eager 1.00x of Swin-T)', 'yes'),
+        ((10.0, 9.8), dict(right=False), 'take eager (1.02x of eager, eager 1.00x of Swin-T)', 'no'),
+        ((10.0, None), dict(status='no time left'), 'not measured', 'not known'),
+        ((10.0, 20.0), dict(status='failed'), 'take eager (0.50x', 'no'),
     ],
 )
-def test_what_to_take(parts, takes, verdict):
+def test_form_to_take(times, options, takes, verdict):
+    parts = made_up(*times, **options)
     first, *_, last = check_gpu.advice(parts)
-    expected = 'RAVLT-T, train, 8 images: ' + ('not measured' if takes is None else f'take {takes}')
-    assert first.startswith(expected)
-    right, reached = verdict.split('. ')
-    assert last.startswith(f'Kernels right: {right}. ') and last.endswith(f': {reached}')
-    assert ('no memory' in '\n'.join(check_gpu.report(parts))) == (takes is None or 'not known' in reached)
+    assert first.startswith('RAVLT-T, train, 2 images: ' + takes)
+    assert last == f'Hosts right: {verdict}.'
+    assert 'Optimizer of Mask R-CNN: 3.00 ms, merged 3.00 ms' in check_gpu.advice(parts)
+    assert ('no memory' in '\n'.join(check_gpu.report(parts))) == (None in times)
 
 
 def test_a_part_that_fails_or_hangs_keeps_its_rows(monkeypatch, tmp_path, capsys):
@@ -123,17 +128,18 @@ def test_a_part_that_fails_or_hangs_keeps_its_rows(monkeypatch, tmp_path, capsys
     assert check_gpu.run_part('machine', True, 9) == dict(status='failed', rows=[], error='status 1')
     monkeypatch.undo()
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
-    assert check_gpu.main(['--out', str(tmp_path), '--minutes', '0']) == 0  # nothing wrong was seen
+    assert check_gpu.main(['--out', str(tmp_path), '--minutes', '0']) == 0  # nothing wrong was found
     assert 'no time left' in (tmp_path / 'report.md').read_text()
 
 
 def test_what_is_measured(monkeypatch):
     """The median without the first two calls, the largest growth of memory, the first call's seconds."""
-    times = iter([0.0, 9.0, 0.0, 4.0, *(t for ms in range(1, check_gpu.REPEATS + 1) for t in (0.0, ms / 1e3))])
+    repeats = check_gpu.setup.repeats
+    times = iter([0.0, 9.0, 0.0, 4.0, *(t for ms in range(1, repeats + 1) for t in (0.0, ms / 1e3))])
     monkeypatch.setattr(check_gpu, 'cuda', check_gpu.OnCPU)
     monkeypatch.setattr(check_gpu, 'clock', lambda: next(times))
     monkeypatch.setattr(check_gpu.OnCPU, 'max_memory_allocated', lambda: 3 * 2**20)
     calls = []
     found = check_gpu.measured(lambda: calls.append(1))
-    assert found == dict(ms=pytest.approx((check_gpu.REPEATS + 1) / 2), MiB=3.0, first_s=9.0)
-    assert len(calls) == check_gpu.REPEATS + 2
+    assert found == dict(ms=pytest.approx((repeats + 1) / 2), MiB=3.0, first_s=9.0)
+    assert len(calls) == repeats + 2

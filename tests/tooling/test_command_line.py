@@ -86,27 +86,6 @@ def test_an_error_while_building_names_the_innermost_class(monkeypatch):
         MODELS.build(model)
 
 
-@pytest.mark.parametrize(
-    ('error', 'words'),
-    [
-        (TypeError("Scale must be a number or tuple of int, but got <class 'list'>"), 'write it in brackets'),
-        (ValueError('base_wd should not be None'), 'set optim_wrapper.optimizer.weight_decay'),
-        (ValueError("new classes ('a',) is not a subset of classes ('wall',) in METAINFO."), "type='BaseSegDataset'"),
-        (ValueError('Expected more than 1 value per channel when training, got [1, 3, 1, 1]'), 'drop_last=True'),
-        (TypeError("Backbone.__init__() got an unexpected keyword argument 'pretrained'"), 'go into its init_cfg='),
-        (ValueError('LoadImageFromFile is not found in the test pipeline'), 'inferencers read images by LoadImage'),
-        (AssertionError('The image size in a batch should be the same.'), 'Set batch_size=1 in val_dataloader'),
-        (RuntimeError('Caught RuntimeError.\nstack expects each tensor to be equal size, but'), 'Set batch_size=1'),
-        (IndexError('Target 128 is out of bounds.'), 'beyond num_classes .*DataCheckHook.num_images=100000'),
-    ],
-)
-def test_remedies_of_upstream_errors(monkeypatch, error, words):
-    monkeypatch.delenv('MMLINATTN_TRACEBACK', raising=False)
-    with pytest.raises(RunError, match=f'^c.py: .*{words}') as found, command_line.explained_setup('c.py', whole=False):
-        raise error
-    assert str(error).splitlines()[-1] in str(found.value)
-
-
 @pytest.mark.parametrize('kind', ['CocoDataset', 'VOCDataset'])
 def test_an_error_in_an_annotation_file_names_it(tmp_path, monkeypatch, kind):
     """For any data set under construction."""

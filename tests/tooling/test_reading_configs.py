@@ -189,3 +189,23 @@ def test_the_folder_of_a_pure_python_config(tmp_path):
     dumped = Config.fromfile(tmp_path / 'dumped.py')
     assert dumped.test_dataloader.dataset.data_root == 'new'
     assert dumped.test_evaluator == dict(type='mmengine.evaluator.DumpResults', out_file_path='new/out.pkl')
+
+
+def test_whole_paths_move_with_the_data(tmp_path):
+    """Annotation files too, below the old folder or of their name in the new one."""
+    old, new = tmp_path / 'old', tmp_path / 'new'
+    new.mkdir()
+    (new / 'mine_val.json').write_text('{}')
+    dataset = dict(
+        data_root=f'{old}/', ann_file=f'{old}/a/train.json', data_prefix=dict(img=f'{old}/images/', seg='masks')
+    )
+    elsewhere = str(tmp_path / 'gone' / 'mine_val.json')
+    val = dict(dataset=dict(data_root=f'{old}/', ann_file=elsewhere, data_prefix=dict(img='')))
+    cfg = Config(
+        dict(train_dataloader=dict(dataset=dataset), val_dataloader=val, val_evaluator=dict(ann_file=elsewhere))
+    )
+    configs.set_data_root(cfg, str(new))
+    train = cfg.train_dataloader.dataset
+    assert (train.data_root, train.ann_file) == (str(new), f'{new}/a/train.json')
+    assert train.data_prefix == dict(img=f'{new}/images', seg='masks')
+    assert cfg.val_dataloader.dataset.ann_file == cfg.val_evaluator.ann_file == f'{new}/mine_val.json'

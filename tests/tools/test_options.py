@@ -162,7 +162,7 @@ def test_checkpoint_that_a_training_begins_with(configured, monkeypatch, capsys,
 
 def test_options_of_hooks_go_by_name_or_place(configured):
     """Also of hooks of this package that the config lacks."""
-    words = ['custom_hooks.StopHook.interval=3', 'custom_hooks.4.left_out=a', 'custom_hooks.CompileHook.priority=LOW']
+    words = ['custom_hooks.StopHook.interval=3', 'custom_hooks.3.left_out=a', 'custom_hooks.CompileHook.priority=LOW']
     hooks = {hook.type: hook for hook in configured('train.py', DETECTOR, '--cfg-options', *words).custom_hooks}
     assert (hooks['StopHook'].interval, hooks['CheckpointMatchHook'].left_out) == (3, 'a')
     assert hooks['CompileHook'].priority == 'LOW' and 'CompileHook' in hooks

@@ -2,7 +2,7 @@
 """Hooks, one file each."""
 
 from .checkpoint_match import CheckpointMatchHook
-from .checkpointing import CheckpointGuardHook, SafeCheckpointHook
+from .checkpointing import SafeCheckpointHook
 from .compiling import CompileHook
 from .data_check import DataCheckHook
 from .exact_resume import ExactResumeHook
@@ -14,7 +14,6 @@ from .stop import StopHook
 from .unused_parameters import UnusedParametersHook
 
 __all__ = [
-    'CheckpointGuardHook',
     'CheckpointMatchHook',
     'CompileHook',
     'DataCheckHook',

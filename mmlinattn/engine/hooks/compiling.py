@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
+import inspect
 import time
-from typing import Any
+from pathlib import Path
+from typing import Any, Optional
 
 import torch
 from mmcv.cnn.bricks import DropPath
@@ -12,52 +14,53 @@ from torch.fx.experimental import _config as shape_config
 from ...attention import StageContext
 from ...backbones.base import Backbone
 from ...utils.errors import RunError
-from ...utils.private_apis import call_compiled, keep_sizes_open, turn_into
+from ...utils.private_apis import call_compiled, keep_sizes_open
 
-# Inductor's own search for the memory format of convolutions compares sizes, which it cannot where they are dynamic
-# ("cannot determine truth value of Relational" in a training step, PyTorch 2.14). Ours is channels-last already.
+# Inductor's own search for the memory format of convolutions compares sizes, which fails for dynamic ones ("cannot
+# determine truth value of Relational" in a training step, PyTorch 2.14). The blocks are channels-last already.
 OPTIONS = dict(options=dict(layout_optimization=False))
 
 
 def compile_blocks(model: nn.Module, **options) -> None:
     """Compile the blocks of every backbone of this package in ``model``, in place.
 
-    The blocks, not the whole detector: the rest (heads, data-dependent shapes, losses) is not worth its
-    compilation. Sizes are dynamic, and blocks that differ only in their weights share what is compiled. A batch of one
-    image, windows of which a map has one, and inference are compiled once more. ``state_dict`` keeps its keys, copies
-    of the model are not compiled.
+    Heads, losses and data-dependent shapes stay eager. Sizes are dynamic, and blocks that differ only in their weights
+    share a graph. Training and inference have a graph each. Batches of one image run eagerly if the first batch has
+    several images: PyTorch would compile a graph of its own for the size 1. ``state_dict`` keeps its keys. Copies of
+    the model are not compiled.
 
     Args:
-        model (nn.Module): A model that is on its device already.
-        options: Of ``torch.compile`` in place of :data:`OPTIONS`, for example ``backend``.
+        model (nn.Module): A model on its final device.
+        options: Arguments of ``torch.compile`` in place of :data:`OPTIONS`, for example ``backend``.
 
     Raises:
         RunError: No backbone of this package in ``model``.
     """
     from torch._dynamo import config as dynamo_config  # the import replaces functions of torch
+    from torch._functorch import config as partition_config
 
     backbones: list[Any] = [module for module in model.modules() if isinstance(module, Backbone)]
     if not backbones:
         raise RunError('CompileHook (--compile): the model has no backbone of mmlinattn.')
-    # by default, code compiled for a square map runs square maps only: equal sizes share one symbol
+    # by default, equal sizes share one symbol, and code compiled for a square map serves square maps only
     if hasattr(shape_config, 'use_duck_shape'):  # since PyTorch 2.5
         shape_config.use_duck_shape = False
-    # by default, code that was compiled more than 8 times runs without compilation from then on
+    # by default, a function compiled more than 8 times runs eagerly from then on
     dynamo_config.cache_size_limit = max(dynamo_config.cache_size_limit, 256)
+    # by default, the graph of RALA keeps more for the backward pass than eager mode does
+    partition_config.aggressive_recomputation = True
     keep_sizes_open()
-    compiled = torch.compile(_call, dynamic=True, **(options or OPTIONS))
-
-    def call_of(block: nn.Module):
-        # the first block of a stage may get a view, the others do not; for views PyTorch compiles anew
-        return lambda x, stage: compiled(block, x.clone() if x._is_view() else x, stage)
-
-    stages = (stage for backbone in backbones for stage in getattr(backbone, 'stages', None) or [backbone.blocks])
-    for block in (block for stage in stages for block in stage):
-        for path in (module for module in block.modules() if type(module) is DropPath):
-            turn_into(path, SharedDropPath)
-            # no buffer: EMAHook pairs those of the model and of its copy, which may be older, by their order
-            path.keep_rate = torch.tensor(1 - path.drop_prob, device=next(block.parameters()).device)
-        call_compiled(block, call_of(block))  # not copied, not saved
+    options = options or dict(OPTIONS)
+    if 'isolate_recompiles' in inspect.signature(torch.compile).parameters:  # since PyTorch 2.14
+        options['isolate_recompiles'] = True
+    stages = [stage for backbone in backbones for stage in getattr(backbone, 'stages', None) or [backbone.blocks]]
+    for backbone in backbones:
+        share_drop_paths(backbone)
+    for stage in stages:
+        # guards of other stages are not asked where PyTorch isolates them
+        compiled = torch.compile(_call, dynamic=True, **options)
+        for block in stage:
+            call_compiled(block, BlockCall(block, compiled))  # neither copied nor saved
 
 
 def _call(block: nn.Module, x: Tensor, stage: StageContext):
@@ -65,8 +68,47 @@ def _call(block: nn.Module, x: Tensor, stage: StageContext):
     return block._call_impl(x, stage._replace(windows=None))
 
 
+class BlockCall:
+    """Call of a block through compiled code, except for single images after larger batches.
+
+    Args:
+        block (nn.Module): The block.
+        compiled (Callable): :func:`_call`, compiled.
+    """
+
+    def __init__(self, block: nn.Module, compiled: Any) -> None:
+        self.block, self.compiled = block, compiled
+        self.takes_one: dict[tuple[bool, bool], bool] = {}  # by the first batch of training and of inference
+
+    def __call__(self, x: Tensor, stage: StageContext) -> Tensor:
+        has_one = 1 in x.shape
+        takes_one = self.takes_one.setdefault((self.block.training, torch.is_grad_enabled()), has_one)
+        if has_one and not takes_one:
+            return self.block._call_impl(x, stage)
+        # the first block of a stage may get a view, the others do not; PyTorch compiles anew for views
+        return self.compiled(self.block, x.clone() if x._is_view() else x, stage)
+
+
+def share_drop_paths(backbone: nn.Module) -> None:
+    """Replace stochastic depth by :class:`SharedDropPath`, in place. The first block has a rate of 0, for which blocks
+    hold an identity; it gets one as well unless all rates are 0."""
+    found = [
+        (parent, name, path)
+        for parent in backbone.modules()
+        for name, path in parent.named_children()
+        if type(path) is DropPath or (name == 'drop_path' and type(path) is nn.Identity)
+    ]
+    rates = [getattr(path, 'drop_prob', 0.0) for *_, path in found]
+    device = next(backbone.parameters()).device
+    for (parent, name, path), rate in zip(found, rates if any(rates) else []):
+        shared = SharedDropPath(rate).train(path.training)
+        # no buffer: EMAHook pairs those of the model and of its copy, which may be older, by their order
+        shared.keep_rate = torch.tensor(1 - rate, device=device)
+        setattr(parent, name, shared)
+
+
 class SharedDropPath(DropPath):
-    """Stochastic depth whose rate is a tensor: blocks of different rates share their compiled code."""
+    """Stochastic depth whose rate is a tensor: blocks of different rates share a graph."""
 
     keep_rate: Tensor
 
@@ -80,19 +122,38 @@ class SharedDropPath(DropPath):
 
 @HOOKS.register_module(force=True)
 class CompileHook(Hook):
-    """Compile the blocks of the backbone with ``torch.compile``, and log each iteration that takes its time for it.
+    """Compile the blocks of the backbone with ``torch.compile``, and log each iteration that compiles.
+
     ``--compile`` of the tools adds it; in a config it is ``custom_hooks=[dict(type='CompileHook')]``.
 
+    Args:
+        cache (str, optional): File that carries compiled code to another machine with the same PyTorch and kind of GPU.
+            It is read before the run if it exists, and written after the first training epoch, validation and test that
+            compiled.
+
     Raises:
-        RunError: The model has no backbone of this package.
+        RunError: No backbone of this package in the model, a ``cache`` that cannot be read, or a PyTorch without
+            ``torch.compiler.save_cache_artifacts`` (older than 2.6).
     """
+
+    def __init__(self, cache: Optional[str] = None) -> None:
+        self.cache = None if cache is None else Path(cache)
+        if cache is not None and not hasattr(torch.compiler, 'save_cache_artifacts'):
+            raise RunError(f'cache={cache!r}: PyTorch {torch.__version__} cannot save compiled code; 2.6 can.')
+        if self.cache is not None and not self.cache.resolve().parent.is_dir():
+            raise RunError(f'cache={cache!r}: the folder does not exist.')
 
     def before_run(self, runner) -> None:
         from torch._dynamo.utils import counters
 
+        if self.cache is not None and self.cache.exists():
+            if torch.compiler.load_cache_artifacts(self.cache.read_bytes()) is None:
+                raise RunError(f'cache={str(self.cache)!r}: the file has no compiled code; delete it.')
+            runner.logger.info(f'CompileHook: compiled code is read from {self.cache}.')
         compile_blocks(runner.model)
         runner.logger.info('CompileHook: blocks are compiled when they are first used; those iterations take longer.')
         self.counters, self.graphs = counters, counters['stats']['unique_graphs']
+        self.saved = self.graphs
 
     def _before_iter(self, runner, *args: Any, **kwargs: Any) -> None:
         self.start = time.monotonic()
@@ -102,3 +163,14 @@ class CompileHook(Hook):
         if graphs:
             runner.logger.info(f'CompileHook: compiled {graphs} graphs; the iteration took {seconds:.0f} s.')
             self.graphs += graphs
+
+    def _after_epoch(self, runner, mode: str = 'train') -> None:
+        if self.cache is None or self.graphs == self.saved or runner.rank:
+            return
+        self.saved = self.graphs
+        artifacts = torch.compiler.save_cache_artifacts()
+        if artifacts is not None:
+            part = self.cache.with_name(self.cache.name + '.part')  # a killed run leaves the file as it was
+            part.write_bytes(artifacts[0])
+            part.replace(self.cache)
+            runner.logger.info(f'CompileHook: compiled code is in {self.cache}.')

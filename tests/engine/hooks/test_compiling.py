@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""``--compile``: each kind of block at most twice at all image sizes, with what eager training gives."""
+"""``--compile``: two graphs for each kind of block over all image sizes, and the losses of eager training."""
 
 import copy
 import random
@@ -28,7 +28,7 @@ HAS_DUCK_SHAPES = hasattr(shape_config, 'use_duck_shape')
 def nothing_compiled():
     torch._dynamo.reset()
     counters.clear()
-    # what compile_blocks sets for the process, tests of other graphs are not to find
+    # compile_blocks changes settings of the process
     limit = dynamo_config.cache_size_limit
     duck = dict(use_duck_shape=shape_config.use_duck_shape) if HAS_DUCK_SHAPES else {}
     with shape_config.patch(duck), dynamo_config.patch(cache_size_limit=limit):
@@ -41,7 +41,7 @@ def ravlt(drop_path_rate=0.0, depths=(3, 2, 1, 1), **options):
     return RAVLT(arch, **{'out_indices': (0, 1), 'drop_path_rate': drop_path_rate, **options})
 
 
-# (host, an attention a stage, kinds): the first block of all has no stochastic depth, every second one of Swin a shift
+# (host, attention of each stage, kinds): the first block has no stochastic depth, every second one of Swin a shift
 HOSTS = [
     ('RAVLT', ('rala', 'softmax'), 3),
     ('LinearPVT', ('focused', 'softmax'), 3),
@@ -55,9 +55,9 @@ HOSTS = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(('host', 'attns', 'kinds'), HOSTS)
-def test_thirty_sizes_and_at_most_two_graphs_a_kind(host, attns, kinds):
-    """Of one image and of two, which are one graph each; with windows that pad and that do not. In float64: on CPUs,
-    PyTorch asks of the batch of a float32 convolution whether it is 16 or more, which toy windows may be or not."""
+def test_two_graphs_for_thirty_sizes(host, attns, kinds):
+    """One graph for one image, one for more, with and without padded windows. In float64, as the CPU's float32
+    convolution has a guard on batches of 16."""
     if host == 'LinearDeiT':
         options = dict(arch=dict(small_hosts.ARCHS[host], depths=(3,)), stage_attns=attns)
     else:
@@ -80,7 +80,7 @@ EAGER = dict(backend='aot_eager')  # graphs, forward and backward, whose operato
 
 
 def losses(model, steps=20, autocasts=False):
-    """Of training at three sizes; running statistics and weights move."""
+    """Losses of training at three sizes; running statistics and weights move."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found = []
@@ -99,7 +99,7 @@ def losses(model, steps=20, autocasts=False):
 @pytest.mark.slow
 @pytest.mark.parametrize(('how', 'options'), [('plain', {}), *((how, EAGER) for how in ('with_cp', 'autocasts'))])
 def test_losses_of_twenty_steps(how, options, monkeypatch, tmp_path):
-    """One graph at three sizes, by Inductor, which takes longest, once; what is in its cache may hold one size."""
+    """One graph at three sizes. Inductor runs once, as it is slow, with an empty cache."""
     monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path))
     torch.manual_seed(0)
     eager = ravlt(depths=(2, 1, 1, 1), out_indices=(0,), with_cp=how == 'with_cp')
@@ -132,8 +132,8 @@ def test_two_processes(tmp_path):
 
 
 def test_stochastic_depth_with_a_rate_in_a_tensor():
-    """So that blocks of different rates share what is compiled; the first of all has none. The rate is no buffer:
-    EMAHook pairs those of a model and its copy by their order."""
+    """Blocks of different rates share a graph; the first block has no rate. The rate is no buffer, as EMAHook pairs
+    buffers of a model and its copy by order."""
     model = ravlt(drop_path_rate=0.5).double()
     buffers = [name for name, _ in model.named_buffers()]
     rates = [module.drop_prob for module in model.modules() if isinstance(module, DropPath)]
@@ -171,8 +171,8 @@ class BackboneModel(nn.Module):
 
 
 @pytest.mark.slow
-def test_the_hook_of_a_config_compiles_and_says_so(tmp_path, monkeypatch):
-    """Blocks of the model, but not of its copies, which EMA and others make."""
+def test_the_hook_compiles_and_logs(tmp_path, monkeypatch):
+    """The model's blocks, not those of its copies (EMA)."""
     compiles, told = torch.compile, []
     monkeypatch.setattr(torch, 'compile', lambda *args, **_: compiles(*args, dynamic=True, backend='eager'))
     runner = make_runner(tmp_path, [dict(type='CompileHook')], model=dict(type='BackboneModel'))
@@ -191,8 +191,8 @@ def test_without_a_backbone_one_line():
         compile_blocks(nn.Linear(2, 2))
 
 
-def test_what_is_asked_of_the_compiler(monkeypatch):
-    """Dynamic sizes, of which equal ones are not one, and no search for a memory format, which fails on them."""
+def test_options_of_the_compiler(monkeypatch):
+    """Dynamic sizes, a symbol each, and no search for a memory format."""
     asked = []
     monkeypatch.setattr(torch, 'compile', lambda function, **options: asked.append(options) or function)
     if HAS_DUCK_SHAPES:
