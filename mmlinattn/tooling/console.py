@@ -15,6 +15,7 @@ HIDDEN = (
     'paramwise_options',
     'Distributed training is not used',
     'Exp name:',
+    'LR is set based on batch size of',  # the notice of ToolRunner counts accumulated steps
     'Checkpoints will be saved to',
     'Evaluating ',
     'bbox_mAP_copypaste',
