@@ -116,6 +116,8 @@ def altered(family, **changes):
     return model
 
 
+ANCHORS = FAMILIES['ATSS']['bbox_head']['anchor_generator']
+GFL = dict(type='GFLHead', num_classes=3, in_channels=8, anchor_generator=ANCHORS)
 SOFT = ConfigDict(nms_pre=60, max_per_img=20, score_thr=0.05, nms=dict(type='soft_nms', iou_threshold=0.5))
 
 
@@ -126,7 +128,7 @@ SOFT = ConfigDict(nms_pre=60, max_per_img=20, score_thr=0.05, nms=dict(type='sof
         (lambda: altered('RetinaNet', bbox_head__test_cfg=ConfigDict(SOFT, nms_pre=-1)), 'RetinaHead'),
         (lambda: altered('FasterRCNN', roi_head__test_cfg=SOFT), 'StandardRoIHead'),
         (lambda: altered('FasterRCNN', roi_head__bbox_head=nn.Identity()), 'Identity'),
-        (lambda: altered('FCOS', bbox_head=MODELS.build(dict(type='GFLHead', num_classes=3, in_channels=8))), 'GFLHead'),
+        (lambda: altered('FCOS', bbox_head=MODELS.build(GFL)), 'GFLHead'),
         (lambda: altered('MaskRCNN', roi_head__mask_head=nn.Identity()), 'Identity'),
     ],
 )
@@ -170,7 +172,9 @@ def test_no_detections_and_detections_that_are_none():
     assert detection_deviation(none, none) == 0
     assert detection_deviation(some, none) == INF and detection_deviation(none, some) > 0.1
     assert detection_deviation(some, [part[:, :2] for part in some]) == INF
-    assert detection_deviation([part * float('nan') if part.is_floating_point() else part for part in some], some) == INF
+    assert (
+        detection_deviation([part * float('nan') if part.is_floating_point() else part for part in some], some) == INF
+    )
 
 
 def test_suppression_keeps_the_best_box_of_each_place():
