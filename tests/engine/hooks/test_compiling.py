@@ -312,5 +312,5 @@ def test_cache_that_cannot_be_used_is_one_line(tmp_path, monkeypatch):
         with pytest.raises(RunError, match='the file has no compiled code; delete it'):
             hook.before_run(SimpleNamespace(model=ravlt()))
         monkeypatch.delattr(torch.compiler, 'save_cache_artifacts')
-    with pytest.raises(RunError, match=f'PyTorch {torch.__version__} cannot save compiled code'):
+    with pytest.raises(RunError, match='cannot save compiled code; 2.6 can'):
         CompileHook(cache=str(tmp_path / 'code.bin'))
