@@ -26,7 +26,7 @@ from mmlinattn.attention import GlobalAttention
 from mmlinattn.backbones import RAVLT, LinearPVT
 from mmlinattn.layers import ConvFFN, PositionTable
 
-WIDE, FACTOR = torch.float64, 1.25
+WIDE, FACTOR = torch.float64, 1.1
 # convolutions of y = gelu(x), and y + conv(y): their weights alone do not say their results
 COMPOSED = ('ConvOfGELU', 'ResidualDWConv')
 NORMS = nn.LayerNorm, nn.BatchNorm1d, nn.BatchNorm2d
@@ -316,7 +316,7 @@ def with_gradient(model, x):
     outs = model(x)
     probes = [torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out) for out in outs]
     loss = sum((out * probe).sum() for out, probe in zip(outs, probes))
-    return [out.detach() for out in outs], torch.autograd.grad(loss, x)[0]
+    return [*(out.detach() for out in outs), torch.autograd.grad(loss, x)[0]]
 
 
 def without_gradient(model, x):
@@ -345,25 +345,29 @@ def narrowed(model):
     return model
 
 
+def error(found, wanted):
+    assert [t.shape for t in found] == [t.shape for t in wanted]
+    return max(((a - b).norm() / b.norm()).item() for a, b in zip(found, wanted))
+
+
 def assert_near(found, wanted, tolerance=1e-6):
-    for a, b in zip(found, wanted, strict=True):
-        assert a.shape == b.shape and (a - b).norm() <= tolerance * b.norm(), ((a - b).norm() / b.norm()).item()
-
-
-def assert_near_with_gradient(found, wanted):
-    assert_near(found[0], wanted[0])
-    assert_near(found[1:], wanted[1:], 1e-3)  # a query that meets no key has gradients divided by 1e-6
+    assert error(found, wanted) < tolerance
 
 
 def check_forms(model, twin, x):
-    """With gradients, without (fused on CPUs, which have operators of their own for float32), on GPUs, in training."""
+    """With gradients, without (fused on CPUs, which have operators of their own for float32), on GPUs, in training.
+    Errors may be of the size of those of the equations in the same type."""
     with ops.use('reference'):
         in_eval, in_training = with_gradient(twin, x), training(twin, x)
-    assert_near_with_gradient(with_gradient(model, x), in_eval)
-    assert_near_with_gradient(on_gpu(model, x), in_eval)
-    assert_near_with_gradient(training(model, x), in_training)
-    assert_near(without_gradient(model, x), in_eval[0])
-    assert_near(without_gradient(narrowed(model), x.float()), in_eval[0], 1e-3)
+        twin, small = narrowed(twin), x.float()
+        narrow = error(with_gradient(twin, small), in_eval), error(training(twin, small), in_training)
+    outs = in_eval[:-1]
+    wide = [1e-6 + 1e-5 * usual for usual in narrow]
+    assert_near(with_gradient(model, x), in_eval, wide[0])
+    assert_near(on_gpu(model, x), in_eval, wide[0])
+    assert_near(training(model, x), in_training, wide[1])
+    assert_near(without_gradient(model, x), outs, wide[0])
+    assert_near(without_gradient(narrowed(model), x.float()), outs, 1e-4 + 30 * narrow[0])
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------
@@ -434,7 +438,7 @@ def check_merging(changes, is_refused):
         model.switch_to_deploy()
     except ValueError as error:
         assert str(error).startswith('switch_to_deploy: ') and is_refused
-    assert_near(with_gradient(model, x)[0], wanted)
+    assert_near(with_gradient(model, x)[:-1], wanted)
     assert_near(without_gradient(model, x), wanted)
 
 
@@ -724,4 +728,4 @@ def test_a_device_as_a_context_replaces_nothing():
 def test_convolutions_of_pvt_may_be_something_else():
     model, x = copy.deepcopy(build('LinearPVTv2', 2)), image()
     model.stages[0][0].ffn.dwconv = nn.Identity()
-    assert_near(without_gradient(model, x), with_gradient(model, x)[0])
+    assert_near(without_gradient(model, x), with_gradient(model, x)[:-1])
