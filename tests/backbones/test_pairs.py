@@ -108,7 +108,7 @@ def test_images_are_padded_to_whole_patches(host, stage_attns):
 @pytest.mark.parametrize('training', [False, True], ids=['inference', 'training'])
 @every_mix
 def test_a_batch_of_no_images_gives_empty_maps(host, stage_attns, training):
-    """What an image source that ran dry, or a filter before the model, leaves."""
+    """As an empty image source, or a filter before the model, gives it."""
     model = small_hosts.build(host, stage_attns=stage_attns, norm_eval=True).train(training)
     with torch.set_grad_enabled(training):
         outs, empty = model(image(1)), model(image(0))
@@ -155,7 +155,7 @@ PUBLISHED = [
 
 @pytest.mark.parametrize(('host', 'arch'), PUBLISHED, ids=str)
 def test_autocast_is_finite_at_published_depths(host, arch):
-    """Of published widths, each attention once. At the size of a detector: tests/test_cuda.py, and below."""
+    """Published widths, each attention once. At the size of a detector: tests/test_cuda.py, and below."""
     options = dict(out_type='featmap') if host == 'LinearDeiT' else {}
     model = MODELS.build(dict(type=host, arch=arch, **options)).train()
     assert_trains(model, image(2, 64, 64), torch.bfloat16)
@@ -173,7 +173,7 @@ def test_float16_is_finite_at_the_size_of_a_detector(host, attn):
     assert_trains(small_hosts.build(host, attn).train(), torch.randn(1, 3, 800, 1333), torch.float16)
 
 
-# --- what tools do with a model -----------------------------------------------------------------
+# --- hooks, recomputing, copies -----------------------------------------------------------------
 
 
 def layers_of(model):

@@ -280,7 +280,7 @@ def kind_of(model, path, layer):
 
 @functools.cache
 def layers_by_kind():
-    """Those of all models: (host, mix), path and layer, by the kind of layer."""
+    """Layers of all models as (host, mix), path and layer, grouped by kind."""
     kinds = defaultdict(list)
     for case in CASES:
         model = build(*case)
@@ -613,7 +613,7 @@ REPLACED = {
 
 @pytest.mark.parametrize('change', REPLACED.values(), ids=REPLACED)
 @torch.no_grad()
-def test_what_acts_with_gradients_acts_without(change):
+def test_replaced_parts_act_without_gradients(change):
     model, x = filled(RAVLT(ARCHS['RAVLT'])).eval(), torch.rand(2, 3, 70, 52, dtype=torch.float64)
     before = model(x)
     change(model)

@@ -34,7 +34,7 @@ class NoGPU:
         return GPUTarget('cuda', self.capability, 32)
 
     def get_current_device(self):
-        return self.capability  # what is compiled is kept by device
+        return self.capability  # compiled kernels are cached by device
 
     def get_current_stream(self, device):
         return 0

@@ -58,7 +58,7 @@ def test_the_backend_is_that_of_the_device_unless_another_is_asked_for():
 
 
 @pytest.mark.parametrize('value', ['reference', 'triton', '', 'auto', 'eager'])
-def test_the_environment_says_which_backend_runs(value, monkeypatch):
+def test_backend_of_the_environment(value, monkeypatch):
     """It is read once, at import: here by a second copy of the module."""
     monkeypatch.setenv('MMLINATTN_OPS', value)
     spec = importlib.util.spec_from_file_location('mmlinattn.ops.dispatch_again', dispatch.__file__)
@@ -71,7 +71,7 @@ def test_the_environment_says_which_backend_runs(value, monkeypatch):
         assert again.backend(torch.zeros(2)) == ('reference' if value == 'reference' else 'cpu')
 
 
-def test_what_only_stands_for_a_tensor_gets_the_reference():
+def test_tensor_subclasses_get_the_reference():
     class Watching(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             return func(*args, **(kwargs or {}))
@@ -220,7 +220,7 @@ def test_a_request_for_kernels_that_a_cpu_cannot_have_is_one_line(asked_anew, re
         ((9, 0), 'broken', '12.4', 'Triton cannot be imported: no driver'),
     ],
 )
-def test_which_gpus_have_kernels(monkeypatch, capability, triton, cuda, lack):
+def test_gpus_with_kernels(monkeypatch, capability, triton, cuda, lack):
     monkeypatch.setattr(importlib.util, 'find_spec', lambda name: triton)
     if triton == 'broken':
         finder = mock.Mock(find_spec=mock.Mock(side_effect=OSError('no driver')))

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What holds for the Triton kernels: on a GPU compiled (``pytest tests/ops/triton_checks.py``), without one in Triton's
+"""Checks of the Triton kernels: on a GPU compiled (``pytest tests/ops/triton_checks.py``), without one in Triton's
 interpreter, for which ``test_triton.py`` starts a process with ``TRITON_INTERPRET=1``."""
 
 # ruff: noqa: E402
@@ -32,7 +32,7 @@ every_op = pytest.mark.parametrize('name', list(OPS))
 
 @pytest.fixture(autouse=True)
 def adversary(monkeypatch, request):
-    """New memory holds NaN, and programs run in a random order. What the fixture gives counts the kernels that ran."""
+    """New memory holds NaN, and programs run in a random order. The fixture counts the kernels that ran."""
     empty, launch, ran = torch.empty, attention.launch, []
 
     def full_of_nan(*shape, **options):
@@ -235,7 +235,7 @@ def test_gradients_of_gradients_and_batched_ones(name):
     torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
 
 
-# --- what the reference computes in their place -----------------------------------------------------------------------
+# --- calls that fall back to the reference ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -250,7 +250,7 @@ def test_gradients_of_gradients_and_batched_ones(name):
     ],
     ids=str,
 )
-def test_what_has_no_kernel(change, said, adversary, recwarn):
+def test_calls_without_a_kernel(change, said, adversary, recwarn):
     """Another map, type or width is said once; shapes that broadcast, and learned tables, are the reference's."""
     leaves, _ = inputs('rala', d=change.pop('d', 16), dtype=change.pop('dtype', torch.float32))
     q, k, v = leaves[0].chunk(3, dim=-1)
