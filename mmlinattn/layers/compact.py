@@ -18,7 +18,7 @@ MATRICES = {'M1': 'fc1', 'M2': 'fc2'}
 
 
 def merges(layer: nn.Module, norm: nn.Module) -> bool:
-    """Return True if a linear layer and a batch norm can be merged into one matrix."""
+    """Return True if a linear layer and a batch norm are one matrix in eval mode."""
     return type(layer) is nn.Linear and not is_altered(layer) and is_foldable(norm)
 
 
@@ -48,7 +48,7 @@ class BranchedLinear(BaseModule):
         return unflatten(out, 0, x.shape[:-1])
 
     def merged_weights(self) -> tuple[Tensor, Tensor]:
-        """Return weight and bias of the merged branches; their batch norms are in eval mode."""
+        """Weight and bias of the linear layer that equals the branches in eval mode."""
         weight: Any = 0
         bias: Any = 0
         for layer, norm in zip(self.linears, self.norms):
@@ -85,7 +85,7 @@ class FactorisedLinear(BaseModule):
         rank (int): Width k of the middle.
         branches (int): Branches r of each factor.
         norm_cfg (dict, optional): Batch norm of the branches, ``dict(type='BN1d')`` by default.
-        gain (float): Initial weight of the last batch norms.
+        gain (float): Initial gain of the last batch norms.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ def compact(
     """Compact feed-forward network, cFFN (Xu et al. 2023, Sec. 3.3): one matrix of ``ffn`` is factorised, in place.
 
     Its rank ``k = t m C / (m + 1)``, m the ratio of hidden width and width C, leaves the share t of its parameters.
-    The paper does not say how it starts. With batch norms' usual gains of one, the branch drowns the residual stream,
+    The paper does not give its initialisation. With the usual gains of one, the branch drowns the residual stream,
     and small models learned far less. So M2, the end of the residual branch, starts at zero, as the
     last batch norms of ResNet's blocks do (Goyal et al. 2017, Sec. 5.1), and M1 with the variance of the linear layer
     in its place, of weights of deviation 0.02, for tokens of unit variance.

@@ -32,7 +32,7 @@ def hallucinated_attention(
 ) -> Tensor:
     """Softmax attention that computes half of its maps and derives ("hallucinates") the others from them.
 
-    ``A_i = q_i k_i^T / sqrt(d)``, i = 1..h/2, are the real maps. Each row of ``A_i`` lies on the grid of the keys;
+    ``A_i = q_i k_i^T / sqrt(d)``, i = 1..h/2, are the real maps. Each row of ``A_i`` lies on the grid of the keys.
     IHH convolves it there, ``B_i = w_i * A_i`` (3x3, depth-wise), and CHH mixes the heads, ``H_m = sum_i c_mi B_i``.
     Then ``out = softmax([A, H] + bias) v``, head by head.
 
@@ -119,7 +119,7 @@ def local_keys(k: Tensor, grid, intra: Tensor, mask: Optional[Tensor], copies: i
         k (Tensor): (B, M, C/2).
         grid (Grid): Of the keys.
         intra (Tensor): (h/2, 3, 3).
-        mask (Tensor, optional): (B, M); the values of other keys do not matter.
+        mask (Tensor, optional): (B, M); other tokens are ignored.
         copies (int): 1, or h/2: each head's kernel on all keys, side by side.
 
     Returns:
@@ -127,7 +127,7 @@ def local_keys(k: Tensor, grid, intra: Tensor, mask: Optional[Tensor], copies: i
     """
     k = k if mask is None else k * mask.unsqueeze(-1).to(k.dtype)
     k = k.repeat(1, 1, copies) if copies > 1 else k
-    width = int(k.shape[-1]) // len(intra)  # torch.jit.trace hands out sizes as tensors
+    width = int(k.shape[-1]) // len(intra)  # a number: torch.jit.trace hands out sizes as tensors
     weight = intra[:, None].expand(-1, width, -1, -1).reshape(-1, 1, *intra.shape[1:])
     if grid.regions is None:
         return _convolved(k, grid, weight)
