@@ -139,13 +139,13 @@ class WindowAttention(Attention):
         if relative_bias and self.mixer.bias and window is not None:
             self.relative_bias = RelativePositionBias(window, self.mixer.num_heads)
 
-    def forward(self, x: Tensor, stage: StageContext, source: Optional[Tensor] = None) -> Tensor:
+    def forward(self, x: Tensor, stage: StageContext) -> Tensor:
         windows, real, hidden = windows_of(stage, x).get(self.window, self.shift)
         # padding is zero, values of it too
         q, k, v, *gate = windows.partition(self.qkv(x)).split(self.widths, dim=-1)
         context = None
         if self.mixer.context:
-            context = mean_token(windows.partition(x if source is None else source), real)
+            context = mean_token(windows.partition(x if stage.source is None else stage.source), real)
         grid = windows.grid(x)
         if self.mixer.local_keys:
             grid = grid._replace(regions=windows.regions_of_tokens(x))
@@ -203,11 +203,11 @@ class StripeAttention(BaseModule):
         self.qkv = nn.Linear(dim, 2 * sum(widths))
         self.proj = nn.Linear(2 * widths[2], dim)
 
-    def forward(self, x: Tensor, stage: StageContext, source: Optional[Tensor] = None) -> Tensor:
+    def forward(self, x: Tensor, stage: StageContext) -> Tensor:
         # (B, H, W, 2, w) for each of q, k, v (and gate): the halves of the channels belong to the two directions
         parts = self.qkv(x).split([2 * width for width in self.widths], dim=-1)
         parts = [unflatten(part, -1, (2, -1)) for part in parts]
-        sources = (x if source is None else source).chunk(2, dim=-1)
+        sources = (x if stage.source is None else stage.source).chunk(2, dim=-1)
         outs = []
         for i, window in enumerate(((None, self.stripe), (self.stripe, None))):
             windows, real, _ = windows_of(stage, x).get(window)

@@ -51,18 +51,19 @@ class Mixing(BaseModule):
 
     def mix(self, q, k, v, grid, key_grid=None, mask=None, rotary=None, bias=None, context=None) -> Tensor:
         """Mixed values, (B, N, widths[2]); arguments as in :meth:`TokenMixer.forward`, values of padding zero."""
-        out = self.mixer(
+        mixer, local = self.mixer, self.local
+        out = mixer(
             q,
             k,
             v,
             grid,
             key_grid or grid,
             mask=mask,
-            rotary=rotary if self.mixer.rotary else None,
-            bias=bias if self.mixer.bias else None,
+            rotary=rotary if mixer.rotary else None,
+            bias=bias if mixer.bias else None,
             context=context,
         )
-        return out if self.local is None else out + on_grid(self.local, v, grid)
+        return out if local is None else out + on_grid(local, v, grid)
 
 
 class Attention(Mixing):
@@ -106,25 +107,20 @@ class Attention(Mixing):
         """One matrix for queries, keys, values and the gate: a single pass over the tokens."""
         self.qkv = nn.Linear(dim, sum(self.widths), bias=bias)
 
-    def forward(self, x: Tensor, stage: StageContext, source: Optional[Tensor] = None) -> Tensor:
+    def forward(self, x: Tensor, stage: StageContext) -> Tensor:
         """Attend among tokens.
 
         Args:
             x (Tensor): Tokens, (B, N, C).
             stage (StageContext): Their grid, and the rotary encoding if there is one.
-            source (Tensor, optional): Tokens (B, N, C) whose mean the mixer reads, ``x`` by default.
 
         Returns:
             Tensor: (B, N, C).
         """
         q, k, v, *gate = self.qkv(x).split(self.widths, dim=-1)
-        context = self.context_of(x if source is None else source)
+        context = mean_token(source_tokens(x, stage)) if self.mixer.context else None
         out = self.mix(q, k, v, stage.grid, rotary=stage.rotary, context=context)
         return self.proj(self.gated(out, x, gate))
-
-    def context_of(self, x: Tensor, mask: Optional[Tensor] = None) -> Optional[Tensor]:
-        """Mean token (B, C) of (B, N, C) for a mixer that reads it."""
-        return mean_token(x, mask) if self.mixer.context else None
 
     def gated(self, out: Tensor, x: Tensor, projected: list) -> Tensor:
         """``out`` times its gate: projected, or of the input ``x``."""
@@ -136,9 +132,8 @@ class Attention(Mixing):
 class GlobalAttention(Attention):
     """:class:`Attention` over a whole map, (B, H, W, C) -> (B, H, W, C)."""
 
-    def forward(self, x: Tensor, stage: StageContext, source: Optional[Tensor] = None) -> Tensor:
-        tokens = None if source is None else source.flatten(1, 2)
-        return unflatten(super().forward(x.flatten(1, 2), stage, tokens), 1, stage.grid[:2])
+    def forward(self, x: Tensor, stage: StageContext) -> Tensor:
+        return unflatten(super().forward(x.flatten(1, 2), stage), 1, stage.grid[:2])
 
 
 class ReducedKeysAttention(Attention):
@@ -157,12 +152,12 @@ class ReducedKeysAttention(Attention):
         """(B, H, W, C) -> (B, h, w, C)."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor, stage: StageContext, source: Optional[Tensor] = None) -> Tensor:
+    def forward(self, x: Tensor, stage: StageContext) -> Tensor:
         """Attend; (B, H, W, C) -> (B, H, W, C). Arguments as of :class:`Attention`."""
         reduced, tokens = self.reduce(x), x.flatten(1, 2)
         q, *gate = self.q(tokens).split((self.widths[0], *self.widths[3:]), dim=-1)
         k, v = self.kv(reduced.flatten(1, 2)).split(self.widths[1:3], dim=-1)
-        context = self.context_of(tokens if source is None else source.flatten(1, 2))
+        context = mean_token(source_tokens(tokens, stage)) if self.mixer.context else None
         key_grid = Grid(*reduced.shape[1:3])
         out = self.mix(q, k, v, stage.grid, key_grid, context=context)
         return unflatten(self.proj(self.gated(out, tokens, gate)), 1, stage.grid[:2])
@@ -181,6 +176,11 @@ class ReducedKeysAttention(Attention):
     def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
         self.adapt_state(state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def source_tokens(x: Tensor, stage: StageContext) -> Tensor:
+    """Return the tokens (B, N, C) whose mean a mixer reads."""
+    return x if stage.source is None else stage.source.flatten(1, -2)
 
 
 def mean_token(x: Tensor, mask: Optional[Tensor] = None) -> Tensor:

@@ -46,11 +46,13 @@ class StageContext(NamedTuple):
         grid (Grid): Their grid.
         rotary (Tensor, optional): Rotary encoding, see :func:`mmlinattn.ops.rotary_table`.
         windows (MapWindows, optional): Windows of the map, for windowed arrangements.
+        source (Tensor, optional): Map or tokens whose mean the mixer reads; by default the input of the attention.
     """
 
     grid: Grid
     rotary: Optional[Tensor] = None
     windows: Optional[MapWindows] = None
+    source: Optional[Tensor] = None
 
     @classmethod
     def of(cls, x: Tensor, rotary: Optional[Tensor] = None) -> 'StageContext':

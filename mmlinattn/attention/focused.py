@@ -45,7 +45,7 @@ class FocusedMixer(LocalMixer):
             self.local = RepeatedConv2d(self.head_dim, num_heads, (local_kernel, local_kernel))
 
     def attend(self, q, k, v, key_grid, mask=None) -> Tensor:
-        offset = None if self.position is None else self.position.on(key_grid)
+        offset = None if self.position is None else self.position(key_grid)
         if self.scale is not None:
             inverse_scale = 1 / F.softplus(self.scale)
             return ops.focused_attention(q, k, v, self.num_heads, inverse_scale, self.power, offset, mask)

@@ -60,16 +60,5 @@ class HallucinatedMixer(TokenMixer):
         return self.dim // 2, self.dim // 2, self.dim
 
     def forward(self, q, k, v, grid, key_grid, mask=None, bias=None, **_) -> Tensor:
-        intra, cross = self.kernels()
-        return ops.hallucinated_attention(q, k, v, self.num_heads, key_grid, intra, cross, self.chh_first, mask, bias)
-
-    def kernels(self) -> tuple[Optional[Tensor], Optional[Tensor]]:
-        """Weights of IHH (h/2, 3, 3) and CHH (h/2, h/2)."""
-        intra = None if self.ihh is None else _weight(self.ihh)[:, 0]
-        return intra, None if self.chh is None else _weight(self.chh)[:, :, 0, 0]
-
-
-def _weight(conv: nn.Conv2d) -> Tensor:
-    """Its weight. The bias adds the same to all logits of a query, which softmax ignores: its gradient is zero, but
-    distributed training wants it to exist."""
-    return conv.weight if conv.bias is None else conv.weight + 0 * conv.bias.sum()
+        steps = self.ihh, self.chh, self.chh_first
+        return ops.hallucinated_attention(q, k, v, self.num_heads, key_grid, *steps, mask, bias)

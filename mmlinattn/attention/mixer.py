@@ -149,7 +149,10 @@ class RepeatedConv2d(nn.Conv2d):
 
     def forward(self, image: Tensor) -> Tensor:
         weight, bias = self.repeated(self.weight), None if self.bias is None else self.repeated(self.bias)
-        return F.conv2d(image, weight, bias, self.stride, self.padding, self.dilation, self.groups * self.repeats)
+        padding = self.padding
+        if self.padding_mode != 'zeros':
+            image, padding = F.pad(image, self._reversed_padding_repeated_twice, mode=self.padding_mode), (0, 0)
+        return F.conv2d(image, weight, bias, self.stride, padding, self.dilation, self.groups * self.repeats)
 
 
 def get_mixer(spec: Union[str, dict]) -> tuple[type['TokenMixer'], dict]:

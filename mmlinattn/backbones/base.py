@@ -320,14 +320,14 @@ class PyramidBackbone(Backbone):
 
     def features(self, x: Tensor, call: Callable) -> tuple[Tensor, ...]:
         x = x.permute(0, 2, 3, 1).contiguous()
-        outs = []
-        for i in range(self.num_stages):
+        outs, norms = [], dict(self.out_norms.items())
+        for i, blocks in enumerate(self.stages):
             x = self.embed(i, x, call)
             stage = self.stage_context(i, x)
-            for block in self.stages[i]:
+            for block in blocks:
                 x = call(block, x, stage)
             raw = to_image(x)
-            out = call(self.out_norms[str(i)], raw) if str(i) in self.out_norms else raw
+            out = call(norms[str(i)], raw) if str(i) in norms else raw
             if i in self.out_indices:
                 outs.append((out if self.out_norm else raw).contiguous())
             if self.norms_feed_on:

@@ -128,7 +128,7 @@ class LinearDeiT(Backbone):
         grid = Grid(x.shape[1], x.shape[2], prefix=1)
         x = torch.cat((self.cls_token.to(x.dtype).expand(x.shape[0], -1, -1), x.flatten(1, 2)), dim=1)
         if self.position_table is not None:
-            x = self.position_table.add_to(x, grid)
+            x = x + self.position_table(grid).to(x.dtype)
         outs, stage = [], StageContext(grid)
         for i, block in enumerate(self.blocks):
             x = call(block, x, stage)

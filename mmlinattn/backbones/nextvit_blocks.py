@@ -46,7 +46,7 @@ class ConvNorm(BaseModule):
         super().__init__()
         self.conv = nn.Conv2d(in_dim, dim, kernel_size, stride, kernel_size // 2, groups=groups, bias=False)
         self.norm = build_map_norm(norm_cfg, dim)
-        self.relu = relu
+        self.in_dim, self.relu = in_dim, relu
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.conv(to_image(x))).permute(0, 2, 3, 1)
@@ -60,7 +60,7 @@ class PooledEmbed(ConvNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(mean_pool(x, 2, self.conv.in_channels).permute(0, 2, 3, 1))
+        return super().forward(mean_pool(x, 2, self.in_dim).permute(0, 2, 3, 1))
 
 
 class Stem(nn.Sequential):

@@ -85,5 +85,5 @@ class LinearPVT(PyramidBackbone):
 
     def embed(self, stage: int, x: Tensor, call: Callable) -> Tensor:
         x = super().embed(stage, x, call)
-        grid = Grid(*x.shape[1:3])
-        return unflatten(self.position_tables[stage].add_to(x.flatten(1, 2), grid), 1, grid[:2])
+        table = self.position_tables[stage](Grid(*x.shape[1:3]))
+        return x + unflatten(table.to(x.dtype), 1, x.shape[1:3])

@@ -161,16 +161,18 @@ class RAVLT(PyramidBackbone):
             for block in dict.fromkeys(blocks)
             for layer, name in ((block.attn.proj, 'gamma1'), (block.ffn.fc2, 'gamma2'))
         ]
-        uses = Counter(parameter for _, layer, _ in scaled for parameter in layer.parameters())
+        uses = Counter(module for _, module in self.named_modules(remove_duplicate=False))
         for block, layer, name in scaled:
-            gamma = getattr(block, name)
+            gamma, parts = getattr(block, name), list(layer.modules())
             # beside an adapter, which has factors of its own, and in a layer of several blocks the scale stays
-            parts = [type(part) in (nn.Linear, FactorisedLinear) and not is_altered(part) for part in layer.modules()]
-            if gamma is None or not all(parts) or any(uses[parameter] > 1 for parameter in layer.parameters()):
+            is_plain = all(type(part) in (nn.Linear, FactorisedLinear) and uses[part] == 1 for part in parts)
+            if gamma is None or not is_plain or is_altered(*parts):
                 continue
-            for key, parameter in layer.named_parameters():
-                if not key.startswith('down.'):  # the first factor of a compact FFN stays
-                    parameter.mul_(gamma if parameter.dim() == 1 else gamma[:, None])
+            for part in (layer, layer.up) if isinstance(layer, FactorisedLinear) else (layer,):
+                for key in ('weight', 'bias'):
+                    value = getattr(part, key, None)
+                    if value is not None:
+                        setattr(part, key, scaled_rows(value, gamma))
             setattr(block, name, None)
         return self.eval()
 
@@ -182,6 +184,11 @@ def ends_in_products(block: Any) -> bool:
     return type(block.attn) is GlobalAttention and type(block.ffn).forward is MLP.forward
 
 
+def scaled_rows(value: Tensor, gamma: Tensor) -> nn.Parameter:
+    """A weight or bias times a layer scale, as a new parameter: the old one may be a buffer, or shared."""
+    return nn.Parameter(value * (gamma if value.dim() == 1 else gamma[:, None]), value.requires_grad)
+
+
 def fold_batch_norms(layers: nn.Sequential) -> nn.Sequential:
     """``conv, norm`` pairs become one convolution; other layers stay, with their names."""
     folded: OrderedDict = OrderedDict()
@@ -189,8 +196,8 @@ def fold_batch_norms(layers: nn.Sequential) -> nn.Sequential:
         if isinstance(layer, _BatchNorm):
             conv = next(reversed(folded.values()))
             weight, bias = fold_batch_norm(conv, layer)
-            conv.weight.data = weight
-            conv.bias = nn.Parameter(bias, conv.weight.requires_grad)
+            learns = conv.weight.requires_grad
+            conv.weight, conv.bias = nn.Parameter(weight, learns), nn.Parameter(bias, learns)
         else:
             folded[name] = layer
     return nn.Sequential(folded)

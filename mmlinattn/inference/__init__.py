@@ -6,6 +6,8 @@ with fused operators and reused memory; in graphs, on GPUs, in training, and for
 the module itself is called.
 """
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,7 +19,7 @@ from . import attention  # noqa: F401  fills the table
 from .cpu import KNOWN, CPUForward
 from .mixed_precision import MixedPrecision
 from .recomputing import call_recomputed
-from .snapshot import is_known, snapshot_of
+from .snapshot import dtype_of, is_known, snapshot_of
 
 __all__ = ['CPUForward', 'run']
 
@@ -38,7 +40,7 @@ def run(backbone, x: Tensor) -> tuple[Tensor, ...]:
         ValueError: For images of another shape or type than the backbone takes.
     """
     backbone.check_input(x)
-    dtype = next(backbone.parameters(), x).dtype  # replicas of DataParallel have no parameters
+    dtype = dtype_of(backbone) or x.dtype  # replicas of DataParallel have no parameters
     casts = dispatch.autocasts(x) and torch.float64 not in (x.dtype, dtype)
     # autocast turns any of its types into any other, but leaves float64 alone
     if not x.is_floating_point() or (x.dtype != dtype and not casts):
@@ -48,10 +50,27 @@ def run(backbone, x: Tensor) -> tuple[Tensor, ...]:
             return backbone.features(x, plain_caller(backbone))
     if casts and dtype == torch.float32 and _is_slow(x):
         with dispatch.without_autocast(x):
-            x = x.float()
-            return backbone.features(x, module_caller(backbone, x, x.dtype))
-    products = torch.get_autocast_dtype(x.device.type) if casts else x.dtype
-    return backbone.features(x, module_caller(backbone, x, products))
+            return _run(backbone, x.float(), torch.float32)
+    return _run(backbone, x, torch.get_autocast_dtype(x.device.type) if casts else x.dtype)
+
+
+def _run(backbone, x: Tensor, products: torch.dtype) -> tuple[Tensor, ...]:
+    """Outputs with products of type ``products``."""
+    call = plain_caller(backbone)
+    if dispatch.needs_reference(x) or private_apis.has_global_hooks() or _code_is_changed():
+        return backbone.features(x, call)
+    # a host of another package may compute between its modules as autocast casts
+    snapshot = snapshot_of(backbone) if is_known(type(backbone)) else None
+    is_plain = snapshot is not None and snapshot.is_plain
+    if torch.is_grad_enabled():
+        if is_plain and products != x.dtype and snapshot.dtype == torch.float32:
+            call = MixedPrecision(snapshot.groups, x, backbone.with_cp)
+    # float16 would lose small layer scales in a matrix
+    elif dispatch.on_cpu(x) and not backbone.training and products != torch.float16:
+        if not private_apis.has_function_modes():
+            call = CPUForward(products, x.dtype).call
+    with dispatch.settle() if is_plain else nullcontext():
+        return backbone.features(x, call)
 
 
 def _call(module, *args):
@@ -63,24 +82,6 @@ def plain_caller(backbone):
     return call_recomputed if backbone.with_cp else _call
 
 
-def module_caller(backbone, x: Tensor, dtype: torch.dtype):
-    """Return the function that calls the modules of a backbone, with products of type ``dtype``."""
-    if dispatch.needs_reference(x) or private_apis.has_global_hooks():
-        return plain_caller(backbone)
-    if torch.is_grad_enabled():
-        # hosts of other packages may compute between the modules as autocast casts
-        if dtype == x.dtype or not is_known(type(backbone)) or _code_is_changed():
-            return plain_caller(backbone)
-        snapshot = snapshot_of(backbone)
-        return MixedPrecision(snapshot.groups, x, backbone.with_cp) if snapshot.is_plain else plain_caller(backbone)
-    # float16 would lose small layer scales in a matrix
-    if not dispatch.on_cpu(x) or backbone.training or dtype == torch.float16:
-        return plain_caller(backbone)
-    if private_apis.has_function_modes() or _code_is_changed():
-        return plain_caller(backbone)
-    return CPUForward(dtype, x.dtype).call
-
-
 def _code_is_changed() -> bool:
     """Whether somebody replaced a function of PyTorch, or a method of a class that has a fused form or whose weights
     one takes."""
@@ -88,8 +89,10 @@ def _code_is_changed() -> bool:
         if holder.__dict__.get(name) is not function:
             return True
     for kind, names in _NAMES.items():
-        if len(kind.__dict__) != len(names) and any(callable(vars(kind)[name]) for name in vars(kind).keys() - names):
-            return True
+        if len(kind.__dict__) != len(names):
+            for name in kind.__dict__.keys() - names:
+                if callable(kind.__dict__[name]):
+                    return True
     return False
 
 

@@ -25,7 +25,7 @@ from ..attention import (
 )
 from ..attention.angular import AngularMixer
 from ..attention.arrangements import RelativePositionBias, windows_of
-from ..attention.base import Mixing, ReducedKeysAttention, mean_token
+from ..attention.base import Mixing, ReducedKeysAttention, mean_token, source_tokens
 from ..attention.efficient import EfficientMixer
 from ..attention.inline import GroupedLinear, PredictedConv
 from ..attention.mixer import RepeatedConv2d
@@ -87,29 +87,29 @@ def gated(self: Any, out: Tensor, x: Tensor, projected: list) -> Tensor:
 
 
 @form_of(Attention, GlobalAttention)
-def whole(cpu: CPUForward, self: Any, x: Tensor, stage, source=None) -> Tensor:
+def whole(cpu: CPUForward, self: Any, x: Tensor, stage) -> Tensor:
     tokens = x.flatten(1, -2)
     convolves = self.local is not None or isinstance(self.mixer, LocalMixer)
     q, k, v, *gate = project(cpu, self.qkv, tokens, self.widths, convolves)
-    context = mean_token(tokens if source is None else source.flatten(1, -2)) if self.mixer.context else None
+    context = mean_token(source_tokens(tokens, stage)) if self.mixer.context else None
     out = mix(cpu, self, q, k, v, stage.grid, rotary=stage.rotary, context=context)
     out = gated(self, out, tokens, gate)
     return cpu.linear(self.proj, out.view(*x.shape[:-1], out.shape[-1]))
 
 
 @form_of(ReducedAttention)
-def reduced_keys(cpu: CPUForward, self: ReducedKeysAttention, x: Tensor, stage, source=None) -> Tensor:
+def reduced_keys(cpu: CPUForward, self: ReducedKeysAttention, x: Tensor, stage) -> Tensor:
     reduced, tokens = self.reduce(x), x.flatten(1, 2)
     q, *gate = cpu.linear(self.q, tokens).split((self.widths[0], *self.widths[3:]), dim=-1)
     k, v = cpu.linear(self.kv, reduced.flatten(1, 2)).split(self.widths[1:3], dim=-1)
-    context = mean_token(tokens if source is None else source.flatten(1, 2)) if self.mixer.context else None
+    context = mean_token(source_tokens(tokens, stage)) if self.mixer.context else None
     out = mix(cpu, self, q, k, v, stage.grid, Grid(*reduced.shape[1:3]), context=context)
     out = gated(self, out, tokens, gate).unflatten(1, stage.grid[:2])
     return cpu.linear(self.proj, out)
 
 
 @form_of(WindowAttention)
-def windows(cpu: CPUForward, self: WindowAttention, x: Tensor, stage, source=None) -> Tensor:
+def windows(cpu: CPUForward, self: WindowAttention, x: Tensor, stage) -> Tensor:
     """Windows of a linear attention are large, and padding may be most of the last ones: see :mod:`.regions`."""
     made: Any = windows_of(stage, x).get(self.window, self.shift)
     windows, real, hidden = made
@@ -123,7 +123,7 @@ def windows(cpu: CPUForward, self: WindowAttention, x: Tensor, stage, source=Non
         return (t for part, widths in zip(cuts, groups) for t in part.split(widths, dim=-1))
 
     regions = [] if self.mixer.quadratic or any(windows.shift) else regions_of(x, windows)
-    source = x if source is None else source
+    source = x if stage.source is None else stage.source
     if regions:
         means = cut(source, regions, mean=True) if self.mixer.context else itertools.repeat(None)
         grids = (Grid(*part.window, within=windows.window) for _, _, part in regions)
@@ -145,7 +145,7 @@ def windows(cpu: CPUForward, self: WindowAttention, x: Tensor, stage, source=Non
 
 
 @form_of(StripeAttention)
-def stripes(cpu: CPUForward, self: StripeAttention, x: Tensor, stage, source=None) -> Tensor:
+def stripes(cpu: CPUForward, self: StripeAttention, x: Tensor, stage) -> Tensor:
     parts = cpu.linear(self.qkv, x).split([2 * width for width in self.widths], dim=-1)
     parts = [part.unflatten(-1, (2, -1)) for part in parts]
     outs = []
@@ -156,7 +156,7 @@ def stripes(cpu: CPUForward, self: StripeAttention, x: Tensor, stage, source=Non
         q, k, v, *gate = stripes.split(self.widths, dim=-1)
         context = None
         if branch.mixer.context:
-            tokens = windows.partition((x if source is None else source).chunk(2, dim=-1)[i])
+            tokens = windows.partition((x if stage.source is None else stage.source).chunk(2, dim=-1)[i])
             context = mean_token(tokens, real)
         out = mix(cpu, branch, q, k, v, windows.grid(x), mask=real, context=context)
         outs.append(windows.merge(out * gate[0] if gate else out, x.shape[0]))

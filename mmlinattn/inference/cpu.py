@@ -28,7 +28,7 @@ from ..layers import (
     fold_batch_norm,
 )
 from ..layers.compact import BranchedLinear, merges
-from ..layers.patch_embed import is_foldable, norm_tokens
+from ..layers.patch_embed import is_batch_norm, is_foldable, norm_tokens
 from ..ops import dispatch
 from ..utils import private_apis
 from ..utils.private_apis import is_altered
@@ -74,6 +74,8 @@ def is_known(module: nn.Module) -> bool:
     parametrisation."""
     if type(module) not in KNOWN or module.training:
         return False
+    if is_batch_norm(module) and module.running_mean is None:
+        return False  # statistics of a strip or window are others
     own, buffers = vars(module), module._buffers
     if 'weight' in own or 'bias' in own or 'weight' in buffers or 'bias' in buffers:
         return False  # weights that are no parameters may be anything
@@ -178,10 +180,10 @@ class CPUForward:
 def block(cpu: CPUForward, self: Any, x: Tensor, stage) -> Tensor:
     if self.drop_path.training:  # Monte Carlo dropout
         return self(x, stage)
+    stage = stage._replace(source=x) if type(self) is SourceBlock else stage
     if self.position is not None:
         x = cpu.call(self.position, x)
-    source = dict(source=x) if type(self) is SourceBlock else {}
-    x = _add_branch(cpu, self, x, self.norm1, self.attn, self.gamma1, stage, **source)
+    x = _add_branch(cpu, self, x, self.norm1, self.attn, self.gamma1, stage)
     if type(self) is TokenBlock:
         return self.add(x, self.feed_forward(x, stage), self.gamma2)
     return _add_branch(cpu, self, x, self.norm2, self.ffn, self.gamma2)
@@ -191,13 +193,13 @@ CALLS_PARTS.add(block)
 
 
 def _add_branch(
-    cpu: CPUForward, self: Any, x: Tensor, norm, branch: nn.Module, gamma: Optional[Tensor], *args, **kwargs
+    cpu: CPUForward, self: Any, x: Tensor, norm, branch: nn.Module, gamma: Optional[Tensor], *args
 ) -> Tensor:
     """``x + branch(norm(x)) * gamma``, in place of a result that nobody else has."""
     form = cpu.form(branch)
     if form is None:
-        return self.add(x, branch(norm_tokens(norm, x), *args, **kwargs), gamma)
-    out = form(cpu, branch, norm_tokens(functools.partial(cpu.norm, norm), x), *args, **kwargs)
+        return self.add(x, branch(norm_tokens(norm, x), *args), gamma)
+    out = form(cpu, branch, norm_tokens(functools.partial(cpu.norm, norm), x), *args)
     if gamma is None:
         return added(out, x)
     return torch.addcmul(x, out, gamma, out=out) if out.dtype == x.dtype == gamma.dtype else self.add(x, out, gamma)

@@ -26,7 +26,7 @@ class CastTogether(torch.autograd.Function):
         outs = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
         private_apis.FOREACH_COPY(outs, tensors)
         ctx.tensors = tensors
-        ctx.mark_non_differentiable(*(out for out, tensor in zip(outs, tensors) if not tensor.requires_grad))
+        ctx.mark_non_differentiable(*[out for out, tensor in zip(outs, tensors) if not tensor.requires_grad])
         ctx.set_materialize_grads(False)
         return tuple(outs)
 
@@ -54,14 +54,17 @@ class WeightGroup:
     """
 
     def __init__(self, modules: list[nn.Module]) -> None:
-        self.slots: dict[str, dict[nn.Module, list[Slot]]] = {kind: {} for kind in KINDS}
+        self.slots: dict[str, list[Slot]] = {kind: [] for kind in KINDS}
+        self.spans: dict[nn.Module, dict[str, slice]] = {}
         for module in modules:
             parts = list(module.modules())
             # the norm of a patch embedding gives the residual stream, which keeps its precision
             stream = () if isinstance(module, PatchEmbed) else (nn.LayerNorm, Block)
+            self.spans[module] = {}
             for kind, classes in zip(KINDS, (PRODUCTS, stream)):
-                owned = [part._parameters for part in parts if isinstance(part, classes)]
-                self.slots[kind][module] = [(own, name) for own in owned for name in own if own[name] is not None]
+                owned, first = [part._parameters for part in parts if isinstance(part, classes)], len(self.slots[kind])
+                self.slots[kind] += [(own, name) for own in owned for name in own if own[name] is not None]
+                self.spans[module][kind] = slice(first, len(self.slots[kind]))
 
 
 class MixedPrecision:
@@ -77,19 +80,22 @@ class MixedPrecision:
     """
 
     def __init__(self, groups: list[WeightGroup], x: Tensor, recomputes: bool) -> None:
-        self.group_of = {module: group for group in groups for module in group.slots['products']}
+        self.group_of = {module: group for group in groups for module in group.spans}
         self.device_type = x.device.type
         self.dtype = torch.get_autocast_dtype(self.device_type)
         self.recomputes = recomputes
-        self.casts: dict[WeightGroup, dict[str, dict]] = {}
+        self.casts: dict[tuple[WeightGroup, str], Sequence[Tensor]] = {}
+        self.weights: dict[tuple[nn.Module, bool], list[tuple[Slot, Tensor]]] = {}
 
     def __call__(self, module: nn.Module, x: Tensor, *stage) -> Any:
         group = self.group_of.get(module)
         if group is None:
             return module(x, *stage)
         in_half = x.dtype == self.dtype and not isinstance(module, PatchEmbed)
-        casts = self._cast(group, KINDS if in_half else KINDS[:1])
-        weights = casts['products'][module] + casts['stream'][module] if in_half else casts['products'][module]
+        weights = self.weights.get((module, in_half))
+        if weights is None:
+            self._cast(group, in_half)
+            weights = self.weights[module, in_half]
         torch.set_autocast_enabled(self.device_type, not in_half)
         try:
             if self.recomputes and stage and x.requires_grad:
@@ -98,27 +104,29 @@ class MixedPrecision:
         finally:
             torch.set_autocast_enabled(self.device_type, True)
 
-    def _cast(self, group: WeightGroup, kinds: Sequence[str]) -> dict[str, dict]:
-        """Cast weights by kind and module: (dictionary of parameters, name, cast weight)."""
-        found = self.casts.setdefault(group, {})
-        missing = [kind for kind in kinds if kind not in found]
-        if missing:
-            slots = [slot for kind in missing for row in group.slots[kind].values() for slot in row]
-            casts = iter(CastTogether.apply(self.dtype, *(weights[name] for weights, name in slots)) if slots else ())
-            for kind in missing:
-                found[kind] = {
-                    module: [(*slot, next(casts)) for slot in row] for module, row in group.slots[kind].items()
-                }
-        return found
+    def _cast(self, group: WeightGroup, in_half: bool) -> None:
+        """Cast the weights of a group that were not cast before, and list them by module."""
+        kinds = KINDS if in_half else KINDS[:1]
+        missing = [kind for kind in kinds if (group, kind) not in self.casts]
+        weights = [own[name] for kind in missing for own, name in group.slots[kind]]
+        casts: Sequence[Tensor] = CastTogether.apply(self.dtype, *weights) if weights else ()
+        for kind in missing:
+            size = len(group.slots[kind])
+            self.casts[group, kind], casts = casts[:size], casts[size:]
+        for module, spans in group.spans.items():
+            found = self.weights[module, in_half] = []
+            for kind in kinds:
+                found += zip(group.slots[kind][spans[kind]], self.casts[group, kind][spans[kind]])
 
 
-def _with_weights(module: nn.Module, weights: list[tuple[dict, str, Tensor]], *args) -> Any:
+def _with_weights(module: nn.Module, weights: list[tuple[Slot, Tensor]], *args) -> Any:
     """``module(*args)`` with other weights."""
-    kept = [parameters[name] for parameters, name, _ in weights]
-    for parameters, name, cast in weights:
-        parameters[name] = cast
+    kept = []
+    for (own, name), cast in weights:
+        kept.append(own[name])
+        own[name] = cast
     try:
         return module(*args)
     finally:
-        for (parameters, name, _), weight in zip(weights, kept):
-            parameters[name] = weight
+        for ((own, name), _), weight in zip(weights, kept):
+            own[name] = weight

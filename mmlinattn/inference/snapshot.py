@@ -1,6 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """A check, without a call for each module, that nobody changed the modules of a backbone."""
 
+from typing import Optional
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,7 +31,8 @@ class Snapshot:
         backbone (nn.Module): The backbone, of which no reference is kept.
 
     Attributes:
-        is_plain (bool): All modules are of known classes, without hooks, and have float32 weights of their own.
+        is_plain (bool): All modules are of known classes, without hooks, and have weights of their own.
+        dtype (torch.dtype): The type of all weights.
         groups (list[WeightGroup]): Weights by stage.
     """
 
@@ -42,8 +44,9 @@ class Snapshot:
             for part in parts[1:]
         ]
         self.is_plain = not is_altered(*parts) and all(is_known(type(part)) for part in parts)
+        self.dtype = dtype_of(backbone)
         for part in parts:
-            self.is_plain &= all(p is None or p.dtype == torch.float32 for p in part._parameters.values())
+            self.is_plain &= all(p is None or p.dtype == self.dtype for p in part._parameters.values())
             if isinstance(part, (nn.Linear, nn.Conv2d, nn.Conv1d)):  # a weight that is no parameter may be anything
                 self.is_plain &= {'weight', 'bias'} <= part._parameters.keys()
         self.groups = [WeightGroup(modules) for modules in backbone.stage_modules()] if self.is_plain else []
@@ -65,9 +68,21 @@ class Snapshot:
             for name, weight in weights.items():
                 if present.get(name) is not (weight is not None):
                     return False
-                if weight is not None and (type(weight) is not nn.Parameter or weight.dtype != torch.float32):
+                if weight is not None and (type(weight) is not nn.Parameter or weight.dtype != self.dtype):
                     return False
         return True
+
+
+def dtype_of(module: nn.Module) -> Optional[torch.dtype]:
+    """Return the type of the first weight that is found, None if there is none."""
+    for weight in module._parameters.values():
+        if weight is not None:
+            return weight.dtype
+    for child in module._modules.values():
+        dtype = None if child is None else dtype_of(child)
+        if dtype is not None:
+            return dtype
+    return None
 
 
 def _present(module: nn.Module) -> dict[str, bool]:

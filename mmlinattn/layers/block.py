@@ -52,33 +52,32 @@ class Block(BaseModule):
         self.gamma1, self.gamma2 = gammas
 
     def forward(self, x: Tensor, stage) -> Tensor:
-        if self.position is not None:
-            x = self.position(x)
-        x = self.add(x, self.attend(x, stage), self.gamma1)
+        position = self.position
+        if position is not None:
+            x = position(x)
+        x = self.add(x, self.attn(norm_tokens(self.norm1, x), stage), self.gamma1)
         return self.add(x, self.feed_forward(x, stage), self.gamma2)
-
-    def attend(self, x: Tensor, stage) -> Tensor:
-        return self.attn(norm_tokens(self.norm1, x), stage)
 
     def feed_forward(self, x: Tensor, stage) -> Tensor:
         return self.ffn(norm_tokens(self.norm2, x))
 
     def add(self, x: Tensor, branch: Tensor, gamma: Optional[Tensor]) -> Tensor:
         """``x + DropPath(gamma * branch)``. Paths are dropped in a small tensor of scales, not in the map."""
-        drops = self.drop_path.training and not isinstance(self.drop_path, nn.Identity)
+        drop_path = self.drop_path
+        drops = drop_path.training and not isinstance(drop_path, nn.Identity)
         if gamma is None and not drops:
             return x + branch
         scale = x.new_ones(1) if gamma is None else gamma
         if drops:
-            scale = self.drop_path(scale.expand(x.shape[0], *(1,) * (x.dim() - 2), len(scale)))
+            scale = drop_path(scale.expand(x.shape[0], *(1,) * (x.dim() - 2), len(scale)))
         return ops.add_scaled(x, branch, scale)
 
 
 class SourceBlock(Block):
-    """:class:`Block` whose attention reads the mean token of what goes into ``norm1``."""
+    """:class:`Block` whose attention reads the mean token of the input of ``norm1``, which is that of the block."""
 
-    def attend(self, x: Tensor, stage) -> Tensor:
-        return self.attn(norm_tokens(self.norm1, x), stage, source=x)
+    def forward(self, x: Tensor, stage) -> Tensor:
+        return super().forward(x, stage._replace(source=x))
 
 
 class TokenBlock(Block):

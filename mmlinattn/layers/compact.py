@@ -54,7 +54,8 @@ class BranchedLinear(BaseModule):
         for layer, norm in zip(self.linears, self.norms):
             scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
             weight = weight + scale[:, None] * layer.weight
-            bias = bias + norm.bias - scale * norm.running_mean
+            mean = norm.running_mean if layer.bias is None else norm.running_mean - layer.bias
+            bias = bias + norm.bias - scale * mean
         return weight, bias
 
     @torch.no_grad()

@@ -38,11 +38,7 @@ class PositionTable(nn.Module):
             return weight
         return resize_table(weight, (side, side), self.grid, self.prefix)
 
-    def on(self, grid: Grid) -> Tensor:
+    def forward(self, grid: Grid) -> Tensor:
         """The table for the tokens of a grid, (1, prefix + height * width, C); zero for class tokens that the table has
         no vectors for."""
         return table_on(self.weight, self.grid, grid, self.prefix)
-
-    def add_to(self, x: Tensor, grid: Grid) -> Tensor:
-        """``x`` (B, prefix + height * width, C) plus the table of its grid."""
-        return x + self.on(grid).to(x.dtype)

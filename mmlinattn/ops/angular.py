@@ -7,7 +7,7 @@ from torch import Tensor
 from . import dispatch
 from .dispatch import accumulation_dtype
 from .feature_maps import unit
-from .gradients import by_hand, recomputed
+from .gradients import apply_rule, recomputed
 from .tensors import count_tokens, heads_of, tokens_of
 
 
@@ -53,7 +53,7 @@ def angular_attention(
         options = dict(num_heads=num_heads, released=released, unit_output=unit_output)
         if dispatch.backend(q, k, v) == 'reference':
             return _equation(q, k, v, mask, **options)
-        return by_hand(_RULE, q, k, v, mask, **options)
+        return apply_rule(_RULE, options, q, k, v, mask)
 
 
 def _equation(q, k, v, mask, num_heads, released, unit_output) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import dispatch
-from .gradients import Rule, by_hand
+from .gradients import GradientRule, apply_rule
 
 Spans = Union[int, str, tuple[int, ...]]
 
@@ -40,14 +40,14 @@ def conv_of_gelu(
     Returns:
         Tensor: (B, C', H', W'), as of ``F.conv2d``.
     """
-    # autocast would change the type of float32 maps on the way
-    casts = x.dtype == torch.float32 and dispatch.autocasts(x)
     settings = dict(stride=stride, padding=padding, dilation=dilation, groups=groups, residual=residual)
-    is_plain = not torch.is_grad_enabled() or casts or x.numel() == 0 or isinstance(padding, str)
+    is_plain = not torch.is_grad_enabled() or x.numel() == 0 or isinstance(padding, str)
+    # autocast would change the type of float32 maps on the way
+    is_plain = is_plain or (x.dtype == torch.float32 and dispatch.autocasts(x))
     if is_plain or dispatch.backend(x, weight, bias) == 'reference':
         return conv_of_gelu_reference(x, weight, bias, **settings)
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
-    return by_hand(_CONV_OF_GELU, x, weight, bias, **settings)
+    return apply_rule(_CONV_OF_GELU, settings, x, weight, bias)
 
 
 def conv_of_gelu_reference(x, weight, bias, stride, padding, dilation, groups, residual) -> Tensor:
@@ -72,7 +72,7 @@ def _conv_of_gelu_backward(grads, inputs, kept, wanted, stride, padding, dilatio
     return grad_x, grad_weight, grad_bias
 
 
-_CONV_OF_GELU = Rule(conv_of_gelu_reference, _conv_of_gelu, _conv_of_gelu_backward)
+_CONV_OF_GELU = GradientRule(conv_of_gelu_reference, _conv_of_gelu, _conv_of_gelu_backward)
 
 
 # --- kernels of each image's own --------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ file asks once and calls one of them.
 
 import contextlib
 import os
+import threading
 from typing import Optional
 
 import torch
@@ -28,6 +29,17 @@ def _checked(choice: str, argument: str) -> str:
     return choice
 
 
+class State(threading.local):
+    """Answers that hold for a forward pass of a backbone, of one thread.
+
+    Attributes:
+        settled (bool): Nothing watches, transforms or records the pass: :func:`needs_reference` is False throughout.
+    """
+
+    settled = False
+
+
+state = State()
 _as_on_gpu = False
 _choice = _checked(os.environ.get(VARIABLE, '') or 'auto', VARIABLE)
 
@@ -54,9 +66,9 @@ def use(backend: str):
 def backend(first: Tensor, *others: Optional[Tensor]) -> str:
     """The backend for an op on the given tensors: ``'reference'``, or by the device of the first ``'cpu'`` or
     ``'eager'`` (all others)."""
-    if needs_reference(first, *others):
+    if not state.settled and needs_reference(first, *others):
         return 'reference'
-    return 'cpu' if on_cpu(first) else 'eager'
+    return 'cpu' if first.is_cpu and not _as_on_gpu else 'eager'
 
 
 def on_cpu(x: Tensor) -> bool:
@@ -81,17 +93,32 @@ def needs_reference(*tensors: Optional[Tensor]) -> bool:
     So it is where something watches or transforms them: a recorded graph, meta and fake tensors, other subclasses,
     ``torch.func`` transforms, forward-mode derivatives, dispatch modes that count or record.
     """
+    if state.settled:
+        return False
     if _choice == 'reference' or is_traced() or is_transformed():
         return True
     if private_apis.num_modes() > 0 and not _as_on_gpu:
         return True
-    return any(t is not None and (type(t) not in (Tensor, nn.Parameter) or t.is_meta) for t in tensors)
+    for t in tensors:
+        if t is not None and (type(t) not in (Tensor, nn.Parameter) or t.is_meta):
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def settle():
+    """A context in which :func:`needs_reference` and the questions about open sizes are answered: no."""
+    state.settled = True
+    try:
+        yield
+    finally:
+        state.settled = False
 
 
 def is_transformed() -> bool:
     """Whether ``torch.func`` transforms the call or forward-mode derivatives are taken; False in ``torch.compile``,
     whose tracer answers such questions about itself."""
-    if torch.compiler.is_dynamo_compiling():
+    if state.settled or torch.compiler.is_dynamo_compiling():
         return False
     return private_apis.innermost_transform() is not None or private_apis.forward_mode._current_level >= 0
 
@@ -101,7 +128,7 @@ def is_traced() -> bool:
 
     Graphs hold the reference: compilers fuse it, and it is right at sizes other than the traced one.
     """
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return not state.settled and (torch.compiler.is_compiling() or torch.jit.is_tracing())
 
 
 def is_exported() -> bool:

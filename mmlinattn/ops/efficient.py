@@ -5,7 +5,7 @@ from torch import Tensor
 
 from . import dispatch
 from .dispatch import accumulation_dtype
-from .gradients import by_hand, recomputed
+from .gradients import apply_rule, recomputed
 from .softmax import masked_logit
 from .tensors import heads_of, tokens_of
 
@@ -31,7 +31,7 @@ def efficient_attention(q: Tensor, k: Tensor, v: Tensor, num_heads: int, mask: O
     with dispatch.without_autocast(q):
         if dispatch.backend(q, k, v) == 'reference':
             return _equation(q, k, v, mask, num_heads)
-        return by_hand(_RULE, q, k, v, mask, num_heads=num_heads)
+        return apply_rule(_RULE, dict(num_heads=num_heads), q, k, v, mask)
 
 
 def _equation(q, k, v, mask, num_heads) -> Tensor:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..utils import private_apis
+from . import dispatch
 from .tensors import blocks
 
 # Lower bound of exponents. Its exp, 1e-13, vanishes beside 1 in float32, and its products with itself and gradients are
@@ -36,9 +37,9 @@ FEATURE_MAPS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _elu_plus_one_(x: Tensor) -> Tensor:
-    if x.dtype != torch.bfloat16:
-        return F.elu_(x).add_(1)
-    # the digits of exp(x), of which 1 + (exp(x) - 1) would keep those of 1 alone
+    # not 1 + elu(x): its digits would be those of 1
+    if not dispatch.on_cpu(x):  # the gradient of ELU multiplies by exp(x) below 0, and by 1 above
+        return private_apis.ELU_BACKWARD(x.clamp(min=0).add_(1), 1, 1, 1, False, x, grad_input=x)
     for images, rows in blocks(x, x.shape[-4], x.shape[-2]):
         part = x[..., images, :, rows, :]
         exponential = part.clamp(LOWEST_EXPONENT, 0).exp_()

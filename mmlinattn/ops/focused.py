@@ -8,7 +8,7 @@ from torch import Tensor
 from ..utils import private_apis
 from . import dispatch
 from .dispatch import accumulation_dtype
-from .gradients import Rule, by_hand
+from .gradients import GradientRule, apply_rule
 from .plain_linear import linear_attention_reference
 from .tensors import are_attended, blocks, padded_eps, split_heads
 
@@ -50,7 +50,7 @@ def focused_attention(
         options = dict(num_heads=num_heads, power=power, eps=eps)
         if dispatch.backend(q, k, v, inverse_scale, offset) == 'reference' or not fits:
             return _equation(q, k, v, inverse_scale, offset, mask, **options)
-        return by_hand(_RULE, q, k, v, inverse_scale, offset, mask, **options)
+        return apply_rule(_RULE, options, q, k, v, inverse_scale, offset, mask)
 
 
 def _equation(q, k, v, inverse_scale, offset, mask, num_heads, power, eps) -> Tensor:
@@ -202,4 +202,4 @@ def _backward(grads, inputs, kept, wanted, num_heads, power, eps):
     return grad_q, grad_k, grad_v, grad_scale, grad_offset, None
 
 
-_RULE = Rule(_equation, _forward, _backward)
+_RULE = GradientRule(_equation, _forward, _backward)

@@ -11,7 +11,7 @@ from ..utils import private_apis
 from . import dispatch
 
 
-class Rule(NamedTuple):
+class GradientRule(NamedTuple):
     """Three forms of an op; ``options`` are the non-tensors.
 
     Attributes:
@@ -26,23 +26,14 @@ class Rule(NamedTuple):
     backward: Optional[Callable]
 
 
-def recomputed(equation: Callable) -> Rule:
+def recomputed(equation: Callable) -> GradientRule:
     """A rule that recomputes the equation in the backward pass instead of keeping its intermediate results."""
-    return Rule(equation, lambda *tensors, **options: (equation(*tensors, **options), ()), None)
+    return GradientRule(equation, lambda *tensors, **options: (equation(*tensors, **options), ()), None)
 
 
-def by_hand(rule: Rule, *tensors: Optional[Tensor], **options) -> Any:
-    """The result of ``rule.forward``; its gradients are those of ``rule.backward``.
-
-    Where gradients are differentiated themselves (``create_graph=True``) or batched (``is_grads_batched=True``), they
-    are those of the equation. No result may be an input or a view of one.
-    """
-    return _ByHand.apply(rule, options, *tensors)
-
-
-class _ByHand(torch.autograd.Function):
+class _RuleFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rule: Rule, options: dict, *tensors):
+    def forward(ctx: Any, rule: GradientRule, options: dict, *tensors):
         out, kept = rule.forward(*tensors, **options)
         ctx.rule, ctx.options, ctx.num_inputs = rule, options, len(tensors)
         ctx.save_for_backward(*tensors, *kept)
@@ -61,6 +52,11 @@ class _ByHand(torch.autograd.Function):
             else:
                 found = ctx.rule.backward(grads, inputs, kept, wanted, **ctx.options)
         return None, None, *(grad if want else None for grad, want in zip(found, wanted))
+
+
+# (rule, options, *tensors) -> the result of ``rule.forward``, with the gradients of ``rule.backward``. Gradients to be
+# differentiated (``create_graph=True``) or batched (``is_grads_batched=True``) are those of the equation. No result may be an input or a view of one.
+apply_rule = _RuleFunction.apply
 
 
 def _gradients_of(equation, inputs, wanted, grads, options) -> Sequence[Optional[Tensor]]:

@@ -1,14 +1,18 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-from typing import Optional
+from typing import Any, Optional, Union
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ..utils import private_apis
 from . import dispatch
+from .dispatch import accumulation_dtype
 from .softmax import attend, masked_bias
-from .tensors import split_heads, to_image, unflatten
+from .tensors import is_known, merge_heads, split_heads, to_image, unflatten
+
+Step = Union[None, Tensor, nn.Module]
 
 _BLOCK_NUMEL = 2**18  # elements of the maps of a block, for each thread
 _MIN_ROWS = 32  # queries of a block, which reads all keys
@@ -20,8 +24,8 @@ def hallucinated_attention(
     v: Tensor,
     num_heads: int,
     grid,
-    intra: Optional[Tensor] = None,
-    cross: Optional[Tensor] = None,
+    intra: Step = None,
+    cross: Step = None,
     cross_first: bool = False,
     mask: Optional[Tensor] = None,
     bias: Optional[Tensor] = None,
@@ -46,8 +50,11 @@ def hallucinated_attention(
         num_heads (int): Heads h, real and hallucinated; even.
         grid (Grid): The grid of the keys, see :class:`mmlinattn.attention.Grid`. Class tokens have no neighbours and
             pass the convolution as they are; tokens of different ``grid.regions`` are none either.
-        intra (Tensor, optional): w of IHH, (h/2, 3, 3); None leaves it out.
-        cross (Tensor, optional): c of CHH, (h/2, h/2); None leaves it out. Without both, real maps are copied.
+        intra (Tensor | nn.Module, optional): IHH: its kernels w, (h/2, 3, 3), or a module on maps (B', h/2, height,
+            width). None leaves it out.
+        cross (Tensor | nn.Module, optional): CHH: its matrix c, (h/2, h/2), or a module on maps (B, h/2, N, M). None
+            leaves it out. Without both, real maps are copied. The keys move by the weight of a plain convolution; any
+            other module (with hooks, an adapter, circular padding) is called on the maps, in O(N M h) memory.
         cross_first (bool): CHH before IHH.
         mask (Tensor, optional): (B, M) bool, True for real tokens. Others are no neighbours.
         bias (Tensor, optional): Added to the logits, broadcastable to (B, h, N, M), with four dimensions.
@@ -58,12 +65,17 @@ def hallucinated_attention(
     if has_torch_function((q, k, v)):  # counters see it whole, as they see fused attention
         options: dict = dict(intra=intra, cross=cross, cross_first=cross_first, mask=mask, bias=bias)
         return handle_torch_function(hallucinated_attention, (q, k, v), q, k, v, num_heads, grid, **options)
+    kernels = _kernel(intra, 3, num_heads // 2), _kernel(cross, 1, 1)
+    # a bias of CHH would be convolved by IHH after it
+    if _is_other(intra, kernels[0]) or _is_other(cross, kernels[1]) or (cross_first and _bias(cross) is not None):
+        return _by_maps(q, k, v, num_heads, grid, intra, cross, cross_first, mask, bias)
+    intra, cross = kernels
     # With gradients, fused attention of wide heads is faster than computing the blocks again for the backward pass.
     whole = q.dtype == dispatch.accumulation_dtype(q) == v.dtype and not dispatch.autocasts(q)
     in_blocks = whole and not (torch.is_grad_enabled() or cross_first) and dispatch.backend(q, k, v) == 'cpu'
     mixed_heads = _mixed_maps if in_blocks else _wide_heads
     half = num_heads // 2
-    dtype, width = v.dtype, q.shape[-1] // half
+    dtype, width = v.dtype, int(q.shape[-1]) // half  # numbers: torch.jit.trace hands out sizes as tensors
     bias = masked_bias(bias, mask, q)
     real_bias, bias = (None, None) if bias is None else _halves(bias, half)
     queries, keys, values = split_heads(q, half), split_heads(k, half), split_heads(v, num_heads)
@@ -92,7 +104,7 @@ def _wide_heads(q: Tensor, k: Tensor, v: Tensor, cross: Tensor, bias: Optional[T
     Returns:
         Tensor: (B, h/2, N, d).
     """
-    heads, width, value_width = len(cross), k.shape[-1], v.shape[-1]
+    heads, width, value_width = len(cross), int(k.shape[-1]), int(v.shape[-1])
     cross = (cross * width**0.5).to(q.dtype)  # fused attention divides by it
     q = (q.transpose(1, 2).unsqueeze(1) * cross[:, None, :, None]).flatten(3)  # (B, h/2, N, C/2)
     k = k.expand(-1, heads, -1, -1)
@@ -126,6 +138,8 @@ def local_keys(k: Tensor, grid, intra: Tensor, mask: Optional[Tensor], copies: i
 
 
 def _convolved(k: Tensor, grid, weight: Tensor) -> Tensor:
+    if is_known(grid.height, grid.width) and 0 in (grid.height, grid.width):  # PyTorch refuses maps without a pixel
+        return k
     image = to_image(unflatten(k[:, grid.prefix :], 1, (grid.height, grid.width)))
     local = F.conv2d(image, weight, padding=1, groups=len(weight)).permute(0, 2, 3, 1).flatten(1, 2)
     return torch.cat((k[:, : grid.prefix].to(local.dtype), local), dim=1) if grid.prefix else local
@@ -134,6 +148,70 @@ def _convolved(k: Tensor, grid, weight: Tensor) -> Tensor:
 def _halves(bias: Tensor, half: int) -> tuple[Tensor, Tensor]:
     """The bias of the real and of the hallucinated heads."""
     return (bias, bias) if bias.shape[1] == 1 else (bias[:, :half], bias[:, half:])
+
+
+def _kernel(step: Step, size: int, groups: int) -> Optional[Tensor]:
+    """Kernels (h/2, 3, 3) or matrix (h/2, h/2) of a step; None for a module that is no plain convolution.
+
+    The bias adds the same to all logits of a query, and softmax ignores it. Its gradient is zero, but distributed
+    training expects one."""
+    if not isinstance(step, nn.Module):
+        return step
+    if not private_apis.is_weighted_conv(step):
+        return None
+    conv: Any = step
+    found = conv.kernel_size, conv.padding, conv.stride, conv.dilation, conv.groups, conv.padding_mode
+    if found != ((size, size), (size // 2, size // 2), (1, 1), (1, 1), groups, 'zeros'):
+        return None
+    weight = private_apis.renewed_weight(conv)
+    kernel = weight[:, 0] if size > 1 else weight[:, :, 0, 0]
+    return kernel if conv.bias is None else kernel + 0 * conv.bias.sum()
+
+
+def _is_other(step: Step, kernel: Optional[Tensor]) -> bool:
+    return step is not None and kernel is None
+
+
+def _bias(step: Step) -> Optional[Tensor]:
+    return getattr(step, 'bias', None) if isinstance(step, nn.Module) else None
+
+
+# --- modules that are more than their weights: on the maps ------------------------------------------------------------
+
+
+def _by_maps(q, k, v, num_heads, grid, intra: Any, cross: Any, cross_first, mask, bias) -> Tensor:
+    """Eq. 2 in its literal order. Arguments and result as of :func:`hallucinated_attention`; steps are modules."""
+    half = num_heads // 2
+    queries, keys, values = split_heads(q, half), split_heads(k, half), split_heads(v, num_heads)
+    maps = real = (queries * int(queries.shape[-1]) ** -0.5) @ keys.transpose(-1, -2)  # (B, h/2, N, M)
+    if cross_first and cross is not None:
+        maps = cross(maps)
+    if intra is not None:
+        maps = _on_rows(intra, maps if mask is None else maps * mask[:, None, None].to(maps.dtype), grid)
+    if cross is not None and not cross_first:
+        maps = cross(maps)
+    logits = torch.cat((real, maps.to(real.dtype)), dim=1)
+    bias = masked_bias(bias, mask, logits)
+    logits = logits if bias is None else logits + bias
+    weights = logits.softmax(dim=-1, dtype=accumulation_dtype(logits)).to(v.dtype)
+    return merge_heads(weights @ values).to(v.dtype)
+
+
+def _on_rows(intra: nn.Module, maps: Tensor, grid) -> Tensor:
+    """IHH: the rows of maps (B, h/2, N, M) lie on the grid of the keys."""
+    batch, half, queries, keys = maps.shape
+    rows = maps.transpose(1, 2).reshape(batch * queries, half, keys)
+    images = unflatten(rows[..., grid.prefix :], 2, (grid.height, grid.width))
+    if grid.regions is None:
+        local = intra(images)
+    else:
+        regions = grid.regions.repeat(batch // grid.regions.shape[0], 1).repeat_interleave(queries, dim=0)
+        regions = unflatten(regions[:, None], 2, (grid.height, grid.width))
+        parts = [(regions == region).to(images.dtype) for region in range(4)]
+        local = sum(part * intra(images * part) for part in parts)
+    if grid.prefix:  # a constant that class tokens lack would be no constant to softmax
+        local = torch.cat((rows[..., : grid.prefix], (local - intra(torch.zeros_like(images[:1]))).flatten(2)), dim=2)
+    return unflatten(local.flatten(2), 0, (batch, queries)).transpose(1, 2)
 
 
 # --- on CPUs, in inference: maps of a block of queries, mixed while they are in the cache -----------------------------
@@ -158,8 +236,8 @@ def _mixed_maps(q: Tensor, k: Tensor, v: Tensor, cross: Tensor, bias: Optional[T
 def _blocks(batch: int, queries: int, numel: int):
     """Images and queries of each block; ``numel`` logits a query."""
     budget = _BLOCK_NUMEL * torch.get_num_threads()
-    rows = min(queries, max(budget // numel, _MIN_ROWS))
-    images = max(budget // (numel * queries), 1)  # several where their maps are small
+    rows = max(min(queries, max(budget // max(numel, 1), _MIN_ROWS)), 1)
+    images = max(budget // max(numel * queries, 1), 1)  # several where their maps are small
     for first in range(0, batch, images):
         for top in range(0, queries, rows):
             yield slice(first, first + images), slice(top, top + rows)

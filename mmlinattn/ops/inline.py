@@ -7,7 +7,7 @@ from torch import Tensor
 from . import dispatch
 from .dispatch import accumulation_dtype
 from .feature_maps import FEATURE_MAPS, IN_PLACE, check_kernel
-from .gradients import Rule, by_hand
+from .gradients import GradientRule, apply_rule
 from .tensors import (
     are_attended,
     blocks,
@@ -57,7 +57,7 @@ def inline_attention(
         options = dict(num_heads=num_heads, scale=scale, kernel=kernel)
         if dispatch.backend(q, k, v) == 'reference' or not are_attended(q, k, v, num_heads):
             return _equation(q, k, v, mask, **options)
-        return by_hand(_RULE, q, k, v, mask, **options)
+        return apply_rule(_RULE, options, q, k, v, mask)
 
 
 def _equation(q, k, v, mask, num_heads, scale, kernel) -> Tensor:
@@ -159,4 +159,4 @@ def _write(place: Tensor, grad: Tensor, shift, mapped: Tensor, kernel: str) -> N
         place.copy_(IN_PLACE[kernel][1](mapped, grad.sub_(shift)))
 
 
-_RULE = Rule(_equation, _forward, _backward)
+_RULE = GradientRule(_equation, _forward, _backward)

@@ -7,7 +7,7 @@ from torch import Tensor
 from . import dispatch, rank_augmented
 from .dispatch import accumulation_dtype
 from .feature_maps import FEATURE_MAPS, check_kernel
-from .gradients import Rule, by_hand
+from .gradients import GradientRule, apply_rule
 from .tensors import are_attended, count_tokens, heads_of, inverse_sqrt, padded_eps, token_mean, tokens_of
 
 
@@ -47,7 +47,7 @@ def linear_attention(
         if dispatch.backend(q, k, v) == 'reference' or not are_attended(q, k, v, num_heads):
             return linear_attention_reference(q, k, v, num_heads, kernel, mask, eps)
         options = dict(num_heads=num_heads, kernel=kernel, weight_scale=None, eps=eps)
-        return by_hand(_RULE, q, k, v, None, mask, **options)
+        return apply_rule(_RULE, options, q, k, v, None, mask)
 
 
 def linear_attention_reference(q, k, v, num_heads, kernel, mask, eps) -> Tensor:
@@ -72,4 +72,4 @@ def _equation(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps) -> Te
 
 
 # RALA without token weights and rotation
-_RULE = Rule(_equation, rank_augmented.forward, rank_augmented.backward)
+_RULE = GradientRule(_equation, rank_augmented.forward, rank_augmented.backward)

@@ -13,7 +13,7 @@ from ..utils import private_apis
 from . import dispatch
 from .dispatch import accumulation_dtype
 from .feature_maps import FEATURE_MAPS, IN_PLACE, LOWEST_EXPONENT, check_kernel
-from .gradients import Rule, by_hand
+from .gradients import GradientRule, apply_rule
 from .rotary import backwards, rotate, rotate_reference
 from .tensors import (
     Both,
@@ -79,7 +79,7 @@ def rala(
         options = dict(num_heads=num_heads, kernel=kernel, weight_scale=weight_scale, eps=eps)
         if dispatch.backend(q, k, v, rotary) == 'reference' or not fits:
             return _equation(q, k, v, rotary, mask, **options)
-        return by_hand(_RALA, q, k, v, rotary, mask, **options)
+        return apply_rule(_RALA, options, q, k, v, rotary, mask)
 
 
 def _equation(q, k, v, rotary, mask, num_heads, kernel, weight_scale, eps) -> Tensor:
@@ -117,6 +117,8 @@ def token_weights(logits: Tensor, mask: Optional[Tensor]) -> Tensor:
     lowest = torch.finfo(logits.dtype).min
     if hidden is not None:
         logits = logits.masked_fill(hidden, lowest)
+    if is_known(logits.shape[-2]) and not logits.shape[-2]:
+        return logits
     logits = torch.maximum(logits, logits.amax(dim=-2, keepdim=True) + LOWEST_EXPONENT)
     if hidden is not None:
         logits = logits.masked_fill(hidden, lowest)
@@ -253,4 +255,4 @@ def _mean(x: Tensor, mask: Optional[Tensor], count) -> Tensor:
     return ((x * mask[:, None, :, None].to(x.dtype)).sum(dim=2, keepdim=True) / count).to(x.dtype)
 
 
-_RALA = Rule(_equation, forward, backward)
+_RALA = GradientRule(_equation, forward, backward)

@@ -3,7 +3,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .gradients import Rule, by_hand
+from .gradients import GradientRule, apply_rule
 
 
 def add_scaled(x: Tensor, branch: Tensor, scale: Tensor) -> Tensor:
@@ -19,9 +19,9 @@ def add_scaled(x: Tensor, branch: Tensor, scale: Tensor) -> Tensor:
         Tensor: As ``x``, in its dtype.
     """
     branch, scale = branch.to(x.dtype), scale.to(x.dtype)
-    if not torch.is_grad_enabled() or dispatch.needs_reference(x, branch, scale):
+    if not torch.is_grad_enabled() or not dispatch.state.settled and dispatch.needs_reference(x, branch, scale):
         return torch.addcmul(x, branch, scale)
-    return by_hand(_RULE, x, branch, scale)
+    return apply_rule(_RULE, {}, x, branch, scale)
 
 
 def _forward(x, branch, scale):
@@ -34,4 +34,4 @@ def _backward(grads, inputs, kept, wanted):
     return grad, grad_branch, (grad * branch).sum_to_size(scale.shape) if wanted[2] else None
 
 
-_RULE = Rule(torch.addcmul, _forward, _backward)
+_RULE = GradientRule(torch.addcmul, _forward, _backward)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from . import dispatch
-from .gradients import Rule, by_hand
+from .gradients import GradientRule, apply_rule
 from .tensors import accumulation_dtype, copies_by_head, gradients_by_head, is_known, split_heads, unflatten, widened
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -104,12 +104,17 @@ def backwards(table: Tensor) -> Tensor:
 
 
 def _as_complex(x: Tensor) -> Tensor:
-    return torch.view_as_complex(x.unflatten(-1, (-1, 2)))
+    return torch.view_as_complex(torch.unflatten(x, -1, (-1, 2)))
 
 
 def _pairs_lie_together(x: Tensor) -> bool:
+    if x.is_contiguous() and x.shape[-1] % 2 == 0 and x.storage_offset() % 2 == 0:
+        return True
     *strides, last = x.stride()
-    return last == 1 and not any(stride % 2 for stride in (*strides, x.storage_offset()))
+    for stride in (*strides, x.storage_offset()):
+        if stride % 2:
+            return False
+    return last == 1
 
 
 def rotate_pair(q: Tensor, k: Tensor, table: Tensor, num_heads: int) -> tuple[Tensor, Tensor]:
@@ -125,9 +130,9 @@ def rotate_pair(q: Tensor, k: Tensor, table: Tensor, num_heads: int) -> tuple[Te
     """
     angles = accumulation_dtype(q)
     together = q.shape == k.shape and q.dtype == k.dtype and table.dtype == angles and not table.requires_grad
-    if not together or q.numel() == 0 or dispatch.needs_reference(q, k, table):
+    if not together or q.numel() == 0 or not dispatch.state.settled and dispatch.needs_reference(q, k, table):
         return rotate(split_heads(q, num_heads), table), rotate(split_heads(k, num_heads), table)
-    return by_hand(_PAIR, q, k, table, num_heads=num_heads)
+    return apply_rule(_PAIR, dict(num_heads=num_heads), q, k, table)
 
 
 def _pair(q, k, table, num_heads):
@@ -149,4 +154,4 @@ def _pair_backward(grads, inputs, kept, wanted, num_heads):
     return *made, None
 
 
-_PAIR = Rule(_pair, _pair_forward, _pair_backward)
+_PAIR = GradientRule(_pair, _pair_forward, _pair_backward)

@@ -22,6 +22,8 @@ BLOCK_NUMEL = 2**21
 def unflatten(x: Tensor, dim: int, sizes) -> Tensor:
     """``x.unflatten(dim, sizes)``, of which ``torch.onnx.export(..., dynamo=False)`` makes constants. One size may be
     -1."""
+    if dispatch.state.settled:
+        return torch.unflatten(x, dim, sizes)
     dim, known, open_at = dim % x.dim(), 1, None
     sizes = list(sizes)
     for i, size in enumerate(sizes):
@@ -55,7 +57,7 @@ def pair_by_head(q: Tensor, k: Tensor, num_heads: int) -> Optional[Tensor]:
     if not side_by_side:
         return None
     pair = q.as_strided((*q.shape[:-1], 2 * width), q.stride())
-    return pair.unflatten(-1, (2, num_heads, -1)).permute(2, 0, 3, 1, 4)
+    return torch.unflatten(pair, -1, (2, num_heads, -1)).permute(2, 0, 3, 1, 4)
 
 
 def copies_by_head(q: Tensor, k: Tensor, num_heads: int, dtype: torch.dtype) -> Any:
@@ -90,14 +92,16 @@ def gradients_by_head(q: Tensor, k: Tensor, num_heads: int) -> tuple[Sequence[Te
         made = torch.empty_like(q), torch.empty_like(k)
         return made, (split_heads(made[0], num_heads), split_heads(made[1], num_heads))
     pair = q.new_empty(2, *q.shape)
-    return list(pair), pair.unflatten(-1, (num_heads, -1)).transpose(2, 3)
+    return list(pair), torch.unflatten(pair, -1, (num_heads, -1)).transpose(2, 3)
 
 
 def are_attended(q: Tensor, k: Tensor, v: Tensor, num_heads: int) -> bool:
     """Whether these are queries, keys and values of so many heads. The reference broadcasts others, or raises."""
-    fits = all(t.dim() == 3 and t.numel() and t.is_floating_point() for t in (q, k, v)) and num_heads > 0
+    for t in (q, k, v):
+        if t.dim() != 3 or not t.numel() or not t.is_floating_point():
+            return False
     return (
-        fits
+        num_heads > 0
         and k.shape[::2] == q.shape[::2]
         and v.shape[:2] == k.shape[:2]
         and q.shape[-1] % num_heads == v.shape[-1] % num_heads == 0
@@ -114,7 +118,8 @@ def product_dtype(q: Tensor, v: Tensor) -> torch.dtype:
 
 def merge_heads(x: Tensor) -> Tensor:
     """(B, heads, N, d) -> (B, N, heads * d); a view where the heads of a token lie side by side."""
-    return clone_if_open(x.transpose(1, 2)).flatten(2)
+    x = x.transpose(1, 2)
+    return (x if dispatch.state.settled else clone_if_open(x)).flatten(2)
 
 
 def heads_of(x: Tensor, num_heads: int) -> Tensor:
@@ -141,6 +146,8 @@ def clone_if_open(x: Tensor) -> Tensor:
 
     For another layout PyTorch compares the size with 1, and export would add that as a guard.
     """
+    if dispatch.state.settled:
+        return x
     if any(isinstance(size, torch.SymInt) and not private_apis.is_surely_above_one(size) for size in x.shape):
         return x.clone(memory_format=torch.contiguous_format)
     return x
@@ -148,7 +155,8 @@ def clone_if_open(x: Tensor) -> Tensor:
 
 def to_image(x: Tensor) -> Tensor:
     """(B, H, W, C) -> (B, C, H, W), a view in channels-last memory where :func:`clone_if_open` leaves it one."""
-    return clone_if_open(x.permute(0, 3, 1, 2))
+    x = x.permute(0, 3, 1, 2)
+    return x if dispatch.state.settled else clone_if_open(x)
 
 
 def dots(x: Tensor, y: Tensor) -> Tensor:
@@ -203,7 +211,10 @@ TokenCount = Union[int, Tensor]
 def count_tokens(x: Tensor, mask: Optional[Tensor]) -> TokenCount:
     """Number of real tokens of (..., B, heads, N, d): N, or (B, 1, 1, 1) with a mask, at least 1."""
     if mask is None:
-        return x.shape[-2]
+        count: Any = x.shape[-2]
+        if isinstance(count, Tensor):  # by torch.jit.trace; the root of an int would be of the default type
+            return count.to(accumulation_dtype(x))
+        return max(count, 1) if is_known(count) else count
     global _last_count
     wide = accumulation_dtype(x)
     if dispatch.needs_reference(mask):
@@ -256,6 +267,8 @@ def padded_eps(eps: float, mask: Optional[Tensor], dtype: torch.dtype) -> Union[
 
 def is_known(*sizes) -> bool:
     """Whether all sizes are numbers now, rather than something that a graph leaves open."""
+    if dispatch.state.settled:
+        return True
     if any(isinstance(size, Tensor) for size in sizes):
         return False
     return all(private_apis.has_static_value(size) for size in sizes)

@@ -17,6 +17,9 @@ from torch import nn, overrides
 from torch.autograd import forward_ad
 from torch.fx.experimental import _config, symbolic_shapes
 from torch.nn.modules import module as _module
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils._device import DeviceContext
 from torch.utils.data import DataLoader
 
@@ -76,6 +79,7 @@ def size_oblivious():
 FOREACH_COPY: Any = torch._foreach_copy_
 # the gradient of ReLU in one pass, into given memory
 RELU_BACKWARD = torch.ops.aten.threshold_backward.grad_input
+ELU_BACKWARD: Any = torch.ops.aten.elu_backward.grad_input
 SOFTMAX_BACKWARD: Any = torch._softmax_backward_data
 
 
@@ -115,12 +119,41 @@ def is_altered(*modules: nn.Module) -> bool:
 
 
 def _is_altered(module: nn.Module) -> bool:
+    return bool(module._forward_pre_hooks) or _is_watched(module)
+
+
+def _is_watched(module: nn.Module) -> bool:
     if module._compiled_call_impl or not _methods(cast(Any, type(module))).isdisjoint(vars(module)):
         return True
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if module._forward_hooks or module._backward_hooks or module._backward_pre_hooks:
         return True
     weights = (weight for weight in module._parameters.values() if weight is not None)
     return any(type(w) not in (torch.Tensor, nn.Parameter) or w.layout != torch.strided for w in weights)
+
+
+_CONV_METHODS = (nn.Module.__call__, nn.Module._call_impl, nn.Conv2d.forward, nn.Conv2d._conv_forward)
+_WEIGHT_HOOKS = (WeightNorm, SpectralNorm, BasePruningMethod)
+
+
+def is_weighted_conv(module: nn.Module) -> bool:
+    """PyTorch 2.14: True if a module is a convolution by its ``weight``, that of a parametrization or a hook of
+    ``torch.nn.utils`` included."""
+    kind: Any = type(module)
+    if torch.compiler.is_dynamo_compiling():  # it cannot trace the questions below
+        hooks = module._forward_hooks or module._forward_pre_hooks
+        return kind is nn.Conv2d and not hooks and 'forward' not in module.__dict__
+    if not issubclass(kind, nn.Conv2d) or has_global_hooks():
+        return False
+    if (kind.__call__, kind._call_impl, kind.forward, kind._conv_forward) != _CONV_METHODS:
+        return False
+    return all(isinstance(h, _WEIGHT_HOOKS) for h in module._forward_pre_hooks.values()) and not _is_watched(module)
+
+
+def renewed_weight(conv: nn.Conv2d) -> torch.Tensor:
+    """PyTorch 2.14: the weight after the hooks that compute it before each call."""
+    for hook in conv._forward_pre_hooks.values():
+        hook(conv, ())
+    return conv.weight
 
 
 @functools.cache

@@ -134,7 +134,7 @@ def test_focused_attention_in_windows_is_that_of_each_window_cropped(height, wid
     window = min(3, height), min(3, width)
     x = feature_map(height, width)
     attention = filled(WindowAttention(DIM, HEADS, 'focused', (3, 3), grid=(3, 3)))
-    out, table = attention(x, StageContext.of(x)), attention.mixer.position.on(Grid(*window)).unflatten(1, window)
+    out, table = attention(x, StageContext.of(x)), attention.mixer.position(Grid(*window)).unflatten(1, window)
     for where in parts((height, width), *window):
         grid = Grid(*x[where].shape[1:3])
         part = filled(Attention(DIM, HEADS, 'focused', grid=grid[:2]))

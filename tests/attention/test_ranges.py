@@ -1,15 +1,16 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """Every attention at the ends of its numbers, and what it costs. Long sums in half precision: tests/ops."""
 
+import copy
 import itertools
 
 import pytest
 import torch
 from torch import nn
-from twins import ATTENTIONS, DIM, HEAD_DIM, HEADS, attend, build, tokens
+from twins import ATTENTIONS, DIM, HEAD_DIM, HEADS, assert_same, attend, build, filled, tokens
 
 from mmlinattn import ops
-from mmlinattn.attention import Attention, Grid, StageContext
+from mmlinattn.attention import Attention, Grid, StageContext, WindowAttention
 from mmlinattn.attention.base import mean_token
 from mmlinattn.layers import rotary_table
 from mmlinattn.ops import dispatch, hallucinated
@@ -87,6 +88,36 @@ def test_no_map_of_all_pairs_is_built(name, backend, learns, monkeypatch):
                 out.sum().backward()
         sizes.append(largest.size)
     assert sizes[1] <= 4 * sizes[0] + 32
+
+
+def wrapped(attention):
+    """A copy whose IHH and CHH are modules of another class: they are called, on the maps."""
+    attention = copy.deepcopy(attention)
+    for name in ('ihh', 'chh'):
+        if getattr(attention.mixer, name) is not None:
+            setattr(attention.mixer, name, nn.Sequential(getattr(attention.mixer, name)))
+    return attention
+
+
+@both_backends
+@pytest.mark.parametrize('prefix', [0, 1])
+@pytest.mark.parametrize('name', [name for name in ATTENTIONS if name.startswith('hallucinated')])
+def test_hallucination_by_modules_on_maps(name, prefix, backend):
+    """It is the equation in its literal order, gradients included; with mask and bias."""
+    attention, grid = build(name), Grid(4, 5, prefix)
+    n = grid.num_tokens
+    x, bias = tokens(2, n), torch.randn(1, 2 * HEADS, n, n, dtype=torch.float64)
+    for mask in (None, torch.rand(2, n) > 0.3):
+        with ops.use(backend):
+            ours, plain = (attend(a, x, grid, mask=mask, bias=bias) for a in (wrapped(attention), attention))
+        assert_same(ours, plain, [x])
+
+
+@pytest.mark.parametrize('name', [name for name in ATTENTIONS if name.startswith('hallucinated')])
+def test_hallucination_by_modules_on_maps_of_shifted_windows(name):
+    attention = filled(WindowAttention(DIM, HEADS, ATTENTIONS[name], (4, 4), shift=True, relative_bias=True))
+    x = torch.randn(2, 7, 9, DIM, dtype=torch.float64, requires_grad=True)
+    assert_same(wrapped(attention)(x, StageContext.of(x)), attention(x, StageContext.of(x)), [x])
 
 
 @pytest.mark.parametrize('prefix', [0, 1])

@@ -200,7 +200,7 @@ def focused(mixer, spec, q, k, v, grid, size, bias, context):
     """The map goes over all channels, before the split into heads; positions are added to the keys before it."""
     q, k, values = (side_by_side(t) for t in (q, k, v))
     if mixer.position is not None:  # class tokens have no position
-        k = k + mixer.position.on(grid)
+        k = k + mixer.position(grid)
     if spec.get('focus', True):
         q, k = (focused_map(t, mixer.scale, spec.get('power', 3)) for t in (q, k))
     else:

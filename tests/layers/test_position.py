@@ -29,22 +29,19 @@ def test_tables_are_resized_bilinearly(height, width, prefix):
     grid, half = Grid(height, width, prefix=prefix), copy.deepcopy(table).half()
     expected = bilinear(table.weight.data[:, prefix:], (4, 5), (height, width))
     expected = torch.cat((table.weight[:, :prefix], expected), dim=1)
-    for resized in (table.on(grid), resize_table_in_graph(table.weight, table.grid, grid, prefix)):
+    for resized in (table(grid), resize_table_in_graph(table.weight, table.grid, grid, prefix)):
         assert torch.equal(resized[:, :prefix], table.weight[:, :prefix])
         torch.testing.assert_close(resized, expected)
-    assert table.on(Grid(4, 5, prefix)) is table.weight
-    for resized in (half.on(grid), resize_table_in_graph(half.weight, half.grid, grid, prefix)):
+    assert table(Grid(4, 5, prefix)) is table.weight
+    for resized in (half(grid), resize_table_in_graph(half.weight, half.grid, grid, prefix)):
         assert resized.dtype == torch.float16
         torch.testing.assert_close(resized.double(), expected, rtol=0.01, atol=1e-4)
 
 
-def test_position_tables_are_added_in_the_type_of_the_tokens():
-    """Class tokens that the table has no vectors for get none; those that it has, as they are."""
-    table, x = PositionTable(DIM, (2, 3), prefix=1), torch.randn(2, 7, DIM)
-    torch.testing.assert_close(table.add_to(x, Grid(2, 3, prefix=1)), x + table.weight)
-    half = x.bfloat16()
-    torch.testing.assert_close(table.add_to(half, Grid(2, 3, prefix=1)), half + table.weight.bfloat16())
-    found = table.on(Grid(2, 3, prefix=3))
+def test_class_tokens_without_a_vector_get_none():
+    """Those that the table has vectors for get them as they are."""
+    table = PositionTable(DIM, (2, 3), prefix=1)
+    found = table(Grid(2, 3, prefix=3))
     assert not found[:, :2].any()
     torch.testing.assert_close(found[:, 2:], table.weight)
 

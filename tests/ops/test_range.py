@@ -112,6 +112,21 @@ def test_weights_far_apart(which):
 
 
 @every_form
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize('name', ['rala, elu', 'rala, turned', 'linear, elu'])
+def test_elu_plus_one_keeps_the_digits_of_small_numbers(name, dtype, which):
+    """``exp(x)``, for x below 0, and not those of ``1 + (exp(x) - 1)``. Queries as small as eps of the normaliser."""
+    k, v = torch.randn(2, 1, 16, 8, dtype=torch.float64)
+    for x in (-1.0, -8.0, -12.0, -14.0, -16.0, -18.0, -24.0):
+        q = torch.full_like(k, x) - torch.arange(8) / 8
+        with ops.use('reference'):
+            exact = LINEAR[name](q.exp().log(), k, v, 2)
+        with form(which):
+            out = LINEAR[name](q.to(dtype), k.to(dtype), v.to(dtype), 2)
+        assert (out - exact).norm() < 32 * torch.finfo(dtype).eps * exact.norm()
+
+
+@every_form
 @pytest.mark.parametrize('learns', [True, False])
 @pytest.mark.parametrize('eps', [dict(eps=0.5), {}], ids=['large', 'default'])
 @pytest.mark.parametrize('name', ['rala, elu', 'rala, relu', 'rala, softmax', 'rala without weights', 'linear, elu'])
