@@ -72,7 +72,7 @@ def _overloads(name: str) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def cuda_autocast():
-    """A context in which CPUs autocast by the lists of CUDA. By their own they run LayerNorm, softmax and sums in
+    """Autocast CPUs by the lists of CUDA within a context. Their own lists leave LayerNorm, softmax and sums in
     bfloat16."""
     rules = {_to_float32: TO_FLOAT32, _set_dtype: SETS_DTYPE, _promote: PROMOTES}
 
@@ -99,12 +99,12 @@ def autocast() -> torch.autocast:
 
 @contextlib.contextmanager
 def gpu_path(is_gpu: bool = True):
-    """A context in which tensors of the CPU take the path of CUDA tensors, also while a dispatch mode counts.
+    """Run CPU tensors on the path of CUDA tensors within a context, also under a dispatch mode.
 
     Args:
         is_gpu (bool): False for the path of the CPU.
     """
-    # a built-in function, which is no Python call
+    # a built-in function adds no Python call
     with mock.patch.object(private_apis, 'num_modes', int):
         with ops.dispatch.as_on_gpu() if is_gpu else contextlib.nullcontext():
             yield

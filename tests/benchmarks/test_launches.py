@@ -98,7 +98,7 @@ def test_every_host_is_counted(host):
 
 
 def test_a_detector_in_parts():
-    """The backbone starts what it starts alone, and 8 operators for each branch with stochastic depth."""
+    """The backbone has the launches of one alone, and at most 8 for each branch with stochastic depth."""
     import count_traffic
     from mmdet.testing import demo_mm_inputs
 
