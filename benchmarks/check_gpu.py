@@ -286,7 +286,7 @@ def run_part(name: str, rehearse: bool, seconds: float) -> dict:
         file, log, error = Path(folder) / 'part.json', Path(folder) / 'log', ''
         command = [sys.executable, __file__, '--out', str(file), *['--rehearse'] * rehearse, '--part', name]
         try:
-            with log.open('w') as said:  # no pipe, which the compiler's processes may hold open
+            with log.open('w') as said:  # the compiler's processes may hold a pipe open
                 status = subprocess.run(command, stdout=said, stderr=said, timeout=seconds).returncode
             error = log.read_text().strip()[-3000:] or f'status {status}' if status else ''
         except subprocess.TimeoutExpired:

@@ -116,7 +116,7 @@ def kept(model, images):
 @pytest.mark.slow
 @pytest.mark.parametrize('attn', ['rala', 'softmax'])
 def test_graphs_keep_no_more_than_eager_mode(attn):
-    """By the partition of a graph that Inductor takes, whose default keeps 34 and 11 % more here."""
+    """With the partition of Inductor. Its default keeps 34 and 11 % more than eager mode."""
     arch = dict(embed_dims=(32, 64, 128, 256), depths=(2, 1, 1, 1), num_heads=(1, 2, 4, 8), stage_attns=(attn,) * 4)
     model = RAVLT(arch, out_indices=(0,), out_norm=False, drop_path_rate=0.0)
     images = torch.randn(2, 3, 64, 64)
@@ -127,7 +127,7 @@ def test_graphs_keep_no_more_than_eager_mode(attn):
     assert counters['stats']['unique_graphs'] == 1
 
 
-EAGER = dict(backend='aot_eager')  # graphs, forward and backward, whose operators PyTorch runs
+EAGER = dict(backend='aot_eager')  # graphs of forward and backward pass, run by PyTorch's operators
 
 
 def losses(model, steps=20, autocasts=False):
