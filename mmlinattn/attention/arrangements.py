@@ -58,7 +58,7 @@ class RelativePositionBias(nn.Module):
 
     def __init__(self, window: tuple[int, int], num_heads: int) -> None:
         super().__init__()
-        self.window = rows, columns = tuple(window)
+        self.window = rows, columns = window[0], window[1]
         if rows * columns > self.max_tokens:
             raise ValueError(
                 f'window_size={self.window}: a window with relative position bias may have {self.max_tokens} tokens at '

@@ -4,7 +4,7 @@
 Hosts arrange tokens (whole maps, windows, stripes, reduced keys, a class token) around it and name no method.
 """
 
-from typing import Any, Optional, Union
+from typing import Any, Optional, Union, cast
 
 import torch
 from mmengine.model import BaseModule
@@ -188,4 +188,5 @@ def mean_token(x: Tensor, mask: Optional[Tensor] = None) -> Tensor:
     dtype = accumulation_dtype(x)
     if mask is None:
         return x.mean(dim=1, dtype=dtype).to(x.dtype)
-    return (x.sum(dim=1, dtype=dtype) / count_tokens(x, mask)[:, :, 0, 0]).to(x.dtype)
+    count = cast(Tensor, count_tokens(x, mask))  # (B, 1, 1, 1)
+    return (x.sum(dim=1, dtype=dtype) / count[:, :, 0, 0]).to(x.dtype)

@@ -63,7 +63,7 @@ def _run(backbone, x: Tensor, products: torch.dtype) -> tuple[Tensor, ...]:
     snapshot = snapshot_of(backbone) if is_known(type(backbone)) else None
     is_plain = snapshot is not None and snapshot.is_plain
     if torch.is_grad_enabled():
-        if is_plain and products != x.dtype and snapshot.dtype == torch.float32:
+        if snapshot is not None and is_plain and products != x.dtype and snapshot.dtype == torch.float32:
             call = MixedPrecision(snapshot.groups, x, backbone.with_cp)
     # float16 would lose small layer scales in a matrix
     elif dispatch.on_cpu(x) and not backbone.training and products != torch.float16:

@@ -1,7 +1,7 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
 """A check, without a call for each module, that nobody changed the modules of a backbone."""
 
-from typing import Optional
+from typing import Any, Optional
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,7 +36,7 @@ class Snapshot:
         groups (list[WeightGroup]): Weights by stage.
     """
 
-    def __init__(self, backbone: nn.Module) -> None:
+    def __init__(self, backbone: Any) -> None:
         parts = list(backbone.modules())
         self.children = dict(backbone._modules)
         self.entries = [

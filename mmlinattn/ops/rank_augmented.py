@@ -4,7 +4,7 @@
 Names below: ``g`` mean query, ``w`` token weights a / N, ``z`` mean weighted key, ``S`` state, ``d_x`` gradient of x.
 """
 
-from typing import Optional
+from typing import Any, Optional, cast
 
 import torch
 from torch import Tensor
@@ -218,8 +218,9 @@ def backward(grads, inputs, kept, wanted, num_heads, kernel, weight_scale, eps):
         back = backwards(table)
         inner = _each(lambda x: rotate(x, back, inplace=True), inner)
     d_q, d_k = inner
+    is_pair = isinstance(both, Tensor) and isinstance(inner, Tensor)
     # n_i . d_n_i = q_i . (R_i^T S d_n_i): the numerator itself is not needed
-    along = dots(both, inner) if isinstance(both, Tensor) else (dots(q, d_q), None)
+    along: Any = dots(cast(Tensor, both), cast(Tensor, inner)) if is_pair else (dots(q, d_q), None)
     d_normaliser = along[0] * inverse  # times -1
     d_mean = d_normaliser.transpose(-1, -2) @ q  # times -1
     d_q.addcmul_(d_normaliser, key_mean, value=-1)
@@ -237,7 +238,7 @@ def backward(grads, inputs, kept, wanted, num_heads, kernel, weight_scale, eps):
         d_k.addcmul_(d_logits, mean_query, value=weight_scale)
         d_q.add_(d_query if real is None else d_query * real)
     undo_map = IN_PLACE[kernel][1]
-    if isinstance(both, Tensor) and isinstance(places, Tensor):
+    if isinstance(both, Tensor) and isinstance(inner, Tensor) and isinstance(places, Tensor):
         places.copy_(undo_map(both, inner))
     else:
         places[0].copy_(undo_map(q, d_q)), places[1].copy_(undo_map(k, d_k))

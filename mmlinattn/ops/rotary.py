@@ -2,6 +2,7 @@
 """Rotary position encoding."""
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,6 +150,7 @@ def _pair_backward(grads, inputs, kept, wanted, num_heads):
     both = grads[0].new_empty(2, *grads[0].shape, dtype=table.dtype)
     for place, grad in zip(both, grads):
         place.copy_(grad)
+    places: Any
     made, places = gradients_by_head(q, k, num_heads)
     places.copy_(rotate(both, backwards(table), inplace=True))
     return *made, None
