@@ -40,37 +40,51 @@ class Snapshot:
         parts = list(backbone.modules())
         self.children = dict(backbone._modules)
         self.entries = [
-            (part, part.__dict__, type(part), len(part.__dict__), dict(part._modules), _present(part))
+            (part, part.__dict__, type(part), len(part.__dict__), dict(part._modules), _hooks(part), _weights(part))
             for part in parts[1:]
         ]
-        self.is_plain = not is_altered(*parts) and all(is_known(type(part)) for part in parts)
         self.dtype = dtype_of(backbone)
+        # hooks of the backbone itself run around all of this
+        self.is_plain = not is_altered(*parts[1:]) and all(is_known(type(part)) for part in parts)
         for part in parts:
-            self.is_plain &= all(p is None or p.dtype == self.dtype for p in part._parameters.values())
+            weights = [kind for kind in _weights(part).values() if kind is not None]
+            self.is_plain &= all(kind == (nn.Parameter, self.dtype) for kind in weights)
             if isinstance(part, (nn.Linear, nn.Conv2d, nn.Conv1d)):  # a weight that is no parameter may be anything
                 self.is_plain &= {'weight', 'bias'} <= part._parameters.keys()
         self.groups = [WeightGroup(modules) for modules in backbone.stage_modules()] if self.is_plain else []
 
     def is_current(self, backbone: nn.Module) -> bool:
-        """Return True if no module was replaced, hooked or given an attribute since."""
+        """Return True if no module was replaced, hooked or given an attribute or other weights since."""
         if backbone._modules != self.children:
             return False
-        for part, state, kind, size, children, present in self.entries:
+        for part, state, kind, size, children, hooks, kinds in self.entries:
             if type(part) is not kind or len(state) != size or state['_modules'] != children:
                 return False
-            if state['_forward_hooks'] or state['_forward_pre_hooks']:
-                return False
-            if state['_backward_hooks'] or state['_backward_pre_hooks']:
+            if (
+                len(state['_forward_hooks']) != hooks[0]
+                or len(state['_forward_pre_hooks']) != hooks[1]
+                or len(state['_backward_hooks']) != hooks[2]
+                or len(state['_backward_pre_hooks']) != hooks[3]
+            ):
                 return False
             weights = state['_parameters']
-            if len(weights) != len(present):
+            if len(weights) != len(kinds):
                 return False
             for name, weight in weights.items():
-                if present.get(name) is not (weight is not None):
-                    return False
-                if weight is not None and (type(weight) is not nn.Parameter or weight.dtype != self.dtype):
+                if kinds.get(name) != (None if weight is None else (type(weight), weight.dtype)):
                     return False
         return True
+
+
+def _hooks(module: nn.Module) -> tuple[int, ...]:
+    """Numbers of hooks of each kind."""
+    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return tuple(map(len, kinds))
+
+
+def _weights(module: nn.Module) -> dict[str, Optional[tuple]]:
+    """Classes and types of weights by name."""
+    return {name: None if p is None else (type(p), p.dtype) for name, p in module._parameters.items()}
 
 
 def dtype_of(module: nn.Module) -> Optional[torch.dtype]:
@@ -85,16 +99,12 @@ def dtype_of(module: nn.Module) -> Optional[torch.dtype]:
     return None
 
 
-def _present(module: nn.Module) -> dict[str, bool]:
-    return {name: weight is not None for name, weight in module._parameters.items()}
-
-
 _snapshots: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def snapshot_of(backbone: nn.Module) -> Snapshot:
     """Return the snapshot of a backbone, taken anew if it is out of date."""
     found = _snapshots.get(backbone)
-    if found is None or not found.is_plain or not found.is_current(backbone):
+    if found is None or not found.is_current(backbone):
         found = _snapshots[backbone] = Snapshot(backbone)
     return found
