@@ -25,6 +25,7 @@ import mmcv
 import numpy as np
 from mmengine import fileio
 from mmengine.device import get_device
+from mmengine.logging import MMLogger
 from mmengine.registry import init_default_scope
 from mmengine.runner.checkpoint import CheckpointLoader
 
@@ -41,7 +42,7 @@ from mmlinattn.tooling.command_line import (
     writing,
 )
 from mmlinattn.tooling.configs import check_checkpoint, read_config, require
-from mmlinattn.tooling.console import quiet_upstream
+from mmlinattn.tooling.console import quiet_console, quiet_upstream
 from mmlinattn.tooling.images import read_picture
 from mmlinattn.tooling.predictions import (
     add_prediction_arguments,
@@ -384,6 +385,7 @@ def say_written(args: argparse.Namespace, what: str) -> None:
 def main() -> None:
     args = parse_args()
     quiet_upstream()
+    quiet_console(MMLogger.get_current_instance())
     with clean_end(), one_line_errors(), contextlib.ExitStack() as stack:
         if args.max_frames is not None and args.max_frames < 1:
             raise RunError(f'--max-frames={args.max_frames}: expected at least 1.')

@@ -15,6 +15,7 @@ HIDDEN = (
     'paramwise_options',
     'Distributed training is not used',
     'Exp name:',
+    'LR is set based on batch size of',  # the notice of ToolRunner counts accumulated steps
     'Checkpoints will be saved to',
     'Evaluating ',
     'bbox_mAP_copypaste',
@@ -32,6 +33,7 @@ WARNINGS = (
     '(?is).*deprecat',
     'torch.meshgrid',
     'The draw is False',
+    'Failed to add <class',  # a visualizer without folder, as inferencers have
     'Setting (MKL|OMP)_NUM_THREADS',
     'Default ``avg_non_ignore`` is False',
     'Warning: The (bbox|polygon) is out of bounds',

@@ -25,8 +25,8 @@ from ..utils.errors import RunError
 from .class_names import dataset_configs
 from .command_line import check_out_file, notice, writing
 
-# image formats that OpenCV writes in three channels
-DRAWN = ('.jpg', '.jpeg', '.png', '.bmp', '.webp')
+# suffixes that drawings keep; others, such as .tif and .JPEG, get .png behind them
+DRAWN = ('.jpg', '.png')
 # flag -> scope and kind of model
 FLAGS = {
     '--save-json': ('mmdet', 'detector'),
@@ -171,7 +171,7 @@ def names_below(paths: Sequence[str], suffix: str = '') -> list[str]:
         root = osp.commonpath([osp.dirname(path) for path in full])
         names = [osp.relpath(path, root) for path in full]
     if not suffix:
-        return [name if name.lower().endswith(DRAWN) else f'{name}.png' for name in names]
+        return [name if name.endswith(DRAWN) else f'{name}.png' for name in names]
     stems = [osp.splitext(name)[0] for name in names]
     counts = {stem: 0 for stem in stems}
     for stem, _ in dict.fromkeys(zip(stems, full)):

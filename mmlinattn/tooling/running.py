@@ -212,7 +212,7 @@ def stretch(schedule: dict, ratio: float, length: int) -> bool:
 
 
 def build_runner(cfg: Config, compiles: bool = False) -> Runner:
-    """Join the processes of a distributed run, and build a ToolRunner (or ``runner_type``).
+    """Join the processes of a distributed run, and build a ToolRunner (or another ``runner_type``).
 
     Args:
         cfg (Config): The config as it will run.
@@ -229,4 +229,5 @@ def build_runner(cfg: Config, compiles: bool = False) -> Runner:
     hooks = cfg.get('custom_hooks') or []
     if compiles and not any(bare_name(hook.get('type')) == CompileHook.__name__ for hook in hooks):
         cfg.custom_hooks = [*hooks, dict(type=CompileHook.__name__)]
-    return RUNNERS.build(cfg) if 'runner_type' in cfg else ToolRunner.from_cfg(cfg)
+    is_own = bare_name(cfg.get('runner_type', SafeRunner)) == SafeRunner.__name__
+    return ToolRunner.from_cfg(cfg) if is_own else RUNNERS.build(cfg)

@@ -107,7 +107,7 @@ def test_label_images(tmp_path, largest, kind):
     ('paths', 'suffix', 'names'),
     [
         (['v/a/1.jpg', 'v/b/1.jpg', 'v/1.jpg'], '', ['a/1.jpg', 'b/1.jpg', '1.jpg']),
-        (['v/a/1.jpg', 'v/b/2.tif'], '', ['1.jpg', '2.tif.png']),
+        (['v/a/1.jpg', 'v/b/2.tif', 'v/3.JPEG'], '', ['1.jpg', '2.tif.png', '3.JPEG.png']),
         (['v/a/1.jpg', 'v/b/1.jpg'], '.txt', ['a/1.txt', 'b/1.txt']),
         (['v/1.jpg', 'v/1.png', 'v/2.png'], '.txt', ['1.jpg.txt', '1.png.txt', '2.txt']),
         (['v/1.jpg', 'v/1.jpg'], '.txt', ['1.txt', '1.txt']),  # the same image twice

@@ -147,6 +147,14 @@ def test_a_schedule_of_ones_own_is_left_alone(capsys, options):
     assert cfg.param_scheduler == schedules() and not capsys.readouterr().err
 
 
+@pytest.mark.parametrize('given', [{}, dict(runner_type='SafeRunner')])
+def test_the_runner_of_the_tools(monkeypatch, given):
+    """It is quiet, and a SafeRunner."""
+    monkeypatch.setattr(running.ToolRunner, 'from_cfg', classmethod(lambda cls, cfg: cls))
+    assert running.build_runner(Config(dict(given, launcher='none'))) is running.ToolRunner
+    assert issubclass(running.ToolRunner, running.SafeRunner)
+
+
 def test_a_runner_of_the_config_s_own():
     @RUNNERS.register_module(force=True)
     class TestRunner:

@@ -79,8 +79,12 @@ class _Predictions:
         if self.matrix is None:
             self.matrix = np.zeros((count, count))
         is_class = (truth >= 0) & (truth < count) & (found >= 0) & (found < count)  # ignored pixels are 255
-        pairs = truth[is_class] * count + found[is_class]
-        self.matrix += torch.bincount(pairs, minlength=count**2).reshape(count, count).numpy()
+        truth, found = truth[is_class], found[is_class]
+        if len(truth) < count**2:
+            np.add.at(self.matrix, (truth.numpy(), found.numpy()), 1)
+        else:
+            pairs = torch.bincount(truth * count + found, minlength=count**2)
+            self.matrix += pairs.reshape(count, count).numpy()
 
     def write(self, folder: str, prefix: str) -> list[str]:
         """Write the plots from the main process; all processes have to call it. Returns their paths."""
@@ -107,7 +111,7 @@ class _Predictions:
 
         objects = self._objects()
         pairs = [(objects[path], found) for path, found in self.boxes if path in objects]
-        if not pairs:
+        if not any(len(truth.labels) for truth, _ in pairs):  # no annotations, as of COCO's test-dev
             return []
         names = [*self.names, 'background']
         matrix = np.zeros((len(names), len(names)))

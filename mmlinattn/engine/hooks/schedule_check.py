@@ -2,7 +2,7 @@
 from collections.abc import Iterator
 
 from mmengine.dist import is_main_process
-from mmengine.hooks import Hook
+from mmengine.hooks import CheckpointHook, Hook
 from mmengine.optim.scheduler.param_scheduler import INF
 from mmengine.registry import HOOKS
 from mmengine.runner import IterBasedTrainLoop
@@ -68,7 +68,7 @@ class ScheduleCheckHook(Hook):
     """Warn before the first step if the learning rate schedule does not fit the length of the training.
 
     An iteration-based loop with gradient accumulation gets a warning with the number of updates, as MMEngine counts
-    iterations. So does a checkpoint at the end of the training.
+    iterations. So do a checkpoint at the end of the training, and a run that writes no (best) checkpoint.
     """
 
     priority = 'VERY_LOW'  # after --resume, which takes the schedule of the checkpoint
@@ -82,6 +82,11 @@ class ScheduleCheckHook(Hook):
                 'train_cfg.max_epochs or max_iters higher to go on.'
             )
             return
+        savers = [hook for hook in runner.hooks if isinstance(hook, CheckpointHook)]
+        if not savers:
+            runner.logger.warning('no checkpoint will be written: default_hooks.checkpoint is off.')
+        if runner.val_loop is None and any(hook.save_best for hook in savers):
+            runner.logger.warning('no best checkpoint will be kept (checkpoint.save_best): the run has no validation.')
         is_by_iteration = isinstance(runner.train_loop, IterBasedTrainLoop)
         for fault in schedule_faults(runner.param_schedulers, runner.max_epochs, runner.max_iters, is_by_iteration):
             runner.logger.warning(f'schedule and length of the training differ: {fault} Set param_scheduler to fit.')

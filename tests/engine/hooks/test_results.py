@@ -127,6 +127,7 @@ def labels(truth, predicted):
     ('samples', 'expected'),
     [
         ([label_map([[0, 1], [1, 255]], [[0, 0], [1, 1]])], [[1, 0], [1, 1]]),
+        ([label_map([[0, 0, 1, 1, 1]], [[0, 1, 1, 1, 1]])], [[1, 1], [0, 3]]),
         ([labels(0, 1), labels(1, 1), labels(1, 1)], [[0, 1], [0, 2]]),
         (
             [labels(0, 0), labels(0, 0), labels(0, 0), labels(0, 0)],
@@ -154,8 +155,8 @@ def test_images_that_samplers_repeat_count_once(monkeypatch):
 def test_plots_of_a_detector(tmp_path, with_annotations):
     instances = [dict(bbox=[0, 0, 10, 10], bbox_label=1)]
     loader = loader_of(instances if with_annotations else ())
-    if not with_annotations:
-        loader.dataset.get_data_info = lambda index: dict(img_path='other.jpg')
+    if not with_annotations:  # nothing is counted as false
+        loader.dataset.get_data_info = lambda index: dict(img_path=f'{index}.jpg', instances=[])
     predictions = results._Predictions(loader)
     boxes = InstanceData(bboxes=torch.tensor([[0.0, 0, 9, 10]]), labels=torch.tensor([1]), scores=torch.tensor([0.5]))
     predictions.add([BaseDataElement(metainfo=dict(img_path=f'{i}.jpg'), pred_instances=boxes) for i in range(3)])
@@ -168,3 +169,12 @@ def test_other_predictions_have_no_plots(tmp_path):
     predictions = results._Predictions(loader_of())
     predictions.add([BaseDataElement(pred_depth_map=torch.zeros(1)), label_map([[0]], [[0, 1]]), LabelData()])
     assert predictions.write(str(tmp_path), '') == []
+
+
+def test_early_stopping_and_averages(tmp_path):
+    """The run ends early: its rows and plots are there."""
+    stop = dict(type='EarlyStoppingHook', monitor='acc', patience=1, rule='less')
+    average = dict(type='EMAHook', momentum=2e-4)
+    loop = dict(by_epoch=True, max_epochs=9)
+    make_runner(tmp_path, [*HOOKS, dict(type='ProgressHook'), stop, average], loop, **validation()).train()
+    assert len(rows(tmp_path)) == 2 and (tmp_path / 'results.png').exists()

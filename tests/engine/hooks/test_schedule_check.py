@@ -87,6 +87,18 @@ def test_a_training_that_is_complete(tmp_path, monkeypatch):
     assert any('nothing is left to train: the checkpoint is at iteration 6 of 6' in line for line in said)
 
 
+@pytest.mark.parametrize(
+    ('checkpoint', 'line'),
+    [(None, 'no checkpoint will be written'), (dict(type='CheckpointHook', save_best='acc'), 'no best checkpoint')],
+)
+def test_checkpoints_that_nobody_writes(tmp_path, monkeypatch, checkpoint, line):
+    hooks = dict(default_hooks=dict(checkpoint=checkpoint))
+    runner, said = make_runner(tmp_path, [dict(type='ScheduleCheckHook')], **hooks), []
+    monkeypatch.setattr(runner.logger, 'warning', said.append)
+    runner.train()
+    assert [text for text in said if line in text]
+
+
 def test_other_processes_are_silent(monkeypatch):
     monkeypatch.setattr('mmlinattn.engine.hooks.schedule_check.is_main_process', lambda: False)
     ScheduleCheckHook().before_train(SimpleNamespace(logger=logging.getLogger()))
