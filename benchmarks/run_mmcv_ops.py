@@ -1,11 +1,11 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""The operators of ``mmcv_ops/`` beside compiled MMCV, which has to be installed, on this CPU.
+"""Time the operators of ``mmcv_ops/`` beside installed compiled MMCV, on this CPU.
 
     python benchmarks/run_mmcv_ops.py --rounds 30
 
-Both are called through ``mmcv.ops`` and take turns. The time is the shortest one, since other work on the machine only
-makes a call longer; the ratio is compiled MMCV's time over ours. Deformable attention, for which compiled MMCV has no
-CPU version, is compared with the function of ``mmcv.ops`` that MMDetection calls there.
+Both are called in turns through ``mmcv.ops``. The time is the shortest one, since other work on the machine only makes
+a call longer. The ratio is compiled MMCV's time over ours. Compiled MMCV has no deformable attention on CPUs; ours is
+compared with the function of ``mmcv.ops`` that MMDetection calls there.
 """
 
 import argparse
@@ -32,25 +32,25 @@ def load_ours():
 
 
 def boxes(count: int, size: float, width=1216, height=800) -> torch.Tensor:
-    """Boxes (N, 4) with sides of up to ``size`` pixels, anywhere in the image."""
+    """Draw boxes (N, 4) with sides of up to ``size`` pixels, anywhere in the image."""
     values = torch.rand(count, 4)
     start = values[:, :2] * torch.tensor([width, height])
     return torch.cat((start, start + values[:, 2:] * size), dim=1)
 
 
 def backward(function, *tensors):
-    """``function`` and its gradients."""
+    """Return a call of ``function`` and its gradients."""
     leaves = [tensor.requires_grad_() for tensor in tensors]
     return lambda: torch.autograd.grad(function(*leaves).sum(), leaves)
 
 
 def calls() -> dict:
-    """The measured calls: ours and compiled MMCV's where there is one call, else (ours, compiled)."""
+    """Return the timed calls: one for both modules, or a pair (ours, compiled)."""
     found = {}
     for count in (1000, 10000):
         found[f'NMS, {count} boxes, 0.7'] = functools.partial(ops.nms, boxes(count, 160), torch.rand(count), 0.7)
     found['soft-NMS, 1000 boxes'] = functools.partial(ops.soft_nms, boxes(1000, 160), torch.rand(1000))
-    # RoIs of each level are as large as MMDetection's extractor sends there.
+    # RoIs of each level have the sizes that MMDetection's extractor sends there
     levels = [torch.randn(1, 256, 800 // stride, 1216 // stride) for stride in (4, 8, 16, 32)]
     rois = [torch.cat((torch.zeros(250, 1), boxes(250, size)), dim=1) for size in (112, 224, 448, 800)]
 
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument('--max-seconds', type=float, default=20, help='no further round of a call after these')
     args = parser.parse_args()
     if mmcv._ext.__file__.endswith('.py'):
-        parser.error(f'{mmcv._ext.__file__} is not compiled MMCV, which this compares with')
+        parser.error(f'{mmcv._ext.__file__} is not compiled MMCV. Install mmcv with its operators.')
     modules = load_ours(), mmcv._ext
     print(f'torch {torch.__version__}, {torch.get_num_threads()} threads\n')
     print('| | ours | compiled MMCV | ratio |\n| --- | --- | --- | --- |')

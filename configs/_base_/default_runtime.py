@@ -9,7 +9,7 @@ custom_hooks = [
     dict(type='DataCheckHook'),  # classes, labels and annotation files that do not fit: before training
     dict(type='FiniteLossHook'),  # NaN or Inf: stop, naming the images
     dict(type='ExactResumeHook'),  # --resume continues the same loss curve
-    dict(type='CheckpointMatchHook'),  # a checkpoint of other classes: what is left out of it
+    dict(type='CheckpointMatchHook'),  # a checkpoint of other classes: name the weights left out
     dict(type='StopHook'),  # SIGTERM: save a checkpoint, then end
     dict(type='UnusedParametersHook'),  # maps that nothing reads: named after the first iteration
 ]

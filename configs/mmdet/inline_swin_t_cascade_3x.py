@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-# No row of the paper, which has the next two sizes.
+# Not in the paper, unlike the next two sizes.
 _base_ = [
     '../_base_/models/cascade_mask_rcnn_4conv1fc_giou.py',
     '../_base_/datasets/coco_instance_ms_crop.py',

@@ -83,7 +83,7 @@ test_dataloader = val_dataloader
 val_evaluator = dict(ann_file=data_root + 'annotations/instances_val2017.json')
 test_evaluator = val_evaluator
 
-max_epochs = 5  # of 85 iterations, with 716 images of which 36 are empty
+max_epochs = 5  # of 85 iterations, with 716 images, 36 of them empty
 train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=max_epochs, val_interval=max_epochs)
 val_cfg = dict(type='ValLoop')
 test_cfg = dict(type='TestLoop')

@@ -1,9 +1,9 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""MMCV's compiled module by torchvision and PyTorch.
+"""Replacement of MMCV's compiled module by torchvision and PyTorch.
 
-``mmcv.ops`` calls these functions by the names and arguments of MMCV's own C++ and CUDA module. Most of them fill
-tensors that the caller has made. A compiled ``mmcv/_ext.*.so`` beside this file comes first in Python's order of
-imports. float16 and bfloat16 are computed in float32, as torchvision does under autocast.
+Names and arguments are those of MMCV's C++ and CUDA module, as ``mmcv.ops`` calls it. Most functions fill tensors
+that the caller allocates. Python imports a compiled ``mmcv/_ext.*.so`` beside this file first. float16 and bfloat16
+are computed in float32, as in torchvision under autocast.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ HEAD, WIDTH = 255, 128  # boxes of a block of NMS
 
 
 def __getattr__(name: str):
-    """A function that raises ``NotImplementedError`` when it is called, for every operator that is not below."""
+    """Return a function that raises ``NotImplementedError``, for every operator missing below."""
     if name.startswith('__'):
         raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
 
@@ -37,7 +37,7 @@ def __getattr__(name: str):
 
 
 def _asker() -> str:
-    """File and line of the innermost caller outside MMCV and PyTorch, else of the innermost one."""
+    """Return file and line of the innermost caller outside MMCV and PyTorch, else of the innermost one."""
     frame = caller = sys._getframe(2)
     while frame is not None and frame.f_globals.get('__name__', '').split('.')[0] in ('mmcv', 'torch'):
         frame = frame.f_back
@@ -46,7 +46,7 @@ def _asker() -> str:
 
 
 def _wide(*tensors):
-    """The tensors in float32, or in float64 where they are."""
+    """Return the tensors in float32, float64 ones unchanged."""
     return [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
 
 
@@ -57,13 +57,13 @@ def _without_autocast(device):
 
 
 def _gradients(function, inputs, grad_output):
-    """Gradients of ``function(*inputs)`` for each input, by autograd."""
+    """Return the gradients of ``function(*inputs)`` for each input, by autograd."""
     with torch.enable_grad():
         inputs = [tensor.detach().requires_grad_() for tensor in inputs]
         return torch.autograd.grad(function(*inputs), inputs, grad_output)
 
 
-# --- what runs: the lines "MMCV Compiler" and "MMCV CUDA Compiler" of collect_env ---
+# --- versions: the lines "MMCV Compiler" and "MMCV CUDA Compiler" of collect_env ---
 
 
 def get_compiler_version() -> str:
@@ -74,7 +74,7 @@ def get_compiling_cuda_version() -> str:
     return f'none: PyTorch of CUDA {torch.version.cuda}' if torch.version.cuda else 'not available'
 
 
-# --- non-maximum suppression: the best box stays, what overlaps it goes, and so on ---
+# --- non-maximum suppression: keep the best box, drop its overlapping boxes, repeat ---
 
 
 def nms(boxes, scores, iou_threshold, offset):
@@ -92,7 +92,7 @@ def nms(boxes, scores, iou_threshold, offset):
     low, high = boxes[order].T.contiguous().split(2)
     size = high - low + offset
     area = size[:1] * size[1:]
-    # A box without a finite area overlaps nothing. This one has no overlap with any box and gives no NaN.
+    # A box without a finite area overlaps nothing. This replacement has no overlap either, and gives no NaN.
     nothing = boxes.new_tensor([[0.0], [0.0], [-2.0], [-2.0], [1.0]])
     left = torch.where((area > 0) & (area < torch.inf), torch.cat((low, high, area)), nothing)
     while len(order):
@@ -131,10 +131,10 @@ def _overlap(box, others, offset):
 
 
 def softnms(boxes, scores, dets, iou_threshold, sigma, min_score, method, offset):
-    """Soft-NMS (https://arxiv.org/abs/1704.04503): lowers the scores of what overlaps.
+    """Soft-NMS (https://arxiv.org/abs/1704.04503): lower the scores of overlapping boxes.
 
-    ``method`` 0 to nothing, 1 linearly, 2 by a Gauss curve. Tensors on the CPU. Fills ``dets`` (N, 5) with boxes and
-    new scores, and gives the indices of its first rows.
+    ``method`` 0 sets them to zero, 1 lowers them linearly, 2 by a Gaussian. Tensors are on the CPU. ``dets`` (N, 5)
+    gets boxes and new scores; the indices of its first rows are returned.
     """
     boxes, scores = (tensor.numpy() for tensor in _wide(boxes.detach(), scores.detach()))
     x1, y1, x2, y2 = boxes.T
@@ -153,7 +153,7 @@ def softnms(boxes, scores, dets, iou_threshold, sigma, min_score, method, offset
             others[5] *= np.where(overlap >= iou_threshold, 1 - overlap if method == 1 else 0, 1)
         goes = others[5] < min_score
         if goes.any():
-            # The last boxes take the places of those that go, as in MMCV: the order decides between equal scores.
+            # The last boxes replace the dropped ones, as in MMCV: the order decides between equal scores.
             end -= np.count_nonzero(goes)
             gaps = first + np.flatnonzero(goes[: end - first])
             fillers = end + np.flatnonzero(~goes[end - first :])[::-1]
@@ -163,9 +163,10 @@ def softnms(boxes, scores, dets, iou_threshold, sigma, min_score, method, offset
 
 
 def nms_match(dets, iou_threshold):
-    """Lists of indices, one for each box that stays: itself, then what it suppresses, best score first.
+    """Return a list of indices for each kept box: itself, then the boxes it suppresses, best score first.
 
-    ``dets`` is (N, 5) on the CPU: boxes and scores. Here an overlap equal to the threshold suppresses.
+    ``dets`` (N, 5) has boxes and scores, on the CPU. Unlike in :func:`nms`, an overlap equal to the threshold
+    suppresses.
     """
     (dets,) = _wide(dets)
     order = dets[:, 4].sort(descending=True).indices.numpy()
@@ -195,7 +196,7 @@ def roi_align_forward(
     pool_mode,
     aligned,
 ):
-    """Mean (``pool_mode`` 1) by torchvision. Maximum (0) over torchvision's means of one sample."""
+    """Mean (``pool_mode`` 1) by torchvision; maximum (0) of torchvision's means of one sample each."""
     input, rois = _wide(input, rois)
     if aligned and not rois.is_cuda and not (rois[:, 3:] >= rois[:, 1:3]).all():
         raise ValueError('roi_align: rois must be (index, x1, y1, x2, y2) with x1 <= x2 and y1 <= y2')
@@ -207,7 +208,7 @@ def roi_align_forward(
     size = rois[:, [4, 3]] * spatial_scale - 0.5 * aligned - start
     bins = (size if aligned else size.clamp(min=1)) / rois.new_tensor([aligned_height, aligned_width])
     samples = torch.full_like(bins, sampling_ratio) if sampling_ratio > 0 else bins.ceil()
-    # What MMCV gives where a box has no sample.
+    # values of boxes without a sample, as in MMCV
     output.fill_(-10000), argmax_y.fill_(-1), argmax_x.fill_(-1)
     for down, right in samples.unique(dim=0).int().tolist():
         if min(down, right) < 1:
@@ -272,9 +273,9 @@ def roi_align_backward(
 
 
 def roi_pool_forward(input, rois, output, argmax, pooled_height, pooled_width, spatial_scale):
-    """The maximum over each bin, whose borders are rounded outwards.
+    """Return the maximum of each bin, with borders rounded outwards.
 
-    torchvision rounds the box first. Each bin is therefore a box of whole numbers to its kernel. An empty one gives 0
+    torchvision rounds the box first. Its kernel therefore gets each bin as a box of whole numbers. An empty bin gives 0
     and no gradient.
     """
     input, rois = _wide(input, rois)
@@ -360,7 +361,7 @@ def sigmoid_focal_loss_backward(input, target, weight, grad_input, gamma, alpha)
 
 
 def _softmax_focal(softmax, target, weight, alpha):
-    """Probability of the target's class, the rest, and alpha times its weight; a negative target has no loss."""
+    """Return the target's probability, one minus it, and alpha times its weight; a negative target has no loss."""
     p = softmax.gather(1, target.clamp(min=0)[:, None])[:, 0]
     factor = alpha * (target >= 0).to(p.dtype)
     if weight.numel():
@@ -388,7 +389,7 @@ def softmax_focal_loss_backward(softmax, target, weight, buff, grad_input, gamma
 
 
 def _plain(kW, kH, dW, dH, padW, padH, dilationW, dilationH, group, deformable_group, im2col_step):
-    """The settings of a deformable convolution without a mask as torchvision takes them."""
+    """Return the settings of a deformable convolution without a mask in torchvision's order."""
     return dH, dW, padH, padW, dilationH, dilationW, group, deformable_group, False
 
 
@@ -398,7 +399,7 @@ def deform_conv_forward(input, weight, offset, output, columns, ones, **settings
 
 
 def deform_conv_backward_input(input, offset, gradOutput, gradInput, gradOffset, weight, columns, **settings):
-    """The gradient for the weight comes along and waits in ``columns`` for the next function."""
+    """Compute all gradients; that of the weight is kept in ``columns`` for the next function."""
     tensors = _wide(gradOutput, input, weight, offset, input.new_zeros(len(input), 1), input.new_zeros(len(weight)))
     grad_input, grad_weight, grad_offset, *_ = KERNELS._deform_conv2d_backward(*tensors, *_plain(**settings))
     gradInput.copy_(grad_input)
@@ -407,7 +408,7 @@ def deform_conv_backward_input(input, offset, gradOutput, gradInput, gradOffset,
 
 
 def deform_conv_backward_parameters(input, offset, gradOutput, gradWeight, columns, ones, scale, **settings):
-    """Adds ``scale`` times the gradient for the weight."""
+    """Add ``scale`` times the gradient of the weight."""
     if columns.shape != gradWeight.shape:
         unused = torch.empty_like(input), torch.empty_like(offset)
         deform_conv_backward_input(input, offset, gradOutput, *unused, gradWeight, columns, **settings)
@@ -431,14 +432,16 @@ def _modulated(
 
 
 def _packed(x, output):
-    """Offsets or masks of a map larger than the output, which DyHead has, as MMCV reads them: the first values in
-    memory, as if they were of the output's size."""
+    """Crop offsets or masks of a map larger than the output, as in DyHead, to the output's size.
+
+    Like MMCV, take the first values in memory.
+    """
     size = output.shape[-2:]
     return x if x.shape[-2:] == size else x.flatten(1)[:, : x.shape[1] * size.numel()].unflatten(1, (-1, *size))
 
 
 def _fill(target, result):
-    """Write the gradient of what :func:`_packed` gives, into memory of any format."""
+    """Write the gradient of the result of :func:`_packed`, into memory of any format."""
     packed = target.new_zeros(target.shape)
     packed.flatten(1)[:, : result[0].numel()] = result.flatten(1)
     target.copy_(packed)
@@ -482,8 +485,10 @@ def modulated_deform_conv_backward(
 
 
 def _samples(locations, weights, shapes, starts, keys):
-    """Rows of the values (B * keys * heads, D) that a query reads by head, and with which weights, both (B, Q, heads,
-    samples): the four pixels around each location, bilinear; outside the maps the weight is 0."""
+    """Return the rows of the values (B * keys * heads, D) read by each query and head, and their weights.
+
+    Both are (B, Q, heads, samples): the four pixels around each location, bilinear. The weight is 0 outside the maps.
+    """
     batch, _, heads = locations.shape[:3]
     shapes, starts = shapes.to(locations.device), starts.to(locations.device)
     height, width = (side[:, None] for side in shapes.unbind(1))
@@ -503,12 +508,12 @@ def _samples(locations, weights, shapes, starts, keys):
 
 
 def _sums(values, rows, weights):
-    """Weighted sums of rows of the values (N, D): those of ``rows`` (M, samples) -> (M, D)."""
+    """Return weighted sums (M, D) of the rows of values (N, D) with indices ``rows`` (M, samples)."""
     return F.embedding_bag(rows, values, mode='sum', per_sample_weights=weights)
 
 
 def _takes_rows(value):
-    """Return True on CPUs, and for deterministic algorithms, which ``grid_sample`` has no gradient of on GPUs."""
+    """Return True on CPUs and with deterministic algorithms: on GPUs ``grid_sample`` has no deterministic gradient."""
     return value.is_cpu or torch.are_deterministic_algorithms_enabled()
 
 
@@ -527,13 +532,13 @@ def _sizes(shapes, starts):
 
 
 class _Levels:
-    """Samples of each level by ``grid_sample``: of values (B, K, heads, D) at locations (B, Q, heads, L, P, 2).
+    """Arguments of ``grid_sample`` for each level, of values (B, K, heads, D) and locations (B, Q, heads, L, P, 2).
 
-    Iterating gives ``level, maps (B * heads, D, H, W), grid (B * heads, Q, P, 2), where the keys are``.
+    Yields ``level, maps (B * heads, D, H, W), grid (B * heads, Q, P, 2), slice of the keys``.
     """
 
     def __init__(self, value, locations, sizes):
-        self.value = value.transpose(1, 2).flatten(0, 1).transpose(1, 2)  # (B * heads, D, K), channels in one place
+        self.value = value.transpose(1, 2).flatten(0, 1).transpose(1, 2)  # (B * heads, D, K), channels last in memory
         grid = locations.permute(0, 2, 3, 1, 4, 5).flatten(0, 1)
         # from 0..1 over the map to -1..1
         self.grid, self.sizes = torch.rsub(grid, -1, alpha=-2), sizes
@@ -546,7 +551,7 @@ class _Levels:
 
 
 def _by_head(x):
-    """(B, Q, heads, L, P) to (L, B * heads, Q, P)."""
+    """Rearrange (B, Q, heads, L, P) to (L, B * heads, Q, P)."""
     return x.permute(3, 0, 2, 1, 4).flatten(1, 2)
 
 
@@ -606,7 +611,7 @@ def ms_deform_attn_backward(
     results = _gradients(attention, (locations, weights), grad_output)
     for target, result in zip((grad_sampling_loc, grad_attn_weight), results):
         target.copy_(result)
-    # of the values: sums over the queries that read each row, in the order of the rows
+    # gradient of the values: sums over the queries that read each row, in the order of the rows
     rows, weights, samples = read
     order = rows.argsort()
     count = rows.bincount(minlength=len(value))
@@ -631,11 +636,11 @@ def _backward_by_level(tensors, grad_value, grad_locations, grad_weights, sizes)
         torch.mul(of_grid.unflatten(0, (batch, heads)).transpose(1, 2), 2, out=of_locations)
 
 
-# --- CARAFE (https://arxiv.org/abs/1905.02188): each output pixel is a weighted sum of the pixels around its source ---
+# --- CARAFE (https://arxiv.org/abs/1905.02188): weighted sums of the pixels around the source of each output pixel ---
 
 
 def _windows(features, kernel_size, groups):
-    """Windows around the pixels of features (N, C, H, W), as (N * H * W * groups, K * K, C / groups)."""
+    """Return the windows around the pixels of features (N, C, H, W) as (N * H * W * groups, K * K, C / groups)."""
     margin = kernel_size // 2
     padded = F.pad(features.permute(0, 2, 3, 1), (0, 0, margin, margin, margin, margin))
     windows = padded.unfold(1, kernel_size, 1).unfold(2, kernel_size, 1).unflatten(3, (groups, -1))
@@ -675,7 +680,7 @@ def carafe_naive_backward(top_grad, features, masks, bottom_grad, mask_grad, ker
 
 
 def carafe_forward(features, masks, rfeatures, routput, rmasks, output, kernel_size, group_size, scale_factor):
-    """The same; ``rfeatures`` is what MMCV keeps of the features for the gradient."""
+    """Same as the naive one; ``rfeatures`` gets the features, which MMCV passes to the backward function."""
     rfeatures.copy_(features)
     carafe_naive_forward(features, masks, output, kernel_size, group_size, scale_factor)
 
@@ -701,7 +706,7 @@ def carafe_backward(
 
 
 def masked_im2col_forward(im, mask_h_idx, mask_w_idx, col, kernel_h, kernel_w, pad_h, pad_w):
-    """The windows around the chosen pixels of ``im`` (1, C, H, W) as columns of ``col`` (C * window, pixels)."""
+    """Write the windows around the chosen pixels of ``im`` (1, C, H, W) to columns of ``col`` (C * window, pixels)."""
     below, right = max(kernel_h - 1 - pad_h, 0), max(kernel_w - 1 - pad_w, 0)
     padded = F.pad(im[0], (pad_w, right, pad_h, below))
     rows = mask_h_idx + torch.arange(kernel_h, device=im.device)[:, None, None]
@@ -710,7 +715,7 @@ def masked_im2col_forward(im, mask_h_idx, mask_w_idx, col, kernel_h, kernel_w, p
 
 
 def masked_col2im_forward(col, mask_h_idx, mask_w_idx, im, height, width, channels):
-    """Puts the columns of ``col`` (C, pixels) at their pixels of ``im`` (1, C, H, W)."""
+    """Write the columns of ``col`` (C, pixels) to their pixels of ``im`` (1, C, H, W)."""
     im[0, :, mask_h_idx, mask_w_idx] = col
 
 
@@ -718,9 +723,9 @@ def masked_col2im_forward(col, mask_h_idx, mask_w_idx, im, height, width, channe
 
 
 def _pick(source, rows, columns):
-    """Of ``source`` (N, A, B, H, W) the entries at ``rows`` (R, H) of A and ``columns`` (S, W) of B: (N, R, S, H, W).
+    """Gather entries (N, R, S, H, W) of ``source`` (N, A, B, H, W) at ``rows`` (R, H) and ``columns`` (S, W).
 
-    Zero where an index is outside.
+    Indices outside A or B give zero.
     """
     inside = [(index >= 0) & (index < size) for index, size in zip((rows, columns), source.shape[1:3])]
     rows, columns = rows.clamp(0, source.shape[1] - 1), columns.clamp(0, source.shape[2] - 1)
@@ -730,9 +735,10 @@ def _pick(source, rows, columns):
 
 
 def psamask_forward(input, output, psa_type, num_, h_feature, w_feature, h_mask, w_mask, half_h_mask, half_w_mask):
-    """Spreads the mask of each pixel, (N, h_mask * w_mask, H, W), over the map around it: (N, H * W, H, W).
+    """Spread the mask of each pixel, (N, h_mask * w_mask, H, W), over the map around it: (N, H * W, H, W).
 
-    ``psa_type`` 0 (collect): which pixel of the map, then whose mask; 1 (distribute): the other way round.
+    With ``psa_type`` 0 (collect) the channels are pixels of the map and positions are those of the masks; with 1
+    (distribute) they are exchanged.
     """
     y, x = torch.arange(h_feature, device=input.device), torch.arange(w_feature, device=input.device)
     masks = input.view(num_, h_mask, w_mask, h_feature, w_feature)

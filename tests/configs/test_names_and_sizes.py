@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Names, inheritance and sizes of the configs. A config that appears is covered by what it is
-called; the published rows it has to reproduce are in ``projects/pages/published_tables``."""
+"""Names, inheritance and sizes of the configs.
+
+New configs are covered by their names. Published rows are in ``projects/pages/published_tables``.
+"""
 
 import ast
 import re
@@ -25,16 +27,14 @@ NAMES = {
 
 
 # by their places, which docs/configs.md names and commands of users have
-HOOKS = (
-    'DataCheckHook FiniteLossHook ExactResumeHook CheckpointMatchHook StopHook UnusedParametersHook'
-).split()
+HOOKS = ('DataCheckHook FiniteLossHook ExactResumeHook CheckpointMatchHook StopHook UnusedParametersHook').split()
 
 
 # ---- names, scopes, inheritance
 
 
 def bases_of(path: Path) -> set:
-    """Upstream bases (``scope::path``) of a config, through all local ones."""
+    """Return the upstream bases (``scope::path``) of a config, through all local ones."""
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.Assign) and node.targets[0].id == '_base_':
             bases = ast.literal_eval(node.value)
@@ -132,7 +132,7 @@ def test_parameter_count_and_widths(name):
 
 @pytest.mark.parametrize('name', CONFIGS)
 def test_backbone_is_the_one_in_the_name(name):
-    """With the released weights, where there are any; a classifier is the run that makes them."""
+    """Detectors and segmentors start from released weights; classifiers train from scratch."""
     task, method, host, size, larger = re.match(
         rf'(\w+)/(?:(\w+)_)?({"|".join(HOSTS)})_(b\d|[tsmbl])(_384)?_', name
     ).groups()

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Recipes of the configs: each against the published one, and what weight decay and pipelines make of it."""
+"""Recipes of the configs beside the published ones, weight decay of parameters, and pipelines."""
 
 import json
 import re
@@ -16,19 +16,19 @@ for project in ('mmdet', 'mmseg', 'mmpretrain'):
     pytest.importorskip(project)
 
 
-# What was printed in the papers or released with them: a recipe by its index, and the configs that have it
+# Recipes of the papers and their released configs, by index, and the recipe of each config
 PUBLISHED = json.loads((ROOT / 'tests' / 'data' / 'recipes.json').read_text())
 
 
 def line(step) -> str:
-    """``type(key=value, ...)`` of a part of a config, keys in order and tuples as lists."""
+    """Format a part of a config as ``type(key=value, ...)``, with sorted keys and tuples as lists."""
     left_out = 'type', 'backend_args', 'backend', '_scope_'
     values = {key: json.loads(json.dumps(value)) for key, value in sorted(step.items()) if key not in left_out}
     return f'{step["type"]}({", ".join(f"{key}={value}" for key, value in values.items())})'
 
 
 def steps(pipeline) -> list[str]:
-    """The transforms of a pipeline that change images, one line each."""
+    """List the transforms of a pipeline that change images, one line each."""
     lines = []
     for step in pipeline:
         if step['type'] == 'RandomChoice':
@@ -106,7 +106,7 @@ KINDS = dict(
         ('mmpretrain/inline_pvt_t_in1k mmpretrain/inline_deit_t_in1k', 'norms biases tables'),
     ],
 )
-def test_what_does_not_decay(names, undecayed):
+def test_parameters_without_weight_decay(names, undecayed):
     for name in names.split():
         model, cfg = build(name, random_init=False)
         optimizer = build_optim_wrapper(model, cfg.optim_wrapper).optimizer
@@ -131,8 +131,8 @@ def test_what_does_not_decay(names, undecayed):
 
 
 @pytest.mark.parametrize('name', CONFIGS)
-def test_pipelines_are_of_transforms_that_there_are(name):
-    """They run in ``tools/test_rounds.py``."""
+def test_transforms_of_pipelines_exist(name):
+    """Tests in ``tools/test_rounds.py`` run them."""
     cfg = load(name)
     init_default_scope(cfg.default_scope)
     for loader in (cfg.train_dataloader, cfg.test_dataloader):

@@ -29,7 +29,7 @@ mmpretrain/inline_cswin_t_in1k mmpretrain/inline_deit_t_in1k mmpretrain/hmhsa_ne
 
 @pytest.mark.parametrize('name', NAMES.split())
 def test_every_parameter_gets_a_gradient(name):
-    """Without which DistributedDataParallel stops (find_unused_parameters is off)."""
+    """DistributedDataParallel stops at a parameter without gradient (find_unused_parameters is off)."""
     model, cfg = build(name, **small_heads(name))
     model.init_weights()
     assert without_gradient(model, cfg) == []

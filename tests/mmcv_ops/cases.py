@@ -1,6 +1,8 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Calls of ``mmcv.ops`` whose results with compiled MMCV are recorded: values, and gradients of a random weighting.
-Tensors are made on PyTorch's default device."""
+"""Calls of ``mmcv.ops`` with recorded results of compiled MMCV: values, and gradients of a random weighting.
+
+Tensors are on PyTorch's default device.
+"""
 
 import sys
 from itertools import product
@@ -14,12 +16,12 @@ RECORDS = Path(__file__).resolve().parents[1] / 'data' / 'mmcv_ops' / 'records.n
 
 
 def users() -> list:
-    """The modules of ``mmcv.ops`` that call MMCV's compiled module, as ``ext_module``."""
+    """Return the modules of ``mmcv.ops`` that call MMCV's compiled module, as ``ext_module``."""
     return [module for name, module in sys.modules.items() if name[:9] == 'mmcv.ops.' and hasattr(module, 'ext_module')]
 
 
 def summary(results) -> np.ndarray:
-    """The shapes, whole numbers as they are, and 16 random projections of each array of floats: what a record holds."""
+    """Return the array of a record: shapes, integers unchanged, and 16 random projections of each float array."""
     parts = []
     for result in (np.asarray(torch.as_tensor(each).cpu()) for each in results):
         values = result.ravel().astype(np.float64)

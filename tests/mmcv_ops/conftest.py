@@ -11,7 +11,7 @@ collect_ignore_glob = [] if importlib.util.find_spec('mmcv._ext') else ['test_*.
 
 @pytest.fixture(scope='session')
 def ext():
-    """The module of this checkout, also where a compiled one is installed."""
+    """Load the module of this checkout, even beside an installed compiled one."""
     spec = importlib.util.spec_from_file_location('mmcv_ext_of_checkout', FILE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -20,7 +20,7 @@ def ext():
 
 @pytest.fixture(autouse=True)
 def used(ext, monkeypatch):
-    """``mmcv.ops`` calls it."""
+    """Let ``mmcv.ops`` call the module of this checkout."""
     import cases
 
     for user in cases.users():

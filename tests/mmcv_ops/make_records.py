@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""``python tests/mmcv_ops/make_records.py`` writes what compiled MMCV, installed, gives for ``cases.py``."""
+"""Record the results of installed compiled MMCV for ``cases.py``: ``python tests/mmcv_ops/make_records.py``."""
 
 import mmcv._ext
 import numpy as np

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""What the distribution adds to an installed MMCV, and what happens to an operator that it does not have."""
+"""Files of the distribution beside an installed MMCV, and calls of operators that it lacks."""
 
 import shutil
 import subprocess

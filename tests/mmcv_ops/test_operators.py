@@ -1,6 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""MMCV's operators by torchvision and PyTorch, on CPU and GPU: against compiled MMCV's results on a CPU and their
-definitions."""
+"""MMCV's operators by torchvision and PyTorch, on CPU and GPU, beside compiled MMCV's results and definitions."""
 
 import cases
 import numpy as np
@@ -43,14 +42,14 @@ def test_nms_in_lower_precision_keeps_what_the_same_numbers_keep_in_float32(dtyp
 
 
 def test_nms_leaves_the_number_of_threads(monkeypatch):
-    """A thread whose first operator runs in the midst would keep another number for good."""
+    """Another thread takes over the number in its first operator, and keeps it."""
     monkeypatch.setattr(torch, 'set_num_threads', lambda count: pytest.fail('a setting of the process'))
     kept = ops.nms(*cases.boxes(300, 300), 0.5)[1]
     assert kept.tolist() == RECORDS['nms-300-0-False-0.5'][1:].tolist()
 
 
 def test_two_boxes_without_area_suppress_nothing():
-    """Their overlap is 0 / 0 in MMCV, which is not above any threshold."""
+    """Their overlap is 0 / 0 in MMCV, and NaN is above no threshold."""
     dets = torch.tensor(
         [[0.0, 0, 0, 0, 0.9], [5, 5, 5, 5, 0.8], [5, 5, 5, 5, 0.7], [0, 0, 4, 4, 0.6], [4, 4, 8, 8, 0.5]]
     )
@@ -87,7 +86,7 @@ def test_roi_align_refuses_a_box_that_ends_before_it_starts(device):
 
 @pytest.mark.parametrize('kernel', [(3, 3), (3, 1)])
 def test_gradients_of_channels_last_offsets_and_masks(kernel):
-    """As convolutions behind channels-last maps give them."""
+    """Convolutions of channels-last maps give such offsets."""
     taps = kernel[0] * kernel[1]
     x, offset, mask = (cases.normal(i, 2, c, 7, 9) for i, c in enumerate((4, 2 * taps, taps)))
     weight, padding = cases.normal(3, 5, 4, *kernel), [size // 2 for size in kernel]
@@ -120,7 +119,7 @@ def test_several_backward_passes_whose_input_needs_no_gradient():
 
 
 def pooled(x, rois, size, scale):
-    """The maximum over each bin of each RoI, pixel by pixel."""
+    """Compute the maximum over each bin of each RoI, pixel by pixel."""
     output = x.new_zeros(len(rois), x.shape[1], size, size)
     for n, (image, *box) in enumerate(rois.tolist()):
         x1, y1, x2, y2 = box[0] * scale, box[1] * scale, (box[2] + 1) * scale, (box[3] + 1) * scale
@@ -199,7 +198,7 @@ def test_masked_convolution_is_the_convolution_at_the_mask(kernel, padding):
 
 @pytest.fixture(params=['rows', 'levels'])
 def form(request, ext, monkeypatch):
-    """The forms of deformable attention: of CPUs and deterministic algorithms, and of other devices."""
+    """Deformable attention by rows (CPUs, deterministic algorithms) and by levels (other devices)."""
     monkeypatch.setattr(ext, '_takes_rows', lambda value: request.param == 'rows')
 
 
@@ -246,7 +245,7 @@ UNCOUNTED = 'empty', 'new_empty', 'empty_like', 'detach', '_unsafe_view', 'promo
 
 
 class Launches(TorchDispatchMode):
-    """Names of the operators that start a kernel on a GPU: no views, no memory alone."""
+    """Record the operators that start a kernel on a GPU: neither views nor allocations."""
 
     def __init__(self):
         super().__init__()
@@ -282,11 +281,11 @@ def carafe():
     'make, forward, backward', [(deformable_attention, 20, 41), (focal_loss, 8, 10), (carafe, 10, 18)]
 )
 def test_kernels_that_a_gpu_starts(ext, monkeypatch, make, forward, backward):
-    """Some are MMCV's own: results filled with zeros, a copy, a product with the gradient."""
+    """The counts include MMCV's own: results filled with zeros, a copy, a product with the gradient."""
     monkeypatch.setattr(ext, '_takes_rows', lambda value: False)
     run, *tensors = make()
     leaves = [tensor.requires_grad_() for tensor in tensors]
-    gradient = torch.ones_like(run(*leaves))  # and what is kept for further calls
+    gradient = torch.ones_like(run(*leaves))  # fills the caches
     with Launches() as first:
         result = run(*leaves)
     with Launches() as second:
@@ -304,7 +303,7 @@ def test_carafe_is_not_computed_in_lower_precision_by_autocast(device):
 
 
 def test_offsets_of_a_map_larger_than_the_output():
-    """DyHead has them: as in compiled MMCV, the first values in memory are those of the output's pixels."""
+    """DyHead has them; as in compiled MMCV, the output's pixels take the first values in memory."""
     x, weight, small = torch.randn(2, 4, 5, 6), torch.randn(6, 4, 3, 3), torch.randn(2, 18, 5, 6)
     large, masks = torch.randn(2, 18, 10, 12), torch.rand(2, 9, 10, 12)
     large.flatten(1)[:, : 18 * 30] = small.flatten(1)

@@ -147,8 +147,8 @@ class MergedOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 def _adapt_loading(optimizer: torch.optim.Optimizer, order: list[str]) -> None:
     """Fit loaded states to the groups of an optimizer, and states of fused kernels to the strides of parameters.
 
-    Fused kernels read states in memory order. On a CPU they give wrong values in silence if a state has other strides
-    than its parameter, as after loading a checkpoint of the other memory format or ``model.to(memory_format=...)``.
+    Fused kernels read states in memory order. If a state and its parameter have different strides, they silently give
+    wrong values on a CPU. This happens after ``model.to(memory_format=...)`` and with checkpoints of the other format.
     """
     maps = [p for group in optimizer.param_groups for p in group['params'] if p.dim() > 3]
     strides: list[tuple] = []

@@ -1,5 +1,5 @@
 # Copyright (c) The mmlinattn authors. Licensed under Apache-2.0.
-"""Learning rates that decay layer by layer: MMPretrain's constructor, and ours for detectors and segmentors."""
+"""Layer-wise learning rate decay: MMPretrain's constructor, and ours for detectors and segmentors."""
 
 import inspect
 import itertools
@@ -18,7 +18,7 @@ from mmlinattn.backbones.base import Backbone, PyramidBackbone
 from mmlinattn.engine.optimizers import layer_decay
 
 OURS = 'BackboneLayerDecayOptimWrapperConstructor'
-# Every host, the next one that is written included
+# all hosts, future ones included
 HOSTS = sorted(
     name
     for name, host in vars(backbones).items()
@@ -36,20 +36,21 @@ class Detector(nn.Module):
 
 
 def smallest(host, **options):
-    """The first size of a host's zoo, without random weights."""
+    """Build the first size of a host's zoo, without weights."""
     with torch.device('meta'):
         return MODELS.build(dict(type=host, arch=next(iter(MODELS.get(host).arch_zoo)), **options))
 
 
 def blocks_of(model) -> list:
-    """Every block of a backbone, shallow to deep."""
+    """Return the blocks of a backbone, shallow to deep."""
     return list(model.blocks) if hasattr(model, 'blocks') else [block for stage in model.stages for block in stage]
 
 
 def depths_of(model) -> dict:
-    """Parameters of a backbone -> depth: blocks count from one; what leads into a stage has that of the block before.
+    """Map parameters of a backbone to depths.
 
-    Conditional positions and the like between the blocks are left out.
+    Blocks count from one. Patch embeddings and tables of a stage have the depth of the block before it. Other
+    parameters between the blocks, such as conditional position encodings, are left out.
     """
     blocks = blocks_of(model)
     last = len(blocks) + 1
@@ -78,7 +79,7 @@ def test_parts_that_are_not_there():
 
 
 class Layers(nn.Module):
-    """A backbone of two blocks, with what no recipe decays."""
+    """A backbone of two blocks, with tables and scales that no recipe decays."""
 
     def __init__(self):
         super().__init__()
@@ -94,7 +95,7 @@ class Layers(nn.Module):
 
 
 def groups_of(rate=0.5, optimizer=None, model=None, constructor=OURS, **paramwise):
-    """Name of a parameter -> its group."""
+    """Map the name of each parameter to its group."""
     model = Detector(Layers()) if model is None else model
     wrapper = build_optim_wrapper(
         model,
@@ -162,13 +163,13 @@ def test_two_backbones_and_the_user_s_own_factors(monkeypatch):
     assert groups['student.backbone.position_table']['weight_decay'] == 0
     assert groups['student.head.bias']['weight_decay'] == pytest.approx(0.05)
     assert groups['teacher.backbone.block.weight']['lr'] == pytest.approx(8 * 0.1 * 2)
-    # of what a key matches it alone says how it decays, as in MMEngine
+    # a matching key replaces all other factors of the decay, as in MMEngine
     assert groups['teacher.backbone.position_table']['weight_decay'] == 0.1
     assert lines == ['learning rates of student.backbone, teacher.backbone: 2 depths, 0.08 to 0.8; of the rest 8']
 
 
 def adapted(backbone):
-    """In a module that has what it has, as MMPretrain's LoRAModel."""
+    """Wrap a backbone in a module with the same attributes, as MMPretrain's LoRAModel does."""
     adapter = nn.ModuleDict(dict(module=backbone))
     adapter.get_layer_depth = backbone.get_layer_depth
     return adapter
