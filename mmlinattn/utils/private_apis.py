@@ -101,7 +101,7 @@ def turn_into(thing: Any, kind: type) -> None:
     """An object of a class becomes one of a subclass and keeps its state.
 
     MMEngine 0.10.7's ``CheckpointHook``, built before custom hooks see the run; a config cannot set its type where
-    upstream's base file does. MMCV 2.1's ``DropPath``, of which blocks hold references.
+    upstream's base file does.
     """
     thing.__class__ = kind
 

@@ -116,7 +116,7 @@ def kept(model, images):
 @pytest.mark.slow
 @pytest.mark.parametrize('attn', ['rala', 'softmax'])
 def test_graphs_keep_no_more_than_eager_mode(attn):
-    """By the partition of a graph that Inductor takes, whose default keeps 34 and 11 % more here."""
+    """With the partition of Inductor. Its default keeps 34 and 11 % more than eager mode."""
     arch = dict(embed_dims=(32, 64, 128, 256), depths=(2, 1, 1, 1), num_heads=(1, 2, 4, 8), stage_attns=(attn,) * 4)
     model = RAVLT(arch, out_indices=(0,), out_norm=False, drop_path_rate=0.0)
     images = torch.randn(2, 3, 64, 64)
@@ -127,11 +127,11 @@ def test_graphs_keep_no_more_than_eager_mode(attn):
     assert counters['stats']['unique_graphs'] == 1
 
 
-EAGER = dict(backend='aot_eager')  # graphs, forward and backward, whose operators PyTorch runs
+EAGER = dict(backend='aot_eager')  # graphs of forward and backward pass, run by PyTorch's operators
 
 
 def losses(model, steps=20, autocasts=False):
-    """Of training at three sizes; running statistics and weights move."""
+    """Losses of a training at three sizes; running statistics and weights move."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found = []
@@ -150,7 +150,7 @@ def losses(model, steps=20, autocasts=False):
 @pytest.mark.slow
 @pytest.mark.parametrize(('how', 'options'), [('plain', {}), *((how, EAGER) for how in ('with_cp', 'autocasts'))])
 def test_losses_of_twenty_steps(how, options, monkeypatch, tmp_path):
-    """One graph at three sizes, by Inductor, which takes longest, once; what is in its cache may hold one size."""
+    """One graph at three sizes, once by Inductor (slow) with an empty cache, whose code may be of one size."""
     monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path))
     torch.manual_seed(0)
     eager = ravlt(depths=(2, 1, 1, 1), out_indices=(0,), with_cp=how == 'with_cp')
@@ -228,7 +228,7 @@ class BackboneModel(nn.Module):
 
 @pytest.mark.slow
 def test_the_hook_of_a_config_compiles_and_says_so(tmp_path, monkeypatch):
-    """Blocks of the model, but not of its copies, which EMA and others make."""
+    """Blocks of the model, not of its copies (EMA)."""
     compiles, told = torch.compile, []
     monkeypatch.setattr(torch, 'compile', lambda *args, **_: compiles(*args, dynamic=True, backend='eager'))
     runner = make_runner(tmp_path, [dict(type='CompileHook')], model=dict(type='BackboneModel'))
