@@ -131,7 +131,7 @@ EAGER = dict(backend='aot_eager')  # graphs of forward and backward pass, run by
 
 
 def losses(model, steps=20, autocasts=False):
-    """Losses of training at three sizes; running statistics and weights move."""
+    """Losses of a training at three sizes; running statistics and weights move."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     found = []
@@ -150,7 +150,7 @@ def losses(model, steps=20, autocasts=False):
 @pytest.mark.slow
 @pytest.mark.parametrize(('how', 'options'), [('plain', {}), *((how, EAGER) for how in ('with_cp', 'autocasts'))])
 def test_losses_of_twenty_steps(how, options, monkeypatch, tmp_path):
-    """One graph at three sizes. Inductor runs once, as it is slow, with an empty cache."""
+    """One graph at three sizes, once by Inductor (slow) with an empty cache, whose code may be of one size."""
     monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path))
     torch.manual_seed(0)
     eager = ravlt(depths=(2, 1, 1, 1), out_indices=(0,), with_cp=how == 'with_cp')
@@ -227,8 +227,8 @@ class BackboneModel(nn.Module):
 
 
 @pytest.mark.slow
-def test_the_hook_compiles_and_logs(tmp_path, monkeypatch):
-    """The model's blocks, not those of its copies (EMA)."""
+def test_the_hook_of_a_config_compiles_and_says_so(tmp_path, monkeypatch):
+    """Blocks of the model, not of its copies (EMA)."""
     compiles, told = torch.compile, []
     monkeypatch.setattr(torch, 'compile', lambda *args, **_: compiles(*args, dynamic=True, backend='eager'))
     runner = make_runner(tmp_path, [dict(type='CompileHook')], model=dict(type='BackboneModel'))
